@@ -1,0 +1,23 @@
+# Finds nvcc according to KDA_CUDA. Sets KDA_WITH_CUDA.
+set(KDA_WITH_CUDA OFF)
+if(NOT KDA_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(KDA_WITH_CUDA ON)
+    set(CMAKE_CUDA_ARCHITECTURES 80)  # each kernel file names its own, see kda_cuda_sources
+    enable_language(CUDA)
+    # cmake 3.25 does not know that nvcc 12 and newer speak C++20.
+    foreach(kind STANDARD EXTENSION)
+      if(NOT DEFINED CMAKE_CUDA20_${kind}_COMPILE_OPTION)
+        set(CMAKE_CUDA20_${kind}_COMPILE_OPTION -std=c++20)
+      endif()
+    endforeach()
+    set(CMAKE_CUDA_STANDARD 20)
+    message(STATUS "kda: CUDA kernels with nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+  elseif(KDA_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "kda: KDA_CUDA=ON but no nvcc was found (set CUDACXX, or KDA_CUDA=OFF)")
+  else()
+    message(STATUS "kda: no nvcc found, building for the CPU only (set CUDACXX, or KDA_CUDA=ON to insist)")
+  endif()
+endif()

@@ -1,0 +1,265 @@
+/* kda: Kimi Delta Attention (KDA) on CPUs and NVIDIA GPUs. The C ABI.
+ *
+ * Per sequence and value head, for every token t, with a state S in R^{K x V} and alpha_t = exp(g_t):
+ *
+ *     S  <- Diag(alpha_t) S                 decay
+ *     u   = beta_t (v_t - S^T k_t)          correction
+ *     S  <- S + k_t u^T
+ *     o_t = scale * S^T q_t                 reads the updated state
+ *
+ * Sizes, everywhere in this header:
+ *   B rows of T tokens     N sequences (N = B, or cu_seqlens cuts one row, B = 1, into N)
+ *   H query/key heads      HV value heads, HV % H == 0; value head j uses query/key head j / (HV / H)
+ *   K key size, V value size, 1..256        C = 64 tokens, the chunk
+ *
+ * Each operator takes one args struct. Zero the struct (KDA_..._ARGS_INIT does it and fills in struct_size), then set
+ * what is needed; an absent tensor has data == NULL and ndim == 0. Everything is checked before anything is written.
+ * Calls are reentrant, allocate nothing, and on CUDA are asynchronous on exec.stream.
+ */
+#ifndef KDA_KDA_H_
+#define KDA_KDA_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KDA_VERSION_MAJOR 0
+#define KDA_VERSION_MINOR 1
+#define KDA_VERSION_PATCH 0
+
+#if defined(_WIN32)
+#define KDA_API __declspec(dllexport)
+#else
+#define KDA_API __attribute__((visibility("default")))
+#endif
+
+typedef enum kda_status {
+  KDA_OK = 0,
+  KDA_INVALID_ARGUMENT = 1, /* the call breaks the contract; kda_last_error() names the argument, expected, got */
+  KDA_UNSUPPORTED = 2,      /* a legal call that no (or not the forced) implementation takes; lists each reason */
+  KDA_CUDA_ERROR = 3,       /* the CUDA runtime failed, or there is no driver */
+  KDA_INTERNAL_ERROR = 4    /* a bug in this library */
+} kda_status;
+
+typedef enum kda_dtype {
+  KDA_F32 = 1,
+  KDA_BF16 = 2,
+  KDA_F16 = 3,
+  KDA_F64 = 4, /* only the implementation `reference` reads or writes it */
+  KDA_I32 = 5,
+  KDA_I64 = 6,
+  KDA_BOOL = 7 /* one byte, 0 or not */
+} kda_dtype;
+
+typedef enum kda_device { KDA_CPU = 0, KDA_CUDA = 1 } kda_device;
+
+/* A view of memory the caller owns. Strides are in elements; the last dimension is dense (stride 1), other strides are
+ * free for inputs. Data is aligned to its element. Outputs may not overlap anything but where a struct says so. */
+#define KDA_MAX_NDIM 5
+typedef struct kda_tensor {
+  void* data;
+  int32_t dtype; /* kda_dtype */
+  int32_t ndim;
+  int64_t shape[KDA_MAX_NDIM];
+  int64_t stride[KDA_MAX_NDIM];
+} kda_tensor;
+
+#define KDA_BATCH_INVARIANT 1u /* bits of a sequence depend on nothing else in the call. CPU: always, at no cost. */
+
+/* Where and how to run. */
+typedef struct kda_exec {
+  int32_t device;           /* kda_device: where every tensor of the call lives */
+  int32_t device_id;        /* CUDA ordinal; 0 on the CPU */
+  void* stream;             /* CUDA: cudaStream_t, NULL = legacy default stream. CPU: NULL */
+  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0 */
+  uint64_t workspace_bytes; /* CPU: less than asked for is fine down to one thread's share, then fewer threads run */
+  const char* impl;    /* force this implementation; NULL: environment variable KDA_IMPL, else the first that can */
+  int32_t num_threads; /* CPU threads at most; 0 = what OpenMP would use. Never changes a bit of the result */
+  uint32_t flags;      /* KDA_BATCH_INVARIANT */
+} kda_exec;
+
+typedef enum kda_gate_form {
+  KDA_GATE_LOG = 0,        /* g is the natural-log decay itself, <= 0, -inf allowed */
+  KDA_GATE_SOFTPLUS = 1,   /* g <- -exp(A_log) * softplus(g + dt_bias) */
+  KDA_GATE_LOWER_BOUND = 2 /* g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); A_log may be absent (then 1) */
+} kda_gate_form;
+
+typedef enum kda_beta_form {
+  KDA_BETA_ACTIVATED = 0, /* beta as given */
+  KDA_BETA_SIGMOID = 1,   /* beta <- sigmoid(beta) */
+  KDA_BETA_2SIGMOID = 2   /* beta <- 2 sigmoid(beta) */
+} kda_beta_form;
+
+typedef enum kda_state_layout {
+  KDA_STATE_V_FIRST = 0, /* [.., V, K], K dense: what serving engines store */
+  KDA_STATE_K_FIRST = 1  /* [.., K, V], V dense */
+} kda_state_layout;
+
+/* The inputs that forward, backward and decode share. */
+typedef struct kda_inputs {
+  kda_tensor q, k;       /* [B,T,H,K]   bf16, f16 or f32; q, k, v of one dtype */
+  kda_tensor v;          /* [B,T,HV,V] */
+  kda_tensor g;          /* [B,T,HV,K]  bf16, f16 or f32: gate, see gate_form */
+  kda_tensor beta;       /* [B,T,HV]    bf16, f16 or f32, see beta_form; any strides */
+  kda_tensor A_log;      /* [HV]        f32, or absent; only with SOFTPLUS (needed) and LOWER_BOUND */
+  kda_tensor dt_bias;    /* [HV,K]      f32, or absent; only with SOFTPLUS and LOWER_BOUND */
+  kda_tensor cu_seqlens; /* [N+1]       i32 or i64, or absent: sequence n is tokens cu[n] .. cu[n+1]-1 of the one row.
+                            cu[0] = 0, never decreasing, cu[N] <= T; output rows from cu[N] on are zeroed */
+  int32_t gate_form;     /* kda_gate_form */
+  int32_t beta_form;     /* kda_beta_form */
+  int32_t qk_l2norm;     /* not 0: q and k are divided by sqrt(sum of squares + 1e-6) first */
+  int32_t state_layout;  /* kda_state_layout of every state tensor of the call */
+  float lower_bound;     /* LOWER_BOUND only: finite, < 0 */
+  float scale;           /* 0 = K^-0.5 */
+} kda_inputs;
+
+/* Where the states of forward and decode come from and go to. Without state_indices, h0 and hT are [N,HV,V,K] (or
+ * [N,HV,K,V], see state_layout), both optional: no h0 starts from zeros, no hT wants no final state. With state_indices
+ * they are pools [slots,HV,V,K] of any slot stride: sequence n reads slot state_indices[n] of h0 and writes that slot
+ * of hT. h0 and hT may be the same tensor (in place).
+ *
+ * state_indices[n] < first_valid_slot marks a padded sequence: its rows of o are zeroed, no state is touched. Two live
+ * sequences may not share a slot. has_initial_state[n] == 0 starts sequence n from zeros, whatever its slot holds. On
+ * the CPU the values are checked; on CUDA they live on the device: an index >= slots is treated as padding. */
+typedef struct kda_states {
+  kda_tensor h0;                /* in, optional: f32 or bf16; accumulation is always f32 */
+  kda_tensor hT;                /* out, optional: f32 or bf16 */
+  kda_tensor state_indices;     /* [N] i32, optional */
+  kda_tensor has_initial_state; /* [N] bool, optional; needs h0 */
+  int32_t first_valid_slot;     /* 0: negative indices are padding. 1: slot 0 is, too */
+  int32_t reserved;             /* 0 */
+} kda_states;
+
+/* ---- kda_forward: prefill, and the forward pass of training -------------------------------------------------------
+ * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
+ * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M.
+ *
+ * Saved for backward, or wanted for their own sake: h is the state before every chunk, v_new the corrections u_t, Aqk
+ * and Akk the chunk scores (row t holds the C columns of its chunk; what the formulas leave out is 0): Aqk[i,j] = scale
+ * * sum_d q_id k_jd exp(g_j+1 + .. + g_i)_d   j <= i Akk[i,j] = beta_i * sum_d k_id k_jd exp(g_j+1 + .. + g_i)_d   j <
+ * i Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / C) rows of h after those of
+ * the sequences before it. h needs room for all of them: N * ceil(T / C) without cu_seqlens; with, at most T / C + N.
+ */
+typedef struct kda_forward_args {
+  uint64_t struct_size; /* sizeof(kda_forward_args) */
+  kda_exec exec;
+  kda_inputs in;
+  kda_states states;
+  kda_tensor o;                /* [B,T,HV,V]  out: bf16, f16 or f32 */
+  kda_tensor checkpoints;      /* [slots,HV,V,K] out, optional: f32 or bf16 */
+  kda_tensor checkpoint_slots; /* [N,M] i32, with checkpoints */
+  kda_tensor h;                /* [NT,HV,V,K] (or K-first) out, optional: f32 or bf16 */
+  kda_tensor v_new;            /* [B,T,HV,V]  out, optional: f32 */
+  kda_tensor Aqk, Akk;         /* [B,T,HV,C]  out, optional: f32 */
+  int32_t checkpoint_every;    /* tokens, a multiple of C */
+  int32_t reserved;            /* 0 */
+} kda_forward_args;
+
+/* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
+ * `in`, h0 as given to kda_forward (no pools). Every gradient is optional and overwritten, never accumulated into; sums
+ * over tokens and heads are done in f32 in a fixed order. h, v_new, Aqk, Akk: all four as kda_forward wrote them, or
+ * none; then they are computed again. */
+typedef struct kda_backward_args {
+  uint64_t struct_size; /* sizeof(kda_backward_args) */
+  kda_exec exec;
+  kda_inputs in;
+  kda_tensor h0;                 /* [N,HV,V,K] in, optional */
+  kda_tensor d_o;                /* [B,T,HV,V] in: bf16, f16 or f32 */
+  kda_tensor dhT;                /* [N,HV,V,K] in, optional: f32 or bf16 */
+  kda_tensor h, v_new, Aqk, Akk; /* in, optional: f32, see above */
+  kda_tensor dq, dk;             /* [B,T,H,K]  out */
+  kda_tensor dv;                 /* [B,T,HV,V] out */
+  kda_tensor dg;                 /* [B,T,HV,K] out: of the gate input (for GATE_LOG, of the natural-log decay) */
+  kda_tensor dbeta;              /* [B,T,HV]   out: of the beta input */
+  kda_tensor dA_log;             /* [HV]       out: f32 */
+  kda_tensor d_dt_bias;          /* [HV,K]     out: f32 */
+  kda_tensor dh0;                /* [N,HV,V,K] out: f32 or bf16; may be wanted without h0 */
+} kda_backward_args;
+
+/* ---- kda_decode: the token recurrence over a state pool -------------------------------------------------------------
+ * Tuned for 1..16 tokens a sequence, right for any number. */
+typedef struct kda_decode_args {
+  uint64_t struct_size; /* sizeof(kda_decode_args) */
+  kda_exec exec;
+  kda_inputs in;
+  kda_states states;
+  kda_tensor o; /* [B,T,HV,V] out: bf16, f16 or f32 */
+} kda_decode_args;
+
+/* ---- kda_gate: the gate activation alone ----------------------------------------------------------------------------
+ * g = -exp(A_log) softplus(x + dt_bias)   or   lower_bound sigmoid(exp(A_log) (x + dt_bias)) */
+typedef struct kda_gate_args {
+  uint64_t struct_size; /* sizeof(kda_gate_args) */
+  kda_exec exec;
+  kda_tensor x;       /* [M,HV,K] bf16, f16 or f32 */
+  kda_tensor A_log;   /* [HV]     f32; needed with SOFTPLUS */
+  kda_tensor dt_bias; /* [HV,K]   f32, optional */
+  kda_tensor g;       /* [M,HV,K] out: bf16, f16 or f32 */
+  int32_t gate_form;  /* SOFTPLUS or LOWER_BOUND */
+  float lower_bound;
+} kda_gate_args;
+
+typedef struct kda_gate_backward_args {
+  uint64_t struct_size; /* sizeof(kda_gate_backward_args) */
+  kda_exec exec;
+  kda_tensor x;         /* [M,HV,K] as given to kda_gate */
+  kda_tensor A_log;     /* [HV] */
+  kda_tensor dt_bias;   /* [HV,K] */
+  kda_tensor dg;        /* [M,HV,K] in: gradient of g */
+  kda_tensor dx;        /* [M,HV,K] out */
+  kda_tensor dA_log;    /* [HV]     out, optional: f32 */
+  kda_tensor d_dt_bias; /* [HV,K]   out, optional: f32 */
+  int32_t gate_form;
+  float lower_bound;
+} kda_gate_backward_args;
+
+#define KDA_FORWARD_ARGS_INIT \
+  { sizeof(kda_forward_args) }
+#define KDA_BACKWARD_ARGS_INIT \
+  { sizeof(kda_backward_args) }
+#define KDA_DECODE_ARGS_INIT \
+  { sizeof(kda_decode_args) }
+#define KDA_GATE_ARGS_INIT \
+  { sizeof(kda_gate_args) }
+#define KDA_GATE_BACKWARD_ARGS_INIT \
+  { sizeof(kda_gate_backward_args) }
+
+/* Run. The status says what went wrong; kda_last_error() says it in a sentence. On an error nothing was written. */
+KDA_API kda_status kda_forward(const kda_forward_args* args);
+KDA_API kda_status kda_backward(const kda_backward_args* args);
+KDA_API kda_status kda_decode(const kda_decode_args* args);
+KDA_API kda_status kda_gate(const kda_gate_args* args);
+KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
+
+/* Bytes of workspace the call needs: a function of shapes, strides, dtypes, options, num_threads and device only. Reads
+ * no tensor data, so any non-NULL pointers do. */
+KDA_API kda_status kda_forward_workspace(const kda_forward_args* args, uint64_t* bytes);
+KDA_API kda_status kda_backward_workspace(const kda_backward_args* args, uint64_t* bytes);
+KDA_API kda_status kda_decode_workspace(const kda_decode_args* args, uint64_t* bytes);
+KDA_API kda_status kda_gate_workspace(const kda_gate_args* args, uint64_t* bytes);
+KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* args, uint64_t* bytes);
+
+/* One line per implementation: "* name: description" for the one that would run, "- name: why not" or "- name: can,
+ * comes later" for the others. The text is valid until the next explain on this thread. */
+KDA_API kda_status kda_forward_explain(const kda_forward_args* args, const char** text);
+KDA_API kda_status kda_backward_explain(const kda_backward_args* args, const char** text);
+KDA_API kda_status kda_decode_explain(const kda_decode_args* args, const char** text);
+KDA_API kda_status kda_gate_explain(const kda_gate_args* args, const char** text);
+KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args, const char** text);
+
+/* The implementations of an operator ("forward", "backward", "decode", "gate", "gate_backward"), in order of
+ * preference: the index-th name, or NULL past the end (or for an unknown operator). */
+KDA_API const char* kda_implementation(const char* op, int32_t index);
+
+KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */
+KDA_API const char* kda_status_name(kda_status status); /* "KDA_OK", ... */
+KDA_API const char* kda_version(void);                  /* "0.1.0" */
+KDA_API const char* kda_info(void);                     /* lines "key: value": version, CPU instruction set, CUDA */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KDA_KDA_H_ */

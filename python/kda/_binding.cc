@@ -1,0 +1,256 @@
+// Python binding: translates DLPack tensors and scalars into the args structs of kda.h. No checks of its own beyond
+// what the structs cannot express (devices, unknown dtypes); the contract is the library's.
+//
+// Every operator has three functions, kda_<op>, kda_<op>_workspace, kda_<op>_explain, with the same positional
+// arguments, listed by the read() overloads below and passed in that order by _lib.py. An absent tensor or name is
+// None.
+#include <kda/kda.h>
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+namespace {
+
+namespace ffi = tvm::ffi;
+
+void check(kda_status status) {
+  if (status == KDA_OK) return;
+  const char* kind = status == KDA_INVALID_ARGUMENT ? "ValueError"
+                     : status == KDA_UNSUPPORTED    ? "NotImplementedError"
+                                                    : "RuntimeError";
+  throw ffi::Error(kind, kda_last_error(), "");
+}
+
+[[noreturn]] void value_error(const std::string& text) { throw ffi::Error("ValueError", text, ""); }
+
+int32_t to_dtype(const char* name, DLDataType t) {
+  if (t.lanes == 1) {
+    if (t.code == kDLFloat && t.bits == 32) return KDA_F32;
+    if (t.code == kDLBfloat && t.bits == 16) return KDA_BF16;
+    if (t.code == kDLFloat && t.bits == 16) return KDA_F16;
+    if (t.code == kDLFloat && t.bits == 64) return KDA_F64;
+    if (t.code == kDLInt && t.bits == 32) return KDA_I32;
+    if (t.code == kDLInt && t.bits == 64) return KDA_I64;
+    if (t.code == kDLBool && t.bits == 8) return KDA_BOOL;
+  }
+  value_error(std::string(name) + ": expected a floating point, int32, int64 or bool tensor, got DLPack dtype code " +
+              std::to_string(t.code) + " with " + std::to_string(t.bits) + " bits");
+}
+
+std::string device_name(DLDevice d) {
+  return (d.device_type == kDLCPU    ? "cpu"
+          : d.device_type == kDLCUDA ? "cuda:" + std::to_string(d.device_id)
+                                     : "DLPack device type " + std::to_string(d.device_type));
+}
+
+// Reads positional arguments in order. The first tensor decides the device.
+class Reader {
+ public:
+  Reader(const TVMFFIAny* args, int32_t count) : args_(reinterpret_cast<const ffi::AnyView*>(args)), count_(count) {}
+
+  void tensor(const char* name, kda_tensor& out) {
+    const ffi::AnyView arg = next();
+    if (arg.type_index() == ffi::TypeIndex::kTVMFFINone) return;
+    const auto view = arg.try_cast<ffi::TensorView>();
+    if (!view) value_error(std::string(name) + ": expected a tensor, got " + arg.GetTypeKey());
+    const DLDevice device = (*view).device();
+    if (!has_device_) device_ = device, has_device_ = true;
+    if (device.device_type != device_.device_type || device.device_id != device_.device_id)
+      value_error(std::string(name) + ": expected device " + device_name(device_) + " like the first tensor, got " +
+                  device_name(device));
+    out.dtype = to_dtype(name, (*view).dtype());
+    out.ndim = (*view).ndim();
+    if (out.ndim > KDA_MAX_NDIM || out.ndim < 1)
+      value_error(std::string(name) + ": expected 1 to " + std::to_string(KDA_MAX_NDIM) + " dimensions, got " +
+                  std::to_string(out.ndim));
+    const auto shape = (*view).shape();
+    const auto strides = (*view).strides();
+    bool empty = false;
+    for (int i = 0; i < out.ndim; ++i) out.shape[i] = shape[i], out.stride[i] = strides[i], empty |= shape[i] == 0;
+    out.data = empty ? nullptr : static_cast<char*>((*view).data_ptr()) + (*view).byte_offset();
+  }
+  int64_t integer() { return next().cast<int64_t>(); }
+  float number() { return static_cast<float>(next().cast<double>()); }
+
+  // Last: implementation name, threads, workspace (None: allocated here for the call).
+  void exec(kda_exec& e) {
+    const ffi::AnyView impl = next();
+    if (impl.type_index() != ffi::TypeIndex::kTVMFFINone) {
+      impl_ = std::string(impl.cast<ffi::String>());
+      e.impl = impl_.c_str();
+    }
+    e.num_threads = static_cast<int32_t>(integer());
+    kda_tensor workspace{};
+    tensor("workspace", workspace);
+    if (workspace.ndim > 1 || (workspace.ndim == 1 && workspace.stride[0] != 1 && workspace.shape[0] > 1))
+      value_error("workspace: expected one dense dimension");
+    e.workspace = workspace.data;
+    e.workspace_bytes = workspace.ndim ? workspace.shape[0] * item_size(workspace.dtype) : 0;
+    has_workspace_ = workspace.ndim > 0;
+    if (device_.device_type == kDLCUDA) {
+      e.device = KDA_CUDA;
+      e.device_id = device_.device_id;
+      e.stream = TVMFFIEnvGetStream(kDLCUDA, device_.device_id);
+    } else if (device_.device_type != kDLCPU) {
+      value_error("expected tensors on cpu or cuda, got " + device_name(device_));
+    }
+    if (used_ != count_)
+      value_error("internal: expected " + std::to_string(used_) + " arguments, got " + std::to_string(count_));
+  }
+  bool has_workspace() const { return has_workspace_; }
+  DLDevice device() const { return device_; }
+
+ private:
+  static int64_t item_size(int32_t dtype) {
+    return dtype == KDA_BOOL                       ? 1
+           : dtype == KDA_BF16 || dtype == KDA_F16 ? 2
+           : dtype == KDA_F64 || dtype == KDA_I64  ? 8
+                                                   : 4;
+  }
+  ffi::AnyView next() {
+    if (used_ == count_) value_error("internal: expected more than " + std::to_string(count_) + " arguments");
+    return args_[used_++];
+  }
+  const ffi::AnyView* args_;
+  int32_t count_, used_ = 0;
+  DLDevice device_{kDLCPU, 0};
+  bool has_device_ = false, has_workspace_ = false;
+  std::string impl_;
+};
+
+void read(Reader& r, kda_inputs& in) {
+  r.tensor("q", in.q), r.tensor("k", in.k), r.tensor("v", in.v), r.tensor("g", in.g), r.tensor("beta", in.beta);
+  r.tensor("A_log", in.A_log), r.tensor("dt_bias", in.dt_bias), r.tensor("cu_seqlens", in.cu_seqlens);
+  in.gate_form = static_cast<int32_t>(r.integer());
+  in.beta_form = static_cast<int32_t>(r.integer());
+  in.qk_l2norm = static_cast<int32_t>(r.integer());
+  in.state_layout = static_cast<int32_t>(r.integer());
+  in.lower_bound = r.number();
+  in.scale = r.number();
+}
+
+void read(Reader& r, kda_states& s) {
+  r.tensor("h0", s.h0), r.tensor("hT", s.hT), r.tensor("state_indices", s.state_indices),
+      r.tensor("has_initial_state", s.has_initial_state);
+  s.first_valid_slot = static_cast<int32_t>(r.integer());
+}
+
+void read(Reader& r, kda_forward_args& a) {
+  read(r, a.in), read(r, a.states);
+  r.tensor("o", a.o), r.tensor("checkpoints", a.checkpoints), r.tensor("checkpoint_slots", a.checkpoint_slots);
+  r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("Aqk", a.Aqk), r.tensor("Akk", a.Akk);
+  a.checkpoint_every = static_cast<int32_t>(r.integer());
+}
+
+void read(Reader& r, kda_backward_args& a) {
+  read(r, a.in);
+  r.tensor("h0", a.h0), r.tensor("d_o", a.d_o), r.tensor("dhT", a.dhT);
+  r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("Aqk", a.Aqk), r.tensor("Akk", a.Akk);
+  r.tensor("dq", a.dq), r.tensor("dk", a.dk), r.tensor("dv", a.dv), r.tensor("dg", a.dg), r.tensor("dbeta", a.dbeta);
+  r.tensor("dA_log", a.dA_log), r.tensor("d_dt_bias", a.d_dt_bias), r.tensor("dh0", a.dh0);
+}
+
+void read(Reader& r, kda_decode_args& a) {
+  read(r, a.in), read(r, a.states);
+  r.tensor("o", a.o);
+}
+
+void read(Reader& r, kda_gate_args& a) {
+  r.tensor("x", a.x), r.tensor("A_log", a.A_log), r.tensor("dt_bias", a.dt_bias), r.tensor("g", a.g);
+  a.gate_form = static_cast<int32_t>(r.integer());
+  a.lower_bound = r.number();
+}
+
+void read(Reader& r, kda_gate_backward_args& a) {
+  r.tensor("x", a.x), r.tensor("A_log", a.A_log), r.tensor("dt_bias", a.dt_bias), r.tensor("dg", a.dg);
+  r.tensor("dx", a.dx), r.tensor("dA_log", a.dA_log), r.tensor("d_dt_bias", a.d_dt_bias);
+  a.gate_form = static_cast<int32_t>(r.integer());
+  a.lower_bound = r.number();
+}
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+template <class Args>
+struct Call {
+  Reader reader;
+  Args args{sizeof(Args)};
+  std::unique_ptr<void, Free> host;
+  ffi::Tensor device;
+
+  Call(const TVMFFIAny* packed, int32_t count) : reader(packed, count) {
+    read(reader, args);
+    reader.exec(args.exec);
+  }
+
+  // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
+  void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
+    uint64_t bytes = 0;
+    check(workspace(&args, &bytes));
+    if (!bytes) return;
+    if (reader.device().device_type == kDLCPU) {
+      host.reset(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+      if (!host)
+        throw ffi::Error("MemoryError", "workspace: could not allocate " + std::to_string(bytes) + " bytes", "");
+      args.exec.workspace = host.get();
+    } else {
+      device = ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({static_cast<int64_t>(bytes)}),
+                                         DLDataType{kDLUInt, 8, 1}, reader.device());
+      args.exec.workspace = device.data_ptr();
+    }
+    args.exec.workspace_bytes = bytes;
+  }
+};
+
+}  // namespace
+
+#define KDA_EXPORT(name) \
+  TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result)
+
+#define KDA_BIND(op)                                                       \
+  KDA_EXPORT(kda_##op) {                                                   \
+    TVM_FFI_SAFE_CALL_BEGIN();                                             \
+    (void)result;                                                          \
+    Call<kda_##op##_args> call(args, count);                               \
+    if (!call.reader.has_workspace()) call.allocate(kda_##op##_workspace); \
+    check(kda_##op(&call.args));                                           \
+    TVM_FFI_SAFE_CALL_END();                                               \
+  }                                                                        \
+  KDA_EXPORT(kda_##op##_workspace) {                                       \
+    TVM_FFI_SAFE_CALL_BEGIN();                                             \
+    Call<kda_##op##_args> call(args, count);                               \
+    uint64_t bytes = 0;                                                    \
+    check(kda_##op##_workspace(&call.args, &bytes));                       \
+    *reinterpret_cast<ffi::Any*>(result) = static_cast<int64_t>(bytes);    \
+    TVM_FFI_SAFE_CALL_END();                                               \
+  }                                                                        \
+  KDA_EXPORT(kda_##op##_explain) {                                         \
+    TVM_FFI_SAFE_CALL_BEGIN();                                             \
+    Call<kda_##op##_args> call(args, count);                               \
+    const char* text = "";                                                 \
+    check(kda_##op##_explain(&call.args, &text));                          \
+    *reinterpret_cast<ffi::Any*>(result) = ffi::String(text);              \
+    TVM_FFI_SAFE_CALL_END();                                               \
+  }
+
+extern "C" {
+KDA_BIND(forward)
+KDA_BIND(backward)
+KDA_BIND(decode)
+KDA_BIND(gate)
+KDA_BIND(gate_backward)
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_info, []() { return ffi::String(kda_info()); })
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_implementation, [](ffi::String op, int64_t index) {
+  const char* name = kda_implementation(op.c_str(), static_cast<int32_t>(index));
+  return ffi::String(name ? name : "");
+})

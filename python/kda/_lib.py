@@ -1,0 +1,54 @@
+"""Loads libkda and its binding, once, when a function first needs them.
+
+Importing ``tvm_ffi`` takes about 0.3 s, and it imports torch where torch is installed; ``import kda`` does neither.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+_OPERATORS = ("forward", "backward", "decode", "gate", "gate_backward")
+_BINDING = "_binding.so"
+
+
+def _directory() -> Path:
+    """Where the libraries are: ``KDA_LIBRARY_DIR`` (a build tree), or beside this file (an installed wheel)."""
+    import kda
+
+    folders = [os.environ.get("KDA_LIBRARY_DIR"), *kda.__path__]
+    for folder in folders:
+        if folder and (Path(folder) / _BINDING).exists():
+            return Path(folder)
+    raise ImportError(f"kda: {_BINDING} was not found in {[f for f in folders if f]}; install the wheel or set KDA_LIBRARY_DIR")
+
+
+class Library:
+    """The functions of the binding, as attributes: ``forward``, ``forward_workspace``, ``forward_explain``, ..."""
+
+    def __init__(self) -> None:
+        import tvm_ffi
+
+        # The library says what went wrong in its own class of exception.
+        tvm_ffi.register_error("NotImplementedError", NotImplementedError)
+        tvm_ffi.register_error("MemoryError", MemoryError)
+        module = tvm_ffi.load_module(str(_directory() / _BINDING))
+        for op in _OPERATORS:
+            for verb in ("", "_workspace", "_explain"):
+                setattr(self, op + verb, module.get_function(f"kda_{op}{verb}"))
+        self.info = module.get_function("kda_info")
+        self.implementation = module.get_function("kda_implementation")
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: every attribute is set in __init__
+        raise AttributeError(name)
+
+
+_library: Library | None = None
+
+
+def library() -> Library:
+    global _library
+    if _library is None:
+        _library = Library()
+    return _library

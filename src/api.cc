@@ -1,0 +1,127 @@
+// The C boundary: validate, choose, run; errors become a status and a sentence. No mathematics here.
+#include <exception>
+#include <string>
+
+#include "cpu/cpu.h"
+#include "error.h"
+#include "problem.h"
+#include "registry.h"
+#if KDA_WITH_CUDA
+#include "cuda/cuda.h"
+#endif
+
+namespace kda {
+namespace {
+
+thread_local std::string last_error;
+thread_local std::string last_explanation;
+
+kda_status fail(kda_status status, const char* what) noexcept {
+  try {
+    last_error = what;
+  } catch (...) {  // out of memory: keep the status
+    last_error.clear();
+  }
+  return status;
+}
+
+template <class F>
+kda_status guard(F&& f) noexcept {
+  try {
+    f();
+    return KDA_OK;
+  } catch (const Error& e) {
+    return fail(e.status, e.what());
+  } catch (const std::exception& e) {
+    return fail(KDA_INTERNAL_ERROR, e.what());
+  } catch (...) {
+    return fail(KDA_INTERNAL_ERROR, "an unknown exception");
+  }
+}
+
+template <class Args>
+kda_status run(const Args* args) noexcept {
+  return guard([&] {
+    const auto problem = validate(args);
+    const auto& impl = choose(problem);
+    if (problem.args.exec.device == KDA_CPU) validate_data(problem);
+    impl.run(problem);
+  });
+}
+
+template <class Args>
+kda_status workspace(const Args* args, uint64_t* bytes) noexcept {
+  return guard([&] {
+    if (!bytes) invalid("bytes: expected a pointer, got NULL");
+    const auto problem = validate(args);
+    *bytes = choose(problem).workspace(problem);
+  });
+}
+
+template <class Args>
+kda_status explain_call(const Args* args, const char** text) noexcept {
+  return guard([&] {
+    if (!text) invalid("text: expected a pointer, got NULL");
+    last_explanation = explain(validate(args));
+    *text = last_explanation.c_str();
+  });
+}
+
+std::string info_text() {
+  std::string text =
+      str("version: ", kda_version(), "\ncpu: ", cpu::isa_name(), " (built for ", cpu::isa_names(), ")\n");
+#if KDA_WITH_CUDA
+  text += str("cuda: ", cuda::info(), "\n");
+#else
+  text += "cuda: not built (no CUDA compiler was found, or KDA_CUDA=OFF)\n";
+#endif
+  return text;
+}
+
+}  // namespace
+}  // namespace kda
+
+extern "C" {
+
+#define KDA_DEFINE_OPERATOR(op)                                                   \
+  kda_status kda_##op(const kda_##op##_args* args) { return kda::run(args); }     \
+  kda_status kda_##op##_workspace(const kda_##op##_args* args, uint64_t* bytes) { \
+    return kda::workspace(args, bytes);                                           \
+  }                                                                               \
+  kda_status kda_##op##_explain(const kda_##op##_args* args, const char** text) { \
+    return kda::explain_call(args, text);                                         \
+  }
+KDA_DEFINE_OPERATOR(forward)
+KDA_DEFINE_OPERATOR(backward)
+KDA_DEFINE_OPERATOR(decode)
+KDA_DEFINE_OPERATOR(gate)
+KDA_DEFINE_OPERATOR(gate_backward)
+#undef KDA_DEFINE_OPERATOR
+
+const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }
+
+const char* kda_last_error(void) { return kda::last_error.c_str(); }
+
+const char* kda_status_name(kda_status status) {
+  switch (status) {
+    case KDA_OK: return "KDA_OK";
+    case KDA_INVALID_ARGUMENT: return "KDA_INVALID_ARGUMENT";
+    case KDA_UNSUPPORTED: return "KDA_UNSUPPORTED";
+    case KDA_CUDA_ERROR: return "KDA_CUDA_ERROR";
+    case KDA_INTERNAL_ERROR: return "KDA_INTERNAL_ERROR";
+  }
+  return "an unknown kda_status";
+}
+
+#define KDA_TEXT_(x) #x
+#define KDA_TEXT(x) KDA_TEXT_(x)
+const char* kda_version(void) {
+  return KDA_TEXT(KDA_VERSION_MAJOR) "." KDA_TEXT(KDA_VERSION_MINOR) "." KDA_TEXT(KDA_VERSION_PATCH);
+}
+
+const char* kda_info(void) {
+  static const std::string text = kda::info_text();
+  return text.c_str();
+}
+
+}  // extern "C"

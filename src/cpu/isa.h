@@ -1,0 +1,24 @@
+// Instruction sets: every kernel file is compiled once for each by Highway; the best the machine has is taken at run
+// time.
+#pragma once
+
+namespace kda::cpu {
+
+enum class Isa { kBaseline, kSse4, kAvx2, kAvx512 };
+
+// The best this machine runs; the environment variable KDA_CPU_ISA (baseline, sse4, avx2, avx512) can lower it.
+Isa isa();
+
+}  // namespace kda::cpu
+
+// Calls the variant of `function` (defined in every target's namespace) for the machine at hand.
+// Only where all targets have been compiled: inside #if HWY_ONCE.
+#if defined(__x86_64__)
+#define KDA_ISA_CALL(function)                                       \
+  (::kda::cpu::isa() == ::kda::cpu::Isa::kAvx512 ? &N_AVX3::function \
+   : ::kda::cpu::isa() == ::kda::cpu::Isa::kAvx2 ? &N_AVX2::function \
+   : ::kda::cpu::isa() == ::kda::cpu::Isa::kSse4 ? &N_SSE4::function \
+                                                 : &HWY_STATIC_DISPATCH(function))
+#else
+#define KDA_ISA_CALL(function) (&HWY_STATIC_DISPATCH(function))
+#endif

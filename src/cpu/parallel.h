@@ -1,0 +1,84 @@
+// Threads and the caller's workspace.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "error.h"
+#include "kda/kda.h"
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace kda::cpu {
+
+// Subnormals are flushed to zero inside kernels: products of decays pass through them on their way to 0, and each such
+// operation costs up to 150 cycles on some machines. Below 1e-38 nothing is lost that f32 could hold anyway.
+class FlushSubnormals {
+ public:
+#if defined(__SSE__)
+  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FlushSubnormals() {}
+#endif
+};
+
+inline int wanted_threads(const kda_exec& exec, int64_t tasks) {
+#if defined(_OPENMP)
+  const int64_t threads = exec.num_threads > 0 ? exec.num_threads : omp_get_max_threads();
+#else
+  const int64_t threads = 1;
+#endif
+  return static_cast<int>(std::clamp<int64_t>(tasks, 1, threads));
+}
+
+constexpr uint64_t align_up(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// `shared` bytes for the call, then one share of `per_thread` bytes for each thread.
+struct Workspace {
+  uint64_t shared, per_thread;
+
+  uint64_t bytes(int threads) const { return align_up(shared) + threads * align_up(per_thread); }
+
+  // As many threads as the caller's memory has shares for.
+  int threads(const kda_exec& exec, int64_t tasks) const {
+    if (exec.workspace_bytes < bytes(1))
+      invalid("exec.workspace_bytes: expected at least ", bytes(1), " (", bytes(wanted_threads(exec, tasks)),
+              " for all threads), got ", exec.workspace_bytes);
+    const uint64_t affordable =
+        per_thread ? (exec.workspace_bytes - align_up(shared)) / align_up(per_thread) : UINT64_MAX;
+    return static_cast<int>(std::min<uint64_t>(wanted_threads(exec, tasks), affordable));
+  }
+
+  char* of_thread(const kda_exec& exec, int thread) const {
+    return static_cast<char*>(exec.workspace) + align_up(shared) + thread * align_up(per_thread);
+  }
+};
+
+// fn(task, thread) for every task in 0 .. tasks-1. Tasks may run in any order on any thread: results must not depend on
+// it.
+template <class F>
+void parallel_for(int64_t tasks, int threads, const F& fn) {
+#if defined(_OPENMP)
+  if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+    {
+      const FlushSubnormals flush;
+      const int thread = omp_get_thread_num();
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t task = 0; task < tasks; ++task) fn(task, thread);
+    }
+    return;
+  }
+#endif
+  const FlushSubnormals flush;
+  for (int64_t task = 0; task < tasks; ++task) fn(task, 0);
+}
+
+}  // namespace kda::cpu

@@ -1,0 +1,250 @@
+// Vector helpers compiled for every instruction set: rows in any dtype to and from f32, activations, transposition.
+// Scratch rows are f32, padded to a multiple of kPad floats; what lies beyond the row's size is zero.
+#if defined(KDA_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef KDA_CPU_SIMD_INL_H_
+#undef KDA_CPU_SIMD_INL_H_
+#else
+#define KDA_CPU_SIMD_INL_H_
+#endif
+
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
+#include <cstring>
+
+#include "dtype.h"
+#include "problem.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kda::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using F32 = hn::ScalableTag<float>;
+using Vec = hn::Vec<F32>;
+constexpr F32 kF32;
+constexpr int64_t kPad = 16;  // floats; the widest vector
+HWY_INLINE int64_t lanes() { return static_cast<int64_t>(hn::Lanes(kF32)); }
+HWY_INLINE Vec load(const float* p) { return hn::LoadU(kF32, p); }
+HWY_INLINE void store(Vec v, float* p) { hn::StoreU(v, kF32, p); }
+HWY_INLINE Vec splat(float x) { return hn::Set(kF32, x); }
+
+constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+// Row pitch of a scratch matrix with n columns: an odd number of cache lines, so that a column of tiles does not fall
+// into a few cache sets (a pitch of 512 bytes would use 16 lines of a 32 KiB L1).
+constexpr int64_t pitch(int64_t n) { return (padded(n) / kPad | 1) * kPad; }
+
+// ---- rows
+// ------------------------------------------------------------------------------------------------------------
+
+template <int kDtype>
+HWY_INLINE Vec load_as(const void* p) {
+  if constexpr (kDtype == KDA_F32) return load(static_cast<const float*>(p));
+  if constexpr (kDtype == KDA_BF16) {
+    const hn::Rebind<uint16_t, F32> d16;
+    const hn::RebindToUnsigned<F32> d32;
+    return hn::BitCast(kF32, hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LoadU(d16, static_cast<const uint16_t*>(p)))));
+  }
+  if constexpr (kDtype == KDA_F16) {
+    const hn::Rebind<hwy::float16_t, F32> d16;
+    return hn::PromoteTo(kF32, hn::LoadU(d16, static_cast<const hwy::float16_t*>(p)));
+  }
+}
+
+template <int kDtype>
+HWY_INLINE void store_as(Vec v, void* p) {
+  if constexpr (kDtype == KDA_F32) store(v, static_cast<float*>(p));
+  if constexpr (kDtype == KDA_BF16) {  // round to nearest even; Highway's own demotion truncates
+    const hn::Rebind<uint16_t, F32> d16;
+    const hn::RebindToUnsigned<F32> du;
+    const hn::RebindToSigned<F32> di;
+    const auto bits = hn::BitCast(du, v);
+    const auto even = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(even, hn::Set(du, 0x7fff))));
+    const auto nan = hn::Or(hn::ShiftRight<16>(bits), hn::Set(du, 0x40));
+    const auto is_nan = hn::RebindMask(du, hn::IsNaN(v));
+    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, hn::IfThenElse(is_nan, nan, rounded))), d16,
+               static_cast<uint16_t*>(p));
+  }
+  if constexpr (kDtype == KDA_F16) {
+    const hn::Rebind<hwy::float16_t, F32> d16;
+    hn::StoreU(hn::DemoteTo(d16, v), d16, static_cast<hwy::float16_t*>(p));
+  }
+}
+
+template <int kDtype>
+HWY_INLINE void load_row_as(const void* src, int64_t n, float* dst) {
+  const auto* bytes = static_cast<const char*>(src);
+  constexpr int64_t kSize = dtype_size(kDtype);
+  const int64_t N = lanes(), body = n / N * N;
+  for (int64_t i = 0; i < body; i += N) store(load_as<kDtype>(bytes + i * kSize), dst + i);
+  if (body == n) return;
+  alignas(64) char tail[64] = {};  // zero bytes are 0.0 in every dtype; reading past the row could fault
+  std::memcpy(tail, bytes + body * kSize, (n - body) * kSize);
+  store(load_as<kDtype>(tail), dst + body);
+}
+
+template <int kDtype>
+HWY_INLINE void store_row_as(const float* src, int64_t n, void* dst) {
+  auto* bytes = static_cast<char*>(dst);
+  constexpr int64_t kSize = dtype_size(kDtype);
+  const int64_t N = lanes(), body = n / N * N;
+  for (int64_t i = 0; i < body; i += N) store_as<kDtype>(load(src + i), bytes + i * kSize);
+  if (body == n) return;
+  alignas(64) char tail[64];
+  store_as<kDtype>(load(src + body), tail);
+  std::memcpy(bytes + body * kSize, tail, (n - body) * kSize);
+}
+
+// n elements to f32; dst is written up to padded(n), with zeros beyond n.
+inline void load_row(int32_t dtype, const void* src, int64_t n, float* dst) {
+  for (int64_t i = n; i < padded(n); ++i) dst[i] = 0;
+  switch (dtype) {
+    case KDA_F32: return load_row_as<KDA_F32>(src, n, dst);
+    case KDA_BF16: return load_row_as<KDA_BF16>(src, n, dst);
+    default: return load_row_as<KDA_F16>(src, n, dst);
+  }
+}
+
+// n elements from f32; src is readable up to padded(n).
+inline void store_row(int32_t dtype, const float* src, int64_t n, void* dst) {
+  switch (dtype) {
+    case KDA_F32: return store_row_as<KDA_F32>(src, n, dst);
+    case KDA_BF16: return store_row_as<KDA_BF16>(src, n, dst);
+    default: return store_row_as<KDA_F16>(src, n, dst);
+  }
+}
+
+// Address of element [i, j, k] (the row, if the tensor has a fourth dimension).
+inline char* at(const kda_tensor& t, int64_t i, int64_t j = 0, int64_t k = 0) {
+  int64_t offset = i * t.stride[0];
+  if (t.ndim > 1) offset += j * t.stride[1];
+  if (t.ndim > 2) offset += k * t.stride[2];
+  return static_cast<char*>(t.data) + offset * dtype_size(t.dtype);
+}
+
+inline float load_scalar(int32_t dtype, const void* p) {
+  switch (dtype) {
+    case KDA_F32: return *static_cast<const float*>(p);
+    case KDA_BF16: return bf16_to_float(*static_cast<const uint16_t*>(p));
+    default: return f16_to_float(*static_cast<const uint16_t*>(p));
+  }
+}
+inline void store_scalar(int32_t dtype, float x, void* p) {
+  switch (dtype) {
+    case KDA_F32: *static_cast<float*>(p) = x; break;
+    case KDA_BF16: *static_cast<uint16_t*>(p) = float_to_bf16(x); break;
+    default: *static_cast<uint16_t*>(p) = float_to_f16(x); break;
+  }
+}
+
+inline void zero(float* p, int64_t n) { std::memset(p, 0, n * sizeof(float)); }
+
+// ---- sums and activations
+// --------------------------------------------------------------------------------------------
+
+HWY_INLINE float sum_lanes(Vec v) { return hn::GetLane(hn::SumOfLanes(kF32, v)); }
+
+// sum_i x_i y_i over padded rows.
+inline float dot(const float* x, const float* y, int64_t n) {
+  Vec sum = hn::Zero(kF32);
+  for (int64_t i = 0; i < n; i += lanes()) sum = hn::MulAdd(load(x + i), load(y + i), sum);
+  return sum_lanes(sum);
+}
+
+// e^x, at most 1 ulp off; e^-inf = 0, NaN stays NaN (Highway's Exp makes it 0).
+HWY_INLINE Vec exp(Vec x) { return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(kF32, x)); }
+HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(splat(1), hn::Add(splat(1), exp(hn::Neg(x)))); }
+// max(x, 0) + log(1 + e^-|x|): keeps its relative accuracy for very negative x, where models start.
+HWY_INLINE Vec softplus(Vec x) {
+  const Vec y = hn::Add(hn::Max(x, splat(0)), hn::Log1p(kF32, exp(hn::Neg(hn::Abs(x)))));
+  return hn::IfThenElse(hn::IsNaN(x), x, y);
+}
+
+struct Gate {
+  int32_t form;
+  float lower_bound;
+  float a;               // exp(A_log) of the head
+  const float* dt_bias;  // padded row, or nullptr
+
+  HWY_INLINE Vec z(const float* x, int64_t i) const {
+    return dt_bias ? hn::Add(load(x + i), load(dt_bias + i)) : load(x + i);
+  }
+  HWY_INLINE Vec operator()(Vec z) const {
+    if (form == KDA_GATE_LOG) return z;
+    if (form == KDA_GATE_SOFTPLUS) return hn::Mul(splat(-a), softplus(z));
+    return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
+  }
+  // dx for the gradient dg of the gate.
+  HWY_INLINE Vec dx(Vec z, Vec dg) const {
+    if (form == KDA_GATE_LOG) return dg;
+    if (form == KDA_GATE_SOFTPLUS) return hn::Mul(hn::Mul(splat(-a), sigmoid(z)), dg);
+    const Vec s = sigmoid(hn::Mul(splat(a), z));
+    return hn::Mul(hn::Mul(splat(a * lower_bound), hn::Mul(s, hn::Sub(splat(1), s))), dg);
+  }
+  HWY_INLINE Vec dA_log(Vec z, Vec dg, Vec dx) const {
+    return form == KDA_GATE_SOFTPLUS ? hn::Mul(dg, (*this)(z)) : hn::Mul(dx, z);
+  }
+};
+
+// The head's exp(A_log), and dt_bias padded into `row`.
+inline Gate head_gate(int32_t form, float lower_bound, const kda_tensor& A_log, const kda_tensor& dt_bias, int64_t hv,
+                      int64_t K, float* row) {
+  if (present(dt_bias)) load_row(KDA_F32, at(dt_bias, hv), K, row);
+  return {form, lower_bound, present(A_log) ? std::exp(*reinterpret_cast<const float*>(at(A_log, hv))) : 1.0f,
+          present(dt_bias) ? row : nullptr};
+}
+
+inline float activate_beta(int32_t form, float b) {
+  if (form == KDA_BETA_ACTIVATED) return b;
+  return (form == KDA_BETA_2SIGMOID ? 2.0f : 1.0f) / (1.0f + std::exp(-b));
+}
+
+// alpha_i = exp(gate(x_i)) for i < n, 1 in the padding.
+inline void decay_row(const Gate& gate, float* row, int64_t n) {
+  for (int64_t i = 0; i < padded(n); i += lanes()) store(exp(gate(gate.z(row, i))), row + i);
+  for (int64_t i = n; i < padded(n); ++i) row[i] = 1;
+}
+
+// x <- scale * x / sqrt(sum x^2 + 1e-6), or just scale * x. Returns 1 / sqrt(..), or 1.
+inline float normalise_row(float* x, int64_t n, bool l2norm, float scale) {
+  const float r = l2norm ? 1.0f / std::sqrt(dot(x, x, n) + 1e-6f) : 1.0f;
+  if (r * scale == 1.0f) return r;
+  const Vec factor = splat(r * scale);
+  for (int64_t i = 0; i < n; i += lanes()) store(hn::Mul(load(x + i), factor), x + i);
+  return r;
+}
+
+// ---- transposition
+// ---------------------------------------------------------------------------------------------------
+
+// dst[j][i] = src[i][j], i < rows, j < columns.
+inline void transpose(const float* src, int64_t src_pitch, int64_t rows, int64_t columns, float* dst,
+                      int64_t dst_pitch) {
+  int64_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+  const hn::FixedTag<float, 4> d4;
+  for (; i + 4 <= rows; i += 4) {
+    const float* s = src + i * src_pitch;
+    int64_t j = 0;
+    for (; j + 4 <= columns; j += 4) {
+      const auto a = hn::LoadU(d4, s + j), b = hn::LoadU(d4, s + src_pitch + j),
+                 c = hn::LoadU(d4, s + 2 * src_pitch + j), d = hn::LoadU(d4, s + 3 * src_pitch + j);
+      const auto ac0 = hn::InterleaveLower(d4, a, c), ac1 = hn::InterleaveUpper(d4, a, c);
+      const auto bd0 = hn::InterleaveLower(d4, b, d), bd1 = hn::InterleaveUpper(d4, b, d);
+      float* t = dst + j * dst_pitch + i;
+      hn::StoreU(hn::InterleaveLower(d4, ac0, bd0), d4, t);
+      hn::StoreU(hn::InterleaveUpper(d4, ac0, bd0), d4, t + dst_pitch);
+      hn::StoreU(hn::InterleaveLower(d4, ac1, bd1), d4, t + 2 * dst_pitch);
+      hn::StoreU(hn::InterleaveUpper(d4, ac1, bd1), d4, t + 3 * dst_pitch);
+    }
+    for (; j < columns; ++j)
+      for (int64_t r = 0; r < 4; ++r) dst[j * dst_pitch + i + r] = s[r * src_pitch + j];
+  }
+#endif
+  for (; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) dst[j * dst_pitch + i] = src[i * src_pitch + j];
+}
+
+}  // namespace kda::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif

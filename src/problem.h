@@ -1,0 +1,75 @@
+// The contract, once: validate() checks an args struct and returns the problem that implementations work on.
+// Whatever reaches an implementation is legal; implementations check nothing again.
+#pragma once
+#include <cstdint>
+
+#include "kda/kda.h"
+
+namespace kda {
+
+constexpr int64_t kChunk = 64;     // C: tokens of a chunk
+constexpr int64_t kMaxSize = 256;  // largest K and V
+
+struct Dims {
+  int64_t B, T, N, H, HV, K, V;
+  bool varlen;  // cu_seqlens given
+
+  int64_t tokens() const { return B * T; }
+  int64_t group() const { return HV / H; }  // value heads of one query/key head
+  // Chunks of the longest sequence the sizes allow, and room for the chunks of all sequences.
+  int64_t max_chunks() const { return (T + kChunk - 1) / kChunk; }
+  int64_t total_chunks() const { return varlen ? T / kChunk + N : N * max_chunks(); }
+};
+
+struct ForwardProblem : Dims {
+  kda_forward_args args;
+};
+struct BackwardProblem : Dims {
+  kda_backward_args args;
+};
+struct DecodeProblem : Dims {
+  kda_decode_args args;
+};
+struct GateProblem {
+  kda_gate_args args;
+};
+struct GateBackwardProblem {
+  kda_gate_backward_args args;
+};
+
+inline bool present(const kda_tensor& t) { return t.ndim > 0; }
+
+// Checks everything that shapes, strides, dtypes, options and addresses tell. Throws Error(KDA_INVALID_ARGUMENT).
+ForwardProblem validate(const kda_forward_args* args);
+BackwardProblem validate(const kda_backward_args* args);
+DecodeProblem validate(const kda_decode_args* args);
+GateProblem validate(const kda_gate_args* args);
+GateBackwardProblem validate(const kda_gate_backward_args* args);
+
+// Checks what only data tells (cu_seqlens, slots), for tensors the host can read: CPU calls, just before they run.
+void validate_data(const ForwardProblem& p);
+void validate_data(const BackwardProblem& p);
+void validate_data(const DecodeProblem& p);
+inline void validate_data(const GateProblem&) {}
+inline void validate_data(const GateBackwardProblem&) {}
+
+// One sequence of a CPU call, after validation.
+struct Sequence {
+  int64_t n, b, t0, length;  // tokens t0 .. t0 + length - 1 of row b
+  int64_t slot;              // row of h0 and hT
+  bool live;                 // false: padded, o is zeroed and no state touched
+  bool initial;              // read h0
+};
+Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n);
+Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n);
+
+// Does any tensor of the call hold float64? (Only the reference takes it.)
+bool has_f64(const ForwardProblem& p);
+bool has_f64(const BackwardProblem& p);
+bool has_f64(const DecodeProblem& p);
+bool has_f64(const GateProblem& p);
+bool has_f64(const GateBackwardProblem& p);
+
+int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0);  // element of an integer tensor of rank 1 or 2
+
+}  // namespace kda

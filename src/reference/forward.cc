@@ -1,0 +1,84 @@
+#include "reference/math.h"
+#include "reference/reference.h"
+
+namespace kda::reference {
+namespace {
+
+// Chunk scores of kda_forward_args, straight from their definition.
+void store_scores(const Head& x, const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t first, int64_t rows) {
+  const kda_forward_args& a = p.args;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < kChunk; ++j) {
+      double qk = 0, kk = 0;
+      for (int64_t c = 0; j <= i && c < x.K; ++c) {
+        double decay = 0;
+        for (int64_t t = j + 1; t <= i; ++t) decay += x.g[(first + t) * x.K + c];
+        const double kj = x.k[(first + j) * x.K + c] * std::exp(decay);
+        qk += x.q[(first + i) * x.K + c] * kj;
+        kk += x.k[(first + i) * x.K + c] * kj;
+      }
+      const int64_t t = s.t0 + first + i;
+      if (present(a.Aqk)) set(a.Aqk, x.scale * qk, s.b, t, hv, j);
+      if (present(a.Akk)) set(a.Akk, j < i ? x.beta[first + i] * kk : 0, s.b, t, hv, j);
+    }
+}
+
+void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t first_chunk) {
+  const kda_forward_args& a = p.args;
+  const int32_t layout = a.in.state_layout;
+  const Head x(p, a.in, s, hv);
+  Vector S = load_state(p, a.states.h0, layout, s.slot, hv, s.initial), u(p.V), o(p.V);
+  for (int64_t t = 0; t < s.length; ++t) {
+    if (t % kChunk == 0) {
+      if (present(a.h)) store_state(p, S, a.h, layout, first_chunk + t / kChunk, hv);
+      if (present(a.Aqk) || present(a.Akk)) store_scores(x, p, s, hv, t, std::min(kChunk, s.length - t));
+    }
+    x.step(t, S.data(), u.data(), o.data());
+    for (int64_t v = 0; v < p.V; ++v) {
+      set(a.o, o[v], s.b, s.t0 + t, hv, v);
+      if (present(a.v_new)) set(a.v_new, u[v], s.b, s.t0 + t, hv, v);
+    }
+    if (present(a.checkpoints) && (t + 1) % a.checkpoint_every == 0) {
+      const int64_t m = (t + 1) / a.checkpoint_every - 1;
+      const int64_t slot = m < a.checkpoint_slots.shape[1] ? int_at(a.checkpoint_slots, s.n, m) : -1;
+      if (slot >= a.states.first_valid_slot) store_state(p, S, a.checkpoints, layout, slot, hv);
+    }
+  }
+  if (present(a.states.hT)) store_state(p, S, a.states.hT, layout, s.slot, hv);
+}
+
+}  // namespace
+
+void forward(const ForwardProblem& p) {
+  int64_t first_chunk = 0, end = 0;
+  for (int64_t n = 0; n < p.N; ++n) {
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+    if (!s.live) zero_rows(p.args.o, s.b, s.t0, s.length);
+    for (int64_t hv = 0; s.live && hv < p.HV; ++hv) run_head(p, s, hv, first_chunk);
+    first_chunk += (s.length + kChunk - 1) / kChunk;
+    end = s.t0 + s.length;
+  }
+  if (p.varlen) zero_rows(p.args.o, 0, end, p.T - end);
+}
+
+// The same recurrence with fewer outputs.
+void decode(const DecodeProblem& p) {
+  ForwardProblem f{};
+  static_cast<Dims&>(f) = p;
+  f.args.in = p.args.in;
+  f.args.states = p.args.states;
+  f.args.o = p.args.o;
+  forward(f);
+}
+
+void gate(const GateProblem& p) {
+  const kda_gate_args& a = p.args;
+  const Gate gate{a.gate_form, a.lower_bound};
+  for (int64_t m = 0; m < a.x.shape[0]; ++m)
+    for (int64_t hv = 0; hv < a.x.shape[1]; ++hv)
+      for (int64_t k = 0; k < a.x.shape[2]; ++k)
+        set(a.g, gate(exp_A_log(a.A_log, hv), get(a.x, m, hv, k) + (present(a.dt_bias) ? get(a.dt_bias, hv, k) : 0)), m,
+            hv, k);
+}
+
+}  // namespace kda::reference

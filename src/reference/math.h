@@ -1,0 +1,147 @@
+// What forward and backward of the oracle share: element access in float64, activations (math.md 2), one head's inputs.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "dtype.h"
+#include "problem.h"
+
+namespace kda::reference {
+
+using Vector = std::vector<double>;
+
+inline int64_t offset(const kda_tensor& t, int64_t i, int64_t j, int64_t k, int64_t l) {
+  const int64_t index[4] = {i, j, k, l};
+  int64_t sum = 0;
+  for (int d = 0; d < t.ndim; ++d) sum += index[d] * t.stride[d];
+  return sum;
+}
+
+inline double get(const kda_tensor& t, int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) {
+  const int64_t at = offset(t, i, j, k, l);
+  switch (t.dtype) {
+    case KDA_F64: return static_cast<const double*>(t.data)[at];
+    case KDA_F32: return static_cast<const float*>(t.data)[at];
+    case KDA_BF16: return bf16_to_float(static_cast<const uint16_t*>(t.data)[at]);
+    default: return f16_to_float(static_cast<const uint16_t*>(t.data)[at]);
+  }
+}
+
+inline void set(const kda_tensor& t, double x, int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) {
+  const int64_t at = offset(t, i, j, k, l);
+  switch (t.dtype) {
+    case KDA_F64: static_cast<double*>(t.data)[at] = x; break;
+    case KDA_F32: static_cast<float*>(t.data)[at] = static_cast<float>(x); break;
+    case KDA_BF16: static_cast<uint16_t*>(t.data)[at] = float_to_bf16(static_cast<float>(x)); break;
+    default: static_cast<uint16_t*>(t.data)[at] = float_to_f16(static_cast<float>(x)); break;
+  }
+}
+
+inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+inline double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
+
+// Gate of one element and its gradients: z = x + dt_bias, a = exp(A_log).
+struct Gate {
+  int32_t form;
+  double lower_bound;
+  double operator()(double a, double z) const {
+    if (form == KDA_GATE_LOG) return z;
+    return form == KDA_GATE_SOFTPLUS ? -a * softplus(z) : lower_bound * sigmoid(a * z);
+  }
+  double dx(double a, double z, double dg) const {
+    if (form == KDA_GATE_LOG) return dg;
+    if (form == KDA_GATE_SOFTPLUS) return -a * sigmoid(z) * dg;
+    const double s = sigmoid(a * z);
+    return a * lower_bound * s * (1 - s) * dg;
+  }
+  double dA_log(double a, double z, double dg) const {
+    return form == KDA_GATE_SOFTPLUS ? dg * (*this)(a, z) : dx(a, z, dg) * z;
+  }
+};
+
+inline double exp_A_log(const kda_tensor& A_log, int64_t hv) { return present(A_log) ? std::exp(get(A_log, hv)) : 1.0; }
+
+// Activated inputs of one (sequence, value head): row t of q, k, g has K numbers, of v has V.
+struct Head {
+  int64_t T, K, V;
+  double scale;
+  Vector q, k, v, g, beta;  // q and k normalised if wanted
+  Vector q_norm, k_norm;    // 1 / sqrt(sum of squares + eps), or 1
+
+  Head(const Dims& d, const kda_inputs& in, const Sequence& s, int64_t hv)
+      : T(s.length),
+        K(d.K),
+        V(d.V),
+        scale(in.scale),
+        q(T * K),
+        k(T * K),
+        v(T * V),
+        g(T * K),
+        beta(T),
+        q_norm(T),
+        k_norm(T) {
+    const int64_t h = hv / d.group();
+    const Gate gate{in.gate_form, in.lower_bound};
+    const double a = exp_A_log(in.A_log, hv);
+    for (int64_t t = 0; t < T; ++t) {
+      q_norm[t] = load_row(in.q, s.b, s.t0 + t, h, in.qk_l2norm, &q[t * K]);
+      k_norm[t] = load_row(in.k, s.b, s.t0 + t, h, in.qk_l2norm, &k[t * K]);
+      for (int64_t i = 0; i < V; ++i) v[t * V + i] = get(in.v, s.b, s.t0 + t, hv, i);
+      for (int64_t i = 0; i < K; ++i)
+        g[t * K + i] = gate(a, get(in.g, s.b, s.t0 + t, hv, i) + (present(in.dt_bias) ? get(in.dt_bias, hv, i) : 0));
+      const double b = get(in.beta, s.b, s.t0 + t, hv);
+      beta[t] = in.beta_form == KDA_BETA_ACTIVATED ? b : (in.beta_form == KDA_BETA_2SIGMOID ? 2 : 1) * sigmoid(b);
+    }
+  }
+
+  double load_row(const kda_tensor& x, int64_t b, int64_t t, int64_t h, bool normalise, double* row) const {
+    double sum = 0;
+    for (int64_t i = 0; i < K; ++i) row[i] = get(x, b, t, h, i), sum += row[i] * row[i];
+    const double r = normalise ? 1 / std::sqrt(sum + 1e-6) : 1;
+    for (int64_t i = 0; i < K; ++i) row[i] *= r;
+    return r;
+  }
+
+  // One token (math.md 3). S is [K][V]; u gets the correction, o the output (either may be null).
+  void step(int64_t t, double* S, double* u, double* o) const {
+    const double *kt = &k[t * K], *qt = &q[t * K], *gt = &g[t * K], *vt = &v[t * V];
+    for (int64_t i = 0; i < K; ++i)
+      for (int64_t j = 0; j < V; ++j) S[i * V + j] *= std::exp(gt[i]);
+    for (int64_t j = 0; j < V; ++j) {
+      double e = vt[j];
+      for (int64_t i = 0; i < K; ++i) e -= S[i * V + j] * kt[i];
+      const double correction = beta[t] * e;
+      double sum = 0;
+      for (int64_t i = 0; i < K; ++i) S[i * V + j] += kt[i] * correction, sum += S[i * V + j] * qt[i];
+      if (u) u[j] = correction;
+      if (o) o[j] = scale * sum;
+    }
+  }
+};
+
+// State element (k, v) of a head in either layout.
+inline double get_state(const kda_tensor& t, int32_t layout, int64_t row, int64_t hv, int64_t k, int64_t v) {
+  return layout == KDA_STATE_V_FIRST ? get(t, row, hv, v, k) : get(t, row, hv, k, v);
+}
+inline void set_state(const kda_tensor& t, int32_t layout, double x, int64_t row, int64_t hv, int64_t k, int64_t v) {
+  layout == KDA_STATE_V_FIRST ? set(t, x, row, hv, v, k) : set(t, x, row, hv, k, v);
+}
+inline Vector load_state(const Dims& d, const kda_tensor& t, int32_t layout, int64_t row, int64_t hv, bool wanted) {
+  Vector S(d.K * d.V, 0.0);
+  for (int64_t k = 0; wanted && k < d.K; ++k)
+    for (int64_t v = 0; v < d.V; ++v) S[k * d.V + v] = get_state(t, layout, row, hv, k, v);
+  return S;
+}
+inline void store_state(const Dims& d, const Vector& S, const kda_tensor& t, int32_t layout, int64_t row, int64_t hv) {
+  for (int64_t k = 0; k < d.K; ++k)
+    for (int64_t v = 0; v < d.V; ++v) set_state(t, layout, S[k * d.V + v], row, hv, k, v);
+}
+
+// Zeroes the rows of a [B,T,heads,size] output from token `first` of row b on.
+inline void zero_rows(const kda_tensor& t, int64_t b, int64_t first, int64_t count) {
+  for (int64_t i = first; i < first + count; ++i)
+    for (int64_t j = 0; j < t.shape[2]; ++j)
+      for (int64_t l = 0; l < (t.ndim > 3 ? t.shape[3] : 1); ++l) set(t, 0, b, i, j, l);
+}
+
+}  // namespace kda::reference

@@ -1,0 +1,13 @@
+// The oracle: float64 token recurrence and its reverse mode, read like math.md 2 and 3. Slow, plain, allocates.
+#pragma once
+#include "problem.h"
+
+namespace kda::reference {
+
+void forward(const ForwardProblem& p);
+void backward(const BackwardProblem& p);
+void decode(const DecodeProblem& p);
+void gate(const GateProblem& p);
+void gate_backward(const GateBackwardProblem& p);
+
+}  // namespace kda::reference

@@ -1,0 +1,198 @@
+#include "registry.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include "cpu/cpu.h"
+#include "error.h"
+#include "reference/reference.h"
+#if KDA_WITH_CUDA
+#include "cuda/cuda.h"
+#endif
+
+namespace kda {
+namespace {
+
+template <class P>
+const char* on_cpu(const P& p) {
+  return p.args.exec.device == KDA_CPU ? nullptr : "runs on the CPU only";
+}
+
+template <class P>
+uint64_t no_workspace(const P&) {
+  return 0;
+}
+
+// The CPU kernels compute in f32; only the reference reads and writes f64.
+template <class P>
+const char* cpu_without_f64(const P& p) {
+  if (const char* reason = on_cpu(p)) return reason;
+  return has_f64(p) ? "float64 runs on `reference` only" : nullptr;
+}
+
+}  // namespace
+
+template <>
+std::span<const Implementation<ForwardProblem>> implementations() {
+  static constexpr Implementation<ForwardProblem> table[] = {
+      {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+       cpu::chunk_forward_workspace, cpu::chunk_forward},
+      {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not, no_workspace,
+       cpu::recurrent_forward},
+      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<BackwardProblem>> implementations() {
+  static constexpr Implementation<BackwardProblem> table[] = {
+      {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+       cpu::chunk_backward_workspace, cpu::chunk_backward},
+      {"reference", "float64 reverse mode of the token recurrence; allocates", on_cpu, no_workspace,
+       reference::backward},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<DecodeProblem>> implementations() {
+  static constexpr Implementation<DecodeProblem> table[] = {
+      {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64, no_workspace,
+       cpu::decode},
+      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::decode},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<GateProblem>> implementations() {
+  static constexpr Implementation<GateProblem> table[] = {
+#if KDA_WITH_CUDA
+    {"cuda_gate", "elementwise kernel for sm_80 and newer", cuda::gate_why_not, no_workspace, cuda::gate},
+#endif
+    {"cpu_gate", "SIMD and threads", cpu_without_f64, no_workspace, cpu::gate},
+    {"reference", "float64, the specification", on_cpu, no_workspace, reference::gate},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<GateBackwardProblem>> implementations() {
+  static constexpr Implementation<GateBackwardProblem> table[] = {
+#if KDA_WITH_CUDA
+    {"cuda_gate", "elementwise kernel and a two-level reduction, for sm_80 and newer", cuda::gate_why_not,
+     cuda::gate_backward_workspace, cuda::gate_backward},
+#endif
+    {"cpu_gate", "SIMD and threads", cpu_without_f64, cpu::gate_backward_workspace, cpu::gate_backward},
+    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::gate_backward},
+  };
+  return table;
+}
+
+namespace {
+
+template <class F>
+bool for_each_table(F&& f) {
+  return f("forward", implementations<ForwardProblem>()) || f("backward", implementations<BackwardProblem>()) ||
+         f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
+         f("gate_backward", implementations<GateBackwardProblem>());
+}
+
+bool known_anywhere(std::string_view name) {
+  return for_each_table([&](const char*, auto table) {
+    for (const auto& impl : table)
+      if (name == impl.name) return true;
+    return false;
+  });
+}
+
+template <class P>
+const Implementation<P>* find(std::string_view name) {
+  for (const auto& impl : implementations<P>())
+    if (name == impl.name) return &impl;
+  return nullptr;
+}
+
+// Who is forced, if anyone. KDA_IMPL may hold several names, comma separated, since one name rarely fits every
+// operator; an operator none of them belongs to chooses freely. exec.impl is meant for this call and must belong to its
+// operator.
+template <class P>
+const Implementation<P>* forced(const P& problem) {
+  if (const char* name = problem.args.exec.impl; name && *name) {
+    if (const auto* impl = find<P>(name)) return impl;
+    std::string known;
+    for (const auto& impl : implementations<P>()) known += str(known.empty() ? "" : ", ", impl.name);
+    invalid("exec.impl: expected one of ", known, ", got ", name);
+  }
+  const char* env = std::getenv("KDA_IMPL");
+  const Implementation<P>* found = nullptr;
+  for (std::string_view rest = env ? env : ""; !rest.empty();) {
+    const std::string_view name = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), name.size() + 1));
+    if (!known_anywhere(name)) invalid("KDA_IMPL: expected names of implementations, got ", name);
+    if (!found) found = find<P>(name);
+  }
+  return found;
+}
+
+}  // namespace
+
+template <class P>
+const Implementation<P>& choose(const P& problem) {
+  if (const auto* impl = forced(problem)) {
+    const char* reason = impl->why_not(problem);
+    if (reason) throw Error(KDA_UNSUPPORTED, str(impl->name, " was forced but ", reason));
+    return *impl;
+  }
+  std::string reasons;
+  for (const auto& impl : implementations<P>()) {
+    const char* reason = impl.why_not(problem);
+    if (!reason) return impl;
+    reasons += str(reasons.empty() ? "" : "; ", impl.name, ": ", reason);
+  }
+  throw Error(KDA_UNSUPPORTED, str("no implementation takes this call: ", reasons));
+}
+
+template <class P>
+std::string explain(const P& problem) {
+  const auto* force = forced(problem);
+  bool chosen = false;
+  std::string text;
+  for (const auto& impl : implementations<P>()) {
+    const char* reason = impl.why_not(problem);
+    if (!reason && force && force != &impl) reason = "another one is forced";
+    const bool runs = !reason && !chosen;
+    text += str(runs ? "* " : "- ", impl.name, ": ",
+                reason ? reason
+                : runs ? impl.description
+                       : "can, comes later in the order",
+                "\n");
+    chosen |= runs;
+  }
+  return text;
+}
+
+const char* implementation_name(const char* op, int32_t index) {
+  const char* name = nullptr;
+  if (op && index >= 0)
+    for_each_table([&](const char* table_op, auto table) {
+      if (std::strcmp(op, table_op)) return false;
+      if (index < static_cast<int32_t>(table.size())) name = table[index].name;
+      return true;
+    });
+  return name;
+}
+
+#define KDA_INSTANTIATE(P)                            \
+  template const Implementation<P>& choose(const P&); \
+  template std::string explain(const P&);
+KDA_INSTANTIATE(ForwardProblem)
+KDA_INSTANTIATE(BackwardProblem)
+KDA_INSTANTIATE(DecodeProblem)
+KDA_INSTANTIATE(GateProblem)
+KDA_INSTANTIATE(GateBackwardProblem)
+#undef KDA_INSTANTIATE
+
+}  // namespace kda

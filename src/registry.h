@@ -1,0 +1,33 @@
+// The named implementations of every operator, in order of preference, and the choice among them.
+#pragma once
+#include <span>
+#include <string>
+
+#include "problem.h"
+
+namespace kda {
+
+template <class P>
+struct Implementation {
+  const char* name;
+  const char* description;
+  const char* (*why_not)(const P&);  // a reason to decline a legal problem, or nullptr
+  uint64_t (*workspace)(const P&);   // bytes
+  void (*run)(const P&);
+};
+
+template <class P>
+std::span<const Implementation<P>> implementations();
+
+// The forced implementation (exec.impl, else KDA_IMPL where it names one of this operator's), or the first that does
+// not decline. Throws KDA_UNSUPPORTED with every reason, KDA_INVALID_ARGUMENT for a name nobody has.
+template <class P>
+const Implementation<P>& choose(const P& problem);
+
+template <class P>
+std::string explain(const P& problem);
+
+// For listing without a problem; nullptr past the end or for an unknown operator.
+const char* implementation_name(const char* op, int32_t index);
+
+}  // namespace kda
