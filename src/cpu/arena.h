@@ -11,9 +11,12 @@ class Arena {
   uint64_t bytes() const { return used_; }
 
  private:
+  // A few cache lines between buffers: those of 64 rows are multiples of 4096 bytes, and without the gap the same row
+  // of ten of them would fall into one 8-way set of L1 (backward's pairs ran 2x slower).
+  static constexpr uint64_t kGap = 5 * 64;
   char* take(int64_t bytes) {
     char* p = base_ ? base_ + used_ : nullptr;
-    used_ += (static_cast<uint64_t>(bytes) + 63) / 64 * 64;
+    used_ += (static_cast<uint64_t>(bytes) + 63) / 64 * 64 + kGap;
     return p;
   }
   char* base_;

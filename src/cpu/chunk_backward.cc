@@ -41,13 +41,14 @@ namespace kda::cpu::HWY_NAMESPACE {
 
 // What pass 1 keeps of a chunk.
 struct SavedChunk {
-  float *S, *v_new, *Aqk, *Akk;
+  Matrix S;         // [K][V] state before it
+  Matrix v_new;     // [C][V]
+  Matrix Aqk, Akk;  // [C][C]
 
   SavedChunk(Arena& arena, int64_t K, int64_t V) {
-    S = arena.floats(padded(K) * pitch(V));
-    v_new = arena.floats(kChunk * pitch(V));
-    Aqk = arena.floats(kChunk * kScorePitch);
-    Akk = arena.floats(kChunk * kScorePitch);
+    S = take(arena, padded(K), V);
+    v_new = take(arena, kChunk, V);
+    for (Matrix* m : {&Aqk, &Akk}) *m = take(arena, kChunk, kChunk);
   }
   static uint64_t bytes(int64_t K, int64_t V) {
     Arena measure;
@@ -58,41 +59,42 @@ struct SavedChunk {
 
 struct BackwardScratch {
   Chunk chunk;
-  float *S, *dS;            // [K][V]
-  float *ST, *dST;          // [V][K]
-  float *v_new, *D, *x;     // [C][V]; x: dv_new, then x, then beta x
-  float* v_newT;            // [V][C]
-  float *dAqk, *dAkk;       // [C][C]
-  float *dq, *dk, *dG, *y;  // [C][K]; y: x S^T, later the read part r of dk
-  float *p_q, *p_k;         // [C/2][K] products of one off-diagonal block
-  float* raw;               // [K] a row of g
-  float* d_bias;            // [K] running sum
-  float* rows;              // [16][K] for transposing states
-  char* saved;              // SavedChunk after SavedChunk
+  SavedChunk saved;     // the chunk at hand, when the caller saved it
+  Matrix dS;            // [K][V]
+  Matrix ST, dST;       // [V][K]
+  Matrix D, x;          // [C][V]  x: dv_new, then x, then beta x
+  Matrix v_newT;        // [V][C]
+  Matrix dAqk, xv;      // [C][C]  D v_new^T and x v_new^T = -dAkk, lower triangles
+  Matrix dq, dk, dG;    // [C][K]
+  Matrix y;             // [C][K]  x S^T, then beta x S^T E, later the sums r of math.md B4
+  Matrix p_q, p_k;      // [C/2][K] products of one off-diagonal block
+  float *raw, *d_bias;  // [K]     a row of g; running sum of its gradient
+  char* chunks;         // SavedChunk after SavedChunk
 
-  BackwardScratch(Arena arena, int64_t K, int64_t V, char* memory, uint64_t* bytes) : chunk(arena, K, V) {
-    for (float** m : {&S, &dS}) *m = arena.floats(padded(K) * pitch(V));
-    for (float** m : {&ST, &dST}) *m = arena.floats(padded(V) * pitch(K));
-    for (float** m : {&v_new, &D, &x}) *m = arena.floats(kChunk * pitch(V));
-    v_newT = arena.floats(padded(V) * kScorePitch);
-    for (float** m : {&dAqk, &dAkk}) *m = arena.floats(kChunk * kScorePitch);
-    for (float** m : {&dq, &dk, &dG, &y}) *m = arena.floats(kChunk * pitch(K));
-    for (float** m : {&p_q, &p_k}) *m = arena.floats(kChunk / 2 * pitch(K));
-    for (float** m : {&raw, &d_bias}) *m = arena.floats(pitch(K));
-    rows = arena.floats(kPad * pitch(K));
-    saved = memory ? memory + arena.bytes() : nullptr;
+  BackwardScratch(Arena arena, int64_t K, int64_t V, char* memory, uint64_t* bytes)
+      : chunk(arena, K, V), saved(arena, K, V) {
+    dS = take(arena, padded(K), V);
+    for (Matrix* m : {&ST, &dST}) *m = take(arena, padded(V), K);
+    for (Matrix* m : {&D, &x}) *m = take(arena, kChunk, V);
+    v_newT = take(arena, padded(V), kChunk);
+    for (Matrix* m : {&dAqk, &xv}) *m = take(arena, kChunk, kChunk);
+    for (Matrix* m : {&dq, &dk, &dG, &y}) *m = take(arena, kChunk, K);
+    for (Matrix* m : {&p_q, &p_k}) *m = take(arena, kHalf, K);
+    for (float** p : {&raw, &d_bias}) *p = arena.floats(padded(K));
+    chunks = memory ? memory + arena.bytes() : nullptr;
     if (bytes) *bytes = arena.bytes();
   }
-  SavedChunk saved_chunk(int64_t i) const {
-    Arena arena(saved + i * SavedChunk::bytes(chunk.K, chunk.V));
+  SavedChunk kept(int64_t i) const {
+    Arena arena(chunks + i * SavedChunk::bytes(chunk.K, chunk.V));
     return SavedChunk(arena, chunk.K, chunk.V);
   }
 };
 
+// A thread's share: scratch, the chunks of the longest sequence, and the state after the last of them.
 uint64_t backward_scratch_bytes(const BackwardProblem& p) {
   uint64_t bytes;
   BackwardScratch(Arena(), p.K, p.V, nullptr, &bytes);
-  return bytes + (present(p.args.h) ? 0 : p.max_chunks() * SavedChunk::bytes(p.K, p.V));
+  return bytes + (present(p.args.h) ? 0 : (p.max_chunks() + 1) * SavedChunk::bytes(p.K, p.V));
 }
 
 struct BackwardTask {
@@ -103,212 +105,240 @@ struct BackwardTask {
   BackwardScratch& s;
   BackwardPartials partials;
 
-  int64_t length_of(int64_t t) const { return std::min(kChunk, seq.length - t); }
-
   void load_inputs(int64_t t) {
-    load_chunk(s.chunk, p.args.in, gate, seq.b, seq.t0 + t, length_of(t), hv / p.group(), hv, 0);
+    load_chunk(s.chunk, p.args.in, gate, seq.b, seq.t0 + t, std::min(kChunk, seq.length - t), hv / p.group(), hv, 0);
+    decayed_operands(s.chunk);
   }
 
-  // ---- pass 1
-  // --------------------------------------------------------------------------------------------------------
+  // ---- pass 1 ----
   void recompute() {
     Chunk& c = s.chunk;
+    const Matrix v = c.v, Aqk = c.Aqk, Akk = c.Akk;
+    zero(s.kept(0).S.data, padded(p.K) * c.v.pitch);
+    if (present(p.args.h0)) load_state(c, p.args.h0, p.args.in.state_layout, seq.n, hv, 0, s.kept(0).S);
     for (int64_t t = 0; t < seq.length; t += kChunk) {
-      const SavedChunk keep = s.saved_chunk(t / kChunk);
-      std::memcpy(keep.S, s.S, p.K * c.vp * sizeof(float));
+      const SavedChunk here = s.kept(t / kChunk), next = s.kept(t / kChunk + 1);
+      c.v = here.v_new, c.Aqk = here.Aqk, c.Akk = here.Akk;  // computed where they are kept
       load_inputs(t);
       scores(c);
-      decayed_operands(c);
-      corrections(c, s.S);
-      std::memcpy(keep.v_new, c.v, c.L * c.vp * sizeof(float));
-      std::memcpy(keep.Aqk, c.Aqk, c.L * kScorePitch * sizeof(float));
-      std::memcpy(keep.Akk, c.Akk, c.L * kScorePitch * sizeof(float));
-      advance_state(c, s.S);
+      corrections(c, here.S);
+      advance_state(c, here.S, next.S);
+      for (int64_t k = p.K; k < padded(p.K); ++k) zero(next.S.row(k), padded(p.V));
     }
+    c.v = v, c.Aqk = Aqk, c.Akk = Akk;
   }
 
   // Inputs of the chunk at t again, and what pass 1 or the caller kept of it.
-  void restore(int64_t t) {
-    Chunk& c = s.chunk;
+  SavedChunk restore(int64_t t) {
     const kda_backward_args& a = p.args;
     load_inputs(t);
-    decayed_operands(c);
-    if (!present(a.h)) {
-      const SavedChunk keep = s.saved_chunk(t / kChunk);
-      std::memcpy(s.S, keep.S, p.K * c.vp * sizeof(float));
-      std::memcpy(s.v_new, keep.v_new, c.L * c.vp * sizeof(float));
-      std::memcpy(c.Aqk, keep.Aqk, c.L * kScorePitch * sizeof(float));
-      std::memcpy(c.Akk, keep.Akk, c.L * kScorePitch * sizeof(float));
-    } else {
-      load_state(a.h, a.in.state_layout, first_chunk + t / kChunk, hv, 0, p.K, p.V, s.S, c.vp, s.rows);
-      for (int64_t i = 0; i < c.L; ++i) {
-        load_row(KDA_F32, at(a.v_new, seq.b, seq.t0 + t + i, hv), p.V, s.v_new + i * c.vp);
-        load_row(KDA_F32, at(a.Aqk, seq.b, seq.t0 + t + i, hv), kChunk, c.Aqk + i * kScorePitch);
-        load_row(KDA_F32, at(a.Akk, seq.b, seq.t0 + t + i, hv), kChunk, c.Akk + i * kScorePitch);
-      }
-    }
-    for (int64_t i = 0; i < c.L; ++i) load_row(a.d_o.dtype, at(a.d_o, seq.b, seq.t0 + t + i, hv), p.V, s.D + i * c.vp);
-  }
-
-  // ---- pass 2: products with the states (math.md B1..B3)
-  // -------------------------------------------------------------
-  void wide_stage(float* dbeta) {
-    Chunk& c = s.chunk;
-    const int64_t L = c.L, K = c.K, V = c.V, Kp = padded(K), Vp = padded(V);
-    transpose(s.S, c.vp, Kp, Vp, s.ST, c.kp);  // rows beyond K are zero
-    transpose(s.dS, c.vp, Kp, Vp, s.dST, c.kp);
-    transpose(s.v_new, c.vp, L, Vp, s.v_newT, kScorePitch);
-
-    gemm<Acc::kSet>(L, V, K, rows_of(c.kg, c.kp), s.dS, c.vp, s.x, c.vp);
-    add_triangle<Triangle::kUpper>(L, V, columns_of(c.Aqk, kScorePitch), s.D, c.vp, s.x, c.vp);
-    solve_triangle<Triangle::kUpper>(L, V, columns_of(c.Akk, kScorePitch), s.x, c.vp);
-    gemm_lower(L, V, rows_of(s.D, c.vp), s.v_newT, kScorePitch, s.dAqk, kScorePitch);
-    gemm_lower(L, V, rows_of(s.x, c.vp), s.v_newT, kScorePitch, s.dAkk, kScorePitch);
-
-    gemm<Acc::kSet>(L, K, V, rows_of(s.D, c.vp), s.ST, c.kp, s.dq, c.kp);
-    gemm<Acc::kSet>(L, K, V, rows_of(s.x, c.vp), s.ST, c.kp, s.y, c.kp);
-    gemm<Acc::kSet>(L, K, V, rows_of(s.v_new, c.vp), s.dST, c.kp, s.dk, c.kp);
-
-    // x becomes beta x = dv: what dS and dv need.
+    const int64_t L = s.chunk.L;
     for (int64_t i = 0; i < L; ++i) {
-      dbeta[i] = dot(s.x + i * c.vp, c.v + i * c.vp, Vp) - dot(c.kG + i * c.kp, s.y + i * c.kp, Kp);
-      for (int64_t j = 0; j < Vp; j += lanes())
-        store(hn::Mul(load(s.x + i * c.vp + j), splat(c.beta[i])), s.x + i * c.vp + j);
+      prefetch_row(a.d_o, seq.b, seq.t0 + t + i, hv);
+      load_row(a.d_o.dtype, at(a.d_o, seq.b, seq.t0 + t + i, hv), p.V, s.D.row(i));
     }
-
-    for (int64_t d = 0; d < Kp; d += lanes()) {
-      Vec E = splat(1);
-      for (int64_t i = 0; i < L; ++i) {
-        const int64_t at = i * c.kp + d;
-        E = hn::Mul(E, load(c.alpha + at));
-        const Vec dq = hn::Mul(load(s.dq + at), E), by = hn::Mul(load(s.y + at), splat(c.beta[i]));
-        store(dq, s.dq + at);
-        store(hn::Sub(hn::Mul(load(c.q + at), dq), hn::Mul(by, load(c.kG + at))), s.dG + at);
-        store(hn::Mul(by, E), s.y + at);
-      }
-      // The write part of dk: F runs backwards; its share of dG goes to the row and, summed, to the last row.
-      Vec F = splat(1), last = hn::Zero(kF32);
-      for (int64_t i = L - 1; i >= 0; --i) {
-        const int64_t at = i * c.kp + d;
-        const Vec dk = hn::Mul(load(s.dk + at), F), kdk = hn::Mul(load(c.k + at), dk);
-        store(hn::Sub(dk, load(s.y + at)), s.dk + at);
-        store(hn::Sub(load(s.dG + at), kdk), s.dG + at);
-        last = hn::Add(last, kdk);
-        F = hn::Mul(F, load(c.alpha + at));
-      }
-      Vec SdS = hn::Zero(kF32);  // sum over V of S dS
-      for (int64_t v = 0; v < V; ++v) SdS = hn::MulAdd(load(s.ST + v * c.kp + d), load(s.dST + v * c.kp + d), SdS);
-      float* dG_last = s.dG + (L - 1) * c.kp + d;
-      store(hn::Add(load(dG_last), hn::MulAdd(load(c.ell + d), SdS, last)), dG_last);
+    if (!present(a.h)) return s.kept(t / kChunk);
+    load_state(s.chunk, a.h, a.in.state_layout, first_chunk + t / kChunk, hv, 0, s.saved.S);
+    for (int64_t i = 0; i < L; ++i) {
+      load_row(KDA_F32, at(a.v_new, seq.b, seq.t0 + t + i, hv), p.V, s.saved.v_new.row(i));
+      load_row(KDA_F32, at(a.Aqk, seq.b, seq.t0 + t + i, hv), kChunk, s.saved.Aqk.row(i));
+      load_row(KDA_F32, at(a.Akk, seq.b, seq.t0 + t + i, hv), kChunk, s.saved.Akk.row(i));
     }
-
-    gemm<Acc::kDecay>(K, V, L, columns_of(c.qG, c.kp), s.D, c.vp, s.dS, c.vp, c.ell);
-    gemm<Acc::kSub>(K, V, L, columns_of(c.kG, c.kp), s.x, c.vp, s.dS, c.vp);
+    return s.saved;
   }
 
-  // ---- pass 2: pairs inside the chunk (math.md B4)
-  // ------------------------------------------------------------------- With R the decay from j to i:  dq_i += dA_ij
-  // k_j R;  r_i += B_ij k_j R;  dk_j += (dA_ij q_i + B_ij beta_i k_i) R. B = dAkk = -strict(x v_new^T), so s.dAkk
-  // (which holds +x v_new^T) enters with a minus sign. r collects in s.y.
+  // ---- pass 2: products with the states (math.md B1..B3) ----
+  void wide_stage(const SavedChunk& saved, float* dbeta) {
+    const Chunk& c = s.chunk;
+    const int64_t L = c.L, K = c.K, V = c.V, Kp = padded(K), Vp = padded(V);
+    transpose(saved.S, Kp, Vp, s.ST);  // padding included: it is zero and must be so there
+    transpose(s.dS, Kp, Vp, s.dST);
+    transpose(saved.v_new, L, Vp, s.v_newT);
+
+    gemm<Acc::kSet>(L, V, K, c.kg.rows(), s.dS, s.x);
+    add_triangle<Triangle::kUpper>(L, V, saved.Aqk.columns(), s.D, s.x);
+    solve_triangle<Triangle::kUpper>(L, V, saved.Akk.columns(), s.x);
+    gemm_lower(L, V, s.D.rows(), s.v_newT, s.dAqk);
+    gemm_lower(L, V, s.x.rows(), s.v_newT, s.xv);
+    gemm<Acc::kSet>(L, K, V, s.D.rows(), s.ST, s.dq);
+    gemm<Acc::kSet>(L, K, V, s.x.rows(), s.ST, s.y);
+    gemm<Acc::kSet>(L, K, V, saved.v_new.rows(), s.dST, s.dk);
+
+    for (int64_t i = 0; i < L; ++i) {
+      dbeta[i] = dot(s.x.row(i), c.v.row(i), Vp) - dot(c.kG.row(i), s.y.row(i), Kp);
+      scale_row(s.x.row(i), c.beta[i], V, s.x.row(i));  // from here on beta x = dv
+    }
+    for (int64_t d = 0; d < Kp; d += lanes()) wide_stage_channels(d);
+
+    gemm<Acc::kDecay>(K, V, L, c.qG.columns(), s.D, s.dS, {c.ell, s.dS});
+    gemm<Acc::kSub>(K, V, L, c.kG.columns(), s.x, s.dS);
+  }
+
+  // The elementwise part of B3 for one vector of channels.
+  HWY_INLINE void wide_stage_channels(int64_t d) {
+    const Chunk& c = s.chunk;
+    const int64_t L = c.L;
+    const Matrix alpha = c.alpha.from(0, d), q = c.q.from(0, d), k = c.k.from(0, d), kG = c.kG.from(0, d);
+    const Matrix dq = s.dq.from(0, d), dk = s.dk.from(0, d), dG = s.dG.from(0, d), y = s.y.from(0, d);
+    Vec E = splat(1);
+    for (int64_t i = 0; i < L; ++i) {
+      E = hn::Mul(E, load(alpha.row(i)));
+      const Vec dqi = hn::Mul(load(dq.row(i)), E), by = hn::Mul(load(y.row(i)), splat(c.beta[i]));
+      store(dqi, dq.row(i));
+      store(hn::Sub(hn::Mul(load(q.row(i)), dqi), hn::Mul(by, load(kG.row(i)))), dG.row(i));
+      store(hn::Mul(by, E), y.row(i));
+    }
+    // The write part of dk: F runs backwards; its share of dG goes to the row and, summed, to the last row.
+    Vec F = splat(1), last = hn::Zero(kF32);
+    for (int64_t i = L - 1; i >= 0; --i) {
+      const Vec dki = hn::Mul(load(dk.row(i)), F), kdk = hn::Mul(load(k.row(i)), dki);
+      store(hn::Sub(dki, load(y.row(i))), dk.row(i));
+      store(hn::Sub(load(dG.row(i)), kdk), dG.row(i));
+      last = hn::Add(last, kdk);
+      F = hn::Mul(F, load(alpha.row(i)));
+    }
+    Vec SdS = hn::Zero(kF32);  // sum over V of S dS
+    for (int64_t v = 0; v < c.V; ++v) SdS = hn::MulAdd(load(s.ST.row(v) + d), load(s.dST.row(v) + d), SdS);
+    store(hn::Add(load(dG.row(L - 1)), hn::MulAdd(load(c.ell + d), SdS, last)), dG.row(L - 1));
+  }
+
+  // ---- pass 2: pairs inside the chunk (math.md B4) ----
+  // With R the decay from j to i and B = dAkk = -xv:
+  //   p_i = sum_j dAqk_ij k_j R      r_i = sum_j B_ij k_j R      c_j = sum_i (dAqk_ij q_i + B_ij beta_i k_i) R
+  //   dq_i += p_i                    dG_i += q_i p_i + beta_i k_i r_i                dk_j += c_j      dG_j -= k_j c_j
+  // and at the end dk_i += beta_i r_i, dbeta_i += k_i . r_i, with r collected in s.y.
+
+  // One vector of channels of one block: sums of its rows, and of the column at hand.
+  struct BlockRows {
+    Vec p[kBlock], r[kBlock], beta_k[kBlock];
+  };
+  struct Column {
+    Vec k, c, R;  // k_j, the sum c_j, the decay from j to the current row
+    HWY_INLINE void pair(Vec alpha, Vec q, Vec beta_k, Vec A, Vec X, Vec& p, Vec& r) {
+      R = hn::Mul(R, alpha);
+      const Vec kR = hn::Mul(k, R);
+      p = hn::MulAdd(A, kR, p);
+      r = hn::NegMulAdd(X, kR, r);
+      c = hn::MulAdd(hn::NegMulAdd(X, beta_k, hn::Mul(A, q)), R, c);
+    }
+  };
+
+  // Pairs i > j of block b .. b+15, and the diagonal (whose two shares of dG cancel exactly and are left out). Two
+  // columns at a time share the loads and stores of a row.
   void block_pairs(int64_t b) {
     const Chunk& c = s.chunk;
     const int64_t n = std::min(kBlock, c.L - b);
-    for (int64_t d = 0; d < padded(c.K); d += lanes())
-      for (int64_t j = 0; j < n; ++j) {
-        const int64_t col = (b + j) * c.kp + d;
-        const Vec kj = load(c.k + col), diagonal = splat(s.dAqk[(b + j) * kScorePitch + b + j]);
-        store(hn::MulAdd(diagonal, kj, load(s.dq + col)), s.dq + col);
-        Vec dkj = hn::MulAdd(diagonal, load(c.q + col), load(s.dk + col)), dGj = load(s.dG + col), R = splat(1);
-        for (int64_t i = j + 1; i < n; ++i) {
-          const int64_t row = (b + i) * c.kp + d;
-          R = hn::Mul(R, load(c.alpha + row));
-          const Vec kR = hn::Mul(kj, R);
-          const Vec A = splat(s.dAqk[(b + i) * kScorePitch + b + j]), B = splat(-s.dAkk[(b + i) * kScorePitch + b + j]);
-          const Vec m = hn::MulAdd(A, load(c.q + row), hn::Mul(hn::Mul(B, splat(c.beta[b + i])), load(c.k + row)));
-          store(hn::MulAdd(A, kR, load(s.dq + row)), s.dq + row);
-          store(hn::MulAdd(B, kR, load(s.y + row)), s.y + row);
-          dkj = hn::MulAdd(m, R, dkj);
-          const Vec term = hn::Mul(m, kR);
-          store(hn::Add(load(s.dG + row), term), s.dG + row);
-          dGj = hn::Sub(dGj, term);
-        }
-        store(dkj, s.dk + col);
-        store(dGj, s.dG + col);
+    const Matrix A = s.dAqk.from(b, b), X = s.xv.from(b, b);
+    for (int64_t d = 0; d < padded(c.K); d += lanes()) {
+      const Matrix q = c.q.from(b, d), k = c.k.from(b, d), alpha = c.alpha.from(b, d);
+      BlockRows rows;
+      for (int64_t i = 0; i < n; ++i) {
+        rows.p[i] = rows.r[i] = hn::Zero(kF32);
+        rows.beta_k[i] = hn::Mul(load(k.row(i)), splat(c.beta[b + i]));
       }
+      for (int64_t j = 0; j < n; j += 2) {
+        const bool two = j + 1 < n;
+        Column first{load(k.row(j)), hn::Zero(kF32), splat(1)};
+        Column second{two ? load(k.row(j + 1)) : hn::Zero(kF32), hn::Zero(kF32), splat(1)};
+        if (two)
+          first.pair(load(alpha.row(j + 1)), load(q.row(j + 1)), rows.beta_k[j + 1], splat(A.row(j + 1)[j]),
+                     splat(X.row(j + 1)[j]), rows.p[j + 1], rows.r[j + 1]);
+        for (int64_t i = j + 2; i < n; ++i) {
+          const Vec alpha_i = load(alpha.row(i)), q_i = load(q.row(i)), beta_k = rows.beta_k[i];
+          Vec p = rows.p[i], r = rows.r[i];
+          first.pair(alpha_i, q_i, beta_k, splat(A.row(i)[j]), splat(X.row(i)[j]), p, r);
+          second.pair(alpha_i, q_i, beta_k, splat(A.row(i)[j + 1]), splat(X.row(i)[j + 1]), p, r);
+          rows.p[i] = p, rows.r[i] = r;
+        }
+        store_block_row(b, j, d, rows, first);
+        if (two) store_block_row(b, j + 1, d, rows, second);
+      }
+    }
   }
 
-  // Rows a .. a+half-1 against columns a-half .. a-1.
+  // Token b + j of a block: by now its row sums are complete, and its column sum is.
+  HWY_INLINE void store_block_row(int64_t b, int64_t j, int64_t d, const BlockRows& rows, const Column& column) {
+    const Vec diagonal = splat(s.dAqk.row(b + j)[b + j]), q = load(s.chunk.q.row(b + j) + d);
+    float *dq = s.dq.row(b + j) + d, *dk = s.dk.row(b + j) + d, *dG = s.dG.row(b + j) + d, *y = s.y.row(b + j) + d;
+    store(hn::Add(load(dq), hn::MulAdd(diagonal, column.k, rows.p[j])), dq);
+    store(hn::Add(load(dk), hn::MulAdd(diagonal, q, column.c)), dk);
+    store(hn::Add(load(y), rows.r[j]), y);
+    const Vec row_terms = hn::MulAdd(q, rows.p[j], hn::Mul(rows.beta_k[j], rows.r[j]));
+    store(hn::Add(load(dG), hn::NegMulAdd(column.k, column.c, row_terms)), dG);
+  }
+
+  // Rows a .. a+half-1 against columns a-half .. a-1, on the forward's tiles (math.md 5.2): dG takes its row terms and
+  // its column terms from the same tiles as the products.
   void cross_pairs(int64_t a, int64_t half) {
     const Chunk& c = s.chunk;
     const int64_t n = std::min(half, c.L - a), first = a - half, Kp = padded(c.K);
-    const float *dA = s.dAqk + a * kScorePitch + first, *dB = s.dAkk + a * kScorePitch + first;
+    const Matrix A = s.dAqk.from(a, first), X = s.xv.from(a, first);
     decay_rows<false>(c, a, n, c.q, c.row_q, c.k, c.row_k, c.beta, nullptr);
     decay_columns<true>(c, first, half, c.k, c.col_k);
 
-    gemm<Acc::kSet>(n, c.K, half, rows_of(dA, kScorePitch), c.col_k, c.kp, s.p_q, c.kp);
-    gemm<Acc::kSet>(n, c.K, half, rows_of(dB, kScorePitch), c.col_k, c.kp, s.p_k, c.kp);
+    gemm<Acc::kSet>(n, c.K, half, A.rows(), c.col_k, s.p_q);
+    gemm<Acc::kSet>(n, c.K, half, X.rows(), c.col_k, s.p_k);
     for (int64_t d = 0; d < Kp; d += lanes()) {
       Vec R = splat(1);
       for (int64_t i = 0; i < n; ++i) {
-        const int64_t row = (a + i) * c.kp + d, tile = i * c.kp + d;
-        if (i) R = hn::Mul(R, load(c.alpha + row));
-        const Vec pq = load(s.p_q + tile), pk = load(s.p_k + tile);
-        store(hn::MulAdd(pq, R, load(s.dq + row)), s.dq + row);
-        store(hn::NegMulAdd(pk, R, load(s.y + row)), s.y + row);
-        const Vec term = hn::Sub(hn::Mul(load(c.row_q + tile), pq), hn::Mul(load(c.row_k + tile), pk));
-        store(hn::Add(load(s.dG + row), term), s.dG + row);
+        if (i) R = hn::Mul(R, load(c.alpha.row(a + i) + d));
+        float *dq = s.dq.row(a + i) + d, *y = s.y.row(a + i) + d, *dG = s.dG.row(a + i) + d;
+        const Vec pq = load(s.p_q.row(i) + d), pk = load(s.p_k.row(i) + d);
+        store(hn::MulAdd(pq, R, load(dq)), dq);
+        store(hn::NegMulAdd(pk, R, load(y)), y);
+        const Vec q_term = hn::Mul(load(c.row_q.row(i) + d), pq);
+        store(hn::Add(load(dG), hn::NegMulAdd(load(c.row_k.row(i) + d), pk, q_term)), dG);
       }
     }
 
-    gemm<Acc::kSet>(half, c.K, n, columns_of(dA, kScorePitch), c.row_q, c.kp, s.p_q, c.kp);
-    gemm<Acc::kSub>(half, c.K, n, columns_of(dB, kScorePitch), c.row_k, c.kp, s.p_q, c.kp);
+    gemm<Acc::kSet>(half, c.K, n, A.columns(), c.row_q, s.p_q);
+    gemm<Acc::kSub>(half, c.K, n, X.columns(), c.row_k, s.p_q);
     for (int64_t d = 0; d < Kp; d += lanes()) {
-      Vec R = load(c.alpha + a * c.kp + d);
+      Vec R = load(c.alpha.row(a) + d);
       for (int64_t j = half - 1; j >= 0; --j) {
-        const int64_t col = (first + j) * c.kp + d, tile = j * c.kp + d;
-        const Vec pc = load(s.p_q + tile);
-        store(hn::MulAdd(pc, R, load(s.dk + col)), s.dk + col);
-        store(hn::NegMulAdd(pc, load(c.col_k + tile), load(s.dG + col)), s.dG + col);
-        R = hn::Mul(R, load(c.alpha + col));
+        float *dk = s.dk.row(first + j) + d, *dG = s.dG.row(first + j) + d;
+        const Vec pc = load(s.p_q.row(j) + d);
+        store(hn::MulAdd(pc, R, load(dk)), dk);
+        store(hn::NegMulAdd(pc, load(c.col_k.row(j) + d), load(dG)), dG);
+        R = hn::Mul(R, load(c.alpha.row(first + j) + d));
       }
     }
   }
 
   void pairs(float* dbeta) {
     const Chunk& c = s.chunk;
-    zero(s.y, c.L * c.kp);
+    zero(s.y.data, c.L * s.y.pitch);
     for (int64_t b = 0; b < c.L; b += kBlock) block_pairs(b);
     for (int64_t half = kBlock; half < kChunk; half *= 2)
       for (int64_t a = half; a < c.L; a += 2 * half) cross_pairs(a, half);
     for (int64_t i = 0; i < c.L; ++i) {
-      dbeta[i] += dot(c.k + i * c.kp, s.y + i * c.kp, padded(c.K));
-      for (int64_t d = 0; d < padded(c.K); d += lanes()) {
-        const int64_t at = i * c.kp + d;
-        store(hn::MulAdd(splat(c.beta[i]), load(s.y + at), load(s.dk + at)), s.dk + at);
-      }
+      dbeta[i] += dot(c.k.row(i), s.y.row(i), padded(c.K));
+      for (int64_t d = 0; d < padded(c.K); d += lanes())
+        store(hn::MulAdd(splat(c.beta[i]), load(s.y.row(i) + d), load(s.dk.row(i) + d)), s.dk.row(i) + d);
     }
   }
 
-  // ---- pass 2: activations (math.md B5..B7)
-  // -------------------------------------------------------------------------- dg_t = sum of dG from t to the end of
-  // the chunk, then the gate's backward.
+  // ---- pass 2: activations (math.md B5..B7) ----
+  // dg_t = sum of dG from t to the end of the chunk, then the gate's backward.
   void store_gate(int64_t t) {
     const Chunk& c = s.chunk;
     const kda_backward_args& a = p.args;
-    Vec A_sum = hn::Zero(kF32);
+    const int64_t Kp = padded(c.K);
     for (int64_t i = c.L - 2; i >= 0; --i)
-      for (int64_t d = 0; d < padded(c.K); d += lanes()) {
-        float* dG = s.dG + i * c.kp + d;
-        store(hn::Add(load(dG), load(dG + c.kp)), dG);
-      }
+      for (int64_t d = 0; d < Kp; d += lanes())
+        store(hn::Add(load(s.dG.row(i) + d), load(s.dG.row(i + 1) + d)), s.dG.row(i) + d);
+    Vec A_sum = hn::Zero(kF32);
     for (int64_t i = 0; i < c.L; ++i) {
-      load_row(a.in.g.dtype, at(a.in.g, seq.b, seq.t0 + t + i, hv), c.K, s.raw);
-      float* dG = s.dG + i * c.kp;
-      for (int64_t d = 0; d < padded(c.K); d += lanes()) {
-        const Vec z = gate.z(s.raw, d), dg = load(dG + d), dx = gate.dx(z, dg);
-        if (partials.dA_log) A_sum = hn::Add(A_sum, gate.dA_log(z, dg, dx));
-        if (partials.d_bias) store(hn::Add(load(s.d_bias + d), dx), s.d_bias + d);
-        store(dx, dG + d);
+      float *dG = s.dG.row(i), *raw = s.raw, *d_bias = s.d_bias;
+      if (a.in.gate_form != KDA_GATE_LOG) {
+        load_row(a.in.g.dtype, at(a.in.g, seq.b, seq.t0 + t + i, hv), c.K, raw);
+        for (int64_t d = 0; d < Kp; d += lanes()) {
+          Vec dx, dA;
+          gate.backward(gate.z(raw, d), load(dG + d), dx, dA);
+          A_sum = hn::Add(A_sum, dA);
+          if (partials.d_bias) store(hn::Add(load(d_bias + d), dx), d_bias + d);
+          store(dx, dG + d);
+        }
       }
       if (present(a.dg)) store_row(a.dg.dtype, dG, c.K, at(a.dg, seq.b, seq.t0 + t + i, hv));
     }
@@ -331,20 +361,19 @@ struct BackwardTask {
     const kda_backward_args& a = p.args;
     for (int64_t i = 0; i < c.L; ++i) {
       const int64_t token = seq.t0 + t + i;
-      if (present(a.dv)) store_row(a.dv.dtype, s.x + i * c.vp, c.V, at(a.dv, seq.b, token, hv));
+      if (present(a.dv)) store_row(a.dv.dtype, s.x.row(i), c.V, at(a.dv, seq.b, token, hv));
       if (partials.dq) {
         const int64_t row = ((seq.b * p.T + token) * p.HV + hv) * c.K;
-        std::memcpy(partials.dq + row, s.dq + i * c.kp, c.K * sizeof(float));
-        std::memcpy(partials.dk + row, s.dk + i * c.kp, c.K * sizeof(float));
+        std::memcpy(partials.dq + row, s.dq.row(i), c.K * sizeof(float));
+        std::memcpy(partials.dk + row, s.dk.row(i), c.K * sizeof(float));
         continue;
       }
-      store_qk(a.dq, s.dq + i * c.kp, c.q + i * c.kp, c.q_norm[i], a.in.scale, a.in.qk_l2norm, seq.b, token, hv, c.K);
-      store_qk(a.dk, s.dk + i * c.kp, c.k + i * c.kp, c.k_norm[i], 1, a.in.qk_l2norm, seq.b, token, hv, c.K);
+      store_qk(a.dq, s.dq.row(i), c.q.row(i), c.q_norm[i], a.in.scale, a.in.qk_l2norm, seq.b, token, hv, c.K);
+      store_qk(a.dk, s.dk.row(i), c.k.row(i), c.k_norm[i], 1, a.in.qk_l2norm, seq.b, token, hv, c.K);
     }
   }
 
-  // Gradient of the raw row x, given y = scale r x and dy, its gradient: r (scale dy - y (y . dy) / scale). Clobbers
-  // dy.
+  // Gradient of the raw row x, given y = scale r x and dy, its gradient: r (scale dy - y (y . dy) / scale). Clobbers dy.
   static void store_qk(const kda_tensor& out, float* dy, const float* y, float r, float scale, bool normalised,
                        int64_t b, int64_t token, int64_t h, int64_t K) {
     if (!present(out)) return;
@@ -356,27 +385,22 @@ struct BackwardTask {
 
   void run() {
     const kda_backward_args& a = p.args;
-    Chunk& c = s.chunk;
     const int32_t layout = a.in.state_layout;
-    zero(s.S, padded(p.K) * c.vp);
-    zero(s.dS, padded(p.K) * c.vp);
+    for (Matrix S : {s.dS, s.saved.S}) zero(S.data, padded(p.K) * S.pitch);
     zero(s.d_bias, padded(p.K));
     if (partials.dA_log) partials.dA_log[seq.n * p.HV + hv] = 0;
-    if (present(a.dhT)) load_state(a.dhT, layout, seq.n, hv, 0, p.K, p.V, s.dS, c.vp, s.rows);
-    if (!present(a.h)) {
-      if (present(a.h0)) load_state(a.h0, layout, seq.n, hv, 0, p.K, p.V, s.S, c.vp, s.rows);
-      recompute();
-    }
+    if (present(a.dhT)) load_state(s.chunk, a.dhT, layout, seq.n, hv, 0, s.dS);
+    if (!present(a.h)) recompute();
     float dbeta[kChunk];
     for (int64_t t = (seq.length - 1) / kChunk * kChunk; t >= 0 && seq.length > 0; t -= kChunk) {
-      restore(t);
-      wide_stage(dbeta);
+      const SavedChunk saved = restore(t);
+      wide_stage(saved, dbeta);
       pairs(dbeta);
       store_gate(t);
       store_beta(t, dbeta);
       store_qkv(t);
     }
-    if (present(a.dh0)) store_state(a.dh0, layout, seq.n, hv, 0, p.K, p.V, s.dS, c.vp, s.rows);
+    if (present(a.dh0)) store_state(s.chunk, a.dh0, layout, seq.n, hv, 0, s.dS);
     if (partials.d_bias) std::memcpy(partials.d_bias + (seq.n * p.HV + hv) * p.K, s.d_bias, p.K * sizeof(float));
   }
 };
@@ -385,7 +409,7 @@ void backward_task(const BackwardProblem& p, const Sequence& seq, int64_t hv, in
                    const BackwardPartials& partials, char* memory) {
   BackwardScratch s(Arena(memory), p.K, p.V, memory, nullptr);
   const kda_inputs& in = p.args.in;
-  const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, s.chunk.bias);
+  const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, s.chunk.dt_bias);
   BackwardTask{p, seq, hv, first_chunk, gate, s, partials}.run();
 }
 
@@ -412,10 +436,6 @@ void sum_value_heads(const BackwardProblem& p, int64_t b, int64_t t0, int64_t co
       BackwardTask::store_qk(operand.out, sum, y, r, operand.scale, in.qk_l2norm, b, t, h, p.K);
     }
   }
-}
-
-void zero_gradient_tail(const kda_tensor& t, int64_t first, int64_t count) {
-  for (int64_t j = 0; j < t.shape[2]; ++j) zero_rows(t, 0, first, count, j);
 }
 
 }  // namespace kda::cpu::HWY_NAMESPACE
@@ -482,7 +502,7 @@ void chunk_backward(const BackwardProblem& p) {
     });
   }
   for (const kda_tensor* t : {&a.dq, &a.dk, &a.dv, &a.dg, &a.dbeta})
-    if (p.varlen && present(*t)) KDA_ISA_CALL(zero_gradient_tail)(*t, end, p.T - end);
+    if (p.varlen && present(*t)) KDA_ISA_CALL(zero_tail)(*t, end, p.T - end);
 
   for (int64_t hv = 0; hv < p.HV; ++hv)
     for (int64_t i = 0; i <= p.K; ++i) {  // sequences in order; i = K stands for dA_log

@@ -19,14 +19,12 @@ namespace kda::cpu::HWY_NAMESPACE {
 
 struct ForwardScratch {
   Chunk chunk;
-  float* S;     // [K][V]
-  float* o;     // [C][V]
-  float* rows;  // [16][K] for transposing states
+  Matrix S;  // [K][V]
+  Matrix o;  // [C][V]
 
   ForwardScratch(Arena arena, int64_t K, int64_t V, uint64_t* bytes) : chunk(arena, K, V) {
-    S = arena.floats(padded(K) * pitch(V));
-    o = arena.floats(kChunk * pitch(V));
-    rows = arena.floats(kPad * pitch(K));
+    S = take(arena, padded(K), V);
+    o = take(arena, kChunk, V);
     if (bytes) *bytes = arena.bytes();
   }
 };
@@ -37,15 +35,16 @@ uint64_t forward_scratch_bytes(int64_t K, int64_t V) {
   return bytes;
 }
 
-// What this chunk leaves behind for backward.
-inline void store_saved(const kda_forward_args& a, const ForwardScratch& s, const Sequence& seq, int64_t t0, int64_t hv,
+// Outputs of one chunk, and what it leaves behind for backward.
+inline void store_chunk(const kda_forward_args& a, const ForwardScratch& s, int64_t b, int64_t t0, int64_t hv,
                         int64_t v0) {
   const Chunk& c = s.chunk;
   for (int64_t i = 0; i < c.L; ++i) {
-    if (present(a.v_new)) store_row(KDA_F32, c.v + i * c.vp, c.V, at(a.v_new, seq.b, t0 + i, hv) + v0 * sizeof(float));
+    store_row(a.o.dtype, s.o.row(i), c.V, at(a.o, b, t0 + i, hv) + v0 * dtype_size(a.o.dtype));
+    if (present(a.v_new)) store_row(KDA_F32, c.v.row(i), c.V, at(a.v_new, b, t0 + i, hv) + v0 * sizeof(float));
     if (v0) continue;  // scores do not depend on V: the first tile writes them
-    if (present(a.Aqk)) store_row(KDA_F32, c.Aqk + i * kScorePitch, kChunk, at(a.Aqk, seq.b, t0 + i, hv));
-    if (present(a.Akk)) store_row(KDA_F32, c.Akk + i * kScorePitch, kChunk, at(a.Akk, seq.b, t0 + i, hv));
+    if (present(a.Aqk)) store_row(KDA_F32, c.Aqk.row(i), kChunk, at(a.Aqk, b, t0 + i, hv));
+    if (present(a.Akk)) store_row(KDA_F32, c.Akk.row(i), kChunk, at(a.Akk, b, t0 + i, hv));
   }
 }
 
@@ -60,36 +59,29 @@ void forward_task(const ForwardProblem& p, const Sequence& seq, int64_t hv, int6
   }
   ForwardScratch s(Arena(memory), p.K, V, nullptr);
   Chunk& c = s.chunk;
-  const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.bias);
-  zero(s.S, padded(p.K) * c.vp);
-  if (seq.initial) load_state(a.states.h0, in.state_layout, seq.slot, hv, v0, p.K, V, s.S, c.vp, s.rows);
+  const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
+  zero(s.S.data, padded(p.K) * s.S.pitch);
+  if (seq.initial) load_state(c, a.states.h0, in.state_layout, seq.slot, hv, v0, s.S);
 
   for (int64_t t = 0; t < seq.length; t += kChunk) {
-    if (present(a.h)) store_state(a.h, in.state_layout, first_chunk + t / kChunk, hv, v0, p.K, V, s.S, c.vp, s.rows);
-    load_chunk(c, in, gate, seq.b, seq.t0 + t, std::min(kChunk, seq.length - t), hv / p.group(), hv, v0);
+    const int64_t t0 = seq.t0 + t, L = std::min(kChunk, seq.length - t);
+    if (present(a.h)) store_state(c, a.h, in.state_layout, first_chunk + t / kChunk, hv, v0, s.S);
+    load_chunk(c, in, gate, seq.b, t0, L, hv / p.group(), hv, v0);
     scores(c);
     decayed_operands(c);
     corrections(c, s.S);
-    gemm<Acc::kSet>(c.L, V, p.K, rows_of(c.qG, c.kp), s.S, c.vp, s.o, c.vp);
-    add_triangle<Triangle::kLower>(c.L, V, rows_of(c.Aqk, kScorePitch), c.v, c.vp, s.o, c.vp);
-    for (int64_t i = 0; i < c.L; ++i)
-      store_row(a.o.dtype, s.o + i * c.vp, V, at(a.o, seq.b, seq.t0 + t + i, hv) + v0 * dtype_size(a.o.dtype));
-    store_saved(a, s, seq, seq.t0 + t, hv, v0);
-    advance_state(c, s.S);
+    gemm<Acc::kSet>(L, V, p.K, c.qG.rows(), s.S, s.o);
+    add_triangle<Triangle::kLower>(L, V, c.Aqk.rows(), c.v, s.o);
+    store_chunk(a, s, seq.b, t0, hv, v0);
+    advance_state(c, s.S, s.S);
 
-    const int64_t done = t + c.L;
-    if (present(a.checkpoints) && done % a.checkpoint_every == 0) {
-      const int64_t m = done / a.checkpoint_every - 1;
+    if (present(a.checkpoints) && (t + L) % a.checkpoint_every == 0) {
+      const int64_t m = (t + L) / a.checkpoint_every - 1;
       const int64_t slot = m < a.checkpoint_slots.shape[1] ? int_at(a.checkpoint_slots, seq.n, m) : -1;
-      if (slot >= a.states.first_valid_slot)
-        store_state(a.checkpoints, in.state_layout, slot, hv, v0, p.K, V, s.S, c.vp, s.rows);
+      if (slot >= a.states.first_valid_slot) store_state(c, a.checkpoints, in.state_layout, slot, hv, v0, s.S);
     }
   }
-  if (present(a.states.hT)) store_state(a.states.hT, in.state_layout, seq.slot, hv, v0, p.K, V, s.S, c.vp, s.rows);
-}
-
-void zero_tail(const kda_tensor& t, int64_t first, int64_t count) {
-  for (int64_t j = 0; j < t.shape[2]; ++j) zero_rows(t, 0, first, count, j);
+  if (present(a.states.hT)) store_state(c, a.states.hT, in.state_layout, seq.slot, hv, v0, s.S);
 }
 
 }  // namespace kda::cpu::HWY_NAMESPACE

@@ -45,8 +45,9 @@ void gate_backward_rows(const GateBackwardProblem& p, int64_t block, float* sums
       load_row(a.x.dtype, at(a.x, m, hv), K, x);
       load_row(a.dg.dtype, at(a.dg, m, hv), K, dg);
       for (int64_t i = 0; i < padded(K); i += lanes()) {
-        const Vec z = gate.z(x, i), dgi = load(dg + i), dx = gate.dx(z, dgi);
-        A_sum = hn::Add(A_sum, gate.dA_log(z, dgi, dx));
+        Vec dx, dA;
+        gate.backward(gate.z(x, i), load(dg + i), dx, dA);
+        A_sum = hn::Add(A_sum, dA);
         store(hn::Add(load(bias_sum + i), dx), bias_sum + i);
         store(dx, x + i);
       }

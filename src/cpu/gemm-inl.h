@@ -28,18 +28,8 @@ enum class Acc {
   kSet,    // C  = A B
   kAdd,    // C += A B
   kSub,    // C -= A B
-  kDecay,  // C  = Diag(decay) C + A B
+  kDecay,  // C  = Diag(decay) from + A B; from may be C
 };
-
-// Where an operand A(m, k) of broadcast scalars lives: a[m * row + k * col]. A transposed view swaps the two.
-struct Scalars {
-  const float* a;
-  int64_t row, col;
-  HWY_INLINE const float* operator()(int64_t m, int64_t k) const { return a + m * row + k * col; }
-  Scalars from(int64_t m, int64_t k) const { return {(*this)(m, k), row, col}; }
-};
-inline Scalars rows_of(const float* a, int64_t pitch) { return {a, pitch, 1}; }
-inline Scalars columns_of(const float* a, int64_t pitch) { return {a, 1, pitch}; }
 
 template <int R, int N>
 struct Tile {
@@ -49,13 +39,13 @@ struct Tile {
     for (int i = 0; i < R; ++i)
       for (int j = 0; j < N; ++j) c[i][j] = hn::Zero(kF32);
   }
-  HWY_INLINE void load_from(const float* p, int64_t pitch) {
+  HWY_INLINE void load_from(Matrix m) {
     for (int i = 0; i < R; ++i)
-      for (int j = 0; j < N; ++j) c[i][j] = load(p + i * pitch + j * lanes());
+      for (int j = 0; j < N; ++j) c[i][j] = load(m.row(i) + j * lanes());
   }
-  HWY_INLINE void store_to(float* p, int64_t pitch) const {
+  HWY_INLINE void store_to(Matrix m) const {
     for (int i = 0; i < R; ++i)
-      for (int j = 0; j < N; ++j) store(c[i][j], p + i * pitch + j * lanes());
+      for (int j = 0; j < N; ++j) store(c[i][j], m.row(i) + j * lanes());
   }
   HWY_INLINE void scale_rows(const float* d) {
     for (int i = 0; i < R; ++i)
@@ -63,9 +53,9 @@ struct Tile {
   }
   // c (+|-)= A[:, 0:K] B[0:K, :]
   template <bool kNegate>
-  HWY_INLINE void multiply(int64_t K, Scalars A, const float* b, int64_t b_pitch) {
-    const float* a = A.a;
-    for (int64_t k = 0; k < K; ++k, a += A.col, b += b_pitch) {
+  HWY_INLINE void multiply(int64_t K, Scalars A, Matrix B) {
+    const float *a = A.a, *b = B.data;
+    for (int64_t k = 0; k < K; ++k, a += A.col, b += B.pitch) {
       Vec bk[N];
       for (int j = 0; j < N; ++j) bk[j] = load(b + j * lanes());
       for (int i = 0; i < R; ++i) {
@@ -77,35 +67,41 @@ struct Tile {
   }
 };
 
+// Operands of Acc::kDecay: C = Diag(factor) from + A B. `from` may be C itself.
+struct Decay {
+  const float* factor = nullptr;
+  Matrix from{};
+};
+
 template <Acc kAcc, int R, int N>
-HWY_INLINE void gemm_tile(int64_t K, Scalars A, const float* b, int64_t b_pitch, float* c, int64_t c_pitch,
-                          const float* decay) {
+HWY_INLINE void gemm_tile(int64_t m, int64_t n, int64_t K, Scalars A, Matrix B, Matrix C, Decay decay) {
   Tile<R, N> t;
-  if constexpr (kAcc == Acc::kSet) t.zero();
-  else t.load_from(c, c_pitch);
-  if constexpr (kAcc == Acc::kDecay) t.scale_rows(decay);
-  t.template multiply<kAcc == Acc::kSub>(K, A, b, b_pitch);
-  t.store_to(c, c_pitch);
+  if constexpr (kAcc == Acc::kSet) {
+    t.zero();
+  } else if constexpr (kAcc == Acc::kDecay) {
+    t.load_from(decay.from.from(m, n));
+    t.scale_rows(decay.factor + m);
+  } else {
+    t.load_from(C.from(m, n));
+  }
+  t.template multiply<kAcc == Acc::kSub>(K, A.from(m, 0), B.from(0, n));
+  t.store_to(C.from(m, n));
 }
 
 template <Acc kAcc, int N>
-HWY_INLINE void gemm_columns(int64_t M, int64_t K, Scalars A, const float* b, int64_t b_pitch, float* c,
-                             int64_t c_pitch, const float* decay) {
+HWY_INLINE void gemm_columns(int64_t n, int64_t M, int64_t K, Scalars A, Matrix B, Matrix C, Decay decay) {
   int64_t m = 0;
-  for (; m + kRows <= M; m += kRows)
-    gemm_tile<kAcc, kRows, N>(K, A.from(m, 0), b, b_pitch, c + m * c_pitch, c_pitch, decay ? decay + m : nullptr);
-  for (; m < M; ++m)
-    gemm_tile<kAcc, 1, N>(K, A.from(m, 0), b, b_pitch, c + m * c_pitch, c_pitch, decay ? decay + m : nullptr);
+  for (; m + kRows <= M; m += kRows) gemm_tile<kAcc, kRows, N>(m, n, K, A, B, C, decay);
+  for (; m < M; ++m) gemm_tile<kAcc, 1, N>(m, n, K, A, B, C, decay);
 }
 
 // C[M][N] from A(M, K) and B[K][N]; N is rounded up to whole vectors (scratch rows are padded).
+// One strip of B columns stays in L1 while all rows of A pass.
 template <Acc kAcc>
-HWY_NOINLINE void gemm(int64_t M, int64_t N, int64_t K, Scalars A, const float* b, int64_t b_pitch, float* c,
-                       int64_t c_pitch, const float* decay = nullptr) {
+HWY_NOINLINE void gemm(int64_t M, int64_t N, int64_t K, Scalars A, Matrix B, Matrix C, Decay decay = {}) {
   int64_t n = 0;
-  for (; n + kCols * lanes() <= padded(N); n += kCols * lanes())
-    gemm_columns<kAcc, kCols>(M, K, A, b + n, b_pitch, c + n, c_pitch, decay);
-  for (; n < padded(N); n += lanes()) gemm_columns<kAcc, 1>(M, K, A, b + n, b_pitch, c + n, c_pitch, decay);
+  for (; n + kCols * lanes() <= padded(N); n += kCols * lanes()) gemm_columns<kAcc, kCols>(n, M, K, A, B, C, decay);
+  for (; n < padded(N); n += lanes()) gemm_columns<kAcc, 1>(n, M, K, A, B, C, decay);
 }
 
 // Triangular products. A(i, j) counts only for j <= i (kLower) or j >= i (kUpper); the rest is never read, so a NaN in
@@ -113,71 +109,65 @@ HWY_NOINLINE void gemm(int64_t M, int64_t N, int64_t K, Scalars A, const float* 
 enum class Triangle { kLower, kUpper };
 
 template <Triangle kTriangle, bool kSolve, int R, int N>
-HWY_INLINE void triangle_tile(int64_t i0, int64_t L, Scalars A, const float* b, int64_t b_pitch, float* c,
-                              int64_t c_pitch) {
+HWY_INLINE void triangle_tile(int64_t i0, int64_t n, int64_t L, Scalars A, Matrix B, Matrix C) {
+  constexpr bool kIsLower = kTriangle == Triangle::kLower;
   Tile<R, N> t;
-  t.load_from(c + i0 * c_pitch, c_pitch);
-  const int64_t k0 = kTriangle == Triangle::kLower ? 0 : i0 + R, k1 = kTriangle == Triangle::kLower ? i0 : L;
-  t.template multiply<kSolve>(k1 - k0, A.from(i0, k0), b + k0 * b_pitch, b_pitch);
+  t.load_from(C.from(i0, n));
+  const int64_t k0 = kIsLower ? 0 : i0 + R, k1 = kIsLower ? i0 : L;
+  t.template multiply<kSolve>(k1 - k0, A.from(i0, k0), B.from(k0, n));
   for (int s = 0; s < R; ++s) {
     // A solve eliminates with rows of C that are already final: ascending for lower, descending for upper.
-    const int k = kSolve && kTriangle == Triangle::kUpper ? R - 1 - s : s;
+    const int k = kSolve && !kIsLower ? R - 1 - s : s;
     Vec bk[N];
-    for (int j = 0; j < N; ++j) bk[j] = kSolve ? t.c[k][j] : load(b + (i0 + k) * b_pitch + j * lanes());
+    for (int j = 0; j < N; ++j) bk[j] = kSolve ? t.c[k][j] : load(B.row(i0 + k) + n + j * lanes());
     for (int i = 0; i < R; ++i) {
-      const bool counts = kTriangle == Triangle::kLower ? (kSolve ? i > k : i >= k) : (kSolve ? i < k : i <= k);
+      const bool counts = kIsLower ? (kSolve ? i > k : i >= k) : (kSolve ? i < k : i <= k);
       if (!counts) continue;
       const Vec ai = splat(*A(i0 + i, i0 + k));
       for (int j = 0; j < N; ++j)
         t.c[i][j] = kSolve ? hn::NegMulAdd(ai, bk[j], t.c[i][j]) : hn::MulAdd(ai, bk[j], t.c[i][j]);
     }
   }
-  t.store_to(c + i0 * c_pitch, c_pitch);
+  t.store_to(C.from(i0, n));
 }
 
 template <Triangle kTriangle, bool kSolve, int N>
-HWY_INLINE void triangle_columns(int64_t L, Scalars A, const float* b, int64_t b_pitch, float* c, int64_t c_pitch) {
+HWY_INLINE void triangle_columns(int64_t n, int64_t L, Scalars A, Matrix B, Matrix C) {
   const int64_t whole = L / kRows * kRows;
   if constexpr (kSolve && kTriangle == Triangle::kUpper) {  // last row first
-    for (int64_t i = L - 1; i >= whole; --i) triangle_tile<kTriangle, kSolve, 1, N>(i, L, A, b, b_pitch, c, c_pitch);
-    for (int64_t i = whole - kRows; i >= 0; i -= kRows)
-      triangle_tile<kTriangle, kSolve, kRows, N>(i, L, A, b, b_pitch, c, c_pitch);
+    for (int64_t i = L - 1; i >= whole; --i) triangle_tile<kTriangle, kSolve, 1, N>(i, n, L, A, B, C);
+    for (int64_t i = whole - kRows; i >= 0; i -= kRows) triangle_tile<kTriangle, kSolve, kRows, N>(i, n, L, A, B, C);
   } else {
-    for (int64_t i = 0; i < whole; i += kRows)
-      triangle_tile<kTriangle, kSolve, kRows, N>(i, L, A, b, b_pitch, c, c_pitch);
-    for (int64_t i = whole; i < L; ++i) triangle_tile<kTriangle, kSolve, 1, N>(i, L, A, b, b_pitch, c, c_pitch);
+    for (int64_t i = 0; i < whole; i += kRows) triangle_tile<kTriangle, kSolve, kRows, N>(i, n, L, A, B, C);
+    for (int64_t i = whole; i < L; ++i) triangle_tile<kTriangle, kSolve, 1, N>(i, n, L, A, B, C);
   }
 }
 
 template <Triangle kTriangle, bool kSolve>
-HWY_INLINE void triangle_all(int64_t L, int64_t N, Scalars A, const float* b, int64_t b_pitch, float* c,
-                             int64_t c_pitch) {
+HWY_INLINE void triangle_all(int64_t L, int64_t N, Scalars A, Matrix B, Matrix C) {
   int64_t n = 0;
   for (; n + kCols * lanes() <= padded(N); n += kCols * lanes())
-    triangle_columns<kTriangle, kSolve, kCols>(L, A, b + n, b_pitch, c + n, c_pitch);
-  for (; n < padded(N); n += lanes()) triangle_columns<kTriangle, kSolve, 1>(L, A, b + n, b_pitch, c + n, c_pitch);
+    triangle_columns<kTriangle, kSolve, kCols>(n, L, A, B, C);
+  for (; n < padded(N); n += lanes()) triangle_columns<kTriangle, kSolve, 1>(n, L, A, B, C);
 }
 
 // C[L][N] += tri(A) B[L][N], the diagonal of A included.
 template <Triangle kTriangle>
-HWY_NOINLINE void add_triangle(int64_t L, int64_t N, Scalars A, const float* b, int64_t b_pitch, float* c,
-                               int64_t c_pitch) {
-  triangle_all<kTriangle, false>(L, N, A, b, b_pitch, c, c_pitch);
+HWY_NOINLINE void add_triangle(int64_t L, int64_t N, Scalars A, Matrix B, Matrix C) {
+  triangle_all<kTriangle, false>(L, N, A, B, C);
 }
 
 // C <- (I + strict_tri(A))^-1 C in place: forward (kLower) or backward (kUpper) substitution in f32.
 template <Triangle kTriangle>
-HWY_NOINLINE void solve_triangle(int64_t L, int64_t N, Scalars A, float* c, int64_t c_pitch) {
-  triangle_all<kTriangle, true>(L, N, A, c, c_pitch, c, c_pitch);
+HWY_NOINLINE void solve_triangle(int64_t L, int64_t N, Scalars A, Matrix C) {
+  triangle_all<kTriangle, true>(L, N, A, C, C);
 }
 
-// C[i][j] = sum_k A(i, k) B[k][j] for j <= i (whole tiles of 16 columns that touch the triangle; the rest is left
-// alone).
-HWY_NOINLINE inline void gemm_lower(int64_t L, int64_t K, Scalars A, const float* b, int64_t b_pitch, float* c,
-                                    int64_t c_pitch) {
+// C[i][j] = sum_k A(i, k) B[k][j] for j <= i (whole tiles of 16 columns that touch the triangle; the rest stays).
+inline void gemm_lower(int64_t L, int64_t K, Scalars A, Matrix B, Matrix C) {
   for (int64_t i = 0; i < L; i += kPad) {
     const int64_t rows = std::min(kPad, L - i);
-    gemm<Acc::kSet>(rows, i + rows, K, A.from(i, 0), b, b_pitch, c + i * c_pitch, c_pitch);
+    gemm<Acc::kSet>(rows, i + rows, K, A.from(i, 0), B, C.from(i, 0));
   }
 }
 

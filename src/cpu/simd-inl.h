@@ -7,10 +7,11 @@
 #define KDA_CPU_SIMD_INL_H_
 #endif
 
-#include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "dtype.h"
 #include "problem.h"
@@ -33,8 +34,23 @@ constexpr int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 // into a few cache sets (a pitch of 512 bytes would use 16 lines of a 32 KiB L1).
 constexpr int64_t pitch(int64_t n) { return (padded(n) / kPad | 1) * kPad; }
 
-// ---- rows
-// ------------------------------------------------------------------------------------------------------------
+// A matrix in scratch, and its elements as scalars to broadcast: A(m, k) = a[m * row + k * col].
+struct Scalars {
+  const float* a;
+  int64_t row, col;
+  HWY_INLINE const float* operator()(int64_t m, int64_t k) const { return a + m * row + k * col; }
+  HWY_INLINE Scalars from(int64_t m, int64_t k) const { return {(*this)(m, k), row, col}; }
+};
+struct Matrix {
+  float* data;
+  int64_t pitch;
+  HWY_INLINE float* row(int64_t i) const { return data + i * pitch; }
+  HWY_INLINE Matrix from(int64_t i, int64_t j) const { return {data + i * pitch + j, pitch}; }
+  HWY_INLINE Scalars rows() const { return {data, pitch, 1}; }     // A(m, k) = data[m][k]
+  HWY_INLINE Scalars columns() const { return {data, 1, pitch}; }  // its transpose
+};
+
+// ---- rows ----
 
 template <int kDtype>
 HWY_INLINE Vec load_as(const void* p) {
@@ -137,10 +153,14 @@ inline void store_scalar(int32_t dtype, float x, void* p) {
   }
 }
 
+// y <- f x, over a padded row.
+HWY_INLINE void scale_row(const float* x, float f, int64_t n, float* y) {
+  for (int64_t i = 0; i < padded(n); i += lanes()) store(hn::Mul(load(x + i), splat(f)), y + i);
+}
+
 inline void zero(float* p, int64_t n) { std::memset(p, 0, n * sizeof(float)); }
 
-// ---- sums and activations
-// --------------------------------------------------------------------------------------------
+// ---- sums and activations ----
 
 HWY_INLINE float sum_lanes(Vec v) { return hn::GetLane(hn::SumOfLanes(kF32, v)); }
 
@@ -151,12 +171,40 @@ inline float dot(const float* x, const float* y, int64_t n) {
   return sum_lanes(sum);
 }
 
-// e^x, at most 1 ulp off; e^-inf = 0, NaN stays NaN (Highway's Exp makes it 0).
-HWY_INLINE Vec exp(Vec x) { return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(kF32, x)); }
+// e^x for -inf <= x <= 88, at most 1 ulp off: 2^n times a Taylor polynomial on [-ln 2 / 2, ln 2 / 2]. Results below 2^-126
+// are 0. NaN gives 0: callers that can meet one put it back.
+HWY_INLINE Vec exp_number(Vec x) {
+  const hn::RebindToSigned<F32> di;
+  const Vec n = hn::Round(hn::Mul(x, splat(1.44269504f)));
+  Vec r = hn::NegMulAdd(n, splat(0.693359375f), x);  // ln 2 in two parts; the first product is exact
+  r = hn::NegMulAdd(n, splat(-2.12194440e-4f), r);
+  Vec p = splat(1.0f / 5040);
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f})
+    p = hn::MulAdd(p, r, splat(c));
+  const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(di, n), hn::Set(di, 127)));
+  return hn::IfThenElseZero(hn::Ge(x, splat(-87.3365f)), hn::Mul(p, hn::BitCast(kF32, exponent)));
+}
+
+// e^x for any x: inf above 88, NaN stays NaN.
+HWY_INLINE Vec exp(Vec x) {
+  const Vec y = hn::IfThenElse(hn::Gt(x, splat(88)), splat(std::numeric_limits<float>::infinity()), exp_number(x));
+  return hn::IfThenElse(hn::IsNaN(x), x, y);
+}
+
 HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(splat(1), hn::Add(splat(1), exp(hn::Neg(x)))); }
-// max(x, 0) + log(1 + e^-|x|): keeps its relative accuracy for very negative x, where models start.
+
+// log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 atanh(s), s = e / (2 + e) <= 1/3. The series is cut where the
+// next term is below 2e-8.
+HWY_INLINE Vec log1p(Vec e) {
+  const Vec s = hn::Div(e, hn::Add(splat(2), e)), z = hn::Mul(s, s);
+  Vec p = splat(2.0f / 13);
+  for (const float c : {2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) p = hn::MulAdd(p, z, splat(c));
+  return hn::Mul(p, s);
+}
+
+// max(x, 0) + log(1 + e^-|x|): exact to the last bits for very negative x too, where models start.
 HWY_INLINE Vec softplus(Vec x) {
-  const Vec y = hn::Add(hn::Max(x, splat(0)), hn::Log1p(kF32, exp(hn::Neg(hn::Abs(x)))));
+  const Vec y = hn::Add(hn::Max(x, splat(0)), log1p(exp_number(hn::Neg(hn::Abs(x)))));
   return hn::IfThenElse(hn::IsNaN(x), x, y);
 }
 
@@ -174,15 +222,19 @@ struct Gate {
     if (form == KDA_GATE_SOFTPLUS) return hn::Mul(splat(-a), softplus(z));
     return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
   }
-  // dx for the gradient dg of the gate.
-  HWY_INLINE Vec dx(Vec z, Vec dg) const {
-    if (form == KDA_GATE_LOG) return dg;
-    if (form == KDA_GATE_SOFTPLUS) return hn::Mul(hn::Mul(splat(-a), sigmoid(z)), dg);
-    const Vec s = sigmoid(hn::Mul(splat(a), z));
-    return hn::Mul(hn::Mul(splat(a * lower_bound), hn::Mul(s, hn::Sub(splat(1), s))), dg);
-  }
-  HWY_INLINE Vec dA_log(Vec z, Vec dg, Vec dx) const {
-    return form == KDA_GATE_SOFTPLUS ? hn::Mul(dg, (*this)(z)) : hn::Mul(dx, z);
+  // From the gradient dg of the gate to that of its input, and to this element's share of dA_log.
+  HWY_INLINE void backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
+    if (form == KDA_GATE_SOFTPLUS) {  // -a sigmoid(z) dg and -a softplus(z) dg share e^-|z|
+      const Vec e = exp_number(hn::Neg(hn::Abs(z))), a_dg = hn::Mul(splat(-a), dg);
+      const Vec s = hn::Div(hn::IfThenElse(hn::Lt(z, splat(0)), e, splat(1)), hn::Add(splat(1), e));
+      const auto is_nan = hn::IsNaN(z);
+      dx = hn::Mul(hn::IfThenElse(is_nan, z, s), a_dg);
+      dA_log = hn::Mul(hn::IfThenElse(is_nan, z, hn::Add(hn::Max(z, splat(0)), log1p(e))), a_dg);
+    } else {
+      const Vec s = sigmoid(hn::Mul(splat(a), z));
+      dx = hn::Mul(hn::Mul(splat(a * lower_bound), hn::Mul(s, hn::Sub(splat(1), s))), dg);
+      dA_log = hn::Mul(dx, z);
+    }
   }
 };
 
@@ -214,35 +266,43 @@ inline float normalise_row(float* x, int64_t n, bool l2norm, float scale) {
   return r;
 }
 
-// ---- transposition
-// ---------------------------------------------------------------------------------------------------
+// ---- transposition ----
+
+#if HWY_TARGET != HWY_SCALAR
+// Stores each 128-bit block of v four rows of dst further down.
+template <class D>
+HWY_INLINE void store_blocks(D d, hn::Vec<D> v, Matrix dst) {
+  if constexpr (static_cast<int64_t>(hn::MaxLanes(D())) == 4) {
+    hn::StoreU(v, d, dst.data);
+  } else {
+    const hn::Half<D> half;
+    store_blocks(half, hn::LowerHalf(half, v), dst);
+    store_blocks(half, hn::UpperHalf(half, v), dst.from(static_cast<int64_t>(hn::MaxLanes(D())) / 2, 0));
+  }
+}
+
+// Four rows of N columns become N rows of four: interleaving works within 128-bit blocks.
+HWY_INLINE void transpose_strip(Matrix src, Matrix dst) {
+  const Vec a = load(src.row(0)), b = load(src.row(1)), c = load(src.row(2)), d = load(src.row(3));
+  const Vec ac0 = hn::InterleaveLower(kF32, a, c), ac1 = hn::InterleaveUpper(kF32, a, c);
+  const Vec bd0 = hn::InterleaveLower(kF32, b, d), bd1 = hn::InterleaveUpper(kF32, b, d);
+  store_blocks(kF32, hn::InterleaveLower(kF32, ac0, bd0), dst);
+  store_blocks(kF32, hn::InterleaveUpper(kF32, ac0, bd0), dst.from(1, 0));
+  store_blocks(kF32, hn::InterleaveLower(kF32, ac1, bd1), dst.from(2, 0));
+  store_blocks(kF32, hn::InterleaveUpper(kF32, ac1, bd1), dst.from(3, 0));
+}
+#endif
 
 // dst[j][i] = src[i][j], i < rows, j < columns.
-inline void transpose(const float* src, int64_t src_pitch, int64_t rows, int64_t columns, float* dst,
-                      int64_t dst_pitch) {
-  int64_t i = 0;
+inline void transpose(Matrix src, int64_t rows, int64_t columns, Matrix dst) {
+  int64_t done_rows = 0, done_columns = 0;
 #if HWY_TARGET != HWY_SCALAR
-  const hn::FixedTag<float, 4> d4;
-  for (; i + 4 <= rows; i += 4) {
-    const float* s = src + i * src_pitch;
-    int64_t j = 0;
-    for (; j + 4 <= columns; j += 4) {
-      const auto a = hn::LoadU(d4, s + j), b = hn::LoadU(d4, s + src_pitch + j),
-                 c = hn::LoadU(d4, s + 2 * src_pitch + j), d = hn::LoadU(d4, s + 3 * src_pitch + j);
-      const auto ac0 = hn::InterleaveLower(d4, a, c), ac1 = hn::InterleaveUpper(d4, a, c);
-      const auto bd0 = hn::InterleaveLower(d4, b, d), bd1 = hn::InterleaveUpper(d4, b, d);
-      float* t = dst + j * dst_pitch + i;
-      hn::StoreU(hn::InterleaveLower(d4, ac0, bd0), d4, t);
-      hn::StoreU(hn::InterleaveUpper(d4, ac0, bd0), d4, t + dst_pitch);
-      hn::StoreU(hn::InterleaveLower(d4, ac1, bd1), d4, t + 2 * dst_pitch);
-      hn::StoreU(hn::InterleaveUpper(d4, ac1, bd1), d4, t + 3 * dst_pitch);
-    }
-    for (; j < columns; ++j)
-      for (int64_t r = 0; r < 4; ++r) dst[j * dst_pitch + i + r] = s[r * src_pitch + j];
-  }
+  done_rows = rows / 4 * 4, done_columns = columns / lanes() * lanes();
+  for (int64_t i = 0; i < done_rows; i += 4)
+    for (int64_t j = 0; j < done_columns; j += lanes()) transpose_strip(src.from(i, j), dst.from(j, i));
 #endif
-  for (; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) dst[j * dst_pitch + i] = src[i * src_pitch + j];
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = i < done_rows ? done_columns : 0; j < columns; ++j) dst.row(j)[i] = src.row(i)[j];
 }
 
 }  // namespace kda::cpu::HWY_NAMESPACE
