@@ -1,19 +1,20 @@
-# Finds nvcc according to KDA_CUDA. Sets KDA_WITH_CUDA.
+# CUDA, according to KDA_CUDA. Sets KDA_WITH_CUDA; kda_add_cuda(target) adds the kernels.
 set(KDA_WITH_CUDA OFF)
 if(NOT KDA_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(KDA_WITH_CUDA ON)
-    set(CMAKE_CUDA_ARCHITECTURES 80)  # each kernel file names its own, see kda_cuda_sources
+    set(CMAKE_CUDA_ARCHITECTURES 80)  # a default to please CMake: kda_cuda_kernels names the real ones
     enable_language(CUDA)
-    # cmake 3.25 does not know that nvcc 12 and newer speak C++20.
+    # cmake 3.25 does not know that nvcc speaks C++20.
     foreach(kind STANDARD EXTENSION)
       if(NOT DEFINED CMAKE_CUDA20_${kind}_COMPILE_OPTION)
         set(CMAKE_CUDA20_${kind}_COMPILE_OPTION -std=c++20)
       endif()
     endforeach()
     set(CMAKE_CUDA_STANDARD 20)
+    find_package(CUDAToolkit REQUIRED)
     message(STATUS "kda: CUDA kernels with nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
   elseif(KDA_CUDA STREQUAL "ON")
     message(FATAL_ERROR "kda: KDA_CUDA=ON but no nvcc was found (set CUDACXX, or KDA_CUDA=OFF)")
@@ -21,3 +22,19 @@ if(NOT KDA_CUDA STREQUAL "OFF")
     message(STATUS "kda: no nvcc found, building for the CPU only (set CUDACXX, or KDA_CUDA=ON to insist)")
   endif()
 endif()
+
+# One object library per set of architectures, so that no kernel needs #if __CUDA_ARCH__.
+function(kda_cuda_kernels target name architectures)
+  add_library(kda_cuda_${name} OBJECT ${ARGN})
+  set_target_properties(kda_cuda_${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+  target_include_directories(kda_cuda_${name} PRIVATE include src)
+  target_compile_options(kda_cuda_${name} PRIVATE -lineinfo --compress-mode=size -Xptxas=-warn-spills -Xcompiler=-Wall)
+  target_sources(${target} INTERFACE $<TARGET_OBJECTS:kda_cuda_${name}>)
+endfunction()
+
+function(kda_add_cuda target)
+  target_sources(${target} PRIVATE src/cuda/runtime.cc)
+  target_link_libraries(${target} PUBLIC CUDA::cudart_static)
+  target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90a, sm_100a\"")
+  kda_cuda_kernels(${target} portable "80;90a-real;100a-real" src/cuda/sm80/gate.cu)
+endfunction()

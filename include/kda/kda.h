@@ -40,7 +40,7 @@ typedef enum kda_status {
   KDA_OK = 0,
   KDA_INVALID_ARGUMENT = 1, /* the call breaks the contract; kda_last_error() names the argument, expected, got */
   KDA_UNSUPPORTED = 2,      /* a legal call that no (or not the forced) implementation takes; lists each reason */
-  KDA_CUDA_ERROR = 3,       /* the CUDA runtime failed, or there is no driver */
+  KDA_CUDA_ERROR = 3,       /* the CUDA runtime failed; the sentence holds its error */
   KDA_INTERNAL_ERROR = 4    /* a bug in this library */
 } kda_status;
 

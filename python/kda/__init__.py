@@ -1,0 +1,61 @@
+"""Kimi Delta Attention (KDA) on CPUs and NVIDIA GPUs.
+
+Per sequence and value head, for every token, with a state ``S`` of shape ``[K, V]``::
+
+    S = diag(exp(g)) @ S                  # decay
+    u = beta * (v - S.T @ k)              # correction
+    S = S + outer(k, u)
+    o = scale * S.T @ q                   # reads the updated state
+
+Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics of
+``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states. ``kda.nn`` has the layer
+of Kimi-Linear. Importing this package is cheap: torch and the compiled library are loaded when a function is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import nn as nn
+    from .ops import (
+        chunk_kda,
+        decode,
+        explain,
+        fused_kda_gate,
+        fused_recurrent_kda,
+        implementations,
+        info,
+        prefill,
+        workspace_size,
+    )
+
+__all__ = [
+    "chunk_kda",
+    "decode",
+    "explain",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "implementations",
+    "info",
+    "prefill",
+    "workspace_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "nn":
+        value = importlib.import_module(".nn", __name__)
+    elif name in __all__:
+        value = getattr(importlib.import_module(".ops", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "nn"])

@@ -21,7 +21,9 @@ def _directory() -> Path:
     for folder in folders:
         if folder and (Path(folder) / _BINDING).exists():
             return Path(folder)
-    raise ImportError(f"kda: {_BINDING} was not found in {[f for f in folders if f]}; install the wheel or set KDA_LIBRARY_DIR")
+    raise ImportError(
+        f"kda: {_BINDING} was not found in {[f for f in folders if f]}; install the wheel or set KDA_LIBRARY_DIR"
+    )
 
 
 class Library:

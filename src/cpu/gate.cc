@@ -72,6 +72,8 @@ namespace {
 int64_t blocks_of(const kda_tensor& x) { return (x.shape[0] + kBlockRows - 1) / kBlockRows; }
 int64_t sums_of(const kda_tensor& x) { return x.shape[1] * (1 + x.shape[2]); }
 
+Workspace plan(const GateBackwardProblem& p) { return {blocks_of(p.args.x) * sums_of(p.args.x) * sizeof(float), 0}; }
+
 // Small inputs stay on one thread: starting a team costs more than 4096 elements.
 int64_t worthwhile(const kda_tensor& x) { return x.shape[0] * x.shape[1] * x.shape[2] / 4096 + 1; }
 
@@ -83,14 +85,12 @@ void gate(const GateProblem& p) {
                [&](int64_t block, int) { rows(p, block); });
 }
 
-uint64_t gate_backward_workspace(const GateBackwardProblem& p) {
-  return blocks_of(p.args.x) * sums_of(p.args.x) * sizeof(float);
-}
+uint64_t gate_backward_workspace(const GateBackwardProblem& p) { return plan(p).bytes(1); }
 
 void gate_backward(const GateBackwardProblem& p) {
   const kda_gate_backward_args& a = p.args;
   const int64_t blocks = blocks_of(a.x), count = sums_of(a.x), K = a.x.shape[2];
-  const Workspace workspace{gate_backward_workspace(p), 0};
+  const Workspace workspace = plan(p);
   const int threads = workspace.threads(a.exec, std::min(blocks, worthwhile(a.x)));
   auto* sums = static_cast<float*>(a.exec.workspace);
   const auto rows = KDA_ISA_CALL(gate_backward_rows);

@@ -1,0 +1,52 @@
+"""Keywords of the Python functions as the numbers of kda.h, in one place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+CHUNK = 64
+
+GATE_LOG, GATE_SOFTPLUS, GATE_LOWER_BOUND = 0, 1, 2
+BETA_ACTIVATED, BETA_SIGMOID, BETA_2SIGMOID = 0, 1, 2
+STATE_V_FIRST, STATE_K_FIRST = 0, 1
+
+
+class Options(NamedTuple):
+    """The scalars of ``kda_inputs``, in the order in which the binding reads them."""
+
+    gate_form: int
+    beta_form: int
+    qk_l2norm: bool
+    state_layout: int
+    lower_bound: float
+    scale: float
+
+
+def gate_form(A_log: Any, lower_bound: float | None) -> int:
+    if lower_bound is not None:
+        return GATE_LOWER_BOUND
+    if A_log is None:
+        raise ValueError("A_log: expected a tensor [HV] for the softplus gate (or a lower_bound), got None")
+    return GATE_SOFTPLUS
+
+
+def make_options(
+    K: int, A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool,
+    neg_eigval: bool, v_first: bool,
+) -> tuple[int, int, bool, int, float, float]:  # fmt: skip
+    """The fields of :class:`Options`, checked, as a plain tuple (which is made faster)."""
+    if neg_eigval and not beta_sigmoid:
+        raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
+    if scale is None:
+        scale = K**-0.5 if K else 1.0
+    elif scale == 0 or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number other than 0, got {scale}")
+    return (
+        gate_form(A_log, lower_bound) if use_gate else GATE_LOG,
+        (BETA_2SIGMOID if neg_eigval else BETA_SIGMOID) if beta_sigmoid else BETA_ACTIVATED,
+        l2norm,
+        STATE_V_FIRST if v_first else STATE_K_FIRST,
+        lower_bound if use_gate and lower_bound is not None else 0.0,
+        scale,
+    )

@@ -1,0 +1,123 @@
+"""torch autograd around the kernels, for eager mode. Under torch.compile see compiled.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._lib import library
+from ._options import CHUNK, Options
+
+Tensor = torch.Tensor
+
+
+def state_shape(v: Tensor, K: int, cu: Tensor | None, options: Options) -> tuple[int, int, int, int]:
+    B, _, HV, V = v.shape
+    N = B if cu is None else cu.shape[0] - 1
+    return (N, HV, K, V) if options.state_layout else (N, HV, V, K)
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+    """(o, hT, saved): saved is (h, v_new, Aqk, Akk) or empty."""
+    B, T, _, K = q.shape
+    shape = state_shape(v, K, cu, options)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    hT = v.new_empty(shape, dtype=wide) if final_state else None
+    saved: tuple[Tensor, ...] = ()
+    if recurrent:
+        library().decode(q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, impl, 0, None)
+        return o, hT, saved
+    if save:
+        chunks = B * ((T + CHUNK - 1) // CHUNK) if cu is None else T // CHUNK + shape[0]
+        scores = (B, T, v.shape[2], CHUNK)
+        saved = tuple(v.new_empty(s, dtype=wide) for s in ((chunks, *shape[1:]), tuple(v.shape), scores, scores))
+    library().forward(
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, *(saved or (None,) * 4), 0,
+        impl, 0, None,
+    )  # fmt: skip
+    return o, hT, saved
+
+
+def run_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, saved: tuple[Tensor, ...], d_o: Tensor, dhT: Tensor | None,
+    wanted: tuple[bool, ...], impl: str | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted."""
+    inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
+    grads = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if w and x is not None else None
+        for x, w in zip(inputs, wanted, strict=True)
+    ]
+    if d_o.stride(-1) != 1:  # an expanded gradient, as sum() makes
+        d_o = d_o.contiguous()
+    if dhT is not None and dhT.stride(-1) != 1:
+        dhT = dhT.contiguous()
+    library().backward(
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *(saved or (None,) * 4), *grads, impl, 0, None
+    )
+    return grads
+
+
+class KDAFunction(torch.autograd.Function):
+    """chunk_kda, and fused_recurrent_kda with ``recurrent``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+        h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool,
+        impl: str | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        save = save and any(ctx.needs_input_grad)
+        inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
+        o, hT, saved = run_forward(*inputs, cu, options, final_state, save, recurrent, impl)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(*inputs, cu, *saved)
+            ctx.options = options
+        ctx.set_materialize_grads(False)
+        return o, hT
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
+        *inputs, cu = ctx.saved_tensors[:9]
+        if d_o is None:
+            d_o = torch.zeros_like(inputs[2])
+        grads = run_backward(*inputs, cu, ctx.options, ctx.saved_tensors[9:], d_o, dhT, ctx.needs_input_grad[:8])
+        return (*grads, None, None, None, None, None, None)
+
+
+class GateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, form: int, lower_bound: float,
+        dtype: torch.dtype, impl: str | None,
+    ) -> Tensor:  # fmt: skip
+        g = torch.empty(x.shape, dtype=dtype, device=x.device)
+        library().gate(x, A_log, dt_bias, g, form, lower_bound, impl, 0, None)
+        ctx.save_for_backward(x, A_log, dt_bias)
+        ctx.form, ctx.lower_bound = form, lower_bound
+        return g
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
+        x, A_log, dt_bias = ctx.saved_tensors
+        return (*run_gate_backward(x, A_log, dt_bias, dg, ctx.form, ctx.lower_bound), None, None, None, None)
+
+
+def run_gate_backward(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, dg: Tensor, form: int, lower_bound: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if dg.stride(-1) != 1:
+        dg = dg.contiguous()
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dA = None if A_log is None else torch.empty_like(A_log, memory_format=torch.contiguous_format)
+    d_bias = None if dt_bias is None else torch.empty_like(dt_bias, memory_format=torch.contiguous_format)
+    library().gate_backward(x, A_log, dt_bias, dg, dx, dA, d_bias, form, lower_bound, None, 0, None)
+    return dx, dA, d_bias

@@ -1,0 +1,266 @@
+"""The kernels as registered torch operators, for torch.compile (``fullgraph=True``), export and vmap-free tracing.
+
+Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Operators of the
+namespace ``kda``:
+
+* ``forward(...) -> (o, hT, h, v_new, Aqk, Akk)``, functional, with autograd; what is not wanted comes back empty.
+* ``backward(...) -> gradients``, functional.
+* ``prefill(..., state!, out!, checkpoints!) -> ()`` and ``decode(..., state!, out!) -> ()``, in place.
+* ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import autograd
+from ._lib import library
+from ._options import CHUNK, Options
+
+Tensor = torch.Tensor
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
+_OPTIONS = "int gate_form, int beta_form, bool qk_l2norm, int state_layout, float lower_bound, float scale"
+_RUN = "str? impl, int num_threads"
+
+_library = torch.library.Library("kda", "DEF")
+
+
+def _define(name: str, signature: str, run: Any, fake: Any) -> None:
+    _library.define(f"{name}{signature}", tags=torch.Tag.pt2_compliant_tag)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"kda::{name}", fake, lib=_library)
+
+
+# ---- forward and backward ----
+
+
+def _forward_shapes(
+    q: Tensor, v: Tensor, cu: Tensor | None, options: Options, final_state: bool, save: bool
+) -> tuple[Any, ...]:
+    B, T, _, K = q.shape
+    N, *state = autograd.state_shape(v, K, cu, options)
+    chunks = B * ((T + CHUNK - 1) // CHUNK) if cu is None else T // CHUNK + N
+    scores = (B, T, v.shape[2], CHUNK)
+    return (
+        (N, *state) if final_state else (0,),
+        *(((chunks, *state), tuple(v.shape), scores, scores) if save else ((0,),) * 4),
+    )
+
+
+def _forward_run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
+    lower_bound: float, scale: float, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
+    o, hT, saved = autograd.run_forward(
+        q, k, v, g, beta, A_log, dt_bias, h0, cu, options, final_state, save, recurrent, impl
+    )
+    empty = [v.new_empty(0, dtype=torch.float32) for _ in range(5)]
+    return (o, empty[0] if hT is None else hT, *(saved or empty[1:]))
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
+    lower_bound: float, scale: float, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shapes = _forward_shapes(q, v, cu, options, final_state, save and not recurrent)
+    dtypes = [wide if len(s) > 1 else torch.float32 for s in shapes]
+    return (v.new_empty(v.shape), *(v.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)))
+
+
+_define(
+    "forward",
+    f"({_INPUTS}, Tensor? h0, Tensor? cu_seqlens, {_OPTIONS}, bool final_state, bool save, bool recurrent, str? impl)"
+    " -> (Tensor o, Tensor hT, Tensor h, Tensor v_new, Tensor Aqk, Tensor Akk)",
+    _forward_run,
+    _forward_fake,
+)
+
+
+def _backward_run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
+    lower_bound: float, scale: float, h: Tensor | None, v_new: Tensor | None, Aqk: Tensor | None, Akk: Tensor | None,
+    d_o: Tensor, dhT: Tensor | None, wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
+    saved = () if h is None else (h, v_new, Aqk, Akk)
+    inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
+    grads = autograd.run_backward(*inputs, cu, options, saved, d_o, dhT, tuple(wanted))  # type: ignore[arg-type]
+    return tuple(q.new_empty(0) if x is None else x for x in grads)
+
+
+def _backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
+    lower_bound: float, scale: float, h: Tensor | None, v_new: Tensor | None, Aqk: Tensor | None, Akk: Tensor | None,
+    d_o: Tensor, dhT: Tensor | None, wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
+    return tuple(
+        x.new_empty(x.shape) if w and x is not None else q.new_empty(0) for x, w in zip(inputs, wanted, strict=True)
+    )
+
+
+_define(
+    "backward",
+    f"({_INPUTS}, Tensor? h0, Tensor? cu_seqlens, {_OPTIONS}, Tensor? h, Tensor? v_new, Tensor? Aqk, Tensor? Akk,"
+    " Tensor d_o, Tensor? dhT, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_run,
+    _backward_fake,
+)
+
+
+def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, cu = inputs[:9]
+    ctx.options = inputs[9:15]
+    ctx.final_state, save, recurrent = inputs[15:18]
+    ctx.has_saved = save and not recurrent
+    ctx.save_for_backward(*tensors, cu, *(output[2:] if ctx.has_saved else ()))
+    ctx.wanted = [x is not None and x.requires_grad for x in tensors]
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    tensors, kept = saved[:9], saved[9:] if ctx.has_saved else (None,) * 4
+    if d_o is None:
+        d_o = torch.zeros_like(tensors[2])
+    if not ctx.final_state:
+        dhT = None
+    grads = torch.ops.kda.backward(*tensors, *ctx.options, *kept, d_o, dhT, ctx.wanted)
+    return (*(x if w else None for x, w in zip(grads, ctx.wanted, strict=True)), *(None,) * 11)
+
+
+torch.library.register_autograd("kda::forward", _forward_backward, setup_context=_forward_setup, lib=_library)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What ``KDAFunction.apply`` does in eager mode."""
+    o, hT, *_ = torch.ops.kda.forward(
+        q, k, v, g, beta, A_log, dt_bias, h0, cu, *options, final_state, save, recurrent, impl
+    )
+    return o, hT if final_state else None
+
+
+# ---- serving ----
+
+_STATES = "Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, int first_valid_slot, Tensor(b!) out"
+
+
+def _prefill_run(*a: Any) -> None:
+    (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads) = a
+    library().forward(
+        *inputs, state, state, indices, initial, first, out, checkpoints, slots, None, None, None, None, every, impl,
+        threads, None,
+    )  # fmt: skip
+
+
+def _decode_run(*a: Any) -> None:
+    (*inputs, state, indices, initial, first, out, impl, threads) = a
+    library().decode(*inputs, state, state, indices, initial, first, out, impl, threads, None)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+_define(
+    "prefill",
+    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, Tensor(c!)? checkpoints, Tensor? checkpoint_slots,"
+    f" int checkpoint_every, {_RUN}) -> ()",
+    _prefill_run,
+    _nothing,
+)
+_define("decode", f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}) -> ()", _decode_run, _nothing)
+
+
+def prefill(call: tuple[Any, ...], *rest: Any) -> None:
+    torch.ops.kda.prefill(*call, *rest)
+
+
+def decode(call: tuple[Any, ...], *rest: Any) -> None:
+    torch.ops.kda.decode(*call, *rest)
+
+
+# ---- the gate ----
+
+
+def _gate_run(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, form: int, lower_bound: float, dtype: torch.dtype,
+    impl: str | None,
+) -> Tensor:  # fmt: skip
+    g = torch.empty(x.shape, dtype=dtype, device=x.device)
+    library().gate(x, A_log, dt_bias, g, form, lower_bound, impl, 0, None)
+    return g
+
+
+def _gate_fake(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, form: int, lower_bound: float, dtype: torch.dtype,
+    impl: str | None,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+_define(
+    "gate",
+    "(Tensor x, Tensor? A_log, Tensor? dt_bias, int form, float lower_bound, ScalarType dtype, str? impl) -> Tensor",
+    _gate_run,
+    _gate_fake,
+)
+
+
+def _gate_backward_run(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, dg: Tensor, form: int, lower_bound: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dA, d_bias = autograd.run_gate_backward(x, A_log, dt_bias, dg, form, lower_bound)
+    return dx, x.new_empty(0) if dA is None else dA, x.new_empty(0) if d_bias is None else d_bias
+
+
+def _gate_backward_fake(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, dg: Tensor, form: int, lower_bound: float
+) -> tuple[Tensor, ...]:
+    empty = x.new_empty(0)
+    return (
+        x.new_empty(x.shape),
+        empty if A_log is None else A_log.new_empty(A_log.shape),
+        x.new_empty(0) if dt_bias is None else dt_bias.new_empty(dt_bias.shape),
+    )
+
+
+_define(
+    "gate_backward",
+    "(Tensor x, Tensor? A_log, Tensor? dt_bias, Tensor dg, int form, float lower_bound) -> (Tensor, Tensor, Tensor)",
+    _gate_backward_run,
+    _gate_backward_fake,
+)
+
+
+def _gate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.form, ctx.lower_bound = inputs[3:5]
+
+
+def _gate_autograd(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
+    x, A_log, dt_bias = ctx.saved_tensors
+    dx, dA, d_bias = torch.ops.kda.gate_backward(x, A_log, dt_bias, dg, ctx.form, ctx.lower_bound)
+    return dx, None if A_log is None else dA, None if dt_bias is None else d_bias, None, None, None, None
+
+
+torch.library.register_autograd("kda::gate", _gate_autograd, setup_context=_gate_setup, lib=_library)
+
+
+def gate(x: Tensor, *rest: Any) -> Tensor:
+    return torch.ops.kda.gate(x, *rest)

@@ -1,0 +1,549 @@
+"""The public functions. Shapes: ``B`` rows of ``T`` tokens, ``N`` sequences, ``H`` query/key heads, ``HV`` value heads
+(a multiple of ``H``), ``K`` and ``V`` head sizes in 1..256. Errors are ``ValueError`` (the call breaks the contract; the
+sentence names the argument, what was expected, what came), ``NotImplementedError`` (a legal call no implementation takes,
+with every reason) and ``RuntimeError`` (CUDA)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from . import _arrays
+from ._arrays import is_torch, new_like, shape_of
+from ._lib import library
+from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
+
+torch = _arrays.torch
+
+
+def _compiling() -> bool:
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def _flat_gate_parameters(A_log: Any, dt_bias: Any, HV: int, K: int) -> tuple[Any, Any]:
+    """``A_log`` as ``[HV]`` and ``dt_bias`` as ``[HV, K]``; FLA stores the latter flat."""
+    if A_log is not None and A_log.ndim != 1:
+        A_log = A_log.reshape(HV)
+    if dt_bias is not None and dt_bias.ndim != 2:
+        if tuple(dt_bias.shape) != (HV * K,):
+            raise ValueError(f"dt_bias: expected shape [{HV * K}] or [{HV}, {K}], got {list(dt_bias.shape)}")
+        dt_bias = dt_bias.reshape(HV, K)
+    return A_log, dt_bias
+
+
+# ---- training: the functions of fla.ops.kda ----
+
+
+def chunk_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    cp_context: Any = None,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    impl: str | None = None,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """Chunked KDA with autograd: prefill, and the training forward. Signature and semantics of FLA's ``chunk_kda``.
+
+    Args:
+        q, k: ``[B, T, H, K]``, bfloat16, float16 or float32.
+        v: ``[B, T, HV, V]``, of the same dtype.
+        g: ``[B, T, HV, K]``, floating point. The natural-log decay (``<= 0``, ``-inf`` allowed), or with
+            ``use_gate_in_kernel`` the raw gate input: then the decay is ``-exp(A_log) * softplus(g + dt_bias)``, or with
+            ``lower_bound`` it is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        beta: ``[B, T, HV]``, floating point, activated; logits with ``use_beta_sigmoid_in_kernel``.
+        scale: factor of the scores, ``K ** -0.5`` by default.
+        initial_state: ``[N, HV, K, V]`` float32 (or bfloat16), ``[N, HV, V, K]`` with ``state_v_first``; zeros if None.
+        output_final_state: also return the state after the last token.
+        use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(sum of squares + 1e-6)`` first.
+        allow_neg_eigval: ``2 * sigmoid(beta)`` instead of ``sigmoid(beta)``.
+        safe_gate: a promise that ``lower_bound <= g``; checked like FLA's, and not needed here: every gate is exact.
+        disable_recompute: keep what backward would compute again: per value head ``K*V/16 + 4*V + 512`` bytes a token.
+        return_intermediate_states: also return the state before every 64-token chunk; only under
+            ``torch.inference_mode()``.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
+            not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
+        cu_seqlens_cpu: accepted for FLA's sake; only the shape of the intermediate states uses it.
+        A_log, dt_bias: ``[HV]`` and ``[HV, K]`` or ``[HV * K]``, float32.
+        impl: force an implementation, see :func:`implementations`.
+
+    Returns:
+        ``(o, final_state)`` with ``o`` ``[B, T, HV, V]`` in the dtype of q and ``final_state`` float32 or None; with
+        ``return_intermediate_states`` also ``h`` ``[B, NT, HV, K, V]`` in bfloat16 for bfloat16 inputs, else float32.
+
+    >>> import kda, torch
+    >>> x = torch.randn(1, 100, 2, 8)
+    >>> o, state = kda.chunk_kda(x, x, x, -x.abs(), torch.ones(1, 100, 2), use_qk_l2norm_in_kernel=True,
+    ...                          output_final_state=True)
+    >>> list(o.shape), list(state.shape)
+    ([1, 100, 2, 8], [1, 2, 8, 8])
+    """
+    from .autograd import KDAFunction
+
+    if "transpose_state_layout" in kwargs:
+        warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=2)
+        state_v_first = kwargs.pop("transpose_state_layout")
+    kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
+    if kwargs.pop("chunk_size", CHUNK) != CHUNK:
+        raise NotImplementedError("chunk_size: expected 64, the only one there is here")
+    if kwargs:
+        raise TypeError(f"chunk_kda: unexpected arguments {sorted(kwargs)}")
+    if cp_context is not None:
+        raise NotImplementedError("cp_context: expected None, context parallelism is not built yet")
+    if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        raise ValueError("return_intermediate_states: expected torch.inference_mode(), got autograd's mode")
+    if return_intermediate_states and disable_recompute:
+        raise ValueError("return_intermediate_states: expected disable_recompute=False with it, got True")
+
+    call = _training_call(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+    if return_intermediate_states:
+        return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
+    if _compiling():
+        from .compiled import forward
+
+        return forward(*call, output_final_state, disable_recompute, False, impl)
+    return KDAFunction.apply(*call, output_final_state, disable_recompute, False, impl)
+
+
+def fused_recurrent_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    impl: str | None = None,
+) -> tuple[Any, Any]:
+    """KDA token by token, for short sequences. Signature and semantics of FLA's ``fused_recurrent_kda``.
+
+    Arguments and results are those of :func:`chunk_kda`. Unlike FLA's, it has gradients (through the chunked backward).
+    Without gradients it also takes NumPy and other DLPack arrays.
+
+    >>> import kda, numpy as np
+    >>> x = np.ones((1, 3, 1, 2), np.float32)
+    >>> o, _ = kda.fused_recurrent_kda(x, x, x, 0 * x, np.full((1, 3, 1), 0.5, np.float32), scale=1.0)
+    >>> o[0, :, 0, 0].tolist()
+    [1.0, 1.0, 1.0]
+    """
+    call = _training_call(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+    if not is_torch(q):
+        return _recurrent_arrays(call, output_final_state, impl)
+    if _compiling():
+        from .compiled import forward
+
+        return forward(*call, output_final_state, False, True, impl)
+    from .autograd import KDAFunction
+
+    return KDAFunction.apply(*call, output_final_state, False, True, impl)
+
+
+def _dense(x: Any) -> Any:
+    """FLA's functions take any strides; the kernels want a dense last dimension."""
+    if x is None or not is_torch(x) or x.shape[-1] <= 1 or x.stride(-1) == 1:
+        return x
+    return x.contiguous()
+
+
+def _training_call(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
+    lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool, cu: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options), ready for the kernels."""
+    K, HV = shape_of("q", q, 4)[3], shape_of("v", v, 4)[2]
+    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K) if use_gate else (None, None)
+    options = Options(*make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first))
+    if torch is not None:
+        if not _compiling():
+            _arrays.check_views(q, k, v, g, beta, initial_state)
+        if is_torch(A_log) and A_log.dtype != torch.float32 and A_log.dtype != torch.float64:
+            A_log = A_log.float()
+        if is_torch(dt_bias) and dt_bias.dtype != torch.float32 and dt_bias.dtype != torch.float64:
+            dt_bias = dt_bias.float()
+    q, k, v, g, dt_bias, initial_state = map(_dense, (q, k, v, g, dt_bias, initial_state))
+    return q, k, v, g, beta, A_log, dt_bias, initial_state, cu, options
+
+
+def _recurrent_arrays(call: tuple[Any, ...], output_final_state: bool, impl: str | None) -> tuple[Any, Any]:
+    q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
+    B, T, _, K = q.shape
+    _, _, HV, V = v.shape
+    N = B if cu is None else cu.shape[0] - 1
+    o = new_like(q, (B, T, HV, V))
+    hT = (
+        new_like(q, (N, HV, K, V) if options.state_layout else (N, HV, V, K), "float32") if output_final_state else None
+    )
+    library().decode(
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, impl, 0, None,
+    )  # fmt: skip
+    return o, hT
+
+
+def _chunk_count(q: Any, cu_seqlens: Any) -> int:
+    if cu_seqlens is None:
+        return q.shape[0] * ((q.shape[1] + CHUNK - 1) // CHUNK)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    return int(((lengths + CHUNK - 1) // CHUNK).sum())
+
+
+def _with_intermediate_states(
+    call: tuple[Any, ...], output_final_state: bool, cu_seqlens_cpu: Any, impl: str | None
+) -> tuple[Any, ...]:
+    q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
+    B, T, _, K = q.shape
+    _, _, HV, V = v.shape
+    N = B if cu is None else cu.shape[0] - 1
+    state = (HV, K, V) if options.state_layout else (HV, V, K)
+    chunks = _chunk_count(q, cu if cu_seqlens_cpu is None else cu_seqlens_cpu)
+    o = q.new_empty(B, T, HV, V)
+    hT = q.new_empty(N, *state, dtype=torch.float32) if output_final_state else None
+    h = q.new_empty(chunks, *state, dtype=torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
+    library().forward(
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, h, None, None, None, 0,
+        impl, 0, None,
+    )  # fmt: skip
+    return o, hT, h.view(B, chunks // B if B else 0, *state)
+
+
+# ---- serving: in place on a pool of states ----
+
+
+def prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any = None,
+    *,
+    state_indices: Any = None,
+    has_initial_state: Any = None,
+    cu_seqlens: Any = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    checkpoints: Any = None,
+    checkpoint_slots: Any = None,
+    checkpoint_every: int = CHUNK,
+    out: Any = None,
+    workspace: Any = None,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """Chunked forward over prompts, updating ``state`` in place. No gradients, no copies; any DLPack arrays.
+
+    Args:
+        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, use_*: as in :func:`chunk_kda`; the last
+            dimension of q, k, v, g must be dense, other strides are free (slices of fused projections).
+        state: ``[N, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``), read and written. With
+            ``state_indices`` a pool ``[slots, HV, V, K]`` of any slot stride. None: start from zeros, keep nothing.
+        state_indices: ``[N]`` int32: the slot of each sequence. ``< first_valid_slot`` marks padding: its outputs are
+            zero and no state is touched. Two sequences may not share a slot.
+        has_initial_state: ``[N]`` bool: False starts that sequence from zeros whatever its slot holds (recycled slots).
+        first_valid_slot: 0 if only negative indices are padding; 1 if slot 0 is, too.
+        checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32: after ``m * checkpoint_every`` tokens
+            of sequence n, if it has that many, its state is copied to slot ``checkpoint_slots[n, m - 1]``; slots
+            ``< first_valid_slot`` are skipped.
+        checkpoint_every: tokens, a multiple of 64.
+        out: ``[B, T, HV, V]``, written and returned; made if None. Rows beyond ``cu_seqlens[-1]`` are zeroed.
+        workspace: scratch of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if None.
+        impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
+
+    Returns:
+        ``out``.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 70, 1, 4), np.float32) / 2, np.ones((1, 70, 1), np.float32)
+    >>> pool = np.zeros((3, 1, 4, 4), np.float32)
+    >>> o = kda.prefill(x, x, x, 0 * x, beta, pool, state_indices=np.array([2], np.int32))
+    >>> o.shape, float(pool[2, 0, 0, 0]), float(pool[1].sum())
+    ((1, 70, 1, 4), 0.25, 0.0)
+    """
+    call = _serving_call(
+        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+    if out is None:
+        out = new_like(v)
+    every = checkpoint_every if checkpoints is not None else 0
+    if _compiling():
+        from .compiled import prefill as compiled_prefill
+
+        if workspace is not None:
+            raise ValueError("workspace: expected None under torch.compile, got an array")
+        compiled_prefill(
+            call,
+            state,
+            state_indices,
+            has_initial_state,
+            first_valid_slot,
+            out,
+            checkpoints,
+            checkpoint_slots,
+            every,
+            impl,
+            num_threads,
+        )
+        return out
+    library().forward(
+        *call, state, state, state_indices, has_initial_state, first_valid_slot, out, checkpoints, checkpoint_slots,
+        None, None, None, None, every, impl, num_threads, workspace,
+    )  # fmt: skip
+    return out
+
+
+def workspace_size(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, num_threads: int = 0, **kwargs: Any
+) -> int:
+    """Bytes of workspace that :func:`prefill` with these arguments needs: a function of shapes and options only.
+
+    >>> import kda, numpy as np
+    >>> x = np.zeros((1, 70, 1, 4), np.float32)
+    >>> kda.workspace_size(x, x, x, x, x[..., 0], num_threads=1) > 0
+    True
+    """
+    return library().forward_workspace(*_forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs))
+
+
+def decode(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any = None,
+    *,
+    state_indices: Any = None,
+    has_initial_state: Any = None,
+    cu_seqlens: Any = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    out: Any = None,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """The token recurrence for a few tokens a sequence, updating ``state`` in place. No gradients; any DLPack arrays.
+
+    Arguments are those of :func:`prefill`; typically ``T = 1`` and ``N = B`` requests with their slots in
+    ``state_indices``.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((2, 1, 1, 4), np.float32) / 2, np.ones((2, 1, 1), np.float32)
+    >>> pool = np.zeros((3, 1, 4, 4), np.float32)
+    >>> o = kda.decode(x, x, x, 0 * x, beta, pool, state_indices=np.array([2, -1], np.int32), scale=1.0)
+    >>> o[:, 0, 0, 0].tolist()
+    [0.5, 0.0]
+    """
+    call = _serving_call(
+        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+    if out is None:
+        out = new_like(v)
+    if _compiling():
+        from .compiled import decode as compiled_decode
+
+        compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
+        return out
+    library().decode(
+        *call, state, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads, None
+    )
+    return out
+
+
+def _serving_call(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, lower_bound: float | None,
+    l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool, cu: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The binding's arguments for ``kda_inputs``. Decode steps of small models notice every microsecond here."""
+    K = shape_of("q", q, 4)[3]
+    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, shape_of("v", v, 4)[2], K) if use_gate else (None, None)
+    return (q, k, v, g, beta, A_log, dt_bias, cu) + make_options(
+        K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first
+    )
+
+
+# ---- the gate alone ----
+
+
+def fused_kda_gate(
+    g: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    output_dtype: Any = None,
+    *,
+    impl: str | None = None,
+) -> Any:
+    """The gate activation, with autograd for torch tensors. Signature and semantics of FLA's ``fused_kda_gate``.
+
+    Args:
+        g: ``[..., HV, K]`` raw gate input, floating point.
+        A_log: ``[HV]`` float32; may be None with ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV * K]`` float32, or None.
+        lower_bound: None for ``-exp(A_log) * softplus(g + dt_bias)``, else a negative number for
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        output_dtype: float32 by default.
+
+    Returns:
+        The natural-log decay, ``[..., HV, K]``.
+
+    >>> import kda, numpy as np
+    >>> kda.fused_kda_gate(np.zeros((1, 1, 2), np.float32), lower_bound=-4.0).tolist()
+    [[[-2.0, -2.0]]]
+    """
+    if len(getattr(g, "shape", ())) < 2:
+        raise ValueError(f"g: expected at least 2 dimensions [..., HV, K], got {list(getattr(g, 'shape', ()))}")
+    HV, K = g.shape[-2:]
+    form = gate_form(A_log, lower_bound)
+    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K)
+    bound = lower_bound if form == GATE_LOWER_BOUND else 0.0
+    if not is_torch(g):
+        x = g.reshape(-1, HV, K)
+        y = new_like(x, tuple(x.shape), str(output_dtype or "float32"))
+        library().gate(x, A_log, dt_bias, y, form, bound, impl, 0, None)
+        return y.reshape(g.shape)
+    dtype = torch.float32 if output_dtype is None else output_dtype
+    x = _dense(g.reshape(-1, HV, K))
+    if _compiling():
+        from .compiled import gate
+
+        return gate(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
+    from .autograd import GateFunction
+
+    _arrays.check_views(g)
+    return GateFunction.apply(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
+
+
+# ---- what is there ----
+
+
+def _forward_arguments(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any,
+    *,
+    num_threads: int = 0,
+    impl: str | None = None,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """The binding's arguments of the forward that ``prefill(q, ..., **kwargs)`` would run."""
+    states = [kwargs.pop(n, None) for n in ("state_indices", "has_initial_state")]
+    first_valid_slot = kwargs.pop("first_valid_slot", 0)
+    checkpoints, slots = kwargs.pop("checkpoints", None), kwargs.pop("checkpoint_slots", None)
+    every = kwargs.pop("checkpoint_every", CHUNK) if checkpoints is not None else 0
+    out = kwargs.pop("out", None)
+    defaults = dict.fromkeys(("A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens")) | dict.fromkeys(
+        ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"), False
+    )
+    unknown = set(kwargs) - set(defaults) - {"state_v_first"}
+    if unknown:
+        raise TypeError(f"unexpected arguments {sorted(unknown)}")
+    o = {**defaults, "state_v_first": True, **kwargs}
+    call = _serving_call(
+        q, k, v, g, beta, o["A_log"], o["dt_bias"], o["scale"], o["lower_bound"], o["use_qk_l2norm_in_kernel"],
+        o["use_gate_in_kernel"], o["use_beta_sigmoid_in_kernel"], o["allow_neg_eigval"], o["state_v_first"], o["cu_seqlens"],
+    )  # fmt: skip
+    out = new_like(v) if out is None else out
+    return (
+        *call, state, state, *states, first_valid_slot, out, checkpoints, slots, None, None, None, None, every,
+        impl, num_threads, None,
+    )  # fmt: skip
+
+
+def explain(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, op: str = "forward", **kwargs: Any) -> str:
+    """Which implementation :func:`prefill` (``op="forward"``) or :func:`decode` (``op="decode"``) would run with these
+    arguments, and why not the others: one line each, ``*`` before the chosen one.
+
+    >>> import kda, numpy as np
+    >>> x = np.zeros((1, 70, 1, 4), np.float32)
+    >>> print(kda.explain(x, x, x, x, x[..., 0]).splitlines()[0])
+    * cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads
+    """
+    arguments = _forward_arguments(q, k, v, g, beta, state, **kwargs)
+    if op == "forward":
+        return library().forward_explain(*arguments)
+    if op == "decode":
+        return library().decode_explain(*arguments[:20], *arguments[-3:])
+    raise ValueError(f"op: expected 'forward' or 'decode', got {op!r}")
+
+
+def implementations(op: str) -> Sequence[str]:
+    """Names of the implementations of ``op`` (forward, backward, decode, gate, gate_backward), in order of preference.
+
+    >>> import kda
+    >>> kda.implementations("decode")
+    ['cpu_recurrent', 'reference']
+    """
+    names: list[str] = []
+    while name := library().implementation(op, len(names)):
+        names.append(str(name))
+    if not names:
+        raise ValueError(f"op: expected forward, backward, decode, gate or gate_backward, got {op!r}")
+    return names
+
+
+def info() -> dict[str, str]:
+    """What the library was built with and what it finds here: version, CPU instruction set, CUDA.
+
+    >>> import kda
+    >>> kda.info()["version"]
+    '0.1.0'
+    """
+    return dict(line.split(": ", 1) for line in str(library().info()).splitlines())

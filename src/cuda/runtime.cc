@@ -1,0 +1,36 @@
+#include "cuda/runtime.h"
+
+#include "cuda/cuda.h"
+
+namespace kda::cuda {
+
+const char* device_why_not(const kda_exec& exec) {
+  if (exec.device != KDA_CUDA) return "runs on CUDA tensors only";
+  int count = 0, major = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {  // without a driver `count` is left alone
+    cudaGetLastError();                                           // the failure must not surface in a later launch
+    return "found no CUDA driver or no device";
+  }
+  if (exec.device_id >= count) return "found fewer CUDA devices than exec.device_id asks for";
+  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device_id));
+  return major >= 8 ? nullptr : "needs compute capability 8.0 or newer";
+}
+
+std::string info() {
+  std::string text =
+      str("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10, ", kernels for ", KDA_CUDA_ARCHITECTURES);
+  int driver = 0, count = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 || cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return text + "; no driver here";
+  }
+  text += str("; driver for CUDA ", driver / 1000, ".", driver % 1000 / 10);
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, i) == cudaSuccess)
+      text += str("; device ", i, ": ", properties.name, " (sm_", properties.major, properties.minor, ")");
+  }
+  return text;
+}
+
+}  // namespace kda::cuda
