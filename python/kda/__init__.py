@@ -7,9 +7,10 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
     S = S + outer(k, u)
     o = scale * S.T @ q                   # reads the updated state
 
-Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics of
-``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states. ``kda.nn`` has the layer
-of Kimi-Linear. Importing this package is cheap: torch and the compiled library are loaded when a function is first used.
+Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
+of ``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states. ``kda.nn`` has the
+layer of Kimi-Linear. Importing this package is cheap: torch and the compiled library are loaded by the first function
+that needs them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import nn as nn
     from .ops import (
         chunk_kda,
         decode,

@@ -1,7 +1,7 @@
 """What the functions without autograd need of an array library: new arrays beside given ones.
 
-Inputs are anything with DLPack. Outputs are torch tensors for torch inputs and NumPy arrays otherwise, unless the caller
-brings them (``out=``).
+Inputs are anything with DLPack. Outputs are torch tensors for torch inputs and NumPy arrays otherwise, unless the
+caller brings them (``out=``).
 """
 
 from __future__ import annotations

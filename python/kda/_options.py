@@ -32,8 +32,8 @@ def gate_form(A_log: Any, lower_bound: float | None) -> int:
 
 
 def make_options(
-    K: int, A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool,
-    neg_eigval: bool, v_first: bool,
+    K: int, A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool,
+    beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
 ) -> tuple[int, int, bool, int, float, float]:  # fmt: skip
     """The fields of :class:`Options`, checked, as a plain tuple (which is made faster)."""
     if neg_eigval and not beta_sigmoid:

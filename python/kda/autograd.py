@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ def state_shape(v: Tensor, K: int, cu: Tensor | None, options: Options) -> tuple
 
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool,
+    impl: str | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
     """(o, hT, saved): saved is (h, v_new, Aqk, Akk) or empty."""
     B, T, _, K = q.shape
@@ -37,16 +39,16 @@ def run_forward(
         scores = (B, T, v.shape[2], CHUNK)
         saved = tuple(v.new_empty(s, dtype=wide) for s in ((chunks, *shape[1:]), tuple(v.shape), scores, scores))
     library().forward(
-        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, *(saved or (None,) * 4), 0,
-        impl, 0, None,
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, *(saved or (None,) * 4),
+        0, impl, 0, None,
     )  # fmt: skip
     return o, hT, saved
 
 
 def run_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, saved: tuple[Tensor, ...], d_o: Tensor, dhT: Tensor | None,
-    wanted: tuple[bool, ...], impl: str | None = None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], d_o: Tensor, dhT: Tensor | None,
+    wanted: Sequence[bool], impl: str | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted."""
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
@@ -69,9 +71,9 @@ class KDAFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-        h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool,
-        impl: str | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
+        dt_bias: Tensor | None, h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool,
+        save: bool, recurrent: bool, impl: str | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         save = save and any(ctx.needs_input_grad)
         inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
@@ -85,10 +87,12 @@ class KDAFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
-        *inputs, cu = ctx.saved_tensors[:9]
+        q, k, v, g, beta, A_log, dt_bias, h0, cu, *saved = ctx.saved_tensors
         if d_o is None:
-            d_o = torch.zeros_like(inputs[2])
-        grads = run_backward(*inputs, cu, ctx.options, ctx.saved_tensors[9:], d_o, dhT, ctx.needs_input_grad[:8])
+            d_o = torch.zeros_like(v)
+        grads = run_backward(
+            q, k, v, g, beta, A_log, dt_bias, h0, cu, ctx.options, saved, d_o, dhT, ctx.needs_input_grad[:8]
+        )
         return (*grads, None, None, None, None, None, None)
 
 

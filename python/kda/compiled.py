@@ -146,7 +146,8 @@ torch.library.register_autograd("kda::forward", _forward_backward, setup_context
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool,
+    impl: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What ``KDAFunction.apply`` does in eager mode."""
     o, hT, *_ = torch.ops.kda.forward(

@@ -1,20 +1,20 @@
 """The public functions. Shapes: ``B`` rows of ``T`` tokens, ``N`` sequences, ``H`` query/key heads, ``HV`` value heads
-(a multiple of ``H``), ``K`` and ``V`` head sizes in 1..256. Errors are ``ValueError`` (the call breaks the contract; the
-sentence names the argument, what was expected, what came), ``NotImplementedError`` (a legal call no implementation takes,
-with every reason) and ``RuntimeError`` (CUDA)."""
+(a multiple of ``H``), ``K`` and ``V`` head sizes in 1..256. Errors are ``ValueError`` (the call breaks the contract;
+the sentence names the argument, what was expected, what came), ``NotImplementedError`` (a legal call no implementation
+takes, with every reason) and ``RuntimeError`` (CUDA)."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import is_torch, new_like, shape_of
 from ._lib import library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
 
-torch = _arrays.torch
+torch: Any = _arrays.torch
 
 
 def _compiling() -> bool:
@@ -68,8 +68,8 @@ def chunk_kda(
         q, k: ``[B, T, H, K]``, bfloat16, float16 or float32.
         v: ``[B, T, HV, V]``, of the same dtype.
         g: ``[B, T, HV, K]``, floating point. The natural-log decay (``<= 0``, ``-inf`` allowed), or with
-            ``use_gate_in_kernel`` the raw gate input: then the decay is ``-exp(A_log) * softplus(g + dt_bias)``, or with
-            ``lower_bound`` it is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+            ``use_gate_in_kernel`` the raw gate input: then the decay is ``-exp(A_log) * softplus(g + dt_bias)``, or
+            with ``lower_bound`` it is ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         beta: ``[B, T, HV]``, floating point, activated; logits with ``use_beta_sigmoid_in_kernel``.
         scale: factor of the scores, ``K ** -0.5`` by default.
         initial_state: ``[N, HV, K, V]`` float32 (or bfloat16), ``[N, HV, V, K]`` with ``state_v_first``; zeros if None.
@@ -117,8 +117,8 @@ def chunk_kda(
         raise ValueError("return_intermediate_states: expected disable_recompute=False with it, got True")
 
     call = _training_call(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
     )  # fmt: skip
     if return_intermediate_states:
         return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
@@ -162,8 +162,8 @@ def fused_recurrent_kda(
     [1.0, 1.0, 1.0]
     """
     call = _training_call(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
     )  # fmt: skip
     if not is_torch(q):
         return _recurrent_arrays(call, output_final_state, impl)
@@ -176,6 +176,21 @@ def fused_recurrent_kda(
     return KDAFunction.apply(*call, output_final_state, False, True, impl)
 
 
+class _TrainingCall(NamedTuple):
+    """What forward and backward share, ready for the kernels."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    A_log: Any
+    dt_bias: Any
+    h0: Any
+    cu: Any
+    options: Options
+
+
 def _dense(x: Any) -> Any:
     """FLA's functions take any strides; the kernels want a dense last dimension."""
     if x is None or not is_torch(x) or x.shape[-1] <= 1 or x.stride(-1) == 1:
@@ -185,9 +200,9 @@ def _dense(x: Any) -> Any:
 
 def _training_call(
     q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
-    lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool, cu: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options), ready for the kernels."""
+    lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
+    cu: Any,
+) -> _TrainingCall:  # fmt: skip
     K, HV = shape_of("q", q, 4)[3], shape_of("v", v, 4)[2]
     A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K) if use_gate else (None, None)
     options = Options(*make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first))
@@ -199,10 +214,10 @@ def _training_call(
         if is_torch(dt_bias) and dt_bias.dtype != torch.float32 and dt_bias.dtype != torch.float64:
             dt_bias = dt_bias.float()
     q, k, v, g, dt_bias, initial_state = map(_dense, (q, k, v, g, dt_bias, initial_state))
-    return q, k, v, g, beta, A_log, dt_bias, initial_state, cu, options
+    return _TrainingCall(q, k, v, g, beta, A_log, dt_bias, initial_state, cu, options)
 
 
-def _recurrent_arrays(call: tuple[Any, ...], output_final_state: bool, impl: str | None) -> tuple[Any, Any]:
+def _recurrent_arrays(call: _TrainingCall, output_final_state: bool, impl: str | None) -> tuple[Any, Any]:
     q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
     B, T, _, K = q.shape
     _, _, HV, V = v.shape
@@ -225,7 +240,7 @@ def _chunk_count(q: Any, cu_seqlens: Any) -> int:
 
 
 def _with_intermediate_states(
-    call: tuple[Any, ...], output_final_state: bool, cu_seqlens_cpu: Any, impl: str | None
+    call: _TrainingCall, output_final_state: bool, cu_seqlens_cpu: Any, impl: str | None
 ) -> tuple[Any, ...]:
     q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
     B, T, _, K = q.shape
@@ -284,11 +299,11 @@ def prefill(
             ``state_indices`` a pool ``[slots, HV, V, K]`` of any slot stride. None: start from zeros, keep nothing.
         state_indices: ``[N]`` int32: the slot of each sequence. ``< first_valid_slot`` marks padding: its outputs are
             zero and no state is touched. Two sequences may not share a slot.
-        has_initial_state: ``[N]`` bool: False starts that sequence from zeros whatever its slot holds (recycled slots).
+        has_initial_state: ``[N]`` bool: False starts that sequence from zeros whatever its slot holds.
         first_valid_slot: 0 if only negative indices are padding; 1 if slot 0 is, too.
-        checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32: after ``m * checkpoint_every`` tokens
-            of sequence n, if it has that many, its state is copied to slot ``checkpoint_slots[n, m - 1]``; slots
-            ``< first_valid_slot`` are skipped.
+        checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32: after ``m * checkpoint_every``
+            tokens of sequence n, if it has that many, its state is copied to slot ``checkpoint_slots[n, m - 1]``;
+            slots ``< first_valid_slot`` are skipped.
         checkpoint_every: tokens, a multiple of 64.
         out: ``[B, T, HV, V]``, written and returned; made if None. Rows beyond ``cu_seqlens[-1]`` are zeroed.
         workspace: scratch of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if None.
@@ -411,9 +426,8 @@ def _serving_call(
     """The binding's arguments for ``kda_inputs``. Decode steps of small models notice every microsecond here."""
     K = shape_of("q", q, 4)[3]
     A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, shape_of("v", v, 4)[2], K) if use_gate else (None, None)
-    return (q, k, v, g, beta, A_log, dt_bias, cu) + make_options(
-        K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first
-    )
+    options = make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
+    return (q, k, v, g, beta, A_log, dt_bias, cu, *options)
 
 
 # ---- the gate alone ----
@@ -498,7 +512,8 @@ def _forward_arguments(
     o = {**defaults, "state_v_first": True, **kwargs}
     call = _serving_call(
         q, k, v, g, beta, o["A_log"], o["dt_bias"], o["scale"], o["lower_bound"], o["use_qk_l2norm_in_kernel"],
-        o["use_gate_in_kernel"], o["use_beta_sigmoid_in_kernel"], o["allow_neg_eigval"], o["state_v_first"], o["cu_seqlens"],
+        o["use_gate_in_kernel"], o["use_beta_sigmoid_in_kernel"], o["allow_neg_eigval"], o["state_v_first"],
+        o["cu_seqlens"],
     )  # fmt: skip
     out = new_like(v) if out is None else out
     return (

@@ -1,0 +1,65 @@
+# Two commands do everything from a bare clone:
+#   make demo    build, install into .venv, train a small language model and generate text
+#   make test    all tests: formats, lint, types, C++, Python, sanitizers, mutants
+# They install what is missing first (tools/setup.sh). The rest of the targets are their parts.
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+CPP := $(shell git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.c')
+
+# nvcc of the machine, else the one tools/setup.sh put into .venv.
+VENV_NVCC = $(wildcard $(CURDIR)/.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
+CUDA_ENV = $(if $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc)),,$(if $(VENV_NVCC),CUDACXX=$(VENV_NVCC)))
+
+.PHONY: demo test wheel install lint build test-cpp test-python test-asan test-tsan clean
+
+demo: setup-build install
+	$(PYTHON) examples/demo/main.py
+
+test: setup-test lint test-cpp install test-python test-asan test-tsan
+	@echo "All tests passed."
+
+setup-%:
+	tools/setup.sh $*
+
+# The wheel, rebuilt when a source is newer. Its build tree is kept, so a small change takes seconds.
+WHEEL_SOURCES := $(shell git ls-files -co --exclude-standard include src python cmake CMakeLists.txt pyproject.toml)
+dist/.built: $(WHEEL_SOURCES)
+	rm -rf dist && mkdir -p dist
+	$(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m pip wheel -q --no-deps --no-build-isolation -w dist \
+	  -C build-dir=build/wheel . && touch $@
+wheel: dist/.built
+
+install: dist/.built
+	$(PYTHON) -m pip install -q --no-deps --force-reinstall dist/*.whl
+
+lint:
+	.venv/bin/clang-format --dry-run -Werror $(CPP)
+	.venv/bin/ruff check -q .
+	.venv/bin/ruff format -q --check .
+	.venv/bin/mypy
+
+build:
+	$(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --preset release -DKDA_CUDA=ON \
+	  -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > build/release.log 2>&1 || { cat build/release.log; exit 1; }
+	cmake --build --preset release
+
+test-cpp: | build-dir
+	$(MAKE) build
+	ctest --preset release -j 2
+
+# Against the installed wheel, from a folder where no source shadows it.
+test-python:
+	cd tests && ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. python
+
+test-asan test-tsan: test-%: | build-dir
+	cmake --preset $(PRESET_$*) > build/$*.log 2>&1 || { cat build/$*.log; exit 1; }
+	cmake --build --preset $(PRESET_$*)
+	ctest --preset $(PRESET_$*) -j 2
+PRESET_asan := asan-ubsan
+PRESET_tsan := tsan
+
+build-dir:
+	mkdir -p build
+
+clean:
+	rm -rf build dist .venv demo_out
