@@ -1,9 +1,11 @@
-// Token recurrence on the CPU (math.md 3): decode over a state pool, and forward for any length.
+// Token recurrence on the CPU (math.md 3): decode over a state pool, and forward for any length. Bound by memory: the
+// state is read once and written once per call (per 16 tokens), everything else is small and stays in L1.
 //
-// V-first: the rows of a state (one per value column, K dense) are independent. A row is read once, taken through up to
-// kSteps tokens in registers or L1, and written once; traffic is the state itself, read + write.
-//   row <- alpha row;  u = beta (v - row . k);  row <- row + u k;  o = row . q (q carries scale)
-// K-first: the same for a strip of kStrip value columns at a time, kept in scratch between its two passes.
+// Per token, with the decay folded into the vectors, so that one pass over the old state gives both products:
+//   read = S^T (alpha k)      out = S^T (alpha q)      u = beta (v - read)      o = out + (k . q) u       (q carries scale)
+//   S <- Diag(alpha) S + k u^T
+// V-first: S is rows of K numbers, one per value column. K-first: strips of four vectors of columns.
+// Value columns are independent, so neither grouping nor threads change a bit.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/recurrent.cc"
 #include <hwy/foreach_target.h>
@@ -14,8 +16,8 @@
 #ifndef KDA_CPU_RECURRENT_TYPES
 #define KDA_CPU_RECURRENT_TYPES
 namespace kda::cpu {
-constexpr int64_t kSteps = 16;  // tokens a row is taken through while it is at hand
-constexpr int64_t kStrip = 32;  // value columns of a task; also the unit of parallel work
+constexpr int64_t kSteps = 16;  // tokens taken in one pass over the state
+constexpr int64_t kStrip = 32;  // V-first: rows of a state that pass through L1 together
 
 // What forward and decode have in common here.
 struct Recurrence {
@@ -30,120 +32,189 @@ struct Recurrence {
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
+constexpr int64_t kPrefetchRows = 16;  // how far ahead: 8 KiB at K = 128
+constexpr int64_t kMaxColumns = 4 * kPad;
+HWY_INLINE int64_t strip_columns() { return 4 * lanes(); }  // K-first
+
 // Activated inputs of up to kSteps tokens of one head.
 struct Tokens {
-  alignas(64) float q[kSteps][kMaxSize];
   alignas(64) float k[kSteps][kMaxSize];
   alignas(64) float alpha[kSteps][kMaxSize];
-  alignas(64) float v[kSteps][kStrip];
-  alignas(64) float o[kSteps][kStrip];
-  float beta[kSteps];
+  alignas(64) float alpha_k[kSteps][kMaxSize];
+  alignas(64) float alpha_q[kSteps][kMaxSize];
+  alignas(64) float v[kSteps][kMaxColumns];  // of the value columns at hand
+  alignas(64) float o[kSteps][kMaxColumns];
+  float beta[kSteps], kq[kSteps];
 };
 
-HWY_NOINLINE void load_tokens(Tokens& x, const Recurrence& r, const Gate& gate, const Sequence& s, int64_t t, int64_t n,
-                              int64_t hv, int64_t v0, int64_t V) {
-  const int64_t h = hv / r.d.group(), K = r.d.K;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t token = s.t0 + t + i;
-    load_row(r.in.q.dtype, at(r.in.q, s.b, token, h), K, x.q[i]);
-    load_row(r.in.k.dtype, at(r.in.k, s.b, token, h), K, x.k[i]);
-    normalise_row(x.q[i], K, r.in.qk_l2norm, r.in.scale);
-    normalise_row(x.k[i], K, r.in.qk_l2norm, 1);
-    load_row(r.in.g.dtype, at(r.in.g, s.b, token, hv), K, x.alpha[i]);
-    decay_row(gate, x.alpha[i], K);
-    load_row(r.in.v.dtype, at(r.in.v, s.b, token, hv) + v0 * dtype_size(r.in.v.dtype), V, x.v[i]);
-    x.beta[i] = activate_beta(r.in.beta_form, load_scalar(r.in.beta.dtype, at(r.in.beta, s.b, token, hv)));
-  }
-}
+// One head of one sequence.
+struct RecurrentTask {
+  const Recurrence& r;
+  const Sequence& s;
+  int64_t hv;
+  Gate gate;
+  Tokens& x;
 
-// One V-first row (padded to Kp) through n tokens.
-HWY_INLINE void advance_row(Tokens& x, float* row, int64_t Kp, int64_t n, int64_t column) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float *q = x.q[i], *k = x.k[i], *alpha = x.alpha[i];
-    Vec read = hn::Zero(kF32);
-    for (int64_t d = 0; d < Kp; d += lanes()) {
-      const Vec s = hn::Mul(load(row + d), load(alpha + d));
-      store(s, row + d);
-      read = hn::MulAdd(s, load(k + d), read);
+  void load_keys(int64_t t, int64_t n) {
+    const int64_t h = hv / r.d.group(), K = r.d.K, Kp = padded(K);
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t token = s.t0 + t + i;
+      float *q = x.alpha_q[i], *k = x.k[i], *alpha = x.alpha[i];
+      load_row(r.in.q.dtype, at(r.in.q, s.b, token, h), K, q);
+      load_row(r.in.k.dtype, at(r.in.k, s.b, token, h), K, k);
+      load_row(r.in.g.dtype, at(r.in.g, s.b, token, hv), K, alpha);
+      normalise_row(q, K, r.in.qk_l2norm, r.in.scale);
+      normalise_row(k, K, r.in.qk_l2norm, 1);
+      decay_row(gate, alpha, K);
+      x.kq[i] = dot(k, q, Kp);
+      for (int64_t d = 0; d < Kp; d += lanes()) {
+        store(hn::Mul(load(alpha + d), load(k + d)), x.alpha_k[i] + d);
+        store(hn::Mul(load(alpha + d), load(q + d)), q + d);
+      }
+      x.beta[i] = activate_beta(r.in.beta_form, load_scalar(r.in.beta.dtype, at(r.in.beta, s.b, token, hv)));
     }
-    const Vec u = splat(x.beta[i] * (x.v[i][column] - sum_lanes(read)));
-    Vec out = hn::Zero(kF32);
-    for (int64_t d = 0; d < Kp; d += lanes()) {
-      const Vec s = hn::MulAdd(u, load(k + d), load(row + d));
-      store(s, row + d);
-      out = hn::MulAdd(s, load(q + d), out);
-    }
-    x.o[i][column] = sum_lanes(out);
   }
-}
 
-// A [K][kStrip] strip of a K-first state through n tokens.
-HWY_INLINE void advance_strip(Tokens& x, float* strip, int64_t K, int64_t n) {
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t c = 0; c < kStrip; c += lanes()) {
-      Vec u = load(x.v[i] + c);
-      for (int64_t k = 0; k < K; ++k) {
-        const Vec s = hn::Mul(load(strip + k * kStrip + c), splat(x.alpha[i][k]));
-        store(s, strip + k * kStrip + c);
-        u = hn::NegMulAdd(s, splat(x.k[i][k]), u);
+  void load_values(int64_t t, int64_t n, int64_t v0, int64_t V) {
+    for (int64_t i = 0; i < n; ++i)
+      load_row(r.in.v.dtype, at(r.in.v, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.in.v.dtype), V, x.v[i]);
+  }
+
+  void store_outputs(int64_t t, int64_t n, int64_t v0, int64_t V) {
+    for (int64_t i = 0; i < n; ++i)
+      store_row(r.o.dtype, x.o[i], V, at(r.o, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.o.dtype));
+  }
+
+  // Asks for a row of the state. Past the end of a head's state its neighbour's begins.
+  HWY_INLINE void prefetch(const float* row) const {
+    for (int64_t d = 0; d < r.d.K; d += 16) __builtin_prefetch(row + d);
+  }
+
+  // A row of a V-first state through n tokens; `from` and `to` may be the same memory. The last state is not written
+  // when nobody wants it. One row at a time: the machine overlaps rows by itself, and memory sees one plain stream (four
+  // rows in step ran at half the speed).
+  HWY_INLINE void advance_row(const float* from, float* to, int64_t n, int64_t column, bool write) {
+    const int64_t Kp = padded(r.d.K);
+    for (int64_t i = 0; i < n; ++i) {
+      const float *k = x.k[i], *alpha = x.alpha[i], *alpha_k = x.alpha_k[i], *alpha_q = x.alpha_q[i];
+      Vec read = hn::Zero(kF32), out = hn::Zero(kF32);
+      for (int64_t d = 0; d < Kp; d += lanes()) {
+        const Vec S = load(from + d);
+        read = hn::MulAdd(S, load(alpha_k + d), read);
+        out = hn::MulAdd(S, load(alpha_q + d), out);
       }
-      u = hn::Mul(u, splat(x.beta[i]));
-      Vec out = hn::Zero(kF32);
-      for (int64_t k = 0; k < K; ++k) {
-        const Vec s = hn::MulAdd(u, splat(x.k[i][k]), load(strip + k * kStrip + c));
-        store(s, strip + k * kStrip + c);
-        out = hn::MulAdd(s, splat(x.q[i][k]), out);
+      const float u = x.beta[i] * (x.v[i][column] - sum_lanes(read));
+      x.o[i][column] = sum_lanes(out) + x.kq[i] * u;
+      if (i + 1 == n && !write) return;
+      for (int64_t d = 0; d < Kp; d += lanes()) {
+        const Vec S = hn::Mul(load(from + d), load(alpha + d));
+        store(hn::MulAdd(splat(u), load(k + d), S), to + d);
       }
-      store(out, x.o[i] + c);
+      from = to;
     }
-}
+  }
+
+  // A strip of four vectors of columns of a K-first state through n tokens.
+  HWY_INLINE void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t n,
+                                  bool write) {
+    const int64_t N = lanes();
+    for (int64_t i = 0; i < n; ++i) {
+      Vec u[4], out[4];
+      for (int j = 0; j < 4; ++j) u[j] = load(x.v[i] + j * N), out[j] = hn::Zero(kF32);
+      for (int64_t k = 0; k < r.d.K; ++k) {
+        const Vec alpha_k = splat(x.alpha_k[i][k]), alpha_q = splat(x.alpha_q[i][k]);
+        for (int j = 0; j < 4; ++j) {
+          const Vec S = load(from + k * from_pitch + j * N);
+          u[j] = hn::NegMulAdd(S, alpha_k, u[j]);
+          out[j] = hn::MulAdd(S, alpha_q, out[j]);
+        }
+      }
+      for (int j = 0; j < 4; ++j) {
+        u[j] = hn::Mul(u[j], splat(x.beta[i]));
+        store(hn::MulAdd(u[j], splat(x.kq[i]), out[j]), x.o[i] + j * N);
+      }
+      if (i + 1 == n && !write) return;
+      for (int64_t k = 0; k < r.d.K; ++k) {
+        const Vec alpha = splat(x.alpha[i][k]), key = splat(x.k[i][k]);
+        for (int j = 0; j < 4; ++j) {
+          const Vec S = hn::Mul(load(from + k * from_pitch + j * N), alpha);
+          store(hn::MulAdd(u[j], key, S), to + k * to_pitch + j * N);
+        }
+      }
+      from = to, from_pitch = to_pitch;
+    }
+  }
+
+  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. `scratch` holds the strip where the state cannot
+  // be worked on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
+  void run_strip(int64_t v0, int64_t V, float* scratch) {
+    const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
+    const int64_t K = r.d.K, width = v_first ? padded(K) : strip_columns();
+    const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
+    const kda_tensor &h0 = r.states.h0, &hT = r.states.hT;
+    const bool whole = columns == width;
+    const bool read_in_place = s.initial && h0.dtype == KDA_F32 && whole;
+    const bool write_in_place = present(hT) && hT.dtype == KDA_F32 && whole;
+
+    const float* from = scratch;
+    float* to = scratch;
+    int64_t from_pitch = width, to_pitch = width;
+    if (read_in_place) {
+      from = reinterpret_cast<const float*>(address(h0, v0, 0));
+      from_pitch = h0.stride[2];
+    } else {
+      for (int64_t i = 0; i < rows; ++i) {
+        zero(scratch + i * width, width);
+        if (s.initial) load_row(h0.dtype, address(h0, v0, i), columns, scratch + i * width);
+      }
+    }
+    if (write_in_place) {
+      to = reinterpret_cast<float*>(address(hT, v0, 0));
+      to_pitch = hT.stride[2];
+    }
+
+    const bool one_block = s.length <= kSteps;  // then the keys are loaded already
+    for (int64_t t = 0; t < s.length; t += kSteps) {
+      const int64_t n = std::min(kSteps, s.length - t);
+      const bool write = present(hT) || t + n < s.length;
+      if (!one_block) load_keys(t, n);
+      load_values(t, n, v0, V);
+      if (v_first) {
+        for (int64_t i = 0; i < rows; ++i) {
+          if (t == 0 && read_in_place) prefetch(from + (i + kPrefetchRows) * from_pitch);
+          advance_row(from + i * from_pitch, to + i * to_pitch, n, i, write);
+        }
+      } else {
+        advance_columns(from, from_pitch, to, to_pitch, n, write);
+      }
+      store_outputs(t, n, v0, V);
+      from = to, from_pitch = to_pitch;
+    }
+    // Nothing to do where the last write went to its place; a sequence without tokens passes its state through.
+    if (present(hT) && (!write_in_place || s.length == 0) && from != to_of(hT, v0))
+      for (int64_t i = 0; i < rows; ++i) store_row(hT.dtype, from + i * from_pitch, columns, address(hT, v0, i));
+  }
+
+  // Row i of the part of the head's state that belongs to columns from v0 on.
+  char* address(const kda_tensor& t, int64_t v0, int64_t i) const {
+    if (r.in.state_layout == KDA_STATE_V_FIRST) return at(t, s.slot, hv, v0 + i);
+    return at(t, s.slot, hv, i) + v0 * dtype_size(t.dtype);
+  }
+  const float* to_of(const kda_tensor& t, int64_t v0) const {
+    return reinterpret_cast<const float*>(address(t, v0, 0));
+  }
+};
 
 // Value columns v0 .. v0+V-1 of one head of one sequence, all its tokens.
 void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V) {
-  const int64_t K = r.d.K, size_o = dtype_size(r.o.dtype);
-  const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
   alignas(64) float bias[kMaxSize];
-  alignas(64) float state[kStrip * kMaxSize];  // [V][padded K] or [K][kStrip]
+  alignas(64) float scratch[kStrip * kMaxSize > kMaxSize * kMaxColumns ? kStrip * kMaxSize : kMaxSize * kMaxColumns];
   Tokens x;
-  const int64_t width = v_first ? padded(K) : kStrip, rows = v_first ? V : K, columns = v_first ? K : V;
-  const kda_tensor& h0 = r.states.h0;
-  const kda_tensor& hT = r.states.hT;
-  const int64_t row0 = v_first ? v0 : 0, column0 = v_first ? 0 : v0;
-  const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, K, bias);
-
-  const auto load_rows = [&](int64_t i) HWY_ATTR {
-    if (s.initial)
-      load_row(h0.dtype, at(h0, s.slot, hv, row0 + i) + column0 * dtype_size(h0.dtype), columns, state + i * width);
-    else zero(state + i * width, width);
-  };
-  const auto store_rows = [&](int64_t i) HWY_ATTR {
-    if (present(hT))
-      store_row(hT.dtype, state + i * width, columns, at(hT, s.slot, hv, row0 + i) + column0 * dtype_size(hT.dtype));
-  };
-
-  // A whole number of rows passes through L1 per block of tokens; with one block each row is read and written just
-  // once.
-  for (int64_t t = 0; t == 0 || t < s.length; t += kSteps) {
-    const int64_t n = std::min(kSteps, s.length - t);
-    const bool first = t == 0, last = t + kSteps >= s.length;
-    load_tokens(x, r, gate, s, t, n, hv, v0, V);
-    if (v_first) {
-      for (int64_t i = 0; i < rows; ++i) {
-        if (first) load_rows(i);
-        advance_row(x, state + i * width, width, n, i);
-        if (last) store_rows(i);
-      }
-    } else {
-      if (first)
-        for (int64_t i = 0; i < rows; ++i) load_rows(i);
-      if (first && columns <= kStrip - kPad)  // load_row pads to 16; the strip is 32 wide
-        for (int64_t i = 0; i < rows; ++i) zero(state + i * width + kPad, kPad);
-      advance_strip(x, state, K, n);
-      if (last)
-        for (int64_t i = 0; i < rows; ++i) store_rows(i);
-    }
-    for (int64_t i = 0; i < n; ++i) store_row(r.o.dtype, x.o[i], V, at(r.o, s.b, s.t0 + t + i, hv) + v0 * size_o);
-  }
+  const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, bias);
+  RecurrentTask task{r, s, hv, gate, x};
+  if (s.length <= kSteps) task.load_keys(0, s.length);
+  const int64_t strip = r.in.state_layout == KDA_STATE_V_FIRST ? kStrip : strip_columns();
+  for (int64_t v = v0; v < v0 + V; v += strip) task.run_strip(v, std::min(strip, v0 + V - v), scratch);
 }
 
 }  // namespace kda::cpu::HWY_NAMESPACE
@@ -166,14 +237,18 @@ void zero_head(const kda_tensor& o, int64_t b, int64_t t0, int64_t count, int64_
 
 void run(const Recurrence& r, const kda_exec& exec) {
   const Dims& d = r.d;
-  const int64_t strips = (d.V + kStrip - 1) / kStrip, tasks = d.N * d.HV * strips;
-  // A strip of 32 x 128 takes about 1 us a token; starting a team costs several.
-  const int64_t work = tasks * std::max<int64_t>(1, d.T * d.B / std::max<int64_t>(1, d.N));
+  // Work in multiply-adds; a team of threads costs a few microseconds, about 100,000 of them.
+  const int64_t work = d.tokens() * d.HV * d.K * d.V * 4;
+  const int threads = wanted_threads(exec, work / 100000 + 1);
+  // Fewer heads than threads: cut V. Each part loads the keys again, so no finer than 64 columns (a K-first strip).
+  const int64_t heads = std::max<int64_t>(1, d.N * d.HV);
+  const int64_t parts = std::clamp<int64_t>(threads / heads, 1, (d.V + 63) / 64);
+  const int64_t part = (d.V / parts + 63) / 64 * 64, tiles = (d.V + part - 1) / part;
   const auto task_fn = KDA_ISA_CALL(recurrent_task);
-  parallel_for(tasks, wanted_threads(exec, work / 16 + 1), [&](int64_t task, int) {
-    const int64_t v0 = task % strips * kStrip, hv = task / strips % d.HV, n = task / strips / d.HV;
+  parallel_for(d.N * d.HV * tiles, threads, [&](int64_t task, int) {
+    const int64_t v0 = task % tiles * part, hv = task / tiles % d.HV, n = task / tiles / d.HV;
     const Sequence s = sequence_at(d, r.in, r.states, n);
-    if (s.live) task_fn(r, s, hv, v0, std::min(kStrip, d.V - v0));
+    if (s.live) task_fn(r, s, hv, v0, std::min(part, d.V - v0));
     else if (v0 == 0) zero_head(r.o, s.b, s.t0, s.length, hv);
   });
   if (d.varlen) {

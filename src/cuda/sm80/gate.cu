@@ -3,22 +3,30 @@
 //   lower bound  g = lb sigmoid(a z)       dx = a lb s (1 - s) dg         dA_log += dx z         z = x + dt_bias
 //
 // Bytes: forward reads x and writes g, backward reads x, dg and writes dx; everything else is small. Both are bound by
-// memory: one thread owns one channel k of a head and walks down rows, so a warp reads 32 neighbouring channels.
+// memory, forward by about as much arithmetic (two MUFU and 25 FMA an element), hence the fast exp and division.
 //
-// Grid: (block of rows, head). Backward sums in two levels without atomics: each block writes its sums of dA_log and
-// d_dt_bias to the workspace, then one block per head adds them in order. The number of rows of a block is a function of
-// M alone, so the bits are too.
+// A thread owns W neighbouring channels of a head (4 where K, strides and addresses allow, else 1) and every kLanes-th row
+// of its block, of which it has kUnroll in flight: one load at a time would leave most of the bandwidth unused.
+// Grid: (block of rows, head). Block: (K / W rounded up to whole warps, kLanes).
+//
+// Backward sums in two levels without atomics: each block adds up its lanes in order and writes its sums of dA_log and
+// d_dt_bias to the workspace, then one block per head adds the blocks in order. The number of rows of a block is a function
+// of M alone, so the bits are too.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "cuda/cuda.h"
 #include "cuda/runtime.h"
+#include "dtype.h"
 
 namespace kda::cuda {
 namespace {
 
 constexpr int64_t kMinRows = 64;         // rows of a block: enough to pay for its share of the sums
 constexpr int64_t kMaxRowBlocks = 1024;  // what the second level adds one after the other
+template <int W>
+constexpr int kLanes = W;  // rows a block works on at once: at most 256 threads in all
+constexpr int kUnroll = 4;
 
 struct Operand {
   void* data;
@@ -40,78 +48,184 @@ struct Params {
   float lower_bound;
 };
 
-__device__ float load(const Operand& t, int64_t m, int64_t h, int k) {
+template <int W>
+struct Vector {
+  float v[W];
+};
+
+template <int W>
+__device__ Vector<W> load(const Operand& t, int64_t m, int64_t h, int k) {
   const int64_t at = m * t.stride_m + h * t.stride_h + k;
-  switch (t.dtype) {
-    case KDA_F32: return static_cast<const float*>(t.data)[at];
-    case KDA_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[at]);
-    default: return __half2float(static_cast<const __half*>(t.data)[at]);
+  Vector<W> x;
+  if constexpr (W == 4) {
+    if (t.dtype == KDA_F32) {
+      const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(t.data) + at);
+      const float4 four = *from;
+      x.v[0] = four.x, x.v[1] = four.y, x.v[2] = four.z, x.v[3] = four.w;
+    } else {
+      const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
+      const bool bf16 = t.dtype == KDA_BF16;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const unsigned half = i ? raw.y : raw.x;
+        const float2 pair = bf16 ? __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(half))
+                                 : __half22float2(reinterpret_cast<const __half2&>(half));
+        x.v[2 * i] = pair.x, x.v[2 * i + 1] = pair.y;
+      }
+    }
+  } else {
+    switch (t.dtype) {
+      case KDA_F32: x.v[0] = static_cast<const float*>(t.data)[at]; break;
+      case KDA_BF16: x.v[0] = __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[at]); break;
+      default: x.v[0] = __half2float(static_cast<const __half*>(t.data)[at]); break;
+    }
+  }
+  return x;
+}
+
+template <int W>
+__device__ void store(const Operand& t, const Vector<W>& x, int64_t m, int64_t h, int k) {
+  const int64_t at = m * t.stride_m + h * t.stride_h + k;
+  if constexpr (W == 4) {
+    if (t.dtype == KDA_F32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(t.data) + at) = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
+    } else {
+      uint2 raw;
+      if (t.dtype == KDA_BF16) {
+        const __nv_bfloat162 lo = __floats2bfloat162_rn(x.v[0], x.v[1]), hi = __floats2bfloat162_rn(x.v[2], x.v[3]);
+        raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+      } else {
+        const __half2 lo = __floats2half2_rn(x.v[0], x.v[1]), hi = __floats2half2_rn(x.v[2], x.v[3]);
+        raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+      }
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(t.data) + at) = raw;
+    }
+  } else {
+    switch (t.dtype) {
+      case KDA_F32: static_cast<float*>(t.data)[at] = x.v[0]; break;
+      case KDA_BF16: static_cast<__nv_bfloat16*>(t.data)[at] = __float2bfloat16_rn(x.v[0]); break;
+      default: static_cast<__half*>(t.data)[at] = __float2half_rn(x.v[0]); break;
+    }
   }
 }
 
-__device__ void store(const Operand& t, float value, int64_t m, int64_t h, int k) {
-  const int64_t at = m * t.stride_m + h * t.stride_h + k;
-  switch (t.dtype) {
-    case KDA_F32: static_cast<float*>(t.data)[at] = value; break;
-    case KDA_BF16: static_cast<__nv_bfloat16*>(t.data)[at] = __float2bfloat16_rn(value); break;
-    default: static_cast<__half*>(t.data)[at] = __float2half_rn(value); break;
-  }
+// __expf and __fdividef: relative errors of a few 2^-22 for |x| < 20, against a gate of 1e-5.
+__device__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// max(x, 0) + log(1 + e) with e = exp(-|x|), the logarithm as 2 atanh(e / (2 + e)): relative accuracy also for very
+// negative x, where models start.
+__device__ float softplus(float x) {
+  const float e = __expf(-fabsf(x)), s = __fdividef(e, 2.0f + e), z = s * s;
+  float p = 2.0f / 13;
+  p = fmaf(p, z, 2.0f / 11);
+  p = fmaf(p, z, 2.0f / 9);
+  p = fmaf(p, z, 2.0f / 7);
+  p = fmaf(p, z, 2.0f / 5);
+  p = fmaf(p, z, 2.0f / 3);
+  p = fmaf(p, z, 2.0f);
+  return fmaxf(x, 0.0f) + p * s;  // fmaxf drops a NaN, s keeps it
 }
-
-__device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// log1p keeps the relative accuracy for very negative x, where models start.
-__device__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
 __device__ float gate(const Params& p, float a, float z) {
   return p.form == KDA_GATE_SOFTPLUS ? -a * softplus(z) : p.lower_bound * sigmoid(a * z);
 }
 
-__global__ void forward_kernel(const __grid_constant__ Params p) {
-  const int k = threadIdx.x;
-  const int64_t h = blockIdx.y, first = blockIdx.x * p.rows, last = min(first + p.rows, p.M);
-  if (k >= p.K) return;
+// What a thread works on.
+struct Place {
+  int k;  // first channel
+  int64_t h, first, last;
+  float a;
+  bool active;
+};
+template <int W>
+__device__ Place place(const Params& p) {
+  const int64_t h = blockIdx.y, begin = blockIdx.x * p.rows, k = threadIdx.x * W;
   const float a = p.A_log ? expf(p.A_log[h * p.A_stride]) : 1.0f;
-  const float bias = p.dt_bias ? p.dt_bias[h * p.bias_stride + k] : 0.0f;
-  for (int64_t m = first; m < last; ++m) store(p.g, gate(p, a, load(p.x, m, h, k) + bias), m, h, k);
+  return {static_cast<int>(k), h, begin + threadIdx.y, min(begin + p.rows, p.M), a, k < p.K};
+}
+template <int W>
+__device__ Vector<W> bias_of(const Params& p, const Place& at) {
+  Vector<W> bias;
+#pragma unroll
+  for (int i = 0; i < W; ++i) bias.v[i] = p.dt_bias && at.active ? p.dt_bias[at.h * p.bias_stride + at.k + i] : 0.0f;
+  return bias;
 }
 
-// Sum over the block in a fixed tree; the result is valid in thread 0. blockDim.x is a multiple of 32, at most 256.
-__device__ float block_sum(float value) {
-  __shared__ float warp_sums[8];
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-  __syncthreads();  // warp_sums is complete
-  float sum = 0;
-  for (int w = 0; threadIdx.x == 0 && w < blockDim.x / 32; ++w) sum += warp_sums[w];
-  return sum;
-}
-
-__global__ void backward_kernel(const __grid_constant__ Params p) {
-  const int k = threadIdx.x;
-  const int64_t h = blockIdx.y, first = blockIdx.x * p.rows, last = min(first + p.rows, p.M);
-  const bool active = k < p.K;
-  const float a = p.A_log ? expf(p.A_log[h * p.A_stride]) : 1.0f;
-  const float bias = active && p.dt_bias ? p.dt_bias[h * p.bias_stride + k] : 0.0f;
-  float A_sum = 0, bias_sum = 0;
-  for (int64_t m = first; active && m < last; ++m) {
-    const float z = load(p.x, m, h, k) + bias, dg = load(p.g, m, h, k);
-    float dx;
-    if (p.form == KDA_GATE_SOFTPLUS) {
-      dx = -a * sigmoid(z) * dg;
-      A_sum += dg * gate(p, a, z);
-    } else {
-      const float s = sigmoid(a * z);
-      dx = a * p.lower_bound * s * (1.0f - s) * dg;
-      A_sum += dx * z;
+template <int W>
+__global__ void __launch_bounds__(256) forward_kernel(const __grid_constant__ Params p) {
+  const Place at = place<W>(p);
+  if (!at.active) return;
+  const Vector<W> bias = bias_of<W>(p, at);
+  for (int64_t m = at.first; m < at.last; m += kLanes<W> * kUnroll) {
+    Vector<W> x[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j)
+      if (m + j * kLanes<W> < at.last) x[j] = load<W>(p.x, m + j * kLanes<W>, at.h, at.k);
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (m + j * kLanes<W> >= at.last) break;
+#pragma unroll
+      for (int i = 0; i < W; ++i) x[j].v[i] = gate(p, at.a, x[j].v[i] + bias.v[i]);
+      store<W>(p.g, x[j], m + j * kLanes<W>, at.h, at.k);
     }
-    bias_sum += dx;
-    store(p.dx, dx, m, h, k);
   }
-  float* sums = p.sums + (blockIdx.x * static_cast<int64_t>(p.HV) + h) * (1 + p.K);
-  if (active) sums[1 + k] = bias_sum;
-  A_sum = block_sum(A_sum);
-  if (k == 0) sums[0] = A_sum;
+}
+
+template <int W>
+__global__ void __launch_bounds__(256) backward_kernel(const __grid_constant__ Params p) {
+  __shared__ float lane_sums[kLanes<W>][1 + 256];  // dA_log of a thread column's first channel; d_dt_bias
+  __shared__ float A_sums[256];
+  const Place at = place<W>(p);
+  const Vector<W> bias = bias_of<W>(p, at);
+  float A_sum = 0;
+  Vector<W> bias_sum{};
+  for (int64_t m = at.first; at.active && m < at.last; m += kLanes<W> * kUnroll) {
+    Vector<W> x[kUnroll], dg[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j)
+      if (m + j * kLanes<W> < at.last) {
+        x[j] = load<W>(p.x, m + j * kLanes<W>, at.h, at.k);
+        dg[j] = load<W>(p.g, m + j * kLanes<W>, at.h, at.k);
+      }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (m + j * kLanes<W> >= at.last) break;
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        const float z = x[j].v[i] + bias.v[i];
+        float dx;
+        if (p.form == KDA_GATE_SOFTPLUS) {
+          dx = -at.a * sigmoid(z) * dg[j].v[i];
+          A_sum += dg[j].v[i] * gate(p, at.a, z);
+        } else {
+          const float s = sigmoid(at.a * z);
+          dx = at.a * p.lower_bound * s * (1.0f - s) * dg[j].v[i];
+          A_sum += dx * z;
+        }
+        bias_sum.v[i] += dx;
+        x[j].v[i] = dx;
+      }
+      store<W>(p.dx, x[j], m + j * kLanes<W>, at.h, at.k);
+    }
+  }
+
+  A_sums[threadIdx.y * blockDim.x + threadIdx.x] = A_sum;
+#pragma unroll
+  for (int i = 0; i < W; ++i)
+    if (at.active) lane_sums[threadIdx.y][1 + at.k + i] = bias_sum.v[i];
+  __syncthreads();  // every thread's sums are in shared memory
+  float* sums = p.sums + (blockIdx.x * static_cast<int64_t>(p.HV) + at.h) * (1 + p.K);
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * kLanes<W>;
+  for (int k = thread; k < p.K; k += threads) {
+    float sum = 0;
+    for (int lane = 0; lane < kLanes<W>; ++lane) sum += lane_sums[lane][1 + k];
+    sums[1 + k] = sum;
+  }
+  for (int half = 128; half > 0; half /= 2) {  // a fixed tree
+    if (thread < half && thread + half < threads) A_sums[thread] += A_sums[thread + half];
+    __syncthreads();  // this level is added before the next reads it
+  }
+  if (thread == 0) sums[0] = A_sums[0];
 }
 
 // One block per head: adds the row blocks in order.
@@ -147,7 +261,16 @@ Params common_params(const Args& a) {
 dim3 grid_of(const Params& p) {
   return dim3(static_cast<unsigned>((p.M + p.rows - 1) / p.rows), static_cast<unsigned>(p.HV));
 }
-unsigned threads_of(const Params& p) { return static_cast<unsigned>((p.K + 31) / 32 * 32); }
+template <int W>
+dim3 block_of(const Params& p) {
+  return dim3(static_cast<unsigned>((p.K / W + 31) / 32 * 32), kLanes<W>);
+}
+
+// Rows that four-wide accesses may touch: whole groups of channels, at addresses that are multiples of four elements.
+bool four_wide(const Operand& t, int64_t K) {
+  const auto address = reinterpret_cast<uintptr_t>(t.data);
+  return K % 4 == 0 && t.stride_m % 4 == 0 && t.stride_h % 4 == 0 && address % (4 * dtype_size(t.dtype)) == 0;
+}
 
 template <class P>
 const char* why_not(const P& p) {
@@ -167,7 +290,9 @@ void gate(const GateProblem& problem) {
   p.g = operand(a.g);
   if (p.M == 0) return;
   const DeviceGuard device(a.exec.device_id);
-  forward_kernel<<<grid_of(p), threads_of(p), 0, stream_of(a.exec)>>>(p);
+  if (four_wide(p.x, p.K) && four_wide(p.g, p.K))
+    forward_kernel<4><<<grid_of(p), block_of<4>(p), 0, stream_of(a.exec)>>>(p);
+  else forward_kernel<1><<<grid_of(p), block_of<1>(p), 0, stream_of(a.exec)>>>(p);
   KDA_CUDA(cudaGetLastError());
 }
 
@@ -190,7 +315,11 @@ void gate_backward(const GateBackwardProblem& problem) {
   p.d_dt_bias = static_cast<float*>(a.d_dt_bias.data);
   p.d_bias_stride = a.d_dt_bias.stride[0];
   const DeviceGuard device(a.exec.device_id);
-  if (p.M > 0) backward_kernel<<<grid_of(p), threads_of(p), 0, stream_of(a.exec)>>>(p);
+  if (p.M > 0) {
+    if (four_wide(p.x, p.K) && four_wide(p.g, p.K) && four_wide(p.dx, p.K))
+      backward_kernel<4><<<grid_of(p), block_of<4>(p), 0, stream_of(a.exec)>>>(p);
+    else backward_kernel<1><<<grid_of(p), block_of<1>(p), 0, stream_of(a.exec)>>>(p);
+  }
   KDA_CUDA(cudaGetLastError());
   sum_kernel<<<p.HV, 256, 0, stream_of(a.exec)>>>(p, grid_of(p).x);
   KDA_CUDA(cudaGetLastError());

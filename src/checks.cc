@@ -1,0 +1,148 @@
+#include "checks.h"
+
+#include "dtype.h"
+
+namespace kda {
+
+std::string shape_text(const int64_t* shape, int ndim) {
+  std::string text = "[";
+  for (int i = 0; i < ndim; ++i) text += str(i ? "," : "", shape[i]);
+  return text + "]";
+}
+
+namespace {
+
+std::string dtypes_text(unsigned allowed) {
+  std::string text;
+  for (int d = KDA_F32; d <= KDA_BOOL; ++d)
+    if ((allowed & bit(d)) && d != KDA_F64) text += str(text.empty() ? "" : " or ", dtype_name(d));
+  return text;
+}
+
+Extent extent(const char* name, const kda_tensor& t) {
+  const int64_t size = dtype_size(t.dtype);
+  __int128 lo = 0, hi = size;
+  for (int i = 0; i < t.ndim; ++i)
+    if (t.shape[i] == 0) return {0, 0};
+  for (int i = 0; i < t.ndim; ++i) {
+    const __int128 reach = static_cast<__int128>(t.shape[i] - 1) * t.stride[i] * size;
+    (reach < 0 ? lo : hi) += reach;
+  }
+  constexpr __int128 kLimit = __int128{1} << 62;
+  if (hi > kLimit || lo < -kLimit)
+    invalid(name, ": expected an extent below 2^62 bytes, got shape ", shape_text(t.shape, t.ndim), " with strides ",
+            shape_text(t.stride, t.ndim));
+  const auto base = reinterpret_cast<uintptr_t>(t.data);
+  return {base + static_cast<uintptr_t>(lo), base + static_cast<uintptr_t>(hi)};
+}
+
+// Bytes one period of a tensor spans, if it repeats with this pitch (bytes) without running into itself; else -1.
+int64_t span_within(const kda_tensor& t, int64_t pitch) {
+  const int64_t size = dtype_size(t.dtype);
+  int64_t span = size;
+  for (int i = 0; i < t.ndim; ++i) {
+    const int64_t stride = std::abs(t.stride[i]) * size;
+    if (t.shape[i] <= 1 || (stride >= pitch && stride % pitch == 0)) continue;
+    span += (t.shape[i] - 1) * stride;
+  }
+  return span <= pitch ? span : -1;
+}
+
+// May a and b share memory? Exact for disjoint ranges and for interleaved slices of one buffer (q, k, v cut from a
+// fused projection: the same row pitch, different columns); otherwise errs towards yes.
+bool may_overlap(const kda_tensor& a, const Extent& ea, const kda_tensor& b, const Extent& eb) {
+  if (ea.hi <= eb.lo || eb.hi <= ea.lo) return false;
+  for (int i = 0; i < a.ndim; ++i) {
+    const int64_t pitch = std::abs(a.stride[i]) * dtype_size(a.dtype);
+    if (a.shape[i] <= 1 || pitch == 0) continue;
+    const int64_t span_a = span_within(a, pitch), span_b = span_within(b, pitch);
+    if (span_a < 0 || span_b < 0) continue;
+    const int64_t delta = static_cast<int64_t>(eb.lo - ea.lo) % pitch;
+    const int64_t offset = delta < 0 ? delta + pitch : delta;
+    if (offset >= span_a && offset + span_b <= pitch) return false;
+  }
+  return true;
+}
+
+bool writes_overlap_themselves(const kda_tensor& t) {
+  // Dimensions from the smallest stride up must each step over all that the smaller ones span.
+  int64_t span = 1;
+  for (unsigned done = 0;;) {
+    int next = -1;
+    for (int i = 0; i < t.ndim; ++i)
+      if (t.shape[i] > 1 && !(done & bit(i)) && (next < 0 || std::abs(t.stride[i]) < std::abs(t.stride[next])))
+        next = i;
+    if (next < 0) return false;
+    if (std::abs(t.stride[next]) < span) return true;
+    span += (t.shape[next] - 1) * std::abs(t.stride[next]);
+    done |= bit(next);
+  }
+}
+
+bool same_view(const kda_tensor& a, const kda_tensor& b) {
+  return a.data == b.data && a.dtype == b.dtype && a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape) &&
+         std::equal(a.stride, a.stride + a.ndim, b.stride);
+}
+
+}  // namespace
+
+void Tensors::check(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes, bool output,
+                    const char* like) {
+  if (t.ndim != ndim)
+    invalid(name, ": expected ", ndim, " dimensions ", shape_text(shape.data(), ndim), like, ", got ", t.ndim);
+  if (!std::equal(t.shape, t.shape + ndim, shape.begin()))
+    invalid(name, ": expected shape ", shape_text(shape.data(), ndim), like, ", got ", shape_text(t.shape, ndim));
+  check_storage(name, t, dtypes, output);
+}
+
+void Tensors::check_any_stride(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes,
+                               bool output, const char* like) {
+  any_stride_ = true;
+  check(name, t, shape, ndim, dtypes, output, like);
+  any_stride_ = false;
+}
+
+void Tensors::check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output) {
+  if (t.dtype < KDA_F32 || t.dtype > KDA_BOOL || !(dtypes & bit(t.dtype)))
+    invalid(name, ": expected ", dtypes_text(dtypes), ", got ", dtype_name(t.dtype));
+  const Extent e = extent(name, t);
+  if (e.lo == e.hi) return;  // no elements: nothing is read or written
+  if (!t.data) invalid(name, ": expected memory, got NULL");
+  if (reinterpret_cast<uintptr_t>(t.data) % dtype_size(t.dtype))
+    invalid(name, ": expected data aligned to ", dtype_size(t.dtype), " bytes, got address ", t.data);
+  if (t.shape[t.ndim - 1] > 1 && t.stride[t.ndim - 1] != 1 && !any_stride_)
+    invalid(name, ": expected a dense last dimension (stride 1), got stride ", t.stride[t.ndim - 1]);
+  if (output && writes_overlap_themselves(t))
+    invalid(name, ": expected strides that keep elements apart, got ", shape_text(t.stride, t.ndim), " for shape ",
+            shape_text(t.shape, t.ndim));
+  seen_[count_++] = {name, &t, e, output};
+}
+
+void Tensors::check_aliasing() const {
+  for (int i = 0; i < count_; ++i) {
+    if (!seen_[i].output) continue;
+    for (int j = 0; j < count_; ++j) {
+      if (i == j || (seen_[j].output && j < i)) continue;
+      const kda_tensor &a = *seen_[i].tensor, &b = *seen_[j].tensor;
+      if (!may_overlap(a, seen_[i].extent, b, seen_[j].extent)) continue;
+      const bool in_place = !std::strcmp(seen_[i].name, "hT") && !std::strcmp(seen_[j].name, "h0");
+      if (in_place && same_view(a, b)) continue;
+      invalid(seen_[i].name, ": expected memory of its own, got memory that overlaps ", seen_[j].name,
+              in_place ? " without being the same view" : "");
+    }
+  }
+}
+
+void check_absent_is_empty(const char* name, const kda_tensor& t) {
+  if (t.ndim == 0 && t.data) invalid(name, ": expected ndim >= 1 with data, got ndim 0");
+  if (t.ndim < 0 || t.ndim > KDA_MAX_NDIM)
+    invalid(name, ": expected at most ", KDA_MAX_NDIM, " dimensions, got ", t.ndim);
+  for (int i = 0; i < t.ndim; ++i)
+    if (t.shape[i] < 0) invalid(name, ": expected sizes >= 0, got ", shape_text(t.shape, t.ndim));
+}
+
+void check_range(const char* name, int32_t value, int32_t first, int32_t last) {
+  if (value < first || value > last) invalid(name, ": expected ", first, "..", last, ", got ", value);
+}
+
+}  // namespace kda

@@ -1,0 +1,77 @@
+// Tools of the contract: checks of single tensors and of memory shared between them, in sentences.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "error.h"
+#include "kda/kda.h"
+
+namespace kda {
+
+constexpr unsigned bit(int dtype) { return 1u << dtype; }
+constexpr unsigned kFloats = bit(KDA_F32) | bit(KDA_BF16) | bit(KDA_F16) | bit(KDA_F64);
+constexpr unsigned kStates = bit(KDA_F32) | bit(KDA_BF16) | bit(KDA_F64);
+constexpr unsigned kSingles = bit(KDA_F32) | bit(KDA_F64);
+
+using Shape = std::array<int64_t, KDA_MAX_NDIM>;
+
+std::string shape_text(const int64_t* shape, int ndim);
+
+// Byte range [lo, hi) that a tensor can touch.
+struct Extent {
+  uintptr_t lo, hi;
+};
+
+// Checks tensors one by one and remembers them, so that outputs can be compared with everything else at the end.
+class Tensors {
+ public:
+  // `like` says where the expected shape comes from, for the message.
+  void check(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes, bool output,
+             const char* like = "");
+  // The same for tensors whose last dimension need not be dense.
+  void check_any_stride(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes,
+                        bool output, const char* like = "");
+  // Everything but the shape.
+  void check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output);
+  // No output may share memory with any other tensor; h0 and hT may be the very same view.
+  void check_aliasing() const;
+
+ private:
+  struct Seen {
+    const char* name;
+    const kda_tensor* tensor;
+    Extent extent;
+    bool output;
+  };
+  std::array<Seen, 32> seen_;
+  int count_ = 0;
+  bool any_stride_ = false;
+};
+
+// What can be said of a tensor before knowing whether it is there: rank and sizes in range, no data without a rank.
+void check_absent_is_empty(const char* name, const kda_tensor& t);
+
+void check_range(const char* name, int32_t value, int32_t first, int32_t last);
+
+// Accepts structs of older and newer headers: a shorter one is completed with zeros (defaults), a longer one must hold
+// zeros where this library knows no fields.
+template <class Args>
+Args copy_args(const Args* args, uint64_t smallest) {
+  if (!args) invalid("args: expected a pointer, got NULL");
+  uint64_t size;
+  std::memcpy(&size, args, sizeof size);
+  if (size < smallest || size > 65536)
+    invalid("args.struct_size: expected ", sizeof(Args), " (sizeof the args struct), got ", size);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(args);
+  for (uint64_t i = sizeof(Args); i < size; ++i)
+    if (bytes[i])
+      invalid("args.struct_size: expected ", sizeof(Args), ", got ", size, " with fields set that this library (",
+              kda_version(), ") does not know");
+  Args copy{};
+  std::memcpy(static_cast<void*>(&copy), args, std::min<uint64_t>(size, sizeof(Args)));
+  return copy;
+}
+
+}  // namespace kda
