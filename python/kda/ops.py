@@ -97,6 +97,8 @@ def chunk_kda(
     >>> list(o.shape), list(state.shape)
     ([1, 100, 2, 8], [1, 2, 8, 8])
     """
+    if not is_torch(q):
+        raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
     from .autograd import KDAFunction
 
     if "transpose_state_layout" in kwargs:

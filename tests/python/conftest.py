@@ -1,0 +1,46 @@
+"""Settings of the Python suite, and the fixture that forces an implementation.
+
+PYTHONPATH=python KDA_LIBRARY_DIR=build/lib python -m pytest tests/python
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch and libkda start their threads
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import kda
+
+settings.register_profile(
+    "kda",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("kda")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_forced_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KDA_IMPL", raising=False)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``force("cpu_chunk", "reference")``: operators that have one of them must use it, in backward as well."""
+
+    def set_names(*names: str) -> None:
+        known = {
+            n for op in ("forward", "backward", "decode", "gate", "gate_backward") for n in kda.implementations(op)
+        }
+        assert set(names) <= known, f"{names} are not all among {sorted(known)}"
+        monkeypatch.setenv("KDA_IMPL", ",".join(names))
+
+    return set_names

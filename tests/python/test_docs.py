@@ -1,0 +1,54 @@
+"""The examples in the documents run, links lead somewhere, and records belong to this source."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from source_hash import source_hash
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = [
+    pytest.param(code, id=f"{path.name}-{i}")
+    for path in DOCUMENTS
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S))
+]
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example_runs(code: str) -> None:
+    exec(compile(code, "<example>", "exec"), {})
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        assert "://" in target or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("record", sorted((ROOT / "docs/results").glob("*.json")), ids=lambda p: p.stem)
+def test_record_belongs_to_this_source(record: Path) -> None:
+    stored = json.loads(record.read_text())["source_hash"]
+    assert re.fullmatch(r"[0-9a-f]{64}", stored)
+    if stored != source_hash(ROOT):
+        warnings.warn(f"{record.name} was measured on another version of include/ and src/", stacklevel=1)
+
+
+def test_versions_agree() -> None:
+    import kda
+
+    header = (ROOT / "include/kda/kda.h").read_text()
+    numbers = [re.search(rf"KDA_VERSION_{part} (\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
+    version = ".".join(m.group(1) for m in numbers if m)
+    assert kda.__version__ == kda.info()["version"] == version
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"project(kda VERSION {version}" in (ROOT / "CMakeLists.txt").read_text()
