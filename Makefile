@@ -13,7 +13,7 @@ CUDA_ENV = $(if $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/c
 .PHONY: demo test wheel install lint build test-cpp test-python test-asan test-tsan clean
 
 demo: setup-build install
-	$(PYTHON) examples/demo/main.py
+	$(PYTHON) -m examples.demo
 
 test: setup-test lint test-cpp install test-python test-asan test-tsan
 	@echo "All tests passed."

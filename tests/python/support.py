@@ -1,5 +1,5 @@
-"""Data recipes and gates of math.md 8, and an oracle that shares nothing with the library: the token recurrence of
-math.md 3 in float64 PyTorch, whose gradients are autograd's."""
+"""Data recipes, the gates of docs/numerics.md, and an oracle that shares nothing with the library: the token recurrence
+in float64 PyTorch, whose gradients are autograd's."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make(
     decay: float = 1.0,
     seed: int = 0,
 ) -> Problem:
-    """math.md 8 (i) with randn, (ii) for the two raw gates: "softplus" and "lower_bound". ``lengths`` packs sequences
+    """Normal q, k, v; decays, or raw inputs of the gates "softplus" and "lower_bound". ``lengths`` packs sequences
     into one row, ``tail`` adds rows behind them."""
     random = torch.Generator().manual_seed(seed)
     if lengths is not None:
@@ -91,7 +91,7 @@ def make(
 
     HV, N = G * H, B if lengths is None else len(lengths)
     q, k, v = randn(B, T, H, K), randn(B, T, H, K), randn(B, T, HV, V)
-    if not l2norm:  # |k| <= 1 keeps the recurrence from growing (math.md 3)
+    if not l2norm:  # |k| <= 1 keeps the recurrence from growing
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     raw, logits = randn(B, T, HV, K), randn(B, T, HV)
     A_log, dt_bias = (1 + 15 * torch.rand(HV, generator=random)).log() - 1.5, randn(HV * K)
@@ -267,8 +267,8 @@ def rel_rmse(reference: Tensor, x: Tensor) -> float:
     return float((reference - x).square().mean().sqrt() / (reference.square().mean().sqrt() + 1e-8))
 
 
-# Relative RMS errors allowed. bfloat16: math.md 8, "recommended gate for us". float32: nothing on the way is rounded to
-# 16 bits on a CPU; gradients of the gate are small differences of large sums.
+# Relative RMS errors allowed. bfloat16: docs/numerics.md. float32: nothing on the way is rounded to 16 bits on a
+# CPU; gradients of the gate are small differences of large sums.
 BUDGETS = {
     "o": (0.005, 1e-5),
     "final_state": (0.005, 1e-5),
@@ -291,7 +291,7 @@ def budget(name: str, dtype: torch.dtype) -> float:
 def assert_close(
     expected: dict[str, Tensor], got: dict[str, Tensor], slack: float | dict[str, float] = 1.0, what: str = ""
 ) -> None:
-    """RMS within the budget of each result, and no single element far off (math.md 8: the max-norm gate)."""
+    """RMS within the budget of each result, and no single element far off (the max-norm gate)."""
     problems = []
     for name, x in got.items():
         factor = slack.get(name, 1.0) if isinstance(slack, dict) else slack

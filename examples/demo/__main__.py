@@ -1,0 +1,153 @@
+"""The demonstration, in two to three minutes: ``python -m examples.demo`` from the root of the repository.
+
+Trains a small byte-level language model of ``kda.nn`` layers on the English text that comes with Python, saves and
+loads it, reads a long held-out prompt, goes on writing with a state of constant size, and checks that reading at once,
+in pieces and byte by byte agree. What it writes goes to ``demo_out/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import kda
+
+from . import corpus
+from .model import LanguageModel
+from .plot import plot_losses
+from .serving import agreement, choose_device, save_and_load, write
+from .training import evaluate, train
+
+QUICK_MODEL = {"width": 64, "layers": 2, "heads": 1, "head_dim": 64, "hidden": 128}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=(__doc__ or "").split("\n\n")[1])
+    parser.add_argument("--seconds", type=float, default=100.0, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead: the same every time")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see whether everything runs")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder to write to (default: %(default)s)")
+    return parser.parse_args()
+
+
+def readable(data: bytes) -> str:
+    """Text that no terminal stumbles over."""
+    text = data.decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def main() -> int:
+    arguments, start = parse_arguments(), time.perf_counter()
+    quick, out = arguments.quick, arguments.out
+    steps = arguments.steps or (30 if quick else None)
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, soft_wrap=True)
+
+    def say(name: str, text: str) -> None:
+        console.print(f"  [dim]{name:<10}[/] {text}")
+
+    # ---- where, and what ----
+    torch.manual_seed(0)
+    about = kda.info()
+    console.print(f"\n[bold]kda {about['version']}[/]   a language model of Kimi Delta Attention, from nothing\n")
+    device, dtype, why = choose_device()
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+    processor = f"{torch.get_num_threads()} threads, {about['cpu'].split()[0]}" if device == "cpu" else str(dtype)
+    say("device", f"{device} ({processor}): {why}")
+    text, held_out = corpus.load(quick)
+    losses = {"uniform": math.log(256), **corpus.counting_losses(text, held_out)}
+    say("text", f"{len(text):,} bytes of Python's documentation, and {len(held_out):,} held out")
+    model = LanguageModel(**(QUICK_MODEL if quick else {})).to(device)
+    size = model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    say("model", f"{parameters:,} parameters in {size['layers']} blocks of width {size['width']}")
+    text, held_out = text.to(device), held_out.to(device)
+
+    # ---- train, save, load ----
+    history = train(model, text, held_out, autocast, console, seconds=arguments.seconds, steps=steps)
+    losses["model"] = evaluate(model, held_out, autocast)
+    rate = history.bytes_seen / history.seconds
+    say("trained", f"{history.bytes_seen:,} bytes in {len(history.losses)} steps, {rate:,.0f} bytes/s")
+    table = Table("held-out text", "nats/byte", "bits/byte", box=None, padding=(0, 2), header_style="dim")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, loss in losses.items():
+        table.add_row(name, f"{loss:.3f}", f"{loss / math.log(2):.3f}", style="bold" if name == "model" else "")
+    console.print(Padding(table, (0, 0, 0, 11)))
+    plot_losses(history, losses, out / "loss.png")
+    prompt = held_out[None, : 512 if quick else 4096]
+    model, same = save_and_load(model, out / "model.pt", prompt, device)
+    stored = (out / "model.pt").stat().st_size
+    say("saved", f"{stored / 2**20:.1f} MiB; loaded again, it gives {'the same bits' if same else 'other logits'}")
+
+    # ---- serve ----
+    with autocast():
+        new, measured = write(model, prompt, 64 if quick else 400)
+        whole = torch.cat([prompt, new], 1)
+        differences = agreement(model, whole)
+    before, after = measured["state_bytes_after_prefill"], measured["state_bytes_after_decode"]
+    softmax = 2 * size["layers"] * size["heads"] * size["head_dim"] * 4 * whole.shape[1]
+    relative = max(value for name, value in differences.items() if name.endswith("relative"))
+    say("prefill", f"{prompt.shape[1]:,} bytes, {measured['prefill_bytes_per_second']:,.0f} bytes/s")
+    say("decode", f"{new.shape[1]:,} bytes, {measured['decode_bytes_per_second']:,.0f} bytes/s, greedily")
+    say("state", f"{before / 1024:.1f} KiB after the prompt, {after / 1024:.1f} KiB at the end")
+    say("", f"(keys and values of softmax attention with these heads: {softmax / 1024:,.0f} KiB)")
+    say("agreement", f"logits read at once, in pieces and byte by byte differ by {relative:.1e} (RMS, relative)")
+    written = Text(readable(bytes(prompt[0, -300:].tolist())), style="dim")
+    written.append(readable(bytes(new[0].tolist())), style="bold")
+    title = "the end of the prompt, and how the model goes on"
+    console.print(Padding(Panel(written, title=title, title_align="left", width=88), (1, 0)))
+
+    # ---- judge, and keep ----
+    checks = {
+        "the loss fell": history.recent < history.losses[0],
+        "the loaded model is the saved one": same,
+        "the state does not grow": before == after,
+        "prefill and decode agree": relative < (1e-4 if dtype == torch.float32 else 0.05),
+    }
+    if not (quick or arguments.steps):
+        checks["better than the bigram model"] = losses["model"] < losses["bigram"]
+    summary = {
+        "device": device,
+        "why": why,
+        "library": about,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "text_bytes": len(text),
+        "held_out_bytes": len(held_out),
+        "model": {**size, "parameters": parameters},
+        "steps": len(history.losses),
+        "training_seconds": history.seconds,
+        "training_bytes_per_second": rate,
+        "nats_per_byte": losses,
+        **measured,
+        "agreement": differences,
+        "checks": checks,
+        "seconds": time.perf_counter() - start,
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (out / "text.txt").write_bytes(bytes(whole[0].tolist()))
+    failed = [name for name, passed in checks.items() if not passed]
+    verdict = f"[red]failed: {'; '.join(failed)}[/]" if failed else f"[green]all {len(checks)} passed[/]"
+    say("checks", verdict)
+    say("written", f"loss.png, model.pt, summary.json and text.txt in {out}/")
+    say("", f"{time.perf_counter() - start:.0f} seconds in all\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

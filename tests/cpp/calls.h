@@ -1,0 +1,65 @@
+// The tensors of a case, and the args structs that point at them.
+#pragma once
+#include <map>
+
+#include "cases.h"
+
+namespace kda::test {
+
+struct Named {
+  const char* name;
+  Tensor* tensor;
+};
+
+// Everything a case reads, seeded by its name.
+struct Inputs {
+  Case c;
+  int64_t B, T, N;
+  Tensor q, k, v, g, beta, A_log, dt_bias, cu_seqlens;
+  Tensor h0, d_o, dhT;  // [N,..]
+
+  explicit Inputs(const Case& c, uint64_t seed = 0);
+  kda_inputs view() const;
+  int64_t begin(int64_t n) const;   // first token of sequence n within its row
+  int64_t length(int64_t n) const;  // its tokens
+  int64_t chunks() const;           // of all sequences together
+  std::vector<int64_t> state_shape(int64_t rows) const;
+  std::vector<Named> tensors();
+  std::map<std::string, Bits> bits();  // of every input, to compare after a call
+};
+
+struct ForwardOutputs {
+  Tensor o, hT, h, v_new, Aqk, Akk;
+  // Only o and hT, or all; in the dtypes of the case, or as float64 for the oracle.
+  ForwardOutputs(const Inputs& in, bool all, bool f64 = false);
+  std::vector<Named> tensors();
+};
+
+struct BackwardOutputs {
+  Tensor dq, dk, dv, dg, dbeta, dA_log, d_dt_bias, dh0;
+  BackwardOutputs(const Inputs& in, bool f64 = false);
+  std::vector<Named> tensors();
+};
+
+kda_forward_args forward_args(const Inputs& in, const ForwardOutputs& out);
+// `saved`: what forward kept; without it backward computes it again.
+kda_backward_args backward_args(const Inputs& in, const BackwardOutputs& out, const ForwardOutputs* saved = nullptr);
+
+// Decode reads and writes a pool with more slots than sequences, in an order of its own.
+struct Pool {
+  Tensor h, state_indices, has_initial_state;
+  std::vector<int64_t> slots;  // of each sequence
+  Pool(const Inputs& in, int32_t dtype, int64_t spare = 3);
+  Tensor rows(const Inputs& in) const;  // the states of the sequences, in their order
+};
+kda_decode_args decode_args(const Inputs& in, const Pool& h0, const Pool& hT, const Tensor& o);
+
+// The gate operators on the case's g: M = B T.
+struct GateTensors {
+  Tensor x, A_log, dt_bias, dg, g, dx, dA_log, d_dt_bias;
+  GateTensors(const Inputs& in, int32_t out_dtype);
+};
+kda_gate_args gate_args(const Inputs& in, const GateTensors& t);
+kda_gate_backward_args gate_backward_args(const Inputs& in, const GateTensors& t);
+
+}  // namespace kda::test

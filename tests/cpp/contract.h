@@ -1,0 +1,151 @@
+// Legal calls with every optional tensor in them, for tests that break one thing at a time, and what a refusal must be.
+#pragma once
+#include <functional>
+#include <vector>
+
+#include "calls.h"
+#include "fields.h"
+
+namespace kda::test {
+
+// An args struct with all its memory. Every output, state pools included, is poison until the call succeeds.
+template <class Args>
+struct Legal;
+
+// What forward and decode share: packed sequences (an empty one, a tail), pools with spare slots.
+struct LegalStates {
+  explicit LegalStates(const Case& c) : in(c), h0(in, KDA_F32, 5), hT(KDA_F32, in.state_shape(in.N + 5), c.layout) {}
+  void fill(kda_states& s) {
+    s.h0 = h0.h, s.hT = hT;
+    s.state_indices = h0.state_indices;
+    s.has_initial_state = h0.has_initial_state;
+  }
+  Inputs in;
+  Pool h0;
+  Tensor hT;
+};
+
+inline Case legal_case() {
+  return {.name = "legal",
+          .H = 1,
+          .HV = 2,
+          .K = 5,
+          .V = 3,
+          .lengths = {2, 0, 5},
+          .tail = 2,
+          .gate_form = KDA_GATE_SOFTPLUS,
+          .gates = Gates::kRaw,
+          .A_log = true,
+          .dt_bias = true};
+}
+
+template <>
+struct Legal<kda_forward_args> : LegalStates {
+  explicit Legal(const Case& c = legal_case())
+      : LegalStates(c),
+        out(in, true),
+        checkpoints(KDA_F32, in.state_shape(4)),
+        checkpoint_slots(KDA_I32, {in.N, 1}, std::vector<double>(in.N, -1)) {
+    args = forward_args(in, out);
+    fill(args.states);
+    args.checkpoints = checkpoints;
+    args.checkpoint_slots = checkpoint_slots;
+    args.checkpoint_every = 64;
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() {
+    return {&hT, &out.o, &out.hT, &out.h, &out.v_new, &out.Aqk, &out.Akk, &checkpoints};
+  }
+  ForwardOutputs out;
+  Tensor checkpoints, checkpoint_slots;
+  kda_forward_args args;
+};
+
+template <>
+struct Legal<kda_decode_args> : LegalStates {
+  explicit Legal(const Case& c = legal_case()) : LegalStates(c), o(c.dtype, {in.B, in.T, c.HV, c.V}) {
+    args = KDA_DECODE_ARGS_INIT;
+    args.in = in.view(), args.o = o;
+    fill(args.states);
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&hT, &o}; }
+  Tensor o;
+  kda_decode_args args;
+};
+
+template <>
+struct Legal<kda_backward_args> {
+  explicit Legal(const Case& c = legal_case()) : in(c), saved(in, true), out(in) {
+    for (Tensor* t : {&saved.h, &saved.v_new, &saved.Aqk, &saved.Akk}) t->fill(0.5);
+    args = backward_args(in, out, &saved);
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() {
+    std::vector<Tensor*> all;
+    for (const Named& n : out.tensors()) all.push_back(n.tensor);
+    return all;
+  }
+  Inputs in;
+  ForwardOutputs saved;
+  BackwardOutputs out;
+  kda_backward_args args;
+};
+
+template <>
+struct Legal<kda_gate_args> {
+  explicit Legal(const Case& c = legal_case()) : in(c), t(in, c.g_dtype), args(gate_args(in, t)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&t.g}; }
+  Inputs in;
+  GateTensors t;
+  kda_gate_args args;
+};
+
+template <>
+struct Legal<kda_gate_backward_args> {
+  explicit Legal(const Case& c = legal_case()) : in(c), t(in, c.g_dtype), args(gate_backward_args(in, t)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&t.dx, &t.dA_log, &t.d_dt_bias}; }
+  Inputs in;
+  GateTensors t;
+  kda_gate_backward_args args;
+};
+
+// Gives args the workspace they ask for while they are still legal.
+template <class Args>
+Workspace workspace_for(Args& args) {
+  uint64_t bytes = 0;
+  EXPECT_EQ(query(args, &bytes), KDA_OK) << kda_last_error();
+  Workspace workspace(bytes);
+  args.exec.workspace = bytes ? workspace.data() : nullptr;
+  args.exec.workspace_bytes = bytes;
+  return workspace;
+}
+
+// The call is refused with this status and exactly this beginning of a sentence, which names the argument, what was
+// expected and what was given; no output changed.
+template <class Args>
+void expect_refused(Legal<Args>& x, const std::string& sentence, kda_status status = KDA_INVALID_ARGUMENT) {
+  std::vector<Bits> before;
+  for (const Tensor* t : x.outputs()) before.push_back(t->bits());
+  EXPECT_EQ(call(x.args), status) << "expected refusal: " << sentence;
+  const std::string got = kda_last_error();
+  EXPECT_EQ(got.substr(0, sentence.size()), sentence) << "the whole sentence: " << got;
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_EQ(x.outputs()[i]->bits(), before[i]) << "output " << i << " was written after: " << sentence;
+    EXPECT_TRUE(x.outputs()[i]->margins_intact()) << "output " << i << " after: " << sentence;
+  }
+}
+
+// Breaks a fresh legal call and expects the refusal.
+template <class Args>
+void refuses(const std::string& sentence, const std::function<void(Legal<Args>&)>& break_it,
+             kda_status status = KDA_INVALID_ARGUMENT) {
+  Legal<Args> x;
+  const Workspace workspace = workspace_for(x.args);
+  break_it(x);
+  expect_refused(x, sentence, status);
+}
+
+}  // namespace kda::test

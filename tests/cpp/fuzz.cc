@@ -1,0 +1,281 @@
+// Seeded fuzzing of the C ABI: mostly legal calls of all five operators, most of them broken in one to three places.
+//   fuzz [calls] [seed] [first]      a failure prints the arguments that repeat it: fuzz 1 SEED CALL
+// All tensors lie in one arena, and no call is made whose tensors reach outside it (such a call is undefined by
+// contract). Whatever the library answers, what it may not write is compared byte by byte; a call that succeeds is
+// compared with the oracle.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <optional>
+
+#include "fields.h"
+#include "fuzz_calls.h"
+
+namespace kda::test {
+namespace {
+
+Arena reference_arena;     // the oracle's outputs
+std::vector<char> before;  // the arena as the call found it
+alignas(256) char workspace[kWorkspace];
+
+// ---- breaking them ----
+
+template <class T, size_t N>
+T one_of(const T (&values)[N], Random& random) {
+  return values[random.below(N)];
+}
+
+// Returns false if the data no longer means what it was filled with: then results are not compared.
+bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random) {
+  constexpr int64_t kShapes[] = {-1, 0, 1, 2, 3, 5, 16, 64, 65, 257};
+  constexpr int64_t kStrides[] = {-64, -1, 0, 1, 2, 3, 16, 60, 300};
+  constexpr int64_t kInts[] = {-2147483648, -1, 0, 1, 2, 7, 64, 2147483647};
+  kda_tensor& t = *f.t;
+  const int dim = t.ndim > 0 ? static_cast<int>(random.below(std::min(t.ndim, KDA_MAX_NDIM))) : 0;
+  switch (random.below(11)) {
+    case 0: t.data = nullptr; return true;
+    case 1: t.dtype = static_cast<int32_t>(random.below(10)) - 1; return false;
+    case 2: t.ndim = static_cast<int32_t>(random.below(8)) - 1; return true;
+    case 3: t.shape[dim] = one_of(kShapes, random); return false;
+    case 4: t.stride[dim] = one_of(kStrides, random); return false;
+    case 5: t.data = static_cast<char*>(t.data) + random.below(9) - 4; return false;
+    case 6: t = {}; return true;
+    case 7: t = *all[random.below(static_cast<int64_t>(all.size()))].t; return false;
+    case 8: std::swap(t.shape[dim], t.shape[0]), std::swap(t.stride[dim], t.stride[0]); return false;
+    case 9: t.data = all[random.below(static_cast<int64_t>(all.size()))].t->data; return false;
+    default: break;
+  }
+  // A value of an integer tensor; of a float tensor, one that is not a number.
+  if (tensor_size(t) == 0 || !t.data || !arena.holds(t) || !dtype_size(t.dtype)) return true;
+  if (reinterpret_cast<uintptr_t>(t.data) % dtype_size(t.dtype)) return true;
+  const int64_t i = random.below(tensor_size(t));
+  const bool integer = t.dtype == KDA_I32 || t.dtype == KDA_I64;
+  set(t, i, integer ? static_cast<double>(one_of(kInts, random)) : std::numeric_limits<double>::infinity());
+  return integer;
+}
+
+void break_exec(kda_exec& e, Random& random) {
+  static const char* const kNames[] = {"reference", "cpu_chunk", "cpu_recurrent", "cpu_gate", "", "nobody", "cpu_"};
+  switch (random.below(7)) {
+    case 0: e.device = static_cast<int32_t>(random.below(4)) - 1; break;
+    case 1: e.device_id = static_cast<int32_t>(random.below(3)) - 1; break;
+    case 2: e.workspace = random.chance(0.5) ? nullptr : workspace + 256 + random.below(3) * 64; break;
+    case 3: e.workspace_bytes = random.chance(0.5) ? 0 : static_cast<uint64_t>(random.below(kWorkspace / 2)); break;
+    case 4: e.num_threads = static_cast<int32_t>(random.below(6)) - 1; break;
+    case 5: e.flags = static_cast<uint32_t>(random.below(4)); break;
+    default: e.impl = one_of(kNames, random); break;
+  }
+}
+
+void break_options(kda_inputs& in, Random& random) {
+  constexpr float kFloats[] = {0, 1, -1, -5, std::numeric_limits<float>::infinity(), 1e-30f};
+  int32_t* const forms[] = {&in.gate_form, &in.beta_form, &in.qk_l2norm, &in.state_layout};
+  if (random.chance(0.3)) (random.chance(0.5) ? in.lower_bound : in.scale) = one_of(kFloats, random);
+  else *forms[random.below(4)] = static_cast<int32_t>(random.below(5)) - 1;
+}
+void break_options(kda_states& s, Random& random) {
+  (random.chance(0.7) ? s.first_valid_slot : s.reserved) = static_cast<int32_t>(random.below(4)) - 1;
+}
+template <class Args>
+void break_options(Args& a, Random& random) {
+  if constexpr (requires { a.in; }) return break_options(a.in, random);
+  else a.gate_form = static_cast<int32_t>(random.below(5)) - 1;
+}
+void break_options(kda_forward_args& a, Random& random) {
+  constexpr int32_t kEvery[] = {-64, 0, 1, 64, 100, 128};
+  if (random.chance(0.2)) a.checkpoint_every = one_of(kEvery, random);
+  else if (random.chance(0.1)) a.reserved = 1;
+  else if (random.chance(0.3)) break_options(a.states, random);
+  else break_options(a.in, random);
+}
+
+// ---- one call ----
+
+// For whoever repeats a failing call: FUZZ_PRINT=1 fuzz 1 SEED CALL.
+template <class Args>
+void print(Args& a) {
+  std::printf("exec: device %d, workspace %p, %llu bytes, impl %s, %d threads, flags %u\n", a.exec.device,
+              a.exec.workspace, static_cast<unsigned long long>(a.exec.workspace_bytes),
+              a.exec.impl ? a.exec.impl : "-", a.exec.num_threads, a.exec.flags);
+  for (const Field& f : fields(a)) {
+    if (f.t->ndim == 0 && !f.t->data) continue;
+    std::printf("%s: %s at %ld, shape and strides", f.name, dtype_name(f.t->dtype),
+                static_cast<long>(static_cast<char*>(f.t->data) - arena.bytes.data()));
+    for (int i = 0; i < std::min(f.t->ndim, KDA_MAX_NDIM); ++i)
+      std::printf(" %ld:%ld", static_cast<long>(f.t->shape[i]), static_cast<long>(f.t->stride[i]));
+    const bool integer = f.t->dtype >= KDA_I32 && f.t->data && arena.holds(*f.t);
+    for (int64_t i = 0; integer && i < tensor_size(*f.t); ++i)
+      std::printf("%s%.0f", i ? " " : ", values ", get_integer(*f.t, i));
+    std::printf("\n");
+  }
+  if constexpr (requires { a.in; })
+    std::printf("forms: gate %d, beta %d, l2norm %d, layout %d, lower_bound %g, scale %g\n", a.in.gate_form,
+                a.in.beta_form, a.in.qk_l2norm, a.in.state_layout, a.in.lower_bound, a.in.scale);
+}
+
+struct Counts {
+  int64_t ok = 0, invalid = 0, unsupported = 0, skipped = 0, compared = 0;
+} counts;
+
+template <class Args>
+int64_t work(const Args& a) {
+  if constexpr (requires { a.in; }) {
+    const kda_tensor &q = a.in.q, &v = a.in.v;
+    if (q.ndim != 4 || v.ndim != 4) return 0;
+    return std::abs(q.shape[0] * q.shape[1] * v.shape[2] * q.shape[3] * v.shape[3]);
+  } else {
+    return std::abs(tensor_size(a.x));
+  }
+}
+
+// The same call by the oracle, its outputs float64 in their own arena.
+template <class Args>
+std::optional<std::vector<kda_tensor>> oracle(Args a) {
+  Random dense(0);
+  reference_arena.clear();
+  std::vector<kda_tensor> outputs;
+  for (const Field& f : fields(a)) {
+    if (!f.output || f.t->ndim <= 0 || f.t->ndim > KDA_MAX_NDIM) continue;
+    for (int i = 0; i < f.t->ndim; ++i)
+      if (f.t->shape[i] < 0) return {};
+    if (tensor_size(*f.t) * 8 > kArena / 4) return {};
+    const kda_tensor original = *f.t;
+    *f.t = reference_arena.take(KDA_F64, {original.shape, original.shape + original.ndim}, dense);
+    const bool readable = original.dtype >= KDA_F32 && original.dtype <= KDA_F64 && original.data &&
+                          reinterpret_cast<uintptr_t>(original.data) % dtype_size(original.dtype) == 0;
+    for (int64_t i = 0; readable && i < tensor_size(original); ++i)  // what nobody writes keeps what it holds
+      set(*f.t, i, get(original, i));
+    outputs.push_back(*f.t);
+  }
+  a.struct_size = sizeof a;
+  a.exec = {};
+  a.exec.impl = "reference";
+  if (call(a) != KDA_OK) return {};
+  return outputs;
+}
+
+void compare_with_oracle(const Field& f, const kda_tensor& expected) {
+  std::vector<double> ref(tensor_size(expected)), x(ref.size());
+  for (size_t i = 0; i < ref.size(); ++i) {
+    ref[i] = get(expected, static_cast<int64_t>(i)), x[i] = get(*f.t, static_cast<int64_t>(i));
+    if (!std::isfinite(ref[i]) && !std::isnan(ref[i])) return;
+    if (std::isnan(ref[i]) != std::isnan(x[i])) fail(str(f.name, "[", i, "]: expected ", ref[i], ", got ", x[i]));
+  }
+  const test::Error e = compare(ref, x);
+  const double budget = f.t->dtype == KDA_F32 || f.t->dtype == KDA_F64 ? 1e-3 : 0.02;
+  if (e.relative_rmse > budget && e.max > 1e-4)
+    fail(str(f.name, " is off by ", e.relative_rmse, ", at most ", e.max, " at element ", e.worst));
+  ++counts.compared;
+}
+
+template <class Args>
+void one_call(Random& random) {
+  // Room for headers of the future: what follows args in memory is zero, or not.
+  static std::vector<uint64_t> room(65536 / 8 + 8);
+  std::memset(room.data(), 0, sizeof(Args) + 256);
+  Args& a = *reinterpret_cast<Args*>(room.data());
+  a.struct_size = sizeof(Args);
+  arena.clear();
+  build(a, random_sizes(random), random);
+  a.exec.num_threads = random.chance(0.97) ? 1 : 2;
+  uint64_t bytes = 0;
+  if (query(a, &bytes) != KDA_OK) fail(std::string("a legal call was refused: ") + kda_last_error());
+  if (bytes > kWorkspace) fail("asks for " + std::to_string(bytes) + " bytes of workspace");
+  a.exec.workspace = workspace, a.exec.workspace_bytes = bytes;
+
+  const bool legal = random.chance(0.25);
+  bool comparable = true;
+  for (int64_t n = legal ? 0 : 1 + random.below(3); n > 0; --n) {
+    const std::vector<Field> all = fields(a);
+    if (random.chance(0.6)) comparable &= break_tensor(all[random.below(all.size())], all, random);
+    else if (random.chance(0.5)) break_exec(a.exec, random);
+    else if (random.chance(0.8)) break_options(a, random);
+    else {
+      constexpr uint64_t kSizes[] = {0, 8, sizeof(Args) - 8, sizeof(Args) + 8, sizeof(Args) + 64, 65536, 65537, ~0ull};
+      a.struct_size = one_of(kSizes, random);
+      if (random.chance(0.5)) room[sizeof(Args) / 8 + random.below(8)] = 1;
+    }
+  }
+  for (const Field& f : fields(a))
+    if (!arena.holds(*f.t)) return void(++counts.skipped);
+  if (work(a) > kWork) return void(++counts.skipped);
+
+  if (std::getenv("FUZZ_PRINT")) print(a);
+  const auto expected = comparable ? oracle(a) : std::nullopt;
+  const std::vector<Field> all = fields(a);
+  before.assign(arena.bytes.begin(), arena.bytes.begin() + arena.used);
+  const Args passed = a;
+  const char* text = nullptr;
+  const kda_status explained = explain(a, &text);
+  const kda_status status = call(a);
+  if (std::memcmp(&passed, &a, sizeof a)) fail("the args struct was written");
+  if (legal && status != KDA_OK) fail(std::string("a legal call was refused: ") + kda_last_error());
+  if (status == KDA_OK) {
+    ++counts.ok;
+    if (explained != KDA_OK || !text || !*text) fail("runs but is not explained");
+    if (!expected && comparable) fail("the oracle refuses it");
+    size_t i = 0;
+    for (const Field& f : all) {
+      if (!f.output || f.t->ndim == 0) continue;
+      if (expected) compare_with_oracle(f, (*expected)[i]);
+      ++i;
+      for (int64_t j = 0; j < tensor_size(*f.t); ++j) {  // what the call may write
+        char* p = element(*f.t, j);
+        std::memcpy(before.data() + (p - arena.bytes.data()), p, dtype_size(f.t->dtype));
+      }
+    }
+  } else {
+    (status == KDA_UNSUPPORTED ? counts.unsupported : counts.invalid) += 1;
+    if (status != KDA_INVALID_ARGUMENT && status != KDA_UNSUPPORTED)
+      fail(std::string(kda_status_name(status)) + ": " + kda_last_error());
+    if (!*kda_last_error()) fail("refused without a sentence");
+  }
+  if (std::memcmp(before.data(), arena.bytes.data(), before.size())) {
+    int64_t at = 0;
+    while (before[at] == arena.bytes[at]) ++at;
+    std::string where = "between tensors";
+    for (const Field& f : all)
+      if (f.t->ndim > 0 && arena.bytes.data() + at >= static_cast<char*>(f.t->data))
+        where = std::string("after ") + f.name;
+    fail("wrote where it may not, " + where + "; status " + kda_status_name(status));
+  }
+}
+
+int main_(int argc, char** argv) {
+  const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 100000, seed = argc > 2 ? std::atoll(argv[2]) : 1;
+  const int64_t first = argc > 3 ? std::atoll(argv[3]) : 0;
+  arena.used = reference_arena.used = kArena;
+  arena.clear(), reference_arena.clear();
+  std::memset(workspace, 0xff, sizeof workspace);
+  for (int64_t i = first; i < first + calls; ++i) {
+    Random random(static_cast<uint64_t>(seed) << 40 ^ static_cast<uint64_t>(i));
+    random.bits();
+    try {
+      switch (i % 5) {
+        case 0: one_call<kda_forward_args>(random); break;
+        case 1: one_call<kda_backward_args>(random); break;
+        case 2: one_call<kda_decode_args>(random); break;
+        case 3: one_call<kda_gate_args>(random); break;
+        default: one_call<kda_gate_backward_args>(random); break;
+      }
+    } catch (const Failure& f) {
+      std::printf("call %lld: %s\nrepeat with: fuzz 1 %lld %lld\n", static_cast<long long>(i), f.what.c_str(),
+                  static_cast<long long>(seed), static_cast<long long>(i));
+      return 1;
+    }
+  }
+  std::printf("%lld calls: %lld ok, %lld invalid, %lld unsupported, %lld not made; %lld outputs compared\n",
+              static_cast<long long>(calls), static_cast<long long>(counts.ok), static_cast<long long>(counts.invalid),
+              static_cast<long long>(counts.unsupported), static_cast<long long>(counts.skipped),
+              static_cast<long long>(counts.compared));
+  // A fuzzer whose calls all end the same way tests nothing.
+  const bool varied = counts.ok > calls / 5 && counts.invalid > calls / 5 && counts.compared > calls / 4;
+  return calls < 1000 || varied ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace kda::test
+
+int main(int argc, char** argv) { return kda::test::main_(argc, argv); }

@@ -1,0 +1,256 @@
+// Legal random calls in one arena, for fuzz.cc to break.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "dtype.h"
+#include "error.h"
+#include "support.h"
+
+namespace kda::test {
+
+constexpr int64_t kArena = 1 << 20, kWorkspace = 16 << 20;
+constexpr int64_t kWork = 40000;  // B T HV K V of a call at most: the oracle is slow
+
+struct Failure {
+  std::string what;
+};
+[[noreturn]] inline void fail(const std::string& what) { throw Failure{what}; }
+
+inline int64_t tensor_size(const kda_tensor& t) {
+  int64_t n = t.ndim > 0 && t.ndim <= KDA_MAX_NDIM ? 1 : 0;
+  for (int i = 0; n && i < t.ndim; ++i) n *= std::max<int64_t>(0, t.shape[i]);
+  return n;
+}
+inline char* element(const kda_tensor& t, int64_t i) {
+  int64_t offset = 0;
+  for (int dim = t.ndim - 1; dim >= 0; --dim) {
+    offset += i % t.shape[dim] * t.stride[dim];
+    i /= t.shape[dim];
+  }
+  return static_cast<char*>(t.data) + offset * dtype_size(t.dtype);
+}
+inline double get(const kda_tensor& t, int64_t i) {
+  const void* p = element(t, i);
+  switch (t.dtype) {
+    case KDA_F64: return *static_cast<const double*>(p);
+    case KDA_F32: return *static_cast<const float*>(p);
+    case KDA_BF16: return bf16_to_float(*static_cast<const uint16_t*>(p));
+    default: return f16_to_float(*static_cast<const uint16_t*>(p));
+  }
+}
+inline double get_integer(const kda_tensor& t, int64_t i) {
+  const void* p = element(t, i);
+  return t.dtype == KDA_I32   ? *static_cast<const int32_t*>(p)
+         : t.dtype == KDA_I64 ? static_cast<double>(*static_cast<const int64_t*>(p))
+                              : *static_cast<const uint8_t*>(p);
+}
+inline void set(const kda_tensor& t, int64_t i, double x) {
+  void* p = element(t, i);
+  switch (t.dtype) {
+    case KDA_F64: *static_cast<double*>(p) = x; break;
+    case KDA_F32: *static_cast<float*>(p) = static_cast<float>(x); break;
+    case KDA_BF16: *static_cast<uint16_t*>(p) = float_to_bf16(static_cast<float>(x)); break;
+    case KDA_F16: *static_cast<uint16_t*>(p) = float_to_f16(static_cast<float>(x)); break;
+    case KDA_I32: *static_cast<int32_t*>(p) = static_cast<int32_t>(x); break;
+    case KDA_I64: *static_cast<int64_t*>(p) = static_cast<int64_t>(x); break;
+    default: *static_cast<uint8_t*>(p) = static_cast<uint8_t>(x); break;
+  }
+}
+
+// ---- memory ----
+
+struct Arena {
+  std::vector<char> bytes = std::vector<char>(kArena);
+  int64_t used = 0;
+
+  void clear() {
+    std::memset(bytes.data(), 0xff, used);
+    used = 0;
+  }
+  // A poisoned tensor of random layout, at most aligned to its element.
+  kda_tensor take(int32_t dtype, const std::vector<int64_t>& shape, Random& random) {
+    kda_tensor t{};
+    t.dtype = dtype, t.ndim = static_cast<int32_t>(shape.size());
+    int64_t stride = 1;
+    const bool padded = random.chance(0.3);
+    for (int i = t.ndim - 1; i >= 0; --i) {
+      if (padded && i + 1 < t.ndim) stride += random.below(4);
+      t.shape[i] = shape[i], t.stride[i] = stride;
+      stride *= std::max<int64_t>(1, shape[i]);
+    }
+    const int64_t size = dtype_size(dtype), first = (used + 64 + size - 1) / size * size;
+    t.data = bytes.data() + first;
+    used = first + stride * size + 64;
+    if (used > kArena) fail("the arena is too small");
+    return t;
+  }
+  bool holds(const kda_tensor& t) const {
+    if (!t.data || tensor_size(t) == 0) return true;  // nothing is accessed
+    int64_t lo = 0, hi = 0;
+    for (int i = 0; i < t.ndim; ++i) (t.stride[i] < 0 ? lo : hi) += (t.shape[i] - 1) * t.stride[i];
+    const int64_t size = std::max<int64_t>(1, dtype_size(t.dtype)), at = static_cast<char*>(t.data) - bytes.data();
+    return at + lo * size >= 0 && at + (hi + 1) * size <= used;
+  }
+};
+
+inline Arena arena;  // every tensor of the call at hand
+
+// ---- legal calls ----
+
+struct Sizes {
+  int64_t B, T, N, H, HV, K, V;
+  bool packed, l2norm;
+  std::vector<int64_t> cu;
+  int32_t dtype, gate_form;
+};
+
+inline int32_t any_float(Random& random) {
+  constexpr int32_t kDtypes[] = {KDA_F32, KDA_F32, KDA_BF16, KDA_F16};
+  return random.chance(0.02) ? KDA_F64 : kDtypes[random.below(4)];
+}
+inline int32_t state_dtype(Random& random) { return random.chance(0.3) ? KDA_BF16 : KDA_F32; }
+
+inline Sizes random_sizes(Random& random) {
+  Sizes s{};
+  constexpr int64_t kTokens[] = {0, 1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 70};
+  constexpr int64_t kHead[] = {1, 2, 3, 8, 15, 16, 17, 20};
+  do {
+    s.packed = random.chance(0.4);
+    s.B = s.packed ? 1 : random.below(4);
+    s.T = kTokens[random.below(std::size(kTokens))];
+    s.H = 1 + random.below(2), s.HV = s.H * (1 + random.below(3));
+    s.K = kHead[random.below(std::size(kHead))], s.V = kHead[random.below(std::size(kHead))];
+  } while (s.B * s.T * s.HV * s.K * s.V > kWork / 4 || s.B * s.T * s.HV > 100);
+  s.N = s.B;
+  if (s.packed) {
+    s.N = random.below(5);
+    s.cu = {0};
+    for (int64_t n = 0; n < s.N; ++n) s.cu.push_back(s.cu.back() + random.below(s.T - s.cu.back() + 1));
+  }
+  s.dtype = any_float(random), s.gate_form = static_cast<int32_t>(random.below(3)), s.l2norm = random.chance(0.5);
+  return s;
+}
+
+inline kda_tensor filled(int32_t dtype, const std::vector<int64_t>& shape, Random& random, double scale) {
+  const kda_tensor t = arena.take(dtype, shape, random);
+  for (int64_t i = 0; i < tensor_size(t); ++i) set(t, i, scale * random.uniform(-1, 1));
+  return t;
+}
+
+inline kda_inputs random_inputs(const Sizes& s, Random& random) {
+  kda_inputs in{};
+  in.q = filled(s.dtype, {s.B, s.T, s.H, s.K}, random, 1);
+  in.k = filled(s.dtype, {s.B, s.T, s.H, s.K}, random, 0.3);  // beta |k|^2 <= 2
+  in.v = filled(s.dtype, {s.B, s.T, s.HV, s.V}, random, 1);
+  in.g = filled(any_float(random), {s.B, s.T, s.HV, s.K}, random, 1);
+  if (s.gate_form == KDA_GATE_LOG)
+    for (int64_t i = 0; i < tensor_size(in.g); ++i) set(in.g, i, -std::abs(get(in.g, i)));
+  in.beta = filled(any_float(random), {s.B, s.T, s.HV}, random, 1);
+  if (s.gate_form == KDA_GATE_SOFTPLUS || (s.gate_form == KDA_GATE_LOWER_BOUND && random.chance(0.5)))
+    in.A_log = filled(KDA_F32, {s.HV}, random, 1);
+  if (s.gate_form != KDA_GATE_LOG && random.chance(0.5)) in.dt_bias = filled(KDA_F32, {s.HV, s.K}, random, 1);
+  if (s.packed) {
+    in.cu_seqlens = arena.take(random.chance(0.5) ? KDA_I32 : KDA_I64, {s.N + 1}, random);
+    for (int64_t n = 0; n <= s.N; ++n) set(in.cu_seqlens, n, static_cast<double>(s.cu[n]));
+  }
+  in.gate_form = s.gate_form, in.beta_form = static_cast<int32_t>(random.below(3));
+  in.qk_l2norm = s.l2norm, in.state_layout = static_cast<int32_t>(random.below(2));
+  in.lower_bound = s.gate_form == KDA_GATE_LOWER_BOUND ? -5 : 0;
+  in.scale = random.chance(0.5) ? 0 : static_cast<float>(random.uniform(-2, 2));
+  return in;
+}
+
+inline std::vector<int64_t> state_shape(const Sizes& s, const kda_inputs& in, int64_t rows) {
+  if (in.state_layout == KDA_STATE_V_FIRST) return {rows, s.HV, s.V, s.K};
+  return {rows, s.HV, s.K, s.V};
+}
+
+inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& states, Random& random) {
+  const bool pool = random.chance(0.5);
+  const int64_t rows = pool ? s.N + random.below(4) : s.N;
+  const int32_t dtype = state_dtype(random);
+  if (random.chance(0.7)) states.h0 = filled(dtype, state_shape(s, in, rows), random, 1);
+  const bool needed = pool && !states.h0.ndim;
+  if (states.h0.ndim && random.chance(0.3)) states.hT = states.h0;
+  else if (needed || random.chance(0.7)) states.hT = arena.take(state_dtype(random), state_shape(s, in, rows), random);
+  if (pool) {
+    states.first_valid_slot = static_cast<int32_t>(random.below(2));
+    states.state_indices = arena.take(KDA_I32, {s.N}, random);
+    for (int64_t n = 0; n < s.N; ++n)
+      set(states.state_indices, n, random.chance(0.15) ? -1.0 : static_cast<double>(rows - 1 - n));
+  }
+  if (states.h0.ndim && random.chance(0.5)) {
+    states.has_initial_state = arena.take(KDA_BOOL, {s.N}, random);
+    for (int64_t n = 0; n < s.N; ++n) set(states.has_initial_state, n, random.chance(0.5) ? 3 : 0);
+  }
+}
+
+inline int64_t chunks(const Sizes& s) {
+  if (!s.packed) return s.B * ((s.T + 63) / 64);
+  int64_t sum = 0;
+  for (int64_t n = 0; n < s.N; ++n) sum += (s.cu[n + 1] - s.cu[n] + 63) / 64;
+  return std::max(sum, (s.T + 63) / 64);
+}
+
+inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
+  a.in = random_inputs(s, random);
+  random_states(s, a.in, a.states, random);
+  a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
+  if (random.chance(0.2)) a.h = arena.take(state_dtype(random), state_shape(s, a.in, chunks(s)), random);
+  if (random.chance(0.2)) a.v_new = arena.take(KDA_F32, {s.B, s.T, s.HV, s.V}, random);
+  if (random.chance(0.2)) a.Aqk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
+  if (random.chance(0.2)) a.Akk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
+  if (random.chance(0.2)) {
+    a.checkpoints = arena.take(state_dtype(random), state_shape(s, a.in, 4), random);
+    a.checkpoint_slots = arena.take(KDA_I32, {s.N, 1}, random);
+    for (int64_t n = 0; n < s.N; ++n) set(a.checkpoint_slots, n, n < 4 ? static_cast<double>(n) : -1);
+    a.checkpoint_every = 64;
+  }
+}
+
+inline void build(kda_decode_args& a, const Sizes& s, Random& random) {
+  a.in = random_inputs(s, random);
+  random_states(s, a.in, a.states, random);
+  a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
+}
+
+inline void build(kda_backward_args& a, const Sizes& s, Random& random) {
+  a.in = random_inputs(s, random);
+  if (random.chance(0.5)) a.h0 = filled(state_dtype(random), state_shape(s, a.in, s.N), random, 1);
+  a.d_o = filled(any_float(random), {s.B, s.T, s.HV, s.V}, random, 1);
+  if (random.chance(0.5)) a.dhT = filled(state_dtype(random), state_shape(s, a.in, s.N), random, 1);
+  const auto wanted = [&] { return random.chance(0.8); };
+  if (wanted()) a.dq = arena.take(any_float(random), {s.B, s.T, s.H, s.K}, random);
+  if (wanted()) a.dk = arena.take(any_float(random), {s.B, s.T, s.H, s.K}, random);
+  if (wanted()) a.dv = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
+  if (wanted()) a.dg = arena.take(any_float(random), {s.B, s.T, s.HV, s.K}, random);
+  if (wanted()) a.dbeta = arena.take(any_float(random), {s.B, s.T, s.HV}, random);
+  if (a.in.A_log.ndim && wanted()) a.dA_log = arena.take(KDA_F32, {s.HV}, random);
+  if (a.in.dt_bias.ndim && wanted()) a.d_dt_bias = arena.take(KDA_F32, {s.HV, s.K}, random);
+  if (wanted()) a.dh0 = arena.take(state_dtype(random), state_shape(s, a.in, s.N), random);
+}
+
+template <class Args>
+inline void build_gate(Args& a, const Sizes& s, Random& random) {
+  a.x = filled(any_float(random), {s.B * s.T, s.HV, s.K}, random, 4);
+  a.gate_form = s.gate_form == KDA_GATE_LOG ? KDA_GATE_SOFTPLUS : s.gate_form;
+  a.lower_bound = -5;
+  if (a.gate_form == KDA_GATE_SOFTPLUS || random.chance(0.5)) a.A_log = filled(KDA_F32, {s.HV}, random, 1);
+  if (random.chance(0.5)) a.dt_bias = filled(KDA_F32, {s.HV, s.K}, random, 1);
+}
+inline void build(kda_gate_args& a, const Sizes& s, Random& random) {
+  build_gate(a, s, random);
+  a.g = arena.take(any_float(random), {s.B * s.T, s.HV, s.K}, random);
+}
+inline void build(kda_gate_backward_args& a, const Sizes& s, Random& random) {
+  build_gate(a, s, random);
+  a.dg = filled(any_float(random), {s.B * s.T, s.HV, s.K}, random, 1);
+  a.dx = arena.take(any_float(random), {s.B * s.T, s.HV, s.K}, random);
+  if (a.A_log.ndim && random.chance(0.8)) a.dA_log = arena.take(KDA_F32, {s.HV}, random);
+  if (a.dt_bias.ndim && random.chance(0.8)) a.d_dt_bias = arena.take(KDA_F32, {s.HV, s.K}, random);
+}
+
+}  // namespace kda::test

@@ -1,0 +1,203 @@
+// The ABI, pinned to numbers (x86-64): a change here breaks every program compiled against an older header.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstring>
+#include <set>
+#include <string>
+
+#include "kda/kda.h"
+
+namespace {
+
+#define EXPECT_FIELD(type, field, at) EXPECT_EQ(offsetof(type, field), static_cast<size_t>(at)) << #type "." #field
+
+TEST(Abi, Tensor) {
+  EXPECT_EQ(sizeof(kda_tensor), 96u);
+  EXPECT_FIELD(kda_tensor, data, 0);
+  EXPECT_FIELD(kda_tensor, dtype, 8);
+  EXPECT_FIELD(kda_tensor, ndim, 12);
+  EXPECT_FIELD(kda_tensor, shape, 16);
+  EXPECT_FIELD(kda_tensor, stride, 56);
+  EXPECT_EQ(KDA_MAX_NDIM, 5);
+}
+
+TEST(Abi, Exec) {
+  EXPECT_EQ(sizeof(kda_exec), 48u);
+  EXPECT_FIELD(kda_exec, device, 0);
+  EXPECT_FIELD(kda_exec, device_id, 4);
+  EXPECT_FIELD(kda_exec, stream, 8);
+  EXPECT_FIELD(kda_exec, workspace, 16);
+  EXPECT_FIELD(kda_exec, workspace_bytes, 24);
+  EXPECT_FIELD(kda_exec, impl, 32);
+  EXPECT_FIELD(kda_exec, num_threads, 40);
+  EXPECT_FIELD(kda_exec, flags, 44);
+}
+
+TEST(Abi, Inputs) {
+  EXPECT_EQ(sizeof(kda_inputs), 792u);
+  EXPECT_FIELD(kda_inputs, q, 0);
+  EXPECT_FIELD(kda_inputs, k, 96);
+  EXPECT_FIELD(kda_inputs, v, 192);
+  EXPECT_FIELD(kda_inputs, g, 288);
+  EXPECT_FIELD(kda_inputs, beta, 384);
+  EXPECT_FIELD(kda_inputs, A_log, 480);
+  EXPECT_FIELD(kda_inputs, dt_bias, 576);
+  EXPECT_FIELD(kda_inputs, cu_seqlens, 672);
+  EXPECT_FIELD(kda_inputs, gate_form, 768);
+  EXPECT_FIELD(kda_inputs, beta_form, 772);
+  EXPECT_FIELD(kda_inputs, qk_l2norm, 776);
+  EXPECT_FIELD(kda_inputs, state_layout, 780);
+  EXPECT_FIELD(kda_inputs, lower_bound, 784);
+  EXPECT_FIELD(kda_inputs, scale, 788);
+}
+
+TEST(Abi, States) {
+  EXPECT_EQ(sizeof(kda_states), 392u);
+  EXPECT_FIELD(kda_states, h0, 0);
+  EXPECT_FIELD(kda_states, hT, 96);
+  EXPECT_FIELD(kda_states, state_indices, 192);
+  EXPECT_FIELD(kda_states, has_initial_state, 288);
+  EXPECT_FIELD(kda_states, first_valid_slot, 384);
+  EXPECT_FIELD(kda_states, reserved, 388);
+}
+
+TEST(Abi, ForwardArgs) {
+  EXPECT_EQ(sizeof(kda_forward_args), 1920u);
+  EXPECT_FIELD(kda_forward_args, struct_size, 0);
+  EXPECT_FIELD(kda_forward_args, exec, 8);
+  EXPECT_FIELD(kda_forward_args, in, 56);
+  EXPECT_FIELD(kda_forward_args, states, 848);
+  EXPECT_FIELD(kda_forward_args, o, 1240);
+  EXPECT_FIELD(kda_forward_args, checkpoints, 1336);
+  EXPECT_FIELD(kda_forward_args, checkpoint_slots, 1432);
+  EXPECT_FIELD(kda_forward_args, h, 1528);
+  EXPECT_FIELD(kda_forward_args, v_new, 1624);
+  EXPECT_FIELD(kda_forward_args, Aqk, 1720);
+  EXPECT_FIELD(kda_forward_args, Akk, 1816);
+  EXPECT_FIELD(kda_forward_args, checkpoint_every, 1912);
+  EXPECT_FIELD(kda_forward_args, reserved, 1916);
+}
+
+TEST(Abi, BackwardArgs) {
+  EXPECT_EQ(sizeof(kda_backward_args), 2288u);
+  EXPECT_FIELD(kda_backward_args, struct_size, 0);
+  EXPECT_FIELD(kda_backward_args, exec, 8);
+  EXPECT_FIELD(kda_backward_args, in, 56);
+  EXPECT_FIELD(kda_backward_args, h0, 848);
+  EXPECT_FIELD(kda_backward_args, d_o, 944);
+  EXPECT_FIELD(kda_backward_args, dhT, 1040);
+  EXPECT_FIELD(kda_backward_args, h, 1136);
+  EXPECT_FIELD(kda_backward_args, v_new, 1232);
+  EXPECT_FIELD(kda_backward_args, Aqk, 1328);
+  EXPECT_FIELD(kda_backward_args, Akk, 1424);
+  EXPECT_FIELD(kda_backward_args, dq, 1520);
+  EXPECT_FIELD(kda_backward_args, dk, 1616);
+  EXPECT_FIELD(kda_backward_args, dv, 1712);
+  EXPECT_FIELD(kda_backward_args, dg, 1808);
+  EXPECT_FIELD(kda_backward_args, dbeta, 1904);
+  EXPECT_FIELD(kda_backward_args, dA_log, 2000);
+  EXPECT_FIELD(kda_backward_args, d_dt_bias, 2096);
+  EXPECT_FIELD(kda_backward_args, dh0, 2192);
+}
+
+TEST(Abi, DecodeArgs) {
+  EXPECT_EQ(sizeof(kda_decode_args), 1336u);
+  EXPECT_FIELD(kda_decode_args, struct_size, 0);
+  EXPECT_FIELD(kda_decode_args, exec, 8);
+  EXPECT_FIELD(kda_decode_args, in, 56);
+  EXPECT_FIELD(kda_decode_args, states, 848);
+  EXPECT_FIELD(kda_decode_args, o, 1240);
+}
+
+TEST(Abi, GateArgs) {
+  EXPECT_EQ(sizeof(kda_gate_args), 448u);
+  EXPECT_FIELD(kda_gate_args, struct_size, 0);
+  EXPECT_FIELD(kda_gate_args, exec, 8);
+  EXPECT_FIELD(kda_gate_args, x, 56);
+  EXPECT_FIELD(kda_gate_args, A_log, 152);
+  EXPECT_FIELD(kda_gate_args, dt_bias, 248);
+  EXPECT_FIELD(kda_gate_args, g, 344);
+  EXPECT_FIELD(kda_gate_args, gate_form, 440);
+  EXPECT_FIELD(kda_gate_args, lower_bound, 444);
+}
+
+TEST(Abi, GateBackwardArgs) {
+  EXPECT_EQ(sizeof(kda_gate_backward_args), 736u);
+  EXPECT_FIELD(kda_gate_backward_args, struct_size, 0);
+  EXPECT_FIELD(kda_gate_backward_args, exec, 8);
+  EXPECT_FIELD(kda_gate_backward_args, x, 56);
+  EXPECT_FIELD(kda_gate_backward_args, A_log, 152);
+  EXPECT_FIELD(kda_gate_backward_args, dt_bias, 248);
+  EXPECT_FIELD(kda_gate_backward_args, dg, 344);
+  EXPECT_FIELD(kda_gate_backward_args, dx, 440);
+  EXPECT_FIELD(kda_gate_backward_args, dA_log, 536);
+  EXPECT_FIELD(kda_gate_backward_args, d_dt_bias, 632);
+  EXPECT_FIELD(kda_gate_backward_args, gate_form, 728);
+  EXPECT_FIELD(kda_gate_backward_args, lower_bound, 732);
+}
+
+TEST(Abi, Enums) {
+  EXPECT_EQ(KDA_OK, 0);
+  EXPECT_EQ(KDA_INVALID_ARGUMENT, 1);
+  EXPECT_EQ(KDA_UNSUPPORTED, 2);
+  EXPECT_EQ(KDA_CUDA_ERROR, 3);
+  EXPECT_EQ(KDA_INTERNAL_ERROR, 4);
+  EXPECT_EQ(KDA_F32, 1);
+  EXPECT_EQ(KDA_BF16, 2);
+  EXPECT_EQ(KDA_F16, 3);
+  EXPECT_EQ(KDA_F64, 4);
+  EXPECT_EQ(KDA_I32, 5);
+  EXPECT_EQ(KDA_I64, 6);
+  EXPECT_EQ(KDA_BOOL, 7);
+  EXPECT_EQ(KDA_CPU, 0);
+  EXPECT_EQ(KDA_CUDA, 1);
+  EXPECT_EQ(KDA_GATE_LOG, 0);
+  EXPECT_EQ(KDA_GATE_SOFTPLUS, 1);
+  EXPECT_EQ(KDA_GATE_LOWER_BOUND, 2);
+  EXPECT_EQ(KDA_BETA_ACTIVATED, 0);
+  EXPECT_EQ(KDA_BETA_SIGMOID, 1);
+  EXPECT_EQ(KDA_BETA_2SIGMOID, 2);
+  EXPECT_EQ(KDA_STATE_V_FIRST, 0);
+  EXPECT_EQ(KDA_STATE_K_FIRST, 1);
+  EXPECT_EQ(KDA_BATCH_INVARIANT, 1u);
+}
+
+TEST(Abi, Version) {
+  EXPECT_STREQ(kda_version(), "0.1.0");
+  EXPECT_EQ(std::to_string(KDA_VERSION_MAJOR) + "." + std::to_string(KDA_VERSION_MINOR) + "." +
+                std::to_string(KDA_VERSION_PATCH),
+            kda_version());
+  const std::string info = kda_info();
+  EXPECT_EQ(info.rfind("version: 0.1.0\n", 0), 0u) << info;
+  EXPECT_NE(info.find("\ncpu: "), std::string::npos) << info;
+  EXPECT_NE(info.find("\ncuda: "), std::string::npos) << info;
+}
+
+TEST(Abi, StatusNames) {
+  EXPECT_STREQ(kda_status_name(KDA_OK), "KDA_OK");
+  EXPECT_STREQ(kda_status_name(KDA_INVALID_ARGUMENT), "KDA_INVALID_ARGUMENT");
+  EXPECT_STREQ(kda_status_name(KDA_UNSUPPORTED), "KDA_UNSUPPORTED");
+  EXPECT_STREQ(kda_status_name(KDA_CUDA_ERROR), "KDA_CUDA_ERROR");
+  EXPECT_STREQ(kda_status_name(KDA_INTERNAL_ERROR), "KDA_INTERNAL_ERROR");
+  EXPECT_STREQ(kda_status_name(static_cast<kda_status>(99)), "an unknown kda_status");
+}
+
+// Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
+TEST(Abi, ImplementationNames) {
+  for (const char* op : {"forward", "backward", "decode", "gate", "gate_backward"}) {
+    std::set<std::string> names;
+    std::string last;
+    int32_t count = 0;
+    for (; const char* name = kda_implementation(op, count); ++count) names.insert(last = name);
+    EXPECT_GE(count, 2) << op;
+    EXPECT_EQ(names.size(), static_cast<size_t>(count)) << op;
+    EXPECT_EQ(last, "reference") << op;
+    EXPECT_EQ(kda_implementation(op, count), nullptr);
+    EXPECT_EQ(kda_implementation(op, -1), nullptr);
+  }
+  EXPECT_EQ(kda_implementation("forwards", 0), nullptr);
+  EXPECT_EQ(kda_implementation(nullptr, 0), nullptr);
+}
+
+}  // namespace

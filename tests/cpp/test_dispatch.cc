@@ -1,0 +1,174 @@
+// Which implementation runs: forced by exec.impl, forced by KDA_IMPL, or the first that can. kda_*_explain says so, and
+// the oracle's bits (float64 rounded once) tell it from the others.
+#include <algorithm>
+#include <cstdlib>
+
+#include "calls.h"
+
+namespace kda::test {
+namespace {
+
+// Sets an environment variable for one scope.
+class Environment {
+ public:
+  Environment(const char* name, const char* value) : name_(name) {
+    if (const char* old = std::getenv(name)) old_ = old, had_ = true;
+    setenv(name, value, 1);
+  }
+  ~Environment() { had_ ? setenv(name_, old_.c_str(), 1) : unsetenv(name_); }
+
+ private:
+  const char* name_;
+  std::string old_;
+  bool had_ = false;
+};
+
+struct Dispatch : testing::Test {
+  Dispatch()
+      : in(find_case("softplus")),
+        forward(in, false),
+        backward(in),
+        pool(in, KDA_F32),
+        o(KDA_F32, {in.B, in.T, in.c.HV, in.c.V}),
+        gate(in, KDA_F32) {}
+
+  template <class F>
+  void each(F f) {
+    f("forward", forward_args(in, forward));
+    f("backward", backward_args(in, backward));
+    f("decode", decode_args(in, pool, pool, o));
+    f("gate", gate_args(in, gate));
+    f("gate_backward", gate_backward_args(in, gate));
+  }
+  Bits forward_bits(const char* impl) {
+    run(forward_args(in, forward), {.impl = impl});
+    return forward.o.bits();
+  }
+
+  Inputs in;
+  ForwardOutputs forward;
+  BackwardOutputs backward;
+  Pool pool;
+  Tensor o;
+  GateTensors gate;
+};
+
+template <class Args>
+std::string explanation(const Args& args) {
+  const char* text = "";
+  EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
+  return text;
+}
+
+// What other tests rely on when they force a name.
+TEST_F(Dispatch, check_implementation) {
+  each([](const char* op, auto args) {
+    for (int32_t i = 0; const char* name = kda_implementation(op, i); ++i) {
+      const bool on_cpu = std::string(name).starts_with("cpu_") || std::string(name) == "reference";
+      if (!on_cpu) continue;  // its memory is elsewhere
+      args.exec.impl = name;
+      const std::string text = explanation(args);
+      EXPECT_EQ(chosen(text), name) << text;
+      EXPECT_EQ(text.find("\n* "), i ? text.find(std::string("\n* ") + name) : std::string::npos) << text;
+      for (int32_t j = 0; const char* other = kda_implementation(op, j); ++j)
+        EXPECT_EQ(text.find(std::string("- ") + other + ": ") != std::string::npos, j != i) << text;
+    }
+  });
+}
+
+TEST_F(Dispatch, ForcedOneRuns) {
+  const Bits reference = forward_bits("reference");
+  EXPECT_NE(forward_bits("cpu_chunk"), reference);
+  EXPECT_NE(forward_bits("cpu_recurrent"), reference);
+  EXPECT_NE(forward_bits("cpu_chunk"), forward_bits("cpu_recurrent"));
+}
+
+TEST_F(Dispatch, FirstThatCanWithoutAName) {
+  each([](const char* op, const auto& args) {
+    const std::string text = explanation(args);
+    const std::string first = cpu_implementations(op).front();
+    EXPECT_EQ(chosen(text), first) << text;
+    EXPECT_NE(text.find("- reference: can, comes later in the order\n"), std::string::npos) << text;
+  });
+}
+
+TEST_F(Dispatch, EnvironmentForces) {
+  const Bits free = forward_bits(nullptr), reference = forward_bits("reference");
+  const Environment environment("KDA_IMPL", "reference");
+  each([](const char*, const auto& args) { EXPECT_EQ(chosen(explanation(args)), "reference"); });
+  EXPECT_EQ(forward_bits(nullptr), reference);
+  EXPECT_NE(forward_bits(nullptr), free);
+}
+
+TEST_F(Dispatch, EnvironmentTakesAList) {
+  const Environment environment("KDA_IMPL", "cpu_recurrent,reference");
+  EXPECT_EQ(chosen(explanation(forward_args(in, forward))), "cpu_recurrent");
+  EXPECT_EQ(chosen(explanation(decode_args(in, pool, pool, o))), "cpu_recurrent");
+  EXPECT_EQ(chosen(explanation(backward_args(in, backward))), "reference");
+  EXPECT_EQ(chosen(explanation(gate_args(in, gate))), "reference");
+  const Bits bits = forward_bits(nullptr);
+  EXPECT_EQ(bits, forward_bits("cpu_recurrent"));
+}
+
+TEST_F(Dispatch, EnvironmentLeavesOtherOperatorsAlone) {
+  const Environment environment("KDA_IMPL", "cpu_gate");
+  EXPECT_EQ(chosen(explanation(gate_args(in, gate))), "cpu_gate");
+  EXPECT_EQ(chosen(explanation(forward_args(in, forward))), cpu_implementations("forward").front());
+}
+
+TEST_F(Dispatch, ArgumentBeatsEnvironment) {
+  const Environment environment("KDA_IMPL", "reference");
+  kda_forward_args args = forward_args(in, forward);
+  args.exec.impl = "cpu_recurrent";
+  EXPECT_EQ(chosen(explanation(args)), "cpu_recurrent");
+}
+
+TEST_F(Dispatch, EmptyNamesForceNothing) {
+  const Environment environment("KDA_IMPL", "");
+  kda_forward_args args = forward_args(in, forward);
+  args.exec.impl = "";
+  EXPECT_EQ(chosen(explanation(args)), cpu_implementations("forward").front());
+}
+
+TEST_F(Dispatch, EnvironmentWithAnUnknownName) {
+  for (const char* value : {"cpu_chunky", "reference,cpu_chunky", "cpu_chunky,reference", "cpu_chunk reference"}) {
+    const Environment environment("KDA_IMPL", value);
+    each([&](const char*, const auto& args) {
+      EXPECT_EQ(call(args), KDA_INVALID_ARGUMENT) << value;
+      const std::string error = kda_last_error();
+      EXPECT_NE(error.find("KDA_IMPL: expected names of implementations, got cpu_chunk"), std::string::npos) << error;
+    });
+  }
+  for (const auto& [name, t] : forward.tensors()) EXPECT_TRUE(!*t || t->untouched()) << name;
+}
+
+TEST_F(Dispatch, UnknownOrForeignNameInTheArgument) {
+  each([](const char* op, auto args) {
+    args.exec.impl = std::string(op).starts_with("gate") ? "cpu_chunk" : "cpu_gate";  // of another operator
+    EXPECT_EQ(call(args), KDA_INVALID_ARGUMENT);
+    const std::string error = kda_last_error();
+    EXPECT_EQ(error.rfind("exec.impl: expected one of ", 0), 0u) << error;
+    EXPECT_NE(error.find(cpu_implementations(op).front()), std::string::npos) << error;
+    EXPECT_NE(error.find(std::string(", got ") + args.exec.impl), std::string::npos) << error;
+  });
+}
+
+// The instruction set asked for is the one in use, unless the machine has only less: else the reruns under KDA_CPU_ISA
+// would test nothing.
+TEST(Isa, IsTheOneAskedFor) {
+  const char* wanted = std::getenv("KDA_CPU_ISA");
+  const std::string info = kda_info(), line = info.substr(info.find("cpu: ") + 5);
+  const std::string used = line.substr(0, line.find(' '));
+  const std::vector<std::string> order = {"baseline", "sse4", "avx2", "avx512"};
+  const auto rank = [&](const std::string& name) {
+    return std::find(order.begin(), order.end(), name) - order.begin();
+  };
+  ASSERT_LT(rank(used), 4) << info;
+  if (!wanted) GTEST_SKIP() << "KDA_CPU_ISA is not set; in use: " << used;
+  ASSERT_LT(rank(wanted), 4) << wanted;
+  ASSERT_LE(rank(used), rank(wanted)) << info;
+  if (used != wanted) GTEST_SKIP() << "this machine has no " << wanted << ", only " << used;
+}
+
+}  // namespace
+}  // namespace kda::test

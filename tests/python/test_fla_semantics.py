@@ -1,0 +1,400 @@
+"""chunk_kda, fused_recurrent_kda and fused_kda_gate as drop-ins for fla.ops.kda: signatures, shapes, modes, errors."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from support import Tensor, assert_close, cotangents, kda_oracle, make, oracle, reference, run, same_bits
+
+both = pytest.mark.parametrize("function", [kda.chunk_kda, kda.fused_recurrent_kda], ids=lambda f: f.__name__)
+
+FLAGS = dict.fromkeys(
+    ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"), False
+)
+# Names, order and defaults that engines and training code rely on; ... means "no default".
+SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
+    kda.chunk_kda: {
+        **dict.fromkeys(("q", "k", "v", "g", "beta"), ...),
+        "scale": None,
+        "initial_state": None,
+        "output_final_state": False,
+        **FLAGS,
+        "safe_gate": False,
+        "lower_bound": None,
+        "disable_recompute": False,
+        "return_intermediate_states": False,
+        "state_v_first": False,
+        "cu_seqlens": None,
+        "cu_seqlens_cpu": None,
+        "cp_context": None,
+    },
+    kda.fused_recurrent_kda: {
+        **dict.fromkeys(("q", "k", "v", "g", "beta"), ...),
+        "A_log": None,
+        "dt_bias": None,
+        "scale": None,
+        "initial_state": None,
+        "output_final_state": False,
+        **FLAGS,
+        "lower_bound": None,
+        "state_v_first": False,
+        "cu_seqlens": None,
+    },
+    kda.fused_kda_gate: {"g": ..., "A_log": ..., "dt_bias": None, "lower_bound": None, "output_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
+def test_signature(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == list(SIGNATURES[function])
+    for p in positional:
+        default = SIGNATURES[function][p.name]
+        if default is ... or p.name == "output_dtype":  # A_log may have a default; None is float32 without torch
+            continue
+        assert p.default == default, p.name
+    own = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert all(p.default is None for p in own), "what FLA does not have must be optional"
+
+
+@both
+def test_fla_keywords_in_kwargs(function: Callable[..., Any]) -> None:
+    p = make(1, 70, gate="softplus")
+    expected = run(function, p, backward=False)
+    if function is kda.chunk_kda:  # A_log and dt_bias come through **kwargs in FLA, with cached metadata
+        got = run(function, p, backward=False, chunk_indices=torch.zeros(2, 2), chunk_size=64, cu_seqlens_cpu=None)
+        assert same_bits(expected["o"], got["o"])
+    with pytest.raises(TypeError, match="no_such_option"):
+        run(function, p, no_such_option=1)
+
+
+def test_chunk_size() -> None:
+    for size in (16, 32):  # 32 is legal in FLA, and not built here
+        with pytest.raises(NotImplementedError, match="chunk_size"):
+            kda.chunk_kda(**make(1, 70).keywords, chunk_size=size)
+
+
+@both
+def test_results_without_final_state(function: Callable[..., Any]) -> None:
+    p = make(2, 70)
+    with_state, without = function(**p.keywords, output_final_state=True), function(**p.keywords)
+    assert isinstance(without, tuple) and len(without) == 2 and without[1] is None
+    assert same_bits(with_state[0], without[0])
+    assert with_state[1].dtype == torch.float32 and list(with_state[1].shape) == [2, 2, 16, 24]
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_of_results(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    p = make(1, 20, dtype=dtype, gate="softplus", beta="sigmoid")
+    results = run(function, p.having(initial_state=p.tensors["initial_state"].to(torch.bfloat16)))
+    assert results.pop("dinitial_state").dtype == torch.bfloat16
+    wide = {"final_state", "dA_log", "ddt_bias"}
+    assert {n: x.dtype for n, x in results.items()} == {n: torch.float32 if n in wide else dtype for n in results}
+
+
+@both
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_dt_bias_and_A_log_shapes(function: Callable[..., Any], lower_bound: float | None) -> None:
+    p = make(1, 70, 2, 2, gate="softplus").having(lower_bound=lower_bound)
+    flat = run(function, p)
+    other = run(function, p.having(dt_bias=p.tensors["dt_bias"].view(4, 16), A_log=p.tensors["A_log"].view(1, 1, 4, 1)))
+    assert list(flat["ddt_bias"].shape) == [64] and list(other["ddt_bias"].shape) == [4, 16]
+    assert list(other["dA_log"].shape) == [1, 1, 4, 1]
+    for name in flat:
+        assert same_bits(flat[name], other[name].reshape(flat[name].shape)), name
+
+
+@both
+def test_bfloat16_parameters(function: Callable[..., Any]) -> None:
+    """A model cast with .bfloat16() casts A_log and dt_bias, too, and FLA reads them."""
+    p = make(1, 70, gate="softplus")
+    p = p.having(**{n: p.tensors[n].bfloat16() for n in ("A_log", "dt_bias")})
+    got = run(function, p)
+    assert got["dA_log"].dtype == got["ddt_bias"].dtype == torch.bfloat16
+    assert_close(reference(p), got)
+
+
+def test_bfloat16_parameters_of_the_gate() -> None:
+    g, A_log, bias = torch.randn(5, 2, 4), torch.randn(2).bfloat16(), torch.randn(8).bfloat16()
+    assert same_bits(kda.fused_kda_gate(g, A_log, bias), kda.fused_kda_gate(g, A_log.float(), bias.float()))
+
+
+@both
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gate_parameters_are_ignored_without_the_gate(function: Callable[..., Any], lower_bound: float | None) -> None:
+    p = make(1, 70)
+    more = {"A_log": torch.randn(2), "dt_bias": torch.randn(32), "lower_bound": lower_bound}
+    assert same_bits(function(**p.keywords)[0], function(**p.keywords, **more)[0])
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cu_seqlens_dtypes(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    p = make(lengths=[3, 0, 64, 17], tail=5)
+    q = p.having(cu_seqlens=p.options["cu_seqlens"].to(dtype))
+    a, b = run(function, p), run(function, q)
+    assert all(same_bits(a[n], b[n]) for n in a)
+    assert not a["o"][:, 84:].any() and not a["dq"][:, 84:].any()
+
+
+@both
+def test_negative_eigenvalues_need_logits(function: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="allow_neg_eigval"):
+        function(**make(1, 5).keywords, allow_neg_eigval=True)
+
+
+@both
+def test_the_softplus_gate_needs_A_log(function: Callable[..., Any]) -> None:
+    p = make(1, 5).having(use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match="A_log"):
+        function(**p.keywords)
+    assert function(**p.having(lower_bound=-5.0).keywords)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [None, 0.0, 1.0, -5.1])
+def test_safe_gate_checks_its_promise(bad: float | None) -> None:
+    p = make(1, 5, gate="lower_bound")
+    with pytest.raises(ValueError, match="lower_bound"):
+        kda.chunk_kda(**p.having(lower_bound=bad).keywords, safe_gate=True)
+    assert same_bits(kda.chunk_kda(**p.keywords)[0], kda.chunk_kda(**p.keywords, safe_gate=True)[0])
+
+
+@both
+def test_wrong_sizes_name_the_argument(function: Callable[..., Any]) -> None:
+    sizes: dict[str, tuple[int, ...]] = {
+        "k": (1, 20, 2, 15),
+        "v": (1, 20, 3, 24),
+        "g": (1, 20, 2, 16),
+        "beta": (1, 20, 2),
+        "initial_state": (1, 4, 16, 24),
+        "A_log": (3,),
+        "dt_bias": (63,),
+    }
+    for name, shape in sizes.items():
+        p = make(1, 20, 2, 2, gate="softplus" if name in ("A_log", "dt_bias") else "log", lengths=[7, 13])
+        # The C ABI knows initial_state as h0.
+        with pytest.raises(ValueError, match="h0|initial_state" if name == "initial_state" else name):
+            function(**p.having(**{name: torch.randn(shape)}).keywords)
+    for p in (make(lengths=[7, 13]).having(cu_seqlens=torch.tensor([0, 7, 21])), make(2, 5, lengths=None)):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            function(**p.having(cu_seqlens=p.options.get("cu_seqlens", torch.tensor([0, 5]))).keywords)
+
+
+def test_context_parallelism_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="cp_context"):
+        kda.chunk_kda(**make(1, 5).keywords, cp_context=object())
+
+
+@both
+def test_transpose_state_layout_is_deprecated(function: Callable[..., Any]) -> None:
+    p = make(1, 20, state=False).having(state_v_first=None)
+    with pytest.warns(DeprecationWarning, match="state_v_first") as caught:
+        old = function(**p.keywords, transpose_state_layout=True, output_final_state=True)
+    assert caught[0].filename == __file__, "the warning must point at the caller"
+    new = function(**p.keywords, state_v_first=True, output_final_state=True)
+    assert same_bits(old[0], new[0]) and same_bits(old[1], new[1])
+
+
+@both
+def test_transpose_state_layout_and_state_v_first_exclude_each_other(function: Callable[..., Any]) -> None:
+    p = make(1, 5, state=False).having(state_v_first=True)
+    with pytest.raises(ValueError, match="state_v_first"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(**p.keywords, transpose_state_layout=True)
+
+
+# ---- intermediate states ----
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_cpu", [False, True])
+@pytest.mark.parametrize("lengths", [None, [130, 0, 1, 64, 65]])
+def test_intermediate_states(v_first: bool, dtype: torch.dtype, with_cpu: bool, lengths: list[int] | None) -> None:
+    p = make(2, 150, 1, 2, 16, 24, dtype=dtype, v_first=v_first, lengths=lengths)
+    cu = {"cu_seqlens_cpu": p.options["cu_seqlens"].clone()} if with_cpu and lengths else {}
+    with torch.inference_mode():
+        o, final_state, h = kda.chunk_kda(**p.keywords, **cu, return_intermediate_states=True, output_final_state=True)
+        _, none, _ = kda.chunk_kda(**p.keywords, **cu, return_intermediate_states=True)
+    assert none is None
+    chunks = [(s, t) for s in oracle(p.map(Tensor.double))[2] for t in range(0, len(s) - 1, 64)]
+    expected = torch.cat([s[t] for s, t in chunks])
+    expected = expected.transpose(-1, -2) if v_first else expected
+    rows = 1 if lengths else 2
+    assert list(h.shape) == [rows, len(chunks) // rows, *expected.shape[1:]] and h.dtype == dtype
+    assert_close({"final_state": expected}, {"final_state": h.flatten(0, 1)})
+    assert_close(reference(p, False), {"o": o, "final_state": final_state})
+
+
+def test_intermediate_states_only_in_inference_mode() -> None:
+    p = make(1, 5)
+    with pytest.raises(ValueError, match="inference_mode"), torch.no_grad():
+        kda.chunk_kda(**p.keywords, return_intermediate_states=True)
+    with torch.inference_mode(), pytest.raises(ValueError, match="disable_recompute"):
+        kda.chunk_kda(**p.keywords, return_intermediate_states=True, disable_recompute=True)
+
+
+# ---- views, modes, gradients ----
+
+
+@both
+def test_any_strides(function: Callable[..., Any]) -> None:
+    p = make(2, 70, 2, 2, gate="softplus", beta="sigmoid")
+    expected = run(function, p)
+
+    def spread(x: Tensor) -> Tensor:  # the same numbers, no dimension dense
+        return (
+            torch.empty(*(2 * n for n in x.shape))
+            .fill_(float("nan"))[tuple(slice(None, None, 2) for _ in x.shape)]
+            .copy_(x)
+        )
+
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+    d_o, d_state = cotangents(p)
+    for view in (spread, turned):
+        leaves = {n: view(x).detach().requires_grad_() for n, x in p.tensors.items()}
+        assert not leaves["q"].is_contiguous()
+        o, final_state = function(**leaves, **p.options, output_final_state=True)
+        assert o.is_contiguous() and final_state.is_contiguous()
+        grads = torch.autograd.grad((o, final_state), list(leaves.values()), (view(d_o), view(d_state)))
+        got = {"o": o, "final_state": final_state, **{f"d{n}": x for n, x in zip(leaves, grads, strict=True)}}
+        assert all(same_bits(expected[n], got[n]) for n in expected), view.__name__
+
+
+@both
+def test_expanded_gradients(function: Callable[..., Any]) -> None:
+    p = make(2, 70)
+
+    def grads(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
+        o, final_state = function(**leaves, **p.options, output_final_state=True)
+        return torch.autograd.grad(loss(o, final_state), list(leaves.values()))
+
+    expanded = grads(lambda o, s: o.sum() + s.sum())
+    dense = grads(lambda o, s: (o * torch.ones_like(o)).sum() + (s * torch.ones_like(s)).sum())
+    assert all(same_bits(a, b) for a, b in zip(expanded, dense, strict=True))
+
+
+@both
+def test_lazily_negated_gradients(function: Callable[..., Any]) -> None:
+    """What autograd hands to backward can be a view with a pending sign, too: right, or an error."""
+    p = make(1, 20)
+    leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
+    o, _ = function(**leaves, **p.options)
+    d_o = cotangents(p)[0]
+    expected = torch.autograd.grad(o, leaves["v"], -d_o, retain_graph=True)[0]
+    try:
+        got = torch.autograd.grad(o, leaves["v"], torch._neg_view(d_o))[0]
+    except ValueError:
+        return
+    assert same_bits(expected, got)
+
+
+@both
+def test_inputs_are_unchanged(function: Callable[..., Any]) -> None:
+    p = make(2, 70, gate="lower_bound", beta="2sigmoid")
+    leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
+    o, final_state = function(**leaves, **p.options, output_final_state=True)
+    (o.sum() + final_state.square().sum()).backward()
+    assert all(same_bits(p.tensors[n], x.detach()) and x._version == 0 for n, x in leaves.items())
+
+
+@both
+@pytest.mark.parametrize("wanted", [("q",), ("v", "beta"), ("g", "A_log"), ("dt_bias", "initial_state"), ()])
+def test_gradients_only_where_required(function: Callable[..., Any], wanted: tuple[str, ...]) -> None:
+    p = make(1, 70, 1, 2, gate="softplus")
+    all_of_them = run(function, p)
+    leaves = {n: x.clone().requires_grad_(n in wanted) for n, x in p.tensors.items()}
+    o, final_state = function(**leaves, **p.options, output_final_state=True)
+    assert o.requires_grad == final_state.requires_grad == bool(wanted)
+    if wanted:
+        torch.autograd.backward((o, final_state), cotangents(p))
+    for n, x in leaves.items():
+        assert (x.grad is None) == (n not in wanted), n
+        assert x.grad is None or same_bits(x.grad, all_of_them[f"d{n}"]), n
+
+
+@both
+@pytest.mark.parametrize("of", ["o", "final_state"])
+def test_gradient_of_one_result_only(function: Callable[..., Any], of: str) -> None:
+    p = make(1, 70, 1, 2, gate="softplus")
+
+    def only(call: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def f(**kw: Any) -> tuple[Tensor, Tensor]:
+            o, s = call(**kw)
+            return (o, s.detach()) if of == "o" else (o.detach(), s)
+
+        return f
+
+    expected = run(only(kda_oracle), p.map(Tensor.double), grads=cotangents(p))
+    assert_close(expected, run(only(function), p))
+
+
+@both
+def test_modes(function: Callable[..., Any]) -> None:
+    p = make(1, 70, dtype=torch.float32)
+    leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
+    expected = function(**leaves, **p.options)[0]
+    assert expected.requires_grad
+    with torch.no_grad():
+        quiet = function(**leaves, **p.options)[0]
+    with torch.inference_mode():
+        quieter = function(**leaves, **p.options)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = function(**leaves, **p.options)[0]
+    assert not quiet.requires_grad and quieter.is_inference()
+    for o in (quiet, quieter, cast):
+        assert o.dtype == torch.float32 and same_bits(expected.detach(), o.detach())
+
+
+@both
+def test_no_second_derivatives(function: Callable[..., Any]) -> None:
+    """Refused, not silently zero."""
+    p = make(1, 5)
+    q = p.tensors["q"].clone().requires_grad_()
+    o, _ = function(**{**p.keywords, "q": q})
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice"):
+        dq.sum().backward()
+
+
+@both
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}, {"lengths": []}, {"lengths": [0, 0]}])
+def test_nothing_to_do(function: Callable[..., Any], sizes: dict[str, Any]) -> None:
+    p = make(**{"B": 2, "T": 5, **sizes})
+    got = run(function, p)
+    assert got["o"].numel() == 0
+    assert same_bits(got["final_state"], p.tensors["initial_state"]), "no token leaves the state as it was"
+    assert same_bits(got["dinitial_state"], cotangents(p)[1])
+
+
+# ---- the gate alone ----
+
+
+def test_gate_shapes_and_dtypes() -> None:
+    x, A_log, bias = torch.randn(3, 2, 5, 2, 4, dtype=torch.bfloat16), torch.randn(2), torch.randn(8)
+    g = kda.fused_kda_gate(x, A_log, bias)
+    assert g.shape == x.shape and g.dtype == torch.float32
+    assert same_bits(g, kda.fused_kda_gate(x, A_log, bias.view(2, 4)))
+    assert same_bits(g.bfloat16(), kda.fused_kda_gate(x, A_log, bias, output_dtype=torch.bfloat16))
+    assert same_bits(g[0, 0], kda.fused_kda_gate(x[0, 0], A_log, bias))
+    turned = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert same_bits(g, kda.fused_kda_gate(turned, A_log, bias))
+    plain = kda.fused_kda_gate(x, lower_bound=-3.0)
+    assert torch.allclose(plain, -3 * x.float().sigmoid(), rtol=1e-6)
+    for bad in (0.0, 2.0, float("nan")):
+        with pytest.raises(ValueError, match="lower_bound"):
+            kda.fused_kda_gate(x, A_log, lower_bound=bad)
+    with pytest.raises(ValueError, match="A_log"):
+        kda.fused_kda_gate(x)

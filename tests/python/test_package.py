@@ -1,0 +1,250 @@
+"""The package as a whole: cheap to import, typed, documented, and able to say what it does and why not."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kda
+import kda.ops
+from support import cpu_implementations, make
+
+OPERATORS = ("forward", "backward", "decode", "gate", "gate_backward")
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter."""
+    environment = {**{n: v for n, v in os.environ.items() if n != "KDA_IMPL"}, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- import ----
+
+
+def test_import_loads_nothing_else() -> None:
+    heavy = python("import sys, kda; dir(kda); print([m for m in ('torch', 'tvm_ffi', 'numpy') if m in sys.modules])")
+    assert heavy.strip() == "[]"
+
+
+def test_import_is_fast() -> None:
+    """0.1 s at most; the best of five, since other processes may be at work."""
+    code = "import time; t = time.perf_counter(); import kda; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(5)) <= 0.1
+
+
+def test_without_torch_numpy_arrays_work() -> None:
+    """torch is optional: an import that fails, as where it is not installed."""
+    code = """
+import sys
+sys.modules["torch"] = None
+import numpy as np, kda
+x, beta = np.ones((1, 70, 2, 4), np.float32) / 2, np.ones((1, 70, 2), np.float32)
+state = np.zeros((1, 2, 4, 4), np.float32)
+o = kda.prefill(x, x, x, 0 * x, beta, state)
+o = kda.decode(x[:, :1], x[:, :1], x[:, :1], 0 * x[:, :1], beta[:, :1], state)
+o, s = kda.fused_recurrent_kda(x, x, x, 0 * x, beta, output_final_state=True)
+g = kda.fused_kda_gate(x, lower_bound=-5.0)
+print(type(o).__module__, s.shape, kda.info()["version"])
+try:
+    kda.chunk_kda(x, x, x, 0 * x, beta)
+except ValueError as e:
+    print(e)
+"""
+    lines = python(code).splitlines()
+    assert lines[0] == f"numpy (1, 2, 4, 4) {kda.__version__}"
+    assert re.match("q: .*torch", lines[1]), "training needs torch, and says so"
+
+
+def test_names() -> None:
+    assert set(kda.__all__) <= set(dir(kda)) and "nn" in dir(kda)
+    for name in kda.__all__:
+        assert getattr(kda, name) is getattr(kda.ops, name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        kda.no_such_name  # noqa: B018
+    public = {
+        n for n, f in vars(kda.ops).items() if inspect.isfunction(f) and f.__module__ == "kda.ops" and n[0] != "_"
+    }
+    assert public == set(kda.__all__), "every public function of ops is exported"
+
+
+def test_typed() -> None:
+    assert (Path(inspect.getfile(kda)).parent / "py.typed").exists()
+    for name in kda.__all__:
+        signature = inspect.signature(getattr(kda, name))
+        assert signature.return_annotation is not inspect.Signature.empty
+        assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values()), name
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    code = """
+import kda, kda.ops
+kda.__path__[:] = ["/nowhere"]  # where an installed wheel has it
+try:
+    kda.info()
+except ImportError as e:
+    print(e)
+"""
+    message = python(code, KDA_LIBRARY_DIR=str(tmp_path))
+    assert str(tmp_path) in message and "KDA_LIBRARY_DIR" in message
+
+
+# ---- documentation ----
+
+
+@pytest.mark.parametrize("name", kda.__all__)
+def test_docstrings(name: str) -> None:
+    """Every function says what it does; those on tensors name each argument and give shapes."""
+    function = getattr(kda, name)
+    text = inspect.getdoc(function) or ""
+    assert len(text.splitlines()[0]) > 20 and ">>> " in text, "a sentence and an example"
+    refers = re.findall(r":func:`(\w+)`", text)
+    assert all(r in kda.__all__ for r in refers)
+    if name in ("chunk_kda", "fused_kda_gate", "prefill"):
+        for argument in inspect.signature(function).parameters:
+            known = argument in text or argument.startswith("use_") or argument in ("kwargs", "state_v_first")
+            assert known, f"{argument} is not documented"
+        assert re.search(r"\[.*HV.*\]", text), "no shapes"
+
+
+@pytest.mark.parametrize("module", ["kda", "kda.ops"])
+def test_examples_in_docstrings(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.failed == 0 and (result.attempted > 10 or module == "kda")
+
+
+# ---- what is there ----
+
+
+def test_info() -> None:
+    info = kda.info()
+    assert info["version"] == kda.__version__ and set(info) == {"version", "cpu", "cuda"}
+    assert re.match(r"(avx512|avx2|sse4|baseline)\b", info["cpu"])
+
+
+def test_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "kda", "info"], capture_output=True, text=True, check=True)
+    words = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert set(words) == {"version", "cpu", "cuda", *OPERATORS}
+    assert all(name in words[op] for op in OPERATORS for name in kda.implementations(op))
+
+
+def test_instruction_set_from_the_environment() -> None:
+    for isa in ("baseline", "sse4"):
+        if isa in kda.info()["cpu"]:
+            assert python("import kda; print(kda.info()['cpu'])", KDA_CPU_ISA=isa).startswith(isa)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_implementations(op: str) -> None:
+    names = list(kda.implementations(op))
+    assert names[-1] == "reference" and len(set(names)) == len(names) >= 2
+    with pytest.raises(ValueError, match=r"^op: expected forward"):
+        kda.implementations(op + "s")
+
+
+@pytest.mark.parametrize("op", ["forward", "decode"])
+def test_explain_says_which_and_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = make(1, 5, v_first=True, state=False)
+    lines = kda.explain(**p.keywords, op=op).splitlines()
+    assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations(op))
+    assert lines[0].startswith(f"* {kda.implementations(op)[0]}: ") and all(x.startswith("- ") for x in lines[1:])
+    for impl in cpu_implementations(op):
+        lines = kda.explain(**p.keywords, op=op, impl=impl).splitlines()
+        assert [x for x in lines if x[0] == "*"] == [x for x in lines if x[2:].startswith(f"{impl}: ")]
+        assert all("another one is forced" in x for x in lines if x[0] == "-")
+        monkeypatch.setenv("KDA_IMPL", impl)
+        assert kda.explain(**p.keywords, op=op).splitlines() == lines
+        monkeypatch.delenv("KDA_IMPL")
+    wide = kda.explain(**p.map(torch.Tensor.double).keywords, op=op).splitlines()
+    assert wide[-1].startswith("* reference") and all("float64" in line for line in wide[:-1])
+    with pytest.raises(ValueError, match=r"^op: "):
+        kda.explain(**p.keywords, op="backward")
+
+
+def test_explain_knows_the_options_of_prefill() -> None:
+    p = make(1, 70, v_first=True, state=False)
+    pool = torch.zeros(2, 2, 24, 16)
+    more: dict[str, Any] = {"checkpoints": pool, "checkpoint_slots": torch.zeros(1, 1).int(), "checkpoint_every": 64}
+    text = kda.explain(**p.keywords, **more)
+    assert "- cpu_recurrent: keeps no checkpoints" in text
+    with pytest.raises(ValueError, match="checkpoint_every"):
+        kda.explain(**p.keywords, **{**more, "checkpoint_every": 63})
+    with pytest.raises(TypeError, match="no_such_option"):
+        kda.explain(**p.keywords, no_such_option=1)
+
+
+def test_workspace_size() -> None:
+    p = make(1, 70, v_first=True, state=False)
+    sizes = [kda.workspace_size(**p.keywords, num_threads=n) for n in (1, 2, 3)]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0, "a share for each thread"
+    assert kda.workspace_size(**p.keywords, impl="cpu_recurrent") == 0
+    arrays = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in p.keywords.items()}
+    assert kda.workspace_size(**arrays, num_threads=1) == sizes[0]
+    with pytest.raises(ValueError, match=r"^g: "):
+        kda.workspace_size(**{**p.keywords, "g": torch.zeros(1, 70, 2, 15)})
+
+
+# ---- forcing and refusing ----
+
+
+def test_impl_environment_in_a_fresh_process() -> None:
+    code = """
+import torch, kda
+x = [torch.randn(1, 70, 1, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+o, _ = kda.chunk_kda(x[0], x[1], x[2], -x[3].abs(), torch.ones(1, 70, 1), use_qk_l2norm_in_kernel=True)
+print(o.double().sum().item().hex(), kda.explain(*x, x[0][..., 0]).count("another one is forced"))
+"""
+    free = python(code)
+    assert python(code, KDA_IMPL="cpu_chunk,cpu_gate").split()[0] == free.split()[0]
+    assert python(code, KDA_IMPL="reference") != free and python(code, KDA_IMPL="reference").split()[1] == "2"
+    with pytest.raises(AssertionError, match="ValueError: KDA_IMPL: expected names of implementations, got nobody"):
+        python(code, KDA_IMPL="cpu_chunk,nobody")
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda", "prefill", "decode"])
+def test_refusals_say_why(name: str) -> None:
+    p = make(1, 5, state=False, v_first=True)
+    function, op = getattr(kda, name), "forward" if name in ("chunk_kda", "prefill") else "decode"
+    with pytest.raises(ValueError, match=r"impl: expected one of .*reference, got nobody"):
+        function(**p.keywords, impl="nobody")
+    wide = p.map(torch.Tensor.double)
+    for impl in cpu_implementations(op):
+        if impl != "reference":
+            with pytest.raises(NotImplementedError, match=f"^{impl} was forced but float64 runs on `reference` only"):
+                function(**wide.keywords, impl=impl)
+
+
+def test_a_forced_implementation_that_cannot_says_why() -> None:
+    """(Left alone, a call on CPU tensors always finds one: `reference` takes everything.)"""
+    p = make(1, 70, state=False, v_first=True)
+    pool = torch.zeros(1, 2, 24, 16)
+    more: dict[str, Any] = {"checkpoints": pool, "checkpoint_slots": torch.zeros(1, 1).int()}
+    with pytest.raises(NotImplementedError, match=r"^cpu_recurrent was forced but keeps no checkpoints$"):
+        kda.prefill(**p.keywords, **more, impl="cpu_recurrent")
+    assert not pool.any()
+
+
+def test_errors_keep_their_classes() -> None:
+    """ValueError and NotImplementedError themselves, raised from the binding like any Python exception."""
+    x = np.zeros((1, 2, 1, 4), np.float32)
+    with pytest.raises(ValueError) as bad:
+        kda.decode(x, x[..., :3], x, x, x[..., 0])
+    assert type(bad.value) is ValueError and str(bad.value) == "k: expected shape [1,2,1,4] like q, got [1,2,1,3]"
+    wide = x.astype(np.float64)
+    with pytest.raises(NotImplementedError) as refused:
+        kda.decode(wide, wide, wide, wide, wide[..., 0], impl="cpu_recurrent")
+    assert type(refused.value) is NotImplementedError
+    assert not np.isnan(kda.decode(x, x, x, x, x[..., 0])).any(), "and the next call is as if nothing had been"
