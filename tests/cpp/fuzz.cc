@@ -40,7 +40,9 @@ bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random)
     case 2: t.ndim = static_cast<int32_t>(random.below(8)) - 1; return true;
     case 3: t.shape[dim] = one_of(kShapes, random); return false;
     case 4: t.stride[dim] = one_of(kStrides, random); return false;
-    case 5: t.data = static_cast<char*>(t.data) + random.below(9) - 4; return false;
+    case 5:
+      if (t.data) t.data = static_cast<char*>(t.data) + random.below(9) - 4;
+      return false;
     case 6: t = {}; return true;
     case 7: t = *all[random.below(static_cast<int64_t>(all.size()))].t; return false;
     case 8: std::swap(t.shape[dim], t.shape[0]), std::swap(t.stride[dim], t.stride[0]); return false;

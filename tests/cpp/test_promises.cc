@@ -226,6 +226,33 @@ TEST_P(StatefulPromise, NaNInOneSlotReachesNoOther) {
   EXPECT_TRUE(std::isnan(b.get(65 * 2 * 40)));
 }
 
+// Value heads that share a query/key head equal as many heads with copies of it.
+TEST_P(StatefulPromise, SharedHeadsEqualRepeatedHeads) {
+  Case c{.name = "shared", .B = 2, .T = 67, .H = 2, .HV = 6, .K = 20, .V = 40, .qk_l2norm = true};
+  const Inputs shared(c);
+  c.H = 6;
+  Inputs repeated(c);
+  for (const auto& [to, from] : {std::pair{&repeated.q, &shared.q}, {&repeated.k, &shared.k}})
+    for (int64_t i = 0; i < to->size(); ++i) {
+      const int64_t token = i / (6 * c.K), head = i / c.K % 6;
+      to->set(i, from->get((token * 2 + head / 3) * c.K + i % c.K));
+    }
+  repeated.v = shared.v.clone(), repeated.g = shared.g.clone(), repeated.beta = shared.beta.clone();
+  repeated.h0 = shared.h0.clone();
+  EXPECT_EQ(run_o(repeated).bits(), run_o(shared).bits());
+}
+
+// No h0 is an h0 of zeros, also after a call that had another.
+TEST_P(StatefulPromise, NoInitialStateIsZeros) {
+  Inputs in({.name = "zeros", .T = 67, .HV = 2, .K = 20, .V = 40});
+  const Bits other = run_o(in).bits();
+  in.h0.fill(0);
+  const Bits zeros = run_o(in).bits();
+  in.h0 = Tensor();
+  EXPECT_EQ(run_o(in).bits(), zeros);
+  EXPECT_NE(other, zeros);
+}
+
 // In place or into another pool: the same bits.
 TEST_P(StatefulPromise, InPlaceEqualsOutOfPlace) {
   for (const char* name : {"packed", "state_K_first", "state_bf16"}) {

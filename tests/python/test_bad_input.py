@@ -274,7 +274,7 @@ def test_checkpoints_in_the_inputs() -> None:
 # ---- two at a time ----
 
 
-@settings(max_examples=400)
+@settings(max_examples=800)
 @given(st.data())
 def test_two_bad_arguments(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FUNCTIONS), "function")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import kda
 from kda.nn import KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +118,31 @@ def test_output_and_every_gradient_equal_the_float64_model(config):
         assert parameter.grad is not None, name
         assert float(p[name].grad.abs().max()) > 0, name
         assert relative(p[name].grad, parameter.grad) < 5e-5, name
+
+
+def test_in_float64_the_layer_is_the_model_and_passes_gradcheck():
+    layer = make().double()
+    x = tokens(2, 70, 48).double()
+    expected = torch.stack([model(float64_parameters(layer), row, layer) for row in x])
+    assert relative(expected, layer(x)[0]) < 1e-14
+    assert relative(expected, in_pieces(layer, x, [60, 1, 9], layer.new_cache(2))) < 1e-14
+
+    layer = KimiDeltaAttention(hidden_size=6, num_heads=1, head_dim=4, expand_v=0.5).double()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def forward(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))[0]
+
+    x = torch.randn(1, 5, 6, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(forward, (x, *(p.detach().clone().requires_grad_() for p in layer.parameters())))
+
+
+def test_nothing_in_nothing_out():
+    layer = make()
+    for shape in ((0, 5, 48), (2, 0, 48)):
+        assert layer(torch.zeros(shape))[0].shape == shape
+    o, _, _ = layer(tokens(2, 5, 48), attention_mask=torch.zeros(2, 5))
+    assert not o.any()
 
 
 # ---- parameters: facts read in FLA (fla/layers/kda.py at bc3b101d), hidden 32, H 2, HV 4, K 8, V 16 ----
@@ -277,6 +304,15 @@ def test_with_gradients_a_cache_carries_values_but_no_gradient():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
+def test_long_pieces_run_in_chunks_and_short_ones_token_by_token(monkeypatch):
+    layer, calls = make(), []
+    for name in ("prefill", "decode"):
+        run = getattr(kda, name)
+        monkeypatch.setattr(kda.ops, name, lambda *a, run=run, name=name, **k: calls.append(name) or run(*a, **k))
+    in_pieces(layer, tokens(1, 110, 48), [100, 8, 1, 1], layer.new_cache(1))
+    assert calls == ["prefill", "decode", "decode", "decode"]
+
+
 # ---- packed and padded sequences ----
 
 LENGTHS = [5, 0, 64, 1, 67, 2]
@@ -417,6 +453,9 @@ def test_short_convolution_is_conv1d_and_silu():
     assert torch.allclose(conv(x), pieces, atol=1e-6)
     assert torch.equal(state, x[:, -3:].transpose(1, 2))
     assert isinstance(conv, torch.nn.Conv1d)
+    rounded, half = ShortConvolution(6, 4, bias=True), ShortConvolution(6, 4, bias=True).bfloat16()
+    rounded.load_state_dict(half.state_dict())
+    assert torch.equal(half(x.bfloat16()), rounded(x.bfloat16().float()).bfloat16())  # rounded once, at the end
     pointwise = ShortConvolution(6, 1)  # a width of 1 remembers nothing
     assert torch.allclose(pointwise(x, torch.zeros(2, 6, 0)), F.silu(x * pointwise.weight[:, 0, 0]))
 
@@ -476,4 +515,17 @@ def run_example(*command: str) -> str:
 
 
 def test_example_train_tiny():
-    assert "recalled" in run_example("examples/train_tiny.py")
+    assert "recalled 100%" in run_example("examples/train_tiny.py")
+
+
+def test_quick_demonstration(tmp_path):
+    printed = run_example("-m", "examples.demo", "--quick", "--out", str(tmp_path))
+    assert "all 4 passed" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "model.pt", "summary.json", "text.txt"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    losses = summary["nats_per_byte"]
+    assert losses["bigram"] < losses["unigram"] < losses["uniform"]
+    assert losses["model"] < losses["uniform"] - 1
+    assert summary["state_bytes_after_prefill"] == summary["state_bytes_after_decode"] > 0
+    assert summary["agreement"]["in_pieces_and_one_by_one_relative"] < 1e-5
+    assert len((tmp_path / "text.txt").read_bytes()) == 512 + 64
