@@ -50,11 +50,12 @@ def loss_of(model: LanguageModel, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, tokens: Tensor, autocast: Autocast, windows: int | None = None) -> float:
-    """Mean loss on consecutive windows of ``tokens``: all of them, or the first few."""
+    """Mean loss on ``tokens``, cut into windows; with ``windows`` on about so many of them, evenly spread."""
     every = tokens[: (len(tokens) - 1) // LENGTH * LENGTH + 1].unfold(0, LENGTH + 1, LENGTH)
+    if windows:
+        every = every[:: max(1, len(every) // windows)]
     with autocast():
-        batches = every[:windows].split(16)
-        return sum(loss_of(model, b).item() * len(b) for b in batches) / len(every[:windows])
+        return sum(loss_of(model, batch).item() * len(batch) for batch in every.split(16)) / len(every)
 
 
 def optimizer_of(model: LanguageModel) -> torch.optim.Optimizer:

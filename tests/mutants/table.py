@@ -1,0 +1,253 @@
+"""The substitutions, by the file they change and the tests that must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Tests: program and filter.
+CASES = ("tokens_65", "packed", "gva_2", "softplus_bias", "lower_bound", "beta_2sigmoid", "K5_V200", "state_K_first")
+
+
+def numerics(*suites: str) -> tuple[str, str]:
+    return "test_numerics", ":".join(f"All/{s}.*_{c}" for s in suites for c in CASES)
+
+
+FORWARD = numerics("Forward", "ForwardSaved")
+BACKWARD = numerics("Backward")
+DECODE = numerics("Decode")
+GATE = ("test_numerics", "All/GateTest.*:GateAccuracy.*")
+CHECKPOINTS = ("test_numerics", "All/Checkpoints.*")
+ORACLE = ("test_oracle", "*")
+PADDING = ("test_edges", "Padding.Forward")
+TAIL = ("test_edges", "Tail.*")
+
+CHUNK = "src/cpu/chunk-inl.h"
+CHUNK_FORWARD = "src/cpu/chunk_forward.cc"
+CHUNK_BACKWARD = "src/cpu/chunk_backward.cc"
+RECURRENT = "src/cpu/recurrent.cc"
+SIMD = "src/cpu/simd-inl.h"
+GATES = "src/cpu/gate.cc"
+REFERENCE = "src/reference/math.h"
+REFERENCE_FORWARD = "src/reference/forward.cc"
+REFERENCE_BACKWARD = "src/reference/backward.cc"
+# A header's mutant is compiled into the units that its tests run.
+UNITS = {CHUNK: [CHUNK_FORWARD], SIMD: [GATES], REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD]}
+
+
+@dataclass
+class Mutant:
+    name: str
+    file: str
+    tests: tuple[str, str]
+    old: str  # exactly once in the file
+    new: str
+
+
+def mutants(file: str, tests: tuple[str, str], *substitutions: tuple[str, str, str]) -> list[Mutant]:
+    return [Mutant(name, file, tests, old, new) for name, old, new in substitutions]
+
+
+MUTANTS = [
+    *mutants(
+        CHUNK,
+        FORWARD,
+        (
+            "chunk: undecayed state carried on",
+            "if (ell) store(product, ell + d);",
+            "if (ell) store(splat(1), ell + d);",
+        ),
+        ("chunk: E instead of F in the state", "c.kg.columns(), c.v, next", "c.kG.columns(), c.v, next"),
+        ("chunk: keys not decayed to the chunk's end", "c.kg.columns(), c.v, next", "c.k.columns(), c.v, next"),
+        ("chunk: prediction from the undecayed state", "c.kG.rows(), S, c.v", "c.k.rows(), S, c.v"),
+        ("chunk: missing diagonal of Aqk", "Aqk.row(j + 1)[j + 1] = sum_lanes(qk1);", "Aqk.row(j + 1)[j + 1] = 0;"),
+        ("chunk: one gate step off in a block", "load(alpha.row(j + 1) + d)), k1", "load(alpha.row(j) + d)), k1"),
+        (
+            "chunk: one gate step off at an anchor",
+            "decay_columns<true>(c, first, half",
+            "decay_columns<false>(c, first, half",
+        ),
+        (
+            "chunk: forgotten beta in Akk",
+            "Akk.row(i)[j] = c.beta[b + i] * sum_lanes(kk0);",
+            "Akk.row(i)[j] = sum_lanes(kk0);",
+        ),
+        ("chunk: beta of the column in Akk", "c.beta[b + i] * sum_lanes(kk1)", "c.beta[b + j + 1] * sum_lanes(kk1)"),
+        (
+            "chunk: forgotten beta in the off-diagonal blocks",
+            "c.row_k, c.beta, nullptr);",
+            "c.row_k, nullptr, nullptr);",
+        ),
+        (
+            "chunk: forgotten beta of the corrections",
+            "scale_row(c.v.row(i), c.beta[i], c.V, c.v.row(i))",
+            "scale_row(c.v.row(i), 1, c.V, c.v.row(i))",
+        ),
+        (
+            "chunk: wrong triangle solved",
+            "solve_triangle<Triangle::kLower>(c.L, c.V, c.Akk.rows()",
+            "solve_triangle<Triangle::kUpper>(c.L, c.V, c.Akk.columns()",
+        ),
+        ("chunk: largest off-diagonal block left out", "half < kChunk; half *= 2", "half < kChunk / 2; half *= 2"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        FORWARD,
+        ("forward: output reads the undecayed state", "c.qG.rows(), s.S, s.o", "c.q.rows(), s.S, s.o"),
+        ("forward: output without its own chunk", "add_triangle<Triangle::kLower>(L, V, c.Aqk.rows(), c.v, s.o);", ""),
+        ("forward: all states of h in one row", "first_chunk + t / kChunk, hv, v0, s.S", "first_chunk, hv, v0, s.S"),
+        ("forward: initial state ignored", "if (seq.initial) load_state", "if (false) load_state"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        PADDING,
+        ("forward: padded sequences computed", "if (!seq.live) {", "if (false) {"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        TAIL,
+        ("forward: tail rows not zeroed", "KDA_ISA_CALL(zero_tail)(a.o, end, p.T - end);", "static_cast<void>(end);"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        CHECKPOINTS,
+        ("forward: checkpoint of every chunk", "(t + L) % a.checkpoint_every == 0", "(t + L) % kChunk == 0"),
+    ),
+    *mutants(
+        CHUNK_BACKWARD,
+        BACKWARD,
+        ("backward: forgotten E", "E = hn::Mul(E, load(alpha.row(i)));", ""),
+        ("backward: forgotten F", "F = hn::Mul(F, load(alpha.row(i)));", ""),
+        (
+            "backward: F of the next row",
+            "Vec F = splat(1), last = hn::Zero(kF32);",
+            "Vec F = load(alpha.row(L - 1)), last = hn::Zero(kF32);",
+        ),
+        ("backward: missing last-row term of dG", "hn::MulAdd(load(c.ell + d), SdS, last)", "last"),
+        ("backward: missing write part of the last row", "last = hn::Add(last, kdk);", ""),
+        (
+            "backward: wrong triangle of Aqk",
+            "add_triangle<Triangle::kUpper>(L, V, saved.Aqk.columns()",
+            "add_triangle<Triangle::kLower>(L, V, saved.Aqk.rows()",
+        ),
+        (
+            "backward: undecayed dS",
+            "gemm<Acc::kDecay>(K, V, L, c.qG.columns(), s.D, s.dS, {c.ell, s.dS});",
+            "gemm<Acc::kAdd>(K, V, L, c.qG.columns(), s.D, s.dS);",
+        ),
+        ("backward: diagonal pairs left out", "splat(s.dAqk.row(b + j)[b + j])", "splat(0)"),
+        (
+            "backward: column terms of dG left out",
+            "store(hn::NegMulAdd(pc, load(c.col_k.row(j) + d), load(dG)), dG);",
+            "",
+        ),
+        ("backward: dbeta without its pairs", "dbeta[i] += dot(c.k.row(i), s.y.row(i), padded(c.K));", ""),
+        ("backward: 2 of 2 sigmoid forgotten", "factor * sg * (1.0f - sg)", "sg * (1.0f - sg)"),
+        ("backward: l2norm backward dropped", "splat(normalised ? -r * dot(y, dy, padded(K)) / scale : 0)", "splat(0)"),
+        (
+            "backward: one value head of a group lost",
+            "for (int64_t g = 0; g < p.group(); ++g)",
+            "for (int64_t g = 1; g < p.group(); ++g)",
+        ),
+        (
+            "backward: reverse sum of dG stops early",
+            "for (int64_t i = c.L - 2; i >= 0; --i)",
+            "for (int64_t i = c.L - 2; i > 0; --i)",
+        ),
+        (
+            "backward: dA_log of the last chunk only",
+            "partials.dA_log[seq.n * p.HV + hv] += sum_lanes(A_sum)",
+            "partials.dA_log[seq.n * p.HV + hv] = sum_lanes(A_sum)",
+        ),
+    ),
+    *mutants(
+        RECURRENT,
+        DECODE,
+        (
+            "decode: undecayed state",
+            "const Vec S = hn::Mul(load(from + d), load(alpha + d));",
+            "const Vec S = load(from + d);",
+        ),
+        (
+            "decode: prediction from the undecayed state",
+            "read = hn::MulAdd(S, load(alpha_k + d), read);",
+            "read = hn::MulAdd(S, load(k + d), read);",
+        ),
+        (
+            "decode: output before the correction",
+            "x.o[i][column] = sum_lanes(out) + x.kq[i] * u;",
+            "x.o[i][column] = sum_lanes(out);",
+        ),
+        ("decode: forgotten beta", "const float u = x.beta[i] * (", "const float u = ("),
+        ("decode: forgotten beta, K-first", "u[j] = hn::Mul(u[j], splat(x.beta[i]));", ""),
+        (
+            "decode: forgotten decay, K-first",
+            "hn::Mul(load(from + k * from_pitch + j * N), alpha)",
+            "load(from + k * from_pitch + j * N)",
+        ),
+        (
+            "decode: scale ignored",
+            "normalise_row(q, K, r.in.qk_l2norm, r.in.scale)",
+            "normalise_row(q, K, r.in.qk_l2norm, 1)",
+        ),
+    ),
+    *mutants(
+        SIMD,
+        GATE,
+        (
+            "gate: softplus derivative of -z",
+            "hn::IfThenElse(hn::Lt(z, splat(0)), e, splat(1))",
+            "hn::IfThenElse(hn::Lt(z, splat(0)), splat(1), e)",
+        ),
+        ("gate: dA_log without z", "dA_log = hn::Mul(dx, z);", "dA_log = dx;"),
+        (
+            "gate: A_log left out of the bounded gate",
+            "return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));",
+            "return hn::Mul(splat(lower_bound), sigmoid(z));",
+        ),
+        (
+            "gate: softplus series cut short",
+            "{2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}",
+            "{2.0f / 3, 2.0f}",
+        ),
+    ),
+    *mutants(
+        GATES,
+        GATE,
+        ("gate: bias forgotten", "store(gate(gate.z(row, i)), row + i)", "store(gate(load(row + i)), row + i)"),
+        (
+            "gate: first block of rows not summed",
+            "for (int64_t block = 0; block < blocks; ++block) sum",
+            "for (int64_t block = 1; block < blocks; ++block) sum",
+        ),
+    ),
+    *mutants(
+        REFERENCE,
+        ORACLE,
+        ("oracle: no decay", "S[i * V + j] *= std::exp(gt[i]);", "S[i * V + j] *= 1;"),
+        (
+            "oracle: output before the correction",
+            "S[i * V + j] += kt[i] * correction, sum += S[i * V + j] * qt[i];",
+            "sum += S[i * V + j] * qt[i], S[i * V + j] += kt[i] * correction;",
+        ),
+    ),
+    *mutants(
+        REFERENCE_FORWARD,
+        ORACLE,
+        (
+            "oracle: one gate step off in the scores",
+            "for (int64_t t = j + 1; t <= i; ++t) decay",
+            "for (int64_t t = j; t <= i; ++t) decay",
+        ),
+    ),
+    *mutants(
+        REFERENCE_BACKWARD,
+        ORACLE,
+        (
+            "oracle: dg from the gradient before the read",
+            "dg[t * K + i] += dSt * St[i * V + j];",
+            "dg[t * K + i] += dS[i * V + j] * St[i * V + j];",
+        ),
+        ("oracle: l2norm backward dropped", "r[t] * (dy[t * K + i] - y[t * K + i] * dot)", "r[t] * dy[t * K + i]"),
+        ("oracle: undecayed dS", "dS[i * V + j] = std::exp(g[i]) * dSt;", "dS[i * V + j] = dSt;"),
+    ),
+]
