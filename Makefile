@@ -4,6 +4,8 @@
 # They install what is missing first (tools/setup.sh). The rest of the targets are their parts.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
+# Threads that wait for work give up their core soon: with the default, two teams on a busy machine crawl.
+export GOMP_SPINCOUNT := 1000
 CPP := $(shell git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.c')
 
 # nvcc of the machine, else the one tools/setup.sh put into .venv.

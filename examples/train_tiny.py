@@ -1,8 +1,6 @@
 """One layer learns to recall: it reads pairs of a key and its value, then every key again, in another order.
 
-    python examples/train_tiny.py
-
-In a source tree: PYTHONPATH=python KDA_LIBRARY_DIR=build/lib python examples/train_tiny.py
+python examples/train_tiny.py
 """
 
 import time

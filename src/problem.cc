@@ -1,8 +1,8 @@
 #include "problem.h"
 
 #include <algorithm>
+#include <bitset>
 #include <cmath>
-#include <vector>
 
 #include "checks.h"
 
@@ -84,6 +84,15 @@ int64_t rows_of(const char* name, const kda_tensor& t) {
   check_absent_is_empty(name, t);
   if (t.ndim != 4) invalid(name, ": expected 4 dimensions [slots,HV,V,K], got ", t.ndim);
   return t.shape[0];
+}
+
+// h, a state a chunk. How many chunks packed sequences have, their lengths tell: validate_data.
+void check_chunk_states(const kda_tensor& h, const Dims& d, const kda_inputs& in, Tensors& tensors, bool output,
+                        unsigned dtypes) {
+  const int64_t rows = rows_of("h", h);
+  if (!d.varlen && rows < d.total_chunks())
+    invalid("h: expected at least ", d.total_chunks(), " rows, one a chunk, got ", rows);
+  check_state("h", h, rows, d, in, tensors, output, dtypes);
 }
 
 void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors) {
@@ -168,9 +177,7 @@ ForwardProblem validate(const kda_forward_args* raw) {
     invalid("checkpoint_every: expected 0 without checkpoints, got ", a.checkpoint_every);
   }
   if (present(a.h)) {
-    if (rows_of("h", a.h) < (d.varlen ? (d.T + kChunk - 1) / kChunk : d.total_chunks()))
-      invalid("h: expected at least ", d.total_chunks(), " rows, one a chunk, got ", a.h.shape[0]);
-    check_state("h", a.h, a.h.shape[0], d, a.in, tensors, true);
+    check_chunk_states(a.h, d, a.in, tensors, true, kStates);
   }
   if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kSingles, true, " like v");
   if (present(a.Aqk)) tensors.check("Aqk", a.Aqk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
@@ -208,9 +215,7 @@ BackwardProblem validate(const kda_backward_args* raw) {
   const int saved = present(a.h) + present(a.v_new) + present(a.Aqk) + present(a.Akk);
   if (saved != 0 && saved != 4) invalid("h, v_new, Aqk, Akk: expected all four or none, got ", saved);
   if (saved) {
-    if (rows_of("h", a.h) < (d.varlen ? (d.T + kChunk - 1) / kChunk : d.total_chunks()))
-      invalid("h: expected at least ", d.total_chunks(), " rows, one a chunk, got ", a.h.shape[0]);
-    check_state("h", a.h, a.h.shape[0], d, a.in, tensors, false, kSingles);
+    check_chunk_states(a.h, d, a.in, tensors, false, kSingles);
     tensors.check("v_new", a.v_new, v, 4, kSingles, false, " like v");
     tensors.check("Aqk", a.Aqk, A, 4, kSingles, false, " ([B,T,HV,C])");
     tensors.check("Akk", a.Akk, A, 4, kSingles, false, " ([B,T,HV,C])");
@@ -351,17 +356,24 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
   auto repeated = [&](int64_t slot) { invalid(name, ": expected every live slot once, got slot ", slot, " twice"); };
   for (int64_t i = 0; i < count; ++i)
     if (at(i) >= slots) invalid(name, ": expected slots below ", slots, ", got ", at(i));
-  if (count <= 32) {  // decode steps of small batches should not pay for an allocation
+  if (count <= 32) {  // the usual decode step
     for (int64_t i = 0; i < count; ++i)
       for (int64_t j = 0; j < i; ++j)
         if (at(i) == at(j) && at(i) >= first_valid) repeated(at(i));
     return;
   }
-  std::vector<int64_t> live;
-  for (int64_t i = 0; i < count; ++i)
-    if (at(i) >= first_valid) live.push_back(at(i));
-  std::sort(live.begin(), live.end());
-  if (const auto twin = std::adjacent_find(live.begin(), live.end()); twin != live.end()) repeated(*twin);
+  // A bit a slot, for a window of slots at a time: no allocation, whatever the size of the pool.
+  constexpr int64_t kWindow = int64_t{1} << 18;
+  std::bitset<kWindow> seen;
+  for (int64_t begin = first_valid; begin < slots; begin += kWindow) {
+    seen.reset();
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = at(i) - begin;
+      if (slot < 0 || slot >= kWindow) continue;
+      if (seen.test(slot)) repeated(at(i));
+      seen.set(slot);
+    }
+  }
 }
 
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s) {

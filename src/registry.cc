@@ -146,12 +146,11 @@ const Implementation<P>& choose(const P& problem) {
     if (reason) throw Error(KDA_UNSUPPORTED, str(impl->name, " was forced but ", reason));
     return *impl;
   }
+  for (const auto& impl : implementations<P>())
+    if (!impl.why_not(problem)) return impl;
   std::string reasons;
-  for (const auto& impl : implementations<P>()) {
-    const char* reason = impl.why_not(problem);
-    if (!reason) return impl;
-    reasons += str(reasons.empty() ? "" : "; ", impl.name, ": ", reason);
-  }
+  for (const auto& impl : implementations<P>())
+    reasons += str(reasons.empty() ? "" : "; ", impl.name, ": ", impl.why_not(problem));
   throw Error(KDA_UNSUPPORTED, str("no implementation takes this call: ", reasons));
 }
 

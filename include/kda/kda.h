@@ -107,7 +107,7 @@ typedef struct kda_inputs {
   kda_tensor A_log;      /* [HV]        f32, or absent; only with SOFTPLUS (needed) and LOWER_BOUND */
   kda_tensor dt_bias;    /* [HV,K]      f32, or absent; only with SOFTPLUS and LOWER_BOUND */
   kda_tensor cu_seqlens; /* [N+1]       i32 or i64, or absent: sequence n is tokens cu[n] .. cu[n+1]-1 of the one row.
-                            cu[0] = 0, never decreasing, cu[N] <= T; output rows from cu[N] on are zeroed */
+                            cu[0] = 0, never decreasing, cu[N] <= T; rows of o and of gradients from cu[N] on are zeroed */
   int32_t gate_form;     /* kda_gate_form */
   int32_t beta_form;     /* kda_beta_form */
   int32_t qk_l2norm;     /* not 0: q and k are divided by sqrt(sum of squares + 1e-6) first */
@@ -138,11 +138,12 @@ typedef struct kda_states {
  * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M.
  *
  * Saved for backward, or wanted for their own sake: h is the state before every chunk, v_new the corrections u_t, Aqk
- * and Akk the chunk scores (row t holds the C columns of its chunk; what the formulas leave out is 0): Aqk[i,j] = scale
- * * sum_d q_id k_jd exp(g_j+1 + .. + g_i)_d   j <= i Akk[i,j] = beta_i * sum_d k_id k_jd exp(g_j+1 + .. + g_i)_d   j <
- * i Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / C) rows of h after those of
- * the sequences before it. h needs room for all of them: N * ceil(T / C) without cu_seqlens; with, at most T / C + N.
- */
+ * and Akk the chunk scores (row t holds the C columns of its chunk; what the formulas leave out is 0):
+ *     Aqk[i,j] = scale  * sum_d q_id k_jd exp(g_j+1 + .. + g_i)_d    j <= i
+ *     Akk[i,j] = beta_i * sum_d k_id k_jd exp(g_j+1 + .. + g_i)_d    j <  i
+ * Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / C) rows of h after those of the
+ * sequences before it. h needs room for all of them: N * ceil(T / C) without cu_seqlens; with, at most T / C + N.
+ * Rows of these four tensors that belong to no token, or to a padded sequence, are left alone. */
 typedef struct kda_forward_args {
   uint64_t struct_size; /* sizeof(kda_forward_args) */
   kda_exec exec;

@@ -198,9 +198,8 @@ inline void advance_state(const Chunk& c, Matrix S, Matrix next) {
 
 // ---- states ----
 
-// In scratch
-// a state is [K][V] with zeros in the padding; outside V-first or K-first, f32 or bf16. These move columns v0 .. v0+V-1
-// of the head's state.
+// In scratch a state is [K][V] with zeros in the padding; outside V-first or K-first, f32 or bf16. These move columns
+// v0 .. v0+V-1 of the head's state.
 
 inline void load_state(const Chunk& c, const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v0,
                        Matrix S) {

@@ -3,14 +3,16 @@
 // Pass 1 (skipped when forward saved h, v_new, Aqk, Akk): the forward without its output, keeping per chunk
 //   the state before it, v_new, Aqk and Akk in this thread's share of the workspace.
 // Pass 2, last chunk to first, with D = d_o, S the state before the chunk, dS the gradient of the state after it:
-//   dv_new = Aqk^T D + kg dS                 x = (I + Akk)^-T dv_new          dAqk = tril(D v_new^T)   dAkk = -strict(x
-//   v_new^T) dq = (D S^T) E       dk = (v_new dS^T) F - beta (x S^T) E                 dv = beta x              dbeta =
-//   x.v - kG.(x S^T) dS <- Diag(ell) dS + qG^T D - kG^T (beta x) then the pairs inside the chunk (math.md B4) on the
-//   forward's blocks, the reverse sum of dG, and the activations.
+//   dv_new = Aqk^T D + kg dS        x = (I + Akk)^-T dv_new
+//   dAqk = tril(D v_new^T)          dAkk = -strict_tril(x v_new^T)
+//   dq = (D S^T) E                  dk = (v_new dS^T) F - beta (x S^T) E
+//   dv = beta x                     dbeta = x.v - kG.(x S^T)
+//   dS <- Diag(ell) dS + qG^T D - kG^T (beta x)
+// then the pairs inside the chunk (math.md B4) on the forward's blocks, the reverse sum of dG, and the activations.
 // q carries scale throughout: with q' = scale q the formulas need no factor, and at the end dq = scale dq'.
 //
-// Every pair term of dG is added at row i and subtracted at row j as the same f32 number or product of the same tiles
-// (math.md 5.2), so what must cancel in the reverse sum does.
+// The pair terms of dG come once with + at row i and once with - at row j, both from the same tiles (math.md 5.2), so
+// that they cancel in the reverse sum.
 //
 // Memory beyond inputs and gradients: 2.4 KB per token of the longest sequence and thread at K = V = 128 (one state and
 // one set of scores a chunk), and with HV > H another 8 K bytes per token and value head for dq and dk before their

@@ -52,6 +52,9 @@ struct Matrix {
 
 // ---- rows ----
 
+// Without the hardware's conversions Highway's lose infinities and NaN, and truncate.
+constexpr bool kHasF16 = HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3;
+
 template <int kDtype>
 HWY_INLINE Vec load_as(const void* p) {
   if constexpr (kDtype == KDA_F32) return load(static_cast<const float*>(p));
@@ -61,8 +64,13 @@ HWY_INLINE Vec load_as(const void* p) {
     return hn::BitCast(kF32, hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LoadU(d16, static_cast<const uint16_t*>(p)))));
   }
   if constexpr (kDtype == KDA_F16) {
-    const hn::Rebind<hwy::float16_t, F32> d16;
-    return hn::PromoteTo(kF32, hn::LoadU(d16, static_cast<const hwy::float16_t*>(p)));
+    if constexpr (kHasF16) {
+      const hn::Rebind<hwy::float16_t, F32> d16;
+      return hn::PromoteTo(kF32, hn::LoadU(d16, static_cast<const hwy::float16_t*>(p)));
+    }
+    float values[kPad];
+    for (int64_t i = 0; i < lanes(); ++i) values[i] = f16_to_float(static_cast<const uint16_t*>(p)[i]);
+    return load(values);
   }
 }
 
@@ -82,8 +90,14 @@ HWY_INLINE void store_as(Vec v, void* p) {
                static_cast<uint16_t*>(p));
   }
   if constexpr (kDtype == KDA_F16) {
-    const hn::Rebind<hwy::float16_t, F32> d16;
-    hn::StoreU(hn::DemoteTo(d16, v), d16, static_cast<hwy::float16_t*>(p));
+    if constexpr (kHasF16) {
+      const hn::Rebind<hwy::float16_t, F32> d16;
+      hn::StoreU(hn::DemoteTo(d16, v), d16, static_cast<hwy::float16_t*>(p));
+    } else {
+      float values[kPad];
+      store(v, values);
+      for (int64_t i = 0; i < lanes(); ++i) static_cast<uint16_t*>(p)[i] = float_to_f16(values[i]);
+    }
   }
 }
 

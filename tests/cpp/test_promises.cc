@@ -46,8 +46,13 @@ TEST_P(Promise, WorkspaceContentChangesNoBit) {
 }
 
 TEST_P(Promise, OutputContentChangesNoBit) {
-  const Inputs in(find_case("packed_tail_i64"));
-  expect_same(results(in, {.output_fill = 0}), results(in, {.output_fill = 0xff}), "packed_tail_i64");
+  for (const char* name : {"softplus_bias", "packed_tail_i64"}) {
+    const Inputs in(find_case(name));
+    Results zeros = results(in, {.output_fill = 0}), ones = results(in, {.output_fill = 0xff});
+    if (!in.c.lengths.empty())  // what is saved has rows no token owns, and those stay as they were
+      for (const char* saved : {"v_new", "Aqk", "Akk"}) zeros.erase(saved), ones.erase(saved);
+    expect_same(zeros, ones, name);
+  }
 }
 
 TEST_P(Promise, InputsStayAsTheyAre) {

@@ -3,10 +3,10 @@
 
     mutants.py BUILD_DIR [SUBSTRING]     all mutants, or those whose name contains SUBSTRING
 
-Each mutant is one substitution in one file (table.py). The translation units it reaches are compiled as compile_commands.json
-says (for one instruction set only, and with -O1: seconds count), linked with the other objects into a libkda.so, and
-the tests of that family run against it. Exit status 0: all of them failed, as they should, and the unmutated library
-built the same way passed.
+Each mutant is one substitution in one file (table.py). The translation units it reaches are compiled as
+compile_commands.json says (for one instruction set only, and with -O1: seconds count), linked with the other objects
+into a libkda.so, and the tests of that family run against it. Exit status 0: all of them failed, as they should, and
+the unmutated library built the same way passed.
 """
 
 import json
