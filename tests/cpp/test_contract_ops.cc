@@ -182,7 +182,7 @@ TEST(ForwardRefuses, Checkpoints) {
 TEST(ForwardRefuses, Saved) {
   // Two chunks are needed: lengths 2, 0, 5. One row is too few even by T alone only when T needs more.
   forward_refuses("h: expected at least 2 rows, one a chunk, got 1", [](F& x) { x.args.h.shape[0] = 1; });
-  forward_refuses("h: expected at least 3 rows, one a chunk, got 0", [](F& x) { x.args.h.shape[0] = 0; });
+  forward_refuses("h: expected at least 2 rows, one a chunk, got 0", [](F& x) { x.args.h.shape[0] = 0; });
   forward_refuses("h: expected float32 or bfloat16, got float16", [](F& x) { x.args.h.dtype = KDA_F16; });
   forward_refuses("v_new: expected float32, got bfloat16", [](F& x) { x.args.v_new.dtype = KDA_BF16; });
   forward_refuses("Aqk: expected shape [1,9,2,64] ([B,T,HV,C]), got [1,9,2,63]",
