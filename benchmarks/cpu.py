@@ -83,7 +83,7 @@ def prefill_and_training(threads: int, naive: Any) -> dict[str, Any]:
 
     def train(disable_recompute: bool) -> None:
         o, _ = kda.chunk_kda(**trained, **GATE, disable_recompute=disable_recompute)
-        o.backward(gradient)
+        torch.autograd.grad(o, list(trained.values()), gradient)
 
     def forward_only() -> None:
         with torch.no_grad():
