@@ -28,7 +28,7 @@ def shape_of(name: str, x: Any, ndim: int) -> Any:
     return shape
 
 
-def new_like(x: Any, shape: Any = None, dtype: str | None = None) -> Any:
+def new_like(x: Any, shape: Any = None, dtype: Any = None) -> Any:
     """An uninitialised array beside ``x``, of its shape and dtype unless others are named."""
     if is_torch(x):
         if shape is None:
@@ -42,7 +42,9 @@ def new_like(x: Any, shape: Any = None, dtype: str | None = None) -> Any:
             "out: expected an array to write to, since only torch and NumPy arrays can be made here, got None"
         )
     try:
-        return numpy.empty(x.shape if shape is None else shape, dtype=dtype or numpy.dtype(str(x.dtype)))
+        return numpy.empty(
+            x.shape if shape is None else shape, dtype=numpy.dtype(str(x.dtype)) if dtype is None else dtype
+        )
     except TypeError:
         raise ValueError(f"out: expected an array to write to, since NumPy has no dtype {x.dtype}, got None") from None
 

@@ -60,11 +60,7 @@ class Reader {
     if (arg.type_index() == ffi::TypeIndex::kTVMFFINone) return;
     const auto view = arg.try_cast<ffi::TensorView>();
     if (!view) value_error(std::string(name) + ": expected a tensor, got " + arg.GetTypeKey());
-    const DLDevice device = (*view).device();
-    if (!has_device_) device_ = device, has_device_ = true;
-    if (device.device_type != device_.device_type || device.device_id != device_.device_id)
-      value_error(std::string(name) + ": expected device " + device_name(device_) + " like the first tensor, got " +
-                  device_name(device));
+    check_device(name, (*view).device());
     out.dtype = to_dtype(name, (*view).dtype());
     out.ndim = (*view).ndim();
     if (out.ndim > KDA_MAX_NDIM || out.ndim < 1)
@@ -87,13 +83,16 @@ class Reader {
       e.impl = impl_.c_str();
     }
     e.num_threads = static_cast<int32_t>(integer());
-    kda_tensor workspace{};
-    tensor("workspace", workspace);
-    if (workspace.ndim > 1 || (workspace.ndim == 1 && workspace.stride[0] != 1 && workspace.shape[0] > 1))
-      value_error("workspace: expected one dense dimension");
-    e.workspace = workspace.data;
-    e.workspace_bytes = workspace.ndim ? workspace.shape[0] * item_size(workspace.dtype) : 0;
-    has_workspace_ = workspace.ndim > 0;
+    if (const ffi::AnyView memory = next(); memory.type_index() != ffi::TypeIndex::kTVMFFINone) {
+      const auto view = memory.try_cast<ffi::TensorView>();
+      if (!view) value_error(std::string("workspace: expected a tensor, got ") + memory.GetTypeKey());
+      if ((*view).ndim() != 1 || !(*view).IsContiguous()) value_error("workspace: expected one dense dimension");
+      check_device("workspace", (*view).device());
+      const DLDataType dtype = (*view).dtype();  // any: bytes are bytes
+      e.workspace_bytes = static_cast<uint64_t>((*view).shape()[0]) * dtype.bits * dtype.lanes / 8;
+      e.workspace = e.workspace_bytes ? static_cast<char*>((*view).data_ptr()) + (*view).byte_offset() : nullptr;
+      has_workspace_ = true;
+    }
     if (device_.device_type == kDLCUDA) {
       e.device = KDA_CUDA;
       e.device_id = device_.device_id;
@@ -108,11 +107,11 @@ class Reader {
   DLDevice device() const { return device_; }
 
  private:
-  static int64_t item_size(int32_t dtype) {
-    return dtype == KDA_BOOL                       ? 1
-           : dtype == KDA_BF16 || dtype == KDA_F16 ? 2
-           : dtype == KDA_F64 || dtype == KDA_I64  ? 8
-                                                   : 4;
+  void check_device(const char* name, DLDevice device) {
+    if (!has_device_) device_ = device, has_device_ = true;
+    if (device.device_type != device_.device_type || device.device_id != device_.device_id)
+      value_error(std::string(name) + ": expected device " + device_name(device_) + " like the first tensor, got " +
+                  device_name(device));
   }
   ffi::AnyView next() {
     if (used_ == count_) value_error("internal: expected more than " + std::to_string(count_) + " arguments");

@@ -45,6 +45,12 @@ def run_forward(
     return o, hT, saved
 
 
+def _plain(x: Tensor) -> Tensor:
+    """Gradients come as views of any kind: expanded by sum(), lazily negated by complex operations."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def run_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], d_o: Tensor, dhT: Tensor | None,
@@ -56,10 +62,7 @@ def run_backward(
         torch.empty_like(x, memory_format=torch.contiguous_format) if w and x is not None else None
         for x, w in zip(inputs, wanted, strict=True)
     ]
-    if d_o.stride(-1) != 1:  # an expanded gradient, as sum() makes
-        d_o = d_o.contiguous()
-    if dhT is not None and dhT.stride(-1) != 1:
-        dhT = dhT.contiguous()
+    d_o, dhT = _plain(d_o), None if dhT is None else _plain(dhT)
     library().backward(
         q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *(saved or (None,) * 4), *grads, impl, 0, None
     )
@@ -118,8 +121,7 @@ class GateFunction(torch.autograd.Function):
 def run_gate_backward(
     x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, dg: Tensor, form: int, lower_bound: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if dg.stride(-1) != 1:
-        dg = dg.contiguous()
+    dg = _plain(dg)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dA = None if A_log is None else torch.empty_like(A_log, memory_format=torch.contiguous_format)
     d_bias = None if dt_bias is None else torch.empty_like(dt_bias, memory_format=torch.contiguous_format)

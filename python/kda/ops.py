@@ -23,9 +23,9 @@ def _compiling() -> bool:
 
 def _flat_gate_parameters(A_log: Any, dt_bias: Any, HV: int, K: int) -> tuple[Any, Any]:
     """``A_log`` as ``[HV]`` and ``dt_bias`` as ``[HV, K]``; FLA stores the latter flat."""
-    if A_log is not None and A_log.ndim != 1:
+    if A_log is not None and len(A_log.shape) != 1:
         A_log = A_log.reshape(HV)
-    if dt_bias is not None and dt_bias.ndim != 2:
+    if dt_bias is not None and len(dt_bias.shape) != 2:
         if tuple(dt_bias.shape) != (HV * K,):
             raise ValueError(f"dt_bias: expected shape [{HV * K}] or [{HV}, {K}], got {list(dt_bias.shape)}")
         dt_bias = dt_bias.reshape(HV, K)
@@ -83,6 +83,7 @@ def chunk_kda(
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
             not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
         cu_seqlens_cpu: accepted for FLA's sake; only the shape of the intermediate states uses it.
+        cp_context: None; context parallelism is not built yet.
         A_log, dt_bias: ``[HV]`` and ``[HV, K]`` or ``[HV * K]``, float32.
         impl: force an implementation, see :func:`implementations`.
 
@@ -101,9 +102,7 @@ def chunk_kda(
         raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
     from .autograd import KDAFunction
 
-    if "transpose_state_layout" in kwargs:
-        warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=2)
-        state_v_first = kwargs.pop("transpose_state_layout")
+    state_v_first = _layout(state_v_first, kwargs)
     kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
     if kwargs.pop("chunk_size", CHUNK) != CHUNK:
         raise NotImplementedError("chunk_size: expected 64, the only one there is here")
@@ -151,6 +150,7 @@ def fused_recurrent_kda(
     cu_seqlens: Any = None,
     *,
     impl: str | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any]:
     """KDA token by token, for short sequences. Signature and semantics of FLA's ``fused_recurrent_kda``.
 
@@ -163,6 +163,9 @@ def fused_recurrent_kda(
     >>> o[0, :, 0, 0].tolist()
     [1.0, 1.0, 1.0]
     """
+    state_v_first = _layout(state_v_first, kwargs)
+    if kwargs:
+        raise TypeError(f"fused_recurrent_kda: unexpected arguments {sorted(kwargs)}")
     call = _training_call(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
@@ -193,6 +196,21 @@ class _TrainingCall(NamedTuple):
     options: Options
 
 
+def _layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+    """``state_v_first``, or what FLA's old name for it says."""
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("state_v_first: expected it alone, got transpose_state_layout, its old name, too")
+    warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=3)
+    return bool(kwargs.pop("transpose_state_layout"))
+
+
+def _single(x: Any) -> Any:
+    """Parameters of the gate in a narrower dtype, as FLA takes them; differentiable."""
+    return x.float() if is_torch(x) and x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def _dense(x: Any) -> Any:
     """FLA's functions take any strides; the kernels want a dense last dimension."""
     if x is None or not is_torch(x) or x.shape[-1] <= 1 or x.stride(-1) == 1:
@@ -211,11 +229,8 @@ def _training_call(
     if torch is not None:
         if not _compiling():
             _arrays.check_views(q, k, v, g, beta, initial_state)
-        if is_torch(A_log) and A_log.dtype != torch.float32 and A_log.dtype != torch.float64:
-            A_log = A_log.float()
-        if is_torch(dt_bias) and dt_bias.dtype != torch.float32 and dt_bias.dtype != torch.float64:
-            dt_bias = dt_bias.float()
-    q, k, v, g, dt_bias, initial_state = map(_dense, (q, k, v, g, dt_bias, initial_state))
+        A_log, dt_bias = _single(A_log), _single(dt_bias)
+    q, k, v, g, A_log, dt_bias, initial_state = map(_dense, (q, k, v, g, A_log, dt_bias, initial_state))
     return _TrainingCall(q, k, v, g, beta, A_log, dt_bias, initial_state, cu, options)
 
 
@@ -295,8 +310,9 @@ def prefill(
     """Chunked forward over prompts, updating ``state`` in place. No gradients, no copies; any DLPack arrays.
 
     Args:
-        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, use_*: as in :func:`chunk_kda`; the last
-            dimension of q, k, v, g must be dense, other strides are free (slices of fused projections).
+        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, allow_neg_eigval, use_*: as in
+            :func:`chunk_kda`; the last dimension of q, k, v, g must be dense, other strides are free (slices of fused
+            projections).
         state: ``[N, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``), read and written. With
             ``state_indices`` a pool ``[slots, HV, V, K]`` of any slot stride. None: start from zeros, keep nothing.
         state_indices: ``[N]`` int32: the slot of each sequence. ``< first_valid_slot`` marks padding: its outputs are
@@ -453,6 +469,7 @@ def fused_kda_gate(
         lower_bound: None for ``-exp(A_log) * softplus(g + dt_bias)``, else a negative number for
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         output_dtype: float32 by default.
+        impl: force an implementation, see :func:`implementations`.
 
     Returns:
         The natural-log decay, ``[..., HV, K]``.
@@ -469,11 +486,11 @@ def fused_kda_gate(
     bound = lower_bound if form == GATE_LOWER_BOUND else 0.0
     if not is_torch(g):
         x = g.reshape(-1, HV, K)
-        y = new_like(x, tuple(x.shape), str(output_dtype or "float32"))
+        y = new_like(x, tuple(x.shape), "float32" if output_dtype is None else output_dtype)
         library().gate(x, A_log, dt_bias, y, form, bound, impl, 0, None)
         return y.reshape(g.shape)
     dtype = torch.float32 if output_dtype is None else output_dtype
-    x = _dense(g.reshape(-1, HV, K))
+    x, A_log, dt_bias = _dense(g.reshape(-1, HV, K)), _dense(_single(A_log)), _dense(_single(dt_bias))
     if _compiling():
         from .compiled import gate
 

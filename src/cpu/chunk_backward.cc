@@ -332,6 +332,10 @@ struct BackwardTask {
     Vec A_sum = hn::Zero(kF32);
     for (int64_t i = 0; i < c.L; ++i) {
       float *dG = s.dG.row(i), *raw = s.raw, *d_bias = s.d_bias;
+      // Where alpha is 0 so is the gradient. The sum above leaves its rounding error there, and dA_log would multiply
+      // that with a gate of hundreds.
+      for (int64_t d = 0; d < Kp; d += lanes())
+        store(hn::IfThenZeroElse(hn::Eq(load(c.alpha.row(i) + d), splat(0)), load(dG + d)), dG + d);
       if (a.in.gate_form != KDA_GATE_LOG) {
         load_row(a.in.g.dtype, at(a.in.g, seq.b, seq.t0 + t + i, hv), c.K, raw);
         for (int64_t d = 0; d < Kp; d += lanes()) {

@@ -194,6 +194,8 @@ def problems(draw: st.DrawFn) -> Problem:
     if "A_log" in p.tensors:
         drop = {n: None for n in ("A_log", "dt_bias") if draw(st.booleans())}
         p = p.having(**drop) if "lower_bound" in p.options or "A_log" not in drop else p
+    if "lower_bound" in p.options:
+        p = p.having(lower_bound=draw(st.sampled_from([-5.0, -1.0, -0.1])))
     if draw(st.booleans()):
         p = p.having(g=p.tensors["g"].to(draw(st.sampled_from(DTYPES))))
     return p
@@ -221,6 +223,25 @@ def test_disable_recompute_changes_no_bit(gate_form: str) -> None:
         for name in kept:
             assert rel_rmse(again[name], kept[name]) <= 1e-5, name
             assert same_bits(again[name], kept[name]), f"{name}: within 1e-5, but not the same bits"
+
+
+def test_disable_recompute_keeps_what_it_says() -> None:
+    """Per token and value head K*V/16 + 4*V + 512 bytes beside the inputs; without it nothing but the inputs."""
+    p = make(2, 128, 1, 2, 32, 48)
+    sizes = []
+    for keep in (False, True):
+        saved: list[int] = []
+
+        def pack(x: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(x.numel() * x.element_size())
+            return x
+
+        leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            kda.chunk_kda(**leaves, **p.options, disable_recompute=keep)
+        sizes.append(sum(saved))
+    assert sizes[0] == sum(x.numel() * x.element_size() for x in p.tensors.values())
+    assert sizes[1] - sizes[0] == 2 * 128 * 2 * (32 * 48 // 16 + 4 * 48 + 512)
 
 
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
