@@ -18,8 +18,8 @@ import kda
 from support import Problem, Tensor, assert_close, make, oracle
 from support import gate as gate_oracle
 
-# Python objects that are no arrays, meta and sparse tensors and negated views still surface as errors of other libraries
-# in places; until every one is a sentence of ours, this file only shows how far it is.
+# Objects that are no arrays, meta and sparse tensors and negated views still surface as errors of other libraries in
+# places; until every one is a sentence of ours, this file only shows how far it is.
 pytestmark = pytest.mark.xfail(strict=False, reason="not every bad Python argument is a sentence yet")
 
 REFUSALS = (ValueError, NotImplementedError, TypeError)
