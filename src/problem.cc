@@ -86,12 +86,19 @@ int64_t rows_of(const char* name, const kda_tensor& t) {
   return t.shape[0];
 }
 
-// h, a state a chunk. How many chunks packed sequences have, their lengths tell: validate_data.
-void check_chunk_states(const kda_tensor& h, const Dims& d, const kda_inputs& in, Tensors& tensors, bool output,
-                        unsigned dtypes) {
-  const int64_t rows = rows_of("h", h);
-  if (!d.varlen && rows < d.total_chunks())
-    invalid("h: expected at least ", d.total_chunks(), " rows, one a chunk, got ", rows);
+[[noreturn]] void too_few_h_rows(int64_t expected, int64_t h_every, int64_t got) {
+  invalid("h: expected at least ", expected, " rows, one every ", h_every * kChunk, " tokens, got ", got);
+}
+
+// h and h_every, which becomes at least 1. How many rows packed sequences have, their lengths tell: validate_data.
+void check_h(const kda_tensor& h, int32_t& h_every, const Dims& d, const kda_inputs& in, Tensors& tensors, bool output,
+             unsigned dtypes) {
+  if (h_every < 0) invalid("h_every: expected >= 0, got ", h_every);
+  if (h_every && !present(h)) invalid("h_every: expected 0 without h, got ", h_every);
+  h_every = std::max(h_every, 1);
+  if (!present(h)) return;
+  const int64_t rows = rows_of("h", h), expected = d.N * h_rows(d.T, h_every);
+  if (!d.varlen && rows < expected) too_few_h_rows(expected, h_every, rows);
   check_state("h", h, rows, d, in, tensors, output, dtypes);
 }
 
@@ -148,7 +155,7 @@ Shape check_gate_inputs(const kda_tensor& x, const kda_tensor& A_log, const kda_
 }  // namespace
 
 ForwardProblem validate(const kda_forward_args* raw) {
-  const kda_forward_args a = copy_args(raw, sizeof(kda_forward_args));
+  kda_forward_args a = copy_args(raw, sizeof(kda_forward_args));
   check_exec(a.exec);
   Tensors tensors;
   const Dims d = check_inputs(a.in, tensors);
@@ -176,19 +183,16 @@ ForwardProblem validate(const kda_forward_args* raw) {
   } else if (a.checkpoint_every) {
     invalid("checkpoint_every: expected 0 without checkpoints, got ", a.checkpoint_every);
   }
-  if (present(a.h)) {
-    check_chunk_states(a.h, d, a.in, tensors, true, kStates);
-  }
+  check_h(a.h, a.h_every, d, a.in, tensors, true, kStates);
   if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kSingles, true, " like v");
   if (present(a.Aqk)) tensors.check("Aqk", a.Aqk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
   if (present(a.Akk)) tensors.check("Akk", a.Akk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
-  if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
   tensors.check_aliasing();
   return with_dims<ForwardProblem>(d, a);
 }
 
 BackwardProblem validate(const kda_backward_args* raw) {
-  const kda_backward_args a = copy_args(raw, sizeof(kda_backward_args));
+  kda_backward_args a = copy_args(raw, sizeof(kda_backward_args));
   check_exec(a.exec);
   Tensors tensors;
   const Dims d = check_inputs(a.in, tensors);
@@ -212,10 +216,14 @@ BackwardProblem validate(const kda_backward_args* raw) {
   if (present(a.h0)) check_state("h0", a.h0, d.N, d, a.in, tensors, false);
   tensors.check("d_o", a.d_o, v, 4, kFloats, false, " like v");
   if (present(a.dhT)) check_state("dhT", a.dhT, d.N, d, a.in, tensors, false);
-  const int saved = present(a.h) + present(a.v_new) + present(a.Aqk) + present(a.Akk);
-  if (saved != 0 && saved != 4) invalid("h, v_new, Aqk, Akk: expected all four or none, got ", saved);
+  check_h(a.h, a.h_every, d, a.in, tensors, false, kSingles);
+  const int saved = present(a.v_new) + present(a.Aqk) + present(a.Akk);
   if (saved) {
-    check_chunk_states(a.h, d, a.in, tensors, false, kSingles);
+    if (saved != 3 || !present(a.h) || a.h_every != 1)
+      invalid("v_new, Aqk, Akk: expected all three with h of every chunk, or none, got ", saved,
+              !present(a.h)    ? " without h"
+              : a.h_every != 1 ? str(" with h_every ", a.h_every)
+                               : "");
     tensors.check("v_new", a.v_new, v, 4, kSingles, false, " like v");
     tensors.check("Aqk", a.Aqk, A, 4, kSingles, false, " ([B,T,HV,C])");
     tensors.check("Akk", a.Akk, A, 4, kSingles, false, " ([B,T,HV,C])");
@@ -234,6 +242,7 @@ BackwardProblem validate(const kda_backward_args* raw) {
     tensors.check("d_dt_bias", a.d_dt_bias, {d.HV, d.K}, 2, kSingles, true, " ([HV,K])");
   }
   if (present(a.dh0)) check_state("dh0", a.dh0, d.N, d, a.in, tensors, true);
+  if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
   tensors.check_aliasing();
   return with_dims<BackwardProblem>(d, a);
 }
@@ -336,6 +345,14 @@ Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& stat
   return s;
 }
 
+const int64_t* first_h_rows(const Dims& d, const kda_inputs& in, int64_t h_every, int64_t* rows) {
+  for (int64_t n = 0, row = 0; n < d.N; ++n) {
+    rows[n] = row;
+    row += h_rows(sequence_at(d, in, n).length, h_every);
+  }
+  return rows;
+}
+
 namespace {
 
 void check_cu_seqlens(const Dims& d, const kda_inputs& in) {
@@ -382,11 +399,11 @@ void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s)
     check_slots("state_indices", s.state_indices, s.first_valid_slot, present(s.h0) ? s.h0.shape[0] : s.hT.shape[0]);
 }
 
-void check_chunk_rows(const Dims& d, const kda_inputs& in, const kda_tensor& h) {
+void check_h_rows(const Dims& d, const kda_inputs& in, const kda_tensor& h, int64_t h_every) {
   if (!present(h) || !d.varlen) return;
-  int64_t chunks = 0;
-  for (int64_t n = 0; n < d.N; ++n) chunks += (sequence_at(d, in, n).length + kChunk - 1) / kChunk;
-  if (h.shape[0] < chunks) invalid("h: expected at least ", chunks, " rows, one a chunk, got ", h.shape[0]);
+  int64_t rows = 0;
+  for (int64_t n = 0; n < d.N; ++n) rows += h_rows(sequence_at(d, in, n).length, h_every);
+  if (h.shape[0] < rows) too_few_h_rows(rows, h_every, h.shape[0]);
 }
 
 }  // namespace
@@ -394,13 +411,13 @@ void check_chunk_rows(const Dims& d, const kda_inputs& in, const kda_tensor& h) 
 void validate_data(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   check_states_data(p, a.in, a.states);
-  check_chunk_rows(p, a.in, a.h);
+  check_h_rows(p, a.in, a.h, a.h_every);
   if (present(a.checkpoints))
     check_slots("checkpoint_slots", a.checkpoint_slots, a.states.first_valid_slot, a.checkpoints.shape[0]);
 }
 void validate_data(const BackwardProblem& p) {
   check_cu_seqlens(p, p.args.in);
-  check_chunk_rows(p, p.args.in, p.args.h);
+  check_h_rows(p, p.args.in, p.args.h, p.args.h_every);
 }
 void validate_data(const DecodeProblem& p) { check_states_data(p, p.args.in, p.args.states); }
 

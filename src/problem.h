@@ -16,10 +16,12 @@ struct Dims {
 
   int64_t tokens() const { return B * T; }
   int64_t group() const { return HV / H; }  // value heads of one query/key head
-  // Chunks of the longest sequence the sizes allow, and room for the chunks of all sequences.
+  // Chunks of the longest sequence the sizes allow.
   int64_t max_chunks() const { return (T + kChunk - 1) / kChunk; }
-  int64_t total_chunks() const { return varlen ? T / kChunk + N : N * max_chunks(); }
 };
+
+// Rows of h that a sequence owns.
+inline int64_t h_rows(int64_t length, int64_t h_every) { return (length + kChunk * h_every - 1) / (kChunk * h_every); }
 
 struct ForwardProblem : Dims {
   kda_forward_args args;
@@ -62,6 +64,9 @@ struct Sequence {
 };
 Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n);
 Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n);
+
+// Fills rows[n] with the row of h where sequence n begins; returns rows.
+const int64_t* first_h_rows(const Dims& d, const kda_inputs& in, int64_t h_every, int64_t* rows);
 
 // Does any tensor of the call hold float64? (Only the reference takes it.)
 bool has_f64(const ForwardProblem& p);

@@ -38,8 +38,8 @@ std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
       {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
        cpu::chunk_forward_workspace, cpu::chunk_forward},
-      {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not, no_workspace,
-       cpu::recurrent_forward},
+      {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not,
+       cpu::recurrent_forward_workspace, cpu::recurrent_forward},
       {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
   };
   return table;

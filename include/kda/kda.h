@@ -137,12 +137,13 @@ typedef struct kda_states {
  * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
  * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M.
  *
- * Saved for backward, or wanted for their own sake: h is the state before every chunk, v_new the corrections u_t, Aqk
- * and Akk the chunk scores (row t holds the C columns of its chunk; what the formulas leave out is 0):
+ * Saved for backward, or wanted for their own sake: h is the state before every h_every-th chunk (0, h_every, 2 h_every,
+ * ..), v_new the corrections u_t, Aqk and Akk the chunk scores (row t holds the C columns of its chunk; what the formulas leave out is 0):
  *     Aqk[i,j] = scale  * sum_d q_id k_jd exp(g_j+1 + .. + g_i)_d    j <= i
  *     Akk[i,j] = beta_i * sum_d k_id k_jd exp(g_j+1 + .. + g_i)_d    j <  i
- * Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / C) rows of h after those of the
- * sequences before it. h needs room for all of them: N * ceil(T / C) without cu_seqlens; with, at most T / C + N.
+ * Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / (C h_every)) rows of h after those
+ * of the sequences before it. h needs room for all of them: N * ceil(T / (C h_every)) without cu_seqlens; with, at most
+ * T / (C h_every) + N.
  * Rows of these four tensors that belong to no token, or to a padded sequence, are left alone. */
 typedef struct kda_forward_args {
   uint64_t struct_size; /* sizeof(kda_forward_args) */
@@ -156,13 +157,15 @@ typedef struct kda_forward_args {
   kda_tensor v_new;            /* [B,T,HV,V]  out, optional: f32 */
   kda_tensor Aqk, Akk;         /* [B,T,HV,C]  out, optional: f32 */
   int32_t checkpoint_every;    /* tokens, a multiple of C */
-  int32_t reserved;            /* 0 */
+  int32_t h_every;             /* chunks from one row of h to the next; 0 = 1 */
 } kda_forward_args;
 
 /* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
  * `in`, h0 as given to kda_forward (no pools). Every gradient is optional and overwritten, never accumulated into; sums
- * over tokens and heads are done in f32 in a fixed order. h, v_new, Aqk, Akk: all four as kda_forward wrote them, or
- * none; then they are computed again. */
+ * over tokens and heads are done in f32 in a fixed order. Of what kda_forward can save, give it
+ *   h alone, of any h_every: h_every chunks at a time are computed again, and the workspace does not grow with T;
+ *   h (h_every = 1), v_new, Aqk, Akk: nothing is computed again;
+ *   nothing: whole sequences are computed again, and the workspace holds every chunk of the longest. */
 typedef struct kda_backward_args {
   uint64_t struct_size; /* sizeof(kda_backward_args) */
   kda_exec exec;
@@ -170,7 +173,7 @@ typedef struct kda_backward_args {
   kda_tensor h0;                 /* [N,HV,V,K] in, optional */
   kda_tensor d_o;                /* [B,T,HV,V] in: bf16, f16 or f32 */
   kda_tensor dhT;                /* [N,HV,V,K] in, optional: f32 or bf16 */
-  kda_tensor h, v_new, Aqk, Akk; /* in, optional: f32, see above */
+  kda_tensor h, v_new, Aqk, Akk; /* in, optional: f32, as kda_forward wrote them */
   kda_tensor dq, dk;             /* [B,T,H,K]  out */
   kda_tensor dv;                 /* [B,T,HV,V] out */
   kda_tensor dg;                 /* [B,T,HV,K] out: of the gate input (for GATE_LOG, of the natural-log decay) */
@@ -178,6 +181,8 @@ typedef struct kda_backward_args {
   kda_tensor dA_log;             /* [HV]       out: f32 */
   kda_tensor d_dt_bias;          /* [HV,K]     out: f32 */
   kda_tensor dh0;                /* [N,HV,V,K] out: f32 or bf16; may be wanted without h0 */
+  int32_t h_every;               /* as given to kda_forward; 0 = 1 */
+  int32_t reserved;              /* 0 */
 } kda_backward_args;
 
 /* ---- kda_decode: the token recurrence over a state pool -------------------------------------------------------------

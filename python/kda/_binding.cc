@@ -146,6 +146,7 @@ void read(Reader& r, kda_forward_args& a) {
   r.tensor("o", a.o), r.tensor("checkpoints", a.checkpoints), r.tensor("checkpoint_slots", a.checkpoint_slots);
   r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("Aqk", a.Aqk), r.tensor("Akk", a.Akk);
   a.checkpoint_every = static_cast<int32_t>(r.integer());
+  a.h_every = static_cast<int32_t>(r.integer());
 }
 
 void read(Reader& r, kda_backward_args& a) {
@@ -154,6 +155,7 @@ void read(Reader& r, kda_backward_args& a) {
   r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("Aqk", a.Aqk), r.tensor("Akk", a.Akk);
   r.tensor("dq", a.dq), r.tensor("dk", a.dk), r.tensor("dv", a.dv), r.tensor("dg", a.dg), r.tensor("dbeta", a.dbeta);
   r.tensor("dA_log", a.dA_log), r.tensor("d_dt_bias", a.d_dt_bias), r.tensor("dh0", a.dh0);
+  a.h_every = static_cast<int32_t>(r.integer());
 }
 
 void read(Reader& r, kda_decode_args& a) {

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 CHUNK = 64
 
+# Chunks between the states that training's forward leaves for backward: 8 cost 1/8 of what a state a chunk would, and
+# that many recomputed chunks stay in the cache.
+H_EVERY = 8
+
 GATE_LOG, GATE_SOFTPLUS, GATE_LOWER_BOUND = 0, 1, 2
 BETA_ACTIVATED, BETA_SIGMOID, BETA_2SIGMOID = 0, 1, 2
 STATE_V_FIRST, STATE_K_FIRST = 0, 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ._lib import library
-from ._options import CHUNK, Options
+from ._options import CHUNK, H_EVERY, Options
 
 Tensor = torch.Tensor
 
@@ -19,30 +19,41 @@ def state_shape(v: Tensor, K: int, cu: Tensor | None, options: Options) -> tuple
     return (N, HV, K, V) if options.state_layout else (N, HV, V, K)
 
 
+def saved_shapes(v: Tensor, K: int, cu: Tensor | None, options: Options, h_every: int) -> tuple[tuple[int, ...], ...]:
+    """What forward leaves for backward: nothing if ``h_every`` is 0; ``h``, a state every ``h_every`` chunks; if that
+    is 1 also ``v_new``, ``Aqk`` and ``Akk``, and backward computes nothing again."""
+    if h_every == 0:
+        return ()
+    B, T, HV, _ = v.shape
+    N, *state = state_shape(v, K, cu, options)
+    tokens = CHUNK * h_every
+    h = (B * ((T + tokens - 1) // tokens) if cu is None else T // tokens + N, *state)
+    return (h, tuple(v.shape), (B, T, HV, CHUNK), (B, T, HV, CHUNK)) if h_every == 1 else (h,)
+
+
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, h_every: int, recurrent: bool,
     impl: str | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
-    """(o, hT, saved): saved is (h, v_new, Aqk, Akk) or empty."""
-    B, T, _, K = q.shape
-    shape = state_shape(v, K, cu, options)
+    """(o, hT, saved), see :func:`saved_shapes`; the recurrent form saves nothing."""
+    K = q.shape[3]
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    hT = v.new_empty(shape, dtype=wide) if final_state else None
-    saved: tuple[Tensor, ...] = ()
+    hT = v.new_empty(state_shape(v, K, cu, options), dtype=wide) if final_state else None
     if recurrent:
         library().decode(q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, impl, 0, None)
-        return o, hT, saved
-    if save:
-        chunks = B * ((T + CHUNK - 1) // CHUNK) if cu is None else T // CHUNK + shape[0]
-        scores = (B, T, v.shape[2], CHUNK)
-        saved = tuple(v.new_empty(s, dtype=wide) for s in ((chunks, *shape[1:]), tuple(v.shape), scores, scores))
+        return o, hT, ()
+    saved = tuple(v.new_empty(s, dtype=wide) for s in saved_shapes(v, K, cu, options, h_every))
     library().forward(
-        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, *(saved or (None,) * 4),
-        0, impl, 0, None,
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, *four(saved), 0, h_every,
+        impl, 0, None,
     )  # fmt: skip
     return o, hT, saved
+
+
+def four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return (*saved, *(None,) * (4 - len(saved)))
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -53,8 +64,8 @@ def _plain(x: Tensor) -> Tensor:
 
 def run_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], d_o: Tensor, dhT: Tensor | None,
-    wanted: Sequence[bool], impl: str | None = None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], h_every: int, d_o: Tensor,
+    dhT: Tensor | None, wanted: Sequence[bool], impl: str | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted."""
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
@@ -64,9 +75,14 @@ def run_backward(
     ]
     d_o, dhT = _plain(d_o), None if dhT is None else _plain(dhT)
     library().backward(
-        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *(saved or (None,) * 4), *grads, impl, 0, None
-    )
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *four(saved), *grads, h_every if saved else 0,
+        impl, 0, None,
+    )  # fmt: skip
     return grads
+
+
+def chunks_between_states(needs_grad: bool, disable_recompute: bool) -> int:
+    return (1 if disable_recompute else H_EVERY) if needs_grad else 0
 
 
 class KDAFunction(torch.autograd.Function):
@@ -76,14 +92,14 @@ class KDAFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool,
-        save: bool, recurrent: bool, impl: str | None,
+        disable_recompute: bool, recurrent: bool, impl: str | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        save = save and any(ctx.needs_input_grad)
+        h_every = chunks_between_states(any(ctx.needs_input_grad), disable_recompute)
         inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
-        o, hT, saved = run_forward(*inputs, cu, options, final_state, save, recurrent, impl)
-        if any(ctx.needs_input_grad):
+        o, hT, saved = run_forward(*inputs, cu, options, final_state, h_every, recurrent, impl)
+        if h_every:
             ctx.save_for_backward(*inputs, cu, *saved)
-            ctx.options = options
+            ctx.options, ctx.h_every = options, h_every
         ctx.set_materialize_grads(False)
         return o, hT
 
@@ -94,8 +110,9 @@ class KDAFunction(torch.autograd.Function):
         if d_o is None:
             d_o = torch.zeros_like(v)
         grads = run_backward(
-            q, k, v, g, beta, A_log, dt_bias, h0, cu, ctx.options, saved, d_o, dhT, ctx.needs_input_grad[:8]
-        )
+            q, k, v, g, beta, A_log, dt_bias, h0, cu, ctx.options, saved, ctx.h_every, d_o, dhT,
+            ctx.needs_input_grad[:8],
+        )  # fmt: skip
         return (*grads, None, None, None, None, None, None)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from . import autograd
 from ._lib import library
-from ._options import CHUNK, Options
+from ._options import Options
 
 Tensor = torch.Tensor
 
@@ -38,47 +38,38 @@ def _define(name: str, signature: str, run: Any, fake: Any) -> None:
 # ---- forward and backward ----
 
 
-def _forward_shapes(
-    q: Tensor, v: Tensor, cu: Tensor | None, options: Options, final_state: bool, save: bool
-) -> tuple[Any, ...]:
-    B, T, _, K = q.shape
-    N, *state = autograd.state_shape(v, K, cu, options)
-    chunks = B * ((T + CHUNK - 1) // CHUNK) if cu is None else T // CHUNK + N
-    scores = (B, T, v.shape[2], CHUNK)
-    return (
-        (N, *state) if final_state else (0,),
-        *(((chunks, *state), tuple(v.shape), scores, scores) if save else ((0,),) * 4),
-    )
-
-
 def _forward_run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
-    lower_bound: float, scale: float, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+    lower_bound: float, scale: float, final_state: bool, h_every: int, recurrent: bool, impl: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
     o, hT, saved = autograd.run_forward(
-        q, k, v, g, beta, A_log, dt_bias, h0, cu, options, final_state, save, recurrent, impl
+        q, k, v, g, beta, A_log, dt_bias, h0, cu, options, final_state, h_every, recurrent, impl
     )
     empty = [v.new_empty(0, dtype=torch.float32) for _ in range(5)]
-    return (o, empty[0] if hT is None else hT, *(saved or empty[1:]))
+    return (o, empty[0] if hT is None else hT, *saved, *empty[1 + len(saved) :])
 
 
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
-    lower_bound: float, scale: float, final_state: bool, save: bool, recurrent: bool, impl: str | None,
+    lower_bound: float, scale: float, final_state: bool, h_every: int, recurrent: bool, impl: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shapes = _forward_shapes(q, v, cu, options, final_state, save and not recurrent)
-    dtypes = [wide if len(s) > 1 else torch.float32 for s in shapes]
-    return (v.new_empty(v.shape), *(v.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)))
+    shapes = [
+        autograd.state_shape(v, q.shape[3], cu, options) if final_state else (0,),
+        *(() if recurrent else autograd.saved_shapes(v, q.shape[3], cu, options, h_every)),
+    ]
+    shapes += [(0,)] * (5 - len(shapes))
+    return (v.new_empty(v.shape), *(v.new_empty(s, dtype=wide if len(s) > 1 else torch.float32) for s in shapes))
 
 
 _define(
     "forward",
-    f"({_INPUTS}, Tensor? h0, Tensor? cu_seqlens, {_OPTIONS}, bool final_state, bool save, bool recurrent, str? impl)"
+    f"({_INPUTS}, Tensor? h0, Tensor? cu_seqlens, {_OPTIONS}, bool final_state, int h_every, bool recurrent,"
+    " str? impl)"
     " -> (Tensor o, Tensor hT, Tensor h, Tensor v_new, Tensor Aqk, Tensor Akk)",
     _forward_run,
     _forward_fake,
@@ -89,12 +80,12 @@ def _backward_run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
     lower_bound: float, scale: float, h: Tensor | None, v_new: Tensor | None, Aqk: Tensor | None, Akk: Tensor | None,
-    d_o: Tensor, dhT: Tensor | None, wanted: list[bool],
+    h_every: int, d_o: Tensor, dhT: Tensor | None, wanted: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
-    saved = () if h is None else (h, v_new, Aqk, Akk)
+    saved = [x for x in (h, v_new, Aqk, Akk) if x is not None]
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
-    grads = autograd.run_backward(*inputs, cu, options, saved, d_o, dhT, tuple(wanted))  # type: ignore[arg-type]
+    grads = autograd.run_backward(*inputs, cu, options, saved, h_every, d_o, dhT, tuple(wanted))
     return tuple(q.new_empty(0) if x is None else x for x in grads)
 
 
@@ -102,7 +93,7 @@ def _backward_fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, gate_form: int, beta_form: int, qk_l2norm: bool, state_layout: int,
     lower_bound: float, scale: float, h: Tensor | None, v_new: Tensor | None, Aqk: Tensor | None, Akk: Tensor | None,
-    d_o: Tensor, dhT: Tensor | None, wanted: list[bool],
+    h_every: int, d_o: Tensor, dhT: Tensor | None, wanted: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
     return tuple(
@@ -113,7 +104,8 @@ def _backward_fake(
 _define(
     "backward",
     f"({_INPUTS}, Tensor? h0, Tensor? cu_seqlens, {_OPTIONS}, Tensor? h, Tensor? v_new, Tensor? Aqk, Tensor? Akk,"
-    " Tensor d_o, Tensor? dhT, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " int h_every, Tensor d_o, Tensor? dhT, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_run,
     _backward_fake,
 )
@@ -122,22 +114,22 @@ _define(
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, cu = inputs[:9]
     ctx.options = inputs[9:15]
-    ctx.final_state, save, recurrent = inputs[15:18]
-    ctx.has_saved = save and not recurrent
-    ctx.save_for_backward(*tensors, cu, *(output[2:] if ctx.has_saved else ()))
+    ctx.final_state, h_every, recurrent = inputs[15:18]
+    ctx.h_every = 0 if recurrent else h_every
+    saved = len(autograd.saved_shapes(inputs[2], inputs[0].shape[3], cu, Options(*ctx.options), ctx.h_every))
+    ctx.save_for_backward(*tensors, cu, *output[2 : 2 + saved])
     ctx.wanted = [x is not None and x.requires_grad for x in tensors]
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    tensors, kept = saved[:9], saved[9:] if ctx.has_saved else (None,) * 4
+    tensors, saved = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
     if d_o is None:
         d_o = torch.zeros_like(tensors[2])
     if not ctx.final_state:
         dhT = None
-    grads = torch.ops.kda.backward(*tensors, *ctx.options, *kept, d_o, dhT, ctx.wanted)
+    grads = torch.ops.kda.backward(*tensors, *ctx.options, *autograd.four(saved), ctx.h_every, d_o, dhT, ctx.wanted)
     return (*(x if w else None for x, w in zip(grads, ctx.wanted, strict=True)), *(None,) * 11)
 
 
@@ -146,12 +138,15 @@ torch.library.register_autograd("kda::forward", _forward_backward, setup_context
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, save: bool, recurrent: bool,
-    impl: str | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, disable_recompute: bool,
+    recurrent: bool, impl: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What ``KDAFunction.apply`` does in eager mode."""
+    tensors = (q, k, v, g, beta, A_log, dt_bias, h0)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    h_every = autograd.chunks_between_states(needs_grad, disable_recompute)
     o, hT, *_ = torch.ops.kda.forward(
-        q, k, v, g, beta, A_log, dt_bias, h0, cu, *options, final_state, save, recurrent, impl
+        q, k, v, g, beta, A_log, dt_bias, h0, cu, *options, final_state, h_every, recurrent, impl
     )
     return o, hT if final_state else None
 
@@ -164,7 +159,7 @@ _STATES = "Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, 
 def _prefill_run(*a: Any) -> None:
     (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads) = a
     library().forward(
-        *inputs, state, state, indices, initial, first, out, checkpoints, slots, None, None, None, None, every, impl,
+        *inputs, state, state, indices, initial, first, out, checkpoints, slots, None, None, None, None, every, 0, impl,
         threads, None,
     )  # fmt: skip
 

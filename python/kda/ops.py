@@ -77,7 +77,8 @@ def chunk_kda(
         use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(sum of squares + 1e-6)`` first.
         allow_neg_eigval: ``2 * sigmoid(beta)`` instead of ``sigmoid(beta)``.
         safe_gate: a promise that ``lower_bound <= g``; checked like FLA's, and not needed here: every gate is exact.
-        disable_recompute: keep what backward would compute again: per value head ``K*V/16 + 4*V + 512`` bytes a token.
+        disable_recompute: keep what backward would compute again: per value head ``K*V/16 + 4*V + 512`` bytes a token
+            instead of ``K*V/128`` (a state every 512 tokens).
         return_intermediate_states: also return the state before every 64-token chunk; only under
             ``torch.inference_mode()``.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
@@ -270,7 +271,7 @@ def _with_intermediate_states(
     h = q.new_empty(chunks, *state, dtype=torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
     library().forward(
         q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, h, None, None, None, 0,
-        impl, 0, None,
+        0, impl, 0, None,
     )  # fmt: skip
     return o, hT, h.view(B, chunks // B if B else 0, *state)
 
@@ -365,7 +366,7 @@ def prefill(
         return out
     library().forward(
         *call, state, state, state_indices, has_initial_state, first_valid_slot, out, checkpoints, checkpoint_slots,
-        None, None, None, None, every, impl, num_threads, workspace,
+        None, None, None, None, every, 0, impl, num_threads, workspace,
     )  # fmt: skip
     return out
 
@@ -537,7 +538,7 @@ def _forward_arguments(
     out = new_like(v) if out is None else out
     return (
         *call, state, state, *states, first_valid_slot, out, checkpoints, slots, None, None, None, None, every,
-        impl, num_threads, None,
+        0, impl, num_threads, None,
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 // Chunked backward on the CPU (math.md 5, simplified wide stage). One task = one sequence and value head.
 //
-// Pass 1 (skipped when forward saved h, v_new, Aqk, Akk): the forward without its output, keeping per chunk
-//   the state before it, v_new, Aqk and Akk in this thread's share of the workspace.
+// A sequence is cut into segments of h_every chunks, each beginning with a state that forward left in h (without h: one
+// segment). Segments are done last to first, each in two passes:
+// Pass 1 (skipped when forward saved v_new, Aqk, Akk, too): the forward without its output, keeping every chunk of the
+//   segment (KeptChunk) in this thread's share of the workspace. With h_every of 8 that is 2 MB, which stays in cache.
 // Pass 2, last chunk to first, with D = d_o, S the state before the chunk, dS the gradient of the state after it:
 //   dv_new = Aqk^T D + kg dS        x = (I + Akk)^-T dv_new
 //   dAqk = tril(D v_new^T)          dAkk = -strict_tril(x v_new^T)
@@ -14,9 +16,8 @@
 // The pair terms of dG come once with + at row i and once with - at row j, both from the same tiles (math.md 5.2), so
 // that they cancel in the reverse sum.
 //
-// Memory beyond inputs and gradients: 2.4 KB per token of the longest sequence and thread at K = V = 128 (one state and
-// one set of scores a chunk), and with HV > H another 8 K bytes per token and value head for dq and dk before their
-// sum.
+// Memory beyond inputs, gradients and h: 3.7 KB per token of the longest segment and thread at K = V = 128, and with
+// HV > H another 8 K bytes per token and value head for dq and dk before their sum.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/chunk_backward.cc"
 #include <hwy/foreach_target.h>
@@ -41,27 +42,31 @@ struct BackwardPartials {
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
-// What pass 1 keeps of a chunk.
-struct SavedChunk {
-  Matrix S;         // [K][V] state before it
-  Matrix v_new;     // [C][V]
-  Matrix Aqk, Akk;  // [C][C]
+// What pass 1 keeps of a chunk: all that costs more to compute or to gather again than to read.
+struct KeptChunk {
+  Matrix S;                       // [K][V] state before it
+  Matrix v_new;                   // [C][V]
+  Matrix Aqk, Akk;                // [C][C]
+  Matrix q, k, alpha;             // [C][K]
+  float *beta, *q_norm, *k_norm;  // [C]
 
-  SavedChunk(Arena& arena, int64_t K, int64_t V) {
+  KeptChunk(Arena& arena, int64_t K, int64_t V) {
     S = take(arena, padded(K), V);
     v_new = take(arena, kChunk, V);
     for (Matrix* m : {&Aqk, &Akk}) *m = take(arena, kChunk, kChunk);
+    for (Matrix* m : {&q, &k, &alpha}) *m = take(arena, kChunk, K);
+    for (float** p : {&beta, &q_norm, &k_norm}) *p = arena.floats(kChunk);
   }
   static uint64_t bytes(int64_t K, int64_t V) {
     Arena measure;
-    SavedChunk(measure, K, V);
+    KeptChunk(measure, K, V);
     return measure.bytes();
   }
 };
 
 struct BackwardScratch {
-  Chunk chunk;
-  SavedChunk saved;     // the chunk at hand, when the caller saved it
+  Chunk chunk;          // its matrices are those of the kept chunk at hand, but for
+  Matrix v;             // [C][V]
   Matrix dS;            // [K][V]
   Matrix ST, dST;       // [V][K]
   Matrix D, x;          // [C][V]  x: dv_new, then x, then beta x
@@ -71,10 +76,9 @@ struct BackwardScratch {
   Matrix y;             // [C][K]  x S^T, then beta x S^T E, later the sums r of math.md B4
   Matrix p_q, p_k;      // [C/2][K] products of one off-diagonal block
   float *raw, *d_bias;  // [K]     a row of g; running sum of its gradient
-  char* chunks;         // SavedChunk after SavedChunk
+  char* kept;           // KeptChunk after KeptChunk
 
-  BackwardScratch(Arena arena, int64_t K, int64_t V, char* memory, uint64_t* bytes)
-      : chunk(arena, K, V), saved(arena, K, V) {
+  BackwardScratch(Arena arena, int64_t K, int64_t V, char* memory, uint64_t* bytes) : chunk(arena, K, V), v(chunk.v) {
     dS = take(arena, padded(K), V);
     for (Matrix* m : {&ST, &dST}) *m = take(arena, padded(V), K);
     for (Matrix* m : {&D, &x}) *m = take(arena, kChunk, V);
@@ -83,88 +87,111 @@ struct BackwardScratch {
     for (Matrix* m : {&dq, &dk, &dG, &y}) *m = take(arena, kChunk, K);
     for (Matrix* m : {&p_q, &p_k}) *m = take(arena, kHalf, K);
     for (float** p : {&raw, &d_bias}) *p = arena.floats(padded(K));
-    chunks = memory ? memory + arena.bytes() : nullptr;
+    kept = memory ? memory + arena.bytes() : nullptr;
     if (bytes) *bytes = arena.bytes();
   }
-  SavedChunk kept(int64_t i) const {
-    Arena arena(chunks + i * SavedChunk::bytes(chunk.K, chunk.V));
-    return SavedChunk(arena, chunk.K, chunk.V);
+  // The i-th chunk of the segment becomes the chunk at hand.
+  KeptChunk use(int64_t i) {
+    Arena arena(kept + i * KeptChunk::bytes(chunk.K, chunk.V));
+    const KeptChunk here(arena, chunk.K, chunk.V);
+    chunk.q = here.q, chunk.k = here.k, chunk.alpha = here.alpha, chunk.Aqk = here.Aqk, chunk.Akk = here.Akk;
+    chunk.beta = here.beta, chunk.q_norm = here.q_norm, chunk.k_norm = here.k_norm;
+    return here;
   }
 };
 
-// A thread's share: scratch, the chunks of the longest sequence, and the state after the last of them.
+// Chunks of a segment. Nothing is computed again where forward saved everything: segments of one chunk.
+inline int64_t segment_chunks(const BackwardProblem& p) {
+  return present(p.args.h) ? std::min<int64_t>(p.args.h_every, p.max_chunks()) : p.max_chunks();
+}
+
+// A thread's share: scratch and the chunks of the longest segment.
 uint64_t backward_scratch_bytes(const BackwardProblem& p) {
   uint64_t bytes;
   BackwardScratch(Arena(), p.K, p.V, nullptr, &bytes);
-  return bytes + (present(p.args.h) ? 0 : (p.max_chunks() + 1) * SavedChunk::bytes(p.K, p.V));
+  return bytes + segment_chunks(p) * KeptChunk::bytes(p.K, p.V);
 }
 
 struct BackwardTask {
   const BackwardProblem& p;
   Sequence seq;
-  int64_t hv, first_chunk;
+  int64_t hv, first_h;
   Gate gate;
   BackwardScratch& s;
   BackwardPartials partials;
 
   void load_inputs(int64_t t) {
     load_chunk(s.chunk, p.args.in, gate, seq.b, seq.t0 + t, std::min(kChunk, seq.length - t), hv / p.group(), hv, 0);
-    decayed_operands(s.chunk);
   }
 
-  // ---- pass 1 ----
-  void recompute() {
+  // ---- pass 1, tokens first .. end-1 ----
+  void recompute(int64_t first, int64_t end) {
     Chunk& c = s.chunk;
-    const Matrix v = c.v, Aqk = c.Aqk, Akk = c.Akk;
-    zero(s.kept(0).S.data, padded(p.K) * c.v.pitch);
-    if (present(p.args.h0)) load_state(c, p.args.h0, p.args.in.state_layout, seq.n, hv, 0, s.kept(0).S);
-    for (int64_t t = 0; t < seq.length; t += kChunk) {
-      const SavedChunk here = s.kept(t / kChunk), next = s.kept(t / kChunk + 1);
-      c.v = here.v_new, c.Aqk = here.Aqk, c.Akk = here.Akk;  // computed where they are kept
+    for (int64_t t = first; t < end; t += kChunk) {
+      const KeptChunk here = s.use((t - first) / kChunk);
+      c.v = here.v_new;  // computed where it is kept
+      if (t == first) load_first_state(first, here.S);
       load_inputs(t);
+      decayed_operands(c);
       scores(c);
       corrections(c, here.S);
+      if (t + kChunk >= end) break;
+      const KeptChunk next = s.use((t - first) / kChunk + 1);
       advance_state(c, here.S, next.S);
       for (int64_t k = p.K; k < padded(p.K); ++k) zero(next.S.row(k), padded(p.V));
     }
-    c.v = v, c.Aqk = Aqk, c.Akk = Akk;
+    c.v = s.v;
   }
 
-  // Inputs of the chunk at t again, and what pass 1 or the caller kept of it.
-  SavedChunk restore(int64_t t) {
+  void load_first_state(int64_t t, Matrix S) {
     const kda_backward_args& a = p.args;
-    load_inputs(t);
-    const int64_t L = s.chunk.L;
-    for (int64_t i = 0; i < L; ++i) {
-      prefetch_row(a.d_o, seq.b, seq.t0 + t + i, hv);
-      load_row(a.d_o.dtype, at(a.d_o, seq.b, seq.t0 + t + i, hv), p.V, s.D.row(i));
+    zero(S.data, padded(p.K) * S.pitch);
+    if (present(a.h)) load_state(s.chunk, a.h, a.in.state_layout, first_h + t / (kChunk * a.h_every), hv, 0, S);
+    else if (present(a.h0)) load_state(s.chunk, a.h0, a.in.state_layout, seq.n, hv, 0, S);
+  }
+
+  // The inputs of the chunk at t, and what pass 1 or the caller kept of it.
+  KeptChunk restore(int64_t first, int64_t t) {
+    const kda_backward_args& a = p.args;
+    const KeptChunk here = s.use((t - first) / kChunk);
+    const int64_t L = std::min(kChunk, seq.length - t);
+    if (present(a.v_new)) {
+      load_first_state(t, here.S);
+      load_inputs(t);
     }
-    if (!present(a.h)) return s.kept(t / kChunk);
-    load_state(s.chunk, a.h, a.in.state_layout, first_chunk + t / kChunk, hv, 0, s.saved.S);
+    s.chunk.L = L;
     for (int64_t i = 0; i < L; ++i) {
-      load_row(KDA_F32, at(a.v_new, seq.b, seq.t0 + t + i, hv), p.V, s.saved.v_new.row(i));
-      load_row(KDA_F32, at(a.Aqk, seq.b, seq.t0 + t + i, hv), kChunk, s.saved.Aqk.row(i));
-      load_row(KDA_F32, at(a.Akk, seq.b, seq.t0 + t + i, hv), kChunk, s.saved.Akk.row(i));
+      const int64_t token = seq.t0 + t + i;
+      prefetch_row(a.d_o, seq.b, token, hv);
+      load_row(a.d_o.dtype, at(a.d_o, seq.b, token, hv), p.V, s.D.row(i));
+      if (present(a.v_new)) {
+        load_row(KDA_F32, at(a.v_new, seq.b, token, hv), p.V, here.v_new.row(i));
+        load_row(KDA_F32, at(a.Aqk, seq.b, token, hv), kChunk, here.Aqk.row(i));
+        load_row(KDA_F32, at(a.Akk, seq.b, token, hv), kChunk, here.Akk.row(i));
+      } else {
+        load_row(a.in.v.dtype, at(a.in.v, seq.b, token, hv), p.V, s.v.row(i));
+      }
     }
-    return s.saved;
+    decayed_operands(s.chunk);
+    return here;
   }
 
   // ---- pass 2: products with the states (math.md B1..B3) ----
-  void wide_stage(const SavedChunk& saved, float* dbeta) {
+  void wide_stage(const KeptChunk& kept, float* dbeta) {
     const Chunk& c = s.chunk;
     const int64_t L = c.L, K = c.K, V = c.V, Kp = padded(K), Vp = padded(V);
-    transpose(saved.S, Kp, Vp, s.ST);  // padding included: it is zero and must be so there
+    transpose(kept.S, Kp, Vp, s.ST);  // padding included: it is zero and must be so there
     transpose(s.dS, Kp, Vp, s.dST);
-    transpose(saved.v_new, L, Vp, s.v_newT);
+    transpose(kept.v_new, L, Vp, s.v_newT);
 
     gemm<Acc::kSet>(L, V, K, c.kg.rows(), s.dS, s.x);
-    add_triangle<Triangle::kUpper>(L, V, saved.Aqk.columns(), s.D, s.x);
-    solve_triangle<Triangle::kUpper>(L, V, saved.Akk.columns(), s.x);
+    add_triangle<Triangle::kUpper>(L, V, kept.Aqk.columns(), s.D, s.x);
+    solve_triangle<Triangle::kUpper>(L, V, kept.Akk.columns(), s.x);
     gemm_lower(L, V, s.D.rows(), s.v_newT, s.dAqk);
     gemm_lower(L, V, s.x.rows(), s.v_newT, s.xv);
     gemm<Acc::kSet>(L, K, V, s.D.rows(), s.ST, s.dq);
     gemm<Acc::kSet>(L, K, V, s.x.rows(), s.ST, s.y);
-    gemm<Acc::kSet>(L, K, V, saved.v_new.rows(), s.dST, s.dk);
+    gemm<Acc::kSet>(L, K, V, kept.v_new.rows(), s.dST, s.dk);
 
     for (int64_t i = 0; i < L; ++i) {
       dbeta[i] = dot(s.x.row(i), c.v.row(i), Vp) - dot(c.kG.row(i), s.y.row(i), Kp);
@@ -389,34 +416,41 @@ struct BackwardTask {
     store_row(out.dtype, dy, K, at(out, b, token, h));
   }
 
+  void chunk_backward(int64_t first, int64_t t) {
+    float dbeta[kChunk];
+    const KeptChunk kept = restore(first, t);
+    wide_stage(kept, dbeta);
+    pairs(dbeta);
+    store_gate(t);
+    store_beta(t, dbeta);
+    store_qkv(t);
+  }
+
   void run() {
     const kda_backward_args& a = p.args;
     const int32_t layout = a.in.state_layout;
-    for (Matrix S : {s.dS, s.saved.S}) zero(S.data, padded(p.K) * S.pitch);
+    zero(s.dS.data, padded(p.K) * s.dS.pitch);
     zero(s.d_bias, padded(p.K));
     if (partials.dA_log) partials.dA_log[seq.n * p.HV + hv] = 0;
     if (present(a.dhT)) load_state(s.chunk, a.dhT, layout, seq.n, hv, 0, s.dS);
-    if (!present(a.h)) recompute();
-    float dbeta[kChunk];
-    for (int64_t t = (seq.length - 1) / kChunk * kChunk; t >= 0 && seq.length > 0; t -= kChunk) {
-      const SavedChunk saved = restore(t);
-      wide_stage(saved, dbeta);
-      pairs(dbeta);
-      store_gate(t);
-      store_beta(t, dbeta);
-      store_qkv(t);
+    const int64_t segment = segment_chunks(p) * kChunk;
+    for (int64_t end = seq.length; end > 0;) {
+      const int64_t first = (end - 1) / segment * segment;
+      if (!present(a.v_new)) recompute(first, end);
+      for (int64_t t = (end - 1) / kChunk * kChunk; t >= first; t -= kChunk) chunk_backward(first, t);
+      end = first;
     }
     if (present(a.dh0)) store_state(s.chunk, a.dh0, layout, seq.n, hv, 0, s.dS);
     if (partials.d_bias) std::memcpy(partials.d_bias + (seq.n * p.HV + hv) * p.K, s.d_bias, p.K * sizeof(float));
   }
 };
 
-void backward_task(const BackwardProblem& p, const Sequence& seq, int64_t hv, int64_t first_chunk,
+void backward_task(const BackwardProblem& p, const Sequence& seq, int64_t hv, int64_t first_h,
                    const BackwardPartials& partials, char* memory) {
   BackwardScratch s(Arena(memory), p.K, p.V, memory, nullptr);
   const kda_inputs& in = p.args.in;
   const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, s.chunk.dt_bias);
-  BackwardTask{p, seq, hv, first_chunk, gate, s, partials}.run();
+  BackwardTask{p, seq, hv, first_h, gate, s, partials}.run();
 }
 
 // dq, dk of query/key head h for tokens t0 .. of row b: the sum over its value heads in ascending order, then the norm.
@@ -457,13 +491,13 @@ namespace {
 
 struct Shared {
   BackwardPartials partials{};
-  int64_t* first_chunk;
+  int64_t* first_h;  // [N] rows of h before those of each sequence
   uint64_t bytes;
 
   Shared(const BackwardProblem& p, char* base) {
     const kda_backward_args& a = p.args;
     Arena arena(base);
-    first_chunk = reinterpret_cast<int64_t*>(arena.floats(2 * p.N));
+    first_h = reinterpret_cast<int64_t*>(arena.floats(2 * p.N));
     if (present(a.dA_log)) partials.dA_log = arena.floats(p.N * p.HV);
     if (present(a.d_dt_bias)) partials.d_bias = arena.floats(p.N * p.HV * p.K);
     if (p.HV > p.H && (present(a.dq) || present(a.dk))) {
@@ -487,15 +521,11 @@ void chunk_backward(const BackwardProblem& p) {
   const Workspace workspace = plan(p);
   const int threads = workspace.threads(a.exec, p.N * p.HV);
   const Shared shared(p, static_cast<char*>(a.exec.workspace));
-  for (int64_t n = 0, chunks = 0; n < p.N; ++n) {
-    shared.first_chunk[n] = chunks;
-    chunks += (sequence_at(p, a.in, n).length + kChunk - 1) / kChunk;
-  }
+  first_h_rows(p, a.in, a.h_every, shared.first_h);
   const auto task_fn = KDA_ISA_CALL(backward_task);
   parallel_for(p.N * p.HV, threads, [&](int64_t task, int thread) {
     const int64_t n = task / p.HV, hv = task % p.HV;
-    task_fn(p, sequence_at(p, a.in, n), hv, shared.first_chunk[n], shared.partials,
-            workspace.of_thread(a.exec, thread));
+    task_fn(p, sequence_at(p, a.in, n), hv, shared.first_h[n], shared.partials, workspace.of_thread(a.exec, thread));
   });
 
   const int64_t end = p.varlen ? int_at(a.in.cu_seqlens, p.N) : p.T;

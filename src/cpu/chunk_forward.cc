@@ -49,7 +49,7 @@ inline void store_chunk(const kda_forward_args& a, const ForwardScratch& s, int6
 }
 
 // Columns v0 .. v0+V-1 of value head hv of one sequence.
-void forward_task(const ForwardProblem& p, const Sequence& seq, int64_t hv, int64_t v0, int64_t V, int64_t first_chunk,
+void forward_task(const ForwardProblem& p, const Sequence& seq, int64_t hv, int64_t v0, int64_t V, int64_t first_h,
                   char* memory) {
   const kda_forward_args& a = p.args;
   const kda_inputs& in = a.in;
@@ -63,9 +63,10 @@ void forward_task(const ForwardProblem& p, const Sequence& seq, int64_t hv, int6
   zero(s.S.data, padded(p.K) * s.S.pitch);
   if (seq.initial) load_state(c, a.states.h0, in.state_layout, seq.slot, hv, v0, s.S);
 
+  const int64_t h_tokens = kChunk * a.h_every;
   for (int64_t t = 0; t < seq.length; t += kChunk) {
     const int64_t t0 = seq.t0 + t, L = std::min(kChunk, seq.length - t);
-    if (present(a.h)) store_state(c, a.h, in.state_layout, first_chunk + t / kChunk, hv, v0, s.S);
+    if (present(a.h) && t % h_tokens == 0) store_state(c, a.h, in.state_layout, first_h + t / h_tokens, hv, v0, s.S);
     load_chunk(c, in, gate, seq.b, t0, L, hv / p.group(), hv, v0);
     scores(c);
     decayed_operands(c);
@@ -111,11 +112,8 @@ void chunk_forward(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const Workspace workspace = plan(p);
   const int threads = workspace.threads(a.exec, INT64_MAX);
-  auto* first_chunk = static_cast<int64_t*>(a.exec.workspace);
-  for (int64_t n = 0, chunks = 0; present(a.h) && n < p.N; ++n) {
-    first_chunk[n] = chunks;
-    chunks += (sequence_at(p, a.in, n).length + kChunk - 1) / kChunk;
-  }
+  auto* first_h = static_cast<int64_t*>(a.exec.workspace);
+  if (present(a.h)) first_h_rows(p, a.in, a.h_every, first_h);
 
   // Fewer heads than threads: cut V into tiles. Each tile repeats the scores, so no finer than 32 columns.
   const int64_t heads = std::max<int64_t>(1, p.N * p.HV);
@@ -124,7 +122,7 @@ void chunk_forward(const ForwardProblem& p) {
   const auto task_fn = KDA_ISA_CALL(forward_task);
   parallel_for(p.N * p.HV * tiles, threads, [&](int64_t task, int thread) {
     const int64_t v0 = task % tiles * tile, hv = task / tiles % p.HV, n = task / tiles / p.HV;
-    task_fn(p, sequence_at(p, a.in, a.states, n), hv, v0, std::min(tile, p.V - v0), present(a.h) ? first_chunk[n] : 0,
+    task_fn(p, sequence_at(p, a.in, a.states, n), hv, v0, std::min(tile, p.V - v0), present(a.h) ? first_h[n] : 0,
             workspace.of_thread(a.exec, thread));
   });
   if (p.varlen) {

@@ -12,6 +12,7 @@ uint64_t chunk_forward_workspace(const ForwardProblem& p);
 void chunk_backward(const BackwardProblem& p);
 uint64_t chunk_backward_workspace(const BackwardProblem& p);
 
+uint64_t recurrent_forward_workspace(const ForwardProblem& p);
 void recurrent_forward(const ForwardProblem& p);
 const char* recurrent_forward_why_not(const ForwardProblem& p);
 void decode(const DecodeProblem& p);

@@ -25,6 +25,9 @@ struct Recurrence {
   const kda_inputs& in;
   const kda_states& states;
   const kda_tensor& o;
+  const kda_tensor* h = nullptr;     // forward's states before every h_tokens-th token, if wanted
+  int64_t h_tokens = 0;              // a multiple of kSteps
+  const int64_t* first_h = nullptr;  // [N] row of h where each sequence begins
 };
 }  // namespace kda::cpu
 #endif
@@ -160,16 +163,16 @@ struct RecurrentTask {
     float* to = scratch;
     int64_t from_pitch = width, to_pitch = width;
     if (read_in_place) {
-      from = reinterpret_cast<const float*>(address(h0, v0, 0));
+      from = reinterpret_cast<const float*>(address(h0, s.slot, v0, 0));
       from_pitch = h0.stride[2];
     } else {
       for (int64_t i = 0; i < rows; ++i) {
         zero(scratch + i * width, width);
-        if (s.initial) load_row(h0.dtype, address(h0, v0, i), columns, scratch + i * width);
+        if (s.initial) load_row(h0.dtype, address(h0, s.slot, v0, i), columns, scratch + i * width);
       }
     }
     if (write_in_place) {
-      to = reinterpret_cast<float*>(address(hT, v0, 0));
+      to = reinterpret_cast<float*>(address(hT, s.slot, v0, 0));
       to_pitch = hT.stride[2];
     }
 
@@ -177,6 +180,9 @@ struct RecurrentTask {
     for (int64_t t = 0; t < s.length; t += kSteps) {
       const int64_t n = std::min(kSteps, s.length - t);
       const bool write = present(hT) || t + n < s.length;
+      if (r.h && t % r.h_tokens == 0)
+        for (int64_t i = 0; i < rows; ++i)
+          store_row(r.h->dtype, from + i * from_pitch, columns, address(*r.h, r.first_h[s.n] + t / r.h_tokens, v0, i));
       if (!one_block) load_keys(t, n);
       load_values(t, n, v0, V);
       if (v_first) {
@@ -192,16 +198,17 @@ struct RecurrentTask {
     }
     // Nothing to do where the last write went to its place; a sequence without tokens passes its state through.
     if (present(hT) && (!write_in_place || s.length == 0) && from != to_of(hT, v0))
-      for (int64_t i = 0; i < rows; ++i) store_row(hT.dtype, from + i * from_pitch, columns, address(hT, v0, i));
+      for (int64_t i = 0; i < rows; ++i)
+        store_row(hT.dtype, from + i * from_pitch, columns, address(hT, s.slot, v0, i));
   }
 
-  // Row i of the part of the head's state that belongs to columns from v0 on.
-  char* address(const kda_tensor& t, int64_t v0, int64_t i) const {
-    if (r.in.state_layout == KDA_STATE_V_FIRST) return at(t, s.slot, hv, v0 + i);
-    return at(t, s.slot, hv, i) + v0 * dtype_size(t.dtype);
+  // Row i of the part of the head's state in slot `slot` that belongs to columns from v0 on.
+  char* address(const kda_tensor& t, int64_t slot, int64_t v0, int64_t i) const {
+    if (r.in.state_layout == KDA_STATE_V_FIRST) return at(t, slot, hv, v0 + i);
+    return at(t, slot, hv, i) + v0 * dtype_size(t.dtype);
   }
   const float* to_of(const kda_tensor& t, int64_t v0) const {
-    return reinterpret_cast<const float*>(address(t, v0, 0));
+    return reinterpret_cast<const float*>(address(t, s.slot, v0, 0));
   }
 };
 
@@ -266,12 +273,26 @@ const char* recurrent_forward_why_not(const ForwardProblem& p) {
   if (a.exec.device != KDA_CPU) return "runs on the CPU only";
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(a.checkpoints)) return "keeps no checkpoints";
-  if (present(a.h) || present(a.v_new) || present(a.Aqk) || present(a.Akk))
-    return "has no chunks to save h, v_new, Aqk or Akk from";
+  if (present(a.v_new) || present(a.Aqk) || present(a.Akk)) return "has no chunks to save v_new, Aqk or Akk from";
   return nullptr;
 }
 
-void recurrent_forward(const ForwardProblem& p) { run({p, p.args.in, p.args.states, p.args.o}, p.args.exec); }
+namespace {
+Workspace forward_plan(const ForwardProblem& p) { return {present(p.args.h) ? p.N * sizeof(int64_t) : 0, 0}; }
+}  // namespace
+
+uint64_t recurrent_forward_workspace(const ForwardProblem& p) { return forward_plan(p).bytes(1); }
+
+void recurrent_forward(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  Recurrence r{p, a.in, a.states, a.o};
+  if (present(a.h)) {
+    forward_plan(p).threads(a.exec, 1);  // refuses a workspace that is too small
+    r.h = &a.h, r.h_tokens = kChunk * a.h_every;
+    r.first_h = first_h_rows(p, a.in, a.h_every, static_cast<int64_t*>(a.exec.workspace));
+  }
+  run(r, a.exec);
+}
 
 }  // namespace kda::cpu
 #endif

@@ -23,14 +23,15 @@ void store_scores(const Head& x, const ForwardProblem& p, const Sequence& s, int
     }
 }
 
-void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t first_chunk) {
+void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t first_h) {
   const kda_forward_args& a = p.args;
   const int32_t layout = a.in.state_layout;
   const Head x(p, a.in, s, hv);
   Vector S = load_state(p, a.states.h0, layout, s.slot, hv, s.initial), u(p.V), o(p.V);
   for (int64_t t = 0; t < s.length; ++t) {
     if (t % kChunk == 0) {
-      if (present(a.h)) store_state(p, S, a.h, layout, first_chunk + t / kChunk, hv);
+      if (present(a.h) && t % (kChunk * a.h_every) == 0)
+        store_state(p, S, a.h, layout, first_h + t / (kChunk * a.h_every), hv);
       if (present(a.Aqk) || present(a.Akk)) store_scores(x, p, s, hv, t, std::min(kChunk, s.length - t));
     }
     x.step(t, S.data(), u.data(), o.data());
@@ -50,12 +51,12 @@ void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t fi
 }  // namespace
 
 void forward(const ForwardProblem& p) {
-  int64_t first_chunk = 0, end = 0;
+  int64_t first_h = 0, end = 0;
   for (int64_t n = 0; n < p.N; ++n) {
     const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
     if (!s.live) zero_rows(p.args.o, s.b, s.t0, s.length);
-    for (int64_t hv = 0; s.live && hv < p.HV; ++hv) run_head(p, s, hv, first_chunk);
-    first_chunk += (s.length + kChunk - 1) / kChunk;
+    for (int64_t hv = 0; s.live && hv < p.HV; ++hv) run_head(p, s, hv, first_h);
+    first_h += h_rows(s.length, p.args.h_every);
     end = s.t0 + s.length;
   }
   if (p.varlen) zero_rows(p.args.o, 0, end, p.T - end);
@@ -68,6 +69,7 @@ void decode(const DecodeProblem& p) {
   f.args.in = p.args.in;
   f.args.states = p.args.states;
   f.args.o = p.args.o;
+  f.args.h_every = 1;
   forward(f);
 }
 

@@ -113,9 +113,9 @@ kda_inputs Inputs::view() const {
 
 int64_t Inputs::begin(int64_t n) const { return cu_seqlens ? static_cast<int64_t>(cu_seqlens.get(n)) : 0; }
 int64_t Inputs::length(int64_t n) const { return cu_seqlens ? c.lengths[n] : T; }
-int64_t Inputs::chunks() const {
+int64_t Inputs::h_rows(int64_t every) const {
   int64_t sum = 0;
-  for (int64_t n = 0; n < N; ++n) sum += (length(n) + 63) / 64;
+  for (int64_t n = 0; n < N; ++n) sum += (length(n) + 64 * every - 1) / (64 * every);
   return sum;
 }
 std::vector<int64_t> Inputs::state_shape(int64_t rows) const {
@@ -149,10 +149,15 @@ ForwardOutputs::ForwardOutputs(const Inputs& in, bool all, bool f64) {
   o = Tensor(dtype(c.dtype), {in.B, in.T, c.HV, c.V}, c.layout);
   hT = Tensor(dtype(c.state_dtype), in.state_shape(in.N), c.layout);
   if (!all) return;
-  h = Tensor(dtype(KDA_F32), in.state_shape(in.chunks()), c.layout);
+  h = Tensor(dtype(KDA_F32), in.state_shape(in.h_rows(1)), c.layout);
   v_new = Tensor(dtype(KDA_F32), {in.B, in.T, c.HV, c.V}, c.layout);
   Aqk = Tensor(dtype(KDA_F32), {in.B, in.T, c.HV, 64}, c.layout);
   Akk = Tensor(dtype(KDA_F32), {in.B, in.T, c.HV, 64}, c.layout);
+}
+
+void ForwardOutputs::save_states(const Inputs& in, int32_t every, bool f64) {
+  h = Tensor(f64 ? KDA_F64 : KDA_F32, in.state_shape(in.h_rows(every)), in.c.layout);
+  h_every = every;
 }
 
 std::vector<Named> ForwardOutputs::tensors() {
@@ -187,6 +192,7 @@ kda_forward_args forward_args(const Inputs& in, const ForwardOutputs& out) {
   kda_forward_args a = KDA_FORWARD_ARGS_INIT;
   a.in = in.view();
   a.states.h0 = in.h0, a.states.hT = out.hT;
+  a.h_every = out.h_every;
   a.o = out.o, a.h = out.h, a.v_new = out.v_new, a.Aqk = out.Aqk, a.Akk = out.Akk;
   return a;
 }
@@ -195,7 +201,10 @@ kda_backward_args backward_args(const Inputs& in, const BackwardOutputs& out, co
   kda_backward_args a = KDA_BACKWARD_ARGS_INIT;
   a.in = in.view();
   a.h0 = in.h0, a.d_o = in.d_o, a.dhT = in.dhT;
-  if (saved) a.h = saved->h, a.v_new = saved->v_new, a.Aqk = saved->Aqk, a.Akk = saved->Akk;
+  if (saved) {
+    a.h = saved->h, a.v_new = saved->v_new, a.Aqk = saved->Aqk, a.Akk = saved->Akk;
+    a.h_every = saved->h_every;
+  }
   a.dq = out.dq, a.dk = out.dk, a.dv = out.dv, a.dg = out.dg, a.dbeta = out.dbeta;
   a.dA_log = out.dA_log, a.d_dt_bias = out.d_dt_bias, a.dh0 = out.dh0;
   return a;

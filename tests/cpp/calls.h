@@ -20,9 +20,9 @@ struct Inputs {
 
   explicit Inputs(const Case& c, uint64_t seed = 0);
   kda_inputs view() const;
-  int64_t begin(int64_t n) const;   // first token of sequence n within its row
-  int64_t length(int64_t n) const;  // its tokens
-  int64_t chunks() const;           // of all sequences together
+  int64_t begin(int64_t n) const;       // first token of sequence n within its row
+  int64_t length(int64_t n) const;      // its tokens
+  int64_t h_rows(int64_t every) const;  // states before every `every`-th chunk of all sequences together
   std::vector<int64_t> state_shape(int64_t rows) const;
   std::vector<Named> tensors();
   std::map<std::string, Bits> bits();  // of every input, to compare after a call
@@ -32,6 +32,8 @@ struct ForwardOutputs {
   Tensor o, hT, h, v_new, Aqk, Akk;
   // Only o and hT, or all; in the dtypes of the case, or as float64 for the oracle.
   ForwardOutputs(const Inputs& in, bool all, bool f64 = false);
+  int32_t h_every = 0;
+  void save_states(const Inputs& in, int32_t every, bool f64 = false);  // h, by itself
   std::vector<Named> tensors();
 };
 

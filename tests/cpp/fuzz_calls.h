@@ -188,18 +188,22 @@ inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& stat
   }
 }
 
-inline int64_t chunks(const Sizes& s) {
-  if (!s.packed) return s.B * ((s.T + 63) / 64);
+inline int64_t h_rows(const Sizes& s, int64_t every) {
+  const auto rows = [&](int64_t length) { return (length + 64 * every - 1) / (64 * every); };
+  if (!s.packed) return s.B * rows(s.T);
   int64_t sum = 0;
-  for (int64_t n = 0; n < s.N; ++n) sum += (s.cu[n + 1] - s.cu[n] + 63) / 64;
-  return std::max(sum, (s.T + 63) / 64);
+  for (int64_t n = 0; n < s.N; ++n) sum += rows(s.cu[n + 1] - s.cu[n]);
+  return std::max(sum, rows(s.T));
 }
 
 inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   a.in = random_inputs(s, random);
   random_states(s, a.in, a.states, random);
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
-  if (random.chance(0.2)) a.h = arena.take(state_dtype(random), state_shape(s, a.in, chunks(s)), random);
+  if (random.chance(0.3)) {
+    a.h_every = static_cast<int32_t>(random.below(3));
+    a.h = arena.take(state_dtype(random), state_shape(s, a.in, h_rows(s, std::max(a.h_every, 1))), random);
+  }
   if (random.chance(0.2)) a.v_new = arena.take(KDA_F32, {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.2)) a.Aqk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
   if (random.chance(0.2)) a.Akk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
@@ -231,6 +235,15 @@ inline void build(kda_backward_args& a, const Sizes& s, Random& random) {
   if (a.in.A_log.ndim && wanted()) a.dA_log = arena.take(KDA_F32, {s.HV}, random);
   if (a.in.dt_bias.ndim && wanted()) a.d_dt_bias = arena.take(KDA_F32, {s.HV, s.K}, random);
   if (wanted()) a.dh0 = arena.take(state_dtype(random), state_shape(s, a.in, s.N), random);
+  if (random.chance(0.3)) {  // states as forward leaves them
+    a.h_every = 1 + static_cast<int32_t>(random.below(2));
+    a.h = arena.take(KDA_F32, state_shape(s, a.in, h_rows(s, a.h_every)), random);
+    kda_forward_args f = KDA_FORWARD_ARGS_INIT;
+    f.exec.impl = "reference";
+    f.in = a.in, f.states.h0 = a.h0, f.h = a.h, f.h_every = a.h_every;
+    f.o = arena.take(KDA_F32, {s.B, s.T, s.HV, s.V}, random);
+    if (kda_forward(&f) != KDA_OK) fail(std::string("a legal call was refused: ") + kda_last_error());
+  }
 }
 
 template <class Args>

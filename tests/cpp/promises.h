@@ -16,12 +16,14 @@ inline std::string promise_name(const testing::TestParamInfo<Variant>& info) {
 }
 
 // Every operator but the gates (which have no sequences), with all that can be asked of it. "forward" saves everything
-// where the implementation can; "backward" recomputes; "backward_saved" is given what forward saved.
+// where the implementation can; "backward" recomputes; "backward_states" is given the state before every other chunk,
+// "backward_saved" all that forward can save.
 inline std::vector<Variant> promise_params() {
   std::vector<Variant> all;
   for (const std::string& impl : cpu_implementations("forward")) all.push_back({"forward", impl});
   for (const std::string& impl : cpu_implementations("backward")) {
     all.push_back({"backward", impl});
+    all.push_back({"backward_states", impl});
     all.push_back({"backward_saved", impl});
   }
   for (const std::string& impl : cpu_implementations("decode")) all.push_back({"decode", impl});
@@ -98,12 +100,13 @@ class PromiseBase : public testing::TestWithParam<Variant> {
       run_under(forward_args(in, out), impl, how);
       for (const auto& [name, t] : out.tensors()) keep(all, name, *t);
     } else {
-      const bool from_saved = GetParam().op == "backward_saved";
-      const ForwardOutputs saved(in, true);
-      if (from_saved) run(forward_args(in, saved));
+      const bool from_states = GetParam().op == "backward_states", from_saved = GetParam().op == "backward_saved";
+      ForwardOutputs saved(in, from_saved);
+      if (from_states) saved.save_states(in, 2);
+      if (from_states || from_saved) run(forward_args(in, saved));
       BackwardOutputs out(in);
       for (const auto& [name, t] : out.tensors()) prepare(*t, how);
-      run_under(backward_args(in, out, from_saved ? &saved : nullptr), impl, how);
+      run_under(backward_args(in, out, from_states || from_saved ? &saved : nullptr), impl, how);
       for (const auto& [name, t] : out.tensors()) keep(all, name, *t);
     }
     return all;

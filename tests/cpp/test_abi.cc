@@ -76,11 +76,11 @@ TEST(Abi, ForwardArgs) {
   EXPECT_FIELD(kda_forward_args, Aqk, 1720);
   EXPECT_FIELD(kda_forward_args, Akk, 1816);
   EXPECT_FIELD(kda_forward_args, checkpoint_every, 1912);
-  EXPECT_FIELD(kda_forward_args, reserved, 1916);
+  EXPECT_FIELD(kda_forward_args, h_every, 1916);
 }
 
 TEST(Abi, BackwardArgs) {
-  EXPECT_EQ(sizeof(kda_backward_args), 2288u);
+  EXPECT_EQ(sizeof(kda_backward_args), 2296u);
   EXPECT_FIELD(kda_backward_args, struct_size, 0);
   EXPECT_FIELD(kda_backward_args, exec, 8);
   EXPECT_FIELD(kda_backward_args, in, 56);
@@ -99,6 +99,8 @@ TEST(Abi, BackwardArgs) {
   EXPECT_FIELD(kda_backward_args, dA_log, 2000);
   EXPECT_FIELD(kda_backward_args, d_dt_bias, 2096);
   EXPECT_FIELD(kda_backward_args, dh0, 2192);
+  EXPECT_FIELD(kda_backward_args, h_every, 2288);
+  EXPECT_FIELD(kda_backward_args, reserved, 2292);
 }
 
 TEST(Abi, DecodeArgs) {

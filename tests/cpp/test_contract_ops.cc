@@ -181,14 +181,17 @@ TEST(ForwardRefuses, Checkpoints) {
 
 TEST(ForwardRefuses, Saved) {
   // Two chunks are needed: lengths 2, 0, 5. One row is too few even by T alone only when T needs more.
-  forward_refuses("h: expected at least 2 rows, one a chunk, got 1", [](F& x) { x.args.h.shape[0] = 1; });
-  forward_refuses("h: expected at least 2 rows, one a chunk, got 0", [](F& x) { x.args.h.shape[0] = 0; });
+  forward_refuses("h: expected at least 2 rows, one every 64 tokens, got 1", [](F& x) { x.args.h.shape[0] = 1; });
+  forward_refuses("h: expected at least 2 rows, one every 64 tokens, got 0", [](F& x) { x.args.h.shape[0] = 0; });
+  forward_refuses("h: expected at least 2 rows, one every 192 tokens, got 1",
+                  [](F& x) { x.args.h.shape[0] = 1, x.args.h_every = 3; });
+  forward_refuses("h_every: expected >= 0, got -1", [](F& x) { x.args.h_every = -1; });
+  forward_refuses("h_every: expected 0 without h, got 2", [](F& x) { x.args.h = {}, x.args.h_every = 2; });
   forward_refuses("h: expected float32 or bfloat16, got float16", [](F& x) { x.args.h.dtype = KDA_F16; });
   forward_refuses("v_new: expected float32, got bfloat16", [](F& x) { x.args.v_new.dtype = KDA_BF16; });
   forward_refuses("Aqk: expected shape [1,9,2,64] ([B,T,HV,C]), got [1,9,2,63]",
                   [](F& x) { set_last(x.args.Aqk, 63); });
   forward_refuses("Akk: expected float32, got float16", [](F& x) { x.args.Akk.dtype = KDA_F16; });
-  forward_refuses("args.reserved: expected 0, got 1", [](F& x) { x.args.reserved = 1; });
   forward_refuses("o: expected 4 dimensions [1,9,2,3] like v, got 0", [](F& x) { x.args.o = {}; });
 }
 
@@ -198,7 +201,9 @@ TEST(ForwardRefuses, SavedWithoutCuSeqlens) {  // then h needs ceil(T / 64) rows
   F x(c);
   const Workspace workspace = workspace_for(x.args);
   x.args.h.shape[0] = 3;
-  expect_refused(x, "h: expected at least 4 rows, one a chunk, got 3");
+  expect_refused(x, "h: expected at least 4 rows, one every 64 tokens, got 3");
+  x.args.h.shape[0] = 1, x.args.h_every = 2;
+  expect_refused(x, "h: expected at least 2 rows, one every 128 tokens, got 1");
 }
 
 TEST(ForwardUnsupported, ForcedImplementationSaysWhy) {
@@ -206,7 +211,7 @@ TEST(ForwardUnsupported, ForcedImplementationSaysWhy) {
       "cpu_recurrent was forced but keeps no checkpoints", [](F& x) { x.args.exec.impl = "cpu_recurrent"; },
       KDA_UNSUPPORTED);
   refuses<kda_forward_args>(
-      "cpu_recurrent was forced but has no chunks to save h, v_new, Aqk or Akk from",
+      "cpu_recurrent was forced but has no chunks to save v_new, Aqk or Akk from",
       [](F& x) {
         x.args.exec.impl = "cpu_recurrent";
         x.args.checkpoints = x.args.checkpoint_slots = {}, x.args.checkpoint_every = 0;
@@ -241,13 +246,19 @@ TEST(BackwardRefuses, Arguments) {
 }
 
 TEST(BackwardRefuses, PartOfTheSaved) {
-  for (int missing = 0; missing < 4; ++missing)
-    backward_refuses("h, v_new, Aqk, Akk: expected all four or none, got 3", [&](B& x) {
-      kda_tensor* saved[] = {&x.args.h, &x.args.v_new, &x.args.Aqk, &x.args.Akk};
+  const std::string expected = "v_new, Aqk, Akk: expected all three with h of every chunk, or none, got ";
+  for (int missing = 0; missing < 3; ++missing)
+    backward_refuses(expected + "2", [&](B& x) {
+      kda_tensor* saved[] = {&x.args.v_new, &x.args.Aqk, &x.args.Akk};
       *saved[missing] = {};
     });
+  backward_refuses(expected + "3 without h", [](B& x) { x.args.h = {}; });
+  backward_refuses(expected + "3 with h_every 2", [](B& x) { x.args.h_every = 2; });
+  backward_refuses("h_every: expected >= 0, got -2", [](B& x) { x.args.h_every = -2; });
+  backward_refuses("h_every: expected 0 without h, got 1", [](B& x) { x.args.h = {}, x.args.h_every = 1; });
+  backward_refuses("args.reserved: expected 0, got 1", [](B& x) { x.args.reserved = 1; });
   backward_refuses("h: expected float32, got bfloat16", [](B& x) { x.args.h.dtype = KDA_BF16; });
-  backward_refuses("h: expected at least 2 rows, one a chunk, got 1", [](B& x) { x.args.h.shape[0] = 1; });
+  backward_refuses("h: expected at least 2 rows, one every 64 tokens, got 1", [](B& x) { x.args.h.shape[0] = 1; });
 }
 
 // ---- gate ----

@@ -49,9 +49,10 @@ void expect_close(const std::vector<Named>& reference, const std::vector<Named>&
 
 class Forward : public testing::TestWithParam<Param> {
  protected:
-  void check(bool all) {
+  void check(bool all, int32_t h_every = 0) {
     const Inputs in(find_case(GetParam().case_name));
     ForwardOutputs reference(in, all, true), out(in, all);
+    if (h_every) reference.save_states(in, h_every, true), out.save_states(in, h_every);
     run(forward_args(in, reference), {.impl = "reference"});
     run(forward_args(in, out), {.impl = GetParam().impl.c_str()});
     if (HasFatalFailure()) return;
@@ -63,6 +64,8 @@ class Forward : public testing::TestWithParam<Param> {
 class ForwardSaved : public Forward {};
 
 TEST_P(Forward, Output) { check(false); }
+TEST_P(Forward, States) { check(false, 1); }
+TEST_P(Forward, StatesEveryOtherChunk) { check(false, 2); }
 TEST_P(ForwardSaved, All) { check(true); }
 
 // Those of `params` whose implementation keeps what backward wants.
@@ -149,6 +152,23 @@ TEST_P(Backward, FromSaved) {
   const ForwardOutputs saved(in, true);
   run(forward_args(in, saved));
   if (!HasFatalFailure()) check(&saved);
+}
+
+// From states before every few chunks: the gradients of recomputing everything, bit for bit.
+TEST_P(Backward, FromStates) {
+  const char* impl = GetParam().impl.c_str();
+  BackwardOutputs expected(in);
+  run(backward_args(in, expected), {.impl = impl});
+  const std::vector<Named> tensors = expected.tensors();
+  for (const int32_t every : {1, 2, 3, 1000}) {
+    ForwardOutputs saved(in, false);
+    saved.save_states(in, every);
+    run(forward_args(in, saved));
+    BackwardOutputs out(in);
+    run(backward_args(in, out, &saved), {.impl = impl});
+    for (size_t i = 0; i < tensors.size(); ++i)
+      EXPECT_EQ(out.tensors()[i].tensor->bits(), tensors[i].tensor->bits()) << tensors[i].name << " every " << every;
+  }
 }
 
 // Each gradient alone is the one of all together, bit for bit: skipping the others skips nothing it needs.

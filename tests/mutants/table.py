@@ -94,7 +94,7 @@ MUTANTS = [
         FORWARD,
         ("forward: output reads the undecayed state", "c.qG.rows(), s.S, s.o", "c.q.rows(), s.S, s.o"),
         ("forward: output without its own chunk", "add_triangle<Triangle::kLower>(L, V, c.Aqk.rows(), c.v, s.o);", ""),
-        ("forward: all states of h in one row", "first_chunk + t / kChunk, hv, v0, s.S", "first_chunk, hv, v0, s.S"),
+        ("forward: all states of h in one row", "first_h + t / h_tokens, hv, v0, s.S", "first_h, hv, v0, s.S"),
         ("forward: initial state ignored", "if (seq.initial) load_state", "if (false) load_state"),
     ),
     *mutants(
@@ -126,8 +126,8 @@ MUTANTS = [
         ("backward: missing write part of the last row", "last = hn::Add(last, kdk);", ""),
         (
             "backward: wrong triangle of Aqk",
-            "add_triangle<Triangle::kUpper>(L, V, saved.Aqk.columns()",
-            "add_triangle<Triangle::kLower>(L, V, saved.Aqk.rows()",
+            "add_triangle<Triangle::kUpper>(L, V, kept.Aqk.columns()",
+            "add_triangle<Triangle::kLower>(L, V, kept.Aqk.rows()",
         ),
         (
             "backward: undecayed dS",
@@ -153,6 +153,7 @@ MUTANTS = [
             "for (int64_t i = c.L - 2; i >= 0; --i)",
             "for (int64_t i = c.L - 2; i > 0; --i)",
         ),
+        ("backward: every segment begins with the same state", "first_h + t / (kChunk * a.h_every)", "first_h"),
         (
             "backward: dA_log of the last chunk only",
             "partials.dA_log[seq.n * p.HV + hv] += sum_lanes(A_sum)",

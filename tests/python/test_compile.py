@@ -54,13 +54,13 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize(
-    ("final_state", "save", "recurrent"), [(True, True, False), (False, False, False), (True, False, True)]
+    ("final_state", "h_every", "recurrent"), [(True, 1, False), (True, 8, False), (False, 0, False), (True, 8, True)]
 )
-def test_forward_is_a_proper_operator(problem: str, final_state: bool, save: bool, recurrent: bool) -> None:
+def test_forward_is_a_proper_operator(problem: str, final_state: bool, h_every: int, recurrent: bool) -> None:
     p = PROBLEMS[problem]()
     inputs, options = operands(p.map(lambda x: x.clone().requires_grad_()))
     h0 = p.tensors["initial_state"].clone().requires_grad_() if "initial_state" in p.tensors else None
-    run_options = (final_state, save, recurrent, None)
+    run_options = (final_state, h_every, recurrent, None)
     arguments = (*inputs, h0, p.options.get("cu_seqlens"), *options, *run_options)
     # With fewer gradients wanted the graph is another one.
     torch.library.opcheck(ops.forward.default, arguments, test_utils=OPCHECKS)
@@ -69,17 +69,17 @@ def test_forward_is_a_proper_operator(problem: str, final_state: bool, save: boo
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("save", [True, False])
-def test_backward_is_a_proper_operator(problem: str, save: bool) -> None:
+@pytest.mark.parametrize("h_every", [0, 1, 8])
+def test_backward_is_a_proper_operator(problem: str, h_every: int) -> None:
     p = PROBLEMS[problem]()
     inputs, options = operands(p)
     both_states = (p.tensors.get("initial_state"), p.options.get("cu_seqlens"))
-    o, state, *kept = ops.forward(*inputs, *both_states, *options, True, save, False, None)
-    saved = kept if save else (None,) * 4
+    o, state, *kept = ops.forward(*inputs, *both_states, *options, True, h_every, False, None)
+    saved = [x if x.dim() > 1 else None for x in kept]
     present = [x is not None for x in (*inputs, both_states[0])]
     for d_state in (torch.randn_like(state), None):
         for wanted in (present, [p and i % 2 == 0 for i, p in enumerate(present)]):
-            arguments = (*inputs, *both_states, *options, *saved, torch.randn_like(o), d_state, wanted)
+            arguments = (*inputs, *both_states, *options, *saved, h_every, torch.randn_like(o), d_state, wanted)
             torch.library.opcheck(ops.backward.default, arguments, test_utils=OPCHECKS)
 
 

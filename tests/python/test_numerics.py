@@ -226,8 +226,8 @@ def test_disable_recompute_changes_no_bit(gate_form: str) -> None:
 
 
 def test_disable_recompute_keeps_what_it_says() -> None:
-    """Per token and value head K*V/16 + 4*V + 512 bytes beside the inputs; without it nothing but the inputs."""
-    p = make(2, 128, 1, 2, 32, 48)
+    """Beside the inputs, per token and value head K*V/16 + 4*V + 512 bytes; without it K*V/128."""
+    p = make(2, 1024, 1, 2, 32, 48)
     sizes = []
     for keep in (False, True):
         saved: list[int] = []
@@ -240,8 +240,23 @@ def test_disable_recompute_keeps_what_it_says() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             kda.chunk_kda(**leaves, **p.options, disable_recompute=keep)
         sizes.append(sum(saved))
-    assert sizes[0] == sum(x.numel() * x.element_size() for x in p.tensors.values())
-    assert sizes[1] - sizes[0] == 2 * 128 * 2 * (32 * 48 // 16 + 4 * 48 + 512)
+    inputs = sum(x.numel() * x.element_size() for x in p.tensors.values())
+    assert sizes[0] - inputs == 2 * 1024 * 2 * (32 * 48 // 128)
+    assert sizes[1] - inputs == 2 * 1024 * 2 * (32 * 48 // 16 + 4 * 48 + 512)
+
+
+def test_backward_needs_memory_linear_in_tokens() -> None:
+    """From states every 512 tokens its workspace does not grow with T at all."""
+    from kda._lib import library
+
+    def workspace(T: int, h_every: int) -> int:
+        x, scores = torch.zeros(1, T, 1, 128), [None] * 3
+        h = torch.zeros(-(-T // (64 * h_every)), 1, 128, 128) if h_every else None
+        call = (x, x, x, x, x[..., 0], None, None, None, 0, 0, False, 0, 0.0, 1.0)
+        return library().backward_workspace(*call, None, x, None, h, *scores, *[None] * 8, h_every, None, 1, None)
+
+    assert workspace(65536, 8) == workspace(512, 8) < 4 * 2**20
+    assert workspace(65536, 0) < 2 * workspace(32768, 0) < 2**29
 
 
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
