@@ -185,15 +185,163 @@ typedef struct kda_backward_args {
   int32_t reserved;              /* 0 */
 } kda_backward_args;
 
+/* ---- the causal convolution in front -------------------------------------------------------------------------------
+ * y_t = bias + sum_j weight[:,j] x_(t-W+1+j), in f32, then z_t = y_t sigmoid(y_t) rounded to the dtype of x. Decode and
+ * verify take the raw packed rows instead of q, k, v: D = 2 H K + HV V channels, q heads first, then k, then v. in.q,
+ * in.k and in.v then only say the shapes [..,H,K], [..,H,K], [..,HV,V] (data NULL). The bits are those of kda_conv
+ * followed by the operator without it. */
+typedef struct kda_conv_inputs {
+  kda_tensor x;       /* [B,T,D]       raw, bf16, f16 or f32, the dtype of q; absent: no convolution */
+  kda_tensor weight;  /* [D,W]         W = 2..4; bf16, f16 or f32; weight[:,W-1] belongs to the current token */
+  kda_tensor bias;    /* [D]           optional */
+  kda_tensor state;   /* [slots,D,W-1] in and out: the last raw rows, oldest first; bf16, f16 or f32; any strides */
+  kda_tensor indices; /* [N] i32       the slot of each sequence, optional (row n); < 0 or >= slots: no state */
+} kda_conv_inputs;
+
+/* kda_conv: whole prompts. SiLU is optional here. */
+typedef struct kda_conv_args {
+  uint64_t struct_size; /* sizeof(kda_conv_args) */
+  kda_exec exec;
+  kda_tensor x;                 /* [B,T,D] */
+  kda_tensor weight;            /* [D,W] */
+  kda_tensor bias;              /* [D], optional */
+  kda_tensor cu_seqlens;        /* [N+1] i32 or i64, as in kda_inputs */
+  kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices; optional: zeros */
+  kda_tensor final_state;       /* like initial_state, which it may be; optional */
+  kda_tensor state_indices;     /* [N] i32, optional; < first_valid_slot: padding, y is zeroed */
+  kda_tensor has_initial_state; /* [N] bool, optional; needs initial_state */
+  kda_tensor y;                 /* [B,T,D] out */
+  int32_t silu;                 /* not 0: y <- y sigmoid(y) */
+  int32_t first_valid_slot;
+} kda_conv_args;
+
+typedef struct kda_conv_backward_args {
+  uint64_t struct_size; /* sizeof(kda_conv_backward_args) */
+  kda_exec exec;
+  kda_tensor x, weight, bias, cu_seqlens; /* as given to kda_conv */
+  kda_tensor initial_state;               /* [N,D,W-1] (no pool), optional */
+  kda_tensor dy;                          /* [B,T,D] in */
+  kda_tensor d_final_state;               /* [N,D,W-1] in, optional */
+  kda_tensor dx;                          /* [B,T,D]   out; every output is optional */
+  kda_tensor dweight;                     /* [D,W]     out: f32 */
+  kda_tensor dbias;                       /* [D]       out: f32 */
+  kda_tensor d_initial_state;             /* [N,D,W-1] out */
+  int32_t silu;
+  int32_t reserved; /* 0 */
+} kda_conv_backward_args;
+
 /* ---- kda_decode: the token recurrence over a state pool -------------------------------------------------------------
- * Tuned for 1..16 tokens a sequence, right for any number. */
+ * Tuned for 1..16 tokens a sequence, right for any number. The states after its tokens go
+ *   to hT, which may be h0 (in place): the last one;
+ *   nowhere, without hT and snapshots: the pool stays as it is;
+ *   to snapshots: the one after token t of sequence n to slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
+ *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
+ * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
+ * snapshot_slots[n][accepted[n]-1] of h0, or without snapshot_slots in row [n][accepted[n]-1] of snapshots. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
   kda_inputs in;
   kda_states states;
-  kda_tensor o; /* [B,T,HV,V] out: bf16, f16 or f32 */
+  kda_tensor o;              /* [B,T,HV,V] out: bf16, f16 or f32 */
+  kda_conv_inputs conv;      /* optional; its state is rolled on by the tokens of the call */
+  kda_tensor snapshots;      /* [slots,HV,V,K] with snapshot_slots, else [N,S,HV,V,K]; optional; may be h0 */
+  kda_tensor snapshot_slots; /* [N,S] i32, S >= tokens of a sequence */
+  kda_tensor accepted;       /* [N] i32, optional */
 } kda_decode_args;
+
+/* ---- speculative decoding: kda_verify, kda_flush, kda_flush_verify --------------------------------------------------
+ * Verify computes the outputs of draft tokens from a state it does not change and records, per token, what a later
+ * flush needs to apply the accepted ones: about 1.5 KB a head instead of the 64 KB of a state (K = V = 128).
+ * Records live in slots of R entries. Without a ring, entry t belongs to token t of the request. With one
+ * (ring_count, ring_first), a slot is a ring: ring_count[n] committed entries from ring_first[n] on, not yet applied to
+ * the state, and the new tokens after them, all positions modulo R. */
+typedef struct kda_records {
+  kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
+  kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
+  kda_tensor g;       /* [slots,R,HV,K] f32: natural-log decays of the single tokens, activated */
+  kda_tensor indices; /* [N] i32: the slot of each request, optional (row n) */
+} kda_records;
+
+/* Drafts are a chain, or with `parents` a tree: parents[n][t] < t is the token before t, negative for a child of the
+ * committed text; on the device a value >= t is treated as t - 1. */
+typedef struct kda_verify_args {
+  uint64_t struct_size; /* sizeof(kda_verify_args) */
+  kda_exec exec;
+  kda_inputs in;                     /* at most 16 tokens a request; cu_seqlens for requests of different lengths */
+  kda_states states;                 /* h0 is read; no hT */
+  kda_conv_inputs conv;              /* optional; its state is read, and rolled on by the flush */
+  kda_tensor o;                      /* [B,T,HV,V] out */
+  kda_records records;               /* out, optional (needed with a ring): at least as many entries as tokens */
+  kda_tensor ring_first, ring_count; /* [N] i32, optional, both: clamped to the slot, count to R - tokens */
+  kda_tensor parents;                /* [N,T] i32, optional */
+} kda_verify_args;
+
+/* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the first
+ * accept_len[n] tokens after them (with parents: the path that ends in token accept_len[n] - 1). accept_len is clamped
+ * to 0..R. Nothing to apply: nothing is written. One layer, or all of a model in one call: then state, records and
+ * conv tensors have a leading dimension of layers, and share indices and lengths. */
+typedef struct kda_flush_args {
+  uint64_t struct_size; /* sizeof(kda_flush_args) */
+  kda_exec exec;
+  kda_tensor state;                  /* [slots,HV,V,K] or [layers,slots,HV,V,K], f32 or bf16, in and out */
+  kda_tensor state_indices;          /* [N] i32, optional (row n); < first_valid_slot or >= slots: nothing happens */
+  kda_records records;               /* in: [slots,R,..] or [layers,slots,R,..] */
+  kda_tensor accept_len;             /* [N] i32 */
+  kda_tensor parents;                /* [N,T] i32, optional: as given to verify */
+  kda_tensor ring_first, ring_count; /* [N] i32, optional, both */
+  kda_tensor conv_x;                 /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, to roll conv_state on by */
+  kda_tensor conv_state;             /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x */
+  kda_tensor conv_indices;           /* [N] i32, optional */
+  int32_t state_layout;
+  int32_t first_valid_slot;
+} kda_flush_args;
+
+/* A flush of the last round and a verify of the next in one pass: the state is read once and written once. With a ring
+ * it is written only when the ring runs full: accepted tokens become committed entries (ring_count, ring_first are
+ * written), and once less than room for two rounds is left, the committed are applied and the ring starts again. */
+typedef struct kda_flush_verify_args {
+  uint64_t struct_size; /* sizeof(kda_flush_verify_args) */
+  kda_exec exec;
+  kda_inputs in;                     /* the new drafts */
+  kda_states states;                 /* h0 and hT: the same pool */
+  kda_conv_inputs conv;              /* optional; its state is rolled on by the accepted rows of last_conv_x first */
+  kda_tensor o;                      /* [B,T,HV,V] out */
+  kda_records last;                  /* in: of the last round; absent with a ring */
+  kda_tensor accept_len;             /* [N] i32: of the last round */
+  kda_tensor last_parents;           /* [N,T'] i32, optional */
+  kda_tensor last_conv_x;            /* [N,T',D] with conv */
+  kda_records records;               /* out: of this round, in memory of its own; with a ring in and out */
+  kda_tensor ring_first, ring_count; /* [N] i32, optional, both, in and out */
+  kda_tensor parents;                /* [N,T] i32, optional */
+} kda_flush_verify_args;
+
+/* ---- segment maps ---------------------------------------------------------------------------------------------------
+ * The state after a sequence is affine in the state before it: S_out = M S_in + b; and so is the gradient of the state
+ * before it in that of the state after: dS_in = M^T dS_out + d. For long sequences cut into parts, and for context
+ * parallelism. */
+typedef struct kda_segment_map_args {
+  uint64_t struct_size; /* sizeof(kda_segment_map_args) */
+  kda_exec exec;
+  kda_inputs in;  /* q is used by d only, but always given */
+  kda_tensor d_o; /* [B,T,HV,V] in, with d */
+  kda_tensor M;   /* [N,HV,K,K] f32 out, optional: rows are channels of S_out */
+  kda_tensor b;   /* [N,HV,V,K] (or K-first) f32 out, optional */
+  kda_tensor d;   /* [N,HV,V,K] (or K-first) f32 out, optional */
+} kda_segment_map_args;
+
+/* Forward: states[0] = h0 (or 0), states[p+1] = M[p] states[p] + b[p]. Reverse: states[P] = h0 (or 0), states[p] =
+ * M[p]^T states[p+1] + b[p]. */
+typedef struct kda_segment_merge_args {
+  uint64_t struct_size; /* sizeof(kda_segment_merge_args) */
+  kda_exec exec;
+  kda_tensor M;      /* [P,HV,K,K] f32 */
+  kda_tensor b;      /* [P,HV,V,K] (or K-first) f32 */
+  kda_tensor h0;     /* [HV,V,K] (or K-first) f32 or bf16, optional */
+  kda_tensor states; /* [P+1,HV,V,K] (or K-first) f32 out */
+  int32_t state_layout;
+  int32_t reverse;
+} kda_segment_merge_args;
 
 /* ---- kda_gate: the gate activation alone ----------------------------------------------------------------------------
  * g = -exp(A_log) softplus(x + dt_bias)   or   lower_bound sigmoid(exp(A_log) (x + dt_bias)) */
