@@ -1,0 +1,41 @@
+// What validate() and validate_data() of several operators share.
+#pragma once
+#include <cmath>
+
+#include "checks.h"
+#include "problem.h"
+
+namespace kda {
+
+void check_exec(const kda_exec& e);
+void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form);
+
+// Sizes of the call, from q, v and cu_seqlens.
+Dims check_inputs(const kda_inputs& in, Tensors& tensors);
+
+// [rows,HV,V,K] or [rows,HV,K,V].
+void check_state(const char* name, const kda_tensor& t, int64_t rows, const Dims& d, const kda_inputs& in,
+                 Tensors& tensors, bool output, unsigned dtypes = kStates);
+int64_t rows_of(const char* name, const kda_tensor& t);
+void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors);
+
+template <class P, class Args>
+P with_dims(const Dims& d, const Args& args) {
+  P p{};
+  static_cast<Dims&>(p) = d;
+  p.args = args;
+  if (p.args.in.scale == 0) p.args.in.scale = 1.0f / std::sqrt(static_cast<float>(d.K));
+  return p;
+}
+
+bool any_f64(std::initializer_list<const kda_tensor*> tensors);
+bool any_f64(const kda_inputs& in);
+
+// ---- data, on the CPU ----
+
+void check_cu_seqlens(const Dims& d, const kda_inputs& in);
+// Live slots lie inside the pool and are all different.
+void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots);
+void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s);
+
+}  // namespace kda
