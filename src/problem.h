@@ -32,6 +32,16 @@ struct BackwardProblem : Dims {
 struct DecodeProblem : Dims {
   kda_decode_args args;
 };
+struct VerifyProblem : Dims {
+  kda_verify_args args;
+};
+struct FlushProblem : Dims {  // T: tokens of parents or conv_x, else R
+  int64_t layers, R;
+  kda_flush_args args;
+};
+struct FlushVerifyProblem : Dims {
+  kda_flush_verify_args args;
+};
 struct GateProblem {
   kda_gate_args args;
 };
@@ -45,6 +55,9 @@ inline bool present(const kda_tensor& t) { return t.ndim > 0; }
 ForwardProblem validate(const kda_forward_args* args);
 BackwardProblem validate(const kda_backward_args* args);
 DecodeProblem validate(const kda_decode_args* args);
+VerifyProblem validate(const kda_verify_args* args);
+FlushProblem validate(const kda_flush_args* args);
+FlushVerifyProblem validate(const kda_flush_verify_args* args);
 GateProblem validate(const kda_gate_args* args);
 GateBackwardProblem validate(const kda_gate_backward_args* args);
 
@@ -52,6 +65,9 @@ GateBackwardProblem validate(const kda_gate_backward_args* args);
 void validate_data(const ForwardProblem& p);
 void validate_data(const BackwardProblem& p);
 void validate_data(const DecodeProblem& p);
+void validate_data(const VerifyProblem& p);
+void validate_data(const FlushProblem& p);
+void validate_data(const FlushVerifyProblem& p);
 inline void validate_data(const GateProblem&) {}
 inline void validate_data(const GateBackwardProblem&) {}
 
@@ -72,6 +88,9 @@ const int64_t* first_h_rows(const Dims& d, const kda_inputs& in, int64_t h_every
 bool has_f64(const ForwardProblem& p);
 bool has_f64(const BackwardProblem& p);
 bool has_f64(const DecodeProblem& p);
+bool has_f64(const VerifyProblem& p);
+bool has_f64(const FlushProblem& p);
+bool has_f64(const FlushVerifyProblem& p);
 bool has_f64(const GateProblem& p);
 bool has_f64(const GateBackwardProblem& p);
 

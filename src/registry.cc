@@ -67,6 +67,37 @@ std::span<const Implementation<DecodeProblem>> implementations() {
 }
 
 template <>
+std::span<const Implementation<VerifyProblem>> implementations() {
+  static constexpr Implementation<VerifyProblem> table[] = {
+      {"cpu_verify", "drafts from a frozen state, one pass over it, SIMD and threads", cpu_without_f64,
+       cpu::verify_workspace, cpu::verify},
+      {"reference", "float64, token recurrence on copies of the state; allocates", on_cpu, no_workspace,
+       reference::verify},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<FlushProblem>> implementations() {
+  static constexpr Implementation<FlushProblem> table[] = {
+      {"cpu_flush", "rank-m update in one pass over the state, SIMD and threads", cpu_without_f64, cpu::flush_workspace,
+       cpu::flush},
+      {"reference", "float64, recorded tokens applied one by one; allocates", on_cpu, no_workspace, reference::flush},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<FlushVerifyProblem>> implementations() {
+  static constexpr Implementation<FlushVerifyProblem> table[] = {
+      {"cpu_flush_verify", "flush and verify in one pass over the state, SIMD and threads", cpu_without_f64,
+       cpu::flush_verify_workspace, cpu::flush_verify},
+      {"reference", "float64, flush, then verify; allocates", on_cpu, no_workspace, reference::flush_verify},
+  };
+  return table;
+}
+
+template <>
 std::span<const Implementation<GateProblem>> implementations() {
   static constexpr Implementation<GateProblem> table[] = {
 #if KDA_WITH_CUDA
@@ -96,8 +127,9 @@ namespace {
 template <class F>
 bool for_each_table(F&& f) {
   return f("forward", implementations<ForwardProblem>()) || f("backward", implementations<BackwardProblem>()) ||
-         f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
-         f("gate_backward", implementations<GateBackwardProblem>());
+         f("decode", implementations<DecodeProblem>()) || f("verify", implementations<VerifyProblem>()) ||
+         f("flush", implementations<FlushProblem>()) || f("flush_verify", implementations<FlushVerifyProblem>()) ||
+         f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>());
 }
 
 bool known_anywhere(std::string_view name) {
@@ -190,6 +222,9 @@ const char* implementation_name(const char* op, int32_t index) {
 KDA_INSTANTIATE(ForwardProblem)
 KDA_INSTANTIATE(BackwardProblem)
 KDA_INSTANTIATE(DecodeProblem)
+KDA_INSTANTIATE(VerifyProblem)
+KDA_INSTANTIATE(FlushProblem)
+KDA_INSTANTIATE(FlushVerifyProblem)
 KDA_INSTANTIATE(GateProblem)
 KDA_INSTANTIATE(GateBackwardProblem)
 #undef KDA_INSTANTIATE

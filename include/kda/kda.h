@@ -252,15 +252,20 @@ typedef struct kda_decode_args {
 
 /* ---- speculative decoding: kda_verify, kda_flush, kda_flush_verify --------------------------------------------------
  * Verify computes the outputs of draft tokens from a state it does not change and records, per token, what a later
- * flush needs to apply the accepted ones: about 1.5 KB a head instead of the 64 KB of a state (K = V = 128).
- * Records live in slots of R entries. Without a ring, entry t belongs to token t of the request. With one
- * (ring_count, ring_first), a slot is a ring: ring_count[n] committed entries from ring_first[n] on, not yet applied to
- * the state, and the new tokens after them, all positions modulo R. */
+ * flush needs to apply the accepted ones: 1.5 KB a head instead of the 64 KB of a state (K = V = 128).
+ * Records live in slots of R entries. Without a ring, entry t belongs to token t of the request. With ring_first and
+ * ring_count a slot is a ring: ring_count[slot] committed entries from ring_first[slot] on, not yet applied to the
+ * state, and the new tokens after them, all positions modulo R.
+ * Indices of states and records must be different for live requests; on the CPU they are checked, on CUDA an index
+ * >= slots is treated as padding. A request with a negative index of records has none: verify records nothing, flush
+ * applies nothing. */
 typedef struct kda_records {
   kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
   kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
-  kda_tensor g;       /* [slots,R,HV,K] f32: natural-log decays of the single tokens, activated */
+  kda_tensor alpha;   /* [slots,R,HV,K] f32: decays exp(g) of the single tokens */
   kda_tensor indices; /* [N] i32: the slot of each request, optional (row n) */
+  kda_tensor ring_first,
+      ring_count; /* [slots] i32, optional, both: clamped to the slot; only flush_verify writes them */
 } kda_records;
 
 /* Drafts are a chain, or with `parents` a tree: parents[n][t] < t is the token before t, negative for a child of the
@@ -268,13 +273,12 @@ typedef struct kda_records {
 typedef struct kda_verify_args {
   uint64_t struct_size; /* sizeof(kda_verify_args) */
   kda_exec exec;
-  kda_inputs in;                     /* at most 16 tokens a request; cu_seqlens for requests of different lengths */
-  kda_states states;                 /* h0 is read; no hT */
-  kda_conv_inputs conv;              /* optional; its state is read, and rolled on by the flush */
-  kda_tensor o;                      /* [B,T,HV,V] out */
-  kda_records records;               /* out, optional (needed with a ring): at least as many entries as tokens */
-  kda_tensor ring_first, ring_count; /* [N] i32, optional, both: clamped to the slot, count to R - tokens */
-  kda_tensor parents;                /* [N,T] i32, optional */
+  kda_inputs in;        /* at most 16 tokens a request; cu_seqlens for requests of different lengths */
+  kda_states states;    /* h0 is read; no hT */
+  kda_conv_inputs conv; /* optional; its state is read, and rolled on by the flush */
+  kda_tensor o;         /* [B,T,HV,V] out */
+  kda_records records;  /* out, optional (needed with a ring): at least as many entries as tokens */
+  kda_tensor parents;   /* [N,T] i32, optional */
 } kda_verify_args;
 
 /* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the first
@@ -284,36 +288,35 @@ typedef struct kda_verify_args {
 typedef struct kda_flush_args {
   uint64_t struct_size; /* sizeof(kda_flush_args) */
   kda_exec exec;
-  kda_tensor state;                  /* [slots,HV,V,K] or [layers,slots,HV,V,K], f32 or bf16, in and out */
-  kda_tensor state_indices;          /* [N] i32, optional (row n); < first_valid_slot or >= slots: nothing happens */
-  kda_records records;               /* in: [slots,R,..] or [layers,slots,R,..] */
-  kda_tensor accept_len;             /* [N] i32 */
-  kda_tensor parents;                /* [N,T] i32, optional: as given to verify */
-  kda_tensor ring_first, ring_count; /* [N] i32, optional, both */
-  kda_tensor conv_x;                 /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, to roll conv_state on by */
-  kda_tensor conv_state;             /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x */
-  kda_tensor conv_indices;           /* [N] i32, optional */
+  kda_tensor state;         /* [slots,HV,V,K] or [layers,slots,HV,V,K], f32 or bf16, in and out */
+  kda_tensor state_indices; /* [N] i32, optional (row n); < first_valid_slot or >= slots: nothing happens */
+  kda_records records;      /* in: [slots,R,..] or [layers,slots,R,..] */
+  kda_tensor accept_len;    /* [N] i32 */
+  kda_tensor parents;       /* [N,T] i32, optional: as given to verify */
+  kda_tensor conv_x;        /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, to roll conv_state on by */
+  kda_tensor conv_state;    /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x */
+  kda_tensor conv_indices;  /* [N] i32, optional */
   int32_t state_layout;
   int32_t first_valid_slot;
 } kda_flush_args;
 
 /* A flush of the last round and a verify of the next in one pass: the state is read once and written once. With a ring
- * it is written only when the ring runs full: accepted tokens become committed entries (ring_count, ring_first are
- * written), and once less than room for two rounds is left, the committed are applied and the ring starts again. */
+ * it is written only when the ring runs full: accepted tokens become committed entries (the cursors are written), and once less than room for two rounds is left, the committed are applied and the ring starts again. */
 typedef struct kda_flush_verify_args {
   uint64_t struct_size; /* sizeof(kda_flush_verify_args) */
   kda_exec exec;
-  kda_inputs in;                     /* the new drafts */
-  kda_states states;                 /* h0 and hT: the same pool */
-  kda_conv_inputs conv;              /* optional; its state is rolled on by the accepted rows of last_conv_x first */
-  kda_tensor o;                      /* [B,T,HV,V] out */
-  kda_records last;                  /* in: of the last round; absent with a ring */
-  kda_tensor accept_len;             /* [N] i32: of the last round */
-  kda_tensor last_parents;           /* [N,T'] i32, optional */
-  kda_tensor last_conv_x;            /* [N,T',D] with conv */
-  kda_records records;               /* out: of this round, in memory of its own; with a ring in and out */
-  kda_tensor ring_first, ring_count; /* [N] i32, optional, both, in and out */
-  kda_tensor parents;                /* [N,T] i32, optional */
+  kda_inputs in;           /* the new drafts */
+  kda_states states;       /* h0 and hT: the same pool */
+  kda_conv_inputs conv;    /* optional; its state is rolled on by the accepted rows of last_conv_x first */
+  kda_tensor o;            /* [B,T,HV,V] out */
+  kda_records last;        /* in: of the last round; absent with a ring */
+  kda_tensor accept_len;   /* [N] i32: of the last round */
+  kda_tensor last_parents; /* [N,T'] i32, optional */
+  kda_tensor last_conv_x;  /* [N,T',D] with conv */
+  kda_records records;     /* out: of this round, in memory of its own; with a ring in and out */
+  kda_tensor parents;      /* [N,T] i32, optional */
+  int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0: those of this call */
+  int32_t reserved;        /* 0 */
 } kda_flush_verify_args;
 
 /* ---- segment maps ---------------------------------------------------------------------------------------------------
@@ -376,6 +379,12 @@ typedef struct kda_gate_backward_args {
   { sizeof(kda_backward_args) }
 #define KDA_DECODE_ARGS_INIT \
   { sizeof(kda_decode_args) }
+#define KDA_VERIFY_ARGS_INIT \
+  { sizeof(kda_verify_args) }
+#define KDA_FLUSH_ARGS_INIT \
+  { sizeof(kda_flush_args) }
+#define KDA_FLUSH_VERIFY_ARGS_INIT \
+  { sizeof(kda_flush_verify_args) }
 #define KDA_GATE_ARGS_INIT \
   { sizeof(kda_gate_args) }
 #define KDA_GATE_BACKWARD_ARGS_INIT \
@@ -385,6 +394,9 @@ typedef struct kda_gate_backward_args {
 KDA_API kda_status kda_forward(const kda_forward_args* args);
 KDA_API kda_status kda_backward(const kda_backward_args* args);
 KDA_API kda_status kda_decode(const kda_decode_args* args);
+KDA_API kda_status kda_verify(const kda_verify_args* args);
+KDA_API kda_status kda_flush(const kda_flush_args* args);
+KDA_API kda_status kda_flush_verify(const kda_flush_verify_args* args);
 KDA_API kda_status kda_gate(const kda_gate_args* args);
 KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
 
@@ -393,6 +405,9 @@ KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
 KDA_API kda_status kda_forward_workspace(const kda_forward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_backward_workspace(const kda_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_decode_workspace(const kda_decode_args* args, uint64_t* bytes);
+KDA_API kda_status kda_verify_workspace(const kda_verify_args* args, uint64_t* bytes);
+KDA_API kda_status kda_flush_workspace(const kda_flush_args* args, uint64_t* bytes);
+KDA_API kda_status kda_flush_verify_workspace(const kda_flush_verify_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_workspace(const kda_gate_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* args, uint64_t* bytes);
 
@@ -401,6 +416,9 @@ KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* arg
 KDA_API kda_status kda_forward_explain(const kda_forward_args* args, const char** text);
 KDA_API kda_status kda_backward_explain(const kda_backward_args* args, const char** text);
 KDA_API kda_status kda_decode_explain(const kda_decode_args* args, const char** text);
+KDA_API kda_status kda_verify_explain(const kda_verify_args* args, const char** text);
+KDA_API kda_status kda_flush_explain(const kda_flush_args* args, const char** text);
+KDA_API kda_status kda_flush_verify_explain(const kda_flush_verify_args* args, const char** text);
 KDA_API kda_status kda_gate_explain(const kda_gate_args* args, const char** text);
 KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args, const char** text);
 

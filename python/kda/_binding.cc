@@ -163,6 +163,40 @@ void read(Reader& r, kda_decode_args& a) {
   r.tensor("o", a.o);
 }
 
+void read(Reader& r, const char* const (&names)[6], kda_records& x) {
+  kda_tensor* const tensors[] = {&x.u, &x.k, &x.alpha, &x.indices, &x.ring_first, &x.ring_count};
+  for (int i = 0; i < 6; ++i) r.tensor(names[i], *tensors[i]);
+}
+constexpr const char* kRecords[] = {"records.u",       "records.k",          "records.alpha",
+                                    "records.indices", "records.ring_first", "records.ring_count"};
+constexpr const char* kLast[] = {"last.u",       "last.k",          "last.alpha",
+                                 "last.indices", "last.ring_first", "last.ring_count"};
+
+void read(Reader& r, kda_verify_args& a) {
+  read(r, a.in), read(r, a.states);
+  r.tensor("o", a.o);
+  read(r, kRecords, a.records);
+  r.tensor("parents", a.parents);
+}
+
+void read(Reader& r, kda_flush_args& a) {
+  r.tensor("state", a.state), r.tensor("state_indices", a.state_indices);
+  read(r, kRecords, a.records);
+  r.tensor("accept_len", a.accept_len), r.tensor("parents", a.parents);
+  a.state_layout = static_cast<int32_t>(r.integer());
+  a.first_valid_slot = static_cast<int32_t>(r.integer());
+}
+
+void read(Reader& r, kda_flush_verify_args& a) {
+  read(r, a.in), read(r, a.states);
+  r.tensor("o", a.o);
+  read(r, kLast, a.last);
+  r.tensor("accept_len", a.accept_len), r.tensor("last_parents", a.last_parents);
+  read(r, kRecords, a.records);
+  r.tensor("parents", a.parents);
+  a.max_tokens = static_cast<int32_t>(r.integer());
+}
+
 void read(Reader& r, kda_gate_args& a) {
   r.tensor("x", a.x), r.tensor("A_log", a.A_log), r.tensor("dt_bias", a.dt_bias), r.tensor("g", a.g);
   a.gate_form = static_cast<int32_t>(r.integer());
@@ -246,6 +280,9 @@ extern "C" {
 KDA_BIND(forward)
 KDA_BIND(backward)
 KDA_BIND(decode)
+KDA_BIND(verify)
+KDA_BIND(flush)
+KDA_BIND(flush_verify)
 KDA_BIND(gate)
 KDA_BIND(gate_backward)
 }

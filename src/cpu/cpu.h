@@ -17,6 +17,13 @@ void recurrent_forward(const ForwardProblem& p);
 const char* recurrent_forward_why_not(const ForwardProblem& p);
 void decode(const DecodeProblem& p);
 
+void verify(const VerifyProblem& p);
+uint64_t verify_workspace(const VerifyProblem& p);
+void flush(const FlushProblem& p);
+uint64_t flush_workspace(const FlushProblem& p);
+void flush_verify(const FlushVerifyProblem& p);
+uint64_t flush_verify_workspace(const FlushVerifyProblem& p);
+
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);

@@ -7,6 +7,9 @@ namespace kda::reference {
 void forward(const ForwardProblem& p);
 void backward(const BackwardProblem& p);
 void decode(const DecodeProblem& p);
+void verify(const VerifyProblem& p);
+void flush(const FlushProblem& p);
+void flush_verify(const FlushVerifyProblem& p);
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 

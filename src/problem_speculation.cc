@@ -1,0 +1,242 @@
+#include "problem.h"
+#include "speculation.h"
+#include "validate.h"
+
+namespace kda {
+namespace {
+
+// u, k, alpha: [slots,R,..], with a leading dimension of layers if `layers` >= 0. Returns R, 0 without records.
+int64_t check_records(const kda_records& r, const char* name, const Dims& d, int64_t layers, Tensors& tensors,
+                      bool output, bool cursors_out = false) {
+  static constexpr const char* kNames[2][6] = {{"records.u", "records.k", "records.alpha", "records.indices"},
+                                               {"last.u", "last.k", "last.alpha", "last.indices"}};
+  const auto& names = kNames[std::string_view(name) == "last"];
+  const kda_tensor* const all[] = {&r.u, &r.k, &r.alpha, &r.indices, &r.ring_first, &r.ring_count};
+  for (int i = 0; i < 6; ++i) check_absent_is_empty(names[i], *all[i]);
+  const int given = present(r.u) + present(r.k) + present(r.alpha);
+  if (given != 0 && given != 3) invalid(name, ".u, k, alpha: expected all three or none, got ", given);
+  if (!given) {
+    for (int i = 3; i < 6; ++i)
+      if (present(*all[i])) invalid(names[i], ": expected records with it, got none");
+    return 0;
+  }
+  const int lead = layers >= 0, ndim = 4 + lead;
+  if (r.u.ndim != ndim)
+    invalid(names[0], ": expected ", ndim, " dimensions ", lead ? "[layers,slots,R,HV,V]" : "[slots,R,HV,V]", ", got ",
+            r.u.ndim);
+  const int64_t slots = r.u.shape[lead], R = r.u.shape[lead + 1];
+  if (R < 1) invalid(names[0], ": expected at least one entry a slot, got ", shape_text(r.u.shape, ndim));
+  const auto shape = [&](int64_t heads, int64_t size) {
+    return lead ? Shape{layers, slots, R, heads, size} : Shape{slots, R, heads, size};
+  };
+  tensors.check(names[0], r.u, shape(d.HV, d.V), ndim, kSingles, output, " ([slots,R,HV,V])");
+  tensors.check(names[1], r.k, shape(d.H, d.K), ndim, kSingles, output, " ([slots,R,H,K])");
+  tensors.check(names[2], r.alpha, shape(d.HV, d.K), ndim, kSingles, output, " ([slots,R,HV,K])");
+  if (present(r.indices)) tensors.check_any_stride(names[3], r.indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  else if (slots < d.N) invalid(names[0], ": expected at least N = ", d.N, " slots without indices, got ", slots);
+  if (present(r.ring_first) != present(r.ring_count))
+    invalid(names[5], ": expected together with ring_first, got ", present(r.ring_first) ? "ring_first" : "ring_count",
+            " alone");
+  if (present(r.ring_first)) {
+    tensors.check_any_stride(names[4], r.ring_first, {slots}, 1, bit(KDA_I32), cursors_out, " ([slots])");
+    tensors.check_any_stride(names[5], r.ring_count, {slots}, 1, bit(KDA_I32), cursors_out, " ([slots])");
+  }
+  return R;
+}
+
+// [N,T']; T' may be more than the tokens of the call.
+void check_parents(const char* name, const kda_tensor& parents, const Dims& d, int64_t tokens, Tensors& tensors) {
+  check_absent_is_empty(name, parents);
+  if (!present(parents)) return;
+  if (parents.ndim != 2 || parents.shape[0] != d.N || parents.shape[1] < tokens)
+    invalid(name, ": expected shape [N,T] with N = ", d.N, " and T at least ", tokens, ", got ",
+            shape_text(parents.shape, parents.ndim));
+  tensors.check_storage(name, parents, bit(KDA_I32), false);
+}
+
+int64_t dense_tokens(const Dims& d) { return d.varlen ? 0 : d.T; }
+
+void check_drafts(const Dims& d, int64_t R) {
+  if (dense_tokens(d) > kMaxDrafts) invalid("q: expected at most ", kMaxDrafts, " tokens a request, got T = ", d.T);
+  if (R && dense_tokens(d) > R) invalid("records.u: expected at least T = ", d.T, " entries a slot, got ", R);
+}
+
+void check_accept_len(const kda_tensor& t, int64_t N, Tensors& tensors) {
+  check_absent_is_empty("accept_len", t);
+  tensors.check_any_stride("accept_len", t, {N}, 1, bit(KDA_I32), false, " ([N])");
+}
+
+// ---- data ----
+
+void check_draft_lengths(const Dims& d, const kda_inputs& in, int64_t R, const kda_tensor& parents) {
+  check_cu_seqlens(d, in);
+  for (int64_t n = 0; d.varlen && n < d.N; ++n) {
+    const int64_t length = sequence_at(d, in, n).length;
+    if (length > kMaxDrafts)
+      invalid("cu_seqlens: expected at most ", kMaxDrafts, " tokens a request, got ", length, " for request ", n);
+    if (R && length > R)
+      invalid("records.u: expected entries for the ", length, " tokens of request ", n, ", got ", R, " a slot");
+    if (present(parents) && length > parents.shape[1])
+      invalid("parents: expected T at least ", length, ", the tokens of request ", n, ", got ", parents.shape[1]);
+  }
+}
+
+void check_record_slots(const char* name, const kda_records& r, int lead) {
+  if (present(r.indices)) check_slots(name, r.indices, 0, r.u.shape[lead]);
+}
+
+}  // namespace
+
+VerifyProblem validate(const kda_verify_args* raw) {
+  const kda_verify_args a = copy_args(raw, sizeof(kda_verify_args));
+  check_exec(a.exec);
+  Tensors tensors;
+  const Dims d = check_inputs(a.in, tensors);
+  check_states(a.states, d, a.in, tensors);
+  if (!present(a.states.h0)) invalid("h0: expected the states to verify from, got none");
+  if (present(a.states.hT)) invalid("hT: expected none, verify writes no state, got one");
+  check_absent_is_empty("o", a.o);
+  tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
+  const int64_t R = check_records(a.records, "records", d, -1, tensors, true);
+  check_drafts(d, R);
+  check_parents("parents", a.parents, d, dense_tokens(d), tensors);
+  tensors.check_aliasing();
+  return with_dims<VerifyProblem>(d, a);
+}
+
+FlushProblem validate(const kda_flush_args* raw) {
+  FlushProblem p{};
+  kda_flush_args& a = p.args = copy_args(raw, sizeof(kda_flush_args));
+  check_exec(a.exec);
+  Tensors tensors;
+  check_absent_is_empty("state", a.state), check_absent_is_empty("records.k", a.records.k);
+  const bool layered = a.state.ndim == 5;
+  const int lead = layered;
+  if (a.state.ndim != 4 && !layered)
+    invalid("state: expected 4 dimensions [slots,HV,V,K], or 5 with layers in front, got ", a.state.ndim);
+  check_range("state_layout", a.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
+  if (a.first_valid_slot < 0) invalid("first_valid_slot: expected >= 0, got ", a.first_valid_slot);
+  check_absent_is_empty("accept_len", a.accept_len);
+  if (a.accept_len.ndim != 1) invalid("accept_len: expected 1 dimension [N], got ", a.accept_len.ndim);
+  const bool v_first = a.state_layout == KDA_STATE_V_FIRST;
+  p.layers = layered ? a.state.shape[0] : 1;
+  p.N = p.B = a.accept_len.shape[0];
+  p.HV = a.state.shape[lead + 1];
+  p.V = a.state.shape[lead + (v_first ? 2 : 3)], p.K = a.state.shape[lead + (v_first ? 3 : 2)];
+  if (p.K < 1 || p.K > kMaxSize || p.V < 1 || p.V > kMaxSize || p.HV < 1)
+    invalid("state: expected HV >= 1 and K and V in 1..", kMaxSize, ", got ", shape_text(a.state.shape, a.state.ndim));
+  if (a.records.k.ndim != 4 + lead) invalid("records.k: expected ", 4 + lead, " dimensions, got ", a.records.k.ndim);
+  p.H = a.records.k.shape[lead + 2];
+  if (p.H < 1 || p.HV % p.H) invalid("records.k: expected H to divide HV = ", p.HV, ", got ", p.H);
+  tensors.check_storage("state", a.state, kStates, true);
+  check_accept_len(a.accept_len, p.N, tensors);
+  check_absent_is_empty("state_indices", a.state_indices);
+  if (present(a.state_indices))
+    tensors.check_any_stride("state_indices", a.state_indices, {p.N}, 1, bit(KDA_I32), false, " ([N])");
+  else if (a.state.shape[lead] < p.N)
+    invalid("state: expected at least N = ", p.N, " slots without state_indices, got ", a.state.shape[lead]);
+  p.R = check_records(a.records, "records", p, layered ? p.layers : -1, tensors, false);
+  check_parents("parents", a.parents, p, 0, tensors);
+  p.T = present(a.parents) ? std::min(a.parents.shape[1], p.R) : p.R;
+  tensors.check_aliasing();
+  return p;
+}
+
+FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
+  const kda_flush_verify_args a = copy_args(raw, sizeof(kda_flush_verify_args));
+  check_exec(a.exec);
+  Tensors tensors;
+  const Dims d = check_inputs(a.in, tensors);
+  check_states(a.states, d, a.in, tensors);
+  if (!present(a.states.h0) || !present(a.states.hT)) invalid("hT: expected h0 and hT, the same pool, got one of them");
+  if (a.states.h0.data != a.states.hT.data) invalid("hT: expected the pool h0 itself, got another tensor");
+  if (present(a.states.has_initial_state)) invalid("has_initial_state: expected none, got one");
+  check_absent_is_empty("o", a.o);
+  tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
+  check_accept_len(a.accept_len, d.N, tensors);
+  const bool ring = present(a.records.ring_count);
+  const int64_t R = check_records(a.records, "records", d, -1, tensors, true, true);
+  if (!R) invalid("records.u: expected records, got none");
+  check_drafts(d, R);
+  const int64_t last = check_records(a.last, "last", d, -1, tensors, false);
+  if (present(a.last.ring_count)) invalid("last.ring_count: expected none: a ring is given as records, got one");
+  if (ring && last) invalid("last.u: expected none with a ring, which holds the last round's records, got some");
+  if (!ring && !last) invalid("last.u: expected the records of the last round (or a ring), got none");
+  if (a.max_tokens < 0 || (a.max_tokens && !ring)) invalid("max_tokens: expected 0 without a ring, got ", a.max_tokens);
+  if (a.max_tokens && a.max_tokens < dense_tokens(d))
+    invalid("max_tokens: expected at least T = ", d.T, " (or 0), got ", a.max_tokens);
+  const int64_t most = a.max_tokens ? a.max_tokens : dense_tokens(d);
+  if (ring && R < 2 * most)
+    invalid("records.u: expected a ring of at least 2 x ", most, " entries, for two rounds, got ", R);
+  if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
+  if (ring && present(a.last_parents)) invalid("last_parents: expected none with a ring, got some");
+  check_parents("last_parents", a.last_parents, d, 0, tensors);
+  check_parents("parents", a.parents, d, dense_tokens(d), tensors);
+  if (ring && present(a.parents)) invalid("parents: expected none with a ring: its entries are a chain, got some");
+  tensors.check_aliasing();
+  return with_dims<FlushVerifyProblem>(d, a);
+}
+
+Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t drafts) {
+  const kda_flush_verify_args& a = p.args;
+  const bool ring = present(a.records.ring_count);
+  const kda_records& last = ring ? a.records : a.last;
+  const int64_t R = last.u.shape[1];
+  Commit c;
+  c.window = window_of(last, slot_of(last.indices, n), a.last_parents, n, drafts);
+  const int64_t room =
+      ring ? R - drafts - c.window.committed : std::min(R, present(a.last_parents) ? a.last_parents.shape[1] : R);
+  c.accepted = accepted_of(a.accept_len, n, std::max<int64_t>(room, 0));
+  const int64_t entries = c.window.committed + c.accepted;
+  c.apply = !ring || entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts);
+  c.next = window_of(a.records, -1, a.parents, n, drafts);
+  if (ring) {
+    c.next.first = c.apply ? (c.window.first + entries) % R : c.window.first;
+    c.next.committed = c.apply ? 0 : entries;
+  }
+  return c;
+}
+
+void store_cursors(const kda_records& ring, int64_t slot, const Window& next) {
+  const auto set = [slot](const kda_tensor& t, int64_t x) {
+    static_cast<int32_t*>(t.data)[slot * t.stride[0]] = static_cast<int32_t>(x);
+  };
+  if (slot < 0) return;
+  set(ring.ring_first, next.first), set(ring.ring_count, next.committed);
+}
+
+bool has_f64(const VerifyProblem& p) {
+  const kda_verify_args& a = p.args;
+  return any_f64(a.in) || any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha});
+}
+bool has_f64(const FlushProblem& p) {
+  return any_f64({&p.args.state, &p.args.records.u, &p.args.records.k, &p.args.records.alpha});
+}
+bool has_f64(const FlushVerifyProblem& p) {
+  const kda_flush_verify_args& a = p.args;
+  return any_f64(a.in) || any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha, &a.last.u,
+                                   &a.last.k, &a.last.alpha});
+}
+
+void validate_data(const VerifyProblem& p) {
+  const kda_verify_args& a = p.args;
+  check_states_data(p, a.in, a.states);
+  check_draft_lengths(p, a.in, present(a.records.u) ? a.records.u.shape[1] : 0, a.parents);
+  check_record_slots("records.indices", a.records, 0);
+}
+void validate_data(const FlushProblem& p) {
+  const kda_flush_args& a = p.args;
+  const int lead = a.state.ndim == 5;
+  if (present(a.state_indices)) check_slots("state_indices", a.state_indices, a.first_valid_slot, a.state.shape[lead]);
+  check_record_slots("records.indices", a.records, lead);
+}
+void validate_data(const FlushVerifyProblem& p) {
+  const kda_flush_verify_args& a = p.args;
+  check_states_data(p, a.in, a.states);
+  const bool ring = present(a.records.ring_count);
+  check_draft_lengths(p, a.in, ring ? a.records.u.shape[1] / 2 : a.records.u.shape[1], a.parents);
+  check_record_slots("records.indices", a.records, 0);
+  check_record_slots("last.indices", a.last, 0);
+}
+
+}  // namespace kda
