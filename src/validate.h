@@ -10,6 +10,9 @@ namespace kda {
 void check_exec(const kda_exec& e);
 void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form);
 
+// cu_seqlens, and with it d.varlen and d.N.
+void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors);
+
 // Sizes of the call, from q, v and cu_seqlens.
 Dims check_inputs(const kda_inputs& in, Tensors& tensors);
 
