@@ -114,16 +114,18 @@ bool any_f64(const kda_inputs& in) {
   return any_f64({&in.q, &in.v, &in.g, &in.beta, &in.A_log, &in.dt_bias});
 }  // k is like q
 
-void check_cu_seqlens(const Dims& d, const kda_inputs& in) {
-  if (!d.varlen) return;
-  if (const int64_t first = int_at(in.cu_seqlens, 0)) invalid("cu_seqlens[0]: expected 0, got ", first);
-  for (int64_t n = 0; n < d.N; ++n) {
-    const int64_t begin = int_at(in.cu_seqlens, n), end = int_at(in.cu_seqlens, n + 1);
+void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
+  if (!present(cu_seqlens)) return;
+  const int64_t N = cu_seqlens.shape[0] - 1;
+  if (const int64_t first = int_at(cu_seqlens, 0)) invalid("cu_seqlens[0]: expected 0, got ", first);
+  for (int64_t n = 0; n < N; ++n) {
+    const int64_t begin = int_at(cu_seqlens, n), end = int_at(cu_seqlens, n + 1);
     if (end < begin) invalid("cu_seqlens[", n + 1, "]: expected at least ", begin, " (never decreasing), got ", end);
   }
-  if (const int64_t last = int_at(in.cu_seqlens, d.N); last > d.T)
-    invalid("cu_seqlens[", d.N, "]: expected at most T = ", d.T, ", got ", last);
+  if (const int64_t last = int_at(cu_seqlens, N); last > T)
+    invalid("cu_seqlens[", N, "]: expected at most T = ", T, ", got ", last);
 }
+void check_cu_seqlens(const Dims& d, const kda_inputs& in) { check_cu_seqlens(in.cu_seqlens, d.T); }
 
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots) {
   const int64_t rows = indices.shape[0], columns = indices.ndim > 1 ? indices.shape[1] : 1, count = rows * columns;

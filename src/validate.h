@@ -36,6 +36,7 @@ bool any_f64(const kda_inputs& in);
 
 // ---- data, on the CPU ----
 
+void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T);
 void check_cu_seqlens(const Dims& d, const kda_inputs& in);
 // Live slots lie inside the pool and are all different.
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots);

@@ -9,5 +9,7 @@ void backward(const BackwardProblem& p);
 void decode(const DecodeProblem& p);
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
+void conv(const ConvProblem& p);
+void conv_backward(const ConvBackwardProblem& p);
 
 }  // namespace kda::reference
