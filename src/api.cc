@@ -99,6 +99,8 @@ KDA_DEFINE_OPERATOR(flush)
 KDA_DEFINE_OPERATOR(flush_verify)
 KDA_DEFINE_OPERATOR(gate)
 KDA_DEFINE_OPERATOR(gate_backward)
+KDA_DEFINE_OPERATOR(conv)
+KDA_DEFINE_OPERATOR(conv_backward)
 #undef KDA_DEFINE_OPERATOR
 
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }

@@ -125,7 +125,10 @@ void Tensors::check_aliasing() const {
       if (i == j || (seen_[j].output && j < i)) continue;
       const kda_tensor &a = *seen_[i].tensor, &b = *seen_[j].tensor;
       if (!may_overlap(a, seen_[i].extent, b, seen_[j].extent)) continue;
-      const bool in_place = !std::strcmp(seen_[i].name, "hT") && !std::strcmp(seen_[j].name, "h0");
+      const auto pair = [&](const char* out, const char* in) {
+        return !std::strcmp(seen_[i].name, out) && !std::strcmp(seen_[j].name, in);
+      };
+      const bool in_place = pair("hT", "h0") || pair("final_state", "initial_state");
       if (in_place && same_view(a, b)) continue;
       invalid(seen_[i].name, ": expected memory of its own, got memory that overlaps ", seen_[j].name,
               in_place ? " without being the same view" : "");

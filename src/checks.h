@@ -35,7 +35,8 @@ class Tensors {
                         bool output, const char* like = "");
   // Everything but the shape.
   void check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output);
-  // No output may share memory with any other tensor; h0 and hT may be the very same view.
+  // No output may share memory with any other tensor; h0 and hT may be the very same view, and so may
+  // initial_state and final_state.
   void check_aliasing() const;
 
  private:

@@ -9,6 +9,7 @@ namespace kda {
 
 constexpr int64_t kChunk = 64;     // C: tokens of a chunk
 constexpr int64_t kMaxSize = 256;  // largest K and V
+constexpr int64_t kMaxConvWidth = 4;
 
 struct Dims {
   int64_t B, T, N, H, HV, K, V;
@@ -49,6 +50,16 @@ struct GateBackwardProblem {
   kda_gate_backward_args args;
 };
 
+struct ConvDims {
+  int64_t B, T, N, D, W;
+};
+struct ConvProblem : ConvDims {
+  kda_conv_args args;
+};
+struct ConvBackwardProblem : ConvDims {
+  kda_conv_backward_args args;
+};
+
 inline bool present(const kda_tensor& t) { return t.ndim > 0; }
 
 // Checks everything that shapes, strides, dtypes, options and addresses tell. Throws Error(KDA_INVALID_ARGUMENT).
@@ -60,6 +71,8 @@ FlushProblem validate(const kda_flush_args* args);
 FlushVerifyProblem validate(const kda_flush_verify_args* args);
 GateProblem validate(const kda_gate_args* args);
 GateBackwardProblem validate(const kda_gate_backward_args* args);
+ConvProblem validate(const kda_conv_args* args);
+ConvBackwardProblem validate(const kda_conv_backward_args* args);
 
 // Checks what only data tells (cu_seqlens, slots), for tensors the host can read: CPU calls, just before they run.
 void validate_data(const ForwardProblem& p);
@@ -68,6 +81,8 @@ void validate_data(const DecodeProblem& p);
 void validate_data(const VerifyProblem& p);
 void validate_data(const FlushProblem& p);
 void validate_data(const FlushVerifyProblem& p);
+void validate_data(const ConvProblem& p);
+void validate_data(const ConvBackwardProblem& p);
 inline void validate_data(const GateProblem&) {}
 inline void validate_data(const GateBackwardProblem&) {}
 
@@ -93,6 +108,8 @@ bool has_f64(const FlushProblem& p);
 bool has_f64(const FlushVerifyProblem& p);
 bool has_f64(const GateProblem& p);
 bool has_f64(const GateBackwardProblem& p);
+bool has_f64(const ConvProblem& p);
+bool has_f64(const ConvBackwardProblem& p);
 
 int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0);  // element of an integer tensor of rank 1 or 2
 

@@ -122,6 +122,25 @@ std::span<const Implementation<GateBackwardProblem>> implementations() {
   return table;
 }
 
+template <>
+std::span<const Implementation<ConvProblem>> implementations() {
+  static constexpr Implementation<ConvProblem> table[] = {
+      {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace, cpu::conv},
+      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<ConvBackwardProblem>> implementations() {
+  static constexpr Implementation<ConvBackwardProblem> table[] = {
+      {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, cpu::conv_backward_workspace,
+       cpu::conv_backward},
+      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv_backward},
+  };
+  return table;
+}
+
 namespace {
 
 template <class F>
@@ -130,6 +149,9 @@ bool for_each_table(F&& f) {
          f("decode", implementations<DecodeProblem>()) || f("verify", implementations<VerifyProblem>()) ||
          f("flush", implementations<FlushProblem>()) || f("flush_verify", implementations<FlushVerifyProblem>()) ||
          f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>());
+         f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
+         f("gate_backward", implementations<GateBackwardProblem>()) || f("conv", implementations<ConvProblem>()) ||
+         f("conv_backward", implementations<ConvBackwardProblem>());
 }
 
 bool known_anywhere(std::string_view name) {
@@ -227,6 +249,8 @@ KDA_INSTANTIATE(FlushProblem)
 KDA_INSTANTIATE(FlushVerifyProblem)
 KDA_INSTANTIATE(GateProblem)
 KDA_INSTANTIATE(GateBackwardProblem)
+KDA_INSTANTIATE(ConvProblem)
+KDA_INSTANTIATE(ConvBackwardProblem)
 #undef KDA_INSTANTIATE
 
 }  // namespace kda

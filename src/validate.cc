@@ -26,6 +26,16 @@ void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bia
     invalid("lower_bound: expected a finite number < 0, got ", lower_bound);
 }
 
+void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors) {
+  d.varlen = present(cu_seqlens);
+  d.N = d.varlen ? cu_seqlens.shape[0] - 1 : d.B;
+  if (!d.varlen) return;
+  if (d.B != 1) invalid("cu_seqlens: expected one row of packed sequences (B = 1), got B = ", d.B);
+  if (cu_seqlens.ndim != 1 || cu_seqlens.shape[0] < 1)
+    invalid("cu_seqlens: expected shape [N+1], got ", shape_text(cu_seqlens.shape, cu_seqlens.ndim));
+  tensors.check_storage("cu_seqlens", cu_seqlens, bit(KDA_I32) | bit(KDA_I64), false);
+}
+
 Dims check_inputs(const kda_inputs& in, Tensors& tensors) {
   const std::pair<const char*, const kda_tensor*> all[] = {{"q", &in.q},
                                                            {"k", &in.k},
@@ -45,7 +55,6 @@ Dims check_inputs(const kda_inputs& in, Tensors& tensors) {
   if (d.V < 1 || d.V > kMaxSize) invalid("v: expected V in 1..", kMaxSize, ", got ", d.V);
   if (d.H < 1) invalid("q: expected H >= 1, got ", d.H);
   if (d.HV < 1 || d.HV % d.H) invalid("v: expected HV a multiple of H = ", d.H, ", got ", d.HV);
-  d.varlen = present(in.cu_seqlens);
 
   tensors.check("q", in.q, {d.B, d.T, d.H, d.K}, 4, kFloats, false);
   tensors.check("k", in.k, {d.B, d.T, d.H, d.K}, 4, bit(in.q.dtype), false, " like q");
@@ -56,13 +65,7 @@ Dims check_inputs(const kda_inputs& in, Tensors& tensors) {
   if (present(in.A_log)) tensors.check("A_log", in.A_log, {d.HV}, 1, kSingles, false, " ([HV] of v)");
   if (present(in.dt_bias))
     tensors.check("dt_bias", in.dt_bias, {d.HV, d.K}, 2, kSingles, false, " ([HV,K] of q and v)");
-  if (d.varlen) {
-    if (d.B != 1) invalid("cu_seqlens: expected one row of packed sequences (B = 1), got B = ", d.B);
-    if (in.cu_seqlens.ndim != 1 || in.cu_seqlens.shape[0] < 1)
-      invalid("cu_seqlens: expected shape [N+1], got ", shape_text(in.cu_seqlens.shape, in.cu_seqlens.ndim));
-    tensors.check_storage("cu_seqlens", in.cu_seqlens, bit(KDA_I32) | bit(KDA_I64), false);
-  }
-  d.N = d.varlen ? in.cu_seqlens.shape[0] - 1 : d.B;
+  check_packing(in.cu_seqlens, d, tensors);
   check_range("beta_form", in.beta_form, KDA_BETA_ACTIVATED, KDA_BETA_2SIGMOID);
   check_range("state_layout", in.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
   if (!std::isfinite(in.scale)) invalid("scale: expected a finite number, got ", in.scale);
@@ -111,16 +114,18 @@ bool any_f64(const kda_inputs& in) {
   return any_f64({&in.q, &in.v, &in.g, &in.beta, &in.A_log, &in.dt_bias});
 }  // k is like q
 
-void check_cu_seqlens(const Dims& d, const kda_inputs& in) {
-  if (!d.varlen) return;
-  if (const int64_t first = int_at(in.cu_seqlens, 0)) invalid("cu_seqlens[0]: expected 0, got ", first);
-  for (int64_t n = 0; n < d.N; ++n) {
-    const int64_t begin = int_at(in.cu_seqlens, n), end = int_at(in.cu_seqlens, n + 1);
+void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
+  if (!present(cu_seqlens)) return;
+  const int64_t N = cu_seqlens.shape[0] - 1;
+  if (const int64_t first = int_at(cu_seqlens, 0)) invalid("cu_seqlens[0]: expected 0, got ", first);
+  for (int64_t n = 0; n < N; ++n) {
+    const int64_t begin = int_at(cu_seqlens, n), end = int_at(cu_seqlens, n + 1);
     if (end < begin) invalid("cu_seqlens[", n + 1, "]: expected at least ", begin, " (never decreasing), got ", end);
   }
-  if (const int64_t last = int_at(in.cu_seqlens, d.N); last > d.T)
-    invalid("cu_seqlens[", d.N, "]: expected at most T = ", d.T, ", got ", last);
+  if (const int64_t last = int_at(cu_seqlens, N); last > T)
+    invalid("cu_seqlens[", N, "]: expected at most T = ", T, ", got ", last);
 }
+void check_cu_seqlens(const Dims& d, const kda_inputs& in) { check_cu_seqlens(in.cu_seqlens, d.T); }
 
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots) {
   const int64_t rows = indices.shape[0], columns = indices.ndim > 1 ? indices.shape[1] : 1, count = rows * columns;

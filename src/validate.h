@@ -10,6 +10,9 @@ namespace kda {
 void check_exec(const kda_exec& e);
 void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form);
 
+// cu_seqlens, and with it d.varlen and d.N.
+void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors);
+
 // Sizes of the call, from q, v and cu_seqlens.
 Dims check_inputs(const kda_inputs& in, Tensors& tensors);
 
@@ -33,6 +36,7 @@ bool any_f64(const kda_inputs& in);
 
 // ---- data, on the CPU ----
 
+void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T);
 void check_cu_seqlens(const Dims& d, const kda_inputs& in);
 // Live slots lie inside the pool and are all different.
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots);

@@ -389,6 +389,10 @@ typedef struct kda_gate_backward_args {
   { sizeof(kda_gate_args) }
 #define KDA_GATE_BACKWARD_ARGS_INIT \
   { sizeof(kda_gate_backward_args) }
+#define KDA_CONV_ARGS_INIT \
+  { sizeof(kda_conv_args) }
+#define KDA_CONV_BACKWARD_ARGS_INIT \
+  { sizeof(kda_conv_backward_args) }
 
 /* Run. The status says what went wrong; kda_last_error() says it in a sentence. On an error nothing was written. */
 KDA_API kda_status kda_forward(const kda_forward_args* args);
@@ -399,6 +403,8 @@ KDA_API kda_status kda_flush(const kda_flush_args* args);
 KDA_API kda_status kda_flush_verify(const kda_flush_verify_args* args);
 KDA_API kda_status kda_gate(const kda_gate_args* args);
 KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
+KDA_API kda_status kda_conv(const kda_conv_args* args);
+KDA_API kda_status kda_conv_backward(const kda_conv_backward_args* args);
 
 /* Bytes of workspace the call needs: a function of shapes, strides, dtypes, options, num_threads and device only. Reads
  * no tensor data, so any non-NULL pointers do. */
@@ -410,6 +416,8 @@ KDA_API kda_status kda_flush_workspace(const kda_flush_args* args, uint64_t* byt
 KDA_API kda_status kda_flush_verify_workspace(const kda_flush_verify_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_workspace(const kda_gate_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* args, uint64_t* bytes);
+KDA_API kda_status kda_conv_workspace(const kda_conv_args* args, uint64_t* bytes);
+KDA_API kda_status kda_conv_backward_workspace(const kda_conv_backward_args* args, uint64_t* bytes);
 
 /* One line per implementation: "* name: description" for the one that would run, "- name: why not" or "- name: can,
  * comes later" for the others. The text is valid until the next explain on this thread. */
@@ -421,8 +429,11 @@ KDA_API kda_status kda_flush_explain(const kda_flush_args* args, const char** te
 KDA_API kda_status kda_flush_verify_explain(const kda_flush_verify_args* args, const char** text);
 KDA_API kda_status kda_gate_explain(const kda_gate_args* args, const char** text);
 KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args, const char** text);
+KDA_API kda_status kda_conv_explain(const kda_conv_args* args, const char** text);
+KDA_API kda_status kda_conv_backward_explain(const kda_conv_backward_args* args, const char** text);
 
-/* The implementations of an operator ("forward", "backward", "decode", "gate", "gate_backward"), in order of
+/* The implementations of an operator ("forward", "backward", "decode", "gate", "gate_backward",
+ * "conv", "conv_backward"), in order of
  * preference: the index-th name, or NULL past the end (or for an unknown operator). */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
 

@@ -28,6 +28,22 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
+void conv(const ConvProblem& p);
+void conv_backward(const ConvBackwardProblem& p);
+uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
+
+// The convolution in front of decode and verify, with the bits of kda_conv. `z` ([B,T,D], dtype of x, dense) lies in
+// memory of conv_front_bytes(). An absent cu_seqlens: B requests of T tokens; absent parents: chains. A request without
+// a slot in the pool starts from zeros; rows of no request are zeroed.
+uint64_t conv_front_bytes(const kda_conv_inputs& in);
+kda_tensor conv_front_output(const kda_conv_inputs& in, void* memory);
+void conv_front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z,
+                const kda_exec& exec);
+// Rolls slot `slot` of state [slots,D,W-1] on by the first m tokens of request n, which begin at token t0 of row b of x;
+// with `parents`, by the path that ends in token m - 1. Nothing happens for m <= 0 or a slot outside the pool.
+void conv_roll(const kda_tensor& state, int64_t slot, const kda_tensor& x, const kda_tensor& parents, int64_t n,
+               int64_t b, int64_t t0, int64_t m);
+
 const char* isa_name();   // the instruction set in use, e.g. "avx512"
 const char* isa_names();  // those compiled in
 

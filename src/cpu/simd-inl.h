@@ -205,6 +205,19 @@ HWY_INLINE Vec exp(Vec x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);
 }
 
+// 1 + e^-x. NaN gives a number: users multiply by x again.
+HWY_INLINE Vec one_plus_exp_minus(Vec x) {
+  const Vec e = exp_number(hn::Neg(x));
+  return hn::Add(splat(1), hn::IfThenElse(hn::Lt(x, splat(-88)), splat(std::numeric_limits<float>::infinity()), e));
+}
+
+HWY_INLINE Vec silu(Vec x) { return hn::Div(x, one_plus_exp_minus(x)); }
+// Its derivative, s + x s (1 - s) with s = sigmoid(x).
+HWY_INLINE Vec silu_slope(Vec x) {
+  const Vec s = hn::Div(splat(1), one_plus_exp_minus(x));
+  return hn::MulAdd(hn::Mul(x, s), hn::Sub(splat(1), s), s);
+}
+
 HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(splat(1), hn::Add(splat(1), exp(hn::Neg(x)))); }
 
 // log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 atanh(s), s = e / (2 + e) <= 1/3. The series is cut where the

@@ -12,5 +12,7 @@ void flush(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
+void conv(const ConvProblem& p);
+void conv_backward(const ConvBackwardProblem& p);
 
 }  // namespace kda::reference

@@ -76,4 +76,30 @@ inline std::vector<Field> fields(kda_gate_backward_args& a) {
           {"dx", &a.dx, true}, {"dA_log", &a.dA_log, true}, {"d_dt_bias", &a.d_dt_bias, true}};
 }
 
+inline std::vector<Field> fields(kda_conv_args& a) {
+  return {{"x", &a.x},
+          {"weight", &a.weight},
+          {"bias", &a.bias},
+          {"cu_seqlens", &a.cu_seqlens},
+          {"initial_state", &a.initial_state},
+          {"final_state", &a.final_state, true},
+          {"state_indices", &a.state_indices},
+          {"has_initial_state", &a.has_initial_state},
+          {"y", &a.y, true}};
+}
+
+inline std::vector<Field> fields(kda_conv_backward_args& a) {
+  return {{"x", &a.x},
+          {"weight", &a.weight},
+          {"bias", &a.bias},
+          {"cu_seqlens", &a.cu_seqlens},
+          {"initial_state", &a.initial_state},
+          {"dy", &a.dy},
+          {"d_final_state", &a.d_final_state},
+          {"dx", &a.dx, true},
+          {"dweight", &a.dweight, true},
+          {"dbias", &a.dbias, true},
+          {"d_initial_state", &a.d_initial_state, true}};
+}
+
 }  // namespace kda::test

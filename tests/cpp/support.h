@@ -100,6 +100,8 @@ inline kda_status call(const kda_backward_args* a) { return kda_backward(a); }
 inline kda_status call(const kda_decode_args* a) { return kda_decode(a); }
 inline kda_status call(const kda_gate_args* a) { return kda_gate(a); }
 inline kda_status call(const kda_gate_backward_args* a) { return kda_gate_backward(a); }
+inline kda_status call(const kda_conv_args* a) { return kda_conv(a); }
+inline kda_status call(const kda_conv_backward_args* a) { return kda_conv_backward(a); }
 template <class Args>
 kda_status call(const Args& a) {
   return call(&a);
@@ -112,6 +114,10 @@ inline kda_status query(const kda_gate_args& a, uint64_t* bytes) { return kda_ga
 inline kda_status query(const kda_gate_backward_args& a, uint64_t* bytes) {
   return kda_gate_backward_workspace(&a, bytes);
 }
+inline kda_status query(const kda_conv_args& a, uint64_t* bytes) { return kda_conv_workspace(&a, bytes); }
+inline kda_status query(const kda_conv_backward_args& a, uint64_t* bytes) {
+  return kda_conv_backward_workspace(&a, bytes);
+}
 
 inline kda_status explain(const kda_forward_args& a, const char** text) { return kda_forward_explain(&a, text); }
 inline kda_status explain(const kda_backward_args& a, const char** text) { return kda_backward_explain(&a, text); }
@@ -119,6 +125,10 @@ inline kda_status explain(const kda_decode_args& a, const char** text) { return 
 inline kda_status explain(const kda_gate_args& a, const char** text) { return kda_gate_explain(&a, text); }
 inline kda_status explain(const kda_gate_backward_args& a, const char** text) {
   return kda_gate_backward_explain(&a, text);
+}
+inline kda_status explain(const kda_conv_args& a, const char** text) { return kda_conv_explain(&a, text); }
+inline kda_status explain(const kda_conv_backward_args& a, const char** text) {
+  return kda_conv_backward_explain(&a, text);
 }
 
 // Workspace of the size asked for, aligned to 256 and no more, every byte `fill`, with guarded margins.

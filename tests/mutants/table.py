@@ -24,6 +24,7 @@ TAIL = ("test_edges", "Tail.*")
 CHUNK = "src/cpu/chunk-inl.h"
 CHUNK_FORWARD = "src/cpu/chunk_forward.cc"
 CHUNK_BACKWARD = "src/cpu/chunk_backward.cc"
+GRADIENTS = "src/cpu/gradients-inl.h"
 RECURRENT = "src/cpu/recurrent.cc"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
@@ -31,7 +32,12 @@ REFERENCE = "src/reference/math.h"
 REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
 # A header's mutant is compiled into the units that its tests run.
-UNITS = {CHUNK: [CHUNK_FORWARD], SIMD: [GATES], REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD]}
+UNITS = {
+    CHUNK: [CHUNK_FORWARD],
+    GRADIENTS: [CHUNK_BACKWARD],
+    SIMD: [GATES],
+    REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
+}
 
 
 @dataclass
@@ -113,7 +119,7 @@ MUTANTS = [
         ("forward: checkpoint of every chunk", "(t + L) % a.checkpoint_every == 0", "(t + L) % kChunk == 0"),
     ),
     *mutants(
-        CHUNK_BACKWARD,
+        GRADIENTS,
         BACKWARD,
         ("backward: forgotten E", "E = hn::Mul(E, load(alpha.row(i)));", ""),
         ("backward: forgotten F", "F = hn::Mul(F, load(alpha.row(i)));", ""),
@@ -124,6 +130,17 @@ MUTANTS = [
         ),
         ("backward: missing last-row term of dG", "hn::MulAdd(load(c.ell + d), SdS, last)", "last"),
         ("backward: missing write part of the last row", "last = hn::Add(last, kdk);", ""),
+        ("backward: diagonal pairs left out", "splat(s.dAqk.row(b + j)[b + j])", "splat(0)"),
+        (
+            "backward: column terms of dG left out",
+            "store(hn::NegMulAdd(pc, load(c.col_k.row(j) + d), load(dG)), dG);",
+            "",
+        ),
+        ("backward: dbeta without its pairs", "dbeta[i] += dot(c.k.row(i), s.y.row(i), padded(c.K));", ""),
+    ),
+    *mutants(
+        CHUNK_BACKWARD,
+        BACKWARD,
         (
             "backward: wrong triangle of Aqk",
             "add_triangle<Triangle::kUpper>(L, V, kept.Aqk.columns()",
@@ -134,13 +151,6 @@ MUTANTS = [
             "gemm<Acc::kDecay>(K, V, L, c.qG.columns(), s.D, s.dS, {c.ell, s.dS});",
             "gemm<Acc::kAdd>(K, V, L, c.qG.columns(), s.D, s.dS);",
         ),
-        ("backward: diagonal pairs left out", "splat(s.dAqk.row(b + j)[b + j])", "splat(0)"),
-        (
-            "backward: column terms of dG left out",
-            "store(hn::NegMulAdd(pc, load(c.col_k.row(j) + d), load(dG)), dG);",
-            "",
-        ),
-        ("backward: dbeta without its pairs", "dbeta[i] += dot(c.k.row(i), s.y.row(i), padded(c.K));", ""),
         ("backward: 2 of 2 sigmoid forgotten", "factor * sg * (1.0f - sg)", "sg * (1.0f - sg)"),
         ("backward: l2norm backward dropped", "splat(normalised ? -r * dot(y, dy, padded(K)) / scale : 0)", "splat(0)"),
         (

@@ -1,0 +1,460 @@
+// The causal convolution (math.md 7.6), forward and backward:
+//   y_t = bias + sum_j w_j xx_(t+j),  j = 0 .. W-1,  then z_t = y_t sigmoid(y_t)        xx = state ++ x
+//   dy_t <- dz_t silu'(y_t),  dxx_i = sum_j w_j dy_(i-j),  dw_j = sum_t dy_t xx_(t+j),  dbias = sum_t dy_t
+// Channels are the vector dimension. A task is a block of tokens (of all sequences, one after the other) and a tile of
+// channels. The last W rows are kept in f32; every y comes from conv_row(), in one order, whoever asks for it.
+// Sums over tokens have two levels as in gate.cc: blocks depend on shapes only, and are added in order.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/conv.cc"
+#include <hwy/foreach_target.h>
+// clang-format off
+#include "cpu/simd-inl.h"
+// clang-format on
+#include "cpu/conv.h"
+
+#ifndef KDA_CPU_CONV_GRADIENTS
+#define KDA_CPU_CONV_GRADIENTS
+namespace kda::cpu {
+struct ConvGradients {
+  Conv conv;
+  kda_tensor dy, d_final, dx, d_initial;
+};
+}  // namespace kda::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace kda::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kPrefetchTokens = 4;
+
+// n elements, `stride` apart, to and from f32.
+template <class T, class F>
+HWY_INLINE void gather(const T* p, int64_t stride, int64_t n, float* row, F to_float) {
+  for (int64_t i = 0; i < n; ++i) row[i] = to_float(p[i * stride]);
+}
+template <class T, class F>
+HWY_INLINE void scatter(const float* row, int64_t n, T* p, int64_t stride, F from_float) {
+  for (int64_t i = 0; i < n; ++i) p[i * stride] = from_float(row[i]);
+}
+
+// Channels c0 .. c0+n-1 of entry i of a slot of [slots,D,W-1], whatever its strides.
+inline void load_entry(const kda_tensor& state, int64_t slot, int64_t c0, int64_t n, int64_t i, float* row) {
+  const void* p = at(state, slot, c0, i);
+  const int64_t stride = state.stride[1];
+  if (stride == 1) return load_row(state.dtype, p, n, row);
+  zero(row + n, padded(n) - n);
+  switch (state.dtype) {
+    case KDA_F32: return gather(static_cast<const float*>(p), stride, n, row, [](float x) { return x; });
+    case KDA_BF16: return gather(static_cast<const uint16_t*>(p), stride, n, row, bf16_to_float);
+    default: return gather(static_cast<const uint16_t*>(p), stride, n, row, f16_to_float);
+  }
+}
+inline void store_entry(const kda_tensor& state, const float* row, int64_t slot, int64_t c0, int64_t n, int64_t i) {
+  void* p = at(state, slot, c0, i);
+  const int64_t stride = state.stride[1];
+  if (stride == 1) return store_row(state.dtype, row, n, p);
+  switch (state.dtype) {
+    case KDA_F32: return scatter(row, n, static_cast<float*>(p), stride, [](float x) { return x; });
+    case KDA_BF16: return scatter(row, n, static_cast<uint16_t*>(p), stride, float_to_bf16);
+    default: return scatter(row, n, static_cast<uint16_t*>(p), stride, float_to_f16);
+  }
+}
+
+HWY_INLINE char* token_row(const kda_tensor& t, const Sequence& s, int64_t token, int64_t c0) {
+  return at(t, s.b, s.t0 + token) + c0 * dtype_size(t.dtype);
+}
+HWY_INLINE void prefetch_token(const kda_tensor& t, const Sequence& s, int64_t token, int64_t c0, int64_t n) {
+  if (token >= s.length) return;
+  const char* row = token_row(t, s, token, c0);
+  for (int64_t i = 0; i < n * dtype_size(t.dtype); i += 64) __builtin_prefetch(row + i);
+}
+
+// Row i of xx.
+inline void load_input(const Conv& c, const Sequence& s, int64_t i, int64_t c0, int64_t n, float* row) {
+  const int64_t keep = c.width() - 1;
+  if (i >= keep) load_row(c.x.dtype, token_row(c.x, s, i - keep, c0), n, row);
+  else if (s.initial) load_entry(c.state, s.slot, c0, n, i, row);
+  else zero(row, padded(n));
+}
+
+// Weights and bias of a tile, a row a tap.
+struct Taps {
+  alignas(64) float w[kMaxConvWidth][kConvTile], bias[kConvTile];
+
+  void load(const Conv& c, int64_t c0, int64_t n) {
+    const int64_t W = c.width();
+    alignas(64) float columns[kMaxConvWidth * kConvTile];
+    if (c.weight.stride[0] == W) {
+      load_row(c.weight.dtype, at(c.weight, c0), n * W, columns);
+    } else {
+      for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = 0; j < W; ++j) columns[i * W + j] = load_scalar(c.weight.dtype, at(c.weight, c0 + i, j));
+    }
+    for (int64_t j = 0; j < W; ++j) {
+      for (int64_t i = 0; i < n; ++i) w[j][i] = columns[i * W + j];
+      zero(w[j] + n, padded(n) - n);
+    }
+    if (present(c.bias)) cpu::HWY_NAMESPACE::load_row(c.bias.dtype, at(c.bias, c0), n, bias);
+    else zero(bias, padded(n));
+  }
+};
+
+// The last W rows of xx, or of dy: row i in place i mod W.
+template <int W>
+struct Ring {
+  alignas(64) float rows[W][kConvTile];
+  HWY_INLINE float* operator[](int64_t i) { return rows[i % W]; }
+};
+
+template <int W>
+HWY_INLINE Vec conv_at(const Taps& taps, const float* const (&xx)[W], int64_t i) {
+  Vec y = load(taps.bias + i);
+  for (int j = 0; j < W; ++j) y = hn::MulAdd(load(taps.w[j] + i), load(xx[j] + i), y);
+  return y;
+}
+
+template <int W>
+void conv_row(const Conv& c, const Taps& taps, const float* const (&xx)[W], int64_t n, char* y) {
+  alignas(64) float row[kConvTile];
+  for (int64_t i = 0; i < n; i += lanes()) {
+    const Vec v = conv_at<W>(taps, xx, i);
+    store(c.silu ? silu(v) : v, row + i);
+  }
+  store_row(c.y.dtype, row, n, y);
+}
+
+// Tokens a .. b-1 of a sequence.
+template <int W>
+void conv_tokens(const Conv& c, const Taps& taps, const Sequence& s, int64_t a, int64_t b, int64_t c0, int64_t n) {
+  Ring<W> ring;
+  const float* xx[W];
+  if (present(c.parents)) {  // few tokens: every one loads its own ancestors
+    for (int64_t t = a; t < b; ++t) {
+      int64_t i = t + W - 1;
+      for (int j = W - 1; j >= 0; --j, i = c.row_before(s.n, i)) {
+        load_input(c, s, i, c0, n, ring[j]);
+        xx[j] = ring[j];
+      }
+      conv_row<W>(c, taps, xx, n, token_row(c.y, s, t, c0));
+    }
+    return;
+  }
+  for (int64_t i = a; i < a + W - 1; ++i) load_input(c, s, i, c0, n, ring[i]);
+  for (int64_t t = a; t < b; ++t) {
+    prefetch_token(c.x, s, t + kPrefetchTokens, c0, n);
+    load_input(c, s, t + W - 1, c0, n, ring[t + W - 1]);
+    for (int j = 0; j < W; ++j) xx[j] = ring[t + j];
+    conv_row<W>(c, taps, xx, n, token_row(c.y, s, t, c0));
+  }
+}
+
+template <class F>
+void with_width(int64_t W, const F& f) {
+  if (W == 2) f(std::integral_constant<int, 2>());
+  else if (W == 3) f(std::integral_constant<int, 3>());
+  else f(std::integral_constant<int, 4>());
+}
+
+// f(sequence, a, b) for the pieces a .. b-1 of sequences among tokens first .. end-1 of all.
+template <class F>
+void for_pieces(const Conv& c, int64_t first, int64_t end, const F& f) {
+  const int64_t T = c.x.shape[1];
+  for (int64_t n = c.sequence_of(first), t = first; n < c.sequences() && t < end; ++n) {
+    const Sequence s = c.sequence(n);
+    const int64_t begin = s.b * T + s.t0;  // of the sequence, among all tokens
+    const int64_t stop = std::min(end, begin + s.length);
+    if (t < stop) f(s, t - begin, stop - begin);
+    t = std::max(t, stop);
+  }
+}
+
+void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t c0, int64_t n) {
+  for (int64_t t = a; t < b; ++t) std::memset(token_row(y, s, t, c0), 0, n * dtype_size(y.dtype));
+}
+
+// Channels c0 .. c0+n-1 of tokens first .. end-1.
+void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n) {
+  Taps taps;
+  taps.load(c, c0, n);
+  with_width(c.width(), [&](auto W) {
+    for_pieces(c, first, end, [&](const Sequence& s, int64_t a, int64_t b) {
+      if (s.live) conv_tokens<W>(c, taps, s, a, b, c0, n);
+      else zero_tokens(c.y, s, a, b, c0, n);
+    });
+  });
+}
+
+// Slot `slot` of `to` <- the rows of xx that end with row `last`. May be the slot that xx begins with.
+void conv_roll_tile(const Conv& c, const Sequence& s, int64_t last, const kda_tensor& to, int64_t slot, int64_t c0,
+                    int64_t n) {
+  alignas(64) float rows[kMaxConvWidth - 1][kConvTile];
+  const int64_t keep = c.width() - 1;
+  for (int64_t i = last, k = keep - 1; k >= 0; --k, i = c.row_before(s.n, i)) load_input(c, s, i, c0, n, rows[k]);
+  for (int64_t k = 0; k < keep; ++k) store_entry(to, rows[k], slot, c0, n, k);
+}
+
+// ---- backward ----
+
+// Sums over the tokens of a block: dw_j, then dbias.
+using Sums = float[kMaxConvWidth + 1][kConvTile];
+
+// dy_t silu'(y_t), added to the sums (if not null) with its inputs.
+template <int W>
+void dy_row(const Conv& c, const Taps& taps, const float* const (&xx)[W], int64_t n, float* dy, Sums* sums) {
+  for (int64_t i = 0; i < n; i += lanes()) {
+    Vec d = load(dy + i);
+    if (c.silu) {
+      d = hn::Mul(d, silu_slope(conv_at<W>(taps, xx, i)));
+      store(d, dy + i);
+    }
+    if (!sums) continue;
+    for (int j = 0; j < W; ++j) store(hn::MulAdd(d, load(xx[j] + i), load((*sums)[j] + i)), (*sums)[j] + i);
+    store(hn::Add(d, load((*sums)[W] + i)), (*sums)[W] + i);
+  }
+}
+
+// Tokens a .. b-1 of a sequence. dxx_i needs dy up to i, so dx of the last ones needs dy of W-1 more. The block with a
+// sequence's first token also has its d_initial: rows 0 .. W-2 of dxx.
+template <int W>
+void backward_tokens(const ConvGradients& g, const Taps& taps, const Sequence& s, int64_t a, int64_t b, int64_t c0,
+                     int64_t n, Sums* sums) {
+  const Conv& c = g.conv;
+  Ring<W> in, dy;
+  alignas(64) float dxx[kConvTile], d_state[kConvTile];
+  const float* xx[W];
+  const bool down = present(g.dx) || present(g.d_initial), inputs = c.silu || sums;
+  for (int64_t i = 0; i < W; ++i) zero(dy[i], padded(n));
+  for (int64_t i = a; inputs && i < a + W - 1; ++i) load_input(c, s, i, c0, n, in[i]);
+  for (int64_t t = a; t < (down ? b + W - 1 : b); ++t) {
+    if (t < s.length) {
+      prefetch_token(c.x, s, t + kPrefetchTokens, c0, n);
+      prefetch_token(g.dy, s, t + kPrefetchTokens, c0, n);
+      load_row(g.dy.dtype, token_row(g.dy, s, t, c0), n, dy[t]);
+      if (inputs) load_input(c, s, t + W - 1, c0, n, in[t + W - 1]);
+      for (int j = 0; j < W; ++j) xx[j] = in[t + j];
+      if (inputs) dy_row<W>(c, taps, xx, n, dy[t], t < b ? sums : nullptr);
+    } else {
+      zero(dy[t], padded(n));
+    }
+    const bool state = t < W - 1;
+    if (!down || (state ? a > 0 || !present(g.d_initial) : t < a + W - 1 || !present(g.dx))) continue;
+    const bool beyond = t >= s.length && present(g.d_final);
+    if (beyond) load_entry(g.d_final, s.n, c0, n, t - s.length, d_state);
+    for (int64_t i = 0; i < n; i += lanes()) {
+      Vec d = beyond ? load(d_state + i) : hn::Zero(kF32);
+      for (int j = 0; j < W; ++j) d = hn::MulAdd(load(taps.w[j] + i), load(dy[t + W - j] + i), d);
+      store(d, dxx + i);
+    }
+    if (state) store_entry(g.d_initial, dxx, s.n, c0, n, t);
+    else store_row(g.dx.dtype, dxx, n, token_row(g.dx, s, t - (W - 1), c0));
+  }
+}
+
+// `sums` is null or gets W + 1 rows of n.
+void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int64_t c0, int64_t n, float* sums,
+                         int64_t sums_pitch) {
+  Taps taps;
+  taps.load(g.conv, c0, n);
+  alignas(64) Sums block = {};
+  with_width(g.conv.width(), [&](auto W) {
+    for_pieces(g.conv, first, end, [&](const Sequence& s, int64_t a, int64_t b) {
+      backward_tokens<W>(g, taps, s, a, b, c0, n, sums ? &block : nullptr);
+    });
+  });
+  for (int64_t j = 0; sums && j <= g.conv.width(); ++j) std::memcpy(sums + j * sums_pitch, block[j], n * sizeof(float));
+}
+
+// A sequence without tokens passes its state through.
+void conv_backward_empty(const ConvGradients& g, int64_t n, int64_t c0, int64_t channels) {
+  alignas(64) float row[kConvTile];
+  for (int64_t i = 0; i < g.conv.width() - 1; ++i) {
+    zero(row, padded(channels));
+    if (present(g.d_final)) load_entry(g.d_final, n, c0, channels, i, row);
+    store_entry(g.d_initial, row, n, c0, channels, i);
+  }
+}
+
+void zero_block(const kda_tensor& y, int64_t first, int64_t end, int64_t c0, int64_t n) {
+  zero_tokens(y, {0, 0, 0, y.shape[1], 0, true, false}, first, end, c0, n);
+}
+
+}  // namespace kda::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include "cpu/cpu.h"
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+
+namespace kda::cpu {
+
+Sequence Conv::sequence(int64_t n) const {
+  Sequence s{n, n, 0, x.shape[1], n, true, false};
+  if (present(cu_seqlens)) s.b = 0, s.t0 = int_at(cu_seqlens, n), s.length = int_at(cu_seqlens, n + 1) - s.t0;
+  if (present(indices)) s.slot = int_at(indices, n);
+  s.live = !present(indices) || s.slot >= first_slot;
+  s.initial = present(state) && s.slot >= 0 && s.slot < state.shape[0] && (!present(has_state) || int_at(has_state, n));
+  return s;
+}
+
+int64_t Conv::sequence_of(int64_t token) const {
+  if (!present(cu_seqlens)) return token / x.shape[1];
+  int64_t lo = 0, hi = sequences();  // the first whose end lies beyond the token
+  while (lo < hi) {
+    const int64_t n = (lo + hi) / 2;
+    int_at(cu_seqlens, n + 1) > token ? hi = n : lo = n + 1;
+  }
+  return lo;
+}
+
+int64_t Conv::end() const { return present(cu_seqlens) ? int_at(cu_seqlens, sequences()) : tokens(); }
+
+namespace {
+
+constexpr int64_t kBlockTokens = 128;
+constexpr int64_t kMaxBlocks = 256;  // of sums
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t tiles_of(const Conv& c) { return divide_up(c.channels(), kConvTile); }
+
+// Small calls stay on one thread: starting a team costs more than 16384 elements.
+int wanted(const Conv& c, const kda_exec& exec, int64_t tasks, int64_t rows) {
+  return wanted_threads(exec, std::min(tasks, rows * c.channels() / 16384 + 1));
+}
+
+// f(n, first channel, channels) for every sequence and tile.
+template <class F>
+void for_tiles(const Conv& c, int64_t N, int threads, const F& f) {
+  const int64_t tiles = tiles_of(c);
+  parallel_for(N * tiles, threads, [&](int64_t task, int) {
+    const int64_t c0 = task % tiles * kConvTile;
+    f(task / tiles, c0, std::min(kConvTile, c.channels() - c0));
+  });
+}
+
+// y of all tokens; those of no sequence are zeroed.
+void run(const Conv& c, const kda_exec& exec) {
+  const int64_t blocks = divide_up(c.tokens(), kBlockTokens), end = c.end();
+  const auto block_fn = KDA_ISA_CALL(conv_block);
+  const auto zero_fn = KDA_ISA_CALL(zero_block);
+  for_tiles(c, blocks, wanted(c, exec, blocks * tiles_of(c), c.tokens()), [&](int64_t i, int64_t c0, int64_t n) {
+    const int64_t first = i * kBlockTokens, stop = std::min(c.tokens(), first + kBlockTokens);
+    if (first < end) block_fn(c, first, std::min(stop, end), c0, n);
+    if (stop > end) zero_fn(c.y, std::max(first, end), stop, c0, n);
+  });
+}
+
+}  // namespace
+
+void conv(const ConvProblem& p) {
+  const kda_conv_args& a = p.args;
+  const Conv c{a.x, a.weight, a.bias,      a.cu_seqlens,      a.initial_state, a.state_indices, a.has_initial_state,
+               {},  a.y,      a.silu != 0, a.first_valid_slot};
+  run(c, a.exec);
+  if (!present(a.final_state)) return;
+  // After all outputs: it may be the initial state that they read.
+  const auto roll = KDA_ISA_CALL(conv_roll_tile);
+  for_tiles(c, p.N, wanted(c, a.exec, p.N * tiles_of(c), p.N * p.W), [&](int64_t i, int64_t c0, int64_t n) {
+    const Sequence s = c.sequence(i);
+    if (s.live) roll(c, s, s.length + p.W - 2, a.final_state, s.slot, c0, n);
+  });
+}
+
+namespace {
+
+// Tokens a block of sums: a function of the shapes alone.
+int64_t block_tokens(const ConvDims& d) {
+  return divide_up(divide_up(d.B * d.T, kMaxBlocks), kBlockTokens) * kBlockTokens;
+}
+bool wants_sums(const kda_conv_backward_args& a) { return present(a.dweight) || present(a.dbias); }
+int64_t blocks_of(const ConvDims& d) { return d.B * d.T > 0 ? divide_up(d.B * d.T, block_tokens(d)) : 0; }
+
+Workspace plan(const ConvBackwardProblem& p) {
+  return {wants_sums(p.args) ? blocks_of(p) * (p.W + 1) * p.D * sizeof(float) : 0, 0};
+}
+
+}  // namespace
+
+uint64_t conv_backward_workspace(const ConvBackwardProblem& p) { return plan(p).bytes(1); }
+
+void conv_backward(const ConvBackwardProblem& p) {
+  const kda_conv_backward_args& a = p.args;
+  const ConvGradients g{{a.x, a.weight, a.bias, a.cu_seqlens, a.initial_state, {}, {}, {}, {}, a.silu != 0, 0},
+                        a.dy,
+                        a.d_final_state,
+                        a.dx,
+                        a.d_initial_state};
+  const Conv& c = g.conv;
+  const int64_t tokens = c.tokens(), end = c.end(), blocks = blocks_of(p), each = block_tokens(p);
+  plan(p).threads(a.exec, 1);  // refuses a workspace that is too small
+  float* sums = wants_sums(a) ? static_cast<float*>(a.exec.workspace) : nullptr;
+  const auto block_fn = KDA_ISA_CALL(conv_backward_block);
+  const auto zero_fn = KDA_ISA_CALL(zero_block);
+  const auto empty_fn = KDA_ISA_CALL(conv_backward_empty);
+  const int threads = wanted(c, a.exec, blocks * tiles_of(c), 2 * tokens);
+  for_tiles(c, blocks, threads, [&](int64_t i, int64_t c0, int64_t n) {
+    const int64_t first = i * each, stop = std::min(tokens, first + each);
+    block_fn(g, first, std::min(stop, std::max(first, end)), c0, n, sums ? sums + i * (p.W + 1) * p.D + c0 : nullptr,
+             p.D);
+    if (stop > end && present(a.dx)) zero_fn(a.dx, std::max(first, end), stop, c0, n);
+  });
+  if (present(a.d_initial_state))
+    for_tiles(c, p.N, 1, [&](int64_t i, int64_t c0, int64_t n) {
+      if (c.sequence(i).length == 0) empty_fn(g, i, c0, n);
+    });
+  if (!sums) return;
+  for_tiles(c, p.W + 1, std::min<int64_t>(threads, blocks), [&](int64_t j, int64_t c0, int64_t n) {
+    const kda_tensor& out = j < p.W ? a.dweight : a.dbias;
+    if (!present(out)) return;
+    float* total = sums + j * p.D + c0;  // block 0's
+    for (int64_t i = 1; i < blocks; ++i)
+      for (int64_t k = 0; k < n; ++k) total[k] += total[i * (p.W + 1) * p.D + k];
+    for (int64_t k = 0; k < n; ++k)
+      static_cast<float*>(out.data)[(c0 + k) * out.stride[0] + (j < p.W ? j : 0)] = blocks ? total[k] : 0;
+  });
+}
+
+// ---- in front of decode, verify and flush ----
+
+namespace {
+
+constexpr int64_t kNoPadding = INT64_MIN;
+
+Conv front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z) {
+  return {in.x, in.weight, in.bias, cu_seqlens, in.state, in.indices, {}, parents, z, true, kNoPadding};
+}
+
+}  // namespace
+
+uint64_t conv_front_bytes(const kda_conv_inputs& in) {
+  return align_up(in.x.shape[0] * in.x.shape[1] * in.x.shape[2] * dtype_size(in.x.dtype));
+}
+
+kda_tensor conv_front_output(const kda_conv_inputs& in, void* memory) {
+  kda_tensor z = in.x;
+  z.data = memory;
+  z.stride[2] = 1, z.stride[1] = z.shape[2], z.stride[0] = z.shape[1] * z.shape[2];
+  return z;
+}
+
+void conv_front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z,
+                const kda_exec& exec) {
+  run(front(in, cu_seqlens, parents, z), exec);
+}
+
+void conv_roll(const kda_tensor& state, int64_t slot, const kda_tensor& x, const kda_tensor& parents, int64_t n,
+               int64_t b, int64_t t0, int64_t m) {
+  m = std::min(m, x.shape[1] - t0);
+  if (m <= 0 || slot < 0 || slot >= state.shape[0]) return;
+  Conv c{};
+  c.x = x, c.state = state, c.parents = parents;
+  c.weight.ndim = 2, c.weight.shape[1] = state.shape[2] + 1;
+  const Sequence s{n, b, t0, m, slot, true, true};
+  const auto roll = KDA_ISA_CALL(conv_roll_tile);
+  for (int64_t c0 = 0; c0 < c.channels(); c0 += kConvTile)
+    roll(c, s, m - 1 + state.shape[2], state, slot, c0, std::min(kConvTile, c.channels() - c0));
+}
+
+}  // namespace kda::cpu
+#endif
