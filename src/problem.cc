@@ -136,18 +136,6 @@ BackwardProblem validate(const kda_backward_args* raw) {
   return with_dims<BackwardProblem>(d, a);
 }
 
-DecodeProblem validate(const kda_decode_args* raw) {
-  const kda_decode_args a = copy_args(raw, sizeof(kda_decode_args));
-  check_exec(a.exec);
-  Tensors tensors;
-  const Dims d = check_inputs(a.in, tensors);
-  check_states(a.states, d, a.in, tensors);
-  check_absent_is_empty("o", a.o);
-  tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
-  tensors.check_aliasing();
-  return with_dims<DecodeProblem>(d, a);
-}
-
 GateProblem validate(const kda_gate_args* raw) {
   const kda_gate_args a = copy_args(raw, sizeof(kda_gate_args));
   check_exec(a.exec);
@@ -189,9 +177,6 @@ bool has_f64(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;
   return any_f64(a.in) || any_f64({&a.h0, &a.d_o, &a.dhT, &a.h, &a.v_new, &a.Aqk, &a.Akk, &a.dq, &a.dk, &a.dv, &a.dg,
                                    &a.dbeta, &a.dA_log, &a.d_dt_bias, &a.dh0});
-}
-bool has_f64(const DecodeProblem& p) {
-  return any_f64(p.args.in) || any_f64({&p.args.states.h0, &p.args.states.hT, &p.args.o});
 }
 bool has_f64(const GateProblem& p) { return any_f64({&p.args.x, &p.args.A_log, &p.args.dt_bias, &p.args.g}); }
 bool has_f64(const GateBackwardProblem& p) {
@@ -252,6 +237,5 @@ void validate_data(const BackwardProblem& p) {
   check_cu_seqlens(p, p.args.in);
   check_h_rows(p, p.args.in, p.args.h, p.args.h_every);
 }
-void validate_data(const DecodeProblem& p) { check_states_data(p, p.args.in, p.args.states); }
 
 }  // namespace kda

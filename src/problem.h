@@ -86,6 +86,11 @@ void validate_data(const ConvBackwardProblem& p);
 inline void validate_data(const GateProblem&) {}
 inline void validate_data(const GateBackwardProblem&) {}
 
+int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0);  // element of an integer tensor of rank 1 or 2
+
+// The slot of sequence n: its index, or n.
+inline int64_t slot_of(const kda_tensor& indices, int64_t n) { return present(indices) ? int_at(indices, n) : n; }
+
 // One sequence of a CPU call, after validation.
 struct Sequence {
   int64_t n, b, t0, length;  // tokens t0 .. t0 + length - 1 of row b
@@ -95,6 +100,29 @@ struct Sequence {
 };
 Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n);
 Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n);
+
+// Decode: where a sequence's states before and after its tokens are.
+struct Start {
+  kda_tensor states;
+  int64_t row;
+  bool initial;  // false: zeros
+};
+struct Snapshots {
+  kda_tensor states{};  // absent: none wanted
+  const kda_tensor* slots = nullptr;
+  int64_t n = 0, first_valid = 0;
+  int64_t row(int64_t t) const {  // of the state after token t; -1: skipped
+    if (!slots) return t;
+    const int64_t slot = int_at(*slots, n, t);
+    return slot >= first_valid ? slot : -1;
+  }
+};
+Sequence sequence_at(const DecodeProblem& p, int64_t n);
+Start start_of(const DecodeProblem& p, const Sequence& s);
+Snapshots snapshots_of(const DecodeProblem& p, int64_t n);
+
+// Points in.q, in.k, in.v into convolved rows [B,T,D] (dense), where the call has conv.x.
+void slice_convolved(kda_inputs& in, void* rows);
 
 // Fills rows[n] with the row of h where sequence n begins; returns rows.
 const int64_t* first_h_rows(const Dims& d, const kda_inputs& in, int64_t h_every, int64_t* rows);
@@ -110,7 +138,5 @@ bool has_f64(const GateProblem& p);
 bool has_f64(const GateBackwardProblem& p);
 bool has_f64(const ConvProblem& p);
 bool has_f64(const ConvBackwardProblem& p);
-
-int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0);  // element of an integer tensor of rank 1 or 2
 
 }  // namespace kda

@@ -88,10 +88,10 @@ void check_record_slots(const char* name, const kda_records& r, int lead) {
 }  // namespace
 
 VerifyProblem validate(const kda_verify_args* raw) {
-  const kda_verify_args a = copy_args(raw, sizeof(kda_verify_args));
+  kda_verify_args a = copy_args(raw, sizeof(kda_verify_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, tensors);
+  const Dims d = check_inputs(a.in, a.conv, a.o, false, tensors);
   check_states(a.states, d, a.in, tensors);
   if (!present(a.states.h0)) invalid("h0: expected the states to verify from, got none");
   if (present(a.states.hT)) invalid("hT: expected none, verify writes no state, got one");
@@ -138,15 +138,39 @@ FlushProblem validate(const kda_flush_args* raw) {
   p.R = check_records(a.records, "records", p, layered ? p.layers : -1, tensors, false);
   check_parents("parents", a.parents, p, 0, tensors);
   p.T = present(a.parents) ? std::min(a.parents.shape[1], p.R) : p.R;
+  for (const auto& [name, t] :
+       {std::pair{"conv_x", &a.conv_x}, {"conv_state", &a.conv_state}, {"conv_indices", &a.conv_indices}})
+    check_absent_is_empty(name, *t);
+  if (present(a.conv_x) != present(a.conv_state))
+    invalid("conv_state: expected together with conv_x, got ", present(a.conv_x) ? "conv_x" : "conv_state", " alone");
+  if (present(a.conv_indices) && !present(a.conv_x)) invalid("conv_indices: expected conv_x with it, got none");
+  if (present(a.conv_x)) {
+    const kda_tensor &x = a.conv_x, &s = a.conv_state;
+    const int ndim = 3 + lead;
+    if (x.ndim != ndim) invalid("conv_x: expected ", ndim, " dimensions, got ", x.ndim);
+    if (s.ndim != ndim) invalid("conv_state: expected ", ndim, " dimensions, got ", s.ndim);
+    const int64_t T = x.shape[lead + 1], D = x.shape[lead + 2], slots = s.shape[lead], keep = s.shape[lead + 2];
+    tensors.check("conv_x", x, lead ? Shape{p.layers, p.N, T, D} : Shape{p.N, T, D}, ndim, kFloats, false,
+                  " ([N,T,D])");
+    tensors.check_any_stride("conv_state", s, lead ? Shape{p.layers, slots, D, keep} : Shape{slots, D, keep}, ndim,
+                             kFloats, true, " ([slots,D,W-1], D like conv_x)");
+    if (keep < 1 || keep >= kMaxConvWidth)
+      invalid("conv_state: expected W-1 in 1..", kMaxConvWidth - 1, ", got ", keep);
+    if (present(a.conv_indices))
+      tensors.check_any_stride("conv_indices", a.conv_indices, {p.N}, 1, bit(KDA_I32), false, " ([N])");
+    else if (slots < p.N)
+      invalid("conv_state: expected at least N = ", p.N, " slots without conv_indices, got ", slots);
+    p.T = std::min(p.T, T);
+  }
   tensors.check_aliasing();
   return p;
 }
 
 FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
-  const kda_flush_verify_args a = copy_args(raw, sizeof(kda_flush_verify_args));
+  kda_flush_verify_args a = copy_args(raw, sizeof(kda_flush_verify_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, tensors);
+  const Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
   check_states(a.states, d, a.in, tensors);
   if (!present(a.states.h0) || !present(a.states.hT)) invalid("hT: expected h0 and hT, the same pool, got one of them");
   if (a.states.h0.data != a.states.hT.data) invalid("hT: expected the pool h0 itself, got another tensor");
@@ -169,6 +193,14 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   if (ring && R < 2 * most)
     invalid("records.u: expected a ring of at least 2 x ", most, " entries, for two rounds, got ", R);
   if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
+  check_absent_is_empty("last_conv_x", a.last_conv_x);
+  if (present(a.conv.x) != present(a.last_conv_x))
+    invalid("last_conv_x: expected together with conv.x, got ", present(a.conv.x) ? "conv.x" : "last_conv_x", " alone");
+  if (present(a.last_conv_x)) {
+    const int64_t T = a.last_conv_x.ndim == 3 ? a.last_conv_x.shape[1] : 0;
+    tensors.check("last_conv_x", a.last_conv_x, {d.N, T, a.conv.x.shape[2]}, 3, bit(a.conv.x.dtype), false,
+                  " ([N,T,D], D like conv.x)");
+  }
   if (ring && present(a.last_parents)) invalid("last_parents: expected none with a ring, got some");
   check_parents("last_parents", a.last_parents, d, 0, tensors);
   check_parents("parents", a.parents, d, dense_tokens(d), tensors);
@@ -186,7 +218,8 @@ Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t drafts) {
   c.window = window_of(last, slot_of(last.indices, n), a.last_parents, n, drafts);
   const int64_t room =
       ring ? R - drafts - c.window.committed : std::min(R, present(a.last_parents) ? a.last_parents.shape[1] : R);
-  c.accepted = accepted_of(a.accept_len, n, std::max<int64_t>(room, 0));
+  const int64_t raw = present(a.last_conv_x) ? a.last_conv_x.shape[1] : room;
+  c.accepted = accepted_of(a.accept_len, n, std::max<int64_t>(std::min(room, raw), 0));
   const int64_t entries = c.window.committed + c.accepted;
   c.apply = !ring || entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts);
   c.next = window_of(a.records, -1, a.parents, n, drafts);
@@ -221,6 +254,7 @@ bool has_f64(const FlushVerifyProblem& p) {
 void validate_data(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
   check_states_data(p, a.in, a.states);
+  check_conv_data(a.conv);
   check_draft_lengths(p, a.in, present(a.records.u) ? a.records.u.shape[1] : 0, a.parents);
   check_record_slots("records.indices", a.records, 0);
 }
@@ -229,10 +263,12 @@ void validate_data(const FlushProblem& p) {
   const int lead = a.state.ndim == 5;
   if (present(a.state_indices)) check_slots("state_indices", a.state_indices, a.first_valid_slot, a.state.shape[lead]);
   check_record_slots("records.indices", a.records, lead);
+  if (present(a.conv_indices)) check_slots("conv_indices", a.conv_indices, 0, a.conv_state.shape[lead]);
 }
 void validate_data(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
   check_states_data(p, a.in, a.states);
+  check_conv_data(a.conv);
   const bool ring = present(a.records.ring_count);
   check_draft_lengths(p, a.in, ring ? a.records.u.shape[1] / 2 : a.records.u.shape[1], a.parents);
   check_record_slots("records.indices", a.records, 0);

@@ -59,8 +59,8 @@ std::span<const Implementation<BackwardProblem>> implementations() {
 template <>
 std::span<const Implementation<DecodeProblem>> implementations() {
   static constexpr Implementation<DecodeProblem> table[] = {
-      {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64, no_workspace,
-       cpu::decode},
+      {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64,
+       cpu::decode_workspace, cpu::decode},
       {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::decode},
   };
   return table;
@@ -149,9 +149,9 @@ bool for_each_table(F&& f) {
          f("decode", implementations<DecodeProblem>()) || f("verify", implementations<VerifyProblem>()) ||
          f("flush", implementations<FlushProblem>()) || f("flush_verify", implementations<FlushVerifyProblem>()) ||
          f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>());
-         f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
-         f("gate_backward", implementations<GateBackwardProblem>()) || f("conv", implementations<ConvProblem>()) ||
-         f("conv_backward", implementations<ConvBackwardProblem>());
+  f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
+      f("gate_backward", implementations<GateBackwardProblem>()) || f("conv", implementations<ConvProblem>()) ||
+      f("conv_backward", implementations<ConvBackwardProblem>());
 }
 
 bool known_anywhere(std::string_view name) {

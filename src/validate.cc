@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <bitset>
 #include <cmath>
+#include <span>
+
+#include "dtype.h"
 
 namespace kda {
 
@@ -36,7 +39,10 @@ void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors) {
   tensors.check_storage("cu_seqlens", cu_seqlens, bit(KDA_I32) | bit(KDA_I64), false);
 }
 
-Dims check_inputs(const kda_inputs& in, Tensors& tensors) {
+namespace {
+
+// raw: q, k and v have shapes, but no memory yet.
+Dims check_inputs(const kda_inputs& in, Tensors& tensors, bool raw) {
   const std::pair<const char*, const kda_tensor*> all[] = {{"q", &in.q},
                                                            {"k", &in.k},
                                                            {"v", &in.v},
@@ -56,9 +62,11 @@ Dims check_inputs(const kda_inputs& in, Tensors& tensors) {
   if (d.H < 1) invalid("q: expected H >= 1, got ", d.H);
   if (d.HV < 1 || d.HV % d.H) invalid("v: expected HV a multiple of H = ", d.H, ", got ", d.HV);
 
-  tensors.check("q", in.q, {d.B, d.T, d.H, d.K}, 4, kFloats, false);
-  tensors.check("k", in.k, {d.B, d.T, d.H, d.K}, 4, bit(in.q.dtype), false, " like q");
-  tensors.check("v", in.v, {d.B, d.T, d.HV, d.V}, 4, bit(in.q.dtype), false, " ([B,T] like q)");
+  if (!raw) {
+    tensors.check("q", in.q, {d.B, d.T, d.H, d.K}, 4, kFloats, false);
+    tensors.check("k", in.k, {d.B, d.T, d.H, d.K}, 4, bit(in.q.dtype), false, " like q");
+    tensors.check("v", in.v, {d.B, d.T, d.HV, d.V}, 4, bit(in.q.dtype), false, " ([B,T] like q)");
+  }
   tensors.check("g", in.g, {d.B, d.T, d.HV, d.K}, 4, kFloats, false, " ([B,T,HV,K] of q and v)");
   tensors.check_any_stride("beta", in.beta, {d.B, d.T, d.HV}, 3, kFloats, false, " ([B,T,HV] of q and v)");
   check_gate(in.gate_form, in.lower_bound, present(in.A_log), present(in.dt_bias), KDA_GATE_LOG);
@@ -70,6 +78,61 @@ Dims check_inputs(const kda_inputs& in, Tensors& tensors) {
   check_range("state_layout", in.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
   if (!std::isfinite(in.scale)) invalid("scale: expected a finite number, got ", in.scale);
   return d;
+}
+
+}  // namespace
+
+Dims check_inputs(const kda_inputs& in, Tensors& tensors) { return check_inputs(in, tensors, false); }
+
+Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& o, bool state_out, Tensors& tensors) {
+  const std::pair<const char*, const kda_tensor*> all[] = {{"conv.x", &conv.x},
+                                                           {"conv.weight", &conv.weight},
+                                                           {"conv.bias", &conv.bias},
+                                                           {"conv.state", &conv.state},
+                                                           {"conv.indices", &conv.indices},
+                                                           {"o", &o},
+                                                           {"g", &in.g}};
+  for (const auto& [name, t] : all) check_absent_is_empty(name, *t);
+  if (!present(conv.x)) {
+    for (const auto& [name, t] : std::span(all, 5))
+      if (present(*t)) invalid(name, ": expected conv.x with it, got none");
+    return check_inputs(in, tensors, false);
+  }
+  for (const auto& [name, t] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
+    if (present(*t)) invalid(name, ": expected none with conv.x, which holds it, got one");
+  if (conv.x.ndim != 3) invalid("conv.x: expected 3 dimensions [B,T,D], got ", conv.x.ndim);
+  if (in.g.ndim != 4) invalid("g: expected 4 dimensions [B,T,HV,K], got ", in.g.ndim);
+  if (o.ndim != 4) invalid("o: expected 4 dimensions [B,T,HV,V], got ", o.ndim);
+  const int64_t B = conv.x.shape[0], T = conv.x.shape[1], D = conv.x.shape[2];
+  const int64_t HV = in.g.shape[2], K = in.g.shape[3], V = o.shape[3], rest = D - HV * V;
+  if (K < 1 || rest < 2 * K || rest % (2 * K))
+    invalid("conv.x: expected D = 2 H K + HV V channels with K = ", K, " and HV V = ", HV * V, ", got ", D);
+  tensors.check_storage("conv.x", conv.x, kFloats, false);
+  const int64_t H = rest / (2 * K);
+  in.q = in.k = {nullptr, conv.x.dtype, 4, {B, T, H, K}, {T * D, D, K, 1}};
+  in.v = {nullptr, conv.x.dtype, 4, {B, T, HV, V}, {T * D, D, V, 1}};
+  const Dims d = check_inputs(in, tensors, true);
+  if (conv.weight.ndim != 2 || conv.weight.shape[1] < 2 || conv.weight.shape[1] > kMaxConvWidth)
+    invalid("conv.weight: expected shape [D,W] with W in 2..", kMaxConvWidth, ", got ",
+            shape_text(conv.weight.shape, conv.weight.ndim));
+  const int64_t W = conv.weight.shape[1];
+  tensors.check("conv.weight", conv.weight, {D, W}, 2, kFloats, false, " ([D,W])");
+  if (present(conv.bias)) tensors.check("conv.bias", conv.bias, {D}, 1, kFloats, false, " ([D])");
+  if (conv.state.ndim != 3) invalid("conv.state: expected 3 dimensions [slots,D,W-1], got ", conv.state.ndim);
+  const int64_t slots = conv.state.shape[0];
+  tensors.check_any_stride("conv.state", conv.state, {slots, D, W - 1}, 3, kFloats, state_out, " ([slots,D,W-1])");
+  if (present(conv.indices))
+    tensors.check_any_stride("conv.indices", conv.indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  else if (slots < d.N) invalid("conv.state: expected at least N = ", d.N, " slots without indices, got ", slots);
+  return d;
+}
+
+void slice_convolved(kda_inputs& in, void* rows) {
+  auto* p = static_cast<char*>(rows);
+  for (kda_tensor* t : {&in.q, &in.k, &in.v}) {
+    t->data = p;
+    p += t->shape[2] * t->shape[3] * dtype_size(t->dtype);
+  }
 }
 
 void check_state(const char* name, const kda_tensor& t, int64_t rows, const Dims& d, const kda_inputs& in,
@@ -85,19 +148,21 @@ int64_t rows_of(const char* name, const kda_tensor& t) {
   return t.shape[0];
 }
 
-void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors) {
+void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors, bool pool) {
   for (const auto& [name, t] : {std::pair{"h0", &s.h0},
                                 {"hT", &s.hT},
                                 {"state_indices", &s.state_indices},
                                 {"has_initial_state", &s.has_initial_state}})
     check_absent_is_empty(name, *t);
-  const bool pool = present(s.state_indices);
-  if (pool && !present(s.h0) && !present(s.hT)) invalid("state_indices: expected a pool h0 or hT with it, got neither");
+  const bool indexed = present(s.state_indices);
+  pool |= indexed;
+  if (indexed && !present(s.h0) && !present(s.hT))
+    invalid("state_indices: expected a pool h0 or hT with it, got neither");
   if (present(s.h0)) check_state("h0", s.h0, pool ? rows_of("h0", s.h0) : d.N, d, in, tensors, false);
   if (present(s.hT)) check_state("hT", s.hT, pool ? rows_of("hT", s.hT) : d.N, d, in, tensors, true);
   if (pool && present(s.h0) && present(s.hT) && s.h0.shape[0] != s.hT.shape[0])
     invalid("hT: expected as many slots as h0, ", s.h0.shape[0], ", got ", s.hT.shape[0]);
-  if (pool) tensors.check_any_stride("state_indices", s.state_indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  if (indexed) tensors.check_any_stride("state_indices", s.state_indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
   if (present(s.has_initial_state)) {
     if (!present(s.h0)) invalid("has_initial_state: expected h0 with it, got none");
     tensors.check_any_stride("has_initial_state", s.has_initial_state, {d.N}, 1, bit(KDA_BOOL), false, " ([N])");
@@ -157,6 +222,10 @@ void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s)
   check_cu_seqlens(d, in);
   if (present(s.state_indices))
     check_slots("state_indices", s.state_indices, s.first_valid_slot, present(s.h0) ? s.h0.shape[0] : s.hT.shape[0]);
+}
+
+void check_conv_data(const kda_conv_inputs& conv) {
+  if (present(conv.indices)) check_slots("conv.indices", conv.indices, 0, conv.state.shape[0]);
 }
 
 }  // namespace kda

@@ -16,11 +16,16 @@ void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors);
 // Sizes of the call, from q, v and cu_seqlens.
 Dims check_inputs(const kda_inputs& in, Tensors& tensors);
 
+// The same for operators that can convolve raw rows: without conv.x as above; with it in.q, in.k, in.v are given the
+// shapes and strides that slices of the convolved rows will have (no data: slice_convolved).
+Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& o, bool state_out, Tensors& tensors);
+
 // [rows,HV,V,K] or [rows,HV,K,V].
 void check_state(const char* name, const kda_tensor& t, int64_t rows, const Dims& d, const kda_inputs& in,
                  Tensors& tensors, bool output, unsigned dtypes = kStates);
 int64_t rows_of(const char* name, const kda_tensor& t);
-void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors);
+// A pool has any number of slots; states are one if there are state_indices, or if the operator has other ones.
+void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors, bool pool = false);
 
 template <class P, class Args>
 P with_dims(const Dims& d, const Args& args) {
@@ -41,5 +46,6 @@ void check_cu_seqlens(const Dims& d, const kda_inputs& in);
 // Live slots lie inside the pool and are all different.
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots);
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s);
+void check_conv_data(const kda_conv_inputs& conv);
 
 }  // namespace kda

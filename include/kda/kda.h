@@ -187,9 +187,9 @@ typedef struct kda_backward_args {
 
 /* ---- the causal convolution in front -------------------------------------------------------------------------------
  * y_t = bias + sum_j weight[:,j] x_(t-W+1+j), in f32, then z_t = y_t sigmoid(y_t) rounded to the dtype of x. Decode and
- * verify take the raw packed rows instead of q, k, v: D = 2 H K + HV V channels, q heads first, then k, then v. in.q,
- * in.k and in.v then only say the shapes [..,H,K], [..,H,K], [..,HV,V] (data NULL). The bits are those of kda_conv
- * followed by the operator without it. */
+ * verify take the raw packed rows instead of q, k, v (in.q, in.k, in.v are absent): D = 2 H K + HV V channels, q heads
+ * first, then k, then v; g says HV and K, o says V, and D the rest. The bits are those of kda_conv followed by the
+ * operator without it. */
 typedef struct kda_conv_inputs {
   kda_tensor x;       /* [B,T,D]       raw, bf16, f16 or f32, the dtype of q; absent: no convolution */
   kda_tensor weight;  /* [D,W]         W = 2..4; bf16, f16 or f32; weight[:,W-1] belongs to the current token */

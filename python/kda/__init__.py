@@ -32,16 +32,51 @@ if TYPE_CHECKING:
         prefill,
         workspace_size,
     )
+    from .speculation import (
+        Conv,
+        DraftBuffer,
+        Records,
+        decode_mtp,
+        flush_kvbuffer,
+        flush_kvbuffer_all_layers,
+        flush_verify_kvbuffer,
+        new_records,
+        verify_kvbuffer,
+    )
+
+_MODULES = {
+    name: "speculation"
+    for name in (
+        "Conv",
+        "DraftBuffer",
+        "Records",
+        "decode_mtp",
+        "flush_kvbuffer",
+        "flush_kvbuffer_all_layers",
+        "flush_verify_kvbuffer",
+        "new_records",
+        "verify_kvbuffer",
+    )
+}
 
 __all__ = [
+    "Conv",
+    "DraftBuffer",
+    "Records",
     "chunk_kda",
     "decode",
+    "decode_mtp",
     "explain",
+    "flush_kvbuffer",
+    "flush_kvbuffer_all_layers",
+    "flush_verify_kvbuffer",
     "fused_kda_gate",
     "fused_recurrent_kda",
     "implementations",
     "info",
+    "new_records",
     "prefill",
+    "verify_kvbuffer",
     "workspace_size",
 ]
 
@@ -50,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name == "nn":
         value = importlib.import_module(".nn", __name__)
     elif name in __all__:
-        value = getattr(importlib.import_module(".ops", __name__), name)
+        value = getattr(importlib.import_module(f".{_MODULES.get(name, 'ops')}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # found at once from now on

@@ -100,6 +100,9 @@ class Reader {
     } else if (device_.device_type != kDLCPU) {
       value_error("expected tensors on cpu or cuda, got " + device_name(device_));
     }
+  }
+  bool more() const { return used_ < count_; }
+  void end() const {
     if (used_ != count_)
       value_error("internal: expected " + std::to_string(used_) + " arguments, got " + std::to_string(count_));
   }
@@ -163,6 +166,19 @@ void read(Reader& r, kda_decode_args& a) {
   r.tensor("o", a.o);
 }
 
+void read(Reader& r, kda_conv_inputs& c) {
+  r.tensor("conv.x", c.x), r.tensor("conv.weight", c.weight), r.tensor("conv.bias", c.bias);
+  r.tensor("conv.state", c.state), r.tensor("conv.indices", c.indices);
+}
+
+// Follows everything else, and only where it is wanted: plain decode steps are short.
+void read_more(Reader& r, kda_decode_args& a) {
+  read(r, a.conv);
+  r.tensor("snapshots", a.snapshots), r.tensor("snapshot_slots", a.snapshot_slots), r.tensor("accepted", a.accepted);
+}
+template <class Args>
+void read_more(Reader&, Args&) {}
+
 void read(Reader& r, const char* const (&names)[6], kda_records& x) {
   kda_tensor* const tensors[] = {&x.u, &x.k, &x.alpha, &x.indices, &x.ring_first, &x.ring_count};
   for (int i = 0; i < 6; ++i) r.tensor(names[i], *tensors[i]);
@@ -173,7 +189,7 @@ constexpr const char* kLast[] = {"last.u",       "last.k",          "last.alpha"
                                  "last.indices", "last.ring_first", "last.ring_count"};
 
 void read(Reader& r, kda_verify_args& a) {
-  read(r, a.in), read(r, a.states);
+  read(r, a.in), read(r, a.states), read(r, a.conv);
   r.tensor("o", a.o);
   read(r, kRecords, a.records);
   r.tensor("parents", a.parents);
@@ -183,15 +199,17 @@ void read(Reader& r, kda_flush_args& a) {
   r.tensor("state", a.state), r.tensor("state_indices", a.state_indices);
   read(r, kRecords, a.records);
   r.tensor("accept_len", a.accept_len), r.tensor("parents", a.parents);
+  r.tensor("conv_x", a.conv_x), r.tensor("conv_state", a.conv_state), r.tensor("conv_indices", a.conv_indices);
   a.state_layout = static_cast<int32_t>(r.integer());
   a.first_valid_slot = static_cast<int32_t>(r.integer());
 }
 
 void read(Reader& r, kda_flush_verify_args& a) {
-  read(r, a.in), read(r, a.states);
+  read(r, a.in), read(r, a.states), read(r, a.conv);
   r.tensor("o", a.o);
   read(r, kLast, a.last);
   r.tensor("accept_len", a.accept_len), r.tensor("last_parents", a.last_parents);
+  r.tensor("last_conv_x", a.last_conv_x);
   read(r, kRecords, a.records);
   r.tensor("parents", a.parents);
   a.max_tokens = static_cast<int32_t>(r.integer());
@@ -224,6 +242,8 @@ struct Call {
   Call(const TVMFFIAny* packed, int32_t count) : reader(packed, count) {
     read(reader, args);
     reader.exec(args.exec);
+    if (reader.more()) read_more(reader, args);
+    reader.end();
   }
 
   // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.

@@ -191,6 +191,82 @@ def decode(call: tuple[Any, ...], *rest: Any) -> None:
     torch.ops.kda.decode(*call, *rest)
 
 
+# ---- speculative decoding ----
+
+_ROWS = _INPUTS.replace("Tensor q, Tensor k, Tensor v", "Tensor? q, Tensor? k, Tensor? v") + ", Tensor? cu_seqlens"
+
+
+def _conv(state: str) -> str:
+    return f"Tensor? conv_x, Tensor? conv_weight, Tensor? conv_bias, {state}, Tensor? conv_indices"
+
+
+def _records(name: str, *alias: str) -> str:
+    u, k, alpha, first, count = alias or ("Tensor?",) * 5
+    return (
+        f"{u} {name}_u, {k} {name}_k, {alpha} {name}_alpha, Tensor? {name}_indices, {first} {name}_first,"
+        f" {count} {name}_count"
+    )
+
+
+def _decode_mtp_run(*a: Any) -> None:
+    (*inputs, state, indices, initial, first, out, impl, threads) = a[:-9]
+    *more, update = a[-9:]
+    library().decode(
+        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, *more
+    )
+
+
+def _verify_run(*a: Any) -> None:
+    library().verify(*a[:15], None, *a[15:], None)
+
+
+def _flush_run(*a: Any) -> None:
+    library().flush(*a, None)
+
+
+def _flush_verify_run(*a: Any) -> None:
+    library().flush_verify(*a[:15], a[14], a[15], None, *a[16:], None)
+
+
+_define(
+    "decode_mtp",
+    f"({_ROWS}, {_OPTIONS}, {_STATES}, {_RUN}, {_conv('Tensor(c!)? conv_state')}, Tensor(d!)? snapshots,"
+    " Tensor? snapshot_slots, Tensor? accepted, bool update_state) -> ()",
+    _decode_mtp_run,
+    _nothing,
+)
+_define(
+    "verify",
+    f"({_ROWS}, {_OPTIONS}, Tensor state, Tensor? state_indices, Tensor? has_initial_state, int first_valid_slot,"
+    f" {_conv('Tensor? conv_state')}, Tensor(a!) out,"
+    f" {_records('records', 'Tensor(b!)?', 'Tensor(c!)?', 'Tensor(d!)?', 'Tensor?', 'Tensor?')}, Tensor? parents,"
+    f" {_RUN}) -> ()",
+    _verify_run,
+    _nothing,
+)
+_define(
+    "flush",
+    f"(Tensor(a!) state, Tensor? state_indices, {_records('records')}, Tensor accept_len, Tensor? parents,"
+    " Tensor? conv_x, Tensor(b!)? conv_state, Tensor? conv_indices, int state_layout, int first_valid_slot,"
+    f" {_RUN}) -> ()",
+    _flush_run,
+    _nothing,
+)
+_define(
+    "flush_verify",
+    f"({_ROWS}, {_OPTIONS}, Tensor(a!) state, Tensor? state_indices, int first_valid_slot,"
+    f" {_conv('Tensor(b!)? conv_state')}, Tensor(c!) out, {_records('last')}, Tensor accept_len, Tensor? last_parents,"
+    f" Tensor? last_conv_x, {_records('records', *(f'Tensor({c}!)?' for c in 'defgh'))}, Tensor? parents,"
+    f" int max_tokens, {_RUN}) -> ()",
+    _flush_verify_run,
+    _nothing,
+)
+
+
+def run_in_place(name: str, *arguments: Any) -> None:
+    getattr(torch.ops.kda, name)(*arguments)
+
+
 # ---- the gate ----
 
 

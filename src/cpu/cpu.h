@@ -15,6 +15,7 @@ uint64_t chunk_backward_workspace(const BackwardProblem& p);
 uint64_t recurrent_forward_workspace(const ForwardProblem& p);
 void recurrent_forward(const ForwardProblem& p);
 const char* recurrent_forward_why_not(const ForwardProblem& p);
+uint64_t decode_workspace(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
 
 void verify(const VerifyProblem& p);

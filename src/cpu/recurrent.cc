@@ -28,6 +28,7 @@ struct Recurrence {
   const kda_tensor* h = nullptr;     // forward's states before every h_tokens-th token, if wanted
   int64_t h_tokens = 0;              // a multiple of kSteps
   const int64_t* first_h = nullptr;  // [N] row of h where each sequence begins
+  const DecodeProblem* decode = nullptr;
 };
 }  // namespace kda::cpu
 #endif
@@ -57,6 +58,8 @@ struct RecurrentTask {
   int64_t hv;
   Gate gate;
   Tokens& x;
+  Start start;
+  Snapshots snapshots;
 
   void load_keys(int64_t t, int64_t n) {
     const int64_t h = hv / r.d.group(), K = r.d.K, Kp = padded(K);
@@ -93,12 +96,12 @@ struct RecurrentTask {
     for (int64_t d = 0; d < r.d.K; d += 16) __builtin_prefetch(row + d);
   }
 
-  // A row of a V-first state through n tokens; `from` and `to` may be the same memory. The last state is not written
+  // A row of a V-first state through tokens first .. first+n-1; `from` and `to` may be the same memory. The last state is not written
   // when nobody wants it. One row at a time: the machine overlaps rows by itself, and memory sees one plain stream (four
   // rows in step ran at half the speed).
-  HWY_INLINE void advance_row(const float* from, float* to, int64_t n, int64_t column, bool write) {
+  HWY_INLINE void advance_row(const float* from, float* to, int64_t first, int64_t n, int64_t column, bool write) {
     const int64_t Kp = padded(r.d.K);
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = first; i < first + n; ++i) {
       const float *k = x.k[i], *alpha = x.alpha[i], *alpha_k = x.alpha_k[i], *alpha_q = x.alpha_q[i];
       Vec read = hn::Zero(kF32), out = hn::Zero(kF32);
       for (int64_t d = 0; d < Kp; d += lanes()) {
@@ -108,7 +111,7 @@ struct RecurrentTask {
       }
       const float u = x.beta[i] * (x.v[i][column] - sum_lanes(read));
       x.o[i][column] = sum_lanes(out) + x.kq[i] * u;
-      if (i + 1 == n && !write) return;
+      if (i + 1 == first + n && !write) return;
       for (int64_t d = 0; d < Kp; d += lanes()) {
         const Vec S = hn::Mul(load(from + d), load(alpha + d));
         store(hn::MulAdd(splat(u), load(k + d), S), to + d);
@@ -117,11 +120,11 @@ struct RecurrentTask {
     }
   }
 
-  // A strip of four vectors of columns of a K-first state through n tokens.
-  HWY_INLINE void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t n,
-                                  bool write) {
+  // A strip of four vectors of columns of a K-first state through tokens first .. first+n-1.
+  HWY_INLINE void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t first,
+                                  int64_t n, bool write) {
     const int64_t N = lanes();
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = first; i < first + n; ++i) {
       Vec u[4], out[4];
       for (int j = 0; j < 4; ++j) u[j] = load(x.v[i] + j * N), out[j] = hn::Zero(kF32);
       for (int64_t k = 0; k < r.d.K; ++k) {
@@ -136,7 +139,7 @@ struct RecurrentTask {
         u[j] = hn::Mul(u[j], splat(x.beta[i]));
         store(hn::MulAdd(u[j], splat(x.kq[i]), out[j]), x.o[i] + j * N);
       }
-      if (i + 1 == n && !write) return;
+      if (i + 1 == first + n && !write) return;
       for (int64_t k = 0; k < r.d.K; ++k) {
         const Vec alpha = splat(x.alpha[i][k]), key = splat(x.k[i][k]);
         for (int j = 0; j < 4; ++j) {
@@ -154,21 +157,21 @@ struct RecurrentTask {
     const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
     const int64_t K = r.d.K, width = v_first ? padded(K) : strip_columns();
     const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
-    const kda_tensor &h0 = r.states.h0, &hT = r.states.hT;
+    const kda_tensor &h0 = start.states, &hT = r.states.hT;
     const bool whole = columns == width;
-    const bool read_in_place = s.initial && h0.dtype == KDA_F32 && whole;
+    const bool read_in_place = start.initial && h0.dtype == KDA_F32 && whole;
     const bool write_in_place = present(hT) && hT.dtype == KDA_F32 && whole;
 
     const float* from = scratch;
     float* to = scratch;
     int64_t from_pitch = width, to_pitch = width;
     if (read_in_place) {
-      from = reinterpret_cast<const float*>(address(h0, s.slot, v0, 0));
+      from = reinterpret_cast<const float*>(address(h0, start.row, v0, 0));
       from_pitch = h0.stride[2];
     } else {
       for (int64_t i = 0; i < rows; ++i) {
         zero(scratch + i * width, width);
-        if (s.initial) load_row(h0.dtype, address(h0, s.slot, v0, i), columns, scratch + i * width);
+        if (start.initial) load_row(h0.dtype, address(h0, start.row, v0, i), columns, scratch + i * width);
       }
     }
     if (write_in_place) {
@@ -177,24 +180,31 @@ struct RecurrentTask {
     }
 
     const bool one_block = s.length <= kSteps;  // then the keys are loaded already
+    const bool snaps = present(snapshots.states);
     for (int64_t t = 0; t < s.length; t += kSteps) {
       const int64_t n = std::min(kSteps, s.length - t);
-      const bool write = present(hT) || t + n < s.length;
+      const bool write = present(hT) || snaps || t + n < s.length;
       if (r.h && t % r.h_tokens == 0)
         for (int64_t i = 0; i < rows; ++i)
           store_row(r.h->dtype, from + i * from_pitch, columns, address(*r.h, r.first_h[s.n] + t / r.h_tokens, v0, i));
       if (!one_block) load_keys(t, n);
       load_values(t, n, v0, V);
-      if (v_first) {
-        for (int64_t i = 0; i < rows; ++i) {
-          if (t == 0 && read_in_place) prefetch(from + (i + kPrefetchRows) * from_pitch);
-          advance_row(from + i * from_pitch, to + i * to_pitch, n, i, write);
+      const int64_t steps = snaps ? 1 : n;  // one token at a time where each state is kept
+      for (int64_t j = 0; j < n; j += steps) {
+        if (v_first) {
+          for (int64_t i = 0; i < rows; ++i) {
+            if (t == 0 && j == 0 && read_in_place) prefetch(from + (i + kPrefetchRows) * from_pitch);
+            advance_row(from + i * from_pitch, to + i * to_pitch, j, steps, i, write);
+          }
+        } else {
+          advance_columns(from, from_pitch, to, to_pitch, j, steps, write);
         }
-      } else {
-        advance_columns(from, from_pitch, to, to_pitch, n, write);
+        from = to, from_pitch = to_pitch;
+        if (const int64_t row = snaps ? snapshots.row(t + j) : -1; row >= 0)
+          for (int64_t i = 0; i < rows; ++i)
+            store_row(snapshots.states.dtype, to + i * to_pitch, columns, address(snapshots.states, row, v0, i));
       }
       store_outputs(t, n, v0, V);
-      from = to, from_pitch = to_pitch;
     }
     // Nothing to do where the last write went to its place; a sequence without tokens passes its state through.
     if (present(hT) && (!write_in_place || s.length == 0) && from != to_of(hT, v0))
@@ -218,7 +228,13 @@ void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t 
   alignas(64) float scratch[kStrip * kMaxSize > kMaxSize * kMaxColumns ? kStrip * kMaxSize : kMaxSize * kMaxColumns];
   Tokens x;
   const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, bias);
-  RecurrentTask task{r, s, hv, gate, x};
+  RecurrentTask task{r,
+                     s,
+                     hv,
+                     gate,
+                     x,
+                     r.decode ? start_of(*r.decode, s) : Start{r.states.h0, s.slot, s.initial},
+                     r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{}};
   if (s.length <= kSteps) task.load_keys(0, s.length);
   const int64_t strip = r.in.state_layout == KDA_STATE_V_FIRST ? kStrip : strip_columns();
   for (int64_t v = v0; v < v0 + V; v += strip) task.run_strip(v, std::min(strip, v0 + V - v), scratch);
@@ -254,7 +270,7 @@ void run(const Recurrence& r, const kda_exec& exec) {
   const auto task_fn = KDA_ISA_CALL(recurrent_task);
   parallel_for(d.N * d.HV * tiles, threads, [&](int64_t task, int) {
     const int64_t v0 = task % tiles * part, hv = task / tiles % d.HV, n = task / tiles / d.HV;
-    const Sequence s = sequence_at(d, r.in, r.states, n);
+    const Sequence s = r.decode ? sequence_at(*r.decode, n) : sequence_at(d, r.in, r.states, n);
     if (s.live) task_fn(r, s, hv, v0, std::min(part, d.V - v0));
     else if (v0 == 0) zero_head(r.o, s.b, s.t0, s.length, hv);
   });
@@ -266,7 +282,24 @@ void run(const Recurrence& r, const kda_exec& exec) {
 
 }  // namespace
 
-void decode(const DecodeProblem& p) { run({p, p.args.in, p.args.states, p.args.o}, p.args.exec); }
+uint64_t decode_workspace(const DecodeProblem& p) { return present(p.args.conv.x) ? conv_front_bytes(p.args.conv) : 0; }
+
+void decode(const DecodeProblem& p) {
+  const kda_conv_inputs& conv = p.args.conv;
+  DecodeProblem sliced = p;
+  if (present(conv.x)) {
+    if (p.args.exec.workspace_bytes < decode_workspace(p))
+      invalid("exec.workspace_bytes: expected at least ", decode_workspace(p), ", got ", p.args.exec.workspace_bytes);
+    const kda_tensor z = conv_front_output(conv, p.args.exec.workspace);
+    conv_front(conv, p.args.in.cu_seqlens, {}, z, p.args.exec);
+    slice_convolved(sliced.args.in, z.data);
+  }
+  run({.d = p, .in = sliced.args.in, .states = p.args.states, .o = p.args.o, .decode = &p}, p.args.exec);
+  for (int64_t n = 0; present(conv.x) && n < p.N; ++n) {
+    const Sequence s = sequence_at(p, n);
+    if (s.live) conv_roll(conv.state, slot_of(conv.indices, n), conv.x, {}, n, s.b, s.t0, s.length);
+  }
+}
 
 const char* recurrent_forward_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;

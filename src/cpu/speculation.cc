@@ -350,9 +350,28 @@ SpeculationSizes sizes_of(const FlushVerifyProblem& p) {
           std::min(p.T, kMaxDrafts)};
 }
 
+uint64_t convolved_bytes(const FlushProblem&) { return 0; }
+template <class P>
+uint64_t convolved_bytes(const P& p) {
+  return present(p.args.conv.x) ? conv_front_bytes(p.args.conv) : 0;
+}
+
+// Shared: the convolved rows.
 template <class P>
 Workspace plan(const P& p) {
-  return {0, KDA_ISA_CALL(speculation_scratch_bytes)(sizes_of(p))};
+  return {convolved_bytes(p), KDA_ISA_CALL(speculation_scratch_bytes)(sizes_of(p))};
+}
+
+// The inputs, with q, k and v convolved first where the call has raw rows.
+template <class P>
+kda_inputs convolved(const P& p) {
+  kda_inputs in = p.args.in;
+  if (!present(p.args.conv.x)) return in;
+  plan(p).threads(p.args.exec, 1);  // refuses a workspace that is too small
+  const kda_tensor z = conv_front_output(p.args.conv, p.args.exec.workspace);
+  conv_front(p.args.conv, in.cu_seqlens, p.args.parents, z, p.args.exec);
+  slice_convolved(in, z.data);
+  return in;
 }
 
 void zero_head(const kda_tensor& o, int64_t b, int64_t t0, int64_t count, int64_t hv) {
@@ -406,7 +425,8 @@ uint64_t flush_verify_workspace(const FlushVerifyProblem& p) {
 
 void verify(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
-  const SpeculationCall call{p, a.in.state_layout, a.states.h0, {}, &a.in, &a.o, a.records, {}};
+  const kda_inputs in = convolved(p);
+  const SpeculationCall call{p, in.state_layout, a.states.h0, {}, &in, &a.o, a.records, {}};
   run(
       p, a.exec, 1, [&](int64_t) { return call; },
       [&](int64_t n) {
@@ -440,12 +460,27 @@ void flush(const FlushProblem& p) {
         r.s.live = r.s.slot >= a.first_valid_slot && r.last_slot >= 0 && r.newest >= 0;
         return r;
       });
+  for (int64_t i = 0; present(a.conv_x) && i < p.layers * p.N; ++i) {
+    const int64_t layer = i / p.N, n = i % p.N, slot = slot_of(a.records.indices, n);
+    if (slot_of(a.state_indices, n) < a.first_valid_slot || slot < 0) continue;
+    const int64_t committed = window_of(a.records, slot, a.parents, n, 0).committed;
+    conv_roll(layered ? layer_of(a.conv_state, layer) : a.conv_state, slot_of(a.conv_indices, n),
+              layered ? layer_of(a.conv_x, layer) : a.conv_x, a.parents, n, n, 0,
+              accepted_of(a.accept_len, n, std::min(p.T, p.R - committed)));
+  }
 }
 
 void flush_verify(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
   const bool ring = present(a.records.ring_count);
-  const SpeculationCall call{p,         a.in.state_layout,        a.states.h0, a.states.hT, &a.in, &a.o,
+  for (int64_t n = 0; present(a.last_conv_x) && n < p.N; ++n) {
+    const Sequence s = sequence_at(p, a.in, a.states, n);
+    if (s.live)
+      conv_roll(a.conv.state, slot_of(a.conv.indices, n), a.last_conv_x, a.last_parents, n, n, 0,
+                commit_of(p, n, s.length).accepted);
+  }
+  const kda_inputs in = convolved(p);
+  const SpeculationCall call{p,         in.state_layout,          a.states.h0, a.states.hT, &in, &a.o,
                              a.records, ring ? a.records : a.last};
   run(
       p, a.exec, 1, [&](int64_t) { return call; },

@@ -1,6 +1,7 @@
 // The causal convolution (math.md 7.6): xx = state ++ x, y_t = bias + sum_j w_j xx_(t+j), z = y sigmoid(y).
 #include "reference/math.h"
 #include "reference/reference.h"
+#include "speculation.h"
 
 namespace kda::reference {
 namespace {
@@ -85,6 +86,54 @@ void conv_backward(const ConvBackwardProblem& p) {
     if (present(a.dbias)) set(a.dbias, dbias, c);
   }
   if (present(a.dx)) zero_rest(a.dx, a.cu_seqlens, p.N);
+}
+
+// Channel c of the rows that a token's taps read, the newest first: the token, its ancestors, the state from its end.
+Vector taps(const kda_tensor& x, const Sequence& s, const Window& window, int64_t t, int64_t c, const kda_tensor& state,
+            int64_t slot, int64_t count) {
+  Vector xx;
+  for (; t >= 0 && std::ssize(xx) < count; t = window.parent(t)) xx.push_back(get(x, s.b, s.t0 + t, c));
+  const bool stored = present(state) && slot >= 0 && slot < state.shape[0];
+  for (int64_t i = (present(state) ? state.shape[2] : 0) - 1; std::ssize(xx) < count; --i)
+    xx.push_back(stored && i >= 0 ? get(state, slot, c, i) : 0);
+  return xx;
+}
+
+Window chain_or_tree(const kda_tensor& parents, int64_t n) {
+  Window w;
+  w.parents = present(parents) ? &parents : nullptr, w.n = n;
+  return w;
+}
+
+Convolved::Convolved(const kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& parents) : inputs(in) {
+  if (!present(conv.x)) return;
+  const int64_t B = conv.x.shape[0], T = conv.x.shape[1], D = conv.x.shape[2], W = conv.weight.shape[1];
+  rows.assign(B * T * D * dtype_size(conv.x.dtype), 0);
+  const kda_tensor z{rows.data(), conv.x.dtype, 3, {B, T, D}, {T * D, D, 1}};
+  const int64_t N = present(in.cu_seqlens) ? in.cu_seqlens.shape[0] - 1 : B;
+  for (int64_t n = 0; n < N; ++n) {
+    const Span span = span_of(conv.x, in.cu_seqlens, n);
+    const Sequence s{n, span.b, span.t0, span.length, n, true, true};
+    const Window window = chain_or_tree(parents, n);
+    for (int64_t t = 0; t < s.length; ++t)
+      for (int64_t c = 0; c < D; ++c) {
+        const Vector xx = taps(conv.x, s, window, t, c, conv.state, slot_of(conv.indices, n), W);
+        double y = present(conv.bias) ? get(conv.bias, c) : 0;
+        for (int64_t j = 0; j < W; ++j) y += get(conv.weight, c, W - 1 - j) * xx[j];
+        set(z, y * sigmoid(y), s.b, s.t0 + t, c);
+      }
+  }
+  slice_convolved(inputs, rows.data());
+}
+
+void conv_roll(const kda_tensor& x, const kda_tensor& state, int64_t slot, int64_t n, const Sequence& s,
+               const kda_tensor& parents, int64_t m) {
+  if (!present(x) || m <= 0 || slot < 0 || slot >= state.shape[0]) return;
+  const int64_t keep = state.shape[2];
+  for (int64_t c = 0; c < state.shape[1]; ++c) {
+    const Vector xx = taps(x, s, chain_or_tree(parents, n), m - 1, c, state, slot, keep);
+    for (int64_t i = 0; i < keep; ++i) set(state, xx[keep - 1 - i], slot, c, i);
+  }
 }
 
 }  // namespace kda::reference

@@ -62,15 +62,34 @@ void forward(const ForwardProblem& p) {
   if (p.varlen) zero_rows(p.args.o, 0, end, p.T - end);
 }
 
-// The same recurrence with fewer outputs.
 void decode(const DecodeProblem& p) {
-  ForwardProblem f{};
-  static_cast<Dims&>(f) = p;
-  f.args.in = p.args.in;
-  f.args.states = p.args.states;
-  f.args.o = p.args.o;
-  f.args.h_every = 1;
-  forward(f);
+  const kda_decode_args& a = p.args;
+  const int32_t layout = a.in.state_layout;
+  const Convolved in(a.in, a.conv, {});
+  int64_t end = 0;
+  for (int64_t n = 0; n < p.N; ++n) {
+    const Sequence s = sequence_at(p, n);
+    end = s.t0 + s.length;
+    if (!s.live) zero_rows(a.o, s.b, s.t0, s.length);
+    const Start start = start_of(p, s);
+    const Snapshots snapshots = snapshots_of(p, n);
+    std::vector<Vector> before;  // of every head, before any state is written: start and snapshots may share slots
+    for (int64_t hv = 0; s.live && hv < p.HV; ++hv)
+      before.push_back(load_state(p, start.states, layout, start.row, hv, start.initial));
+    for (int64_t hv = 0; s.live && hv < p.HV; ++hv) {
+      const Head x(p, in.inputs, s, hv);
+      Vector S = before[hv], o(p.V);
+      for (int64_t t = 0; t < s.length; ++t) {
+        x.step(t, S.data(), nullptr, o.data());
+        for (int64_t v = 0; v < p.V; ++v) set(a.o, o[v], s.b, s.t0 + t, hv, v);
+        const int64_t row = present(snapshots.states) ? snapshots.row(t) : -1;
+        if (row >= 0) store_state(p, S, snapshots.states, layout, row, hv);
+      }
+      if (present(a.states.hT)) store_state(p, S, a.states.hT, layout, s.slot, hv);
+    }
+    if (s.live) conv_roll(a.conv.x, a.conv.state, slot_of(a.conv.indices, n), n, s, {}, s.length);
+  }
+  if (p.varlen) zero_rows(a.o, 0, end, p.T - end);
 }
 
 void gate(const GateProblem& p) {

@@ -119,6 +119,16 @@ struct Head {
   }
 };
 
+// The inputs of a call, with q, k and v convolved first where it has raw rows (rounded to their dtype, math.md 7.6).
+struct Convolved {
+  kda_inputs inputs;
+  std::vector<char> rows;
+  Convolved(const kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& parents);
+};
+// Rolls slot `slot` of a convolution's state on by the first m tokens of s, or the path that ends in token m - 1.
+void conv_roll(const kda_tensor& x, const kda_tensor& state, int64_t slot, int64_t n, const Sequence& s,
+               const kda_tensor& parents, int64_t m);
+
 // State element (k, v) of a head in either layout.
 inline double get_state(const kda_tensor& t, int32_t layout, int64_t row, int64_t hv, int64_t k, int64_t v) {
   return layout == KDA_STATE_V_FIRST ? get(t, row, hv, v, k) : get(t, row, hv, k, v);

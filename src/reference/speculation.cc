@@ -60,6 +60,7 @@ kda_tensor layer_of(kda_tensor t, int64_t layer) {
 
 void verify(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
+  const Convolved in(a.in, a.conv, a.parents);
   int64_t end = 0;
   for (int64_t n = 0; n < p.N; ++n) {
     const Sequence s = sequence_at(p, a.in, a.states, n);
@@ -67,7 +68,7 @@ void verify(const VerifyProblem& p) {
     if (!s.live) zero_rows(a.o, s.b, s.t0, s.length);
     const Window window = window_of(a.records, slot_of(a.records.indices, n), a.parents, n, s.length);
     for (int64_t hv = 0; s.live && hv < p.HV; ++hv)
-      verify_head(p, a.in, s, hv, window, load_state(p, a.states.h0, a.in.state_layout, s.slot, hv, s.initial),
+      verify_head(p, in.inputs, s, hv, window, load_state(p, a.states.h0, a.in.state_layout, s.slot, hv, s.initial),
                   a.records, a.o);
   }
   if (p.varlen) zero_rows(a.o, 0, end, p.T - end);
@@ -77,7 +78,8 @@ void flush(const FlushProblem& p) {
   for (int64_t layer = 0; layer < p.layers; ++layer) {
     kda_flush_args a = p.args;
     if (a.state.ndim == 5)
-      for (kda_tensor* t : {&a.state, &a.records.u, &a.records.k, &a.records.alpha}) *t = layer_of(*t, layer);
+      for (kda_tensor* t : {&a.state, &a.records.u, &a.records.k, &a.records.alpha, &a.conv_x, &a.conv_state})
+        if (present(*t)) *t = layer_of(*t, layer);
     for (int64_t n = 0; n < p.N; ++n) {
       const int64_t slot = slot_of(a.state_indices, n), records = slot_of(a.records.indices, n);
       if (slot < a.first_valid_slot || records < 0) continue;
@@ -89,6 +91,8 @@ void flush(const FlushProblem& p) {
         apply(S, p, a.records, records, entries, hv);
         store_state(p, S, a.state, a.state_layout, slot, hv);
       }
+      conv_roll(a.conv_x, a.conv_state, slot_of(a.conv_indices, n), n, {n, n, 0, accepted, n, true, true}, a.parents,
+                accepted);
     }
   }
 }
@@ -97,6 +101,13 @@ void flush_verify(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
   const bool ring = present(a.records.ring_count);
   const kda_records& last = ring ? a.records : a.last;
+  for (int64_t n = 0; n < p.N; ++n) {
+    const Sequence s = sequence_at(p, a.in, a.states, n), rows{n, n, 0, p.T, n, true, true};
+    if (s.live)
+      conv_roll(a.last_conv_x, a.conv.state, slot_of(a.conv.indices, n), n, rows, a.last_parents,
+                commit_of(p, n, s.length).accepted);
+  }
+  const Convolved in(a.in, a.conv, a.parents);
   int64_t end = 0;
   for (int64_t n = 0; n < p.N; ++n) {
     const Sequence s = sequence_at(p, a.in, a.states, n);
@@ -116,7 +127,7 @@ void flush_verify(const FlushVerifyProblem& p) {
         store_state(p, S, a.states.hT, a.in.state_layout, s.slot, hv);
         S = load_state(p, a.states.h0, a.in.state_layout, s.slot, hv, true);  // rounded as it is stored
       }
-      verify_head(p, a.in, s, hv, c.next, S, a.records, a.o);
+      verify_head(p, in.inputs, s, hv, c.next, S, a.records, a.o);
     }
     if (ring) store_cursors(a.records, slot, c.next);
   }

@@ -1,0 +1,400 @@
+"""Speculative decoding: several draft tokens a request, of which the model accepts some.
+
+Verifying reads the state and writes none: per token it records ``u``, ``k`` and ``alpha`` (1.5 KB a head at
+``K = V = 128``, against 64 KB for a state), and the flush applies the accepted ones. Requests are rows ``[N, T, ...]``,
+or packed by ``cu_seqlens``; ``T`` is at most 16. Names follow :func:`kda.decode`, whose arguments, in-place semantics
+and errors these functions share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import _arrays
+from ._arrays import is_torch, new_like
+from ._lib import library
+from .ops import _compiling, _flat_gate_parameters, make_options
+
+
+class Records(NamedTuple):
+    """What a verify leaves for the flush. Slots of ``R`` entries; see :func:`new_records`."""
+
+    u: Any  #: ``[slots, R, HV, V]`` float32, corrections
+    k: Any  #: ``[slots, R, H, K]`` float32, keys after the norm
+    alpha: Any  #: ``[slots, R, HV, K]`` float32, decays ``exp(g)``
+    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: none
+    ring_first: Any = None  #: ``[slots]`` int32: with ``ring_count``, a slot is a ring
+    ring_count: Any = None  #: ``[slots]`` int32, committed entries that the state does not hold yet
+
+
+class Conv(NamedTuple):
+    """The causal convolution in front, fused: raw packed rows instead of q, k, v."""
+
+    x: Any  #: ``[N, T, 2*H*K + HV*V]``, q heads, then k, then v
+    weight: Any  #: ``[D, W]``, ``W`` = 2..4
+    bias: Any  #: ``[D]`` or None
+    state: Any  #: ``[slots, D, W - 1]``, the last raw rows, oldest first
+    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None
+
+
+def new_records(
+    slots: int, entries: int, H: int, HV: int, K: int, V: int, *, ring: bool = False, layers: int | None = None,
+    device: Any = None,
+) -> Records:  # fmt: skip
+    """Zeroed records: torch tensors, or NumPy arrays where torch is missing.
+
+    >>> import kda
+    >>> list(kda.new_records(2, 8, 1, 1, 16, 32).u.shape)
+    [2, 8, 1, 32]
+    """
+    lead = (slots, entries) if layers is None else (layers, slots, entries)
+    if _arrays.torch is not None:
+        tensors = [_arrays.torch.zeros(*lead, *s, device=device) for s in ((HV, V), (H, K), (HV, K))]
+        cursors = [_arrays.torch.zeros(slots, dtype=_arrays.torch.int32, device=device) for _ in range(2 * ring)]
+    else:
+        import numpy
+
+        tensors = [numpy.zeros((*lead, *s), numpy.float32) for s in ((HV, V), (H, K), (HV, K))]
+        cursors = [numpy.zeros(slots, numpy.int32) for _ in range(2 * ring)]
+    first, count = cursors or (None, None)
+    return Records(*tensors, None, first, count)
+
+
+def _sizes(q: Any, v: Any, g: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) -> tuple[int, int, int]:
+    """``(K, HV, V)``."""
+    K, HV = g.shape[3], g.shape[2]
+    if conv is None:
+        return K, HV, v.shape[3]
+    if out is not None:
+        return K, HV, out.shape[3]
+    if state is None:
+        raise ValueError("out: expected an array with conv and without state, which tells V otherwise, got None")
+    return K, HV, state.shape[-2 if v_first else -1]
+
+
+def _arguments(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, out: Any, conv: Conv | None, cu: Any, A_log: Any,
+    dt_bias: Any, scale: Any, lower_bound: Any, l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool,
+    v_first: bool,
+) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
+    """The binding's arguments for ``kda_inputs``, and ``out``."""
+    if len(getattr(g, "shape", ())) != 4:
+        raise ValueError(f"g: expected 4 dimensions [N, T, HV, K], got {list(getattr(g, 'shape', ()))}")
+    if conv is None and len(getattr(v, "shape", ())) != 4:
+        raise ValueError(f"v: expected 4 dimensions [N, T, HV, V], got {list(getattr(v, 'shape', ()))}")
+    K, HV, V = _sizes(q, v, g, state, out, conv, v_first)
+    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K) if use_gate else (None, None)
+    options = make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
+    if out is None:
+        out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
+    return (q, k, v, g, beta, A_log, dt_bias, cu, *options), out
+
+
+_NO_CONV = (None,) * 5
+_NO_RECORDS = (None,) * 6
+
+
+def decode_mtp(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any = None,
+    *,
+    state_indices: Any = None,
+    has_initial_state: Any = None,
+    cu_seqlens: Any = None,
+    conv: Conv | None = None,
+    update_state: bool = True,
+    snapshots: Any = None,
+    snapshot_slots: Any = None,
+    accepted: Any = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    out: Any = None,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """:func:`kda.decode` with every choice of where states come from and go to, and with the convolution fused.
+
+    Args:
+        q, k, v, g, beta, state, ...: as in :func:`kda.decode`; q, k, v are None with ``conv``.
+        conv: raw packed rows to convolve first; its state is rolled on by the tokens of the call.
+        update_state: False leaves ``state`` as it is.
+        snapshots: the state after every token: ``[N, S, HV, V, K]``, or with ``snapshot_slots`` a pool
+            ``[slots, HV, V, K]`` that may be ``state`` itself.
+        snapshot_slots: ``[N, S]`` int32, ``S >= T``; slots ``< first_valid_slot`` are skipped.
+        accepted: ``[N]`` int32: start from what an earlier call left as snapshot ``accepted[n] - 1`` (clamped to 1..S):
+            in slot ``snapshot_slots[n, accepted[n] - 1]`` of ``state``, or in ``snapshots[n, accepted[n] - 1]``.
+
+    Returns:
+        ``out``, ``[N, T, HV, V]``.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 2, 1, 4), np.float32) / 2, np.ones((1, 2, 1), np.float32)
+    >>> pool, kept = np.zeros((1, 1, 4, 4), np.float32), np.zeros((1, 2, 1, 4, 4), np.float32)
+    >>> o = kda.decode_mtp(x, x, x, 0 * x, beta, pool, update_state=False, snapshots=kept)
+    >>> float(pool.sum()), float(kept[0, 0].sum())
+    (0.0, 4.0)
+    """
+    arguments, out = _arguments(
+        q, k, v, g, beta, state, out, conv, cu_seqlens, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    rest = (first_valid_slot, out, impl, num_threads)
+    more = (*(conv or _NO_CONV), snapshots, snapshot_slots, accepted)
+    if _compiling():
+        from .compiled import run_in_place
+
+        run_in_place("decode_mtp", *arguments, state, state_indices, has_initial_state, *rest, *more, update_state)
+        return out
+    library().decode(
+        *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, *more
+    )
+    return out
+
+
+def verify_kvbuffer(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any,
+    records: Records | None = None,
+    *,
+    state_indices: Any = None,
+    has_initial_state: Any = None,
+    cu_seqlens: Any = None,
+    conv: Conv | None = None,
+    parents: Any = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    out: Any = None,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """Outputs of draft tokens from states that stay as they are; what the flush needs goes to ``records``.
+
+    Args:
+        q, k, v, g, beta, state, ...: as in :func:`kda.decode`; q, k, v are None with ``conv``.
+        records: written at entries 0..T-1 of each request's slot, or after a ring's committed entries. None: outputs
+            only.
+        conv: raw packed rows to convolve first. Its state is read; the flush rolls it on.
+        parents: ``[N, T]`` int32 for a tree of drafts: the token before t, negative for the committed text. Without it
+            drafts are a chain.
+
+    Returns:
+        ``out``, ``[N, T, HV, V]``.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> pool, records = np.zeros((1, 1, 4, 4), np.float32), kda.new_records(1, 3, 1, 1, 4, 4)
+    >>> o = kda.verify_kvbuffer(x, x, x, 0 * x, beta, pool, records)
+    >>> kda.flush_kvbuffer(pool, records, np.array([1], np.int32))
+    >>> float(pool.sum())
+    4.0
+    """
+    arguments, out = _arguments(
+        q, k, v, g, beta, state, out, conv, cu_seqlens, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    rest = (
+        state_indices, has_initial_state, first_valid_slot, *(conv or _NO_CONV), out, *(records or _NO_RECORDS),
+        parents, impl, num_threads,
+    )  # fmt: skip
+    if _compiling():
+        from .compiled import run_in_place
+
+        run_in_place("verify", *arguments, state, *rest)
+    else:
+        library().verify(*arguments, state, None, *rest, None)
+    return out
+
+
+def flush_kvbuffer(
+    state: Any,
+    records: Records,
+    accept_len: Any,
+    *,
+    state_indices: Any = None,
+    parents: Any = None,
+    conv_x: Any = None,
+    conv_state: Any = None,
+    conv_indices: Any = None,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> None:
+    """Applies recorded tokens to ``state`` in place: a ring's committed entries, then the accepted drafts.
+
+    Args:
+        state: ``[slots, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``).
+        records: as :func:`verify_kvbuffer` left them. A ring's cursors are not written: set ``ring_count`` of the
+            flushed slots to 0.
+        accept_len: ``[N]`` int32: how many tokens of the chain, or with ``parents`` the path that ends in token
+            ``accept_len[n] - 1``. Clamped to 0..R; 0 (and nothing in a ring) writes nothing.
+        state_indices: ``[N]`` int32, the slot of each request; row n if None; ``< first_valid_slot``: nothing happens.
+        conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, and the convolution's state
+            ``[slots, D, W - 1]`` to roll on by the accepted ones.
+    """
+    arguments = (
+        state, state_indices, *records, accept_len, parents, conv_x, conv_state, conv_indices, int(not state_v_first),
+        first_valid_slot, impl, num_threads,
+    )  # fmt: skip
+    if _compiling():
+        from .compiled import run_in_place
+
+        run_in_place("flush", *arguments)
+    else:
+        library().flush(*arguments, None)
+
+
+def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **kwargs: Any) -> None:
+    """:func:`flush_kvbuffer` for all layers of a model in one call, with the bits of a loop over layers.
+
+    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]``, ``conv_x`` ``[layers, N, T, D]``
+    and ``conv_state`` ``[layers, slots, D, W - 1]``; indices, parents, lengths and ring cursors are shared.
+    """
+    if len(getattr(state, "shape", ())) != 5:
+        raise ValueError(
+            f"state: expected 5 dimensions [layers, slots, HV, V, K], got {list(getattr(state, 'shape', ()))}"
+        )
+    flush_kvbuffer(state, records, accept_len, **kwargs)
+
+
+def flush_verify_kvbuffer(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any,
+    records: Records,
+    accept_len: Any,
+    *,
+    last: Records | None = None,
+    last_parents: Any = None,
+    last_conv_x: Any = None,
+    max_tokens: int = 0,
+    state_indices: Any = None,
+    cu_seqlens: Any = None,
+    conv: Conv | None = None,
+    parents: Any = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    out: Any = None,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """The flush of the last round and the verify of the next, in one pass over the state.
+
+    Without a ring, ``last`` holds the last round's records and ``records`` receives this round's: two buffers that
+    take turns; the bits are those of :func:`flush_kvbuffer` and :func:`verify_kvbuffer`. With a ring
+    (``records.ring_count``) accepted tokens become committed entries, and the state is written only when less than
+    room for two rounds of ``max_tokens`` is left.
+
+    Args:
+        q, k, v, g, beta, ...: the new drafts, as in :func:`verify_kvbuffer`.
+        state: the pool, read, and written where something is applied.
+        accept_len: ``[N]`` int32, of the last round; 0 in the first.
+        last_parents: ``[N, T']`` int32, the last round's tree. Not with a ring.
+        last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
+        max_tokens: with a ring, the most tokens of any round on it; 0: those of this call.
+
+    Returns:
+        ``out``, ``[N, T, HV, V]``.
+    """
+    arguments, out = _arguments(
+        q, k, v, g, beta, state, out, conv, cu_seqlens, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    rest = (
+        first_valid_slot, *(conv or _NO_CONV), out, *(last or _NO_RECORDS), accept_len, last_parents, last_conv_x,
+        *records, parents, max_tokens, impl, num_threads,
+    )  # fmt: skip
+    if _compiling():
+        from .compiled import run_in_place
+
+        run_in_place("flush_verify", *arguments, state, state_indices, *rest)
+    else:
+        library().flush_verify(*arguments, state, state, state_indices, None, *rest, None)
+    return out
+
+
+class DraftBuffer:
+    """Records and cursors of a serving loop, one ring a slot: nothing but a state pool and this is kept.
+
+    A request is known by its slot, the same in the pool and here, whatever batch it is in::
+
+        buffer = kda.DraftBuffer(slots, max_tokens, H, HV, K, V)
+        ...
+        o = buffer.step(q, k, v, g, beta, pool, slots_of_batch, accept_len, **gate_options)   # last round's accept_len
+        ...
+        buffer.flush(pool, slots_of_batch, accept_len)      # the pool now holds the whole text
+
+    ``entries`` of the ring beyond two rounds save writes of the state: it is written about once in
+    ``(entries - 2 * max_tokens) / accepted`` rounds.
+    """
+
+    def __init__(
+        self, slots: int, max_tokens: int, H: int, HV: int, K: int, V: int, *, entries: int | None = None,
+        device: Any = None,
+    ) -> None:  # fmt: skip
+        self.max_tokens = max_tokens
+        entries = 2 * max_tokens if entries is None else entries
+        if entries < 2 * max_tokens:
+            raise ValueError(f"entries: expected at least 2 * max_tokens = {2 * max_tokens}, got {entries}")
+        self.records = new_records(slots, entries, H, HV, K, V, ring=True, device=device)
+
+    def step(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, slots: Any, accept_len: Any, **options: Any
+    ) -> Any:
+        """Commits the last round's ``accept_len`` tokens of each request (0 in its first) and verifies new drafts:
+        :func:`flush_verify_kvbuffer`, with its keywords."""
+        return flush_verify_kvbuffer(
+            q, k, v, g, beta, state, self.records._replace(indices=slots), accept_len, state_indices=slots,
+            max_tokens=self.max_tokens, **options,
+        )  # fmt: skip
+
+    def flush(self, state: Any, slots: Any, accept_len: Any, **options: Any) -> None:
+        """Brings ``state`` up to date: everything committed and the last ``accept_len`` tokens. Then the slots may be
+        recycled or copied (prefix caching). Keywords of :func:`flush_kvbuffer`."""
+        flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
+        self.reset(slots)
+
+    def reset(self, slots: Any) -> None:
+        """Forgets what is recorded for ``slots``: a new request begins there. Negative ones are padding."""
+        count = self.records.ring_count
+        if is_torch(count):  # no synchronisation: padding marks a slot that does not exist
+            forgotten = count.new_zeros(count.shape[0] + 1)
+            forgotten.index_fill_(0, _arrays.torch.where(slots >= 0, slots, count.shape[0]).long(), 1)
+            count.masked_fill_(forgotten[:-1] == 1, 0)
+        else:
+            count[slots[slots >= 0]] = 0

@@ -1,0 +1,117 @@
+// The contract of decode.
+#include "dtype.h"
+#include "validate.h"
+
+namespace kda {
+namespace {
+
+// snapshots [slots,HV,V,K] with snapshot_slots [N,S], else [N,S,HV,V,K]; accepted [N].
+void check_snapshots(const kda_decode_args& a, const Dims& d, Tensors& tensors) {
+  const kda_tensor &snapshots = a.snapshots, &slots = a.snapshot_slots;
+  const int64_t tokens = d.varlen ? 0 : d.T;  // packed lengths: validate_data
+  if (present(slots)) {
+    if (!present(snapshots) && !present(a.accepted))
+      invalid("snapshot_slots: expected snapshots or accepted with it, got neither");
+    if (slots.ndim != 2 || slots.shape[0] != d.N ||
+        slots.shape[1] < std::max<int64_t>(1, present(snapshots) ? tokens : 1))
+      invalid("snapshot_slots: expected shape [N,S] with N = ", d.N, " and S at least ", std::max<int64_t>(1, tokens),
+              ", got ", shape_text(slots.shape, slots.ndim));
+    tensors.check_storage("snapshot_slots", slots, bit(KDA_I32), false);
+  }
+  if (present(snapshots)) {
+    if (present(slots)) {
+      check_state("snapshots", snapshots, rows_of("snapshots", snapshots), d, a.in, tensors, true);
+    } else {
+      const bool v_first = a.in.state_layout == KDA_STATE_V_FIRST;
+      const int64_t S = snapshots.ndim == 5 ? snapshots.shape[1] : 0;
+      if (snapshots.ndim != 5 || S < std::max<int64_t>(1, tokens))
+        invalid("snapshots: expected shape [N,S,HV,V,K] with S at least ", std::max<int64_t>(1, tokens),
+                " without snapshot_slots, got ", shape_text(snapshots.shape, snapshots.ndim));
+      tensors.check("snapshots", snapshots, {d.N, S, d.HV, v_first ? d.V : d.K, v_first ? d.K : d.V}, 5, kStates, true,
+                    " ([N,S,HV,V,K] in the layout of the states)");
+    }
+  }
+  if (present(a.accepted)) {
+    if (!present(slots) && !present(snapshots))
+      invalid("accepted: expected snapshots or snapshot_slots with it, got neither");
+    if (present(slots) && !present(a.states.h0))
+      invalid("accepted: expected the pool h0 with snapshot_slots, got none");
+    if (present(a.states.has_initial_state)) invalid("has_initial_state: expected none with accepted, got one");
+    tensors.check_any_stride("accepted", a.accepted, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  }
+}
+
+}  // namespace
+
+DecodeProblem validate(const kda_decode_args* raw) {
+  kda_decode_args a = copy_args(raw, sizeof(kda_decode_args));
+  check_exec(a.exec);
+  Tensors tensors;
+  const Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
+  for (const auto& [name, t] : {std::pair{"o", &a.o},
+                                {"snapshots", &a.snapshots},
+                                {"snapshot_slots", &a.snapshot_slots},
+                                {"accepted", &a.accepted}})
+    check_absent_is_empty(name, *t);
+  check_states(a.states, d, a.in, tensors, present(a.snapshot_slots) && present(a.accepted));
+  tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
+  check_snapshots(a, d, tensors);
+  tensors.check_aliasing();
+  return with_dims<DecodeProblem>(d, a);
+}
+
+bool has_f64(const DecodeProblem& p) {
+  const kda_decode_args& a = p.args;
+  return any_f64(a.in) ||
+         any_f64({&a.states.h0, &a.states.hT, &a.o, &a.snapshots, &a.conv.weight, &a.conv.bias, &a.conv.state});
+}
+
+void validate_data(const DecodeProblem& p) {
+  const kda_decode_args& a = p.args;
+  check_states_data(p, a.in, a.states);
+  check_conv_data(a.conv);
+  const bool slots = present(a.snapshot_slots);
+  if (slots)
+    check_slots("snapshot_slots", a.snapshot_slots, a.states.first_valid_slot,
+                present(a.snapshots) ? a.snapshots.shape[0] : a.states.h0.shape[0]);
+  if (slots && present(a.snapshots) && present(a.accepted) && a.states.h0.shape[0] < a.snapshots.shape[0])
+    check_slots("snapshot_slots", a.snapshot_slots, a.states.first_valid_slot, a.states.h0.shape[0]);
+  if (!p.varlen || !present(a.snapshots)) return;
+  const int64_t S = slots ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
+  for (int64_t n = 0; n < p.N; ++n)
+    if (const int64_t length = sequence_at(p, a.in, n).length; length > S)
+      invalid(slots ? "snapshot_slots" : "snapshots", ": expected S at least ", length, ", the tokens of sequence ", n,
+              ", got ", S);
+}
+
+Sequence sequence_at(const DecodeProblem& p, int64_t n) {
+  const kda_decode_args& a = p.args;
+  Sequence s = sequence_at(p, a.in, a.states, n);
+  if (!present(a.states.state_indices) && present(a.snapshot_slots))
+    s.live = int_at(a.snapshot_slots, n, 0) >= a.states.first_valid_slot;
+  return s;
+}
+
+Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
+  const kda_decode_args& a = p.args;
+  Snapshots s;
+  s.slots = present(a.snapshot_slots) ? &a.snapshot_slots : nullptr;
+  s.n = n, s.first_valid = a.states.first_valid_slot;
+  s.states = a.snapshots;
+  if (s.slots || !present(a.snapshots)) return s;
+  s.states.data = static_cast<char*>(s.states.data) + n * s.states.stride[0] * dtype_size(s.states.dtype);
+  for (int i = 0; i < 4; ++i) s.states.shape[i] = s.states.shape[i + 1], s.states.stride[i] = s.states.stride[i + 1];
+  s.states.ndim = 4;
+  return s;
+}
+
+Start start_of(const DecodeProblem& p, const Sequence& s) {
+  const kda_decode_args& a = p.args;
+  if (!present(a.accepted)) return {a.states.h0, s.slot, s.initial};
+  const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
+  const Snapshots last = snapshots_of(p, s.n);
+  const int64_t row = last.row(std::clamp<int64_t>(int_at(a.accepted, s.n), 1, S) - 1);
+  return {last.slots ? a.states.h0 : last.states, row, row >= 0};
+}
+
+}  // namespace kda
