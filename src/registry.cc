@@ -148,10 +148,8 @@ bool for_each_table(F&& f) {
   return f("forward", implementations<ForwardProblem>()) || f("backward", implementations<BackwardProblem>()) ||
          f("decode", implementations<DecodeProblem>()) || f("verify", implementations<VerifyProblem>()) ||
          f("flush", implementations<FlushProblem>()) || f("flush_verify", implementations<FlushVerifyProblem>()) ||
-         f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>());
-         f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
-         f("gate_backward", implementations<GateBackwardProblem>()) || f("conv", implementations<ConvProblem>()) ||
-         f("conv_backward", implementations<ConvBackwardProblem>());
+         f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>()) ||
+         f("conv", implementations<ConvProblem>()) || f("conv_backward", implementations<ConvBackwardProblem>());
 }
 
 bool known_anywhere(std::string_view name) {
