@@ -46,7 +46,7 @@ class Tensors {
     Extent extent;
     bool output;
   };
-  std::array<Seen, 32> seen_;
+  std::array<Seen, 40> seen_;  // kda_flush_verify has the most, 31 with a convolution
   int count_ = 0;
   bool any_stride_ = false;
 };

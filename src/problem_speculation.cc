@@ -8,8 +8,9 @@ namespace {
 // u, k, alpha: [slots,R,..], with a leading dimension of layers if `layers` >= 0. Returns R, 0 without records.
 int64_t check_records(const kda_records& r, const char* name, const Dims& d, int64_t layers, Tensors& tensors,
                       bool output, bool cursors_out = false) {
-  static constexpr const char* kNames[2][6] = {{"records.u", "records.k", "records.alpha", "records.indices"},
-                                               {"last.u", "last.k", "last.alpha", "last.indices"}};
+  static constexpr const char* kNames[2][6] = {
+      {"records.u", "records.k", "records.alpha", "records.indices", "records.ring_first", "records.ring_count"},
+      {"last.u", "last.k", "last.alpha", "last.indices", "last.ring_first", "last.ring_count"}};
   const auto& names = kNames[std::string_view(name) == "last"];
   const kda_tensor* const all[] = {&r.u, &r.k, &r.alpha, &r.indices, &r.ring_first, &r.ring_count};
   for (int i = 0; i < 6; ++i) check_absent_is_empty(names[i], *all[i]);

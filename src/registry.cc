@@ -143,15 +143,22 @@ std::span<const Implementation<ConvBackwardProblem>> implementations() {
 
 namespace {
 
+// Until f returns true.
 template <class F>
 bool for_each_table(F&& f) {
-  return f("forward", implementations<ForwardProblem>()) || f("backward", implementations<BackwardProblem>()) ||
-         f("decode", implementations<DecodeProblem>()) || f("verify", implementations<VerifyProblem>()) ||
-         f("flush", implementations<FlushProblem>()) || f("flush_verify", implementations<FlushVerifyProblem>()) ||
-         f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>());
-  f("decode", implementations<DecodeProblem>()) || f("gate", implementations<GateProblem>()) ||
-      f("gate_backward", implementations<GateBackwardProblem>()) || f("conv", implementations<ConvProblem>()) ||
-      f("conv_backward", implementations<ConvBackwardProblem>());
+  bool found = false;
+  const auto visit = [&](const char* op, auto table) { found = found || f(op, table); };
+  visit("forward", implementations<ForwardProblem>());
+  visit("backward", implementations<BackwardProblem>());
+  visit("decode", implementations<DecodeProblem>());
+  visit("verify", implementations<VerifyProblem>());
+  visit("flush", implementations<FlushProblem>());
+  visit("flush_verify", implementations<FlushVerifyProblem>());
+  visit("gate", implementations<GateProblem>());
+  visit("gate_backward", implementations<GateBackwardProblem>());
+  visit("conv", implementations<ConvProblem>());
+  visit("conv_backward", implementations<ConvBackwardProblem>());
+  return found;
 }
 
 bool known_anywhere(std::string_view name) {

@@ -432,9 +432,8 @@ KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args,
 KDA_API kda_status kda_conv_explain(const kda_conv_args* args, const char** text);
 KDA_API kda_status kda_conv_backward_explain(const kda_conv_backward_args* args, const char** text);
 
-/* The implementations of an operator ("forward", "backward", "decode", "gate", "gate_backward",
- * "conv", "conv_backward"), in order of
- * preference: the index-th name, or NULL past the end (or for an unknown operator). */
+/* The implementations of an operator ("forward", "verify", .., the function's name without kda_), in order of preference:
+ * the index-th name, or NULL past the end (or for an unknown operator). */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
 
 KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */

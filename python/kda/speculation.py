@@ -56,8 +56,9 @@ def new_records(
 
         tensors = [numpy.zeros((*lead, *s), numpy.float32) for s in ((HV, V), (H, K), (HV, K))]
         cursors = [numpy.zeros(slots, numpy.int32) for _ in range(2 * ring)]
+    u, k, alpha = tensors
     first, count = cursors or (None, None)
-    return Records(*tensors, None, first, count)
+    return Records(u, k, alpha, None, first, count)
 
 
 def _sizes(q: Any, v: Any, g: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) -> tuple[int, int, int]:
