@@ -98,6 +98,27 @@ std::span<const Implementation<FlushVerifyProblem>> implementations() {
 }
 
 template <>
+std::span<const Implementation<SegmentMapProblem>> implementations() {
+  static constexpr Implementation<SegmentMapProblem> table[] = {
+      {"cpu_segment", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+       cpu::segment_map_workspace, cpu::segment_map},
+      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
+       reference::segment_map},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<SegmentMergeProblem>> implementations() {
+  static constexpr Implementation<SegmentMergeProblem> table[] = {
+      {"cpu_segment", "matrix products, SIMD and threads", cpu_without_f64, cpu::segment_merge_workspace,
+       cpu::segment_merge},
+      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::segment_merge},
+  };
+  return table;
+}
+
+template <>
 std::span<const Implementation<GateProblem>> implementations() {
   static constexpr Implementation<GateProblem> table[] = {
 #if KDA_WITH_CUDA
@@ -148,8 +169,10 @@ bool for_each_table(F&& f) {
   return f("forward", implementations<ForwardProblem>()) || f("backward", implementations<BackwardProblem>()) ||
          f("decode", implementations<DecodeProblem>()) || f("verify", implementations<VerifyProblem>()) ||
          f("flush", implementations<FlushProblem>()) || f("flush_verify", implementations<FlushVerifyProblem>()) ||
-         f("gate", implementations<GateProblem>()) || f("gate_backward", implementations<GateBackwardProblem>()) ||
-         f("conv", implementations<ConvProblem>()) || f("conv_backward", implementations<ConvBackwardProblem>());
+         f("segment_map", implementations<SegmentMapProblem>()) ||
+         f("segment_merge", implementations<SegmentMergeProblem>()) || f("gate", implementations<GateProblem>()) ||
+         f("gate_backward", implementations<GateBackwardProblem>()) || f("conv", implementations<ConvProblem>()) ||
+         f("conv_backward", implementations<ConvBackwardProblem>());
 }
 
 bool known_anywhere(std::string_view name) {
@@ -245,6 +268,8 @@ KDA_INSTANTIATE(DecodeProblem)
 KDA_INSTANTIATE(VerifyProblem)
 KDA_INSTANTIATE(FlushProblem)
 KDA_INSTANTIATE(FlushVerifyProblem)
+KDA_INSTANTIATE(SegmentMapProblem)
+KDA_INSTANTIATE(SegmentMergeProblem)
 KDA_INSTANTIATE(GateProblem)
 KDA_INSTANTIATE(GateBackwardProblem)
 KDA_INSTANTIATE(ConvProblem)
