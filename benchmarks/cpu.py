@@ -12,15 +12,11 @@ left out. Times are medians over repetitions that alternate between the things c
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
-import platform
 import statistics
 import subprocess
 import sys
-import time
-import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,28 +24,15 @@ from typing import Any
 import torch
 
 import kda
+from kda.cli.arrays import Source
+from kda.cli.measure import forward_flop, machine, medians
+from kda.cli.peers import naive_chunk
+from kda.cli.problems import Problem, common
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from source_hash import source_hash  # noqa: E402
-
-# Multiply-adds of the chunked forward per token and value head at K = V = 128, C = 64, block triangles counted as such,
-# two FLOP each (math.md 9).
-FORWARD_FLOP = 141_312
-GATE: dict[str, Any] = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-
-
-def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each call; the calls take turns, so that a slow moment of the machine hits all of them."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if round_:  # the first round warms up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def ceilings(build: Path, threads: int) -> dict[str, float]:
@@ -62,53 +45,39 @@ def ceilings(build: Path, threads: int) -> dict[str, float]:
     return {key: statistics.median(r[key] for r in runs) for key in ("fma_gflops", "read_write_gbs")}
 
 
-def head_inputs(B: int, T: int, H: int, K: int = 128, V: int = 128) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    inputs = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V), "g": normal(B, T, H, K)}
-    inputs["beta"] = normal(B, T, H)
-    return {n: x.bfloat16() for n, x in inputs.items()} | {"A_log": normal(H), "dt_bias": normal(H, K)}
-
-
 def prefill_and_training(threads: int, naive: Any) -> dict[str, Any]:
-    B, T, H = 1, 4096, 8
-    x = head_inputs(B, T, H)
+    p = Problem(B=1, T=4096, H=8, K=128, V=128)
+    x = common(p, Source())
     out = torch.empty_like(x["v"])
-    state = torch.zeros(B, H, 128, 128)
-    trained = {n: t.clone().requires_grad_() for n, t in x.items()}
+    state = torch.zeros(p.B, p.H, p.V, p.K)
+    leaves = {n: t.clone().requires_grad_() for n, t in x.items() if isinstance(t, torch.Tensor)}
+    trained = x | leaves
     gradient = torch.randn_like(x["v"])
 
     def train(disable_recompute: bool) -> None:
-        o, _ = kda.chunk_kda(**trained, **GATE, disable_recompute=disable_recompute)
-        torch.autograd.grad(o, list(trained.values()), gradient)
+        o, _ = kda.chunk_kda(**trained, disable_recompute=disable_recompute)
+        torch.autograd.grad(o, list(leaves.values()), gradient)
 
     def forward_only() -> None:
         with torch.no_grad():
-            kda.chunk_kda(**x, **GATE)
+            kda.chunk_kda(**x)
 
     calls: dict[str, Callable[[], object]] = {
-        "prefill": lambda: kda.prefill(**x, **GATE, state=state, out=out, num_threads=threads),
-        "prefill, 1 thread": lambda: kda.prefill(**x, **GATE, state=state, out=out, num_threads=1),
+        "prefill": lambda: kda.prefill(**x, state=state, out=out, num_threads=threads),
+        "prefill, 1 thread": lambda: kda.prefill(**x, state=state, out=out, num_threads=1),
         "forward": forward_only,
         "forward + backward": lambda: train(False),
         "forward + backward, disable_recompute": lambda: train(True),
     }
     seconds = medians(calls, 15)
-    result: dict[str, Any] = {"shape": {"B": B, "T": T, "H": H, "K": 128, "V": 128}, "dtype": "bfloat16"}
+    result: dict[str, Any] = {"shape": {n: getattr(p, n) for n in ("B", "T", "H", "K", "V")}, "dtype": p.dtype}
     result["ms"] = {name: t * 1e3 for name, t in seconds.items()}
-    result["prefill_gflops"] = B * T * H * FORWARD_FLOP / seconds["prefill"] * 1e-9
+    result["prefill_gflops"] = p.B * p.T * p.H * forward_flop(p.K, p.V) / seconds["prefill"] * 1e-9
     result["speedup_of_threads"] = seconds["prefill, 1 thread"] / seconds["prefill"]
     for kind in ("", ", disable_recompute"):
         result[f"training_over_forward{kind}"] = seconds[f"forward + backward{kind}"] / seconds["forward"]
     if naive is not None:
-        # It takes activated inputs, so it is spared the gate, the norm and the sigmoid.
-        g = kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"])
-        q, k = (torch.nn.functional.normalize(x[n].float(), dim=-1).bfloat16() for n in "qk")
-        beta = x["beta"].float().sigmoid()
-        ms = medians({"naive": lambda: naive.naive_chunk_kda(q, k, x["v"], g, beta)}, 3)["naive"] * 1e3
+        ms = medians({"naive": naive_chunk(p, Source(), naive)}, 3)["naive"] * 1e3
         result["ms"]["FLA naive_chunk_kda"] = ms
         result["speedup_over_naive"] = ms / result["ms"]["prefill"]
     return result
@@ -116,14 +85,14 @@ def prefill_and_training(threads: int, naive: Any) -> dict[str, Any]:
 
 def decode(threads: int) -> dict[str, Any]:
     N, H = 1024, 8  # 1024 states of 512 KiB: 512 MiB, far beyond the caches
-    x = head_inputs(N, 1, H)
+    x = common(Problem(B=N, T=1, H=H, K=128, V=128), Source())
+    del x["state_v_first"]
     indices = torch.randperm(N, generator=torch.Generator().manual_seed(1)).int()
     out = torch.empty_like(x["v"])
     pools = {"V-first": torch.randn(N, H, 128, 128), "K-first": torch.randn(N, H, 128, 128)}
     calls: dict[str, Callable[[], object]] = {
         name: lambda pool=pool, name=name: kda.decode(  # type: ignore[misc]
             **x,
-            **GATE,
             state=pool,
             state_indices=indices,
             state_v_first=name == "V-first",
@@ -140,33 +109,23 @@ def decode(threads: int) -> dict[str, Any]:
 
 
 def overheads() -> dict[str, float]:
-    x = head_inputs(1, 1, 1, 16, 16)
+    x = common(Problem(B=1, T=1, H=1, K=16, V=16), Source())
     state, out = torch.zeros(4, 1, 16, 16), torch.empty_like(x["v"])
     indices = torch.tensor([1], dtype=torch.int32)
 
     def call(out: torch.Tensor | None) -> None:
-        kda.decode(**x, **GATE, state=state, state_indices=indices, out=out)
+        kda.decode(**x, state=state, state_indices=indices, out=out)
 
-    def microseconds(fn: Callable[[], object]) -> float:
-        fn()
-        return statistics.median(timeit.repeat(fn, number=2000, repeat=11)) / 2000 * 1e6
-
+    seconds = medians({"with out": lambda: call(out), "without": lambda: call(None)}, 11)
     script = "import time; t = time.perf_counter(); import kda; print(time.perf_counter() - t)"
     imports = [
         float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout) for _ in range(7)
     ]
     return {
-        "decode_call_us": microseconds(lambda: call(out)),
-        "decode_call_without_out_us": microseconds(lambda: call(None)),
+        "decode_call_us": seconds["with out"] * 1e6,
+        "decode_call_without_out_us": seconds["without"] * 1e6,
         "import_ms": statistics.median(imports) * 1e3,
     }
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def main() -> None:
@@ -187,11 +146,8 @@ def main() -> None:
     ceiling = ceilings(options.build, options.threads)
     record: dict[str, Any] = {
         "command": "benchmarks/cpu.py",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "source_hash": source_hash(),
-        "cpu": cpu_name(),
-        "library": kda.info(),
-        "torch": torch.__version__,
+        **machine(),
         "threads": options.threads,
         "ceilings": ceiling,
         "prefill_and_training": prefill_and_training(options.threads, naive),

@@ -43,6 +43,12 @@ struct FlushProblem : Dims {  // T: tokens of parents or conv_x, else R
 struct FlushVerifyProblem : Dims {
   kda_flush_verify_args args;
 };
+struct SegmentMapProblem : Dims {
+  kda_segment_map_args args;
+};
+struct SegmentMergeProblem : Dims {  // N: segments
+  kda_segment_merge_args args;       // h0 as [1,HV,..]
+};
 struct GateProblem {
   kda_gate_args args;
 };
@@ -69,6 +75,8 @@ DecodeProblem validate(const kda_decode_args* args);
 VerifyProblem validate(const kda_verify_args* args);
 FlushProblem validate(const kda_flush_args* args);
 FlushVerifyProblem validate(const kda_flush_verify_args* args);
+SegmentMapProblem validate(const kda_segment_map_args* args);
+SegmentMergeProblem validate(const kda_segment_merge_args* args);
 GateProblem validate(const kda_gate_args* args);
 GateBackwardProblem validate(const kda_gate_backward_args* args);
 ConvProblem validate(const kda_conv_args* args);
@@ -83,6 +91,8 @@ void validate_data(const FlushProblem& p);
 void validate_data(const FlushVerifyProblem& p);
 void validate_data(const ConvProblem& p);
 void validate_data(const ConvBackwardProblem& p);
+void validate_data(const SegmentMapProblem& p);
+inline void validate_data(const SegmentMergeProblem&) {}
 inline void validate_data(const GateProblem&) {}
 inline void validate_data(const GateBackwardProblem&) {}
 
@@ -134,6 +144,8 @@ bool has_f64(const DecodeProblem& p);
 bool has_f64(const VerifyProblem& p);
 bool has_f64(const FlushProblem& p);
 bool has_f64(const FlushVerifyProblem& p);
+bool has_f64(const SegmentMapProblem& p);
+bool has_f64(const SegmentMergeProblem& p);
 bool has_f64(const GateProblem& p);
 bool has_f64(const GateBackwardProblem& p);
 bool has_f64(const ConvProblem& p);

@@ -98,6 +98,27 @@ std::span<const Implementation<FlushVerifyProblem>> implementations() {
 }
 
 template <>
+std::span<const Implementation<SegmentMapProblem>> implementations() {
+  static constexpr Implementation<SegmentMapProblem> table[] = {
+      {"cpu_segment", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+       cpu::segment_map_workspace, cpu::segment_map},
+      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
+       reference::segment_map},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<SegmentMergeProblem>> implementations() {
+  static constexpr Implementation<SegmentMergeProblem> table[] = {
+      {"cpu_segment", "matrix products, SIMD and threads", cpu_without_f64, cpu::segment_merge_workspace,
+       cpu::segment_merge},
+      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::segment_merge},
+  };
+  return table;
+}
+
+template <>
 std::span<const Implementation<GateProblem>> implementations() {
   static constexpr Implementation<GateProblem> table[] = {
 #if KDA_WITH_CUDA
@@ -156,6 +177,8 @@ bool for_each_table(F&& f) {
   visit("flush_verify", implementations<FlushVerifyProblem>());
   visit("gate", implementations<GateProblem>());
   visit("gate_backward", implementations<GateBackwardProblem>());
+  visit("segment_map", implementations<SegmentMapProblem>());
+  visit("segment_merge", implementations<SegmentMergeProblem>());
   visit("conv", implementations<ConvProblem>());
   visit("conv_backward", implementations<ConvBackwardProblem>());
   return found;
@@ -254,6 +277,8 @@ KDA_INSTANTIATE(DecodeProblem)
 KDA_INSTANTIATE(VerifyProblem)
 KDA_INSTANTIATE(FlushProblem)
 KDA_INSTANTIATE(FlushVerifyProblem)
+KDA_INSTANTIATE(SegmentMapProblem)
+KDA_INSTANTIATE(SegmentMergeProblem)
 KDA_INSTANTIATE(GateProblem)
 KDA_INSTANTIATE(GateBackwardProblem)
 KDA_INSTANTIATE(ConvProblem)

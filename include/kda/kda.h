@@ -322,12 +322,12 @@ typedef struct kda_flush_verify_args {
 /* ---- segment maps ---------------------------------------------------------------------------------------------------
  * The state after a sequence is affine in the state before it: S_out = M S_in + b; and so is the gradient of the state
  * before it in that of the state after: dS_in = M^T dS_out + d. For long sequences cut into parts, and for context
- * parallelism. */
+ * parallelism. Of an empty sequence M = I and b = d = 0. M and b do not depend on q, and d not on v; all are given. */
 typedef struct kda_segment_map_args {
   uint64_t struct_size; /* sizeof(kda_segment_map_args) */
   kda_exec exec;
-  kda_inputs in;  /* q is used by d only, but always given */
-  kda_tensor d_o; /* [B,T,HV,V] in, with d */
+  kda_inputs in;
+  kda_tensor d_o; /* [B,T,HV,V] in, with d: bf16, f16 or f32 */
   kda_tensor M;   /* [N,HV,K,K] f32 out, optional: rows are channels of S_out */
   kda_tensor b;   /* [N,HV,V,K] (or K-first) f32 out, optional */
   kda_tensor d;   /* [N,HV,V,K] (or K-first) f32 out, optional */
@@ -385,6 +385,10 @@ typedef struct kda_gate_backward_args {
   { sizeof(kda_flush_args) }
 #define KDA_FLUSH_VERIFY_ARGS_INIT \
   { sizeof(kda_flush_verify_args) }
+#define KDA_SEGMENT_MAP_ARGS_INIT \
+  { sizeof(kda_segment_map_args) }
+#define KDA_SEGMENT_MERGE_ARGS_INIT \
+  { sizeof(kda_segment_merge_args) }
 #define KDA_GATE_ARGS_INIT \
   { sizeof(kda_gate_args) }
 #define KDA_GATE_BACKWARD_ARGS_INIT \
@@ -401,6 +405,8 @@ KDA_API kda_status kda_decode(const kda_decode_args* args);
 KDA_API kda_status kda_verify(const kda_verify_args* args);
 KDA_API kda_status kda_flush(const kda_flush_args* args);
 KDA_API kda_status kda_flush_verify(const kda_flush_verify_args* args);
+KDA_API kda_status kda_segment_map(const kda_segment_map_args* args);
+KDA_API kda_status kda_segment_merge(const kda_segment_merge_args* args);
 KDA_API kda_status kda_gate(const kda_gate_args* args);
 KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
 KDA_API kda_status kda_conv(const kda_conv_args* args);
@@ -414,6 +420,8 @@ KDA_API kda_status kda_decode_workspace(const kda_decode_args* args, uint64_t* b
 KDA_API kda_status kda_verify_workspace(const kda_verify_args* args, uint64_t* bytes);
 KDA_API kda_status kda_flush_workspace(const kda_flush_args* args, uint64_t* bytes);
 KDA_API kda_status kda_flush_verify_workspace(const kda_flush_verify_args* args, uint64_t* bytes);
+KDA_API kda_status kda_segment_map_workspace(const kda_segment_map_args* args, uint64_t* bytes);
+KDA_API kda_status kda_segment_merge_workspace(const kda_segment_merge_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_workspace(const kda_gate_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_conv_workspace(const kda_conv_args* args, uint64_t* bytes);
@@ -427,6 +435,8 @@ KDA_API kda_status kda_decode_explain(const kda_decode_args* args, const char** 
 KDA_API kda_status kda_verify_explain(const kda_verify_args* args, const char** text);
 KDA_API kda_status kda_flush_explain(const kda_flush_args* args, const char** text);
 KDA_API kda_status kda_flush_verify_explain(const kda_flush_verify_args* args, const char** text);
+KDA_API kda_status kda_segment_map_explain(const kda_segment_map_args* args, const char** text);
+KDA_API kda_status kda_segment_merge_explain(const kda_segment_merge_args* args, const char** text);
 KDA_API kda_status kda_gate_explain(const kda_gate_args* args, const char** text);
 KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args, const char** text);
 KDA_API kda_status kda_conv_explain(const kda_conv_args* args, const char** text);

@@ -23,9 +23,17 @@ inline Matrix take(Arena& arena, int64_t rows, int64_t columns) {
   return {arena.floats(rows * pitch(columns)), pitch(columns)};
 }
 
+// Columns of a head's state that a task works on, with scratch to transpose them.
+struct StateTile {
+  int64_t K, V;
+  Matrix rows{};  // [16][K]
+
+  StateTile(int64_t K, int64_t V) : K(K), V(V) {}
+  StateTile(Arena& arena, int64_t K, int64_t V) : K(K), V(V), rows(take(arena, kPad, K)) {}
+};
+
 // Buffers of one chunk. Rows are tokens 0 .. L-1 of the chunk unless said otherwise.
-struct Chunk {
-  int64_t K, V;  // V: columns of this task's tile of the state
+struct Chunk : StateTile {
   int64_t L = 0;
   Matrix q, k;                    // [C][K]    normalised; q carries scale
   Matrix alpha;                   // [C][K]
@@ -34,12 +42,11 @@ struct Chunk {
   Matrix Aqk, Akk;                // [C][C]    scale and beta inside
   Matrix row_q, row_k, col_k;     // [C/2][K]  decayed operands of one off-diagonal block
   Matrix col_kT;                  // [K][C/2]
-  Matrix rows;                    // [16][K]   for transposing states
   float* ell;                     // [K]       decay of the whole chunk
   float* dt_bias;                 // [K]       of the head
   float *beta, *q_norm, *k_norm;  // [C]
 
-  Chunk(Arena& arena, int64_t K, int64_t V) : K(K), V(V) {
+  Chunk(Arena& arena, int64_t K, int64_t V) : StateTile(K, V) {
     for (Matrix* m : {&q, &k, &alpha, &qG, &kG, &kg}) *m = take(arena, kChunk, K);
     v = take(arena, kChunk, V);
     for (Matrix* m : {&Aqk, &Akk}) *m = take(arena, kChunk, kChunk);
@@ -48,6 +55,51 @@ struct Chunk {
     rows = take(arena, kPad, K);
     for (float** p : {&ell, &dt_bias}) *p = arena.floats(padded(K));
     for (float** p : {&beta, &q_norm, &k_norm}) *p = arena.floats(kChunk);
+  }
+};
+
+// What is left of a chunk once its inputs are loaded, activated and scored: all that the recurrence over chunks reads. In
+// memory of its own it can be prepared by one thread while others still work on the chunks before it (team.h).
+struct PreparedChunk {
+  Matrix qG, kG, kg;  // [C][K]
+  Matrix v;           // [C][V]
+  Matrix Aqk, Akk;    // [C][C]
+  float *ell, *beta;  // [K], [C]
+
+  PreparedChunk(Arena& arena, int64_t K, int64_t V) {
+    for (Matrix* m : {&qG, &kG, &kg}) *m = take(arena, kChunk, K);
+    v = take(arena, kChunk, V);
+    for (Matrix* m : {&Aqk, &Akk}) *m = take(arena, kChunk, kChunk);
+    ell = arena.floats(padded(K)), beta = arena.floats(kChunk);
+  }
+  static uint64_t bytes(int64_t K, int64_t V) {
+    Arena measure;
+    PreparedChunk(measure, K, V);
+    return measure.bytes();
+  }
+};
+
+// What the threads of a team share: the state of the head at hand, and its chunks, two groups of them.
+struct TeamScratch {
+  int64_t K, V, group;
+  Matrix S;  // [K][V]
+  char* chunks;
+
+  TeamScratch(char* memory, int64_t K, int64_t V, int64_t group) : K(K), V(V), group(group) {
+    Arena arena(memory);
+    S = take(arena, padded(K), V);
+    chunks = memory ? memory + arena.bytes() : nullptr;
+    bytes = arena.bytes() + 2 * group * PreparedChunk::bytes(K, V);
+  }
+  uint64_t bytes;
+
+  // c works on columns v0 .. v0+columns-1 of the i-th chunk.
+  void lend(Chunk& c, int64_t i, int64_t v0, int64_t columns) const {
+    Arena arena(chunks + i % (2 * group) * PreparedChunk::bytes(K, V));
+    const PreparedChunk p(arena, K, V);
+    c.qG = p.qG, c.kG = p.kG, c.kg = p.kg, c.Aqk = p.Aqk, c.Akk = p.Akk, c.ell = p.ell, c.beta = p.beta;
+    c.v = p.v.from(0, v0);
+    c.V = columns;
   }
 };
 
@@ -201,7 +253,7 @@ inline void advance_state(const Chunk& c, Matrix S, Matrix next) {
 // In scratch a state is [K][V] with zeros in the padding; outside V-first or K-first, f32 or bf16. These move columns
 // v0 .. v0+V-1 of the head's state.
 
-inline void load_state(const Chunk& c, const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v0,
+inline void load_state(const StateTile& c, const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v0,
                        Matrix S) {
   if (layout == KDA_STATE_K_FIRST) {
     for (int64_t k = 0; k < c.K; ++k) load_row(t.dtype, at(t, slot, hv, k) + v0 * dtype_size(t.dtype), c.V, S.row(k));
@@ -216,7 +268,7 @@ inline void load_state(const Chunk& c, const kda_tensor& t, int32_t layout, int6
   }
 }
 
-inline void store_state(const Chunk& c, const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v0,
+inline void store_state(const StateTile& c, const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v0,
                         Matrix S) {
   if (layout == KDA_STATE_K_FIRST) {
     for (int64_t k = 0; k < c.K; ++k) store_row(t.dtype, S.row(k), c.V, at(t, slot, hv, k) + v0 * dtype_size(t.dtype));

@@ -1,6 +1,6 @@
-// Chunked forward on the CPU (math.md 4.7, direct form). One task = one sequence, value head and tile of V; its chunks
-// run one after the other with the state in scratch. Everything in between is f32 in the thread's share of the
-// workspace.
+// Chunked forward on the CPU (math.md 4.7, direct form). One task = one sequence and value head; its chunks run one after
+// the other with the state in scratch. Everything in between is f32 in the thread's share of the workspace. Heads too
+// long for one thread are done by all of them (team.h).
 //
 // Per chunk of L tokens, 2 FLOP a multiply-add:
 //   scores  Aqk, Akk        2 L^2 K           v_new  kG S, solve     2 L K V + L^2 V
@@ -14,8 +14,76 @@
 #include "cpu/chunk-inl.h"
 // clang-format on
 
+#ifndef KDA_CPU_CHUNK_FORWARD_TYPES
+#define KDA_CPU_CHUNK_FORWARD_TYPES
+namespace kda::cpu {
+// One value head of one sequence.
+struct ForwardHead {
+  const ForwardProblem& p;
+  Sequence seq;
+  int64_t hv, first_h;  // first_h: where the sequence's rows of h begin
+};
+}  // namespace kda::cpu
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
+
+struct ForwardSteps : ForwardHead {
+  Gate gate(Chunk& c) const {
+    const kda_inputs& in = p.args.in;
+    return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
+  }
+
+  // The chunk at t, but for what depends on the state.
+  void prepare(Chunk& c, const Gate& gate, int64_t t) const {
+    load_chunk(c, p.args.in, gate, seq.b, seq.t0 + t, std::min(kChunk, seq.length - t), hv / p.group(), hv, 0);
+    scores(c);
+    decayed_operands(c);
+  }
+
+  // The rest of it, on columns v0 .. v0+c.V-1: o, and S of the next chunk. The state comes from h0 before the first
+  // chunk and goes to hT after the last.
+  void scan(const Chunk& c, Matrix S, Matrix o, int64_t t, int64_t v0) const {
+    const kda_forward_args& a = p.args;
+    const int32_t layout = a.in.state_layout;
+    const int64_t h_tokens = kChunk * a.h_every, L = c.L, end = t + L;
+    if (t == 0) load_first_state(c, v0, S);
+    if (present(a.h) && t % h_tokens == 0) store_state(c, a.h, layout, first_h + t / h_tokens, hv, v0, S);
+    corrections(c, S);
+    gemm<Acc::kSet>(L, c.V, p.K, c.qG.rows(), S, o);
+    add_triangle<Triangle::kLower>(L, c.V, c.Aqk.rows(), c.v, o);
+    store_chunk(c, o, t, v0);
+    advance_state(c, S, S);
+    if (present(a.checkpoints) && end % a.checkpoint_every == 0) {
+      const int64_t m = end / a.checkpoint_every - 1;
+      const int64_t slot = m < a.checkpoint_slots.shape[1] ? int_at(a.checkpoint_slots, seq.n, m) : -1;
+      if (slot >= a.states.first_valid_slot) store_state(c, a.checkpoints, layout, slot, hv, v0, S);
+    }
+    if (end == seq.length) store_last_state(c, v0, S);
+  }
+
+  void load_first_state(const StateTile& c, int64_t v0, Matrix S) const {
+    for (int64_t k = 0; k < padded(p.K); ++k) zero(S.row(k), padded(c.V));
+    if (seq.initial) load_state(c, p.args.states.h0, p.args.in.state_layout, seq.slot, hv, v0, S);
+  }
+  void store_last_state(const StateTile& c, int64_t v0, Matrix S) const {
+    if (present(p.args.states.hT)) store_state(c, p.args.states.hT, p.args.in.state_layout, seq.slot, hv, v0, S);
+  }
+
+  // Outputs of one chunk, and what it leaves behind for backward.
+  void store_chunk(const Chunk& c, Matrix o, int64_t t, int64_t v0) const {
+    const kda_forward_args& a = p.args;
+    for (int64_t i = 0; i < c.L; ++i) {
+      const int64_t token = seq.t0 + t + i;
+      store_row(a.o.dtype, o.row(i), c.V, at(a.o, seq.b, token, hv) + v0 * dtype_size(a.o.dtype));
+      if (present(a.v_new)) store_row(KDA_F32, c.v.row(i), c.V, at(a.v_new, seq.b, token, hv) + v0 * sizeof(float));
+      if (v0) continue;  // scores do not depend on V: the first tile writes them
+      if (present(a.Aqk)) store_row(KDA_F32, c.Aqk.row(i), kChunk, at(a.Aqk, seq.b, token, hv));
+      if (present(a.Akk)) store_row(KDA_F32, c.Akk.row(i), kChunk, at(a.Akk, seq.b, token, hv));
+    }
+  }
+};
 
 struct ForwardScratch {
   Chunk chunk;
@@ -35,54 +103,42 @@ uint64_t forward_scratch_bytes(int64_t K, int64_t V) {
   return bytes;
 }
 
-// Outputs of one chunk, and what it leaves behind for backward.
-inline void store_chunk(const kda_forward_args& a, const ForwardScratch& s, int64_t b, int64_t t0, int64_t hv,
-                        int64_t v0) {
-  const Chunk& c = s.chunk;
-  for (int64_t i = 0; i < c.L; ++i) {
-    store_row(a.o.dtype, s.o.row(i), c.V, at(a.o, b, t0 + i, hv) + v0 * dtype_size(a.o.dtype));
-    if (present(a.v_new)) store_row(KDA_F32, c.v.row(i), c.V, at(a.v_new, b, t0 + i, hv) + v0 * sizeof(float));
-    if (v0) continue;  // scores do not depend on V: the first tile writes them
-    if (present(a.Aqk)) store_row(KDA_F32, c.Aqk.row(i), kChunk, at(a.Aqk, b, t0 + i, hv));
-    if (present(a.Akk)) store_row(KDA_F32, c.Akk.row(i), kChunk, at(a.Akk, b, t0 + i, hv));
+// A head by one thread.
+void forward_task(const ForwardHead& head, char* memory) {
+  const ForwardSteps steps{head};
+  const Sequence& seq = head.seq;
+  if (!seq.live) return zero_rows(head.p.args.o, seq.b, seq.t0, seq.length, head.hv);
+  ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
+  const Gate gate = steps.gate(s.chunk);
+  for (int64_t t = 0; t < seq.length; t += kChunk) {
+    steps.prepare(s.chunk, gate, t);
+    steps.scan(s.chunk, s.S, s.o, t, 0);
   }
+  if (seq.length > 0) return;
+  steps.load_first_state(s.chunk, 0, s.S);
+  steps.store_last_state(s.chunk, 0, s.S);
 }
 
-// Columns v0 .. v0+V-1 of value head hv of one sequence.
-void forward_task(const ForwardProblem& p, const Sequence& seq, int64_t hv, int64_t v0, int64_t V, int64_t first_h,
+// A head by all threads: chunk i, and chunks first .. end-1 on columns v0 .. v0+V-1.
+uint64_t forward_team_bytes(int64_t K, int64_t V, int64_t group) { return TeamScratch(nullptr, K, V, group).bytes; }
+
+void forward_prepare(const ForwardHead& head, char* team, int64_t group, int64_t i, char* memory) {
+  const ForwardSteps steps{head};
+  ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
+  TeamScratch(team, head.p.K, head.p.V, group).lend(s.chunk, i, 0, head.p.V);
+  steps.prepare(s.chunk, steps.gate(s.chunk), i * kChunk);
+}
+
+void forward_scan(const ForwardHead& head, char* team, int64_t group, int64_t first, int64_t end, int64_t v0, int64_t V,
                   char* memory) {
-  const kda_forward_args& a = p.args;
-  const kda_inputs& in = a.in;
-  if (!seq.live) {
-    if (v0 == 0) zero_rows(a.o, seq.b, seq.t0, seq.length, hv);
-    return;
+  const ForwardSteps steps{head};
+  ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
+  const TeamScratch shared(team, head.p.K, head.p.V, group);
+  for (int64_t i = first; i < end; ++i) {
+    shared.lend(s.chunk, i, v0, V);
+    s.chunk.L = std::min(kChunk, head.seq.length - i * kChunk);
+    steps.scan(s.chunk, shared.S.from(0, v0), s.o, i * kChunk, v0);
   }
-  ForwardScratch s(Arena(memory), p.K, V, nullptr);
-  Chunk& c = s.chunk;
-  const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
-  zero(s.S.data, padded(p.K) * s.S.pitch);
-  if (seq.initial) load_state(c, a.states.h0, in.state_layout, seq.slot, hv, v0, s.S);
-
-  const int64_t h_tokens = kChunk * a.h_every;
-  for (int64_t t = 0; t < seq.length; t += kChunk) {
-    const int64_t t0 = seq.t0 + t, L = std::min(kChunk, seq.length - t);
-    if (present(a.h) && t % h_tokens == 0) store_state(c, a.h, in.state_layout, first_h + t / h_tokens, hv, v0, s.S);
-    load_chunk(c, in, gate, seq.b, t0, L, hv / p.group(), hv, v0);
-    scores(c);
-    decayed_operands(c);
-    corrections(c, s.S);
-    gemm<Acc::kSet>(L, V, p.K, c.qG.rows(), s.S, s.o);
-    add_triangle<Triangle::kLower>(L, V, c.Aqk.rows(), c.v, s.o);
-    store_chunk(a, s, seq.b, t0, hv, v0);
-    advance_state(c, s.S, s.S);
-
-    if (present(a.checkpoints) && (t + L) % a.checkpoint_every == 0) {
-      const int64_t m = (t + L) / a.checkpoint_every - 1;
-      const int64_t slot = m < a.checkpoint_slots.shape[1] ? int_at(a.checkpoint_slots, seq.n, m) : -1;
-      if (slot >= a.states.first_valid_slot) store_state(c, a.checkpoints, in.state_layout, slot, hv, v0, s.S);
-    }
-  }
-  if (present(a.states.hT)) store_state(c, a.states.hT, in.state_layout, seq.slot, hv, v0, s.S);
 }
 
 }  // namespace kda::cpu::HWY_NAMESPACE
@@ -91,15 +147,19 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
+#include "cpu/team.h"
 
 namespace kda::cpu {
 namespace {
 
 Workspace plan(const ForwardProblem& p) {
-  // Shared: where each sequence's rows of h begin. A thread's share is sized for all of V, whatever the tiling.
+  // Shared: where each sequence's rows of h begin.
   const uint64_t offsets = present(p.args.h) ? p.N * sizeof(int64_t) : 0;
-  return {offsets, KDA_ISA_CALL(forward_scratch_bytes)(p.K, p.V)};
+  const int threads = wanted_threads(p.args.exec, INT64_MAX);
+  const uint64_t team = may_be_long(p.N, p.HV, threads, p.varlen)
+                            ? KDA_ISA_CALL(forward_team_bytes)(p.K, p.V, team_group(threads, p.max_chunks()))
+                            : 0;
+  return {offsets, KDA_ISA_CALL(forward_scratch_bytes)(p.K, p.V), team};
 }
 
 }  // namespace
@@ -114,16 +174,37 @@ void chunk_forward(const ForwardProblem& p) {
   const int threads = workspace.threads(a.exec, INT64_MAX);
   auto* first_h = static_cast<int64_t*>(a.exec.workspace);
   if (present(a.h)) first_h_rows(p, a.in, a.h_every, first_h);
+  const auto head_of = [&](int64_t n, int64_t hv) {
+    return ForwardHead{p, sequence_at(p, a.in, a.states, n), hv, present(a.h) ? first_h[n] : 0};
+  };
+  const auto chunks_of = [&](int64_t n) {
+    const Sequence seq = sequence_at(p, a.in, a.states, n);
+    return seq.live ? (seq.length + kChunk - 1) / kChunk : 0;
+  };
 
-  // Fewer heads than threads: cut V into tiles. Each tile repeats the scores, so no finer than 32 columns.
-  const int64_t heads = std::max<int64_t>(1, p.N * p.HV);
-  const int64_t wanted_tiles = std::clamp<int64_t>(threads / heads, 1, (p.V + 31) / 32);
-  const int64_t tile = (p.V / wanted_tiles + 15) / 16 * 16, tiles = (p.V + tile - 1) / tile;
+  char* team = workspace.of_team(a.exec, threads);
+  const int64_t longest = team ? long_head(p.N, p.HV, threads, chunks_of) : INT64_MAX;
+  if (longest < INT64_MAX) {
+    const auto prepare = KDA_ISA_CALL(forward_prepare);
+    const auto scan = KDA_ISA_CALL(forward_scan);
+    const int64_t group = team_group(wanted_threads(a.exec, INT64_MAX), p.max_chunks());
+    const Tiles tiles(p.V, threads);
+    for (int64_t n = 0; n < p.N; ++n)
+      for (int64_t hv = 0; chunks_of(n) > longest && hv < p.HV; ++hv) {
+        const ForwardHead head = head_of(n, hv);
+        run_as_team(
+            chunks_of(n), group, tiles.count(), threads,
+            [&](int64_t i, int thread) { prepare(head, team, group, i, workspace.of_thread(a.exec, thread)); },
+            [&](int64_t first, int64_t end, int64_t tile, int thread) {
+              scan(head, team, group, first, end, tiles.first(tile), tiles.size(tile),
+                   workspace.of_thread(a.exec, thread));
+            });
+      }
+  }
   const auto task_fn = KDA_ISA_CALL(forward_task);
-  parallel_for(p.N * p.HV * tiles, threads, [&](int64_t task, int thread) {
-    const int64_t v0 = task % tiles * tile, hv = task / tiles % p.HV, n = task / tiles / p.HV;
-    task_fn(p, sequence_at(p, a.in, a.states, n), hv, v0, std::min(tile, p.V - v0), present(a.h) ? first_h[n] : 0,
-            workspace.of_thread(a.exec, thread));
+  parallel_for(p.N * p.HV, threads, [&](int64_t task, int thread) {
+    const int64_t n = task / p.HV, hv = task % p.HV;
+    if (chunks_of(n) <= longest) task_fn(head_of(n, hv), workspace.of_thread(a.exec, thread));
   });
   if (p.varlen) {
     const int64_t end = int_at(a.in.cu_seqlens, p.N);

@@ -24,6 +24,10 @@ void flush(const FlushProblem& p);
 uint64_t flush_workspace(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
 uint64_t flush_verify_workspace(const FlushVerifyProblem& p);
+void segment_map(const SegmentMapProblem& p);
+uint64_t segment_map_workspace(const SegmentMapProblem& p);
+void segment_merge(const SegmentMergeProblem& p);
+uint64_t segment_merge_workspace(const SegmentMergeProblem& p);
 
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);

@@ -40,11 +40,14 @@ inline int wanted_threads(const kda_exec& exec, int64_t tasks) {
 
 constexpr uint64_t align_up(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// `shared` bytes for the call, then one share of `per_thread` bytes for each thread.
+// `shared` bytes for the call, then one share of `per_thread` bytes for each thread, then, if there are several, `team`
+// bytes for what they do together (team.h).
 struct Workspace {
-  uint64_t shared, per_thread;
+  uint64_t shared, per_thread, team = 0;
 
-  uint64_t bytes(int threads) const { return align_up(shared) + threads * align_up(per_thread); }
+  uint64_t bytes(int threads) const {
+    return align_up(shared) + threads * align_up(per_thread) + (threads > 1 ? align_up(team) : 0);
+  }
 
   // As many threads as the caller's memory has shares for.
   int threads(const kda_exec& exec, int64_t tasks) const {
@@ -58,6 +61,12 @@ struct Workspace {
 
   char* of_thread(const kda_exec& exec, int thread) const {
     return static_cast<char*>(exec.workspace) + align_up(shared) + thread * align_up(per_thread);
+  }
+
+  // nullptr if the caller's memory has no room for it: then nothing is done together.
+  char* of_team(const kda_exec& exec, int threads) const {
+    const bool room = threads > 1 && team && exec.workspace_bytes >= bytes(threads);
+    return room ? of_thread(exec, threads) : nullptr;
   }
 };
 

@@ -10,6 +10,8 @@ void decode(const DecodeProblem& p);
 void verify(const VerifyProblem& p);
 void flush(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
+void segment_map(const SegmentMapProblem& p);
+void segment_merge(const SegmentMergeProblem& p);
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 void conv(const ConvProblem& p);

@@ -240,6 +240,43 @@ kda_decode_args decode_args(const Inputs& in, const Pool& h0, const Pool& hT, co
   return a;
 }
 
+SegmentOutputs::SegmentOutputs(const Inputs& in, bool f64) {
+  const Case& c = in.c;
+  const int32_t dtype = f64 ? KDA_F64 : KDA_F32;
+  M = Tensor(dtype, {in.N, c.HV, c.K, c.K}, c.layout);
+  b = Tensor(dtype, in.state_shape(in.N), c.layout);
+  d = Tensor(dtype, in.state_shape(in.N), c.layout);
+}
+
+std::vector<Named> SegmentOutputs::tensors() { return {{"M", &M}, {"b", &b}, {"d", &d}}; }
+
+kda_segment_map_args segment_map_args(const Inputs& in, const SegmentOutputs& out) {
+  kda_segment_map_args a = KDA_SEGMENT_MAP_ARGS_INIT;
+  a.in = in.view();
+  a.M = out.M, a.b = out.b, a.d = out.d;
+  if (out.d) a.d_o = in.d_o;
+  return a;
+}
+
+MergeTensors::MergeTensors(int64_t P, int64_t HV, int64_t K, int64_t V, int32_t state_layout, Layout layout)
+    : state_layout(state_layout) {
+  const int64_t rows = state_layout == KDA_STATE_V_FIRST ? V : K, columns = rows == V ? K : V;
+  Random random(static_cast<uint64_t>(P * 1000 + HV * 100 + K + V));
+  M = Tensor(KDA_F32, {P, HV, K, K}, layout);
+  b = Tensor(KDA_F32, {P, HV, rows, columns}, layout);
+  h0 = Tensor(KDA_F32, {HV, rows, columns}, layout);
+  states = Tensor(KDA_F32, {P + 1, HV, rows, columns}, layout);
+  for (Tensor* t : {&b, &h0}) fill_normal(*t, random);
+  for (int64_t i = 0; i < M.size(); ++i) M.set(i, random.normal() / std::sqrt(static_cast<double>(K)));
+}
+
+kda_segment_merge_args segment_merge_args(const MergeTensors& t, bool reverse) {
+  kda_segment_merge_args a = KDA_SEGMENT_MERGE_ARGS_INIT;
+  a.M = t.M, a.b = t.b, a.h0 = t.h0, a.states = t.states;
+  a.state_layout = t.state_layout, a.reverse = reverse;
+  return a;
+}
+
 GateTensors::GateTensors(const Inputs& in, int32_t out_dtype) {
   const Case& c = in.c;
   const std::vector<int64_t> shape{in.B * in.T, c.HV, c.K};

@@ -56,6 +56,22 @@ struct Pool {
 };
 kda_decode_args decode_args(const Inputs& in, const Pool& h0, const Pool& hT, const Tensor& o);
 
+// Maps of the case's sequences as segments, and segments to merge.
+struct SegmentOutputs {
+  Tensor M, b, d;
+  explicit SegmentOutputs(const Inputs& in, bool f64 = false);
+  std::vector<Named> tensors();
+};
+kda_segment_map_args segment_map_args(const Inputs& in, const SegmentOutputs& out);
+
+struct MergeTensors {
+  Tensor M, b, h0, states;
+  // P segments, of maps that do not grow.
+  MergeTensors(int64_t P, int64_t HV, int64_t K, int64_t V, int32_t state_layout, Layout layout = Layout::kDense);
+  int32_t state_layout;
+};
+kda_segment_merge_args segment_merge_args(const MergeTensors& t, bool reverse = false);
+
 // The gate operators on the case's g: M = B T.
 struct GateTensors {
   Tensor x, A_log, dt_bias, dg, g, dx, dA_log, d_dt_bias;

@@ -93,6 +93,25 @@ struct Legal<kda_backward_args> {
 };
 
 template <>
+struct Legal<kda_segment_map_args> {
+  explicit Legal(const Case& c = legal_case()) : in(c), out(in), args(segment_map_args(in, out)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&out.M, &out.b, &out.d}; }
+  Inputs in;
+  SegmentOutputs out;
+  kda_segment_map_args args;
+};
+
+template <>
+struct Legal<kda_segment_merge_args> {
+  explicit Legal(const Case& c = legal_case()) : t(3, c.HV, c.K, c.V, KDA_STATE_V_FIRST), args(segment_merge_args(t)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&t.states}; }
+  MergeTensors t;
+  kda_segment_merge_args args;
+};
+
+template <>
 struct Legal<kda_gate_args> {
   explicit Legal(const Case& c = legal_case()) : in(c), t(in, c.g_dtype), args(gate_args(in, t)) {}
   std::vector<Field> fields() { return test::fields(args); }

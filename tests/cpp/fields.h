@@ -67,6 +67,14 @@ inline std::vector<Field> fields(kda_decode_args& a) {
   return joined(joined(fields(a.in), fields(a.states)), {{"o", &a.o, true}});
 }
 
+inline std::vector<Field> fields(kda_segment_map_args& a) {
+  return joined(fields(a.in), {{"d_o", &a.d_o}, {"M", &a.M, true}, {"b", &a.b, true}, {"d", &a.d, true}});
+}
+
+inline std::vector<Field> fields(kda_segment_merge_args& a) {
+  return {{"M", &a.M}, {"b", &a.b}, {"h0", &a.h0}, {"states", &a.states, true}};
+}
+
 inline std::vector<Field> fields(kda_gate_args& a) {
   return {{"x", &a.x}, {"A_log", &a.A_log}, {"dt_bias", &a.dt_bias}, {"g", &a.g, true}};
 }

@@ -1,4 +1,4 @@
-// Seeded fuzzing of the C ABI: mostly legal calls of all five operators, most of them broken in one to three places.
+// Seeded fuzzing of the C ABI: mostly legal calls of all operators, most of them broken in one to three places.
 //   fuzz [calls] [seed] [first]      a failure prints the arguments that repeat it: fuzz 1 SEED CALL
 // All tensors lie in one arena, and no call is made whose tensors reach outside it (such a call is undefined by
 // contract). Whatever the library answers, what it may not write is compared byte by byte; a call that succeeds is
@@ -59,7 +59,8 @@ bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random)
 }
 
 void break_exec(kda_exec& e, Random& random) {
-  static const char* const kNames[] = {"reference", "cpu_chunk", "cpu_recurrent", "cpu_gate", "", "nobody", "cpu_"};
+  static const char* const kNames[] = {"reference", "cpu_chunk", "cpu_recurrent", "cpu_segment",
+                                       "cpu_gate",  "",          "nobody",        "cpu_"};
   switch (random.below(7)) {
     case 0: e.device = static_cast<int32_t>(random.below(4)) - 1; break;
     case 1: e.device_id = static_cast<int32_t>(random.below(3)) - 1; break;
@@ -88,6 +89,9 @@ void break_options(Args& a, Random& random) {
 void break_options(kda_backward_args& a, Random& random) {
   if (random.chance(0.3)) a.h_every = static_cast<int32_t>(random.below(4)) - 1;
   else break_options(a.in, random);
+}
+void break_options(kda_segment_merge_args& a, Random& random) {
+  (random.chance(0.5) ? a.state_layout : a.reverse) = static_cast<int32_t>(random.below(5)) - 1;
 }
 void break_options(kda_forward_args& a, Random& random) {
   constexpr int32_t kEvery[] = {-64, 0, 1, 64, 100, 128};
@@ -131,6 +135,8 @@ int64_t work(const Args& a) {
     const kda_tensor &q = a.in.q, &v = a.in.v;
     if (q.ndim != 4 || v.ndim != 4) return 0;
     return std::abs(q.shape[0] * q.shape[1] * v.shape[2] * q.shape[3] * v.shape[3]);
+  } else if constexpr (requires { a.states; }) {
+    return a.b.ndim == 4 ? std::abs(tensor_size(a.b)) * std::abs(a.M.shape[2]) : 0;
   } else {
     return std::abs(tensor_size(a.x));
   }
@@ -265,11 +271,13 @@ int main_(int argc, char** argv) {
     Random random(static_cast<uint64_t>(seed) << 40 ^ static_cast<uint64_t>(i));
     random.bits();
     try {
-      switch (i % 5) {
+      switch (i % 7) {
         case 0: one_call<kda_forward_args>(random); break;
         case 1: one_call<kda_backward_args>(random); break;
         case 2: one_call<kda_decode_args>(random); break;
         case 3: one_call<kda_gate_args>(random); break;
+        case 4: one_call<kda_segment_map_args>(random); break;
+        case 5: one_call<kda_segment_merge_args>(random); break;
         default: one_call<kda_gate_backward_args>(random); break;
       }
     } catch (const Failure& f) {

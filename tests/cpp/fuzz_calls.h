@@ -246,6 +246,26 @@ inline void build(kda_backward_args& a, const Sizes& s, Random& random) {
   }
 }
 
+inline void build(kda_segment_map_args& a, const Sizes& s, Random& random) {
+  a.in = random_inputs(s, random);
+  if (random.chance(0.7)) a.M = arena.take(KDA_F32, {s.N, s.HV, s.K, s.K}, random);
+  if (random.chance(0.7)) a.b = arena.take(KDA_F32, state_shape(s, a.in, s.N), random);
+  if (random.chance(0.3)) return;
+  a.d = arena.take(KDA_F32, state_shape(s, a.in, s.N), random);
+  a.d_o = filled(any_float(random), {s.B, s.T, s.HV, s.V}, random, 1);
+}
+inline void build(kda_segment_merge_args& a, const Sizes& s, Random& random) {
+  kda_inputs layout{};
+  a.state_layout = layout.state_layout = static_cast<int32_t>(random.below(2));
+  a.reverse = static_cast<int32_t>(random.below(2));
+  a.M = filled(KDA_F32, {s.N, s.HV, s.K, s.K}, random, 0.5);
+  a.b = filled(KDA_F32, state_shape(s, layout, s.N), random, 1);
+  a.states = arena.take(KDA_F32, state_shape(s, layout, s.N + 1), random);
+  if (random.chance(0.3)) return;
+  const std::vector<int64_t> shape = state_shape(s, layout, 1);
+  a.h0 = filled(state_dtype(random), {shape.begin() + 1, shape.end()}, random, 1);
+}
+
 template <class Args>
 inline void build_gate(Args& a, const Sizes& s, Random& random) {
   a.x = filled(any_float(random), {s.B * s.T, s.HV, s.K}, random, 4);

@@ -27,6 +27,7 @@ inline std::vector<Variant> promise_params() {
     all.push_back({"backward_saved", impl});
   }
   for (const std::string& impl : cpu_implementations("decode")) all.push_back({"decode", impl});
+  for (const std::string& impl : cpu_implementations("segment_map")) all.push_back({"segment_map", impl});
   return all;
 }
 inline std::vector<Variant> stateful_params() {
@@ -93,6 +94,11 @@ class PromiseBase : public testing::TestWithParam<Variant> {
       a.in = in.view(), a.states.h0 = in.h0, a.states.hT = hT, a.o = o;
       run_under(a, impl, how);
       keep(all, "o", o), keep(all, "hT", hT);
+    } else if (GetParam().op == "segment_map") {
+      SegmentOutputs out(in);
+      for (const auto& [name, t] : out.tensors()) prepare(*t, how);
+      run_under(segment_map_args(in, out), impl, how);
+      for (const auto& [name, t] : out.tensors()) keep(all, name, *t);
     } else if (GetParam().op == "forward") {
       const bool saves = why_not(forward_args(in, ForwardOutputs(in, true)), impl).empty();
       ForwardOutputs out(in, saves);
@@ -112,7 +118,15 @@ class PromiseBase : public testing::TestWithParam<Variant> {
     return all;
   }
 };
-class Promise : public PromiseBase {};
+class Promise : public PromiseBase {
+ protected:
+  // Does this operator read the input?
+  static bool reads(const std::string& input) {
+    const std::string& op = GetParam().op;
+    if (op == "segment_map") return input != "h0" && input != "dhT";
+    return op.starts_with("backward") || input[0] != 'd';
+  }
+};
 
 // Forward or decode with chosen states.
 class StatefulPromise : public PromiseBase {
@@ -186,7 +200,9 @@ inline Inputs row_of(const Inputs& in, int64_t n) {
   return one;
 }
 
-inline bool is_state(const std::string& name) { return name == "hT" || name == "dh0"; }
+inline bool is_state(const std::string& name) {
+  return name == "hT" || name == "dh0" || name == "M" || name == "b" || name == "d";
+}
 
 // What belongs to sequence n. Sums over all tokens do not belong to one.
 inline Results part(const Results& all, const Inputs& in, int64_t n) {

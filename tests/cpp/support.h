@@ -95,9 +95,23 @@ class Random {
 
 // ---- calls ----
 
+// The operator's name, as kda_implementation knows it.
+template <class Args>
+constexpr const char* op_name() {
+  if constexpr (std::is_same_v<Args, kda_forward_args>) return "forward";
+  if constexpr (std::is_same_v<Args, kda_backward_args>) return "backward";
+  if constexpr (std::is_same_v<Args, kda_decode_args>) return "decode";
+  if constexpr (std::is_same_v<Args, kda_segment_map_args>) return "segment_map";
+  if constexpr (std::is_same_v<Args, kda_segment_merge_args>) return "segment_merge";
+  if constexpr (std::is_same_v<Args, kda_gate_args>) return "gate";
+  if constexpr (std::is_same_v<Args, kda_gate_backward_args>) return "gate_backward";
+}
+
 inline kda_status call(const kda_forward_args* a) { return kda_forward(a); }
 inline kda_status call(const kda_backward_args* a) { return kda_backward(a); }
 inline kda_status call(const kda_decode_args* a) { return kda_decode(a); }
+inline kda_status call(const kda_segment_map_args* a) { return kda_segment_map(a); }
+inline kda_status call(const kda_segment_merge_args* a) { return kda_segment_merge(a); }
 inline kda_status call(const kda_gate_args* a) { return kda_gate(a); }
 inline kda_status call(const kda_gate_backward_args* a) { return kda_gate_backward(a); }
 inline kda_status call(const kda_conv_args* a) { return kda_conv(a); }
@@ -110,6 +124,10 @@ kda_status call(const Args& a) {
 inline kda_status query(const kda_forward_args& a, uint64_t* bytes) { return kda_forward_workspace(&a, bytes); }
 inline kda_status query(const kda_backward_args& a, uint64_t* bytes) { return kda_backward_workspace(&a, bytes); }
 inline kda_status query(const kda_decode_args& a, uint64_t* bytes) { return kda_decode_workspace(&a, bytes); }
+inline kda_status query(const kda_segment_map_args& a, uint64_t* bytes) { return kda_segment_map_workspace(&a, bytes); }
+inline kda_status query(const kda_segment_merge_args& a, uint64_t* bytes) {
+  return kda_segment_merge_workspace(&a, bytes);
+}
 inline kda_status query(const kda_gate_args& a, uint64_t* bytes) { return kda_gate_workspace(&a, bytes); }
 inline kda_status query(const kda_gate_backward_args& a, uint64_t* bytes) {
   return kda_gate_backward_workspace(&a, bytes);
@@ -122,6 +140,12 @@ inline kda_status query(const kda_conv_backward_args& a, uint64_t* bytes) {
 inline kda_status explain(const kda_forward_args& a, const char** text) { return kda_forward_explain(&a, text); }
 inline kda_status explain(const kda_backward_args& a, const char** text) { return kda_backward_explain(&a, text); }
 inline kda_status explain(const kda_decode_args& a, const char** text) { return kda_decode_explain(&a, text); }
+inline kda_status explain(const kda_segment_map_args& a, const char** text) {
+  return kda_segment_map_explain(&a, text);
+}
+inline kda_status explain(const kda_segment_merge_args& a, const char** text) {
+  return kda_segment_merge_explain(&a, text);
+}
 inline kda_status explain(const kda_gate_args& a, const char** text) { return kda_gate_explain(&a, text); }
 inline kda_status explain(const kda_gate_backward_args& a, const char** text) {
   return kda_gate_backward_explain(&a, text);

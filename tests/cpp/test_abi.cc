@@ -112,6 +112,29 @@ TEST(Abi, DecodeArgs) {
   EXPECT_FIELD(kda_decode_args, o, 1240);
 }
 
+TEST(Abi, SegmentMapArgs) {
+  EXPECT_EQ(sizeof(kda_segment_map_args), 1232u);
+  EXPECT_FIELD(kda_segment_map_args, struct_size, 0);
+  EXPECT_FIELD(kda_segment_map_args, exec, 8);
+  EXPECT_FIELD(kda_segment_map_args, in, 56);
+  EXPECT_FIELD(kda_segment_map_args, d_o, 848);
+  EXPECT_FIELD(kda_segment_map_args, M, 944);
+  EXPECT_FIELD(kda_segment_map_args, b, 1040);
+  EXPECT_FIELD(kda_segment_map_args, d, 1136);
+}
+
+TEST(Abi, SegmentMergeArgs) {
+  EXPECT_EQ(sizeof(kda_segment_merge_args), 448u);
+  EXPECT_FIELD(kda_segment_merge_args, struct_size, 0);
+  EXPECT_FIELD(kda_segment_merge_args, exec, 8);
+  EXPECT_FIELD(kda_segment_merge_args, M, 56);
+  EXPECT_FIELD(kda_segment_merge_args, b, 152);
+  EXPECT_FIELD(kda_segment_merge_args, h0, 248);
+  EXPECT_FIELD(kda_segment_merge_args, states, 344);
+  EXPECT_FIELD(kda_segment_merge_args, state_layout, 440);
+  EXPECT_FIELD(kda_segment_merge_args, reverse, 444);
+}
+
 TEST(Abi, GateArgs) {
   EXPECT_EQ(sizeof(kda_gate_args), 448u);
   EXPECT_FIELD(kda_gate_args, struct_size, 0);
@@ -187,7 +210,7 @@ TEST(Abi, StatusNames) {
 
 // Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
 TEST(Abi, ImplementationNames) {
-  for (const char* op : {"forward", "backward", "decode", "gate", "gate_backward"}) {
+  for (const char* op : {"forward", "backward", "decode", "segment_map", "segment_merge", "gate", "gate_backward"}) {
     std::set<std::string> names;
     std::string last;
     int32_t count = 0;

@@ -58,6 +58,8 @@ TEST(Calls, AllocateNothing) {
   expect_no_allocation<kda_forward_args>();
   expect_no_allocation<kda_backward_args>();
   expect_no_allocation<kda_decode_args>();
+  expect_no_allocation<kda_segment_map_args>();
+  expect_no_allocation<kda_segment_merge_args>();
   expect_no_allocation<kda_gate_args>();
   expect_no_allocation<kda_gate_backward_args>();
 }
@@ -67,6 +69,7 @@ TEST(Calls, AllocateNothingForManySequences) {
   c.lengths.assign(100, 1);
   expect_no_allocation<kda_decode_args>(c);
   expect_no_allocation<kda_forward_args>(c);
+  expect_no_allocation<kda_segment_map_args>(c);
 }
 
 #if defined(__SSE__)
@@ -88,6 +91,8 @@ TEST(Calls, RestoreTheFloatingPointMode) {
       expect_kept(std::make_unique<Legal<kda_forward_args>>());
       expect_kept(std::make_unique<Legal<kda_backward_args>>());
       expect_kept(std::make_unique<Legal<kda_decode_args>>());
+      expect_kept(std::make_unique<Legal<kda_segment_map_args>>());
+      expect_kept(std::make_unique<Legal<kda_segment_merge_args>>());
       expect_kept(std::make_unique<Legal<kda_gate_args>>());
       expect_kept(std::make_unique<Legal<kda_gate_backward_args>>());
     }

@@ -12,14 +12,12 @@ namespace {
 
 template <class Args>
 struct Contract : testing::Test {};
-using AllArgs =
-    testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_gate_args, kda_gate_backward_args>;
+using AllArgs = testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_gate_args,
+                               kda_gate_backward_args, kda_segment_map_args, kda_segment_merge_args>;
 struct Names {
   template <class Args>
   static std::string GetName(int) {
-    constexpr bool kIs[] = {std::is_same_v<Args, kda_forward_args>, std::is_same_v<Args, kda_backward_args>,
-                            std::is_same_v<Args, kda_decode_args>, std::is_same_v<Args, kda_gate_args>};
-    return kIs[0] ? "forward" : kIs[1] ? "backward" : kIs[2] ? "decode" : kIs[3] ? "gate" : "gate_backward";
+    return op_name<Args>();
   }
 };
 TYPED_TEST_SUITE(Contract, AllArgs, Names);
@@ -136,9 +134,10 @@ TYPED_TEST(Contract, ForcedButCannot) {
   refuses<TypeParam>(
       first + " was forced but float64 runs on `reference` only",
       [&](auto& x) {
-        static double memory[64];  // stands in for a [HV] tensor
+        static double memory[64];  // stands in for a [HV] tensor, or a small state
+        const bool merge = std::is_same_v<TypeParam, kda_segment_merge_args>;
         for (const Field& f : x.fields())
-          if (!std::strcmp(f.name, "A_log")) f.t->dtype = KDA_F64, f.t->data = memory;
+          if (!std::strcmp(f.name, merge ? "h0" : "A_log")) f.t->dtype = KDA_F64, f.t->data = memory;
         x.args.exec.impl = first.c_str();
       },
       KDA_UNSUPPORTED);
@@ -197,6 +196,8 @@ TYPED_TEST(Contract, WrongSize) {
   for (int dim = 0; dim < 4; ++dim)
     for_each_tensor<TypeParam>([&](const Field& f) -> std::string {
       if (leaders.contains(f.name) || dim >= f.t->ndim) return "";
+      const bool merge = std::is_same_v<TypeParam, kda_segment_merge_args>;  // M and b lead: see test_segment.cc
+      if (merge && (!std::strcmp(f.name, "M") || !std::strcmp(f.name, "b"))) return "";
       const bool room =
           (!std::strcmp(f.name, "h") && dim == 0) || (!std::strcmp(f.name, "checkpoint_slots") && dim == 1);
       if (room) return "";  // more of these is legal

@@ -30,6 +30,8 @@ struct Dispatch : testing::Test {
         backward(in),
         pool(in, KDA_F32),
         o(KDA_F32, {in.B, in.T, in.c.HV, in.c.V}),
+        segment(in),
+        merge(2, 1, 4, 4, KDA_STATE_V_FIRST),
         gate(in, KDA_F32) {}
 
   template <class F>
@@ -37,6 +39,8 @@ struct Dispatch : testing::Test {
     f("forward", forward_args(in, forward));
     f("backward", backward_args(in, backward));
     f("decode", decode_args(in, pool, pool, o));
+    f("segment_map", segment_map_args(in, segment));
+    f("segment_merge", segment_merge_args(merge));
     f("gate", gate_args(in, gate));
     f("gate_backward", gate_backward_args(in, gate));
   }
@@ -50,6 +54,8 @@ struct Dispatch : testing::Test {
   BackwardOutputs backward;
   Pool pool;
   Tensor o;
+  SegmentOutputs segment;
+  MergeTensors merge;
   GateTensors gate;
 };
 

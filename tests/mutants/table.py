@@ -20,21 +20,28 @@ CHECKPOINTS = ("test_numerics", "All/Checkpoints.*")
 ORACLE = ("test_oracle", "*")
 PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
+LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
+SEGMENT_MAPS = ("test_segment", ":".join(f"All/SegmentMap.EqualsTheOracle/*_{c}" for c in CASES))
+SEGMENT_MERGE = ("test_segment", "SegmentMerge.*")
 
 CHUNK = "src/cpu/chunk-inl.h"
 CHUNK_FORWARD = "src/cpu/chunk_forward.cc"
 CHUNK_BACKWARD = "src/cpu/chunk_backward.cc"
 GRADIENTS = "src/cpu/gradients-inl.h"
 RECURRENT = "src/cpu/recurrent.cc"
+TEAM = "src/cpu/team.h"
+SEGMENT = "src/cpu/segment.cc"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
 REFERENCE = "src/reference/math.h"
 REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
+REFERENCE_SEGMENT = "src/reference/segment.cc"
 # A header's mutant is compiled into the units that its tests run.
 UNITS = {
     CHUNK: [CHUNK_FORWARD],
     GRADIENTS: [CHUNK_BACKWARD],
+    TEAM: [CHUNK_FORWARD],
     SIMD: [GATES],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
 }
@@ -98,15 +105,15 @@ MUTANTS = [
     *mutants(
         CHUNK_FORWARD,
         FORWARD,
-        ("forward: output reads the undecayed state", "c.qG.rows(), s.S, s.o", "c.q.rows(), s.S, s.o"),
-        ("forward: output without its own chunk", "add_triangle<Triangle::kLower>(L, V, c.Aqk.rows(), c.v, s.o);", ""),
-        ("forward: all states of h in one row", "first_h + t / h_tokens, hv, v0, s.S", "first_h, hv, v0, s.S"),
+        ("forward: output reads the undecayed state", "c.qG.rows(), S, o)", "c.q.rows(), S, o)"),
+        ("forward: output without its own chunk", "add_triangle<Triangle::kLower>(L, c.V, c.Aqk.rows(), c.v, o);", ""),
+        ("forward: all states of h in one row", "first_h + t / h_tokens, hv, v0, S", "first_h, hv, v0, S"),
         ("forward: initial state ignored", "if (seq.initial) load_state", "if (false) load_state"),
     ),
     *mutants(
         CHUNK_FORWARD,
         PADDING,
-        ("forward: padded sequences computed", "if (!seq.live) {", "if (false) {"),
+        ("forward: padded sequences computed", "if (!seq.live) return", "if (false) return"),
     ),
     *mutants(
         CHUNK_FORWARD,
@@ -116,7 +123,78 @@ MUTANTS = [
     *mutants(
         CHUNK_FORWARD,
         CHECKPOINTS,
-        ("forward: checkpoint of every chunk", "(t + L) % a.checkpoint_every == 0", "(t + L) % kChunk == 0"),
+        ("forward: checkpoint of every chunk", "end % a.checkpoint_every == 0", "end % kChunk == 0"),
+    ),
+    *mutants(
+        CHUNK,
+        LONG_HEADS,
+        ("team: chunks prepared over those still needed", "chunks + i % (2 * group)", "chunks + i % group"),
+        ("team: values of the first tile for all", "c.v = p.v.from(0, v0);", "c.v = p.v;"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        LONG_HEADS,
+        ("team: one state for all tiles", "shared.S.from(0, v0), s.o", "shared.S, s.o"),
+        (
+            "team: last chunk as long as the others",
+            "s.chunk.L = std::min(kChunk, head.seq.length - i * kChunk);",
+            "s.chunk.L = kChunk;",
+        ),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        ("test_promises", "LongHeads.*"),
+        ("team: long heads done once more", "if (chunks_of(n) <= longest) task_fn(", "task_fn("),
+    ),
+    *mutants(TEAM, LONG_HEADS, ("team: last group not scanned", "done < chunks;", "ready < chunks;")),
+    *mutants(
+        SEGMENT,
+        SEGMENT_MAPS,
+        ("segment: map of the zero state", "S.row(k)[first_column_of_M(p) + k] = 1;", "S.row(k)[k] = 0;"),
+        (
+            "segment: columns of M keep what memory held",
+            "else zero(c.v.row(row) + padded(c.V), padded(columns()) - padded(c.V));",
+            "else continue;",
+        ),
+        ("segment: d from the first chunk on", "(reverse ? chunks() - 1 - i : i) * kChunk", "i * kChunk"),
+        (
+            "segment: d without the outputs of its own chunk",
+            "add_triangle<Triangle::kUpper>(c.L, c.V, c.Aqk.columns(), c.v, x);",
+            "",
+        ),
+        (
+            "segment: forgotten beta in d",
+            "scale_row(x.row(i), c.beta[i], c.V, x.row(i))",
+            "scale_row(x.row(i), 1, c.V, x.row(i))",
+        ),
+        ("segment: d without the read path", "gemm<Acc::kSub>(p.K, c.V, c.L, c.kG.columns(), x, S);", ""),
+        (
+            "segment: wrong triangle solved",
+            "solve_triangle<Triangle::kUpper>(c.L, c.V, c.Akk.columns()",
+            "solve_triangle<Triangle::kLower>(c.L, c.V, c.Akk.rows()",
+        ),
+    ),
+    *mutants(
+        SEGMENT,
+        SEGMENT_MERGE,
+        (
+            "merge: reverse without transposing",
+            "a.reverse ? Scalars{M, 1, row} : Scalars{M, row, 1}",
+            "Scalars{M, row, 1}",
+        ),
+        ("merge: initial state ignored", "if (present(a.h0)) load_state(s.tile", "if (false) load_state(s.tile"),
+        ("merge: segments out of order", "a.reverse ? p.N - 1 - i : i, row", "i, row"),
+        (
+            "merge: one tile for all",
+            "at(a.M, n, hv));\n    load_state(s.tile, a.b, layout, n, hv, v0, s.next)",
+            "at(a.M, n, hv));\n    load_state(s.tile, a.b, layout, n, hv, 0, s.next)",
+        ),
+    ),
+    *mutants(
+        REFERENCE_SEGMENT,
+        SEGMENT_MAPS,
+        ("oracle: d without beta", "k[i] * x.beta[t] * du[j]", "k[i] * du[j]"),
+        ("oracle: map of the zero state", "unit[i * p.K + i] = 1;", "unit[i * p.K + i] = 0;"),
     ),
     *mutants(
         GRADIENTS,

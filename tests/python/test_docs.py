@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
+import shlex
 import warnings
 from pathlib import Path
 
@@ -19,6 +21,13 @@ EXAMPLES = [
     for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S))
 ]
 
+COMMANDS = [
+    pytest.param(*command, id=command[0])
+    for path in DOCUMENTS
+    for block in re.findall(r"^```console\n(.*?)^```", path.read_text(), re.M | re.S)
+    for command in re.findall(r"^\$ python -m kda (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
+]
+
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
@@ -27,6 +36,21 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example_runs(code: str) -> None:
     exec(compile(code, "<example>", "exec"), {})
+
+
+@pytest.mark.parametrize(("words", "output"), COMMANDS)
+def test_command_prints_this(
+    words: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text, with ``...`` for anything; numbers may differ."""
+    from kda.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(words)) == 0
+    printed = capsys.readouterr().out
+    plain = [re.sub(r"-{2,}", "--", re.sub(r"\d[\d.]*(e[+-]\d+)?", "0", text)) for text in (output, printed)]
+    checker = doctest.OutputChecker()
+    assert checker.check_output(*plain, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE), printed
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)

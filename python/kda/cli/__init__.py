@@ -1,0 +1,47 @@
+"""The command ``python -m kda``. Each command is a module here with ``arguments(parser)`` and ``run(options)``, whose
+result is the exit status. Nothing of this is loaded by ``import kda``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "info": "what was built and what it finds on this machine",
+    "check": "test the installed library against its float64 oracle",
+    "bench": "measure the operators beside the ceilings of this machine",
+    "explain": "which implementation would run a shape, and why not the others",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: done. 1: the check failed, or no implementation takes the call. 2: wrong arguments, said in a sentence."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m kda",
+        usage="python -m kda command [options]",
+        description="Kimi Delta Attention on CPUs and NVIDIA GPUs.",
+        epilog="\n".join(["commands:", *(f"  {name:<8} {what}" for name, what in COMMANDS.items())])
+        + "\n\npython -m kda command --help tells the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help=f"one of {', '.join(COMMANDS)}")
+    name = parser.parse_args(words[:1]).command
+    module = importlib.import_module(f".{name}", __name__)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m kda {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.arguments(parser)
+    options = parser.parse_args(words[1:])
+    if getattr(options, "threads", None):  # OpenMP and BLAS read it once, when they are loaded
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    try:
+        return module.run(options)
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+        print(f"python -m kda {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

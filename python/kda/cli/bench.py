@@ -1,0 +1,274 @@
+"""Measures operators on this machine, beside peers that are installed and the machine's own ceilings: a large matrix
+product, and reading and writing memory. Times are medians over repetitions that alternate between the things compared.
+Nothing else should run meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import show
+from .problems import Problem, gate, given_sizes, natural, serving, size_arguments, training
+
+if TYPE_CHECKING:
+    from .arrays import Source
+
+# numpy, torch and the library are imported where they are used: --threads must be set before that.
+
+
+@dataclass(frozen=True)
+class Bench:
+    prepare: Callable[[Problem, Source], Callable[[], object]]  # makes the inputs and returns the call to time
+    work: Callable[[Problem], float]  # what the call does, in units of the ceiling it is held against:
+    unit: str  # "GFLOP/s" or "GB/s"
+    problems: tuple[Problem, ...]
+    peers: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> module it needs, function of peers.py
+    devices: tuple[str, ...] = ("cpu",)
+    most_tokens: int = 1 << 40  # per request; a larger --T is meant for other operators
+    needs_torch: bool = False
+
+
+def _prefill(p: Problem, new: Source) -> Callable[[], object]:
+    import kda
+
+    x = serving(p, new)
+    return lambda: kda.prefill(**x)
+
+
+def _decode(p: Problem, new: Source) -> Callable[[], object]:
+    import kda
+
+    x = serving(p, new)
+    return lambda: kda.decode(**x)
+
+
+def _training(p: Problem, new: Source) -> Callable[[], object]:
+    import torch
+
+    import kda
+
+    x = training(p, new)
+    d = x.pop("d_o")
+    del x["d_final_state"], x["initial_state"]
+    leaves = [a.requires_grad_() for a in x.values() if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    return lambda: torch.autograd.grad(kda.chunk_kda(**x)[0], leaves, d)
+
+
+def _gate(p: Problem, new: Source) -> Callable[[], object]:
+    import kda
+
+    x = gate(p, new)
+    return lambda: kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"], x["lower_bound"])
+
+
+def _forward_work(p: Problem) -> float:
+    from .measure import forward_flop
+
+    return p.B * p.T * p.HV * forward_flop(p.K, p.V)
+
+
+def _training_work(p: Problem) -> float:
+    from .measure import training_flop
+
+    return p.B * p.T * p.HV * training_flop(p.K, p.V)
+
+
+def _state_bytes(p: Problem) -> float:
+    """Every state is read and written once."""
+    return 2 * p.N * p.HV * p.K * p.V * _BYTES[p.state_dtype]
+
+
+def _gate_bytes(p: Problem) -> float:
+    return p.B * p.T * p.HV * p.K * (_BYTES[p.dtype] + 4)
+
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_NAIVE = "fla.ops.kda.naive"
+
+# A new operator is one entry.
+BENCHES = {
+    "prefill": Bench(
+        _prefill,
+        _forward_work,
+        "GFLOP/s",
+        (Problem(T=512), Problem(T=4096)),
+        {"FLA naive_chunk_kda": (_NAIVE, "naive_chunk")},
+    ),
+    "training": Bench(_training, _training_work, "GFLOP/s", (Problem(T=512), Problem(T=4096)), needs_torch=True),
+    "decode": Bench(
+        _decode,
+        _state_bytes,
+        "GB/s",
+        (Problem(B=1, T=1), Problem(B=32, T=1), Problem(B=1024, T=1)),
+        {"FLA naive_recurrent_kda": (_NAIVE, "naive_recurrent")},
+        most_tokens=16,
+    ),
+    "gate": Bench(_gate, _gate_bytes, "GB/s", (Problem(H=32),), devices=("cpu", "cuda")),
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m kda bench [OPERATOR ...] [options]"
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default")
+    size_arguments(parser, many=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--impl", metavar="NAME", help="force an implementation, see `python -m kda info`")
+    parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
+    parser.add_argument("--repeats", type=natural, default=7, metavar="N")
+    parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .png, .svg or .pdf; needs matplotlib")
+
+
+def run(options: argparse.Namespace) -> int:
+    for name in options.operators:
+        if name not in BENCHES:
+            raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
+    _check_files(options)
+    names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
+    rows = [(name, p) for name in names for p in _problems(BENCHES[name], given_sizes(options))]
+
+    from kda._arrays import torch
+    from kda._lib import _OPERATORS
+
+    from .arrays import Source
+    from .measure import ceilings, machine
+    from .operators import forced, known
+    from .peers import missing
+
+    known(options.impl, _OPERATORS)
+    for name in names:
+        if options.device not in BENCHES[name].devices:
+            raise ValueError(
+                f"--device: expected {' or '.join(BENCHES[name].devices)} for {name}, got {options.device}"
+            )
+    notes = []
+    if torch is None:
+        notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
+        rows = [(name, p) for name, p in rows if not BENCHES[name].needs_torch]
+    modules = {module for n in names for module, _ in BENCHES[n].peers.values()} if options.device == "cpu" else set()
+    notes += missing(modules)
+    absent = {m for m in modules if any(f" {m}:" in note for note in notes)}
+
+    Source(options.device)  # says what is wrong with the device before anything is measured
+    record: dict[str, Any] = {"command": " ".join(["python -m kda", *sys.argv[1:]]), **machine(options.device)}
+    record |= {"ceilings": {}, "rows": []}
+    with show.Progress(2 + len(rows) * options.repeats) as progress, forced(options.impl):
+
+        def measure_ceilings() -> None:
+            progress.label("ceilings")
+            for unit, rate in ceilings(options.device).items():
+                record["ceilings"][unit] = max(rate, record["ceilings"].get(unit, 0.0))
+            progress.step()
+
+        measure_ceilings()
+        for name, p in rows:
+            progress.label(f"{name}: {p.sizes}")
+            record["rows"] += _measure(name, p, options, absent, notes, progress)
+        measure_ceilings()  # again: what disturbed it may be gone
+    _print(record, notes)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    if options.plot:
+        from .plot import draw
+
+        draw(record, options.plot)
+    return 0
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """What would go wrong after minutes of measuring is said before."""
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name}: expected a file in a folder that exists, got {path}")
+    if options.plot:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("--plot: needs matplotlib, which is not installed; `pip install kda[cli]` brings it")
+        if options.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {options.plot}")
+
+
+def _problems(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
+    """The operator's own, with every combination of the given values put in."""
+    given = {name: [v for v in values if name != "T" or v <= bench.most_tokens] for name, values in given.items()}
+    given = {name: values for name, values in given.items() if values}
+    changes = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
+    # HV follows H unless it is given itself.
+    return list(
+        dict.fromkeys(replace(p, **({"HV": 0} | c if "H" in c else c)) for p in bench.problems for c in changes)
+    )
+
+
+def _measure(
+    name: str, p: Problem, options: argparse.Namespace, absent: set[str], notes: list[str], progress: show.Progress
+) -> list[dict[str, Any]]:
+    """A row for kda, then one for each peer."""
+    from . import peers
+    from .arrays import Source
+    from .measure import medians, synchronizer
+
+    bench = BENCHES[name]
+    calls = {"kda": bench.prepare(p, Source(options.device))}
+    for peer, (module, function) in bench.peers.items():
+        if module in absent or options.device != "cpu":
+            continue
+        try:
+            call = getattr(peers, function)(p, Source(options.device))
+            call()
+        except Exception as error:  # a peer may not take this shape
+            notes.append(f"no row of {peer} for {p.sizes}: {type(error).__name__}: {error}")
+        else:
+            calls[peer] = call
+    done = itertools.count(1)
+    times = medians(
+        calls,
+        options.repeats,
+        seconds=options.seconds,
+        synchronize=synchronizer(options.device),
+        tick=lambda: progress.step() if next(done) % len(calls) == 0 else None,
+    )
+    return [
+        {
+            "operator": name,
+            "contender": contender,
+            "problem": asdict(p),
+            "ms": seconds * 1e3,
+            "tokens_per_s": p.B * p.T / seconds,
+            "rate": bench.work(p) / seconds * 1e-9,
+            "unit": bench.unit,
+            "times_kda": seconds / times["kda"],
+        }
+        for contender, seconds in times.items()
+    ]
+
+
+def _print(record: dict[str, Any], notes: list[str]) -> None:
+    limits = record["ceilings"]
+    print(f"{record['cpu']}, {record['threads']} threads, {record['library']['cpu']}")
+    if record["device"] != "cpu":
+        print(record["device"])
+    print(f"ceilings: {limits['GFLOP/s']:.0f} GFLOP/s matrix product, {limits['GB/s']:.1f} GB/s read + write\n")
+    rows = []
+    for r in record["rows"]:
+        p = Problem(**r["problem"])
+        mine = r["contender"] == "kda"
+        what = [r["operator"], f"{p.sizes}, {p.dtype}"] if mine else ["", r["contender"]]
+        rate = [f"{r['rate']:.3g} {r['unit']}", f"{r['rate'] / limits[r['unit']]:.0%}"] if mine else ["", ""]
+        rows.append([*what, _time(r["ms"]), f"{r['tokens_per_s']:.3g}", *rate, "" if mine else f"{r['times_kda']:.3g}"])
+    show.table(["operator", "problem", "time", "tokens/s", "rate", "of ceiling", "time / kda's"], rows)
+    if any(r["unit"] == "GB/s" and r["rate"] > limits["GB/s"] for r in record["rows"] if r["contender"] == "kda"):
+        print("\nMore GB/s than the memory gives: what these calls touch stays in the caches.")
+    for note in notes:
+        print(f"\n{note}")
+
+
+def _time(ms: float) -> str:
+    return f"{ms * 1e3:.3g} us" if ms < 1 else f"{ms:.3g} ms" if ms < 1e3 else f"{ms / 1e3:.3g} s"

@@ -1,0 +1,147 @@
+"""Timing, the ceilings of the machine, and counts of work: for ``python -m kda bench`` and for benchmarks/."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kda
+from kda._arrays import torch
+
+Call = Callable[[], object]
+
+
+def forward_flop(K: int, V: int) -> int:
+    """Of the chunked forward per token and value head, two a multiply-add: three products with the state (kG S, qG S,
+    kg^T v_new); four among the C = 64 tokens of a chunk (two scores, the solve, Aqk v_new), of whose 16-token blocks a
+    triangle of 10 in 16 is computed; and the diagonal blocks of the solve."""
+    return 6 * K * V + 160 * (K + V) + 2048
+
+
+def training_flop(K: int, V: int) -> int:
+    """Forward, the forward again but for its outputs, and backward: six products with states, eight in the chunk."""
+    again = 4 * K * V + 160 * K + 80 * V + 2048
+    return forward_flop(K, V) + again + 12 * K * V + 320 * (K + V)
+
+
+def medians(
+    calls: Mapping[str, Call],
+    repeats: int,
+    *,
+    seconds: float = math.inf,
+    synchronize: Call = lambda: None,
+    tick: Call = lambda: None,
+) -> dict[str, float]:
+    """Seconds of each call. The calls take turns, so that a slow moment of the machine hits all of them. Calls of less
+    than 5 ms are timed in batches; one that took ``seconds`` altogether stops after three turns. ``tick`` is called
+    after every turn of every call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    batch = dict.fromkeys(calls, 1)
+
+    def once(name: str) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(batch[name]):
+            calls[name]()
+        synchronize()
+        return (time.perf_counter() - start) / batch[name]
+
+    for name in calls:
+        once(name)  # warms up
+        batch[name] = max(1, math.ceil(5e-3 / max(once(name), 1e-7)))
+    for _ in range(repeats):
+        for name, spent in times.items():
+            if len(spent) < 3 or sum(spent) * batch[name] < seconds:
+                spent.append(once(name))
+            tick()
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def thread_count() -> int:
+    """What OpenMP uses unless told otherwise."""
+    words = os.environ.get("OMP_NUM_THREADS", "").split(",")
+    return int(words[0]) if words[0].strip().isdecimal() else len(os.sched_getaffinity(0))
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What a record of measurements says of where it was made."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "cpu": cpu_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "library": kda.info(),
+        "torch": None if torch is None else torch.__version__,
+        "threads": thread_count(),
+    }
+
+
+def synchronizer(device: str) -> Call:
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def ceilings(device: str = "cpu") -> dict[str, float]:
+    """What other software reaches here: GFLOP/s of a large float32 matrix product (bfloat16 on a GPU), and GB/s, read
+    and write together, of negating in place a buffer far beyond the caches."""
+    return {"GFLOP/s": max(map(_best, _products(device))), "GB/s": _best(_stream(device))}
+
+
+class _Work(NamedTuple):
+    amount: float
+    call: Call
+    synchronize: Call = lambda: None
+
+
+def _best(work: _Work, seconds: float = 0.7) -> float:
+    """Giga a second, of the best of many short runs: a ceiling is what the machine does while nothing disturbs."""
+    shortest, end = math.inf, time.perf_counter() + seconds
+    work.call()
+    while time.perf_counter() < end or shortest == math.inf:
+        work.synchronize()
+        start = time.perf_counter()
+        work.call()
+        work.synchronize()
+        shortest = min(shortest, time.perf_counter() - start)
+    return work.amount / shortest * 1e-9
+
+
+def _products(device: str) -> list[_Work]:
+    """The libraries of NumPy and torch differ in what they know of a processor: the better one counts."""
+    n = 8192 if device == "cuda" else 1024
+    works = []
+    if device == "cpu":
+        x = np.ones((n, n), np.float32)
+        out = np.empty_like(x)
+        works.append(_Work(2 * n**3, lambda: np.matmul(x, x, out=out)))
+    if torch is not None:
+        if device == "cpu":
+            torch.set_num_threads(thread_count())
+        y = torch.ones(n, n, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        z = torch.empty_like(y)
+        works.append(_Work(2 * n**3, lambda: torch.mm(y, y, out=z), synchronizer(device)))
+    return works
+
+
+def _stream(device: str) -> _Work:
+    """NumPy and threads of Python on the CPU: its loops release the interpreter, and use one thread each."""
+    size = 1 << 27  # floats: 512 MiB
+    if device == "cuda":
+        return _Work(8 * size, torch.ones(size, device=device).neg_, torch.cuda.synchronize)
+    parts, pool = np.array_split(np.ones(size, np.float32), thread_count()), ThreadPoolExecutor(thread_count())
+    return _Work(8 * size, lambda: list(pool.map(lambda part: np.negative(part, out=part), parts)))

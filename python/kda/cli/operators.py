@@ -1,0 +1,126 @@
+"""The operators of the library as check and explain see them: inputs, a call through the public function, and how far
+each result may be from the oracle. A new operator is one entry of ``OPERATORS``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import kda
+
+from . import problems
+from .problems import GATES, LAYOUTS, Problem
+
+if TYPE_CHECKING:
+    from .arrays import Source
+
+
+@dataclass(frozen=True)
+class Operator:
+    make: Callable[[Problem, Source], dict[str, Any]]  # from a Problem to keywords for `call`
+    call: Callable[[dict[str, Any]], dict[str, Any]]  # runs them and returns the results by name
+    allowed: dict[str, float]  # relative RMS error of each result
+    example: Problem  # what explain asks about unless told otherwise
+    checked: tuple[Problem, ...]  # what check runs, with every dtype, gate and layout
+    gates: tuple[str, ...] = GATES
+    layouts: tuple[str, ...] = LAYOUTS
+    needs_torch: bool = False
+
+
+def _prefill(x: dict[str, Any]) -> dict[str, Any]:
+    return {"o": kda.prefill(**x), "state": x["state"]}
+
+
+def _decode(x: dict[str, Any]) -> dict[str, Any]:
+    return {"o": kda.decode(**x), "state": x["state"]}
+
+
+def _backward(x: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    x = dict(x)
+    d = x.pop("d_o"), x.pop("d_final_state")
+    leaves = {
+        n: x[n].requires_grad_() for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state") if n in x
+    }
+    outputs = kda.chunk_kda(**x, output_final_state=True)
+    return {f"d{n}": y for n, y in zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), d), strict=True)}
+
+
+def _gate(x: dict[str, Any]) -> dict[str, Any]:
+    dtype = x["d_g"].dtype
+    return {"gate": kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"], x["lower_bound"], output_dtype=dtype)}
+
+
+def _gate_backward(x: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    leaves = {n: x[n].requires_grad_() for n in ("g", "A_log", "dt_bias")}
+    g = kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"], x["lower_bound"], output_dtype=x["d_g"].dtype)
+    return {f"d{n}": y for n, y in zip(leaves, torch.autograd.grad(g, list(leaves.values()), x["d_g"]), strict=True)}
+
+
+# Chunks and their borders at a size every kernel takes; and odd sizes with empty and short sequences.
+_CHUNKS = Problem(B=2, T=81, H=1, HV=2, K=64, V=64)
+_PACKED = Problem(H=2, HV=4, K=20, V=36, beta="2sigmoid", lengths=(70, 0, 1, 65))
+_STEPS = Problem(B=3, T=2, H=1, HV=2, K=64, V=64), Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
+
+OPERATORS = {
+    "forward": Operator(
+        problems.serving, _prefill, {"o": 5e-3, "state": 5e-3}, Problem(), checked=(_CHUNKS, _PACKED)
+    ),
+    "backward": Operator(
+        problems.training,
+        _backward,
+        {"dq": 6e-3, "dk": 6e-3, "dv": 8e-3, "dg": 1e-2, "dbeta": 1e-2}
+        | {"dA_log": 8e-3, "ddt_bias": 8e-3, "dinitial_state": 8e-3},
+        Problem(),
+        checked=(_CHUNKS, _PACKED),
+        needs_torch=True,
+    ),
+    "decode": Operator(
+        problems.serving, _decode, {"o": 3e-3, "state": 1e-5}, Problem(B=64, T=1), checked=_STEPS
+    ),
+    "gate": Operator(
+        problems.gate, _gate, {"gate": 1e-5}, Problem(), checked=(_CHUNKS,), gates=GATES[1:], layouts=LAYOUTS[:1]
+    ),
+    "gate_backward": Operator(
+        problems.gate,
+        _gate_backward,
+        {"dg": 1e-4, "dA_log": 1e-4, "ddt_bias": 1e-4},
+        Problem(),
+        checked=(_CHUNKS,),
+        gates=GATES[1:],
+        layouts=LAYOUTS[:1],
+        needs_torch=True,
+    ),
+}  # fmt: skip
+
+
+def known(implementation: str | None, ops: Iterable[str]) -> None:
+    """Refuses a name that no implementation of these operators has."""
+    names = dict.fromkeys(name for op in ops for name in kda.implementations(op))
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"--impl: expected one of {', '.join(names)}, got {implementation}")
+
+
+@contextmanager
+def forced(name: str | None) -> Iterator[None]:
+    """Operators that have an implementation of this name use it, in backward as well."""
+    before = os.environ.get("KDA_IMPL")
+    if name is not None:
+        os.environ["KDA_IMPL"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("KDA_IMPL", None)
+        else:
+            os.environ["KDA_IMPL"] = before
+
+
+def device_of(implementation: str) -> str:
+    return "cpu" if implementation == "reference" or implementation.startswith("cpu") else "cuda"

@@ -1,0 +1,137 @@
+"""Sizes and inputs of a call, for check, bench and explain alike."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .arrays import Source
+
+DTYPES = ("float32", "bfloat16", "float16")
+GATES = ("log", "softplus", "lower_bound")
+BETAS = ("activated", "sigmoid", "2sigmoid")
+LAYOUTS = ("V-first", "K-first")
+
+
+@dataclass(frozen=True)
+class Problem:
+    B: int = 1
+    T: int = 4096
+    H: int = 8
+    HV: int = 0  # 0: as many as H
+    K: int = 128
+    V: int = 128
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    gate: str = "softplus"
+    beta: str = "sigmoid"
+    layout: str = "V-first"
+    lengths: tuple[int, ...] = ()  # of sequences packed into one row
+    checkpoint_every: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "HV", self.HV or self.H)
+        if self.lengths:
+            object.__setattr__(self, "B", 1)
+            object.__setattr__(self, "T", sum(self.lengths))
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return len(self.lengths) or self.B
+
+    @property
+    def sizes(self) -> str:
+        heads = f"H {self.H}" if self.HV == self.H else f"H {self.H}, HV {self.HV}"
+        K_V = f"K = V = {self.K}" if self.K == self.V else f"K {self.K}, V {self.V}"
+        tokens = f"{self.N} sequences, {self.T} tokens" if self.lengths else f"B {self.B}, T {self.T}"
+        return f"{tokens}, {heads}, {K_V}"
+
+    @property
+    def options(self) -> str:
+        return f"{self.dtype}, {self.gate} gate, {self.beta} beta, {self.layout} {self.state_dtype} states"
+
+
+def common(p: Problem, new: Source) -> dict[str, Any]:
+    """What ``kda.chunk_kda``, ``kda.prefill`` and ``kda.decode`` take alike."""
+    raw = p.gate != "log"
+    x = {
+        "q": new.normal(p.dtype, p.B, p.T, p.H, p.K),
+        "k": new.normal(p.dtype, p.B, p.T, p.H, p.K),
+        "v": new.normal(p.dtype, p.B, p.T, p.HV, p.V),
+        "g": (new.normal if raw else new.log_unit)(p.dtype, p.B, p.T, p.HV, p.K),
+        "beta": (new.unit if p.beta == "activated" else new.normal)(p.dtype, p.B, p.T, p.HV),
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": raw,
+        "use_beta_sigmoid_in_kernel": p.beta != "activated",
+        "allow_neg_eigval": p.beta == "2sigmoid",
+        "state_v_first": p.layout == "V-first",
+    }
+    if raw:
+        x |= {"A_log": new.normal("float32", p.HV), "dt_bias": new.normal("float32", p.HV, p.K)}
+    if p.gate == "lower_bound":
+        x["lower_bound"] = -5.0
+    if p.lengths:
+        x["cu_seqlens"] = new.integers([sum(p.lengths[:n]) for n in range(len(p.lengths) + 1)])
+    return x
+
+
+def states(p: Problem, new: Source, count: int) -> Any:
+    return new.normal(p.state_dtype, count, p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))
+
+
+def serving(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.prefill`` and ``kda.decode``: in place on a pool with one slot more than sequences."""
+    x = common(p, new) | {"state": states(p, new, p.N + 1)}
+    x |= {"state_indices": new.integers(range(p.N, 0, -1)), "out": new.nan(p.dtype, p.B, p.T, p.HV, p.V)}
+    if p.checkpoint_every:
+        count = max(p.lengths or (p.T,)) // p.checkpoint_every
+        slots = [list(range(n * count, (n + 1) * count)) for n in range(p.N)]
+        x |= {"checkpoints": states(p, new, p.N * count), "checkpoint_slots": new.integers(slots)}
+        x["checkpoint_every"] = p.checkpoint_every
+    return x
+
+
+def training(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.chunk_kda``, and the gradients that come back to it."""
+    x = common(p, new) | {"initial_state": states(p, new, p.N), "d_o": new.normal(p.dtype, p.B, p.T, p.HV, p.V)}
+    return x | {"d_final_state": states(p, new, p.N)}
+
+
+def gate(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.fused_kda_gate``, and the gradient that comes back to it."""
+    x = {"g": new.normal(p.dtype, p.B, p.T, p.HV, p.K), "A_log": new.normal("float32", p.HV)}
+    x |= {"dt_bias": new.normal("float32", p.HV, p.K), "lower_bound": -5.0 if p.gate == "lower_bound" else None}
+    return x | {"d_g": new.normal("float32", p.B, p.T, p.HV, p.K)}
+
+
+def size_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
+    """Options named like the fields of :class:`Problem`; absent ones are not in the namespace. ``many``: some take
+    several values."""
+    sizes = {"B": "rows", "T": "tokens of a row", "H": "query/key heads", "HV": "value heads, as many as H by default"}
+    sizes |= {"K": "key size, 1..256", "V": "value size, 1..256"}
+    count: dict[str, Any] = {"nargs": "+"} if many else {}
+    for name, what in sizes.items():
+        parser.add_argument(f"--{name}", type=natural, default=argparse.SUPPRESS, help=what, **count)
+    choices = {"dtype": (*DTYPES, "float64"), "state-dtype": ("float32", "bfloat16", "float64"), "gate": GATES}
+    choices |= {"beta": BETAS, "layout": LAYOUTS}
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values, default=argparse.SUPPRESS, **count)
+
+
+def given_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name in Problem.__dataclass_fields__}
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
