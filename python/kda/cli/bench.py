@@ -133,7 +133,6 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
     _check_files(options)
     names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
-    rows = [(name, p) for name in names for p in _problems(BENCHES[name], given_sizes(options))]
 
     from kda._arrays import torch
     from kda._lib import _OPERATORS
@@ -150,6 +149,10 @@ def run(options: argparse.Namespace) -> int:
                 f"--device: expected {' or '.join(BENCHES[name].devices)} for {name}, got {options.device}"
             )
     notes = []
+    given = given_sizes(options)
+    if torch is None:
+        given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
+    rows = [(name, p) for name in names for p in _problems(BENCHES[name], given)]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
         rows = [(name, p) for name, p in rows if not BENCHES[name].needs_torch]

@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
         raise ImportError(f"{options.op} needs torch, which is not installed")
     known(options.impl, [options.op])
     given = given_sizes(options)
+    if torch is None:
+        given.setdefault("dtype", "float32")  # NumPy has no bfloat16
     if "lengths" in given:
         given["lengths"] = tuple(given["lengths"])
     problem = replace(entry.example, **({"HV": 0} if "H" in given else {}) | given)
