@@ -190,6 +190,8 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   if (a.max_tokens < 0 || (a.max_tokens && !ring)) invalid("max_tokens: expected 0 without a ring, got ", a.max_tokens);
   if (a.max_tokens && a.max_tokens < dense_tokens(d))
     invalid("max_tokens: expected at least T = ", d.T, " (or 0), got ", a.max_tokens);
+  if (ring && d.varlen && !a.max_tokens)
+    invalid("max_tokens: expected the most tokens of any round, with a ring and cu_seqlens, got 0");
   const int64_t most = a.max_tokens ? a.max_tokens : dense_tokens(d);
   if (ring && R < 2 * most)
     invalid("records.u: expected a ring of at least 2 x ", most, " entries, for two rounds, got ", R);
@@ -215,12 +217,13 @@ Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t drafts) {
   const bool ring = present(a.records.ring_count);
   const kda_records& last = ring ? a.records : a.last;
   const int64_t R = last.u.shape[1];
+  const int64_t slot = slot_of(last.indices, n);
   Commit c;
-  c.window = window_of(last, slot_of(last.indices, n), a.last_parents, n, drafts);
+  c.window = window_of(last, slot, a.last_parents, n, drafts);
   const int64_t room =
       ring ? R - drafts - c.window.committed : std::min(R, present(a.last_parents) ? a.last_parents.shape[1] : R);
   const int64_t raw = present(a.last_conv_x) ? a.last_conv_x.shape[1] : room;
-  c.accepted = accepted_of(a.accept_len, n, std::max<int64_t>(std::min(room, raw), 0));
+  c.accepted = slot < 0 ? 0 : accepted_of(a.accept_len, n, std::max<int64_t>(std::min(room, raw), 0));
   const int64_t entries = c.window.committed + c.accepted;
   c.apply = !ring || entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts);
   c.next = window_of(a.records, -1, a.parents, n, drafts);
@@ -270,8 +273,11 @@ void validate_data(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
   check_states_data(p, a.in, a.states);
   check_conv_data(a.conv);
-  const bool ring = present(a.records.ring_count);
-  check_draft_lengths(p, a.in, ring ? a.records.u.shape[1] / 2 : a.records.u.shape[1], a.parents);
+  check_draft_lengths(p, a.in, a.records.u.shape[1], a.parents);
+  for (int64_t n = 0; p.varlen && a.max_tokens && n < p.N; ++n)
+    if (const int64_t length = sequence_at(p, a.in, n).length; length > a.max_tokens)
+      invalid("cu_seqlens: expected at most max_tokens = ", a.max_tokens, " tokens a request, got ", length,
+              " for request ", n);
   check_record_slots("records.indices", a.records, 0);
   check_record_slots("last.indices", a.last, 0);
 }

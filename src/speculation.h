@@ -49,6 +49,11 @@ inline int64_t accepted_of(const kda_tensor& accept_len, int64_t n, int64_t draf
   return std::clamp<int64_t>(int_at(accept_len, n), 0, drafts);
 }
 
+// Is it padding? Rows are never.
+inline bool padded_slot(const kda_tensor& indices, int64_t slot, int64_t first_valid) {
+  return present(indices) && slot < first_valid;
+}
+
 // What flush_verify does with request n's last round. With a ring, accepted drafts become committed entries until less
 // than room for two more rounds is left; then, and always without a ring, they are applied to the state.
 struct Commit {

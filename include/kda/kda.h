@@ -315,7 +315,7 @@ typedef struct kda_flush_verify_args {
   kda_tensor last_conv_x;  /* [N,T',D] with conv */
   kda_records records;     /* out: of this round, in memory of its own; with a ring in and out */
   kda_tensor parents;      /* [N,T] i32, optional */
-  int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0: those of this call */
+  int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0 (not with cu_seqlens): T */
   int32_t reserved;        /* 0 */
 } kda_flush_verify_args;
 

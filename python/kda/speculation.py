@@ -327,7 +327,7 @@ def flush_verify_kvbuffer(
         accept_len: ``[N]`` int32, of the last round; 0 in the first.
         last_parents: ``[N, T']`` int32, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
-        max_tokens: with a ring, the most tokens of any round on it; 0: those of this call.
+        max_tokens: with a ring, the most tokens of any round on it; 0 (not with cu_seqlens): T.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.

@@ -457,12 +457,12 @@ void flush(const FlushProblem& p) {
         r.flush = window_of(a.records, r.last_slot, a.parents, n, 0);
         const int64_t accepted = accepted_of(a.accept_len, n, std::min(p.T, p.R - r.flush.committed));
         r.newest = accepted ? r.flush.token(accepted - 1) : r.flush.committed - 1;
-        r.s.live = r.s.slot >= a.first_valid_slot && r.last_slot >= 0 && r.newest >= 0;
+        r.s.live = !padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) && r.last_slot >= 0 && r.newest >= 0;
         return r;
       });
   for (int64_t i = 0; present(a.conv_x) && i < p.layers * p.N; ++i) {
     const int64_t layer = i / p.N, n = i % p.N, slot = slot_of(a.records.indices, n);
-    if (slot_of(a.state_indices, n) < a.first_valid_slot || slot < 0) continue;
+    if (padded_slot(a.state_indices, slot_of(a.state_indices, n), a.first_valid_slot) || slot < 0) continue;
     const int64_t committed = window_of(a.records, slot, a.parents, n, 0).committed;
     conv_roll(layered ? layer_of(a.conv_state, layer) : a.conv_state, slot_of(a.conv_indices, n),
               layered ? layer_of(a.conv_x, layer) : a.conv_x, a.parents, n, n, 0,

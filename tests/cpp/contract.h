@@ -3,8 +3,8 @@
 #include <functional>
 #include <vector>
 
-#include "calls.h"
 #include "fields.h"
+#include "speculation_calls.h"
 
 namespace kda::test {
 
@@ -72,6 +72,51 @@ struct Legal<kda_decode_args> : LegalStates {
   std::vector<Tensor*> outputs() { return {&hT, &o}; }
   Tensor o;
   kda_decode_args args;
+};
+
+// Speculation: trees of drafts, records in slots of their own. The states stay as they are.
+struct LegalDrafts {
+  explicit LegalDrafts(const Case& c, bool ring = false)
+      : drafts({.c = c, .R = 2 * Drafts({.c = c}).longest(), .ring = ring, .tree = true}),
+        in(drafts.in),
+        h0(drafts.pool),
+        records(drafts),
+        o(drafts.output()) {
+    records.u.fill(0.5), records.k.fill(0.5), records.alpha.fill(0.5);
+  }
+  Drafts drafts;
+  Inputs& in;
+  Pool& h0;
+  Records records;
+  Tensor o;
+};
+
+template <>
+struct Legal<kda_verify_args> : LegalDrafts {
+  explicit Legal(const Case& c = legal_case()) : LegalDrafts(c, true), args(verify_args(drafts, records, o)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&o, &records.u, &records.k, &records.alpha}; }
+  kda_verify_args args;
+};
+
+template <>
+struct Legal<kda_flush_args> : LegalDrafts {
+  explicit Legal(const Case& c = legal_case()) : LegalDrafts(c, true), args(flush_args(drafts, h0.h, records)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&h0.h}; }
+  kda_flush_args args;
+};
+
+template <>
+struct Legal<kda_flush_verify_args> : LegalDrafts {
+  explicit Legal(const Case& c = legal_case())
+      : LegalDrafts(c), last(drafts), args(flush_verify_args(drafts, drafts, h0.h, last, records, o)) {
+    last.u.fill(0.5), last.k.fill(0.5), last.alpha.fill(0.5);
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&o, &h0.h, &records.u, &records.k, &records.alpha}; }
+  Records last;
+  kda_flush_verify_args args;
 };
 
 template <>

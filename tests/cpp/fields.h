@@ -10,6 +10,7 @@ struct Field {
   const char* name;
   kda_tensor* t;
   bool output = false;
+  unsigned free = 0;  // bits of dimensions whose size no other tensor tells
 };
 
 inline std::vector<Field> joined(std::vector<Field> a, const std::vector<Field>& b) {
@@ -73,6 +74,66 @@ inline std::vector<Field> fields(kda_segment_map_args& a) {
 
 inline std::vector<Field> fields(kda_segment_merge_args& a) {
   return {{"M", &a.M}, {"b", &a.b}, {"h0", &a.h0}, {"states", &a.states, true}};
+}
+
+inline std::vector<Field> fields(kda_verify_args& a) {
+  return joined(fields(a.in), {{"h0", &a.states.h0},
+                               {"state_indices", &a.states.state_indices},
+                               {"has_initial_state", &a.states.has_initial_state},
+                               {"o", &a.o, true},
+                               {"records.u", &a.records.u, true, 3},
+                               {"records.k", &a.records.k, true},
+                               {"records.alpha", &a.records.alpha, true},
+                               {"records.indices", &a.records.indices},
+                               {"records.ring_first", &a.records.ring_first},
+                               {"records.ring_count", &a.records.ring_count},
+                               {"parents", &a.parents, false, 2}});
+}
+
+inline std::vector<Field> fields(kda_flush_args& a) {
+  return {{"state", &a.state, true, 15},
+          {"state_indices", &a.state_indices},
+          {"records.u", &a.records.u, false, 3},
+          {"records.k", &a.records.k, false, 4},
+          {"records.alpha", &a.records.alpha},
+          {"records.indices", &a.records.indices},
+          {"records.ring_first", &a.records.ring_first},
+          {"records.ring_count", &a.records.ring_count},
+          {"accept_len", &a.accept_len, false, 1},
+          {"parents", &a.parents, false, 2}};
+}
+
+inline std::vector<Field> fields(kda_flush_verify_args& a) {
+  return joined(fields(a.in), {{"h0", &a.states.h0},
+                               {"hT", &a.states.hT, true},
+                               {"state_indices", &a.states.state_indices},
+                               {"o", &a.o, true},
+                               {"accept_len", &a.accept_len},
+                               {"records.u", &a.records.u, true, 3},
+                               {"records.k", &a.records.k, true},
+                               {"records.alpha", &a.records.alpha, true},
+                               {"records.indices", &a.records.indices},
+                               {"last.u", &a.last.u, false, 3},
+                               {"last.k", &a.last.k},
+                               {"last.alpha", &a.last.alpha},
+                               {"last.indices", &a.last.indices},
+                               {"last_parents", &a.last_parents, false, 2},
+                               {"parents", &a.parents, false, 2}});
+}
+
+// On a ring: no records of the last round, no trees.
+inline std::vector<Field> ring_fields(kda_flush_verify_args& a) {
+  return joined(fields(a.in), {{"h0", &a.states.h0},
+                               {"hT", &a.states.hT, true},
+                               {"state_indices", &a.states.state_indices},
+                               {"o", &a.o, true},
+                               {"accept_len", &a.accept_len},
+                               {"records.u", &a.records.u, true, 3},
+                               {"records.k", &a.records.k, true},
+                               {"records.alpha", &a.records.alpha, true},
+                               {"records.indices", &a.records.indices},
+                               {"records.ring_first", &a.records.ring_first, true},
+                               {"records.ring_count", &a.records.ring_count, true}});
 }
 
 inline std::vector<Field> fields(kda_gate_args& a) {

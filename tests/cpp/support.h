@@ -101,6 +101,9 @@ constexpr const char* op_name() {
   if constexpr (std::is_same_v<Args, kda_forward_args>) return "forward";
   if constexpr (std::is_same_v<Args, kda_backward_args>) return "backward";
   if constexpr (std::is_same_v<Args, kda_decode_args>) return "decode";
+  if constexpr (std::is_same_v<Args, kda_verify_args>) return "verify";
+  if constexpr (std::is_same_v<Args, kda_flush_args>) return "flush";
+  if constexpr (std::is_same_v<Args, kda_flush_verify_args>) return "flush_verify";
   if constexpr (std::is_same_v<Args, kda_segment_map_args>) return "segment_map";
   if constexpr (std::is_same_v<Args, kda_segment_merge_args>) return "segment_merge";
   if constexpr (std::is_same_v<Args, kda_gate_args>) return "gate";
@@ -112,6 +115,9 @@ inline kda_status call(const kda_backward_args* a) { return kda_backward(a); }
 inline kda_status call(const kda_decode_args* a) { return kda_decode(a); }
 inline kda_status call(const kda_segment_map_args* a) { return kda_segment_map(a); }
 inline kda_status call(const kda_segment_merge_args* a) { return kda_segment_merge(a); }
+inline kda_status call(const kda_verify_args* a) { return kda_verify(a); }
+inline kda_status call(const kda_flush_args* a) { return kda_flush(a); }
+inline kda_status call(const kda_flush_verify_args* a) { return kda_flush_verify(a); }
 inline kda_status call(const kda_gate_args* a) { return kda_gate(a); }
 inline kda_status call(const kda_gate_backward_args* a) { return kda_gate_backward(a); }
 inline kda_status call(const kda_conv_args* a) { return kda_conv(a); }
@@ -127,6 +133,11 @@ inline kda_status query(const kda_decode_args& a, uint64_t* bytes) { return kda_
 inline kda_status query(const kda_segment_map_args& a, uint64_t* bytes) { return kda_segment_map_workspace(&a, bytes); }
 inline kda_status query(const kda_segment_merge_args& a, uint64_t* bytes) {
   return kda_segment_merge_workspace(&a, bytes);
+}
+inline kda_status query(const kda_verify_args& a, uint64_t* bytes) { return kda_verify_workspace(&a, bytes); }
+inline kda_status query(const kda_flush_args& a, uint64_t* bytes) { return kda_flush_workspace(&a, bytes); }
+inline kda_status query(const kda_flush_verify_args& a, uint64_t* bytes) {
+  return kda_flush_verify_workspace(&a, bytes);
 }
 inline kda_status query(const kda_gate_args& a, uint64_t* bytes) { return kda_gate_workspace(&a, bytes); }
 inline kda_status query(const kda_gate_backward_args& a, uint64_t* bytes) {
@@ -145,6 +156,11 @@ inline kda_status explain(const kda_segment_map_args& a, const char** text) {
 }
 inline kda_status explain(const kda_segment_merge_args& a, const char** text) {
   return kda_segment_merge_explain(&a, text);
+}
+inline kda_status explain(const kda_verify_args& a, const char** text) { return kda_verify_explain(&a, text); }
+inline kda_status explain(const kda_flush_args& a, const char** text) { return kda_flush_explain(&a, text); }
+inline kda_status explain(const kda_flush_verify_args& a, const char** text) {
+  return kda_flush_verify_explain(&a, text);
 }
 inline kda_status explain(const kda_gate_args& a, const char** text) { return kda_gate_explain(&a, text); }
 inline kda_status explain(const kda_gate_backward_args& a, const char** text) {

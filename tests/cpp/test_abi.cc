@@ -103,13 +103,82 @@ TEST(Abi, BackwardArgs) {
   EXPECT_FIELD(kda_backward_args, reserved, 2292);
 }
 
+TEST(Abi, ConvInputs) {
+  EXPECT_EQ(sizeof(kda_conv_inputs), 480u);
+  EXPECT_FIELD(kda_conv_inputs, x, 0);
+  EXPECT_FIELD(kda_conv_inputs, weight, 96);
+  EXPECT_FIELD(kda_conv_inputs, bias, 192);
+  EXPECT_FIELD(kda_conv_inputs, state, 288);
+  EXPECT_FIELD(kda_conv_inputs, indices, 384);
+}
+
+TEST(Abi, Records) {
+  EXPECT_EQ(sizeof(kda_records), 576u);
+  EXPECT_FIELD(kda_records, u, 0);
+  EXPECT_FIELD(kda_records, k, 96);
+  EXPECT_FIELD(kda_records, alpha, 192);
+  EXPECT_FIELD(kda_records, indices, 288);
+  EXPECT_FIELD(kda_records, ring_first, 384);
+  EXPECT_FIELD(kda_records, ring_count, 480);
+}
+
 TEST(Abi, DecodeArgs) {
-  EXPECT_EQ(sizeof(kda_decode_args), 1336u);
+  EXPECT_EQ(sizeof(kda_decode_args), 2104u);
   EXPECT_FIELD(kda_decode_args, struct_size, 0);
   EXPECT_FIELD(kda_decode_args, exec, 8);
   EXPECT_FIELD(kda_decode_args, in, 56);
   EXPECT_FIELD(kda_decode_args, states, 848);
   EXPECT_FIELD(kda_decode_args, o, 1240);
+  EXPECT_FIELD(kda_decode_args, conv, 1336);
+  EXPECT_FIELD(kda_decode_args, snapshots, 1816);
+  EXPECT_FIELD(kda_decode_args, snapshot_slots, 1912);
+  EXPECT_FIELD(kda_decode_args, accepted, 2008);
+}
+
+TEST(Abi, VerifyArgs) {
+  EXPECT_EQ(sizeof(kda_verify_args), 2488u);
+  EXPECT_FIELD(kda_verify_args, struct_size, 0);
+  EXPECT_FIELD(kda_verify_args, exec, 8);
+  EXPECT_FIELD(kda_verify_args, in, 56);
+  EXPECT_FIELD(kda_verify_args, states, 848);
+  EXPECT_FIELD(kda_verify_args, conv, 1240);
+  EXPECT_FIELD(kda_verify_args, o, 1720);
+  EXPECT_FIELD(kda_verify_args, records, 1816);
+  EXPECT_FIELD(kda_verify_args, parents, 2392);
+}
+
+TEST(Abi, FlushArgs) {
+  EXPECT_EQ(sizeof(kda_flush_args), 1312u);
+  EXPECT_FIELD(kda_flush_args, struct_size, 0);
+  EXPECT_FIELD(kda_flush_args, exec, 8);
+  EXPECT_FIELD(kda_flush_args, state, 56);
+  EXPECT_FIELD(kda_flush_args, state_indices, 152);
+  EXPECT_FIELD(kda_flush_args, records, 248);
+  EXPECT_FIELD(kda_flush_args, accept_len, 824);
+  EXPECT_FIELD(kda_flush_args, parents, 920);
+  EXPECT_FIELD(kda_flush_args, conv_x, 1016);
+  EXPECT_FIELD(kda_flush_args, conv_state, 1112);
+  EXPECT_FIELD(kda_flush_args, conv_indices, 1208);
+  EXPECT_FIELD(kda_flush_args, state_layout, 1304);
+  EXPECT_FIELD(kda_flush_args, first_valid_slot, 1308);
+}
+
+TEST(Abi, FlushVerifyArgs) {
+  EXPECT_EQ(sizeof(kda_flush_verify_args), 3360u);
+  EXPECT_FIELD(kda_flush_verify_args, struct_size, 0);
+  EXPECT_FIELD(kda_flush_verify_args, exec, 8);
+  EXPECT_FIELD(kda_flush_verify_args, in, 56);
+  EXPECT_FIELD(kda_flush_verify_args, states, 848);
+  EXPECT_FIELD(kda_flush_verify_args, conv, 1240);
+  EXPECT_FIELD(kda_flush_verify_args, o, 1720);
+  EXPECT_FIELD(kda_flush_verify_args, last, 1816);
+  EXPECT_FIELD(kda_flush_verify_args, accept_len, 2392);
+  EXPECT_FIELD(kda_flush_verify_args, last_parents, 2488);
+  EXPECT_FIELD(kda_flush_verify_args, last_conv_x, 2584);
+  EXPECT_FIELD(kda_flush_verify_args, records, 2680);
+  EXPECT_FIELD(kda_flush_verify_args, parents, 3256);
+  EXPECT_FIELD(kda_flush_verify_args, max_tokens, 3352);
+  EXPECT_FIELD(kda_flush_verify_args, reserved, 3356);
 }
 
 TEST(Abi, SegmentMapArgs) {
@@ -210,7 +279,8 @@ TEST(Abi, StatusNames) {
 
 // Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
 TEST(Abi, ImplementationNames) {
-  for (const char* op : {"forward", "backward", "decode", "segment_map", "segment_merge", "gate", "gate_backward"}) {
+  for (const char* op : {"forward", "backward", "decode", "verify", "flush", "flush_verify", "segment_map",
+                         "segment_merge", "gate", "gate_backward", "conv", "conv_backward"}) {
     std::set<std::string> names;
     std::string last;
     int32_t count = 0;

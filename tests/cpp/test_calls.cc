@@ -60,6 +60,9 @@ TEST(Calls, AllocateNothing) {
   expect_no_allocation<kda_decode_args>();
   expect_no_allocation<kda_segment_map_args>();
   expect_no_allocation<kda_segment_merge_args>();
+  expect_no_allocation<kda_verify_args>();
+  expect_no_allocation<kda_flush_args>();
+  expect_no_allocation<kda_flush_verify_args>();
   expect_no_allocation<kda_gate_args>();
   expect_no_allocation<kda_gate_backward_args>();
 }
@@ -68,6 +71,9 @@ TEST(Calls, AllocateNothingForManySequences) {
   Case c = legal_case();
   c.lengths.assign(100, 1);
   expect_no_allocation<kda_decode_args>(c);
+  expect_no_allocation<kda_verify_args>(c);
+  expect_no_allocation<kda_flush_args>(c);
+  expect_no_allocation<kda_flush_verify_args>(c);
   expect_no_allocation<kda_forward_args>(c);
   expect_no_allocation<kda_segment_map_args>(c);
 }
@@ -93,6 +99,9 @@ TEST(Calls, RestoreTheFloatingPointMode) {
       expect_kept(std::make_unique<Legal<kda_decode_args>>());
       expect_kept(std::make_unique<Legal<kda_segment_map_args>>());
       expect_kept(std::make_unique<Legal<kda_segment_merge_args>>());
+      expect_kept(std::make_unique<Legal<kda_verify_args>>());
+      expect_kept(std::make_unique<Legal<kda_flush_args>>());
+      expect_kept(std::make_unique<Legal<kda_flush_verify_args>>());
       expect_kept(std::make_unique<Legal<kda_gate_args>>());
       expect_kept(std::make_unique<Legal<kda_gate_backward_args>>());
     }

@@ -12,13 +12,17 @@ using F = Legal<kda_forward_args>;
 using B = Legal<kda_backward_args>;
 using D = Legal<kda_decode_args>;
 using G = Legal<kda_gate_args>;
+using V = Legal<kda_verify_args>;
+using FV = Legal<kda_flush_verify_args>;
 
-// The same break of what the three operators share, refused by all of them.
+// The same break of what the operators on sequences share, refused by all of them.
 template <class BreakIt>
 void all_refuse(const std::string& sentence, BreakIt break_it) {
   refuses<kda_forward_args>(sentence, [&](F& x) { break_it(x.args.in, x.in); });
   refuses<kda_backward_args>(sentence, [&](B& x) { break_it(x.args.in, x.in); });
   refuses<kda_decode_args>(sentence, [&](D& x) { break_it(x.args.in, x.in); });
+  refuses<kda_verify_args>(sentence, [&](V& x) { break_it(x.args.in, x.in); });
+  refuses<kda_flush_verify_args>(sentence, [&](FV& x) { break_it(x.args.in, x.in); });
 }
 template <class BreakIt>
 void pools_refuse(const std::string& sentence, BreakIt break_it) {
@@ -305,6 +309,8 @@ TEST(Workspace, ReadsNoData) {
   with_fake_pointers(std::make_unique<F>());
   with_fake_pointers(std::make_unique<B>());
   with_fake_pointers(std::make_unique<D>());
+  with_fake_pointers(std::make_unique<Legal<kda_verify_args>>());
+  with_fake_pointers(std::make_unique<Legal<kda_flush_args>>());
   with_fake_pointers(std::make_unique<G>());
   with_fake_pointers(std::make_unique<Legal<kda_gate_backward_args>>());
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "calls.h"
+#include "speculation_calls.h"
 
 namespace kda::test {
 namespace {
@@ -32,7 +32,11 @@ struct Dispatch : testing::Test {
         o(KDA_F32, {in.B, in.T, in.c.HV, in.c.V}),
         segment(in),
         merge(2, 1, 4, 4, KDA_STATE_V_FIRST),
-        gate(in, KDA_F32) {}
+        gate(in, KDA_F32),
+        drafts(find_speculation_case("softplus")),
+        records(drafts),
+        last(drafts),
+        drafts_o(drafts.output()) {}
 
   template <class F>
   void each(F f) {
@@ -41,6 +45,9 @@ struct Dispatch : testing::Test {
     f("decode", decode_args(in, pool, pool, o));
     f("segment_map", segment_map_args(in, segment));
     f("segment_merge", segment_merge_args(merge));
+    f("verify", verify_args(drafts, records, drafts_o));
+    f("flush", flush_args(drafts, drafts.pool.h, records));
+    f("flush_verify", flush_verify_args(drafts, drafts, drafts.pool.h, last, records, drafts_o));
     f("gate", gate_args(in, gate));
     f("gate_backward", gate_backward_args(in, gate));
   }
@@ -57,6 +64,9 @@ struct Dispatch : testing::Test {
   SegmentOutputs segment;
   MergeTensors merge;
   GateTensors gate;
+  Drafts drafts;
+  Records records, last;
+  Tensor drafts_o;
 };
 
 template <class Args>
