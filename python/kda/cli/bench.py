@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import show
-from .problems import Problem, gate, given_sizes, natural, serving, size_arguments, training
+from .problems import Problem, flushing, gate, given_sizes, natural, records, serving, size_arguments, training
 
 if TYPE_CHECKING:
     from .arrays import Source
@@ -47,6 +47,23 @@ def _decode(p: Problem, new: Source) -> Callable[[], object]:
 
     x = serving(p, new)
     return lambda: kda.decode(**x)
+
+
+def _verify(p: Problem, new: Source) -> Callable[[], object]:
+    import kda
+
+    x, u_k_alpha = serving(p, new), records(p, new)
+    return lambda: kda.verify_kvbuffer(**x, records=kda.Records(**u_k_alpha))
+
+
+def _flush(p: Problem, new: Source) -> Callable[[], object]:
+    """All drafts accepted, which takes the longest."""
+    import kda
+
+    x, u_k_alpha = flushing(p, new), records(p, new)
+    given = {n: x[n] for n in ("state", "state_indices", "state_v_first")}
+    accept_len = new.integers([p.T] * p.N)
+    return lambda: kda.flush_kvbuffer(**given, records=kda.Records(**u_k_alpha), accept_len=accept_len)
 
 
 def _training(p: Problem, new: Source) -> Callable[[], object]:
@@ -85,6 +102,10 @@ def _state_bytes(p: Problem) -> float:
     return 2 * p.N * p.HV * p.K * p.V * _BYTES[p.state_dtype]
 
 
+def _state_bytes_read(p: Problem) -> float:
+    return _state_bytes(p) / 2
+
+
 def _gate_bytes(p: Problem) -> float:
     return p.B * p.T * p.HV * p.K * (_BYTES[p.dtype] + 4)
 
@@ -110,6 +131,8 @@ BENCHES = {
         {"FLA naive_recurrent_kda": (_NAIVE, "naive_recurrent")},
         most_tokens=16,
     ),
+    "verify": Bench(_verify, _state_bytes_read, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
+    "flush": Bench(_flush, _state_bytes, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
     "gate": Bench(_gate, _gate_bytes, "GB/s", (Problem(H=32),), devices=("cpu", "cuda")),
 }
 

@@ -38,6 +38,38 @@ def _decode(x: dict[str, Any]) -> dict[str, Any]:
     return {"o": kda.decode(**x), "state": x["state"]}
 
 
+def _records(x: dict[str, Any], prefix: str = "record_") -> kda.Records:
+    """Takes them out of the keywords."""
+    return kda.Records(*(x.pop(prefix + n) for n in ("u", "k", "alpha")))
+
+
+def _drafts(p: Problem, new: Source) -> dict[str, Any]:
+    return problems.serving(p, new) | problems.records(p, new, "record_")
+
+
+def _verify(x: dict[str, Any]) -> dict[str, Any]:
+    records = _records(x := dict(x))
+    o = kda.verify_kvbuffer(**x, records=records)
+    return {"o": o, "state": x["state"], "u": records.u, "k": records.k, "alpha": records.alpha}
+
+
+def _flush(x: dict[str, Any]) -> dict[str, Any]:
+    records = _records(x := dict(x), "")
+    kda.flush_kvbuffer(**x, records=records)
+    return {"state": x["state"]}
+
+
+def _flush_drafts(p: Problem, new: Source) -> dict[str, Any]:
+    last = problems.records(p, new, "last_")
+    return _drafts(p, new) | last | {"accept_len": problems.flushing(p, new)["accept_len"]}
+
+
+def _flush_verify(x: dict[str, Any]) -> dict[str, Any]:
+    records, last = _records(x := dict(x)), _records(x, "last_")
+    o = kda.flush_verify_kvbuffer(**x, records=records, last=last)
+    return {"o": o, "state": x["state"], "u": records.u, "k": records.k, "alpha": records.alpha}
+
+
 def _backward(x: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -66,7 +98,8 @@ def _gate_backward(x: dict[str, Any]) -> dict[str, Any]:
 # Chunks and their borders at a size every kernel takes; and odd sizes with empty and short sequences.
 _CHUNKS = Problem(B=2, T=81, H=1, HV=2, K=64, V=64)
 _PACKED = Problem(H=2, HV=4, K=20, V=36, beta="2sigmoid", lengths=(70, 0, 1, 65))
-_STEPS = Problem(B=3, T=2, H=1, HV=2, K=64, V=64), Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
+_STEPS = Problem(B=3, T=5, H=1, HV=2, K=64, V=64), Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
+_SPECULATION = {"o": 3e-3, "state": 1e-5, "u": 1e-5, "k": 1e-5, "alpha": 1e-5}
 
 OPERATORS = {
     "forward": Operator(
@@ -83,6 +116,15 @@ OPERATORS = {
     ),
     "decode": Operator(
         problems.serving, _decode, {"o": 3e-3, "state": 1e-5}, Problem(B=64, T=1), checked=_STEPS
+    ),
+    "verify": Operator(
+        _drafts, _verify, _SPECULATION, Problem(B=64, T=4), checked=_STEPS
+    ),
+    "flush": Operator(
+        problems.flushing, _flush, {"state": 1e-5}, Problem(B=64, T=4), checked=_STEPS
+    ),
+    "flush_verify": Operator(
+        _flush_drafts, _flush_verify, _SPECULATION, Problem(B=64, T=4), checked=_STEPS
     ),
     "gate": Operator(
         problems.gate, _gate, {"gate": 1e-5}, Problem(), checked=(_CHUNKS,), gates=GATES[1:], layouts=LAYOUTS[:1]

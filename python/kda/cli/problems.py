@@ -94,6 +94,22 @@ def serving(p: Problem, new: Source) -> dict[str, Any]:
     return x
 
 
+def records(p: Problem, new: Source, prefix: str = "") -> dict[str, Any]:
+    """Room for a record of each of p.T drafts, with numbers in it that a verify might have left."""
+    return {
+        f"{prefix}u": new.normal("float32", p.N, p.T, p.HV, p.V),
+        f"{prefix}k": new.normal("float32", p.N, p.T, p.H, p.K),
+        f"{prefix}alpha": new.unit("float32", p.N, p.T, p.HV, p.K),
+    }
+
+
+def flushing(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.flush_kvbuffer``: 0, 1, .. accepted drafts."""
+    x = {"state": states(p, new, p.N + 1), "state_indices": new.integers(range(p.N, 0, -1))} | records(p, new)
+    x |= {"accept_len": new.integers([n % (p.T + 1) for n in range(p.N)]), "state_v_first": p.layout == "V-first"}
+    return x
+
+
 def training(p: Problem, new: Source) -> dict[str, Any]:
     """Inputs of ``kda.chunk_kda``, and the gradients that come back to it."""
     x = common(p, new) | {"initial_state": states(p, new, p.N), "d_o": new.normal(p.dtype, p.B, p.T, p.HV, p.V)}
