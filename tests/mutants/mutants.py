@@ -4,9 +4,9 @@
     mutants.py BUILD_DIR [SUBSTRING]     all mutants, or those whose name contains SUBSTRING
 
 Each mutant is one substitution in one file (table.py). The translation units it reaches are compiled as
-compile_commands.json says (for one instruction set only, and with -O1: seconds count), linked with the other objects
-into a libkda.so, and the tests of that family run against it. Exit status 0: all of them failed, as they should, and
-the unmutated library built the same way passed.
+compile_commands.json says (for one instruction set only, and with -O1: seconds count). The build's own command for
+libkda.so, CUDA included, links them in place of the right ones, and the tests of that family run against the result.
+Exit status 0: all of them failed, as they should, and the unmutated library built the same way passed.
 """
 
 import json
@@ -38,13 +38,14 @@ class Build:
         self.directory = directory
         self.work = directory / "mutants"
         shutil.rmtree(self.work, ignore_errors=True)
+        commands = ["cmake", "--build", str(directory), "--", "-t", "commands", "kda"]
+        last = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        self.link_command = shlex.split(last.removeprefix(": && ").removesuffix(" && :"))
         self.commands = {}
-        self.objects = {}
         for entry in json.loads((directory / "compile_commands.json").read_text()):
-            arguments = shlex.split(entry["command"])
-            if "kda_objects.dir" in (output := arguments[arguments.index("-o") + 1]):
-                self.commands[entry["file"]] = arguments
-                self.objects[entry["file"]] = directory / output
+            command = shlex.split(entry["command"])
+            if command[command.index("-o") + 1] in self.link_command:
+                self.commands[entry["file"]] = command
 
     def compile(self, unit: str, overlay: pathlib.Path) -> pathlib.Path:
         """`unit` with the files in `overlay` in front of those in src/."""
@@ -67,10 +68,16 @@ class Build:
         subprocess.run(arguments, cwd=self.directory, check=True)
         return output
 
-    def link(self, replaced: dict[str, pathlib.Path], library: pathlib.Path) -> None:
-        objects = [str(replaced.get(file, built)) for file, built in self.objects.items()]
-        compiler = next(iter(self.commands.values()))[0]
-        subprocess.run([compiler, "-shared", "-fopenmp", "-o", str(library), *objects], check=True)
+    def link(self, objects: dict[str, pathlib.Path], library: pathlib.Path) -> None:
+        """`objects`, by their units, instead of those of the build."""
+        command = self.link_command.copy()
+        command[command.index("-o") + 1] = str(library)
+        for unit in objects:
+            compiled = self.commands[str(ROOT / unit)]
+            command.remove(compiled[compiled.index("-o") + 1])
+        # In front of the others: of an inline function that several objects hold, the linker takes the first.
+        command[1:1] = map(str, objects.values())
+        subprocess.run(command, cwd=self.directory, check=True)
 
     def library(self, name: str, mutated: dict[str, str], units: list[str]) -> pathlib.Path:
         overlay = self.work / "".join(c if c.isalnum() else "_" for c in name)
@@ -78,8 +85,7 @@ class Build:
             path = overlay / pathlib.Path(file).relative_to("src")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        replaced = {str(ROOT / unit): self.compile(unit, overlay) for unit in units}
-        self.link(replaced, overlay / "libkda.so")
+        self.link({unit: self.compile(unit, overlay) for unit in units}, overlay / "libkda.so")
         return overlay / "libkda.so"
 
     def passes(self, library: pathlib.Path, tests: tuple[str, str]) -> bool:
