@@ -186,7 +186,7 @@ typedef struct kda_backward_args {
 } kda_backward_args;
 
 /* ---- kda_decode: the token recurrence over a state pool -------------------------------------------------------------
- * Tuned for 1..16 tokens a sequence, right for any number. */
+ * Tuned for 1..16 tokens a sequence, right for any number. Needs no workspace on the CPU. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
