@@ -237,7 +237,8 @@ typedef struct kda_conv_backward_args {
  *   to snapshots: the one after token t of sequence n to slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
  *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
  * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
- * snapshot_slots[n][accepted[n]-1] of h0, or without snapshot_slots in row [n][accepted[n]-1] of snapshots. */
+ * snapshot_slots[n][accepted[n]-1] of h0, or without snapshot_slots in row [n][accepted[n]-1] of snapshots. Needs no workspace on the
+ * CPU without conv. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;

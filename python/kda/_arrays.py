@@ -12,47 +12,37 @@ try:
     import torch
 except ImportError:  # everything but autograd works without torch
     torch = None  # type: ignore[assignment]
+Tensor: Any = () if torch is None else torch.Tensor  # for isinstance
 
 
 def is_torch(x: Any) -> bool:
-    return torch is not None and isinstance(x, torch.Tensor)
+    return isinstance(x, Tensor)
 
 
-def shape_of(name: str, x: Any, ndim: int) -> Any:
-    try:
-        shape = x.shape
-    except AttributeError:
-        raise ValueError(f"{name}: expected an array, got {type(x).__name__}") from None
-    if len(shape) != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(shape)}")
-    return shape
-
-
-def new_like(x: Any, shape: Any = None, dtype: Any = None) -> Any:
-    """An uninitialised array beside ``x``, of its shape and dtype unless others are named."""
+def new_like(
+    x: Any, shape: Any = None, dtype: Any = None, blame: str = "out: expected an array to write to, got None"
+) -> Any:
+    """An uninitialised array beside ``x``, of its shape and dtype unless others are named. If none can be made here,
+    ``blame`` says what the caller could have done."""
     if is_torch(x):
         if shape is None:
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         return x.new_empty(shape, dtype=getattr(torch, dtype) if dtype else x.dtype)
     import numpy
 
+    wanted = str(x.dtype) if dtype is None else dtype
     device = x.__dlpack_device__()[0] if hasattr(x, "__dlpack_device__") else 1
-    if int(device) != 1:
-        raise ValueError(
-            "out: expected an array to write to, since only torch and NumPy arrays can be made here, got None"
-        )
     try:
-        return numpy.empty(
-            x.shape if shape is None else shape, dtype=numpy.dtype(str(x.dtype)) if dtype is None else dtype
-        )
+        if int(device) != 1:
+            raise TypeError
+        return numpy.empty(x.shape if shape is None else shape, dtype=numpy.dtype(wanted))
     except TypeError:
-        raise ValueError(f"out: expected an array to write to, since NumPy has no dtype {x.dtype}, got None") from None
+        raise ValueError(f"{blame} (made here are torch tensors for torch tensors, else NumPy arrays)") from None
 
 
-def check_views(*tensors: Any) -> None:
-    """torch tensors can carry a pending sign flip that DLPack does not show."""
-    for t in tensors:
-        if t is not None and is_torch(t) and t.is_neg():
-            raise ValueError(
-                "expected tensors in memory as they read, got a lazily negated view: call resolve_neg() first"
-            )
+def check_views(*arrays: Any) -> None:
+    """torch's floating point tensors can carry a pending sign flip that DLPack does not show. Part of every call, so it
+    leaves to ``refusal`` to say which one does."""
+    for x in arrays:
+        if isinstance(x, Tensor) and x.is_neg():
+            raise ValueError("expected memory as it reads, got a negated view")

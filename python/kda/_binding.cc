@@ -1,5 +1,5 @@
 // Python binding: translates DLPack tensors and scalars into the args structs of kda.h. No checks of its own beyond
-// what the structs cannot express (devices, unknown dtypes); the contract is the library's.
+// what the structs cannot express (devices, unknown dtypes, numbers out of range); the contract is the library's.
 //
 // Every operator has three functions, kda_<op>, kda_<op>_workspace, kda_<op>_explain, with the same positional
 // arguments, listed by the read() overloads below and passed in that order by _lib.py. An absent tensor or name is
@@ -12,9 +12,13 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 namespace {
 
@@ -50,16 +54,26 @@ std::string device_name(DLDevice d) {
                                      : "DLPack device type " + std::to_string(d.device_type));
 }
 
+std::string what(ffi::AnyView arg) {
+  const auto text = arg.try_cast<ffi::String>();
+  return text ? std::string("'").append(*text).append("'") : arg.GetTypeKey();
+}
+
 // Reads positional arguments in order. The first tensor decides the device.
 class Reader {
  public:
   Reader(const TVMFFIAny* args, int32_t count) : args_(reinterpret_cast<const ffi::AnyView*>(args)), count_(count) {}
 
-  void tensor(const char* name, kda_tensor& out) {
+  // True: the same view as `twin`, which is cheaper than to translate it twice.
+  void tensor(const char* name, kda_tensor& out, const kda_tensor* twin = nullptr) {
     const ffi::AnyView arg = next();
     if (arg.type_index() == ffi::TypeIndex::kTVMFFINone) return;
+    if (twin && arg.type_index() == ffi::TypeIndex::kTVMFFIBool) {
+      if (arg.cast<bool>()) out = *twin;
+      return;
+    }
     const auto view = arg.try_cast<ffi::TensorView>();
-    if (!view) value_error(std::string(name) + ": expected a tensor, got " + arg.GetTypeKey());
+    if (!view) value_error(std::string(name) + ": expected a tensor, got " + what(arg));
     check_device(name, (*view).device());
     out.dtype = to_dtype(name, (*view).dtype());
     out.ndim = (*view).ndim();
@@ -72,20 +86,38 @@ class Reader {
     for (int i = 0; i < out.ndim; ++i) out.shape[i] = shape[i], out.stride[i] = strides[i], empty |= shape[i] == 0;
     out.data = empty ? nullptr : static_cast<char*>((*view).data_ptr()) + (*view).byte_offset();
   }
-  int64_t integer() { return next().cast<int64_t>(); }
-  float number() { return static_cast<float>(next().cast<double>()); }
+  int32_t integer(const char* name) {
+    const auto value = scalar<int64_t>(name, "an integer");
+    if (value != static_cast<int32_t>(value))
+      value_error(std::string(name) + ": expected an integer of 32 bits, got " + std::to_string(value));
+    return static_cast<int32_t>(value);
+  }
+  bool flag(const char* name) { return scalar<bool>(name, "True or False"); }
+  // Refuses what float32 rounds to infinity, or to 0, which stands for the default in kda.h.
+  float number(const char* name) {
+    const auto value = scalar<double>(name, "a number");
+    const bool too_large = std::isfinite(value) && std::abs(value) > std::numeric_limits<float>::max();
+    if (too_large || (value != 0 && static_cast<float>(value) == 0)) {
+      char text[32];
+      std::snprintf(text, sizeof(text), "%g", value);
+      value_error(std::string(name) + ": expected a number in the range of float32, got " + text);
+    }
+    return static_cast<float>(value);
+  }
 
   // Last: implementation name, threads, workspace (None: allocated here for the call).
   void exec(kda_exec& e) {
     const ffi::AnyView impl = next();
     if (impl.type_index() != ffi::TypeIndex::kTVMFFINone) {
-      impl_ = std::string(impl.cast<ffi::String>());
+      const auto text = impl.try_cast<ffi::String>();
+      if (!text) value_error("impl: expected a name, got " + what(impl));
+      impl_ = std::string(*text);
       e.impl = impl_.c_str();
     }
-    e.num_threads = static_cast<int32_t>(integer());
+    e.num_threads = integer("num_threads");
     if (const ffi::AnyView memory = next(); memory.type_index() != ffi::TypeIndex::kTVMFFINone) {
       const auto view = memory.try_cast<ffi::TensorView>();
-      if (!view) value_error(std::string("workspace: expected a tensor, got ") + memory.GetTypeKey());
+      if (!view) value_error(std::string("workspace: expected a tensor, got ") + what(memory));
       if ((*view).ndim() != 1 || !(*view).IsContiguous()) value_error("workspace: expected one dense dimension");
       check_device("workspace", (*view).device());
       const DLDataType dtype = (*view).dtype();  // any: bytes are bytes
@@ -116,6 +148,13 @@ class Reader {
       value_error(std::string(name) + ": expected device " + device_name(device_) + " like the first tensor, got " +
                   device_name(device));
   }
+  template <class T>
+  T scalar(const char* name, const char* expected) {
+    const ffi::AnyView arg = next();
+    const auto value = arg.try_cast<T>();
+    if (!value) value_error(std::string(name) + ": expected " + expected + ", got " + what(arg));
+    return *value;
+  }
   ffi::AnyView next() {
     if (used_ == count_) value_error("internal: expected more than " + std::to_string(count_) + " arguments");
     return args_[used_++];
@@ -130,26 +169,26 @@ class Reader {
 void read(Reader& r, kda_inputs& in) {
   r.tensor("q", in.q), r.tensor("k", in.k), r.tensor("v", in.v), r.tensor("g", in.g), r.tensor("beta", in.beta);
   r.tensor("A_log", in.A_log), r.tensor("dt_bias", in.dt_bias), r.tensor("cu_seqlens", in.cu_seqlens);
-  in.gate_form = static_cast<int32_t>(r.integer());
-  in.beta_form = static_cast<int32_t>(r.integer());
-  in.qk_l2norm = static_cast<int32_t>(r.integer());
-  in.state_layout = static_cast<int32_t>(r.integer());
-  in.lower_bound = r.number();
-  in.scale = r.number();
+  in.gate_form = r.integer("gate_form");
+  in.beta_form = r.integer("beta_form");
+  in.qk_l2norm = r.flag("use_qk_l2norm_in_kernel");
+  in.state_layout = r.integer("state_layout");
+  in.lower_bound = r.number("lower_bound");
+  in.scale = r.number("scale");
 }
 
 void read(Reader& r, kda_states& s) {
-  r.tensor("h0", s.h0), r.tensor("hT", s.hT), r.tensor("state_indices", s.state_indices),
+  r.tensor("h0", s.h0), r.tensor("hT", s.hT, &s.h0), r.tensor("state_indices", s.state_indices),
       r.tensor("has_initial_state", s.has_initial_state);
-  s.first_valid_slot = static_cast<int32_t>(r.integer());
+  s.first_valid_slot = r.integer("first_valid_slot");
 }
 
 void read(Reader& r, kda_forward_args& a) {
   read(r, a.in), read(r, a.states);
   r.tensor("o", a.o), r.tensor("checkpoints", a.checkpoints), r.tensor("checkpoint_slots", a.checkpoint_slots);
   r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("Aqk", a.Aqk), r.tensor("Akk", a.Akk);
-  a.checkpoint_every = static_cast<int32_t>(r.integer());
-  a.h_every = static_cast<int32_t>(r.integer());
+  a.checkpoint_every = r.integer("checkpoint_every");
+  a.h_every = r.integer("h_every");
 }
 
 void read(Reader& r, kda_backward_args& a) {
@@ -158,7 +197,7 @@ void read(Reader& r, kda_backward_args& a) {
   r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("Aqk", a.Aqk), r.tensor("Akk", a.Akk);
   r.tensor("dq", a.dq), r.tensor("dk", a.dk), r.tensor("dv", a.dv), r.tensor("dg", a.dg), r.tensor("dbeta", a.dbeta);
   r.tensor("dA_log", a.dA_log), r.tensor("d_dt_bias", a.d_dt_bias), r.tensor("dh0", a.dh0);
-  a.h_every = static_cast<int32_t>(r.integer());
+  a.h_every = r.integer("h_every");
 }
 
 void read(Reader& r, kda_decode_args& a) {
@@ -200,8 +239,8 @@ void read(Reader& r, kda_flush_args& a) {
   read(r, kRecords, a.records);
   r.tensor("accept_len", a.accept_len), r.tensor("parents", a.parents);
   r.tensor("conv_x", a.conv_x), r.tensor("conv_state", a.conv_state), r.tensor("conv_indices", a.conv_indices);
-  a.state_layout = static_cast<int32_t>(r.integer());
-  a.first_valid_slot = static_cast<int32_t>(r.integer());
+  a.state_layout = r.integer("state_layout");
+  a.first_valid_slot = r.integer("first_valid_slot");
 }
 
 void read(Reader& r, kda_flush_verify_args& a) {
@@ -212,20 +251,20 @@ void read(Reader& r, kda_flush_verify_args& a) {
   r.tensor("last_conv_x", a.last_conv_x);
   read(r, kRecords, a.records);
   r.tensor("parents", a.parents);
-  a.max_tokens = static_cast<int32_t>(r.integer());
+  a.max_tokens = r.integer("max_tokens");
 }
 
 void read(Reader& r, kda_gate_args& a) {
   r.tensor("x", a.x), r.tensor("A_log", a.A_log), r.tensor("dt_bias", a.dt_bias), r.tensor("g", a.g);
-  a.gate_form = static_cast<int32_t>(r.integer());
-  a.lower_bound = r.number();
+  a.gate_form = r.integer("gate_form");
+  a.lower_bound = r.number("lower_bound");
 }
 
 void read(Reader& r, kda_gate_backward_args& a) {
   r.tensor("x", a.x), r.tensor("A_log", a.A_log), r.tensor("dt_bias", a.dt_bias), r.tensor("dg", a.dg);
   r.tensor("dx", a.dx), r.tensor("dA_log", a.dA_log), r.tensor("d_dt_bias", a.d_dt_bias);
-  a.gate_form = static_cast<int32_t>(r.integer());
-  a.lower_bound = r.number();
+  a.gate_form = r.integer("gate_form");
+  a.lower_bound = r.number("lower_bound");
 }
 
 struct Free {
@@ -248,6 +287,9 @@ struct Call {
 
   // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
+    // Plain decode needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small step.
+    if constexpr (std::is_same_v<Args, kda_decode_args>)
+      if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0) return;
     uint64_t bytes = 0;
     check(workspace(&args, &bytes));
     if (!bytes) return;

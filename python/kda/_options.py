@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 CHUNK = 64
@@ -36,16 +35,16 @@ def gate_form(A_log: Any, lower_bound: float | None) -> int:
 
 
 def make_options(
-    K: int, A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool,
+    A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool,
     beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
 ) -> tuple[int, int, bool, int, float, float]:  # fmt: skip
     """The fields of :class:`Options`, checked, as a plain tuple (which is made faster)."""
     if neg_eigval and not beta_sigmoid:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
     if scale is None:
-        scale = K**-0.5 if K else 1.0
-    elif scale == 0 or not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number other than 0, got {scale}")
+        scale = 0.0  # the library's K ** -0.5
+    elif scale == 0:
+        raise ValueError("scale: expected a finite number other than 0, got 0")
     return (
         gate_form(A_log, lower_bound) if use_gate else GATE_LOG,
         (BETA_2SIGMOID if neg_eigval else BETA_SIGMOID) if beta_sigmoid else BETA_ACTIVATED,

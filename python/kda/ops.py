@@ -10,22 +10,25 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import _arrays
-from ._arrays import is_torch, new_like, shape_of
+from ._arrays import check_views, is_torch, new_like
 from ._lib import library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
+from ._refusal import refusal
 
 torch: Any = _arrays.torch
+_compiling: Any = (lambda: False) if torch is None else torch.compiler.is_compiling
 
 
-def _compiling() -> bool:
-    return torch is not None and torch.compiler.is_compiling()
-
-
-def _flat_gate_parameters(A_log: Any, dt_bias: Any, HV: int, K: int) -> tuple[Any, Any]:
+def _gate_parameters(A_log: Any, dt_bias: Any, v: Any, q: Any) -> tuple[Any, Any]:
     """``A_log`` as ``[HV]`` and ``dt_bias`` as ``[HV, K]``; FLA stores the latter flat."""
-    if A_log is not None and len(A_log.shape) != 1:
-        A_log = A_log.reshape(HV)
-    if dt_bias is not None and len(dt_bias.shape) != 2:
+    # Where there is an ndim, it takes half the time of a shape.
+    if A_log is not None and getattr(A_log, "ndim", 0) != 1 and len(A_log.shape) != 1:
+        A_log = A_log.reshape(-1)
+    if dt_bias is not None and getattr(dt_bias, "ndim", 0) != 2 and len(dt_bias.shape) != 2:
+        try:
+            HV, K = v.shape[-2], q.shape[-1]
+        except IndexError:  # the library says what is wrong with these
+            return A_log, dt_bias
         if tuple(dt_bias.shape) != (HV * K,):
             raise ValueError(f"dt_bias: expected shape [{HV * K}] or [{HV}, {K}], got {list(dt_bias.shape)}")
         dt_bias = dt_bias.reshape(HV, K)
@@ -99,36 +102,41 @@ def chunk_kda(
     >>> list(o.shape), list(state.shape)
     ([1, 100, 2, 8], [1, 2, 8, 8])
     """
-    if not is_torch(q):
-        raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
-    from .autograd import KDAFunction
+    try:
+        if not is_torch(q):
+            raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
+        from .autograd import KDAFunction
 
-    state_v_first = _layout(state_v_first, kwargs)
-    kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
-    if kwargs.pop("chunk_size", CHUNK) != CHUNK:
-        raise NotImplementedError("chunk_size: expected 64, the only one there is here")
-    if kwargs:
-        raise TypeError(f"chunk_kda: unexpected arguments {sorted(kwargs)}")
-    if cp_context is not None:
-        raise NotImplementedError("cp_context: expected None, context parallelism is not built yet")
-    if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
-        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
-        raise ValueError("return_intermediate_states: expected torch.inference_mode(), got autograd's mode")
-    if return_intermediate_states and disable_recompute:
-        raise ValueError("return_intermediate_states: expected disable_recompute=False with it, got True")
+        state_v_first = _layout(state_v_first, kwargs)
+        kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
+        if kwargs.pop("chunk_size", CHUNK) != CHUNK:
+            raise NotImplementedError("chunk_size: expected 64, the only one there is here")
+        if kwargs:
+            raise TypeError(f"chunk_kda: unexpected arguments {sorted(kwargs)}")
+        if cp_context is not None:
+            raise NotImplementedError("cp_context: expected None, context parallelism is not built yet")
+        if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
+            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
+        if return_intermediate_states and not torch.is_inference_mode_enabled():
+            raise ValueError("return_intermediate_states: expected torch.inference_mode(), got autograd's mode")
+        if return_intermediate_states and disable_recompute:
+            raise ValueError("return_intermediate_states: expected disable_recompute=False with it, got True")
 
-    call = _training_call(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
-    )  # fmt: skip
-    if return_intermediate_states:
-        return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
-    if _compiling():
-        from .compiled import forward
+        call = _training_call(
+            q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+        )  # fmt: skip
+        if return_intermediate_states:
+            return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
+        if _compiling():
+            from .compiled import forward
 
-        return forward(*call, output_final_state, disable_recompute, False, impl)
-    return KDAFunction.apply(*call, output_final_state, disable_recompute, False, impl)
+            return forward(*call, output_final_state, disable_recompute, False, impl)
+        return KDAFunction.apply(*call, output_final_state, disable_recompute, False, impl)
+    except Exception as error:
+        if _compiling():
+            raise
+        raise refusal(error, locals()) from None
 
 
 def fused_recurrent_kda(
@@ -164,22 +172,27 @@ def fused_recurrent_kda(
     >>> o[0, :, 0, 0].tolist()
     [1.0, 1.0, 1.0]
     """
-    state_v_first = _layout(state_v_first, kwargs)
-    if kwargs:
-        raise TypeError(f"fused_recurrent_kda: unexpected arguments {sorted(kwargs)}")
-    call = _training_call(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
-    )  # fmt: skip
-    if not is_torch(q):
-        return _recurrent_arrays(call, output_final_state, impl)
-    if _compiling():
-        from .compiled import forward
+    try:
+        state_v_first = _layout(state_v_first, kwargs)
+        if kwargs:
+            raise TypeError(f"fused_recurrent_kda: unexpected arguments {sorted(kwargs)}")
+        call = _training_call(
+            q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+        )  # fmt: skip
+        if not is_torch(q):
+            return _recurrent_arrays(call, output_final_state, impl)
+        if _compiling():
+            from .compiled import forward
 
-        return forward(*call, output_final_state, False, True, impl)
-    from .autograd import KDAFunction
+            return forward(*call, output_final_state, False, True, impl)
+        from .autograd import KDAFunction
 
-    return KDAFunction.apply(*call, output_final_state, False, True, impl)
+        return KDAFunction.apply(*call, output_final_state, False, True, impl)
+    except Exception as error:
+        if _compiling():
+            raise
+        raise refusal(error, locals()) from None
 
 
 class _TrainingCall(NamedTuple):
@@ -214,7 +227,7 @@ def _single(x: Any) -> Any:
 
 def _dense(x: Any) -> Any:
     """FLA's functions take any strides; the kernels want a dense last dimension."""
-    if x is None or not is_torch(x) or x.shape[-1] <= 1 or x.stride(-1) == 1:
+    if not is_torch(x) or x.ndim == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1:
         return x
     return x.contiguous()
 
@@ -224,12 +237,16 @@ def _training_call(
     lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
     cu: Any,
 ) -> _TrainingCall:  # fmt: skip
-    K, HV = shape_of("q", q, 4)[3], shape_of("v", v, 4)[2]
-    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K) if use_gate else (None, None)
-    options = Options(*make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first))
+    for name, x in (("q", q), ("v", v)):
+        if len(x.shape) != 4:
+            raise ValueError(f"{name}: expected 4 dimensions, got shape {list(x.shape)}")
+    if cu is not None and (len(cu.shape) != 1 or cu.shape[0] < 1):
+        raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu.shape)}")
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q) if use_gate else (None, None)
+    options = Options(*make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first))
+    if not _compiling():
+        check_views(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if torch is not None:
-        if not _compiling():
-            _arrays.check_views(q, k, v, g, beta, initial_state)
         A_log, dt_bias = _single(A_log), _single(dt_bias)
     q, k, v, g, A_log, dt_bias, initial_state = map(_dense, (q, k, v, g, A_log, dt_bias, initial_state))
     return _TrainingCall(q, k, v, g, beta, A_log, dt_bias, initial_state, cu, options)
@@ -240,10 +257,10 @@ def _recurrent_arrays(call: _TrainingCall, output_final_state: bool, impl: str |
     B, T, _, K = q.shape
     _, _, HV, V = v.shape
     N = B if cu is None else cu.shape[0] - 1
-    o = new_like(q, (B, T, HV, V))
-    hT = (
-        new_like(q, (N, HV, K, V) if options.state_layout else (N, HV, V, K), "float32") if output_final_state else None
-    )
+    blame = f"q: expected a torch or NumPy array, got {type(q).__name__}"
+    o = new_like(q, (B, T, HV, V), None, blame)
+    state = (N, HV, K, V) if options.state_layout else (N, HV, V, K)
+    hT = new_like(q, state, "float32", blame) if output_final_state else None
     library().decode(
         q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, impl, 0, None,
     )  # fmt: skip
@@ -254,7 +271,8 @@ def _chunk_count(q: Any, cu_seqlens: Any) -> int:
     if cu_seqlens is None:
         return q.shape[0] * ((q.shape[1] + CHUNK - 1) // CHUNK)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    return int(((lengths + CHUNK - 1) // CHUNK).sum())
+    most = q.shape[1] // CHUNK + cu_seqlens.shape[0]  # offsets the library will refuse, whatever it is given
+    return min(max(int(((lengths + CHUNK - 1) // CHUNK).sum()), 0), most)
 
 
 def _with_intermediate_states(
@@ -338,37 +356,43 @@ def prefill(
     >>> o.shape, float(pool[2, 0, 0, 0]), float(pool[1].sum())
     ((1, 70, 1, 4), 0.25, 0.0)
     """
-    call = _serving_call(
-        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
-    )  # fmt: skip
-    if out is None:
-        out = new_like(v)
-    every = checkpoint_every if checkpoints is not None else 0
-    if _compiling():
-        from .compiled import prefill as compiled_prefill
+    try:
+        call = _serving_call(
+            q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+        )  # fmt: skip
+        if out is None:
+            out = new_like(v)
+        every = checkpoint_every if checkpoints is not None else 0
+        if _compiling():
+            from .compiled import prefill as compiled_prefill
 
-        if workspace is not None:
-            raise ValueError("workspace: expected None under torch.compile, got an array")
-        compiled_prefill(
-            call,
-            state,
-            state_indices,
-            has_initial_state,
-            first_valid_slot,
-            out,
-            checkpoints,
-            checkpoint_slots,
-            every,
-            impl,
-            num_threads,
-        )
+            if workspace is not None:
+                raise ValueError("workspace: expected None under torch.compile, got an array")
+            compiled_prefill(
+                call,
+                state,
+                state_indices,
+                has_initial_state,
+                first_valid_slot,
+                out,
+                checkpoints,
+                checkpoint_slots,
+                every,
+                impl,
+                num_threads,
+            )
+            return out
+        check_views(q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out)
+        library().forward(
+            *call, state, state is not None, state_indices, has_initial_state, first_valid_slot, out, checkpoints,
+            checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
+        )  # fmt: skip
         return out
-    library().forward(
-        *call, state, state, state_indices, has_initial_state, first_valid_slot, out, checkpoints, checkpoint_slots,
-        None, None, None, None, every, 0, impl, num_threads, workspace,
-    )  # fmt: skip
-    return out
+    except Exception as error:
+        if _compiling():
+            raise
+        raise refusal(error, locals()) from None
 
 
 def workspace_size(
@@ -381,7 +405,11 @@ def workspace_size(
     >>> kda.workspace_size(x, x, x, x, x[..., 0], num_threads=1) > 0
     True
     """
-    return library().forward_workspace(*_forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs))
+    try:
+        arguments = _forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs)
+        return library().forward_workspace(*arguments)
+    except Exception as error:
+        raise refusal(error, locals()) from None
 
 
 def decode(
@@ -421,21 +449,36 @@ def decode(
     >>> o[:, 0, 0, 0].tolist()
     [0.5, 0.0]
     """
-    call = _serving_call(
-        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
-    )  # fmt: skip
-    if out is None:
-        out = new_like(v)
-    if _compiling():
-        from .compiled import decode as compiled_decode
+    try:
+        call = _serving_call(
+            q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+        )  # fmt: skip
+        if out is None:
+            out = new_like(v)
+        if _compiling():
+            from .compiled import decode as compiled_decode
 
-        compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
+            compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
+            return out
+        check_views(q, k, v, g, beta, A_log, dt_bias, state, out)
+        library().decode(
+            *call,
+            state,
+            state is not None,
+            state_indices,
+            has_initial_state,
+            first_valid_slot,
+            out,
+            impl,
+            num_threads,
+            None,
+        )
         return out
-    library().decode(
-        *call, state, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads, None
-    )
-    return out
+    except Exception as error:
+        if _compiling():
+            raise
+        raise refusal(error, locals()) from None
 
 
 def _serving_call(
@@ -443,9 +486,8 @@ def _serving_call(
     l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool, cu: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The binding's arguments for ``kda_inputs``. Decode steps of small models notice every microsecond here."""
-    K = shape_of("q", q, 4)[3]
-    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, shape_of("v", v, 4)[2], K) if use_gate else (None, None)
-    options = make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q) if use_gate else (None, None)
+    options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options)
 
 
@@ -479,27 +521,36 @@ def fused_kda_gate(
     >>> kda.fused_kda_gate(np.zeros((1, 1, 2), np.float32), lower_bound=-4.0).tolist()
     [[[-2.0, -2.0]]]
     """
-    if len(getattr(g, "shape", ())) < 2:
-        raise ValueError(f"g: expected at least 2 dimensions [..., HV, K], got {list(getattr(g, 'shape', ()))}")
-    HV, K = g.shape[-2:]
-    form = gate_form(A_log, lower_bound)
-    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K)
-    bound = lower_bound if form == GATE_LOWER_BOUND else 0.0
-    if not is_torch(g):
-        x = g.reshape(-1, HV, K)
-        y = new_like(x, tuple(x.shape), "float32" if output_dtype is None else output_dtype)
-        library().gate(x, A_log, dt_bias, y, form, bound, impl, 0, None)
-        return y.reshape(g.shape)
-    dtype = torch.float32 if output_dtype is None else output_dtype
-    x, A_log, dt_bias = _dense(g.reshape(-1, HV, K)), _dense(_single(A_log)), _dense(_single(dt_bias))
-    if _compiling():
-        from .compiled import gate
+    try:
+        if len(g.shape) < 2 or 0 in g.shape[-2:]:
+            raise ValueError(f"g: expected shape [..., HV, K] with HV and K >= 1, got {list(g.shape)}")
+        HV, K = g.shape[-2:]
+        form = gate_form(A_log, lower_bound)
+        if not _compiling():
+            check_views(g, A_log, dt_bias)
+        A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g)
+        bound = lower_bound if form == GATE_LOWER_BOUND else 0.0
+        if not is_torch(g):
+            x = g.reshape(-1, HV, K)
+            blame = f"g: expected a torch or NumPy array, got {type(g).__name__}"
+            if output_dtype is not None:
+                blame = f"output_dtype: expected one that NumPy has, got {output_dtype}"
+            y = new_like(x, tuple(x.shape), "float32" if output_dtype is None else output_dtype, blame)
+            library().gate(x, A_log, dt_bias, y, form, bound, impl, 0, None)
+            return y.reshape(g.shape)
+        dtype = torch.float32 if output_dtype is None else output_dtype
+        x, A_log, dt_bias = _dense(g.reshape(-1, HV, K)), _dense(_single(A_log)), _dense(_single(dt_bias))
+        if _compiling():
+            from .compiled import gate
 
-        return gate(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
-    from .autograd import GateFunction
+            return gate(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
+        from .autograd import GateFunction
 
-    _arrays.check_views(g)
-    return GateFunction.apply(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
+        return GateFunction.apply(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
+    except Exception as error:
+        if _compiling():
+            raise
+        raise refusal(error, locals()) from None
 
 
 # ---- what is there ----
@@ -551,11 +602,14 @@ def explain(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, op:
     >>> print(kda.explain(x, x, x, x, x[..., 0]).splitlines()[0])
     * cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads
     """
-    arguments = _forward_arguments(q, k, v, g, beta, state, **kwargs)
-    if op == "forward":
-        return library().forward_explain(*arguments)
-    if op == "decode":
-        return library().decode_explain(*arguments[:20], *arguments[-3:])
+    try:
+        arguments = _forward_arguments(q, k, v, g, beta, state, **kwargs)
+        if op == "forward":
+            return library().forward_explain(*arguments)
+        if op == "decode":
+            return library().decode_explain(*arguments[:20], *arguments[-3:])
+    except Exception as error:
+        raise refusal(error, locals()) from None
     raise ValueError(f"op: expected 'forward' or 'decode', got {op!r}")
 
 

@@ -293,7 +293,19 @@ TEST(GateRefuses, Arguments) {
                                   [](auto& x) { x.args.dt_bias = {}; });
 }
 
-// ---- workspace queries read no data ----
+// ---- workspace queries ----
+
+TEST(Workspace, DecodeNeedsNoneOnTheCpu) {
+  std::vector<std::string> impls = cpu_implementations("decode");
+  impls.push_back("reference");
+  for (const std::string& impl : impls) {
+    D x;
+    uint64_t bytes = 1;
+    x.args.exec.impl = impl.c_str();
+    EXPECT_EQ(query(x.args, &bytes), KDA_OK) << kda_last_error();
+    EXPECT_EQ(bytes, 0u) << impl;
+  }
+}
 
 TEST(Workspace, ReadsNoData) {
   const auto with_fake_pointers = [](auto legal) {

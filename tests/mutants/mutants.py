@@ -4,9 +4,10 @@
     mutants.py BUILD_DIR [SUBSTRING]     all mutants, or those whose name contains SUBSTRING
 
 Each mutant is one substitution in one file (table.py). The translation units it reaches are compiled as
-compile_commands.json says (for one instruction set only, and with -O1: seconds count), linked with the other objects
-into a libkda.so, and the tests of that family run against it. Exit status 0: all of them failed, as they should, and
-the unmutated library built the same way passed.
+compile_commands.json says (for one instruction set only, and with -O1: seconds count). The build's own command for
+libkda.so, CUDA included, links them in place of the right ones, and the tests of that family run against the result.
+One mutant per core at a time. Exit status 0: all of them failed, as they should, and the unmutated library built the
+same way passed.
 """
 
 import json
@@ -17,6 +18,8 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from table import MUTANTS, UNITS, Mutant
 
@@ -31,6 +34,15 @@ Isa isa();
 #define KDA_ISA_CALL(function) (&HWY_STATIC_DISPATCH(function))
 """
 ONE_TARGET = ["-DHWY_COMPILE_ONLY_STATIC", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-maes", "-mpclmul"]
+CCACHE = [ccache] if (ccache := shutil.which("ccache")) else []
+
+# The cores are busy with other mutants, and a test that has failed need not go on.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GTEST_FAIL_FAST": "1", "GTEST_BRIEF": "1"}
+TIMEOUT_S = 120
+
+
+def units_of(mutant: Mutant) -> list[str]:
+    return UNITS.get(mutant.file, [mutant.file])
 
 
 class Build:
@@ -38,13 +50,17 @@ class Build:
         self.directory = directory
         self.work = directory / "mutants"
         shutil.rmtree(self.work, ignore_errors=True)
+        self.one_isa = self.work / "one_isa"
+        (self.one_isa / "cpu").mkdir(parents=True)
+        (self.one_isa / "cpu/isa.h").write_text(ISA_H)
+        commands = ["cmake", "--build", str(directory), "--", "-t", "commands", "kda"]
+        last = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        self.link_command = shlex.split(last.removeprefix(": && ").removesuffix(" && :"))
         self.commands = {}
-        self.objects = {}
         for entry in json.loads((directory / "compile_commands.json").read_text()):
-            arguments = shlex.split(entry["command"])
-            if "kda_objects.dir" in (output := arguments[arguments.index("-o") + 1]):
-                self.commands[entry["file"]] = arguments
-                self.objects[entry["file"]] = directory / output
+            command = shlex.split(entry["command"])
+            if command[command.index("-o") + 1] in self.link_command:
+                self.commands[entry["file"]] = command
 
     def compile(self, unit: str, overlay: pathlib.Path) -> pathlib.Path:
         """`unit` with the files in `overlay` in front of those in src/."""
@@ -55,72 +71,119 @@ class Build:
         if not target.exists():
             shutil.copy(source, target)
         output = overlay / relative.with_suffix(".o")
-        arguments = [a for a in self.commands[str(source)] if not a.startswith(("-O", "-W", "-DHWY_DISABLED_TARGETS"))]
-        arguments[arguments.index("-o") + 1] = str(output)
-        arguments[arguments.index("-c") + 1] = str(target)
-        arguments[1:1] = [f"-I{overlay}", "-O1", "-w"]
+        command = [a for a in self.commands[str(source)] if not a.startswith(("-O", "-W", "-DHWY_DISABLED_TARGETS"))]
+        command[command.index("-o") + 1] = str(output)
+        command[command.index("-c") + 1] = str(target)
+        command[1:1] = [f"-I{overlay}", "-O1", "-w"]
         if relative.parts[0] == "cpu":
-            (overlay / "cpu/isa.h").write_text(ISA_H)
-            arguments[1:1] = ONE_TARGET
-        if ccache := shutil.which("ccache"):
-            arguments.insert(0, ccache)
-        subprocess.run(arguments, cwd=self.directory, check=True)
+            command[1:1] = [*ONE_TARGET, f"-I{self.one_isa}"]
+        self.execute(CCACHE + command)
         return output
 
-    def link(self, replaced: dict[str, pathlib.Path], library: pathlib.Path) -> None:
-        objects = [str(replaced.get(file, built)) for file, built in self.objects.items()]
-        compiler = next(iter(self.commands.values()))[0]
-        subprocess.run([compiler, "-shared", "-fopenmp", "-o", str(library), *objects], check=True)
+    def link(self, objects: dict[str, pathlib.Path], library: pathlib.Path) -> None:
+        """`objects`, by their units, instead of those of the build."""
+        command = self.link_command.copy()
+        command[command.index("-o") + 1] = str(library)
+        for unit in objects:
+            compiled = self.commands[str(ROOT / unit)]
+            command.remove(compiled[compiled.index("-o") + 1])
+        # In front of the others: of an inline function that several objects hold, the linker takes the first.
+        command[1:1] = map(str, objects.values())
+        self.execute(command)
 
-    def library(self, name: str, mutated: dict[str, str], units: list[str]) -> pathlib.Path:
-        overlay = self.work / "".join(c if c.isalnum() else "_" for c in name)
-        for file, text in mutated.items():
-            path = overlay / pathlib.Path(file).relative_to("src")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        replaced = {str(ROOT / unit): self.compile(unit, overlay) for unit in units}
-        self.link(replaced, overlay / "libkda.so")
-        return overlay / "libkda.so"
+    def execute(self, command: list[str]) -> None:
+        subprocess.run(
+            command, cwd=self.directory, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
-    def passes(self, library: pathlib.Path, tests: tuple[str, str]) -> bool:
+    def overlay(self, name: str) -> pathlib.Path:
+        return self.work / "".join(c if c.isalnum() else "_" for c in name)
+
+    def run(self, library: pathlib.Path, tests: tuple[str, str]) -> subprocess.CompletedProcess[str]:
         program, chosen = tests
-        environment = os.environ | {"LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive"}
-        command = [str(self.directory / "tests/cpp" / program), f"--gtest_filter={chosen}", "--gtest_brief=1"]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [str(self.directory / "tests/cpp" / program), f"--gtest_filter={chosen}"],
+            env=ENVIRONMENT | {"LD_PRELOAD": str(library)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+
+
+def check_unmutated(build: Build, mutants: list[Mutant], pool: ThreadPoolExecutor) -> None:
+    """Built the same way but not mutated, everything passes: otherwise the rest would prove nothing."""
+    units = sorted({unit for m in mutants for unit in units_of(m)})
+    overlay = build.overlay("unmutated")
+    library = overlay / "libkda.so"
+    try:
+        objects = list(pool.map(lambda unit: build.compile(unit, overlay), units))
+        build.link(dict(zip(units, objects, strict=True)), library)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{error.stdout}the unmutated library is not built")
+    families = sorted({m.tests for m in mutants})
+    for (program, chosen), result in zip(families, pool.map(lambda f: build.run(library, f), families), strict=True):
         if "[==========] 0 tests" in result.stdout:
             sys.exit(f"no test matches {chosen} in {program}")
-        return result.returncode == 0
+        if result.returncode:
+            sys.exit(f"{result.stdout}{result.stderr}{program} --gtest_filter={chosen} fails without any mutant")
 
 
-def mutate(mutant: Mutant) -> str:
-    text = (ROOT / mutant.file).read_text()
-    if (count := text.count(mutant.old)) != 1:
-        sys.exit(f"mutant '{mutant.name}': found {count} times in {mutant.file}, expected once: {mutant.old}")
-    return text.replace(mutant.old, mutant.new)
+@dataclass
+class Verdict:
+    result: str  # "caught", or else what is wrong
+    seconds: float
+    details: str = ""
+
+
+def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
+    start = time.monotonic()
+    overlay = build.overlay(mutant.name)
+    path = overlay / pathlib.Path(mutant.file).relative_to("src")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    library = overlay / "libkda.so"
+    result, details = "SURVIVED", ""
+    try:
+        build.link({unit: build.compile(unit, overlay) for unit in units_of(mutant)}, library)
+        if build.run(library, mutant.tests).returncode:
+            result = "caught"
+            shutil.rmtree(overlay)  # a library with all CUDA kernels each; that of a survivor is kept to look at
+    except subprocess.CalledProcessError as error:
+        result, details = "NOT BUILT", error.stdout
+    except subprocess.TimeoutExpired:  # not caught: the machine may have been too busy for any library
+        result = "TIMED OUT"
+    return Verdict(result, time.monotonic() - start, details)
+
+
+def mutate(mutants: list[Mutant]) -> list[str]:
+    """The changed text of each one's file."""
+    texts, misfits = [], []
+    for m in mutants:
+        text = (ROOT / m.file).read_text()
+        if (count := text.count(m.old)) != 1:
+            misfits.append(f"mutant '{m.name}': found {count} times in {m.file}, expected once: {m.old}")
+        texts.append(text.replace(m.old, m.new))
+    if misfits:
+        sys.exit("\n".join(misfits))
+    return texts
 
 
 def main() -> None:
+    start = time.monotonic()
+    mutants = [m for m in MUTANTS if len(sys.argv) < 3 or sys.argv[2] in m.name]
+    if not mutants:
+        sys.exit("no such mutant")
+    texts = mutate(mutants)  # all of them fit, before the first is compiled
     build = Build(pathlib.Path(sys.argv[1]).resolve())
-    wanted = [m for m in MUTANTS if len(sys.argv) < 3 or sys.argv[2] in m.name]
-    texts = [mutate(m) for m in wanted]  # all of them fit, before the first is compiled
-
-    # Built the same way but not mutated, everything passes: otherwise what follows would prove nothing.
-    units = sorted({u for m in wanted for u in UNITS.get(m.file, [m.file])})
-    right = build.library("unmutated", {}, units)
-    for tests in sorted({m.tests for m in wanted}):
-        if not build.passes(right, tests):
-            sys.exit(f"{tests[0]} --gtest_filter={tests[1]} fails without any mutant")
-
-    survivors = []
-    for mutant, text in zip(wanted, texts, strict=True):
-        start = time.monotonic()
-        library = build.library(mutant.name, {mutant.file: text}, UNITS.get(mutant.file, [mutant.file]))
-        caught = not build.passes(library, mutant.tests)
-        print(f"{'caught' if caught else 'SURVIVED':9} {time.monotonic() - start:4.1f} s  {mutant.name}", flush=True)
-        if not caught:
-            survivors.append(mutant.name)
-    print(f"{len(wanted)} mutants, {len(wanted) - len(survivors)} caught")
-    sys.exit(1 if survivors or not wanted else 0)
+    caught = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        check_unmutated(build, mutants, pool)
+        verdicts = pool.map(lambda mutant, text: judge(build, mutant, text), mutants, texts)
+        for mutant, v in zip(mutants, verdicts, strict=True):
+            print(f"{v.result:9} {v.seconds:4.1f} s  {mutant.name}\n{v.details}", end="", flush=True)
+            caught += v.result == "caught"
+    print(f"{len(mutants)} mutants, {caught} caught, in {time.monotonic() - start:.0f} s")
+    sys.exit(caught != len(mutants))
 
 
 if __name__ == "__main__":

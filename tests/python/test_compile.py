@@ -35,7 +35,7 @@ def operands(p: Problem) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     t, opt, (HV, K) = p.tensors, p.options, p.tensors["g"].shape[2:]
     bias = t["dt_bias"].view(HV, K) if "dt_bias" in t else None
     flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-    numbers = (K, t.get("A_log"), opt.get("scale"), opt.get("lower_bound"))
+    numbers = (t.get("A_log"), opt.get("scale"), opt.get("lower_bound"))
     options = make_options(*numbers, *(opt.get(f, False) for f in flags), opt["state_v_first"])
     return (*(t[n] for n in ("q", "k", "v", "g", "beta")), t.get("A_log"), bias), options
 

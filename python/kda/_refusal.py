@@ -1,0 +1,99 @@
+"""Sentences for what goes wrong before the library can say it, or is said of C's names. A public function that fails
+asks here what to raise; only then are its arguments looked at one by one, so calls that succeed pay nothing."""
+
+from __future__ import annotations
+
+import re
+from numbers import Real
+from typing import Any
+
+from ._arrays import is_torch, torch
+
+_REQUIRED = {"q", "k", "v", "g", "beta"}
+_ARRAYS = _REQUIRED | {
+    "A_log", "dt_bias", "initial_state", "state", "state_indices", "has_initial_state", "cu_seqlens", "cu_seqlens_cpu",
+    "checkpoints", "checkpoint_slots", "out", "workspace",
+}  # fmt: skip
+_NUMBERS = {"scale", "lower_bound"}
+_FLAGS = {
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
+    "state_v_first", "output_final_state", "disable_recompute", "return_intermediate_states",
+}  # fmt: skip
+
+
+def refusal(error: Exception, arguments: dict[str, Any]) -> Exception:
+    """What to raise instead of ``error``, which may not name an argument, or not by the name it has in Python.
+    ``arguments`` are the ``locals()`` of the function that caught it."""
+    arguments.pop("error", None)  # the frame keeps this dict: with its own error in it, both would outlive their use
+    arguments = {**arguments, **arguments.get("kwargs", {})}
+    if of_library := hasattr(error, "__tvm_ffi_error__"):
+        error.args = (_with_names_of_python(str(error), arguments),)
+    named = re.match(r"(\w+): expected", str(error))
+    suspects = [named[1]] if named else [] if of_library else list(arguments)
+    for name in suspects:
+        if wrong := _what_is_wrong(name, arguments):
+            return ValueError(f"{name}: expected {wrong}")
+    if isinstance(error, AttributeError):
+        for name in _ARRAYS & arguments.keys():
+            if arguments[name] is error.obj:
+                return ValueError(f"{name}: expected an array with {error.name}, got {_short(error.obj)}")
+    return error
+
+
+def _with_names_of_python(text: str, arguments: dict[str, Any]) -> str:
+    state = "state" if "state" in arguments else "initial_state"
+    names = {"h0": state, "hT": state, "o": "out", "h": "cu_seqlens_cpu"}
+    if "q" not in arguments:
+        names = {"x": "g", "g": "output_dtype"}
+    text = re.sub(r"\b(exec\.|h0 or (?=hT))", "", text)
+    return re.sub(r"\w+", lambda m: names.get(m[0], m[0]), text)
+
+
+def _what_is_wrong(name: str, arguments: dict[str, Any]) -> str | None:
+    x, leader = arguments.get(name), "q" if "q" in arguments else "g"
+    if x is None and name not in _REQUIRED:
+        return None
+    torch_only = "state" not in arguments and is_torch(arguments[leader])  # those with autograd
+    if name in _ARRAYS:
+        wrong = _what_is_wrong_with_array(x)
+        return wrong or (f"a torch tensor like {leader}, got {_short(x)}" if torch_only and not is_torch(x) else None)
+    if name in _NUMBERS and not isinstance(x, Real):
+        return f"a number, got {_short(x)}"
+    if name in _FLAGS and not _works(bool, x):
+        return f"True or False, got {_short(x)}"
+    if name == "output_dtype" and torch_only and not _works(lambda d: _share(torch.empty(0, dtype=d)), x):
+        return f"a dtype of torch that DLPack has, got {x!r}"
+    return None
+
+
+def _what_is_wrong_with_array(x: Any) -> str | None:
+    if is_torch(x):
+        if x.layout is not torch.strided or x.is_nested:
+            return f"a dense tensor, got {'a nested one' if x.is_nested else x.layout}"
+        if x.device.type not in ("cpu", "cuda"):
+            return f"a tensor on cpu or cuda, got one on {x.device}"
+        if x.is_neg():
+            return "memory as it reads, got a negated view: call resolve_neg() first"
+    elif not hasattr(x, "__dlpack__"):
+        return f"an array, got {_short(x)}"
+    try:
+        _share(x)
+    except Exception as e:
+        return f"an array that DLPack can share, got {_short(x)}: {str(e).partition(chr(10))[0]}"
+    return None
+
+
+def _share(x: Any) -> Any:
+    return torch.utils.dlpack.to_dlpack(x.detach()) if is_torch(x) else x.__dlpack__()
+
+
+def _works(function: Any, x: Any) -> bool:
+    try:
+        function(x)
+    except Exception:
+        return False
+    return True
+
+
+def _short(x: Any) -> str:
+    return repr(x) if x is None or isinstance(x, str | int | float) else type(x).__name__
