@@ -3,16 +3,21 @@ asks here what to raise; only then are its arguments looked at one by one, so ca
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ._arrays import is_torch, torch
 
+F = TypeVar("F", bound=Callable[..., Any])
 _REQUIRED = {"q", "k", "v", "g", "beta"}
 _ARRAYS = _REQUIRED | {
     "A_log", "dt_bias", "initial_state", "state", "state_indices", "has_initial_state", "cu_seqlens", "cu_seqlens_cpu",
-    "checkpoints", "checkpoint_slots", "out", "workspace",
+    "checkpoints", "checkpoint_slots", "out", "workspace", "snapshots", "snapshot_slots", "accepted", "accept_len",
+    "parents", "last_parents", "last_conv_x", "conv_x", "conv_state", "conv_indices",
 }  # fmt: skip
 _NUMBERS = {"scale", "lower_bound"}
 _FLAGS = {
@@ -26,18 +31,41 @@ def refusal(error: Exception, arguments: dict[str, Any]) -> Exception:
     ``arguments`` are the ``locals()`` of the function that caught it."""
     arguments.pop("error", None)  # the frame keeps this dict: with its own error in it, both would outlive their use
     arguments = {**arguments, **arguments.get("kwargs", {})}
+    for name in ("records", "last", "conv"):  # tuples of arrays
+        if hasattr(fields := arguments.pop(name, None), "_asdict"):
+            arguments |= {f"{name}.{field}": x for field, x in fields._asdict().items()}
     if of_library := hasattr(error, "__tvm_ffi_error__"):
         error.args = (_with_names_of_python(str(error), arguments),)
-    named = re.match(r"(\w+): expected", str(error))
+    named = re.match(r"([\w.]+): expected", str(error))
     suspects = [named[1]] if named else [] if of_library else list(arguments)
     for name in suspects:
         if wrong := _what_is_wrong(name, arguments):
             return ValueError(f"{name}: expected {wrong}")
     if isinstance(error, AttributeError):
-        for name in _ARRAYS & arguments.keys():
+        for name in [n for n in arguments if n in _ARRAYS or "." in n]:
             if arguments[name] is error.obj:
                 return ValueError(f"{name}: expected an array with {error.name}, got {_short(error.obj)}")
     return error
+
+
+def in_sentences(function: F) -> F:
+    """For functions that need not count microseconds: what goes wrong in one names its arguments."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if torch is not None and torch.compiler.is_compiling():
+                raise
+            try:
+                arguments = dict(signature.bind(*args, **kwargs).arguments)
+            except TypeError:
+                raise error from None
+            raise refusal(error, arguments) from None
+
+    return cast(F, call)
 
 
 def _with_names_of_python(text: str, arguments: dict[str, Any]) -> str:
@@ -51,10 +79,11 @@ def _with_names_of_python(text: str, arguments: dict[str, Any]) -> str:
 
 def _what_is_wrong(name: str, arguments: dict[str, Any]) -> str | None:
     x, leader = arguments.get(name), "q" if "q" in arguments else "g"
-    if x is None and name not in _REQUIRED:
+    required = name in _REQUIRED and not ("conv.x" in arguments and name in ("q", "k", "v"))
+    if x is None and not required:
         return None
     torch_only = "state" not in arguments and is_torch(arguments[leader])  # those with autograd
-    if name in _ARRAYS:
+    if name in _ARRAYS or "." in name:
         wrong = _what_is_wrong_with_array(x)
         return wrong or (f"a torch tensor like {leader}, got {_short(x)}" if torch_only and not is_torch(x) else None)
     if name in _NUMBERS and not isinstance(x, Real):

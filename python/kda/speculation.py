@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import _arrays
-from ._arrays import is_torch, new_like
+from ._arrays import check_views, is_torch, new_like
 from ._lib import library
-from .ops import _compiling, _flat_gate_parameters, make_options
+from ._options import make_options
+from ._refusal import in_sentences
+from .ops import _compiling, _gate_parameters
 
 
 class Records(NamedTuple):
@@ -61,16 +63,14 @@ def new_records(
     return Records(u, k, alpha, None, first, count)
 
 
-def _sizes(q: Any, v: Any, g: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) -> tuple[int, int, int]:
-    """``(K, HV, V)``."""
-    K, HV = g.shape[3], g.shape[2]
+def _value_size(v: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) -> int:
     if conv is None:
-        return K, HV, v.shape[3]
+        return int(v.shape[3])
     if out is not None:
-        return K, HV, out.shape[3]
+        return int(out.shape[3])
     if state is None:
         raise ValueError("out: expected an array with conv and without state, which tells V otherwise, got None")
-    return K, HV, state.shape[-2 if v_first else -1]
+    return int(state.shape[-2 if v_first else -1])
 
 
 def _arguments(
@@ -83,11 +83,13 @@ def _arguments(
         raise ValueError(f"g: expected 4 dimensions [N, T, HV, K], got {list(getattr(g, 'shape', ()))}")
     if conv is None and len(getattr(v, "shape", ())) != 4:
         raise ValueError(f"v: expected 4 dimensions [N, T, HV, V], got {list(getattr(v, 'shape', ()))}")
-    K, HV, V = _sizes(q, v, g, state, out, conv, v_first)
-    A_log, dt_bias = _flat_gate_parameters(A_log, dt_bias, HV, K) if use_gate else (None, None)
-    options = make_options(K, A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
+    V = _value_size(v, state, out, conv, v_first)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g) if use_gate else (None, None)
+    options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
+    if not _compiling():
+        check_views(q, k, v, g, beta, A_log, dt_bias, state, out, *(conv or ()))
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options), out
 
 
@@ -95,6 +97,7 @@ _NO_CONV = (None,) * 5
 _NO_RECORDS = (None,) * 6
 
 
+@in_sentences
 def decode_mtp(
     q: Any,
     k: Any,
@@ -164,6 +167,7 @@ def decode_mtp(
     return out
 
 
+@in_sentences
 def verify_kvbuffer(
     q: Any,
     k: Any,
@@ -230,6 +234,7 @@ def verify_kvbuffer(
     return out
 
 
+@in_sentences
 def flush_kvbuffer(
     state: Any,
     records: Records,
@@ -269,6 +274,7 @@ def flush_kvbuffer(
         library().flush(*arguments, None)
 
 
+@in_sentences
 def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **kwargs: Any) -> None:
     """:func:`flush_kvbuffer` for all layers of a model in one call, with the bits of a loop over layers.
 
@@ -282,6 +288,7 @@ def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **k
     flush_kvbuffer(state, records, accept_len, **kwargs)
 
 
+@in_sentences
 def flush_verify_kvbuffer(
     q: Any,
     k: Any,
