@@ -45,6 +45,16 @@ struct StageTensors {
   const Tensor& operator[](const std::string& name) const { return all.at(name); }
   float scale() const { return in.c.scale != 0 ? in.c.scale : 1 / std::sqrt(static_cast<float>(in.c.K)); }
 
+  static bool is_input(const std::string& name) {
+    for (const char* input : {"cu_seqlens", "q", "k", "v", "g", "beta", "d_o", "h0", "dhT"})
+      if (name == input) return true;
+    return false;
+  }
+  // bwd_intra adds to these.
+  static bool both_ways(const std::string& name) {
+    return name == "dq" || name == "dk" || name == "dG" || name == "dbeta";
+  }
+
   template <class Args>
   Args args() const {
     Args a{};
