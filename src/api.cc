@@ -5,6 +5,8 @@
 #include "cpu/cpu.h"
 #include "error.h"
 #include "problem.h"
+#include "problem_prefill_f32.h"
+#include "problem_stages.h"
 #include "registry.h"
 #if KDA_WITH_CUDA
 #include "cuda/cuda.h"
@@ -103,6 +105,17 @@ KDA_DEFINE_OPERATOR(gate)
 KDA_DEFINE_OPERATOR(gate_backward)
 KDA_DEFINE_OPERATOR(conv)
 KDA_DEFINE_OPERATOR(conv_backward)
+KDA_DEFINE_OPERATOR(stage_cumsum)
+KDA_DEFINE_OPERATOR(stage_chunk_intra)
+KDA_DEFINE_OPERATOR(stage_recompute_w_u)
+KDA_DEFINE_OPERATOR(stage_delta_h)
+KDA_DEFINE_OPERATOR(stage_fwd_o)
+KDA_DEFINE_OPERATOR(stage_bwd_local)
+KDA_DEFINE_OPERATOR(stage_bwd_delta_h)
+KDA_DEFINE_OPERATOR(stage_bwd_wy_dqkg)
+KDA_DEFINE_OPERATOR(stage_bwd_intra)
+KDA_DEFINE_OPERATOR(stage_cumsum_backward)
+KDA_DEFINE_OPERATOR(prefill_f32)
 #undef KDA_DEFINE_OPERATOR
 
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }

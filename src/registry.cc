@@ -5,8 +5,12 @@
 #include <string_view>
 
 #include "cpu/cpu.h"
+#include "cpu/stages.h"
 #include "error.h"
+#include "problem_prefill_f32.h"
+#include "problem_stages.h"
 #include "reference/reference.h"
+#include "reference/stages.h"
 #if KDA_WITH_CUDA
 #include "cuda/cuda.h"
 #endif
@@ -164,6 +168,48 @@ std::span<const Implementation<ConvBackwardProblem>> implementations() {
 
 namespace {
 
+template <StageArgs Args>
+std::span<const Implementation<StageProblem<Args>>> stage_table() {
+  static constexpr Implementation<StageProblem<Args>> table[] = {
+      {"cpu_chunk", "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads",
+       cpu_without_f64, cpu::stage_workspace, cpu::stage},
+      {"reference", "float64, chunk by chunk as the formulas read; allocates", on_cpu, no_workspace, reference::stage},
+  };
+  return table;
+}
+
+}  // namespace
+
+#define KDA_STAGE(stage)                                                                      \
+  template <>                                                                                 \
+  std::span<const Implementation<StageProblem<kda_stage_##stage##_args>>> implementations() { \
+    return stage_table<kda_stage_##stage##_args>();                                           \
+  }
+KDA_STAGE(cumsum)
+KDA_STAGE(chunk_intra)
+KDA_STAGE(recompute_w_u)
+KDA_STAGE(delta_h)
+KDA_STAGE(fwd_o)
+KDA_STAGE(bwd_local)
+KDA_STAGE(bwd_delta_h)
+KDA_STAGE(bwd_wy_dqkg)
+KDA_STAGE(bwd_intra)
+KDA_STAGE(cumsum_backward)
+#undef KDA_STAGE
+
+template <>
+std::span<const Implementation<PrefillF32Problem>> implementations() {
+  static constexpr Implementation<PrefillF32Problem> table[] = {
+      {"cpu_chunk", "chunks of 32 or 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+       cpu::prefill_f32_workspace, cpu::prefill_f32},
+      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
+       reference::prefill_f32},
+  };
+  return table;
+}
+
+namespace {
+
 // Until f returns true.
 template <class F>
 bool for_each_table(F&& f) {
@@ -181,6 +227,17 @@ bool for_each_table(F&& f) {
   visit("segment_merge", implementations<SegmentMergeProblem>());
   visit("conv", implementations<ConvProblem>());
   visit("conv_backward", implementations<ConvBackwardProblem>());
+  visit("stage_cumsum", implementations<StageProblem<kda_stage_cumsum_args>>());
+  visit("stage_chunk_intra", implementations<StageProblem<kda_stage_chunk_intra_args>>());
+  visit("stage_recompute_w_u", implementations<StageProblem<kda_stage_recompute_w_u_args>>());
+  visit("stage_delta_h", implementations<StageProblem<kda_stage_delta_h_args>>());
+  visit("stage_fwd_o", implementations<StageProblem<kda_stage_fwd_o_args>>());
+  visit("stage_bwd_local", implementations<StageProblem<kda_stage_bwd_local_args>>());
+  visit("stage_bwd_delta_h", implementations<StageProblem<kda_stage_bwd_delta_h_args>>());
+  visit("stage_bwd_wy_dqkg", implementations<StageProblem<kda_stage_bwd_wy_dqkg_args>>());
+  visit("stage_bwd_intra", implementations<StageProblem<kda_stage_bwd_intra_args>>());
+  visit("stage_cumsum_backward", implementations<StageProblem<kda_stage_cumsum_backward_args>>());
+  visit("prefill_f32", implementations<PrefillF32Problem>());
   return found;
 }
 
@@ -283,6 +340,17 @@ KDA_INSTANTIATE(GateProblem)
 KDA_INSTANTIATE(GateBackwardProblem)
 KDA_INSTANTIATE(ConvProblem)
 KDA_INSTANTIATE(ConvBackwardProblem)
+KDA_INSTANTIATE(StageProblem<kda_stage_cumsum_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_chunk_intra_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_recompute_w_u_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_delta_h_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_fwd_o_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_bwd_local_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_bwd_delta_h_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_bwd_wy_dqkg_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_bwd_intra_args>)
+KDA_INSTANTIATE(StageProblem<kda_stage_cumsum_backward_args>)
+KDA_INSTANTIATE(PrefillF32Problem)
 #undef KDA_INSTANTIATE
 
 }  // namespace kda

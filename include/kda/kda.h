@@ -347,6 +347,196 @@ typedef struct kda_segment_merge_args {
   int32_t reverse;
 } kda_segment_merge_args;
 
+/* ---- stages ---------------------------------------------------------------------------------------------------------
+ * The chunked form cut where the classic training kernels are cut: for kernel work, for tests, and for libraries that
+ * swap single stages. A name means the same tensor in every stage. Whole forward and backward:
+ *
+ *   cumsum, chunk_intra, delta_h, fwd_o
+ *   cumsum, recompute_w_u, delta_h (unless forward's are kept), bwd_local, bwd_delta_h, bwd_wy_dqkg, bwd_intra,
+ *   cumsum_backward
+ *
+ * The caller does the rest: q, k come normalised, g and beta activated (kda_gate), and at the end dq, dk are summed over
+ * the value heads of a query/key head, then go through the backward of the norm; dg and dbeta through their activations'.
+ *
+ * In a chunk of L <= C tokens, i and j its rows, S the state before it, dS the gradient of the state after it:
+ *   G_i = sum_(j<=i) max(g_j log2(e), -160)    log2 of the decay from the chunk's start through token i
+ *   E_i = 2^G_i    F_i = 2^(G_(L-1) - G_i)    ell = 2^G_(L-1)    R_ij = 2^(G_i - G_j), j <= i    kG = k E
+ *   Akk[i,j] = beta_i sum_d k_id k_jd R_ijd, j < i
+ * 2^-160 is 0 in f32: a gate of -inf is a decay of 0, and G stays finite. Where you bring a G of your own, it must be
+ * finite and may not rise. Only differences of G in one chunk are exponentiated, never -G: no factor exceeds 1.
+ *
+ * Matrices of a chunk are [B,T,HV,C]: the row of a token holds its C columns. Above the diagonal (in Akk, dAkk: on it,
+ * too) they are written as 0 and never read. States of chunks, h and dh, are [NT,HV,V,K] (or K-first), as h of
+ * kda_forward with h_every = 1. In every output rows of tokens from cu_seqlens[N] on are zeroed. */
+typedef struct kda_stage {
+  kda_tensor cu_seqlens; /* [N+1] i32 or i64, or absent, as in kda_inputs */
+  float scale;           /* 0 = K^-0.5; ignored where no formula has it */
+  int32_t state_layout;  /* kda_state_layout of every state tensor of the call */
+} kda_stage;
+
+/* F1: G from the natural-log decay. */
+typedef struct kda_stage_cumsum_args {
+  uint64_t struct_size; /* sizeof(kda_stage_cumsum_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor g; /* [B,T,HV,K] in: bf16, f16 or f32; <= 0, -inf allowed */
+  kda_tensor G; /* [B,T,HV,K] out: f32 */
+} kda_stage_cumsum_args;
+
+/* F2, F3: the scores, the inverse, and what follows from it without a state. */
+typedef struct kda_stage_chunk_intra_args {
+  uint64_t struct_size; /* sizeof(kda_stage_chunk_intra_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor q, k;    /* [B,T,H,K]  in: bf16, f16 or f32, like every tensor of a stage whose dtype is not told */
+  kda_tensor v;       /* [B,T,HV,V] in */
+  kda_tensor G;       /* [B,T,HV,K] in: f32 */
+  kda_tensor beta;    /* [B,T,HV]   in; any strides */
+  kda_tensor Aqk;     /* [B,T,HV,C] out: scale sum_d q_id k_jd R_ijd, j <= i */
+  kda_tensor Akk_inv; /* [B,T,HV,C] out: (I + Akk)^-1, the T of the formulas below */
+  kda_tensor w, u;    /* [B,T,HV,K], [B,T,HV,V] out, optional: T beta kG, T beta v, from T as it was stored */
+  kda_tensor qG, kg;  /* [B,T,HV,K] out, optional: q E, k F */
+} kda_stage_chunk_intra_args;
+
+/* F3: the optional outputs of chunk_intra once more, from Akk_inv: the same bits. */
+typedef struct kda_stage_recompute_w_u_args {
+  uint64_t struct_size; /* sizeof(kda_stage_recompute_w_u_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor q, k;    /* [B,T,H,K]  in; q is needed for qG alone */
+  kda_tensor v;       /* [B,T,HV,V] in */
+  kda_tensor G;       /* [B,T,HV,K] in: f32 */
+  kda_tensor beta;    /* [B,T,HV]   in; any strides */
+  kda_tensor Akk_inv; /* [B,T,HV,C] in */
+  kda_tensor w, u;    /* [B,T,HV,K], [B,T,HV,V] out, optional */
+  kda_tensor qG, kg;  /* [B,T,HV,K] out, optional */
+} kda_stage_recompute_w_u_args;
+
+/* F4: v_new = u - w S, then S <- Diag(ell) S + kg^T v_new, chunk after chunk. */
+typedef struct kda_stage_delta_h_args {
+  uint64_t struct_size; /* sizeof(kda_stage_delta_h_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor kg, w; /* [B,T,HV,K] in */
+  kda_tensor u;     /* [B,T,HV,V] in */
+  kda_tensor G;     /* [B,T,HV,K] in: f32 */
+  kda_tensor h0;    /* [N,HV,V,K] in, optional: f32 or bf16 */
+  kda_tensor h;     /* [NT,HV,V,K] out, optional: S before every chunk; f32 or bf16 */
+  kda_tensor v_new; /* [B,T,HV,V] out, optional */
+  kda_tensor hT;    /* [N,HV,V,K] out, optional: f32 or bf16; may be h0 */
+} kda_stage_delta_h_args;
+
+/* F5: o = scale q E S + Aqk v_new. */
+typedef struct kda_stage_fwd_o_args {
+  uint64_t struct_size; /* sizeof(kda_stage_fwd_o_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor q;     /* [B,T,H,K]   in */
+  kda_tensor v_new; /* [B,T,HV,V]  in */
+  kda_tensor G;     /* [B,T,HV,K]  in: f32 */
+  kda_tensor Aqk;   /* [B,T,HV,C]  in */
+  kda_tensor h;     /* [NT,HV,V,K] in: f32 or bf16 */
+  kda_tensor o;     /* [B,T,HV,V]  out */
+} kda_stage_fwd_o_args;
+
+/* B1: dAqk = scale tril(d_o v_new^T), dv_local = Aqk^T d_o. No tensor tells K here: scale may not be 0. */
+typedef struct kda_stage_bwd_local_args {
+  uint64_t struct_size; /* sizeof(kda_stage_bwd_local_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor v_new, d_o; /* [B,T,HV,V] in */
+  kda_tensor Aqk;        /* [B,T,HV,C] in */
+  kda_tensor dAqk;       /* [B,T,HV,C] out: f32 */
+  kda_tensor dv_local;   /* [B,T,HV,V] out */
+} kda_stage_bwd_local_args;
+
+/* B2: dv_new = dv_local + kg dS, then dS <- Diag(ell) dS + scale qG^T d_o - w^T dv_new, last chunk first. */
+typedef struct kda_stage_bwd_delta_h_args {
+  uint64_t struct_size; /* sizeof(kda_stage_bwd_delta_h_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor qG, kg, w;     /* [B,T,HV,K]  in */
+  kda_tensor G;             /* [B,T,HV,K]  in: f32 */
+  kda_tensor d_o, dv_local; /* [B,T,HV,V]  in */
+  kda_tensor dhT;           /* [N,HV,V,K]  in, optional: f32 or bf16 */
+  kda_tensor dh;            /* [NT,HV,V,K] out: dS of every chunk; f32 or bf16 */
+  kda_tensor dv_new;        /* [B,T,HV,V]  out */
+  kda_tensor dh0;           /* [N,HV,V,K]  out, optional: f32 or bf16 */
+} kda_stage_bwd_delta_h_args;
+
+/* B3: x = T^T dv_new, y = x S^T;
+ *   dq = scale (d_o S^T) E    dk = (v_new dS^T) F - beta y E    dv = beta x    dbeta = x.v - kG.y
+ *   dAkk = -strict_tril(x v_new^T)
+ *   dG = q dq - k (v_new dS^T) F - beta kG y, and to its last row ell (S.dS) + the sum over rows of k (v_new dS^T) F
+ * where . sums over channels (over V in S.dS). */
+typedef struct kda_stage_bwd_wy_dqkg_args {
+  uint64_t struct_size; /* sizeof(kda_stage_bwd_wy_dqkg_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor q, k;        /* [B,T,H,K]   in */
+  kda_tensor v, v_new;    /* [B,T,HV,V]  in */
+  kda_tensor G;           /* [B,T,HV,K]  in: f32 */
+  kda_tensor beta;        /* [B,T,HV]    in; any strides */
+  kda_tensor Akk_inv;     /* [B,T,HV,C]  in */
+  kda_tensor h, dh;       /* [NT,HV,V,K] in: f32 or bf16 */
+  kda_tensor d_o, dv_new; /* [B,T,HV,V]  in */
+  kda_tensor dq, dk;      /* [B,T,HV,K]  out: f32 */
+  kda_tensor dv;          /* [B,T,HV,V]  out */
+  kda_tensor dbeta;       /* [B,T,HV]    out: f32; any strides */
+  kda_tensor dG;          /* [B,T,HV,K]  out: f32 */
+  kda_tensor dAkk;        /* [B,T,HV,C]  out: f32; of Akk without its beta */
+} kda_stage_bwd_wy_dqkg_args;
+
+/* B4: adds the pairs' share to dq, dk, dG, dbeta:
+ *   p_i = sum_(j<=i) dAqk_ij k_j R_ij    r_i = sum_(j<i) dAkk_ij k_j R_ij
+ *   c_j = sum_(i>=j) dAqk_ij q_i R_ij + sum_(i>j) dAkk_ij beta_i k_i R_ij
+ *   dq += p    dk += beta r + c    dbeta += k.r    dG += q p + k (beta r - c) */
+typedef struct kda_stage_bwd_intra_args {
+  uint64_t struct_size; /* sizeof(kda_stage_bwd_intra_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor q, k;       /* [B,T,H,K]  in */
+  kda_tensor G;          /* [B,T,HV,K] in: f32 */
+  kda_tensor beta;       /* [B,T,HV]   in; any strides */
+  kda_tensor dAqk, dAkk; /* [B,T,HV,C] in: f32 */
+  kda_tensor dq, dk;     /* [B,T,HV,K] in and out: f32 */
+  kda_tensor dbeta;      /* [B,T,HV]   in and out: f32; any strides */
+  kda_tensor dG;         /* [B,T,HV,K] in and out: f32 */
+} kda_stage_bwd_intra_args;
+
+/* B5: dg_t = sum of dG from t to the end of its chunk; 0 where the decay of g is 0 in f32, if g is given. */
+typedef struct kda_stage_cumsum_backward_args {
+  uint64_t struct_size; /* sizeof(kda_stage_cumsum_backward_args) */
+  kda_exec exec;
+  kda_stage at;
+  kda_tensor g;  /* [B,T,HV,K] in, optional: as given to cumsum */
+  kda_tensor dG; /* [B,T,HV,K] in: f32 */
+  kda_tensor dg; /* [B,T,HV,K] out */
+} kda_stage_cumsum_backward_args;
+
+/* ---- kda_prefill_f32: whole prompts in f32, heads before tokens -----------------------------------------------------
+ * The (w, u) form of kda_forward on activated inputs, with w and u themselves as outputs. For chunk n of `chunk` tokens:
+ *   w = (I + Akk)^-1 beta k E    u = (I + Akk)^-1 beta v    v_new = u - w S
+ * o and hT are those of kda_forward, whatever the chunk. Tensor cores take (K, V, chunk) of (64,64,32), (64,64,64),
+ * (128,128,32) and (128,128,64); the CPU any K and V in 1..256. T need not be a multiple of the chunk. */
+typedef struct kda_prefill_f32_args {
+  uint64_t struct_size; /* sizeof(kda_prefill_f32_args) */
+  kda_exec exec;
+  kda_tensor q, k; /* [B,H,T,K]   in; every tensor is f32 */
+  kda_tensor v;    /* [B,HV,T,V]  in */
+  kda_tensor g;    /* [B,HV,T,K]  in: natural-log decay, <= 0, -inf allowed */
+  kda_tensor beta; /* [B,HV,T]    in, activated; any strides */
+  kda_tensor h0;   /* [B,HV,V,K]  in, optional (or K-first) */
+  kda_tensor o;    /* [B,HV,T,V]  out */
+  kda_tensor w;    /* [B,HV,ceil(T/chunk),chunk,K] out, optional; rows behind the last token are zeroed */
+  kda_tensor u;    /* [B,HV,ceil(T/chunk),chunk,V] out, optional; the same */
+  kda_tensor hT;   /* [B,HV,V,K]  out, optional; may be h0 */
+  int32_t chunk;   /* 32 or 64; 0 = 64 */
+  int32_t state_layout;
+  float scale;      /* 0 = K^-0.5 */
+  int32_t reserved; /* 0 */
+} kda_prefill_f32_args;
+
 /* ---- kda_gate: the gate activation alone ----------------------------------------------------------------------------
  * g = -exp(A_log) softplus(x + dt_bias)   or   lower_bound sigmoid(exp(A_log) (x + dt_bias)) */
 typedef struct kda_gate_args {
@@ -398,6 +588,28 @@ typedef struct kda_gate_backward_args {
   { sizeof(kda_conv_args) }
 #define KDA_CONV_BACKWARD_ARGS_INIT \
   { sizeof(kda_conv_backward_args) }
+#define KDA_STAGE_CUMSUM_ARGS_INIT \
+  { sizeof(kda_stage_cumsum_args) }
+#define KDA_STAGE_CHUNK_INTRA_ARGS_INIT \
+  { sizeof(kda_stage_chunk_intra_args) }
+#define KDA_STAGE_RECOMPUTE_W_U_ARGS_INIT \
+  { sizeof(kda_stage_recompute_w_u_args) }
+#define KDA_STAGE_DELTA_H_ARGS_INIT \
+  { sizeof(kda_stage_delta_h_args) }
+#define KDA_STAGE_FWD_O_ARGS_INIT \
+  { sizeof(kda_stage_fwd_o_args) }
+#define KDA_STAGE_BWD_LOCAL_ARGS_INIT \
+  { sizeof(kda_stage_bwd_local_args) }
+#define KDA_STAGE_BWD_DELTA_H_ARGS_INIT \
+  { sizeof(kda_stage_bwd_delta_h_args) }
+#define KDA_STAGE_BWD_WY_DQKG_ARGS_INIT \
+  { sizeof(kda_stage_bwd_wy_dqkg_args) }
+#define KDA_STAGE_BWD_INTRA_ARGS_INIT \
+  { sizeof(kda_stage_bwd_intra_args) }
+#define KDA_STAGE_CUMSUM_BACKWARD_ARGS_INIT \
+  { sizeof(kda_stage_cumsum_backward_args) }
+#define KDA_PREFILL_F32_ARGS_INIT \
+  { sizeof(kda_prefill_f32_args) }
 
 /* Run. The status says what went wrong; kda_last_error() says it in a sentence. On an error nothing was written. */
 KDA_API kda_status kda_forward(const kda_forward_args* args);
@@ -412,6 +624,17 @@ KDA_API kda_status kda_gate(const kda_gate_args* args);
 KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
 KDA_API kda_status kda_conv(const kda_conv_args* args);
 KDA_API kda_status kda_conv_backward(const kda_conv_backward_args* args);
+KDA_API kda_status kda_stage_cumsum(const kda_stage_cumsum_args* args);
+KDA_API kda_status kda_stage_chunk_intra(const kda_stage_chunk_intra_args* args);
+KDA_API kda_status kda_stage_recompute_w_u(const kda_stage_recompute_w_u_args* args);
+KDA_API kda_status kda_stage_delta_h(const kda_stage_delta_h_args* args);
+KDA_API kda_status kda_stage_fwd_o(const kda_stage_fwd_o_args* args);
+KDA_API kda_status kda_stage_bwd_local(const kda_stage_bwd_local_args* args);
+KDA_API kda_status kda_stage_bwd_delta_h(const kda_stage_bwd_delta_h_args* args);
+KDA_API kda_status kda_stage_bwd_wy_dqkg(const kda_stage_bwd_wy_dqkg_args* args);
+KDA_API kda_status kda_stage_bwd_intra(const kda_stage_bwd_intra_args* args);
+KDA_API kda_status kda_stage_cumsum_backward(const kda_stage_cumsum_backward_args* args);
+KDA_API kda_status kda_prefill_f32(const kda_prefill_f32_args* args);
 
 /* Bytes of workspace the call needs: a function of shapes, strides, dtypes, options, num_threads and device only. Reads
  * no tensor data, so any non-NULL pointers do. */
@@ -427,6 +650,17 @@ KDA_API kda_status kda_gate_workspace(const kda_gate_args* args, uint64_t* bytes
 KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_conv_workspace(const kda_conv_args* args, uint64_t* bytes);
 KDA_API kda_status kda_conv_backward_workspace(const kda_conv_backward_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_cumsum_workspace(const kda_stage_cumsum_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_chunk_intra_workspace(const kda_stage_chunk_intra_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_recompute_w_u_workspace(const kda_stage_recompute_w_u_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_delta_h_workspace(const kda_stage_delta_h_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_fwd_o_workspace(const kda_stage_fwd_o_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_bwd_local_workspace(const kda_stage_bwd_local_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_bwd_delta_h_workspace(const kda_stage_bwd_delta_h_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_bwd_wy_dqkg_workspace(const kda_stage_bwd_wy_dqkg_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_bwd_intra_workspace(const kda_stage_bwd_intra_args* args, uint64_t* bytes);
+KDA_API kda_status kda_stage_cumsum_backward_workspace(const kda_stage_cumsum_backward_args* args, uint64_t* bytes);
+KDA_API kda_status kda_prefill_f32_workspace(const kda_prefill_f32_args* args, uint64_t* bytes);
 
 /* One line per implementation: "* name: description" for the one that would run, "- name: why not" or "- name: can,
  * comes later" for the others. The text is valid until the next explain on this thread. */
@@ -442,6 +676,17 @@ KDA_API kda_status kda_gate_explain(const kda_gate_args* args, const char** text
 KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args, const char** text);
 KDA_API kda_status kda_conv_explain(const kda_conv_args* args, const char** text);
 KDA_API kda_status kda_conv_backward_explain(const kda_conv_backward_args* args, const char** text);
+KDA_API kda_status kda_stage_cumsum_explain(const kda_stage_cumsum_args* args, const char** text);
+KDA_API kda_status kda_stage_chunk_intra_explain(const kda_stage_chunk_intra_args* args, const char** text);
+KDA_API kda_status kda_stage_recompute_w_u_explain(const kda_stage_recompute_w_u_args* args, const char** text);
+KDA_API kda_status kda_stage_delta_h_explain(const kda_stage_delta_h_args* args, const char** text);
+KDA_API kda_status kda_stage_fwd_o_explain(const kda_stage_fwd_o_args* args, const char** text);
+KDA_API kda_status kda_stage_bwd_local_explain(const kda_stage_bwd_local_args* args, const char** text);
+KDA_API kda_status kda_stage_bwd_delta_h_explain(const kda_stage_bwd_delta_h_args* args, const char** text);
+KDA_API kda_status kda_stage_bwd_wy_dqkg_explain(const kda_stage_bwd_wy_dqkg_args* args, const char** text);
+KDA_API kda_status kda_stage_bwd_intra_explain(const kda_stage_bwd_intra_args* args, const char** text);
+KDA_API kda_status kda_stage_cumsum_backward_explain(const kda_stage_cumsum_backward_args* args, const char** text);
+KDA_API kda_status kda_prefill_f32_explain(const kda_prefill_f32_args* args, const char** text);
 
 /* The implementations of an operator ("forward", "verify", .., the function's name without kda_), in order of preference:
  * the index-th name, or NULL past the end (or for an unknown operator). */

@@ -9,8 +9,8 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
 
 Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
 of ``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states. ``kda.nn`` has the
-layer of Kimi-Linear. Importing this package is cheap: torch and the compiled library are loaded by the first function
-that needs them.
+layer of Kimi-Linear, ``kda.cp`` context parallelism over ``torch.distributed``. Importing this package is cheap: torch
+and the compiled library are loaded by the first function that needs them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         prefill,
         workspace_size,
     )
+    from .segment import segment_map, segment_merge
     from .speculation import (
         Conv,
         DraftBuffer,
@@ -57,7 +58,7 @@ _MODULES = {
         "new_records",
         "verify_kvbuffer",
     )
-}
+} | {name: "segment" for name in ("segment_map", "segment_merge")}
 
 __all__ = [
     "Conv",
@@ -76,14 +77,16 @@ __all__ = [
     "info",
     "new_records",
     "prefill",
+    "segment_map",
+    "segment_merge",
     "verify_kvbuffer",
     "workspace_size",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        value = importlib.import_module(".nn", __name__)
+    if name in ("nn", "cp"):
+        value = importlib.import_module(f".{name}", __name__)
     elif name in __all__:
         value = getattr(importlib.import_module(f".{_MODULES.get(name, 'ops')}", __name__), name)
     else:
@@ -93,4 +96,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "nn"])
+    return sorted([*globals(), *__all__, "cp", "nn"])

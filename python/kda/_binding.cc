@@ -254,6 +254,17 @@ void read(Reader& r, kda_flush_verify_args& a) {
   a.max_tokens = r.integer("max_tokens");
 }
 
+void read(Reader& r, kda_segment_map_args& a) {
+  read(r, a.in);
+  r.tensor("d_o", a.d_o), r.tensor("M", a.M), r.tensor("b", a.b), r.tensor("d", a.d);
+}
+
+void read(Reader& r, kda_segment_merge_args& a) {
+  r.tensor("M", a.M), r.tensor("b", a.b), r.tensor("h0", a.h0), r.tensor("states", a.states);
+  a.state_layout = r.integer("state_layout");
+  a.reverse = r.integer("reverse");
+}
+
 void read(Reader& r, kda_gate_args& a) {
   r.tensor("x", a.x), r.tensor("A_log", a.A_log), r.tensor("dt_bias", a.dt_bias), r.tensor("g", a.g);
   a.gate_form = r.integer("gate_form");
@@ -345,6 +356,8 @@ KDA_BIND(decode)
 KDA_BIND(verify)
 KDA_BIND(flush)
 KDA_BIND(flush_verify)
+KDA_BIND(segment_map)
+KDA_BIND(segment_merge)
 KDA_BIND(gate)
 KDA_BIND(gate_backward)
 }

@@ -9,7 +9,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-_OPERATORS = ("forward", "backward", "decode", "verify", "flush", "flush_verify", "gate", "gate_backward")
+_OPERATORS = (
+    "forward",
+    "backward",
+    "decode",
+    "verify",
+    "flush",
+    "flush_verify",
+    "segment_map",
+    "segment_merge",
+    "gate",
+    "gate_backward",
+)
 _BINDING = "_binding.so"
 
 

@@ -57,7 +57,7 @@ def saved_shapes(v: Tensor, K: int, cu: Tensor | None, options: Options, h_every
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, h_every: int, recurrent: bool,
-    impl: str | None,
+    impl: str | None, has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
     """(o, hT, saved), see :func:`saved_shapes`; the recurrent form saves nothing."""
     K = q.shape[3]
@@ -69,8 +69,8 @@ def run_forward(
         return o, hT, ()
     saved = tuple(_in_large_pages(v.new_empty(s, dtype=wide)) for s in saved_shapes(v, K, cu, options, h_every))
     library().forward(
-        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, None, None, *four(saved), 0, h_every,
-        impl, 0, None,
+        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, has_initial_state, 0, o, None, None,
+        *four(saved), 0, h_every, impl, 0, None,
     )  # fmt: skip
     return o, hT, saved
 
@@ -79,7 +79,7 @@ def four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     return (*saved, *(None,) * (4 - len(saved)))
 
 
-def _plain(x: Tensor) -> Tensor:
+def plain(x: Tensor) -> Tensor:
     """Gradients come as views of any kind: expanded by sum(), lazily negated by complex operations."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -96,7 +96,7 @@ def run_backward(
         _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format)) if w and x is not None else None
         for x, w in zip(inputs, wanted, strict=True)
     ]
-    d_o, dhT = _plain(d_o), None if dhT is None else _plain(dhT)
+    d_o, dhT = plain(d_o), None if dhT is None else plain(dhT)
     library().backward(
         q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *four(saved), *grads, h_every if saved else 0,
         impl, 0, None,
@@ -161,7 +161,7 @@ class GateFunction(torch.autograd.Function):
 def run_gate_backward(
     x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, dg: Tensor, form: int, lower_bound: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dg = _plain(dg)
+    dg = plain(dg)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dA = None if A_log is None else torch.empty_like(A_log, memory_format=torch.contiguous_format)
     d_bias = None if dt_bias is None else torch.empty_like(dt_bias, memory_format=torch.contiguous_format)

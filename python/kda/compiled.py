@@ -6,6 +6,7 @@ namespace ``kda``:
 * ``forward(...) -> (o, hT, h, v_new, Aqk, Akk)``, functional, with autograd; what is not wanted comes back empty.
 * ``backward(...) -> gradients``, functional.
 * ``prefill(..., state!, out!, checkpoints!) -> ()`` and ``decode(..., state!, out!) -> ()``, in place.
+* ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional; what is not wanted is empty.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import autograd
+from . import autograd, segment
 from ._lib import library
 from ._options import Options
 
@@ -265,6 +266,53 @@ _define(
 
 def run_in_place(name: str, *arguments: Any) -> None:
     getattr(torch.ops.kda, name)(*arguments)
+
+
+# ---- segments ----
+
+
+def _segment_map_run(*a: Any) -> tuple[Tensor, ...]:
+    (*call, d_o, want_M, want_b, impl, threads) = a
+    maps = segment.run_segment_map(tuple(call), d_o, want_M, want_b, impl, threads)
+    return tuple(call[0].new_empty(0, dtype=torch.float32) if x is None else x for x in maps)
+
+
+def _segment_map_fake(*a: Any) -> tuple[Tensor, ...]:
+    (*call, d_o, want_M, want_b, _, _) = a
+    q, v, cu, state_layout = call[0], call[2], call[7], call[11]
+    M, state = segment.map_shapes(q, v, cu, state_layout == 0)
+    wanted = ((M, want_M), (state, want_b), (state, d_o is not None))
+    wide = getattr(torch, segment.wide(q))
+    return tuple(q.new_empty(s, dtype=wide) if w else q.new_empty(0, dtype=torch.float32) for s, w in wanted)
+
+
+_define(
+    "segment_map",
+    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, Tensor? d_o, bool want_M, bool want_b, {_RUN})"
+    " -> (Tensor M, Tensor b, Tensor d)",
+    _segment_map_run,
+    _segment_map_fake,
+)
+
+
+def _segment_merge_fake(M: Tensor, b: Tensor, h0: Tensor | None, *_: Any) -> Tensor:
+    return b.new_empty((b.shape[0] + 1, *b.shape[1:]), dtype=getattr(torch, segment.wide(b)))
+
+
+_define(
+    "segment_merge",
+    f"(Tensor M, Tensor b, Tensor? h0, bool reverse, bool v_first, {_RUN}) -> Tensor",
+    segment.run_segment_merge,
+    _segment_merge_fake,
+)
+
+
+def segment_map(call: tuple[Any, ...], *rest: Any) -> tuple[Tensor, ...]:
+    return torch.ops.kda.segment_map(*call, *rest)
+
+
+def segment_merge(*a: Any) -> Tensor:
+    return torch.ops.kda.segment_merge(*a)
 
 
 # ---- the gate ----

@@ -87,7 +87,9 @@ def chunk_kda(
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
             not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
         cu_seqlens_cpu: accepted for FLA's sake; only the shape of the intermediate states uses it.
-        cp_context: None; context parallelism is not built yet.
+        cp_context: a :class:`kda.cp.Context`: the tokens are this rank's window of sequences spread over several. Then
+            ``initial_state``, ``cu_seqlens`` and all states but the outputs are refused, gradients of parameters are
+            this rank's share of their sums, and every rank has to call, forward and backward.
         A_log, dt_bias: ``[HV]`` and ``[HV, K]`` or ``[HV * K]``, float32.
         impl: force an implementation, see :func:`implementations`.
 
@@ -113,8 +115,6 @@ def chunk_kda(
             raise NotImplementedError("chunk_size: expected 64, the only one there is here")
         if kwargs:
             raise TypeError(f"chunk_kda: unexpected arguments {sorted(kwargs)}")
-        if cp_context is not None:
-            raise NotImplementedError("cp_context: expected None, context parallelism is not built yet")
         if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
             raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
         if return_intermediate_states and not torch.is_inference_mode_enabled():
@@ -126,6 +126,12 @@ def chunk_kda(
             q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
         )  # fmt: skip
+        if cp_context is not None:
+            from .cp import chunk_kda as on_this_rank
+
+            return on_this_rank(
+                cp_context, call, output_final_state, return_intermediate_states, disable_recompute, impl
+            )
         if return_intermediate_states:
             return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
         if _compiling():

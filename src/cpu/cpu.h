@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "problem.h"
+#include "problem_prefill_f32.h"
 
 namespace kda::cpu {
 
@@ -48,6 +49,10 @@ void conv_front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const k
 // with `parents`, by the path that ends in token m - 1. Nothing happens for m <= 0 or a slot outside the pool.
 void conv_roll(const kda_tensor& state, int64_t slot, const kda_tensor& x, const kda_tensor& parents, int64_t n,
                int64_t b, int64_t t0, int64_t m);
+void prefill_f32(const PrefillF32Problem& p);
+uint64_t prefill_f32_workspace(const PrefillF32Problem& p);
+
+// The stages: cpu/stages.h.
 
 const char* isa_name();   // the instruction set in use, e.g. "avx512"
 const char* isa_names();  // those compiled in

@@ -1,6 +1,7 @@
 // The oracle: float64 token recurrence and its reverse mode, read like math.md 2 and 3. Slow, plain, allocates.
 #pragma once
 #include "problem.h"
+#include "problem_prefill_f32.h"
 
 namespace kda::reference {
 
@@ -16,5 +17,6 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 void conv(const ConvProblem& p);
 void conv_backward(const ConvBackwardProblem& p);
+void prefill_f32(const PrefillF32Problem& p);
 
 }  // namespace kda::reference

@@ -5,6 +5,7 @@
 
 #include "fields.h"
 #include "speculation_calls.h"
+#include "stage_calls.h"
 
 namespace kda::test {
 
@@ -154,6 +155,58 @@ struct Legal<kda_segment_merge_args> {
   std::vector<Tensor*> outputs() { return {&t.states}; }
   MergeTensors t;
   kda_segment_merge_args args;
+};
+
+// A stage: every tensor of the split holds what the stages before it left there.
+template <class Args>
+requires requires(Args a) { a.at.cu_seqlens; }
+struct Legal<Args> {
+  explicit Legal(const Case& c = legal_case()) : in(c), t(in, KDA_F32, KDA_F32) {
+    const auto run_all = [](const auto& a) { run(a); };
+    for_each_forward_stage(t, run_all);
+    for_each_backward_stage(t, run_all);
+    args = t.args<Args>();
+    for (const Field& f : fields())
+      if (f.output && !t.both_ways(f.name)) t.all.at(f.name).poison();
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() {
+    std::vector<Tensor*> all;
+    for (const Field& f : fields())
+      if (f.output) all.push_back(&t.all.at(f.name));
+    return all;
+  }
+  Inputs in;
+  StageTensors t;
+  Args args;
+};
+
+template <>
+struct Legal<kda_prefill_f32_args> {
+  explicit Legal(const Case& c = legal_case())
+      : q(filled({1, c.H, 9, c.K})),
+        k(filled({1, c.H, 9, c.K})),
+        v(filled({1, c.HV, 9, c.V})),
+        g(filled({1, c.HV, 9, c.K})),
+        beta(filled({1, c.HV, 9})),
+        h0(filled({1, c.HV, c.V, c.K})),
+        o(KDA_F32, {1, c.HV, 9, c.V}),
+        w(KDA_F32, {1, c.HV, 1, 64, c.K}),
+        u(KDA_F32, {1, c.HV, 1, 64, c.V}),
+        hT(KDA_F32, {1, c.HV, c.V, c.K}) {
+    args = KDA_PREFILL_F32_ARGS_INIT;
+    args.q = q, args.k = k, args.v = v, args.g = g, args.beta = beta, args.h0 = h0;
+    args.o = o, args.w = w, args.u = u, args.hT = hT;
+  }
+  static Tensor filled(const std::vector<int64_t>& shape) {
+    Tensor t(KDA_F32, shape);
+    t.fill(-0.25);
+    return t;
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&o, &w, &u, &hT}; }
+  Tensor q, k, v, g, beta, h0, o, w, u, hT;
+  kda_prefill_f32_args args;
 };
 
 template <>

@@ -171,4 +171,113 @@ inline std::vector<Field> fields(kda_conv_backward_args& a) {
           {"d_initial_state", &a.d_initial_state, true}};
 }
 
+inline std::vector<Field> fields(kda_stage_cumsum_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens}, {"g", &a.g}, {"G", &a.G, true}};
+}
+inline std::vector<Field> fields(kda_stage_chunk_intra_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"q", &a.q},
+          {"k", &a.k},
+          {"v", &a.v},
+          {"G", &a.G},
+          {"beta", &a.beta},
+          {"Aqk", &a.Aqk, true},
+          {"Akk_inv", &a.Akk_inv, true},
+          {"w", &a.w, true},
+          {"u", &a.u, true},
+          {"qG", &a.qG, true},
+          {"kg", &a.kg, true}};
+}
+inline std::vector<Field> fields(kda_stage_recompute_w_u_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"q", &a.q},
+          {"k", &a.k},
+          {"v", &a.v},
+          {"G", &a.G},
+          {"beta", &a.beta},
+          {"Akk_inv", &a.Akk_inv},
+          {"w", &a.w, true},
+          {"u", &a.u, true},
+          {"qG", &a.qG, true},
+          {"kg", &a.kg, true}};
+}
+inline std::vector<Field> fields(kda_stage_delta_h_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"kg", &a.kg},
+          {"w", &a.w},
+          {"u", &a.u},
+          {"G", &a.G},
+          {"h0", &a.h0},
+          {"h", &a.h, true},
+          {"v_new", &a.v_new, true},
+          {"hT", &a.hT, true}};
+}
+inline std::vector<Field> fields(kda_stage_fwd_o_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"q", &a.q},
+          {"v_new", &a.v_new},
+          {"G", &a.G},
+          {"Aqk", &a.Aqk},
+          {"h", &a.h},
+          {"o", &a.o, true}};
+}
+inline std::vector<Field> fields(kda_stage_bwd_local_args& a) {
+  return {
+      {"cu_seqlens", &a.at.cu_seqlens}, {"v_new", &a.v_new}, {"d_o", &a.d_o}, {"Aqk", &a.Aqk}, {"dAqk", &a.dAqk, true},
+      {"dv_local", &a.dv_local, true}};
+}
+inline std::vector<Field> fields(kda_stage_bwd_delta_h_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"qG", &a.qG},
+          {"kg", &a.kg},
+          {"w", &a.w},
+          {"G", &a.G},
+          {"d_o", &a.d_o},
+          {"dv_local", &a.dv_local},
+          {"dhT", &a.dhT},
+          {"dh", &a.dh, true},
+          {"dv_new", &a.dv_new, true},
+          {"dh0", &a.dh0, true}};
+}
+inline std::vector<Field> fields(kda_stage_bwd_wy_dqkg_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"q", &a.q},
+          {"k", &a.k},
+          {"v", &a.v},
+          {"v_new", &a.v_new},
+          {"G", &a.G},
+          {"beta", &a.beta},
+          {"Akk_inv", &a.Akk_inv},
+          {"h", &a.h},
+          {"dh", &a.dh},
+          {"d_o", &a.d_o},
+          {"dv_new", &a.dv_new},
+          {"dq", &a.dq, true},
+          {"dk", &a.dk, true},
+          {"dv", &a.dv, true},
+          {"dbeta", &a.dbeta, true},
+          {"dG", &a.dG, true},
+          {"dAkk", &a.dAkk, true}};
+}
+inline std::vector<Field> fields(kda_stage_bwd_intra_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens},
+          {"q", &a.q},
+          {"k", &a.k},
+          {"G", &a.G},
+          {"beta", &a.beta},
+          {"dAqk", &a.dAqk},
+          {"dAkk", &a.dAkk},
+          {"dq", &a.dq, true},
+          {"dk", &a.dk, true},
+          {"dbeta", &a.dbeta, true},
+          {"dG", &a.dG, true}};
+}
+inline std::vector<Field> fields(kda_stage_cumsum_backward_args& a) {
+  return {{"cu_seqlens", &a.at.cu_seqlens}, {"g", &a.g}, {"dG", &a.dG}, {"dg", &a.dg, true}};
+}
+inline std::vector<Field> fields(kda_prefill_f32_args& a) {
+  return {{"q", &a.q},   {"k", &a.k},       {"v", &a.v},       {"g", &a.g},       {"beta", &a.beta},
+          {"h0", &a.h0}, {"o", &a.o, true}, {"w", &a.w, true}, {"u", &a.u, true}, {"hT", &a.hT, true}};
+}
+
 }  // namespace kda::test

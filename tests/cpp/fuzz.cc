@@ -93,6 +93,16 @@ void break_options(kda_backward_args& a, Random& random) {
 void break_options(kda_segment_merge_args& a, Random& random) {
   (random.chance(0.5) ? a.state_layout : a.reverse) = static_cast<int32_t>(random.below(5)) - 1;
 }
+template <class Args>
+requires requires(Args a) { a.at.cu_seqlens; }
+void break_options(Args& a, Random& random) {
+  if (random.chance(0.5)) a.at.state_layout = static_cast<int32_t>(random.below(5)) - 1;
+  else a.at.scale = random.chance(0.5) ? 0 : std::numeric_limits<float>::infinity();
+}
+void break_options(kda_prefill_f32_args& a, Random& random) {
+  int32_t* const options[] = {&a.chunk, &a.state_layout, &a.reserved};
+  *options[random.below(3)] = random.chance(0.3) ? 32 : static_cast<int32_t>(random.below(4)) - 1;
+}
 void break_options(kda_forward_args& a, Random& random) {
   constexpr int32_t kEvery[] = {-64, 0, 1, 64, 100, 128};
   if (random.chance(0.2)) a.checkpoint_every = one_of(kEvery, random);
@@ -135,6 +145,12 @@ int64_t work(const Args& a) {
     const kda_tensor &q = a.in.q, &v = a.in.v;
     if (q.ndim != 4 || v.ndim != 4) return 0;
     return std::abs(q.shape[0] * q.shape[1] * v.shape[2] * q.shape[3] * v.shape[3]);
+  } else if constexpr (
+      requires { a.at; } || requires { a.chunk; }) {
+    int64_t largest = 0;
+    Args copy = a;
+    for (const Field& f : fields(copy)) largest = std::max(largest, std::abs(tensor_size(*f.t)));
+    return largest;
   } else if constexpr (requires { a.states; }) {
     return a.b.ndim == 4 ? std::abs(tensor_size(a.b)) * std::abs(a.M.shape[2]) : 0;
   } else {
@@ -261,6 +277,27 @@ void one_call(Random& random) {
   }
 }
 
+constexpr void (*kOperators[])(Random&) = {
+    one_call<kda_forward_args>,
+    one_call<kda_backward_args>,
+    one_call<kda_decode_args>,
+    one_call<kda_gate_args>,
+    one_call<kda_segment_map_args>,
+    one_call<kda_segment_merge_args>,
+    one_call<kda_gate_backward_args>,
+    one_call<kda_stage_cumsum_args>,
+    one_call<kda_stage_chunk_intra_args>,
+    one_call<kda_stage_recompute_w_u_args>,
+    one_call<kda_stage_delta_h_args>,
+    one_call<kda_stage_fwd_o_args>,
+    one_call<kda_stage_bwd_local_args>,
+    one_call<kda_stage_bwd_delta_h_args>,
+    one_call<kda_stage_bwd_wy_dqkg_args>,
+    one_call<kda_stage_bwd_intra_args>,
+    one_call<kda_stage_cumsum_backward_args>,
+    one_call<kda_prefill_f32_args>,
+};
+
 int main_(int argc, char** argv) {
   const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 100000, seed = argc > 2 ? std::atoll(argv[2]) : 1;
   const int64_t first = argc > 3 ? std::atoll(argv[3]) : 0;
@@ -271,15 +308,7 @@ int main_(int argc, char** argv) {
     Random random(static_cast<uint64_t>(seed) << 40 ^ static_cast<uint64_t>(i));
     random.bits();
     try {
-      switch (i % 7) {
-        case 0: one_call<kda_forward_args>(random); break;
-        case 1: one_call<kda_backward_args>(random); break;
-        case 2: one_call<kda_decode_args>(random); break;
-        case 3: one_call<kda_gate_args>(random); break;
-        case 4: one_call<kda_segment_map_args>(random); break;
-        case 5: one_call<kda_segment_merge_args>(random); break;
-        default: one_call<kda_gate_backward_args>(random); break;
-      }
+      kOperators[i % std::size(kOperators)](random);
     } catch (const Failure& f) {
       std::printf("call %lld: %s\nrepeat with: fuzz 1 %lld %lld\n", static_cast<long long>(i), f.what.c_str(),
                   static_cast<long long>(seed), static_cast<long long>(i));

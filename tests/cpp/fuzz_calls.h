@@ -7,6 +7,7 @@
 
 #include "dtype.h"
 #include "error.h"
+#include "fields.h"
 #include "support.h"
 
 namespace kda::test {
@@ -284,6 +285,80 @@ inline void build(kda_gate_backward_args& a, const Sizes& s, Random& random) {
   a.dx = arena.take(any_float(random), {s.B * s.T, s.HV, s.K}, random);
   if (a.A_log.ndim && random.chance(0.8)) a.dA_log = arena.take(KDA_F32, {s.HV}, random);
   if (a.dt_bias.ndim && random.chance(0.8)) a.d_dt_bias = arena.take(KDA_F32, {s.HV, s.K}, random);
+}
+
+// ---- stages: every tensor by its name ----
+
+inline kda_tensor stage_tensor(const Field& f, const Sizes& s, const kda_inputs& layout, bool f32_inverse,
+                               Random& random) {
+  const std::string name = f.name;
+  const auto any_of = [&](std::initializer_list<const char*> names) {
+    return std::any_of(names.begin(), names.end(), [&](const char* n) { return name == n; });
+  };
+  const bool single = any_of({"G", "dG", "dq", "dk", "dAqk", "dAkk", "dbeta"}) || (name == "Akk_inv" && f32_inverse);
+  const int32_t dtype = single ? KDA_F32 : any_float(random);
+  const double scale = name == "G" || name == "k" ? 0.3 : 1;
+  if (any_of({"h", "dh"})) return filled(state_dtype(random), state_shape(s, layout, h_rows(s, 1)), random, scale);
+  if (any_of({"h0", "hT", "dhT", "dh0"}))
+    return filled(state_dtype(random), state_shape(s, layout, s.N), random, scale);
+  if (any_of({"q", "k"})) return filled(dtype, {s.B, s.T, s.H, s.K}, random, scale);
+  if (any_of({"beta", "dbeta"})) return filled(dtype, {s.B, s.T, s.HV}, random, scale);
+  if (any_of({"Aqk", "Akk_inv", "dAqk", "dAkk"})) return filled(dtype, {s.B, s.T, s.HV, 64}, random, scale);
+  if (any_of({"v", "u", "v_new", "o", "d_o", "dv_local", "dv_new", "dv"}))
+    return filled(dtype, {s.B, s.T, s.HV, s.V}, random, scale);
+  const kda_tensor t = filled(dtype, {s.B, s.T, s.HV, s.K}, random, scale);
+  for (int64_t i = 0; name == "g" && i < tensor_size(t); ++i) set(t, i, -std::abs(get(t, i)));
+  return t;
+}
+
+template <class Args>
+requires requires(Args a) { a.at.cu_seqlens; }
+void build(Args& a, const Sizes& s, Random& random) {
+  kda_inputs layout{};
+  layout.state_layout = a.at.state_layout = static_cast<int32_t>(random.below(2));
+  a.at.scale = static_cast<float>(random.uniform(0.1, 2));
+  const bool wants_q = random.chance(0.5);
+  for (const Field& f : fields(a)) {
+    const std::string name = f.name;
+    if (name == "cu_seqlens") {
+      if (!s.packed) continue;
+      *f.t = arena.take(random.chance(0.5) ? KDA_I32 : KDA_I64, {s.N + 1}, random);
+      for (int64_t n = 0; n <= s.N; ++n) set(*f.t, n, static_cast<double>(s.cu[n]));
+      continue;
+    }
+    bool optional = name == "h0" || name == "hT" || name == "dhT" || name == "dh0";
+    if constexpr (std::is_same_v<Args, kda_stage_delta_h_args>) optional |= name == "h" || name == "v_new";
+    if constexpr (std::is_same_v<Args, kda_stage_cumsum_backward_args>) optional |= name == "g";
+    if constexpr (requires { a.Akk_inv, a.qG; }) {
+      optional |= name == "w" || name == "u" || name == "kg";
+      if (!wants_q && name == "qG") continue;
+    }
+    if constexpr (std::is_same_v<Args, kda_stage_recompute_w_u_args>)
+      if (!wants_q && name == "q") continue;
+    if (optional && random.chance(0.3)) continue;
+    // In chunk_intra w and u follow from Akk_inv as it is stored, and the oracle's is float64.
+    *f.t = stage_tensor(f, s, layout, std::is_same_v<Args, kda_stage_chunk_intra_args>, random);
+  }
+}
+
+inline void build(kda_prefill_f32_args& a, const Sizes& s, Random& random) {
+  a.state_layout = static_cast<int32_t>(random.below(2));
+  kda_inputs layout{};
+  layout.state_layout = a.state_layout;
+  a.chunk = static_cast<int32_t>(random.below(3)) * 32;
+  a.scale = random.chance(0.5) ? 0 : static_cast<float>(random.uniform(-2, 2));
+  a.q = filled(KDA_F32, {s.B, s.H, s.T, s.K}, random, 1);
+  a.k = filled(KDA_F32, {s.B, s.H, s.T, s.K}, random, 0.3);
+  a.v = filled(KDA_F32, {s.B, s.HV, s.T, s.V}, random, 1);
+  a.g = filled(KDA_F32, {s.B, s.HV, s.T, s.K}, random, 1);
+  for (int64_t i = 0; i < tensor_size(a.g); ++i) set(a.g, i, -std::abs(get(a.g, i)));
+  a.beta = filled(KDA_F32, {s.B, s.HV, s.T}, random, 1);
+  a.o = arena.take(KDA_F32, {s.B, s.HV, s.T, s.V}, random);
+  const int64_t C = a.chunk ? a.chunk : 64, chunks = (s.T + C - 1) / C;
+  if (random.chance(0.5)) a.h0 = filled(KDA_F32, state_shape(s, layout, s.B), random, 1);
+  if (random.chance(0.5)) a.hT = arena.take(KDA_F32, state_shape(s, layout, s.B), random);
+  if (random.chance(0.5)) a.w = arena.take(KDA_F32, {s.B, s.HV, chunks, C, s.K}, random);
+  if (random.chance(0.5)) a.u = arena.take(KDA_F32, {s.B, s.HV, chunks, C, s.V}, random);
 }
 
 }  // namespace kda::test

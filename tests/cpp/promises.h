@@ -4,6 +4,7 @@
 #include <map>
 
 #include "calls.h"
+#include "stage_calls.h"
 
 namespace kda::test {
 
@@ -28,6 +29,7 @@ inline std::vector<Variant> promise_params() {
   }
   for (const std::string& impl : cpu_implementations("decode")) all.push_back({"decode", impl});
   for (const std::string& impl : cpu_implementations("segment_map")) all.push_back({"segment_map", impl});
+  all.push_back({"backward_stages", "cpu_chunk"});  // all of them, forward and backward
   return all;
 }
 inline std::vector<Variant> stateful_params() {
@@ -99,6 +101,15 @@ class PromiseBase : public testing::TestWithParam<Variant> {
       for (const auto& [name, t] : out.tensors()) prepare(*t, how);
       run_under(segment_map_args(in, out), impl, how);
       for (const auto& [name, t] : out.tensors()) keep(all, name, *t);
+    } else if (GetParam().op == "backward_stages") {
+      StageTensors t(in, KDA_F32, KDA_F32);
+      for (auto& [name, tensor] : t.all)
+        if (!t.is_input(name)) prepare(tensor, how);
+      const auto step = [&](const auto& args) { run_under(args, impl, how); };
+      for_each_forward_stage(t, step);
+      for_each_backward_stage(t, step);
+      for (auto& [name, tensor] : t.all)  // (their dq and dk are of value heads)
+        if (!t.is_input(name)) keep(all, (name == "dq" || name == "dk" ? name + "_hv" : name).c_str(), tensor);
     } else if (GetParam().op == "forward") {
       const bool saves = why_not(forward_args(in, ForwardOutputs(in, true)), impl).empty();
       ForwardOutputs out(in, saves);
@@ -212,7 +223,7 @@ inline Results part(const Results& all, const Inputs& in, int64_t n) {
   for (const auto& [name, t] : all) {
     if (name == "dA_log" || name == "d_dt_bias") continue;
     if (is_state(name)) one[name] = cut(t, 0, n, 1);
-    else if (name == "h") one[name] = cut(t, 0, first_chunk, (in.length(n) + 63) / 64);
+    else if (name == "h" || name == "dh") one[name] = cut(t, 0, first_chunk, (in.length(n) + 63) / 64);
     else if (in.cu_seqlens) one[name] = cut(t, 1, in.begin(n), in.length(n));
     else one[name] = cut(t, 0, n, 1);
   }
@@ -226,7 +237,7 @@ inline Results head(const Results& all, const Inputs& in, int64_t hv) {
     const int64_t h = hv / (in.c.HV / in.c.H);
     const bool per_qk_head = name == "dq" || name == "dk";
     if (per_qk_head && h != 0) continue;  // head 1's holds the spoilt one
-    one[name] = cut(t, is_state(name) || name == "h" ? 1 : 2, per_qk_head ? h : hv, 1);
+    one[name] = cut(t, is_state(name) || name == "h" || name == "dh" ? 1 : 2, per_qk_head ? h : hv, 1);
   }
   return one;
 }

@@ -95,6 +95,24 @@ class Random {
 
 // ---- calls ----
 
+#define KDA_TEST_OPERATOR(op)                                                                                     \
+  inline kda_status call(const kda_##op##_args* a) { return kda_##op(a); }                                        \
+  inline kda_status query(const kda_##op##_args& a, uint64_t* bytes) { return kda_##op##_workspace(&a, bytes); }  \
+  inline kda_status explain(const kda_##op##_args& a, const char** text) { return kda_##op##_explain(&a, text); } \
+  constexpr const char* name_of(const kda_##op##_args*) { return #op; }
+KDA_TEST_OPERATOR(stage_cumsum)
+KDA_TEST_OPERATOR(stage_chunk_intra)
+KDA_TEST_OPERATOR(stage_recompute_w_u)
+KDA_TEST_OPERATOR(stage_delta_h)
+KDA_TEST_OPERATOR(stage_fwd_o)
+KDA_TEST_OPERATOR(stage_bwd_local)
+KDA_TEST_OPERATOR(stage_bwd_delta_h)
+KDA_TEST_OPERATOR(stage_bwd_wy_dqkg)
+KDA_TEST_OPERATOR(stage_bwd_intra)
+KDA_TEST_OPERATOR(stage_cumsum_backward)
+KDA_TEST_OPERATOR(prefill_f32)
+#undef KDA_TEST_OPERATOR
+
 // The operator's name, as kda_implementation knows it.
 template <class Args>
 constexpr const char* op_name() {
@@ -108,6 +126,8 @@ constexpr const char* op_name() {
   if constexpr (std::is_same_v<Args, kda_segment_merge_args>) return "segment_merge";
   if constexpr (std::is_same_v<Args, kda_gate_args>) return "gate";
   if constexpr (std::is_same_v<Args, kda_gate_backward_args>) return "gate_backward";
+  if constexpr (requires { name_of(static_cast<const Args*>(nullptr)); })
+    return name_of(static_cast<const Args*>(nullptr));
 }
 
 inline kda_status call(const kda_forward_args* a) { return kda_forward(a); }

@@ -231,6 +231,185 @@ TEST(Abi, GateBackwardArgs) {
   EXPECT_FIELD(kda_gate_backward_args, lower_bound, 732);
 }
 
+TEST(Abi, StageCumsumArgs) {
+  EXPECT_EQ(sizeof(kda_stage_cumsum_args), 352u);
+  EXPECT_FIELD(kda_stage_cumsum_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_cumsum_args, exec, 8);
+  EXPECT_FIELD(kda_stage_cumsum_args, at, 56);
+  EXPECT_FIELD(kda_stage_cumsum_args, g, 160);
+  EXPECT_FIELD(kda_stage_cumsum_args, G, 256);
+}
+
+TEST(Abi, StageChunkIntraArgs) {
+  EXPECT_EQ(sizeof(kda_stage_chunk_intra_args), 1216u);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, exec, 8);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, at, 56);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, q, 160);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, k, 256);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, v, 352);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, G, 448);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, beta, 544);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, Aqk, 640);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, Akk_inv, 736);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, w, 832);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, u, 928);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, qG, 1024);
+  EXPECT_FIELD(kda_stage_chunk_intra_args, kg, 1120);
+}
+
+TEST(Abi, StageRecomputeWUArgs) {
+  EXPECT_EQ(sizeof(kda_stage_recompute_w_u_args), 1120u);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, exec, 8);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, at, 56);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, q, 160);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, k, 256);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, v, 352);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, G, 448);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, beta, 544);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, Akk_inv, 640);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, w, 736);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, u, 832);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, qG, 928);
+  EXPECT_FIELD(kda_stage_recompute_w_u_args, kg, 1024);
+}
+
+TEST(Abi, StageDeltaHArgs) {
+  EXPECT_EQ(sizeof(kda_stage_delta_h_args), 928u);
+  EXPECT_FIELD(kda_stage_delta_h_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_delta_h_args, exec, 8);
+  EXPECT_FIELD(kda_stage_delta_h_args, at, 56);
+  EXPECT_FIELD(kda_stage_delta_h_args, kg, 160);
+  EXPECT_FIELD(kda_stage_delta_h_args, w, 256);
+  EXPECT_FIELD(kda_stage_delta_h_args, u, 352);
+  EXPECT_FIELD(kda_stage_delta_h_args, G, 448);
+  EXPECT_FIELD(kda_stage_delta_h_args, h0, 544);
+  EXPECT_FIELD(kda_stage_delta_h_args, h, 640);
+  EXPECT_FIELD(kda_stage_delta_h_args, v_new, 736);
+  EXPECT_FIELD(kda_stage_delta_h_args, hT, 832);
+}
+
+TEST(Abi, StageFwdOArgs) {
+  EXPECT_EQ(sizeof(kda_stage_fwd_o_args), 736u);
+  EXPECT_FIELD(kda_stage_fwd_o_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_fwd_o_args, exec, 8);
+  EXPECT_FIELD(kda_stage_fwd_o_args, at, 56);
+  EXPECT_FIELD(kda_stage_fwd_o_args, q, 160);
+  EXPECT_FIELD(kda_stage_fwd_o_args, v_new, 256);
+  EXPECT_FIELD(kda_stage_fwd_o_args, G, 352);
+  EXPECT_FIELD(kda_stage_fwd_o_args, Aqk, 448);
+  EXPECT_FIELD(kda_stage_fwd_o_args, h, 544);
+  EXPECT_FIELD(kda_stage_fwd_o_args, o, 640);
+}
+
+TEST(Abi, StageBwdLocalArgs) {
+  EXPECT_EQ(sizeof(kda_stage_bwd_local_args), 640u);
+  EXPECT_FIELD(kda_stage_bwd_local_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_bwd_local_args, exec, 8);
+  EXPECT_FIELD(kda_stage_bwd_local_args, at, 56);
+  EXPECT_FIELD(kda_stage_bwd_local_args, v_new, 160);
+  EXPECT_FIELD(kda_stage_bwd_local_args, d_o, 256);
+  EXPECT_FIELD(kda_stage_bwd_local_args, Aqk, 352);
+  EXPECT_FIELD(kda_stage_bwd_local_args, dAqk, 448);
+  EXPECT_FIELD(kda_stage_bwd_local_args, dv_local, 544);
+}
+
+TEST(Abi, StageBwdDeltaHArgs) {
+  EXPECT_EQ(sizeof(kda_stage_bwd_delta_h_args), 1120u);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, exec, 8);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, at, 56);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, qG, 160);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, kg, 256);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, w, 352);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, G, 448);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, d_o, 544);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, dv_local, 640);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, dhT, 736);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, dh, 832);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, dv_new, 928);
+  EXPECT_FIELD(kda_stage_bwd_delta_h_args, dh0, 1024);
+}
+
+TEST(Abi, StageBwdWyDqkgArgs) {
+  EXPECT_EQ(sizeof(kda_stage_bwd_wy_dqkg_args), 1792u);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, exec, 8);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, at, 56);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, q, 160);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, k, 256);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, v, 352);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, v_new, 448);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, G, 544);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, beta, 640);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, Akk_inv, 736);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, h, 832);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dh, 928);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, d_o, 1024);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dv_new, 1120);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dq, 1216);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dk, 1312);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dv, 1408);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dbeta, 1504);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dG, 1600);
+  EXPECT_FIELD(kda_stage_bwd_wy_dqkg_args, dAkk, 1696);
+}
+
+TEST(Abi, StageBwdIntraArgs) {
+  EXPECT_EQ(sizeof(kda_stage_bwd_intra_args), 1120u);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, exec, 8);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, at, 56);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, q, 160);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, k, 256);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, G, 352);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, beta, 448);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, dAqk, 544);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, dAkk, 640);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, dq, 736);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, dk, 832);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, dbeta, 928);
+  EXPECT_FIELD(kda_stage_bwd_intra_args, dG, 1024);
+}
+
+TEST(Abi, StageCumsumBackwardArgs) {
+  EXPECT_EQ(sizeof(kda_stage_cumsum_backward_args), 448u);
+  EXPECT_FIELD(kda_stage_cumsum_backward_args, struct_size, 0);
+  EXPECT_FIELD(kda_stage_cumsum_backward_args, exec, 8);
+  EXPECT_FIELD(kda_stage_cumsum_backward_args, at, 56);
+  EXPECT_FIELD(kda_stage_cumsum_backward_args, g, 160);
+  EXPECT_FIELD(kda_stage_cumsum_backward_args, dG, 256);
+  EXPECT_FIELD(kda_stage_cumsum_backward_args, dg, 352);
+}
+
+TEST(Abi, Stage) {
+  EXPECT_EQ(sizeof(kda_stage), 104u);
+  EXPECT_FIELD(kda_stage, cu_seqlens, 0);
+  EXPECT_FIELD(kda_stage, scale, 96);
+  EXPECT_FIELD(kda_stage, state_layout, 100);
+}
+
+TEST(Abi, PrefillF32Args) {
+  EXPECT_EQ(sizeof(kda_prefill_f32_args), 1032u);
+  EXPECT_FIELD(kda_prefill_f32_args, struct_size, 0);
+  EXPECT_FIELD(kda_prefill_f32_args, exec, 8);
+  EXPECT_FIELD(kda_prefill_f32_args, q, 56);
+  EXPECT_FIELD(kda_prefill_f32_args, k, 152);
+  EXPECT_FIELD(kda_prefill_f32_args, v, 248);
+  EXPECT_FIELD(kda_prefill_f32_args, g, 344);
+  EXPECT_FIELD(kda_prefill_f32_args, beta, 440);
+  EXPECT_FIELD(kda_prefill_f32_args, h0, 536);
+  EXPECT_FIELD(kda_prefill_f32_args, o, 632);
+  EXPECT_FIELD(kda_prefill_f32_args, w, 728);
+  EXPECT_FIELD(kda_prefill_f32_args, u, 824);
+  EXPECT_FIELD(kda_prefill_f32_args, hT, 920);
+  EXPECT_FIELD(kda_prefill_f32_args, chunk, 1016);
+  EXPECT_FIELD(kda_prefill_f32_args, state_layout, 1020);
+  EXPECT_FIELD(kda_prefill_f32_args, scale, 1024);
+  EXPECT_FIELD(kda_prefill_f32_args, reserved, 1028);
+}
+
 TEST(Abi, Enums) {
   EXPECT_EQ(KDA_OK, 0);
   EXPECT_EQ(KDA_INVALID_ARGUMENT, 1);
@@ -279,8 +458,29 @@ TEST(Abi, StatusNames) {
 
 // Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
 TEST(Abi, ImplementationNames) {
-  for (const char* op : {"forward", "backward", "decode", "verify", "flush", "flush_verify", "segment_map",
-                         "segment_merge", "gate", "gate_backward", "conv", "conv_backward"}) {
+  for (const char* op : {"forward",
+                         "backward",
+                         "decode",
+                         "verify",
+                         "flush",
+                         "flush_verify",
+                         "segment_map",
+                         "segment_merge",
+                         "gate",
+                         "gate_backward",
+                         "conv",
+                         "conv_backward",
+                         "stage_cumsum",
+                         "stage_chunk_intra",
+                         "stage_recompute_w_u",
+                         "stage_delta_h",
+                         "stage_fwd_o",
+                         "stage_bwd_local",
+                         "stage_bwd_delta_h",
+                         "stage_bwd_wy_dqkg",
+                         "stage_bwd_intra",
+                         "stage_cumsum_backward",
+                         "prefill_f32"}) {
     std::set<std::string> names;
     std::string last;
     int32_t count = 0;

@@ -65,6 +65,17 @@ TEST(Calls, AllocateNothing) {
   expect_no_allocation<kda_flush_verify_args>();
   expect_no_allocation<kda_gate_args>();
   expect_no_allocation<kda_gate_backward_args>();
+  expect_no_allocation<kda_stage_cumsum_args>();
+  expect_no_allocation<kda_stage_chunk_intra_args>();
+  expect_no_allocation<kda_stage_recompute_w_u_args>();
+  expect_no_allocation<kda_stage_delta_h_args>();
+  expect_no_allocation<kda_stage_fwd_o_args>();
+  expect_no_allocation<kda_stage_bwd_local_args>();
+  expect_no_allocation<kda_stage_bwd_delta_h_args>();
+  expect_no_allocation<kda_stage_bwd_wy_dqkg_args>();
+  expect_no_allocation<kda_stage_bwd_intra_args>();
+  expect_no_allocation<kda_stage_cumsum_backward_args>();
+  expect_no_allocation<kda_prefill_f32_args>();
 }
 
 TEST(Calls, AllocateNothingForManySequences) {
@@ -76,6 +87,8 @@ TEST(Calls, AllocateNothingForManySequences) {
   expect_no_allocation<kda_flush_verify_args>(c);
   expect_no_allocation<kda_forward_args>(c);
   expect_no_allocation<kda_segment_map_args>(c);
+  expect_no_allocation<kda_stage_chunk_intra_args>(c);
+  expect_no_allocation<kda_stage_delta_h_args>(c);
 }
 
 #if defined(__SSE__)
@@ -104,6 +117,10 @@ TEST(Calls, RestoreTheFloatingPointMode) {
       expect_kept(std::make_unique<Legal<kda_flush_verify_args>>());
       expect_kept(std::make_unique<Legal<kda_gate_args>>());
       expect_kept(std::make_unique<Legal<kda_gate_backward_args>>());
+      expect_kept(std::make_unique<Legal<kda_stage_chunk_intra_args>>());
+      expect_kept(std::make_unique<Legal<kda_stage_delta_h_args>>());
+      expect_kept(std::make_unique<Legal<kda_stage_bwd_wy_dqkg_args>>());
+      expect_kept(std::make_unique<Legal<kda_prefill_f32_args>>());
     }
 }
 #endif

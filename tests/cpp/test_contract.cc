@@ -1,6 +1,7 @@
 // What every operator refuses: structs of another size, tensors that are absent, of the wrong rank, size, dtype, stride
 // or alignment, memory that overlaps, wrong options of exec. One loop over the tensors of each args struct.
 #include <cstring>
+#include <map>
 #include <set>
 #include <thread>
 
@@ -14,7 +15,10 @@ template <class Args>
 struct Contract : testing::Test {};
 using AllArgs = testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
                                kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
-                               kda_segment_merge_args>;
+                               kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
+                               kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args,
+                               kda_stage_bwd_local_args, kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args,
+                               kda_stage_bwd_intra_args, kda_stage_cumsum_backward_args, kda_prefill_f32_args>;
 struct Names {
   template <class Args>
   static std::string GetName(int) {
@@ -137,11 +141,14 @@ TYPED_TEST(Contract, ForcedButCannot) {
   refuses<TypeParam>(
       first + " was forced but float64 runs on `reference` only",
       [&](auto& x) {
-        static double memory[4096];  // stands in for a [HV] tensor, or a small state
-        const bool merge = std::is_same_v<TypeParam, kda_segment_merge_args>;
-        const bool flush = std::is_same_v<TypeParam, kda_flush_args>;
-        for (const Field& f : x.fields())
-          if (!std::strcmp(f.name, merge ? "h0" : flush ? "state" : "A_log")) f.t->dtype = KDA_F64, f.t->data = memory;
+        static double memory[4096];  // stands in for a small tensor
+        for (const char* name : {"A_log", "h0", "state", "G", "dAqk", "dG"})
+          for (const Field& f : x.fields())
+            if (!std::strcmp(f.name, name)) {
+              f.t->dtype = KDA_F64, f.t->data = memory;
+              x.args.exec.impl = first.c_str();
+              return;
+            }
         x.args.exec.impl = first.c_str();
       },
       KDA_UNSUPPORTED);
@@ -182,8 +189,8 @@ TYPED_TEST(Contract, RankOutOfRange) {
 TYPED_TEST(Contract, WrongRank) {
   for_each_tensor<TypeParam>([](const Field& f) -> std::string {
     if (!std::strcmp(f.name, "state")) return "";  // of all layers, with one dimension more
-    f.t->stride[f.t->ndim] = 1, f.t->shape[f.t->ndim] = 1;
-    ++f.t->ndim;
+    if (f.t->ndim == KDA_MAX_NDIM) --f.t->ndim;
+    else f.t->stride[f.t->ndim] = 1, f.t->shape[f.t->ndim] = 1, ++f.t->ndim;
     return starts(f, "expected ");
   });
 }
@@ -196,6 +203,16 @@ TYPED_TEST(Contract, NegativeSize) {
 }
 
 // Sizes are told by q and v (x, in the gate operators) and by the pools; every other tensor has to agree.
+template <class Args>
+bool leads_stage(const std::string& name) {  // stages that have neither q nor v
+  const std::string op = op_name<Args>();
+  static const std::map<std::string, std::set<std::string>> leaders = {
+      {"stage_cumsum", {"g"}},    {"stage_cumsum_backward", {"g"}}, {"stage_delta_h", {"kg", "u"}},
+      {"stage_fwd_o", {"v_new"}}, {"stage_bwd_local", {"v_new"}},   {"stage_bwd_delta_h", {"qG", "d_o"}},
+      {"stage_bwd_intra", {"G"}}};
+  return leaders.contains(op) && leaders.at(op).contains(name);
+}
+
 TYPED_TEST(Contract, WrongSize) {
   const std::set<std::string> leaders = {"q", "v", "x", "cu_seqlens", "h0", "checkpoints"};
   for (int dim = 0; dim < 4; ++dim)
@@ -203,8 +220,9 @@ TYPED_TEST(Contract, WrongSize) {
       if (leaders.contains(f.name) || dim >= f.t->ndim || (f.free >> dim & 1)) return "";
       const bool merge = std::is_same_v<TypeParam, kda_segment_merge_args>;  // M and b lead: see test_segment.cc
       if (merge && (!std::strcmp(f.name, "M") || !std::strcmp(f.name, "b"))) return "";
-      const bool room =
-          (!std::strcmp(f.name, "h") && dim == 0) || (!std::strcmp(f.name, "checkpoint_slots") && dim == 1);
+      if (leads_stage<TypeParam>(f.name)) return "";
+      const bool chunks = !std::strcmp(f.name, "h") || !std::strcmp(f.name, "dh");
+      const bool room = (chunks && dim == 0) || (!std::strcmp(f.name, "checkpoint_slots") && dim == 1);
       if (room) return "";  // more of these is legal
       ++f.t->shape[dim];
       return starts(f, "expected ");

@@ -188,9 +188,9 @@ def test_wrong_sizes_name_the_argument(function: Callable[..., Any]) -> None:
             function(**p.having(cu_seqlens=p.options.get("cu_seqlens", torch.tensor([0, 5]))).keywords)
 
 
-def test_context_parallelism_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="cp_context"):
-        kda.chunk_kda(**make(1, 5).keywords, cp_context=object())
+def test_contexts_of_others_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^cp_context: expected a kda\.cp\.Context, got object"):
+        kda.chunk_kda(**make(1, 5, state=False).keywords, cp_context=object())
 
 
 @both

@@ -1,0 +1,297 @@
+"""Context parallelism: packed sequences whose tokens are spread over the ranks of a ``torch.distributed`` group.
+
+Every rank owns an equal window of the tokens. Only the last sequence of a window can go on in the next one, so one map
+per rank and head, ``S_out = M S_in + b`` (docs/operators/segments.md), carries everything across the borders: ranks
+exchange their maps in one all-gather, and each composes those it needs to the state that its first sequence starts
+from. Gradients go the other way with the dual maps. Nothing depends on which rank is faster: the same bits every time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._lib import library
+from ._options import Options
+from .autograd import chunks_between_states, plain, run_backward, run_forward
+from .segment import run_segment_merge
+
+Tensor = torch.Tensor
+
+
+class Context:
+    """Where the tokens of this rank lie among those of all. Made by every rank of the group from the same arguments,
+    and passed as ``cp_context`` to :func:`kda.chunk_kda`.
+
+    Args:
+        cu_seqlens: ``[N + 1]`` integers, a tensor or a sequence: offsets of the sequences among the tokens of all
+            ranks. Its values are read on the host, once.
+        group: the process group, None for the default one. Backends that gather bytes: gloo on CPUs, NCCL on GPUs.
+        tokens: of all ranks together, if more than ``cu_seqlens[-1]``: padding at the end. Divisible by the ranks.
+
+    Attributes:
+        cu_seqlens: those of this rank's window, where the given ones were (on the CPU, int64, for a sequence).
+            Sequences without tokens here are left out.
+        tokens: of the window.  rank, ranks: in the group.
+        before: ranks before this one that hold tokens of its first sequence.  after: the same for its last sequence.
+
+    >>> import kda.cp, os, tempfile, torch.distributed as dist
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    ...     context = kda.cp.Context([0, 3, 3, 8])
+    ...     dist.destroy_process_group()
+    >>> context.tokens, context.cu_seqlens.tolist(), context.before, context.after
+    (8, [0, 3, 8], 0, 0)
+    """
+
+    def __init__(
+        self, cu_seqlens: Tensor | Sequence[int], group: dist.ProcessGroup | None = None, tokens: int | None = None
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("group: expected torch.distributed to be initialised, got no process group")
+        self.group = group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("group: expected one that this rank is a member of, got another")
+        cu = _offsets(cu_seqlens)
+        total = cu[-1] if tokens is None else tokens
+        if total < cu[-1]:
+            raise ValueError(f"tokens: expected at least cu_seqlens[-1] = {cu[-1]}, got {tokens}")
+        if total % self.ranks:
+            raise ValueError(f"tokens: expected a number divisible by the {self.ranks} ranks, got {total}")
+        self.tokens = P = total // self.ranks
+        start, end = self.rank * P, (self.rank + 1) * P
+        inside = sorted({0, *(x - start for x in cu if start < x < end), min(max(cu[-1] - start, 0), P)})
+        like = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.empty(0, dtype=torch.int64)
+        self.cu_seqlens = torch.tensor(inside, dtype=like.dtype, device=like.device)
+        self.first = slice(inside[0], inside[1]) if len(inside) > 1 else slice(0, 0)
+        self.last = slice(inside[-2], inside[-1]) if len(inside) > 1 else slice(0, 0)
+        self.sequences = len(inside) - 1
+
+        # The sequence that goes on across the border in front of each rank, as (its start, its end), or None.
+        self._across = [_sequence_across(cu, r * P) if 0 < r < self.ranks else None for r in range(self.ranks + 1)]
+        into, out_of = self._across[self.rank], self._across[self.rank + 1]
+        self.preceding = start - into[0] if into else 0  # tokens of the first sequence on ranks before
+        self.before = self.rank - into[0] // P if into else 0
+        self.after = (out_of[1] - 1) // P - self.rank if out_of else 0
+        self.any_across = any(self._across)
+        # Ranks that lie within one sequence altogether pass states on; only their M counts.
+        self.passes_on = self._passes_on(self.rank)
+        self.any_passes_on = any(map(self._passes_on, range(self.ranks)))
+
+    def _passes_on(self, rank: int) -> bool:
+        into, out_of = self._across[rank], self._across[rank + 1]
+        return into is not None and into == out_of
+
+    def __repr__(self) -> str:
+        return (
+            f"kda.cp.Context(rank {self.rank} of {self.ranks}, {self.tokens} tokens, cu_seqlens"
+            f" {self.cu_seqlens.tolist()}, before {self.before}, after {self.after})"
+        )
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``[ranks, *x.shape]``: the ``x`` of every rank. Carried as bytes: not every backend knows every dtype."""
+        x = x.contiguous()
+        out = x.new_empty(self.ranks, *x.shape)
+        if x.numel():
+            dist.all_gather_into_tensor(
+                out.flatten().view(torch.uint8), x.flatten().view(torch.uint8), group=self.group
+            )
+        return out
+
+
+def _offsets(cu_seqlens: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"cu_seqlens: expected [N + 1] int32 or int64, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    cu = [int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    if not cu or cu[0] != 0:
+        raise ValueError(f"cu_seqlens: expected offsets from 0 on, got {cu[:1]}")
+    for n, (a, b) in enumerate(pairwise(cu), 1):
+        if b < a:
+            raise ValueError(f"cu_seqlens[{n}]: expected at least {a} (never decreasing), got {b}")
+    return cu
+
+
+def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:
+    """The sequence with tokens on both sides of the border."""
+    n = bisect_right(cu, border) - 1
+    return (cu[n], cu[n + 1]) if n < len(cu) - 1 and cu[n] < border else None
+
+
+# ---- chunk_kda ----
+
+
+def _exchange(
+    cp: Context, inputs: Sequence[Any], options: Options, d_o: Tensor | None, M: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """(maps, states, this rank's M): the maps of all ranks, ``[ranks, HV, K, K]``, or None if no rank passes states on,
+    and ``b`` of their last sequences, ``[ranks, HV, ..]``; with ``d_o`` the ``d`` of their first ones. ``M``: this
+    rank's, if it is known already. What no rank needs is 0."""
+    q, k, v, g, beta, A_log, dt_bias = inputs
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    size = HV * K * V
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    own = q.new_zeros(size + (HV * K * K if cp.any_passes_on else 0), dtype=wide)
+    state = own[:size].view(1, HV, *((K, V) if options.state_layout else (V, K)))
+    known, M = M, own[size:].view(1, HV, K, K) if cp.passes_on else None
+    if cp.after if d_o is None else cp.before:
+        tokens = cp.last if d_o is None else cp.first
+        part = [x[:, tokens] for x in (q, k, v, g, beta)]
+        b, d, d_part = (state, None, None) if d_o is None else (None, state, d_o[:, tokens])
+        wanted = M if known is None else None
+        library().segment_map(*part, A_log, dt_bias, None, *options, d_part, wanted, b, d, None, 0, None)
+    if M is not None and known is not None:
+        M.copy_(known)
+    everyone = cp.gather(own)
+    maps = everyone[:, size:].unflatten(1, (HV, K, K)) if cp.any_passes_on else None
+    return maps, everyone[:, :size].unflatten(1, state.shape[1:]), M
+
+
+def _merged(maps: Tensor | None, states: Tensor, first: int, last: int, options: Options) -> Tensor:
+    """The state after ranks ``first`` .. ``last`` of one sequence. Backwards (``last`` < ``first``) its gradient before
+    them. The map of the first counts for nothing: what comes to it is 0."""
+    reverse = last < first
+    if first == last:
+        return states[first]
+    assert maps is not None  # whoever lies between two others passes on
+    between = slice(last, first) if reverse else slice(first + 1, last + 1)
+    v_first = options.state_layout == 0
+    merged = run_segment_merge(maps[between], states[between], states[first], reverse, v_first, None, 0)
+    return merged[0 if reverse else -1]
+
+
+def _one_of(sequences: int, n: int, state: Tensor) -> Tensor:
+    """States of all sequences: zeros but for sequence n."""
+    states = state.new_zeros(sequences, *state.shape)
+    states[n] = state
+    return states
+
+
+class ContextParallelFunction(torch.autograd.Function):
+    """chunk_kda on the window of this rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
+        dt_bias: Tensor | None, cp: Context, options: Options, disable_recompute: bool, impl: str | None,
+    ) -> Tensor:  # fmt: skip
+        h_every = chunks_between_states(any(ctx.needs_input_grad), disable_recompute)
+        inputs = (q, k, v, g, beta, A_log, dt_bias)
+        M = state = h0 = only_first = None
+        if cp.any_across:
+            maps, states, M = _exchange(cp, inputs, options, None, None)
+            if cp.before:  # the other sequences start from zeros and never read h0
+                state = _merged(maps, states, cp.rank - cp.before, cp.rank - 1, options)
+                h0 = state.expand(cp.sequences, *state.shape)
+                only_first = torch.arange(cp.sequences, device=q.device) == 0
+        o, _, saved = run_forward(*inputs, h0, cp.cu_seqlens, options, False, h_every, False, impl, only_first)
+        if h_every:
+            own = [None if x is None else x.clone() for x in (state, M)]  # not the buffers they are views of
+            ctx.save_for_backward(*inputs, *own, *saved)
+            ctx.cp, ctx.options, ctx.h_every = cp, options, h_every
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
+        q, k, v, g, beta, A_log, dt_bias, start, M, *saved = ctx.saved_tensors
+        inputs, cp, options = (q, k, v, g, beta, A_log, dt_bias), ctx.cp, ctx.options
+        d_o, dhT = plain(d_o), None
+        h0 = None if start is None else _one_of(cp.sequences, 0, start)
+        if cp.any_across:
+            maps, states, _ = _exchange(cp, inputs, options, d_o, M)
+            if cp.after:
+                dhT = _one_of(cp.sequences, -1, _merged(maps, states, cp.rank + cp.after, cp.rank + 1, options))
+        grads = run_backward(
+            *inputs, h0, cp.cu_seqlens, options, saved, ctx.h_every, d_o, dhT, (*ctx.needs_input_grad[:7], False)
+        )  # fmt: skip
+        return (*grads[:7], None, None, None, None)
+
+
+def _chunk_kda(
+    cp: Any, call: tuple[Any, ...], output_final_state: bool, return_intermediate_states: bool,
+    disable_recompute: bool, impl: str | None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What :func:`kda.chunk_kda` does with a ``cp_context``."""
+    *inputs, h0, cu, options = call
+    if not isinstance(cp, Context):
+        raise ValueError(f"cp_context: expected a kda.cp.Context, got {type(cp).__name__}")
+    if h0 is not None:
+        raise ValueError("initial_state: expected None with cp_context (sequences start from zeros), got a tensor")
+    if output_final_state or return_intermediate_states:
+        name = "output_final_state" if output_final_state else "return_intermediate_states"
+        raise ValueError(f"{name}: expected False with cp_context (states belong to no single rank), got True")
+    if cu is not None and cu is not cp.cu_seqlens:
+        raise ValueError("cu_seqlens: expected None with cp_context, which has its own, got a tensor")
+    if tuple(inputs[0].shape[:2]) != (1, cp.tokens):
+        raise ValueError(
+            f"q: expected [1, {cp.tokens}, H, K], this rank's window of the tokens, got {list(inputs[0].shape)}"
+        )
+    return ContextParallelFunction.apply(*inputs, cp, options, disable_recompute, impl), None
+
+
+chunk_kda = torch.compiler.disable(_chunk_kda)  # a graph holds no collectives of ours
+
+
+# ---- the convolution in front ----
+
+
+class HaloFunction(torch.autograd.Function):
+    """Rows before the window for the first sequence: as many as there are, up to ``rows``, at the end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: Context, rows: int) -> Tensor:
+        ctx.cp, ctx.rows, ctx.dtype = cp, rows, x.dtype
+        halo = x.new_zeros(cp.sequences, x.shape[2], rows)
+        if rows and cp.any_across:
+            own = min(rows, cp.tokens)  # a window may be shorter than the halo: then it takes several
+            tails = cp.gather(x[0, cp.tokens - own :])
+            count = min(rows, cp.preceding)
+            if count:
+                halo[0, :, rows - count :] = tails[: cp.rank].flatten(0, 1)[-count:].T
+        return halo
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_halo: Tensor) -> tuple[Any, ...]:
+        cp, rows, P, D = ctx.cp, ctx.rows, ctx.cp.tokens, d_halo.shape[1]
+        dx = torch.zeros(1, P, D, dtype=torch.promote_types(ctx.dtype, torch.float32), device=d_halo.device)
+        if rows and cp.any_across:
+            own = d_halo.new_zeros(rows, D)
+            count = min(rows, cp.preceding)
+            if count:
+                own[rows - count :] = d_halo[0, :, rows - count :].T
+            everyone = cp.gather(own)
+            for rank in range(cp.rank + 1, min(cp.ranks, cp.rank + 1 + (rows + P - 1) // P)):
+                at = (rank - cp.rank) * P - rows  # row i of that rank's halo is token at + i of this window
+                first, last = max(at, 0), min(at + rows, P)
+                dx[0, first:last] += everyone[rank, first - at : last - at]
+        return dx.to(ctx.dtype), None, None
+
+
+def conv_halo(x: Tensor, cp_context: Context, width: int) -> Tensor:
+    """The raw rows in front of this rank's window that a causal convolution of ``width`` taps needs: its initial state,
+    one per sequence of the window. Gradients go back to the ranks that own the rows.
+
+    Args:
+        x: ``[1, P, D]``, what goes into the convolution, this rank's window.
+        width: taps, the current token included.
+
+    Returns:
+        ``[sequences, D, width - 1]``, oldest row first; zeros where a sequence has no earlier token.
+    """
+    if not isinstance(cp_context, Context):
+        raise ValueError(f"cp_context: expected a kda.cp.Context, got {type(cp_context).__name__}")
+    if not isinstance(x, Tensor) or x.ndim != 3 or tuple(x.shape[:2]) != (1, cp_context.tokens):
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x: expected [1, {cp_context.tokens}, D], this rank's window of the tokens, got {got}")
+    if width < 1:
+        raise ValueError(f"width: expected >= 1, got {width}")
+    return HaloFunction.apply(x, cp_context, width - 1)

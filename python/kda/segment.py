@@ -1,0 +1,142 @@
+"""Maps of segments: how a run of tokens takes the state before it to the state after it, and their composition."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ._arrays import new_like, shape_of
+from ._lib import library
+from .ops import _compiling, _serving_call
+
+
+class SegmentMap(NamedTuple):
+    """``S_out = M @ S_in + b`` and ``dS_in = M.T @ dS_out + d``; None where not wanted."""
+
+    M: Any
+    b: Any
+    d: Any
+
+
+def segment_map(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    d_o: Any = None,
+    *,
+    want: str = "Mb",
+    cu_seqlens: Any = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> SegmentMap:
+    """The maps of every sequence as a segment of a longer one: for the states, ``S_out = M S_in + b``, and for their
+    gradients, ``dS_in = M^T dS_out + d``. No gradients of its own; any DLPack arrays.
+
+    Args:
+        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, allow_neg_eigval, use_*: as in
+            :func:`kda.prefill`. ``M`` and ``b`` do not depend on q, and ``d`` not on v.
+        d_o: ``[B, T, HV, V]``, the gradient of the outputs; given if and only if ``d`` is wanted.
+        want: which of the letters M, b and d to compute.
+        state_v_first: ``b`` and ``d`` are ``[N, HV, V, K]`` if true, else ``[N, HV, K, V]``. ``M`` is ``[N, HV, K, K]``
+            either way, its rows the channels of ``S_out``.
+        impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
+
+    Returns:
+        ``(M, b, d)``, float32, None where not wanted. Of a sequence without tokens ``M`` is 1, ``b`` and ``d`` are 0.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 1), np.float32), np.full((1, 3, 1), 0.5, np.float32)
+    >>> M, b, _ = kda.segment_map(x, x, x, 0 * x, beta)
+    >>> M.item(), b.item()
+    (0.125, 0.875)
+    """
+    if not isinstance(want, str) or set(want) - set("Mbd"):
+        raise ValueError(f"want: expected some of the letters M, b, d, got {want!r}")
+    if (d_o is not None) != ("d" in want):
+        raise ValueError(f"d_o: expected with d among what is wanted, and only then, got want={want!r}")
+    call = _serving_call(
+        q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+    if _compiling():
+        from .compiled import segment_map as compiled_segment_map
+
+        maps = compiled_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
+        return SegmentMap(*(x if name in want else None for name, x in zip("Mbd", maps, strict=True)))
+    return run_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
+
+
+def map_shapes(q: Any, v: Any, cu: Any, v_first: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of M, and of b and d."""
+    N, K, HV, V = q.shape[0] if cu is None else cu.shape[0] - 1, q.shape[3], v.shape[2], v.shape[3]
+    return (N, HV, K, K), (N, HV, V, K) if v_first else (N, HV, K, V)
+
+
+def wide(x: Any) -> str:
+    return "float64" if str(x.dtype).endswith("float64") else "float32"
+
+
+def run_segment_map(
+    call: tuple[Any, ...], d_o: Any, want_M: bool, want_b: bool, impl: str | None, num_threads: int
+) -> SegmentMap:
+    q, _, v, *_ = call
+    cu, state_layout = call[7], call[11]
+    M_shape, state_shape = map_shapes(q, v, cu, state_layout == 0)
+    M = new_like(q, M_shape, wide(q)) if want_M else None
+    b = new_like(q, state_shape, wide(q)) if want_b else None
+    d = new_like(q, state_shape, wide(q)) if d_o is not None else None
+    library().segment_map(*call, d_o, M, b, d, impl, num_threads, None)
+    return SegmentMap(M, b, d)
+
+
+def segment_merge(
+    M: Any,
+    b: Any,
+    h0: Any = None,
+    *,
+    reverse: bool = False,
+    state_v_first: bool = True,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """The states between segments, from their maps: ``states[p + 1] = M[p] states[p] + b[p]`` from ``states[0] = h0``
+    on. In reverse ``states[p] = M[p]^T states[p + 1] + b[p]`` from ``states[P] = h0`` back: then ``b`` are the ``d`` of
+    :func:`segment_map`, and the states gradients of states. No gradients of its own; any DLPack arrays.
+
+    Args:
+        M: ``[P, HV, K, K]`` float32.
+        b: ``[P, HV, V, K]`` float32 (``[P, HV, K, V]`` with ``state_v_first=False``).
+        h0: ``[HV, V, K]`` (or ``[HV, K, V]``), float32 or bfloat16; zeros if None.
+        impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
+
+    Returns:
+        ``states``, ``[P + 1, HV, V, K]`` (or ``[P + 1, HV, K, V]``) float32.
+
+    >>> import kda, numpy as np
+    >>> M, b = np.full((2, 1, 1, 1), 0.5, np.float32), np.ones((2, 1, 1, 1), np.float32)
+    >>> kda.segment_merge(M, b).ravel().tolist()
+    [0.0, 1.0, 1.5]
+    """
+    shape_of("M", M, 4)
+    if _compiling():
+        from .compiled import segment_merge as compiled_segment_merge
+
+        return compiled_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)
+    return run_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)
+
+
+def run_segment_merge(M: Any, b: Any, h0: Any, reverse: bool, v_first: bool, impl: str | None, num_threads: int) -> Any:
+    P, *state = shape_of("b", b, 4)
+    states = new_like(b, (P + 1, *state), wide(b))
+    library().segment_merge(M, b, h0, states, 0 if v_first else 1, reverse, impl, num_threads, None)
+    return states

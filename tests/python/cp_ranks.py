@@ -1,0 +1,154 @@
+"""What every process of test_cp.py runs: the cases, and one rank's part of them. Results go to files."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import kda
+import kda.cp
+from support import Problem, Tensor, make
+
+TOKENWISE = ("q", "k", "v", "g", "beta")
+TOKENS = 240  # of all ranks together, divisible by 2, 3 and 4
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: list[int]
+    options: dict[str, Any] = field(default_factory=dict)  # of support.make
+    keywords: dict[str, Any] = field(default_factory=dict)  # of chunk_kda
+    wild: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        p = make(lengths=self.lengths, tail=TOKENS - sum(self.lengths), state=False, **self.options)
+        if not self.wild:
+            return p
+        g = p.tensors["g"].clone()
+        g[:, ::7, :, ::3], g[:, 3::31] = -3000.0, -torch.inf
+        return p.having(g=g)
+
+
+FUSED = {"gate": "softplus", "beta": "sigmoid"}
+CASES = {
+    "one": Case([240]),
+    "one_fused": Case([240], {**FUSED, "G": 2, "H": 1}),
+    "one_slow": Case([240], {"decay": 100.0, "gate": "log"}),
+    "one_wild": Case([240], wild=True),
+    "across": Case([50, 0, 130, 1, 59], {**FUSED, "G": 2}),
+    "across_v_first": Case([50, 0, 130, 1, 59], {**FUSED, "v_first": True, "V": 40}),
+    "spans": Case([10, 220, 10], {"gate": "lower_bound", "beta": "2sigmoid"}),
+    "borders": Case([20] * 12),  # no sequence goes on across a border of 2, 3 or 4 windows
+    "many": Case([7, 33, 41, 0, 0, 19, 50, 3, 47, 40], FUSED),
+    "tail": Case([100, 100], FUSED),
+    "ranks_of_padding": Case([30, 20], FUSED),
+    "nothing": Case([]),
+    "empty": Case([0, 0, 240, 0]),
+    "kept": Case([10, 220, 10], FUSED, {"disable_recompute": True}),
+    "bf16": Case([10, 220, 10], {**FUSED, "dtype": torch.bfloat16}),
+    "f64": Case([10, 220, 10], {**FUSED, "dtype": torch.float64, "H": 1, "K": 4, "V": 6}),
+    "wide": Case([10, 220, 10], {**FUSED, "H": 1, "K": 128, "V": 128}),
+}
+
+
+def chunk(p: Problem, shard: slice, keywords: dict[str, Any]) -> dict[str, Tensor]:
+    """{"o", "dq", ..} of some of the tokens."""
+    leaves = {n: (x[:, shard] if n in TOKENWISE else x).detach().clone().requires_grad_() for n, x in p.tensors.items()}
+    o, state = kda.chunk_kda(**leaves, **{**p.options, **keywords})
+    assert state is None
+    d_o = torch.randn(p.tensors["v"].shape, generator=torch.Generator().manual_seed(7)).to(o.dtype)
+    d = torch.autograd.grad(o, list(leaves.values()), d_o[:, shard])
+    return {"o": o.detach(), **{f"d{n}": x for n, x in zip(leaves, d, strict=True)}}
+
+
+# ---- the convolution ----
+
+CONVOLUTIONS = [  # tokens of all ranks, lengths, width
+    (240, [240], 4),
+    (240, [50, 0, 130, 1, 59], 4),
+    (240, [20] * 12, 4),
+    (240, [59, 1, 1, 1, 178], 4),
+    (240, [100, 100], 3),
+    (12, [12], 4),  # windows as short as the halo, or shorter
+    (12, [1, 10, 1], 6),
+    (12, [2, 9], 13),
+    (12, [12], 1),
+]
+
+
+def convolution(x: Tensor, weight: Tensor, lengths: list[int], halo: Tensor | None) -> Tensor:
+    """Causal, depthwise, of packed sequences, each with the rows in front of it: ``[N, D, W - 1]``, or zeros."""
+    D, W = weight.shape
+    outputs, start = [], 0
+    for n, length in enumerate(lengths):
+        before = x.new_zeros(1, D, W - 1) if halo is None else halo[n : n + 1]
+        rows = torch.cat([before, x[:, start : start + length].transpose(1, 2)], 2)
+        outputs.append(F.conv1d(rows, weight[:, None], groups=D).transpose(1, 2) if length else x[:, :0])
+        start += length
+    return torch.cat([*outputs, torch.zeros_like(x[:, start:])], 1)
+
+
+def convolution_inputs(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(tokens + width)
+    x, weight, dy = (torch.randn(*s, generator=random) for s in ((1, tokens, 5), (5, width), (1, tokens, 5)))
+    return x.to(dtype), weight.to(dtype), dy.to(dtype)
+
+
+def convolved(tokens: int, lengths: list[int], width: int, dtype: torch.dtype, cp: Any = None) -> dict[str, Tensor]:
+    x, weight, dy = convolution_inputs(tokens, width, dtype)
+    if cp is not None:
+        shard = slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens)
+        x, dy, lengths = x[:, shard], dy[:, shard], cp.cu_seqlens.diff().tolist()
+    x, weight = x.clone().requires_grad_(), weight.requires_grad_()
+    halo = None if cp is None else kda.cp.conv_halo(x, cp, width)
+    y = convolution(x, weight, lengths, halo)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy, allow_unused=True, materialize_grads=True)
+    return {"y": y.detach(), "dx": dx, "dweight": dweight}
+
+
+# ---- one process ----
+
+
+def run_rank(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store_{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        p = case.problem
+        cu = p.options.pop("cu_seqlens", torch.zeros(1, dtype=torch.int64))
+        cp = kda.cp.Context(cu, tokens=TOKENS)
+        shard = slice(rank * cp.tokens, (rank + 1) * cp.tokens)
+        if rank % 2:
+            time.sleep(0.01)  # whoever comes late changes nothing
+        keywords = {**case.keywords, "cp_context": cp}
+        results[name] = {**chunk(p, shard, keywords), "cu_seqlens": cp.cu_seqlens}
+        results[f"{name} again"] = chunk(p, shard, keywords)
+        with torch.no_grad():
+            part = {n: x[:, shard] if n in TOKENWISE else x for n, x in p.tensors.items()}
+            results[f"{name} without gradients"] = kda.chunk_kda(**part, **p.options, **keywords)[0]
+    for i, (tokens, lengths, width) in enumerate(CONVOLUTIONS):
+        cp = kda.cp.Context([0, *torch.tensor(lengths).cumsum(0).tolist()], tokens=tokens)
+        for dtype in (torch.float32, torch.bfloat16):
+            results[f"convolution {i} {dtype}"] = convolved(tokens, lengths, width, dtype, cp)
+    group = dist.new_group(list(reversed(range(ranks))))  # ranks of a group in another order than those of the world
+    cp = kda.cp.Context([0, TOKENS], group=group)
+    p = CASES["one"].problem
+    p.options.pop("cu_seqlens")
+    results["group"] = (cp.rank, chunk(p, slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens), {"cp_context": cp}))
+    torch.save(results, Path(folder) / f"{ranks}_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,208 @@
+"""Context parallelism: 2, 3 and 4 processes give what one does, gradients too, wherever sequences cross borders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import kda
+import kda.cp
+from cp_ranks import CASES, CONVOLUTIONS, TOKENS, TOKENWISE, chunk, convolved, run_rank
+from support import Tensor, make, rel_rmse, same_bits
+
+RANKS = (2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each of so many processes computed; they are started once."""
+    folder = tmp_path_factory.mktemp("cp")
+    done: dict[int, list[dict[str, Any]]] = {}
+
+    def of(ranks: int) -> list[dict[str, Any]]:
+        if ranks not in done:
+            mp.spawn(run_rank, (ranks, str(folder)), ranks)
+            done[ranks] = [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
+        return done[ranks]
+
+    return of
+
+
+def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Windows one after the other; gradients of parameters summed."""
+    return {
+        n: torch.cat([p[n] for p in parts], 1) if n == "o" or n[1:] in TOKENWISE else sum(p[n] for p in parts)  # type: ignore[misc]
+        for n in parts[0]
+        if n != "cu_seqlens"
+    }
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process(results: Callable[[int], list[dict[str, Any]]], ranks: int, name: str) -> None:
+    p = CASES[name].problem
+    expected = chunk(p, slice(None), CASES[name].keywords)
+    got = together([r[name] for r in results(ranks)])
+    rounded = p.tensors["q"].dtype == torch.bfloat16
+    for n, x in expected.items():
+        # Gradients of the gate are small differences of large sums, and those of its parameters sum them up.
+        allowed = 6e-3 if rounded else 1e-5 if n not in ("dA_log", "ddt_bias") else 1e-4
+        assert got[n].shape == x.shape and rel_rmse(x, got[n]) <= allowed, f"{n}: {rel_rmse(x, got[n]):.1e}"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_windows(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    P = TOKENS // ranks
+    for name, case in CASES.items():
+        ends = torch.tensor([0, *case.lengths]).cumsum(0).tolist()
+        for rank, r in enumerate(results(ranks)):
+            owners = [
+                n for t in range(rank * P, (rank + 1) * P) for n in range(len(ends) - 1) if ends[n] <= t < ends[n + 1]
+            ]
+            lengths = [owners.count(n) for n in sorted(set(owners))]
+            assert r[name]["cu_seqlens"].diff().tolist() == lengths, name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_every_time(results: Callable[[int], list[dict[str, Any]]], ranks: int, name: str) -> None:
+    for r in results(ranks):
+        assert all(same_bits(x, r[name][n]) for n, x in r[f"{name} again"].items())
+        assert same_bits(r[f"{name} without gradients"], r[name]["o"])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sequences_within_a_window_are_those_of_one_process(
+    results: Callable[[int], list[dict[str, Any]]], ranks: int
+) -> None:
+    """Nothing of other ranks touches them, to the bit."""
+    p = CASES["borders"].problem
+    expected, got = chunk(p, slice(None), {}), together([r["borders"] for r in results(ranks)])
+    assert all(same_bits(expected[n], got[n]) for n in expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("i", range(len(CONVOLUTIONS)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolution(results: Callable[[int], list[dict[str, Any]]], ranks: int, i: int, dtype: torch.dtype) -> None:
+    tokens, lengths, width = CONVOLUTIONS[i]
+    expected = convolved(tokens, lengths, width, dtype)
+    parts = [r[f"convolution {i} {dtype}"] for r in results(ranks)]
+    allowed = 1e-6 if dtype == torch.float32 else 1e-2
+    for n in ("y", "dx"):
+        got = torch.cat([part[n] for part in parts], 1)
+        assert got.dtype == dtype and rel_rmse(expected[n], got) <= allowed, n
+    assert rel_rmse(expected["dweight"], sum(part["dweight"] for part in parts)) <= allowed  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_group_of_its_own(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    """Windows follow the ranks of the group, not those of the world."""
+    parts = dict(r["group"] for r in results(ranks))
+    assert sorted(parts) == list(range(ranks))
+    expected = together([r["one"] for r in results(ranks)])
+    got = together([parts[rank] for rank in range(ranks)])
+    assert all(same_bits(expected[n], got[n]) for n in expected)
+
+
+# ---- what is refused ----
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"^group: expected torch\.distributed to be initialised"):
+        kda.cp.Context([0, 10])
+
+
+def test_one_rank_is_one_process(alone: None) -> None:
+    p = CASES["across"].problem
+    expected = chunk(p, slice(None), {})
+    cu = p.options.pop("cu_seqlens")
+    got = chunk(p, slice(None), {"cp_context": kda.cp.Context(cu)})
+    assert all(same_bits(x, got[n]) for n, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("cu", "keywords", "sentence"),
+    [
+        ([], {}, r"cu_seqlens: expected offsets from 0 on, got \[\]"),
+        ([1, 2], {}, r"cu_seqlens: expected offsets from 0 on, got \[1\]"),
+        ([0, 5, 3], {}, r"cu_seqlens\[2\]: expected at least 5 \(never decreasing\), got 3"),
+        (torch.zeros(2), {}, r"cu_seqlens: expected \[N \+ 1\] int32 or int64, got \[2\] torch.float32"),
+        (torch.zeros(2, 2, dtype=torch.int32), {}, r"cu_seqlens: expected \[N \+ 1\] int32 or int64, got \[2, 2\]"),
+        ([0, 8], {"tokens": 7}, r"tokens: expected at least cu_seqlens\[-1\] = 8, got 7"),
+    ],
+)
+def test_context_refuses(alone: None, cu: Any, keywords: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match="^" + sentence):
+        kda.cp.Context(cu, **keywords)
+
+
+def test_windows_must_be_equal(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    with pytest.raises(ValueError, match=r"^tokens: expected a number divisible by the 3 ranks, got 10"):
+        kda.cp.Context([0, 10])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"initial_state": torch.zeros(1, 2, 16, 24)}, "initial_state: expected None with cp_context"),
+        ({"output_final_state": True}, "output_final_state: expected False with cp_context"),
+        ({"cu_seqlens": torch.tensor([0, 12])}, "cu_seqlens: expected None with cp_context"),
+        ({"cp_context": 3}, "cp_context: expected a kda.cp.Context, got int"),
+        ({"cp_context": None, "T": 13}, r"q: expected \[1, 12, H, K\], this rank's window of the tokens, got \[1, 13"),
+        ({"cp_context": None, "B": 2}, r"q: expected \[1, 12, H, K\], this rank's window of the tokens, got \[2, 12"),
+    ],
+)
+def test_chunk_kda_refuses(alone: None, changes: dict[str, Any], sentence: str) -> None:
+    context = kda.cp.Context([0, 12])
+    changes = dict(changes)
+    p = make(changes.pop("B", 1), changes.pop("T", 12), state=False)
+    keywords = {**p.keywords, "cp_context": context, **{n: x for n, x in changes.items() if x is not None}}
+    with pytest.raises(ValueError, match="^" + sentence):
+        kda.chunk_kda(**keywords)
+
+
+def test_intermediate_states_are_refused(alone: None) -> None:
+    p = make(1, 12, state=False)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"^return_intermediate_states: expected False with"):
+        kda.chunk_kda(**p.keywords, cp_context=kda.cp.Context([0, 12]), return_intermediate_states=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "width", "sentence"),
+    [
+        (torch.zeros(1, 11, 4), 4, r"x: expected \[1, 12, D\], this rank's window of the tokens, got \[1, 11, 4\]"),
+        (torch.zeros(12, 4), 4, r"x: expected \[1, 12, D\], this rank's window of the tokens, got \[12, 4\]"),
+        (None, 4, r"x: expected \[1, 12, D\], this rank's window of the tokens, got NoneType"),
+        (torch.zeros(1, 12, 4), 0, "width: expected >= 1, got 0"),
+    ],
+)
+def test_halo_refuses(alone: None, x: Any, width: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match="^" + sentence):
+        kda.cp.conv_halo(x, kda.cp.Context([0, 12]), width)
+
+
+def test_halo_refuses_other_contexts(alone: None) -> None:
+    with pytest.raises(ValueError, match=r"^cp_context: expected a kda\.cp\.Context, got NoneType"):
+        kda.cp.conv_halo(torch.zeros(1, 12, 4), None, 4)  # type: ignore[arg-type]
+
+
+def test_under_torch_compile_it_runs_outside_of_the_graph(alone: None) -> None:
+    p = make(1, 12, state=False)
+    context = kda.cp.Context([0, 12])
+    compiled = torch.compile(lambda **kw: kda.chunk_kda(**kw, cp_context=context)[0] * 2, backend="eager")
+    assert same_bits(compiled(**p.keywords), kda.chunk_kda(**p.keywords)[0] * 2)
