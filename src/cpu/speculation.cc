@@ -57,9 +57,10 @@ namespace kda::cpu::HWY_NAMESPACE {
 
 struct SpeculationScratch {
   // flush
-  Matrix w;       // [entries][K]  k_i f_i, newest first
-  float* f;       // [K]           product of all alpha
-  Matrix u_last;  // [entries][strip]
+  Matrix w;         // [entries][K]  k_i f_i, newest first
+  float* f;         // [K]           product of all alpha,
+  double* product;  // [K]         which is computed here
+  Matrix u_last;    // [entries][strip]
   // verify, rows of the window: committed entries, then drafts
   Matrix k, alpha;  // [entries + drafts][K]
   Matrix u;         // [entries + drafts][strip]
@@ -85,6 +86,7 @@ struct SpeculationScratch {
     v = matrix(z.drafts, kStripColumns), A = matrix(z.drafts, window), P = matrix(z.drafts, window);
     for (float** p : {&beta, &qk}) *p = arena.floats(kMaxDrafts);
     for (float** p : {&f, &raw, &bias}) *p = arena.floats(padded(z.K));
+    product = reinterpret_cast<double*>(arena.floats(2 * padded(z.K)));
     strip = matrix(std::max(kStripRows, z.K), std::max(padded(z.K), kStripColumns));
     if (bytes) *bytes = arena.bytes();
   }
@@ -129,20 +131,18 @@ struct SpeculationTask {
 
   // ---- once per head ----
 
-  // w, f: the accepted keys decayed to the end.
+  // w, f: the accepted keys decayed to the end. The product of decays is kept in f64: next to 1, that of two f32 always
+  // rounds down (what is lost is the product of their distances from 1), and thousands of flushes would add it up.
   void prepare_flush() {
     const int64_t K = c.d.K;
-    for (int64_t i = 0; i < padded(K); i += lanes()) store(splat(1), x.f + i);
+    for (int64_t i = 0; i < padded(K); ++i) x.f[i] = 1, x.product[i] = 1;
     for (int64_t w = r.newest; w >= 0; w = r.flush.before(w), ++flushed) {
       const int64_t e = r.flush.entry(w);
       float* key = x.w.row(flushed);
       load_row(KDA_F32, at(c.last.k, r.last_slot, e, h()), K, key);
       load_row(KDA_F32, at(c.last.alpha, r.last_slot, e, hv), K, x.raw);
-      for (int64_t i = 0; i < padded(K); i += lanes()) {
-        const Vec f = load(x.f + i);
-        store(hn::Mul(load(key + i), f), key + i);
-        store(hn::Mul(load(x.raw + i), f), x.f + i);
-      }
+      for (int64_t i = 0; i < padded(K); i += lanes()) store(hn::Mul(load(key + i), load(x.f + i)), key + i);
+      for (int64_t i = 0; i < padded(K); ++i) x.f[i] = static_cast<float>(x.product[i] *= x.raw[i]);
     }
   }
 

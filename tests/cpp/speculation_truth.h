@@ -74,11 +74,12 @@ inline std::vector<double> output_of(const Tensor& o, const Inputs& in, int64_t 
   return part(o, ((in.cu_seqlens ? in.begin(n) : n * in.T) + t) * row, row);
 }
 
+// Within the budget relative to the whole, or of a tenth of it in every element (math.md 8: 1e-6).
 inline testing::AssertionResult near(const std::vector<double>& expected, const std::vector<double>& got,
                                      double budget) {
   const Error e = compare(expected, got);
-  if (e.finite_alike && e.relative_rmse <= budget && e.max <= 8 * budget * (e.rms_ref + 1e-8))
-    return testing::AssertionSuccess();
+  const bool small = e.relative_rmse <= budget && e.max <= 8 * budget * (e.rms_ref + 1e-8);
+  if (e.finite_alike && (small || e.max <= budget / 10)) return testing::AssertionSuccess();
   return testing::AssertionFailure() << "relative RMSE " << e.relative_rmse << ", budget " << budget << "; at element "
                                      << e.worst << " off by " << e.max << (e.finite_alike ? "" : " (NaN or infinity)");
 }

@@ -1,0 +1,193 @@
+// A serving engine in small: requests arrive, draft, have some of their drafts accepted, leave, and come back to life from
+// a checkpoint, in slots that others left full of numbers. Thousands of random rounds, in each of the ways to speculate;
+// every output is that of plain decode in float64.
+#include <optional>
+
+#include "speculation_truth.h"
+
+namespace kda::test {
+namespace {
+
+constexpr int64_t kRows = 4, kSlots = 6, kMostTokens = 5, kRounds = 2500;
+
+enum class Way { kVerifyThenFlush, kFlushVerify, kRing };
+
+// Records of all slots, at the disposal of any call.
+struct Buffers {
+  Tensor u, k, alpha;
+  Buffers(const Case& c, int32_t dtype, int64_t R)
+      : u(dtype, {kSlots, R, c.HV, c.V}), k(dtype, {kSlots, R, c.H, c.K}), alpha(dtype, {kSlots, R, c.HV, c.K}) {}
+};
+
+class Engine {
+ public:
+  Engine(const Backend& b, Way way, uint64_t seed, int64_t R, int32_t layout)
+      : b_(b),
+        way_(way),
+        random_(seed),
+        R_(R),
+        c_(in_dtype({.name = "engine", .H = 1, .HV = 2, .K = 9, .V = 6, .tail = 1, .state_layout = layout}, b)),
+        pool_(b.state_dtype, Inputs(c_).state_shape(kSlots)),
+        last_(c_, b.dtype, R),
+        next_(c_, b.dtype, R),
+        first_(KDA_I32, {kSlots}),
+        count_(KDA_I32, {kSlots}) {
+    for (Tensor* t : {&first_, &count_}) t->fill(1000000);  // nobody's: anything
+    for (int64_t i = 0; i < kRows; ++i) requests_.emplace_back();
+  }
+
+  void round() {
+    arrive_and_leave();
+    Case c = c_;
+    c.name = std::to_string(random_.bits());  // of the data
+    for (int64_t i = 0; i < kRows; ++i) c.lengths.push_back(random_.below(kMostTokens + 1));
+    const Inputs in(c);
+    const Tensor o(b_.dtype, {1, in.T, c.HV, c.V}), slots(KDA_I32, {kRows}), accept(KDA_I32, {kRows});
+    for (int64_t i = 0; i < kRows; ++i) {
+      const std::optional<Request>& r = requests_[i];
+      const_cast<Tensor&>(slots).set(i, r ? static_cast<double>(r->slot) : -1);
+      const_cast<Tensor&>(accept).set(i, r ? static_cast<double>(r->accepted) : 77);
+    }
+    speculate(in, o, slots, accept);
+    for (int64_t i = 0; i < kRows; ++i) {
+      if (!requests_[i]) continue;
+      Request& r = *requests_[i];
+      r.truth.decode(r.drafts(), 0, upto(r.accepted));  // of the round before: now they are part of the text
+      for (int64_t t = 0; t < in.length(i); ++t) {
+        const std::vector<double> all = r.truth.clone().decode(in, i, upto(t + 1));
+        ASSERT_TRUE(near({all.end() - c.HV * c.V, all.end()}, output_of(o, in, i, t), b_.budget)) << i << " " << t;
+        ++outputs;
+      }
+      r.inputs = std::make_unique<Inputs>(along(in, i, upto(in.length(i))));
+      r.accepted = random_.chance(0.3) ? in.length(i) : random_.below(in.length(i) + 1);
+      ++r.rounds;
+    }
+    if (way_ == Way::kVerifyThenFlush) {  // before anything else happens
+      for (int64_t i = 0; i < kRows; ++i)
+        const_cast<Tensor&>(accept).set(i, requests_[i] ? static_cast<double>(requests_[i]->accepted) : 77);
+      flush(slots, accept, next_);
+      for (std::optional<Request>& r : requests_)
+        if (r) r->truth.decode(r->drafts(), 0, upto(std::exchange(r->accepted, 0)));
+      expect_states();
+    }
+    std::swap(last_, next_);
+  }
+  int64_t outputs = 0, checkpoints = 0;
+
+ private:
+  struct Request {
+    int64_t slot;
+    Truth truth;  // after all tokens accepted before the last round
+    std::unique_ptr<Inputs> inputs;
+    int64_t accepted = 0, rounds = 0;
+    const Inputs& drafts() const { return *inputs; }
+  };
+  struct Checkpoint {
+    Tensor state;
+    Truth truth;
+  };
+  static std::vector<int64_t> upto(int64_t n) {
+    std::vector<int64_t> tokens(n);
+    for (int64_t t = 0; t < n; ++t) tokens[t] = t;
+    return tokens;
+  }
+
+  kda_records records(const Buffers& buffers, const Tensor& slots) const {
+    kda_records r{};
+    r.u = buffers.u, r.k = buffers.k, r.alpha = buffers.alpha, r.indices = slots;
+    if (way_ == Way::kRing) r.ring_first = first_, r.ring_count = count_;
+    return r;
+  }
+  void speculate(const Inputs& in, const Tensor& o, const Tensor& slots, const Tensor& accept) {
+    if (way_ == Way::kVerifyThenFlush) {
+      kda_verify_args a = KDA_VERIFY_ARGS_INIT;
+      a.in = in.view(), a.states.h0 = pool_, a.states.state_indices = slots;
+      a.o = o, a.records = records(next_, slots);
+      return run(a, {.impl = b_.verify});
+    }
+    kda_flush_verify_args a = KDA_FLUSH_VERIFY_ARGS_INIT;
+    a.in = in.view(), a.states.h0 = a.states.hT = pool_, a.states.state_indices = slots;
+    a.o = o, a.accept_len = accept;
+    if (way_ == Way::kRing) a.records = records(last_, slots), a.max_tokens = kMostTokens, std::swap(last_, next_);
+    else a.last = records(last_, slots), a.records = records(next_, slots);
+    run(a, {.impl = b_.flush_verify});
+  }
+  void flush(const Tensor& slots, const Tensor& accept, const Buffers& buffers) {
+    kda_flush_args a = KDA_FLUSH_ARGS_INIT;
+    a.state = pool_, a.state_indices = slots, a.state_layout = c_.state_layout;
+    a.records = records(buffers, slots), a.accept_len = accept;
+    run(a, {.impl = b_.flush});
+  }
+  void expect_states() {
+    for (const std::optional<Request>& r : requests_) {
+      if (!r) continue;
+      ASSERT_TRUE(near(r->truth.state.values(), slot_values(pool_, r->slot), b_.budget)) << r->slot;
+    }
+  }
+
+  // A request's text so far goes into its state, so that the slot alone is all there is to keep.
+  void settle(Request& r) {
+    const Tensor slot(KDA_I32, {1}, {static_cast<double>(r.slot)}), m(KDA_I32, {1}, {static_cast<double>(r.accepted)});
+    flush(slot, m, last_);
+    r.truth.decode(r.drafts(), 0, upto(std::exchange(r.accepted, 0)));
+    if (way_ == Way::kRing) count_.set(r.slot, 0);
+    ASSERT_TRUE(near(r.truth.state.values(), slot_values(pool_, r.slot), b_.budget)) << r.slot;
+  }
+  void arrive_and_leave() {
+    for (std::optional<Request>& r : requests_) {
+      if (r && r->rounds && random_.chance(0.1)) {
+        settle(*r);
+        Tensor state(pool_.dtype(), {1, pool_.size() / kSlots}, slot_values(pool_, r->slot));
+        checkpoint_ = std::make_unique<Checkpoint>(Checkpoint{std::move(state), r->truth.clone()});
+      }
+      if (r && random_.chance(0.15)) r.reset();  // its slot, its records and its cursors stay as they are
+      if (r || !random_.chance(0.4)) continue;
+      int64_t slot = random_.below(kSlots);
+      while (std::any_of(requests_.begin(), requests_.end(), [&](const auto& x) { return x && x->slot == slot; }))
+        slot = random_.below(kSlots);
+      const bool restore = checkpoint_ && random_.chance(0.5);
+      checkpoints += restore;
+      Inputs none(c_);
+      r = Request{slot, restore ? checkpoint_->truth.clone() : Truth(none), std::make_unique<Inputs>(std::move(none))};
+      const int64_t size = pool_.size() / kSlots;
+      for (int64_t i = 0; i < size; ++i) pool_.set(slot * size + i, restore ? checkpoint_->state.get(i) : 0);
+      first_.set(slot, static_cast<double>(random_.below(R_))), count_.set(slot, 0);  // an empty ring begins anywhere
+    }
+  }
+
+  const Backend b_;
+  const Way way_;
+  Random random_;
+  const int64_t R_;
+  Case c_;
+  Tensor pool_;
+  Buffers last_, next_;
+  Tensor first_, count_;
+  std::vector<std::optional<Request>> requests_;
+  std::unique_ptr<Checkpoint> checkpoint_;
+};
+
+class SpeculationRounds : public testing::TestWithParam<Backend> {
+ protected:
+  void serve(Way way, int64_t R, int32_t layout = KDA_STATE_V_FIRST) {
+    Engine engine(GetParam(), way, R + static_cast<int64_t>(way), R, layout);
+    for (int64_t round = 0; round < kRounds && !HasFailure(); ++round) {
+      SCOPED_TRACE(round);
+      engine.round();
+    }
+    EXPECT_GT(engine.outputs, 10 * kRounds / 2);  // requests were there, and drafted
+    EXPECT_GT(engine.checkpoints, kRounds / 100);
+  }
+};
+
+TEST_P(SpeculationRounds, VerifyThenFlush) { serve(Way::kVerifyThenFlush, kMostTokens); }
+TEST_P(SpeculationRounds, FlushVerify) { serve(Way::kFlushVerify, kMostTokens + 1); }
+TEST_P(SpeculationRounds, RingForTwoRounds) { serve(Way::kRing, 2 * kMostTokens); }
+TEST_P(SpeculationRounds, RingForSeveralRounds) { serve(Way::kRing, 23); }
+TEST_P(SpeculationRounds, LongRing) { serve(Way::kRing, 64, KDA_STATE_K_FIRST); }
+
+INSTANTIATE_TEST_SUITE_P(All, SpeculationRounds, testing::ValuesIn(backends()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace kda::test
