@@ -521,11 +521,11 @@ void conv_backward(const ConvBackwardProblem& p) {
     for_tiles(c, p.N, 1, [&](int64_t i, int64_t c0, int64_t n) {
       if (c.sequence(i).length == 0) empty_fn(g, i, c0, n);
     });
-  if (!sums) return;
+  if (!wants_sums(a)) return;
   for_tiles(c, p.W + 1, std::min<int64_t>(threads, blocks), [&](int64_t j, int64_t c0, int64_t n) {
     const kda_tensor& out = j < p.W ? a.dweight : a.dbias;
     if (!present(out)) return;
-    float* total = sums + j * p.D + c0;  // block 0's
+    float* total = blocks ? sums + j * p.D + c0 : nullptr;  // block 0's
     for (int64_t i = 1; i < blocks; ++i)
       for (int64_t k = 0; k < n; ++k) total[k] += total[i * (p.W + 1) * p.D + k];
     for (int64_t k = 0; k < n; ++k)
