@@ -29,6 +29,12 @@ ConvDims check_conv_inputs(const kda_tensor& x, const kda_tensor& weight, const 
   return d;
 }
 
+// y, dy and dx: like x, or float64 for the oracle.
+void check_conv_rows(const char* name, const kda_tensor& t, const kda_tensor& x, Tensors& tensors, bool output) {
+  const unsigned dtypes = x.dtype == KDA_F64 ? kFloats : bit(x.dtype) | bit(KDA_F64);
+  tensors.check(name, t, {x.shape[0], x.shape[1], x.shape[2]}, 3, dtypes, output, " like x");
+}
+
 void check_conv_state(const char* name, const kda_tensor& t, int64_t rows, const ConvDims& d, Tensors& tensors,
                       bool output, const char* like) {
   tensors.check_any_stride(name, t, {rows, d.D, d.W - 1}, 3, kFloats, output, like);
@@ -66,7 +72,7 @@ ConvProblem validate(const kda_conv_args* raw) {
     tensors.check_any_stride("has_initial_state", a.has_initial_state, {d.N}, 1, bit(KDA_BOOL), false, " ([N])");
   }
   if (a.first_valid_slot < 0) invalid("first_valid_slot: expected >= 0, got ", a.first_valid_slot);
-  tensors.check("y", a.y, {d.B, d.T, d.D}, 3, kFloats, true, " like x");
+  check_conv_rows("y", a.y, a.x, tensors, true);
   tensors.check_aliasing();
   return {d, a};
 }
@@ -85,9 +91,9 @@ ConvBackwardProblem validate(const kda_conv_backward_args* raw) {
                               {"d_initial_state", &a.d_initial_state}});
   const char* like = " ([N,D,W-1])";
   if (present(a.initial_state)) check_conv_state("initial_state", a.initial_state, d.N, d, tensors, false, like);
-  tensors.check("dy", a.dy, {d.B, d.T, d.D}, 3, kFloats, false, " like x");
+  check_conv_rows("dy", a.dy, a.x, tensors, false);
   if (present(a.d_final_state)) check_conv_state("d_final_state", a.d_final_state, d.N, d, tensors, false, like);
-  if (present(a.dx)) tensors.check("dx", a.dx, {d.B, d.T, d.D}, 3, kFloats, true, " like x");
+  if (present(a.dx)) check_conv_rows("dx", a.dx, a.x, tensors, true);
   if (present(a.dweight)) tensors.check("dweight", a.dweight, {d.D, d.W}, 2, kSingles, true, " like weight");
   if (present(a.dbias)) {
     if (!present(a.bias)) invalid("dbias: expected bias with it, got none");

@@ -198,19 +198,20 @@ typedef struct kda_conv_inputs {
   kda_tensor indices; /* [N] i32       the slot of each sequence, optional (row n); < 0 or >= slots: no state */
 } kda_conv_inputs;
 
-/* kda_conv: whole prompts. SiLU is optional here. */
+/* kda_conv: whole prompts. SiLU is optional here. xx = state ++ x are the inputs of a sequence; the final state is the
+ * last W-1 rows of xx. weight, bias and states are bf16, f16 or f32, each on its own. Slots as in kda_states. */
 typedef struct kda_conv_args {
   uint64_t struct_size; /* sizeof(kda_conv_args) */
   kda_exec exec;
-  kda_tensor x;                 /* [B,T,D] */
-  kda_tensor weight;            /* [D,W] */
+  kda_tensor x;                 /* [B,T,D]: bf16, f16 or f32 */
+  kda_tensor weight;            /* [D,W], W = 2..4 */
   kda_tensor bias;              /* [D], optional */
   kda_tensor cu_seqlens;        /* [N+1] i32 or i64, as in kda_inputs */
-  kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices; optional: zeros */
+  kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices, any strides; optional: zeros */
   kda_tensor final_state;       /* like initial_state, which it may be; optional */
   kda_tensor state_indices;     /* [N] i32, optional; < first_valid_slot: padding, y is zeroed */
   kda_tensor has_initial_state; /* [N] bool, optional; needs initial_state */
-  kda_tensor y;                 /* [B,T,D] out */
+  kda_tensor y;                 /* [B,T,D] out, in the dtype of x */
   int32_t silu;                 /* not 0: y <- y sigmoid(y) */
   int32_t first_valid_slot;
 } kda_conv_args;
@@ -220,9 +221,9 @@ typedef struct kda_conv_backward_args {
   kda_exec exec;
   kda_tensor x, weight, bias, cu_seqlens; /* as given to kda_conv */
   kda_tensor initial_state;               /* [N,D,W-1] (no pool), optional */
-  kda_tensor dy;                          /* [B,T,D] in */
+  kda_tensor dy;                          /* [B,T,D] in, in the dtype of x */
   kda_tensor d_final_state;               /* [N,D,W-1] in, optional */
-  kda_tensor dx;                          /* [B,T,D]   out; every output is optional */
+  kda_tensor dx;                          /* [B,T,D]   out, in the dtype of x; every output is optional */
   kda_tensor dweight;                     /* [D,W]     out: f32 */
   kda_tensor dbias;                       /* [D]       out: f32 */
   kda_tensor d_initial_state;             /* [N,D,W-1] out */

@@ -25,7 +25,8 @@ struct ConvGradients {
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
-constexpr int64_t kPrefetchTokens = 4;
+constexpr int kGroup = 4;                     // tokens in step
+constexpr int64_t kPitch = pitch(kConvTile);  // between rows of scratch
 
 // n elements, `stride` apart, to and from f32.
 template <class T, class F>
@@ -69,17 +70,81 @@ HWY_INLINE void prefetch_token(const kda_tensor& t, const Sequence& s, int64_t t
   for (int64_t i = 0; i < n * dtype_size(t.dtype); i += 64) __builtin_prefetch(row + i);
 }
 
-// Row i of xx.
-inline void load_input(const Conv& c, const Sequence& s, int64_t i, int64_t c0, int64_t n, float* row) {
+// columns[i][k], k < K <-> rows[k][i], i < n. Both sides have room for padded(n).
+template <int K>
+void to_rows(const float* columns, int64_t n, float (*rows)[kPitch]) {
+  for (int64_t i = 0; i < n; i += lanes()) {
+    Vec v[4];
+    if constexpr (K == 1) v[0] = load(columns + i);
+    if constexpr (K == 2) hn::LoadInterleaved2(kF32, columns + i * K, v[0], v[1]);
+    if constexpr (K == 3) hn::LoadInterleaved3(kF32, columns + i * K, v[0], v[1], v[2]);
+    if constexpr (K == 4) hn::LoadInterleaved4(kF32, columns + i * K, v[0], v[1], v[2], v[3]);
+    for (int k = 0; k < K; ++k) store(v[k], rows[k] + i);
+  }
+}
+void to_rows(int64_t K, float* columns, int64_t n, float (*rows)[kPitch]) {
+  zero(columns + n * K, (padded(n) - n) * K);
+  switch (K) {
+    case 1: return to_rows<1>(columns, n, rows);
+    case 2: return to_rows<2>(columns, n, rows);
+    case 3: return to_rows<3>(columns, n, rows);
+    default: return to_rows<4>(columns, n, rows);
+  }
+}
+void to_columns(int64_t K, const float (*rows)[kPitch], int64_t n, float* columns) {
+  for (int64_t i = 0; i < n; i += lanes()) {
+    if (K == 1) store(load(rows[0] + i), columns + i);
+    else if (K == 2) hn::StoreInterleaved2(load(rows[0] + i), load(rows[1] + i), kF32, columns + i * 2);
+    else hn::StoreInterleaved3(load(rows[0] + i), load(rows[1] + i), load(rows[2] + i), kF32, columns + i * 3);
+  }
+}
+
+// A slot of [slots,D,W-1] to and from rows, one an entry.
+inline void load_slot(const kda_tensor& state, int64_t slot, int64_t c0, int64_t n, float (*rows)[kPitch]) {
+  const int64_t keep = state.shape[2];
+  if (state.stride[1] == keep && state.stride[2] == 1) {
+    alignas(64) float columns[kMaxConvWidth * kConvTile];
+    load_row(state.dtype, at(state, slot, c0), n * keep, columns);
+    to_rows(keep, columns, n, rows);
+  } else {
+    for (int64_t i = 0; i < keep; ++i) load_entry(state, slot, c0, n, i, rows[i]);
+  }
+}
+inline void store_slot(const kda_tensor& state, const float (*rows)[kPitch], int64_t slot, int64_t c0, int64_t n) {
+  const int64_t keep = state.shape[2];
+  if (state.stride[1] == keep && state.stride[2] == 1) {
+    alignas(64) float columns[kMaxConvWidth * kConvTile];
+    to_columns(keep, rows, n, columns);
+    store_row(state.dtype, columns, n * keep, at(state, slot, c0));
+  } else {
+    for (int64_t i = 0; i < keep; ++i) store_entry(state, rows[i], slot, c0, n, i);
+  }
+}
+
+// The W - 1 rows before a token, in f32, oldest first.
+using Past = float[kMaxConvWidth - 1][kPitch];
+
+// The W - 1 rows of xx that end with row i.
+inline void load_past(const Conv& c, const Sequence& s, int64_t i, int64_t c0, int64_t n, Past& past) {
   const int64_t keep = c.width() - 1;
-  if (i >= keep) load_row(c.x.dtype, token_row(c.x, s, i - keep, c0), n, row);
-  else if (s.initial) load_entry(c.state, s.slot, c0, n, i, row);
-  else zero(row, padded(n));
+  alignas(64) Past slot;
+  bool have_slot = false;
+  for (int64_t j = keep - 1; j >= 0; --j, i = c.row_before(s.n, i)) {
+    if (i >= keep) {
+      load_row(c.x.dtype, token_row(c.x, s, i - keep, c0), n, past[j]);
+    } else if (s.initial) {
+      if (!have_slot) load_slot(c.state, s.slot, c0, n, slot);
+      have_slot = true;
+      std::memcpy(past[j], slot[i], padded(n) * sizeof(float));
+    } else {
+      zero(past[j], padded(n));
+    }
+  }
 }
 
 // Weights and bias of a tile, a row a tap.
 struct Taps {
-  alignas(64) float w[kMaxConvWidth][kConvTile], bias[kConvTile];
+  alignas(64) float w[kMaxConvWidth][kPitch], bias[kPitch];
 
   void load(const Conv& c, int64_t c0, int64_t n) {
     const int64_t W = c.width();
@@ -90,69 +155,96 @@ struct Taps {
       for (int64_t i = 0; i < n; ++i)
         for (int64_t j = 0; j < W; ++j) columns[i * W + j] = load_scalar(c.weight.dtype, at(c.weight, c0 + i, j));
     }
-    for (int64_t j = 0; j < W; ++j) {
-      for (int64_t i = 0; i < n; ++i) w[j][i] = columns[i * W + j];
-      zero(w[j] + n, padded(n) - n);
-    }
+    to_rows(W, columns, n, w);
     if (present(c.bias)) cpu::HWY_NAMESPACE::load_row(c.bias.dtype, at(c.bias, c0), n, bias);
     else zero(bias, padded(n));
   }
 };
 
-// The last W rows of xx, or of dy: row i in place i mod W.
-template <int W>
-struct Ring {
-  alignas(64) float rows[W][kConvTile];
-  HWY_INLINE float* operator[](int64_t i) { return rows[i % W]; }
-};
+// f(first channel, whole?, channels) for the vectors of a row of n; the last may be a part of one.
+template <class F>
+HWY_INLINE void for_vectors(int64_t n, const F& f) {
+  const int64_t N = lanes(), body = n / N * N;
+  for (int64_t i = 0; i < body; i += N) f(i, std::true_type(), N);
+  if (body < n) f(body, std::false_type(), n - body);
+}
+template <int kDtype, class Whole>
+HWY_INLINE Vec load_some(Whole, const char* p, int64_t count) {
+  if constexpr (Whole::value) return load_as<kDtype>(p);
+  alignas(64) char part[64] = {};
+  std::memcpy(part, p, count * dtype_size(kDtype));
+  return load_as<kDtype>(part);
+}
+template <int kDtype, class Whole>
+HWY_INLINE void store_some(Whole, Vec v, char* p, int64_t count) {
+  if constexpr (Whole::value) return store_as<kDtype>(v, p);
+  alignas(64) char part[64];
+  store_as<kDtype>(v, part);
+  std::memcpy(p, part, count * dtype_size(kDtype));
+}
 
+// sum_j w_j xx_j + bias.
 template <int W>
-HWY_INLINE Vec conv_at(const Taps& taps, const float* const (&xx)[W], int64_t i) {
+HWY_INLINE Vec conv_at(const Taps& taps, const Vec* xx, int64_t i) {
   Vec y = load(taps.bias + i);
-  for (int j = 0; j < W; ++j) y = hn::MulAdd(load(taps.w[j] + i), load(xx[j] + i), y);
+  for (int j = 0; j < W; ++j) y = hn::MulAdd(load(taps.w[j] + i), xx[j], y);
   return y;
 }
 
-template <int W>
-void conv_row(const Conv& c, const Taps& taps, const float* const (&xx)[W], int64_t n, char* y) {
-  alignas(64) float row[kConvTile];
-  for (int64_t i = 0; i < n; i += lanes()) {
-    const Vec v = conv_at<W>(taps, xx, i);
-    store(c.silu ? silu(v) : v, row + i);
-  }
-  store_row(c.y.dtype, row, n, y);
+// G tokens after `past`, which moves on by them. Loads would bound one token at a time: its taps and their inputs.
+template <int W, int kDtype, int G>
+void conv_step(const Conv& c, const Taps& taps, const Sequence& s, int64_t t, int64_t c0, int64_t n, Past& past) {
+  constexpr int64_t kSize = dtype_size(kDtype);
+  const char* x[G];
+  char* y[G];
+  for (int g = 0; g < G; ++g) x[g] = token_row(c.x, s, t + g, c0), y[g] = token_row(c.y, s, t + g, c0);
+  for_vectors(n, [&](int64_t i, auto whole, int64_t count) {
+    Vec xx[W - 1 + G];
+    for (int j = 0; j < W - 1; ++j) xx[j] = load(past[j] + i);
+    for (int g = 0; g < G; ++g) xx[W - 1 + g] = load_some<kDtype>(whole, x[g] + i * kSize, count);
+    for (int g = 0; g < G; ++g) {
+      const Vec v = conv_at<W>(taps, xx + g, i);
+      store_some<kDtype>(whole, c.silu ? silu(v) : v, y[g] + i * kSize, count);
+    }
+    for (int j = 0; j < W - 1; ++j) store(xx[G + j], past[j] + i);
+  });
 }
 
 // Tokens a .. b-1 of a sequence.
-template <int W>
+template <int W, int kDtype>
 void conv_tokens(const Conv& c, const Taps& taps, const Sequence& s, int64_t a, int64_t b, int64_t c0, int64_t n) {
-  Ring<W> ring;
-  const float* xx[W];
+  alignas(64) Past past;
   if (present(c.parents)) {  // few tokens: every one loads its own ancestors
     for (int64_t t = a; t < b; ++t) {
-      int64_t i = t + W - 1;
-      for (int j = W - 1; j >= 0; --j, i = c.row_before(s.n, i)) {
-        load_input(c, s, i, c0, n, ring[j]);
-        xx[j] = ring[j];
-      }
-      conv_row<W>(c, taps, xx, n, token_row(c.y, s, t, c0));
+      load_past(c, s, c.row_before(s.n, t + W - 1), c0, n, past);
+      conv_step<W, kDtype, 1>(c, taps, s, t, c0, n, past);
     }
     return;
   }
-  for (int64_t i = a; i < a + W - 1; ++i) load_input(c, s, i, c0, n, ring[i]);
-  for (int64_t t = a; t < b; ++t) {
-    prefetch_token(c.x, s, t + kPrefetchTokens, c0, n);
-    load_input(c, s, t + W - 1, c0, n, ring[t + W - 1]);
-    for (int j = 0; j < W; ++j) xx[j] = ring[t + j];
-    conv_row<W>(c, taps, xx, n, token_row(c.y, s, t, c0));
+  load_past(c, s, a + W - 2, c0, n, past);
+  int64_t t = a;
+  for (; t + kGroup <= b; t += kGroup) {
+    for (int64_t g = 0; g < kGroup; ++g) prefetch_token(c.x, s, t + kGroup + g, c0, n);
+    conv_step<W, kDtype, kGroup>(c, taps, s, t, c0, n, past);
   }
+  for (; t < b; ++t) conv_step<W, kDtype, 1>(c, taps, s, t, c0, n, past);
 }
 
+// f(W, dtype of x and y) as types.
 template <class F>
-void with_width(int64_t W, const F& f) {
-  if (W == 2) f(std::integral_constant<int, 2>());
-  else if (W == 3) f(std::integral_constant<int, 3>());
-  else f(std::integral_constant<int, 4>());
+void with_types(const Conv& c, const F& f) {
+  const auto with_width = [&](auto W) {
+    switch (c.x.dtype) {
+      case KDA_F32: return f(W, std::integral_constant<int, KDA_F32>());
+      case KDA_BF16: return f(W, std::integral_constant<int, KDA_BF16>());
+      default: return f(W, std::integral_constant<int, KDA_F16>());
+    }
+  };
+  switch (c.width()) {
+    case 2: return with_width(std::integral_constant<int, 2>());
+    case 3: return with_width(std::integral_constant<int, 3>());
+    default: return with_width(std::integral_constant<int, 4>());
+  }
 }
 
 // f(sequence, a, b) for the pieces a .. b-1 of sequences among tokens first .. end-1 of all.
@@ -176,9 +268,9 @@ void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, i
 void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n) {
   Taps taps;
   taps.load(c, c0, n);
-  with_width(c.width(), [&](auto W) {
+  with_types(c, [&](auto W, auto dtype) {
     for_pieces(c, first, end, [&](const Sequence& s, int64_t a, int64_t b) {
-      if (s.live) conv_tokens<W>(c, taps, s, a, b, c0, n);
+      if (s.live) conv_tokens<W, dtype>(c, taps, s, a, b, c0, n);
       else zero_tokens(c.y, s, a, b, c0, n);
     });
   });
@@ -187,67 +279,93 @@ void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n
 // Slot `slot` of `to` <- the rows of xx that end with row `last`. May be the slot that xx begins with.
 void conv_roll_tile(const Conv& c, const Sequence& s, int64_t last, const kda_tensor& to, int64_t slot, int64_t c0,
                     int64_t n) {
-  alignas(64) float rows[kMaxConvWidth - 1][kConvTile];
-  const int64_t keep = c.width() - 1;
-  for (int64_t i = last, k = keep - 1; k >= 0; --k, i = c.row_before(s.n, i)) load_input(c, s, i, c0, n, rows[k]);
-  for (int64_t k = 0; k < keep; ++k) store_entry(to, rows[k], slot, c0, n, k);
+  alignas(64) Past rows;
+  load_past(c, s, last, c0, n, rows);
+  store_slot(to, rows, slot, c0, n);
 }
 
 // ---- backward ----
 
 // Sums over the tokens of a block: dw_j, then dbias.
-using Sums = float[kMaxConvWidth + 1][kConvTile];
+using Sums = float[kMaxConvWidth + 1][kPitch];
 
-// dy_t silu'(y_t), added to the sums (if not null) with its inputs.
-template <int W>
-void dy_row(const Conv& c, const Taps& taps, const float* const (&xx)[W], int64_t n, float* dy, Sums* sums) {
-  for (int64_t i = 0; i < n; i += lanes()) {
-    Vec d = load(dy + i);
-    if (c.silu) {
-      d = hn::Mul(d, silu_slope(conv_at<W>(taps, xx, i)));
-      store(d, dy + i);
+// G tokens: dy_t silu'(y_t) from rows x and dy, added to the sums if there are any; dxx_t of each to `out` if that is
+// not null. in_past and dy_past, the rows before them, move on.
+template <int W, int kDtype, int kOut, int G>
+void backward_step(const Taps& taps, bool with_silu, int64_t n, const char* const (&x)[G], const char* const (&dy)[G],
+                   char* const (&out)[G], Past& in_past, Past& dy_past, Sums* sums) {
+  constexpr int64_t kSize = dtype_size(kDtype), kOutSize = dtype_size(kOut);
+  for_vectors(n, [&](int64_t i, auto whole, int64_t count) {
+    Vec xx[W - 1 + G], d[W - 1 + G];
+    for (int j = 0; j < W - 1; ++j) xx[j] = load(in_past[j] + i), d[j] = load(dy_past[j] + i);
+    for (int g = 0; g < G; ++g) {
+      xx[W - 1 + g] = load_some<kDtype>(whole, x[g] + i * kSize, count);
+      d[W - 1 + g] = load_some<kDtype>(whole, dy[g] + i * kSize, count);
+      if (with_silu) d[W - 1 + g] = hn::Mul(d[W - 1 + g], silu_slope(conv_at<W>(taps, xx + g, i)));
     }
-    if (!sums) continue;
-    for (int j = 0; j < W; ++j) store(hn::MulAdd(d, load(xx[j] + i), load((*sums)[j] + i)), (*sums)[j] + i);
-    store(hn::Add(d, load((*sums)[W] + i)), (*sums)[W] + i);
-  }
+    for (int j = 0; j < W - 1; ++j) store(xx[G + j], in_past[j] + i), store(d[G + j], dy_past[j] + i);
+    for (int j = 0; sums && j < W; ++j) {
+      Vec sum = load((*sums)[j] + i);
+      for (int g = 0; g < G; ++g) sum = hn::MulAdd(d[W - 1 + g], xx[g + j], sum);
+      store(sum, (*sums)[j] + i);
+    }
+    if (sums) {
+      Vec sum = load((*sums)[W] + i);
+      for (int g = 0; g < G; ++g) sum = hn::Add(d[W - 1 + g], sum);
+      store(sum, (*sums)[W] + i);
+    }
+    for (int g = 0; out[0] && g < G; ++g) {
+      Vec dxx = hn::Zero(kF32);
+      for (int j = 0; j < W; ++j) dxx = hn::MulAdd(load(taps.w[j] + i), d[W - 1 + g - j], dxx);
+      store_some<kOut>(whole, dxx, out[g] + i * kOutSize, count);
+    }
+  });
 }
 
 // Tokens a .. b-1 of a sequence. dxx_i needs dy up to i, so dx of the last ones needs dy of W-1 more. The block with a
 // sequence's first token also has its d_initial: rows 0 .. W-2 of dxx.
-template <int W>
+template <int W, int kDtype>
 void backward_tokens(const ConvGradients& g, const Taps& taps, const Sequence& s, int64_t a, int64_t b, int64_t c0,
                      int64_t n, Sums* sums) {
   const Conv& c = g.conv;
-  Ring<W> in, dy;
-  alignas(64) float dxx[kConvTile], d_state[kConvTile];
-  const float* xx[W];
-  const bool down = present(g.dx) || present(g.d_initial), inputs = c.silu || sums;
-  for (int64_t i = 0; i < W; ++i) zero(dy[i], padded(n));
-  for (int64_t i = a; inputs && i < a + W - 1; ++i) load_input(c, s, i, c0, n, in[i]);
-  for (int64_t t = a; t < (down ? b + W - 1 : b); ++t) {
-    if (t < s.length) {
-      prefetch_token(c.x, s, t + kPrefetchTokens, c0, n);
-      prefetch_token(g.dy, s, t + kPrefetchTokens, c0, n);
-      load_row(g.dy.dtype, token_row(g.dy, s, t, c0), n, dy[t]);
-      if (inputs) load_input(c, s, t + W - 1, c0, n, in[t + W - 1]);
-      for (int j = 0; j < W; ++j) xx[j] = in[t + j];
-      if (inputs) dy_row<W>(c, taps, xx, n, dy[t], t < b ? sums : nullptr);
-    } else {
-      zero(dy[t], padded(n));
-    }
-    const bool state = t < W - 1;
-    if (!down || (state ? a > 0 || !present(g.d_initial) : t < a + W - 1 || !present(g.dx))) continue;
-    const bool beyond = t >= s.length && present(g.d_final);
-    if (beyond) load_entry(g.d_final, s.n, c0, n, t - s.length, d_state);
-    for (int64_t i = 0; i < n; i += lanes()) {
-      Vec d = beyond ? load(d_state + i) : hn::Zero(kF32);
-      for (int j = 0; j < W; ++j) d = hn::MulAdd(load(taps.w[j] + i), load(dy[t + W - j] + i), d);
-      store(d, dxx + i);
+  alignas(64) static constexpr char kZeros[kConvTile * sizeof(float)] = {};
+  alignas(64) Past in_past, dy_past = {};
+  alignas(64) float dxx[kPitch], d_state[kPitch];
+  load_past(c, s, a + W - 2, c0, n, in_past);
+
+  // Row t of dxx at the edges: part of d_initial, or also fed by d_final, or not this block's.
+  const auto edge = [&](int64_t t) {
+    const bool inside = t < s.length, state = t < W - 1;
+    const bool wanted = state ? a == 0 && present(g.d_initial) : t >= a + W - 1 && present(g.dx);
+    const char* x[1] = {inside ? token_row(c.x, s, t, c0) : kZeros};
+    const char* dy[1] = {inside ? token_row(g.dy, s, t, c0) : kZeros};
+    char* const out[1] = {wanted ? reinterpret_cast<char*>(dxx) : nullptr};
+    backward_step<W, kDtype, KDA_F32, 1>(taps, c.silu, n, x, dy, out, in_past, dy_past, t < b ? sums : nullptr);
+    if (!wanted) return;
+    if (!inside && present(g.d_final)) {
+      load_entry(g.d_final, s.n, c0, n, t - s.length, d_state);
+      for (int64_t i = 0; i < n; i += lanes()) store(hn::Add(load(dxx + i), load(d_state + i)), dxx + i);
     }
     if (state) store_entry(g.d_initial, dxx, s.n, c0, n, t);
-    else store_row(g.dx.dtype, dxx, n, token_row(g.dx, s, t - (W - 1), c0));
+    else store_row(kDtype, dxx, n, token_row(g.dx, s, t - (W - 1), c0));
+  };
+
+  int64_t t = a;
+  for (; t < std::min(b, a + W - 1); ++t) edge(t);
+  for (; t + kGroup <= b; t += kGroup) {
+    const char *x[kGroup], *dy[kGroup];
+    char* out[kGroup];
+    for (int64_t i = 0; i < kGroup; ++i) {
+      prefetch_token(c.x, s, t + kGroup + i, c0, n);
+      prefetch_token(g.dy, s, t + kGroup + i, c0, n);
+      x[i] = token_row(c.x, s, t + i, c0), dy[i] = token_row(g.dy, s, t + i, c0);
+      out[i] = present(g.dx) ? token_row(g.dx, s, t + i - (W - 1), c0) : nullptr;
+    }
+    backward_step<W, kDtype, kDtype, kGroup>(taps, c.silu, n, x, dy, out, in_past, dy_past, sums);
   }
+  for (; t < b; ++t) edge(t);
+  if (present(g.dx) || present(g.d_initial))
+    for (; t < b + W - 1; ++t) edge(t);
 }
 
 // `sums` is null or gets W + 1 rows of n.
@@ -256,9 +374,9 @@ void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int
   Taps taps;
   taps.load(g.conv, c0, n);
   alignas(64) Sums block = {};
-  with_width(g.conv.width(), [&](auto W) {
+  with_types(g.conv, [&](auto W, auto dtype) {
     for_pieces(g.conv, first, end, [&](const Sequence& s, int64_t a, int64_t b) {
-      backward_tokens<W>(g, taps, s, a, b, c0, n, sums ? &block : nullptr);
+      backward_tokens<W, dtype>(g, taps, s, a, b, c0, n, sums ? &block : nullptr);
     });
   });
   for (int64_t j = 0; sums && j <= g.conv.width(); ++j) std::memcpy(sums + j * sums_pitch, block[j], n * sizeof(float));
@@ -403,11 +521,11 @@ void conv_backward(const ConvBackwardProblem& p) {
     for_tiles(c, p.N, 1, [&](int64_t i, int64_t c0, int64_t n) {
       if (c.sequence(i).length == 0) empty_fn(g, i, c0, n);
     });
-  if (!sums) return;
+  if (!wants_sums(a)) return;
   for_tiles(c, p.W + 1, std::min<int64_t>(threads, blocks), [&](int64_t j, int64_t c0, int64_t n) {
     const kda_tensor& out = j < p.W ? a.dweight : a.dbias;
     if (!present(out)) return;
-    float* total = sums + j * p.D + c0;  // block 0's
+    float* total = blocks ? sums + j * p.D + c0 : nullptr;  // block 0's
     for (int64_t i = 1; i < blocks; ++i)
       for (int64_t k = 0; k < n; ++k) total[k] += total[i * (p.W + 1) * p.D + k];
     for (int64_t k = 0; k < n; ++k)

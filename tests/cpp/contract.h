@@ -3,6 +3,7 @@
 #include <functional>
 #include <vector>
 
+#include "conv_calls.h"
 #include "fields.h"
 #include "speculation_calls.h"
 #include "stage_calls.h"
@@ -227,6 +228,41 @@ struct Legal<kda_gate_backward_args> {
   Inputs in;
   GateTensors t;
   kda_gate_backward_args args;
+};
+
+inline ConvCase legal_conv_case() { return {.name = "legal", .D = 5, .W = 3, .lengths = {2, 0, 5}, .tail = 2}; }
+
+template <>
+struct Legal<kda_conv_args> {
+  explicit Legal(const Case& = legal_case())  // with pools, in an order of their own
+      : in(legal_conv_case()),
+        y(KDA_F32, {in.B, in.T, in.c.D}),
+        initial_state(KDA_F32, {in.N + 5, in.c.D, in.c.W - 1}),
+        final_state(KDA_F32, initial_state.shape()),
+        state_indices(KDA_I32, {in.N}, {6, 2, 4}),
+        has_initial_state(KDA_BOOL, {in.N}, {1, 1, 0}),
+        args(KDA_CONV_ARGS_INIT) {
+    initial_state.fill(0.5);
+    args.x = in.x, args.weight = in.weight, args.bias = in.bias, args.cu_seqlens = in.cu_seqlens;
+    args.initial_state = initial_state, args.final_state = final_state;
+    args.state_indices = state_indices, args.has_initial_state = has_initial_state;
+    args.y = y, args.silu = 1;
+  }
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&y, &final_state}; }
+  ConvInputs in;
+  Tensor y, initial_state, final_state, state_indices, has_initial_state;
+  kda_conv_args args;
+};
+
+template <>
+struct Legal<kda_conv_backward_args> {
+  explicit Legal(const Case& = legal_case()) : in(legal_conv_case()), out(in), args(conv_backward_args(in, out)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&out.dx, &out.dweight, &out.dbias, &out.d_initial}; }
+  ConvInputs in;
+  ConvGradientOutputs out;
+  kda_conv_backward_args args;
 };
 
 // Gives args the workspace they ask for while they are still legal.

@@ -86,6 +86,12 @@ void break_options(Args& a, Random& random) {
   if constexpr (requires { a.in; }) return break_options(a.in, random);
   else a.gate_form = static_cast<int32_t>(random.below(5)) - 1;
 }
+void break_options(kda_conv_args& a, Random& random) {
+  (random.chance(0.5) ? a.first_valid_slot : a.silu) = static_cast<int32_t>(random.below(4)) - 1;
+}
+void break_options(kda_conv_backward_args& a, Random& random) {
+  (random.chance(0.5) ? a.reserved : a.silu) = static_cast<int32_t>(random.below(4)) - 1;
+}
 void break_options(kda_backward_args& a, Random& random) {
   if (random.chance(0.3)) a.h_every = static_cast<int32_t>(random.below(4)) - 1;
   else break_options(a.in, random);
@@ -296,6 +302,8 @@ constexpr void (*kOperators[])(Random&) = {
     one_call<kda_stage_bwd_intra_args>,
     one_call<kda_stage_cumsum_backward_args>,
     one_call<kda_prefill_f32_args>,
+    one_call<kda_conv_args>,
+    one_call<kda_conv_backward_args>,
 };
 
 int main_(int argc, char** argv) {

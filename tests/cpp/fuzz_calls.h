@@ -361,4 +361,48 @@ inline void build(kda_prefill_f32_args& a, const Sizes& s, Random& random) {
   if (random.chance(0.5)) a.u = arena.take(KDA_F32, {s.B, s.HV, chunks, C, s.V}, random);
 }
 
+template <class Args>
+inline int64_t build_conv(Args& a, const Sizes& s, Random& random) {
+  const int64_t D = 1 + random.below(40), W = 2 + random.below(3);
+  a.x = filled(s.dtype, {s.B, s.T, D}, random, 2);
+  a.weight = filled(any_float(random), {D, W}, random, 1);
+  if (random.chance(0.5)) a.bias = filled(any_float(random), {D}, random, 1);
+  if (s.packed) {
+    a.cu_seqlens = arena.take(random.chance(0.5) ? KDA_I32 : KDA_I64, {s.N + 1}, random);
+    for (int64_t n = 0; n <= s.N; ++n) set(a.cu_seqlens, n, static_cast<double>(s.cu[n]));
+  }
+  a.silu = random.chance(0.7);
+  return D;
+}
+inline void build(kda_conv_args& a, const Sizes& s, Random& random) {
+  const int64_t D = build_conv(a, s, random), keep = a.weight.shape[1] - 1;
+  const bool pool = random.chance(0.5);
+  const int64_t rows = pool ? s.N + random.below(4) : s.N;
+  if (random.chance(0.7)) a.initial_state = filled(any_float(random), {rows, D, keep}, random, 1);
+  if (a.initial_state.ndim && random.chance(0.4)) a.final_state = a.initial_state;
+  else if (pool || random.chance(0.7)) a.final_state = arena.take(any_float(random), {rows, D, keep}, random);
+  if (pool) {
+    a.first_valid_slot = static_cast<int32_t>(random.below(2));
+    a.state_indices = arena.take(KDA_I32, {s.N}, random);
+    for (int64_t n = 0; n < s.N; ++n)
+      set(a.state_indices, n, random.chance(0.15) ? -1.0 : static_cast<double>(rows - 1 - n));
+  }
+  if (a.initial_state.ndim && random.chance(0.5)) {
+    a.has_initial_state = arena.take(KDA_BOOL, {s.N}, random);
+    for (int64_t n = 0; n < s.N; ++n) set(a.has_initial_state, n, random.chance(0.5) ? 3 : 0);
+  }
+  a.y = arena.take(s.dtype, {s.B, s.T, D}, random);
+}
+inline void build(kda_conv_backward_args& a, const Sizes& s, Random& random) {
+  const int64_t D = build_conv(a, s, random), keep = a.weight.shape[1] - 1;
+  const auto wanted = [&] { return random.chance(0.8); };
+  if (wanted()) a.initial_state = filled(any_float(random), {s.N, D, keep}, random, 1);
+  a.dy = filled(s.dtype, {s.B, s.T, D}, random, 1);
+  if (wanted()) a.d_final_state = filled(any_float(random), {s.N, D, keep}, random, 1);
+  if (wanted()) a.dx = arena.take(s.dtype, {s.B, s.T, D}, random);
+  if (wanted()) a.dweight = arena.take(KDA_F32, {D, keep + 1}, random);
+  if (a.bias.ndim && wanted()) a.dbias = arena.take(KDA_F32, {D}, random);
+  if (wanted()) a.d_initial_state = arena.take(any_float(random), {s.N, D, keep}, random);
+}
+
 }  // namespace kda::test

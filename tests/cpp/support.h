@@ -126,6 +126,8 @@ constexpr const char* op_name() {
   if constexpr (std::is_same_v<Args, kda_segment_merge_args>) return "segment_merge";
   if constexpr (std::is_same_v<Args, kda_gate_args>) return "gate";
   if constexpr (std::is_same_v<Args, kda_gate_backward_args>) return "gate_backward";
+  if constexpr (std::is_same_v<Args, kda_conv_args>) return "conv";
+  if constexpr (std::is_same_v<Args, kda_conv_backward_args>) return "conv_backward";
   if constexpr (requires { name_of(static_cast<const Args*>(nullptr)); })
     return name_of(static_cast<const Args*>(nullptr));
 }

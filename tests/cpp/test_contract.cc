@@ -13,12 +13,15 @@ namespace {
 
 template <class Args>
 struct Contract : testing::Test {};
-using AllArgs = testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
-                               kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
-                               kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
-                               kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args,
-                               kda_stage_bwd_local_args, kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args,
-                               kda_stage_bwd_intra_args, kda_stage_cumsum_backward_args, kda_prefill_f32_args>;
+using AllArgs =
+    testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
+                   kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
+                   kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
+                   kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args, kda_stage_bwd_local_args,
+                   kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args, kda_stage_bwd_intra_args,
+                   kda_stage_cumsum_backward_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
+template <class Args>
+constexpr bool kIsConv = std::is_same_v<Args, kda_conv_args> || std::is_same_v<Args, kda_conv_backward_args>;
 struct Names {
   template <class Args>
   static std::string GetName(int) {
@@ -142,7 +145,7 @@ TYPED_TEST(Contract, ForcedButCannot) {
       first + " was forced but float64 runs on `reference` only",
       [&](auto& x) {
         static double memory[4096];  // stands in for a small tensor
-        for (const char* name : {"A_log", "h0", "state", "G", "dAqk", "dG"})
+        for (const char* name : {"A_log", "h0", "state", "G", "dAqk", "dG", "bias"})
           for (const Field& f : x.fields())
             if (!std::strcmp(f.name, name)) {
               f.t->dtype = KDA_F64, f.t->data = memory;
@@ -202,7 +205,8 @@ TYPED_TEST(Contract, NegativeSize) {
   });
 }
 
-// Sizes are told by q and v (x, in the gate operators) and by the pools; every other tensor has to agree.
+// Sizes are told by q and v (x, in the gate operators, and the width by weight) and by the pools; every other tensor has
+// to agree.
 template <class Args>
 bool leads_stage(const std::string& name) {  // stages that have neither q nor v
   const std::string op = op_name<Args>();
@@ -220,6 +224,9 @@ TYPED_TEST(Contract, WrongSize) {
       if (leaders.contains(f.name) || dim >= f.t->ndim || (f.free >> dim & 1)) return "";
       const bool merge = std::is_same_v<TypeParam, kda_segment_merge_args>;  // M and b lead: see test_segment.cc
       if (merge && (!std::strcmp(f.name, "M") || !std::strcmp(f.name, "b"))) return "";
+      const bool leads = kIsConv<TypeParam> && ((!std::strcmp(f.name, "weight") && dim == 1) ||
+                                                (!std::strcmp(f.name, "initial_state") && dim == 0));
+      if (leads) return "";
       if (leads_stage<TypeParam>(f.name)) return "";
       const bool chunks = !std::strcmp(f.name, "h") || !std::strcmp(f.name, "dh");
       const bool room = (chunks && dim == 0) || (!std::strcmp(f.name, "checkpoint_slots") && dim == 1);
@@ -263,9 +270,10 @@ TYPED_TEST(Contract, Misaligned) {
 }
 
 TYPED_TEST(Contract, LastDimensionNotDense) {
-  const std::set<std::string> free = {"beta",        "dbeta",           "state_indices",      "has_initial_state",
-                                      "accept_len",  "records.indices", "records.ring_first", "records.ring_count",
-                                      "last.indices"};
+  const std::set<std::string> free = {"beta",         "dbeta",           "state_indices",      "has_initial_state",
+                                      "accept_len",   "records.indices", "records.ring_first", "records.ring_count",
+                                      "last.indices", "initial_state",   "final_state",        "d_initial_state",
+                                      "d_final_state"};
   for_each_tensor<TypeParam>([&](const Field& f) -> std::string {
     if (free.contains(f.name) || f.t->shape[f.t->ndim - 1] <= 1) return "";
     f.t->stride[f.t->ndim - 1] = 0;
@@ -324,6 +332,11 @@ TEST(Aliasing, OutputOverAnythingElse) {
   refuses_overlap<kda_flush_verify_args>("records.u", "last.u", "records.u", "last.u");
   refuses_overlap<kda_flush_verify_args>("o", "last_parents", "o", "last_parents");
   refuses_overlap<kda_gate_args>("g", "x", "g", "x");
+  refuses_overlap<kda_conv_args>("y", "x", "y", "x");
+  refuses_overlap<kda_conv_args>("final_state", "x", "final_state", "x");
+  refuses_overlap<kda_conv_backward_args>("dx", "dy", "dx", "dy");
+  refuses_overlap<kda_conv_backward_args>("dweight", "weight", "dweight", "weight");
+  refuses_overlap<kda_conv_backward_args>("d_initial_state", "d_final_state", "d_initial_state", "d_final_state");
   refuses_overlap<kda_gate_backward_args>("dx", "dg", "dx", "dg");
   refuses_overlap<kda_gate_backward_args>("dx", "x", "dx", "x");
   refuses_overlap<kda_gate_backward_args>("d_dt_bias", "dt_bias", "d_dt_bias", "dt_bias");

@@ -20,6 +20,7 @@ CHECKPOINTS = ("test_numerics", "All/Checkpoints.*")
 ORACLE = ("test_oracle", "*")
 PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
+CONVOLUTION = ("test_conv", "*")
 LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
 SEGMENT_MAPS = ("test_segment", ":".join(f"All/SegmentMap.EqualsTheOracle/*_{c}" for c in CASES))
 SEGMENT_MERGE = ("test_segment", "SegmentMerge.*")
@@ -33,9 +34,11 @@ TEAM = "src/cpu/team.h"
 SEGMENT = "src/cpu/segment.cc"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
+CONV = "src/cpu/conv.cc"
 REFERENCE = "src/reference/math.h"
 REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
+REFERENCE_CONV = "src/reference/conv.cc"
 REFERENCE_SEGMENT = "src/reference/segment.cc"
 # A header's mutant is compiled into the units that its tests run.
 UNITS = {
@@ -308,6 +311,51 @@ MUTANTS = [
             "for (int64_t block = 0; block < blocks; ++block) sum",
             "for (int64_t block = 1; block < blocks; ++block) sum",
         ),
+    ),
+    *mutants(
+        CONV,
+        CONVOLUTION,
+        (
+            "conv: block starts from the state",
+            "load_past(c, s, a + W - 2, c0, n, past);",
+            "load_past(c, s, W - 2, c0, n, past);",
+        ),
+        (
+            "conv: the past of a group does not move on",
+            "store(xx[G + j], past[j] + i);",
+            "store(xx[j], past[j] + i);",
+        ),
+        ("conv: padded sequences keep what y held", "else zero_tokens(c.y, s, a, b, c0, n);", ""),
+        ("conv: final state one token short", "s.length + p.W - 2, a.final_state", "s.length + p.W - 3, a.final_state"),
+        ("conv: state read with has_initial_state = 0", "(!present(has_state) || int_at(has_state, n))", "true"),
+        ("conv: no silu in backward", "if (with_silu) d[W - 1 + g] =", "if (false) d[W - 1 + g] ="),
+        ("conv: d_final dropped", "if (!inside && present(g.d_final)) {", "if (false) {"),
+        (
+            "conv: tokens after the block left out of dx",
+            "for (; t < b + W - 1; ++t) edge(t);",
+            "for (; t < b; ++t) edge(t);",
+        ),
+        ("conv: tokens after the block summed, too", "t < b ? sums : nullptr", "sums"),
+        (
+            "conv: first block not summed",
+            "for (int64_t i = 1; i < blocks; ++i)",
+            "for (int64_t i = 2; i < blocks; ++i)",
+        ),
+        (
+            "conv: state of an empty sequence zeroed",
+            "if (present(g.d_final)) load_entry(g.d_final, n, c0, channels, i, row);",
+            "",
+        ),
+    ),
+    *mutants(
+        REFERENCE_CONV,
+        CONVOLUTION,
+        (
+            "oracle: taps reversed",
+            "y += get(weight, c, j) * xx[t + j];",
+            "y += get(weight, c, j) * xx[t + weight.shape[1] - 1 - j];",
+        ),
+        ("oracle: silu slope without x", "sg + y * sg * (1 - sg)", "sg + sg * (1 - sg)"),
     ),
     *mutants(
         REFERENCE,
