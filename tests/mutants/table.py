@@ -22,6 +22,14 @@ PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
 CONVOLUTION = ("test_conv", "*")
 LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
+DRAFTS = ("drafts_5", "ring", "ring_packed", "ring_tree", "tree", "gva_2", "K60_V100", "state_K_first", "state_bf16")
+SPECULATION = ("test_speculation", ":".join(f"All/Speculation.*/{c}" for c in (*DRAFTS, "padded_0", "softplus")))
+FLUSH_VERIFY_IS = ("test_speculation_oracle", "All/SpeculationIs.FlushThenVerify*/cpu")
+SPECULATION_ORACLE = ("test_speculation_oracle", "*Decode*/reference")
+ROUNDS = ("test_speculation_rounds", "All/SpeculationRounds.Ring*/cpu")
+NO_WRITES = ("test_speculation_confinement", "All/SpeculationPromise.NothingToApply*")
+GARBAGE = ("test_speculation_garbage", "*/cpu")
+LONG_MEMORY = ("test_drift", "*SpeculationDrift*/flush_slow")
 SEGMENT_MAPS = ("test_segment", ":".join(f"All/SegmentMap.EqualsTheOracle/*_{c}" for c in CASES))
 SEGMENT_MERGE = ("test_segment", "SegmentMerge.*")
 
@@ -32,6 +40,9 @@ GRADIENTS = "src/cpu/gradients-inl.h"
 RECURRENT = "src/cpu/recurrent.cc"
 TEAM = "src/cpu/team.h"
 SEGMENT = "src/cpu/segment.cc"
+DRAFT_KERNELS = "src/cpu/speculation.cc"
+WINDOWS = "src/speculation.h"
+COMMITS = "src/problem_speculation.cc"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
 CONV = "src/cpu/conv.cc"
@@ -40,12 +51,14 @@ REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
 REFERENCE_CONV = "src/reference/conv.cc"
 REFERENCE_SEGMENT = "src/reference/segment.cc"
+REFERENCE_DRAFTS = "src/reference/speculation.cc"
 # A header's mutant is compiled into the units that its tests run.
 UNITS = {
     CHUNK: [CHUNK_FORWARD],
     GRADIENTS: [CHUNK_BACKWARD],
     TEAM: [CHUNK_FORWARD],
     SIMD: [GATES],
+    WINDOWS: [DRAFT_KERNELS],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
 }
 
@@ -386,5 +399,126 @@ MUTANTS = [
         ),
         ("oracle: l2norm backward dropped", "r[t] * (dy[t * K + i] - y[t * K + i] * dot)", "r[t] * dy[t * K + i]"),
         ("oracle: undecayed dS", "dS[i * V + j] = std::exp(g[i]) * dSt;", "dS[i * V + j] = dSt;"),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        SPECULATION,
+        ("verify: undecayed kG", "kd = hn::Mul(load(k + d), alpha)", "kd = load(k + d)"),
+        ("verify: undecayed qG", "qd = hn::Mul(load(q + d), alpha)", "qd = load(q + d)"),
+        (
+            "verify: one gate step off in the walk back",
+            "k = kG, q = qG, decay = x.alpha.row(w);",
+            "k = kG, q = qG, decay = x.alpha.row(committed + t);",
+        ),
+        ("verify: missing diagonal q.k", "store(hn::MulAdd(splat(x.qk[t]), e, out), o + d);", "store(out, o + d);"),
+        ("verify: forgotten beta", "e = hn::Mul(e, splat(x.beta[t]));", ""),
+        ("verify: corrections of others ignored", "e = hn::NegMulAdd(splat(A[i]), uw, e);", ""),
+        (
+            "verify: a root of the tree forgets the ring",
+            "return p < 0 ? committed - 1 : committed + p;",
+            "return p < 0 ? -1 : committed + p;",
+        ),
+        (
+            "verify: key of the first value head for all",
+            "if (hv % c.d.group() == 0) store_row",
+            "if (hv == 0) store_row",
+        ),
+        (
+            "verify: corrections of the ring from the first strip",
+            "at(c.records.u, r.slot, r.verify.entry(w), hv) + v0 * sizeof(float)",
+            "at(c.records.u, r.slot, r.verify.entry(w), hv)",
+        ),
+        (
+            "flush: one gate step off in the suffix product",
+            "store(hn::Mul(load(key + i), load(x.f + i)), key + i)",
+            "store(hn::Mul(load(key + i), hn::Mul(load(x.raw + i), load(x.f + i))), key + i)",
+        ),
+        (
+            "flush: undecayed state",
+            "Vec sum = hn::Mul(load(S + d), load(x.f + d));",
+            "Vec sum = load(S + d);",
+        ),
+        ("flush: undecayed state, K-first", "gemm<Acc::kDecay>(K, V, flushed", "gemm<Acc::kAdd>(K, V, flushed"),
+        ("flush: correction of the wrong column", "x.u_last.row(i)[column]", "x.u_last.row(i)[0]"),
+        (
+            "flush: corrections of the first strip for all",
+            "at(c.last.u, r.last_slot, r.flush.entry(w), hv) + v0 * sizeof(float)",
+            "at(c.last.u, r.last_slot, r.flush.entry(w), hv)",
+        ),
+        (
+            "flush: one entry too many",
+            "r.newest = accepted ? r.flush.token(accepted - 1)",
+            "r.newest = accepted ? r.flush.token(accepted)",
+        ),
+        ("flush: padding is a slot", "!padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) &&", ""),
+        ("flush_verify: cursors stay", "if (s.live) store_cursors", "if (false) store_cursors"),
+        ("flush_verify: padding moves cursors", "if (s.live) store_cursors", "if (true) store_cursors"),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        FLUSH_VERIFY_IS,
+        (
+            "flush_verify: drafts read a state that was not rounded",
+            "load_row(c.hT.dtype, address(c.hT, v0, i), columns, S + i * pitch);",
+            "",
+        ),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        NO_WRITES,
+        ("flush_verify: state written back unchanged", "if (flushed) {", "if (flushed || present(c.hT)) {"),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        LONG_MEMORY,
+        ("flush: decays multiplied in f32", "static_cast<float>(x.product[i] *= x.raw[i])", "x.f[i] * x.raw[i]"),
+    ),
+    *mutants(
+        WINDOWS,
+        SPECULATION,
+        (
+            "speculation: entry of a ring off by one",
+            "return (first + w) % R;",
+            "return (first + w + (w < committed)) % R;",
+        ),
+        ("speculation: parents ignored", "const int64_t p = int_at(*parents, n, t);", "const int64_t p = t - 1;"),
+    ),
+    *mutants(
+        WINDOWS,
+        GARBAGE,
+        (
+            "speculation: accept_len not clamped from below",
+            "return std::clamp<int64_t>(int_at(accept_len, n), 0, drafts);",
+            "return std::min<int64_t>(int_at(accept_len, n), drafts);",
+        ),
+        (
+            "speculation: committed entries leave no room",
+            "0, std::max<int64_t>(w.R - reserved, 0))",
+            "0, w.R)",
+        ),
+    ),
+    *mutants(
+        COMMITS,
+        ROUNDS,
+        (
+            "flush_verify: ring folded too late",
+            "entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts)",
+            "entries > R - (a.max_tokens ? a.max_tokens : drafts)",
+        ),
+        (
+            "flush_verify: a folded ring starts where it did",
+            "c.apply ? (c.window.first + entries) % R : c.window.first",
+            "c.window.first",
+        ),
+    ),
+    *mutants(
+        REFERENCE_DRAFTS,
+        SPECULATION_ORACLE,
+        ("oracle: drafts from the state before", "after[t] = parent < 0 ? S : after[parent];", "after[t] = S;"),
+        (
+            "oracle: newest entry applied first",
+            "for (auto e = entries.rbegin(); e != entries.rend(); ++e)",
+            "for (auto e = entries.begin(); e != entries.end(); ++e)",
+        ),
     ),
 ]
