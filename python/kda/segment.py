@@ -19,9 +19,10 @@ class SegmentMap(NamedTuple):
 
 def _shape_of(name: str, x: Any, ndim: int) -> Any:
     shape = getattr(x, "shape", None)
-    if shape is None or len(shape) != ndim:
-        got = type(x).__name__ if shape is None else f"shape {list(shape)}"
-        raise ValueError(f"{name}: expected an array of {ndim} dimensions, got {got}")
+    if shape is None:
+        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
+    if len(shape) != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(shape)}")
     return shape
 
 
