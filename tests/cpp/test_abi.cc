@@ -408,134 +408,127 @@ TEST(Abi, PrefillF32Args) {
   EXPECT_FIELD(kda_prefill_f32_args, state_layout, 1020);
   EXPECT_FIELD(kda_prefill_f32_args, scale, 1024);
   EXPECT_FIELD(kda_prefill_f32_args, reserved, 1028);
-  TEST(Abi, ConvInputs) {
-    EXPECT_EQ(sizeof(kda_conv_inputs), 480u);
-    EXPECT_FIELD(kda_conv_inputs, x, 0);
-    EXPECT_FIELD(kda_conv_inputs, weight, 96);
-    EXPECT_FIELD(kda_conv_inputs, bias, 192);
-    EXPECT_FIELD(kda_conv_inputs, state, 288);
-    EXPECT_FIELD(kda_conv_inputs, indices, 384);
-  }
+}
 
-  TEST(Abi, ConvArgs) {
-    EXPECT_EQ(sizeof(kda_conv_args), 928u);
-    EXPECT_FIELD(kda_conv_args, struct_size, 0);
-    EXPECT_FIELD(kda_conv_args, exec, 8);
-    EXPECT_FIELD(kda_conv_args, x, 56);
-    EXPECT_FIELD(kda_conv_args, weight, 152);
-    EXPECT_FIELD(kda_conv_args, bias, 248);
-    EXPECT_FIELD(kda_conv_args, cu_seqlens, 344);
-    EXPECT_FIELD(kda_conv_args, initial_state, 440);
-    EXPECT_FIELD(kda_conv_args, final_state, 536);
-    EXPECT_FIELD(kda_conv_args, state_indices, 632);
-    EXPECT_FIELD(kda_conv_args, has_initial_state, 728);
-    EXPECT_FIELD(kda_conv_args, y, 824);
-    EXPECT_FIELD(kda_conv_args, silu, 920);
-    EXPECT_FIELD(kda_conv_args, first_valid_slot, 924);
-  }
+TEST(Abi, ConvArgs) {
+  EXPECT_EQ(sizeof(kda_conv_args), 928u);
+  EXPECT_FIELD(kda_conv_args, struct_size, 0);
+  EXPECT_FIELD(kda_conv_args, exec, 8);
+  EXPECT_FIELD(kda_conv_args, x, 56);
+  EXPECT_FIELD(kda_conv_args, weight, 152);
+  EXPECT_FIELD(kda_conv_args, bias, 248);
+  EXPECT_FIELD(kda_conv_args, cu_seqlens, 344);
+  EXPECT_FIELD(kda_conv_args, initial_state, 440);
+  EXPECT_FIELD(kda_conv_args, final_state, 536);
+  EXPECT_FIELD(kda_conv_args, state_indices, 632);
+  EXPECT_FIELD(kda_conv_args, has_initial_state, 728);
+  EXPECT_FIELD(kda_conv_args, y, 824);
+  EXPECT_FIELD(kda_conv_args, silu, 920);
+  EXPECT_FIELD(kda_conv_args, first_valid_slot, 924);
+}
 
-  TEST(Abi, ConvBackwardArgs) {
-    EXPECT_EQ(sizeof(kda_conv_backward_args), 1120u);
-    EXPECT_FIELD(kda_conv_backward_args, struct_size, 0);
-    EXPECT_FIELD(kda_conv_backward_args, exec, 8);
-    EXPECT_FIELD(kda_conv_backward_args, x, 56);
-    EXPECT_FIELD(kda_conv_backward_args, weight, 152);
-    EXPECT_FIELD(kda_conv_backward_args, bias, 248);
-    EXPECT_FIELD(kda_conv_backward_args, cu_seqlens, 344);
-    EXPECT_FIELD(kda_conv_backward_args, initial_state, 440);
-    EXPECT_FIELD(kda_conv_backward_args, dy, 536);
-    EXPECT_FIELD(kda_conv_backward_args, d_final_state, 632);
-    EXPECT_FIELD(kda_conv_backward_args, dx, 728);
-    EXPECT_FIELD(kda_conv_backward_args, dweight, 824);
-    EXPECT_FIELD(kda_conv_backward_args, dbias, 920);
-    EXPECT_FIELD(kda_conv_backward_args, d_initial_state, 1016);
-    EXPECT_FIELD(kda_conv_backward_args, silu, 1112);
-    EXPECT_FIELD(kda_conv_backward_args, reserved, 1116);
-  }
+TEST(Abi, ConvBackwardArgs) {
+  EXPECT_EQ(sizeof(kda_conv_backward_args), 1120u);
+  EXPECT_FIELD(kda_conv_backward_args, struct_size, 0);
+  EXPECT_FIELD(kda_conv_backward_args, exec, 8);
+  EXPECT_FIELD(kda_conv_backward_args, x, 56);
+  EXPECT_FIELD(kda_conv_backward_args, weight, 152);
+  EXPECT_FIELD(kda_conv_backward_args, bias, 248);
+  EXPECT_FIELD(kda_conv_backward_args, cu_seqlens, 344);
+  EXPECT_FIELD(kda_conv_backward_args, initial_state, 440);
+  EXPECT_FIELD(kda_conv_backward_args, dy, 536);
+  EXPECT_FIELD(kda_conv_backward_args, d_final_state, 632);
+  EXPECT_FIELD(kda_conv_backward_args, dx, 728);
+  EXPECT_FIELD(kda_conv_backward_args, dweight, 824);
+  EXPECT_FIELD(kda_conv_backward_args, dbias, 920);
+  EXPECT_FIELD(kda_conv_backward_args, d_initial_state, 1016);
+  EXPECT_FIELD(kda_conv_backward_args, silu, 1112);
+  EXPECT_FIELD(kda_conv_backward_args, reserved, 1116);
+}
 
-  TEST(Abi, Enums) {
-    EXPECT_EQ(KDA_OK, 0);
-    EXPECT_EQ(KDA_INVALID_ARGUMENT, 1);
-    EXPECT_EQ(KDA_UNSUPPORTED, 2);
-    EXPECT_EQ(KDA_CUDA_ERROR, 3);
-    EXPECT_EQ(KDA_INTERNAL_ERROR, 4);
-    EXPECT_EQ(KDA_F32, 1);
-    EXPECT_EQ(KDA_BF16, 2);
-    EXPECT_EQ(KDA_F16, 3);
-    EXPECT_EQ(KDA_F64, 4);
-    EXPECT_EQ(KDA_I32, 5);
-    EXPECT_EQ(KDA_I64, 6);
-    EXPECT_EQ(KDA_BOOL, 7);
-    EXPECT_EQ(KDA_CPU, 0);
-    EXPECT_EQ(KDA_CUDA, 1);
-    EXPECT_EQ(KDA_GATE_LOG, 0);
-    EXPECT_EQ(KDA_GATE_SOFTPLUS, 1);
-    EXPECT_EQ(KDA_GATE_LOWER_BOUND, 2);
-    EXPECT_EQ(KDA_BETA_ACTIVATED, 0);
-    EXPECT_EQ(KDA_BETA_SIGMOID, 1);
-    EXPECT_EQ(KDA_BETA_2SIGMOID, 2);
-    EXPECT_EQ(KDA_STATE_V_FIRST, 0);
-    EXPECT_EQ(KDA_STATE_K_FIRST, 1);
-    EXPECT_EQ(KDA_BATCH_INVARIANT, 1u);
-  }
+TEST(Abi, Enums) {
+  EXPECT_EQ(KDA_OK, 0);
+  EXPECT_EQ(KDA_INVALID_ARGUMENT, 1);
+  EXPECT_EQ(KDA_UNSUPPORTED, 2);
+  EXPECT_EQ(KDA_CUDA_ERROR, 3);
+  EXPECT_EQ(KDA_INTERNAL_ERROR, 4);
+  EXPECT_EQ(KDA_F32, 1);
+  EXPECT_EQ(KDA_BF16, 2);
+  EXPECT_EQ(KDA_F16, 3);
+  EXPECT_EQ(KDA_F64, 4);
+  EXPECT_EQ(KDA_I32, 5);
+  EXPECT_EQ(KDA_I64, 6);
+  EXPECT_EQ(KDA_BOOL, 7);
+  EXPECT_EQ(KDA_CPU, 0);
+  EXPECT_EQ(KDA_CUDA, 1);
+  EXPECT_EQ(KDA_GATE_LOG, 0);
+  EXPECT_EQ(KDA_GATE_SOFTPLUS, 1);
+  EXPECT_EQ(KDA_GATE_LOWER_BOUND, 2);
+  EXPECT_EQ(KDA_BETA_ACTIVATED, 0);
+  EXPECT_EQ(KDA_BETA_SIGMOID, 1);
+  EXPECT_EQ(KDA_BETA_2SIGMOID, 2);
+  EXPECT_EQ(KDA_STATE_V_FIRST, 0);
+  EXPECT_EQ(KDA_STATE_K_FIRST, 1);
+  EXPECT_EQ(KDA_BATCH_INVARIANT, 1u);
+}
 
-  TEST(Abi, Version) {
-    EXPECT_STREQ(kda_version(), "0.1.0");
-    EXPECT_EQ(std::to_string(KDA_VERSION_MAJOR) + "." + std::to_string(KDA_VERSION_MINOR) + "." +
-                  std::to_string(KDA_VERSION_PATCH),
-              kda_version());
-    const std::string info = kda_info();
-    EXPECT_EQ(info.rfind("version: 0.1.0\n", 0), 0u) << info;
-    EXPECT_NE(info.find("\ncpu: "), std::string::npos) << info;
-    EXPECT_NE(info.find("\ncuda: "), std::string::npos) << info;
-  }
+TEST(Abi, Version) {
+  EXPECT_STREQ(kda_version(), "0.1.0");
+  EXPECT_EQ(std::to_string(KDA_VERSION_MAJOR) + "." + std::to_string(KDA_VERSION_MINOR) + "." +
+                std::to_string(KDA_VERSION_PATCH),
+            kda_version());
+  const std::string info = kda_info();
+  EXPECT_EQ(info.rfind("version: 0.1.0\n", 0), 0u) << info;
+  EXPECT_NE(info.find("\ncpu: "), std::string::npos) << info;
+  EXPECT_NE(info.find("\ncuda: "), std::string::npos) << info;
+}
 
-  TEST(Abi, StatusNames) {
-    EXPECT_STREQ(kda_status_name(KDA_OK), "KDA_OK");
-    EXPECT_STREQ(kda_status_name(KDA_INVALID_ARGUMENT), "KDA_INVALID_ARGUMENT");
-    EXPECT_STREQ(kda_status_name(KDA_UNSUPPORTED), "KDA_UNSUPPORTED");
-    EXPECT_STREQ(kda_status_name(KDA_CUDA_ERROR), "KDA_CUDA_ERROR");
-    EXPECT_STREQ(kda_status_name(KDA_INTERNAL_ERROR), "KDA_INTERNAL_ERROR");
-    EXPECT_STREQ(kda_status_name(static_cast<kda_status>(99)), "an unknown kda_status");
-  }
+TEST(Abi, StatusNames) {
+  EXPECT_STREQ(kda_status_name(KDA_OK), "KDA_OK");
+  EXPECT_STREQ(kda_status_name(KDA_INVALID_ARGUMENT), "KDA_INVALID_ARGUMENT");
+  EXPECT_STREQ(kda_status_name(KDA_UNSUPPORTED), "KDA_UNSUPPORTED");
+  EXPECT_STREQ(kda_status_name(KDA_CUDA_ERROR), "KDA_CUDA_ERROR");
+  EXPECT_STREQ(kda_status_name(KDA_INTERNAL_ERROR), "KDA_INTERNAL_ERROR");
+  EXPECT_STREQ(kda_status_name(static_cast<kda_status>(99)), "an unknown kda_status");
+}
 
-  // Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
-  TEST(Abi, ImplementationNames) {
-    for (const char* op : {"forward",
-                           "backward",
-                           "decode",
-                           "verify",
-                           "flush",
-                           "flush_verify",
-                           "segment_map",
-                           "segment_merge",
-                           "gate",
-                           "gate_backward",
-                           "conv",
-                           "conv_backward",
-                           "stage_cumsum",
-                           "stage_chunk_intra",
-                           "stage_recompute_w_u",
-                           "stage_delta_h",
-                           "stage_fwd_o",
-                           "stage_bwd_local",
-                           "stage_bwd_delta_h",
-                           "stage_bwd_wy_dqkg",
-                           "stage_bwd_intra",
-                           "stage_cumsum_backward",
-                           "prefill_f32"}) {
-      std::set<std::string> names;
-      std::string last;
-      int32_t count = 0;
-      for (; const char* name = kda_implementation(op, count); ++count) names.insert(last = name);
-      EXPECT_GE(count, 2) << op;
-      EXPECT_EQ(names.size(), static_cast<size_t>(count)) << op;
-      EXPECT_EQ(last, "reference") << op;
-      EXPECT_EQ(kda_implementation(op, count), nullptr);
-      EXPECT_EQ(kda_implementation(op, -1), nullptr);
-    }
-    EXPECT_EQ(kda_implementation("forwards", 0), nullptr);
-    EXPECT_EQ(kda_implementation(nullptr, 0), nullptr);
+// Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
+TEST(Abi, ImplementationNames) {
+  for (const char* op : {"forward",
+                         "backward",
+                         "decode",
+                         "verify",
+                         "flush",
+                         "flush_verify",
+                         "segment_map",
+                         "segment_merge",
+                         "gate",
+                         "gate_backward",
+                         "conv",
+                         "conv_backward",
+                         "stage_cumsum",
+                         "stage_chunk_intra",
+                         "stage_recompute_w_u",
+                         "stage_delta_h",
+                         "stage_fwd_o",
+                         "stage_bwd_local",
+                         "stage_bwd_delta_h",
+                         "stage_bwd_wy_dqkg",
+                         "stage_bwd_intra",
+                         "stage_cumsum_backward",
+                         "prefill_f32"}) {
+    std::set<std::string> names;
+    std::string last;
+    int32_t count = 0;
+    for (; const char* name = kda_implementation(op, count); ++count) names.insert(last = name);
+    EXPECT_GE(count, 2) << op;
+    EXPECT_EQ(names.size(), static_cast<size_t>(count)) << op;
+    EXPECT_EQ(last, "reference") << op;
+    EXPECT_EQ(kda_implementation(op, count), nullptr);
+    EXPECT_EQ(kda_implementation(op, -1), nullptr);
   }
+  EXPECT_EQ(kda_implementation("forwards", 0), nullptr);
+  EXPECT_EQ(kda_implementation(nullptr, 0), nullptr);
+}
 
 }  // namespace
