@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .convolution import causal_conv1d, causal_conv1d_update
     from .ops import (
         chunk_kda,
         decode,
@@ -59,11 +60,14 @@ _MODULES = {
         "verify_kvbuffer",
     )
 } | {name: "segment" for name in ("segment_map", "segment_merge")}
+_MODULES |= {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
 
 __all__ = [
     "Conv",
     "DraftBuffer",
     "Records",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_kda",
     "decode",
     "decode_mtp",

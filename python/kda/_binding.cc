@@ -278,6 +278,22 @@ void read(Reader& r, kda_gate_backward_args& a) {
   a.lower_bound = r.number("lower_bound");
 }
 
+void read(Reader& r, kda_conv_args& a) {
+  r.tensor("x", a.x), r.tensor("weight", a.weight), r.tensor("bias", a.bias), r.tensor("cu_seqlens", a.cu_seqlens);
+  r.tensor("initial_state", a.initial_state), r.tensor("final_state", a.final_state);
+  r.tensor("state_indices", a.state_indices), r.tensor("has_initial_state", a.has_initial_state), r.tensor("y", a.y);
+  a.silu = static_cast<int32_t>(r.integer());
+  a.first_valid_slot = static_cast<int32_t>(r.integer());
+}
+
+void read(Reader& r, kda_conv_backward_args& a) {
+  r.tensor("x", a.x), r.tensor("weight", a.weight), r.tensor("bias", a.bias), r.tensor("cu_seqlens", a.cu_seqlens);
+  r.tensor("initial_state", a.initial_state), r.tensor("dy", a.dy), r.tensor("d_final_state", a.d_final_state);
+  r.tensor("dx", a.dx), r.tensor("dweight", a.dweight), r.tensor("dbias", a.dbias);
+  r.tensor("d_initial_state", a.d_initial_state);
+  a.silu = static_cast<int32_t>(r.integer());
+}
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -360,6 +376,8 @@ KDA_BIND(segment_map)
 KDA_BIND(segment_merge)
 KDA_BIND(gate)
 KDA_BIND(gate_backward)
+KDA_BIND(conv)
+KDA_BIND(conv_backward)
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_info, []() { return ffi::String(kda_info()); })

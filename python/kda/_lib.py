@@ -20,6 +20,8 @@ _OPERATORS = (
     "segment_merge",
     "gate",
     "gate_backward",
+    "conv",
+    "conv_backward",
 )
 _BINDING = "_binding.so"
 

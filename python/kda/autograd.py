@@ -167,3 +167,57 @@ def run_gate_backward(
     d_bias = None if dt_bias is None else torch.empty_like(dt_bias, memory_format=torch.contiguous_format)
     library().gate_backward(x, A_log, dt_bias, dg, dx, dA, d_bias, form, lower_bound, None, 0, None)
     return dx, dA, d_bias
+
+
+def conv_state_shape(x: Tensor, weight: Tensor, cu: Tensor | None) -> tuple[int, int, int]:
+    return (x.shape[0] if cu is None else cu.shape[0] - 1, x.shape[2], weight.shape[1] - 1)
+
+
+def run_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
+    final_state: bool, impl: str | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dtype = x.dtype if state is None else state.dtype
+    last = x.new_empty(conv_state_shape(x, weight, cu), dtype=dtype) if final_state else None
+    library().conv(x, weight, bias, cu, state, last, None, None, y, silu, 0, impl, 0, None)
+    return y, last
+
+
+def run_conv_backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
+    d_last: Tensor | None, wanted: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of (x, weight, bias, state), None where not wanted."""
+    inputs = (x, weight, bias, state)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    grads = [
+        torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device) if w and t is not None else None
+        for i, (t, w) in enumerate(zip(inputs, wanted, strict=True))
+    ]
+    library().conv_backward(
+        x, weight, bias, cu, state, plain(dy), None if d_last is None else d_last.resolve_neg(), *grads, silu, None, 0,
+        None,
+    )  # fmt: skip
+    return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
+
+
+class ConvFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
+        final_state: bool, impl: str | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, state, cu)
+        ctx.silu = silu
+        ctx.set_materialize_grads(False)
+        return run_conv(x, weight, bias, state, cu, silu, final_state, impl)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Any, ...]:
+        x, weight, bias, state, cu = ctx.saved_tensors
+        if dy is None:
+            dy = torch.zeros_like(x)
+        grads = run_conv_backward(x, weight, bias, state, cu, ctx.silu, dy, d_last, ctx.needs_input_grad[:4])
+        return (*grads, None, None, None, None)

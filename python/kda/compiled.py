@@ -7,6 +7,8 @@ namespace ``kda``:
 * ``backward(...) -> gradients``, functional.
 * ``prefill(..., state!, out!, checkpoints!) -> ()`` and ``decode(..., state!, out!) -> ()``, in place.
 * ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional; what is not wanted is empty.
+* ``conv(...) -> (y, final_state)`` with autograd, ``conv_backward(...) -> gradients``, and in place
+  ``conv_update(..., state!, out!) -> ()``.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 """
 
@@ -384,3 +386,99 @@ torch.library.register_autograd("kda::gate", _gate_autograd, setup_context=_gate
 
 def gate(x: Tensor, *rest: Any) -> Tensor:
     return torch.ops.kda.gate(x, *rest)
+
+
+# ---- the convolution ----
+
+_CONV = "Tensor x, Tensor weight, Tensor? bias"
+
+
+def _conv_run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
+    final_state: bool, impl: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, last = autograd.run_conv(x, weight, bias, state, cu, silu, final_state, impl)
+    return y, x.new_empty(0) if last is None else last
+
+
+def _conv_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
+    final_state: bool, impl: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, dtype = x.new_empty(x.shape), x.dtype if state is None or not final_state else state.dtype
+    return y, x.new_empty(autograd.conv_state_shape(x, weight, cu) if final_state else (0,), dtype=dtype)
+
+
+_define(
+    "conv",
+    f"({_CONV}, Tensor? initial_state, Tensor? cu_seqlens, bool silu, bool final_state, str? impl)"
+    " -> (Tensor y, Tensor final_state)",
+    _conv_run,
+    _conv_fake,
+)
+
+
+def _conv_backward_run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
+    d_last: Tensor | None, wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = autograd.run_conv_backward(x, weight, bias, state, cu, silu, dy, d_last, wanted)
+    return tuple(x.new_empty(0) if g is None else g for g in grads)
+
+
+def _conv_backward_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
+    d_last: Tensor | None, wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs = (x, weight, bias, state)
+    return tuple(
+        t.new_empty(t.shape) if w and t is not None else x.new_empty(0) for t, w in zip(inputs, wanted, strict=True)
+    )
+
+
+_define(
+    "conv_backward",
+    f"({_CONV}, Tensor? initial_state, Tensor? cu_seqlens, bool silu, Tensor dy, Tensor? d_final_state, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _conv_backward_run,
+    _conv_backward_fake,
+)
+
+
+def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.silu, ctx.final_state = inputs[5:7]
+    ctx.wanted = [x is not None and x.requires_grad for x in inputs[:4]]
+    if not ctx.final_state:
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _conv_autograd(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Any, ...]:
+    x, *rest = ctx.saved_tensors
+    if dy is None:
+        dy = torch.zeros_like(x)
+    grads = torch.ops.kda.conv_backward(x, *rest, ctx.silu, dy, d_last if ctx.final_state else None, ctx.wanted)
+    return (*(g if w else None for g, w in zip(grads, ctx.wanted, strict=True)), None, None, None, None)
+
+
+torch.library.register_autograd("kda::conv", _conv_autograd, setup_context=_conv_setup, lib=_library)
+
+
+def conv(x: Tensor, weight: Tensor, bias: Any, state: Any, cu: Any, silu: bool, final_state: bool, impl: Any) -> Any:
+    y, last = torch.ops.kda.conv(x, weight, bias, state, cu, silu, final_state, impl)
+    return y, last if final_state else None
+
+
+def _conv_update_run(*a: Any) -> None:
+    (*call, state, indices, has_state, first, out, silu, impl, threads) = a
+    library().conv(*call, state, state, indices, has_state, out, silu, first, impl, threads, None)
+
+
+_define(
+    "conv_update",
+    f"({_CONV}, Tensor? cu_seqlens, Tensor(a!) state, Tensor? state_indices, Tensor? has_initial_state,"
+    f" int first_valid_slot, Tensor(b!) out, bool silu, {_RUN}) -> ()",
+    _conv_update_run,
+    _nothing,
+)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import ops
+from .convolution import causal_conv1d, causal_conv1d_update
 
 __all__ = ["KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu"]
 
@@ -52,46 +53,21 @@ class KDACache:
 def causal_conv_silu(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """``silu(bias + sum_j weight[:, j] * x[t - W + 1 + j])`` per channel, in float32, returned in the dtype of ``x``.
+    """:func:`kda.causal_conv1d` with the state held by the caller.
 
     Args:
-        x: ``[B, T, D]``, floating point; a sequence per row, or with ``cu_seqlens`` ``N`` of them packed into one.
-        weight: ``[D, W]``; the last column multiplies the current token.  bias: ``[D]``.
+        x, weight, bias, cu_seqlens: ``[B, T, D]``, ``[D, W]``, ``[D]``, ``[N + 1]``, as there.
         state: ``[N, D, W - 1]``, the inputs before the first token, oldest first; overwritten with the last ``W - 1``
             inputs, bit for bit, without gradients. Zeros, kept by nobody, if None.
-        cu_seqlens: ``[N + 1]`` int32 or int64. Rows beyond ``cu_seqlens[-1]`` are convolved as a sequence of their own.
     """
-    B, T, D = x.shape
-    keep = weight.shape[-1] - 1
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    past = x.new_zeros(N, keep, D) if state is None else state.transpose(1, 2).to(x.dtype)
-    if cu_seqlens is None:
-        padded = torch.cat([past, x], 1)
-        last = padded[:, T:]
+    if state is None:
+        y: Tensor = causal_conv1d(x, weight, bias, cu_seqlens=cu_seqlens)[0]
+    elif torch.is_grad_enabled():  # backward reads the old state
+        y, last = causal_conv1d(x, weight, bias, state.clone(), output_final_state=True, cu_seqlens=cu_seqlens)
+        state.copy_(last.detach())
     else:
-        # One row again: past and tokens of sequence 0, past and tokens of sequence 1, ... No window reaches over.
-        offsets, token = cu_seqlens.long(), torch.arange(T, device=x.device)
-        first = token + keep * torch.searchsorted(offsets[1:], token, right=True)  # of each token's window
-        before = offsets[:-1] + keep * torch.arange(N, device=x.device)  # of each sequence's past
-        rows = before[:, None] + torch.arange(keep, device=x.device)
-        padded = x.new_zeros(T + keep * (N + 1), D)
-        padded = padded.index_copy(0, first + keep, x[0]).index_copy(0, rows.flatten(), past.flatten(0, 1))
-        last = padded[rows + offsets.diff()[:, None]]
-        padded = padded[None]
-    if state is not None:
-        state.copy_(last.detach().transpose(1, 2))
-
-    # Not F.conv1d: it is no faster here, and rounds to bfloat16 before the bias and SiLU.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    padded, taps = padded.to(wide), weight.to(wide).t().contiguous()
-    length = padded.shape[1] - keep
-    y = padded[:, :length] * taps[0]
-    for j in range(1, keep + 1):
-        y = torch.addcmul(y, padded[:, j : j + length], taps[j])
-    if bias is not None:
-        y = y + bias.to(wide)
-    y = F.silu(y).to(x.dtype)
-    return y if cu_seqlens is None else y[:, first]
+        y = causal_conv1d_update(x, state, weight, bias, cu_seqlens=cu_seqlens)
+    return y
 
 
 class ShortConvolution(nn.Conv1d):
@@ -339,13 +315,11 @@ class KimiDeltaAttention(nn.Module):
         """``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, HV, V]``."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.use_short_conv:
-            # The three convolutions as one: a decode step is a matter of counting operators.
-            convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            weight = torch.cat([conv.weight for conv in convs]).squeeze(1)
-            bias = None if convs[0].bias is None else torch.cat([conv.bias for conv in convs])  # type: ignore[misc]
-            state = None if cache is None else cache.conv
-            mixed = causal_conv_silu(torch.cat([q, k, v], -1), weight, bias, state, cu_seqlens)
-            q, k, v = torch.split(mixed, [self.key_dim, self.key_dim, self.value_dim], -1)
+            sizes = [self.key_dim, self.key_dim, self.value_dim]
+            states = (None, None, None) if cache is None or cache.conv is None else cache.conv.split(sizes, 1)
+            q = self.q_conv1d(q, states[0], cu_seqlens)
+            k = self.k_conv1d(k, states[1], cu_seqlens)
+            v = self.v_conv1d(v, states[2], cu_seqlens)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         return _heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads)

@@ -1,0 +1,242 @@
+"""kda.causal_conv1d: against torch's convolution, its gradients, states, compiled, in place, and refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import kda
+
+Tensor = torch.Tensor
+LENGTHS = [3, 0, 1, 2, 140, 4]
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
+    """One row of tokens, by torch in the dtype of its arguments."""
+    keep = weight.shape[1] - 1
+    past = x.new_zeros(x.shape[0], x.shape[2], keep) if state is None else state
+    y = F.conv1d(torch.cat([past, x.transpose(1, 2)], 2), weight[:, None], bias, groups=weight.shape[0])
+    return (F.silu(y) if silu else y).transpose(1, 2)
+
+
+def problem(W: int = 4, D: int = 10, B: int = 2, T: int = 7, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(W + D + T)
+    shapes = {"x": (B, T, D), "weight": (D, W), "bias": (D,), "initial_state": (B, D, W - 1)}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / (b.double().norm() + 1e-8))
+
+
+@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("absent", [(), ("bias",), ("initial_state",), ("bias", "initial_state")])
+def test_values_and_gradients(W: int, activation: str | None, absent: tuple[str, ...]) -> None:
+    p = {name: x for name, x in problem(W).items() if name not in absent}
+    leaves = {name: x.double().requires_grad_() for name, x in p.items()}
+    y = expected(leaves["x"], leaves["weight"], leaves.get("bias"), leaves.get("initial_state"), activation == "silu")
+    inputs = {name: x.clone().requires_grad_() for name, x in p.items()}
+    got, last = kda.causal_conv1d(**inputs, activation=activation, output_final_state=True)
+    assert relative(got, y) < 1e-6
+    assert torch.equal(last, p["x"][:, 1 - W :].transpose(1, 2))
+    dy, d_last = torch.randn_like(got), torch.randn_like(last)
+    all_inputs = torch.cat([leaves["x"].transpose(1, 2)[:, :, 1 - W :]], 2)
+    torch.autograd.backward([y, all_inputs], [dy.double(), d_last.double()])
+    torch.autograd.backward([got, last], [dy, d_last])
+    for name, x in inputs.items():
+        assert x.grad is not None and relative(x.grad, leaves[name].grad) < 1e-5, name
+
+
+def test_packed_sequences_equal_separate_ones() -> None:
+    p, T = problem(B=1, T=sum(LENGTHS) + 3), sum(LENGTHS)
+    cu = torch.tensor([0, *np.cumsum(LENGTHS)])
+    state = torch.randn(len(LENGTHS), 10, 3)
+    y, last = kda.causal_conv1d(p["x"], p["weight"], None, state, output_final_state=True, cu_seqlens=cu)
+    for n, (a, b) in enumerate(itertools.pairwise(cu)):
+        alone, end = kda.causal_conv1d(p["x"][:, a:b], p["weight"], None, state[n : n + 1], output_final_state=True)
+        assert torch.equal(y[:, a:b], alone) and torch.equal(last[n : n + 1], end)
+    assert not y[:, T:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    p = problem(dtype=dtype)
+    y, last = kda.causal_conv1d(**p, output_final_state=True)
+    wide = kda.causal_conv1d(**{name: x.float() for name, x in p.items()})[0]
+    assert y.dtype == last.dtype == dtype and torch.equal(y, wide.to(dtype))
+    inputs = {name: x.clone().requires_grad_() for name, x in p.items()}
+    kda.causal_conv1d(**inputs)[0].sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == dtype for x in inputs.values())
+
+
+def test_float64_and_gradcheck() -> None:
+    p = {name: x.requires_grad_() for name, x in problem(D=3, T=5, dtype=torch.float64).items()}
+
+    def both(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> Any:
+        return kda.causal_conv1d(x, weight, bias, state, output_final_state=True)
+
+    assert torch.autograd.gradcheck(both, tuple(p.values()))
+
+
+def test_any_strides() -> None:
+    p = problem()
+    y, last = kda.causal_conv1d(**p, output_final_state=True)
+    wide = torch.randn(2, 7, 30)
+    wide[..., 10:20] = p["x"]
+    by_rows = p["initial_state"].transpose(1, 2).contiguous().transpose(1, 2)
+    weight = p["weight"].t().contiguous().t()
+    again, end = kda.causal_conv1d(wide[..., 10:20], weight, p["bias"], initial_state=by_rows, output_final_state=True)
+    assert torch.equal(again, y) and torch.equal(end, last)
+    transposed = p["x"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(kda.causal_conv1d(transposed, p["weight"], p["bias"], p["initial_state"])[0], y)
+
+
+def test_expanded_and_negated_gradients() -> None:
+    x, weight = torch.randn(1, 5, 3, requires_grad=True), torch.randn(3, 4)
+    (first,) = torch.autograd.grad(kda.causal_conv1d(x, weight)[0].sum(), x)
+    y = kda.causal_conv1d(x, weight)[0]
+    (second,) = torch.autograd.grad(y, x, torch.complex(torch.zeros_like(y), -torch.ones_like(y)).conj().imag)
+    assert torch.equal(first, second)
+
+
+def test_only_the_final_state_has_a_gradient() -> None:
+    x, weight = torch.randn(1, 5, 3, requires_grad=True), torch.randn(3, 4)
+    kda.causal_conv1d(x, weight, output_final_state=True)[1].sum().backward()
+    assert x.grad is not None and torch.equal(x.grad[0, :, 0], torch.tensor([0.0, 0, 1, 1, 1]))
+
+
+# ---- in place ----
+
+
+def test_update_in_pieces_over_a_pool() -> None:
+    p = problem(B=2, T=9)
+    y, last = kda.causal_conv1d(**p, output_final_state=True)
+    pool = torch.full((5, 10, 3), float("nan"))
+    slots = torch.tensor([3, 1], dtype=torch.int32)
+    pool[slots.long()] = p["initial_state"]
+    pieces = [
+        kda.causal_conv1d_update(x, pool, p["weight"], p["bias"], state_indices=slots)
+        for x in p["x"].split([1, 4, 0, 1, 3], 1)
+    ]
+    assert torch.equal(torch.cat(pieces, 1), y)
+    assert torch.equal(pool[slots.long()], last) and bool(pool[[0, 2, 4]].isnan().all())
+
+
+def test_update_skips_padding_and_starts_anew() -> None:
+    p = problem(B=3, T=1)
+    pool = torch.randn(3, 10, 3)
+    before, out = pool.clone(), torch.empty(3, 1, 10)
+    slots, known = torch.tensor([-1, 0, 2], dtype=torch.int32), torch.tensor([True, True, False])
+    y = kda.causal_conv1d_update(
+        p["x"], pool, p["weight"], state_indices=slots, has_initial_state=known, first_valid_slot=1, out=out
+    )
+    assert y is out and not y[:2].any() and torch.equal(pool[:2], before[:2])
+    assert torch.equal(y[2:], kda.causal_conv1d(p["x"][2:], p["weight"])[0])
+
+
+def test_numpy() -> None:
+    p = problem()
+    y, last = kda.causal_conv1d(**p, output_final_state=True)
+    arrays = {name: x.numpy() for name, x in p.items()}
+    got, end = kda.causal_conv1d(**arrays, output_final_state=True)
+    assert isinstance(got, np.ndarray) and np.array_equal(got, y.numpy()) and np.array_equal(end, last.numpy())
+    state = arrays["initial_state"].copy()
+    got = kda.causal_conv1d_update(arrays["x"], state, arrays["weight"], arrays["bias"])
+    assert np.array_equal(got, y.numpy()) and np.array_equal(state, last.numpy())
+
+
+# ---- under torch.compile ----
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("absent", [(), ("bias", "initial_state")])
+@pytest.mark.parametrize("final_state", [True, False])
+def test_operators_are_proper(dtype: torch.dtype, absent: tuple[str, ...], final_state: bool) -> None:
+    p = problem(dtype=dtype)
+    tensors = tuple(None if name in absent else x.requires_grad_() for name, x in p.items())
+    cu = None
+    torch.library.opcheck(torch.ops.kda.conv.default, (*tensors, cu, True, final_state, None), test_utils=OPCHECKS)
+    plain = tuple(None if t is None else t.detach() for t in tensors)
+    wanted = [t is not None for t in tensors]
+    dy, d_last = torch.randn_like(p["x"]), torch.randn_like(p["initial_state"]) if final_state else None
+    arguments = (*plain, cu, True, dy.detach(), None if d_last is None else d_last.detach(), wanted)
+    torch.library.opcheck(torch.ops.kda.conv_backward.default, arguments, test_utils=OPCHECKS)
+
+
+def test_update_is_a_proper_operator() -> None:
+    p = problem()
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    arguments = (p["x"], p["weight"], p["bias"], None, p["initial_state"], slots, None, 0, torch.zeros_like(p["x"]))
+    torch.library.opcheck(torch.ops.kda.conv_update.default, (*arguments, True, None, 0), test_utils=OPCHECKS)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def test_compiled_equals_eager() -> None:
+    p = problem()
+
+    def train(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> Any:
+        y, last = kda.causal_conv1d(x, weight, bias, state, output_final_state=True)
+        return y * 2, last
+
+    results = []
+    for function in (train, compiled(train)):
+        leaves = [x.clone().requires_grad_() for x in p.values()]
+        y, last = function(*leaves)
+        (y.sum() + last.square().sum()).backward()
+        results.append([y, last, *(x.grad for x in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    def serve(x: Tensor, state: Tensor) -> Tensor:
+        y: Tensor = kda.causal_conv1d_update(x, state, p["weight"])
+        return y + 1
+
+    states = [p["initial_state"].clone() for _ in range(2)]
+    outputs = [f(p["x"], s) for f, s in zip((serve, compiled(serve)), states, strict=True)]
+    assert torch.equal(*outputs) and torch.equal(*states)
+
+
+# ---- refusals ----
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "activation": ({"activation": "relu"}, "activation: expected 'silu', 'swish' or None, got 'relu'"),
+    "rank of x": ({"x": torch.zeros(2, 10)}, "x: expected 3 dimensions"),
+    "weight of another size": ({"weight": torch.zeros(9, 4)}, r"weight: expected shape \[10,4\]"),
+    "too wide": ({"weight": torch.zeros(10, 5), "initial_state": None}, r"weight: expected W in 2..4, got 5"),
+    "conv1d's weight": ({"weight": torch.zeros(10, 1, 4)}, "weight: expected 2 dimensions"),
+    "bias of another size": ({"bias": torch.zeros(9)}, r"bias: expected shape \[10\]"),
+    "FLA's state": ({"initial_state": torch.zeros(2, 10, 4)}, r"initial_state: expected shape \[2,10,3\]"),
+    "integers": ({"x": torch.zeros(2, 7, 10, dtype=torch.int32)}, "x: expected float32 or bfloat16 or float16"),
+    "packed rows": ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: expected one row"),
+    "implementation": ({"impl": "cpu_gate"}, "exec.impl: expected one of cpu_conv, reference, got cpu_gate"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str) -> None:
+    changes, sentence = REFUSALS[case]
+    with pytest.raises(ValueError, match=sentence):
+        kda.causal_conv1d(**{**problem(), **changes})
+
+
+def test_update_refuses_shared_slots() -> None:
+    p = problem()
+    slots = torch.tensor([1, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="state_indices: expected every live slot once, got slot 1 twice"):
+        kda.causal_conv1d_update(p["x"], p["initial_state"], p["weight"], state_indices=slots)
+
+
+def test_implementations() -> None:
+    assert kda.implementations("conv") == kda.implementations("conv_backward") == ["cpu_conv", "reference"]
