@@ -239,6 +239,84 @@ void read(Reader& r, kda_gate_backward_args& a) {
   a.lower_bound = r.number();
 }
 
+void read(Reader& r, kda_stage& s) {
+  r.tensor("cu_seqlens", s.cu_seqlens);
+  s.scale = r.number();
+  s.state_layout = static_cast<int32_t>(r.integer());
+}
+
+void read(Reader& r, kda_stage_cumsum_args& a) {
+  read(r, a.at);
+  r.tensor("g", a.g), r.tensor("G", a.G);
+}
+
+void read(Reader& r, kda_stage_chunk_intra_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("G", a.G), r.tensor("beta", a.beta),
+      r.tensor("Aqk", a.Aqk), r.tensor("Akk_inv", a.Akk_inv), r.tensor("w", a.w), r.tensor("u", a.u),
+      r.tensor("qG", a.qG), r.tensor("kg", a.kg);
+}
+
+void read(Reader& r, kda_stage_recompute_w_u_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("G", a.G), r.tensor("beta", a.beta),
+      r.tensor("Akk_inv", a.Akk_inv), r.tensor("w", a.w), r.tensor("u", a.u), r.tensor("qG", a.qG),
+      r.tensor("kg", a.kg);
+}
+
+void read(Reader& r, kda_stage_delta_h_args& a) {
+  read(r, a.at);
+  r.tensor("kg", a.kg), r.tensor("w", a.w), r.tensor("u", a.u), r.tensor("G", a.G), r.tensor("h0", a.h0),
+      r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("hT", a.hT);
+}
+
+void read(Reader& r, kda_stage_fwd_o_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("v_new", a.v_new), r.tensor("G", a.G), r.tensor("Aqk", a.Aqk), r.tensor("h", a.h),
+      r.tensor("o", a.o);
+}
+
+void read(Reader& r, kda_stage_bwd_local_args& a) {
+  read(r, a.at);
+  r.tensor("v_new", a.v_new), r.tensor("d_o", a.d_o), r.tensor("Aqk", a.Aqk), r.tensor("dAqk", a.dAqk),
+      r.tensor("dv_local", a.dv_local);
+}
+
+void read(Reader& r, kda_stage_bwd_delta_h_args& a) {
+  read(r, a.at);
+  r.tensor("qG", a.qG), r.tensor("kg", a.kg), r.tensor("w", a.w), r.tensor("G", a.G), r.tensor("d_o", a.d_o),
+      r.tensor("dv_local", a.dv_local), r.tensor("dhT", a.dhT), r.tensor("dh", a.dh), r.tensor("dv_new", a.dv_new),
+      r.tensor("dh0", a.dh0);
+}
+
+void read(Reader& r, kda_stage_bwd_wy_dqkg_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("v_new", a.v_new), r.tensor("G", a.G),
+      r.tensor("beta", a.beta), r.tensor("Akk_inv", a.Akk_inv), r.tensor("h", a.h), r.tensor("dh", a.dh),
+      r.tensor("d_o", a.d_o), r.tensor("dv_new", a.dv_new), r.tensor("dq", a.dq), r.tensor("dk", a.dk),
+      r.tensor("dv", a.dv), r.tensor("dbeta", a.dbeta), r.tensor("dG", a.dG), r.tensor("dAkk", a.dAkk);
+}
+
+void read(Reader& r, kda_stage_bwd_intra_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("G", a.G), r.tensor("beta", a.beta), r.tensor("dAqk", a.dAqk),
+      r.tensor("dAkk", a.dAkk), r.tensor("dq", a.dq), r.tensor("dk", a.dk), r.tensor("dbeta", a.dbeta),
+      r.tensor("dG", a.dG);
+}
+
+void read(Reader& r, kda_stage_cumsum_backward_args& a) {
+  read(r, a.at);
+  r.tensor("g", a.g), r.tensor("dG", a.dG), r.tensor("dg", a.dg);
+}
+
+void read(Reader& r, kda_prefill_f32_args& a) {
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("g", a.g), r.tensor("beta", a.beta);
+  r.tensor("h0", a.h0), r.tensor("o", a.o), r.tensor("w", a.w), r.tensor("u", a.u), r.tensor("hT", a.hT);
+  a.chunk = static_cast<int32_t>(r.integer());
+  a.state_layout = static_cast<int32_t>(r.integer());
+  a.scale = r.number();
+}
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -318,6 +396,17 @@ KDA_BIND(segment_map)
 KDA_BIND(segment_merge)
 KDA_BIND(gate)
 KDA_BIND(gate_backward)
+KDA_BIND(stage_cumsum)
+KDA_BIND(stage_chunk_intra)
+KDA_BIND(stage_recompute_w_u)
+KDA_BIND(stage_delta_h)
+KDA_BIND(stage_fwd_o)
+KDA_BIND(stage_bwd_local)
+KDA_BIND(stage_bwd_delta_h)
+KDA_BIND(stage_bwd_wy_dqkg)
+KDA_BIND(stage_bwd_intra)
+KDA_BIND(stage_cumsum_backward)
+KDA_BIND(prefill_f32)
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_info, []() { return ffi::String(kda_info()); })
