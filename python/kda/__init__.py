@@ -9,8 +9,9 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
 
 Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
 of ``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states. ``kda.nn`` has the
-layer of Kimi-Linear, ``kda.cp`` context parallelism over ``torch.distributed``. Importing this package is cheap: torch
-and the compiled library are loaded by the first function that needs them.
+layer of Kimi-Linear, ``kda.cp`` context parallelism over ``torch.distributed``, ``kda.stages`` the single steps of the
+chunked form. Importing this package is cheap: torch and the compiled library are loaded by the first function that
+needs them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .convolution import causal_conv1d, causal_conv1d_update
+    from .float32 import prefill_f32
     from .ops import (
         chunk_kda,
         decode,
@@ -46,21 +48,25 @@ if TYPE_CHECKING:
         verify_kvbuffer,
     )
 
-_MODULES = {
-    name: "speculation"
-    for name in (
-        "Conv",
-        "DraftBuffer",
-        "Records",
-        "decode_mtp",
-        "flush_kvbuffer",
-        "flush_kvbuffer_all_layers",
-        "flush_verify_kvbuffer",
-        "new_records",
-        "verify_kvbuffer",
-    )
-} | {name: "segment" for name in ("segment_map", "segment_merge")}
-_MODULES |= {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
+_MODULES = (
+    {
+        name: "speculation"
+        for name in (
+            "Conv",
+            "DraftBuffer",
+            "Records",
+            "decode_mtp",
+            "flush_kvbuffer",
+            "flush_kvbuffer_all_layers",
+            "flush_verify_kvbuffer",
+            "new_records",
+            "verify_kvbuffer",
+        )
+    }
+    | {name: "segment" for name in ("segment_map", "segment_merge")}
+    | {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
+    | {"prefill_f32": "float32"}
+)
 
 __all__ = [
     "Conv",
@@ -81,6 +87,7 @@ __all__ = [
     "info",
     "new_records",
     "prefill",
+    "prefill_f32",
     "segment_map",
     "segment_merge",
     "verify_kvbuffer",
@@ -89,7 +96,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "cp"):
+    if name in ("nn", "cp", "stages"):
         value = importlib.import_module(f".{name}", __name__)
     elif name in __all__:
         value = getattr(importlib.import_module(f".{_MODULES.get(name, 'ops')}", __name__), name)
@@ -100,4 +107,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "cp", "nn"])
+    return sorted([*globals(), *__all__, "cp", "nn", "stages"])

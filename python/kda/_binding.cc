@@ -282,8 +282,8 @@ void read(Reader& r, kda_conv_args& a) {
   r.tensor("x", a.x), r.tensor("weight", a.weight), r.tensor("bias", a.bias), r.tensor("cu_seqlens", a.cu_seqlens);
   r.tensor("initial_state", a.initial_state), r.tensor("final_state", a.final_state);
   r.tensor("state_indices", a.state_indices), r.tensor("has_initial_state", a.has_initial_state), r.tensor("y", a.y);
-  a.silu = static_cast<int32_t>(r.integer());
-  a.first_valid_slot = static_cast<int32_t>(r.integer());
+  a.silu = r.integer("silu");
+  a.first_valid_slot = r.integer("first_valid_slot");
 }
 
 void read(Reader& r, kda_conv_backward_args& a) {
@@ -291,7 +291,85 @@ void read(Reader& r, kda_conv_backward_args& a) {
   r.tensor("initial_state", a.initial_state), r.tensor("dy", a.dy), r.tensor("d_final_state", a.d_final_state);
   r.tensor("dx", a.dx), r.tensor("dweight", a.dweight), r.tensor("dbias", a.dbias);
   r.tensor("d_initial_state", a.d_initial_state);
-  a.silu = static_cast<int32_t>(r.integer());
+  a.silu = r.integer("silu");
+}
+
+void read(Reader& r, kda_stage& s) {
+  r.tensor("cu_seqlens", s.cu_seqlens);
+  s.scale = r.number("scale");
+  s.state_layout = r.integer("state_layout");
+}
+
+void read(Reader& r, kda_stage_cumsum_args& a) {
+  read(r, a.at);
+  r.tensor("g", a.g), r.tensor("G", a.G);
+}
+
+void read(Reader& r, kda_stage_chunk_intra_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("G", a.G), r.tensor("beta", a.beta),
+      r.tensor("Aqk", a.Aqk), r.tensor("Akk_inv", a.Akk_inv), r.tensor("w", a.w), r.tensor("u", a.u),
+      r.tensor("qG", a.qG), r.tensor("kg", a.kg);
+}
+
+void read(Reader& r, kda_stage_recompute_w_u_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("G", a.G), r.tensor("beta", a.beta),
+      r.tensor("Akk_inv", a.Akk_inv), r.tensor("w", a.w), r.tensor("u", a.u), r.tensor("qG", a.qG),
+      r.tensor("kg", a.kg);
+}
+
+void read(Reader& r, kda_stage_delta_h_args& a) {
+  read(r, a.at);
+  r.tensor("kg", a.kg), r.tensor("w", a.w), r.tensor("u", a.u), r.tensor("G", a.G), r.tensor("h0", a.h0),
+      r.tensor("h", a.h), r.tensor("v_new", a.v_new), r.tensor("hT", a.hT);
+}
+
+void read(Reader& r, kda_stage_fwd_o_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("v_new", a.v_new), r.tensor("G", a.G), r.tensor("Aqk", a.Aqk), r.tensor("h", a.h),
+      r.tensor("o", a.o);
+}
+
+void read(Reader& r, kda_stage_bwd_local_args& a) {
+  read(r, a.at);
+  r.tensor("v_new", a.v_new), r.tensor("d_o", a.d_o), r.tensor("Aqk", a.Aqk), r.tensor("dAqk", a.dAqk),
+      r.tensor("dv_local", a.dv_local);
+}
+
+void read(Reader& r, kda_stage_bwd_delta_h_args& a) {
+  read(r, a.at);
+  r.tensor("qG", a.qG), r.tensor("kg", a.kg), r.tensor("w", a.w), r.tensor("G", a.G), r.tensor("d_o", a.d_o),
+      r.tensor("dv_local", a.dv_local), r.tensor("dhT", a.dhT), r.tensor("dh", a.dh), r.tensor("dv_new", a.dv_new),
+      r.tensor("dh0", a.dh0);
+}
+
+void read(Reader& r, kda_stage_bwd_wy_dqkg_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("v_new", a.v_new), r.tensor("G", a.G),
+      r.tensor("beta", a.beta), r.tensor("Akk_inv", a.Akk_inv), r.tensor("h", a.h), r.tensor("dh", a.dh),
+      r.tensor("d_o", a.d_o), r.tensor("dv_new", a.dv_new), r.tensor("dq", a.dq), r.tensor("dk", a.dk),
+      r.tensor("dv", a.dv), r.tensor("dbeta", a.dbeta), r.tensor("dG", a.dG), r.tensor("dAkk", a.dAkk);
+}
+
+void read(Reader& r, kda_stage_bwd_intra_args& a) {
+  read(r, a.at);
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("G", a.G), r.tensor("beta", a.beta), r.tensor("dAqk", a.dAqk),
+      r.tensor("dAkk", a.dAkk), r.tensor("dq", a.dq), r.tensor("dk", a.dk), r.tensor("dbeta", a.dbeta),
+      r.tensor("dG", a.dG);
+}
+
+void read(Reader& r, kda_stage_cumsum_backward_args& a) {
+  read(r, a.at);
+  r.tensor("g", a.g), r.tensor("dG", a.dG), r.tensor("dg", a.dg);
+}
+
+void read(Reader& r, kda_prefill_f32_args& a) {
+  r.tensor("q", a.q), r.tensor("k", a.k), r.tensor("v", a.v), r.tensor("g", a.g), r.tensor("beta", a.beta);
+  r.tensor("h0", a.h0), r.tensor("o", a.o), r.tensor("w", a.w), r.tensor("u", a.u), r.tensor("hT", a.hT);
+  a.chunk = r.integer("chunk");
+  a.state_layout = r.integer("state_layout");
+  a.scale = r.number("scale");
 }
 
 struct Free {
@@ -378,6 +456,17 @@ KDA_BIND(gate)
 KDA_BIND(gate_backward)
 KDA_BIND(conv)
 KDA_BIND(conv_backward)
+KDA_BIND(stage_cumsum)
+KDA_BIND(stage_chunk_intra)
+KDA_BIND(stage_recompute_w_u)
+KDA_BIND(stage_delta_h)
+KDA_BIND(stage_fwd_o)
+KDA_BIND(stage_bwd_local)
+KDA_BIND(stage_bwd_delta_h)
+KDA_BIND(stage_bwd_wy_dqkg)
+KDA_BIND(stage_bwd_intra)
+KDA_BIND(stage_cumsum_backward)
+KDA_BIND(prefill_f32)
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_info, []() { return ffi::String(kda_info()); })

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ._stages import STAGES
+
 _OPERATORS = (
     "forward",
     "backward",
@@ -22,6 +24,8 @@ _OPERATORS = (
     "gate_backward",
     "conv",
     "conv_backward",
+    "prefill_f32",
+    *(f"stage_{stage}" for stage in STAGES),
 )
 _BINDING = "_binding.so"
 

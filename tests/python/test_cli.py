@@ -264,7 +264,10 @@ sys.exit(main(["check", "--op", "forward", "decode", "gate", "gate_backward", "-
 @pytest.mark.parametrize("op", operators.OPERATORS)
 def test_explain(op: str, cli: Callable[..., str]) -> None:
     lines = cli("explain", op, "--T", "7", "--H", "2").splitlines()
-    assert lines[0].startswith(f"{op}: B ") and ", T 7, H 2, K = V = 128, bfloat16" in lines[0]
+    assert (
+        lines[0].startswith(f"{op}: B ")
+        and f", T 7, H 2, K = V = 128, {operators.OPERATORS[op].example.dtype}" in lines[0]
+    )
     assert [line[2:].split(":")[0] for line in lines[1:-1]] == list(kda.implementations(op))
     assert sum(line[0] == "*" for line in lines[1:-1]) == 1
     assert re.fullmatch(r"workspace: \d+ bytes", lines[-1])

@@ -35,6 +35,10 @@ class Source:
         """Logarithms of numbers in (0, 1): activated decays."""
         return self._changed(lambda x: -np.logaddexp(0, -x), dtype, shape)
 
+    def keys(self, dtype: str, *shape: int) -> Any:
+        """Rows of a length near 1."""
+        return self._changed(lambda x: x / shape[-1] ** 0.5, dtype, shape)
+
     def nan(self, dtype: str, *shape: int) -> Any:
         if self.random is None:
             return self._empty(dtype, shape)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import kda
@@ -95,9 +96,37 @@ def _gate_backward(x: dict[str, Any]) -> dict[str, Any]:
     return {f"d{n}": y for n, y in zip(leaves, torch.autograd.grad(g, list(leaves.values()), x["d_g"]), strict=True)}
 
 
+def _prefill_f32(x: dict[str, Any]) -> dict[str, Any]:
+    o, w, u = kda.prefill_f32(**x)
+    return {"o": o, "w": w, "u": u, "state": x["final_state"]}
+
+
+# What each of kda.stages returns.
+_STAGES = {
+    "cumsum": "G",
+    "chunk_intra": "w u qG kg Aqk Akk_inv",
+    "recompute_w_u": "w u qG kg",
+    "delta_h": "h v_new final_state",
+    "fwd_o": "o",
+    "bwd_local": "dAqk dv_local",
+    "bwd_delta_h": "dh d_initial_state dv_new",
+    "bwd_wy_dqkg": "dq dk dv dbeta dG dAkk",
+    "bwd_intra": "dq dk dbeta dG",
+    "cumsum_backward": "dg",
+}
+
+
+def _stage(name: str, x: dict[str, Any]) -> dict[str, Any]:
+    from kda import stages
+
+    results = getattr(stages, name)(**x)
+    return dict(zip(_STAGES[name].split(), results if isinstance(results, tuple) else (results,), strict=True))
+
+
 # Chunks and their borders at a size every kernel takes; and odd sizes with empty and short sequences.
 _CHUNKS = Problem(B=2, T=81, H=1, HV=2, K=64, V=64)
 _PACKED = Problem(H=2, HV=4, K=20, V=36, beta="2sigmoid", lengths=(70, 0, 1, 65))
+_ODD = Problem(B=2, T=70, H=2, HV=4, K=20, V=36)
 _STEPS = Problem(B=3, T=5, H=1, HV=2, K=64, V=64), Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
 _SPECULATION = {"o": 3e-3, "state": 1e-5, "u": 1e-5, "k": 1e-5, "alpha": 1e-5}
 
@@ -139,6 +168,24 @@ OPERATORS = {
         layouts=LAYOUTS[:1],
         needs_torch=True,
     ),
+    "prefill_f32": Operator(
+        problems.heads_first,
+        _prefill_f32,
+        {"o": 1e-5, "w": 1e-5, "u": 1e-5, "state": 1e-5},
+        Problem(dtype="float32", gate="log", beta="activated"),
+        checked=(_CHUNKS, _ODD),
+        gates=GATES[:1],
+    ),
+} | {
+    f"stage_{name}": Operator(
+        partial(problems.stage, name),
+        partial(_stage, name),
+        dict.fromkeys(results.split(), 5e-3),
+        Problem(gate="log", beta="activated"),
+        checked=(_CHUNKS, _ODD),
+        gates=GATES[:1],
+    )
+    for name, results in _STAGES.items()
 }  # fmt: skip
 
 

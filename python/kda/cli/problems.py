@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,54 @@ def gate(p: Problem, new: Source) -> dict[str, Any]:
     x = {"g": new.normal(p.dtype, p.B, p.T, p.HV, p.K), "A_log": new.normal("float32", p.HV)}
     x |= {"dt_bias": new.normal("float32", p.HV, p.K), "lower_bound": -5.0 if p.gate == "lower_bound" else None}
     return x | {"d_g": new.normal("float32", p.B, p.T, p.HV, p.K)}
+
+
+def heads_first(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.prefill_f32``, the state in place."""
+    x = {"q": new.normal("float32", p.B, p.H, p.T, p.K), "k": new.keys("float32", p.B, p.H, p.T, p.K)}
+    x |= {"v": new.normal("float32", p.B, p.HV, p.T, p.V), "g": new.log_unit("float32", p.B, p.HV, p.T, p.K)}
+    state = new.normal("float32", p.B, p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))
+    x |= {"beta": new.unit("float32", p.B, p.HV, p.T), "initial_state": state, "final_state": state}
+    return x | {"chunk_size": 32, "state_v_first": p.layout == "V-first"}
+
+
+# Shapes of the stages' tensors; those that are not here are [B, T, HV, K].
+_STAGE_SHAPES = {
+    **dict.fromkeys(("q", "k"), "keys"),
+    **dict.fromkeys(("v", "u", "v_new", "d_o", "dv_local", "dv_new"), "values"),
+    **dict.fromkeys(("Aqk", "Akk_inv", "dAqk", "dAkk"), "scores"),
+    **dict.fromkeys(("beta", "dbeta"), "betas"),
+    **dict.fromkeys(("initial_state", "d_final_state"), "states"),
+    **dict.fromkeys(("h", "dh"), "chunk states"),
+}
+
+
+def stage(name: str, p: Problem, new: Source) -> dict[str, Any]:
+    """Numbers for every argument of one of ``kda.stages``."""
+    from kda import stages
+
+    chunks = p.B * ((p.T + 63) // 64)
+    state = (p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))
+    shapes = {
+        "keys": (p.B, p.T, p.H, p.K),
+        "values": (p.B, p.T, p.HV, p.V),
+        "scores": (p.B, p.T, p.HV, 64),
+        "betas": (p.B, p.T, p.HV),
+        "states": (p.B, *state),
+        "chunk states": (chunks, *state),
+    }
+    x: dict[str, Any] = {}
+    for argument in inspect.signature(getattr(stages, name)).parameters:
+        if argument in ("cu_seqlens", "impl"):
+            continue
+        if argument in ("scale", "output_final_state", "state_v_first"):
+            x[argument] = {"scale": 0.5, "output_final_state": True}.get(argument, p.layout == "V-first")
+            continue
+        shape = shapes.get(_STAGE_SHAPES.get(argument, ""), (p.B, p.T, p.HV, p.K))
+        wide = argument in ("G", "dG", "dq", "dk", "dAqk", "dAkk", "dbeta", "h", "dh", "initial_state", "d_final_state")
+        make = {"g": new.log_unit, "G": new.log_unit, "k": new.keys}.get(argument, new.normal)
+        x[argument] = make("float32" if wide else p.dtype, *shape)
+    return x
 
 
 def size_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:

@@ -1,0 +1,100 @@
+"""The stages and the float32 prefill as registered torch operators, see compiled.py.
+
+* ``kda::stage_<name>(cu_seqlens, scale, state_layout, tensors.., impl) -> ()`` with the tensors of the args struct in
+  its order; the outputs are written.
+* ``kda_prefill::forward(q, k, v, g, beta, chunk_size) -> (o, w, u)``, functional, and ``kda_prefill::forward.out``,
+  which writes to given buffers. Importing this module registers both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._lib import library
+from ._stages import STAGES
+from .compiled import _define, _nothing
+from .float32 import run_prefill_f32
+
+Tensor = torch.Tensor
+
+
+# ---- stages ----
+
+
+def _signature(tensors: str) -> str:
+    inputs, outputs = (part.split() for part in tensors.split("->"))
+    letters = iter("abcdefgh")
+    declared = [f"Tensor{'?' * x.endswith('?')} {x.rstrip('?')}" for x in inputs]
+    declared += [f"Tensor({next(letters)}!){'?' * x.endswith('?')} {x.rstrip('?')}" for x in outputs]
+    return f"(Tensor? cu_seqlens, float scale, int state_layout, {', '.join(declared)}, str? impl) -> ()"
+
+
+def _runner(stage: str) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        getattr(library(), f"stage_{stage}")(*arguments, 0, None)
+
+    return run
+
+
+for _stage, _tensors in STAGES.items():
+    _define(f"stage_{_stage}", _signature(_tensors), _runner(_stage), _nothing)
+
+
+def run(stage: str, *arguments: Any) -> None:
+    getattr(torch.ops.kda, f"stage_{stage}")(*arguments)
+
+
+# ---- float32 prefill ----
+
+_prefill = torch.library.Library("kda_prefill", "DEF")
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
+_OPTIONS = "Tensor? initial_state=None, Tensor(d!)? final_state=None, float? scale=None, bool state_v_first=True"
+_OPTIONS += ", str? impl=None, int num_threads=0"
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if chunk_size not in (32, 64):
+        raise ValueError(f"chunk_size: expected 32 or 64, got {chunk_size}")
+    B, HV, T, V = v.shape
+    chunks = (B, HV, (T + chunk_size - 1) // chunk_size, chunk_size)
+    return v.new_empty(v.shape), v.new_empty(*chunks, q.shape[3]), v.new_empty(*chunks, V)
+
+
+def _forward_run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    o, w, u = _forward_fake(q, k, v, g, beta, chunk_size)
+    run_prefill_f32(q, k, v, g, beta, chunk_size, w, u, o, **options)
+    return o, w, u
+
+
+def _define_prefill(name: str, signature: str, run: Any, fake: Any) -> None:
+    _prefill.define(f"{name}{signature}", tags=torch.Tag.pt2_compliant_tag)
+    for device in ("CPU", "CUDA"):
+        _prefill.impl(name, run, device)
+    torch.library.register_fake(f"kda_prefill::{name}", fake, lib=_prefill)
+
+
+_define_prefill(
+    "forward",
+    f"({_INPUTS}, int chunk_size=64, *, {_OPTIONS}) -> (Tensor o, Tensor w, Tensor u)",
+    _forward_run,
+    _forward_fake,
+)
+_define_prefill(
+    "forward.out",
+    f"({_INPUTS}, int chunk_size, Tensor(a!) w, Tensor(b!) u, Tensor(c!) o, *, {_OPTIONS}) -> ()",
+    run_prefill_f32,
+    lambda *_, **__: None,
+)
+
+
+def prefill_f32(*tensors: Any, initial_state: Tensor | None, final_state: Tensor | None, **options: Any) -> None:
+    if initial_state is not None and initial_state is final_state:  # in a graph a tensor has one role in a call
+        initial_state = initial_state.clone()
+    torch.ops.kda_prefill.forward.out(*tensors, initial_state=initial_state, final_state=final_state, **options)
