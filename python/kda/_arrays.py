@@ -19,6 +19,15 @@ def is_torch(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
+def shape_of(name: str, x: Any, ndim: int) -> Any:
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
+    if len(shape) != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(shape)}")
+    return shape
+
+
 def new_like(
     x: Any, shape: Any = None, dtype: Any = None, blame: str = "out: expected an array to write to, got None"
 ) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._arrays import new_like
+from ._arrays import new_like, shape_of
 from ._lib import library
 from .ops import _compiling, _serving_call
 
@@ -15,15 +15,6 @@ class SegmentMap(NamedTuple):
     M: Any
     b: Any
     d: Any
-
-
-def _shape_of(name: str, x: Any, ndim: int) -> Any:
-    shape = getattr(x, "shape", None)
-    if shape is None:
-        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
-    if len(shape) != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(shape)}")
-    return shape
 
 
 def segment_map(
@@ -136,7 +127,7 @@ def segment_merge(
     >>> kda.segment_merge(M, b).ravel().tolist()
     [0.0, 1.0, 1.5]
     """
-    _shape_of("M", M, 4)
+    shape_of("M", M, 4)
     if _compiling():
         from .compiled import segment_merge as compiled_segment_merge
 
@@ -145,7 +136,7 @@ def segment_merge(
 
 
 def run_segment_merge(M: Any, b: Any, h0: Any, reverse: bool, v_first: bool, impl: str | None, num_threads: int) -> Any:
-    P, *state = _shape_of("b", b, 4)
+    P, *state = shape_of("b", b, 4)
     states = new_like(b, (P + 1, *state), wide(b))
     library().segment_merge(M, b, h0, states, 0 if v_first else 1, reverse, impl, num_threads, None)
     return states
