@@ -1,8 +1,9 @@
 """The demonstration, in two to three minutes: ``python -m examples.demo`` from the root of the repository.
 
 Trains a small byte-level language model of ``kda.nn`` layers on the English text that comes with Python, saves and
-loads it, reads a long held-out prompt, goes on writing with a state of constant size, and checks that reading at once,
-in pieces and byte by byte agree. What it writes goes to ``demo_out/``.
+loads it, reads a long held-out prompt, goes on writing with a state of constant size, writes the same again by guessing
+several bytes at a time, and checks that reading at once, in pieces and byte by byte agree. What it writes goes to
+``demo_out/``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import kda
 from . import corpus
 from .model import LanguageModel
 from .plot import plot_losses
-from .serving import agreement, choose_device, save_and_load, write
+from .serving import agreement, choose_device, same_or_tied, save_and_load, speculate, write
 from .training import evaluate, train
 
+DRAFTS = 8  # tokens of a round of speculative decoding, the one that is certain included
 QUICK_MODEL = {"width": 64, "layers": 2, "heads": 1, "head_dim": 64, "hidden": 128}
 
 
@@ -97,7 +99,11 @@ def main() -> int:
 
     # ---- serve ----
     with autocast():
-        new, measured = write(model, prompt, 64 if quick else 400)
+        new, margins, measured = write(model, prompt, 64 if quick else 400)
+        guessed = {
+            name: speculate(model, prompt, new.shape[1], DRAFTS, fused=name == "fused")
+            for name in ("two calls", "fused")
+        }
         whole = torch.cat([prompt, new], 1)
         differences = agreement(model, whole)
     before, after = measured["state_bytes_after_prefill"], measured["state_bytes_after_decode"]
@@ -107,6 +113,14 @@ def main() -> int:
     say("decode", f"{new.shape[1]:,} bytes, {measured['decode_bytes_per_second']:,.0f} bytes/s, greedily")
     say("state", f"{before / 1024:.1f} KiB after the prompt, {after / 1024:.1f} KiB at the end")
     say("", f"(keys and values of softmax attention with these heads: {softmax / 1024:,.0f} KiB)")
+    for name, (_, figures) in guessed.items():
+        heading = "" if name == "fused" else "drafts"
+        rate_, accepted = figures["bytes_per_second"], figures["accepted_per_round"]
+        how = "flush and verify in one pass" if name == "fused" else "verify, then flush"
+        say(heading, f"{rate_:,.0f} bytes/s, {accepted:.2f} bytes accepted in a round of {DRAFTS}: {how}")
+    figures = guessed["two calls"][1]
+    records, snapshots = figures["record_bytes"], figures["snapshot_bytes"]
+    say("", f"(records: {records / 1024:.1f} KiB a round; a state after every draft: {snapshots / 1024:,.0f} KiB)")
     say("agreement", f"logits read at once, in pieces and byte by byte differ by {relative:.1e} (RMS, relative)")
     written = Text(readable(bytes(prompt[0, -300:].tolist())), style="dim")
     written.append(readable(bytes(new[0].tolist())), style="bold")
@@ -120,6 +134,9 @@ def main() -> int:
         "the state does not grow": before == after,
         "prefill and decode agree": relative < (1e-4 if dtype == torch.float32 else 0.05),
     }
+    tolerance = 1e-3 if dtype == torch.float32 else 0.2
+    for name, (text_, _) in guessed.items():
+        checks[f"drafting ({name}) writes the same"] = same_or_tied(new, text_, margins, tolerance)
     if not (quick or arguments.steps):
         checks["better than the bigram model"] = losses["model"] < losses["bigram"]
     summary = {
@@ -136,6 +153,7 @@ def main() -> int:
         "training_bytes_per_second": rate,
         "nats_per_byte": losses,
         **measured,
+        "drafting": {name: figures for name, (_, figures) in guessed.items()},
         "agreement": differences,
         "checks": checks,
         "seconds": time.perf_counter() - start,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kda.nn import KDACache, KimiDeltaAttention
+from kda.nn import DraftCache, KDACache, KimiDeltaAttention
+
+Caches = dict[int, KDACache] | dict[int, DraftCache]
 
 
 class Block(nn.Module):
@@ -17,7 +19,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor, caches: dict[int, KDACache] | None) -> Tensor:
+    def forward(self, x: Tensor, caches: Caches | None) -> Tensor:
         mixed, _, _ = self.attention(self.attention_norm(x), past_key_values=caches)
         x = x + mixed
         value, gate = self.up(self.mlp_norm(x)).chunk(2, -1)
@@ -35,7 +37,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
 
-    def forward(self, tokens: Tensor, caches: dict[int, KDACache] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, caches: Caches | None = None) -> Tensor:
         """``[B, T]`` bytes to the logits ``[B, T, 256]`` of the bytes after them; caches are updated in place."""
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -44,3 +46,7 @@ class LanguageModel(nn.Module):
 
     def new_caches(self, batch_size: int) -> dict[int, KDACache]:
         return {i: block.attention.new_cache(batch_size) for i, block in enumerate(self.blocks)}
+
+    def draft_caches(self, caches: dict[int, KDACache], max_tokens: int, fused: bool) -> dict[int, DraftCache]:
+        """For speculative decoding on top of ``caches``."""
+        return {i: DraftCache(b.attention, caches[i], max_tokens, fused=fused) for i, b in enumerate(self.blocks)}

@@ -1,4 +1,4 @@
-"""Using the trained model: where it can run, saving and loading, prefill and greedy decode, and whether they agree."""
+"""Using the trained model: where it can run, saving and loading, prefill, greedy and speculative decode, agreement."""
 
 from __future__ import annotations
 
@@ -41,25 +41,80 @@ def state_bytes(caches: dict[int, KDACache]) -> int:
 
 
 @torch.no_grad()
-def write(model: LanguageModel, prompt: Tensor, length: int) -> tuple[Tensor, dict[str, Any]]:
-    """Prefill of ``prompt`` ``[1, T]``, then ``length`` greedy bytes; the new bytes and measurements."""
+def write(model: LanguageModel, prompt: Tensor, length: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Prefill of ``prompt`` ``[1, T]``, then ``length`` greedy bytes. Returns them, the lead of each following byte
+    over the second best, in logits, and measurements."""
     caches = model.new_caches(1)
     start = time.perf_counter()
     following = model(prompt, caches)[:, -1:].argmax(-1)
     following.item()  # waits for a GPU
     prefilled = time.perf_counter()
-    before, new = state_bytes(caches), []
+    before, new, margins = state_bytes(caches), [following], []
     for _ in range(length):
-        new.append(following)
-        following = model(following, caches)[:, -1:].argmax(-1)
-    following.item()
+        logits = model(new[-1], caches)[:, -1:]
+        new.append(logits.argmax(-1))
+        margins.append(logits.topk(2).values)
+    new.pop().item()
     decoded = time.perf_counter()
-    return torch.cat(new, 1), {
-        "prefill_bytes_per_second": prompt.shape[1] / (prefilled - start),
-        "decode_bytes_per_second": length / (decoded - prefilled),
-        "state_bytes_after_prefill": before,
-        "state_bytes_after_decode": state_bytes(caches),
+    best, second = torch.cat(margins, 1).unbind(-1)
+    return (
+        torch.cat(new, 1),
+        (best - second)[0],
+        {
+            "prefill_bytes_per_second": prompt.shape[1] / (prefilled - start),
+            "decode_bytes_per_second": length / (decoded - prefilled),
+            "state_bytes_after_prefill": before,
+            "state_bytes_after_decode": state_bytes(caches),
+        },
+    )
+
+
+def guess(text: bytes, length: int, longest: int = 8, shortest: int = 3) -> bytes:
+    """What followed the last time that ``text`` ended as it ends now: at most ``length`` bytes."""
+    for n in range(longest, shortest - 1, -1):
+        start = text.rfind(text[-n:], 0, len(text) - 1)
+        if start >= 0:
+            return text[start + n : start + n + length]
+    return b""
+
+
+@torch.no_grad()
+def speculate(
+    model: LanguageModel, prompt: Tensor, length: int, max_tokens: int, fused: bool
+) -> tuple[Tensor, dict[str, Any]]:
+    """The greedy bytes of :func:`write` by guessing several and keeping those that the model would have written."""
+    caches = model.new_caches(1)
+    following = int(model(prompt, caches)[:, -1].argmax(-1))
+    drafts = model.draft_caches(caches, max_tokens, fused)
+    text, end, rounds = bytearray(prompt[0].tolist()), prompt.shape[1] + length, 0
+    start = time.perf_counter()
+    while len(text) < end:
+        tokens = [following, *guess(bytes(text) + bytes([following]), max_tokens - 1)]
+        best = model(torch.tensor([tokens], device=prompt.device), drafts).argmax(-1)[0].tolist()
+        right = 1  # the first is no guess
+        while right < len(tokens) and tokens[right] == best[right - 1]:
+            right += 1
+        accept_len = torch.tensor([right], dtype=torch.int32, device=prompt.device)
+        for cache in drafts.values():
+            cache.accept(accept_len)
+        text += bytes(tokens[:right])
+        following, rounds = best[right - 1], rounds + 1
+    for cache in drafts.values():
+        cache.flush()
+    seconds = time.perf_counter() - start
+    written = torch.tensor([list(text[prompt.shape[1] : end])], device=prompt.device)
+    return written, {
+        "bytes_per_second": (len(text) - prompt.shape[1]) / seconds,
+        "accepted_per_round": (len(text) - prompt.shape[1]) / rounds,
+        "record_bytes": sum(cache.memory_bytes() for cache in drafts.values()),
+        "snapshot_bytes": max_tokens * sum(c.state.numel() * c.state.element_size() for c in caches.values()),
     }
+
+
+def same_or_tied(new: Tensor, other: Tensor, margins: Tensor, tolerance: float) -> bool:
+    """Whether two texts are equal up to the first byte where the model itself was of two minds."""
+    differs = (new != other)[0].nonzero()
+    return not len(differs) or (bool(differs[0]) and margins[differs[0] - 1].item() < tolerance)
 
 
 @torch.no_grad()

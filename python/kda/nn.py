@@ -1,8 +1,9 @@
-"""The attention layer of Kimi-Linear as a torch module, for training, prefill and cached decode.
+"""The attention layer of Kimi-Linear as a torch module, for training, prefill, cached and speculative decode.
 
 :class:`KimiDeltaAttention` has the constructor keywords and the parameters of FLA's layer of that name, so that a state
 dict goes from one to the other. :class:`KDACache` is what it remembers of each sequence: of constant size, updated in
-place. Dimensions are those of :mod:`kda.ops`; ``W`` is the width of the short convolution and ``D`` a channel count.
+place; :class:`DraftCache` holds drafts on top of it. Dimensions are those of :mod:`kda.ops`; ``W`` is the width of the
+short convolution and ``D`` a channel count.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch.nn import functional as F
 
 from . import ops
 from .convolution import causal_conv1d, causal_conv1d_update
+from .speculation import Conv, Records, flush_kvbuffer, flush_verify_kvbuffer, new_records, verify_kvbuffer
 
-__all__ = ["KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu"]
+__all__ = ["DraftCache", "KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu"]
 
 # Without gradients, pieces of up to this many tokens run through the token recurrence, longer ones through the chunks.
 DECODE_TOKENS = 8
@@ -48,6 +50,89 @@ class KDACache:
     def memory_bytes(self) -> int:
         """Bytes of the two tensors: the same after any number of tokens."""
         return sum(x.numel() * x.element_size() for x in (self.conv, self.state) if x is not None)
+
+
+class DraftCache:
+    """Speculative decoding over a :class:`KDACache`: the layer takes what it is given for drafts.
+
+    A call with it computes the outputs of all drafts and leaves the cache as it is, but for records of a few vectors a
+    token; then :meth:`accept` says how many of them stay. Drafts of which nobody says so are dropped.
+
+    Args:
+        layer: a :class:`KimiDeltaAttention`.
+        cache: its cache, from :meth:`KimiDeltaAttention.new_cache`, which comes to hold what is accepted.
+        max_tokens: drafts of a call at most, 1 to 16.
+        fused: accepted drafts are applied by the next call, in one pass with its own work, or by :meth:`flush`; else at
+            once by :meth:`accept`.
+
+    >>> import torch
+    >>> from kda.nn import DraftCache, KimiDeltaAttention
+    >>> layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32), torch.randn(1, 5, 64)
+    >>> drafts, plain = DraftCache(layer, layer.new_cache(1), 4), layer.new_cache(1)
+    >>> with torch.no_grad():
+    ...     _ = layer(x[:, :4], cache=drafts)  # four drafts, of which three are right
+    ...     drafts.accept(torch.tensor([3], dtype=torch.int32))
+    ...     o, _, _ = layer(x[:, 4:], cache=drafts)
+    ...     expected = [layer(token, cache=plain)[0] for token in x[:, [0, 1, 2, 4]].split(1, 1)]
+    >>> bool(torch.allclose(o, expected[3], atol=1e-5))
+    True
+    """
+
+    def __init__(self, layer: KimiDeltaAttention, cache: KDACache, max_tokens: int, *, fused: bool = True) -> None:
+        if not isinstance(max_tokens, int) or not 1 <= max_tokens <= 16:
+            raise ValueError(f"max_tokens: expected 1..16, got {max_tokens}")
+        self.cache, self.max_tokens, self.fused = cache, max_tokens, fused
+        N, HV, V, K = cache.state.shape
+        # With fused, two buffers take turns: one is read while the other is written.
+        self.records: list[Records] = [
+            new_records(N, max_tokens, layer.num_heads, HV, K, V, device=cache.state.device) for _ in range(1 + fused)
+        ]
+        self._rows: Tensor | None = None  # of the last call, before the convolution
+        self._accept_len = torch.zeros(N, dtype=torch.int32, device=cache.state.device)
+
+    def accept(self, accept_len: Tensor) -> None:
+        """``[N]`` int32, on the device of the cache: how many of each sequence's last drafts stay."""
+        if accept_len.shape != self._accept_len.shape or accept_len.dtype != torch.int32:
+            raise ValueError(
+                f"accept_len: expected int32 of shape {list(self._accept_len.shape)}, got {accept_len.dtype} of shape "
+                f"{list(accept_len.shape)}"
+            )
+        self._accept_len.copy_(accept_len)
+        if not self.fused:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the cache up to date with everything accepted."""
+        if self._rows is not None:
+            conv: dict[str, Any] = {}
+            if self.cache.conv is not None:
+                conv = {"conv_x": self._rows, "conv_state": self.cache.conv}
+            flush_kvbuffer(self.cache.state, self.records[0], self._accept_len, **conv)
+        self._accept_len.zero_()
+
+    def memory_bytes(self) -> int:
+        """Bytes of the records, apart from those of the cache."""
+        return sum(x.numel() * x.element_size() for r in self.records for x in (r.u, r.k, r.alpha))
+
+    def run(self, raw: Tensor, conv: Conv | None, inputs: tuple[Any, Any, Any, Any, Any], **options: Any) -> Tensor:
+        """The drafts' outputs, for the layer: from ``raw`` and ``conv``, or from q, k, v among ``inputs``."""
+        if raw.shape[1] > self.max_tokens:
+            raise ValueError(
+                f"hidden_states: expected at most max_tokens = {self.max_tokens} drafts, got {raw.shape[1]}"
+            )
+        o: Tensor
+        if self.fused and self._rows is not None:
+            last, new = self.records
+            rolled = None if conv is None else self._rows
+            o = flush_verify_kvbuffer(
+                *inputs, self.cache.state, new, self._accept_len, last=last, last_conv_x=rolled, conv=conv, **options
+            )
+            self.records.reverse()
+        else:
+            o = verify_kvbuffer(*inputs, self.cache.state, self.records[0], conv=conv, **options)
+        self._accept_len.zero_()
+        self._rows = raw
+        return o
 
 
 def causal_conv_silu(
@@ -234,11 +319,11 @@ class KimiDeltaAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: KDACache | MutableMapping[int, KDACache] | None = None,
+        past_key_values: KDACache | DraftCache | MutableMapping[int, Any] | None = None,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         *,
-        cache: KDACache | None = None,
+        cache: KDACache | DraftCache | None = None,
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any]:
@@ -251,7 +336,8 @@ class KimiDeltaAttention(nn.Module):
             hidden_states: ``[B, T, hidden_size]``, of the parameters' dtype, or any under autocast.
             attention_mask: ``[B, T]`` or longer (the last ``T`` columns count), 0 for padding on either side: padding
                 is skipped, its outputs are zero. Not looked at when ``cu_seqlens`` is given. Synchronises with a GPU.
-            past_key_values: the cache, or a dict of caches by ``layer_idx``.
+            past_key_values: the cache, or a dict of caches by ``layer_idx``. A :class:`DraftCache` needs
+                ``torch.no_grad()``, neither padding nor ``cu_seqlens``.
             use_cache: make the cache if there is none.
             cache: another name of ``past_key_values``.
             cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``).
@@ -270,7 +356,7 @@ class KimiDeltaAttention(nn.Module):
         if cu_seqlens is not None and B != 1:
             raise ValueError(f"hidden_states: expected one row with cu_seqlens, got {B}")
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        held, cache = self._find_cache(past_key_values if cache is None else cache, bool(use_cache), N)
+        held, found = self._find_cache(past_key_values if cache is None else cache, bool(use_cache), N)
 
         x, kept = hidden_states, None
         if attention_mask is not None and cu_seqlens is None:
@@ -282,20 +368,25 @@ class KimiDeltaAttention(nn.Module):
                 x = hidden_states.flatten(0, 1)[kept][None]
                 cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
 
-        q, k, v = self._qkv(x, cache, cu_seqlens)
-        g = _heads(self.f_proj(x), self.num_v_heads)
-        o = self._attend((q, k, v, g, self.b_proj(x)), cache, cu_seqlens, T)
+        g, beta = _heads(self.f_proj(x), self.num_v_heads), self.b_proj(x)
+        if isinstance(found, DraftCache):
+            if cu_seqlens is not None or torch.is_grad_enabled():
+                raise ValueError("cache: expected no padding, no cu_seqlens and torch.no_grad() with a DraftCache")
+            o = self._draft(x, g, beta, found)
+        else:
+            o = self._attend((*self._qkv(x, found, cu_seqlens), g, beta), found, cu_seqlens, T)
         o = self.o_norm(o, _heads(self.g_proj(x), self.num_v_heads))
         o = self.o_proj(o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0]).view(B, T, self.hidden_size)
         return o, None, held
 
-    def _find_cache(self, held: Any, use_cache: bool, N: int) -> tuple[Any, KDACache | None]:
+    def _find_cache(self, held: Any, use_cache: bool, N: int) -> tuple[Any, KDACache | DraftCache | None]:
         """What to hand back as past_key_values, and this layer's cache."""
+        cache: KDACache | DraftCache | None
         if held is None:
             held = cache = self.new_cache(N) if use_cache else None
-        elif isinstance(held, KDACache):
+        elif isinstance(held, KDACache | DraftCache):
             cache = held
         elif isinstance(held, MutableMapping):
             if self.layer_idx is None:
@@ -307,8 +398,9 @@ class KimiDeltaAttention(nn.Module):
             raise NotImplementedError(
                 f"past_key_values: expected a KDACache or a dict of them by layer_idx, got {type(held).__name__}"
             )
-        if cache is not None and cache.state.shape[0] != N:
-            raise ValueError(f"cache: expected one for {N} sequences, got one for {cache.state.shape[0]}")
+        kept = cache.cache if isinstance(cache, DraftCache) else cache
+        if kept is not None and kept.state.shape[0] != N:
+            raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
         return held, cache
 
     def _qkv(self, x: Tensor, cache: KDACache | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -324,9 +416,22 @@ class KimiDeltaAttention(nn.Module):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         return _heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads)
 
-    def _attend(self, inputs: tuple[Tensor, ...], cache: KDACache | None, cu_seqlens: Tensor | None, T: int) -> Tensor:
-        """The kernels on (q, k, v, g, beta); ``T`` bounds the tokens of a sequence. Returns ``[B, T, HV, V]``."""
-        options: dict[str, Any] = {
+    def _draft(self, x: Tensor, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
+        """``[B, T, HV, V]`` of drafts, the convolution done in the kernels."""
+        raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        if not self.use_short_conv or cache.cache.conv is None:
+            q, k, v = F.silu(raw).split([self.key_dim, self.key_dim, self.value_dim], -1)
+            heads = (_heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads))
+            return cache.run(raw, None, (*heads, g, beta), **self._options())
+        parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        weight = torch.cat([part.weight.squeeze(1) for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        conv = Conv(raw, weight, bias, cache.cache.conv)
+        return cache.run(raw, conv, (None, None, None, g, beta), **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {
             "A_log": self.A_log.float() if self.A_log.dtype.itemsize < 4 else self.A_log,
             "dt_bias": self.dt_bias.float() if self.dt_bias.dtype.itemsize < 4 else self.dt_bias,
             "use_qk_l2norm_in_kernel": True,
@@ -335,8 +440,11 @@ class KimiDeltaAttention(nn.Module):
             "allow_neg_eigval": self.allow_neg_eigval,
             "lower_bound": self.lower_bound,
             "state_v_first": True,
-            "cu_seqlens": cu_seqlens,
         }
+
+    def _attend(self, inputs: tuple[Tensor, ...], cache: KDACache | None, cu_seqlens: Tensor | None, T: int) -> Tensor:
+        """The kernels on (q, k, v, g, beta); ``T`` bounds the tokens of a sequence. Returns ``[B, T, HV, V]``."""
+        options = {**self._options(), "cu_seqlens": cu_seqlens}
         o: Tensor
         run: Any
         if cache is not None and not torch.is_grad_enabled():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kda
-from kda.nn import KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
+from kda.nn import DraftCache, KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -518,9 +519,59 @@ def test_example_train_tiny():
     assert "recalled 100%" in run_example("examples/train_tiny.py")
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_short_conv": False}, {"num_v_heads": 4, "expand_v": 0.5, "conv_bias": True}]
+)
+def test_drafts_equal_decode(fused, options):
+    """Any number of accepted drafts, of every sequence its own; the wrong ones leave no trace."""
+    torch.manual_seed(0)
+    N, prompt = 3, 7
+    layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32, **options), torch.randn(N, 60, 64)
+    cache, plain = layer.new_cache(N), layer.new_cache(N)
+    choose = random.Random(1)
+    with torch.no_grad():
+        for c in (cache, plain):
+            layer(x[:, :prompt], cache=c)
+        expected = torch.cat([layer(token, cache=plain)[0] for token in x[:, prompt:].split(1, 1)], 1)
+        drafts, at = DraftCache(layer, cache, 5, fused=fused), [0] * N
+        for _ in range(10):
+            T = choose.randint(1, 5)
+            accepted = [choose.randint(0, T) for _ in range(N)]
+            rows = torch.stack([x[n, prompt + at[n] : prompt + at[n] + T] for n in range(N)])
+            for n, m in enumerate(accepted):
+                rows[n, m:] += 1
+            o, _, _ = layer(rows, cache=drafts)
+            for n, m in enumerate(accepted):
+                torch.testing.assert_close(o[n, :m], expected[n, at[n] : at[n] + m], atol=1e-5, rtol=1e-4)
+                at[n] += m
+            drafts.accept(torch.tensor(accepted, dtype=torch.int32))
+        layer(x[:, :3], cache=drafts)  # nobody accepts these
+        drafts.flush()
+        for n in range(N):
+            own, whole = layer.new_cache(1), x[n : n + 1, : prompt + at[n]]
+            layer(whole, cache=own)
+            torch.testing.assert_close(cache.state[n], own.state[0], atol=1e-5, rtol=1e-4)
+            if cache.conv is not None:
+                assert torch.equal(cache.conv[n], own.conv[0]) or torch.allclose(cache.conv[n], own.conv[0], atol=1e-5)
+
+
+def test_drafts_refuse():
+    layer = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32)
+    x, drafts = torch.randn(1, 3, 64), DraftCache(layer, layer.new_cache(1), 2)
+    with pytest.raises(ValueError, match=r"max_tokens: expected 1\.\.16, got 17"):
+        DraftCache(layer, layer.new_cache(1), 17)
+    with pytest.raises(ValueError, match=r"cache: expected .*no_grad"):
+        layer(x[:, :2], cache=drafts)
+    with torch.no_grad(), pytest.raises(ValueError, match="max_tokens = 2 drafts, got 3"):
+        layer(x, cache=drafts)
+    with pytest.raises(ValueError, match=r"accept_len: expected int32 of shape \[1\]"):
+        drafts.accept(torch.tensor([1]))
+
+
 def test_quick_demonstration(tmp_path):
     printed = run_example("-m", "examples.demo", "--quick", "--out", str(tmp_path))
-    assert "all 4 passed" in printed
+    assert "all 6 passed" in printed
     assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "model.pt", "summary.json", "text.txt"}
     summary = json.loads((tmp_path / "summary.json").read_text())
     losses = summary["nats_per_byte"]
@@ -529,3 +580,6 @@ def test_quick_demonstration(tmp_path):
     assert summary["state_bytes_after_prefill"] == summary["state_bytes_after_decode"] > 0
     assert summary["agreement"]["in_pieces_and_one_by_one_relative"] < 1e-5
     assert len((tmp_path / "text.txt").read_bytes()) == 512 + 64
+    for figures in summary["drafting"].values():
+        assert figures["accepted_per_round"] >= 1
+        assert figures["record_bytes"] < figures["snapshot_bytes"]
