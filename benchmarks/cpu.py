@@ -125,6 +125,77 @@ def decode(threads: int) -> dict[str, Any]:
     return result
 
 
+def speculation(threads: int) -> dict[str, Any]:
+    """A round of drafting, of which half is accepted, beside a state kept after every draft and the accepted one copied
+    back; and verify alone."""
+    N, H, T = 256, 8, 4
+    pool = torch.randn(N, H, 128, 128)
+    accept_len = (torch.arange(N) % T + 1).int()
+    records = [kda.new_records(N, 6, H, H, 128, 128) for _ in range(2)]
+    inputs = {t: common(Problem(B=N, T=t, H=H, K=128, V=128), Source()) for t in (1, T, 6)}
+    outs = {t: torch.empty(N, t, H, 128, dtype=torch.bfloat16) for t in inputs}
+    snapshots = torch.empty(N, T, H, 128, 128)
+
+    def verify(t: int) -> None:
+        kda.verify_kvbuffer(**inputs[t], state=pool, records=records[0], out=outs[t], num_threads=threads)
+
+    def two_calls() -> None:
+        verify(T)
+        kda.flush_kvbuffer(pool, records[0], accept_len, num_threads=threads)
+
+    def fused() -> None:
+        old, new = records
+        kda.flush_verify_kvbuffer(
+            **inputs[T],
+            state=pool,
+            records=new,
+            accept_len=accept_len,
+            last=old,
+            out=outs[T],
+            num_threads=threads,
+        )
+        records.reverse()
+
+    def with_snapshots() -> None:
+        kda.decode_mtp(
+            **inputs[T], state=pool, update_state=False, snapshots=snapshots, out=outs[T], num_threads=threads
+        )
+        torch.index_select(snapshots.view(N * T, -1), 0, rows, out=pool.view(N, -1))
+
+    rows = torch.arange(N) * T + accept_len - 1
+    calls: dict[str, Callable[[], object]] = {
+        "verify + flush": two_calls,
+        "flush_verify": fused,
+        "snapshots + copy": with_snapshots,
+        **{f"verify, T = {t}": lambda t=t: verify(t) for t in inputs},  # type: ignore[misc]
+    }
+    seconds = medians(calls, 15)
+    return {
+        "shape": {"requests": N, "T": T, "H": H, "K": 128, "V": 128},
+        "ms": {name: t * 1e3 for name, t in seconds.items()},
+        "verify_and_flush_over_snapshots": seconds["snapshots + copy"] / seconds["verify + flush"],
+        "fused_over_two_calls": seconds["verify + flush"] / seconds["flush_verify"],
+        "verify_6_over_1": seconds["verify, T = 6"] / seconds["verify, T = 1"],
+    }
+
+
+def one_long_head(threads: int) -> dict[str, Any]:
+    T = 65536
+    x = common(Problem(B=1, T=T, H=1, K=128, V=128), Source())
+    out, state = torch.empty_like(x["v"]), torch.zeros(1, 1, 128, 128)
+    calls: dict[str, Callable[[], object]] = {
+        f"{n} threads": lambda n=n: kda.prefill(**x, state=state, out=out, num_threads=n)  # type: ignore[misc]
+        for n in (1, threads)
+    }
+    seconds = medians(calls, 9)
+    speedup = seconds["1 threads"] / seconds[f"{threads} threads"]
+    return {
+        "shape": {"T": T, "H": 1, "K": 128, "V": 128},
+        "ms": {k: t * 1e3 for k, t in seconds.items()},
+        "speedup": speedup,
+    }
+
+
 def overheads() -> dict[str, float]:
     x = common(Problem(B=1, T=1, H=1, K=16, V=16), Source())
     state, out = torch.zeros(4, 1, 16, 16), torch.empty_like(x["v"])
@@ -174,6 +245,8 @@ def main() -> None:
         "prefill_and_training": prefill_and_training(options.threads, naive),
         "training_with_kept_memory": training_with_kept_memory(options.threads),
         "decode": decode(options.threads),
+        "speculation": speculation(options.threads),
+        "one_long_head": one_long_head(options.threads),
         "overheads": overheads(),
     }
     work = record["prefill_and_training"]

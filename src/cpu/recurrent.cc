@@ -37,8 +37,9 @@ HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kPrefetchRows = 16;  // how far ahead: 8 KiB at K = 128
-constexpr int64_t kMaxColumns = 4 * kPad;
+constexpr int64_t kMaxStrip = 4 * kPad;
 HWY_INLINE int64_t strip_columns() { return 4 * lanes(); }  // K-first
+constexpr int64_t kRows = 8;                                // K-first: of a state that pass through registers together
 
 // Activated inputs of up to kSteps tokens of one head.
 struct Tokens {
@@ -46,8 +47,8 @@ struct Tokens {
   alignas(64) float alpha[kSteps][kMaxSize];
   alignas(64) float alpha_k[kSteps][kMaxSize];
   alignas(64) float alpha_q[kSteps][kMaxSize];
-  alignas(64) float v[kSteps][kMaxColumns];  // of the value columns at hand
-  alignas(64) float o[kSteps][kMaxColumns];
+  alignas(64) float v[kSteps][kMaxSize];  // of the value columns at hand; K-first: then u
+  alignas(64) float o[kSteps][kMaxSize];
   float beta[kSteps], kq[kSteps];
 };
 
@@ -120,42 +121,58 @@ struct RecurrentTask {
     }
   }
 
-  // A strip of four vectors of columns of a K-first state through tokens first .. first+n-1.
+  // V columns, whole groups of four vectors, of a K-first state through tokens first .. first+n-1. A few rows at a time
+  // over all columns: memory sees one plain stream (down four vectors of columns it took a quarter longer).
   HWY_INLINE void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t first,
-                                  int64_t n, bool write) {
-    const int64_t N = lanes();
+                                  int64_t n, int64_t V, bool write) {
+    const int64_t N = lanes(), K = r.d.K;
     for (int64_t i = first; i < first + n; ++i) {
-      Vec u[4], out[4];
-      for (int j = 0; j < 4; ++j) u[j] = load(x.v[i] + j * N), out[j] = hn::Zero(kF32);
-      for (int64_t k = 0; k < r.d.K; ++k) {
-        const Vec alpha_k = splat(x.alpha_k[i][k]), alpha_q = splat(x.alpha_q[i][k]);
-        for (int j = 0; j < 4; ++j) {
-          const Vec S = load(from + k * from_pitch + j * N);
-          u[j] = hn::NegMulAdd(S, alpha_k, u[j]);
-          out[j] = hn::MulAdd(S, alpha_q, out[j]);
+      float *u = x.v[i], *o = x.o[i];
+      zero(o, V);
+      for (int64_t k0 = 0; k0 < K; k0 += kRows) {
+        const int64_t k1 = std::min(K, k0 + kRows);
+        if (i == 0)
+          for (int64_t k = k0; k < k1; ++k) prefetch(from + (k + kPrefetchRows) * from_pitch);
+        for (int64_t d = 0; d < V; d += 4 * N) {
+          Vec read[4], out[4];
+          for (int j = 0; j < 4; ++j) read[j] = load(u + d + j * N), out[j] = load(o + d + j * N);
+          for (int64_t k = k0; k < k1; ++k) {
+            const Vec alpha_k = splat(x.alpha_k[i][k]), alpha_q = splat(x.alpha_q[i][k]);
+            for (int j = 0; j < 4; ++j) {
+              const Vec S = load(from + k * from_pitch + d + j * N);
+              read[j] = hn::NegMulAdd(S, alpha_k, read[j]);
+              out[j] = hn::MulAdd(S, alpha_q, out[j]);
+            }
+          }
+          for (int j = 0; j < 4; ++j) store(read[j], u + d + j * N), store(out[j], o + d + j * N);
         }
       }
-      for (int j = 0; j < 4; ++j) {
-        u[j] = hn::Mul(u[j], splat(x.beta[i]));
-        store(hn::MulAdd(u[j], splat(x.kq[i]), out[j]), x.o[i] + j * N);
+      for (int64_t d = 0; d < V; d += N) {
+        const Vec ud = hn::Mul(load(u + d), splat(x.beta[i]));
+        store(ud, u + d), store(hn::MulAdd(ud, splat(x.kq[i]), load(o + d)), o + d);
       }
       if (i + 1 == first + n && !write) return;
-      for (int64_t k = 0; k < r.d.K; ++k) {
+      for (int64_t k = 0; k < K; ++k) {
         const Vec alpha = splat(x.alpha[i][k]), key = splat(x.k[i][k]);
-        for (int j = 0; j < 4; ++j) {
-          const Vec S = hn::Mul(load(from + k * from_pitch + j * N), alpha);
-          store(hn::MulAdd(u[j], key, S), to + k * to_pitch + j * N);
+        for (int64_t d = 0; d < V; d += N) {
+          const Vec S = hn::Mul(load(from + k * from_pitch + d), alpha);
+          store(hn::MulAdd(load(u + d), key, S), to + k * to_pitch + d);
         }
       }
       from = to, from_pitch = to_pitch;
     }
   }
 
+  // Whether states are read and written where they are, if their rows are whole vectors.
+  bool in_place() const {
+    return start.initial && start.states.dtype == KDA_F32 && present(r.states.hT) && r.states.hT.dtype == KDA_F32;
+  }
+
   // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. `scratch` holds the strip where the state cannot
   // be worked on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
   void run_strip(int64_t v0, int64_t V, float* scratch) {
     const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
-    const int64_t K = r.d.K, width = v_first ? padded(K) : strip_columns();
+    const int64_t K = r.d.K, width = v_first ? padded(K) : std::max(V, strip_columns());
     const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
     const kda_tensor &h0 = start.states, &hT = r.states.hT;
     const bool whole = columns == width;
@@ -197,7 +214,7 @@ struct RecurrentTask {
             advance_row(from + i * from_pitch, to + i * to_pitch, j, steps, i, write);
           }
         } else {
-          advance_columns(from, from_pitch, to, to_pitch, j, steps, write);
+          advance_columns(from, from_pitch, to, to_pitch, j, steps, width, write);
         }
         from = to, from_pitch = to_pitch;
         if (const int64_t row = snaps ? snapshots.row(t + j) : -1; row >= 0)
@@ -225,7 +242,7 @@ struct RecurrentTask {
 // Value columns v0 .. v0+V-1 of one head of one sequence, all its tokens.
 void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V) {
   alignas(64) float bias[kMaxSize];
-  alignas(64) float scratch[kStrip * kMaxSize > kMaxSize * kMaxColumns ? kStrip * kMaxSize : kMaxSize * kMaxColumns];
+  alignas(64) float scratch[kMaxSize * std::max(kStrip, kMaxStrip)];
   Tokens x;
   const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, bias);
   RecurrentTask task{r,
@@ -236,7 +253,9 @@ void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t 
                      r.decode ? start_of(*r.decode, s) : Start{r.states.h0, s.slot, s.initial},
                      r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{}};
   if (s.length <= kSteps) task.load_keys(0, s.length);
-  const int64_t strip = r.in.state_layout == KDA_STATE_V_FIRST ? kStrip : strip_columns();
+  int64_t strip = kStrip;
+  if (r.in.state_layout == KDA_STATE_K_FIRST)
+    strip = V % strip_columns() == 0 && task.in_place() ? V : strip_columns();  // all, where no scratch is needed
   for (int64_t v = v0; v < v0 + V; v += strip) task.run_strip(v, std::min(strip, v0 + V - v), scratch);
 }
 

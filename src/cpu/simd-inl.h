@@ -178,6 +178,33 @@ inline void zero(float* p, int64_t n) { std::memset(p, 0, n * sizeof(float)); }
 
 HWY_INLINE float sum_lanes(Vec v) { return hn::GetLane(hn::SumOfLanes(kF32, v)); }
 
+// out[i] = the lanes of x[i] summed, for as many vectors as a vector has lanes: a tree, each level of which halves the
+// number of vectors.
+HWY_INLINE void sum_lanes_of_all(Vec* x, float* out) {
+#if HWY_TARGET != HWY_SCALAR
+  const hn::RepartitionToWide<F32> pairs;
+  for (int64_t i = 0; i < lanes() / 2; ++i) {
+    const Vec a = x[2 * i], b = x[2 * i + 1];
+    x[i] = hn::Add(hn::InterleaveLower(kF32, a, b), hn::InterleaveUpper(kF32, a, b));
+  }
+  for (int64_t i = 0; i < lanes() / 4; ++i) {
+    const auto a = hn::BitCast(pairs, x[2 * i]), b = hn::BitCast(pairs, x[2 * i + 1]);
+    x[i] = hn::Add(hn::BitCast(kF32, hn::InterleaveLower(pairs, a, b)),
+                   hn::BitCast(kF32, hn::InterleaveUpper(pairs, a, b)));
+  }
+#if HWY_TARGET == HWY_AVX3
+  for (int64_t i = 0; i < 2; ++i) {
+    const Vec a = x[2 * i], b = x[2 * i + 1];
+    x[i] = hn::Add(hn::OddEvenBlocks(hn::SwapAdjacentBlocks(b), a), hn::OddEvenBlocks(b, hn::SwapAdjacentBlocks(a)));
+  }
+#endif
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2
+  x[0] = hn::Add(hn::ConcatLowerLower(kF32, x[1], x[0]), hn::ConcatUpperUpper(kF32, x[1], x[0]));
+#endif
+#endif
+  store(x[0], out);
+}
+
 // sum_i x_i y_i over padded rows.
 inline float dot(const float* x, const float* y, int64_t n) {
   Vec sum = hn::Zero(kF32);

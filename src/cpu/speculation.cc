@@ -25,6 +25,7 @@
 namespace kda::cpu {
 constexpr int64_t kStripRows = 32;  // V-first
 constexpr int64_t kStripColumns = 64;
+constexpr int64_t kPrefetchRows = 16;  // V-first: how far ahead, 8 KiB at K = 128
 
 // One layer of a call of any of the three operators.
 struct SpeculationCall {
@@ -98,24 +99,26 @@ uint64_t speculation_scratch_bytes(const SpeculationSizes& sizes) {
   return bytes;
 }
 
-// Dot products of kRows rows of the state with 2 kTokens vectors: kG and qG of tokens t ...
+// Dot products of rows of the state with 2 kTokens vectors, kG and qG of tokens t ...
 template <int kStateRows, int kTokens>
 HWY_INLINE void dots(const float* S, int64_t pitch, const SpeculationScratch& x, int64_t drafts, int64_t t, int64_t Kp,
                      int64_t column) {
-  Vec sum[kStateRows][2 * kTokens];
-  for (int r = 0; r < kStateRows; ++r)
-    for (int i = 0; i < 2 * kTokens; ++i) sum[r][i] = hn::Zero(kF32);
+  constexpr int kSums = 2 * kTokens * kStateRows;
+  Vec sum[kPad];  // those beyond kSums fill the last vectors of sums
+  for (int i = 0; i < kPad; ++i) sum[i] = hn::Zero(kF32);
+  const auto vector = [&](int i) { return (i < kTokens ? t : drafts + t - kTokens) + i; };
   for (int64_t d = 0; d < Kp; d += lanes()) {
     Vec row[kStateRows];
     for (int r = 0; r < kStateRows; ++r) row[r] = load(S + r * pitch + d);
     for (int i = 0; i < 2 * kTokens; ++i) {
-      const Vec y = load(x.kq.row((i < kTokens ? t : drafts + t - kTokens) + i) + d);
-      for (int r = 0; r < kStateRows; ++r) sum[r][i] = hn::MulAdd(row[r], y, sum[r][i]);
+      const Vec y = load(x.kq.row(vector(i)) + d);
+      for (int r = 0; r < kStateRows; ++r) sum[i * kStateRows + r] = hn::MulAdd(row[r], y, sum[i * kStateRows + r]);
     }
   }
-  for (int r = 0; r < kStateRows; ++r)
-    for (int i = 0; i < 2 * kTokens; ++i)
-      x.xo.row((i < kTokens ? t : drafts + t - kTokens) + i)[column + r] = sum_lanes(sum[r][i]);
+  float sums[kPad];
+  for (int64_t i = 0; i < kSums; i += lanes()) sum_lanes_of_all(sum + i, sums + i);
+  for (int i = 0; i < 2 * kTokens; ++i)
+    for (int r = 0; r < kStateRows; ++r) x.xo.row(vector(i))[column + r] = sums[i * kStateRows + r];
 }
 
 struct SpeculationTask {
@@ -241,7 +244,10 @@ struct SpeculationTask {
       for (int64_t i = 0, w = r.newest; i < flushed; ++i, w = r.flush.before(w))
         load_row(KDA_F32, at(c.last.u, r.last_slot, r.flush.entry(w), hv) + v0 * sizeof(float), V, x.u_last.row(i));
       if (v_first) {
-        for (int64_t i = 0; i < rows; ++i) flush_row(S + i * pitch, i);
+        for (int64_t i = 0; i < rows; ++i) {
+          prefetch(S + (i + kPrefetchRows) * pitch);
+          flush_row(S + i * pitch, i);
+        }
       } else {
         const Matrix m{S, pitch};
         gemm<Acc::kDecay>(K, V, flushed, x.w.columns(), x.u_last, m, {x.f, m});
@@ -253,9 +259,14 @@ struct SpeculationTask {
         }
     }
     if (!c.in || drafts() == 0) return;
-    if (v_first) multiply_rows(S, pitch, V);
+    if (v_first) multiply_rows(S, pitch, V, !flushed);
     else gemm<Acc::kSet>(2 * drafts(), V, K, x.kq.rows(), Matrix{S, pitch}, x.xo);
     outputs(v0, V);
+  }
+
+  // Asks for a row of the state. Past the end of a head's state its neighbour's begins.
+  HWY_INLINE void prefetch(const float* row) const {
+    for (int64_t d = 0; d < c.d.K; d += 16) __builtin_prefetch(row + d);
   }
 
   HWY_INLINE void flush_row(float* S, int64_t column) {
@@ -266,13 +277,15 @@ struct SpeculationTask {
     }
   }
 
-  // S^T kG and S^T qG from rows of K numbers. Each sum has one order, whatever the grouping of rows and tokens.
-  void multiply_rows(const float* S, int64_t pitch, int64_t V) {
+  // S^T kG and S^T qG from rows of K numbers. Each sum has one order, whatever the grouping of rows and tokens. `cold`:
+  // nothing has touched these rows yet.
+  void multiply_rows(const float* S, int64_t pitch, int64_t V, bool cold) {
     constexpr int kPair = HWY_TARGET == HWY_AVX3 ? 2 : 1;
     const int64_t L = drafts(), Kp = padded(c.d.K);
     for (int64_t i = 0; i < V;) {
       const bool pair = i + kPair <= V;
       const float* row = S + i * pitch;
+      for (int64_t ahead = kPrefetchRows; cold && ahead < kPrefetchRows + kPair; ++ahead) prefetch(row + ahead * pitch);
       for (int64_t t = 0; t < L;) {
         const int64_t left = L - t;
         if (pair) {

@@ -18,6 +18,8 @@ struct Simd {
   void (*store_row)(int32_t dtype, const float* src, int64_t n, void* dst);
   void (*map)(const char* function, const float* x, float* y, int64_t n);  // n: whole vectors of 16
   void (*transpose)(const float* src, int64_t rows, int64_t columns, float* dst);
+  void (*sums)(const float* src, int64_t n, float* sums);  // of n rows of as many floats as a vector has
+  int64_t (*lanes)();
   void (*product)(const char* kind, int64_t M, int64_t N, int64_t K, const float* A, const float* B, float* C);
 };
 constexpr int64_t kPitch = 80;  // of the matrices of transpose and product
@@ -54,7 +56,13 @@ void product_all(const char* kind, int64_t M, int64_t N, int64_t K, const float*
   if (k == "gemm lower") gemm_lower(M, K, a.rows(), b, c);
 }
 
-test::Simd simd() { return {load_row, store_row, map_all, transpose_all, product_all}; }
+void sum_all(const float* src, int64_t n, float* sums) {
+  Vec x[kPad];
+  for (int64_t i = 0; i < n; ++i) x[i] = load(src + i * n);
+  sum_lanes_of_all(x, sums);
+}
+
+test::Simd simd() { return {load_row, store_row, map_all, transpose_all, sum_all, lanes, product_all}; }
 
 }  // namespace kda::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -66,6 +74,7 @@ HWY_AFTER_NAMESPACE();
 #include <array>
 #include <bit>
 #include <limits>
+#include <numeric>
 #include <string_view>
 #include <vector>
 
@@ -294,6 +303,17 @@ TEST(Vector, Transposes) {
             ASSERT_EQ(dst[i * kPitch + j], i < columns && j < rows ? src[j * kPitch + i] : -1)
                 << isa.name << ", " << rows << " x " << columns;
       }
+}
+
+TEST(Vector, SumsOfAllLanes) {
+  for (const Named& isa : available()) {
+    const int64_t n = isa.simd.lanes();
+    std::vector<float> src(n * n), sums(n);
+    for (int64_t i = 0; i < n * n; ++i) src[i] = static_cast<float>(i * i % 101);  // exact sums
+    isa.simd.sums(src.data(), n, sums.data());
+    for (int64_t i = 0; i < n; ++i)
+      EXPECT_EQ(sums[i], std::accumulate(&src[i * n], &src[i * n] + n, 0.0f)) << isa.name << ", vector " << i;
+  }
 }
 
 // All products against their definition in float64. What a triangle leaves out is NaN and must not be read.
