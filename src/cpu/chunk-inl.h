@@ -12,6 +12,7 @@
 
 #include "cpu/arena.h"
 #include "cpu/gemm-inl.h"
+#include "cpu/team.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
@@ -79,26 +80,28 @@ struct PreparedChunk {
   }
 };
 
-// What the threads of a team share: the state of the head at hand, and its chunks, two groups of them.
+// What the threads of a team share: the state of the head at hand, and its chunks, kTeamGroups groups of them.
 struct TeamScratch {
-  int64_t K, V, group;
+  int64_t K, columns_of_v, group;
   Matrix S;  // [K][V]
   char* chunks;
 
-  TeamScratch(char* memory, int64_t K, int64_t V, int64_t group) : K(K), V(V), group(group) {
+  // columns_of_v: V where chunks are prepared with their values, 0 where who scans them loads its own columns.
+  TeamScratch(char* memory, int64_t K, int64_t V, int64_t columns_of_v, int64_t group)
+      : K(K), columns_of_v(columns_of_v), group(group) {
     Arena arena(memory);
     S = take(arena, padded(K), V);
     chunks = memory ? memory + arena.bytes() : nullptr;
-    bytes = arena.bytes() + 2 * group * PreparedChunk::bytes(K, V);
+    bytes = arena.bytes() + kTeamGroups * group * PreparedChunk::bytes(K, columns_of_v);
   }
   uint64_t bytes;
 
   // c works on columns v0 .. v0+columns-1 of the i-th chunk.
   void lend(Chunk& c, int64_t i, int64_t v0, int64_t columns) const {
-    Arena arena(chunks + i % (2 * group) * PreparedChunk::bytes(K, V));
-    const PreparedChunk p(arena, K, V);
+    Arena arena(chunks + i % (kTeamGroups * group) * PreparedChunk::bytes(K, columns_of_v));
+    const PreparedChunk p(arena, K, columns_of_v);
     c.qG = p.qG, c.kG = p.kG, c.kg = p.kg, c.Aqk = p.Aqk, c.Akk = p.Akk, c.ell = p.ell, c.beta = p.beta;
-    c.v = p.v.from(0, v0);
+    if (columns_of_v) c.v = p.v.from(0, v0);
     c.V = columns;
   }
 };
@@ -126,6 +129,14 @@ inline void load_chunk(Chunk& c, const kda_inputs& in, const Gate& gate, int64_t
     decay_row(gate, c.alpha.row(i), c.K);
     load_row(in.v.dtype, at(in.v, b, t0 + i, hv) + v0 * dtype_size(in.v.dtype), c.V, c.v.row(i));
     c.beta[i] = activate_beta(in.beta_form, load_scalar(in.beta.dtype, at(in.beta, b, t0 + i, hv)));
+  }
+}
+
+// Columns v0 .. v0+c.V-1 of the values alone.
+inline void load_values(Chunk& c, const kda_tensor& v, int64_t b, int64_t t0, int64_t L, int64_t hv, int64_t v0) {
+  for (int64_t i = 0; i < L; ++i) {
+    prefetch_row(v, b, t0 + i, hv);
+    load_row(v.dtype, at(v, b, t0 + i, hv) + v0 * dtype_size(v.dtype), c.V, c.v.row(i));
   }
 }
 

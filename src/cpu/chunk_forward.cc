@@ -120,12 +120,12 @@ void forward_task(const ForwardHead& head, char* memory) {
 }
 
 // A head by all threads: chunk i, and chunks first .. end-1 on columns v0 .. v0+V-1.
-uint64_t forward_team_bytes(int64_t K, int64_t V, int64_t group) { return TeamScratch(nullptr, K, V, group).bytes; }
+uint64_t forward_team_bytes(int64_t K, int64_t V, int64_t group) { return TeamScratch(nullptr, K, V, 0, group).bytes; }
 
 void forward_prepare(const ForwardHead& head, char* team, int64_t group, int64_t i, char* memory) {
   const ForwardSteps steps{head};
   ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
-  TeamScratch(team, head.p.K, head.p.V, group).lend(s.chunk, i, 0, head.p.V);
+  TeamScratch(team, head.p.K, head.p.V, 0, group).lend(s.chunk, i, 0, 0);
   steps.prepare(s.chunk, steps.gate(s.chunk), i * kChunk);
 }
 
@@ -133,10 +133,11 @@ void forward_scan(const ForwardHead& head, char* team, int64_t group, int64_t fi
                   char* memory) {
   const ForwardSteps steps{head};
   ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
-  const TeamScratch shared(team, head.p.K, head.p.V, group);
+  const TeamScratch shared(team, head.p.K, head.p.V, 0, group);
   for (int64_t i = first; i < end; ++i) {
     shared.lend(s.chunk, i, v0, V);
     s.chunk.L = std::min(kChunk, head.seq.length - i * kChunk);
+    load_values(s.chunk, head.p.args.in.v, head.seq.b, head.seq.t0 + i * kChunk, s.chunk.L, head.hv, v0);
     steps.scan(s.chunk, shared.S.from(0, v0), s.o, i * kChunk, v0);
   }
 }

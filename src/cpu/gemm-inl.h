@@ -88,10 +88,23 @@ HWY_INLINE void gemm_tile(int64_t m, int64_t n, int64_t K, Scalars A, Matrix B, 
   t.store_to(C.from(m, n));
 }
 
+// Asks for rows of A, which another thread may have written: its cache is far.
+HWY_INLINE void prefetch_scalars(int64_t rows, int64_t K, Scalars A) {
+  if (A.col == 1) {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t k = 0; k < K; k += 16) __builtin_prefetch(A(i, k));
+  } else {
+    for (int64_t k = 0; k < K; ++k) __builtin_prefetch(A(0, k));
+  }
+}
+
 template <Acc kAcc, int N>
 HWY_INLINE void gemm_columns(int64_t n, int64_t M, int64_t K, Scalars A, Matrix B, Matrix C, Decay decay) {
   int64_t m = 0;
-  for (; m + kRows <= M; m += kRows) gemm_tile<kAcc, kRows, N>(m, n, K, A, B, C, decay);
+  for (; m + kRows <= M; m += kRows) {
+    if (n == 0 && m + 2 * kRows <= M) prefetch_scalars(kRows, K, A.from(m + kRows, 0));
+    gemm_tile<kAcc, kRows, N>(m, n, K, A, B, C, decay);
+  }
   for (; m < M; ++m) gemm_tile<kAcc, 1, N>(m, n, K, A, B, C, decay);
 }
 

@@ -70,17 +70,35 @@ struct Workspace {
   }
 };
 
-// fn(task, thread) for every task in 0 .. tasks-1. Tasks may run in any order on any thread: results must not depend on
-// it.
+// For many short tasks over memory: neighbours by one thread, so that what one asks for beyond its end serves the next.
+inline int64_t short_run(int64_t tasks, int threads) { return std::clamp<int64_t>(tasks / (8 * threads), 1, 8); }
+
+// fn(thread) on every thread of a team.
 template <class F>
-void parallel_for(int64_t tasks, int threads, const F& fn) {
+void on_all_threads(int threads, const F& fn) {
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads)
+  {
+    const FlushSubnormals flush;
+    fn(omp_get_thread_num());
+  }
+#else
+  const FlushSubnormals flush;
+  fn(0);
+#endif
+}
+
+// fn(task, thread) for every task in 0 .. tasks-1. Tasks may run in any order on any thread: results must not depend on
+// it. Each thread takes `run` neighbours at a time.
+template <class F>
+void parallel_for(int64_t tasks, int threads, const F& fn, int64_t run = 1) {
 #if defined(_OPENMP)
   if (threads > 1) {
 #pragma omp parallel num_threads(threads)
     {
       const FlushSubnormals flush;
       const int thread = omp_get_thread_num();
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, run)
       for (int64_t task = 0; task < tasks; ++task) fn(task, thread);
     }
     return;

@@ -287,12 +287,14 @@ void run(const Recurrence& r, const kda_exec& exec) {
   const int64_t parts = std::clamp<int64_t>(threads / heads, 1, (d.V + 63) / 64);
   const int64_t part = (d.V / parts + 63) / 64 * 64, tiles = (d.V + part - 1) / part;
   const auto task_fn = KDA_ISA_CALL(recurrent_task);
-  parallel_for(d.N * d.HV * tiles, threads, [&](int64_t task, int) {
+  const int64_t tasks = d.N * d.HV * tiles;
+  const auto one = [&](int64_t task, int) {
     const int64_t v0 = task % tiles * part, hv = task / tiles % d.HV, n = task / tiles / d.HV;
     const Sequence s = r.decode ? sequence_at(*r.decode, n) : sequence_at(d, r.in, r.states, n);
     if (s.live) task_fn(r, s, hv, v0, std::min(part, d.V - v0));
     else if (v0 == 0) zero_head(r.o, s.b, s.t0, s.length, hv);
-  });
+  };
+  parallel_for(tasks, threads, one, short_run(tasks, threads));
   if (d.varlen) {
     const int64_t end = int_at(r.in.cu_seqlens, d.N);
     for (int64_t hv = 0; hv < d.HV; ++hv) zero_head(r.o, 0, end, d.T - end, hv);

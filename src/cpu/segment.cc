@@ -126,22 +126,22 @@ void segment_task(const SegmentPass& pass, char* memory) {
 
 // A pass by all threads: its beginning and end, its i-th chunk, and the chunks first .. end-1 on some columns.
 uint64_t segment_team_bytes(int64_t K, int64_t columns, int64_t group) {
-  return TeamScratch(nullptr, K, columns, group).bytes;
+  return TeamScratch(nullptr, K, columns, columns, group).bytes;
 }
 
 void segment_begin(const SegmentPass& pass, char* team, int64_t group) {
   const SegmentSteps steps{pass};
-  steps.begin(TeamScratch(team, pass.p.K, steps.columns(), group).S);
+  steps.begin(TeamScratch(team, pass.p.K, steps.columns(), steps.columns(), group).S);
 }
 void segment_end(const SegmentPass& pass, char* team, int64_t group, char* memory) {
   const SegmentSteps steps{pass};
-  steps.end(Arena(memory), TeamScratch(team, pass.p.K, steps.columns(), group).S);
+  steps.end(Arena(memory), TeamScratch(team, pass.p.K, steps.columns(), steps.columns(), group).S);
 }
 
 void segment_prepare(const SegmentPass& pass, char* team, int64_t group, int64_t i, char* memory) {
   const SegmentSteps steps{pass};
   SegmentScratch s(Arena(memory), pass.p.K, steps.columns(), nullptr);
-  TeamScratch(team, pass.p.K, steps.columns(), group).lend(s.chunk, i, 0, steps.columns());
+  TeamScratch(team, pass.p.K, steps.columns(), steps.columns(), group).lend(s.chunk, i, 0, steps.columns());
   steps.prepare(s.chunk, steps.gate(s.chunk), i);
 }
 
@@ -149,7 +149,7 @@ void segment_scan(const SegmentPass& pass, char* team, int64_t group, int64_t fi
                   int64_t count, char* memory) {
   const SegmentSteps steps{pass};
   SegmentScratch s(Arena(memory), pass.p.K, steps.columns(), nullptr);
-  const TeamScratch shared(team, pass.p.K, steps.columns(), group);
+  const TeamScratch shared(team, pass.p.K, steps.columns(), steps.columns(), group);
   for (int64_t i = first; i < end; ++i) {
     shared.lend(s.chunk, i, column, count);
     s.chunk.L = pass.length(i);

@@ -23,8 +23,10 @@
 #ifndef KDA_CPU_SPECULATION_TYPES
 #define KDA_CPU_SPECULATION_TYPES
 namespace kda::cpu {
-constexpr int64_t kStripRows = 32;  // V-first
-constexpr int64_t kStripColumns = 64;
+constexpr int64_t kStripRows = 128;     // V-first
+constexpr int64_t kConvertedRows = 32;  // V-first, where they pass through scratch: as many as stay in L1
+constexpr int64_t kStripColumns = 64;   // K-first
+constexpr int64_t kStripWidth = std::max(kStripRows, kStripColumns);
 constexpr int64_t kPrefetchRows = 16;  // V-first: how far ahead, 8 KiB at K = 128
 
 // One layer of a call of any of the three operators.
@@ -74,17 +76,17 @@ struct SpeculationScratch {
   float *beta, *qk;  // [drafts]
   float* raw;        // [K]
   float* bias;       // [K]
-  Matrix strip;      // [32][K] or [K][64]: the state, where it cannot be worked on in place
+  Matrix strip;      // [rows][K] or [K][columns]: the state, where it cannot be worked on in place
 
   SpeculationScratch(Arena arena, const SpeculationSizes& z, uint64_t* bytes) {
     const auto matrix = [&](int64_t rows, int64_t columns) {
       return Matrix{arena.floats(rows * padded(columns)), padded(columns)};
     };
     const int64_t window = z.entries + z.drafts;
-    w = matrix(z.entries, z.K), u_last = matrix(z.entries, kStripColumns);
-    k = matrix(window, z.K), alpha = matrix(window, z.K), u = matrix(window, kStripColumns);
-    q = matrix(z.drafts, z.K), kq = matrix(2 * z.drafts, z.K), xo = matrix(2 * z.drafts, kStripColumns);
-    v = matrix(z.drafts, kStripColumns), A = matrix(z.drafts, window), P = matrix(z.drafts, window);
+    w = matrix(z.entries, z.K), u_last = matrix(z.entries, kStripWidth);
+    k = matrix(window, z.K), alpha = matrix(window, z.K), u = matrix(window, kStripWidth);
+    q = matrix(z.drafts, z.K), kq = matrix(2 * z.drafts, z.K), xo = matrix(2 * z.drafts, kStripWidth);
+    v = matrix(z.drafts, kStripWidth), A = matrix(z.drafts, window), P = matrix(z.drafts, window);
     for (float** p : {&beta, &qk}) *p = arena.floats(kMaxDrafts);
     for (float** p : {&f, &raw, &bias}) *p = arena.floats(padded(z.K));
     product = reinterpret_cast<double*>(arena.floats(2 * padded(z.K)));
@@ -118,7 +120,7 @@ HWY_INLINE void dots(const float* S, int64_t pitch, const SpeculationScratch& x,
   float sums[kPad];
   for (int64_t i = 0; i < kSums; i += lanes()) sum_lanes_of_all(sum + i, sums + i);
   for (int i = 0; i < 2 * kTokens; ++i)
-    for (int r = 0; r < kStateRows; ++r) x.xo.row(vector(i))[column + r] = sums[i * kStateRows + r];
+    std::memcpy(x.xo.row(vector(i)) + column, sums + i * kStateRows, kStateRows * sizeof(float));
 }
 
 struct SpeculationTask {
@@ -243,30 +245,28 @@ struct SpeculationTask {
     if (flushed) {
       for (int64_t i = 0, w = r.newest; i < flushed; ++i, w = r.flush.before(w))
         load_row(KDA_F32, at(c.last.u, r.last_slot, r.flush.entry(w), hv) + v0 * sizeof(float), V, x.u_last.row(i));
-      if (v_first) {
-        for (int64_t i = 0; i < rows; ++i) {
-          prefetch(S + (i + kPrefetchRows) * pitch);
-          flush_row(S + i * pitch, i);
-        }
-      } else {
+      if (!v_first) {
         const Matrix m{S, pitch};
         gemm<Acc::kDecay>(K, V, flushed, x.w.columns(), x.u_last, m, {x.f, m});
+        for (int64_t i = 0; !in_place && i < rows; ++i) store_flushed(S + i * pitch, v0, i, columns);
       }
-      if (!in_place)
-        for (int64_t i = 0; i < rows; ++i) {
-          store_row(c.hT.dtype, S + i * pitch, columns, address(c.hT, v0, i));
-          load_row(c.hT.dtype, address(c.hT, v0, i), columns, S + i * pitch);  // rounded as a call of its own would
-        }
     }
-    if (!c.in || drafts() == 0) return;
-    if (v_first) multiply_rows(S, pitch, V, !flushed);
-    else gemm<Acc::kSet>(2 * drafts(), V, K, x.kq.rows(), Matrix{S, pitch}, x.xo);
-    outputs(v0, V);
+    const bool verifies = c.in && drafts() > 0;
+    if (v_first) run_rows(S, pitch, V, in_place, v0);
+    else if (verifies) gemm<Acc::kSet>(2 * drafts(), V, K, x.kq.rows(), Matrix{S, pitch}, x.xo);
+    if (verifies) outputs(v0, V);
   }
 
   // Asks for a row of the state. Past the end of a head's state its neighbour's begins.
   HWY_INLINE void prefetch(const float* row) const {
     for (int64_t d = 0; d < c.d.K; d += 16) __builtin_prefetch(row + d);
+  }
+
+  // The rows that come too early for run_rows to ask for them, while keys and gates are prepared.
+  HWY_INLINE void prefetch_first(int64_t v0) const {
+    if (c.layout != KDA_STATE_V_FIRST || c.h0.dtype != KDA_F32) return;
+    const auto* S = reinterpret_cast<const float*>(address(c.h0, v0, 0));
+    for (int64_t i = 0; i < kPrefetchRows; ++i) prefetch(S + i * c.h0.stride[2]);
   }
 
   HWY_INLINE void flush_row(float* S, int64_t column) {
@@ -277,27 +277,37 @@ struct SpeculationTask {
     }
   }
 
-  // S^T kG and S^T qG from rows of K numbers. Each sum has one order, whatever the grouping of rows and tokens. `cold`:
-  // nothing has touched these rows yet.
-  void multiply_rows(const float* S, int64_t pitch, int64_t V, bool cold) {
+  // S^T kG and S^T qG from rows of K numbers, after what is to be flushed into them. Each sum has one order, whatever the
+  // grouping of rows and tokens.
+  void run_rows(float* S, int64_t pitch, int64_t V, bool in_place, int64_t v0) {
     constexpr int kPair = HWY_TARGET == HWY_AVX3 ? 2 : 1;
-    const int64_t L = drafts(), Kp = padded(c.d.K);
     for (int64_t i = 0; i < V;) {
-      const bool pair = i + kPair <= V;
-      const float* row = S + i * pitch;
-      for (int64_t ahead = kPrefetchRows; cold && ahead < kPrefetchRows + kPair; ++ahead) prefetch(row + ahead * pitch);
-      for (int64_t t = 0; t < L;) {
-        const int64_t left = L - t;
-        if (pair) {
-          if (left >= 4) dots<kPair, 4>(row, pitch, x, L, t, Kp, i), t += 4;
-          else if (left >= 2) dots<kPair, 2>(row, pitch, x, L, t, Kp, i), t += 2;
-          else dots<kPair, 1>(row, pitch, x, L, t, Kp, i), t += 1;
-        } else {
-          dots<1, 1>(row, pitch, x, L, t, Kp, i), t += 1;
-        }
+      const int64_t rows = i + kPair <= V ? kPair : 1;
+      for (int64_t j = i; j < i + rows; ++j) {
+        prefetch(S + (j + kPrefetchRows) * pitch);
+        if (!flushed) continue;
+        flush_row(S + j * pitch, j);
+        if (!in_place) store_flushed(S + j * pitch, v0, j, c.d.K);
       }
-      i += pair ? kPair : 1;
+      if (rows == kPair) multiply_rows<kPair>(S + i * pitch, pitch, i);
+      else multiply_rows<1>(S + i * pitch, pitch, i);
+      i += rows;
     }
+  }
+
+  template <int kStateRows>
+  HWY_INLINE void multiply_rows(const float* S, int64_t pitch, int64_t column) {
+    const int64_t L = c.in ? drafts() : 0, Kp = padded(c.d.K);
+    int64_t t = 0;
+    for (; t + 4 <= L; t += 4) dots<kStateRows, 4>(S, pitch, x, L, t, Kp, column);
+    if (t + 2 <= L) dots<kStateRows, 2>(S, pitch, x, L, t, Kp, column), t += 2;
+    if (t < L) dots<kStateRows, 1>(S, pitch, x, L, t, Kp, column);
+  }
+
+  // Row i of the strip goes to where the state is, and comes back rounded as a call of its own would find it.
+  void store_flushed(float* row, int64_t v0, int64_t i, int64_t columns) {
+    store_row(c.hT.dtype, row, columns, address(c.hT, v0, i));
+    load_row(c.hT.dtype, address(c.hT, v0, i), columns, row);
   }
 
   void outputs(int64_t v0, int64_t V) {
@@ -334,9 +344,11 @@ void speculation_task(const SpeculationCall& c, const SpeculationRequest& r, int
                       const SpeculationSizes& sizes, char* memory) {
   const SpeculationScratch scratch(Arena(memory), sizes, nullptr);
   SpeculationTask task{c, r, hv, v0, scratch};
+  task.prefetch_first(v0);
   if (r.newest >= 0) task.prepare_flush();
   if (c.in) task.prepare_verify();
-  const int64_t strip = c.layout == KDA_STATE_V_FIRST ? kStripRows : kStripColumns;
+  const int64_t rows = c.h0.dtype == KDA_F32 ? kStripRows : kConvertedRows;
+  const int64_t strip = c.layout == KDA_STATE_V_FIRST ? rows : kStripColumns;
   for (int64_t v = v0; v < v0 + V; v += strip) task.run_strip(v, std::min(strip, v0 + V - v));
   if (c.in && r.slot >= 0 && v0 == 0) task.record_keys();
 }
@@ -412,13 +424,14 @@ void run(const P& p, const kda_exec& exec, int64_t layers, const CallOf& call_of
   const int64_t parts = std::clamp<int64_t>(threads / std::max<int64_t>(1, heads), 1, (p.V + 63) / 64);
   const int64_t part = (p.V / parts + 63) / 64 * 64, tiles = (p.V + part - 1) / part;
   const auto task_fn = KDA_ISA_CALL(speculation_task);
-  parallel_for(heads * tiles, threads, [&](int64_t task, int thread) {
+  const auto one = [&](int64_t task, int thread) {
     const int64_t v0 = task % tiles * part, hv = task / tiles % p.HV, n = task / tiles / p.HV % p.N;
     const SpeculationCall call = call_of(task / tiles / p.HV / p.N);
     const SpeculationRequest r = request_of(n);
     if (r.s.live) task_fn(call, r, hv, v0, std::min(part, p.V - v0), sizes, workspace.of_thread(exec, thread));
     else if (call.o && v0 == 0) zero_head(*call.o, r.s.b, r.s.t0, r.s.length, hv);
-  });
+  };
+  parallel_for(heads * tiles, threads, one, short_run(heads * tiles, threads));
 }
 
 template <class P>

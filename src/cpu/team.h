@@ -8,16 +8,20 @@
 // depend on the number of segments.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <thread>
 
 #include "cpu/parallel.h"
 
 namespace kda::cpu {
 
-// Chunks prepared ahead, per group; memory holds two groups. At K = V = 128 a chunk takes 190 KB and some 0.1 ms, so that
-// a group outweighs the wait for all threads at its end.
+// Chunks are prepared in groups. One is being prepared, one waits, one is being scanned: memory holds three. At
+// K = V = 128 a chunk takes 150 KB and some 0.1 ms.
+constexpr int64_t kTeamGroups = 3;
+constexpr int64_t kMaxTiles = 16;
 inline int64_t team_group(int threads, int64_t max_chunks) {
-  return std::clamp<int64_t>(max_chunks, 1, std::max(8, threads));
+  return std::clamp<int64_t>(max_chunks, 1, std::max(2, threads));
 }
 
 // Heads of more chunks than this are for the team: those that would take a quarter longer than a fair share of what is
@@ -43,18 +47,45 @@ inline bool may_be_long(int64_t sequences, int64_t heads, int threads, bool varl
   return threads > 1 && sequences > 0 && (varlen || 4 * threads > 5 * sequences * heads);
 }
 
-// prepare(chunk, slot, thread) for every chunk, then scan(first, end, tile, thread) for its group on every tile of
-// columns, group by group. Slot i % (2 group) holds chunk i.
+// Waits for another thread of the team, shortly: what it waits for is being done already.
+template <class F>
+void wait_until(const F& done) {
+  for (int spins = 0; !done(); ++spins)
+    if (spins > 1000) std::this_thread::yield();  // more threads than cores
+}
+
+// prepare(chunk, thread) for every chunk, scan(first, end, tile, thread) for every group of chunks on every tile of
+// columns. Slot i % (kTeamGroups group) holds chunk i.
+//
+// Threads take tickets, no barrier stops them all. Phase p of the tickets scans group p - 2 and prepares group p. Whatever
+// a ticket waits for has an earlier ticket, so some thread is at work on it: there is always one that does not wait.
 template <class Prepare, class Scan>
 void run_as_team(int64_t chunks, int64_t group, int64_t tiles, int threads, const Prepare& prepare, const Scan& scan) {
-  for (int64_t done = 0, ready = 0; done < chunks;) {
-    const int64_t next = std::min(ready + group, chunks), scans = ready > done ? tiles : 0;
-    parallel_for(scans + next - ready, threads, [&](int64_t task, int thread) {
-      if (task < scans) scan(done, ready, task, thread);
-      else prepare(ready + task - scans, thread);
-    });
-    done = ready, ready = next;
-  }
+  const int64_t groups = (chunks + group - 1) / group, tickets = tiles + group;
+  std::atomic<int64_t> next{0};
+  // Chunks prepared in the slots of group g % kTeamGroups, ever; groups scanned of each tile.
+  std::atomic<int64_t> prepared[kTeamGroups] = {}, scanned[kMaxTiles] = {};
+  const auto scan_group = [&](int64_t g, int64_t tile, int thread) {
+    const int64_t end = std::min((g + 1) * group, chunks), wanted = g / kTeamGroups * group + end - g * group;
+    wait_until([&] { return prepared[g % kTeamGroups].load(std::memory_order_acquire) >= wanted; });
+    wait_until([&] { return scanned[tile].load(std::memory_order_acquire) >= g; });
+    scan(g * group, end, tile, thread);
+    scanned[tile].store(g + 1, std::memory_order_release);
+  };
+  const auto prepare_chunk = [&](int64_t g, int64_t chunk, int thread) {
+    for (int64_t tile = 0; tile < tiles; ++tile)  // until nobody reads what is in the slot
+      wait_until([&] { return scanned[tile].load(std::memory_order_acquire) > g - kTeamGroups; });
+    prepare(chunk, thread);
+    prepared[g % kTeamGroups].fetch_add(1, std::memory_order_release);
+  };
+  on_all_threads(threads, [&](int thread) {
+    for (int64_t ticket; (ticket = next.fetch_add(1, std::memory_order_relaxed)) < (groups + 2) * tickets;) {
+      const int64_t phase = ticket / tickets, i = ticket % tickets;
+      if (i < tiles && phase >= 2) scan_group(phase - 2, i, thread);
+      else if (i >= tiles && phase * group + i - tiles < chunks)
+        prepare_chunk(phase, phase * group + i - tiles, thread);
+    }
+  });
 }
 
 // Tiles of at least 32 columns (two of the widest vectors: narrower products run at half the speed), one a thread.
