@@ -19,7 +19,19 @@ from .ops import _compiling, _gate_parameters
 
 
 class Records(NamedTuple):
-    """What a verify leaves for the flush. Slots of ``R`` entries; see :func:`new_records`."""
+    """What a verify leaves for the flush: slots of ``R`` entries, one entry a token, made by :func:`new_records`.
+
+    Entry t of a request's slot belongs to its token t. With ``ring_first`` and ``ring_count`` a slot is a ring: that
+    many committed entries from ``ring_first`` on, then those of the drafts, all positions modulo ``R``. The arrays
+    share memory with nothing else of a call, and entries that no request asks for are neither read nor written. Live
+    requests have slots of their own; one with a negative index records and applies nothing.
+
+    >>> import kda, numpy as np
+    >>> records = kda.new_records(slots=4, entries=8, H=1, HV=2, K=16, V=32)
+    >>> batch = records._replace(indices=np.array([2, -1], np.int32))  # two requests, the second without records
+    >>> list(batch.alpha.shape), batch.ring_count is None
+    ([4, 8, 2, 16], True)
+    """
 
     u: Any  #: ``[slots, R, HV, V]`` float32, corrections
     k: Any  #: ``[slots, R, H, K]`` float32, keys after the norm
@@ -30,13 +42,24 @@ class Records(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """The causal convolution in front, fused: raw packed rows instead of q, k, v."""
+    """The causal convolution in front, fused: raw packed rows instead of q, k, v, which are None then.
 
-    x: Any  #: ``[N, T, 2*H*K + HV*V]``, q heads, then k, then v
-    weight: Any  #: ``[D, W]``, ``W`` = 2..4
+    The bits are those of :func:`kda.causal_conv1d_update` (with SiLU) and of the function on its result. In a tree the
+    taps of a token are its ancestors. Floating point arrays, each of its own dtype; ``x`` has that of q, k and v.
+
+    >>> import kda, numpy as np
+    >>> x, g, beta = np.ones((1, 2, 16), np.float32), np.zeros((1, 2, 1, 4), np.float32), np.ones((1, 2, 1), np.float32)
+    >>> conv = kda.Conv(x, weight=np.ones((16, 4), np.float32), bias=None, state=np.zeros((1, 16, 3), np.float32))
+    >>> o = kda.decode_mtp(None, None, None, g, beta, np.zeros((1, 1, 8, 4), np.float32), conv=conv)
+    >>> o.shape, conv.state[0, 0].tolist()  # two tokens on
+    ((1, 2, 1, 8), [0.0, 1.0, 1.0])
+    """
+
+    x: Any  #: ``[N, T, D]``, ``D = 2*H*K + HV*V``: q heads, then k, then v
+    weight: Any  #: ``[D, W]``, ``W`` = 2..4; the last column belongs to the current token
     bias: Any  #: ``[D]`` or None
-    state: Any  #: ``[slots, D, W - 1]``, the last raw rows, oldest first
-    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None
+    state: Any  #: ``[slots, D, W - 1]``, the last raw rows, oldest first; any strides
+    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: it has no state
 
 
 def new_records(
@@ -259,8 +282,21 @@ def flush_kvbuffer(
         accept_len: ``[N]`` int32: how many tokens of the chain, or with ``parents`` the path that ends in token
             ``accept_len[n] - 1``. Clamped to 0..R; 0 (and nothing in a ring) writes nothing.
         state_indices: ``[N]`` int32, the slot of each request; row n if None; ``< first_valid_slot``: nothing happens.
-        conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, and the convolution's state
-            ``[slots, D, W - 1]`` to roll on by the accepted ones.
+        parents: ``[N, T]`` int32, as given to the verify.
+        conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, the convolution's state
+            ``[slots, D, W - 1]`` to roll on by the accepted ones (with ``parents`` those of the path), and the slot of
+            each request in it, row n if None.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> pool, records = np.zeros((5, 1, 4, 4), np.float32), kda.new_records(1, 3, 1, 1, 4, 4)
+    >>> slot = np.array([2], np.int32)
+    >>> o = kda.verify_kvbuffer(x, x, x, 0 * x, beta, pool, records, state_indices=slot)
+    >>> float(pool.sum())
+    0.0
+    >>> kda.flush_kvbuffer(pool, records, np.array([2], np.int32), state_indices=slot)  # two of three accepted
+    >>> pool[:, 0, 0, 0].tolist()
+    [0.0, 0.0, 0.25, 0.0, 0.0]
     """
     arguments = (
         state, state_indices, *records, accept_len, parents, conv_x, conv_state, conv_indices, int(not state_v_first),
@@ -278,8 +314,16 @@ def flush_kvbuffer(
 def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **kwargs: Any) -> None:
     """:func:`flush_kvbuffer` for all layers of a model in one call, with the bits of a loop over layers.
 
-    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]``, ``conv_x`` ``[layers, N, T, D]``
-    and ``conv_state`` ``[layers, slots, D, W - 1]``; indices, parents, lengths and ring cursors are shared.
+    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]`` (``new_records(layers=...)``; verify
+    takes one layer's slices), ``conv_x`` ``[layers, N, T, D]`` and ``conv_state`` ``[layers, slots, D, W - 1]``, of any
+    layer stride; indices, parents, lengths and ring cursors are shared. Keywords of :func:`flush_kvbuffer`.
+
+    >>> import kda, numpy as np
+    >>> pools = np.ones((3, 1, 1, 4, 4), np.float32)
+    >>> records = kda.new_records(1, 2, 1, 1, 4, 4, layers=3)  # decays of 0
+    >>> kda.flush_kvbuffer_all_layers(pools, records, np.array([1], np.int32))
+    >>> float(pools.sum())
+    0.0
     """
     if len(getattr(state, "shape", ())) != 5:
         raise ValueError(
@@ -331,13 +375,24 @@ def flush_verify_kvbuffer(
     Args:
         q, k, v, g, beta, ...: the new drafts, as in :func:`verify_kvbuffer`.
         state: the pool, read, and written where something is applied.
-        accept_len: ``[N]`` int32, of the last round; 0 in the first.
+        records: of this round, or a ring of at least ``2 * max_tokens`` entries, whose cursors are moved on.
+        accept_len: ``[N]`` int32, of the last round; 0 in the first. Clamped to what is recorded.
+        last: the last round's records, in memory of their own. Not with a ring.
         last_parents: ``[N, T']`` int32, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
         max_tokens: with a ring, the most tokens of any round on it; 0 (not with cu_seqlens): T.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> drafts, pool = (x, x, x, 0 * x, beta), np.zeros((1, 1, 4, 4), np.float32)
+    >>> first, second = (kda.new_records(1, 3, 1, 1, 4, 4) for _ in range(2))
+    >>> o = kda.verify_kvbuffer(*drafts, pool, first)
+    >>> o = kda.flush_verify_kvbuffer(*drafts, pool, second, np.array([2], np.int32), last=first)
+    >>> float(pool[0, 0, 0, 0])
+    0.25
     """
     arguments, out = _arguments(
         q, k, v, g, beta, state, out, conv, cu_seqlens, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel,
@@ -359,16 +414,31 @@ def flush_verify_kvbuffer(
 class DraftBuffer:
     """Records and cursors of a serving loop, one ring a slot: nothing but a state pool and this is kept.
 
-    A request is known by its slot, the same in the pool and here, whatever batch it is in::
+    A request is known by its slot, the same in the pool and here, whatever batch it is in (an int32 array a call,
+    negative for padding)::
 
         buffer = kda.DraftBuffer(slots, max_tokens, H, HV, K, V)
+        ...
+        buffer.reset(new_slots)                             # a request begins: its state is in the pool
         ...
         o = buffer.step(q, k, v, g, beta, pool, slots_of_batch, accept_len, **gate_options)   # last round's accept_len
         ...
         buffer.flush(pool, slots_of_batch, accept_len)      # the pool now holds the whole text
 
     ``entries`` of the ring beyond two rounds save writes of the state: it is written about once in
-    ``(entries - 2 * max_tokens) / accepted`` rounds.
+    ``(entries - 2 * max_tokens) / accepted`` rounds. Drafts are chains. One buffer a layer: each moves its own cursors.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> drafts, pool, slot = (x, x, x, 0 * x, beta), np.zeros((2, 1, 4, 4), np.float32), np.array([1], np.int32)
+    >>> buffer = kda.DraftBuffer(2, 3, 1, 1, 4, 4, entries=16)
+    >>> o = buffer.step(*drafts, pool, slot, np.array([0], np.int32))
+    >>> o = buffer.step(*drafts, pool, slot, np.array([2], np.int32))  # two of the three were right
+    >>> buffer.records.ring_count.tolist(), float(pool.sum())
+    ([0, 2], 0.0)
+    >>> buffer.flush(pool, slot, np.array([1], np.int32))
+    >>> buffer.records.ring_count.tolist(), float(pool[1].sum())
+    ([0, 0], 4.0)
     """
 
     def __init__(
@@ -401,8 +471,9 @@ class DraftBuffer:
         """Forgets what is recorded for ``slots``: a new request begins there. Negative ones are padding."""
         count = self.records.ring_count
         if is_torch(count):  # no synchronisation: padding marks a slot that does not exist
-            forgotten = count.new_zeros(count.shape[0] + 1)
-            forgotten.index_fill_(0, _arrays.torch.where(slots >= 0, slots, count.shape[0]).long(), 1)
+            slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[0]
+            forgotten = count.new_zeros(beyond + 1)
+            forgotten.index_fill_(0, _arrays.torch.where(slots < 0, beyond, slots.clamp(max=beyond)).long(), 1)
             count.masked_fill_(forgotten[:-1] == 1, 0)
         else:
             count[slots[slots >= 0]] = 0
