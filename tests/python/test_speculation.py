@@ -1,5 +1,5 @@
-"""Speculative decoding is plain decode: every output and every flushed state is what ``kda.decode`` gives token by token;
-what the library promises to the bit is compared to the bit."""
+"""Speculative decoding is plain decode: outputs and flushed states are what ``kda.decode`` gives token by token; what
+the library promises to the bit is compared to the bit."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def test_scale_is_used() -> None:
 @pytest.mark.parametrize("entries", [5, 8, 21])
 @pytest.mark.parametrize("tree", [False, True])
 def test_rings(entries: int, tree: bool) -> None:
-    """Cursors moved by hand, past the end of the slot again and again: drafts given up, committed tokens taken back, and
-    a flush, of more drafts if they are a tree, where little room is left."""
+    """Cursors moved by hand, past the end of the slot again and again: drafts given up, committed tokens taken back,
+    and where little room is left, or branches of a tree were accepted, a flush."""
     T, rng = 4, np.random.default_rng(entries)
     p, pool = drafts(T)
     ring = records_for(p, entries, ring=True)
@@ -358,7 +358,9 @@ def test_nan_stays_in_its_request() -> None:
     for call, others in ((p, h0), (sick, h0.clone().index_fill_(0, torch.tensor([2]), NAN))):
         records, more, pool = records_for(p, 4), records_for(p, 4), others.clone()
         o = [kda.verify_kvbuffer(**call.keywords, state=pool, records=records)]
-        o.append(kda.flush_verify_kvbuffer(**rest.keywords, state=pool, records=more, accept_len=alike(3), last=records))
+        o.append(
+            kda.flush_verify_kvbuffer(**rest.keywords, state=pool, records=more, accept_len=alike(3), last=records)
+        )
         results.append([*o, pool])
     for well, x in zip(*results, strict=True):
         assert same_bits(x[0], well[0]) and x[2].isnan().any() and well.isfinite().all()
@@ -401,7 +403,10 @@ def raw(p: Problem) -> dict[str, Any]:
 @pytest.mark.parametrize("T", [1, 3, 7])
 def test_fused_convolution_is_the_one_in_front(dtype: torch.dtype, W: int, bias: bool, T: int) -> None:
     like, h0 = drafts(T, dtype=dtype, H=2)
-    (p, conv), (following, second) = convolved(like, W, bias), convolved(drafts(T, dtype=dtype, H=2, seed=1)[0], W, bias)
+    (p, conv), (following, second) = (
+        convolved(like, W, bias),
+        convolved(drafts(T, dtype=dtype, H=2, seed=1)[0], W, bias),
+    )
     plain, state = h0.clone(), h0.clone()
     mtp = conv._replace(state=conv.state.clone())
     o = kda.decode_mtp(**raw(p), state=state, conv=mtp)
@@ -557,7 +562,10 @@ def test_slots_beyond_2_31_elements() -> None:
     expected = kda.verify_kvbuffer(**p.keywords, state=h0, records=near_records)
     kda.flush_kvbuffer(state, near_records, int32(2))
     shared = {"state_indices": int32(2)}
-    far = [far_memory(2 * stride + 2**16).as_strided((3, *x.shape[1:]), (stride, *x.stride()[1:])) for x in near_records[:3]]
+    far = [
+        far_memory(2 * stride + 2**16).as_strided((3, *x.shape[1:]), (stride, *x.stride()[1:]))
+        for x in near_records[:3]
+    ]
     records = kda.Records(*far, indices=int32(2))
     assert same_bits(kda.verify_kvbuffer(**p.keywords, state=pool, records=records, **shared), expected)
     assert all(same_bits(x[2], y[0]) for x, y in zip(far, near_records[:3], strict=True))
@@ -583,12 +591,12 @@ def arrays(x: Any) -> Any:
 @pytest.mark.parametrize("change", [lambda x: x, arrays], ids=["records of torch", "all NumPy"])
 def test_numpy(change: Callable[[Any], Any]) -> None:
     like, h0 = drafts(3)
-    p, conv = convolved(like, 4, True)
+    _, conv = convolved(like, 4, True)
     results = []
     for to in (lambda x: x, arrays):
         keywords = {n: to(x) for n, x in like.keywords.items()}
         state, kept = to(h0.clone()), to(torch.zeros(REQUESTS, 3, *h0.shape[1:]))
-        records, more, ring = (change(records_for(like, n)) for n in (3, 3, 8))
+        records, more = (change(records_for(like, 3)) for _ in range(2))
         front, m = to(conv._replace(state=conv.state.clone())), to(int32(2, 0, 3))
         o = [kda.decode_mtp(**{**keywords, "q": None, "k": None, "v": None}, state=state, conv=front, snapshots=kept)]
         o.append(kda.verify_kvbuffer(**keywords, state=state, records=records))
@@ -616,7 +624,12 @@ def loop(p: Problem, following: Problem, conv: kda.Conv, state: Tensor, kept: Te
     records, more = records_for(p, 3, fill=0.0), records_for(p, 3, fill=0.0)
     buffer, m, slots = kda.DraftBuffer(4, 3, 1, 2, 20, 36), int32(2, 0, 3), int32(3, -1, 0)
     o = [kda.decode_mtp(**raw(following), state=state, conv=conv, snapshots=kept)]
-    o.append(kda.decode_mtp(**p.keywords, state=state, update_state=False))
+    into = {
+        "snapshots": pool,
+        "snapshot_slots": int32(-1, -1, 3, *[-1] * 6).view(3, 3),
+        "state_indices": int32(0, 1, 2),
+    }
+    o.append(kda.decode_mtp(**p.keywords, state=pool, update_state=False, **into))
     o.append(kda.verify_kvbuffer(**p.keywords, state=state, records=records, parents=int32(-1, -1, 0).expand(3, 3)))
     rows = {"conv_x": conv.x, "conv_state": conv.state, "conv_indices": conv.indices}
     kda.flush_kvbuffer(state, records, m, **rows)
