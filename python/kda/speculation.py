@@ -8,10 +8,11 @@ and errors these functions share.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from . import _arrays
-from ._arrays import check_views, is_torch, new_like
+from ._arrays import check_views, is_torch, new_like, shape_of
 from ._lib import library
 from ._options import make_options
 from ._refusal import in_sentences
@@ -62,6 +63,11 @@ class Conv(NamedTuple):
     indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: it has no state
 
 
+def _check_size(name: str, size: Any) -> None:
+    if not hasattr(size, "__index__") or size < 0:
+        raise ValueError(f"{name}: expected a number of at least 0, got {size!r}")
+
+
 def new_records(
     slots: int, entries: int, H: int, HV: int, K: int, V: int, *, ring: bool = False, layers: int | None = None,
     device: Any = None,
@@ -72,6 +78,10 @@ def new_records(
     >>> list(kda.new_records(2, 8, 1, 1, 16, 32).u.shape)
     [2, 8, 1, 32]
     """
+    for name, size in {"slots": slots, "entries": entries, "H": H, "HV": HV, "K": K, "V": V}.items():
+        _check_size(name, size)
+    if layers is not None:
+        _check_size("layers", layers)
     lead = (slots, entries) if layers is None else (layers, slots, entries)
     if _arrays.torch is not None:
         tensors = [_arrays.torch.zeros(*lead, *s, device=device) for s in ((HV, V), (H, K), (HV, K))]
@@ -88,12 +98,21 @@ def new_records(
 
 def _value_size(v: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) -> int:
     if conv is None:
-        return int(v.shape[3])
+        return int(shape_of("v", v, 4)[3])
     if out is not None:
-        return int(out.shape[3])
+        return int(shape_of("out", out, 4)[3])
     if state is None:
         raise ValueError("out: expected an array with conv and without state, which tells V otherwise, got None")
-    return int(state.shape[-2 if v_first else -1])
+    return int(shape_of("state", state, 4)[2 if v_first else 3])
+
+
+def _fields(name: str, x: Any, kind: Any, optional: bool = True) -> tuple[Any, ...]:
+    """The fields of a ``kind`` (:class:`Conv` or :class:`Records`), all None without one."""
+    if x is None and optional:
+        return (None,) * len(kind._fields)
+    if not isinstance(x, kind):
+        raise ValueError(f"{name}: expected kda.{kind.__name__}, got {type(x).__name__}")
+    return tuple(x)
 
 
 def _arguments(
@@ -102,22 +121,16 @@ def _arguments(
     v_first: bool,
 ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
     """The binding's arguments for ``kda_inputs``, and ``out``."""
-    if len(getattr(g, "shape", ())) != 4:
-        raise ValueError(f"g: expected 4 dimensions [N, T, HV, K], got {list(getattr(g, 'shape', ()))}")
-    if conv is None and len(getattr(v, "shape", ())) != 4:
-        raise ValueError(f"v: expected 4 dimensions [N, T, HV, V], got {list(getattr(v, 'shape', ()))}")
+    shape_of("g", g, 4)
+    fields = _fields("conv", conv, Conv)
     V = _value_size(v, state, out, conv, v_first)
     A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g) if use_gate else (None, None)
     options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
     if not _compiling():
-        check_views(q, k, v, g, beta, A_log, dt_bias, state, out, *(conv or ()))
+        check_views(q, k, v, g, beta, A_log, dt_bias, state, out, *fields)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options), out
-
-
-_NO_CONV = (None,) * 5
-_NO_RECORDS = (None,) * 6
 
 
 @in_sentences
@@ -178,12 +191,13 @@ def decode_mtp(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (first_valid_slot, out, impl, num_threads)
-    more = (*(conv or _NO_CONV), snapshots, snapshot_slots, accepted)
+    more = (*_fields("conv", conv, Conv), snapshots, snapshot_slots, accepted)
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("decode_mtp", *arguments, state, state_indices, has_initial_state, *rest, *more, update_state)
         return out
+    check_views(snapshots)
     library().decode(
         *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, *more
     )
@@ -245,14 +259,15 @@ def verify_kvbuffer(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (
-        state_indices, has_initial_state, first_valid_slot, *(conv or _NO_CONV), out, *(records or _NO_RECORDS),
-        parents, impl, num_threads,
+        state_indices, has_initial_state, first_valid_slot, *_fields("conv", conv, Conv), out,
+        *_fields("records", records, Records), parents, impl, num_threads,
     )  # fmt: skip
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("verify", *arguments, state, *rest)
     else:
+        check_views(*(records or ()))
         library().verify(*arguments, state, None, *rest, None)
     return out
 
@@ -299,14 +314,15 @@ def flush_kvbuffer(
     [0.0, 0.0, 0.25, 0.0, 0.0]
     """
     arguments = (
-        state, state_indices, *records, accept_len, parents, conv_x, conv_state, conv_indices, int(not state_v_first),
-        first_valid_slot, impl, num_threads,
+        state, state_indices, *_fields("records", records, Records, False), accept_len, parents, conv_x, conv_state,
+        conv_indices, int(not state_v_first), first_valid_slot, impl, num_threads,
     )  # fmt: skip
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("flush", *arguments)
     else:
+        check_views(state, *records, conv_x, conv_state)
         library().flush(*arguments, None)
 
 
@@ -325,10 +341,7 @@ def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **k
     >>> float(pools.sum())
     0.0
     """
-    if len(getattr(state, "shape", ())) != 5:
-        raise ValueError(
-            f"state: expected 5 dimensions [layers, slots, HV, V, K], got {list(getattr(state, 'shape', ()))}"
-        )
+    shape_of("state", state, 5)
     flush_kvbuffer(state, records, accept_len, **kwargs)
 
 
@@ -399,16 +412,21 @@ def flush_verify_kvbuffer(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (
-        first_valid_slot, *(conv or _NO_CONV), out, *(last or _NO_RECORDS), accept_len, last_parents, last_conv_x,
-        *records, parents, max_tokens, impl, num_threads,
+        first_valid_slot, *_fields("conv", conv, Conv), out, *_fields("last", last, Records), accept_len, last_parents,
+        last_conv_x, *_fields("records", records, Records, False), parents, max_tokens, impl, num_threads,
     )  # fmt: skip
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("flush_verify", *arguments, state, state_indices, *rest)
     else:
+        check_views(*records, *(last or ()), last_conv_x)
         library().flush_verify(*arguments, state, state, state_indices, None, *rest, None)
     return out
+
+
+def _about_slots(error: ValueError) -> ValueError:
+    return ValueError(re.sub(r"^(state_indices|records\.indices)(?=:)", "slots", str(error)))
 
 
 class DraftBuffer:
@@ -445,10 +463,14 @@ class DraftBuffer:
         self, slots: int, max_tokens: int, H: int, HV: int, K: int, V: int, *, entries: int | None = None,
         device: Any = None,
     ) -> None:  # fmt: skip
-        self.max_tokens = max_tokens
+        _check_size("max_tokens", max_tokens)
+        if not 1 <= max_tokens <= 16:
+            raise ValueError(f"max_tokens: expected 1..16, got {max_tokens!r}")
         entries = 2 * max_tokens if entries is None else entries
+        _check_size("entries", entries)
         if entries < 2 * max_tokens:
-            raise ValueError(f"entries: expected at least 2 * max_tokens = {2 * max_tokens}, got {entries}")
+            raise ValueError(f"entries: expected at least 2 * max_tokens = {2 * max_tokens}, got {entries!r}")
+        self.max_tokens = max_tokens
         self.records = new_records(slots, entries, H, HV, K, V, ring=True, device=device)
 
     def step(
@@ -456,19 +478,28 @@ class DraftBuffer:
     ) -> Any:
         """Commits the last round's ``accept_len`` tokens of each request (0 in its first) and verifies new drafts:
         :func:`flush_verify_kvbuffer`, with its keywords."""
-        return flush_verify_kvbuffer(
-            q, k, v, g, beta, state, self.records._replace(indices=slots), accept_len, state_indices=slots,
-            max_tokens=self.max_tokens, **options,
-        )  # fmt: skip
+        shape_of("slots", slots, 1)
+        try:
+            return flush_verify_kvbuffer(
+                q, k, v, g, beta, state, self.records._replace(indices=slots), accept_len, state_indices=slots,
+                max_tokens=self.max_tokens, **options,
+            )  # fmt: skip
+        except ValueError as error:
+            raise _about_slots(error) from None
 
     def flush(self, state: Any, slots: Any, accept_len: Any, **options: Any) -> None:
         """Brings ``state`` up to date: everything committed and the last ``accept_len`` tokens. Then the slots may be
         recycled or copied (prefix caching). Keywords of :func:`flush_kvbuffer`."""
-        flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
+        shape_of("slots", slots, 1)
+        try:
+            flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
+        except ValueError as error:
+            raise _about_slots(error) from None
         self.reset(slots)
 
     def reset(self, slots: Any) -> None:
         """Forgets what is recorded for ``slots``: a new request begins there. Negative ones are padding."""
+        shape_of("slots", slots, 1)
         count = self.records.ring_count
         if is_torch(count):  # no synchronisation: padding marks a slot that does not exist
             slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[0]
