@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ class Model:
     def run(self, op: Any, sequences: list[list[int]], states: Tensor, tails: Tensor, **more: Any) -> Tensor:
         """``op`` on packed sequences, a state each; all in place."""
         cu = torch.tensor([0, *accumulate(map(len, sequences))])
-        tokens = torch.tensor(sum(sequences, [])).long()[None]
+        tokens = torch.tensor([*chain(*sequences)]).long()[None]
         x = self.x[tokens]
         if self.weight is not None:
             x = kda.causal_conv1d_update(x, tails, self.weight, cu_seqlens=cu)
@@ -346,7 +346,7 @@ class World:
         lengths = [T if dense else self.chance.randrange(0, TOKENS + 1) for _ in batch]
         nobody = Request(-1, [0], torch.zeros(STATE), torch.zeros(D, 3), self.chance)
         feeds = [(r or nobody).drafts(n)[:n] for r, n in zip(batch, lengths, strict=True)]
-        tokens, rows = torch.tensor(sum(feeds, [])).long(), torch.full((ROWS, TOKENS, D), NAN)
+        tokens, rows = torch.tensor([*chain(*feeds)]).long(), torch.full((ROWS, TOKENS, D), NAN)
         for row, feed in zip(rows, feeds, strict=True):
             row[: len(feed)] = self.model.x[torch.tensor(feed).long()]
         cu = None if dense else torch.tensor([0, *accumulate(lengths)])
