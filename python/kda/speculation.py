@@ -477,7 +477,7 @@ class DraftBuffer:
         self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, slots: Any, accept_len: Any, **options: Any
     ) -> Any:
         """Commits the last round's ``accept_len`` tokens of each request (0 in its first) and verifies new drafts:
-        :func:`flush_verify_kvbuffer`, with its keywords."""
+        :func:`flush_verify_kvbuffer`, with its keywords (with ``conv`` also ``last_conv_x``)."""
         shape_of("slots", slots, 1)
         try:
             return flush_verify_kvbuffer(

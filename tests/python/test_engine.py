@@ -21,6 +21,7 @@ VOCABULARY, EVERY = 30, 64
 H, HV, K, V = 1, 2, 9, 6
 D = 2 * H * K + HV * V
 STATE = (HV, V, K)
+OFFSETS = (torch.int32, torch.int64)
 
 
 def int32(values: list[int]) -> Tensor:
@@ -349,7 +350,7 @@ class World:
         tokens, rows = torch.tensor([*chain(*feeds)]).long(), torch.full((ROWS, TOKENS, D), NAN)
         for row, feed in zip(rows, feeds, strict=True):
             row[: len(feed)] = self.model.x[torch.tensor(feed).long()]
-        cu = None if dense else torch.tensor([0, *accumulate(lengths)])
+        cu = None if dense else torch.tensor([0, *accumulate(lengths)], dtype=self.chance.choice(OFFSETS))
         slots = int32([r.slot if r else -1 for r in batch])
         b = Batch(tokens.view(ROWS, T) if dense else tokens[None], slots, lengths, cu, rows)
 
