@@ -357,3 +357,24 @@ def test_operators_are_proper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, _ in calls} == {"decode_mtp", "verify", "flush", "flush_verify"}
     for name, arguments in calls:
         torch.library.opcheck(getattr(torch.ops.kda, name).default, arguments, test_utils=OPCHECKS)
+
+
+def test_batches_of_any_size_compile_once() -> None:
+    def step(buffer: kda.DraftBuffer, pool: Tensor, slots: Tensor, m: Tensor, **inputs: Any) -> Tensor:
+        o: Tensor = buffer.step(**inputs, state=pool, slots=slots, accept_len=m)
+        return o + 1
+
+    torch._dynamo.reset()
+    buffers, pools = (
+        [kda.DraftBuffer(8, 4, 1, 2, 20, 36) for _ in range(2)],
+        [torch.zeros(8, 2, 36, 20) for _ in range(2)],
+    )
+    functions = step, torch.compile(step, fullgraph=True, backend="aot_eager")
+    for turn, (N, T) in enumerate(((3, 4), (5, 2), (2, 3), (8, 4))):
+        p, slots, m = drafts(T, N=N, seed=turn)[0], torch.randperm(8)[:N].int(), torch.randint(0, 3, (N,)).int()
+        for x in (slots, m, *(p.tensors[n] for n in ("q", "k", "v", "g", "beta"))):
+            for dimension in range(min(x.ndim, 2)):
+                torch._dynamo.mark_dynamic(x, dimension)
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            o = [f(b, s, slots, m, **p.keywords) for f, b, s in zip(functions, buffers, pools, strict=True)]
+        assert same_bits(*o) and same_bits(*pools) and same_records(*(b.records for b in buffers))
