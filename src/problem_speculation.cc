@@ -15,7 +15,8 @@ int64_t check_records(const kda_records& r, const char* name, const Dims& d, int
   const kda_tensor* const all[] = {&r.u, &r.k, &r.alpha, &r.indices, &r.ring_first, &r.ring_count};
   for (int i = 0; i < 6; ++i) check_absent_is_empty(names[i], *all[i]);
   const int given = present(r.u) + present(r.k) + present(r.alpha);
-  if (given != 0 && given != 3) invalid(name, ".u, k, alpha: expected all three or none, got ", given);
+  for (int i = 0; i < 3; ++i)
+    if (given && !present(*all[i])) invalid(names[i], ": expected together with the others of u, k, alpha, got none");
   if (!given) {
     for (int i = 3; i < 6; ++i)
       if (present(*all[i])) invalid(names[i], ": expected records with it, got none");

@@ -8,10 +8,10 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
     o = scale * S.T @ q                   # reads the updated state
 
 Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
-of ``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states. ``kda.nn`` has the
-layer of Kimi-Linear, ``kda.cp`` context parallelism over ``torch.distributed``, ``kda.stages`` the single steps of the
-chunked form. Importing this package is cheap: torch and the compiled library are loaded by the first function that
-needs them.
+of ``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states; :class:`DraftBuffer`,
+and the functions it is made of, serve drafts from one. ``kda.nn`` has the layer of Kimi-Linear, ``kda.cp`` context
+parallelism over ``torch.distributed``, ``kda.stages`` the single steps of the chunked form. Importing this package is
+cheap: torch and the compiled library are loaded by the first function that needs them.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ and errors these functions share.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from . import _arrays
-from ._arrays import check_views, is_torch, new_like
+from ._arrays import check_views, is_torch, new_like, shape_of
 from ._lib import library
 from ._options import make_options
 from ._refusal import in_sentences
@@ -19,7 +20,19 @@ from .ops import _compiling, _gate_parameters
 
 
 class Records(NamedTuple):
-    """What a verify leaves for the flush. Slots of ``R`` entries; see :func:`new_records`."""
+    """What a verify leaves for the flush: slots of ``R`` entries, one entry a token, made by :func:`new_records`.
+
+    Entry t of a request's slot belongs to its token t. With ``ring_first`` and ``ring_count`` a slot is a ring: that
+    many committed entries from ``ring_first`` on, then those of the drafts, all positions modulo ``R``. The arrays
+    share memory with nothing else of a call, and entries that no request asks for are neither read nor written. Live
+    requests have slots of their own; one with a negative index records and applies nothing.
+
+    >>> import kda, numpy as np
+    >>> records = kda.new_records(slots=4, entries=8, H=1, HV=2, K=16, V=32)
+    >>> batch = records._replace(indices=np.array([2, -1], np.int32))  # two requests, the second without records
+    >>> list(batch.alpha.shape), batch.ring_count is None
+    ([4, 8, 2, 16], True)
+    """
 
     u: Any  #: ``[slots, R, HV, V]`` float32, corrections
     k: Any  #: ``[slots, R, H, K]`` float32, keys after the norm
@@ -30,13 +43,29 @@ class Records(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """The causal convolution in front, fused: raw packed rows instead of q, k, v."""
+    """The causal convolution in front, fused: raw packed rows instead of q, k, v, which are None then.
 
-    x: Any  #: ``[N, T, 2*H*K + HV*V]``, q heads, then k, then v
-    weight: Any  #: ``[D, W]``, ``W`` = 2..4
+    The bits are those of :func:`kda.causal_conv1d_update` (with SiLU) and of the function on its result. In a tree the
+    taps of a token are its ancestors. Floating point arrays, each of its own dtype; ``x`` has that of q, k and v.
+
+    >>> import kda, numpy as np
+    >>> x, g, beta = np.ones((1, 2, 16), np.float32), np.zeros((1, 2, 1, 4), np.float32), np.ones((1, 2, 1), np.float32)
+    >>> conv = kda.Conv(x, weight=np.ones((16, 4), np.float32), bias=None, state=np.zeros((1, 16, 3), np.float32))
+    >>> o = kda.decode_mtp(None, None, None, g, beta, np.zeros((1, 1, 8, 4), np.float32), conv=conv)
+    >>> o.shape, conv.state[0, 0].tolist()  # two tokens on
+    ((1, 2, 1, 8), [0.0, 1.0, 1.0])
+    """
+
+    x: Any  #: ``[N, T, D]``, ``D = 2*H*K + HV*V``: q heads, then k, then v
+    weight: Any  #: ``[D, W]``, ``W`` = 2..4; the last column belongs to the current token
     bias: Any  #: ``[D]`` or None
-    state: Any  #: ``[slots, D, W - 1]``, the last raw rows, oldest first
-    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None
+    state: Any  #: ``[slots, D, W - 1]``, the last raw rows, oldest first; any strides
+    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: it has no state
+
+
+def _check_size(name: str, size: Any) -> None:
+    if not hasattr(size, "__index__") or size < 0:
+        raise ValueError(f"{name}: expected a number of at least 0, got {size!r}")
 
 
 def new_records(
@@ -49,6 +78,10 @@ def new_records(
     >>> list(kda.new_records(2, 8, 1, 1, 16, 32).u.shape)
     [2, 8, 1, 32]
     """
+    for name, size in {"slots": slots, "entries": entries, "H": H, "HV": HV, "K": K, "V": V}.items():
+        _check_size(name, size)
+    if layers is not None:
+        _check_size("layers", layers)
     lead = (slots, entries) if layers is None else (layers, slots, entries)
     if _arrays.torch is not None:
         tensors = [_arrays.torch.zeros(*lead, *s, device=device) for s in ((HV, V), (H, K), (HV, K))]
@@ -65,12 +98,21 @@ def new_records(
 
 def _value_size(v: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) -> int:
     if conv is None:
-        return int(v.shape[3])
+        return int(shape_of("v", v, 4)[3])
     if out is not None:
-        return int(out.shape[3])
+        return int(shape_of("out", out, 4)[3])
     if state is None:
         raise ValueError("out: expected an array with conv and without state, which tells V otherwise, got None")
-    return int(state.shape[-2 if v_first else -1])
+    return int(shape_of("state", state, 4)[2 if v_first else 3])
+
+
+def _fields(name: str, x: Any, kind: Any, optional: bool = True) -> tuple[Any, ...]:
+    """The fields of a ``kind`` (:class:`Conv` or :class:`Records`), all None without one."""
+    if x is None and optional:
+        return (None,) * len(kind._fields)
+    if not isinstance(x, kind):
+        raise ValueError(f"{name}: expected kda.{kind.__name__}, got {type(x).__name__}")
+    return tuple(x)
 
 
 def _arguments(
@@ -79,22 +121,16 @@ def _arguments(
     v_first: bool,
 ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
     """The binding's arguments for ``kda_inputs``, and ``out``."""
-    if len(getattr(g, "shape", ())) != 4:
-        raise ValueError(f"g: expected 4 dimensions [N, T, HV, K], got {list(getattr(g, 'shape', ()))}")
-    if conv is None and len(getattr(v, "shape", ())) != 4:
-        raise ValueError(f"v: expected 4 dimensions [N, T, HV, V], got {list(getattr(v, 'shape', ()))}")
+    shape_of("g", g, 4)
+    fields = _fields("conv", conv, Conv)
     V = _value_size(v, state, out, conv, v_first)
     A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g) if use_gate else (None, None)
     options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
     if not _compiling():
-        check_views(q, k, v, g, beta, A_log, dt_bias, state, out, *(conv or ()))
+        check_views(q, k, v, g, beta, A_log, dt_bias, state, out, *fields)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options), out
-
-
-_NO_CONV = (None,) * 5
-_NO_RECORDS = (None,) * 6
 
 
 @in_sentences
@@ -155,12 +191,13 @@ def decode_mtp(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (first_valid_slot, out, impl, num_threads)
-    more = (*(conv or _NO_CONV), snapshots, snapshot_slots, accepted)
+    more = (*_fields("conv", conv, Conv), snapshots, snapshot_slots, accepted)
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("decode_mtp", *arguments, state, state_indices, has_initial_state, *rest, *more, update_state)
         return out
+    check_views(snapshots)
     library().decode(
         *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, *more
     )
@@ -222,14 +259,15 @@ def verify_kvbuffer(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (
-        state_indices, has_initial_state, first_valid_slot, *(conv or _NO_CONV), out, *(records or _NO_RECORDS),
-        parents, impl, num_threads,
+        state_indices, has_initial_state, first_valid_slot, *_fields("conv", conv, Conv), out,
+        *_fields("records", records, Records), parents, impl, num_threads,
     )  # fmt: skip
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("verify", *arguments, state, *rest)
     else:
+        check_views(*(records or ()))
         library().verify(*arguments, state, None, *rest, None)
     return out
 
@@ -259,18 +297,32 @@ def flush_kvbuffer(
         accept_len: ``[N]`` int32: how many tokens of the chain, or with ``parents`` the path that ends in token
             ``accept_len[n] - 1``. Clamped to 0..R; 0 (and nothing in a ring) writes nothing.
         state_indices: ``[N]`` int32, the slot of each request; row n if None; ``< first_valid_slot``: nothing happens.
-        conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, and the convolution's state
-            ``[slots, D, W - 1]`` to roll on by the accepted ones.
+        parents: ``[N, T]`` int32, as given to the verify.
+        conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, the convolution's state
+            ``[slots, D, W - 1]`` to roll on by the accepted ones (with ``parents`` those of the path), and the slot of
+            each request in it, row n if None.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> pool, records = np.zeros((5, 1, 4, 4), np.float32), kda.new_records(1, 3, 1, 1, 4, 4)
+    >>> slot = np.array([2], np.int32)
+    >>> o = kda.verify_kvbuffer(x, x, x, 0 * x, beta, pool, records, state_indices=slot)
+    >>> float(pool.sum())
+    0.0
+    >>> kda.flush_kvbuffer(pool, records, np.array([2], np.int32), state_indices=slot)  # two of three accepted
+    >>> pool[:, 0, 0, 0].tolist()
+    [0.0, 0.0, 0.25, 0.0, 0.0]
     """
     arguments = (
-        state, state_indices, *records, accept_len, parents, conv_x, conv_state, conv_indices, int(not state_v_first),
-        first_valid_slot, impl, num_threads,
+        state, state_indices, *_fields("records", records, Records, False), accept_len, parents, conv_x, conv_state,
+        conv_indices, int(not state_v_first), first_valid_slot, impl, num_threads,
     )  # fmt: skip
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("flush", *arguments)
     else:
+        check_views(state, *records, conv_x, conv_state)
         library().flush(*arguments, None)
 
 
@@ -278,13 +330,18 @@ def flush_kvbuffer(
 def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **kwargs: Any) -> None:
     """:func:`flush_kvbuffer` for all layers of a model in one call, with the bits of a loop over layers.
 
-    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]``, ``conv_x`` ``[layers, N, T, D]``
-    and ``conv_state`` ``[layers, slots, D, W - 1]``; indices, parents, lengths and ring cursors are shared.
+    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]`` (``new_records(layers=...)``; verify
+    takes one layer's slices), ``conv_x`` ``[layers, N, T, D]`` and ``conv_state`` ``[layers, slots, D, W - 1]``, of any
+    layer stride; indices, parents, lengths and ring cursors are shared. Keywords of :func:`flush_kvbuffer`.
+
+    >>> import kda, numpy as np
+    >>> pools = np.ones((3, 1, 1, 4, 4), np.float32)
+    >>> records = kda.new_records(1, 2, 1, 1, 4, 4, layers=3)  # decays of 0
+    >>> kda.flush_kvbuffer_all_layers(pools, records, np.array([1], np.int32))
+    >>> float(pools.sum())
+    0.0
     """
-    if len(getattr(state, "shape", ())) != 5:
-        raise ValueError(
-            f"state: expected 5 dimensions [layers, slots, HV, V, K], got {list(getattr(state, 'shape', ()))}"
-        )
+    shape_of("state", state, 5)
     flush_kvbuffer(state, records, accept_len, **kwargs)
 
 
@@ -331,78 +388,123 @@ def flush_verify_kvbuffer(
     Args:
         q, k, v, g, beta, ...: the new drafts, as in :func:`verify_kvbuffer`.
         state: the pool, read, and written where something is applied.
-        accept_len: ``[N]`` int32, of the last round; 0 in the first.
+        records: of this round, or a ring of at least ``2 * max_tokens`` entries, whose cursors are moved on.
+        accept_len: ``[N]`` int32, of the last round; 0 in the first. Clamped to what is recorded.
+        last: the last round's records, in memory of their own. Not with a ring.
         last_parents: ``[N, T']`` int32, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
         max_tokens: with a ring, the most tokens of any round on it; 0 (not with cu_seqlens): T.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> drafts, pool = (x, x, x, 0 * x, beta), np.zeros((1, 1, 4, 4), np.float32)
+    >>> first, second = (kda.new_records(1, 3, 1, 1, 4, 4) for _ in range(2))
+    >>> o = kda.verify_kvbuffer(*drafts, pool, first)
+    >>> o = kda.flush_verify_kvbuffer(*drafts, pool, second, np.array([2], np.int32), last=first)
+    >>> float(pool[0, 0, 0, 0])
+    0.25
     """
     arguments, out = _arguments(
         q, k, v, g, beta, state, out, conv, cu_seqlens, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (
-        first_valid_slot, *(conv or _NO_CONV), out, *(last or _NO_RECORDS), accept_len, last_parents, last_conv_x,
-        *records, parents, max_tokens, impl, num_threads,
+        first_valid_slot, *_fields("conv", conv, Conv), out, *_fields("last", last, Records), accept_len, last_parents,
+        last_conv_x, *_fields("records", records, Records, False), parents, max_tokens, impl, num_threads,
     )  # fmt: skip
     if _compiling():
         from .compiled import run_in_place
 
         run_in_place("flush_verify", *arguments, state, state_indices, *rest)
     else:
+        check_views(*records, *(last or ()), last_conv_x)
         library().flush_verify(*arguments, state, state, state_indices, None, *rest, None)
     return out
+
+
+def _about_slots(error: ValueError) -> ValueError:
+    return ValueError(re.sub(r"^(state_indices|records\.indices)(?=:)", "slots", str(error)))
 
 
 class DraftBuffer:
     """Records and cursors of a serving loop, one ring a slot: nothing but a state pool and this is kept.
 
-    A request is known by its slot, the same in the pool and here, whatever batch it is in::
+    A request is known by its slot, the same in the pool and here, whatever batch it is in (an int32 array a call,
+    negative for padding)::
 
         buffer = kda.DraftBuffer(slots, max_tokens, H, HV, K, V)
+        ...
+        buffer.reset(new_slots)                             # a request begins: its state is in the pool
         ...
         o = buffer.step(q, k, v, g, beta, pool, slots_of_batch, accept_len, **gate_options)   # last round's accept_len
         ...
         buffer.flush(pool, slots_of_batch, accept_len)      # the pool now holds the whole text
 
     ``entries`` of the ring beyond two rounds save writes of the state: it is written about once in
-    ``(entries - 2 * max_tokens) / accepted`` rounds.
+    ``(entries - 2 * max_tokens) / accepted`` rounds. Drafts are chains. One buffer a layer: each moves its own cursors.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
+    >>> drafts, pool, slot = (x, x, x, 0 * x, beta), np.zeros((2, 1, 4, 4), np.float32), np.array([1], np.int32)
+    >>> buffer = kda.DraftBuffer(2, 3, 1, 1, 4, 4, entries=16)
+    >>> o = buffer.step(*drafts, pool, slot, np.array([0], np.int32))
+    >>> o = buffer.step(*drafts, pool, slot, np.array([2], np.int32))  # two of the three were right
+    >>> buffer.records.ring_count.tolist(), float(pool.sum())
+    ([0, 2], 0.0)
+    >>> buffer.flush(pool, slot, np.array([1], np.int32))
+    >>> buffer.records.ring_count.tolist(), float(pool[1].sum())
+    ([0, 0], 4.0)
     """
 
     def __init__(
         self, slots: int, max_tokens: int, H: int, HV: int, K: int, V: int, *, entries: int | None = None,
         device: Any = None,
     ) -> None:  # fmt: skip
-        self.max_tokens = max_tokens
+        _check_size("max_tokens", max_tokens)
+        if not 1 <= max_tokens <= 16:
+            raise ValueError(f"max_tokens: expected 1..16, got {max_tokens!r}")
         entries = 2 * max_tokens if entries is None else entries
+        _check_size("entries", entries)
         if entries < 2 * max_tokens:
-            raise ValueError(f"entries: expected at least 2 * max_tokens = {2 * max_tokens}, got {entries}")
+            raise ValueError(f"entries: expected at least 2 * max_tokens = {2 * max_tokens}, got {entries!r}")
+        self.max_tokens = max_tokens
         self.records = new_records(slots, entries, H, HV, K, V, ring=True, device=device)
 
     def step(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, slots: Any, accept_len: Any, **options: Any
     ) -> Any:
         """Commits the last round's ``accept_len`` tokens of each request (0 in its first) and verifies new drafts:
-        :func:`flush_verify_kvbuffer`, with its keywords."""
-        return flush_verify_kvbuffer(
-            q, k, v, g, beta, state, self.records._replace(indices=slots), accept_len, state_indices=slots,
-            max_tokens=self.max_tokens, **options,
-        )  # fmt: skip
+        :func:`flush_verify_kvbuffer`, with its keywords (with ``conv`` also ``last_conv_x``)."""
+        shape_of("slots", slots, 1)
+        try:
+            return flush_verify_kvbuffer(
+                q, k, v, g, beta, state, self.records._replace(indices=slots), accept_len, state_indices=slots,
+                max_tokens=self.max_tokens, **options,
+            )  # fmt: skip
+        except ValueError as error:
+            raise _about_slots(error) from None
 
     def flush(self, state: Any, slots: Any, accept_len: Any, **options: Any) -> None:
         """Brings ``state`` up to date: everything committed and the last ``accept_len`` tokens. Then the slots may be
         recycled or copied (prefix caching). Keywords of :func:`flush_kvbuffer`."""
-        flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
+        shape_of("slots", slots, 1)
+        try:
+            flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
+        except ValueError as error:
+            raise _about_slots(error) from None
         self.reset(slots)
 
     def reset(self, slots: Any) -> None:
         """Forgets what is recorded for ``slots``: a new request begins there. Negative ones are padding."""
+        shape_of("slots", slots, 1)
         count = self.records.ring_count
         if is_torch(count):  # no synchronisation: padding marks a slot that does not exist
-            forgotten = count.new_zeros(count.shape[0] + 1)
-            forgotten.index_fill_(0, _arrays.torch.where(slots >= 0, slots, count.shape[0]).long(), 1)
+            slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[0]
+            forgotten = count.new_zeros(beyond + 1)
+            forgotten.index_fill_(0, _arrays.torch.where(slots < 0, beyond, slots.clamp(max=beyond)).long(), 1)
             count.masked_fill_(forgotten[:-1] == 1, 0)
         else:
             count[slots[slots >= 0]] = 0

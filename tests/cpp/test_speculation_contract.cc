@@ -73,7 +73,8 @@ TEST(VerifyRefuses, TooFewEntries) {
 }
 
 TEST(VerifyRefuses, Records) {
-  verify_refuses("records.u, k, alpha: expected all three or none, got 2", [](V& x) { x.args.records.k = {}; });
+  verify_refuses("records.k: expected together with the others of u, k, alpha, got none",
+                 [](V& x) { x.args.records.k = {}; });
   verify_refuses("records.indices: expected records with it, got none",
                  [](V& x) { x.args.records.u = x.args.records.k = x.args.records.alpha = {}; });
   verify_refuses("records.ring_first: expected records with it, got none", [](V& x) {
@@ -153,7 +154,8 @@ TEST(FlushRefuses, Records) {
   flush_refuses("records.k: expected H to divide HV = 2, got 3", [](F& x) { x.args.records.k.shape[2] = 3; });
   flush_refuses("records.u: expected shape [5,10,2,3] ([slots,R,HV,V]), got [5,10,2,4]",
                 [](F& x) { x.args.records.u.shape[3] = 4; });
-  flush_refuses("records.u, k, alpha: expected all three or none, got 2", [](F& x) { x.args.records.alpha = {}; });
+  flush_refuses("records.alpha: expected together with the others of u, k, alpha, got none",
+                [](F& x) { x.args.records.alpha = {}; });
   flush_refuses("records.u: expected at least N = 3 slots without indices, got 2", [](F& x) {
     x.args.records.indices = x.args.records.ring_first = x.args.records.ring_count = {};
     for (kda_tensor* t : {&x.args.records.u, &x.args.records.k, &x.args.records.alpha}) t->shape[0] = 2;
@@ -205,7 +207,7 @@ TEST(FlushVerifyRefuses, States) {
 TEST(FlushVerifyRefuses, Arguments) {
   both_refuse("records.u: expected records, got none", [](FV& x) { x.args.records = {}; });
   both_refuse("last.u: expected the records of the last round (or a ring), got none", [](FV& x) { x.args.last = {}; });
-  both_refuse("last.u, k, alpha: expected all three or none, got 1",
+  both_refuse("last.k: expected together with the others of u, k, alpha, got none",
               [](FV& x) { x.args.last.k = x.args.last.alpha = {}; });
   both_refuse("last.ring_count: expected together with ring_first, got ring_first alone", [](FV& x) {
     static int32_t cursors[5];

@@ -46,7 +46,7 @@ def base(name: str) -> dict[str, Any]:
 def bits(x: Any) -> bytes:
     if isinstance(x, np.ndarray):
         return x.tobytes()
-    if not isinstance(x, Tensor) or x.device.type != "cpu" or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.device.type != "cpu" or x.layout != torch.strided or x.is_nested:
         return b""
     return x.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
