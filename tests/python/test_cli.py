@@ -110,8 +110,8 @@ def test_info(cli: Callable[..., str]) -> None:
         ("explain decode --impl cpu_chunk", "--impl: expected one of cpu_recurrent, reference, got cpu_chunk"),
         (
             "bench attention",
-            "operators: expected some of prefill, training, prefill_f32, segment_map, decode, verify, flush, flush_verify,"
-            " conv, gate, got attention",
+            "operators: expected some of prefill, training, prefill_f32, segment_map, decode, verify, flush,"
+            " flush_verify, conv, gate, got attention",
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
