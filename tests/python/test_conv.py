@@ -220,7 +220,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "FLA's state": ({"initial_state": torch.zeros(2, 10, 4)}, r"initial_state: expected shape \[2,10,3\]"),
     "integers": ({"x": torch.zeros(2, 7, 10, dtype=torch.int32)}, "x: expected float32 or bfloat16 or float16"),
     "packed rows": ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: expected one row"),
-    "implementation": ({"impl": "cpu_gate"}, "exec.impl: expected one of cpu_conv, reference, got cpu_gate"),
+    "implementation": ({"impl": "cpu_gate"}, "impl: expected one of cpu_conv, reference, got cpu_gate"),
 }
 
 

@@ -168,8 +168,8 @@ def test_operators_pass_opcheck() -> None:
         ({"d_o": torch.zeros(1, 9, 2, 24), "want": "d"}, "d_o: expected shape [1,10,2,24] like v, got [1,9,2,24]"),
         ({"k": torch.zeros(1, 10, 2, 15)}, "k: expected shape [1,10,2,16] like q, got [1,10,2,15]"),
         ({"cu_seqlens": torch.tensor([0, 11])}, "cu_seqlens[1]: expected at most T = 10, got 11"),
-        ({"impl": "cpu_chunk"}, "exec.impl: expected one of cpu_segment, reference, got cpu_chunk"),
-        ({"num_threads": -1}, "exec.num_threads: expected >= 0, got -1"),
+        ({"impl": "cpu_chunk"}, "impl: expected one of cpu_segment, reference, got cpu_chunk"),
+        ({"num_threads": -1}, "num_threads: expected >= 0, got -1"),
     ],
 )
 def test_map_refuses(changes: dict[str, Any], sentence: str) -> None:
@@ -184,7 +184,7 @@ def test_map_refuses(changes: dict[str, Any], sentence: str) -> None:
     [
         ({"M": torch.zeros(2, 1, 4, 5)}, "M: expected shape [2,1,4,4] ([P,HV,K,K]), got [2,1,4,5]"),
         ({"M": torch.zeros(2, 4, 4)}, "M: expected 4 dimensions, got shape [2, 4, 4]"),
-        ({"M": None}, "M: expected an array, got NoneType"),
+        ({"M": None}, "M: expected an array, got None"),
         ({"b": torch.zeros(2, 1, 6)}, "b: expected 4 dimensions, got shape [2, 1, 6]"),
         ({"b": torch.zeros(3, 1, 6, 4)}, "b: expected shape [2,1,6,4] ([..,HV,V,K], V-first), got [3,1,6,4]"),
         ({"h0": torch.zeros(2, 6, 4)}, "h0: expected shape [1,6,4] ([..,HV,V,K], V-first), got [2,6,4]"),

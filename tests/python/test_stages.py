@@ -3,7 +3,6 @@ as torch operators; kda.prefill_f32 and torch.ops.kda_prefill."""
 
 from __future__ import annotations
 
-import doctest
 import inspect
 import math
 from typing import Any
@@ -16,7 +15,19 @@ import kda
 import kda.compiled_stages
 from kda import stages
 from kda._stages import STAGES
-from support import Problem, Tensor, assert_close, cotangents, gate, make, reference, same_bits, saturated, wild
+from support import (
+    Problem,
+    Tensor,
+    assert_close,
+    cotangents,
+    gate,
+    make,
+    reference,
+    run_examples,
+    same_bits,
+    saturated,
+    wild,
+)
 
 GATES = ("log", "softplus", "lower_bound")
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -154,9 +165,9 @@ def test_refusals() -> None:
         (lambda: stages.chunk_intra(x, x, x, x, beta, 0.0), r"^scale: expected a number other than 0"),
         (lambda: stages.chunk_intra(x, x[:, :9], x, x, beta), r"^(k|w|qG): expected shape"),
         (lambda: stages.chunk_intra(x, x, x, x.bfloat16(), beta), r"^G: expected float32, got bfloat16"),
-        (lambda: stages.delta_h(x, x, x, x, x), r"^h0: expected shape \[1,2,8,8\]"),
+        (lambda: stages.delta_h(x, x, x, x, x), r"^initial_state: expected shape \[1,2,8,8\]"),
         (lambda: stages.fwd_o(x, x, x, x, x), r"^Aqk: expected shape \[1,70,2,64\]"),
-        (lambda: stages.cumsum(x, impl="nobody"), r"^exec.impl: expected one of cpu_chunk, reference, got nobody"),
+        (lambda: stages.cumsum(x, impl="nobody"), r"^impl: expected one of cpu_chunk, reference, got nobody"),
         (lambda: stages.cumsum(object()), r"^g: expected an array, got object"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -171,7 +182,7 @@ def test_every_stage_is_documented_and_typed() -> None:
         assert len((inspect.getdoc(function) or "").splitlines()[0]) > 20, name
         assert all(a.annotation is not inspect.Parameter.empty for a in inspect.signature(function).parameters.values())
         assert kda.implementations(f"stage_{name}") == ["cpu_chunk", "reference"]
-    result = doctest.testmod(stages)
+    result = run_examples(stages)
     assert result.failed == 0 and result.attempted > 10
 
 
