@@ -297,9 +297,36 @@ def test_prefill_f32_is_a_proper_operator(state: bool) -> None:
     torch.library.opcheck(ops.forward.default, (*x, 32), options, test_utils=OPCHECKS)
     o, w, u = ops.forward(*x, 32)
     buffers = tuple(torch.zeros_like(t) for t in (w, u, o))
-    torch.library.opcheck(ops.forward.out, (*x, 32, *buffers), options, test_utils=OPCHECKS)
+    torch.library.opcheck(ops.write.default, (*x, 32, *buffers), options, test_utils=OPCHECKS)
     expected = kda.prefill_f32(*x, 32)
     assert all(same_bits(a, b) for a, b in zip((o, w, u), expected, strict=True))
+
+
+def test_the_operator_writes_to_given_buffers() -> None:
+    x = [t.contiguous() for t in heads_first(make(1, 70, 2, 1, 8, 12, l2norm=False))]
+    expected = kda.prefill_f32(*x, 32)
+    w, u, o = (torch.full_like(expected[i], math.nan) for i in (1, 2, 0))
+    got = torch.ops.kda_prefill.forward(*x, 32, w, u, o)
+    assert all(a is b for a, b in zip(got, (o, w, u), strict=True))
+    for given in ((w, u, o), (None, u, None), (None, None, None)):
+        for t in (w, u, o):
+            t.fill_(math.nan)
+        assert all(
+            same_bits(a, b) for a, b in zip(torch.ops.kda_prefill.forward(*x, 32, *given), expected, strict=True)
+        )
+
+    def graph(w: Tensor, u: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
+        o, w_, u_ = torch.ops.kda_prefill.forward(*x, 32, w, u, None)
+        return o + 1, w_ + 1, u_ + w[..., :1]
+
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        w.fill_(math.nan), u.fill_(math.nan)
+        eager = graph(w, u, *x)
+        w.fill_(math.nan), u.fill_(math.nan)
+        compiled = torch.compile(graph, fullgraph=True, backend=backend)(w, u, *x)
+        assert same_bits(w, expected[1]) and same_bits(u, expected[2])
+        assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(eager, compiled, strict=True))
 
 
 def test_compiled_prefill_f32() -> None:
