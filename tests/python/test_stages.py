@@ -227,6 +227,25 @@ def test_compiled_stages(lengths: list[int] | None) -> None:
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_other_lengths_compile_nothing_anew(packed: bool) -> None:
+    def f(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None) -> Tensor:
+        o: Tensor = forward((q, k, v, g, beta), None, 0.5, {}, {"cu_seqlens": cu})[0]
+        return o
+
+    torch._dynamo.reset()
+    fast = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for i, T in enumerate((70, 200, 130)):
+        p = make(1, T, 1, 2, 8, 12, l2norm=False)
+        x = [p.tensors[n] for n in ("q", "k", "v", "g", "beta")]
+        for t in x:
+            torch._dynamo.mark_dynamic(t, 1)
+        cu = torch.tensor([0, 3, T - 1]) if packed else None
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = fast(*x, cu)
+        assert same_bits(got, f(*x, cu))
+
+
 # ---- prefill_f32 ----
 
 
