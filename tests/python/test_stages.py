@@ -153,6 +153,31 @@ def test_outputs_of_16_bits_are_where_the_classic_split_has_them() -> None:
     assert stages.recompute_w_u(x[1], x[2], x[4], Akk_inv, G)[2] is None
 
 
+def test_padding_is_zeroed_and_states_of_nobody_are_left() -> None:
+    p = make(1, 140, 1, 2, 8, 12, l2norm=False)
+    x = tuple(p.tensors[n] for n in ("q", "k", "v", "g", "beta"))
+    packed = {"cu_seqlens": torch.tensor([0, 3, 70])}  # 3 chunks; room for 140 // 64 + 2
+    o, _, saved = forward(x, None, 0.5, {}, packed)
+    assert saved[3].shape[0] == 4 and o.shape[1] == 140
+    outputs = [o, *saved[:3], saved[4], *backward(x, saved, o, torch.zeros(2, 2, 8, 12), 0.5, {}, packed)[:5]]
+    assert not any(t[:, 70:].any() for t in outputs)
+    added_to = [torch.full((1, 140, 2, 8), math.nan) for _ in range(3)]
+    for t in added_to:
+        t[:, :70] = 0
+    dbeta = torch.full((1, 140, 2), math.nan)
+    dbeta[:, :70] = 0
+    dA = torch.zeros(1, 140, 2, 64)
+    stages.bwd_intra(*x[:2], saved[0], x[4], dA, dA.clone(), added_to[0], added_to[1], dbeta, added_to[2], **packed)
+    assert not any(t.any() for t in (*added_to, dbeta))
+
+    h, v_new = torch.full((4, 2, 8, 12), 7.0), torch.empty_like(x[2])
+    w, u, _, kg, *_ = stages.chunk_intra(*x[:3], saved[0], x[4], **packed)
+    kda._lib.library().stage_delta_h(
+        packed["cu_seqlens"], 0.0, 1, kg, w, u, saved[0], None, h, v_new, None, None, 0, None
+    )
+    assert (h[3] == 7).all() and not (h[:3] == 7).all(-1).any()
+
+
 def test_refusals() -> None:
     x = torch.zeros(1, 70, 2, 8)
     beta = x[..., 0]
