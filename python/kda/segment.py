@@ -76,7 +76,8 @@ def segment_map(
         maps = compiled_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
         return SegmentMap(*(x if name in want else None for name, x in zip("Mbd", maps, strict=True)))
     check_views(*call[:7], d_o)
-    shape_of("q", q, 4), shape_of("v", v, 4)
+    for name, x in (("q", q), ("v", v)):
+        shape_of(name, x, 4)
     return run_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
 
 

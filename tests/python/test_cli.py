@@ -248,13 +248,15 @@ def test_check_without_torch() -> None:
 import sys
 sys.modules["torch"] = None
 from kda.cli import main
-sys.exit(main(["check", "--op", "forward", "decode", "gate", "gate_backward", "--layout", "V-first"]))
+ops = ["forward", "decode", "verify", "flush", "flush_verify", "segment_map", "segment_merge", "conv", "conv_backward",
+       "gate", "gate_backward", "prefill_f32", "stage_chunk_intra", "stage_bwd_intra"]
+sys.exit(main(["check", "--op", *ops, "--layout", "V-first", "--gate", "log", "softplus"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {(r[0], r[1], r[2]): r[-1] for r in rows(done.stdout)}
     assert verdicts["forward", "cpu_chunk", "float32"] == verdicts["decode", "reference", "float16"] == "ok"
-    assert verdicts["gate", "cpu_gate", "float16"] == "ok"
+    assert verdicts["gate", "cpu_gate", "float16"] == verdicts["conv", "cpu_conv", "float16"] == "ok"
     assert verdicts["forward", "cpu_chunk", "bfloat16"] == "skipped: NumPy has no bfloat16, and torch is not installed"
     assert verdicts["gate_backward", "cpu_gate", ""] == "skipped: needs torch, which is not installed"
 
