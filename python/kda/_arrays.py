@@ -28,6 +28,16 @@ def shape_of(name: str, x: Any, ndim: int) -> Any:
     return shape
 
 
+def sequences(B: int, cu: Any) -> int:
+    """How many there are in B rows, or packed into one."""
+    if cu is None:
+        return B
+    if len(cu.shape) != 1 or cu.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu.shape)}")
+    count: int = cu.shape[0] - 1
+    return count
+
+
 def new_like(
     x: Any, shape: Any = None, dtype: Any = None, blame: str = "out: expected an array to write to, got None"
 ) -> Any:

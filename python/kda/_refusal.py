@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ._arrays import is_torch, torch
 
@@ -26,29 +26,41 @@ _FLAGS = {
 }  # fmt: skip
 
 
-def refusal(error: Exception, arguments: dict[str, Any]) -> Exception:
+class Takes(NamedTuple):
+    """What a function takes."""
+
+    arrays: set[str]
+    required: set[str]  # of these
+    flags: set[str]
+    numbers: set[str]
+    names: dict[str, str]  # of C -> of Python, where they differ
+    leader: str | None  # an argument that is a torch tensor only if all are: those of functions with autograd
+
+
+def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = None) -> Exception:
     """What to raise instead of ``error``, which may not name an argument, or not by the name it has in Python.
-    ``arguments`` are the ``locals()`` of the function that caught it."""
+    ``arguments`` are the ``locals()`` of the function that caught it; ``takes`` is known for those without q."""
     arguments.pop("error", None)  # the frame keeps this dict: with its own error in it, both would outlive their use
     arguments = {**arguments, **arguments.get("kwargs", {})}
     for name in ("records", "last", "conv"):  # tuples of arrays
         if hasattr(fields := arguments.pop(name, None), "_asdict"):
             arguments |= {f"{name}.{field}": x for field, x in fields._asdict().items()}
+    takes = _takes(arguments) if takes is None else takes
     if of_library := hasattr(error, "__tvm_ffi_error__"):
-        error.args = (_with_names_of_python(str(error), arguments),)
+        error.args = (_with_names_of_python(str(error), takes.names),)
     named = re.match(r"([\w.]+): expected", str(error))
     suspects = [named[1]] if named else [] if of_library else list(arguments)
     for name in suspects:
-        if wrong := _what_is_wrong(name, arguments):
+        if wrong := _what_is_wrong(name, arguments, takes):
             return ValueError(f"{name}: expected {wrong}")
     if isinstance(error, AttributeError):
-        for name in [n for n in arguments if n in _ARRAYS or "." in n]:
+        for name in [n for n in arguments if n in takes.arrays or "." in n]:
             if arguments[name] is error.obj:
                 return ValueError(f"{name}: expected an array with {error.name}, got {_short(error.obj)}")
     return error
 
 
-def in_sentences(function: F) -> F:
+def in_sentences(function: F, takes: Takes | None = None) -> F:
     """For functions that need not count microseconds: what goes wrong in one names its arguments."""
     signature = inspect.signature(function)
 
@@ -63,32 +75,55 @@ def in_sentences(function: F) -> F:
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
             except TypeError:
                 raise error from None
-            raise refusal(error, arguments) from None
+            raise refusal(error, arguments, takes) from None
 
     return cast(F, call)
 
 
-def _with_names_of_python(text: str, arguments: dict[str, Any]) -> str:
+def in_sentences_of(leader: str | None = None, **names: str) -> Callable[[F], F]:
+    """:func:`in_sentences` for functions whose arrays are what their signature calls ``Any``. ``leader`` and ``names``
+    are those of :class:`Takes`."""
+
+    def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters
+        kinds: dict[str, set[str]] = {}
+        for name, parameter in parameters.items():
+            kinds.setdefault(parameter.annotation.split(" ")[0], set()).add(name)
+        arrays = kinds.get("Any", set())
+        required = {name for name in arrays if parameters[name].default is inspect.Parameter.empty}
+        flags, numbers = kinds.get("bool", set()), kinds.get("float", set()) | kinds.get("int", set())
+        return in_sentences(function, Takes(arrays, required, flags, numbers, names, leader))
+
+    return decorate
+
+
+def _takes(arguments: dict[str, Any]) -> Takes:
+    """The functions that share :func:`kda.prefill`'s names, and the gate."""
+    required = _REQUIRED - {"q", "k", "v"} if "conv.x" in arguments else _REQUIRED
     state = "state" if "state" in arguments else "initial_state"
     names = {"h0": state, "hT": state, "o": "out", "h": "cu_seqlens_cpu"}
     if "q" not in arguments:
         names = {"x": "g", "g": "output_dtype"}
+    leader = None if "state" in arguments else "q" if "q" in arguments else "g"
+    return Takes(_ARRAYS, required, _FLAGS, _NUMBERS, names, leader)
+
+
+def _with_names_of_python(text: str, names: dict[str, str]) -> str:
     text = re.sub(r"\b(exec\.|h0 or (?=hT))", "", text)
     return re.sub(r"\w+", lambda m: names.get(m[0], m[0]), text)
 
 
-def _what_is_wrong(name: str, arguments: dict[str, Any]) -> str | None:
-    x, leader = arguments.get(name), "q" if "q" in arguments else "g"
-    required = name in _REQUIRED and not ("conv.x" in arguments and name in ("q", "k", "v"))
-    if x is None and not required:
+def _what_is_wrong(name: str, arguments: dict[str, Any], takes: Takes) -> str | None:
+    x, leader = arguments.get(name), takes.leader
+    if x is None and name not in takes.required:
         return None
-    torch_only = "state" not in arguments and is_torch(arguments[leader])  # those with autograd
-    if name in _ARRAYS or "." in name:
+    torch_only = leader is not None and is_torch(arguments[leader])
+    if name in takes.arrays or "." in name:
         wrong = _what_is_wrong_with_array(x)
         return wrong or (f"a torch tensor like {leader}, got {_short(x)}" if torch_only and not is_torch(x) else None)
-    if name in _NUMBERS and not isinstance(x, Real):
+    if name in takes.numbers and not isinstance(x, Real):
         return f"a number, got {_short(x)}"
-    if name in _FLAGS and not _works(bool, x):
+    if name in takes.flags and not _works(bool, x):
         return f"True or False, got {_short(x)}"
     if name == "output_dtype" and torch_only and not _works(lambda d: _share(torch.empty(0, dtype=d)), x):
         return f"a dtype of torch that DLPack has, got {x!r}"

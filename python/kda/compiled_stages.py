@@ -2,8 +2,9 @@
 
 * ``kda::stage_<name>(cu_seqlens, scale, state_layout, tensors.., impl) -> ()`` with the tensors of the args struct in
   its order; the outputs are written.
-* ``kda_prefill::forward(q, k, v, g, beta, chunk_size) -> (o, w, u)``, functional, and ``kda_prefill::forward.out``,
-  which writes to given buffers. Importing this module registers both.
+* ``kda_prefill::forward(q, k, v, g, beta, chunk_size) -> (o, w, u)``, functional, and with three arguments more,
+  ``w, u, o``, each a buffer to write to or None. ``kda_prefill::write`` is the latter with all three, without results.
+  Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -87,14 +88,32 @@ _define_prefill(
     _forward_fake,
 )
 _define_prefill(
-    "forward.out",
+    "write",
     f"({_INPUTS}, int chunk_size, Tensor(a!) w, Tensor(b!) u, Tensor(c!) o, *, {_OPTIONS}) -> ()",
     run_prefill_f32,
     lambda *_, **__: None,
 )
 
 
+def _forward_to(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int, w: Tensor | None, u: Tensor | None,
+    o: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    made = _forward_fake(q, k, v, g, beta, chunk_size)
+    o, w, u = (b if a is None else a for a, b in zip((o, w, u), made, strict=True))
+    torch.ops.kda_prefill.write(q, k, v, g, beta, chunk_size, w, u, o, **options)
+    return o, w, u
+
+
+# Returns what it was given, which an operator of a graph must not: taken apart before it is one.
+_prefill.define(
+    f"forward.to({_INPUTS}, int chunk_size, Tensor(a!)? w, Tensor(b!)? u, Tensor(c!)? o, *, {_OPTIONS})"
+    " -> (Tensor(c!), Tensor(a!), Tensor(b!))"
+)
+_prefill.impl("forward.to", _forward_to, "CompositeImplicitAutograd")
+
+
 def prefill_f32(*tensors: Any, initial_state: Tensor | None, final_state: Tensor | None, **options: Any) -> None:
     if initial_state is not None and initial_state is final_state:  # in a graph a tensor has one role in a call
         initial_state = initial_state.clone()
-    torch.ops.kda_prefill.forward.out(*tensors, initial_state=initial_state, final_state=final_state, **options)
+    torch.ops.kda_prefill.write(*tensors, initial_state=initial_state, final_state=final_state, **options)

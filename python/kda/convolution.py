@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import check_views, is_torch, new_like, shape_of
+from ._arrays import check_views, is_torch, new_like, sequences, shape_of
 from ._lib import library
+from ._refusal import in_sentences_of
 from .ops import _compiling, _dense
 
 
+@in_sentences_of(leader="x")
 def causal_conv1d(
     x: Any,
     weight: Any,
@@ -52,12 +54,15 @@ def causal_conv1d(
     """
     silu = _silu(activation)
     if not is_torch(x):
+        check_views(weight, bias, initial_state)
         y = new_like(x)
         shape = _state_shape(x, weight, cu_seqlens)
         last = new_like(x if initial_state is None else initial_state, shape) if output_final_state else None
         library().conv(x, weight, bias, cu_seqlens, initial_state, last, None, None, y, silu, 0, impl, 0, None)
         return y, last
     x, weight = _dense(x), _dense(weight)
+    if output_final_state:
+        _state_shape(x, weight, cu_seqlens)  # refuses what has none
     if _compiling():
         from .compiled import conv
 
@@ -68,6 +73,7 @@ def causal_conv1d(
     return ConvFunction.apply(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
 
 
+@in_sentences_of(initial_state="state", final_state="state", y="out")
 def causal_conv1d_update(
     x: Any,
     state: Any,
@@ -116,6 +122,7 @@ def causal_conv1d_update(
             "conv_update", x, weight, bias, cu_seqlens, state, *slots, first_valid_slot, out, silu, impl, num_threads
         )
     else:
+        check_views(x, weight, bias, state, out)
         library().conv(
             x, weight, bias, cu_seqlens, state, state, *slots, out, silu, first_valid_slot, impl, num_threads, None
         )
@@ -123,11 +130,11 @@ def causal_conv1d_update(
 
 
 def _silu(activation: str | None) -> bool:
-    if activation not in ("silu", "swish", None):
+    if activation is not None and (not isinstance(activation, str) or activation not in ("silu", "swish")):
         raise ValueError(f"activation: expected 'silu', 'swish' or None, got {activation!r}")
     return activation is not None
 
 
 def _state_shape(x: Any, weight: Any, cu_seqlens: Any) -> tuple[int, int, int]:
     B, _, D = shape_of("x", x, 3)
-    return (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, D, shape_of("weight", weight, 2)[1] - 1)
+    return sequences(B, cu_seqlens), D, shape_of("weight", weight, 2)[1] - 1

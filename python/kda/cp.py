@@ -23,6 +23,9 @@ from .segment import run_segment_merge
 
 Tensor = torch.Tensor
 
+# torch gave it a new name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Context:
     """Where the tokens of this rank lie among those of all. Made by every rank of the group from the same arguments,
@@ -99,9 +102,7 @@ class Context:
         x = x.contiguous()
         out = x.new_empty(self.ranks, *x.shape)
         if x.numel():
-            dist.all_gather_into_tensor(
-                out.flatten().view(torch.uint8), x.flatten().view(torch.uint8), group=self.group
-            )
+            _all_gather(out.flatten().view(torch.uint8), x.flatten().view(torch.uint8), group=self.group)
         return out
 
 

@@ -7,9 +7,11 @@ from typing import Any
 from ._arrays import check_views, new_like, shape_of
 from ._lib import library
 from ._options import STATE_K_FIRST, STATE_V_FIRST
+from ._refusal import in_sentences_of
 from .ops import _compiling
 
 
+@in_sentences_of(h0="initial_state", hT="final_state", chunk="chunk_size")
 def prefill_f32(
     q: Any,
     k: Any,
@@ -74,7 +76,7 @@ def prefill_f32(
 
         run = compiled_stages.prefill_f32
     else:
-        check_views(q, k, v, g, beta, initial_state)
+        check_views(q, k, v, g, beta, initial_state, final_state, w, u, o)
     run(
         q, k, v, g, beta, chunk_size, w, u, o, initial_state=initial_state, final_state=final_state, scale=scale,
         state_v_first=state_v_first, impl=impl, num_threads=num_threads,

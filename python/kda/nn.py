@@ -144,7 +144,11 @@ def causal_conv_silu(
         x, weight, bias, cu_seqlens: ``[B, T, D]``, ``[D, W]``, ``[D]``, ``[N + 1]``, as there.
         state: ``[N, D, W - 1]``, the inputs before the first token, oldest first; overwritten with the last ``W - 1``
             inputs, bit for bit, without gradients. Zeros, kept by nobody, if None.
+
+    A width of 1, which remembers nothing, is taken as well.
     """
+    if weight.shape[1] == 1:
+        return _pointwise(x, weight[:, 0], bias, cu_seqlens)
     if state is None:
         y: Tensor = causal_conv1d(x, weight, bias, cu_seqlens=cu_seqlens)[0]
     elif torch.is_grad_enabled():  # backward reads the old state
@@ -155,8 +159,18 @@ def causal_conv_silu(
     return y
 
 
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) * weight.to(wide)
+    y = F.silu(y if bias is None else y + bias.to(wide)).to(x.dtype)
+    if cu_seqlens is None:
+        return y
+    return torch.where(torch.arange(x.shape[1], device=x.device)[:, None] < cu_seqlens[-1], y, 0)
+
+
 class ShortConvolution(nn.Conv1d):
-    """Causal depthwise convolution and SiLU, with the parameters of FLA's: ``weight`` ``[D, 1, W]``, ``bias`` ``[D]``.
+    """Causal depthwise convolution and SiLU, with the parameters of FLA's: ``weight`` ``[D, 1, W]``, ``bias`` ``[D]``;
+    ``W`` is 1 to 4.
 
     >>> import torch
     >>> from kda.nn import ShortConvolution
@@ -167,6 +181,8 @@ class ShortConvolution(nn.Conv1d):
     """
 
     def __init__(self, hidden_size: int, kernel_size: int = 4, bias: bool = False) -> None:
+        if kernel_size not in (1, 2, 3, 4):
+            raise ValueError(f"kernel_size: expected 1..4, got {kernel_size}")
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, padding=kernel_size - 1, bias=bias)
 
     def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -214,7 +230,8 @@ class KimiDeltaAttention(nn.Module):
         head_dim, expand_v: ``K``, and ``V = head_dim * expand_v``, which must be whole; both at most 256.
         num_v_heads: ``HV``, a multiple of ``num_heads``, which it is by default.
         mode: ``"chunk"``, or ``"fused_recurrent"`` for the token recurrence; calls with a cache choose by length.
-        use_short_conv, conv_size, conv_bias: the convolutions, their width ``W``, whether they have a bias.
+        use_short_conv, conv_size, conv_bias: the convolutions, their width ``W`` (1 to 4), whether they have a
+            bias.
         allow_neg_eigval: ``beta = 2 * sigmoid``, not ``sigmoid``.
         lower_bound: a negative number makes the decay ``lower_bound * sigmoid(exp(A_log) * (f_proj(x) + dt_bias))``.
         safe_gate: needs ``lower_bound`` in ``[-5, 0)`` and starts ``A_log`` from zero. Nothing else here depends on it.
@@ -268,6 +285,8 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
         if self.num_v_heads < 1 or self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        if use_short_conv and conv_size not in (1, 2, 3, 4):
+            raise ValueError(f"conv_size: expected 1..4, got {conv_size}")
         if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
             raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import check_views, is_torch, new_like
-from ._lib import library
+from ._lib import _OPERATORS, library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
 from ._refusal import refusal
 
@@ -620,7 +620,7 @@ def explain(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, op:
 
 
 def implementations(op: str) -> Sequence[str]:
-    """Names of the implementations of ``op`` (forward, backward, decode, gate, gate_backward), in order of preference.
+    """Names of the implementations of ``op`` (forward, backward, decode, ..), in order of preference.
 
     >>> import kda
     >>> kda.implementations("decode")
@@ -630,7 +630,7 @@ def implementations(op: str) -> Sequence[str]:
     while name := library().implementation(op, len(names)):
         names.append(str(name))
     if not names:
-        raise ValueError(f"op: expected forward, backward, decode, gate or gate_backward, got {op!r}")
+        raise ValueError(f"op: expected one of {', '.join(_OPERATORS)}, got {op!r}")
     return names
 
 

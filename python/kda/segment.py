@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._arrays import new_like, shape_of
+from ._arrays import check_views, new_like, sequences, shape_of
 from ._lib import library
+from ._refusal import in_sentences_of
 from .ops import _compiling, _serving_call
 
 
@@ -17,6 +18,7 @@ class SegmentMap(NamedTuple):
     d: Any
 
 
+@in_sentences_of()
 def segment_map(
     q: Any,
     k: Any,
@@ -73,12 +75,15 @@ def segment_map(
 
         maps = compiled_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
         return SegmentMap(*(x if name in want else None for name, x in zip("Mbd", maps, strict=True)))
+    check_views(*call[:7], d_o)
+    for name, x in (("q", q), ("v", v)):
+        shape_of(name, x, 4)
     return run_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
 
 
 def map_shapes(q: Any, v: Any, cu: Any, v_first: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of M, and of b and d."""
-    N, K, HV, V = q.shape[0] if cu is None else cu.shape[0] - 1, q.shape[3], v.shape[2], v.shape[3]
+    N, K, HV, V = sequences(q.shape[0], cu), q.shape[3], v.shape[2], v.shape[3]
     return (N, HV, K, K), (N, HV, V, K) if v_first else (N, HV, K, V)
 
 
@@ -99,6 +104,7 @@ def run_segment_map(
     return SegmentMap(M, b, d)
 
 
+@in_sentences_of()
 def segment_merge(
     M: Any,
     b: Any,
@@ -132,6 +138,7 @@ def segment_merge(
         from .compiled import segment_merge as compiled_segment_merge
 
         return compiled_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)
+    check_views(M, b, h0)
     return run_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)
 
 

@@ -26,10 +26,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import check_views, new_like, shape_of
+from ._arrays import check_views, new_like, sequences, shape_of
 from ._lib import library
 from ._options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
+from ._refusal import in_sentences_of
 from .ops import _compiling
+
+_in_sentences = in_sentences_of(h0="initial_state", hT="output_final_state", dhT="d_final_state", dh0="d_final_state")
 
 
 def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | None, *tensors: Any) -> None:
@@ -60,7 +63,7 @@ def _scores(x: Any) -> tuple[int, ...]:
 
 def _states(G: Any, V: int, cu: Any, v_first: bool, a_chunk: bool = False) -> tuple[int, ...]:
     B, T, HV, K = G.shape
-    rows = B if cu is None else cu.shape[0] - 1
+    rows = sequences(B, cu)
     if a_chunk:
         rows = B * ((T + CHUNK - 1) // CHUNK) if cu is None else T // CHUNK + rows
     return (rows, HV, V, K) if v_first else (rows, HV, K, V)
@@ -73,6 +76,7 @@ def _state_dtype(x: Any) -> str:
 # ---- forward ----
 
 
+@_in_sentences
 def cumsum(g: Any, *, cu_seqlens: Any = None, impl: str | None = None) -> Any:
     """``G``: ``g * log2(e)``, at least -160 (a decay of 0 in float32), summed from each chunk's start. Always finite.
 
@@ -90,6 +94,7 @@ def cumsum(g: Any, *, cu_seqlens: Any = None, impl: str | None = None) -> Any:
     return G
 
 
+@_in_sentences
 def chunk_intra(
     q: Any, k: Any, v: Any, G: Any, beta: Any, scale: float | None = None, *, cu_seqlens: Any = None,
     impl: str | None = None,
@@ -111,6 +116,7 @@ def chunk_intra(
     return w, u, qG, kg, Aqk, Akk_inv
 
 
+@_in_sentences
 def recompute_w_u(
     k: Any, v: Any, beta: Any, Akk_inv: Any, G: Any, q: Any = None, *, cu_seqlens: Any = None, impl: str | None = None
 ) -> tuple[Any, Any, Any, Any]:
@@ -123,6 +129,7 @@ def recompute_w_u(
     return w, u, qG, kg
 
 
+@_in_sentences
 def delta_h(
     kg: Any, w: Any, u: Any, G: Any, initial_state: Any = None, output_final_state: bool = False, *,
     state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
@@ -138,6 +145,7 @@ def delta_h(
     return h, v_new, hT
 
 
+@_in_sentences
 def fwd_o(
     q: Any, v_new: Any, G: Any, Aqk: Any, h: Any, scale: float | None = None, *, state_v_first: bool = False,
     cu_seqlens: Any = None, impl: str | None = None,
@@ -151,6 +159,7 @@ def fwd_o(
 # ---- backward ----
 
 
+@_in_sentences
 def bwd_local(
     v_new: Any, d_o: Any, Aqk: Any, scale: float, *, cu_seqlens: Any = None, impl: str | None = None
 ) -> tuple[Any, Any]:
@@ -161,6 +170,7 @@ def bwd_local(
     return dAqk, dv_local
 
 
+@_in_sentences
 def bwd_delta_h(
     qG: Any, kg: Any, w: Any, G: Any, d_o: Any, dv_local: Any, d_final_state: Any = None, scale: float | None = None, *,
     state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
@@ -176,6 +186,7 @@ def bwd_delta_h(
     return dh, dh0, dv_new
 
 
+@_in_sentences
 def bwd_wy_dqkg(
     q: Any, k: Any, v: Any, v_new: Any, G: Any, beta: Any, Akk_inv: Any, h: Any, d_o: Any, dh: Any, dv_new: Any,
     scale: float | None = None, *, state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
@@ -192,6 +203,7 @@ def bwd_wy_dqkg(
     return dq, dk, dv, dbeta, dG, dAkk
 
 
+@_in_sentences
 def bwd_intra(
     q: Any, k: Any, G: Any, beta: Any, dAqk: Any, dAkk: Any, dq: Any, dk: Any, dbeta: Any, dG: Any, *,
     cu_seqlens: Any = None, impl: str | None = None,
@@ -201,6 +213,7 @@ def bwd_intra(
     return dq, dk, dbeta, dG
 
 
+@_in_sentences
 def cumsum_backward(dG: Any, g: Any = None, *, cu_seqlens: Any = None, impl: str | None = None) -> Any:
     """``dg``: ``dG`` summed from each token to its chunk's end; 0 where the decay of ``g``, if given, is 0 in float32.
 

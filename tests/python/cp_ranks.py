@@ -114,6 +114,29 @@ def convolved(tokens: int, lengths: list[int], width: int, dtype: torch.dtype, c
     return {"y": y.detach(), "dx": dx, "dweight": dweight}
 
 
+def convolution_in_front(cp: Any = None) -> dict[str, Tensor]:
+    """q, k and v from kda.causal_conv1d, as in the layer."""
+    random = torch.Generator().manual_seed(1)
+    H, K, V, lengths = 2, 16, 20, CASES["many"].lengths
+    D = 2 * H * K + H * V
+    x, weight, d_o = (torch.randn(*s, generator=random) for s in ((1, TOKENS, D), (D, 4), (1, TOKENS, H, V)))
+    g, beta = -torch.rand(1, TOKENS, H, K, generator=random), torch.rand(1, TOKENS, H, generator=random)
+    packed: dict[str, Any] = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    if cp is not None:
+        shard = slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens)
+        x, g, beta, d_o = (t[:, shard] for t in (x, g, beta, d_o))
+        packed = {"cp_context": cp}
+    x, weight = x.clone().requires_grad_(), weight.requires_grad_()
+    halo = None if cp is None else kda.cp.conv_halo(x, cp, 4)
+    y, _ = kda.causal_conv1d(
+        x, weight, initial_state=halo, cu_seqlens=packed["cu_seqlens"] if cp is None else cp.cu_seqlens
+    )
+    q, k, v = (t.unflatten(-1, (H, -1)) for t in y.split([H * K, H * K, H * V], -1))
+    o, _ = kda.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **packed)
+    dx, dweight = torch.autograd.grad(o, (x, weight), d_o)
+    return {"o": o.detach(), "dx": dx, "dweight": dweight}
+
+
 # ---- one process ----
 
 
@@ -144,6 +167,8 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
         cp = kda.cp.Context([0, *torch.tensor(lengths).cumsum(0).tolist()], tokens=tokens)
         for dtype in (torch.float32, torch.bfloat16):
             results[f"convolution {i} {dtype}"] = convolved(tokens, lengths, width, dtype, cp)
+    ends = [0, *torch.tensor(CASES["many"].lengths).cumsum(0).tolist()]
+    results["convolution in front"] = convolution_in_front(kda.cp.Context(ends, tokens=TOKENS))
     group = dist.new_group(list(reversed(range(ranks))))  # ranks of a group in another order than those of the world
     cp = kda.cp.Context([0, TOKENS], group=group)
     p = CASES["one"].problem

@@ -3,10 +3,13 @@ in float64 PyTorch, whose gradients are autograd's."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +23,22 @@ GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 def cpu_implementations(op: str) -> list[str]:
     return [name for name in kda.implementations(op) if not name.startswith("cuda")]
+
+
+class _Finder(doctest.DocTestFinder):
+    """Also finds the examples of decorated functions."""
+
+    def _from_module(self, module: Any, object: Any) -> bool:
+        plain = inspect.unwrap(object) if inspect.isfunction(object) else object
+        return super()._from_module(module, plain)  # type: ignore[misc,no-any-return]
+
+
+def run_examples(module: ModuleType) -> doctest.TestResults:
+    """Of the docstrings."""
+    runner = doctest.DocTestRunner()
+    for test in _Finder().find(module, module.__name__):
+        runner.run(test)
+    return runner.summarize(verbose=False)
 
 
 # ---- problems ----

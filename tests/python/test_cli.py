@@ -110,7 +110,8 @@ def test_info(cli: Callable[..., str]) -> None:
         ("explain decode --impl cpu_chunk", "--impl: expected one of cpu_recurrent, reference, got cpu_chunk"),
         (
             "bench attention",
-            "operators: expected some of prefill, training, decode, verify, flush, gate, got attention",
+            "operators: expected some of prefill, training, prefill_f32, segment_map, decode, verify, flush,"
+            " flush_verify, conv, gate, got attention",
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
@@ -169,7 +170,7 @@ def test_check(cli: Callable[..., str]) -> None:
     assert expected - ran <= {x for x in expected if operators.device_of(x[1]) == "cuda"}
     for op, impl, dtype, cases, worst, error, allowed, verdict in table:
         if (op, impl) in ran:
-            assert dtype in ("float32", "bfloat16", "float16") and int(cases) >= 2 and verdict == "ok"
+            assert dtype in operators.OPERATORS[op].dtypes and int(cases) >= 2 and verdict == "ok"
             assert worst in operators.OPERATORS[op].allowed and float(error) <= float(allowed)
         else:
             assert verdict == "skipped: no CUDA device that torch finds"
@@ -226,7 +227,7 @@ def test_check_finds(
     spoil(monkeypatch, "decode", change)
     words = ["check", "--op", "decode", "--dtype", "float32", "--gate", "log", "--layout", "V-first"]
     text = cli(*words, status=1)
-    assert [r[-1] for r in rows(text)] == ["FAILED: 2", "ok"] and "2 of 4 cases ok" in text
+    assert [r[-1] for r in rows(text)] == ["FAILED: 3", "ok"] and "3 of 6 cases ok" in text
     assert re.search(sentence, text)
     command = "python -m kda check --op decode --impl cpu_recurrent --dtype float32 --gate log --layout V-first"
     assert f"  {command}\n" in text, "how to repeat it"
@@ -238,7 +239,7 @@ def test_check_of_nothing_is_no_success(cli: Callable[..., str], monkeypatch: py
     words = ["check", "--op", "decode", "--impl", "cpu_recurrent", "--dtype", "float32"]
     spoil(monkeypatch, "decode", declines)
     text = cli(*words, status=1)
-    assert rows(text)[0][-1] == "skipped: nobody takes this" and "0 of 0 cases ok, 12 skipped" in text
+    assert rows(text)[0][-1] == "skipped: nobody takes this" and "0 of 0 cases ok, 18 skipped" in text
     assert "0 of 0" in cli("check", "--op", "gate", "--gate", "log", "--dtype", "float32", status=1)
 
 
@@ -247,13 +248,15 @@ def test_check_without_torch() -> None:
 import sys
 sys.modules["torch"] = None
 from kda.cli import main
-sys.exit(main(["check", "--op", "forward", "decode", "gate", "gate_backward", "--layout", "V-first"]))
+ops = ["forward", "decode", "verify", "flush", "flush_verify", "segment_map", "segment_merge", "conv", "conv_backward",
+       "gate", "gate_backward", "prefill_f32", "stage_chunk_intra", "stage_bwd_intra"]
+sys.exit(main(["check", "--op", *ops, "--layout", "V-first", "--gate", "log", "softplus"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {(r[0], r[1], r[2]): r[-1] for r in rows(done.stdout)}
     assert verdicts["forward", "cpu_chunk", "float32"] == verdicts["decode", "reference", "float16"] == "ok"
-    assert verdicts["gate", "cpu_gate", "float16"] == "ok"
+    assert verdicts["gate", "cpu_gate", "float16"] == verdicts["conv", "cpu_conv", "float16"] == "ok"
     assert verdicts["forward", "cpu_chunk", "bfloat16"] == "skipped: NumPy has no bfloat16, and torch is not installed"
     assert verdicts["gate_backward", "cpu_gate", ""] == "skipped: needs torch, which is not installed"
 
@@ -302,7 +305,8 @@ def test_explain_computes_nothing(op: str, cli: Callable[..., str]) -> None:
     before = _lib.library()
     drafts = "verify" in op or op == "flush"
     cli("explain", op, *(("--B", "65536", "--T", "16") if drafts else ("--B", "1", "--T", "1048576")), "--H", "1")
-    cli("explain", op, "--K", "300", status=2)
+    if not op.startswith("conv"):  # to which K and V are channels, as many as you like
+        cli("explain", op, "--K", "300", "--V", "300", status=2)
     assert _lib.library() is before, "and the library is itself again"
 
 
@@ -324,7 +328,7 @@ def test_bench(tmp_path: Path) -> None:
     for r in data["rows"]:
         p, entry = Problem(**{**r["problem"], "lengths": ()}), bench.BENCHES[r["operator"]]
         tokens = entry.problems[0].T if entry.most_tokens < 70 else 70
-        assert p == replace(p, B=2, T=tokens, H=1, HV=1, K=16, V=16)
+        assert p == replace(p, B=2, T=tokens, H=1, HV=1, K=16, V=16, **entry.only)
         assert r["contender"] == "kda" and r["times_kda"] == 1 and r["unit"] == entry.unit
         assert r["rate"] == pytest.approx(entry.work(p) / r["ms"] * 1e-6)
         assert r["tokens_per_s"] == pytest.approx(p.B * p.T / r["ms"] * 1e3)
@@ -440,6 +444,9 @@ sys.exit(main(["bench", *{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")
 def test_work() -> None:
     assert measure.forward_flop(128, 128) == 141_312
     assert measure.training_flop(128, 128) == 141_312 + 98_304 + 278_528
+    assert measure.segment_map_flop(128, 128) == 131_072 + 20_480 + 20_480 + 2_048
+    assert measure.prefill_f32_flop(128, 128) == 141_312 + 20_480
+    assert bench._conv_bytes(Problem(B=2, T=3, H=1, HV=2)) == 2 * 2 * 3 * 512 * 2
 
 
 def test_medians_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

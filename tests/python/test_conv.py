@@ -160,10 +160,13 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("absent", [(), ("bias", "initial_state")])
 @pytest.mark.parametrize("final_state", [True, False])
-def test_operators_are_proper(dtype: torch.dtype, absent: tuple[str, ...], final_state: bool) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_operators_are_proper(dtype: torch.dtype, absent: tuple[str, ...], final_state: bool, packed: bool) -> None:
     p = problem(dtype=dtype)
+    if packed:
+        p["x"] = p["x"][:1]
     tensors = tuple(None if name in absent else x.requires_grad_() for name, x in p.items())
-    cu = None
+    cu = torch.tensor([0, 2, 6]) if packed else None
     torch.library.opcheck(torch.ops.kda.conv.default, (*tensors, cu, True, final_state, None), test_utils=OPCHECKS)
     plain = tuple(None if t is None else t.detach() for t in tensors)
     wanted = [t is not None for t in tensors]
@@ -208,6 +211,22 @@ def test_compiled_equals_eager() -> None:
     assert torch.equal(*outputs) and torch.equal(*states)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_other_lengths_compile_nothing_anew(packed: bool) -> None:
+    def f(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, cu: Tensor | None) -> Any:
+        y, last = kda.causal_conv1d(x, weight, bias, state, output_final_state=True, cu_seqlens=cu)
+        return kda.causal_conv1d_update(y, state.clone(), weight, cu_seqlens=cu), last
+
+    fast = compiled(f)
+    for i, T in enumerate((7, 200, 3)):
+        p = problem(B=1, T=T)
+        torch._dynamo.mark_dynamic(p["x"], 1)
+        arguments = (*p.values(), torch.tensor([0, T - 1]) if packed else None)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = fast(*arguments)
+        assert all(torch.equal(a, b) for a, b in zip(got, f(*arguments), strict=True))
+
+
 # ---- refusals ----
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -220,7 +239,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "FLA's state": ({"initial_state": torch.zeros(2, 10, 4)}, r"initial_state: expected shape \[2,10,3\]"),
     "integers": ({"x": torch.zeros(2, 7, 10, dtype=torch.int32)}, "x: expected float32 or bfloat16 or float16"),
     "packed rows": ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens: expected one row"),
-    "implementation": ({"impl": "cpu_gate"}, "exec.impl: expected one of cpu_conv, reference, got cpu_gate"),
+    "implementation": ({"impl": "cpu_gate"}, "impl: expected one of cpu_conv, reference, got cpu_gate"),
 }
 
 

@@ -459,6 +459,9 @@ def test_short_convolution_is_conv1d_and_silu():
     assert torch.equal(half(x.bfloat16()), rounded(x.bfloat16().float()).bfloat16())  # rounded once, at the end
     pointwise = ShortConvolution(6, 1)  # a width of 1 remembers nothing
     assert torch.allclose(pointwise(x, torch.zeros(2, 6, 0)), F.silu(x * pointwise.weight[:, 0, 0]))
+    assert not pointwise(x[:1], cu_seqlens=torch.tensor([0, 2, 7]))[:, 7:].any()
+    with pytest.raises(ValueError, match=r"kernel_size: expected 1\.\.4, got 0"):
+        ShortConvolution(6, 0)
 
 
 def test_rms_norm_gated():
@@ -479,6 +482,7 @@ def test_rms_norm_gated():
         ({"mode": "parallel"}, "mode: expected 'chunk' or 'fused_recurrent', got 'parallel'"),
         ({"head_dim": 10, "expand_v": 0.33}, "expand_v: expected a whole number"),
         ({"num_heads": 4, "num_v_heads": 6}, "num_v_heads: expected a multiple of num_heads = 4, got 6"),
+        ({"conv_size": 5}, r"conv_size: expected 1\.\.4, got 5"),
         ({"safe_gate": True}, r"lower_bound: expected a number in \[-5, 0\) with safe_gate, got None"),
     ],
 )

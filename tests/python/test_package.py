@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import inspect
 import os
@@ -20,7 +19,7 @@ import kda
 import kda.ops
 from kda import _MODULES
 from kda._lib import _OPERATORS
-from support import cpu_implementations, make
+from support import cpu_implementations, make, run_examples
 
 OPERATORS = _OPERATORS
 
@@ -128,9 +127,11 @@ def test_docstrings(name: str) -> None:
         assert re.search(r"\[.*HV.*\]", text), "no shapes"
 
 
-@pytest.mark.parametrize("module", ["kda", "kda.cp", "kda.ops", *sorted({f"kda.{m}" for m in _MODULES.values()})])
+@pytest.mark.parametrize(
+    "module", ["kda", "kda.cp", "kda.ops", "kda.stages", *sorted({f"kda.{m}" for m in _MODULES.values()})]
+)
 def test_examples_in_docstrings(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(module))
+    result = run_examples(importlib.import_module(module))
     assert result.failed == 0 and (result.attempted > 0 or module == "kda")
 
 
@@ -160,7 +161,7 @@ def test_instruction_set_from_the_environment() -> None:
 def test_implementations(op: str) -> None:
     names = list(kda.implementations(op))
     assert names[-1] == "reference" and len(set(names)) == len(names) >= 2
-    with pytest.raises(ValueError, match=r"^op: expected forward"):
+    with pytest.raises(ValueError, match=r"^op: expected one of forward"):
         kda.implementations(op + "s")
 
 

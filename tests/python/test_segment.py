@@ -148,14 +148,31 @@ def test_under_torch_compile() -> None:
         assert same_bits(x, y)
 
 
-def test_operators_pass_opcheck() -> None:
-    p = make(1, 20, 1, 2, 4, 6, state=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("lengths", [None, [10, 0, 7]])
+def test_operators_pass_opcheck(dtype: torch.dtype, v_first: bool, lengths: list[int] | None) -> None:
+    p = make(1, 20, 1, 2, 4, 6, state=False, dtype=dtype, lengths=lengths, tail=3)
     t = p.tensors
-    call = (t["q"], t["k"], t["v"], t["g"], t["beta"], None, None, None, 0, 0, True, 0, 0.0, 0.5)
+    packed = p.options.get("cu_seqlens")
+    call = (t["q"], t["k"], t["v"], t["g"], t["beta"], None, None, packed, 0, 0, True, int(not v_first), 0.0, 0.5)
     for d_o, M, b in ((cotangents(p)[0], True, True), (None, True, False), (None, False, False)):
         torch.library.opcheck(torch.ops.kda.segment_map.default, (*call, d_o, M, b, None, 0))
     M, b, _ = torch.ops.kda.segment_map(*call, None, True, True, None, 0)
-    torch.library.opcheck(torch.ops.kda.segment_merge.default, (M, b, None, False, True, None, 0))
+    for h0, reverse in ((None, False), (b[0], True)):
+        torch.library.opcheck(torch.ops.kda.segment_merge.default, (M, b, h0, reverse, v_first, None, 0))
+
+
+def test_other_lengths_compile_nothing_anew() -> None:
+    torch._dynamo.reset()
+    fast = torch.compile(kda.segment_map, fullgraph=True, backend="aot_eager")
+    for i, T in enumerate((70, 64, 200)):
+        p = make(1, T, 1, 2, 8, 12, gate="softplus", state=False)
+        for n in ("q", "k", "v", "g", "beta"):
+            torch._dynamo.mark_dynamic(p.tensors[n], 1)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = fast(**p.keywords)
+        assert all(same_bits(a, b) for a, b in zip(got[:2], kda.segment_map(**p.keywords)[:2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +185,8 @@ def test_operators_pass_opcheck() -> None:
         ({"d_o": torch.zeros(1, 9, 2, 24), "want": "d"}, "d_o: expected shape [1,10,2,24] like v, got [1,9,2,24]"),
         ({"k": torch.zeros(1, 10, 2, 15)}, "k: expected shape [1,10,2,16] like q, got [1,10,2,15]"),
         ({"cu_seqlens": torch.tensor([0, 11])}, "cu_seqlens[1]: expected at most T = 10, got 11"),
-        ({"impl": "cpu_chunk"}, "exec.impl: expected one of cpu_segment, reference, got cpu_chunk"),
-        ({"num_threads": -1}, "exec.num_threads: expected >= 0, got -1"),
+        ({"impl": "cpu_chunk"}, "impl: expected one of cpu_segment, reference, got cpu_chunk"),
+        ({"num_threads": -1}, "num_threads: expected >= 0, got -1"),
     ],
 )
 def test_map_refuses(changes: dict[str, Any], sentence: str) -> None:
@@ -184,7 +201,7 @@ def test_map_refuses(changes: dict[str, Any], sentence: str) -> None:
     [
         ({"M": torch.zeros(2, 1, 4, 5)}, "M: expected shape [2,1,4,4] ([P,HV,K,K]), got [2,1,4,5]"),
         ({"M": torch.zeros(2, 4, 4)}, "M: expected 4 dimensions, got shape [2, 4, 4]"),
-        ({"M": None}, "M: expected an array, got NoneType"),
+        ({"M": None}, "M: expected an array, got None"),
         ({"b": torch.zeros(2, 1, 6)}, "b: expected 4 dimensions, got shape [2, 1, 6]"),
         ({"b": torch.zeros(3, 1, 6, 4)}, "b: expected shape [2,1,6,4] ([..,HV,V,K], V-first), got [3,1,6,4]"),
         ({"h0": torch.zeros(2, 6, 4)}, "h0: expected shape [1,6,4] ([..,HV,V,K], V-first), got [2,6,4]"),

@@ -3,7 +3,6 @@ as torch operators; kda.prefill_f32 and torch.ops.kda_prefill."""
 
 from __future__ import annotations
 
-import doctest
 import inspect
 import math
 from typing import Any
@@ -16,7 +15,19 @@ import kda
 import kda.compiled_stages
 from kda import stages
 from kda._stages import STAGES
-from support import Problem, Tensor, assert_close, cotangents, gate, make, reference, same_bits, saturated, wild
+from support import (
+    Problem,
+    Tensor,
+    assert_close,
+    cotangents,
+    gate,
+    make,
+    reference,
+    run_examples,
+    same_bits,
+    saturated,
+    wild,
+)
 
 GATES = ("log", "softplus", "lower_bound")
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -142,6 +153,31 @@ def test_outputs_of_16_bits_are_where_the_classic_split_has_them() -> None:
     assert stages.recompute_w_u(x[1], x[2], x[4], Akk_inv, G)[2] is None
 
 
+def test_padding_is_zeroed_and_states_of_nobody_are_left() -> None:
+    p = make(1, 140, 1, 2, 8, 12, l2norm=False)
+    x = tuple(p.tensors[n] for n in ("q", "k", "v", "g", "beta"))
+    packed = {"cu_seqlens": torch.tensor([0, 3, 70])}  # 3 chunks; room for 140 // 64 + 2
+    o, _, saved = forward(x, None, 0.5, {}, packed)
+    assert saved[3].shape[0] == 4 and o.shape[1] == 140
+    outputs = [o, *saved[:3], saved[4], *backward(x, saved, o, torch.zeros(2, 2, 8, 12), 0.5, {}, packed)[:5]]
+    assert not any(t[:, 70:].any() for t in outputs)
+    added_to = [torch.full((1, 140, 2, 8), math.nan) for _ in range(3)]
+    for t in added_to:
+        t[:, :70] = 0
+    dbeta = torch.full((1, 140, 2), math.nan)
+    dbeta[:, :70] = 0
+    dA = torch.zeros(1, 140, 2, 64)
+    stages.bwd_intra(*x[:2], saved[0], x[4], dA, dA.clone(), added_to[0], added_to[1], dbeta, added_to[2], **packed)
+    assert not any(t.any() for t in (*added_to, dbeta))
+
+    h, v_new = torch.full((4, 2, 8, 12), 7.0), torch.empty_like(x[2])
+    w, u, _, kg, *_ = stages.chunk_intra(*x[:3], saved[0], x[4], **packed)
+    kda._lib.library().stage_delta_h(
+        packed["cu_seqlens"], 0.0, 1, kg, w, u, saved[0], None, h, v_new, None, None, 0, None
+    )
+    assert (h[3] == 7).all() and not (h[:3] == 7).all(-1).any()
+
+
 def test_refusals() -> None:
     x = torch.zeros(1, 70, 2, 8)
     beta = x[..., 0]
@@ -154,9 +190,9 @@ def test_refusals() -> None:
         (lambda: stages.chunk_intra(x, x, x, x, beta, 0.0), r"^scale: expected a number other than 0"),
         (lambda: stages.chunk_intra(x, x[:, :9], x, x, beta), r"^(k|w|qG): expected shape"),
         (lambda: stages.chunk_intra(x, x, x, x.bfloat16(), beta), r"^G: expected float32, got bfloat16"),
-        (lambda: stages.delta_h(x, x, x, x, x), r"^h0: expected shape \[1,2,8,8\]"),
+        (lambda: stages.delta_h(x, x, x, x, x), r"^initial_state: expected shape \[1,2,8,8\]"),
         (lambda: stages.fwd_o(x, x, x, x, x), r"^Aqk: expected shape \[1,70,2,64\]"),
-        (lambda: stages.cumsum(x, impl="nobody"), r"^exec.impl: expected one of cpu_chunk, reference, got nobody"),
+        (lambda: stages.cumsum(x, impl="nobody"), r"^impl: expected one of cpu_chunk, reference, got nobody"),
         (lambda: stages.cumsum(object()), r"^g: expected an array, got object"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -171,7 +207,7 @@ def test_every_stage_is_documented_and_typed() -> None:
         assert len((inspect.getdoc(function) or "").splitlines()[0]) > 20, name
         assert all(a.annotation is not inspect.Parameter.empty for a in inspect.signature(function).parameters.values())
         assert kda.implementations(f"stage_{name}") == ["cpu_chunk", "reference"]
-    result = doctest.testmod(stages)
+    result = run_examples(stages)
     assert result.failed == 0 and result.attempted > 10
 
 
@@ -214,6 +250,25 @@ def test_compiled_stages(lengths: list[int] | None) -> None:
     torch._dynamo.reset()
     got = torch.compile(both, fullgraph=True, backend="aot_eager")(p.tensors["initial_state"], *x)
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_other_lengths_compile_nothing_anew(packed: bool) -> None:
+    def f(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: Tensor | None) -> Tensor:
+        o: Tensor = forward((q, k, v, g, beta), None, 0.5, {}, {"cu_seqlens": cu})[0]
+        return o
+
+    torch._dynamo.reset()
+    fast = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for i, T in enumerate((70, 200, 130)):
+        p = make(1, T, 1, 2, 8, 12, l2norm=False)
+        x = [p.tensors[n] for n in ("q", "k", "v", "g", "beta")]
+        for t in x:
+            torch._dynamo.mark_dynamic(t, 1)
+        cu = torch.tensor([0, 3, T - 1]) if packed else None
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = fast(*x, cu)
+        assert same_bits(got, f(*x, cu))
 
 
 # ---- prefill_f32 ----
@@ -286,9 +341,36 @@ def test_prefill_f32_is_a_proper_operator(state: bool) -> None:
     torch.library.opcheck(ops.forward.default, (*x, 32), options, test_utils=OPCHECKS)
     o, w, u = ops.forward(*x, 32)
     buffers = tuple(torch.zeros_like(t) for t in (w, u, o))
-    torch.library.opcheck(ops.forward.out, (*x, 32, *buffers), options, test_utils=OPCHECKS)
+    torch.library.opcheck(ops.write.default, (*x, 32, *buffers), options, test_utils=OPCHECKS)
     expected = kda.prefill_f32(*x, 32)
     assert all(same_bits(a, b) for a, b in zip((o, w, u), expected, strict=True))
+
+
+def test_the_operator_writes_to_given_buffers() -> None:
+    x = [t.contiguous() for t in heads_first(make(1, 70, 2, 1, 8, 12, l2norm=False))]
+    expected = kda.prefill_f32(*x, 32)
+    w, u, o = (torch.full_like(expected[i], math.nan) for i in (1, 2, 0))
+    got = torch.ops.kda_prefill.forward(*x, 32, w, u, o)
+    assert all(a is b for a, b in zip(got, (o, w, u), strict=True))
+    for given in ((w, u, o), (None, u, None), (None, None, None)):
+        for t in (w, u, o):
+            t.fill_(math.nan)
+        assert all(
+            same_bits(a, b) for a, b in zip(torch.ops.kda_prefill.forward(*x, 32, *given), expected, strict=True)
+        )
+
+    def graph(w: Tensor, u: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
+        o, w_, u_ = torch.ops.kda_prefill.forward(*x, 32, w, u, None)
+        return o + 1, w_ + 1, u_ + w[..., :1]
+
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        w.fill_(math.nan), u.fill_(math.nan)
+        eager = graph(w, u, *x)
+        w.fill_(math.nan), u.fill_(math.nan)
+        compiled = torch.compile(graph, fullgraph=True, backend=backend)(w, u, *x)
+        assert same_bits(w, expected[1]) and same_bits(u, expected[2])
+        assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(eager, compiled, strict=True))
 
 
 def test_compiled_prefill_f32() -> None:

@@ -78,10 +78,10 @@ def copy(x: Any, device: str = "cpu") -> Any:
 
 
 def widen(x: Any) -> Any:
-    """A float64 copy of floating point arrays, anything else as it is."""
+    """A copy, in float64 if it is floating point."""
     if is_torch(x):
         return x.to(torch.float64, copy=True) if x.is_floating_point() else x.clone()
-    return x.astype(np.float64) if is_array(x) and x.dtype.kind == "f" else x
+    return x.astype(np.float64) if is_array(x) and x.dtype.kind == "f" else copy(x)
 
 
 def to_numpy(x: Any) -> Any:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import show
-from .problems import Problem, flushing, gate, given_sizes, natural, records, serving, size_arguments, training
+from . import problems, show
+from .problems import Problem, given_sizes, natural, size_arguments
 
 if TYPE_CHECKING:
     from .arrays import Source
@@ -32,38 +32,72 @@ class Bench:
     peers: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> module it needs, function of peers.py
     devices: tuple[str, ...] = ("cpu",)
     most_tokens: int = 1 << 40  # per request; a larger --T is meant for other operators
+    only: dict[str, Any] = field(default_factory=dict)  # fields of problems that options do not change
     needs_torch: bool = False
 
 
 def _prefill(p: Problem, new: Source) -> Callable[[], object]:
     import kda
 
-    x = serving(p, new)
+    x = problems.serving(p, new)
     return lambda: kda.prefill(**x)
+
+
+def _prefill_f32(p: Problem, new: Source) -> Callable[[], object]:
+    import kda
+
+    x = problems.heads_first(p, new)
+    buffers = dict(zip("owu", kda.prefill_f32(**x), strict=True))
+    return lambda: kda.prefill_f32(**x, **buffers)
 
 
 def _decode(p: Problem, new: Source) -> Callable[[], object]:
     import kda
 
-    x = serving(p, new)
+    x = problems.serving(p, new)
     return lambda: kda.decode(**x)
 
 
 def _verify(p: Problem, new: Source) -> Callable[[], object]:
     import kda
 
-    x, u_k_alpha = serving(p, new), records(p, new)
-    return lambda: kda.verify_kvbuffer(**x, records=kda.Records(**u_k_alpha))
+    x, records = problems.serving(p, new), kda.Records(**problems.records(p, new))
+    return lambda: kda.verify_kvbuffer(**x, records=records)
 
 
 def _flush(p: Problem, new: Source) -> Callable[[], object]:
     """All drafts accepted, which takes the longest."""
     import kda
 
-    x, u_k_alpha = flushing(p, new), records(p, new)
+    x, records = problems.serving(p, new), kda.Records(**problems.records(p, new))
     given = {n: x[n] for n in ("state", "state_indices", "state_v_first")}
     accept_len = new.integers([p.T] * p.N)
-    return lambda: kda.flush_kvbuffer(**given, records=kda.Records(**u_k_alpha), accept_len=accept_len)
+    return lambda: kda.flush_kvbuffer(**given, records=records, accept_len=accept_len)
+
+
+def _flush_verify(p: Problem, new: Source) -> Callable[[], object]:
+    """All of the last drafts accepted; two buffers in turn."""
+    import kda
+
+    x, (last, records) = problems.serving(p, new), (kda.Records(**problems.records(p, new)) for _ in range(2))
+    accept_len = new.integers([p.T] * p.N)
+    return lambda: kda.flush_verify_kvbuffer(**x, records=records, last=last, accept_len=accept_len)
+
+
+def _segment_map(p: Problem, new: Source) -> Callable[[], object]:
+    import kda
+
+    x = problems.common(p, new)
+    return lambda: kda.segment_map(**x)
+
+
+def _conv(p: Problem, new: Source) -> Callable[[], object]:
+    """In place on a state, with outputs to write to: nothing is made for the call."""
+    import kda
+
+    x = problems.convolution(p, new)
+    given = {n: x[n] for n in ("x", "weight", "bias")}
+    return lambda: kda.causal_conv1d_update(**given, state=x["initial_state"], out=x["d_y"])
 
 
 def _training(p: Problem, new: Source) -> Callable[[], object]:
@@ -71,7 +105,7 @@ def _training(p: Problem, new: Source) -> Callable[[], object]:
 
     import kda
 
-    x = training(p, new)
+    x = problems.training(p, new)
     d = x.pop("d_o")
     del x["d_final_state"], x["initial_state"]
     leaves = [a.requires_grad_() for a in x.values() if isinstance(a, torch.Tensor) and a.is_floating_point()]
@@ -81,20 +115,20 @@ def _training(p: Problem, new: Source) -> Callable[[], object]:
 def _gate(p: Problem, new: Source) -> Callable[[], object]:
     import kda
 
-    x = gate(p, new)
+    x = problems.gate(p, new)
     return lambda: kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"], x["lower_bound"])
 
 
-def _forward_work(p: Problem) -> float:
-    from .measure import forward_flop
+def _flop(of: str) -> Callable[[Problem], float]:
+    """Of every token and value head, by a function of measure.py."""
 
-    return p.B * p.T * p.HV * forward_flop(p.K, p.V)
+    def work(p: Problem) -> float:
+        from . import measure
 
+        flop: float = getattr(measure, f"{of}_flop")(p.K, p.V)
+        return p.B * p.T * p.HV * flop
 
-def _training_work(p: Problem) -> float:
-    from .measure import training_flop
-
-    return p.B * p.T * p.HV * training_flop(p.K, p.V)
+    return work
 
 
 def _state_bytes(p: Problem) -> float:
@@ -110,6 +144,10 @@ def _gate_bytes(p: Problem) -> float:
     return p.B * p.T * p.HV * p.K * (_BYTES[p.dtype] + 4)
 
 
+def _conv_bytes(p: Problem) -> float:
+    return 2 * p.B * p.T * (2 * p.H * p.K + p.HV * p.V) * _BYTES[p.dtype]
+
+
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _NAIVE = "fla.ops.kda.naive"
 
@@ -117,12 +155,20 @@ _NAIVE = "fla.ops.kda.naive"
 BENCHES = {
     "prefill": Bench(
         _prefill,
-        _forward_work,
+        _flop("forward"),
         "GFLOP/s",
         (Problem(T=512), Problem(T=4096)),
         {"FLA naive_chunk_kda": (_NAIVE, "naive_chunk")},
     ),
-    "training": Bench(_training, _training_work, "GFLOP/s", (Problem(T=512), Problem(T=4096)), needs_torch=True),
+    "training": Bench(_training, _flop("training"), "GFLOP/s", (Problem(T=512), Problem(T=4096)), needs_torch=True),
+    "prefill_f32": Bench(
+        _prefill_f32,
+        _flop("prefill_f32"),
+        "GFLOP/s",
+        (Problem(T=4096, dtype="float32"),),
+        only={"dtype": "float32", "gate": "log", "beta": "activated"},
+    ),
+    "segment_map": Bench(_segment_map, _flop("segment_map"), "GFLOP/s", (Problem(T=4096),)),
     "decode": Bench(
         _decode,
         _state_bytes,
@@ -133,6 +179,8 @@ BENCHES = {
     ),
     "verify": Bench(_verify, _state_bytes_read, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
     "flush": Bench(_flush, _state_bytes, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
+    "flush_verify": Bench(_flush_verify, _state_bytes, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
+    "conv": Bench(_conv, _conv_bytes, "GB/s", (Problem(H=16),)),
     "gate": Bench(_gate, _gate_bytes, "GB/s", (Problem(H=32),), devices=("cpu", "cuda")),
 }
 
@@ -228,9 +276,8 @@ def _problems(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
     given = {name: values for name, values in given.items() if values}
     changes = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     # HV follows H unless it is given itself.
-    return list(
-        dict.fromkeys(replace(p, **({"HV": 0} | c if "H" in c else c)) for p in bench.problems for c in changes)
-    )
+    changes = [({"HV": 0} if "H" in c else {}) | c | bench.only for c in changes]
+    return list(dict.fromkeys(replace(p, **c) for p in bench.problems for c in changes))
 
 
 def _measure(

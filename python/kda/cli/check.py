@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     for op in options.op:
         entry = OPERATORS[op]
-        for dtype in options.dtype:
+        for dtype in (d for d in options.dtype if d in entry.dtypes):
             for gate in entry.gates:
                 for layout in entry.layouts:
                     if gate in options.gate and layout in options.layout:

@@ -34,6 +34,16 @@ def training_flop(K: int, V: int) -> int:
     return forward_flop(K, V) + again + 12 * K * V + 320 * (K + V)
 
 
+def segment_map_flop(K: int, V: int) -> int:
+    """Of M and b: the forward's recurrence on a state K columns wider, without outputs."""
+    return 4 * K * (K + V) + 160 * K + 80 * (K + V) + 2048
+
+
+def prefill_f32_flop(K: int, V: int) -> int:
+    """Forward, and two more solves for w and u."""
+    return forward_flop(K, V) + 80 * (K + V)
+
+
 def medians(
     calls: Mapping[str, Call],
     repeats: int,

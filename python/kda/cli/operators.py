@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import kda
 
 from . import problems
-from .problems import GATES, LAYOUTS, Problem
+from .problems import DTYPES, GATES, LAYOUTS, Problem
 
 if TYPE_CHECKING:
     from .arrays import Source
@@ -28,6 +28,7 @@ class Operator:
     checked: tuple[Problem, ...]  # what check runs, with every dtype, gate and layout
     gates: tuple[str, ...] = GATES
     layouts: tuple[str, ...] = LAYOUTS
+    dtypes: tuple[str, ...] = DTYPES
     needs_torch: bool = False
 
 
@@ -36,39 +37,38 @@ def _prefill(x: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode(x: dict[str, Any]) -> dict[str, Any]:
-    return {"o": kda.decode(**x), "state": x["state"]}
+    if "snapshots" not in x:
+        return {"o": kda.decode(**x), "state": x["state"]}
+    return {"o": kda.decode_mtp(**x), "state": x["state"], "snapshots": x["snapshots"]}
 
 
-def _records(x: dict[str, Any], prefix: str = "record_") -> kda.Records:
-    """Takes them out of the keywords."""
-    return kda.Records(*(x.pop(prefix + n) for n in ("u", "k", "alpha")))
+def _split(x: dict[str, Any], name: str) -> tuple[dict[str, Any], Any]:
+    """The keywords, and apart from them the records of this name."""
+    fields = {f: x[f"{name}_{f}"] for f in kda.Records._fields if f"{name}_{f}" in x}
+    rest = {n: a for n, a in x.items() if n not in {f"{name}_{f}" for f in fields}}
+    return rest, kda.Records(**fields) if fields else None
 
 
-def _drafts(p: Problem, new: Source) -> dict[str, Any]:
-    return problems.serving(p, new) | problems.records(p, new, "record_")
+def _recorded(o: Any, x: dict[str, Any], records: kda.Records) -> dict[str, Any]:
+    fields = {n: a for n, a in records._asdict().items() if a is not None}
+    return {"o": o, "state": x["state"]} | fields
 
 
 def _verify(x: dict[str, Any]) -> dict[str, Any]:
-    records = _records(x := dict(x))
-    o = kda.verify_kvbuffer(**x, records=records)
-    return {"o": o, "state": x["state"], "u": records.u, "k": records.k, "alpha": records.alpha}
+    x, records = _split(x, "records")
+    return _recorded(kda.verify_kvbuffer(**x, records=records), x, records)
 
 
 def _flush(x: dict[str, Any]) -> dict[str, Any]:
-    records = _records(x := dict(x), "")
+    x, records = _split(x, "records")
     kda.flush_kvbuffer(**x, records=records)
     return {"state": x["state"]}
 
 
-def _flush_drafts(p: Problem, new: Source) -> dict[str, Any]:
-    last = problems.records(p, new, "last_")
-    return _drafts(p, new) | last | {"accept_len": problems.flushing(p, new)["accept_len"]}
-
-
 def _flush_verify(x: dict[str, Any]) -> dict[str, Any]:
-    records, last = _records(x := dict(x)), _records(x, "last_")
-    o = kda.flush_verify_kvbuffer(**x, records=records, last=last)
-    return {"o": o, "state": x["state"], "u": records.u, "k": records.k, "alpha": records.alpha}
+    x, records = _split(x, "records")
+    x, last = _split(x, "last")
+    return _recorded(kda.flush_verify_kvbuffer(**x, records=records, last=last), x, records)
 
 
 def _backward(x: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +80,34 @@ def _backward(x: dict[str, Any]) -> dict[str, Any]:
         n: x[n].requires_grad_() for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state") if n in x
     }
     outputs = kda.chunk_kda(**x, output_final_state=True)
+    return {f"d{n}": y for n, y in zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), d), strict=True)}
+
+
+def _segment_map(x: dict[str, Any]) -> dict[str, Any]:
+    return kda.segment_map(**x, want="Mbd")._asdict()
+
+
+def _segment_merge(x: dict[str, Any]) -> dict[str, Any]:
+    return {"states": kda.segment_merge(**x), "gradients": kda.segment_merge(**x, reverse=True)}
+
+
+_CONV = ("x", "weight", "bias", "initial_state")
+
+
+def _conv(x: dict[str, Any]) -> dict[str, Any]:
+    """With a new final state, and in place."""
+    keywords = {n: x[n] for n in (*_CONV, "cu_seqlens") if n in x}
+    y, last = kda.causal_conv1d(**keywords, output_final_state=True)
+    state = keywords.pop("initial_state")
+    return {"y": y, "final_state": last, "out": kda.causal_conv1d_update(state=state, **keywords), "state": state}
+
+
+def _conv_backward(x: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    leaves = {n: x[n].requires_grad_() for n in _CONV}
+    outputs = kda.causal_conv1d(**leaves, output_final_state=True, cu_seqlens=x.get("cu_seqlens"))
+    d = x["d_y"], x["d_final_state"]
     return {f"d{n}": y for n, y in zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), d), strict=True)}
 
 
@@ -127,8 +155,10 @@ def _stage(name: str, x: dict[str, Any]) -> dict[str, Any]:
 _CHUNKS = Problem(B=2, T=81, H=1, HV=2, K=64, V=64)
 _PACKED = Problem(H=2, HV=4, K=20, V=36, beta="2sigmoid", lengths=(70, 0, 1, 65))
 _ODD = Problem(B=2, T=70, H=2, HV=4, K=20, V=36)
-_STEPS = Problem(B=3, T=5, H=1, HV=2, K=64, V=64), Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
-_SPECULATION = {"o": 3e-3, "state": 1e-5, "u": 1e-5, "k": 1e-5, "alpha": 1e-5}
+_STEP = Problem(B=3, T=5, H=1, HV=2, K=64, V=64)
+_STEPS = _STEP, Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
+_DRAFTS = (*_STEPS, replace(_STEP, drafts="tree"), replace(_STEP, drafts="ring"))
+_SPECULATION = {"o": 3e-3} | dict.fromkeys(("state", "u", "k", "alpha", "ring_first", "ring_count"), 1e-5)
 
 OPERATORS = {
     "forward": Operator(
@@ -144,16 +174,57 @@ OPERATORS = {
         needs_torch=True,
     ),
     "decode": Operator(
-        problems.serving, _decode, {"o": 3e-3, "state": 1e-5}, Problem(B=64, T=1), checked=_STEPS
+        problems.steps,
+        _decode,
+        {"o": 3e-3, "state": 1e-5, "snapshots": 1e-5},
+        Problem(B=64, T=1),
+        checked=(*_STEPS, replace(_STEP, drafts="snapshots")),
     ),
     "verify": Operator(
-        _drafts, _verify, _SPECULATION, Problem(B=64, T=4), checked=_STEPS
+        problems.drafts, _verify, _SPECULATION, Problem(B=64, T=4), checked=_DRAFTS
     ),
     "flush": Operator(
-        problems.flushing, _flush, {"state": 1e-5}, Problem(B=64, T=4), checked=_STEPS
+        problems.flushing,
+        _flush,
+        {"state": 1e-5},
+        Problem(B=64, T=4),
+        checked=_DRAFTS,
+        gates=GATES[:1],
+        dtypes=("float32",),
     ),
     "flush_verify": Operator(
-        _flush_drafts, _flush_verify, _SPECULATION, Problem(B=64, T=4), checked=_STEPS
+        problems.flushing_drafts, _flush_verify, _SPECULATION, Problem(B=64, T=4), checked=_DRAFTS
+    ),
+    "segment_map": Operator(
+        problems.segments, _segment_map, {"M": 1e-5, "b": 1e-5, "d": 1e-5}, Problem(), checked=(_CHUNKS, _PACKED)
+    ),
+    "segment_merge": Operator(
+        problems.merging,
+        _segment_merge,
+        {"states": 1e-5, "gradients": 1e-5},
+        Problem(B=8, gate="log"),
+        checked=(replace(_CHUNKS, B=3), replace(_ODD, B=1)),
+        gates=GATES[:1],
+        dtypes=("float32",),
+    ),
+    "conv": Operator(
+        problems.convolution,
+        _conv,
+        dict.fromkeys(("y", "final_state", "out", "state"), 1e-5),
+        Problem(),
+        checked=(_CHUNKS, _PACKED, *_STEPS),
+        gates=GATES[:1],
+        layouts=LAYOUTS[:1],
+    ),
+    "conv_backward": Operator(
+        problems.convolution,
+        _conv_backward,
+        dict.fromkeys(("dx", "dweight", "dbias", "dinitial_state"), 1e-4),
+        Problem(),
+        checked=(_CHUNKS, _PACKED),
+        gates=GATES[:1],
+        layouts=LAYOUTS[:1],
+        needs_torch=True,
     ),
     "gate": Operator(
         problems.gate, _gate, {"gate": 1e-5}, Problem(), checked=(_CHUNKS,), gates=GATES[1:], layouts=LAYOUTS[:1]
@@ -175,12 +246,13 @@ OPERATORS = {
         Problem(dtype="float32", gate="log", beta="activated"),
         checked=(_CHUNKS, _ODD),
         gates=GATES[:1],
+        dtypes=("float32",),
     ),
 } | {
     f"stage_{name}": Operator(
         partial(problems.stage, name),
         partial(_stage, name),
-        dict.fromkeys(results.split(), 5e-3),
+        dict.fromkeys(results.split(), 1e-5),
         Problem(gate="log", beta="activated"),
         checked=(_CHUNKS, _ODD),
         gates=GATES[:1],

@@ -14,6 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 GATES = ("log", "softplus", "lower_bound")
 BETAS = ("activated", "sigmoid", "2sigmoid")
 LAYOUTS = ("V-first", "K-first")
+DRAFTS = ("chain", "tree", "ring", "snapshots")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Problem:
     layout: str = "V-first"
     lengths: tuple[int, ...] = ()  # of sequences packed into one row
     checkpoint_every: int = 0
+    drafts: str = "chain"  # of the tokens of a step: what becomes of them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HV", self.HV or self.H)
@@ -48,7 +50,8 @@ class Problem:
         heads = f"H {self.H}" if self.HV == self.H else f"H {self.H}, HV {self.HV}"
         K_V = f"K = V = {self.K}" if self.K == self.V else f"K {self.K}, V {self.V}"
         tokens = f"{self.N} sequences, {self.T} tokens" if self.lengths else f"B {self.B}, T {self.T}"
-        return f"{tokens}, {heads}, {K_V}"
+        drafts = "" if self.drafts == "chain" else f", {self.drafts}"
+        return f"{tokens}, {heads}, {K_V}{drafts}"
 
     @property
     def options(self) -> str:
@@ -74,13 +77,20 @@ def common(p: Problem, new: Source) -> dict[str, Any]:
         x |= {"A_log": new.normal("float32", p.HV), "dt_bias": new.normal("float32", p.HV, p.K)}
     if p.gate == "lower_bound":
         x["lower_bound"] = -5.0
-    if p.lengths:
-        x["cu_seqlens"] = new.integers([sum(p.lengths[:n]) for n in range(len(p.lengths) + 1)])
-    return x
+    return x | packed(p, new)
+
+
+def packed(p: Problem, new: Source) -> dict[str, Any]:
+    offsets = [sum(p.lengths[:n]) for n in range(len(p.lengths) + 1)]
+    return {"cu_seqlens": new.integers(offsets)} if p.lengths else {}
+
+
+def states_shape(p: Problem, count: int) -> tuple[int, ...]:
+    return (count, p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))
 
 
 def states(p: Problem, new: Source, count: int) -> Any:
-    return new.normal(p.state_dtype, count, p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))
+    return new.normal(p.state_dtype, *states_shape(p, count))
 
 
 def serving(p: Problem, new: Source) -> dict[str, Any]:
@@ -95,20 +105,58 @@ def serving(p: Problem, new: Source) -> dict[str, Any]:
     return x
 
 
+def steps(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.decode``, or of ``kda.decode_mtp`` from one of the snapshots that it writes anew."""
+    x = serving(p, new)
+    if p.drafts == "snapshots":
+        x["snapshots"] = new.normal(p.state_dtype, p.N, *states_shape(p, p.T))
+        x |= {"accepted": new.integers([n % p.T + 1 for n in range(p.N)]), "update_state": False}
+    return x
+
+
 def records(p: Problem, new: Source, prefix: str = "") -> dict[str, Any]:
-    """Room for a record of each of p.T drafts, with numbers in it that a verify might have left."""
-    return {
-        f"{prefix}u": new.normal("float32", p.N, p.T, p.HV, p.V),
-        f"{prefix}k": new.normal("float32", p.N, p.T, p.H, p.K),
-        f"{prefix}alpha": new.unit("float32", p.N, p.T, p.HV, p.K),
+    """Room for a record of each of p.T drafts, with numbers in it that a verify might have left; in a ring, with three
+    committed ones before them, across its end."""
+    entries = 2 * p.T + 3 if p.drafts == "ring" else p.T
+    x = {
+        f"{prefix}u": new.normal("float32", p.N, entries, p.HV, p.V),
+        f"{prefix}k": new.keys("float32", p.N, entries, p.H, p.K),
+        f"{prefix}alpha": new.unit("float32", p.N, entries, p.HV, p.K),
     }
+    if p.drafts == "ring":
+        x |= {f"{prefix}ring_first": new.integers([entries - 2] * p.N), f"{prefix}ring_count": new.integers([3] * p.N)}
+    return x
+
+
+def tree(p: Problem, new: Source) -> Any:
+    """Two branches from the committed text, and each next token behind the one before the last."""
+    return new.integers([[t - 2 for t in range(p.T)]] * p.N)
+
+
+def drafts(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.verify_kvbuffer``."""
+    x = serving(p, new) | records(p, new, "records_")
+    return x | ({"parents": tree(p, new)} if p.drafts == "tree" else {})
+
+
+def accepted(p: Problem, new: Source) -> Any:
+    """0, 1, .. drafts."""
+    return new.integers([n % (p.T + 1) for n in range(p.N)])
 
 
 def flushing(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.flush_kvbuffer``: 0, 1, .. accepted drafts."""
-    x = {"state": states(p, new, p.N + 1), "state_indices": new.integers(range(p.N, 0, -1))} | records(p, new)
-    x |= {"accept_len": new.integers([n % (p.T + 1) for n in range(p.N)]), "state_v_first": p.layout == "V-first"}
-    return x
+    """Inputs of ``kda.flush_kvbuffer``."""
+    x = {"state": states(p, new, p.N + 1), "state_indices": new.integers(range(p.N, 0, -1))}
+    x |= records(p, new, "records_") | {"accept_len": accepted(p, new), "state_v_first": p.layout == "V-first"}
+    return x | ({"parents": tree(p, new)} if p.drafts == "tree" else {})
+
+
+def flushing_drafts(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.flush_verify_kvbuffer``: a ring holds the last round itself."""
+    x = drafts(p, new) | {"accept_len": accepted(p, new)}
+    if p.drafts != "ring":
+        x |= records(p, new, "last_")
+    return x | ({"last_parents": tree(p, new)} if p.drafts == "tree" else {})
 
 
 def training(p: Problem, new: Source) -> dict[str, Any]:
@@ -124,11 +172,30 @@ def gate(p: Problem, new: Source) -> dict[str, Any]:
     return x | {"d_g": new.normal("float32", p.B, p.T, p.HV, p.K)}
 
 
+def segments(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.segment_map``."""
+    return common(p, new) | {"d_o": new.normal(p.dtype, p.B, p.T, p.HV, p.V)}
+
+
+def merging(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.segment_merge``: a segment a sequence."""
+    x = {"M": new.keys("float32", p.N, p.HV, p.K, p.K), "b": new.normal("float32", *states_shape(p, p.N))}
+    return x | {"h0": new.normal(p.state_dtype, *states_shape(p, 1)[1:]), "state_v_first": p.layout == "V-first"}
+
+
+def convolution(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.causal_conv1d`` in front of q, k and v, and the gradients that come back to it."""
+    D = 2 * p.H * p.K + p.HV * p.V
+    x = {"x": new.normal(p.dtype, p.B, p.T, D), "weight": new.normal("float32", D, 4), "bias": new.normal(p.dtype, D)}
+    x |= {"initial_state": new.normal(p.dtype, p.N, D, 3), "d_y": new.normal(p.dtype, p.B, p.T, D)}
+    return x | {"d_final_state": new.normal(p.dtype, p.N, D, 3)} | packed(p, new)
+
+
 def heads_first(p: Problem, new: Source) -> dict[str, Any]:
     """Inputs of ``kda.prefill_f32``, the state in place."""
     x = {"q": new.normal("float32", p.B, p.H, p.T, p.K), "k": new.keys("float32", p.B, p.H, p.T, p.K)}
     x |= {"v": new.normal("float32", p.B, p.HV, p.T, p.V), "g": new.log_unit("float32", p.B, p.HV, p.T, p.K)}
-    state = new.normal("float32", p.B, p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))
+    state = new.normal("float32", *states_shape(p, p.B))
     x |= {"beta": new.unit("float32", p.B, p.HV, p.T), "initial_state": state, "final_state": state}
     return x | {"chunk_size": 32, "state_v_first": p.layout == "V-first"}
 
