@@ -8,7 +8,6 @@
 // depend on the number of segments.
 #pragma once
 #include <algorithm>
-#include <cstdio>
 #include <cstdint>
 
 #include "cpu/parallel.h"
@@ -48,18 +47,14 @@ inline bool may_be_long(int64_t sequences, int64_t heads, int threads, bool varl
 // columns, group by group. Slot i % (2 group) holds chunk i.
 template <class Prepare, class Scan>
 void run_as_team(int64_t chunks, int64_t group, int64_t tiles, int threads, const Prepare& prepare, const Scan& scan) {
-  int cnt[2][8] = {}; int rounds = 0;
   for (int64_t done = 0, ready = 0; done < chunks;) {
-    ++rounds;
     const int64_t next = std::min(ready + group, chunks), scans = ready > done ? tiles : 0;
     parallel_for(scans + next - ready, threads, [&](int64_t task, int thread) {
-      cnt[task < scans][thread & 7]++;
       if (task < scans) scan(done, ready, task, thread);
       else prepare(ready + task - scans, thread);
     });
     done = ready, ready = next;
   }
-  fprintf(stderr, "team %d rounds, threads %d: prepare %d %d scan %d %d\n", rounds, threads, cnt[0][0], cnt[0][1], cnt[1][0], cnt[1][1]);
 }
 
 // Tiles of at least 32 columns (two of the widest vectors: narrower products run at half the speed), one a thread.
