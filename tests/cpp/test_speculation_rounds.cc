@@ -1,6 +1,7 @@
-// A serving engine in small: requests arrive, draft, have some of their drafts accepted, leave, and come back to life from
-// a checkpoint, in slots that others left full of numbers. Thousands of random rounds, in each of the ways to speculate;
-// every output is that of plain decode in float64.
+// A serving engine in small: requests arrive with a prompt (kda_forward, from the longest prefix that an earlier prompt
+// left as a checkpoint), draft, have some of their drafts accepted, leave, and come back to life from a state set aside,
+// in slots that others left full of numbers. Thousands of random rounds, in each of the ways to speculate; every output
+// is that of plain decode in float64.
 #include <optional>
 
 #include "speculation_truth.h"
@@ -9,6 +10,7 @@ namespace kda::test {
 namespace {
 
 constexpr int64_t kRows = 4, kSlots = 6, kMostTokens = 5, kRounds = 2500;
+constexpr int64_t kPrompts = 3, kPromptTokens = 200, kPrefixes = kPromptTokens / 64;  // states kept of a prompt
 
 enum class Way { kVerifyThenFlush, kFlushVerify, kRing };
 
@@ -28,12 +30,20 @@ class Engine {
         R_(R),
         c_(in_dtype({.name = "engine", .H = 1, .HV = 2, .K = 9, .V = 6, .tail = 1, .state_layout = layout}, b)),
         pool_(b.state_dtype, Inputs(c_).state_shape(kSlots)),
+        prefixes_(b.state_dtype, Inputs(c_).state_shape(kPrompts * kPrefixes)),
+        kept_(kPrompts * kPrefixes),
         last_(c_, b.dtype, R),
         next_(c_, b.dtype, R),
         first_(KDA_I32, {kSlots}),
         count_(KDA_I32, {kSlots}) {
     for (Tensor* t : {&first_, &count_}) t->fill(1000000);  // nobody's: anything
     for (int64_t i = 0; i < kRows; ++i) requests_.emplace_back();
+    for (int64_t i = 0; i < kPrompts; ++i) {
+      Case c = c_;
+      c.name = "prompt " + std::to_string(i), c.T = kPromptTokens, c.tail = 0;
+      prompts_.emplace_back(c);
+      truths_.emplace_back();
+    }
   }
 
   void round() {
@@ -53,10 +63,11 @@ class Engine {
       if (!requests_[i]) continue;
       Request& r = *requests_[i];
       r.truth.decode(r.drafts(), 0, upto(r.accepted));  // of the round before: now they are part of the text
-      for (int64_t t = 0; t < in.length(i); ++t) {
-        const std::vector<double> all = r.truth.clone().decode(in, i, upto(t + 1));
-        ASSERT_TRUE(near({all.end() - c.HV * c.V, all.end()}, output_of(o, in, i, t), b_.budget)) << i << " " << t;
-        ++outputs;
+      const std::vector<double> all = r.truth.clone().decode(in, i, upto(in.length(i)));
+      const int64_t row = c.HV * c.V;
+      for (int64_t t = 0; t < in.length(i); ++t, ++outputs) {
+        const auto expected = all.begin() + t * row;
+        ASSERT_TRUE(near({expected, expected + row}, output_of(o, in, i, t), b_.budget)) << i << " " << t;
       }
       r.inputs = std::make_unique<Inputs>(along(in, i, upto(in.length(i))));
       r.accepted = random_.chance(0.3) ? in.length(i) : random_.below(in.length(i) + 1);
@@ -72,7 +83,7 @@ class Engine {
     }
     std::swap(last_, next_);
   }
-  int64_t outputs = 0, checkpoints = 0;
+  int64_t outputs = 0, checkpoints = 0, prefixes = 0;
 
  private:
   struct Request {
@@ -103,20 +114,20 @@ class Engine {
       kda_verify_args a = KDA_VERIFY_ARGS_INIT;
       a.in = in.view(), a.states.h0 = pool_, a.states.state_indices = slots;
       a.o = o, a.records = records(next_, slots);
-      return run(a, {.impl = b_.verify});
+      return run(a, {.impl = b_.verify, .threads = 1});
     }
     kda_flush_verify_args a = KDA_FLUSH_VERIFY_ARGS_INIT;
     a.in = in.view(), a.states.h0 = a.states.hT = pool_, a.states.state_indices = slots;
     a.o = o, a.accept_len = accept;
     if (way_ == Way::kRing) a.records = records(last_, slots), a.max_tokens = kMostTokens, std::swap(last_, next_);
     else a.last = records(last_, slots), a.records = records(next_, slots);
-    run(a, {.impl = b_.flush_verify});
+    run(a, {.impl = b_.flush_verify, .threads = 1});
   }
   void flush(const Tensor& slots, const Tensor& accept, const Buffers& buffers) {
     kda_flush_args a = KDA_FLUSH_ARGS_INIT;
     a.state = pool_, a.state_indices = slots, a.state_layout = c_.state_layout;
     a.records = records(buffers, slots), a.accept_len = accept;
-    run(a, {.impl = b_.flush});
+    run(a, {.impl = b_.flush, .threads = 1});
   }
   void expect_states() {
     for (const std::optional<Request>& r : requests_) {
@@ -145,14 +156,58 @@ class Engine {
       int64_t slot = random_.below(kSlots);
       while (std::any_of(requests_.begin(), requests_.end(), [&](const auto& x) { return x && x->slot == slot; }))
         slot = random_.below(kSlots);
+      first_.set(slot, static_cast<double>(random_.below(R_))), count_.set(slot, 0);  // an empty ring begins anywhere
+      if (random_.chance(0.4)) {
+        r = prefill(slot);
+        continue;
+      }
       const bool restore = checkpoint_ && random_.chance(0.5);
       checkpoints += restore;
       Inputs none(c_);
       r = Request{slot, restore ? checkpoint_->truth.clone() : Truth(none), std::make_unique<Inputs>(std::move(none))};
       const int64_t size = pool_.size() / kSlots;
       for (int64_t i = 0; i < size; ++i) pool_.set(slot * size + i, restore ? checkpoint_->state.get(i) : 0);
-      first_.set(slot, static_cast<double>(random_.below(R_))), count_.set(slot, 0);  // an empty ring begins anywhere
     }
+  }
+
+  // A request with the first tokens of a prompt. Of those, whole chunks may be known already.
+  Request prefill(int64_t slot) {
+    const int64_t prompt = random_.below(kPrompts), length = 1 + random_.below(kPromptTokens);
+    const Inputs& text = prompts_[prompt];
+    const auto prefix = [&](int64_t chunks) { return prompt * kPrefixes + chunks - 1; };
+    if (random_.chance(0.1)) kept_[prefix(1 + random_.below(kPrefixes))] = false;  // somebody needed the memory
+    int64_t known = std::min(length, kPrefixes * 64) / 64;
+    while (known > 0 && !kept_[prefix(known)]) --known;
+    prefixes += known > 0;
+    const int64_t size = pool_.size() / kSlots;
+    for (int64_t i = 0; known && i < size; ++i) pool_.set(slot * size + i, prefixes_.get(prefix(known) * size + i));
+
+    std::vector<int64_t> rest;
+    for (int64_t t = known * 64; t < length; ++t) rest.push_back(t);
+    const Inputs in = along(text, 0, rest);
+    const Tensor o(b_.dtype, {1, in.T, c_.HV, c_.V}), slots(KDA_I32, {1}, {static_cast<double>(slot)}),
+        has_state(KDA_BOOL, {1}, {static_cast<double>(known > 0)});
+    Tensor checkpoints(KDA_I32, {1, kPrefixes});
+    for (int64_t m = 0; m < kPrefixes; ++m) {
+      const int64_t chunks = known + m + 1;
+      const bool wanted = chunks * 64 <= length && !kept_[prefix(chunks)];
+      checkpoints.set(m, wanted ? static_cast<double>(prefix(chunks)) : -1);
+      if (wanted) kept_[prefix(chunks)] = true;
+    }
+    kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+    a.in = in.view(), a.o = o;
+    a.states.h0 = a.states.hT = pool_, a.states.state_indices = slots, a.states.has_initial_state = has_state;
+    a.checkpoints = prefixes_, a.checkpoint_slots = checkpoints, a.checkpoint_every = 64;
+    run(a, {.impl = b_.forward, .threads = 1});
+
+    if (truths_[prompt].empty()) truths_[prompt] = Truth(text).decode(text, 0, upto(kPromptTokens));
+    Request r{slot, Truth(text), std::make_unique<Inputs>(c_)};
+    r.truth.decode(text, 0, upto(length));
+    const int64_t row = c_.HV * c_.V;
+    const auto begin = truths_[prompt].begin() + known * 64 * row;
+    EXPECT_TRUE(near({begin, begin + in.T * row}, o.values(), b_.budget)) << "prompt of " << length << ", " << known;
+    EXPECT_TRUE(near(r.truth.state.values(), slot_values(pool_, slot), b_.budget)) << length << ", " << known;
+    return r;
   }
 
   const Backend b_;
@@ -160,7 +215,10 @@ class Engine {
   Random random_;
   const int64_t R_;
   Case c_;
-  Tensor pool_;
+  Tensor pool_, prefixes_;
+  std::vector<bool> kept_;
+  std::vector<Inputs> prompts_;
+  std::vector<std::vector<double>> truths_;  // outputs of whole prompts
   Buffers last_, next_;
   Tensor first_, count_;
   std::vector<std::optional<Request>> requests_;
@@ -177,6 +235,7 @@ class SpeculationRounds : public testing::TestWithParam<Backend> {
     }
     EXPECT_GT(engine.outputs, 10 * kRounds / 2);  // requests were there, and drafted
     EXPECT_GT(engine.checkpoints, kRounds / 100);
+    EXPECT_GT(engine.prefixes, kRounds / 100);
   }
 };
 
