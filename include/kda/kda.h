@@ -238,8 +238,8 @@ typedef struct kda_conv_backward_args {
  *   to snapshots: the one after token t of sequence n to slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
  *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
  * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
- * snapshot_slots[n][accepted[n]-1] of h0, or without snapshot_slots in row [n][accepted[n]-1] of snapshots.
- * Needs no workspace on the CPU without conv. */
+ * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of snapshots.
+ * Without state_indices a skipped snapshot_slots[n][0] marks padding. Needs no workspace on the CPU without conv. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
@@ -258,9 +258,9 @@ typedef struct kda_decode_args {
  * Records live in slots of R entries. Without a ring, entry t belongs to token t of the request. With ring_first and
  * ring_count a slot is a ring: ring_count[slot] committed entries from ring_first[slot] on, not yet applied to the
  * state, and the new tokens after them, all positions modulo R.
- * Indices of states and records must be different for live requests; on the CPU they are checked, on CUDA an index
- * >= slots is treated as padding. A request with a negative index of records has none: verify records nothing, flush
- * applies nothing. */
+ * Indices of states, conv states and records must be different for live requests; on the CPU they are checked, on CUDA an
+ * index >= slots is treated as padding. A request with a negative index of records has none: verify records nothing,
+ * flush applies nothing and rolls no conv state on. */
 typedef struct kda_records {
   kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
   kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */

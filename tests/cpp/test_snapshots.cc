@@ -169,6 +169,28 @@ TEST(Snapshots, ARoundStartsFromWhatWasAccepted) {
       }
 }
 
+// Without state_indices the first slot tells padding; a start from a skipped slot is one from zeros.
+TEST(Snapshots, SkippedSlotsAsPaddingAndAsStart) {
+  for (const char* impl : {"cpu_recurrent", "reference"}) {
+    const Drafts d(find_speculation_case("drafts_4"));
+    Shots shots(d, true, KDA_F32, 0);
+    shots.h.fill(0.5);
+    shots.slots.set(0, -1), shots.slots.set(shots.S + 2, -5);  // request 0 is padding, request 1 starts from nothing
+    const Tensor o = d.output(), from_zeros = d.output(), accepted(KDA_I32, {2}, {2, 3});
+    const std::vector<Bits> before{shots.bits(shots.row(0, 1)), shots.bits(shots.row(0, 3))};
+    kda_decode_args a = decode_args(d, o, shots);
+    a.states.h0 = shots.h, a.accepted = accepted;
+    run(a, {.impl = impl});
+    EXPECT_EQ(shots.bits(shots.row(0, 1)), before[0]);
+    EXPECT_EQ(shots.bits(shots.row(0, 3)), before[1]);
+    for (int64_t i = 0; i < o.size() / 2; ++i) ASSERT_EQ(o.get(i), 0) << i;
+    kda_decode_args b = KDA_DECODE_ARGS_INIT;
+    b.in = d.in.view(), b.o = from_zeros;
+    run(b, {.impl = impl});
+    EXPECT_EQ(o.bits(0, 1, 1), from_zeros.bits(0, 1, 1));
+  }
+}
+
 TEST(Snapshots, AcceptedWithoutNewSnapshots) {  // one more call from the pool they are in, to hT
   const Drafts d(find_speculation_case("drafts_4"));
   const Shots shots(d, true, KDA_F32, 0);

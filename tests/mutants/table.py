@@ -604,6 +604,10 @@ MUTANTS = [
         ),
         ("flush: padding is a slot", "!padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) &&", ""),
         ("flush_verify: cursors stay", "if (s.live) store_cursors", "if (false) store_cursors"),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        ("test_speculation", "All/Speculation.FlushVerify/ring_long"),  # a ring with padding
         ("flush_verify: padding moves cursors", "if (s.live) store_cursors", "if (true) store_cursors"),
     ),
     *mutants(
