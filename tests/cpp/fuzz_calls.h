@@ -64,8 +64,9 @@ inline void set(const kda_tensor& t, int64_t i, double x) {
 // ---- memory ----
 
 struct Arena {
-  std::vector<char> bytes = std::vector<char>(kArena);
-  int64_t used = 0;
+  explicit Arena(int64_t size = kArena) : bytes(size), used(size) { clear(); }
+  std::vector<char> bytes;
+  int64_t used;
 
   void clear() {
     std::memset(bytes.data(), 0xff, used);
@@ -85,7 +86,7 @@ struct Arena {
     const int64_t size = dtype_size(dtype), first = (used + 64 + size - 1) / size * size;
     t.data = bytes.data() + first;
     used = first + stride * size + 64;
-    if (used > kArena) fail("the arena is too small");
+    if (used > std::ssize(bytes)) fail("the arena is too small");
     return t;
   }
   bool holds(const kda_tensor& t) const {
@@ -242,7 +243,7 @@ inline void build(kda_decode_args& a, const Sizes& s, Random& random) {
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.4)) a.conv = random_front(s, a.in, random);
   const int64_t S = std::max<int64_t>(1, s.T) + random.below(3);
-  if (random.chance(0.6) || s.N * S * s.HV * s.K * s.V > kArena / 64) return;
+  if (random.chance(0.6) || s.N * S * s.HV * (s.K + 3) * (s.V + 3) > kArena / 64) return;
   const int64_t slots = s.N * S + random.below(3);
   const bool pool = random.chance(0.6);
   std::vector<int64_t> shape = state_shape(s, a.in, pool ? slots : s.N);
