@@ -389,9 +389,8 @@ TEST(ConvOperators, ParentsAreClamped) {
     for (Drafts* d : {&b.d, const_cast<Drafts*>(&b.next)})
       for (int64_t i = 0; i < d->parents.size(); ++i) {
         const int64_t t = i % d->parents.shape()[1];
-        const double legal[] = {-1, static_cast<double>(t - 1)},
-                     wild[] = {kLeast, t % 2 ? kMost : static_cast<double>(t)};
-        if (i % 3 < 2) d->parents.set(i, (garbage ? wild : legal)[i % 3]);
+        if (i % 3 == 0) d->parents.set(i, garbage ? kLeast : -1);
+        if (i % 3 == 1) d->parents.set(i, static_cast<double>(!garbage ? t - 1 : t % 2 ? int64_t{INT32_MAX} : t));
       }
     b.d.accept(1);
     const Tensor last_x = b.last.by_request(b.d.longest());
