@@ -62,8 +62,7 @@ DecodeProblem validate(const kda_decode_args* raw) {
 
 bool has_f64(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
-  return any_f64(a.in) ||
-         any_f64({&a.states.h0, &a.states.hT, &a.o, &a.snapshots, &a.conv.weight, &a.conv.bias, &a.conv.state});
+  return any_f64(a.in) || any_f64(a.conv) || any_f64({&a.states.h0, &a.states.hT, &a.o, &a.snapshots});
 }
 
 void validate_data(const DecodeProblem& p) {

@@ -245,15 +245,18 @@ void store_cursors(const kda_records& ring, int64_t slot, const Window& next) {
 
 bool has_f64(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
-  return any_f64(a.in) || any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha});
+  return any_f64(a.in) || any_f64(a.conv) ||
+         any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha});
 }
 bool has_f64(const FlushProblem& p) {
-  return any_f64({&p.args.state, &p.args.records.u, &p.args.records.k, &p.args.records.alpha});
+  const kda_flush_args& a = p.args;
+  return any_f64({&a.state, &a.records.u, &a.records.k, &a.records.alpha, &a.conv_x, &a.conv_state});
 }
 bool has_f64(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
-  return any_f64(a.in) || any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha, &a.last.u,
-                                   &a.last.k, &a.last.alpha});
+  return any_f64(a.in) || any_f64(a.conv) ||
+         any_f64(
+             {&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha, &a.last.u, &a.last.k, &a.last.alpha});
 }
 
 void validate_data(const VerifyProblem& p) {

@@ -178,6 +178,7 @@ bool any_f64(std::initializer_list<const kda_tensor*> tensors) {
 bool any_f64(const kda_inputs& in) {
   return any_f64({&in.q, &in.v, &in.g, &in.beta, &in.A_log, &in.dt_bias});
 }  // k is like q
+bool any_f64(const kda_conv_inputs& conv) { return any_f64({&conv.x, &conv.weight, &conv.bias, &conv.state}); }
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
   if (!present(cu_seqlens)) return;

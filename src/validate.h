@@ -38,6 +38,7 @@ P with_dims(const Dims& d, const Args& args) {
 
 bool any_f64(std::initializer_list<const kda_tensor*> tensors);
 bool any_f64(const kda_inputs& in);
+bool any_f64(const kda_conv_inputs& conv);
 
 // ---- data, on the CPU ----
 

@@ -238,8 +238,8 @@ typedef struct kda_conv_backward_args {
  *   to snapshots: the one after token t of sequence n to slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
  *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
  * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
- * snapshot_slots[n][accepted[n]-1] of h0, or without snapshot_slots in row [n][accepted[n]-1] of snapshots. Needs no workspace on the
- * CPU without conv. */
+ * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of snapshots.
+ * Without state_indices a skipped snapshot_slots[n][0] marks padding. Needs no workspace on the CPU without conv. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
@@ -258,9 +258,9 @@ typedef struct kda_decode_args {
  * Records live in slots of R entries. Without a ring, entry t belongs to token t of the request. With ring_first and
  * ring_count a slot is a ring: ring_count[slot] committed entries from ring_first[slot] on, not yet applied to the
  * state, and the new tokens after them, all positions modulo R.
- * Indices of states and records must be different for live requests; on the CPU they are checked, on CUDA an index
- * >= slots is treated as padding. A request with a negative index of records has none: verify records nothing, flush
- * applies nothing. */
+ * Indices of states, conv states and records must be different for live requests; on the CPU they are checked, on CUDA an
+ * index >= slots is treated as padding. A request with a negative index of records has none: verify records nothing,
+ * flush applies nothing and rolls no conv state on. */
 typedef struct kda_records {
   kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
   kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
@@ -285,8 +285,9 @@ typedef struct kda_verify_args {
 
 /* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the first
  * accept_len[n] tokens after them (with parents: the path that ends in token accept_len[n] - 1). accept_len is clamped
- * to 0..R. Nothing to apply: nothing is written. One layer, or all of a model in one call: then state, records and
- * conv tensors have a leading dimension of layers, and share indices and lengths. */
+ * to 0..R less the committed entries, and to the tokens of parents and of conv_x, if given. Nothing to apply: nothing is
+ * written. One layer, or all of a model in one call: then state, records and conv tensors have a leading dimension of
+ * layers, and share indices and lengths. */
 typedef struct kda_flush_args {
   uint64_t struct_size; /* sizeof(kda_flush_args) */
   kda_exec exec;
@@ -303,7 +304,9 @@ typedef struct kda_flush_args {
 } kda_flush_args;
 
 /* A flush of the last round and a verify of the next in one pass: the state is read once and written once. With a ring
- * it is written only when the ring runs full: accepted tokens become committed entries (the cursors are written), and once less than room for two rounds is left, the committed are applied and the ring starts again. */
+ * it is written only when the ring runs full: accepted tokens become committed entries (the cursors are written), and
+ * once less than room for two rounds is left, the committed are applied and the ring starts again. accept_len is clamped
+ * as in flush, to the tokens of last_parents and of last_conv_x; on a ring also to what leaves room for the new drafts. */
 typedef struct kda_flush_verify_args {
   uint64_t struct_size; /* sizeof(kda_flush_verify_args) */
   kda_exec exec;

@@ -499,6 +499,7 @@ void flush(const FlushProblem& p) {
 void flush_verify(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
   const bool ring = present(a.records.ring_count);
+  plan(p).threads(a.exec, 1);  // refuses a workspace that is too small, before conv.state is written
   for (int64_t n = 0; present(a.last_conv_x) && n < p.N; ++n) {
     const Sequence s = sequence_at(p, a.in, a.states, n);
     if (s.live)

@@ -103,9 +103,19 @@ struct Legal<kda_verify_args> : LegalDrafts {
 
 template <>
 struct Legal<kda_flush_args> : LegalDrafts {
-  explicit Legal(const Case& c = legal_case()) : LegalDrafts(c, true), args(flush_args(drafts, h0.h, records)) {}
+  explicit Legal(const Case& c = legal_case())
+      : LegalDrafts(c, true),
+        conv_x(KDA_F32, {in.N, drafts.longest(), 7}),
+        conv_state(KDA_F32, {in.N + 2, 7, 3}),
+        conv_indices(KDA_I32, {in.N}),
+        args(flush_args(drafts, h0.h, records)) {
+    conv_x.fill(0.5), conv_state.fill(0.25);
+    for (int64_t n = 0; n < in.N; ++n) conv_indices.set(n, static_cast<double>(in.N + 1 - n));
+    args.conv_x = conv_x, args.conv_state = conv_state, args.conv_indices = conv_indices;
+  }
   std::vector<Field> fields() { return test::fields(args); }
-  std::vector<Tensor*> outputs() { return {&h0.h}; }
+  std::vector<Tensor*> outputs() { return {&h0.h, &conv_state}; }
+  Tensor conv_x, conv_state, conv_indices;
   kda_flush_args args;
 };
 

@@ -36,6 +36,15 @@ inline std::vector<Field> fields(kda_states& s) {
           {"has_initial_state", &s.has_initial_state}};
 }
 
+// Of an operator that rolls the state on, or only reads it. They take the place of q, k and v.
+inline std::vector<Field> conv_fields(kda_conv_inputs& c, bool rolls) {
+  return {{"conv.x", &c.x},
+          {"conv.weight", &c.weight},
+          {"conv.bias", &c.bias},
+          {"conv.state", &c.state, rolls},
+          {"conv.indices", &c.indices}};
+}
+
 inline std::vector<Field> fields(kda_forward_args& a) {
   return joined(joined(fields(a.in), fields(a.states)), {{"o", &a.o, true},
                                                          {"checkpoints", &a.checkpoints, true},
@@ -66,6 +75,9 @@ inline std::vector<Field> fields(kda_backward_args& a) {
 
 inline std::vector<Field> fields(kda_decode_args& a) {
   return joined(joined(fields(a.in), fields(a.states)), {{"o", &a.o, true}});
+}
+inline std::vector<Field> snapshot_fields(kda_decode_args& a) {
+  return {{"snapshots", &a.snapshots, true}, {"snapshot_slots", &a.snapshot_slots}, {"accepted", &a.accepted}};
 }
 
 inline std::vector<Field> fields(kda_segment_map_args& a) {
@@ -100,7 +112,10 @@ inline std::vector<Field> fields(kda_flush_args& a) {
           {"records.ring_first", &a.records.ring_first},
           {"records.ring_count", &a.records.ring_count},
           {"accept_len", &a.accept_len, false, 1},
-          {"parents", &a.parents, false, 2}};
+          {"parents", &a.parents, false, 2},
+          {"conv_x", &a.conv_x, false, 6},
+          {"conv_state", &a.conv_state, true, 5},
+          {"conv_indices", &a.conv_indices}};
 }
 
 inline std::vector<Field> fields(kda_flush_verify_args& a) {

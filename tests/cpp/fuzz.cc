@@ -15,8 +15,8 @@
 namespace kda::test {
 namespace {
 
-Arena reference_arena;     // the oracle's outputs
-std::vector<char> before;  // the arena as the call found it
+Arena reference_arena(2 * kArena);  // the oracle's outputs, float64
+std::vector<char> before;           // the arena as the call found it
 alignas(256) char workspace[kWorkspace];
 
 // ---- breaking them ----
@@ -58,9 +58,9 @@ bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random)
 }
 
 void break_exec(kda_exec& e, Random& random) {
-  static const char* const kNames[] = {"reference",  "cpu_chunk",        "cpu_recurrent", "cpu_segment",
-                                       "cpu_verify", "cpu_flush_verify", "cpu_flush",     "cpu_gate",
-                                       "",           "nobody",           "cpu_"};
+  static const char* const kNames[] = {"reference",        "cpu_chunk", "cpu_recurrent", "cpu_segment", "cpu_verify",
+                                       "cpu_flush_verify", "cpu_flush", "cpu_gate",      "cpu_conv",    "",
+                                       "nobody",           "cpu_"};
   switch (random.below(7)) {
     case 0: e.device = static_cast<int32_t>(random.below(4)) - 1; break;
     case 1: e.device_id = static_cast<int32_t>(random.below(3)) - 1; break;
@@ -156,6 +156,9 @@ template <class Args>
 int64_t work(const Args& a) {
   if constexpr (requires { a.in; }) {
     const kda_tensor &q = a.in.q, &v = a.in.v;
+    if constexpr (requires { a.conv; })
+      if (a.conv.x.ndim && a.in.g.ndim == 4 && a.o.ndim == 4)
+        return std::abs(tensor_size(a.in.g) * std::max<int64_t>(1, a.o.shape[3]));
     if (q.ndim != 4 || v.ndim != 4) return 0;
     return std::abs(q.shape[0] * q.shape[1] * v.shape[2] * q.shape[3] * v.shape[3]);
   } else if constexpr (
@@ -193,7 +196,8 @@ std::optional<std::vector<kda_tensor>> oracle(Args a) {
       if (f.t->shape[i] < 0) return {};
     if (tensor_size(*f.t) * 8 > kArena / 4) return {};
     const kda_tensor original = *f.t;
-    const bool integer = original.dtype > KDA_F64, state = kReadsRounded<Args> && !std::strcmp(f.name, "hT");
+    const bool rounded = !std::strcmp(f.name, "hT") || !std::strcmp(f.name, "conv.state");
+    const bool integer = original.dtype > KDA_F64, state = kReadsRounded<Args> && rounded;
     const bool kept = (integer || state) && dtype_size(original.dtype);
     *f.t =
         reference_arena.take(kept ? original.dtype : KDA_F64, {original.shape, original.shape + original.ndim}, dense);
@@ -284,6 +288,8 @@ void one_call(Random& random) {
     size_t i = 0;
     double rounding = 0;  // a state in 16 bits may be rounded up here and down there
     if constexpr (kReadsRounded<Args>) rounding = a.states.h0.dtype == KDA_BF16 ? 0.02 : 0;
+    if constexpr (requires { a.conv; })  // and so may the convolved rows
+      if (dtype_size(a.conv.x.dtype) == 2) rounding = 0.05;
     for (const Field& f : all) {
       if (!f.output || f.t->ndim == 0) continue;
       if (expected) compare_with_oracle(f, (*expected)[i], rounding);
@@ -339,8 +345,6 @@ constexpr void (*kOperators[])(Random&) = {
 int main_(int argc, char** argv) {
   const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 100000, seed = argc > 2 ? std::atoll(argv[2]) : 1;
   const int64_t first = argc > 3 ? std::atoll(argv[3]) : 0;
-  arena.used = reference_arena.used = kArena;
-  arena.clear(), reference_arena.clear();
   std::memset(workspace, 0xff, sizeof workspace);
   for (int64_t i = first; i < first + calls; ++i) {
     Random random(static_cast<uint64_t>(seed) << 40 ^ static_cast<uint64_t>(i));

@@ -64,8 +64,9 @@ inline void set(const kda_tensor& t, int64_t i, double x) {
 // ---- memory ----
 
 struct Arena {
-  std::vector<char> bytes = std::vector<char>(kArena);
-  int64_t used = 0;
+  explicit Arena(int64_t size = kArena) : bytes(size), used(size) { clear(); }
+  std::vector<char> bytes;
+  int64_t used;
 
   void clear() {
     std::memset(bytes.data(), 0xff, used);
@@ -85,7 +86,7 @@ struct Arena {
     const int64_t size = dtype_size(dtype), first = (used + 64 + size - 1) / size * size;
     t.data = bytes.data() + first;
     used = first + stride * size + 64;
-    if (used > kArena) fail("the arena is too small");
+    if (used > std::ssize(bytes)) fail("the arena is too small");
     return t;
   }
   bool holds(const kda_tensor& t) const {
@@ -216,10 +217,48 @@ inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   }
 }
 
+// Different slots, or padding.
+inline kda_tensor slots_of_all(int64_t N, int64_t slots, Random& random) {
+  const kda_tensor t = arena.take(KDA_I32, {N}, random);
+  for (int64_t n = 0; n < N; ++n) set(t, n, random.chance(0.15) ? -1.0 : static_cast<double>(slots - 1 - n));
+  return t;
+}
+
+// The raw rows of the convolution instead of q, k and v.
+inline kda_conv_inputs random_front(const Sizes& s, kda_inputs& in, Random& random) {
+  const int64_t D = 2 * s.H * s.K + s.HV * s.V, W = 2 + random.below(3), slots = s.N + random.below(3);
+  in.q = in.k = in.v = {};
+  kda_conv_inputs c{};
+  c.x = filled(s.dtype, {s.B, s.T, D}, random, 1);
+  c.weight = filled(any_float(random), {D, W}, random, 0.5);
+  if (random.chance(0.5)) c.bias = filled(any_float(random), {D}, random, 0.5);
+  c.state = filled(any_float(random), {slots, D, W - 1}, random, 1);
+  if (random.chance(0.5)) c.indices = slots_of_all(s.N, slots, random);
+  return c;
+}
+
 inline void build(kda_decode_args& a, const Sizes& s, Random& random) {
   a.in = random_inputs(s, random);
   random_states(s, a.in, a.states, random);
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
+  if (random.chance(0.4)) a.conv = random_front(s, a.in, random);
+  const int64_t S = std::max<int64_t>(1, s.T) + random.below(3);
+  if (random.chance(0.6) || s.N * S * s.HV * (s.K + 3) * (s.V + 3) > kArena / 64) return;
+  const int64_t slots = s.N * S + random.below(3);
+  const bool pool = random.chance(0.6);
+  std::vector<int64_t> shape = state_shape(s, a.in, pool ? slots : s.N);
+  if (!pool) shape.insert(shape.begin() + 1, S);
+  a.snapshots = filled(state_dtype(random), shape, random, 1);
+  if (pool) {
+    a.snapshot_slots = arena.take(KDA_I32, {s.N, S}, random);
+    for (int64_t i = 0; i < s.N * S; ++i)
+      set(a.snapshot_slots, i, random.chance(0.15) ? -1.0 : static_cast<double>(slots - 1 - i));
+  }
+  if (random.chance(0.5)) return;
+  a.accepted = arena.take(KDA_I32, {s.N}, random);
+  for (int64_t n = 0; n < s.N; ++n) set(a.accepted, n, static_cast<double>(random.below(S + 3) - 1));
+  a.states = {};
+  if (pool) a.states.h0 = a.snapshots;
 }
 
 inline void build(kda_backward_args& a, const Sizes& s, Random& random) {

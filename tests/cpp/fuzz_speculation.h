@@ -20,13 +20,6 @@ inline kda_tensor integers(const std::vector<int64_t>& shape, int64_t first, int
   return t;
 }
 
-// Different slots, or padding.
-inline kda_tensor slots_of_all(int64_t N, int64_t slots, Random& random) {
-  const kda_tensor t = arena.take(KDA_I32, {N}, random);
-  for (int64_t n = 0; n < N; ++n) set(t, n, random.chance(0.15) ? -1.0 : static_cast<double>(slots - 1 - n));
-  return t;
-}
-
 inline kda_records random_records(const Sizes& s, int64_t R, bool ring, int64_t layers, Random& random) {
   kda_records r{};
   const bool indices = random.chance(0.6);
@@ -69,6 +62,7 @@ inline void build(kda_verify_args& a, const Sizes& any, Random& random) {
   if (random.chance(0.8))
     a.records = random_records(s, std::max<int64_t>(1, s.T) + random.below(6), random.chance(0.5), -1, random);
   a.parents = random_parents(s, s.T, random);
+  if (random.chance(0.4)) a.conv = random_front(s, a.in, random);
 }
 
 inline void build(kda_flush_args& a, const Sizes& any, Random& random) {
@@ -85,6 +79,14 @@ inline void build(kda_flush_args& a, const Sizes& any, Random& random) {
   a.records = random_records(s, R, random.chance(0.4), layers, random);
   a.accept_len = integers({s.N}, 0, R, random);
   a.parents = random_parents(s, random.below(R + 2), random);
+  if (random.chance(0.5)) return;
+  const int64_t D = 1 + random.below(40), conv_slots = s.N + random.below(2);
+  const auto take = [&](std::vector<int64_t> sizes) {
+    if (layers >= 0) sizes.insert(sizes.begin(), layers);
+    return filled(any_float(random), sizes, random, 1);
+  };
+  a.conv_x = take({s.N, random.below(R + 3), D}), a.conv_state = take({conv_slots, D, 1 + random.below(3)});
+  if (random.chance(0.5)) a.conv_indices = slots_of_all(s.N, conv_slots, random);
 }
 
 inline void build(kda_flush_verify_args& a, const Sizes& any, Random& random) {
@@ -94,6 +96,10 @@ inline void build(kda_flush_verify_args& a, const Sizes& any, Random& random) {
   a.states.hT = a.states.h0;
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
   a.accept_len = integers({s.N}, 0, 16, random);
+  if (random.chance(0.4)) {
+    a.conv = random_front(s, a.in, random);
+    a.last_conv_x = filled(s.dtype, {s.N, random.below(8), a.conv.x.shape[2]}, random, 1);
+  }
   const int64_t most = std::max<int64_t>(1, s.T);
   if (random.chance(0.5)) {
     if (s.packed || random.chance(0.3)) a.max_tokens = static_cast<int32_t>(most);
@@ -106,15 +112,20 @@ inline void build(kda_flush_verify_args& a, const Sizes& any, Random& random) {
   a.parents = random_parents(s, s.T, random);
 }
 
-// With all that either way of flush_verify has.
+// With all that any way of calling them has.
 template <class Args>
 std::vector<Field> all_fields(Args& a) {
   return fields(a);
 }
+inline std::vector<Field> all_fields(kda_decode_args& a) {
+  return joined(joined(fields(a), conv_fields(a.conv, true)), snapshot_fields(a));
+}
+inline std::vector<Field> all_fields(kda_verify_args& a) { return joined(fields(a), conv_fields(a.conv, false)); }
 inline std::vector<Field> all_fields(kda_flush_verify_args& a) {
-  return joined(fields(a), {{"records.ring_first", &a.records.ring_first, true},
-                            {"records.ring_count", &a.records.ring_count, true},
-                            {"has_initial_state", &a.states.has_initial_state}});
+  return joined(joined(fields(a), conv_fields(a.conv, true)), {{"records.ring_first", &a.records.ring_first, true},
+                                                               {"records.ring_count", &a.records.ring_count, true},
+                                                               {"has_initial_state", &a.states.has_initial_state},
+                                                               {"last_conv_x", &a.last_conv_x}});
 }
 
 inline void break_options(kda_flush_args& a, Random& random) {

@@ -6,14 +6,14 @@ namespace kda::test {
 
 // Implementations that work together, and how close to the truth they are.
 struct Backend {
-  const char *name, *verify, *flush, *flush_verify;
+  const char *name, *forward, *verify, *flush, *flush_verify;
   int32_t dtype, state_dtype;
   double budget;
 };
 inline void PrintTo(const Backend& b, std::ostream* out) { *out << b.name; }
 inline std::vector<Backend> backends() {
-  return {{"reference", "reference", "reference", "reference", KDA_F64, KDA_F64, 1e-12},
-          {"cpu", "cpu_verify", "cpu_flush", "cpu_flush_verify", KDA_F32, KDA_F32, 1e-5}};
+  return {{"reference", "reference", "reference", "reference", "reference", KDA_F64, KDA_F64, 1e-12},
+          {"cpu", "cpu_chunk", "cpu_verify", "cpu_flush", "cpu_flush_verify", KDA_F32, KDA_F32, 1e-5}};
 }
 inline Case in_dtype(Case c, const Backend& b) {
   c.dtype = c.g_dtype = c.beta_dtype = b.dtype, c.state_dtype = b.state_dtype;

@@ -129,6 +129,18 @@ TEST(Calls, RestoreTheFloatingPointMode) {
 }
 #endif
 
+// Where a head is long enough for all threads, too.
+TEST(Calls, PrintNothing) {
+  const Inputs in({.name = "long", .T = 700, .K = 16, .V = 64});
+  ForwardOutputs out(in, true);
+  BackwardOutputs gradients(in);
+  testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
+  run(forward_args(in, out), {.impl = "cpu_chunk", .threads = 2});
+  run(backward_args(in, gradients, &out), {.impl = "cpu_chunk", .threads = 2});
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
 // Several host threads at once, each with its own workspace and outputs, on inputs of their own.
 TEST(Calls, AreReentrant) {
   constexpr int kThreads = 4, kRounds = 20;

@@ -182,6 +182,7 @@ TEST(FlushRefuses, Layers) {
   });
   F x;
   for (kda_tensor* t : {&x.args.state, &x.args.records.u, &x.args.records.k, &x.args.records.alpha}) in_layers(*t, 1);
+  x.args.conv_x = x.args.conv_state = x.args.conv_indices = {};
   const Workspace workspace = workspace_for(x.args);
   EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
   x.args.state.shape[0] = 0;

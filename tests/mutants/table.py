@@ -29,6 +29,15 @@ SPECULATION_ORACLE = ("test_speculation_oracle", "*Decode*/reference")
 ROUNDS = ("test_speculation_rounds", "All/SpeculationRounds.Ring*/cpu")
 NO_WRITES = ("test_speculation_confinement", "All/SpeculationPromise.NothingToApply*")
 GARBAGE = ("test_speculation_garbage", "*/cpu")
+STAGES = (
+    "test_stages",
+    ":".join(f"All/Stages.*/{c}" for c in ("packed", "gva_2", "state_K_first")) + ":StageDetails.*",
+)
+PREFILL_TESTS = ("AgainstTheOracle", "WantedOrNotChangesNoBit")  # the bits of forward are those of its instruction set
+PREFILL_CASES = ("prefill_gva", "prefill_tokens_33", "state_K_first", "K5_V200")
+PREFILL = ("test_prefill_f32", ":".join(f"All/PrefillF32.{t}/{c}" for t in PREFILL_TESTS for c in PREFILL_CASES))
+CONV_OPERATORS = ("test_conv_operators", "*")
+SNAPSHOTS = ("test_snapshots", "*")
 LONG_MEMORY = ("test_drift", "*SpeculationDrift*/flush_slow")
 SEGMENT_MAPS = ("test_segment", ":".join(f"All/SegmentMap.EqualsTheOracle/*_{c}" for c in CASES))
 SEGMENT_MERGE = ("test_segment", "SegmentMerge.*")
@@ -40,12 +49,18 @@ GRADIENTS = "src/cpu/gradients-inl.h"
 RECURRENT = "src/cpu/recurrent.cc"
 TEAM = "src/cpu/team.h"
 SEGMENT = "src/cpu/segment.cc"
+STAGES_INL = "src/cpu/stages-inl.h"
+STAGES_FORWARD = "src/cpu/stages_forward.cc"
+STAGES_BACKWARD = "src/cpu/stages_backward.cc"
+PREFILL_F32 = "src/cpu/prefill_f32.cc"
 DRAFT_KERNELS = "src/cpu/speculation.cc"
 WINDOWS = "src/speculation.h"
 COMMITS = "src/problem_speculation.cc"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
 CONV = "src/cpu/conv.cc"
+CONV_ROWS = "src/cpu/conv.h"
+DECODE_RULES = "src/problem_decode.cc"
 REFERENCE = "src/reference/math.h"
 REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
@@ -59,6 +74,8 @@ UNITS = {
     TEAM: [CHUNK_FORWARD],
     SIMD: [GATES],
     WINDOWS: [DRAFT_KERNELS],
+    STAGES_INL: [STAGES_FORWARD, STAGES_BACKWARD],
+    CONV_ROWS: [CONV],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
 }
 
@@ -361,6 +378,141 @@ MUTANTS = [
         ),
     ),
     *mutants(
+        STAGES_FORWARD,
+        STAGES,
+        ("stage: steps of G not clamped", "hn::IfThenElse(hn::Lt(step, splat(-160)), splat(-160), step)", "step"),
+        ("stage: w and u from an inverse that was not rounded", "load_scores(a.Akk_inv, where, s.T);  //", "//"),
+        ("stage: forgotten beta in u", "scale_row(c.v.row(i), c.beta[i], c.V, c.v.row(i));", ""),
+        ("stage: corrections without the state", "gemm<Acc::kSub>(c.L, c.V, c.K, s.w.rows(), s.S, c.v);", ""),
+        ("stage: scale forgotten", "scale_rows(c.q, c.L, p.K, p.in.scale);", ""),
+    ),
+    *mutants(
+        STAGES_BACKWARD,
+        STAGES,
+        (
+            "stage: reverse scan from the front",
+            "for (int64_t i = scan.chunks() - 1; i >= 0; --i) {",
+            "for (int64_t i = 0; i < scan.chunks(); ++i) {",
+        ),
+        ("stage: sign of dAkk", "scale_rows(s.xv, L, kChunk, -1);", ""),
+        ("stage: gradient through a decay of 0", "hn::IfThenZeroElse(gone, sum)", "sum"),
+        ("stage: dbeta overwritten", "load_column(a.dbeta, where, dbeta);", "std::fill_n(dbeta, kChunk, 0.0f);"),
+    ),
+    *mutants(
+        STAGES_INL,
+        STAGES,
+        (
+            "stage: diagonal of dAkk stays",
+            "const int64_t first = i + !strict;",
+            "const int64_t first = i + 1;",
+        ),
+        (
+            "stage: sequence's first step lost",
+            "load(c.alpha.row(i - 1) + d)) : load(alpha);",
+            "load(c.alpha.row(i - 1) + d)) : splat(0);",
+        ),
+    ),
+    *mutants(
+        PREFILL_F32,
+        PREFILL,
+        (
+            "prefill: rows behind the last token keep what they held",
+            "else std::memset(row, 0, columns * sizeof(float));",
+            "",
+        ),
+        ("prefill: forgotten beta in w and u", "scale_row(x.row(i), c.beta[i], columns, x.row(i));", ""),
+        (
+            "prefill: columns of u from the first tile",
+            "chunk_buffer(a.u, b, hv), n, a.chunk, v0);",
+            "chunk_buffer(a.u, b, hv), n, a.chunk, 0);",
+        ),
+        (
+            "prefill: chunks of 64 whatever is asked",
+            "std::min<int64_t>(a.chunk, p.T - t)",
+            "std::min<int64_t>(64, p.T - t)",
+        ),
+    ),
+    *mutants(
+        CONV_ROWS,
+        CONV_OPERATORS,
+        (
+            "conv: taps of a root from the token before",
+            "(parent < 0 ? -1 : parent) + keep;",
+            "(parent < 0 ? t - 1 : parent) + keep;",
+        ),
+        ("conv: parents that are none", "parent >= t ? row - 1 :", "parent > t ? row - 1 :"),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        CONV_OPERATORS,
+        (
+            "conv: flush rolls a request without records",
+            "a.first_valid_slot) || slot < 0) continue;",
+            "a.first_valid_slot)) continue;",
+        ),
+        (
+            "conv: flush rolls by the rows alone",
+            "accepted_of(a.accept_len, n, std::min(p.T, p.R - committed)));",
+            "int_at(a.accept_len, n));",
+        ),
+        (
+            "conv: flush_verify rolls along the new drafts",
+            "a.last_conv_x, a.last_parents, n, n, 0,",
+            "a.last_conv_x, a.parents, n, n, 0,",
+        ),
+        ("conv: flush_verify rolls padding", "if (s.live)\n      conv_roll(", "if (true)\n      conv_roll("),
+        (
+            "conv: verify of the chain",
+            "conv_front(p.args.conv, in.cu_seqlens, p.args.parents, z",
+            "conv_front(p.args.conv, in.cu_seqlens, {}, z",
+        ),
+        (
+            "conv: state rolled before the workspace is refused",
+            "plan(p).threads(a.exec, 1);  // refuses a workspace that is too small, before",
+            "//",
+        ),
+    ),
+    *mutants(
+        COMMITS,
+        CONV_OPERATORS,
+        (
+            "conv: flush_verify accepts rows that are not there",
+            "std::max<int64_t>(std::min(room, raw), 0)",
+            "std::max<int64_t>(room, 0)",
+        ),
+        ("conv: flush_verify accepts for a request without records", "slot < 0 ? 0 : accepted_of(", "accepted_of("),
+        ("conv: flush accepts rows that are not there", "p.T = std::min(p.T, T);", ""),
+    ),
+    *mutants(
+        RECURRENT,
+        CONV_OPERATORS,
+        ("conv: decode rolls padding", "if (s.live) conv_roll(conv.state,", "conv_roll(conv.state,"),
+    ),
+    *mutants(
+        DECODE_RULES,
+        SNAPSHOTS,
+        (
+            "snapshots: accepted counts from 0",
+            "int_at(a.accepted, s.n), 1, S) - 1)",
+            "int_at(a.accepted, s.n), 0, S - 1))",
+        ),
+        (
+            "snapshots: rows of the first sequence for all",
+            "data) + n * s.states.stride[0]",
+            "data) + 0 * s.states.stride[0]",
+        ),
+        (
+            "snapshots: start from the pool",
+            "return {last.slots ? a.states.h0 : last.states, row, row >= 0};",
+            "return {a.states.h0, s.slot, s.initial};",
+        ),
+    ),
+    *mutants(
+        RECURRENT,
+        SNAPSHOTS,
+        ("snapshots: one token late", "snaps ? snapshots.row(t + j) : -1", "snaps ? snapshots.row(t) : -1"),
+    ),
+    *mutants(
         REFERENCE_CONV,
         CONVOLUTION,
         (
@@ -452,6 +604,10 @@ MUTANTS = [
         ),
         ("flush: padding is a slot", "!padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) &&", ""),
         ("flush_verify: cursors stay", "if (s.live) store_cursors", "if (false) store_cursors"),
+    ),
+    *mutants(
+        DRAFT_KERNELS,
+        ("test_speculation", "All/Speculation.FlushVerify/ring_long"),  # a ring with padding
         ("flush_verify: padding moves cursors", "if (s.live) store_cursors", "if (true) store_cursors"),
     ),
     *mutants(
