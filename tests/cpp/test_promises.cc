@@ -35,7 +35,8 @@ TEST_P(Promise, LongHeadsChangeNoBit) {
   for (const auto& lengths : {std::vector<int64_t>{1290}, {3, 1290, 64, 0, 700}, {700, 0, 2000, 650, 1}}) {
     const Inputs in({.name = "long", .HV = lengths.size() == 1 ? 1 : 2, .K = 20, .V = 100, .lengths = lengths});
     const Results one = results(in, {.threads = 1});
-    for (const int threads : {2, 3, 10}) expect_same(results(in, {.threads = threads}), one, "long");
+    // More than once: on a busy machine the threads of a team may run one after the other.
+    for (const int threads : {2, 3, 10, 2, 10}) expect_same(results(in, {.threads = threads}), one, "long");
   }
 }
 
