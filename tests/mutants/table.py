@@ -161,13 +161,13 @@ MUTANTS = [
     *mutants(
         CHUNK,
         LONG_HEADS,
-        ("team: chunks prepared over those still needed", "chunks + i % (2 * group)", "chunks + i % group"),
-        ("team: values of the first tile for all", "c.v = p.v.from(0, v0);", "c.v = p.v;"),
+        ("team: chunks prepared over those still needed", "chunks + i % (kTeamGroups * group)", "chunks + i % group"),
     ),
     *mutants(
         CHUNK_FORWARD,
         LONG_HEADS,
         ("team: one state for all tiles", "shared.S.from(0, v0), s.o", "shared.S, s.o"),
+        ("team: values of the first tile for all", "s.chunk.L, head.hv, v0);", "s.chunk.L, head.hv, 0);"),
         (
             "team: last chunk as long as the others",
             "s.chunk.L = std::min(kChunk, head.seq.length - i * kChunk);",
@@ -179,7 +179,7 @@ MUTANTS = [
         ("test_promises", "LongHeads.*"),
         ("team: long heads done once more", "if (chunks_of(n) <= longest) task_fn(", "task_fn("),
     ),
-    *mutants(TEAM, LONG_HEADS, ("team: last group not scanned", "done < chunks;", "ready < chunks;")),
+    *mutants(TEAM, LONG_HEADS, ("team: last group not scanned", "(groups + 2) * tickets", "(groups + 1) * tickets")),
     *mutants(
         SEGMENT,
         SEGMENT_MAPS,
@@ -300,11 +300,11 @@ MUTANTS = [
             "x.o[i][column] = sum_lanes(out);",
         ),
         ("decode: forgotten beta", "const float u = x.beta[i] * (", "const float u = ("),
-        ("decode: forgotten beta, K-first", "u[j] = hn::Mul(u[j], splat(x.beta[i]));", ""),
+        ("decode: forgotten beta, K-first", "hn::Mul(load(u + d), splat(x.beta[i]))", "load(u + d)"),
         (
             "decode: forgotten decay, K-first",
-            "hn::Mul(load(from + k * from_pitch + j * N), alpha)",
-            "load(from + k * from_pitch + j * N)",
+            "hn::Mul(load(from + k * from_pitch + d), alpha)",
+            "load(from + k * from_pitch + d)",
         ),
         (
             "decode: scale ignored",
@@ -615,7 +615,7 @@ MUTANTS = [
         FLUSH_VERIFY_IS,
         (
             "flush_verify: drafts read a state that was not rounded",
-            "load_row(c.hT.dtype, address(c.hT, v0, i), columns, S + i * pitch);",
+            "load_row(c.hT.dtype, address(c.hT, v0, i), columns, row);",
             "",
         ),
     ),
