@@ -28,7 +28,7 @@ function(kda_cuda_kernels target name architectures)
   add_library(kda_cuda_${name} OBJECT ${ARGN})
   set_target_properties(kda_cuda_${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
   target_include_directories(kda_cuda_${name} PRIVATE include src)
-  target_compile_options(kda_cuda_${name} PRIVATE -lineinfo --compress-mode=size -Xptxas=-warn-spills -Xcompiler=-Wall)
+  target_compile_options(kda_cuda_${name} PRIVATE -lineinfo --compress-mode=size --expt-relaxed-constexpr -Xptxas=-warn-spills -Xcompiler=-Wall)
   target_sources(${target} INTERFACE $<TARGET_OBJECTS:kda_cuda_${name}>)
 endfunction()
 
@@ -36,5 +36,8 @@ function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90a, sm_100a\"")
-  kda_cuda_kernels(${target} portable "80;90a-real;100a-real" src/cuda/sm80/gate.cu)
+  kda_cuda_kernels(${target} portable "80;90a-real;100a-real"
+    src/cuda/sm80/decode.cu
+    src/cuda/sm80/gate.cu
+    src/cuda/sm80/speculation.cu)
 endfunction()

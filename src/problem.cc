@@ -184,29 +184,6 @@ bool has_f64(const GateBackwardProblem& p) {
   return any_f64({&a.x, &a.A_log, &a.dt_bias, &a.dg, &a.dx, &a.dA_log, &a.d_dt_bias});
 }
 
-int64_t int_at(const kda_tensor& t, int64_t i, int64_t j) {
-  const int64_t offset = i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0);
-  switch (t.dtype) {
-    case KDA_I64: return static_cast<const int64_t*>(t.data)[offset];
-    case KDA_I32: return static_cast<const int32_t*>(t.data)[offset];
-    default: return static_cast<const uint8_t*>(t.data)[offset];
-  }
-}
-
-Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
-  if (!d.varlen) return {n, n, 0, d.T, n, true, true};
-  const int64_t t0 = int_at(in.cu_seqlens, n);
-  return {n, 0, t0, int_at(in.cu_seqlens, n + 1) - t0, n, true, true};
-}
-
-Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n) {
-  Sequence s = sequence_at(d, in, n);
-  if (present(states.state_indices)) s.slot = int_at(states.state_indices, n);
-  s.live = !present(states.state_indices) || s.slot >= states.first_valid_slot;
-  s.initial = present(states.h0) && (!present(states.has_initial_state) || int_at(states.has_initial_state, n));
-  return s;
-}
-
 const int64_t* first_h_rows(const Dims& d, const kda_inputs& in, int64_t h_every, int64_t* rows) {
   for (int64_t n = 0, row = 0; n < d.N; ++n) {
     rows[n] = row;

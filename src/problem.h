@@ -1,11 +1,20 @@
 // The contract, once: validate() checks an args struct and returns the problem that implementations work on.
 // Whatever reaches an implementation is legal; implementations check nothing again.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
+#include "dtype.h"
 #include "kda/kda.h"
 
 namespace kda {
+
+// What also runs inside CUDA kernels: there is one reading of indices and lengths.
+#if defined(__CUDACC__)
+#define KDA_BOTH __host__ __device__
+#else
+#define KDA_BOTH
+#endif
 
 constexpr int64_t kChunk = 64;     // C: tokens of a chunk
 constexpr int64_t kMaxSize = 256;  // largest K and V
@@ -16,7 +25,7 @@ struct Dims {
   bool varlen;  // cu_seqlens given
 
   int64_t tokens() const { return B * T; }
-  int64_t group() const { return HV / H; }  // value heads of one query/key head
+  KDA_BOTH int64_t group() const { return HV / H; }  // value heads of one query/key head
   // Chunks of the longest sequence the sizes allow.
   int64_t max_chunks() const { return (T + kChunk - 1) / kChunk; }
 };
@@ -66,7 +75,7 @@ struct ConvBackwardProblem : ConvDims {
   kda_conv_backward_args args;
 };
 
-inline bool present(const kda_tensor& t) { return t.ndim > 0; }
+KDA_BOTH inline bool present(const kda_tensor& t) { return t.ndim > 0; }
 
 // Checks everything that shapes, strides, dtypes, options and addresses tell. Throws Error(KDA_INVALID_ARGUMENT).
 ForwardProblem validate(const kda_forward_args* args);
@@ -96,20 +105,44 @@ inline void validate_data(const SegmentMergeProblem&) {}
 inline void validate_data(const GateProblem&) {}
 inline void validate_data(const GateBackwardProblem&) {}
 
-int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0);  // element of an integer tensor of rank 1 or 2
+// Element of an integer tensor of rank 1 or 2.
+KDA_BOTH inline int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
+  const int64_t offset = i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0);
+  switch (t.dtype) {
+    case KDA_I64: return static_cast<const int64_t*>(t.data)[offset];
+    case KDA_I32: return static_cast<const int32_t*>(t.data)[offset];
+    default: return static_cast<const uint8_t*>(t.data)[offset];
+  }
+}
 
 // The slot of sequence n: its index, or n.
-inline int64_t slot_of(const kda_tensor& indices, int64_t n) { return present(indices) ? int_at(indices, n) : n; }
+KDA_BOTH inline int64_t slot_of(const kda_tensor& indices, int64_t n) {
+  return present(indices) ? int_at(indices, n) : n;
+}
 
-// One sequence of a CPU call, after validation.
+// One sequence of a call. On the CPU indices and lengths have been checked; on the device a slot beyond the pool is
+// padding, and lengths are cut to the tokens there are.
 struct Sequence {
   int64_t n, b, t0, length;  // tokens t0 .. t0 + length - 1 of row b
   int64_t slot;              // row of h0 and hT
   bool live;                 // false: padded, o is zeroed and no state touched
   bool initial;              // read h0
 };
-Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n);
-Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n);
+KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
+  if (!d.varlen) return {n, n, 0, d.T, n, true, true};
+  const int64_t t0 = std::clamp<int64_t>(int_at(in.cu_seqlens, n), 0, d.T);
+  return {n, 0, t0, std::clamp<int64_t>(int_at(in.cu_seqlens, n + 1), t0, d.T) - t0, n, true, true};
+}
+KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n) {
+  Sequence s = sequence_at(d, in, n);
+  if (present(states.state_indices)) {
+    const kda_tensor& pool = present(states.h0) ? states.h0 : states.hT;
+    s.slot = int_at(states.state_indices, n);
+    s.live = s.slot >= states.first_valid_slot && (!present(pool) || s.slot < pool.shape[0]);
+  }
+  s.initial = present(states.h0) && (!present(states.has_initial_state) || int_at(states.has_initial_state, n));
+  return s;
+}
 
 // Decode: where a sequence's states before and after its tokens are.
 struct Start {
@@ -121,15 +154,40 @@ struct Snapshots {
   kda_tensor states{};  // absent: none wanted
   const kda_tensor* slots = nullptr;
   int64_t n = 0, first_valid = 0;
-  int64_t row(int64_t t) const {  // of the state after token t; -1: skipped
+  KDA_BOTH int64_t row(int64_t t) const {  // of the state after token t; -1: skipped
     if (!slots) return t;
     const int64_t slot = int_at(*slots, n, t);
     return slot >= first_valid ? slot : -1;
   }
 };
-Sequence sequence_at(const DecodeProblem& p, int64_t n);
-Start start_of(const DecodeProblem& p, const Sequence& s);
-Snapshots snapshots_of(const DecodeProblem& p, int64_t n);
+KDA_BOTH inline Sequence sequence_at(const DecodeProblem& p, int64_t n) {
+  const kda_decode_args& a = p.args;
+  Sequence s = sequence_at(p, a.in, a.states, n);
+  if (!present(a.states.state_indices) && present(a.snapshot_slots))
+    s.live = int_at(a.snapshot_slots, n, 0) >= a.states.first_valid_slot;
+  return s;
+}
+KDA_BOTH inline Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
+  const kda_decode_args& a = p.args;
+  Snapshots s;
+  s.slots = present(a.snapshot_slots) ? &a.snapshot_slots : nullptr;
+  s.n = n, s.first_valid = a.states.first_valid_slot;
+  s.states = a.snapshots;
+  if (s.slots || !present(a.snapshots)) return s;
+  s.states.data = static_cast<char*>(s.states.data) + n * s.states.stride[0] * dtype_size(s.states.dtype);
+  for (int i = 0; i < 4; ++i) s.states.shape[i] = s.states.shape[i + 1], s.states.stride[i] = s.states.stride[i + 1];
+  s.states.ndim = 4;
+  return s;
+}
+KDA_BOTH inline Start start_of(const DecodeProblem& p, const Sequence& s) {
+  const kda_decode_args& a = p.args;
+  if (!present(a.accepted)) return {a.states.h0, s.slot, s.initial};
+  const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
+  const Snapshots last = snapshots_of(p, s.n);
+  const kda_tensor& from = last.slots ? a.states.h0 : last.states;
+  const int64_t row = last.row(std::clamp<int64_t>(int_at(a.accepted, s.n), 1, S) - 1);
+  return {from, row, row >= 0 && row < from.shape[0]};
+}
 
 // Points in.q, in.k, in.v into convolved rows [B,T,D] (dense), where the call has conv.x.
 void slice_convolved(kda_inputs& in, void* rows);

@@ -83,34 +83,4 @@ void validate_data(const DecodeProblem& p) {
               ", got ", S);
 }
 
-Sequence sequence_at(const DecodeProblem& p, int64_t n) {
-  const kda_decode_args& a = p.args;
-  Sequence s = sequence_at(p, a.in, a.states, n);
-  if (!present(a.states.state_indices) && present(a.snapshot_slots))
-    s.live = int_at(a.snapshot_slots, n, 0) >= a.states.first_valid_slot;
-  return s;
-}
-
-Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
-  const kda_decode_args& a = p.args;
-  Snapshots s;
-  s.slots = present(a.snapshot_slots) ? &a.snapshot_slots : nullptr;
-  s.n = n, s.first_valid = a.states.first_valid_slot;
-  s.states = a.snapshots;
-  if (s.slots || !present(a.snapshots)) return s;
-  s.states.data = static_cast<char*>(s.states.data) + n * s.states.stride[0] * dtype_size(s.states.dtype);
-  for (int i = 0; i < 4; ++i) s.states.shape[i] = s.states.shape[i + 1], s.states.stride[i] = s.states.stride[i + 1];
-  s.states.ndim = 4;
-  return s;
-}
-
-Start start_of(const DecodeProblem& p, const Sequence& s) {
-  const kda_decode_args& a = p.args;
-  if (!present(a.accepted)) return {a.states.h0, s.slot, s.initial};
-  const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
-  const Snapshots last = snapshots_of(p, s.n);
-  const int64_t row = last.row(std::clamp<int64_t>(int_at(a.accepted, s.n), 1, S) - 1);
-  return {last.slots ? a.states.h0 : last.states, row, row >= 0};
-}
-
 }  // namespace kda

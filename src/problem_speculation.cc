@@ -213,36 +213,6 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   return with_dims<FlushVerifyProblem>(d, a);
 }
 
-Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t drafts) {
-  const kda_flush_verify_args& a = p.args;
-  const bool ring = present(a.records.ring_count);
-  const kda_records& last = ring ? a.records : a.last;
-  const int64_t R = last.u.shape[1];
-  const int64_t slot = slot_of(last.indices, n);
-  Commit c;
-  c.window = window_of(last, slot, a.last_parents, n, drafts);
-  const int64_t room =
-      ring ? R - drafts - c.window.committed : std::min(R, present(a.last_parents) ? a.last_parents.shape[1] : R);
-  const int64_t raw = present(a.last_conv_x) ? a.last_conv_x.shape[1] : room;
-  c.accepted = slot < 0 ? 0 : accepted_of(a.accept_len, n, std::max<int64_t>(std::min(room, raw), 0));
-  const int64_t entries = c.window.committed + c.accepted;
-  c.apply = !ring || entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts);
-  c.next = window_of(a.records, -1, a.parents, n, drafts);
-  if (ring) {
-    c.next.first = c.apply ? (c.window.first + entries) % R : c.window.first;
-    c.next.committed = c.apply ? 0 : entries;
-  }
-  return c;
-}
-
-void store_cursors(const kda_records& ring, int64_t slot, const Window& next) {
-  const auto set = [slot](const kda_tensor& t, int64_t x) {
-    static_cast<int32_t*>(t.data)[slot * t.stride[0]] = static_cast<int32_t>(x);
-  };
-  if (slot < 0) return;
-  set(ring.ring_first, next.first), set(ring.ring_count, next.committed);
-}
-
 bool has_f64(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
   return any_f64(a.in) || any_f64(a.conv) ||

@@ -63,9 +63,13 @@ std::span<const Implementation<BackwardProblem>> implementations() {
 template <>
 std::span<const Implementation<DecodeProblem>> implementations() {
   static constexpr Implementation<DecodeProblem> table[] = {
-      {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64,
-       cpu::decode_workspace, cpu::decode},
-      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::decode},
+#if KDA_WITH_CUDA
+    {"cuda_decode", "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not,
+     no_workspace, cuda::decode},
+#endif
+    {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64,
+     cpu::decode_workspace, cpu::decode},
+    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::decode},
   };
   return table;
 }
@@ -73,10 +77,14 @@ std::span<const Implementation<DecodeProblem>> implementations() {
 template <>
 std::span<const Implementation<VerifyProblem>> implementations() {
   static constexpr Implementation<VerifyProblem> table[] = {
-      {"cpu_verify", "drafts from a frozen state, one pass over it, SIMD and threads", cpu_without_f64,
-       cpu::verify_workspace, cpu::verify},
-      {"reference", "float64, token recurrence on copies of the state; allocates", on_cpu, no_workspace,
-       reference::verify},
+#if KDA_WITH_CUDA
+    {"cuda_verify", "drafts from a state in registers, for sm_80 and newer", cuda::speculation_why_not, no_workspace,
+     cuda::verify},
+#endif
+    {"cpu_verify", "drafts from a frozen state, one pass over it, SIMD and threads", cpu_without_f64,
+     cpu::verify_workspace, cpu::verify},
+    {"reference", "float64, token recurrence on copies of the state; allocates", on_cpu, no_workspace,
+     reference::verify},
   };
   return table;
 }
@@ -84,9 +92,13 @@ std::span<const Implementation<VerifyProblem>> implementations() {
 template <>
 std::span<const Implementation<FlushProblem>> implementations() {
   static constexpr Implementation<FlushProblem> table[] = {
-      {"cpu_flush", "rank-m update in one pass over the state, SIMD and threads", cpu_without_f64, cpu::flush_workspace,
-       cpu::flush},
-      {"reference", "float64, recorded tokens applied one by one; allocates", on_cpu, no_workspace, reference::flush},
+#if KDA_WITH_CUDA
+    {"cuda_flush", "rank-m update in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
+     no_workspace, cuda::flush},
+#endif
+    {"cpu_flush", "rank-m update in one pass over the state, SIMD and threads", cpu_without_f64, cpu::flush_workspace,
+     cpu::flush},
+    {"reference", "float64, recorded tokens applied one by one; allocates", on_cpu, no_workspace, reference::flush},
   };
   return table;
 }
@@ -94,9 +106,13 @@ std::span<const Implementation<FlushProblem>> implementations() {
 template <>
 std::span<const Implementation<FlushVerifyProblem>> implementations() {
   static constexpr Implementation<FlushVerifyProblem> table[] = {
-      {"cpu_flush_verify", "flush and verify in one pass over the state, SIMD and threads", cpu_without_f64,
-       cpu::flush_verify_workspace, cpu::flush_verify},
-      {"reference", "float64, flush, then verify; allocates", on_cpu, no_workspace, reference::flush_verify},
+#if KDA_WITH_CUDA
+    {"cuda_flush_verify", "flush and verify in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
+     no_workspace, cuda::flush_verify},
+#endif
+    {"cpu_flush_verify", "flush and verify in one pass over the state, SIMD and threads", cpu_without_f64,
+     cpu::flush_verify_workspace, cpu::flush_verify},
+    {"reference", "float64, flush, then verify; allocates", on_cpu, no_workspace, reference::flush_verify},
   };
   return table;
 }

@@ -39,15 +39,6 @@ struct SpeculationCall {
   kda_records records;  // verify: absent tensors if nothing is recorded
   kda_records last;     // flush
 };
-// What is to be done for one request.
-struct SpeculationRequest {
-  Sequence s{};
-  Window flush{};       // of the entries to apply,
-  int64_t newest = -1;  // from here back; -1: none
-  int64_t last_slot = -1;
-  Window verify{};
-  int64_t slot = -1;  // of its records
-};
 // Sizes of the scratch.
 struct SpeculationSizes {
   int64_t K, V, entries, drafts;  // entries: most that one request can have in its window
@@ -125,7 +116,7 @@ HWY_INLINE void dots(const float* S, int64_t pitch, const SpeculationScratch& x,
 
 struct SpeculationTask {
   const SpeculationCall& c;
-  const SpeculationRequest& r;
+  const Request& r;
   int64_t hv, v0_of_task;
   const SpeculationScratch& x;
   int64_t flushed = 0;    // entries applied
@@ -340,7 +331,7 @@ struct SpeculationTask {
 };
 
 // Value columns v0 .. v0+V-1 of one head of one request.
-void speculation_task(const SpeculationCall& c, const SpeculationRequest& r, int64_t hv, int64_t v0, int64_t V,
+void speculation_task(const SpeculationCall& c, const Request& r, int64_t hv, int64_t v0, int64_t V,
                       const SpeculationSizes& sizes, char* memory) {
   const SpeculationScratch scratch(Arena(memory), sizes, nullptr);
   SpeculationTask task{c, r, hv, v0, scratch};
@@ -427,7 +418,7 @@ void run(const P& p, const kda_exec& exec, int64_t layers, const CallOf& call_of
   const auto one = [&](int64_t task, int thread) {
     const int64_t v0 = task % tiles * part, hv = task / tiles % p.HV, n = task / tiles / p.HV % p.N;
     const SpeculationCall call = call_of(task / tiles / p.HV / p.N);
-    const SpeculationRequest r = request_of(n);
+    const Request r = request_of(n);
     if (r.s.live) task_fn(call, r, hv, v0, std::min(part, p.V - v0), sizes, workspace.of_thread(exec, thread));
     else if (call.o && v0 == 0) zero_head(*call.o, r.s.b, r.s.t0, r.s.length, hv);
   };
@@ -454,13 +445,7 @@ void verify(const VerifyProblem& p) {
   const kda_inputs in = convolved(p);
   const SpeculationCall call{p, in.state_layout, a.states.h0, {}, &in, &a.o, a.records, {}};
   run(
-      p, a.exec, 1, [&](int64_t) { return call; },
-      [&](int64_t n) {
-        SpeculationRequest r{.s = sequence_at(p, a.in, a.states, n)};
-        if (present(a.records.u)) r.slot = slot_of(a.records.indices, n);
-        r.verify = window_of(a.records, r.slot, a.parents, n, r.s.length);
-        return r;
-      });
+      p, a.exec, 1, [&](int64_t) { return call; }, [&](int64_t n) { return request_of(p, n); });
   zero_rest(p);
 }
 
@@ -476,16 +461,7 @@ void flush(const FlushProblem& p) {
         call.hT = call.h0;
         return call;
       },
-      [&](int64_t n) {
-        SpeculationRequest r;
-        r.s.n = n, r.s.slot = slot_of(a.state_indices, n), r.s.initial = true;
-        r.last_slot = slot_of(a.records.indices, n);
-        r.flush = window_of(a.records, r.last_slot, a.parents, n, 0);
-        const int64_t accepted = accepted_of(a.accept_len, n, std::min(p.T, p.R - r.flush.committed));
-        r.newest = accepted ? r.flush.token(accepted - 1) : r.flush.committed - 1;
-        r.s.live = !padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) && r.last_slot >= 0 && r.newest >= 0;
-        return r;
-      });
+      [&](int64_t n) { return request_of(p, n); });
   for (int64_t i = 0; present(a.conv_x) && i < p.layers * p.N; ++i) {
     const int64_t layer = i / p.N, n = i % p.N, slot = slot_of(a.records.indices, n);
     if (padded_slot(a.state_indices, slot_of(a.state_indices, n), a.first_valid_slot) || slot < 0) continue;
@@ -510,16 +486,7 @@ void flush_verify(const FlushVerifyProblem& p) {
   const SpeculationCall call{p,         in.state_layout,          a.states.h0, a.states.hT, &in, &a.o,
                              a.records, ring ? a.records : a.last};
   run(
-      p, a.exec, 1, [&](int64_t) { return call; },
-      [&](int64_t n) {
-        SpeculationRequest r{.s = sequence_at(p, a.in, a.states, n)};
-        const Commit commit = commit_of(p, n, r.s.length);
-        r.last_slot = slot_of(call.last.indices, n), r.slot = slot_of(a.records.indices, n);
-        r.flush = commit.window, r.verify = commit.next;
-        if (commit.apply && r.last_slot >= 0)
-          r.newest = commit.accepted ? commit.window.token(commit.accepted - 1) : commit.window.committed - 1;
-        return r;
-      });
+      p, a.exec, 1, [&](int64_t) { return call; }, [&](int64_t n) { return request_of(p, n); });
   for (int64_t n = 0; ring && n < p.N; ++n) {  // after all heads have read them
     const Sequence s = sequence_at(p, a.in, a.states, n);
     if (s.live) store_cursors(a.records, slot_of(a.records.indices, n), commit_of(p, n, s.length).next);

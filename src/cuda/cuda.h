@@ -13,6 +13,16 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
+const char* decode_why_not(const DecodeProblem& p);
+void decode(const DecodeProblem& p);
+
+const char* speculation_why_not(const VerifyProblem& p);
+const char* speculation_why_not(const FlushProblem& p);
+const char* speculation_why_not(const FlushVerifyProblem& p);
+void verify(const VerifyProblem& p);
+void flush(const FlushProblem& p);
+void flush_verify(const FlushVerifyProblem& p);
+
 std::string info();  // toolkit, architectures, driver, devices
 
 }  // namespace kda::cuda

@@ -1,0 +1,198 @@
+// What kernels share: elements of any dtype, sums over a warp, the inputs of a token.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "dtype.h"
+#include "problem.h"
+
+namespace kda::cuda {
+
+constexpr unsigned kAll = 0xffffffffu;
+
+__device__ inline float load_element(const kda_tensor& t, int64_t at) {
+  switch (t.dtype) {
+    case KDA_F32: return static_cast<const float*>(t.data)[at];
+    case KDA_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[at]);
+    default: return __half2float(static_cast<const __half*>(t.data)[at]);
+  }
+}
+__device__ inline void store_element(const kda_tensor& t, int64_t at, float x) {
+  switch (t.dtype) {
+    case KDA_F32: static_cast<float*>(t.data)[at] = x; break;
+    case KDA_BF16: static_cast<__nv_bfloat16*>(t.data)[at] = __float2bfloat16_rn(x); break;
+    default: static_cast<__half*>(t.data)[at] = __float2half_rn(x); break;
+  }
+}
+
+__device__ inline int64_t offset(const kda_tensor& t, int64_t i, int64_t j, int64_t k) {
+  return i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
+}
+
+// In every lane, always in the same order.
+template <int kLanes>
+__device__ float sum_over(float x) {
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(kAll, x, i);
+  return x;
+}
+
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// max(x, 0) + log(1 + exp(-|x|)); fmaxf drops a NaN, the logarithm keeps it.
+__device__ inline float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+
+// exp(A_log) of a head; what the gate makes of a raw input.
+__device__ inline float gate_rate(const kda_inputs& in, int64_t hv) {
+  return present(in.A_log) ? expf(static_cast<const float*>(in.A_log.data)[hv * in.A_log.stride[0]]) : 1.0f;
+}
+__device__ inline float decay(const kda_inputs& in, float rate, int64_t hv, int k, float g) {
+  if (present(in.dt_bias)) g += static_cast<const float*>(in.dt_bias.data)[hv * in.dt_bias.stride[0] + k];
+  if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
+  else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
+  return expf(g);
+}
+__device__ inline float activated_beta(const kda_inputs& in, int64_t b, int64_t token, int64_t hv) {
+  const float x = load_element(in.beta, offset(in.beta, b, token, hv));
+  if (in.beta_form == KDA_BETA_ACTIVATED) return x;
+  return in.beta_form == KDA_BETA_SIGMOID ? sigmoid(x) : 2.0f * sigmoid(x);
+}
+
+// With cu_seqlens: tokens from here on belong to nobody.
+__device__ inline int64_t end_of_sequences(const Dims& d, const kda_inputs& in) {
+  return min(max(int_at(in.cu_seqlens, d.N), int64_t{0}), d.T);
+}
+
+// Activated q (scale inside), k and alpha of one token and value head, spread over a warp: lane l holds channels
+// l, l + 32, .. in registers 0, 1, .. Zeros beyond K.
+template <int kPerLane>
+struct TokenKeys {
+  float q[kPerLane], k[kPerLane], alpha[kPerLane];
+
+  __device__ void load(const Dims& d, const kda_inputs& in, int64_t b, int64_t token, int64_t hv, float rate) {
+    const int lane = threadIdx.x % 32;
+    const int64_t h = hv / d.group();
+    const int64_t at_q = offset(in.q, b, token, h), at_k = offset(in.k, b, token, h), at_g = offset(in.g, b, token, hv);
+    float qq = 0, kk = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int c = lane + 32 * i;
+      q[i] = c < d.K ? load_element(in.q, at_q + c) : 0.0f;
+      k[i] = c < d.K ? load_element(in.k, at_k + c) : 0.0f;
+      alpha[i] = c < d.K ? load_element(in.g, at_g + c) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int c = lane + 32 * i;
+      qq = fmaf(q[i], q[i], qq), kk = fmaf(k[i], k[i], kk);
+      alpha[i] = c < d.K ? decay(in, rate, hv, c, alpha[i]) : 0.0f;
+    }
+    float q_factor = in.scale, k_factor = 1;
+    if (in.qk_l2norm) {
+      q_factor *= 1.0f / sqrtf(sum_over<32>(qq) + 1e-6f);
+      k_factor = 1.0f / sqrtf(sum_over<32>(kk) + 1e-6f);
+    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) q[i] *= q_factor, k[i] *= k_factor;
+  }
+
+  __device__ float qk() const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) sum = fmaf(q[i], k[i], sum);
+    return sum_over<32>(sum);
+  }
+};
+
+// ---- a row of a state, one value column, over a quad of lanes ----
+
+// Lane l of the quad holds channels 16 j + 4 l .. 16 j + 4 l + 3 in registers 4 j .. 4 j + 3.
+template <int kElements>
+__device__ constexpr int channel(int element) {
+  return element / 4 * 16 + static_cast<int>(threadIdx.x % 4) * 4 + element % 4;
+}
+
+// Where row v of a head's state is: strides along V and K depend on the layout.
+struct Row {
+  const kda_tensor& t;
+  int64_t at, step;  // of channel 0, and from one channel to the next
+
+  __device__ Row(const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v)
+      : t(t), step(layout == KDA_STATE_V_FIRST ? 1 : t.stride[2]) {
+    at = slot * t.stride[0] + hv * t.stride[1] + v * (layout == KDA_STATE_V_FIRST ? t.stride[2] : 1);
+  }
+};
+
+// kWide: V-first, K and addresses multiples of four: four channels an access.
+template <class T, bool kWide, int kElements>
+__device__ void load_row_of(const Row& row, int64_t K, float (&S)[kElements]) {
+  const T* from = static_cast<const T*>(row.t.data) + row.at;
+#pragma unroll
+  for (int i = 0; i < kElements; i += 4) {
+    const int c = channel<kElements>(i);
+    if constexpr (kWide) {
+      if (c >= K) {
+        S[i] = S[i + 1] = S[i + 2] = S[i + 3] = 0;
+      } else if constexpr (sizeof(T) == 4) {
+        const float4 x = *reinterpret_cast<const float4*>(from + c);
+        S[i] = x.x, S[i + 1] = x.y, S[i + 2] = x.z, S[i + 3] = x.w;
+      } else {
+        const uint2 x = *reinterpret_cast<const uint2*>(from + c);
+        const float2 lo = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.x));
+        const float2 hi = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.y));
+        S[i] = lo.x, S[i + 1] = lo.y, S[i + 2] = hi.x, S[i + 3] = hi.y;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) S[i + j] = c + j < K ? static_cast<float>(from[(c + j) * row.step]) : 0.0f;
+    }
+  }
+}
+
+template <class T, bool kWide, int kElements>
+__device__ void store_row_of(const Row& row, int64_t K, const float (&S)[kElements]) {
+  T* to = static_cast<T*>(row.t.data) + row.at;
+#pragma unroll
+  for (int i = 0; i < kElements; i += 4) {
+    const int c = channel<kElements>(i);
+    if constexpr (kWide) {
+      if (c >= K) continue;
+      if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float4*>(to + c) = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
+      } else {
+        const __nv_bfloat162 lo = __floats2bfloat162_rn(S[i], S[i + 1]), hi = __floats2bfloat162_rn(S[i + 2], S[i + 3]);
+        *reinterpret_cast<uint2*>(to + c) = {reinterpret_cast<const unsigned&>(lo),
+                                             reinterpret_cast<const unsigned&>(hi)};
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (c + j < K) to[(c + j) * row.step] = static_cast<T>(S[i + j]);
+    }
+  }
+}
+
+// States are f32 or bf16.
+template <bool kWide, int kElements>
+__device__ void load_row(const Row& row, int64_t K, float (&S)[kElements]) {
+  if (row.t.dtype == KDA_F32) load_row_of<float, kWide>(row, K, S);
+  else load_row_of<__nv_bfloat16, kWide>(row, K, S);
+}
+template <bool kWide, int kElements>
+__device__ void store_row(const Row& row, int64_t K, const float (&S)[kElements]) {
+  if (row.t.dtype == KDA_F32) store_row_of<float, kWide>(row, K, S);
+  else store_row_of<__nv_bfloat16, kWide>(row, K, S);
+}
+
+// Whether four-wide accesses fit all of these states (absent ones fit).
+inline bool wide_rows(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
+  if (layout != KDA_STATE_V_FIRST || d.K % 4) return false;
+  for (const kda_tensor* t : states) {
+    if (!present(*t)) continue;
+    for (int i = 0; i + 1 < t->ndim; ++i)
+      if (t->stride[i] % 4) return false;
+    if (reinterpret_cast<uintptr_t>(t->data) % (4 * dtype_size(t->dtype))) return false;
+  }
+  return true;
+}
+
+}  // namespace kda::cuda

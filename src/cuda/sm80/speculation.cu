@@ -1,0 +1,363 @@
+// Speculative decoding (math.md 7) for sm_80 and newer, any K and V, both layouts: verify, flush, and both in one pass.
+//
+// Bytes: verify reads a state, a flush reads and writes it, both in one pass the same once; records are 1.5 KB a token
+// and head at K = V = 128. A block takes 32 value columns of a head, a quad of lanes a column with its K numbers in
+// registers. What does not depend on the column (drafts' keys, decays and scores) every block computes for itself while its
+// part of the state is on its way.
+//
+// Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the formulas),
+// and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request depend on nothing
+// else in the call, and flush_verify has those of flush, then verify.
+//
+// Grid: (tile of columns, head, request, layer) flattened; after the last request the rows that belong to none.
+#include "cuda/cuda.h"
+#include "cuda/device.h"
+#include "cuda/runtime.h"
+#include "speculation.h"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kThreads = 128, kRows = kThreads / 4;  // value columns of a block
+constexpr int kEntries = 8;                          // entries flushed at once
+constexpr int64_t kMaxRing = 64;                     // entries of a ring: what scores have room for
+
+// What the three operators have in common here.
+struct Layer {
+  kda_tensor h0, hT;  // hT: absent where the state is only read
+  kda_records records, last;
+};
+__device__ kda_tensor layer_of(kda_tensor t, int64_t layer) {
+  t.data = static_cast<char*>(t.data) + layer * t.stride[0] * dtype_size(t.dtype);
+  --t.ndim;
+  for (int i = 0; i < t.ndim; ++i) t.shape[i] = t.shape[i + 1], t.stride[i] = t.stride[i + 1];
+  return t;
+}
+__device__ Layer layer_of(const VerifyProblem& p, int64_t) { return {p.args.states.h0, {}, p.args.records, {}}; }
+__device__ Layer layer_of(const FlushVerifyProblem& p, int64_t) {
+  const kda_flush_verify_args& a = p.args;
+  return {a.states.h0, a.states.hT, a.records, present(a.records.ring_count) ? a.records : a.last};
+}
+__device__ Layer layer_of(const FlushProblem& p, int64_t layer) {
+  Layer x{p.args.state, {}, {}, p.args.records};
+  if (x.h0.ndim == 5)
+    for (kda_tensor* t : {&x.h0, &x.last.u, &x.last.k, &x.last.alpha}) *t = layer_of(*t, layer);
+  x.hT = x.h0;
+  return x;
+}
+__host__ __device__ int64_t layers_of(const FlushProblem& p) { return p.layers; }
+__host__ __device__ int64_t layers_of(const Dims&) { return 1; }
+__host__ __device__ int32_t layout_of(const FlushProblem& p) { return p.args.state_layout; }
+template <class P>
+__host__ __device__ int32_t layout_of(const P& p) {
+  return p.args.in.state_layout;
+}
+template <class P>
+constexpr bool kVerifies = !std::is_same_v<P, FlushProblem>;
+template <class P>
+constexpr bool kFlushes = !std::is_same_v<P, VerifyProblem>;
+
+__device__ float float_at(const kda_tensor& t, int64_t slot, int64_t entry, int64_t head, int64_t i) {
+  return static_cast<const float*>(t.data)[offset(t, slot, entry, head) + i];
+}
+
+// Shared memory, kK = channels rounded up: the flush's and the verify's part in turns.
+template <int kK>
+struct FlushMemory {
+  float w[kEntries][kK], f[kK];
+};
+// Dynamic: a row of scores has room for the drafts and the committed entries of a ring.
+struct VerifyMemory {
+  float *k, *alpha, *kG, *qG;  // [drafts][kK]
+  float *A, *P;                // [drafts][window] in the order of the walk back
+  float* u;                    // [drafts][kRows]
+  float *beta, *qk;            // [drafts]
+
+  __host__ __device__ static int64_t floats(int64_t kK, int64_t drafts, int64_t window) {
+    return 4 * drafts * kK + 2 * drafts * window + drafts * kRows + 2 * drafts;
+  }
+  __device__ VerifyMemory(float* at, int64_t kK, int64_t drafts, int64_t window) {
+    for (float** p : {&k, &alpha, &kG, &qG}) *p = at, at += drafts * kK;
+    for (float** p : {&A, &P}) *p = at, at += drafts * window;
+    u = at, at += drafts * kRows;
+    beta = at, qk = at + drafts;
+  }
+};
+
+// S <- Diag(f) S + sum_i w_i u_i, walking back from the newest entry: w_i = k_i f_i with f the product of all younger
+// alpha.
+template <int kElements>
+__device__ void flush_column(const Dims& d, const Layer& x, const Request& r, int64_t hv, int64_t v, bool column,
+                             float (&S)[kElements]) {
+  constexpr int kK = kElements * 4, kOwn = (kK + kThreads - 1) / kThreads;
+  __shared__ FlushMemory<kK> memory;
+  const int64_t h = hv / d.group();
+  double product[kOwn];
+  float sum[kElements] = {};
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) product[j] = 1;
+  for (int64_t w = r.newest; w >= 0;) {
+    __syncthreads();  // the last entries are no longer read
+    int64_t oldest = w;
+    int count = 0;
+    for (; count < kEntries && oldest >= 0; ++count, oldest = r.flush.before(oldest)) {
+      const int64_t e = r.flush.entry(oldest);
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        const int c = threadIdx.x + j * kThreads;
+        if (c >= kK) continue;
+        const bool real = c < d.K;
+        memory.w[count][c] = real ? float_at(x.last.k, r.last_slot, e, h, c) * static_cast<float>(product[j]) : 0.0f;
+        product[j] *= real ? float_at(x.last.alpha, r.last_slot, e, hv, c) : 0.0f;
+      }
+    }
+    __syncthreads();  // w of these entries is in shared memory
+    for (int i = 0; i < count; ++i, w = r.flush.before(w)) {
+      const float u = column ? float_at(x.last.u, r.last_slot, r.flush.entry(w), hv, v) : 0.0f;
+#pragma unroll
+      for (int e = 0; e < kElements; e += 4) {
+        const float4 key = *reinterpret_cast<const float4*>(memory.w[i] + channel<kElements>(e));
+        sum[e] = fmaf(u, key.x, sum[e]), sum[e + 1] = fmaf(u, key.y, sum[e + 1]);
+        sum[e + 2] = fmaf(u, key.z, sum[e + 2]), sum[e + 3] = fmaf(u, key.w, sum[e + 3]);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j)
+    if (const int c = threadIdx.x + j * kThreads; c < kK) memory.f[c] = static_cast<float>(product[j]);
+  __syncthreads();  // f is in shared memory
+#pragma unroll
+  for (int e = 0; e < kElements; e += 4) {
+    const float4 f = *reinterpret_cast<const float4*>(memory.f + channel<kElements>(e));
+    S[e] = fmaf(S[e], f.x, sum[e]), S[e + 1] = fmaf(S[e + 1], f.y, sum[e + 1]);
+    S[e + 2] = fmaf(S[e + 2], f.z, sum[e + 2]), S[e + 3] = fmaf(S[e + 3], f.w, sum[e + 3]);
+  }
+}
+
+// The drafts' keys, decays, scores and decayed operands; first tiles record keys and decays.
+template <int kElements, class P>
+__device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts, int64_t committed, int64_t window,
+                        int64_t hv, bool records, const VerifyMemory& m) {
+  constexpr int kK = kElements * 4, kPerLane = kElements / 8;
+  const kda_inputs& in = p.args.in;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t h = hv / p.group();
+  const float rate = gate_rate(in, hv);
+  for (int t = warp; t < drafts; t += kThreads / 32) {
+    TokenKeys<kPerLane> key;
+    key.load(p, in, r.s.b, r.s.t0 + t, hv, rate);
+    const float qk = key.qk();
+    const int64_t e = records ? r.verify.entry(r.verify.token(t)) : 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int c = lane + 32 * i;
+      m.k[t * kK + c] = key.k[i], m.alpha[t * kK + c] = key.alpha[i], m.qG[t * kK + c] = key.q[i];
+      if (!records || c >= p.K) continue;
+      static_cast<float*>(x.records.alpha.data)[offset(x.records.alpha, r.slot, e, hv) + c] = key.alpha[i];
+      if (hv % p.group() == 0) static_cast<float*>(x.records.k.data)[offset(x.records.k, r.slot, e, h) + c] = key.k[i];
+    }
+    if (lane == 0) m.beta[t] = activated_beta(in, r.s.b, r.s.t0 + t, hv), m.qk[t] = qk;
+  }
+  __syncthreads();  // keys and decays of all drafts are in shared memory
+  for (int t = warp; t < drafts; t += kThreads / 32) {
+    float kG[kPerLane], qG[kPerLane], alpha[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int c = t * kK + lane + 32 * i;
+      kG[i] = m.k[c], qG[i] = m.qG[c], alpha[i] = m.alpha[c];
+    }
+    float *A = m.A + t * window, *P_ = m.P + t * window;
+    for (int64_t w = committed + t;;) {
+      w = w < committed ? w - 1 : [&] {
+        const int64_t parent = r.verify.parent(w - committed);
+        return parent < 0 ? committed - 1 : committed + parent;
+      }();
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) kG[i] *= alpha[i], qG[i] *= alpha[i];
+      if (w < 0) break;
+      float a = 0, o = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int c = lane + 32 * i;
+        float k;
+        if (w < committed) {
+          const int64_t e = r.verify.entry(w);
+          k = c < p.K ? float_at(x.records.k, r.slot, e, h, c) : 0.0f;
+          alpha[i] = c < p.K ? float_at(x.records.alpha, r.slot, e, hv, c) : 0.0f;
+        } else {
+          k = m.k[(w - committed) * kK + c], alpha[i] = m.alpha[(w - committed) * kK + c];
+        }
+        a = fmaf(kG[i], k, a), o = fmaf(qG[i], k, o);
+      }
+      a = sum_over<32>(a), o = sum_over<32>(o);
+      if (lane == 0) *A = a, *P_ = o;
+      ++A, ++P_;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int c = t * kK + lane + 32 * i;
+      m.kG[c] = kG[i], m.qG[c] = qG[i];
+    }
+  }
+  __syncthreads();  // scores and decayed operands are in shared memory
+}
+
+template <class P, bool kWide, int kElements>
+__global__ void __launch_bounds__(kThreads)
+    speculation_kernel(const __grid_constant__ P p, int tiles, int room, int window) {
+  extern __shared__ float4 dynamic[];
+  constexpr int kK = kElements * 4;
+  int64_t block = blockIdx.x;
+  const int64_t v = block % tiles * kRows + threadIdx.x / 4;
+  const bool first_tile = block % tiles == 0;
+  const int64_t hv = (block /= tiles) % p.HV, n = (block /= p.HV) % (p.N + p.varlen);
+  const bool column = v < p.V, writes = column && threadIdx.x % 4 == 0;
+  const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
+    if constexpr (kVerifies<P>)
+      for (; writes && t < end; ++t) store_element(p.args.o, offset(p.args.o, b, t, hv) + v, 0);
+  };
+  if constexpr (kVerifies<P>) {
+    if (n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
+  }
+  const Request r = request_of(p, n);
+  if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
+  const Layer x = layer_of(p, block / (p.N + p.varlen));
+  const int32_t layout = layout_of(p);
+
+  float S[kElements] = {};
+  if (r.s.initial && column) load_row<kWide>(Row(x.h0, layout, r.s.slot, hv, v), p.K, S);
+  if constexpr (kFlushes<P>) {
+    if (r.newest >= 0) {
+      flush_column(p, x, r, hv, v, column, S);
+      const Row row(x.hT, layout, r.s.slot, hv, v);
+      if (column) store_row<kWide>(row, p.K, S);
+      if (x.hT.dtype == KDA_BF16) {
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) S[e] = __bfloat162float(__float2bfloat16_rn(S[e]));
+      }
+    }
+  }
+  if constexpr (kVerifies<P>) {
+    const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
+    if (drafts == 0) return;
+    const int64_t committed = r.slot >= 0 ? r.verify.committed : 0;
+    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, window);
+    prepare<kElements>(p, x, r, drafts, committed, window, hv, first_tile && r.slot >= 0, m);
+    float* u_of_column = m.u + threadIdx.x / 4;
+    const auto u_at = [&](int64_t w) {
+      if (w >= committed) return u_of_column[(w - committed) * kRows];
+      return column ? float_at(x.records.u, r.slot, r.verify.entry(w), hv, v) : 0.0f;
+    };
+    for (int t = 0; t < drafts; ++t) {
+      float read = 0, out = 0;
+#pragma unroll
+      for (int e = 0; e < kElements; e += 4) {
+        const float4 kG = *reinterpret_cast<const float4*>(m.kG + t * kK + channel<kElements>(e));
+        const float4 qG = *reinterpret_cast<const float4*>(m.qG + t * kK + channel<kElements>(e));
+        read = fmaf(S[e], kG.x, read), read = fmaf(S[e + 1], kG.y, read);
+        read = fmaf(S[e + 2], kG.z, read), read = fmaf(S[e + 3], kG.w, read);
+        out = fmaf(S[e], qG.x, out), out = fmaf(S[e + 1], qG.y, out);
+        out = fmaf(S[e + 2], qG.z, out), out = fmaf(S[e + 3], qG.w, out);
+      }
+      const int64_t token = r.s.t0 + t;
+      const kda_tensor& values = p.args.in.v;
+      float u = (column ? load_element(values, offset(values, r.s.b, token, hv) + v) : 0.0f) - sum_over<4>(read);
+      out = sum_over<4>(out);
+      int64_t w = committed + t;
+      for (int i = 0;; ++i) {
+        if (w < committed) {
+          --w;
+        } else {
+          const int64_t parent = r.verify.parent(w - committed);
+          w = parent < 0 ? committed - 1 : committed + parent;
+        }
+        if (w < 0) break;
+        const float before = u_at(w);
+        u = fmaf(-m.A[t * window + i], before, u), out = fmaf(m.P[t * window + i], before, out);
+      }
+      u *= m.beta[t];
+      out = fmaf(m.qk[t], u, out);
+      __syncwarp();  // the quad has read the column's other corrections
+      if (threadIdx.x % 4 == 0) u_of_column[t * kRows] = u;
+      __syncwarp();  // and this one is there for the next token
+      if (!writes) continue;
+      store_element(p.args.o, offset(p.args.o, r.s.b, token, hv) + v, out);
+      if (r.slot >= 0) {
+        const int64_t e = r.verify.entry(r.verify.token(t));
+        static_cast<float*>(x.records.u.data)[offset(x.records.u, r.slot, e, hv) + v] = u;
+      }
+    }
+  }
+}
+
+// A ring's cursors, once no block reads the old ones: in a launch of its own.
+__global__ void cursor_kernel(const __grid_constant__ FlushVerifyProblem p) {
+  const int64_t n = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (n >= p.N) return;
+  const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+  if (s.live) store_cursors(p.args.records, record_slot(p.args.records, n), commit_of(p, n, s.length).next);
+}
+
+// Entries that the drafts' walks may meet before the first draft.
+int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
+
+template <bool kWide, int kElements, class P>
+void launch_sized(const P& p) {
+  const int tiles = static_cast<int>((p.V + kRows - 1) / kRows);
+  const auto blocks = static_cast<unsigned>(layers_of(p) * (p.N + p.varlen) * p.HV * tiles);
+  int room = 0, window = 0, bytes = 0;
+  if constexpr (kVerifies<P>) {
+    const int64_t entries = present(p.args.records.u) ? p.args.records.u.shape[1] : kMaxDrafts;
+    room = static_cast<int>(std::min({p.T, kMaxDrafts, entries}));
+    window = static_cast<int>(room + ring_entries(p.args.records));
+    bytes = static_cast<int>(VerifyMemory::floats(kElements * 4, room, window) * sizeof(float));
+    if (bytes > 48 * 1024)
+      KDA_CUDA(cudaFuncSetAttribute(speculation_kernel<P, kWide, kElements>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  }
+  speculation_kernel<P, kWide, kElements><<<blocks, kThreads, bytes, stream_of(p.args.exec)>>>(p, tiles, room, window);
+  KDA_CUDA(cudaGetLastError());
+}
+
+template <class P>
+void launch(const P& p, std::initializer_list<const kda_tensor*> states) {
+  if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
+  const DeviceGuard device(p.args.exec.device_id);
+  const auto sized = [&]<bool kWide>() {
+    if (p.K <= 64) launch_sized<kWide, 16>(p);
+    else if (p.K <= 128) launch_sized<kWide, 32>(p);
+    else launch_sized<kWide, 64>(p);
+  };
+  if (wide_rows(p, layout_of(p), states)) sized.template operator()<true>();
+  else sized.template operator()<false>();
+}
+
+template <class P>
+const char* why_not(const P& p, const kda_tensor& conv_x, const kda_records& records) {
+  if (const char* reason = device_why_not(p.args.exec)) return reason;
+  if (has_f64(p)) return "float64 runs on `reference` only";
+  if (present(conv_x)) return "has no fused convolution";
+  if (kVerifies<P> && ring_entries(records) > kMaxRing) return "takes rings of at most 64 entries";
+  const int64_t tiles = (p.V + kRows - 1) / kRows;
+  return layers_of(p) * (p.N + 1) * p.HV * tiles < (int64_t{1} << 31) ? nullptr
+                                                                      : "takes at most 2^31 blocks of 32 value columns";
+}
+
+}  // namespace
+
+const char* speculation_why_not(const VerifyProblem& p) { return why_not(p, p.args.conv.x, p.args.records); }
+const char* speculation_why_not(const FlushProblem& p) { return why_not(p, p.args.conv_x, p.args.records); }
+const char* speculation_why_not(const FlushVerifyProblem& p) { return why_not(p, p.args.conv.x, p.args.records); }
+
+void verify(const VerifyProblem& p) { launch(p, {&p.args.states.h0}); }
+void flush(const FlushProblem& p) { launch(p, {&p.args.state}); }
+void flush_verify(const FlushVerifyProblem& p) {
+  launch(p, {&p.args.states.h0});
+  if (!present(p.args.records.ring_count) || p.N == 0) return;
+  const DeviceGuard device(p.args.exec.device_id);
+  constexpr unsigned kWidth = 128;
+  cursor_kernel<<<static_cast<unsigned>((p.N + kWidth - 1) / kWidth), kWidth, 0, stream_of(p.args.exec)>>>(p);
+  KDA_CUDA(cudaGetLastError());
+}
+
+}  // namespace kda::cuda
