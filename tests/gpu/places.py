@@ -19,6 +19,20 @@ if DEVICE.type == "cuda" and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device (KDA_TEST_DEVICE=cpu: the same tests on the CPU)", allow_module_level=True)
 only_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="about streams, graphs and memory of a CUDA device")
 
+POOLS = [torch.float32, torch.bfloat16]
+LARGE = {"K": 128, "V": 128}
+FORMS: dict[str, dict[str, Any]] = {
+    "decays": {"gate": "log", "beta": "activated"},
+    "softplus_2sigmoid": {"beta": "2sigmoid"},
+    "bounded": {"gate": "lower_bound"},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16_bounded_k_first": {"dtype": torch.bfloat16, "gate": "lower_bound", "v_first": False},
+    "f16_decays": {"dtype": torch.float16, "gate": "log"},
+    "one_group_of_8": {"G": 8},
+    "heads_alone": {"H": 3, "G": 1, "dtype": torch.bfloat16},
+    "no_norm_scaled": {"l2norm": False, "scale": 0.3},
+}
+
 
 @dataclass(frozen=True)
 class Place:

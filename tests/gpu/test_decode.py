@@ -11,7 +11,10 @@ import kda
 from drafting import NAN, drafts, int32, tokens
 from places import (
     DEVICE,
+    FORMS,
     HERE,
+    LARGE,
+    POOLS,
     Place,
     all_same,
     captured,
@@ -24,20 +27,6 @@ from places import (
     without_synchronisation,
 )
 from support import Problem, Tensor, make, same_bits, wild
-
-POOLS = [torch.float32, torch.bfloat16]
-LARGE = {"K": 128, "V": 128}
-FORMS: dict[str, dict[str, Any]] = {
-    "decays": {"gate": "log", "beta": "activated"},
-    "softplus_2sigmoid": {"beta": "2sigmoid"},
-    "bounded": {"gate": "lower_bound"},
-    "bf16": {"dtype": torch.bfloat16},
-    "bf16_bounded_k_first": {"dtype": torch.bfloat16, "gate": "lower_bound", "v_first": False},
-    "f16_decays": {"dtype": torch.float16, "gate": "log"},
-    "one_group_of_8": {"G": 8},
-    "heads_alone": {"H": 3, "G": 1, "dtype": torch.bfloat16},
-    "no_norm_scaled": {"l2norm": False, "scale": 0.3},
-}
 
 
 def decode(place: Place, p: Problem, pool: Tensor | None, packing: bool = False, **more: Any) -> dict[str, Tensor]:
