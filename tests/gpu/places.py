@@ -1,0 +1,148 @@
+"""Where the tests of this folder run: on KDA_TEST_DEVICE ("cuda" if not set); as the oracle, in float64 on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from support import Problem, Tensor, assert_close, same_bits
+
+DEVICE = torch.device(os.environ.get("KDA_TEST_DEVICE", "cuda"))
+if DEVICE.type == "cuda" and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device (KDA_TEST_DEVICE=cpu: the same tests on the CPU)", allow_module_level=True)
+only_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="about streams, graphs and memory of a CUDA device")
+
+POOLS = [torch.float32, torch.bfloat16]
+LARGE = {"K": 128, "V": 128}
+FORMS: dict[str, dict[str, Any]] = {
+    "decays": {"gate": "log", "beta": "activated"},
+    "softplus_2sigmoid": {"beta": "2sigmoid"},
+    "bounded": {"gate": "lower_bound"},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16_bounded_k_first": {"dtype": torch.bfloat16, "gate": "lower_bound", "v_first": False},
+    "f16_decays": {"dtype": torch.float16, "gate": "log"},
+    "one_group_of_8": {"G": 8},
+    "heads_alone": {"H": 3, "G": 1, "dtype": torch.bfloat16},
+    "no_norm_scaled": {"l2norm": False, "scale": 0.3},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """``place(x)`` is a copy of x there: of a tensor, or of all tensors in a dict, Problem or Records."""
+
+    device: torch.device
+    dtype: torch.dtype | None = None  # of all floating point numbers; their own if None
+    impl: str | None = None
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.to(self.device, self.dtype if x.is_floating_point() else None, copy=True)
+        if isinstance(x, Problem):
+            return Problem(self(x.tensors), self(x.options))
+        if isinstance(x, dict):
+            return {name: self(value) for name, value in x.items()}
+        return kda.Records(*map(self, x)) if isinstance(x, kda.Records) else x
+
+    def call(self, p: Problem, **more: Any) -> dict[str, Any]:
+        """Keywords of a call."""
+        return {**self(p).keywords, **self(more), "impl": self.impl}
+
+
+HERE = Place(DEVICE)
+ORACLE = Place(torch.device("cpu"), torch.float64, "reference")
+
+
+def matches(scenario: Callable[..., dict[str, Tensor]], *args: Any, what: Any = "", **more: Any) -> dict[str, Tensor]:
+    """What scenario(place, *args, **more) gives here is what the oracle gives, and NaN is where the oracle has it:
+    float32 to 1e-5, 16 bits to 0.003. Outputs have names that begin with "o"."""
+    expected, got = (scenario(place, *args, **more) for place in (ORACLE, HERE))
+    for name, x in got.items():
+        close(expected[name], x, f"{what} {name}")
+    return got
+
+
+def close(expected: Tensor, x: Tensor, what: str) -> None:
+    expected, x = expected.cpu(), x.cpu()
+    assert torch.equal(expected.isfinite(), x.isfinite()), f"{what}: not finite where the oracle is, or the reverse"
+    kind, slack = "o" if what.split()[-1].startswith("o") else "final_state", 1.0 if x.dtype == torch.float32 else 0.6
+    finite = {"nan": 0.0, "posinf": 0.0, "neginf": 0.0}
+    assert_close({kind: expected.nan_to_num(**finite)}, {kind: x.nan_to_num(**finite)}, slack, what)
+
+
+def all_same(a: Any, b: Any) -> bool:
+    """The same bits in all tensors of two lists or dicts."""
+    pairs = zip(*(x.values() if isinstance(x, dict) else x for x in (a, b)), strict=True)
+    return all(same_bits(x, y) for x, y in pairs if isinstance(x, Tensor))
+
+
+def extreme(p: Problem) -> Problem:
+    """Raw inputs of the gate that are infinite, or as good as that."""
+    g, random = p.tensors["g"].clone(), torch.rand(p.tensors["g"].shape, generator=torch.Generator().manual_seed(3))
+    for bound, value in ((0.4, -torch.inf), (0.3, 3e4), (0.2, -3e4), (0.1, torch.inf)):
+        g[random < bound] = value
+    return p.having(g=g)
+
+
+def packed(p: Problem) -> Problem:
+    """q, k, v as slices of one row a token, as a fused projection leaves them, and g and beta of another; the rest of
+    the rows is NaN."""
+
+    def slices(names: str) -> dict[str, Tensor]:
+        x = [p.tensors[n if n != "b" else "beta"] for n in names]
+        flat = [t.flatten(2) for t in x]
+        row = torch.full((*flat[0].shape[:2], sum(t.shape[2] for t in flat) + 7), torch.nan).to(flat[0])
+        at, cut = 3, {}
+        for name, whole, t in zip(names, x, flat, strict=True):
+            cut[name if name != "b" else "beta"] = row[..., at : at + t.shape[2]].copy_(t).unflatten(2, whole.shape[2:])
+            at += t.shape[2]
+        return cut
+
+    return p.having(**slices("qkv"), **(slices("gb") if p.tensors["g"].dtype == p.tensors["beta"].dtype else {}))
+
+
+def flood(p: Problem, n: int) -> Problem:
+    """Request n with NaN in v."""
+    return p.having(v=p.tensors["v"].index_fill(0, torch.tensor([n], device=p.tensors["v"].device), torch.nan))
+
+
+@contextmanager
+def without_synchronisation() -> Iterator[None]:
+    """torch's own waits raise."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The call as a graph. It ran once before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def far_pool(near: Tensor, slots: int = 3) -> Tensor:
+    """A pool with the rows of ``near``, whose last slot begins beyond 2^31 elements. Only the rows that a test writes
+    hold anything."""
+    stride = (1 << 31) // (slots - 1) + 4096
+    try:
+        memory = torch.empty((slots - 1) * stride + near[0].numel(), dtype=near.dtype, device=near.device)
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"needs a larger GPU: {error}")
+    return memory.as_strided((slots, *near.shape[1:]), (stride, *near[0].contiguous().stride()))

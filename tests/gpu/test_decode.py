@@ -1,0 +1,370 @@
+"""kda.decode and kda.decode_mtp with CUDA tensors: numbers of the float64 oracle, and what is promised to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from drafting import NAN, drafts, int32, tokens
+from places import (
+    DEVICE,
+    FORMS,
+    HERE,
+    LARGE,
+    POOLS,
+    Place,
+    all_same,
+    captured,
+    extreme,
+    far_pool,
+    flood,
+    matches,
+    only_cuda,
+    packed,
+    without_synchronisation,
+)
+from support import Problem, Tensor, make, same_bits, wild
+
+
+def decode(place: Place, p: Problem, pool: Tensor | None, packing: bool = False, **more: Any) -> dict[str, Tensor]:
+    """One call on a copy of the pool."""
+    call = place.call(packed(p) if packing else p, state=pool, **more)
+    o = kda.decode(**call)
+    return {"o": o} if pool is None else {"o": o, "state": call["state"]}
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, pool: torch.dtype) -> None:
+    for sizes in ({}, LARGE):
+        for T in (1, 4):
+            p, h0 = drafts(T, **{**FORMS[form], **sizes})
+            matches(decode, p, h0.to(pool), what=(sizes, T))
+
+
+@pytest.mark.parametrize("T", range(1, 17))
+def test_any_number_of_tokens(T: int) -> None:
+    for sizes in ({"K": 64, "V": 64}, LARGE):
+        p, h0 = drafts(T, dtype=torch.bfloat16, **sizes)
+        matches(decode, p, h0, what=sizes)
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("K", [1, 5, 30, 64, 100, 128, 256])
+def test_sizes(K: int, v_first: bool) -> None:
+    for V in (1, 5, 30, 64, 100, 128, 256):
+        for pool in POOLS:
+            p, h0 = drafts(2, N=2, K=K, V=V, v_first=v_first)
+            matches(decode, p, h0.to(pool), what=(V, pool))
+
+
+@pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
+def test_infinite_gates(gate: str) -> None:
+    p, h0 = drafts(8, gate=gate, K=64, V=64)
+    p = wild(p) if gate == "log" else extreme(p)
+    matches(decode, p, h0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_of_a_fused_projection(dtype: torch.dtype) -> None:
+    """Of odd offsets, so that no row is aligned to more than an element."""
+    for sizes in ({"K": 30, "V": 5}, LARGE):
+        p, h0 = drafts(3, dtype=dtype, gate="log", **sizes)
+        matches(decode, p, h0, packing=True)
+        assert all_same(decode(HERE, p, h0, packing=True), decode(HERE, p, h0))
+
+
+def test_any_dtype_of_outputs() -> None:
+    p, h0 = drafts(3, dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.float16):
+        out = torch.full_like(p.tensors["v"], NAN, dtype=dtype)
+        assert matches(decode, p, h0, out=out)["o"].dtype == dtype
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [[4, 0, 1, 16, 0, 40], [0, 0, 3], [0], [1] * 50])
+def test_packed_requests(lengths: list[int], index: torch.dtype) -> None:
+    """Some are empty, and rows follow that belong to nobody."""
+    p = make(lengths=lengths, tail=3, H=1, G=2, K=64, V=30, gate="softplus", beta="sigmoid", v_first=True)
+    p = p.having(initial_state=None, cu_seqlens=p.options["cu_seqlens"].to(index))
+    h0 = torch.randn(len(lengths), 2, 30, 64, generator=torch.Generator().manual_seed(5))
+    got = matches(decode, p, h0, out=torch.full_like(p.tensors["v"], NAN))
+    assert not got["o"][:, -3:].any()
+    empty = [n for n, length in enumerate(lengths) if not length]
+    assert same_bits(got["state"][empty].cpu(), h0[empty])
+
+
+def test_no_state_is_zeros() -> None:
+    p, h0 = drafts(3, K=64, V=64)
+    got = matches(decode, p, None)
+    assert same_bits(got["o"], decode(HERE, p, torch.zeros_like(h0))["o"])
+
+
+@pytest.mark.parametrize(("N", "T"), [(0, 3), (3, 0)])
+def test_nothing_to_do(N: int, T: int) -> None:
+    p, h0 = drafts(T, N=N)
+    got = decode(HERE, p, h0)
+    assert got["o"].shape == (N, T, 2, 36) and same_bits(got["state"].cpu(), h0)
+
+
+def padded(place: Place, p: Problem, pool: Tensor, slots: list[int], **more: Any) -> dict[str, Tensor]:
+    """The oracle refuses slots beyond the pool."""
+    at = slots if place is HERE else [s if s < len(pool) else -1 for s in slots]
+    return decode(place, p, pool, state_indices=int32(*at), **more)
+
+
+BEYOND = [9, 10, 2**31 - 1]  # a pool of 9 slots
+
+
+@pytest.mark.parametrize("nowhere", [[-3], pytest.param(BEYOND, marks=only_cuda)])
+@pytest.mark.parametrize("first_valid_slot", [0, 1])
+@pytest.mark.parametrize("pool_dtype", POOLS)
+def test_padding_in_a_poisoned_pool(pool_dtype: torch.dtype, first_valid_slot: int, nowhere: list[int]) -> None:
+    """Padded rows are zeros and touch nothing; a slot without an initial state is not read, nor are those of nobody.
+    The device, unlike the CPU, takes indices beyond the pool, and for padding."""
+    for index in nowhere:
+        slots = [7, first_valid_slot - 1, 1, index, 5, 2]
+        live = [n for n, s in enumerate(slots) if first_valid_slot <= s < 9]
+        p, h0 = drafts(3, N=6, K=64, V=64)
+        pool = torch.full((9, *h0.shape[1:]), NAN, dtype=pool_dtype)
+        for n in live:
+            pool[slots[n]] = h0[n]
+        pool[1] = NAN  # recycled: without an initial state
+        known = torch.tensor([True, True, False, True, True, True])
+
+        more = {"first_valid_slot": first_valid_slot, "out": torch.full_like(p.tensors["v"], NAN)}
+        got = matches(padded, p, pool, slots, has_initial_state=known, **more)
+        assert not got["o"][[n for n in range(6) if n not in live]].any()
+        nobodys = [s for s in range(9) if s not in [slots[n] for n in live]]
+        assert same_bits(got["state"][nobodys].cpu(), pool[nobodys])
+
+
+# ---- decode_mtp: where states come from and go to ----
+
+
+@pytest.mark.parametrize("form", ["decays", "bf16", "bf16_bounded_k_first"])
+@pytest.mark.parametrize("pool_dtype", POOLS)
+def test_snapshots(form: str, pool_dtype: torch.dtype) -> None:
+    """In rows of their own: those of the oracle, and to the bit the states of plain decode with the tokens so far."""
+    T, S = 4, 6
+    p, h0 = drafts(T, K=64, V=64, **FORMS[form])
+    h0 = h0.to(pool_dtype)
+
+    def scenario(place: Place, **more: Any) -> dict[str, Tensor]:
+        call = place.call(p, state=h0, snapshots=torch.full((3, S, *h0.shape[1:]), NAN, dtype=pool_dtype), **more)
+        return {"o": kda.decode_mtp(**call), "state": call["state"], "kept": call["snapshots"]}
+
+    got, frozen = matches(scenario), scenario(HERE, update_state=False)
+    assert same_bits(frozen["state"].cpu(), h0) and same_bits(frozen["kept"], got["kept"])
+    for t in range(T):
+        plain = decode(HERE, tokens(p, slice(None), slice(t + 1)), h0)
+        assert same_bits(got["kept"][:, t], plain["state"]) and same_bits(got["o"][:, : t + 1], plain["o"])
+    for o in (frozen["o"], kda.decode_mtp(**HERE.call(p, state=h0, update_state=False))):
+        assert same_bits(o, got["o"])
+    assert same_bits(got["state"], got["kept"][:, T - 1])
+
+
+@pytest.mark.parametrize("pool_dtype", POOLS)
+def test_snapshots_in_slots_of_the_pool(pool_dtype: torch.dtype) -> None:
+    """Some not wanted; the next round starts from those of what was accepted, clamped to 1..S."""
+    T, S = 4, 5
+    (p, h0), following = drafts(T, K=64, V=64), drafts(T, K=64, V=64, seed=1)[0]
+    pool = torch.full((30, *h0.shape[1:]), NAN, dtype=pool_dtype)
+    homes, slots = [29, 7, 0], torch.arange(8, 8 + 3 * S).view(3, S).int()
+    slots[1, 2], slots[2, 1] = -1, -1000
+    if DEVICE.type == "cuda":
+        slots[2, 1] = 30
+    pool[homes] = h0.to(pool_dtype)
+    kept = HERE.call(p, state=pool[homes], snapshots=torch.empty(3, S, *h0.shape[1:], dtype=pool_dtype))
+    o = kda.decode_mtp(**kept)
+    state, more = HERE(pool), {**HERE({"snapshot_slots": slots, "state_indices": int32(*homes)}), "update_state": False}
+    assert same_bits(kda.decode_mtp(**HERE.call(p), state=state, snapshots=state, **more), o)
+    expected = HERE(pool)
+    for n, t in [(n, t) for n in range(3) for t in range(T) if 0 <= slots[n, t] < 30]:
+        expected[slots[n, t]] = kept["snapshots"][n, t]
+    assert same_bits(state, expected)
+
+    lengths = {(1, 4, 3): (-5, 4, 3), (4, 1, 4): (4, 0, 4)}
+    for wanted, given in lengths.items():
+        starts = torch.stack([kept["snapshots"][n, m - 1] for n, m in enumerate(wanted)])
+        plain = decode(HERE, following, starts)
+        again, rows = state.clone(), kept["snapshots"].clone()
+        into = {**more, "snapshots": again, "accepted": HERE(int32(*given))}
+        assert same_bits(kda.decode_mtp(**HERE.call(following), state=again, **into), plain["o"])
+        assert all(same_bits(again[slots[n, T - 1]], plain["state"][n]) for n in range(3))
+        call = HERE.call(following, state=h0.to(pool_dtype), accepted=int32(*given))
+        assert same_bits(kda.decode_mtp(**call, snapshots=rows), plain["o"])
+        assert same_bits(call["state"], plain["state"]) and same_bits(rows[:, T - 1], plain["state"])
+    skipped = HERE(int32(1, 3, 2))  # of requests 1 and 2: they start from zeros
+    o = kda.decode_mtp(**HERE.call(following), state=state.clone(), accepted=skipped, **more)
+    assert same_bits(o[1:], decode(HERE, tokens(following, slice(1, 3)), None)["o"])
+
+
+def test_accepted_beyond_all_snapshots() -> None:
+    p, h0 = drafts(3, K=64, V=64)
+    kept = HERE(torch.randn(3, 3, *h0.shape[1:]))
+    o = [
+        kda.decode_mtp(**HERE.call(p, state=h0, snapshots=kept, accepted=int32(*m)))
+        for m in ((3, 1, 3), (9, -(2**31), 2**31 - 1))
+    ]
+    assert same_bits(*o)
+
+
+# ---- promises to the bit ----
+
+
+@pytest.mark.parametrize("form", ["decays", "bf16_bounded_k_first", "one_group_of_8"])
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 30, "V": 100}])
+def test_company_changes_no_bit(form: str, sizes: dict[str, int]) -> None:
+    """A request alone, in a batch, elsewhere in it, among padding, in two runs; and its tokens one a call."""
+    N, T = 70, 3
+    p, h0 = drafts(T, N=N, **{**FORMS[form], **sizes})
+    whole = decode(HERE, p, h0)
+    assert all_same(decode(HERE, p, h0), whole)
+    reverse = list(range(N))[::-1]
+    for order in ([0], [69], [3, 66], [-1, 5, -1, -1, 9], reverse, [-1] * 300 + [7]):
+        live = [n for n in order if n >= 0]
+        some = decode(HERE, tokens(p, [max(n, 0) for n in order]), h0, state_indices=int32(*order))
+        assert same_bits(some["o"][[n >= 0 for n in order]], whole["o"][live]), order
+        assert same_bits(some["state"][live], whole["state"][live]), order
+        others = [n for n in range(N) if n not in live]
+        assert same_bits(some["state"][others].cpu(), h0[others]), order
+
+    state, o = HERE(h0), []
+    for t in range(T):
+        o.append(kda.decode(**HERE.call(tokens(p, slice(None), slice(t, t + 1))), state=state))
+    assert same_bits(torch.cat(o, 1), whole["o"]) and same_bits(state, whole["state"])
+
+
+def test_packed_requests_are_rows() -> None:
+    p, h0 = drafts(5, N=4, K=64, V=64)
+    flat = p.having(
+        **{n: p.tensors[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")},
+        cu_seqlens=torch.arange(0, 21, 5),
+    )
+    rows, line = decode(HERE, p, h0), decode(HERE, flat, h0)
+    assert same_bits(line["o"][0].view_as(rows["o"]), rows["o"]) and same_bits(line["state"], rows["state"])
+
+
+def test_nan_stays_in_its_request() -> None:
+    p, h0 = drafts(4, N=5, K=64, V=64)
+    sick = h0.clone()
+    sick[3, 1] = NAN
+    well, got = decode(HERE, p, h0), decode(HERE, flood(p, 1), sick)
+    for name in ("o", "state"):
+        assert same_bits(got[name][[0, 2, 4]], well[name][[0, 2, 4]]) and got[name][1].isnan().all()
+    assert same_bits(got["o"][3, :, 0], well["o"][3, :, 0]), "nor does it leave its head"
+
+
+def test_inputs_are_never_written() -> None:
+    p, h0 = drafts(4, dtype=torch.bfloat16, K=64, V=64)
+    kept, into = torch.zeros(6, *h0.shape[1:]), torch.tensor([[3, -1, 4, 5], [-1] * 4, [-1] * 4]).int()
+    for start in ({"has_initial_state": torch.tensor([True, False, False])}, {"accepted": int32(1, -1, 0)}):
+        call = HERE.call(p, state_indices=int32(2, -1, 0), snapshots=kept, snapshot_slots=into, **start)
+        before = {n: x.clone() for n, x in call.items() if isinstance(x, Tensor) and n != "snapshots"}
+        kda.decode_mtp(**call, state=HERE(torch.zeros_like(kept)))
+        assert all_same({n: call[n] for n in before}, before)
+
+
+# ---- the device: graphs, streams, large memory, refusals ----
+
+
+def engine(p: Problem, N: int, slots: int) -> tuple[dict[str, Any], Tensor]:
+    """The memory of a captured call, and a pool."""
+    random = torch.Generator(device=DEVICE).manual_seed(0)
+    more = {"state_indices": torch.arange(N).int(), "has_initial_state": torch.ones(N, dtype=torch.bool)}
+    pool = torch.randn(slots, 2, p.tensors["v"].shape[3], p.tensors["q"].shape[3], generator=random, device=DEVICE)
+    return {**HERE.call(p, **more), "out": HERE(p.tensors["v"])}, pool
+
+
+def shuffle(call: dict[str, Any], slots: int) -> None:
+    """New numbers and indices in the memory of a call, some of them padding; nothing waits for the device."""
+    for name in ("q", "k", "v", "g", "beta"):
+        call[name].normal_()
+    N = len(call["state_indices"])
+    call["state_indices"].copy_(torch.randperm(slots + 5, device=DEVICE)[:N] - 5)
+    call["has_initial_state"].copy_(torch.rand(N, device=DEVICE) < 0.8)
+
+
+@only_cuda
+def test_graphs() -> None:
+    """Captured once, replayed with whatever the memory holds then."""
+    p, _ = drafts(3, N=6, K=64, V=64, dtype=torch.bfloat16)
+    call, pool = engine(p, 6, 9)
+    eager_pool = pool.clone()
+    start = pool.clone()
+    graph = captured(lambda: kda.decode(**call, state=pool))
+    pool.copy_(start)
+    torch.manual_seed(0)
+    for _ in range(200):
+        shuffle(call, 9)
+        call["out"].fill_(NAN)
+        graph.replay()
+        eager = {**call, "out": torch.full_like(call["out"], NAN)}
+        assert same_bits(call["out"], kda.decode(**eager, state=eager_pool)) and same_bits(pool, eager_pool)
+
+
+@only_cuda
+def test_nothing_waits() -> None:
+    p, h0 = drafts(3, K=64, V=64)
+    call = HERE.call(p, state=h0, state_indices=int32(2, -1, 0))
+    kept = HERE(torch.zeros(3, 3, *h0.shape[1:]))
+    with without_synchronisation():
+        for _ in range(3):
+            kda.decode(**call)
+            kda.decode_mtp(**call, snapshots=kept, accepted=call["state_indices"])
+
+
+@only_cuda
+def test_two_streams_at_once() -> None:
+    problems = [drafts(4, N=32, seed=seed, **LARGE) for seed in range(2)]
+    alone = [decode(HERE, p, h0) for p, h0 in problems]
+    calls = [HERE.call(p, state=h0) for p, h0 in problems]
+    kept = [call["state"].clone() for call in calls]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        together = []
+        for call, stream, h0 in zip(calls, streams, kept, strict=True):
+            with torch.cuda.stream(stream):
+                call["state"].copy_(h0)
+                together.append({"o": kda.decode(**call), "state": call["state"]})
+        torch.cuda.synchronize()
+        assert all(all_same(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@only_cuda
+@pytest.mark.parametrize("dtype", POOLS)
+def test_slots_beyond_2_31_elements(dtype: torch.dtype) -> None:
+    p, h0 = drafts(2, N=1, K=64, V=64)
+    near = decode(HERE, p, h0.to(dtype))
+    pool = far_pool(HERE(h0.to(dtype)))
+    pool[0].fill_(NAN)
+    pool[2] = HERE(h0)[0]
+    o = kda.decode(**HERE.call(p, state_indices=int32(2)), state=pool)
+    assert same_bits(o, near["o"]) and same_bits(pool[2], near["state"][0]) and pool[0].isnan().all()
+
+
+@only_cuda
+@pytest.mark.parametrize("name", ["k", "beta", "state", "state_indices", "out", "snapshots", "accepted", "A_log"])
+def test_arrays_of_another_device_are_named(name: str) -> None:
+    p, h0 = drafts(2)
+    more = {"state_indices": int32(0, 1, 2), "snapshots": torch.zeros(3, 2, *h0.shape[1:]), "accepted": int32(1, 1, 1)}
+    call = HERE.call(p, state=h0, out=p.tensors["v"], **more)
+    with pytest.raises(ValueError, match=rf"^{name}: expected device cuda:0 .*got cpu"):
+        kda.decode_mtp(**{**call, name: call[name].cpu()})
+
+
+@only_cuda
+def test_a_convolution_inside_has_no_kernel_yet() -> None:
+    p, h0 = drafts(2)
+    x = torch.randn(3, 2, 2 * 20 + 2 * 36, device=DEVICE)
+    conv = kda.Conv(x, torch.randn(x.shape[2], 4, device=DEVICE), None, torch.zeros(3, x.shape[2], 3, device=DEVICE))
+    with pytest.raises(NotImplementedError, match="conv"):
+        kda.decode_mtp(**{**HERE.call(p, state=h0), "q": None, "k": None, "v": None}, conv=conv)
