@@ -10,13 +10,6 @@ namespace kda::cuda {
 
 constexpr unsigned kAll = 0xffffffffu;
 
-__device__ inline float load_element(const kda_tensor& t, int64_t at) {
-  switch (t.dtype) {
-    case KDA_F32: return static_cast<const float*>(t.data)[at];
-    case KDA_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[at]);
-    default: return __half2float(static_cast<const __half*>(t.data)[at]);
-  }
-}
 __device__ inline void store_element(const kda_tensor& t, int64_t at, float x) {
   switch (t.dtype) {
     case KDA_F32: static_cast<float*>(t.data)[at] = x; break;
@@ -41,20 +34,19 @@ __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 // max(x, 0) + log(1 + exp(-|x|)); fmaxf drops a NaN, the logarithm keeps it.
 __device__ inline float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
-// exp(A_log) of a head; what the gate makes of a raw input.
-__device__ inline float gate_rate(const kda_inputs& in, int64_t hv) {
-  return present(in.A_log) ? expf(static_cast<const float*>(in.A_log.data)[hv * in.A_log.stride[0]]) : 1.0f;
+// An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
+// are all in flight before the first value is asked for.
+__device__ inline unsigned load_raw(const kda_tensor& t, int64_t at) {
+  return t.dtype == KDA_F32 ? static_cast<const unsigned*>(t.data)[at] : static_cast<const uint16_t*>(t.data)[at];
 }
-__device__ inline float decay(const kda_inputs& in, float rate, int64_t hv, int k, float g) {
-  if (present(in.dt_bias)) g += static_cast<const float*>(in.dt_bias.data)[hv * in.dt_bias.stride[0] + k];
-  if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
-  else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
-  return expf(g);
+__device__ inline float value_of(int32_t dtype, unsigned raw) {
+  const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(raw)));
+  return dtype == KDA_F32 ? __uint_as_float(raw) : dtype == KDA_BF16 ? __uint_as_float(raw << 16) : half;
 }
-__device__ inline float activated_beta(const kda_inputs& in, int64_t b, int64_t token, int64_t hv) {
-  const float x = load_element(in.beta, offset(in.beta, b, token, hv));
-  if (in.beta_form == KDA_BETA_ACTIVATED) return x;
-  return in.beta_form == KDA_BETA_SIGMOID ? sigmoid(x) : 2.0f * sigmoid(x);
+
+__device__ inline float activated_beta(int32_t form, float x) {
+  if (form == KDA_BETA_ACTIVATED) return x;
+  return form == KDA_BETA_SIGMOID ? sigmoid(x) : 2.0f * sigmoid(x);
 }
 
 // With cu_seqlens: tokens from here on belong to nobody.
@@ -62,29 +54,43 @@ __device__ inline int64_t end_of_sequences(const Dims& d, const kda_inputs& in) 
   return min(max(int_at(in.cu_seqlens, d.N), int64_t{0}), d.T);
 }
 
-// Activated q (scale inside), k and alpha of one token and value head, spread over a warp: lane l holds channels
+// Activated q (scale inside), k, alpha and beta of one token and value head, spread over a warp: lane l holds channels
 // l, l + 32, .. in registers 0, 1, .. Zeros beyond K.
 template <int kPerLane>
 struct TokenKeys {
   float q[kPerLane], k[kPerLane], alpha[kPerLane];
+  float beta, qk;
 
-  __device__ void load(const Dims& d, const kda_inputs& in, int64_t b, int64_t token, int64_t hv, float rate) {
-    const int lane = threadIdx.x % 32;
+  // Asks for everything.
+  __device__ void fetch(const Dims& d, const kda_inputs& in, int64_t b, int64_t token, int64_t hv) {
     const int64_t h = hv / d.group();
     const int64_t at_q = offset(in.q, b, token, h), at_k = offset(in.k, b, token, h), at_g = offset(in.g, b, token, hv);
-    float qq = 0, kk = 0;
+    const bool bias = present(in.dt_bias);
+    const float* from = static_cast<const float*>(in.dt_bias.data) + (bias ? hv * in.dt_bias.stride[0] : 0);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int c = lane + 32 * i;
-      q[i] = c < d.K ? load_element(in.q, at_q + c) : 0.0f;
-      k[i] = c < d.K ? load_element(in.k, at_k + c) : 0.0f;
-      alpha[i] = c < d.K ? load_element(in.g, at_g + c) : 0.0f;
+      const int c = static_cast<int>(threadIdx.x % 32) + 32 * i;
+      const bool real = c < d.K;
+      raw_q_[i] = real ? load_raw(in.q, at_q + c) : 0;
+      raw_k_[i] = real ? load_raw(in.k, at_k + c) : 0;
+      raw_g_[i] = real ? load_raw(in.g, at_g + c) : 0;
+      bias_[i] = real && bias ? from[c] : 0.0f;
     }
+    A_log_ = present(in.A_log) ? static_cast<const float*>(in.A_log.data)[hv * in.A_log.stride[0]] : 0.0f;
+    raw_beta_ = load_raw(in.beta, offset(in.beta, b, token, hv));
+  }
+
+  __device__ void activate(const Dims& d, const kda_inputs& in) {
+    const float rate = expf(A_log_);
+    float qq = 0, kk = 0, product = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int c = lane + 32 * i;
+      q[i] = value_of(in.q.dtype, raw_q_[i]), k[i] = value_of(in.k.dtype, raw_k_[i]);
       qq = fmaf(q[i], q[i], qq), kk = fmaf(k[i], k[i], kk);
-      alpha[i] = c < d.K ? decay(in, rate, hv, c, alpha[i]) : 0.0f;
+      float g = value_of(in.g.dtype, raw_g_[i]) + bias_[i];
+      if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
+      else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
+      alpha[i] = static_cast<int>(threadIdx.x % 32) + 32 * i < d.K ? expf(g) : 0.0f;
     }
     float q_factor = in.scale, k_factor = 1;
     if (in.qk_l2norm) {
@@ -92,15 +98,17 @@ struct TokenKeys {
       k_factor = 1.0f / sqrtf(sum_over<32>(kk) + 1e-6f);
     }
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) q[i] *= q_factor, k[i] *= k_factor;
+    for (int i = 0; i < kPerLane; ++i) {
+      q[i] *= q_factor, k[i] *= k_factor;
+      product = fmaf(q[i], k[i], product);
+    }
+    qk = sum_over<32>(product);
+    beta = activated_beta(in.beta_form, value_of(in.beta.dtype, raw_beta_));
   }
 
-  __device__ float qk() const {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) sum = fmaf(q[i], k[i], sum);
-    return sum_over<32>(sum);
-  }
+ private:
+  unsigned raw_q_[kPerLane], raw_k_[kPerLane], raw_g_[kPerLane], raw_beta_;
+  float bias_[kPerLane], A_log_;
 };
 
 // ---- a row of a state, one value column, over a quad of lanes ----

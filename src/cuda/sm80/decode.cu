@@ -20,7 +20,7 @@ constexpr int kThreads = 128, kRows = kThreads / 4;  // value columns of a block
 constexpr int kGroup = kThreads / 32;                // tokens prepared at once
 
 template <int kElements>
-struct Prepared {
+struct alignas(16) Prepared {
   float alpha[kElements * 4], k[kElements * 4], alpha_k[kElements * 4], alpha_q[kElements * 4];
   float beta, qk;
 };
@@ -39,6 +39,20 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
     for (int64_t t = end_of_sequences(p, a.in); t < p.T; ++t) store_output(0, t, 0);
     return;
   }
+  // Asked for before anybody waits for the slot.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Sequence tokens_of = sequence_at(p, a.in, n);
+  TokenKeys<kElements / 8> keys;
+  unsigned values[kGroup];
+  const auto fetch = [&](int64_t first) {
+    if (first + warp < tokens_of.length) keys.fetch(p, a.in, tokens_of.b, tokens_of.t0 + first + warp, hv);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i)
+      values[i] = column && first + i < tokens_of.length
+                      ? load_raw(a.in.v, offset(a.in.v, tokens_of.b, tokens_of.t0 + first + i, hv) + v)
+                      : 0;
+  };
+  fetch(0);
   const Sequence s = sequence_at(p, n);
   if (!s.live) {
     for (int64_t t = 0; t < s.length; ++t) store_output(s.b, s.t0 + t, 0);
@@ -50,28 +64,23 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   if (start.initial && column) load_row<kWide>(Row(start.states, a.in.state_layout, start.row, hv, v), p.K, S);
 
   const Snapshots snapshots = snapshots_of(p, n);
-  const float rate = gate_rate(a.in, hv);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int64_t first = 0; first < s.length; first += kGroup) {
     const int count = static_cast<int>(min(static_cast<int64_t>(kGroup), s.length - first));
-    if (first) __syncthreads();  // the last group's keys are no longer read
+    if (first) {
+      fetch(first);
+      __syncthreads();  // the last group's keys are no longer read
+    }
     if (warp < count) {
-      TokenKeys<kElements / 8> x;
-      x.load(p, a.in, s.b, s.t0 + first + warp, hv, rate);
-      const float qk = x.qk();
+      keys.activate(p, a.in);
       Prepared<kElements>& to = tokens[warp];
 #pragma unroll
       for (int i = 0; i < kElements / 8; ++i) {
         const int c = lane + 32 * i;
-        to.alpha[c] = x.alpha[i], to.k[c] = x.k[i];
-        to.alpha_k[c] = x.alpha[i] * x.k[i], to.alpha_q[c] = x.alpha[i] * x.q[i];
+        to.alpha[c] = keys.alpha[i], to.k[c] = keys.k[i];
+        to.alpha_k[c] = keys.alpha[i] * keys.k[i], to.alpha_q[c] = keys.alpha[i] * keys.q[i];
       }
-      if (lane == 0) to.beta = activated_beta(a.in, s.b, s.t0 + first + warp, hv), to.qk = qk;
+      if (lane == 0) to.beta = keys.beta, to.qk = keys.qk;
     }
-    float values[kGroup];
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i)
-      values[i] = i < count && column ? load_element(a.in.v, offset(a.in.v, s.b, s.t0 + first + i, hv) + v) : 0.0f;
     __syncthreads();  // this group's keys are in shared memory
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
@@ -87,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
         out = fmaf(S[e], aq.x, out), out = fmaf(S[e + 1], aq.y, out);
         out = fmaf(S[e + 2], aq.z, out), out = fmaf(S[e + 3], aq.w, out);
       }
-      const float u = x.beta * (values[i] - sum_over<4>(read));
+      const float u = x.beta * (value_of(a.in.v.dtype, values[i]) - sum_over<4>(read));
       store_output(s.b, s.t0 + first + i, fmaf(x.qk, u, sum_over<4>(out)));
 #pragma unroll
       for (int e = 0; e < kElements; e += 4) {

@@ -19,7 +19,7 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kThreads = 128, kRows = kThreads / 4;  // value columns of a block
-constexpr int kEntries = 8;                          // entries flushed at once
+constexpr int kEntries = 4;                          // entries flushed at once
 constexpr int64_t kMaxRing = 64;                     // entries of a ring: what scores have room for
 
 // What the three operators have in common here.
@@ -63,23 +63,23 @@ __device__ float float_at(const kda_tensor& t, int64_t slot, int64_t entry, int6
 
 // Shared memory, kK = channels rounded up: the flush's and the verify's part in turns.
 template <int kK>
-struct FlushMemory {
+struct alignas(16) FlushMemory {
   float w[kEntries][kK], f[kK];
 };
 // Dynamic: a row of scores has room for the drafts and the committed entries of a ring.
 struct VerifyMemory {
   float *k, *alpha, *kG, *qG;  // [drafts][kK]
   float *A, *P;                // [drafts][window] in the order of the walk back
-  float* u;                    // [drafts][kRows]
+  float *u, *v;                // [drafts][kRows]
   float *beta, *qk;            // [drafts]
 
   __host__ __device__ static int64_t floats(int64_t kK, int64_t drafts, int64_t window) {
-    return 4 * drafts * kK + 2 * drafts * window + drafts * kRows + 2 * drafts;
+    return 4 * drafts * kK + 2 * drafts * window + 2 * drafts * kRows + 2 * drafts;
   }
   __device__ VerifyMemory(float* at, int64_t kK, int64_t drafts, int64_t window) {
     for (float** p : {&k, &alpha, &kG, &qG}) *p = at, at += drafts * kK;
     for (float** p : {&A, &P}) *p = at, at += drafts * window;
-    u = at, at += drafts * kRows;
+    for (float** p : {&u, &v}) *p = at, at += drafts * kRows;
     beta = at, qk = at + drafts;
   }
 };
@@ -97,28 +97,43 @@ __device__ void flush_column(const Dims& d, const Layer& x, const Request& r, in
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) product[j] = 1;
   for (int64_t w = r.newest; w >= 0;) {
-    __syncthreads();  // the last entries are no longer read
-    int64_t oldest = w;
+    int64_t entry[kEntries];
     int count = 0;
-    for (; count < kEntries && oldest >= 0; ++count, oldest = r.flush.before(oldest)) {
-      const int64_t e = r.flush.entry(oldest);
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i) {
+      entry[i] = w < 0 ? 0 : r.flush.entry(w);
+      if (w >= 0) ++count, w = r.flush.before(w);
+    }
+    float key[kEntries][kOwn], alpha[kEntries][kOwn], u[kEntries];
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i) {
+      u[i] = column && i < count ? float_at(x.last.u, r.last_slot, entry[i], hv, v) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
         const int c = threadIdx.x + j * kThreads;
-        if (c >= kK) continue;
-        const bool real = c < d.K;
-        memory.w[count][c] = real ? float_at(x.last.k, r.last_slot, e, h, c) * static_cast<float>(product[j]) : 0.0f;
-        product[j] *= real ? float_at(x.last.alpha, r.last_slot, e, hv, c) : 0.0f;
+        const bool real = c < d.K && i < count;
+        key[i][j] = real ? float_at(x.last.k, r.last_slot, entry[i], h, c) : 0.0f;
+        alpha[i][j] = real ? float_at(x.last.alpha, r.last_slot, entry[i], hv, c) : 1.0f;
       }
     }
+    __syncthreads();  // the last entries are no longer read
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i)
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        const int c = threadIdx.x + j * kThreads;
+        if (c < kK) memory.w[i][c] = key[i][j] * static_cast<float>(product[j]);
+        product[j] *= alpha[i][j];
+      }
     __syncthreads();  // w of these entries is in shared memory
-    for (int i = 0; i < count; ++i, w = r.flush.before(w)) {
-      const float u = column ? float_at(x.last.u, r.last_slot, r.flush.entry(w), hv, v) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i) {
+      if (i >= count) break;
 #pragma unroll
       for (int e = 0; e < kElements; e += 4) {
-        const float4 key = *reinterpret_cast<const float4*>(memory.w[i] + channel<kElements>(e));
-        sum[e] = fmaf(u, key.x, sum[e]), sum[e + 1] = fmaf(u, key.y, sum[e + 1]);
-        sum[e + 2] = fmaf(u, key.z, sum[e + 2]), sum[e + 3] = fmaf(u, key.w, sum[e + 3]);
+        const float4 w4 = *reinterpret_cast<const float4*>(memory.w[i] + channel<kElements>(e));
+        sum[e] = fmaf(u[i], w4.x, sum[e]), sum[e + 1] = fmaf(u[i], w4.y, sum[e + 1]);
+        sum[e + 2] = fmaf(u[i], w4.z, sum[e + 2]), sum[e + 3] = fmaf(u[i], w4.w, sum[e + 3]);
       }
     }
   }
@@ -142,11 +157,10 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
   const kda_inputs& in = p.args.in;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t h = hv / p.group();
-  const float rate = gate_rate(in, hv);
   for (int t = warp; t < drafts; t += kThreads / 32) {
     TokenKeys<kPerLane> key;
-    key.load(p, in, r.s.b, r.s.t0 + t, hv, rate);
-    const float qk = key.qk();
+    key.fetch(p, in, r.s.b, r.s.t0 + t, hv);
+    key.activate(p, in);
     const int64_t e = records ? r.verify.entry(r.verify.token(t)) : 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -156,7 +170,7 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
       static_cast<float*>(x.records.alpha.data)[offset(x.records.alpha, r.slot, e, hv) + c] = key.alpha[i];
       if (hv % p.group() == 0) static_cast<float*>(x.records.k.data)[offset(x.records.k, r.slot, e, h) + c] = key.k[i];
     }
-    if (lane == 0) m.beta[t] = activated_beta(in, r.s.b, r.s.t0 + t, hv), m.qk[t] = qk;
+    if (lane == 0) m.beta[t] = key.beta, m.qk[t] = key.qk;
   }
   __syncthreads();  // keys and decays of all drafts are in shared memory
   for (int t = warp; t < drafts; t += kThreads / 32) {
@@ -242,6 +256,12 @@ __global__ void __launch_bounds__(kThreads)
     if (drafts == 0) return;
     const int64_t committed = r.slot >= 0 ? r.verify.committed : 0;
     const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, window);
+    const kda_tensor& values = p.args.in.v;
+    for (int t = threadIdx.x % 4; t < drafts; t += 4) {
+      const float value =
+          value_of(values.dtype, column ? load_raw(values, offset(values, r.s.b, r.s.t0 + t, hv) + v) : 0);
+      m.v[t * kRows + threadIdx.x / 4] = value;
+    }
     prepare<kElements>(p, x, r, drafts, committed, window, hv, first_tile && r.slot >= 0, m);
     float* u_of_column = m.u + threadIdx.x / 4;
     const auto u_at = [&](int64_t w) {
@@ -260,8 +280,7 @@ __global__ void __launch_bounds__(kThreads)
         out = fmaf(S[e + 2], qG.z, out), out = fmaf(S[e + 3], qG.w, out);
       }
       const int64_t token = r.s.t0 + t;
-      const kda_tensor& values = p.args.in.v;
-      float u = (column ? load_element(values, offset(values, r.s.b, token, hv) + v) : 0.0f) - sum_over<4>(read);
+      float u = m.v[t * kRows + threadIdx.x / 4] - sum_over<4>(read);
       out = sum_over<4>(out);
       int64_t w = committed + t;
       for (int i = 0;; ++i) {
