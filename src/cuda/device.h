@@ -111,12 +111,32 @@ struct TokenKeys {
   float bias_[kPerLane], A_log_;
 };
 
-// ---- a row of a state, one value column, over a quad of lanes ----
+// ---- rows of a state, value columns, over eight lanes each ----
 
-// Lane l of the quad holds channels 16 j + 4 l .. 16 j + 4 l + 3 in registers 4 j .. 4 j + 3.
+constexpr int kRowLanes = 8;
+
+// Lane l of a row's eight holds channels 32 j + 4 l .. 32 j + 4 l + 3 in registers 4 j .. 4 j + 3.
+__device__ inline int channel(int element) {
+  return element / 4 * 32 + static_cast<int>(threadIdx.x % kRowLanes) * 4 + element % 4;
+}
+
+// Of a block's rows a thread has kRows neighbours: those from here on.
+template <int kRows>
+__device__ int first_row() {
+  return static_cast<int>(threadIdx.x / kRowLanes) * kRows;
+}
+
+// sum_e x[e] y[channel of e] over the row: in every lane, always in the same order.
 template <int kElements>
-__device__ constexpr int channel(int element) {
-  return element / 4 * 16 + static_cast<int>(threadIdx.x % 4) * 4 + element % 4;
+__device__ float dot(const float (&x)[kElements], const float* y) {
+  float sum = 0;
+#pragma unroll
+  for (int e = 0; e < kElements; e += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(y + channel(e));
+    sum = fmaf(x[e], four.x, sum), sum = fmaf(x[e + 1], four.y, sum);
+    sum = fmaf(x[e + 2], four.z, sum), sum = fmaf(x[e + 3], four.w, sum);
+  }
+  return sum;
 }
 
 // Where row v of a head's state is: strides along V and K depend on the layout.
@@ -136,7 +156,7 @@ __device__ void load_row_of(const Row& row, int64_t K, float (&S)[kElements]) {
   const T* from = static_cast<const T*>(row.t.data) + row.at;
 #pragma unroll
   for (int i = 0; i < kElements; i += 4) {
-    const int c = channel<kElements>(i);
+    const int c = channel(i);
     if constexpr (kWide) {
       if (c >= K) {
         S[i] = S[i + 1] = S[i + 2] = S[i + 3] = 0;
@@ -161,7 +181,7 @@ __device__ void store_row_of(const Row& row, int64_t K, const float (&S)[kElemen
   T* to = static_cast<T*>(row.t.data) + row.at;
 #pragma unroll
   for (int i = 0; i < kElements; i += 4) {
-    const int c = channel<kElements>(i);
+    const int c = channel(i);
     if constexpr (kWide) {
       if (c >= K) continue;
       if constexpr (sizeof(T) == 4) {

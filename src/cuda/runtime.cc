@@ -16,6 +16,12 @@ const char* device_why_not(const kda_exec& exec) {
   return major >= 8 ? nullptr : "needs compute capability 8.0 or newer";
 }
 
+int multiprocessors(int device) {
+  int count = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 std::string info() {
   std::string text =
       str("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10, ", kernels for ", KDA_CUDA_ARCHITECTURES);

@@ -35,6 +35,9 @@ class DeviceGuard {
 
 inline cudaStream_t stream_of(const kda_exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
 
+// SMs of a device.
+int multiprocessors(int device);
+
 // Why no kernel of this library runs on the call's device, or nullptr.
 const char* device_why_not(const kda_exec& exec);
 

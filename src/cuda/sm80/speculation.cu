@@ -1,8 +1,8 @@
 // Speculative decoding (math.md 7) for sm_80 and newer, any K and V, both layouts: verify, flush, and both in one pass.
 //
 // Bytes: verify reads a state, a flush reads and writes it, both in one pass the same once; records are 1.5 KB a token
-// and head at K = V = 128. A block takes 32 value columns of a head, a quad of lanes a column with its K numbers in
-// registers. What does not depend on the column (drafts' keys, decays and scores) every block computes for itself while its
+// and head at K = V = 128. A block takes some value columns of a head, eight lanes a column and kRows columns a thread, all
+// in registers. What does not depend on the column (drafts' keys, decays and scores) every block computes for itself while its
 // part of the state is on its way.
 //
 // Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the formulas),
@@ -18,9 +18,11 @@
 namespace kda::cuda {
 namespace {
 
-constexpr int kThreads = 128, kRows = kThreads / 4;  // value columns of a block
-constexpr int kEntries = 4;                          // entries flushed at once
-constexpr int64_t kMaxRing = 64;                     // entries of a ring: what scores have room for
+constexpr int kThreads = 128;
+template <int kRows>
+constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
+constexpr int kEntries = 4;                         // entries flushed at once
+constexpr int64_t kMaxRing = 64;                    // entries of a ring: what scores have room for
 
 // What the three operators have in common here.
 struct Layer {
@@ -70,30 +72,30 @@ struct alignas(16) FlushMemory {
 struct VerifyMemory {
   float *k, *alpha, *kG, *qG;  // [drafts][kK]
   float *A, *P;                // [drafts][window] in the order of the walk back
-  float *u, *v;                // [drafts][kRows]
+  float *u, *v;                // [drafts][tile]
   float *beta, *qk;            // [drafts]
 
-  __host__ __device__ static int64_t floats(int64_t kK, int64_t drafts, int64_t window) {
-    return 4 * drafts * kK + 2 * drafts * window + 2 * drafts * kRows + 2 * drafts;
+  __host__ __device__ static int64_t floats(int64_t kK, int64_t drafts, int64_t window, int64_t tile) {
+    return 4 * drafts * kK + 2 * drafts * window + 2 * drafts * tile + 2 * drafts;
   }
-  __device__ VerifyMemory(float* at, int64_t kK, int64_t drafts, int64_t window) {
+  __device__ VerifyMemory(float* at, int64_t kK, int64_t drafts, int64_t window, int64_t tile) {
     for (float** p : {&k, &alpha, &kG, &qG}) *p = at, at += drafts * kK;
     for (float** p : {&A, &P}) *p = at, at += drafts * window;
-    for (float** p : {&u, &v}) *p = at, at += drafts * kRows;
+    for (float** p : {&u, &v}) *p = at, at += drafts * tile;
     beta = at, qk = at + drafts;
   }
 };
 
 // S <- Diag(f) S + sum_i w_i u_i, walking back from the newest entry: w_i = k_i f_i with f the product of all younger
 // alpha.
-template <int kElements>
-__device__ void flush_column(const Dims& d, const Layer& x, const Request& r, int64_t hv, int64_t v, bool column,
-                             float (&S)[kElements]) {
-  constexpr int kK = kElements * 4, kOwn = (kK + kThreads - 1) / kThreads;
+template <int kElements, int kRows>
+__device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, int64_t hv, int v0, int columns,
+                              float (&S)[kRows][kElements]) {
+  constexpr int kK = kElements * 8, kOwn = (kK + kThreads - 1) / kThreads;
   __shared__ FlushMemory<kK> memory;
   const int64_t h = hv / d.group();
   double product[kOwn];
-  float sum[kElements] = {};
+  float sum[kRows][kElements] = {};
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) product[j] = 1;
   for (int64_t w = r.newest; w >= 0;) {
@@ -104,10 +106,12 @@ __device__ void flush_column(const Dims& d, const Layer& x, const Request& r, in
       entry[i] = w < 0 ? 0 : r.flush.entry(w);
       if (w >= 0) ++count, w = r.flush.before(w);
     }
-    float key[kEntries][kOwn], alpha[kEntries][kOwn], u[kEntries];
+    float key[kEntries][kOwn], alpha[kEntries][kOwn], u[kEntries][kRows];
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
-      u[i] = column && i < count ? float_at(x.last.u, r.last_slot, entry[i], hv, v) : 0.0f;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        u[i][row] = row < columns && i < count ? float_at(x.last.u, r.last_slot, entry[i], hv, v0 + row) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
         const int c = threadIdx.x + j * kThreads;
@@ -131,9 +135,13 @@ __device__ void flush_column(const Dims& d, const Layer& x, const Request& r, in
       if (i >= count) break;
 #pragma unroll
       for (int e = 0; e < kElements; e += 4) {
-        const float4 w4 = *reinterpret_cast<const float4*>(memory.w[i] + channel<kElements>(e));
-        sum[e] = fmaf(u[i], w4.x, sum[e]), sum[e + 1] = fmaf(u[i], w4.y, sum[e + 1]);
-        sum[e + 2] = fmaf(u[i], w4.z, sum[e + 2]), sum[e + 3] = fmaf(u[i], w4.w, sum[e + 3]);
+        const float4 w4 = *reinterpret_cast<const float4*>(memory.w[i] + channel(e));
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          float* four = sum[row] + e;
+          four[0] = fmaf(u[i][row], w4.x, four[0]), four[1] = fmaf(u[i][row], w4.y, four[1]);
+          four[2] = fmaf(u[i][row], w4.z, four[2]), four[3] = fmaf(u[i][row], w4.w, four[3]);
+        }
       }
     }
   }
@@ -143,9 +151,14 @@ __device__ void flush_column(const Dims& d, const Layer& x, const Request& r, in
   __syncthreads();  // f is in shared memory
 #pragma unroll
   for (int e = 0; e < kElements; e += 4) {
-    const float4 f = *reinterpret_cast<const float4*>(memory.f + channel<kElements>(e));
-    S[e] = fmaf(S[e], f.x, sum[e]), S[e + 1] = fmaf(S[e + 1], f.y, sum[e + 1]);
-    S[e + 2] = fmaf(S[e + 2], f.z, sum[e + 2]), S[e + 3] = fmaf(S[e + 3], f.w, sum[e + 3]);
+    const float4 f = *reinterpret_cast<const float4*>(memory.f + channel(e));
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      float* four = S[row] + e;
+      const float* add = sum[row] + e;
+      four[0] = fmaf(four[0], f.x, add[0]), four[1] = fmaf(four[1], f.y, add[1]);
+      four[2] = fmaf(four[2], f.z, add[2]), four[3] = fmaf(four[3], f.w, add[3]);
+    }
   }
 }
 
@@ -153,7 +166,7 @@ __device__ void flush_column(const Dims& d, const Layer& x, const Request& r, in
 template <int kElements, class P>
 __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts, int64_t committed, int64_t window,
                         int64_t hv, bool records, const VerifyMemory& m) {
-  constexpr int kK = kElements * 4, kPerLane = kElements / 8;
+  constexpr int kK = kElements * 8, kPerLane = kElements / 4;
   const kda_inputs& in = p.args.in;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t h = hv / p.group();
@@ -216,38 +229,44 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
   __syncthreads();  // scores and decayed operands are in shared memory
 }
 
-template <class P, bool kWide, int kElements>
+template <class P, bool kWide, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads)
-    speculation_kernel(const __grid_constant__ P p, int tiles, int room, int window) {
+    speculation_kernel(const __grid_constant__ P p, unsigned tiles, int room, int window) {
   extern __shared__ float4 dynamic[];
-  constexpr int kK = kElements * 4;
-  int64_t block = blockIdx.x;
-  const int64_t v = block % tiles * kRows + threadIdx.x / 4;
-  const bool first_tile = block % tiles == 0;
-  const int64_t hv = (block /= tiles) % p.HV, n = (block /= p.HV) % (p.N + p.varlen);
-  const bool column = v < p.V, writes = column && threadIdx.x % 4 == 0;
+  constexpr int kK = kElements * 8;
+  const auto heads = static_cast<unsigned>(p.HV), rows = static_cast<unsigned>(p.N + p.varlen);
+  const unsigned tile = blockIdx.x % tiles, hv = blockIdx.x / tiles % heads, rest = blockIdx.x / tiles / heads;
+  const unsigned n = rest % rows;
+  const int v0 = static_cast<int>(tile) * kTile<kRows> + first_row<kRows>();
+  const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
+  const bool leads = threadIdx.x % kRowLanes == 0;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if constexpr (kVerifies<P>)
-      for (; writes && t < end; ++t) store_element(p.args.o, offset(p.args.o, b, t, hv) + v, 0);
+      for (; t < end; ++t)
+        for (int row = 0; leads && row < columns; ++row)
+          store_element(p.args.o, offset(p.args.o, b, t, hv) + v0 + row, 0);
   };
   if constexpr (kVerifies<P>) {
     if (n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
   }
   const Request r = request_of(p, n);
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
-  const Layer x = layer_of(p, block / (p.N + p.varlen));
+  const Layer x = layer_of(p, rest / rows);
   const int32_t layout = layout_of(p);
 
-  float S[kElements] = {};
-  if (r.s.initial && column) load_row<kWide>(Row(x.h0, layout, r.s.slot, hv, v), p.K, S);
+  float S[kRows][kElements] = {};
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+    if (r.s.initial && row < columns) load_row<kWide>(Row(x.h0, layout, r.s.slot, hv, v0 + row), p.K, S[row]);
   if constexpr (kFlushes<P>) {
     if (r.newest >= 0) {
-      flush_column(p, x, r, hv, v, column, S);
-      const Row row(x.hT, layout, r.s.slot, hv, v);
-      if (column) store_row<kWide>(row, p.K, S);
-      if (x.hT.dtype == KDA_BF16) {
+      flush_columns(p, x, r, hv, v0, columns, S);
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) S[e] = __bfloat162float(__float2bfloat16_rn(S[e]));
+      for (int row = 0; row < kRows; ++row) {
+        if (row < columns) store_row<kWide>(Row(x.hT, layout, r.s.slot, hv, v0 + row), p.K, S[row]);
+        if (x.hT.dtype != KDA_BF16) continue;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) S[row][e] = __bfloat162float(__float2bfloat16_rn(S[row][e]));
       }
     }
   }
@@ -255,33 +274,23 @@ __global__ void __launch_bounds__(kThreads)
     const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
     if (drafts == 0) return;
     const int64_t committed = r.slot >= 0 ? r.verify.committed : 0;
-    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, window);
+    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, window, kTile<kRows>);
     const kda_tensor& values = p.args.in.v;
-    for (int t = threadIdx.x % 4; t < drafts; t += 4) {
-      const float value =
-          value_of(values.dtype, column ? load_raw(values, offset(values, r.s.b, r.s.t0 + t, hv) + v) : 0);
-      m.v[t * kRows + threadIdx.x / 4] = value;
+    for (int i = threadIdx.x; i < drafts * kTile<kRows>; i += kThreads) {
+      const int t = i / kTile<kRows>;
+      const int64_t v = static_cast<int64_t>(tile) * kTile<kRows> + i % kTile<kRows>;
+      m.v[i] = value_of(values.dtype, v < p.V ? load_raw(values, offset(values, r.s.b, r.s.t0 + t, hv) + v) : 0);
     }
-    prepare<kElements>(p, x, r, drafts, committed, window, hv, first_tile && r.slot >= 0, m);
-    float* u_of_column = m.u + threadIdx.x / 4;
-    const auto u_at = [&](int64_t w) {
-      if (w >= committed) return u_of_column[(w - committed) * kRows];
-      return column ? float_at(x.records.u, r.slot, r.verify.entry(w), hv, v) : 0.0f;
-    };
+    prepare<kElements>(p, x, r, drafts, committed, window, hv, tile == 0 && r.slot >= 0, m);
     for (int t = 0; t < drafts; ++t) {
-      float read = 0, out = 0;
-#pragma unroll
-      for (int e = 0; e < kElements; e += 4) {
-        const float4 kG = *reinterpret_cast<const float4*>(m.kG + t * kK + channel<kElements>(e));
-        const float4 qG = *reinterpret_cast<const float4*>(m.qG + t * kK + channel<kElements>(e));
-        read = fmaf(S[e], kG.x, read), read = fmaf(S[e + 1], kG.y, read);
-        read = fmaf(S[e + 2], kG.z, read), read = fmaf(S[e + 3], kG.w, read);
-        out = fmaf(S[e], qG.x, out), out = fmaf(S[e + 1], qG.y, out);
-        out = fmaf(S[e + 2], qG.z, out), out = fmaf(S[e + 3], qG.w, out);
-      }
       const int64_t token = r.s.t0 + t;
-      float u = m.v[t * kRows + threadIdx.x / 4] - sum_over<4>(read);
-      out = sum_over<4>(out);
+      const int at = t * kTile<kRows> + first_row<kRows>();
+      float u[kRows], out[kRows];
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        u[row] = m.v[at + row] - sum_over<kRowLanes>(dot(S[row], m.kG + t * kK));
+        out[row] = sum_over<kRowLanes>(dot(S[row], m.qG + t * kK));
+      }
       int64_t w = committed + t;
       for (int i = 0;; ++i) {
         if (w < committed) {
@@ -291,20 +300,28 @@ __global__ void __launch_bounds__(kThreads)
           w = parent < 0 ? committed - 1 : committed + parent;
         }
         if (w < 0) break;
-        const float before = u_at(w);
-        u = fmaf(-m.A[t * window + i], before, u), out = fmaf(m.P[t * window + i], before, out);
+        const float A = m.A[t * window + i], P_ = m.P[t * window + i];
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          const float before = w >= committed
+                                   ? m.u[static_cast<int>(w - committed) * kTile<kRows> + first_row<kRows>() + row]
+                               : row < columns ? float_at(x.records.u, r.slot, r.verify.entry(w), hv, v0 + row)
+                                               : 0.0f;
+          u[row] = fmaf(-A, before, u[row]), out[row] = fmaf(P_, before, out[row]);
+        }
       }
-      u *= m.beta[t];
-      out = fmaf(m.qk[t], u, out);
-      __syncwarp();  // the quad has read the column's other corrections
-      if (threadIdx.x % 4 == 0) u_of_column[t * kRows] = u;
-      __syncwarp();  // and this one is there for the next token
-      if (!writes) continue;
-      store_element(p.args.o, offset(p.args.o, r.s.b, token, hv) + v, out);
-      if (r.slot >= 0) {
-        const int64_t e = r.verify.entry(r.verify.token(t));
-        static_cast<float*>(x.records.u.data)[offset(x.records.u, r.slot, e, hv) + v] = u;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        u[row] *= m.beta[t];
+        if (leads) m.u[at + row] = u[row];
+        if (!leads || row >= columns) continue;
+        store_element(p.args.o, offset(p.args.o, r.s.b, token, hv) + v0 + row, fmaf(m.qk[t], u[row], out[row]));
+        if (r.slot >= 0) {
+          const int64_t e = r.verify.entry(r.verify.token(t));
+          static_cast<float*>(x.records.u.data)[offset(x.records.u, r.slot, e, hv) + v0 + row] = u[row];
+        }
       }
+      __syncwarp();  // the row's other lanes read u for the next tokens
     }
   }
 }
@@ -320,32 +337,35 @@ __global__ void cursor_kernel(const __grid_constant__ FlushVerifyProblem p) {
 // Entries that the drafts' walks may meet before the first draft.
 int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
 
-template <bool kWide, int kElements, class P>
+template <bool kWide, int kElements, int kRows, class P>
 void launch_sized(const P& p) {
-  const int tiles = static_cast<int>((p.V + kRows - 1) / kRows);
+  const auto tiles = static_cast<unsigned>((p.V + kTile<kRows> - 1) / kTile<kRows>);
   const auto blocks = static_cast<unsigned>(layers_of(p) * (p.N + p.varlen) * p.HV * tiles);
   int room = 0, window = 0, bytes = 0;
   if constexpr (kVerifies<P>) {
     const int64_t entries = present(p.args.records.u) ? p.args.records.u.shape[1] : kMaxDrafts;
     room = static_cast<int>(std::min({p.T, kMaxDrafts, entries}));
     window = static_cast<int>(room + ring_entries(p.args.records));
-    bytes = static_cast<int>(VerifyMemory::floats(kElements * 4, room, window) * sizeof(float));
-    if (bytes > 48 * 1024)
-      KDA_CUDA(cudaFuncSetAttribute(speculation_kernel<P, kWide, kElements>,
+    bytes = static_cast<int>(VerifyMemory::floats(kElements * 8, room, window, kTile<kRows>) * sizeof(float));
+    if (bytes > 40 * 1024)
+      KDA_CUDA(cudaFuncSetAttribute(speculation_kernel<P, kWide, kElements, kRows>,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   }
-  speculation_kernel<P, kWide, kElements><<<blocks, kThreads, bytes, stream_of(p.args.exec)>>>(p, tiles, room, window);
+  speculation_kernel<P, kWide, kElements, kRows>
+      <<<blocks, kThreads, bytes, stream_of(p.args.exec)>>>(p, tiles, room, window);
   KDA_CUDA(cudaGetLastError());
 }
 
+// Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
 template <class P>
 void launch(const P& p, std::initializer_list<const kda_tensor*> states) {
   if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
+  const bool few = layers_of(p) * p.N * p.HV * p.V < int64_t{128} * multiprocessors(p.args.exec.device_id);
   const auto sized = [&]<bool kWide>() {
-    if (p.K <= 64) launch_sized<kWide, 16>(p);
-    else if (p.K <= 128) launch_sized<kWide, 32>(p);
-    else launch_sized<kWide, 64>(p);
+    if (p.K <= 64) few ? launch_sized<kWide, 8, 1>(p) : launch_sized<kWide, 8, 4>(p);
+    else if (p.K <= 128) few ? launch_sized<kWide, 16, 1>(p) : launch_sized<kWide, 16, 4>(p);
+    else few ? launch_sized<kWide, 32, 1>(p) : launch_sized<kWide, 32, 2>(p);
   };
   if (wide_rows(p, layout_of(p), states)) sized.template operator()<true>();
   else sized.template operator()<false>();
@@ -357,9 +377,9 @@ const char* why_not(const P& p, const kda_tensor& conv_x, const kda_records& rec
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(conv_x)) return "has no fused convolution";
   if (kVerifies<P> && ring_entries(records) > kMaxRing) return "takes rings of at most 64 entries";
-  const int64_t tiles = (p.V + kRows - 1) / kRows;
-  return layers_of(p) * (p.N + 1) * p.HV * tiles < (int64_t{1} << 31) ? nullptr
-                                                                      : "takes at most 2^31 blocks of 32 value columns";
+  return layers_of(p) * (p.N + 1) * p.HV * ((p.V + 15) / 16) < (int64_t{1} << 31)
+             ? nullptr
+             : "takes at most 2^31 blocks of 16 value columns";
 }
 
 }  // namespace
