@@ -27,7 +27,7 @@ from places import (
     flood,
     matches,
     only_cuda,
-    packed,
+    spaced,
     without_synchronisation,
 )
 from support import Problem, Tensor, half_masked, make, rel_rmse, same_bits, saturated, wild
@@ -76,14 +76,13 @@ def rounds(
     slices: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Verify, flush, and in one call a flush with the verify of the following drafts."""
-    if slices:
-        p, following = packed(p), packed(following)
     N, T = p.tensors["g"].shape[:2]
     trees = {} if parents is None else {"parents": parents}
     pool, fused, a, b, c = place(h0), place(h0), *(records_of(place, p, T, slots=N) for _ in range(3))
-    o = verify(place, p, pool, a, **trees)
+    o = verify(place, p, pool, a, slices=slices, **trees)
     flush(place, p, pool, a, m, **trees)
-    o_next = flush_verify(place, following, fused, b, m, a, **{f"last_{n}": x for n, x in trees.items()})
+    last = {f"last_{n}": x for n, x in trees.items()}
+    o_next = flush_verify(place, following, fused, b, m, a, slices=slices, **last)
     assert same_bits(verify(place, following, pool, c), o_next) and same_records(b, c), "one call, or two"
     results = {"o": o, "state": pool, "fused": fused} | dict(zip("uka", a[:3], strict=True))
     # Where a written state is rounded, now and then to the other neighbour, a round that begins there is another.
@@ -185,6 +184,23 @@ def test_slices_of_a_fused_projection(dtype: torch.dtype) -> None:
         p, following, h0 = two(4, dtype=dtype, gate="log", **sizes)
         got = matches(rounds, p, following, h0, int32(4, 0, 2), slices=True)
         assert all_same(got, rounds(HERE, p, following, h0, int32(4, 0, 2)))
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("dtype", POOLS)
+def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
+    """Rows of states, records and outputs need not lie side by side, nor begin anywhere in particular."""
+    p, following, h0 = two(4, K=64, V=30, v_first=v_first, dtype=torch.bfloat16)
+    recorded = [*records_of(HERE, p, 4)[:3], *records_of(HERE, p, 4)[:3]]
+    dense = [HERE(h0.to(dtype)), HERE(p.tensors["v"]), *recorded]
+    views, memories = zip(*map(spaced, dense), strict=True)
+    for state, out, *records in (dense, views):
+        last, this = kda.Records(*records[:3]), kda.Records(*records[3:])
+        kda.verify_kvbuffer(**HERE.call(p), state=state, records=last, out=out)
+        call = HERE.call(following, accept_len=int32(2, 4, 0))
+        kda.flush_verify_kvbuffer(**call, state=state, records=this, last=last, out=out)
+        flush(HERE, p, state, this, int32(1, 0, 4))
+    assert all_same(dense, views) and all(x[..., [0, 1, 2, -2, -1]].isnan().all() for x in memories)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -579,33 +595,32 @@ def test_two_streams_at_once() -> None:
 
 
 @only_cuda
-@pytest.mark.parametrize("far", ["float32 states", "bfloat16 states", "records"])
+@pytest.mark.parametrize("far", ["float32", "bfloat16", "layers", "u", "k", "alpha"])
 def test_slots_beyond_2_31_elements(far: str) -> None:
+    """Of the pool, of all layers' pools, of each array of the records."""
     p, following, h0 = two(2, N=1, K=64, V=64)
-    h0 = h0.to(torch.bfloat16 if far.startswith("b") else torch.float32)
+    h0, at = h0.to(torch.bfloat16 if far == "bfloat16" else torch.float32), {"state_indices": int32(2)}
     expected = rounds(HERE, p, following, h0, int32(2))
-    last, shared = int32(2), {"state_indices": int32(2)}
-    if far == "records":
-        near, pool, shared = HERE(records_for(p, 2, 1)), HERE(h0), {}
-        records = kda.Records(far_pool(near.u), near.k, near.alpha, HERE(int32(0)))
-        records.u[2].fill_(NAN)
-        wide = {n: far_pool(getattr(near, n))[2:] for n in ("u", "k", "alpha")}
-        for name, x in wide.items():  # one at a time, so that no GPU is too small
-            records = near._replace(**{name: x})
-            verify(HERE, p, pool, records)
-        flush(HERE, p, pool, records, last)
-        assert same_bits(pool, expected["state"])
-        return
-    pool = far_pool(HERE(h0))
-    pool[0].fill_(NAN)
+    records = records_of(HERE, p, 2)._replace(indices=HERE(int32(2)))
+    if far in records._fields:
+        records = records._replace(**{far: far_pool(getattr(records, far))})
+    pool = HERE(h0.expand(3, -1, -1, -1)) if far in records._fields else far_pool(HERE(h0))
+    for x in (pool, getattr(records, far, pool)):
+        x[0].fill_(NAN)
     pool[2] = HERE(h0)[0]
-    records = HERE(records_for(p, 2, 1))
-    o = verify(HERE, p, pool, records, **shared)
-    fused = pool[2].clone()[None]
-    o_next = flush_verify(HERE, following, fused, HERE(records_for(p, 2, 1)), last, records)
-    flush(HERE, p, pool, records, last, **shared)
-    assert same_bits(o, expected["o"]) and same_bits(pool[2], expected["state"][0]) and pool[0].isnan().all()
-    assert same_bits(o_next, expected["o_next"]) and same_bits(fused[0], pool[2])
+    assert same_bits(verify(HERE, p, pool, records, **at), expected["o"])
+    if far == "layers":
+        kept = kda.Records(*(x[2].expand(3, 1, *x.shape[1:]).contiguous() for x in records[:3]))
+        kda.flush_kvbuffer_all_layers(pool[:, None], kept, HERE(int32(2)))
+    else:
+        pool[1].fill_(NAN)
+        more = records_of(HERE, p, 2, slots=1)
+        flush_verify(HERE, following, pool, more, int32(2), records, **at)
+        assert same_bits(pool[2], expected["fused"][0]) and pool[:2].isnan().all()
+        pool[2] = HERE(h0)[0]
+        flush(HERE, p, pool, records, int32(2), **at)
+        assert pool[:2].isnan().all() and getattr(records, far, pool)[0].isnan().all()
+    assert same_bits(pool[2], expected["state"][0])
 
 
 def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
