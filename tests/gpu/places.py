@@ -51,9 +51,10 @@ class Place:
             return {name: self(value) for name, value in x.items()}
         return kda.Records(*map(self, x)) if isinstance(x, kda.Records) else x
 
-    def call(self, p: Problem, **more: Any) -> dict[str, Any]:
-        """Keywords of a call."""
-        return {**self(p).keywords, **self(more), "impl": self.impl}
+    def call(self, p: Problem, slices: bool = False, **more: Any) -> dict[str, Any]:
+        """Keywords of a call; with ``slices`` the inputs are those of ``packed``, which a copy would make dense."""
+        p = packed(self(p)) if slices else self(p)
+        return {**p.keywords, **self(more), "impl": self.impl}
 
 
 HERE = Place(DEVICE)
@@ -111,6 +112,13 @@ def packed(p: Problem) -> Problem:
 def flood(p: Problem, n: int) -> Problem:
     """Request n with NaN in v."""
     return p.having(v=p.tensors["v"].index_fill(0, torch.tensor([n], device=p.tensors["v"].device), torch.nan))
+
+
+def spaced(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A view with the numbers of x, with NaN between its rows and before and behind each, and all of that memory."""
+    memory = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan, dtype=x.dtype, device=x.device)
+    view = memory[..., 3:-2].copy_(x)
+    return view, memory
 
 
 @contextmanager

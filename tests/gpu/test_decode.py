@@ -23,15 +23,15 @@ from places import (
     flood,
     matches,
     only_cuda,
-    packed,
+    spaced,
     without_synchronisation,
 )
 from support import Problem, Tensor, make, same_bits, wild
 
 
-def decode(place: Place, p: Problem, pool: Tensor | None, packing: bool = False, **more: Any) -> dict[str, Tensor]:
+def decode(place: Place, p: Problem, pool: Tensor | None, **more: Any) -> dict[str, Tensor]:
     """One call on a copy of the pool."""
-    call = place.call(packed(p) if packing else p, state=pool, **more)
+    call = place.call(p, state=pool, **more)
     o = kda.decode(**call)
     return {"o": o} if pool is None else {"o": o, "state": call["state"]}
 
@@ -76,8 +76,8 @@ def test_slices_of_a_fused_projection(dtype: torch.dtype) -> None:
     """Of odd offsets, so that no row is aligned to more than an element."""
     for sizes in ({"K": 30, "V": 5}, LARGE):
         p, h0 = drafts(3, dtype=dtype, gate="log", **sizes)
-        matches(decode, p, h0, packing=True)
-        assert all_same(decode(HERE, p, h0, packing=True), decode(HERE, p, h0))
+        matches(decode, p, h0, slices=True)
+        assert all_same(decode(HERE, p, h0, slices=True), decode(HERE, p, h0))
 
 
 def test_any_dtype_of_outputs() -> None:
@@ -85,6 +85,18 @@ def test_any_dtype_of_outputs() -> None:
     for dtype in (torch.float32, torch.float16):
         out = torch.full_like(p.tensors["v"], NAN, dtype=dtype)
         assert matches(decode, p, h0, out=out)["o"].dtype == dtype
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("dtype", POOLS)
+def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
+    """Rows of states, snapshots and outputs need not lie side by side, nor begin anywhere in particular."""
+    p, h0 = drafts(3, K=64, V=30, v_first=v_first, dtype=torch.bfloat16)
+    dense = [HERE(h0.to(dtype)), HERE(torch.zeros(3, 3, *h0.shape[1:], dtype=dtype)), HERE(p.tensors["v"])]
+    views, memories = zip(*map(spaced, dense), strict=True)
+    for state, kept, out in (dense, views):
+        kda.decode_mtp(**HERE.call(p), state=state, snapshots=kept, out=out)
+    assert all_same(dense, views) and all(x[..., [0, 1, 2, -2, -1]].isnan().all() for x in memories)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
