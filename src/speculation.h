@@ -17,7 +17,7 @@ struct Window {
   const kda_tensor* parents = nullptr;  // nullptr: a chain
   int64_t n = 0;
 
-  KDA_BOTH int64_t entry(int64_t w) const { return (first + w) % R; }
+  KDA_BOTH int64_t entry(int64_t w) const { return first + w - (first + w >= R ? R : 0); }  // first < R, w < R
   KDA_BOTH int64_t token(int64_t t) const { return committed + t; }
   // The token before draft t, negative for the committed text.
   KDA_BOTH int64_t parent(int64_t t) const {

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/activations.h"
 #include "dtype.h"
 #include "problem.h"
 
@@ -29,10 +30,6 @@ __device__ float sum_over(float x) {
   for (int i = kLanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(kAll, x, i);
   return x;
 }
-
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-// max(x, 0) + log(1 + exp(-|x|)); fmaxf drops a NaN, the logarithm keeps it.
-__device__ inline float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
 // An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
 // are all in flight before the first value is asked for.
@@ -109,6 +106,71 @@ struct TokenKeys {
  private:
   unsigned raw_q_[kPerLane], raw_k_[kPerLane], raw_g_[kPerLane], raw_beta_;
   float bias_[kPerLane], A_log_;
+};
+
+// The same of one token over a whole block: a thread has channels threadIdx.x, + kThreads, .. in registers 0, 1, ..
+template <int kPerThread, int kThreads>
+struct BlockKeys {
+  float q[kPerThread], k[kPerThread], alpha[kPerThread];
+  float beta, qk;
+
+  __device__ static int channel_of(int i) { return static_cast<int>(threadIdx.x) + i * kThreads; }
+
+  // Asks for everything.
+  __device__ void fetch(const Dims& d, const kda_inputs& in, int64_t b, int64_t token, int64_t hv) {
+    const int64_t h = hv / d.group();
+    const int64_t at_q = offset(in.q, b, token, h), at_k = offset(in.k, b, token, h), at_g = offset(in.g, b, token, hv);
+    const bool bias = present(in.dt_bias);
+    const float* from = static_cast<const float*>(in.dt_bias.data) + (bias ? hv * in.dt_bias.stride[0] : 0);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int c = channel_of(i);
+      const bool real = c < d.K;
+      raw_q_[i] = real ? load_raw(in.q, at_q + c) : 0;
+      raw_k_[i] = real ? load_raw(in.k, at_k + c) : 0;
+      raw_g_[i] = real ? load_raw(in.g, at_g + c) : 0;
+      bias_[i] = real && bias ? from[c] : 0.0f;
+    }
+    A_log_ = present(in.A_log) ? static_cast<const float*>(in.A_log.data)[hv * in.A_log.stride[0]] : 0.0f;
+    raw_beta_ = load_raw(in.beta, offset(in.beta, b, token, hv));
+  }
+
+  // `sums`: [kThreads / 32][3], that nobody reads any more.
+  __device__ void activate(const Dims& d, const kda_inputs& in, float (*sums)[3]) {
+    const float rate = expf(A_log_);
+    float qq = 0, kk = 0, both = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      q[i] = value_of(in.q.dtype, raw_q_[i]), k[i] = value_of(in.k.dtype, raw_k_[i]);
+      qq = fmaf(q[i], q[i], qq), kk = fmaf(k[i], k[i], kk), both = fmaf(q[i], k[i], both);
+    }
+    qq = sum_over<32>(qq), kk = sum_over<32>(kk), both = sum_over<32>(both);
+    if (threadIdx.x % 32 == 0) {
+      float* mine = sums[threadIdx.x / 32];
+      mine[0] = qq, mine[1] = kk, mine[2] = both;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      float g = value_of(in.g.dtype, raw_g_[i]) + bias_[i];
+      if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
+      else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
+      alpha[i] = channel_of(i) < d.K ? expf(g) : 0.0f;
+    }
+    beta = activated_beta(in.beta_form, value_of(in.beta.dtype, raw_beta_));
+    __syncthreads();  // the sums of all warps are there
+    qq = kk = both = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) qq += sums[w][0], kk += sums[w][1], both += sums[w][2];
+    float q_factor = in.scale, k_factor = 1;
+    if (in.qk_l2norm) q_factor *= 1.0f / sqrtf(qq + 1e-6f), k_factor = 1.0f / sqrtf(kk + 1e-6f);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) q[i] *= q_factor, k[i] *= k_factor;
+    qk = both * q_factor * k_factor;
+  }
+
+ private:
+  unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
+  float bias_[kPerThread], A_log_;
 };
 
 // ---- rows of a state, value columns, over eight lanes each ----

@@ -364,7 +364,7 @@ void launch(const P& p, std::initializer_list<const kda_tensor*> states) {
   const bool few = layers_of(p) * p.N * p.HV * p.V < int64_t{128} * multiprocessors(p.args.exec.device_id);
   const auto sized = [&]<bool kWide>() {
     if (p.K <= 64) few ? launch_sized<kWide, 8, 1>(p) : launch_sized<kWide, 8, 4>(p);
-    else if (p.K <= 128) few ? launch_sized<kWide, 16, 1>(p) : launch_sized<kWide, 16, 4>(p);
+    else if (p.K <= 128) few ? launch_sized<kWide, 16, 1>(p) : launch_sized<kWide, 16, 2>(p);
     else few ? launch_sized<kWide, 32, 1>(p) : launch_sized<kWide, 32, 2>(p);
   };
   if (wide_rows(p, layout_of(p), states)) sized.template operator()<true>();
