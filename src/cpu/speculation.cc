@@ -142,6 +142,12 @@ struct SpeculationTask {
     }
   }
 
+  // Asks for what follows a row of inputs: the next head's, most likely this thread's next task.
+  HWY_INLINE void prefetch_next(const kda_tensor& t, const char* row) const {
+    const int64_t bytes = t.shape[3] * dtype_size(t.dtype);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + bytes + i);
+  }
+
   // The window's keys and decays, the drafts' activated inputs, A, P, kG and qG.
   void prepare_verify() {
     const kda_inputs& in = *c.in;
@@ -156,6 +162,10 @@ struct SpeculationTask {
     for (int64_t t = 0; t < L; ++t) {
       const int64_t token = r.s.t0 + t;
       float *q = x.q.row(t), *k = x.k.row(committed + t), *alpha = x.alpha.row(committed + t);
+      if (L > 1) {  // a single token's rows come by themselves
+        for (const kda_tensor* input : {&in.q, &in.k}) prefetch_next(*input, at(*input, r.s.b, token, h()));
+        for (const kda_tensor* input : {&in.g, &in.v}) prefetch_next(*input, at(*input, r.s.b, token, hv));
+      }
       load_row(in.q.dtype, at(in.q, r.s.b, token, h()), K, q);
       load_row(in.k.dtype, at(in.k, r.s.b, token, h()), K, k);
       load_row(in.g.dtype, at(in.g, r.s.b, token, hv), K, alpha);
