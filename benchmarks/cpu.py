@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import kda
+import kda.stages
 from kda.cli.arrays import Source
 from kda.cli.measure import forward_flop, machine, medians
 from kda.cli.peers import naive_chunk
@@ -179,6 +180,38 @@ def speculation(threads: int) -> dict[str, Any]:
     }
 
 
+def other_operators(threads: int) -> dict[str, Any]:
+    """Beside prefill of the same tokens: float32 prefill, the map of the whole sequence, the stages of the forward one
+    after the other, and the convolution in front."""
+    p = Problem(B=1, T=4096, H=8, K=128, V=128)
+    x = common(p, Source())
+    out, state = torch.empty_like(x["v"]), torch.zeros(p.B, p.H, p.V, p.K)
+    q, k = (torch.nn.functional.normalize(x[n].float(), dim=-1) for n in "qk")
+    g, beta = kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"]), x["beta"].float().sigmoid()
+    inputs = {"q": q, "k": k, "v": x["v"].float(), "g": g, "beta": beta}
+    heads_first: dict[str, Any] = {name: t.transpose(1, 2).contiguous() for name, t in inputs.items()}
+    w, u, o = (torch.empty(s) for s in ((1, p.H, 64, 64, p.K), (1, p.H, 64, 64, p.V), (1, p.H, p.T, p.V)))
+    D = 3 * p.H * p.K
+    rows, weight, pool = torch.randn(1, p.T, D).bfloat16(), torch.randn(D, 4), torch.zeros(1, D, 3)
+    convolved = torch.empty_like(rows)
+
+    def staged() -> None:
+        G = kda.stages.cumsum(g)
+        w, u, _, kg, Aqk, _ = kda.stages.chunk_intra(q.bfloat16(), k.bfloat16(), x["v"], G, beta)
+        h, v_new, _ = kda.stages.delta_h(kg, w, u, G)
+        kda.stages.fwd_o(q.bfloat16(), v_new, G, Aqk, h)
+
+    calls: dict[str, Callable[[], object]] = {
+        "prefill": lambda: kda.prefill(**x, state=state, out=out, num_threads=threads),
+        "prefill_f32": lambda: kda.prefill_f32(**heads_first, w=w, u=u, o=o, num_threads=threads),
+        "segment_map": lambda: kda.segment_map(**x, num_threads=threads),
+        "stages of the forward": staged,
+        "conv": lambda: kda.causal_conv1d_update(rows, pool, weight, out=convolved, num_threads=threads),
+    }
+    ms = {name: t * 1e3 for name, t in medians(calls, 9).items()}
+    return {"shape": {n: getattr(p, n) for n in ("B", "T", "H", "K", "V")}, "ms": ms}
+
+
 def one_long_head(threads: int) -> dict[str, Any]:
     T = 65536
     x = common(Problem(B=1, T=T, H=1, K=128, V=128), Source())
@@ -247,6 +280,7 @@ def main() -> None:
         "decode": decode(options.threads),
         "speculation": speculation(options.threads),
         "one_long_head": one_long_head(options.threads),
+        "other_operators": other_operators(options.threads),
         "overheads": overheads(),
     }
     work = record["prefill_and_training"]
