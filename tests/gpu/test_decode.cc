@@ -1,0 +1,241 @@
+// kda_decode, kda_verify, kda_flush and kda_flush_verify on the GPU through the C ABI, against the float64 oracle on the
+// CPU. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <cuda_runtime_api.h>
+
+#include <map>
+
+#include "dtype.h"
+#include "fields.h"
+#include "speculation_calls.h"
+
+namespace kda::test {
+namespace {
+
+// ---- calls on the device ----
+
+std::vector<Field> tensors(kda_decode_args& a) { return joined(fields(a), snapshot_fields(a)); }
+std::vector<Field> tensors(kda_verify_args& a) { return fields(a); }
+std::vector<Field> tensors(kda_flush_args& a) { return fields(a); }
+std::vector<Field> tensors(kda_flush_verify_args& a) { return joined(fields(a), ring_fields(a)); }
+
+// From the first element to the last, gaps between rows included.
+int64_t bytes_of(const kda_tensor& t) {
+  int64_t last = 0;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] == 0) return 0;
+    last += (t.shape[i] - 1) * t.stride[i];
+  }
+  return (last + 1) * dtype_size(t.dtype);
+}
+
+struct Copy {
+  int64_t bytes = 0;
+  void* device = nullptr;
+  ~Copy() { cudaFree(device); }
+};
+
+// Runs with copies of all tensors on the device, and copies all of them back.
+template <class Args>
+void run_on_cuda(Args args, const char* impl) {
+  std::map<void*, Copy> copies;  // by their place on the host: views of the same place stay so
+  for (const Field& f : tensors(args))
+    if (f.t->ndim) copies[f.t->data].bytes = std::max(copies[f.t->data].bytes, bytes_of(*f.t));
+  for (auto& [host, copy] : copies) {
+    ASSERT_EQ(cudaMalloc(&copy.device, std::max<int64_t>(copy.bytes, 1)), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(copy.device, host, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
+  }
+  for (const Field& f : tensors(args))
+    if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.device;
+  args.exec.device = KDA_CUDA, args.exec.impl = impl;
+  uint64_t workspace = 1;
+  ASSERT_EQ(query(args, &workspace), KDA_OK) << kda_last_error();
+  ASSERT_EQ(workspace, 0u);
+  ASSERT_EQ(call(args), KDA_OK) << kda_last_error();
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (const auto& [host, copy] : copies)
+    ASSERT_EQ(cudaMemcpy(host, copy.device, copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+}
+
+class OnCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no CUDA device";
+  }
+};
+
+// ---- numbers ----
+
+std::vector<SpeculationCase> cuda_cases() {
+  std::vector<SpeculationCase> all;
+  for (const char* name :
+       {"drafts_16",       "K128_V128", "K100_V60", "K5_V200",    "K256_V256",  "gva_4_bf16",         "packed",
+        "packed_tail_i64", "padded_0",  "padded_1", "tree",       "ring",       "ring_packed",        "ring_long",
+        "lower_bound",     "softplus",  "mixed",    "gates_wild", "state_bf16", "state_bf16_K_first", "state_none"})
+    all.push_back(find_speculation_case(name));
+  all.push_back({.c = {.name = "K61_V37", .B = 2, .T = 3, .HV = 2, .K = 61, .V = 37, .layout = Layout::kPadded}});
+  // So many columns that a thread takes several of them.
+  all.push_back({.c = {.name = "many", .B = 144, .T = 2, .HV = 2, .K = 72, .V = 66}});
+  all.push_back(
+      {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
+       .padded = {3}});
+  return all;
+}
+
+double budget(int32_t dtype) { return dtype == KDA_F32 ? 1e-5 : 0.003; }
+
+void expect_close(const Tensor& expected, const Tensor& got, const char* name, double least = 0) {
+  EXPECT_TRUE(close(expected, got, std::max(least, budget(got.dtype())))) << name;
+  EXPECT_EQ(got.unwritten(), expected.unwritten()) << name;
+  EXPECT_TRUE(got.margins_intact()) << name;
+}
+void expect_close(Records& expected, Records& got, double least = 0) {
+  for (size_t i = 0; i < 3; ++i)
+    expect_close(*expected.tensors()[i].tensor, *got.tensors()[i].tensor, got.tensors()[i].name, least);
+}
+
+class TokensOnCuda : public OnCuda, public testing::WithParamInterface<SpeculationCase> {
+ protected:
+  TokensOnCuda() : s(GetParam()), d(s) {}
+  Pool start(int32_t dtype) const {
+    Pool pool(d.in, dtype);
+    if (!s.c.h0) pool.h.fill(0);  // flush has no has_initial_state
+    return pool;
+  }
+  const SpeculationCase s;
+  Drafts d;
+};
+
+TEST_P(TokensOnCuda, Decode) {
+  const Pool exact(d.in, KDA_F64), got(d.in, s.c.state_dtype);
+  const Tensor exact_o = d.output(KDA_F64), o = d.output();
+  const auto args = [&](const Pool& pool, const Tensor& o) {
+    kda_decode_args a = decode_args(d.in, pool, pool, o);
+    a.states.state_indices = d.pool.state_indices, a.states.first_valid_slot = s.first_valid_slot;
+    return a;
+  };
+  run(args(exact, exact_o), {.impl = "reference"});
+  run_on_cuda(args(got, o), "cuda_decode");
+  if (HasFatalFailure()) return;
+  expect_close(exact_o, o, "o");
+  expect_close(exact.h, got.h, "state");
+}
+
+TEST_P(TokensOnCuda, Verify) {
+  Records exact(d, KDA_F64), got(d);
+  const Tensor exact_o = d.output(KDA_F64), o = d.output();
+  const Bits state = d.pool.h.bits();
+  run(verify_args(d, exact, exact_o), {.impl = "reference"});
+  run_on_cuda(verify_args(d, got, o), "cuda_verify");
+  if (HasFatalFailure()) return;
+  expect_close(exact_o, o, "o");
+  expect_close(exact, got);
+  EXPECT_EQ(d.pool.h.bits(), state);
+}
+
+TEST_P(TokensOnCuda, Flush) {
+  const Records records(d);
+  const Tensor o = d.output();
+  run(verify_args(d, records, o), {.impl = "reference"});
+  for (const int64_t shift : {0, 1}) {
+    d.accept(shift);
+    const Pool got = start(s.c.state_dtype), exact = start(KDA_F64);
+    const Bits recorded = records.bits();
+    run(flush_args(d, exact.h, records), {.impl = "reference"});
+    run_on_cuda(flush_args(d, got.h, records), "cuda_flush");
+    if (HasFatalFailure()) return;
+    expect_close(exact.h, got.h, "state");
+    EXPECT_EQ(records.bits(), recorded);
+  }
+}
+
+// The records of one round, then the drafts of the next.
+TEST_P(TokensOnCuda, FlushVerify) {
+  const Drafts next(s, 1);
+  for (const int64_t shift : {0, 1}) {
+    d.accept(shift);
+    const Pool before = start(s.c.state_dtype), got = start(s.c.state_dtype), exact = start(s.c.state_dtype);
+    const Records last(d);
+    const Tensor o = d.output(), exact_o = d.output(KDA_F64);
+    run(verify_args(d, before.h, &last, o), {.impl = "reference"});
+    Records records = s.ring ? last.clone() : Records(next), exact_records = s.ring ? last.clone() : Records(next);
+    run(flush_verify_args(d, next, exact.h, last, exact_records, exact_o), {.impl = "reference"});
+    run_on_cuda(flush_verify_args(d, next, got.h, last, records, o), "cuda_flush_verify");
+    if (HasFatalFailure()) return;
+    expect_close(exact.h, got.h, "state");
+    // A state kept in 16 bits may be rounded up here and down there before the drafts read it.
+    expect_close(exact_o, o, "o", budget(s.c.state_dtype));
+    expect_close(exact_records, records, budget(s.c.state_dtype));
+    EXPECT_EQ(records.ring_first.bits(), exact_records.ring_first.bits());
+    EXPECT_EQ(records.ring_count.bits(), exact_records.ring_count.bits());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, TokensOnCuda, testing::ValuesIn(cuda_cases()),
+                         [](const auto& info) { return info.param.c.name; });
+
+// Two rounds: all states of the first are kept, the second starts from those of what was accepted.
+class SnapshotsOnCuda : public OnCuda, public testing::WithParamInterface<std::tuple<const char*, bool>> {};
+
+TEST_P(SnapshotsOnCuda, AcceptedOnesAreWhereTheNextRoundStarts) {
+  const auto [name, pool] = GetParam();
+  const SpeculationCase& s = find_speculation_case(name);
+  const Drafts first(s), second(s, 1);
+  const int64_t N = first.in.N, S = first.longest() + 1;
+  std::vector<int64_t> shape = first.in.state_shape(pool ? N * S + 2 : N);
+  if (!pool) shape.insert(shape.begin() + 1, S);
+  Tensor slots;
+  if (pool) slots = Tensor(KDA_I32, {N, S}, Layout::kPadded);
+  for (int64_t i = 0; pool && i < N * S; ++i) slots.set(i, i % 5 == 3 ? -1 : static_cast<double>(N * S + 1 - i));
+  Tensor accepted(KDA_I32, {N});
+  for (int64_t n = 0; n < N; ++n) accepted.set(n, static_cast<double>(first.in.length(n) - n % 3));
+
+  const auto round = [&](const Drafts& d, const Tensor& shots, const Tensor& o) {
+    kda_decode_args a = KDA_DECODE_ARGS_INIT;
+    a.in = d.in.view(), a.o = o;
+    a.snapshots = shots, a.snapshot_slots = slots;
+    if (&d == &second) {
+      a.accepted = accepted;
+      if (pool) a.states.h0 = shots;
+    } else {
+      a.states.h0 = d.pool.h, a.states.state_indices = d.pool.state_indices;
+      a.states.has_initial_state = d.pool.has_initial_state, a.states.first_valid_slot = s.first_valid_slot;
+    }
+    return a;
+  };
+  const Tensor exact(KDA_F64, shape), got(s.c.state_dtype, shape, s.c.layout);
+  for (const Drafts* d : {&first, &second}) {
+    const Tensor exact_o = d->output(KDA_F64), o = d->output();
+    kda_decode_args oracle = round(*d, exact, exact_o), args = round(*d, got, o);
+    run(oracle, {.impl = "reference"});
+    run_on_cuda(args, "cuda_decode");
+    if (HasFatalFailure()) return;
+    expect_close(exact_o, o, "o", budget(s.c.state_dtype));
+    expect_close(exact, got, "snapshots");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, SnapshotsOnCuda,
+    testing::Combine(testing::Values("drafts_5", "K128_V128", "gva_2", "state_K_first", "state_bf16"), testing::Bool()),
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param)) + (std::get<1>(info.param) ? "_slots" : "_rows");
+    });
+
+// ---- what the kernels leave to others ----
+
+TEST_F(OnCuda, TheConvolutionInsideIsDeclined) {
+  const Drafts d(find_speculation_case("drafts_4"));
+  const Tensor o = d.output(), x(KDA_F32, {d.in.B, d.in.T, 2 * d.s.c.H * d.s.c.K + d.s.c.HV * d.s.c.V});
+  const Tensor weight(KDA_F32, {x.shape()[2], 4}), state(KDA_F32, {d.in.N, x.shape()[2], 3});
+  kda_decode_args a = decode_args(d.in, d.pool, d.pool, o);
+  a.in.q = a.in.k = a.in.v = {};
+  a.conv.x = x, a.conv.weight = weight, a.conv.state = state;
+  a.exec.device = KDA_CUDA;
+  EXPECT_EQ(kda_decode(&a), KDA_UNSUPPORTED);
+  EXPECT_NE(std::string(kda_last_error()).find("cuda_decode: has no fused convolution"), std::string::npos)
+      << kda_last_error();
+}
+
+}  // namespace
+}  // namespace kda::test
