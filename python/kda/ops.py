@@ -623,8 +623,8 @@ def implementations(op: str) -> Sequence[str]:
     """Names of the implementations of ``op`` (forward, backward, decode, ..), in order of preference.
 
     >>> import kda
-    >>> kda.implementations("decode")
-    ['cpu_recurrent', 'reference']
+    >>> kda.implementations("forward")
+    ['cpu_chunk', 'cpu_recurrent', 'reference']
     """
     names: list[str] = []
     while name := library().implementation(op, len(names)):

@@ -26,9 +26,9 @@ HERE = Path(__file__).parent
 
 
 def find_test(test: str) -> bool:
-    """`test_x.py::test_name` beside this file, `cpp/test_x.cc:Suite.Name` and `gpu/test_x.cc:Suite.Name` above it."""
+    """`test_x.py::test_name` beside this file, `gpu/test_x.py::test_name` and `cpp/test_x.cc:Suite.Name` above it."""
     file, _, name = test.replace("::", ":").partition(":")
-    path = HERE / file if file.endswith(".py") else HERE.parent / file
+    path = HERE.parent / file if "/" in file else HERE / file
     if not path.is_file():
         return False
     suite, _, case = name.partition(".")
