@@ -141,6 +141,10 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
     path = overlay / pathlib.Path(mutant.file).relative_to("src")
     path.parent.mkdir(parents=True)
     path.write_text(text)
+    if path.suffix == ".h":  # headers look for others beside themselves first
+        for other in (ROOT / mutant.file).parent.glob("*.h"):
+            if other.name != path.name:
+                shutil.copy(other, path.parent)
     library = overlay / "libkda.so"
     result, details = "SURVIVED", ""
     try:

@@ -55,12 +55,12 @@ STAGES_BACKWARD = "src/cpu/stages_backward.cc"
 PREFILL_F32 = "src/cpu/prefill_f32.cc"
 DRAFT_KERNELS = "src/cpu/speculation.cc"
 WINDOWS = "src/speculation.h"
-COMMITS = "src/problem_speculation.cc"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
 CONV = "src/cpu/conv.cc"
 CONV_ROWS = "src/cpu/conv.h"
-DECODE_RULES = "src/problem_decode.cc"
+SPECULATION_RULES = "src/problem_speculation.cc"
+PROBLEM = "src/problem.h"
 REFERENCE = "src/reference/math.h"
 REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
@@ -74,6 +74,7 @@ UNITS = {
     TEAM: [CHUNK_FORWARD],
     SIMD: [GATES],
     WINDOWS: [DRAFT_KERNELS],
+    PROBLEM: [RECURRENT],
     STAGES_INL: [STAGES_FORWARD, STAGES_BACKWARD],
     CONV_ROWS: [CONV],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
@@ -473,7 +474,7 @@ MUTANTS = [
         ),
     ),
     *mutants(
-        COMMITS,
+        WINDOWS,
         CONV_OPERATORS,
         (
             "conv: flush_verify accepts rows that are not there",
@@ -481,6 +482,10 @@ MUTANTS = [
             "std::max<int64_t>(room, 0)",
         ),
         ("conv: flush_verify accepts for a request without records", "slot < 0 ? 0 : accepted_of(", "accepted_of("),
+    ),
+    *mutants(
+        SPECULATION_RULES,
+        CONV_OPERATORS,
         ("conv: flush accepts rows that are not there", "p.T = std::min(p.T, T);", ""),
     ),
     *mutants(
@@ -489,7 +494,7 @@ MUTANTS = [
         ("conv: decode rolls padding", "if (s.live) conv_roll(conv.state,", "conv_roll(conv.state,"),
     ),
     *mutants(
-        DECODE_RULES,
+        PROBLEM,
         SNAPSHOTS,
         (
             "snapshots: accepted counts from 0",
@@ -503,7 +508,7 @@ MUTANTS = [
         ),
         (
             "snapshots: start from the pool",
-            "return {last.slots ? a.states.h0 : last.states, row, row >= 0};",
+            "return {from, row, row >= 0 && row < from.shape[0]};",
             "return {a.states.h0, s.slot, s.initial};",
         ),
     ),
@@ -597,12 +602,6 @@ MUTANTS = [
             "at(c.last.u, r.last_slot, r.flush.entry(w), hv) + v0 * sizeof(float)",
             "at(c.last.u, r.last_slot, r.flush.entry(w), hv)",
         ),
-        (
-            "flush: one entry too many",
-            "r.newest = accepted ? r.flush.token(accepted - 1)",
-            "r.newest = accepted ? r.flush.token(accepted)",
-        ),
-        ("flush: padding is a slot", "!padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) &&", ""),
         ("flush_verify: cursors stay", "if (s.live) store_cursors", "if (false) store_cursors"),
     ),
     *mutants(
@@ -634,10 +633,16 @@ MUTANTS = [
         SPECULATION,
         (
             "speculation: entry of a ring off by one",
-            "return (first + w) % R;",
+            "return first + w - (first + w >= R ? R : 0);",
             "return (first + w + (w < committed)) % R;",
         ),
         ("speculation: parents ignored", "const int64_t p = int_at(*parents, n, t);", "const int64_t p = t - 1;"),
+        (
+            "flush: one entry too many",
+            "r.newest = accepted ? r.flush.token(accepted - 1)",
+            "r.newest = accepted ? r.flush.token(accepted)",
+        ),
+        ("flush: padding is a slot", "!padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) &&", ""),
     ),
     *mutants(
         WINDOWS,
@@ -654,7 +659,7 @@ MUTANTS = [
         ),
     ),
     *mutants(
-        COMMITS,
+        WINDOWS,
         ROUNDS,
         (
             "flush_verify: ring folded too late",
