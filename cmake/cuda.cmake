@@ -39,5 +39,6 @@ function(kda_add_cuda target)
   kda_cuda_kernels(${target} portable "80;90a-real;100a-real"
     src/cuda/sm80/decode.cu
     src/cuda/sm80/gate.cu
-    src/cuda/sm80/speculation.cu)
+    src/cuda/sm80/speculation.cu
+    src/cuda/sm80/speculation_mma.cu)
 endfunction()

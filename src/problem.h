@@ -115,9 +115,19 @@ KDA_BOTH inline int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
   }
 }
 
+// The same where only i32 is legal.
+KDA_BOTH inline int64_t index_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
+  return static_cast<const int32_t*>(t.data)[i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0)];
+}
+
+// By value: std::clamp takes addresses, and kernels would put numbers into local memory.
+KDA_BOTH constexpr int64_t within(int64_t x, int64_t least, int64_t most) {
+  return x < least ? least : x > most ? most : x;
+}
+
 // The slot of sequence n: its index, or n.
 KDA_BOTH inline int64_t slot_of(const kda_tensor& indices, int64_t n) {
-  return present(indices) ? int_at(indices, n) : n;
+  return present(indices) ? index_at(indices, n) : n;
 }
 
 // One sequence of a call. On the CPU indices and lengths have been checked; on the device a slot beyond the pool is
@@ -130,17 +140,21 @@ struct Sequence {
 };
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
   if (!d.varlen) return {n, n, 0, d.T, n, true, true};
-  const int64_t t0 = std::clamp<int64_t>(int_at(in.cu_seqlens, n), 0, d.T);
-  return {n, 0, t0, std::clamp<int64_t>(int_at(in.cu_seqlens, n + 1), t0, d.T) - t0, n, true, true};
+  const int64_t t0 = within(int_at(in.cu_seqlens, n), 0, d.T);
+  return {n, 0, t0, within(int_at(in.cu_seqlens, n + 1), t0, d.T) - t0, n, true, true};
+}
+// Its states, with `slot` from slot_of: what kernels ask for before all else.
+KDA_BOTH inline void find_states(Sequence& s, const kda_states& states, int64_t slot) {
+  s.slot = slot;
+  if (present(states.state_indices)) {
+    const int64_t slots = present(states.h0) ? states.h0.shape[0] : states.hT.shape[0];
+    s.live = slot >= states.first_valid_slot && (slot < slots || !(present(states.h0) || present(states.hT)));
+  }
+  s.initial = present(states.h0) && (!present(states.has_initial_state) || int_at(states.has_initial_state, s.n));
 }
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n) {
   Sequence s = sequence_at(d, in, n);
-  if (present(states.state_indices)) {
-    const kda_tensor& pool = present(states.h0) ? states.h0 : states.hT;
-    s.slot = int_at(states.state_indices, n);
-    s.live = s.slot >= states.first_valid_slot && (!present(pool) || s.slot < pool.shape[0]);
-  }
-  s.initial = present(states.h0) && (!present(states.has_initial_state) || int_at(states.has_initial_state, n));
+  find_states(s, states, slot_of(states.state_indices, n));
   return s;
 }
 
@@ -156,15 +170,19 @@ struct Snapshots {
   int64_t n = 0, first_valid = 0;
   KDA_BOTH int64_t row(int64_t t) const {  // of the state after token t; -1: skipped
     if (!slots) return t;
-    const int64_t slot = int_at(*slots, n, t);
+    const int64_t slot = index_at(*slots, n, t);
     return slot >= first_valid ? slot : -1;
   }
 };
-KDA_BOTH inline Sequence sequence_at(const DecodeProblem& p, int64_t n) {
+KDA_BOTH inline void find_states(const DecodeProblem& p, Sequence& s, int64_t slot) {
   const kda_decode_args& a = p.args;
-  Sequence s = sequence_at(p, a.in, a.states, n);
+  find_states(s, a.states, slot);
   if (!present(a.states.state_indices) && present(a.snapshot_slots))
-    s.live = int_at(a.snapshot_slots, n, 0) >= a.states.first_valid_slot;
+    s.live = index_at(a.snapshot_slots, s.n, 0) >= a.states.first_valid_slot;
+}
+KDA_BOTH inline Sequence sequence_at(const DecodeProblem& p, int64_t n) {
+  Sequence s = sequence_at(p, p.args.in, n);
+  find_states(p, s, slot_of(p.args.states.state_indices, n));
   return s;
 }
 KDA_BOTH inline Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
@@ -185,7 +203,7 @@ KDA_BOTH inline Start start_of(const DecodeProblem& p, const Sequence& s) {
   const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
   const Snapshots last = snapshots_of(p, s.n);
   const kda_tensor& from = last.slots ? a.states.h0 : last.states;
-  const int64_t row = last.row(std::clamp<int64_t>(int_at(a.accepted, s.n), 1, S) - 1);
+  const int64_t row = last.row(within(index_at(a.accepted, s.n), 1, S) - 1);
   return {from, row, row >= 0 && row < from.shape[0]};
 }
 

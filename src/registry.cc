@@ -64,6 +64,8 @@ template <>
 std::span<const Implementation<DecodeProblem>> implementations() {
   static constexpr Implementation<DecodeProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_decode_staged", "token by token, states through shared memory, for sm_80 and newer",
+     cuda::decode_staged_why_not, no_workspace, cuda::decode_staged, cuda::decode_staged_too_small},
     {"cuda_decode", "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not,
      no_workspace, cuda::decode},
 #endif
@@ -78,6 +80,8 @@ template <>
 std::span<const Implementation<VerifyProblem>> implementations() {
   static constexpr Implementation<VerifyProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_verify_mma", "drafts as matrix products on tensor cores (3 x tf32), for sm_80 and newer",
+     cuda::speculation_mma_why_not, no_workspace, cuda::verify_mma},
     {"cuda_verify", "drafts from a state in registers, for sm_80 and newer", cuda::speculation_why_not, no_workspace,
      cuda::verify},
 #endif
@@ -93,6 +97,8 @@ template <>
 std::span<const Implementation<FlushProblem>> implementations() {
   static constexpr Implementation<FlushProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_flush_staged", "rank-m update, states through shared memory, for sm_80 and newer",
+     cuda::flush_staged_why_not, no_workspace, cuda::flush_staged},
     {"cuda_flush", "rank-m update in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
      no_workspace, cuda::flush},
 #endif
@@ -107,6 +113,8 @@ template <>
 std::span<const Implementation<FlushVerifyProblem>> implementations() {
   static constexpr Implementation<FlushVerifyProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_flush_verify_mma", "flush, then drafts on tensor cores (3 x tf32), one pass, for sm_80 and newer",
+     cuda::speculation_mma_why_not, no_workspace, cuda::flush_verify_mma},
     {"cuda_flush_verify", "flush and verify in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
      no_workspace, cuda::flush_verify},
 #endif
@@ -294,6 +302,18 @@ const Implementation<P>* forced(const P& problem) {
   return found;
 }
 
+// The first that can and suits, else the first that can, else nullptr.
+template <class P>
+const Implementation<P>* best(const P& problem) {
+  const Implementation<P>* able = nullptr;
+  for (const auto& impl : implementations<P>()) {
+    if (impl.why_not(problem)) continue;
+    if (!impl.unsuited || !impl.unsuited(problem)) return &impl;
+    if (!able) able = &impl;
+  }
+  return able;
+}
+
 }  // namespace
 
 template <class P>
@@ -303,8 +323,7 @@ const Implementation<P>& choose(const P& problem) {
     if (reason) throw Error(KDA_UNSUPPORTED, str(impl->name, " was forced but ", reason));
     return *impl;
   }
-  for (const auto& impl : implementations<P>())
-    if (!impl.why_not(problem)) return impl;
+  if (const auto* impl = best(problem)) return *impl;
   std::string reasons;
   for (const auto& impl : implementations<P>())
     reasons += str(reasons.empty() ? "" : "; ", impl.name, ": ", impl.why_not(problem));
@@ -314,18 +333,15 @@ const Implementation<P>& choose(const P& problem) {
 template <class P>
 std::string explain(const P& problem) {
   const auto* force = forced(problem);
-  bool chosen = false;
+  const auto* chosen = force ? force : best(problem);
   std::string text;
   for (const auto& impl : implementations<P>()) {
     const char* reason = impl.why_not(problem);
-    if (!reason && force && force != &impl) reason = "another one is forced";
-    const bool runs = !reason && !chosen;
-    text += str(runs ? "* " : "- ", impl.name, ": ",
-                reason ? reason
-                : runs ? impl.description
-                       : "can, comes later in the order",
-                "\n");
-    chosen |= runs;
+    const bool runs = !reason && &impl == chosen;
+    if (!reason && !runs) reason = force ? "another one is forced" : "can, comes later in the order";
+    const bool unsuited = !impl.why_not(problem) && !runs && !force && impl.unsuited && impl.unsuited(problem);
+    text += str(runs ? "* " : "- ", impl.name, ": ", unsuited ? "can, but " : "",
+                unsuited ? impl.unsuited(problem) : runs ? impl.description : reason, "\n");
   }
   return text;
 }

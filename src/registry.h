@@ -14,13 +14,14 @@ struct Implementation {
   const char* (*why_not)(const P&);  // a reason to decline a legal problem, or nullptr
   uint64_t (*workspace)(const P&);   // bytes
   void (*run)(const P&);
+  const char* (*unsuited)(const P&) = nullptr;  // why another that can is faster, or nullptr
 };
 
 template <class P>
 std::span<const Implementation<P>> implementations();
 
 // The forced implementation (exec.impl, else KDA_IMPL where it names one of this operator's), or the first that does
-// not decline. Throws KDA_UNSUPPORTED with every reason, KDA_INVALID_ARGUMENT for a name nobody has.
+// not decline, and suits if any does. Throws KDA_UNSUPPORTED with every reason, KDA_INVALID_ARGUMENT for a name nobody has.
 template <class P>
 const Implementation<P>& choose(const P& problem);
 

@@ -407,13 +407,6 @@ void zero_head(const kda_tensor& o, int64_t b, int64_t t0, int64_t count, int64_
         o.shape[3] * dtype_size(o.dtype));
 }
 
-kda_tensor layer_of(kda_tensor t, int64_t layer) {
-  t.data = static_cast<char*>(t.data) + layer * t.stride[0] * dtype_size(t.dtype);
-  --t.ndim;
-  for (int i = 0; i < t.ndim; ++i) t.shape[i] = t.shape[i + 1], t.stride[i] = t.stride[i + 1];
-  return t;
-}
-
 // Runs request_of(n) for every request, head and layer.
 template <class P, class CallOf, class RequestOf>
 void run(const P& p, const kda_exec& exec, int64_t layers, const CallOf& call_of, const RequestOf& request_of) {
@@ -478,7 +471,7 @@ void flush(const FlushProblem& p) {
     const int64_t committed = window_of(a.records, slot, a.parents, n, 0).committed;
     conv_roll(layered ? layer_of(a.conv_state, layer) : a.conv_state, slot_of(a.conv_indices, n),
               layered ? layer_of(a.conv_x, layer) : a.conv_x, a.parents, n, n, 0,
-              accepted_of(a.accept_len, n, std::min(p.T, p.R - committed)));
+              within(index_at(a.accept_len, n), 0, std::min(p.T, p.R - committed)));
   }
 }
 

@@ -15,6 +15,9 @@ uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
+const char* decode_staged_why_not(const DecodeProblem& p);
+const char* decode_staged_too_small(const DecodeProblem& p);
+void decode_staged(const DecodeProblem& p);
 
 const char* speculation_why_not(const VerifyProblem& p);
 const char* speculation_why_not(const FlushProblem& p);
@@ -22,6 +25,12 @@ const char* speculation_why_not(const FlushVerifyProblem& p);
 void verify(const VerifyProblem& p);
 void flush(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
+const char* speculation_mma_why_not(const VerifyProblem& p);
+const char* flush_staged_why_not(const FlushProblem& p);
+const char* speculation_mma_why_not(const FlushVerifyProblem& p);
+void verify_mma(const VerifyProblem& p);
+void flush_staged(const FlushProblem& p);
+void flush_verify_mma(const FlushVerifyProblem& p);
 
 std::string info();  // toolkit, architectures, driver, devices
 

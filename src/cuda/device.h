@@ -33,9 +33,13 @@ __device__ float sum_over(float x) {
 
 // An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
 // are all in flight before the first value is asked for.
-__device__ inline unsigned load_raw(const kda_tensor& t, int64_t at) {
-  return t.dtype == KDA_F32 ? static_cast<const unsigned*>(t.data)[at] : static_cast<const uint16_t*>(t.data)[at];
+__device__ inline unsigned load_raw(const void* from, int32_t dtype) {
+  return dtype == KDA_F32 ? *static_cast<const unsigned*>(from) : *static_cast<const uint16_t*>(from);
 }
+__device__ inline const char* address_of(const kda_tensor& t, int64_t at) {  // of f32, bf16 and f16
+  return static_cast<const char*>(t.data) + (at << (t.dtype == KDA_F32 ? 2 : 1));
+}
+__device__ inline unsigned load_raw(const kda_tensor& t, int64_t at) { return load_raw(address_of(t, at), t.dtype); }
 __device__ inline float value_of(int32_t dtype, unsigned raw) {
   const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(raw)));
   return dtype == KDA_F32 ? __uint_as_float(raw) : dtype == KDA_BF16 ? __uint_as_float(raw << 16) : half;
@@ -51,124 +55,91 @@ __device__ inline int64_t end_of_sequences(const Dims& d, const kda_inputs& in) 
   return min(max(int_at(in.cu_seqlens, d.N), int64_t{0}), d.T);
 }
 
-// Activated q (scale inside), k, alpha and beta of one token and value head, spread over a warp: lane l holds channels
-// l, l + 32, .. in registers 0, 1, .. Zeros beyond K.
-template <int kPerLane>
-struct TokenKeys {
-  float q[kPerLane], k[kPerLane], alpha[kPerLane];
-  float beta, qk;
-
-  // Asks for everything.
-  __device__ void fetch(const Dims& d, const kda_inputs& in, int64_t b, int64_t token, int64_t hv) {
-    const int64_t h = hv / d.group();
-    const int64_t at_q = offset(in.q, b, token, h), at_k = offset(in.k, b, token, h), at_g = offset(in.g, b, token, hv);
-    const bool bias = present(in.dt_bias);
-    const float* from = static_cast<const float*>(in.dt_bias.data) + (bias ? hv * in.dt_bias.stride[0] : 0);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int c = static_cast<int>(threadIdx.x % 32) + 32 * i;
-      const bool real = c < d.K;
-      raw_q_[i] = real ? load_raw(in.q, at_q + c) : 0;
-      raw_k_[i] = real ? load_raw(in.k, at_k + c) : 0;
-      raw_g_[i] = real ? load_raw(in.g, at_g + c) : 0;
-      bias_[i] = real && bias ? from[c] : 0.0f;
-    }
-    A_log_ = present(in.A_log) ? static_cast<const float*>(in.A_log.data)[hv * in.A_log.stride[0]] : 0.0f;
-    raw_beta_ = load_raw(in.beta, offset(in.beta, b, token, hv));
-  }
-
-  __device__ void activate(const Dims& d, const kda_inputs& in) {
-    const float rate = expf(A_log_);
-    float qq = 0, kk = 0, product = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      q[i] = value_of(in.q.dtype, raw_q_[i]), k[i] = value_of(in.k.dtype, raw_k_[i]);
-      qq = fmaf(q[i], q[i], qq), kk = fmaf(k[i], k[i], kk);
-      float g = value_of(in.g.dtype, raw_g_[i]) + bias_[i];
-      if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
-      else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
-      alpha[i] = static_cast<int>(threadIdx.x % 32) + 32 * i < d.K ? expf(g) : 0.0f;
-    }
-    float q_factor = in.scale, k_factor = 1;
-    if (in.qk_l2norm) {
-      q_factor *= 1.0f / sqrtf(sum_over<32>(qq) + 1e-6f);
-      k_factor = 1.0f / sqrtf(sum_over<32>(kk) + 1e-6f);
-    }
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      q[i] *= q_factor, k[i] *= k_factor;
-      product = fmaf(q[i], k[i], product);
-    }
-    qk = sum_over<32>(product);
-    beta = activated_beta(in.beta_form, value_of(in.beta.dtype, raw_beta_));
-  }
-
- private:
-  unsigned raw_q_[kPerLane], raw_k_[kPerLane], raw_g_[kPerLane], raw_beta_;
-  float bias_[kPerLane], A_log_;
+// Sums over the threads that share a token: a warp, or a block with `sums` [warps][3] that nobody reads any more.
+struct Products {
+  float qq, kk, qk;
 };
+__device__ inline Products warp_sums(const Products& x) {
+  return {sum_over<32>(x.qq), sum_over<32>(x.kk), sum_over<32>(x.qk)};
+}
+template <int kThreads>
+__device__ Products block_sums(const Products& x, Products* sums) {
+  const Products mine = warp_sums(x);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
+  __syncthreads();  // the sums of all warps are there
+  Products all{};
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) all.qq += sums[w].qq, all.kk += sums[w].kk, all.qk += sums[w].qk;
+  return all;
+}
 
-// The same of one token over a whole block: a thread has channels threadIdx.x, + kThreads, .. in registers 0, 1, ..
+// Activated q (scale inside), k, alpha and beta of one token and value head, spread over kThreads threads: number
+// `first` of them holds channels first, first + kThreads, .. in registers 0, 1, .. Zeros beyond K.
 template <int kPerThread, int kThreads>
-struct BlockKeys {
+struct TokenKeys {
   float q[kPerThread], k[kPerThread], alpha[kPerThread];
   float beta, qk;
 
-  __device__ static int channel_of(int i) { return static_cast<int>(threadIdx.x) + i * kThreads; }
+  __device__ explicit TokenKeys(int first) : first_(first) {}
+  __device__ int channel(int i) const { return first_ + i * kThreads; }
 
-  // Asks for everything.
-  __device__ void fetch(const Dims& d, const kda_inputs& in, int64_t b, int64_t token, int64_t hv) {
-    const int64_t h = hv / d.group();
-    const int64_t at_q = offset(in.q, b, token, h), at_k = offset(in.k, b, token, h), at_g = offset(in.g, b, token, hv);
-    const bool bias = present(in.dt_bias);
-    const float* from = static_cast<const float*>(in.dt_bias.data) + (bias ? hv * in.dt_bias.stride[0] : 0);
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int c = channel_of(i);
-      const bool real = c < d.K;
-      raw_q_[i] = real ? load_raw(in.q, at_q + c) : 0;
-      raw_k_[i] = real ? load_raw(in.k, at_k + c) : 0;
-      raw_g_[i] = real ? load_raw(in.g, at_g + c) : 0;
-      bias_[i] = real && bias ? from[c] : 0.0f;
-    }
-    A_log_ = present(in.A_log) ? static_cast<const float*>(in.A_log.data)[hv * in.A_log.stride[0]] : 0.0f;
-    raw_beta_ = load_raw(in.beta, offset(in.beta, b, token, hv));
+  // Addresses only.
+  __device__ void locate(const kda_inputs& in, int64_t b, int64_t token, int64_t hv, int64_t h) {
+    from_q_ = address_of(in.q, offset(in.q, b, token, h) + first_);
+    from_k_ = address_of(in.k, offset(in.k, b, token, h) + first_);
+    from_g_ = address_of(in.g, offset(in.g, b, token, hv) + first_);
+    from_beta_ = address_of(in.beta, offset(in.beta, b, token, hv));
+    from_bias_ = static_cast<const float*>(in.dt_bias.data) + hv * in.dt_bias.stride[0] + first_;
+    from_A_ = static_cast<const float*>(in.A_log.data) + hv * in.A_log.stride[0];
   }
 
-  // `sums`: [kThreads / 32][3], that nobody reads any more.
-  __device__ void activate(const Dims& d, const kda_inputs& in, float (*sums)[3]) {
+  // Asks for everything.
+  __device__ void fetch(const Dims& d, const kda_inputs& in) {
+    const bool bias = present(in.dt_bias);
+    const int size = in.q.dtype == KDA_F32 ? 4 : 2, size_g = in.g.dtype == KDA_F32 ? 4 : 2;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const bool real = channel(i) < d.K;
+      raw_q_[i] = real ? load_raw(from_q_ + i * kThreads * size, in.q.dtype) : 0;
+      raw_k_[i] = real ? load_raw(from_k_ + i * kThreads * size, in.k.dtype) : 0;
+      raw_g_[i] = real ? load_raw(from_g_ + i * kThreads * size_g, in.g.dtype) : 0;
+      bias_[i] = real && bias ? from_bias_[i * kThreads] : 0.0f;
+    }
+    A_log_ = present(in.A_log) ? *from_A_ : 0.0f;
+    raw_beta_ = load_raw(from_beta_, in.beta.dtype);
+  }
+
+  // sum: over the threads that share the token.
+  template <class Sum>
+  __device__ void activate(const Dims& d, const kda_inputs& in, const Sum& sum) {
     const float rate = expf(A_log_);
-    float qq = 0, kk = 0, both = 0;
+    Products products{};
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       q[i] = value_of(in.q.dtype, raw_q_[i]), k[i] = value_of(in.k.dtype, raw_k_[i]);
-      qq = fmaf(q[i], q[i], qq), kk = fmaf(k[i], k[i], kk), both = fmaf(q[i], k[i], both);
+      products.qq = fmaf(q[i], q[i], products.qq), products.kk = fmaf(k[i], k[i], products.kk);
+      products.qk = fmaf(q[i], k[i], products.qk);
     }
-    qq = sum_over<32>(qq), kk = sum_over<32>(kk), both = sum_over<32>(both);
-    if (threadIdx.x % 32 == 0) {
-      float* mine = sums[threadIdx.x / 32];
-      mine[0] = qq, mine[1] = kk, mine[2] = both;
-    }
+    const Products all = sum(products);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       float g = value_of(in.g.dtype, raw_g_[i]) + bias_[i];
       if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
       else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
-      alpha[i] = channel_of(i) < d.K ? expf(g) : 0.0f;
+      alpha[i] = channel(i) < d.K ? expf(g) : 0.0f;
     }
     beta = activated_beta(in.beta_form, value_of(in.beta.dtype, raw_beta_));
-    __syncthreads();  // the sums of all warps are there
-    qq = kk = both = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) qq += sums[w][0], kk += sums[w][1], both += sums[w][2];
     float q_factor = in.scale, k_factor = 1;
-    if (in.qk_l2norm) q_factor *= 1.0f / sqrtf(qq + 1e-6f), k_factor = 1.0f / sqrtf(kk + 1e-6f);
+    if (in.qk_l2norm) q_factor *= 1.0f / sqrtf(all.qq + 1e-6f), k_factor = 1.0f / sqrtf(all.kk + 1e-6f);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) q[i] *= q_factor, k[i] *= k_factor;
-    qk = both * q_factor * k_factor;
+    qk = all.qk * q_factor * k_factor;
   }
 
  private:
+  int first_;
+  const char *from_q_, *from_k_, *from_g_, *from_beta_;
+  const float *from_bias_, *from_A_;
   unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
   float bias_[kPerThread], A_log_;
 };
@@ -199,6 +170,17 @@ __device__ float dot(const float (&x)[kElements], const float* y) {
     sum = fmaf(x[e + 2], four.z, sum), sum = fmaf(x[e + 3], four.w, sum);
   }
   return sum;
+}
+
+__device__ inline void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
+__device__ inline void store_four(__nv_bfloat16* to, float4 x) {
+  const __nv_bfloat162 lo = __floats2bfloat162_rn(x.x, x.y), hi = __floats2bfloat162_rn(x.z, x.w);
+  *reinterpret_cast<uint2*>(to) = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+}
+
+__device__ inline float4 rounded(float4 x) {  // to bf16
+  const auto one = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
+  return make_float4(one(x.x), one(x.y), one(x.z), one(x.w));
 }
 
 // Where row v of a head's state is: strides along V and K depend on the layout.
@@ -245,14 +227,7 @@ __device__ void store_row_of(const Row& row, int64_t K, const float (&S)[kElemen
   for (int i = 0; i < kElements; i += 4) {
     const int c = channel(i);
     if constexpr (kWide) {
-      if (c >= K) continue;
-      if constexpr (sizeof(T) == 4) {
-        *reinterpret_cast<float4*>(to + c) = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
-      } else {
-        const __nv_bfloat162 lo = __floats2bfloat162_rn(S[i], S[i + 1]), hi = __floats2bfloat162_rn(S[i + 2], S[i + 3]);
-        *reinterpret_cast<uint2*>(to + c) = {reinterpret_cast<const unsigned&>(lo),
-                                             reinterpret_cast<const unsigned&>(hi)};
-      }
+      if (c < K) store_four(to + c, make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]));
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j)

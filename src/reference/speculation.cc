@@ -49,13 +49,6 @@ void verify_head(const Dims& d, const kda_inputs& in, const Sequence& s, int64_t
 }
 
 // Layer `layer` of a tensor with a leading dimension of layers.
-kda_tensor layer_of(kda_tensor t, int64_t layer) {
-  t.data = static_cast<char*>(t.data) + layer * t.stride[0] * dtype_size(t.dtype);
-  --t.ndim;
-  for (int i = 0; i < t.ndim; ++i) t.shape[i] = t.shape[i + 1], t.stride[i] = t.stride[i + 1];
-  return t;
-}
-
 }  // namespace
 
 void verify(const VerifyProblem& p) {
@@ -84,7 +77,7 @@ void flush(const FlushProblem& p) {
       const int64_t slot = slot_of(a.state_indices, n), records = slot_of(a.records.indices, n);
       if (padded_slot(a.state_indices, slot, a.first_valid_slot) || records < 0) continue;
       const Window window = window_of(a.records, records, a.parents, n, 0);
-      const int64_t accepted = accepted_of(a.accept_len, n, std::min(p.T, p.R - window.committed));
+      const int64_t accepted = within(index_at(a.accept_len, n), 0, std::min(p.T, p.R - window.committed));
       const auto entries = path(window, accepted ? window.token(accepted - 1) : window.committed - 1);
       for (int64_t hv = 0; !entries.empty() && hv < p.HV; ++hv) {
         Vector S = load_state(p, a.state, a.state_layout, slot, hv, true);

@@ -56,6 +56,23 @@ void run_on_cuda(Args args, const char* impl) {
     ASSERT_EQ(cudaMemcpy(host, copy.device, copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
 }
 
+// Names of the CUDA implementations of an operator that take the call.
+template <class Args>
+std::vector<const char*> takers(const char* op, Args args) {
+  std::vector<const char*> all;
+  args.exec.device = KDA_CUDA;
+  for (int i = 0; const char* name = kda_implementation(op, i); ++i) {
+    if (std::string(name).substr(0, 5) != "cuda_") continue;
+    args.exec.impl = name;
+    uint64_t workspace;
+    const int32_t status = query(args, &workspace);
+    if (status == KDA_OK) all.push_back(name);
+    else EXPECT_EQ(status, KDA_UNSUPPORTED) << kda_last_error();
+  }
+  EXPECT_FALSE(all.empty());
+  return all;
+}
+
 class OnCuda : public testing::Test {
  protected:
   void SetUp() override {
@@ -79,6 +96,22 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
+  // What comes through shared memory and goes to tensor cores.
+  const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
+    SpeculationCase s = find_speculation_case(like);
+    s.c.name = name, s.c.K = K, s.c.V = V, s.c.state_layout = KDA_STATE_V_FIRST, s.c.state_dtype = state;
+    all.push_back(s);
+  };
+  staged("staged_16", "drafts_16", 64, 128), staged("staged_15", "drafts_15", 128, 64);
+  staged("staged_1", "drafts_1", 128, 128), staged("staged_1_bf16", "drafts_1", 64, 64, KDA_BF16);
+  staged("staged_4_bf16", "gva_4_bf16", 128, 128, KDA_BF16), staged("staged_packed", "packed_tail_i64", 128, 64);
+  staged("staged_padded", "padded_1", 64, 64), staged("staged_tree", "tree_16", 128, 128);
+  staged("staged_tree_8", "tree", 128, 192), staged("staged_ring", "ring", 128, 128);
+  staged("staged_ring_bf16", "ring_packed", 64, 64, KDA_BF16), staged("staged_ring_long", "ring_long", 128, 128);
+  staged("staged_lower_bound", "lower_bound", 64, 192), staged("staged_softplus", "softplus", 128, 128);
+  staged("staged_wild", "gates_wild", 128, 128), staged("staged_keys", "identical_keys", 64, 64);
+  staged("staged_none", "state_none", 128, 64), staged("staged_mixed", "mixed", 64, 128);
+  all.push_back({.c = {.name = "staged_many", .B = 150, .T = 3, .HV = 2, .K = 128, .V = 128}, .padded = {3}});
   return all;
 }
 
@@ -107,30 +140,44 @@ class TokensOnCuda : public OnCuda, public testing::WithParamInterface<Speculati
 };
 
 TEST_P(TokensOnCuda, Decode) {
-  const Pool exact(d.in, KDA_F64), got(d.in, s.c.state_dtype);
-  const Tensor exact_o = d.output(KDA_F64), o = d.output();
+  const Pool exact(d.in, KDA_F64);
+  const Tensor exact_o = d.output(KDA_F64);
   const auto args = [&](const Pool& pool, const Tensor& o) {
     kda_decode_args a = decode_args(d.in, pool, pool, o);
     a.states.state_indices = d.pool.state_indices, a.states.first_valid_slot = s.first_valid_slot;
     return a;
   };
   run(args(exact, exact_o), {.impl = "reference"});
-  run_on_cuda(args(got, o), "cuda_decode");
-  if (HasFatalFailure()) return;
-  expect_close(exact_o, o, "o");
-  expect_close(exact.h, got.h, "state");
+  std::vector<Bits> bits;
+  for (const char* impl : takers("decode", args(d.pool, d.output()))) {
+    SCOPED_TRACE(impl);
+    const Pool got(d.in, s.c.state_dtype);
+    const Tensor o = d.output();
+    run_on_cuda(args(got, o), impl);
+    if (HasFatalFailure()) return;
+    expect_close(exact_o, o, "o");
+    expect_close(exact.h, got.h, "state");
+    // Whoever runs: the size of a call decides that, and must not change a bit.
+    bits.push_back(got.h.bits());
+    EXPECT_EQ(bits.back(), bits.front());
+  }
 }
 
 TEST_P(TokensOnCuda, Verify) {
-  Records exact(d, KDA_F64), got(d);
-  const Tensor exact_o = d.output(KDA_F64), o = d.output();
+  Records exact(d, KDA_F64);
+  const Tensor exact_o = d.output(KDA_F64);
   const Bits state = d.pool.h.bits();
   run(verify_args(d, exact, exact_o), {.impl = "reference"});
-  run_on_cuda(verify_args(d, got, o), "cuda_verify");
-  if (HasFatalFailure()) return;
-  expect_close(exact_o, o, "o");
-  expect_close(exact, got);
-  EXPECT_EQ(d.pool.h.bits(), state);
+  for (const char* impl : takers("verify", verify_args(d, Records(d), d.output()))) {
+    SCOPED_TRACE(impl);
+    Records got(d);
+    const Tensor o = d.output();
+    run_on_cuda(verify_args(d, got, o), impl);
+    if (HasFatalFailure()) return;
+    expect_close(exact_o, o, "o");
+    expect_close(exact, got);
+    EXPECT_EQ(d.pool.h.bits(), state);
+  }
 }
 
 TEST_P(TokensOnCuda, Flush) {
@@ -139,13 +186,20 @@ TEST_P(TokensOnCuda, Flush) {
   run(verify_args(d, records, o), {.impl = "reference"});
   for (const int64_t shift : {0, 1}) {
     d.accept(shift);
-    const Pool got = start(s.c.state_dtype), exact = start(KDA_F64);
+    const Pool exact = start(KDA_F64);
     const Bits recorded = records.bits();
     run(flush_args(d, exact.h, records), {.impl = "reference"});
-    run_on_cuda(flush_args(d, got.h, records), "cuda_flush");
-    if (HasFatalFailure()) return;
-    expect_close(exact.h, got.h, "state");
-    EXPECT_EQ(records.bits(), recorded);
+    std::vector<Bits> bits;
+    for (const char* impl : takers("flush", flush_args(d, start(s.c.state_dtype).h, records))) {
+      SCOPED_TRACE(impl);
+      const Pool got = start(s.c.state_dtype);
+      run_on_cuda(flush_args(d, got.h, records), impl);
+      if (HasFatalFailure()) return;
+      expect_close(exact.h, got.h, "state");
+      EXPECT_EQ(records.bits(), recorded);
+      bits.push_back(got.h.bits());
+      EXPECT_EQ(bits.back(), bits.front());
+    }
   }
 }
 
@@ -154,20 +208,27 @@ TEST_P(TokensOnCuda, FlushVerify) {
   const Drafts next(s, 1);
   for (const int64_t shift : {0, 1}) {
     d.accept(shift);
-    const Pool before = start(s.c.state_dtype), got = start(s.c.state_dtype), exact = start(s.c.state_dtype);
+    const Pool before = start(s.c.state_dtype), exact = start(s.c.state_dtype);
     const Records last(d);
-    const Tensor o = d.output(), exact_o = d.output(KDA_F64);
-    run(verify_args(d, before.h, &last, o), {.impl = "reference"});
-    Records records = s.ring ? last.clone() : Records(next), exact_records = s.ring ? last.clone() : Records(next);
+    const Tensor exact_o = d.output(KDA_F64);
+    run(verify_args(d, before.h, &last, d.output()), {.impl = "reference"});
+    const auto fresh = [&] { return s.ring ? last.clone() : Records(next); };
+    Records exact_records = fresh();
     run(flush_verify_args(d, next, exact.h, last, exact_records, exact_o), {.impl = "reference"});
-    run_on_cuda(flush_verify_args(d, next, got.h, last, records, o), "cuda_flush_verify");
-    if (HasFatalFailure()) return;
-    expect_close(exact.h, got.h, "state");
-    // A state kept in 16 bits may be rounded up here and down there before the drafts read it.
-    expect_close(exact_o, o, "o", budget(s.c.state_dtype));
-    expect_close(exact_records, records, budget(s.c.state_dtype));
-    EXPECT_EQ(records.ring_first.bits(), exact_records.ring_first.bits());
-    EXPECT_EQ(records.ring_count.bits(), exact_records.ring_count.bits());
+    for (const char* impl : takers("flush_verify", flush_verify_args(d, next, before.h, last, exact_records, d.output()))) {
+      SCOPED_TRACE(impl);
+      const Pool got = start(s.c.state_dtype);
+      Records records = fresh();
+      const Tensor o = d.output();
+      run_on_cuda(flush_verify_args(d, next, got.h, last, records, o), impl);
+      if (HasFatalFailure()) return;
+      expect_close(exact.h, got.h, "state");
+      // A state kept in 16 bits may be rounded up here and down there before the drafts read it.
+      expect_close(exact_o, o, "o", budget(s.c.state_dtype));
+      expect_close(exact_records, records, budget(s.c.state_dtype));
+      EXPECT_EQ(records.ring_first.bits(), exact_records.ring_first.bits());
+      EXPECT_EQ(records.ring_count.bits(), exact_records.ring_count.bits());
+    }
   }
 }
 

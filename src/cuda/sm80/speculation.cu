@@ -9,11 +9,7 @@
 // and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request depend on nothing
 // else in the call, and flush_verify has those of flush, then verify.
 //
-// Grid: (tile of columns, head, request, layer) flattened; after the last request the rows that belong to none.
-#include "cuda/cuda.h"
-#include "cuda/device.h"
-#include "cuda/runtime.h"
-#include "speculation.h"
+#include "cuda/sm80/layer.h"
 
 namespace kda::cuda {
 namespace {
@@ -22,46 +18,6 @@ constexpr int kThreads = 128;
 template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
 constexpr int kEntries = 4;                         // entries flushed at once
-constexpr int64_t kMaxRing = 64;                    // entries of a ring: what scores have room for
-
-// What the three operators have in common here.
-struct Layer {
-  kda_tensor h0, hT;  // hT: absent where the state is only read
-  kda_records records, last;
-};
-__device__ kda_tensor layer_of(kda_tensor t, int64_t layer) {
-  t.data = static_cast<char*>(t.data) + layer * t.stride[0] * dtype_size(t.dtype);
-  --t.ndim;
-  for (int i = 0; i < t.ndim; ++i) t.shape[i] = t.shape[i + 1], t.stride[i] = t.stride[i + 1];
-  return t;
-}
-__device__ Layer layer_of(const VerifyProblem& p, int64_t) { return {p.args.states.h0, {}, p.args.records, {}}; }
-__device__ Layer layer_of(const FlushVerifyProblem& p, int64_t) {
-  const kda_flush_verify_args& a = p.args;
-  return {a.states.h0, a.states.hT, a.records, present(a.records.ring_count) ? a.records : a.last};
-}
-__device__ Layer layer_of(const FlushProblem& p, int64_t layer) {
-  Layer x{p.args.state, {}, {}, p.args.records};
-  if (x.h0.ndim == 5)
-    for (kda_tensor* t : {&x.h0, &x.last.u, &x.last.k, &x.last.alpha}) *t = layer_of(*t, layer);
-  x.hT = x.h0;
-  return x;
-}
-__host__ __device__ int64_t layers_of(const FlushProblem& p) { return p.layers; }
-__host__ __device__ int64_t layers_of(const Dims&) { return 1; }
-__host__ __device__ int32_t layout_of(const FlushProblem& p) { return p.args.state_layout; }
-template <class P>
-__host__ __device__ int32_t layout_of(const P& p) {
-  return p.args.in.state_layout;
-}
-template <class P>
-constexpr bool kVerifies = !std::is_same_v<P, FlushProblem>;
-template <class P>
-constexpr bool kFlushes = !std::is_same_v<P, VerifyProblem>;
-
-__device__ float float_at(const kda_tensor& t, int64_t slot, int64_t entry, int64_t head, int64_t i) {
-  return static_cast<const float*>(t.data)[offset(t, slot, entry, head) + i];
-}
 
 // Shared memory, kK = channels rounded up: the flush's and the verify's part in turns.
 template <int kK>
@@ -89,11 +45,10 @@ struct VerifyMemory {
 // S <- Diag(f) S + sum_i w_i u_i, walking back from the newest entry: w_i = k_i f_i with f the product of all younger
 // alpha.
 template <int kElements, int kRows>
-__device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, int64_t hv, int v0, int columns,
+__device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, const Place& at, int v0, int columns,
                               float (&S)[kRows][kElements]) {
   constexpr int kK = kElements * 8, kOwn = (kK + kThreads - 1) / kThreads;
   __shared__ FlushMemory<kK> memory;
-  const int64_t h = hv / d.group();
   double product[kOwn];
   float sum[kRows][kElements] = {};
 #pragma unroll
@@ -111,13 +66,13 @@ __device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, i
     for (int i = 0; i < kEntries; ++i) {
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        u[i][row] = row < columns && i < count ? float_at(x.last.u, r.last_slot, entry[i], hv, v0 + row) : 0.0f;
+        u[i][row] = row < columns && i < count ? float_at(x.last.u, r.last_slot, entry[i], at.hv, v0 + row) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
         const int c = threadIdx.x + j * kThreads;
         const bool real = c < d.K && i < count;
-        key[i][j] = real ? float_at(x.last.k, r.last_slot, entry[i], h, c) : 0.0f;
-        alpha[i][j] = real ? float_at(x.last.alpha, r.last_slot, entry[i], hv, c) : 1.0f;
+        key[i][j] = real ? float_at(x.last.k, r.last_slot, entry[i], at.h, c) : 0.0f;
+        alpha[i][j] = real ? float_at(x.last.alpha, r.last_slot, entry[i], at.hv, c) : 1.0f;
       }
     }
     __syncthreads();  // the last entries are no longer read
@@ -164,24 +119,25 @@ __device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, i
 
 // The drafts' keys, decays, scores and decayed operands; first tiles record keys and decays.
 template <int kElements, class P>
-__device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts, int64_t committed, int64_t window,
-                        int64_t hv, bool records, const VerifyMemory& m) {
+__device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts, int64_t window,
+                        const Place& at, bool records, const VerifyMemory& m) {
   constexpr int kK = kElements * 8, kPerLane = kElements / 4;
   const kda_inputs& in = p.args.in;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t h = hv / p.group();
+  const bool first_of_group = at.h * (p.HV / p.H) == at.hv;
+  const int64_t committed = r.verify.committed;
   for (int t = warp; t < drafts; t += kThreads / 32) {
-    TokenKeys<kPerLane> key;
-    key.fetch(p, in, r.s.b, r.s.t0 + t, hv);
-    key.activate(p, in);
+    TokenKeys<kPerLane, 32> key(lane);
+    key.locate(in, r.s.b, r.s.t0 + t, at.hv, at.h), key.fetch(p, in);
+    key.activate(p, in, warp_sums);
     const int64_t e = records ? r.verify.entry(r.verify.token(t)) : 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int c = lane + 32 * i;
       m.k[t * kK + c] = key.k[i], m.alpha[t * kK + c] = key.alpha[i], m.qG[t * kK + c] = key.q[i];
       if (!records || c >= p.K) continue;
-      static_cast<float*>(x.records.alpha.data)[offset(x.records.alpha, r.slot, e, hv) + c] = key.alpha[i];
-      if (hv % p.group() == 0) static_cast<float*>(x.records.k.data)[offset(x.records.k, r.slot, e, h) + c] = key.k[i];
+      static_cast<float*>(x.records.alpha.data)[offset(x.records.alpha, r.slot, e, at.hv) + c] = key.alpha[i];
+      if (first_of_group) static_cast<float*>(x.records.k.data)[offset(x.records.k, r.slot, e, at.h) + c] = key.k[i];
     }
     if (lane == 0) m.beta[t] = key.beta, m.qk[t] = key.qk;
   }
@@ -195,10 +151,7 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
     }
     float *A = m.A + t * window, *P_ = m.P + t * window;
     for (int64_t w = committed + t;;) {
-      w = w < committed ? w - 1 : [&] {
-        const int64_t parent = r.verify.parent(w - committed);
-        return parent < 0 ? committed - 1 : committed + parent;
-      }();
+      w = r.verify.before(w);
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) kG[i] *= alpha[i], qG[i] *= alpha[i];
       if (w < 0) break;
@@ -209,8 +162,8 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
         float k;
         if (w < committed) {
           const int64_t e = r.verify.entry(w);
-          k = c < p.K ? float_at(x.records.k, r.slot, e, h, c) : 0.0f;
-          alpha[i] = c < p.K ? float_at(x.records.alpha, r.slot, e, hv, c) : 0.0f;
+          k = c < p.K ? float_at(x.records.k, r.slot, e, at.h, c) : 0.0f;
+          alpha[i] = c < p.K ? float_at(x.records.alpha, r.slot, e, at.hv, c) : 0.0f;
         } else {
           k = m.k[(w - committed) * kK + c], alpha[i] = m.alpha[(w - committed) * kK + c];
         }
@@ -231,12 +184,13 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
 
 template <class P, bool kWide, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads)
-    speculation_kernel(const __grid_constant__ P p, unsigned tiles, int room, int window) {
+    speculation_kernel(const __grid_constant__ P p, const Blocks blocks, int room, int window) {
+  wait_for_stream();
   extern __shared__ float4 dynamic[];
   constexpr int kK = kElements * 8;
-  const auto heads = static_cast<unsigned>(p.HV), rows = static_cast<unsigned>(p.N + p.varlen);
-  const unsigned tile = blockIdx.x % tiles, hv = blockIdx.x / tiles % heads, rest = blockIdx.x / tiles / heads;
-  const unsigned n = rest % rows;
+  const Place at(blocks);
+  if (at.layer >= layers_of(p)) return;  // the grid's last rows
+  const unsigned tile = at.tile, hv = at.hv, n = at.n;
   const int v0 = static_cast<int>(tile) * kTile<kRows> + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
   const bool leads = threadIdx.x % kRowLanes == 0;
@@ -251,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Request r = request_of(p, n);
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
-  const Layer x = layer_of(p, rest / rows);
+  const Layer x = layer_of(p, at.layer);
   const int32_t layout = layout_of(p);
 
   float S[kRows][kElements] = {};
@@ -260,7 +214,7 @@ __global__ void __launch_bounds__(kThreads)
     if (r.s.initial && row < columns) load_row<kWide>(Row(x.h0, layout, r.s.slot, hv, v0 + row), p.K, S[row]);
   if constexpr (kFlushes<P>) {
     if (r.newest >= 0) {
-      flush_columns(p, x, r, hv, v0, columns, S);
+      flush_columns(p, x, r, at, v0, columns, S);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         if (row < columns) store_row<kWide>(Row(x.hT, layout, r.s.slot, hv, v0 + row), p.K, S[row]);
@@ -273,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kVerifies<P>) {
     const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
     if (drafts == 0) return;
-    const int64_t committed = r.slot >= 0 ? r.verify.committed : 0;
+    const int64_t committed = r.verify.committed;
     const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, window, kTile<kRows>);
     const kda_tensor& values = p.args.in.v;
     for (int i = threadIdx.x; i < drafts * kTile<kRows>; i += kThreads) {
@@ -281,7 +235,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t v = static_cast<int64_t>(tile) * kTile<kRows> + i % kTile<kRows>;
       m.v[i] = value_of(values.dtype, v < p.V ? load_raw(values, offset(values, r.s.b, r.s.t0 + t, hv) + v) : 0);
     }
-    prepare<kElements>(p, x, r, drafts, committed, window, hv, tile == 0 && r.slot >= 0, m);
+    prepare<kElements>(p, x, r, drafts, window, at, tile == 0 && r.slot >= 0, m);
     for (int t = 0; t < drafts; ++t) {
       const int64_t token = r.s.t0 + t;
       const int at = t * kTile<kRows> + first_row<kRows>();
@@ -293,12 +247,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       int64_t w = committed + t;
       for (int i = 0;; ++i) {
-        if (w < committed) {
-          --w;
-        } else {
-          const int64_t parent = r.verify.parent(w - committed);
-          w = parent < 0 ? committed - 1 : committed + parent;
-        }
+        w = r.verify.before(w);
         if (w < 0) break;
         const float A = m.A[t * window + i], P_ = m.P[t * window + i];
 #pragma unroll
@@ -328,37 +277,28 @@ __global__ void __launch_bounds__(kThreads)
 
 // A ring's cursors, once no block reads the old ones: in a launch of its own.
 __global__ void cursor_kernel(const __grid_constant__ FlushVerifyProblem p) {
+  wait_for_stream();
   const int64_t n = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (n >= p.N) return;
   const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
-  if (s.live) store_cursors(p.args.records, record_slot(p.args.records, n), commit_of(p, n, s.length).next);
+  if (s.live) store_cursors(p.args.records, slot_of(p.args.records.indices, n), commit_of(p, n, s.length).next);
 }
-
-// Entries that the drafts' walks may meet before the first draft.
-int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
 
 template <bool kWide, int kElements, int kRows, class P>
 void launch_sized(const P& p) {
-  const auto tiles = static_cast<unsigned>((p.V + kTile<kRows> - 1) / kTile<kRows>);
-  const auto blocks = static_cast<unsigned>(layers_of(p) * (p.N + p.varlen) * p.HV * tiles);
+  const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
   int room = 0, window = 0, bytes = 0;
   if constexpr (kVerifies<P>) {
-    const int64_t entries = present(p.args.records.u) ? p.args.records.u.shape[1] : kMaxDrafts;
-    room = static_cast<int>(std::min({p.T, kMaxDrafts, entries}));
-    window = static_cast<int>(room + ring_entries(p.args.records));
+    room = static_cast<int>(room_for_drafts(p)), window = static_cast<int>(room + ring_entries(p.args.records));
     bytes = static_cast<int>(VerifyMemory::floats(kElements * 8, room, window, kTile<kRows>) * sizeof(float));
-    if (bytes > 40 * 1024)
-      KDA_CUDA(cudaFuncSetAttribute(speculation_kernel<P, kWide, kElements, kRows>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   }
-  speculation_kernel<P, kWide, kElements, kRows>
-      <<<blocks, kThreads, bytes, stream_of(p.args.exec)>>>(p, tiles, room, window);
-  KDA_CUDA(cudaGetLastError());
+  launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, layers_of(p)), kThreads,
+                                                         bytes, p, Blocks(p, tiles), room, window);
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
 template <class P>
-void launch(const P& p, std::initializer_list<const kda_tensor*> states) {
+void launch_all(const P& p, std::initializer_list<const kda_tensor*> states) {
   if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const bool few = layers_of(p) * p.N * p.HV * p.V < int64_t{128} * multiprocessors(p.args.exec.device_id);
@@ -377,26 +317,27 @@ const char* why_not(const P& p, const kda_tensor& conv_x, const kda_records& rec
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(conv_x)) return "has no fused convolution";
   if (kVerifies<P> && ring_entries(records) > kMaxRing) return "takes rings of at most 64 entries";
-  return layers_of(p) * (p.N + 1) * p.HV * ((p.V + 15) / 16) < (int64_t{1} << 31)
-             ? nullptr
-             : "takes at most 2^31 blocks of 16 value columns";
+  return grid_why_not(p, (p.V + 15) / 16, layers_of(p));
 }
 
 }  // namespace
+
+void store_cursors(const FlushVerifyProblem& p) {
+  if (!present(p.args.records.ring_count) || p.N == 0) return;
+  const DeviceGuard device(p.args.exec.device_id);
+  constexpr unsigned kWidth = 128;
+  launch<cursor_kernel>(p.args.exec, dim3(static_cast<unsigned>((p.N + kWidth - 1) / kWidth)), kWidth, 0, p);
+}
 
 const char* speculation_why_not(const VerifyProblem& p) { return why_not(p, p.args.conv.x, p.args.records); }
 const char* speculation_why_not(const FlushProblem& p) { return why_not(p, p.args.conv_x, p.args.records); }
 const char* speculation_why_not(const FlushVerifyProblem& p) { return why_not(p, p.args.conv.x, p.args.records); }
 
-void verify(const VerifyProblem& p) { launch(p, {&p.args.states.h0}); }
-void flush(const FlushProblem& p) { launch(p, {&p.args.state}); }
+void verify(const VerifyProblem& p) { launch_all(p, {&p.args.states.h0}); }
+void flush(const FlushProblem& p) { launch_all(p, {&p.args.state}); }
 void flush_verify(const FlushVerifyProblem& p) {
-  launch(p, {&p.args.states.h0});
-  if (!present(p.args.records.ring_count) || p.N == 0) return;
-  const DeviceGuard device(p.args.exec.device_id);
-  constexpr unsigned kWidth = 128;
-  cursor_kernel<<<static_cast<unsigned>((p.N + kWidth - 1) / kWidth), kWidth, 0, stream_of(p.args.exec)>>>(p);
-  KDA_CUDA(cudaGetLastError());
+  launch_all(p, {&p.args.states.h0});
+  store_cursors(p);
 }
 
 }  // namespace kda::cuda

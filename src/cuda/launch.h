@@ -1,0 +1,88 @@
+// How kernels are launched, and how a block finds what it works on.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "cuda/runtime.h"
+
+namespace kda::cuda {
+
+// n / divisor for n < 2^31 without a division: the high half of a product and a shift.
+struct Divisor {
+  unsigned divisor, magic, shift;
+
+  explicit Divisor(int64_t d) : divisor(static_cast<unsigned>(d)), shift(0) {
+    while ((int64_t{1} << shift) < d) ++shift;
+    magic = static_cast<unsigned>(((((uint64_t{1} << shift) - divisor) << 32) / divisor) + 1);
+  }
+  __device__ unsigned quotient(unsigned n) const { return (__umulhi(n, magic) + n) >> shift; }
+};
+
+// The blocks of a call: x walks over the tiles of a request's heads, y and z over requests (of all layers).
+struct Blocks {
+  static constexpr int64_t kMaxY = 65535;
+  Divisor tiles, group, rows;
+
+  Blocks(const Dims& d, int64_t tiles) : tiles(tiles), group(d.group()), rows(std::max<int64_t>(d.N + d.varlen, 1)) {}
+
+  static dim3 grid(const Dims& d, int64_t tiles, int64_t layers) {
+    const int64_t all = layers * (d.N + d.varlen), y = std::min(all, kMaxY);
+    return {static_cast<unsigned>(tiles * d.HV), static_cast<unsigned>(y), static_cast<unsigned>((all + y - 1) / y)};
+  }
+};
+
+// One block of them.
+struct Place {
+  unsigned tile, hv, h, n, layer;
+
+  __device__ explicit Place(const Blocks& blocks) {
+    hv = blocks.tiles.quotient(blockIdx.x), tile = blockIdx.x - hv * blocks.tiles.divisor;
+    h = blocks.group.quotient(hv);
+    const unsigned row = blockIdx.y + blockIdx.z * static_cast<unsigned>(Blocks::kMaxY);
+    layer = blocks.rows.quotient(row), n = row - layer * blocks.rows.divisor;
+  }
+};
+
+// Why the call has more blocks than a grid holds, or nullptr.
+inline const char* grid_why_not(const Dims& d, int64_t tiles, int64_t layers) {
+  const int64_t most = (int64_t{1} << 31) - 1;
+  return tiles * d.HV <= most && layers * (d.N + d.varlen) <= most ? nullptr : "takes at most 2^31 blocks";
+}
+
+// Kernels start while the one before them in the stream still runs, and wait for its results here: first thing. (Launch
+// latency overlaps with it; blocks of the next kernel get to wait in the same way.)
+__device__ inline void wait_for_stream() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+#endif
+}
+
+// Of kernels that begin with wait_for_stream().
+template <auto kKernel, class... Args>
+void launch(const kda_exec& exec, dim3 grid, int threads, int shared_bytes, Args... args) {
+  static std::atomic<uint64_t> allowed{0};  // devices, one bit each, where the kernel may have all shared memory
+  const uint64_t bit = uint64_t{1} << (exec.device_id % 64);
+  if (shared_bytes > 48 * 1024 && (exec.device_id >= 64 || !(allowed & bit))) {
+    int most = 0;
+    cudaFuncAttributes attributes;
+    KDA_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec.device_id));
+    KDA_CUDA(cudaFuncGetAttributes(&attributes, kKernel));
+    KDA_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  most - static_cast<int>(attributes.sharedSizeBytes)));
+    allowed |= bit;
+  }
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(static_cast<unsigned>(threads)), config.stream = stream_of(exec);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.attrs = &early, config.numAttrs = 1;
+  KDA_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
+}
+
+}  // namespace kda::cuda

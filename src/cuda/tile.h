@@ -1,0 +1,77 @@
+// Copies to shared memory that nobody waits for, and value columns of a state that come that way. through shared memory.
+#pragma once
+#include "cuda/device.h"
+
+namespace kda::cuda {
+
+__device__ inline unsigned shared_address(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+__device__ inline void copy_async(float* shared, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from));
+}
+
+// Rows of kK channels (one value column each), in chunks of 16 bytes that are swizzled so that both ways of reading them
+// are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes each.
+template <class T, int kK>
+class Tile {
+ public:
+  static constexpr int kChunk = 16 / sizeof(T), kChunks = kK / kChunk;  // channels of one, chunks of a row
+
+  __device__ explicit Tile(void* shared) : data_(static_cast<T*>(shared)) {}
+  __host__ __device__ static constexpr int bytes(int rows) { return rows * kK * static_cast<int>(sizeof(T)); }
+
+  // Asks for rows that are `step` elements apart: all kThreads threads together. Without `real` they become zeros.
+  template <int kThreads>
+  __device__ void ask(const T* from, int64_t step, int rows, bool real) const {
+    constexpr int kRowsAtOnce = kThreads / kChunks;
+    const int chunk = static_cast<int>(threadIdx.x) % kChunks;
+    int row = static_cast<int>(threadIdx.x) / kChunks;
+    const T* source = real ? from + row * step + chunk * kChunk : from;
+    for (; row < rows; row += kRowsAtOnce) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(data_ + at(row, chunk * kChunk))),
+                   "l"(source), "r"(real ? 16 : 0));
+      if (real) source += kRowsAtOnce * step;
+    }
+  }
+  // Waits for what this thread asked for; a barrier makes the whole tile visible.
+  __device__ static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+  // Four channels of a row, from a multiple of four on.
+  __device__ void set(int row, int channel, float4 x) const { store_four(data_ + at(row, channel), x); }
+  __device__ float4 four(int row, int channel) const {
+    const T* from = data_ + at(row, channel);
+    if constexpr (sizeof(T) == 4) {
+      return *reinterpret_cast<const float4*>(from);
+    } else {
+      const uint2 x = *reinterpret_cast<const uint2*>(from);
+      const float2 lo = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.x));
+      const float2 hi = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.y));
+      return make_float4(lo.x, lo.y, hi.x, hi.y);
+    }
+  }
+
+ private:
+  __device__ static int at(int row, int channel) {
+    const int swizzle = sizeof(T) == 4 ? (row & 1) << 2 : (row & 3) << 1;
+    return row * kK + ((channel / kChunk) ^ swizzle) * kChunk + channel % kChunk;
+  }
+  T* data_;
+};
+
+// Why states do not come through shared memory, or nullptr.
+inline const char* tile_why_not(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states,
+                                int64_t columns) {
+  if (layout != KDA_STATE_V_FIRST) return "takes V-first states only";
+  if ((d.K != 64 && d.K != 128) || d.V % columns) return "takes K = 64 or 128 and multiples of 64 for V";
+  for (const kda_tensor* t : states) {
+    if (!present(*t)) continue;
+    const int64_t chunk = 16 / dtype_size(t->dtype);
+    bool fits = reinterpret_cast<uintptr_t>(t->data) % 16 == 0;
+    for (int i = 0; i + 1 < t->ndim; ++i) fits = fits && t->stride[i] % chunk == 0;
+    if (!fits) return "needs rows of states at multiples of 16 bytes";
+  }
+  return nullptr;
+}
+
+}  // namespace kda::cuda
