@@ -116,7 +116,7 @@ KDA_BOTH inline int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
 }
 
 // The same where only i32 is legal.
-KDA_BOTH inline int64_t index_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
+KDA_BOTH inline int32_t index_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
   return static_cast<const int32_t*>(t.data)[i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0)];
 }
 
@@ -185,11 +185,21 @@ KDA_BOTH inline Sequence sequence_at(const DecodeProblem& p, int64_t n) {
   find_states(p, s, slot_of(p.args.states.state_indices, n));
   return s;
 }
+// Which rows they are, without the tensor.
+KDA_BOTH inline Snapshots snapshot_rows_of(const DecodeProblem& p, int64_t n) {
+  Snapshots s;
+  s.slots = present(p.args.snapshot_slots) ? &p.args.snapshot_slots : nullptr;
+  s.n = n, s.first_valid = p.args.states.first_valid_slot;
+  return s;
+}
+KDA_BOTH inline int64_t start_row(const DecodeProblem& p, const Snapshots& last) {
+  const kda_decode_args& a = p.args;
+  const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
+  return last.row(within(index_at(a.accepted, last.n), 1, S) - 1);
+}
 KDA_BOTH inline Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
   const kda_decode_args& a = p.args;
-  Snapshots s;
-  s.slots = present(a.snapshot_slots) ? &a.snapshot_slots : nullptr;
-  s.n = n, s.first_valid = a.states.first_valid_slot;
+  Snapshots s = snapshot_rows_of(p, n);
   s.states = a.snapshots;
   if (s.slots || !present(a.snapshots)) return s;
   s.states.data = static_cast<char*>(s.states.data) + n * s.states.stride[0] * dtype_size(s.states.dtype);
@@ -200,10 +210,9 @@ KDA_BOTH inline Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
 KDA_BOTH inline Start start_of(const DecodeProblem& p, const Sequence& s) {
   const kda_decode_args& a = p.args;
   if (!present(a.accepted)) return {a.states.h0, s.slot, s.initial};
-  const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
   const Snapshots last = snapshots_of(p, s.n);
   const kda_tensor& from = last.slots ? a.states.h0 : last.states;
-  const int64_t row = last.row(within(index_at(a.accepted, s.n), 1, S) - 1);
+  const int64_t row = start_row(p, last);
   return {from, row, row >= 0 && row < from.shape[0]};
 }
 

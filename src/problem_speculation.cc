@@ -27,7 +27,8 @@ int64_t check_records(const kda_records& r, const char* name, const Dims& d, int
     invalid(names[0], ": expected ", ndim, " dimensions ", lead ? "[layers,slots,R,HV,V]" : "[slots,R,HV,V]", ", got ",
             r.u.ndim);
   const int64_t slots = r.u.shape[lead], R = r.u.shape[lead + 1];
-  if (R < 1) invalid(names[0], ": expected at least one entry a slot, got ", shape_text(r.u.shape, ndim));
+  if (R < 1 || R > kMaxRecordEntries)
+    invalid(names[0], ": expected 1 to 2^30 entries a slot, got ", shape_text(r.u.shape, ndim));
   const auto shape = [&](int64_t heads, int64_t size) {
     return lead ? Shape{layers, slots, R, heads, size} : Shape{slots, R, heads, size};
   };

@@ -1,8 +1,5 @@
-// Speculative decoding: which record entries belong to what. Shared by all implementations, on
-// the host and in kernels.
+// Speculative decoding: which record entries belong to what. Shared by all implementations, on the host and in kernels.
 #pragma once
-#include <algorithm>
-
 #include "problem.h"
 
 namespace kda {
@@ -13,25 +10,26 @@ constexpr int64_t kMaxDrafts = 16;  // tokens of a request that verify takes
 // entries of its ring, oldest first, committed + t is draft token t. Whatever the device-side numbers hold, entries lie
 // inside the slot and every walk ends.
 struct Window {
-  int64_t first = 0, committed = 0, R = 0;
+  int first = 0, committed = 0, R = 0;
   const kda_tensor* parents = nullptr;  // nullptr: a chain
   int64_t n = 0;
 
-  KDA_BOTH int64_t entry(int64_t w) const { return first + w - (first + w >= R ? R : 0); }  // first < R, w <= R
-  KDA_BOTH int64_t token(int64_t t) const { return committed + t; }
+  KDA_BOTH int entry(int w) const { return first + w - (first + w >= R ? R : 0); }  // first < R, w <= R
+  KDA_BOTH int token(int t) const { return committed + t; }
   // The token before draft t, negative for the committed text.
-  KDA_BOTH int64_t parent(int64_t t) const {
+  KDA_BOTH int parent(int t) const {
     if (!parents) return t - 1;
-    const int64_t p = index_at(*parents, n, t);
-    return p >= t ? t - 1 : within(p, -1, t);
+    const int p = index_at(*parents, n, t);
+    return p >= t ? t - 1 : p < 0 ? -1 : p;
   }
   // The entry before w, or -1.
-  KDA_BOTH int64_t before(int64_t w) const {
+  KDA_BOTH int before(int w) const {
     if (w < committed) return w - 1;
-    const int64_t p = parent(w - committed);
+    const int p = parent(w - committed);
     return p < 0 ? committed - 1 : committed + p;
   }
 };
+constexpr int64_t kMaxRecordEntries = int64_t{1} << 30;  // of a slot: any two of them fit an int
 
 // Of request n with its records in `slot` (negative: none), where `reserved` entries are wanted for drafts.
 KDA_BOTH inline Window window_of(const kda_records& r, int64_t slot, const kda_tensor& parents, int64_t n,
@@ -39,12 +37,11 @@ KDA_BOTH inline Window window_of(const kda_records& r, int64_t slot, const kda_t
   Window w;
   w.parents = present(parents) ? &parents : nullptr, w.n = n;
   if (!present(r.u)) return w;
-  w.R = r.u.shape[r.u.ndim - 3];
+  w.R = static_cast<int>(r.u.shape[r.u.ndim - 3]);
   if (!present(r.ring_count) || slot < 0) return w;
-  const auto R = static_cast<int32_t>(w.R);
-  const int32_t first = static_cast<int32_t>(index_at(r.ring_first, slot)) % R;
-  w.first = first < 0 ? first + R : first;
-  w.committed = within(index_at(r.ring_count, slot), 0, w.R > reserved ? w.R - reserved : 0);
+  const int first = index_at(r.ring_first, slot) % w.R;
+  w.first = first < 0 ? first + w.R : first;
+  w.committed = static_cast<int>(within(index_at(r.ring_count, slot), 0, w.R > reserved ? w.R - reserved : 0));
   return w;
 }
 
@@ -84,8 +81,8 @@ KDA_BOTH inline Indices indices_of(const FlushVerifyProblem& p, int64_t n) {
 // What flush_verify does with request n's last round. With a ring, accepted drafts become committed entries until less
 // than room for two more rounds is left; then, and always without a ring, they are applied to the state.
 struct Commit {
-  Window window;         // of the last round
-  int64_t accepted = 0;  // of its drafts
+  Window window;     // of the last round
+  int accepted = 0;  // of its drafts
   bool apply = true;
   Window next{};  // of this round
 };
@@ -100,8 +97,8 @@ KDA_BOTH inline Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t
   int64_t most = ring ? R - drafts - c.window.committed : R;
   if (!ring && present(a.last_parents)) most = within(a.last_parents.shape[1], 0, most);
   if (present(a.last_conv_x)) most = within(a.last_conv_x.shape[1], 0, most);
-  c.accepted = slot < 0 || most <= 0 ? 0 : within(at.accepted, 0, most);
-  const int64_t entries = c.window.committed + c.accepted;
+  c.accepted = slot < 0 || most <= 0 ? 0 : static_cast<int>(within(at.accepted, 0, most));
+  const int entries = c.window.committed + c.accepted;
   c.apply = !ring || entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts);
   c.next = window_of(a.records, -1, a.parents, n, drafts);
   if (ring) {
@@ -135,7 +132,7 @@ KDA_BOTH inline kda_tensor layer_of(kda_tensor t, int64_t layer) {
 struct Request {
   Sequence s{};
   Window flush{};          // of the entries to apply,
-  int64_t newest = -1;     // from here back; -1: none
+  int newest = -1;         // from here back; -1: none
   int64_t last_slot = -1;  // of their records
   Window verify{};
   int64_t slot = -1;  // of this round's records
@@ -156,7 +153,7 @@ KDA_BOTH inline Request request_of(const FlushProblem& p, Sequence s, const Indi
   Request r;
   r.last_slot = record_slot(a.records, at.last);
   r.flush = window_of(a.records, r.last_slot, a.parents, s.n, 0);
-  const int64_t accepted = within(at.accepted, 0, within(p.T, 0, p.R - r.flush.committed));
+  const auto accepted = static_cast<int>(within(at.accepted, 0, within(p.T, 0, p.R - r.flush.committed)));
   r.newest = accepted ? r.flush.token(accepted - 1) : r.flush.committed - 1;
   s.slot = at.state, s.initial = true;
   s.live = !padded_slot(a.state_indices, s.slot, a.first_valid_slot) && s.slot < a.state.shape[a.state.ndim - 4] &&
@@ -179,7 +176,7 @@ KDA_BOTH inline Request request_of(const FlushVerifyProblem& p, Sequence s, cons
 }
 
 // Of tokens, if the call has any.
-KDA_BOTH inline Sequence tokens_of(const FlushProblem&, int64_t n) { return {.n = n}; }
+KDA_BOTH inline Sequence tokens_of(const FlushProblem&, int64_t n) { return {n, 0, 0, 0, 0, false, false}; }
 template <class P>
 KDA_BOTH Sequence tokens_of(const P& p, int64_t n) {
   return sequence_at(p, p.args.in, n);

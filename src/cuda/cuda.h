@@ -15,9 +15,9 @@ uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
-const char* decode_staged_why_not(const DecodeProblem& p);
-const char* decode_staged_too_small(const DecodeProblem& p);
-void decode_staged(const DecodeProblem& p);
+const char* decode_sweep_why_not(const DecodeProblem& p);
+const char* decode_sweep_too_small(const DecodeProblem& p);
+void decode_sweep(const DecodeProblem& p);
 
 const char* speculation_why_not(const VerifyProblem& p);
 const char* speculation_why_not(const FlushProblem& p);

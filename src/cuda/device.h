@@ -11,16 +11,46 @@ namespace kda::cuda {
 
 constexpr unsigned kAll = 0xffffffffu;
 
-__device__ inline void store_element(const kda_tensor& t, int64_t at, float x) {
-  switch (t.dtype) {
-    case KDA_F32: static_cast<float*>(t.data)[at] = x; break;
-    case KDA_BF16: static_cast<__nv_bfloat16*>(t.data)[at] = __float2bfloat16_rn(x); break;
-    default: static_cast<__half*>(t.data)[at] = __float2half_rn(x); break;
+// A tensor [a,b,c,..] as kernels address it: strides in bytes, so that an address is a multiply-add for each index. (With
+// 64-bit strides in elements, addresses were half of all instructions.)
+struct View {
+  char* data = nullptr;   // nullptr: absent
+  int64_t layer = 0;      // bytes from one layer to the next
+  int64_t stride0 = 0;
+  uint32_t stride1 = 0, stride2 = 0;
+  int32_t dtype = KDA_F32;
+
+  __device__ char* at(unsigned i, unsigned j, unsigned k) const {
+    return data + i * stride0 + static_cast<uint64_t>(j) * stride1 + static_cast<uint64_t>(k) * stride2;
   }
+  __host__ __device__ unsigned size() const { return dtype == KDA_F32 ? 4 : 2; }  // of an element
+};
+
+// lead: 1 if the first dimension is that of layers. A missing third dimension counts as 1.
+inline View view_of(const kda_tensor& t, int lead = 0) {
+  if (!present(t)) return {};
+  const auto bytes = [&](int i) { return lead + i < t.ndim ? t.stride[lead + i] * dtype_size(t.dtype) : 0; };
+  View view{.data = static_cast<char*>(t.data), .layer = lead ? t.stride[0] * dtype_size(t.dtype) : 0};
+  view.stride0 = bytes(0), view.stride1 = static_cast<uint32_t>(bytes(1)), view.stride2 = static_cast<uint32_t>(bytes(2));
+  view.dtype = t.dtype;
+  return view;
 }
 
-__device__ inline int64_t offset(const kda_tensor& t, int64_t i, int64_t j, int64_t k) {
-  return i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
+// Why tensors have no view, or nullptr.
+inline const char* view_why_not(std::initializer_list<const kda_tensor*> tensors, int lead = 0) {
+  for (const kda_tensor* t : tensors)
+    for (int i = lead + 1; i < t->ndim && i < lead + 3; ++i)
+      if (t->stride[i] * dtype_size(t->dtype) >= int64_t{1} << 32)
+        return "takes strides below 4 GiB, but for the first dimension";
+  return nullptr;
+}
+
+__device__ inline void store_element(char* to, int32_t dtype, float x) {
+  switch (dtype) {
+    case KDA_F32: *reinterpret_cast<float*>(to) = x; break;
+    case KDA_BF16: *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(x); break;
+    default: *reinterpret_cast<__half*>(to) = __float2half_rn(x); break;
+  }
 }
 
 // In every lane, always in the same order.
@@ -33,17 +63,46 @@ __device__ float sum_over(float x) {
 
 // An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
 // are all in flight before the first value is asked for.
-__device__ inline unsigned load_raw(const void* from, int32_t dtype) {
-  return dtype == KDA_F32 ? *static_cast<const unsigned*>(from) : *static_cast<const uint16_t*>(from);
+// kNarrow: known to have 16 bits. (Of two loads to one register, each under a condition, the second waits for the first.)
+template <bool kNarrow>
+__device__ unsigned load_raw(const char* from, int32_t dtype) {
+  if (kNarrow) return *reinterpret_cast<const uint16_t*>(from);
+  return dtype == KDA_F32 ? *reinterpret_cast<const unsigned*>(from) : *reinterpret_cast<const uint16_t*>(from);
 }
-__device__ inline const char* address_of(const kda_tensor& t, int64_t at) {  // of f32, bf16 and f16
-  return static_cast<const char*>(t.data) + (at << (t.dtype == KDA_F32 ? 2 : 1));
-}
-__device__ inline unsigned load_raw(const kda_tensor& t, int64_t at) { return load_raw(address_of(t, at), t.dtype); }
 __device__ inline float value_of(int32_t dtype, unsigned raw) {
-  const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(raw)));
-  return dtype == KDA_F32 ? __uint_as_float(raw) : dtype == KDA_BF16 ? __uint_as_float(raw << 16) : half;
+  float x = __uint_as_float(raw << (dtype == KDA_F32 ? 0 : 16));
+  if (dtype == KDA_F16) x = __half2float(__ushort_as_half(static_cast<uint16_t>(raw)));
+  return x;
 }
+
+// What the tokens of a call bring, and where their outputs go.
+struct Tokens {
+  View q, k, v, g, beta, o;
+  View A_log, bias;  // f32, optional
+  int32_t K, gate_form, beta_form, qk_l2norm;
+  float lower_bound, scale;
+  bool narrow;  // q, k, v, g and beta all have 16 bits
+
+  Tokens(const Dims& d, const kda_inputs& in, const kda_tensor& o)
+      : q(view_of(in.q)),
+        k(view_of(in.k)),
+        v(view_of(in.v)),
+        g(view_of(in.g)),
+        beta(view_of(in.beta)),
+        o(view_of(o)),
+        A_log(view_of(in.A_log)),
+        bias(view_of(in.dt_bias)),
+        K(static_cast<int32_t>(d.K)),
+        gate_form(in.gate_form),
+        beta_form(in.beta_form),
+        qk_l2norm(in.qk_l2norm),
+        lower_bound(in.lower_bound),
+        scale(in.scale),
+        narrow(in.q.dtype != KDA_F32 && in.g.dtype != KDA_F32 && in.beta.dtype != KDA_F32) {}
+  static const char* why_not(const kda_inputs& in, const kda_tensor& o) {
+    return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
+  }
+};
 
 __device__ inline float activated_beta(int32_t form, float x) {
   if (form == KDA_BETA_ACTIVATED) return x;
@@ -84,53 +143,52 @@ struct TokenKeys {
   __device__ int channel(int i) const { return first_ + i * kThreads; }
 
   // Addresses only.
-  __device__ void locate(const kda_inputs& in, int64_t b, int64_t token, int64_t hv, int64_t h) {
-    from_q_ = address_of(in.q, offset(in.q, b, token, h) + first_);
-    from_k_ = address_of(in.k, offset(in.k, b, token, h) + first_);
-    from_g_ = address_of(in.g, offset(in.g, b, token, hv) + first_);
-    from_beta_ = address_of(in.beta, offset(in.beta, b, token, hv));
-    from_bias_ = static_cast<const float*>(in.dt_bias.data) + hv * in.dt_bias.stride[0] + first_;
-    from_A_ = static_cast<const float*>(in.A_log.data) + hv * in.A_log.stride[0];
+  __device__ void locate(const Tokens& x, unsigned b, unsigned token, unsigned hv, unsigned h) {
+    from_q_ = x.q.at(b, token, h) + first_ * x.q.size(), from_k_ = x.k.at(b, token, h) + first_ * x.k.size();
+    from_g_ = x.g.at(b, token, hv) + first_ * x.g.size(), from_beta_ = x.beta.at(b, token, hv);
+    from_bias_ = x.bias.at(hv, 0, 0) + first_ * 4, from_A_ = x.A_log.at(hv, 0, 0);
   }
 
-  // Asks for everything.
-  __device__ void fetch(const Dims& d, const kda_inputs& in) {
-    const bool bias = present(in.dt_bias);
-    const int size = in.q.dtype == KDA_F32 ? 4 : 2, size_g = in.g.dtype == KDA_F32 ? 4 : 2;
+  // Asks for everything. kNarrow: Tokens::narrow.
+  template <bool kNarrow>
+  __device__ void fetch(const Tokens& x) {
+    const auto element = [](const char* from, int i, const View& t) {
+      return load_raw<kNarrow>(from + i * kThreads * (kNarrow ? 2 : t.size()), t.dtype);
+    };
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const bool real = channel(i) < d.K;
-      raw_q_[i] = real ? load_raw(from_q_ + i * kThreads * size, in.q.dtype) : 0;
-      raw_k_[i] = real ? load_raw(from_k_ + i * kThreads * size, in.k.dtype) : 0;
-      raw_g_[i] = real ? load_raw(from_g_ + i * kThreads * size_g, in.g.dtype) : 0;
-      bias_[i] = real && bias ? from_bias_[i * kThreads] : 0.0f;
+      const bool real = channel(i) < x.K;
+      raw_q_[i] = real ? element(from_q_, i, x.q) : 0;
+      raw_k_[i] = real ? element(from_k_, i, x.k) : 0;
+      raw_g_[i] = real ? element(from_g_, i, x.g) : 0;
+      bias_[i] = real && x.bias.data ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
     }
-    A_log_ = present(in.A_log) ? *from_A_ : 0.0f;
-    raw_beta_ = load_raw(from_beta_, in.beta.dtype);
+    A_log_ = x.A_log.data ? *reinterpret_cast<const float*>(from_A_) : 0.0f;
+    raw_beta_ = element(from_beta_, 0, x.beta);
   }
 
   // sum: over the threads that share the token.
   template <class Sum>
-  __device__ void activate(const Dims& d, const kda_inputs& in, const Sum& sum) {
+  __device__ void activate(const Tokens& x, const Sum& sum) {
     const float rate = expf(A_log_);
     Products products{};
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      q[i] = value_of(in.q.dtype, raw_q_[i]), k[i] = value_of(in.k.dtype, raw_k_[i]);
+      q[i] = value_of(x.q.dtype, raw_q_[i]), k[i] = value_of(x.k.dtype, raw_k_[i]);
       products.qq = fmaf(q[i], q[i], products.qq), products.kk = fmaf(k[i], k[i], products.kk);
       products.qk = fmaf(q[i], k[i], products.qk);
     }
     const Products all = sum(products);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      float g = value_of(in.g.dtype, raw_g_[i]) + bias_[i];
-      if (in.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
-      else if (in.gate_form == KDA_GATE_LOWER_BOUND) g = in.lower_bound * sigmoid(rate * g);
-      alpha[i] = channel(i) < d.K ? expf(g) : 0.0f;
+      float g = value_of(x.g.dtype, raw_g_[i]) + bias_[i];
+      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
+      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * g);
+      alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
-    beta = activated_beta(in.beta_form, value_of(in.beta.dtype, raw_beta_));
-    float q_factor = in.scale, k_factor = 1;
-    if (in.qk_l2norm) q_factor *= 1.0f / sqrtf(all.qq + 1e-6f), k_factor = 1.0f / sqrtf(all.kk + 1e-6f);
+    beta = activated_beta(x.beta_form, value_of(x.beta.dtype, raw_beta_));
+    float q_factor = x.scale, k_factor = 1;
+    if (x.qk_l2norm) q_factor *= rsqrtf(all.qq + 1e-6f), k_factor = rsqrtf(all.kk + 1e-6f);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) q[i] *= q_factor, k[i] *= k_factor;
     qk = all.qk * q_factor * k_factor;
@@ -138,8 +196,7 @@ struct TokenKeys {
 
  private:
   int first_;
-  const char *from_q_, *from_k_, *from_g_, *from_beta_;
-  const float *from_bias_, *from_A_;
+  const char *from_q_, *from_k_, *from_g_, *from_beta_, *from_bias_, *from_A_;
   unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
   float bias_[kPerThread], A_log_;
 };
@@ -172,6 +229,13 @@ __device__ float dot(const float (&x)[kElements], const float* y) {
   return sum;
 }
 
+__device__ inline float4 load_four(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ inline float4 load_four(const __nv_bfloat16* from) {
+  const uint2 x = *reinterpret_cast<const uint2*>(from);
+  const float2 lo = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.x));
+  const float2 hi = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.y));
+  return make_float4(lo.x, lo.y, hi.x, hi.y);
+}
 __device__ inline void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
 __device__ inline void store_four(__nv_bfloat16* to, float4 x) {
   const __nv_bfloat162 lo = __floats2bfloat162_rn(x.x, x.y), hi = __floats2bfloat162_rn(x.z, x.w);
@@ -183,69 +247,72 @@ __device__ inline float4 rounded(float4 x) {  // to bf16
   return make_float4(one(x.x), one(x.y), one(x.z), one(x.w));
 }
 
-// Where row v of a head's state is: strides along V and K depend on the layout.
-struct Row {
-  const kda_tensor& t;
-  int64_t at, step;  // of channel 0, and from one channel to the next
+// Neighbouring rows of a head's state. kWide: V-first, K and addresses multiples of four: four channels an access.
+template <bool kWide>
+struct Rows {
+  char* first;
+  uint32_t row, channel_step;  // bytes from one row, and from one channel, to the next
 
-  __device__ Row(const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v)
-      : t(t), step(layout == KDA_STATE_V_FIRST ? 1 : t.stride[2]) {
-    at = slot * t.stride[0] + hv * t.stride[1] + v * (layout == KDA_STATE_V_FIRST ? t.stride[2] : 1);
+  __device__ Rows(const View& t, int32_t layout, unsigned slot, unsigned hv, unsigned v, unsigned layer = 0) {
+    const bool v_first = kWide || layout == KDA_STATE_V_FIRST;
+    row = v_first ? t.stride2 : t.size(), channel_step = v_first ? t.size() : t.stride2;
+    first = t.at(slot, hv, 0) + static_cast<uint64_t>(v) * row + layer * t.layer;
+  }
+
+  template <class T, int kElements>
+  __device__ void load(int i, int K, float (&S)[kElements]) const {
+    const char* from = first + static_cast<uint64_t>(i) * row;
+#pragma unroll
+    for (int e = 0; e < kElements; e += 4) {
+      const int c = channel(e);
+      if constexpr (kWide) {
+        float4 x{};
+        if (c < K) x = load_four(reinterpret_cast<const T*>(from) + c);
+        S[e] = x.x, S[e + 1] = x.y, S[e + 2] = x.z, S[e + 3] = x.w;
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          S[e + j] = c + j < K ? static_cast<float>(*reinterpret_cast<const T*>(from + uint64_t(c + j) * channel_step)) : 0;
+      }
+    }
+  }
+  template <class T, int kElements>
+  __device__ void store(int i, int K, const float (&S)[kElements]) const {
+    char* to = first + static_cast<uint64_t>(i) * row;
+#pragma unroll
+    for (int e = 0; e < kElements; e += 4) {
+      const int c = channel(e);
+      if constexpr (kWide) {
+        if (c < K) store_four(reinterpret_cast<T*>(to) + c, make_float4(S[e], S[e + 1], S[e + 2], S[e + 3]));
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (c + j < K) *reinterpret_cast<T*>(to + uint64_t(c + j) * channel_step) = static_cast<T>(S[e + j]);
+      }
+    }
   }
 };
 
-// kWide: V-first, K and addresses multiples of four: four channels an access.
-template <class T, bool kWide, int kElements>
-__device__ void load_row_of(const Row& row, int64_t K, float (&S)[kElements]) {
-  const T* from = static_cast<const T*>(row.t.data) + row.at;
+// The first `count` rows, f32 or bf16.
+template <bool kWide, int kRows, int kElements>
+__device__ void load_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, float (&S)[kRows][kElements]) {
+  const auto all = [&]<class T>() {
 #pragma unroll
-  for (int i = 0; i < kElements; i += 4) {
-    const int c = channel(i);
-    if constexpr (kWide) {
-      if (c >= K) {
-        S[i] = S[i + 1] = S[i + 2] = S[i + 3] = 0;
-      } else if constexpr (sizeof(T) == 4) {
-        const float4 x = *reinterpret_cast<const float4*>(from + c);
-        S[i] = x.x, S[i + 1] = x.y, S[i + 2] = x.z, S[i + 3] = x.w;
-      } else {
-        const uint2 x = *reinterpret_cast<const uint2*>(from + c);
-        const float2 lo = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.x));
-        const float2 hi = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.y));
-        S[i] = lo.x, S[i + 1] = lo.y, S[i + 2] = hi.x, S[i + 3] = hi.y;
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) S[i + j] = c + j < K ? static_cast<float>(from[(c + j) * row.step]) : 0.0f;
-    }
-  }
+    for (int i = 0; i < kRows; ++i)
+      if (i < count) rows.template load<T>(i, K, S[i]);
+  };
+  if (dtype == KDA_F32) all.template operator()<float>();
+  else all.template operator()<__nv_bfloat16>();
 }
-
-template <class T, bool kWide, int kElements>
-__device__ void store_row_of(const Row& row, int64_t K, const float (&S)[kElements]) {
-  T* to = static_cast<T*>(row.t.data) + row.at;
+template <bool kWide, int kRows, int kElements>
+__device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, const float (&S)[kRows][kElements]) {
+  const auto all = [&]<class T>() {
 #pragma unroll
-  for (int i = 0; i < kElements; i += 4) {
-    const int c = channel(i);
-    if constexpr (kWide) {
-      if (c < K) store_four(to + c, make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]));
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (c + j < K) to[(c + j) * row.step] = static_cast<T>(S[i + j]);
-    }
-  }
-}
-
-// States are f32 or bf16.
-template <bool kWide, int kElements>
-__device__ void load_row(const Row& row, int64_t K, float (&S)[kElements]) {
-  if (row.t.dtype == KDA_F32) load_row_of<float, kWide>(row, K, S);
-  else load_row_of<__nv_bfloat16, kWide>(row, K, S);
-}
-template <bool kWide, int kElements>
-__device__ void store_row(const Row& row, int64_t K, const float (&S)[kElements]) {
-  if (row.t.dtype == KDA_F32) store_row_of<float, kWide>(row, K, S);
-  else store_row_of<__nv_bfloat16, kWide>(row, K, S);
+    for (int i = 0; i < kRows; ++i)
+      if (i < count) rows.template store<T>(i, K, S[i]);
+  };
+  if (dtype == KDA_F32) all.template operator()<float>();
+  else all.template operator()<__nv_bfloat16>();
 }
 
 // Whether four-wide accesses fit all of these states (absent ones fit).

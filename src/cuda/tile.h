@@ -11,8 +11,8 @@ __device__ inline void copy_async(float* shared, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from));
 }
 
-// Rows of kK channels (one value column each), in chunks of 16 bytes that are swizzled so that both ways of reading them
-// are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes each.
+// Rows of kK channels (one value column each), 16 channels swizzled with their neighbours so that both ways of reading
+// them are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes each.
 template <class T, int kK>
 class Tile {
  public:
@@ -21,17 +21,21 @@ class Tile {
   __device__ explicit Tile(void* shared) : data_(static_cast<T*>(shared)) {}
   __host__ __device__ static constexpr int bytes(int rows) { return rows * kK * static_cast<int>(sizeof(T)); }
 
-  // Asks for rows that are `step` elements apart: all kThreads threads together. Without `real` they become zeros.
+  // Asks for rows that are `step` bytes apart: all kThreads threads together,
+  // multiples of 16 rows. Without `real` they become zeros.
   template <int kThreads>
-  __device__ void ask(const T* from, int64_t step, int rows, bool real) const {
+  __device__ void ask(const char* from, uint32_t step, int rows, bool real) const {
     constexpr int kRowsAtOnce = kThreads / kChunks;
+    static_assert(kRowsAtOnce % 4 == 0, "a thread's rows have one twist");
     const int chunk = static_cast<int>(threadIdx.x) % kChunks;
-    int row = static_cast<int>(threadIdx.x) / kChunks;
-    const T* source = real ? from + row * step + chunk * kChunk : from;
-    for (; row < rows; row += kRowsAtOnce) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(data_ + at(row, chunk * kChunk))),
-                   "l"(source), "r"(real ? 16 : 0));
-      if (real) source += kRowsAtOnce * step;
+    const int row = static_cast<int>(threadIdx.x) / kChunks;
+    unsigned to = shared_address(data_ + at(row, chunk * kChunk));
+    const char* source = real ? from + row * static_cast<uint64_t>(step) + chunk * 16 : from;
+    const uint64_t next = real ? kRowsAtOnce * static_cast<uint64_t>(step) : 0;
+#pragma unroll 4
+    for (int i = 0; i < rows / kRowsAtOnce; ++i) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(real ? 16 : 0));
+      to += kRowsAtOnce * kK * static_cast<int>(sizeof(T)), source += next;
     }
   }
   // Waits for what this thread asked for; a barrier makes the whole tile visible.
@@ -39,22 +43,16 @@ class Tile {
 
   // Four channels of a row, from a multiple of four on.
   __device__ void set(int row, int channel, float4 x) const { store_four(data_ + at(row, channel), x); }
-  __device__ float4 four(int row, int channel) const {
-    const T* from = data_ + at(row, channel);
-    if constexpr (sizeof(T) == 4) {
-      return *reinterpret_cast<const float4*>(from);
-    } else {
-      const uint2 x = *reinterpret_cast<const uint2*>(from);
-      const float2 lo = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.x));
-      const float2 hi = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x.y));
-      return make_float4(lo.x, lo.y, hi.x, hi.y);
-    }
-  }
+  __device__ float4 four(int row, int channel) const { return load_four(data_ + at(row, channel)); }
+
+  // The same for walking along rows whose numbers differ by multiples of four: channels 16 i + 4 j .. + 3 of row + 4 m are
+  // at lane(row, j) + 4 m kK + 16 (i ^ twist(row)).
+  __device__ const T* lane(int row, int j) const { return data_ + row * kK + 4 * j; }
+  __device__ static int twist(int row) { return sizeof(T) == 4 ? row & 1 : row & 3; }
 
  private:
   __device__ static int at(int row, int channel) {
-    const int swizzle = sizeof(T) == 4 ? (row & 1) << 2 : (row & 3) << 1;
-    return row * kK + ((channel / kChunk) ^ swizzle) * kChunk + channel % kChunk;
+    return row * kK + ((channel / 16) ^ twist(row)) * 16 + channel % 16;
   }
   T* data_;
 };

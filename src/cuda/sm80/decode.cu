@@ -8,15 +8,14 @@
 //
 // `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
 // flight before anything is waited for. The shortest way for small calls.
-// `cuda_decode_staged` (K = 64 or 128, V-first, no snapshots): states come through shared memory, asynchronously. Blocks need few
-// registers and hold 32 KiB in flight each, as many as fit an SM: what it takes to keep the memory busy in large calls.
+// `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
+// some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
 #include "cuda/cuda.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
-#include "cuda/tile.h"
 
 namespace kda::cuda {
 namespace {
@@ -65,88 +64,103 @@ __device__ void apply_token(const Prepared<kElements>& x, float beta, float qk, 
   }
 }
 
+// What a call moves: h0 and hT by slot, snapshots by slot or (`layer` is a sequence) by row.
+struct States {
+  View h0, hT, snapshots;
+  explicit States(const kda_decode_args& a)
+      : h0(view_of(a.states.h0)),
+        hT(view_of(a.states.hT)),
+        snapshots(view_of(a.snapshots, present(a.snapshots) ? a.snapshots.ndim - 4 : 0)) {}
+};
+
 // kPlain: neither snapshots nor a start from one.
 template <bool kWide, bool kPlain, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, kElements* kRows > 32 ? 1 : kRows == 4 || kElements == 32 ? 4 : 5)
-    decode_kernel(const __grid_constant__ DecodeProblem p, const Blocks blocks) {
+__global__ void __launch_bounds__(kThreads, kElements* kRows > 32 ? 1 : kRows == 4 || kElements == 32 || !kPlain ? 4 : 5)
+    decode_kernel(const __grid_constant__ DecodeProblem p, const __grid_constant__ Tokens x,
+                  const __grid_constant__ States states, const Blocks blocks) {
   constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
-  __shared__ Prepared<kElements> x;
+  __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
   const kda_decode_args& a = p.args;
+  const int32_t layout = a.in.state_layout;
   const Place at(blocks);
-  const unsigned hv = at.hv, n = at.n;
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
-  const auto store_output = [&](int64_t b, int64_t t, int row, float x) {
-    if (row < columns && threadIdx.x % kRowLanes == 0) store_element(a.o, offset(a.o, b, t, hv) + v0 + row, x);
+  const auto store_outputs = [&](unsigned b, unsigned t, const float (&o)[kRows]) {
+    char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * x.o.size();
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      if (row < columns && threadIdx.x % kRowLanes == 0) store_element(to + row * x.o.size(), x.o.dtype, o[row]);
   };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
-    for (; t < end; ++t)
-      for (int row = 0; row < kRows; ++row) store_output(b, t, row, 0);
+    const float zeros[kRows] = {};
+    for (; t < end; ++t) store_outputs(static_cast<unsigned>(b), static_cast<unsigned>(t), zeros);
   };
   // All addresses that need nothing from memory are ready before the wait for the kernel before, and the first token's
   // inputs are asked for before the wait for the slot.
   TokenKeys<kPerThread, kThreads> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
-  const auto locate = [&](int64_t b, int64_t t) {
-    keys.locate(a.in, b, t, hv, at.h);
-    from_v = address_of(a.in.v, offset(a.in.v, b, t, hv) + v0);
+  const auto locate = [&](unsigned b, unsigned t) {
+    keys.locate(x, b, t, at.hv, at.h);
+    from_v = x.v.at(b, t, at.hv) + static_cast<unsigned>(v0) * x.v.size();
   };
   unsigned values[kRows];
-  const auto fetch = [&] {
-    keys.fetch(p, a.in);
+  const auto fetch_as = [&]<bool kNarrow>() {
+    keys.template fetch<kNarrow>(x);
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      values[row] = row < columns ? load_raw(from_v + row * (a.in.v.dtype == KDA_F32 ? 4 : 2), a.in.v.dtype) : 0;
+      values[row] = row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : x.v.size()), x.v.dtype) : 0;
   };
-  if (!p.varlen) locate(n, 0);
+  const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
+  if (!p.varlen) locate(at.n, 0);
   wait_for_stream();
   if (at.layer) return;  // the grid's last rows
-  if (n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
-  const int64_t slot = slot_of(a.states.state_indices, n);
-  Sequence s = sequence_at(p, a.in, n);
-  if (p.varlen) locate(0, s.t0);
+  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
+  const int64_t slot = slot_of(a.states.state_indices, at.n);
+  Sequence s = sequence_at(p, a.in, at.n);
+  const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
+  if (p.varlen) locate(b, t0);
   if (s.length > 0) fetch();
   find_states(p, s, slot);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
   float S[kRows][kElements] = {};
-  const auto load_state = [&](const kda_tensor& t, int64_t slot, bool initial) {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (initial && row < columns) load_row<kWide>(Row(t, a.in.state_layout, slot, hv, v0 + row), p.K, S[row]);
+  const auto load = [&](const View& from, int64_t row, unsigned layer) {
+    const Rows<kWide> rows(from, layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0), layer);
+    load_rows(rows, from.dtype, columns, x.K, S);
   };
-  const auto store_state = [&](const kda_tensor& t, int64_t slot) {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (row < columns) store_row<kWide>(Row(t, a.in.state_layout, slot, hv, v0 + row), p.K, S[row]);
+  const auto store = [&](const View& to, int64_t row, unsigned layer) {
+    const Rows<kWide> rows(to, layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0), layer);
+    store_rows(rows, to.dtype, columns, x.K, S);
   };
-  if constexpr (kPlain) {
-    load_state(a.states.h0, s.slot, s.initial);
+  [[maybe_unused]] const Snapshots snapshots = snapshot_rows_of(p, at.n);
+  if (kPlain || !present(a.accepted)) {
+    if (s.initial) load(states.h0, s.slot, 0);
   } else {
-    const Start start = start_of(p, s);
-    load_state(start.states, start.row, start.initial);
+    const int64_t row = start_row(p, snapshots);
+    const bool there = row >= 0 && row < (snapshots.slots ? a.states.h0.shape[0] : a.snapshots.shape[1]);
+    if (there && snapshots.slots) load(states.h0, row, 0);
+    if (there && !snapshots.slots) load(states.snapshots, row, at.n);
   }
 
-  for (int64_t t = 0; t < s.length; ++t) {
-    if (t) locate(s.b, s.t0 + t), fetch();
+  for (unsigned t = 0; t < s.length; ++t) {
+    if (t) locate(b, t0 + t), fetch();
     // Its barrier: the last token's keys are no longer read, either.
-    keys.activate(p, a.in, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
-    x.template store<decltype(keys), kPerThread>(keys);
+    keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
+    prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
     float v[kRows], o[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) v[row] = value_of(a.in.v.dtype, values[row]);
-    apply_token(x, keys.beta, keys.qk, v, S, o);
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) store_output(s.b, s.t0 + t, row, o[row]);
+    for (int row = 0; row < kRows; ++row) v[row] = value_of(x.v.dtype, values[row]);
+    apply_token(prepared, keys.beta, keys.qk, v, S, o);
+    store_outputs(b, t0 + t, o);
     if constexpr (!kPlain) {
-      const Snapshots snapshots = snapshots_of(p, n);
-      const int64_t slot = present(snapshots.states) ? snapshots.row(t) : -1;
-      if (slot >= 0 && slot < snapshots.states.shape[0]) store_state(snapshots.states, slot);
+      const int64_t row = states.snapshots.data ? snapshots.row(t) : -1;
+      if (row >= 0 && row < a.snapshots.shape[snapshots.slots ? 0 : 1])
+        store(states.snapshots, row, snapshots.slots ? 0 : at.n);
     }
   }
-  if (present(a.states.hT)) store_state(a.states.hT, s.slot);
+  if (states.hT.data) store(states.hT, s.slot, 0);
 }
 
 template <bool kWide, int kElements, int kRows>
@@ -154,9 +168,11 @@ void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
   const dim3 grid = Blocks::grid(p, tiles, 1);
   const Blocks blocks(p, tiles);
+  const Tokens tokens(p, p.args.in, p.args.o);
+  const States states(p.args);
   if (!present(p.args.snapshots) && !present(p.args.accepted))
-    launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, blocks);
-  else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, blocks);
+    launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
+  else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
@@ -167,103 +183,109 @@ void launch_direct(const DecodeProblem& p, bool few) {
   else few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, 2>(p);
 }
 
-// ---- through shared memory ----
-
-constexpr int kColumns = 64;  // of a block
+// ---- a head a block ----
 
 template <class T, int kK>
 __global__ void __launch_bounds__(kThreads, 4)
-    staged_kernel(const __grid_constant__ DecodeProblem p, const Blocks blocks) {
-  constexpr int kElements = kK / kRowLanes, kRows = 2, kPass = kTile<kRows>;
-  extern __shared__ float4 dynamic[];
-  const Tile<T, kK> tile(dynamic);
-  __shared__ Prepared<kElements> x;
+    sweep_kernel(const __grid_constant__ DecodeProblem p, const __grid_constant__ Tokens x,
+                 const __grid_constant__ States states, const Blocks blocks) {
+  constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
+  __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
-  __shared__ float v[kColumns];
+  __shared__ float values[kMaxSize];
   const kda_decode_args& a = p.args;
   const Place at(blocks);
-  const unsigned hv = at.hv, n = at.n;
-  const int64_t v0 = static_cast<int64_t>(at.tile) * kColumns;
-  const auto output = [&](int64_t b, int64_t t) { return offset(a.o, b, t, hv) + v0; };
+  const auto V = static_cast<unsigned>(p.V);
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
-    for (; t < end; ++t)
-      if (threadIdx.x < kColumns) store_element(a.o, output(b, t) + threadIdx.x, 0);
+    for (; t < end; ++t) {
+      char* to = x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
+      for (unsigned v = threadIdx.x; v < V; v += kThreads) store_element(to + v * x.o.size(), x.o.dtype, 0);
+    }
   };
   TokenKeys<1, kThreads> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
-  const auto locate = [&](int64_t b, int64_t t) {
-    keys.locate(a.in, b, t, hv, at.h);
-    from_v = address_of(a.in.v, offset(a.in.v, b, t, hv) + v0 + threadIdx.x);
+  const auto locate = [&](unsigned b, unsigned t) {
+    keys.locate(x, b, t, at.hv, at.h);
+    from_v = x.v.at(b, t, at.hv) + threadIdx.x * x.v.size();
   };
-  unsigned value = 0;
-  const auto fetch = [&] {
-    keys.fetch(p, a.in);
-    if (threadIdx.x < kColumns) value = load_raw(from_v, a.in.v.dtype);
+  unsigned raw[kMaxSize / kThreads];
+  const auto fetch_as = [&]<bool kNarrow>() {
+    keys.template fetch<kNarrow>(x);
+#pragma unroll
+    for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
+      raw[i] = threadIdx.x + i * kThreads < V ? load_raw<kNarrow>(from_v + i * kThreads * x.v.size(), x.v.dtype) : 0;
   };
-  if (!p.varlen) locate(n, 0);
+  const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
+  if (!p.varlen) locate(at.n, 0);
   wait_for_stream();
   if (at.layer) return;  // the grid's last rows
-  if (n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
-  const int64_t slot = slot_of(a.states.state_indices, n);
-  Sequence s = sequence_at(p, a.in, n);
-  if (p.varlen) locate(0, s.t0);
+  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
+  const int64_t slot = slot_of(a.states.state_indices, at.n);
+  Sequence s = sequence_at(p, a.in, at.n);
+  const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
+  if (p.varlen) locate(b, t0);
   if (s.length > 0) fetch();
   find_states(p, s, slot);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
-  const auto first = [&](const kda_tensor& t) {
-    return s.slot * t.stride[0] + hv * t.stride[1] + v0 * t.stride[2];
-  };
-  const kda_tensor& h0 = a.states.h0;
-  const T* from = s.initial ? static_cast<const T*>(h0.data) + first(h0) : nullptr;
-  tile.template ask<kThreads>(from, h0.stride[2], kColumns, s.initial);
-  for (int64_t t = 0;; ++t) {
-    if (t) {
-      __syncthreads();  // the last token is no longer read
-      locate(s.b, s.t0 + t), fetch();
-    }
-    if (s.length > 0) {
-      keys.activate(p, a.in, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
-      x.template store<decltype(keys), 1>(keys);
-      if (threadIdx.x < kColumns) v[threadIdx.x] = value_of(a.in.v.dtype, value);
-    }
-    tile.wait();
-    __syncthreads();  // the token's keys, its values and the state are in shared memory
-    const bool last = t + 1 >= s.length;
-#pragma unroll 1
-    for (int pass = 0; pass < kColumns; pass += kPass) {
-      const int row0 = pass + first_row<kRows>();
-      float S[kRows][kElements], mine[kRows], o[kRows];
+
+  // Each token is a sweep over the state; in most calls there is one.
+  const auto state = static_cast<unsigned>(s.slot), row0 = static_cast<unsigned>(first_row<kRows>());
+  for (unsigned t = 0; t == 0 || t < s.length; ++t) {
+    const bool first = t == 0;
+    const Rows<true> from(first ? states.h0 : states.hT, KDA_STATE_V_FIRST, state, at.hv, row0);
+    const Rows<true> to(states.hT, KDA_STATE_V_FIRST, state, at.hv, row0);
+    float S[2][kRows][kElements];
+    const auto load = [&](unsigned v, float (&S)[kRows][kElements]) {
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        mine[row] = v[row0 + row];
+      for (int row = 0; row < kRows; ++row)
+        if (v < V && (s.initial || !first)) {
+          from.template load<T>(static_cast<int>(v) + row, kK, S[row]);
+        } else {
 #pragma unroll
-        for (int e = 0; e < kElements; e += 4) {
-          const float4 four = tile.four(row0 + row, channel(e));
-          S[row][e] = four.x, S[row][e + 1] = four.y, S[row][e + 2] = four.z, S[row][e + 3] = four.w;
+          for (int e = 0; e < kElements; ++e) S[row][e] = 0;
         }
-      }
-      if (s.length > 0) apply_token(x, keys.beta, keys.qk, mine, S, o);
+    };
+    load(0, S[0]);
+    if (!first) locate(b, t0 + t), fetch();
+    if (s.length > 0) {
+      // Its barrier: the last token is no longer read.
+      keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
+      prepared.template store<decltype(keys), 1>(keys);
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const int r = row0 + row;
-        if (s.length > 0 && threadIdx.x % kRowLanes == 0) store_element(a.o, output(s.b, s.t0 + t) + r, o[row]);
-        if (last && present(a.states.hT))
-          store_row<true>(Row(a.states.hT, KDA_STATE_V_FIRST, s.slot, hv, v0 + r), kK, S[row]);
-        if (last) continue;
-#pragma unroll
-        for (int e = 0; e < kElements; e += 4)  // this thread's alone
-          tile.set(r, channel(e), make_float4(S[row][e], S[row][e + 1], S[row][e + 2], S[row][e + 3]));
-      }
+      for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
+        if (threadIdx.x + i * kThreads < V) values[threadIdx.x + i * kThreads] = value_of(x.v.dtype, raw[i]);
     }
-    if (last) break;
+    __syncthreads();  // the token's keys and values are in shared memory
+    char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * x.o.size();
+    const auto finish = [&](unsigned v, float (&S)[kRows][kElements]) {
+      if (s.length > 0) {
+        float mine[kRows], o[kRows];
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) mine[row] = values[v + row0 + row];
+        apply_token(prepared, keys.beta, keys.qk, mine, S, o);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row)
+          if (threadIdx.x % kRowLanes == 0) store_element(to_o + (v + row) * x.o.size(), x.o.dtype, o[row]);
+      }
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        if (states.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
+    };
+    // The next columns are on their way while these are worked on.
+#pragma unroll 1
+    for (unsigned v = 0; v < V; v += 2 * kStep) {
+      load(v + kStep, S[1]);
+      finish(v, S[0]);
+      load(v + 2 * kStep, S[0]);
+      finish(v + kStep, S[1]);
+    }
   }
 }
 
 template <class T, int kK>
-void launch_staged(const DecodeProblem& p) {
-  const int64_t tiles = p.V / kColumns;
-  launch<staged_kernel<T, kK>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, Tile<T, kK>::bytes(kColumns), p,
-                               Blocks(p, tiles));
+void launch_sweep(const DecodeProblem& p) {
+  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, p, Tokens(p, p.args.in, p.args.o),
+                              States(p.args), Blocks(p, 1));
 }
 
 }  // namespace
@@ -273,6 +295,9 @@ const char* decode_why_not(const DecodeProblem& p) {
   if (const char* reason = device_why_not(a.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(a.conv.x)) return "has no fused convolution";
+  if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
+  if (const char* reason = view_why_not({&a.states.h0, &a.states.hT})) return reason;
+  if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
   return grid_why_not(p, (p.V + 15) / 16, 1);
 }
 
@@ -285,25 +310,32 @@ void decode(const DecodeProblem& p) {
   else launch_direct<false>(p, few);
 }
 
-const char* decode_staged_why_not(const DecodeProblem& p) {
+const char* decode_sweep_why_not(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
+  const kda_states& states = a.states;
   if (const char* reason = decode_why_not(p)) return reason;
   if (present(a.snapshots) || present(a.accepted)) return "has no snapshots";
-  return tile_why_not(p, a.in.state_layout, {&a.states.h0, &a.states.hT}, kColumns);
+  if ((p.K != 64 && p.K != 128) || p.V % 64 || !wide_rows(p, a.in.state_layout, {&states.h0, &states.hT}))
+    return "takes V-first states of K = 64 or 128 and V a multiple of 64";
+  if (present(states.h0) && present(states.hT) && states.h0.dtype != states.hT.dtype)
+    return "takes states of one dtype";
+  // Between tokens the state is in memory.
+  if (p.varlen ? !present(states.hT) || states.hT.dtype != KDA_F32 : p.T > 1)
+    return "takes one token a sequence (with cu_seqlens: a final state in float32)";
+  return nullptr;
 }
 
-const char* decode_staged_too_small(const DecodeProblem& p) {
-  return p.N * p.HV * p.V < int64_t{256} * multiprocessors(p.args.exec.device_id)
-             ? "has too few states for a GPU of this size"
-             : nullptr;
+const char* decode_sweep_too_small(const DecodeProblem& p) {
+  return p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id) ? "has too few heads for a GPU of this size" : nullptr;
 }
 
-void decode_staged(const DecodeProblem& p) {
+void decode_sweep(const DecodeProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const bool bf16 = p.args.states.h0.dtype == KDA_BF16;
-  if (p.K == 64) bf16 ? launch_staged<__nv_bfloat16, 64>(p) : launch_staged<float, 64>(p);
-  else bf16 ? launch_staged<__nv_bfloat16, 128>(p) : launch_staged<float, 128>(p);
+  const kda_states& states = p.args.states;
+  const bool bf16 = (present(states.h0) ? states.h0 : states.hT).dtype == KDA_BF16;
+  if (p.K == 64) bf16 ? launch_sweep<__nv_bfloat16, 64>(p) : launch_sweep<float, 64>(p);
+  else bf16 ? launch_sweep<__nv_bfloat16, 128>(p) : launch_sweep<float, 128>(p);
 }
 
 }  // namespace kda::cuda

@@ -7,9 +7,9 @@
 //
 // Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the formulas),
 // and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request depend on nothing
-// else in the call, and flush_verify has those of flush, then verify.
-//
-#include "cuda/sm80/layer.h"
+// else in the call, and flush_verify has those of flush, then verify. What a ring holds committed but not applied, verify
+// applies in registers only.
+#include "cuda/sm80/parts.h"
 
 namespace kda::cuda {
 namespace {
@@ -24,19 +24,19 @@ template <int kK>
 struct alignas(16) FlushMemory {
   float w[kEntries][kK], f[kK];
 };
-// Dynamic: a row of scores has room for the drafts and the committed entries of a ring.
+// Dynamic.
 struct VerifyMemory {
   float *k, *alpha, *kG, *qG;  // [drafts][kK]
-  float *A, *P;                // [drafts][window] in the order of the walk back
+  float *A, *P;                // [drafts][drafts] in the order of the walk back
   float *u, *v;                // [drafts][tile]
   float *beta, *qk;            // [drafts]
 
-  __host__ __device__ static int64_t floats(int64_t kK, int64_t drafts, int64_t window, int64_t tile) {
-    return 4 * drafts * kK + 2 * drafts * window + 2 * drafts * tile + 2 * drafts;
+  __host__ __device__ static int64_t floats(int64_t kK, int64_t drafts, int64_t tile) {
+    return 4 * drafts * kK + 2 * drafts * drafts + 2 * drafts * tile + 2 * drafts;
   }
-  __device__ VerifyMemory(float* at, int64_t kK, int64_t drafts, int64_t window, int64_t tile) {
+  __device__ VerifyMemory(float* at, int64_t kK, int64_t drafts, int64_t tile) {
     for (float** p : {&k, &alpha, &kG, &qG}) *p = at, at += drafts * kK;
-    for (float** p : {&A, &P}) *p = at, at += drafts * window;
+    for (float** p : {&A, &P}) *p = at, at += drafts * drafts;
     for (float** p : {&u, &v}) *p = at, at += drafts * tile;
     beta = at, qk = at + drafts;
   }
@@ -45,34 +45,33 @@ struct VerifyMemory {
 // S <- Diag(f) S + sum_i w_i u_i, walking back from the newest entry: w_i = k_i f_i with f the product of all younger
 // alpha.
 template <int kElements, int kRows>
-__device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, const Place& at, int v0, int columns,
-                              float (&S)[kRows][kElements]) {
+__device__ void flush_columns(const Before& b, int K, int columns, float (&S)[kRows][kElements]) {
   constexpr int kK = kElements * 8, kOwn = (kK + kThreads - 1) / kThreads;
   __shared__ FlushMemory<kK> memory;
   double product[kOwn];
   float sum[kRows][kElements] = {};
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) product[j] = 1;
-  for (int64_t w = r.newest; w >= 0;) {
-    int64_t entry[kEntries];
+  for (int w = b.newest; w >= 0;) {
+    int entry[kEntries];
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
-      entry[i] = w < 0 ? 0 : r.flush.entry(w);
-      if (w >= 0) ++count, w = r.flush.before(w);
+      entry[i] = w < 0 ? 0 : b.window.entry(w);
+      if (w >= 0) ++count, w = b.window.before(w);
     }
     float key[kEntries][kOwn], alpha[kEntries][kOwn], u[kEntries][kRows];
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) {
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        u[i][row] = row < columns && i < count ? float_at(x.last.u, r.last_slot, entry[i], at.hv, v0 + row) : 0.0f;
+        u[i][row] = row < columns && i < count ? b.entries.u_at(entry[i], row) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
         const int c = threadIdx.x + j * kThreads;
-        const bool real = c < d.K && i < count;
-        key[i][j] = real ? float_at(x.last.k, r.last_slot, entry[i], at.h, c) : 0.0f;
-        alpha[i][j] = real ? float_at(x.last.alpha, r.last_slot, entry[i], at.hv, c) : 1.0f;
+        const bool real = c < K && i < count;
+        key[i][j] = real ? b.entries.k_at(entry[i], c) : 0.0f;
+        alpha[i][j] = real ? b.entries.alpha_at(entry[i], c) : 1.0f;
       }
     }
     __syncthreads();  // the last entries are no longer read
@@ -117,27 +116,24 @@ __device__ void flush_columns(const Dims& d, const Layer& x, const Request& r, c
   }
 }
 
-// The drafts' keys, decays, scores and decayed operands; first tiles record keys and decays.
-template <int kElements, class P>
-__device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts, int64_t window,
-                        const Place& at, bool records, const VerifyMemory& m) {
+// The drafts' keys, decays, scores and decayed operands.
+template <int kElements>
+__device__ void prepare(const Tokens& x, const Request& r, const Place& at, int drafts, const Entries& record,
+                        bool recorded, bool record_k, const VerifyMemory& m, int room) {
   constexpr int kK = kElements * 8, kPerLane = kElements / 4;
-  const kda_inputs& in = p.args.in;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool first_of_group = at.h * (p.HV / p.H) == at.hv;
-  const int64_t committed = r.verify.committed;
   for (int t = warp; t < drafts; t += kThreads / 32) {
     TokenKeys<kPerLane, 32> key(lane);
-    key.locate(in, r.s.b, r.s.t0 + t, at.hv, at.h), key.fetch(p, in);
-    key.activate(p, in, warp_sums);
-    const int64_t e = records ? r.verify.entry(r.verify.token(t)) : 0;
+    key.locate(x, static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0 + t), at.hv, at.h), key.template fetch<false>(x);
+    key.activate(x, warp_sums);
+    const int entry = recorded ? r.verify.entry(r.verify.token(t)) : 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int c = lane + 32 * i;
+      const int c = key.channel(i);
       m.k[t * kK + c] = key.k[i], m.alpha[t * kK + c] = key.alpha[i], m.qG[t * kK + c] = key.q[i];
-      if (!records || c >= p.K) continue;
-      static_cast<float*>(x.records.alpha.data)[offset(x.records.alpha, r.slot, e, at.hv) + c] = key.alpha[i];
-      if (first_of_group) static_cast<float*>(x.records.k.data)[offset(x.records.k, r.slot, e, at.h) + c] = key.k[i];
+      if (!recorded || c >= x.K) continue;
+      record.alpha_at(entry, c) = key.alpha[i];
+      if (record_k) record.k_at(entry, c) = key.k[i];
     }
     if (lane == 0) m.beta[t] = key.beta, m.qk[t] = key.qk;
   }
@@ -149,25 +145,18 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
       const int c = t * kK + lane + 32 * i;
       kG[i] = m.k[c], qG[i] = m.qG[c], alpha[i] = m.alpha[c];
     }
-    float *A = m.A + t * window, *P_ = m.P + t * window;
-    for (int64_t w = committed + t;;) {
-      w = r.verify.before(w);
+    float *A = m.A + t * room, *P_ = m.P + t * room;
+    for (int w = t;;) {
+      w = r.verify.parent(w);
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) kG[i] *= alpha[i], qG[i] *= alpha[i];
       if (w < 0) break;
       float a = 0, o = 0;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
-        const int c = lane + 32 * i;
-        float k;
-        if (w < committed) {
-          const int64_t e = r.verify.entry(w);
-          k = c < p.K ? float_at(x.records.k, r.slot, e, at.h, c) : 0.0f;
-          alpha[i] = c < p.K ? float_at(x.records.alpha, r.slot, e, at.hv, c) : 0.0f;
-        } else {
-          k = m.k[(w - committed) * kK + c], alpha[i] = m.alpha[(w - committed) * kK + c];
-        }
-        a = fmaf(kG[i], k, a), o = fmaf(qG[i], k, o);
+        const int c = w * kK + lane + 32 * i;
+        alpha[i] = m.alpha[c];
+        a = fmaf(kG[i], m.k[c], a), o = fmaf(qG[i], m.k[c], o);
       }
       a = sum_over<32>(a), o = sum_over<32>(o);
       if (lane == 0) *A = a, *P_ = o;
@@ -184,91 +173,84 @@ __device__ void prepare(const P& p, const Layer& x, const Request& r, int drafts
 
 template <class P, bool kWide, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads)
-    speculation_kernel(const __grid_constant__ P p, const Blocks blocks, int room, int window) {
+    speculation_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks) {
   wait_for_stream();
   extern __shared__ float4 dynamic[];
   constexpr int kK = kElements * 8;
   const Place at(blocks);
-  if (at.layer >= layers_of(p)) return;  // the grid's last rows
-  const unsigned tile = at.tile, hv = at.hv, n = at.n;
-  const int v0 = static_cast<int>(tile) * kTile<kRows> + first_row<kRows>();
+  if (at.layer >= x.layers) return;  // the grid's last rows
+  const Tokens& tokens = x.tokens;
+  const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
   const bool leads = threadIdx.x % kRowLanes == 0;
+  const auto store_output = [&](int64_t b, int64_t t, int row, float o) {
+    if (!leads || row >= columns) return;
+    char* to = tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
+    store_element(to + static_cast<unsigned>(v0 + row) * tokens.o.size(), tokens.o.dtype, o);
+  };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if constexpr (kVerifies<P>)
       for (; t < end; ++t)
-        for (int row = 0; leads && row < columns; ++row)
-          store_element(p.args.o, offset(p.args.o, b, t, hv) + v0 + row, 0);
+        for (int row = 0; row < kRows; ++row) store_output(b, t, row, 0);
   };
   if constexpr (kVerifies<P>) {
-    if (n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
+    if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
   }
-  const Request r = request_of(p, n);
+  const Request r = request_of(p, at.n);
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
-  const Layer x = layer_of(p, at.layer);
-  const int32_t layout = layout_of(p);
+  const auto rows_of = [&](const View& t) {
+    return Rows<kWide>(t, x.layout, static_cast<unsigned>(r.s.slot), at.hv, static_cast<unsigned>(v0), at.layer);
+  };
 
   float S[kRows][kElements] = {};
+  if (r.s.initial) load_rows(rows_of(x.h0), x.h0.dtype, columns, tokens.K, S);
+  const Before before = before_drafts<P>(x, at, r, static_cast<unsigned>(v0));
+  if (before.newest >= 0) {
+    flush_columns(before, tokens.K, columns, S);
+    if (before.apply) {
+      store_rows(rows_of(x.hT), x.hT.dtype, columns, tokens.K, S);
+      if (x.hT.dtype == KDA_BF16) {
 #pragma unroll
-  for (int row = 0; row < kRows; ++row)
-    if (r.s.initial && row < columns) load_row<kWide>(Row(x.h0, layout, r.s.slot, hv, v0 + row), p.K, S[row]);
-  if constexpr (kFlushes<P>) {
-    if (r.newest >= 0) {
-      flush_columns(p, x, r, at, v0, columns, S);
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        if (row < columns) store_row<kWide>(Row(x.hT, layout, r.s.slot, hv, v0 + row), p.K, S[row]);
-        if (x.hT.dtype != KDA_BF16) continue;
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) S[row][e] = __bfloat162float(__float2bfloat16_rn(S[row][e]));
+        for (int i = 0; i < kRows * kElements; ++i)
+          S[i / kElements][i % kElements] = __bfloat162float(__float2bfloat16_rn(S[i / kElements][i % kElements]));
       }
     }
   }
   if constexpr (kVerifies<P>) {
-    const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
+    const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(x.room)));
     if (drafts == 0) return;
-    const int64_t committed = r.verify.committed;
-    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, window, kTile<kRows>);
-    const kda_tensor& values = p.args.in.v;
+    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, x.room, kTile<kRows>);
     for (int i = threadIdx.x; i < drafts * kTile<kRows>; i += kThreads) {
-      const int t = i / kTile<kRows>;
-      const int64_t v = static_cast<int64_t>(tile) * kTile<kRows> + i % kTile<kRows>;
-      m.v[i] = value_of(values.dtype, v < p.V ? load_raw(values, offset(values, r.s.b, r.s.t0 + t, hv) + v) : 0);
+      const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile<kRows>), v = at.tile * kTile<kRows> + i % kTile<kRows>;
+      const char* from = tokens.v.at(static_cast<unsigned>(r.s.b), t, at.hv) + v * tokens.v.size();
+      m.v[i] = value_of(tokens.v.dtype, v < p.V ? load_raw<false>(from, tokens.v.dtype) : 0);
     }
-    prepare<kElements>(p, x, r, drafts, window, at, tile == 0 && r.slot >= 0, m);
+    Entries record;
+    if (r.slot >= 0) record = Entries(x.records, at, r.slot, static_cast<unsigned>(v0));
+    prepare<kElements>(tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0,
+                       at.h * blocks.group.divisor == at.hv, m, x.room);
     for (int t = 0; t < drafts; ++t) {
-      const int64_t token = r.s.t0 + t;
-      const int at = t * kTile<kRows> + first_row<kRows>();
+      const int own = t * kTile<kRows> + first_row<kRows>();
       float u[kRows], out[kRows];
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        u[row] = m.v[at + row] - sum_over<kRowLanes>(dot(S[row], m.kG + t * kK));
+        u[row] = m.v[own + row] - sum_over<kRowLanes>(dot(S[row], m.kG + t * kK));
         out[row] = sum_over<kRowLanes>(dot(S[row], m.qG + t * kK));
       }
-      int64_t w = committed + t;
-      for (int i = 0;; ++i) {
-        w = r.verify.before(w);
-        if (w < 0) break;
-        const float A = m.A[t * window + i], P_ = m.P[t * window + i];
+      int w = t;
+      for (int i = 0; (w = r.verify.parent(w)) >= 0; ++i) {
+        const float A = m.A[t * x.room + i], P_ = m.P[t * x.room + i];
+        const float* before = m.u + w * kTile<kRows> + first_row<kRows>();
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) {
-          const float before = w >= committed
-                                   ? m.u[static_cast<int>(w - committed) * kTile<kRows> + first_row<kRows>() + row]
-                               : row < columns ? float_at(x.records.u, r.slot, r.verify.entry(w), hv, v0 + row)
-                                               : 0.0f;
-          u[row] = fmaf(-A, before, u[row]), out[row] = fmaf(P_, before, out[row]);
-        }
+        for (int row = 0; row < kRows; ++row)
+          u[row] = fmaf(-A, before[row], u[row]), out[row] = fmaf(P_, before[row], out[row]);
       }
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         u[row] *= m.beta[t];
-        if (leads) m.u[at + row] = u[row];
-        if (!leads || row >= columns) continue;
-        store_element(p.args.o, offset(p.args.o, r.s.b, token, hv) + v0 + row, fmaf(m.qk[t], u[row], out[row]));
-        if (r.slot >= 0) {
-          const int64_t e = r.verify.entry(r.verify.token(t));
-          static_cast<float*>(x.records.u.data)[offset(x.records.u, r.slot, e, hv) + v0 + row] = u[row];
-        }
+        if (leads) m.u[own + row] = u[row];
+        store_output(r.s.b, r.s.t0 + t, row, fmaf(m.qk[t], u[row], out[row]));
+        if (leads && row < columns && r.slot >= 0) record.u_at(r.verify.entry(r.verify.token(t)), row) = u[row];
       }
       __syncwarp();  // the row's other lanes read u for the next tokens
     }
@@ -287,13 +269,10 @@ __global__ void cursor_kernel(const __grid_constant__ FlushVerifyProblem p) {
 template <bool kWide, int kElements, int kRows, class P>
 void launch_sized(const P& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  int room = 0, window = 0, bytes = 0;
-  if constexpr (kVerifies<P>) {
-    room = static_cast<int>(room_for_drafts(p)), window = static_cast<int>(room + ring_entries(p.args.records));
-    bytes = static_cast<int>(VerifyMemory::floats(kElements * 8, room, window, kTile<kRows>) * sizeof(float));
-  }
-  launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, layers_of(p)), kThreads,
-                                                         bytes, p, Blocks(p, tiles), room, window);
+  const Parts x(p);
+  const int64_t floats = kVerifies<P> ? VerifyMemory::floats(kElements * 8, x.room, kTile<kRows>) : 0;
+  launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, x.layers), kThreads,
+                                                         static_cast<int>(floats * sizeof(float)), p, x, Blocks(p, tiles));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
@@ -312,11 +291,12 @@ void launch_all(const P& p, std::initializer_list<const kda_tensor*> states) {
 }
 
 template <class P>
-const char* why_not(const P& p, const kda_tensor& conv_x, const kda_records& records) {
+const char* why_not(const P& p, const kda_tensor& conv_x, const kda_tensor& state,
+                    std::initializer_list<const kda_records*> records) {
   if (const char* reason = device_why_not(p.args.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(conv_x)) return "has no fused convolution";
-  if (kVerifies<P> && ring_entries(records) > kMaxRing) return "takes rings of at most 64 entries";
+  if (const char* reason = parts_why_not(p, records, state)) return reason;
   return grid_why_not(p, (p.V + 15) / 16, layers_of(p));
 }
 
@@ -329,9 +309,15 @@ void store_cursors(const FlushVerifyProblem& p) {
   launch<cursor_kernel>(p.args.exec, dim3(static_cast<unsigned>((p.N + kWidth - 1) / kWidth)), kWidth, 0, p);
 }
 
-const char* speculation_why_not(const VerifyProblem& p) { return why_not(p, p.args.conv.x, p.args.records); }
-const char* speculation_why_not(const FlushProblem& p) { return why_not(p, p.args.conv_x, p.args.records); }
-const char* speculation_why_not(const FlushVerifyProblem& p) { return why_not(p, p.args.conv.x, p.args.records); }
+const char* speculation_why_not(const VerifyProblem& p) {
+  return why_not(p, p.args.conv.x, p.args.states.h0, {&p.args.records});
+}
+const char* speculation_why_not(const FlushProblem& p) {
+  return why_not(p, p.args.conv_x, p.args.state, {&p.args.records});
+}
+const char* speculation_why_not(const FlushVerifyProblem& p) {
+  return why_not(p, p.args.conv.x, p.args.states.h0, {&p.args.records, &p.args.last});
+}
 
 void verify(const VerifyProblem& p) { launch_all(p, {&p.args.states.h0}); }
 void flush(const FlushProblem& p) { launch_all(p, {&p.args.state}); }

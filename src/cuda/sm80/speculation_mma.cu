@@ -17,43 +17,61 @@
 // A flush is elementwise, S <- f S + sum_i w_i u_i with w_i = k_i decayed from i to the end (products in f64). What
 // a ring holds committed but not applied, verify applies in registers only: the bits are those of a flush before it.
 //
-// Threads: a warp has 16 columns and K or a part of it.
-#include "cuda/sm80/layer.h"
+// Threads: a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a column. Four warps
+// a block need the fewest instructions, eight the least time.
+#include "cuda/sm80/parts.h"
 #include "cuda/tile.h"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kWarpColumns = 16, kQuarters = 4;
+constexpr int kMaxColumns = 128;  // of a block
+constexpr int kQuarters = 4;
+constexpr int64_t kMaxEntries = 64;  // that shared memory has room for
 
-// Where things are in shared memory, in floats behind the tile of the state.
+// Where things are in shared memory, in floats behind the tile of the state. Strides keep fragments free of bank conflicts.
 struct Memory {
-  int drafts, columns, entries, keys_stride, keys, scores, w, u, floats;
+  int drafts, columns, entries;
+  int keys_stride, w_stride;
+  int scores, w, f, u, floats;
 
-  // entries: to flush.
-  __host__ __device__ Memory(int K, int drafts, int columns, int entries)
-      : drafts(drafts), columns(columns), entries(entries), keys_stride(K + 16) {
-    const int products = kWarps * kWarpColumns * 2 * drafts;
-    keys = 0;                                                                          // k, alpha; kG, qG; products
-    scores = keys + (2 * drafts * keys_stride > products ? 2 * drafts * keys_stride : products);
-    w = scores + 2 * drafts * drafts + 2 * drafts;                                     // A, P; beta, masks
-    w = (w + 3) / 4 * 4;
-    u = w + (entries ? (entries + 1) * K : 0);                                         // w, f
+  // entries: to apply at most.
+  Memory(int K, int drafts, int columns, int entries)
+      : drafts(drafts), columns(columns), entries(entries), keys_stride(2 * K + 4), w_stride(2 * K + 8) {
+    const int products = kMaxColumns * 2 * drafts;  // of all parts of K
+    scores = std::max(drafts * keys_stride, products);  // before: [drafts][K] pairs k, alpha; then kG, qG; then X and O
+    w = (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4;  // before: A, P; beta, ancestors
+    f = w + (entries + 1) / 2 * w_stride;                         // before: [entries / 2][K] pairs of w
+    u = f + (entries ? K : 0);
     floats = u + entries * columns;
   }
 };
 
 __device__ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x = big + small, big exact in tf32.
-__device__ inline void split(float x, unsigned& big, unsigned& small) {
-  big = __float_as_uint(x) & 0xffffe000u;
-  small = __float_as_uint(x - __uint_as_float(big));
+// Four numbers as operands: x itself, of which tensor cores take the upper 19 bits, and the rest.
+struct Split {
+  unsigned big[4], small[4];
+  Split() = default;
+  __device__ explicit Split(float4 x) {
+    const float all[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      big[i] = __float_as_uint(all[i]);
+      small[i] = __float_as_uint(all[i] - __uint_as_float(big[i] & 0xffffe000u));
+    }
+  }
+};
+
+// c += a b, where lanes hold b of two steps' rows (i = 0: the first). Without small_b all of b is big.
+__device__ inline void mma3(float (&c)[4], const Split& a, const Split& b, int i, bool small_b) {
+  if (small_b) mma(c, a.big, b.small[2 * i], b.small[2 * i + 1]);
+  mma(c, a.small, b.big[2 * i], b.big[2 * i + 1]);
+  mma(c, a.big, b.big[2 * i], b.big[2 * i + 1]);
 }
 
 // Sums of kCount numbers over a warp, the one of number lane * kCount / 32 in each lane: each exchange halves the numbers.
@@ -73,127 +91,86 @@ __device__ float sums_over_warp(const float (&x)[kCount]) {
   }
 }
 
-// Adds kG S and qG S of 16 channels and eight columns: eight drafts' kG in rows 0 to 7, their qG in 8 to 15. Channels are
-// given to the two steps as they lie in float4: four neighbours a lane.
-struct Operand {
-  unsigned big[2][4], small[2][4];
-  __device__ Operand(float4 kG, float4 qG) {
-    split(kG.x, big[0][0], small[0][0]), split(qG.x, big[0][1], small[0][1]);
-    split(kG.y, big[0][2], small[0][2]), split(qG.y, big[0][3], small[0][3]);
-    split(kG.z, big[1][0], small[1][0]), split(qG.z, big[1][1], small[1][1]);
-    split(kG.w, big[1][2], small[1][2]), split(qG.w, big[1][3], small[1][3]);
-  }
-};
-__device__ inline void add_products(float (&to)[4], const Operand& keys, float4 S, bool small_too) {
-  unsigned big[4], small[4];
-  split(S.x, big[0], small[0]), split(S.y, big[1], small[1]), split(S.z, big[2], small[2]), split(S.w, big[3], small[3]);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (small_too) mma(to, keys.big[i], small[2 * i], small[2 * i + 1]);
-    mma(to, keys.small[i], big[2 * i], big[2 * i + 1]);
-    mma(to, keys.big[i], big[2 * i], big[2 * i + 1]);
-  }
-}
-
-// Accumulators of all slices of eight drafts and of 16 columns.
-template <int kSlices>
+// Accumulators of all slices of eight drafts and of a warp's columns, eight a tile.
+template <int kSlices, int kTiles>
 struct Sums {
-  float sum[kSlices][2][4];
+  float sum[kSlices][kTiles][4];
   __device__ Sums& operator+=(const Sums& other) {
 #pragma unroll
-    for (int i = 0; i < kSlices * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] += other.sum[i / 8][i / 4 % 2][i % 4];
+    for (int i = 0; i < kSlices * kTiles * 4; ++i)
+      sum[i / (kTiles * 4)][i / 4 % kTiles][i % 4] += other.sum[i / (kTiles * 4)][i / 4 % kTiles][i % 4];
     return *this;
   }
 };
 
-// Where a request's records of a head and a tile are: of entry 0, and elements from one entry to the next. Numbers alone:
-// a copy of a tensor, or a reference to one of two, would live in local memory.
-struct Entries {
-  float *u = nullptr, *k = nullptr, *alpha = nullptr;
-  int64_t u_step = 0, k_step = 0, alpha_step = 0;
-};
-// lead: dimensions before the slots, 1 if there are layers.
-__device__ inline Entries entries_at(const kda_records& r, int lead, const Place& at, int64_t slot, int64_t v0) {
-  const auto first = [&](const kda_tensor& t, int64_t head) {
-    return static_cast<float*>(t.data) + (lead ? at.layer * t.stride[0] : 0) + slot * t.stride[lead] +
-           head * t.stride[lead + 2];
-  };
-  return {first(r.u, at.hv) + v0,    first(r.k, at.h),        first(r.alpha, at.hv),
-          r.u.stride[lead + 1],      r.k.stride[lead + 1],    r.alpha.stride[lead + 1]};
-}
+// The next entries from w back, of a thread's channel.
+struct EntryChannel {
+  static constexpr int kAtOnce = 4;
+  float key[kAtOnce], alpha[kAtOnce];
+  int count = 0;
 
-// A tile of a state.
-struct Columns {
-  char* data;
-  int64_t step;  // elements from one column to the next
-};
-__device__ inline Columns columns_at(const kda_tensor& t, int lead, const Place& at, int64_t slot, int64_t v0) {
-  const int64_t first = (lead ? at.layer * t.stride[0] : 0) + slot * t.stride[lead] + at.hv * t.stride[lead + 1] +
-                        v0 * t.stride[lead + 2];
-  return {static_cast<char*>(t.data) + first * dtype_size(t.dtype), t.stride[lead + 2]};
-}
-
-// What a call reads and writes. lead_of: dimensions before the slots.
-__device__ inline const kda_tensor& state_of(const FlushProblem& p) { return p.args.state; }
-__device__ inline const kda_tensor& state_of(const VerifyProblem& p) { return p.args.states.h0; }
-__device__ inline const kda_tensor& state_of(const FlushVerifyProblem& p) { return p.args.states.h0; }
-__device__ inline const kda_tensor& new_state_of(const FlushProblem& p) { return p.args.state; }
-__device__ inline const kda_tensor& new_state_of(const FlushVerifyProblem& p) { return p.args.states.hT; }
-__device__ inline const kda_records& last_of(const FlushProblem& p) { return p.args.records; }
-__device__ inline const kda_records& last_of(const FlushVerifyProblem& p) {
-  return present(p.args.records.ring_count) ? p.args.records : p.args.last;
-}
-__device__ inline int lead_of(const FlushProblem& p) { return p.args.state.ndim - 4; }
-__device__ inline int lead_of(const Dims&) { return 0; }
-
-// w_i of all entries from the newest back, and f behind them: the last kK threads, a channel each.
-template <int kK>
-__device__ void prepare_flush(const Entries& from, const Window& window, int64_t newest, float* w_of) {
-  constexpr int kAtOnce = 4;
-  const int c = static_cast<int>(threadIdx.x) - (kThreads - kK);
-  if (c < 0) return;
-  double product = 1;
-  float* to = w_of + c;
-  for (int64_t w = newest; w >= 0;) {
-    float key[kAtOnce], alpha[kAtOnce];
-    int count = 0;
+  // Asks for them.
+  __device__ void fetch(const Before& b, int c, int& w) {
+    count = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       key[i] = 0, alpha[i] = 1;
       if (w < 0) continue;
-      const int64_t entry = window.entry(w);
-      key[i] = from.k[entry * from.k_step + c], alpha[i] = from.alpha[entry * from.alpha_step + c];
-      ++count, w = window.before(w);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i >= count) break;
-      *to = key[i] * static_cast<float>(product), to += kK;
-      product *= alpha[i];
+      const int entry = b.window.entry(w);
+      key[i] = b.entries.k_at(entry, c), alpha[i] = b.entries.alpha_at(entry, c);
+      ++count, w = b.window.before(w);
     }
   }
-  *to = static_cast<float>(product);
+};
+
+// w_i of all entries from the newest back, and f: a thread a channel c, whose first entries are there and from w on are
+// not.
+__device__ inline void prepare_entries(const Before& b, EntryChannel& x, int w, int c, const Memory& m, float* shared) {
+  double product = 1;
+  float* to = shared + m.w + 2 * c;
+  for (;;) {
+#pragma unroll
+    for (int i = 0; i < x.kAtOnce; ++i) {  // a pair's second number is 0 without an entry
+      if (i < (x.count + 1) / 2 * 2) to[i / 2 * m.w_stride + i % 2] = x.key[i] * static_cast<float>(product);
+      product *= x.alpha[i];
+    }
+    if (w < 0) break;
+    to += x.kAtOnce / 2 * m.w_stride;
+    x.fetch(b, c, w);
+  }
+  shared[m.f + c] = static_cast<float>(product);
 }
 
-// S <- f S + sum_i w_i u_i of four channels and of two columns, eight apart.
-__device__ inline void apply_entries(const float* w_of, int stride_w, const float* u_of, int stride_u, int entries,
-                                     float4 (&S)[2]) {
-  float4 sum[2] = {};
-  for (int i = 0; i < entries; ++i, w_of += stride_w, u_of += stride_u) {
-    const float4 w = *reinterpret_cast<const float4*>(w_of);
+// u of eight entries and 16 columns: rows are columns n and n + 8, steps are entries 2 j, then 2 j + 1. Zeros without an
+// entry.
+__device__ inline Split fragment_of_u(const float* u, const Memory& m, int entry, int entries, int n) {
+  const auto at = [&](int e, int column) { return e < entries ? u[e * m.columns + column] : 0.0f; };
+  return Split(make_float4(at(entry, n), at(entry, n + 8), at(entry + 1, n), at(entry + 1, n + 8)));
+}
+
+// S <- f S + sum_i w_i u_i of a lane's 16 channels and kTiles columns: the sum on tensor cores, 16 channels as two times
+// eight; what accumulates from flush to flush, S, is rounded to nearest as tensor cores do not.
+template <int kTiles>
+__device__ void apply_entries(const float* shared, const Memory& m, const float* u, int entries,
+                              const Split (&first)[kTiles / 2], int group, int n, int j, float4 (&S)[kTiles]) {
+  float even[kTiles / 2][4] = {}, odd[kTiles / 2][4] = {};  // channels
+  for (int entry = 2 * j; entry - 2 * j < entries; entry += 8) {
+    float4 pairs{};
+    if (entry < entries)
+      pairs = *reinterpret_cast<const float4*>(shared + m.w + entry / 2 * m.w_stride + 2 * (16 * group + 2 * n));
+    const Split w(pairs);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float u = u_of[8 * half];
-      float4& to = sum[half];
-      to.x = fmaf(u, w.x, to.x), to.y = fmaf(u, w.y, to.y), to.z = fmaf(u, w.z, to.z), to.w = fmaf(u, w.w, to.w);
+    for (int i = 0; i < kTiles / 2; ++i) {
+      const Split a = entry < 8 ? first[i] : fragment_of_u(u, m, entry, entries, 16 * i + n);
+      mma3(even[i], a, w, 0, true), mma3(odd[i], a, w, 1, true);
     }
   }
-  const float4 f = *reinterpret_cast<const float4*>(w_of);
+  const float4 f = *reinterpret_cast<const float4*>(shared + m.f + 16 * group + 4 * j);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float4 &to = S[half], &add = sum[half];
-    to.x = fmaf(to.x, f.x, add.x), to.y = fmaf(to.y, f.y, add.y);
-    to.z = fmaf(to.z, f.z, add.z), to.w = fmaf(to.w, f.w, add.w);
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const float *x = even[tile / 2] + tile % 2 * 2, *y = odd[tile / 2] + tile % 2 * 2;
+    float4& to = S[tile];
+    to = make_float4(fmaf(to.x, f.x, x[0]), fmaf(to.y, f.y, y[0]), fmaf(to.z, f.z, x[1]), fmaf(to.w, f.w, y[1]));
   }
 }
 
@@ -203,25 +180,26 @@ struct Draft {
   TokenKeys<kPerLane, 32> key{static_cast<int>(threadIdx.x % 32)};
   int t;
 
-  // Leaves k and alpha in shared memory.
-  template <class P>
-  __device__ void activate(const P& p, const Memory& m, float* shared) {
-    key.activate(p, p.args.in, warp_sums);
-    float *k = shared + m.keys + t * m.keys_stride, *alpha = k + m.drafts * m.keys_stride;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) k[key.channel(i)] = key.k[i], alpha[key.channel(i)] = key.alpha[i];
+  __device__ float2* pair(const Memory& m, float* shared, int draft, int i) const {
+    return reinterpret_cast<float2*>(shared + draft * m.keys_stride) + key.channel(i);
   }
-  __device__ void record(const Entries& to, int64_t entry, bool k_too) const {
+
+  // Leaves k and alpha in shared memory.
+  __device__ void activate(const Tokens& x, const Memory& m, float* shared) {
+    key.activate(x, warp_sums);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) *pair(m, shared, t, i) = make_float2(key.k[i], key.alpha[i]);
+  }
+  __device__ void record(const Entries& to, int entry, bool k_too) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      to.alpha[entry * to.alpha_step + key.channel(i)] = key.alpha[i];
-      if (k_too) to.k[entry * to.k_step + key.channel(i)] = key.k[i];
+      to.alpha_at(entry, key.channel(i)) = key.alpha[i];
+      if (k_too) to.k_at(entry, key.channel(i)) = key.k[i];
     }
   }
 
   // k and q become kG and qG; writes the draft's row of scores.
   __device__ void walk(const Window& window, const Memory& m, float* shared) {
-    const float *k = shared + m.keys, *alpha = k + m.drafts * m.keys_stride;
     float* scores = shared + m.scores;
     const int lane = static_cast<int>(threadIdx.x % 32);
     constexpr int kCount = 2 * kMaxDrafts;                 // A of step 0, 1, .. then P; the last P is k . q itself
@@ -232,7 +210,7 @@ struct Draft {
 #pragma unroll
     for (int step = 0; step < kMaxDrafts; ++step) {
       if (i < 0) continue;
-      i = static_cast<int>(window.parent(i));
+      i = window.parent(i);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) key.k[j] *= key.alpha[j], key.q[j] *= key.alpha[j];
       if (i < 0) continue;
@@ -240,10 +218,10 @@ struct Draft {
       if (step == mine) ancestor = i;
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        const int c = i * m.keys_stride + key.channel(j);
-        sums[step] = fmaf(key.k[j], k[c], sums[step]);
-        sums[kMaxDrafts + step] = fmaf(key.q[j], k[c], sums[kMaxDrafts + step]);
-        key.alpha[j] = alpha[c];
+        const float2 k_alpha = *pair(m, shared, i, j);
+        sums[step] = fmaf(key.k[j], k_alpha.x, sums[step]);
+        sums[kMaxDrafts + step] = fmaf(key.q[j], k_alpha.x, sums[kMaxDrafts + step]);
+        key.alpha[j] = k_alpha.y;
       }
     }
     const float sum = sums_over_warp(sums);
@@ -257,100 +235,102 @@ struct Draft {
   }
 
   __device__ void store(const Memory& m, float* shared) const {
-    float *kG = shared + m.keys + t * m.keys_stride, *qG = kG + m.drafts * m.keys_stride;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) kG[key.channel(i)] = key.k[i], qG[key.channel(i)] = key.q[i];
+    for (int i = 0; i < kPerLane; ++i) *pair(m, shared, t, i) = make_float2(key.k[i], key.q[i]);
   }
 };
 
-template <class State, int kK, int kMaxDrafts, class P>
-__global__ void __launch_bounds__(kThreads, kMaxDrafts == 8 ? 3 : 2)
-    mma_kernel(const __grid_constant__ P p, const Blocks blocks, const Memory m) {
+template <class State, int kK, int kMaxDrafts, int kWarps, class P>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 2)
+    mma_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks, const Memory m) {
   extern __shared__ float4 dynamic[];
   const Tile<State, kK> tile(dynamic);
   float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + Tile<State, kK>::bytes(m.columns));
+  constexpr int kThreads = kWarps * 32, kWarpColumns = kMaxColumns / kWarps, kTiles = kWarpColumns / 8;
   constexpr int kPerLane = kK / 32, kSlices = kMaxDrafts / 8;
   constexpr int kPerWarp = kMaxDrafts / kWarps;  // drafts of a warp
+  const Tokens& tokens = x.tokens;
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int64_t v0 = static_cast<int64_t>(at.tile) * m.columns;
+  const unsigned v0 = at.tile * static_cast<unsigned>(m.columns), own_v = v0 + threadIdx.x;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
-    if constexpr (kVerifies<P>)
-      for (; t < end; ++t)
-        if (thread < m.columns) store_element(p.args.o, offset(p.args.o, b, t, at.hv) + v0 + thread, 0);
+    if (thread >= m.columns) return;
+    for (; kVerifies<P> && t < end; ++t) {
+      char* to = tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + own_v * tokens.o.size();
+      store_element(to, tokens.o.dtype, 0);
+    }
   };
   // All addresses that need nothing from memory are ready before the wait for the kernel before, and drafts are asked for
   // before the wait for the slot.
   [[maybe_unused]] Draft<kPerLane, kMaxDrafts> drafts[kPerWarp];
   [[maybe_unused]] const char* from_v = nullptr;
-  [[maybe_unused]] unsigned values[kMaxDrafts];
+  [[maybe_unused]] unsigned values[kMaxDrafts];  // of the thread's column
   [[maybe_unused]] int T = 0;
-  [[maybe_unused]] const auto locate = [&](const kda_inputs& in, int64_t b, int64_t t0) {
+  [[maybe_unused]] const auto locate = [&](unsigned b, unsigned t0) {
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i) {
       drafts[i].t = warp + i * kWarps;
-      drafts[i].key.locate(in, b, t0 + drafts[i].t, at.hv, at.h);
+      drafts[i].key.locate(tokens, b, t0 + static_cast<unsigned>(drafts[i].t), at.hv, at.h);
     }
-    from_v = address_of(in.v, offset(in.v, b, t0, at.hv) + v0 + thread);
+    from_v = tokens.v.at(b, t0, at.hv) + own_v * tokens.v.size();
   };
   if constexpr (kVerifies<P>) {
-    if (!p.varlen) locate(p.args.in, at.n, 0);
+    if (!p.varlen) locate(at.n, 0);
   }
   wait_for_stream();
-  if (at.layer >= layers_of(p)) return;  // the grid's last rows
+  if (at.layer >= x.layers) return;  // the grid's last rows
   if constexpr (kVerifies<P>) {
     if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
   }
   const Indices indices = indices_of(p, at.n);
-  const Sequence tokens = tokens_of(p, at.n);
+  const Sequence sequence = tokens_of(p, at.n);
   if constexpr (kVerifies<P>) {
-    T = static_cast<int>(min(tokens.length, static_cast<int64_t>(m.drafts)));
-    if (p.varlen) locate(p.args.in, 0, tokens.t0);
+    T = static_cast<int>(min(sequence.length, static_cast<int64_t>(m.drafts)));
+    if (p.varlen) locate(0, static_cast<unsigned>(sequence.t0));
+    const auto fetch = [&]<bool kNarrow>() {
 #pragma unroll
-    for (int i = 0; i < kPerWarp; ++i)
-      if (drafts[i].t < T) drafts[i].key.fetch(p, p.args.in);
-    const int64_t step = p.args.in.v.stride[1] << (p.args.in.v.dtype == KDA_F32 ? 2 : 1);
+      for (int i = 0; i < kPerWarp; ++i)
+        if (drafts[i].t < T) drafts[i].key.template fetch<kNarrow>(tokens);
+      const char* from = from_v;
 #pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t)
-      values[t] = t < T && thread < m.columns ? load_raw(from_v + t * step, p.args.in.v.dtype) : 0;
+      for (int t = 0; t < kMaxDrafts; ++t, from += tokens.v.stride1)
+        values[t] = t < T && thread < m.columns ? load_raw<kNarrow>(from, tokens.v.dtype) : 0;
+    };
+    tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
   }
-  const Request r = request_of(p, tokens, indices);
+  const Request r = request_of(p, sequence, indices);
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
-  const int lead = lead_of(p);
-  const Columns from = columns_at(state_of(p), lead, at, r.s.slot, v0);
-  tile.template ask<kThreads>(reinterpret_cast<const State*>(from.data), from.step, m.columns, r.s.initial);
+  const auto place_of = [&](const View& t) {
+    return t.at(static_cast<unsigned>(r.s.slot), at.hv, v0) + at.layer * t.layer;
+  };
 
-  // What the committed entries of a ring would do to the state verify sees, whether or not it is written.
-  const bool apply = kFlushes<P> && r.newest >= 0;
-  Window window = r.verify;
-  if (apply) window = r.flush;
-  [[maybe_unused]] Entries mine{};
-  Entries applied{};
-  if constexpr (kVerifies<P>) {
-    if (r.slot >= 0) applied = mine = entries_at(p.args.records, 0, at, r.slot, v0);
-  }
-  if constexpr (kFlushes<P>) {
-    if (apply) applied = entries_at(last_of(p), lead, at, r.last_slot, v0);
-  }
-  const int64_t newest = apply ? r.newest : r.slot >= 0 ? window.committed - 1 : -1;
+  // Entries are asked for before the state, which takes longer and is not needed as soon.
+  const Before before = before_drafts<P>(x, at, r, v0);
+  const int own_channel = thread - (kThreads - kK);  // the last threads: the first have drafts
+  EntryChannel entry_channel;
+  int next = before.newest;
+  if (own_channel >= 0) entry_channel.fetch(before, own_channel, next);
   int entries = 0;
-  for (int64_t w = newest; w >= 0 && entries < m.entries; w = window.before(w), ++entries)
+  for (int w = before.newest; w >= 0 && entries < m.entries; w = before.window.before(w), ++entries)
     if (thread < m.columns)
-      copy_async(shared + m.u + entries * m.columns + thread, applied.u + window.entry(w) * applied.u_step + thread);
-  if (entries) prepare_flush<kK>(applied, window, newest, shared + m.w);
+      copy_async(shared + m.u + entries * m.columns + thread, &before.entries.u_at(before.window.entry(w), thread));
+  tile.template ask<kThreads>(place_of(x.h0), x.h0.stride2, m.columns, r.s.initial);
+  if (entries && own_channel >= 0) prepare_entries(before, entry_channel, next, own_channel, m, shared);
+  [[maybe_unused]] Entries record;
   if constexpr (kVerifies<P>) {
+    if (r.slot >= 0) record = Entries(x.records, at, r.slot, v0);
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i) {
       if (drafts[i].t >= T) continue;
-      drafts[i].activate(p, m, shared);
+      drafts[i].activate(tokens, m, shared);
       if (at.tile == 0 && r.slot >= 0)
-        drafts[i].record(mine, r.verify.entry(r.verify.token(drafts[i].t)), at.h * blocks.group.divisor == at.hv);
+        drafts[i].record(record, r.verify.entry(r.verify.token(drafts[i].t)), at.h * blocks.group.divisor == at.hv);
     }
     __syncthreads();  // keys and decays of all drafts are in shared memory
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
       if (drafts[i].t < T) drafts[i].walk(r.verify, m, shared);
-    __syncthreads();  // and are read
+    __syncthreads();  // keys and decays are read
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
       if (drafts[i].t < T) drafts[i].store(m, shared);
@@ -361,59 +341,75 @@ __global__ void __launch_bounds__(kThreads, kMaxDrafts == 8 ? 3 : 2)
   const int groups = m.columns / kWarpColumns, parts = kWarps / groups;
   const int column0 = warp % groups * kWarpColumns, part = warp / groups;
   const int n = lane / 4, j = lane % 4;  // of fragments
-  [[maybe_unused]] Columns to{};
-  if constexpr (kFlushes<P>) to = columns_at(new_state_of(p), lead, at, r.s.slot, v0);
-  [[maybe_unused]] Sums<kSlices> all{}, two{};
-#pragma unroll 1
-  for (int quarter = part * kQuarters / parts; quarter < (part + 1) * kQuarters / parts; ++quarter) {
-    [[maybe_unused]] Sums<kSlices> one{};
-#pragma unroll 1
-    for (int c = quarter * (kK / kQuarters) + 4 * j; c < (quarter + 1) * (kK / kQuarters); c += 16) {
-      // Of this lane: four channels of two columns.
-      float4 S[2] = {tile.four(column0 + n, c), tile.four(column0 + 8 + n, c)};
-      if (entries) {
-        apply_entries(shared + m.w + c, kK, shared + m.u + column0 + n, m.columns, entries, S);
-        if constexpr (kFlushes<P>) {
+  [[maybe_unused]] Sums<kSlices, kTiles> all{};
+  const auto multiply = [&]<bool kApply>() {
+    constexpr int kSteps = kK / kQuarters / 16;
+    const State* columns = tile.lane(column0 + n, j);
+    const int twist = tile.twist(n);
+    const int row = kSlices == 1 ? min(n, m.drafts - 1) : n;  // rows beyond the drafts are nobody's
+    [[maybe_unused]] const float* keys = shared + row * m.keys_stride + 8 * j;
+    [[maybe_unused]] const float* u = shared + m.u + column0;
+    [[maybe_unused]] Split first[kTiles / 2];
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if (!apply) break;
-            const int64_t place = (column0 + 8 * half + n) * to.step + c;
-            if constexpr (sizeof(State) == 2) S[half] = rounded(S[half]);
-            store_four(reinterpret_cast<State*>(to.data) + place, S[half]);
+    for (int i = 0; kApply && i < kTiles / 2; ++i) first[i] = fragment_of_u(u, m, 2 * j, entries, 16 * i + n);
+    [[maybe_unused]] char* to = nullptr;
+    if constexpr (kFlushes<P>) to = place_of(x.hT) + static_cast<uint64_t>(column0 + n) * x.hT.stride2 + 4 * j * sizeof(State);
+    const int quarters = parts == kQuarters ? 1 : 2;  // of a half, here
+#pragma unroll 1
+    for (int quarter = part * kQuarters / parts; quarter < (part + 1) * kQuarters / parts; quarter += quarters) {
+      [[maybe_unused]] Sums<kSlices, kTiles> half{};
+#pragma unroll 1
+      for (int group = quarter * kSteps; group < (quarter + quarters) * kSteps; group += kSteps) {
+        [[maybe_unused]] Sums<kSlices, kTiles> one{};
+#pragma unroll
+        for (int step = group; step < group + kSteps; ++step) {
+          float4 S[kTiles];  // of this lane: four channels of four columns
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) S[i] = load_four(columns + i * 8 * kK + (step ^ twist) * 16);
+          if constexpr (kApply) {
+            apply_entries(shared, m, u, entries, first, step, n, j, S);
+            if (kFlushes<P> && before.apply) {
+#pragma unroll
+              for (int i = 0; i < kTiles; ++i) {
+                if constexpr (sizeof(State) == 2) S[i] = rounded(S[i]);
+                store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.hT.stride2) + step * 16, S[i]);
+              }
+            }
+          }
+          if constexpr (kVerifies<P>) {
+#pragma unroll
+            for (int slice = 0; slice < kSlices; ++slice) {
+              const int next = slice ? min(8, m.drafts - 1 - n) * m.keys_stride : 0;
+              const float4* pairs = reinterpret_cast<const float4*>(keys + next + step * 32);
+              const Split low(pairs[0]), high(pairs[1]);  // channels 4 j and 4 j + 1, then the others
+#pragma unroll
+              for (int i = 0; i < kTiles; ++i) {
+                const Split state(S[i]);
+                constexpr bool kSmall = sizeof(State) == 4 || kApply;  // a bf16 state is big
+                mma3(one.sum[slice][i], low, state, 0, kSmall), mma3(one.sum[slice][i], high, state, 1, kSmall);
+              }
+            }
           }
         }
+        if constexpr (kVerifies<P>) half += one;
       }
-      if constexpr (kVerifies<P>) {
-#pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice) {
-          const int row = min(slice * 8 + n, m.drafts - 1);
-          const float* kG = shared + m.keys + row * m.keys_stride + c;
-          const Operand keys(*reinterpret_cast<const float4*>(kG),
-                             *reinterpret_cast<const float4*>(kG + m.drafts * m.keys_stride));
-#pragma unroll
-          for (int half = 0; half < 2; ++half) add_products(one.sum[slice][half], keys, S[half], sizeof(State) == 4 || entries);
-        }
-      }
+      if constexpr (kVerifies<P>) all += half;
     }
-    if constexpr (kVerifies<P>) {
-      if (quarter % 2 && parts < kQuarters) two += one;
-      else two = one;
-      if (quarter == 1 && parts == 1) all = two;
-    }
-  }
+  };
+  if (!kVerifies<P> || entries) multiply.template operator()<true>();
+  else multiply.template operator()<false>();
   if constexpr (kVerifies<P>) {
-    if (parts == 1) two = (all += two);
     __syncthreads();  // kG and qG are read
-    float* products = shared + m.keys;  // [parts][kG of all drafts, then qG][columns]
+    float* products = shared;  // [parts][kG of all drafts, then qG][columns]
     const auto product = [&](int part, int row) { return products + (part * 2 * m.drafts + row) * m.columns; };
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       const int t = slice * 8 + n;
       if (t >= T) continue;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float(&sum)[4] = two.sum[slice][half];
-        const int column = column0 + 8 * half + 2 * j;
+      for (int i = 0; i < kTiles; ++i) {
+        const float(&sum)[4] = all.sum[slice][i];
+        const int column = column0 + 8 * i + 2 * j;
         *reinterpret_cast<float2*>(product(part, t) + column) = make_float2(sum[0], sum[1]);
         *reinterpret_cast<float2*>(product(part, m.drafts + t) + column) = make_float2(sum[2], sum[3]);
       }
@@ -426,54 +422,41 @@ __global__ void __launch_bounds__(kThreads, kMaxDrafts == 8 ? 3 : 2)
     };
     const float* scores = shared + m.scores;
     const float* beta = scores + 2 * m.drafts * m.drafts;
-    const int64_t at_o = offset(p.args.o, r.s.b, r.s.t0, at.hv) + v0 + thread;
+    char* to = tokens.o.at(static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0), at.hv) + own_v * tokens.o.size();
     float u[kMaxDrafts];
 #pragma unroll
     for (int t = 0; t < kMaxDrafts; ++t) {
       if (t >= T) break;
       const float *A = scores + t * m.drafts, *P_ = A + m.drafts * m.drafts;
       const unsigned ancestors = __float_as_uint(beta[m.drafts + t]);
-      float rest = value_of(p.args.in.v.dtype, values[t]) - whole(t), o = whole(m.drafts + t);
+      float rest = value_of(tokens.v.dtype, values[t]) - whole(t), o = whole(m.drafts + t);
 #pragma unroll
       for (int i = 0; i < t; ++i) {
         if (!(ancestors >> i & 1)) continue;
         rest = fmaf(-A[i], u[i], rest), o = fmaf(P_[i], u[i], o);
       }
       u[t] = beta[t] * rest;
-      store_element(p.args.o, at_o + t * p.args.o.stride[1], fmaf(P_[t], u[t], o));
-      if (r.slot < 0) continue;
-      mine.u[r.verify.entry(r.verify.token(t)) * mine.u_step + thread] = u[t];
+      store_element(to, tokens.o.dtype, fmaf(P_[t], u[t], o));
+      to += tokens.o.stride1;
+      if (r.slot >= 0) record.u_at(r.verify.entry(r.verify.token(t)), thread) = u[t];
     }
   }
 }
 
-template <class State, int kK, int kMaxDrafts, class P>
-void launch_sized(const P& p, int64_t drafts, int64_t entries) {
-  const int64_t heads = layers_of(p) * p.N * p.HV, enough = 2 * multiprocessors(p.args.exec.device_id);
-  int64_t columns = p.V % 128 ? 64 : 128;
+template <class State, int kK, int kMaxDrafts, int kWarps, class P>
+void launch_sized(const P& p, const Parts& x, int64_t entries) {
+  const int64_t heads = x.layers * p.N * p.HV, enough = 2 * multiprocessors(p.args.exec.device_id);
+  int64_t columns = p.V % kMaxColumns ? 64 : kMaxColumns;
   while (columns > 32 && heads * (p.V / columns) < enough) columns /= 2;
   const int64_t tiles = p.V / columns;
-  const Memory m(kK, static_cast<int>(drafts), static_cast<int>(columns), static_cast<int>(entries));
+  const Memory m(kK, x.room, static_cast<int>(columns), static_cast<int>(entries));
   const int bytes = Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
-  launch<mma_kernel<State, kK, kMaxDrafts, P>>(p.args.exec, Blocks::grid(p, tiles, layers_of(p)), kThreads, bytes, p,
-                                               Blocks(p, tiles), m);
-}
-
-template <class P>
-void launch_mma(const P& p, bool bf16, int64_t drafts, int64_t entries) {
-  if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
-  const DeviceGuard device(p.args.exec.device_id);
-  const auto sized = [&]<class State, int kK>() {
-    if constexpr (kVerifies<P>) {
-      if (drafts > 8) return launch_sized<State, kK, 16>(p, drafts, entries);
-    }
-    launch_sized<State, kK, 8>(p, drafts, entries);
-  };
-  if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();
-  else bf16 ? sized.template operator()<__nv_bfloat16, 128>() : sized.template operator()<float, 128>();
+  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, P>>(p.args.exec, Blocks::grid(p, tiles, x.layers), kWarps * 32, bytes,
+                                                       p, x, Blocks(p, tiles), m);
 }
 
 // Most entries that a flush may find.
+int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
 int64_t entries_of(const VerifyProblem& p) { return ring_entries(p.args.records); }
 int64_t entries_of(const FlushProblem& p) { return present(p.args.records.ring_count) ? p.R : std::min(p.R, p.T); }
 int64_t entries_of(const FlushVerifyProblem& p) {
@@ -484,29 +467,56 @@ int64_t entries_of(const FlushVerifyProblem& p) {
 }
 
 template <class P>
-const char* why_not(const P& p, const kda_tensor& state, const kda_tensor& conv_x) {
+void launch_mma(const P& p, const kda_tensor& state) {
+  if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
+  const DeviceGuard device(p.args.exec.device_id);
+  const Parts x(p);
+  const int64_t entries = entries_of(p);
+  const auto sized = [&]<class State, int kK>() {
+    if constexpr (kVerifies<P>) {
+      if (x.room > 8) return launch_sized<State, kK, 16, 8>(p, x, entries);
+      // Many blocks of four warps, unless there are too few of them: not enough heads, or shared memory.
+      const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
+      const bool many = kFlushes<P> ? heads >= 4 * SMs && x.room <= 4 : heads >= 2 * SMs || x.room <= 4;
+      if constexpr (kK == 128) {
+        if (many) return launch_sized<State, kK, 8, 4>(p, x, entries);
+      }
+    }
+    launch_sized<State, kK, 8, 8>(p, x, entries);
+  };
+  const bool bf16 = state.dtype == KDA_BF16;
+  if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();
+  else bf16 ? sized.template operator()<__nv_bfloat16, 128>() : sized.template operator()<float, 128>();
+}
+
+template <class P>
+const char* why_not(const P& p, const kda_tensor& conv_x, const kda_tensor& state,
+                    std::initializer_list<const kda_records*> records) {
   if (const char* reason = device_why_not(p.args.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(conv_x)) return "has no fused convolution";
-  if (entries_of(p) > kMaxRing) return "takes at most 64 recorded entries a request";
+  if (entries_of(p) > kMaxEntries) return "takes at most 64 recorded entries a request";
   if (const char* reason = tile_why_not(p, layout_of(p), {&state}, 64)) return reason;
+  if (const char* reason = parts_why_not(p, records, state)) return reason;
   return grid_why_not(p, p.V / 32, layers_of(p));
 }
 
 }  // namespace
 
-const char* speculation_mma_why_not(const VerifyProblem& p) { return why_not(p, p.args.states.h0, p.args.conv.x); }
+const char* speculation_mma_why_not(const VerifyProblem& p) {
+  return why_not(p, p.args.conv.x, p.args.states.h0, {&p.args.records});
+}
+const char* flush_staged_why_not(const FlushProblem& p) {
+  return why_not(p, p.args.conv_x, p.args.state, {&p.args.records});
+}
 const char* speculation_mma_why_not(const FlushVerifyProblem& p) {
-  return why_not(p, p.args.states.h0, p.args.conv.x);
+  return why_not(p, p.args.conv.x, p.args.states.h0, {&p.args.records, &p.args.last});
 }
-const char* flush_staged_why_not(const FlushProblem& p) { return why_not(p, p.args.state, p.args.conv_x); }
 
-void verify_mma(const VerifyProblem& p) {
-  launch_mma(p, p.args.states.h0.dtype == KDA_BF16, room_for_drafts(p), entries_of(p));
-}
-void flush_staged(const FlushProblem& p) { launch_mma(p, p.args.state.dtype == KDA_BF16, 0, entries_of(p)); }
+void verify_mma(const VerifyProblem& p) { launch_mma(p, p.args.states.h0); }
+void flush_staged(const FlushProblem& p) { launch_mma(p, p.args.state); }
 void flush_verify_mma(const FlushVerifyProblem& p) {
-  launch_mma(p, p.args.states.h0.dtype == KDA_BF16, room_for_drafts(p), entries_of(p));
+  launch_mma(p, p.args.states.h0);
   store_cursors(p);
 }
 
