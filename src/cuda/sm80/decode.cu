@@ -73,9 +73,16 @@ struct States {
         snapshots(view_of(a.snapshots, present(a.snapshots) ? a.snapshots.ndim - 4 : 0)) {}
 };
 
+// Blocks of an SM, as many as registers allow without spills.
+constexpr int blocks_of(bool plain, int elements, int rows) {
+  if (elements * rows > 32) return 1;
+  if (!plain) return elements == 32 || rows == 2 ? 2 : 4;
+  return rows == 4 || elements == 32 ? 4 : 5;
+}
+
 // kPlain: neither snapshots nor a start from one.
 template <bool kWide, bool kPlain, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, kElements* kRows > 32 ? 1 : kRows == 4 || kElements == 32 || !kPlain ? 4 : 5)
+__global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
     decode_kernel(const __grid_constant__ DecodeProblem p, const __grid_constant__ Tokens x,
                   const __grid_constant__ States states, const Blocks blocks) {
   constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
@@ -180,7 +187,7 @@ template <bool kWide>
 void launch_direct(const DecodeProblem& p, bool few) {
   if (p.K <= 64) few ? launch_direct<kWide, 8, 1>(p) : launch_direct<kWide, 8, 4>(p);
   else if (p.K <= 128) few ? launch_direct<kWide, 16, 1>(p) : launch_direct<kWide, 16, 2>(p);
-  else few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, 2>(p);
+  else few || !kWide ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, 2>(p);
 }
 
 // ---- a head a block ----

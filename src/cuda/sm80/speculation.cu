@@ -172,7 +172,7 @@ __device__ void prepare(const Tokens& x, const Request& r, const Place& at, int 
 }
 
 template <class P, bool kWide, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     speculation_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks) {
   wait_for_stream();
   extern __shared__ float4 dynamic[];

@@ -241,7 +241,7 @@ struct Draft {
 };
 
 template <class State, int kK, int kMaxDrafts, int kWarps, class P>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 2)
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : kMaxDrafts == 8 ? 2 : 1)
     mma_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks, const Memory m) {
   extern __shared__ float4 dynamic[];
   const Tile<State, kK> tile(dynamic);
