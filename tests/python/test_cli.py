@@ -23,7 +23,7 @@ from kda.cli import COMMANDS, bench, main, measure, operators, peers, show
 from kda.cli.arrays import Source
 from kda.cli.problems import Problem, common
 
-TINY = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--repeats", "3"]
+TINY = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--repeats", "3", "--device", "cpu"]
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

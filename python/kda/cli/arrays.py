@@ -63,6 +63,27 @@ class Source:
         return x.astype(_numpy(dtype))
 
 
+class DeviceSource(Source):
+    """Draws on the device itself: the host would take minutes for what fills a GPU's memory."""
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        super().__init__(device, seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, dtype: str, *shape: int) -> Any:
+        return torch.randn(shape, generator=self.generator, device=self.device).to(getattr(torch, dtype))
+
+    def unit(self, dtype: str, *shape: int) -> Any:
+        return self.normal("float32", *shape).sigmoid().to(getattr(torch, dtype))
+
+    def log_unit(self, dtype: str, *shape: int) -> Any:
+        return torch.nn.functional.logsigmoid(self.normal("float32", *shape)).to(getattr(torch, dtype))
+
+    def slots(self, count: int, of: int) -> Any:
+        """Different ones at random, not slot 0."""
+        return 1 + torch.randperm(of - 1, generator=self.generator, device=self.device)[:count].int()
+
+
 def _numpy(dtype: str) -> Any:
     if dtype == "bfloat16":
         raise ValueError("dtype: expected one that NumPy has, as torch is not installed, got bfloat16")

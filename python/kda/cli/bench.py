@@ -10,12 +10,12 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import problems, show
-from .problems import Problem, given_sizes, natural, size_arguments
+from .problems import BYTES, Problem, combinations, given_sizes, natural, size_arguments
 
 if TYPE_CHECKING:
     from .arrays import Source
@@ -133,7 +133,7 @@ def _flop(of: str) -> Callable[[Problem], float]:
 
 def _state_bytes(p: Problem) -> float:
     """Every state is read and written once."""
-    return 2 * p.N * p.HV * p.K * p.V * _BYTES[p.state_dtype]
+    return 2 * p.N * p.HV * p.K * p.V * BYTES[p.state_dtype]
 
 
 def _state_bytes_read(p: Problem) -> float:
@@ -141,14 +141,13 @@ def _state_bytes_read(p: Problem) -> float:
 
 
 def _gate_bytes(p: Problem) -> float:
-    return p.B * p.T * p.HV * p.K * (_BYTES[p.dtype] + 4)
+    return p.B * p.T * p.HV * p.K * (BYTES[p.dtype] + 4)
 
 
 def _conv_bytes(p: Problem) -> float:
-    return 2 * p.B * p.T * (2 * p.H * p.K + p.HV * p.V) * _BYTES[p.dtype]
+    return 2 * p.B * p.T * (2 * p.H * p.K + p.HV * p.V) * BYTES[p.dtype]
 
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _NAIVE = "fla.ops.kda.naive"
 
 # A new operator is one entry.
@@ -175,6 +174,7 @@ BENCHES = {
         "GB/s",
         (Problem(B=1, T=1), Problem(B=32, T=1), Problem(B=1024, T=1)),
         {"FLA naive_recurrent_kda": (_NAIVE, "naive_recurrent")},
+        devices=("cpu", "cuda"),  # there with rounds of speculation and other peers: serving.py
         most_tokens=16,
     ),
     "verify": Bench(_verify, _state_bytes_read, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
@@ -189,11 +189,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "python -m kda bench [OPERATOR ...] [options]"
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default")
     size_arguments(parser, many=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where all of OPERATOR run there, else cpu")
     parser.add_argument("--impl", metavar="NAME", help="force an implementation, see `python -m kda info`")
     parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
     parser.add_argument("--repeats", type=natural, default=7, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="of kernels to measure beside decode on cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a record")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .png, .svg or .pdf; needs matplotlib")
 
@@ -203,16 +204,17 @@ def run(options: argparse.Namespace) -> int:
         if name not in BENCHES:
             raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
     _check_files(options)
-    names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
 
     from kda._arrays import torch
     from kda._lib import _OPERATORS
 
     from .arrays import Source
-    from .measure import ceilings, machine
+    from .measure import machine
     from .operators import forced, known
-    from .peers import missing
+    from .peers import add_folder, missing
 
+    options.device = options.device or _best_device(options.operators)
+    names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
     known(options.impl, _OPERATORS)
     for name in names:
         if options.device not in BENCHES[name].devices:
@@ -223,10 +225,12 @@ def run(options: argparse.Namespace) -> int:
     given = given_sizes(options)
     if torch is None:
         given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
-    rows = [(name, p) for name in names for p in _problems(BENCHES[name], given)]
+    on_gpu = options.device == "cuda" and "decode" in names
+    rows = [(name, p) for name in names for p in _problems(BENCHES[name], given) if not (on_gpu and name == "decode")]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
         rows = [(name, p) for name, p in rows if not BENCHES[name].needs_torch]
+    add_folder(options.peers)
     modules = {module for n in names for module, _ in BENCHES[n].peers.values()} if options.device == "cpu" else set()
     notes += missing(modules)
     absent = {m for m in modules if any(f" {m}:" in note for note in notes)}
@@ -234,19 +238,11 @@ def run(options: argparse.Namespace) -> int:
     Source(options.device)  # says what is wrong with the device before anything is measured
     record: dict[str, Any] = {"command": " ".join(["python -m kda", *sys.argv[1:]]), **machine(options.device)}
     record |= {"ceilings": {}, "rows": []}
-    with show.Progress(2 + len(rows) * options.repeats) as progress, forced(options.impl):
-
-        def measure_ceilings() -> None:
-            progress.label("ceilings")
-            for unit, rate in ceilings(options.device).items():
-                record["ceilings"][unit] = max(rate, record["ceilings"].get(unit, 0.0))
-            progress.step()
-
-        measure_ceilings()
-        for name, p in rows:
-            progress.label(f"{name}: {p.sizes}")
-            record["rows"] += _measure(name, p, options, absent, notes, progress)
-        measure_ceilings()  # again: what disturbed it may be gone
+    with forced(options.impl):
+        if rows:
+            _measure_rows(rows, record, options, absent, notes)
+        if on_gpu:
+            _measure_serving(given, record, options, notes)
     _print(record, notes)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
@@ -255,6 +251,16 @@ def run(options: argparse.Namespace) -> int:
 
         draw(record, options.plot)
     return 0
+
+
+def _best_device(operators: list[str]) -> str:
+    import kda
+
+    from .arrays import cuda_device
+
+    built = "cuda_gate" in kda.implementations("gate")
+    everywhere = operators and all("cuda" in BENCHES[name].devices for name in operators)
+    return "cuda" if built and everywhere and cuda_device() else "cpu"
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -273,11 +279,32 @@ def _check_files(options: argparse.Namespace) -> None:
 def _problems(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
     """The operator's own, with every combination of the given values put in."""
     given = {name: [v for v in values if name != "T" or v <= bench.most_tokens] for name, values in given.items()}
-    given = {name: values for name, values in given.items() if values}
-    changes = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
-    # HV follows H unless it is given itself.
-    changes = [({"HV": 0} if "H" in c else {}) | c | bench.only for c in changes]
-    return list(dict.fromkeys(replace(p, **c) for p in bench.problems for c in changes))
+    given = {name: values for name, values in given.items() if values} | {n: [v] for n, v in bench.only.items()}
+    return list(dict.fromkeys(x for p in bench.problems for x in combinations(p, given)))
+
+
+def _measure_rows(
+    rows: list[tuple[str, Problem]],
+    record: dict[str, Any],
+    options: argparse.Namespace,
+    absent: set[str],
+    notes: list[str],
+) -> None:
+    from .measure import ceilings
+
+    with show.Progress(2 + len(rows) * options.repeats) as progress:
+
+        def measure_ceilings() -> None:
+            progress.label("ceilings")
+            for unit, rate in ceilings(options.device).items():
+                record["ceilings"][unit] = max(rate, record["ceilings"].get(unit, 0.0))
+            progress.step()
+
+        measure_ceilings()
+        for name, p in rows:
+            progress.label(f"{name}: {p.sizes}")
+            record["rows"] += _measure(name, p, options, absent, notes, progress)
+        measure_ceilings()  # again: what disturbed it may be gone
 
 
 def _measure(
@@ -323,11 +350,36 @@ def _measure(
     ]
 
 
+def _measure_serving(
+    given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
+) -> None:
+    """Decode and rounds of speculation on the GPU."""
+    from . import measure, serving
+
+    swept = serving.sweep(given)
+    record |= {"stream_gb_per_s": measure.stream_bandwidth(), "serving": []}
+    with show.Progress(len(swept)) as progress:
+        for p in swept:
+            progress.label(p.sizes)
+            found = serving.rows(p, record["stream_gb_per_s"], notes, impl=options.impl, repeats=options.repeats)
+            record["serving"] += found
+            progress.step()
+
+
 def _print(record: dict[str, Any], notes: list[str]) -> None:
-    limits = record["ceilings"]
     print(f"{record['cpu']}, {record['threads']} threads, {record['library']['cpu']}")
     if record["device"] != "cpu":
         print(record["device"])
+    if record["rows"]:
+        _print_rows(record)
+    if "serving" in record:
+        _print_serving(record)
+    for note in notes:
+        print(f"\n{note}")
+
+
+def _print_rows(record: dict[str, Any]) -> None:
+    limits = record["ceilings"]
     print(f"ceilings: {limits['GFLOP/s']:.0f} GFLOP/s matrix product, {limits['GB/s']:.1f} GB/s read + write\n")
     rows = []
     for r in record["rows"]:
@@ -339,8 +391,20 @@ def _print(record: dict[str, Any], notes: list[str]) -> None:
     show.table(["operator", "problem", "time", "tokens/s", "rate", "of ceiling", "time / kda's"], rows)
     if any(r["unit"] == "GB/s" and r["rate"] > limits["GB/s"] for r in record["rows"] if r["contender"] == "kda"):
         print("\nMore GB/s than the memory gives: what these calls touch stays in the caches.")
-    for note in notes:
-        print(f"\n{note}")
+
+
+def _print_serving(record: dict[str, Any]) -> None:
+    from .serving import label
+
+    print(f"y = 2 x: {record['stream_gb_per_s']:.0f} GB/s\n")
+    rows, last = [], None
+    for r in record["serving"]:
+        sizes = Problem(**r["problem"]).sizes
+        share = f"{r['share_of_stream_bandwidth']:.0%}"
+        speedup = f"{r['over_baseline']:.2f}" if r["over_baseline"] else ""
+        rows.append(["" if sizes == last else sizes, label(r), f"{r['us']:.4g}", share, speedup])
+        last = sizes
+    show.table(["problem", "what", "us a layer", "of the floor", "over baseline"], rows)
 
 
 def _time(ms: float) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,6 +104,54 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def synchronizer(device: str) -> Call:
     return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def graph_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> float:
+    """Median time of a call on the current CUDA device, from a graph: what the host takes to launch is not in it. The
+    graph repeats the call until it lasts 2 ms; with ``flush`` it is one call, which finds nothing in the L2 cache."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flushed = torch.empty(256 << 20 if flush else 0, dtype=torch.uint8, device="cuda")
+
+    def captured(count: int) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                call()
+        return graph
+
+    def replay(graph: Any) -> float:
+        flushed.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    call()  # what is compiled or tuned on the first call is by now
+    torch.cuda.synchronize()
+    graph, count = captured(1), 1
+    once = [replay(graph) for _ in range(2)][1]
+    if not flush and once < 2:
+        count = min(math.ceil(2 / max(once, 1e-3)), 100)
+        graph = captured(count)
+        replay(graph)
+    return statistics.median(replay(graph) for _ in range(repeats)) / count
+
+
+def stream_bandwidth() -> float:
+    """GB/s of y = 2 x over 1 GiB on the current CUDA device, bytes read plus bytes written: what a memory-bound kernel
+    can hope for. (The copy engine behind y.copy_(x) is slower.)"""
+    x = torch.ones(1 << 28, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.numel() * 4 / graph_milliseconds(lambda: torch.mul(x, 2, out=y), flush=True) * 1e-6
 
 
 def ceilings(device: str = "cpu") -> dict[str, float]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +15,29 @@ import kda
 
 from .arrays import Source
 from .problems import Problem, common
+
+_folder: Path | None = None
+
+
+def add_folder(folder: Path | None) -> None:
+    """Peers are looked for there too, and in its ``sgl/``: in the folder given, or that of the variable KDA_PEERS."""
+    global _folder
+    if folder is None and os.environ.get("KDA_PEERS"):
+        folder = Path(os.environ["KDA_PEERS"])
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise ValueError(f"--peers: expected a folder, got {folder}")
+    _folder = folder.resolve()
+    sys.path += [path for path in (str(_folder), str(_folder / "sgl")) if path not in sys.path]
+
+
+def file_of_peers(name: str) -> Path:
+    if _folder is None:
+        raise FileNotFoundError(f"{name} is looked for in the folder of --peers or KDA_PEERS, and none is given")
+    if not (_folder / name).exists():
+        raise FileNotFoundError(f"{_folder} has no {name}")
+    return _folder / name
 
 
 def missing(modules: set[str]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ GATES = ("log", "softplus", "lower_bound")
 BETAS = ("activated", "sigmoid", "2sigmoid")
 LAYOUTS = ("V-first", "K-first")
 DRAFTS = ("chain", "tree", "ring", "snapshots")
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,12 @@ class Problem:
     @property
     def options(self) -> str:
         return f"{self.dtype}, {self.gate} gate, {self.beta} beta, {self.layout} {self.state_dtype} states"
+
+
+def combinations(p: Problem, given: dict[str, list[Any]]) -> list[Problem]:
+    """``p`` with every combination of the given values put in. HV follows H unless it is given itself."""
+    changes = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
+    return list(dict.fromkeys(replace(p, **({"HV": 0} if "H" in c else {}) | c) for c in changes))
 
 
 def common(p: Problem, new: Source) -> dict[str, Any]:
@@ -241,12 +249,15 @@ def stage(name: str, p: Problem, new: Source) -> dict[str, Any]:
 
 def size_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
     """Options named like the fields of :class:`Problem`; absent ones are not in the namespace. ``many``: some take
-    several values."""
+    several values, sizes also as 1,2,3."""
     sizes = {"B": "rows", "T": "tokens of a row", "H": "query/key heads", "HV": "value heads, as many as H by default"}
     sizes |= {"K": "key size, 1..256", "V": "value size, 1..256"}
+    words = {"B": ["--batches"], "T": ["--tokens"], "H": ["--heads"]}
     count: dict[str, Any] = {"nargs": "+"} if many else {}
+    several: dict[str, Any] = {"type": naturals, "action": _Flat, "metavar": "N"} if many else {"type": natural}
     for name, what in sizes.items():
-        parser.add_argument(f"--{name}", type=natural, default=argparse.SUPPRESS, help=what, **count)
+        names = [f"--{name}", *(words.get(name, []) if many else [])]
+        parser.add_argument(*names, default=argparse.SUPPRESS, help=what, **several, **count)
     choices = {"dtype": (*DTYPES, "float64"), "state-dtype": ("float32", "bfloat16", "float64"), "gate": GATES}
     choices |= {"beta": BETAS, "layout": LAYOUTS}
     for name, values in choices.items():
@@ -261,6 +272,17 @@ def whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
     return int(text)
+
+
+class _Flat(argparse.Action):
+    """Of lists one."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [v for group in values for v in group])
+
+
+def naturals(text: str) -> list[int]:
+    return [natural(word) for word in text.split(",")]
 
 
 def natural(text: str) -> int:

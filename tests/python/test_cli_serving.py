@@ -1,0 +1,279 @@
+"""python -m kda bench decode on a GPU: all but the timing, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from kda.cli import arrays, bench, main, measure, peers, serving, serving_peers
+from kda.cli.problems import Problem
+
+SMALL = Problem(B=3, T=4, H=2, K=16, V=24)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command believes in a GPU; calls run once, each layer takes a microsecond."""
+
+    def run_once(call: Callable[[], object], repeats: int) -> float:
+        call()
+        return 1.0
+
+    monkeypatch.setattr(serving, "DEVICE", "cpu")
+    monkeypatch.setattr(serving, "STATES", 1 << 16)
+    monkeypatch.setattr(measure, "graph_milliseconds", run_once)
+    monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(measure, "machine", lambda device: {
+        "cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()
+    })  # fmt: skip
+    monkeypatch.setattr(arrays, "cuda_device", lambda: True)
+    monkeypatch.setattr(bench, "_best_device", lambda operators: "cuda")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(peers, "_folder", None)
+    monkeypatch.delenv("KDA_PEERS", raising=False)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(*words: str, status: int = 0) -> str:
+        assert main(["bench", "decode", *words]) == status
+        return "".join(capsys.readouterr())
+
+    return call
+
+
+def test_sweep() -> None:
+    given = {"T": [1, 2, 6, 70], "B": [5], "H": [32, 64]}
+    got = [(p.HV, p.B, p.T) for p in serving.sweep(given)]
+    assert got == [(32, 5, 1), (32, 5, 2), (32, 5, 6), (64, 5, 1), (64, 5, 2), (64, 5, 6)], "16 tokens at most"
+    assert [(p.H, p.B, p.T, p.K) for p in serving.sweep({})] == [(32, B, 1, 128) for B in (1, 8, 32, 128)]
+
+
+def test_command(cli: Callable[..., str], tmp_path: Path) -> None:
+    record, chart = tmp_path / "x.json", tmp_path / "x.svg"
+    sizes = ["--tokens", "2,3", "--batches", "1,2", "--heads", "1", "--K", "16", "--V", "16"]
+    text = cli(*sizes, "--json", str(record), "--plot", str(chart))
+    data = json.loads(record.read_text())
+    assert data["stream_gb_per_s"] == 4000 and data["rows"] == [] and data["device"] == "a GPU"
+    got = {(r["operator"], r["implementation"], r["problem"]["B"], r["problem"]["T"]) for r in data["serving"]}
+    names = {op: [n for n in kda.implementations(op) if not n.startswith("cuda")] for op in ("decode", "verify")}
+    assert {x for x in got if x[0] == "decode"} == {("decode", n, B, 1) for n in names["decode"] for B in (1, 2)}
+    assert {x for x in got if x[0] == "verify"} == {
+        ("verify", n, B, T) for n in names["verify"] for B in (1, 2) for T in (2, 3)
+    }
+    assert {x[0] for x in got} == {"decode", "verify", "flush", "verify + flush", "flush_verify"}
+    for r in data["serving"]:
+        assert r["contender"] == "kda" and r["over_baseline"] is None
+        assert r["us"] == pytest.approx(1e3 / r["layers"])
+        least = serving.least_bytes(r["operator"], Problem(**{**r["problem"], "lengths": ()}))
+        assert r["share_of_stream_bandwidth"] == pytest.approx(least / (r["us"] * 1e-6) / 4e12)
+    assert "problem" in text and "kda verify (reference)" in text and "kda verify + flush" in text
+    assert text.count("B 2, T 3, H 1, K = V = 16") == 1 + text.count("for B 2"), "said once"
+    assert "no row of SGLang fused_sigmoid: measured with HV = H, K = V = 128 and bfloat16, softplus gate" in text
+    assert "T 3" in chart.read_text() or "svg" in chart.read_text()
+
+
+def test_forced(cli: Callable[..., str]) -> None:
+    sizes = ["--tokens", "2", "--batches", "1", "--heads", "1", "--K", "16", "--V", "16"]
+    text = cli(*sizes, "--impl", "cpu_verify")
+    assert "kda verify (cpu_verify)" in text and "kda verify (reference)" not in text
+    assert "kda flush (cpu_flush)" in text, "an operator that has none of that name takes its own"
+    if "cuda_verify" in kda.implementations("verify"):
+        assert "no row of kda verify (cuda_verify): " in cli(*sizes, "--impl", "cuda_verify"), "it declines the CPU"
+
+
+def test_without_peers(cli: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("fla", "sglang", "cuda"):
+        monkeypatch.setitem(sys.modules, package, None)
+    sizes = ["--tokens", "2", "--batches", "1", "--heads", "1"]
+    text = cli(*sizes)
+    for peer in serving_peers.PEERS:
+        assert f"no row of {peer.name}: " in text
+    assert "libsglpd.so is looked for in the folder of --peers or KDA_PEERS, and none is given" in text
+    assert f"{tmp_path} has no libsglpd.so" in cli(*sizes, "--peers", str(tmp_path))
+    assert "--peers: expected a folder, got /nowhere" in cli(*sizes, "--peers", "/nowhere", status=2)
+    monkeypatch.setenv("KDA_PEERS", "/elsewhere")
+    assert "--peers: expected a folder, got /elsewhere" in cli(*sizes, status=2)
+
+
+def test_a_peer_that_breaks(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(layers: serving.Layers) -> Callable[[], object]:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(serving_peers, "PEERS", (serving_peers.Peer("somebody", True, breaks),))
+    text = cli("--batches", "1,2", "--heads", "1")
+    assert text.count("no row of somebody: RuntimeError: no such luck") == 1
+
+
+def test_one_table_over_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 20.0, 5.0, 15.0, 30.0])
+    monkeypatch.setattr(measure, "graph_milliseconds", lambda call, repeats: next(times))
+    monkeypatch.setattr(kda, "implementations", lambda op: [f"cpu_{op}"])
+    baseline = serving_peers.Peer(serving.BASELINE[False], False, lambda layers: lambda: None)
+    monkeypatch.setattr(serving_peers.Peer, "prepare", lambda self, layers: self.make(layers))
+    monkeypatch.setattr(serving_peers, "PEERS", (baseline,))
+    monkeypatch.setattr(serving, "_contenders", lambda p, impl, every=serving._contenders: every(p, "none"))
+    rows = serving.rows(SMALL, 4000.0, notes := [])
+    assert notes == []
+    assert [(serving.label(r), r["over_baseline"]) for r in rows] == [
+        ("kda verify (cpu_verify)", None),
+        ("kda flush (cpu_flush)", None),
+        ("kda flush_verify (cpu_flush_verify)", 6.0),
+        ("kda verify + flush", 2.0),
+        ("SGLang snapshots + scatter", 1.0),
+    ]
+
+
+def test_least_bytes() -> None:
+    p = Problem(B=128, T=4, H=64)
+    state, tokens = 128 * 64 * 128 * 128 * 4, 128 * 4 * 64 * (5 * 128 + 1) * 2
+    assert serving.least_bytes("decode", p) == serving.least_bytes("verify + flush", p) == 2 * state + tokens
+    records = 128 * 4 * 64 * 3 * 128 * 4
+    assert serving.least_bytes("verify", p) == state + tokens + records
+    assert serving.least_bytes("flush", p) == 2 * state + records
+
+
+def test_layers() -> None:
+    layers = serving.Layers(SMALL)
+    assert layers.count == max(4, -(-(1 << 16) // (3 * 2 * 16 * 24 * 4)))
+    assert layers.pools.shape == (layers.count, 7, 2, 24, 16) and layers.x["q"].shape == (layers.count, 3, 4, 2, 16)
+    slots = layers.slots.tolist()
+    assert len(set(slots)) == 3 and min(slots) >= 1 and max(slots) <= 6
+    before = layers.pools.clone()
+    serving._verify_and_flush(layers)()
+    changed = (layers.pools != before).flatten(2).any(-1)
+    assert changed[:, slots].all() and changed.sum() == 3 * layers.count
+
+
+# ---- what peers are called with: stand-ins of their signatures that call kda ----
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
+    names = module.split(".")
+    for i in range(1, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:i]), ModuleType(".".join(names[:i])))
+    for name, function in functions.items():
+        setattr(sys.modules[module], name, function)
+
+
+OPTIONS = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+
+
+def fla_fwd(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, ssm_state_indices: Any,
+    inplace_final_state: bool, state_v_first: bool, out: Any, allow_neg_eigval: bool, **options: bool,
+) -> None:  # fmt: skip
+    assert inplace_final_state and state_v_first and not allow_neg_eigval and options == OPTIONS
+    bias = dt_bias.view(-1, q.shape[-1])
+    kda.decode(
+        q, k, v, g, beta, initial_state, A_log=A_log, dt_bias=bias, state_indices=ssm_state_indices, out=out, **options
+    )
+
+
+def sglang_fused(
+    A_log: Any, a: Any, dt_bias: Any, softplus_beta: float, softplus_threshold: float, q: Any, k: Any, v: Any, b: Any,
+    initial_state_source: Any, initial_state_indices: Any, use_qk_l2norm_in_kernel: bool, cu_seqlens: Any,
+    is_kda: bool, disable_state_update: bool = False, intermediate_states_buffer: Any = None,
+    intermediate_state_indices: Any = None, cache_steps: int | None = None,
+) -> Any:  # fmt: skip
+    assert (softplus_beta, softplus_threshold, use_qk_l2norm_in_kernel, is_kda) == (1.0, 20.0, True, True)
+    N, HV, K = len(initial_state_indices), v.shape[2], q.shape[3]
+    assert a.shape == (1, q.shape[1], HV * K) and cu_seqlens.tolist() == [*range(0, q.shape[1] + 1, q.shape[1] // N)]
+    rows = {n: x[0].unflatten(0, (N, -1)) for n, x in {"q": q, "k": k, "v": v, "beta": b}.items()}
+    given = {"state": initial_state_source, "state_indices": initial_state_indices, "A_log": A_log}
+    given |= {"g": a[0].unflatten(0, (N, -1)).unflatten(-1, (HV, K)), "dt_bias": dt_bias.view(HV, K), **OPTIONS}
+    if intermediate_states_buffer is None:
+        return kda.decode(**rows, **given)
+    assert (
+        disable_state_update and cache_steps == q.shape[1] // N and intermediate_state_indices.tolist() == [*range(N)]
+    )
+    return kda.decode_mtp(**rows, **given, update_state=False, snapshots=intermediate_states_buffer)
+
+
+def sglang_scatter(pools: Any, kept: Any, slots: Any, steps: Any, rows: Any) -> None:
+    pools[:, slots.long()] = kept[:, rows.long(), steps.long()]
+
+
+def sglang_packed(
+    mixed_qkv: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, scale: float, initial_state: Any, out: Any,
+    ssm_state_indices: Any, use_qk_l2norm_in_kernel: bool,
+) -> None:  # fmt: skip
+    B, HV = b.shape
+    q, k, v = mixed_qkv.view(B, 1, 3, HV, 128).unbind(2)
+    given = {"A_log": A_log, "dt_bias": dt_bias.view(HV, 128), "scale": scale, "state_indices": ssm_state_indices}
+    kda.decode(q, k, v, a.view(B, 1, HV, 128), b[:, None], initial_state, **given, **OPTIONS, out=out)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_peers_compute_the_same(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "fla.ops.kda.fused_recurrent", fused_recurrent_kda_fwd=fla_fwd)
+    ops = "sglang.kernels.ops"
+    linear = f"{ops}.attention.linear.fused_sigmoid_gating_recurrent"
+    install(monkeypatch, linear, fused_sigmoid_gating_delta_rule_update=sglang_fused)
+    install(monkeypatch, f"{ops}.attention.fla.fused_recurrent", fused_recurrent_kda_packed_decode=sglang_packed)
+    scatter = f"{ops}.mamba.mamba_state_scatter_triton"
+    install(monkeypatch, scatter, fused_mamba_state_scatter_with_mask=sglang_scatter)
+    p = Problem(B=2, T=T, H=2)
+
+    def pools_after(prepare: Callable[[serving.Layers], Callable[[], object]]) -> Any:
+        layers = serving.Layers(p)
+        prepare(layers)()
+        return layers.pools
+
+    expected = pools_after(serving._verify_and_flush if T > 1 else lambda layers: serving._decode(layers, None))
+    native = ("CUDA", "cuLA")
+    chosen = [x for x in serving_peers.PEERS if x.one_token == (T == 1) and not any(w in x.name for w in native)]
+    assert len(chosen) == (3 if T == 1 else 1)
+    for peer in chosen:
+        torch.testing.assert_close(pools_after(peer.prepare), expected, rtol=1e-4, atol=1e-5)
+
+
+class Driver(ModuleType):
+    """Takes launches down."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.launches: list[tuple[Any, ...]] = []
+
+    def cuModuleLoadData(self, data: bytes) -> tuple[int, bytes]:
+        return 0, data
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[int, bytes]:
+        assert name == b"its_name"
+        return 0, module
+
+    def CUstream(self, stream: int) -> int:
+        return stream
+
+    def cuLaunchKernel(self, function: bytes, *sizes: Any) -> tuple[int]:
+        self.launches.append((function.decode(), sizes[:2], sizes[3], sizes[6]))
+        return (0,)
+
+
+def test_cula(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = Driver()
+    install(monkeypatch, "cuda.bindings")
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+    (tmp_path / "cubin").mkdir()
+    for name, parameters in {"shuffle_T2_HV2_tv16": 13, "tensor_core_T2_HV2_tv4": 13, "flush_T2_HV2_B3": 6}.items():
+        (tmp_path / f"cubin/{name}.cubin").write_text(name)
+        about = {"name": "its_name", "nparam": parameters, "smem": parameters}
+        (tmp_path / f"cubin/{name}.json").write_text(json.dumps(about))
+    peers.add_folder(tmp_path)
+    layers = serving.Layers(Problem(B=3, T=2, H=2))
+    for kind, blocks, name in (("shuffle", 8, "shuffle_T2_HV2_tv16"), ("tensor_core", 4, "tensor_core_T2_HV2_tv4")):
+        driver.launches.clear()
+        serving_peers._cula(layers, kind)()
+        assert driver.launches[:-1] == [(name, (6 * blocks, 1), 128, 13)] * layers.count
+        assert driver.launches[-1] == ("flush_T2_HV2_B3", (6 * 16, layers.count), 32, 6)
+    with pytest.raises(FileNotFoundError, match="has no cubin/shuffle_T3_HV2_tv16"):
+        serving_peers._cula(serving.Layers(Problem(B=3, T=3, H=2)), "shuffle")
