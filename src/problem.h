@@ -128,10 +128,14 @@ struct Sequence {
   bool live;                 // false: padded, o is zeroed and no state touched
   bool initial;              // read h0
 };
+// Of rows of T tokens: its tokens alone.
+KDA_BOTH inline Sequence span_of(const kda_tensor& cu_seqlens, int64_t T, int64_t n) {
+  if (!present(cu_seqlens)) return {n, n, 0, T, n, true, true};
+  const int64_t t0 = std::clamp<int64_t>(int_at(cu_seqlens, n), 0, T);
+  return {n, 0, t0, std::clamp<int64_t>(int_at(cu_seqlens, n + 1), t0, T) - t0, n, true, true};
+}
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
-  if (!d.varlen) return {n, n, 0, d.T, n, true, true};
-  const int64_t t0 = std::clamp<int64_t>(int_at(in.cu_seqlens, n), 0, d.T);
-  return {n, 0, t0, std::clamp<int64_t>(int_at(in.cu_seqlens, n + 1), t0, d.T) - t0, n, true, true};
+  return span_of(in.cu_seqlens, d.T, n);
 }
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n) {
   Sequence s = sequence_at(d, in, n);
