@@ -59,9 +59,8 @@ struct Conv : kda_conv_inputs {
         present(state) && s.slot >= 0 && s.slot < state.shape[0] && (!present(has_state) || int_at(has_state, n));
     return s;
   }
-  // The sequence of a token among all; sequences() if it belongs to none.
-  KDA_BOTH int64_t sequence_of(int64_t token) const {
-    if (!present(cu_seqlens)) return token / x.shape[1];
+  // The packed sequence of a token; sequences() if it belongs to none.
+  KDA_BOTH int64_t packed_sequence_of(int64_t token) const {
     int64_t lo = 0, hi = sequences();  // the first whose end lies beyond the token
     while (lo < hi) {
       const int64_t n = (lo + hi) / 2;
@@ -72,8 +71,8 @@ struct Conv : kda_conv_inputs {
   }
   // Of the tokens that belong to a sequence.
   KDA_BOTH int64_t end() const {
-    if (!present(cu_seqlens)) return tokens();
-    return std::clamp<int64_t>(int_at(cu_seqlens, sequences()), 0, x.shape[1]);
+    const int64_t T = x.shape[1];
+    return present(cu_seqlens) ? std::clamp<int64_t>(int_at(cu_seqlens, sequences()), 0, T) : tokens();
   }
 };
 
@@ -103,8 +102,8 @@ struct ConvPieces {
   Sequence s{};
   int64_t a = 0, b = 0;
 
-  KDA_BOTH ConvPieces(const Conv& c, int64_t first, int64_t end)
-      : c(c), token(first), end(end), n(first < end ? c.sequence_of(first) : c.sequences()) {}
+  // Token `first` is one of sequence n.
+  KDA_BOTH ConvPieces(const Conv& c, int64_t first, int64_t end, int64_t n) : c(c), token(first), end(end), n(n) {}
   KDA_BOTH bool next() {
     while (n < c.sequences() && token < end) {
       s = c.sequence(n++);

@@ -166,8 +166,12 @@ std::span<const Implementation<GateBackwardProblem>> implementations() {
 template <>
 std::span<const Implementation<ConvProblem>> implementations() {
   static constexpr Implementation<ConvProblem> table[] = {
-      {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace, cpu::conv},
-      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv},
+#if KDA_WITH_CUDA
+    {"cuda_conv", "channels over threads, a sequence's first tokens beside its state, for sm_80 and newer",
+     cuda::conv_why_not, no_workspace, cuda::conv},
+#endif
+    {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace, cpu::conv},
+    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv},
   };
   return table;
 }

@@ -251,6 +251,11 @@ void with_types(const Conv& c, const F& f) {
   }
 }
 
+// Of a token among all.
+int64_t sequence_of(const Conv& c, int64_t token) {
+  return present(c.cu_seqlens) ? c.packed_sequence_of(token) : token / c.x.shape[1];
+}
+
 void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t c0, int64_t n) {
   for (int64_t t = a; t < b; ++t) std::memset(token_row(y, s, t, c0), 0, n * dtype_size(y.dtype));
 }
@@ -260,7 +265,7 @@ void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n
   Taps taps;
   taps.load(c, c0, n);
   with_types(c, [&](auto W, auto dtype) {
-    for (ConvPieces i(c, first, end); i.next();)
+    for (ConvPieces i(c, first, end, sequence_of(c, first)); i.next();)
       if (i.s.live) conv_tokens<W, dtype>(c, taps, i.s, i.a, i.b, c0, n);
       else zero_tokens(c.y, i.s, i.a, i.b, c0, n);
   });
@@ -365,7 +370,7 @@ void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int
   taps.load(g.conv, c0, n);
   alignas(64) Sums block = {};
   with_types(g.conv, [&](auto W, auto dtype) {
-    for (ConvPieces i(g.conv, first, end); i.next();)
+    for (ConvPieces i(g.conv, first, end, sequence_of(g.conv, first)); i.next();)
       backward_tokens<W, dtype>(g, taps, i.s, i.a, i.b, c0, n, sums ? &block : nullptr);
   });
   for (int64_t j = 0; sums && j <= g.conv.width(); ++j) std::memcpy(sums + j * sums_pitch, block[j], n * sizeof(float));

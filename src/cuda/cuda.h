@@ -23,6 +23,9 @@ void verify(const VerifyProblem& p);
 void flush(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
 
+const char* conv_why_not(const ConvProblem& p);
+void conv(const ConvProblem& p);
+
 std::string info();  // toolkit, architectures, driver, devices
 
 }  // namespace kda::cuda

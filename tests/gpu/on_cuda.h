@@ -1,0 +1,76 @@
+// Calls of the C ABI on the GPU, with tensors that live on the host.
+#pragma once
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "dtype.h"
+#include "fields.h"
+#include "support.h"
+
+namespace kda::test {
+
+inline std::vector<Field> tensors(kda_decode_args& a) { return joined(fields(a), snapshot_fields(a)); }
+inline std::vector<Field> tensors(kda_flush_verify_args& a) { return joined(fields(a), ring_fields(a)); }
+template <class Args>
+std::vector<Field> tensors(Args& a) {
+  return fields(a);
+}
+
+// From the first element to the last, gaps between rows included.
+inline int64_t bytes_of(const kda_tensor& t) {
+  int64_t last = 0;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] == 0) return 0;
+    last += (t.shape[i] - 1) * t.stride[i];
+  }
+  return (last + 1) * dtype_size(t.dtype);
+}
+
+struct DeviceMemory {
+  int64_t bytes = 0;
+  void* data = nullptr;
+  ~DeviceMemory() { cudaFree(data); }
+};
+
+// Runs with copies of all tensors on the device, and copies all of them back. Only gradients need a workspace, which is
+// poison before the call.
+template <class Args>
+void run_on_cuda(Args args, const char* impl) {
+  std::map<void*, DeviceMemory> copies;  // by their place on the host: views of the same place stay so
+  for (const Field& f : tensors(args))
+    if (f.t->ndim) copies[f.t->data].bytes = std::max(copies[f.t->data].bytes, bytes_of(*f.t));
+  for (auto& [host, copy] : copies) {
+    ASSERT_EQ(cudaMalloc(&copy.data, std::max<int64_t>(copy.bytes, 1)), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(copy.data, host, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
+  }
+  for (const Field& f : tensors(args))
+    if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.data;
+  args.exec.device = KDA_CUDA, args.exec.impl = impl;
+  DeviceMemory workspace;
+  ASSERT_EQ(query(args, &args.exec.workspace_bytes), KDA_OK) << kda_last_error();
+  if constexpr (!requires { args.dweight; }) {
+    ASSERT_EQ(args.exec.workspace_bytes, 0u);
+  } else if (args.exec.workspace_bytes) {
+    ASSERT_EQ(cudaMalloc(&workspace.data, args.exec.workspace_bytes), cudaSuccess);
+    ASSERT_EQ(cudaMemset(workspace.data, 0xff, args.exec.workspace_bytes), cudaSuccess);
+    args.exec.workspace = workspace.data;
+  }
+  ASSERT_EQ(call(args), KDA_OK) << kda_last_error();
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (const auto& [host, copy] : copies)
+    ASSERT_EQ(cudaMemcpy(host, copy.data, copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+}
+
+class OnCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no CUDA device";
+  }
+};
+
+}  // namespace kda::test

@@ -1,0 +1,250 @@
+// kda_conv on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
+// shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <cmath>
+#include <limits>
+
+#include "conv_calls.h"
+#include "on_cuda.h"
+
+namespace kda::test {
+namespace {
+
+constexpr char kImpl[] = "cuda_conv";
+
+// Beside those of the CPU: rows that 4-wide accesses fit, and runs of as many tokens as a warp ever gets.
+std::vector<ConvCase> cuda_cases() {
+  std::vector<ConvCase> all = conv_cases();
+  for (const int64_t D : {4, 124, 128, 132})
+    all.push_back({.name = "wide_" + std::to_string(D), .B = 3, .T = 30, .D = D});
+  for (const int32_t dtype : {KDA_F32, KDA_BF16, KDA_F16})
+    for (const int64_t D : {9, 12})
+      all.push_back({.name = "dtype_" + std::to_string(dtype) + "_" + std::to_string(D),
+                     .D = D,
+                     .lengths = {70, 3, 0, 1, 65},
+                     .tail = 9,
+                     .dtype = dtype,
+                     .weight_dtype = dtype,
+                     .state_dtype = KDA_F32});
+  all.push_back({.name = "many_rows", .B = 300, .T = 5, .D = 12});
+  all.push_back({.name = "padded_channels", .B = 2, .T = 40, .D = 12, .layout = Layout::kPadded});
+  for (const int64_t D : {3, 4})
+    all.push_back({.name = "long_" + std::to_string(D), .T = 300000, .D = D, .dtype = KDA_BF16});
+  return all;
+}
+
+double budget(const ConvCase& c, int32_t dtype) { return dtype == KDA_F32 ? (c.scale > 1 ? 1e-5 : 1e-6) : 0.003; }
+
+class ConvOnCuda : public OnCuda, public testing::WithParamInterface<ConvCase> {
+ protected:
+  ConvOnCuda() : c(GetParam()), in(c) {}
+  void expect_close(const std::vector<Named>& reference, const std::vector<Named>& got) {
+    for (size_t i = 0; i < got.size(); ++i) {
+      const Tensor& t = *got[i].tensor;
+      EXPECT_TRUE(close(*reference[i].tensor, t, budget(c, t.dtype()))) << got[i].name;
+      EXPECT_EQ(t.unwritten(), 0) << got[i].name;
+      EXPECT_TRUE(t.margins_intact()) << got[i].name;
+    }
+  }
+  const ConvCase c;
+  const ConvInputs in;
+};
+
+TEST_P(ConvOnCuda, Forward) {
+  ConvOutputs reference(in, true), out(in);
+  run(conv_args(in, reference), {.impl = "reference"});
+  run_on_cuda(conv_args(in, out), kImpl);
+  if (HasFatalFailure()) return;
+  expect_close(reference.tensors(), out.tensors());
+}
+
+// In the dtype of x it is exact.
+TEST_P(ConvOnCuda, FinalState) {
+  if (c.dtype != c.state_dtype) GTEST_SKIP();
+  ConvOutputs exact(in), out(in);
+  run(conv_args(in, exact), {.impl = "reference"});
+  run_on_cuda(conv_args(in, out), kImpl);
+  EXPECT_EQ(out.final_state.bits(), exact.final_state.bits());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ConvOnCuda, testing::ValuesIn(cuda_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// ---- promises ----
+
+using ConvPromiseOnCuda = OnCuda;
+
+// Packed sequences have the bits that each has alone.
+TEST_F(ConvPromiseOnCuda, NeighboursDoNotMatter) {
+  for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "blocks_start_inside", "mixed"}) {
+    const ConvInputs in(find_conv_case(name));
+    const ConvOutputs all(in), again(in);
+    run_on_cuda(conv_args(in, all), kImpl);
+    run_on_cuda(conv_args(in, again), kImpl);
+    EXPECT_EQ(all.y.bits(), again.y.bits()) << name;
+    for (int64_t n = 0; n < in.N; ++n) {
+      ConvCase c = in.c;
+      c.lengths.clear(), c.tail = 0, c.T = in.length(n);
+      ConvInputs one(c);
+      one.weight = in.weight.clone(), one.bias = in.bias.clone();
+      for (int64_t i = 0; i < one.x.size(); ++i) one.x.set(i, in.x.get(in.begin(n) * c.D + i));
+      for (int64_t i = 0; i < one.state.size(); ++i) one.state.set(i, in.state.get(n * one.state.size() + i));
+      const ConvOutputs alone(one);
+      run_on_cuda(conv_args(one, alone), kImpl);
+      EXPECT_EQ(alone.y.bits(), all.y.bits(1, in.begin(n), c.T)) << name << " " << n;
+      EXPECT_EQ(alone.final_state.bits(), all.final_state.bits(0, n, 1)) << name << " " << n;
+    }
+  }
+}
+
+// One call, or two in place with the state carried between: the same bits, whichever kind of block has a token.
+TEST_F(ConvPromiseOnCuda, SplitAnywhere) {
+  for (const int64_t W : {2, 3, 4})
+    for (const int64_t split : {0, 1, 2, 3, 4, 5, 11, 64, 137, 138, 139, 140}) {
+      const ConvInputs in({.name = "split", .T = 140, .D = 132, .W = W});
+      const ConvOutputs whole(in), parts(in);
+      run_on_cuda(conv_args(in, whole), kImpl);
+      const Tensor state = in.state.clone();
+      kda_conv_args a = conv_args(in, parts);
+      a.initial_state = a.final_state = state;  // in place
+      a.x.shape[1] = a.y.shape[1] = split;
+      run_on_cuda(a, kImpl);
+      const int64_t offset = split * in.c.D * static_cast<int64_t>(sizeof(float));
+      a.x.data = static_cast<char*>(a.x.data) + offset, a.y.data = static_cast<char*>(a.y.data) + offset;
+      a.x.shape[1] = a.y.shape[1] = in.T - split;
+      run_on_cuda(a, kImpl);
+      EXPECT_EQ(parts.y.bits(), whole.y.bits()) << W << " " << split;
+      EXPECT_EQ(state.bits(), whole.final_state.bits()) << W << " " << split;
+    }
+}
+
+// Channels alone, or four a thread: the same bits.
+TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
+  for (const int32_t dtype : {KDA_F32, KDA_BF16, KDA_F16}) {
+    const ConvInputs in({.name = "wide", .B = 2, .T = 50, .D = 132, .dtype = dtype, .state_dtype = dtype});
+    const ConvOutputs wide(in);
+    run_on_cuda(conv_args(in, wide), kImpl);
+    ConvCase c = in.c;
+    c.D = 131;
+    ConvInputs narrow(c);
+    const auto copy = [&](Tensor& to, const Tensor& from, int64_t inner) {  // [.., D, inner] without the last channel
+      for (int64_t i = 0; i < to.size(); ++i) to.set(i, from.get(i / (131 * inner) * 132 * inner + i % (131 * inner)));
+    };
+    copy(narrow.x, in.x, 1), copy(narrow.weight, in.weight, c.W), copy(narrow.bias, in.bias, 1);
+    copy(narrow.state, in.state, c.W - 1);
+    const ConvOutputs got(narrow);
+    run_on_cuda(conv_args(narrow, got), kImpl);
+    EXPECT_EQ(got.y.bits(), wide.y.bits(2, 0, 131)) << dtype;
+    EXPECT_EQ(got.final_state.bits(), wide.final_state.bits(1, 0, 131)) << dtype;
+  }
+}
+
+// NaN or infinity reaches the W outputs of its channel that read it.
+TEST_F(ConvPromiseOnCuda, NaNStaysInItsChannelAndWindow) {
+  for (const double bad :
+       {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()})
+    for (const int64_t t : {1, 13, 27}) {
+      ConvInputs in({.name = "nan", .D = 20, .lengths = {30, 9}});
+      const int64_t d = 13;
+      in.x.set(t * in.c.D + d, bad);
+      const ConvOutputs out(in), reference(in, true);
+      run_on_cuda(conv_args(in, out), kImpl);
+      run(conv_args(in, reference), {.impl = "reference"});
+      for (int64_t i = 0; i < out.y.size(); ++i) {
+        const int64_t token = i / in.c.D, channel = i % in.c.D;
+        const bool read = channel == d && token >= t && token < std::min<int64_t>(t + in.c.W, 30);
+        EXPECT_TRUE(read || std::isfinite(out.y.get(i))) << token << " " << channel;
+        EXPECT_EQ(std::isnan(out.y.get(i)), std::isnan(reference.y.get(i))) << bad << ": " << token << " " << channel;
+      }
+    }
+}
+
+// A pool in an order of its own, with padding and slots that hold NaN; in place, and from one pool to another.
+TEST_F(ConvPromiseOnCuda, PoolsTouchOnlyTheirSlots) {
+  for (const int32_t state_dtype : {KDA_F32, KDA_BF16})
+    for (const int first_valid : {0, 1})
+      for (const bool in_place : {true, false}) {
+        const ConvCase c{.name = "pool", .lengths = {5, 1, 0, 2, 9, 40, 3}, .tail = 2, .state_dtype = state_dtype};
+        const ConvInputs in(c);
+        const int64_t slot_size = c.D * (c.W - 1), slots = 9;
+        const std::vector<double> index = {7, first_valid - 1.0, 1, 3, 12, 5, 8};  // 12: beyond the pool
+        Tensor pool(state_dtype, {slots, c.D, c.W - 1}, Layout::kPadded), indices(KDA_I32, {in.N}, index);
+        Tensor known(KDA_BOOL, {in.N}, {1, 1, 1, 0, 1, 1, 1});  // slot 3 holds NaN, but starts anew
+        for (int64_t n = 0; n < in.N; ++n)
+          for (int64_t i = 0; index[n] >= first_valid && index[n] < slots && n != 3 && i < slot_size; ++i)
+            pool.set(static_cast<int64_t>(index[n]) * slot_size + i, in.state.get(n * slot_size + i));
+        Tensor other(state_dtype, {slots, c.D, c.W - 1}, Layout::kPadded);
+        const ConvOutputs out(in), reference(in);
+        const auto args = [&](const Tensor& from, const Tensor& to, const Tensor& slots_of, const ConvOutputs& o) {
+          kda_conv_args a = conv_args(in, o);
+          a.initial_state = from, a.final_state = to, a.state_indices = slots_of, a.has_initial_state = known;
+          a.first_valid_slot = first_valid;
+          return a;
+        };
+        Tensor exact = pool.clone(), exact_other = other.clone(), clipped = indices.clone();
+        clipped.set(4, -1);
+        run(args(exact, in_place ? exact : exact_other, clipped, reference), {.impl = "reference"});
+        run_on_cuda(args(pool, in_place ? pool : other, indices, out), kImpl);
+        if (HasFatalFailure()) return;
+        EXPECT_TRUE(close(reference.y, out.y, state_dtype == KDA_F32 ? 1e-6 : 0.003));
+        for (const auto& [got, want] : {std::pair{&pool, &exact}, {&other, &exact_other}}) {
+          EXPECT_TRUE(got->margins_intact());
+          for (int64_t slot = 0; slot < slots; ++slot)
+            EXPECT_EQ(got->bits(0, slot, 1), want->bits(0, slot, 1)) << slot << " " << in_place << " " << first_valid;
+        }
+      }
+}
+
+// The state is written, but none is read.
+TEST_F(ConvPromiseOnCuda, FinalStatesAlone) {
+  for (const char* name : {"stateless_W4", "no_bias_no_silu"}) {
+    const ConvInputs in(find_conv_case(name));
+    const Tensor exact(KDA_F64, {in.N + 1, in.c.D, in.c.W - 1}), got(KDA_F32, {in.N + 1, in.c.D, in.c.W - 1});
+    Tensor indices(KDA_I32, {in.N});
+    for (int64_t n = 0; n < in.N; ++n) indices.set(n, static_cast<double>(in.N - n));
+    const ConvOutputs out(in), reference(in, true);
+    kda_conv_args a = conv_args(in, reference), b = conv_args(in, out);
+    a.final_state = exact, b.final_state = got, a.state_indices = b.state_indices = indices;
+    run(a, {.impl = "reference"});
+    run_on_cuda(b, kImpl);
+    EXPECT_TRUE(close(exact, got, 1e-6)) << name;
+    EXPECT_TRUE(close(reference.y, out.y, 1e-6)) << name;
+    EXPECT_TRUE(got.bits(0, 0, 1).all('\xff')) << name;
+  }
+}
+
+// Whatever cu_seqlens holds on the device, nothing outside of the tensors is touched.
+TEST_F(ConvPromiseOnCuda, LengthsAreCutToTheTokens) {
+  for (const std::vector<double>& cu : std::vector<std::vector<double>>{
+           {0, 50, 20, 90}, {-7, 10, 12, 40}, {5, 9, 9, 30}, {90, 91, 92, 93}, {40, 30, 20, 10}}) {
+    ConvInputs in({.name = "garbage", .D = 12, .lengths = {10, 10, 10}, .tail = 10});
+    for (int64_t i = 0; i < 4; ++i) in.cu_seqlens.set(i, cu[i]);
+    const ConvOutputs out(in);
+    run_on_cuda(conv_args(in, out), kImpl);
+    EXPECT_TRUE(out.y.margins_intact() && out.final_state.margins_intact());
+    EXPECT_EQ(out.final_state.unwritten(), 0);
+  }
+}
+
+TEST_F(ConvPromiseOnCuda, NothingToDo) {
+  for (const ConvCase& c :
+       {ConvCase{.name = "no_tokens", .B = 2, .T = 0}, ConvCase{.name = "no_rows", .B = 0},
+        ConvCase{.name = "all_empty", .lengths = {0, 0}, .tail = 3}, ConvCase{.name = "no_sequences", .tail = 5}}) {
+    const ConvInputs in(c);
+    const ConvOutputs out(in);
+    run_on_cuda(conv_args(in, out), kImpl);
+    EXPECT_EQ(out.final_state.bits(), in.state.bits()) << c;
+    for (int64_t i = 0; i < out.y.size(); ++i) EXPECT_EQ(out.y.get(i), 0) << c;
+  }
+}
+
+TEST_F(ConvPromiseOnCuda, DeclinesWhatIsTheOracles) {
+  const ConvInputs in({.name = "f64", .dtype = KDA_F64});
+  const ConvOutputs out(in);
+  kda_conv_args a = conv_args(in, out);
+  a.exec.device = KDA_CUDA;
+  EXPECT_EQ(kda_conv(&a), KDA_UNSUPPORTED);
+  EXPECT_NE(std::string(kda_last_error()).find("cuda_conv: float64"), std::string::npos) << kda_last_error();
+}
+
+}  // namespace
+}  // namespace kda::test
