@@ -51,12 +51,16 @@ struct Conv : kda_conv_inputs {
 
   // Where the tokens of sequence n are, and nothing else.
   KDA_BOTH Sequence span(int64_t n) const { return span_of(cu_seqlens, x.shape[1], n); }
-  KDA_BOTH Sequence sequence(int64_t n) const {
-    Sequence s = span(n);
-    s.slot = slot_of(indices, n);
+  // And the rest: its slot, whether it is padding, whether its state is read.
+  KDA_BOTH void place(Sequence& s) const {
+    s.slot = slot_of(indices, s.n);
     s.live = !present(indices) || (s.slot >= first_slot && s.slot < end_slot);
     s.initial =
-        present(state) && s.slot >= 0 && s.slot < state.shape[0] && (!present(has_state) || int_at(has_state, n));
+        present(state) && s.slot >= 0 && s.slot < state.shape[0] && (!present(has_state) || int_at(has_state, s.n));
+  }
+  KDA_BOTH Sequence sequence(int64_t n) const {
+    Sequence s = span(n);
+    place(s);
     return s;
   }
   // The packed sequence of a token; sequences() if it belongs to none.

@@ -1,16 +1,18 @@
-// The causal convolution of one channel of one token, for kda_conv and for kernels that take raw rows (kda_conv_inputs).
-// Every output comes from convolve(), whoever asks for it, so a fused convolution has the bits of kda_conv in front.
+// The causal convolution of neighbouring channels, for kda_conv and for kernels that take raw rows (kda_conv_inputs): one
+// function convolve() whoever asks, so that a convolution fused into another kernel has the bits of kda_conv in front.
 //
-// In front of decode and verify, with the rows of a token the same in all threads:
-//   ConvWeights w;   w.fetch(in.weight, in.bias, d);                                     of channel d, for all tokens
-//   ConvRows rows = rows_until(parents, W - 1, n, t + W - 1, W);                         of token t of request n
-//   ConvTaps x;      x.fetch(in.x, rows, s, d);                                          s: where its tokens are
-//   const int64_t slot = slot_of(in.indices, n);                                         no state if it is not one
-//   if (slot >= 0 && slot < in.state.shape[0]) x.fetch_state(in.state, rows, slot, d);
-//   const float z = convolved(in, w, x, true);
-// A state rolls on by m tokens (m > 0) once no thread reads it as it was, with m, slot and the tokens from roll_of():
-//   x.fetch(..), x.fetch_state(..) with rows_until(parents, W - 1, n, m - 1 + W - 1, W - 1), then
-//   roll(in.x, in.state, x, in.state, slot, d);
+// A chain of tokens moves a window of the last rows on, which is the state in the end:
+//   ConvWeights<1> weights;   weights.fetch(in.weight, in.bias, d);
+//   ConvPast<1> past;         past.fetch(in.state, slot, d);  past.values(in.state.dtype, window);
+//   each token:               z = rounded(in.x.dtype, convolve(w, bias, {window, x}, true))
+//   store_state<1>(in.state, slot, d, window)
+// A token of a tree, or any one alone, asks for its own taps:
+//   const ConvRows rows = rows_until(parents, W - 1, n, t + W - 1, W);      the same in all threads
+//   ConvTaps taps;            taps.fetch(in.x, in.state, rows, s, slot, d);
+//   z = convolved(in, weights, taps)
+// and so does a state that rolls on along a path, once nobody reads it as it was; roll_of() knows slot, s and m > 0:
+//   taps.fetch(in.x, in.state, rows_until(parents, W - 1, n, m - 1 + W - 1, W - 1), s, slot, d);
+//   taps.values(in.x, in.state, xx);  store_state<1>(in.state, slot, d, the last W-1 of xx)
 #pragma once
 #include "convolution.h"
 #include "cuda/activations.h"
@@ -19,6 +21,7 @@
 namespace kda::cuda {
 
 constexpr int kTaps = kMaxConvWidth;  // a narrower convolution has zeros in front
+constexpr int kPast = kTaps - 1;      // rows before a token that its taps read
 
 // y = bias + sum_j w_j xx_j, oldest first, then y sigmoid(y). The last product is one that the compiler may not contract
 // with a sum of the caller's.
@@ -29,72 +32,204 @@ __device__ inline float convolve(const float (&w)[kTaps], float bias, const floa
   return silu ? __fmul_rn(y, sigmoid(y)) : y;
 }
 
-// As it would be read after it was stored.
+// As it is read after it was stored.
 __device__ inline float rounded(int32_t dtype, float x) {
   if (dtype == KDA_F32) return x;
   return dtype == KDA_BF16 ? __bfloat162float(__float2bfloat16_rn(x)) : __half2float(__float2half_rn(x));
 }
 
-// Like load_raw and value_of: fetch asks, everything else waits.
-struct ConvWeights {
+// ---- four elements side by side: like load_raw, value_of and store_element ----
+
+// One store. The compiler splits some assignments of such types into their elements.
+__device__ inline void store_vector(void* to, const uint2& x) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ inline void store_vector(void* to, const uint4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+__device__ inline uint4 load_raw_four(const kda_tensor& t, int64_t at) {
+  if (t.dtype == KDA_F32) return *reinterpret_cast<const uint4*>(static_cast<const float*>(t.data) + at);
+  const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
+  return {raw.x, raw.y, 0, 0};
+}
+__device__ inline float4 values_of(int32_t dtype, const uint4& raw) {
+  if (dtype == KDA_F32)
+    return {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
+  return {value_of(dtype, raw.x & 0xffff), value_of(dtype, raw.x >> 16), value_of(dtype, raw.y & 0xffff),
+          value_of(dtype, raw.y >> 16)};
+}
+__device__ inline void store_four(const kda_tensor& t, int64_t at, const float4& x) {
+  if (t.dtype == KDA_F32) return store_vector(static_cast<float*>(t.data) + at, reinterpret_cast<const uint4&>(x));
+  uint2 raw;
+  if (t.dtype == KDA_BF16) {
+    const __nv_bfloat162 lo = __floats2bfloat162_rn(x.x, x.y), hi = __floats2bfloat162_rn(x.z, x.w);
+    raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+  } else {
+    const __half2 lo = __floats2half2_rn(x.x, x.y), hi = __floats2half2_rn(x.z, x.w);
+    raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+  }
+  store_vector(static_cast<uint16_t*>(t.data) + at, raw);
+}
+
+// ---- kVector channels from d on: one of any layout, or four where four_wide_conv() ----
+
+inline bool aligned_to_four(const kda_tensor& t) {
+  return !present(t) || reinterpret_cast<uintptr_t>(t.data) % (4 * dtype_size(t.dtype)) == 0;
+}
+// x and y.
+inline bool four_wide_rows(const kda_tensor& t) {
+  return t.shape[2] % 4 == 0 && t.stride[0] % 4 == 0 && t.stride[1] % 4 == 0 && aligned_to_four(t);
+}
+// W = 4, the taps of a channel side by side, and so the entries of a state, or its channels.
+inline bool four_wide_weights(const kda_tensor& weight, const kda_tensor& bias) {
+  return weight.shape[1] == 4 && weight.stride[0] % 4 == 0 && aligned_to_four(weight) && aligned_to_four(bias);
+}
+inline bool four_wide_state(const kda_tensor& t) {
+  if (!present(t)) return true;
+  const bool by_channel = t.stride[1] == 3 && t.stride[2] == 1, by_entry = t.stride[1] == 1 && t.stride[2] % 4 == 0;
+  return (by_channel || by_entry) && t.stride[0] % 4 == 0 && aligned_to_four(t);
+}
+
+template <int kVector>
+struct ConvWeights;
+template <>
+struct ConvWeights<1> {
   unsigned raw[kTaps], raw_bias;
 
   __device__ void fetch(const kda_tensor& weight, const kda_tensor& bias, int64_t d) {
     const int first = kTaps - static_cast<int>(weight.shape[1]);
-    const int64_t at = d * weight.stride[0];
+    const int64_t at = d * weight.stride[0] - first;
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) raw[j] = j >= first ? load_raw(weight, at + j - first) : 0;
+    for (int j = 0; j < kTaps; ++j) raw[j] = j >= first ? load_raw(weight, at + j) : 0;
     raw_bias = present(bias) ? load_raw(bias, d) : 0;
+  }
+  __device__ void values(const kda_tensor& weight, const kda_tensor& bias, float (&w)[kTaps][1], float (&b)[1]) const {
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) w[j][0] = value_of(weight.dtype, raw[j]);
+    b[0] = value_of(bias.dtype, raw_bias);
+  }
+};
+template <>
+struct ConvWeights<4> {
+  uint4 raw[4], raw_bias;  // [channel]
+
+  __device__ void fetch(const kda_tensor& weight, const kda_tensor& bias, int64_t d) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = load_raw_four(weight, (d + i) * weight.stride[0]);
+    raw_bias = present(bias) ? load_raw_four(bias, d) : uint4{};
+  }
+  __device__ void values(const kda_tensor& weight, const kda_tensor& bias, float (&w)[kTaps][4], float (&b)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = values_of(weight.dtype, raw[i]);
+      w[0][i] = four.x, w[1][i] = four.y, w[2][i] = four.z, w[3][i] = four.w;
+    }
+    const float4 four = values_of(bias.dtype, raw_bias);
+    b[0] = four.x, b[1] = four.y, b[2] = four.z, b[3] = four.w;
   }
 };
 
-// A channel of some rows of xx, zeros where there is none.
-struct ConvTaps {
-  unsigned raw[kTaps];
-  unsigned stored;  // bit j: raw[j] is an entry of the state
+// The entries of a slot of [slots,D,W-1], as the rows before a sequence's first token; zeros until fetched.
+template <int kVector>
+struct ConvPast;
+template <>
+struct ConvPast<1> {
+  unsigned raw[kPast] = {};
 
-  // The rows that are tokens.
-  __device__ void fetch(const kda_tensor& x, const ConvRows& rows, const Sequence& s, int64_t d) {
+  __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
+    const int first = kPast - static_cast<int>(state.shape[2]);
+    const int64_t at = offset(state, slot, d, -first);
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+      if (j >= first) raw[j] = load_raw(state, at + j * state.stride[2]);
+  }
+  __device__ void values(const kda_tensor& state, float (&past)[kPast][1]) const {
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) past[j][0] = value_of(state.dtype, raw[j]);
+  }
+};
+template <>
+struct ConvPast<4> {
+  uint4 raw[kPast] = {};
+
+  __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
+    const int64_t at = offset(state, slot, d, 0), step = state.stride[1] == 1 ? state.stride[2] : 4;
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) raw[j] = load_raw_four(state, at + j * step);
+  }
+  __device__ void values(const kda_tensor& state, float (&past)[kPast][4]) const {
+    float x[kPast * 4];  // as they lie in memory
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) {
+      const float4 four = values_of(state.dtype, raw[j]);
+      x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
+    }
+    const bool by_entry = state.stride[1] == 1;
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) past[j][i] = by_entry ? x[4 * j + i] : x[kPast * i + j];
+  }
+};
+
+// The last W-1 rows of `past` to a slot.
+template <int kVector>
+__device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, const float (&past)[kPast][kVector]) {
+  if constexpr (kVector == 1) {
+    const int first = kPast - static_cast<int>(state.shape[2]);
+    const int64_t at = offset(state, slot, d, -first);
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+      if (j >= first) store_element(state, at + j * state.stride[2], past[j][0]);
+  } else {
+    const bool by_entry = state.stride[1] == 1;
+    const int64_t at = offset(state, slot, d, 0), step = by_entry ? state.stride[2] : 4;
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = by_entry ? past[j][i] : past[(4 * j + i) % kPast][(4 * j + i) / kPast];
+      store_four(state, at + j * step, {x[0], x[1], x[2], x[3]});
+    }
+  }
+}
+
+// ---- any rows of one channel ----
+
+struct ConvTaps {
+  unsigned raw[kTaps];  // zeros where there is no row
+  unsigned stored;      // bit j: raw[j] is an entry of the state
+
+  // slot: anything, if it is not one the sequence starts from zeros.
+  __device__ void fetch(const kda_tensor& x, const kda_tensor& state, const ConvRows& rows, const Sequence& s,
+                        int64_t slot, int64_t d) {
+    const bool initial = slot >= 0 && slot < state.shape[0];
+    const int64_t at_x = offset(x, s.b, s.t0, d), at_state = initial ? offset(state, slot, d, 0) : 0;
     stored = 0;
 #pragma unroll
     for (int j = 0; j < kTaps; ++j) {
-      const int64_t t = rows.at[j] - rows.keep;
-      raw[j] = t >= 0 ? load_raw(x, offset(x, s.b, s.t0 + t, d)) : 0;
+      const int64_t row = rows.at[j], t = row - rows.keep;
+      raw[j] = 0;
+      if (t >= 0) raw[j] = load_raw(x, at_x + t * x.stride[1]);
+      else if (row >= 0 && initial) raw[j] = load_raw(state, at_state + row * state.stride[2]), stored |= 1u << j;
     }
   }
-  // The others.
-  __device__ void fetch_state(const kda_tensor& state, const ConvRows& rows, int64_t slot, int64_t d) {
+  __device__ void values(const kda_tensor& x, const kda_tensor& state, float (&xx)[kTaps]) const {
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) {
-      if (rows.at[j] < 0 || rows.at[j] >= rows.keep) continue;
-      raw[j] = load_raw(state, offset(state, slot, d, rows.at[j]));
-      stored |= 1u << j;
-    }
-  }
-  __device__ float value(const kda_tensor& x, const kda_tensor& state, int j) const {
-    return value_of(stored >> j & 1 ? state.dtype : x.dtype, raw[j]);
+    for (int j = 0; j < kTaps; ++j) xx[j] = value_of(stored >> j & 1 ? state.dtype : x.dtype, raw[j]);
   }
 };
 
-// The token's value, rounded to the dtype of x.
-__device__ inline float convolved(const kda_conv_inputs& in, const ConvWeights& weights, const ConvTaps& taps,
-                                  bool silu) {
-  float w[kTaps], xx[kTaps];
-#pragma unroll
-  for (int j = 0; j < kTaps; ++j) {
-    w[j] = value_of(in.weight.dtype, weights.raw[j]);
-    xx[j] = taps.value(in.x, in.state, j);
-  }
-  return rounded(in.x.dtype, convolve(w, value_of(in.bias.dtype, weights.raw_bias), xx, silu));
-}
-
-// The last W-1 rows of `taps` to a slot of `to`, which may be the one they were fetched from.
-__device__ inline void roll(const kda_tensor& x, const kda_tensor& state, const ConvTaps& taps, const kda_tensor& to,
-                            int64_t slot, int64_t d) {
-  const int first = kTaps - static_cast<int>(to.shape[2]);
-#pragma unroll
-  for (int j = 1; j < kTaps; ++j)
-    if (j >= first) store_element(to, offset(to, slot, d, j - first), taps.value(x, state, j));
+// The value of a token in front of decode and verify, as kda_conv stores it.
+__device__ inline float convolved(const kda_conv_inputs& in, const ConvWeights<1>& weights, const ConvTaps& taps) {
+  float w[kTaps][1], bias[1], xx[kTaps];
+  weights.values(in.weight, in.bias, w, bias);
+  taps.values(in.x, in.state, xx);
+  const float plain[kTaps] = {w[0][0], w[1][0], w[2][0], w[3][0]};
+  return rounded(in.x.dtype, convolve(plain, bias[0], xx, true));
 }
 
 }  // namespace kda::cuda

@@ -31,24 +31,28 @@ inline int64_t bytes_of(const kda_tensor& t) {
 }
 
 struct DeviceMemory {
-  int64_t bytes = 0;
+  int64_t bytes = 0, shift = 0;
   void* data = nullptr;
+  char* begin() const { return static_cast<char*>(data) + shift; }
   ~DeviceMemory() { cudaFree(data); }
 };
 
-// Runs with copies of all tensors on the device, and copies all of them back. Only gradients need a workspace, which is
-// poison before the call.
+// Runs with copies of all tensors on the device, and copies all of them back. They begin `shift` elements behind addresses
+// that fit any access. Only gradients need a workspace, which is poison before the call.
 template <class Args>
-void run_on_cuda(Args args, const char* impl) {
+void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
   std::map<void*, DeviceMemory> copies;  // by their place on the host: views of the same place stay so
   for (const Field& f : tensors(args))
-    if (f.t->ndim) copies[f.t->data].bytes = std::max(copies[f.t->data].bytes, bytes_of(*f.t));
+    if (f.t->ndim) {
+      DeviceMemory& copy = copies[f.t->data];
+      copy.bytes = std::max(copy.bytes, bytes_of(*f.t)), copy.shift = shift * dtype_size(f.t->dtype);
+    }
   for (auto& [host, copy] : copies) {
-    ASSERT_EQ(cudaMalloc(&copy.data, std::max<int64_t>(copy.bytes, 1)), cudaSuccess);
-    ASSERT_EQ(cudaMemcpy(copy.data, host, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    ASSERT_EQ(cudaMalloc(&copy.data, std::max<int64_t>(copy.shift + copy.bytes, 1)), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(copy.begin(), host, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
   }
   for (const Field& f : tensors(args))
-    if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.data;
+    if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.begin();
   args.exec.device = KDA_CUDA, args.exec.impl = impl;
   DeviceMemory workspace;
   ASSERT_EQ(query(args, &args.exec.workspace_bytes), KDA_OK) << kda_last_error();
@@ -62,7 +66,7 @@ void run_on_cuda(Args args, const char* impl) {
   ASSERT_EQ(call(args), KDA_OK) << kda_last_error();
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   for (const auto& [host, copy] : copies)
-    ASSERT_EQ(cudaMemcpy(host, copy.data, copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(host, copy.begin(), copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
 }
 
 class OnCuda : public testing::Test {

@@ -25,6 +25,13 @@ std::vector<ConvCase> cuda_cases() {
                      .dtype = dtype,
                      .weight_dtype = dtype,
                      .state_dtype = KDA_F32});
+  for (const int32_t dtype : {KDA_F32, KDA_BF16})
+    all.push_back({.name = "state_by_rows_" + std::to_string(dtype),
+                   .D = 140,
+                   .lengths = {1, 0, 2, 30},
+                   .dtype = KDA_BF16,
+                   .state_dtype = dtype,
+                   .state_layout = Layout::kHeadsFirst});
   all.push_back({.name = "many_rows", .B = 300, .T = 5, .D = 12});
   all.push_back({.name = "padded_channels", .B = 2, .T = 40, .D = 12, .layout = Layout::kPadded});
   for (const int64_t D : {3, 4})
@@ -136,6 +143,69 @@ TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
     EXPECT_EQ(got.y.bits(), wide.y.bits(2, 0, 131)) << dtype;
     EXPECT_EQ(got.final_state.bits(), wide.final_state.bits(1, 0, 131)) << dtype;
   }
+}
+
+// Rows apart from one another, states as [N,D,W-1] and as [N,W-1,D], with and without gaps, and addresses that fit an
+// element only: what four channels an access do not fit.
+TEST_F(ConvPromiseOnCuda, AnyStrides) {
+  constexpr int64_t N = 2, T = 5;
+  Random random(0);
+  const auto filled = [&](std::vector<int64_t> shape) {
+    Tensor t(KDA_BF16, std::move(shape));
+    for (int64_t i = 0; i < t.size(); ++i) t.set(i, random.normal());
+    return t;
+  };
+  // Views of the first elements of a dimension.
+  const auto rows = [](const Tensor& t, int64_t D) {
+    kda_tensor view = t;
+    view.shape[view.ndim - 1] = D;
+    return view;
+  };
+  const auto state_shape = [](int kind, int64_t D, int64_t keep) {
+    const int64_t with_gap = D + kind % 2 * 3;
+    return kind < 2 ? std::vector<int64_t>{N, with_gap, keep} : std::vector<int64_t>{N, keep, with_gap};
+  };
+  const auto state = [](const Tensor& t, int kind, int64_t D) {
+    kda_tensor view = t;
+    if (kind >= 2) std::swap(view.shape[1], view.shape[2]), std::swap(view.stride[1], view.stride[2]);
+    view.shape[1] = D;
+    return view;
+  };
+  for (const int64_t W : {3, 4})
+    for (const int64_t D : {9, 12})
+      for (const int64_t row : {12, 13, 16})
+        for (const int64_t taps : {W, int64_t{4}, int64_t{5}})
+          for (const int from : {0, 1, 2, 3})
+            for (const int to : {from, (from + 1) % 4})
+              for (const int64_t shift : {0, 1}) {
+                const Tensor x = filled({N, T, row}), weight = filled({D, taps}), bias = filled({D});
+                const Tensor initial = filled(state_shape(from, D, W - 1));
+                const Tensor y(KDA_BF16, {N, T, row}), exact_y(KDA_F64, {N, T, D});
+                const Tensor last(KDA_BF16, state_shape(to, D, W - 1)), exact_last(KDA_F64, {N, D, W - 1});
+                kda_conv_args a = KDA_CONV_ARGS_INIT;
+                a.x = rows(x, D), a.weight = rows(weight, W), a.bias = bias, a.silu = 1;
+                a.initial_state = state(initial, from, D), a.final_state = exact_last, a.y = exact_y;
+                run(a, {.impl = "reference"});
+                a.y = rows(y, D), a.final_state = state(last, to, D);
+                run_on_cuda(a, kImpl, shift);
+                if (HasFatalFailure()) return;
+                const auto what = [&] {
+                  return testing::Message() << "W " << W << " D " << D << " row " << row << " taps " << taps << " from "
+                                            << from << " to " << to << " shift " << shift;
+                };
+                for (int64_t i = 0; i < exact_y.size(); ++i)
+                  EXPECT_NEAR(y.get(i / D * row + i % D), exact_y.get(i), 4e-3 * (1 + std::abs(exact_y.get(i))))
+                      << what();
+                EXPECT_EQ(y.unwritten(), N * T * (row - D)) << what();
+                const int64_t inner = to < 2 ? W - 1 : D + to % 2 * 3;  // of the final state's memory
+                for (int64_t n = 0; n < N; ++n)
+                  for (int64_t d = 0; d < D; ++d)
+                    for (int64_t i = 0; i < W - 1; ++i)
+                      EXPECT_EQ(last.get((n * (last.size() / N / inner) + (to < 2 ? d : i)) * inner + (to < 2 ? i : d)),
+                                exact_last.get((n * D + d) * (W - 1) + i))
+                          << what();
+                EXPECT_EQ(last.unwritten(), to % 2 * 3 * N * (W - 1)) << what();
+              }
 }
 
 // NaN or infinity reaches the W outputs of its channel that read it.
