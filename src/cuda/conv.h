@@ -4,7 +4,7 @@
 // A chain of tokens moves a window of the last rows on, which is the state in the end:
 //   ConvWeights<1> weights;   weights.fetch(in.weight, in.bias, d);
 //   ConvPast<1> past;         past.fetch(in.state, slot, d);  past.values(in.state.dtype, window);
-//   each token:               z = rounded(in.x.dtype, convolve(w, bias, {window, x}, true))
+//   each token:               z = rounded(in.x.dtype, convolve(w, bias, {window, x}, kTaps - W, true))
 //   store_state<1>(in.state, slot, d, window)
 // A token of a tree, or any one alone, asks for its own taps:
 //   const ConvRows rows = rows_until(parents, W - 1, n, t + W - 1, W);      the same in all threads
@@ -20,15 +20,16 @@
 
 namespace kda::cuda {
 
-constexpr int kTaps = kMaxConvWidth;  // a narrower convolution has zeros in front
-constexpr int kPast = kTaps - 1;      // rows before a token that its taps read
+// Taps and rows are numbered as if W were 4: those of a narrower convolution begin at kTaps - W.
+constexpr int kTaps = kMaxConvWidth;
+constexpr int kPast = kTaps - 1;  // rows before a token
 
-// y = bias + sum_j w_j xx_j, oldest first, then y sigmoid(y). The last product is one that the compiler may not contract
-// with a sum of the caller's.
-__device__ inline float convolve(const float (&w)[kTaps], float bias, const float (&xx)[kTaps], bool silu) {
+// y = bias + sum_(j >= first) w_j xx_j, oldest first, then y sigmoid(y). What lies in front of `first` may be NaN. The last
+// product is one that the compiler may not contract with a sum of the caller's.
+__device__ inline float convolve(const float (&w)[kTaps], float bias, const float (&xx)[kTaps], int first, bool silu) {
   float y = bias;
 #pragma unroll
-  for (int j = 0; j < kTaps; ++j) y = fmaf(w[j], xx[j], y);
+  for (int j = 0; j < kTaps; ++j) y = j >= first ? fmaf(w[j], xx[j], y) : y;
   return silu ? __fmul_rn(y, sigmoid(y)) : y;
 }
 
@@ -91,6 +92,28 @@ inline bool four_wide_state(const kda_tensor& t) {
   if (!present(t)) return true;
   const bool by_channel = t.stride[1] == 3 && t.stride[2] == 1, by_entry = t.stride[1] == 1 && t.stride[2] % 4 == 0;
   return (by_channel || by_entry) && t.stride[0] % 4 == 0 && aligned_to_four(t);
+}
+
+// The channels of a row of x or y, in one access.
+template <class T, int kVector>
+struct alignas(sizeof(T) * kVector) Channels {
+  T x[kVector];
+};
+template <class T, int kVector>
+__device__ Channels<T, kVector>* channels_at(const kda_tensor& t, const Sequence& s, int64_t token, int64_t d) {
+  const int64_t at = s.b * t.stride[0] + (s.t0 + token) * t.stride[1] + d;
+  return reinterpret_cast<Channels<T, kVector>*>(static_cast<T*>(t.data) + at);
+}
+template <class T, int kVector>
+__device__ void store(Channels<T, kVector>* to, const Channels<T, kVector>& x) {
+  if constexpr (sizeof(x) == 16) store_vector(to, reinterpret_cast<const uint4&>(x));
+  else if constexpr (sizeof(x) == 8) store_vector(to, reinterpret_cast<const uint2&>(x));
+  else *to = x;
+}
+// Tokens a .. b-1.
+template <class T, int kVector>
+__device__ void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t d) {
+  for (; a < b; ++a) store(channels_at<T, kVector>(y, s, a, d), {});
 }
 
 template <int kVector>
@@ -229,7 +252,7 @@ __device__ inline float convolved(const kda_conv_inputs& in, const ConvWeights<1
   weights.values(in.weight, in.bias, w, bias);
   taps.values(in.x, in.state, xx);
   const float plain[kTaps] = {w[0][0], w[1][0], w[2][0], w[3][0]};
-  return rounded(in.x.dtype, convolve(plain, bias[0], xx, true));
+  return rounded(in.x.dtype, convolve(plain, bias[0], xx, kTaps - static_cast<int>(in.weight.shape[1]), true));
 }
 
 }  // namespace kda::cuda

@@ -43,7 +43,8 @@ __global__ void chains_kernel(const __grid_constant__ kda_conv_inputs in, const 
   for (int64_t t = 0; t < s.length; ++t) {
     const float x = value_of(in.x.dtype, load_raw(in.x, offset(in.x, s.b, s.t0 + t, d)));
     const float taps[kTaps] = {w[0][0], w[1][0], w[2][0], w[3][0]}, xx[kTaps] = {past[0][0], past[1][0], past[2][0], x};
-    store_element(z, offset(z, s.b, s.t0 + t, d), rounded(in.x.dtype, convolve(taps, bias[0], xx, true)));
+    store_element(z, offset(z, s.b, s.t0 + t, d),
+                  rounded(in.x.dtype, convolve(taps, bias[0], xx, kTaps - static_cast<int>(in.weight.shape[1]), true)));
     past[0][0] = past[1][0], past[1][0] = past[2][0], past[2][0] = x;
   }
   if (stored) store_state<1>(in.state, slot, d, past);

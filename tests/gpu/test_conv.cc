@@ -212,20 +212,23 @@ TEST_F(ConvPromiseOnCuda, AnyStrides) {
 TEST_F(ConvPromiseOnCuda, NaNStaysInItsChannelAndWindow) {
   for (const double bad :
        {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()})
-    for (const int64_t t : {1, 13, 27}) {
-      ConvInputs in({.name = "nan", .D = 20, .lengths = {30, 9}});
-      const int64_t d = 13;
-      in.x.set(t * in.c.D + d, bad);
-      const ConvOutputs out(in), reference(in, true);
-      run_on_cuda(conv_args(in, out), kImpl);
-      run(conv_args(in, reference), {.impl = "reference"});
-      for (int64_t i = 0; i < out.y.size(); ++i) {
-        const int64_t token = i / in.c.D, channel = i % in.c.D;
-        const bool read = channel == d && token >= t && token < std::min<int64_t>(t + in.c.W, 30);
-        EXPECT_TRUE(read || std::isfinite(out.y.get(i))) << token << " " << channel;
-        EXPECT_EQ(std::isnan(out.y.get(i)), std::isnan(reference.y.get(i))) << bad << ": " << token << " " << channel;
+    for (const int64_t W : {2, 3, 4})
+      for (const int64_t t : {-1, 0, 1, 13, 27}) {  // -1: the newest row of the state
+        ConvInputs in({.name = "nan", .D = 20, .W = W, .lengths = {30, 9}});
+        const int64_t d = 13;
+        if (t < 0) in.state.set(d * (W - 1) + W - 2, bad);
+        else in.x.set(t * in.c.D + d, bad);
+        const ConvOutputs out(in), reference(in, true);
+        run_on_cuda(conv_args(in, out), kImpl);
+        run(conv_args(in, reference), {.impl = "reference"});
+        for (int64_t i = 0; i < out.y.size(); ++i) {
+          const int64_t token = i / in.c.D, channel = i % in.c.D;
+          const bool read = channel == d && token >= t && token < std::min<int64_t>(t + W, 30);
+          EXPECT_TRUE(read || std::isfinite(out.y.get(i))) << W << ": " << token << " " << channel;
+          EXPECT_EQ(std::isnan(out.y.get(i)), std::isnan(reference.y.get(i)))
+              << W << " " << bad << ": " << token << " " << channel;
+        }
       }
-    }
 }
 
 // A pool in an order of its own, with padding and slots that hold NaN; in place, and from one pool to another.

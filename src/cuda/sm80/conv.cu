@@ -32,43 +32,28 @@ struct Params {
   unsigned run;                // tokens of a warp
 };
 
-// kVector channels of a row, in one access.
-template <class T, int kVector>
-struct alignas(sizeof(T) * kVector) Row {
-  T x[kVector];
-};
-template <class T, int kVector>
-__device__ Row<T, kVector>* row_at(const kda_tensor& t, const Sequence& s, int64_t token, int64_t d) {
-  const int64_t at = s.b * t.stride[0] + (s.t0 + token) * t.stride[1] + d;
-  return reinterpret_cast<Row<T, kVector>*>(static_cast<T*>(t.data) + at);
-}
-
-template <class T, int kVector>
-__device__ void store(Row<T, kVector>* to, const Row<T, kVector>& row) {
-  if constexpr (sizeof(row) == 16) store_vector(to, reinterpret_cast<const uint4&>(row));
-  else if constexpr (sizeof(row) == 8) store_vector(to, reinterpret_cast<const uint2&>(row));
-  else *to = row;
-}
-
 // The rows before a token, and those channels' weights.
 template <class T, int kVector>
 struct Window {
   float w[kTaps][kVector], bias[kVector], past[kPast][kVector];
+  int first;  // tap
+
+  __device__ explicit Window(const Conv& c) : first(kVector == 1 ? kTaps - static_cast<int>(c.width()) : 0) {}
 
   // y of the token whose row this is, which becomes the last of the past.
   template <class Silu>
-  __device__ Row<T, kVector> next(const Row<T, kVector>& row, Silu silu) {
-    Row<T, kVector> y;
+  __device__ Channels<T, kVector> next(const Channels<T, kVector>& row, Silu silu) {
+    Channels<T, kVector> y;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const float taps[kTaps] = {w[0][i], w[1][i], w[2][i], w[3][i]};
       const float xx[kTaps] = {past[0][i], past[1][i], past[2][i], static_cast<float>(row.x[i])};
-      y.x[i] = static_cast<T>(convolve(taps, bias[i], xx, silu));
+      y.x[i] = static_cast<T>(convolve(taps, bias[i], xx, first, silu));
     }
     move_on(row);
     return y;
   }
-  __device__ void move_on(const Row<T, kVector>& row) {
+  __device__ void move_on(const Channels<T, kVector>& row) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       past[0][i] = past[1][i], past[1][i] = past[2][i], past[2][i] = static_cast<float>(row.x[i]);
@@ -89,21 +74,21 @@ __device__ void head(const Params& p, unsigned block) {
   const int tokens = static_cast<int>(min(s.length, static_cast<int64_t>(keep)));
   ConvWeights<kVector> weights;
   weights.fetch(c.weight, c.bias, d);
-  const Row<T, kVector>* from = row_at<T, kVector>(c.x, s, 0, d);
-  Row<T, kVector> x[kPast] = {}, last[kPast] = {};
+  const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, 0, d);
+  Channels<T, kVector> x[kPast] = {}, last[kPast] = {};
 #pragma unroll
   for (int t = 0; t < kPast; ++t)
     if (t < tokens) x[t] = from[t * (c.x.stride[1] / kVector)];
   const bool longer = s.length > keep;  // than the tokens of this block
   if (longer) {
-    from = row_at<T, kVector>(c.x, s, s.length - kPast, d);
+    from = channels_at<T, kVector>(c.x, s, s.length - kPast, d);
 #pragma unroll
     for (int j = 0; j < kPast; ++j)
       if (j >= kPast - keep) last[j] = from[j * (c.x.stride[1] / kVector)];
   }
 
   c.place(s);
-  Row<T, kVector>* to = row_at<T, kVector>(c.y, s, 0, d);
+  Channels<T, kVector>* to = channels_at<T, kVector>(c.y, s, 0, d);
   const int64_t step = c.y.stride[1] / kVector;
   if (!s.live) {
     for (int t = 0; t < tokens; ++t) store(to + t * step, {});
@@ -111,7 +96,7 @@ __device__ void head(const Params& p, unsigned block) {
   }
   ConvPast<kVector> state;
   if (s.initial) state.fetch(c.state, s.slot, d);
-  Window<T, kVector> window;
+  Window<T, kVector> window(c);
   weights.values(c.weight, c.bias, window.w, window.bias);
   state.values(c.state, window.past);
   const auto outputs = [&](auto silu) {
@@ -134,12 +119,13 @@ template <class T, int kVector, class Silu>
 __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Window<T, kVector>& window, Silu silu) {
   const int64_t x_step = c.x.stride[1] / kVector, y_step = c.y.stride[1] / kVector;
-  const Row<T, kVector>* from = row_at<T, kVector>(c.x, s, a, d);
-  Row<T, kVector>* to = row_at<T, kVector>(c.y, s, a, d);
+  const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, a, d);
+  Channels<T, kVector>* to = channels_at<T, kVector>(c.y, s, a, d);
 #pragma unroll
-  for (int age = kPast; age > 0; --age) window.move_on(age < c.width() ? *(from - age * x_step) : Row<T, kVector>{});
+  for (int age = kPast; age > 0; --age)
+    window.move_on(age < c.width() ? *(from - age * x_step) : Channels<T, kVector>{});
   const auto group = [&](auto whole, int count) {
-    Row<T, kVector> rows[kGroup];
+    Channels<T, kVector> rows[kGroup];
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
       rows[g] = *from;
@@ -147,7 +133,7 @@ __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int
     }
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
-      const Row<T, kVector> y = window.next(rows[g], silu);
+      const Channels<T, kVector> y = window.next(rows[g], silu);
       if (whole || g < count) store(to, y);
       to += y_step;
     }
@@ -155,11 +141,6 @@ __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int
   int left = static_cast<int>(b - a);
   for (; left >= kGroup; left -= kGroup) group(std::true_type(), kGroup);
   if (left > 0) group(std::false_type(), left);
-}
-
-template <class T, int kVector>
-__device__ void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t d) {
-  for (; a < b; ++a) store(row_at<T, kVector>(y, s, a, d), {});
 }
 
 template <class T, int kVector>
@@ -172,7 +153,7 @@ __device__ void body(const Params& p, unsigned block) {
   ConvWeights<kVector> weights;
   weights.fetch(c.weight, c.bias, d);
   const int64_t n = present(c.cu_seqlens) ? c.packed_sequence_of(first) : first / static_cast<unsigned>(c.x.shape[1]);
-  Window<T, kVector> window;
+  Window<T, kVector> window(c);
   weights.values(c.weight, c.bias, window.w, window.bias);
   for (ConvPieces i(c, first, stop, n); i.next();) {
     const int64_t a = max(i.a, c.width() - 1);  // those before are the heads'
@@ -186,7 +167,7 @@ __device__ void body(const Params& p, unsigned block) {
 
 // So many registers that all loads of a group are in flight together, in as many warps as can be.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, sizeof(Row<T, kVector>) == 16 ? 8 : 10)
+__global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ? 8 : 10)
     conv_kernel(const __grid_constant__ Params p) {
   if (blockIdx.x < p.heads) head<T, kVector>(p, blockIdx.x);
   else body<T, kVector>(p, blockIdx.x - p.heads);
