@@ -93,6 +93,11 @@ inline Conv conv_of(const ConvProblem& p) {
           pool.shape[0]};
 }
 
+inline Conv conv_of(const ConvBackwardProblem& p) {
+  const kda_conv_backward_args& a = p.args;
+  return {{a.x, a.weight, a.bias, a.initial_state, {}}, a.cu_seqlens, {}, {}, {}, a.silu != 0, 0, 0};
+}
+
 // In front of decode and verify. No slot is padding.
 inline Conv conv_of(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents,
                     const kda_tensor& y) {

@@ -470,11 +470,7 @@ uint64_t conv_backward_workspace(const ConvBackwardProblem& p) { return plan(p).
 
 void conv_backward(const ConvBackwardProblem& p) {
   const kda_conv_backward_args& a = p.args;
-  const ConvGradients g{{{a.x, a.weight, a.bias, a.initial_state, {}}, a.cu_seqlens, {}, {}, {}, a.silu != 0, 0, 0},
-                        a.dy,
-                        a.d_final_state,
-                        a.dx,
-                        a.d_initial_state};
+  const ConvGradients g{conv_of(p), a.dy, a.d_final_state, a.dx, a.d_initial_state};
   const Conv& c = g.conv;
   const int64_t tokens = c.tokens(), end = c.end(), blocks = blocks_of(p), each = block_tokens(p);
   plan(p).threads(a.exec, 1);  // refuses a workspace that is too small

@@ -24,7 +24,10 @@ void flush(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
 
 const char* conv_why_not(const ConvProblem& p);
+const char* conv_why_not(const ConvBackwardProblem& p);
 void conv(const ConvProblem& p);
+void conv_backward(const ConvBackwardProblem& p);
+uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
 
 std::string info();  // toolkit, architectures, driver, devices
 

@@ -1,4 +1,4 @@
-// kda_conv on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
+// kda_conv and kda_conv_backward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
 // shapes, every path through the kernels: compute-sanitizer runs them as well.
 #include <cmath>
 #include <limits>
@@ -41,13 +41,17 @@ std::vector<ConvCase> cuda_cases() {
 
 double budget(const ConvCase& c, int32_t dtype) { return dtype == KDA_F32 ? (c.scale > 1 ? 1e-5 : 1e-6) : 0.003; }
 
+constexpr double kSumBudget = 1e-5;  // dweight, dbias: many terms of either sign
+
 class ConvOnCuda : public OnCuda, public testing::WithParamInterface<ConvCase> {
  protected:
   ConvOnCuda() : c(GetParam()), in(c) {}
   void expect_close(const std::vector<Named>& reference, const std::vector<Named>& got) {
     for (size_t i = 0; i < got.size(); ++i) {
       const Tensor& t = *got[i].tensor;
-      EXPECT_TRUE(close(*reference[i].tensor, t, budget(c, t.dtype()))) << got[i].name;
+      if (!t) continue;
+      const bool sum = std::string(got[i].name) == "dweight" || std::string(got[i].name) == "dbias";
+      EXPECT_TRUE(close(*reference[i].tensor, t, sum ? kSumBudget : budget(c, t.dtype()))) << got[i].name;
       EXPECT_EQ(t.unwritten(), 0) << got[i].name;
       EXPECT_TRUE(t.margins_intact()) << got[i].name;
     }
@@ -73,6 +77,37 @@ TEST_P(ConvOnCuda, FinalState) {
   EXPECT_EQ(out.final_state.bits(), exact.final_state.bits());
 }
 
+TEST_P(ConvOnCuda, Backward) {
+  ConvGradientOutputs reference(in, true), out(in), again(in);
+  run(conv_backward_args(in, reference), {.impl = "reference"});
+  run_on_cuda(conv_backward_args(in, out), kImpl);
+  run_on_cuda(conv_backward_args(in, again), kImpl);
+  if (HasFatalFailure()) return;
+  expect_close(reference.tensors(), out.tensors());
+  for (size_t i = 0; i < 4; ++i) {
+    const Tensor &first = *out.tensors()[i].tensor, &second = *again.tensors()[i].tensor;
+    if (first) {
+      EXPECT_EQ(first.bits(), second.bits()) << i;
+    }
+  }
+}
+
+// Each gradient alone is the one of all together.
+TEST_P(ConvOnCuda, OneGradientAtATime) {
+  ConvGradientOutputs all(in);
+  run_on_cuda(conv_backward_args(in, all), kImpl);
+  const std::vector<Named> expected = all.tensors();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (!*expected[i].tensor) continue;
+    ConvGradientOutputs one(in);
+    const std::vector<Named> got = one.tensors();
+    for (size_t j = 0; j < got.size(); ++j)
+      if (j != i) *got[j].tensor = Tensor();
+    run_on_cuda(conv_backward_args(in, one), kImpl);
+    EXPECT_EQ(got[i].tensor->bits(), expected[i].tensor->bits()) << expected[i].name;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, ConvOnCuda, testing::ValuesIn(cuda_cases()),
                          [](const auto& info) { return info.param.name; });
 
@@ -84,21 +119,27 @@ using ConvPromiseOnCuda = OnCuda;
 TEST_F(ConvPromiseOnCuda, NeighboursDoNotMatter) {
   for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "blocks_start_inside", "mixed"}) {
     const ConvInputs in(find_conv_case(name));
-    const ConvOutputs all(in), again(in);
+    const ConvOutputs all(in);
+    const ConvGradientOutputs all_gradients(in);
     run_on_cuda(conv_args(in, all), kImpl);
-    run_on_cuda(conv_args(in, again), kImpl);
-    EXPECT_EQ(all.y.bits(), again.y.bits()) << name;
+    run_on_cuda(conv_backward_args(in, all_gradients), kImpl);
     for (int64_t n = 0; n < in.N; ++n) {
       ConvCase c = in.c;
       c.lengths.clear(), c.tail = 0, c.T = in.length(n);
       ConvInputs one(c);
       one.weight = in.weight.clone(), one.bias = in.bias.clone();
-      for (int64_t i = 0; i < one.x.size(); ++i) one.x.set(i, in.x.get(in.begin(n) * c.D + i));
-      for (int64_t i = 0; i < one.state.size(); ++i) one.state.set(i, in.state.get(n * one.state.size() + i));
+      for (const auto& [to, from] : {std::pair{&one.x, &in.x}, {&one.dy, &in.dy}})
+        for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(in.begin(n) * c.D + i));
+      for (const auto& [to, from] : {std::pair{&one.state, &in.state}, {&one.d_final, &in.d_final}})
+        for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(n * to->size() + i));
       const ConvOutputs alone(one);
+      const ConvGradientOutputs gradients(one);
       run_on_cuda(conv_args(one, alone), kImpl);
+      run_on_cuda(conv_backward_args(one, gradients), kImpl);
       EXPECT_EQ(alone.y.bits(), all.y.bits(1, in.begin(n), c.T)) << name << " " << n;
       EXPECT_EQ(alone.final_state.bits(), all.final_state.bits(0, n, 1)) << name << " " << n;
+      EXPECT_EQ(gradients.dx.bits(), all_gradients.dx.bits(1, in.begin(n), c.T)) << name << " " << n;
+      EXPECT_EQ(gradients.d_initial.bits(), all_gradients.d_initial.bits(0, n, 1)) << name << " " << n;
     }
   }
 }
@@ -219,8 +260,16 @@ TEST_F(ConvPromiseOnCuda, NaNStaysInItsChannelAndWindow) {
         if (t < 0) in.state.set(d * (W - 1) + W - 2, bad);
         else in.x.set(t * in.c.D + d, bad);
         const ConvOutputs out(in), reference(in, true);
+        const ConvGradientOutputs gradients(in);
         run_on_cuda(conv_args(in, out), kImpl);
+        run_on_cuda(conv_backward_args(in, gradients), kImpl);
         run(conv_args(in, reference), {.impl = "reference"});
+        for (int64_t i = 0; i < in.c.D; ++i) EXPECT_TRUE(i == d || std::isfinite(gradients.dbias.get(i))) << i;
+        for (int64_t i = 0; i < gradients.dx.size(); ++i) {  // of a token whose outputs are all well
+          const int64_t token = i / in.c.D, last = token < 30 ? std::min<int64_t>(token + W, 30) : token + 1;
+          const bool read = i % in.c.D == d && token < t + W && last > t;
+          EXPECT_TRUE(read || std::isfinite(gradients.dx.get(i))) << W << ": " << token << " " << i % in.c.D;
+        }
         for (int64_t i = 0; i < out.y.size(); ++i) {
           const int64_t token = i / in.c.D, channel = i % in.c.D;
           const bool read = channel == d && token >= t && token < std::min<int64_t>(t + W, 30);
@@ -292,8 +341,10 @@ TEST_F(ConvPromiseOnCuda, LengthsAreCutToTheTokens) {
     ConvInputs in({.name = "garbage", .D = 12, .lengths = {10, 10, 10}, .tail = 10});
     for (int64_t i = 0; i < 4; ++i) in.cu_seqlens.set(i, cu[i]);
     const ConvOutputs out(in);
+    const ConvGradientOutputs gradients(in);
     run_on_cuda(conv_args(in, out), kImpl);
-    EXPECT_TRUE(out.y.margins_intact() && out.final_state.margins_intact());
+    run_on_cuda(conv_backward_args(in, gradients), kImpl);
+    EXPECT_TRUE(out.y.margins_intact() && out.final_state.margins_intact() && gradients.dx.margins_intact());
     EXPECT_EQ(out.final_state.unwritten(), 0);
   }
 }
@@ -304,19 +355,41 @@ TEST_F(ConvPromiseOnCuda, NothingToDo) {
         ConvCase{.name = "all_empty", .lengths = {0, 0}, .tail = 3}, ConvCase{.name = "no_sequences", .tail = 5}}) {
     const ConvInputs in(c);
     const ConvOutputs out(in);
+    const ConvGradientOutputs gradients(in);
     run_on_cuda(conv_args(in, out), kImpl);
+    run_on_cuda(conv_backward_args(in, gradients), kImpl);
     EXPECT_EQ(out.final_state.bits(), in.state.bits()) << c;
-    for (int64_t i = 0; i < out.y.size(); ++i) EXPECT_EQ(out.y.get(i), 0) << c;
+    EXPECT_EQ(gradients.d_initial.bits(), in.d_final.bits()) << c;
+    for (const Tensor* zero : {&out.y, &gradients.dx, &gradients.dweight, &gradients.dbias})
+      for (int64_t i = 0; i < zero->size(); ++i) EXPECT_EQ(zero->get(i), 0) << c;
   }
 }
 
 TEST_F(ConvPromiseOnCuda, DeclinesWhatIsTheOracles) {
   const ConvInputs in({.name = "f64", .dtype = KDA_F64});
   const ConvOutputs out(in);
+  const ConvGradientOutputs gradients(in);
   kda_conv_args a = conv_args(in, out);
+  kda_conv_backward_args b = conv_backward_args(in, gradients);
+  a.exec.device = b.exec.device = KDA_CUDA;
+  for (const kda_status status : {kda_conv(&a), kda_conv_backward(&b)}) {
+    EXPECT_EQ(status, KDA_UNSUPPORTED);
+    EXPECT_NE(std::string(kda_last_error()).find("cuda_conv: float64"), std::string::npos) << kda_last_error();
+  }
+}
+
+TEST_F(ConvPromiseOnCuda, TooSmallAWorkspaceIsRefused) {
+  const ConvInputs in({.name = "workspace"});
+  const ConvGradientOutputs gradients(in);
+  kda_conv_backward_args a = conv_backward_args(in, gradients);
   a.exec.device = KDA_CUDA;
-  EXPECT_EQ(kda_conv(&a), KDA_UNSUPPORTED);
-  EXPECT_NE(std::string(kda_last_error()).find("cuda_conv: float64"), std::string::npos) << kda_last_error();
+  uint64_t bytes = 0;
+  ASSERT_EQ(kda_conv_backward_workspace(&a, &bytes), KDA_OK) << kda_last_error();
+  ASSERT_GT(bytes, 0u);
+  DeviceMemory workspace;
+  ASSERT_EQ(cudaMalloc(&workspace.data, bytes), cudaSuccess);
+  a.exec.workspace = workspace.data, a.exec.workspace_bytes = bytes - 1;
+  EXPECT_EQ(kda_conv_backward(&a), KDA_INVALID_ARGUMENT);
 }
 
 }  // namespace
