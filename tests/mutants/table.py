@@ -356,7 +356,7 @@ MUTANTS = [
             "store(xx[G + j], past[j] + i);",
             "store(xx[j], past[j] + i);",
         ),
-        ("conv: padded sequences keep what y held", "else zero_tokens(c.y, s, a, b, c0, n);", ""),
+        ("conv: padded sequences keep what y held", "else zero_tokens(c.y, i.s, i.a, i.b, c0, n);", ""),
         ("conv: final state one token short", "s.length + p.W - 2, a.final_state", "s.length + p.W - 3, a.final_state"),
         ("conv: no silu in backward", "if (with_silu) d[W - 1 + g] =", "if (false) d[W - 1 + g] ="),
         ("conv: d_final dropped", "if (!inside && present(g.d_final)) {", "if (false) {"),
@@ -435,7 +435,7 @@ MUTANTS = [
     *mutants(
         CONV_ROWS,
         CONVOLUTION,
-        ("conv: state read with has_initial_state = 0", "(!present(has_state) || int_at(has_state, n))", "true"),
+        ("conv: state read with has_initial_state = 0", "(!present(has_state) || int_at(has_state, s.n))", "true"),
         ("conv: a piece begins with its sequence", "std::max(token, begin)", "begin"),
     ),
     *mutants(
