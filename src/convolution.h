@@ -18,6 +18,12 @@ KDA_BOTH inline int64_t row_before(const kda_tensor& parents, int64_t keep, int6
   return parent >= t ? row - 1 : (parent < 0 ? -1 : parent) + keep;
 }
 
+// Where the tokens of sequence n are in x [B,T,D].
+KDA_BOTH inline Sequence span_of(const kda_tensor& cu_seqlens, const kda_tensor& x, int64_t n) {
+  if (present(cu_seqlens)) return packed_at(cu_seqlens, x.shape[1], n);
+  return {n, n, 0, x.shape[1], n, true, true};
+}
+
 // Rows of xx, the oldest first.
 struct ConvRows {
   int64_t keep;
@@ -50,7 +56,7 @@ struct Conv : kda_conv_inputs {
   KDA_BOTH int64_t sequences() const { return present(cu_seqlens) ? cu_seqlens.shape[0] - 1 : x.shape[0]; }
 
   // Where the tokens of sequence n are, and nothing else.
-  KDA_BOTH Sequence span(int64_t n) const { return span_of(cu_seqlens, x.shape[1], n); }
+  KDA_BOTH Sequence span(int64_t n) const { return span_of(cu_seqlens, x, n); }
   // And the rest: its slot, whether it is padding, whether its state is read.
   KDA_BOTH void place(Sequence& s) const {
     s.slot = slot_of(indices, s.n);

@@ -128,14 +128,14 @@ struct Sequence {
   bool live;                 // false: padded, o is zeroed and no state touched
   bool initial;              // read h0
 };
-// Of rows of T tokens: its tokens alone.
-KDA_BOTH inline Sequence span_of(const kda_tensor& cu_seqlens, int64_t T, int64_t n) {
-  if (!present(cu_seqlens)) return {n, n, 0, T, n, true, true};
+// Its tokens alone, of one row of T.
+KDA_BOTH inline Sequence packed_at(const kda_tensor& cu_seqlens, int64_t T, int64_t n) {
   const int64_t t0 = std::clamp<int64_t>(int_at(cu_seqlens, n), 0, T);
   return {n, 0, t0, std::clamp<int64_t>(int_at(cu_seqlens, n + 1), t0, T) - t0, n, true, true};
 }
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
-  return span_of(in.cu_seqlens, d.T, n);
+  if (!d.varlen) return {n, n, 0, d.T, n, true, true};
+  return packed_at(in.cu_seqlens, d.T, n);
 }
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n) {
   Sequence s = sequence_at(d, in, n);

@@ -17,7 +17,7 @@ __global__ void tokens_kernel(const __grid_constant__ kda_conv_inputs in, const 
                               const __grid_constant__ kda_tensor parents, const __grid_constant__ kda_tensor z) {
   const int64_t n = blockIdx.x, d = channel_of_thread(), W = in.weight.shape[1];
   if (d >= in.x.shape[2]) return;
-  const Sequence s = span_of(cu_seqlens, in.x.shape[1], n);
+  const Sequence s = span_of(cu_seqlens, in.x, n);
   ConvWeights<1> weights;
   weights.fetch(in.weight, in.bias, d);
   for (int64_t t = 0; t < s.length; ++t) {
@@ -31,7 +31,7 @@ __global__ void chains_kernel(const __grid_constant__ kda_conv_inputs in, const 
                               const __grid_constant__ kda_tensor z) {
   const int64_t n = blockIdx.x, d = channel_of_thread(), slot = slot_of(in.indices, n);
   if (d >= in.x.shape[2]) return;
-  const Sequence s = span_of(cu_seqlens, in.x.shape[1], n);
+  const Sequence s = span_of(cu_seqlens, in.x, n);
   const bool stored = slot >= 0 && slot < in.state.shape[0];
   ConvWeights<1> weights;
   ConvPast<1> state;
@@ -55,7 +55,7 @@ __global__ void roll_kernel(const __grid_constant__ kda_tensor x, const __grid_c
   const int64_t n = blockIdx.x, d = channel_of_thread(), keep = state.shape[2];
   if (d >= x.shape[2]) return;
   ConvTaps taps;
-  taps.fetch(x, state, rows_until(parents, keep, n, m - 1 + keep, keep), span_of({}, x.shape[1], n), n, d);
+  taps.fetch(x, state, rows_until(parents, keep, n, m - 1 + keep, keep), span_of({}, x, n), n, d);
   float xx[kTaps];
   taps.values(x, state, xx);
   store_state<1>(state, n, d, {{xx[1]}, {xx[2]}, {xx[3]}});
