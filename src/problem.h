@@ -138,10 +138,14 @@ struct Sequence {
   bool live;                 // false: padded, o is zeroed and no state touched
   bool initial;              // read h0
 };
+// Its tokens alone, of one row of T.
+KDA_BOTH inline Sequence packed_at(const kda_tensor& cu_seqlens, int64_t T, int64_t n) {
+  const int64_t t0 = within(int_at(cu_seqlens, n), 0, T);
+  return {n, 0, t0, within(int_at(cu_seqlens, n + 1), t0, T) - t0, n, true, true};
+}
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
   if (!d.varlen) return {n, n, 0, d.T, n, true, true};
-  const int64_t t0 = within(int_at(in.cu_seqlens, n), 0, d.T);
-  return {n, 0, t0, within(int_at(in.cu_seqlens, n + 1), t0, d.T) - t0, n, true, true};
+  return packed_at(in.cu_seqlens, d.T, n);
 }
 // Its states, with `slot` from slot_of: what kernels ask for before all else.
 KDA_BOTH inline void find_states(Sequence& s, const kda_states& states, int64_t slot) {

@@ -174,8 +174,12 @@ std::span<const Implementation<GateBackwardProblem>> implementations() {
 template <>
 std::span<const Implementation<ConvProblem>> implementations() {
   static constexpr Implementation<ConvProblem> table[] = {
-      {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace, cpu::conv},
-      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv},
+#if KDA_WITH_CUDA
+    {"cuda_conv", "channels over threads, a sequence's first tokens beside its state, for sm_80 and newer",
+     cuda::conv_why_not, no_workspace, cuda::conv},
+#endif
+    {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace, cpu::conv},
+    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv},
   };
   return table;
 }
@@ -183,9 +187,13 @@ std::span<const Implementation<ConvProblem>> implementations() {
 template <>
 std::span<const Implementation<ConvBackwardProblem>> implementations() {
   static constexpr Implementation<ConvBackwardProblem> table[] = {
-      {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, cpu::conv_backward_workspace,
-       cpu::conv_backward},
-      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv_backward},
+#if KDA_WITH_CUDA
+    {"cuda_conv", "channels over threads and a three-level reduction, for sm_80 and newer", cuda::conv_why_not,
+     cuda::conv_backward_workspace, cuda::conv_backward},
+#endif
+    {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, cpu::conv_backward_workspace,
+     cpu::conv_backward},
+    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv_backward},
   };
   return table;
 }

@@ -10,11 +10,13 @@
 // clang-format off
 #include "cpu/simd-inl.h"
 // clang-format on
-#include "cpu/conv.h"
+#include "convolution.h"
 
 #ifndef KDA_CPU_CONV_GRADIENTS
 #define KDA_CPU_CONV_GRADIENTS
 namespace kda::cpu {
+constexpr int64_t kConvTile = 512;  // channels of a task: its rows and weights stay in L1
+
 struct ConvGradients {
   Conv conv;
   kda_tensor dy, d_final, dx, d_initial;
@@ -124,18 +126,20 @@ inline void store_slot(const kda_tensor& state, const float (*rows)[kPitch], int
 // The W - 1 rows before a token, in f32, oldest first.
 using Past = float[kMaxConvWidth - 1][kPitch];
 
-// The W - 1 rows of xx that end with row i.
-inline void load_past(const Conv& c, const Sequence& s, int64_t i, int64_t c0, int64_t n, Past& past) {
+// The W - 1 rows of xx that end with row `last`.
+inline void load_past(const Conv& c, const Sequence& s, int64_t last, int64_t c0, int64_t n, Past& past) {
   const int64_t keep = c.width() - 1;
+  const ConvRows rows = rows_until(c.parents, keep, s.n, last, keep);
   alignas(64) Past slot;
   bool have_slot = false;
-  for (int64_t j = keep - 1; j >= 0; --j, i = c.row_before(s.n, i)) {
-    if (i >= keep) {
-      load_row(c.x.dtype, token_row(c.x, s, i - keep, c0), n, past[j]);
+  for (int64_t j = 0; j < keep; ++j) {
+    const int64_t row = rows.at[kMaxConvWidth - keep + j];
+    if (row >= keep) {
+      load_row(c.x.dtype, token_row(c.x, s, row - keep, c0), n, past[j]);
     } else if (s.initial) {
       if (!have_slot) load_slot(c.state, s.slot, c0, n, slot);
       have_slot = true;
-      std::memcpy(past[j], slot[i], padded(n) * sizeof(float));
+      std::memcpy(past[j], slot[row], padded(n) * sizeof(float));
     } else {
       zero(past[j], padded(n));
     }
@@ -216,7 +220,7 @@ void conv_tokens(const Conv& c, const Taps& taps, const Sequence& s, int64_t a, 
   alignas(64) Past past;
   if (present(c.parents)) {  // few tokens: every one loads its own ancestors
     for (int64_t t = a; t < b; ++t) {
-      load_past(c, s, c.row_before(s.n, t + W - 1), c0, n, past);
+      load_past(c, s, row_before(c.parents, W - 1, s.n, t + W - 1), c0, n, past);
       conv_step<W, kDtype, 1>(c, taps, s, t, c0, n, past);
     }
     return;
@@ -247,17 +251,9 @@ void with_types(const Conv& c, const F& f) {
   }
 }
 
-// f(sequence, a, b) for the pieces a .. b-1 of sequences among tokens first .. end-1 of all.
-template <class F>
-void for_pieces(const Conv& c, int64_t first, int64_t end, const F& f) {
-  const int64_t T = c.x.shape[1];
-  for (int64_t n = c.sequence_of(first), t = first; n < c.sequences() && t < end; ++n) {
-    const Sequence s = c.sequence(n);
-    const int64_t begin = s.b * T + s.t0;  // of the sequence, among all tokens
-    const int64_t stop = std::min(end, begin + s.length);
-    if (t < stop) f(s, t - begin, stop - begin);
-    t = std::max(t, stop);
-  }
+// Of a token among all.
+int64_t sequence_of(const Conv& c, int64_t token) {
+  return present(c.cu_seqlens) ? c.packed_sequence_of(token) : token / c.x.shape[1];
 }
 
 void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t c0, int64_t n) {
@@ -269,10 +265,9 @@ void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n
   Taps taps;
   taps.load(c, c0, n);
   with_types(c, [&](auto W, auto dtype) {
-    for_pieces(c, first, end, [&](const Sequence& s, int64_t a, int64_t b) {
-      if (s.live) conv_tokens<W, dtype>(c, taps, s, a, b, c0, n);
-      else zero_tokens(c.y, s, a, b, c0, n);
-    });
+    for (ConvPieces i(c, first, end, sequence_of(c, first)); i.next();)
+      if (i.s.live) conv_tokens<W, dtype>(c, taps, i.s, i.a, i.b, c0, n);
+      else zero_tokens(c.y, i.s, i.a, i.b, c0, n);
   });
 }
 
@@ -375,9 +370,8 @@ void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int
   taps.load(g.conv, c0, n);
   alignas(64) Sums block = {};
   with_types(g.conv, [&](auto W, auto dtype) {
-    for_pieces(g.conv, first, end, [&](const Sequence& s, int64_t a, int64_t b) {
-      backward_tokens<W, dtype>(g, taps, s, a, b, c0, n, sums ? &block : nullptr);
-    });
+    for (ConvPieces i(g.conv, first, end, sequence_of(g.conv, first)); i.next();)
+      backward_tokens<W, dtype>(g, taps, i.s, i.a, i.b, c0, n, sums ? &block : nullptr);
   });
   for (int64_t j = 0; sums && j <= g.conv.width(); ++j) std::memcpy(sums + j * sums_pitch, block[j], n * sizeof(float));
 }
@@ -405,27 +399,6 @@ HWY_AFTER_NAMESPACE();
 #include "cpu/parallel.h"
 
 namespace kda::cpu {
-
-Sequence Conv::sequence(int64_t n) const {
-  Sequence s{n, n, 0, x.shape[1], n, true, false};
-  if (present(cu_seqlens)) s.b = 0, s.t0 = int_at(cu_seqlens, n), s.length = int_at(cu_seqlens, n + 1) - s.t0;
-  if (present(indices)) s.slot = int_at(indices, n);
-  s.live = !present(indices) || s.slot >= first_slot;
-  s.initial = present(state) && s.slot >= 0 && s.slot < state.shape[0] && (!present(has_state) || int_at(has_state, n));
-  return s;
-}
-
-int64_t Conv::sequence_of(int64_t token) const {
-  if (!present(cu_seqlens)) return token / x.shape[1];
-  int64_t lo = 0, hi = sequences();  // the first whose end lies beyond the token
-  while (lo < hi) {
-    const int64_t n = (lo + hi) / 2;
-    int_at(cu_seqlens, n + 1) > token ? hi = n : lo = n + 1;
-  }
-  return lo;
-}
-
-int64_t Conv::end() const { return present(cu_seqlens) ? int_at(cu_seqlens, sequences()) : tokens(); }
 
 namespace {
 
@@ -467,8 +440,7 @@ void run(const Conv& c, const kda_exec& exec) {
 
 void conv(const ConvProblem& p) {
   const kda_conv_args& a = p.args;
-  const Conv c{a.x, a.weight, a.bias,      a.cu_seqlens,      a.initial_state, a.state_indices, a.has_initial_state,
-               {},  a.y,      a.silu != 0, a.first_valid_slot};
+  const Conv c = conv_of(p);
   run(c, a.exec);
   if (!present(a.final_state)) return;
   // After all outputs: it may be the initial state that they read.
@@ -498,11 +470,7 @@ uint64_t conv_backward_workspace(const ConvBackwardProblem& p) { return plan(p).
 
 void conv_backward(const ConvBackwardProblem& p) {
   const kda_conv_backward_args& a = p.args;
-  const ConvGradients g{{a.x, a.weight, a.bias, a.cu_seqlens, a.initial_state, {}, {}, {}, {}, a.silu != 0, 0},
-                        a.dy,
-                        a.d_final_state,
-                        a.dx,
-                        a.d_initial_state};
+  const ConvGradients g{conv_of(p), a.dy, a.d_final_state, a.dx, a.d_initial_state};
   const Conv& c = g.conv;
   const int64_t tokens = c.tokens(), end = c.end(), blocks = blocks_of(p), each = block_tokens(p);
   plan(p).threads(a.exec, 1);  // refuses a workspace that is too small
@@ -535,16 +503,6 @@ void conv_backward(const ConvBackwardProblem& p) {
 
 // ---- in front of decode, verify and flush ----
 
-namespace {
-
-constexpr int64_t kNoPadding = INT64_MIN;
-
-Conv front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z) {
-  return {in.x, in.weight, in.bias, cu_seqlens, in.state, in.indices, {}, parents, z, true, kNoPadding};
-}
-
-}  // namespace
-
 uint64_t conv_front_bytes(const kda_conv_inputs& in) {
   return align_up(in.x.shape[0] * in.x.shape[1] * in.x.shape[2] * dtype_size(in.x.dtype));
 }
@@ -558,7 +516,7 @@ kda_tensor conv_front_output(const kda_conv_inputs& in, void* memory) {
 
 void conv_front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z,
                 const kda_exec& exec) {
-  run(front(in, cu_seqlens, parents, z), exec);
+  run(conv_of(in, cu_seqlens, parents, z), exec);
 }
 
 void conv_roll(const kda_tensor& state, int64_t slot, const kda_tensor& x, const kda_tensor& parents, int64_t n,

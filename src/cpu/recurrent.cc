@@ -263,6 +263,7 @@ void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t 
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include "convolution.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -317,8 +318,8 @@ void decode(const DecodeProblem& p) {
   }
   run({.d = p, .in = sliced.args.in, .states = p.args.states, .o = p.args.o, .decode = &p}, p.args.exec);
   for (int64_t n = 0; present(conv.x) && n < p.N; ++n) {
-    const Sequence s = sequence_at(p, n);
-    if (s.live) conv_roll(conv.state, slot_of(conv.indices, n), conv.x, {}, n, s.b, s.t0, s.length);
+    const Sequence s = roll_of(p, n);
+    conv_roll(conv.state, s.slot, conv.x, {}, n, s.b, s.t0, s.length);
   }
 }
 

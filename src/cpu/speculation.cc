@@ -358,6 +358,7 @@ void speculation_task(const SpeculationCall& c, const Request& r, int64_t hv, in
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include "convolution.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -466,12 +467,10 @@ void flush(const FlushProblem& p) {
       },
       [&](int64_t n) { return request_of(p, n); });
   for (int64_t i = 0; present(a.conv_x) && i < p.layers * p.N; ++i) {
-    const int64_t layer = i / p.N, n = i % p.N, slot = slot_of(a.records.indices, n);
-    if (padded_slot(a.state_indices, slot_of(a.state_indices, n), a.first_valid_slot) || slot < 0) continue;
-    const int64_t committed = window_of(a.records, slot, a.parents, n, 0).committed;
-    conv_roll(layered ? layer_of(a.conv_state, layer) : a.conv_state, slot_of(a.conv_indices, n),
-              layered ? layer_of(a.conv_x, layer) : a.conv_x, a.parents, n, n, 0,
-              within(index_at(a.accept_len, n), 0, std::min(p.T, p.R - committed)));
+    const int64_t layer = i / p.N, n = i % p.N;
+    const Sequence s = roll_of(p, n);
+    conv_roll(layered ? layer_of(a.conv_state, layer) : a.conv_state, s.slot,
+              layered ? layer_of(a.conv_x, layer) : a.conv_x, a.parents, n, s.b, s.t0, s.length);
   }
 }
 
@@ -480,10 +479,8 @@ void flush_verify(const FlushVerifyProblem& p) {
   const bool ring = present(a.records.ring_count);
   plan(p).threads(a.exec, 1);  // refuses a workspace that is too small, before conv.state is written
   for (int64_t n = 0; present(a.last_conv_x) && n < p.N; ++n) {
-    const Sequence s = sequence_at(p, a.in, a.states, n);
-    if (s.live)
-      conv_roll(a.conv.state, slot_of(a.conv.indices, n), a.last_conv_x, a.last_parents, n, n, 0,
-                commit_of(p, n, s.length).accepted);
+    const Sequence s = roll_of(p, n);
+    conv_roll(a.conv.state, s.slot, a.last_conv_x, a.last_parents, n, s.b, s.t0, s.length);
   }
   const kda_inputs in = convolved(p);
   const SpeculationCall call{p,         in.state_layout,          a.states.h0, a.states.hT, &in, &a.o,

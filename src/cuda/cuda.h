@@ -32,6 +32,12 @@ void verify_mma(const VerifyProblem& p);
 void flush_staged(const FlushProblem& p);
 void flush_verify_mma(const FlushVerifyProblem& p);
 
+const char* conv_why_not(const ConvProblem& p);
+const char* conv_why_not(const ConvBackwardProblem& p);
+void conv(const ConvProblem& p);
+void conv_backward(const ConvBackwardProblem& p);
+uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
+
 std::string info();  // toolkit, architectures, driver, devices
 
 }  // namespace kda::cuda

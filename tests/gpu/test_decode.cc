@@ -1,85 +1,10 @@
 // kda_decode, kda_verify, kda_flush and kda_flush_verify on the GPU through the C ABI, against the float64 oracle on the
 // CPU. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
-#include <cuda_runtime_api.h>
-
-#include <map>
-
-#include "dtype.h"
-#include "fields.h"
+#include "on_cuda.h"
 #include "speculation_calls.h"
 
 namespace kda::test {
 namespace {
-
-// ---- calls on the device ----
-
-std::vector<Field> tensors(kda_decode_args& a) { return joined(fields(a), snapshot_fields(a)); }
-std::vector<Field> tensors(kda_verify_args& a) { return fields(a); }
-std::vector<Field> tensors(kda_flush_args& a) { return fields(a); }
-std::vector<Field> tensors(kda_flush_verify_args& a) { return joined(fields(a), ring_fields(a)); }
-
-// From the first element to the last, gaps between rows included.
-int64_t bytes_of(const kda_tensor& t) {
-  int64_t last = 0;
-  for (int i = 0; i < t.ndim; ++i) {
-    if (t.shape[i] == 0) return 0;
-    last += (t.shape[i] - 1) * t.stride[i];
-  }
-  return (last + 1) * dtype_size(t.dtype);
-}
-
-struct Copy {
-  int64_t bytes = 0;
-  void* device = nullptr;
-  ~Copy() { cudaFree(device); }
-};
-
-// Runs with copies of all tensors on the device, and copies all of them back.
-template <class Args>
-void run_on_cuda(Args args, const char* impl) {
-  std::map<void*, Copy> copies;  // by their place on the host: views of the same place stay so
-  for (const Field& f : tensors(args))
-    if (f.t->ndim) copies[f.t->data].bytes = std::max(copies[f.t->data].bytes, bytes_of(*f.t));
-  for (auto& [host, copy] : copies) {
-    ASSERT_EQ(cudaMalloc(&copy.device, std::max<int64_t>(copy.bytes, 1)), cudaSuccess);
-    ASSERT_EQ(cudaMemcpy(copy.device, host, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  for (const Field& f : tensors(args))
-    if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.device;
-  args.exec.device = KDA_CUDA, args.exec.impl = impl;
-  uint64_t workspace = 1;
-  ASSERT_EQ(query(args, &workspace), KDA_OK) << kda_last_error();
-  ASSERT_EQ(workspace, 0u);
-  ASSERT_EQ(call(args), KDA_OK) << kda_last_error();
-  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  for (const auto& [host, copy] : copies)
-    ASSERT_EQ(cudaMemcpy(host, copy.device, copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
-}
-
-// Names of the CUDA implementations of an operator that take the call.
-template <class Args>
-std::vector<const char*> takers(const char* op, Args args) {
-  std::vector<const char*> all;
-  args.exec.device = KDA_CUDA;
-  for (int i = 0; const char* name = kda_implementation(op, i); ++i) {
-    if (std::string(name).substr(0, 5) != "cuda_") continue;
-    args.exec.impl = name;
-    uint64_t workspace;
-    const int32_t status = query(args, &workspace);
-    if (status == KDA_OK) all.push_back(name);
-    else EXPECT_EQ(status, KDA_UNSUPPORTED) << kda_last_error();
-  }
-  EXPECT_FALSE(all.empty());
-  return all;
-}
-
-class OnCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no CUDA device";
-  }
-};
 
 // ---- numbers ----
 

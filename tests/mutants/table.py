@@ -58,7 +58,7 @@ WINDOWS = "src/speculation.h"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
 CONV = "src/cpu/conv.cc"
-CONV_ROWS = "src/cpu/conv.h"
+CONV_ROWS = "src/convolution.h"
 SPECULATION_RULES = "src/problem_speculation.cc"
 PROBLEM = "src/problem.h"
 REFERENCE = "src/reference/math.h"
@@ -76,7 +76,7 @@ UNITS = {
     WINDOWS: [DRAFT_KERNELS],
     PROBLEM: [RECURRENT],
     STAGES_INL: [STAGES_FORWARD, STAGES_BACKWARD],
-    CONV_ROWS: [CONV],
+    CONV_ROWS: [CONV, RECURRENT, DRAFT_KERNELS],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
 }
 
@@ -356,9 +356,8 @@ MUTANTS = [
             "store(xx[G + j], past[j] + i);",
             "store(xx[j], past[j] + i);",
         ),
-        ("conv: padded sequences keep what y held", "else zero_tokens(c.y, s, a, b, c0, n);", ""),
+        ("conv: padded sequences keep what y held", "else zero_tokens(c.y, i.s, i.a, i.b, c0, n);", ""),
         ("conv: final state one token short", "s.length + p.W - 2, a.final_state", "s.length + p.W - 3, a.final_state"),
-        ("conv: state read with has_initial_state = 0", "(!present(has_state) || int_at(has_state, n))", "true"),
         ("conv: no silu in backward", "if (with_silu) d[W - 1 + g] =", "if (false) d[W - 1 + g] ="),
         ("conv: d_final dropped", "if (!inside && present(g.d_final)) {", "if (false) {"),
         (
@@ -435,6 +434,12 @@ MUTANTS = [
     ),
     *mutants(
         CONV_ROWS,
+        CONVOLUTION,
+        ("conv: state read with has_initial_state = 0", "(!present(has_state) || int_at(has_state, s.n))", "true"),
+        ("conv: a piece begins with its sequence", "std::max(token, begin)", "begin"),
+    ),
+    *mutants(
+        CONV_ROWS,
         CONV_OPERATORS,
         (
             "conv: taps of a root from the token before",
@@ -442,26 +447,19 @@ MUTANTS = [
             "(parent < 0 ? t - 1 : parent) + keep;",
         ),
         ("conv: parents that are none", "parent >= t ? row - 1 :", "parent > t ? row - 1 :"),
+        ("conv: decode rolls padding", "if (!s.live) s.length = 0;", ""),
+        ("conv: flush rolls padding", "r.s.live ? r.newest + 1 -", "true ? r.newest + 1 -"),
+        ("conv: flush rolls by committed entries, too", "r.newest + 1 - r.flush.committed : 0", "r.newest + 1 : 0"),
+        ("conv: flush_verify rolls padding", "s.live ? commit_of(p,", "true ? commit_of(p,"),
     ),
     *mutants(
         DRAFT_KERNELS,
         CONV_OPERATORS,
         (
-            "conv: flush rolls a request without records",
-            "a.first_valid_slot) || slot < 0) continue;",
-            "a.first_valid_slot)) continue;",
-        ),
-        (
-            "conv: flush rolls by the rows alone",
-            "accepted_of(a.accept_len, n, std::min(p.T, p.R - committed)));",
-            "int_at(a.accept_len, n));",
-        ),
-        (
             "conv: flush_verify rolls along the new drafts",
-            "a.last_conv_x, a.last_parents, n, n, 0,",
-            "a.last_conv_x, a.parents, n, n, 0,",
+            "a.last_conv_x, a.last_parents, n, s.b,",
+            "a.last_conv_x, a.parents, n, s.b,",
         ),
-        ("conv: flush_verify rolls padding", "if (s.live)\n      conv_roll(", "if (true)\n      conv_roll("),
         (
             "conv: verify of the chain",
             "conv_front(p.args.conv, in.cu_seqlens, p.args.parents, z",
@@ -487,11 +485,6 @@ MUTANTS = [
         SPECULATION_RULES,
         CONV_OPERATORS,
         ("conv: flush accepts rows that are not there", "p.T = std::min(p.T, T);", ""),
-    ),
-    *mutants(
-        RECURRENT,
-        CONV_OPERATORS,
-        ("conv: decode rolls padding", "if (s.live) conv_roll(conv.state,", "conv_roll(conv.state,"),
     ),
     *mutants(
         PROBLEM,

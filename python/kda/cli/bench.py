@@ -180,7 +180,7 @@ BENCHES = {
     "verify": Bench(_verify, _state_bytes_read, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
     "flush": Bench(_flush, _state_bytes, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
     "flush_verify": Bench(_flush_verify, _state_bytes, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
-    "conv": Bench(_conv, _conv_bytes, "GB/s", (Problem(H=16),)),
+    "conv": Bench(_conv, _conv_bytes, "GB/s", (Problem(H=16),), devices=("cpu", "cuda")),
     "gate": Bench(_gate, _gate_bytes, "GB/s", (Problem(H=32),), devices=("cpu", "cuda")),
 }
 

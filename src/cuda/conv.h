@@ -1,0 +1,270 @@
+// The causal convolution of neighbouring channels, for kda_conv and for kernels that take raw rows (kda_conv_inputs): one
+// function convolve() whoever asks, so that a convolution fused into another kernel has the bits of kda_conv in front.
+//
+// A chain of tokens moves a window of the last rows on, which is the state in the end:
+//   ConvWeights<1> weights;   weights.fetch(in.weight, in.bias, d);
+//   ConvPast<1> past;         past.fetch(in.state, slot, d);  past.values(in.state.dtype, window);
+//   each token:               z = rounded(in.x.dtype, convolve(w, bias, {window, x}, kTaps - W, true))
+//   store_state<1>(in.state, slot, d, window)
+// A token of a tree, or any one alone, asks for its own taps:
+//   const ConvRows rows = rows_until(parents, W - 1, n, t + W - 1, W);      the same in all threads
+//   ConvTaps taps;            taps.fetch(in.x, in.state, rows, s, slot, d);
+//   z = convolved(in, weights, taps)
+// and so does a state that rolls on along a path, once nobody reads it as it was; roll_of() knows slot, s and m > 0:
+//   taps.fetch(in.x, in.state, rows_until(parents, W - 1, n, m - 1 + W - 1, W - 1), s, slot, d);
+//   taps.values(in.x, in.state, xx);  store_state<1>(in.state, slot, d, the last W-1 of xx)
+#pragma once
+#include "convolution.h"
+#include "cuda/activations.h"
+#include "cuda/device.h"
+
+namespace kda::cuda {
+
+// Taps and rows are numbered as if W were 4: those of a narrower convolution begin at kTaps - W.
+constexpr int kTaps = kMaxConvWidth;
+constexpr int kPast = kTaps - 1;  // rows before a token
+
+// y = bias + sum_(j >= first) w_j xx_j, oldest first, then y sigmoid(y). What lies in front of `first` may be NaN. The last
+// product is one that the compiler may not contract with a sum of the caller's.
+__device__ inline float convolve(const float (&w)[kTaps], float bias, const float (&xx)[kTaps], int first, bool silu) {
+  float y = bias;
+#pragma unroll
+  for (int j = 0; j < kTaps; ++j) y = j >= first ? fmaf(w[j], xx[j], y) : y;
+  return silu ? __fmul_rn(y, sigmoid(y)) : y;
+}
+
+// As it is read after it was stored.
+__device__ inline float rounded(int32_t dtype, float x) {
+  if (dtype == KDA_F32) return x;
+  return dtype == KDA_BF16 ? __bfloat162float(__float2bfloat16_rn(x)) : __half2float(__float2half_rn(x));
+}
+
+// ---- elements of a tensor ----
+
+__device__ inline int64_t offset(const kda_tensor& t, int64_t i, int64_t j, int64_t k) {
+  return i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
+}
+__device__ inline unsigned load_raw(const kda_tensor& t, int64_t at) {
+  return load_raw<false>(static_cast<const char*>(t.data) + at * dtype_size(t.dtype), t.dtype);
+}
+__device__ inline void store_element(const kda_tensor& t, int64_t at, float x) {
+  store_element(static_cast<char*>(t.data) + at * dtype_size(t.dtype), t.dtype, x);
+}
+
+// ---- four elements side by side ----
+
+// One store. The compiler splits some assignments of such types into their elements.
+__device__ inline void store_vector(void* to, const uint2& x) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ inline void store_vector(void* to, const uint4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+__device__ inline uint4 load_raw_four(const kda_tensor& t, int64_t at) {
+  if (t.dtype == KDA_F32) return *reinterpret_cast<const uint4*>(static_cast<const float*>(t.data) + at);
+  const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
+  return {raw.x, raw.y, 0, 0};
+}
+__device__ inline float4 values_of(int32_t dtype, const uint4& raw) {
+  if (dtype == KDA_F32)
+    return {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
+  return {value_of(dtype, raw.x & 0xffff), value_of(dtype, raw.x >> 16), value_of(dtype, raw.y & 0xffff),
+          value_of(dtype, raw.y >> 16)};
+}
+__device__ inline void store_four(const kda_tensor& t, int64_t at, const float4& x) {
+  if (t.dtype == KDA_F32) return store_vector(static_cast<float*>(t.data) + at, reinterpret_cast<const uint4&>(x));
+  uint2 raw;
+  if (t.dtype == KDA_BF16) {
+    const __nv_bfloat162 lo = __floats2bfloat162_rn(x.x, x.y), hi = __floats2bfloat162_rn(x.z, x.w);
+    raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+  } else {
+    const __half2 lo = __floats2half2_rn(x.x, x.y), hi = __floats2half2_rn(x.z, x.w);
+    raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
+  }
+  store_vector(static_cast<uint16_t*>(t.data) + at, raw);
+}
+
+// ---- kVector channels from d on: one of any layout, or four where four_wide_conv() ----
+
+inline bool aligned_to_four(const kda_tensor& t) {
+  return !present(t) || reinterpret_cast<uintptr_t>(t.data) % (4 * dtype_size(t.dtype)) == 0;
+}
+// x and y.
+inline bool four_wide_rows(const kda_tensor& t) {
+  return t.shape[2] % 4 == 0 && t.stride[0] % 4 == 0 && t.stride[1] % 4 == 0 && aligned_to_four(t);
+}
+// W = 4, the taps of a channel side by side, and so the entries of a state, or its channels.
+inline bool four_wide_weights(const kda_tensor& weight, const kda_tensor& bias) {
+  return weight.shape[1] == 4 && weight.stride[0] % 4 == 0 && aligned_to_four(weight) && aligned_to_four(bias);
+}
+inline bool four_wide_state(const kda_tensor& t) {
+  if (!present(t)) return true;
+  const bool by_channel = t.stride[1] == 3 && t.stride[2] == 1, by_entry = t.stride[1] == 1 && t.stride[2] % 4 == 0;
+  return (by_channel || by_entry) && t.stride[0] % 4 == 0 && aligned_to_four(t);
+}
+
+// The channels of a row of x or y, in one access.
+template <class T, int kVector>
+struct alignas(sizeof(T) * kVector) Channels {
+  T x[kVector];
+};
+template <class T, int kVector>
+__device__ Channels<T, kVector>* channels_at(const kda_tensor& t, const Sequence& s, int64_t token, int64_t d) {
+  const int64_t at = s.b * t.stride[0] + (s.t0 + token) * t.stride[1] + d;
+  return reinterpret_cast<Channels<T, kVector>*>(static_cast<T*>(t.data) + at);
+}
+template <class T, int kVector>
+__device__ void store(Channels<T, kVector>* to, const Channels<T, kVector>& x) {
+  if constexpr (sizeof(x) == 16) store_vector(to, reinterpret_cast<const uint4&>(x));
+  else if constexpr (sizeof(x) == 8) store_vector(to, reinterpret_cast<const uint2&>(x));
+  else *to = x;
+}
+// Tokens a .. b-1.
+template <class T, int kVector>
+__device__ void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t d) {
+  for (; a < b; ++a) store(channels_at<T, kVector>(y, s, a, d), {});
+}
+
+template <int kVector>
+struct ConvWeights;
+template <>
+struct ConvWeights<1> {
+  unsigned raw[kTaps], raw_bias;
+
+  __device__ void fetch(const kda_tensor& weight, const kda_tensor& bias, int64_t d) {
+    const int first = kTaps - static_cast<int>(weight.shape[1]);
+    const int64_t at = d * weight.stride[0] - first;
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) raw[j] = j >= first ? load_raw(weight, at + j) : 0;
+    raw_bias = present(bias) ? load_raw(bias, d) : 0;
+  }
+  __device__ void values(const kda_tensor& weight, const kda_tensor& bias, float (&w)[kTaps][1], float (&b)[1]) const {
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) w[j][0] = value_of(weight.dtype, raw[j]);
+    b[0] = value_of(bias.dtype, raw_bias);
+  }
+};
+template <>
+struct ConvWeights<4> {
+  uint4 raw[4], raw_bias;  // [channel]
+
+  __device__ void fetch(const kda_tensor& weight, const kda_tensor& bias, int64_t d) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = load_raw_four(weight, (d + i) * weight.stride[0]);
+    raw_bias = present(bias) ? load_raw_four(bias, d) : uint4{};
+  }
+  __device__ void values(const kda_tensor& weight, const kda_tensor& bias, float (&w)[kTaps][4], float (&b)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = values_of(weight.dtype, raw[i]);
+      w[0][i] = four.x, w[1][i] = four.y, w[2][i] = four.z, w[3][i] = four.w;
+    }
+    const float4 four = values_of(bias.dtype, raw_bias);
+    b[0] = four.x, b[1] = four.y, b[2] = four.z, b[3] = four.w;
+  }
+};
+
+// The entries of a slot of [slots,D,W-1], as the rows before a sequence's first token; zeros until fetched.
+template <int kVector>
+struct ConvPast;
+template <>
+struct ConvPast<1> {
+  unsigned raw[kPast] = {};
+
+  __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
+    const int first = kPast - static_cast<int>(state.shape[2]);
+    const int64_t at = offset(state, slot, d, -first);
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+      if (j >= first) raw[j] = load_raw(state, at + j * state.stride[2]);
+  }
+  __device__ void values(const kda_tensor& state, float (&past)[kPast][1]) const {
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) past[j][0] = value_of(state.dtype, raw[j]);
+  }
+};
+template <>
+struct ConvPast<4> {
+  uint4 raw[kPast] = {};
+
+  __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
+    const int64_t at = offset(state, slot, d, 0), step = state.stride[1] == 1 ? state.stride[2] : 4;
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) raw[j] = load_raw_four(state, at + j * step);
+  }
+  __device__ void values(const kda_tensor& state, float (&past)[kPast][4]) const {
+    float x[kPast * 4];  // as they lie in memory
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) {
+      const float4 four = values_of(state.dtype, raw[j]);
+      x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
+    }
+    const bool by_entry = state.stride[1] == 1;
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) past[j][i] = by_entry ? x[4 * j + i] : x[kPast * i + j];
+  }
+};
+
+// The last W-1 rows of `past` to a slot.
+template <int kVector>
+__device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, const float (&past)[kPast][kVector]) {
+  if constexpr (kVector == 1) {
+    const int first = kPast - static_cast<int>(state.shape[2]);
+    const int64_t at = offset(state, slot, d, -first);
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+      if (j >= first) store_element(state, at + j * state.stride[2], past[j][0]);
+  } else {
+    const bool by_entry = state.stride[1] == 1;
+    const int64_t at = offset(state, slot, d, 0), step = by_entry ? state.stride[2] : 4;
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = by_entry ? past[j][i] : past[(4 * j + i) % kPast][(4 * j + i) / kPast];
+      store_four(state, at + j * step, {x[0], x[1], x[2], x[3]});
+    }
+  }
+}
+
+// ---- any rows of one channel ----
+
+struct ConvTaps {
+  unsigned raw[kTaps];  // zeros where there is no row
+  unsigned stored;      // bit j: raw[j] is an entry of the state
+
+  // slot: anything, if it is not one the sequence starts from zeros.
+  __device__ void fetch(const kda_tensor& x, const kda_tensor& state, const ConvRows& rows, const Sequence& s,
+                        int64_t slot, int64_t d) {
+    const bool initial = slot >= 0 && slot < state.shape[0];
+    const int64_t at_x = offset(x, s.b, s.t0, d), at_state = initial ? offset(state, slot, d, 0) : 0;
+    stored = 0;
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) {
+      const int64_t row = rows.at[j], t = row - rows.keep;
+      raw[j] = 0;
+      if (t >= 0) raw[j] = load_raw(x, at_x + t * x.stride[1]);
+      else if (row >= 0 && initial) raw[j] = load_raw(state, at_state + row * state.stride[2]), stored |= 1u << j;
+    }
+  }
+  __device__ void values(const kda_tensor& x, const kda_tensor& state, float (&xx)[kTaps]) const {
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) xx[j] = value_of(stored >> j & 1 ? state.dtype : x.dtype, raw[j]);
+  }
+};
+
+// The value of a token in front of decode and verify, as kda_conv stores it.
+__device__ inline float convolved(const kda_conv_inputs& in, const ConvWeights<1>& weights, const ConvTaps& taps) {
+  float w[kTaps][1], bias[1], xx[kTaps];
+  weights.values(in.weight, in.bias, w, bias);
+  taps.values(in.x, in.state, xx);
+  const float plain[kTaps] = {w[0][0], w[1][0], w[2][0], w[3][0]};
+  return rounded(in.x.dtype, convolve(plain, bias[0], xx, kTaps - static_cast<int>(in.weight.shape[1]), true));
+}
+
+}  // namespace kda::cuda
