@@ -349,7 +349,10 @@ std::string explain(const P& problem) {
     if (!reason && !runs) reason = force ? "another one is forced" : "can, comes later in the order";
     const bool unsuited = !impl.why_not(problem) && !runs && !force && impl.unsuited && impl.unsuited(problem);
     text += str(runs ? "* " : "- ", impl.name, ": ", unsuited ? "can, but " : "",
-                unsuited ? impl.unsuited(problem) : runs ? impl.description : reason, "\n");
+                unsuited ? impl.unsuited(problem)
+                : runs   ? impl.description
+                         : reason,
+                "\n");
   }
   return text;
 }

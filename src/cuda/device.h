@@ -14,8 +14,8 @@ constexpr unsigned kAll = 0xffffffffu;
 // A tensor [a,b,c,..] as kernels address it: strides in bytes, so that an address is a multiply-add for each index. (With
 // 64-bit strides in elements, addresses were half of all instructions.)
 struct View {
-  char* data = nullptr;   // nullptr: absent
-  int64_t layer = 0;      // bytes from one layer to the next
+  char* data = nullptr;  // nullptr: absent
+  int64_t layer = 0;     // bytes from one layer to the next
   int64_t stride0 = 0;
   uint32_t stride1 = 0, stride2 = 0;
   int32_t dtype = KDA_F32;
@@ -31,7 +31,8 @@ inline View view_of(const kda_tensor& t, int lead = 0) {
   if (!present(t)) return {};
   const auto bytes = [&](int i) { return lead + i < t.ndim ? t.stride[lead + i] * dtype_size(t.dtype) : 0; };
   View view{.data = static_cast<char*>(t.data), .layer = lead ? t.stride[0] * dtype_size(t.dtype) : 0};
-  view.stride0 = bytes(0), view.stride1 = static_cast<uint32_t>(bytes(1)), view.stride2 = static_cast<uint32_t>(bytes(2));
+  view.stride0 = bytes(0), view.stride1 = static_cast<uint32_t>(bytes(1)),
+  view.stride2 = static_cast<uint32_t>(bytes(2));
   view.dtype = t.dtype;
   return view;
 }
@@ -272,7 +273,8 @@ struct Rows {
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          S[e + j] = c + j < K ? static_cast<float>(*reinterpret_cast<const T*>(from + uint64_t(c + j) * channel_step)) : 0;
+          S[e + j] =
+              c + j < K ? static_cast<float>(*reinterpret_cast<const T*>(from + uint64_t(c + j) * channel_step)) : 0;
       }
     }
   }
@@ -305,7 +307,8 @@ __device__ void load_rows(const Rows<kWide>& rows, int32_t dtype, int count, int
   else all.template operator()<__nv_bfloat16>();
 }
 template <bool kWide, int kRows, int kElements>
-__device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, const float (&S)[kRows][kElements]) {
+__device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K,
+                           const float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)

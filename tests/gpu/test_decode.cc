@@ -137,7 +137,8 @@ TEST_P(TokensOnCuda, FlushVerify) {
     const auto fresh = [&] { return s.ring ? last.clone() : Records(next); };
     Records exact_records = fresh();
     run(flush_verify_args(d, next, exact.h, last, exact_records, exact_o), {.impl = "reference"});
-    for (const char* impl : takers("flush_verify", flush_verify_args(d, next, before.h, last, exact_records, d.output()))) {
+    for (const char* impl :
+         takers("flush_verify", flush_verify_args(d, next, before.h, last, exact_records, d.output()))) {
       SCOPED_TRACE(impl);
       const Pool got = start(s.c.state_dtype);
       Records records = fresh();

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
   const Place at(blocks);
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
-  const auto store_outputs = [&](unsigned b, unsigned t, const float (&o)[kRows]) {
+  const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
     char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * x.o.size();
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
@@ -182,12 +182,14 @@ void launch_direct(const DecodeProblem& p) {
   else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
 }
 
-// Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
+// Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
+// every channel.
 template <bool kWide>
 void launch_direct(const DecodeProblem& p, bool few) {
+  constexpr int kManyOfLargest = kWide ? 2 : 1;
   if (p.K <= 64) few ? launch_direct<kWide, 8, 1>(p) : launch_direct<kWide, 8, 4>(p);
   else if (p.K <= 128) few ? launch_direct<kWide, 16, 1>(p) : launch_direct<kWide, 16, 2>(p);
-  else few || !kWide ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, 2>(p);
+  else few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, kManyOfLargest>(p);
 }
 
 // ---- a head a block ----
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Rows<true> from(first ? states.h0 : states.hT, KDA_STATE_V_FIRST, state, at.hv, row0);
     const Rows<true> to(states.hT, KDA_STATE_V_FIRST, state, at.hv, row0);
     float S[2][kRows][kElements];
-    const auto load = [&](unsigned v, float (&S)[kRows][kElements]) {
+    const auto load = [&](unsigned v, float(&S)[kRows][kElements]) {
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
         if (v < V && (s.initial || !first)) {
@@ -264,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     __syncthreads();  // the token's keys and values are in shared memory
     char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * x.o.size();
-    const auto finish = [&](unsigned v, float (&S)[kRows][kElements]) {
+    const auto finish = [&](unsigned v, float(&S)[kRows][kElements]) {
       if (s.length > 0) {
         float mine[kRows], o[kRows];
 #pragma unroll

@@ -124,7 +124,8 @@ __device__ void prepare(const Tokens& x, const Request& r, const Place& at, int 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int t = warp; t < drafts; t += kThreads / 32) {
     TokenKeys<kPerLane, 32> key(lane);
-    key.locate(x, static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0 + t), at.hv, at.h), key.template fetch<false>(x);
+    key.locate(x, static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0 + t), at.hv, at.h),
+        key.template fetch<false>(x);
     key.activate(x, warp_sums);
     const int entry = recorded ? r.verify.entry(r.verify.token(t)) : 0;
 #pragma unroll
@@ -221,14 +222,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (drafts == 0) return;
     const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, x.room, kTile<kRows>);
     for (int i = threadIdx.x; i < drafts * kTile<kRows>; i += kThreads) {
-      const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile<kRows>), v = at.tile * kTile<kRows> + i % kTile<kRows>;
+      const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile<kRows>),
+                     v = at.tile * kTile<kRows> + i % kTile<kRows>;
       const char* from = tokens.v.at(static_cast<unsigned>(r.s.b), t, at.hv) + v * tokens.v.size();
       m.v[i] = value_of(tokens.v.dtype, v < p.V ? load_raw<false>(from, tokens.v.dtype) : 0);
     }
     Entries record;
     if (r.slot >= 0) record = Entries(x.records, at, r.slot, static_cast<unsigned>(v0));
-    prepare<kElements>(tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0,
-                       at.h * blocks.group.divisor == at.hv, m, x.room);
+    prepare<kElements>(tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0, at.h * blocks.group.divisor == at.hv,
+                       m, x.room);
     for (int t = 0; t < drafts; ++t) {
       const int own = t * kTile<kRows> + first_row<kRows>();
       float u[kRows], out[kRows];
@@ -272,7 +274,8 @@ void launch_sized(const P& p) {
   const Parts x(p);
   const int64_t floats = kVerifies<P> ? VerifyMemory::floats(kElements * 8, x.room, kTile<kRows>) : 0;
   launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, x.layers), kThreads,
-                                                         static_cast<int>(floats * sizeof(float)), p, x, Blocks(p, tiles));
+                                                         static_cast<int>(floats * sizeof(float)), p, x,
+                                                         Blocks(p, tiles));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs.

@@ -38,7 +38,7 @@ struct Memory {
   // entries: to apply at most.
   Memory(int K, int drafts, int columns, int entries)
       : drafts(drafts), columns(columns), entries(entries), keys_stride(2 * K + 4), w_stride(2 * K + 8) {
-    const int products = kMaxColumns * 2 * drafts;  // of all parts of K
+    const int products = kMaxColumns * 2 * drafts;      // of all parts of K
     scores = std::max(drafts * keys_stride, products);  // before: [drafts][K] pairs k, alpha; then kG, qG; then X and O
     w = (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4;  // before: A, P; beta, ancestors
     f = w + (entries + 1) / 2 * w_stride;                         // before: [entries / 2][K] pairs of w
@@ -202,8 +202,8 @@ struct Draft {
   __device__ void walk(const Window& window, const Memory& m, float* shared) {
     float* scores = shared + m.scores;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    constexpr int kCount = 2 * kMaxDrafts;                 // A of step 0, 1, .. then P; the last P is k . q itself
-    const int mine = lane * kCount / 32 % kMaxDrafts;      // step of this lane's sum
+    constexpr int kCount = 2 * kMaxDrafts;             // A of step 0, 1, .. then P; the last P is k . q itself
+    const int mine = lane * kCount / 32 % kMaxDrafts;  // step of this lane's sum
     float sums[kCount] = {};
     int ancestor = 0, i = t;
     unsigned mask = 0;
@@ -241,7 +241,9 @@ struct Draft {
 };
 
 template <class State, int kK, int kMaxDrafts, int kWarps, class P>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : kMaxDrafts == 8 ? 2 : 1)
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
+                                               : kMaxDrafts == 8 ? 2
+                                                                 : 1)
     mma_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks, const Memory m) {
   extern __shared__ float4 dynamic[];
   const Tile<State, kK> tile(dynamic);
@@ -353,7 +355,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : kMaxDrafts == 8
 #pragma unroll
     for (int i = 0; kApply && i < kTiles / 2; ++i) first[i] = fragment_of_u(u, m, 2 * j, entries, 16 * i + n);
     [[maybe_unused]] char* to = nullptr;
-    if constexpr (kFlushes<P>) to = place_of(x.hT) + static_cast<uint64_t>(column0 + n) * x.hT.stride2 + 4 * j * sizeof(State);
+    if constexpr (kFlushes<P>)
+      to = place_of(x.hT) + static_cast<uint64_t>(column0 + n) * x.hT.stride2 + 4 * j * sizeof(State);
     const int quarters = parts == kQuarters ? 1 : 2;  // of a half, here
 #pragma unroll 1
     for (int quarter = part * kQuarters / parts; quarter < (part + 1) * kQuarters / parts; quarter += quarters) {
@@ -372,7 +375,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : kMaxDrafts == 8
 #pragma unroll
               for (int i = 0; i < kTiles; ++i) {
                 if constexpr (sizeof(State) == 2) S[i] = rounded(S[i]);
-                store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.hT.stride2) + step * 16, S[i]);
+                store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.hT.stride2) + step * 16,
+                           S[i]);
               }
             }
           }
@@ -399,7 +403,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : kMaxDrafts == 8
   if (!kVerifies<P> || entries) multiply.template operator()<true>();
   else multiply.template operator()<false>();
   if constexpr (kVerifies<P>) {
-    __syncthreads();  // kG and qG are read
+    __syncthreads();           // kG and qG are read
     float* products = shared;  // [parts][kG of all drafts, then qG][columns]
     const auto product = [&](int part, int row) { return products + (part * 2 * m.drafts + row) * m.columns; };
 #pragma unroll
@@ -422,7 +426,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : kMaxDrafts == 8
     };
     const float* scores = shared + m.scores;
     const float* beta = scores + 2 * m.drafts * m.drafts;
-    char* to = tokens.o.at(static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0), at.hv) + own_v * tokens.o.size();
+    char* to =
+        tokens.o.at(static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0), at.hv) + own_v * tokens.o.size();
     float u[kMaxDrafts];
 #pragma unroll
     for (int t = 0; t < kMaxDrafts; ++t) {
@@ -451,8 +456,8 @@ void launch_sized(const P& p, const Parts& x, int64_t entries) {
   const int64_t tiles = p.V / columns;
   const Memory m(kK, x.room, static_cast<int>(columns), static_cast<int>(entries));
   const int bytes = Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
-  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, P>>(p.args.exec, Blocks::grid(p, tiles, x.layers), kWarps * 32, bytes,
-                                                       p, x, Blocks(p, tiles), m);
+  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, P>>(p.args.exec, Blocks::grid(p, tiles, x.layers), kWarps * 32,
+                                                       bytes, p, x, Blocks(p, tiles), m);
 }
 
 // Most entries that a flush may find.
