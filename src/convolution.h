@@ -59,10 +59,10 @@ struct Conv : kda_conv_inputs {
   KDA_BOTH Sequence span(int64_t n) const { return span_of(cu_seqlens, x, n); }
   // And the rest: its slot, whether it is padding, whether its state is read.
   KDA_BOTH void place(Sequence& s) const {
+    const bool known = !present(has_state) || int_at(has_state, s.n);
     s.slot = slot_of(indices, s.n);
     s.live = !present(indices) || (s.slot >= first_slot && s.slot < end_slot);
-    s.initial =
-        present(state) && s.slot >= 0 && s.slot < state.shape[0] && (!present(has_state) || int_at(has_state, s.n));
+    s.initial = present(state) && s.slot >= 0 && s.slot < state.shape[0] && known;
   }
   KDA_BOTH Sequence sequence(int64_t n) const {
     Sequence s = span(n);

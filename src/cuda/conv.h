@@ -39,20 +39,56 @@ __device__ inline float rounded(int32_t dtype, float x) {
   return dtype == KDA_BF16 ? __bfloat162float(__float2bfloat16_rn(x)) : __half2float(__float2half_rn(x));
 }
 
-// ---- elements of a tensor ----
+// ---- elements of any dtype: one, or four side by side ----
 
-__device__ inline int64_t offset(const kda_tensor& t, int64_t i, int64_t j, int64_t k) {
+__device__ inline int64_t place_of(const kda_tensor& t, int64_t i, int64_t j, int64_t k) {
   return i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
 }
-__device__ inline unsigned load_raw(const kda_tensor& t, int64_t at) {
-  return load_raw<false>(static_cast<const char*>(t.data) + at * dtype_size(t.dtype), t.dtype);
+
+// As they lie in memory: all of 16 bits, or of f32 the first half, and its second half. (Two loads to one register, each
+// under a condition, wait for each other; these do not.)
+struct RawElement {
+  uint16_t low = 0, high = 0;
+};
+struct RawFour {
+  uint2 low{}, high{};
+};
+// Loading does not wait: loads that follow each other are all in flight before the first value is asked for.
+__device__ inline void load_raw(const kda_tensor& t, int64_t at, RawElement& raw) {
+  const bool wide = t.dtype == KDA_F32;
+  const uint16_t* from = static_cast<const uint16_t*>(t.data) + (at << (wide ? 1 : 0));
+  raw.low = *from;
+  if (wide) raw.high = from[1];
 }
-__device__ inline void store_element(const kda_tensor& t, int64_t at, float x) {
-  store_element(static_cast<char*>(t.data) + at * dtype_size(t.dtype), t.dtype, x);
+__device__ inline void load_raw(const kda_tensor& t, int64_t at, RawFour& raw) {
+  const bool wide = t.dtype == KDA_F32;
+  const uint2* from = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + (at << (wide ? 1 : 0)));
+  raw.low = *from;
+  if (wide) raw.high = from[1];
+}
+__device__ inline float value_of(int32_t dtype, const RawElement& raw) {
+  return value_of(dtype, dtype == KDA_F32 ? raw.high << 16 | raw.low : raw.low);
+}
+__device__ inline float4 values_of(int32_t dtype, const RawFour& raw) {
+  const uint2 &low = raw.low, &high = raw.high;
+  if (dtype == KDA_F32)
+    return {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y)};
+  return {value_of(dtype, low.x & 0xffff), value_of(dtype, low.x >> 16), value_of(dtype, low.y & 0xffff),
+          value_of(dtype, low.y >> 16)};
+}
+__device__ inline float value_at(const kda_tensor& t, int64_t at) {
+  RawElement raw;
+  load_raw(t, at, raw);
+  return value_of(t.dtype, raw);
 }
 
-// ---- four elements side by side ----
-
+__device__ inline void store_value(const kda_tensor& t, int64_t at, float x) {
+  switch (t.dtype) {
+    case KDA_F32: static_cast<float*>(t.data)[at] = x; break;
+    case KDA_BF16: static_cast<__nv_bfloat16*>(t.data)[at] = __float2bfloat16_rn(x); break;
+    default: static_cast<__half*>(t.data)[at] = __float2half_rn(x); break;
+  }
+}
 // One store. The compiler splits some assignments of such types into their elements.
 __device__ inline void store_vector(void* to, const uint2& x) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y) : "memory");
@@ -61,18 +97,6 @@ __device__ inline void store_vector(void* to, const uint4& x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)
                : "memory");
-}
-
-__device__ inline uint4 load_raw_four(const kda_tensor& t, int64_t at) {
-  if (t.dtype == KDA_F32) return *reinterpret_cast<const uint4*>(static_cast<const float*>(t.data) + at);
-  const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
-  return {raw.x, raw.y, 0, 0};
-}
-__device__ inline float4 values_of(int32_t dtype, const uint4& raw) {
-  if (dtype == KDA_F32)
-    return {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
-  return {value_of(dtype, raw.x & 0xffff), value_of(dtype, raw.x >> 16), value_of(dtype, raw.y & 0xffff),
-          value_of(dtype, raw.y >> 16)};
 }
 __device__ inline void store_four(const kda_tensor& t, int64_t at, const float4& x) {
   if (t.dtype == KDA_F32) return store_vector(static_cast<float*>(t.data) + at, reinterpret_cast<const uint4&>(x));
@@ -132,14 +156,15 @@ template <int kVector>
 struct ConvWeights;
 template <>
 struct ConvWeights<1> {
-  unsigned raw[kTaps], raw_bias;
+  RawElement raw[kTaps], raw_bias;
 
   __device__ void fetch(const kda_tensor& weight, const kda_tensor& bias, int64_t d) {
     const int first = kTaps - static_cast<int>(weight.shape[1]);
     const int64_t at = d * weight.stride[0] - first;
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) raw[j] = j >= first ? load_raw(weight, at + j) : 0;
-    raw_bias = present(bias) ? load_raw(bias, d) : 0;
+    for (int j = 0; j < kTaps; ++j)
+      if (j >= first) load_raw(weight, at + j, raw[j]);
+    if (present(bias)) load_raw(bias, d, raw_bias);
   }
   __device__ void values(const kda_tensor& weight, const kda_tensor& bias, float (&w)[kTaps][1], float (&b)[1]) const {
 #pragma unroll
@@ -149,12 +174,12 @@ struct ConvWeights<1> {
 };
 template <>
 struct ConvWeights<4> {
-  uint4 raw[4], raw_bias;  // [channel]
+  RawFour raw[4], raw_bias;  // [channel]
 
   __device__ void fetch(const kda_tensor& weight, const kda_tensor& bias, int64_t d) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) raw[i] = load_raw_four(weight, (d + i) * weight.stride[0]);
-    raw_bias = present(bias) ? load_raw_four(bias, d) : uint4{};
+    for (int i = 0; i < 4; ++i) load_raw(weight, (d + i) * weight.stride[0], raw[i]);
+    if (present(bias)) load_raw(bias, d, raw_bias);
   }
   __device__ void values(const kda_tensor& weight, const kda_tensor& bias, float (&w)[kTaps][4], float (&b)[4]) const {
 #pragma unroll
@@ -172,14 +197,14 @@ template <int kVector>
 struct ConvPast;
 template <>
 struct ConvPast<1> {
-  unsigned raw[kPast] = {};
+  RawElement raw[kPast];
 
   __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
     const int first = kPast - static_cast<int>(state.shape[2]);
-    const int64_t at = offset(state, slot, d, -first);
+    const int64_t at = place_of(state, slot, d, -first);
 #pragma unroll
     for (int j = 0; j < kPast; ++j)
-      if (j >= first) raw[j] = load_raw(state, at + j * state.stride[2]);
+      if (j >= first) load_raw(state, at + j * state.stride[2], raw[j]);
   }
   __device__ void values(const kda_tensor& state, float (&past)[kPast][1]) const {
 #pragma unroll
@@ -188,12 +213,12 @@ struct ConvPast<1> {
 };
 template <>
 struct ConvPast<4> {
-  uint4 raw[kPast] = {};
+  RawFour raw[kPast];
 
   __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
-    const int64_t at = offset(state, slot, d, 0), step = state.stride[1] == 1 ? state.stride[2] : 4;
+    const int64_t at = place_of(state, slot, d, 0), step = state.stride[1] == 1 ? state.stride[2] : 4;
 #pragma unroll
-    for (int j = 0; j < kPast; ++j) raw[j] = load_raw_four(state, at + j * step);
+    for (int j = 0; j < kPast; ++j) load_raw(state, at + j * step, raw[j]);
   }
   __device__ void values(const kda_tensor& state, float (&past)[kPast][4]) const {
     float x[kPast * 4];  // as they lie in memory
@@ -215,13 +240,13 @@ template <int kVector>
 __device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, const float (&past)[kPast][kVector]) {
   if constexpr (kVector == 1) {
     const int first = kPast - static_cast<int>(state.shape[2]);
-    const int64_t at = offset(state, slot, d, -first);
+    const int64_t at = place_of(state, slot, d, -first);
 #pragma unroll
     for (int j = 0; j < kPast; ++j)
-      if (j >= first) store_element(state, at + j * state.stride[2], past[j][0]);
+      if (j >= first) store_value(state, at + j * state.stride[2], past[j][0]);
   } else {
     const bool by_entry = state.stride[1] == 1;
-    const int64_t at = offset(state, slot, d, 0), step = by_entry ? state.stride[2] : 4;
+    const int64_t at = place_of(state, slot, d, 0), step = by_entry ? state.stride[2] : 4;
 #pragma unroll
     for (int j = 0; j < kPast; ++j) {
       float x[4];
@@ -235,21 +260,19 @@ __device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, co
 // ---- any rows of one channel ----
 
 struct ConvTaps {
-  unsigned raw[kTaps];  // zeros where there is no row
-  unsigned stored;      // bit j: raw[j] is an entry of the state
+  RawElement raw[kTaps];  // zeros where there is no row
+  unsigned stored = 0;    // bit j: raw[j] is an entry of the state
 
   // slot: anything, if it is not one the sequence starts from zeros.
   __device__ void fetch(const kda_tensor& x, const kda_tensor& state, const ConvRows& rows, const Sequence& s,
                         int64_t slot, int64_t d) {
     const bool initial = slot >= 0 && slot < state.shape[0];
-    const int64_t at_x = offset(x, s.b, s.t0, d), at_state = initial ? offset(state, slot, d, 0) : 0;
-    stored = 0;
+    const int64_t at_x = place_of(x, s.b, s.t0, d), at_state = initial ? place_of(state, slot, d, 0) : 0;
 #pragma unroll
     for (int j = 0; j < kTaps; ++j) {
       const int64_t row = rows.at[j], t = row - rows.keep;
-      raw[j] = 0;
-      if (t >= 0) raw[j] = load_raw(x, at_x + t * x.stride[1]);
-      else if (row >= 0 && initial) raw[j] = load_raw(state, at_state + row * state.stride[2]), stored |= 1u << j;
+      if (t >= 0) load_raw(x, at_x + t * x.stride[1], raw[j]);
+      else if (row >= 0 && initial) load_raw(state, at_state + row * state.stride[2], raw[j]), stored |= 1u << j;
     }
   }
   __device__ void values(const kda_tensor& x, const kda_tensor& state, float (&xx)[kTaps]) const {

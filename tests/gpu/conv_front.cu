@@ -23,7 +23,7 @@ __global__ void tokens_kernel(const __grid_constant__ kda_conv_inputs in, const 
   for (int64_t t = 0; t < s.length; ++t) {
     ConvTaps taps;
     taps.fetch(in.x, in.state, rows_until(parents, W - 1, n, t + W - 1, W), s, slot_of(in.indices, n), d);
-    store_element(z, offset(z, s.b, s.t0 + t, d), convolved(in, weights, taps));
+    store_value(z, place_of(z, s.b, s.t0 + t, d), convolved(in, weights, taps));
   }
 }
 
@@ -41,10 +41,10 @@ __global__ void chains_kernel(const __grid_constant__ kda_conv_inputs in, const 
   weights.values(in.weight, in.bias, w, bias);
   state.values(in.state, past);
   for (int64_t t = 0; t < s.length; ++t) {
-    const float x = value_of(in.x.dtype, load_raw(in.x, offset(in.x, s.b, s.t0 + t, d)));
+    const float x = value_at(in.x, place_of(in.x, s.b, s.t0 + t, d));
     const float taps[kTaps] = {w[0][0], w[1][0], w[2][0], w[3][0]}, xx[kTaps] = {past[0][0], past[1][0], past[2][0], x};
-    store_element(z, offset(z, s.b, s.t0 + t, d),
-                  rounded(in.x.dtype, convolve(taps, bias[0], xx, kTaps - static_cast<int>(in.weight.shape[1]), true)));
+    store_value(z, place_of(z, s.b, s.t0 + t, d),
+                rounded(in.x.dtype, convolve(taps, bias[0], xx, kTaps - static_cast<int>(in.weight.shape[1]), true)));
     past[0][0] = past[1][0], past[1][0] = past[2][0], past[2][0] = x;
   }
   if (stored) store_state<1>(in.state, slot, d, past);

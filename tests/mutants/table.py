@@ -435,7 +435,11 @@ MUTANTS = [
     *mutants(
         CONV_ROWS,
         CONVOLUTION,
-        ("conv: state read with has_initial_state = 0", "(!present(has_state) || int_at(has_state, s.n))", "true"),
+        (
+            "conv: state read with has_initial_state = 0",
+            "s.slot < state.shape[0] && known;",
+            "s.slot < state.shape[0];",
+        ),
         ("conv: a piece begins with its sequence", "std::max(token, begin)", "begin"),
     ),
     *mutants(

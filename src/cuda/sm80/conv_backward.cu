@@ -74,8 +74,6 @@ struct Gradients {
   }
 };
 
-__device__ float entry_at(const kda_tensor& t, int64_t at) { return value_of(t.dtype, load_raw(t, at)); }
-
 // Tokens a .. b-1 of a sequence; with its first token, d_initial: rows 0 .. W-2 of dxx.
 template <class T, int kVector>
 __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, int64_t b, int64_t d,
@@ -89,7 +87,7 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const bool stored = a < kPast && s.initial && j >= g.first;
-      g.xx[j][i] = stored ? entry_at(c.state, offset(c.state, s.n, d + i, j - g.first)) : 0.0f;
+      g.xx[j][i] = stored ? value_at(c.state, place_of(c.state, s.n, d + i, j - g.first)) : 0.0f;
       g.dy[j][i] = 0;
     }
   for (int64_t t = max(a - kPast, int64_t{0}); t < a; ++t) g.move_on(*row(c.x, t));
@@ -101,11 +99,11 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
     g.next(inside ? *row(c.x, t) : Row{}, inside ? *row(p.dy, t) : Row{}, inside, t < b, dxx);
     if (const int64_t e = t - s.length - g.first; e >= 0 && e < kPast - g.first && present(p.d_final)) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) dxx[i] += entry_at(p.d_final, offset(p.d_final, s.n, d + i, e));
+      for (int i = 0; i < kVector; ++i) dxx[i] += value_at(p.d_final, place_of(p.d_final, s.n, d + i, e));
     }
     if (const int64_t e = t - g.first; e >= 0 && t < kPast && wants_initial) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) store_element(p.d_initial, offset(p.d_initial, s.n, d + i, e), dxx[i]);
+      for (int i = 0; i < kVector; ++i) store_value(p.d_initial, place_of(p.d_initial, s.n, d + i, e), dxx[i]);
     }
     if (!wants_dx || t < a + kPast) return;
     Row out;
@@ -189,8 +187,8 @@ __global__ void empty_kernel(const __grid_constant__ Params p) {
   const int64_t n = blockIdx.x, d = blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (d >= p.conv.channels() || p.conv.span(n).length > 0) return;
   for (int64_t e = 0; e < p.d_initial.shape[2]; ++e) {
-    const float x = present(p.d_final) ? entry_at(p.d_final, offset(p.d_final, n, d, e)) : 0.0f;
-    store_element(p.d_initial, offset(p.d_initial, n, d, e), x);
+    const float x = present(p.d_final) ? value_at(p.d_final, place_of(p.d_final, n, d, e)) : 0.0f;
+    store_value(p.d_initial, place_of(p.d_initial, n, d, e), x);
   }
 }
 
