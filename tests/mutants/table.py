@@ -480,10 +480,10 @@ MUTANTS = [
         CONV_OPERATORS,
         (
             "conv: flush_verify accepts rows that are not there",
-            "std::max<int64_t>(std::min(room, raw), 0)",
-            "std::max<int64_t>(room, 0)",
+            "if (present(a.last_conv_x)) most = within(a.last_conv_x.shape[1], 0, most);",
+            "",
         ),
-        ("conv: flush_verify accepts for a request without records", "slot < 0 ? 0 : accepted_of(", "accepted_of("),
+        ("conv: flush_verify accepts for a request without records", "slot < 0 || most <= 0 ? 0 :", "most <= 0 ? 0 :"),
     ),
     *mutants(
         SPECULATION_RULES,
@@ -495,8 +495,8 @@ MUTANTS = [
         SNAPSHOTS,
         (
             "snapshots: accepted counts from 0",
-            "int_at(a.accepted, s.n), 1, S) - 1)",
-            "int_at(a.accepted, s.n), 0, S - 1))",
+            "index_at(a.accepted, last.n), 1, S) - 1)",
+            "index_at(a.accepted, last.n), 0, S - 1))",
         ),
         (
             "snapshots: rows of the first sequence for all",
@@ -633,26 +633,26 @@ MUTANTS = [
             "return first + w - (first + w >= R ? R : 0);",
             "return (first + w + (w < committed)) % R;",
         ),
-        ("speculation: parents ignored", "const int64_t p = int_at(*parents, n, t);", "const int64_t p = t - 1;"),
+        ("speculation: parents ignored", "const int p = index_at(*parents, n, t);", "const int p = t - 1;"),
         (
             "flush: one entry too many",
             "r.newest = accepted ? r.flush.token(accepted - 1)",
             "r.newest = accepted ? r.flush.token(accepted)",
         ),
-        ("flush: padding is a slot", "!padded_slot(a.state_indices, r.s.slot, a.first_valid_slot) &&", ""),
+        ("flush: padding is a slot", "!padded_slot(a.state_indices, s.slot, a.first_valid_slot) &&", ""),
     ),
     *mutants(
         WINDOWS,
         GARBAGE,
         (
             "speculation: accept_len not clamped from below",
-            "return std::clamp<int64_t>(int_at(accept_len, n), 0, drafts);",
-            "return std::min<int64_t>(int_at(accept_len, n), drafts);",
+            "within(at.accepted, 0, within(p.T, 0, p.R - r.flush.committed))",
+            "std::min<int64_t>(at.accepted, within(p.T, 0, p.R - r.flush.committed))",
         ),
         (
             "speculation: committed entries leave no room",
-            "0, std::max<int64_t>(w.R - reserved, 0))",
-            "0, w.R)",
+            "0, w.R > reserved ? w.R - reserved : 0))",
+            "0, w.R))",
         ),
     ),
     *mutants(
@@ -665,7 +665,7 @@ MUTANTS = [
         ),
         (
             "flush_verify: a folded ring starts where it did",
-            "c.apply ? (c.window.first + entries) % R : c.window.first",
+            "c.apply ? c.window.entry(entries) : c.window.first",
             "c.window.first",
         ),
     ),

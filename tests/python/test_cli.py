@@ -109,7 +109,7 @@ def test_info(cli: Callable[..., str]) -> None:
         ("explain forward --checkpoint-every 63", "checkpoint_every: expected a positive multiple of 64, got 63"),
         (
             "explain decode --impl cpu_chunk",
-            "--impl: expected one of cuda_decode, cpu_recurrent, reference, got cpu_chunk",
+            "--impl: expected one of cuda_decode_sweep, cuda_decode, cpu_recurrent, reference, got cpu_chunk",
         ),
         (
             "bench attention",
