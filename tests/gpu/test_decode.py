@@ -253,6 +253,14 @@ def test_company_changes_no_bit(form: str, sizes: dict[str, int]) -> None:
         o.append(kda.decode(**HERE.call(tokens(p, slice(None), slice(t, t + 1))), state=state))
     assert same_bits(torch.cat(o, 1), whole["o"]) and same_bits(state, whole["state"])
 
+    # So many heads that another kernel takes calls of one token.
+    many, state = [-1] * 300 + [7], HERE(h0)
+    for t in range(T):
+        one = tokens(p, [max(n, 0) for n in many], slice(t, t + 1))
+        last = kda.decode(**HERE.call(one, state_indices=int32(*many)), state=state)
+        assert same_bits(last[-1], whole["o"][7, t : t + 1]) and (last[:-1] == 0).all()
+    assert same_bits(state[7], whole["state"][7])
+
 
 def test_packed_requests_are_rows() -> None:
     p, h0 = drafts(5, N=4, K=64, V=64)
@@ -314,7 +322,7 @@ def test_graphs() -> None:
     graph = captured(lambda: kda.decode(**call, state=pool))
     pool.copy_(start)
     torch.manual_seed(0)
-    for _ in range(200):
+    for _ in range(1000):
         shuffle(call, 9)
         call["out"].fill_(NAN)
         graph.replay()

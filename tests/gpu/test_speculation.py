@@ -299,18 +299,19 @@ def test_a_ring_by_hand(first: int, tree: bool) -> None:
 # ---- a long text ----
 
 
+@pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("way", ["verify_flush", "flush_verify", "ring"])
-def test_two_thousand_rounds_do_not_drift(way: str) -> None:
+def test_two_thousand_rounds_do_not_drift(way: str, size: int) -> None:
     """math.md 8: at most 10 times the error of one round, however many there were. The memory is long: half of the
     gates are 0, the others small."""
     T, N, ROUNDS = 6, 2, 2000
-    p, h0 = drafts(T * ROUNDS, N=N, K=32, V=32, gate="log", decay=10.0)
+    p, h0 = drafts(T * ROUNDS, N=N, K=size, V=size, gate="log", decay=10.0)
     p = half_masked(p)
     here, exact, pool = HERE(p), ORACLE(h0), HERE(h0)
     accepted = torch.from_numpy(np.random.default_rng(0).integers(0, T + 1, (ROUNDS, N))).int()
     lengths = HERE(accepted)
     turns = [records_of(HERE, p, T, slots=N) for _ in range(2)]
-    buffer = kda.DraftBuffer(N, T, 1, 2, 32, 32, entries=32, device=DEVICE)
+    buffer = kda.DraftBuffer(N, T, 1, 2, size, size, entries=32, device=DEVICE)
     slots, none = HERE(torch.arange(N).int()), HERE(alike(0, N))
     texts: list[list[int]] = [[] for _ in range(N)]
     for turn in range(ROUNDS):

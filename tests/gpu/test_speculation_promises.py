@@ -18,10 +18,20 @@ from support import Tensor, same_bits
 # ---- promises to the bit ----
 
 
-@pytest.mark.parametrize("sizes", [{"K": 128, "V": 100}, {"K": 20, "V": 36, "v_first": False, "dtype": torch.bfloat16}])
-def test_company_changes_no_bit(sizes: dict[str, Any]) -> None:
-    """A request alone, in a batch, elsewhere in it, among padding, in two runs."""
-    N, T = 40, 7
+@pytest.mark.parametrize(
+    ("T", "sizes"),
+    [
+        (7, {"K": 128, "V": 100}),
+        (7, {"K": 20, "V": 36, "v_first": False, "dtype": torch.bfloat16}),
+        (4, LARGE),
+        (7, LARGE),
+        (11, {"K": 64, "V": 128}),
+        (3, {"K": 128, "V": 64, "dtype": torch.bfloat16}),
+    ],
+)
+def test_company_changes_no_bit(T: int, sizes: dict[str, Any]) -> None:
+    """A request alone, in a batch, elsewhere in it, among padding (then blocks are larger), in two runs."""
+    N = 40
     p, following, h0 = two(T, N=N, **sizes)
     trees, accepted = random_trees(N, T), torch.arange(N).int() % (T + 1)
 
@@ -30,7 +40,7 @@ def test_company_changes_no_bit(sizes: dict[str, Any]) -> None:
         rows = [max(n, 0) for n in order]
         first, second = (tokens(x, rows) for x in (p, following))
         m, tree, at = accepted[rows], trees[rows], HERE(int32(*order))
-        a, b, ring = (records_of(HERE, p, e, slots=N, ring=e > T)._replace(indices=at) for e in (T, T, 20))
+        a, b, ring = (records_of(HERE, p, e, slots=N, ring=e > T)._replace(indices=at) for e in (T, T, 25))
         apart, fused, circling = (HERE(h0) for _ in range(3))
         o = [verify(HERE, first, apart, a, parents=tree, state_indices=at)]
         flush(HERE, first, apart, a, m, parents=tree, state_indices=at)
@@ -42,7 +52,7 @@ def test_company_changes_no_bit(sizes: dict[str, Any]) -> None:
 
     whole = results(list(range(N)))
     assert all_same(results(list(range(N))), whole)
-    for order in ([0], [39], [3, 36], [-1, 5, -1, -1, 9], list(range(N))[::-1], [-1] * 200 + [7]):
+    for order in ([0], [39], [3, 36], [-1, 5, -1, -1, 9], list(range(N))[::-1], [-1] * 300 + [7]):
         live = [n for n in order if n >= 0]
         for i, (x, y) in enumerate(zip(results(order), whole, strict=True)):
             rows = [n >= 0 for n in order] if i < 4 else live
@@ -154,7 +164,7 @@ def test_graphs() -> None:
         for x, y in zip(given_tensors(captive[name]), given_tensors(start[name]), strict=True):
             x.copy_(y)
     torch.manual_seed(0)
-    for turn in range(200):
+    for turn in range(1000):
         shuffle(captive["call"], slots, T)
         for name, x in captive["call"].items():
             if isinstance(x, Tensor):
