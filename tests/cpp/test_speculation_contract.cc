@@ -62,9 +62,12 @@ TEST(VerifyRefuses, TooFewEntries) {
   verify_refuses("records.u: expected entries for the 5 tokens of request 2, got 4 a slot", [](V& x) {
     for (kda_tensor* t : {&x.args.records.u, &x.args.records.k, &x.args.records.alpha}) t->shape[1] = 4;
   });
-  verify_refuses("records.u: expected at least one entry a slot, got [5,0,2,3]", [](V& x) {
-    for (kda_tensor* t : {&x.args.records.u, &x.args.records.k, &x.args.records.alpha}) t->shape[1] = 0;
-  });
+  for (const int64_t R : {int64_t{0}, (int64_t{1} << 30) + 1}) {
+    const std::string shape = "[5," + std::to_string(R) + ",2,3]";
+    verify_refuses("records.u: expected 1 to 2^30 entries a slot, got " + shape, [R](V& x) {
+      for (kda_tensor* t : {&x.args.records.u, &x.args.records.k, &x.args.records.alpha}) t->shape[1] = R;
+    });
+  }
   Case c = legal_case();
   c.lengths.clear(), c.tail = 0, c.B = 2, c.T = 6;
   V x(c);
