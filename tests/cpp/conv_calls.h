@@ -134,4 +134,31 @@ inline kda_conv_backward_args conv_backward_args(const ConvInputs& in, const Con
   return a;
 }
 
+// The tokens from the root of a tree to token t of request n, which is the last of them.
+inline std::vector<int64_t> path_to(const Tensor& parents, int64_t n, int64_t t) {
+  std::vector<int64_t> path;
+  for (const int64_t T = parents.shape()[1]; t >= 0;) {
+    path.insert(path.begin(), t);
+    const int64_t parent = static_cast<int64_t>(parents.get(n * T + t));
+    t = parent >= t ? t - 1 : parent;
+  }
+  return path;
+}
+
+inline double conv_budget(const ConvCase& c, int32_t dtype) {
+  return dtype == KDA_F32 ? (c.scale > 1 ? 1e-5 : 1e-6) : 0.003;
+}
+constexpr double kConvSumBudget = 1e-5;  // dweight, dbias: up to 300 terms of either sign
+
+inline void expect_conv_close(const ConvCase& c, const std::vector<Named>& reference, const std::vector<Named>& got) {
+  for (size_t i = 0; i < got.size(); ++i) {
+    const Tensor& t = *got[i].tensor;
+    if (!t) continue;
+    const bool sum = std::string(got[i].name) == "dweight" || std::string(got[i].name) == "dbias";
+    EXPECT_TRUE(close(*reference[i].tensor, t, sum ? kConvSumBudget : conv_budget(c, t.dtype()))) << got[i].name;
+    EXPECT_EQ(t.unwritten(), 0) << got[i].name;
+    EXPECT_TRUE(t.margins_intact()) << got[i].name;
+  }
+}
+
 }  // namespace kda::test

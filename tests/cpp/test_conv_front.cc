@@ -59,16 +59,6 @@ ConvInputs along(const ConvInputs& in, int64_t n, const std::vector<int64_t>& pa
   return one;
 }
 
-std::vector<int64_t> path_to(const Tensor& parents, int64_t n, int64_t t) {
-  std::vector<int64_t> path;
-  for (const int64_t T = parents.shape()[1]; t >= 0;) {
-    path.insert(path.begin(), t);
-    const int64_t parent = static_cast<int64_t>(parents.get(n * T + t));
-    t = parent >= t ? t - 1 : parent;
-  }
-  return path;
-}
-
 // Every node of a tree is the last token of the chain that leads to it, and so are the states rolled on to it.
 TEST(ConvFront, TreesAreTheirChains) {
   for (const int64_t W : {2, 3, 4}) {

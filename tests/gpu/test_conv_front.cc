@@ -85,16 +85,6 @@ TEST_F(ConvFrontOnCuda, RequestsWithoutASlotStartFromZeros) {
   EXPECT_EQ(state.bits(0, 2, 1), expected.final_state.bits(0, 1, 1));
 }
 
-std::vector<int64_t> path_to(const Tensor& parents, int64_t n, int64_t t) {
-  std::vector<int64_t> path;
-  for (const int64_t T = parents.shape()[1]; t >= 0;) {
-    path.insert(path.begin(), t);
-    const int64_t parent = static_cast<int64_t>(parents.get(n * T + t));
-    t = parent >= t ? t - 1 : parent;
-  }
-  return path;
-}
-
 // Every node of a tree is the last token of the chain that leads to it, and so are the states rolled on to it.
 TEST_F(ConvFrontOnCuda, TreesAreTheirChains) {
   for (const int64_t W : {2, 3, 4}) {
