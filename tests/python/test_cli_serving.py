@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import kda
-from kda.cli import arrays, bench, main, measure, peers, serving, serving_peers
+from kda.cli import arrays, bench, main, measure, peers, plot, serving, serving_calls, serving_peers
 from kda.cli.problems import Problem
 
 SMALL = Problem(B=3, T=4, H=2, K=16, V=24)
@@ -27,8 +30,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         call()
         return 1.0
 
-    monkeypatch.setattr(serving, "DEVICE", "cpu")
-    monkeypatch.setattr(serving, "STATES", 1 << 16)
+    monkeypatch.setattr(serving_calls, "DEVICE", "cpu")
+    monkeypatch.setattr(serving_calls, "STATES", 1 << 16)
     monkeypatch.setattr(measure, "graph_milliseconds", run_once)
     monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(measure, "machine", lambda device: {
@@ -54,7 +57,23 @@ def test_sweep() -> None:
     given = {"T": [1, 2, 6, 70], "B": [5], "H": [32, 64]}
     got = [(p.HV, p.B, p.T) for p in serving.sweep(given)]
     assert got == [(32, 5, 1), (32, 5, 2), (32, 5, 6), (64, 5, 1), (64, 5, 2), (64, 5, 6)], "16 tokens at most"
-    assert [(p.H, p.B, p.T, p.K) for p in serving.sweep({})] == [(32, B, 1, 128) for B in (1, 8, 32, 128)]
+    assert [(p.H, p.B, p.T) for p in serving.sweep({"dtype": ["float16"]})] == [(32, B, 1) for B in (1, 8, 32, 128)]
+
+
+def test_sweep_of_everything() -> None:
+    """What is asked for where nothing is."""
+    found = serving.sweep({})
+    assert len(found) == len(set(found)) == 83
+    usual = {(p.HV, p.B, p.T) for p in found if p == Problem(B=p.B, T=p.T, H=p.HV)}
+    assert usual >= {(HV, 2**i, 1) for HV in (12, 24, 32, 64, 96) for i in range(9)}
+    assert usual >= {(32, B, T) for B in (1, 2, 4, 8, 32, 128) for T in (2, 4, 6)}
+    assert usual >= {(64, B, 4) for B in (1, 8, 32, 128)}
+    others = [p for p in found if p != Problem(B=p.B, T=p.T, H=p.HV)]
+    assert {serving.about(p) for p in others} == {
+        *(f"B {B}, T {T}, H 32, K = V = 128, V-first bfloat16 states" for B in (1, 8, 32, 128) for T in (1, 4)),
+        *(f"B 32, T {T}, H 32, K = V = 128, K-first float32 states" for T in (1, 4)),
+        *(f"B 64, T {T}, H 12, K = V = 128, 69 layers" for T in (1, 4)),
+    }
 
 
 def test_command(cli: Callable[..., str], tmp_path: Path) -> None:
@@ -69,16 +88,29 @@ def test_command(cli: Callable[..., str], tmp_path: Path) -> None:
     assert {x for x in got if x[0] == "verify"} == {
         ("verify", n, B, T) for n in names["verify"] for B in (1, 2) for T in (2, 3)
     }
-    assert {x[0] for x in got} == {"decode", "verify", "flush", "verify + flush", "flush_verify"}
+    assert {x[0] for x in got} == serving.OPERATORS.keys()
     for r in data["serving"]:
         assert r["contender"] == "kda" and r["over_baseline"] is None
-        assert r["us"] == pytest.approx(1e3 / r["layers"])
+        rounds = 1 if "ring" not in r["operator"] else {1: 15, 2: 7, 3: 4}[r["problem"]["T"]]
+        assert r["us"] == pytest.approx(1e3 / r["layers"] / rounds)
         least = serving.least_bytes(r["operator"], Problem(**{**r["problem"], "lengths": ()}))
+        assert r["least_bytes"] == least
         assert r["share_of_stream_bandwidth"] == pytest.approx(least / (r["us"] * 1e-6) / 4e12)
     assert "problem" in text and "kda verify (reference)" in text and "kda verify + flush" in text
     assert text.count("B 2, T 3, H 1, K = V = 16") == 1 + text.count("for B 2"), "said once"
     assert "no row of SGLang fused_sigmoid: measured with HV = H, K = V = 128 and bfloat16, softplus gate" in text
     assert "T 3" in chart.read_text() or "svg" in chart.read_text()
+
+
+def test_without_sizes(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"T": [2], "B": [2], "H": [1], "K": [16], "V": [16], "layers": [5]}
+    monkeypatch.setattr(serving, "EVERYTHING", (tiny, tiny | {"layout": ["K-first"], "state_dtype": ["bfloat16"]}))
+    text = cli()
+    assert "B 2, T 2, H 1, K = V = 16, 5 layers  " in text
+    rows = text[text.index("B 2, T 2, H 1, K = V = 16, 5 layers, K-first bfloat16 states") :].splitlines()
+    ratios = {row.split("kda ")[1].split("  ")[0]: row.split()[-1] for row in rows if "kda " in row}
+    assert ratios["verify + flush"] == ratios["flush (reference)"] == ratios["verify with conv"] == "1.00"
+    assert ratios["ring verify"] == "7.00", "rounds in the time of one"
 
 
 def test_forced(cli: Callable[..., str]) -> None:
@@ -114,7 +146,7 @@ def test_a_peer_that_breaks(cli: Callable[..., str], monkeypatch: pytest.MonkeyP
 
 
 def test_one_table_over_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 20.0, 5.0, 15.0, 30.0])
+    times = iter([10.0, 20.0, 5.0, 15.0, 8.0, 12.0, 9.0, 30.0])
     monkeypatch.setattr(measure, "graph_milliseconds", lambda call, repeats: next(times))
     monkeypatch.setattr(kda, "implementations", lambda op: [f"cpu_{op}"])
     baseline = serving_peers.Peer(serving.BASELINE[False], False, lambda layers: lambda: None)
@@ -122,14 +154,33 @@ def test_one_table_over_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_peers, "PEERS", (baseline,))
     monkeypatch.setattr(serving, "_contenders", lambda p, impl, every=serving._contenders: every(p, "none"))
     rows = serving.rows(SMALL, 4000.0, notes := [])
+    serving.compare(rows)
     assert notes == []
-    assert [(serving.label(r), r["over_baseline"]) for r in rows] == [
-        ("kda verify (cpu_verify)", None),
-        ("kda flush (cpu_flush)", None),
-        ("kda flush_verify (cpu_flush_verify)", 6.0),
-        ("kda verify + flush", 2.0),
-        ("SGLang snapshots + scatter", 1.0),
+    ratios = [(serving.label(r), r["over_baseline"], r["over_plain"]) for r in rows]
+    assert ratios == [
+        ("kda verify (cpu_verify)", None, None),
+        ("kda flush (cpu_flush)", None, None),
+        ("kda flush_verify (cpu_flush_verify)", 6.0, None),
+        ("kda verify + flush", 2.0, None),
+        ("kda ring verify", pytest.approx(30 / 8 * 3), pytest.approx(5 / 8 * 3)),  # of three rounds
+        ("kda conv + verify", None, None),
+        ("kda verify with conv", None, pytest.approx(12 / 9)),
+        ("SGLang snapshots + scatter", 1.0, None),
     ]
+
+
+def test_over_the_plain_form() -> None:
+    """The fastest implementation of it: of usual states, or without the trick."""
+
+    def row(operator: str, name: str | None, us: float, **options: Any) -> dict[str, Any]:
+        x = {"operator": operator, "contender": "kda", "implementation": name, "us": us}
+        return x | {"problem": asdict(replace(SMALL, T=1, **options))}
+
+    found = [row("decode", "a", 20.0), row("decode", "b", 12.0), row("ring decode", None, 10.0)]
+    found += [row("decode", "a", 8.0, state_dtype="bfloat16"), row("ring decode", None, 5.0, state_dtype="bfloat16")]
+    found += [row("decode", "b", 24.0, layout="K-first"), row("decode", "a", 9.0, layers=69)]
+    serving.compare(found)
+    assert [r["over_plain"] for r in found] == [None, None, 1.2, 1.5, 1.6, 0.5, None]
 
 
 def test_least_bytes() -> None:
@@ -139,6 +190,11 @@ def test_least_bytes() -> None:
     records = 128 * 4 * 64 * 3 * 128 * 4
     assert serving.least_bytes("verify", p) == state + tokens + records
     assert serving.least_bytes("flush", p) == 2 * state + records
+    conv = 3 * 64 * 128 * (4 + 128 * 3) * 2
+    for operator in ("conv + verify", "verify with conv"):
+        assert serving.least_bytes(operator, p) == state + tokens + records + conv
+    rounds = [state + tokens + (1 + n) * records for n in (1, 2, 3)]  # writes its own, reads those of n rounds
+    assert serving.least_bytes("ring verify", p) == pytest.approx((sum(rounds) + state) / 3)
 
 
 def test_layers() -> None:
@@ -148,9 +204,83 @@ def test_layers() -> None:
     slots = layers.slots.tolist()
     assert len(set(slots)) == 3 and min(slots) >= 1 and max(slots) <= 6
     before = layers.pools.clone()
-    serving._verify_and_flush(layers)()
+    serving_calls._verify_and_flush(layers, None)()
     changed = (layers.pools != before).flatten(2).any(-1)
     assert changed[:, slots].all() and changed.sum() == 3 * layers.count
+
+
+@pytest.mark.parametrize(("T", "rounds"), [(1, 15), (3, 4), (6, 3)])
+def test_a_ring_writes_the_state_once(T: int, rounds: int) -> None:
+    """It ends with what so many plain rounds leave, and a round before nothing has been written."""
+    p = replace(SMALL, T=T, dtype="float32", state_dtype="float32")
+    assert serving_calls.ring_rounds(p) == rounds
+    layers, plain = serving.Layers(p), serving.Layers(p)
+    before, written = layers.pools.clone(), list[bool]()
+    verify = kda.flush_verify_kvbuffer
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        result = verify(*args, **kwargs)
+        written.append(not torch.equal(layers.pools, before))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kda, "flush_verify_kvbuffer", watch)
+        serving_calls._ring(layers, None)()
+    assert written == [n >= layers.count * (rounds - 1) for n in range(layers.count * rounds)]
+    for _ in range(rounds):
+        serving_calls._verify_and_flush(plain, None)()
+    torch.testing.assert_close(layers.pools, plain.pools, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_inside_or_in_front() -> None:
+    outs = []
+    for call in (serving_calls._conv_and_verify, serving_calls._verify_with_conv):
+        layers = serving.Layers(SMALL)
+        call(layers, None)()
+        outs.append(layers.out)
+    assert torch.equal(*outs) and outs[0].isfinite().all()
+
+
+def test_chart_of_everything() -> None:
+    """Every row is a point, in a panel of its sizes, in the style of its label."""
+    names = [("kda", operator, f"impl {n}") for operator in serving.OPERATORS for n in (1, 2)]
+    names += [(peer.name, "decode" if peer.one_token else "verify + flush", None) for peer in serving_peers.PEERS]
+    record: dict[str, Any] = {"serving": []}
+    for p in serving.sweep({}):
+        for n, (contender, operator, name) in enumerate(names):
+            if (p.T == 1) == serving.OPERATORS[operator].one_token:
+                row = {"contender": contender, "operator": operator, "implementation": name, "problem": asdict(p)}
+                record["serving"].append(row | {"share_of_stream_bandwidth": n / 25})
+    figure = Figure(layout="constrained")
+    plot._curves(figure, record)
+    shown = [axis for axis in figure.axes if axis.get_visible()]
+    titles = [axis.get_title() for axis in shown]
+    assert len(set(titles)) == len(titles) == 16 and titles[:5] == [f"T 1, H {H}" for H in (12, 24, 32, 64, 96)]
+    assert titles[-1] == "T 4, H 12, 69 layers" and "T 4, H 32, V-first bfloat16 states" in titles
+    lines = [line for axis in shown for line in axis.get_lines()]
+    assert sum(len(line.get_xdata()) for line in lines) == len(record["serving"])
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert set(labels) == {serving.label(row) for row in record["serving"]} == {line.get_label() for line in lines}
+    styles = {name: tuple(map(str, style.values())) for name, style in plot._styles(record["serving"]).items()}
+    assert len(set(styles.values())) == len(labels), "one can tell them apart"
+
+
+def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(Path(__file__).resolve().parents[2] / "tools/gpu_suite")
+    suite = ModuleType("gpu_suite")
+    suite.__file__ = path
+    exec(compile(Path(path).read_text(), path, "exec"), suite.__dict__)
+    monkeypatch.setattr(serving, "sweep", lambda given: [SMALL, replace(SMALL, state_dtype="bfloat16")])
+    rows = suite.serving_timings(4000.0, notes := [])
+    assert all(note.startswith("no row of") for note in notes)
+    whats = dict.fromkeys(row["what"] for row in rows)
+    assert {"kda verify (reference)", "kda ring verify", "kda verify with conv"} <= whats.keys()
+    sizes = {"B": 3, "T": 4, "HV": 2, "K": 16}
+    assert all(row | sizes == row and row["us"] > 0 and row["least_bytes"] > 0 for row in rows)
+    assert [row["states"] for row in rows] == ["V-first float32"] * len(whats) + ["V-first bfloat16"] * len(whats)
+    ratios = [row["over_plain"] for row in rows if row["what"] == "kda verify + flush"]
+    assert ratios == [None, pytest.approx(15 / 8)], "of 8 and of 15 layers in the same time"
 
 
 # ---- what peers are called with: stand-ins of their signatures that call kda ----
@@ -228,7 +358,8 @@ def test_peers_compute_the_same(T: int, monkeypatch: pytest.MonkeyPatch) -> None
         prepare(layers)()
         return layers.pools
 
-    expected = pools_after(serving._verify_and_flush if T > 1 else lambda layers: serving._decode(layers, None))
+    ours = serving.OPERATORS["decode" if T == 1 else "verify + flush"]
+    expected = pools_after(partial(ours.prepare, impl=None))
     native = ("CUDA", "cuLA")
     chosen = [x for x in serving_peers.PEERS if x.one_token == (T == 1) and not any(w in x.name for w in native)]
     assert len(chosen) == (3 if T == 1 else 1)

@@ -360,10 +360,11 @@ def _measure_serving(
     record |= {"stream_gb_per_s": measure.stream_bandwidth(), "serving": []}
     with show.Progress(len(swept)) as progress:
         for p in swept:
-            progress.label(p.sizes)
+            progress.label(serving.about(p))
             found = serving.rows(p, record["stream_gb_per_s"], notes, impl=options.impl, repeats=options.repeats)
             record["serving"] += found
             progress.step()
+    serving.compare(record["serving"])
 
 
 def _print(record: dict[str, Any], notes: list[str]) -> None:
@@ -394,17 +395,17 @@ def _print_rows(record: dict[str, Any]) -> None:
 
 
 def _print_serving(record: dict[str, Any]) -> None:
-    from .serving import label
+    from .serving import about, label
 
     print(f"y = 2 x: {record['stream_gb_per_s']:.0f} GB/s\n")
     rows, last = [], None
     for r in record["serving"]:
-        sizes = Problem(**r["problem"]).sizes
+        sizes = about(Problem(**r["problem"]))
         share = f"{r['share_of_stream_bandwidth']:.0%}"
-        speedup = f"{r['over_baseline']:.2f}" if r["over_baseline"] else ""
-        rows.append(["" if sizes == last else sizes, label(r), f"{r['us']:.4g}", share, speedup])
+        ratios = [f"{r[over]:.2f}" if r[over] else "" for over in ("over_baseline", "over_plain")]
+        rows.append(["" if sizes == last else sizes, label(r), f"{r['us']:.4g}", share, *ratios])
         last = sizes
-    show.table(["problem", "what", "us a layer", "of the floor", "over baseline"], rows)
+    show.table(["problem", "what", "us a layer", "of the floor", "over baseline", "over plain"], rows)
 
 
 def _time(ms: float) -> str:

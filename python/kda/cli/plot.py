@@ -4,20 +4,25 @@ decode and rounds of speculation on a GPU, curves over the batch size."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .problems import Problem
-from .serving import label
+from .serving import about, label
+
+COLUMNS = 4  # of panels of decode
+COLORS = [f"C{i}" for i in range(10) if i != 7]  # grey is the peers'
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    parts = {"rows": (_bars, 0.42 * (len(record["rows"]) + 3)), "serving": (_curves, 4.0 * _heads(record))}
+    parts = {"rows": (_bars, 0.42 * (len(record["rows"]) + 3))}
+    parts["serving"] = (_curves, 2.5 * _lines_of(_panels(record)) + 2)
     parts = {name: part for name, part in parts.items() if record.get(name)}
     heights = [height for _, height in parts.values()]
-    figure = Figure(figsize=(9, sum(heights) + 0.8), layout="constrained")
+    figure = Figure(figsize=(14 if "serving" in parts else 9, sum(heights) + 0.8), layout="constrained")
     panels = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (draw_part, _) in zip(panels, parts.values(), strict=True):
         draw_part(panel, record)
@@ -48,29 +53,32 @@ def _bars(figure: Any, record: dict[str, Any]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
-def _heads(record: dict[str, Any]) -> int:
-    return len({row["problem"]["HV"] for row in record.get("serving", [])})
+def _panels(record: dict[str, Any]) -> list[Problem]:
+    """One for all batch sizes of a problem; first those of the usual options, one token before several."""
+    problems = dict.fromkeys(replace(Problem(**row["problem"]), B=1) for row in record.get("serving", []))
+    return sorted(problems, key=lambda p: (p.layers, p.options != Problem().options, p.options, p.T, p.HV))
 
 
 def _curves(figure: Any, record: dict[str, Any]) -> None:
-    """A panel for each number of heads and of tokens: the share of the memory's rate that a layer's bytes make."""
-    from matplotlib import colormaps
+    """The share of the memory's rate that a layer's bytes make. Ours have a colour an operator, and are dotted but for
+    its first implementation; peers are grey, with a marker each."""
     from matplotlib.lines import Line2D
 
-    rows = [(Problem(**row["problem"]), label(row), row["share_of_stream_bandwidth"]) for row in record["serving"]]
-    labels = list(dict.fromkeys(name for _, name, _ in rows))
-    heads, tokens, batches = (sorted({getattr(p, size) for p, _, _ in rows}) for size in ("HV", "T", "B"))
-    axes = figure.subplots(len(heads), len(tokens), squeeze=False, sharex=True, sharey=True)
-    styles: dict[str, Any] = {
-        n: {"color": colormaps["tab20"](i), "linestyle": "-" if n.startswith("kda") else "--"}
-        for i, n in enumerate(labels)
-    }
-    for axis, (HV, T) in zip(axes.flat, itertools.product(heads, tokens), strict=True):
-        for name in labels:
-            points = sorted((p.B, share) for p, n, share in rows if (p.HV, p.T, n) == (HV, T, name))
-            axis.plot([B for B, _ in points], [share for _, share in points], marker=".", **styles[name])
-        axis.set_title(f"HV {HV}, T {T}", fontsize="medium")
+    panels, rows = _panels(record), [(Problem(**row["problem"]), row) for row in record["serving"]]
+    axes = figure.subplots(_lines_of(panels), min(COLUMNS, len(panels)), squeeze=False, sharex=True, sharey=True)
+    styles, batches = _styles(record["serving"]), sorted({p.B for p, _ in rows})
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        for name, style in styles.items():
+            shown = [(p.B, row) for p, row in rows if replace(p, B=1) == panel and label(row) == name]
+            points = sorted((B, row["share_of_stream_bandwidth"]) for B, row in shown)
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, **style)
+        title = about(panel).split(", ", 1)[1].replace(", K = V = 128", "")
+        axis.set_title(title, fontsize="small")
         axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize="small", labelbottom=True)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
     axes[0, 0].set_xscale("log")
     axes[0, 0].set_xticks(batches, [str(B) for B in batches], minor=False)
     axes[0, 0].minorticks_off()
@@ -78,4 +86,24 @@ def _curves(figure: Any, record: dict[str, Any]) -> None:
     axes[-1, 0].set_xlabel("B, requests")
     axes[-1, 0].set_ylabel("share of the rate of y = 2 x")
     lines = [Line2D([], [], **style) for style in styles.values()]
-    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize="small")
+    figure.legend(lines, list(styles), loc="outside lower center", ncols=4, fontsize="small")
+
+
+def _lines_of(panels: list[Problem]) -> int:
+    return -(-len(panels) // COLUMNS)
+
+
+def _styles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By label, ours first."""
+    ours = {label(row): row["operator"] for row in rows if row["contender"] == "kda"}
+    peers = dict.fromkeys(label(row) for row in rows if row["contender"] != "kda")
+    operators = list(dict.fromkeys(ours.values()))
+    first = {operator: name for name, operator in reversed(ours.items())}
+    styles: dict[str, dict[str, Any]] = {}
+    for name, operator in ours.items():
+        line, filled = ("-", "full") if first[operator] == name else (":", "none")
+        color = COLORS[operators.index(operator) % len(COLORS)]
+        styles[name] = {"color": color, "linestyle": line, "marker": "o", "markersize": 4, "fillstyle": filled}
+    for name, marker in zip(peers, itertools.cycle("x+s^vd*")):
+        styles[name] = {"color": "0.45", "linestyle": "--", "linewidth": 0.8, "marker": marker, "markersize": 4}
+    return styles

@@ -35,6 +35,7 @@ class Problem:
     lengths: tuple[int, ...] = ()  # of sequences packed into one row
     checkpoint_every: int = 0
     drafts: str = "chain"  # of the tokens of a step: what becomes of them
+    layers: int = 0  # of a pass on a GPU; 0: enough to fill the L2 cache many times
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HV", self.HV or self.H)
@@ -53,7 +54,8 @@ class Problem:
         K_V = f"K = V = {self.K}" if self.K == self.V else f"K {self.K}, V {self.V}"
         tokens = f"{self.N} sequences, {self.T} tokens" if self.lengths else f"B {self.B}, T {self.T}"
         drafts = "" if self.drafts == "chain" else f", {self.drafts}"
-        return f"{tokens}, {heads}, {K_V}{drafts}"
+        layers = f", {self.layers} layers" if self.layers else ""
+        return f"{tokens}, {heads}, {K_V}{drafts}{layers}"
 
     @property
     def options(self) -> str:
@@ -252,6 +254,8 @@ def size_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
     several values, sizes also as 1,2,3."""
     sizes = {"B": "rows", "T": "tokens of a row", "H": "query/key heads", "HV": "value heads, as many as H by default"}
     sizes |= {"K": "key size, 1..256", "V": "value size, 1..256"}
+    if many:
+        sizes |= {"layers": "of a model whose decode is measured on a GPU"}
     words = {"B": ["--batches"], "T": ["--tokens"], "H": ["--heads"]}
     count: dict[str, Any] = {"nargs": "+"} if many else {}
     several: dict[str, Any] = {"type": naturals, "action": _Flat, "metavar": "N"} if many else {"type": natural}

@@ -23,7 +23,7 @@ from .peers import file_of_peers
 from .problems import Problem
 
 if TYPE_CHECKING:
-    from .serving import Layers
+    from .serving_calls import Layers
 
 
 _SGLANG = "sglang.kernels.ops"
@@ -34,7 +34,7 @@ def _import(module: str, function: str) -> Any:
 
 
 def _usual(p: Problem) -> None:
-    usual = Problem(B=p.B, T=p.T, H=p.H)
+    usual = Problem(B=p.B, T=p.T, H=p.H, layers=p.layers)
     if p != usual:
         raise NotImplementedError(f"measured with HV = H, K = V = 128 and {usual.options} only")
 
