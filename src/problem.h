@@ -174,6 +174,7 @@ struct Snapshots {
   int64_t n = 0, first_valid = 0;
   KDA_BOTH int64_t row(int64_t t) const {  // of the state after token t; -1: skipped
     if (!slots) return t;
+    if (t >= slots->shape[1]) return -1;
     const int64_t slot = index_at(*slots, n, t);
     return slot >= first_valid ? slot : -1;
   }

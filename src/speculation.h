@@ -116,7 +116,7 @@ KDA_BOTH inline void store_cursors(const kda_records& ring, int64_t slot, const 
   const auto set = [slot](const kda_tensor& t, int64_t x) {
     static_cast<int32_t*>(t.data)[slot * t.stride[0]] = static_cast<int32_t>(x);
   };
-  if (slot < 0) return;
+  if (record_slot(ring, slot) < 0) return;
   set(ring.ring_first, next.first), set(ring.ring_count, next.committed);
 }
 

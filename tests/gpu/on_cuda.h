@@ -86,6 +86,19 @@ std::vector<const char*> takers(const char* op, Args args) {
   return all;
 }
 
+// What drafts and decode are held to.
+inline double budget(int32_t dtype) { return dtype == KDA_F32 ? 1e-5 : 0.003; }
+inline void expect_close(const Tensor& expected, const Tensor& got, const char* name, double least = 0) {
+  EXPECT_TRUE(close(expected, got, std::max(least, budget(got.dtype())))) << name;
+  EXPECT_EQ(got.unwritten(), expected.unwritten()) << name;
+  EXPECT_TRUE(got.margins_intact()) << name;
+}
+template <class Records>
+void expect_close(Records& expected, Records& got, double least = 0) {
+  for (size_t i = 0; i < 3; ++i)
+    expect_close(*expected.tensors()[i].tensor, *got.tensors()[i].tensor, got.tensors()[i].name, least);
+}
+
 class OnCuda : public testing::Test {
  protected:
   void SetUp() override {
