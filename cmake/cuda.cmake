@@ -41,6 +41,8 @@ function(kda_add_cuda target)
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
     src/cuda/sm80/gate.cu
+    src/cuda/sm80/roll.cu
     src/cuda/sm80/speculation.cu
-    src/cuda/sm80/speculation_mma.cu)
+    src/cuda/sm80/speculation_mma.cu
+    src/cuda/sm80/speculation_recurrent.cu)
 endfunction()

@@ -80,6 +80,8 @@ template <>
 std::span<const Implementation<VerifyProblem>> implementations() {
   static constexpr Implementation<VerifyProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_verify_recurrent", "chains of few drafts, one after another from a state in registers, for sm_80 and newer",
+     cuda::speculation_recurrent_why_not, no_workspace, cuda::verify_recurrent},
     {"cuda_verify_mma", "drafts as matrix products on tensor cores (3 x tf32), for sm_80 and newer",
      cuda::speculation_mma_why_not, no_workspace, cuda::verify_mma},
     {"cuda_verify", "drafts from a state in registers, for sm_80 and newer", cuda::speculation_why_not, no_workspace,
@@ -97,8 +99,8 @@ template <>
 std::span<const Implementation<FlushProblem>> implementations() {
   static constexpr Implementation<FlushProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_flush_staged", "rank-m update, states through shared memory, for sm_80 and newer",
-     cuda::flush_staged_why_not, no_workspace, cuda::flush_staged},
+    {"cuda_flush_registers", "rank-m update of wide states in registers, for sm_80 and newer",
+     cuda::flush_registers_why_not, no_workspace, cuda::flush_registers},
     {"cuda_flush", "rank-m update in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
      no_workspace, cuda::flush},
 #endif
@@ -113,6 +115,8 @@ template <>
 std::span<const Implementation<FlushVerifyProblem>> implementations() {
   static constexpr Implementation<FlushVerifyProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_flush_verify_recurrent", "flush, then chains of few drafts one after another, for sm_80 and newer",
+     cuda::speculation_recurrent_why_not, no_workspace, cuda::flush_verify_recurrent},
     {"cuda_flush_verify_mma", "flush, then drafts on tensor cores (3 x tf32), one pass, for sm_80 and newer",
      cuda::speculation_mma_why_not, no_workspace, cuda::flush_verify_mma},
     {"cuda_flush_verify", "flush and verify in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,

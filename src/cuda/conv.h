@@ -69,12 +69,15 @@ __device__ inline void load_raw(const kda_tensor& t, int64_t at, RawFour& raw) {
 __device__ inline float value_of(int32_t dtype, const RawElement& raw) {
   return value_of(dtype, dtype == KDA_F32 ? raw.high << 16 | raw.low : raw.low);
 }
+__device__ inline float4 values_of(int32_t dtype, const uint2& x) {  // of 16 bits
+  return {value_of(dtype, x.x & 0xffff), value_of(dtype, x.x >> 16), value_of(dtype, x.y & 0xffff),
+          value_of(dtype, x.y >> 16)};
+}
 __device__ inline float4 values_of(int32_t dtype, const RawFour& raw) {
   const uint2 &low = raw.low, &high = raw.high;
   if (dtype == KDA_F32)
     return {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(high.x), __uint_as_float(high.y)};
-  return {value_of(dtype, low.x & 0xffff), value_of(dtype, low.x >> 16), value_of(dtype, low.y & 0xffff),
-          value_of(dtype, low.y >> 16)};
+  return values_of(dtype, low);
 }
 __device__ inline float value_at(const kda_tensor& t, int64_t at) {
   RawElement raw;
@@ -211,28 +214,33 @@ struct ConvPast<1> {
     for (int j = 0; j < kPast; ++j) past[j][0] = value_of(state.dtype, raw[j]);
   }
 };
+// Between loads of four: entries of four channels lie side by side, or four channels of an entry.
+__device__ inline int64_t entry_step(const kda_tensor& state) { return state.stride[1] == 1 ? state.stride[2] : 4; }
+// raw: those kPast loads.
+template <class Raw>
+__device__ void past_of(const kda_tensor& state, const Raw (&raw)[kPast], float (&past)[kPast][4]) {
+  float x[kPast * 4];  // as they lie in memory
+#pragma unroll
+  for (int j = 0; j < kPast; ++j) {
+    const float4 four = values_of(state.dtype, raw[j]);
+    x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
+  }
+  const bool by_entry = state.stride[1] == 1;
+#pragma unroll
+  for (int j = 0; j < kPast; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) past[j][i] = by_entry ? x[4 * j + i] : x[kPast * i + j];
+}
 template <>
 struct ConvPast<4> {
   RawFour raw[kPast];
 
   __device__ void fetch(const kda_tensor& state, int64_t slot, int64_t d) {
-    const int64_t at = place_of(state, slot, d, 0), step = state.stride[1] == 1 ? state.stride[2] : 4;
+    const int64_t at = place_of(state, slot, d, 0), step = entry_step(state);
 #pragma unroll
     for (int j = 0; j < kPast; ++j) load_raw(state, at + j * step, raw[j]);
   }
-  __device__ void values(const kda_tensor& state, float (&past)[kPast][4]) const {
-    float x[kPast * 4];  // as they lie in memory
-#pragma unroll
-    for (int j = 0; j < kPast; ++j) {
-      const float4 four = values_of(state.dtype, raw[j]);
-      x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
-    }
-    const bool by_entry = state.stride[1] == 1;
-#pragma unroll
-    for (int j = 0; j < kPast; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) past[j][i] = by_entry ? x[4 * j + i] : x[kPast * i + j];
-  }
+  __device__ void values(const kda_tensor& state, float (&past)[kPast][4]) const { past_of(state, raw, past); }
 };
 
 // The last W-1 rows of `past` to a slot.
@@ -246,7 +254,7 @@ __device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, co
       if (j >= first) store_value(state, at + j * state.stride[2], past[j][0]);
   } else {
     const bool by_entry = state.stride[1] == 1;
-    const int64_t at = place_of(state, slot, d, 0), step = by_entry ? state.stride[2] : 4;
+    const int64_t at = place_of(state, slot, d, 0), step = entry_step(state);
 #pragma unroll
     for (int j = 0; j < kPast; ++j) {
       float x[4];

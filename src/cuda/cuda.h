@@ -26,11 +26,15 @@ void verify(const VerifyProblem& p);
 void flush(const FlushProblem& p);
 void flush_verify(const FlushVerifyProblem& p);
 const char* speculation_mma_why_not(const VerifyProblem& p);
-const char* flush_staged_why_not(const FlushProblem& p);
+const char* flush_registers_why_not(const FlushProblem& p);
 const char* speculation_mma_why_not(const FlushVerifyProblem& p);
+const char* speculation_recurrent_why_not(const VerifyProblem& p);
+const char* speculation_recurrent_why_not(const FlushVerifyProblem& p);
 void verify_mma(const VerifyProblem& p);
-void flush_staged(const FlushProblem& p);
 void flush_verify_mma(const FlushVerifyProblem& p);
+void verify_recurrent(const VerifyProblem& p);
+void flush_registers(const FlushProblem& p);
+void flush_verify_recurrent(const FlushVerifyProblem& p);
 
 const char* conv_why_not(const ConvProblem& p);
 const char* conv_why_not(const ConvBackwardProblem& p);

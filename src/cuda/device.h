@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/activations.h"
+#include "cuda/launch.h"
 #include "dtype.h"
 #include "problem.h"
 
@@ -62,6 +63,24 @@ __device__ float sum_over(float x) {
   return x;
 }
 
+// Sums of kCount numbers over lanes that differ in bits kStep and below (32 or eight of them): in lane l of L the one of
+// number l kCount / L. Each exchange halves the numbers; the order is that of sum_over.
+template <int kCount, int kStep = 16>
+__device__ float spread_sums(const float (&x)[kCount]) {
+  if constexpr (kCount == 1) {
+    return sum_over<2 * kStep>(x[0]);
+  } else {
+    const bool upper = threadIdx.x & kStep;
+    float half[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float keep = upper ? x[i + kCount / 2] : x[i], give = upper ? x[i] : x[i + kCount / 2];
+      half[i] = keep + __shfl_xor_sync(kAll, give, kStep);
+    }
+    return spread_sums<kCount / 2, kStep / 2>(half);
+  }
+}
+
 // An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
 // are all in flight before the first value is asked for.
 // kNarrow: known to have 16 bits. (Of two loads to one register, each under a condition, the second waits for the first.)
@@ -84,6 +103,7 @@ struct Tokens {
   float lower_bound, scale;
   bool narrow;  // q, k, v, g and beta all have 16 bits
 
+  // With a convolution in front, q, k and v come from it, as numbers in f32.
   Tokens(const Dims& d, const kda_inputs& in, const kda_tensor& o)
       : q(view_of(in.q)),
         k(view_of(in.k)),
@@ -99,7 +119,9 @@ struct Tokens {
         qk_l2norm(in.qk_l2norm),
         lower_bound(in.lower_bound),
         scale(in.scale),
-        narrow(in.q.dtype != KDA_F32 && in.g.dtype != KDA_F32 && in.beta.dtype != KDA_F32) {}
+        narrow((!in.q.data || in.q.dtype != KDA_F32) && in.g.dtype != KDA_F32 && in.beta.dtype != KDA_F32) {
+    if (!in.q.data) q.dtype = k.dtype = v.dtype = KDA_F32;
+  }
   static const char* why_not(const kda_inputs& in, const kda_tensor& o) {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
@@ -150,23 +172,46 @@ struct TokenKeys {
     from_bias_ = x.bias.at(hv, 0, 0) + first_ * 4, from_A_ = x.A_log.at(hv, 0, 0);
   }
 
+  // Hints where everything is.
+  __device__ void expect(const Tokens& x) const {
+    if (first_ >= x.K) return;
+    if (first_ % 32 == 0) {
+      prefetch(from_q_), prefetch(from_k_), prefetch(from_g_);
+      if (x.bias.data) prefetch(from_bias_);
+    }
+    if (first_ == 0) {
+      prefetch(from_beta_);
+      if (x.A_log.data) prefetch(from_A_);
+    }
+  }
+
   // Asks for everything. kNarrow: Tokens::narrow.
   template <bool kNarrow>
   __device__ void fetch(const Tokens& x) {
-    const auto element = [](const char* from, int i, const View& t) {
-      return load_raw<kNarrow>(from + i * kThreads * (kNarrow ? 2 : t.size()), t.dtype);
-    };
+    fetch_keys<kNarrow>(x), fetch_gate<kNarrow>(x);
+  }
+  template <bool kNarrow>
+  __device__ void fetch_keys(const Tokens& x) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const bool real = channel(i) < x.K;
-      raw_q_[i] = real ? element(from_q_, i, x.q) : 0;
-      raw_k_[i] = real ? element(from_k_, i, x.k) : 0;
-      raw_g_[i] = real ? element(from_g_, i, x.g) : 0;
+      raw_q_[i] = real ? element<kNarrow>(from_q_, i, x.q) : 0;
+      raw_k_[i] = real ? element<kNarrow>(from_k_, i, x.k) : 0;
+    }
+  }
+  template <bool kNarrow>
+  __device__ void fetch_gate(const Tokens& x) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const bool real = channel(i) < x.K;
+      raw_g_[i] = real ? element<kNarrow>(from_g_, i, x.g) : 0;
       bias_[i] = real && x.bias.data ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
     }
     A_log_ = x.A_log.data ? *reinterpret_cast<const float*>(from_A_) : 0.0f;
-    raw_beta_ = element(from_beta_, 0, x.beta);
+    raw_beta_ = element<kNarrow>(from_beta_, 0, x.beta);
   }
+  // From the convolution in front: of register i.
+  __device__ void take(int i, float q, float k) { raw_q_[i] = __float_as_uint(q), raw_k_[i] = __float_as_uint(k); }
 
   // sum: over the threads that share the token.
   template <class Sum>
@@ -196,10 +241,33 @@ struct TokenKeys {
   }
 
  private:
+  template <bool kNarrow>
+  __device__ static unsigned element(const char* from, int i, const View& t) {
+    return load_raw<kNarrow>(from + i * kThreads * (kNarrow ? 2 : t.size()), t.dtype);
+  }
   int first_;
   const char *from_q_, *from_k_, *from_g_, *from_beta_, *from_bias_, *from_A_;
   unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
   float bias_[kPerThread], A_log_;
+};
+
+// Slots of a pool by request, as far as hints need to know.
+struct Slots {
+  const int32_t* indices;  // nullptr: request n has slot n
+  int64_t stride;
+  int32_t first, end;  // of the pool, without padding
+
+  Slots(const kda_tensor& index, int64_t first, int64_t end)
+      : indices(static_cast<const int32_t*>(index.data)),
+        stride(index.stride[0]),
+        first(static_cast<int32_t>(within(first, 0, INT32_MAX))),
+        end(static_cast<int32_t>(within(end, 0, INT32_MAX))) {}
+
+  // Likely; -1: none.
+  __device__ int32_t peek(unsigned n) const {
+    const int32_t slot = indices ? cuda::peek(indices + n * stride) : static_cast<int32_t>(n);
+    return slot >= first && slot < end ? slot : -1;
+  }
 };
 
 // ---- rows of a state, value columns, over eight lanes each ----

@@ -25,8 +25,10 @@ struct Divisor {
 struct Blocks {
   static constexpr int64_t kMaxY = 65535;
   Divisor tiles, group, rows;
+  unsigned at_once;  // blocks of the GPU at a time, about
 
-  Blocks(const Dims& d, int64_t tiles) : tiles(tiles), group(d.group()), rows(std::max<int64_t>(d.N + d.varlen, 1)) {}
+  Blocks(const Dims& d, int64_t tiles, unsigned at_once = 0)
+      : tiles(tiles), group(d.group()), rows(std::max<int64_t>(d.N + d.varlen, 1)), at_once(at_once) {}
 
   static dim3 grid(const Dims& d, int64_t tiles, int64_t layers) {
     const int64_t all = layers * (d.N + d.varlen), y = std::min(all, kMaxY);
@@ -44,6 +46,11 @@ struct Place {
     const unsigned row = blockIdx.y + blockIdx.z * static_cast<unsigned>(Blocks::kMaxY);
     layer = blocks.rows.quotient(row), n = row - layer * blocks.rows.divisor;
   }
+
+  // Is the block one of the first? Hints before wait_for_stream() would keep later ones from their work.
+  __device__ static bool in_first_wave(const Blocks& blocks) {
+    return blockIdx.z == 0 && blockIdx.y * gridDim.x + blockIdx.x < blocks.at_once;
+  }
 };
 
 // Why the call has more blocks than a grid holds, or nullptr.
@@ -52,13 +59,37 @@ inline const char* grid_why_not(const Dims& d, int64_t tiles, int64_t layers) {
   return tiles * d.HV <= most && layers * (d.N + d.varlen) <= most ? nullptr : "takes at most 2^31 blocks";
 }
 
-// Kernels start while the one before them in the stream still runs, and wait for its results here: first thing. (Launch
-// latency overlaps with it; blocks of the next kernel get to wait in the same way.)
+// Kernels start while the one before them in the stream still runs, and wait for its results here, before they read or
+// write memory. Addresses that need nothing from memory are computed, and hints given, while they wait.
 __device__ inline void wait_for_stream() {
 #if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 #endif
+}
+// From here on the next kernel in the stream may start, once every block is here or done: when a block has asked for its
+// part of the state. Blocks that start earlier only take issue slots and memory from those they wait for.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// Hints, also before wait_for_stream(): memory comes to the L2 cache, where what the kernel before still writes reaches it.
+__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// Of neighbouring memory; not of so much that it would be for somebody else.
+__device__ inline void prefetch(const void* at, uint64_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (bytes > 128 * 1024) return;
+  const uint64_t first = reinterpret_cast<uint64_t>(at) & ~15ull, end = reinterpret_cast<uint64_t>(at) + bytes;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first),
+               "r"((static_cast<unsigned>(end - first) + 15) & ~15u));
+#endif
+}
+// What an index is likely to be, before wait_for_stream().
+__device__ inline int32_t peek(const int32_t* at) {
+  int32_t x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at));
+  return x;
 }
 
 // Of kernels that begin with wait_for_stream().

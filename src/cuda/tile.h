@@ -7,6 +7,8 @@ namespace kda::cuda {
 __device__ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
+// Of this thread. A barrier makes what came visible to others.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ inline void copy_async(float* shared, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from));
 }
@@ -38,15 +40,8 @@ class Tile {
       to += kRowsAtOnce * kK * static_cast<int>(sizeof(T)), source += next;
     }
   }
-  // Waits for what this thread asked for; a barrier makes the whole tile visible.
-  __device__ static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-  // Four channels of a row, from a multiple of four on.
-  __device__ void set(int row, int channel, float4 x) const { store_four(data_ + at(row, channel), x); }
-  __device__ float4 four(int row, int channel) const { return load_four(data_ + at(row, channel)); }
-
-  // The same for walking along rows whose numbers differ by multiples of four: channels 16 i + 4 j .. + 3 of row + 4 m are
-  // at lane(row, j) + 4 m kK + 16 (i ^ twist(row)).
+  // For walking along rows whose numbers differ by multiples of four: channels 16 i + 4 j .. + 3 of row + 4 m are at
+  // lane(row, j) + 4 m kK + 16 (i ^ twist(row)).
   __device__ const T* lane(int row, int j) const { return data_ + row * kK + 4 * j; }
   __device__ static int twist(int row) { return sizeof(T) == 4 ? row & 1 : row & 3; }
 

@@ -40,18 +40,6 @@ std::vector<SpeculationCase> cuda_cases() {
   return all;
 }
 
-double budget(int32_t dtype) { return dtype == KDA_F32 ? 1e-5 : 0.003; }
-
-void expect_close(const Tensor& expected, const Tensor& got, const char* name, double least = 0) {
-  EXPECT_TRUE(close(expected, got, std::max(least, budget(got.dtype())))) << name;
-  EXPECT_EQ(got.unwritten(), expected.unwritten()) << name;
-  EXPECT_TRUE(got.margins_intact()) << name;
-}
-void expect_close(Records& expected, Records& got, double least = 0) {
-  for (size_t i = 0; i < 3; ++i)
-    expect_close(*expected.tensors()[i].tensor, *got.tensors()[i].tensor, got.tensors()[i].name, least);
-}
-
 class TokensOnCuda : public OnCuda, public testing::WithParamInterface<SpeculationCase> {
  protected:
   TokensOnCuda() : s(GetParam()), d(s) {}
@@ -205,21 +193,6 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) {
       return std::string(std::get<0>(info.param)) + (std::get<1>(info.param) ? "_slots" : "_rows");
     });
-
-// ---- what the kernels leave to others ----
-
-TEST_F(OnCuda, TheConvolutionInsideIsDeclined) {
-  const Drafts d(find_speculation_case("drafts_4"));
-  const Tensor o = d.output(), x(KDA_F32, {d.in.B, d.in.T, 2 * d.s.c.H * d.s.c.K + d.s.c.HV * d.s.c.V});
-  const Tensor weight(KDA_F32, {x.shape()[2], 4}), state(KDA_F32, {d.in.N, x.shape()[2], 3});
-  kda_decode_args a = decode_args(d.in, d.pool, d.pool, o);
-  a.in.q = a.in.k = a.in.v = {};
-  a.conv.x = x, a.conv.weight = weight, a.conv.state = state;
-  a.exec.device = KDA_CUDA;
-  EXPECT_EQ(kda_decode(&a), KDA_UNSUPPORTED);
-  EXPECT_NE(std::string(kda_last_error()).find("cuda_decode: has no fused convolution"), std::string::npos)
-      << kda_last_error();
-}
 
 }  // namespace
 }  // namespace kda::test

@@ -26,7 +26,9 @@ from places import (
     spaced,
     without_synchronisation,
 )
-from support import Problem, Tensor, make, same_bits, wild
+from support import Problem, Tensor, far_memory, make, same_bits, wild
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def decode(place: Place, p: Problem, pool: Tensor | None, **more: Any) -> dict[str, Tensor]:
@@ -313,10 +315,12 @@ def shuffle(call: dict[str, Any], slots: int) -> None:
 
 
 @only_cuda
-def test_graphs() -> None:
+@pytest.mark.parametrize(("T", "impl"), [(3, None), (1, "cuda_decode_sweep")])
+def test_graphs(T: int, impl: str | None) -> None:
     """Captured once, replayed with whatever the memory holds then."""
-    p, _ = drafts(3, N=6, K=64, V=64, dtype=torch.bfloat16)
+    p, _ = drafts(T, N=6, K=64, V=64, dtype=torch.bfloat16)
     call, pool = engine(p, 6, 9)
+    call["impl"] = impl
     eager_pool = pool.clone()
     start = pool.clone()
     graph = captured(lambda: kda.decode(**call, state=pool))
@@ -371,6 +375,20 @@ def test_slots_beyond_2_31_elements(dtype: torch.dtype) -> None:
     assert same_bits(o, near["o"]) and same_bits(pool[2], near["state"][0]) and pool[0].isnan().all()
 
 
+@pytest.mark.parametrize("op", [kda.decode, kda.verify_kvbuffer])
+def test_tokens_beyond_2_31_elements(op: Any) -> None:
+    """In inputs and outputs."""
+    p, h0 = drafts(4, N=1, K=64, V=64, dtype=torch.bfloat16)
+    near, call, stride = HERE.call(p, state=h0), HERE.call(p, state=h0, out=p.tensors["v"]), 2**30 + 4096
+    with DEVICE:
+        memory, at = far_memory((3 * stride + 2**16) // 2).view(torch.bfloat16), 0
+    for n in ("q", "k", "v", "g", "beta", "out"):
+        x = call[n]
+        call[n] = memory.as_strided(x.shape, (0, stride, *x.stride()[2:]), at).copy_(x)
+        at += x[0, 0].numel()
+    assert same_bits(op(**call), op(**near)) and same_bits(call["state"], near["state"])
+
+
 @only_cuda
 @pytest.mark.parametrize("name", ["k", "beta", "state", "state_indices", "out", "snapshots", "accepted", "A_log"])
 def test_arrays_of_another_device_are_named(name: str) -> None:
@@ -379,12 +397,3 @@ def test_arrays_of_another_device_are_named(name: str) -> None:
     call = HERE.call(p, state=h0, out=p.tensors["v"], **more)
     with pytest.raises(ValueError, match=rf"^{name}: expected device cuda:0 .*got cpu"):
         kda.decode_mtp(**{**call, name: call[name].cpu()})
-
-
-@only_cuda
-def test_a_convolution_inside_has_no_kernel_yet() -> None:
-    p, h0 = drafts(2)
-    x = torch.randn(3, 2, 2 * 20 + 2 * 36, device=DEVICE)
-    conv = kda.Conv(x, torch.randn(x.shape[2], 4, device=DEVICE), None, torch.zeros(3, x.shape[2], 3, device=DEVICE))
-    with pytest.raises(NotImplementedError, match="conv"):
-        kda.decode_mtp(**{**HERE.call(p, state=h0), "q": None, "k": None, "v": None}, conv=conv)

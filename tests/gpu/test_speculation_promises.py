@@ -15,6 +15,8 @@ from places import DEVICE, HERE, LARGE, POOLS, all_same, captured, far_pool, flo
 from rounds import flush, flush_verify, records_of, rounds, two, verify
 from support import Tensor, same_bits
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 # ---- promises to the bit ----
 
 
@@ -239,22 +241,13 @@ def test_slots_beyond_2_31_elements(far: str) -> None:
 
 def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
     p, h0 = drafts(2)
-    long, _ = drafts(17)
+    (long, _), (wide, _) = drafts(17), drafts(2, K=257)
     pool, a, b, m = HERE(h0), records_of(HERE, p, 17), records_of(HERE, p, 17), alike(1)
-    x = torch.zeros(3, 2, 2 * 20 + 2 * 36)
-    conv = HERE(kda.Conv(x, torch.zeros(x.shape[2], 4), None, torch.zeros(3, x.shape[2], 3))._asdict())
-    raw = {**HERE.call(p), "q": None, "k": None, "v": None, "conv": kda.Conv(**conv), "state": pool}
-    rolled = {"conv_x": conv["x"], "conv_state": conv["state"]}
     away = a._replace(alpha=a.alpha.cpu())
     return {
+        "decode 257": (ValueError, r"^q: expected K in 1\.\.256, got 257", lambda: kda.decode(**HERE.call(wide))),
         "verify 17": (ValueError, "16", lambda: verify(HERE, long, pool, a)),
         "flush_verify 17": (ValueError, "16", lambda: flush_verify(HERE, long, pool, a, m, b)),
-        "verify conv": (NotImplementedError, "conv", lambda: kda.verify_kvbuffer(**raw, records=a)),
-        "flush conv": (NotImplementedError, "conv", lambda: flush(HERE, p, pool, a, m, **rolled)),
-        "flush_verify conv": (
-            NotImplementedError, "conv",
-            lambda: kda.flush_verify_kvbuffer(**raw, records=a, accept_len=HERE(m), last=b, last_conv_x=conv["x"]),
-        ),
         "verify records": (ValueError, "^records.alpha: .*got cpu", lambda: verify(HERE, p, pool, away)),
         "flush length": (ValueError, "^accept_len: .*got cpu", lambda: kda.flush_kvbuffer(pool, a, m)),
         "flush records": (ValueError, "^records.alpha: .*got cpu", lambda: flush(HERE, p, pool, away, m)),
@@ -263,10 +256,9 @@ def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["verify 17", "flush_verify 17", *(
+@pytest.mark.parametrize("name", ["decode 257", "verify 17", "flush_verify 17", *(
     pytest.param(n, marks=only_cuda)
-    for n in ("verify conv", "flush conv", "flush_verify conv", "verify records", "flush length", "flush records",
-              "flush_verify last", "flush_verify state")
+    for n in ("verify records", "flush length", "flush records", "flush_verify last", "flush_verify state")
 )])  # fmt: skip
 def test_refusals_are_sentences(name: str) -> None:
     kind, sentence, call = refusals()[name]

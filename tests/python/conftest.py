@@ -1,12 +1,15 @@
 """Settings of the Python suite, and the fixture that forces an implementation.
 
 PYTHONPATH=python KDA_LIBRARY_DIR=build/lib python -m pytest tests/python
+
+With KDA_TEST_DEVICE=cuda: the tests marked ``cuda``, with all tensors there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch and libkda start their threads
 
@@ -24,6 +27,25 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("kda")
+
+DEVICE = torch.device(os.environ.get("KDA_TEST_DEVICE", "cpu"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DEVICE.type != "cpu":
+        config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker("cuda") is None])
+        items[:] = [x for x in items if x.get_closest_marker("cuda")]
+
+
+@pytest.fixture(autouse=True)
+def _tensors_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test makes is on the device."""
+    if DEVICE.type == "cpu":
+        yield
+        return
+    monkeypatch.setattr(torch, "Generator", partial(torch.Generator, DEVICE))
+    with DEVICE:
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import doctest
 import inspect
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -23,6 +25,15 @@ GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 def cpu_implementations(op: str) -> list[str]:
     return [name for name in kda.implementations(op) if not name.startswith("cuda")]
+
+
+DECODING = ("decode", "verify", "flush", "flush_verify")
+
+
+def kernels_of(op: str, device: str) -> list[str]:
+    """Implementations but the oracle, in the library's order. The last one takes any call."""
+    names = [name for name in kda.implementations(op) if name != "reference"]
+    return [name for name in names if name.startswith("cuda") == (device == "cuda")]
 
 
 class _Finder(doctest.DocTestFinder):
@@ -39,6 +50,22 @@ def run_examples(module: ModuleType) -> doctest.TestResults:
     for test in _Finder().find(module, module.__name__):
         runner.run(test)
     return runner.summarize(verbose=False)
+
+
+def on_cpu() -> bool:
+    """Where tests make their tensors."""
+    return torch.get_default_device().type == "cpu"
+
+
+def far_memory(elements: int) -> Tensor:
+    """float32 zeros: on the CPU address space, for pages that nobody touches take no memory."""
+    try:
+        if not on_cpu():
+            return torch.zeros(elements)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        return torch.frombuffer(mmap.mmap(-1, 4 * elements, flags=flags), dtype=torch.float32)
+    except (OSError, ValueError, MemoryError, torch.OutOfMemoryError) as e:
+        pytest.skip(f"no {4 * elements >> 30} GiB here: {e}")
 
 
 # ---- problems ----

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kda
-from support import Problem, Tensor, assert_close, make, oracle
+from support import Problem, Tensor, assert_close, make, on_cpu, oracle
 from support import gate as gate_oracle
 
 REFUSALS = (ValueError, NotImplementedError, TypeError)
@@ -46,9 +46,9 @@ def base(name: str) -> dict[str, Any]:
 def bits(x: Any) -> bytes:
     if isinstance(x, np.ndarray):
         return x.tobytes()
-    if not isinstance(x, Tensor) or x.device.type != "cpu" or x.layout != torch.strided or x.is_nested:
+    if not isinstance(x, Tensor) or x.is_meta or x.layout != torch.strided or x.is_nested:
         return b""
-    return x.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return x.detach().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def right_answer(name: str, kw: dict[str, Any], state: Any, o: Any, final_state: Any) -> None:
@@ -161,7 +161,21 @@ def misaligned(x: Tensor) -> np.ndarray:
 
 
 FUNCTIONS = (*TRAINING, *SERVING, "fused_kda_gate")
-ONE_BY_ONE = [(f, n, c) for f in FUNCTIONS for n, x in base(f).items() if isinstance(x, Tensor) for c in CHANGES]
+MARKS = {"decode": pytest.mark.cuda}
+ONE_BY_ONE = [
+    pytest.param(f, n, c, marks=MARKS.get(f, ()))
+    for f in FUNCTIONS
+    for n, x in base(f).items()
+    if isinstance(x, Tensor)
+    for c in CHANGES
+]
+
+
+def unsettled(argument: str, change: str) -> bool:
+    """What the CPU refuses and a device does not see: of several requests in one slot any may be the last to write, and
+    in a pool without slots all are padding."""
+    shared = change == "expanded" and argument.endswith("indices")
+    return (shared or (argument, change) == ("state", "empty")) and not on_cpu()
 
 
 @pytest.mark.parametrize(("name", "argument", "change"), ONE_BY_ONE)
@@ -169,8 +183,10 @@ def test_one_bad_tensor(name: str, argument: str, change: str) -> None:
     kw = base(name)
     try:
         kw[argument] = CHANGES[change](kw[argument])
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, TypeError):
         pytest.skip("torch cannot make one")
+    if unsettled(argument, change):
+        pytest.skip("nobody knows what comes")
     attempt(name, kw, {argument: change})
 
 
@@ -284,7 +300,7 @@ OPTIONS: dict[str, list[Any]] = {
     + [None, "x", torch.zeros(3, 1)],
 }
 ONE_OPTION = [
-    pytest.param(f, n, x, id=f"{f}-{n}-{str(x).replace('tensor', '')[:40]}")
+    pytest.param(f, n, x, id=f"{f}-{n}-{str(x).replace('tensor', '')[:40]}", marks=MARKS.get(f, ()))
     for f in FUNCTIONS
     for n, values in OPTIONS.items()
     for x in values
@@ -348,7 +364,7 @@ OVERLAPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVING)
+@pytest.mark.parametrize("name", ["prefill", pytest.param("decode", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("case", OVERLAPS)
 def test_overlapping_memory(name: str, case: str) -> None:
     kw = base(name)

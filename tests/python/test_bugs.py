@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from support import (
     Tensor,
     assert_close,
     cotangents,
+    far_memory,
     kda_oracle,
     make,
     reference,
@@ -26,22 +26,13 @@ from support import (
 )
 
 NAN = float("nan")
-SERVING = [kda.prefill, kda.decode]
+SERVING = [kda.prefill, pytest.param(kda.decode, marks=pytest.mark.cuda)]
 serving = pytest.mark.parametrize("op", SERVING, ids=lambda f: f.__name__)
 training = pytest.mark.parametrize("function", [kda.chunk_kda, kda.fused_recurrent_kda], ids=lambda f: f.__name__)
 
 
 def stateless(p: Problem) -> tuple[Problem, Tensor]:
     return p.having(initial_state=None), p.tensors["initial_state"]
-
-
-def sparse_memory(elements: int) -> Tensor:
-    """float32 address space; pages nobody touches take no memory."""
-    try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        return torch.frombuffer(mmap.mmap(-1, 4 * elements, flags=flags), dtype=torch.float32)
-    except (OSError, ValueError, MemoryError) as e:
-        pytest.skip(f"no {4 * elements >> 30} GiB of address space here: {e}")
 
 
 # ---- stale memory, slots, layouts ----
@@ -99,12 +90,12 @@ def test_bug_04_nan_stays_where_it_is(op: Callable[..., Tensor]) -> None:
     assert same_bits(poisoned[[0, 2]], clean[[0, 2]]) and got[:, 70:75].isnan().all()
 
 
-@serving
+@pytest.mark.parametrize("op", [kda.prefill, kda.decode], ids=lambda f: f.__name__)
 def test_bug_06_tokens_beyond_2_31_elements(op: Callable[..., Tensor]) -> None:
     """Four tokens 2^30 elements apart, in inputs and output."""
     p, h0 = stateless(make(1, 4, 1, 2, 4, 6, v_first=True))
     stride = 2**30 + 2048
-    memory, far, at = sparse_memory(3 * stride + 2**16), {}, 0
+    memory, far, at = far_memory(3 * stride + 2**16), {}, 0
     for n in ("q", "k", "v", "g", "beta", "out"):
         x = torch.zeros_like(p.tensors["v"]) if n == "out" else p.tensors[n]
         far[n] = memory[at:].as_strided(x.shape, (0, stride, *x.stride()[2:])).copy_(x)
@@ -117,7 +108,7 @@ def test_bug_06_tokens_beyond_2_31_elements(op: Callable[..., Tensor]) -> None:
 def test_bug_06_gradients_of_tokens_beyond_2_31_elements() -> None:
     p = make(1, 4, 1, 2, 4, 6)
     stride = 2**30 + 2048
-    memory, far, at = sparse_memory(3 * stride + 2**16), {}, 0
+    memory, far, at = far_memory(3 * stride + 2**16), {}, 0
     for n in ("q", "k", "v", "g", "beta"):
         x = p.tensors[n]
         far[n] = memory[at:].as_strided(x.shape, (0, stride, *x.stride()[2:])).copy_(x).requires_grad_()
@@ -128,6 +119,7 @@ def test_bug_06_gradients_of_tokens_beyond_2_31_elements() -> None:
     assert all(same_bits(near[n].grad, far[n].grad) for n in far)  # type: ignore[arg-type]
 
 
+@pytest.mark.cuda
 def test_bug_07_changing_slots_and_lengths() -> None:
     """A thousand steps over one pool, other sequences in other rows each time, against a pool of plain copies."""
     random, slots = torch.Generator().manual_seed(0), 6
@@ -209,6 +201,7 @@ def test_bug_20_cumulative_gates_that_underflow(op: Callable[..., Tensor]) -> No
     assert_close(expected, {"o": op(**p.keywords, state=state), "final_state": state})
 
 
+@pytest.mark.cuda
 def test_bug_21_the_two_gates_are_two_formulas() -> None:
     x = torch.linspace(-8, 8, 41).view(41, 1, 1)
     softplus = kda.fused_kda_gate(x, torch.zeros(1))

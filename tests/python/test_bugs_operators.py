@@ -13,8 +13,7 @@ import torch
 import kda
 from calls import BASES, WRITTEN, function
 from kda import stages
-from support import Tensor, make, rel_rmse, same_bits, saturated
-from test_bugs import sparse_memory
+from support import Tensor, far_memory, make, rel_rmse, same_bits, saturated
 
 all_of_them = pytest.mark.parametrize("name", BASES)
 
@@ -75,7 +74,7 @@ def far_apart(x: Tensor, memory: Tensor, at: int, dim: int, stride: int) -> Tens
 
 def test_bug_06_convolution_of_tokens_beyond_2_31_elements() -> None:
     stride = 2**30 + 2048
-    memory = sparse_memory(3 * stride + 2**16)
+    memory = far_memory(3 * stride + 2**16)
     random = torch.Generator().manual_seed(0)
     x, weight, d_y = (torch.randn(*s, generator=random) for s in ((1, 4, 6), (6, 4), (1, 4, 6)))
     far_x, far_out = (far_apart(t, memory, at, 1, stride) for t, at in ((x, 0), (d_y, 64)))
@@ -91,7 +90,7 @@ def test_bug_06_convolution_of_tokens_beyond_2_31_elements() -> None:
 
 def test_bug_05_convolution_states_beyond_2_31_elements() -> None:
     stride = 2**30 + 2048
-    pool = sparse_memory(3 * stride + 2**16).as_strided((4, 6, 3), (stride, 3, 1)).zero_()
+    pool = far_memory(3 * stride + 2**16).as_strided((4, 6, 3), (stride, 3, 1)).zero_()
     near, slots = torch.zeros(4, 6, 3), torch.tensor([3, 1], dtype=torch.int32)
     x, weight = torch.randn(2, 5, 6), torch.randn(6, 4)
     for _ in range(2):
@@ -101,7 +100,7 @@ def test_bug_05_convolution_states_beyond_2_31_elements() -> None:
 
 def test_bug_06_stages_and_float32_prefill_of_tokens_beyond_2_31_elements() -> None:
     stride = 2**30 + 2048
-    memory = sparse_memory(3 * stride + 2**16)
+    memory = far_memory(3 * stride + 2**16)
     p = make(1, 4, 1, 2, 4, 6, l2norm=False, state=False)
     x = [p.tensors[n] for n in ("q", "k", "v", "g", "beta")]
     far = [far_apart(t, memory, 64 * i, 1, stride) for i, t in enumerate(x)]

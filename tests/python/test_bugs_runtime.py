@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import resource
@@ -18,7 +19,9 @@ import torch
 import kda
 from support import Tensor, assert_close, make, rel_rmse, run, same_bits
 
-serving = pytest.mark.parametrize("op", [kda.prefill, kda.decode], ids=lambda f: f.__name__)
+on_cuda = pytest.mark.cuda
+SERVING = [kda.prefill, pytest.param(kda.decode, marks=on_cuda)]
+serving = pytest.mark.parametrize("op", SERVING, ids=lambda f: f.__name__)
 HERE = Path(__file__).parent
 
 
@@ -36,6 +39,14 @@ def find_test(test: str) -> bool:
     return re.search(pattern, path.read_text(), re.M) is not None
 
 
+def marked(test: str) -> bool:
+    """Does it run with CUDA tensors?"""
+    file, _, name = test.partition("::")
+    module = importlib.import_module(file.removesuffix(".py"))
+    marks = [getattr(x, "pytestmark", None) for x in (module, getattr(module, name))]
+    return "name='cuda'" in repr(marks)
+
+
 def test_the_table_is_complete_and_true() -> None:
     lines = [line.strip("|").split("|") for line in (HERE / "bugs.md").read_text().splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in cells] for cells in lines[2:]]
@@ -46,6 +57,9 @@ def test_the_table_is_complete_and_true() -> None:
         named |= {t.partition("::")[2] for t in tests}
         assert bug and (tests or waits), f"{n}: neither a test nor what it waits for"
         assert [t for t in tests if not find_test(t)] == [], f"{n}: no such test"
+        on_both = set(re.findall(r"`([^`]+)`\+", covered))
+        assert on_both == {t for t in tests if "/" not in t and marked(t)}, f"{n}: which run with CUDA tensors"
+        assert on_both or "gpu/" in covered or "CUDA" in waits, f"{n}: nothing with CUDA tensors"
     for file in HERE.glob("test_bugs*.py"):
         own = set(re.findall(r"^def (test_bug_\w+)\(", file.read_text(), re.M))
         assert own <= named, f"not in the table: {own - named}"
@@ -59,27 +73,28 @@ def drift(tokens: list[int], chunked: bool, beta: str = "sigmoid") -> tuple[list
     T = tokens[-1]
     p = make(1, T, 1, 1, 8, 8, dtype=torch.bfloat16, gate="lower_bound", beta=beta, v_first=True, state=False)
     p = p.having(dt_bias=torch.full((8,), -9.0), A_log=torch.zeros(1))  # g about -5 sigmoid(-9): 1600 tokens of memory
-    state, exact = torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+    state, exact = torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.float64, device="cpu")
     errors, at = [], 0
     for end in tokens:
         part = p.having(**{n: p.tensors[n][:, at:end] for n in ("q", "k", "v", "g", "beta")})
         (kda.prefill if chunked else kda.decode)(**part.keywords, state=state)
-        kda.decode(**part.map(Tensor.double).keywords, state=exact, impl="reference")
-        errors.append(rel_rmse(exact, state))
+        kda.decode(**part.map(lambda x: x.double().cpu()).keywords, state=exact, impl="reference")
+        errors.append(rel_rmse(exact, state.cpu()))
         at = end
     return errors, float(exact.abs().max())
 
 
 @pytest.mark.parametrize("beta", ["sigmoid", "2sigmoid"])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=on_cuda), True])
 def test_bug_30_logits_in_bfloat16_do_not_drift(chunked: bool, beta: str) -> None:
     """beta stays in float32 between its sigmoid and the state: the error is float32's, and as small at the end."""
     errors, size = drift([1024, 8192, 32768], chunked, beta)
     assert size > 0.1 and max(errors) < 1e-5 and errors[-1] < 4 * errors[0] + 1e-7, errors
 
 
-def test_bug_31_states_after_a_million_tokens() -> None:
-    errors, size = drift([5_000, 50_000, 500_000, 1_000_000], chunked=True)
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=on_cuda), True])
+def test_bug_31_states_after_a_million_tokens(chunked: bool) -> None:
+    errors, size = drift([5_000, 50_000, 500_000, 1_000_000], chunked)
     assert size > 0.1 and max(errors) < 1e-5, errors
 
 
@@ -154,7 +169,7 @@ def test_bug_42_inputs_are_unchanged(op: Callable[..., Tensor]) -> None:
         assert torch.equal(given[n], x), n
 
 
-@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda", "prefill", "decode"])
+@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda", "prefill", pytest.param("decode", marks=on_cuda)])
 def test_bug_44_scale_is_used(name: str) -> None:
     """Doubling it doubles o (exactly: a power of two) and leaves states alone; the default is K^-0.5."""
     p = make(1, 70, 1, 2, 36, 24, v_first=True)
@@ -205,6 +220,7 @@ def test_bug_24_no_state_after_a_call_with_one() -> None:
     assert_close({n: x.double() for n, x in first.items()}, again)
 
 
+@on_cuda
 def test_bug_32_quantised_states_are_refused() -> None:
     """An int8 state without error feedback ruins a model; there is none here, and none is taken for something else."""
     p = make(1, 5, v_first=True).having(initial_state=None)

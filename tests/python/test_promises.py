@@ -156,6 +156,7 @@ def test_chunk_split_invariance(function: Callable[..., Any], split: int) -> Non
     assert same_bits(torch.cat([o1, o2], 1), o) and same_bits(state, final_state)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_of_many_tokens_is_token_by_token(v_first: bool, dtype: torch.dtype) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,9 +11,19 @@ import pytest
 import torch
 
 import kda
-from support import Problem, Tensor, assert_close, cpu_implementations, make, oracle, reference, same_bits
+from support import (
+    Problem,
+    Tensor,
+    assert_close,
+    cpu_implementations,
+    far_memory,
+    make,
+    oracle,
+    reference,
+    same_bits,
+)
 
-OPS = [kda.prefill, kda.decode]
+OPS = [kda.prefill, pytest.param(kda.decode, marks=pytest.mark.cuda)]
 both = pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
 NAN = float("nan")
 
@@ -230,11 +239,7 @@ def test_workspace_of_bytes() -> None:
 @both
 def test_pool_beyond_2_31_elements(op: Callable[..., Tensor]) -> None:
     stride, wrapped = 2**30 + 2048, 4096  # slot 2 begins at element 2^31 + 4096: where would 32 bits end up?
-    try:  # address space only: pages that nobody touches take no memory
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        memory = torch.frombuffer(mmap.mmap(-1, 4 * (2 * stride + 2**20), flags=flags), dtype=torch.float32)
-    except (OSError, ValueError, MemoryError) as e:
-        pytest.skip(f"no 8 GiB of address space here: {e}")
+    memory = far_memory(2 * stride + 2**20)
     p, h0 = serving_problem([5, 70])
     pool = memory.as_strided((3, *h0.shape[1:]), (stride, *h0.stride()[1:]))
     pool[2], pool[0] = h0[0], h0[1]
@@ -269,7 +274,7 @@ def test_any_mix_of_lengths_is_each_alone(impl: str) -> None:
     assert_close({"o": expected_o, "final_state": expected_state}, {"o": o, "final_state": state})
 
 
-@pytest.mark.parametrize("op_name", ["prefill", "decode"])
+@pytest.mark.parametrize("op_name", ["prefill", pytest.param("decode", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("splits", [[64, 128], [64, 192], [1, 2], [63, 65], [17, 100, 101], [129]])
 def test_chunked_prefill(op_name: str, splits: list[int]) -> None:
     """At multiples of 64 bit for bit, and for the recurrence anywhere; elsewhere within the gates."""

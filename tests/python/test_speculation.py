@@ -27,6 +27,7 @@ from drafting import (
 )
 from support import Problem, Tensor, assert_close, same_bits, saturated, wild
 
+pytestmark = pytest.mark.cuda
 KINDS: dict[str, dict[str, Any]] = {
     "unbounded": {},
     "bounded_k_first": {"gate": "lower_bound", "v_first": False, "G": 4},

@@ -3,7 +3,6 @@ once, memory of any shape, NumPy, threads of the caller, torch.compile."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +23,7 @@ from drafting import (
     drafts,
     given,
     int32,
+    layout,
     near,
     random_trees,
     raw,
@@ -33,19 +33,30 @@ from drafting import (
     separate,
     tokens,
 )  # fmt: skip
-from support import Problem, Tensor, assert_close, same_bits
+from support import Problem, Tensor, assert_close, far_memory, same_bits
 
 # ---- the convolution in front ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SIZES: dict[str, dict[str, Any]] = {
+    "any": {},
+    "any_bf16": {"dtype": torch.bfloat16},
+    "large": {"K": 128, "V": 128},
+    "small_bf16": {"K": 64, "V": 64, "dtype": torch.bfloat16},
+    "large_f16": {"K": 128, "V": 64, "dtype": torch.float16},
+    "k_first": {"K": 30, "V": 70, "v_first": False},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(("W", "bias"), [(4, True), (3, False), (2, True)])
-@pytest.mark.parametrize("T", [1, 3, 7])
-def test_fused_convolution_is_the_one_in_front(dtype: torch.dtype, W: int, bias: bool, T: int) -> None:
-    like, h0 = drafts(T, dtype=dtype, H=2)
+@pytest.mark.parametrize("T", [1, 3, 7, 12])
+def test_fused_convolution_is_the_one_in_front(name: str, W: int, bias: bool, T: int) -> None:
+    like, h0 = drafts(T, H=2, **SIZES[name])
     (p, conv), (following, second) = (
         convolved(like, W, bias),
-        convolved(drafts(T, dtype=dtype, H=2, seed=1)[0], W, bias),
+        convolved(drafts(T, H=2, seed=1, **SIZES[name])[0], W, bias),
     )
     plain, state = h0.clone(), h0.clone()
     mtp = conv._replace(state=conv.state.clone())
@@ -61,7 +72,7 @@ def test_fused_convolution_is_the_one_in_front(dtype: torch.dtype, W: int, bias:
         state, pool, apart = h0.clone(), conv.state.clone(), conv._replace(x=second.x, state=conv.state.clone())
         fused_state, fused = h0.clone(), apart._replace(state=conv.state.clone())
         rows = {"conv_x": conv.x, "conv_state": apart.state, "conv_indices": conv.indices}
-        kda.flush_kvbuffer(state, a, alike(m), **rows)
+        kda.flush_kvbuffer(state, a, alike(m), **layout(p), **rows)
         assert same_bits(apart.state, rolled(conv, m)) and same_bits(pool, conv.state)
         ra, rb = records_for(like, T), records_for(like, T)
         o = kda.verify_kvbuffer(**raw(following), state=state, records=ra, conv=apart)
@@ -71,9 +82,11 @@ def test_fused_convolution_is_the_one_in_front(dtype: torch.dtype, W: int, bias:
         assert same_records(ra, rb)
 
 
-def test_fused_convolution_along_trees() -> None:
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["any", "large"])
+def test_fused_convolution_along_trees(name: str) -> None:
     T, W = 9, 4
-    like, h0 = drafts(T)
+    like, h0 = drafts(T, **SIZES[name])
     p, conv = convolved(like, W, True)
     parents, records = random_trees(REQUESTS, T, 3), records_for(like, T)
     o = kda.verify_kvbuffer(**raw(p), state=h0, records=records, conv=conv, parents=parents)
@@ -96,6 +109,7 @@ def test_fused_convolution_along_trees() -> None:
 # ---- decode_mtp: where states come from and go to ----
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("v_first", [True, False])
 def test_states_of_decode_mtp(dtype: torch.dtype, v_first: bool) -> None:
@@ -146,6 +160,7 @@ def test_states_of_decode_mtp(dtype: torch.dtype, v_first: bool) -> None:
 # ---- all layers ----
 
 
+@pytest.mark.cuda
 def test_all_layers_are_a_loop_over_layers() -> None:
     layers, T = 5, 4
     p, h0 = drafts(T)
@@ -171,6 +186,7 @@ def test_all_layers_are_a_loop_over_layers() -> None:
 # ---- memory ----
 
 
+@pytest.mark.cuda
 def test_slices_and_inputs() -> None:
     """Slices of wider rows, before, between and after which nobody reads or writes; inputs stay as they are."""
     p, h0 = drafts(3, dtype=torch.bfloat16, K=17, V=5)
@@ -213,14 +229,6 @@ def test_slots_beyond_2_31_elements() -> None:
     assert same_bits(pool[2], state[0]) and not pool[:2].any()
 
 
-def far_memory(size: int) -> Tensor:
-    try:  # pages that nobody touches take no memory
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        return torch.frombuffer(mmap.mmap(-1, 4 * size, flags=flags), dtype=torch.float32)
-    except (OSError, ValueError, MemoryError) as e:
-        pytest.skip(f"not enough address space here: {e}")
-
-
 def arrays(x: Any) -> Any:
     """NumPy instead of torch."""
     if isinstance(x, tuple):
@@ -254,6 +262,7 @@ def test_numpy(change: Callable[[Any], Any]) -> None:
         assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(("N", "T"), [(0, 3), (3, 0), (3, 3)])
 def test_nothing_to_do(N: int, T: int) -> None:
     """No requests, none with tokens, none with anything accepted."""
@@ -273,6 +282,7 @@ def test_nothing_to_do(N: int, T: int) -> None:
     assert same_bits(pool, h0) and all(x.isnan().all() for x in (*a[:3], *b[:3]))
 
 
+@pytest.mark.cuda
 def test_new_values_in_the_same_metadata() -> None:
     """Nothing is remembered of an array but what it holds now."""
     p, h0 = drafts(4)

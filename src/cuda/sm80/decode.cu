@@ -15,6 +15,7 @@
 // and T tokens are T calls of one.
 #include "cuda/cuda.h"
 #include "cuda/device.h"
+#include "cuda/front.h"
 #include "cuda/launch.h"
 
 namespace kda::cuda {
@@ -66,9 +67,11 @@ __device__ void apply_token(const Prepared<kElements>& x, float beta, float qk, 
 
 // What a call moves: h0 and hT by slot, snapshots by slot or (`layer` is a sequence) by row.
 struct States {
+  Slots slots;
   View h0, hT, snapshots;
   explicit States(const kda_decode_args& a)
-      : h0(view_of(a.states.h0)),
+      : slots(a.states.state_indices, a.states.first_valid_slot, a.states.h0.shape[0]),
+        h0(view_of(a.states.h0)),
         hT(view_of(a.states.hT)),
         snapshots(view_of(a.snapshots, present(a.snapshots) ? a.snapshots.ndim - 4 : 0)) {}
 };
@@ -77,10 +80,10 @@ struct States {
 constexpr int blocks_of(bool plain, int elements, int rows) {
   if (elements * rows > 32) return 1;
   if (!plain) return elements == 32 || rows == 2 ? 2 : 4;
-  return rows == 4 || elements == 32 ? 4 : 5;
+  return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-// kPlain: neither snapshots nor a start from one.
+// kPlain: neither snapshots, nor a start from one, nor a convolution in front.
 template <bool kWide, bool kPlain, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
     decode_kernel(const __grid_constant__ DecodeProblem p, const __grid_constant__ Tokens x,
@@ -118,8 +121,38 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
     for (int row = 0; row < kRows; ++row)
       values[row] = row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : x.v.size()), x.v.dtype) : 0;
   };
-  const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
-  if (!p.varlen) locate(at.n, 0);
+  const auto fetch = [&](const Sequence& s, int64_t t) {
+    if constexpr (!kPlain) {
+      if (present(a.conv.x)) {
+        const FrontChannels first(p, at.h, at.hv);
+        const int64_t slot = slot_of(a.conv.indices, s.n);
+        const auto value = [&](int64_t d) { return front_value(a.conv, {}, s, slot, t, d); };
+        x.narrow ? keys.template fetch_gate<true>(x) : keys.template fetch_gate<false>(x);
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          const int c = keys.channel(i);
+          keys.take(i, c < x.K ? value(first.q + c) : 0.0f, c < x.K ? value(first.k + c) : 0.0f);
+        }
+#pragma unroll
+        for (int row = 0; row < kRows; ++row)
+          values[row] = row < columns ? __float_as_uint(value(first.v + v0 + row)) : 0;
+        return;
+      }
+    }
+    x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>();
+  };
+  if (!p.varlen && at.n < p.N) {
+    locate(at.n, 0);
+    if (kPlain && kWide && at.in_first_wave(blocks)) {
+      keys.expect(x);
+      if (threadIdx.x == 0) prefetch(from_v);
+      const int32_t slot = threadIdx.x == 0 && states.h0.data ? states.slots.peek(at.n) : -1;
+      if (slot >= 0) {
+        const Rows<kWide> rows(states.h0, layout, static_cast<unsigned>(slot), at.hv, static_cast<unsigned>(v0));
+        prefetch(rows.first, min(static_cast<uint64_t>(p.V) - v0, static_cast<uint64_t>(kTile<kRows>)) * rows.row);
+      }
+    }
+  }
   wait_for_stream();
   if (at.layer) return;  // the grid's last rows
   if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
@@ -127,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
   Sequence s = sequence_at(p, a.in, at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
   if (p.varlen) locate(b, t0);
-  if (s.length > 0) fetch();
+  if (s.length > 0) fetch(s, 0);
   find_states(p, s, slot);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
@@ -149,9 +182,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
     if (there && snapshots.slots) load(states.h0, row, 0);
     if (there && !snapshots.slots) load(states.snapshots, row, at.n);
   }
+  let_next_start();
 
   for (unsigned t = 0; t < s.length; ++t) {
-    if (t) locate(b, t0 + t), fetch();
+    if (t) locate(b, t0 + t), fetch(s, t);
     // Its barrier: the last token's keys are no longer read, either.
     keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
     prepared.template store<decltype(keys), kPerThread>(keys);
@@ -170,14 +204,19 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
   if (states.hT.data) store(states.hT, s.slot, 0);
 }
 
+bool plain(const DecodeProblem& p) {
+  return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
+}
+
 template <bool kWide, int kElements, int kRows>
 void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
   const dim3 grid = Blocks::grid(p, tiles, 1);
-  const Blocks blocks(p, tiles);
+  const int at_once = blocks_of(true, kElements, kRows) * multiprocessors(p.args.exec.device_id);
+  const Blocks blocks(p, tiles, static_cast<unsigned>(at_once));
   const Tokens tokens(p, p.args.in, p.args.o);
   const States states(p.args);
-  if (!present(p.args.snapshots) && !present(p.args.accepted))
+  if (plain(p))
     launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
   else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
 }
@@ -185,11 +224,12 @@ void launch_direct(const DecodeProblem& p) {
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
 // every channel.
 template <bool kWide>
-void launch_direct(const DecodeProblem& p, bool few) {
+void launch_direct(const DecodeProblem& p) {
+  const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 5 * multiprocessors(p.args.exec.device_id);
   constexpr int kManyOfLargest = kWide ? 2 : 1;
   if (p.K <= 64) few ? launch_direct<kWide, 8, 1>(p) : launch_direct<kWide, 8, 4>(p);
-  else if (p.K <= 128) few ? launch_direct<kWide, 16, 1>(p) : launch_direct<kWide, 16, 2>(p);
-  else few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, kManyOfLargest>(p);
+  else if (p.K > 128) few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, kManyOfLargest>(p);
+  else few ? launch_direct<kWide, 16, 1>(p) : launch_direct<kWide, 16, 2>(p);
 }
 
 // ---- a head a block ----
@@ -255,6 +295,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         }
     };
     load(0, S[0]);
+    let_next_start();
     if (!first) locate(b, t0 + t), fetch();
     if (s.length > 0) {
       // Its barrier: the last token is no longer read.
@@ -303,7 +344,6 @@ const char* decode_why_not(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
   if (const char* reason = device_why_not(a.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
-  if (present(a.conv.x)) return "has no fused convolution";
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT})) return reason;
   if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
@@ -314,9 +354,9 @@ void decode(const DecodeProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const kda_decode_args& a = p.args;
-  const bool few = p.N * p.HV * p.V < int64_t{128} * multiprocessors(a.exec.device_id);
-  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<true>(p, few);
-  else launch_direct<false>(p, few);
+  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<true>(p);
+  else launch_direct<false>(p);
+  roll_convolution(p);
 }
 
 const char* decode_sweep_why_not(const DecodeProblem& p) {
@@ -324,6 +364,7 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
   const kda_states& states = a.states;
   if (const char* reason = decode_why_not(p)) return reason;
   if (present(a.snapshots) || present(a.accepted)) return "has no snapshots";
+  if (present(a.conv.x)) return "has no convolution in front";
   if ((p.K != 64 && p.K != 128) || p.V % 64 || !wide_rows(p, a.in.state_layout, {&states.h0, &states.hT}))
     return "takes V-first states of K = 64 or 128 and V a multiple of 64";
   if (present(states.h0) && present(states.hT) && states.h0.dtype != states.hT.dtype)

@@ -31,16 +31,21 @@ struct RecordViews {
 struct Parts {
   View h0, hT;                // hT: absent where the state is only read
   RecordViews records, last;  // of this round and of the last one
+  Slots slots, last_slots;    // of states, and of the entries to apply
   Tokens tokens;
   int32_t layout, layers;
   int room;  // drafts that shared memory has room for
 
-  explicit Parts(const VerifyProblem& p) : Parts(p, p.args.states.h0, {}, p.args.records, p.args.records) {}
+  explicit Parts(const VerifyProblem& p) : Parts(p, p.args.states, p.args.records, p.args.records) {}
   explicit Parts(const FlushProblem& p)
-      : Parts(p, p.args.state, p.args.state, p.args.records, p.args.records, p.args.state.ndim - 4) {}
+      : Parts(p,
+              {.h0 = p.args.state,
+               .hT = p.args.state,
+               .state_indices = p.args.state_indices,
+               .first_valid_slot = p.args.first_valid_slot},
+              p.args.records, p.args.records, p.args.state.ndim - 4) {}
   explicit Parts(const FlushVerifyProblem& p)
-      : Parts(p, p.args.states.h0, p.args.states.hT, p.args.records,
-              present(p.args.records.ring_count) ? p.args.records : p.args.last) {}
+      : Parts(p, p.args.states, p.args.records, present(p.args.records.ring_count) ? p.args.records : p.args.last) {}
 
  private:
   static Tokens tokens_of(const FlushProblem& p) { return Tokens(p, {}, {}); }
@@ -49,17 +54,19 @@ struct Parts {
     return Tokens(p, p.args.in, p.args.o);
   }
   template <class P>
-  Parts(const P& p, const kda_tensor& h0, const kda_tensor& hT, const kda_records& records, const kda_records& last,
-        int lead = 0)
-      : h0(view_of(h0, lead)),
-        hT(view_of(hT, lead)),
+  Parts(const P& p, const kda_states& states, const kda_records& records, const kda_records& last, int lead = 0)
+      : h0(view_of(states.h0, lead)),
+        hT(kFlushes<P> ? view_of(states.hT, lead) : View{}),
         records(records, lead),
         last(last, lead),
+        slots(states.state_indices, states.first_valid_slot, states.h0.shape[lead]),
+        last_slots(last.indices, 0, present(last.u) ? last.u.shape[lead] : 0),
         tokens(tokens_of(p)),
         layout(layout_of(p)),
         layers(static_cast<int32_t>(layers_of(p))) {
     const int64_t entries = present(records.u) ? records.u.shape[1 + lead] : kMaxDrafts;
-    room = kVerifies<P> ? static_cast<int>(std::min({p.T, kMaxDrafts, entries})) : 0;
+    const int64_t tree = present(p.args.parents) ? p.args.parents.shape[1] : kMaxDrafts;
+    room = kVerifies<P> ? static_cast<int>(std::min({p.T, kMaxDrafts, entries, tree})) : 0;
   }
 };
 
@@ -106,13 +113,40 @@ __device__ Before before_drafts(const Parts& x, const Place& at, const Request& 
   return b;
 }
 
+// Hints where a block's columns of a state, and entries to apply, are likely to be.
+template <class P, int kThreads>
+__device__ void expect_states(const Parts& x, const Place& at, unsigned columns, int entries, int K) {
+  const int state = threadIdx.x == kThreads - 1 && x.h0.data ? x.slots.peek(at.n) : -1;
+  if (state >= 0)
+    prefetch(x.h0.at(static_cast<unsigned>(state), at.hv, at.tile * columns) + at.layer * x.h0.layer,
+             columns * static_cast<uint64_t>(x.h0.stride2));
+  if (kFlushes<P> && threadIdx.x < entries) {
+    const int slot = x.last_slots.peek(at.n);
+    if (slot < 0) return;
+    const Entries last(x.last, at, slot, at.tile * columns);
+    const int entry = static_cast<int>(threadIdx.x);
+    prefetch(&last.u_at(entry, 0)), prefetch(&last.k_at(entry, 0), K * 4), prefetch(&last.alpha_at(entry, 0), K * 4);
+  }
+}
+
+inline const kda_tensor& state_of(const FlushProblem& p) { return p.args.state; }
 template <class P>
-const char* parts_why_not(const P& p, std::initializer_list<const kda_records*> records, const kda_tensor& state) {
-  const int lead = std::max(state.ndim - 4, 0);
-  if (const char* reason = view_why_not({&state}, lead)) return reason;
-  for (const kda_records* r : records)
-    if (const char* reason = view_why_not({&r->u, &r->k, &r->alpha}, lead)) return reason;
-  if constexpr (kVerifies<P>) return Tokens::why_not(p.args.in, p.args.o);
+const kda_tensor& state_of(const P& p) {
+  return p.args.states.h0;
+}
+
+// Why no kernel takes the call, or nullptr.
+template <class P>
+const char* parts_why_not(const P& p) {
+  const auto& a = p.args;
+  if (const char* reason = device_why_not(a.exec)) return reason;
+  if (has_f64(p)) return "float64 runs on `reference` only";
+  const int lead = std::max(state_of(p).ndim - 4, 0);
+  if (const char* reason = view_why_not({&state_of(p), &a.records.u, &a.records.k, &a.records.alpha}, lead))
+    return reason;
+  if constexpr (kFlushes<P> && kVerifies<P>)
+    if (const char* reason = view_why_not({&a.last.u, &a.last.k, &a.last.alpha})) return reason;
+  if constexpr (kVerifies<P>) return Tokens::why_not(a.in, a.o);
   return nullptr;
 }
 

@@ -9,6 +9,7 @@
 // and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request depend on nothing
 // else in the call, and flush_verify has those of flush, then verify. What a ring holds committed but not applied, verify
 // applies in registers only.
+#include "cuda/front.h"
 #include "cuda/sm80/parts.h"
 
 namespace kda::cuda {
@@ -116,16 +117,38 @@ __device__ void flush_columns(const Before& b, int K, int columns, float (&S)[kR
   }
 }
 
+// What the convolution in front leaves of a draft.
+template <class P>
+__device__ float draft_value(const P& p, const Request& r, int t, int64_t d) {
+  return front_value(p.args.conv, p.args.parents, r.s, slot_of(p.args.conv.indices, r.s.n), t, d);
+}
+
 // The drafts' keys, decays, scores and decayed operands.
-template <int kElements>
-__device__ void prepare(const Tokens& x, const Request& r, const Place& at, int drafts, const Entries& record,
-                        bool recorded, bool record_k, const VerifyMemory& m, int room) {
+template <int kElements, class P>
+__device__ void prepare(const P& p, const Tokens& x, const Request& r, const Place& at, int drafts,
+                        const Entries& record, bool recorded, bool record_k, const VerifyMemory& m, int room) {
   constexpr int kK = kElements * 8, kPerLane = kElements / 4;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int t = warp; t < drafts; t += kThreads / 32) {
     TokenKeys<kPerLane, 32> key(lane);
-    key.locate(x, static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0 + t), at.hv, at.h),
-        key.template fetch<false>(x);
+    key.locate(x, static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0 + t), at.hv, at.h);
+    key.template fetch_gate<false>(x);
+    if (present(p.args.conv.x)) {
+      const FrontChannels first(p, at.h, at.hv);
+      float *q = m.qG + t * kK, *k = m.k + t * kK;  // on their way
+#pragma unroll 1
+      for (int c = lane; c < x.K; c += 32) {
+        q[c] = draft_value(p, r, t, first.q + c);
+        k[c] = draft_value(p, r, t, first.k + c);
+      }
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {  // a lane reads what it wrote
+        const int c = key.channel(i);
+        key.take(i, c < x.K ? q[c] : 0.0f, c < x.K ? k[c] : 0.0f);
+      }
+    } else {
+      key.template fetch_keys<false>(x);
+    }
     key.activate(x, warp_sums);
     const int entry = recorded ? r.verify.entry(r.verify.token(t)) : 0;
 #pragma unroll
@@ -225,12 +248,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile<kRows>),
                      v = at.tile * kTile<kRows> + i % kTile<kRows>;
       const char* from = tokens.v.at(static_cast<unsigned>(r.s.b), t, at.hv) + v * tokens.v.size();
-      m.v[i] = value_of(tokens.v.dtype, v < p.V ? load_raw<false>(from, tokens.v.dtype) : 0);
+      if (present(p.args.conv.x))
+        m.v[i] = v < p.V ? draft_value(p, r, i / kTile<kRows>, FrontChannels(p, at.h, at.hv).v + v) : 0.0f;
+      else m.v[i] = value_of(tokens.v.dtype, v < p.V ? load_raw<false>(from, tokens.v.dtype) : 0);
     }
     Entries record;
     if (r.slot >= 0) record = Entries(x.records, at, r.slot, static_cast<unsigned>(v0));
-    prepare<kElements>(tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0, at.h * blocks.group.divisor == at.hv,
-                       m, x.room);
+    prepare<kElements>(p, tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0,
+                       at.h * blocks.group.divisor == at.hv, m, x.room);
     for (int t = 0; t < drafts; ++t) {
       const int own = t * kTile<kRows> + first_row<kRows>();
       float u[kRows], out[kRows];
@@ -280,7 +305,7 @@ void launch_sized(const P& p) {
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
 template <class P>
-void launch_all(const P& p, std::initializer_list<const kda_tensor*> states) {
+void launch_all(const P& p) {
   if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const bool few = layers_of(p) * p.N * p.HV * p.V < int64_t{128} * multiprocessors(p.args.exec.device_id);
@@ -289,17 +314,13 @@ void launch_all(const P& p, std::initializer_list<const kda_tensor*> states) {
     else if (p.K <= 128) few ? launch_sized<kWide, 16, 1>(p) : launch_sized<kWide, 16, 2>(p);
     else few ? launch_sized<kWide, 32, 1>(p) : launch_sized<kWide, 32, 2>(p);
   };
-  if (wide_rows(p, layout_of(p), states)) sized.template operator()<true>();
+  if (wide_rows(p, layout_of(p), {&state_of(p)})) sized.template operator()<true>();
   else sized.template operator()<false>();
 }
 
 template <class P>
-const char* why_not(const P& p, const kda_tensor& conv_x, const kda_tensor& state,
-                    std::initializer_list<const kda_records*> records) {
-  if (const char* reason = device_why_not(p.args.exec)) return reason;
-  if (has_f64(p)) return "float64 runs on `reference` only";
-  if (present(conv_x)) return "has no fused convolution";
-  if (const char* reason = parts_why_not(p, records, state)) return reason;
+const char* why_not(const P& p) {
+  if (const char* reason = parts_why_not(p)) return reason;
   return grid_why_not(p, (p.V + 15) / 16, layers_of(p));
 }
 
@@ -312,20 +333,18 @@ void store_cursors(const FlushVerifyProblem& p) {
   launch<cursor_kernel>(p.args.exec, dim3(static_cast<unsigned>((p.N + kWidth - 1) / kWidth)), kWidth, 0, p);
 }
 
-const char* speculation_why_not(const VerifyProblem& p) {
-  return why_not(p, p.args.conv.x, p.args.states.h0, {&p.args.records});
-}
-const char* speculation_why_not(const FlushProblem& p) {
-  return why_not(p, p.args.conv_x, p.args.state, {&p.args.records});
-}
-const char* speculation_why_not(const FlushVerifyProblem& p) {
-  return why_not(p, p.args.conv.x, p.args.states.h0, {&p.args.records, &p.args.last});
-}
+const char* speculation_why_not(const VerifyProblem& p) { return why_not(p); }
+const char* speculation_why_not(const FlushProblem& p) { return why_not(p); }
+const char* speculation_why_not(const FlushVerifyProblem& p) { return why_not(p); }
 
-void verify(const VerifyProblem& p) { launch_all(p, {&p.args.states.h0}); }
-void flush(const FlushProblem& p) { launch_all(p, {&p.args.state}); }
+void verify(const VerifyProblem& p) { launch_all(p); }
+void flush(const FlushProblem& p) {
+  launch_all(p);
+  roll_convolution(p);
+}
 void flush_verify(const FlushVerifyProblem& p) {
-  launch_all(p, {&p.args.states.h0});
+  roll_convolution(p);
+  launch_all(p);
   store_cursors(p);
 }
 

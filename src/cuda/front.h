@@ -1,0 +1,150 @@
+// The convolution in front of decode and drafts (kda_conv_inputs), for kernels.
+#pragma once
+#include "cuda/conv.h"
+#include "cuda/launch.h"
+
+namespace kda::cuda {
+
+// Channels of a packed row: q heads, k heads, v heads.
+struct FrontChannels {
+  int64_t q, k, v;  // the first of a head
+  __device__ FrontChannels(const Dims& d, unsigned h, unsigned hv)
+      : q(h * d.K), k((d.H + h) * d.K), v(2 * d.H * d.K + hv * d.V) {}
+};
+
+// What kda_conv in front would have left: of one token and channel.
+__device__ inline float front_value(const kda_conv_inputs& conv, const kda_tensor& parents, const Sequence& s,
+                                    int64_t slot, int64_t token, int64_t d) {
+  const int64_t W = conv.weight.shape[1];
+  ConvWeights<1> weights;
+  ConvTaps taps;
+  weights.fetch(conv.weight, conv.bias, d);
+  taps.fetch(conv.x, conv.state, rows_until(parents, W - 1, s.n, token + W - 1, W), s, slot, d);
+  return convolved(conv, weights, taps);
+}
+
+// Of tokens of a chain, at most kMax, four channels from d on: for rows and a state of 16 bits that four_wide_front().
+template <int kMax>
+struct FrontFour {
+  ConvWeights<4> weights;
+  uint2 past[kPast], before[kPast], rows[kMax];
+
+  // Asks for everything that tokens first .. first + tokens - 1 need.
+  __device__ void fetch(const kda_conv_inputs& conv, const Sequence& s, int64_t slot, int first, int tokens,
+                        int64_t d) {
+    weights.fetch(conv.weight, conv.bias, d);
+    const auto load = [](const kda_tensor& t, int64_t at) {
+      return *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
+    };
+    const bool stored = slot >= 0 && slot < conv.state.shape[0] && first < kPast;
+    const int64_t at = stored ? place_of(conv.state, slot, d, 0) : 0, step = entry_step(conv.state);
+    const int64_t row = place_of(conv.x, s.b, s.t0 + first, d);
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) {
+      past[j] = stored ? load(conv.state, at + j * step) : uint2{};
+      if (j < first) before[j] = load(conv.x, row - (j + 1) * conv.x.stride[1]);
+    }
+#pragma unroll
+    for (int t = 0; t < kMax; ++t)
+      if (t < tokens) rows[t] = load(conv.x, row + t * conv.x.stride[1]);
+  }
+  // z of token first + t goes to `to` + t step.
+  __device__ void values(const kda_conv_inputs& conv, int first, int tokens, float* to, int step) const {
+    float w[kTaps][4], bias[4], window[kPast][4];
+    weights.values(conv.weight, conv.bias, w, bias);
+    past_of(conv.state, past, window);
+    const auto roll = [&](const uint2& row, auto&& each) {
+      const float4 x = values_of(conv.x.dtype, row);
+      const float four[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        each(i, four[i]);
+        window[0][i] = window[1][i], window[1][i] = window[2][i], window[2][i] = four[i];
+      }
+    };
+#pragma unroll
+    for (int j = kPast - 1; j >= 0; --j)
+      if (j < first) roll(before[j], [](int, float) {});
+#pragma unroll
+    for (int t = 0; t < kMax; ++t, to += step) {
+      if (t >= tokens) break;
+      float z[4];
+      roll(rows[t], [&](int i, float x) {
+        const float taps[kTaps] = {w[0][i], w[1][i], w[2][i], w[3][i]};
+        const float xx[kTaps] = {window[0][i], window[1][i], window[2][i], x};
+        z[i] = rounded(conv.x.dtype, convolve(taps, bias[i], xx, 0, true));
+      });
+      *reinterpret_cast<float4*>(to) = {z[0], z[1], z[2], z[3]};
+    }
+  }
+};
+inline bool four_wide_front(const kda_conv_inputs& conv) {
+  return conv.x.dtype != KDA_F32 && conv.state.dtype != KDA_F32 && four_wide_weights(conv.weight, conv.bias) &&
+         four_wide_rows(conv.x) && four_wide_state(conv.state);
+}
+
+// The convolution in front of all drafts of a block, in shared memory (in floats): q and k of draft t at keys + t stride,
+// its values at v + t columns.
+struct FrontMemory {
+  bool given, by_four;
+  int keys, stride, v, columns;
+
+  FrontMemory(const kda_conv_inputs& conv, bool tree, int keys, int stride, int v, int columns)
+      : given(present(conv.x)),
+        by_four(given && !tree && four_wide_front(conv)),
+        keys(keys),
+        stride(stride),
+        v(v),
+        columns(columns) {}
+};
+// A thread has four channels, if they can be had so, and some of the drafts.
+template <int kThreads, int kK, int kMaxDrafts>
+class FrontDrafts {
+  static constexpr int kGroups = (2 * kK + 128) / 4;  // of channels, in a block of 128 columns or fewer
+  static constexpr int kParts = kThreads / kGroups, kMost = (kMaxDrafts + kParts - 1) / kParts;
+
+ public:
+  __device__ explicit FrontDrafts(const FrontMemory& m) : m_(m) {}
+  // Asks for what lies in memory.
+  template <class P>
+  __device__ void fetch(const P& p, const Place& at, const Sequence& s, int T, unsigned v0) {
+    if (!m_.by_four || !has_some(T)) return;
+    four_.fetch(p.args.conv, s, slot_of(p.args.conv.indices, s.n), first(), tokens(T), channel(p, at, own(), v0));
+  }
+  template <class P>
+  __device__ void values(const P& p, const Place& at, const Sequence& s, int T, unsigned v0, float* shared) const {
+    const auto place = [&](int t, int c) {
+      return shared + (c < 2 * kK ? m_.keys + t * m_.stride + c : m_.v + t * m_.columns + (c - 2 * kK));
+    };
+    if (m_.by_four) {
+      const int step = own() < 2 * kK ? m_.stride : m_.columns;
+      if (has_some(T)) four_.values(p.args.conv, first(), tokens(T), place(first(), own()), step);
+      return;
+    }
+    const int64_t slot = slot_of(p.args.conv.indices, s.n);
+    for (int t = 0; t < T; ++t)
+      for (int c = static_cast<int>(threadIdx.x); c < 2 * kK + m_.columns; c += kThreads)
+        *place(t, c) = front_value(p.args.conv, p.args.parents, s, slot, t, channel(p, at, c, v0));
+  }
+
+ private:
+  __device__ static int64_t channel(const Dims& d, const Place& at, int c, unsigned v0) {
+    const FrontChannels first(d, at.h, at.hv);
+    return c < kK ? first.q + c : c < 2 * kK ? first.k + (c - kK) : first.v + v0 + (c - 2 * kK);
+  }
+  __device__ static int own() { return static_cast<int>(threadIdx.x) % kGroups * 4; }
+  __device__ static int first() { return static_cast<int>(threadIdx.x) / kGroups * kMost; }
+  __device__ static int tokens(int T) { return min(T - first(), kMost); }
+  __device__ bool has_some(int T) const { return own() < 2 * kK + m_.columns && first() < T; }
+
+  const FrontMemory& m_;
+  FrontFour<kMost> four_;
+};
+
+// Rolls the state on by the tokens of the call, or by accepted ones: a launch of its own, so that nobody reads the state
+// while it moves. Nothing happens in calls without a convolution.
+void roll_convolution(const DecodeProblem& p);
+void roll_convolution(const FlushProblem& p);
+void roll_convolution(const FlushVerifyProblem& p);
+
+}  // namespace kda::cuda

@@ -1,0 +1,90 @@
+// A state gets what is recorded: S <- f S, then S <- S + w_i u_i, oldest first; w_i = k_i decayed from i to the end, f the
+// decay of all (products in f64). Whichever kernel does it, the bits are the same.
+#pragma once
+#include "cuda/sm80/parts.h"
+#include "cuda/tile.h"
+
+namespace kda::cuda {
+
+// Where w, f and u are in shared memory, in floats.
+struct EntryMemory {
+  int columns, entries, w_stride;
+  int w, f, u, end;
+
+  // From `start` on, for `entries` at most and some value columns.
+  EntryMemory(int K, int columns, int entries, int start) : columns(columns), entries(entries), w_stride(K) {
+    w = (start + 3) / 4 * 4;     // [entries][K]
+    f = w + entries * w_stride;  // [K]
+    u = f + (entries ? K : 0);   // [entries][columns]
+    end = u + entries * columns;
+  }
+};
+
+// The next entries from w back, of a thread's channel.
+struct EntryChannel {
+  static constexpr int kAtOnce = 4;
+  float key[kAtOnce], alpha[kAtOnce];
+  int count = 0;
+
+  // Asks for them.
+  __device__ void fetch(const Before& b, int c, int& w) {
+    count = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      key[i] = 0, alpha[i] = 1;
+      if (w < 0) continue;
+      const int entry = b.window.entry(w);
+      key[i] = b.entries.k_at(entry, c), alpha[i] = b.entries.alpha_at(entry, c);
+      ++count, w = b.window.before(w);
+    }
+  }
+};
+
+// w_i of all entries from the newest back, and f: a thread a channel c, whose first entries are there and from w on are
+// not.
+__device__ inline void prepare_entries(const Before& b, EntryChannel& x, int w, int c, const EntryMemory& m,
+                                       float* shared) {
+  double product = 1;
+  float* to = shared + m.w + c;
+  for (;;) {
+#pragma unroll
+    for (int i = 0; i < x.kAtOnce; ++i, to += m.w_stride) {
+      if (i < x.count) *to = x.key[i] * static_cast<float>(product);
+      product *= x.alpha[i];
+    }
+    if (w < 0) break;
+    x.fetch(b, c, w);
+  }
+  shared[m.f + c] = static_cast<float>(product);
+}
+
+__device__ inline float4 operator*(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+__device__ inline float4 fma(float a, float4 b, float4 c) {
+  return {fmaf(a, b.x, c.x), fmaf(a, b.y, c.y), fmaf(a, b.z, c.z), fmaf(a, b.w, c.w)};
+}
+
+constexpr int64_t kMaxEntries = 64;  // that shared memory has room for
+
+// Most entries that a flush may find.
+inline int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
+inline int64_t entries_of(const VerifyProblem& p) { return ring_entries(p.args.records); }
+inline int64_t entries_of(const FlushProblem& p) {
+  return present(p.args.records.ring_count) ? p.R : std::min(p.R, p.T);
+}
+inline int64_t entries_of(const FlushVerifyProblem& p) {
+  const kda_flush_verify_args& a = p.args;
+  if (present(a.records.ring_count)) return ring_entries(a.records);
+  const int64_t R = a.last.u.shape[1];
+  return present(a.last_parents) ? std::min(R, a.last_parents.shape[1]) : R;
+}
+
+// Why the kernels for wide states do not take the call, or nullptr.
+template <class P>
+const char* wide_why_not(const P& p) {
+  if (const char* reason = parts_why_not(p)) return reason;
+  if (entries_of(p) > kMaxEntries) return "takes at most 64 recorded entries a request";
+  if (const char* reason = tile_why_not(p, layout_of(p), {&state_of(p)}, 64)) return reason;
+  return grid_why_not(p, p.V / 32, layers_of(p));
+}
+
+}  // namespace kda::cuda
