@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
 
 template <class State, int kK, int kMaxDrafts, int kWarps, class P>
 void launch_sized(const P& p, const Parts& x, int64_t entries) {
-  const int64_t heads = p.N * p.HV, enough = 2 * multiprocessors(p.args.exec.device_id);
+  const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(p.args.exec.device_id) / 2;
   int64_t columns = p.V % kMaxColumns ? 64 : kMaxColumns;
   while (columns > 32 && heads * (p.V / columns) < enough) columns /= 2;
   const int64_t tiles = p.V / columns;

@@ -1,8 +1,8 @@
 // Chains of few drafts (math.md 7), one after another from a state in registers, for sm_80 and newer, K = 64 or 128,
 // V-first. The shortest way from the state to the outputs, and the fewest instructions for up to about four drafts.
 //
-// A block takes 32 or 64 value columns of a head. Its warps activate a draft each while the state is on its way to
-// registers, eight lanes a column. Then each draft, in registers:
+// A block takes 32 to 128 value columns of a head. Its warps activate a draft each while the first of the state are on
+// their way to registers, eight lanes a column. Then each draft, in registers:
 //   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
 // and no barrier is needed any more. The last draft needs no new S. Records to apply come first, as in a flush: entries.h.
 //
@@ -17,7 +17,7 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMaxDrafts = kWarps;  // each has a warp
 template <int kRows>
-constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
+constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
 
 // What a draft needs, in shared memory.
 template <int kK>
@@ -107,7 +107,8 @@ struct BlockEntries {
 };
 
 template <int kK, int kColumns, int kRows>
-__device__ void apply_entries(const float* shared, const EntryMemory& m, int count, float (&S)[kRows][kK / kRowLanes]) {
+__device__ void apply_entries(const float* shared, const EntryMemory& m, int count, int column,
+                              float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
   for (int e = 0; e < kK / kRowLanes; e += 4) {
     const float4 f = load_four(shared + m.f + channel(e));
@@ -116,7 +117,7 @@ __device__ void apply_entries(const float* shared, const EntryMemory& m, int cou
       S[row][e] *= f.x, S[row][e + 1] *= f.y, S[row][e + 2] *= f.z, S[row][e + 3] *= f.w;
   }
   for (int i = count - 1; i >= 0; --i) {
-    const float *w = shared + m.w + i * kK, *u = shared + m.u + i * kColumns + first_row<kRows>();
+    const float *w = shared + m.w + i * kK, *u = shared + m.u + i * kColumns + column;
 #pragma unroll
     for (int e = 0; e < kK / kRowLanes; e += 4) {
       const float4 four = load_four(w + channel(e));
@@ -165,26 +166,27 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m, shared);
-  const unsigned v = v0 + static_cast<unsigned>(first_row<kRows>());
-  const Rows<true> state(x.h0, KDA_STATE_V_FIRST, static_cast<unsigned>(r.s.slot), at.hv, v, at.layer);
+  const int row0 = first_row<kRows>();
+  const Rows<true> state(x.h0, KDA_STATE_V_FIRST, static_cast<unsigned>(r.s.slot), at.hv,
+                         v0 + static_cast<unsigned>(row0), at.layer);
   float S[kRows][kK / kRowLanes];
   load_state<State, kK>(state, S);
   let_next_start();
   entries.prepare(m, shared);
   __syncthreads();  // w, f and u are in shared memory
-  apply_entries<kK, kColumns>(shared, m, entries.count, S);
+  apply_entries<kK, kColumns>(shared, m, entries.count, row0, S);
   store_state<State, kK>(state, S);
 }
 
 // ---- drafts ----
 
-template <class State, int kK, int kRows, class P>
+template <class State, int kK, int kRows, int kSteps, class P>
 __global__ void __launch_bounds__(kThreads, 4)
     recurrent_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks,
                      const Memory m) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
-  constexpr int kColumns = kTile<kRows>;
+  constexpr int kColumns = kTile<kRows> * kSteps;
   constexpr int kPerLane = kK / 32;
   constexpr int kValues = kMaxDrafts * kColumns / kThreads;  // of a thread
   const Tokens& tokens = x.tokens;
@@ -241,7 +243,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Four columns a thread leave no registers for what is on its way; two do, and few blocks had better not wait twice.
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
-  if (r.s.initial) load_state<State, kK>(rows_of(x.h0), S);
+  Rows<true> from = rows_of(x.h0);
+  if (r.s.initial) load_state<State, kK>(from, S);
   let_next_start();
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
@@ -279,42 +282,60 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
   __syncthreads();  // drafts, values, w and u are in shared memory
 
-  if (entries.count) {
-    apply_entries<kK, kColumns>(shared, m.entries, entries.count, S);
-    if constexpr (kFlushes<P>) {
-      if (before.apply) store_state<State, kK>(rows_of(x.hT), S);
-    }
-  }
-
   // Of the eight lanes of kRows columns the first four have u, the others o.
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number
-  const int own = lane % kRowLanes, column = row0 + own % 4 / kLanes;
+  const int own = lane % kRowLanes;
   const bool first = own % kLanes == 0;
-  char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * tokens.o.size();
-  char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&record.u_at(0, column)) : nullptr;
+  int column = row0 + own % 4 / kLanes;
 #pragma unroll 1
-  for (int t = 0; t < T; ++t, to_o += tokens.o.stride1) {
-    const float sum = products<kK, kRows>(prepared[t], S);
-    const float own_u = shared[m.factors + t] * (shared[m.v + t * kColumns + column] - sum);
-    const float u_of_o = __shfl_up_sync(kAll, own_u, 4, kRowLanes);
-    if (own >= 4 && first) store_element(to_o, tokens.o.dtype, fmaf(shared[m.factors + m.drafts + t], u_of_o, sum));
-    if (own < 4 && first && to_u)
-      *reinterpret_cast<float*>(to_u + static_cast<unsigned>(r.verify.entry(r.verify.token(t))) *
-                                           static_cast<uint64_t>(record.u_step)) = own_u;
-    if (t + 1 == T) break;
-    float u[kRows];
+  for (int step = 0;;) {
+    if (entries.count) {
+      apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kRows> + row0, S);
+      if constexpr (kFlushes<P>) {
+        Rows<true> to = rows_of(x.hT);
+        to.first += step * kTile<kRows> * static_cast<uint64_t>(to.row);
+        if (before.apply) store_state<State, kK>(to, S);
+      }
+    }
+    char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * tokens.o.size();
+    char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&record.u_at(0, column)) : nullptr;
+#pragma unroll 1
+    for (int t = 0; t < T; ++t, to_o += tokens.o.stride1) {
+      const float sum = products<kK, kRows>(prepared[t], S);
+      const float own_u = shared[m.factors + t] * (shared[m.v + t * kColumns + column] - sum);
+      const float u_of_o = __shfl_up_sync(kAll, own_u, 4, kRowLanes);
+      if (own >= 4 && first) store_element(to_o, tokens.o.dtype, fmaf(shared[m.factors + m.drafts + t], u_of_o, sum));
+      if (own < 4 && first && to_u)
+        *reinterpret_cast<float*>(to_u + static_cast<unsigned>(r.verify.entry(r.verify.token(t))) *
+                                             static_cast<uint64_t>(record.u_step)) = own_u;
+      if (t + 1 == T) break;
+      float u[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) u[row] = __shfl_sync(kAll, own_u, row * kLanes, kRowLanes);
-    update<kK, kRows>(prepared[t], u, S);
+      for (int row = 0; row < kRows; ++row) u[row] = __shfl_sync(kAll, own_u, row * kLanes, kRowLanes);
+      update<kK, kRows>(prepared[t], u, S);
+    }
+    if (++step == kSteps) break;
+    column += kTile<kRows>;
+    from.first += kTile<kRows> * static_cast<uint64_t>(from.row);
+    if (r.s.initial) load_state<State, kK>(from, S);
+    else
+#pragma unroll
+      for (auto& row : S)
+#pragma unroll
+        for (float& s : row) s = 0;
   }
 }
 
-// As many columns a block as leave no SM idle.
+// Columns of a block: as many as leave no SM idle. launch<State, kK, kRows, kSteps>()
 template <class P, class Launch>
 void by_size(const P& p, const Launch& launch) {
-  const bool few = layers_of(p) * p.N * p.HV * p.V < int64_t{96} * multiprocessors(p.args.exec.device_id);
+  const int64_t columns = layers_of(p) * p.N * p.HV * p.V, SMs = multiprocessors(p.args.exec.device_id);
+  const bool few = columns < 96 * SMs, many = p.V % 128 == 0 && columns >= 512 * SMs;
   const auto sized = [&]<class State, int kK>() {
-    few ? launch.template operator()<State, kK, 2>() : launch.template operator()<State, kK, 4>();
+    if (few) return launch.template operator()<State, kK, 2, 1>();
+    if constexpr (kVerifies<P>)  // which prepares drafts once for both steps; a flush had better be short
+      if (many) return launch.template operator()<State, kK, 4, 2>();
+    launch.template operator()<State, kK, 4, 1>();
   };
   const bool bf16 = state_of(p).dtype == KDA_BF16;
   if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();
@@ -327,13 +348,13 @@ void launch_recurrent(const P& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
-  by_size(p, [&]<class State, int kK, int kRows>() {
-    constexpr int kColumns = kTile<kRows>;
+  by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
+    constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
     const Memory m(kK, static_cast<int>(p.T), kColumns, static_cast<int>(entries_of(p)), p.args.conv);
-    launch<recurrent_kernel<State, kK, kRows, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                  m.entries.end * static_cast<int>(sizeof(float)), p, x,
-                                                  Blocks(p, tiles, at_once), m);
+    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
+                                                          m.entries.end * static_cast<int>(sizeof(float)), p, x,
+                                                          Blocks(p, tiles, at_once), m);
   });
 }
 
@@ -358,7 +379,7 @@ void flush_registers(const FlushProblem& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
-  by_size(p, [&]<class State, int kK, int kRows>() {
+  by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows>;
     const int64_t tiles = p.V / kColumns;
     const EntryMemory m(kK, kColumns, static_cast<int>(entries_of(p)), 0);
