@@ -162,7 +162,7 @@ struct TokenKeys {
   float q[kPerThread], k[kPerThread], alpha[kPerThread];
   float beta, qk;
 
-  __device__ explicit TokenKeys(int first) : first_(first) {}
+  __device__ explicit TokenKeys(int first = static_cast<int>(threadIdx.x) % kThreads) : first_(first) {}
   __device__ int channel(int i) const { return first_ + i * kThreads; }
 
   // Addresses only.
@@ -201,14 +201,27 @@ struct TokenKeys {
   }
   template <bool kNarrow>
   __device__ void fetch_gate(const Tokens& x) {
+    fetch_gate_input<kNarrow>(x), fetch_parameters(x);
+  }
+  template <bool kNarrow>
+  __device__ void fetch_gate_input(const Tokens& x) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) raw_g_[i] = channel(i) < x.K ? element<kNarrow>(from_g_, i, x.g) : 0;
+    raw_beta_ = element<kNarrow>(from_beta_, 0, x.beta);
+  }
+  // A_log and dt_bias, which all tokens of a head share.
+  __device__ void fetch_parameters(const Tokens& x) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const bool real = channel(i) < x.K;
-      raw_g_[i] = real ? element<kNarrow>(from_g_, i, x.g) : 0;
-      bias_[i] = real && x.bias.data ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
+      const bool real = channel(i) < x.K && x.bias.data;
+      bias_[i] = real ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
     }
     A_log_ = x.A_log.data ? *reinterpret_cast<const float*>(from_A_) : 0.0f;
-    raw_beta_ = element<kNarrow>(from_beta_, 0, x.beta);
+  }
+  __device__ void take_parameters(const TokenKeys& other) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) bias_[i] = other.bias_[i];
+    A_log_ = other.A_log_;
   }
   // From the convolution in front: of register i.
   __device__ void take(int i, float q, float k) { raw_q_[i] = __float_as_uint(q), raw_k_[i] = __float_as_uint(k); }
@@ -216,20 +229,26 @@ struct TokenKeys {
   // sum: over the threads that share the token.
   template <class Sum>
   __device__ void activate(const Tokens& x, const Sum& sum) {
-    const float rate = expf(A_log_);
-    Products products{};
+    finish(x, sum(products(x)));
+  }
+  // Its halves: this thread's share of the products, and the rest.
+  __device__ Products products(const Tokens& x) {
+    Products mine{};
+    rate_ = expf(A_log_);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       q[i] = value_of(x.q.dtype, raw_q_[i]), k[i] = value_of(x.k.dtype, raw_k_[i]);
-      products.qq = fmaf(q[i], q[i], products.qq), products.kk = fmaf(k[i], k[i], products.kk);
-      products.qk = fmaf(q[i], k[i], products.qk);
+      mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
+      mine.qk = fmaf(q[i], k[i], mine.qk);
     }
-    const Products all = sum(products);
+    return mine;
+  }
+  __device__ void finish(const Tokens& x, const Products& all) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       float g = value_of(x.g.dtype, raw_g_[i]) + bias_[i];
-      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
-      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * g);
+      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate_ * softplus(g);
+      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate_ * g);
       alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
     beta = activated_beta(x.beta_form, value_of(x.beta.dtype, raw_beta_));
@@ -248,7 +267,7 @@ struct TokenKeys {
   int first_;
   const char *from_q_, *from_k_, *from_g_, *from_beta_, *from_bias_, *from_A_;
   unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
-  float bias_[kPerThread], A_log_;
+  float bias_[kPerThread], A_log_, rate_;
 };
 
 // Slots of a pool by request, as far as hints need to know.

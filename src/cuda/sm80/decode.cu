@@ -1,10 +1,8 @@
-// Decode: the token recurrence over a state pool, for sm_80 and newer, in two shapes.
+// Decode: the token recurrence (recurrence.h) over a state pool, for sm_80 and newer, in two shapes.
 //
 // Bytes: the state is read once and written once a call, 128 KiB a head at K = V = 128 in f32; everything else is about
 // 1 KB a token. A block takes some value columns of a head, eight lanes a column, and activates q, k and the gate, a thread
-// a channel, while its part of the state is on its way. With the decay folded into the vectors, one pass gives both
-// products:
-//   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
+// a channel, while its part of the state is on its way.
 //
 // `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
 // flight before anything is waited for. The shortest way for small calls.
@@ -17,53 +15,12 @@
 #include "cuda/device.h"
 #include "cuda/front.h"
 #include "cuda/launch.h"
+#include "cuda/sm80/recurrence.h"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-template <int kRows>
-constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
-
-template <int kElements>
-struct alignas(16) Prepared {
-  float alpha[kElements * 8], k[kElements * 8], alpha_k[kElements * 8], alpha_q[kElements * 8];
-
-  template <class Keys, int kPerThread>
-  __device__ void store(const Keys& keys) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int c = keys.channel(i);
-      if (c >= kElements * 8) continue;
-      alpha[c] = keys.alpha[i], k[c] = keys.k[i];
-      alpha_k[c] = keys.alpha[i] * keys.k[i], alpha_q[c] = keys.alpha[i] * keys.q[i];
-    }
-  }
-};
-
-// One token in kRows columns of a thread: returns o, in all lanes of a column.
-template <int kElements, int kRows>
-__device__ void apply_token(const Prepared<kElements>& x, float beta, float qk, const float (&v)[kRows],
-                            float (&S)[kRows][kElements], float (&o)[kRows]) {
-  float u[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    const float read = sum_over<kRowLanes>(dot(S[row], x.alpha_k)), out = sum_over<kRowLanes>(dot(S[row], x.alpha_q));
-    u[row] = beta * (v[row] - read);
-    o[row] = fmaf(qk, u[row], out);
-  }
-#pragma unroll
-  for (int e = 0; e < kElements; e += 4) {
-    const float4 alpha = *reinterpret_cast<const float4*>(x.alpha + channel(e));
-    const float4 k = *reinterpret_cast<const float4*>(x.k + channel(e));
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      float* four = S[row] + e;
-      four[0] = fmaf(u[row], k.x, four[0] * alpha.x), four[1] = fmaf(u[row], k.y, four[1] * alpha.y);
-      four[2] = fmaf(u[row], k.z, four[2] * alpha.z), four[3] = fmaf(u[row], k.w, four[3] * alpha.w);
-    }
-  }
-}
+constexpr int kThreads = kTokenThreads;
 
 // What a call moves: h0 and hT by slot, snapshots by slot or (`layer` is a sequence) by row.
 struct States {
@@ -190,10 +147,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
     keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
-    float v[kRows], o[kRows];
+    float v[kRows], u[kRows], o[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) v[row] = value_of(x.v.dtype, values[row]);
-    apply_token(prepared, keys.beta, keys.qk, v, S, o);
+    apply_token(prepared, keys.beta, keys.qk, v, S, u, o);
     store_outputs(b, t0 + t, o);
     if constexpr (!kPlain) {
       const int64_t row = states.snapshots.data ? snapshots.row(t) : -1;
@@ -314,10 +271,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * x.o.size();
     const auto finish = [&](unsigned v, float(&S)[kRows][kElements]) {
       if (s.length > 0) {
-        float mine[kRows], o[kRows];
+        float mine[kRows], u[kRows], o[kRows];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) mine[row] = values[v + row0 + row];
-        apply_token(prepared, keys.beta, keys.qk, mine, S, o);
+        apply_token(prepared, keys.beta, keys.qk, mine, S, u, o);
 #pragma unroll
         for (int row = 0; row < kRows; ++row)
           if (threadIdx.x % kRowLanes == 0) store_element(to_o + (v + row) * x.o.size(), x.o.dtype, o[row]);
