@@ -31,7 +31,9 @@ struct Dims {
 };
 
 // Rows of h that a sequence owns.
-inline int64_t h_rows(int64_t length, int64_t h_every) { return (length + kChunk * h_every - 1) / (kChunk * h_every); }
+KDA_BOTH inline int64_t h_rows(int64_t length, int64_t h_every) {
+  return (length + kChunk * h_every - 1) / (kChunk * h_every);
+}
 
 struct ForwardProblem : Dims {
   kda_forward_args args;

@@ -40,11 +40,15 @@ const char* cpu_without_f64(const P& p) {
 template <>
 std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
-      {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-       cpu::chunk_forward_workspace, cpu::chunk_forward},
-      {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not,
-       cpu::recurrent_forward_workspace, cpu::recurrent_forward},
-      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
+#if KDA_WITH_CUDA
+    {"cuda_recurrent", "token by token with the state in registers, for sm_80 and newer",
+     cuda::forward_recurrent_why_not, no_workspace, cuda::forward_recurrent},
+#endif
+    {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+     cpu::chunk_forward_workspace, cpu::chunk_forward},
+    {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not,
+     cpu::recurrent_forward_workspace, cpu::recurrent_forward},
+    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
   };
   return table;
 }

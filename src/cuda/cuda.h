@@ -13,6 +13,9 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
+const char* forward_recurrent_why_not(const ForwardProblem& p);
+void forward_recurrent(const ForwardProblem& p);
+
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
 const char* decode_sweep_why_not(const DecodeProblem& p);
