@@ -42,8 +42,8 @@ inline View view_of(const kda_tensor& t, int lead = 0) {
 inline const char* view_why_not(std::initializer_list<const kda_tensor*> tensors, int lead = 0) {
   for (const kda_tensor* t : tensors)
     for (int i = lead + 1; i < t->ndim && i < lead + 3; ++i)
-      if (t->stride[i] * dtype_size(t->dtype) >= int64_t{1} << 32)
-        return "takes strides below 4 GiB, but for the first dimension";
+      if (t->shape[i] > 1 && (t->stride[i] < 0 || t->stride[i] * dtype_size(t->dtype) >= int64_t{1} << 32))
+        return "takes no strides below 0 or from 4 GiB on, but for the first dimension";
   return nullptr;
 }
 

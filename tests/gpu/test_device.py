@@ -1,5 +1,5 @@
-"""What surrounds calls of decode and speculation on the device: a second one, threads, torch.compile, memory, and the
-first call of a process."""
+"""What surrounds calls of prefill, decode and speculation on the device: a second one, threads, torch.compile, memory,
+and the first call of a process."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def rounds(p: dict[str, Any], pool: Tensor, kept: Tensor, slots: Tensor, m: Tens
     buffer = kda.DraftBuffer(5, 4, 1, 2, 20, 36, device=DEVICE)
     at = {"state_indices": slots}
     o = [kda.decode(**p, state=pool, **at), kda.decode_mtp(**p, snapshots=kept, accepted=m)]
+    o += [kda.prefill(**p, state=pool, **at), kda.chunk_kda(**p)[0]]
     o.append(kda.verify_kvbuffer(**p, state=pool, records=a, **at))
     kda.flush_kvbuffer(pool, a, m, **at)
     o.append(kda.flush_verify_kvbuffer(**p, state=pool, records=b, accept_len=m, last=a, **at))
@@ -116,6 +117,7 @@ def test_nothing_is_allocated() -> None:
                 a, b = records_of(HERE, p, T), records_of(HERE, p, T)
                 before = torch.cuda.memory_stats()["allocation.all.allocated"]
                 kda.decode(**call, state=pool)
+                kda.prefill(**call, state=pool)
                 kda.verify_kvbuffer(**call, state=pool, records=a)
                 kda.flush_kvbuffer(pool, a, m)
                 kda.flush_verify_kvbuffer(**call, state=pool, records=b, accept_len=m, last=a)
@@ -137,6 +139,7 @@ drafts, pool, m = (x, x, x, -x, x[..., 0]), torch.zeros(1, 2, 64, 64, device="cu
 first, second = (kda.new_records(1, 4, 2, 2, 64, 64, device="cuda") for _ in range(2))
 kda.decode(*drafts, pool)
 kda.decode(*(y[:, :1] for y in drafts), pool, impl="cuda_decode_sweep")
+kda.prefill(*drafts, pool)
 kda.verify_kvbuffer(*drafts, pool, first)
 kda.flush_kvbuffer(pool, first, m)
 kda.flush_verify_kvbuffer(*drafts, pool, second, m, last=first)

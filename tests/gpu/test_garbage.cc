@@ -122,6 +122,14 @@ TEST_P(GarbageOnCuda, Decode) {
     return a;
   });
 }
+TEST_P(GarbageOnCuda, Forward) {
+  expect_meant("forward", 500, [](World& x, const Tensor& pool, Records&, const Tensor& o) {
+    kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+    a.in = x.d.in.view(), a.o = o;
+    a.states.h0 = a.states.hT = pool, a.states.state_indices = x.d.pool.state_indices;
+    return a;
+  });
+}
 TEST_P(GarbageOnCuda, Verify) {
   expect_meant("verify", 200, [](World& x, const Tensor& pool, Records& records, const Tensor& o) {
     return verify_args(x.d, pool, &records, o);
@@ -168,7 +176,7 @@ TEST_F(OnCuda, GarbageLengthsLeadNowhere) {
     for (const bool ring : {false, true})
       for (int round = 0; round < kRounds && !HasFailure(); ++round) {
         SCOPED_TRACE(testing::Message() << size << (ring ? " ring " : " tree ") << round);
-        const Case c = {.name = "lengths", .HV = 2, .K = size, .V = size, .lengths = {4, 0, 3, 1, 2}, .tail = 30};
+        const Case c = {.name = "lengths", .HV = 2, .K = size, .V = size, .lengths = {4, 0, 3, 1, 2}, .tail = 90};
         Drafts d({.c = c, .R = ring ? 10 : 4, .ring = ring, .tree = !ring});
         Records last = filled(d);
         for (Tensor* t : {&d.in.cu_seqlens, &d.accept_len, &d.parents, &last.ring_first, &last.ring_count})
@@ -185,6 +193,13 @@ TEST_F(OnCuda, GarbageLengthsLeadNowhere) {
           for (const char* impl : takers(op, args)) run_on_cuda(args, impl);
         };
         everywhere("decode", kept);
+        const Tensor h(KDA_F32, d.in.state_shape(3)), v_new(KDA_F32, d.output().shape());
+        kda_forward_args prompt = KDA_FORWARD_ARGS_INIT;
+        prompt.in = kept.in, prompt.states = kept.states, prompt.states.hT = pool, prompt.o = o;
+        prompt.h = h, prompt.v_new = v_new, prompt.checkpoint_every = 64;
+        prompt.checkpoints = shots, prompt.checkpoint_slots = slots;
+        everywhere("forward", prompt);
+        EXPECT_TRUE(h.margins_intact() && v_new.margins_intact());
         everywhere("verify", verify_args(d, pool, &last, o));
         everywhere("flush", flush_args(d, pool, last));
         kda_flush_verify_args both = flush_verify_args(d, d, pool, last, records, o);

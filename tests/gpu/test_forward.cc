@@ -1,0 +1,222 @@
+// kda_forward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
+// shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <set>
+
+#include "calls.h"
+#include "on_cuda.h"
+
+namespace kda::test {
+namespace {
+
+constexpr char kImpl[] = "cuda_recurrent";
+
+// Beside those of the CPU: sizes in between, and calls of so many columns that a thread takes two.
+std::vector<Case> cuda_cases() {
+  std::vector<Case> all = cases();
+  all.push_back({.name = "K61_V37", .B = 2, .T = 70, .HV = 2, .K = 61, .V = 37, .layout = Layout::kPadded});
+  all.push_back({.name = "many", .B = 144, .T = 12, .HV = 2, .K = 72, .V = 66});
+  all.push_back({.name = "many_K64", .B = 144, .T = 12, .HV = 2, .K = 64, .V = 64, .state_dtype = KDA_BF16});
+  all.push_back({.name = "many_K256", .B = 80, .T = 9, .HV = 2, .K = 256, .V = 40, .dtype = KDA_BF16});
+  for (const int64_t K : {9, 90, 200})
+    all.push_back({.name = "many_K_first_" + std::to_string(K),
+                   .B = 147,
+                   .T = 9,
+                   .HV = 2,
+                   .K = K,
+                   .V = 65,
+                   .state_layout = KDA_STATE_K_FIRST});
+  return all;
+}
+
+class ForwardOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
+ protected:
+  ForwardOnCuda() : c(GetParam()), in(c) {}
+  // Of the same o and hT, in memory of its own.
+  Tensor like_v(int32_t dtype) const { return Tensor(dtype, {in.B, in.T, c.HV, c.V}, c.layout); }
+  const Case c;
+  const Inputs in;
+};
+
+// With the states before every `every`-th chunk, and u of every token.
+TEST_P(ForwardOnCuda, IsTheOracle) {
+  for (const int32_t every : {0, 1, 2}) {
+    SCOPED_TRACE(every);
+    ForwardOutputs exact(in, false, true), got(in, false);
+    if (every) {
+      exact.save_states(in, every, true), got.save_states(in, every);
+      exact.v_new = like_v(KDA_F64), got.v_new = like_v(KDA_F32);
+    }
+    run(forward_args(in, exact), {.impl = "reference"});
+    run_on_cuda(forward_args(in, got), kImpl);
+    if (HasFatalFailure()) return;
+    for (size_t i = 0; i < got.tensors().size(); ++i)
+      if (const Tensor& t = *got.tensors()[i].tensor)
+        expect_close(*exact.tensors()[i].tensor, t, got.tensors()[i].name);
+  }
+}
+
+// And so it is as many calls of decode as there are tokens.
+TEST_P(ForwardOnCuda, IsDecodeToTheBit) {
+  const ForwardOutputs forward(in, false), tokens(in, false);
+  run_on_cuda(forward_args(in, forward), kImpl);
+  kda_decode_args decode = KDA_DECODE_ARGS_INIT;
+  decode.in = in.view(), decode.o = tokens.o;
+  decode.states.h0 = in.h0, decode.states.hT = tokens.hT;
+  run_on_cuda(decode, "cuda_decode");
+  EXPECT_EQ(forward.o.bits(), tokens.o.bits());
+  EXPECT_EQ(forward.hT.bits(), tokens.hT.bits());
+}
+
+// In place on a pool, some of its sequences padding; memory that no wide access fits.
+TEST_P(ForwardOnCuda, InPlaceOnAPool) {
+  const auto args = [&](const Pool& pool, const Tensor& o) {
+    const kda_decode_args decode = decode_args(in, pool, pool, o);
+    kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+    a.in = decode.in, a.states = decode.states, a.o = o;
+    a.states.first_valid_slot = static_cast<int32_t>(pool.slots.back()) + (in.N > 1);  // the last one's is the lowest
+    return a;
+  };
+  const Pool exact(in, KDA_F64);
+  const Tensor exact_o = like_v(KDA_F64);
+  run(args(exact, exact_o), {.impl = "reference"});
+  for (const int64_t shift : {0, 1}) {
+    const Pool got(in, c.state_dtype);
+    const Tensor o = like_v(c.dtype);
+    run_on_cuda(args(got, o), kImpl, shift);
+    if (HasFatalFailure()) return;
+    expect_close(exact_o, o, "o");
+    expect_close(exact.h, got.h, "state");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ForwardOnCuda, testing::ValuesIn(cuda_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// ---- calls that go on where others ended ----
+
+// Tokens t0 .. t1 - 1 of the only row.
+kda_forward_args slice(const Inputs& in, int64_t t0, int64_t t1, const Tensor& h0, const Tensor& hT, const Tensor& o) {
+  kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+  a.in = in.view(), a.states.h0 = h0, a.states.hT = hT, a.o = o;
+  for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta, &a.o}) {
+    t->data = static_cast<char*>(t->data) + t0 * t->stride[1] * dtype_size(t->dtype);
+    t->shape[1] = t1 - t0;
+  }
+  return a;
+}
+
+using ForwardPromiseOnCuda = OnCuda;
+
+TEST_F(ForwardPromiseOnCuda, SplitsChangeNoBit) {
+  for (const char* name : {"tokens_200", "softplus_bias", "state_K_first", "identical_keys_beta_2", "gates_wild"}) {
+    Case c = find_case(name);
+    c.B = 1, c.T = 200;
+    const Inputs in(c);
+    const auto states = [&] { return Tensor(KDA_F32, in.state_shape(1)); };
+    const Tensor whole_o(c.dtype, {1, 200, c.HV, c.V}), whole_h = states();
+    run_on_cuda(slice(in, 0, 200, in.h0, whole_h, whole_o), kImpl);
+    for (const int64_t split : {1, 17, 64, 128, 199}) {
+      const Tensor o(c.dtype, {1, 200, c.HV, c.V}), middle = states(), end = states();
+      run_on_cuda(slice(in, 0, split, in.h0, middle, o), kImpl);
+      run_on_cuda(slice(in, split, 200, middle, end, o), kImpl);
+      EXPECT_EQ(o.bits(), whole_o.bits()) << name << " split at " << split;
+      EXPECT_EQ(end.bits(), whole_h.bits()) << name << " split at " << split;
+    }
+  }
+}
+
+// A sequence of a packed row alone has the bits it has among others.
+TEST_F(ForwardPromiseOnCuda, CompanyChangesNoBit) {
+  const Inputs in(find_case("packed"));
+  const ForwardOutputs all(in, false);
+  run_on_cuda(forward_args(in, all), kImpl);
+  for (int64_t n = 0; n < in.N; ++n) {
+    const int64_t begin = in.begin(n), length = in.length(n);
+    const Tensor o(in.c.dtype, {1, in.T, in.c.HV, in.c.V}), hT(KDA_F32, in.state_shape(1));
+    kda_forward_args a = slice(in, begin, begin + length, {}, hT, o);
+    a.in.cu_seqlens = {};
+    a.states.h0 = in.h0;
+    a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
+    run_on_cuda(a, kImpl);
+    EXPECT_EQ(o.bits(1, begin, length), all.o.bits(1, begin, length)) << n;
+    EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+  }
+}
+
+// ---- states on the way ----
+
+// Those of sequences that are padding, and u of their tokens, stay as they are.
+TEST_F(ForwardPromiseOnCuda, NothingIsSavedOfPadding) {
+  const Inputs in({.name = "saved", .HV = 2, .K = 20, .V = 36, .lengths = {64, 70, 128, 3}, .tail = 5});
+  const Tensor indices(KDA_I32, {4}, {2, -1, 0, -7}), pool(KDA_F32, in.state_shape(3));
+  const auto args = [&](const ForwardOutputs& out) {
+    kda_forward_args a = forward_args(in, out);
+    a.states = {.hT = pool, .state_indices = indices};
+    return a;
+  };
+  ForwardOutputs exact(in, false, true), got(in, false);
+  exact.save_states(in, 1, true), got.save_states(in, 1);
+  exact.v_new = Tensor(KDA_F64, {1, in.T, 2, 36}), got.v_new = Tensor(KDA_F32, {1, in.T, 2, 36});
+  run(args(exact), {.impl = "reference"});
+  run_on_cuda(args(got), kImpl);
+  expect_close(exact.o, got.o, "o");
+  expect_close(exact.h, got.h, "h");
+  expect_close(exact.v_new, got.v_new, "v_new");
+}
+
+TEST_F(ForwardPromiseOnCuda, CheckpointsInTheirSlots) {
+  for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST})
+    for (const int32_t every : {64, 128}) {
+      const Inputs in(
+          {.name = "checkpoints", .HV = 2, .K = 20, .V = 36, .lengths = {130, 64, 0, 256, 63}, .state_layout = layout});
+      const ForwardOutputs out(in, false), reference(in, false, true);
+      // Room for three a sequence, so that the fourth of one has none; -1 skips one.
+      const Tensor slots(KDA_I32, {5, 3}, {5, -1, 0, 3, 6, 13, 7, 8, 9, 10, 11, 12, 1, 2, 4});
+      const std::set<int64_t> written =
+          every == 64 ? std::set<int64_t>{5, 3, 10, 11, 12} : std::set<int64_t>{5, 10, 11};
+      const Tensor got(every == 64 ? KDA_F32 : KDA_BF16, in.state_shape(15), Layout::kPadded);
+      const Tensor expected(KDA_F64, in.state_shape(15));
+      kda_forward_args a = forward_args(in, out), r = forward_args(in, reference);
+      a.checkpoint_every = r.checkpoint_every = every;
+      a.checkpoint_slots = r.checkpoint_slots = slots;
+      a.checkpoints = got, r.checkpoints = expected;
+      run(r, {.impl = "reference"});
+      run_on_cuda(a, kImpl);
+      for (int64_t slot = 0; slot < 15; ++slot)
+        EXPECT_NE(got.bits(0, slot, 1).all('\xff'), written.contains(slot)) << "slot " << slot << ", every " << every;
+      expect_close(expected, got, "checkpoints");
+      // A checkpoint is the final state of a call that ends there.
+      if (every == 64) {
+        EXPECT_EQ(got.bits(0, 3, 1), out.hT.bits(0, 1, 1));
+      }
+    }
+}
+
+// ---- what it declines ----
+
+std::string refusal(kda_forward_args a) {
+  a.exec.device = KDA_CUDA, a.exec.impl = kImpl;
+  uint64_t bytes;
+  EXPECT_EQ(query(a, &bytes), KDA_UNSUPPORTED);
+  return kda_last_error();
+}
+
+TEST_F(ForwardPromiseOnCuda, RefusalsSayWhy) {
+  const Inputs in({.name = "refused", .T = 70, .HV = 2});
+  const ForwardOutputs out(in, true);
+  kda_forward_args a = forward_args(in, out);
+  EXPECT_EQ(refusal(a), "cuda_recurrent was forced but has no chunks to save Aqk or Akk from");
+  a.Aqk = a.Akk = {};
+  void* const nowhere = reinterpret_cast<void*>(uintptr_t{1} << 46);  // so that it overlaps no output
+  const kda_tensor q = a.in.q;
+  for (const int64_t stride : {-q.stride[1], int64_t{1} << 30}) {
+    a.in.q.data = nowhere, a.in.q.stride[1] = stride;
+    EXPECT_EQ(refusal(a),
+              "cuda_recurrent was forced but takes no strides below 0 or from 4 GiB on, but for the first dimension");
+  }
+  a.in.q = q, a.in.g.data = nowhere, a.in.g.dtype = KDA_F64;
+  EXPECT_EQ(refusal(a), "cuda_recurrent was forced but float64 runs on `reference` only");
+}
+
+}  // namespace
+}  // namespace kda::test
