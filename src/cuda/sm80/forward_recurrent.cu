@@ -41,10 +41,12 @@ class Group {
   static constexpr int kValues = kGroup * kColumns / kThreads;  // of a thread
 
  public:
-  // Asks for tokens from t on, and the first time for what they share.
+  // Asks for tokens from t on.
   __device__ void fetch(const Tokens& x, const Part& part, unsigned t) {
     x.narrow ? fetch_as<true>(x, part, t) : fetch_as<false>(x, part, t);
-    if (t) return;
+  }
+  // And once for what all tokens share.
+  __device__ void fetch_parameters(const Tokens& x) {
     keys_[0].fetch_parameters(x);
 #pragma unroll
     for (int j = 1; j < kGroup; ++j) keys_[j].take_parameters(keys_[0]);
@@ -140,10 +142,7 @@ __device__ int64_t row_of(Kept to, const ForwardProblem& p, const Sequence& s, u
 }
 
 // Blocks of an SM, as many as registers allow without spills.
-constexpr int blocks_of(int elements, int rows) {
-  if (elements * rows > 32) return 2;
-  return elements == 32 || rows > 1 ? 3 : 4;
-}
+constexpr int blocks_of(int elements, int rows) { return elements * rows > 32 ? 2 : 3; }
 
 template <bool kWide, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
@@ -189,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
   };
 
   Group<kElements, kRows> group;
-  if (part.length) group.fetch(x, part, 0);
+  if (part.length) group.fetch(x, part, 0), group.fetch_parameters(x);
   for (unsigned t = 0;; t = min(t + kGroup, part.length)) {
     if (t % kChunk == 0 || t == part.length) keep(t);
     if (t == part.length) break;
