@@ -46,4 +46,5 @@ function(kda_add_cuda target)
     src/cuda/sm80/speculation.cu
     src/cuda/sm80/speculation_mma.cu
     src/cuda/sm80/speculation_recurrent.cu)
+  kda_cuda_kernels(${target} hopper "90a-real" src/cuda/sm90/forward.cu)
 endfunction()

@@ -15,6 +15,8 @@ uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
 const char* forward_recurrent_why_not(const ForwardProblem& p);
 void forward_recurrent(const ForwardProblem& p);
+const char* forward_chunk_sm90_why_not(const ForwardProblem& p);
+void forward_chunk_sm90(const ForwardProblem& p);
 
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);

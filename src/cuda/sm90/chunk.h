@@ -1,0 +1,81 @@
+// What the warpgroups of the Hopper forward share: the operands of a chunk in shared memory, and who works on what.
+#pragma once
+#include "cuda/forward.h"
+#include "cuda/ptx/sm90.h"
+
+namespace kda::cuda::sm90 {
+
+constexpr unsigned kRows = 32;   // tokens of a chunk here: two make a chunk of the contract
+constexpr unsigned kSize = 128;  // K and V
+static_assert(kChunk % kRows == 0, "states are kept between chunks");
+
+constexpr unsigned kScanners = 2, kPreparers = 2, kGroup = 128;  // warpgroups, and their threads
+constexpr unsigned kThreads = (kScanners + kPreparers) * kGroup;
+
+// Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
+// swizzled as wgmma wants it (Swizzle::k128). Eight rows begin at multiples of 1024 bytes, so that a piece's place within
+// its row is its number ^ row % 8.
+constexpr unsigned kHalf = 8192, kRowBytes = 128;
+
+// The operands of a chunk. While a chunk is on its way to the preparation, its raw k, q and g lie where kG, qG and kg will
+// be: a lane reads there what it writes.
+struct Stage {
+  static constexpr unsigned k = 0, q = kRows * kRowBytes;      // kG; qG: fp16
+  static constexpr unsigned kg = 2 * kHalf;                    // fp16
+  static constexpr unsigned v = kg + kRows * kRowBytes;        // as given
+  static constexpr unsigned T = 4 * kHalf;                     // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
+  static constexpr unsigned Aqk = T + kRows * 64;              // likewise
+  static constexpr unsigned ell = Aqk + kRows * 64;            // decay of each channel: f32
+  static constexpr unsigned bytes = ell + 1024;
+};
+constexpr unsigned kStages = 4;
+
+constexpr unsigned kStrideA = 36;
+
+// All of a block's shared memory, in bytes.
+struct Shared {
+  static constexpr unsigned stages = 0;
+  static constexpr unsigned rows = stages + kStages * Stage::bytes;          // of each preparer: 64 rows of scores
+  static constexpr unsigned columns = rows + kPreparers * 2 * kHalf;         // 32 columns; preparers in turn in each half
+  static constexpr unsigned A = columns + kPreparers * kHalf;                // Akk: f32, kStrideA apart
+  static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;  // of 8 rows each, per channel: f32
+  static constexpr unsigned factors = totals + kPreparers * 4 * kSize * 4;   // 1 / norms and beta of rows: f32
+  static constexpr unsigned out = factors + kPreparers * 4 * kRows * 4;      // of each scanning warp: outputs
+  static constexpr unsigned kOutStride = 48;                                 // bytes of a token's 16 columns, padded
+  static constexpr unsigned full = out + kScanners * 4 * kRows * kOutStride;  // mbarriers of stages
+  static constexpr unsigned empty = full + 8 * kStages;
+  static constexpr unsigned bytes = empty + 8 * kStages;
+};
+static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
+
+// What a call works on.
+struct Call {
+  const ForwardProblem& p;
+  const Tokens& x;
+  const States& states;
+  const View& v_new;
+};
+
+// A stage of the ring by the number of its chunk, counted over all chunks of a block.
+struct Ring {
+  unsigned memory;  // address of shared memory
+  __device__ unsigned stage(unsigned chunk) const { return memory + Shared::stages + chunk % kStages * Stage::bytes; }
+  __device__ unsigned full(unsigned chunk) const { return memory + Shared::full + chunk % kStages * 8; }
+  __device__ unsigned empty(unsigned chunk) const { return memory + Shared::empty + chunk % kStages * 8; }
+  __device__ void wait_full(unsigned chunk) const { ptx::wait_barrier(full(chunk), chunk / kStages % 2); }
+  // Until the chunk that had the stage before has been read.
+  __device__ void wait_empty(unsigned chunk) const {
+    if (chunk >= kStages) ptx::wait_barrier(empty(chunk), (chunk / kStages + 1) % 2);
+  }
+};
+
+// A value head of a sequence, or the rows behind the last sequence: numbers blockIdx.x, + gridDim.x, .. of all of them.
+struct Item {
+  unsigned number, n, hv;
+  __device__ Item(const ForwardProblem& p, unsigned number)
+      : number(number), n(number / static_cast<unsigned>(p.HV)), hv(number - n * static_cast<unsigned>(p.HV)) {}
+  __device__ bool exists(const ForwardProblem& p) const { return n < p.N + p.varlen; }
+  __device__ bool is_tail(const ForwardProblem& p) const { return n == p.N; }
+};
+
+}  // namespace kda::cuda::sm90

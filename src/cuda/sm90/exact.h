@@ -1,0 +1,230 @@
+// Scores for any gate, exact: every factor is a product of alphas and at most 1, so that nothing is divided and -inf is a
+// decay to 0 (math.md 4.4 c). An entry's two factors meet at the end of a row between i and j, the coarsest there is:
+//   rows 16..31 x columns 0..15                        end of row 15      far tiles    on tensor cores
+//   the upper eight rows x the lower eight of 16       end of the eighth  near tiles   on tensor cores
+//   the upper four rows x the lower four of a warp's   end of the fourth  near tiles before they are that; likewise
+//   pairs of four rows, and the diagonal                                               in f32, by lanes
+#pragma once
+#include "cuda/sm90/scores.h"
+
+namespace kda::cuda::sm90 {
+
+class ExactScores {
+ public:
+  static constexpr bool kTakesDiagonal = true;
+  struct Gate {
+    int32_t form;
+    float a, bound, bias[4];
+    __device__ void enter(const Tokens& x, unsigned hv, unsigned lane) {
+      form = x.gate_form, bound = x.lower_bound;
+      a = x.A_log.data ? __expf(*reinterpret_cast<const float*>(x.A_log.at(hv, 0, 0))) : 1;
+      float4 four{};
+      if (x.bias.data) four = *reinterpret_cast<const float4*>(x.bias.at(hv, 0, 0) + lane * 16);
+      bias[0] = four.x, bias[1] = four.y, bias[2] = four.z, bias[3] = four.w;
+    }
+    // alpha
+    __device__ float operator()(int e, float x) const {
+      if (form == KDA_GATE_SOFTPLUS) x = -a * softplus(x + bias[e]);
+      if (form == KDA_GATE_LOWER_BOUND) x = bound * sigmoid(a * (x + bias[e]));
+      return ptx::exp2(x * kLog2e);
+    }
+  };
+
+  __device__ ExactScores(const Bench& at, unsigned stage)
+      : at_(at),
+        stage_(stage),
+        lane_(threadIdx.x % 32),
+        k_near_(at.rows + Stage::k),
+        k_far_(at.rows + Stage::q),
+        q_near_(at.columns - (at.warp + 1) / 2 * 8 * kRowBytes),  // of warps 1 and 3: rows 0..15 there
+        q_far_(at.columns) {}                                     // of warps 2 and 3: rows 16..31
+
+  __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) alpha_[i][e] = real ? gate(e, x[e]) : 1;
+  }
+  __device__ void share_totals() const {
+    float total[4] = {1, 1, 1, 1};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) times(total, alpha_[i]);
+    ptx::store_shared_f32x4(at_.totals + (at_.warp * kSize + lane_ * 4) * 4,
+                            make_float4(total[0], total[1], total[2], total[3]));
+  }
+
+  template <class T>
+  __device__ void tiles() {
+    // Aqk is zero where nothing else comes.
+    ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + lane_ * 16, make_uint4(0, 0, 0, 0));
+    __syncwarp();  // before the entries come
+    diagonal<T>();
+    float total[4][4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) load_four(at_.totals + (w * kSize + lane_ * 4) * 4, total[w]);
+    keys_to_the_end<T>(total);
+    rows_from_the_start<T>(total);
+    if (at_.warp == 0) {
+#pragma unroll
+      for (int w = 1; w < 4; ++w) times(total[0], total[w]);
+      ptx::store_shared_f32x4(stage_ + Stage::ell + lane_ * 16,
+                              make_float4(total[0][0], total[0][1], total[0][2], total[0][3]));
+    }
+  }
+
+  // The warp's rows against those of each warp before it.
+  __device__ void run() const {
+#pragma unroll 1
+    for (unsigned other = 0; other < at_.warp; ++other) {
+      const bool far = at_.warp / 2 != other / 2;
+      float d[4] = {};
+      multiply(d, far ? q_far_ : q_near_, far ? k_far_ : k_near_, other);
+      store(d, other, true);
+    }
+  }
+
+ private:
+  __device__ static void times(float (&x)[4], const float (&y)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] *= y[e];
+  }
+  // Row i of the warp, normalised.
+  template <class T>
+  __device__ void load(unsigned from, Bench::Factor norm, int i, float (&x)[4]) const {
+    four_of<T>(ptx::load_shared2(stage_ + from + at_.lane(i)), x);
+    const float factor = at_.factor(norm, 8 * at_.warp + i);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] *= factor;
+  }
+  __device__ void store_scaled(unsigned to, const float (&x)[4], const float (&by)[4]) const {
+    const float y[4] = {x[0] * by[0], x[1] * by[1], x[2] * by[2], x[3] * by[3]};
+    store_four<__half>(to, y);
+  }
+
+  // d = [q; k] of the warp's rows times k of eight others', transposed.
+  __device__ void multiply(float (&d)[4], unsigned q, unsigned k, unsigned other) const {
+    const unsigned r = lane_ % 8, m = lane_ / 8;
+    const unsigned left = (m % 2 ? k : q) + (8 * at_.warp + r) * kRowBytes, right = k + (8 * other + r) * kRowBytes;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      unsigned a[2][4], b[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        ptx::load_matrices(a[i], left + j / 4 * kHalf + (((j + i) % 4 * 2 + m / 2 ^ r) << 4));
+      ptx::load_matrices(b, right + j / 4 * kHalf + ((j % 4 * 2 + m ^ r) << 4));
+      ptx::mma<__half>(d, a[0], b[0], b[1]);
+      ptx::mma<__half>(d, a[1], b[2], b[3]);
+    }
+  }
+  // Entries of Aqk and Akk in columns of warp `other`: all, or the upper four rows of the lower four columns.
+  __device__ void store(const float (&d)[4], unsigned other, bool all) const {
+    const unsigned i = lane_ / 4, j = lane_ % 4 * 2, row = 8 * at_.warp + i, c = 8 * other + j;
+    if (!all && (i < 4 || j >= 4)) return;
+    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(row, c), ptx::pack<__half>(d[0], d[1]));
+    const float beta = at_.factor(Bench::kBeta, row);
+    ptx::store_shared_f32x2(at_.A + (row * kStrideA + c) * 4, make_float2(d[2] * beta, d[3] * beta));
+  }
+
+  // The warp's own rows against each other.
+  template <class T>
+  __device__ void diagonal() {
+    float sums[24];  // of pairs (1,0), (2,0), (2,1), (3,0), (3,1), (3,2) of four rows: q k, k k; then of the other four
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float decayed[4][4], since[4] = {1, 1, 1, 1};  // k of the rows so far, as of this one; decay since the fourth row
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 4 * half + i;
+        float q[4];
+        load<T>(Stage::q, Bench::kQuery, row, q), load<T>(Stage::k, Bench::kKey, row, decayed[i]);
+        const float(&k)[4] = decayed[i];
+#pragma unroll
+        for (int j = 0; j < i; ++j) {
+          times(decayed[j], alpha_[row]);
+          float qk = q[0] * decayed[j][0], kk = k[0] * decayed[j][0];
+#pragma unroll
+          for (int e = 1; e < 4; ++e) qk = fmaf(q[e], decayed[j][e], qk), kk = fmaf(k[e], decayed[j][e], kk);
+          sums[12 * half + i * (i - 1) + 2 * j] = qk, sums[12 * half + i * (i - 1) + 2 * j + 1] = kk;
+        }
+        if (half == 1) {
+          times(since, alpha_[row]);
+          store_scaled(q_diagonal() + at_.lane(row), q, since), store_scaled(k_near_ + at_.lane(row), k, since);
+        }
+      }
+      if (half == 0)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_four<__half>(k_near_ + at_.lane(i), decayed[i]);
+    }
+    float first[16], last[8];
+#pragma unroll
+    for (int i = 0; i < 24; ++i) (i < 16 ? first[i % 16] : last[i % 8]) = sums[i];
+    store_sum(lane_ / 2, spread_sums(first), lane_ % 2 == 0);
+    store_sum(16 + lane_ / 4, spread_sums(last), lane_ % 4 == 0);
+    if (lane_ < 8) {
+      const unsigned row = 8 * at_.warp + lane_;
+      store_entry(row, row, at_.factor(Bench::kDiagonal, row));
+    }
+    __syncwarp();  // the tiles are there
+    float d[4] = {};
+    multiply(d, q_diagonal(), k_near_, at_.warp);
+    __syncwarp();  // and may be overwritten
+    store(d, at_.warp, false);
+  }
+  __device__ unsigned q_diagonal() const { return k_far_; }  // the warp's own rows there
+
+  __device__ void store_entry(unsigned i, unsigned j, float qk) const {
+    ptx::store_shared16(stage_ + Stage::Aqk + Bench::square(i, j), __half_as_ushort(__float2half_rn(qk)));
+  }
+  __device__ void store_sum(unsigned number, float sum, bool mine) const {
+    const unsigned pair = number % 12 / 2, i = pair == 0 ? 1 : pair < 3 ? 2 : 3, j = pair - i * (i - 1) / 2;
+    const unsigned first = 8 * at_.warp + number / 12 * 4;
+    if (!mine) return;
+    if (number % 2 == 0) store_entry(first + i, first + j, sum);
+    else ptx::store_shared_f32(at_.A + ((first + i) * kStrideA + first + j) * 4, sum * at_.factor(Bench::kBeta, first + i));
+  }
+
+  // k decayed to the end of the warp's rows: from there to the chunk's end for the scan, and to where scores meet.
+  template <class T>
+  __device__ void keys_to_the_end(const float (&total)[4][4]) {
+    float after[4] = {1, 1, 1, 1}, decay[4] = {1, 1, 1, 1};
+#pragma unroll
+    for (unsigned w = 1; w < 4; ++w)
+      if (w > at_.warp) times(after, total[w]);
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      float k[4];
+      load<T>(Stage::k, Bench::kKey, i, k);
+      times(k, decay);
+      if (at_.warp % 2 == 0) store_four<__half>(k_near_ + at_.lane(i), k);
+      if (at_.warp == 0) store_scaled(k_far_ + at_.lane(i), k, total[1]);
+      if (at_.warp == 1) store_four<__half>(k_far_ + at_.lane(i), k);
+      store_scaled(stage_ + Stage::kg + at_.lane(i), k, after);
+      times(decay, alpha_[i]);
+    }
+  }
+  // q and k decayed from the start of the warp's rows.
+  template <class T>
+  __device__ void rows_from_the_start(const float (&total)[4][4]) {
+    float before[4] = {1, 1, 1, 1}, decay[4] = {1, 1, 1, 1};
+#pragma unroll
+    for (unsigned w = 0; w < 3; ++w)
+      if (w < at_.warp) times(before, total[w]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float q[4], k[4];
+      load<T>(Stage::q, Bench::kQuery, i, q), load<T>(Stage::k, Bench::kKey, i, k);
+      times(decay, alpha_[i]);
+      times(q, decay), times(k, decay);
+      if (at_.warp % 2) store_four<__half>(q_near_ + at_.lane(i), q), store_four<__half>(k_near_ + at_.lane(i), k);
+      if (at_.warp == 2) store_four<__half>(q_far_ + at_.lane(i), q), store_four<__half>(k_far_ + at_.lane(i), k);
+      if (at_.warp == 3)
+        store_scaled(q_far_ + at_.lane(i), q, total[2]), store_scaled(k_far_ + at_.lane(i), k, total[2]);
+      store_scaled(stage_ + Stage::q + at_.lane(i), q, before);
+      store_scaled(stage_ + Stage::k + at_.lane(i), k, before);
+    }
+  }
+
+  const Bench& at_;
+  const unsigned stage_, lane_, k_near_, k_far_, q_near_, q_far_;
+  float alpha_[8][4];
+};
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,95 @@
+// Chunked forward for Hopper: one block of four warpgroups per SM, two that prepare chunks and two that carry the state.
+//
+// Chunks of 32 tokens go from the preparation (prepare.h) to the scan (scan.h) through a ring of stages in shared memory:
+// mbarriers say when a stage is full and when it is empty again. A block works on one value head of one sequence at a time.
+#include "cuda/cuda.h"
+#include "cuda/sm90/exact.h"
+#include "cuda/sm90/prepare.h"
+#include "cuda/sm90/scan.h"
+
+namespace kda::cuda {
+namespace {
+
+using namespace sm90;
+
+template <class T, class Scores, bool kWideGate>
+__global__ void __launch_bounds__(kThreads, 1)
+    chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                 const __grid_constant__ States states, const __grid_constant__ View v_new) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const unsigned memory = ptx::shared_address(shared);
+  const Call call{p, x, states, v_new};
+  if (threadIdx.x == 0) {
+    const Ring ring{memory};
+    for (unsigned i = 0; i < kStages; ++i)
+      ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    ptx::fence_barriers();
+  }
+  __syncthreads();  // barriers are there
+  wait_for_stream();
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  if (group < kScanners) {
+    ptx::take_registers<160>();
+    Scan<T>(call, memory, group).run();
+  } else {
+    ptx::give_registers<96>();
+    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
+  }
+}
+
+bool anchored(const ForwardProblem& p) {
+  return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
+}
+
+// Whether lanes can copy their channels at once, `bytes` of them.
+bool aligned(const kda_tensor& t, int64_t bytes) {
+  bool fits = reinterpret_cast<uintptr_t>(t.data) % bytes == 0;
+  for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % bytes == 0;
+  return fits;
+}
+
+}  // namespace
+
+const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  const kda_inputs& in = a.in;
+  if (const char* reason = device_why_not(a.exec)) return reason;
+  if (!is_hopper(a.exec.device_id)) return "needs compute capability 9.0 (Hopper)";
+  if (p.K != kSize || p.V != kSize) return "takes K = V = 128";
+  if (in.q.dtype == KDA_F32 || in.q.dtype == KDA_F64) return "takes bf16 and f16 for q, k and v";
+  if (a.o.dtype != in.q.dtype) return "writes o in the dtype of q";
+  if (in.g.dtype != in.q.dtype && in.g.dtype != KDA_F32) return "takes g in f32 or the dtype of q";
+  if (has_f64(p)) return "float64 runs on `reference` only";
+  if (present(a.Aqk) || present(a.Akk)) return "saves no Aqk and Akk";
+  for (const kda_tensor* t : {&in.q, &in.k, &in.v})
+    if (!aligned(*t, 8)) return "needs rows of q, k, v at multiples of 8 bytes";
+  if (!aligned(in.g, in.g.dtype == KDA_F32 ? 16 : 8)) return "needs rows of g at multiples of four channels";
+  if (!aligned(a.o, 16)) return "needs rows of o at multiples of 16 bytes";
+  if (present(in.dt_bias) && !aligned(in.dt_bias, 16)) return "needs rows of dt_bias at multiples of 16 bytes";
+  if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
+  if (const char* reason = Tokens::why_not(in, a.o)) return reason;
+  if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
+  return grid_why_not(p, 1, 1);
+}
+
+void forward_chunk_sm90(const ForwardProblem& p) {
+  const int64_t items = (p.N + p.varlen) * p.HV;
+  if (items == 0) return;
+  const kda_forward_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors(a.exec.device_id))));
+  const auto run = [&]<class T, class Scores, bool kWideGate>() {
+    launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, grid, kThreads, Shared::bytes, p, Tokens(p, a.in, a.o),
+                                               States(a), view_of(a.v_new));
+  };
+  const auto by_gate = [&]<class T, class Scores>() {
+    a.in.g.dtype == KDA_F32 ? run.template operator()<T, Scores, true>() : run.template operator()<T, Scores, false>();
+  };
+  const auto by_type = [&]<class Scores>() {
+    a.in.q.dtype == KDA_F16 ? by_gate.template operator()<__half, Scores>()
+                            : by_gate.template operator()<__nv_bfloat16, Scores>();
+  };
+  anchored(p) ? by_type.template operator()<AnchoredScores>() : by_type.template operator()<ExactScores>();
+}
+
+}  // namespace kda::cuda

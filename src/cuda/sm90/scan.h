@@ -1,0 +1,306 @@
+// The scan: a warpgroup carries 64 value columns of a head's state from chunk to chunk, in registers.
+//
+// It works on transposes: S^T is 64 columns x 128 channels, and so every left operand is in registers, the right ones in a
+// stage. The accumulators of 16 columns, rounded and packed in pairs, are the left operand of the next product.
+//   [R^T | O^T] = S^T [kG; qG]^T     R^T = V^T - R^T
+//   U^T = R^T (T diag(beta))^T       S^T = S^T diag(ell) + U^T kg       O^T += U^T Aqk^T
+//
+// Operands are fp16, which has 11 bits where bf16 has 8, but whose numbers end at 65504 and thin out below 2^-14. All is
+// linear in a column of (v, S), so a column is worked on in units of a power of 2^16 that keeps the larger of |S| and |v|
+// between 2^-9 and 2^7 where it is chosen: every 64 tokens, by these numbers alone (so that a call may be split there), and
+// in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
+// until the next choice. Precision is that of fp16 down to 2^-5 of the largest |S|.
+#pragma once
+#include "cuda/sm90/chunk.h"
+
+namespace kda::cuda::sm90 {
+
+template <class T>
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+template <class T>
+__device__ Pair<T> pair_of(unsigned x) {
+  return reinterpret_cast<const Pair<T>&>(x);
+}
+// Largest magnitude of the four (of two numbers each).
+template <class T>
+__device__ float largest(Pair<T> a, Pair<T> b) {
+  const Pair<T> most = __hmax2(__habs2(a), __habs2(b));
+  return fmaxf(__low2float(most), __high2float(most));
+}
+
+template <class T>
+class Scan {
+ public:
+  __device__ Scan(const Call& call, unsigned memory, unsigned group)
+      : call_(call),
+        ring_{memory},
+        lane_(threadIdx.x % 32),
+        column_(group * 64 + threadIdx.x / 32 % 4 * 16),
+        half_(group * kHalf),
+        out_(memory + Shared::out + (group * 4 + threadIdx.x / 32 % 4) * kRows * Shared::kOutStride) {}
+
+  __device__ void run() {
+    const ForwardProblem& p = call_.p;
+    unsigned number = 0;  // of the chunk
+    for (Item item(p, blockIdx.x); item.exists(p); item = Item(p, item.number + gridDim.x)) {
+      if (item.is_tail(p)) {
+        zero_outputs(item.hv, 0, end_of_sequences(p, p.args.in), p.T);
+        continue;
+      }
+      const Sequence s = sequence_at(p, p.args.in, p.args.states, item.n);
+      if (!s.live) {
+        zero_outputs(item.hv, s.b, s.t0, s.t0 + s.length);
+        continue;
+      }
+      load(s, item.hv);
+      const auto length = static_cast<unsigned>(s.length);
+      const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(p, item.n) : 0;
+      for (unsigned t = 0;; t += kRows, ++number) {
+        if (t % kChunk == 0 || t >= length) keep(s, item.hv, min(t, length), first_h);
+        if (t >= length) break;
+        ring_.wait_full(number);
+        const Rows rows{static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t, item.hv, min(length - t, kRows)};
+        chunk(ring_.stage(number), rows, t % kChunk == 0);
+        if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+      }
+      store_outputs();
+    }
+  }
+
+ private:
+  // Of the thread: columns column_ + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one more of each.
+  __device__ unsigned column(int i) const { return column_ + lane_ / 4 + 8 * i; }
+  __device__ unsigned channel(int j) const { return 8 * j + lane_ % 4 * 2; }
+
+  // ---- states ----
+
+  struct Address {  // of a state's element, by column and channel
+    char* first;
+    uint32_t column, channel;
+    __device__ Address(const View& t, int32_t layout, unsigned row, unsigned hv) : first(t.at(row, hv, 0)) {
+      const bool v_first = layout == KDA_STATE_V_FIRST;
+      column = v_first ? t.stride2 : t.size(), channel = v_first ? t.size() : t.stride2;
+    }
+    __device__ char* at(unsigned v, unsigned k) const {
+      return first + static_cast<uint64_t>(v) * column + static_cast<uint64_t>(k) * channel;
+    }
+  };
+
+  __device__ void load(const Sequence& s, unsigned hv) {
+    unit_[0] = unit_[1] = per_unit_[0] = per_unit_[1] = 1;
+    const View& h0 = call_.states.h0;
+    if (!s.initial) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) S_[i] = 0;
+      return;
+    }
+    const Address from(h0, call_.p.args.in.state_layout, static_cast<unsigned>(s.slot), hv);
+    const auto all = [&](auto one) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S_[4 * j + i] = one(from.at(column(i / 2), channel(j) + i % 2));
+    };
+    if (h0.dtype == KDA_F32) all([](const char* at) { return *reinterpret_cast<const float*>(at); });
+    else all([](const char* at) { return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at)); });
+  }
+
+  // The state after t tokens goes where it is wanted.
+  __device__ void keep(const Sequence& s, unsigned hv, unsigned t, unsigned first_h) {
+#pragma unroll 1
+    for (int kind = 0; kind < 3; ++kind) {
+      const View& to = call_.states.kept[kind];
+      const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, first_h) : -1;
+      if (row < 0) continue;
+      const Address at(to, call_.p.args.in.state_layout, static_cast<unsigned>(row), hv);
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          store_element(at.at(column(i / 2), channel(j) + i % 2), to.dtype, S_[4 * j + i] * unit_[i / 2]);
+    }
+  }
+
+  // ---- units ----
+
+  // Of 2^16: by how much a number is below 2^-9 or from 2^7 on, after rounding to fp16 (as the operands are).
+  __device__ static float shift_of(float most) {
+    unsigned bits = __float_as_uint(most);
+    bits += 0xfff + (bits >> 13 & 1);
+    const int exponent = static_cast<int>(bits >> 23) - 127;
+    if (most == 0 || exponent == 128) return 1;  // nothing to choose from, or no number
+    const int steps = (exponent + 9 + 160) / 16 - 10;  // rounded down
+    return __uint_as_float(static_cast<unsigned>(127 + 16 * max(min(steps, 7), -7)) << 23);
+  }
+  __device__ void choose_units(const float (&v)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = v[i];
+#pragma unroll
+      for (int j = 0; j < 32; ++j) most = fmaxf(most, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+      const float shift = shift_of(most), back = 1 / shift;
+      unit_[i] *= shift, per_unit_[i] *= back;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) S_[j / 2 * 4 + 2 * i + j % 2] *= back;
+    }
+  }
+
+  // S_ as operands.
+  __device__ void pack(unsigned (&packed)[8][4]) const {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__half>(S_[2 * i], S_[2 * i + 1]);
+  }
+
+  // The chunk's v, transposed: tokens 16 j .. of the thread's columns as operands.
+  __device__ void load_values(unsigned stage, int j, unsigned (&v)[4]) const {
+    const unsigned token = 16 * j + lane_ / 16 * 8 + lane_ % 8, piece = column_ % 64 / 8 + lane_ / 8 % 2;
+    ptx::load_transposed(v, stage + Stage::v + half_ + token * kRowBytes + ((piece ^ token % 8) << 4));
+  }
+
+  // S_ as operands, in units that fit it and v. first: at a multiple of 64 tokens.
+  __device__ void pack_in_units(unsigned stage, bool first, unsigned (&packed)[8][4]) {
+    unsigned a[4], b[4];
+    load_values(stage, 0, a), load_values(stage, 1, b);
+    pack(packed);
+    float v[2];
+    bool large = false, fits = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      v[i] = per_unit_[i] * fmaxf(largest<T>(pair_of<T>(a[i]), pair_of<T>(a[i + 2])),
+                                  largest<T>(pair_of<T>(b[i]), pair_of<T>(b[i + 2])));
+      float most = v[i];
+      if (first) {
+        __half2 s = __habs2(pair_of<__half>(packed[0][i]));
+#pragma unroll
+        for (int j = 1; j < 16; ++j) s = __hmax2(s, __habs2(pair_of<__half>(packed[j / 2][i + j % 2 * 2])));
+        most = fmaxf(most, fmaxf(__low2float(s), __high2float(s)));
+        // A column's four lanes together reach 2^-9.
+        unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
+        reached |= reached >> 1, reached |= reached >> 2;
+        fits = fits && (reached & 0x11111111) == 0x11111111;
+      }
+      large = large || most >= 0x1p7f;
+    }
+    if (fits && !__any_sync(kAll, large)) return;
+    choose_units(v);
+    pack(packed);
+  }
+
+  // ---- a chunk ----
+
+  struct Rows {  // tokens t .. t + count - 1 of row b
+    unsigned b, t, hv, count = 0;
+  };
+
+  __device__ void chunk(unsigned stage, const Rows& rows, bool first) {
+    unsigned left[8][4];
+    pack_in_units(stage, first, left);
+    // Before the products begin: nothing may touch their accumulators while they run.
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
+    }
+    float both[kRows];  // S^T kG^T, then S^T qG^T
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
+    ptx::commit_products();
+    store_outputs();  // of the chunk before, meanwhile
+    unsigned v[2][4];
+    load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
+    ptx::wait_for_products<0>();
+
+    unsigned R[2][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const Pair<T> two = pair_of<T>(v[j / 4][j % 4]);
+      const float scale = per_unit_[j % 2];
+      R[j / 4][j % 4] = ptx::pack<__half>(fmaf(__low2float(two), scale, -both[2 * j]),
+                                          fmaf(__high2float(two), scale, -both[2 * j + 1]));
+    }
+    float U[kRows / 2];
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
+    ptx::commit_products();
+    ptx::wait_for_products<0>();
+    if (call_.v_new.data) store_corrections(rows, U);
+
+#pragma unroll
+    for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
+    float O[kRows / 2];
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, true>(
+          S_, R[k], ptx::matrix_at(stage + Stage::kg + k * 16 * kRowBytes, kHalf, 1024, ptx::Swizzle::k128), true);
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, false>(O, R[k], ptx::matrix_at(stage + Stage::Aqk + 32 * k, 16, 512, ptx::Swizzle::k64),
+                                k > 0);
+    ptx::commit_products();
+    ptx::wait_for_products<0>();
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      O_[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * unit_[j % 2],
+                                      (O[2 * j + 1] + both[16 + 2 * j + 1]) * unit_[j % 2]);
+    rows_ = rows;
+  }
+
+  // Channels 16 k .. of rows, as a right operand.
+  __device__ static uint64_t rows_at(unsigned address, int k) {
+    return ptx::matrix_at(address + k / 4 * kHalf + k % 4 * 32, 16, 1024, ptx::Swizzle::k128);
+  }
+
+  // ---- outputs ----
+
+  __device__ void zero_outputs(unsigned hv, int64_t b, int64_t t, int64_t end) const {
+    const View& o = call_.x.o;
+    const unsigned v = threadIdx.x % kGroup;
+    for (t += column_ / 64; t < end; t += kScanners)
+      store_element(o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), hv) + v * o.size(), o.dtype, 0);
+  }
+
+  // O_ goes through the warp's own shared memory: from columns in lanes to 16 columns of a token in two of them.
+  __device__ void store_outputs() {
+    if (!rows_.count) return;
+    const unsigned token = lane_ / 16 * 8 + lane_ % 8;
+    __syncwarp();  // the tokens before have been read
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      ptx::store_transposed(out_ + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, O_[j]);
+    __syncwarp();  // the tokens are there
+    const View& o = call_.x.o;
+    char* at = o.at(rows_.b, rows_.t + lane_ / 2, rows_.hv) + column_ * sizeof(T) + lane_ % 2 * 16;
+#pragma unroll
+    for (unsigned j = 0; j < 2; ++j) {
+      const unsigned row = 16 * j + lane_ / 2;
+      const uint4 x = ptx::load_shared4(out_ + row * Shared::kOutStride + lane_ % 2 * 16);
+      if (row < rows_.count) *reinterpret_cast<uint4*>(at + j * 16 * static_cast<uint64_t>(o.stride1)) = x;
+    }
+    rows_.count = 0;
+  }
+
+  __device__ void store_corrections(const Rows& rows, const float (&U)[kRows / 2]) const {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const unsigned row = j / 4 * 8 + lane_ % 4 * 2 + j % 2;
+      char* to = call_.v_new.at(rows.b, rows.t + row, rows.hv) + column(j / 2 % 2) * sizeof(float);
+      if (row < rows.count) *reinterpret_cast<float*>(to) = U[j] * unit_[j / 2 % 2];
+    }
+  }
+
+  const Call& call_;
+  const Ring ring_;
+  const unsigned lane_, column_, half_, out_;
+  float S_[64];                  // S^T / unit_: accumulators
+  float unit_[2], per_unit_[2];  // of the thread's two columns
+  unsigned O_[2][4];             // outputs of the last chunk: of rows_
+  Rows rows_;
+};
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,184 @@
+// Gates, decayed operands and scores of a chunk, by the kind of gate.
+//
+// Decays are products of alpha along rows. With G the sum of log2 alpha from the chunk's start and last its last row:
+//   kG = k 2^G, qG = q 2^G, kg = k 2^(G_last - G), ell = 2^G_last      for the scan
+//   Akk[i,j] = beta_i sum_d k_i k_j 2^(G_i - G_j), j < i; Aqk[i,j] = sum_d q_i k_j 2^(G_i - G_j), j <= i
+// where q and k are normalised, and q has the scale.
+#pragma once
+#include "cuda/sm90/chunk.h"
+
+namespace kda::cuda::sm90 {
+
+// What a preparing warpgroup has for itself in shared memory, and how its threads lie on a chunk.
+struct Bench {
+  unsigned rows, columns, A, totals, factors;  // addresses; see Shared
+  unsigned warp, barrier;
+
+  __device__ Bench(unsigned memory, unsigned group)
+      : rows(memory + Shared::rows + group * 2 * kHalf),
+        columns(memory + Shared::columns + group * kRows * kRowBytes),
+        A(memory + Shared::A + group * kRows * kStrideA * 4),
+        totals(memory + Shared::totals + group * 4 * kSize * 4),
+        factors(memory + Shared::factors + group * 4 * kRows * 4),
+        warp(__shfl_sync(kAll, threadIdx.x / 32 % 4, 0)),
+        barrier(1 + 2 * group) {}
+
+  // Of all four warps; of the two that store Akk and the one that inverts.
+  __device__ void sync() const { ptx::sync_threads(barrier, kGroup); }
+  __device__ void sync_with_solver() const { ptx::sync_threads(barrier + 1, 96); }
+  __device__ void arrive_for_solver() const { ptx::arrive_threads(barrier + 1, 96); }
+
+  // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
+  __device__ unsigned lane(int i) const {
+    const unsigned lane = threadIdx.x % 32;
+    return lane / 16 * kHalf + (8 * warp + i) * kRowBytes + ((lane % 16 / 2 ^ i) << 4) + lane % 2 * 8;
+  }
+  // Where column c of row i is in T and Aqk.
+  __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
+
+  enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: scale / norm, 1 / norm, beta, q.k with both factors
+  __device__ void store_factor(Factor kind, unsigned row, float x) const {
+    ptx::store_shared_f32(factors + (kind * kRows + row) * 4, x);
+  }
+  __device__ float factor(Factor kind, unsigned row) const {
+    return ptx::load_shared_f32(factors + (kind * kRows + row) * 4);
+  }
+  __device__ float4 four_factors(Factor kind, unsigned row) const {
+    return ptx::load_shared_f32x4(factors + (kind * kRows + row) * 4);
+  }
+};
+
+template <class T>
+__device__ void four_of(uint2 raw, float (&x)[4]) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const float2 a = __half22float2(reinterpret_cast<const __half2&>(raw.x));
+    const float2 b = __half22float2(reinterpret_cast<const __half2&>(raw.y));
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+  } else {
+    x[0] = __uint_as_float(raw.x << 16), x[1] = __uint_as_float(raw.x & 0xffff0000u);
+    x[2] = __uint_as_float(raw.y << 16), x[3] = __uint_as_float(raw.y & 0xffff0000u);
+  }
+}
+template <class T>
+__device__ void store_four(unsigned to, const float (&x)[4]) {
+  ptx::store_shared2(to, make_uint2(ptx::pack<T>(x[0], x[1]), ptx::pack<T>(x[2], x[3])));
+}
+__device__ inline void load_four(unsigned from, float (&x)[4]) {
+  const float4 four = ptx::load_shared_f32x4(from);
+  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+
+constexpr float kLog2e = 1.44269504f;
+
+// Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15, does
+// for all scores: k^ = k 2^(G - G_15), kc = k 2^(G_15 - G), and all factors are normal numbers (of f32 and bf16).
+class AnchoredScores {
+ public:
+  static constexpr bool kTakesDiagonal = false;  // its own products have it
+  // gamma = log2 alpha = bound sigmoid(a (x + bias))
+  struct Gate {
+    float bound, rate, shift[4];
+    __device__ void enter(const Tokens& x, unsigned hv, unsigned lane) {
+      const float a = x.A_log.data ? __expf(*reinterpret_cast<const float*>(x.A_log.at(hv, 0, 0))) : 1;
+      bound = x.lower_bound * kLog2e, rate = -kLog2e * a;
+      float4 bias{};
+      if (x.bias.data) {
+        const char* from = x.bias.at(hv, 0, 0) + lane * 16;
+        bias = *reinterpret_cast<const float4*>(from);
+      }
+      shift[0] = rate * bias.x, shift[1] = rate * bias.y, shift[2] = rate * bias.z, shift[3] = rate * bias.w;
+    }
+    __device__ float operator()(int e, float x) const {
+      return bound * ptx::reciprocal(1 + ptx::exp2(fmaf(rate, x, shift[e])));
+    }
+  };
+
+  __device__ AnchoredScores(const Bench& at, unsigned stage) : at_(at), stage_(stage) {}
+
+  // Row i of the warp, from the first on. Behind the last row nothing decays.
+  __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + (real ? gate(e, x[e]) : 0);
+  }
+  __device__ void share_totals() const {
+    ptx::store_shared_f32x4(at_.totals + (at_.warp * kSize + threadIdx.x % 32 * 4) * 4,
+                            make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
+  }
+
+  // Operands of the scan and of scores, from the raw rows in the stage.
+  template <class T>
+  __device__ void tiles() {
+    const unsigned lane = threadIdx.x % 32;
+    float total[4][4], to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
+#pragma unroll
+    for (int w = 0; w < 4; ++w) load_four(at_.totals + (w * kSize + lane * 4) * 4, total[w]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to_anchor[e] = ptx::exp2(total[0][e] + total[1][e]), from_anchor[e] = ptx::exp2(total[2][e] + total[3][e]);
+      const float first = at_.warp == 0   ? -(total[0][e] + total[1][e])  // G before the warp's rows, from the anchor
+                          : at_.warp == 1 ? -total[1][e]
+                          : at_.warp == 2 ? 0
+                                          : total[2][e];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) G_[i][e] += first;
+    }
+    if (at_.warp == 0)
+      ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
+                              make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
+                                          to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const unsigned to = at_.lane(i), row = 8 * at_.warp + i;
+      const float norm_q = at_.factor(Bench::kQuery, row), norm_k = at_.factor(Bench::kKey, row);
+      float q[4], k[4], column[4];
+      four_of<T>(ptx::load_shared2(stage_ + Stage::q + to), q);
+      four_of<T>(ptx::load_shared2(stage_ + Stage::k + to), k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
+        k[e] *= norm_k, q[e] *= norm_q;
+        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
+      }
+      store_four<__nv_bfloat16>(at_.rows + Stage::k + to, k);
+      store_four<__nv_bfloat16>(at_.rows + Stage::q + to, q);
+      store_four<__nv_bfloat16>(at_.columns + to, column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
+      store_four<__half>(stage_ + Stage::k + to, k);
+      store_four<__half>(stage_ + Stage::q + to, q);
+      store_four<__half>(stage_ + Stage::kg + to, column);
+    }
+  }
+
+  // [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.
+  __device__ void run() const {
+    float scores[16];
+    ptx::fence_products();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const unsigned piece = j / 4 * kHalf + j % 4 * 32;
+      ptx::wgmma_shared<__nv_bfloat16>(scores, ptx::matrix_at(at_.rows + piece, 16, 1024, ptx::Swizzle::k128),
+                                       ptx::matrix_at(at_.columns + piece, 16, 1024, ptx::Swizzle::k128), j > 0);
+    }
+    ptx::commit_products();
+    const unsigned lane = threadIdx.x % 32, row = at_.warp % 2 * 16 + lane / 4;  // and eight more
+    const float beta[2] = {at_.factor(Bench::kBeta, row), at_.factor(Bench::kBeta, row + 8)};
+    ptx::wait_for_products<0>();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const unsigned i = row + j % 2 * 8, c = j / 2 * 8 + lane % 4 * 2;
+      const float a = scores[2 * j], b = scores[2 * j + 1];
+      if (at_.warp < 2)  // what is not below the diagonal is not read
+        ptx::store_shared_f32x2(at_.A + (i * kStrideA + c) * 4, make_float2(a * beta[j % 2], b * beta[j % 2]));
+      else
+        ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c), ptx::pack<__half>(c <= i ? a : 0, c < i ? b : 0));
+    }
+  }
+
+ private:
+  const Bench& at_;
+  const unsigned stage_;
+  float G_[8][4];  // of the warp's rows: from its first row, then from the anchor
+};
+
+}  // namespace kda::cuda::sm90
