@@ -26,8 +26,10 @@ struct Stage {
   static constexpr unsigned T = 4 * kHalf;                     // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
   static constexpr unsigned Aqk = T + kRows * 64;              // likewise
   static constexpr unsigned ell = Aqk + kRows * 64;            // decay of each channel: f32
-  static constexpr unsigned bytes = ell + 1024;
+  static constexpr unsigned factors = ell + kSize * 4;         // of rows, for the preparation: f32
+  static constexpr unsigned bytes = factors + 4 * kRows * 4;
 };
+static_assert(Stage::bytes % 1024 == 0, "stages follow each other");
 constexpr unsigned kStages = 4;
 
 constexpr unsigned kStrideA = 36;
@@ -39,8 +41,7 @@ struct Shared {
   static constexpr unsigned columns = rows + kPreparers * 2 * kHalf;         // 32 columns; preparers in turn in each half
   static constexpr unsigned A = columns + kPreparers * kHalf;                // Akk: f32, kStrideA apart
   static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;  // of 8 rows each, per channel: f32
-  static constexpr unsigned factors = totals + kPreparers * 4 * kSize * 4;   // 1 / norms and beta of rows: f32
-  static constexpr unsigned out = factors + kPreparers * 4 * kRows * 4;      // of each scanning warp: outputs
+  static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;       // of each scanning warp: outputs
   static constexpr unsigned kOutStride = 48;                                 // bytes of a token's 16 columns, padded
   static constexpr unsigned full = out + kScanners * 4 * kRows * kOutStride;  // mbarriers of stages
   static constexpr unsigned empty = full + 8 * kStages;

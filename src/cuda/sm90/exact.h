@@ -126,10 +126,10 @@ class ExactScores {
   // The warp's own rows against each other.
   template <class T>
   __device__ void diagonal() {
-    float sums[24];  // of pairs (1,0), (2,0), (2,1), (3,0), (3,1), (3,2) of four rows: q k, k k; then of the other four
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float decayed[4][4], since[4] = {1, 1, 1, 1};  // k of the rows so far, as of this one; decay since the fourth row
+      float first[8], last[4];  // q k and k k of pairs (1,0), (2,0), (2,1), (3,0); (3,1), (3,2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = 4 * half + i;
@@ -142,7 +142,9 @@ class ExactScores {
           float qk = q[0] * decayed[j][0], kk = k[0] * decayed[j][0];
 #pragma unroll
           for (int e = 1; e < 4; ++e) qk = fmaf(q[e], decayed[j][e], qk), kk = fmaf(k[e], decayed[j][e], kk);
-          sums[12 * half + i * (i - 1) + 2 * j] = qk, sums[12 * half + i * (i - 1) + 2 * j + 1] = kk;
+          const int pair = i * (i - 1) / 2 + j;
+          (pair < 4 ? first[2 * pair % 8] : last[2 * pair % 4]) = qk;
+          (pair < 4 ? first[2 * pair % 8 + 1] : last[2 * pair % 4 + 1]) = kk;
         }
         if (half == 1) {
           times(since, alpha_[row]);
@@ -152,12 +154,9 @@ class ExactScores {
       if (half == 0)
 #pragma unroll
         for (int i = 0; i < 4; ++i) store_four<__half>(k_near_ + at_.lane(i), decayed[i]);
+      store_sum(half, lane_ / 4, spread_sums(first), lane_ % 4 == 0);
+      store_sum(half, 8 + lane_ / 8, spread_sums(last), lane_ % 8 == 0);
     }
-    float first[16], last[8];
-#pragma unroll
-    for (int i = 0; i < 24; ++i) (i < 16 ? first[i % 16] : last[i % 8]) = sums[i];
-    store_sum(lane_ / 2, spread_sums(first), lane_ % 2 == 0);
-    store_sum(16 + lane_ / 4, spread_sums(last), lane_ % 4 == 0);
     if (lane_ < 8) {
       const unsigned row = 8 * at_.warp + lane_;
       store_entry(row, row, at_.factor(Bench::kDiagonal, row));
@@ -173,12 +172,12 @@ class ExactScores {
   __device__ void store_entry(unsigned i, unsigned j, float qk) const {
     ptx::store_shared16(stage_ + Stage::Aqk + Bench::square(i, j), __half_as_ushort(__float2half_rn(qk)));
   }
-  __device__ void store_sum(unsigned number, float sum, bool mine) const {
-    const unsigned pair = number % 12 / 2, i = pair == 0 ? 1 : pair < 3 ? 2 : 3, j = pair - i * (i - 1) / 2;
-    const unsigned first = 8 * at_.warp + number / 12 * 4;
+  __device__ void store_sum(int half, unsigned number, float sum, bool mine) const {
+    const unsigned pair = number / 2, i = pair == 0 ? 1 : pair < 3 ? 2 : 3, j = pair - i * (i - 1) / 2;
+    const unsigned first = 8 * at_.warp + 4 * half, row = first + i;
     if (!mine) return;
-    if (number % 2 == 0) store_entry(first + i, first + j, sum);
-    else ptx::store_shared_f32(at_.A + ((first + i) * kStrideA + first + j) * 4, sum * at_.factor(Bench::kBeta, first + i));
+    if (number % 2 == 0) store_entry(row, first + j, sum);
+    else ptx::store_shared_f32(at_.A + (row * kStrideA + first + j) * 4, sum * at_.factor(Bench::kBeta, row));
   }
 
   // k decayed to the end of the warp's rows: from there to the chunk's end for the scan, and to where scores meet.

@@ -105,6 +105,7 @@ class Preparation {
 
   __device__ void prepare(const Cursor& now, const Cursor& next) {
     const unsigned stage = ring_.stage(now.number), rows = now.rows();
+    at_.factors = stage + Stage::factors;
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
     share_factors(stage, rows);
@@ -134,11 +135,10 @@ class Preparation {
       at_.sync();  // nobody reads tiles any more
       fetch_wide_gate(next);
     }
-    const unsigned solver = 2 + (now.number / kPreparers) % 2;
-    if (warp_ == solver) {
-      at_.sync_with_solver();  // Akk is there
+    if (warp_ == now.number / kPreparers % 4) {
+      at_.sync_as_solver();  // Akk is there
       invert(stage);
-    } else if (warp_ < 2) {
+    } else {
       at_.arrive_for_solver();
     }
     ptx::fence_shared_for_async();
@@ -203,7 +203,7 @@ class Preparation {
 
   const Call& call_;
   const Ring ring_;
-  const Bench at_;
+  Bench at_;
   const unsigned lane_, warp_, group_;
   typename Scores::Gate gate_;
   unsigned beta_;  // of row lane_, raw: of warp 0

@@ -11,7 +11,8 @@ namespace kda::cuda::sm90 {
 
 // What a preparing warpgroup has for itself in shared memory, and how its threads lie on a chunk.
 struct Bench {
-  unsigned rows, columns, A, totals, factors;  // addresses; see Shared
+  unsigned rows, columns, A, totals;  // addresses; see Shared
+  unsigned factors = 0;               // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
   unsigned warp, barrier;
 
   __device__ Bench(unsigned memory, unsigned group)
@@ -19,14 +20,13 @@ struct Bench {
         columns(memory + Shared::columns + group * kRows * kRowBytes),
         A(memory + Shared::A + group * kRows * kStrideA * 4),
         totals(memory + Shared::totals + group * 4 * kSize * 4),
-        factors(memory + Shared::factors + group * 4 * kRows * 4),
         warp(__shfl_sync(kAll, threadIdx.x / 32 % 4, 0)),
         barrier(1 + 2 * group) {}
 
-  // Of all four warps; of the two that store Akk and the one that inverts.
+  // Of all four warps; and of the one that inverts with the others, who need not wait.
   __device__ void sync() const { ptx::sync_threads(barrier, kGroup); }
-  __device__ void sync_with_solver() const { ptx::sync_threads(barrier + 1, 96); }
-  __device__ void arrive_for_solver() const { ptx::arrive_threads(barrier + 1, 96); }
+  __device__ void sync_as_solver() const { ptx::sync_threads(barrier + 1, kGroup); }
+  __device__ void arrive_for_solver() const { ptx::arrive_threads(barrier + 1, kGroup); }
 
   // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
   __device__ unsigned lane(int i) const {
