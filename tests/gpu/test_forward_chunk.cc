@@ -30,7 +30,7 @@ std::vector<Case> chunk_cases() {
     add(raw({.name = "bound_" + std::to_string(T), .T = T})),
         add(softplus({.name = "softplus_" + std::to_string(T), .T = T}));
   add(raw({.name = "bound_heads", .B = 2, .T = 140, .H = 2, .HV = 4, .layout = Layout::kHeadsFirst}));
-  add(softplus({.name = "softplus_heads", .B = 2, .T = 140, .H = 2, .HV = 4, .layout = Layout::kPadded}));
+  add(softplus({.name = "softplus_heads", .B = 2, .T = 140, .H = 2, .HV = 4, .layout = Layout::kHeadsFirst}));
   add(raw({.name = "bound_packed", .HV = 2, .lengths = {1, 64, 0, 33, 130}, .tail = 9}));
   add(softplus({.name = "softplus_packed", .HV = 2, .lengths = {70, 0, 0, 2, 97}, .tail = 40, .cu_dtype = KDA_I64}));
   add(raw({.name = "bound_f16", .T = 70, .dtype = KDA_F16, .state_dtype = KDA_BF16}));

@@ -43,7 +43,8 @@ struct Shared {
   static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;  // of 8 rows each, per channel: f32
   static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;       // of each scanning warp: outputs
   static constexpr unsigned kOutStride = 48;                                 // bytes of a token's 16 columns, padded
-  static constexpr unsigned full = out + kScanners * 4 * kRows * kOutStride;  // mbarriers of stages
+  static constexpr unsigned next = out + kScanners * 4 * kRows * kOutStride;  // Cursor of each preparer
+  static constexpr unsigned full = next + kPreparers * 32;                   // mbarriers of stages
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;
 };
@@ -70,11 +71,11 @@ struct Ring {
   }
 };
 
-// A value head of a sequence, or the rows behind the last sequence: numbers blockIdx.x, + gridDim.x, .. of all of them.
+// A value head of a sequence, or the rows behind the last sequence. A block has numbers blockIdx.x, + gridDim.x, ..
 struct Item {
-  unsigned number, n, hv;
+  unsigned n, hv;
   __device__ Item(const ForwardProblem& p, unsigned number)
-      : number(number), n(number / static_cast<unsigned>(p.HV)), hv(number - n * static_cast<unsigned>(p.HV)) {}
+      : n(number / static_cast<unsigned>(p.HV)), hv(number - n * static_cast<unsigned>(p.HV)) {}
   __device__ bool exists(const ForwardProblem& p) const { return n < p.N + p.varlen; }
   __device__ bool is_tail(const ForwardProblem& p) const { return n == p.N; }
 };

@@ -33,11 +33,7 @@ class ExactScores {
   __device__ ExactScores(const Bench& at, unsigned stage)
       : at_(at),
         stage_(stage),
-        lane_(threadIdx.x % 32),
-        k_near_(at.rows + Stage::k),
-        k_far_(at.rows + Stage::q),
-        q_near_(at.columns - (at.warp + 1) / 2 * 8 * kRowBytes),  // of warps 1 and 3: rows 0..15 there
-        q_far_(at.columns) {}                                     // of warps 2 and 3: rows 16..31
+        lane_(threadIdx.x % 32) {}
 
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
@@ -47,7 +43,7 @@ class ExactScores {
     float total[4] = {1, 1, 1, 1};
 #pragma unroll
     for (int i = 0; i < 8; ++i) times(total, alpha_[i]);
-    ptx::store_shared_f32x4(at_.totals + (at_.warp * kSize + lane_ * 4) * 4,
+    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + lane_ * 4) * 4,
                             make_float4(total[0], total[1], total[2], total[3]));
   }
 
@@ -59,7 +55,7 @@ class ExactScores {
     diagonal<T>();
     float total[4][4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) load_four(at_.totals + (w * kSize + lane_ * 4) * 4, total[w]);
+    for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane_ * 4) * 4, total[w]);
     keys_to_the_end<T>(total);
     rows_from_the_start<T>(total);
     if (at_.warp == 0) {
@@ -76,7 +72,7 @@ class ExactScores {
     for (unsigned other = 0; other < at_.warp; ++other) {
       const bool far = at_.warp / 2 != other / 2;
       float d[4] = {};
-      multiply(d, far ? q_far_ : q_near_, far ? k_far_ : k_near_, other);
+      multiply(d, far ? q_far() : q_near(), far ? k_far() : k_near(), other);
       store(d, other, true);
     }
   }
@@ -99,6 +95,13 @@ class ExactScores {
     store_four<__half>(to, y);
   }
 
+  // Addresses of tiles. Of q, near rows are those of warps 1 and 3, far ones those of warps 2 and 3.
+  __device__ unsigned k_near() const { return at_.rows() + Stage::k; }
+  __device__ unsigned k_far() const { return at_.rows() + Stage::q; }
+  __device__ unsigned q_near() const { return at_.columns() - (at_.warp + 1) / 2 * 8 * kRowBytes; }
+  __device__ unsigned q_far() const { return at_.columns(); }
+  __device__ unsigned q_diagonal() const { return k_far(); }
+
   // d = [q; k] of the warp's rows times k of eight others', transposed.
   __device__ void multiply(float (&d)[4], unsigned q, unsigned k, unsigned other) const {
     const unsigned r = lane_ % 8, m = lane_ / 8;
@@ -120,7 +123,7 @@ class ExactScores {
     if (!all && (i < 4 || j >= 4)) return;
     ptx::store_shared(stage_ + Stage::Aqk + Bench::square(row, c), ptx::pack<__half>(d[0], d[1]));
     const float beta = at_.factor(Bench::kBeta, row);
-    ptx::store_shared_f32x2(at_.A + (row * kStrideA + c) * 4, make_float2(d[2] * beta, d[3] * beta));
+    ptx::store_shared_f32x2(at_.A() + (row * kStrideA + c) * 4, make_float2(d[2] * beta, d[3] * beta));
   }
 
   // The warp's own rows against each other.
@@ -148,12 +151,12 @@ class ExactScores {
         }
         if (half == 1) {
           times(since, alpha_[row]);
-          store_scaled(q_diagonal() + at_.lane(row), q, since), store_scaled(k_near_ + at_.lane(row), k, since);
+          store_scaled(q_diagonal() + at_.lane(row), q, since), store_scaled(k_near() + at_.lane(row), k, since);
         }
       }
       if (half == 0)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_four<__half>(k_near_ + at_.lane(i), decayed[i]);
+        for (int i = 0; i < 4; ++i) store_four<__half>(k_near() + at_.lane(i), decayed[i]);
       store_sum(half, lane_ / 4, spread_sums(first), lane_ % 4 == 0);
       store_sum(half, 8 + lane_ / 8, spread_sums(last), lane_ % 8 == 0);
     }
@@ -163,12 +166,10 @@ class ExactScores {
     }
     __syncwarp();  // the tiles are there
     float d[4] = {};
-    multiply(d, q_diagonal(), k_near_, at_.warp);
+    multiply(d, q_diagonal(), k_near(), at_.warp);
     __syncwarp();  // and may be overwritten
     store(d, at_.warp, false);
   }
-  __device__ unsigned q_diagonal() const { return k_far_; }  // the warp's own rows there
-
   __device__ void store_entry(unsigned i, unsigned j, float qk) const {
     ptx::store_shared16(stage_ + Stage::Aqk + Bench::square(i, j), __half_as_ushort(__float2half_rn(qk)));
   }
@@ -177,7 +178,7 @@ class ExactScores {
     const unsigned first = 8 * at_.warp + 4 * half, row = first + i;
     if (!mine) return;
     if (number % 2 == 0) store_entry(row, first + j, sum);
-    else ptx::store_shared_f32(at_.A + (row * kStrideA + first + j) * 4, sum * at_.factor(Bench::kBeta, row));
+    else ptx::store_shared_f32(at_.A() + (row * kStrideA + first + j) * 4, sum * at_.factor(Bench::kBeta, row));
   }
 
   // k decayed to the end of the warp's rows: from there to the chunk's end for the scan, and to where scores meet.
@@ -192,9 +193,9 @@ class ExactScores {
       float k[4];
       load<T>(Stage::k, Bench::kKey, i, k);
       times(k, decay);
-      if (at_.warp % 2 == 0) store_four<__half>(k_near_ + at_.lane(i), k);
-      if (at_.warp == 0) store_scaled(k_far_ + at_.lane(i), k, total[1]);
-      if (at_.warp == 1) store_four<__half>(k_far_ + at_.lane(i), k);
+      if (at_.warp % 2 == 0) store_four<__half>(k_near() + at_.lane(i), k);
+      if (at_.warp == 0) store_scaled(k_far() + at_.lane(i), k, total[1]);
+      if (at_.warp == 1) store_four<__half>(k_far() + at_.lane(i), k);
       store_scaled(stage_ + Stage::kg + at_.lane(i), k, after);
       times(decay, alpha_[i]);
     }
@@ -212,17 +213,17 @@ class ExactScores {
       load<T>(Stage::q, Bench::kQuery, i, q), load<T>(Stage::k, Bench::kKey, i, k);
       times(decay, alpha_[i]);
       times(q, decay), times(k, decay);
-      if (at_.warp % 2) store_four<__half>(q_near_ + at_.lane(i), q), store_four<__half>(k_near_ + at_.lane(i), k);
-      if (at_.warp == 2) store_four<__half>(q_far_ + at_.lane(i), q), store_four<__half>(k_far_ + at_.lane(i), k);
+      if (at_.warp % 2) store_four<__half>(q_near() + at_.lane(i), q), store_four<__half>(k_near() + at_.lane(i), k);
+      if (at_.warp == 2) store_four<__half>(q_far() + at_.lane(i), q), store_four<__half>(k_far() + at_.lane(i), k);
       if (at_.warp == 3)
-        store_scaled(q_far_ + at_.lane(i), q, total[2]), store_scaled(k_far_ + at_.lane(i), k, total[2]);
+        store_scaled(q_far() + at_.lane(i), q, total[2]), store_scaled(k_far() + at_.lane(i), k, total[2]);
       store_scaled(stage_ + Stage::q + at_.lane(i), q, before);
       store_scaled(stage_ + Stage::k + at_.lane(i), k, before);
     }
   }
 
   const Bench& at_;
-  const unsigned stage_, lane_, k_near_, k_far_, q_near_, q_far_;
+  const unsigned stage_, lane_;
   float alpha_[8][4];
 };
 

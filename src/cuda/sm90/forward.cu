@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Scan<T>(call, memory, group).run();
   } else {
     ptx::give_registers<96>();
-    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
+    Preparation<T, Scores, kWideGate>(call, shared, group - kScanners).run();
   }
 }
 

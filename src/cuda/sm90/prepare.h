@@ -12,99 +12,105 @@
 
 namespace kda::cuda::sm90 {
 
-// A chunk on its way: which one, and what the contract says of its item.
+// The next chunk of a preparer, in shared memory: one thread moves it on for all.
 struct Cursor {
-  Item item;
-  unsigned number;           // of the chunk, over all chunks of the block
-  unsigned b, t0, length;    // of the item's sequence
-  unsigned chunk, chunks;    // of the sequence
-  bool any;                  // false: behind the last chunk
+  unsigned item, hv, h;    // the value head of a sequence it belongs to, and its query/key head
+  unsigned b, t0, length;  // where that sequence's tokens are; none of padding
+  unsigned chunk;          // of the sequence
+  unsigned number;         // over all chunks of the block; kNone behind the last
+  static constexpr unsigned kNone = ~0u;
 
-  __device__ Cursor(const ForwardProblem& p, unsigned number)
-      : item(p, blockIdx.x), number(number), chunk(number), chunks(0), any(true) {
+  __device__ bool any() const { return number != kNone; }
+  __device__ unsigned rows() const { return min(length - chunk * kRows, kRows); }
+  __device__ unsigned token() const { return t0 + chunk * kRows; }
+
+  __device__ void start(const ForwardProblem& p, unsigned first) {
+    item = blockIdx.x, number = chunk = first;
     enter(p), settle(p);
   }
   __device__ void advance(const ForwardProblem& p) {
     number += kPreparers, chunk += kPreparers;
     settle(p);
   }
-  __device__ unsigned rows() const { return min(length - chunk * kRows, kRows); }
 
  private:
   __device__ void enter(const ForwardProblem& p) {
-    any = item.exists(p), chunks = 0;
-    if (!any || item.is_tail(p)) return;
-    const Sequence s = sequence_at(p, p.args.in, p.args.states, item.n);
-    b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
-    if (s.live) chunks = (length + kRows - 1) / kRows;
+    const Item here(p, item);
+    length = 0, hv = here.hv, h = hv / static_cast<unsigned>(p.group());
+    if (!here.exists(p)) number = kNone;
+    if (!any() || here.is_tail(p)) return;
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, here.n);
+    b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
+    if (s.live) length = static_cast<unsigned>(s.length);
   }
   __device__ void settle(const ForwardProblem& p) {
-    while (any && chunk >= chunks) {
-      chunk -= chunks;
-      item = Item(p, item.number + gridDim.x);
+    while (any() && chunk * kRows >= length) {
+      chunk -= (length + kRows - 1) / kRows, item += gridDim.x;
       enter(p);
     }
   }
 };
+static_assert(sizeof(Cursor) == 32, "as Shared has room for");
 
 // kWideGate: g is f32, else it has the type of q, k and v.
 template <class T, class Scores, bool kWideGate>
 class Preparation {
  public:
-  __device__ Preparation(const Call& call, unsigned memory, unsigned group)
-      : call_(call), ring_{memory}, at_(memory, group), lane_(threadIdx.x % 32), warp_(at_.warp), group_(group) {}
+  __device__ Preparation(const Call& call, unsigned char* shared, unsigned group)
+      : call_(call),
+        at_{ptx::shared_address(shared), group},
+        lane_(threadIdx.x % 32),
+        warp_(at_.warp),
+        next_(reinterpret_cast<Cursor*>(shared + Shared::next)[group]) {}
 
   __device__ void run() {
-    const ForwardProblem& p = call_.p;
-    Cursor now(p, group_);
-    if (!now.any) return;
-    ring_.wait_empty(now.number);
-    fetch(now);
-    if (kWideGate) fetch_wide_gate(now);
+    const bool leader = threadIdx.x % kGroup == 0;
+    if (leader) next_.start(call_.p, at_.group);
+    at_.sync();  // the first chunk is known
+    if (!next_.any()) return;
+    fetch();
+    if (kWideGate) fetch_wide_gate();
     unsigned head = ~0u;
-    for (;;) {
-      if (now.item.hv != head) head = now.item.hv, gate_.enter(call_.x, head, lane_);
-      Cursor next = now;
-      next.advance(p);
-      prepare(now, next);
-      if (!next.any) return;
-      now = next;
-    }
+    do {
+      if (next_.hv != head) head = next_.hv, gate_.enter(call_.x, head, lane_);
+      prepare(next_.number, next_.rows(), leader);
+    } while (next_.any());
   }
 
  private:
-  // Raw rows of a chunk into its stage, zeros behind the last. The stage is empty.
-  __device__ void fetch(const Cursor& c) {
+  __device__ Ring ring() const { return {at_.memory}; }
+
+  // Raw rows of the next chunk into its stage, once that is empty; zeros behind the last.
+  __device__ void fetch() {
     const Tokens& x = call_.x;
-    const unsigned stage = ring_.stage(c.number), first = c.t0 + c.chunk * kRows + 8 * warp_, rows = c.rows();
-    const unsigned h = c.item.hv / static_cast<unsigned>(call_.p.group());
+    const unsigned number = next_.number, first = next_.token() + 8 * warp_, rows = next_.rows();
+    const unsigned stage = ring().stage(number);
+    ring().wait_empty(number);
     const auto all = [&](const View& view, unsigned head, unsigned to) {
-      const char* from = view.at(c.b, first, head) + lane_ * 8;
+      const char* from = view.at(next_.b, first, head) + lane_ * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         ptx::copy8(stage + to + at_.lane(i), from + i * static_cast<uint64_t>(view.stride1),
                    8 * warp_ + i < rows ? 8 : 0);
     };
-    all(x.q, h, Stage::q), all(x.k, h, Stage::k), all(x.v, c.item.hv, Stage::v);
-    if (!kWideGate) all(x.g, c.item.hv, Stage::kg);
+    all(x.q, next_.h, Stage::q), all(x.k, next_.h, Stage::k), all(x.v, next_.hv, Stage::v);
+    if (!kWideGate) all(x.g, next_.hv, Stage::kg);
     beta_ = 0;
-    if (warp_ == 0 && lane_ < rows) {
-      const char* beta = x.beta.at(c.b, c.t0 + c.chunk * kRows + lane_, c.item.hv);
-      beta_ = load_raw<false>(beta, x.beta.dtype);
-    }
+    if (warp_ == 0 && lane_ < rows) beta_ = load_raw<false>(x.beta.at(next_.b, first + lane_, next_.hv), x.beta.dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
-  __device__ unsigned wide_gate(int i) const { return at_.rows + (8 * warp_ + i) * kSize * 4 + lane_ * 16; }
-  __device__ void fetch_wide_gate(const Cursor& c) {
+  __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * warp_ + i) * kSize * 4 + lane_ * 16; }
+  __device__ void fetch_wide_gate() {
     const View& g = call_.x.g;
-    const char* from = g.at(c.b, c.t0 + c.chunk * kRows + 8 * warp_, c.item.hv) + lane_ * 16;
+    const char* from = g.at(next_.b, next_.token() + 8 * warp_, next_.hv) + lane_ * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * warp_ + i < c.rows() ? 16 : 0);
+      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * warp_ + i < next_.rows() ? 16 : 0);
   }
 
-  __device__ void prepare(const Cursor& now, const Cursor& next) {
-    const unsigned stage = ring_.stage(now.number), rows = now.rows();
+  // A chunk that was fetched; then the next one is.
+  __device__ void prepare(unsigned number, unsigned rows, bool leader) {
+    const unsigned stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
@@ -122,27 +128,25 @@ class Preparation {
       scores.decay(i, gate_, x, 8 * warp_ + i < rows);
     }
     scores.share_totals();
-    at_.sync();  // totals and factors of all rows are there; nobody reads what was on the bench
+    at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
+    if (leader) next_.advance(call_.p);
     scores.template tiles<T>();
     ptx::fence_shared_for_async();
-    at_.sync();  // tiles are there
-    if (next.any) {
-      ring_.wait_empty(next.number);
-      fetch(next);
-    }
+    at_.sync();  // tiles are there, and what is next
+    if (next_.any()) fetch();
     scores.run();
-    if (kWideGate && next.any) {
+    if (kWideGate && next_.any()) {
       at_.sync();  // nobody reads tiles any more
-      fetch_wide_gate(next);
+      fetch_wide_gate();
     }
-    if (warp_ == now.number / kPreparers % 4) {
+    if (warp_ == number / kPreparers % 4) {
       at_.sync_as_solver();  // Akk is there
       invert(stage);
     } else {
       at_.arrive_for_solver();
     }
     ptx::fence_shared_for_async();
-    ptx::arrive(ring_.full(now.number));
+    ptx::arrive(ring().full(number));
   }
 
   // Norms of the warp's rows, and beta (of all, by warp 0).
@@ -184,7 +188,7 @@ class Preparation {
     for (unsigned j = kRows - 1; j > 0; --j)
 #pragma unroll
       for (unsigned c = 0; c < j; c += 4) {
-        const float4 four = ptx::load_shared_f32x4(at_.A + (j * kStrideA + c) * 4);
+        const float4 four = ptx::load_shared_f32x4(at_.A() + (j * kStrideA + c) * 4);
         row[c] = fmaf(-row[j], four.x, row[c]);
         if (c + 1 < j) row[c + 1] = fmaf(-row[j], four.y, row[c + 1]);
         if (c + 2 < j) row[c + 2] = fmaf(-row[j], four.z, row[c + 2]);
@@ -202,9 +206,9 @@ class Preparation {
   }
 
   const Call& call_;
-  const Ring ring_;
   Bench at_;
-  const unsigned lane_, warp_, group_;
+  const unsigned lane_, warp_;
+  Cursor& next_;
   typename Scores::Gate gate_;
   unsigned beta_;  // of row lane_, raw: of warp 0
 };

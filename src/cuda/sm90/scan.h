@@ -42,28 +42,40 @@ class Scan {
   __device__ void run() {
     const ForwardProblem& p = call_.p;
     unsigned number = 0;  // of the chunk
-    for (Item item(p, blockIdx.x); item.exists(p); item = Item(p, item.number + gridDim.x)) {
-      if (item.is_tail(p)) {
-        zero_outputs(item.hv, 0, end_of_sequences(p, p.args.in), p.T);
-        continue;
+    for (unsigned i = blockIdx.x;; i += gridDim.x) {
+      const Item item(p, i);
+      if (!item.exists(p)) return;
+      unsigned length;
+      char* to;  // where the thread's first outputs of the chunk go
+      {
+        Sequence s{};
+        if (item.is_tail(p)) s.t0 = end_of_sequences(p, p.args.in), s.length = p.T - s.t0;
+        else s = sequence_at(p, p.args.in, p.args.states, item.n);
+        if (!s.live) {
+          zero_outputs(item.hv, s);
+          continue;
+        }
+        load(s, item.hv);
+        length = static_cast<unsigned>(s.length);
+        to = call_.x.o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + lane_ / 2, item.hv) +
+             column_ * sizeof(T) + lane_ % 2 * 16;
       }
-      const Sequence s = sequence_at(p, p.args.in, p.args.states, item.n);
-      if (!s.live) {
-        zero_outputs(item.hv, s.b, s.t0, s.t0 + s.length);
-        continue;
-      }
-      load(s, item.hv);
-      const auto length = static_cast<unsigned>(s.length);
-      const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(p, item.n) : 0;
-      for (unsigned t = 0;; t += kRows, ++number) {
-        if (t % kChunk == 0 || t >= length) keep(s, item.hv, min(t, length), first_h);
-        if (t >= length) break;
+      const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
+      for (unsigned t = 0; t < length; t += kRows, to += step, ++number) {
+        if (t % kChunk == 0 && keeps()) keep(item, t);
         ring_.wait_full(number);
-        const Rows rows{static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t, item.hv, min(length - t, kRows)};
-        chunk(ring_.stage(number), rows, t % kChunk == 0);
+        chunk(
+            ring_.stage(number), t % kChunk == 0,
+            [&] {  // outputs of the chunk before
+              if (t) store_outputs(to - step, kRows);
+            },
+            [&](const float(&U)[kRows / 2]) {
+              if (call_.v_new.data) store_corrections(item, t, U);
+            });
         if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
       }
-      store_outputs();
+      if (length) store_outputs(to - step, (length - 1) % kRows + 1);
+      keep(item, length);
     }
   }
 
@@ -87,7 +99,7 @@ class Scan {
   };
 
   __device__ void load(const Sequence& s, unsigned hv) {
-    unit_[0] = unit_[1] = per_unit_[0] = per_unit_[1] = 1;
+    unit_[0] = unit_[1] = 1;
     const View& h0 = call_.states.h0;
     if (!s.initial) {
 #pragma unroll
@@ -105,14 +117,18 @@ class Scan {
     else all([](const char* at) { return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at)); });
   }
 
-  // The state after t tokens goes where it is wanted.
-  __device__ void keep(const Sequence& s, unsigned hv, unsigned t, unsigned first_h) {
+  // Are states wanted on the way?
+  __device__ bool keeps() const { return call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data; }
+  // The state after t tokens goes where it is wanted. (The sequence is looked up again: registers are scarce in between.)
+  __device__ void keep(const Item& item, unsigned t) {
+    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n);
+    const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, item.n) : 0;
 #pragma unroll 1
     for (int kind = 0; kind < 3; ++kind) {
       const View& to = call_.states.kept[kind];
       const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, first_h) : -1;
       if (row < 0) continue;
-      const Address at(to, call_.p.args.in.state_layout, static_cast<unsigned>(row), hv);
+      const Address at(to, call_.p.args.in.state_layout, static_cast<unsigned>(row), item.hv);
 #pragma unroll
       for (int j = 0; j < 16; ++j)
 #pragma unroll
@@ -123,6 +139,8 @@ class Scan {
 
   // ---- units ----
 
+  // 1 / unit of a power of two.
+  __device__ static float inverse(float unit) { return __uint_as_float(0x7f000000u - __float_as_uint(unit)); }
   // Of 2^16: by how much a number is below 2^-9 or from 2^7 on, after rounding to fp16 (as the operands are).
   __device__ static float shift_of(float most) {
     unsigned bits = __float_as_uint(most);
@@ -139,8 +157,8 @@ class Scan {
 #pragma unroll
       for (int j = 0; j < 32; ++j) most = fmaxf(most, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      const float shift = shift_of(most), back = 1 / shift;
-      unit_[i] *= shift, per_unit_[i] *= back;
+      const float shift = shift_of(most), back = inverse(shift);
+      unit_[i] *= shift;
 #pragma unroll
       for (int j = 0; j < 32; ++j) S_[j / 2 * 4 + 2 * i + j % 2] *= back;
     }
@@ -167,7 +185,7 @@ class Scan {
     bool large = false, fits = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      v[i] = per_unit_[i] * fmaxf(largest<T>(pair_of<T>(a[i]), pair_of<T>(a[i + 2])),
+      v[i] = inverse(unit_[i]) * fmaxf(largest<T>(pair_of<T>(a[i]), pair_of<T>(a[i + 2])),
                                   largest<T>(pair_of<T>(b[i]), pair_of<T>(b[i + 2])));
       float most = v[i];
       if (first) {
@@ -189,11 +207,9 @@ class Scan {
 
   // ---- a chunk ----
 
-  struct Rows {  // tokens t .. t + count - 1 of row b
-    unsigned b, t, hv, count = 0;
-  };
-
-  __device__ void chunk(unsigned stage, const Rows& rows, bool first) {
+  // meanwhile(): work for the time of the first products; corrections(): what sees U.
+  template <class Meanwhile, class Corrections>
+  __device__ void chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
     unsigned left[8][4];
     pack_in_units(stage, first, left);
     // Before the products begin: nothing may touch their accumulators while they run.
@@ -208,7 +224,7 @@ class Scan {
     for (int k = 0; k < 8; ++k)
       ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
     ptx::commit_products();
-    store_outputs();  // of the chunk before, meanwhile
+    meanwhile();
     unsigned v[2][4];
     load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
     ptx::wait_for_products<0>();
@@ -217,7 +233,7 @@ class Scan {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const Pair<T> two = pair_of<T>(v[j / 4][j % 4]);
-      const float scale = per_unit_[j % 2];
+      const float scale = inverse(unit_[j % 2]);
       R[j / 4][j % 4] = ptx::pack<__half>(fmaf(__low2float(two), scale, -both[2 * j]),
                                           fmaf(__high2float(two), scale, -both[2 * j + 1]));
     }
@@ -228,7 +244,7 @@ class Scan {
       ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
-    if (call_.v_new.data) store_corrections(rows, U);
+    corrections(U);
 
 #pragma unroll
     for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
@@ -248,7 +264,6 @@ class Scan {
     for (int j = 0; j < 8; ++j)
       O_[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * unit_[j % 2],
                                       (O[2 * j + 1] + both[16 + 2 * j + 1]) * unit_[j % 2]);
-    rows_ = rows;
   }
 
   // Channels 16 k .. of rows, as a right operand.
@@ -258,49 +273,46 @@ class Scan {
 
   // ---- outputs ----
 
-  __device__ void zero_outputs(unsigned hv, int64_t b, int64_t t, int64_t end) const {
+  __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
     const View& o = call_.x.o;
     const unsigned v = threadIdx.x % kGroup;
-    for (t += column_ / 64; t < end; t += kScanners)
-      store_element(o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), hv) + v * o.size(), o.dtype, 0);
+    for (int64_t t = s.t0 + column_ / 64; t < s.t0 + s.length; t += kScanners)
+      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * o.size(), o.dtype, 0);
   }
 
-  // O_ goes through the warp's own shared memory: from columns in lanes to 16 columns of a token in two of them.
-  __device__ void store_outputs() {
-    if (!rows_.count) return;
+  // `count` rows of O_, through the warp's own shared memory: from columns in lanes to 16 columns of a token in two.
+  __device__ void store_outputs(char* to, unsigned count) {
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
     __syncwarp();  // the tokens before have been read
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       ptx::store_transposed(out_ + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, O_[j]);
     __syncwarp();  // the tokens are there
-    const View& o = call_.x.o;
-    char* at = o.at(rows_.b, rows_.t + lane_ / 2, rows_.hv) + column_ * sizeof(T) + lane_ % 2 * 16;
 #pragma unroll
     for (unsigned j = 0; j < 2; ++j) {
       const unsigned row = 16 * j + lane_ / 2;
       const uint4 x = ptx::load_shared4(out_ + row * Shared::kOutStride + lane_ % 2 * 16);
-      if (row < rows_.count) *reinterpret_cast<uint4*>(at + j * 16 * static_cast<uint64_t>(o.stride1)) = x;
+      if (row < count) *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x;
     }
-    rows_.count = 0;
   }
 
-  __device__ void store_corrections(const Rows& rows, const float (&U)[kRows / 2]) const {
+  // (The sequence is looked up again: who wants U can wait.)
+  __device__ void store_corrections(const Item& item, unsigned t, const float (&U)[kRows / 2]) const {
+    const Sequence s = sequence_at(call_.p, call_.p.args.in, item.n);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const unsigned row = j / 4 * 8 + lane_ % 4 * 2 + j % 2;
-      char* to = call_.v_new.at(rows.b, rows.t + row, rows.hv) + column(j / 2 % 2) * sizeof(float);
-      if (row < rows.count) *reinterpret_cast<float*>(to) = U[j] * unit_[j / 2 % 2];
+      const unsigned row = t + j / 4 * 8 + lane_ % 4 * 2 + j % 2;
+      char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + row, item.hv);
+      if (row < s.length) reinterpret_cast<float*>(to)[column(j / 2 % 2)] = U[j] * unit_[j / 2 % 2];
     }
   }
 
   const Call& call_;
   const Ring ring_;
   const unsigned lane_, column_, half_, out_;
-  float S_[64];                  // S^T / unit_: accumulators
-  float unit_[2], per_unit_[2];  // of the thread's two columns
-  unsigned O_[2][4];             // outputs of the last chunk: of rows_
-  Rows rows_;
+  float S_[64];       // S^T / unit_: accumulators
+  float unit_[2];     // of the thread's two columns
+  unsigned O_[2][4];  // outputs of the last chunk
 };
 
 }  // namespace kda::cuda::sm90

@@ -11,22 +11,20 @@ namespace kda::cuda::sm90 {
 
 // What a preparing warpgroup has for itself in shared memory, and how its threads lie on a chunk.
 struct Bench {
-  unsigned rows, columns, A, totals;  // addresses; see Shared
-  unsigned factors = 0;               // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
-  unsigned warp, barrier;
+  unsigned memory, group;
+  unsigned warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
+  unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
 
-  __device__ Bench(unsigned memory, unsigned group)
-      : rows(memory + Shared::rows + group * 2 * kHalf),
-        columns(memory + Shared::columns + group * kRows * kRowBytes),
-        A(memory + Shared::A + group * kRows * kStrideA * 4),
-        totals(memory + Shared::totals + group * 4 * kSize * 4),
-        warp(__shfl_sync(kAll, threadIdx.x / 32 % 4, 0)),
-        barrier(1 + 2 * group) {}
+  // Addresses; see Shared.
+  __device__ unsigned rows() const { return memory + Shared::rows + group * 2 * kHalf; }
+  __device__ unsigned columns() const { return memory + Shared::columns + group * kRows * kRowBytes; }
+  __device__ unsigned A() const { return memory + Shared::A + group * kRows * kStrideA * 4; }
+  __device__ unsigned totals() const { return memory + Shared::totals + group * 4 * kSize * 4; }
 
   // Of all four warps; and of the one that inverts with the others, who need not wait.
-  __device__ void sync() const { ptx::sync_threads(barrier, kGroup); }
-  __device__ void sync_as_solver() const { ptx::sync_threads(barrier + 1, kGroup); }
-  __device__ void arrive_for_solver() const { ptx::arrive_threads(barrier + 1, kGroup); }
+  __device__ void sync() const { ptx::sync_threads(1 + 2 * group, kGroup); }
+  __device__ void sync_as_solver() const { ptx::sync_threads(2 + 2 * group, kGroup); }
+  __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
 
   // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
   __device__ unsigned lane(int i) const {
@@ -101,7 +99,7 @@ class AnchoredScores {
     for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + (real ? gate(e, x[e]) : 0);
   }
   __device__ void share_totals() const {
-    ptx::store_shared_f32x4(at_.totals + (at_.warp * kSize + threadIdx.x % 32 * 4) * 4,
+    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + threadIdx.x % 32 * 4) * 4,
                             make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
   }
 
@@ -111,7 +109,7 @@ class AnchoredScores {
     const unsigned lane = threadIdx.x % 32;
     float total[4][4], to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
-    for (int w = 0; w < 4; ++w) load_four(at_.totals + (w * kSize + lane * 4) * 4, total[w]);
+    for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       to_anchor[e] = ptx::exp2(total[0][e] + total[1][e]), from_anchor[e] = ptx::exp2(total[2][e] + total[3][e]);
@@ -139,9 +137,9 @@ class AnchoredScores {
         k[e] *= norm_k, q[e] *= norm_q;
         column[e] = k[e] * down, k[e] *= up, q[e] *= up;
       }
-      store_four<__nv_bfloat16>(at_.rows + Stage::k + to, k);
-      store_four<__nv_bfloat16>(at_.rows + Stage::q + to, q);
-      store_four<__nv_bfloat16>(at_.columns + to, column);
+      store_four<__nv_bfloat16>(at_.rows() + Stage::k + to, k);
+      store_four<__nv_bfloat16>(at_.rows() + Stage::q + to, q);
+      store_four<__nv_bfloat16>(at_.columns() + to, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
       store_four<__half>(stage_ + Stage::k + to, k);
@@ -157,8 +155,8 @@ class AnchoredScores {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const unsigned piece = j / 4 * kHalf + j % 4 * 32;
-      ptx::wgmma_shared<__nv_bfloat16>(scores, ptx::matrix_at(at_.rows + piece, 16, 1024, ptx::Swizzle::k128),
-                                       ptx::matrix_at(at_.columns + piece, 16, 1024, ptx::Swizzle::k128), j > 0);
+      ptx::wgmma_shared<__nv_bfloat16>(scores, ptx::matrix_at(at_.rows() + piece, 16, 1024, ptx::Swizzle::k128),
+                                       ptx::matrix_at(at_.columns() + piece, 16, 1024, ptx::Swizzle::k128), j > 0);
     }
     ptx::commit_products();
     const unsigned lane = threadIdx.x % 32, row = at_.warp % 2 * 16 + lane / 4;  // and eight more
@@ -169,7 +167,7 @@ class AnchoredScores {
       const unsigned i = row + j % 2 * 8, c = j / 2 * 8 + lane % 4 * 2;
       const float a = scores[2 * j], b = scores[2 * j + 1];
       if (at_.warp < 2)  // what is not below the diagonal is not read
-        ptx::store_shared_f32x2(at_.A + (i * kStrideA + c) * 4, make_float2(a * beta[j % 2], b * beta[j % 2]));
+        ptx::store_shared_f32x2(at_.A() + (i * kStrideA + c) * 4, make_float2(a * beta[j % 2], b * beta[j % 2]));
       else
         ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c), ptx::pack<__half>(c <= i ? a : 0, c < i ? b : 0));
     }
