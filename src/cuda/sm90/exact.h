@@ -23,10 +23,10 @@ class ExactScores {
       bias[0] = four.x, bias[1] = four.y, bias[2] = four.z, bias[3] = four.w;
     }
     // alpha
-    __device__ float operator()(int e, float x) const {
+    __device__ float operator()(int e, float x, bool real) const {
       if (form == KDA_GATE_SOFTPLUS) x = -a * softplus(x + bias[e]);
       if (form == KDA_GATE_LOWER_BOUND) x = bound * sigmoid(a * (x + bias[e]));
-      return ptx::exp2(x * kLog2e);
+      return ptx::exp2(x * (real ? kLog2e : 0));
     }
   };
 
@@ -37,7 +37,7 @@ class ExactScores {
 
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) alpha_[i][e] = real ? gate(e, x[e]) : 1;
+    for (int e = 0; e < 4; ++e) alpha_[i][e] = gate(e, x[e], real);
   }
   __device__ void share_totals() const {
     float total[4] = {1, 1, 1, 1};

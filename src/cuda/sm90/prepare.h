@@ -95,6 +95,7 @@ class Preparation {
     };
     all(x.q, next_.h, Stage::q), all(x.k, next_.h, Stage::k), all(x.v, next_.hv, Stage::v);
     if (!kWideGate) all(x.g, next_.hv, Stage::kg);
+    ptx::commit_copies();
     beta_ = 0;
     if (warp_ == 0 && lane_ < rows) beta_ = load_raw<false>(x.beta.at(next_.b, first + lane_, next_.hv), x.beta.dtype);
   }
@@ -106,6 +107,7 @@ class Preparation {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * warp_ + i < next_.rows() ? 16 : 0);
+    ptx::commit_copies();
   }
 
   // A chunk that was fetched; then the next one is.

@@ -98,25 +98,26 @@ class Scan {
     }
   };
 
+  // f(register, address) for all of the thread's elements of a state.
+  template <class Element, class F>
+  __device__ void elements(const View& t, unsigned row, unsigned hv, const F& f) {
+    const Address at(t, call_.p.args.in.state_layout, row, hv);
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
+  }
   __device__ void load(const Sequence& s, unsigned hv) {
     unit_[0] = unit_[1] = 1;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S_[i] = 0;
+    if (!s.initial) return;
     const View& h0 = call_.states.h0;
-    if (!s.initial) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) S_[i] = 0;
-      return;
-    }
-    const Address from(h0, call_.p.args.in.state_layout, static_cast<unsigned>(s.slot), hv);
-    const auto all = [&](auto one) {
-#pragma unroll
-      for (int j = 0; j < 16; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) S_[4 * j + i] = one(from.at(column(i / 2), channel(j) + i % 2));
-    };
-    if (h0.dtype == KDA_F32) all([](const char* at) { return *reinterpret_cast<const float*>(at); });
-    else all([](const char* at) { return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at)); });
+    const auto row = static_cast<unsigned>(s.slot);
+    if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
+    else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { S_[i] = __bfloat162float(*x); });
   }
-
   // Are states wanted on the way?
   __device__ bool keeps() const { return call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data; }
   // The state after t tokens goes where it is wanted. (The sequence is looked up again: registers are scarce in between.)
@@ -128,12 +129,12 @@ class Scan {
       const View& to = call_.states.kept[kind];
       const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, first_h) : -1;
       if (row < 0) continue;
-      const Address at(to, call_.p.args.in.state_layout, static_cast<unsigned>(row), item.hv);
-#pragma unroll
-      for (int j = 0; j < 16; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_element(at.at(column(i / 2), channel(j) + i % 2), to.dtype, S_[4 * j + i] * unit_[i / 2]);
+      const auto slot = static_cast<unsigned>(row);
+      const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
+      if (to.dtype == KDA_F32) elements<float>(to, slot, item.hv, [&](int i, float* x) { *x = value(i); });
+      else
+        elements<__nv_bfloat16>(to, slot, item.hv,
+                                [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
     }
   }
 
@@ -260,10 +261,17 @@ class Scan {
                                 k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
+    unsigned out[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      O_[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * unit_[j % 2],
-                                      (O[2 * j + 1] + both[16 + 2 * j + 1]) * unit_[j % 2]);
+      out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * unit_[j % 2],
+                                       (O[2 * j + 1] + both[16 + 2 * j + 1]) * unit_[j % 2]);
+    // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
+    const unsigned token = lane_ / 16 * 8 + lane_ % 8;
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      ptx::store_transposed(out_ + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
+    __syncwarp();  // outputs are there
   }
 
   // Channels 16 k .. of rows, as a right operand.
@@ -280,20 +288,15 @@ class Scan {
       store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * o.size(), o.dtype, 0);
   }
 
-  // `count` rows of O_, through the warp's own shared memory: from columns in lanes to 16 columns of a token in two.
-  __device__ void store_outputs(char* to, unsigned count) {
-    const unsigned token = lane_ / 16 * 8 + lane_ % 8;
-    __syncwarp();  // the tokens before have been read
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      ptx::store_transposed(out_ + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, O_[j]);
-    __syncwarp();  // the tokens are there
+  // The last chunk's outputs, `count` rows of them.
+  __device__ void store_outputs(char* to, unsigned count) const {
 #pragma unroll
     for (unsigned j = 0; j < 2; ++j) {
       const unsigned row = 16 * j + lane_ / 2;
       const uint4 x = ptx::load_shared4(out_ + row * Shared::kOutStride + lane_ % 2 * 16);
       if (row < count) *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x;
     }
+    __syncwarp();  // and may be overwritten
   }
 
   // (The sequence is looked up again: who wants U can wait.)
@@ -310,9 +313,8 @@ class Scan {
   const Call& call_;
   const Ring ring_;
   const unsigned lane_, column_, half_, out_;
-  float S_[64];       // S^T / unit_: accumulators
-  float unit_[2];     // of the thread's two columns
-  unsigned O_[2][4];  // outputs of the last chunk
+  float S_[64];    // S^T / unit_: accumulators
+  float unit_[2];  // of the thread's two columns
 };
 
 }  // namespace kda::cuda::sm90

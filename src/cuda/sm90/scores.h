@@ -86,8 +86,8 @@ class AnchoredScores {
       }
       shift[0] = rate * bias.x, shift[1] = rate * bias.y, shift[2] = rate * bias.z, shift[3] = rate * bias.w;
     }
-    __device__ float operator()(int e, float x) const {
-      return bound * ptx::reciprocal(1 + ptx::exp2(fmaf(rate, x, shift[e])));
+    __device__ float operator()(int e, float x, bool real) const {
+      return (real ? bound : 0) * ptx::reciprocal(1 + ptx::exp2(fmaf(rate, x, shift[e])));
     }
   };
 
@@ -96,7 +96,7 @@ class AnchoredScores {
   // Row i of the warp, from the first on. Behind the last row nothing decays.
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + (real ? gate(e, x[e]) : 0);
+    for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + gate(e, x[e], real);
   }
   __device__ void share_totals() const {
     ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + threadIdx.x % 32 * 4) * 4,
@@ -162,14 +162,20 @@ class AnchoredScores {
     const unsigned lane = threadIdx.x % 32, row = at_.warp % 2 * 16 + lane / 4;  // and eight more
     const float beta[2] = {at_.factor(Bench::kBeta, row), at_.factor(Bench::kBeta, row + 8)};
     ptx::wait_for_products<0>();
+    // What is not below the diagonal of Akk is not read.
+    const unsigned first = lane % 4 * 2;
+    if (at_.warp < 2) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const unsigned i = row + j % 2 * 8, c = j / 2 * 8 + lane % 4 * 2;
-      const float a = scores[2 * j], b = scores[2 * j + 1];
-      if (at_.warp < 2)  // what is not below the diagonal is not read
-        ptx::store_shared_f32x2(at_.A() + (i * kStrideA + c) * 4, make_float2(a * beta[j % 2], b * beta[j % 2]));
-      else
-        ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c), ptx::pack<__half>(c <= i ? a : 0, c < i ? b : 0));
+      for (int j = 0; j < 8; ++j)
+        ptx::store_shared_f32x2(at_.A() + ((row + j % 2 * 8) * kStrideA + j / 2 * 8 + first) * 4,
+                                make_float2(scores[2 * j] * beta[j % 2], scores[2 * j + 1] * beta[j % 2]));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const unsigned i = row + j % 2 * 8, c = j / 2 * 8 + first;
+        ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c),
+                          ptx::pack<__half>(c <= i ? scores[2 * j] : 0, c < i ? scores[2 * j + 1] : 0));
+      }
     }
   }
 
