@@ -50,6 +50,18 @@ struct Shared {
 };
 static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
+__device__ inline unsigned char* shared_memory() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+
+// x, of which the compiler knows nothing: what is computed from it is computed again in every round of a loop, instead of
+// waiting in registers that are not there.
+__device__ inline unsigned opaque(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // What a call works on.
 struct Call {
   const ForwardProblem& p;

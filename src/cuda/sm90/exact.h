@@ -31,9 +31,7 @@ class ExactScores {
   };
 
   __device__ ExactScores(const Bench& at, unsigned stage)
-      : at_(at),
-        stage_(stage),
-        lane_(threadIdx.x % 32) {}
+      : at_(at), stage_(stage) {}
 
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
@@ -43,25 +41,25 @@ class ExactScores {
     float total[4] = {1, 1, 1, 1};
 #pragma unroll
     for (int i = 0; i < 8; ++i) times(total, alpha_[i]);
-    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + lane_ * 4) * 4,
+    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + at_.lane * 4) * 4,
                             make_float4(total[0], total[1], total[2], total[3]));
   }
 
   template <class T>
   __device__ void tiles() {
     // Aqk is zero where nothing else comes.
-    ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + lane_ * 16, make_uint4(0, 0, 0, 0));
+    ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
     __syncwarp();  // before the entries come
     diagonal<T>();
     float total[4][4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane_ * 4) * 4, total[w]);
+    for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + at_.lane * 4) * 4, total[w]);
     keys_to_the_end<T>(total);
     rows_from_the_start<T>(total);
     if (at_.warp == 0) {
 #pragma unroll
       for (int w = 1; w < 4; ++w) times(total[0], total[w]);
-      ptx::store_shared_f32x4(stage_ + Stage::ell + lane_ * 16,
+      ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
                               make_float4(total[0][0], total[0][1], total[0][2], total[0][3]));
     }
   }
@@ -85,7 +83,7 @@ class ExactScores {
   // Row i of the warp, normalised.
   template <class T>
   __device__ void load(unsigned from, Bench::Factor norm, int i, float (&x)[4]) const {
-    four_of<T>(ptx::load_shared2(stage_ + from + at_.lane(i)), x);
+    four_of<T>(ptx::load_shared2(stage_ + from + at_.place(i)), x);
     const float factor = at_.factor(norm, 8 * at_.warp + i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] *= factor;
@@ -104,7 +102,7 @@ class ExactScores {
 
   // d = [q; k] of the warp's rows times k of eight others', transposed.
   __device__ void multiply(float (&d)[4], unsigned q, unsigned k, unsigned other) const {
-    const unsigned r = lane_ % 8, m = lane_ / 8;
+    const unsigned r = at_.lane % 8, m = at_.lane / 8;
     const unsigned left = (m % 2 ? k : q) + (8 * at_.warp + r) * kRowBytes, right = k + (8 * other + r) * kRowBytes;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
@@ -119,7 +117,7 @@ class ExactScores {
   }
   // Entries of Aqk and Akk in columns of warp `other`: all, or the upper four rows of the lower four columns.
   __device__ void store(const float (&d)[4], unsigned other, bool all) const {
-    const unsigned i = lane_ / 4, j = lane_ % 4 * 2, row = 8 * at_.warp + i, c = 8 * other + j;
+    const unsigned i = at_.lane / 4, j = at_.lane % 4 * 2, row = 8 * at_.warp + i, c = 8 * other + j;
     if (!all && (i < 4 || j >= 4)) return;
     ptx::store_shared(stage_ + Stage::Aqk + Bench::square(row, c), ptx::pack<__half>(d[0], d[1]));
     const float beta = at_.factor(Bench::kBeta, row);
@@ -151,17 +149,17 @@ class ExactScores {
         }
         if (half == 1) {
           times(since, alpha_[row]);
-          store_scaled(q_diagonal() + at_.lane(row), q, since), store_scaled(k_near() + at_.lane(row), k, since);
+          store_scaled(q_diagonal() + at_.place(row), q, since), store_scaled(k_near() + at_.place(row), k, since);
         }
       }
       if (half == 0)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_four<__half>(k_near() + at_.lane(i), decayed[i]);
-      store_sum(half, lane_ / 4, spread_sums(first), lane_ % 4 == 0);
-      store_sum(half, 8 + lane_ / 8, spread_sums(last), lane_ % 8 == 0);
+        for (int i = 0; i < 4; ++i) store_four<__half>(k_near() + at_.place(i), decayed[i]);
+      store_sum(half, at_.lane / 4, spread_sums(first), at_.lane % 4 == 0);
+      store_sum(half, 8 + at_.lane / 8, spread_sums(last), at_.lane % 8 == 0);
     }
-    if (lane_ < 8) {
-      const unsigned row = 8 * at_.warp + lane_;
+    if (at_.lane < 8) {
+      const unsigned row = 8 * at_.warp + at_.lane;
       store_entry(row, row, at_.factor(Bench::kDiagonal, row));
     }
     __syncwarp();  // the tiles are there
@@ -193,10 +191,10 @@ class ExactScores {
       float k[4];
       load<T>(Stage::k, Bench::kKey, i, k);
       times(k, decay);
-      if (at_.warp % 2 == 0) store_four<__half>(k_near() + at_.lane(i), k);
-      if (at_.warp == 0) store_scaled(k_far() + at_.lane(i), k, total[1]);
-      if (at_.warp == 1) store_four<__half>(k_far() + at_.lane(i), k);
-      store_scaled(stage_ + Stage::kg + at_.lane(i), k, after);
+      if (at_.warp % 2 == 0) store_four<__half>(k_near() + at_.place(i), k);
+      if (at_.warp == 0) store_scaled(k_far() + at_.place(i), k, total[1]);
+      if (at_.warp == 1) store_four<__half>(k_far() + at_.place(i), k);
+      store_scaled(stage_ + Stage::kg + at_.place(i), k, after);
       times(decay, alpha_[i]);
     }
   }
@@ -213,17 +211,17 @@ class ExactScores {
       load<T>(Stage::q, Bench::kQuery, i, q), load<T>(Stage::k, Bench::kKey, i, k);
       times(decay, alpha_[i]);
       times(q, decay), times(k, decay);
-      if (at_.warp % 2) store_four<__half>(q_near() + at_.lane(i), q), store_four<__half>(k_near() + at_.lane(i), k);
-      if (at_.warp == 2) store_four<__half>(q_far() + at_.lane(i), q), store_four<__half>(k_far() + at_.lane(i), k);
+      if (at_.warp % 2) store_four<__half>(q_near() + at_.place(i), q), store_four<__half>(k_near() + at_.place(i), k);
+      if (at_.warp == 2) store_four<__half>(q_far() + at_.place(i), q), store_four<__half>(k_far() + at_.place(i), k);
       if (at_.warp == 3)
-        store_scaled(q_far() + at_.lane(i), q, total[2]), store_scaled(k_far() + at_.lane(i), k, total[2]);
-      store_scaled(stage_ + Stage::q + at_.lane(i), q, before);
-      store_scaled(stage_ + Stage::k + at_.lane(i), k, before);
+        store_scaled(q_far() + at_.place(i), q, total[2]), store_scaled(k_far() + at_.place(i), k, total[2]);
+      store_scaled(stage_ + Stage::q + at_.place(i), q, before);
+      store_scaled(stage_ + Stage::k + at_.place(i), k, before);
     }
   }
 
   const Bench& at_;
-  const unsigned stage_, lane_;
+  const unsigned stage_;
   float alpha_[8][4];
 };
 

@@ -16,8 +16,7 @@ template <class T, class Scores, bool kWideGate>
 __global__ void __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ View v_new) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const unsigned memory = ptx::shared_address(shared);
+  const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new};
   if (threadIdx.x == 0) {
     const Ring ring{memory};
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Scan<T>(call, memory, group).run();
   } else {
     ptx::give_registers<96>();
-    Preparation<T, Scores, kWideGate>(call, shared, group - kScanners).run();
+    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
   }
 }
 

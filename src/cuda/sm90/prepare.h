@@ -56,62 +56,59 @@ static_assert(sizeof(Cursor) == 32, "as Shared has room for");
 template <class T, class Scores, bool kWideGate>
 class Preparation {
  public:
-  __device__ Preparation(const Call& call, unsigned char* shared, unsigned group)
-      : call_(call),
-        at_{ptx::shared_address(shared), group},
-        lane_(threadIdx.x % 32),
-        warp_(at_.warp),
-        next_(reinterpret_cast<Cursor*>(shared + Shared::next)[group]) {}
+  __device__ Preparation(const Call& call, unsigned memory, unsigned group) : call_(call), at_{memory, group} {}
 
   __device__ void run() {
     const bool leader = threadIdx.x % kGroup == 0;
-    if (leader) next_.start(call_.p, at_.group);
+    if (leader) next().start(call_.p, at_.group);
     at_.sync();  // the first chunk is known
-    if (!next_.any()) return;
+    if (!next().any()) return;
     fetch();
     if (kWideGate) fetch_wide_gate();
     unsigned head = ~0u;
     do {
-      if (next_.hv != head) head = next_.hv, gate_.enter(call_.x, head, lane_);
-      prepare(next_.number, next_.rows(), leader);
-    } while (next_.any());
+      if (next().hv != head) head = next().hv, gate_.enter(call_.x, head, at_.lane);
+      prepare(next().number, next().rows(), leader);
+    } while (next().any());
   }
 
  private:
   __device__ Ring ring() const { return {at_.memory}; }
+  __device__ Cursor& next() const { return reinterpret_cast<Cursor*>(shared_memory() + Shared::next)[at_.group]; }
 
   // Raw rows of the next chunk into its stage, once that is empty; zeros behind the last.
   __device__ void fetch() {
     const Tokens& x = call_.x;
-    const unsigned number = next_.number, first = next_.token() + 8 * warp_, rows = next_.rows();
+    const unsigned number = next().number, first = next().token() + 8 * at_.warp, rows = next().rows();
     const unsigned stage = ring().stage(number);
     ring().wait_empty(number);
     const auto all = [&](const View& view, unsigned head, unsigned to) {
-      const char* from = view.at(next_.b, first, head) + lane_ * 8;
+      const char* from = view.at(next().b, first, head) + at_.lane * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        ptx::copy8(stage + to + at_.lane(i), from + i * static_cast<uint64_t>(view.stride1),
-                   8 * warp_ + i < rows ? 8 : 0);
+        ptx::copy8(stage + to + at_.place(i), from + i * static_cast<uint64_t>(view.stride1),
+                   8 * at_.warp + i < rows ? 8 : 0);
     };
-    all(x.q, next_.h, Stage::q), all(x.k, next_.h, Stage::k), all(x.v, next_.hv, Stage::v);
-    if (!kWideGate) all(x.g, next_.hv, Stage::kg);
+    all(x.q, next().h, Stage::q), all(x.k, next().h, Stage::k), all(x.v, next().hv, Stage::v);
+    if (!kWideGate) all(x.g, next().hv, Stage::kg);
     ptx::commit_copies();
     beta_ = 0;
-    if (warp_ == 0 && lane_ < rows) beta_ = load_raw<false>(x.beta.at(next_.b, first + lane_, next_.hv), x.beta.dtype);
+    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(next().b, first + at_.lane, next().hv), x.beta.dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
-  __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * warp_ + i) * kSize * 4 + lane_ * 16; }
+  __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
   __device__ void fetch_wide_gate() {
     const View& g = call_.x.g;
-    const char* from = g.at(next_.b, next_.token() + 8 * warp_, next_.hv) + lane_ * 16;
+    const char* from = g.at(next().b, next().token() + 8 * at_.warp, next().hv) + at_.lane * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * warp_ + i < next_.rows() ? 16 : 0);
+      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < next().rows() ? 16 : 0);
     ptx::commit_copies();
   }
 
   // A chunk that was fetched; then the next one is.
   __device__ void prepare(unsigned number, unsigned rows, bool leader) {
+    at_.memory = opaque(at_.memory), at_.lane = opaque(at_.lane);
     const unsigned stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
     ptx::wait_for_copies<0>();
@@ -125,23 +122,23 @@ class Preparation {
         const float4 four = ptx::load_shared_f32x4(wide_gate(i));
         x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
       } else {
-        four_of<T>(ptx::load_shared2(stage + Stage::kg + at_.lane(i)), x);
+        four_of<T>(ptx::load_shared2(stage + Stage::kg + at_.place(i)), x);
       }
-      scores.decay(i, gate_, x, 8 * warp_ + i < rows);
+      scores.decay(i, gate_, x, 8 * at_.warp + i < rows);
     }
     scores.share_totals();
     at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
-    if (leader) next_.advance(call_.p);
+    if (leader) next().advance(call_.p);
     scores.template tiles<T>();
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there, and what is next
-    if (next_.any()) fetch();
+    if (next().any()) fetch();
     scores.run();
-    if (kWideGate && next_.any()) {
+    if (kWideGate && next().any()) {
       at_.sync();  // nobody reads tiles any more
       fetch_wide_gate();
     }
-    if (warp_ == number / kPreparers % 4) {
+    if (at_.warp == number / kPreparers % 4) {
       at_.sync_as_solver();  // Akk is there
       invert(stage);
     } else {
@@ -154,30 +151,30 @@ class Preparation {
   // Norms of the warp's rows, and beta (of all, by warp 0).
   __device__ void share_factors(unsigned stage, unsigned rows) {
     const Tokens& x = call_.x;
-    if (warp_ == 0) {
+    if (at_.warp == 0) {
       const float beta = activated_beta(x.beta_form, value_of(x.beta.dtype, beta_));
-      at_.store_factor(Bench::kBeta, lane_, lane_ < rows ? beta : 0);
+      at_.store_factor(Bench::kBeta, at_.lane, at_.lane < rows ? beta : 0);
     }
     // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
     float by_q[4] = {}, by_k[4] = {};
-    const unsigned r = lane_ % 8, from = stage + (lane_ / 8 % 2 ? Stage::k : Stage::q) + (8 * warp_ + r) * kRowBytes;
+    const unsigned r = at_.lane % 8, from = stage + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       unsigned a[4];
-      ptx::load_matrices(a, from + j / 4 * kHalf + ((j % 4 * 2 + lane_ / 16 ^ r) << 4));
+      ptx::load_matrices(a, from + j / 4 * kHalf + ((j % 4 * 2 + at_.lane / 16 ^ r) << 4));
       ptx::mma<T>(by_q, a, a[0], a[2]);
       ptx::mma<T>(by_k, a, a[1], a[3]);
     }
-    const unsigned row = lane_ / 4;  // whose elements are in one of its four lanes
-    if (lane_ % 4 != row / 2) return;
+    const unsigned row = at_.lane / 4;  // whose elements are in one of its four lanes
+    if (at_.lane % 4 != row / 2) return;
     float q = x.scale, k = 1;
     if (x.qk_l2norm) {
       q *= ptx::inverse_root((row % 2 ? by_q[1] : by_q[0]) + 1e-6f);
       k *= ptx::inverse_root((row % 2 ? by_k[3] : by_k[2]) + 1e-6f);
     }
-    at_.store_factor(Bench::kQuery, 8 * warp_ + row, q);
-    at_.store_factor(Bench::kKey, 8 * warp_ + row, k);
-    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, 8 * warp_ + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
+    at_.store_factor(Bench::kQuery, 8 * at_.warp + row, q);
+    at_.store_factor(Bench::kKey, 8 * at_.warp + row, k);
+    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
   }
 
   // T diag(beta) with T = (I + Akk)^-1, by forward substitution in f32: T = I - T Akk, a lane its row, columns from the
@@ -185,7 +182,7 @@ class Preparation {
   __device__ void invert(unsigned stage) const {
     float row[kRows];
 #pragma unroll
-    for (unsigned c = 0; c < kRows; ++c) row[c] = c == lane_ ? 1.0f : 0.0f;
+    for (unsigned c = 0; c < kRows; ++c) row[c] = c == at_.lane ? 1.0f : 0.0f;
 #pragma unroll
     for (unsigned j = kRows - 1; j > 0; --j)
 #pragma unroll
@@ -199,7 +196,7 @@ class Preparation {
 #pragma unroll
     for (unsigned c = 0; c < kRows; c += 8) {
       const float4 a = at_.four_factors(Bench::kBeta, c), b = at_.four_factors(Bench::kBeta, c + 4);
-      ptx::store_shared4(stage + Stage::T + at_.square(lane_, c),
+      ptx::store_shared4(stage + Stage::T + at_.square(at_.lane, c),
                          make_uint4(ptx::pack<__half>(row[c] * a.x, row[c + 1] * a.y),
                                     ptx::pack<__half>(row[c + 2] * a.z, row[c + 3] * a.w),
                                     ptx::pack<__half>(row[c + 4] * b.x, row[c + 5] * b.y),
@@ -209,10 +206,8 @@ class Preparation {
 
   const Call& call_;
   Bench at_;
-  const unsigned lane_, warp_;
-  Cursor& next_;
   typename Scores::Gate gate_;
-  unsigned beta_;  // of row lane_, raw: of warp 0
+  unsigned beta_;  // of row at_.lane, raw: of warp 0
 };
 
 }  // namespace kda::cuda::sm90

@@ -13,6 +13,7 @@ namespace kda::cuda::sm90 {
 struct Bench {
   unsigned memory, group;
   unsigned warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
+  unsigned lane = threadIdx.x % 32;
   unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
 
   // Addresses; see Shared.
@@ -27,8 +28,7 @@ struct Bench {
   __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
 
   // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
-  __device__ unsigned lane(int i) const {
-    const unsigned lane = threadIdx.x % 32;
+  __device__ unsigned place(int i) const {
     return lane / 16 * kHalf + (8 * warp + i) * kRowBytes + ((lane % 16 / 2 ^ i) << 4) + lane % 2 * 8;
   }
   // Where column c of row i is in T and Aqk.
@@ -99,14 +99,14 @@ class AnchoredScores {
     for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + gate(e, x[e], real);
   }
   __device__ void share_totals() const {
-    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + threadIdx.x % 32 * 4) * 4,
+    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + at_.lane * 4) * 4,
                             make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
   }
 
   // Operands of the scan and of scores, from the raw rows in the stage.
   template <class T>
   __device__ void tiles() {
-    const unsigned lane = threadIdx.x % 32;
+    const unsigned lane = at_.lane;
     float total[4][4], to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
@@ -126,7 +126,7 @@ class AnchoredScores {
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const unsigned to = at_.lane(i), row = 8 * at_.warp + i;
+      const unsigned to = at_.place(i), row = 8 * at_.warp + i;
       const float norm_q = at_.factor(Bench::kQuery, row), norm_k = at_.factor(Bench::kKey, row);
       float q[4], k[4], column[4];
       four_of<T>(ptx::load_shared2(stage_ + Stage::q + to), q);
@@ -159,7 +159,7 @@ class AnchoredScores {
                                        ptx::matrix_at(at_.columns() + piece, 16, 1024, ptx::Swizzle::k128), j > 0);
     }
     ptx::commit_products();
-    const unsigned lane = threadIdx.x % 32, row = at_.warp % 2 * 16 + lane / 4;  // and eight more
+    const unsigned lane = at_.lane, row = at_.warp % 2 * 16 + lane / 4;  // and eight more
     const float beta[2] = {at_.factor(Bench::kBeta, row), at_.factor(Bench::kBeta, row + 8)};
     ptx::wait_for_products<0>();
     // What is not below the diagonal of Akk is not read.
