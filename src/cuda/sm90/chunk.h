@@ -44,7 +44,8 @@ struct Shared {
   static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;       // of each scanning warp: outputs
   static constexpr unsigned kOutStride = 48;                                 // bytes of a token's 16 columns, padded
   static constexpr unsigned next = out + kScanners * 4 * kRows * kOutStride;  // Cursor of each preparer
-  static constexpr unsigned full = next + kPreparers * 32;                   // mbarriers of stages
+  static constexpr unsigned gate = next + kPreparers * 32;                   // of each preparer: per channel; 4 floats
+  static constexpr unsigned full = gate + kPreparers * (kSize + 4) * 4;      // mbarriers of stages
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;
 };

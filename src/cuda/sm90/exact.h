@@ -12,17 +12,14 @@ namespace kda::cuda::sm90 {
 class ExactScores {
  public:
   static constexpr bool kTakesDiagonal = true;
+  // alpha of the lane's channels.
   struct Gate {
     int32_t form;
     float a, bound, bias[4];
-    __device__ void enter(const Tokens& x, unsigned hv, unsigned lane) {
-      form = x.gate_form, bound = x.lower_bound;
-      a = x.A_log.data ? __expf(*reinterpret_cast<const float*>(x.A_log.at(hv, 0, 0))) : 1;
-      float4 four{};
-      if (x.bias.data) four = *reinterpret_cast<const float4*>(x.bias.at(hv, 0, 0) + lane * 16);
-      bias[0] = four.x, bias[1] = four.y, bias[2] = four.z, bias[3] = four.w;
+    __device__ Gate(const Tokens& x, const Bench& at)
+        : form(x.gate_form), a(at.gate_rate()), bound(x.lower_bound) {
+      at.gate_bias(bias);
     }
-    // alpha
     __device__ float operator()(int e, float x, bool real) const {
       if (form == KDA_GATE_SOFTPLUS) x = -a * softplus(x + bias[e]);
       if (form == KDA_GATE_LOWER_BOUND) x = bound * sigmoid(a * (x + bias[e]));

@@ -67,7 +67,12 @@ class Preparation {
     if (kWideGate) fetch_wide_gate();
     unsigned head = ~0u;
     do {
-      if (next().hv != head) head = next().hv, gate_.enter(call_.x, head, at_.lane);
+      if (next().hv != head) {
+        head = next().hv;
+        at_.sync();  // nobody reads the gate of the head before
+        at_.store_gate(call_.x, head);
+        at_.sync();  // the gate is there
+      }
       prepare(next().number, next().rows(), leader);
     } while (next().any());
   }
@@ -115,6 +120,7 @@ class Preparation {
     __syncwarp();  // the rows are there: norms read what other lanes fetched
     share_factors(stage, rows);
     Scores scores(at_, stage);
+    const typename Scores::Gate gate(call_.x, at_);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[4];
@@ -124,7 +130,7 @@ class Preparation {
       } else {
         four_of<T>(ptx::load_shared2(stage + Stage::kg + at_.place(i)), x);
       }
-      scores.decay(i, gate_, x, 8 * at_.warp + i < rows);
+      scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
     scores.share_totals();
     at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
@@ -206,7 +212,6 @@ class Preparation {
 
   const Call& call_;
   Bench at_;
-  typename Scores::Gate gate_;
   unsigned beta_;  // of row at_.lane, raw: of warp 0
 };
 

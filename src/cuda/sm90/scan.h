@@ -45,6 +45,7 @@ class Scan {
     for (unsigned i = blockIdx.x;; i += gridDim.x) {
       const Item item(p, i);
       if (!item.exists(p)) return;
+      lane_ = opaque(lane_);
       unsigned length;
       char* to;  // where the thread's first outputs of the chunk go
       {
@@ -312,7 +313,8 @@ class Scan {
 
   const Call& call_;
   const Ring ring_;
-  const unsigned lane_, column_, half_, out_;
+  unsigned lane_;
+  const unsigned column_, half_, out_;
   float S_[64];    // S^T / unit_: accumulators
   float unit_[2];  // of the thread's two columns
 };

@@ -9,43 +9,6 @@
 
 namespace kda::cuda::sm90 {
 
-// What a preparing warpgroup has for itself in shared memory, and how its threads lie on a chunk.
-struct Bench {
-  unsigned memory, group;
-  unsigned warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
-  unsigned lane = threadIdx.x % 32;
-  unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
-
-  // Addresses; see Shared.
-  __device__ unsigned rows() const { return memory + Shared::rows + group * 2 * kHalf; }
-  __device__ unsigned columns() const { return memory + Shared::columns + group * kRows * kRowBytes; }
-  __device__ unsigned A() const { return memory + Shared::A + group * kRows * kStrideA * 4; }
-  __device__ unsigned totals() const { return memory + Shared::totals + group * 4 * kSize * 4; }
-
-  // Of all four warps; and of the one that inverts with the others, who need not wait.
-  __device__ void sync() const { ptx::sync_threads(1 + 2 * group, kGroup); }
-  __device__ void sync_as_solver() const { ptx::sync_threads(2 + 2 * group, kGroup); }
-  __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
-
-  // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
-  __device__ unsigned place(int i) const {
-    return lane / 16 * kHalf + (8 * warp + i) * kRowBytes + ((lane % 16 / 2 ^ i) << 4) + lane % 2 * 8;
-  }
-  // Where column c of row i is in T and Aqk.
-  __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
-
-  enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: scale / norm, 1 / norm, beta, q.k with both factors
-  __device__ void store_factor(Factor kind, unsigned row, float x) const {
-    ptx::store_shared_f32(factors + (kind * kRows + row) * 4, x);
-  }
-  __device__ float factor(Factor kind, unsigned row) const {
-    return ptx::load_shared_f32(factors + (kind * kRows + row) * 4);
-  }
-  __device__ float4 four_factors(Factor kind, unsigned row) const {
-    return ptx::load_shared_f32x4(factors + (kind * kRows + row) * 4);
-  }
-};
-
 template <class T>
 __device__ void four_of(uint2 raw, float (&x)[4]) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -66,6 +29,57 @@ __device__ inline void load_four(unsigned from, float (&x)[4]) {
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
 }
 
+// What a preparing warpgroup has for itself in shared memory, and how its threads lie on a chunk.
+struct Bench {
+  unsigned memory, group;
+  unsigned warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
+  unsigned lane = threadIdx.x % 32;
+  unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
+
+  // Addresses; see Shared.
+  __device__ unsigned rows() const { return memory + Shared::rows + group * 2 * kHalf; }
+  __device__ unsigned columns() const { return memory + Shared::columns + group * kRows * kRowBytes; }
+  __device__ unsigned A() const { return memory + Shared::A + group * kRows * kStrideA * 4; }
+  __device__ unsigned totals() const { return memory + Shared::totals + group * 4 * kSize * 4; }
+
+  __device__ unsigned gate() const { return memory + Shared::gate + group * (kSize + 4) * 4; }
+
+  // Of all four warps; and of the one that inverts with the others, who need not wait.
+  __device__ void sync() const { ptx::sync_threads(1 + 2 * group, kGroup); }
+  __device__ void sync_as_solver() const { ptx::sync_threads(2 + 2 * group, kGroup); }
+  __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
+
+  // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
+  __device__ unsigned place(int i) const {
+    return lane / 16 * kHalf + (8 * warp + i) * kRowBytes + ((lane % 16 / 2 ^ i) << 4) + lane % 2 * 8;
+  }
+  // Where column c of row i is in T and Aqk.
+  __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
+
+  // What the gates of a head share: exp(A_log) and bias, in shared memory because registers are scarce.
+  __device__ void store_gate(const Tokens& x, unsigned hv) const {
+    const unsigned i = threadIdx.x % kGroup;
+    const float bias = x.bias.data ? reinterpret_cast<const float*>(x.bias.at(hv, 0, 0))[i] : 0;
+    ptx::store_shared_f32(gate() + i * 4, bias);
+    if (i) return;
+    const float rate = x.A_log.data ? __expf(*reinterpret_cast<const float*>(x.A_log.at(hv, 0, 0))) : 1;
+    ptx::store_shared_f32(gate() + kSize * 4, rate);
+  }
+  __device__ float gate_rate() const { return ptx::load_shared_f32(gate() + kSize * 4); }
+  __device__ void gate_bias(float (&x)[4]) const { load_four(gate() + lane * 16, x); }
+
+  enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: scale / norm, 1 / norm, beta, q.k with both factors
+  __device__ void store_factor(Factor kind, unsigned row, float x) const {
+    ptx::store_shared_f32(factors + (kind * kRows + row) * 4, x);
+  }
+  __device__ float factor(Factor kind, unsigned row) const {
+    return ptx::load_shared_f32(factors + (kind * kRows + row) * 4);
+  }
+  __device__ float4 four_factors(Factor kind, unsigned row) const {
+    return ptx::load_shared_f32x4(factors + (kind * kRows + row) * 4);
+  }
+};
+
 constexpr float kLog2e = 1.44269504f;
 
 // Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15, does
@@ -73,18 +87,13 @@ constexpr float kLog2e = 1.44269504f;
 class AnchoredScores {
  public:
   static constexpr bool kTakesDiagonal = false;  // its own products have it
-  // gamma = log2 alpha = bound sigmoid(a (x + bias))
+  // gamma = log2 alpha = bound sigmoid(a (x + bias)) of the lane's channels.
   struct Gate {
     float bound, rate, shift[4];
-    __device__ void enter(const Tokens& x, unsigned hv, unsigned lane) {
-      const float a = x.A_log.data ? __expf(*reinterpret_cast<const float*>(x.A_log.at(hv, 0, 0))) : 1;
-      bound = x.lower_bound * kLog2e, rate = -kLog2e * a;
-      float4 bias{};
-      if (x.bias.data) {
-        const char* from = x.bias.at(hv, 0, 0) + lane * 16;
-        bias = *reinterpret_cast<const float4*>(from);
-      }
-      shift[0] = rate * bias.x, shift[1] = rate * bias.y, shift[2] = rate * bias.z, shift[3] = rate * bias.w;
+    __device__ Gate(const Tokens& x, const Bench& at) : bound(x.lower_bound * kLog2e) {
+      rate = -kLog2e * at.gate_rate(), at.gate_bias(shift);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) shift[e] *= rate;
     }
     __device__ float operator()(int e, float x, bool real) const {
       return (real ? bound : 0) * ptx::reciprocal(1 + ptx::exp2(fmaf(rate, x, shift[e])));
