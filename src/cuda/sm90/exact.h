@@ -27,7 +27,7 @@ class ExactScores {
     }
   };
 
-  __device__ ExactScores(const Bench& at, unsigned stage)
+  __device__ ExactScores(Bench& at, unsigned stage)
       : at_(at), stage_(stage) {}
 
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
@@ -48,10 +48,13 @@ class ExactScores {
     ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
     __syncwarp();  // before the entries come
     diagonal<T>();
+    at_.forget();
     float total[4][4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + at_.lane * 4) * 4, total[w]);
+    at_.forget();
     keys_to_the_end<T>(total);
+    at_.forget();
     rows_from_the_start<T>(total);
     if (at_.warp == 0) {
 #pragma unroll
@@ -62,7 +65,8 @@ class ExactScores {
   }
 
   // The warp's rows against those of each warp before it.
-  __device__ void run() const {
+  __device__ void run() {
+    at_.forget();
 #pragma unroll 1
     for (unsigned other = 0; other < at_.warp; ++other) {
       const bool far = at_.warp / 2 != other / 2;
@@ -126,6 +130,7 @@ class ExactScores {
   __device__ void diagonal() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      at_.forget();
       float decayed[4][4], since[4] = {1, 1, 1, 1};  // k of the rows so far, as of this one; decay since the fourth row
       float first[8], last[4];  // q k and k k of pairs (1,0), (2,0), (2,1), (3,0); (3,1), (3,2)
 #pragma unroll
@@ -160,6 +165,7 @@ class ExactScores {
       store_entry(row, row, at_.factor(Bench::kDiagonal, row));
     }
     __syncwarp();  // the tiles are there
+    at_.forget();
     float d[4] = {};
     multiply(d, q_diagonal(), k_near(), at_.warp);
     __syncwarp();  // and may be overwritten
@@ -217,7 +223,7 @@ class ExactScores {
     }
   }
 
-  const Bench& at_;
+  Bench& at_;
   const unsigned stage_;
   float alpha_[8][4];
 };

@@ -113,12 +113,13 @@ class Preparation {
 
   // A chunk that was fetched; then the next one is.
   __device__ void prepare(unsigned number, unsigned rows, bool leader) {
-    at_.memory = opaque(at_.memory), at_.lane = opaque(at_.lane);
+    at_.forget();
     const unsigned stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
     share_factors(stage, rows);
+    at_.forget();
     Scores scores(at_, stage);
     const typename Scores::Gate gate(call_.x, at_);
 #pragma unroll
@@ -132,12 +133,14 @@ class Preparation {
       }
       scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
+    at_.forget();
     scores.share_totals();
     at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
     if (leader) next().advance(call_.p);
     scores.template tiles<T>();
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there, and what is next
+    at_.forget();
     if (next().any()) fetch();
     scores.run();
     if (kWideGate && next().any()) {
@@ -185,7 +188,8 @@ class Preparation {
 
   // T diag(beta) with T = (I + Akk)^-1, by forward substitution in f32: T = I - T Akk, a lane its row, columns from the
   // right; a column is done when all to its right have been subtracted. What Akk has on and above its diagonal is not read.
-  __device__ void invert(unsigned stage) const {
+  __device__ void invert(unsigned stage) {
+    at_.forget();
     float row[kRows];
 #pragma unroll
     for (unsigned c = 0; c < kRows; ++c) row[c] = c == at_.lane ? 1.0f : 0.0f;

@@ -36,6 +36,9 @@ struct Bench {
   unsigned lane = threadIdx.x % 32;
   unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
 
+  // So that addresses are computed again from here on, instead of waiting in registers (see opaque()).
+  __device__ void forget() { memory = opaque(memory), lane = opaque(lane); }
+
   // Addresses; see Shared.
   __device__ unsigned rows() const { return memory + Shared::rows + group * 2 * kHalf; }
   __device__ unsigned columns() const { return memory + Shared::columns + group * kRows * kRowBytes; }
@@ -100,7 +103,7 @@ class AnchoredScores {
     }
   };
 
-  __device__ AnchoredScores(const Bench& at, unsigned stage) : at_(at), stage_(stage) {}
+  __device__ AnchoredScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
   // Row i of the warp, from the first on. Behind the last row nothing decays.
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
@@ -189,7 +192,7 @@ class AnchoredScores {
   }
 
  private:
-  const Bench& at_;
+  Bench& at_;
   const unsigned stage_;
   float G_[8][4];  // of the warp's rows: from its first row, then from the anchor
 };
