@@ -38,7 +38,12 @@ std::vector<Case> chunk_cases() {
   add(softplus({.name = "softplus_f16", .T = 70, .dtype = KDA_F16, .state_layout = KDA_STATE_K_FIRST}));
   all.back().g_dtype = KDA_F16;
   add({.name = "floor", .T = 96, .gate_form = KDA_GATE_LOWER_BOUND, .gates = Gates::kFloor, .lower_bound = -5});
-  add({.name = "bound_wide_gate", .T = 130, .HV = 2, .gate_form = KDA_GATE_LOWER_BOUND, .gates = Gates::kRaw, .lower_bound = -3});
+  add({.name = "bound_wide_gate",
+       .T = 130,
+       .HV = 2,
+       .gate_form = KDA_GATE_LOWER_BOUND,
+       .gates = Gates::kRaw,
+       .lower_bound = -3});
   add({.name = "deep_bound", .T = 96, .gate_form = KDA_GATE_LOWER_BOUND, .gates = Gates::kRaw, .lower_bound = -40});
   add({.name = "log", .T = 130, .HV = 2, .gates = Gates::kLogSigmoid});
   add({.name = "log_slow", .T = 130, .gates = Gates::kHalfZero, .gate_divisor = 10});
@@ -84,7 +89,6 @@ TEST_P(ForwardChunkOnCuda, IsTheOracle) {
       SCOPED_TRACE(impl);
       run_on_cuda(forward_args(in, got), impl);
       if (HasFatalFailure()) return;
-      if (getenv("DBG") && all) for (int64_t t = 0; t < in.T; ++t) { double e = 0, r = 0; for (int v = 0; v < 128; ++v) { double a = exact.v_new.get(t * 128 + v), b = got.v_new.get(t * 128 + v); e += (a-b)*(a-b), r += a*a; } printf("%d %.3g\n", (int)t, sqrt(e / r)); }
       for (size_t i = 0; i < got.tensors().size(); ++i)
         if (const Tensor& t = *got.tensors()[i].tensor)
           expect_close(*exact.tensors()[i].tensor, t, got.tensors()[i].name, kGate);
@@ -94,6 +98,113 @@ TEST_P(ForwardChunkOnCuda, IsTheOracle) {
 
 INSTANTIATE_TEST_SUITE_P(All, ForwardChunkOnCuda, testing::ValuesIn(chunk_cases()),
                          [](const auto& info) { return info.param.name; });
+
+// ---- promises ----
+
+// Tokens t0 .. t1 - 1 of the only row.
+kda_forward_args slice(const Inputs& in, int64_t t0, int64_t t1, const Tensor& h0, const Tensor& hT, const Tensor& o) {
+  kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+  a.in = in.view(), a.states.h0 = h0, a.states.hT = hT, a.o = o;
+  for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta, &a.o}) {
+    t->data = static_cast<char*>(t->data) + t0 * t->stride[1] * dtype_size(t->dtype);
+    t->shape[1] = t1 - t0;
+  }
+  return a;
+}
+
+class ForwardChunkPromise : public OnCuda, public testing::WithParamInterface<const char*> {
+ protected:
+  static Case named(const char* name) {
+    for (const Case& c : chunk_cases())
+      if (c.name == name) return c;
+    ADD_FAILURE() << name;
+    return {};
+  }
+};
+
+// At multiples of 64, with the f32 state carried; large and small numbers included.
+TEST_P(ForwardChunkPromise, SplitsChangeNoBit) {
+  for (const double size : {1.0, 1e-6, 1e6}) {
+    Case c = named(GetParam());
+    c.B = 1, c.T = 200, c.lengths = {}, c.tail = 0, c.state_dtype = KDA_F32;
+    Inputs in(c);
+    for (Tensor* t : {&in.v, &in.h0})
+      for (int64_t i = 0; i < t->size(); ++i) t->set(i, t->get(i) * size);
+    const auto states = [&] { return Tensor(KDA_F32, in.state_shape(1)); };
+    const Tensor exact_o(KDA_F64, {1, 200, c.HV, c.V}), exact_h(KDA_F64, in.state_shape(1));
+    run(slice(in, 0, 200, in.h0, exact_h, exact_o), {.impl = "reference"});
+    const Tensor whole_o(c.dtype, {1, 200, c.HV, c.V}), whole_h = states();
+    for (const char* impl : chunked(slice(in, 0, 200, in.h0, whole_h, whole_o))) {
+      SCOPED_TRACE(std::string(impl) + " times " + std::to_string(size));
+      run_on_cuda(slice(in, 0, 200, in.h0, whole_h, whole_o), impl);
+      if (size == 1 || c.dtype != KDA_F16) expect_close(exact_o, whole_o, "o", kGate);
+      expect_close(exact_h, whole_h, "hT", kGate);
+      for (const int64_t split : {64, 128, 192}) {
+        const Tensor o(c.dtype, {1, 200, c.HV, c.V}), middle = states(), end = states();
+        run_on_cuda(slice(in, 0, split, in.h0, middle, o), impl);
+        run_on_cuda(slice(in, split, 200, middle, end, o), impl);
+        EXPECT_EQ(o.bits(), whole_o.bits()) << "split at " << split;
+        EXPECT_EQ(end.bits(), whole_h.bits()) << "split at " << split;
+      }
+    }
+  }
+}
+
+// A sequence of a packed row alone has the bits it has among others.
+TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
+  Case c = named(GetParam());
+  c.B = 1, c.lengths = {1, 64, 0, 33, 130, 65}, c.tail = 5, c.state_dtype = KDA_F32;
+  const Inputs in(c);
+  const ForwardOutputs all(in, false);
+  for (const char* impl : chunked(forward_args(in, all))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(forward_args(in, all), impl);
+    for (int64_t n = 0; n < in.N; ++n) {
+      const int64_t begin = in.begin(n), length = in.length(n);
+      const Tensor o(c.dtype, {1, in.T, c.HV, c.V}), hT(KDA_F32, in.state_shape(1));
+      kda_forward_args a = slice(in, begin, begin + length, {}, hT, o);
+      a.in.cu_seqlens = {};
+      a.states.h0 = in.h0;
+      a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
+      run_on_cuda(a, impl);
+      EXPECT_EQ(o.bits(1, begin, length), all.o.bits(1, begin, length)) << n;
+      EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+    }
+  }
+}
+
+// In place on a pool, some of its sequences padding, with checkpoints.
+TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
+  Case c = named(GetParam());
+  c.B = 1, c.lengths = {130, 64, 0, 256, 63}, c.tail = 3;
+  const Inputs in(c);
+  const Tensor slots(KDA_I32, {5, 3}, {5, -1, 0, 3, 6, 13, 7, 8, 9, 10, 11, 12, 1, 2, 4});
+  const auto args = [&](const Pool& pool, const Tensor& o, const Tensor& checkpoints) {
+    const kda_decode_args decode = decode_args(in, pool, pool, o);
+    kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+    a.in = decode.in, a.states = decode.states, a.o = o;
+    a.states.first_valid_slot = static_cast<int32_t>(pool.slots[1]) + 1;
+    a.checkpoints = checkpoints, a.checkpoint_slots = slots, a.checkpoint_every = 64;
+    return a;
+  };
+  const Pool exact(in, KDA_F64);
+  const Tensor exact_o(KDA_F64, {1, in.T, c.HV, c.V}), exact_checkpoints(KDA_F64, in.state_shape(15));
+  run(args(exact, exact_o, exact_checkpoints), {.impl = "reference"});
+  const Tensor probe(c.dtype, {1, in.T, c.HV, c.V}), probe_checkpoints(KDA_F32, in.state_shape(15));
+  for (const char* impl : chunked(args(Pool(in, c.state_dtype), probe, probe_checkpoints))) {
+    SCOPED_TRACE(impl);
+    const Pool got(in, c.state_dtype);
+    const Tensor o(c.dtype, {1, in.T, c.HV, c.V}), checkpoints(KDA_F32, in.state_shape(15));
+    run_on_cuda(args(got, o, checkpoints), impl);
+    expect_close(exact_o, o, "o", kGate);
+    expect_close(exact.h, got.h, "pool", kGate);
+    expect_close(exact_checkpoints, checkpoints, "checkpoints", kGate);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ForwardChunkPromise,
+                         testing::Values("bound_heads", "softplus_heads", "bound_f16", "wild", "log_slow"),
+                         [](const auto& info) { return std::string(info.param); });
 
 }  // namespace
 }  // namespace kda::test

@@ -130,7 +130,6 @@ class ExactScores {
   __device__ void diagonal() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      at_.forget();
       float decayed[4][4], since[4] = {1, 1, 1, 1};  // k of the rows so far, as of this one; decay since the fourth row
       float first[8], last[4];  // q k and k k of pairs (1,0), (2,0), (2,1), (3,0); (3,1), (3,2)
 #pragma unroll
@@ -165,7 +164,6 @@ class ExactScores {
       store_entry(row, row, at_.factor(Bench::kDiagonal, row));
     }
     __syncwarp();  // the tiles are there
-    at_.forget();
     float d[4] = {};
     multiply(d, q_diagonal(), k_near(), at_.warp);
     __syncwarp();  // and may be overwritten
