@@ -17,6 +17,7 @@ const char* forward_recurrent_why_not(const ForwardProblem& p);
 void forward_recurrent(const ForwardProblem& p);
 const char* forward_chunk_sm90_why_not(const ForwardProblem& p);
 void forward_chunk_sm90(const ForwardProblem& p);
+uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p);
 
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);

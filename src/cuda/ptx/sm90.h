@@ -14,8 +14,8 @@ __device__ inline void init_barrier(unsigned barrier, unsigned arrivals) {
 }
 // Makes initialised barriers known to copies, before the block's first __syncthreads().
 __device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ inline void arrive(unsigned barrier, unsigned times = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 // Arrives, and promises bytes that copies will bring.
 __device__ inline void arrive_expecting(unsigned barrier, unsigned bytes) {
@@ -83,6 +83,12 @@ __device__ inline void store_release(unsigned* to, unsigned x) {
 __device__ inline unsigned load_acquire(const unsigned* from) {
   unsigned x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+__device__ inline unsigned long long load_acquire(const unsigned long long* from) {
+  unsigned long long x;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
   return x;
 }
 

@@ -20,13 +20,13 @@ constexpr unsigned kHalf = 8192, kRowBytes = 128;
 // The operands of a chunk. While a chunk is on its way to the preparation, its raw k, q and g lie where kG, qG and kg will
 // be: a lane reads there what it writes.
 struct Stage {
-  static constexpr unsigned k = 0, q = kRows * kRowBytes;      // kG; qG: fp16
-  static constexpr unsigned kg = 2 * kHalf;                    // fp16
-  static constexpr unsigned v = kg + kRows * kRowBytes;        // as given
-  static constexpr unsigned T = 4 * kHalf;                     // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
-  static constexpr unsigned Aqk = T + kRows * 64;              // likewise
-  static constexpr unsigned ell = Aqk + kRows * 64;            // decay of each channel: f32
-  static constexpr unsigned factors = ell + kSize * 4;         // of rows, for the preparation: f32
+  static constexpr unsigned k = 0, q = kRows * kRowBytes;  // kG; qG: fp16
+  static constexpr unsigned kg = 2 * kHalf;                // fp16
+  static constexpr unsigned v = kg + kRows * kRowBytes;    // as given
+  static constexpr unsigned T = 4 * kHalf;                 // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
+  static constexpr unsigned Aqk = T + kRows * 64;          // likewise
+  static constexpr unsigned ell = Aqk + kRows * 64;        // decay of each channel: f32
+  static constexpr unsigned factors = ell + kSize * 4;     // of rows, for the preparation: f32
   static constexpr unsigned bytes = factors + 4 * kRows * 4;
 };
 static_assert(Stage::bytes % 1024 == 0, "stages follow each other");
@@ -37,15 +37,17 @@ constexpr unsigned kStrideA = 36;
 // All of a block's shared memory, in bytes.
 struct Shared {
   static constexpr unsigned stages = 0;
-  static constexpr unsigned rows = stages + kStages * Stage::bytes;          // of each preparer: 64 rows of scores
-  static constexpr unsigned columns = rows + kPreparers * 2 * kHalf;         // 32 columns; preparers in turn in each half
-  static constexpr unsigned A = columns + kPreparers * kHalf;                // Akk: f32, kStrideA apart
-  static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;  // of 8 rows each, per channel: f32
-  static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;       // of each scanning warp: outputs
-  static constexpr unsigned kOutStride = 48;                                 // bytes of a token's 16 columns, padded
-  static constexpr unsigned next = out + kScanners * 4 * kRows * kOutStride;  // Cursor of each preparer
-  static constexpr unsigned gate = next + kPreparers * 32;                   // of each preparer: per channel; 4 floats
-  static constexpr unsigned full = gate + kPreparers * (kSize + 4) * 4;      // mbarriers of stages
+  static constexpr unsigned rows = stages + kStages * Stage::bytes;   // of each preparer: 64 rows of scores
+  static constexpr unsigned columns = rows + kPreparers * 2 * kHalf;  // 32 columns; preparers in turn in each half
+  static constexpr unsigned A = columns + kPreparers * kHalf;         // Akk: f32, kStrideA apart
+  static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;   // of 8 rows each, per channel: f32
+  static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;        // of each scanning warp: outputs
+  static constexpr unsigned kOutStride = 48;                                  // bytes of a token's 16 columns, padded
+  static constexpr unsigned plan = out + kScanners * 4 * kRows * kOutStride;  // of each preparer
+  static constexpr unsigned gate = plan + kPreparers * 64;                // of each preparer: bias per channel; rate
+  static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
+  static constexpr unsigned tasks = queue + 128;                          // mbarriers: of tasks, of stages
+  static constexpr unsigned full = tasks + 8 * kStages;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;
 };
@@ -64,11 +66,13 @@ __device__ inline unsigned opaque(unsigned x) {
 }
 
 // What a call works on.
+struct Help;
 struct Call {
   const ForwardProblem& p;
   const Tokens& x;
   const States& states;
   const View& v_new;
+  const Help& help;
 };
 
 // A stage of the ring by the number of its chunk, counted over all chunks of a block.

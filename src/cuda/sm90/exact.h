@@ -16,8 +16,7 @@ class ExactScores {
   struct Gate {
     int32_t form;
     float a, bound, bias[4];
-    __device__ Gate(const Tokens& x, const Bench& at)
-        : form(x.gate_form), a(at.gate_rate()), bound(x.lower_bound) {
+    __device__ Gate(const Tokens& x, const Bench& at) : form(x.gate_form), a(at.gate_rate()), bound(x.lower_bound) {
       at.gate_bias(bias);
     }
     __device__ float operator()(int e, float x, bool real) const {
@@ -27,8 +26,7 @@ class ExactScores {
     }
   };
 
-  __device__ ExactScores(Bench& at, unsigned stage)
-      : at_(at), stage_(stage) {}
+  __device__ ExactScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
@@ -109,8 +107,7 @@ class ExactScores {
     for (int j = 0; j < 8; j += 2) {
       unsigned a[2][4], b[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        ptx::load_matrices(a[i], left + j / 4 * kHalf + (((j + i) % 4 * 2 + m / 2 ^ r) << 4));
+      for (int i = 0; i < 2; ++i) ptx::load_matrices(a[i], left + j / 4 * kHalf + (((j + i) % 4 * 2 + m / 2 ^ r) << 4));
       ptx::load_matrices(b, right + j / 4 * kHalf + ((j % 4 * 2 + m ^ r) << 4));
       ptx::mma<__half>(d, a[0], b[0], b[1]);
       ptx::mma<__half>(d, a[1], b[2], b[3]);
@@ -131,7 +128,7 @@ class ExactScores {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float decayed[4][4], since[4] = {1, 1, 1, 1};  // k of the rows so far, as of this one; decay since the fourth row
-      float first[8], last[4];  // q k and k k of pairs (1,0), (2,0), (2,1), (3,0); (3,1), (3,2)
+      float first[8], last[4];                       // q k and k k of pairs (1,0), (2,0), (2,1), (3,0); (3,1), (3,2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = 4 * half + i;

@@ -4,6 +4,7 @@
 // mbarriers say when a stage is full and when it is empty again. A block works on one value head of one sequence at a time.
 #include "cuda/cuda.h"
 #include "cuda/sm90/exact.h"
+#include "cuda/sm90/help.h"
 #include "cuda/sm90/prepare.h"
 #include "cuda/sm90/scan.h"
 
@@ -15,21 +16,28 @@ using namespace sm90;
 template <class T, class Scores, bool kWideGate>
 __global__ void __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                 const __grid_constant__ States states, const __grid_constant__ View v_new) {
+                 const __grid_constant__ States states, const __grid_constant__ View v_new,
+                 const __grid_constant__ Help help) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new};
+  const Call call{p, x, states, v_new, help};
+  const Ring ring{memory};
   if (threadIdx.x == 0) {
-    const Ring ring{memory};
-    for (unsigned i = 0; i < kStages; ++i)
+    for (unsigned i = 0; i < kStages; ++i) {
       ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
+      ptx::init_barrier(Queue::barrier(memory, i), 1);
+    }
     ptx::fence_barriers();
+    Queue::here().taken = Queue::here().helped = 0;
   }
   __syncthreads();  // barriers are there
   wait_for_stream();
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group < kScanners) {
     ptx::take_registers<160>();
-    Scan<T>(call, memory, group).run();
+    const unsigned total = Scan<T>(call, memory, group).run();
+    if (!help) return;
+    if (threadIdx.x == 0) courier(help, ring, total);
+    if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring, total);
   } else {
     ptx::give_registers<96>();
     Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
@@ -45,6 +53,15 @@ bool aligned(const kda_tensor& t, int64_t bytes) {
   bool fits = reinterpret_cast<uintptr_t>(t.data) % bytes == 0;
   for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % bytes == 0;
   return fits;
+}
+
+int64_t items_of(const ForwardProblem& p) { return (p.N + p.varlen) * p.HV; }
+
+// Blocks that have items, where others can help them: not if there are many items for each anyway, or few chunks.
+int64_t owners_with_help(const ForwardProblem& p) {
+  const int64_t blocks = multiprocessors(p.args.exec.device_id);
+  if (p.T < 8 * static_cast<int64_t>(kRows) || items_of(p) >= 4 * blocks) return 0;
+  return std::min(items_of(p), blocks);
 }
 
 }  // namespace
@@ -71,15 +88,26 @@ const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
   return grid_why_not(p, 1, 1);
 }
 
+uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p) {
+  return owners_with_help(p) * (sizeof(Board) + kWindow * kImageBytes);
+}
+
 void forward_chunk_sm90(const ForwardProblem& p) {
-  const int64_t items = (p.N + p.varlen) * p.HV;
-  if (items == 0) return;
+  if (items_of(p) == 0) return;
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors(a.exec.device_id))));
+  const int64_t blocks = multiprocessors(a.exec.device_id);
+  Help help;
+  if (const int64_t owners = owners_with_help(p)) {
+    auto* workspace = static_cast<char*>(a.exec.workspace);
+    help = {reinterpret_cast<Board*>(workspace + owners * kWindow * kImageBytes), workspace,
+            static_cast<unsigned>(owners)};
+    KDA_CUDA(cudaMemsetAsync(help.boards, 0, owners * sizeof(Board), stream_of(a.exec)));
+  }
+  const dim3 grid(static_cast<unsigned>(help.boards ? blocks : std::min(items_of(p), blocks)));
   const auto run = [&]<class T, class Scores, bool kWideGate>() {
     launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, grid, kThreads, Shared::bytes, p, Tokens(p, a.in, a.o),
-                                               States(a), view_of(a.v_new));
+                                               States(a), view_of(a.v_new), help);
   };
   const auto by_gate = [&]<class T, class Scores>() {
     a.in.g.dtype == KDA_F32 ? run.template operator()<T, Scores, true>() : run.template operator()<T, Scores, false>();

@@ -7,50 +7,65 @@
 //   the next chunk is fetched; scores; Aqk into the stage, Akk on the bench         barrier: Akk is there
 //   one warp inverts I + Akk                                                        the stage is full
 #pragma once
-#include "cuda/sm90/chunk.h"
+#include "cuda/sm90/help.h"
 #include "cuda/sm90/scores.h"
 
 namespace kda::cuda::sm90 {
 
-// The next chunk of a preparer, in shared memory: one thread moves it on for all.
-struct Cursor {
-  unsigned item, hv, h;    // the value head of a sequence it belongs to, and its query/key head
-  unsigned b, t0, length;  // where that sequence's tokens are; none of padding
-  unsigned chunk;          // of the sequence
-  unsigned number;         // over all chunks of the block; kNone behind the last
+// What a preparer does next, in shared memory: one thread plans for all.
+struct Plan {
+  unsigned item, hv, h;       // the value head of a sequence, and its query/key head
+  unsigned b, t0, length;     // where that sequence's tokens are; none of padding
+  unsigned chunk;             // of the sequence
+  unsigned number;            // of the chunk, over all of the block; kNone: there are no more
+  unsigned total;             // then: how many there were
+  unsigned images[2], count;  // helpers' chunks on the way there
+  unsigned task;              // a helper's next
+  bool open;                  // what is next is not known yet
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
   __device__ unsigned rows() const { return min(length - chunk * kRows, kRows); }
   __device__ unsigned token() const { return t0 + chunk * kRows; }
 
-  __device__ void start(const ForwardProblem& p, unsigned first) {
-    item = blockIdx.x, number = chunk = first;
-    enter(p), settle(p);
+  __device__ void start(const Call& call) {
+    item = blockIdx.x, number = chunk = 0;
+    enter(call);
   }
-  __device__ void advance(const ForwardProblem& p) {
-    number += kPreparers, chunk += kPreparers;
-    settle(p);
+  // On to another chunk of the block.
+  __device__ void move_to(const Call& call, unsigned n) {
+    if (!any()) return;
+    chunk += n - number, number = n;
+    while (any() && chunk * kRows >= length) {
+      chunk -= (length + kRows - 1) / kRows, item += gridDim.x;
+      enter(call);
+    }
+  }
+  // To a chunk of any item.
+  __device__ void jump_to(const Call& call, const Task& task, unsigned n) {
+    item = task.item, number = n;
+    find(call.p, Item(call.p, item));
+    chunk = task.chunk;
   }
 
  private:
-  __device__ void enter(const ForwardProblem& p) {
-    const Item here(p, item);
+  __device__ void enter(const Call& call) {
+    const Item here(call.p, item);
+    const unsigned first = number - chunk;
+    if (here.exists(call.p)) find(call.p, here);
+    else total = first, number = kNone;
+    if (!call.help || (any() && length == 0)) return;
+    atomicMax(&call.help.own().place, any() ? static_cast<unsigned long long>(item + 1) << 32 | first : kClosed);
+  }
+  __device__ void find(const ForwardProblem& p, const Item& here) {
     length = 0, hv = here.hv, h = hv / static_cast<unsigned>(p.group());
-    if (!here.exists(p)) number = kNone;
-    if (!any() || here.is_tail(p)) return;
+    if (here.is_tail(p)) return;
     const Sequence s = sequence_at(p, p.args.in, p.args.states, here.n);
     b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
     if (s.live) length = static_cast<unsigned>(s.length);
   }
-  __device__ void settle(const ForwardProblem& p) {
-    while (any() && chunk * kRows >= length) {
-      chunk -= (length + kRows - 1) / kRows, item += gridDim.x;
-      enter(p);
-    }
-  }
 };
-static_assert(sizeof(Cursor) == 32, "as Shared has room for");
+static_assert(sizeof(Plan) <= 64, "as Shared has room for");
 
 // kWideGate: g is f32, else it has the type of q, k and v.
 template <class T, class Scores, bool kWideGate>
@@ -59,63 +74,132 @@ class Preparation {
   __device__ Preparation(const Call& call, unsigned memory, unsigned group) : call_(call), at_{memory, group} {}
 
   __device__ void run() {
-    const bool leader = threadIdx.x % kGroup == 0;
-    if (leader) next().start(call_.p, at_.group);
-    at_.sync();  // the first chunk is known
-    if (!next().any()) return;
-    fetch();
-    if (kWideGate) fetch_wide_gate();
-    unsigned head = ~0u;
-    do {
-      if (next().hv != head) {
-        head = next().hv;
-        at_.sync();  // nobody reads the gate of the head before
-        at_.store_gate(call_.x, head);
-        at_.sync();  // the gate is there
-      }
-      prepare(next().number, next().rows(), leader);
-    } while (next().any());
+    if (leader()) {
+      plan().start(call_);
+      const unsigned n = take();
+      decide(n, call_.help ? claim(call_.help, n) : 0);
+    }
+    work<false>();
+    if (!call_.help) return;
+    at_.sync();  // all know that there is no more to do
+    if (leader()) plan().task = take_task(), plan().open = true;
+    work<true>();
   }
 
  private:
   __device__ Ring ring() const { return {at_.memory}; }
-  __device__ Cursor& next() const { return reinterpret_cast<Cursor*>(shared_memory() + Shared::next)[at_.group]; }
+  __device__ Plan& plan() const { return *reinterpret_cast<Plan*>(shared_memory() + Shared::plan + at_.group * 64); }
+  __device__ static bool leader() { return threadIdx.x % kGroup == 0; }
+
+  // ---- what to do next: by the leader ----
+
+  __device__ static unsigned take() { return atomicAdd(&Queue::here().taken, 1); }
+  __device__ static unsigned take_task() { return atomicAdd(&Queue::here().helped, 1); }
+
+  // Chunk n, if it is the block's, else the one after it; the first two that helpers have claimed are kept for later.
+  __device__ void decide(unsigned n, unsigned claimed) {
+    Plan& p = plan();
+    for (p.count = 0;; n = take(), claimed = claim(call_.help, n)) {
+      p.move_to(call_, n);
+      p.open = p.any() && call_.help && is_helped(n, claimed);
+      if (!p.open) return;
+      p.images[p.count++] = n;
+      if (p.count == 2) return;
+    }
+  }
+  // Until the next chunk is known. The chunks before it have been prepared, or this would wait for its own warpgroup.
+  __device__ void settle() {
+    Plan& p = plan();
+    for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
+    while (p.open) {
+      const unsigned n = take(), claimed = claim(call_.help, n);
+      p.move_to(call_, n);
+      p.open = p.any() && is_helped(n, claimed);
+      if (p.open) load_image(call_.help, ring(), n);
+    }
+  }
+
+  // The same for helpers: task p.task, once the scout has found it.
+  __device__ bool has_task() const {
+    return ptx::has_phase_ended(Queue::barrier(at_.memory, plan().task), Queue::parity(plan().task));
+  }
+  __device__ void decide_task() {
+    Plan& p = plan();
+    p.count = 0, p.open = !has_task();
+    if (p.open) return;
+    const Task task = Queue::here().tasks[p.task % kStages];
+    if (task.owner == Task::kNone) p.number = Plan::kNone;
+    else p.jump_to(call_, task, p.total + p.task);
+  }
+  __device__ void settle_task() {
+    while (plan().open) decide_task();
+  }
+
+  // ---- chunks ----
+
+  // The block's own chunks, or tasks of others.
+  template <bool kHelps>
+  __device__ void work() {
+    unsigned head = ~0u;
+    for (bool fetched = false;; fetched = prepare<kHelps>()) {
+      if (leader() && (!fetched || plan().count)) kHelps ? settle_task() : settle();
+      if (!fetched) {
+        at_.sync();  // what is next is known
+        if (!plan().any()) return;
+        fetch();
+        if (kWideGate) fetch_wide_gate();
+      }
+      if (plan().hv != head) {
+        head = plan().hv;
+        at_.sync();  // nobody reads the gate of the head before
+        at_.store_gate(call_.x, head);
+        at_.sync();  // the gate is there
+      }
+    }
+  }
 
   // Raw rows of the next chunk into its stage, once that is empty; zeros behind the last.
   __device__ void fetch() {
     const Tokens& x = call_.x;
-    const unsigned number = next().number, first = next().token() + 8 * at_.warp, rows = next().rows();
+    const unsigned number = plan().number, first = plan().token() + 8 * at_.warp, rows = plan().rows();
     const unsigned stage = ring().stage(number);
     ring().wait_empty(number);
     const auto all = [&](const View& view, unsigned head, unsigned to) {
-      const char* from = view.at(next().b, first, head) + at_.lane * 8;
+      const char* from = view.at(plan().b, first, head) + at_.lane * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         ptx::copy8(stage + to + at_.place(i), from + i * static_cast<uint64_t>(view.stride1),
                    8 * at_.warp + i < rows ? 8 : 0);
     };
-    all(x.q, next().h, Stage::q), all(x.k, next().h, Stage::k), all(x.v, next().hv, Stage::v);
-    if (!kWideGate) all(x.g, next().hv, Stage::kg);
+    all(x.q, plan().h, Stage::q), all(x.k, plan().h, Stage::k), all(x.v, plan().hv, Stage::v);
+    if (!kWideGate) all(x.g, plan().hv, Stage::kg);
     ptx::commit_copies();
     beta_ = 0;
-    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(next().b, first + at_.lane, next().hv), x.beta.dtype);
+    if (at_.warp == 0 && at_.lane < rows)
+      beta_ = load_raw<false>(x.beta.at(plan().b, first + at_.lane, plan().hv), x.beta.dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
   __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
   __device__ void fetch_wide_gate() {
     const View& g = call_.x.g;
-    const char* from = g.at(next().b, next().token() + 8 * at_.warp, next().hv) + at_.lane * 16;
+    const char* from = g.at(plan().b, plan().token() + 8 * at_.warp, plan().hv) + at_.lane * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < next().rows() ? 16 : 0);
+      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < plan().rows() ? 16 : 0);
     ptx::commit_copies();
   }
 
-  // A chunk that was fetched; then the next one is.
-  __device__ void prepare(unsigned number, unsigned rows, bool leader) {
+  // The chunk that was fetched. Returns whether the next one is known, and has been fetched.
+  template <bool kHelps>
+  __device__ bool prepare() {
     at_.forget();
-    const unsigned stage = ring().stage(number);
+    const unsigned number = plan().number, rows = plan().rows(), stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
+    unsigned n = 0, claimed = 0;  // what the leader takes next: on its way while gates are computed
+    if (!kHelps && leader()) {
+      n = take();
+      if (call_.help) claimed = claim(call_.help, n);
+    }
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
     share_factors(stage, rows);
@@ -136,14 +220,19 @@ class Preparation {
     at_.forget();
     scores.share_totals();
     at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
-    if (leader) next().advance(call_.p);
+    if (leader()) {
+      if constexpr (kHelps) plan().task = take_task(), decide_task();
+      else decide(n, claimed);
+    }
     scores.template tiles<T>();
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there, and what is next
     at_.forget();
-    if (next().any()) fetch();
+    // A stage that this chunk has to leave first cannot be waited for here.
+    const bool known = !plan().open && plan().any() && plan().number < number + kStages;
+    if (known) fetch();
     scores.run();
-    if (kWideGate && next().any()) {
+    if (kWideGate && known) {
       at_.sync();  // nobody reads tiles any more
       fetch_wide_gate();
     }
@@ -155,6 +244,7 @@ class Preparation {
     }
     ptx::fence_shared_for_async();
     ptx::arrive(ring().full(number));
+    return known;
   }
 
   // Norms of the warp's rows, and beta (of all, by warp 0).
@@ -166,7 +256,8 @@ class Preparation {
     }
     // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
     float by_q[4] = {}, by_k[4] = {};
-    const unsigned r = at_.lane % 8, from = stage + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
+    const unsigned r = at_.lane % 8,
+                   from = stage + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       unsigned a[4];
@@ -183,7 +274,8 @@ class Preparation {
     }
     at_.store_factor(Bench::kQuery, 8 * at_.warp + row, q);
     at_.store_factor(Bench::kKey, 8 * at_.warp + row, k);
-    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
+    if (Scores::kTakesDiagonal)
+      at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
   }
 
   // T diag(beta) with T = (I + Akk)^-1, by forward substitution in f32: T = I - T Akk, a lane its row, columns from the

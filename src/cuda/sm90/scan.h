@@ -11,7 +11,7 @@
 // in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
 // until the next choice. Precision is that of fp16 down to 2^-5 of the largest |S|.
 #pragma once
-#include "cuda/sm90/chunk.h"
+#include "cuda/sm90/help.h"
 
 namespace kda::cuda::sm90 {
 
@@ -39,12 +39,13 @@ class Scan {
         half_(group * kHalf),
         out_(memory + Shared::out + (group * 4 + threadIdx.x / 32 % 4) * kRows * Shared::kOutStride) {}
 
-  __device__ void run() {
+  // Returns how many chunks there were.
+  __device__ unsigned run() {
     const ForwardProblem& p = call_.p;
     unsigned number = 0;  // of the chunk
     for (unsigned i = blockIdx.x;; i += gridDim.x) {
       const Item item(p, i);
-      if (!item.exists(p)) return;
+      if (!item.exists(p)) return number;
       lane_ = opaque(lane_);
       unsigned length;
       char* to;  // where the thread's first outputs of the chunk go
@@ -74,6 +75,7 @@ class Scan {
               if (call_.v_new.data) store_corrections(item, t, U);
             });
         if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+        if (call_.help && threadIdx.x == 0) ptx::store_release(&call_.help.own().consumed, number + 1);
       }
       if (length) store_outputs(to - step, (length - 1) % kRows + 1);
       keep(item, length);
@@ -106,8 +108,7 @@ class Scan {
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
+      for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
   }
   __device__ void load(const Sequence& s, unsigned hv) {
     unit_[0] = unit_[1] = 1;
@@ -148,7 +149,7 @@ class Scan {
     unsigned bits = __float_as_uint(most);
     bits += 0xfff + (bits >> 13 & 1);
     const int exponent = static_cast<int>(bits >> 23) - 127;
-    if (most == 0 || exponent == 128) return 1;  // nothing to choose from, or no number
+    if (most == 0 || exponent == 128) return 1;        // nothing to choose from, or no number
     const int steps = (exponent + 9 + 160) / 16 - 10;  // rounded down
     return __uint_as_float(static_cast<unsigned>(127 + 16 * max(min(steps, 7), -7)) << 23);
   }
@@ -188,7 +189,7 @@ class Scan {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       v[i] = inverse(unit_[i]) * fmaxf(largest<T>(pair_of<T>(a[i]), pair_of<T>(a[i + 2])),
-                                  largest<T>(pair_of<T>(b[i]), pair_of<T>(b[i + 2])));
+                                       largest<T>(pair_of<T>(b[i]), pair_of<T>(b[i + 2])));
       float most = v[i];
       if (first) {
         __half2 s = __habs2(pair_of<__half>(packed[0][i]));
@@ -223,8 +224,7 @@ class Scan {
     float both[kRows];  // S^T kG^T, then S^T qG^T
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
+    for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
     ptx::commit_products();
     meanwhile();
     unsigned v[2][4];
