@@ -173,6 +173,33 @@ TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
   }
 }
 
+// Nor do blocks without work of their own, who prepare chunks for others: there are such if there is one sequence, and none
+// if there are many.
+TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
+  int blocks = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
+  Case c = named(GetParam());
+  c.H = c.HV = 1, c.T = 470, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  c.B = 4 * blocks;
+  const Inputs in(c);
+  const ForwardOutputs all(in, false);
+  for (const char* impl : chunked(forward_args(in, all))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(forward_args(in, all), impl);
+    for (const int64_t n : {0, 1, 2}) {
+      const Tensor o(c.dtype, {1, in.T, 1, c.V}), hT(KDA_F32, in.state_shape(1));
+      kda_forward_args a = slice(in, 0, c.T, {}, hT, o);
+      for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta})
+        t->data = static_cast<char*>(t->data) + n * t->stride[0] * dtype_size(t->dtype), t->shape[0] = 1;
+      a.states.h0 = in.h0;
+      a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
+      run_on_cuda(a, impl);
+      EXPECT_EQ(o.bits(), all.o.bits(0, n, 1)) << n;
+      EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+    }
+  }
+}
+
 // In place on a pool, some of its sequences padding, with checkpoints.
 TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
   Case c = named(GetParam());

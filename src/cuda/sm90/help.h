@@ -37,6 +37,7 @@ struct Help {
   unsigned owners = 0;
 
   __device__ explicit operator bool() const { return boards; }
+  __device__ bool owns() const { return blockIdx.x < owners; }
   __device__ Board& own() const { return boards[blockIdx.x]; }
   __device__ char* image(unsigned owner, unsigned n) const {
     return images + (static_cast<uint64_t>(owner) * kWindow + n % kWindow) * kImageBytes;
@@ -47,7 +48,7 @@ struct Help {
 
 // Claims chunk n of the block. Its result says, once it is there, whether a helper was first.
 __device__ inline unsigned claim(const Help& help, unsigned n) {
-  return atomicMax(&help.own().claims[n % kWindow], 2 * n + 2);
+  return help.owns() ? atomicMax(&help.own().claims[n % kWindow], 2 * n + 2) : 0;
 }
 __device__ inline bool is_helped(unsigned n, unsigned claimed) { return claimed == 2 * n + 3; }
 

@@ -20,8 +20,8 @@ struct Plan {
   unsigned number;            // of the chunk, over all of the block; kNone: there are no more
   unsigned total;             // then: how many there were
   unsigned images[2], count;  // helpers' chunks on the way there
-  unsigned task;              // a helper's next
-  bool open;                  // what is next is not known yet
+  unsigned task;              // of a helper: the one that is next
+  bool helps, open;           // behind the block's own chunks; what is next is not known yet
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
@@ -29,7 +29,7 @@ struct Plan {
   __device__ unsigned token() const { return t0 + chunk * kRows; }
 
   __device__ void start(const Call& call) {
-    item = blockIdx.x, number = chunk = 0;
+    item = blockIdx.x, number = chunk = 0, helps = false;
     enter(call);
   }
   // On to another chunk of the block.
@@ -54,7 +54,7 @@ struct Plan {
     const unsigned first = number - chunk;
     if (here.exists(call.p)) find(call.p, here);
     else total = first, number = kNone;
-    if (!call.help || (any() && length == 0)) return;
+    if (!call.help.owns() || (any() && length == 0)) return;
     atomicMax(&call.help.own().place, any() ? static_cast<unsigned long long>(item + 1) << 32 | first : kClosed);
   }
   __device__ void find(const ForwardProblem& p, const Item& here) {
@@ -73,76 +73,17 @@ class Preparation {
  public:
   __device__ Preparation(const Call& call, unsigned memory, unsigned group) : call_(call), at_{memory, group} {}
 
+  // The block's own chunks, then those of others.
   __device__ void run() {
     if (leader()) {
       plan().start(call_);
       const unsigned n = take();
-      decide(n, call_.help ? claim(call_.help, n) : 0);
+      decide(n, claim(call_.help, n));
     }
-    work<false>();
-    if (!call_.help) return;
-    at_.sync();  // all know that there is no more to do
-    if (leader()) plan().task = take_task(), plan().open = true;
-    work<true>();
-  }
-
- private:
-  __device__ Ring ring() const { return {at_.memory}; }
-  __device__ Plan& plan() const { return *reinterpret_cast<Plan*>(shared_memory() + Shared::plan + at_.group * 64); }
-  __device__ static bool leader() { return threadIdx.x % kGroup == 0; }
-
-  // ---- what to do next: by the leader ----
-
-  __device__ static unsigned take() { return atomicAdd(&Queue::here().taken, 1); }
-  __device__ static unsigned take_task() { return atomicAdd(&Queue::here().helped, 1); }
-
-  // Chunk n, if it is the block's, else the one after it; the first two that helpers have claimed are kept for later.
-  __device__ void decide(unsigned n, unsigned claimed) {
-    Plan& p = plan();
-    for (p.count = 0;; n = take(), claimed = claim(call_.help, n)) {
-      p.move_to(call_, n);
-      p.open = p.any() && call_.help && is_helped(n, claimed);
-      if (!p.open) return;
-      p.images[p.count++] = n;
-      if (p.count == 2) return;
-    }
-  }
-  // Until the next chunk is known. The chunks before it have been prepared, or this would wait for its own warpgroup.
-  __device__ void settle() {
-    Plan& p = plan();
-    for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
-    while (p.open) {
-      const unsigned n = take(), claimed = claim(call_.help, n);
-      p.move_to(call_, n);
-      p.open = p.any() && is_helped(n, claimed);
-      if (p.open) load_image(call_.help, ring(), n);
-    }
-  }
-
-  // The same for helpers: task p.task, once the scout has found it.
-  __device__ bool has_task() const {
-    return ptx::has_phase_ended(Queue::barrier(at_.memory, plan().task), Queue::parity(plan().task));
-  }
-  __device__ void decide_task() {
-    Plan& p = plan();
-    p.count = 0, p.open = !has_task();
-    if (p.open) return;
-    const Task task = Queue::here().tasks[p.task % kStages];
-    if (task.owner == Task::kNone) p.number = Plan::kNone;
-    else p.jump_to(call_, task, p.total + p.task);
-  }
-  __device__ void settle_task() {
-    while (plan().open) decide_task();
-  }
-
-  // ---- chunks ----
-
-  // The block's own chunks, or tasks of others.
-  template <bool kHelps>
-  __device__ void work() {
     unsigned head = ~0u;
-    for (bool fetched = false;; fetched = prepare<kHelps>()) {
-      if (leader() && (!fetched || plan().count)) kHelps ? settle_task() : settle();
+    for (bool fetched = false;; fetched = prepare()) {
+      if (!fetched) at_.sync();  // all know that it is not
+      if (leader() && (!fetched || plan().count)) settle();
       if (!fetched) {
         at_.sync();  // what is next is known
         if (!plan().any()) return;
@@ -157,6 +98,62 @@ class Preparation {
       }
     }
   }
+
+ private:
+  __device__ Ring ring() const { return {at_.memory}; }
+  __device__ Plan& plan() const { return *reinterpret_cast<Plan*>(shared_memory() + Shared::plan + at_.group * 64); }
+  __device__ static bool leader() { return threadIdx.x % kGroup == 0; }
+
+  // ---- what to do next: by the leader ----
+
+  __device__ static unsigned take() { return atomicAdd(&Queue::here().taken, 1); }
+  __device__ static unsigned take_task() { return atomicAdd(&Queue::here().helped, 1); }
+
+  // Chunk n, if it is the block's, else one after it; the first two that helpers have claimed are kept for later.
+  __device__ void decide(unsigned n, unsigned claimed) {
+    Plan& p = plan();
+    for (p.count = 0;; n = take(), claimed = claim(call_.help, n)) {
+      p.move_to(call_, n);
+      if (!p.any()) return help();
+      p.open = is_helped(n, claimed);
+      if (!p.open) return;
+      p.images[p.count++] = n;
+      if (p.count == 2) return;
+    }
+  }
+  // Behind the last chunk: a helper from here on.
+  __device__ void help() {
+    Plan& p = plan();
+    p.helps = p.open = static_cast<bool>(call_.help);
+    if (p.helps) p.task = take_task();
+  }
+  // Task p.task, if the scout has found it.
+  __device__ void decide_task() {
+    Plan& p = plan();
+    p.count = 0;
+    p.open = !ptx::has_phase_ended(Queue::barrier(at_.memory, p.task), Queue::parity(p.task));
+    if (p.open) return;
+    const Task task = Queue::here().tasks[p.task % kStages];
+    if (task.owner == Task::kNone) p.number = Plan::kNone;
+    else p.jump_to(call_, task, p.total + p.task);
+  }
+  // Until the next chunk is known. (All before it have been prepared, or this would wait for its own warpgroup.)
+  __device__ void settle() {
+    Plan& p = plan();
+    for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
+    while (p.open) {
+      if (p.helps) {
+        decide_task();
+        continue;
+      }
+      const unsigned n = take(), claimed = claim(call_.help, n);
+      p.move_to(call_, n);
+      if (!p.any()) help();
+      else if (p.open = is_helped(n, claimed); p.open) load_image(call_.help, ring(), n);
+    }
+  }
+
+  // ---- chunks ----
 
   // Raw rows of the next chunk into its stage, once that is empty; zeros behind the last.
   __device__ void fetch() {
@@ -190,15 +187,14 @@ class Preparation {
   }
 
   // The chunk that was fetched. Returns whether the next one is known, and has been fetched.
-  template <bool kHelps>
   __device__ bool prepare() {
     at_.forget();
     const unsigned number = plan().number, rows = plan().rows(), stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
     unsigned n = 0, claimed = 0;  // what the leader takes next: on its way while gates are computed
-    if (!kHelps && leader()) {
+    if (leader() && !plan().helps) {
       n = take();
-      if (call_.help) claimed = claim(call_.help, n);
+      claimed = claim(call_.help, n);
     }
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
@@ -221,7 +217,7 @@ class Preparation {
     scores.share_totals();
     at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
     if (leader()) {
-      if constexpr (kHelps) plan().task = take_task(), decide_task();
+      if (plan().helps) plan().task = take_task(), decide_task();
       else decide(n, claimed);
     }
     scores.template tiles<T>();
