@@ -30,7 +30,7 @@ struct Stage {
   static constexpr unsigned bytes = factors + 4 * kRows * 4;
 };
 static_assert(Stage::bytes % 1024 == 0, "stages follow each other");
-constexpr unsigned kStages = 4;
+constexpr unsigned kStages = 4, kQueue = 8;  // and tasks that helpers have found
 
 constexpr unsigned kStrideA = 36;
 
@@ -40,14 +40,15 @@ struct Shared {
   static constexpr unsigned rows = stages + kStages * Stage::bytes;   // of each preparer: 64 rows of scores
   static constexpr unsigned columns = rows + kPreparers * 2 * kHalf;  // 32 columns; preparers in turn in each half
   static constexpr unsigned A = columns + kPreparers * kHalf;         // Akk: f32, kStrideA apart
-  static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;   // of 8 rows each, per channel: f32
-  static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;        // of each scanning warp: outputs
-  static constexpr unsigned kOutStride = 48;                                  // bytes of a token's 16 columns, padded
-  static constexpr unsigned plan = out + kScanners * 4 * kRows * kOutStride;  // of each preparer
-  static constexpr unsigned gate = plan + kPreparers * 64;                // of each preparer: bias per channel; rate
+  static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;    // of 8 rows each, per channel: f32
+  static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;         // of each scanning warp: outputs
+  static constexpr unsigned kOutStride = 48;                                   // bytes of a token's 16 columns, padded
+  static constexpr unsigned plans = out + kScanners * 4 * kRows * kOutStride;  // of each preparer
+  static constexpr unsigned kPlanBytes = 144;
+  static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
-  static constexpr unsigned tasks = queue + 128;                          // mbarriers: of tasks, of stages
-  static constexpr unsigned full = tasks + 8 * kStages;
+  static constexpr unsigned tasks = queue + 144;                          // mbarriers: of tasks, of stages
+  static constexpr unsigned full = tasks + 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;
 };

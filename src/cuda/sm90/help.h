@@ -14,7 +14,7 @@
 namespace kda::cuda::sm90 {
 
 constexpr unsigned kWindow = 16;  // chunks of an owner that have room for an image
-constexpr unsigned kLead = 4;     // helpers leave the next ones to the owner, whose preparers are at them
+constexpr unsigned kLead = 6;     // helpers leave the next ones to the owner, whose preparers are at them
 
 // Chunks are numbered over all items of the owner.
 struct Board {
@@ -135,29 +135,29 @@ class Scout {
   unsigned turn_;
 };
 
-// What helpers hand on within a block, in shared memory: task q is in queue[q % kStages] and is chunk total + q of the
+// What helpers hand on within a block, in shared memory: task q is in tasks[q % kQueue] and is chunk total + q of the
 // block's ring, where total is the number of the block's own chunks.
 struct Queue {
-  Task tasks[kStages];
+  Task tasks[kQueue];
   unsigned taken;   // of the block's own chunks, by its preparers
   unsigned helped;  // tasks, likewise
 
   __device__ static Queue& here() { return *reinterpret_cast<Queue*>(shared_memory() + Shared::queue); }
   // mbarrier of the task's slot.
-  __device__ static unsigned barrier(unsigned memory, unsigned q) { return memory + Shared::tasks + q % kStages * 8; }
-  __device__ static unsigned parity(unsigned q) { return q / kStages % 2; }
+  __device__ static unsigned barrier(unsigned memory, unsigned q) { return memory + Shared::tasks + q % kQueue * 8; }
+  __device__ static unsigned parity(unsigned q) { return q / kQueue % 2; }
 };
 
 // By a warp of a scanning warpgroup that has no items left.
 __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring, unsigned total) {
   Scout scout(p, help);
-  unsigned last = 0;  // preparers that have been told to stop
-  for (unsigned q = 0; last < kPreparers; ++q) {
-    ring.wait_empty(total + q);  // and so nobody reads the slot's last task any more
+  unsigned last = 0;  // plans of preparers, two each, that have been told to stop
+  for (unsigned q = 0; last < 2 * kPreparers; ++q) {
+    if (q >= kQueue) ring.wait_empty(total + q - kQueue + kStages);  // until the slot's last task is done
     const Task task = last ? Task{Task::kNone} : scout.find();
     last += task.owner == Task::kNone;
     if (threadIdx.x % 32 == 0) {
-      Queue::here().tasks[q % kStages] = task;
+      Queue::here().tasks[q % kQueue] = task;
       ptx::arrive(Queue::barrier(ring.memory, q));
     }
   }
@@ -167,7 +167,7 @@ __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ri
 __device__ inline void courier(const Help& help, const Ring& ring, unsigned total) {
   for (unsigned q = 0;; ++q) {
     ptx::wait_barrier(Queue::barrier(ring.memory, q), Queue::parity(q));
-    const Task task = Queue::here().tasks[q % kStages];
+    const Task task = Queue::here().tasks[q % kQueue];
     if (task.owner == Task::kNone) return;
     ring.wait_full(total + q);
     ptx::copy_bulk_to_global(help.image(task.owner, task.n), ring.stage(total + q), kImageBytes);

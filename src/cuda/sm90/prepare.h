@@ -12,50 +12,58 @@
 
 namespace kda::cuda::sm90 {
 
-// What a preparer does next, in shared memory: one thread plans for all.
+// A chunk to prepare: planned by one thread for all, two chunks ahead, in shared memory.
 struct Plan {
-  unsigned item, hv, h;       // the value head of a sequence, and its query/key head
-  unsigned b, t0, length;     // where that sequence's tokens are; none of padding
-  unsigned chunk;             // of the sequence
-  unsigned number;            // of the chunk, over all of the block; kNone: there are no more
-  unsigned total;             // then: how many there were
-  unsigned images[2], count;  // helpers' chunks on the way there
-  unsigned task;              // of a helper: the one that is next
-  bool helps, open;           // behind the block's own chunks; what is next is not known yet
+  unsigned hv, h, b, token, rows;  // value and query/key head; tokens token .. token + rows - 1 of row b
+  unsigned number;                 // of the chunk, over all of the block; kNone: there are no more
+  unsigned images[2], count;       // chunks before it whose images come from helpers
+  unsigned task;                   // of a helper
+  bool open;                       // it is not known yet which chunk it is
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
-  __device__ unsigned rows() const { return min(length - chunk * kRows, kRows); }
-  __device__ unsigned token() const { return t0 + chunk * kRows; }
+};
+
+// Where a preparer is on its way through the block's items.
+struct Walk {
+  unsigned item, hv, h;    // the value head of a sequence, and its query/key head
+  unsigned b, t0, length;  // where that sequence's tokens are; none of padding
+  unsigned chunk, number;  // of the sequence; over all of the block
+  unsigned total;          // chunks of the block, once they are known
+  bool ended;
 
   __device__ void start(const Call& call) {
-    item = blockIdx.x, number = chunk = 0, helps = false;
+    item = blockIdx.x, number = chunk = 0, ended = false;
     enter(call);
   }
   // On to another chunk of the block.
   __device__ void move_to(const Call& call, unsigned n) {
-    if (!any()) return;
+    if (ended) return;
     chunk += n - number, number = n;
-    while (any() && chunk * kRows >= length) {
+    while (!ended && chunk * kRows >= length) {
       chunk -= (length + kRows - 1) / kRows, item += gridDim.x;
       enter(call);
     }
   }
   // To a chunk of any item.
   __device__ void jump_to(const Call& call, const Task& task, unsigned n) {
-    item = task.item, number = n;
-    find(call.p, Item(call.p, item));
-    chunk = task.chunk;
+    find(call.p, Item(call.p, task.item));
+    chunk = task.chunk, number = n;
+  }
+  __device__ void mark(Plan& p) const {
+    p.hv = hv, p.h = h, p.b = b, p.token = t0 + chunk * kRows, p.rows = min(length - chunk * kRows, kRows);
+    p.number = number;
   }
 
  private:
   __device__ void enter(const Call& call) {
     const Item here(call.p, item);
     const unsigned first = number - chunk;
-    if (here.exists(call.p)) find(call.p, here);
-    else total = first, number = kNone;
-    if (!call.help.owns() || (any() && length == 0)) return;
-    atomicMax(&call.help.own().place, any() ? static_cast<unsigned long long>(item + 1) << 32 | first : kClosed);
+    ended = !here.exists(call.p);
+    if (ended) total = first;
+    else find(call.p, here);
+    if (!call.help.owns() || (!ended && length == 0)) return;
+    atomicMax(&call.help.own().place, ended ? kClosed : static_cast<unsigned long long>(item + 1) << 32 | first);
   }
   __device__ void find(const ForwardProblem& p, const Item& here) {
     length = 0, hv = here.hv, h = hv / static_cast<unsigned>(p.group());
@@ -65,7 +73,12 @@ struct Plan {
     if (s.live) length = static_cast<unsigned>(s.length);
   }
 };
-static_assert(sizeof(Plan) <= 64, "as Shared has room for");
+
+struct Plans {
+  Walk walk;
+  Plan turns[2];
+};
+static_assert(sizeof(Plans) <= Shared::kPlanBytes);
 
 // kWideGate: g is f32, else it has the type of q, k and v.
 template <class T, class Scores, bool kWideGate>
@@ -75,127 +88,127 @@ class Preparation {
 
   // The block's own chunks, then those of others.
   __device__ void run() {
-    if (leader()) {
-      plan().start(call_);
-      const unsigned n = take();
-      decide(n, claim(call_.help, n));
+    if (threadIdx.x % kGroup == 0) {
+      plans().walk.start(call_);
+      decide(plan(0)), decide(plan(1));
+      settle(plan(0));
     }
+    at_.sync();  // the first chunk is known
     unsigned head = ~0u;
-    for (bool fetched = false;; fetched = prepare()) {
-      if (!fetched) at_.sync();  // all know that it is not
-      if (leader() && (!fetched || plan().count)) settle();
+    bool fetched = false;
+    for (unsigned turn = 0;; ++turn) {
       if (!fetched) {
-        at_.sync();  // what is next is known
-        if (!plan().any()) return;
-        fetch();
-        if (kWideGate) fetch_wide_gate();
+        if (!plan(turn).any()) return;
+        fetch(plan(turn));
+        if (kWideGate) fetch_wide_gate(plan(turn));
       }
-      if (plan().hv != head) {
-        head = plan().hv;
+      if (plan(turn).hv != head) {
+        head = plan(turn).hv;
         at_.sync();  // nobody reads the gate of the head before
         at_.store_gate(call_.x, head);
         at_.sync();  // the gate is there
       }
+      fetched = prepare(turn);
+      // Planning takes a while: it is for a warp that does not invert.
+      if (!fetched) at_.sync();  // all know that it is not
+      if (at_.warp == (turn + 2) % 4 && at_.lane == 0) {
+        settle(plan(turn + 1));
+        decide(plan(turn));
+      }
+      if (!fetched) at_.sync();  // what is next is known
     }
   }
 
  private:
   __device__ Ring ring() const { return {at_.memory}; }
-  __device__ Plan& plan() const { return *reinterpret_cast<Plan*>(shared_memory() + Shared::plan + at_.group * 64); }
-  __device__ static bool leader() { return threadIdx.x % kGroup == 0; }
-
-  // ---- what to do next: by the leader ----
-
-  __device__ static unsigned take() { return atomicAdd(&Queue::here().taken, 1); }
-  __device__ static unsigned take_task() { return atomicAdd(&Queue::here().helped, 1); }
-
-  // Chunk n, if it is the block's, else one after it; the first two that helpers have claimed are kept for later.
-  __device__ void decide(unsigned n, unsigned claimed) {
-    Plan& p = plan();
-    for (p.count = 0;; n = take(), claimed = claim(call_.help, n)) {
-      p.move_to(call_, n);
-      if (!p.any()) return help();
-      p.open = is_helped(n, claimed);
-      if (!p.open) return;
-      p.images[p.count++] = n;
-      if (p.count == 2) return;
-    }
+  __device__ Plans& plans() const {
+    return *reinterpret_cast<Plans*>(shared_memory() + Shared::plans + at_.group * Shared::kPlanBytes);
   }
-  // Behind the last chunk: a helper from here on.
-  __device__ void help() {
-    Plan& p = plan();
-    p.helps = p.open = static_cast<bool>(call_.help);
-    if (p.helps) p.task = take_task();
-  }
-  // Task p.task, if the scout has found it.
-  __device__ void decide_task() {
-    Plan& p = plan();
+  __device__ Plan& plan(unsigned turn) const { return plans().turns[turn % 2]; }
+
+  // ---- planning: by one thread ----
+
+  // The block's next chunk that no helper has claimed. The first two that one has are kept for later.
+  __device__ void decide(Plan& p) {
     p.count = 0;
+    while (take(p))
+      if (p.images[p.count++] = p.number; p.count == 2) return;
+  }
+  // Takes a chunk: returns whether a helper has it, so that p is still open.
+  __device__ bool take(Plan& p) {
+    Walk& walk = plans().walk;
+    p.open = false;
+    if (!walk.ended) {
+      const unsigned n = atomicAdd(&Queue::here().taken, 1), claimed = claim(call_.help, n);
+      walk.move_to(call_, n);
+      p.number = n;
+      if (!walk.ended) {
+        p.open = is_helped(n, claimed);
+        if (!p.open) walk.mark(p);
+        return p.open;
+      }
+    }
+    p.number = Plan::kNone;
+    if (!call_.help) return false;
+    p.task = atomicAdd(&Queue::here().helped, 1);
+    look_for_task(p);
+    return false;
+  }
+  // A helper's task, if the scout has found it.
+  __device__ void look_for_task(Plan& p) {
     p.open = !ptx::has_phase_ended(Queue::barrier(at_.memory, p.task), Queue::parity(p.task));
     if (p.open) return;
-    const Task task = Queue::here().tasks[p.task % kStages];
-    if (task.owner == Task::kNone) p.number = Plan::kNone;
-    else p.jump_to(call_, task, p.total + p.task);
+    const Task task = Queue::here().tasks[p.task % kQueue];
+    if (task.owner == Task::kNone) return;
+    Walk& walk = plans().walk;
+    walk.jump_to(call_, task, walk.total + p.task);
+    walk.mark(p);
   }
-  // Until the next chunk is known. (All before it have been prepared, or this would wait for its own warpgroup.)
-  __device__ void settle() {
-    Plan& p = plan();
+  // Until it is known which chunk it is. (All before it have been prepared, or this would wait for its own warpgroup.)
+  __device__ void settle(Plan& p) {
     for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
     while (p.open) {
-      if (p.helps) {
-        decide_task();
-        continue;
-      }
-      const unsigned n = take(), claimed = claim(call_.help, n);
-      p.move_to(call_, n);
-      if (!p.any()) help();
-      else if (p.open = is_helped(n, claimed); p.open) load_image(call_.help, ring(), n);
+      if (plans().walk.ended) look_for_task(p);
+      else if (take(p)) load_image(call_.help, ring(), p.number);
     }
   }
 
   // ---- chunks ----
 
-  // Raw rows of the next chunk into its stage, once that is empty; zeros behind the last.
-  __device__ void fetch() {
+  // Raw rows of a chunk into its stage, once that is empty; zeros behind the last.
+  __device__ void fetch(const Plan& p) {
     const Tokens& x = call_.x;
-    const unsigned number = plan().number, first = plan().token() + 8 * at_.warp, rows = plan().rows();
-    const unsigned stage = ring().stage(number);
-    ring().wait_empty(number);
+    const unsigned stage = ring().stage(p.number), first = p.token + 8 * at_.warp, rows = p.rows;
+    ring().wait_empty(p.number);
     const auto all = [&](const View& view, unsigned head, unsigned to) {
-      const char* from = view.at(plan().b, first, head) + at_.lane * 8;
+      const char* from = view.at(p.b, first, head) + at_.lane * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         ptx::copy8(stage + to + at_.place(i), from + i * static_cast<uint64_t>(view.stride1),
                    8 * at_.warp + i < rows ? 8 : 0);
     };
-    all(x.q, plan().h, Stage::q), all(x.k, plan().h, Stage::k), all(x.v, plan().hv, Stage::v);
-    if (!kWideGate) all(x.g, plan().hv, Stage::kg);
+    all(x.q, p.h, Stage::q), all(x.k, p.h, Stage::k), all(x.v, p.hv, Stage::v);
+    if (!kWideGate) all(x.g, p.hv, Stage::kg);
     ptx::commit_copies();
     beta_ = 0;
-    if (at_.warp == 0 && at_.lane < rows)
-      beta_ = load_raw<false>(x.beta.at(plan().b, first + at_.lane, plan().hv), x.beta.dtype);
+    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(p.b, first + at_.lane, p.hv), x.beta.dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
   __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
-  __device__ void fetch_wide_gate() {
+  __device__ void fetch_wide_gate(const Plan& p) {
     const View& g = call_.x.g;
-    const char* from = g.at(plan().b, plan().token() + 8 * at_.warp, plan().hv) + at_.lane * 16;
+    const char* from = g.at(p.b, p.token + 8 * at_.warp, p.hv) + at_.lane * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < plan().rows() ? 16 : 0);
+      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < p.rows ? 16 : 0);
     ptx::commit_copies();
   }
 
-  // The chunk that was fetched. Returns whether the next one is known, and has been fetched.
-  __device__ bool prepare() {
+  // A chunk that was fetched. Returns whether the next one is known, and has been fetched.
+  __device__ bool prepare(unsigned turn) {
     at_.forget();
-    const unsigned number = plan().number, rows = plan().rows(), stage = ring().stage(number);
+    const unsigned number = plan(turn).number, rows = plan(turn).rows, stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
-    unsigned n = 0, claimed = 0;  // what the leader takes next: on its way while gates are computed
-    if (leader() && !plan().helps) {
-      n = take();
-      claimed = claim(call_.help, n);
-    }
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
     share_factors(stage, rows);
@@ -215,24 +228,21 @@ class Preparation {
     }
     at_.forget();
     scores.share_totals();
-    at_.sync();  // totals and factors of all rows are there; nobody reads the chunk before, or that this one was next
-    if (leader()) {
-      if (plan().helps) plan().task = take_task(), decide_task();
-      else decide(n, claimed);
-    }
+    at_.sync();  // totals and factors of all rows are there; nobody reads what the chunk before had on the bench
     scores.template tiles<T>();
     ptx::fence_shared_for_async();
-    at_.sync();  // tiles are there, and what is next
+    at_.sync();  // tiles are there
     at_.forget();
     // A stage that this chunk has to leave first cannot be waited for here.
-    const bool known = !plan().open && plan().any() && plan().number < number + kStages;
-    if (known) fetch();
+    const Plan& next = plan(turn + 1);
+    const bool fetches = !next.open && next.any() && next.number < number + kStages;
+    if (fetches) fetch(next);
     scores.run();
-    if (kWideGate && known) {
+    if (kWideGate && fetches) {
       at_.sync();  // nobody reads tiles any more
-      fetch_wide_gate();
+      fetch_wide_gate(next);
     }
-    if (at_.warp == number / kPreparers % 4) {
+    if (at_.warp == turn % 4) {
       at_.sync_as_solver();  // Akk is there
       invert(stage);
     } else {
@@ -240,7 +250,7 @@ class Preparation {
     }
     ptx::fence_shared_for_async();
     ptx::arrive(ring().full(number));
-    return known;
+    return fetches;
   }
 
   // Norms of the warp's rows, and beta (of all, by warp 0).
