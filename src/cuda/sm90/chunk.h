@@ -48,7 +48,7 @@ struct Shared {
   static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
   static constexpr unsigned tasks = queue + 144;                          // mbarriers: of tasks, of stages
-  static constexpr unsigned full = tasks + 8 * kQueue;
+  static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;
 };

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (unsigned i = 0; i < kStages; ++i) {
       ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
     }
-    for (unsigned i = 0; i < kQueue; ++i) ptx::init_barrier(Queue::barrier(memory, i), 1);
+    for (unsigned i = 0; i < kQueue; ++i)
+      ptx::init_barrier(Queue::found(memory, i), 1), ptx::init_barrier(Queue::freed(memory, i), 1);
     ptx::fence_barriers();
     Queue::here().taken = Queue::here().helped = 0;
   }

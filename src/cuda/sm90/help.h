@@ -143,8 +143,9 @@ struct Queue {
   unsigned helped;  // tasks, likewise
 
   __device__ static Queue& here() { return *reinterpret_cast<Queue*>(shared_memory() + Shared::queue); }
-  // mbarrier of the task's slot.
-  __device__ static unsigned barrier(unsigned memory, unsigned q) { return memory + Shared::tasks + q % kQueue * 8; }
+  // mbarriers of the task's slot: it is there; it is done.
+  __device__ static unsigned found(unsigned memory, unsigned q) { return memory + Shared::tasks + q % kQueue * 8; }
+  __device__ static unsigned freed(unsigned memory, unsigned q) { return found(memory, q) + kQueue * 8; }
   __device__ static unsigned parity(unsigned q) { return q / kQueue % 2; }
 };
 
@@ -153,12 +154,12 @@ __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ri
   Scout scout(p, help);
   unsigned last = 0;  // plans of preparers, two each, that have been told to stop
   for (unsigned q = 0; last < 2 * kPreparers; ++q) {
-    if (q >= kQueue) ring.wait_empty(total + q - kQueue + kStages);  // until the slot's last task is done
+    if (q >= kQueue) ptx::wait_barrier(Queue::freed(ring.memory, q), Queue::parity(q - kQueue));
     const Task task = last ? Task{Task::kNone} : scout.find();
     last += task.owner == Task::kNone;
     if (threadIdx.x % 32 == 0) {
       Queue::here().tasks[q % kQueue] = task;
-      ptx::arrive(Queue::barrier(ring.memory, q));
+      ptx::arrive(Queue::found(ring.memory, q));
     }
   }
 }
@@ -166,7 +167,7 @@ __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ri
 // By a thread of the other one.
 __device__ inline void courier(const Help& help, const Ring& ring, unsigned total) {
   for (unsigned q = 0;; ++q) {
-    ptx::wait_barrier(Queue::barrier(ring.memory, q), Queue::parity(q));
+    ptx::wait_barrier(Queue::found(ring.memory, q), Queue::parity(q));
     const Task task = Queue::here().tasks[q % kQueue];
     if (task.owner == Task::kNone) return;
     ring.wait_full(total + q);
@@ -176,6 +177,7 @@ __device__ inline void courier(const Help& help, const Ring& ring, unsigned tota
     ptx::fence_global_for_async();
     ptx::store_release(&help.boards[task.owner].done[task.n % kWindow], task.n + 1);
     ptx::arrive(ring.empty(total + q), kScanners * 4);
+    ptx::arrive(Queue::freed(ring.memory, q));
   }
 }
 

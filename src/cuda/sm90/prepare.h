@@ -156,7 +156,7 @@ class Preparation {
   }
   // A helper's task, if the scout has found it.
   __device__ void look_for_task(Plan& p) {
-    p.open = !ptx::has_phase_ended(Queue::barrier(at_.memory, p.task), Queue::parity(p.task));
+    p.open = !ptx::has_phase_ended(Queue::found(at_.memory, p.task), Queue::parity(p.task));
     if (p.open) return;
     const Task task = Queue::here().tasks[p.task % kQueue];
     if (task.owner == Task::kNone) return;
