@@ -1,5 +1,6 @@
 // kda_forward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
 // shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <cmath>
 #include <set>
 
 #include "calls.h"
@@ -233,6 +234,26 @@ TEST_P(ForwardPromiseOnCuda, CompanyChangesNoBit) {
     EXPECT_EQ(o.bits(1, begin, length), all.o.bits(1, begin, length)) << n;
     EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
   }
+}
+
+// What a token is given reaches no earlier token, be it NaN.
+TEST_P(ForwardPromiseOnCuda, NothingReachesThePast) {
+  for (const char* victim : {"q", "k", "v", "g", "beta"})
+    for (const int64_t t : {0, 1, 4, 15, 17, 31, 32, 45, 63, 64, 69}) {
+      Inputs in(sized({.name = "causal", .T = 70, .K = 20, .V = 40, .gate_divisor = t % 2 ? 1.0 : 0.02}));
+      const auto o_of = [&] {
+        Tensor o(in.c.dtype, {1, in.T, in.c.HV, in.c.V});
+        run_on_cuda(slice(in, 0, in.T, in.h0, {}, o), impl);
+        return o;
+      };
+      const Bits clean = o_of().bits(1, 0, t);
+      for (const auto& [name, tensor] : in.tensors())
+        if (name == std::string(victim))
+          for (int64_t i = 0, row = tensor->size() / in.T; i < row; ++i) tensor->set(t * row + i, std::nan(""));
+      const Tensor o = o_of();
+      EXPECT_EQ(o.bits(1, 0, t), clean) << victim << " at token " << t;
+      EXPECT_TRUE(std::isnan(o.get(o.size() * t / in.T))) << victim << " at token " << t << " itself";
+    }
 }
 
 // ---- states on the way ----

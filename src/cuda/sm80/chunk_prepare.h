@@ -5,11 +5,10 @@
 // P_i the sum of log2 gates from the block's first token through i, and Pt of all its tokens:
 //   a_i = 2^P_i    s_j = 2^(Pt - P_j)    b(u,w) = 2^(Pt of blocks u .. w-1)
 //   qG = q a b(0,w)    kG = k a b(0,w)    kg = k s b(w+1,4)    ell = b(0,4)
-//   scores of block w with an earlier block c:  (q a b(c+1,w)) . (k s)      all factors <= 1: exact for any gate
-//   scores inside a block, with an anchor in its middle:  (q 2^(P_i - P_3)) . (k 2^(P_3 - P_j))
-// Inside a block exponents have both signs. There, and only there, a token's decay is cut at 2^-28, so that they stay
-// within 2^+-112, in bf16; what this changes is below 2^-28 of |q| |k| and rounds to the same f16. Where exponents stay within
-// +-4 operands are f16.
+//   scores of block w with an earlier block c:  (q a b(c+1,w)) . (k s)
+//   scores inside a block: of rows and columns in the two halves of 8, of each 4, of each 2, by the decays between them and
+//   the border b, the last token of the first half: 2^(P_i - P_b) and 2^(P_b - P_j); and q_i . k_i itself
+// All factors are at most 1: exact for any gate, in f16, and no token has a part in the scores of those before it.
 //
 // Then T = (I + Akk)^-1 diag(beta) in f32, by forward substitution, a column a lane of one warp.
 #pragma once
@@ -20,9 +19,7 @@ namespace kda::cuda {
 
 constexpr int kPrepareThreads = 128, kBlockRows = 8;
 constexpr float kLog2e = 1.44269504f;
-constexpr float kLeastStep = -160;     // of a log2 gate: 0 in f32
-constexpr float kLeastAnchored = -28;  // the same with an anchor inside the block
-constexpr float kMostHalf = 4;         // largest exponent for f16
+constexpr float kLeastStep = -160;  // of a log2 gate: 0 in f32
 
 // Where things are in shared memory, in bytes. Rows are so far apart that eight of them are free of bank conflicts.
 struct PrepareMemory {
@@ -76,18 +73,21 @@ __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass,
           min(static_cast<unsigned>(s.length) - c * kRows, unsigned{kRows})};
 }
 
-// Asks for the rows of a chunk; zeros behind them. kBytes at a time.
+// Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows.
 template <int kK, int kBytes>
 __device__ void ask_rows(const View& t, const ChunkPlace& at, unsigned head, unsigned to, unsigned stride) {
-  const unsigned shift = t.dtype == KDA_F32, pieces = kK * 2 / kBytes << shift;
-  const char* from = t.at(at.b, at.t0, head);
+  const unsigned shift = t.dtype == KDA_F32, pieces = kK * 2 / kBytes << shift, step = kPrepareThreads / pieces;
+  const unsigned piece = threadIdx.x % pieces * kBytes;
+  unsigned row = threadIdx.x / pieces;
+  const char* from = t.at(at.b, at.t0, head) + piece;
+  const char* source = from + row * static_cast<uint64_t>(t.stride1);
+  const uint64_t next = step * static_cast<uint64_t>(t.stride1);
+  to += row * stride + piece;
 #pragma unroll 4
-  for (unsigned i = threadIdx.x; i < kRows * pieces; i += kPrepareThreads) {
-    const unsigned row = (i >> shift) / (kK * 2 / kBytes), piece = i - row * pieces;
+  for (; row < kRows; row += step, source += next, to += step * stride) {
     const bool real = row < at.rows;
-    const char* source = from + (real ? row : 0) * static_cast<uint64_t>(t.stride1) + piece * kBytes;
-    if constexpr (kBytes == 16) ptx::copy16(to + row * stride + piece * kBytes, source, real ? 16 : 0);
-    else ptx::copy8(to + row * stride + piece * kBytes, source, real ? 8 : 0);
+    if constexpr (kBytes == 16) ptx::copy16(to, real ? source : from, real ? 16 : 0);
+    else ptx::copy8(to, real ? source : from, real ? 8 : 0);
   }
 }
 
@@ -155,15 +155,15 @@ class Preparation {
 
   // Lengths of q and k, and what is left of the scale.
   __device__ void normalise(char* image) {
-    float qq = 0, kk = 0;
+    float qq = 0, kk = 0, qk = 0;
 #pragma unroll 2
     for (int s = 0; s < kSteps; ++s) {
       float q[4], k[4];
       load_four(q, q_ + s * q_step(), x_.q.dtype), load_four(k, k_ + s * q_step(), x_.k.dtype);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk);
+      for (int e = 0; e < 4; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk), qk = fmaf(q[e], k[e], qk);
     }
-    qq = sum_over<4>(qq), kk = sum_over<4>(kk);
+    qq = sum_over<4>(qq), kk = sum_over<4>(kk), qk = sum_over<4>(qk);
     float scale = x_.scale;
     if (x_.qk_l2norm) {
       q_factor_ = rsqrtf(qq + 1e-6f), k_factor_ = rsqrtf(kk + 1e-6f);
@@ -171,6 +171,7 @@ class Preparation {
       const int e = qq > 0 ? min(max(((__float_as_int(qq) >> 23) - 127) >> 1, -60), 60) : 0;
       q_factor_ = __int_as_float((127 - e) << 23), k_factor_ = 1, scale *= __int_as_float((127 + e) << 23);
     }
+    qk_ = qk * q_factor_ * k_factor_;
     if (j() == 0) reinterpret_cast<float*>(image + Out::scale)[row()] = scale;
   }
 
@@ -257,10 +258,7 @@ class Preparation {
       if (c > w()) continue;
       float A[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int column = 2 * static_cast<int>(j()) + e % 2, last = static_cast<int>(i()) - e / 2;
-        A[e] = c == w() ? (column <= last ? block_[e] : 0.0f) : scores_[c < 3 ? c : 0][e];
-      }
+      for (int e = 0; e < 4; ++e) A[e] = c < w() ? scores_[c < 3 ? c : 0][e] : own_score(e);
       Aqk[c] = ptx::pack<__half>(A[0], A[1]);
       const unsigned to = shared_ + m_.A + (c * kBlockRows + 2 * j()) * m_.kAStride + row() * 4;
       ptx::store_shared_f32(to, beta_ * A[2]), ptx::store_shared_f32(to + m_.kAStride, beta_ * A[3]);
@@ -289,7 +287,8 @@ class Preparation {
     const unsigned staged = shared_ + m_.q, own = lane() / 8 * 4 + lane() % 8 / 2 * 16 + lane() % 2 * 2;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      ptx::store_shared16(staged + r / 8 * 512 + r % 8 * 64 + own, __half_as_ushort(__float2half_rn(X[r] * beta)));
+      ptx::store_shared16(staged + r / 8 * 512 + r % 8 * 64 + own,
+                          __half_as_ushort(__float2half_rn(r < static_cast<int>(lane()) ? 0.0f : X[r] * beta)));
     __syncwarp();
 #pragma unroll
     for (int b = 0; b < 4; ++b)
@@ -340,30 +339,31 @@ class Preparation {
         if (lane() >= static_cast<unsigned>(step)) x[e] += before;
       }
   }
+  // The element of the own block that an accumulator has at e.
+  __device__ float own_score(int e) const {
+    const unsigned column = 2 * j() + e % 2, apart = i() ^ column;
+    if (column > i()) return 0;
+    if (apart == 0) return e < 2 ? qk_ : 0;
+    return apart >= 4 ? block_[0][e] : apart >= 2 ? block_[1][e] : block_[2][e];
+  }
+  // Products of the own block with the factors of each level: rows and columns of a level are different tokens, so that one
+  // tile is both. What is of no use in them is left out by write_scores().
   __device__ void score_block(const float (&q)[4], const float (&k)[4], const float (&P)[4], const float (&gamma)[4]) {
-    float P_cut[4];
-    bool steep = false, half = true;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) P_cut[e] = P[e], steep |= gamma[e] < kLeastAnchored;
-    if (__any_sync(kAll, steep)) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) P_cut[e] = gamma[e] < kLeastAnchored ? kLeastAnchored : gamma[e];
-      sum_up(P_cut);
-    }
-    float up[4], down[4];
+    float f[3][4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float exponent = P_cut[e] - __shfl_sync(kAll, P_cut[e], 12 + j());
-      up[e] = ptx::exp2(exponent), down[e] = ptx::exp2(-exponent);
-      half &= fabsf(exponent) <= kMostHalf;
+      const float of_8 = P[e] - __shfl_sync(kAll, P[e], 12 + j());
+      const float of_4 = P[e] - __shfl_sync(kAll, P[e], (lane() & 16) + 4 + j());
+      f[0][e] = ptx::exp2(i() & 4 ? of_8 : -of_8);
+      f[1][e] = ptx::exp2(i() & 2 ? of_4 : -of_4);
+      f[2][e] = i() & 1 ? ptx::exp2(gamma[e]) : 1.0f;
     }
-    const auto multiply = [&]<class T>() {
-      const uint2 rows_q = packed<T>(q, up), rows_k = packed<T>(k, up), columns = packed<T>(k, down);
+#pragma unroll
+    for (int level = 0; level < 3; ++level) {
+      const uint2 rows_q = packed<__half>(q, f[level]), rows_k = packed<__half>(k, f[level]);
       const unsigned rows[4] = {rows_q.x, rows_k.x, rows_q.y, rows_k.y};
-      ptx::mma<T>(block_, rows, columns.x, columns.y);
-    };
-    if (__all_sync(kAll, half)) multiply.template operator()<__half>();
-    else multiply.template operator()<__nv_bfloat16>();
+      ptx::mma<__half>(block_[level], rows, rows_k.x, rows_k.y);
+    }
   }
 
   const Tokens& x_;
@@ -372,8 +372,8 @@ class Preparation {
   const ChunkPlace at_;
   const unsigned hv_;
   unsigned q_, k_, g_;  // own elements; g_ of block 0
-  float rate_, beta_, q_factor_, k_factor_;
-  float block_[4] = {}, scores_[3][4] = {};
+  float rate_, beta_, q_factor_, k_factor_, qk_;
+  float block_[3][4] = {}, scores_[3][4] = {};  // of each level; with each block
 };
 
 template <int kK>

@@ -90,6 +90,52 @@ struct ColumnPlace {
   }
 };
 
+// Two neighbouring tiles of an accumulator as an operand.
+__device__ inline void pack_tiles(unsigned (&a)[4], const float (&first)[4], const float (&second)[4]) {
+  a[0] = ptx::pack<__half>(first[0], first[1]), a[1] = ptx::pack<__half>(first[2], first[3]);
+  a[2] = ptx::pack<__half>(second[0], second[1]), a[3] = ptx::pack<__half>(second[2], second[3]);
+}
+
+// to += from A^T, of tokens; A is triangular.
+__device__ inline void add_triangle(float (&to)[4][4], const float (&from)[4][4], unsigned A) {
+  unsigned first[4], second[4];
+  pack_tiles(first, from[0], from[1]), pack_tiles(second, from[2], from[3]);
+  uint4 x[4];
+#pragma unroll
+  for (int b = 0; b < 4; ++b) x[b] = ptx::load_shared4(A + b * 512);
+#pragma unroll
+  for (int b = 0; b < 4; ++b) ptx::mma<__half>(to[b], first, x[b].x, x[b].y);
+#pragma unroll
+  for (int b = 2; b < 4; ++b) ptx::mma<__half>(to[b], second, x[b].z, x[b].w);
+}
+
+// The same where `from` has numbers that are none in f16: what they do, they do to their own token and those after it.
+// (In a product 0 times NaN reaches those before.)
+constexpr float kMostValue = 65504;
+template <bool kFresh>  // `to` was 0
+__device__ void mend(float (&to)[4][4], const float (&from)[4][4], unsigned A) {
+  float rest[4][4];
+  int first[2] = {kRows, kRows};  // such token of the lane's columns
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool fits = fabsf(from[t][e]) <= kMostValue;
+      rest[t][e] = fits ? from[t][e] : 0.0f;
+      if (!fits) first[e / 2] = min(first[e / 2], t * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + e % 2);
+      if (kFresh) to[t][e] = 0;
+    }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    for (int lane = 1; lane < 4; lane *= 2) first[r] = min(first[r], __shfl_xor_sync(kAll, first[r], lane));
+  add_triangle(to, rest, A);
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (t * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + e % 2 >= first[e / 2]) to[t][e] = __int_as_float(0x7fc00000);
+}
+
 // S^T of a warp: tiles 2 s and 2 s + 1 hold channels 16 s + 4 j and + 1, and + 2 and + 3.
 template <int kK>
 struct ColumnState {
@@ -153,6 +199,14 @@ struct ColumnState {
       for (int t = 0; t < kK / 8; ++t) of_S = fmaxf(of_S, fmaxf(fabsf(S[t][2 * r]), fabsf(S[t][2 * r + 1])));
 #pragma unroll
       for (int t = 0; t < 4; ++t) of_V = fmaxf(of_V, fmaxf(fabsf(V[t][2 * r]), fabsf(V[t][2 * r + 1])));
+      if (of_V > kMostFloat) {  // an infinity is for its own token and those after it
+        of_V = 0;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const float one = fabsf(V[e / 2][2 * r + e % 2]);
+          of_V = one <= kMostFloat ? fmaxf(of_V, one) : of_V;
+        }
+      }
       int e = max(exponent_of(of_S) + x[r], exponent_of(of_V));
       e = max(e, __shfl_xor_sync(kAll, e, 1)), e = max(e, __shfl_xor_sync(kAll, e, 2));
       // Floored: 2^e is within [2^-9, 2^7) of 2^x.
@@ -161,46 +215,57 @@ struct ColumnState {
       change[r] = steps * kExponentStep - x[r], x[r] += change[r];
     }
     if (!__any_sync(kAll, change[0] | change[1])) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float half = power_of_two(-change[r] / 2);
-#pragma unroll
-      for (int t = 0; t < kK / 8; ++t)
-        S[t][2 * r] = S[t][2 * r] * half * half, S[t][2 * r + 1] = S[t][2 * r + 1] * half * half;
-    }
+    const float half[2] = {power_of_two(-change[0] / 2), power_of_two(-change[1] / 2)};
+    multiply(half[0], half[1]), multiply(half[0], half[1]);
   }
 
   // S <- Diag(ell) S. What becomes so small beside the largest of its column that S itself, in memory, could be subnormal is
   // 0: so that a call that goes on from there has the bits of one that never stopped.
   __device__ void decay(const unsigned ell) {
     const bool small = __any_sync(kAll, x[0] < 0 || x[1] < 0);
-    const float down[2] = {x[0] < 0 ? 0x1p-64f : 1.0f, x[1] < 0 ? 0x1p-64f : 1.0f};
-    const float up[2] = {x[0] < 0 ? 0x1p64f : 1.0f, x[1] < 0 ? 0x1p64f : 1.0f};
+    if (small) multiply(x[0] < 0 ? 0x1p-64f : 1.0f, x[1] < 0 ? 0x1p-64f : 1.0f);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const float4 four = ptx::load_shared_f32x4(ell + (s * 16 + threadIdx.x % 4 * 4) * 4);
       const float decays[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int r = e / 4;
-        float& one = S[2 * s + e % 4 / 2][2 * r + e % 2];
-        one = small ? ptx::multiply_flushed(ptx::multiply_flushed(one, decays[e % 4] * down[r]), up[r])
-                    : ptx::multiply_flushed(one, decays[e % 4]);
+        float& one = S[2 * s + e % 4 / 2][e / 4 * 2 + e % 2];
+        one = ptx::multiply_flushed(one, decays[e % 4]);
       }
     }
+    if (small) multiply(x[0] < 0 ? 0x1p64f : 1.0f, x[1] < 0 ? 0x1p64f : 1.0f);
   }
 
   // Tiles 2 s and 2 s + 1 as an operand.
   __device__ void operand(unsigned (&a)[4], int s) const { pack_tiles(a, S[2 * s], S[2 * s + 1]); }
-  __device__ static void pack_tiles(unsigned (&a)[4], const float (&first)[4], const float (&second)[4]) {
-    a[0] = ptx::pack<__half>(first[0], first[1]), a[1] = ptx::pack<__half>(first[2], first[3]);
-    a[2] = ptx::pack<__half>(second[0], second[1]), a[3] = ptx::pack<__half>(second[2], second[3]);
-  }
 
  private:
   static constexpr int kZero = -1000;
+  static constexpr float kMostFloat = 3.4028235e38f;
+  // The lane's two columns.
+  __device__ void multiply(float first, float second) {
+#pragma unroll
+    for (int t = 0; t < kK / 8; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[t][e] = ptx::multiply_flushed(S[t][e], e < 2 ? first : second);
+  }
   __device__ static int exponent_of(float x) { return x > 0 ? (__float_as_int(x) >> 23) - 127 : kZero; }
 };
+
+// Asks for an image, all warps together.
+template <int kK>
+__device__ void ask_image(unsigned to, const char* from) {
+  constexpr int kAtOnce = 4, kGroup = kAtOnce * 512;  // of a warp
+  static_assert(Image<kK>::ell % kGroup == 0);
+  const unsigned lane = threadIdx.x % 32 * 16, warps = blockDim.x / 32;
+  for (unsigned group = threadIdx.x / 32; group < Image<kK>::ell / kGroup; group += warps)
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      ptx::copy16(to + group * kGroup + lane + i * 512, from + group * kGroup + lane + i * 512);
+  for (unsigned i = Image<kK>::ell + threadIdx.x * 16; i < Image<kK>::bytes; i += blockDim.x * 16)
+    ptx::copy16(to + i, from + i);
+}
 
 // One chunk: V becomes R, and O of the chunk is left without `scale`; U as well.
 template <int kK>
@@ -213,42 +278,40 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
   for (int pair = 0; pair < kPairs; ++pair) {
     unsigned first[4], second[4];
     state.operand(first, 2 * pair), state.operand(second, 2 * pair + 1);
+    uint4 k[4], q[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      const uint4 k = ptx::load_shared4(own + In::kG + (b * kPairs + pair) * 512);
-      ptx::mma<__half>(R[b], first, k.x, k.y), ptx::mma<__half>(R[b], second, k.z, k.w);
+      k[b] = ptx::load_shared4(own + In::kG + (b * kPairs + pair) * 512);
+      q[b] = ptx::load_shared4(own + In::qG + (b * kPairs + pair) * 512);
     }
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint4 q = ptx::load_shared4(own + In::qG + (b * kPairs + pair) * 512);
-      ptx::mma<__half>(O[b], first, q.x, q.y), ptx::mma<__half>(O[b], second, q.z, q.w);
-    }
+    for (int b = 0; b < 4; ++b)
+      ptx::mma<__half>(R[b], first, k[b].x, k[b].y), ptx::mma<__half>(O[b], first, q[b].x, q[b].y);
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      ptx::mma<__half>(R[b], second, k[b].z, k[b].w), ptx::mma<__half>(O[b], second, q[b].z, q[b].w);
   }
-  unsigned first[4], second[4];  // tokens 0 .. 15, and the others
-  const auto triangle = [&](float(&to)[4][4], int scores) {
+  add_triangle(U, R, own + In::T);
+  bool finite = true;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint4 x = ptx::load_shared4(own + scores + b * 512);
-      ptx::mma<__half>(to[b], first, x.x, x.y);
-      if (b >= 2) ptx::mma<__half>(to[b], second, x.z, x.w);
-    }
-  };
-  state.pack_tiles(first, R[0], R[1]), state.pack_tiles(second, R[2], R[3]);
-  triangle(U, In::T);
-  state.pack_tiles(first, U[0], U[1]), state.pack_tiles(second, U[2], U[3]);
+  for (int e = 0; e < 16; ++e) finite &= fabsf(U[e / 4][e % 4]) <= kMostValue;
+  const bool all_finite = __all_sync(kAll, finite);
+  if (!all_finite) mend<true>(U, R, own + In::T), mend<false>(O, U, own + In::Aqk);
+  unsigned first[4], second[4];  // tokens 0 .. 15, and the others
+  pack_tiles(first, U[0], U[1]), pack_tiles(second, U[2], U[3]);
   state.decay(image + In::ell);
 #pragma unroll
   for (int four = 0; four < kPairs; ++four) {
     uint4 k[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) k[b] = ptx::load_shared4(own + In::kg + (b * kPairs + four) * 512);
-    const auto update = [&](int tile, unsigned k0, unsigned k1, unsigned k2, unsigned k3) {
-      ptx::mma<__half>(state.S[tile], first, k0, k1), ptx::mma<__half>(state.S[tile], second, k2, k3);
-    };
-    update(4 * four, k[0].x, k[1].x, k[2].x, k[3].x), update(4 * four + 1, k[0].y, k[1].y, k[2].y, k[3].y);
-    update(4 * four + 2, k[0].z, k[1].z, k[2].z, k[3].z), update(4 * four + 3, k[0].w, k[1].w, k[2].w, k[3].w);
+    float(*S)[4] = state.S + 4 * four;
+    ptx::mma<__half>(S[0], first, k[0].x, k[1].x), ptx::mma<__half>(S[1], first, k[0].y, k[1].y);
+    ptx::mma<__half>(S[2], first, k[0].z, k[1].z), ptx::mma<__half>(S[3], first, k[0].w, k[1].w);
+    ptx::mma<__half>(S[0], second, k[2].x, k[3].x), ptx::mma<__half>(S[1], second, k[2].y, k[3].y);
+    ptx::mma<__half>(S[2], second, k[2].z, k[3].z), ptx::mma<__half>(S[3], second, k[2].w, k[3].w);
   }
-  triangle(O, In::Aqk);
+  if (all_finite) add_triangle(O, U, own + In::Aqk);
 }
 
 // Where states are between passes, [N][HV][V][K] in f32, and what else a launch is told.
@@ -293,11 +356,9 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const unsigned shared = ptx::shared_address(dynamic);
   const int64_t first_row = int64_t{pass.first_row(s)} - pass.first;  // of the sequence's first chunk, were it here
   const auto ask = [&](unsigned c) {
-    if (c < end) {
-      const char* from = images + ((first_row + c) * pass.heads + at.hv) * int64_t{In::bytes};
-      const unsigned to = shared + (c - pass.first) % kStages * In::bytes;
-      for (unsigned i = threadIdx.x; i < In::bytes / 16; i += blockDim.x) ptx::copy16(to + i * 16, from + i * 16);
-    }
+    if (c < end)
+      ask_image<kK>(shared + (c - pass.first) % kStages * In::bytes,
+                    images + ((first_row + c) * pass.heads + at.hv) * int64_t{In::bytes});
     ptx::commit_copies();
   };
   uint4 raw[4];
