@@ -42,7 +42,7 @@ std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
 #if KDA_WITH_CUDA
     {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,
-     cuda::forward_chunk_workspace, cuda::forward_chunk},
+     cuda::forward_chunk_workspace, cuda::forward_chunk, cuda::forward_chunk_too_rough},
     {"cuda_recurrent", "token by token with the state in registers, for sm_80 and newer",
      cuda::forward_recurrent_why_not, no_workspace, cuda::forward_recurrent},
 #endif

@@ -127,7 +127,7 @@ class Preparation {
 
  public:
   __device__ Preparation(const Tokens& x, const PrepareMemory& m, unsigned shared, const ChunkPlace& at, unsigned hv)
-      : x_(x), m_(m), shared_(shared), at_(at), hv_(hv) {
+      : x_(x), m_(m), shared_(shared), at_(at), hv_(hv), w_(__shfl_sync(kAll, threadIdx.x / 32, 0)) {
     const unsigned own = row() * static_cast<unsigned>(m.q_stride) + j() * 4 * x.q.size();
     q_ = shared + m.q + own, k_ = shared + m.k + own;
     g_ = shared + m.g + i() * m.g_stride + j() * 4 * x.g.size();
@@ -296,7 +296,7 @@ class Preparation {
   }
 
  private:
-  __device__ static unsigned w() { return threadIdx.x / 32; }
+  __device__ unsigned w() const { return w_; }  // known to be the same in all lanes
   __device__ static unsigned lane() { return threadIdx.x % 32; }
   __device__ static unsigned i() { return threadIdx.x % 32 / 4; }
   __device__ static unsigned j() { return threadIdx.x % 4; }
@@ -370,7 +370,7 @@ class Preparation {
   const PrepareMemory& m_;
   const unsigned shared_;
   const ChunkPlace at_;
-  const unsigned hv_;
+  const unsigned hv_, w_;
   unsigned q_, k_, g_;  // own elements; g_ of block 0
   float rate_, beta_, q_factor_, k_factor_, qk_;
   float block_[3][4] = {}, scores_[3][4] = {};  // of each level; with each block

@@ -100,6 +100,10 @@ const char* forward_chunk_why_not(const ForwardProblem& p) {
   return grid_why_not(p, p.V / kWarpColumns, 1);
 }
 
+const char* forward_chunk_too_rough(const ForwardProblem& p) {
+  return p.args.in.q.dtype == KDA_F32 ? "multiplies operands of 16 bits, where q, k and v have 32" : nullptr;
+}
+
 uint64_t forward_chunk_workspace(const ForwardProblem& p) {
   const Plan plan(p);
   return static_cast<uint64_t>(plan.image_bytes + plan.state_bytes);
