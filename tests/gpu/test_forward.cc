@@ -192,8 +192,9 @@ TEST_P(ForwardPromiseOnCuda, ValuesOfAnySize) {
       const ForwardOutputs exact(in, false, true), got(in, false);
       run(forward_args(in, exact), {.impl = "reference"});
       run_on_cuda(forward_args(in, got), impl);
-      expect_near(exact.o, got.o, "o");
-      expect_near(exact.hT, got.hT, "hT");
+      // What is left of a large state may lie in a few elements.
+      expect_close(exact.o, got.o, "o", chunked() ? 0.005 : 0);
+      expect_close(exact.hT, got.hT, "hT", chunked() ? 0.005 : 0);
     }
 }
 
