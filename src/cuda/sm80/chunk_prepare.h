@@ -27,8 +27,9 @@ struct PrepareMemory {
   static constexpr int kFactors = 11;  // b(0,w) of all w; b(w+1,4) of all w; b(1,2), b(2,3), b(1,3)
   int q, k, g;                         // raw rows; then q a, k a and k s, f16, where their own elements were
   int q_stride, g_stride;
-  int A;                           // f32 [column][row]; before: Pt of the blocks [4][K]
-  int factors, bias, beta, bytes;  // f32 [kFactors][K], [K], [32]
+  int A;                  // f32 [column][row]; before: Pt of the blocks [4][K]
+  int factors;            // f16 [kFactors][K]
+  int bias, beta, bytes;  // f32 [K], [32]
 
   PrepareMemory(int K, const Tokens& x)
       : q(0),
@@ -38,7 +39,7 @@ struct PrepareMemory {
         g_stride(stride(K, x.g)),
         A(g + kRows * g_stride),
         factors(A + kRows * kAStride),
-        bias(factors + kFactors * K * 4),
+        bias(factors + kFactors * K * 2),
         beta(bias + K * 4),
         bytes(beta + kRows * 4) {}
 
@@ -112,11 +113,13 @@ template <class T>
 __device__ uint2 packed(const float (&x)[4], const float (&f)[4]) {
   return {ptx::pack<T>(x[0] * f[0], x[1] * f[1]), ptx::pack<T>(x[2] * f[2], x[3] * f[3])};
 }
-// Four f16 times factors.
-__device__ inline uint2 scaled(uint2 x, float4 f) {
-  const float2 low = __half22float2(reinterpret_cast<const __half2&>(x.x));
-  const float2 high = __half22float2(reinterpret_cast<const __half2&>(x.y));
-  return {ptx::pack<__half>(low.x * f.x, low.y * f.y), ptx::pack<__half>(high.x * f.z, high.y * f.w)};
+// Four products of f16.
+__device__ inline uint2 scaled(uint2 x, uint2 f) {
+  const auto two = [](const unsigned& a, const unsigned& b) {
+    const __half2 product = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const unsigned&>(product);
+  };
+  return {two(x.x, f.x), two(x.y, f.y)};
 }
 
 // One chunk, as a thread sees it.
@@ -131,6 +134,7 @@ class Preparation {
     const unsigned own = row() * static_cast<unsigned>(m.q_stride) + j() * 4 * x.q.size();
     q_ = shared + m.q + own, k_ = shared + m.k + own;
     g_ = shared + m.g + i() * m.g_stride + j() * 4 * x.g.size();
+    q_step_ = 16 * x.q.size(), g_step_ = 16 * x.g.size();
   }
 
   // Asks for everything there is.
@@ -159,7 +163,7 @@ class Preparation {
 #pragma unroll 2
     for (int s = 0; s < kSteps; ++s) {
       float q[4], k[4];
-      load_four(q, q_ + s * q_step(), x_.q.dtype), load_four(k, k_ + s * q_step(), x_.k.dtype);
+      load_four(q, q_ + s * q_step_, x_.q.dtype), load_four(k, k_ + s * q_step_, x_.k.dtype);
 #pragma unroll
       for (int e = 0; e < 4; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk), qk = fmaf(q[e], k[e], qk);
     }
@@ -181,7 +185,7 @@ class Preparation {
     for (int s = 0; s < kSteps; ++s) {
       float q[4], k[4], P[4], gamma[4];
       log2_gates(gamma, s);
-      load_four(q, q_ + s * q_step(), x_.q.dtype), load_four(k, k_ + s * q_step(), x_.k.dtype);
+      load_four(q, q_ + s * q_step_, x_.q.dtype), load_four(k, k_ + s * q_step_, x_.k.dtype);
 #pragma unroll
       for (int e = 0; e < 4; ++e) q[e] *= q_factor_, k[e] *= k_factor_, P[e] = gamma[e];
       sum_up(P);
@@ -192,9 +196,9 @@ class Preparation {
         total[e] = __shfl_sync(kAll, P[e], 28 + j());
         a[e] = ptx::exp2(P[e]), rest[e] = ptx::exp2(total[e] - P[e]);
       }
-      ptx::store_shared2(q_ + s * q_step(), packed<__half>(q, a));
-      ptx::store_shared2(k_ + s * q_step(), packed<__half>(k, a));
-      ptx::store_shared2(g_ + w() * g_block() + s * g_step(), packed<__half>(k, rest));
+      ptx::store_shared2(q_ + s * q_step_, packed<__half>(q, a));
+      ptx::store_shared2(k_ + s * q_step_, packed<__half>(k, a));
+      ptx::store_shared2(g_ + w() * g_block() + s * g_step_, packed<__half>(k, rest));
       if (i() == 0)
         ptx::store_shared_f32x4(shared_ + m_.A + (w() * kK + s * 16 + j() * 4) * 4,
                                 make_float4(total[0], total[1], total[2], total[3]));
@@ -213,7 +217,8 @@ class Preparation {
                                                       Pt[3], 0,     Pt[1], Pt[2],        Pt[1] + Pt[2]};
 #pragma unroll
     for (int f = 0; f < PrepareMemory::kFactors; ++f)
-      ptx::store_shared_f32(shared_ + m_.factors + (f * kK + c) * 4, ptx::exp2(exponents[f]));
+      ptx::store_shared16(shared_ + m_.factors + (f * kK + c) * 2,
+                          __half_as_ushort(__float2half_rn(ptx::exp2(exponents[f]))));
     reinterpret_cast<float*>(image + Out::ell)[c] = ptx::exp2(Pt01 + Pt23);
   }
 
@@ -226,10 +231,10 @@ class Preparation {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int s = 2 * pair + half;
-        const uint2 qa = ptx::load_shared2(q_ + s * q_step()), ka = ptx::load_shared2(k_ + s * q_step());
-        const uint2 ks = ptx::load_shared2(g_ + w() * g_block() + s * g_step());
-        const float4 before = factor(w(), s), after = factor(4 + w(), s);
-        const uint2 x = scaled(ka, make_float4(-before.x, -before.y, -before.z, -before.w));
+        const uint2 qa = ptx::load_shared2(q_ + s * q_step_), ka = ptx::load_shared2(k_ + s * q_step_);
+        const uint2 ks = ptx::load_shared2(g_ + w() * g_block() + s * g_step_);
+        const uint2 before = factor(w(), s), after = factor(4 + w(), s);
+        const uint2 x = scaled(ka, {before.x ^ 0x80008000u, before.y ^ 0x80008000u});
         const uint2 y = scaled(qa, before), z = scaled(ks, after);
         kG[2 * half] = x.x, kG[2 * half + 1] = x.y, qG[2 * half] = y.x, qG[2 * half + 1] = y.y;
         kg[2 * half] = ptx::transposed(z.x), kg[2 * half + 1] = ptx::transposed(z.y);
@@ -238,10 +243,10 @@ class Preparation {
           if (c >= w()) continue;
           uint2 rows_q = qa, rows_k = ka;
           if (c + 1 < w()) {
-            const float4 between = factor(w() == 2 ? 8 : c == 1 ? 9 : 10, s);
+            const uint2 between = factor(w() == 2 ? 8 : c == 1 ? 9 : 10, s);
             rows_q = scaled(qa, between), rows_k = scaled(ka, between);
           }
-          const uint2 columns = ptx::load_shared2(g_ + c * g_block() + s * g_step());
+          const uint2 columns = ptx::load_shared2(g_ + c * g_block() + s * g_step_);
           const unsigned rows[4] = {rows_q.x, rows_k.x, rows_q.y, rows_k.y};
           ptx::mma<__half>(scores_[c], rows, columns.x, columns.y);
         }
@@ -302,18 +307,16 @@ class Preparation {
   __device__ static unsigned j() { return threadIdx.x % 4; }
   __device__ static unsigned row() { return threadIdx.x / 4; }
   __device__ bool is_real() const { return row() < at_.rows; }
-  // Bytes from 16 channels to the next, and from a block to the next.
-  __device__ unsigned q_step() const { return 16 * x_.q.size(); }
-  __device__ unsigned g_step() const { return 16 * x_.g.size(); }
+  // Bytes from a block to the next.
   __device__ unsigned g_block() const { return kBlockRows * m_.g_stride; }
-  __device__ float4 factor(unsigned f, int s) const {
-    return ptx::load_shared_f32x4(shared_ + m_.factors + (f * kK + s * 16 + j() * 4) * 4);
+  __device__ uint2 factor(unsigned f, int s) const {
+    return ptx::load_shared2(shared_ + m_.factors + (f * kK + s * 16 + j() * 4) * 2);
   }
   __device__ static void store(uint4* to, const unsigned (&x)[4]) { *to = make_uint4(x[0], x[1], x[2], x[3]); }
 
   __device__ void log2_gates(float (&gamma)[4], int s) const {
     float g[4];
-    load_four(g, g_ + w() * g_block() + s * g_step(), x_.g.dtype);
+    load_four(g, g_ + w() * g_block() + s * g_step_, x_.g.dtype);
     const float4 bias = ptx::load_shared_f32x4(shared_ + m_.bias + (s * 16 + j() * 4) * 4);
     g[0] += bias.x, g[1] += bias.y, g[2] += bias.z, g[3] += bias.w;
     if (x_.gate_form == KDA_GATE_SOFTPLUS) {
@@ -371,13 +374,14 @@ class Preparation {
   const unsigned shared_;
   const ChunkPlace at_;
   const unsigned hv_, w_;
-  unsigned q_, k_, g_;  // own elements; g_ of block 0
+  unsigned q_, k_, g_;        // own elements; g_ of block 0
+  unsigned q_step_, g_step_;  // bytes from 16 channels to the next
   float rate_, beta_, q_factor_, k_factor_, qk_;
   float block_[3][4] = {}, scores_[3][4] = {};  // of each level; with each block
 };
 
 template <int kK>
-__global__ void __launch_bounds__(kPrepareThreads, 5)
+__global__ void __launch_bounds__(kPrepareThreads, 6)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ Pass pass, const __grid_constant__ PrepareMemory m, bool wide,
                    char* images) {
