@@ -1,5 +1,6 @@
 // kda_forward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
 // shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <algorithm>
 #include <cmath>
 #include <set>
 
@@ -308,6 +309,34 @@ TEST_P(ForwardPromiseOnCuda, CheckpointsInTheirSlots) {
         EXPECT_EQ(got.bits(0, 3, 1), out.hT.bits(0, 1, 1));
       }
     }
+}
+
+// ---- numbers that nobody checks ----
+
+// Offsets that never fall mean what is left of them within the row; whatever they are, nothing else is written.
+TEST_P(ForwardPromiseOnCuda, AnyLengths) {
+  Inputs in(sized(find_case("packed")));
+  Random random(5);
+  for (int round = 0; round < 12; ++round) {
+    SCOPED_TRACE(round);
+    std::vector<double> offsets;
+    for (int64_t n = 0; n <= in.N; ++n) offsets.push_back(static_cast<double>(random.below(2 * in.T) - in.T / 2));
+    const bool fall = round % 3 == 2;
+    if (!fall) std::sort(offsets.begin(), offsets.end()), offsets.front() = round % 2 ? 0 : INT32_MIN;
+    if (round % 4 == 0) offsets.back() = INT32_MAX;
+    const auto set = [&](double least, double most) {
+      for (int64_t n = 0; n <= in.N; ++n) in.cu_seqlens.set(n, std::clamp(offsets[n], least, most));
+    };
+    const ForwardOutputs exact(in, false, true), got(in, false);
+    set(INT32_MIN, INT32_MAX);
+    run_on_cuda(forward_args(in, got), impl);
+    EXPECT_TRUE(got.o.margins_intact() && got.hT.margins_intact());
+    if (fall) continue;
+    set(0, static_cast<double>(in.T));
+    run(forward_args(in, exact), {.impl = "reference"});
+    expect_near(exact.o, got.o, "o");
+    expect_near(exact.hT, got.hT, "hT");
+  }
 }
 
 // ---- what it declines ----
