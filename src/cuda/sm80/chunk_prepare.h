@@ -1,8 +1,8 @@
 // The first kernel of cuda_chunk: a block makes the image of one chunk of one value head (chunk.h).
 //
-// Warp w has the block of tokens 8 w .. 8 w + 7; lane 4 i + j of it has token i and channels 4 j .. 4 j + 3 of every 16, which
-// is how products want their operands: rows of q, then rows of k, times columns of k, go from registers to scores. With
-// P_i the sum of log2 gates from the block's first token through i, and Pt of all its tokens:
+// Warp w has the block of tokens 8 w .. 8 w + 7; lane 4 i + j of it has token i and channels 4 j .. 4 j + 3 of every 16: as
+// products want their operands, so that rows of q, then rows of k, times columns of k, go from registers to scores. With P_i
+// the sum of log2 gates from the block's first token through i, and Pt of all its tokens:
 //   a_i = 2^P_i    s_j = 2^(Pt - P_j)    b(u,w) = 2^(Pt of blocks u .. w-1)
 //   qG = q a b(0,w)    kG = k a b(0,w)    kg = k s b(w+1,4)    ell = b(0,4)
 //   scores of block w with an earlier block c:  (q a b(c+1,w)) . (k s)

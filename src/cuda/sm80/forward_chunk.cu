@@ -3,7 +3,7 @@
 //   prepare   a block a chunk of a head: all that does not depend on the state, as f16 operands in the workspace
 //   scan      a warp 16 value columns of a head, the state in registers: five products a chunk
 //
-// Per token and head at K = V = 128 in bf16: prepare reads 770 bytes and writes 916, the scan reads those and 256, and writes
+// Per token and head at K = V = 128 in bf16: prepare reads 770 bytes and writes 916, the scan reads those and 256 and writes
 // 256. The workspace is images of all chunks if they fit kMostWorkspace; if not, the heads take turns, or, where few
 // sequences are long, all heads together some chunks at a time, with the states in between in the workspace as well.
 #include "cuda/cuda.h"
@@ -35,6 +35,7 @@ struct Plan {
         packed = false, rows = p.N * span;
       }
     }
+    if (p.T == 0) rows = 0;
     passes = (chunks + span - 1) / span;
     image_bytes = rows * heads * image;
     state_bytes = passes > 1 ? p.N * p.HV * p.V * p.K * 4 : 0;
@@ -57,7 +58,7 @@ void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass) {
   const kda_forward_args& a = p.args;
   const Tokens tokens(p, a.in, a.o);
   char* images = static_cast<char*>(a.exec.workspace);
-  if (plan.rows > 0 && p.T > 0) {
+  if (plan.rows > 0) {
     const PrepareMemory memory(kK, tokens);
     const bool wide = rows_at(16, {&a.in.q, &a.in.k, &a.in.g});
     launch<prepare_kernel<kK>>(a.exec, dim3(static_cast<unsigned>(plan.rows * pass.heads)), kPrepareThreads,
