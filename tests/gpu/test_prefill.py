@@ -142,6 +142,24 @@ def test_recurrent_prefill_is_decode(form: str, sizes: dict[str, int]) -> None:
         assert same_bits(packed, rows) and same_bits(at_once, rows) and same_bits(steps, rows)
 
 
+@only_cuda
+@pytest.mark.parametrize("B", [1, 32])
+def test_turns_change_no_bit(B: int) -> None:
+    """So many tokens and heads that cuda_chunk cannot have images of all chunks at once, and fewer."""
+    shape = (B, 65536 // B, 24)
+    q, k, v, g = (torch.randn(*shape, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    beta = torch.rand(shape, device=DEVICE)
+
+    def run(heads: slice) -> tuple[Tensor, Tensor]:
+        inputs = [x[:, :, heads] for x in (q, k, v, -g.abs() / 10, beta)]
+        state = torch.ones(B, inputs[0].shape[2], 128, 128, device=DEVICE)
+        assert kda.workspace_size(*inputs, state) < 2**30 + 2**25
+        return kda.prefill(*inputs, state, use_qk_l2norm_in_kernel=True, impl="cuda_chunk"), state
+
+    (o, state), parts = run(slice(None)), [run(slice(0, 12)), run(slice(12, 24))]
+    assert same_bits(torch.cat([x for x, _ in parts], 2), o) and same_bits(torch.cat([x for _, x in parts], 1), state)
+
+
 # ---- gradients ----
 
 

@@ -74,11 +74,22 @@ __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass,
           min(static_cast<unsigned>(s.length) - c * kRows, unsigned{kRows})};
 }
 
-// Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows.
+// Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows; 0: an element, for
+// rows that lie anywhere, which are there at once.
 template <int kK, int kBytes>
 __device__ void ask_rows(const View& t, const ChunkPlace& at, unsigned head, unsigned to, unsigned stride) {
-  const unsigned shift = t.dtype == KDA_F32, pieces = kK * 2 / kBytes << shift, step = kPrepareThreads / pieces;
-  const unsigned piece = threadIdx.x % pieces * kBytes;
+  if constexpr (kBytes == 0) {
+    for (unsigned i = threadIdx.x; i < kRows * kK; i += kPrepareThreads) {
+      const unsigned row = i / kK, c = i % kK * t.size();
+      const unsigned raw = row < at.rows ? load_raw<false>(t.at(at.b, at.t0 + row, head) + c, t.dtype) : 0;
+      if (t.dtype == KDA_F32) ptx::store_shared(to + row * stride + c, raw);
+      else ptx::store_shared16(to + row * stride + c, static_cast<unsigned short>(raw));
+    }
+    return;
+  }
+  constexpr int kPiece = kBytes ? kBytes : 1;
+  const unsigned shift = t.dtype == KDA_F32, pieces = kK * 2 / kPiece << shift, step = kPrepareThreads / pieces;
+  const unsigned piece = threadIdx.x % pieces * kPiece;
   unsigned row = threadIdx.x / pieces;
   const char* from = t.at(at.b, at.t0, head) + piece;
   const char* source = from + row * static_cast<uint64_t>(t.stride1);
@@ -88,7 +99,7 @@ __device__ void ask_rows(const View& t, const ChunkPlace& at, unsigned head, uns
   for (; row < kRows; row += step, source += next, to += step * stride) {
     const bool real = row < at.rows;
     if constexpr (kBytes == 16) ptx::copy16(to, real ? source : from, real ? 16 : 0);
-    else ptx::copy8(to, real ? source : from, real ? 8 : 0);
+    else if constexpr (kBytes == 8) ptx::copy8(to, real ? source : from, real ? 8 : 0);
   }
 }
 
@@ -383,7 +394,7 @@ class Preparation {
 template <int kK>
 __global__ void __launch_bounds__(kPrepareThreads, 6)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                   const __grid_constant__ Pass pass, const __grid_constant__ PrepareMemory m, bool wide,
+                   const __grid_constant__ Pass pass, const __grid_constant__ PrepareMemory m, int bytes_at_once,
                    char* images) {
   extern __shared__ float4 dynamic[];
   wait_for_stream();
@@ -394,8 +405,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 6)
 
   Preparation<kK> chunk(x, m, ptx::shared_address(dynamic), at, hv);
   const unsigned h = pass.by_group.quotient(hv);
-  if (wide) chunk.template ask<16>(h);
-  else chunk.template ask<8>(h);
+  if (bytes_at_once == 16) chunk.template ask<16>(h);
+  else if (bytes_at_once == 8) chunk.template ask<8>(h);
+  else chunk.template ask<0>(h);
   ptx::wait_for_copies<0>();
   __syncthreads();  // rows, bias and beta are in shared memory
   chunk.normalise(image);

@@ -34,13 +34,22 @@ __device__ inline float2 transposed(float x, float y) {
 }
 
 // Eight tokens of the warp's columns in memory, each lane's four columns of its token, and as tiles of accumulators.
-__device__ inline uint4 load_values(const char* from, bool wide) {
+// `aligned`: at multiples of 8 bytes.
+__device__ inline uint4 load_values(const char* from, bool f32, bool aligned) {
   uint4 x{};
-  const uint2 first = *reinterpret_cast<const uint2*>(from);
-  x.x = first.x, x.y = first.y;
-  if (wide) {
-    const uint2 second = *reinterpret_cast<const uint2*>(from + 8);
-    x.z = second.x, x.w = second.y;
+  if (aligned) {
+    const uint2 first = *reinterpret_cast<const uint2*>(from);
+    x.x = first.x, x.y = first.y;
+    if (f32) {
+      const uint2 second = *reinterpret_cast<const uint2*>(from + 8);
+      x.z = second.x, x.w = second.y;
+    }
+  } else if (f32) {
+    const auto* all = reinterpret_cast<const unsigned*>(from);
+    x = make_uint4(all[0], all[1], all[2], all[3]);
+  } else {
+    const auto* all = reinterpret_cast<const uint16_t*>(from);
+    x.x = all[0] | static_cast<unsigned>(all[1]) << 16, x.y = all[2] | static_cast<unsigned>(all[3]) << 16;
   }
   return x;
 }
@@ -62,11 +71,16 @@ __device__ inline void take_values(float (&tile)[4], const uint4& raw, int32_t d
   }
 }
 // `real`: the lane's token is one.
-__device__ inline void store_values(char* to, const float (&tile)[4], int32_t dtype, bool real) {
+__device__ inline void store_values(char* to, const float (&tile)[4], int32_t dtype, bool real, bool aligned) {
   if (dtype == KDA_F32) {
     const float2 first = transposed(tile[0], tile[1]), second = transposed(tile[2], tile[3]);
     if (!real) return;
-    reinterpret_cast<float2*>(to)[0] = first, reinterpret_cast<float2*>(to)[1] = second;
+    if (aligned) {
+      reinterpret_cast<float2*>(to)[0] = first, reinterpret_cast<float2*>(to)[1] = second;
+    } else {
+      auto* all = reinterpret_cast<float*>(to);
+      all[0] = first.x, all[1] = first.y, all[2] = second.x, all[3] = second.y;
+    }
     return;
   }
   const auto pack = [&]<class T>() {
@@ -74,7 +88,14 @@ __device__ inline void store_values(char* to, const float (&tile)[4], int32_t dt
     return make_uint2(ptx::transposed(first), ptx::transposed(second));
   };
   const uint2 x = dtype == KDA_BF16 ? pack.template operator()<__nv_bfloat16>() : pack.template operator()<__half>();
-  if (real) *reinterpret_cast<uint2*>(to) = x;
+  if (!real) return;
+  if (aligned) {
+    *reinterpret_cast<uint2*>(to) = x;
+  } else {
+    auto* all = reinterpret_cast<uint16_t*>(to);
+    all[0] = static_cast<uint16_t>(x.x), all[1] = static_cast<uint16_t>(x.x >> 16);
+    all[2] = static_cast<uint16_t>(x.y), all[3] = static_cast<uint16_t>(x.y >> 16);
+  }
 }
 
 // Where a state's columns are in memory, from the lane's first on.
@@ -317,7 +338,8 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
 // Where states are between passes, [N][HV][V][K] in f32, and what else a launch is told.
 struct ScanPlaces {
   View v_new, between;
-  bool wide;  // states of the caller have four channels an access
+  bool wide;     // states of the caller have four channels an access
+  bool aligned;  // rows of v, o and v_new lie at multiples of 8 bytes
 };
 
 template <int kK>
@@ -367,7 +389,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     for (int t = 0; t < 4; ++t) {
       const unsigned own = c * kRows + t * 8 + token;
       raw[t] = {};
-      if (own < length) raw[t] = load_values(x.v.at(b, t0 + own, hv) + own_v * x.v.size(), x.v.dtype == KDA_F32);
+      if (own < length)
+        raw[t] = load_values(x.v.at(b, t0 + own, hv) + own_v * x.v.size(), x.v.dtype == KDA_F32, places.aligned);
     }
   };
   ask(pass.first), ask(pass.first + 1);
@@ -417,11 +440,11 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       const float2 scale = ptx::load_shared_f32x2(image + In::scale + (t * 8 + lane % 4 * 2) * 4);
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[t][e] *= (e % 2 ? scale.y : scale.x) * up[e / 2];
-      store_values(x.o.at(b, t0 + own, hv) + own_v * x.o.size(), O[t], x.o.dtype, real);
+      store_values(x.o.at(b, t0 + own, hv) + own_v * x.o.size(), O[t], x.o.dtype, real, places.aligned);
       if (places.v_new.data) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) U[t][e] *= up[e / 2];
-        store_values(places.v_new.at(b, t0 + own, hv) + own_v * 4, U[t], KDA_F32, real);
+        store_values(places.v_new.at(b, t0 + own, hv) + own_v * 4, U[t], KDA_F32, real, places.aligned);
       }
     }
   }

@@ -60,9 +60,10 @@ void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass) {
   char* images = static_cast<char*>(a.exec.workspace);
   if (plan.rows > 0) {
     const PrepareMemory memory(kK, tokens);
-    const bool wide = rows_at(16, {&a.in.q, &a.in.k, &a.in.g});
+    const auto inputs = {&a.in.q, &a.in.k, &a.in.g};
+    const int at_once = rows_at(16, inputs) ? 16 : rows_at(8, inputs) ? 8 : 0;
     launch<prepare_kernel<kK>>(a.exec, dim3(static_cast<unsigned>(plan.rows * pass.heads)), kPrepareThreads,
-                               memory.bytes, p, tokens, pass, memory, wide, images);
+                               memory.bytes, p, tokens, pass, memory, at_once, images);
   }
 
   // All columns of a head share images where there are heads enough; else warps spread over the GPU.
@@ -77,7 +78,8 @@ void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass) {
                            .stride0 = p.HV * p.V * p.K * 4,
                            .stride1 = static_cast<uint32_t>(p.V * p.K * 4),
                            .stride2 = static_cast<uint32_t>(p.K * 4)},
-                          wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h})};
+                          wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h}),
+                          rows_at(8, {&a.in.v, &a.o, &a.v_new})};
   launch<scan_kernel<kK>>(a.exec, Blocks::grid(part, tiles, 1), static_cast<int>(columns / kWarpColumns * 32),
                           kStages * Image<kK>::bytes, p, tokens, States(a), places, pass, Blocks(part, tiles),
                           static_cast<const char*>(images));
@@ -94,8 +96,6 @@ const char* forward_chunk_why_not(const ForwardProblem& p) {
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
-  if (!rows_at(8, {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.o, &a.v_new}))
-    return "needs rows of q, k, v, g, o and v_new at multiples of 8 bytes";
   const Plan plan(p);
   if (plan.rows * plan.heads > INT32_MAX) return "takes at most 2^31 chunks";
   return grid_why_not(p, p.V / kWarpColumns, 1);
