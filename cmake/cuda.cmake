@@ -40,6 +40,7 @@ function(kda_add_cuda target)
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
+    src/cuda/sm80/forward_chunk.cu
     src/cuda/sm80/forward_recurrent.cu
     src/cuda/sm80/gate.cu
     src/cuda/sm80/roll.cu

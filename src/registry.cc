@@ -43,6 +43,8 @@ std::span<const Implementation<ForwardProblem>> implementations() {
 #if KDA_WITH_CUDA
     {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by warpgroups of one block, for Hopper",
      cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90},
+    {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,
+     cuda::forward_chunk_workspace, cuda::forward_chunk, cuda::forward_chunk_too_rough},
     {"cuda_recurrent", "token by token with the state in registers, for sm_80 and newer",
      cuda::forward_recurrent_why_not, no_workspace, cuda::forward_recurrent},
 #endif

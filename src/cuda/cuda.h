@@ -13,6 +13,10 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
+const char* forward_chunk_why_not(const ForwardProblem& p);
+const char* forward_chunk_too_rough(const ForwardProblem& p);
+uint64_t forward_chunk_workspace(const ForwardProblem& p);
+void forward_chunk(const ForwardProblem& p);
 const char* forward_recurrent_why_not(const ForwardProblem& p);
 void forward_recurrent(const ForwardProblem& p);
 const char* forward_chunk_sm90_why_not(const ForwardProblem& p);

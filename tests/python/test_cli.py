@@ -118,7 +118,10 @@ def test_info(cli: Callable[..., str]) -> None:
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
-        ("bench --impl nobody", "--impl: expected one of cuda_recurrent, cpu_chunk, cpu_recurrent, reference"),
+        (
+            "bench --impl nobody",
+            "--impl: expected one of cuda_chunk_sm90, cuda_chunk, cuda_recurrent, cpu_chunk, cpu_recurrent, reference",
+        ),
         ("bench gate --json /nowhere/x.json", "--json: expected a file in a folder that exists, got /nowhere/x.json"),
         ("bench gate --plot /nowhere/x.png", "--plot: expected a file in a folder that exists, got /nowhere/x.png"),
         ("bench gate --plot chart.doc", "--plot: expected a file that ends in .png, .svg or .pdf, got chart.doc"),

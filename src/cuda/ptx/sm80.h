@@ -46,6 +46,13 @@ __device__ inline void load_transposed(unsigned (&x)[4], unsigned from) {
                : "memory");
 }
 
+// Transposes an 8x8 matrix that a warp holds: lane 4 i + j has elements 2 j and 2 j + 1 of row i, and then of column i.
+__device__ inline unsigned transposed(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // ---- products: d += a b, in f32 ----
 
 // T: __half or __nv_bfloat16; a: 16 x 16, b: 16 x 8.
@@ -92,6 +99,13 @@ __device__ inline float inverse_root(float x) {
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// x y; subnormal results are 0.
+__device__ inline float multiply_flushed(float x, float y) {
+  float z;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
 
 // ---- shared memory by address ----

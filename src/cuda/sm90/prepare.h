@@ -273,7 +273,7 @@ class Preparation {
     }
     const unsigned row = at_.lane / 4;  // whose elements are in one of its four lanes
     if (at_.lane % 4 != row / 2) return;
-    float q = x.scale, k = 1;
+    float q = 1, k = 1;
     if (x.qk_l2norm) {
       q *= ptx::inverse_root((row % 2 ? by_q[1] : by_q[0]) + 1e-6f);
       k *= ptx::inverse_root((row % 2 ? by_k[3] : by_k[2]) + 1e-6f);

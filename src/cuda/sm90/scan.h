@@ -263,10 +263,11 @@ class Scan {
     ptx::commit_products();
     ptx::wait_for_products<0>();
     unsigned out[2][4];
+    const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * unit_[j % 2],
-                                       (O[2 * j + 1] + both[16 + 2 * j + 1]) * unit_[j % 2]);
+      out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
+                                       (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
     // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll

@@ -3,7 +3,7 @@
 // Decays are products of alpha along rows. With G the sum of log2 alpha from the chunk's start and last its last row:
 //   kG = k 2^G, qG = q 2^G, kg = k 2^(G_last - G), ell = 2^G_last      for the scan
 //   Akk[i,j] = beta_i sum_d k_i k_j 2^(G_i - G_j), j < i; Aqk[i,j] = sum_d q_i k_j 2^(G_i - G_j), j <= i
-// where q and k are normalised, and q has the scale.
+// where q and k are normalised. The scale is left to the scan.
 #pragma once
 #include "cuda/sm90/chunk.h"
 
@@ -71,7 +71,7 @@ struct Bench {
   __device__ float gate_rate() const { return ptx::load_shared_f32(gate() + kSize * 4); }
   __device__ void gate_bias(float (&x)[4]) const { load_four(gate() + lane * 16, x); }
 
-  enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: scale / norm, 1 / norm, beta, q.k with both factors
+  enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: 1 / norms, beta, q.k with both norms
   __device__ void store_factor(Factor kind, unsigned row, float x) const {
     ptx::store_shared_f32(factors + (kind * kRows + row) * 4, x);
   }
