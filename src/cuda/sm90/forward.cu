@@ -13,6 +13,8 @@ namespace {
 
 using namespace sm90;
 
+constexpr int kScanRegisters = 160;  // with fewer the compiler waits after every product of the scan
+
 template <class T, class Scores, bool kWideGate>
 __global__ void __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
@@ -34,13 +36,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_for_stream();
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group < kScanners) {
-    ptx::take_registers<160>();
+    ptx::take_registers<kScanRegisters>();
     const unsigned total = Scan<T>(call, memory, group).run();
     if (!help) return;
     if (threadIdx.x == 0) courier(help, ring, total);
     if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring, total);
   } else {
-    ptx::give_registers<96>();
+    ptx::give_registers<256 - kScanRegisters>();
     Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
   }
 }
