@@ -33,13 +33,12 @@ struct Memory {
   FrontMemory front;
   EntryMemory entries;
 
-  // entries: to apply at most.
-  Memory(int K, int drafts, int columns, int entries, const kda_conv_inputs& conv)
-      : drafts(drafts),
+  __host__ __device__ Memory(int K, int columns, const Sizes& sizes)
+      : drafts(static_cast<int>(sizes.T)),
         v(drafts * kVectors * K),       // before: [drafts] Prepared, or q and k as the convolution leaves them
         factors(v + drafts * columns),  // before: [drafts][columns] of v
-        front(conv, false, 0, kVectors * K, v, columns),
-        entries(K, columns, entries, factors + 2 * drafts) {}  // before: beta, k . q
+        front{sizes.front, sizes.by_four, 0, kVectors * K, v, columns},
+        entries(K, columns, sizes.entries, factors + 2 * drafts) {}  // before: beta, k . q
 };
 
 // One draft in kRows columns of a thread: read of each column, then out of each, spread over the eight lanes.
@@ -149,11 +148,11 @@ __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLan
 
 template <class State, int kK, int kRows>
 __global__ void __launch_bounds__(kThreads, 4)
-    flush_kernel(const __grid_constant__ FlushProblem p, const __grid_constant__ Parts x, const Blocks blocks,
-                 const EntryMemory m) {
+    flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> x) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows>;
+  const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
   const unsigned v0 = at.tile * kColumns;
@@ -161,14 +160,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     expect_states<FlushProblem, kThreads>(x, at, kColumns, m.entries, kK);
   wait_for_stream();
   if (at.layer >= layers) return;  // the grid's last rows
-  const Indices indices = indices_of(p, at.n);
-  const Request r = request_of(p, tokens_of(p, at.n), indices);
+  const Request r = request_of(x.requests, drafts_of(x, at.n), indices_of(x.requests, at.n));
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m, shared);
   const int row0 = first_row<kRows>();
-  const Rows<true> state(x.h0, KDA_STATE_V_FIRST, static_cast<unsigned>(r.s.slot), at.hv,
-                         v0 + static_cast<unsigned>(row0), at.layer);
+  const Rows<true> state(state_at(x, at), static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   float S[kRows][kK / kRowLanes];
   load_state<State, kK>(state, S);
   let_next_start();
@@ -182,14 +179,14 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 template <class State, int kK, int kRows, int kSteps, class P>
 __global__ void __launch_bounds__(kThreads, 4)
-    recurrent_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks,
-                     const Memory m) {
+    recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> x) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows> * kSteps;
   constexpr int kPerLane = kK / 32;
   constexpr int kValues = kMaxDrafts * kColumns / kThreads;  // of a thread
   const Tokens& tokens = x.tokens;
+  const Memory m(kK, kColumns, x.sizes);
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int row0 = first_row<kRows>();
@@ -197,25 +194,24 @@ __global__ void __launch_bounds__(kThreads, 4)
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
     for (; t < end; ++t) {
-      char* to =
-          tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + (v0 + threadIdx.x) * tokens.o.size();
-      store_element(to, tokens.o.dtype, 0);
+      char* to = tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
+      store_element(to + (v0 + threadIdx.x) * size_of(tokens.o_dtype), tokens.o_dtype, 0);
     }
   };
-  const int T = static_cast<int>(p.T), t = warp;  // this warp's draft
+  const int T = m.drafts, t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
   draft.locate(tokens, at.n, static_cast<unsigned>(t), at.hv, at.h);
   // A thread's values: of column thread % kColumns, and some drafts.
   constexpr int kAtOnce = kThreads / kColumns;
   const char* from_v = tokens.v.at(at.n, static_cast<unsigned>(thread / kColumns), at.hv) +
-                       (v0 + threadIdx.x % kColumns) * tokens.v.size();
-  if (at.n < p.N && at.in_first_wave(blocks)) {
+                       (v0 + threadIdx.x % kColumns) * size_of(tokens.qkv_dtype);
+  if (at.n < blocks.rows && at.in_first_wave(blocks)) {
     if (!m.front.given && t < T) draft.expect(tokens);
     expect_states<P, kThreads>(x, at, kColumns, m.entries.entries, kK);
   }
   wait_for_stream();
-  if (at.layer || at.n >= p.N) return;  // the grid's last rows
-  const Indices indices = indices_of(p, at.n);
+  if (at.n >= blocks.rows) return;  // the grid's last rows
+  const Indices indices = indices_of(x.requests, at.n);
   unsigned values[kValues];
   const auto fetch = [&]<bool kNarrow>() {
     if (t < T) draft.template fetch_gate<kNarrow>(tokens);
@@ -223,27 +219,24 @@ __global__ void __launch_bounds__(kThreads, 4)
     const char* from = from_v;
 #pragma unroll
     for (int i = 0; i < kValues; ++i, from += kAtOnce * static_cast<uint64_t>(tokens.v.stride1))
-      values[i] = !m.front.given && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.v.dtype) : 0;
+      values[i] = !m.front.given && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
-  const Request r = request_of(p, tokens_of(p, at.n), indices);
+  const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
   if (!r.s.live) return zero_outputs(at.n, 0, T);
-  const auto rows_of = [&](const View& t) {
-    return Rows<true>(t, KDA_STATE_V_FIRST, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
-  };
 
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m.entries, shared);
   if (m.front.given) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
-    convolution.fetch(p, at, r.s, T, v0);
-    convolution.values(p, at, r.s, T, v0, shared);
+    convolution.fetch(x.front, at, r.s, T, v0);
+    convolution.values(x.front, at, r.s, T, v0, shared);
   }
   // Four columns a thread leave no registers for what is on its way; two do, and few blocks had better not wait twice.
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
-  Rows<true> from = rows_of(x.h0);
+  Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   if (r.s.initial) load_state<State, kK>(from, S);
   let_next_start();
 
@@ -278,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       if (thread / kColumns + i * kAtOnce < T)
-        shared[m.v + i * kThreads + thread] = value_of(tokens.v.dtype, values[i]);
+        shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
   __syncthreads();  // drafts, values, w and u are in shared memory
 
@@ -292,19 +285,17 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (entries.count) {
       apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kRows> + row0, S);
       if constexpr (kFlushes<P>) {
-        Rows<true> to = rows_of(x.hT);
-        to.first += step * kTile<kRows> * static_cast<uint64_t>(to.row);
-        if (before.apply) store_state<State, kK>(to, S);
+        if (before.apply) store_state<State, kK>(from, S);  // where it came from
       }
     }
-    char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * tokens.o.size();
+    char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * size_of(tokens.o_dtype);
     char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&record.u_at(0, column)) : nullptr;
 #pragma unroll 1
     for (int t = 0; t < T; ++t, to_o += tokens.o.stride1) {
       const float sum = products<kK, kRows>(prepared[t], S);
       const float own_u = shared[m.factors + t] * (shared[m.v + t * kColumns + column] - sum);
       const float u_of_o = __shfl_up_sync(kAll, own_u, 4, kRowLanes);
-      if (own >= 4 && first) store_element(to_o, tokens.o.dtype, fmaf(shared[m.factors + m.drafts + t], u_of_o, sum));
+      if (own >= 4 && first) store_element(to_o, tokens.o_dtype, fmaf(shared[m.factors + m.drafts + t], u_of_o, sum));
       if (own < 4 && first && to_u)
         *reinterpret_cast<float*>(to_u + static_cast<unsigned>(r.verify.entry(r.verify.token(t))) *
                                              static_cast<uint64_t>(record.u_step)) = own_u;
@@ -346,15 +337,14 @@ template <class P>
 void launch_recurrent(const P& p) {
   if (p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Parts x(p);
+  const Parts<P> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
-    const Memory m(kK, static_cast<int>(p.T), kColumns, static_cast<int>(entries_of(p)), p.args.conv);
-    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                          m.entries.end * static_cast<int>(sizeof(float)), p, x,
-                                                          Blocks(p, tiles, at_once), m);
+    const int bytes = Memory(kK, kColumns, x.sizes).entries.end * static_cast<int>(sizeof(float));
+    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, bytes,
+                                                          Blocks(p, tiles, at_once), x);
   });
 }
 
@@ -377,14 +367,14 @@ const char* flush_registers_why_not(const FlushProblem& p) { return wide_why_not
 void flush_registers(const FlushProblem& p) {
   if (p.layers * p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Parts x(p);
+  const Parts<FlushProblem> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows>;
     const int64_t tiles = p.V / kColumns;
-    const EntryMemory m(kK, kColumns, static_cast<int>(entries_of(p)), 0);
-    launch<flush_kernel<State, kK, kRows>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads,
-                                           m.end * static_cast<int>(sizeof(float)), p, x, Blocks(p, tiles, at_once), m);
+    const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
+    launch<flush_kernel<State, kK, kRows>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
+                                           LayeredBlocks(p, tiles, at_once), x);
   });
   roll_convolution(p);
 }
