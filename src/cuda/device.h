@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "cuda/activations.h"
 #include "cuda/launch.h"
 #include "dtype.h"
@@ -330,7 +332,7 @@ __device__ inline void store_four(__nv_bfloat16* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
 }
 
-__device__ inline float4 rounded(float4 x) {  // to bf16
+__device__ inline float4 rounded_to_bf16(float4 x) {
   const auto one = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
   return make_float4(one(x.x), one(x.y), one(x.z), one(x.w));
 }
@@ -408,16 +410,16 @@ __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, in
   else all.template operator()<__nv_bfloat16>();
 }
 
-// Whether four-wide accesses fit all of these states (absent ones fit).
+// Does every row begin at a multiple of so many elements? (An absent tensor's do.)
+inline bool rows_aligned(const kda_tensor& t, int64_t elements) {
+  for (int i = 0; i + 1 < t.ndim; ++i)
+    if (t.stride[i] % elements) return false;
+  return !present(t) || reinterpret_cast<uintptr_t>(t.data) % (elements * dtype_size(t.dtype)) == 0;
+}
+// Whether four-wide accesses fit all of these states.
 inline bool wide_rows(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
   if (layout != KDA_STATE_V_FIRST || d.K % 4) return false;
-  for (const kda_tensor* t : states) {
-    if (!present(*t)) continue;
-    for (int i = 0; i + 1 < t->ndim; ++i)
-      if (t->stride[i] % 4) return false;
-    if (reinterpret_cast<uintptr_t>(t->data) % (4 * dtype_size(t->dtype))) return false;
-  }
-  return true;
+  return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });
 }
 
 }  // namespace kda::cuda

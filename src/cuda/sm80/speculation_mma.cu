@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
             if (kFlushes<P> && before.apply) {
 #pragma unroll
               for (int i = 0; i < kTiles; ++i) {
-                if constexpr (sizeof(State) == 2) S[i] = rounded(S[i]);
+                if constexpr (sizeof(State) == 2) S[i] = rounded_to_bf16(S[i]);
                 store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.state.stride2) + step * 16,
                            S[i]);
               }

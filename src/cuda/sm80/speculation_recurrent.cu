@@ -25,10 +25,10 @@ constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in register
 
 // A draft in shared memory: what later ones need to walk over it, then what the state is multiplied with.
 template <int kK>
-struct alignas(16) Prepared {
+struct alignas(16) PreparedDraft {
   float alpha[kK], k[kK], kG[kK], qG[kK];
 };
-constexpr int kVectors = 4;  // of kK floats, in Prepared
+constexpr int kVectors = 4;  // of kK floats, in PreparedDraft
 
 // Where things are in shared memory, in floats.
 struct Memory {
@@ -42,7 +42,7 @@ struct Memory {
   __host__ __device__ Memory(int K, int columns, const Sizes& sizes, bool ring)
       : drafts(static_cast<int>(sizes.T)),
         before(drafts + (ring ? sizes.entries : 0)),
-        v(drafts * kVectors * K),       // in front: [drafts] Prepared, or q and k as the convolution leaves them
+        v(drafts * kVectors * K),       // in front: [drafts] PreparedDraft, or q and k as the convolution leaves them
         factors(v + drafts * columns),  // in front: [drafts][columns] of v
         scores(factors + 2 * drafts),   // in front: beta, k . q
         front{sizes.front, sizes.by_four, 0, kVectors * K, v, columns},
@@ -56,7 +56,7 @@ struct Memory {
 
 // Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight lanes.
 template <int kK, int kRows>
-__device__ float products(const Prepared<kK>& x, const float (&S)[kRows][kK / kRowLanes]) {
+__device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK / kRowLanes]) {
   float even[2 * kRows] = {}, odd[2 * kRows] = {};  // two chains each
 #pragma unroll
   for (int e = 0; e < kK / kRowLanes; e += 4) {
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   let_next_start();
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
-  auto* prepared = reinterpret_cast<Prepared<kK>*>(shared);
+  auto* prepared = reinterpret_cast<PreparedDraft<kK>*>(shared);
   if (m.front.given) {
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
