@@ -7,7 +7,7 @@ namespace kda::cuda {
 // Where states come from, and where they go.
 enum Kept { kFinal, kCheckpoint, kBefore };  // after the last token, after chosen ones, before chosen chunks
 struct States {
-  View h0, kept[3];
+  TypedView h0, kept[3];
   explicit States(const kda_forward_args& a)
       : h0(view_of(a.states.h0)), kept{view_of(a.states.hT), view_of(a.checkpoints), view_of(a.h)} {}
 };

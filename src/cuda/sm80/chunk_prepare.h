@@ -33,10 +33,10 @@ struct PrepareMemory {
 
   PrepareMemory(int K, const Tokens& x)
       : q(0),
-        k(q + kRows * stride(K, x.q)),
-        g(k + kRows * stride(K, x.q)),
-        q_stride(stride(K, x.q)),
-        g_stride(stride(K, x.g)),
+        k(q + kRows * stride(K, x.qkv_dtype)),
+        g(k + kRows * stride(K, x.qkv_dtype)),
+        q_stride(stride(K, x.qkv_dtype)),
+        g_stride(stride(K, x.g_dtype)),
         A(g + kRows * g_stride),
         factors(A + kRows * kAStride),
         bias(factors + kFactors * K * 2),
@@ -44,7 +44,7 @@ struct PrepareMemory {
         bytes(beta + kRows * 4) {}
 
  private:
-  static int stride(int K, const View& t) { return static_cast<int>(t.size()) * (K + 16); }
+  static int stride(int K, int32_t dtype) { return static_cast<int>(size_of(dtype)) * (K + 16); }
 };
 
 // Tokens t0 .. t0 + rows - 1 of row b; no rows: nothing.
@@ -77,18 +77,19 @@ __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass,
 // Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows; 0: an element, for
 // rows that lie anywhere, which are there at once.
 template <int kK, int kBytes>
-__device__ void ask_rows(const View& t, const ChunkPlace& at, unsigned head, unsigned to, unsigned stride) {
+__device__ void ask_rows(const View& t, int32_t dtype, const ChunkPlace& at, unsigned head, unsigned to,
+                         unsigned stride) {
   if constexpr (kBytes == 0) {
     for (unsigned i = threadIdx.x; i < kRows * kK; i += kPrepareThreads) {
-      const unsigned row = i / kK, c = i % kK * t.size();
-      const unsigned raw = row < at.rows ? load_raw<false>(t.at(at.b, at.t0 + row, head) + c, t.dtype) : 0;
-      if (t.dtype == KDA_F32) ptx::store_shared(to + row * stride + c, raw);
+      const unsigned row = i / kK, c = i % kK * size_of(dtype);
+      const unsigned raw = row < at.rows ? load_raw<false>(t.at(at.b, at.t0 + row, head) + c, dtype) : 0;
+      if (dtype == KDA_F32) ptx::store_shared(to + row * stride + c, raw);
       else ptx::store_shared16(to + row * stride + c, static_cast<unsigned short>(raw));
     }
     return;
   }
   constexpr int kPiece = kBytes ? kBytes : 1;
-  const unsigned shift = t.dtype == KDA_F32, pieces = kK * 2 / kPiece << shift, step = kPrepareThreads / pieces;
+  const unsigned shift = dtype == KDA_F32, pieces = kK * 2 / kPiece << shift, step = kPrepareThreads / pieces;
   const unsigned piece = threadIdx.x % pieces * kPiece;
   unsigned row = threadIdx.x / pieces;
   const char* from = t.at(at.b, at.t0, head) + piece;
@@ -142,28 +143,28 @@ class Preparation {
  public:
   __device__ Preparation(const Tokens& x, const PrepareMemory& m, unsigned shared, const ChunkPlace& at, unsigned hv)
       : x_(x), m_(m), shared_(shared), at_(at), hv_(hv), w_(__shfl_sync(kAll, threadIdx.x / 32, 0)) {
-    const unsigned own = row() * static_cast<unsigned>(m.q_stride) + j() * 4 * x.q.size();
+    const unsigned own = row() * static_cast<unsigned>(m.q_stride) + j() * 4 * size_of(x.qkv_dtype);
     q_ = shared + m.q + own, k_ = shared + m.k + own;
-    g_ = shared + m.g + i() * m.g_stride + j() * 4 * x.g.size();
-    q_step_ = 16 * x.q.size(), g_step_ = 16 * x.g.size();
+    g_ = shared + m.g + i() * m.g_stride + j() * 4 * size_of(x.g_dtype);
+    q_step_ = 16 * size_of(x.qkv_dtype), g_step_ = 16 * size_of(x.g_dtype);
   }
 
   // Asks for everything there is.
   template <int kBytes>
   __device__ void ask(unsigned h) {
-    ask_rows<kK, kBytes>(x_.q, at_, h, shared_ + m_.q, m_.q_stride);
-    ask_rows<kK, kBytes>(x_.k, at_, h, shared_ + m_.k, m_.q_stride);
-    ask_rows<kK, kBytes>(x_.g, at_, hv_, shared_ + m_.g, m_.g_stride);
+    ask_rows<kK, kBytes>(x_.q, x_.qkv_dtype, at_, h, shared_ + m_.q, m_.q_stride);
+    ask_rows<kK, kBytes>(x_.k, x_.qkv_dtype, at_, h, shared_ + m_.k, m_.q_stride);
+    ask_rows<kK, kBytes>(x_.g, x_.g_dtype, at_, hv_, shared_ + m_.g, m_.g_stride);
     ptx::commit_copies();
     for (unsigned c = threadIdx.x; c < kK; c += kPrepareThreads) {
-      const float bias = x_.bias.data ? *reinterpret_cast<const float*>(x_.bias.at(hv_, 0, 0) + c * 4) : 0.0f;
+      const float bias = x_.bias ? *reinterpret_cast<const float*>(x_.bias + hv_ * x_.bias_stride + c * 4) : 0.0f;
       ptx::store_shared_f32(shared_ + m_.bias + c * 4, bias);
     }
-    rate_ = x_.A_log.data ? expf(*reinterpret_cast<const float*>(x_.A_log.at(hv_, 0, 0))) : 1.0f;
+    rate_ = x_.A_log ? expf(*reinterpret_cast<const float*>(x_.A_log + hv_ * 4)) : 1.0f;
     beta_ = 0;
     if (is_real()) {
-      const unsigned raw = load_raw<false>(x_.beta.at(at_.b, at_.t0 + row(), hv_), x_.beta.dtype);
-      beta_ = activated_beta(x_.beta_form, value_of(x_.beta.dtype, raw));
+      const unsigned raw = load_raw<false>(x_.beta.at(at_.b, at_.t0 + row(), hv_), x_.beta_dtype);
+      beta_ = activated_beta(x_.beta_form, value_of(x_.beta_dtype, raw));
     }
     if (j() == 0) ptx::store_shared_f32(shared_ + m_.beta + row() * 4, beta_);
   }
@@ -174,7 +175,7 @@ class Preparation {
 #pragma unroll 2
     for (int s = 0; s < kSteps; ++s) {
       float q[4], k[4];
-      load_four(q, q_ + s * q_step_, x_.q.dtype), load_four(k, k_ + s * q_step_, x_.k.dtype);
+      load_four(q, q_ + s * q_step_, x_.qkv_dtype), load_four(k, k_ + s * q_step_, x_.qkv_dtype);
 #pragma unroll
       for (int e = 0; e < 4; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk), qk = fmaf(q[e], k[e], qk);
     }
@@ -196,7 +197,7 @@ class Preparation {
     for (int s = 0; s < kSteps; ++s) {
       float q[4], k[4], P[4], gamma[4];
       log2_gates(gamma, s);
-      load_four(q, q_ + s * q_step_, x_.q.dtype), load_four(k, k_ + s * q_step_, x_.k.dtype);
+      load_four(q, q_ + s * q_step_, x_.qkv_dtype), load_four(k, k_ + s * q_step_, x_.qkv_dtype);
 #pragma unroll
       for (int e = 0; e < 4; ++e) q[e] *= q_factor_, k[e] *= k_factor_, P[e] = gamma[e];
       sum_up(P);
@@ -327,7 +328,7 @@ class Preparation {
 
   __device__ void log2_gates(float (&gamma)[4], int s) const {
     float g[4];
-    load_four(g, g_ + w() * g_block() + s * g_step_, x_.g.dtype);
+    load_four(g, g_ + w() * g_block() + s * g_step_, x_.g_dtype);
     const float4 bias = ptx::load_shared_f32x4(shared_ + m_.bias + (s * 16 + j() * 4) * 4);
     g[0] += bias.x, g[1] += bias.y, g[2] += bias.z, g[3] += bias.w;
     if (x_.gate_form == KDA_GATE_SOFTPLUS) {

@@ -10,9 +10,9 @@
 //
 // The warps of a block, 1 to 8, share images: three stages of shared memory, one barrier a chunk.
 #pragma once
+#include "cuda/forward.h"
 #include "cuda/ptx/sm80.h"
 #include "cuda/sm80/chunk.h"
-#include "cuda/forward.h"
 
 namespace kda::cuda {
 
@@ -105,8 +105,11 @@ struct ColumnPlace {
   int32_t dtype;
   bool wide;  // channels side by side, four an access
 
-  __device__ ColumnPlace(const View& t, bool v_first, bool wide, int64_t row, unsigned hv, unsigned v)
-      : column(v_first ? t.stride2 : t.size()), channel(v_first ? t.size() : t.stride2), dtype(t.dtype), wide(wide) {
+  __device__ ColumnPlace(const TypedView& t, bool v_first, bool wide, int64_t row, unsigned hv, unsigned v)
+      : column(v_first ? t.stride2 : size_of(t.dtype)),
+        channel(v_first ? size_of(t.dtype) : t.stride2),
+        dtype(t.dtype),
+        wide(wide) {
     first = t.at(static_cast<unsigned>(row), hv, 0) + (v + row_column()) * column + threadIdx.x % 4 * 4 * channel;
   }
 };
@@ -337,7 +340,7 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
 
 // Where states are between passes, [N][HV][V][K] in f32, and what else a launch is told.
 struct ScanPlaces {
-  View v_new, between;
+  TypedView v_new, between;
   bool wide;     // states of the caller have four channels an access
   bool aligned;  // rows of v, o and v_new lie at multiples of 8 bytes
 };
@@ -355,12 +358,13 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     const unsigned v = v0 + threadIdx.x % columns;
     for (t += threadIdx.x / columns; t < end; t += 2)  // two threads a column
-      store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), hv) + v * x.o.size(), x.o.dtype, 0);
+      store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), hv) + v * size_of(x.o_dtype), x.o_dtype,
+                    0);
   };
   wait_for_stream();
   if (at.layer) return;  // the grid's last rows
   if (at.n == p.N) {
-    if (pass.first == 0) zero_outputs(0, end_of_sequences(p, a.in), p.T);
+    if (pass.first == 0) zero_outputs(0, end_of_sequences(a.in.cu_seqlens, p.N, p.T), p.T);
     return;
   }
   const Sequence s = sequence_at(p, a.in, a.states, at.n);
@@ -390,7 +394,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       const unsigned own = c * kRows + t * 8 + token;
       raw[t] = {};
       if (own < length)
-        raw[t] = load_values(x.v.at(b, t0 + own, hv) + own_v * x.v.size(), x.v.dtype == KDA_F32, places.aligned);
+        raw[t] =
+            load_values(x.v.at(b, t0 + own, hv) + own_v * size_of(x.qkv_dtype), x.qkv_dtype == KDA_F32, places.aligned);
     }
   };
   ask(pass.first), ask(pass.first + 1);
@@ -398,7 +403,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   ColumnState<kK> state;
   const bool v_first = a.in.state_layout == KDA_STATE_V_FIRST;
-  const auto place = [&](const View& t, int64_t row) { return ColumnPlace(t, v_first, places.wide, row, hv, v); };
+  const auto place = [&](const TypedView& t, int64_t row) { return ColumnPlace(t, v_first, places.wide, row, hv, v); };
   const auto between = [&] { return ColumnPlace(places.between, true, true, s.n, hv, v); };
   if (pass.first) state.load(between());
   else if (s.initial) state.load(place(states.h0, s.slot));
@@ -406,7 +411,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const auto keep = [&](unsigned t) {
 #pragma unroll 1
     for (int i = 0; i < 3; ++i) {
-      const View& to = states.kept[i];
+      const TypedView& to = states.kept[i];
       const int64_t row = to.data ? row_of(static_cast<Kept>(i), p, s, t, first_h) : -1;
       if (row >= 0) state.store(place(to, row));
     }
@@ -417,7 +422,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     if (c * kRows % kChunk == 0) keep(c * kRows);
     float R[4][4], U[4][4] = {}, O[4][4] = {};
 #pragma unroll
-    for (int t = 0; t < 4; ++t) take_values(R[t], raw[t], x.v.dtype);
+    for (int t = 0; t < 4; ++t) take_values(R[t], raw[t], x.qkv_dtype);
     fetch(c + 1);
     state.choose_exponents(R);
     const float down[2] = {power_of_two(-state.x[0]), power_of_two(-state.x[1])};
@@ -440,7 +445,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       const float2 scale = ptx::load_shared_f32x2(image + In::scale + (t * 8 + lane % 4 * 2) * 4);
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[t][e] *= (e % 2 ? scale.y : scale.x) * up[e / 2];
-      store_values(x.o.at(b, t0 + own, hv) + own_v * x.o.size(), O[t], x.o.dtype, real, places.aligned);
+      store_values(x.o.at(b, t0 + own, hv) + own_v * size_of(x.o_dtype), O[t], x.o_dtype, real, places.aligned);
       if (places.v_new.data) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) U[t][e] *= up[e / 2];

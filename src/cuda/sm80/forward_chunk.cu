@@ -74,10 +74,10 @@ void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass) {
   part.HV = pass.heads, part.H = 1;
   const int64_t tiles = p.V / columns;
   const ScanPlaces places{view_of(a.v_new),
-                          {.data = images + plan.image_bytes,
-                           .stride0 = p.HV * p.V * p.K * 4,
-                           .stride1 = static_cast<uint32_t>(p.V * p.K * 4),
-                           .stride2 = static_cast<uint32_t>(p.K * 4)},
+                          TypedView{View{.data = images + plan.image_bytes,
+                                         .stride0 = p.HV * p.V * p.K * 4,
+                                         .stride1 = static_cast<uint32_t>(p.V * p.K * 4),
+                                         .stride2 = static_cast<uint32_t>(p.K * 4)}},
                           wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h}),
                           rows_at(8, {&a.in.v, &a.o, &a.v_new})};
   launch<scan_kernel<kK>>(a.exec, Blocks::grid(part, tiles, 1), static_cast<int>(columns / kWarpColumns * 32),

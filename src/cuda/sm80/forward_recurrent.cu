@@ -81,7 +81,7 @@ class Group {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const unsigned index = threadIdx.x + i * kThreads;
-      shared.v[index / kColumns][index % kColumns] = value_of(x.v.dtype, values_[i]);
+      shared.v[index / kColumns][index % kColumns] = value_of(x.qkv_dtype, values_[i]);
     }
   }
 
@@ -98,8 +98,8 @@ class Group {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const unsigned index = threadIdx.x + i * kThreads, v = part.v0 + index % kColumns;
-      const char* from = x.v.at(part.b, token(index / kColumns), part.at.hv) + v * x.v.size();
-      values_[i] = v < part.V ? load_raw<kNarrow>(from, x.v.dtype) : 0;
+      const char* from = x.v.at(part.b, token(index / kColumns), part.at.hv) + v * size_of(x.qkv_dtype);
+      values_[i] = v < part.V ? load_raw<kNarrow>(from, x.qkv_dtype) : 0;
     }
   }
 
@@ -113,7 +113,8 @@ constexpr int blocks_of(int elements, int rows) { return elements * rows > 32 ? 
 template <bool kWide, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
     forward_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                   const __grid_constant__ States states, const __grid_constant__ View v_new, const Blocks blocks) {
+                   const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
+                   const Blocks blocks) {
   __shared__ Smem<kElements, kRows> shared;
   constexpr unsigned kColumns = kTile<kRows>;
   const kda_forward_args& a = p.args;
@@ -123,17 +124,18 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     const unsigned v = v0 + threadIdx.x % kColumns;
     for (t += threadIdx.x / kColumns; t < end && v < V; t += kThreads / kColumns)
-      store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + v * x.o.size(), x.o.dtype, 0);
+      store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + v * size_of(x.o_dtype),
+                    x.o_dtype, 0);
   };
   wait_for_stream();
-  if (at.layer) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
+  if (at.n >= blocks.rows) return;  // the grid's last rows
+  if (at.n == p.N) return zero_outputs(0, end_of_sequences(a.in.cu_seqlens, p.N, p.T), p.T);
   const Sequence s = sequence_at(p, a.in, a.states, at.n);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
   const Part part{static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), static_cast<unsigned>(s.length), v0, V, at};
 
   float S[kRows][kElements] = {};
-  const auto rows_of = [&](const View& t, int64_t row) {
+  const auto rows_of = [&](const TypedView& t, int64_t row) {
     return Rows<kWide>(t, a.in.state_layout, static_cast<unsigned>(row), at.hv, own);
   };
   if (s.initial) load_rows(rows_of(states.h0, s.slot), states.h0.dtype, columns, x.K, S);
@@ -141,16 +143,16 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
   const auto keep = [&](unsigned t) {
 #pragma unroll 1
     for (int i = 0; i < 3; ++i) {
-      const View& to = states.kept[i];
+      const TypedView& to = states.kept[i];
       const int64_t row = to.data ? row_of(static_cast<Kept>(i), p, s, t, first_h) : -1;
       if (row >= 0) store_rows(rows_of(to, row), to.dtype, columns, x.K, S);
     }
   };
-  const auto store = [&](const View& y, unsigned t, const float(&from)[kRows]) {
-    char* to = y.at(part.b, part.t0 + t, at.hv) + own * y.size();
+  const auto store = [&](const View& y, int32_t dtype, unsigned t, const float(&from)[kRows]) {
+    char* to = y.at(part.b, part.t0 + t, at.hv) + own * size_of(dtype);
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      if (row < columns && threadIdx.x % kRowLanes == 0) store_element(to + row * y.size(), y.dtype, from[row]);
+      if (row < columns && threadIdx.x % kRowLanes == 0) store_element(to + row * size_of(dtype), dtype, from[row]);
   };
 
   Group<kElements, kRows> group;
@@ -170,8 +172,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
 #pragma unroll
       for (int row = 0; row < kRows; ++row) v[row] = shared.v[j][first_row<kRows>() + row];
       apply_token(shared.keys[j], shared.beta[j], shared.qk[j], v, S, u, o);
-      store(x.o, t + j, o);
-      if (v_new.data) store(v_new, t + j, u);
+      store(x.o, x.o_dtype, t + j, o);
+      if (v_new.data) store(v_new, v_new.dtype, t + j, u);
     }
   }
 }

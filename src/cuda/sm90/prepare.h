@@ -191,7 +191,7 @@ class Preparation {
     if (!kWideGate) all(x.g, p.hv, Stage::kg);
     ptx::commit_copies();
     beta_ = 0;
-    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(p.b, first + at_.lane, p.hv), x.beta.dtype);
+    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(p.b, first + at_.lane, p.hv), x.beta_dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
   __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
@@ -257,7 +257,7 @@ class Preparation {
   __device__ void share_factors(unsigned stage, unsigned rows) {
     const Tokens& x = call_.x;
     if (at_.warp == 0) {
-      const float beta = activated_beta(x.beta_form, value_of(x.beta.dtype, beta_));
+      const float beta = activated_beta(x.beta_form, value_of(x.beta_dtype, beta_));
       at_.store_factor(Bench::kBeta, at_.lane, at_.lane < rows ? beta : 0);
     }
     // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.

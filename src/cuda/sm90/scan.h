@@ -51,7 +51,7 @@ class Scan {
       char* to;  // where the thread's first outputs of the chunk go
       {
         Sequence s{};
-        if (item.is_tail(p)) s.t0 = end_of_sequences(p, p.args.in), s.length = p.T - s.t0;
+        if (item.is_tail(p)) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
         else s = sequence_at(p, p.args.in, p.args.states, item.n);
         if (!s.live) {
           zero_outputs(item.hv, s);
@@ -92,9 +92,9 @@ class Scan {
   struct Address {  // of a state's element, by column and channel
     char* first;
     uint32_t column, channel;
-    __device__ Address(const View& t, int32_t layout, unsigned row, unsigned hv) : first(t.at(row, hv, 0)) {
+    __device__ Address(const TypedView& t, int32_t layout, unsigned row, unsigned hv) : first(t.at(row, hv, 0)) {
       const bool v_first = layout == KDA_STATE_V_FIRST;
-      column = v_first ? t.stride2 : t.size(), channel = v_first ? t.size() : t.stride2;
+      column = v_first ? t.stride2 : size_of(t.dtype), channel = v_first ? size_of(t.dtype) : t.stride2;
     }
     __device__ char* at(unsigned v, unsigned k) const {
       return first + static_cast<uint64_t>(v) * column + static_cast<uint64_t>(k) * channel;
@@ -103,7 +103,7 @@ class Scan {
 
   // f(register, address) for all of the thread's elements of a state.
   template <class Element, class F>
-  __device__ void elements(const View& t, unsigned row, unsigned hv, const F& f) {
+  __device__ void elements(const TypedView& t, unsigned row, unsigned hv, const F& f) {
     const Address at(t, call_.p.args.in.state_layout, row, hv);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
@@ -115,7 +115,7 @@ class Scan {
 #pragma unroll
     for (int i = 0; i < 64; ++i) S_[i] = 0;
     if (!s.initial) return;
-    const View& h0 = call_.states.h0;
+    const TypedView& h0 = call_.states.h0;
     const auto row = static_cast<unsigned>(s.slot);
     if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
     else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { S_[i] = __bfloat162float(*x); });
@@ -128,7 +128,7 @@ class Scan {
     const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, item.n) : 0;
 #pragma unroll 1
     for (int kind = 0; kind < 3; ++kind) {
-      const View& to = call_.states.kept[kind];
+      const TypedView& to = call_.states.kept[kind];
       const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, first_h) : -1;
       if (row < 0) continue;
       const auto slot = static_cast<unsigned>(row);
@@ -287,7 +287,7 @@ class Scan {
     const View& o = call_.x.o;
     const unsigned v = threadIdx.x % kGroup;
     for (int64_t t = s.t0 + column_ / 64; t < s.t0 + s.length; t += kScanners)
-      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * o.size(), o.dtype, 0);
+      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
   }
 
   // The last chunk's outputs, `count` rows of them.

@@ -62,10 +62,10 @@ struct Bench {
   // What the gates of a head share: exp(A_log) and bias, in shared memory because registers are scarce.
   __device__ void store_gate(const Tokens& x, unsigned hv) const {
     const unsigned i = threadIdx.x % kGroup;
-    const float bias = x.bias.data ? reinterpret_cast<const float*>(x.bias.at(hv, 0, 0))[i] : 0;
+    const float bias = x.bias ? reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[i] : 0;
     ptx::store_shared_f32(gate() + i * 4, bias);
     if (i) return;
-    const float rate = x.A_log.data ? __expf(*reinterpret_cast<const float*>(x.A_log.at(hv, 0, 0))) : 1;
+    const float rate = x.A_log ? __expf(*reinterpret_cast<const float*>(x.A_log + hv * 4)) : 1;
     ptx::store_shared_f32(gate() + kSize * 4, rate);
   }
   __device__ float gate_rate() const { return ptx::load_shared_f32(gate() + kSize * 4); }
