@@ -76,10 +76,16 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
     run(r, {.impl = "reference"});
     for (size_t i = 0; i < out.size(); ++i) {
       const auto& [name, x] = out[i];
-      const bool rounded =
-          x.dtype() != KDA_F32 || (store != Store::kWide && name == "hT") || (store == Store::kNarrow && name != "G");
-      const double budget = !rounded ? 5e-5 : conditioned_badly() && store == Store::kNarrow ? 0.02 : 0.005;
-      EXPECT_TRUE(close(reference[i].second, x, budget)) << name;
+      const auto bf16 = [&](const char* tensor) { return t[tensor].dtype() == KDA_BF16; };
+      const bool scan = name == "h" || name == "v_new" || name == "hT";  // multiplies in bf16 if w is in that
+      const bool in_bf16 = name == "G" ? false : scan ? bf16("w") : name == "o" ? bf16("o") : bf16("k") && bf16("v");
+      const bool rounded = in_bf16 || x.dtype() != KDA_F32;
+      const double budget = !rounded ? 5e-5 : conditioned_badly() && in_bf16 ? 0.04 : 0.005;
+      // With operands in bf16 an element may be off by a few roundings of its own size, and there are long tails.
+      const Error e = compare(reference[i].second.values(), x.values(), rounded ? 0x1p-6 : 0);
+      EXPECT_TRUE(e.finite_alike) << name;
+      EXPECT_LE(e.relative_rmse, budget) << name;
+      EXPECT_LE(e.max, (rounded ? 16 : 8) * budget * (e.rms_ref + 1e-8)) << name << " at element " << e.worst;
       EXPECT_TRUE(x.margins_intact()) << name;
       EXPECT_EQ(x.unwritten(), reference[i].second.unwritten()) << name;
     }
@@ -111,10 +117,15 @@ TEST_P(StagesOnCuda, TogetherAreForward) {
     for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
     if (HasFatalFailure()) return;
     // q and k were rounded after the norm; of wild gates' sums fewer digits are left.
+    const bool in_bf16 = t["v"].dtype() == KDA_BF16;
     const double wide = c.gates == Gates::kWild ? 5e-4 : 2e-5, narrow = conditioned_badly() ? 0.08 : 0.008;
-    const double budget = store == Store::kWide ? wide : narrow;
-    EXPECT_TRUE(close(exact.o, t["o"], t["o"].dtype() == KDA_F32 ? budget : narrow)) << "o";
-    EXPECT_TRUE(close(exact.hT, t["hT"], budget)) << "hT";
+    for (const auto& [name, expected] : {std::pair{"o", &exact.o}, {"hT", &exact.hT}}) {
+      const Error e = compare(expected->values(), t[name].values(), in_bf16 ? 0x1p-5 : 0);
+      const double budget = in_bf16 ? narrow : wide;
+      EXPECT_TRUE(e.finite_alike) << name;
+      EXPECT_LE(e.relative_rmse, budget) << name;
+      EXPECT_LE(e.max, (in_bf16 ? 16 : 8) * budget * (e.rms_ref + 1e-8)) << name << " at element " << e.worst;
+    }
   }
 }
 

@@ -28,7 +28,7 @@ template <class E>
 struct Smem {
   // Of each warp's rows: the step into the first, and those into the others together.
   float first[kWarps][slice_of<E>], rest[kWarps][slice_of<E>];
-  float beta[kRows];
+  float beta[kRows], diagonal[kRows];  // diagonal: of q k^T
   union {
     alignas(16) unsigned char q[kTileBytes];  // scaled
     float Aqk[kRows * kScoreStride];          // then
@@ -42,7 +42,10 @@ struct Smem {
     alignas(16) float Akk[kRows * kScoreStride];  // above the diagonal: parts of the inverse
     unsigned char out[kTileBytes];                // then
   };
-  alignas(16) unsigned char v[kTileBytes];
+  union {
+    alignas(16) unsigned char from_q[kTileBytes];  // as it came
+    unsigned char v[kTileBytes];                   // then
+  };
 
   // All steps of warps first_warp .. end - 1.
   __device__ float steps(int first_warp, int end, int c) const {
@@ -52,36 +55,36 @@ struct Smem {
   }
 };
 
-// Eight rows of a warp, kPerLane channels of a lane.
+// Eight rows of a warp, kPerLane channels of a lane. Those of q stay in shared memory.
 template <class E>
 struct Group {
-  uint2 q[kGroup], k[kGroup];
+  uint2 k[kGroup];
   float step[kGroup][kPerLane<E>];
   int warp, c;  // c: of the slice
 
   __device__ Group() : warp(static_cast<int>(threadIdx.x) / 32), c(static_cast<int>(threadIdx.x % 32) * kPerLane<E>) {}
 
   // Slice s. Behind the last row: zeros.
-  __device__ void load(const IntraCall& p, const ChunkAt& at, int64_t hv, int s) {
+  __device__ void load(const IntraCall& p, const ChunkAt& at, int hv, int s) {
     const int channel = s * slice_of<E> + c, i0 = warp * kGroup;
     const int64_t t = at.t0 + i0, h = hv / p.group;
-    const char *from_q = p.q.at(at.b, t, h), *from_k = p.k.at(at.b, t, h), *from_G = p.G.at(at.b, t, hv);
+    const char *from_k = p.k.at(at.b, t, h), *from_G = p.G.at(at.b, t, hv);
     float before[kPerLane<E>] = {};
-    if (!p.steps && warp && i0 <= at.rows) load_values(p.G, from_G - p.G.token, channel, p.K, before);
+    const bool steps = sizeof(E) == 4 && p.steps;  // of prefill_f32
+    if (!steps && warp && i0 <= at.rows) load_values(p.G, from_G - p.G.token, channel, p.K, before);
 #pragma unroll
     for (int r = 0; r < kGroup; ++r) {
       const bool real = i0 + r < at.rows;
-      q[r] = real && p.q.data ? load_packed<E>(p.q, from_q, channel, p.K) : uint2{};
       k[r] = real ? load_packed<E>(p.k, from_k, channel, p.K) : uint2{};
       load_values(p.G, from_G, channel, real ? p.K : 0, step[r]);
-      from_q += p.q.token, from_k += p.k.token, from_G += p.G.token;
+      from_k += p.k.token, from_G += p.G.token;
     }
 #pragma unroll
     for (int r = 0; r < kGroup; ++r)
 #pragma unroll
       for (int j = 0; j < kPerLane<E>; ++j) {
         const float x = step[r][j], gamma = x * 1.44269504f;
-        step[r][j] = p.steps ? gamma < -160 ? -160 : gamma : i0 + r < at.rows ? x - before[j] : 0;
+        step[r][j] = steps ? gamma < -160 ? -160 : gamma : i0 + r < at.rows ? x - before[j] : 0;
         before[j] = x;
       }
   }
@@ -103,12 +106,14 @@ struct Group {
     for (int j = 0; j < kPerLane<E>; ++j) y[j] *= ptx::exp2(exponent[j]);
     return packed<E>(y);
   }
-  __device__ void put(unsigned char* tile, int r, uint2 x) const {
-    *reinterpret_cast<uint2*>(tile + (warp * kGroup + r) * kTileStride + c * static_cast<int>(sizeof(E))) = x;
+  __device__ int place(int r) const { return (warp * kGroup + r) * kTileStride + c * static_cast<int>(sizeof(E)); }
+  __device__ uint2 q(const Smem<E>& shared, int r) const {
+    return *reinterpret_cast<const uint2*>(shared.from_q + place(r));
   }
+  __device__ void put(unsigned char* tile, int r, uint2 x) const { *reinterpret_cast<uint2*>(tile + place(r)) = x; }
   // A row of second halves, and one of first halves.
   __device__ void put_row(Smem<E>& shared, int r, const float (&exponent)[kPerLane<E>]) const {
-    put(shared.q, r, scaled(q[r], exponent)), put(shared.k, r, scaled(k[r], exponent));
+    put(shared.q, r, scaled(q(shared, r), exponent)), put(shared.k, r, scaled(k[r], exponent));
   }
   __device__ void put_column(Smem<E>& shared, int r, const float (&exponent)[kPerLane<E>]) const {
     put(shared.k, r, scaled(k[r], exponent));
@@ -158,12 +163,12 @@ struct Group {
   }
 
   // q.k of the warp's rows: in lane 4 r that of row r.
-  __device__ float diagonal() const {
+  __device__ float diagonal(const Smem<E>& shared) const {
     float dots[kGroup];
 #pragma unroll
     for (int r = 0; r < kGroup; ++r) {
       float x[kPerLane<E>], y[kPerLane<E>];
-      unpack<E>(q[r], x), unpack<E>(k[r], y);
+      unpack<E>(q(shared, r), x), unpack<E>(k[r], y);
       dots[r] = 0;
 #pragma unroll
       for (int j = 0; j < kPerLane<E>; ++j) dots[r] = fmaf(x[j], y[j], dots[r]);
@@ -171,11 +176,28 @@ struct Group {
     return spread_sums(dots);
   }
 
-  // Slice s of qG, kg and the sums of steps; kG to its tile.
-  __device__ void put_decayed(const IntraCall& p, const ChunkAt& at, int64_t hv, int s, Smem<E>& shared) const {
+  // Slice s of G.
+  __device__ void store_sums(const IntraCall& p, const ChunkAt& at, int hv, int s, const Smem<E>& shared) const {
+    const int channel = s * slice_of<E> + c;
+    float sum[kPerLane<E>];
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = shared.steps(0, warp, c + j) + step[0][j];
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r) {
+      if (r) add(sum, r);
+      const int i = warp * kGroup + r;
+      auto* to = reinterpret_cast<float*>(p.sums.at(at.b, at.t0 + i, hv));
+#pragma unroll
+      for (int j = 0; j < kPerLane<E>; ++j)
+        if (i < at.rows && channel + j < p.K) to[channel + j] = sum[j];
+    }
+  }
+
+  // Slice s of qG and kg; kG to its tile.
+  __device__ void put_decayed(const IntraCall& p, const ChunkAt& at, int hv, int s, Smem<E>& shared) const {
     const int channel = s * slice_of<E> + c, size = p.chunk / kGroup, begin = warp / size * size, i0 = warp * kGroup;
-    const auto place = [&](const Rows& x) { return x.data ? x.at(at.b, at.t0 + i0, hv) : nullptr; };
-    char *to_qG = place(p.qG), *to_kg = place(p.kg), *to_sums = place(p.sums);
+    const auto begin_of = [&](const Rows& x) { return x.data ? x.at(at.b, at.t0 + i0, hv) : nullptr; };
+    char *to_qG = begin_of(p.qG), *to_kg = begin_of(p.kg);
     float sum[kPerLane<E>];
 #pragma unroll
     for (int j = 0; j < kPerLane<E>; ++j) sum[j] = shared.steps(begin, warp, c + j) + step[0][j];
@@ -184,10 +206,7 @@ struct Group {
       if (r) add(sum, r);
       put(shared.kG, r, scaled(k[r], sum));
       if (i0 + r >= at.rows) continue;
-      if (to_qG) store_scaled(p.qG, to_qG + r * p.qG.token, channel, p.K, q[r], sum);
-#pragma unroll
-      for (int j = 0; j < kPerLane<E>; ++j)
-        if (to_sums && channel + j < p.K) reinterpret_cast<float*>(to_sums + r * p.sums.token)[channel + j] = sum[j];
+      if (to_qG) store_scaled(p.qG, to_qG + r * p.qG.token, channel, p.K, q(shared, r), sum);
     }
     if (!to_kg) return;
 #pragma unroll
@@ -212,18 +231,19 @@ struct Group {
 
 // ---- scores ----
 
-// What a warp has of them: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, the block (2 + i / 2,
-// i % 2) of the largest level, and, if i is even, block (i + 1, i) of the second.
+// What a warp has of them: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight columns of the
+// block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
 struct Scores {
-  Sum diagonal, second, largest;
+  Sum diagonal, largest;
+  float second[4] = {};
   bool of_k = threadIdx.x / 32 % 2;
   int pair = static_cast<int>(threadIdx.x) / 64;
 
   template <class E>
-  __device__ void add_level(Smem<E>& shared, int half, int channels) {
+  __device__ void add_level(const Smem<E>& shared, int half, int channels) {
     using M = Math<E>;
-    if (half == 16 && pair % 2) return;
-    const int row = half == 32 ? 2 + pair / 2 : half == 16 ? pair + 1 : pair, column = half == 32 ? pair % 2 : pair;
+    const int row = half == 32 ? 2 + pair / 2 : half == 16 ? pair | 1 : pair;
+    const int column = half == 32 ? pair % 2 : half == 16 ? pair & -2 : pair;
     const unsigned char* tile = of_k ? shared.k : shared.q;
     Sum all;
 #pragma unroll 2
@@ -236,7 +256,7 @@ struct Scores {
       for (int i = 0; i < 4; ++i) {  // below 16: rows of second halves, columns of the first halves of the same
         const int row = g + i / 2 * 8, column = n * 8 + 2 * t + i % 2;
         if (half == 32) largest.x[n][i] += all.x[n][i];
-        else if (half == 16) second.x[n][i] += all.x[n][i];
+        else if (half == 16) second[i] += n == pair % 2 ? all.x[n][i] : 0.0f;
         else if ((row & -2 * half) == (column & -2 * half) && row & half && !(column & half))
           diagonal.x[n][i] += all.x[n][i];
       }
@@ -246,34 +266,45 @@ struct Scores {
   template <class E>
   __device__ void store(Smem<E>& shared, float scale) const {
     float* to = of_k ? shared.Akk : shared.Aqk;
-    const auto put = [&](const Sum& sum, int row0, int column0, bool strict) {
-      for_each_pair(sum, [&](int row, int column, float x, float y) {
-        const int i = row0 * 16 + row, j = column0 * 16 + column;
-        const float factor = of_k ? shared.beta[i] : scale;
-        if (!strict || row > column) to[i * kScoreStride + j] = x * factor;
-        if (!strict || row > column + 1) to[i * kScoreStride + j + 1] = y * factor;
-      });
-    };
-    put(diagonal, pair, pair, true);
-    put(largest, 2 + pair / 2, pair % 2, false);
-    if (pair % 2 == 0) put(second, pair + 1, pair, false);
+    const auto put = [&](int i, int j, float x) { to[i * kScoreStride + j] = x * (of_k ? shared.beta[i] : scale); };
+    for_each_pair(diagonal, [&](int i, int j, float x, float y) {
+      if (i > j) put(pair * 16 + i, pair * 16 + j, x);
+      if (i > j + 1) put(pair * 16 + i, pair * 16 + j + 1, y);
+    });
+    for_each_pair(largest, [&](int i, int j, float x, float y) {
+      put(32 + pair / 2 * 16 + i, pair % 2 * 16 + j, x), put(32 + pair / 2 * 16 + i, pair % 2 * 16 + j + 1, y);
+    });
+    const int i = (pair | 1) * 16 + static_cast<int>(threadIdx.x % 32) / 4;
+    const int j = (pair & -2) * 16 + pair % 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2;
+    put(i, j, second[0]), put(i, j + 1, second[1]), put(i + 8, j, second[2]), put(i + 8, j + 1, second[3]);
   }
 };
 
+// Asks for q of slice s, loads the rest of it; the next barrier, after wait_for_copies(), ends it.
 template <class E>
-__device__ void put_scores(const IntraCall& p, const ChunkAt& at, int64_t hv, Group<E>& group, Smem<E>& shared) {
+__device__ void load_slice(const IntraCall& p, const ChunkAt& at, int hv, int s, Group<E>& group, Smem<E>& shared) {
+  if (p.q.data)
+    stage<E, kRows, slice_of<E>>(tokens_of(p.q, at, hv / p.group, s * slice_of<E>, p.K), shared.from_q, kStride<E>);
+  ptx::commit_copies();
+  group.load(p, at, hv, s);
+  group.share(shared);
+  ptx::wait_for_copies<0>();
+}
+
+template <class E>
+__device__ void put_scores(const IntraCall& p, const ChunkAt& at, int hv, Group<E>& group, Smem<E>& shared) {
   Scores scores;
-  float diagonal = 0;
-  const int count = slices(p.K, slice_of<E>);
+  const int row = group.warp * kGroup + static_cast<int>(threadIdx.x % 32) / 4;  // whose q.k this lane has
 #pragma unroll 1
-  for (int s = 0; s < count; ++s) {
-    if (s) group.load(p, at, hv, s);
-    group.share(shared);
-    diagonal += group.diagonal();
+  for (int s = 0; s < slices(p.K, slice_of<E>); ++s) {
+    if (s) {
+      __syncthreads();  // q and the sums of steps are read
+      load_slice(p, at, hv, s, group, shared);
+    }
     const int channels = (min(p.K - s * slice_of<E>, slice_of<E>) + 15) / 16 * 16;
 #pragma unroll 1
     for (int half = 1; half < p.chunk; half *= 2) {
-      __syncthreads();  // the sums of steps are there, and the last level's tiles are read
+      __syncthreads();  // q and the sums of steps are there, and the last level's tiles are read
       if (half == 1) group.template put_level<1>(shared);
       else if (half == 2) group.template put_level<2>(shared);
       else if (half == 4) group.template put_level<4>(shared);
@@ -281,12 +312,12 @@ __device__ void put_scores(const IntraCall& p, const ChunkAt& at, int64_t hv, Gr
       __syncthreads();  // the level's tiles are there
       scores.add_level(shared, half, channels);
     }
-    if (s + 1 < count) __syncthreads();  // the sums of steps are read
+    const float diagonal = group.diagonal(shared);
+    if (threadIdx.x % 4 == 0) shared.diagonal[row] = s ? shared.diagonal[row] + diagonal : diagonal;
   }
   __syncthreads();  // the last tiles are read
   scores.store(shared, p.scale);
-  const int row = group.warp * kGroup + static_cast<int>(threadIdx.x % 32) / 4;
-  if (threadIdx.x % 4 == 0) shared.Aqk[row * (kScoreStride + 1)] = p.scale * diagonal;
+  if (threadIdx.x % 4 == 0) shared.Aqk[row * (kScoreStride + 1)] = p.scale * shared.diagonal[row];
   __syncthreads();  // Aqk and Akk are there
 }
 
@@ -341,7 +372,7 @@ __device__ inline void invert(float* Akk, float* T, int chunk) {
 
 // ---- matrices of the chunk between memory and 64 x 64 numbers ----
 
-__device__ inline void store_matrix(const Rows& x, const ChunkAt& at, int64_t hv, const float* from) {
+__device__ inline void store_matrix(const Rows& x, const ChunkAt& at, int hv, const float* from) {
   if (!x.data) return;
   for (int e = static_cast<int>(threadIdx.x) * 4; e < kRows * kRows; e += kThreads * 4) {
     const int i = e / kRows, j = e % kRows;
@@ -357,7 +388,7 @@ __device__ inline void store_matrix(const Rows& x, const ChunkAt& at, int64_t hv
     }
   }
 }
-__device__ inline void load_matrix(const Rows& x, const ChunkAt& at, int64_t hv, float* to) {
+__device__ inline void load_matrix(const Rows& x, const ChunkAt& at, int hv, float* to) {
   for (int e = static_cast<int>(threadIdx.x) * 4; e < kRows * kRows; e += kThreads * 4) {
     const int i = e / kRows, j = e % kRows;
     float y[4] = {};
@@ -399,12 +430,13 @@ __device__ void multiply(const IntraCall& p, const unsigned char* x, Smem<E>& sh
 }
 
 template <class E>
-__device__ void store_out(const IntraCall& p, const Rows& x, int64_t skip, const ChunkAt& at, int64_t hv, int s, int n,
+__device__ void store_out(const IntraCall& p, const Rows& x, int64_t skip, const ChunkAt& at, int hv, int s, int n,
                           const Smem<E>& shared) {
-  const int c0 = s * slice_of<E>, lines = p.padded ? (at.rows + p.chunk - 1) / p.chunk * p.chunk : at.rows;
+  const bool padded = sizeof(E) == 4 && p.padded;  // of prefill_f32
+  const int c0 = s * slice_of<E>, lines = padded ? (at.rows + p.chunk - 1) / p.chunk * p.chunk : at.rows;
   char* to = x.data + at.b * x.batch + hv * x.head + c0 * x.size();
-  to += p.padded ? at.t0 / p.chunk * skip : at.t0 * x.token;
-  const int64_t gap = p.padded ? skip - p.chunk * x.token : 0;  // between two chunks of 32
+  to += padded ? at.t0 / p.chunk * skip : at.t0 * x.token;
+  const int64_t gap = padded ? skip - p.chunk * x.token : 0;  // between two chunks of 32
   unstage<E, kRows, slice_of<E>>(shared.out, kStride<E>, x, lines, n - c0,
                                  [&](int i) { return to + i * x.token + (i < p.chunk ? 0 : gap); });
 }
@@ -414,7 +446,7 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
   extern __shared__ float4 dynamic[];
   auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
   wait_for_stream();
-  const int64_t hv = blockIdx.x % static_cast<unsigned>(p.HV);
+  const auto hv = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.HV));
   ChunkAt at;
   if (!p.chunks.find(blockIdx.x / static_cast<unsigned>(p.HV), at)) return;
   if (!at.owned) {
@@ -422,18 +454,13 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
     zero_rows(p.w, at, hv, p.K), zero_rows(p.u, at, hv, p.V);
     return zero_rows(p.qG, at, hv, p.K), zero_rows(p.kg, at, hv, p.K);
   }
-  const auto stage_v = [&](int s) {
-    stage<E, kRows, slice_of<E>>(tokens_of(p.v, at, hv, s * slice_of<E>, p.V), shared.v, kStride<E>);
-  };
-  if (p.u.data) stage_v(0);
-  ptx::commit_copies();
   if (threadIdx.x < kRows) {
     const int i = static_cast<int>(threadIdx.x);
     shared.beta[i] = i < at.rows ? load_element(p.beta.at(at.b, at.t0 + i, hv), p.beta.dtype) : 0.0f;
   }
   const int count = slices(p.K, slice_of<E>);
   Group<E> group;
-  group.load(p, at, hv, 0);
+  load_slice(p, at, hv, 0, group, shared);
   if (p.solve) {
     put_scores(p, at, hv, group, shared);
     invert(shared.Akk, shared.T, p.chunk);
@@ -443,25 +470,30 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
   } else {
     load_matrix(p.T, at, hv, shared.T);
   }
-  if (count > 1 || !p.solve) {
-    if (p.solve) group.load(p, at, hv, 0);
-    group.share(shared);
-  }
-  __syncthreads();  // T is there, and the sums of steps
+  __syncthreads();  // T is there; without solving, q and the sums of steps
+  const auto stage_v = [&](int s) {
+    stage<E, kRows, slice_of<E>>(tokens_of(p.v, at, hv, s * slice_of<E>, p.V), shared.v, kStride<E>);
+  };
+  const auto load_anew = [&](int s) {
+    __syncthreads();  // the slice before is read
+    load_slice(p, at, hv, s, group, shared);
+    __syncthreads();  // q and the sums of steps are there
+  };
+  if (p.solve && count > 1) load_anew(0);
 #pragma unroll 1
-  for (int s = 0; s < count; ++s) {
-    if (s) {
-      group.load(p, at, hv, s);
-      __syncthreads();  // the sums of steps and kG are read
-      group.share(shared);
-      __syncthreads();  // the sums of steps are there
-    }
+  for (int s = 0;;) {
     group.put_decayed(p, at, hv, s, shared);
-    if (!p.w.data) continue;
-    __syncthreads();  // kG is there, and what was computed before is stored
-    multiply(p, shared.kG, shared);
-    __syncthreads();  // w is there
-    store_out(p, p.w, p.w_skip, at, hv, s, p.K, shared);
+    if constexpr (sizeof(E) == 4)
+      if (p.sums.data) group.store_sums(p, at, hv, s, shared);
+    __syncthreads();  // kG is there, q is read, and what was computed before is stored
+    if (s + 1 == count && p.u.data) stage_v(0);
+    if (p.w.data) {
+      multiply(p, shared.kG, shared);
+      __syncthreads();  // w is there
+      store_out(p, p.w, p.w_skip, at, hv, s, p.K, shared);
+    }
+    if (++s == count) break;
+    load_anew(s);
   }
   if (!p.u.data) return;
 #pragma unroll 1
@@ -487,12 +519,6 @@ void run(const kda_exec& exec, const IntraCall& c, bool exact) {
 }
 
 namespace {
-
-// By what both stages have, so that both give the same bits.
-template <class Args>
-bool is_exact(const Args& a) {
-  return !all_bf16({&a.k, &a.v, &a.w, &a.u, &a.qG, &a.kg});
-}
 
 template <class P>
 IntraCall call_of(const P& p, const kda_tensor& T) {
@@ -521,13 +547,13 @@ void stage(const StageProblem<kda_stage_chunk_intra_args>& p) {
   const DeviceGuard device(a.exec.device_id);
   stages::IntraCall c = stages::call_of(p, a.Akk_inv);
   c.Aqk = stages::rows_of(a.Aqk), c.solve = true;
-  run(a.exec, c, stages::is_exact(a));
+  run(a.exec, c, stages::is_exact({&a.k, &a.v}));
 }
 
 void stage(const StageProblem<kda_stage_recompute_w_u_args>& p) {
   const kda_stage_recompute_w_u_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  run(a.exec, stages::call_of(p, a.Akk_inv), stages::is_exact(a));
+  run(a.exec, stages::call_of(p, a.Akk_inv), stages::is_exact({&a.k, &a.v}));
 }
 
 }  // namespace kda::cuda

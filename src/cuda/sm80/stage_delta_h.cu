@@ -47,7 +47,7 @@ struct Memory {
 };
 
 template <class E, int kTiles, int kColumns>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
     scan_kernel(const __grid_constant__ ScanCall p, const Blocks blocks, const __grid_constant__ Memory m) {
   extern __shared__ float4 dynamic[];
   unsigned char* const shared = reinterpret_cast<unsigned char*>(dynamic);
@@ -86,14 +86,6 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < 8; ++i)
           f(row_of(tile) + g + i % 4 / 2 * 8, n * 16 + i / 4 * 8 + 2 * t + i % 2, S[tile][n].x[i / 4][i % 4]);
   };
-  const auto place = [&](const Rows& x, int64_t row, int k, int v) {
-    return p.v_first ? x.at(row, v0 + v, hv) + k * x.size() : x.at(row, k, hv) + (v0 + v) * x.size();
-  };
-  const auto store_state = [&](const Rows& x, int64_t row) {
-    for_each([&](int k, int v, float y) {
-      if (k < K && v < columns) store_element(place(x, row, k, v), x.dtype, y);
-    });
-  };
   // What lies beyond K or V is 0.
   const auto put_S = [&] {
     const int limit = (K + 15) / 16 * 16;
@@ -112,10 +104,24 @@ __global__ void __launch_bounds__(kThreads)
           });
     }
   };
-  if (p.h0.data)
-    for_each([&](int k, int v, float& y) {
-      if (k < K && v < columns) y = load_element(place(p.h0, s.n, k, v), p.h0.dtype);
-    });
+  const auto state_at = [&](const Rows& x, int64_t row) {
+    return p.v_first ? x.at(row, v0, hv) : x.at(row, 0, hv) + v0 * x.size();
+  };
+  // In f32, as it lies in memory, between registers and where w, kg and u will be or were.
+  constexpr int kMost = kTiles * 128, kPad = 4;
+  float* const whole = reinterpret_cast<float*>(shared + m.w);
+  const auto whole_at = [&](int k, int v) -> float& {
+    return whole[p.v_first ? v * (kMost + kPad) + k : k * (kColumns + kPad) + v];
+  };
+  if (p.h0.data) {
+    const char* from = state_at(p.h0, s.n);
+    if (p.v_first)
+      stage<float, kColumns, kMost>({from, p.h0.token, columns, K, p.h0.dtype, p.h0.wide}, whole, kMost + kPad);
+    else stage<float, kMost, kColumns>({from, p.h0.token, K, columns, p.h0.dtype, p.h0.wide}, whole, kColumns + kPad);
+    arrived();
+    for_each([&](int k, int v, float& y) { y = whole_at(k, v); });
+    __syncthreads();  // h0 is read
+  }
   put_S();
 
   // Asks for the parts of a chunk.
@@ -131,23 +137,19 @@ __global__ void __launch_bounds__(kThreads)
       stage<E, kRows, kSlice>(tokens_of(x, chunk, hv, c, K), buffer(offset, i) + c / kSlice * kTileBytes, kStride<E>);
   };
   const auto ask = [&](int i) {
-    ask_keys(p.w, m.w, i);
+#pragma unroll 1
+    for (int part = 0; part < (m.room == kHalf ? 1 : 2); ++part) ask_keys(part ? p.kg : p.w, part ? m.kg : m.w, i);
     stage<E, kRows, kColumns>(tokens_of(p.u, chunk, hv, v0, V), buffer(m.u, i), m.u_stride);
-    if (m.room != kHalf) ask_keys(p.kg, m.kg, i);
     ptx::commit_copies();
   };
 
   const int64_t first_row = p.h.data ? p.chunks.first_row(s.n) : 0;
   const int i0 = warp % 4 * 16, column0 = warp / 4 * kParts * 16;  // of v_new
-  if (count) ask(0);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    if (m.room == kTwo && i + 1 < count) {
-      ask(i + 1);
-      ptx::wait_for_copies<1>();
-    } else {
-      ptx::wait_for_copies<0>();
-    }
+  for (int i = 0, asked = 0; i < count; ++i) {
+    while (asked < min(i + (m.room == kTwo ? 2 : 1), count)) ask(asked++);
+    if (asked == i + 2) ptx::wait_for_copies<1>();
+    else ptx::wait_for_copies<0>();
     chunk_at(i);
     float ell[kTiles][2];  // of rows g and g + 8
     const char* G = p.G.at(chunk.b, chunk.t0 + chunk.rows - 1, hv);
@@ -158,19 +160,16 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();  // w, u, kg and the copy of S are there
     const int64_t row = first_row + i;
-    const bool keep = p.h.data && row < p.h_rows, from_copy = p.h.wide && p.h.dtype == dtype_of<E>;
-    if (keep && from_copy) {
-      char* to = place(p.h, row, 0, 0);
-      const auto line = [&](int l) { return to + l * p.h.token; };
+    if (p.h.data && row < p.h_rows) {
+      char* to = state_at(p.h, row);
       if (p.v_first) {
+#pragma unroll 1
         for (int c = 0; c < K; c += kSlice)
           unstage<E, kColumns, kSlice>(shared + c * sizeof(E), m.S_stride, p.h, columns, K - c,
-                                       [&](int l) { return line(l) + c * static_cast<int>(sizeof(E)); });
+                                       [&](int l) { return to + l * p.h.token + c * p.h.size(); });
       } else {
-        unstage<E, kTiles * 128, kColumns>(shared, m.S_stride, p.h, K, columns, line);
+        unstage<E, kMost, kColumns>(shared, m.S_stride, p.h, K, columns, [&](int l) { return to + l * p.h.token; });
       }
-    } else if (keep) {
-      store_state(p.h, row);
     }
     Sum wS[kParts];
     const bool has_part = column0 < kColumns;
@@ -225,9 +224,15 @@ __global__ void __launch_bounds__(kThreads)
     }
     put_S();
     if (m.room != kTwo || i + 2 < count) __syncthreads();  // v_new and kg are read
-    if (m.room != kTwo && i + 1 < count) ask(i + 1);
   }
-  if (p.hT.data) store_state(p.hT, s.n);
+  if (!p.hT.data) return;
+  __syncthreads();  // the last w, kg and v_new are read
+  for_each([&](int k, int v, float y) { whole_at(k, v) = y; });
+  __syncthreads();  // S is there
+  char* to = state_at(p.hT, s.n);
+  const auto line = [&](int l) { return to + l * p.hT.token; };
+  if (p.v_first) unstage<float, kColumns, kMost>(whole, kMost + kPad, p.hT, columns, K, line);
+  else unstage<float, kMost, kColumns>(whole, kColumns + kPad, p.hT, K, columns, line);
 }
 
 template <class E, int kTiles, int kColumns>
@@ -276,7 +281,7 @@ void stage(const StageProblem<kda_stage_delta_h_args>& p) {
   c.v_new = stages::rows_of(a.v_new);
   c.h0 = stages::lines_of_states(a.h0), c.h = stages::lines_of_states(a.h), c.hT = stages::lines_of_states(a.hT);
   c.h_rows = present(a.h) ? a.h.shape[0] : 0, c.v_first = p.in.state_layout == KDA_STATE_V_FIRST;
-  run(a.exec, c, !stages::all_bf16({&a.kg, &a.w, &a.u, &a.v_new, &a.h}));
+  run(a.exec, c, stages::is_exact({&a.kg, &a.w, &a.u}));
 }
 
 }  // namespace kda::cuda

@@ -137,7 +137,7 @@ void stage(const StageProblem<kda_stage_fwd_o_args>& p) {
   c.HV = static_cast<int32_t>(p.HV), c.group = static_cast<int32_t>(p.group());
   c.K = static_cast<int32_t>(p.K), c.V = static_cast<int32_t>(p.V);
   c.scale = p.in.scale, c.v_first = p.in.state_layout == KDA_STATE_V_FIRST;
-  run(a.exec, c, !stages::all_bf16({&a.q, &a.v_new, &a.Aqk, &a.h, &a.o}));
+  run(a.exec, c, stages::is_exact({&a.q, &a.v_new, &a.Aqk, &a.h, &a.o}));
 }
 
 }  // namespace kda::cuda

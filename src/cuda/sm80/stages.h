@@ -2,7 +2,7 @@
 //
 // A tile has up to 64 rows of 256 bytes: `slice_of<E>` channels, 128 in bf16, 64 in f32. Larger sizes go slice by slice,
 // smaller ones are padded with zeros. E says how products are computed: operands in bf16, or in f32 as the sums of two
-// tf32 (three products, 21 bits). All sums are in f32.
+// tf32 (three products, 22 bits). All sums are in f32.
 #pragma once
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -61,11 +61,11 @@ inline const char* stage_why_not(const kda_exec& exec, bool f64, int64_t blocks)
   return blocks < int64_t{1} << 31 ? nullptr : "takes at most 2^31 blocks";
 }
 
-// Is every tensor that there is in bf16? Then products may be.
-inline bool all_bf16(std::initializer_list<const kda_tensor*> tensors) {
+// Products are in f32 unless all of these are in bf16: tensors that no call lacks, so that no bit depends on what is wanted.
+inline bool is_exact(std::initializer_list<const kda_tensor*> tensors) {
   for (const kda_tensor* t : tensors)
-    if (present(*t) && t->dtype != KDA_BF16) return false;
-  return true;
+    if (t->dtype != KDA_BF16) return true;
+  return false;
 }
 
 // ---- chunks ----
@@ -207,7 +207,7 @@ __device__ void stage(const Matrix& m, void* tile, int stride) {
   constexpr int kPiece = 16 / sizeof(E), kPieces = kColumns / kPiece;
   E* to = static_cast<E*>(tile);
   if (m.wide && m.dtype == dtype_of<E>) {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = static_cast<int>(threadIdx.x); i < kLines * kPieces; i += kThreads) {
       const int line = i / kPieces, c = i % kPieces * kPiece;
       const bool real = line < m.lines && c < m.n;
@@ -217,6 +217,7 @@ __device__ void stage(const Matrix& m, void* tile, int stride) {
     return;
   }
   const int size = m.dtype == KDA_F32 ? 4 : 2;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kLines * kColumns; i += kThreads) {
     const int line = i / kColumns, c = i % kColumns;
     const bool real = line < m.lines && c < m.n;
@@ -235,7 +236,7 @@ __device__ void unstage(const void* tile, int stride, const Rows& x, int lines, 
   const E* from = static_cast<const E*>(tile);
   if (x.wide && x.dtype == dtype_of<E>) {
     constexpr int kPiece = 16 / sizeof(E), kPieces = kColumns / kPiece;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = static_cast<int>(threadIdx.x); i < kLines * kPieces; i += kThreads) {
       const int line = i / kPieces, c = i % kPieces * kPiece;
       if (line < lines && c < n)
@@ -244,6 +245,7 @@ __device__ void unstage(const void* tile, int stride, const Rows& x, int lines, 
     }
     return;
   }
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kLines * kColumns; i += kThreads) {
     const int line = i / kColumns, c = i % kColumns;
     if (line < lines && c < n)
@@ -418,8 +420,10 @@ struct Math<float> {
   __device__ static float4 column(const float* from, int stride) {
     return {from[0], from[stride], from[2 * stride], from[3 * stride]};
   }
+  // Rounded to 11 bits, and the rest, of which tensor cores cut off what is beyond 11 bits: its sign is anybody's, so that
+  // errors do not add up. A NaN is in the rest.
   __device__ static void split(float x, unsigned& big, unsigned& small) {
-    big = __float_as_uint(x) & 0xffffe000u;
+    big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
   }
   // Channels 0, 1 of a lane are step 0, channels 2, 3 step 1.
