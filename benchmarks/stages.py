@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The stages of the forward and prefill_f32 on a GPU, beside the bytes they must move, FLA's stages (Triton) where FLA can be
-imported, and FLA's naive chunked formulation in PyTorch for prefill_f32. Medians of CUDA graphs that find nothing in the
-L2 cache; all in one run, on the same inputs.
+"""The stages of the forward and prefill_f32 on a GPU, beside the bytes they must move, FLA's stages (Triton) where FLA
+can be imported, and FLA's naive chunked formulation in PyTorch for prefill_f32. Medians of CUDA graphs that find nothing
+in the L2 cache; all in one run, on the same inputs.
 
     KDA_LIBRARY_DIR=build/release/lib PYTHONPATH=python python benchmarks/stages.py [--out record.json]
 """
@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +120,14 @@ def prefill_rows() -> list[dict[str, Any]]:
         x += [torch.rand(B, H, T, device="cuda")]
         for chunk in (32, 64):
             o, w, u = kda.prefill_f32(*x, chunk)
-
-            def call(chunk: int = chunk, w: Any = w, u: Any = u, o: Any = o) -> object:
-                return kda.prefill_f32(*x, chunk, w, u, o)
-
-            time = graph_milliseconds(call, flush=True)
+            time = graph_milliseconds(partial(kda.prefill_f32, *x, chunk, w, u, o), flush=True)
             row = {"op": "prefill_f32", "B": B, "T": T, "H": H, "K": size, "chunk": chunk, "ms": time}
             row |= {"ns": time * 1e6 / (B * T * H), "GB/s of inputs and outputs": bytes_of(*x, o, w, u) / time * 1e-6}
             try:
                 naive = importlib.import_module("fla.ops.kda.naive").naive_chunk_kda
-                q, k, v, g, beta = (t.transpose(1, 2).contiguous() for t in x)
-                other = naive(q, k, v, g, beta, chunk_size=chunk)[0].transpose(1, 2)
-                row["error beside torch"] = float((other - o).norm() / o.norm())
-                row["torch ms"] = graph_milliseconds(lambda: naive(q, k, v, g, beta, chunk_size=chunk), flush=True)
+                call = partial(naive, *(t.transpose(1, 2).contiguous() for t in x), chunk_size=chunk)
+                row["error beside torch"] = float((call()[0].transpose(1, 2) - o).norm() / o.norm())
+                row["torch ms"] = graph_milliseconds(call, flush=True)
                 row["over torch"] = row["torch ms"] / time
             except Exception as error:
                 print(f"no row of naive_chunk_kda: {type(error).__name__}: {error}")
