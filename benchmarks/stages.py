@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The stages of the forward and prefill_f32 on a GPU, beside the bytes they must move, FLA's stages (Triton) where FLA
-can be imported, and FLA's naive chunked formulation in PyTorch for prefill_f32. Medians of CUDA graphs that find nothing
-in the L2 cache; all in one run, on the same inputs.
+can be imported, and FLA's naive chunked formulation in PyTorch for prefill_f32. Medians of CUDA graphs that find
+nothing in the L2 cache; all in one run, on the same inputs.
 
     KDA_LIBRARY_DIR=build/release/lib PYTHONPATH=python python benchmarks/stages.py [--out record.json]
 """

@@ -70,8 +70,10 @@ void prefill_f32(const PrefillF32Problem& p) {
   const auto HV = static_cast<int32_t>(p.HV), group = static_cast<int32_t>(p.group());
   const auto K = static_cast<int32_t>(p.K), V = static_cast<int32_t>(p.V);
   const bool v_first = a.state_layout == KDA_STATE_V_FIRST;
+  // Elements from one chunk of w or u to the next: anything if there is only one.
+  const auto skip_of = [&](const kda_tensor& t) { return t.shape[2] > 1 ? t.stride[2] : a.chunk * t.stride[3]; };
   const auto by_token = [&](const kda_tensor& t) {  // chunks of 64, one behind the other
-    return present(t) && a.chunk == kChunk && t.stride[2] == kChunk * t.stride[3];
+    return present(t) && a.chunk == kChunk && skip_of(t) == kChunk * t.stride[3];
   };
   const bool shared = by_token(a.w) && by_token(a.u);
 
@@ -81,9 +83,9 @@ void prefill_f32(const PrefillF32Problem& p) {
   intra.chunk = stages::kRows, intra.scale = p.in.scale, intra.steps = intra.solve = true;
   stages::IntraCall buffers = intra;
   buffers.w = stages::rows_of(a.w, 0, 3, 1), buffers.u = stages::rows_of(a.u, 0, 3, 1);  // [B,HV,chunks,chunk,n]
-  buffers.chunk = a.chunk, buffers.padded = true;
-  if (present(a.w)) buffers.w_skip = a.w.stride[2] * 4;
-  if (present(a.u)) buffers.u_skip = a.u.stride[2] * 4;
+  buffers.chunk = a.chunk;
+  if (present(a.w)) buffers.w_skip = skip_of(a.w) * 4;
+  if (present(a.u)) buffers.u_skip = skip_of(a.u) * 4;
   if (shared) intra = buffers;
   else intra.w = between.w, intra.u = between.u;
   intra.sums = between.G, intra.Aqk = between.Aqk, intra.kg = between.kg;

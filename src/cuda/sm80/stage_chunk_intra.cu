@@ -46,13 +46,6 @@ struct Smem {
     alignas(16) unsigned char from_q[kTileBytes];  // as it came
     unsigned char v[kTileBytes];                   // then
   };
-
-  // All steps of warps first_warp .. end - 1.
-  __device__ float steps(int first_warp, int end, int c) const {
-    float sum = 0;
-    for (int w = first_warp; w < end; ++w) sum += first[w][c] + rest[w][c];
-    return sum;
-  }
 };
 
 // Eight rows of a warp, kPerLane channels of a lane. Those of q stay in shared memory.
@@ -87,6 +80,20 @@ struct Group {
         step[r][j] = steps ? gamma < -160 ? -160 : gamma : i0 + r < at.rows ? x - before[j] : 0;
         before[j] = x;
       }
+  }
+  // Adds numbers of these channels; all steps of warps begin .. end - 1.
+  __device__ void add_from(const float* from, float (&sum)[kPerLane<E>]) const {
+    if constexpr (kPerLane<E> == 4) {
+      const float4 x = load_four(from + c);
+      sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+    } else {
+      const float2 x = *reinterpret_cast<const float2*>(from + c);
+      sum[0] += x.x, sum[1] += x.y;
+    }
+  }
+  __device__ void add_steps(const Smem<E>& shared, int begin, int end, float (&sum)[kPerLane<E>]) const {
+#pragma unroll 1
+    for (int w = begin; w < end; ++w) add_from(shared.first[w], sum), add_from(shared.rest[w], sum);
   }
   __device__ void share(Smem<E>& shared) const {
 #pragma unroll
@@ -144,19 +151,14 @@ struct Group {
     float sum[kPerLane<E>] = {};
     const int anchor = warp / (2 * size) * 2 * size + size;
     if (warp >= anchor) {
-      if (warp > anchor)
-#pragma unroll
-        for (int j = 0; j < kPerLane<E>; ++j)
-          sum[j] = shared.rest[anchor][c + j] + shared.steps(anchor + 1, warp, c + j) + step[0][j];
+      if (warp > anchor) add_from(shared.rest[anchor], sum), add_steps(shared, anchor + 1, warp, sum), add(sum, 0);
 #pragma unroll
       for (int r = 0; r < kGroup; ++r) {
         if (r) add(sum, r);
         put_row(shared, r, sum);
       }
     } else {
-#pragma unroll
-      for (int j = 0; j < kPerLane<E>; ++j)
-        sum[j] = shared.steps(warp + 1, anchor, c + j) + shared.first[anchor][c + j];
+      add_steps(shared, warp + 1, anchor, sum), add_from(shared.first[anchor], sum);
 #pragma unroll
       for (int r = kGroup - 1; r >= 0; --r) put_column(shared, r, sum), add(sum, r);
     }
@@ -179,12 +181,11 @@ struct Group {
   // Slice s of G.
   __device__ void store_sums(const IntraCall& p, const ChunkAt& at, int hv, int s, const Smem<E>& shared) const {
     const int channel = s * slice_of<E> + c;
-    float sum[kPerLane<E>];
-#pragma unroll
-    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = shared.steps(0, warp, c + j) + step[0][j];
+    float sum[kPerLane<E>] = {};
+    add_steps(shared, 0, warp, sum);
 #pragma unroll
     for (int r = 0; r < kGroup; ++r) {
-      if (r) add(sum, r);
+      add(sum, r);
       const int i = warp * kGroup + r;
       auto* to = reinterpret_cast<float*>(p.sums.at(at.b, at.t0 + i, hv));
 #pragma unroll
@@ -193,39 +194,26 @@ struct Group {
     }
   }
 
-  // Slice s of qG and kg; kG to its tile.
-  __device__ void put_decayed(const IntraCall& p, const ChunkAt& at, int hv, int s, Smem<E>& shared) const {
-    const int channel = s * slice_of<E> + c, size = p.chunk / kGroup, begin = warp / size * size, i0 = warp * kGroup;
-    const auto begin_of = [&](const Rows& x) { return x.data ? x.at(at.b, at.t0 + i0, hv) : nullptr; };
-    char *to_qG = begin_of(p.qG), *to_kg = begin_of(p.kg);
-    float sum[kPerLane<E>];
+  // kG, qG in place of q, kg to `out`.
+  __device__ void put_decayed(const IntraCall& p, Smem<E>& shared) const {
+    const int size = p.chunk / kGroup, begin = warp / size * size;
+    float sum[kPerLane<E>] = {};
+    add_steps(shared, begin, warp, sum);
+    if (p.qG.data) {
 #pragma unroll
-    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = shared.steps(begin, warp, c + j) + step[0][j];
+      for (int r = 0; r < kGroup; ++r) {
+        add(sum, r);
+        put(shared.kG, r, scaled(k[r], sum)), put(shared.from_q, r, scaled(q(shared, r), sum));
+      }
+    } else {
 #pragma unroll
-    for (int r = 0; r < kGroup; ++r) {
-      if (r) add(sum, r);
-      put(shared.kG, r, scaled(k[r], sum));
-      if (i0 + r >= at.rows) continue;
-      if (to_qG) store_scaled(p.qG, to_qG + r * p.qG.token, channel, p.K, q(shared, r), sum);
+      for (int r = 0; r < kGroup; ++r) add(sum, r), put(shared.kG, r, scaled(k[r], sum));
     }
-    if (!to_kg) return;
 #pragma unroll
-    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = shared.steps(warp + 1, begin + size, c + j);
+    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = 0;
+    add_steps(shared, warp + 1, begin + size, sum);
 #pragma unroll
-    for (int r = kGroup - 1; r >= 0; --r) {
-      if (i0 + r < at.rows) store_scaled(p.kg, to_kg + r * p.kg.token, channel, p.K, k[r], sum);
-      add(sum, r);
-    }
-  }
-
- private:
-  __device__ void store_scaled(const Rows& x, char* row, int channel, int n, uint2 from,
-                               const float (&exponent)[kPerLane<E>]) const {
-    float y[kPerLane<E>];
-    unpack<E>(from, y);
-#pragma unroll
-    for (int j = 0; j < kPerLane<E>; ++j) y[j] *= ptx::exp2(exponent[j]);
-    store_values<E>(x, row, channel, n, y);
+    for (int r = kGroup - 1; r >= 0; --r) put(shared.out, r, scaled(k[r], sum)), add(sum, r);
   }
 };
 
@@ -326,6 +314,7 @@ __device__ void put_scores(const IntraCall& p, const ChunkAt& at, int hv, Group<
 // x[row] y[.. + 0 .. kCount - 1] of 16 m .. n terms.
 template <int kCount>
 __device__ void dot_rows(const float* x, const float* y, int begin, int end, float (&sum)[kCount]) {
+#pragma unroll 4
   for (int m = begin; m < end; ++m)
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sum[j] = fmaf(x[m], y[m * kScoreStride + j], sum[j]);
@@ -429,15 +418,17 @@ __device__ void multiply(const IntraCall& p, const unsigned char* x, Smem<E>& sh
     });
 }
 
+// A tile to slice s of x, whose chunks are `skip` apart if that is told.
 template <class E>
-__device__ void store_out(const IntraCall& p, const Rows& x, int64_t skip, const ChunkAt& at, int hv, int s, int n,
-                          const Smem<E>& shared) {
-  const bool padded = sizeof(E) == 4 && p.padded;  // of prefill_f32
+__device__ void store_tile(const IntraCall& p, const Rows& x, const unsigned char* tile, int64_t skip,
+                           const ChunkAt& at, int hv, int s, int n) {
+  if (!x.data) return;
+  const bool padded = sizeof(E) == 4 && skip;  // of prefill_f32
   const int c0 = s * slice_of<E>, lines = padded ? (at.rows + p.chunk - 1) / p.chunk * p.chunk : at.rows;
   char* to = x.data + at.b * x.batch + hv * x.head + c0 * x.size();
   to += padded ? at.t0 / p.chunk * skip : at.t0 * x.token;
   const int64_t gap = padded ? skip - p.chunk * x.token : 0;  // between two chunks of 32
-  unstage<E, kRows, slice_of<E>>(shared.out, kStride<E>, x, lines, n - c0,
+  unstage<E, kRows, slice_of<E>>(tile, kStride<E>, x, lines, n - c0,
                                  [&](int i) { return to + i * x.token + (i < p.chunk ? 0 : gap); });
 }
 
@@ -482,15 +473,18 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
   if (p.solve && count > 1) load_anew(0);
 #pragma unroll 1
   for (int s = 0;;) {
-    group.put_decayed(p, at, hv, s, shared);
+    group.put_decayed(p, shared);
     if constexpr (sizeof(E) == 4)
       if (p.sums.data) group.store_sums(p, at, hv, s, shared);
-    __syncthreads();  // kG is there, q is read, and what was computed before is stored
+    __syncthreads();  // kG, qG and kg are there
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) store_tile<E>(p, i ? p.kg : p.qG, i ? shared.out : shared.from_q, 0, at, hv, s, p.K);
+    __syncthreads();  // qG and kg are read
     if (s + 1 == count && p.u.data) stage_v(0);
     if (p.w.data) {
       multiply(p, shared.kG, shared);
       __syncthreads();  // w is there
-      store_out(p, p.w, p.w_skip, at, hv, s, p.K, shared);
+      store_tile<E>(p, p.w, shared.out, p.w_skip, at, hv, s, p.K);
     }
     if (++s == count) break;
     load_anew(s);
@@ -505,7 +499,7 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
     arrived();  // v, and what was computed before is stored
     multiply(p, shared.v, shared);
     __syncthreads();  // u is there
-    store_out(p, p.u, p.u_skip, at, hv, s, p.V, shared);
+    store_tile<E>(p, p.u, shared.out, p.u_skip, at, hv, s, p.V);
   }
 }
 

@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
   };
   const auto ask = [&](int i) {
 #pragma unroll 1
-    for (int part = 0; part < (m.room == kHalf ? 1 : 2); ++part) ask_keys(part ? p.kg : p.w, part ? m.kg : m.w, i);
+    for (int part = 0; part < (kTiles == 2 && m.room == kHalf ? 1 : 2); ++part)
+      ask_keys(part ? p.kg : p.w, part ? m.kg : m.w, i);
     stage<E, kRows, kColumns>(tokens_of(p.u, chunk, hv, v0, V), buffer(m.u, i), m.u_stride);
     ptx::commit_copies();
   };
@@ -191,8 +192,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
         const float2 u = M::load_two(v_new, m.u_stride, i0 + r, column0 + n * 16 + c);
         M::store_two(v_new, m.u_stride, i0 + r, column0 + n * 16 + c, u.x - x, u.y - y);
       });
-    __syncthreads();  // v_new is there, S and w are read
-    if (m.room == kHalf) {
+    __syncthreads();                       // v_new is there, S and w are read
+    if (kTiles == 2 && m.room == kHalf) {  // with fewer channels there is room
       ask_keys(p.kg, m.kg, i);
       arrived();
     }
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
           for (int half = 0; half < 2; ++half)
             S[tile][n].x[half][2 * e] *= factor, S[tile][n].x[half][2 * e + 1] *= factor;
       }
-#pragma unroll
+#pragma unroll 1
       for (int t = 0; t < kRows; t += 16) {
         const auto a =
             M::load_a_transposed(kg + row_of(tile) / kSlice * kTileBytes, kStride<E>, t, row_of(tile) % kSlice);
@@ -241,7 +242,7 @@ bool launch_scan(const kda_exec& exec, const ScanCall& c) {  // false: the devic
   KDA_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec.device_id));
   for (const Room room : {kTwo, kOne, kHalf}) {
     const Memory m = Memory::of<E>(room, static_cast<int>(c.dims.K), kColumns, c.v_first);
-    if (m.bytes > most) continue;
+    if (m.bytes > most || (kTiles == 1 && room == kHalf)) continue;
     const int64_t tiles = (c.dims.V + kColumns - 1) / kColumns;
     launch<scan_kernel<E, kTiles, kColumns>>(exec, Blocks::grid(c.dims, tiles, 1), kThreads, m.bytes, c,
                                              Blocks(c.dims, tiles), m);

@@ -174,21 +174,6 @@ __device__ uint2 load_packed(const Rows& x, const char* row, int c, int n) {
   load_values(x, row, c, n, values);
   return packed<E>(values);
 }
-template <class E>
-__device__ void store_values(const Rows& x, char* row, int c, int n, const float (&from)[kPerLane<E>]) {
-  if (x.wide && x.dtype == dtype_of<E>) {
-    if (c < n) *reinterpret_cast<uint2*>(row + c * static_cast<int>(sizeof(E))) = packed<E>(from);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < kPerLane<E> && c + i < n; ++i) {
-      float one = from[0];
-#pragma unroll
-      for (int j = 1; j < kPerLane<E>; ++j) one = i == j ? from[j] : one;
-      store_element(row + (c + i) * x.size(), x.dtype, one);
-    }
-  }
-}
-
 // A matrix in memory: lines `step` bytes apart, `lines` of them, each with n elements from `from` on.
 struct Matrix {
   const char* from;
@@ -473,9 +458,9 @@ struct IntraCall {
   Rows Aqk, T;  // T is read if Aqk is absent and not `solve`
   Rows w, u, qG, kg;
   int32_t HV, group, K, V;
-  int32_t chunk;           // of T, w, u, qG, kg: 32 or 64
-  int64_t w_skip, u_skip;  // bytes of w and u from one chunk to the next, if not a chunk of tokens: then rows to
-  bool padded;             // its end are written, too
+  int32_t chunk;  // of T, w, u, qG, kg: 32 or 64
+  int64_t w_skip,
+      u_skip;  // bytes from one chunk of w or u to the next, all of whose rows are written then; 0: by token
   float scale;
   bool steps, solve;
 };
