@@ -61,7 +61,7 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
 
   // The same operands for the kernel and the oracle; the oracle's outputs are float64.
   template <class Args>
-  void expect_stage(const StageTensors& t, Args a, Store store, int64_t shift) {
+  void expect_stage(const StageTensors& t, Args a, int64_t shift) {
     Args r = a;
     std::vector<std::pair<std::string, Tensor>> reference, out;
     std::vector<Field> ours = fields(a), theirs = fields(r);
@@ -101,7 +101,7 @@ TEST_P(StagesOnCuda, EachIsItsOracle) {
     const StageTensors t = tensors_of(in, store);
     for_each_stage(t, [&](const auto& a) {
       SCOPED_TRACE(fields(const_cast<std::remove_cvref_t<decltype(a)>&>(a)).back().name);
-      for (const int64_t shift : {0, 1}) expect_stage(t, a, store, shift);
+      for (const int64_t shift : {0, 1}) expect_stage(t, a, shift);
       run(a, {.impl = "reference"});
     });
   }

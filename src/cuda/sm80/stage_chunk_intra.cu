@@ -10,9 +10,9 @@
 //   levels    a warp scales eight rows, which it has in registers     barrier: tiles q, k
 //             a block of 16 x 16 scores and one of q, k: its products  barrier: tiles are read
 //   inverse   T of 16 x 16 blocks by forward substitution, a column a lane; then twice T21 = -T22 (A21 T11), in f32
-//   outputs   qG, kg and kG from the registers, w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
+//   outputs   qG, kg and kG by way of tiles, w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
 //
-// Shared memory: four tiles and the steps' sums, 78 KiB; two blocks an SM.
+// Shared memory: four tiles and the steps' sums, 77 KiB; two blocks an SM.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_stages.h"
