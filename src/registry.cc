@@ -252,13 +252,13 @@ template <>
 std::span<const Implementation<PrefillF32Problem>> implementations() {
   static constexpr Implementation<PrefillF32Problem> table[] = {
 #if KDA_WITH_CUDA
-      {"cuda_stages", "stages of chunks of 64 tokens on tensor cores (3 x tf32), for sm_80 and newer",
-       cuda::prefill_f32_why_not, cuda::prefill_f32_workspace, cuda::prefill_f32},
+    {"cuda_stages", "stages of chunks of 64 tokens on tensor cores (3 x tf32), for sm_80 and newer",
+     cuda::prefill_f32_why_not, cuda::prefill_f32_workspace, cuda::prefill_f32},
 #endif
-      {"cpu_chunk", "chunks of 32 or 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-       cpu::prefill_f32_workspace, cpu::prefill_f32},
-      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
-       reference::prefill_f32},
+    {"cpu_chunk", "chunks of 32 or 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+     cpu::prefill_f32_workspace, cpu::prefill_f32},
+    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
+     reference::prefill_f32},
   };
   return table;
 }
