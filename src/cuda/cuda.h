@@ -3,7 +3,8 @@
 #include <cstdint>
 #include <string>
 
-#include "problem.h"
+#include "problem_prefill_f32.h"
+#include "problem_stages.h"
 
 namespace kda::cuda {
 
@@ -51,6 +52,21 @@ const char* conv_why_not(const ConvBackwardProblem& p);
 void conv(const ConvProblem& p);
 void conv_backward(const ConvBackwardProblem& p);
 uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
+
+const char* stage_why_not(const StageProblem<kda_stage_cumsum_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_chunk_intra_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_recompute_w_u_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_delta_h_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_fwd_o_args>& p);
+void stage(const StageProblem<kda_stage_cumsum_args>& p);
+void stage(const StageProblem<kda_stage_chunk_intra_args>& p);
+void stage(const StageProblem<kda_stage_recompute_w_u_args>& p);
+void stage(const StageProblem<kda_stage_delta_h_args>& p);
+void stage(const StageProblem<kda_stage_fwd_o_args>& p);
+
+const char* prefill_f32_why_not(const PrefillF32Problem& p);
+void prefill_f32(const PrefillF32Problem& p);
+uint64_t prefill_f32_workspace(const PrefillF32Problem& p);
 
 std::string info();  // toolkit, architectures, driver, devices
 
