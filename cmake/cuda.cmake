@@ -36,7 +36,7 @@ function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90a, sm_100a\"")
-  kda_cuda_kernels(${target} portable "80;90a-real;100a-real"
+  kda_cuda_kernels(${target} portable "90a-real"
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
