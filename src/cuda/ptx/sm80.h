@@ -14,7 +14,10 @@ __device__ inline unsigned shared_address(const void* shared) {
 
 // ---- copies to shared memory that nobody waits for; `bytes` come, what is left of the access becomes zeros ----
 
-__device__ inline void copy16(unsigned to, const void* from, unsigned bytes = 16) {
+__device__ inline void copy16(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline void copy16(unsigned to, const void* from, unsigned bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void copy8(unsigned to, const void* from, unsigned bytes = 8) {

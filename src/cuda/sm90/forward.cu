@@ -51,10 +51,10 @@ bool anchored(const ForwardProblem& p) {
   return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
 }
 
-// Whether lanes can copy their channels at once, `bytes` of them.
-bool aligned(const kda_tensor& t, int64_t bytes) {
-  bool fits = reinterpret_cast<uintptr_t>(t.data) % bytes == 0;
-  for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % bytes == 0;
+// Do rows fit accesses of 16 bytes?
+bool aligned(const kda_tensor& t) {
+  bool fits = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % 16 == 0;
   return fits;
 }
 
@@ -80,11 +80,8 @@ const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
   if (in.g.dtype != in.q.dtype && in.g.dtype != KDA_F32) return "takes g in f32 or the dtype of q";
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(a.Aqk) || present(a.Akk)) return "saves no Aqk and Akk";
-  for (const kda_tensor* t : {&in.q, &in.k, &in.v})
-    if (!aligned(*t, 8)) return "needs rows of q, k, v at multiples of 8 bytes";
-  if (!aligned(in.g, in.g.dtype == KDA_F32 ? 16 : 8)) return "needs rows of g at multiples of four channels";
-  if (!aligned(a.o, 16)) return "needs rows of o at multiples of 16 bytes";
-  if (present(in.dt_bias) && !aligned(in.dt_bias, 16)) return "needs rows of dt_bias at multiples of 16 bytes";
+  for (const kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &a.o})
+    if (!aligned(*t)) return "needs rows at multiples of 16 bytes";
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;

@@ -1,7 +1,8 @@
 // The preparation: a warpgroup turns raw tokens into the operands of the scan (Stage), every second chunk of a block.
 //
 // Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
-// products in registers. What a lane needs of q, k and g it fetched itself, into the stage, a chunk earlier.
+// products in registers. A warp fetches its rows of q, k, v and g, a chunk earlier, into the stage, where a lane
+// overwrites what it alone reads.
 //   norms, gates, decays of the warp's rows                                         barrier: decays of all rows are known
 //   kG, qG, kg into the stage, score operands on the bench                          barrier: operands are there
 //   the next chunk is fetched; scores; Aqk into the stage, Akk on the bench         barrier: Akk is there
@@ -175,23 +176,33 @@ class Preparation {
 
   // ---- chunks ----
 
-  // Raw rows of a chunk into its stage, once that is empty; zeros behind the last.
-  __device__ void fetch(const Plan& p) {
+  // Raw rows of a chunk into its stage, once that is empty; zeros behind the last. A warp fetches its own rows, two at a time.
+  __device__ void fetch(const Plan& plan) {
+    const unsigned number = plan.number, token = plan.token, b = plan.b, hv = plan.hv, h = plan.h, rows = plan.rows;
     const Tokens& x = call_.x;
-    const unsigned stage = ring().stage(p.number), first = p.token + 8 * at_.warp, rows = p.rows;
-    ring().wait_empty(p.number);
-    const auto all = [&](const View& view, unsigned head, unsigned to) {
-      const char* from = view.at(p.b, first, head) + at_.lane * 8;
+    const unsigned row = at_.lane / 16, piece = at_.lane % 16;
+    const unsigned to =
+        ring().stage(number) + piece / 8 * kHalf + (8 * at_.warp + row) * kRowBytes + ((piece % 8 ^ row) << 4);
+    const auto copy = [&](const View& view, unsigned head, unsigned offset, bool whole) {
+      const char* from = view.at(b, token + 8 * at_.warp + row, head) + piece * 16;
+      const uint64_t step = 2 * static_cast<uint64_t>(view.stride1);
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        ptx::copy8(stage + to + at_.place(i), from + i * static_cast<uint64_t>(view.stride1),
-                   8 * at_.warp + i < rows ? 8 : 0);
+      for (int i = 0; i < 4; ++i, from += step) {
+        const unsigned place = (to ^ i << 5) + offset + i * 2 * kRowBytes;
+        if (whole) ptx::copy16(place, from);
+        else ptx::copy16(place, from, 8 * at_.warp + row + 2 * i < rows ? 16 : 0);
+      }
     };
-    all(x.q, p.h, Stage::q), all(x.k, p.h, Stage::k), all(x.v, p.hv, Stage::v);
-    if (!kWideGate) all(x.g, p.hv, Stage::kg);
+    const auto copy_all = [&](bool whole) {
+      copy(x.q, h, Stage::q, whole), copy(x.k, h, Stage::k, whole), copy(x.v, hv, Stage::v, whole);
+      if (!kWideGate) copy(x.g, hv, Stage::kg, whole);
+    };
+    ring().wait_empty(number);
+    if (rows == kRows) copy_all(true);
+    else copy_all(false);
     ptx::commit_copies();
     beta_ = 0;
-    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(p.b, first + at_.lane, p.hv), x.beta_dtype);
+    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(b, token + at_.lane, hv), x.beta_dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
   __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
@@ -303,12 +314,13 @@ class Preparation {
       }
 #pragma unroll
     for (unsigned c = 0; c < kRows; c += 8) {
-      const float4 a = at_.four_factors(Bench::kBeta, c), b = at_.four_factors(Bench::kBeta, c + 4);
+      float a[4], b[4];
+      at_.load_factors(Bench::kBeta, c, a), at_.load_factors(Bench::kBeta, c + 4, b);
       ptx::store_shared4(stage + Stage::T + at_.square(at_.lane, c),
-                         make_uint4(ptx::pack<__half>(row[c] * a.x, row[c + 1] * a.y),
-                                    ptx::pack<__half>(row[c + 2] * a.z, row[c + 3] * a.w),
-                                    ptx::pack<__half>(row[c + 4] * b.x, row[c + 5] * b.y),
-                                    ptx::pack<__half>(row[c + 6] * b.z, row[c + 7] * b.w)));
+                         make_uint4(ptx::pack<__half>(row[c] * a[0], row[c + 1] * a[1]),
+                                    ptx::pack<__half>(row[c + 2] * a[2], row[c + 3] * a[3]),
+                                    ptx::pack<__half>(row[c + 4] * b[0], row[c + 5] * b[1]),
+                                    ptx::pack<__half>(row[c + 6] * b[2], row[c + 7] * b[3])));
     }
   }
 

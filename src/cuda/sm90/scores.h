@@ -78,8 +78,8 @@ struct Bench {
   __device__ float factor(Factor kind, unsigned row) const {
     return ptx::load_shared_f32(factors + (kind * kRows + row) * 4);
   }
-  __device__ float4 four_factors(Factor kind, unsigned row) const {
-    return ptx::load_shared_f32x4(factors + (kind * kRows + row) * 4);
+  __device__ void load_factors(Factor kind, unsigned row, float (&x)[4]) const {
+    load_four(factors + (kind * kRows + row) * 4, x);
   }
 };
 
@@ -136,10 +136,15 @@ class AnchoredScores {
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
+    float norms_q[4], norms_k[4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const unsigned to = at_.place(i), row = 8 * at_.warp + i;
-      const float norm_q = at_.factor(Bench::kQuery, row), norm_k = at_.factor(Bench::kKey, row);
+      if (i % 4 == 0) {
+        const unsigned row = 8 * at_.warp + i;
+        at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
+      }
+      const unsigned to = at_.place(i);
+      const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
       float q[4], k[4], column[4];
       four_of<T>(ptx::load_shared2(stage_ + Stage::q + to), q);
       four_of<T>(ptx::load_shared2(stage_ + Stage::k + to), k);
