@@ -1,5 +1,7 @@
 // kda_forward in chunks on the GPU: K = V = 128 as tensor cores take it, every gate, against the float64 oracle at
 // math.md's gates, and what is promised to the bit. Every implementation that takes a case runs it.
+#include <cmath>
+
 #include "calls.h"
 #include "on_cuda.h"
 
@@ -197,6 +199,37 @@ TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
       EXPECT_EQ(o.bits(), all.o.bits(0, n, 1)) << n;
       EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
     }
+  }
+}
+
+// A NaN stays away from tokens before it, and from other heads.
+TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
+  Case c = named(GetParam());
+  c.B = 1, c.H = c.HV = 2, c.T = 70, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  const Inputs clean(c);
+  const ForwardOutputs expected(clean, false);
+  for (const char* impl : chunked(forward_args(clean, expected))) {
+    run_on_cuda(forward_args(clean, expected), impl);
+    for (const char* victim : {"q", "k", "v", "g", "beta"})
+      for (const int64_t t : {0, 5, 15, 31, 32, 50, 69}) {
+        SCOPED_TRACE(std::string(impl) + ", " + victim + " of token " + std::to_string(t));
+        Inputs in(c);
+        for (const auto& [name, tensor] : in.tensors())
+          if (name == std::string(victim)) tensor->set(t * (tensor->size() / in.T), std::nan(""));  // of head 0
+        const ForwardOutputs got(in, false);
+        run_on_cuda(forward_args(in, got), impl);
+        const int64_t row = c.HV * c.V;
+        int64_t wrong = 0, nan = 0;
+        for (int64_t i = 0; i < in.T * row; ++i) {
+          const bool head = i % row < c.V, past = i / row < t;
+          const double x = expected.o.get(i), y = got.o.get(i);
+          if (!head) wrong += x != y;
+          else if (past) wrong += !(std::abs(x - y) <= 0.02 * std::max(1.0, std::abs(x)));
+          else if (i / row == t) nan += std::isnan(y);
+        }
+        EXPECT_EQ(wrong, 0);
+        EXPECT_GT(nan, 0);
+      }
   }
 }
 

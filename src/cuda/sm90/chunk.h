@@ -44,10 +44,11 @@ struct Shared {
   static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;         // of each scanning warp: outputs
   static constexpr unsigned kOutStride = 48;                                   // bytes of a token's 16 columns, padded
   static constexpr unsigned plans = out + kScanners * 4 * kRows * kOutStride;  // of each preparer
-  static constexpr unsigned kPlanBytes = 144;
+  static constexpr unsigned kPlanBytes = 160;
   static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
-  static constexpr unsigned tasks = queue + 144;                          // mbarriers: of tasks, of stages
+  static constexpr unsigned bad = queue + 144;                            // of each preparer: rows, of each warp
+  static constexpr unsigned tasks = bad + kPreparers * 16;                // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;

@@ -32,6 +32,15 @@ class ExactScores {
 #pragma unroll
     for (int e = 0; e < 4; ++e) alpha_[i][e] = gate(e, x[e], real);
   }
+  __device__ bool is_fine(int i) const {
+    bool fine = true;
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const float sum = (alpha_[r][0] + alpha_[r][1]) + (alpha_[r][2] + alpha_[r][3]);
+      fine = fine && (r > i || sum == sum);
+    }
+    return fine;
+  }
   __device__ void share_totals() const {
     float total[4] = {1, 1, 1, 1};
 #pragma unroll

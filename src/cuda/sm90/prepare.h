@@ -16,6 +16,7 @@ namespace kda::cuda::sm90 {
 // A chunk to prepare: planned by one thread for all, two chunks ahead, in shared memory.
 struct Plan {
   unsigned hv, h, b, token, rows;  // value and query/key head; tokens token .. token + rows - 1 of row b
+  unsigned fine;                   // rows up to the first that has a NaN
   unsigned number;                 // of the chunk, over all of the block; kNone: there are no more
   unsigned images[2], count;       // chunks before it whose images come from helpers
   unsigned task;                   // of a helper
@@ -52,7 +53,7 @@ struct Walk {
     chunk = task.chunk, number = n;
   }
   __device__ void mark(Plan& p) const {
-    p.hv = hv, p.h = h, p.b = b, p.token = t0 + chunk * kRows, p.rows = min(length - chunk * kRows, kRows);
+    p.hv = hv, p.h = h, p.b = b, p.token = t0 + chunk * kRows, p.rows = p.fine = min(length - chunk * kRows, kRows);
     p.number = number;
   }
 
@@ -109,7 +110,10 @@ class Preparation {
         at_.store_gate(call_.x, head);
         at_.sync();  // the gate is there
       }
-      fetched = prepare(turn);
+      Done done;
+      do done = prepare(turn);
+      while (done == kAgain);
+      fetched = done == kNextFetched;
       // Planning takes a while: it is for a warp that does not invert.
       if (!fetched) at_.sync();  // all know that it is not
       if (at_.warp == (turn + 2) % 4 && at_.lane == 0) {
@@ -215,32 +219,34 @@ class Preparation {
     ptx::commit_copies();
   }
 
-  // A chunk that was fetched. Returns whether the next one is known, and has been fetched.
-  __device__ bool prepare(unsigned turn) {
+  // A chunk that was fetched.
+  enum Done { kDone, kNextFetched, kAgain };  // the latter: with fewer rows, before anything of it was stored
+  __device__ Done prepare(unsigned turn) {
     at_.forget();
-    const unsigned number = plan(turn).number, rows = plan(turn).rows, stage = ring().stage(number);
+    const unsigned number = plan(turn).number, rows = plan(turn).fine, stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
-    share_factors(stage, rows);
+    unsigned bad = share_factors(stage, rows);
     at_.forget();
     Scores scores(at_, stage);
     const typename Scores::Gate gate(call_.x, at_);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[4];
-      if constexpr (kWideGate) {
-        const float4 four = ptx::load_shared_f32x4(wide_gate(i));
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-      } else {
-        four_of<T>(ptx::load_shared2(stage + Stage::kg + at_.place(i)), x);
-      }
+      if constexpr (kWideGate) load_four(wide_gate(i), x);
+      else four_of<T>(ptx::load_shared2(stage + Stage::kg + at_.place(i)), x);
       scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
     at_.forget();
     scores.share_totals();
+    if (!__all_sync(kAll, scores.is_fine(7) && bad == kRows)) bad = first_bad(scores, bad);
+    if (at_.lane == 0) ptx::store_shared(at_.bad() + at_.warp * 4, bad);
     at_.sync();  // totals and factors of all rows are there; nobody reads what the chunk before had on the bench
+    const uint4 of_warps = ptx::load_shared4(at_.bad());
+    if (min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w)) < rows) return clear(turn);
     scores.template tiles<T>();
+    if (plan(turn).fine < plan(turn).rows) spoil(turn);
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there
     at_.forget();
@@ -261,15 +267,53 @@ class Preparation {
     }
     ptx::fence_shared_for_async();
     ptx::arrive(ring().full(number));
-    return fetches;
+    return fetches ? kNextFetched : kDone;
   }
 
-  // Norms of the warp's rows, and beta (of all, by warp 0).
-  __device__ void share_factors(unsigned stage, unsigned rows) {
+  // ---- NaN: the tokens before it are as if there were none ----
+
+  // The warp's first row that has one, among those that gates or `bad` of a lane know of.
+  __device__ unsigned first_bad(const Scores& scores, unsigned bad) const {
+#pragma unroll
+    for (int i = 7; i >= 0; --i)
+      if (!scores.is_fine(i)) bad = min(bad, 8 * at_.warp + i);
+    return __reduce_min_sync(kAll, bad);
+  }
+  // No rows of the chunk from the first bad one on.
+  __device__ Done clear(unsigned turn) const {
+    const uint4 of_warps = ptx::load_shared4(at_.bad());
+    const unsigned rows = min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
+    const unsigned stage = ring().stage(plan(turn).number);
+    for (int i = 0; i < 8; ++i) {
+      if (8 * at_.warp + i < rows) continue;
+      for (const unsigned tile : {Stage::q, Stage::k, Stage::v})
+        ptx::store_shared2(stage + tile + at_.place(i), make_uint2(0, 0));
+      if (kWideGate) ptx::store_shared4(wide_gate(i), make_uint4(0, 0, 0, 0));
+      else ptx::store_shared2(stage + Stage::kg + at_.place(i), make_uint2(0, 0));
+    }
+    at_.sync();  // all know which rows are bad
+    if (threadIdx.x % kGroup == 0) plan(turn).fine = rows;
+    at_.sync();  // all rows are cleared
+    return kAgain;
+  }
+  // Their outputs, and the state behind them.
+  __device__ void spoil(unsigned turn) const {
+    const unsigned stage = ring().stage(plan(turn).number);
+    for (int i = 0; i < 8; ++i)
+      if (8 * at_.warp + i >= plan(turn).fine && 8 * at_.warp + i < plan(turn).rows)
+        ptx::store_shared2(stage + Stage::q + at_.place(i), make_uint2(~0u, ~0u));
+    const float nan = __int_as_float(0x7fffffff);
+    if (at_.warp == 0) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
+  }
+
+  // Norms of the warp's rows, and beta (of all, by warp 0). Returns the row of the lane that has a NaN, or kRows.
+  __device__ unsigned share_factors(unsigned stage, unsigned rows) {
     const Tokens& x = call_.x;
+    unsigned bad = kRows;
     if (at_.warp == 0) {
       const float beta = activated_beta(x.beta_form, value_of(x.beta_dtype, beta_));
       at_.store_factor(Bench::kBeta, at_.lane, at_.lane < rows ? beta : 0);
+      if (at_.lane < rows && beta != beta) bad = at_.lane;
     }
     // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
     float by_q[4] = {}, by_k[4] = {};
@@ -283,16 +327,16 @@ class Preparation {
       ptx::mma<T>(by_k, a, a[1], a[3]);
     }
     const unsigned row = at_.lane / 4;  // whose elements are in one of its four lanes
-    if (at_.lane % 4 != row / 2) return;
+    if (at_.lane % 4 != row / 2) return bad;
     float q = 1, k = 1;
-    if (x.qk_l2norm) {
-      q *= ptx::inverse_root((row % 2 ? by_q[1] : by_q[0]) + 1e-6f);
-      k *= ptx::inverse_root((row % 2 ? by_k[3] : by_k[2]) + 1e-6f);
-    }
+    const float qq = row % 2 ? by_q[1] : by_q[0], kk = row % 2 ? by_k[3] : by_k[2], sum = qq + kk;
+    if (x.qk_l2norm) q *= ptx::inverse_root(qq + 1e-6f), k *= ptx::inverse_root(kk + 1e-6f);
+    if (sum - sum != 0) bad = min(bad, 8 * at_.warp + row);
     at_.store_factor(Bench::kQuery, 8 * at_.warp + row, q);
     at_.store_factor(Bench::kKey, 8 * at_.warp + row, k);
     if (Scores::kTakesDiagonal)
       at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
+    return bad;
   }
 
   // T diag(beta) with T = (I + Akk)^-1, by forward substitution in f32: T = I - T Akk, a lane its row, columns from the

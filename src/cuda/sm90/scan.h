@@ -246,6 +246,9 @@ class Scan {
       ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
+    // 0 times what is not finite is not 0: it shows in all tokens of the column, those before it included.
+    unsigned bad[2] = {kRows, kRows};  // the first such token of the thread's columns
+    if (__any_sync(kAll, U[0] - U[0] != 0 || U[2] - U[2] != 0)) multiply_again(stage, R, U, bad);
     corrections(U);
 
 #pragma unroll
@@ -268,12 +271,47 @@ class Scan {
     for (int j = 0; j < 8; ++j)
       out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                        (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
+    if (__any_sync(kAll, bad[0] < kRows || bad[1] < kRows)) spoil(out, bad);
     // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       ptx::store_transposed(out_ + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
     __syncwarp();  // outputs are there
+  }
+
+  // U without what is not finite in R. By a warp alone: others may have nothing of the kind.
+  __device__ void multiply_again(unsigned stage, unsigned (&R)[2][4], float (&U)[kRows / 2], unsigned (&bad)[2]) const {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const unsigned half = 0x7fffu << j % 2 * 16, infinite = 0x7c00u << j % 2 * 16;
+      unsigned& x = R[j / 8][j / 2 % 4];
+      if ((x & half) < infinite) continue;
+      x &= j % 2 ? 0xffffu : 0xffff0000u;
+      bad[j / 2 % 2] = min(bad[j / 2 % 2], j / 4 * 8 + lane_ % 4 * 2 + j % 2);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 1)), bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const unsigned row = 8 * n + lane_ % 8;
+      unsigned b[4];
+      ptx::load_matrices(b, stage + Stage::T + row * 64 + ((lane_ / 8 ^ row / 2 % 4) << 4));
+      float d[4] = {};
+      ptx::mma<__half>(d, R[0], b[0], b[1]), ptx::mma<__half>(d, R[1], b[2], b[3]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) U[4 * n + e] = d[e];
+    }
+  }
+  // From the first token that was not finite on, outputs and the state are not, either.
+  __device__ void spoil(unsigned (&out)[2][4], const unsigned (&bad)[2]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      if (j / 4 * 8 + lane_ % 4 * 2 + j % 2 >= bad[j / 2 % 2]) out[j / 8][j / 2 % 4] |= 0x7fffu << j % 2 * 16;
+#pragma unroll
+    for (int j = 0; j < 64; ++j)
+      if (bad[j / 2 % 2] < kRows) S_[j] = __int_as_float(0x7fffffff);
   }
 
   // Channels 16 k .. of rows, as a right operand.

@@ -45,6 +45,7 @@ struct Bench {
   __device__ unsigned A() const { return memory + Shared::A + group * kRows * kStrideA * 4; }
   __device__ unsigned totals() const { return memory + Shared::totals + group * 4 * kSize * 4; }
 
+  __device__ unsigned bad() const { return memory + Shared::bad + group * 16; }
   __device__ unsigned gate() const { return memory + Shared::gate + group * (kSize + 4) * 4; }
 
   // Of all four warps; and of the one that inverts with the others, who need not wait.
@@ -109,6 +110,11 @@ class AnchoredScores {
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + gate(e, x[e], real);
+  }
+  // Of the lane's channels, all rows up to the warp's row i: no NaN?
+  __device__ bool is_fine(int i) const {
+    const float sum = (G_[i][0] + G_[i][1]) + (G_[i][2] + G_[i][3]);
+    return sum == sum;
   }
   __device__ void share_totals() const {
     ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + at_.lane * 4) * 4,
