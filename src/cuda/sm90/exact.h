@@ -91,7 +91,7 @@ class ExactScores {
   // Row i of the warp, normalised.
   template <class T>
   __device__ void load(unsigned from, Bench::Factor norm, int i, float (&x)[4]) const {
-    four_of<T>(ptx::load_shared2(stage_ + from + at_.place(i)), x);
+    four_of<T>(ptx::load_shared2(at_.own(stage_)[i] + from), x);
     const float factor = at_.factor(norm, 8 * at_.warp + i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] *= factor;
@@ -156,12 +156,12 @@ class ExactScores {
         }
         if (half == 1) {
           times(since, alpha_[row]);
-          store_scaled(q_diagonal() + at_.place(row), q, since), store_scaled(k_near() + at_.place(row), k, since);
+          store_scaled(at_.own(q_diagonal())[row], q, since), store_scaled(at_.own(k_near())[row], k, since);
         }
       }
       if (half == 0)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_four<__half>(k_near() + at_.place(i), decayed[i]);
+        for (int i = 0; i < 4; ++i) store_four<__half>(at_.own(k_near())[i], decayed[i]);
       store_sum(half, at_.lane / 4, spread_sums(first), at_.lane % 4 == 0);
       store_sum(half, 8 + at_.lane / 8, spread_sums(last), at_.lane % 8 == 0);
     }
@@ -198,10 +198,10 @@ class ExactScores {
       float k[4];
       load<T>(Stage::k, Bench::kKey, i, k);
       times(k, decay);
-      if (at_.warp % 2 == 0) store_four<__half>(k_near() + at_.place(i), k);
-      if (at_.warp == 0) store_scaled(k_far() + at_.place(i), k, total[1]);
-      if (at_.warp == 1) store_four<__half>(k_far() + at_.place(i), k);
-      store_scaled(stage_ + Stage::kg + at_.place(i), k, after);
+      if (at_.warp % 2 == 0) store_four<__half>(at_.own(k_near())[i], k);
+      if (at_.warp == 0) store_scaled(at_.own(k_far())[i], k, total[1]);
+      if (at_.warp == 1) store_four<__half>(at_.own(k_far())[i], k);
+      store_scaled(at_.own(stage_)[i] + Stage::kg, k, after);
       times(decay, alpha_[i]);
     }
   }
@@ -218,12 +218,11 @@ class ExactScores {
       load<T>(Stage::q, Bench::kQuery, i, q), load<T>(Stage::k, Bench::kKey, i, k);
       times(decay, alpha_[i]);
       times(q, decay), times(k, decay);
-      if (at_.warp % 2) store_four<__half>(q_near() + at_.place(i), q), store_four<__half>(k_near() + at_.place(i), k);
-      if (at_.warp == 2) store_four<__half>(q_far() + at_.place(i), q), store_four<__half>(k_far() + at_.place(i), k);
-      if (at_.warp == 3)
-        store_scaled(q_far() + at_.place(i), q, total[2]), store_scaled(k_far() + at_.place(i), k, total[2]);
-      store_scaled(stage_ + Stage::q + at_.place(i), q, before);
-      store_scaled(stage_ + Stage::k + at_.place(i), k, before);
+      if (at_.warp % 2) store_four<__half>(at_.own(q_near())[i], q), store_four<__half>(at_.own(k_near())[i], k);
+      if (at_.warp == 2) store_four<__half>(at_.own(q_far())[i], q), store_four<__half>(at_.own(k_far())[i], k);
+      if (at_.warp == 3) store_scaled(at_.own(q_far())[i], q, total[2]), store_scaled(at_.own(k_far())[i], k, total[2]);
+      store_scaled(at_.own(stage_)[i] + Stage::q, q, before);
+      store_scaled(at_.own(stage_)[i] + Stage::k, k, before);
     }
   }
 

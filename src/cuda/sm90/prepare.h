@@ -235,7 +235,7 @@ class Preparation {
     for (int i = 0; i < 8; ++i) {
       float x[4];
       if constexpr (kWideGate) load_four(wide_gate(i), x);
-      else four_of<T>(ptx::load_shared2(stage + Stage::kg + at_.place(i)), x);
+      else four_of<T>(ptx::load_shared2(at_.own(stage)[i] + Stage::kg), x);
       scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
     at_.forget();
@@ -287,9 +287,9 @@ class Preparation {
     for (int i = 0; i < 8; ++i) {
       if (8 * at_.warp + i < rows) continue;
       for (const unsigned tile : {Stage::q, Stage::k, Stage::v})
-        ptx::store_shared2(stage + tile + at_.place(i), make_uint2(0, 0));
+        ptx::store_shared2(at_.own(stage)[i] + tile, make_uint2(0, 0));
       if (kWideGate) ptx::store_shared4(wide_gate(i), make_uint4(0, 0, 0, 0));
-      else ptx::store_shared2(stage + Stage::kg + at_.place(i), make_uint2(0, 0));
+      else ptx::store_shared2(at_.own(stage)[i] + Stage::kg, make_uint2(0, 0));
     }
     at_.sync();  // all know which rows are bad
     if (threadIdx.x % kGroup == 0) plan(turn).fine = rows;
@@ -301,7 +301,7 @@ class Preparation {
     const unsigned stage = ring().stage(plan(turn).number);
     for (int i = 0; i < 8; ++i)
       if (8 * at_.warp + i >= plan(turn).fine && 8 * at_.warp + i < plan(turn).rows)
-        ptx::store_shared2(stage + Stage::q + at_.place(i), make_uint2(~0u, ~0u));
+        ptx::store_shared2(at_.own(stage)[i] + Stage::q, make_uint2(~0u, ~0u));
     const float nan = __int_as_float(0x7fffffff);
     if (at_.warp == 0) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
   }

@@ -53,9 +53,13 @@ struct Bench {
   __device__ void sync_as_solver() const { ptx::sync_threads(2 + 2 * group, kGroup); }
   __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
 
-  // Where a lane's four channels of the warp's row i are, in rows of 128 channels.
-  __device__ unsigned place(int i) const {
-    return lane / 16 * kHalf + (8 * warp + i) * kRowBytes + ((lane % 16 / 2 ^ i) << 4) + lane % 2 * 8;
+  // The lane's four channels of the warp's rows, in a tile of rows of 128 channels.
+  struct Own {
+    unsigned first, piece;
+    __device__ unsigned operator[](int i) const { return first + (piece ^ i << 4) + i * kRowBytes; }
+  };
+  __device__ Own own(unsigned tile) const {
+    return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 2 * 8, lane % 16 / 2 << 4};
   }
   // Where column c of row i is in T and Aqk.
   __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
@@ -142,6 +146,7 @@ class AnchoredScores {
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
+    const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
     float norms_q[4], norms_k[4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -149,25 +154,24 @@ class AnchoredScores {
         const unsigned row = 8 * at_.warp + i;
         at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
       }
-      const unsigned to = at_.place(i);
       const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
       float q[4], k[4], column[4];
-      four_of<T>(ptx::load_shared2(stage_ + Stage::q + to), q);
-      four_of<T>(ptx::load_shared2(stage_ + Stage::k + to), k);
+      four_of<T>(ptx::load_shared2(stage[i] + Stage::q), q);
+      four_of<T>(ptx::load_shared2(stage[i] + Stage::k), k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
         k[e] *= norm_k, q[e] *= norm_q;
         column[e] = k[e] * down, k[e] *= up, q[e] *= up;
       }
-      store_four<__nv_bfloat16>(at_.rows() + Stage::k + to, k);
-      store_four<__nv_bfloat16>(at_.rows() + Stage::q + to, q);
-      store_four<__nv_bfloat16>(at_.columns() + to, column);
+      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
+      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
+      store_four<__nv_bfloat16>(columns[i], column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-      store_four<__half>(stage_ + Stage::k + to, k);
-      store_four<__half>(stage_ + Stage::q + to, q);
-      store_four<__half>(stage_ + Stage::kg + to, column);
+      store_four<__half>(stage[i] + Stage::k, k);
+      store_four<__half>(stage[i] + Stage::q, q);
+      store_four<__half>(stage[i] + Stage::kg, column);
     }
   }
 
