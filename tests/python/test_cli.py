@@ -141,7 +141,7 @@ def test_a_device_that_is_not_there(command: str, cli: Callable[..., str]) -> No
 
 
 def test_bench_knows_where_operators_run(cli: Callable[..., str]) -> None:
-    assert "--device: expected cpu for prefill, got cuda" in cli("bench", "prefill", "--device", "cuda", status=2)
+    assert "--device: expected cpu for training, got cuda" in cli("bench", "training", "--device", "cuda", status=2)
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
