@@ -119,14 +119,18 @@ class Scout {
     const Item item(p_, task.item);
     const auto length = static_cast<unsigned>(sequence_at(p_, p_.args.in, item.n).length);
     const unsigned end = base + (length + kRows - 1) / kRows;
-    for (task.n = max(base, consumed + kLead); task.n < min(end, consumed + kWindow); ++task.n) {
-      claimed = ptx::load_acquire(&board.claims[task.n % kWindow]);
-      if (claimed < 2 * task.n + 2) {
-        task.chunk = task.n - base;
-        // Those that are as far as each other in turns, or all scouts would be after one chunk.
-        return (end - consumed) / 16 * 32 + 32 + (threadIdx.x + turn_) % 32;
-      }
+    unsigned claims[kWindow];  // all asked for before the first is looked at
+#pragma unroll
+    for (unsigned i = 0; i < kWindow; ++i) claims[i] = *static_cast<const volatile unsigned*>(board.claims + i);
+    unsigned free = end;
+#pragma unroll
+    for (unsigned i = 0; i < kWindow; ++i) {
+      const unsigned n = consumed + (i - consumed) % kWindow;  // the slot's chunk of the window from `consumed` on
+      if (n >= max(base, consumed + kLead) && n < free && claims[i] < 2 * n + 2) free = n, claimed = claims[i];
     }
+    task.n = free, task.chunk = free - base;
+    // Those that are as far as each other in turns, or all scouts would be after one chunk.
+    if (free < end) return (end - consumed) / 16 * 32 + 32 + (threadIdx.x + turn_) % 32;
     return 0;
   }
 
