@@ -360,10 +360,11 @@ void launch_recurrent(const P& p) {
 
 template <class P>
 const char* why_not(const P& p) {
+  if (const char* reason = wide_why_not(p)) return reason;  // a missing device among them
   if (p.varlen || present(p.args.parents)) return "takes chains of the same number of drafts";
   if (p.T > kMaxDrafts) return "takes at most 4 drafts";
   if (present(p.args.records.u) && p.args.records.u.shape[1] < p.T) return "needs records for all drafts";
-  return wide_why_not(p);
+  return nullptr;
 }
 
 }  // namespace
