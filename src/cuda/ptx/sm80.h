@@ -111,8 +111,20 @@ __device__ inline float multiply_flushed(float x, float y) {
   return z;
 }
 
+// threadIdx.x. It is asked for anew each time: it takes a register only from there on.
+__device__ inline unsigned thread() {
+  unsigned x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- shared memory by address ----
 
+__device__ inline unsigned load_shared(unsigned from) {
+  unsigned x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
 __device__ inline uint2 load_shared2(unsigned from) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");

@@ -48,7 +48,8 @@ struct Shared {
   static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
   static constexpr unsigned bad = queue + 144;                            // of each preparer: rows, of each warp
-  static constexpr unsigned tasks = bad + kPreparers * 16;                // mbarriers: of tasks, of stages
+  static constexpr unsigned turns = bad + kPreparers * 16;                // likewise: chunks that they are at
+  static constexpr unsigned tasks = turns + kPreparers * 32;              // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;

@@ -72,7 +72,7 @@ class ExactScores {
   }
 
   // The warp's rows against those of each warp before it.
-  __device__ void run() {
+  __device__ void run(unsigned) {
     at_.forget();
 #pragma unroll 1
     for (unsigned other = 0; other < at_.warp; ++other) {

@@ -9,6 +9,7 @@
 //   one warp inverts I + Akk                                                        the stage is full
 #pragma once
 #include "cuda/sm90/help.h"
+#include "cuda/sm90/invert.h"
 #include "cuda/sm90/scores.h"
 
 namespace kda::cuda::sm90 {
@@ -20,6 +21,7 @@ struct Plan {
   unsigned number;                 // of the chunk, over all of the block; kNone: there are no more
   unsigned images[2], count;       // chunks before it whose images come from helpers
   unsigned task;                   // of a helper
+  bool begins;                     // its head is not that of the preparer's chunk before
   bool open;                       // it is not known yet which chunk it is
   static constexpr unsigned kNone = ~0u;
 
@@ -32,10 +34,11 @@ struct Walk {
   unsigned b, t0, length;  // where that sequence's tokens are; none of padding
   unsigned chunk, number;  // of the sequence; over all of the block
   unsigned total;          // chunks of the block, once they are known
+  unsigned head;           // of the last plan
   bool ended;
 
   __device__ void start(const Call& call) {
-    item = blockIdx.x, number = chunk = 0, ended = false;
+    item = blockIdx.x, number = chunk = 0, head = Plan::kNone, ended = false;
     enter(call);
   }
   // On to another chunk of the block.
@@ -52,7 +55,8 @@ struct Walk {
     find(call.p, Item(call.p, task.item));
     chunk = task.chunk, number = n;
   }
-  __device__ void mark(Plan& p) const {
+  __device__ void mark(Plan& p) {
+    p.begins = hv != head, head = hv;
     p.hv = hv, p.h = h, p.b = b, p.token = t0 + chunk * kRows, p.rows = p.fine = min(length - chunk * kRows, kRows);
     p.number = number;
   }
@@ -92,30 +96,32 @@ class Preparation {
   __device__ void run() {
     if (threadIdx.x % kGroup == 0) {
       plans().walk.start(call_);
-      decide(plan(0)), decide(plan(1));
-      settle(plan(0));
+      decide(plan(0)), settle(plan(0));
+      decide(plan(1));
     }
+    at_.set_turn(0);
     at_.sync();  // the first chunk is known
-    unsigned head = ~0u;
     bool fetched = false;
-    for (unsigned turn = 0;; ++turn) {
+    for (;; at_.set_turn(at_.turn() + 1)) {
+      const Plan& now = plan(at_.turn());
       if (!fetched) {
-        if (!plan(turn).any()) return;
-        fetch(plan(turn));
-        if (kWideGate) fetch_wide_gate(plan(turn));
+        if (!now.any()) return;
+        fetch(now);
+        if (kWideGate) fetch_wide_gate(now);
+        fetch_beta(now);
       }
-      if (plan(turn).hv != head) {
-        head = plan(turn).hv;
+      if (now.begins) {
         at_.sync();  // nobody reads the gate of the head before
-        at_.store_gate(call_.x, head);
+        at_.store_gate(call_.x, now.hv);
         at_.sync();  // the gate is there
       }
       Done done;
-      do done = prepare(turn);
+      do done = prepare();
       while (done == kAgain);
       fetched = done == kNextFetched;
       // Planning takes a while: it is for a warp that does not invert.
       if (!fetched) at_.sync();  // all know that it is not
+      const unsigned turn = at_.turn();
       if (at_.warp == (turn + 2) % 4 && at_.lane == 0) {
         settle(plan(turn + 1));
         decide(plan(turn));
@@ -205,8 +211,13 @@ class Preparation {
     if (rows == kRows) copy_all(true);
     else copy_all(false);
     ptx::commit_copies();
+  }
+  // Where registers are free: it arrives while others wait for their copies.
+  __device__ void fetch_beta(const Plan& plan) {
+    const Tokens& x = call_.x;
     beta_ = 0;
-    if (at_.warp == 0 && at_.lane < rows) beta_ = load_raw<false>(x.beta.at(b, token + at_.lane, hv), x.beta_dtype);
+    if (at_.warp == 0 && at_.lane < plan.rows)
+      beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
   }
   // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
   __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
@@ -221,10 +232,12 @@ class Preparation {
 
   // A chunk that was fetched.
   enum Done { kDone, kNextFetched, kAgain };  // the latter: with fewer rows, before anything of it was stored
-  __device__ Done prepare(unsigned turn) {
+  __device__ Done prepare() {
     at_.forget();
-    const unsigned number = plan(turn).number, rows = plan(turn).fine, stage = ring().stage(number);
+    const Plan& now = plan(at_.turn());
+    const unsigned rows = now.fine, stage = ring().stage(now.number);
     at_.factors = stage + Stage::factors;
+    at_.set_number(now.number);
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
     unsigned bad = share_factors(stage, rows);
@@ -244,24 +257,32 @@ class Preparation {
     if (at_.lane == 0) ptx::store_shared(at_.bad() + at_.warp * 4, bad);
     at_.sync();  // totals and factors of all rows are there; nobody reads what the chunk before had on the bench
     const uint4 of_warps = ptx::load_shared4(at_.bad());
-    if (min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w)) < rows) return clear(turn);
+    if (min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w)) < rows) return clear();
     scores.template tiles<T>();
-    if (plan(turn).fine < plan(turn).rows) spoil(turn);
+    if (now.fine < now.rows) spoil();
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there
+    return finish(scores);
+  }
+  // The rest of it. (What was known before is asked for again: there were no registers to keep it.)
+  __device__ Done finish(Scores& scores) {
     at_.forget();
+    const unsigned turn = at_.turn(), number = at_.number(), stage = ring().stage(number);
+    at_.factors = stage + Stage::factors;
     // A stage that this chunk has to leave first cannot be waited for here.
     const Plan& next = plan(turn + 1);
     const bool fetches = !next.open && next.any() && next.number < number + kStages;
     if (fetches) fetch(next);
-    scores.run();
+    scores.run(stage);
     if (kWideGate && fetches) {
       at_.sync();  // nobody reads tiles any more
       fetch_wide_gate(next);
     }
+    if (fetches) fetch_beta(next);
     if (at_.warp == turn % 4) {
       at_.sync_as_solver();  // Akk is there
-      invert(stage);
+      at_.forget();
+      invert(at_, stage);
     } else {
       at_.arrive_for_solver();
     }
@@ -280,7 +301,8 @@ class Preparation {
     return __reduce_min_sync(kAll, bad);
   }
   // No rows of the chunk from the first bad one on.
-  __device__ Done clear(unsigned turn) const {
+  __device__ Done clear() const {
+    const unsigned turn = at_.turn();
     const uint4 of_warps = ptx::load_shared4(at_.bad());
     const unsigned rows = min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
     const unsigned stage = ring().stage(plan(turn).number);
@@ -297,7 +319,8 @@ class Preparation {
     return kAgain;
   }
   // Their outputs, and the state behind them.
-  __device__ void spoil(unsigned turn) const {
+  __device__ void spoil() const {
+    const unsigned turn = at_.turn();
     const unsigned stage = ring().stage(plan(turn).number);
     for (int i = 0; i < 8; ++i)
       if (8 * at_.warp + i >= plan(turn).fine && 8 * at_.warp + i < plan(turn).rows)
@@ -337,35 +360,6 @@ class Preparation {
     if (Scores::kTakesDiagonal)
       at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
     return bad;
-  }
-
-  // T diag(beta) with T = (I + Akk)^-1, by forward substitution in f32: T = I - T Akk, a lane its row, columns from the
-  // right; a column is done when all to its right have been subtracted. What Akk has on and above its diagonal is not read.
-  __device__ void invert(unsigned stage) {
-    at_.forget();
-    float row[kRows];
-#pragma unroll
-    for (unsigned c = 0; c < kRows; ++c) row[c] = c == at_.lane ? 1.0f : 0.0f;
-#pragma unroll
-    for (unsigned j = kRows - 1; j > 0; --j)
-#pragma unroll
-      for (unsigned c = 0; c < j; c += 4) {
-        const float4 four = ptx::load_shared_f32x4(at_.A() + (j * kStrideA + c) * 4);
-        row[c] = fmaf(-row[j], four.x, row[c]);
-        if (c + 1 < j) row[c + 1] = fmaf(-row[j], four.y, row[c + 1]);
-        if (c + 2 < j) row[c + 2] = fmaf(-row[j], four.z, row[c + 2]);
-        if (c + 3 < j) row[c + 3] = fmaf(-row[j], four.w, row[c + 3]);
-      }
-#pragma unroll
-    for (unsigned c = 0; c < kRows; c += 8) {
-      float a[4], b[4];
-      at_.load_factors(Bench::kBeta, c, a), at_.load_factors(Bench::kBeta, c + 4, b);
-      ptx::store_shared4(stage + Stage::T + at_.square(at_.lane, c),
-                         make_uint4(ptx::pack<__half>(row[c] * a[0], row[c + 1] * a[1]),
-                                    ptx::pack<__half>(row[c + 2] * a[2], row[c + 3] * a[3]),
-                                    ptx::pack<__half>(row[c + 4] * b[0], row[c + 5] * b[1]),
-                                    ptx::pack<__half>(row[c + 6] * b[2], row[c + 7] * b[3])));
-    }
   }
 
   const Call& call_;

@@ -37,7 +37,7 @@ struct Bench {
   unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
 
   // So that addresses are computed again from here on, instead of waiting in registers (see opaque()).
-  __device__ void forget() { memory = opaque(memory), lane = opaque(lane); }
+  __device__ void forget() { memory = opaque(memory), lane = ptx::thread() % 32; }
 
   // Addresses; see Shared.
   __device__ unsigned rows() const { return memory + Shared::rows + group * 2 * kHalf; }
@@ -45,6 +45,7 @@ struct Bench {
   __device__ unsigned A() const { return memory + Shared::A + group * kRows * kStrideA * 4; }
   __device__ unsigned totals() const { return memory + Shared::totals + group * 4 * kSize * 4; }
 
+  __device__ unsigned turns() const { return memory + Shared::turns + ptx::thread() / 32 * 8 - kScanners * 4 * 8; }
   __device__ unsigned bad() const { return memory + Shared::bad + group * 16; }
   __device__ unsigned gate() const { return memory + Shared::gate + group * (kSize + 4) * 4; }
 
@@ -52,6 +53,17 @@ struct Bench {
   __device__ void sync() const { ptx::sync_threads(1 + 2 * group, kGroup); }
   __device__ void sync_as_solver() const { ptx::sync_threads(2 + 2 * group, kGroup); }
   __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
+
+  // The chunk that the warp is at: which it is of the group's, and of the block's. In shared memory: registers are scarce, and
+  // local memory is far.
+  __device__ unsigned turn() const { return ptx::load_shared(turns()); }
+  __device__ unsigned number() const { return ptx::load_shared(turns() + 4); }
+  __device__ void set_number(unsigned x) const { ptx::store_shared(turns() + 4, x); }
+  __device__ void set_turn(unsigned x) const {
+    __syncwarp();  // all have read the one before
+    ptx::store_shared(turns(), x);
+    __syncwarp();  // it is there
+  }
 
   // The lane's four channels of the warp's rows, in a tile of rows of 128 channels.
   struct Own {
@@ -176,7 +188,7 @@ class AnchoredScores {
   }
 
   // [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.
-  __device__ void run() const {
+  __device__ void run(unsigned stage) const {
     float scores[16];
     ptx::fence_products();
 #pragma unroll
@@ -200,7 +212,7 @@ class AnchoredScores {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const unsigned i = row + j % 2 * 8, c = j / 2 * 8 + first;
-        ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c),
+        ptx::store_shared(stage + Stage::Aqk + Bench::square(i, c),
                           ptx::pack<__half>(c <= i ? scores[2 * j] : 0, c < i ? scores[2 * j + 1] : 0));
       }
     }
