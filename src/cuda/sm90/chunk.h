@@ -87,7 +87,11 @@ struct Ring {
   __device__ void wait_full(unsigned chunk) const { ptx::wait_barrier(full(chunk), chunk / kStages % 2); }
   // Until the chunk that had the stage before has been read.
   __device__ void wait_empty(unsigned chunk) const {
-    if (chunk >= kStages) ptx::wait_barrier(empty(chunk), (chunk / kStages + 1) % 2);
+    while (!is_empty(chunk)) {
+    }
+  }
+  __device__ bool is_empty(unsigned chunk) const {
+    return chunk < kStages || ptx::has_phase_ended(empty(chunk), (chunk / kStages + 1) % 2);
   }
 };
 

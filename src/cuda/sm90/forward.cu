@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const unsigned total = Scan<T>(call, memory, group).run();
     if (!help) return;
     if (threadIdx.x == 0) courier(help, ring, total);
-    if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring, total);
+    if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring);
   } else {
     ptx::give_registers<256 - kScanRegisters>();
     Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
@@ -101,7 +101,10 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   if (const int64_t owners = owners_with_help(p)) {
     auto* workspace = static_cast<char*>(a.exec.workspace);
     help = {reinterpret_cast<Board*>(workspace + owners * kWindow * kImageBytes), workspace,
-            static_cast<unsigned>(owners)};
+            static_cast<unsigned>(owners), 5};
+    if (const char* e = getenv("KDA_LEAD")) help.lead = atoi(e);
+    if (const char* e = getenv("KDA_AHEAD")) help.ahead = atoi(e);
+    if (const char* e = getenv("KDA_SHARE")) help.share = atoi(e);
     KDA_CUDA(cudaMemsetAsync(help.boards, 0, owners * sizeof(Board), stream_of(a.exec)));
   }
   const dim3 grid(static_cast<unsigned>(help.boards ? blocks : std::min(items_of(p), blocks)));

@@ -15,6 +15,7 @@ namespace kda::cuda::sm90 {
 
 constexpr unsigned kWindow = 16;  // chunks of an owner that have room for an image
 constexpr unsigned kLead = 6;     // helpers leave the next ones to the owner, whose preparers are at them
+constexpr unsigned kShares = 16;
 
 // Chunks are numbered over all items of the owner.
 struct Board {
@@ -35,8 +36,12 @@ struct Help {
   Board* boards = nullptr;  // [owners]; nullptr: nobody helps
   char* images = nullptr;   // [owners][kWindow][kImageBytes]
   unsigned owners = 0;
+  unsigned share = 0;  // of kShares chunks, how many may be a helper's
+  unsigned lead = 6, ahead = 8;  // XXX
 
   __device__ explicit operator bool() const { return boards; }
+  // Chunks for helpers are spread evenly. Were all for them, they would claim as far ahead as they may, and then be late.
+  __device__ bool may_help(unsigned n) const { return (n + 1) * share / kShares != n * share / kShares; }
   __device__ bool owns() const { return blockIdx.x < owners; }
   __device__ Board& own() const { return boards[blockIdx.x]; }
   __device__ char* image(unsigned owner, unsigned n) const {
@@ -48,7 +53,7 @@ struct Help {
 
 // Claims chunk n of the block. Its result says, once it is there, whether a helper was first.
 __device__ inline unsigned claim(const Help& help, unsigned n) {
-  return help.owns() ? atomicMax(&help.own().claims[n % kWindow], 2 * n + 2) : 0;
+  return help.owns() && help.may_help(n) ? atomicMax(&help.own().claims[n % kWindow], 2 * n + 2) : 0;
 }
 __device__ inline bool is_helped(unsigned n, unsigned claimed) { return claimed == 2 * n + 3; }
 
@@ -78,34 +83,35 @@ class Scout {
  public:
   __device__ Scout(const ForwardProblem& p, const Help& help) : p_(p), help_(help), turn_(blockIdx.x) {}
 
-  // Waits while owners work, but none has a chunk to give away.
-  __device__ Task find() {
+  // Claims up to `most` chunks: returns the lanes that have one, in `task`. None: there will be no more. Waits while owners
+  // work, but none has a chunk to give away.
+  __device__ unsigned find(unsigned most, Task& task) {
     for (unsigned idle = 0; idle < kPatience; ++turn_) {
       // Lanes look at every 32nd owner each, and closer at one of those that work.
       bool waits = false;  // for an owner that has not begun
       unsigned long long place = 0;
-      unsigned owner = 0, rank = 0;
       for (unsigned o = threadIdx.x % 32, i = turn_; o < help_.owners; o += 32, ++i) {
-        const unsigned long long at = ptx::load_acquire(&help_.boards[o].place);
+        const unsigned long long at = ptx::load_relaxed(&help_.boards[o].place);
         waits = waits || !at;
-        if (at && at != kClosed && (!place || i % 4 == 0)) place = at, owner = o;
+        if (at && at != kClosed && (!place || i % 4 == 0)) place = at, task.owner = o;
       }
-      Task task{owner};
-      unsigned claimed = 0;
-      if (place) rank = look(place, task, claimed);
-      const unsigned best = __reduce_max_sync(kAll, rank), winner = __ffs(__ballot_sync(kAll, rank == best)) - 1;
-      bool success = false;
-      if (best && threadIdx.x % 32 == winner)
-        success = atomicCAS(&help_.boards[owner].claims[task.n % kWindow], claimed, 2 * task.n + 3) == claimed;
-      if (__any_sync(kAll, success))
-        return {__shfl_sync(kAll, task.owner, winner), __shfl_sync(kAll, task.n, winner),
-                __shfl_sync(kAll, task.item, winner), __shfl_sync(kAll, task.chunk, winner)};
+      unsigned claimed = 0, rank = place ? look(place, task, claimed) : 0;
+      bool chosen = false;
+      for (unsigned i = 0; i < most; ++i) {
+        const unsigned best = __reduce_max_sync(kAll, rank);
+        if (!best) break;
+        const unsigned winner = __ffs(__ballot_sync(kAll, rank == best)) - 1;
+        if (threadIdx.x % 32 == winner) chosen = true, rank = 0;
+      }
+      const bool success = chosen && atomicCAS(&help_.boards[task.owner].claims[task.n % kWindow], claimed,
+                                               2 * task.n + 3) == claimed;
+      if (const unsigned lanes = __ballot_sync(kAll, success)) return lanes;
       if (!__any_sync(kAll, place != 0)) {
         if (!__any_sync(kAll, waits)) break;
         ++idle;  // an owner may not be resident before this block ends
       }
     }
-    return {Task::kNone};
+    return 0;
   }
 
  private:
@@ -114,19 +120,20 @@ class Scout {
   // The first free chunk of an owner: returns more the more chunks its item has left, 0 if none is free.
   __device__ unsigned look(unsigned long long place, Task& task, unsigned& claimed) const {
     const Board& board = help_.boards[task.owner];
-    const unsigned consumed = ptx::load_acquire(&board.consumed), base = static_cast<unsigned>(place);
+    const unsigned consumed = ptx::load_relaxed(&board.consumed), base = static_cast<unsigned>(place);
     task.item = static_cast<unsigned>(place >> 32) - 1;
-    const Item item(p_, task.item);
-    const auto length = static_cast<unsigned>(sequence_at(p_, p_.args.in, item.n).length);
-    const unsigned end = base + (length + kRows - 1) / kRows;
     unsigned claims[kWindow];  // all asked for before the first is looked at
 #pragma unroll
     for (unsigned i = 0; i < kWindow; ++i) claims[i] = *static_cast<const volatile unsigned*>(board.claims + i);
+    const Item item(p_, task.item);
+    const auto length = static_cast<unsigned>(sequence_at(p_, p_.args.in, item.n).length);
+    const unsigned end = base + (length + kRows - 1) / kRows;
     unsigned free = end;
 #pragma unroll
     for (unsigned i = 0; i < kWindow; ++i) {
       const unsigned n = consumed + (i - consumed) % kWindow;  // the slot's chunk of the window from `consumed` on
-      if (n >= max(base, consumed + kLead) && n < free && claims[i] < 2 * n + 2) free = n, claimed = claims[i];
+      if (n >= max(base, consumed + help_.lead) && n < free && claims[i] < 2 * n + 2 && help_.may_help(n))
+        free = n, claimed = claims[i];
     }
     task.n = free, task.chunk = free - base;
     // Those that are as far as each other in turns, or all scouts would be after one chunk.
@@ -154,17 +161,32 @@ struct Queue {
 };
 
 // By a warp of a scanning warpgroup that has no items left.
-__device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring, unsigned total) {
+__device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring) {
   Scout scout(p, help);
-  unsigned last = 0;  // plans of preparers, two each, that have been told to stop
-  for (unsigned q = 0; last < 2 * kPreparers; ++q) {
-    if (q >= kQueue) ptx::wait_barrier(Queue::freed(ring.memory, q), Queue::parity(q - kQueue));
-    const Task task = last ? Task{Task::kNone} : scout.find();
-    last += task.owner == Task::kNone;
-    if (threadIdx.x % 32 == 0) {
-      Queue::here().tasks[q % kQueue] = task;
-      ptx::arrive(Queue::found(ring.memory, q));
+  const auto is_free = [&](unsigned q) {
+    return q < help.ahead || ptx::has_phase_ended(Queue::freed(ring.memory, q - help.ahead), Queue::parity(q - help.ahead));
+  };
+  const auto hand_on = [&](unsigned q, const Task& task) {
+    Queue::here().tasks[q % kQueue] = task;
+    ptx::arrive(Queue::found(ring.memory, q));
+  };
+  unsigned q = 0;
+  for (;;) {
+    while (!is_free(q)) {
     }
+    Task task;
+    unsigned most = 1;  // several at once, since looking takes as long as preparing one
+    while (most < 4 && __all_sync(kAll, is_free(q + most))) ++most;
+    const unsigned lanes = scout.find(most, task), lane = threadIdx.x % 32;
+    if (!lanes) break;
+    if (lanes >> lane & 1) hand_on(q + __popc(lanes & ((1u << lane) - 1)), task);
+    q += __popc(lanes);
+  }
+  // Preparers have two plans each: all are told.
+  for (const unsigned end = q + 2 * kPreparers; q < end; ++q) {
+    while (!is_free(q)) {
+    }
+    if (threadIdx.x % 32 == 0) hand_on(q, {Task::kNone});
   }
 }
 

@@ -126,6 +126,7 @@ class Preparation {
         settle(plan(turn + 1));
         decide(plan(turn));
       }
+      if (fetches_late_) fetch(plan(turn + 1));
       if (!fetched) at_.sync();  // what is next is known
     }
   }
@@ -269,10 +270,11 @@ class Preparation {
     at_.forget();
     const unsigned turn = at_.turn(), number = at_.number(), stage = ring().stage(number);
     at_.factors = stage + Stage::factors;
-    // A stage that this chunk has to leave first cannot be waited for here.
+    // A stage that this chunk has to leave first is not waited for; nor is another one before the scan can have this chunk.
     const Plan& next = plan(turn + 1);
     const bool fetches = !next.open && next.any() && next.number < number + kStages;
-    if (fetches) fetch(next);
+    fetches_late_ = fetches && !__all_sync(kAll, ring().is_empty(next.number));
+    if (fetches && !fetches_late_) fetch(next);
     scores.run(stage);
     if (kWideGate && fetches) {
       at_.sync();  // nobody reads tiles any more
@@ -339,32 +341,35 @@ class Preparation {
       if (at_.lane < rows && beta != beta) bad = at_.lane;
     }
     // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
-    float by_q[4] = {}, by_k[4] = {};
+    float by_q[2][4] = {}, by_k[2][4] = {};  // of even and odd steps: shorter chains
     const unsigned r = at_.lane % 8,
                    from = stage + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       unsigned a[4];
       ptx::load_matrices(a, from + j / 4 * kHalf + ((j % 4 * 2 + at_.lane / 16 ^ r) << 4));
-      ptx::mma<T>(by_q, a, a[0], a[2]);
-      ptx::mma<T>(by_k, a, a[1], a[3]);
+      ptx::mma<T>(by_q[j % 2], a, a[0], a[2]);
+      ptx::mma<T>(by_k[j % 2], a, a[1], a[3]);
     }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) by_q[0][e] += by_q[1][e], by_k[0][e] += by_k[1][e];
     const unsigned row = at_.lane / 4;  // whose elements are in one of its four lanes
     if (at_.lane % 4 != row / 2) return bad;
     float q = 1, k = 1;
-    const float qq = row % 2 ? by_q[1] : by_q[0], kk = row % 2 ? by_k[3] : by_k[2], sum = qq + kk;
+    const float qq = row % 2 ? by_q[0][1] : by_q[0][0], kk = row % 2 ? by_k[0][3] : by_k[0][2], sum = qq + kk;
     if (x.qk_l2norm) q *= ptx::inverse_root(qq + 1e-6f), k *= ptx::inverse_root(kk + 1e-6f);
     if (sum - sum != 0) bad = min(bad, 8 * at_.warp + row);
     at_.store_factor(Bench::kQuery, 8 * at_.warp + row, q);
     at_.store_factor(Bench::kKey, 8 * at_.warp + row, k);
     if (Scores::kTakesDiagonal)
-      at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[1] : by_k[0]));
+      at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[0][1] : by_k[0][0]));
     return bad;
   }
 
   const Call& call_;
   Bench at_;
   unsigned beta_;  // of row at_.lane, raw: of warp 0
+  bool fetches_late_ = false;
 };
 
 }  // namespace kda::cuda::sm90

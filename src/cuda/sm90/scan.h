@@ -36,8 +36,7 @@ class Scan {
         ring_{memory},
         lane_(threadIdx.x % 32),
         column_(group * 64 + threadIdx.x / 32 % 4 * 16),
-        half_(group * kHalf),
-        out_(memory + Shared::out + (group * 4 + threadIdx.x / 32 % 4) * kRows * Shared::kOutStride) {}
+        half_(group * kHalf) {}
 
   // Returns how many chunks there were.
   __device__ unsigned run() {
@@ -75,7 +74,8 @@ class Scan {
               if (call_.v_new.data) store_corrections(item, t, U);
             });
         if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
-        if (call_.help && threadIdx.x == 0) ptx::store_release(&call_.help.own().consumed, number + 1);
+        // (Nothing is to be seen with it: the chunk's image has been read.)
+        if (call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
       }
       if (length) store_outputs(to - step, (length - 1) % kRows + 1);
       keep(item, length);
@@ -226,9 +226,9 @@ class Scan {
 #pragma unroll
     for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
     ptx::commit_products();
-    meanwhile();
     unsigned v[2][4];
     load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
+    meanwhile();
     ptx::wait_for_products<0>();
 
     unsigned R[2][4];
@@ -276,7 +276,7 @@ class Scan {
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
-      ptx::store_transposed(out_ + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
+      ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
     __syncwarp();  // outputs are there
   }
 
@@ -321,6 +321,11 @@ class Scan {
 
   // ---- outputs ----
 
+  // The warp's own: asked for anew, since registers are scarce.
+  __device__ unsigned staged() const {
+    return ring_.memory + Shared::out + ptx::thread() / 32 * kRows * Shared::kOutStride;
+  }
+
   __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
     const View& o = call_.x.o;
     const unsigned v = threadIdx.x % kGroup;
@@ -333,7 +338,7 @@ class Scan {
 #pragma unroll
     for (unsigned j = 0; j < 2; ++j) {
       const unsigned row = 16 * j + lane_ / 2;
-      const uint4 x = ptx::load_shared4(out_ + row * Shared::kOutStride + lane_ % 2 * 16);
+      const uint4 x = ptx::load_shared4(staged() + row * Shared::kOutStride + lane_ % 2 * 16);
       if (row < count) *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x;
     }
     __syncwarp();  // and may be overwritten
@@ -353,7 +358,7 @@ class Scan {
   const Call& call_;
   const Ring ring_;
   unsigned lane_;
-  const unsigned column_, half_, out_;
+  const unsigned column_, half_;
   float S_[64];    // S^T / unit_: accumulators
   float unit_[2];  // of the thread's two columns
 };

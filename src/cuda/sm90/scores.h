@@ -160,6 +160,7 @@ class AnchoredScores {
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
     const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
     float norms_q[4], norms_k[4];
+    uint2 next_q = ptx::load_shared2(stage[0] + Stage::q), next_k = ptx::load_shared2(stage[0] + Stage::k);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (i % 4 == 0) {
@@ -168,8 +169,9 @@ class AnchoredScores {
       }
       const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
       float q[4], k[4], column[4];
-      four_of<T>(ptx::load_shared2(stage[i] + Stage::q), q);
-      four_of<T>(ptx::load_shared2(stage[i] + Stage::k), k);
+      four_of<T>(next_q, q), four_of<T>(next_k, k);
+      // Before this row's stores, which loads do not pass.
+      if (i < 7) next_q = ptx::load_shared2(stage[i + 1] + Stage::q), next_k = ptx::load_shared2(stage[i + 1] + Stage::k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
