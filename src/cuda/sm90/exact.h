@@ -14,8 +14,8 @@ namespace kda::cuda::sm90 {
 
 class ExactScores {
  public:
-  static constexpr bool kTakesDiagonal = false;
-  static constexpr float kMost = 25;  // of -log2 alpha, for scores
+  static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
+  static constexpr float kMost = 25;            // of -log2 alpha, for scores
 
   // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
   struct Gate {
@@ -164,6 +164,9 @@ class ExactScores {
       ptx::mma<__nv_bfloat16>(d, rows[j], k[0], k[1]);
       ptx::mma<__nv_bfloat16>(d, rows[j + 1], k[2], k[3]);
     }
+    const unsigned i = at_.lane / 4, c = at_.lane % 4 * 2;
+    const float diagonal = at_.factor(Bench::kDiagonal, 8 * at_.warp + i);
+    d[0] = c < i ? d[0] : c == i ? diagonal : 0, d[1] = c + 1 < i ? d[1] : c + 1 == i ? diagonal : 0;
     store(d, at_.warp);
     if (at_.warp == 0) return;
 #pragma unroll
@@ -226,8 +229,7 @@ class ExactScores {
   // Entries of Aqk and Akk in columns of warp `other`. What is not below the diagonal of Akk is not read.
   __device__ void store(const float (&d)[4], unsigned other) const {
     const unsigned i = 8 * at_.warp + at_.lane / 4, c = 8 * other + at_.lane % 4 * 2;
-    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c),
-                      ptx::pack<__half>(c <= i ? d[0] : 0, c < i ? d[1] : 0));
+    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c), ptx::pack<__half>(d[0], d[1]));
     const float beta = at_.factor(Bench::kBeta, i);
     ptx::store_shared_f32x2(at_.A() + (i * kStrideA + c) * 4, make_float2(d[2] * beta, d[3] * beta));
   }
