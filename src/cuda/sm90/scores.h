@@ -55,11 +55,11 @@ struct Bench {
 
   // The lane's four channels of the warp's rows, in a tile of rows of 128 channels.
   struct Own {
-    unsigned first, piece;
-    __device__ unsigned operator[](int i) const { return first + (piece ^ i << 4) + i * kRowBytes; }
+    unsigned first;  // bits 4 to 6: the piece
+    __device__ unsigned operator[](int i) const { return (first ^ i << 4) + i * kRowBytes; }
   };
   __device__ Own own(unsigned tile) const {
-    return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 2 * 8, lane % 16 / 2 << 4};
+    return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 16 / 2 * 16 + lane % 2 * 8};
   }
   // Where column c of row i is in T and Aqk.
   __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
