@@ -150,45 +150,34 @@ class ExactScores {
     const unsigned mine = at_.totals() + at_.warp * kSize * 4;  // nobody reads totals any more
     ptx::store_shared2(mine + at_.lane * 8, make_uint2(to_start_[0], to_start_[1]));
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
-    unsigned rows[8][4];
+    const unsigned from =
+        at_.rows() + (m % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes + ((m / 2 ^ r) << 4);
+    unsigned rows[8][4], k[4][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) ptx::load_matrices(rows[j], (from ^ j % 4 << 5) + j / 4 * kHalf);
+    load_keys(k, at_.warp);
+    const unsigned i = at_.lane / 4, c = at_.lane % 4 * 2;
+    const float beta = at_.factor(Bench::kBeta, 8 * at_.warp + i);
+    const float diagonal = at_.factor(Bench::kDiagonal, 8 * at_.warp + i);
+    __syncwarp();  // zeros and decays are there
+    float d[4];
+    multiply(d, rows, k);
+    d[0] = c < i ? d[0] : c == i ? diagonal : 0, d[1] = c + 1 < i ? d[1] : c + 1 == i ? diagonal : 0;
+    store(d, at_.warp, beta);
+    if (at_.warp == 0) return;
+    unsigned decay[4][4];
+    load_decays(decay, mine);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      ptx::load_matrices(rows[j], at_.rows() + (m % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes +
-                                      j / 4 * kHalf + ((j % 4 * 2 + m / 2 ^ r) << 4));
-    __syncwarp();  // zeros and decays are there
-    float d[4] = {};
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      unsigned k[4];
-      load_keys(k, at_.warp, j);
-      ptx::mma<__nv_bfloat16>(d, rows[j], k[0], k[1]);
-      ptx::mma<__nv_bfloat16>(d, rows[j + 1], k[2], k[3]);
-    }
-    const unsigned i = at_.lane / 4, c = at_.lane % 4 * 2;
-    const float diagonal = at_.factor(Bench::kDiagonal, 8 * at_.warp + i);
-    d[0] = c < i ? d[0] : c == i ? diagonal : 0, d[1] = c + 1 < i ? d[1] : c + 1 == i ? diagonal : 0;
-    store(d, at_.warp);
-    if (at_.warp == 0) return;
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      unsigned decay[4];
-      load_decays(decay, mine, j);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) scale(rows[j + i / 4][i % 4], decay[i / 4 * 2 + i % 4 / 2]);
-    }
+      for (int e = 0; e < 4; ++e) scale(rows[j][e], decay[j / 2][j % 2 * 2 + e / 2]);
 #pragma unroll 1
     for (unsigned other = 0; other < at_.warp; ++other) {
-      float d[4] = {};
+      load_keys(k, other), load_decays(decay, decays(at_.warp, other));
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        unsigned k[4], decay[4];
-        load_keys(k, other, j), load_decays(decay, decays(at_.warp, other), j);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scale(k[i], decay[i]);
-        ptx::mma<__nv_bfloat16>(d, rows[j], k[0], k[1]);
-        ptx::mma<__nv_bfloat16>(d, rows[j + 1], k[2], k[3]);
-      }
-      store(d, other);
+      for (int e = 0; e < 16; ++e) scale(k[e / 4][e % 4], decay[e / 4][e % 4]);
+      multiply(d, rows, k);
+      store(d, other, beta);
     }
   }
 
@@ -212,13 +201,16 @@ class ExactScores {
                             make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
   }
 
-  // Right operands of channels 16 j .. 16 j + 31: of keys of a warp's rows; and powers of two of the same channels.
-  __device__ void load_keys(unsigned (&k)[4], unsigned warp, int j) const {
+  // Right operands: of keys of a warp's rows; and powers of two of the same channels.
+  __device__ void load_keys(unsigned (&k)[4][4], unsigned warp) const {
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
-    ptx::load_matrices(k, at_.columns() + (8 * warp + r) * kRowBytes + j / 4 * kHalf + ((j % 4 * 2 + m ^ r) << 4));
+    const unsigned from = at_.columns() + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) ptx::load_matrices(k[j], (from ^ j % 2 << 6) + j / 2 * kHalf);
   }
-  __device__ void load_decays(unsigned (&x)[4], unsigned from, int j) const {
-    ptx::load_matrices(x, from + at_.lane / 8 * 16 + j * 32);
+  __device__ void load_decays(unsigned (&x)[4][4], unsigned from) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) ptx::load_matrices(x[j], from + at_.lane / 8 * 16 + j * 64);
   }
   __device__ static void scale(unsigned& x, unsigned by) {
     const __nv_bfloat162 product =
@@ -226,12 +218,24 @@ class ExactScores {
     x = reinterpret_cast<const unsigned&>(product);
   }
 
+  // d = [q; k] k^T of eight rows each, as two sums that need not wait for each other.
+  __device__ static void multiply(float (&d)[4], const unsigned (&rows)[8][4], const unsigned (&k)[4][4]) {
+    float other[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] = other[e] = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      ptx::mma<__nv_bfloat16>(d, rows[2 * j], k[j][0], k[j][1]);
+      ptx::mma<__nv_bfloat16>(other, rows[2 * j + 1], k[j][2], k[j][3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] += other[e];
+  }
   // Entries of Aqk and Akk in columns of warp `other`. What is not below the diagonal of Akk is not read.
-  __device__ void store(const float (&d)[4], unsigned other) const {
-    const unsigned i = 8 * at_.warp + at_.lane / 4, c = 8 * other + at_.lane % 4 * 2;
-    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c), ptx::pack<__half>(d[0], d[1]));
-    const float beta = at_.factor(Bench::kBeta, i);
-    ptx::store_shared_f32x2(at_.A() + (i * kStrideA + c) * 4, make_float2(d[2] * beta, d[3] * beta));
+  __device__ void store(const float (&d)[4], unsigned other, float beta) const {
+    const unsigned i = 8 * at_.warp + at_.lane / 4, j = at_.lane % 4;
+    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
+    ptx::store_shared_f32x2(at_.A() + (i * kStrideA + 8 * other + 2 * j) * 4, make_float2(d[2] * beta, d[3] * beta));
   }
 
   Bench& at_;
