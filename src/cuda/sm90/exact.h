@@ -84,32 +84,32 @@ class ExactScores {
   template <class T>
   __device__ void tiles() {
     const unsigned lane = at_.lane;
-    if (at_.warp == 0) store_ell();
-    float G[4] = {}, anchor[4];
+    float total[4][4], G[4] = {}, anchor[4], decay[4];
 #pragma unroll
-    for (unsigned w = 0; w < 4; ++w) {
-      if (w == at_.warp) {
-        float to_start[4];
+    for (unsigned w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+      // G before the warp's rows; then, row by row, from the anchor on.
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          anchor[e] = rintf(G[e] + G_[3][e]);
-          to_start[e] = ptx::exp2(anchor[e] - rintf(G[e]));
+    for (unsigned w = 0; w < 3; ++w)
+      if (w < at_.warp) add(G, total[w]);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) G_[i][e] += G[e] - anchor[e];
-        }
-        to_start_[0] = ptx::pack<__nv_bfloat16>(to_start[0], to_start[1]);
-        to_start_[1] = ptx::pack<__nv_bfloat16>(to_start[2], to_start[3]);
-      } else if (w > at_.warp) {
-        float decay[4];
+    for (int e = 0; e < 4; ++e) {
+      anchor[e] = rintf(G[e] + G_[3][e]);
+      decay[e] = ptx::exp2(anchor[e] - rintf(G[e]));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) decay[e] = ptx::exp2(rintf(G[e]) - anchor[e]);
-        store_four<__nv_bfloat16>(decays(w, at_.warp) + lane * 8, decay);
-      }
-      float total[4];
-      load_four(at_.totals() + (w * kSize + lane * 4) * 4, total);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) G[e] += total[e];
+      for (int i = 0; i < 8; ++i) G_[i][e] += G[e] - anchor[e];
     }
+    to_start_[0] = ptx::pack<__nv_bfloat16>(decay[0], decay[1]);
+    to_start_[1] = ptx::pack<__nv_bfloat16>(decay[2], decay[3]);
+    // G before the rows of each warp behind, and at the end.
+#pragma unroll
+    for (unsigned w = 1; w < 4; ++w) {
+      if (w <= at_.warp) continue;
+      add(G, total[w - 1]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) decay[e] = ptx::exp2(rintf(G[e]) - anchor[e]);
+      store_four<__nv_bfloat16>(decays(w, at_.warp) + lane * 8, decay);
+    }
+    add(G, total[3]);
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
@@ -140,6 +140,7 @@ class ExactScores {
       store_four<__half>(stage[i] + Stage::q, q);
       store_four<__half>(stage[i] + Stage::kg, column);
     }
+    if (at_.warp == 0) store_ell();
   }
 
   // [q; k] of the warp's rows times k of their own, and of each warp's before.
@@ -188,15 +189,15 @@ class ExactScores {
     return stage_ + Stage::T + (w * (w - 1) / 2 + o) * kSize * 2;
   }
 
+  __device__ static void add(float (&x)[4], const float (&y)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] += y[e];
+  }
   __device__ void store_ell() const {
-    float ell[4];
+    float ell[4] = {}, total[4];
 #pragma unroll
-    for (unsigned w = 0; w < 4; ++w) {
-      float total[4];
-      load_four(stage_ + kGiven + (w * kSize + at_.lane * 4) * 4, total);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ell[e] = w ? ell[e] + total[e] : total[e];
-    }
+    for (unsigned w = 0; w < 4; ++w)
+      load_four(stage_ + kGiven + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
     ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
                             make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
   }
