@@ -104,6 +104,13 @@ __device__ inline float inverse_root(float x) {
   return y;
 }
 
+// The lesser of two numbers; NaN if one is.
+__device__ inline float least(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // x y; subnormal results are 0.
 __device__ inline float multiply_flushed(float x, float y) {
   float z;

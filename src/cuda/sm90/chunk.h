@@ -17,8 +17,7 @@ constexpr unsigned kThreads = (kScanners + kPreparers) * kGroup;
 // its row is its number ^ row % 8.
 constexpr unsigned kHalf = 8192, kRowBytes = 128;
 
-// The operands of a chunk. While a chunk is on its way to the preparation, its raw k, q and g lie where kG, qG and kg will
-// be: a lane reads there what it writes.
+// The operands of a chunk.
 struct Stage {
   static constexpr unsigned k = 0, q = kRows * kRowBytes;  // kG; qG: fp16
   static constexpr unsigned kg = 2 * kHalf;                // fp16
@@ -26,10 +25,9 @@ struct Stage {
   static constexpr unsigned T = 4 * kHalf;                 // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
   static constexpr unsigned Aqk = T + kRows * 64;          // likewise
   static constexpr unsigned ell = Aqk + kRows * 64;        // decay of each channel: f32
-  static constexpr unsigned factors = ell + kSize * 4;     // of rows, for the preparation: f32
-  static constexpr unsigned bytes = factors + 4 * kRows * 4;
+  static constexpr unsigned end = ell + kSize * 4;
+  static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // stages follow each other
 };
-static_assert(Stage::bytes % 1024 == 0, "stages follow each other");
 constexpr unsigned kStages = 4, kQueue = 8;  // and tasks that helpers have found
 
 constexpr unsigned kStrideA = 36;
@@ -47,7 +45,9 @@ struct Shared {
   static constexpr unsigned kPlanBytes = 160;
   static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
-  static constexpr unsigned bad = queue + 144;                            // of each preparer: rows, of each warp
+  static constexpr unsigned kFactorBytes = 4 * kRows * 4;
+  static constexpr unsigned factors = queue + 144;                            // of each preparer: of rows, two chunks
+  static constexpr unsigned bad = factors + kPreparers * 2 * kFactorBytes;                            // of each preparer: rows, of each warp
   static constexpr unsigned turns = bad + kPreparers * 16;                // likewise: chunks that they are at
   static constexpr unsigned tasks = turns + kPreparers * 32;              // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;

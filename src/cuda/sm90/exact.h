@@ -1,9 +1,12 @@
-// Scores for any gate, exact: every factor is a product of alphas and at most 1, so that nothing is divided and -inf is a
-// decay to 0 (math.md 4.4 c). An entry's two factors meet at the end of a row between i and j, the coarsest there is:
-//   rows 16..31 x columns 0..15                        end of row 15      far tiles    on tensor cores
-//   the upper eight rows x the lower eight of 16       end of the eighth  near tiles   on tensor cores
-//   the upper four rows x the lower four of a warp's   end of the fourth  near tiles before they are that; likewise
-//   pairs of four rows, and the diagonal                                               in f32, by lanes
+// Scores for any gate. A product of decays from j to i meets at whole numbers in between, so that no factor ends:
+//   G_i - G_j = (G_i - R_w) + (R_w - B_w) + (B_w - R_o) + (R_o - G_j)    i in eight rows w, j in o: of log2
+// with G the sum of log2 alpha from the chunk's start, B_w what it is before w, R_w after the fourth row of w, both rounded.
+// The outer two are in operands, as in AnchoredScores, but each eight rows have an anchor; the inner two, powers of two and
+// so exact in bf16, come to operands in registers. There a token decays by 2^-25 at most. What is less, an entry with this
+// step in between, is 0 next to f32 rounding of 1, and 0 in the fp16 of the scan's operands. But ell has what is given. So
+//   (G_i - R_w) is in -100.5 .. 75.5, (R_o - G_j) in -75.5 .. 100.5, (R_w - B_w) in -101 .. 1: normal numbers
+//   (B_w - R_o) is -101 .. 1, and what eight rows between add; where it is below -126, the entry is below 2^-25
+// -inf is a decay to 0, nothing is divided, and what is above the diagonal, where numbers are large, is not used.
 #pragma once
 #include "cuda/sm90/scores.h"
 
@@ -11,224 +14,235 @@ namespace kda::cuda::sm90 {
 
 class ExactScores {
  public:
-  static constexpr bool kTakesDiagonal = true;
-  // alpha of the lane's channels.
+  static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
+  static constexpr float kMost = 25;            // of -log2 alpha, for scores
+
+  // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
   struct Gate {
     int32_t form;
-    float a, bound, bias[4];
-    __device__ Gate(const Tokens& x, const Bench& at) : form(x.gate_form), a(at.gate_rate()), bound(x.lower_bound) {
-      at.gate_bias(bias);
+    float rate, most, factor, shift[4];
+    __device__ Gate(const Tokens& x, const Bench& at) : form(x.gate_form) {
+      const float a = ptx::least(at.gate_rate(), 1e30f);  // no inf
+      const bool softplus = form == KDA_GATE_SOFTPLUS;
+      factor = softplus ? kLog2e : -kLog2e * a;
+      rate = softplus ? a : form == KDA_GATE_LOWER_BOUND ? -x.lower_bound * kLog2e : kLog2e;
+      most = kMost * ptx::reciprocal(rate);
+      at.gate_bias(shift);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) shift[e] *= factor;
     }
-    __device__ float operator()(int e, float x, bool real) const {
-      if (form == KDA_GATE_SOFTPLUS) x = -a * softplus(x + bias[e]);
-      if (form == KDA_GATE_LOWER_BOUND) x = bound * sigmoid(a * (x + bias[e]));
-      return ptx::exp2(x * (real ? kLog2e : 0));
+    __device__ void operator()(float (&x)[4]) const {
+      if (form == KDA_GATE_SOFTPLUS) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = softplus(fmaf(factor, x[e], shift[e]));
+      } else if (form == KDA_GATE_LOWER_BOUND) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + ptx::exp2(fmaf(factor, x[e], shift[e])));
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = -x[e];
+      }
+    }
+    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|; the latter by a polynomial, to 8.5e-6 of itself.
+    __device__ static float softplus(float x) {
+      const float e = ptx::exp2(-fabsf(x));
+      float p = -0.03443591f;
+      p = fmaf(p, e, 0.1460329f);
+      p = fmaf(p, e, -0.30303621f);
+      p = fmaf(p, e, 0.46917409f);
+      p = fmaf(p, e, -0.72042614f);
+      p = fmaf(p, e, 1.44268286f);
+      return fmaf(p, e, fmaxf(x, 0));  // fmaxf drops a NaN, e keeps it
     }
   };
 
   __device__ ExactScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
+  // Row i of the warp, from the first on. Behind the last row nothing decays.
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
+    float y[4] = {x[0], x[1], x[2], x[3]};
+    gate(y);
+    const float rate = real ? gate.rate : 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) alpha_[i][e] = gate(e, x[e], real);
-  }
-  __device__ bool is_fine(int i) const {
-    bool fine = true;
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-      const float sum = (alpha_[r][0] + alpha_[r][1]) + (alpha_[r][2] + alpha_[r][3]);
-      fine = fine && (r > i || sum == sum);
+    for (int e = 0; e < 4; ++e) {
+      total_[e] = fmaf(-rate, y[e], i ? total_[e] : 0);
+      G_[i][e] = fmaf(-rate, ptx::least(y[e], gate.most), i ? G_[i ? i - 1 : 0][e] : 0);
     }
-    return fine;
+  }
+  // Of the lane's channels, all rows up to the warp's row i: no NaN?
+  __device__ bool is_fine(int i) const {
+    const float sum = (G_[i][0] + G_[i][1]) + (G_[i][2] + G_[i][3]);
+    return sum == sum;
   }
   __device__ void share_totals() const {
-    float total[4] = {1, 1, 1, 1};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) times(total, alpha_[i]);
-    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + at_.lane * 4) * 4,
-                            make_float4(total[0], total[1], total[2], total[3]));
+    const unsigned place = (at_.warp * kSize + at_.lane * 4) * 4;
+    ptx::store_shared_f32x4(at_.totals() + place, make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
+    ptx::store_shared_f32x4(stage_ + kGiven + place, make_float4(total_[0], total_[1], total_[2], total_[3]));
   }
 
+  // Operands of the scan and of scores, from the raw rows on the bench.
   template <class T>
   __device__ void tiles() {
-    // Aqk is zero where nothing else comes.
-    ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
-    __syncwarp();  // before the entries come
-    diagonal<T>();
-    at_.forget();
-    float total[4][4];
+    const unsigned lane = at_.lane;
+    float total[4][4], G[4] = {}, anchor[4], decay[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + at_.lane * 4) * 4, total[w]);
-    at_.forget();
-    keys_to_the_end<T>(total);
-    at_.forget();
-    rows_from_the_start<T>(total);
-    if (at_.warp == 0) {
+    for (unsigned w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+      // G before the warp's rows; then, row by row, from the anchor on.
 #pragma unroll
-      for (int w = 1; w < 4; ++w) times(total[0], total[w]);
-      ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
-                              make_float4(total[0][0], total[0][1], total[0][2], total[0][3]));
+    for (unsigned w = 0; w < 3; ++w)
+      if (w < at_.warp) add(G, total[w]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      anchor[e] = rintf(G[e] + G_[3][e]);
+      decay[e] = ptx::exp2(anchor[e] - rintf(G[e]));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) G_[i][e] += G[e] - anchor[e];
     }
+    to_start_[0] = ptx::pack<__nv_bfloat16>(decay[0], decay[1]);
+    to_start_[1] = ptx::pack<__nv_bfloat16>(decay[2], decay[3]);
+    // G before the rows of each warp behind, and at the end.
+#pragma unroll
+    for (unsigned w = 1; w < 4; ++w) {
+      if (w <= at_.warp) continue;
+      add(G, total[w - 1]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) decay[e] = ptx::exp2(rintf(G[e]) - anchor[e]);
+      store_four<__nv_bfloat16>(decays(w, at_.warp) + lane * 8, decay);
+    }
+    add(G, total[3]);
+    float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
+    const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
+    float norms_q[4], norms_k[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i % 4 == 0) {
+        const unsigned row = 8 * at_.warp + i;
+        at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
+      }
+      const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
+      float q[4], k[4], column[4];
+      four_of<T>(ptx::load_shared2(rows[i] + Stage::q), q);
+      four_of<T>(ptx::load_shared2(rows[i] + Stage::k), k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
+        k[e] *= norm_k, q[e] *= norm_q;
+        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
+      }
+      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
+      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
+      store_four<__nv_bfloat16>(columns[i], column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
+      store_four<__half>(stage[i] + Stage::k, k);
+      store_four<__half>(stage[i] + Stage::q, q);
+      store_four<__half>(stage[i] + Stage::kg, column);
+    }
+    if (at_.warp == 0) store_ell();
   }
 
-  // The warp's rows against those of each warp before it.
+  // [q; k] of the warp's rows times k of their own, and of each warp's before.
   __device__ void run(unsigned) {
     at_.forget();
+    // Aqk is zero where nothing else comes.
+    ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
+    const unsigned mine = at_.totals() + at_.warp * kSize * 4;  // nobody reads totals any more
+    ptx::store_shared2(mine + at_.lane * 8, make_uint2(to_start_[0], to_start_[1]));
+    const unsigned r = at_.lane % 8, m = at_.lane / 8;
+    const unsigned from =
+        at_.rows() + (m % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes + ((m / 2 ^ r) << 4);
+    unsigned rows[8][4], k[4][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) ptx::load_matrices(rows[j], (from ^ j % 4 << 5) + j / 4 * kHalf);
+    load_keys(k, at_.warp);
+    const unsigned i = at_.lane / 4, c = at_.lane % 4 * 2;
+    const float beta = at_.factor(Bench::kBeta, 8 * at_.warp + i);
+    const float diagonal = at_.factor(Bench::kDiagonal, 8 * at_.warp + i);
+    __syncwarp();  // zeros and decays are there
+    float d[4];
+    multiply(d, rows, k);
+    d[0] = c < i ? d[0] : c == i ? diagonal : 0, d[1] = c + 1 < i ? d[1] : c + 1 == i ? diagonal : 0;
+    store(d, at_.warp, beta);
+    if (at_.warp == 0) return;
+    unsigned decay[4][4];
+    load_decays(decay, mine);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scale(rows[j][e], decay[j / 2][j % 2 * 2 + e / 2]);
 #pragma unroll 1
     for (unsigned other = 0; other < at_.warp; ++other) {
-      const bool far = at_.warp / 2 != other / 2;
-      float d[4] = {};
-      multiply(d, far ? q_far() : q_near(), far ? k_far() : k_near(), other);
-      store(d, other, true);
+      load_keys(k, other), load_decays(decay, decays(at_.warp, other));
+#pragma unroll
+      for (int e = 0; e < 16; ++e) scale(k[e / 4][e % 4], decay[e / 4][e % 4]);
+      multiply(d, rows, k);
+      store(d, other, beta);
     }
   }
 
  private:
-  __device__ static void times(float (&x)[4], const float (&y)[4]) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] *= y[e];
-  }
-  // Row i of the warp, normalised.
-  template <class T>
-  __device__ void load(unsigned from, Bench::Factor norm, int i, float (&x)[4]) const {
-    four_of<T>(ptx::load_shared2(at_.own(stage_)[i] + from), x);
-    const float factor = at_.factor(norm, 8 * at_.warp + i);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] *= factor;
-  }
-  __device__ void store_scaled(unsigned to, const float (&x)[4], const float (&by)[4]) const {
-    const float y[4] = {x[0] * by[0], x[1] * by[1], x[2] * by[2], x[3] * by[3]};
-    store_four<__half>(to, y);
+  // In the stage, where Aqk and T will be: totals as given, for ell; powers of two from the anchor of warp o to the rows of w.
+  static constexpr unsigned kGiven = Stage::Aqk;
+  __device__ unsigned decays(unsigned w, unsigned o) const {
+    return stage_ + Stage::T + (w * (w - 1) / 2 + o) * kSize * 2;
   }
 
-  // Addresses of tiles. Of q, near rows are those of warps 1 and 3, far ones those of warps 2 and 3.
-  __device__ unsigned k_near() const { return at_.rows() + Stage::k; }
-  __device__ unsigned k_far() const { return at_.rows() + Stage::q; }
-  __device__ unsigned q_near() const { return at_.columns() - (at_.warp + 1) / 2 * 8 * kRowBytes; }
-  __device__ unsigned q_far() const { return at_.columns(); }
-  __device__ unsigned q_diagonal() const { return k_far(); }
+  __device__ static void add(float (&x)[4], const float (&y)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] += y[e];
+  }
+  __device__ void store_ell() const {
+    float ell[4] = {}, total[4];
+#pragma unroll
+    for (unsigned w = 0; w < 4; ++w)
+      load_four(stage_ + kGiven + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
+    ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
+                            make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
+  }
 
-  // d = [q; k] of the warp's rows times k of eight others', transposed.
-  __device__ void multiply(float (&d)[4], unsigned q, unsigned k, unsigned other) const {
+  // Right operands: of keys of a warp's rows; and powers of two of the same channels.
+  __device__ void load_keys(unsigned (&k)[4][4], unsigned warp) const {
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
-    const unsigned left = (m % 2 ? k : q) + (8 * at_.warp + r) * kRowBytes, right = k + (8 * other + r) * kRowBytes;
+    const unsigned from = at_.columns() + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      unsigned a[2][4], b[4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) ptx::load_matrices(a[i], left + j / 4 * kHalf + (((j + i) % 4 * 2 + m / 2 ^ r) << 4));
-      ptx::load_matrices(b, right + j / 4 * kHalf + ((j % 4 * 2 + m ^ r) << 4));
-      ptx::mma<__half>(d, a[0], b[0], b[1]);
-      ptx::mma<__half>(d, a[1], b[2], b[3]);
-    }
+    for (int j = 0; j < 4; ++j) ptx::load_matrices(k[j], (from ^ j % 2 << 6) + j / 2 * kHalf);
   }
-  // Entries of Aqk and Akk in columns of warp `other`: all, or the upper four rows of the lower four columns.
-  __device__ void store(const float (&d)[4], unsigned other, bool all) const {
-    const unsigned i = at_.lane / 4, j = at_.lane % 4 * 2, row = 8 * at_.warp + i, c = 8 * other + j;
-    if (!all && (i < 4 || j >= 4)) return;
-    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(row, c), ptx::pack<__half>(d[0], d[1]));
-    const float beta = at_.factor(Bench::kBeta, row);
-    ptx::store_shared_f32x2(at_.A() + (row * kStrideA + c) * 4, make_float2(d[2] * beta, d[3] * beta));
+  __device__ void load_decays(unsigned (&x)[4][4], unsigned from) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) ptx::load_matrices(x[j], from + at_.lane / 8 * 16 + j * 64);
+  }
+  __device__ static void scale(unsigned& x, unsigned by) {
+    const __nv_bfloat162 product =
+        __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(by));
+    x = reinterpret_cast<const unsigned&>(product);
   }
 
-  // The warp's own rows against each other.
-  template <class T>
-  __device__ void diagonal() {
+  // d = [q; k] k^T of eight rows each, as two sums that need not wait for each other.
+  __device__ static void multiply(float (&d)[4], const unsigned (&rows)[8][4], const unsigned (&k)[4][4]) {
+    float other[4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float decayed[4][4], since[4] = {1, 1, 1, 1};  // k of the rows so far, as of this one; decay since the fourth row
-      float first[8], last[4];                       // q k and k k of pairs (1,0), (2,0), (2,1), (3,0); (3,1), (3,2)
+    for (int e = 0; e < 4; ++e) d[e] = other[e] = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = 4 * half + i;
-        float q[4];
-        load<T>(Stage::q, Bench::kQuery, row, q), load<T>(Stage::k, Bench::kKey, row, decayed[i]);
-        const float(&k)[4] = decayed[i];
-#pragma unroll
-        for (int j = 0; j < i; ++j) {
-          times(decayed[j], alpha_[row]);
-          float qk = q[0] * decayed[j][0], kk = k[0] * decayed[j][0];
-#pragma unroll
-          for (int e = 1; e < 4; ++e) qk = fmaf(q[e], decayed[j][e], qk), kk = fmaf(k[e], decayed[j][e], kk);
-          const int pair = i * (i - 1) / 2 + j;
-          (pair < 4 ? first[2 * pair % 8] : last[2 * pair % 4]) = qk;
-          (pair < 4 ? first[2 * pair % 8 + 1] : last[2 * pair % 4 + 1]) = kk;
-        }
-        if (half == 1) {
-          times(since, alpha_[row]);
-          store_scaled(at_.own(q_diagonal())[row], q, since), store_scaled(at_.own(k_near())[row], k, since);
-        }
-      }
-      if (half == 0)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) store_four<__half>(at_.own(k_near())[i], decayed[i]);
-      store_sum(half, at_.lane / 4, spread_sums(first), at_.lane % 4 == 0);
-      store_sum(half, 8 + at_.lane / 8, spread_sums(last), at_.lane % 8 == 0);
+    for (int j = 0; j < 4; ++j) {
+      ptx::mma<__nv_bfloat16>(d, rows[2 * j], k[j][0], k[j][1]);
+      ptx::mma<__nv_bfloat16>(other, rows[2 * j + 1], k[j][2], k[j][3]);
     }
-    if (at_.lane < 8) {
-      const unsigned row = 8 * at_.warp + at_.lane;
-      store_entry(row, row, at_.factor(Bench::kDiagonal, row));
-    }
-    __syncwarp();  // the tiles are there
-    float d[4] = {};
-    multiply(d, q_diagonal(), k_near(), at_.warp);
-    __syncwarp();  // and may be overwritten
-    store(d, at_.warp, false);
-  }
-  __device__ void store_entry(unsigned i, unsigned j, float qk) const {
-    ptx::store_shared16(stage_ + Stage::Aqk + Bench::square(i, j), __half_as_ushort(__float2half_rn(qk)));
-  }
-  __device__ void store_sum(int half, unsigned number, float sum, bool mine) const {
-    const unsigned pair = number / 2, i = pair == 0 ? 1 : pair < 3 ? 2 : 3, j = pair - i * (i - 1) / 2;
-    const unsigned first = 8 * at_.warp + 4 * half, row = first + i;
-    if (!mine) return;
-    if (number % 2 == 0) store_entry(row, first + j, sum);
-    else ptx::store_shared_f32(at_.A() + (row * kStrideA + first + j) * 4, sum * at_.factor(Bench::kBeta, row));
-  }
-
-  // k decayed to the end of the warp's rows: from there to the chunk's end for the scan, and to where scores meet.
-  template <class T>
-  __device__ void keys_to_the_end(const float (&total)[4][4]) {
-    float after[4] = {1, 1, 1, 1}, decay[4] = {1, 1, 1, 1};
 #pragma unroll
-    for (unsigned w = 1; w < 4; ++w)
-      if (w > at_.warp) times(after, total[w]);
-#pragma unroll
-    for (int i = 7; i >= 0; --i) {
-      float k[4];
-      load<T>(Stage::k, Bench::kKey, i, k);
-      times(k, decay);
-      if (at_.warp % 2 == 0) store_four<__half>(at_.own(k_near())[i], k);
-      if (at_.warp == 0) store_scaled(at_.own(k_far())[i], k, total[1]);
-      if (at_.warp == 1) store_four<__half>(at_.own(k_far())[i], k);
-      store_scaled(at_.own(stage_)[i] + Stage::kg, k, after);
-      times(decay, alpha_[i]);
-    }
+    for (int e = 0; e < 4; ++e) d[e] += other[e];
   }
-  // q and k decayed from the start of the warp's rows.
-  template <class T>
-  __device__ void rows_from_the_start(const float (&total)[4][4]) {
-    float before[4] = {1, 1, 1, 1}, decay[4] = {1, 1, 1, 1};
-#pragma unroll
-    for (unsigned w = 0; w < 3; ++w)
-      if (w < at_.warp) times(before, total[w]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float q[4], k[4];
-      load<T>(Stage::q, Bench::kQuery, i, q), load<T>(Stage::k, Bench::kKey, i, k);
-      times(decay, alpha_[i]);
-      times(q, decay), times(k, decay);
-      if (at_.warp % 2) store_four<__half>(at_.own(q_near())[i], q), store_four<__half>(at_.own(k_near())[i], k);
-      if (at_.warp == 2) store_four<__half>(at_.own(q_far())[i], q), store_four<__half>(at_.own(k_far())[i], k);
-      if (at_.warp == 3) store_scaled(at_.own(q_far())[i], q, total[2]), store_scaled(at_.own(k_far())[i], k, total[2]);
-      store_scaled(at_.own(stage_)[i] + Stage::q, q, before);
-      store_scaled(at_.own(stage_)[i] + Stage::k, k, before);
-    }
+  // Entries of Aqk and Akk in columns of warp `other`. What is not below the diagonal of Akk is not read.
+  __device__ void store(const float (&d)[4], unsigned other, float beta) const {
+    const unsigned i = 8 * at_.warp + at_.lane / 4, j = at_.lane % 4;
+    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
+    ptx::store_shared_f32x2(at_.A() + (i * kStrideA + 8 * other + 2 * j) * 4, make_float2(d[2] * beta, d[3] * beta));
   }
 
   Bench& at_;
   const unsigned stage_;
-  float alpha_[8][4];
+  float G_[8][4], total_[4];  // of the warp's rows: from its first row, then from the anchor
+  unsigned to_start_[2];      // powers of two from the start of the warp's rows to their anchor
 };
 
 }  // namespace kda::cuda::sm90

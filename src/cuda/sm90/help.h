@@ -30,7 +30,7 @@ struct Board {
 static_assert(sizeof(Board) == 192);
 constexpr unsigned long long kClosed = ~0ull;
 
-constexpr unsigned kImageBytes = Stage::factors;  // what the scan reads of a stage
+constexpr unsigned kImageBytes = Stage::end;  // what the scan reads of a stage
 
 struct Help {
   Board* boards = nullptr;  // [owners]; nullptr: nobody helps

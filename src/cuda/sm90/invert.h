@@ -49,10 +49,10 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
         if (c + e < j) row[c + e] = fmaf(-row[j], a[e], row[c + e]);
     }
 
-  // Into the stage; and as operands on the bench, whose tiles nobody reads any more: rows 48 bytes apart, which is free of
-  // bank conflicts, the second halves behind the first.
-  constexpr unsigned kStride = 48, kLow = 2 * kBlock * kStride;
-  const unsigned T = stage + Stage::T, operands = at.columns();
+  // Into the stage; and as operands, second halves behind the first, where the blocks of Akk were.
+  constexpr unsigned kStride = kStrideA * 4, kLow = kBlock * 2, kSecond = kBlock * kStride + kBlock * 4;
+  const unsigned T = stage + Stage::T, own = at.A() + r * kStride + second * kSecond;
+  __syncwarp();  // blocks have been read
 #pragma unroll
   for (unsigned c = 0; c < kBlock; c += 8) {
     unsigned high[4], low[4], scaled[4];
@@ -61,8 +61,8 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
       const Split pair(row[c + 2 * e], row[c + 2 * e + 1]);
       high[e] = pair.high, low[e] = pair.low;
     }
-    ptx::store_shared4(operands + lane * kStride + c * 2, make_uint4(high[0], high[1], high[2], high[3]));
-    ptx::store_shared4(operands + kLow + lane * kStride + c * 2, make_uint4(low[0], low[1], low[2], low[3]));
+    ptx::store_shared4(own + c * 2, make_uint4(high[0], high[1], high[2], high[3]));
+    ptx::store_shared4(own + kLow + c * 2, make_uint4(low[0], low[1], low[2], low[3]));
     float beta[8];
     at.load_factors(Bench::kBeta, second * kBlock + c, reinterpret_cast<float(&)[4]>(beta[0]));
     at.load_factors(Bench::kBeta, second * kBlock + c + 4, reinterpret_cast<float(&)[4]>(beta[4]));
@@ -75,10 +75,10 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
   }
   __syncwarp();  // operands are there
 
-  const unsigned place = operands + (lane / 8 % 2 * 8 + lane % 8) * kStride + lane / 16 * 16;
+  const unsigned place = at.A() + (lane / 8 % 2 * 8 + lane % 8) * kStride + lane / 16 * 16;
   const unsigned i = lane / 4, j = lane % 4 * 2;
   unsigned high[4], low[4], b_high[4], b_low[4];
-  ptx::load_matrices(high, place + kBlock * kStride), ptx::load_matrices(low, place + kBlock * kStride + kLow);
+  ptx::load_matrices(high, place + kSecond), ptx::load_matrices(low, place + kSecond + kLow);
 #pragma unroll
   for (unsigned n = 0; n < 4; ++n) {  // columns n / 2 * 8 + i, rows n % 2 * 8 + j and the next
     const unsigned from = at.A() + ((kBlock + n % 2 * 8 + j) * kStrideA + n / 2 * 8 + i) * 4;

@@ -107,8 +107,6 @@ class Preparation {
       if (!fetched) {
         if (!now.any()) return;
         fetch(now);
-        if (kWideGate) fetch_wide_gate(now);
-        fetch_beta(now);
       }
       if (now.begins) {
         at_.sync();  // nobody reads the gate of the head before
@@ -126,7 +124,6 @@ class Preparation {
         settle(plan(turn + 1));
         decide(plan(turn));
       }
-      if (fetches_late_) fetch(plan(turn + 1));
       if (!fetched) at_.sync();  // what is next is known
     }
   }
@@ -187,47 +184,37 @@ class Preparation {
 
   // ---- chunks ----
 
-  // Raw rows of a chunk into its stage, once that is empty; zeros behind the last. A warp fetches its own rows, two at a time.
-  __device__ void fetch(const Plan& plan) {
-    const unsigned number = plan.number, token = plan.token, b = plan.b, hv = plan.hv, h = plan.h, rows = plan.rows;
-    const Tokens& x = call_.x;
-    const unsigned row = at_.lane / 16, piece = at_.lane % 16;
-    const unsigned to =
-        ring().stage(number) + piece / 8 * kHalf + (8 * at_.warp + row) * kRowBytes + ((piece % 8 ^ row) << 4);
-    const auto copy = [&](const View& view, unsigned head, unsigned offset, bool whole) {
-      const char* from = view.at(b, token + 8 * at_.warp + row, head) + piece * 16;
-      const uint64_t step = 2 * static_cast<uint64_t>(view.stride1);
+  // The warp's rows of a tensor, two at a time, to a tile; zeros from `rows` on.
+  __device__ void copy_rows(const View& view, const Plan& plan, unsigned head, unsigned rows, unsigned tile) const {
+    const unsigned row = at_.lane / 16, piece = at_.lane % 16, first = 8 * at_.warp + row;
+    const unsigned to = tile + piece / 8 * kHalf + first * kRowBytes + ((piece % 8 ^ row) << 4);
+    const char* from = view.at(plan.b, plan.token + first, head) + piece * 16;
+    const uint64_t step = 2 * static_cast<uint64_t>(view.stride1);
 #pragma unroll
-      for (int i = 0; i < 4; ++i, from += step) {
-        const unsigned place = (to ^ i << 5) + offset + i * 2 * kRowBytes;
-        if (whole) ptx::copy16(place, from);
-        else ptx::copy16(place, from, 8 * at_.warp + row + 2 * i < rows ? 16 : 0);
-      }
-    };
-    const auto copy_all = [&](bool whole) {
-      copy(x.q, h, Stage::q, whole), copy(x.k, h, Stage::k, whole), copy(x.v, hv, Stage::v, whole);
-      if (!kWideGate) copy(x.g, hv, Stage::kg, whole);
-    };
-    ring().wait_empty(number);
-    if (rows == kRows) copy_all(true);
-    else copy_all(false);
-    ptx::commit_copies();
+    for (unsigned i = 0; i < 4; ++i, from += step)
+      ptx::copy16((to ^ i << 5) + i * 2 * kRowBytes, from, first + 2 * i < rows ? 16 : 0);
   }
-  // Where registers are free: it arrives while others wait for their copies.
-  __device__ void fetch_beta(const Plan& plan) {
+  // Raw q, k and g of a chunk to the bench.
+  __device__ void fetch(const Plan& plan) {
     const Tokens& x = call_.x;
+    copy_rows(x.q, plan, plan.h, plan.rows, at_.rows() + Stage::q);
+    copy_rows(x.k, plan, plan.h, plan.rows, at_.rows() + Stage::k);
+    if (!kWideGate) copy_rows(x.g, plan, plan.hv, plan.rows, at_.columns());
+    ptx::commit_copies();
     beta_ = 0;
     if (at_.warp == 0 && at_.lane < plan.rows)
       beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
   }
-  // An f32 gate has no room in the stage: it comes to the bench once its scores are done.
-  __device__ unsigned wide_gate(int i) const { return at_.rows() + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16; }
-  __device__ void fetch_wide_gate(const Plan& p) {
+  // An f32 gate has no room on the bench. It lies in the stage, where operands will be once it has been read.
+  __device__ unsigned wide_gate(unsigned stage, int i) const {
+    return stage + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16;
+  }
+  __device__ void fetch_wide_gate(const Plan& p, unsigned stage) const {
     const View& g = call_.x.g;
     const char* from = g.at(p.b, p.token + 8 * at_.warp, p.hv) + at_.lane * 16;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      ptx::copy16(wide_gate(i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < p.rows ? 16 : 0);
+      ptx::copy16(wide_gate(stage, i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < p.fine ? 16 : 0);
     ptx::commit_copies();
   }
 
@@ -235,30 +222,35 @@ class Preparation {
   enum Done { kDone, kNextFetched, kAgain };  // the latter: with fewer rows, before anything of it was stored
   __device__ Done prepare() {
     at_.forget();
-    const Plan& now = plan(at_.turn());
+    const unsigned turn = at_.turn();
+    const Plan& now = plan(turn);
     const unsigned rows = now.fine, stage = ring().stage(now.number);
-    at_.factors = stage + Stage::factors;
+    at_.factors = at_.factors_of(turn);
     at_.set_number(now.number);
+    if (kWideGate) ring().wait_empty(now.number), fetch_wide_gate(now, stage);
     ptx::wait_for_copies<0>();
     __syncwarp();  // the rows are there: norms read what other lanes fetched
-    unsigned bad = share_factors(stage, rows);
+    unsigned bad = share_factors(rows);
     at_.forget();
     Scores scores(at_, stage);
     const typename Scores::Gate gate(call_.x, at_);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[4];
-      if constexpr (kWideGate) load_four(wide_gate(i), x);
-      else four_of<T>(ptx::load_shared2(at_.own(stage)[i] + Stage::kg), x);
+      if constexpr (kWideGate) load_four(wide_gate(stage, i), x);
+      else four_of<T>(ptx::load_shared2(at_.own(at_.columns())[i]), x);
       scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
     at_.forget();
+    ring().wait_empty(at_.number());
     scores.share_totals();
     if (!__all_sync(kAll, scores.is_fine(7) && bad == kRows)) bad = first_bad(scores, bad);
     if (at_.lane == 0) ptx::store_shared(at_.bad() + at_.warp * 4, bad);
-    at_.sync();  // totals and factors of all rows are there; nobody reads what the chunk before had on the bench
+    at_.sync();  // totals and factors of all rows are there
     const uint4 of_warps = ptx::load_shared4(at_.bad());
     if (min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w)) < rows) return clear();
+    copy_rows(call_.x.v, now, now.hv, rows, stage + Stage::v);
+    ptx::commit_copies();
     scores.template tiles<T>();
     if (now.fine < now.rows) spoil();
     ptx::fence_shared_for_async();
@@ -269,25 +261,18 @@ class Preparation {
   __device__ Done finish(Scores& scores) {
     at_.forget();
     const unsigned turn = at_.turn(), number = at_.number(), stage = ring().stage(number);
-    at_.factors = stage + Stage::factors;
-    // A stage that this chunk has to leave first is not waited for; nor is another one before the scan can have this chunk.
+    at_.factors = at_.factors_of(turn);
     const Plan& next = plan(turn + 1);
-    const bool fetches = !next.open && next.any() && next.number < number + kStages;
-    fetches_late_ = fetches && !__all_sync(kAll, ring().is_empty(next.number));
-    if (fetches && !fetches_late_) fetch(next);
+    const bool fetches = !next.open && next.any();
     scores.run(stage);
-    if (kWideGate && fetches) {
-      at_.sync();  // nobody reads tiles any more
-      fetch_wide_gate(next);
-    }
-    if (fetches) fetch_beta(next);
+    at_.sync();  // Akk is there; nobody reads tiles any more, nor asks whether the next chunk is known
+    if (fetches) fetch(next);
+    else ptx::commit_copies();
     if (at_.warp == turn % 4) {
-      at_.sync_as_solver();  // Akk is there
       at_.forget();
       invert(at_, stage);
-    } else {
-      at_.arrive_for_solver();
     }
+    ptx::wait_for_copies<1>();  // v of this chunk is there
     ptx::fence_shared_for_async();
     ptx::arrive(ring().full(number));
     return fetches ? kNextFetched : kDone;
@@ -307,13 +292,10 @@ class Preparation {
     const unsigned turn = at_.turn();
     const uint4 of_warps = ptx::load_shared4(at_.bad());
     const unsigned rows = min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
-    const unsigned stage = ring().stage(plan(turn).number);
     for (int i = 0; i < 8; ++i) {
       if (8 * at_.warp + i < rows) continue;
-      for (const unsigned tile : {Stage::q, Stage::k, Stage::v})
-        ptx::store_shared2(at_.own(stage)[i] + tile, make_uint2(0, 0));
-      if (kWideGate) ptx::store_shared4(wide_gate(i), make_uint4(0, 0, 0, 0));
-      else ptx::store_shared2(at_.own(stage)[i] + Stage::kg, make_uint2(0, 0));
+      for (const unsigned tile : {at_.rows() + Stage::q, at_.rows() + Stage::k, at_.columns()})
+        ptx::store_shared2(at_.own(tile)[i], make_uint2(0, 0));
     }
     at_.sync();  // all know which rows are bad
     if (threadIdx.x % kGroup == 0) plan(turn).fine = rows;
@@ -332,7 +314,7 @@ class Preparation {
   }
 
   // Norms of the warp's rows, and beta (of all, by warp 0). Returns the row of the lane that has a NaN, or kRows.
-  __device__ unsigned share_factors(unsigned stage, unsigned rows) {
+  __device__ unsigned share_factors(unsigned rows) {
     const Tokens& x = call_.x;
     unsigned bad = kRows;
     if (at_.warp == 0) {
@@ -343,7 +325,7 @@ class Preparation {
     // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
     float by_q[2][4] = {}, by_k[2][4] = {};  // of even and odd steps: shorter chains
     const unsigned r = at_.lane % 8,
-                   from = stage + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
+                   from = at_.rows() + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       unsigned a[4];
@@ -369,7 +351,6 @@ class Preparation {
   const Call& call_;
   Bench at_;
   unsigned beta_;  // of row at_.lane, raw: of warp 0
-  bool fetches_late_ = false;
 };
 
 }  // namespace kda::cuda::sm90

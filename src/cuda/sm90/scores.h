@@ -34,7 +34,7 @@ struct Bench {
   unsigned memory, group;
   unsigned warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
   unsigned lane = threadIdx.x % 32;
-  unsigned factors = 0;  // in the chunk's stage: other warps may be a chunk ahead of the one that inverts
+  unsigned factors = 0;  // see factors_of()
 
   // So that addresses are computed again from here on, instead of waiting in registers (see opaque()).
   __device__ void forget() { memory = opaque(memory), lane = ptx::thread() % 32; }
@@ -49,10 +49,8 @@ struct Bench {
   __device__ unsigned bad() const { return memory + Shared::bad + group * 16; }
   __device__ unsigned gate() const { return memory + Shared::gate + group * (kSize + 4) * 4; }
 
-  // Of all four warps; and of the one that inverts with the others, who need not wait.
-  __device__ void sync() const { ptx::sync_threads(1 + 2 * group, kGroup); }
-  __device__ void sync_as_solver() const { ptx::sync_threads(2 + 2 * group, kGroup); }
-  __device__ void arrive_for_solver() const { ptx::arrive_threads(2 + 2 * group, kGroup); }
+  // Of all four warps.
+  __device__ void sync() const { ptx::sync_threads(1 + group, kGroup); }
 
   // The chunk that the warp is at: which it is of the group's, and of the block's. In shared memory: registers are scarce, and
   // local memory is far.
@@ -67,11 +65,11 @@ struct Bench {
 
   // The lane's four channels of the warp's rows, in a tile of rows of 128 channels.
   struct Own {
-    unsigned first, piece;
-    __device__ unsigned operator[](int i) const { return first + (piece ^ i << 4) + i * kRowBytes; }
+    unsigned first;  // bits 4 to 6: the piece
+    __device__ unsigned operator[](int i) const { return (first ^ i << 4) + i * kRowBytes; }
   };
   __device__ Own own(unsigned tile) const {
-    return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 2 * 8, lane % 16 / 2 << 4};
+    return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 16 / 2 * 16 + lane % 2 * 8};
   }
   // Where column c of row i is in T and Aqk.
   __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
@@ -88,6 +86,10 @@ struct Bench {
   __device__ float gate_rate() const { return ptx::load_shared_f32(gate() + kSize * 4); }
   __device__ void gate_bias(float (&x)[4]) const { load_four(gate() + lane * 16, x); }
 
+  // Chunks take turns: others may be one ahead of the warp that inverts.
+  __device__ unsigned factors_of(unsigned turn) const {
+    return memory + Shared::factors + (group * 2 + turn % 2) * Shared::kFactorBytes;
+  }
   enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: 1 / norms, beta, q.k with both norms
   __device__ void store_factor(Factor kind, unsigned row, float x) const {
     ptx::store_shared_f32(factors + (kind * kRows + row) * 4, x);
@@ -137,7 +139,7 @@ class AnchoredScores {
                             make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
   }
 
-  // Operands of the scan and of scores, from the raw rows in the stage.
+  // Operands of the scan and of scores, from the raw rows on the bench.
   template <class T>
   __device__ void tiles() {
     const unsigned lane = at_.lane;
@@ -160,7 +162,7 @@ class AnchoredScores {
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
     const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
     float norms_q[4], norms_k[4];
-    uint2 next_q = ptx::load_shared2(stage[0] + Stage::q), next_k = ptx::load_shared2(stage[0] + Stage::k);
+    uint2 next_q = ptx::load_shared2(rows[0] + Stage::q), next_k = ptx::load_shared2(rows[0] + Stage::k);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (i % 4 == 0) {
@@ -171,7 +173,7 @@ class AnchoredScores {
       float q[4], k[4], column[4];
       four_of<T>(next_q, q), four_of<T>(next_k, k);
       // Before this row's stores, which loads do not pass.
-      if (i < 7) next_q = ptx::load_shared2(stage[i + 1] + Stage::q), next_k = ptx::load_shared2(stage[i + 1] + Stage::k);
+      if (i < 7) next_q = ptx::load_shared2(rows[i + 1] + Stage::q), next_k = ptx::load_shared2(rows[i + 1] + Stage::k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
