@@ -89,11 +89,11 @@ class ExactScores {
     const unsigned lane = at_.lane;
     float total[4][4], G[4] = {}, anchor[4], decay[4];
 #pragma unroll
-    for (unsigned w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
-      // G before the warp's rows; then, row by row, from the anchor on.
-#pragma unroll
-    for (unsigned w = 0; w < 3; ++w)
-      if (w < at_.warp) add(G, total[w]);
+    for (unsigned w = 0; w < 4; ++w) {
+      load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+      if (w < 3 && w < at_.warp) add(G, total[w]);
+    }
+    // G is before the warp's rows; G_ from the anchor on.
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       anchor[e] = rintf(G[e] + G_[3][e]);
