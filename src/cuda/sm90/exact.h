@@ -1,11 +1,13 @@
-// Scores for any gate. A product of decays from j to i meets at whole numbers in between, so that no factor ends:
-//   G_i - G_j = (G_i - R_w) + (R_w - B_w) + (B_w - R_o) + (R_o - G_j)    i in eight rows w, j in o: of log2
-// with G the sum of log2 alpha from the chunk's start, B_w what it is before w, R_w after the fourth row of w, both rounded.
-// The outer two are in operands, as in AnchoredScores, but each eight rows have an anchor; the inner two, powers of two and
-// so exact in bf16, come to operands in registers. There a token decays by 2^-25 at most. What is less, an entry with this
-// step in between, is 0 next to f32 rounding of 1, and 0 in the fp16 of the scan's operands. But ell has what is given. So
-//   (G_i - R_w) is in -100.5 .. 75.5, (R_o - G_j) in -75.5 .. 100.5, (R_w - B_w) in -101 .. 1: normal numbers
-//   (B_w - R_o) is -101 .. 1, and what eight rows between add; where it is below -126, the entry is below 2^-25
+// Scores for any gate. With G the sum of log2 alpha, row i among the eight of warp w and column j among those of o,
+//   G_i - G_j = (G_i - R_w) + (R_w - B_w) + (B_w - R_o) + (R_o - G_j)
+// where B_w is G before w's rows and R_w, their anchor, G after the fourth of them, both rounded to whole numbers. The outer
+// two are in operands, as in AnchoredScores; the inner two, powers of two and so exact in bf16, multiply operands in
+// registers. Where w = o the outer two are all there is.
+//
+// For that a token decays by 2^-25 at most. Entries with such a step in between are then too large, by less than f32 rounding
+// of others, and kG, qG and kg, in fp16, are 0 as they should be; ell has what is given. So exponents are bounded:
+//   G_i - R_w: -100.5 .. 75.5    R_o - G_j: -75.5 .. 100.5    R_w - B_w: -101 .. 1
+//   B_w - R_o: -101 .. 1 and what the rows in between add; it counts as 0 below -126, when the entry is below 2^-25
 // -inf is a decay to 0, nothing is divided, and what is above the diagonal, where numbers are large, is not used.
 #pragma once
 #include "cuda/sm90/scores.h"
@@ -15,7 +17,7 @@ namespace kda::cuda::sm90 {
 class ExactScores {
  public:
   static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
-  static constexpr float kMost = 25;            // of -log2 alpha, for scores
+  static constexpr float kMost = 25;            // of -log2 alpha, for all but ell
 
   // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
   struct Gate {
@@ -43,15 +45,16 @@ class ExactScores {
         for (int e = 0; e < 4; ++e) x[e] = -x[e];
       }
     }
-    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|; the latter by a polynomial, to 8.5e-6 of itself.
+    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial, to 9.2e-6 of itself; to 2.8e-6 where
+    // it is small, and errors of slow decays add up.
     __device__ static float softplus(float x) {
       const float e = ptx::exp2(-fabsf(x));
-      float p = -0.03443591f;
-      p = fmaf(p, e, 0.1460329f);
-      p = fmaf(p, e, -0.30303621f);
-      p = fmaf(p, e, 0.46917409f);
-      p = fmaf(p, e, -0.72042614f);
-      p = fmaf(p, e, 1.44268286f);
+      float p = -0.035237316f;
+      p = fmaf(p, e, 0.14823328f);
+      p = fmaf(p, e, -0.30523044f);
+      p = fmaf(p, e, 0.47012892f);
+      p = fmaf(p, e, -0.7205947f);
+      p = fmaf(p, e, 1.4426911f);
       return fmaf(p, e, fmaxf(x, 0));  // fmaxf drops a NaN, e keeps it
     }
   };
@@ -86,11 +89,11 @@ class ExactScores {
     const unsigned lane = at_.lane;
     float total[4][4], G[4] = {}, anchor[4], decay[4];
 #pragma unroll
-    for (unsigned w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
-      // G before the warp's rows; then, row by row, from the anchor on.
-#pragma unroll
-    for (unsigned w = 0; w < 3; ++w)
-      if (w < at_.warp) add(G, total[w]);
+    for (unsigned w = 0; w < 4; ++w) {
+      load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+      if (w < 3 && w < at_.warp) add(G, total[w]);
+    }
+    // G is before the warp's rows; G_ from the anchor on.
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       anchor[e] = rintf(G[e] + G_[3][e]);
@@ -183,7 +186,7 @@ class ExactScores {
   }
 
  private:
-  // In the stage, where Aqk and T will be: totals as given, for ell; powers of two from the anchor of warp o to the rows of w.
+  // In the stage, where Aqk and T will be: totals as given, for ell; powers of two from the anchor of o to the rows of w.
   static constexpr unsigned kGiven = Stage::Aqk;
   __device__ unsigned decays(unsigned w, unsigned o) const {
     return stage_ + Stage::T + (w * (w - 1) / 2 + o) * kSize * 2;
