@@ -57,13 +57,10 @@ __device__ inline unsigned claim(const Help& help, unsigned n) {
 }
 __device__ inline bool is_helped(unsigned n, unsigned claimed) { return claimed == 2 * n + 3; }
 
-__device__ inline bool is_done(const Help& help, unsigned n) {
-  return ptx::load_acquire(&help.own().done[n % kWindow]) == n + 1;
-}
 // Has the image of chunk n copied into its stage: by one thread, for all that the stage waits for.
 __device__ inline void load_image(const Help& help, const Ring& ring, unsigned n) {
   ring.wait_empty(n);
-  while (!is_done(help, n)) {
+  while (ptx::load_acquire(&help.own().done[n % kWindow]) != n + 1) {
   }
   ptx::fence_global_for_async();
   ptx::arrive(ring.full(n), kGroup - 1);

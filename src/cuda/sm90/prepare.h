@@ -19,8 +19,7 @@ struct Plan {
   unsigned hv, h, b, token, rows;  // value and query/key head; tokens token .. token + rows - 1 of row b
   unsigned fine;                   // rows up to the first that has a NaN
   unsigned number;                 // of the chunk, over all of the block; kNone: there are no more
-  unsigned images[2], count;       // chunks before it whose images come from helpers,
-  unsigned loaded;                 // and how many of them are on their way
+  unsigned images[2], count;       // chunks before it whose images come from helpers
   unsigned task;                   // of a helper
   bool begins;                     // its head is not that of the preparer's chunk before
   bool open;                       // it is not known yet which chunk it is
@@ -140,7 +139,7 @@ class Preparation {
 
   // The block's next chunk that no helper has claimed. The first two that one has are kept for later.
   __device__ void decide(Plan& p) {
-    p.count = p.loaded = 0;
+    p.count = 0;
     while (take(p))
       if (p.images[p.count++] = p.number; p.count == 2) return;
   }
@@ -176,18 +175,10 @@ class Preparation {
   }
   // Until it is known which chunk it is. (All before it have been prepared, or this would wait for its own warpgroup.)
   __device__ void settle(Plan& p) {
-    load_images(p, p.open || !p.any());
+    for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
     while (p.open) {
       if (plans().walk.ended) look_for_task(p);
       else if (take(p)) load_image(call_.help, ring(), p.number);
-    }
-  }
-  // Images of chunks before it: as far as they are there and have room, or all of them.
-  __device__ void load_images(Plan& p, bool all) const {
-    for (; p.loaded < p.count; ++p.loaded) {
-      const unsigned n = p.images[p.loaded];
-      if (!all && !(ring().is_empty(n) && is_done(call_.help, n))) return;
-      load_image(call_.help, ring(), n);
     }
   }
 
@@ -251,8 +242,6 @@ class Preparation {
       scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
     at_.forget();
-    // Here all wait for the scan anyway. (This warp planned the chunk.)
-    if (at_.warp == (at_.turn() + 1) % 4 && at_.lane == 0) load_images(plan(at_.turn()), true);
     ring().wait_empty(at_.number());
     scores.share_totals();
     if (!__all_sync(kAll, scores.is_fine(7) && bad == kRows)) bad = first_bad(scores, bad);

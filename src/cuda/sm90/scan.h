@@ -63,7 +63,7 @@ class Scan {
       }
       const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
       for (unsigned t = 0; t < length; t += kRows, to += step, ++number) {
-        if (t % kChunk == 0 && keeps()) [[unlikely]] keep(item, t);
+        if (t % kChunk == 0 && keeps()) keep(item, t);
         ring_.wait_full(number);
         chunk(
             ring_.stage(number), t % kChunk == 0,
@@ -71,7 +71,7 @@ class Scan {
               if (t) store_outputs(to - step, kRows);
             },
             [&](const float(&U)[kRows / 2]) {
-              if (call_.v_new.data) [[unlikely]] store_corrections(item, t, U);
+              if (call_.v_new.data) store_corrections(item, t, U);
             });
         if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
         // (Nothing is to be seen with it: the chunk's image has been read.)
@@ -203,10 +203,9 @@ class Scan {
       }
       large = large || most >= 0x1p7f;
     }
-    if (!fits || __any_sync(kAll, large)) [[unlikely]] {
-      choose_units(v);
-      pack(packed);
-    }
+    if (fits && !__any_sync(kAll, large)) return;
+    choose_units(v);
+    pack(packed);
   }
 
   // ---- a chunk ----
@@ -249,7 +248,7 @@ class Scan {
     ptx::wait_for_products<0>();
     // 0 times what is not finite is not 0: it shows in all tokens of the column, those before it included.
     unsigned bad[2] = {kRows, kRows};  // the first such token of the thread's columns
-    if (__any_sync(kAll, U[0] - U[0] != 0 || U[2] - U[2] != 0)) [[unlikely]] multiply_again(stage, R, U, bad);
+    if (__any_sync(kAll, U[0] - U[0] != 0 || U[2] - U[2] != 0)) multiply_again(stage, R, U, bad);
     corrections(U);
 
 #pragma unroll
@@ -272,7 +271,7 @@ class Scan {
     for (int j = 0; j < 8; ++j)
       out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                        (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
-    if (__any_sync(kAll, bad[0] < kRows || bad[1] < kRows)) [[unlikely]] spoil(out, bad);
+    if (__any_sync(kAll, bad[0] < kRows || bad[1] < kRows)) spoil(out, bad);
     // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
