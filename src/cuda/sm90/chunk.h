@@ -28,7 +28,7 @@ struct Stage {
   static constexpr unsigned end = ell + kSize * 4;
   static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // stages follow each other
 };
-constexpr unsigned kStages = 4, kQueue = 8;  // and tasks that helpers have found
+constexpr unsigned kStages = 4, kQueue = 5;  // and tasks that helpers have found
 
 constexpr unsigned kStrideA = 36;
 
@@ -46,10 +46,10 @@ struct Shared {
   static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
   static constexpr unsigned kFactorBytes = 4 * kRows * 4;
-  static constexpr unsigned factors = queue + 144;                            // of each preparer: of rows, two chunks
-  static constexpr unsigned bad = factors + kPreparers * 2 * kFactorBytes;                            // of each preparer: rows, of each warp
-  static constexpr unsigned turns = bad + kPreparers * 16;                // likewise: chunks that they are at
-  static constexpr unsigned tasks = turns + kPreparers * 32;              // mbarriers: of tasks, of stages
+  static constexpr unsigned factors = queue + 144;                          // of each preparer: of rows, two chunks
+  static constexpr unsigned bad = factors + kPreparers * 2 * kFactorBytes;  // of each preparer: rows, of each warp
+  static constexpr unsigned turns = bad + kPreparers * 16;                  // likewise: chunks that they are at
+  static constexpr unsigned tasks = turns + kPreparers * 32;                // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bytes = empty + 8 * kStages;

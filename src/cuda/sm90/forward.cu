@@ -67,6 +67,11 @@ int64_t owners_with_help(const ForwardProblem& p) {
   return std::min(items_of(p), blocks);
 }
 
+// Of kShares chunks, those for helpers: as many as there are blocks for it. Where all blocks have items, some get done first.
+unsigned share_of(int64_t owners, int64_t blocks) {
+  return static_cast<unsigned>(owners < blocks ? kShares * (blocks - owners) / blocks : kShares / 2);
+}
+
 }  // namespace
 
 const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
@@ -101,10 +106,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   if (const int64_t owners = owners_with_help(p)) {
     auto* workspace = static_cast<char*>(a.exec.workspace);
     help = {reinterpret_cast<Board*>(workspace + owners * kWindow * kImageBytes), workspace,
-            static_cast<unsigned>(owners), 5};
-    if (const char* e = getenv("KDA_LEAD")) help.lead = atoi(e);
-    if (const char* e = getenv("KDA_AHEAD")) help.ahead = atoi(e);
-    if (const char* e = getenv("KDA_SHARE")) help.share = atoi(e);
+            static_cast<unsigned>(owners), share_of(owners, blocks)};
     KDA_CUDA(cudaMemsetAsync(help.boards, 0, owners * sizeof(Board), stream_of(a.exec)));
   }
   const dim3 grid(static_cast<unsigned>(help.boards ? blocks : std::min(items_of(p), blocks)));

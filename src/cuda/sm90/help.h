@@ -14,7 +14,7 @@
 namespace kda::cuda::sm90 {
 
 constexpr unsigned kWindow = 16;  // chunks of an owner that have room for an image
-constexpr unsigned kLead = 6;     // helpers leave the next ones to the owner, whose preparers are at them
+constexpr unsigned kLead = 7;     // helpers leave the next ones to the owner, whose preparers are at them
 constexpr unsigned kShares = 16;
 
 // Chunks are numbered over all items of the owner.
@@ -37,7 +37,6 @@ struct Help {
   char* images = nullptr;   // [owners][kWindow][kImageBytes]
   unsigned owners = 0;
   unsigned share = 0;  // of kShares chunks, how many may be a helper's
-  unsigned lead = 6, ahead = 8;  // XXX
 
   __device__ explicit operator bool() const { return boards; }
   // Chunks for helpers are spread evenly. Were all for them, they would claim as far ahead as they may, and then be late.
@@ -103,8 +102,8 @@ class Scout {
         const unsigned winner = __ffs(__ballot_sync(kAll, rank == best)) - 1;
         if (threadIdx.x % 32 == winner) chosen = true, rank = 0;
       }
-      const bool success = chosen && atomicCAS(&help_.boards[task.owner].claims[task.n % kWindow], claimed,
-                                               2 * task.n + 3) == claimed;
+      const bool success =
+          chosen && atomicCAS(&help_.boards[task.owner].claims[task.n % kWindow], claimed, 2 * task.n + 3) == claimed;
       if (const unsigned lanes = __ballot_sync(kAll, success)) return lanes;
       if (!__any_sync(kAll, place != 0)) {
         if (!__any_sync(kAll, waits)) break;
@@ -132,7 +131,7 @@ class Scout {
 #pragma unroll
     for (unsigned i = 0; i < kWindow; ++i) {
       const unsigned n = consumed + (i - consumed) % kWindow;  // the slot's chunk of the window from `consumed` on
-      if (n >= max(base, consumed + help_.lead) && n < free && claims[i] < 2 * n + 2 && help_.may_help(n))
+      if (n >= max(base, consumed + kLead) && n < free && claims[i] < 2 * n + 2 && help_.may_help(n))
         free = n, claimed = claims[i];
     }
     task.n = free, task.chunk = free - base;
@@ -164,7 +163,7 @@ struct Queue {
 __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring) {
   Scout scout(p, help);
   const auto is_free = [&](unsigned q) {
-    return q < help.ahead || ptx::has_phase_ended(Queue::freed(ring.memory, q - help.ahead), Queue::parity(q - help.ahead));
+    return q < kQueue || ptx::has_phase_ended(Queue::freed(ring.memory, q), Queue::parity(q - kQueue));
   };
   const auto hand_on = [&](unsigned q, const Task& task) {
     Queue::here().tasks[q % kQueue] = task;

@@ -62,20 +62,25 @@ class Scan {
              column_ * sizeof(T) + lane_ % 2 * 16;
       }
       const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
-      for (unsigned t = 0; t < length; t += kRows, to += step, ++number) {
-        if (t % kChunk == 0 && keeps()) keep(item, t);
-        ring_.wait_full(number);
-        chunk(
-            ring_.stage(number), t % kChunk == 0,
-            [&] {  // outputs of the chunk before
-              if (t) store_outputs(to - step, kRows);
-            },
-            [&](const float(&U)[kRows / 2]) {
-              if (call_.v_new.data) store_corrections(item, t, U);
-            });
-        if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
-        // (Nothing is to be seen with it: the chunk's image has been read.)
-        if (call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
+      for (unsigned t = 0; t < length;) {
+        if (keeps()) keep(item, t);
+        // (What is rare stays out of the loop: instructions have a cache, too.)
+        do {
+          lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
+          ring_.wait_full(number);
+          chunk(
+              ring_.stage(number), t % kChunk == 0,
+              [&] {  // outputs of the chunk before
+                if (t) store_outputs(to - step, kRows);
+              },
+              [&](const float(&U)[kRows / 2]) {
+                if (call_.v_new.data) store_corrections(item, t, U);
+              });
+          if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+          // (Nothing is to be seen with it: the chunk's image has been read.)
+          if (call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
+          t += kRows, to += step, ++number;
+        } while (t < length && !(t % kChunk == 0 && keeps()));
       }
       if (length) store_outputs(to - step, (length - 1) % kRows + 1);
       keep(item, length);
