@@ -101,7 +101,15 @@ def stage_rows(bandwidth: float) -> list[dict[str, Any]]:
         theirs = of_fla(grouped, K**-0.5)
         for name, (call, count) in ours(x, K**-0.5).items():
             time = graph_milliseconds(call, flush=True)
-            row = {"stage": name, "B": B, "T": T, "H": H, "HV": HV, "ms": time, "ns": time * 1e6 / (B * T * HV)}
+            row: dict[str, Any] = {
+                "stage": name,
+                "B": B,
+                "T": T,
+                "H": H,
+                "HV": HV,
+                "ms": time,
+                "ns": time * 1e6 / (B * T * HV),
+            }
             row |= {"GB/s": count / time * 1e-6, "of stream": count / time * 1e-6 / bandwidth}
             if name in theirs:
                 row["FLA ms"] = graph_milliseconds(theirs[name], flush=True)
@@ -115,13 +123,13 @@ def prefill_rows() -> list[dict[str, Any]]:
     rows = []
     f32 = torch.float32
     for B, T, H, size in SIZES_F32:
-        x = [unit(B, H, T, size, dtype=f32) for _ in range(2)]
-        x += [normal(B, H, T, size, dtype=f32), -5 * torch.rand(B, H, T, size, device="cuda")]
-        x += [torch.rand(B, H, T, device="cuda")]
+        q, k = (unit(B, H, T, size, dtype=f32) for _ in range(2))
+        v, g = normal(B, H, T, size, dtype=f32), -5 * torch.rand(B, H, T, size, device="cuda")
+        x = (q, k, v, g, torch.rand(B, H, T, device="cuda"))
         for chunk in (32, 64):
-            o, w, u = kda.prefill_f32(*x, chunk)
-            time = graph_milliseconds(partial(kda.prefill_f32, *x, chunk, w, u, o), flush=True)
-            row = {"op": "prefill_f32", "B": B, "T": T, "H": H, "K": size, "chunk": chunk, "ms": time}
+            o, w, u = kda.prefill_f32(*x, chunk_size=chunk)
+            time = graph_milliseconds(partial(kda.prefill_f32, *x, chunk_size=chunk, w=w, u=u, o=o), flush=True)
+            row: dict[str, Any] = {"op": "prefill_f32", "B": B, "T": T, "H": H, "K": size, "chunk": chunk, "ms": time}
             row |= {"ns": time * 1e6 / (B * T * H), "GB/s of inputs and outputs": bytes_of(*x, o, w, u) / time * 1e-6}
             try:
                 naive = importlib.import_module("fla.ops.kda.naive").naive_chunk_kda

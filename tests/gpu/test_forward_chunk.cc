@@ -181,8 +181,8 @@ TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
   int blocks = 0;
   ASSERT_EQ(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
   Case c = named(GetParam());
-  c.H = c.HV = 1, c.T = 470, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
-  c.B = 4 * blocks;
+  c.H = c.HV = 1, c.T = 260, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  c.B = 4 * blocks;  // as many that nobody is asked for help
   const Inputs in(c);
   const ForwardOutputs all(in, false);
   for (const char* impl : chunked(forward_args(in, all))) {

@@ -105,8 +105,9 @@ class GarbageOnCuda : public OnCuda, public testing::WithParamInterface<Speculat
         Records records = x.records.clone();
         run_on_cuda(args(x, pool, records, o), impl);
         if (HasFatalFailure()) return;
-        expect_close(exact_o, o, "o");
-        expect_close(exact, pool, "state");
+        const double least = std::string_view(impl).starts_with("cuda_chunk") ? 0.002 : 0;  // operands of 11 bits
+        expect_close(exact_o, o, "o", least);
+        expect_close(exact, pool, "state", least);
         expect_close(exact_records, records);
         EXPECT_EQ(records.ring_first.bits(), exact_records.ring_first.bits());
         EXPECT_EQ(records.ring_count.bits(), exact_records.ring_count.bits());

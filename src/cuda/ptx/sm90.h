@@ -43,11 +43,6 @@ __device__ inline void sync_threads(unsigned barrier, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Arrives without waiting.
-__device__ inline void arrive_threads(unsigned barrier, unsigned threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // ---- bulk copies of neighbouring bytes, multiples of 16, by one thread ----
 
 __device__ inline void copy_bulk_to_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {

@@ -15,7 +15,7 @@ namespace kda::cuda::sm90 {
 
 constexpr unsigned kWindow = 16;  // chunks of an owner that have room for an image
 constexpr unsigned kLead = 7;     // helpers leave the next ones to the owner, whose preparers are at them
-constexpr unsigned kShares = 16;
+constexpr unsigned kShares = 16;  // see Help::may_help()
 
 // Chunks are numbered over all items of the owner.
 struct Board {

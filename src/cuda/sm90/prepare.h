@@ -1,12 +1,12 @@
 // The preparation: a warpgroup turns raw tokens into the operands of the scan (Stage), every second chunk of a block.
 //
 // Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
-// products in registers. A warp fetches its rows of q, k, v and g, a chunk earlier, into the stage, where a lane
-// overwrites what it alone reads.
-//   norms, gates, decays of the warp's rows                                         barrier: decays of all rows are known
-//   kG, qG, kg into the stage, score operands on the bench                          barrier: operands are there
-//   the next chunk is fetched; scores; Aqk into the stage, Akk on the bench         barrier: Akk is there
-//   one warp inverts I + Akk                                                        the stage is full
+// products in registers. A warp fetches its rows of q, k and g, a chunk earlier, onto the bench, where a lane overwrites what
+// it alone reads; v goes to the stage.
+//   norms, gates, decays of the warp's rows; the stage is empty       barrier: decays of all rows are known
+//   kG, qG, kg into the stage, score operands on the bench            barrier: operands are there
+//   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the bench is free
+//   the next chunk is fetched; one warp inverts I + Akk               the stage is full
 #pragma once
 #include "cuda/sm90/help.h"
 #include "cuda/sm90/invert.h"
@@ -242,7 +242,7 @@ class Preparation {
       scores.decay(i, gate, x, 8 * at_.warp + i < rows);
     }
     at_.forget();
-    ring().wait_empty(at_.number());
+    ring().wait_empty(at_.number());  // from here on it is written to
     scores.share_totals();
     if (!__all_sync(kAll, scores.is_fine(7) && bad == kRows)) bad = first_bad(scores, bad);
     if (at_.lane == 0) ptx::store_shared(at_.bad() + at_.warp * 4, bad);
