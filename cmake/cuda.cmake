@@ -36,7 +36,7 @@ function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90a, sm_100a\"")
-  kda_cuda_kernels(${target} portable "90a-real"
+  kda_cuda_kernels(${target} portable "80;90a-real;100a-real"
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
@@ -52,5 +52,5 @@ function(kda_add_cuda target)
     src/cuda/sm80/stage_cumsum.cu
     src/cuda/sm80/stage_delta_h.cu
     src/cuda/sm80/stage_fwd_o.cu)
-  kda_cuda_kernels(${target} hopper "90a-real" src/cuda/sm90/forward.cu)
+  kda_cuda_kernels(${target} hopper "90a" src/cuda/sm90/forward.cu)
 endfunction()
