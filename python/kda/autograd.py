@@ -115,9 +115,10 @@ class KDAFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool,
-        disable_recompute: bool, recurrent: bool, impl: str | None,
+        disable_recompute: bool, recurrent: bool, impl: str | None, enabled: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        h_every = chunks_between_states(any(ctx.needs_input_grad), disable_recompute)
+        # needs_input_grad is what tensors ask for, with torch.no_grad(), too; in here gradients are always disabled.
+        h_every = chunks_between_states(enabled and any(ctx.needs_input_grad), disable_recompute)
         inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
         o, hT, saved = run_forward(*inputs, cu, options, final_state, h_every, recurrent, impl)
         if h_every:
@@ -136,7 +137,7 @@ class KDAFunction(torch.autograd.Function):
             q, k, v, g, beta, A_log, dt_bias, h0, cu, ctx.options, saved, ctx.h_every, d_o, dhT,
             ctx.needs_input_grad[:8],
         )  # fmt: skip
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None, None)
 
 
 class GateFunction(torch.autograd.Function):

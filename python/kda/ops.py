@@ -138,7 +138,7 @@ def chunk_kda(
             from .compiled import forward
 
             return forward(*call, output_final_state, disable_recompute, False, impl)
-        return KDAFunction.apply(*call, output_final_state, disable_recompute, False, impl)
+        return KDAFunction.apply(*call, output_final_state, disable_recompute, False, impl, torch.is_grad_enabled())
     except Exception as error:
         if _compiling():
             raise
@@ -194,7 +194,7 @@ def fused_recurrent_kda(
             return forward(*call, output_final_state, False, True, impl)
         from .autograd import KDAFunction
 
-        return KDAFunction.apply(*call, output_final_state, False, True, impl)
+        return KDAFunction.apply(*call, output_final_state, False, True, impl, torch.is_grad_enabled())
     except Exception as error:
         if _compiling():
             raise
