@@ -349,6 +349,26 @@ def test_gradient_of_one_result_only(function: Callable[..., Any], of: str) -> N
 
 
 @both
+def test_nothing_is_kept_where_gradients_are_disabled(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+
+    def spy(*arguments: Any) -> Any:
+        kept.append(arguments[11])  # h_every
+        return run_forward(*arguments)
+
+    run_forward = kda.autograd.run_forward
+    monkeypatch.setattr(kda.autograd, "run_forward", spy)
+    p = make(1, 70, gate="softplus", dtype=torch.float32)
+    p.tensors["A_log"].requires_grad_()  # a layer's parameter, as in evaluation
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            function(**p.tensors, **p.options)
+    assert kept == [0, 0, kda.autograd.H_EVERY]
+
+
+@both
 def test_modes(function: Callable[..., Any]) -> None:
     p = make(1, 70, dtype=torch.float32)
     leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
