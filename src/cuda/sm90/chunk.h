@@ -52,7 +52,9 @@ struct Shared {
   static constexpr unsigned tasks = turns + kPreparers * 32;                // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
-  static constexpr unsigned bytes = empty + 8 * kStages;
+  static constexpr unsigned rare = empty + 8 * kStages;                   // of each scanning thread
+  static constexpr unsigned corrections = rare + kScanners * kGroup * 4;  // of each scanning warp: an address
+  static constexpr unsigned bytes = corrections + kScanners * 4 * 8;
 };
 static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 

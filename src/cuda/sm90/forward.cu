@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group < kScanners) {
     ptx::take_registers<kScanRegisters>();
-    const unsigned total = Scan<T>(call, memory, group).run();
+    const unsigned total = Scan<T>(call, memory).run();
     if (!help) return;
     if (threadIdx.x == 0) courier(help, ring, total);
     if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring);

@@ -21,22 +21,20 @@ template <class T>
 __device__ Pair<T> pair_of(unsigned x) {
   return reinterpret_cast<const Pair<T>&>(x);
 }
-// Largest magnitude of the four (of two numbers each).
+// Largest magnitude of eight numbers; a NaN is.
 template <class T>
-__device__ float largest(Pair<T> a, Pair<T> b) {
-  const Pair<T> most = __hmax2(__habs2(a), __habs2(b));
-  return fmaxf(__low2float(most), __high2float(most));
+__device__ float largest(unsigned a, unsigned b, unsigned c, unsigned d) {
+  const Pair<T> most = __hmax2_nan(__hmax2_nan(__habs2(pair_of<T>(a)), __habs2(pair_of<T>(b))),
+                                   __hmax2_nan(__habs2(pair_of<T>(c)), __habs2(pair_of<T>(d))));
+  return -ptx::least(-__low2float(most), -__high2float(most));
 }
 
 template <class T>
 class Scan {
  public:
-  __device__ Scan(const Call& call, unsigned memory, unsigned group)
-      : call_(call),
-        ring_{memory},
-        lane_(threadIdx.x % 32),
-        column_(group * 64 + threadIdx.x / 32 % 4 * 16),
-        half_(group * kHalf) {}
+  __device__ Scan(const Call& call, unsigned memory) : call_(call), ring_{memory}, lane_(threadIdx.x % 32) {
+    set_rare(0);
+  }
 
   // Returns how many chunks there were.
   __device__ unsigned run() {
@@ -57,30 +55,35 @@ class Scan {
           continue;
         }
         load(s, item.hv);
+        find_corrections(s, item.hv);
         length = static_cast<unsigned>(s.length);
         to = call_.x.o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + lane_ / 2, item.hv) +
-             column_ * sizeof(T) + lane_ % 2 * 16;
+             first_column() * sizeof(T) + lane_ % 2 * 16;
       }
       const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
+      // What is rare stays out of the inner loop: instructions have a cache, too.
       for (unsigned t = 0; t < length;) {
-        if (keeps()) keep(item, t);
-        // (What is rare stays out of the loop: instructions have a cache, too.)
+        if (t % kChunk == 0 && keeps() && !rare()) keep(item, t);
+        bool went;
         do {
           lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
           ring_.wait_full(number);
-          chunk(
+          went = chunk(
               ring_.stage(number), t % kChunk == 0,
               [&] {  // outputs of the chunk before
                 if (t) store_outputs(to - step, kRows);
               },
               [&](const float(&U)[kRows / 2]) {
-                if (call_.v_new.data) store_corrections(item, t, U);
+                if (call_.v_new.data) store_corrections(t, length, U);
               });
+          if (!went) break;
           if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
           // (Nothing is to be seen with it: the chunk's image has been read.)
           if (call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
           t += kRows, to += step, ++number;
-        } while (t < length && !(t % kChunk == 0 && keeps()));
+        } while (t < length && !rare() && !(t % kChunk == 0 && keeps()));
+        if (!went) prepare(ring_.stage(number), t % kChunk == 0);
+        else if (rare()) spoil();
       }
       if (length) store_outputs(to - step, (length - 1) % kRows + 1);
       keep(item, length);
@@ -88,8 +91,19 @@ class Scan {
   }
 
  private:
-  // Of the thread: columns column_ + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one more of each.
-  __device__ unsigned column(int i) const { return column_ + lane_ / 4 + 8 * i; }
+  // What is asked for anew each time, since registers are scarce: the warp's first column; where the warpgroup's half of a row
+  // begins; the warp's own memory for outputs.
+  __device__ static unsigned first_column() { return ptx::thread() / 32 * 16; }
+  __device__ static unsigned half() { return ptx::thread() / kGroup * kHalf; }
+  __device__ unsigned staged() const {
+    return ring_.memory + Shared::out + ptx::thread() / 32 * kRows * Shared::kOutStride;
+  }
+  // 0, but for a chunk that prepare() was needed for; then, a byte each, its first tokens that were not finite.
+  __device__ unsigned rare() const { return ptx::load_shared(ring_.memory + Shared::rare + ptx::thread() * 4); }
+  __device__ void set_rare(unsigned x) const { ptx::store_shared(ring_.memory + Shared::rare + ptx::thread() * 4, x); }
+
+  // Of the thread: columns first_column() + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one more of each.
+  __device__ unsigned column(int i) const { return first_column() + lane_ / 4 + 8 * i; }
   __device__ unsigned channel(int j) const { return 8 * j + lane_ % 4 * 2; }
 
   // ---- states ----
@@ -180,46 +194,87 @@ class Scan {
 
   // The chunk's v, transposed: tokens 16 j .. of the thread's columns as operands.
   __device__ void load_values(unsigned stage, int j, unsigned (&v)[4]) const {
-    const unsigned token = 16 * j + lane_ / 16 * 8 + lane_ % 8, piece = column_ % 64 / 8 + lane_ / 8 % 2;
-    ptx::load_transposed(v, stage + Stage::v + half_ + token * kRowBytes + ((piece ^ token % 8) << 4));
+    const unsigned token = 16 * j + lane_ / 16 * 8 + lane_ % 8, piece = first_column() % 64 / 8 + lane_ / 8 % 2;
+    ptx::load_transposed(v, stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4));
   }
 
-  // S_ as operands, in units that fit it and v. first: at a multiple of 64 tokens.
-  __device__ void pack_in_units(unsigned stage, bool first, unsigned (&packed)[8][4]) {
-    unsigned a[4], b[4];
-    load_values(stage, 0, a), load_values(stage, 1, b);
-    pack(packed);
-    float v[2];
+  // Do units fit S_ and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. Also, of the thread's columns, the
+  // largest |v|.
+  __device__ bool fits(const unsigned (&a)[4], const unsigned (&b)[4], const unsigned (&packed)[8][4], bool first,
+                       float (&v)[2]) const {
     bool large = false, fits = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      v[i] = inverse(unit_[i]) * fmaxf(largest<T>(pair_of<T>(a[i]), pair_of<T>(a[i + 2])),
-                                       largest<T>(pair_of<T>(b[i]), pair_of<T>(b[i + 2])));
-      float most = v[i];
-      if (first) {
-        __half2 s = __habs2(pair_of<__half>(packed[0][i]));
+      v[i] = inverse(unit_[i]) * largest<T>(a[i], a[i + 2], b[i], b[i + 2]);
+      large = large || !(v[i] < 0x1p7f);
+      if (!first) continue;
+      __half2 s = __habs2(pair_of<__half>(packed[0][i]));
 #pragma unroll
-        for (int j = 1; j < 16; ++j) s = __hmax2(s, __habs2(pair_of<__half>(packed[j / 2][i + j % 2 * 2])));
-        most = fmaxf(most, fmaxf(__low2float(s), __high2float(s)));
-        // A column's four lanes together reach 2^-9.
-        unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
-        reached |= reached >> 1, reached |= reached >> 2;
-        fits = fits && (reached & 0x11111111) == 0x11111111;
-      }
+      for (int j = 1; j < 16; ++j) s = __hmax2(s, __habs2(pair_of<__half>(packed[j / 2][i + j % 2 * 2])));
+      const float most = fmaxf(v[i], fmaxf(__low2float(s), __high2float(s)));
       large = large || most >= 0x1p7f;
+      // A column's four lanes together reach 2^-9.
+      unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
+      reached |= reached >> 1, reached |= reached >> 2;
+      fits = fits && (reached & 0x11111111) == 0x11111111;
     }
-    if (fits && !__any_sync(kAll, large)) return;
-    choose_units(v);
+    return fits && !__any_sync(kAll, large);
+  }
+
+  // For a chunk that did not fit. 0 times what is not finite is not 0: it would show in all tokens of the column, those
+  // before it included. So there are zeros instead, and spoil() comes after the chunk.
+  __device__ void prepare(unsigned stage, bool first) {
+    unsigned x[2][4], packed[8][4], bad[2] = {kRows, kRows};
+    load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
+#pragma unroll
+    for (unsigned j = 0; j < 16; ++j) {
+      const Pair<T> two = pair_of<T>(x[j / 8][j / 2 % 4]);
+      const float y = j % 2 ? __high2float(two) : __low2float(two);
+      if (y - y == 0) continue;
+      const unsigned i = j / 2 % 2, token = j / 4 * 8 + lane_ % 4 * 2 + j % 2, piece = column(i) % 64 / 8;
+      bad[i] = min(bad[i], token);
+      ptx::store_shared16(
+          stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4) + column(i) % 8 * 2, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 1)), bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
+    __syncwarp();  // zeros are there
+    load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
     pack(packed);
+    float v[2];
+    if (!fits(x[0], x[1], packed, first, v)) choose_units(v);
+    set_rare(1u << 16 | bad[1] << 8 | bad[0]);
+  }
+  // From the first token that was not finite on, outputs and the state are not, either.
+  __device__ void spoil() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned bad = rare() >> 8 * i & 0xff;
+      for (unsigned token = lane_ % 4; token < kRows; token += 4)
+        if (token >= bad) ptx::store_shared16(staged() + token * Shared::kOutStride + (lane_ / 4 + 8 * i) * 2, 0x7fff);
+#pragma unroll
+      for (int j = 0; j < 32; ++j)
+        if (bad < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
+    }
+    __syncwarp();  // outputs are there
+    set_rare(0);
   }
 
   // ---- a chunk ----
 
   // meanwhile(): work for the time of the first products; corrections(): what sees U.
+  // Returns false, and has done nothing, if units do not fit.
   template <class Meanwhile, class Corrections>
-  __device__ void chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
+  __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
     unsigned left[8][4];
-    pack_in_units(stage, first, left);
+    {
+      unsigned a[4], b[4];
+      float v[2];
+      load_values(stage, 0, a), load_values(stage, 1, b);
+      pack(left);
+      if (!fits(a, b, left, first, v) && !rare()) return false;
+    }
     // Before the products begin: nothing may touch their accumulators while they run.
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -251,9 +306,6 @@ class Scan {
       ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
-    // 0 times what is not finite is not 0: it shows in all tokens of the column, those before it included.
-    unsigned bad[2] = {kRows, kRows};  // the first such token of the thread's columns
-    if (__any_sync(kAll, U[0] - U[0] != 0 || U[2] - U[2] != 0)) multiply_again(stage, R, U, bad);
     corrections(U);
 
 #pragma unroll
@@ -276,47 +328,13 @@ class Scan {
     for (int j = 0; j < 8; ++j)
       out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                        (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
-    if (__any_sync(kAll, bad[0] < kRows || bad[1] < kRows)) spoil(out, bad);
     // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
     __syncwarp();  // outputs are there
-  }
-
-  // U without what is not finite in R. By a warp alone: others may have nothing of the kind.
-  __device__ void multiply_again(unsigned stage, unsigned (&R)[2][4], float (&U)[kRows / 2], unsigned (&bad)[2]) const {
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const unsigned half = 0x7fffu << j % 2 * 16, infinite = 0x7c00u << j % 2 * 16;
-      unsigned& x = R[j / 8][j / 2 % 4];
-      if ((x & half) < infinite) continue;
-      x &= j % 2 ? 0xffffu : 0xffff0000u;
-      bad[j / 2 % 2] = min(bad[j / 2 % 2], j / 4 * 8 + lane_ % 4 * 2 + j % 2);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 1)), bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const unsigned row = 8 * n + lane_ % 8;
-      unsigned b[4];
-      ptx::load_matrices(b, stage + Stage::T + row * 64 + ((lane_ / 8 ^ row / 2 % 4) << 4));
-      float d[4] = {};
-      ptx::mma<__half>(d, R[0], b[0], b[1]), ptx::mma<__half>(d, R[1], b[2], b[3]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) U[4 * n + e] = d[e];
-    }
-  }
-  // From the first token that was not finite on, outputs and the state are not, either.
-  __device__ void spoil(unsigned (&out)[2][4], const unsigned (&bad)[2]) {
-#pragma unroll
-    for (int j = 0; j < 16; ++j)
-      if (j / 4 * 8 + lane_ % 4 * 2 + j % 2 >= bad[j / 2 % 2]) out[j / 8][j / 2 % 4] |= 0x7fffu << j % 2 * 16;
-#pragma unroll
-    for (int j = 0; j < 64; ++j)
-      if (bad[j / 2 % 2] < kRows) S_[j] = __int_as_float(0x7fffffff);
+    return true;
   }
 
   // Channels 16 k .. of rows, as a right operand.
@@ -326,15 +344,10 @@ class Scan {
 
   // ---- outputs ----
 
-  // The warp's own: asked for anew, since registers are scarce.
-  __device__ unsigned staged() const {
-    return ring_.memory + Shared::out + ptx::thread() / 32 * kRows * Shared::kOutStride;
-  }
-
   __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
     const View& o = call_.x.o;
     const unsigned v = threadIdx.x % kGroup;
-    for (int64_t t = s.t0 + column_ / 64; t < s.t0 + s.length; t += kScanners)
+    for (int64_t t = s.t0 + first_column() / 64; t < s.t0 + s.length; t += kScanners)
       store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
   }
 
@@ -349,21 +362,30 @@ class Scan {
     __syncwarp();  // and may be overwritten
   }
 
-  // (The sequence is looked up again: who wants U can wait.)
-  __device__ void store_corrections(const Item& item, unsigned t, const float (&U)[kRows / 2]) const {
-    const Sequence s = sequence_at(call_.p, call_.p.args.in, item.n);
+  // Where U of the item's first token goes, column 0; kept in shared memory for those who want it.
+  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + ptx::thread() / 32 * 8; }
+  __device__ void find_corrections(const Sequence& s, unsigned hv) const {
+    if (!call_.v_new.data) return;
+    const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
+    __syncwarp();  // nobody reads that of the item before
+    ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
+    __syncwarp();  // it is there
+  }
+  __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
+    const uint2 first = ptx::load_shared2(corrections());
+    const unsigned row = t + lane_ % 4 * 2;
+    char* to = reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * 4;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const unsigned row = t + j / 4 * 8 + lane_ % 4 * 2 + j % 2;
-      char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + row, item.hv);
-      if (row < s.length) reinterpret_cast<float*>(to)[column(j / 2 % 2)] = U[j] * unit_[j / 2 % 2];
+      const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
+      float* place = reinterpret_cast<float*>(to + i * static_cast<uint64_t>(call_.v_new.stride1)) + c * 8;
+      if (row + i < length) *place = U[j] * unit_[c];
     }
   }
 
   const Call& call_;
   const Ring ring_;
   unsigned lane_;
-  const unsigned column_, half_;
   float S_[64];    // S^T / unit_: accumulators
   float unit_[2];  // of the thread's two columns
 };
