@@ -35,7 +35,7 @@ struct Walk {
   bool ended;
 
   __device__ void start(const Call& call) {
-    item = blockIdx.x, number = chunk = 0, ended = false;
+    item = call.first, number = chunk = 0, ended = false;
     enter(call);
   }
   // On to another chunk of the block.

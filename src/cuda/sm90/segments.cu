@@ -1,0 +1,212 @@
+// Few heads and long sequences on Hopper: sequences are cut into segments, which are scanned at once (math.md 6).
+//
+//   prepare   every chunk once, by all SMs: its operands go to the workspace      two warpgroups that prepare
+//   maps      [b | M] of each segment but the last of its sequence                two that scan, one warp that fetches
+//   scan      each segment: its first state, through the maps of those before it, then chunk by chunk, with outputs
+//
+// The kernels follow each other in the stream. Lengths of packed sequences are known on the device alone: grids have room
+// for any, and blocks that find no work end.
+#include "cuda/cuda.h"
+#include "cuda/sm90/dispatch.h"
+#include "cuda/sm90/segments.h"
+
+namespace kda::cuda {
+namespace {
+
+using namespace sm90;
+
+// ---- prepare ----
+
+constexpr unsigned kPrepareThreads = kPreparers * kGroup + 64;  // and a scout and a courier
+
+// Chunks of a block, those of one head after another's.
+class Chunks {
+ public:
+  __device__ Chunks(const ForwardProblem& p, const Cut& cut) : p_(p), cut_(cut) {
+    const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total;
+    next_ = all * blockIdx.x / gridDim.x, end_ = all * (blockIdx.x + 1) / gridDim.x;
+  }
+  // By a warp.
+  __device__ Task find() {
+    for (; next_ < end_; ++next_) {
+      const auto hv = static_cast<unsigned>(next_ / cut_.total), number = static_cast<unsigned>(next_ % cut_.total);
+      const unsigned n = cut_.sequence(p_, number), chunk = number - cut_.first(p_, n);
+      const Sequence s = sequence_at(p_, p_.args.in, p_.args.states, n);
+      if (!s.live || static_cast<int64_t>(chunk) * kRows >= s.length) continue;
+      ++next_;
+      return {0, number, n * static_cast<unsigned>(p_.HV) + hv, chunk};
+    }
+    return {Task::kNone};
+  }
+
+ private:
+  const ForwardProblem& p_;
+  const Cut& cut_;
+  uint64_t next_, end_;
+};
+
+template <class T, class Scores, bool kWideGate>
+__global__ void __launch_bounds__(kPrepareThreads, 1)
+    prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                   const __grid_constant__ States states, const __grid_constant__ View v_new,
+                   const __grid_constant__ Segments segments) {
+  const unsigned memory = ptx::shared_address(shared_memory());
+  const Help help{nullptr, segments.images, 0};
+  const Call call{p, x, states, v_new, help, ~0u};
+  const Ring ring{memory};
+  if (threadIdx.x == 0) {
+    for (unsigned i = 0; i < kStages; ++i)
+      ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    start_queue(memory);
+    ptx::fence_barriers();
+  }
+  __syncthreads();  // barriers are there
+  wait_for_stream();
+  let_next_start();
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  if (group < kPreparers) {
+    Preparation<T, Scores, kWideGate>(call, memory, group).run();
+  } else if (threadIdx.x / 32 % 2 == 0) {
+    scout(ring, [chunks = Chunks(p, segments.chunks)]() mutable { return chunks.find(); });
+  } else if (threadIdx.x % 32 == 0) {
+    courier(ring, 0, [&](const Task& task, unsigned stage) {
+      char* image = segments.image(Item(p, task.item).hv, task.n);
+      for_parts<false>(
+          [&](const Part& part) { ptx::copy_bulk_to_global(image + part.in_image(), stage + part.at, part.bytes); });
+      ptx::commit_bulk();
+      ptx::wait_for_bulk_reads<0>();
+    });
+    ptx::wait_for_bulk<0>();
+  }
+}
+
+// ---- maps, and the scan ----
+
+template <class T, bool kMaps>
+__global__ void __launch_bounds__(kSegmentThreads, 1)
+    segment_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                   const __grid_constant__ States states, const __grid_constant__ View v_new,
+                   const __grid_constant__ Segments segments) {
+  const unsigned memory = ptx::shared_address(shared_memory());
+  const Help help;
+  const Call call{p, x, states, v_new, help};
+  const Ring ring{memory};
+  const unsigned number = blockIdx.x / static_cast<unsigned>(p.HV), hv = blockIdx.x % static_cast<unsigned>(p.HV);
+  // b of the first segment, then b and M of each: nobody needs M of the first.
+  const bool linear = kMaps && number > 0 && number % 2 == 0;
+  if (threadIdx.x == 0) {
+    for (unsigned i = 0; i < kStages; ++i)
+      ptx::init_barrier(ring.full(i), kFullArrivals), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    ptx::fence_barriers();
+  }
+  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTile; i += kSegmentThreads * 16)
+    for (const unsigned half : {0u, kHalf})
+      ptx::store_shared4(ring.stage(i / kTile) + Stage::v + half + i % kTile, make_uint4(0, 0, 0, 0));
+  __syncthreads();  // barriers and zeros are there
+  wait_for_stream();
+  if (kMaps) let_next_start();
+
+  const Piece at(p, kMaps ? segments.mapped : segments.all, kMaps ? (number + 1) / 2 : number, hv);
+  if (!at.exists || (linear && at.index == 0)) return;
+  const bool tail = at.item.is_tail(p);
+  Sequence s{};
+  if (tail) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
+  else s = sequence_at(p, p.args.in, p.args.states, at.item.n);
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  if (group < kScanners) {
+    SegmentScan<T> scan(call, segments, memory, group);
+    if constexpr (kMaps) {
+      if (s.live) scan.map(at, s, linear, (number + 1) / 2);
+    } else if (s.live) {
+      scan.run(at, s, at.index ? segments.mapped.first(p, at.item.n) : 0);
+    } else {
+      if (!tail) s.t0 += at.first, s.length = at.end - at.first;
+      scan.zero_outputs(hv, s);
+    }
+  } else if (s.live) {
+    Producer producer(call, segments, ring);
+    if constexpr (kMaps) {
+      producer.chunks<true>(at, !linear);
+    } else {
+      if (const unsigned first = at.index ? segments.mapped.first(p, at.item.n) : 0; at.index)
+        producer.maps(hv, first + 1, first + at.index);
+      producer.chunks<false>(at, true);
+    }
+  }
+}
+
+// ---- how long segments are ----
+
+// What a call takes, in cycles of an SM, about.
+struct Cost {
+  static constexpr int64_t kPrepare = 4000, kWhole = 3200, kMap = 1500, kScan = 1640;  // of a chunk
+  static constexpr int64_t kPass = 2500;                                               // of a map, in the scan
+  static constexpr int64_t kLaunches = 15000;                                          // two more
+  int64_t blocks, heads, chunks;                                                       // of a sequence
+
+  explicit Cost(const ForwardProblem& p)
+      : blocks(multiprocessors(p.args.exec.device_id)), heads(p.N * p.HV), chunks(divided(p.B * p.T, kRows * p.N)) {}
+  static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  int64_t prepared() const { return divided(heads * chunks, blocks) * kPrepare; }
+  int64_t whole() const { return std::max(divided(heads, blocks) * chunks * kWhole, prepared()); }
+  int64_t cut(int64_t each) const {  // into segments of so many chunks
+    const int64_t count = divided(chunks, each);
+    return prepared() + kLaunches + divided(heads * (2 * count - 3), blocks) * each * kMap + (count - 2) * kPass +
+           divided(heads * count, blocks) * each * kScan;
+  }
+};
+
+// Sequences count as equally long: lengths of packed ones are not known here.
+struct Choice {
+  int64_t chunks = 2, cycles = INT64_MAX;  // of a segment; of the call
+  explicit Choice(const Cost& cost) {
+    for (int64_t count = 2; count <= 64; ++count) {
+      const int64_t each = 2 * Cost::divided(cost.chunks, 2 * count);
+      if (each >= cost.chunks) break;
+      if (const int64_t c = cost.cut(each); c < cycles) chunks = each, cycles = c;
+    }
+  }
+};
+
+unsigned segment_tokens(const ForwardProblem& p) {
+  return p.N ? static_cast<unsigned>(Choice(Cost(p)).chunks) * kRows : kChunk;
+}
+
+}  // namespace
+
+const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
+  if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
+  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "cuts sequences by what else is in the call";
+  if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
+  return nullptr;
+}
+
+const char* forward_segments_sm90_unsuited(const ForwardProblem& p) {
+  if (p.N == 0) return "there is nothing to cut";
+  const Cost cost(p);
+  return Choice(cost).cycles < cost.whole() / 10 * 9 ? nullptr : "sequences in one piece are as fast";
+}
+
+uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segments::bytes(p, segment_tokens(p)); }
+
+void forward_segments_sm90(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  if ((p.N + p.varlen) * p.HV == 0) return;
+  const DeviceGuard device(a.exec.device_id);
+  const Segments segments(p, segment_tokens(p), a.exec.workspace);
+  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads) {
+    if (blocks > 0)
+      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p,
+                      Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments);
+  };
+  with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
+    run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kPrepareThreads);
+  });
+  with_type(p, [&]<class T>() {
+    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads);
+    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kSegmentThreads);
+  });
+}
+
+}  // namespace kda::cuda
