@@ -198,7 +198,8 @@ class Preparation {
       }
     };
     const auto copy_all = [&](bool whole) {
-      copy(x.q, h, Stage::q, whole), copy(x.k, h, Stage::k, whole), copy(x.v, hv, Stage::v, whole);
+      copy(x.q, h, Stage::q, whole), copy(x.k, h, Stage::k, whole);
+      if (x.v.data) copy(x.v, hv, Stage::v, whole);
       if (!kWideGate) copy(x.g, hv, Stage::kg, whole);
     };
     ring().wait_empty(number);

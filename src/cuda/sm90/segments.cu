@@ -19,21 +19,21 @@ using namespace sm90;
 
 constexpr unsigned kPrepareThreads = kPreparers * kGroup + 64;  // and a scout and a courier
 
-// Chunks of a block, those of one head after another's.
+// Chunks of a block, those of one head after another's; the last ones first: what was stored last is in the L2 cache when
+// maps begin.
 class Chunks {
  public:
   __device__ Chunks(const ForwardProblem& p, const Cut& cut) : p_(p), cut_(cut) {
     const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total;
-    next_ = all * blockIdx.x / gridDim.x, end_ = all * (blockIdx.x + 1) / gridDim.x;
+    first_ = all * blockIdx.x / gridDim.x, end_ = all * (blockIdx.x + 1) / gridDim.x;
   }
   // By a warp.
   __device__ Task find() {
-    for (; next_ < end_; ++next_) {
-      const auto hv = static_cast<unsigned>(next_ / cut_.total), number = static_cast<unsigned>(next_ % cut_.total);
+    while (first_ < end_) {
+      const auto hv = static_cast<unsigned>(--end_ / cut_.total), number = static_cast<unsigned>(end_ % cut_.total);
       const unsigned n = cut_.sequence(p_, number), chunk = number - cut_.first(p_, n);
       const Sequence s = sequence_at(p_, p_.args.in, p_.args.states, n);
       if (!s.live || static_cast<int64_t>(chunk) * kRows >= s.length) continue;
-      ++next_;
       return {0, number, n * static_cast<unsigned>(p_.HV) + hv, chunk};
     }
     return {Task::kNone};
@@ -42,7 +42,7 @@ class Chunks {
  private:
   const ForwardProblem& p_;
   const Cut& cut_;
-  uint64_t next_, end_;
+  uint64_t first_, end_;
 };
 
 template <class T, class Scores, bool kWideGate>
@@ -82,6 +82,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
 
 // ---- maps, and the scan ----
 
+constexpr unsigned kSegmentThreads = (kScanners + 1) * kGroup;  // one warp of the last group fetches
+constexpr int kScanRegisters = 224, kProducerRegisters = 40;
+static_assert((kScanners * kScanRegisters + kProducerRegisters) * kGroup <= 64 * 1024);
+
 template <class T, bool kMaps>
 __global__ void __launch_bounds__(kSegmentThreads, 1)
     segment_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
@@ -114,16 +118,19 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
   else s = sequence_at(p, p.args.in, p.args.states, at.item.n);
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group < kScanners) {
+    ptx::take_registers<kScanRegisters>();
     SegmentScan<T> scan(call, segments, memory, group);
     if constexpr (kMaps) {
       if (s.live) scan.map(at, s, linear, (number + 1) / 2);
     } else if (s.live) {
-      scan.run(at, s, at.index ? segments.mapped.first(p, at.item.n) : 0);
+      scan.run(at, s, segments.mapped.first(p, at.item.n));
     } else {
       if (!tail) s.t0 += at.first, s.length = at.end - at.first;
       scan.zero_outputs(hv, s);
     }
-  } else if (s.live) {
+  } else {
+    ptx::give_registers<kProducerRegisters>();
+    if (!s.live || threadIdx.x / 32 != kScanners * 4) return;
     Producer producer(call, segments, ring);
     if constexpr (kMaps) {
       producer.chunks<true>(at, !linear);
@@ -194,18 +201,23 @@ void forward_segments_sm90(const ForwardProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(a.exec.device_id);
   const Segments segments(p, segment_tokens(p), a.exec.workspace);
-  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads) {
+  const Tokens tokens(p, a.in, a.o);
+  Tokens without_v = tokens;
+  without_v.v = {};
+  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, const Tokens& x) {
     if (blocks > 0)
-      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p,
-                      Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments);
+      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p, x,
+                      States(a), view_of(a.v_new), segments);
   };
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
-        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kPrepareThreads);
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kPrepareThreads, without_v);
   });
   with_type(p, [&]<class T>() {
-    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads);
-    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kSegmentThreads);
+    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads,
+                                                     tokens);
+    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kSegmentThreads,
+                                                      tokens);
   });
 }
 

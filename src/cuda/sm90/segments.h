@@ -108,16 +108,19 @@ struct Segments {
   __device__ char* map(unsigned hv, unsigned segment) const {
     return M + (static_cast<uint64_t>(hv) * mapped.total + segment) * kMapBytes;
   }
+  // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
   __device__ float4* offset(unsigned hv, unsigned segment) const {
     return b + (static_cast<uint64_t>(hv) * mapped.total + segment) * (kMapBytes / 16) + threadIdx.x;
+  }
+  // The initial state, in the place of the first M: where it comes from, the last segment may have stored the final one.
+  __device__ float4* start(unsigned hv, unsigned segment) const {
+    return reinterpret_cast<float4*>(map(hv, segment)) + threadIdx.x;
   }
 };
 
 // ---- the scan's operands, by one warp ----
 
-constexpr unsigned kProducers = 32;                 // threads
-constexpr unsigned kFullArrivals = kProducers + 1;  // of a stage: all of them, and who promises bytes
-constexpr unsigned kSegmentThreads = kScanners * kGroup + kProducers;
+constexpr unsigned kFullArrivals = 32 + 1;  // of a stage: of all lanes, and of the one that promises bytes
 
 class Producer {
  public:
@@ -191,6 +194,7 @@ class SegmentScan : public Scan<T> {
   __device__ void map(const Piece& at, Sequence s, bool linear, unsigned to) {
     if (at.index > 0 || linear) s.initial = false;  // zeros
     Base::load(s, at.item.hv);
+    if (at.index == 0) store(segments_.start(at.item.hv, to));
     if (linear) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) S_[i] = Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2;
@@ -199,21 +203,19 @@ class SegmentScan : public Scan<T> {
     this->template scan<false>(at.item, at.first, at.end, nullptr, number);
 #pragma unroll
     for (int i = 0; i < 64; ++i) S_[i] *= unit_[i / 2 % 2];
-    if (linear) return store_map(segments_.map(at.item.hv, to));
-    float4* b = segments_.offset(at.item.hv, to);
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      b[i * kScanners * kGroup] = make_float4(S_[4 * i], S_[4 * i + 1], S_[4 * i + 2], S_[4 * i + 3]);
+    if (linear) store_map(segments_.map(at.item.hv, to));
+    else store(segments_.offset(at.item.hv, to));
   }
 
   // Outputs and states. first_map: number of the sequence's first.
   __device__ void run(const Piece& at, const Sequence& s, unsigned first_map) {
     unsigned number = 0;
+    unit_[0] = unit_[1] = 1;
     if (at.index == 0) {
-      Base::load(s, at.item.hv);
+      if (at.end == s.length) Base::load(s, at.item.hv);
+      else load(segments_.start(at.item.hv, first_map), S_);
     } else {
-      unit_[0] = unit_[1] = 1;
-      load_offset(at.item.hv, first_map);
+      load(segments_.offset(at.item.hv, first_map), S_);
       for (unsigned i = 1; i < at.index; ++i) pass(at.item.hv, first_map + i, number);
     }
     this->template scan<true>(at.item, at.first, at.end, Base::outputs(s, at.first, at.item.hv), number);
@@ -239,12 +241,16 @@ class SegmentScan : public Scan<T> {
       *reinterpret_cast<unsigned*>(at) = x.leading, *reinterpret_cast<unsigned*>(at + kRestOfMap) = x.rest;
     }
   }
-  __device__ void load_offset(unsigned hv, unsigned segment) {
-    const float4* b = segments_.offset(hv, segment);
+  __device__ void store(float4* to) const {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float4 four = b[i * kScanners * kGroup];
-      S_[4 * i] = four.x, S_[4 * i + 1] = four.y, S_[4 * i + 2] = four.z, S_[4 * i + 3] = four.w;
+    for (int i = 0; i < 16; ++i, to += kScanners * kGroup)
+      *to = make_float4(S_[4 * i], S_[4 * i + 1], S_[4 * i + 2], S_[4 * i + 3]);
+  }
+  __device__ static void load(const float4* from, float (&x)[64]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i, from += kScanners * kGroup) {
+      const float4 four = *from;
+      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
     }
   }
   // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
@@ -255,21 +261,25 @@ class SegmentScan : public Scan<T> {
       const Split x(S_[2 * i], S_[2 * i + 1]);
       leading[i / 4][i % 4] = x.leading, rest[i / 4][i % 4] = x.rest;
     }
-    load_offset(hv, segment);
+    // b comes while the products run.
+    float b[64], product[64];
+    load(segments_.offset(hv, segment), b);
     ring_.wait_full(number), ring_.wait_full(number + 1);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const unsigned rows = ring_.stage(number + k / 4) + k % 4 * 16 * kRowBytes;
       const uint64_t M = ptx::matrix_at(rows, kHalf, 1024, ptx::Swizzle::k128);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k],
+      ptx::wgmma<__nv_bfloat16, true>(product, leading[k], M, k > 0);
+      ptx::wgmma<__nv_bfloat16, true>(product, rest[k], M, true);
+      ptx::wgmma<__nv_bfloat16, true>(product, leading[k],
                                       ptx::matrix_at(rows + kRestOfMap, kHalf, 1024, ptx::Swizzle::k128), true);
     }
     ptx::commit_products();
     ptx::wait_for_products<0>();
     if (lane_ == 0) ptx::arrive(ring_.empty(number)), ptx::arrive(ring_.empty(number + 1));
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S_[i] = product[i] + b[i];
     number += 2;
   }
 
