@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
   } else {
     ptx::give_registers<kProducerRegisters>();
     if (!s.live || threadIdx.x / 32 != kScanners * 4) return;
+    ptx::fence_global_for_async();  // maps were stored by threads
     Producer producer(call, segments, ring);
     if constexpr (kMaps) {
       producer.chunks<true>(at, !linear);
@@ -144,52 +145,55 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
 
 // ---- how long segments are ----
 
-// What a call takes, in cycles of an SM, about.
+// What a call takes, in cycles of an SM, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
   static constexpr int64_t kPrepare = 4000, kWhole = 3200, kMap = 1500, kScan = 1640;  // of a chunk
   static constexpr int64_t kPass = 2500;                                               // of a map, in the scan
-  static constexpr int64_t kLaunches = 15000;                                          // two more
-  int64_t blocks, heads, chunks;                                                       // of a sequence
+  static constexpr int64_t kLaunches = 15000;                                          // of two more
+  static constexpr int64_t kMost = 64;         // segments of a sequence: each passes through the maps of all before it
+  int64_t blocks, heads, chunks, most_chunks;  // of a sequence: on average, at most
 
   explicit Cost(const ForwardProblem& p)
-      : blocks(multiprocessors(p.args.exec.device_id)), heads(p.N * p.HV), chunks(divided(p.B * p.T, kRows * p.N)) {}
+      : blocks(multiprocessors(p.args.exec.device_id)),
+        heads(p.N * p.HV),
+        chunks(divided(p.B * p.T, kRows * std::max<int64_t>(p.N, 1))),
+        most_chunks(divided(p.T, kRows)) {}
   static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
   int64_t prepared() const { return divided(heads * chunks, blocks) * kPrepare; }
   int64_t whole() const { return std::max(divided(heads, blocks) * chunks * kWhole, prepared()); }
-  int64_t cut(int64_t each) const {  // into segments of so many chunks
+  // In segments of so many chunks.
+  int64_t cut(int64_t each) const {
     const int64_t count = divided(chunks, each);
     return prepared() + kLaunches + divided(heads * (2 * count - 3), blocks) * each * kMap + (count - 2) * kPass +
            divided(heads * count, blocks) * each * kScan;
   }
 };
 
-// Sequences count as equally long: lengths of packed ones are not known here.
+// The best length of segments, if there are to be several.
 struct Choice {
-  int64_t chunks = 2, cycles = INT64_MAX;  // of a segment; of the call
-  explicit Choice(const Cost& cost) {
-    for (int64_t count = 2; count <= 64; ++count) {
-      const int64_t each = 2 * Cost::divided(cost.chunks, 2 * count);
-      if (each >= cost.chunks) break;
+  int64_t chunks, cycles = INT64_MAX;  // of a segment; of the call
+  explicit Choice(const Cost& cost) : chunks(2 * Cost::divided(cost.most_chunks, 2 * Cost::kMost)) {
+    chunks = std::max<int64_t>(chunks, 2);
+    for (int64_t count = 2, least = chunks; count <= Cost::kMost; ++count) {
+      const int64_t each = std::max(2 * Cost::divided(cost.chunks, 2 * count), least);
+      if (each >= cost.chunks) continue;
       if (const int64_t c = cost.cut(each); c < cycles) chunks = each, cycles = c;
     }
   }
 };
 
-unsigned segment_tokens(const ForwardProblem& p) {
-  return p.N ? static_cast<unsigned>(Choice(Cost(p)).chunks) * kRows : kChunk;
-}
+unsigned segment_tokens(const ForwardProblem& p) { return static_cast<unsigned>(Choice(Cost(p)).chunks) * kRows; }
 
 }  // namespace
 
 const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
   if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
-  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "cuts sequences by what else is in the call";
+  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "cuts a sequence where it suits the call, which its bits show";
   if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
   return nullptr;
 }
 
 const char* forward_segments_sm90_unsuited(const ForwardProblem& p) {
-  if (p.N == 0) return "there is nothing to cut";
   const Cost cost(p);
   return Choice(cost).cycles < cost.whole() / 10 * 9 ? nullptr : "sequences in one piece are as fast";
 }
