@@ -106,16 +106,17 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
   for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTile; i += kSegmentThreads * 16)
     for (const unsigned half : {0u, kHalf})
       ptx::store_shared4(ring.stage(i / kTile) + Stage::v + half + i % kTile, make_uint4(0, 0, 0, 0));
-  __syncthreads();  // barriers and zeros are there
-  wait_for_stream();
-  if (kMaps) let_next_start();
-
+  // Lengths and slots were there before prepare began: only what that and maps made is waited for.
   const Piece at(p, kMaps ? segments.mapped : segments.all, kMaps ? (number + 1) / 2 : number, hv);
-  if (!at.exists || (linear && at.index == 0)) return;
   const bool tail = at.item.is_tail(p);
   Sequence s{};
   if (tail) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
-  else s = sequence_at(p, p.args.in, p.args.states, at.item.n);
+  else if (at.exists) s = sequence_at(p, p.args.in, p.args.states, at.item.n);
+  const unsigned first_map = kMaps ? 0 : segments.mapped.first(p, at.item.n);
+  __syncthreads();  // barriers and zeros are there
+  wait_for_stream();
+  if (kMaps) let_next_start();
+  if (!at.exists || (linear && at.index == 0)) return;
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group < kScanners) {
     ptx::take_registers<kScanRegisters>();
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
     if constexpr (kMaps) {
       if (s.live) scan.map(at, s, linear, (number + 1) / 2);
     } else if (s.live) {
-      scan.run(at, s, segments.mapped.first(p, at.item.n));
+      scan.run(at, s, first_map);
     } else {
       if (!tail) s.t0 += at.first, s.length = at.end - at.first;
       scan.zero_outputs(hv, s);
@@ -136,8 +137,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
     if constexpr (kMaps) {
       producer.chunks<true>(at, !linear);
     } else {
-      if (const unsigned first = at.index ? segments.mapped.first(p, at.item.n) : 0; at.index)
-        producer.maps(hv, first + 1, first + at.index);
+      if (at.index) producer.maps(hv, first_map + 1, first_map + at.index);
       producer.chunks<false>(at, true);
     }
   }
@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
 // What a call takes, in cycles of an SM, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
   static constexpr int64_t kPrepare = 4000, kWhole = 3200, kMap = 1500, kScan = 1640;  // of a chunk
+  static constexpr int64_t kScanBytes = 20;                                            // of a chunk, for the memory
   static constexpr int64_t kPass = 2500;                                               // of a map, in the scan
   static constexpr int64_t kLaunches = 15000;                                          // of two more
   static constexpr int64_t kMost = 64;         // segments of a sequence: each passes through the maps of all before it
@@ -164,8 +165,9 @@ struct Cost {
   // In segments of so many chunks.
   int64_t cut(int64_t each) const {
     const int64_t count = divided(chunks, each);
-    return prepared() + kLaunches + divided(heads * (2 * count - 3), blocks) * each * kMap + (count - 2) * kPass +
-           divided(heads * count, blocks) * each * kScan;
+    const int64_t maps = divided(heads * (2 * count - 3), blocks) * each * kMap;
+    const int64_t scan = std::max(divided(heads * count, blocks) * each * kScan, heads * chunks * kScanBytes);
+    return prepared() + kLaunches + maps + (count - 2) * kPass + scan;
   }
 };
 
@@ -188,7 +190,7 @@ unsigned segment_tokens(const ForwardProblem& p) { return static_cast<unsigned>(
 
 const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
   if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
-  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "cuts a sequence where it suits the call, which its bits show";
+  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "takes no KDA_BATCH_INVARIANT: bits tell where it cuts";
   if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
   return nullptr;
 }
