@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!help) return;
     if (threadIdx.x == 0)
       courier(ring, total, [&](const Task& task, unsigned stage) { store_image(help, task, stage); });
-    if (threadIdx.x / 32 == kGroup / 32) scout(ring, [scout = Scout(p, help)]() mutable { return scout.find(); });
+    if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring, total);
   } else {
     ptx::give_registers<256 - kScanRegisters>();
     Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();

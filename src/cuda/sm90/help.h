@@ -158,13 +158,13 @@ __device__ inline void start_queue(unsigned memory) {
   Queue::here().taken = Queue::here().helped = 0;
 }
 
-// By a warp of a scanning warpgroup that has no items left. find(): the next task, in all lanes.
-template <class Find>
-__device__ void scout(const Ring& ring, Find&& find) {
+// By a warp of a scanning warpgroup that has no items left.
+__device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring, unsigned total) {
+  Scout scout(p, help);
   unsigned last = 0;  // plans of preparers, two each, that have been told to stop
   for (unsigned q = 0; last < 2 * kPreparers; ++q) {
     if (q >= kQueue) ptx::wait_barrier(Queue::freed(ring.memory, q), Queue::parity(q - kQueue));
-    const Task task = last ? Task{Task::kNone} : find();
+    const Task task = last ? Task{Task::kNone} : scout.find();
     last += task.owner == Task::kNone;
     if (threadIdx.x % 32 == 0) {
       Queue::here().tasks[q % kQueue] = task;

@@ -17,33 +17,30 @@ using namespace sm90;
 
 // ---- prepare ----
 
-constexpr unsigned kPrepareThreads = kPreparers * kGroup + 64;  // and a scout and a courier
+constexpr unsigned kPrepareThreads = kPreparers * kGroup + 64;  // and a warp that hands out chunks, and a courier
 
-// Chunks of a block, those of one head after another's; the last ones first: what was stored last is in the L2 cache when
-// maps begin.
-class Chunks {
- public:
-  __device__ Chunks(const ForwardProblem& p, const Cut& cut) : p_(p), cut_(cut) {
-    const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total;
-    first_ = all * blockIdx.x / gridDim.x, end_ = all * (blockIdx.x + 1) / gridDim.x;
-  }
-  // By a warp.
-  __device__ Task find() {
-    while (first_ < end_) {
-      const auto hv = static_cast<unsigned>(--end_ / cut_.total), number = static_cast<unsigned>(end_ % cut_.total);
-      const unsigned n = cut_.sequence(p_, number), chunk = number - cut_.first(p_, n);
-      const Sequence s = sequence_at(p_, p_.args.in, p_.args.states, n);
-      if (!s.live || static_cast<int64_t>(chunk) * kRows >= s.length) continue;
-      return {0, number, n * static_cast<unsigned>(p_.HV) + hv, chunk};
+// Hands the block's share of all chunks to its preparers: by a warp. Those of one head after another's; the last ones first:
+// what was stored last is in the L2 cache when maps begin.
+__device__ void hand_out(const ForwardProblem& p, const Cut& cut, unsigned memory) {
+  unsigned q = 0;
+  const auto hand_on = [&](const Task& task) {
+    if (q >= kQueue) ptx::wait_barrier(Queue::freed(memory, q), Queue::parity(q - kQueue));
+    if (threadIdx.x % 32 == 0) {
+      Queue::here().tasks[q % kQueue] = task;
+      ptx::arrive(Queue::found(memory, q));
     }
-    return {Task::kNone};
+    ++q;
+  };
+  const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total, first = all * blockIdx.x / gridDim.x;
+  for (uint64_t i = all * (blockIdx.x + 1) / gridDim.x; i > first;) {
+    const auto hv = static_cast<unsigned>(--i / cut.total), number = static_cast<unsigned>(i % cut.total);
+    const unsigned n = cut.sequence(p, number), chunk = number - cut.first(p, n);
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+    if (s.live && static_cast<int64_t>(chunk) * kRows < s.length)
+      hand_on({0, number, n * static_cast<unsigned>(p.HV) + hv, chunk});
   }
-
- private:
-  const ForwardProblem& p_;
-  const Cut& cut_;
-  uint64_t first_, end_;
-};
+  for (unsigned i = 0; i < 2 * kPreparers; ++i) hand_on({Task::kNone});  // preparers have two plans each
+}
 
 template <class T, class Scores, bool kWideGate>
 __global__ void __launch_bounds__(kPrepareThreads, 1)
@@ -67,7 +64,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
   if (group < kPreparers) {
     Preparation<T, Scores, kWideGate>(call, memory, group).run();
   } else if (threadIdx.x / 32 % 2 == 0) {
-    scout(ring, [chunks = Chunks(p, segments.chunks)]() mutable { return chunks.find(); });
+    hand_out(p, segments.chunks, memory);
   } else if (threadIdx.x % 32 == 0) {
     courier(ring, 0, [&](const Task& task, unsigned stage) {
       char* image = segments.image(Item(p, task.item).hv, task.n);
