@@ -78,10 +78,10 @@ __device__ void for_parts(const F& f) {
     f(Part{Stage::k, kTile}), f(Part{Stage::k + kHalf, kTile}), f(Part{Stage::kg, kTile});
     f(Part{Stage::kg + kHalf, kTile}), f(Part{Stage::T, Stage::Aqk - Stage::T}), f(Part{Stage::ell, kSize * 4});
   } else {
-    f(Part{0, Stage::v}), f(Part{Stage::kg + kHalf, kTile}), f(Part{Stage::T, Stage::factors - Stage::T});
+    f(Part{0, Stage::v}), f(Part{Stage::kg + kHalf, kTile}), f(Part{Stage::T, kImageBytes - Stage::T});
   }
 }
-constexpr unsigned kBareBytes = Part{Stage::factors, 0}.in_image();  // of an image
+constexpr unsigned kBareBytes = Part{kImageBytes, 0}.in_image();  // of an image
 
 // M^T lies as the scan multiplies by it: two halves of 64 rows, each as large as a stage may be; of a half, leading bf16
 // and the rest of each number as tiles of 128 channels.
