@@ -17,7 +17,7 @@ using namespace sm90;
 
 // ---- prepare ----
 
-constexpr unsigned kPrepareThreads = kPreparers * kGroup + 64;  // and a warp that hands out chunks, and a courier
+constexpr int kOthersRegisters = 56;  // of threads beside those that prepare, or scan
 
 // Hands the block's share of all chunks to its preparers: by a warp. Those of one head after another's; the last ones first:
 // what was stored last is in the L2 cache when maps begin.
@@ -43,7 +43,7 @@ __device__ void hand_out(const ForwardProblem& p, const Cut& cut, unsigned memor
 }
 
 template <class T, class Scores, bool kWideGate>
-__global__ void __launch_bounds__(kPrepareThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ States states, const __grid_constant__ View v_new,
                    const __grid_constant__ Segments segments) {
@@ -61,11 +61,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
   wait_for_stream();
   let_next_start();
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
-  if (group < kPreparers) {
-    Preparation<T, Scores, kWideGate>(call, memory, group).run();
-  } else if (threadIdx.x / 32 % 2 == 0) {
-    hand_out(p, segments.chunks, memory);
-  } else if (threadIdx.x % 32 == 0) {
+  if (group >= kScanners) {
+    ptx::take_registers<256 - kOthersRegisters>();
+    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
+    return;
+  }
+  ptx::give_registers<kOthersRegisters>();  // nobody scans here
+  if (threadIdx.x < 32) hand_out(p, segments.chunks, memory);
+  if (threadIdx.x == kGroup) {
     courier(ring, 0, [&](const Task& task, unsigned stage) {
       char* image = segments.image(Item(p, task.item).hv, task.n);
       for_parts<false>(
@@ -80,8 +83,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
 // ---- maps, and the scan ----
 
 constexpr unsigned kSegmentThreads = (kScanners + 1) * kGroup;  // one warp of the last group fetches
-constexpr int kScanRegisters = 224, kProducerRegisters = 40;
-static_assert((kScanners * kScanRegisters + kProducerRegisters) * kGroup <= 64 * 1024);
+constexpr int kScanRegisters = 224;
+static_assert((kScanners * kScanRegisters + kOthersRegisters) * kGroup <= 64 * 1024);
 
 template <class T, bool kMaps>
 __global__ void __launch_bounds__(kSegmentThreads, 1)
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
       scan.zero_outputs(hv, s);
     }
   } else {
-    ptx::give_registers<kProducerRegisters>();
+    ptx::give_registers<kOthersRegisters>();
     if (!s.live || threadIdx.x / 32 != kScanners * 4) return;
     ptx::fence_global_for_async();  // maps were stored by threads
     Producer producer(call, segments, ring);
@@ -214,7 +217,7 @@ void forward_segments_sm90(const ForwardProblem& p) {
   };
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
-        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kPrepareThreads, without_v);
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v);
   });
   with_type(p, [&]<class T>() {
     run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads,
