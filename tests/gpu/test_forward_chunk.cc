@@ -68,12 +68,18 @@ std::vector<Case> chunk_cases() {
   return all;
 }
 
-// Implementations in chunks that take the call, once its tensors are on the device: at addresses that fit any access.
-std::vector<const char*> chunked(kda_forward_args args) {
+// A call whose tensors are on the device, at addresses that fit any access: to ask about.
+kda_forward_args on_device(kda_forward_args args) {
   uintptr_t address = uintptr_t{1} << 46;
   for (const Field& f : tensors(args))
     if (f.t->ndim) f.t->data = reinterpret_cast<void*>(address += uintptr_t{1} << 32);
-  std::vector<const char*> all = takers("forward", args);
+  args.exec.device = KDA_CUDA;
+  return args;
+}
+
+// Implementations in chunks that take the call.
+std::vector<const char*> chunked(const kda_forward_args& args) {
+  std::vector<const char*> all = takers("forward", on_device(args));
   std::erase_if(all, [](const char* name) { return std::string(name) == "cuda_recurrent"; });
   return all;
 }
@@ -300,6 +306,27 @@ TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
     expect_close(exact.h, got.h, "pool", kGate);
     expect_close(exact_checkpoints, checkpoints, "checkpoints", kGate);
   }
+}
+
+// Few long heads are cut into segments, but not where bits may depend on the sequence alone.
+using ForwardChunkChoice = OnCuda;
+TEST_F(ForwardChunkChoice, Segments) {
+  cudaDeviceProp device;
+  ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
+  if (device.major != 9 || device.multiProcessorCount < 64) GTEST_SKIP() << "the device is no Hopper";
+  const auto chosen = [](int64_t T, uint32_t flags) {
+    const Inputs in(wide({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}));
+    const ForwardOutputs out(in, false);
+    kda_forward_args args = on_device(forward_args(in, out));
+    args.exec.flags = flags;
+    const char* text = "";
+    EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
+    const std::string all = text, from = all.substr(all.find("* ") + 2);
+    return from.substr(0, from.find(':'));
+  };
+  EXPECT_EQ(chosen(4096, 0), "cuda_segments_sm90");
+  EXPECT_EQ(chosen(4096, KDA_BATCH_INVARIANT), "cuda_chunk_sm90");
+  EXPECT_EQ(chosen(100, 0), "cuda_chunk_sm90");
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ForwardChunkPromise,

@@ -157,7 +157,7 @@ struct Cost {
   explicit Cost(const ForwardProblem& p)
       : blocks(multiprocessors(p.args.exec.device_id)),
         heads(p.N * p.HV),
-        chunks(divided(p.B * p.T, kRows * std::max<int64_t>(p.N, 1))),
+        chunks(divided(p.B * p.T, kRows * p.N)),
         most_chunks(divided(p.T, kRows)) {}
   static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
   int64_t prepared() const { return divided(heads * chunks, blocks) * kPrepare; }
@@ -190,6 +190,7 @@ unsigned segment_tokens(const ForwardProblem& p) { return static_cast<unsigned>(
 
 const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
   if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
+  if (p.N == 0) return "needs a sequence to cut";
   if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "takes no KDA_BATCH_INVARIANT: bits tell where it cuts";
   if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
   return nullptr;
@@ -204,7 +205,6 @@ uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segme
 
 void forward_segments_sm90(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
-  if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(a.exec.device_id);
   const Segments segments(p, segment_tokens(p), a.exec.workspace);
   const Tokens tokens(p, a.in, a.o);

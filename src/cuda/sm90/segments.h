@@ -20,7 +20,7 @@ struct Cut {
   Cut(const ForwardProblem& p, unsigned tokens, bool with_last) : tokens(tokens), with_last(with_last) {
     const int64_t pieces = std::max<int64_t>((p.T + tokens - 1) / tokens, 1);
     each = static_cast<unsigned>(with_last ? pieces : pieces - 1);
-    total = static_cast<unsigned>(!p.N ? 0 : p.varlen ? p.T / tokens + (with_last ? p.N : 0) : p.N * each);
+    total = static_cast<unsigned>(p.varlen ? p.T / tokens + (with_last ? p.N : 0) : p.N * each);
   }
   // The number of the first piece of sequence n.
   __device__ unsigned first(const ForwardProblem& p, unsigned n) const {
