@@ -52,5 +52,7 @@ function(kda_add_cuda target)
     src/cuda/sm80/stage_cumsum.cu
     src/cuda/sm80/stage_delta_h.cu
     src/cuda/sm80/stage_fwd_o.cu)
-  kda_cuda_kernels(${target} hopper "90a" src/cuda/sm90/forward.cu)
+  kda_cuda_kernels(${target} hopper "90a"
+    src/cuda/sm90/forward.cu
+    src/cuda/sm90/segments.cu)
 endfunction()

@@ -41,6 +41,9 @@ template <>
 std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_segments_sm90", "segments of few long sequences at once, joined by their maps, for Hopper",
+     cuda::forward_segments_sm90_why_not, cuda::forward_segments_sm90_workspace, cuda::forward_segments_sm90,
+     cuda::forward_segments_sm90_unsuited},
     {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by warpgroups of one block, for Hopper",
      cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90},
     {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,

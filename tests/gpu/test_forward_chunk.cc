@@ -55,17 +55,39 @@ std::vector<Case> chunk_cases() {
   add({.name = "some_zero", .T = 70, .keys = Keys::kSomeZero});
   add({.name = "beta_zero", .T = 70, .betas = Betas::kZero});
   add({.name = "no_h0", .T = 70, .scale = 0.5f, .h0 = false});
+  // Long enough for several segments.
+  add(raw({.name = "bound_long", .T = 700, .HV = 2}));
+  add(softplus({.name = "softplus_long", .B = 2, .T = 333, .HV = 2, .h0 = false}));
+  add(raw({.name = "bound_long_packed", .lengths = {450, 0, 3, 330, 64, 65, 0}, .tail = 70}));
+  add(softplus({.name = "softplus_long_packed", .lengths = {5, 640}, .tail = 1, .state_layout = KDA_STATE_K_FIRST}));
+  add({.name = "log_slow_long", .T = 700, .gates = Gates::kHalfZero, .gate_divisor = 10});
+  add({.name = "log_none_long", .T = 300, .gates = Gates::kZero});
+  add({.name = "wild_long", .T = 300, .gates = Gates::kWild});
+  add(raw({.name = "bound_long_f16", .T = 300, .dtype = KDA_F16, .state_dtype = KDA_BF16}));
+  all.back().g_dtype = KDA_F16;
   return all;
 }
 
-// Implementations in chunks that take the call, once its tensors are on the device: at addresses that fit any access.
-std::vector<const char*> chunked(kda_forward_args args) {
+// A call whose tensors are on the device, at addresses that fit any access: to ask about.
+kda_forward_args on_device(kda_forward_args args) {
   uintptr_t address = uintptr_t{1} << 46;
   for (const Field& f : tensors(args))
     if (f.t->ndim) f.t->data = reinterpret_cast<void*>(address += uintptr_t{1} << 32);
-  std::vector<const char*> all = takers("forward", args);
+  args.exec.device = KDA_CUDA;
+  return args;
+}
+
+// Implementations in chunks that take the call.
+std::vector<const char*> chunked(const kda_forward_args& args) {
+  std::vector<const char*> all = takers("forward", on_device(args));
   std::erase_if(all, [](const char* name) { return std::string(name) == "cuda_recurrent"; });
   return all;
+}
+
+// Those of them whose bits depend on the sequence alone.
+std::vector<const char*> invariant(kda_forward_args args) {
+  args.exec.flags = KDA_BATCH_INVARIANT;
+  return chunked(args);
 }
 
 constexpr double kGate = 0.005;  // of o and states (math.md 8)
@@ -136,7 +158,7 @@ TEST_P(ForwardChunkPromise, SplitsChangeNoBit) {
     const Tensor exact_o(KDA_F64, {1, 200, c.HV, c.V}), exact_h(KDA_F64, in.state_shape(1));
     run(slice(in, 0, 200, in.h0, exact_h, exact_o), {.impl = "reference"});
     const Tensor whole_o(c.dtype, {1, 200, c.HV, c.V}), whole_h = states();
-    for (const char* impl : chunked(slice(in, 0, 200, in.h0, whole_h, whole_o))) {
+    for (const char* impl : invariant(slice(in, 0, 200, in.h0, whole_h, whole_o))) {
       SCOPED_TRACE(std::string(impl) + " times " + std::to_string(size));
       run_on_cuda(slice(in, 0, 200, in.h0, whole_h, whole_o), impl);
       if (size == 1 || c.dtype != KDA_F16) expect_close(exact_o, whole_o, "o", kGate);
@@ -158,7 +180,7 @@ TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
   c.B = 1, c.lengths = {1, 64, 0, 33, 130, 65}, c.tail = 5, c.state_dtype = KDA_F32;
   const Inputs in(c);
   const ForwardOutputs all(in, false);
-  for (const char* impl : chunked(forward_args(in, all))) {
+  for (const char* impl : invariant(forward_args(in, all))) {
     SCOPED_TRACE(impl);
     run_on_cuda(forward_args(in, all), impl);
     for (int64_t n = 0; n < in.N; ++n) {
@@ -175,6 +197,29 @@ TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
   }
 }
 
+// Large and small numbers, and two runs: to the bit.
+TEST_P(ForwardChunkPromise, SizesAndRuns) {
+  for (const double size : {1e-6, 1e6}) {
+    Case c = named(GetParam());
+    if (c.dtype == KDA_F16) continue;
+    c.B = 1, c.T = 270, c.lengths = {}, c.tail = 0, c.state_dtype = KDA_F32;
+    Inputs in(c);
+    for (Tensor* t : {&in.v, &in.h0})
+      for (int64_t i = 0; i < t->size(); ++i) t->set(i, t->get(i) * size);
+    const ForwardOutputs exact(in, false, true), first(in, false), second(in, false);
+    run(forward_args(in, exact), {.impl = "reference"});
+    for (const char* impl : chunked(forward_args(in, first))) {
+      SCOPED_TRACE(std::string(impl) + " times " + std::to_string(size));
+      run_on_cuda(forward_args(in, first), impl);
+      run_on_cuda(forward_args(in, second), impl);
+      EXPECT_EQ(first.o.bits(), second.o.bits());
+      EXPECT_EQ(first.hT.bits(), second.hT.bits());
+      expect_close(exact.o, first.o, "o", kGate);
+      expect_close(exact.hT, first.hT, "hT", kGate);
+    }
+  }
+}
+
 // Nor do blocks without work of their own, who prepare chunks for others: there are such if there is one sequence, and none
 // if there are many.
 TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
@@ -185,7 +230,7 @@ TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
   c.B = 4 * blocks;  // as many that nobody is asked for help
   const Inputs in(c);
   const ForwardOutputs all(in, false);
-  for (const char* impl : chunked(forward_args(in, all))) {
+  for (const char* impl : invariant(forward_args(in, all))) {
     SCOPED_TRACE(impl);
     run_on_cuda(forward_args(in, all), impl);
     for (const int64_t n : {0, 1, 2}) {
@@ -202,16 +247,16 @@ TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
   }
 }
 
-// A NaN stays away from tokens before it, and from other heads.
+// A NaN stays away from tokens before it, and from other heads, but not from tokens behind it.
 TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
   Case c = named(GetParam());
-  c.B = 1, c.H = c.HV = 2, c.T = 70, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  c.B = 1, c.H = c.HV = 2, c.T = 200, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
   const Inputs clean(c);
   const ForwardOutputs expected(clean, false);
   for (const char* impl : chunked(forward_args(clean, expected))) {
     run_on_cuda(forward_args(clean, expected), impl);
     for (const char* victim : {"q", "k", "v", "g", "beta"})
-      for (const int64_t t : {0, 5, 15, 31, 32, 50, 69}) {
+      for (const int64_t t : {0, 5, 15, 31, 32, 50, 69, 150, 199}) {
         SCOPED_TRACE(std::string(impl) + ", " + victim + " of token " + std::to_string(t));
         Inputs in(c);
         for (const auto& [name, tensor] : in.tensors())
@@ -229,6 +274,7 @@ TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
         }
         EXPECT_EQ(wrong, 0);
         EXPECT_GT(nan, 0);
+        if (victim != std::string("q")) EXPECT_TRUE(std::isnan(got.o.get((in.T - 1) * row)));
       }
   }
 }
@@ -260,6 +306,27 @@ TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
     expect_close(exact.h, got.h, "pool", kGate);
     expect_close(exact_checkpoints, checkpoints, "checkpoints", kGate);
   }
+}
+
+// Few long heads are cut into segments, but not where bits may depend on the sequence alone.
+using ForwardChunkChoice = OnCuda;
+TEST_F(ForwardChunkChoice, Segments) {
+  cudaDeviceProp device;
+  ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
+  if (device.major != 9 || device.multiProcessorCount < 64) GTEST_SKIP() << "the device is no Hopper";
+  const auto chosen = [](int64_t T, uint32_t flags) {
+    const Inputs in(wide({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}));
+    const ForwardOutputs out(in, false);
+    kda_forward_args args = on_device(forward_args(in, out));
+    args.exec.flags = flags;
+    const char* text = "";
+    EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
+    const std::string all = text, from = all.substr(all.find("* ") + 2);
+    return from.substr(0, from.find(':'));
+  };
+  EXPECT_EQ(chosen(4096, 0), "cuda_segments_sm90");
+  EXPECT_EQ(chosen(4096, KDA_BATCH_INVARIANT), "cuda_chunk_sm90");
+  EXPECT_EQ(chosen(100, 0), "cuda_chunk_sm90");
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ForwardChunkPromise,

@@ -120,7 +120,8 @@ def test_info(cli: Callable[..., str]) -> None:
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
         (
             "bench --impl nobody",
-            "--impl: expected one of cuda_chunk_sm90, cuda_chunk, cuda_recurrent, cpu_chunk, cpu_recurrent, reference",
+            "--impl: expected one of cuda_segments_sm90, cuda_chunk_sm90, cuda_chunk, cuda_recurrent, cpu_chunk,"
+            " cpu_recurrent, reference",
         ),
         ("bench gate --json /nowhere/x.json", "--json: expected a file in a folder that exists, got /nowhere/x.json"),
         ("bench gate --plot /nowhere/x.png", "--plot: expected a file in a folder that exists, got /nowhere/x.png"),

@@ -78,6 +78,7 @@ struct Call {
   const States& states;
   const View& v_new;
   const Help& help;
+  unsigned first = blockIdx.x;  // item of the block
 };
 
 // A stage of the ring by the number of its chunk, counted over all chunks of a block.

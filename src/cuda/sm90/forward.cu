@@ -3,9 +3,8 @@
 // Chunks of 32 tokens go from the preparation (prepare.h) to the scan (scan.h) through a ring of stages in shared memory:
 // mbarriers say when a stage is full and when it is empty again. A block works on one value head of one sequence at a time.
 #include "cuda/cuda.h"
-#include "cuda/sm90/exact.h"
+#include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/help.h"
-#include "cuda/sm90/prepare.h"
 #include "cuda/sm90/scan.h"
 
 namespace kda::cuda {
@@ -27,10 +26,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (unsigned i = 0; i < kStages; ++i) {
       ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
     }
-    for (unsigned i = 0; i < kQueue; ++i)
-      ptx::init_barrier(Queue::found(memory, i), 1), ptx::init_barrier(Queue::freed(memory, i), 1);
+    start_queue(memory);
     ptx::fence_barriers();
-    Queue::here().taken = Queue::here().helped = 0;
   }
   __syncthreads();  // barriers are there
   wait_for_stream();
@@ -39,16 +36,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::take_registers<kScanRegisters>();
     const unsigned total = Scan<T>(call, memory).run();
     if (!help) return;
-    if (threadIdx.x == 0) courier(help, ring, total);
+    if (threadIdx.x == 0)
+      courier(ring, total, [&](const Task& task, unsigned stage) { store_image(help, task, stage); });
     if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring);
   } else {
     ptx::give_registers<256 - kScanRegisters>();
     Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
   }
-}
-
-bool anchored(const ForwardProblem& p) {
-  return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
 }
 
 // Do rows fit accesses of 16 bytes?
@@ -110,18 +104,10 @@ void forward_chunk_sm90(const ForwardProblem& p) {
     KDA_CUDA(cudaMemsetAsync(help.boards, 0, owners * sizeof(Board), stream_of(a.exec)));
   }
   const dim3 grid(static_cast<unsigned>(help.boards ? blocks : std::min(items_of(p), blocks)));
-  const auto run = [&]<class T, class Scores, bool kWideGate>() {
+  with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, grid, kThreads, Shared::bytes, p, Tokens(p, a.in, a.o),
                                                States(a), view_of(a.v_new), help);
-  };
-  const auto by_gate = [&]<class T, class Scores>() {
-    a.in.g.dtype == KDA_F32 ? run.template operator()<T, Scores, true>() : run.template operator()<T, Scores, false>();
-  };
-  const auto by_type = [&]<class Scores>() {
-    a.in.q.dtype == KDA_F16 ? by_gate.template operator()<__half, Scores>()
-                            : by_gate.template operator()<__nv_bfloat16, Scores>();
-  };
-  anchored(p) ? by_type.template operator()<AnchoredScores>() : by_type.template operator()<ExactScores>();
+  });
 }
 
 }  // namespace kda::cuda

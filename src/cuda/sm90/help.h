@@ -33,12 +33,12 @@ constexpr unsigned long long kClosed = ~0ull;
 constexpr unsigned kImageBytes = Stage::end;  // what the scan reads of a stage
 
 struct Help {
-  Board* boards = nullptr;  // [owners]; nullptr: nobody helps
-  char* images = nullptr;   // [owners][kWindow][kImageBytes]
+  Board* boards = nullptr;  // [owners]
+  char* images = nullptr;   // [owners][kWindow][kImageBytes]; nullptr: nobody prepares chunks for others
   unsigned owners = 0;
   unsigned share = 0;  // of kShares chunks, how many may be a helper's
 
-  __device__ explicit operator bool() const { return boards; }
+  __device__ explicit operator bool() const { return images; }
   // Chunks for helpers are spread evenly. Were all for them, they would claim as far ahead as they may, and then be late.
   __device__ bool may_help(unsigned n) const { return (n + 1) * share / kShares != n * share / kShares; }
   __device__ bool owns() const { return blockIdx.x < owners; }
@@ -158,6 +158,11 @@ struct Queue {
   __device__ static unsigned freed(unsigned memory, unsigned q) { return found(memory, q) + kQueue * 8; }
   __device__ static unsigned parity(unsigned q) { return q / kQueue % 2; }
 };
+__device__ inline void start_queue(unsigned memory) {
+  for (unsigned i = 0; i < kQueue; ++i)
+    ptx::init_barrier(Queue::found(memory, i), 1), ptx::init_barrier(Queue::freed(memory, i), 1);
+  Queue::here().taken = Queue::here().helped = 0;
+}
 
 // By a warp of a scanning warpgroup that has no items left.
 __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring) {
@@ -189,21 +194,26 @@ __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ri
   }
 }
 
-// By a thread of the other one.
-__device__ inline void courier(const Help& help, const Ring& ring, unsigned total) {
+// By a thread of the other one. store(task, stage): returns when the stage may be overwritten.
+template <class Store>
+__device__ void courier(const Ring& ring, unsigned total, const Store& store) {
   for (unsigned q = 0;; ++q) {
     ptx::wait_barrier(Queue::found(ring.memory, q), Queue::parity(q));
     const Task task = Queue::here().tasks[q % kQueue];
     if (task.owner == Task::kNone) return;
     ring.wait_full(total + q);
-    ptx::copy_bulk_to_global(help.image(task.owner, task.n), ring.stage(total + q), kImageBytes);
-    ptx::commit_bulk();
-    ptx::wait_for_bulk<0>();
-    ptx::fence_global_for_async();
-    ptx::store_release(&help.boards[task.owner].done[task.n % kWindow], task.n + 1);
+    store(task, ring.stage(total + q));
     ptx::arrive(ring.empty(total + q), kScanners * 4);
     ptx::arrive(Queue::freed(ring.memory, q));
   }
+}
+
+__device__ inline void store_image(const Help& help, const Task& task, unsigned stage) {
+  ptx::copy_bulk_to_global(help.image(task.owner, task.n), stage, kImageBytes);
+  ptx::commit_bulk();
+  ptx::wait_for_bulk<0>();
+  ptx::fence_global_for_async();
+  ptx::store_release(&help.boards[task.owner].done[task.n % kWindow], task.n + 1);
 }
 
 }  // namespace kda::cuda::sm90

@@ -38,7 +38,7 @@ struct Walk {
   bool ended;
 
   __device__ void start(const Call& call) {
-    item = blockIdx.x, number = chunk = 0, head = Plan::kNone, ended = false;
+    item = call.first, number = chunk = 0, head = Plan::kNone, ended = false;
     enter(call);
   }
   // On to another chunk of the block.
@@ -249,7 +249,7 @@ class Preparation {
     at_.sync();  // totals and factors of all rows are there
     const uint4 of_warps = ptx::load_shared4(at_.bad());
     if (min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w)) < rows) return clear();
-    copy_rows(call_.x.v, now, now.hv, rows, stage + Stage::v);
+    if (call_.x.v.data) copy_rows(call_.x.v, now, now.hv, rows, stage + Stage::v);
     ptx::commit_copies();
     scores.template tiles<T>();
     if (now.fine < now.rows) spoil();

@@ -57,40 +57,59 @@ class Scan {
         load(s, item.hv);
         find_corrections(s, item.hv);
         length = static_cast<unsigned>(s.length);
-        to = call_.x.o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + lane_ / 2, item.hv) +
-             first_column() * sizeof(T) + lane_ % 2 * 16;
+        to = outputs(s, 0, item.hv);
       }
-      const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
-      // What is rare stays out of the inner loop: instructions have a cache, too.
-      for (unsigned t = 0; t < length;) {
-        if (t % kChunk == 0 && keeps() && !rare()) keep(item, t);
-        bool went;
-        do {
-          lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
-          ring_.wait_full(number);
-          went = chunk(
-              ring_.stage(number), t % kChunk == 0,
-              [&] {  // outputs of the chunk before
-                if (t) store_outputs(to - step, kRows);
-              },
-              [&](const float(&U)[kRows / 2]) {
-                if (call_.v_new.data) store_corrections(t, length, U);
-              });
-          if (!went) break;
-          if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
-          // (Nothing is to be seen with it: the chunk's image has been read.)
-          if (call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
-          t += kRows, to += step, ++number;
-        } while (t < length && !rare() && !(t % kChunk == 0 && keeps()));
-        if (!went) prepare(ring_.stage(number), t % kChunk == 0);
-        else if (rare()) spoil();
-      }
-      if (length) store_outputs(to - step, (length - 1) % kRows + 1);
+      scan<true>(item, 0, length, to, number);
       keep(item, length);
     }
   }
 
- private:
+  __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
+    const View& o = call_.x.o;
+    const unsigned v = threadIdx.x % kGroup;
+    for (int64_t t = s.t0 + first_column() / 64; t < s.t0 + s.length; t += kScanners)
+      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
+  }
+
+ protected:
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone. `to`:
+  // where the thread's first outputs of the first chunk go.
+  template <bool kOutputs>
+  __device__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
+    const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
+    // What is rare stays out of the inner loop: instructions have a cache, too.
+    for (unsigned t = first; t < end;) {
+      if (kOutputs && t % kChunk == 0 && keeps() && !rare()) keep(item, t);
+      bool went;
+      do {
+        lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
+        ring_.wait_full(number);
+        went = chunk<kOutputs>(
+            ring_.stage(number), t % kChunk == 0,
+            [&] {  // outputs of the chunk before
+              if (kOutputs && t > first) store_outputs(to - step, kRows);
+            },
+            [&](const float(&U)[kRows / 2]) {
+              if (kOutputs && call_.v_new.data) store_corrections(t, end, U);
+            });
+        if (!went) break;
+        if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+        // (Nothing is to be seen with it: the chunk's image has been read.)
+        if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
+        t += kRows, to += step, ++number;
+      } while (t < end && !rare() && !(kOutputs && t % kChunk == 0 && keeps()));
+      if (!went) prepare(ring_.stage(number), t % kChunk == 0);
+      else if (rare()) spoil();
+    }
+    if (kOutputs && end > first) store_outputs(to - step, (end - 1) % kRows + 1);
+  }
+
+  // Where the thread's first outputs of a chunk go.
+  __device__ char* outputs(const Sequence& s, unsigned t, unsigned hv) const {
+    return call_.x.o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t + lane_ / 2, hv) +
+           first_column() * sizeof(T) + lane_ % 2 * 16;
+  }
+
   // What is asked for anew each time, since registers are scarce: the warp's first column; where the warpgroup's half of a row
   // begins; the warp's own memory for outputs.
   __device__ static unsigned first_column() { return ptx::thread() / 32 * 16; }
@@ -265,7 +284,7 @@ class Scan {
 
   // meanwhile(): work for the time of the first products; corrections(): what sees U.
   // Returns false, and has done nothing, if units do not fit.
-  template <class Meanwhile, class Corrections>
+  template <bool kOutputs, class Meanwhile, class Corrections>
   __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
     unsigned left[8][4];
     {
@@ -281,7 +300,7 @@ class Scan {
       const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
       S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
     }
-    float both[kRows];  // S^T kG^T, then S^T qG^T
+    float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
@@ -316,25 +335,29 @@ class Scan {
     for (int k = 0; k < 2; ++k)
       ptx::wgmma<__half, true>(
           S_, R[k], ptx::matrix_at(stage + Stage::kg + k * 16 * kRowBytes, kHalf, 1024, ptx::Swizzle::k128), true);
+    if constexpr (kOutputs)
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      ptx::wgmma<__half, false>(O, R[k], ptx::matrix_at(stage + Stage::Aqk + 32 * k, 16, 512, ptx::Swizzle::k64),
-                                k > 0);
+      for (int k = 0; k < 2; ++k)
+        ptx::wgmma<__half, false>(O, R[k], ptx::matrix_at(stage + Stage::Aqk + 32 * k, 16, 512, ptx::Swizzle::k64),
+                                  k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
+    if constexpr (kOutputs) stage_outputs(O, both);
+    return true;
+  }
+  // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
+  __device__ void stage_outputs(const float (&O)[kRows / 2], const float (&both)[kRows]) const {
     unsigned out[2][4];
     const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                        (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
-    // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
     const unsigned token = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
     __syncwarp();  // outputs are there
-    return true;
   }
 
   // Channels 16 k .. of rows, as a right operand.
@@ -343,13 +366,6 @@ class Scan {
   }
 
   // ---- outputs ----
-
-  __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
-    const View& o = call_.x.o;
-    const unsigned v = threadIdx.x % kGroup;
-    for (int64_t t = s.t0 + first_column() / 64; t < s.t0 + s.length; t += kScanners)
-      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
-  }
 
   // The last chunk's outputs, `count` rows of them.
   __device__ void store_outputs(char* to, unsigned count) const {
