@@ -483,7 +483,11 @@ MUTANTS = [
             "if (present(a.last_conv_x)) most = within(a.last_conv_x.shape[1], 0, most);",
             "",
         ),
-        ("conv: flush_verify accepts for a request without records", "c.slot < 0 || most <= 0 ? 0 :", "most <= 0 ? 0 :"),
+        (
+            "conv: flush_verify accepts for a request without records",
+            "c.slot < 0 || most <= 0 ? 0 :",
+            "most <= 0 ? 0 :",
+        ),
     ),
     *mutants(
         SPECULATION_RULES,
