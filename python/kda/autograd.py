@@ -107,8 +107,12 @@ def run_backward(
     return grads
 
 
-def chunks_between_states(needs_grad: bool, disable_recompute: bool) -> int:
-    return (1 if disable_recompute else H_EVERY) if needs_grad else 0
+def chunks_between_states(inputs: Sequence[Tensor | None], disable_recompute: bool) -> int:
+    """``h_every`` of a forward: 0 if nobody can ask for gradients of its inputs. To be called outside of a
+    ``Function``: in there gradients are always disabled, and ``ctx.needs_input_grad`` heeds no ``torch.no_grad()``."""
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+        return 0
+    return 1 if disable_recompute else H_EVERY
 
 
 class KDAFunction(torch.autograd.Function):
@@ -118,10 +122,8 @@ class KDAFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool,
-        disable_recompute: bool, recurrent: bool, impl: str | None, enabled: bool,
+        h_every: int, recurrent: bool, impl: str | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        # needs_input_grad is what tensors ask for, with torch.no_grad(), too; in here gradients are always disabled.
-        h_every = chunks_between_states(enabled and any(ctx.needs_input_grad), disable_recompute)
         inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
         o, hT, saved = run_forward(*inputs, cu, options, final_state, h_every, recurrent, impl)
         if h_every:
@@ -140,7 +142,7 @@ class KDAFunction(torch.autograd.Function):
             q, k, v, g, beta, A_log, dt_bias, h0, cu, ctx.options, saved, ctx.h_every, d_o, dhT,
             ctx.needs_input_grad[:8],
         )  # fmt: skip
-        return (*grads, None, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
 class GateFunction(torch.autograd.Function):

@@ -145,9 +145,7 @@ def forward(
     recurrent: bool, impl: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What ``KDAFunction.apply`` does in eager mode."""
-    tensors = (q, k, v, g, beta, A_log, dt_bias, h0)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    h_every = autograd.chunks_between_states(needs_grad, disable_recompute)
+    h_every = autograd.chunks_between_states((q, k, v, g, beta, A_log, dt_bias, h0), disable_recompute)
     o, hT, *_ = torch.ops.kda.forward(
         q, k, v, g, beta, A_log, dt_bias, h0, cu, *options, final_state, h_every, recurrent, impl
     )

@@ -181,10 +181,8 @@ class ContextParallelFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
-        dt_bias: Tensor | None, cp: Context, options: Options, disable_recompute: bool, impl: str | None,
-        enabled: bool,
+        dt_bias: Tensor | None, cp: Context, options: Options, h_every: int, impl: str | None,
     ) -> Tensor:  # fmt: skip
-        h_every = chunks_between_states(enabled and any(ctx.needs_input_grad), disable_recompute)
         inputs = (q, k, v, g, beta, A_log, dt_bias)
         M = state = h0 = only_first = None
         if cp.any_across:
@@ -214,7 +212,7 @@ class ContextParallelFunction(torch.autograd.Function):
         grads = run_backward(
             *inputs, h0, cp.cu_seqlens, options, saved, ctx.h_every, d_o, dhT, (*ctx.needs_input_grad[:7], False)
         )  # fmt: skip
-        return (*grads[:7], None, None, None, None, None)
+        return (*grads[:7], None, None, None, None)
 
 
 def _chunk_kda(
@@ -236,7 +234,8 @@ def _chunk_kda(
         raise ValueError(
             f"q: expected [1, {cp.tokens}, H, K], this rank's window of the tokens, got {list(inputs[0].shape)}"
         )
-    return ContextParallelFunction.apply(*inputs, cp, options, disable_recompute, impl, torch.is_grad_enabled()), None
+    h_every = chunks_between_states(inputs, disable_recompute)
+    return ContextParallelFunction.apply(*inputs, cp, options, h_every, impl), None
 
 
 chunk_kda = torch.compiler.disable(_chunk_kda)  # a graph holds no collectives of ours

@@ -109,7 +109,7 @@ def chunk_kda(
     try:
         if not is_torch(q):
             raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
-        from .autograd import KDAFunction
+        from .autograd import KDAFunction, chunks_between_states
 
         state_v_first = _layout(state_v_first, kwargs)
         kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
@@ -140,7 +140,8 @@ def chunk_kda(
             from .compiled import forward
 
             return forward(*call, output_final_state, disable_recompute, False, impl)
-        return KDAFunction.apply(*call, output_final_state, disable_recompute, False, impl, torch.is_grad_enabled())
+        h_every = chunks_between_states(call[:8], disable_recompute)
+        return KDAFunction.apply(*call, output_final_state, h_every, False, impl)
     except Exception as error:
         if _compiling():
             raise
@@ -194,9 +195,10 @@ def fused_recurrent_kda(
             from .compiled import forward
 
             return forward(*call, output_final_state, False, True, impl)
-        from .autograd import KDAFunction
+        from .autograd import KDAFunction, chunks_between_states
 
-        return KDAFunction.apply(*call, output_final_state, False, True, impl, torch.is_grad_enabled())
+        h_every = chunks_between_states(call[:8], disable_recompute=False)
+        return KDAFunction.apply(*call, output_final_state, h_every, True, impl)
     except Exception as error:
         if _compiling():
             raise
