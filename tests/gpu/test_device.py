@@ -107,9 +107,10 @@ def test_compiled_equals_eager() -> None:
 
 @only_cuda
 def test_nothing_is_allocated() -> None:
-    """Neither for a call nor for a shape: 60 of them, outputs given."""
-    free = []
-    for _ in range(2):
+    """Neither for a call nor for a shape: 60 of them, outputs given. Other processes may use the GPU's memory
+    meanwhile, but not each time."""
+    free: list[int] = []
+    while len(free) < 2 or (free[-1] < free[-2] and len(free) < 8):
         for T in range(1, 16, 4):
             for V in range(4, 64, 4):
                 p, h0 = drafts(T, K=20, V=V)
@@ -124,7 +125,7 @@ def test_nothing_is_allocated() -> None:
                 assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0])
-    assert free[1] >= free[0]
+    assert free[-1] >= free[-2]
 
 
 @only_cuda
