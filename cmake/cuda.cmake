@@ -40,9 +40,19 @@ function(kda_add_cuda target)
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
+    src/cuda/sm80/forward_chunk.cu
+    src/cuda/sm80/forward_recurrent.cu
     src/cuda/sm80/gate.cu
+    src/cuda/sm80/prefill_f32.cu
     src/cuda/sm80/roll.cu
     src/cuda/sm80/speculation.cu
     src/cuda/sm80/speculation_mma.cu
-    src/cuda/sm80/speculation_recurrent.cu)
+    src/cuda/sm80/speculation_recurrent.cu
+    src/cuda/sm80/stage_chunk_intra.cu
+    src/cuda/sm80/stage_cumsum.cu
+    src/cuda/sm80/stage_delta_h.cu
+    src/cuda/sm80/stage_fwd_o.cu)
+  kda_cuda_kernels(${target} hopper "90a"
+    src/cuda/sm90/forward.cu
+    src/cuda/sm90/segments.cu)
 endfunction()

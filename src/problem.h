@@ -31,7 +31,9 @@ struct Dims {
 };
 
 // Rows of h that a sequence owns.
-inline int64_t h_rows(int64_t length, int64_t h_every) { return (length + kChunk * h_every - 1) / (kChunk * h_every); }
+KDA_BOTH inline int64_t h_rows(int64_t length, int64_t h_every) {
+  return (length + kChunk * h_every - 1) / (kChunk * h_every);
+}
 
 struct ForwardProblem : Dims {
   kda_forward_args args;
@@ -120,15 +122,49 @@ KDA_BOTH inline int32_t index_at(const kda_tensor& t, int64_t i, int64_t j = 0) 
   return static_cast<const int32_t*>(t.data)[i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0)];
 }
 
+// Integer tensors without their sizes. A kernel waits for every 64 bytes of its parameters that it reads, and a
+// kda_tensor has 100: it is given these, and reads nothing of what a call does not have.
+template <class T>
+struct Strided {
+  T* data = nullptr;   // nullptr: absent
+  int64_t stride = 0;  // in elements
+  KDA_BOTH T& operator[](int64_t i) const { return data[i * stride]; }
+};
+using Index = Strided<const int32_t>;
+template <class T>
+KDA_BOTH Strided<T> strided(const kda_tensor& t) {
+  return {static_cast<T*>(t.data), t.stride[0]};
+}
+KDA_BOTH inline Index index_of(const kda_tensor& t) { return strided<const int32_t>(t); }
+
+struct IndexRows {  // rank 2
+  const int32_t* data = nullptr;
+  int64_t step = 0, stride = 0, columns = 0;
+  KDA_BOTH Index row(int64_t n) const { return {data ? data + n * step : nullptr, stride}; }
+};
+KDA_BOTH inline IndexRows index_rows(const kda_tensor& t) {
+  return {static_cast<const int32_t*>(t.data), t.stride[0], t.stride[1], t.shape[1]};
+}
+
+struct Lengths {  // cu_seqlens
+  const void* data = nullptr;
+  int64_t stride = 0;
+  int32_t dtype = KDA_I32;
+};
+KDA_BOTH inline Lengths lengths_of(const kda_tensor& t) { return {t.data, t.stride[0], t.dtype}; }
+KDA_BOTH inline int64_t int_at(const Lengths& t, int64_t i) {
+  return t.dtype == KDA_I64 ? static_cast<const int64_t*>(t.data)[i * t.stride]
+                            : static_cast<const int32_t*>(t.data)[i * t.stride];
+}
+
 // By value: std::clamp takes addresses, and kernels would put numbers into local memory.
 KDA_BOTH constexpr int64_t within(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
 }
 
 // The slot of sequence n: its index, or n.
-KDA_BOTH inline int64_t slot_of(const kda_tensor& indices, int64_t n) {
-  return present(indices) ? index_at(indices, n) : n;
-}
+KDA_BOTH inline int64_t slot_of(const Index& indices, int64_t n) { return indices.data ? indices[n] : n; }
+KDA_BOTH inline int64_t slot_of(const kda_tensor& indices, int64_t n) { return slot_of(index_of(indices), n); }
 
 // One sequence of a call. On the CPU indices and lengths have been checked; on the device a slot beyond the pool is
 // padding, and lengths are cut to the tokens there are.
@@ -138,23 +174,48 @@ struct Sequence {
   bool live;                 // false: padded, o is zeroed and no state touched
   bool initial;              // read h0
 };
-// Its tokens alone, of one row of T.
-KDA_BOTH inline Sequence packed_at(const kda_tensor& cu_seqlens, int64_t T, int64_t n) {
+// Its tokens alone, of one row of T. Lengths: Lengths or a tensor.
+template <class Lengths>
+KDA_BOTH Sequence packed_at(const Lengths& cu_seqlens, int64_t T, int64_t n) {
   const int64_t t0 = within(int_at(cu_seqlens, n), 0, T);
   return {n, 0, t0, within(int_at(cu_seqlens, n + 1), t0, T) - t0, n, true, true};
 }
-KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
-  if (!d.varlen) return {n, n, 0, d.T, n, true, true};
-  return packed_at(in.cu_seqlens, d.T, n);
+template <class Lengths>
+KDA_BOTH Sequence sequence_at(bool varlen, const Lengths& cu_seqlens, int64_t T, int64_t n) {
+  if (!varlen) return {n, n, 0, T, n, true, true};
+  return packed_at(cu_seqlens, T, n);
 }
-// Its states, with `slot` from slot_of: what kernels ask for before all else.
-KDA_BOTH inline void find_states(Sequence& s, const kda_states& states, int64_t slot) {
+KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_t n) {
+  return sequence_at(d.varlen, in.cu_seqlens, d.T, n);
+}
+
+// What tells a sequence's states.
+enum class Initial : int32_t { kZeros, kStates, kSome };  // kSome: as has_initial_state says
+struct StateSlots {
+  Index indices;
+  uint32_t slots = UINT32_MAX;  // of the pool; without one, any
+  int32_t first_valid = 0;
+  Initial initial = Initial::kZeros;
+};
+KDA_BOTH inline uint32_t count_slots(int64_t slots) {
+  return slots < UINT32_MAX ? static_cast<uint32_t>(slots) : UINT32_MAX;
+}
+KDA_BOTH inline StateSlots slots_of(const kda_states& s) {
+  const int64_t pool = present(s.h0) ? s.h0.shape[0] : present(s.hT) ? s.hT.shape[0] : INT64_MAX;
+  const Initial initial = !present(s.h0)                 ? Initial::kZeros
+                          : present(s.has_initial_state) ? Initial::kSome
+                                                         : Initial::kStates;
+  return {index_of(s.state_indices), count_slots(pool), s.first_valid_slot, initial};
+}
+using Flags = Strided<const uint8_t>;
+// With `slot` from slot_of: what kernels ask for before all else.
+KDA_BOTH inline void find_states(Sequence& s, const StateSlots& states, const Flags& has_initial, int64_t slot) {
   s.slot = slot;
-  if (present(states.state_indices)) {
-    const int64_t slots = present(states.h0) ? states.h0.shape[0] : states.hT.shape[0];
-    s.live = slot >= states.first_valid_slot && (slot < slots || !(present(states.h0) || present(states.hT)));
-  }
-  s.initial = present(states.h0) && (!present(states.has_initial_state) || int_at(states.has_initial_state, s.n));
+  if (states.indices.data) s.live = slot >= states.first_valid && slot < int64_t{states.slots};
+  s.initial = states.initial == Initial::kSome ? has_initial[s.n] != 0 : states.initial == Initial::kStates;
+}
+KDA_BOTH inline void find_states(Sequence& s, const kda_states& states, int64_t slot) {
+  find_states(s, slots_of(states), strided<const uint8_t>(states.has_initial_state), slot);
 }
 KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const kda_states& states, int64_t n) {
   Sequence s = sequence_at(d, in, n);
@@ -168,56 +229,50 @@ struct Start {
   int64_t row;
   bool initial;  // false: zeros
 };
-struct Snapshots {
-  kda_tensor states{};  // absent: none wanted
-  const kda_tensor* slots = nullptr;
-  int64_t n = 0, first_valid = 0;
+struct SnapshotRows {
+  Index slots;        // absent: rows [n][t]
+  int64_t count = 0;  // S
+  int64_t first_valid = 0;
   KDA_BOTH int64_t row(int64_t t) const {  // of the state after token t; -1: skipped
-    if (!slots) return t;
-    if (t >= slots->shape[1]) return -1;
-    const int64_t slot = index_at(*slots, n, t);
+    if (!slots.data) return t;
+    if (t >= count) return -1;
+    const int64_t slot = slots[t];
     return slot >= first_valid ? slot : -1;
   }
+  // Of the state to start from, with what `accepted` holds.
+  KDA_BOTH int64_t start_row(int64_t accepted) const { return row(within(accepted, 1, count) - 1); }
 };
-KDA_BOTH inline void find_states(const DecodeProblem& p, Sequence& s, int64_t slot) {
-  const kda_decode_args& a = p.args;
-  find_states(s, a.states, slot);
-  if (!present(a.states.state_indices) && present(a.snapshot_slots))
-    s.live = index_at(a.snapshot_slots, s.n, 0) >= a.states.first_valid_slot;
+struct Snapshots : SnapshotRows {
+  kda_tensor states{};  // absent: none wanted
+};
+// Without state_indices a skipped first slot marks padding, too.
+KDA_BOTH inline void find_padding(Sequence& s, const StateSlots& states, const Index& snapshot_slots) {
+  if (!states.indices.data && snapshot_slots.data) s.live = snapshot_slots[0] >= states.first_valid;
 }
 KDA_BOTH inline Sequence sequence_at(const DecodeProblem& p, int64_t n) {
-  Sequence s = sequence_at(p, p.args.in, n);
-  find_states(p, s, slot_of(p.args.states.state_indices, n));
+  const kda_decode_args& a = p.args;
+  Sequence s = sequence_at(p, a.in, a.states, n);
+  find_padding(s, slots_of(a.states), index_rows(a.snapshot_slots).row(n));
   return s;
 }
-// Which rows they are, without the tensor.
-KDA_BOTH inline Snapshots snapshot_rows_of(const DecodeProblem& p, int64_t n) {
-  Snapshots s;
-  s.slots = present(p.args.snapshot_slots) ? &p.args.snapshot_slots : nullptr;
-  s.n = n, s.first_valid = p.args.states.first_valid_slot;
-  return s;
-}
-KDA_BOTH inline int64_t start_row(const DecodeProblem& p, const Snapshots& last) {
+inline Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
   const kda_decode_args& a = p.args;
-  const int64_t S = present(a.snapshot_slots) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1];
-  return last.row(within(index_at(a.accepted, last.n), 1, S) - 1);
-}
-KDA_BOTH inline Snapshots snapshots_of(const DecodeProblem& p, int64_t n) {
-  const kda_decode_args& a = p.args;
-  Snapshots s = snapshot_rows_of(p, n);
-  s.states = a.snapshots;
-  if (s.slots || !present(a.snapshots)) return s;
+  const bool slots = present(a.snapshot_slots);
+  Snapshots s{{index_rows(a.snapshot_slots).row(n), slots ? a.snapshot_slots.shape[1] : a.snapshots.shape[1],
+               a.states.first_valid_slot},
+              a.snapshots};
+  if (slots || !present(a.snapshots)) return s;
   s.states.data = static_cast<char*>(s.states.data) + n * s.states.stride[0] * dtype_size(s.states.dtype);
   for (int i = 0; i < 4; ++i) s.states.shape[i] = s.states.shape[i + 1], s.states.stride[i] = s.states.stride[i + 1];
   s.states.ndim = 4;
   return s;
 }
-KDA_BOTH inline Start start_of(const DecodeProblem& p, const Sequence& s) {
+inline Start start_of(const DecodeProblem& p, const Sequence& s) {
   const kda_decode_args& a = p.args;
   if (!present(a.accepted)) return {a.states.h0, s.slot, s.initial};
   const Snapshots last = snapshots_of(p, s.n);
-  const kda_tensor& from = last.slots ? a.states.h0 : last.states;
-  const int64_t row = start_row(p, last);
+  const kda_tensor& from = last.slots.data ? a.states.h0 : last.states;
+  const int64_t row = last.start_row(index_at(a.accepted, s.n));
   return {from, row, row >= 0 && row < from.shape[0]};
 }
 

@@ -30,8 +30,9 @@ enum class Role { kIn, kOptionalIn, kOut, kOptionalOut, kInOut };
 
 template <StageArgs Args>
 struct Operand {
+  using Member = kda_tensor Args::*;
   const char* name;
-  kda_tensor Args::*tensor;
+  Member tensor;
   Kind kind;
   unsigned dtypes;
   Role role;

@@ -40,11 +40,22 @@ const char* cpu_without_f64(const P& p) {
 template <>
 std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
-      {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-       cpu::chunk_forward_workspace, cpu::chunk_forward},
-      {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not,
-       cpu::recurrent_forward_workspace, cpu::recurrent_forward},
-      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
+#if KDA_WITH_CUDA
+    {"cuda_segments_sm90", "segments of few long sequences at once, joined by their maps, for Hopper",
+     cuda::forward_segments_sm90_why_not, cuda::forward_segments_sm90_workspace, cuda::forward_segments_sm90,
+     cuda::forward_segments_sm90_unsuited},
+    {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by warpgroups of one block, for Hopper",
+     cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90},
+    {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,
+     cuda::forward_chunk_workspace, cuda::forward_chunk, cuda::forward_chunk_too_rough},
+    {"cuda_recurrent", "token by token with the state in registers, for sm_80 and newer",
+     cuda::forward_recurrent_why_not, no_workspace, cuda::forward_recurrent},
+#endif
+    {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+     cpu::chunk_forward_workspace, cpu::chunk_forward},
+    {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not,
+     cpu::recurrent_forward_workspace, cpu::recurrent_forward},
+    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
   };
   return table;
 }
@@ -206,11 +217,22 @@ namespace {
 
 template <StageArgs Args>
 std::span<const Implementation<StageProblem<Args>>> stage_table() {
-  static constexpr Implementation<StageProblem<Args>> table[] = {
-      {"cpu_chunk", "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads",
-       cpu_without_f64, cpu::stage_workspace, cpu::stage},
-      {"reference", "float64, chunk by chunk as the formulas read; allocates", on_cpu, no_workspace, reference::stage},
-  };
+  static constexpr Implementation<StageProblem<Args>> cpu{
+      "cpu_chunk", "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads", cpu_without_f64,
+      cpu::stage_workspace, cpu::stage};
+  static constexpr Implementation<StageProblem<Args>> oracle{
+      "reference", "float64, chunk by chunk as the formulas read; allocates", on_cpu, no_workspace, reference::stage};
+#if KDA_WITH_CUDA
+  if constexpr (requires(const StageProblem<Args>& p) { cuda::stage(p); }) {
+    static constexpr Implementation<StageProblem<Args>> table[] = {
+        {"cuda_stage", "a chunk and head a block (the scan: a sequence, head and tile of V), for sm_80 and newer",
+         cuda::stage_why_not, no_workspace, cuda::stage},
+        cpu,
+        oracle};
+    return table;
+  }
+#endif
+  static constexpr Implementation<StageProblem<Args>> table[] = {cpu, oracle};
   return table;
 }
 
@@ -236,10 +258,14 @@ KDA_STAGE(cumsum_backward)
 template <>
 std::span<const Implementation<PrefillF32Problem>> implementations() {
   static constexpr Implementation<PrefillF32Problem> table[] = {
-      {"cpu_chunk", "chunks of 32 or 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-       cpu::prefill_f32_workspace, cpu::prefill_f32},
-      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
-       reference::prefill_f32},
+#if KDA_WITH_CUDA
+    {"cuda_stages", "stages of chunks of 64 tokens on tensor cores (3 x tf32), for sm_80 and newer",
+     cuda::prefill_f32_why_not, cuda::prefill_f32_workspace, cuda::prefill_f32},
+#endif
+    {"cpu_chunk", "chunks of 32 or 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+     cpu::prefill_f32_workspace, cpu::prefill_f32},
+    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
+     reference::prefill_f32},
   };
   return table;
 }

@@ -11,15 +11,14 @@ constexpr int64_t kMaxDrafts = 16;  // tokens of a request that verify takes
 // inside the slot and every walk ends.
 struct Window {
   int first = 0, committed = 0, R = 0;
-  const kda_tensor* parents = nullptr;  // nullptr: a chain
-  int64_t n = 0;
+  Index parents{};  // absent: a chain
 
   KDA_BOTH int entry(int w) const { return first + w - (first + w >= R ? R : 0); }  // first < R, w <= R
   KDA_BOTH int token(int t) const { return committed + t; }
   // The token before draft t, negative for the committed text.
   KDA_BOTH int parent(int t) const {
-    if (!parents) return t - 1;
-    const int p = index_at(*parents, n, t);
+    if (!parents.data) return t - 1;
+    const int p = parents[t];
     return p >= t ? t - 1 : p < 0 ? -1 : p;
   }
   // The entry before w, or -1.
@@ -31,93 +30,170 @@ struct Window {
 };
 constexpr int64_t kMaxRecordEntries = int64_t{1} << 30;  // of a slot: any two of them fit an int
 
-// Of request n with its records in `slot` (negative: none), where `reserved` entries are wanted for drafts.
-KDA_BOTH inline Window window_of(const kda_records& r, int64_t slot, const kda_tensor& parents, int64_t n,
+// What tells a request's records. Without records there are no slots, and no entries.
+struct RecordSlots {
+  Index indices;
+  uint32_t slots = 0;
+  uint32_t R : 31 = 0, ring : 1 = 0;  // ring: there are cursors
+};
+struct Cursors {
+  Strided<int32_t> first, count;
+};
+KDA_BOTH inline RecordSlots slots_of(const kda_records& r) {
+  RecordSlots s{.indices = index_of(r.indices)};
+  if (!present(r.u)) return s;
+  s.slots = count_slots(r.u.shape[r.u.ndim - 4]);
+  s.R = static_cast<uint32_t>(r.u.shape[r.u.ndim - 3]), s.ring = present(r.ring_count);
+  return s;
+}
+KDA_BOTH inline Cursors cursors_of(const kda_records& r) {
+  return {strided<int32_t>(r.ring_first), strided<int32_t>(r.ring_count)};
+}
+
+// Of a request with its records in `slot` (negative: none), where `reserved` entries are wanted for drafts.
+KDA_BOTH inline Window window_of(const RecordSlots& r, const Cursors& cursors, int64_t slot, const Index& parents,
                                  int64_t reserved) {
   Window w;
-  w.parents = present(parents) ? &parents : nullptr, w.n = n;
-  if (!present(r.u)) return w;
-  w.R = static_cast<int>(r.u.shape[r.u.ndim - 3]);
-  if (!present(r.ring_count) || slot < 0) return w;
-  const int first = index_at(r.ring_first, slot) % w.R;
+  w.parents = parents, w.R = static_cast<int>(r.R);
+  if (!r.ring || slot < 0) return w;
+  const int first = cursors.first[slot] % w.R;
   w.first = first < 0 ? first + w.R : first;
-  w.committed = static_cast<int>(within(index_at(r.ring_count, slot), 0, w.R > reserved ? w.R - reserved : 0));
+  w.committed = static_cast<int>(within(cursors.count[slot], 0, w.R > reserved ? w.R - reserved : 0));
   return w;
 }
-
-// The slot of a request's records, or -1; `slot`: as it was given.
-KDA_BOTH inline int64_t record_slot(const kda_records& r, int64_t slot) {
-  return present(r.u) && slot < r.u.shape[r.u.ndim - 4] ? slot : -1;
+inline Window window_of(const kda_records& r, int64_t slot, const kda_tensor& parents, int64_t n, int64_t reserved) {
+  return window_of(slots_of(r), cursors_of(r), slot, index_rows(parents).row(n), reserved);
 }
 
-// Is it padding? Rows are never.
-KDA_BOTH inline bool padded_slot(const kda_tensor& indices, int64_t slot, int64_t first_valid) {
-  return present(indices) && slot < first_valid;
+// The slot of a request's records, or a negative number; `slot`: as it was given.
+KDA_BOTH inline int64_t record_slot(const RecordSlots& r, int64_t slot) { return slot < int64_t{r.slots} ? slot : -1; }
+
+// ---- what tells everything about a call's requests, first what every one of them needs ----
+
+struct VerifyRequests {
+  StateSlots states;
+  RecordSlots records;
+  bool tree;
+
+  Flags has_initial;
+  Cursors cursors;
+  IndexRows parents;
+};
+struct FlushRequests {
+  StateSlots states;
+  RecordSlots last;
+  Index accept_len;
+  int32_t most;  // tokens to apply
+  bool last_tree;
+
+  Cursors cursors;
+  IndexRows last_parents;
+};
+struct FlushVerifyRequests {
+  StateSlots states;
+  RecordSlots records, last;  // with a ring the same
+  Index accept_len;
+  int32_t most;  // accepted drafts
+  bool tree, last_tree;
+
+  int32_t max_tokens;
+  Cursors cursors;
+  IndexRows parents, last_parents;
+};
+
+KDA_BOTH inline VerifyRequests requests_of(const VerifyProblem& p) {
+  const kda_verify_args& a = p.args;
+  return {slots_of(a.states),    slots_of(a.records),
+          present(a.parents),    strided<const uint8_t>(a.states.has_initial_state),
+          cursors_of(a.records), index_rows(a.parents)};
+}
+KDA_BOTH inline FlushRequests requests_of(const FlushProblem& p) {
+  const kda_flush_args& a = p.args;
+  return {
+      {index_of(a.state_indices), count_slots(a.state.shape[a.state.ndim - 4]), a.first_valid_slot, Initial::kStates},
+      slots_of(a.records),
+      index_of(a.accept_len),
+      static_cast<int32_t>(p.T),
+      present(a.parents),
+      cursors_of(a.records),
+      index_rows(a.parents)};
+}
+KDA_BOTH inline FlushVerifyRequests requests_of(const FlushVerifyProblem& p) {
+  const kda_flush_verify_args& a = p.args;
+  const bool ring = present(a.records.ring_count);
+  int64_t most = (ring ? a.records : a.last).u.shape[1];
+  if (present(a.last_parents)) most = within(a.last_parents.shape[1], 0, most);
+  if (present(a.last_conv_x)) most = within(a.last_conv_x.shape[1], 0, most);
+  return {slots_of(a.states),
+          slots_of(a.records),
+          slots_of(ring ? a.records : a.last),
+          index_of(a.accept_len),
+          static_cast<int32_t>(most),
+          present(a.parents),
+          present(a.last_parents),
+          a.max_tokens,
+          cursors_of(a.records),
+          index_rows(a.parents),
+          index_rows(a.last_parents)};
 }
 
 // What the index vectors of a call hold for a request, unchecked: kernels ask for all of it before they wait for any.
 struct Indices {
   int32_t state = 0, records = 0, last = 0, accepted = 0;
 };
-KDA_BOTH inline int32_t given_index(const kda_tensor& indices, int64_t n) {
-  return present(indices) ? static_cast<const int32_t*>(indices.data)[n * indices.stride[0]] : static_cast<int32_t>(n);
+KDA_BOTH inline int32_t given_index(const Index& indices, int64_t n) {
+  return static_cast<int32_t>(slot_of(indices, n));
 }
-KDA_BOTH inline Indices indices_of(const VerifyProblem& p, int64_t n) {
-  return {.state = given_index(p.args.states.state_indices, n), .records = given_index(p.args.records.indices, n)};
+KDA_BOTH inline Indices indices_of(const VerifyRequests& r, int64_t n) {
+  return {.state = given_index(r.states.indices, n), .records = given_index(r.records.indices, n)};
 }
-KDA_BOTH inline Indices indices_of(const FlushProblem& p, int64_t n) {
-  return {.state = given_index(p.args.state_indices, n),
-          .last = given_index(p.args.records.indices, n),
-          .accepted = given_index(p.args.accept_len, n)};
+KDA_BOTH inline Indices indices_of(const FlushRequests& r, int64_t n) {
+  return {
+      .state = given_index(r.states.indices, n), .last = given_index(r.last.indices, n), .accepted = r.accept_len[n]};
 }
-KDA_BOTH inline Indices indices_of(const FlushVerifyProblem& p, int64_t n) {
-  const kda_flush_verify_args& a = p.args;
-  return {.state = given_index(a.states.state_indices, n),
-          .records = given_index(a.records.indices, n),
-          .last = given_index(a.last.indices, n),
-          .accepted = given_index(a.accept_len, n)};
+KDA_BOTH inline Indices indices_of(const FlushVerifyRequests& r, int64_t n) {
+  return {.state = given_index(r.states.indices, n),
+          .records = given_index(r.records.indices, n),
+          .last = given_index(r.last.indices, n),
+          .accepted = r.accept_len[n]};
 }
 
 // What flush_verify does with request n's last round. With a ring, accepted drafts become committed entries until less
 // than room for two more rounds is left; then, and always without a ring, they are applied to the state.
 struct Commit {
-  Window window;     // of the last round
-  int accepted = 0;  // of its drafts
+  Window window;      // of the last round,
+  int64_t slot = -1;  // whose records are here
+  int accepted = 0;   // of its drafts
   bool apply = true;
   Window next{};  // of this round
 };
-KDA_BOTH inline Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t drafts, const Indices& at) {
-  const kda_flush_verify_args& a = p.args;
-  const bool ring = present(a.records.ring_count);
-  const kda_records& last = ring ? a.records : a.last;
-  const int64_t R = last.u.shape[1];
-  const int64_t slot = record_slot(last, ring ? at.records : at.last);
+KDA_BOTH inline Commit commit_of(const FlushVerifyRequests& r, int64_t n, int64_t drafts, const Indices& at) {
+  const bool ring = r.last.ring;
   Commit c;
-  c.window = window_of(last, slot, a.last_parents, n, drafts);
-  int64_t most = ring ? R - drafts - c.window.committed : R;
-  if (!ring && present(a.last_parents)) most = within(a.last_parents.shape[1], 0, most);
-  if (present(a.last_conv_x)) most = within(a.last_conv_x.shape[1], 0, most);
-  c.accepted = slot < 0 || most <= 0 ? 0 : static_cast<int>(within(at.accepted, 0, most));
+  c.slot = record_slot(r.last, at.last);
+  c.window = window_of(r.last, r.cursors, c.slot, r.last_tree ? r.last_parents.row(n) : Index{}, drafts);
+  const int64_t most = ring ? within(r.most, 0, c.window.R - drafts - c.window.committed) : r.most;
+  c.accepted = c.slot < 0 || most <= 0 ? 0 : static_cast<int>(within(at.accepted, 0, most));
   const int entries = c.window.committed + c.accepted;
-  c.apply = !ring || entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts);
-  c.next = window_of(a.records, -1, a.parents, n, drafts);
+  c.apply = !ring || entries > c.window.R - 2 * (r.max_tokens ? r.max_tokens : drafts);
+  c.next = window_of(r.records, r.cursors, -1, r.tree ? r.parents.row(n) : Index{}, drafts);
   if (ring) {
     c.next.first = c.apply ? c.window.entry(entries) : c.window.first;
     c.next.committed = c.apply ? 0 : entries;
   }
   return c;
 }
-
 KDA_BOTH inline Commit commit_of(const FlushVerifyProblem& p, int64_t n, int64_t drafts) {
-  return commit_of(p, n, drafts, indices_of(p, n));
+  const FlushVerifyRequests r = requests_of(p);
+  return commit_of(r, n, drafts, indices_of(r, n));
 }
 
-KDA_BOTH inline void store_cursors(const kda_records& ring, int64_t slot, const Window& next) {
-  const auto set = [slot](const kda_tensor& t, int64_t x) {
-    static_cast<int32_t*>(t.data)[slot * t.stride[0]] = static_cast<int32_t>(x);
-  };
+KDA_BOTH inline void store_cursors(const RecordSlots& ring, const Cursors& cursors, int64_t slot, const Window& next) {
   if (record_slot(ring, slot) < 0) return;
-  set(ring.ring_first, next.first), set(ring.ring_count, next.committed);
+  cursors.first[slot] = next.first, cursors.count[slot] = next.committed;
+}
+inline void store_cursors(const kda_records& ring, int64_t slot, const Window& next) {
+  store_cursors(slots_of(ring), cursors_of(ring), slot, next);
 }
 
 // One layer of a tensor that holds all.
@@ -139,36 +215,35 @@ struct Request {
 };
 
 // s: from sequence_at, without states.
-KDA_BOTH inline Request request_of(const VerifyProblem& p, Sequence s, const Indices& at) {
-  const kda_verify_args& a = p.args;
+KDA_BOTH inline Request request_of(const VerifyRequests& requests, Sequence s, const Indices& at) {
   Request r;
-  find_states(s, a.states, at.state);
-  r.s = s, r.slot = record_slot(a.records, at.records);
-  r.verify = window_of(a.records, r.slot, a.parents, s.n, s.length);
+  find_states(s, requests.states, requests.has_initial, at.state);
+  r.s = s, r.slot = record_slot(requests.records, at.records);
+  r.verify = window_of(requests.records, requests.cursors, r.slot, requests.tree ? requests.parents.row(s.n) : Index{},
+                       s.length);
   return r;
 }
 
-KDA_BOTH inline Request request_of(const FlushProblem& p, Sequence s, const Indices& at) {
-  const kda_flush_args& a = p.args;
+KDA_BOTH inline Request request_of(const FlushRequests& requests, Sequence s, const Indices& at) {
   Request r;
-  r.last_slot = record_slot(a.records, at.last);
-  r.flush = window_of(a.records, r.last_slot, a.parents, s.n, 0);
-  const auto accepted = static_cast<int>(within(at.accepted, 0, within(p.T, 0, p.R - r.flush.committed)));
+  r.last_slot = record_slot(requests.last, at.last);
+  r.flush = window_of(requests.last, requests.cursors, r.last_slot,
+                      requests.last_tree ? requests.last_parents.row(s.n) : Index{}, 0);
+  const auto accepted =
+      static_cast<int>(within(at.accepted, 0, within(requests.most, 0, r.flush.R - r.flush.committed)));
   r.newest = accepted ? r.flush.token(accepted - 1) : r.flush.committed - 1;
-  s.slot = at.state, s.initial = true;
-  s.live = !padded_slot(a.state_indices, s.slot, a.first_valid_slot) && s.slot < a.state.shape[a.state.ndim - 4] &&
-           r.last_slot >= 0 && r.newest >= 0;
+  s.live = true;
+  find_states(s, requests.states, {}, at.state);
+  s.live = s.live && r.last_slot >= 0 && r.newest >= 0;
   r.s = s;
   return r;
 }
 
-KDA_BOTH inline Request request_of(const FlushVerifyProblem& p, Sequence s, const Indices& at) {
-  const kda_flush_verify_args& a = p.args;
+KDA_BOTH inline Request request_of(const FlushVerifyRequests& requests, Sequence s, const Indices& at) {
   Request r;
-  find_states(s, a.states, at.state);
-  const Commit commit = commit_of(p, s.n, s.length, at);
-  r.last_slot = present(a.records.ring_count) ? record_slot(a.records, at.records) : record_slot(a.last, at.last);
-  r.s = s, r.slot = record_slot(a.records, at.records);
+  find_states(s, requests.states, {}, at.state);
+  const Commit commit = commit_of(requests, s.n, s.length, at);
+  r.s = s, r.slot = record_slot(requests.records, at.records), r.last_slot = commit.slot;
   r.flush = commit.window, r.verify = commit.next;
   if (commit.apply && r.last_slot >= 0)
     r.newest = commit.accepted ? commit.window.token(commit.accepted - 1) : commit.window.committed - 1;
@@ -183,7 +258,8 @@ KDA_BOTH Sequence tokens_of(const P& p, int64_t n) {
 }
 template <class P>
 KDA_BOTH Request request_of(const P& p, int64_t n) {
-  return request_of(p, tokens_of(p, n), indices_of(p, n));
+  const auto requests = requests_of(p);
+  return request_of(requests, tokens_of(p, n), indices_of(requests, n));
 }
 
 }  // namespace kda

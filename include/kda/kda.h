@@ -521,8 +521,8 @@ typedef struct kda_stage_cumsum_backward_args {
 /* ---- kda_prefill_f32: whole prompts in f32, heads before tokens -----------------------------------------------------
  * The (w, u) form of kda_forward on activated inputs, with w and u themselves as outputs. For chunk n of `chunk` tokens:
  *   w = (I + Akk)^-1 beta k E    u = (I + Akk)^-1 beta v    v_new = u - w S
- * o and hT are those of kda_forward, whatever the chunk. Tensor cores take (K, V, chunk) of (64,64,32), (64,64,64),
- * (128,128,32) and (128,128,64); the CPU any K and V in 1..256. T need not be a multiple of the chunk. */
+ * o and hT are those of kda_forward, whatever the chunk. Any K and V in 1..256; (K, V, chunk) of (64,64,32), (64,64,64),
+ * (128,128,32) and (128,128,64) fill tiles of tensor cores. T need not be a multiple of the chunk. */
 typedef struct kda_prefill_f32_args {
   uint64_t struct_size; /* sizeof(kda_prefill_f32_args) */
   kda_exec exec;

@@ -60,6 +60,9 @@ def run_forward(
     impl: str | None, has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
     """(o, hT, saved), see :func:`saved_shapes`; the recurrent form saves nothing."""
+    if h_every and q.is_cuda:  # rather now than after the forward of a whole model
+        wanted = "gradients: expected tensors on the CPU (there is no backward on CUDA yet) or torch.no_grad()"
+        raise NotImplementedError(f"{wanted}, got {q.device}")
     K = q.shape[3]
     o = _in_large_pages(torch.empty_like(v, memory_format=torch.contiguous_format))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

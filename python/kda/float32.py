@@ -41,8 +41,8 @@ def prefill_f32(
         v: ``[B, HV, T, V]``.
         g: ``[B, HV, T, K]``, the natural-log decay (``<= 0``, ``-inf`` allowed).
         beta: ``[B, HV, T]``, activated.
-        chunk_size: 32 or 64. Tensor cores take ``(K, V, chunk_size)`` of (64, 64, 32), (64, 64, 64), (128, 128, 32) and
-            (128, 128, 64); the CPU any K and V in 1..256. T need not be a multiple.
+        chunk_size: 32 or 64. Any K and V in 1..256; ``(K, V, chunk_size)`` of (64, 64, 32), (64, 64, 64),
+            (128, 128, 32) and (128, 128, 64) fill tiles of tensor cores. T need not be a multiple.
         w, u: ``[B, HV, ceil(T / chunk_size), chunk_size, K]`` and ``[.., V]``, written; made if None. Rows behind the
             last token are zero.
         o: ``[B, HV, T, V]``, written; made if None.

@@ -66,6 +66,7 @@ def chunk_kda(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """Chunked KDA with autograd: prefill, and the training forward. Signature and semantics of FLA's ``chunk_kda``.
+    There are no gradients on GPUs yet.
 
     Args:
         q, k: ``[B, T, H, K]``, bfloat16, float16 or float32.
@@ -86,7 +87,8 @@ def chunk_kda(
             ``torch.inference_mode()``.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
             not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
-        cu_seqlens_cpu: accepted for FLA's sake; only the shape of the intermediate states uses it.
+        cu_seqlens_cpu: accepted for FLA's sake; only the shape of the intermediate states uses it, which on a GPU
+            otherwise waits for ``cu_seqlens``.
         cp_context: a :class:`kda.cp.Context`: the tokens are this rank's window of sequences spread over several. Then
             ``initial_state``, ``cu_seqlens`` and all states but the outputs are refused, gradients of parameters are
             this rank's share of their sums, and every rank has to call, forward and backward.
@@ -607,8 +609,8 @@ def explain(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, op:
 
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
-    >>> print(kda.explain(x, x, x, x, x[..., 0]).splitlines()[0])
-    * cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads
+    >>> [line for line in kda.explain(x, x, x, x, x[..., 0]).splitlines() if line[0] == "*"]
+    ['* cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads']
     """
     try:
         arguments = _forward_arguments(q, k, v, g, beta, state, **kwargs)
@@ -625,8 +627,8 @@ def implementations(op: str) -> Sequence[str]:
     """Names of the implementations of ``op`` (forward, backward, decode, ..), in order of preference.
 
     >>> import kda
-    >>> kda.implementations("forward")
-    ['cpu_chunk', 'cpu_recurrent', 'reference']
+    >>> kda.implementations("backward")
+    ['cpu_chunk', 'reference']
     """
     names: list[str] = []
     while name := library().implementation(op, len(names)):

@@ -44,7 +44,13 @@ def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | No
 
         return run(stage, *arguments)
     check_views(*tensors)
-    getattr(library(), f"stage_{stage}")(*arguments, 0, None)
+    try:
+        getattr(library(), f"stage_{stage}")(*arguments, 0, None)
+    except ValueError:
+        if cu is not None and cu.device != tensors[0].device:
+            wanted = f"expected device {tensors[0].device} like the other tensors"
+            raise ValueError(f"cu_seqlens: {wanted}, got {cu.device}") from None
+        raise
 
 
 def _wide(x: Any) -> str:

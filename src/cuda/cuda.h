@@ -3,7 +3,8 @@
 #include <cstdint>
 #include <string>
 
-#include "problem.h"
+#include "problem_prefill_f32.h"
+#include "problem_stages.h"
 
 namespace kda::cuda {
 
@@ -12,6 +13,20 @@ const char* gate_why_not(const GateBackwardProblem& p);
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
+
+const char* forward_chunk_why_not(const ForwardProblem& p);
+const char* forward_chunk_too_rough(const ForwardProblem& p);
+uint64_t forward_chunk_workspace(const ForwardProblem& p);
+void forward_chunk(const ForwardProblem& p);
+const char* forward_recurrent_why_not(const ForwardProblem& p);
+void forward_recurrent(const ForwardProblem& p);
+const char* forward_chunk_sm90_why_not(const ForwardProblem& p);
+void forward_chunk_sm90(const ForwardProblem& p);
+uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p);
+const char* forward_segments_sm90_why_not(const ForwardProblem& p);
+const char* forward_segments_sm90_unsuited(const ForwardProblem& p);
+void forward_segments_sm90(const ForwardProblem& p);
+uint64_t forward_segments_sm90_workspace(const ForwardProblem& p);
 
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
@@ -41,6 +56,21 @@ const char* conv_why_not(const ConvBackwardProblem& p);
 void conv(const ConvProblem& p);
 void conv_backward(const ConvBackwardProblem& p);
 uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
+
+const char* stage_why_not(const StageProblem<kda_stage_cumsum_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_chunk_intra_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_recompute_w_u_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_delta_h_args>& p);
+const char* stage_why_not(const StageProblem<kda_stage_fwd_o_args>& p);
+void stage(const StageProblem<kda_stage_cumsum_args>& p);
+void stage(const StageProblem<kda_stage_chunk_intra_args>& p);
+void stage(const StageProblem<kda_stage_recompute_w_u_args>& p);
+void stage(const StageProblem<kda_stage_delta_h_args>& p);
+void stage(const StageProblem<kda_stage_fwd_o_args>& p);
+
+const char* prefill_f32_why_not(const PrefillF32Problem& p);
+void prefill_f32(const PrefillF32Problem& p);
+uint64_t prefill_f32_workspace(const PrefillF32Problem& p);
 
 std::string info();  // toolkit, architectures, driver, devices
 

@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "cuda/activations.h"
 #include "cuda/launch.h"
 #include "dtype.h"
@@ -12,28 +14,32 @@ namespace kda::cuda {
 
 constexpr unsigned kAll = 0xffffffffu;
 
+// Bytes of an element.
+__host__ __device__ inline unsigned size_of(int32_t dtype) { return dtype == KDA_F32 ? 4 : 2; }
+
 // A tensor [a,b,c,..] as kernels address it: strides in bytes, so that an address is a multiply-add for each index. (With
 // 64-bit strides in elements, addresses were half of all instructions.)
 struct View {
   char* data = nullptr;  // nullptr: absent
-  int64_t layer = 0;     // bytes from one layer to the next
   int64_t stride0 = 0;
   uint32_t stride1 = 0, stride2 = 0;
-  int32_t dtype = KDA_F32;
 
   __device__ char* at(unsigned i, unsigned j, unsigned k) const {
     return data + i * stride0 + static_cast<uint64_t>(j) * stride1 + static_cast<uint64_t>(k) * stride2;
   }
-  __host__ __device__ unsigned size() const { return dtype == KDA_F32 ? 4 : 2; }  // of an element
+};
+// With its dtype, where nobody else knows it.
+struct TypedView : View {
+  int32_t dtype = KDA_F32;
 };
 
 // lead: 1 if the first dimension is that of layers. A missing third dimension counts as 1.
-inline View view_of(const kda_tensor& t, int lead = 0) {
+inline TypedView view_of(const kda_tensor& t, int lead = 0) {
   if (!present(t)) return {};
   const auto bytes = [&](int i) { return lead + i < t.ndim ? t.stride[lead + i] * dtype_size(t.dtype) : 0; };
-  View view{.data = static_cast<char*>(t.data), .layer = lead ? t.stride[0] * dtype_size(t.dtype) : 0};
-  view.stride0 = bytes(0), view.stride1 = static_cast<uint32_t>(bytes(1)),
-  view.stride2 = static_cast<uint32_t>(bytes(2));
+  TypedView view;
+  view.data = static_cast<char*>(t.data), view.stride0 = bytes(0);
+  view.stride1 = static_cast<uint32_t>(bytes(1)), view.stride2 = static_cast<uint32_t>(bytes(2));
   view.dtype = t.dtype;
   return view;
 }
@@ -42,8 +48,8 @@ inline View view_of(const kda_tensor& t, int lead = 0) {
 inline const char* view_why_not(std::initializer_list<const kda_tensor*> tensors, int lead = 0) {
   for (const kda_tensor* t : tensors)
     for (int i = lead + 1; i < t->ndim && i < lead + 3; ++i)
-      if (t->stride[i] * dtype_size(t->dtype) >= int64_t{1} << 32)
-        return "takes strides below 4 GiB, but for the first dimension";
+      if (t->shape[i] > 1 && (t->stride[i] < 0 || t->stride[i] * dtype_size(t->dtype) >= int64_t{1} << 32))
+        return "takes no strides below 0 or from 4 GiB on, but for the first dimension";
   return nullptr;
 }
 
@@ -95,13 +101,17 @@ __device__ inline float value_of(int32_t dtype, unsigned raw) {
   return x;
 }
 
-// What the tokens of a call bring, and where their outputs go.
+// What the tokens of a call bring, and where their outputs go; in front what is read first.
 struct Tokens {
-  View q, k, v, g, beta, o;
-  View A_log, bias;  // f32, optional
-  int32_t K, gate_form, beta_form, qk_l2norm;
+  View q, k, v, g, beta;
+  const char *A_log, *bias;  // f32, optional
+  int64_t bias_stride;       // bytes from one head to the next
+  int32_t K;
+  uint32_t qkv_dtype : 4, g_dtype : 4, beta_dtype : 4, o_dtype : 4;
+  uint32_t gate_form : 4, beta_form : 4, qk_l2norm : 1;
+  uint32_t narrow : 1;  // q, k, v, g and beta all have 16 bits
+  View o;
   float lower_bound, scale;
-  bool narrow;  // q, k, v, g and beta all have 16 bits
 
   // With a convolution in front, q, k and v come from it, as numbers in f32.
   Tokens(const Dims& d, const kda_inputs& in, const kda_tensor& o)
@@ -110,18 +120,21 @@ struct Tokens {
         v(view_of(in.v)),
         g(view_of(in.g)),
         beta(view_of(in.beta)),
-        o(view_of(o)),
-        A_log(view_of(in.A_log)),
-        bias(view_of(in.dt_bias)),
+        A_log(static_cast<const char*>(in.A_log.data)),
+        bias(static_cast<const char*>(in.dt_bias.data)),
+        bias_stride(in.dt_bias.stride[0] * 4),
         K(static_cast<int32_t>(d.K)),
+        qkv_dtype(in.q.data ? in.q.dtype : KDA_F32),
+        g_dtype(in.g.dtype),
+        beta_dtype(in.beta.dtype),
+        o_dtype(o.dtype),
         gate_form(in.gate_form),
         beta_form(in.beta_form),
-        qk_l2norm(in.qk_l2norm),
+        qk_l2norm(in.qk_l2norm != 0),
+        narrow((!in.q.data || in.q.dtype != KDA_F32) && in.g.dtype != KDA_F32 && in.beta.dtype != KDA_F32),
+        o(view_of(o)),
         lower_bound(in.lower_bound),
-        scale(in.scale),
-        narrow((!in.q.data || in.q.dtype != KDA_F32) && in.g.dtype != KDA_F32 && in.beta.dtype != KDA_F32) {
-    if (!in.q.data) q.dtype = k.dtype = v.dtype = KDA_F32;
-  }
+        scale(in.scale) {}
   static const char* why_not(const kda_inputs& in, const kda_tensor& o) {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
@@ -133,8 +146,9 @@ __device__ inline float activated_beta(int32_t form, float x) {
 }
 
 // With cu_seqlens: tokens from here on belong to nobody.
-__device__ inline int64_t end_of_sequences(const Dims& d, const kda_inputs& in) {
-  return min(max(int_at(in.cu_seqlens, d.N), int64_t{0}), d.T);
+template <class Lengths>
+__device__ int64_t end_of_sequences(const Lengths& cu_seqlens, int64_t N, int64_t T) {
+  return within(int_at(cu_seqlens, N), 0, T);
 }
 
 // Sums over the threads that share a token: a warp, or a block with `sums` [warps][3] that nobody reads any more.
@@ -162,14 +176,15 @@ struct TokenKeys {
   float q[kPerThread], k[kPerThread], alpha[kPerThread];
   float beta, qk;
 
-  __device__ explicit TokenKeys(int first) : first_(first) {}
+  __device__ explicit TokenKeys(int first = static_cast<int>(threadIdx.x) % kThreads) : first_(first) {}
   __device__ int channel(int i) const { return first_ + i * kThreads; }
 
   // Addresses only.
   __device__ void locate(const Tokens& x, unsigned b, unsigned token, unsigned hv, unsigned h) {
-    from_q_ = x.q.at(b, token, h) + first_ * x.q.size(), from_k_ = x.k.at(b, token, h) + first_ * x.k.size();
-    from_g_ = x.g.at(b, token, hv) + first_ * x.g.size(), from_beta_ = x.beta.at(b, token, hv);
-    from_bias_ = x.bias.at(hv, 0, 0) + first_ * 4, from_A_ = x.A_log.at(hv, 0, 0);
+    const unsigned own = first_ * size_of(x.qkv_dtype);
+    from_q_ = x.q.at(b, token, h) + own, from_k_ = x.k.at(b, token, h) + own;
+    from_g_ = x.g.at(b, token, hv) + first_ * size_of(x.g_dtype), from_beta_ = x.beta.at(b, token, hv);
+    from_bias_ = x.bias + hv * x.bias_stride + first_ * 4, from_A_ = x.A_log + hv * 4;
   }
 
   // Hints where everything is.
@@ -177,11 +192,11 @@ struct TokenKeys {
     if (first_ >= x.K) return;
     if (first_ % 32 == 0) {
       prefetch(from_q_), prefetch(from_k_), prefetch(from_g_);
-      if (x.bias.data) prefetch(from_bias_);
+      if (x.bias) prefetch(from_bias_);
     }
     if (first_ == 0) {
       prefetch(from_beta_);
-      if (x.A_log.data) prefetch(from_A_);
+      if (x.A_log) prefetch(from_A_);
     }
   }
 
@@ -195,20 +210,33 @@ struct TokenKeys {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const bool real = channel(i) < x.K;
-      raw_q_[i] = real ? element<kNarrow>(from_q_, i, x.q) : 0;
-      raw_k_[i] = real ? element<kNarrow>(from_k_, i, x.k) : 0;
+      raw_q_[i] = real ? element<kNarrow>(from_q_, i, x.qkv_dtype) : 0;
+      raw_k_[i] = real ? element<kNarrow>(from_k_, i, x.qkv_dtype) : 0;
     }
   }
   template <bool kNarrow>
   __device__ void fetch_gate(const Tokens& x) {
+    fetch_gate_input<kNarrow>(x), fetch_parameters(x);
+  }
+  template <bool kNarrow>
+  __device__ void fetch_gate_input(const Tokens& x) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) raw_g_[i] = channel(i) < x.K ? element<kNarrow>(from_g_, i, x.g_dtype) : 0;
+    raw_beta_ = element<kNarrow>(from_beta_, 0, x.beta_dtype);
+  }
+  // A_log and dt_bias, which all tokens of a head share.
+  __device__ void fetch_parameters(const Tokens& x) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const bool real = channel(i) < x.K;
-      raw_g_[i] = real ? element<kNarrow>(from_g_, i, x.g) : 0;
-      bias_[i] = real && x.bias.data ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
+      const bool real = channel(i) < x.K && x.bias;
+      bias_[i] = real ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
     }
-    A_log_ = x.A_log.data ? *reinterpret_cast<const float*>(from_A_) : 0.0f;
-    raw_beta_ = element<kNarrow>(from_beta_, 0, x.beta);
+    A_log_ = x.A_log ? *reinterpret_cast<const float*>(from_A_) : 0.0f;
+  }
+  __device__ void take_parameters(const TokenKeys& other) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) bias_[i] = other.bias_[i];
+    A_log_ = other.A_log_;
   }
   // From the convolution in front: of register i.
   __device__ void take(int i, float q, float k) { raw_q_[i] = __float_as_uint(q), raw_k_[i] = __float_as_uint(k); }
@@ -216,23 +244,29 @@ struct TokenKeys {
   // sum: over the threads that share the token.
   template <class Sum>
   __device__ void activate(const Tokens& x, const Sum& sum) {
-    const float rate = expf(A_log_);
-    Products products{};
+    finish(x, sum(products(x)));
+  }
+  // Its halves: this thread's share of the products, and the rest.
+  __device__ Products products(const Tokens& x) {
+    Products mine{};
+    rate_ = expf(A_log_);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      q[i] = value_of(x.q.dtype, raw_q_[i]), k[i] = value_of(x.k.dtype, raw_k_[i]);
-      products.qq = fmaf(q[i], q[i], products.qq), products.kk = fmaf(k[i], k[i], products.kk);
-      products.qk = fmaf(q[i], k[i], products.qk);
+      q[i] = value_of(x.qkv_dtype, raw_q_[i]), k[i] = value_of(x.qkv_dtype, raw_k_[i]);
+      mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
+      mine.qk = fmaf(q[i], k[i], mine.qk);
     }
-    const Products all = sum(products);
+    return mine;
+  }
+  __device__ void finish(const Tokens& x, const Products& all) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      float g = value_of(x.g.dtype, raw_g_[i]) + bias_[i];
-      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
-      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * g);
+      float g = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
+      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate_ * softplus(g);
+      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate_ * g);
       alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
-    beta = activated_beta(x.beta_form, value_of(x.beta.dtype, raw_beta_));
+    beta = activated_beta(x.beta_form, value_of(x.beta_dtype, raw_beta_));
     float q_factor = x.scale, k_factor = 1;
     if (x.qk_l2norm) q_factor *= rsqrtf(all.qq + 1e-6f), k_factor = rsqrtf(all.kk + 1e-6f);
 #pragma unroll
@@ -242,33 +276,20 @@ struct TokenKeys {
 
  private:
   template <bool kNarrow>
-  __device__ static unsigned element(const char* from, int i, const View& t) {
-    return load_raw<kNarrow>(from + i * kThreads * (kNarrow ? 2 : t.size()), t.dtype);
+  __device__ static unsigned element(const char* from, int i, int32_t dtype) {
+    return load_raw<kNarrow>(from + i * kThreads * (kNarrow ? 2 : size_of(dtype)), dtype);
   }
   int first_;
   const char *from_q_, *from_k_, *from_g_, *from_beta_, *from_bias_, *from_A_;
   unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
-  float bias_[kPerThread], A_log_;
+  float bias_[kPerThread], A_log_, rate_;
 };
 
-// Slots of a pool by request, as far as hints need to know.
-struct Slots {
-  const int32_t* indices;  // nullptr: request n has slot n
-  int64_t stride;
-  int32_t first, end;  // of the pool, without padding
-
-  Slots(const kda_tensor& index, int64_t first, int64_t end)
-      : indices(static_cast<const int32_t*>(index.data)),
-        stride(index.stride[0]),
-        first(static_cast<int32_t>(within(first, 0, INT32_MAX))),
-        end(static_cast<int32_t>(within(end, 0, INT32_MAX))) {}
-
-  // Likely; -1: none.
-  __device__ int32_t peek(unsigned n) const {
-    const int32_t slot = indices ? cuda::peek(indices + n * stride) : static_cast<int32_t>(n);
-    return slot >= first && slot < end ? slot : -1;
-  }
-};
+// The slot that a request is likely to have, for hints: -1: none.
+__device__ inline int32_t likely_slot(const Index& indices, int32_t first, uint32_t end, unsigned n) {
+  const int32_t slot = indices.data ? peek(indices.data + n * indices.stride) : static_cast<int32_t>(n);
+  return slot >= first && static_cast<uint32_t>(slot) < end ? slot : -1;
+}
 
 // ---- rows of a state, value columns, over eight lanes each ----
 
@@ -311,7 +332,7 @@ __device__ inline void store_four(__nv_bfloat16* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
 }
 
-__device__ inline float4 rounded(float4 x) {  // to bf16
+__device__ inline float4 rounded_to_bf16(float4 x) {
   const auto one = [](float x) { return __bfloat162float(__float2bfloat16_rn(x)); };
   return make_float4(one(x.x), one(x.y), one(x.z), one(x.w));
 }
@@ -322,10 +343,13 @@ struct Rows {
   char* first;
   uint32_t row, channel_step;  // bytes from one row, and from one channel, to the next
 
-  __device__ Rows(const View& t, int32_t layout, unsigned slot, unsigned hv, unsigned v, unsigned layer = 0) {
+  __device__ Rows(const View& t, unsigned slot, unsigned hv, unsigned v) requires kWide : first(t.at(slot, hv, v)),
+                                                                                          row(t.stride2),
+                                                                                          channel_step(0) {}
+  __device__ Rows(const TypedView& t, int32_t layout, unsigned slot, unsigned hv, unsigned v) {
     const bool v_first = kWide || layout == KDA_STATE_V_FIRST;
-    row = v_first ? t.stride2 : t.size(), channel_step = v_first ? t.size() : t.stride2;
-    first = t.at(slot, hv, 0) + static_cast<uint64_t>(v) * row + layer * t.layer;
+    row = v_first ? t.stride2 : size_of(t.dtype), channel_step = v_first ? size_of(t.dtype) : t.stride2;
+    first = t.at(slot, hv, 0) + static_cast<uint64_t>(v) * row;
   }
 
   template <class T, int kElements>
@@ -386,16 +410,16 @@ __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, in
   else all.template operator()<__nv_bfloat16>();
 }
 
-// Whether four-wide accesses fit all of these states (absent ones fit).
+// Does every row begin at a multiple of so many elements? (An absent tensor's do.)
+inline bool rows_aligned(const kda_tensor& t, int64_t elements) {
+  for (int i = 0; i + 1 < t.ndim; ++i)
+    if (t.stride[i] % elements) return false;
+  return !present(t) || reinterpret_cast<uintptr_t>(t.data) % (elements * dtype_size(t.dtype)) == 0;
+}
+// Whether four-wide accesses fit all of these states.
 inline bool wide_rows(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
   if (layout != KDA_STATE_V_FIRST || d.K % 4) return false;
-  for (const kda_tensor* t : states) {
-    if (!present(*t)) continue;
-    for (int i = 0; i + 1 < t->ndim; ++i)
-      if (t->stride[i] % 4) return false;
-    if (reinterpret_cast<uintptr_t>(t->data) % (4 * dtype_size(t->dtype))) return false;
-  }
-  return true;
+  return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });
 }
 
 }  // namespace kda::cuda

@@ -5,9 +5,17 @@
 
 namespace kda::cuda {
 
+// What kernels need of it.
+struct Front {
+  int64_t H, K, V;
+  kda_conv_inputs conv;
+  kda_tensor parents;
+};
+
 // Channels of a packed row: q heads, k heads, v heads.
 struct FrontChannels {
   int64_t q, k, v;  // the first of a head
+  template <class Dims>
   __device__ FrontChannels(const Dims& d, unsigned h, unsigned hv)
       : q(h * d.K), k((d.H + h) * d.K), v(2 * d.H * d.K + hv * d.V) {}
 };
@@ -79,8 +87,8 @@ struct FrontFour {
   }
 };
 inline bool four_wide_front(const kda_conv_inputs& conv) {
-  return conv.x.dtype != KDA_F32 && conv.state.dtype != KDA_F32 && four_wide_weights(conv.weight, conv.bias) &&
-         four_wide_rows(conv.x) && four_wide_state(conv.state);
+  return present(conv.x) && conv.x.dtype != KDA_F32 && conv.state.dtype != KDA_F32 &&
+         four_wide_weights(conv.weight, conv.bias) && four_wide_rows(conv.x) && four_wide_state(conv.state);
 }
 
 // The convolution in front of all drafts of a block, in shared memory (in floats): q and k of draft t at keys + t stride,
@@ -88,14 +96,6 @@ inline bool four_wide_front(const kda_conv_inputs& conv) {
 struct FrontMemory {
   bool given, by_four;
   int keys, stride, v, columns;
-
-  FrontMemory(const kda_conv_inputs& conv, bool tree, int keys, int stride, int v, int columns)
-      : given(present(conv.x)),
-        by_four(given && !tree && four_wide_front(conv)),
-        keys(keys),
-        stride(stride),
-        v(v),
-        columns(columns) {}
 };
 // A thread has four channels, if they can be had so, and some of the drafts.
 template <int kThreads, int kK, int kMaxDrafts>
@@ -106,30 +106,29 @@ class FrontDrafts {
  public:
   __device__ explicit FrontDrafts(const FrontMemory& m) : m_(m) {}
   // Asks for what lies in memory.
-  template <class P>
-  __device__ void fetch(const P& p, const Place& at, const Sequence& s, int T, unsigned v0) {
+  __device__ void fetch(const Front& front, const Place& at, const Sequence& s, int T, unsigned v0) {
     if (!m_.by_four || !has_some(T)) return;
-    four_.fetch(p.args.conv, s, slot_of(p.args.conv.indices, s.n), first(), tokens(T), channel(p, at, own(), v0));
+    four_.fetch(front.conv, s, slot_of(front.conv.indices, s.n), first(), tokens(T), channel(front, at, own(), v0));
   }
-  template <class P>
-  __device__ void values(const P& p, const Place& at, const Sequence& s, int T, unsigned v0, float* shared) const {
+  __device__ void values(const Front& front, const Place& at, const Sequence& s, int T, unsigned v0,
+                         float* shared) const {
     const auto place = [&](int t, int c) {
       return shared + (c < 2 * kK ? m_.keys + t * m_.stride + c : m_.v + t * m_.columns + (c - 2 * kK));
     };
     if (m_.by_four) {
       const int step = own() < 2 * kK ? m_.stride : m_.columns;
-      if (has_some(T)) four_.values(p.args.conv, first(), tokens(T), place(first(), own()), step);
+      if (has_some(T)) four_.values(front.conv, first(), tokens(T), place(first(), own()), step);
       return;
     }
-    const int64_t slot = slot_of(p.args.conv.indices, s.n);
+    const int64_t slot = slot_of(front.conv.indices, s.n);
     for (int t = 0; t < T; ++t)
       for (int c = static_cast<int>(threadIdx.x); c < 2 * kK + m_.columns; c += kThreads)
-        *place(t, c) = front_value(p.args.conv, p.args.parents, s, slot, t, channel(p, at, c, v0));
+        *place(t, c) = front_value(front.conv, front.parents, s, slot, t, channel(front, at, c, v0));
   }
 
  private:
-  __device__ static int64_t channel(const Dims& d, const Place& at, int c, unsigned v0) {
-    const FrontChannels first(d, at.h, at.hv);
+  __device__ static int64_t channel(const Front& front, const Place& at, int c, unsigned v0) {
+    const FrontChannels first(front, at.h, at.hv);
     return c < kK ? first.q + c : c < 2 * kK ? first.k + (c - kK) : first.v + v0 + (c - 2 * kK);
   }
   __device__ static int own() { return static_cast<int>(threadIdx.x) % kGroups * 4; }

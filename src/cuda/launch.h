@@ -24,27 +24,36 @@ struct Divisor {
 // The blocks of a call: x walks over the tiles of a request's heads, y and z over requests (of all layers).
 struct Blocks {
   static constexpr int64_t kMaxY = 65535;
-  Divisor tiles, group, rows;
-  unsigned at_once;  // blocks of the GPU at a time, about
+  Divisor tiles, group;
+  unsigned rows, at_once;  // requests; blocks of the GPU at a time, about
 
   Blocks(const Dims& d, int64_t tiles, unsigned at_once = 0)
-      : tiles(tiles), group(d.group()), rows(std::max<int64_t>(d.N + d.varlen, 1)), at_once(at_once) {}
+      : tiles(tiles),
+        group(d.group()),
+        rows(static_cast<unsigned>(std::max<int64_t>(d.N + d.varlen, 1))),
+        at_once(at_once) {}
 
   static dim3 grid(const Dims& d, int64_t tiles, int64_t layers) {
     const int64_t all = layers * (d.N + d.varlen), y = std::min(all, kMaxY);
     return {static_cast<unsigned>(tiles * d.HV), static_cast<unsigned>(y), static_cast<unsigned>((all + y - 1) / y)};
   }
 };
+struct LayeredBlocks : Blocks {
+  Divisor layer{rows};
+  using Blocks::Blocks;
+};
 
-// One block of them.
+// One block of them. The grid's last rows are no requests: with layers, of layers that are none.
 struct Place {
-  unsigned tile, hv, h, n, layer;
+  unsigned tile, hv, h, n, layer = 0;
 
   __device__ explicit Place(const Blocks& blocks) {
     hv = blocks.tiles.quotient(blockIdx.x), tile = blockIdx.x - hv * blocks.tiles.divisor;
     h = blocks.group.quotient(hv);
-    const unsigned row = blockIdx.y + blockIdx.z * static_cast<unsigned>(Blocks::kMaxY);
-    layer = blocks.rows.quotient(row), n = row - layer * blocks.rows.divisor;
+    n = blockIdx.y + blockIdx.z * static_cast<unsigned>(Blocks::kMaxY);
+  }
+  __device__ explicit Place(const LayeredBlocks& blocks) : Place(static_cast<const Blocks&>(blocks)) {
+    layer = blocks.layer.quotient(n), n -= layer * blocks.rows;
   }
 
   // Is the block one of the first? Hints before wait_for_stream() would keep later ones from their work.

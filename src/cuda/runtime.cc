@@ -22,6 +22,13 @@ int multiprocessors(int device) {
   return count;
 }
 
+bool is_hopper(int device) {
+  int major = 0, minor = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  return major == 9 && minor == 0;
+}
+
 std::string info() {
   std::string text =
       str("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10, ", kernels for ", KDA_CUDA_ARCHITECTURES);

@@ -38,6 +38,9 @@ inline cudaStream_t stream_of(const kda_exec& exec) { return static_cast<cudaStr
 // SMs of a device.
 int multiprocessors(int device);
 
+// Whether a device runs code for sm_90a.
+bool is_hopper(int device);
+
 // Why no kernel of this library runs on the call's device, or nullptr.
 const char* device_why_not(const kda_exec& exec);
 

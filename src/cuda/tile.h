@@ -57,13 +57,9 @@ inline const char* tile_why_not(const Dims& d, int32_t layout, std::initializer_
                                 int64_t columns) {
   if (layout != KDA_STATE_V_FIRST) return "takes V-first states only";
   if ((d.K != 64 && d.K != 128) || d.V % columns) return "takes K = 64 or 128 and multiples of 64 for V";
-  for (const kda_tensor* t : states) {
-    if (!present(*t)) continue;
-    const int64_t chunk = 16 / dtype_size(t->dtype);
-    bool fits = reinterpret_cast<uintptr_t>(t->data) % 16 == 0;
-    for (int i = 0; i + 1 < t->ndim; ++i) fits = fits && t->stride[i] % chunk == 0;
-    if (!fits) return "needs rows of states at multiples of 16 bytes";
-  }
+  for (const kda_tensor* t : states)
+    if (present(*t) && !rows_aligned(*t, 16 / dtype_size(t->dtype)))
+      return "needs rows of states at multiples of 16 bytes";
   return nullptr;
 }
 

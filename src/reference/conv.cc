@@ -101,7 +101,7 @@ Vector taps(const kda_tensor& x, const Sequence& s, const Window& window, int64_
 
 Window chain_or_tree(const kda_tensor& parents, int64_t n) {
   Window w;
-  w.parents = present(parents) ? &parents : nullptr, w.n = n;
+  w.parents = index_rows(parents).row(n);
   return w;
 }
 

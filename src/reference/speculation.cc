@@ -75,7 +75,7 @@ void flush(const FlushProblem& p) {
         if (present(*t)) *t = layer_of(*t, layer);
     for (int64_t n = 0; n < p.N; ++n) {
       const int64_t slot = slot_of(a.state_indices, n), records = slot_of(a.records.indices, n);
-      if (padded_slot(a.state_indices, slot, a.first_valid_slot) || records < 0) continue;
+      if ((present(a.state_indices) && slot < a.first_valid_slot) || records < 0) continue;
       const Window window = window_of(a.records, records, a.parents, n, 0);
       const int64_t accepted = within(index_at(a.accept_len, n), 0, std::min(p.T, p.R - window.committed));
       const auto entries = path(window, accepted ? window.token(accepted - 1) : window.committed - 1);

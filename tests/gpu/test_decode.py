@@ -375,7 +375,7 @@ def test_slots_beyond_2_31_elements(dtype: torch.dtype) -> None:
     assert same_bits(o, near["o"]) and same_bits(pool[2], near["state"][0]) and pool[0].isnan().all()
 
 
-@pytest.mark.parametrize("op", [kda.decode, kda.verify_kvbuffer])
+@pytest.mark.parametrize("op", [kda.decode, kda.verify_kvbuffer, kda.prefill])
 def test_tokens_beyond_2_31_elements(op: Any) -> None:
     """In inputs and outputs."""
     p, h0 = drafts(4, N=1, K=64, V=64, dtype=torch.bfloat16)

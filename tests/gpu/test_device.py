@@ -1,5 +1,5 @@
-"""What surrounds calls of decode and speculation on the device: a second one, threads, torch.compile, memory, and the
-first call of a process."""
+"""What surrounds calls of prefill, decode and speculation on the device: a second one, threads, torch.compile, memory,
+and the first call of a process."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def rounds(p: dict[str, Any], pool: Tensor, kept: Tensor, slots: Tensor, m: Tens
     buffer = kda.DraftBuffer(5, 4, 1, 2, 20, 36, device=DEVICE)
     at = {"state_indices": slots}
     o = [kda.decode(**p, state=pool, **at), kda.decode_mtp(**p, snapshots=kept, accepted=m)]
+    o += [kda.prefill(**p, state=pool, **at), kda.chunk_kda(**p)[0]]
     o.append(kda.verify_kvbuffer(**p, state=pool, records=a, **at))
     kda.flush_kvbuffer(pool, a, m, **at)
     o.append(kda.flush_verify_kvbuffer(**p, state=pool, records=b, accept_len=m, last=a, **at))
@@ -106,9 +107,10 @@ def test_compiled_equals_eager() -> None:
 
 @only_cuda
 def test_nothing_is_allocated() -> None:
-    """Neither for a call nor for a shape: 60 of them, outputs given."""
-    free = []
-    for _ in range(2):
+    """Neither for a call nor for a shape: 60 of them, outputs given. Other processes may use the GPU's memory
+    meanwhile, but not each time."""
+    free: list[int] = []
+    while len(free) < 2 or (free[-1] < free[-2] and len(free) < 8):
         for T in range(1, 16, 4):
             for V in range(4, 64, 4):
                 p, h0 = drafts(T, K=20, V=V)
@@ -116,13 +118,14 @@ def test_nothing_is_allocated() -> None:
                 a, b = records_of(HERE, p, T), records_of(HERE, p, T)
                 before = torch.cuda.memory_stats()["allocation.all.allocated"]
                 kda.decode(**call, state=pool)
+                kda.prefill(**call, state=pool)
                 kda.verify_kvbuffer(**call, state=pool, records=a)
                 kda.flush_kvbuffer(pool, a, m)
                 kda.flush_verify_kvbuffer(**call, state=pool, records=b, accept_len=m, last=a)
                 assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0])
-    assert free[1] >= free[0]
+    assert free[-1] >= free[-2]
 
 
 @only_cuda
@@ -137,6 +140,7 @@ drafts, pool, m = (x, x, x, -x, x[..., 0]), torch.zeros(1, 2, 64, 64, device="cu
 first, second = (kda.new_records(1, 4, 2, 2, 64, 64, device="cuda") for _ in range(2))
 kda.decode(*drafts, pool)
 kda.decode(*(y[:, :1] for y in drafts), pool, impl="cuda_decode_sweep")
+kda.prefill(*drafts, pool)
 kda.verify_kvbuffer(*drafts, pool, first)
 kda.flush_kvbuffer(pool, first, m)
 kda.flush_verify_kvbuffer(*drafts, pool, second, m, last=first)

@@ -63,8 +63,8 @@ def test_mixed_devices_are_named() -> None:
 
 def test_operators_without_a_kernel_say_so() -> None:
     x = torch.randn(1, 8, 1, 16, device="cuda")
-    with pytest.raises(NotImplementedError, match=r"cpu_chunk: runs on the CPU only"):
-        kda.chunk_kda(x, x, x, -x.abs(), torch.ones(1, 8, 1, device="cuda"))
+    with pytest.raises(NotImplementedError, match=r"cpu_segment: runs on the CPU only"):
+        kda.segment_map(x, x, x, -x.abs(), torch.ones(1, 8, 1, device="cuda"))
 
 
 def test_info_names_the_device() -> None:

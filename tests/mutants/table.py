@@ -483,7 +483,11 @@ MUTANTS = [
             "if (present(a.last_conv_x)) most = within(a.last_conv_x.shape[1], 0, most);",
             "",
         ),
-        ("conv: flush_verify accepts for a request without records", "slot < 0 || most <= 0 ? 0 :", "most <= 0 ? 0 :"),
+        (
+            "conv: flush_verify accepts for a request without records",
+            "c.slot < 0 || most <= 0 ? 0 :",
+            "most <= 0 ? 0 :",
+        ),
     ),
     *mutants(
         SPECULATION_RULES,
@@ -495,8 +499,8 @@ MUTANTS = [
         SNAPSHOTS,
         (
             "snapshots: accepted counts from 0",
-            "index_at(a.accepted, last.n), 1, S) - 1)",
-            "index_at(a.accepted, last.n), 0, S - 1))",
+            "within(accepted, 1, count) - 1",
+            "within(accepted, 0, count - 1)",
         ),
         (
             "snapshots: rows of the first sequence for all",
@@ -633,21 +637,21 @@ MUTANTS = [
             "return first + w - (first + w >= R ? R : 0);",
             "return (first + w + (w < committed)) % R;",
         ),
-        ("speculation: parents ignored", "const int p = index_at(*parents, n, t);", "const int p = t - 1;"),
+        ("speculation: parents ignored", "const int p = parents[t];", "const int p = t - 1;"),
         (
             "flush: one entry too many",
             "r.newest = accepted ? r.flush.token(accepted - 1)",
             "r.newest = accepted ? r.flush.token(accepted)",
         ),
-        ("flush: padding is a slot", "!padded_slot(a.state_indices, s.slot, a.first_valid_slot) &&", ""),
+        ("flush: padding is a slot", "s.live = s.live && r.last_slot >= 0", "s.live = r.last_slot >= 0"),
     ),
     *mutants(
         WINDOWS,
         GARBAGE,
         (
             "speculation: accept_len not clamped from below",
-            "within(at.accepted, 0, within(p.T, 0, p.R - r.flush.committed))",
-            "std::min<int64_t>(at.accepted, within(p.T, 0, p.R - r.flush.committed))",
+            "within(at.accepted, 0, within(requests.most, 0, r.flush.R - r.flush.committed))",
+            "std::min<int64_t>(at.accepted, within(requests.most, 0, r.flush.R - r.flush.committed))",
         ),
         (
             "speculation: committed entries leave no room",
@@ -660,8 +664,8 @@ MUTANTS = [
         ROUNDS,
         (
             "flush_verify: ring folded too late",
-            "entries > R - 2 * (a.max_tokens ? a.max_tokens : drafts)",
-            "entries > R - (a.max_tokens ? a.max_tokens : drafts)",
+            "entries > c.window.R - 2 * (r.max_tokens ? r.max_tokens : drafts)",
+            "entries > c.window.R - (r.max_tokens ? r.max_tokens : drafts)",
         ),
         (
             "flush_verify: a folded ring starts where it did",

@@ -161,7 +161,7 @@ def misaligned(x: Tensor) -> np.ndarray:
 
 
 FUNCTIONS = (*TRAINING, *SERVING, "fused_kda_gate")
-MARKS = {"decode": pytest.mark.cuda}
+MARKS = dict.fromkeys(SERVING, pytest.mark.cuda)
 ONE_BY_ONE = [
     pytest.param(f, n, c, marks=MARKS.get(f, ()))
     for f in FUNCTIONS
@@ -364,7 +364,8 @@ OVERLAPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["prefill", pytest.param("decode", marks=pytest.mark.cuda)])
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SERVING)
 @pytest.mark.parametrize("case", OVERLAPS)
 def test_overlapping_memory(name: str, case: str) -> None:
     kw = base(name)
@@ -375,6 +376,7 @@ def test_overlapping_memory(name: str, case: str) -> None:
     assert {n: bits(x) for n, x in kw.items()} == before
 
 
+@pytest.mark.cuda
 def test_checkpoints_in_the_inputs() -> None:
     kw = base("prefill")
     slots = torch.arange(3, dtype=torch.int32).view(3, 1)

@@ -20,7 +20,7 @@ import kda
 from support import Tensor, assert_close, make, rel_rmse, run, same_bits
 
 on_cuda = pytest.mark.cuda
-SERVING = [kda.prefill, pytest.param(kda.decode, marks=on_cuda)]
+SERVING = [pytest.param(op, marks=on_cuda) for op in (kda.prefill, kda.decode)]
 serving = pytest.mark.parametrize("op", SERVING, ids=lambda f: f.__name__)
 HERE = Path(__file__).parent
 
@@ -84,15 +84,17 @@ def drift(tokens: list[int], chunked: bool, beta: str = "sigmoid") -> tuple[list
     return errors, float(exact.abs().max())
 
 
+@on_cuda
 @pytest.mark.parametrize("beta", ["sigmoid", "2sigmoid"])
-@pytest.mark.parametrize("chunked", [pytest.param(False, marks=on_cuda), True])
+@pytest.mark.parametrize("chunked", [False, True])
 def test_bug_30_logits_in_bfloat16_do_not_drift(chunked: bool, beta: str) -> None:
     """beta stays in float32 between its sigmoid and the state: the error is float32's, and as small at the end."""
     errors, size = drift([1024, 8192, 32768], chunked, beta)
     assert size > 0.1 and max(errors) < 1e-5 and errors[-1] < 4 * errors[0] + 1e-7, errors
 
 
-@pytest.mark.parametrize("chunked", [pytest.param(False, marks=on_cuda), True])
+@on_cuda
+@pytest.mark.parametrize("chunked", [False, True])
 def test_bug_31_states_after_a_million_tokens(chunked: bool) -> None:
     errors, size = drift([5_000, 50_000, 500_000, 1_000_000], chunked)
     assert size > 0.1 and max(errors) < 1e-5, errors
@@ -169,7 +171,8 @@ def test_bug_42_inputs_are_unchanged(op: Callable[..., Tensor]) -> None:
         assert torch.equal(given[n], x), n
 
 
-@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda", "prefill", pytest.param("decode", marks=on_cuda)])
+@on_cuda
+@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda", "prefill", "decode"])
 def test_bug_44_scale_is_used(name: str) -> None:
     """Doubling it doubles o (exactly: a power of two) and leaves states alone; the default is K^-0.5."""
     p = make(1, 70, 1, 2, 36, 24, v_first=True)
@@ -210,6 +213,7 @@ def test_bug_43_calls_from_several_threads() -> None:
         list(pool.map(work, range(4)))
 
 
+@on_cuda
 def test_bug_24_no_state_after_a_call_with_one() -> None:
     p = make(1, 70, 1, 2, gate="softplus")
     first = run(kda.chunk_kda, p.having(initial_state=None))

@@ -118,7 +118,11 @@ def test_info(cli: Callable[..., str]) -> None:
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
-        ("bench --impl nobody", "--impl: expected one of cpu_chunk, cpu_recurrent, reference"),
+        (
+            "bench --impl nobody",
+            "--impl: expected one of cuda_segments_sm90, cuda_chunk_sm90, cuda_chunk, cuda_recurrent, cpu_chunk,"
+            " cpu_recurrent, reference",
+        ),
         ("bench gate --json /nowhere/x.json", "--json: expected a file in a folder that exists, got /nowhere/x.json"),
         ("bench gate --plot /nowhere/x.png", "--plot: expected a file in a folder that exists, got /nowhere/x.png"),
         ("bench gate --plot chart.doc", "--plot: expected a file that ends in .png, .svg or .pdf, got chart.doc"),
@@ -138,7 +142,7 @@ def test_a_device_that_is_not_there(command: str, cli: Callable[..., str]) -> No
 
 
 def test_bench_knows_where_operators_run(cli: Callable[..., str]) -> None:
-    assert "--device: expected cpu for prefill, got cuda" in cli("bench", "prefill", "--device", "cuda", status=2)
+    assert "--device: expected cpu for training, got cuda" in cli("bench", "training", "--device", "cuda", status=2)
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:

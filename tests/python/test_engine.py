@@ -28,16 +28,6 @@ def int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def prefill(**call: Any) -> Tensor:
-    """On the CPU, wherever the tensors are: no GPU has one yet."""
-    there = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in call.items()}
-    out: Tensor = kda.prefill(**there)
-    for n in ("state", "checkpoints"):
-        if n in call:
-            call[n].copy_(there[n])
-    return out.to(call["v"].device)
-
-
 class Model:
     """One layer: rows of a table for every token, and the recurrence, perhaps with a convolution in front."""
 
@@ -293,9 +283,9 @@ class World:
             new = len(self.cache) < len(self.checkpoints) and tuple(fed[:m]) not in self.cache
             wanted.append(self.cache.setdefault(tuple(fed[:m]), len(self.cache)) if new else -1)
         keep = {"checkpoints": self.checkpoints, "checkpoint_slots": int32([*wanted, -1])[None]}
-        self.model.run(prefill, [fed[cached:]], state, tail, **keep)
+        self.model.run(kda.prefill, [fed[cached:]], state, tail, **keep)
         whole, plain = torch.zeros(1, *STATE), torch.zeros(1, *STATE)
-        self.model.run(prefill, [fed], whole, self.tail_after([])[None])
+        self.model.run(kda.prefill, [fed], whole, self.tail_after([])[None])
         self.model.run(kda.decode, [fed], plain, self.tail_after([])[None])
         assert same_bits(state, whole), "a restored checkpoint is the prefix"
         assert_close({"final_state": plain}, {"final_state": state})

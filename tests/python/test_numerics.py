@@ -22,6 +22,7 @@ from support import (
     gate,
     half_masked,
     identical_keys,
+    implementations_here,
     make,
     oracle,
     recurrence,
@@ -145,6 +146,7 @@ RECIPES: dict[str, tuple[Callable[[], Problem], float | dict[str, float]]] = {  
 }
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_recipes(recipe: str, dtype: torch.dtype, force: Callable[..., None]) -> None:
@@ -152,7 +154,7 @@ def test_recipes(recipe: str, dtype: torch.dtype, force: Callable[..., None]) ->
     p = make_problem()
     p = p.having(**{n: p.tensors[n].to(dtype) for n in "qkv"})
     expected = reference(p)
-    for impl in cpu_implementations("forward"):
+    for impl in implementations_here("forward"):
         if impl == "reference":
             continue
         force(impl, "cpu_chunk")
@@ -201,6 +203,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return p
 
 
+@pytest.mark.cuda
 @settings(max_examples=100)
 @given(problems(), st.sampled_from(["chunk_kda", "fused_recurrent_kda"]), st.booleans())
 def test_any_shape(p: Problem, name: str, keep: bool) -> None:
@@ -259,6 +262,7 @@ def test_backward_needs_memory_linear_in_tokens() -> None:
     assert workspace(65536, 0) < 2 * workspace(32768, 0) < 2**29
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
 def test_state_layouts_agree(name: str) -> None:
     p = make(2, 100, 1, 2, 20, 36, gate="softplus")
@@ -272,6 +276,7 @@ def test_state_layouts_agree(name: str) -> None:
     )
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
 @pytest.mark.parametrize("form", ["activations", "norm"])
 def test_fused_equals_separate(name: str, form: str) -> None:
@@ -295,6 +300,7 @@ def test_fused_equals_separate(name: str, form: str) -> None:
 # ---- serving and the gate ----
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate_form", GATES)
@@ -318,7 +324,7 @@ def test_serving(op: str, dtype: torch.dtype, gate_form: str, state_dtype: torch
         h0 = p.tensors["initial_state"].to(state_dtype)
         o, final_state, _ = oracle(p.having(initial_state=h0).map(Tensor.double))
         p = p.having(initial_state=None)
-        for impl in cpu_implementations("forward" if op == "prefill" else "decode"):
+        for impl in implementations_here("forward" if op == "prefill" else "decode"):
             state = h0.clone()
             got = {"o": getattr(kda, op)(**p.keywords, state=state, impl=impl), "final_state": state}
             assert_close({"o": o, "final_state": final_state}, got, what=f"{op} {impl}")

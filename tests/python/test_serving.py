@@ -15,7 +15,6 @@ from support import (
     Problem,
     Tensor,
     assert_close,
-    cpu_implementations,
     far_memory,
     make,
     oracle,
@@ -23,7 +22,8 @@ from support import (
     same_bits,
 )
 
-OPS = [kda.prefill, pytest.param(kda.decode, marks=pytest.mark.cuda)]
+on_cuda = pytest.mark.cuda
+OPS = [pytest.param(op, marks=on_cuda) for op in (kda.prefill, kda.decode)]
 both = pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
 NAN = float("nan")
 
@@ -134,10 +134,10 @@ def test_layouts(op: Callable[..., Tensor]) -> None:
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize("impl", ["cpu_chunk", "reference"])
+@pytest.mark.parametrize("impl", [pytest.param(None, marks=on_cuda), "reference"])
 @pytest.mark.parametrize("every", [64, 128, 256])
 @pytest.mark.parametrize("v_first", [True, False])
-def test_checkpoints_are_the_states_of_the_prefixes(impl: str, every: int, v_first: bool) -> None:
+def test_checkpoints_are_the_states_of_the_prefixes(impl: str | None, every: int, v_first: bool) -> None:
     lengths = [130, 64, 0, 63, 256, 300]
     p, h0 = serving_problem(lengths, tail=2, v_first=v_first)
     M = 4
@@ -159,6 +159,7 @@ def test_checkpoints_are_the_states_of_the_prefixes(impl: str, every: int, v_fir
     assert same_bits(checkpoints, untouched), "only completed ones are written"
 
 
+@on_cuda
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
 def test_130_tokens_give_the_checkpoint_after_128(first_valid_slot: int) -> None:
     """The contract of SGLang's prefix cache; slot 0 is skipped where it means padding; beyond M nothing is written."""
@@ -174,6 +175,7 @@ def test_130_tokens_give_the_checkpoint_after_128(first_valid_slot: int) -> None
     assert not pool[3].isnan().any() and pool[:3].isnan().all()
 
 
+@on_cuda
 def test_checkpoints_in_bfloat16_and_without_states() -> None:
     p, h0 = serving_problem([70])
     pool = new_pool(1, h0.bfloat16())
@@ -226,6 +228,7 @@ def test_workspace() -> None:
     assert same_bits(state, h0)
 
 
+@on_cuda
 def test_workspace_of_bytes() -> None:
     """What everybody allocates for a number of bytes."""
     p, h0 = serving_problem([5])
@@ -259,22 +262,23 @@ def test_pool_beyond_2_31_elements(op: Callable[..., Tensor]) -> None:
 # ---- lengths and splits ----
 
 
-@pytest.mark.parametrize("impl", ["cpu_chunk", "cpu_recurrent"])
-def test_any_mix_of_lengths_is_each_alone(impl: str) -> None:
+@pytest.mark.parametrize("impl", [pytest.param(None, marks=on_cuda), "cpu_recurrent"])
+def test_any_mix_of_lengths_is_each_alone(impl: str | None) -> None:
     lengths = [*range(1, 66), 0, 130]
     p, h0 = serving_problem(lengths, K=8, V=8)
-    op = kda.prefill if impl in cpu_implementations("forward") else kda.decode
     state = h0.clone()
-    o = op(**p.keywords, state=state, impl=impl)
+    o = kda.prefill(**p.keywords, state=state, impl=impl)
     for n, (first, last) in enumerate(rows(p)):
         alone = h0[n : n + 1].clone()
-        assert same_bits(op(**sequence(p, first, last).keywords, state=alone, impl=impl), o[:, first:last]), lengths[n]
+        o_alone = kda.prefill(**sequence(p, first, last).keywords, state=alone, impl=impl)
+        assert same_bits(o_alone, o[:, first:last]), lengths[n]
         assert same_bits(alone, state[n : n + 1]), lengths[n]
     expected_o, expected_state, _ = oracle(p.having(initial_state=h0).map(Tensor.double))
     assert_close({"o": expected_o, "final_state": expected_state}, {"o": o, "final_state": state})
 
 
-@pytest.mark.parametrize("op_name", ["prefill", pytest.param("decode", marks=pytest.mark.cuda)])
+@on_cuda
+@pytest.mark.parametrize("op_name", ["prefill", "decode"])
 @pytest.mark.parametrize("splits", [[64, 128], [64, 192], [1, 2], [63, 65], [17, 100, 101], [129]])
 def test_chunked_prefill(op_name: str, splits: list[int]) -> None:
     """At multiples of 64 bit for bit, and for the recurrence anywhere; elsewhere within the gates."""
@@ -290,6 +294,7 @@ def test_chunked_prefill(op_name: str, splits: list[int]) -> None:
     assert_close({"o": expected[0], "final_state": expected[1]}, {"o": torch.cat(parts, 1), "final_state": state})
 
 
+@on_cuda
 def test_prefill_then_decode() -> None:
     p, h0 = serving_problem([100])
     whole, state = h0.clone(), h0.clone()
@@ -367,6 +372,7 @@ def test_gate_of_numpy_arrays() -> None:
         assert np.array_equal(kda.fused_kda_gate(x, A_log, bias, output_dtype=half), expected.astype(np.float16))
 
 
+@on_cuda
 def test_serving_is_training_forward() -> None:
     """The same numbers whichever door one comes in by."""
     p, h0 = serving_problem([5, 70, 1])

@@ -158,6 +158,7 @@ BENCHES = {
         "GFLOP/s",
         (Problem(T=512), Problem(T=4096)),
         {"FLA naive_chunk_kda": (_NAIVE, "naive_chunk")},
+        devices=("cpu", "cuda"),  # there with other cases and peers: prefill.py
     ),
     "training": Bench(_training, _flop("training"), "GFLOP/s", (Problem(T=512), Problem(T=4096)), needs_torch=True),
     "prefill_f32": Bench(
@@ -194,7 +195,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
     parser.add_argument("--repeats", type=natural, default=7, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="of kernels to measure beside decode on cuda")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="of kernels to measure beside ours on cuda")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="CASE", help="of prefill on cuda, as H64T8192 or H12*")
+    parser.add_argument("--quick", action="store_true", help="a few cases of prefill on cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a record")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .png, .svg or .pdf; needs matplotlib")
 
@@ -209,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
     from kda._lib import _OPERATORS
 
     from .arrays import Source
-    from .measure import machine
+    from .measure import machine, stream_bandwidth
     from .operators import forced, known
     from .peers import add_folder, missing
 
@@ -225,8 +228,10 @@ def run(options: argparse.Namespace) -> int:
     given = given_sizes(options)
     if torch is None:
         given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
-    on_gpu = options.device == "cuda" and "decode" in names
-    rows = [(name, p) for name in names for p in _problems(BENCHES[name], given) if not (on_gpu and name == "decode")]
+    special = [name for name in names if options.device == "cuda" and name in _ON_GPU]
+    if (options.rows or options.quick) and "prefill" not in special:
+        raise ValueError("--rows, --quick: expected prefill on cuda with them")
+    rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
         rows = [(name, p) for name, p in rows if not BENCHES[name].needs_torch]
@@ -241,8 +246,10 @@ def run(options: argparse.Namespace) -> int:
     with forced(options.impl):
         if rows:
             _measure_rows(rows, record, options, absent, notes)
-        if on_gpu:
-            _measure_serving(given, record, options, notes)
+        if special:
+            record["stream_gb_per_s"] = stream_bandwidth()
+        for name in special:
+            _ON_GPU[name](given, record, options, notes)
     _print(record, notes)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
@@ -354,10 +361,10 @@ def _measure_serving(
     given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
 ) -> None:
     """Decode and rounds of speculation on the GPU."""
-    from . import measure, serving
+    from . import serving
 
     swept = serving.sweep(given)
-    record |= {"stream_gb_per_s": measure.stream_bandwidth(), "serving": []}
+    record["serving"] = []
     with show.Progress(len(swept)) as progress:
         for p in swept:
             progress.label(serving.about(p))
@@ -367,12 +374,36 @@ def _measure_serving(
     serving.compare(record["serving"])
 
 
+def _measure_prefill(
+    given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
+) -> None:
+    from . import prefill
+
+    cases = prefill.sweep(given, [name for word in options.rows for name in word.split(",")], options.quick)
+    how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "few": options.quick}
+    with show.Progress(2 * len(cases)) as progress:
+
+        def started(case: prefill.Case) -> None:
+            progress.label(f"{case.name}, {case.gate}")
+            progress.step()
+
+        record["prefill"] = prefill.rows(cases, record["stream_gb_per_s"], notes, **how, started=started)
+
+
+# What has a way of its own on a GPU.
+_ON_GPU = {"prefill": _measure_prefill, "decode": _measure_serving}
+
+
 def _print(record: dict[str, Any], notes: list[str]) -> None:
     print(f"{record['cpu']}, {record['threads']} threads, {record['library']['cpu']}")
     if record["device"] != "cpu":
         print(record["device"])
     if record["rows"]:
         _print_rows(record)
+    if "stream_gb_per_s" in record:
+        print(f"y = 2 x: {record['stream_gb_per_s']:.0f} GB/s")
+    if "prefill" in record:
+        _print_prefill(record)
     if "serving" in record:
         _print_serving(record)
     for note in notes:
@@ -397,7 +428,7 @@ def _print_rows(record: dict[str, Any]) -> None:
 def _print_serving(record: dict[str, Any]) -> None:
     from .serving import about, label
 
-    print(f"y = 2 x: {record['stream_gb_per_s']:.0f} GB/s\n")
+    print()
     rows, last = [], None
     for r in record["serving"]:
         sizes = about(Problem(**r["problem"]))
@@ -406,6 +437,28 @@ def _print_serving(record: dict[str, Any]) -> None:
         rows.append(["" if sizes == last else sizes, label(r), f"{r['us']:.4g}", share, *ratios])
         last = sizes
     show.table(["problem", "what", "us a layer", "of the floor", "over baseline", "over plain"], rows)
+
+
+def _print_prefill(record: dict[str, Any]) -> None:
+    from .prefill import label, over
+    from .prefill_peers import PEERS
+
+    ratios = {f"over {peer.name}": over(peer.name) for peer in PEERS} | {"times strong": "times_strong"}
+    ratios = {what: key for what, key in ratios.items() if any(r[key] for r in record["prefill"])}
+    print()
+    rows, errors, last = [], [], None
+    for r in record["prefill"]:
+        case = f"{r['case']}, {r['gate']}"
+        what = ["" if case == last else case, label(r)]
+        cells = [f"{r[key]:.2f}" if r[key] else "" for key in ratios.values()]
+        rows.append([*what, f"{r['ms']:.3f}", f"{r['share_of_stream_bandwidth']:.0%}", *cells])
+        if "error_o" in r:
+            errors.append([case, label(r), f"{r['error_o']:.1e}", f"{r['error_state']:.1e}"])
+        last = case
+    show.table(["case", "what", "ms", "of the floor", *ratios], rows)
+    if errors:
+        print()
+        show.table(["error against float64", "what", "o", "state"], errors)
 
 
 def _time(ms: float) -> str:

@@ -1,5 +1,5 @@
 """The chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines; below them, for
-decode and rounds of speculation on a GPU, curves over the batch size."""
+prefill on a GPU, marks of each case; for decode and rounds of speculation there, curves over the batch size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from . import prefill
 from .problems import Problem
 from .serving import about, label
 
@@ -19,6 +20,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     parts = {"rows": (_bars, 0.42 * (len(record["rows"]) + 3))}
+    parts["prefill"] = (_marks, 0.24 * len(_gates_of(record)) + 0.5 * len(set(_gates_of(record))) + 1)
     parts["serving"] = (_curves, 2.5 * _lines_of(_panels(record)) + 2)
     parts = {name: part for name, part in parts.items() if record.get(name)}
     heights = [height for _, height in parts.values()]
@@ -51,6 +53,35 @@ def _bars(figure: Any, record: dict[str, Any]) -> None:
         axis.set_xlabel(unit)
         axis.margins(x=0.12)
         axis.spines[["top", "right"]].set_visible(False)
+
+
+def _gates_of(record: dict[str, Any]) -> list[str]:
+    """Of each case of prefill."""
+    return [gate for _, gate in dict.fromkeys((row["case"], row["gate"]) for row in record.get("prefill", []))]
+
+
+def _marks(figure: Any, record: dict[str, Any]) -> None:
+    """A panel for each kind of gates, a line for each case: the share of the memory's rate that its bytes make, by
+    contender. Ours are coloured."""
+    rows, gates = record["prefill"], _gates_of(record)
+    kinds, names = list(dict.fromkeys(gates)), list(dict.fromkeys(map(prefill.label, record["prefill"])))
+    heights = [gates.count(gate) + 2 for gate in kinds]
+    axes = figure.subplots(len(kinds), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axis, gate in zip(axes, kinds, strict=True):
+        cases = list(dict.fromkeys(row["case"] for row in rows if row["gate"] == gate))
+        for n, (name, marker) in enumerate(zip(names, itertools.cycle("osD^v<>P*"))):
+            shown = [row for row in rows if row["gate"] == gate and prefill.label(row) == name]
+            shares, lines = [row["share_of_stream_bandwidth"] for row in shown], [cases.index(r["case"]) for r in shown]
+            color = COLORS[n % len(COLORS)] if name.startswith("kda") else "0.45"
+            axis.plot(shares, lines, label=name, color=color, marker=marker, linestyle="", markersize=5)
+        axis.set_yticks(range(len(cases)), cases, fontsize="small")
+        axis.set_ylim(len(cases) - 0.5, -0.5)
+        axis.set_title(f"{gate} gates", fontsize="small")
+        axis.grid(axis="y", linewidth=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_xlim(left=0)
+    axes[-1].set_xlabel("share of the rate of y = 2 x")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
 
 
 def _panels(record: dict[str, Any]) -> list[Problem]:

@@ -246,6 +246,8 @@ def stage(name: str, p: Problem, new: Source) -> dict[str, Any]:
         wide = argument in ("G", "dG", "dq", "dk", "dAqk", "dAkk", "dbeta", "h", "dh", "initial_state", "d_final_state")
         make = {"g": new.log_unit, "G": new.log_unit, "k": new.keys}.get(argument, new.normal)
         x[argument] = make("float32" if wide else p.dtype, *shape)
+        if argument == "G":  # never rises
+            x[argument] = stages.cumsum(x[argument])
     return x
 
 

@@ -1,10 +1,8 @@
-// Decode: the token recurrence over a state pool, for sm_80 and newer, in two shapes.
+// Decode: the token recurrence (recurrence.h) over a state pool, for sm_80 and newer, in two shapes.
 //
 // Bytes: the state is read once and written once a call, 128 KiB a head at K = V = 128 in f32; everything else is about
 // 1 KB a token. A block takes some value columns of a head, eight lanes a column, and activates q, k and the gate, a thread
-// a channel, while its part of the state is on its way. With the decay folded into the vectors, one pass gives both
-// products:
-//   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
+// a channel, while its part of the state is on its way.
 //
 // `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
 // flight before anything is waited for. The shortest way for small calls.
@@ -17,90 +15,89 @@
 #include "cuda/device.h"
 #include "cuda/front.h"
 #include "cuda/launch.h"
+#include "cuda/sm80/recurrence.h"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-template <int kRows>
-constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
+constexpr int kThreads = kTokenThreads;
 
-template <int kElements>
-struct alignas(16) Prepared {
-  float alpha[kElements * 8], k[kElements * 8], alpha_k[kElements * 8], alpha_q[kElements * 8];
+// What kernels read of a call, in front what all calls have: a block waits for every 64 bytes of it that it reads.
+struct Params {
+  Blocks blocks;
+  Tokens tokens;
+  StateSlots slots;
+  TypedView h0, hT;
+  int64_t T;
+  uint32_t N, V;
+  int32_t layout;
+  bool varlen;
 
-  template <class Keys, int kPerThread>
-  __device__ void store(const Keys& keys) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int c = keys.channel(i);
-      if (c >= kElements * 8) continue;
-      alpha[c] = keys.alpha[i], k[c] = keys.k[i];
-      alpha_k[c] = keys.alpha[i] * keys.k[i], alpha_q[c] = keys.alpha[i] * keys.q[i];
-    }
-  }
-};
+  Flags has_initial;
+  Lengths cu_seqlens;
 
-// One token in kRows columns of a thread: returns o, in all lanes of a column.
-template <int kElements, int kRows>
-__device__ void apply_token(const Prepared<kElements>& x, float beta, float qk, const float (&v)[kRows],
-                            float (&S)[kRows][kElements], float (&o)[kRows]) {
-  float u[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    const float read = sum_over<kRowLanes>(dot(S[row], x.alpha_k)), out = sum_over<kRowLanes>(dot(S[row], x.alpha_q));
-    u[row] = beta * (v[row] - read);
-    o[row] = fmaf(qk, u[row], out);
-  }
-#pragma unroll
-  for (int e = 0; e < kElements; e += 4) {
-    const float4 alpha = *reinterpret_cast<const float4*>(x.alpha + channel(e));
-    const float4 k = *reinterpret_cast<const float4*>(x.k + channel(e));
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      float* four = S[row] + e;
-      four[0] = fmaf(u[row], k.x, four[0] * alpha.x), four[1] = fmaf(u[row], k.y, four[1] * alpha.y);
-      four[2] = fmaf(u[row], k.z, four[2] * alpha.z), four[3] = fmaf(u[row], k.w, four[3] * alpha.w);
-    }
-  }
-}
+  // Snapshots by slot, or (`sequence`: bytes from one to the next) by row.
+  TypedView snapshots;
+  int64_t sequence;
+  IndexRows snapshot_slots;
+  Index accepted;
+  int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; rows there are to start from, and to write
+  Front front;
 
-// What a call moves: h0 and hT by slot, snapshots by slot or (`layer` is a sequence) by row.
-struct States {
-  Slots slots;
-  View h0, hT, snapshots;
-  explicit States(const kda_decode_args& a)
-      : slots(a.states.state_indices, a.states.first_valid_slot, a.states.h0.shape[0]),
+  Params(const DecodeProblem& p, int64_t tiles, unsigned at_once) : Params(p, p.args, tiles, at_once) {}
+
+  __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
+  __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
+
+ private:
+  Params(const DecodeProblem& p, const kda_decode_args& a, int64_t tiles, unsigned at_once)
+      : blocks(p, tiles, at_once),
+        tokens(p, a.in, a.o),
+        slots(slots_of(a.states)),
         h0(view_of(a.states.h0)),
         hT(view_of(a.states.hT)),
-        snapshots(view_of(a.snapshots, present(a.snapshots) ? a.snapshots.ndim - 4 : 0)) {}
+        T(p.T),
+        N(static_cast<uint32_t>(p.N)),
+        V(static_cast<uint32_t>(p.V)),
+        layout(a.in.state_layout),
+        varlen(p.varlen),
+        has_initial(strided<const uint8_t>(a.states.has_initial_state)),
+        cu_seqlens(lengths_of(a.in.cu_seqlens)),
+        snapshots(view_of(a.snapshots, present(a.snapshots) ? a.snapshots.ndim - 4 : 0)),
+        sequence(a.snapshots.stride[0] * dtype_size(a.snapshots.dtype)),
+        snapshot_slots(index_rows(a.snapshot_slots)),
+        accepted(index_of(a.accepted)),
+        S(by_slot(a) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1]),
+        start_rows(by_slot(a) ? a.states.h0.shape[0] : a.snapshots.shape[1]),
+        snapshot_rows(a.snapshots.shape[by_slot(a) ? 0 : 1]),
+        front{p.H, p.K, p.V, a.conv, {}} {}
+  static bool by_slot(const kda_decode_args& a) { return present(a.snapshot_slots); }
 };
 
 // Blocks of an SM, as many as registers allow without spills.
 constexpr int blocks_of(bool plain, int elements, int rows) {
   if (elements * rows > 32) return 1;
-  if (!plain) return elements == 32 || rows == 2 ? 2 : 4;
+  if (!plain) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
 // kPlain: neither snapshots, nor a start from one, nor a convolution in front.
 template <bool kWide, bool kPlain, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
-    decode_kernel(const __grid_constant__ DecodeProblem p, const __grid_constant__ Tokens x,
-                  const __grid_constant__ States states, const Blocks blocks) {
+    decode_kernel(const __grid_constant__ Params p) {
   constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
-  const kda_decode_args& a = p.args;
-  const int32_t layout = a.in.state_layout;
-  const Place at(blocks);
+  const Tokens& x = p.tokens;
+  const Place at(p.blocks);
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
-    char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * x.o.size();
+    char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * size_of(x.o_dtype);
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      if (row < columns && threadIdx.x % kRowLanes == 0) store_element(to + row * x.o.size(), x.o.dtype, o[row]);
+      if (row < columns && threadIdx.x % kRowLanes == 0)
+        store_element(to + row * size_of(x.o_dtype), x.o_dtype, o[row]);
   };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     const float zeros[kRows] = {};
@@ -112,96 +109,98 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
     keys.locate(x, b, t, at.hv, at.h);
-    from_v = x.v.at(b, t, at.hv) + static_cast<unsigned>(v0) * x.v.size();
+    from_v = x.v.at(b, t, at.hv) + static_cast<unsigned>(v0) * size_of(x.qkv_dtype);
   };
   unsigned values[kRows];
   const auto fetch_as = [&]<bool kNarrow>() {
     keys.template fetch<kNarrow>(x);
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      values[row] = row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : x.v.size()), x.v.dtype) : 0;
+      values[row] =
+          row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype) : 0;
   };
-  const auto fetch = [&](const Sequence& s, int64_t t) {
-    if constexpr (!kPlain) {
-      if (present(a.conv.x)) {
-        const FrontChannels first(p, at.h, at.hv);
-        const int64_t slot = slot_of(a.conv.indices, s.n);
-        const auto value = [&](int64_t d) { return front_value(a.conv, {}, s, slot, t, d); };
-        x.narrow ? keys.template fetch_gate<true>(x) : keys.template fetch_gate<false>(x);
+  const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
+  const bool front = !kPlain && present(p.front.conv.x);
+  const auto convolve = [&](const Sequence& s, int64_t t) {
+    const FrontChannels first(p.front, at.h, at.hv);
+    const int64_t slot = slot_of(p.front.conv.indices, s.n);
+    const auto value = [&](int64_t d) { return front_value(p.front.conv, {}, s, slot, t, d); };
+    x.narrow ? keys.template fetch_gate<true>(x) : keys.template fetch_gate<false>(x);
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-          const int c = keys.channel(i);
-          keys.take(i, c < x.K ? value(first.q + c) : 0.0f, c < x.K ? value(first.k + c) : 0.0f);
-        }
-#pragma unroll
-        for (int row = 0; row < kRows; ++row)
-          values[row] = row < columns ? __float_as_uint(value(first.v + v0 + row)) : 0;
-        return;
-      }
+    for (int i = 0; i < kPerThread; ++i) {
+      const int c = keys.channel(i);
+      keys.take(i, c < x.K ? value(first.q + c) : 0.0f, c < x.K ? value(first.k + c) : 0.0f);
     }
-    x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>();
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) values[row] = row < columns ? __float_as_uint(value(first.v + v0 + row)) : 0;
   };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if (kPlain && kWide && at.in_first_wave(blocks)) {
+    if (kPlain && kWide && at.in_first_wave(p.blocks)) {
       keys.expect(x);
       if (threadIdx.x == 0) prefetch(from_v);
-      const int32_t slot = threadIdx.x == 0 && states.h0.data ? states.slots.peek(at.n) : -1;
+      const bool hint = threadIdx.x == 0 && p.h0.data;
+      const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
-        const Rows<kWide> rows(states.h0, layout, static_cast<unsigned>(slot), at.hv, static_cast<unsigned>(v0));
+        const Rows<kWide> rows(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, static_cast<unsigned>(v0));
         prefetch(rows.first, min(static_cast<uint64_t>(p.V) - v0, static_cast<uint64_t>(kTile<kRows>)) * rows.row);
       }
     }
   }
   wait_for_stream();
-  if (at.layer) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
-  const int64_t slot = slot_of(a.states.state_indices, at.n);
-  Sequence s = sequence_at(p, a.in, at.n);
+  if (at.n >= p.blocks.rows) return;  // the grid's last rows
+  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
+  const int64_t slot = slot_of(p.slots.indices, at.n);
+  Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
   if (p.varlen) locate(b, t0);
-  if (s.length > 0) fetch(s, 0);
-  find_states(p, s, slot);
+  if (s.length > 0 && !front) fetch();
+  find_states(s, p.slots, p.has_initial, slot);
+  if constexpr (!kPlain) find_padding(s, p.slots, p.snapshot_slots.row(at.n));
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
   float S[kRows][kElements] = {};
-  const auto load = [&](const View& from, int64_t row, unsigned layer) {
-    const Rows<kWide> rows(from, layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0), layer);
+  const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
+    Rows<kWide> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
+    rows.first += offset;
     load_rows(rows, from.dtype, columns, x.K, S);
   };
-  const auto store = [&](const View& to, int64_t row, unsigned layer) {
-    const Rows<kWide> rows(to, layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0), layer);
+  const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
+    Rows<kWide> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
+    rows.first += offset;
     store_rows(rows, to.dtype, columns, x.K, S);
   };
-  [[maybe_unused]] const Snapshots snapshots = snapshot_rows_of(p, at.n);
-  if (kPlain || !present(a.accepted)) {
-    if (s.initial) load(states.h0, s.slot, 0);
+  const bool by_slot = !kPlain && p.snapshot_slots.data;
+  const auto sequence = [&] { return by_slot ? 0 : at.n * p.sequence; };
+  if (kPlain || !p.accepted.data) {
+    if (s.initial) load(p.h0, s.slot);
   } else {
-    const int64_t row = start_row(p, snapshots);
-    const bool there = row >= 0 && row < (snapshots.slots ? a.states.h0.shape[0] : a.snapshots.shape[1]);
-    if (there && snapshots.slots) load(states.h0, row, 0);
-    if (there && !snapshots.slots) load(states.snapshots, row, at.n);
+    const int64_t row = p.snapshot_rows_of(at.n).start_row(p.accepted[at.n]);
+    const bool there = row >= 0 && row < p.start_rows;
+    if (there && by_slot) load(p.h0, row);
+    if (there && !by_slot) load(p.snapshots, row, sequence());
   }
   let_next_start();
 
   for (unsigned t = 0; t < s.length; ++t) {
-    if (t) locate(b, t0 + t), fetch(s, t);
+    if (t) locate(b, t0 + t);
+    if (front) convolve(s, t);  // while the state is on its way
+    else if (t) fetch();
     // Its barrier: the last token's keys are no longer read, either.
     keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
-    float v[kRows], o[kRows];
+    float v[kRows], u[kRows], o[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) v[row] = value_of(x.v.dtype, values[row]);
-    apply_token(prepared, keys.beta, keys.qk, v, S, o);
+    for (int row = 0; row < kRows; ++row) v[row] = value_of(x.qkv_dtype, values[row]);
+    apply_token(prepared, keys.beta, keys.qk, v, S, u, o);
     store_outputs(b, t0 + t, o);
     if constexpr (!kPlain) {
-      const int64_t row = states.snapshots.data ? snapshots.row(t) : -1;
-      if (row >= 0 && row < a.snapshots.shape[snapshots.slots ? 0 : 1])
-        store(states.snapshots, row, snapshots.slots ? 0 : at.n);
+      const int64_t row = p.snapshots.data ? p.snapshot_rows_of(at.n).row(t) : -1;
+      if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
     }
   }
-  if (states.hT.data) store(states.hT, s.slot, 0);
+  if (p.hT.data) store(p.hT, s.slot);
 }
 
 bool plain(const DecodeProblem& p) {
@@ -213,12 +212,9 @@ void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
   const dim3 grid = Blocks::grid(p, tiles, 1);
   const int at_once = blocks_of(true, kElements, kRows) * multiprocessors(p.args.exec.device_id);
-  const Blocks blocks(p, tiles, static_cast<unsigned>(at_once));
-  const Tokens tokens(p, p.args.in, p.args.o);
-  const States states(p.args);
-  if (plain(p))
-    launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
-  else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, p, tokens, states, blocks);
+  const Params params(p, tiles, static_cast<unsigned>(at_once));
+  if (plain(p)) launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, params);
+  else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, params);
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
@@ -235,59 +231,59 @@ void launch_direct(const DecodeProblem& p) {
 // ---- a head a block ----
 
 template <class T, int kK>
-__global__ void __launch_bounds__(kThreads, 4)
-    sweep_kernel(const __grid_constant__ DecodeProblem p, const __grid_constant__ Tokens x,
-                 const __grid_constant__ States states, const Blocks blocks) {
+__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
   constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
   __shared__ float values[kMaxSize];
-  const kda_decode_args& a = p.args;
-  const Place at(blocks);
-  const auto V = static_cast<unsigned>(p.V);
+  const Tokens& x = p.tokens;
+  const Place at(p.blocks);
+  const unsigned V = p.V;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     for (; t < end; ++t) {
       char* to = x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
-      for (unsigned v = threadIdx.x; v < V; v += kThreads) store_element(to + v * x.o.size(), x.o.dtype, 0);
+      for (unsigned v = threadIdx.x; v < V; v += kThreads) store_element(to + v * size_of(x.o_dtype), x.o_dtype, 0);
     }
   };
   TokenKeys<1, kThreads> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
     keys.locate(x, b, t, at.hv, at.h);
-    from_v = x.v.at(b, t, at.hv) + threadIdx.x * x.v.size();
+    from_v = x.v.at(b, t, at.hv) + threadIdx.x * size_of(x.qkv_dtype);
   };
   unsigned raw[kMaxSize / kThreads];
   const auto fetch_as = [&]<bool kNarrow>() {
     keys.template fetch<kNarrow>(x);
 #pragma unroll
     for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
-      raw[i] = threadIdx.x + i * kThreads < V ? load_raw<kNarrow>(from_v + i * kThreads * x.v.size(), x.v.dtype) : 0;
+      raw[i] = threadIdx.x + i * kThreads < V
+                   ? load_raw<kNarrow>(from_v + i * kThreads * size_of(x.qkv_dtype), x.qkv_dtype)
+                   : 0;
   };
   const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
   if (!p.varlen) locate(at.n, 0);
   wait_for_stream();
-  if (at.layer) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, a.in), p.T);
-  const int64_t slot = slot_of(a.states.state_indices, at.n);
-  Sequence s = sequence_at(p, a.in, at.n);
+  if (at.n >= p.blocks.rows) return;  // the grid's last rows
+  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
+  const int64_t slot = slot_of(p.slots.indices, at.n);
+  Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
   if (p.varlen) locate(b, t0);
   if (s.length > 0) fetch();
-  find_states(p, s, slot);
+  find_states(s, p.slots, p.has_initial, slot);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
   // Of bf16 too little would be on its way in registers alone. (In f32 this costs 8 %.)
   if (sizeof(T) == 2 && threadIdx.x == 0 && s.initial) {
-    const Rows<true> all(states.h0, KDA_STATE_V_FIRST, static_cast<unsigned>(s.slot), at.hv, 0);
+    const Rows<true> all(p.h0, static_cast<unsigned>(s.slot), at.hv, 0);
     prefetch(all.first, V * static_cast<uint64_t>(all.row));
   }
   // Each token is a sweep over the state; in most calls there is one.
   const auto state = static_cast<unsigned>(s.slot), row0 = static_cast<unsigned>(first_row<kRows>());
   for (unsigned t = 0; t == 0 || t < s.length; ++t) {
     const bool first = t == 0;
-    const Rows<true> from(first ? states.h0 : states.hT, KDA_STATE_V_FIRST, state, at.hv, row0);
-    const Rows<true> to(states.hT, KDA_STATE_V_FIRST, state, at.hv, row0);
+    const Rows<true> from(first ? p.h0 : p.hT, state, at.hv, row0);
+    const Rows<true> to(p.hT, state, at.hv, row0);
     float S[2][kRows][kElements];
     const auto load = [&](unsigned v, float(&S)[kRows][kElements]) {
 #pragma unroll
@@ -308,23 +304,23 @@ __global__ void __launch_bounds__(kThreads, 4)
       prepared.template store<decltype(keys), 1>(keys);
 #pragma unroll
       for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
-        if (threadIdx.x + i * kThreads < V) values[threadIdx.x + i * kThreads] = value_of(x.v.dtype, raw[i]);
+        if (threadIdx.x + i * kThreads < V) values[threadIdx.x + i * kThreads] = value_of(x.qkv_dtype, raw[i]);
     }
     __syncthreads();  // the token's keys and values are in shared memory
-    char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * x.o.size();
+    char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * size_of(x.o_dtype);
     const auto finish = [&](unsigned v, float(&S)[kRows][kElements]) {
       if (s.length > 0) {
-        float mine[kRows], o[kRows];
+        float mine[kRows], u[kRows], o[kRows];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) mine[row] = values[v + row0 + row];
-        apply_token(prepared, keys.beta, keys.qk, mine, S, o);
+        apply_token(prepared, keys.beta, keys.qk, mine, S, u, o);
 #pragma unroll
         for (int row = 0; row < kRows; ++row)
-          if (threadIdx.x % kRowLanes == 0) store_element(to_o + (v + row) * x.o.size(), x.o.dtype, o[row]);
+          if (threadIdx.x % kRowLanes == 0) store_element(to_o + (v + row) * size_of(x.o_dtype), x.o_dtype, o[row]);
       }
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (states.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
+        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
     };
     // The next columns are on their way while these are worked on.
 #pragma unroll 1
@@ -339,8 +335,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 template <class T, int kK>
 void launch_sweep(const DecodeProblem& p) {
-  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, p, Tokens(p, p.args.in, p.args.o),
-                              States(p.args), Blocks(p, 1));
+  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p, 1, 0));
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ struct EntryMemory {
   int w, f, u, end;
 
   // From `start` on, for `entries` at most and some value columns.
-  EntryMemory(int K, int columns, int entries, int start) : columns(columns), entries(entries), w_stride(K) {
+  __host__ __device__ EntryMemory(int K, int columns, int entries, int start)
+      : columns(columns), entries(entries), w_stride(K) {
     w = (start + 3) / 4 * 4;     // [entries][K]
     f = w + entries * w_stride;  // [K]
     u = f + (entries ? K : 0);   // [entries][columns]
@@ -61,21 +62,6 @@ __device__ inline void prepare_entries(const Before& b, EntryChannel& x, int w, 
 __device__ inline float4 operator*(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
 __device__ inline float4 fma(float a, float4 b, float4 c) {
   return {fmaf(a, b.x, c.x), fmaf(a, b.y, c.y), fmaf(a, b.z, c.z), fmaf(a, b.w, c.w)};
-}
-
-constexpr int64_t kMaxEntries = 64;  // that shared memory has room for
-
-// Most entries that a flush may find.
-inline int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
-inline int64_t entries_of(const VerifyProblem& p) { return ring_entries(p.args.records); }
-inline int64_t entries_of(const FlushProblem& p) {
-  return present(p.args.records.ring_count) ? p.R : std::min(p.R, p.T);
-}
-inline int64_t entries_of(const FlushVerifyProblem& p) {
-  const kda_flush_verify_args& a = p.args;
-  if (present(a.records.ring_count)) return ring_entries(a.records);
-  const int64_t R = a.last.u.shape[1];
-  return present(a.last_parents) ? std::min(R, a.last_parents.shape[1]) : R;
 }
 
 // Why the kernels for wide states do not take the call, or nullptr.

@@ -4,16 +4,17 @@
 
 #include "cuda/cuda.h"
 #include "cuda/device.h"
+#include "cuda/front.h"
 #include "cuda/launch.h"
 #include "speculation.h"
 
 namespace kda::cuda {
 
-inline int64_t layers_of(const FlushProblem& p) { return p.layers; }
-inline int64_t layers_of(const Dims&) { return 1; }
-inline int32_t layout_of(const FlushProblem& p) { return p.args.state_layout; }
+KDA_BOTH inline int64_t layers_of(const FlushProblem& p) { return p.layers; }
+KDA_BOTH inline int64_t layers_of(const Dims&) { return 1; }
+KDA_BOTH inline int32_t layout_of(const FlushProblem& p) { return p.args.state_layout; }
 template <class P>
-int32_t layout_of(const P& p) {
+KDA_BOTH int32_t layout_of(const P& p) {
   return p.args.in.state_layout;
 }
 template <class P>
@@ -21,54 +22,126 @@ constexpr bool kVerifies = !std::is_same_v<P, FlushProblem>;
 template <class P>
 constexpr bool kFlushes = !std::is_same_v<P, VerifyProblem>;
 
+KDA_BOTH inline const kda_tensor& state_of(const FlushProblem& p) { return p.args.state; }
+template <class P>
+KDA_BOTH const kda_tensor& state_of(const P& p) {
+  return p.args.states.h0;
+}
+
+constexpr int64_t kMaxEntries = 64;  // that shared memory has room for
+
+// Most entries that a flush may find.
+inline int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
+inline int64_t entries_of(const VerifyProblem& p) { return ring_entries(p.args.records); }
+inline int64_t entries_of(const FlushProblem& p) {
+  return present(p.args.records.ring_count) ? p.R : std::min(p.R, p.T);
+}
+inline int64_t entries_of(const FlushVerifyProblem& p) {
+  const kda_flush_verify_args& a = p.args;
+  if (present(a.records.ring_count)) return ring_entries(a.records);
+  const int64_t R = a.last.u.shape[1];
+  return present(a.last_parents) ? std::min(R, a.last_parents.shape[1]) : R;
+}
+
 struct RecordViews {
   View u, k, alpha;
   explicit RecordViews(const kda_records& r, int lead = 0)
       : u(view_of(r.u, lead)), k(view_of(r.k, lead)), alpha(view_of(r.alpha, lead)) {}
 };
 
-// What a call moves, layer for layer.
-struct Parts {
-  View h0, hT;                // hT: absent where the state is only read
-  RecordViews records, last;  // of this round and of the last one
-  Slots slots, last_slots;    // of states, and of the entries to apply
-  Tokens tokens;
-  int32_t layout, layers;
-  int room;  // drafts that shared memory has room for
+// Drafts that shared memory needs room for.
+template <class P>
+int64_t room_of(const P& p) {
+  const int64_t entries = present(p.args.records.u) ? p.args.records.u.shape[1] : kMaxDrafts;
+  const int64_t tree = present(p.args.parents) ? p.args.parents.shape[1] : kMaxDrafts;
+  return std::min({p.T, kMaxDrafts, entries, tree});
+}
 
-  explicit Parts(const VerifyProblem& p) : Parts(p, p.args.states, p.args.records, p.args.records) {}
-  explicit Parts(const FlushProblem& p)
-      : Parts(p,
-              {.h0 = p.args.state,
-               .hT = p.args.state,
-               .state_indices = p.args.state_indices,
-               .first_valid_slot = p.args.first_valid_slot},
-              p.args.records, p.args.records, p.args.state.ndim - 4) {}
+// Of a call with drafts: T, and what else decides where things are in shared memory.
+struct Sizes {
+  uint32_t T;
+  uint8_t entries;              // to apply, at most
+  bool varlen, front, by_four;  // front: q, k and v come from a convolution
+
+  template <class P>
+  explicit Sizes(const P& p)
+      : T(static_cast<uint32_t>(p.T)),
+        entries(static_cast<uint8_t>(std::min<int64_t>(entries_of(p), UINT8_MAX))),
+        varlen(p.varlen),
+        front(present(p.args.conv.x)),
+        by_four(!present(p.args.parents) && four_wide_front(p.args.conv)) {}
+};
+
+// What kernels read of a call, in front what all calls have: a block waits for every 64 bytes of it that it reads.
+template <class P>
+struct Parts;
+template <>
+struct Parts<VerifyProblem> {
+  Tokens tokens;
+  View state;
+  RecordViews records;  // of this round
+  Sizes sizes;
+  VerifyRequests requests;
+  Lengths cu_seqlens;
+  Front front;
+
+  explicit Parts(const VerifyProblem& p)
+      : tokens(p, p.args.in, p.args.o),
+        state(view_of(p.args.states.h0)),
+        records(p.args.records),
+        sizes(p),
+        requests(requests_of(p)),
+        cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
+        front{p.H, p.K, p.V, p.args.conv, p.args.parents} {}
+};
+template <>
+struct Parts<FlushVerifyProblem> {
+  Tokens tokens;
+  View state;  // read and written
+  RecordViews records, last;
+  Sizes sizes;
+  FlushVerifyRequests requests;
+  Lengths cu_seqlens;
+  Front front;
+
   explicit Parts(const FlushVerifyProblem& p)
-      : Parts(p, p.args.states, p.args.records, present(p.args.records.ring_count) ? p.args.records : p.args.last) {}
+      : tokens(p, p.args.in, p.args.o),
+        state(view_of(p.args.states.h0)),
+        records(p.args.records),
+        last(present(p.args.records.ring_count) ? p.args.records : p.args.last),
+        sizes(p),
+        requests(requests_of(p)),
+        cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
+        front{p.H, p.K, p.V, p.args.conv, p.args.parents} {}
+};
+template <>
+struct Parts<FlushProblem> {
+  View state;
+  RecordViews last;
+  struct {
+    int64_t state, u, k, alpha;  // bytes from one to the next
+  } layer;
+  int32_t layers, entries;  // to apply, at most
+  FlushRequests requests;
+
+  explicit Parts(const FlushProblem& p)
+      : state(view_of(p.args.state, lead(p))),
+        last(p.args.records, lead(p)),
+        layer{step(p.args.state), step(p.args.records.u), step(p.args.records.k), step(p.args.records.alpha)},
+        layers(static_cast<int32_t>(p.layers)),
+        entries(static_cast<int32_t>(entries_of(p))),
+        requests(requests_of(p)) {}
 
  private:
-  static Tokens tokens_of(const FlushProblem& p) { return Tokens(p, {}, {}); }
-  template <class P>
-  static Tokens tokens_of(const P& p) {
-    return Tokens(p, p.args.in, p.args.o);
-  }
-  template <class P>
-  Parts(const P& p, const kda_states& states, const kda_records& records, const kda_records& last, int lead = 0)
-      : h0(view_of(states.h0, lead)),
-        hT(kFlushes<P> ? view_of(states.hT, lead) : View{}),
-        records(records, lead),
-        last(last, lead),
-        slots(states.state_indices, states.first_valid_slot, states.h0.shape[lead]),
-        last_slots(last.indices, 0, present(last.u) ? last.u.shape[lead] : 0),
-        tokens(tokens_of(p)),
-        layout(layout_of(p)),
-        layers(static_cast<int32_t>(layers_of(p))) {
-    const int64_t entries = present(records.u) ? records.u.shape[1 + lead] : kMaxDrafts;
-    const int64_t tree = present(p.args.parents) ? p.args.parents.shape[1] : kMaxDrafts;
-    room = kVerifies<P> ? static_cast<int>(std::min({p.T, kMaxDrafts, entries, tree})) : 0;
-  }
+  static int lead(const FlushProblem& p) { return p.args.state.ndim - 4; }
+  static int64_t step(const kda_tensor& t) { return t.ndim == 5 ? t.stride[0] * dtype_size(t.dtype) : 0; }
 };
+// Where a request's drafts are, if the call has any.
+__device__ inline Sequence drafts_of(const Parts<FlushProblem>&, int64_t n) { return {.n = n}; }
+template <class P>
+__device__ Sequence drafts_of(const Parts<P>& x, int64_t n) {
+  return sequence_at(x.sizes.varlen, x.cu_seqlens, x.sizes.T, n);
+}
 
 // Where a request's records of one head are: of entry 0, and bytes from one entry to the next. Numbers alone: a copy of a
 // tensor, or a reference to one of two, would live in local memory.
@@ -78,9 +151,7 @@ struct Entries {
 
   Entries() = default;
   __device__ Entries(const RecordViews& r, const Place& at, int64_t slot, unsigned v0) {
-    const auto first = [&](const View& t, unsigned head) {
-      return t.at(static_cast<unsigned>(slot), 0, head) + at.layer * t.layer;
-    };
+    const auto first = [&](const View& t, unsigned head) { return t.at(static_cast<unsigned>(slot), 0, head); };
     u = first(r.u, at.hv) + v0 * 4, k = first(r.k, at.h), alpha = first(r.alpha, at.hv);
     u_step = r.u.stride1, k_step = r.k.stride1, alpha_step = r.alpha.stride1;
   }
@@ -100,39 +171,58 @@ struct Before {
   int newest = -1;
   bool apply = false;
 };
+__device__ inline Entries last_entries(const Parts<FlushProblem>& x, const Place& at, int64_t slot, unsigned v0) {
+  Entries last(x.last, at, slot, v0);
+  last.u += at.layer * x.layer.u, last.k += at.layer * x.layer.k, last.alpha += at.layer * x.layer.alpha;
+  return last;
+}
+__device__ inline Entries last_entries(const Parts<FlushVerifyProblem>& x, const Place& at, int64_t slot, unsigned v0) {
+  return Entries(x.last, at, slot, v0);
+}
 template <class P>
-__device__ Before before_drafts(const Parts& x, const Place& at, const Request& r, unsigned v0) {
+__device__ Before before_drafts(const Parts<P>& x, const Place& at, const Request& r, unsigned v0) {
   Before b;
-  b.apply = kFlushes<P> && r.newest >= 0;
   b.window = r.verify;
-  if (b.apply) {
-    b.window = r.flush, b.newest = r.newest, b.entries = Entries(x.last, at, r.last_slot, v0);
-  } else if (r.slot >= 0) {
-    b.newest = b.window.committed - 1, b.entries = Entries(x.records, at, r.slot, v0);
+  if constexpr (kFlushes<P>) {
+    b.apply = r.newest >= 0;
+    if (b.apply) b.window = r.flush, b.newest = r.newest, b.entries = last_entries(x, at, r.last_slot, v0);
+  }
+  if constexpr (kVerifies<P>) {
+    if (!b.apply && r.slot >= 0) b.newest = b.window.committed - 1, b.entries = Entries(x.records, at, r.slot, v0);
   }
   return b;
 }
 
+// A layer's state.
+__device__ inline View state_at(const Parts<FlushProblem>& x, const Place& at) {
+  View state = x.state;
+  state.data += at.layer * x.layer.state;
+  return state;
+}
+template <class P>
+__device__ const View& state_at(const Parts<P>& x, const Place&) {
+  return x.state;
+}
+
 // Hints where a block's columns of a state, and entries to apply, are likely to be.
 template <class P, int kThreads>
-__device__ void expect_states(const Parts& x, const Place& at, unsigned columns, int entries, int K) {
-  const int state = threadIdx.x == kThreads - 1 && x.h0.data ? x.slots.peek(at.n) : -1;
-  if (state >= 0)
-    prefetch(x.h0.at(static_cast<unsigned>(state), at.hv, at.tile * columns) + at.layer * x.h0.layer,
-             columns * static_cast<uint64_t>(x.h0.stride2));
-  if (kFlushes<P> && threadIdx.x < entries) {
-    const int slot = x.last_slots.peek(at.n);
+__device__ void expect_states(const Parts<P>& x, const Place& at, unsigned columns, int entries, int K) {
+  if (threadIdx.x == kThreads - 1) {
+    const StateSlots& states = x.requests.states;
+    const int slot = likely_slot(states.indices, states.first_valid, states.slots, at.n);
+    if (slot >= 0)
+      prefetch(state_at(x, at).at(static_cast<unsigned>(slot), at.hv, at.tile * columns),
+               columns * static_cast<uint64_t>(x.state.stride2));
+  }
+  if constexpr (kFlushes<P>) {
+    if (threadIdx.x >= entries) return;
+    const RecordSlots& records = x.requests.last;
+    const int slot = likely_slot(records.indices, 0, records.slots, at.n);
     if (slot < 0) return;
-    const Entries last(x.last, at, slot, at.tile * columns);
+    const Entries last = last_entries(x, at, slot, at.tile * columns);
     const int entry = static_cast<int>(threadIdx.x);
     prefetch(&last.u_at(entry, 0)), prefetch(&last.k_at(entry, 0), K * 4), prefetch(&last.alpha_at(entry, 0), K * 4);
   }
-}
-
-inline const kda_tensor& state_of(const FlushProblem& p) { return p.args.state; }
-template <class P>
-const kda_tensor& state_of(const P& p) {
-  return p.args.states.h0;
 }
 
 // Why no kernel takes the call, or nullptr.

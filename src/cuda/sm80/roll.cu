@@ -16,7 +16,7 @@ struct Rolled {
 };
 
 template <class P>
-__global__ void roll_kernel(const __grid_constant__ P p, const __grid_constant__ Rolled r, const Blocks blocks) {
+__global__ void roll_kernel(const __grid_constant__ P p, const __grid_constant__ Rolled r, const LayeredBlocks blocks) {
   wait_for_stream();
   const Place at(blocks);
   const kda_tensor x = r.layered ? layer_of(r.x, at.layer) : r.x;
@@ -39,7 +39,7 @@ void roll(const P& p, const Rolled& r, int64_t layers) {
   const int64_t D = r.x.shape[r.x.ndim - 1];
   dim3 grid = Blocks::grid(p, 1, layers);
   grid.x = static_cast<unsigned>((D + kThreads - 1) / kThreads);
-  launch<roll_kernel<P>>(p.args.exec, grid, kThreads, 0, p, r, Blocks(p, 1));
+  launch<roll_kernel<P>>(p.args.exec, grid, kThreads, 0, p, r, LayeredBlocks(p, 1));
 }
 
 }  // namespace

@@ -197,20 +197,23 @@ __device__ void prepare(const P& p, const Tokens& x, const Request& r, const Pla
 
 template <class P, bool kWide, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads, 2)
-    speculation_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks) {
+    speculation_kernel(const __grid_constant__ P p, const __grid_constant__ Parts<P> x, const LayeredBlocks blocks,
+                       const int room) {
   wait_for_stream();
   extern __shared__ float4 dynamic[];
   constexpr int kK = kElements * 8;
   const Place at(blocks);
-  if (at.layer >= x.layers) return;  // the grid's last rows
-  const Tokens& tokens = x.tokens;
+  if (at.layer >= layers_of(p)) return;  // the grid's last rows
+  const int K = static_cast<int>(p.K);
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
   const bool leads = threadIdx.x % kRowLanes == 0;
   const auto store_output = [&](int64_t b, int64_t t, int row, float o) {
     if (!leads || row >= columns) return;
-    char* to = tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
-    store_element(to + static_cast<unsigned>(v0 + row) * tokens.o.size(), tokens.o.dtype, o);
+    if constexpr (kVerifies<P>) {
+      char* to = x.tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
+      store_element(to + static_cast<unsigned>(v0 + row) * size_of(x.tokens.o_dtype), x.tokens.o_dtype, o);
+    }
   };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if constexpr (kVerifies<P>)
@@ -218,22 +221,21 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int row = 0; row < kRows; ++row) store_output(b, t, row, 0);
   };
   if constexpr (kVerifies<P>) {
-    if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
+    if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), p.T);
   }
-  const Request r = request_of(p, at.n);
+  const Request r = request_of(x.requests, drafts_of(x, at.n), indices_of(x.requests, at.n));
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
-  const auto rows_of = [&](const View& t) {
-    return Rows<kWide>(t, x.layout, static_cast<unsigned>(r.s.slot), at.hv, static_cast<unsigned>(v0), at.layer);
-  };
+  const TypedView state{state_at(x, at), state_of(p).dtype};
+  const Rows<kWide> rows(state, layout_of(p), static_cast<unsigned>(r.s.slot), at.hv, static_cast<unsigned>(v0));
 
   float S[kRows][kElements] = {};
-  if (r.s.initial) load_rows(rows_of(x.h0), x.h0.dtype, columns, tokens.K, S);
+  if (r.s.initial) load_rows(rows, state.dtype, columns, K, S);
   const Before before = before_drafts<P>(x, at, r, static_cast<unsigned>(v0));
   if (before.newest >= 0) {
-    flush_columns(before, tokens.K, columns, S);
+    flush_columns(before, K, columns, S);
     if (before.apply) {
-      store_rows(rows_of(x.hT), x.hT.dtype, columns, tokens.K, S);
-      if (x.hT.dtype == KDA_BF16) {
+      store_rows(rows, state.dtype, columns, K, S);
+      if (state.dtype == KDA_BF16) {
 #pragma unroll
         for (int i = 0; i < kRows * kElements; ++i)
           S[i / kElements][i % kElements] = __bfloat162float(__float2bfloat16_rn(S[i / kElements][i % kElements]));
@@ -241,21 +243,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   if constexpr (kVerifies<P>) {
-    const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(x.room)));
+    const Tokens& tokens = x.tokens;
+    const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
     if (drafts == 0) return;
-    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, x.room, kTile<kRows>);
+    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, kTile<kRows>);
     for (int i = threadIdx.x; i < drafts * kTile<kRows>; i += kThreads) {
       const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile<kRows>),
                      v = at.tile * kTile<kRows> + i % kTile<kRows>;
-      const char* from = tokens.v.at(static_cast<unsigned>(r.s.b), t, at.hv) + v * tokens.v.size();
+      const char* from = tokens.v.at(static_cast<unsigned>(r.s.b), t, at.hv) + v * size_of(tokens.qkv_dtype);
       if (present(p.args.conv.x))
         m.v[i] = v < p.V ? draft_value(p, r, i / kTile<kRows>, FrontChannels(p, at.h, at.hv).v + v) : 0.0f;
-      else m.v[i] = value_of(tokens.v.dtype, v < p.V ? load_raw<false>(from, tokens.v.dtype) : 0);
+      else m.v[i] = value_of(tokens.qkv_dtype, v < p.V ? load_raw<false>(from, tokens.qkv_dtype) : 0);
     }
     Entries record;
     if (r.slot >= 0) record = Entries(x.records, at, r.slot, static_cast<unsigned>(v0));
     prepare<kElements>(p, tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0,
-                       at.h * blocks.group.divisor == at.hv, m, x.room);
+                       at.h * blocks.group.divisor == at.hv, m, room);
     for (int t = 0; t < drafts; ++t) {
       const int own = t * kTile<kRows> + first_row<kRows>();
       float u[kRows], out[kRows];
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       int w = t;
       for (int i = 0; (w = r.verify.parent(w)) >= 0; ++i) {
-        const float A = m.A[t * x.room + i], P_ = m.P[t * x.room + i];
+        const float A = m.A[t * room + i], P_ = m.P[t * room + i];
         const float* before = m.u + w * kTile<kRows> + first_row<kRows>();
 #pragma unroll
         for (int row = 0; row < kRows; ++row)
@@ -285,22 +288,25 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // A ring's cursors, once no block reads the old ones: in a launch of its own.
-__global__ void cursor_kernel(const __grid_constant__ FlushVerifyProblem p) {
+__global__ void cursor_kernel(const unsigned N, const __grid_constant__ Sizes sizes,
+                              const __grid_constant__ FlushVerifyRequests requests,
+                              const __grid_constant__ Lengths cu_seqlens) {
   wait_for_stream();
-  const int64_t n = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (n >= p.N) return;
-  const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
-  if (s.live) store_cursors(p.args.records, slot_of(p.args.records.indices, n), commit_of(p, n, s.length).next);
+  const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
+  if (n >= N) return;
+  const Request r = request_of(requests, sequence_at(sizes.varlen, cu_seqlens, sizes.T, n), indices_of(requests, n));
+  if (r.s.live) store_cursors(requests.records, requests.cursors, r.slot, r.verify);
 }
 
 template <bool kWide, int kElements, int kRows, class P>
 void launch_sized(const P& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  const Parts x(p);
-  const int64_t floats = kVerifies<P> ? VerifyMemory::floats(kElements * 8, x.room, kTile<kRows>) : 0;
-  launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, x.layers), kThreads,
-                                                         static_cast<int>(floats * sizeof(float)), p, x,
-                                                         Blocks(p, tiles));
+  int room = 0;
+  if constexpr (kVerifies<P>) room = static_cast<int>(room_of(p));
+  const int64_t floats = kVerifies<P> ? VerifyMemory::floats(kElements * 8, room, kTile<kRows>) : 0;
+  launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, layers_of(p)), kThreads,
+                                                         static_cast<int>(floats * sizeof(float)), p, Parts<P>(p),
+                                                         LayeredBlocks(p, tiles), room);
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
@@ -330,7 +336,8 @@ void store_cursors(const FlushVerifyProblem& p) {
   if (!present(p.args.records.ring_count) || p.N == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   constexpr unsigned kWidth = 128;
-  launch<cursor_kernel>(p.args.exec, dim3(static_cast<unsigned>((p.N + kWidth - 1) / kWidth)), kWidth, 0, p);
+  launch<cursor_kernel>(p.args.exec, dim3(static_cast<unsigned>((p.N + kWidth - 1) / kWidth)), kWidth, 0,
+                        static_cast<unsigned>(p.N), Sizes(p), requests_of(p), lengths_of(p.args.in.cu_seqlens));
 }
 
 const char* speculation_why_not(const VerifyProblem& p) { return why_not(p); }

@@ -37,16 +37,19 @@ struct Memory {
   EntryMemory entries;
   int floats;
 
-  // entries: to apply at most.
-  Memory(int K, int drafts, int columns, int entries, const kda_conv_inputs& conv, bool tree)
+  Memory(int K, int drafts, int columns, const Sizes& sizes)
       : drafts(drafts),
         columns(columns),
         keys_stride(2 * K + 4),
         // Before: [drafts][K] pairs k, alpha; then kG, qG; then X and O of all parts of K.
         scores(std::max(drafts * keys_stride, kMaxColumns * 2 * drafts)),
-        front(conv, tree, 0, keys_stride, (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4,
-              columns),  // A, P; beta, ancestors
-        entries(K, columns, entries, front.v + (front.given ? drafts * columns : 0)),
+        front{sizes.front,
+              sizes.by_four,
+              0,
+              keys_stride,
+              (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4,  // before: A, P; beta, ancestors
+              columns},
+        entries(K, columns, sizes.entries, front.v + (front.given ? drafts * columns : 0)),
         floats(this->entries.end) {}
 };
 
@@ -167,7 +170,8 @@ template <class State, int kK, int kMaxDrafts, int kWarps, class P>
 __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
                                                : kMaxDrafts == 8 ? 2
                                                                  : 1)
-    mma_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks, const Memory m) {
+    mma_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Memory m,
+               const __grid_constant__ Parts<P> x) {
   extern __shared__ float4 dynamic[];
   const Tile<State, kK> tile(dynamic);
   float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + Tile<State, kK>::bytes(m.columns));
@@ -181,8 +185,9 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= m.columns) return;
     for (; t < end; ++t) {
-      char* to = tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + own_v * tokens.o.size();
-      store_element(to, tokens.o.dtype, 0);
+      char* to =
+          tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + own_v * size_of(tokens.o_dtype);
+      store_element(to, tokens.o_dtype, 0);
     }
   };
   // All addresses that need nothing from memory are ready before the wait for the kernel before, and drafts are asked for
@@ -198,26 +203,29 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
       drafts[i].t = warp + i * kWarps;
       drafts[i].key.locate(tokens, b, t0 + static_cast<unsigned>(drafts[i].t), at.hv, at.h);
     }
-    from_v = tokens.v.at(b, t0, at.hv) + own_v * tokens.v.size();
+    from_v = tokens.v.at(b, t0, at.hv) + own_v * size_of(tokens.qkv_dtype);
   };
-  if (!p.varlen) locate(at.n, 0);
-  if (!p.varlen && !at.layer && at.in_first_wave(blocks)) {
+  const bool varlen = x.sizes.varlen, there = at.n < blocks.rows;
+  const int most = static_cast<int>(x.sizes.T);
+  if (!varlen) locate(at.n, 0);
+  if (!varlen && there && at.in_first_wave(blocks)) {
     if (!front) {
 #pragma unroll
       for (int i = 0; i < kPerWarp; ++i)
-        if (drafts[i].t < p.T) drafts[i].key.expect(tokens);
-      if (lane == 0 && warp < p.T) prefetch(from_v + warp * tokens.v.stride1);
+        if (drafts[i].t < most) drafts[i].key.expect(tokens);
+      if (lane == 0 && warp < most) prefetch(from_v + warp * tokens.v.stride1);
     }
     expect_states<P, kThreads>(x, at, static_cast<unsigned>(m.columns), m.entries.entries, kK);
   }
   wait_for_stream();
-  if (at.layer) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p, p.args.in), p.T);
-  const Indices indices = indices_of(p, at.n);
-  const Sequence sequence = tokens_of(p, at.n);
+  if (!there) return;  // the grid's last rows
+  const int64_t N = blocks.rows - varlen;
+  if (at.n == N) return zero_outputs(0, end_of_sequences(x.cu_seqlens, N, x.sizes.T), x.sizes.T);
+  const Indices indices = indices_of(x.requests, at.n);
+  const Sequence sequence = drafts_of(x, at.n);
 
   T = static_cast<int>(min(sequence.length, static_cast<int64_t>(m.drafts)));
-  if (p.varlen) locate(0, static_cast<unsigned>(sequence.t0));
+  if (varlen) locate(0, static_cast<unsigned>(sequence.t0));
   const auto fetch = [&]<bool kNarrow>() {
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
@@ -228,11 +236,11 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
     const char* from = from_v;
 #pragma unroll
     for (int t = 0; t < kMaxDrafts; ++t, from += tokens.v.stride1)
-      values[t] = !front && t < T && thread < m.columns ? load_raw<kNarrow>(from, tokens.v.dtype) : 0;
+      values[t] = !front && t < T && thread < m.columns ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
 
-  const Request r = request_of(p, sequence, indices);
+  const Request r = request_of(x.requests, sequence, indices);
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
   const auto place_of = [&](const View& t) { return t.at(static_cast<unsigned>(r.s.slot), at.hv, v0); };
 
@@ -249,14 +257,14 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
                  &before.entries.u_at(before.window.entry(w), thread));
   FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
 
-  if (front) convolution.fetch(p, at, r.s, T, v0);
+  if (front) convolution.fetch(x.front, at, r.s, T, v0);
 
-  tile.template ask<kThreads>(place_of(x.h0), x.h0.stride2, m.columns, r.s.initial);
+  tile.template ask<kThreads>(place_of(x.state), x.state.stride2, m.columns, r.s.initial);
   let_next_start();
   if (entries && own_channel >= 0) prepare_entries(before, entry_channel, next, own_channel, m.entries, shared);
 
   if (front) {
-    convolution.values(p, at, r.s, T, v0, shared);
+    convolution.values(x.front, at, r.s, T, v0, shared);
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
@@ -307,7 +315,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
       for (int i = 0; i < kTiles; ++i) near[e][i] = e < entries ? u[e * m.columns + 8 * i + n] : 0.0f;
     char* to = nullptr;
     if constexpr (kFlushes<P>)
-      to = place_of(x.hT) + static_cast<uint64_t>(column0 + n) * x.hT.stride2 + 4 * j * sizeof(State);
+      to = place_of(x.state) + static_cast<uint64_t>(column0 + n) * x.state.stride2 + 4 * j * sizeof(State);
     const int quarters = parts == kQuarters ? 1 : 2;  // of a half, here
 #pragma unroll 1
     for (int quarter = part * kQuarters / parts; quarter < (part + 1) * kQuarters / parts; quarter += quarters) {
@@ -340,8 +348,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
             if (kFlushes<P> && before.apply) {
 #pragma unroll
               for (int i = 0; i < kTiles; ++i) {
-                if constexpr (sizeof(State) == 2) S[i] = rounded(S[i]);
-                store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.hT.stride2) + step * 16,
+                if constexpr (sizeof(State) == 2) S[i] = rounded_to_bf16(S[i]);
+                store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.state.stride2) + step * 16,
                            S[i]);
               }
             }
@@ -391,57 +399,57 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
   };
   const float* scores = shared + m.scores;
   const float* beta = scores + 2 * m.drafts * m.drafts;
-  char* to = tokens.o.at(static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0), at.hv) + own_v * tokens.o.size();
+  char* to =
+      tokens.o.at(static_cast<unsigned>(r.s.b), static_cast<unsigned>(r.s.t0), at.hv) + own_v * size_of(tokens.o_dtype);
   float u[kMaxDrafts];
 #pragma unroll
   for (int t = 0; t < kMaxDrafts; ++t) {
     if (t >= T) break;
     const float *A = scores + t * m.drafts, *P_ = A + m.drafts * m.drafts;
     const unsigned ancestors = __float_as_uint(beta[m.drafts + t]);
-    float rest = value_of(tokens.v.dtype, values[t]) - whole(t), o = whole(m.drafts + t);
+    float rest = value_of(tokens.qkv_dtype, values[t]) - whole(t), o = whole(m.drafts + t);
 #pragma unroll
     for (int i = 0; i < t; ++i) {
       if (!(ancestors >> i & 1)) continue;
       rest = fmaf(-A[i], u[i], rest), o = fmaf(P_[i], u[i], o);
     }
     u[t] = beta[t] * rest;
-    store_element(to, tokens.o.dtype, fmaf(P_[t], u[t], o));
+    store_element(to, tokens.o_dtype, fmaf(P_[t], u[t], o));
     to += tokens.o.stride1;
     if (r.slot >= 0) record.u_at(r.verify.entry(r.verify.token(t)), thread) = u[t];
   }
 }
 
 template <class State, int kK, int kMaxDrafts, int kWarps, class P>
-void launch_sized(const P& p, const Parts& x, int64_t entries) {
+void launch_sized(const P& p, const Parts<P>& x, int room) {
   const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(p.args.exec.device_id) / 2;
   int64_t columns = p.V % kMaxColumns ? 64 : kMaxColumns;
   while (columns > 32 && heads * (p.V / columns) < enough) columns /= 2;
   const int64_t tiles = p.V / columns;
 
-  const Memory m(kK, x.room, static_cast<int>(columns), static_cast<int>(entries), p.args.conv,
-                 present(p.args.parents));
+  const Memory m(kK, room, static_cast<int>(columns), x.sizes);
   const int bytes = Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
   launch<mma_kernel<State, kK, kMaxDrafts, kWarps, P>>(
-      p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes, p, x,
-      Blocks(p, tiles, static_cast<unsigned>(2 * multiprocessors(p.args.exec.device_id))), m);
+      p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes,
+      Blocks(p, tiles, static_cast<unsigned>(2 * multiprocessors(p.args.exec.device_id))), m, x);
 }
 
 template <class P>
 void launch_mma(const P& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Parts x(p);
-  const int64_t entries = entries_of(p);
+  const Parts<P> x(p);
+  const int room = static_cast<int>(room_of(p));
   const auto sized = [&]<class State, int kK>() {
-    if (x.room > 8) return launch_sized<State, kK, 16, 8>(p, x, entries);
+    if (room > 8) return launch_sized<State, kK, 16, 8>(p, x, room);
     // Many blocks of four warps, unless there are too few of them: not enough heads, or shared memory.
     const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
-    const bool many = kFlushes<P> ? heads >= 4 * SMs && x.room <= 4 : heads >= 2 * SMs || x.room <= 4;
+    const bool many = kFlushes<P> ? heads >= 4 * SMs && room <= 4 : heads >= 2 * SMs || room <= 4;
     if constexpr (kK == 128) {
-      if (many) return launch_sized<State, kK, 8, 4>(p, x, entries);
+      if (many) return launch_sized<State, kK, 8, 4>(p, x, room);
     }
 
-    launch_sized<State, kK, 8, 8>(p, x, entries);
+    launch_sized<State, kK, 8, 8>(p, x, room);
   };
   const bool bf16 = p.args.states.h0.dtype == KDA_BF16;
   if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();

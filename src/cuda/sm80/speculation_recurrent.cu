@@ -1,10 +1,14 @@
-// Chains of few drafts (math.md 7), one after another from a state in registers, for sm_80 and newer, K = 64 or 128,
-// V-first. The shortest way from the state to the outputs, and the fewest instructions for up to about four drafts.
+// Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest way
+// from the state to the outputs, and the fewest instructions for up to four drafts.
 //
 // A block takes 32 to 128 value columns of a head. Its warps activate a draft each while the first of the state are on
-// their way to registers, eight lanes a column. Then each draft, in registers:
-//   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
-// and no barrier is needed any more. The last draft needs no new S. Records to apply come first, as in a flush: entries.h.
+// their way to registers, eight lanes a column, and walk back from it over the drafts before:
+//   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t
+//   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i
+// Then two products with the state a draft, and what a column of them needs fits one lane:
+//   u_t = beta_t (v_t - S^T kG_t - sum_i A[t,i] u_i)    o_t = S^T qG_t + sum_i P[t,i] u_i + (k_t . q_t) u_t
+// Records to apply come first (entries.h). What a ring holds committed, but not yet to be written to the state, are drafts
+// before the first: the walk goes on over them.
 //
 // Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call.
 #include "cuda/front.h"
@@ -19,36 +23,44 @@ constexpr int kMaxDrafts = kWarps;  // each has a warp
 template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
 
-// What a draft needs, in shared memory.
+// A draft in shared memory: what later ones need to walk over it, then what the state is multiplied with.
 template <int kK>
-struct alignas(16) Prepared {
-  float alpha[kK], k[kK], alpha_k[kK], alpha_q[kK];
+struct alignas(16) PreparedDraft {
+  float alpha[kK], k[kK], kG[kK], qG[kK];
 };
-constexpr int kVectors = 4;  // of kK floats, in Prepared
+constexpr int kVectors = 4;  // of kK floats, in PreparedDraft
 
 // Where things are in shared memory, in floats.
 struct Memory {
-  int drafts;
-  int v, factors;
+  int drafts, before;  // at most: of the call, and those before one of them that are not applied
+  int v, factors, scores;
   FrontMemory front;
-  EntryMemory entries;
+  EntryMemory entries;  // those that are not applied have k in place of w
+  int alpha, end;
 
-  // entries: to apply at most.
-  Memory(int K, int drafts, int columns, int entries, const kda_conv_inputs& conv)
-      : drafts(drafts),
-        v(drafts * kVectors * K),       // before: [drafts] Prepared, or q and k as the convolution leaves them
-        factors(v + drafts * columns),  // before: [drafts][columns] of v
-        front(conv, false, 0, kVectors * K, v, columns),
-        entries(K, columns, entries, factors + 2 * drafts) {}  // before: beta, k . q
+  // ring: entries may stay committed.
+  __host__ __device__ Memory(int K, int columns, const Sizes& sizes, bool ring)
+      : drafts(static_cast<int>(sizes.T)),
+        before(drafts + (ring ? sizes.entries : 0)),
+        v(drafts * kVectors * K),       // in front: [drafts] PreparedDraft, or q and k as the convolution leaves them
+        factors(v + drafts * columns),  // in front: [drafts][columns] of v
+        scores(factors + 2 * drafts),   // in front: beta, k . q
+        front{sizes.front, sizes.by_four, 0, kVectors * K, v, columns},
+        entries(K, columns, sizes.entries, scores + 2 * drafts * before),  // in front: -A, then P, [drafts][before]
+        alpha(entries.end),
+        end(alpha + (ring ? sizes.entries * K : 0)) {}
+
+  // Of draft t with what lies `steps` before it, 1 the nearest; which: 0 -A, 1 P.
+  __device__ int score(int which, int t, int steps) const { return scores + (which * drafts + t) * before + steps - 1; }
 };
 
-// One draft in kRows columns of a thread: read of each column, then out of each, spread over the eight lanes.
+// Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight lanes.
 template <int kK, int kRows>
-__device__ float products(const Prepared<kK>& x, const float (&S)[kRows][kK / kRowLanes]) {
+__device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK / kRowLanes]) {
   float even[2 * kRows] = {}, odd[2 * kRows] = {};  // two chains each
 #pragma unroll
   for (int e = 0; e < kK / kRowLanes; e += 4) {
-    const float4 k = load_four(x.alpha_k + channel(e)), q = load_four(x.alpha_q + channel(e));
+    const float4 k = load_four(x.kG + channel(e)), q = load_four(x.qG + channel(e));
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float* four = S[row] + e;
@@ -63,19 +75,6 @@ __device__ float products(const Prepared<kK>& x, const float (&S)[kRows][kK / kR
   for (int i = 0; i < 2 * kRows; ++i) even[i] += odd[i];
   return spread_sums<2 * kRows, kRowLanes / 2>(even);
 }
-template <int kK, int kRows>
-__device__ void update(const Prepared<kK>& x, const float (&u)[kRows], float (&S)[kRows][kK / kRowLanes]) {
-#pragma unroll
-  for (int e = 0; e < kK / kRowLanes; e += 4) {
-    const float4 alpha = load_four(x.alpha + channel(e)), k = load_four(x.k + channel(e));
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      float* four = S[row] + e;
-      four[0] = fmaf(u[row], k.x, four[0] * alpha.x), four[1] = fmaf(u[row], k.y, four[1] * alpha.y);
-      four[2] = fmaf(u[row], k.z, four[2] * alpha.z), four[3] = fmaf(u[row], k.w, four[3] * alpha.w);
-    }
-  }
-}
 
 // ---- entries to apply, in front of a block's drafts ----
 
@@ -88,17 +87,25 @@ struct BlockEntries {
   // Asks for the first of them, and for u of all.
   __device__ BlockEntries(const Before& before, const EntryMemory& m, float* shared)
       : before(before), next(before.newest) {
-    if (own_channel() >= 0) channel.fetch(before, own_channel(), next);
+    if (before.apply && own_channel() >= 0) channel.fetch(before, own_channel(), next);
     const int column = static_cast<int>(threadIdx.x);
     for (int w = before.newest; w >= 0 && count < m.entries; w = before.window.before(w), ++count)
       if (column < kColumns)
         copy_async(shared + m.u + count * kColumns + column, &before.entries.u_at(before.window.entry(w), column));
   }
+  // Of those that stay committed, k and alpha as they are.
+  __device__ void copy_keys(const Memory& m, float* shared) const {
+    const int c = static_cast<int>(threadIdx.x);
+    for (int i = 0; c < kK && i < count; ++i) {
+      const int entry = before.window.entry(before.newest - i);
+      copy_async(shared + m.entries.w + i * kK + c, &before.entries.k_at(entry, c));
+      copy_async(shared + m.alpha + i * kK + c, &before.entries.alpha_at(entry, c));
+    }
+  }
   // A barrier behind this makes w, f and u visible to all.
   __device__ void prepare(const EntryMemory& m, float* shared) {
     if (!count) return;
-    if (!count) return;
-    if (own_channel() >= 0) prepare_entries(before, channel, next, own_channel(), m, shared);
+    if (before.apply && own_channel() >= 0) prepare_entries(before, channel, next, own_channel(), m, shared);
     wait_for_copies();
   }
 
@@ -149,11 +156,11 @@ __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLan
 
 template <class State, int kK, int kRows>
 __global__ void __launch_bounds__(kThreads, 4)
-    flush_kernel(const __grid_constant__ FlushProblem p, const __grid_constant__ Parts x, const Blocks blocks,
-                 const EntryMemory m) {
+    flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> x) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows>;
+  const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
   const unsigned v0 = at.tile * kColumns;
@@ -161,14 +168,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     expect_states<FlushProblem, kThreads>(x, at, kColumns, m.entries, kK);
   wait_for_stream();
   if (at.layer >= layers) return;  // the grid's last rows
-  const Indices indices = indices_of(p, at.n);
-  const Request r = request_of(p, tokens_of(p, at.n), indices);
+  const Request r = request_of(x.requests, drafts_of(x, at.n), indices_of(x.requests, at.n));
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m, shared);
   const int row0 = first_row<kRows>();
-  const Rows<true> state(x.h0, KDA_STATE_V_FIRST, static_cast<unsigned>(r.s.slot), at.hv,
-                         v0 + static_cast<unsigned>(row0), at.layer);
+  const Rows<true> state(state_at(x, at), static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   float S[kRows][kK / kRowLanes];
   load_state<State, kK>(state, S);
   let_next_start();
@@ -180,16 +185,46 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // ---- drafts ----
 
+// One draft on its way back to the start, in a warp: kPerLane channels a lane.
+template <int kPerLane>
+struct Walk {
+  float k[kPerLane], q[kPerLane];  // decayed from what comes next through the draft
+  const Memory& m;
+  float* shared;
+  int t, steps = 0;
+
+  // Over `count` tokens, kMaxDrafts at most, from the one with these k and alpha; the others are `next` floats apart.
+  __device__ void over(int count, const float* from_k, const float* from_alpha, int next) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float sums[2 * kMaxDrafts] = {};
+#pragma unroll
+    for (int i = 0; i < kMaxDrafts; ++i) {
+      if (i >= count) continue;
+#pragma unroll
+      for (int e = 0; e < kPerLane; ++e) {
+        const float k_i = from_k[i * next + lane + 32 * e], alpha_i = from_alpha[i * next + lane + 32 * e];
+        sums[i] = fmaf(k[e], k_i, sums[i]), sums[kMaxDrafts + i] = fmaf(q[e], k_i, sums[kMaxDrafts + i]);
+        k[e] *= alpha_i, q[e] *= alpha_i;
+      }
+    }
+    const float sum = spread_sums(sums);
+    constexpr int kLanes = 32 / (2 * kMaxDrafts);  // of a sum
+    const int number = lane / kLanes, i = number % kMaxDrafts, which = number / kMaxDrafts;
+    if (lane % kLanes == 0 && i < count) shared[m.score(which, t, steps + i + 1)] = which ? sum : -sum;
+    steps += count;
+  }
+};
+
 template <class State, int kK, int kRows, int kSteps, class P>
 __global__ void __launch_bounds__(kThreads, 4)
-    recurrent_kernel(const __grid_constant__ P p, const __grid_constant__ Parts x, const Blocks blocks,
-                     const Memory m) {
+    recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> x) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows> * kSteps;
   constexpr int kPerLane = kK / 32;
   constexpr int kValues = kMaxDrafts * kColumns / kThreads;  // of a thread
   const Tokens& tokens = x.tokens;
+  const Memory m(kK, kColumns, x.sizes, x.requests.records.ring);
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int row0 = first_row<kRows>();
@@ -197,25 +232,24 @@ __global__ void __launch_bounds__(kThreads, 4)
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
     for (; t < end; ++t) {
-      char* to =
-          tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + (v0 + threadIdx.x) * tokens.o.size();
-      store_element(to, tokens.o.dtype, 0);
+      char* to = tokens.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
+      store_element(to + (v0 + threadIdx.x) * size_of(tokens.o_dtype), tokens.o_dtype, 0);
     }
   };
-  const int T = static_cast<int>(p.T), t = warp;  // this warp's draft
+  const int T = m.drafts, t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
   draft.locate(tokens, at.n, static_cast<unsigned>(t), at.hv, at.h);
   // A thread's values: of column thread % kColumns, and some drafts.
   constexpr int kAtOnce = kThreads / kColumns;
   const char* from_v = tokens.v.at(at.n, static_cast<unsigned>(thread / kColumns), at.hv) +
-                       (v0 + threadIdx.x % kColumns) * tokens.v.size();
-  if (at.n < p.N && at.in_first_wave(blocks)) {
+                       (v0 + threadIdx.x % kColumns) * size_of(tokens.qkv_dtype);
+  if (at.n < blocks.rows && at.in_first_wave(blocks)) {
     if (!m.front.given && t < T) draft.expect(tokens);
     expect_states<P, kThreads>(x, at, kColumns, m.entries.entries, kK);
   }
   wait_for_stream();
-  if (at.layer || at.n >= p.N) return;  // the grid's last rows
-  const Indices indices = indices_of(p, at.n);
+  if (at.n >= blocks.rows) return;  // the grid's last rows
+  const Indices indices = indices_of(x.requests, at.n);
   unsigned values[kValues];
   const auto fetch = [&]<bool kNarrow>() {
     if (t < T) draft.template fetch_gate<kNarrow>(tokens);
@@ -223,32 +257,30 @@ __global__ void __launch_bounds__(kThreads, 4)
     const char* from = from_v;
 #pragma unroll
     for (int i = 0; i < kValues; ++i, from += kAtOnce * static_cast<uint64_t>(tokens.v.stride1))
-      values[i] = !m.front.given && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.v.dtype) : 0;
+      values[i] = !m.front.given && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
-  const Request r = request_of(p, tokens_of(p, at.n), indices);
+  const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
   if (!r.s.live) return zero_outputs(at.n, 0, T);
-  const auto rows_of = [&](const View& t) {
-    return Rows<true>(t, KDA_STATE_V_FIRST, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
-  };
 
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m.entries, shared);
+  if (!before.apply) entries.copy_keys(m, shared);
   if (m.front.given) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
-    convolution.fetch(p, at, r.s, T, v0);
-    convolution.values(p, at, r.s, T, v0, shared);
+    convolution.fetch(x.front, at, r.s, T, v0);
+    convolution.values(x.front, at, r.s, T, v0, shared);
   }
   // Four columns a thread leave no registers for what is on its way; two do, and few blocks had better not wait twice.
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
-  Rows<true> from = rows_of(x.h0);
+  Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   if (r.s.initial) load_state<State, kK>(from, S);
   let_next_start();
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
-  auto* prepared = reinterpret_cast<Prepared<kK>*>(shared);
+  auto* prepared = reinterpret_cast<PreparedDraft<kK>*>(shared);
   if (m.front.given) {
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
@@ -258,19 +290,16 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     __syncwarp();  // a draft's q and k are read: what is prepared will lie there
   }
-  Entries record;
-  if (r.slot >= 0) record = Entries(x.records, at, r.slot, v0);
   if (t < T) {
     draft.activate(tokens, warp_sums);
+    const Entries record(x.records, at, r.slot, v0);
     const int entry = r.slot >= 0 && at.tile == 0 ? r.verify.entry(r.verify.token(t)) : -1;
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) {
       const int c = draft.channel(e);
-      const float alpha = draft.alpha[e], k = draft.k[e];
-      prepared[t].alpha[c] = alpha, prepared[t].k[c] = k;
-      prepared[t].alpha_k[c] = alpha * k, prepared[t].alpha_q[c] = alpha * draft.q[e];
-      if (entry >= 0) record.alpha_at(entry, c) = alpha;
-      if (entry >= 0 && at.h * blocks.group.divisor == at.hv) record.k_at(entry, c) = k;
+      prepared[t].alpha[c] = draft.alpha[e], prepared[t].k[c] = draft.k[e];
+      if (entry >= 0) record.alpha_at(entry, c) = draft.alpha[e];
+      if (entry >= 0 && at.h * blocks.group.divisor == at.hv) record.k_at(entry, c) = draft.k[e];
     }
     if (lane == 0) shared[m.factors + t] = draft.beta, shared[m.factors + m.drafts + t] = draft.qk;
   }
@@ -278,41 +307,65 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       if (thread / kColumns + i * kAtOnce < T)
-        shared[m.v + i * kThreads + thread] = value_of(tokens.v.dtype, values[i]);
+        shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
-  __syncthreads();  // drafts, values, w and u are in shared memory
+  __syncthreads();  // keys and decays of all drafts and entries are in shared memory
+  const int committed = before.apply ? 0 : entries.count;
+  if (t < T) {
+    Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
+#pragma unroll
+    for (int e = 0; e < kPerLane; ++e) walk.k[e] = draft.alpha[e] * draft.k[e], walk.q[e] = draft.alpha[e] * draft.q[e];
+    if (t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
+    for (int i = 0; i < committed; i += kMaxDrafts)
+      walk.over(min(committed - i, kMaxDrafts), shared + m.entries.w + i * kK, shared + m.alpha + i * kK, kK);
+#pragma unroll
+    for (int e = 0; e < kPerLane; ++e)
+      prepared[t].kG[draft.channel(e)] = walk.k[e], prepared[t].qG[draft.channel(e)] = walk.q[e];
+  }
+  __syncthreads();  // drafts, scores, values, w and u are in shared memory
 
   // Of the eight lanes of kRows columns the first four have u, the others o.
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number
   const int own = lane % kRowLanes;
-  const bool first = own % kLanes == 0;
+  const bool first = own % kLanes == 0, has_u = own < 4;
   int column = row0 + own % 4 / kLanes;
 #pragma unroll 1
   for (int step = 0;;) {
-    if (entries.count) {
-      apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kRows> + row0, S);
-      if constexpr (kFlushes<P>) {
-        Rows<true> to = rows_of(x.hT);
-        to.first += step * kTile<kRows> * static_cast<uint64_t>(to.row);
-        if (before.apply) store_state<State, kK>(to, S);
+    if constexpr (kFlushes<P>) {
+      if (before.apply) {
+        apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kRows> + row0, S);
+        store_state<State, kK>(from, S);  // where it came from
       }
     }
-    char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * tokens.o.size();
-    char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&record.u_at(0, column)) : nullptr;
-#pragma unroll 1
-    for (int t = 0; t < T; ++t, to_o += tokens.o.stride1) {
-      const float sum = products<kK, kRows>(prepared[t], S);
-      const float own_u = shared[m.factors + t] * (shared[m.v + t * kColumns + column] - sum);
-      const float u_of_o = __shfl_up_sync(kAll, own_u, 4, kRowLanes);
-      if (own >= 4 && first) store_element(to_o, tokens.o.dtype, fmaf(shared[m.factors + m.drafts + t], u_of_o, sum));
-      if (own < 4 && first && to_u)
-        *reinterpret_cast<float*>(to_u + static_cast<unsigned>(r.verify.entry(r.verify.token(t))) *
-                                             static_cast<uint64_t>(record.u_step)) = own_u;
-      if (t + 1 == T) break;
-      float u[kRows];
+    // All products first: one by one with what follows, they cost registers that are not there.
+    float sum[kMaxDrafts], u[kMaxDrafts];
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) u[row] = __shfl_sync(kAll, own_u, row * kLanes, kRowLanes);
-      update<kK, kRows>(prepared[t], u, S);
+    for (int t = 0; t < kMaxDrafts; ++t) {
+      if (t >= T) break;
+      const float product = products<kK, kRows>(prepared[t], S);
+      sum[t] = has_u ? shared[m.v + t * kColumns + column] - product : product;
+    }
+#pragma unroll 1
+    for (int e = 0; e < committed; ++e) {
+      const float u_e = shared[m.entries.u + e * kColumns + column];
+#pragma unroll
+      for (int t = 0; t < kMaxDrafts; ++t)
+        if (t < T) sum[t] = fmaf(shared[m.score(!has_u, t, t + e + 1)], u_e, sum[t]);
+    }
+    char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * size_of(tokens.o_dtype);
+    char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&Entries(x.records, at, r.slot, v0).u_at(0, column)) : nullptr;
+#pragma unroll
+    for (int t = 0; t < kMaxDrafts; ++t) {
+      if (t >= T) break;
+#pragma unroll
+      for (int i = 0; i < t; ++i) sum[t] = fmaf(shared[m.score(!has_u, t, t - i)], u[i], sum[t]);
+      const float own_u = shared[m.factors + t] * sum[t], other_u = __shfl_up_sync(kAll, own_u, 4, kRowLanes);
+      u[t] = has_u ? own_u : other_u;
+      if (!has_u && first) store_element(to_o, tokens.o_dtype, fmaf(shared[m.factors + m.drafts + t], u[t], sum[t]));
+      to_o += tokens.o.stride1;
+      if (has_u && first && to_u)
+        *reinterpret_cast<float*>(to_u + static_cast<unsigned>(r.verify.entry(r.verify.token(t))) *
+                                             static_cast<uint64_t>(x.records.u.stride1)) = own_u;
     }
     if (++step == kSteps) break;
     column += kTile<kRows>;
@@ -346,21 +399,20 @@ template <class P>
 void launch_recurrent(const P& p) {
   if (p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Parts x(p);
+  const Parts<P> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
-    const Memory m(kK, static_cast<int>(p.T), kColumns, static_cast<int>(entries_of(p)), p.args.conv);
-    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                          m.entries.end * static_cast<int>(sizeof(float)), p, x,
-                                                          Blocks(p, tiles, at_once), m);
+    const int bytes = Memory(kK, kColumns, x.sizes, x.requests.records.ring).end * static_cast<int>(sizeof(float));
+    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, bytes,
+                                                          Blocks(p, tiles, at_once), x);
   });
 }
 
 template <class P>
 const char* why_not(const P& p) {
-  if (const char* reason = wide_why_not(p)) return reason;  // a missing device among them
+  if (const char* reason = wide_why_not(p)) return reason;
   if (p.varlen || present(p.args.parents)) return "takes chains of the same number of drafts";
   if (p.T > kMaxDrafts) return "takes at most 4 drafts";
   if (present(p.args.records.u) && p.args.records.u.shape[1] < p.T) return "needs records for all drafts";
@@ -378,14 +430,14 @@ const char* flush_registers_why_not(const FlushProblem& p) { return wide_why_not
 void flush_registers(const FlushProblem& p) {
   if (p.layers * p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Parts x(p);
+  const Parts<FlushProblem> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows>;
     const int64_t tiles = p.V / kColumns;
-    const EntryMemory m(kK, kColumns, static_cast<int>(entries_of(p)), 0);
-    launch<flush_kernel<State, kK, kRows>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads,
-                                           m.end * static_cast<int>(sizeof(float)), p, x, Blocks(p, tiles, at_once), m);
+    const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
+    launch<flush_kernel<State, kK, kRows>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
+                                           LayeredBlocks(p, tiles, at_once), x);
   });
   roll_convolution(p);
 }

@@ -1,0 +1,218 @@
+// One instruction each, of Hopper (sm_90a): mbarriers, bulk copies, products of a warpgroup. Numbers of shared memory are
+// addresses in its window (shared_address).
+#pragma once
+#include <cstdint>
+
+#include "cuda/ptx/sm80.h"
+
+namespace kda::cuda::ptx {
+
+// ---- mbarriers: 8 bytes of shared memory that count arrivals and bytes; phases alternate in parity, the first is 0 ----
+
+__device__ inline void init_barrier(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to copies, before the block's first __syncthreads().
+__device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void arrive(unsigned barrier, unsigned times = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
+// Arrives, and promises bytes that copies will bring.
+__device__ inline void arrive_expecting(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline bool has_phase_ended(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+__device__ inline void wait_barrier(unsigned barrier, unsigned parity) {
+  while (!has_phase_ended(barrier, parity)) {
+  }
+}
+
+// ---- named barriers of some warps of a block: 1..15 ----
+
+__device__ inline void sync_threads(unsigned barrier, unsigned threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ---- bulk copies of neighbouring bytes, multiples of 16, by one thread ----
+
+__device__ inline void copy_bulk_to_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+__device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kGroups groups of this thread are written; _reads: until their sources may be overwritten.
+template <int kGroups>
+__device__ void wait_for_bulk() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+template <int kGroups>
+__device__ void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+}
+
+// ---- between what threads store and what copies and matrix units (the "async proxy") read, and back ----
+
+__device__ inline void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_global_for_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- flags in global memory, between blocks ----
+
+__device__ inline void store_release(unsigned* to, unsigned x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ inline void store_relaxed(unsigned* to, unsigned x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ inline unsigned load_relaxed(const unsigned* from) {
+  unsigned x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ inline unsigned long long load_relaxed(const unsigned long long* from) {
+  unsigned long long x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ inline unsigned load_acquire(const unsigned* from) {
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+__device__ inline unsigned long long load_acquire(const unsigned long long* from) {
+  unsigned long long x;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// ---- registers of a warpgroup, a multiple of 8 ----
+
+template <int kRegisters>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Of registers to four 8x8 matrices, transposed; addresses as for load_matrices().
+__device__ inline void store_transposed(unsigned to, const unsigned (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// ---- wgmma: d (64 x N) += or = a (64 x 16) b (16 x N), in f32, by the four warps of a warpgroup together ----
+//
+// Lane 4 i + j of warp w has, of d, rows 16 w + i and 16 w + i + 8, columns 8 n + 2 j and 8 n + 2 j + 1:
+// d[4 n], d[4 n + 1] of the first row, d[4 n + 2], d[4 n + 3] of the second. Two neighbouring n, rounded and packed in
+// pairs, are the fragment of an a.
+
+// Orders accumulators and shared memory that this warpgroup wrote before products that use them.
+__device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kGroups>
+__device__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// How 16-byte pieces of rows of 128 or 64 bytes are swizzled: bits 4.. of an address ^ bits 7..
+enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
+// A matrix in shared memory, in bytes: from eight rows to the next eight (stride); of matrices whose rows are channels of
+// the contraction (kTransposed), from as many columns as a row holds to the next (leading).
+__device__ inline uint64_t matrix_at(unsigned address, unsigned leading, unsigned stride, Swizzle swizzle) {
+  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
+         static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+
+// a in registers, N = 32. Without accumulate d is overwritten.
+template <class T, bool kTransposed>
+__device__ void wgmma(float (&d)[16], const unsigned (&a)[4], uint64_t b, bool accumulate) {
+#define KDA_WGMMA(type)                                                                                               \
+  asm volatile(                                                                                                       \
+      "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"                                                                       \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                                     \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, " \
+      "%22;}"                                                                                                         \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),   \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
+  if constexpr (std::is_same_v<T, __half>) KDA_WGMMA("f16");
+  else KDA_WGMMA("bf16");
+#undef KDA_WGMMA
+}
+// a in registers, N = 64. Without accumulate d is overwritten.
+template <class T, bool kTransposed>
+__device__ void wgmma(float (&d)[32], const unsigned (&a)[4], uint64_t b, bool accumulate) {
+#define KDA_WGMMA(type)                                                                                             \
+  asm volatile(                                                                                                     \
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                                   \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+      "%23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"                     \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
+  if constexpr (std::is_same_v<T, __half>) KDA_WGMMA("f16");
+  else KDA_WGMMA("bf16");
+#undef KDA_WGMMA
+}
+// a in registers, N = 128. Without accumulate d is overwritten.
+template <class T, bool kTransposed>
+__device__ void wgmma(float (&d)[64], const unsigned (&a)[4], uint64_t b, bool accumulate) {
+#define KDA_WGMMA(type)                                                                                                \
+  asm volatile(                                                                                                        \
+      "{.reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                                        \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                                     \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "    \
+      "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
+      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, "    \
+      "%66, %67}, %68, p, 1, 1, %70;}"                                                                                 \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
+  if constexpr (std::is_same_v<T, __half>) KDA_WGMMA("f16");
+  else KDA_WGMMA("bf16");
+#undef KDA_WGMMA
+}
+// a in shared memory, N = 32, neither transposed.
+template <class T>
+__device__ void wgmma_shared(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+#define KDA_WGMMA(type)                                                                                             \
+  asm volatile(                                                                                                     \
+      "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                                   \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;}"          \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])                    \
+      : "l"(a), "l"(b), "r"(int(accumulate)))
+  if constexpr (std::is_same_v<T, __half>) KDA_WGMMA("f16");
+  else KDA_WGMMA("bf16");
+#undef KDA_WGMMA
+}
+
+}  // namespace kda::cuda::ptx

@@ -1,0 +1,553 @@
+// F2 and F3: the scores of a chunk, the inverse of its triangle, and what follows from both without a state. A block has a
+// chunk of a value head.
+//
+// Scores, for any gate (math.md 4.4 c): on level h = 1, 2, 4, .. 32 the rows of the second half of every 2 h meet the
+// columns of its first half. Between them lies the first row of the second half, the anchor a:
+//   2^(G_i - G_j) = 2^(G_i - G_a) 2^(G_a - G_j)
+// so every row of q and k is scaled once a level by a factor in [0, 1], in f32, and the products are those of matrices. The
+// exponents are sums of steps G_t - G_(t-1) of one sign: nothing cancels.
+//
+//   levels    a warp scales eight rows, which it has in registers     barrier: tiles q, k
+//             a block of 16 x 16 scores and one of q, k: its products  barrier: tiles are read
+//   inverse   T of 16 x 16 blocks by forward substitution, a column a lane; then twice T21 = -T22 (A21 T11), in f32
+//   outputs   qG, kg and kG by way of tiles, w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
+//
+// Shared memory: four tiles and the steps' sums, 77 KiB; two blocks an SM.
+#include "cuda/cuda.h"
+#include "cuda/sm80/stages.h"
+#include "problem_stages.h"
+
+namespace kda::cuda {
+namespace stages {
+namespace {
+
+constexpr int kGroup = kRows / kWarps;         // rows of a warp
+constexpr int kScoreStride = kTileStride / 4;  // of 64 x 64 numbers in f32
+
+template <class E>
+struct Smem {
+  // Of each warp's rows: the step into the first, and those into the others together.
+  float first[kWarps][slice_of<E>], rest[kWarps][slice_of<E>];
+  float beta[kRows], diagonal[kRows];  // diagonal: of q k^T
+  union {
+    alignas(16) unsigned char q[kTileBytes];  // scaled
+    float Aqk[kRows * kScoreStride];          // then
+    unsigned char kG[kTileBytes];             // and then
+  };
+  union {
+    alignas(16) unsigned char k[kTileBytes];  // scaled
+    float T[kRows * kScoreStride];            // then
+  };
+  union {
+    alignas(16) float Akk[kRows * kScoreStride];  // above the diagonal: parts of the inverse
+    unsigned char out[kTileBytes];                // then
+  };
+  union {
+    alignas(16) unsigned char from_q[kTileBytes];  // as it came
+    unsigned char v[kTileBytes];                   // then
+  };
+};
+
+// Eight rows of a warp, kPerLane channels of a lane. Those of q stay in shared memory.
+template <class E>
+struct Group {
+  uint2 k[kGroup];
+  float step[kGroup][kPerLane<E>];
+  int warp, c;  // c: of the slice
+
+  __device__ Group() : warp(static_cast<int>(threadIdx.x) / 32), c(static_cast<int>(threadIdx.x % 32) * kPerLane<E>) {}
+
+  // Slice s. Behind the last row: zeros.
+  __device__ void load(const IntraCall& p, const ChunkAt& at, int hv, int s) {
+    const int channel = s * slice_of<E> + c, i0 = warp * kGroup;
+    const int64_t t = at.t0 + i0, h = hv / p.group;
+    const char *from_k = p.k.at(at.b, t, h), *from_G = p.G.at(at.b, t, hv);
+    float before[kPerLane<E>] = {};
+    const bool steps = sizeof(E) == 4 && p.steps;  // of prefill_f32
+    if (!steps && warp && i0 <= at.rows) load_values(p.G, from_G - p.G.token, channel, p.K, before);
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r) {
+      const bool real = i0 + r < at.rows;
+      k[r] = real ? load_packed<E>(p.k, from_k, channel, p.K) : uint2{};
+      load_values(p.G, from_G, channel, real ? p.K : 0, step[r]);
+      from_k += p.k.token, from_G += p.G.token;
+    }
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r)
+#pragma unroll
+      for (int j = 0; j < kPerLane<E>; ++j) {
+        const float x = step[r][j], gamma = x * 1.44269504f;
+        step[r][j] = steps ? gamma < -160 ? -160 : gamma : i0 + r < at.rows ? x - before[j] : 0;
+        before[j] = x;
+      }
+  }
+  // Adds numbers of these channels; all steps of warps begin .. end - 1.
+  __device__ void add_from(const float* from, float (&sum)[kPerLane<E>]) const {
+    if constexpr (kPerLane<E> == 4) {
+      const float4 x = load_four(from + c);
+      sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+    } else {
+      const float2 x = *reinterpret_cast<const float2*>(from + c);
+      sum[0] += x.x, sum[1] += x.y;
+    }
+  }
+  __device__ void add_steps(const Smem<E>& shared, int begin, int end, float (&sum)[kPerLane<E>]) const {
+#pragma unroll 1
+    for (int w = begin; w < end; ++w) add_from(shared.first[w], sum), add_from(shared.rest[w], sum);
+  }
+  __device__ void share(Smem<E>& shared) const {
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) {
+      float rest = 0;
+#pragma unroll
+      for (int r = 1; r < kGroup; ++r) rest += step[r][j];
+      shared.first[warp][c + j] = step[0][j], shared.rest[warp][c + j] = rest;
+    }
+  }
+
+  // x 2^exponent of a row.
+  __device__ uint2 scaled(uint2 x, const float (&exponent)[kPerLane<E>]) const {
+    float y[kPerLane<E>];
+    unpack<E>(x, y);
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) y[j] *= ptx::exp2(exponent[j]);
+    return packed<E>(y);
+  }
+  __device__ int place(int r) const { return (warp * kGroup + r) * kTileStride + c * static_cast<int>(sizeof(E)); }
+  __device__ uint2 q(const Smem<E>& shared, int r) const {
+    return *reinterpret_cast<const uint2*>(shared.from_q + place(r));
+  }
+  __device__ void put(unsigned char* tile, int r, uint2 x) const { *reinterpret_cast<uint2*>(tile + place(r)) = x; }
+  // A row of second halves, and one of first halves.
+  __device__ void put_row(Smem<E>& shared, int r, const float (&exponent)[kPerLane<E>]) const {
+    put(shared.q, r, scaled(q(shared, r), exponent)), put(shared.k, r, scaled(k[r], exponent));
+  }
+  __device__ void put_column(Smem<E>& shared, int r, const float (&exponent)[kPerLane<E>]) const {
+    put(shared.k, r, scaled(k[r], exponent));
+  }
+  __device__ void add(float (&sum)[kPerLane<E>], int r) const {
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) sum[j] += step[r][j];
+  }
+
+  // The tiles of a level inside the warp's rows, and of one with halves of `size` warps.
+  template <int kHalf>
+  __device__ void put_level(Smem<E>& shared) const {
+#pragma unroll
+    for (int b = 0; b < kGroup; b += 2 * kHalf) {
+      float sum[kPerLane<E>] = {};
+#pragma unroll
+      for (int r = b + kHalf; r < b + 2 * kHalf; ++r) {
+        if (r > b + kHalf) add(sum, r);
+        put_row(shared, r, sum);
+      }
+#pragma unroll
+      for (int j = 0; j < kPerLane<E>; ++j) sum[j] = 0;
+#pragma unroll
+      for (int r = b + kHalf - 1; r >= b; --r) add(sum, r + 1), put_column(shared, r, sum);
+    }
+  }
+  __device__ void put_level(Smem<E>& shared, int size) const {
+    float sum[kPerLane<E>] = {};
+    const int anchor = warp / (2 * size) * 2 * size + size;
+    if (warp >= anchor) {
+      if (warp > anchor) add_from(shared.rest[anchor], sum), add_steps(shared, anchor + 1, warp, sum), add(sum, 0);
+#pragma unroll
+      for (int r = 0; r < kGroup; ++r) {
+        if (r) add(sum, r);
+        put_row(shared, r, sum);
+      }
+    } else {
+      add_steps(shared, warp + 1, anchor, sum), add_from(shared.first[anchor], sum);
+#pragma unroll
+      for (int r = kGroup - 1; r >= 0; --r) put_column(shared, r, sum), add(sum, r);
+    }
+  }
+
+  // q.k of the warp's rows: in lane 4 r that of row r.
+  __device__ float diagonal(const Smem<E>& shared) const {
+    float dots[kGroup];
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r) {
+      float x[kPerLane<E>], y[kPerLane<E>];
+      unpack<E>(q(shared, r), x), unpack<E>(k[r], y);
+      dots[r] = 0;
+#pragma unroll
+      for (int j = 0; j < kPerLane<E>; ++j) dots[r] = fmaf(x[j], y[j], dots[r]);
+    }
+    return spread_sums(dots);
+  }
+
+  // Slice s of G.
+  __device__ void store_sums(const IntraCall& p, const ChunkAt& at, int hv, int s, const Smem<E>& shared) const {
+    const int channel = s * slice_of<E> + c;
+    float sum[kPerLane<E>] = {};
+    add_steps(shared, 0, warp, sum);
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r) {
+      add(sum, r);
+      const int i = warp * kGroup + r;
+      auto* to = reinterpret_cast<float*>(p.sums.at(at.b, at.t0 + i, hv));
+#pragma unroll
+      for (int j = 0; j < kPerLane<E>; ++j)
+        if (i < at.rows && channel + j < p.K) to[channel + j] = sum[j];
+    }
+  }
+
+  // kG, qG in place of q, kg to `out`.
+  __device__ void put_decayed(const IntraCall& p, Smem<E>& shared) const {
+    const int size = p.chunk / kGroup, begin = warp / size * size;
+    float sum[kPerLane<E>] = {};
+    add_steps(shared, begin, warp, sum);
+    if (p.qG.data) {
+#pragma unroll
+      for (int r = 0; r < kGroup; ++r) {
+        add(sum, r);
+        put(shared.kG, r, scaled(k[r], sum)), put(shared.from_q, r, scaled(q(shared, r), sum));
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < kGroup; ++r) add(sum, r), put(shared.kG, r, scaled(k[r], sum));
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = 0;
+    add_steps(shared, warp + 1, begin + size, sum);
+#pragma unroll
+    for (int r = kGroup - 1; r >= 0; --r) put(shared.out, r, scaled(k[r], sum)), add(sum, r);
+  }
+};
+
+// ---- scores ----
+
+// What a warp has of them: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight columns of the
+// block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
+struct Scores {
+  Sum diagonal, largest;
+  float second[4] = {};
+  bool of_k = threadIdx.x / 32 % 2;
+  int pair = static_cast<int>(threadIdx.x) / 64;
+
+  template <class E>
+  __device__ void add_level(const Smem<E>& shared, int half, int channels) {
+    using M = Math<E>;
+    const int row = half == 32 ? 2 + pair / 2 : half == 16 ? pair | 1 : pair;
+    const int column = half == 32 ? pair % 2 : half == 16 ? pair & -2 : pair;
+    const unsigned char* tile = of_k ? shared.k : shared.q;
+    Sum all;
+#pragma unroll 2
+    for (int c = 0; c < channels; c += 16)
+      M::add(all, M::load_a(tile, kStride<E>, row * 16, c), M::load_b_transposed(shared.k, kStride<E>, column * 16, c));
+    const int g = static_cast<int>(threadIdx.x % 32) / 4, t = static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // below 16: rows of second halves, columns of the first halves of the same
+        const int row = g + i / 2 * 8, column = n * 8 + 2 * t + i % 2;
+        if (half == 32) largest.x[n][i] += all.x[n][i];
+        else if (half == 16) second[i] += n == pair % 2 ? all.x[n][i] : 0.0f;
+        else if ((row & -2 * half) == (column & -2 * half) && row & half && !(column & half))
+          diagonal.x[n][i] += all.x[n][i];
+      }
+  }
+
+  // Akk with its beta, Aqk with the scale; of Aqk's diagonal only what lies below it.
+  template <class E>
+  __device__ void store(Smem<E>& shared, float scale) const {
+    float* to = of_k ? shared.Akk : shared.Aqk;
+    const auto put = [&](int i, int j, float x) { to[i * kScoreStride + j] = x * (of_k ? shared.beta[i] : scale); };
+    for_each_pair(diagonal, [&](int i, int j, float x, float y) {
+      if (i > j) put(pair * 16 + i, pair * 16 + j, x);
+      if (i > j + 1) put(pair * 16 + i, pair * 16 + j + 1, y);
+    });
+    for_each_pair(largest, [&](int i, int j, float x, float y) {
+      put(32 + pair / 2 * 16 + i, pair % 2 * 16 + j, x), put(32 + pair / 2 * 16 + i, pair % 2 * 16 + j + 1, y);
+    });
+    const int i = (pair | 1) * 16 + static_cast<int>(threadIdx.x % 32) / 4;
+    const int j = (pair & -2) * 16 + pair % 2 * 8 + static_cast<int>(threadIdx.x % 4) * 2;
+    put(i, j, second[0]), put(i, j + 1, second[1]), put(i + 8, j, second[2]), put(i + 8, j + 1, second[3]);
+  }
+};
+
+// Asks for q of slice s, loads the rest of it; the next barrier, after wait_for_copies(), ends it.
+template <class E>
+__device__ void load_slice(const IntraCall& p, const ChunkAt& at, int hv, int s, Group<E>& group, Smem<E>& shared) {
+  if (p.q.data)
+    stage<E, kRows, slice_of<E>>(tokens_of(p.q, at, hv / p.group, s * slice_of<E>, p.K), shared.from_q, kStride<E>);
+  ptx::commit_copies();
+  group.load(p, at, hv, s);
+  group.share(shared);
+  ptx::wait_for_copies<0>();
+}
+
+template <class E>
+__device__ void put_scores(const IntraCall& p, const ChunkAt& at, int hv, Group<E>& group, Smem<E>& shared) {
+  Scores scores;
+  const int row = group.warp * kGroup + static_cast<int>(threadIdx.x % 32) / 4;  // whose q.k this lane has
+#pragma unroll 1
+  for (int s = 0; s < slices(p.K, slice_of<E>); ++s) {
+    if (s) {
+      __syncthreads();  // q and the sums of steps are read
+      load_slice(p, at, hv, s, group, shared);
+    }
+    const int channels = (min(p.K - s * slice_of<E>, slice_of<E>) + 15) / 16 * 16;
+#pragma unroll 1
+    for (int half = 1; half < p.chunk; half *= 2) {
+      __syncthreads();  // q and the sums of steps are there, and the last level's tiles are read
+      if (half == 1) group.template put_level<1>(shared);
+      else if (half == 2) group.template put_level<2>(shared);
+      else if (half == 4) group.template put_level<4>(shared);
+      else group.put_level(shared, half / kGroup);
+      __syncthreads();  // the level's tiles are there
+      scores.add_level(shared, half, channels);
+    }
+    const float diagonal = group.diagonal(shared);
+    if (threadIdx.x % 4 == 0) shared.diagonal[row] = s ? shared.diagonal[row] + diagonal : diagonal;
+  }
+  __syncthreads();  // the last tiles are read
+  scores.store(shared, p.scale);
+  if (threadIdx.x % 4 == 0) shared.Aqk[row * (kScoreStride + 1)] = p.scale * shared.diagonal[row];
+  __syncthreads();  // Aqk and Akk are there
+}
+
+// ---- the inverse: T = (I + Akk)^-1 ----
+
+// x[row] y[.. + 0 .. kCount - 1] of 16 m .. n terms.
+template <int kCount>
+__device__ void dot_rows(const float* x, const float* y, int begin, int end, float (&sum)[kCount]) {
+#pragma unroll 4
+  for (int m = begin; m < end; ++m)
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum[j] = fmaf(x[m], y[m * kScoreStride + j], sum[j]);
+}
+
+// T21 = -T22 (A21 T11) for pairs of kSize x kSize blocks. The product in brackets goes where Akk has nothing.
+template <int kSize>
+__device__ void merge(float* Akk, float* T) {
+  constexpr int kPairs = kRows / (2 * kSize), kTeam = kThreads / kPairs, kCount = kSize * kSize / kTeam;
+  static_assert(kSize % kCount == 0);
+  const int thread = static_cast<int>(threadIdx.x) % kTeam, pair = static_cast<int>(threadIdx.x) / kTeam;
+  const int i = thread / (kSize / kCount), j = thread % (kSize / kCount) * kCount;
+  const int upper = pair * 2 * kSize, lower = upper + kSize;  // rows
+  float* const X = Akk + upper * kScoreStride + lower;
+  float sum[kCount] = {};
+  dot_rows(Akk + (lower + i) * kScoreStride + upper, T + upper * (kScoreStride + 1) + j, j / 16 * 16, kSize, sum);
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) X[i * kScoreStride + j + e] = sum[e], sum[e] = 0;
+  __syncthreads();  // A21 T11 is there
+  dot_rows(T + (lower + i) * kScoreStride + lower, X + j, 0, i / 16 * 16 + 16, sum);
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) T[(lower + i) * kScoreStride + upper + j + e] = -sum[e];
+  __syncthreads();  // T21 is there
+}
+
+__device__ inline void invert(float* Akk, float* T, int chunk) {
+  const int block = static_cast<int>(threadIdx.x) / 32, j = static_cast<int>(threadIdx.x % 32);
+  if (block < kRows / 16 && j < 16) {
+    const int origin = block * 16 * (kScoreStride + 1);
+    float x[16];  // column j
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      x[i] = i == j ? 1.0f : 0.0f;
+#pragma unroll
+      for (int m = 0; m < i; ++m) x[i] = fmaf(-Akk[origin + i * kScoreStride + m], x[m], x[i]);
+      x[i] = i < j ? 0.0f : x[i];
+      T[origin + i * kScoreStride + j] = x[i];
+    }
+  }
+  __syncthreads();  // the blocks on the diagonal are there
+  merge<16>(Akk, T);
+  if (chunk == kRows) merge<32>(Akk, T);
+}
+
+// ---- matrices of the chunk between memory and 64 x 64 numbers ----
+
+__device__ inline void store_matrix(const Rows& x, const ChunkAt& at, int hv, const float* from) {
+  if (!x.data) return;
+  for (int e = static_cast<int>(threadIdx.x) * 4; e < kRows * kRows; e += kThreads * 4) {
+    const int i = e / kRows, j = e % kRows;
+    if (i >= at.rows) break;
+    float4 y = load_four(from + i * kScoreStride + j);
+    y = {j <= i ? y.x : 0, j + 1 <= i ? y.y : 0, j + 2 <= i ? y.z : 0, j + 3 <= i ? y.w : 0};
+    char* to = x.at(at.b, at.t0 + i, hv) + j * x.size();
+    if (x.wide && x.dtype == KDA_F32) store_four(reinterpret_cast<float*>(to), y);
+    else if (x.wide && x.dtype == KDA_BF16) store_four(reinterpret_cast<bf16*>(to), y);
+    else {
+      const float four[4] = {y.x, y.y, y.z, y.w};
+      for (int k = 0; k < 4; ++k) store_element(to + k * x.size(), x.dtype, four[k]);
+    }
+  }
+}
+__device__ inline void load_matrix(const Rows& x, const ChunkAt& at, int hv, float* to) {
+  for (int e = static_cast<int>(threadIdx.x) * 4; e < kRows * kRows; e += kThreads * 4) {
+    const int i = e / kRows, j = e % kRows;
+    float y[4] = {};
+    if (i < at.rows && j <= i) load_values(x, x.at(at.b, at.t0 + i, hv), j, kRows, y);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) to[i * kScoreStride + j + k] = j + k <= i ? y[k] : 0.0f;
+  }
+}
+// To what a tensor of that dtype holds of them.
+__device__ inline void round_matrix(int32_t dtype, float* x) {
+  if (dtype == KDA_F32) return;
+  for (int e = static_cast<int>(threadIdx.x); e < kRows * kRows; e += kThreads) {
+    float& y = x[e / kRows * kScoreStride + e % kRows];
+    y = dtype == KDA_BF16 ? __bfloat162float(__float2bfloat16_rn(y)) : __half2float(__float2half_rn(y));
+  }
+}
+
+// ---- w and u ----
+
+// `out` = T beta x, x a tile.
+template <class E>
+__device__ void multiply(const IntraCall& p, const unsigned char* x, Smem<E>& shared) {
+  using M = Math<E>;
+  constexpr int kPairs = slice_of<E> / 32;  // 16 columns each; a warp has half of all
+  const int warp = static_cast<int>(threadIdx.x) / 32, row = warp % 4, column0 = warp / 4 * kPairs * 16;
+  Sum sums[kPairs];
+#pragma unroll 1
+  for (int m = p.chunk == kRows ? 0 : row / 2 * 2; m <= row; ++m) {
+    const float* T = shared.T + row * 16 * kScoreStride + m * 16;
+    const auto a = M::make_a([&](int i, int j) { return T[i * kScoreStride + j] * shared.beta[m * 16 + j]; });
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) M::add(sums[n], a, M::load_b(x, kStride<E>, m * 16, column0 + n * 16));
+  }
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n)
+    for_each_pair(sums[n], [&](int i, int j, float x, float y) {
+      M::store_two(shared.out, kStride<E>, row * 16 + i, column0 + n * 16 + j, x, y);
+    });
+}
+
+// A tile to slice s of x, whose chunks are `skip` apart if that is told.
+template <class E>
+__device__ void store_tile(const IntraCall& p, const Rows& x, const unsigned char* tile, int64_t skip,
+                           const ChunkAt& at, int hv, int s, int n) {
+  if (!x.data) return;
+  const bool padded = sizeof(E) == 4 && skip;  // of prefill_f32
+  const int c0 = s * slice_of<E>, lines = padded ? (at.rows + p.chunk - 1) / p.chunk * p.chunk : at.rows;
+  char* to = x.data + at.b * x.batch + hv * x.head + c0 * x.size();
+  to += padded ? at.t0 / p.chunk * skip : at.t0 * x.token;
+  const int64_t gap = padded ? skip - p.chunk * x.token : 0;  // between two chunks of 32
+  unstage<E, kRows, slice_of<E>>(tile, kStride<E>, x, lines, n - c0,
+                                 [&](int i) { return to + i * x.token + (i < p.chunk ? 0 : gap); });
+}
+
+template <class E>
+__global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constant__ IntraCall p) {
+  extern __shared__ float4 dynamic[];
+  auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
+  wait_for_stream();
+  const auto hv = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.HV));
+  ChunkAt at;
+  if (!p.chunks.find(blockIdx.x / static_cast<unsigned>(p.HV), at)) return;
+  if (!at.owned) {
+    if (p.solve) zero_rows(p.Aqk, at, hv, kRows), zero_rows(p.T, at, hv, kRows);
+    zero_rows(p.w, at, hv, p.K), zero_rows(p.u, at, hv, p.V);
+    return zero_rows(p.qG, at, hv, p.K), zero_rows(p.kg, at, hv, p.K);
+  }
+  if (threadIdx.x < kRows) {
+    const int i = static_cast<int>(threadIdx.x);
+    shared.beta[i] = i < at.rows ? load_element(p.beta.at(at.b, at.t0 + i, hv), p.beta.dtype) : 0.0f;
+  }
+  const int count = slices(p.K, slice_of<E>);
+  Group<E> group;
+  load_slice(p, at, hv, 0, group, shared);
+  if (p.solve) {
+    put_scores(p, at, hv, group, shared);
+    invert(shared.Akk, shared.T, p.chunk);
+    store_matrix(p.Aqk, at, hv, shared.Aqk), store_matrix(p.T, at, hv, shared.T);
+    __syncthreads();  // both are read
+    if (p.T.data) round_matrix(p.T.dtype, shared.T);
+  } else {
+    load_matrix(p.T, at, hv, shared.T);
+  }
+  __syncthreads();  // T is there; without solving, q and the sums of steps
+  const auto stage_v = [&](int s) {
+    stage<E, kRows, slice_of<E>>(tokens_of(p.v, at, hv, s * slice_of<E>, p.V), shared.v, kStride<E>);
+  };
+  const auto load_anew = [&](int s) {
+    __syncthreads();  // the slice before is read
+    load_slice(p, at, hv, s, group, shared);
+    __syncthreads();  // q and the sums of steps are there
+  };
+  if (p.solve && count > 1) load_anew(0);
+#pragma unroll 1
+  for (int s = 0;;) {
+    group.put_decayed(p, shared);
+    if constexpr (sizeof(E) == 4)
+      if (p.sums.data) group.store_sums(p, at, hv, s, shared);
+    __syncthreads();  // kG, qG and kg are there
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) store_tile<E>(p, i ? p.kg : p.qG, i ? shared.out : shared.from_q, 0, at, hv, s, p.K);
+    __syncthreads();  // qG and kg are read
+    if (s + 1 == count && p.u.data) stage_v(0);
+    if (p.w.data) {
+      multiply(p, shared.kG, shared);
+      __syncthreads();  // w is there
+      store_tile<E>(p, p.w, shared.out, p.w_skip, at, hv, s, p.K);
+    }
+    if (++s == count) break;
+    load_anew(s);
+  }
+  if (!p.u.data) return;
+#pragma unroll 1
+  for (int s = 0; s < slices(p.V, slice_of<E>); ++s) {
+    if (s) {
+      __syncthreads();  // v is read
+      stage_v(s);
+    }
+    arrived();  // v, and what was computed before is stored
+    multiply(p, shared.v, shared);
+    __syncthreads();  // u is there
+    store_tile<E>(p, p.u, shared.out, p.u_skip, at, hv, s, p.V);
+  }
+}
+
+}  // namespace
+
+void run(const kda_exec& exec, const IntraCall& c, bool exact) {
+  const dim3 grid(static_cast<unsigned>(c.chunks.count * c.HV));
+  if (grid.x == 0) return;
+  if (exact) launch<intra_kernel<float>>(exec, grid, kThreads, sizeof(Smem<float>), c);
+  else launch<intra_kernel<bf16>>(exec, grid, kThreads, sizeof(Smem<bf16>), c);
+}
+
+namespace {
+
+template <class P>
+IntraCall call_of(const P& p, const kda_tensor& T) {
+  const auto& a = p.args;
+  IntraCall c{.chunks = Chunks(p, p.in.cu_seqlens), .q = rows_of(a.q), .k = rows_of(a.k), .v = rows_of(a.v)};
+  c.beta = rows_of(a.beta), c.G = rows_of(a.G), c.T = rows_of(T);
+  c.w = rows_of(a.w), c.u = rows_of(a.u), c.qG = rows_of(a.qG), c.kg = rows_of(a.kg);
+  c.HV = static_cast<int32_t>(p.HV), c.group = static_cast<int32_t>(p.group());
+  c.K = static_cast<int32_t>(p.K), c.V = static_cast<int32_t>(p.V);
+  c.chunk = kRows, c.scale = p.in.scale;
+  return c;
+}
+
+}  // namespace
+}  // namespace stages
+
+template <StageArgs Args>
+const char* intra_why_not(const StageProblem<Args>& p) {
+  return stages::stage_why_not(p.args.exec, has_f64(p), stages::Chunks(p, p.in.cu_seqlens).count * p.HV);
+}
+const char* stage_why_not(const StageProblem<kda_stage_chunk_intra_args>& p) { return intra_why_not(p); }
+const char* stage_why_not(const StageProblem<kda_stage_recompute_w_u_args>& p) { return intra_why_not(p); }
+
+void stage(const StageProblem<kda_stage_chunk_intra_args>& p) {
+  const kda_stage_chunk_intra_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
+  stages::IntraCall c = stages::call_of(p, a.Akk_inv);
+  c.Aqk = stages::rows_of(a.Aqk), c.solve = true;
+  run(a.exec, c, stages::is_exact({&a.k, &a.v}));
+}
+
+void stage(const StageProblem<kda_stage_recompute_w_u_args>& p) {
+  const kda_stage_recompute_w_u_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
+  run(a.exec, stages::call_of(p, a.Akk_inv), stages::is_exact({&a.k, &a.v}));
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,143 @@
+// F5: o = scale q E S + Aqk v_new. A block has a chunk of a value head and a slice of its columns; a warp 16 rows and half
+// of the columns. All it needs is asked for at once; other blocks of the SM compute meanwhile.
+//
+// Shared memory in bf16: q E 17, S 34, Aqk 17, v_new 17 KiB: two blocks an SM.
+#include "cuda/cuda.h"
+#include "cuda/sm80/stages.h"
+#include "problem_stages.h"
+
+namespace kda::cuda {
+namespace stages {
+namespace {
+
+template <class E>
+struct Smem {
+  union {
+    alignas(16) unsigned char q[kTileBytes];  // q E
+    unsigned char o[kTileBytes];              // then
+  };
+  alignas(16) unsigned char S[slice_of<E> * kTileStride];  // lines of K or of V, as they are stored
+  alignas(16) unsigned char A[kTileBytes];
+  alignas(16) unsigned char v[kTileBytes];
+};
+
+// q E of slice s, rows of a warp and channels of a lane.
+template <class E>
+__device__ void put_q(const OutputCall& p, const ChunkAt& at, int64_t hv, int s, unsigned char* tile) {
+  constexpr int kGroup = kRows / kWarps;
+  const int warp = static_cast<int>(threadIdx.x) / 32, c = static_cast<int>(threadIdx.x % 32) * kPerLane<E>;
+  const int channel = s * slice_of<E> + c, i0 = warp * kGroup;
+  const char* from_q = p.q.at(at.b, at.t0 + i0, hv / p.group);
+  const char* from_G = p.G.at(at.b, at.t0 + i0, hv);
+  uint2 q[kGroup];
+  float G[kGroup][kPerLane<E>];
+#pragma unroll
+  for (int r = 0; r < kGroup; ++r) {
+    const int n = i0 + r < at.rows ? p.K : 0;
+    q[r] = load_packed<E>(p.q, from_q, channel, n);
+    load_values(p.G, from_G, channel, n, G[r]);
+    from_q += p.q.token, from_G += p.G.token;
+  }
+#pragma unroll
+  for (int r = 0; r < kGroup; ++r) {
+    float x[kPerLane<E>];
+    unpack<E>(q[r], x);
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) x[j] *= ptx::exp2(G[r][j]);
+    *reinterpret_cast<uint2*>(tile + (i0 + r) * kTileStride + c * static_cast<int>(sizeof(E))) = packed<E>(x);
+  }
+}
+
+template <class E>
+__global__ void __launch_bounds__(kThreads, 2) output_kernel(const __grid_constant__ OutputCall p) {
+  extern __shared__ float4 dynamic[];
+  auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
+  using M = Math<E>;
+  constexpr int kSlice = slice_of<E>, kPairs = kSlice / 32;  // 16 columns each, of a warp
+  wait_for_stream();
+  const auto tiles = static_cast<unsigned>(slices(p.V, kSlice)), HV = static_cast<unsigned>(p.HV);
+  const int v0 = static_cast<int>(blockIdx.x % tiles) * kSlice;
+  const int64_t hv = blockIdx.x / tiles % HV;
+  ChunkAt at;
+  if (!p.chunks.find(blockIdx.x / tiles / HV, at)) return;
+  if (!at.owned) return v0 ? void() : zero_rows(p.o, at, hv, p.V);
+  const int64_t row = p.chunks.first_row(at.n) + at.index;
+  if (row >= p.h_rows) return;  // cu_seqlens that nobody checked
+
+  stage<E, kRows, kRows>(tokens_of(p.Aqk, at, hv, 0, kRows), shared.A, kStride<E>);
+  stage<E, kRows, kSlice>(tokens_of(p.v_new, at, hv, v0, p.V), shared.v, kStride<E>);
+  const int warp = static_cast<int>(threadIdx.x) / 32, i0 = warp % 4 * 16, column0 = warp / 4 * kPairs * 16;
+  Sum sums[kPairs];
+#pragma unroll 1
+  for (int c0 = 0; c0 < p.K; c0 += kSlice) {
+    if (c0) __syncthreads();  // the slice before is read
+    // Lines of V and channels from c0 on, or lines c0 .. of K and columns.
+    const int line0 = p.v_first ? v0 : c0, element0 = p.v_first ? c0 : v0;
+    stage<E, kSlice, kSlice>({p.h.at(row, line0, hv) + element0 * p.h.size(), p.h.token,
+                              (p.v_first ? p.V : p.K) - line0, (p.v_first ? p.K : p.V) - element0, p.h.dtype, p.h.wide},
+                             shared.S, kStride<E>);
+    put_q<E>(p, at, hv, c0 / kSlice, shared.q);
+    arrived();
+    const int channels = min(p.K - c0, kSlice);
+#pragma unroll 2
+    for (int c = 0; c < channels; c += 16) {
+      const auto a = M::load_a(shared.q, kStride<E>, i0, c);
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n)
+        M::add(sums[n], a,
+               p.v_first ? M::load_b_transposed(shared.S, kStride<E>, column0 + n * 16, c)
+                         : M::load_b(shared.S, kStride<E>, c, column0 + n * 16));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[n].x[i / 4][i % 4] *= p.scale;
+#pragma unroll 1
+  for (int j0 = 0; j0 <= i0; j0 += 16) {
+    auto a = M::load_a(shared.A, kStride<E>, i0, j0);
+    if (j0 == i0) M::keep_lower(a);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) M::add(sums[n], a, M::load_b(shared.v, kStride<E>, j0, column0 + n * 16));
+  }
+  __syncthreads();  // q E is read
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n)
+    for_each_pair(sums[n], [&](int i, int j, float x, float y) {
+      M::store_two(shared.o, kStride<E>, i0 + i, column0 + n * 16 + j, x, y);
+    });
+  __syncthreads();  // o is there
+  char* to = p.o.at(at.b, at.t0, hv) + v0 * p.o.size();
+  unstage<E, kRows, kSlice>(shared.o, kStride<E>, p.o, at.rows, p.V - v0, [&](int i) { return to + i * p.o.token; });
+}
+
+}  // namespace
+
+void run(const kda_exec& exec, const OutputCall& c, bool exact) {
+  const int64_t tiles = slices(c.V, exact ? slice_of<float> : slice_of<bf16>);
+  const dim3 grid(static_cast<unsigned>(c.chunks.count * c.HV * tiles));
+  if (grid.x == 0) return;
+  if (exact) launch<output_kernel<float>>(exec, grid, kThreads, sizeof(Smem<float>), c);
+  else launch<output_kernel<bf16>>(exec, grid, kThreads, sizeof(Smem<bf16>), c);
+}
+
+}  // namespace stages
+
+const char* stage_why_not(const StageProblem<kda_stage_fwd_o_args>& p) {
+  const int64_t tiles = stages::slices(static_cast<int>(p.V), stages::slice_of<float>);
+  return stages::stage_why_not(p.args.exec, has_f64(p), stages::Chunks(p, p.in.cu_seqlens).count * p.HV * tiles);
+}
+
+void stage(const StageProblem<kda_stage_fwd_o_args>& p) {
+  const kda_stage_fwd_o_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
+  stages::OutputCall c{.chunks = stages::Chunks(p, p.in.cu_seqlens), .q = stages::rows_of(a.q)};
+  c.v_new = stages::rows_of(a.v_new), c.G = stages::rows_of(a.G), c.Aqk = stages::rows_of(a.Aqk);
+  c.o = stages::rows_of(a.o), c.h = stages::lines_of_states(a.h), c.h_rows = a.h.shape[0];
+  c.HV = static_cast<int32_t>(p.HV), c.group = static_cast<int32_t>(p.group());
+  c.K = static_cast<int32_t>(p.K), c.V = static_cast<int32_t>(p.V);
+  c.scale = p.in.scale, c.v_first = p.in.state_layout == KDA_STATE_V_FIRST;
+  run(a.exec, c, stages::is_exact({&a.q, &a.v_new, &a.Aqk, &a.h, &a.o}));
+}
+
+}  // namespace kda::cuda

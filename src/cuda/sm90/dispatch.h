@@ -1,0 +1,31 @@
+// Which kernels of the Hopper forward a call's types and gates ask for.
+#pragma once
+#include "cuda/sm90/exact.h"
+#include "cuda/sm90/prepare.h"
+
+namespace kda::cuda::sm90 {
+
+inline bool anchored(const ForwardProblem& p) {
+  return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
+}
+
+// run.operator()<T>(), with the type of q, k and v.
+template <class Run>
+void with_type(const ForwardProblem& p, const Run& run) {
+  if (p.args.in.q.dtype == KDA_F16) run.template operator()<__half>();
+  else run.template operator()<__nv_bfloat16>();
+}
+// run.operator()<T, Scores, kWideGate>(): see Preparation.
+template <class Run>
+void with_preparation(const ForwardProblem& p, const Run& run) {
+  const auto by_gate = [&]<class T, class Scores>() {
+    if (p.args.in.g.dtype == KDA_F32) run.template operator()<T, Scores, true>();
+    else run.template operator()<T, Scores, false>();
+  };
+  with_type(p, [&]<class T>() {
+    if (anchored(p)) by_gate.template operator()<T, AnchoredScores>();
+    else by_gate.template operator()<T, ExactScores>();
+  });
+}
+
+}  // namespace kda::cuda::sm90

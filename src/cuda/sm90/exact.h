@@ -1,0 +1,251 @@
+// Scores for any gate. With G the sum of log2 alpha, row i among the eight of warp w and column j among those of o,
+//   G_i - G_j = (G_i - R_w) + (R_w - B_w) + (B_w - R_o) + (R_o - G_j)
+// where B_w is G before w's rows and R_w, their anchor, G after the fourth of them, both rounded to whole numbers. The outer
+// two are in operands, as in AnchoredScores; the inner two, powers of two and so exact in bf16, multiply operands in
+// registers. Where w = o the outer two are all there is.
+//
+// For that a token decays by 2^-25 at most. Entries with such a step in between are then too large, by less than f32 rounding
+// of others, and kG, qG and kg, in fp16, are 0 as they should be; ell has what is given. So exponents are bounded:
+//   G_i - R_w: -100.5 .. 75.5    R_o - G_j: -75.5 .. 100.5    R_w - B_w: -101 .. 1
+//   B_w - R_o: -101 .. 1 and what the rows in between add; it counts as 0 below -126, when the entry is below 2^-25
+// -inf is a decay to 0, nothing is divided, and what is above the diagonal, where numbers are large, is not used.
+#pragma once
+#include "cuda/sm90/scores.h"
+
+namespace kda::cuda::sm90 {
+
+class ExactScores {
+ public:
+  static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
+  static constexpr float kMost = 25;            // of -log2 alpha, for all but ell
+
+  // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
+  struct Gate {
+    int32_t form;
+    float rate, most, factor, shift[4];
+    __device__ Gate(const Tokens& x, const Bench& at) : form(x.gate_form) {
+      const float a = ptx::least(at.gate_rate(), 1e30f);  // no inf
+      const bool softplus = form == KDA_GATE_SOFTPLUS;
+      factor = softplus ? kLog2e : -kLog2e * a;
+      rate = softplus ? a : form == KDA_GATE_LOWER_BOUND ? -x.lower_bound * kLog2e : kLog2e;
+      most = kMost * ptx::reciprocal(rate);
+      at.gate_bias(shift);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) shift[e] *= factor;
+    }
+    __device__ void operator()(float (&x)[4]) const {
+      if (form == KDA_GATE_SOFTPLUS) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = softplus(fmaf(factor, x[e], shift[e]));
+      } else if (form == KDA_GATE_LOWER_BOUND) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + ptx::exp2(fmaf(factor, x[e], shift[e])));
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = -x[e];
+      }
+    }
+    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial, to 9.2e-6 of itself; to 2.8e-6 where
+    // it is small, and errors of slow decays add up.
+    __device__ static float softplus(float x) {
+      const float e = ptx::exp2(-fabsf(x));
+      float p = -0.035237316f;
+      p = fmaf(p, e, 0.14823328f);
+      p = fmaf(p, e, -0.30523044f);
+      p = fmaf(p, e, 0.47012892f);
+      p = fmaf(p, e, -0.7205947f);
+      p = fmaf(p, e, 1.4426911f);
+      return fmaf(p, e, fmaxf(x, 0));  // fmaxf drops a NaN, e keeps it
+    }
+  };
+
+  __device__ ExactScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
+
+  // Row i of the warp, from the first on. Behind the last row nothing decays.
+  __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
+    float y[4] = {x[0], x[1], x[2], x[3]};
+    gate(y);
+    const float rate = real ? gate.rate : 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      total_[e] = fmaf(-rate, y[e], i ? total_[e] : 0);
+      G_[i][e] = fmaf(-rate, ptx::least(y[e], gate.most), i ? G_[i ? i - 1 : 0][e] : 0);
+    }
+  }
+  // Of the lane's channels, all rows up to the warp's row i: no NaN?
+  __device__ bool is_fine(int i) const {
+    const float sum = (G_[i][0] + G_[i][1]) + (G_[i][2] + G_[i][3]);
+    return sum == sum;
+  }
+  __device__ void share_totals() const {
+    const unsigned place = (at_.warp * kSize + at_.lane * 4) * 4;
+    ptx::store_shared_f32x4(at_.totals() + place, make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
+    ptx::store_shared_f32x4(stage_ + kGiven + place, make_float4(total_[0], total_[1], total_[2], total_[3]));
+  }
+
+  // Operands of the scan and of scores, from the raw rows on the bench.
+  template <class T>
+  __device__ void tiles() {
+    const unsigned lane = at_.lane;
+    float total[4][4], G[4] = {}, anchor[4], decay[4];
+#pragma unroll
+    for (unsigned w = 0; w < 4; ++w) {
+      load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+      if (w < 3 && w < at_.warp) add(G, total[w]);
+    }
+    // G is before the warp's rows; G_ from the anchor on.
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      anchor[e] = rintf(G[e] + G_[3][e]);
+      decay[e] = ptx::exp2(anchor[e] - rintf(G[e]));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) G_[i][e] += G[e] - anchor[e];
+    }
+    to_start_[0] = ptx::pack<__nv_bfloat16>(decay[0], decay[1]);
+    to_start_[1] = ptx::pack<__nv_bfloat16>(decay[2], decay[3]);
+    // G before the rows of each warp behind, and at the end.
+#pragma unroll
+    for (unsigned w = 1; w < 4; ++w) {
+      if (w <= at_.warp) continue;
+      add(G, total[w - 1]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) decay[e] = ptx::exp2(rintf(G[e]) - anchor[e]);
+      store_four<__nv_bfloat16>(decays(w, at_.warp) + lane * 8, decay);
+    }
+    add(G, total[3]);
+    float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
+    const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
+    float norms_q[4], norms_k[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i % 4 == 0) {
+        const unsigned row = 8 * at_.warp + i;
+        at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
+      }
+      const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
+      float q[4], k[4], column[4];
+      four_of<T>(ptx::load_shared2(rows[i] + Stage::q), q);
+      four_of<T>(ptx::load_shared2(rows[i] + Stage::k), k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
+        k[e] *= norm_k, q[e] *= norm_q;
+        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
+      }
+      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
+      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
+      store_four<__nv_bfloat16>(columns[i], column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
+      store_four<__half>(stage[i] + Stage::k, k);
+      store_four<__half>(stage[i] + Stage::q, q);
+      store_four<__half>(stage[i] + Stage::kg, column);
+    }
+    if (at_.warp == 0) store_ell();
+  }
+
+  // [q; k] of the warp's rows times k of their own, and of each warp's before.
+  __device__ void run(unsigned) {
+    at_.forget();
+    // Aqk is zero where nothing else comes.
+    ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
+    const unsigned mine = at_.totals() + at_.warp * kSize * 4;  // nobody reads totals any more
+    ptx::store_shared2(mine + at_.lane * 8, make_uint2(to_start_[0], to_start_[1]));
+    const unsigned r = at_.lane % 8, m = at_.lane / 8;
+    const unsigned from =
+        at_.rows() + (m % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes + ((m / 2 ^ r) << 4);
+    unsigned rows[8][4], k[4][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) ptx::load_matrices(rows[j], (from ^ j % 4 << 5) + j / 4 * kHalf);
+    load_keys(k, at_.warp);
+    const unsigned i = at_.lane / 4, c = at_.lane % 4 * 2;
+    const float beta = at_.factor(Bench::kBeta, 8 * at_.warp + i);
+    const float diagonal = at_.factor(Bench::kDiagonal, 8 * at_.warp + i);
+    __syncwarp();  // zeros and decays are there
+    float d[4];
+    multiply(d, rows, k);
+    d[0] = c < i ? d[0] : c == i ? diagonal : 0, d[1] = c + 1 < i ? d[1] : c + 1 == i ? diagonal : 0;
+    store(d, at_.warp, beta);
+    if (at_.warp == 0) return;
+    unsigned decay[4][4];
+    load_decays(decay, mine);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scale(rows[j][e], decay[j / 2][j % 2 * 2 + e / 2]);
+#pragma unroll 1
+    for (unsigned other = 0; other < at_.warp; ++other) {
+      load_keys(k, other), load_decays(decay, decays(at_.warp, other));
+#pragma unroll
+      for (int e = 0; e < 16; ++e) scale(k[e / 4][e % 4], decay[e / 4][e % 4]);
+      multiply(d, rows, k);
+      store(d, other, beta);
+    }
+  }
+
+ private:
+  // In the stage, where Aqk and T will be: totals as given, for ell; powers of two from the anchor of o to the rows of w.
+  static constexpr unsigned kGiven = Stage::Aqk;
+  __device__ unsigned decays(unsigned w, unsigned o) const {
+    return stage_ + Stage::T + (w * (w - 1) / 2 + o) * kSize * 2;
+  }
+
+  __device__ static void add(float (&x)[4], const float (&y)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] += y[e];
+  }
+  __device__ void store_ell() const {
+    float ell[4] = {}, total[4];
+#pragma unroll
+    for (unsigned w = 0; w < 4; ++w)
+      load_four(stage_ + kGiven + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
+    ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
+                            make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
+  }
+
+  // Right operands: of keys of a warp's rows; and powers of two of the same channels.
+  __device__ void load_keys(unsigned (&k)[4][4], unsigned warp) const {
+    const unsigned r = at_.lane % 8, m = at_.lane / 8;
+    const unsigned from = at_.columns() + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) ptx::load_matrices(k[j], (from ^ j % 2 << 6) + j / 2 * kHalf);
+  }
+  __device__ void load_decays(unsigned (&x)[4][4], unsigned from) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) ptx::load_matrices(x[j], from + at_.lane / 8 * 16 + j * 64);
+  }
+  __device__ static void scale(unsigned& x, unsigned by) {
+    const __nv_bfloat162 product =
+        __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(by));
+    x = reinterpret_cast<const unsigned&>(product);
+  }
+
+  // d = [q; k] k^T of eight rows each, as two sums that need not wait for each other.
+  __device__ static void multiply(float (&d)[4], const unsigned (&rows)[8][4], const unsigned (&k)[4][4]) {
+    float other[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] = other[e] = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      ptx::mma<__nv_bfloat16>(d, rows[2 * j], k[j][0], k[j][1]);
+      ptx::mma<__nv_bfloat16>(other, rows[2 * j + 1], k[j][2], k[j][3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] += other[e];
+  }
+  // Entries of Aqk and Akk in columns of warp `other`. What is not below the diagonal of Akk is not read.
+  __device__ void store(const float (&d)[4], unsigned other, float beta) const {
+    const unsigned i = 8 * at_.warp + at_.lane / 4, j = at_.lane % 4;
+    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
+    ptx::store_shared_f32x2(at_.A() + (i * kStrideA + 8 * other + 2 * j) * 4, make_float2(d[2] * beta, d[3] * beta));
+  }
+
+  Bench& at_;
+  const unsigned stage_;
+  float G_[8][4], total_[4];  // of the warp's rows: from its first row, then from the anchor
+  unsigned to_start_[2];      // powers of two from the start of the warp's rows to their anchor
+};
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,409 @@
+// The scan: a warpgroup carries 64 value columns of a head's state from chunk to chunk, in registers.
+//
+// It works on transposes: S^T is 64 columns x 128 channels, and so every left operand is in registers, the right ones in a
+// stage. The accumulators of 16 columns, rounded and packed in pairs, are the left operand of the next product.
+//   [R^T | O^T] = S^T [kG; qG]^T     R^T = V^T - R^T
+//   U^T = R^T (T diag(beta))^T       S^T = S^T diag(ell) + U^T kg       O^T += U^T Aqk^T
+//
+// Operands are fp16, which has 11 bits where bf16 has 8, but whose numbers end at 65504 and thin out below 2^-14. All is
+// linear in a column of (v, S), so a column is worked on in units of a power of 2^16 that keeps the larger of |S| and |v|
+// between 2^-9 and 2^7 where it is chosen: every 64 tokens, by these numbers alone (so that a call may be split there), and
+// in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
+// until the next choice. Precision is that of fp16 down to 2^-5 of the largest |S|.
+#pragma once
+#include "cuda/sm90/help.h"
+
+namespace kda::cuda::sm90 {
+
+template <class T>
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+template <class T>
+__device__ Pair<T> pair_of(unsigned x) {
+  return reinterpret_cast<const Pair<T>&>(x);
+}
+// Largest magnitude of eight numbers; a NaN is.
+template <class T>
+__device__ float largest(unsigned a, unsigned b, unsigned c, unsigned d) {
+  const Pair<T> most = __hmax2_nan(__hmax2_nan(__habs2(pair_of<T>(a)), __habs2(pair_of<T>(b))),
+                                   __hmax2_nan(__habs2(pair_of<T>(c)), __habs2(pair_of<T>(d))));
+  return -ptx::least(-__low2float(most), -__high2float(most));
+}
+
+template <class T>
+class Scan {
+ public:
+  __device__ Scan(const Call& call, unsigned memory) : call_(call), ring_{memory}, lane_(threadIdx.x % 32) {
+    set_rare(0);
+  }
+
+  // Returns how many chunks there were.
+  __device__ unsigned run() {
+    const ForwardProblem& p = call_.p;
+    unsigned number = 0;  // of the chunk
+    for (unsigned i = blockIdx.x;; i += gridDim.x) {
+      const Item item(p, i);
+      if (!item.exists(p)) return number;
+      lane_ = opaque(lane_);
+      unsigned length;
+      char* to;  // where the thread's first outputs of the chunk go
+      {
+        Sequence s{};
+        if (item.is_tail(p)) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
+        else s = sequence_at(p, p.args.in, p.args.states, item.n);
+        if (!s.live) {
+          zero_outputs(item.hv, s);
+          continue;
+        }
+        load(s, item.hv);
+        find_corrections(s, item.hv);
+        length = static_cast<unsigned>(s.length);
+        to = outputs(s, 0, item.hv);
+      }
+      scan<true>(item, 0, length, to, number);
+      keep(item, length);
+    }
+  }
+
+  __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
+    const View& o = call_.x.o;
+    const unsigned v = threadIdx.x % kGroup;
+    for (int64_t t = s.t0 + first_column() / 64; t < s.t0 + s.length; t += kScanners)
+      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
+  }
+
+ protected:
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone. `to`:
+  // where the thread's first outputs of the first chunk go.
+  template <bool kOutputs>
+  __device__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
+    const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
+    // What is rare stays out of the inner loop: instructions have a cache, too.
+    for (unsigned t = first; t < end;) {
+      if (kOutputs && t % kChunk == 0 && keeps() && !rare()) keep(item, t);
+      bool went;
+      do {
+        lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
+        ring_.wait_full(number);
+        went = chunk<kOutputs>(
+            ring_.stage(number), t % kChunk == 0,
+            [&] {  // outputs of the chunk before
+              if (kOutputs && t > first) store_outputs(to - step, kRows);
+            },
+            [&](const float(&U)[kRows / 2]) {
+              if (kOutputs && call_.v_new.data) store_corrections(t, end, U);
+            });
+        if (!went) break;
+        if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+        // (Nothing is to be seen with it: the chunk's image has been read.)
+        if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
+        t += kRows, to += step, ++number;
+      } while (t < end && !rare() && !(kOutputs && t % kChunk == 0 && keeps()));
+      if (!went) prepare(ring_.stage(number), t % kChunk == 0);
+      else if (rare()) spoil();
+    }
+    if (kOutputs && end > first) store_outputs(to - step, (end - 1) % kRows + 1);
+  }
+
+  // Where the thread's first outputs of a chunk go.
+  __device__ char* outputs(const Sequence& s, unsigned t, unsigned hv) const {
+    return call_.x.o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t + lane_ / 2, hv) +
+           first_column() * sizeof(T) + lane_ % 2 * 16;
+  }
+
+  // What is asked for anew each time, since registers are scarce: the warp's first column; where the warpgroup's half of a row
+  // begins; the warp's own memory for outputs.
+  __device__ static unsigned first_column() { return ptx::thread() / 32 * 16; }
+  __device__ static unsigned half() { return ptx::thread() / kGroup * kHalf; }
+  __device__ unsigned staged() const {
+    return ring_.memory + Shared::out + ptx::thread() / 32 * kRows * Shared::kOutStride;
+  }
+  // 0, but for a chunk that prepare() was needed for; then, a byte each, its first tokens that were not finite.
+  __device__ unsigned rare() const { return ptx::load_shared(ring_.memory + Shared::rare + ptx::thread() * 4); }
+  __device__ void set_rare(unsigned x) const { ptx::store_shared(ring_.memory + Shared::rare + ptx::thread() * 4, x); }
+
+  // Of the thread: columns first_column() + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one more of each.
+  __device__ unsigned column(int i) const { return first_column() + lane_ / 4 + 8 * i; }
+  __device__ unsigned channel(int j) const { return 8 * j + lane_ % 4 * 2; }
+
+  // ---- states ----
+
+  struct Address {  // of a state's element, by column and channel
+    char* first;
+    uint32_t column, channel;
+    __device__ Address(const TypedView& t, int32_t layout, unsigned row, unsigned hv) : first(t.at(row, hv, 0)) {
+      const bool v_first = layout == KDA_STATE_V_FIRST;
+      column = v_first ? t.stride2 : size_of(t.dtype), channel = v_first ? size_of(t.dtype) : t.stride2;
+    }
+    __device__ char* at(unsigned v, unsigned k) const {
+      return first + static_cast<uint64_t>(v) * column + static_cast<uint64_t>(k) * channel;
+    }
+  };
+
+  // f(register, address) for all of the thread's elements of a state.
+  template <class Element, class F>
+  __device__ void elements(const TypedView& t, unsigned row, unsigned hv, const F& f) {
+    const Address at(t, call_.p.args.in.state_layout, row, hv);
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
+  }
+  __device__ void load(const Sequence& s, unsigned hv) {
+    unit_[0] = unit_[1] = 1;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S_[i] = 0;
+    if (!s.initial) return;
+    const TypedView& h0 = call_.states.h0;
+    const auto row = static_cast<unsigned>(s.slot);
+    if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
+    else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { S_[i] = __bfloat162float(*x); });
+  }
+  // Are states wanted on the way?
+  __device__ bool keeps() const { return call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data; }
+  // The state after t tokens goes where it is wanted. (The sequence is looked up again: registers are scarce in between.)
+  __device__ void keep(const Item& item, unsigned t) {
+    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n);
+    const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, item.n) : 0;
+#pragma unroll 1
+    for (int kind = 0; kind < 3; ++kind) {
+      const TypedView& to = call_.states.kept[kind];
+      const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, first_h) : -1;
+      if (row < 0) continue;
+      const auto slot = static_cast<unsigned>(row);
+      const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
+      if (to.dtype == KDA_F32) elements<float>(to, slot, item.hv, [&](int i, float* x) { *x = value(i); });
+      else
+        elements<__nv_bfloat16>(to, slot, item.hv,
+                                [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
+    }
+  }
+
+  // ---- units ----
+
+  // 1 / unit of a power of two.
+  __device__ static float inverse(float unit) { return __uint_as_float(0x7f000000u - __float_as_uint(unit)); }
+  // Of 2^16: by how much a number is below 2^-9 or from 2^7 on, after rounding to fp16 (as the operands are).
+  __device__ static float shift_of(float most) {
+    unsigned bits = __float_as_uint(most);
+    bits += 0xfff + (bits >> 13 & 1);
+    const int exponent = static_cast<int>(bits >> 23) - 127;
+    if (most == 0 || exponent == 128) return 1;        // nothing to choose from, or no number
+    const int steps = (exponent + 9 + 160) / 16 - 10;  // rounded down
+    return __uint_as_float(static_cast<unsigned>(127 + 16 * max(min(steps, 7), -7)) << 23);
+  }
+  __device__ void choose_units(const float (&v)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = v[i];
+#pragma unroll
+      for (int j = 0; j < 32; ++j) most = fmaxf(most, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+      const float shift = shift_of(most), back = inverse(shift);
+      unit_[i] *= shift;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) S_[j / 2 * 4 + 2 * i + j % 2] *= back;
+    }
+  }
+
+  // S_ as operands.
+  __device__ void pack(unsigned (&packed)[8][4]) const {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__half>(S_[2 * i], S_[2 * i + 1]);
+  }
+
+  // The chunk's v, transposed: tokens 16 j .. of the thread's columns as operands.
+  __device__ void load_values(unsigned stage, int j, unsigned (&v)[4]) const {
+    const unsigned token = 16 * j + lane_ / 16 * 8 + lane_ % 8, piece = first_column() % 64 / 8 + lane_ / 8 % 2;
+    ptx::load_transposed(v, stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4));
+  }
+
+  // Do units fit S_ and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. Also, of the thread's columns, the
+  // largest |v|.
+  __device__ bool fits(const unsigned (&a)[4], const unsigned (&b)[4], const unsigned (&packed)[8][4], bool first,
+                       float (&v)[2]) const {
+    bool large = false, fits = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      v[i] = inverse(unit_[i]) * largest<T>(a[i], a[i + 2], b[i], b[i + 2]);
+      large = large || !(v[i] < 0x1p7f);
+      if (!first) continue;
+      __half2 s = __habs2(pair_of<__half>(packed[0][i]));
+#pragma unroll
+      for (int j = 1; j < 16; ++j) s = __hmax2(s, __habs2(pair_of<__half>(packed[j / 2][i + j % 2 * 2])));
+      const float most = fmaxf(v[i], fmaxf(__low2float(s), __high2float(s)));
+      large = large || most >= 0x1p7f;
+      // A column's four lanes together reach 2^-9.
+      unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
+      reached |= reached >> 1, reached |= reached >> 2;
+      fits = fits && (reached & 0x11111111) == 0x11111111;
+    }
+    return fits && !__any_sync(kAll, large);
+  }
+
+  // For a chunk that did not fit. 0 times what is not finite is not 0: it would show in all tokens of the column, those
+  // before it included. So there are zeros instead, and spoil() comes after the chunk.
+  __device__ void prepare(unsigned stage, bool first) {
+    unsigned x[2][4], packed[8][4], bad[2] = {kRows, kRows};
+    load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
+#pragma unroll
+    for (unsigned j = 0; j < 16; ++j) {
+      const Pair<T> two = pair_of<T>(x[j / 8][j / 2 % 4]);
+      const float y = j % 2 ? __high2float(two) : __low2float(two);
+      if (y - y == 0) continue;
+      const unsigned i = j / 2 % 2, token = j / 4 * 8 + lane_ % 4 * 2 + j % 2, piece = column(i) % 64 / 8;
+      bad[i] = min(bad[i], token);
+      ptx::store_shared16(
+          stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4) + column(i) % 8 * 2, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 1)), bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
+    __syncwarp();  // zeros are there
+    load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
+    pack(packed);
+    float v[2];
+    if (!fits(x[0], x[1], packed, first, v)) choose_units(v);
+    set_rare(1u << 16 | bad[1] << 8 | bad[0]);
+  }
+  // From the first token that was not finite on, outputs and the state are not, either.
+  __device__ void spoil() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned bad = rare() >> 8 * i & 0xff;
+      for (unsigned token = lane_ % 4; token < kRows; token += 4)
+        if (token >= bad) ptx::store_shared16(staged() + token * Shared::kOutStride + (lane_ / 4 + 8 * i) * 2, 0x7fff);
+#pragma unroll
+      for (int j = 0; j < 32; ++j)
+        if (bad < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
+    }
+    __syncwarp();  // outputs are there
+    set_rare(0);
+  }
+
+  // ---- a chunk ----
+
+  // meanwhile(): work for the time of the first products; corrections(): what sees U.
+  // Returns false, and has done nothing, if units do not fit.
+  template <bool kOutputs, class Meanwhile, class Corrections>
+  __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
+    unsigned left[8][4];
+    {
+      unsigned a[4], b[4];
+      float v[2];
+      load_values(stage, 0, a), load_values(stage, 1, b);
+      pack(left);
+      if (!fits(a, b, left, first, v) && !rare()) return false;
+    }
+    // Before the products begin: nothing may touch their accumulators while they run.
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
+    }
+    float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
+    ptx::commit_products();
+    unsigned v[2][4];
+    load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
+    meanwhile();
+    ptx::wait_for_products<0>();
+
+    unsigned R[2][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const Pair<T> two = pair_of<T>(v[j / 4][j % 4]);
+      const float scale = inverse(unit_[j % 2]);
+      R[j / 4][j % 4] = ptx::pack<__half>(fmaf(__low2float(two), scale, -both[2 * j]),
+                                          fmaf(__high2float(two), scale, -both[2 * j + 1]));
+    }
+    float U[kRows / 2];
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
+    ptx::commit_products();
+    ptx::wait_for_products<0>();
+    corrections(U);
+
+#pragma unroll
+    for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
+    float O[kRows / 2];
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, true>(
+          S_, R[k], ptx::matrix_at(stage + Stage::kg + k * 16 * kRowBytes, kHalf, 1024, ptx::Swizzle::k128), true);
+    if constexpr (kOutputs)
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        ptx::wgmma<__half, false>(O, R[k], ptx::matrix_at(stage + Stage::Aqk + 32 * k, 16, 512, ptx::Swizzle::k64),
+                                  k > 0);
+    ptx::commit_products();
+    ptx::wait_for_products<0>();
+    if constexpr (kOutputs) stage_outputs(O, both);
+    return true;
+  }
+  // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
+  __device__ void stage_outputs(const float (&O)[kRows / 2], const float (&both)[kRows]) const {
+    unsigned out[2][4];
+    const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
+                                       (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
+    const unsigned token = lane_ / 16 * 8 + lane_ % 8;
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
+    __syncwarp();  // outputs are there
+  }
+
+  // Channels 16 k .. of rows, as a right operand.
+  __device__ static uint64_t rows_at(unsigned address, int k) {
+    return ptx::matrix_at(address + k / 4 * kHalf + k % 4 * 32, 16, 1024, ptx::Swizzle::k128);
+  }
+
+  // ---- outputs ----
+
+  // The last chunk's outputs, `count` rows of them.
+  __device__ void store_outputs(char* to, unsigned count) const {
+#pragma unroll
+    for (unsigned j = 0; j < 2; ++j) {
+      const unsigned row = 16 * j + lane_ / 2;
+      const uint4 x = ptx::load_shared4(staged() + row * Shared::kOutStride + lane_ % 2 * 16);
+      if (row < count) *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x;
+    }
+    __syncwarp();  // and may be overwritten
+  }
+
+  // Where U of the item's first token goes, column 0; kept in shared memory for those who want it.
+  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + ptx::thread() / 32 * 8; }
+  __device__ void find_corrections(const Sequence& s, unsigned hv) const {
+    if (!call_.v_new.data) return;
+    const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
+    __syncwarp();  // nobody reads that of the item before
+    ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
+    __syncwarp();  // it is there
+  }
+  __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
+    const uint2 first = ptx::load_shared2(corrections());
+    const unsigned row = t + lane_ % 4 * 2;
+    char* to = reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * 4;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
+      float* place = reinterpret_cast<float*>(to + i * static_cast<uint64_t>(call_.v_new.stride1)) + c * 8;
+      if (row + i < length) *place = U[j] * unit_[c];
+    }
+  }
+
+  const Call& call_;
+  const Ring ring_;
+  unsigned lane_;
+  float S_[64];    // S^T / unit_: accumulators
+  float unit_[2];  // of the thread's two columns
+};
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,230 @@
+// Few heads and long sequences on Hopper: sequences are cut into segments, which are scanned at once (math.md 6).
+//
+//   prepare   every chunk once, by all SMs: its operands go to the workspace      two warpgroups that prepare
+//   maps      [b | M] of each segment but the last of its sequence                two that scan, one warp that fetches
+//   scan      each segment: its first state, through the maps of those before it, then chunk by chunk, with outputs
+//
+// The kernels follow each other in the stream. Lengths of packed sequences are known on the device alone: grids have room
+// for any, and blocks that find no work end.
+#include "cuda/cuda.h"
+#include "cuda/sm90/dispatch.h"
+#include "cuda/sm90/segments.h"
+
+namespace kda::cuda {
+namespace {
+
+using namespace sm90;
+
+// ---- prepare ----
+
+constexpr int kOthersRegisters = 56;  // of threads beside those that prepare, or scan
+
+// Hands the block's share of all chunks to its preparers: by a warp. Those of one head after another's; the last ones first:
+// what was stored last is in the L2 cache when maps begin.
+__device__ void hand_out(const ForwardProblem& p, const Cut& cut, unsigned memory) {
+  unsigned q = 0;
+  const auto hand_on = [&](const Task& task) {
+    if (q >= kQueue) ptx::wait_barrier(Queue::freed(memory, q), Queue::parity(q - kQueue));
+    if (threadIdx.x % 32 == 0) {
+      Queue::here().tasks[q % kQueue] = task;
+      ptx::arrive(Queue::found(memory, q));
+    }
+    ++q;
+  };
+  const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total, first = all * blockIdx.x / gridDim.x;
+  for (uint64_t i = all * (blockIdx.x + 1) / gridDim.x; i > first;) {
+    const auto hv = static_cast<unsigned>(--i / cut.total), number = static_cast<unsigned>(i % cut.total);
+    const unsigned n = cut.sequence(p, number), chunk = number - cut.first(p, n);
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+    if (s.live && static_cast<int64_t>(chunk) * kRows < s.length)
+      hand_on({0, number, n * static_cast<unsigned>(p.HV) + hv, chunk});
+  }
+  for (unsigned i = 0; i < 2 * kPreparers; ++i) hand_on({Task::kNone});  // preparers have two plans each
+}
+
+template <class T, class Scores, bool kWideGate>
+__global__ void __launch_bounds__(kThreads, 1)
+    prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                   const __grid_constant__ States states, const __grid_constant__ View v_new,
+                   const __grid_constant__ Segments segments) {
+  const unsigned memory = ptx::shared_address(shared_memory());
+  const Help help{nullptr, segments.images, 0};
+  const Call call{p, x, states, v_new, help, ~0u};
+  const Ring ring{memory};
+  if (threadIdx.x == 0) {
+    for (unsigned i = 0; i < kStages; ++i)
+      ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    start_queue(memory);
+    ptx::fence_barriers();
+  }
+  __syncthreads();  // barriers are there
+  wait_for_stream();
+  let_next_start();
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  if (group >= kScanners) {
+    ptx::take_registers<256 - kOthersRegisters>();
+    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
+    return;
+  }
+  ptx::give_registers<kOthersRegisters>();  // nobody scans here
+  if (threadIdx.x < 32) hand_out(p, segments.chunks, memory);
+  if (threadIdx.x == kGroup) {
+    courier(ring, 0, [&](const Task& task, unsigned stage) {
+      char* image = segments.image(Item(p, task.item).hv, task.n);
+      for_parts<false>(
+          [&](const Part& part) { ptx::copy_bulk_to_global(image + part.in_image(), stage + part.at, part.bytes); });
+      ptx::commit_bulk();
+      ptx::wait_for_bulk_reads<0>();
+    });
+    ptx::wait_for_bulk<0>();
+  }
+}
+
+// ---- maps, and the scan ----
+
+constexpr unsigned kSegmentThreads = (kScanners + 1) * kGroup;  // one warp of the last group fetches
+constexpr int kScanRegisters = 224;
+static_assert((kScanners * kScanRegisters + kOthersRegisters) * kGroup <= 64 * 1024);
+
+template <class T, bool kMaps>
+__global__ void __launch_bounds__(kSegmentThreads, 1)
+    segment_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                   const __grid_constant__ States states, const __grid_constant__ View v_new,
+                   const __grid_constant__ Segments segments) {
+  const unsigned memory = ptx::shared_address(shared_memory());
+  const Help help;
+  const Call call{p, x, states, v_new, help};
+  const Ring ring{memory};
+  const unsigned number = blockIdx.x / static_cast<unsigned>(p.HV), hv = blockIdx.x % static_cast<unsigned>(p.HV);
+  // b of the first segment, then b and M of each: nobody needs M of the first.
+  const bool linear = kMaps && number > 0 && number % 2 == 0;
+  if (threadIdx.x == 0) {
+    for (unsigned i = 0; i < kStages; ++i)
+      ptx::init_barrier(ring.full(i), kFullArrivals), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    ptx::fence_barriers();
+  }
+  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTile; i += kSegmentThreads * 16)
+    for (const unsigned half : {0u, kHalf})
+      ptx::store_shared4(ring.stage(i / kTile) + Stage::v + half + i % kTile, make_uint4(0, 0, 0, 0));
+  // Lengths and slots were there before prepare began: only what that and maps made is waited for.
+  const Piece at(p, kMaps ? segments.mapped : segments.all, kMaps ? (number + 1) / 2 : number, hv);
+  const bool tail = at.item.is_tail(p);
+  Sequence s{};
+  if (tail) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
+  else if (at.exists) s = sequence_at(p, p.args.in, p.args.states, at.item.n);
+  const unsigned first_map = kMaps ? 0 : segments.mapped.first(p, at.item.n);
+  __syncthreads();  // barriers and zeros are there
+  wait_for_stream();
+  if (kMaps) let_next_start();
+  if (!at.exists || (linear && at.index == 0)) return;
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  if (group < kScanners) {
+    ptx::take_registers<kScanRegisters>();
+    SegmentScan<T> scan(call, segments, memory);
+    if constexpr (kMaps) {
+      if (s.live) scan.map(at, s, linear, (number + 1) / 2);
+    } else if (s.live) {
+      scan.run(at, s, first_map);
+    } else {
+      if (!tail) s.t0 += at.first, s.length = at.end - at.first;
+      scan.zero_outputs(hv, s);
+    }
+  } else {
+    ptx::give_registers<kOthersRegisters>();
+    if (!s.live || threadIdx.x / 32 != kScanners * 4) return;
+    ptx::fence_global_for_async();  // maps were stored by threads
+    Producer producer(call, segments, ring);
+    if constexpr (kMaps) {
+      producer.chunks<true>(at, !linear);
+    } else {
+      if (at.index) producer.maps(hv, first_map + 1, first_map + at.index);
+      producer.chunks<false>(at, true);
+    }
+  }
+}
+
+// ---- how long segments are ----
+
+// What a call takes, in cycles of an SM, about. Sequences count as equally long: lengths of packed ones are not known here.
+struct Cost {
+  static constexpr int64_t kPrepare = 4000, kWhole = 3200, kMap = 1500, kScan = 1640;  // of a chunk
+  static constexpr int64_t kScanBytes = 20;                                            // of a chunk, for the memory
+  static constexpr int64_t kPass = 2500;                                               // of a map, in the scan
+  static constexpr int64_t kLaunches = 15000;                                          // of two more
+  static constexpr int64_t kMost = 64;         // segments of a sequence: each passes through the maps of all before it
+  int64_t blocks, heads, chunks, most_chunks;  // of a sequence: on average, at most
+
+  explicit Cost(const ForwardProblem& p)
+      : blocks(multiprocessors(p.args.exec.device_id)),
+        heads(p.N * p.HV),
+        chunks(divided(p.B * p.T, kRows * p.N)),
+        most_chunks(divided(p.T, kRows)) {}
+  static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  int64_t prepared() const { return divided(heads * chunks, blocks) * kPrepare; }
+  int64_t whole() const { return std::max(divided(heads, blocks) * chunks * kWhole, prepared()); }
+  // In segments of so many chunks.
+  int64_t cut(int64_t each) const {
+    const int64_t count = divided(chunks, each);
+    const int64_t maps = divided(heads * (2 * count - 3), blocks) * each * kMap;
+    const int64_t scan = std::max(divided(heads * count, blocks) * each * kScan, heads * chunks * kScanBytes);
+    return prepared() + kLaunches + maps + (count - 2) * kPass + scan;
+  }
+};
+
+// The best length of segments, if there are to be several.
+struct Choice {
+  int64_t chunks, cycles = INT64_MAX;  // of a segment; of the call
+  explicit Choice(const Cost& cost) : chunks(2 * Cost::divided(cost.most_chunks, 2 * Cost::kMost)) {
+    chunks = std::max<int64_t>(chunks, 2);
+    for (int64_t count = 2, least = chunks; count <= Cost::kMost; ++count) {
+      const int64_t each = std::max(2 * Cost::divided(cost.chunks, 2 * count), least);
+      if (each >= cost.chunks) continue;
+      if (const int64_t c = cost.cut(each); c < cycles) chunks = each, cycles = c;
+    }
+  }
+};
+
+unsigned segment_tokens(const ForwardProblem& p) { return static_cast<unsigned>(Choice(Cost(p)).chunks) * kRows; }
+
+}  // namespace
+
+const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
+  if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
+  if (p.N == 0) return "needs a sequence to cut";
+  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "takes no KDA_BATCH_INVARIANT: bits tell where it cuts";
+  if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
+  return nullptr;
+}
+
+const char* forward_segments_sm90_unsuited(const ForwardProblem& p) {
+  const Cost cost(p);
+  return Choice(cost).cycles < cost.whole() / 10 * 9 ? nullptr : "sequences in one piece are as fast";
+}
+
+uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segments::bytes(p, segment_tokens(p)); }
+
+void forward_segments_sm90(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
+  const Segments segments(p, segment_tokens(p), a.exec.workspace);
+  const Tokens tokens(p, a.in, a.o);
+  Tokens without_v = tokens;
+  without_v.v = {};
+  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, const Tokens& x) {
+    if (blocks > 0)
+      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p, x,
+                      States(a), view_of(a.v_new), segments);
+  };
+  with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
+    run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v);
+  });
+  with_type(p, [&]<class T>() {
+    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads,
+                                                     tokens);
+    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kSegmentThreads,
+                                                      tokens);
+  });
+}
+
+}  // namespace kda::cuda

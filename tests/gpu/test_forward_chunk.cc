@@ -1,0 +1,337 @@
+// kda_forward in chunks on the GPU: K = V = 128 as tensor cores take it, every gate, against the float64 oracle at
+// math.md's gates, and what is promised to the bit. Every implementation that takes a case runs it.
+#include <cmath>
+
+#include "calls.h"
+#include "on_cuda.h"
+
+namespace kda::test {
+namespace {
+
+Case wide(Case c) {
+  c.K = c.V = 128;
+  return c;
+}
+
+std::vector<Case> chunk_cases() {
+  std::vector<Case> all;
+  const auto add = [&](Case c) {
+    if (c.dtype == KDA_F32) c.dtype = KDA_BF16;
+    all.push_back(wide(c));
+  };
+  const auto raw = [](Case c) {  // as Kimi's layers call: all activations inside
+    c.gate_form = KDA_GATE_LOWER_BOUND, c.lower_bound = -5, c.gates = Gates::kRaw, c.A_log = c.dt_bias = true;
+    c.beta_form = KDA_BETA_SIGMOID, c.qk_l2norm = true, c.g_dtype = c.beta_dtype = KDA_BF16;
+    return c;
+  };
+  const auto softplus = [&](Case c) {
+    c = raw(c), c.gate_form = KDA_GATE_SOFTPLUS, c.lower_bound = 0;
+    return c;
+  };
+  for (const int64_t T : {1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100})
+    add(raw({.name = "bound_" + std::to_string(T), .T = T})),
+        add(softplus({.name = "softplus_" + std::to_string(T), .T = T}));
+  add(raw({.name = "bound_heads", .B = 2, .T = 140, .H = 2, .HV = 4, .layout = Layout::kHeadsFirst}));
+  add(softplus({.name = "softplus_heads", .B = 2, .T = 140, .H = 2, .HV = 4, .layout = Layout::kHeadsFirst}));
+  add(raw({.name = "bound_packed", .HV = 2, .lengths = {1, 64, 0, 33, 130}, .tail = 9}));
+  add(softplus({.name = "softplus_packed", .HV = 2, .lengths = {70, 0, 0, 2, 97}, .tail = 40, .cu_dtype = KDA_I64}));
+  add(raw({.name = "bound_f16", .T = 70, .dtype = KDA_F16, .state_dtype = KDA_BF16}));
+  all.back().g_dtype = KDA_F16;
+  add(softplus({.name = "softplus_f16", .T = 70, .dtype = KDA_F16, .state_layout = KDA_STATE_K_FIRST}));
+  all.back().g_dtype = KDA_F16;
+  add({.name = "floor", .T = 96, .gate_form = KDA_GATE_LOWER_BOUND, .gates = Gates::kFloor, .lower_bound = -5});
+  add({.name = "bound_wide_gate",
+       .T = 130,
+       .HV = 2,
+       .gate_form = KDA_GATE_LOWER_BOUND,
+       .gates = Gates::kRaw,
+       .lower_bound = -3});
+  add({.name = "deep_bound", .T = 96, .gate_form = KDA_GATE_LOWER_BOUND, .gates = Gates::kRaw, .lower_bound = -40});
+  add({.name = "log", .T = 130, .HV = 2, .gates = Gates::kLogSigmoid});
+  add({.name = "log_slow", .T = 130, .gates = Gates::kHalfZero, .gate_divisor = 10});
+  add({.name = "log_none", .T = 100, .gates = Gates::kZero});
+  add({.name = "wild", .T = 130, .gates = Gates::kWild});
+  add({.name = "positive", .T = 130, .keys = Keys::kPositive});
+  add({.name = "some_zero", .T = 70, .keys = Keys::kSomeZero});
+  add({.name = "beta_zero", .T = 70, .betas = Betas::kZero});
+  add({.name = "no_h0", .T = 70, .scale = 0.5f, .h0 = false});
+  // Long enough for several segments.
+  add(raw({.name = "bound_long", .T = 700, .HV = 2}));
+  add(softplus({.name = "softplus_long", .B = 2, .T = 333, .HV = 2, .h0 = false}));
+  add(raw({.name = "bound_long_packed", .lengths = {450, 0, 3, 330, 64, 65, 0}, .tail = 70}));
+  add(softplus({.name = "softplus_long_packed", .lengths = {5, 640}, .tail = 1, .state_layout = KDA_STATE_K_FIRST}));
+  add({.name = "log_slow_long", .T = 700, .gates = Gates::kHalfZero, .gate_divisor = 10});
+  add({.name = "log_none_long", .T = 300, .gates = Gates::kZero});
+  add({.name = "wild_long", .T = 300, .gates = Gates::kWild});
+  add(raw({.name = "bound_long_f16", .T = 300, .dtype = KDA_F16, .state_dtype = KDA_BF16}));
+  all.back().g_dtype = KDA_F16;
+  return all;
+}
+
+// A call whose tensors are on the device, at addresses that fit any access: to ask about.
+kda_forward_args on_device(kda_forward_args args) {
+  uintptr_t address = uintptr_t{1} << 46;
+  for (const Field& f : tensors(args))
+    if (f.t->ndim) f.t->data = reinterpret_cast<void*>(address += uintptr_t{1} << 32);
+  args.exec.device = KDA_CUDA;
+  return args;
+}
+
+// Implementations in chunks that take the call.
+std::vector<const char*> chunked(const kda_forward_args& args) {
+  std::vector<const char*> all = takers("forward", on_device(args));
+  std::erase_if(all, [](const char* name) { return std::string(name) == "cuda_recurrent"; });
+  return all;
+}
+
+// Those of them whose bits depend on the sequence alone.
+std::vector<const char*> invariant(kda_forward_args args) {
+  args.exec.flags = KDA_BATCH_INVARIANT;
+  return chunked(args);
+}
+
+constexpr double kGate = 0.005;  // of o and states (math.md 8)
+
+class ForwardChunkOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
+ protected:
+  ForwardChunkOnCuda() : c(GetParam()), in(c) {}
+  const Case c;
+  const Inputs in;
+};
+
+TEST_P(ForwardChunkOnCuda, IsTheOracle) {
+  ForwardOutputs exact(in, false, true);
+  exact.save_states(in, 1, true);
+  exact.v_new = Tensor(KDA_F64, {in.B, in.T, c.HV, c.V}, c.layout);
+  run(forward_args(in, exact), {.impl = "reference"});
+  for (const bool all : {true, false}) {
+    ForwardOutputs got(in, false);
+    if (all) got.save_states(in, 1), got.v_new = Tensor(KDA_F32, {in.B, in.T, c.HV, c.V}, c.layout);
+    const std::vector<const char*> impls = chunked(forward_args(in, got));
+    EXPECT_FALSE(impls.empty());
+    for (const char* impl : impls) {
+      SCOPED_TRACE(impl);
+      run_on_cuda(forward_args(in, got), impl);
+      if (HasFatalFailure()) return;
+      for (size_t i = 0; i < got.tensors().size(); ++i)
+        if (const Tensor& t = *got.tensors()[i].tensor)
+          expect_close(*exact.tensors()[i].tensor, t, got.tensors()[i].name, kGate);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ForwardChunkOnCuda, testing::ValuesIn(chunk_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// ---- promises ----
+
+// Tokens t0 .. t1 - 1 of the only row.
+kda_forward_args slice(const Inputs& in, int64_t t0, int64_t t1, const Tensor& h0, const Tensor& hT, const Tensor& o) {
+  kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+  a.in = in.view(), a.states.h0 = h0, a.states.hT = hT, a.o = o;
+  for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta, &a.o}) {
+    t->data = static_cast<char*>(t->data) + t0 * t->stride[1] * dtype_size(t->dtype);
+    t->shape[1] = t1 - t0;
+  }
+  return a;
+}
+
+class ForwardChunkPromise : public OnCuda, public testing::WithParamInterface<const char*> {
+ protected:
+  static Case named(const char* name) {
+    for (const Case& c : chunk_cases())
+      if (c.name == name) return c;
+    ADD_FAILURE() << name;
+    return {};
+  }
+};
+
+// At multiples of 64, with the f32 state carried; large and small numbers included.
+TEST_P(ForwardChunkPromise, SplitsChangeNoBit) {
+  for (const double size : {1.0, 1e-6, 1e6}) {
+    Case c = named(GetParam());
+    c.B = 1, c.T = 200, c.lengths = {}, c.tail = 0, c.state_dtype = KDA_F32;
+    Inputs in(c);
+    for (Tensor* t : {&in.v, &in.h0})
+      for (int64_t i = 0; i < t->size(); ++i) t->set(i, t->get(i) * size);
+    const auto states = [&] { return Tensor(KDA_F32, in.state_shape(1)); };
+    const Tensor exact_o(KDA_F64, {1, 200, c.HV, c.V}), exact_h(KDA_F64, in.state_shape(1));
+    run(slice(in, 0, 200, in.h0, exact_h, exact_o), {.impl = "reference"});
+    const Tensor whole_o(c.dtype, {1, 200, c.HV, c.V}), whole_h = states();
+    for (const char* impl : invariant(slice(in, 0, 200, in.h0, whole_h, whole_o))) {
+      SCOPED_TRACE(std::string(impl) + " times " + std::to_string(size));
+      run_on_cuda(slice(in, 0, 200, in.h0, whole_h, whole_o), impl);
+      if (size == 1 || c.dtype != KDA_F16) expect_close(exact_o, whole_o, "o", kGate);
+      expect_close(exact_h, whole_h, "hT", kGate);
+      for (const int64_t split : {64, 128, 192}) {
+        const Tensor o(c.dtype, {1, 200, c.HV, c.V}), middle = states(), end = states();
+        run_on_cuda(slice(in, 0, split, in.h0, middle, o), impl);
+        run_on_cuda(slice(in, split, 200, middle, end, o), impl);
+        EXPECT_EQ(o.bits(), whole_o.bits()) << "split at " << split;
+        EXPECT_EQ(end.bits(), whole_h.bits()) << "split at " << split;
+      }
+    }
+  }
+}
+
+// A sequence of a packed row alone has the bits it has among others.
+TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
+  Case c = named(GetParam());
+  c.B = 1, c.lengths = {1, 64, 0, 33, 130, 65}, c.tail = 5, c.state_dtype = KDA_F32;
+  const Inputs in(c);
+  const ForwardOutputs all(in, false);
+  for (const char* impl : invariant(forward_args(in, all))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(forward_args(in, all), impl);
+    for (int64_t n = 0; n < in.N; ++n) {
+      const int64_t begin = in.begin(n), length = in.length(n);
+      const Tensor o(c.dtype, {1, in.T, c.HV, c.V}), hT(KDA_F32, in.state_shape(1));
+      kda_forward_args a = slice(in, begin, begin + length, {}, hT, o);
+      a.in.cu_seqlens = {};
+      a.states.h0 = in.h0;
+      a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
+      run_on_cuda(a, impl);
+      EXPECT_EQ(o.bits(1, begin, length), all.o.bits(1, begin, length)) << n;
+      EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+    }
+  }
+}
+
+// Large and small numbers, and two runs: to the bit.
+TEST_P(ForwardChunkPromise, SizesAndRuns) {
+  for (const double size : {1e-6, 1e6}) {
+    Case c = named(GetParam());
+    if (c.dtype == KDA_F16) continue;
+    c.B = 1, c.T = 270, c.lengths = {}, c.tail = 0, c.state_dtype = KDA_F32;
+    Inputs in(c);
+    for (Tensor* t : {&in.v, &in.h0})
+      for (int64_t i = 0; i < t->size(); ++i) t->set(i, t->get(i) * size);
+    const ForwardOutputs exact(in, false, true), first(in, false), second(in, false);
+    run(forward_args(in, exact), {.impl = "reference"});
+    for (const char* impl : chunked(forward_args(in, first))) {
+      SCOPED_TRACE(std::string(impl) + " times " + std::to_string(size));
+      run_on_cuda(forward_args(in, first), impl);
+      run_on_cuda(forward_args(in, second), impl);
+      EXPECT_EQ(first.o.bits(), second.o.bits());
+      EXPECT_EQ(first.hT.bits(), second.hT.bits());
+      expect_close(exact.o, first.o, "o", kGate);
+      expect_close(exact.hT, first.hT, "hT", kGate);
+    }
+  }
+}
+
+// Nor do blocks without work of their own, who prepare chunks for others: there are such if there is one sequence, and none
+// if there are many.
+TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
+  int blocks = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
+  Case c = named(GetParam());
+  c.H = c.HV = 1, c.T = 260, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  c.B = 4 * blocks;  // as many that nobody is asked for help
+  const Inputs in(c);
+  const ForwardOutputs all(in, false);
+  for (const char* impl : invariant(forward_args(in, all))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(forward_args(in, all), impl);
+    for (const int64_t n : {0, 1, 2}) {
+      const Tensor o(c.dtype, {1, in.T, 1, c.V}), hT(KDA_F32, in.state_shape(1));
+      kda_forward_args a = slice(in, 0, c.T, {}, hT, o);
+      for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta})
+        t->data = static_cast<char*>(t->data) + n * t->stride[0] * dtype_size(t->dtype), t->shape[0] = 1;
+      a.states.h0 = in.h0;
+      a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
+      run_on_cuda(a, impl);
+      EXPECT_EQ(o.bits(), all.o.bits(0, n, 1)) << n;
+      EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+    }
+  }
+}
+
+// A NaN stays away from tokens before it, and from other heads, but not from tokens behind it.
+TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
+  Case c = named(GetParam());
+  c.B = 1, c.H = c.HV = 2, c.T = 200, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  const Inputs clean(c);
+  const ForwardOutputs expected(clean, false);
+  for (const char* impl : chunked(forward_args(clean, expected))) {
+    run_on_cuda(forward_args(clean, expected), impl);
+    for (const char* victim : {"q", "k", "v", "g", "beta"})
+      for (const int64_t t : {0, 5, 15, 31, 32, 50, 69, 150, 199}) {
+        SCOPED_TRACE(std::string(impl) + ", " + victim + " of token " + std::to_string(t));
+        Inputs in(c);
+        for (const auto& [name, tensor] : in.tensors())
+          if (name == std::string(victim)) tensor->set(t * (tensor->size() / in.T), std::nan(""));  // of head 0
+        const ForwardOutputs got(in, false);
+        run_on_cuda(forward_args(in, got), impl);
+        const int64_t row = c.HV * c.V;
+        int64_t wrong = 0, nan = 0;
+        for (int64_t i = 0; i < in.T * row; ++i) {
+          const bool head = i % row < c.V, past = i / row < t;
+          const double x = expected.o.get(i), y = got.o.get(i);
+          if (!head) wrong += x != y;
+          else if (past) wrong += !(std::abs(x - y) <= 0.02 * std::max(1.0, std::abs(x)));
+          else if (i / row == t) nan += std::isnan(y);
+        }
+        EXPECT_EQ(wrong, 0);
+        EXPECT_GT(nan, 0);
+        if (victim != std::string("q")) EXPECT_TRUE(std::isnan(got.o.get((in.T - 1) * row)));
+      }
+  }
+}
+
+// In place on a pool, some of its sequences padding, with checkpoints.
+TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
+  Case c = named(GetParam());
+  c.B = 1, c.lengths = {130, 64, 0, 256, 63}, c.tail = 3;
+  const Inputs in(c);
+  const Tensor slots(KDA_I32, {5, 3}, {5, -1, 0, 3, 6, 13, 7, 8, 9, 10, 11, 12, 1, 2, 4});
+  const auto args = [&](const Pool& pool, const Tensor& o, const Tensor& checkpoints) {
+    const kda_decode_args decode = decode_args(in, pool, pool, o);
+    kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+    a.in = decode.in, a.states = decode.states, a.o = o;
+    a.states.first_valid_slot = static_cast<int32_t>(pool.slots[1]) + 1;
+    a.checkpoints = checkpoints, a.checkpoint_slots = slots, a.checkpoint_every = 64;
+    return a;
+  };
+  const Pool exact(in, KDA_F64);
+  const Tensor exact_o(KDA_F64, {1, in.T, c.HV, c.V}), exact_checkpoints(KDA_F64, in.state_shape(15));
+  run(args(exact, exact_o, exact_checkpoints), {.impl = "reference"});
+  const Tensor probe(c.dtype, {1, in.T, c.HV, c.V}), probe_checkpoints(KDA_F32, in.state_shape(15));
+  for (const char* impl : chunked(args(Pool(in, c.state_dtype), probe, probe_checkpoints))) {
+    SCOPED_TRACE(impl);
+    const Pool got(in, c.state_dtype);
+    const Tensor o(c.dtype, {1, in.T, c.HV, c.V}), checkpoints(KDA_F32, in.state_shape(15));
+    run_on_cuda(args(got, o, checkpoints), impl);
+    expect_close(exact_o, o, "o", kGate);
+    expect_close(exact.h, got.h, "pool", kGate);
+    expect_close(exact_checkpoints, checkpoints, "checkpoints", kGate);
+  }
+}
+
+// Few long heads are cut into segments, but not where bits may depend on the sequence alone.
+using ForwardChunkChoice = OnCuda;
+TEST_F(ForwardChunkChoice, Segments) {
+  cudaDeviceProp device;
+  ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
+  if (device.major != 9 || device.multiProcessorCount < 64) GTEST_SKIP() << "the device is no Hopper";
+  const auto chosen = [](int64_t T, uint32_t flags) {
+    const Inputs in(wide({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}));
+    const ForwardOutputs out(in, false);
+    kda_forward_args args = on_device(forward_args(in, out));
+    args.exec.flags = flags;
+    const char* text = "";
+    EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
+    const std::string all = text, from = all.substr(all.find("* ") + 2);
+    return from.substr(0, from.find(':'));
+  };
+  EXPECT_EQ(chosen(4096, 0), "cuda_segments_sm90");
+  EXPECT_EQ(chosen(4096, KDA_BATCH_INVARIANT), "cuda_chunk_sm90");
+  EXPECT_EQ(chosen(100, 0), "cuda_chunk_sm90");
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ForwardChunkPromise,
+                         testing::Values("bound_heads", "softplus_heads", "bound_f16", "wild", "log_slow"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace kda::test

@@ -1,0 +1,294 @@
+"""kda.prefill, and chunk_kda and fused_recurrent_kda without gradients, with CUDA tensors: numbers of the float64
+oracle, and what is promised to the bit. tests/python has more of it, for both devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from drafting import NAN, drafts, int32
+from places import (
+    DEVICE,
+    FORMS,
+    HERE,
+    LARGE,
+    ORACLE,
+    POOLS,
+    Place,
+    all_same,
+    captured,
+    close,
+    extreme,
+    matches,
+    only_cuda,
+    spaced,
+    without_synchronisation,
+)
+from support import Problem, Tensor, make, same_bits, wild
+
+SIZES = {"H": 1, "G": 2, "K": 20, "V": 36, "gate": "softplus", "beta": "sigmoid", "v_first": True}
+TRAINING = [kda.chunk_kda, kda.fused_recurrent_kda]
+TOKENWISE = ("q", "k", "v", "g", "beta")
+
+
+def prefill(place: Place, p: Problem, pool: Tensor | None, **more: Any) -> dict[str, Tensor]:
+    """One call on copies of the pool and of the checkpoints."""
+    call = place.call(p, state=pool, **more)
+    o = kda.prefill(**call)
+    return {"o": o} | {n: call[n] for n in ("state", "checkpoints") if call.get(n) is not None}
+
+
+def trained(place: Place, p: Problem, function: Any, **more: Any) -> dict[str, Tensor]:
+    o, final_state = function(**place.call(p, output_final_state=True, **more))
+    return {"o": o, "state": final_state}
+
+
+def prompts(lengths: list[int], tail: int = 0, **changes: Any) -> tuple[Problem, Tensor]:
+    """Packed, without their states, and the states."""
+    p = make(lengths=lengths, tail=tail, **{**SIZES, **changes})
+    return p.having(initial_state=None), p.tensors["initial_state"]
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, pool: torch.dtype) -> None:
+    for sizes in ({}, LARGE):
+        p, h0 = drafts(130, **{**FORMS[form], **sizes})
+        # Where operands of 16 bits are multiplied as such, states have their rounding, too.
+        rounding = 200.0 if DEVICE.type == "cuda" and sizes and p.tensors["q"].dtype != torch.float32 else 1.0
+        matches(prefill, p, h0.to(pool), what=sizes, rounding=rounding)
+        if pool == torch.float32:
+            for function in TRAINING:
+                what = function.__name__, sizes
+                matches(trained, p.having(initial_state=h0), function, what=what, rounding=rounding)
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("K", [1, 5, 30, 64, 100, 128, 256])
+def test_sizes(K: int, v_first: bool) -> None:
+    for V in (1, 5, 30, 64, 100, 128, 256):
+        p, h0 = prompts([65, 0, 9], tail=2, K=K, V=V, v_first=v_first)
+        slots, kept = int32(4, -1, 0, 1, 2, 3).view(3, 2), torch.zeros(5, *h0.shape[1:])
+        matches(prefill, p, h0, checkpoints=kept, checkpoint_slots=slots, what=V)
+
+
+@only_cuda
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunks_on_tensor_cores(dtype: torch.dtype, v_first: bool) -> None:
+    """cuda_chunk by name: packed prompts with checkpoints, and a long one."""
+    chunked = Place(DEVICE, impl="cuda_chunk")
+    for lengths in ([65, 0, 9, 200], [3200]):
+        for K, V in ((64, 64), (64, 128), (128, 64), (128, 128)):
+            p, h0 = prompts(lengths, tail=2, K=K, V=V, v_first=v_first, dtype=dtype)
+            slots = int32(4, -1, 0, 1, 2, 3, -1, 5).view(4, 2)[: len(lengths)]
+            more = {"checkpoints": torch.zeros(6, *h0.shape[1:]), "checkpoint_slots": slots}
+            expected, got = (prefill(place, p, h0, **more) for place in (ORACLE, chunked))
+            for name, x in got.items():
+                close(expected[name], x, f"{lengths} {K} {V} {name}", 200.0)
+
+
+@pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
+def test_infinite_gates(gate: str) -> None:
+    p, h0 = prompts([150, 1, 64], gate=gate, K=64, V=64)
+    matches(prefill, wild(p) if gate == "log" else extreme(p), h0)
+
+
+def test_any_dtype_of_outputs() -> None:
+    p, h0 = prompts([70, 3], dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.float16):
+        out = torch.full_like(p.tensors["v"], NAN, dtype=dtype)
+        assert matches(prefill, p, h0, out=out)["o"].dtype == dtype
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("dtype", POOLS)
+def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
+    """Rows of states, checkpoints and outputs need not lie side by side, nor begin anywhere in particular."""
+    p, h0 = prompts([70, 130], K=64, V=30, v_first=v_first, dtype=torch.bfloat16)
+    dense = [HERE(h0.to(dtype)), HERE(torch.zeros(3, *h0.shape[1:], dtype=dtype)), HERE(p.tensors["v"])]
+    views, memories = zip(*map(spaced, dense), strict=True)
+    slots = HERE(int32(2, -1, 0, 1).view(2, 2))
+    for state, kept, out in (dense, views):
+        kda.prefill(**HERE.call(p), state=state, checkpoints=kept, checkpoint_slots=slots, out=out)
+    assert all_same(dense, views) and all(x[..., [0, 1, 2, -2, -1]].isnan().all() for x in memories)
+
+
+# ---- promises to the bit ----
+
+
+@pytest.mark.parametrize("form", ["decays", "bf16_bounded_k_first", "one_group_of_8"])
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 30, "V": 100}, {"K": 200, "V": 40}])
+def test_recurrent_prefill_is_decode(form: str, sizes: dict[str, int]) -> None:
+    """Of as many tokens, however they come: a row each, packed, a call a token. So many heads, too, that other blocks
+    take them."""
+    recurrent = {"impl": "cuda_recurrent" if DEVICE.type == "cuda" else "cpu_recurrent"}
+    for N in (2, 90):
+        p, h0 = drafts(21, N=N, **{**FORMS[form], **sizes})
+        call = HERE.call(p)
+        flat = {n: call[n].flatten(0, 1)[None] for n in TOKENWISE} | {"cu_seqlens": HERE(torch.arange(N + 1) * 21)}
+        rows, packed, steps, at_once = (HERE(h0) for _ in range(4))
+        o = kda.prefill(**{**call, **recurrent}, state=rows)
+        assert same_bits(kda.prefill(**{**call, **flat, **recurrent}, state=packed)[0].view_as(o), o)
+        assert same_bits(kda.decode(**call, state=at_once), o)
+        tokens = [{n: call[n][:, t : t + 1] for n in TOKENWISE} for t in range(21)]
+        assert same_bits(torch.cat([kda.decode(**{**call, **x}, state=steps) for x in tokens], 1), o)
+        assert same_bits(packed, rows) and same_bits(at_once, rows) and same_bits(steps, rows)
+
+
+@only_cuda
+@pytest.mark.parametrize("B", [1, 32])
+def test_turns_change_no_bit(B: int) -> None:
+    """So many tokens and heads that cuda_chunk cannot have images of all chunks at once, and fewer."""
+    shape = (B, 65536 // B, 24)
+    q, k, v, g = (torch.randn(*shape, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    beta = torch.rand(shape, device=DEVICE)
+
+    def run(heads: slice) -> tuple[Tensor, Tensor]:
+        inputs = [x[:, :, heads] for x in (q, k, v, -g.abs() / 10, beta)]
+        state = torch.ones(B, inputs[0].shape[2], 128, 128, device=DEVICE)
+        assert kda.workspace_size(*inputs, state, impl="cuda_chunk") < 2**30 + 2**25
+        return kda.prefill(*inputs, state, use_qk_l2norm_in_kernel=True, impl="cuda_chunk"), state
+
+    (o, state), parts = run(slice(None)), [run(slice(0, 12)), run(slice(12, 24))]
+    assert same_bits(torch.cat([x for x, _ in parts], 2), o) and same_bits(torch.cat([x for _, x in parts], 1), state)
+
+
+# ---- gradients ----
+
+
+@only_cuda
+@pytest.mark.parametrize("function", TRAINING, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_refused_in_words(function: Any, compiled: bool) -> None:
+    p, _ = drafts(5)
+    call = HERE.call(p)
+    q = call["q"].clone().requires_grad_()
+    torch._dynamo.reset()
+    run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+    with pytest.raises(Exception, match=r"there is no backward on CUDA yet\) or torch\.no_grad\(\), got cuda:0"):
+        run(**{**call, "q": q})
+    with torch.no_grad():
+        assert same_bits(run(**{**call, "q": q})[0], function(**call)[0])
+
+
+# ---- the device: graphs, streams, refusals ----
+
+
+def engine(index: torch.dtype) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The memory of a captured call, a pool, and checkpoints."""
+    p, h0 = prompts([200, 0, 64, 3, 100], tail=33, dtype=torch.bfloat16, K=64, V=64)
+    more = {"state_indices": torch.arange(5).int(), "has_initial_state": torch.ones(5, dtype=torch.bool)}
+    call = HERE.call(p, **more, checkpoint_slots=torch.zeros(5, 4).int(), out=p.tensors["v"])
+    call["cu_seqlens"] = call["cu_seqlens"].to(index)
+    return call, torch.zeros(8, *h0.shape[1:], device=DEVICE), torch.zeros(20, *h0.shape[1:], device=DEVICE)
+
+
+def shuffle(call: dict[str, Any]) -> None:
+    """New numbers, lengths and slots in the memory of a call, some of them padding; nothing waits for the device."""
+    for name in TOKENWISE:
+        call[name].normal_()
+    N, T = len(call["state_indices"]), call["v"].shape[1]
+    call["cu_seqlens"][1:] = (torch.rand(N, device=DEVICE) * (T + 30)).long().clamp(max=T).sort().values
+    call["state_indices"].copy_(torch.randperm(8 + 3, device=DEVICE)[:N] - 3)
+    call["has_initial_state"].copy_(torch.rand(N, device=DEVICE) < 0.8)
+    call["checkpoint_slots"].copy_((torch.randperm(24, device=DEVICE)[:20] - 4).view(5, 4))
+
+
+@only_cuda
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_graphs(index: torch.dtype) -> None:
+    """Captured once, replayed with whatever the memory holds then."""
+    call, pool, kept = engine(index)
+    graph = captured(lambda: kda.prefill(**call, state=pool, checkpoints=kept))
+    eager_pool, eager_kept = pool.clone(), kept.clone()
+    torch.manual_seed(0)
+    for _ in range(200):
+        shuffle(call)
+        call["out"].fill_(NAN)
+        graph.replay()
+        eager = {**call, "out": torch.full_like(call["out"], NAN)}
+        o = kda.prefill(**eager, state=eager_pool, checkpoints=eager_kept)
+        assert same_bits(call["out"], o) and same_bits(pool, eager_pool) and same_bits(kept, eager_kept)
+        assert o.isfinite().all(), "no row is left as it was"
+
+
+@only_cuda
+def test_nothing_waits() -> None:
+    call, pool, kept = engine(torch.int64)
+    packed = {n: x for n, x in call.items() if n in TOKENWISE or n.startswith("use_") or n == "cu_seqlens"}
+    gate = {n: call[n] for n in ("A_log", "dt_bias")}
+    on_host = {"cu_seqlens_cpu": call["cu_seqlens"].cpu()}
+    with without_synchronisation(), torch.inference_mode():
+        for _ in range(3):
+            kda.prefill(**call, state=pool, checkpoints=kept)
+            kda.chunk_kda(**packed, **gate, output_final_state=True)
+            kda.fused_recurrent_kda(**packed, **gate, output_final_state=True)
+            kda.chunk_kda(**packed, **gate, **on_host, return_intermediate_states=True)
+
+
+@only_cuda
+def test_runs_on_torchs_current_stream() -> None:
+    p, h0 = drafts(70, **LARGE)
+    call, state = HERE.call(p), HERE(h0)
+    expected = prefill(HERE, p, h0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # whoever does not wait on this stream reads v before it is itself
+        o = kda.prefill(**{**call, "v": call["v"] * 2 / 2}, state=state)
+    stream.synchronize()
+    assert same_bits(o, expected["o"]) and same_bits(state, expected["state"])
+
+
+@only_cuda
+def test_two_streams_at_once() -> None:
+    problems = [drafts(100, N=8, seed=seed, **LARGE) for seed in range(2)]
+    alone = [prefill(HERE, p, h0) for p, h0 in problems]
+    calls = [HERE.call(p, state=h0) for p, h0 in problems]
+    kept = [call["state"].clone() for call in calls]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        together = []
+        for call, stream, h0 in zip(calls, streams, kept, strict=True):
+            with torch.cuda.stream(stream):
+                call["state"].copy_(h0)
+                together.append({"o": kda.prefill(**call), "state": call["state"]})
+        torch.cuda.synchronize()
+        assert all(all_same(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@only_cuda
+def test_two_inputs_in_turn() -> None:
+    """A launch begins while the one before it ends: in place on one pool, in turn with decode."""
+    p, h0 = drafts(70, N=40, **LARGE)
+    token = p.having(**{n: p.tensors[n][:, :1] for n in TOKENWISE})
+    prompt, step = HERE.call(p), HERE.call(token)
+    results = []
+    for slowly in (True, False):
+        state, o = HERE(h0), []
+        for _ in range(30):
+            for op, call in ((kda.prefill, prompt), (kda.decode, step)):
+                o.append(op(**call, state=state))
+                if slowly:
+                    torch.cuda.synchronize()
+        results.append([*o, state])
+    assert all_same(*results)
+
+
+@only_cuda
+@pytest.mark.parametrize(
+    "name", ["k", "beta", "state", "cu_seqlens", "out", "checkpoints", "checkpoint_slots", "A_log"]
+)
+def test_arrays_of_another_device_are_named(name: str) -> None:
+    call, pool, kept = engine(torch.int32)
+    call |= {"state": pool, "checkpoints": kept}
+    with pytest.raises(ValueError, match=rf"^{name}: expected device cuda:0 .*got cpu"):
+        kda.prefill(**{**call, name: call[name].cpu()})

@@ -1,0 +1,242 @@
+// The stages of the forward on the GPU, one by one against the float64 oracle on the CPU, and put together against
+// kda_forward's. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <algorithm>
+#include <limits>
+
+#include "on_cuda.h"
+#include "stage_calls.h"
+
+namespace kda::test {
+namespace {
+
+constexpr char kImpl[] = "cuda_stage";
+
+// Beside those of the CPU: sizes of a slice, one less, one more, and several.
+std::vector<Case> cuda_cases() {
+  std::vector<Case> all = cases();
+  for (const int64_t K : {16, 64, 65, 128, 136, 256})
+    for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST}) {
+      const std::string name = "K" + std::to_string(K) + (layout == KDA_STATE_V_FIRST ? "" : "_K_first");
+      all.push_back({.name = name, .B = 2, .T = 140, .HV = 2, .K = K, .V = 264 - K, .state_layout = layout});
+    }
+  all.push_back({.name = "K61_V37", .B = 2, .T = 70, .HV = 2, .K = 61, .V = 37, .layout = Layout::kPadded});
+  all.push_back({.name = "large_packed", .HV = 2, .K = 128, .V = 128, .lengths = {64, 0, 1, 129, 63, 0}, .tail = 70});
+  all.push_back({.name = "large_wild", .T = 150, .K = 128, .V = 128, .gates = Gates::kWild});
+  for (const Betas betas : {Betas::kNearOne, Betas::kNearTwo})
+    all.push_back({.name = betas == Betas::kNearOne ? "large_identical_beta_1" : "large_identical_beta_2",
+                   .T = 256,
+                   .K = 128,
+                   .V = 64,
+                   .gates = Gates::kZero,
+                   .keys = Keys::kIdentical,
+                   .betas = betas});
+  return all;
+}
+
+// What is in f32: kWide; all but q, k, v and what is not stored in 16 bits: kMixed; only G, Akk_inv, beta, the states of
+// sequences: kNarrow, where kernels multiply in bf16.
+enum class Store { kWide, kMixed, kNarrow };
+
+StageTensors tensors_of(const Inputs& in, Store store) {
+  StageTensors t(in, store == Store::kWide ? KDA_F32 : KDA_BF16, KDA_F32, KDA_F32);
+  if (store == Store::kNarrow)
+    for (const char* name : {"q", "k", "v", "o"}) {
+      Tensor& x = t.all.at(name);
+      x = name == std::string("o") ? Tensor(KDA_BF16, x.shape(), in.c.layout)
+                                   : Tensor(KDA_BF16, x.shape(), x.values(), in.c.layout);
+    }
+  return t;
+}
+
+template <class F>
+void for_each_stage(const StageTensors& t, const F& fn) {
+  for_each_forward_stage(t, fn);
+  fn(t.args<kda_stage_recompute_w_u_args>());
+}
+
+class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
+ protected:
+  StagesOnCuda() : c(GetParam()), in(c) {}
+  bool conditioned_badly() const { return c.keys == Keys::kIdentical; }
+
+  // The same operands for the kernel and the oracle; the oracle's outputs are float64.
+  template <class Args>
+  void expect_stage(const StageTensors& t, Args a, int64_t shift) {
+    Args r = a;
+    std::vector<std::pair<std::string, Tensor>> reference, out;
+    std::vector<Field> ours = fields(a), theirs = fields(r);
+    for (size_t i = 0; i < ours.size(); ++i) {
+      if (!ours[i].output || !ours[i].t->ndim) continue;
+      const Tensor& like = t[ours[i].name];
+      out.emplace_back(ours[i].name, Tensor(like.dtype(), like.shape(), c.layout));
+      reference.emplace_back(ours[i].name, Tensor(KDA_F64, like.shape()));
+      *ours[i].t = out.back().second, *theirs[i].t = reference.back().second;
+    }
+    run_on_cuda(a, kImpl, shift);
+    run(r, {.impl = "reference"});
+    for (size_t i = 0; i < out.size(); ++i) {
+      const auto& [name, x] = out[i];
+      const auto bf16 = [&](const char* tensor) { return t[tensor].dtype() == KDA_BF16; };
+      const bool scan = name == "h" || name == "v_new" || name == "hT";  // multiplies in bf16 if w is in that
+      const bool in_bf16 = name == "G" ? false : scan ? bf16("w") : name == "o" ? bf16("o") : bf16("k") && bf16("v");
+      const bool rounded = in_bf16 || x.dtype() != KDA_F32;
+      const double budget = !rounded ? 5e-5 : conditioned_badly() && in_bf16 ? 0.04 : 0.005;
+      // With operands in bf16 an element may be off by a few roundings of its own size, and there are long tails.
+      const Error e = compare(reference[i].second.values(), x.values(), rounded ? 0x1p-6 : 0);
+      EXPECT_TRUE(e.finite_alike) << name;
+      EXPECT_LE(e.relative_rmse, budget) << name;
+      EXPECT_LE(e.max, (rounded ? 16 : 8) * budget * (e.rms_ref + 1e-8)) << name << " at element " << e.worst;
+      EXPECT_TRUE(x.margins_intact()) << name;
+      EXPECT_EQ(x.unwritten(), reference[i].second.unwritten()) << name;
+    }
+  }
+  const Case c;
+  const Inputs in;
+};
+
+// On what the oracle's earlier stages left. Memory that no wide access fits, too.
+TEST_P(StagesOnCuda, EachIsItsOracle) {
+  for (const Store store : {Store::kWide, Store::kMixed, Store::kNarrow}) {
+    SCOPED_TRACE(static_cast<int>(store));
+    const StageTensors t = tensors_of(in, store);
+    for_each_stage(t, [&](const auto& a) {
+      SCOPED_TRACE(fields(const_cast<std::remove_cvref_t<decltype(a)>&>(a)).back().name);
+      for (const int64_t shift : {0, 1}) expect_stage(t, a, shift);
+      run(a, {.impl = "reference"});
+    });
+  }
+}
+
+// All of them, against the oracle of the whole forward.
+TEST_P(StagesOnCuda, TogetherAreForward) {
+  const ForwardOutputs exact(in, false, true);
+  run(forward_args(in, exact), {.impl = "reference"});
+  for (const Store store : {Store::kWide, Store::kNarrow}) {
+    SCOPED_TRACE(static_cast<int>(store));
+    const StageTensors t = tensors_of(in, store);
+    for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    if (HasFatalFailure()) return;
+    // q and k were rounded after the norm; of wild gates' sums fewer digits are left.
+    const bool in_bf16 = t["v"].dtype() == KDA_BF16;
+    const double wide = c.gates == Gates::kWild ? 5e-4 : 2e-5, narrow = conditioned_badly() ? 0.08 : 0.008;
+    for (const auto& [name, expected] : {std::pair{"o", &exact.o}, {"hT", &exact.hT}}) {
+      const Error e = compare(expected->values(), t[name].values(), in_bf16 ? 0x1p-5 : 0);
+      const double budget = in_bf16 ? narrow : wide;
+      EXPECT_TRUE(e.finite_alike) << name;
+      EXPECT_LE(e.relative_rmse, budget) << name;
+      EXPECT_LE(e.max, (in_bf16 ? 16 : 8) * budget * (e.rms_ref + 1e-8)) << name << " at element " << e.worst;
+    }
+  }
+}
+
+// recompute_w_u gives the bits that chunk_intra gave, with or without q; what is optional changes no bit.
+TEST_P(StagesOnCuda, RecomputedBitsAreTheSame) {
+  for (const Store store : {Store::kWide, Store::kNarrow}) {
+    const StageTensors t = tensors_of(in, store), few = tensors_of(in, store);
+    for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    if (HasFatalFailure()) return;
+    std::map<std::string, Bits> first;
+    for (const auto& [name, x] : t.all) first[name] = x.bits();
+    kda_stage_recompute_w_u_args a = t.args<kda_stage_recompute_w_u_args>();
+    run_on_cuda(a, kImpl);
+    for (const auto& [name, x] : t.all) EXPECT_EQ(x.bits(), first[name]) << name;
+    a.q = a.qG = {};
+    run_on_cuda(a, kImpl);
+    for (const auto& [name, x] : t.all) EXPECT_EQ(x.bits(), first[name]) << name << " without q";
+
+    run_on_cuda(few.args<kda_stage_cumsum_args>(), kImpl);
+    kda_stage_chunk_intra_args intra = few.args<kda_stage_chunk_intra_args>();
+    intra.w = intra.u = intra.qG = intra.kg = {};
+    run_on_cuda(intra, kImpl);
+    for (const char* name : {"Aqk", "Akk_inv"}) EXPECT_EQ(few[name].bits(), first[name]) << name;
+    run_on_cuda(few.args<kda_stage_recompute_w_u_args>(), kImpl);
+    kda_stage_delta_h_args scan = few.args<kda_stage_delta_h_args>();
+    scan.h = scan.hT = {};
+    run_on_cuda(scan, kImpl);
+    EXPECT_EQ(few["v_new"].bits(), first["v_new"]);
+    scan = few.args<kda_stage_delta_h_args>();
+    scan.v_new = {};
+    run_on_cuda(scan, kImpl);
+    for (const char* name : {"h", "hT"}) EXPECT_EQ(few[name].bits(), first[name]) << name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, StagesOnCuda, testing::ValuesIn(cuda_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// ---- details ----
+
+using StageDetailsOnCuda = OnCuda;
+
+TEST_F(StageDetailsOnCuda, TheStateInPlace) {
+  const Inputs in(find_case("packed"));
+  const StageTensors t = tensors_of(in, Store::kWide);
+  for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+  kda_stage_delta_h_args scan = t.args<kda_stage_delta_h_args>();
+  scan.hT = scan.h0;
+  run_on_cuda(scan, kImpl);
+  EXPECT_EQ(t["h0"].bits(), t["hT"].bits());
+}
+
+// What lies above the diagonals is never read.
+TEST_F(StageDetailsOnCuda, UpperTrianglesMayHoldAnything) {
+  for (const Store store : {Store::kWide, Store::kNarrow}) {
+    const Inputs in(find_case("packed"));
+    const StageTensors t = tensors_of(in, store), spoilt = tensors_of(in, store);
+    for_each_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    for_each_stage(spoilt, [&](const auto& a) {
+      run_on_cuda(a, kImpl);
+      for (const char* name : {"Aqk", "Akk_inv"})
+        for (int64_t n = 0; n < in.N; ++n)
+          for (int64_t i = 0; i < in.length(n); ++i)
+            for (int64_t row = 0; row < in.c.HV; ++row)
+              for (int64_t j = i % 64 + 1; j < 64; ++j)
+                const_cast<Tensor&>(spoilt[name])
+                    .set(((in.begin(n) + i) * in.c.HV + row) * 64 + j, std::numeric_limits<double>::quiet_NaN());
+    });
+    for (const char* name : {"o", "hT", "w", "u"}) EXPECT_EQ(spoilt[name].bits(), t[name].bits()) << name;
+  }
+}
+
+TEST_F(StageDetailsOnCuda, MinusInfinityIsClamped) {
+  const Inputs in({.name = "clamped", .T = 3, .K = 2, .V = 2});
+  StageTensors t(in, KDA_F32, KDA_F32);
+  const double inf = std::numeric_limits<double>::infinity();
+  const double g[] = {-inf, 0, -1, -3000, 0, -inf}, G[] = {-160, 0, -160 - 1 / std::log(2.0), -160, 0, -320};
+  for (int i = 0; i < 6; ++i) t.all["g"].set(i, g[i]);
+  run_on_cuda(t.args<kda_stage_cumsum_args>(), kImpl);
+  for (const int i : {0, 1, 3, 5}) EXPECT_EQ(t["G"].get(i), G[i]) << i;
+  EXPECT_NEAR(t["G"].get(2), G[2], 1e-4);
+  t.all["g"].set(4, std::nan(""));
+  run_on_cuda(t.args<kda_stage_cumsum_args>(), kImpl);
+  EXPECT_TRUE(std::isnan(t["G"].get(4)));
+}
+
+// On the device nobody checks cu_seqlens: whatever they hold, nothing but outputs is written.
+TEST_F(StageDetailsOnCuda, GarbageInLengthsDoesNoHarm) {
+  const Inputs in({.name = "garbage", .HV = 2, .K = 20, .V = 36, .lengths = {64, 70, 3, 0, 130}, .tail = 9});
+  const int64_t huge = int64_t{1} << 40;
+  for (const std::vector<double>& lengths :
+       {std::vector<double>{0, 270, 3, -5, 64, 276},
+        {-1e9, 1e9, -1e9, 1e9, 0, 1},
+        {276, 276, 276, 276, 276, 276},
+        {static_cast<double>(huge), 0, static_cast<double>(-huge), 7, static_cast<double>(huge), 90}})
+    for (const Store store : {Store::kWide, Store::kNarrow}) {
+      StageTensors t = tensors_of(in, store);
+      t.all["cu_seqlens"] = Tensor(KDA_I64, {6}, lengths);
+      for_each_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+      for (const auto& [name, x] : t.all) EXPECT_TRUE(x.margins_intact()) << name;
+    }
+}
+
+TEST_F(StageDetailsOnCuda, NothingToDo) {
+  for (const auto& [B, T] : {std::pair<int64_t, int64_t>{0, 70}, {2, 0}}) {
+    const Inputs in({.name = "nothing", .B = B, .T = T});
+    const StageTensors t = tensors_of(in, Store::kWide);
+    for_each_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    EXPECT_EQ(t["hT"].values(), in.h0.values());
+  }
+}
+
+}  // namespace
+}  // namespace kda::test
