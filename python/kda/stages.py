@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import check_views, new_like, sequences, shape_of
+from ._arrays import check_views, is_torch, new_like, sequences, shape_of
 from ._lib import library
 from ._options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
 from ._refusal import in_sentences_of
@@ -47,7 +47,7 @@ def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | No
     try:
         getattr(library(), f"stage_{stage}")(*arguments, 0, None)
     except ValueError:
-        if cu is not None and cu.device != tensors[0].device:
+        if is_torch(cu) and is_torch(tensors[0]) and cu.device != tensors[0].device:
             wanted = f"expected device {tensors[0].device} like the other tensors"
             raise ValueError(f"cu_seqlens: {wanted}, got {cu.device}") from None
         raise
