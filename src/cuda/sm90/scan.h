@@ -286,29 +286,19 @@ class Scan {
   // Returns false, and has done nothing, if units do not fit.
   template <bool kOutputs, class Meanwhile, class Corrections>
   __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
-    unsigned left[8][4];
-    {
-      unsigned a[4], b[4];
-      float v[2];
-      load_values(stage, 0, a), load_values(stage, 1, b);
-      pack(left);
-      if (!fits(a, b, left, first, v) && !rare()) return false;
-    }
-    // Before the products begin: nothing may touch their accumulators while they run.
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
-      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
-    }
+    unsigned left[8][4], v[2][4];
     float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
+    pack(left);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
     ptx::commit_products();
-    unsigned v[2][4];
     load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
     meanwhile();
+    float most[2];
+    const bool fit = fits(v[0], v[1], left, first, most) || rare();
     ptx::wait_for_products<0>();
+    if (!fit) return false;
 
     unsigned R[2][4];
 #pragma unroll
@@ -324,6 +314,11 @@ class Scan {
     for (int k = 0; k < 2; ++k)
       ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
     ptx::commit_products();
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
+    }
     ptx::wait_for_products<0>();
     corrections(U);
 
