@@ -61,15 +61,16 @@ class ExactScores {
 
   __device__ ExactScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
-  // Row i of the warp, from the first on. Behind the last row nothing decays.
+  // Rows of the warp, in order: four(), then row i of these. Behind the last row nothing decays.
+  __device__ void four() { next_four(G_); }
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
     float y[4] = {x[0], x[1], x[2], x[3]};
     gate(y);
     const float rate = real ? gate.rate : 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      total_[e] = fmaf(-rate, y[e], i ? total_[e] : 0);
-      G_[i][e] = fmaf(-rate, ptx::least(y[e], gate.most), i ? G_[i ? i - 1 : 0][e] : 0);
+      total_[e] = fmaf(-rate, y[e], total_[e]);
+      G_[i + 4][e] = fmaf(-rate, ptx::least(y[e], gate.most), G_[i + 3][e]);
     }
   }
   // Of the lane's channels, all rows up to the warp's row i: no NaN?
@@ -244,8 +245,8 @@ class ExactScores {
 
   Bench& at_;
   const unsigned stage_;
-  float G_[8][4], total_[4];  // of the warp's rows: from its first row, then from the anchor
-  unsigned to_start_[2];      // powers of two from the start of the warp's rows to their anchor
+  float G_[8][4] = {}, total_[4] = {};  // of the warp's rows: from its first row, then from the anchor
+  unsigned to_start_[2];                // powers of two from the start of the warp's rows to their anchor
 };
 
 }  // namespace kda::cuda::sm90

@@ -286,19 +286,28 @@ class Scan {
   // Returns false, and has done nothing, if units do not fit.
   template <bool kOutputs, class Meanwhile, class Corrections>
   __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
-    unsigned left[8][4], v[2][4];
+    unsigned left[8][4];
+    {
+      unsigned a[4], b[4];
+      float v[2];
+      load_values(stage, 0, a), load_values(stage, 1, b);
+      pack(left);
+      if (!fits(a, b, left, first, v) && !rare()) return false;  // before any product: all warps make each together
+    }
+    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128),
+                   kg = ptx::matrix_at(stage + Stage::kg, kHalf, 1024, ptx::Swizzle::k128),
+                   T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64),
+                   Aqk = ptx::further(T_beta, Stage::Aqk - Stage::T);
     float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
-    pack(left);
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
+    for (int k = 0; k < 8; ++k)
+      ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
+    unsigned v[2][4];
     load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
     meanwhile();
-    float most[2];
-    const bool fit = fits(v[0], v[1], left, first, most) || rare();
     ptx::wait_for_products<0>();
-    if (!fit) return false;
 
     unsigned R[2][4];
 #pragma unroll
@@ -311,8 +320,7 @@ class Scan {
     float U[kRows / 2];
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -327,14 +335,10 @@ class Scan {
     float O[kRows / 2];
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      ptx::wgmma<__half, true>(
-          S_, R[k], ptx::matrix_at(stage + Stage::kg + k * 16 * kRowBytes, kHalf, 1024, ptx::Swizzle::k128), true);
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kg, k * 16 * kRowBytes), true);
     if constexpr (kOutputs)
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        ptx::wgmma<__half, false>(O, R[k], ptx::matrix_at(stage + Stage::Aqk + 32 * k, 16, 512, ptx::Swizzle::k64),
-                                  k > 0);
+      for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(O, R[k], ptx::further(Aqk, 32 * k), k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
     if constexpr (kOutputs) stage_outputs(O, both);
@@ -353,11 +357,6 @@ class Scan {
     for (int j = 0; j < 2; ++j)
       ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
     __syncwarp();  // outputs are there
-  }
-
-  // Channels 16 k .. of rows, as a right operand.
-  __device__ static uint64_t rows_at(unsigned address, int k) {
-    return ptx::matrix_at(address + k / 4 * kHalf + k % 4 * 32, 16, 1024, ptx::Swizzle::k128);
   }
 
   // ---- outputs ----
