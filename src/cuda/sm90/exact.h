@@ -117,33 +117,7 @@ class ExactScores {
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
-    const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
-    float norms_q[4], norms_k[4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i % 4 == 0) {
-        const unsigned row = 8 * at_.warp + i;
-        at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
-      }
-      const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
-      float q[4], k[4], column[4];
-      four_of<T>(ptx::load_shared2(rows[i] + Stage::q), q);
-      four_of<T>(ptx::load_shared2(rows[i] + Stage::k), k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
-        k[e] *= norm_k, q[e] *= norm_q;
-        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
-      }
-      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
-      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
-      store_four<__nv_bfloat16>(columns[i], column);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-      store_four<__half>(stage[i] + Stage::k, k);
-      store_four<__half>(stage[i] + Stage::q, q);
-      store_four<__half>(stage[i] + Stage::kg, column);
-    }
+    store_operands<T>(at_, stage_, G_, to_anchor, from_anchor);
     if (at_.warp == 0) store_ell();
   }
 

@@ -114,6 +114,43 @@ __device__ inline void next_four(float (&G)[8][4]) {
     for (int e = 0; e < 4; ++e) G[i][e] = __uint_as_float(opaque(__float_as_uint(G[i + 4][e])));
 }
 
+// Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and
+// kc = k 2^-G over the raw rows, where G is from an anchor.
+template <class T>
+__device__ void store_operands(const Bench& at, unsigned to, float (&G)[8][4], const float (&to_anchor)[4],
+                               const float (&from_anchor)[4]) {
+  Bench::Own stage = at.own(to), rows = at.own(at.rows()), columns = at.own(at.columns());
+#pragma unroll 1
+  for (unsigned first = 8 * at.warp; first < 8 * at.warp + 8; first += 4) {
+    float norms_q[4], norms_k[4];
+    at.load_factors(Bench::kQuery, first, norms_q), at.load_factors(Bench::kKey, first, norms_k);
+    uint2 next_q = ptx::load_shared2(rows[0] + Stage::q), next_k = ptx::load_shared2(rows[0] + Stage::k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float q[4], k[4], column[4];
+      four_of<T>(next_q, q), four_of<T>(next_k, k);
+      if (i < 3)  // before this row's stores, which loads do not pass
+        next_q = ptx::load_shared2(rows[i + 1] + Stage::q), next_k = ptx::load_shared2(rows[i + 1] + Stage::k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float up = ptx::exp2(G[i][e]), down = ptx::exp2(-G[i][e]);
+        k[e] *= norms_k[i], q[e] *= norms_q[i];
+        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
+      }
+      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
+      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
+      store_four<__nv_bfloat16>(columns[i], column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
+      store_four<__half>(stage[i] + Stage::k, k);
+      store_four<__half>(stage[i] + Stage::q, q);
+      store_four<__half>(stage[i] + Stage::kg, column);
+    }
+    next_four(G);
+    stage = stage.further(), rows = rows.further(), columns = columns.further();
+  }
+}
+
 // Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15, does
 // for all scores: k^ = k 2^(G - G_15), kc = k 2^(G_15 - G), and all factors are normal numbers (of f32 and bf16).
 class AnchoredScores {
@@ -170,37 +207,7 @@ class AnchoredScores {
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
-    Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
-#pragma unroll 1
-    for (unsigned half = 0; half < 2; ++half) {
-      const unsigned first = 8 * at_.warp + 4 * half;
-      float norms_q[4], norms_k[4];
-      at_.load_factors(Bench::kQuery, first, norms_q), at_.load_factors(Bench::kKey, first, norms_k);
-      uint2 next_q = ptx::load_shared2(rows[0] + Stage::q), next_k = ptx::load_shared2(rows[0] + Stage::k);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float q[4], k[4], column[4];
-        four_of<T>(next_q, q), four_of<T>(next_k, k);
-        if (i < 3)  // before this row's stores, which loads do not pass
-          next_q = ptx::load_shared2(rows[i + 1] + Stage::q), next_k = ptx::load_shared2(rows[i + 1] + Stage::k);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
-          k[e] *= norms_k[i], q[e] *= norms_q[i];
-          column[e] = k[e] * down, k[e] *= up, q[e] *= up;
-        }
-        store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
-        store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
-        store_four<__nv_bfloat16>(columns[i], column);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-        store_four<__half>(stage[i] + Stage::k, k);
-        store_four<__half>(stage[i] + Stage::q, q);
-        store_four<__half>(stage[i] + Stage::kg, column);
-      }
-      next_four(G_);
-      stage = stage.further(), rows = rows.further(), columns = columns.further();
-    }
+    store_operands<T>(at_, stage_, G_, to_anchor, from_anchor);
   }
 
   // [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.
