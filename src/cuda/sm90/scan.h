@@ -98,7 +98,8 @@ class Scan {
               if (kOutputs && call_.v_new.data) store_corrections(t, end, U);
             });
         if (!went) break;
-        if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0) ptx::arrive(ring_.empty(number));
         // (Nothing is to be seen with it: the chunk's image has been read.)
         if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
         t += kRows, to += step, ++number;
