@@ -137,8 +137,12 @@ enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
 // A matrix in shared memory, in bytes: from eight rows to the next eight (stride); of matrices whose rows are channels of
 // the contraction (kTransposed), from as many columns as a row holds to the next (leading).
 __device__ inline uint64_t matrix_at(unsigned address, unsigned leading, unsigned stride, Swizzle swizzle) {
-  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
-         static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+  return address >> 4 | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(stride >> 4) << 32 |
+         static_cast<uint64_t>(swizzle) << 62;
+}
+// The same matrix so many bytes further.
+__device__ inline uint64_t further(uint64_t matrix, unsigned bytes) {
+  return (matrix & ~uint64_t{0xffffffff}) | (static_cast<unsigned>(matrix) + (bytes >> 4));
 }
 
 // a in registers, N = 32. Without accumulate d is overwritten.

@@ -61,15 +61,16 @@ class ExactScores {
 
   __device__ ExactScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
-  // Row i of the warp, from the first on. Behind the last row nothing decays.
+  // Rows of the warp, in order: four(), then row i of these. Behind the last row nothing decays.
+  __device__ void four() { next_four(G_); }
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
     float y[4] = {x[0], x[1], x[2], x[3]};
     gate(y);
     const float rate = real ? gate.rate : 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      total_[e] = fmaf(-rate, y[e], i ? total_[e] : 0);
-      G_[i][e] = fmaf(-rate, ptx::least(y[e], gate.most), i ? G_[i ? i - 1 : 0][e] : 0);
+      total_[e] = fmaf(-rate, y[e], total_[e]);
+      G_[i + 4][e] = fmaf(-rate, ptx::least(y[e], gate.most), G_[i + 3][e]);
     }
   }
   // Of the lane's channels, all rows up to the warp's row i: no NaN?
@@ -116,33 +117,7 @@ class ExactScores {
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
-    const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
-    float norms_q[4], norms_k[4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i % 4 == 0) {
-        const unsigned row = 8 * at_.warp + i;
-        at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
-      }
-      const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
-      float q[4], k[4], column[4];
-      four_of<T>(ptx::load_shared2(rows[i] + Stage::q), q);
-      four_of<T>(ptx::load_shared2(rows[i] + Stage::k), k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
-        k[e] *= norm_k, q[e] *= norm_q;
-        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
-      }
-      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
-      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
-      store_four<__nv_bfloat16>(columns[i], column);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-      store_four<__half>(stage[i] + Stage::k, k);
-      store_four<__half>(stage[i] + Stage::q, q);
-      store_four<__half>(stage[i] + Stage::kg, column);
-    }
+    store_operands<T>(at_, stage_, G_, to_anchor, from_anchor);
     if (at_.warp == 0) store_ell();
   }
 
@@ -244,8 +219,8 @@ class ExactScores {
 
   Bench& at_;
   const unsigned stage_;
-  float G_[8][4], total_[4];  // of the warp's rows: from its first row, then from the anchor
-  unsigned to_start_[2];      // powers of two from the start of the warp's rows to their anchor
+  float G_[8][4] = {}, total_[4] = {};  // of the warp's rows: from its first row, then from the anchor
+  unsigned to_start_[2];                // powers of two from the start of the warp's rows to their anchor
 };
 
 }  // namespace kda::cuda::sm90

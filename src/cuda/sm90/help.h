@@ -62,9 +62,9 @@ __device__ inline void load_image(const Help& help, const Ring& ring, unsigned n
   while (ptx::load_acquire(&help.own().done[n % kWindow]) != n + 1) {
   }
   ptx::fence_global_for_async();
-  ptx::arrive(ring.full(n), kGroup - 1);
   ptx::arrive_expecting(ring.full(n), kImageBytes);
   ptx::copy_bulk_to_shared(ring.stage(n), help.image(blockIdx.x, n), kImageBytes, ring.full(n));
+  ptx::arrive(ring.full(n), kGroup - 1);
 }
 
 // ---- helpers ----

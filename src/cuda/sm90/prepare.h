@@ -206,7 +206,7 @@ class Preparation {
       beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
   }
   // An f32 gate has no room on the bench. It lies in the stage, where operands will be once it has been read.
-  __device__ unsigned wide_gate(unsigned stage, int i) const {
+  __device__ unsigned wide_gate(unsigned stage, unsigned i) const {
     return stage + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16;
   }
   __device__ void fetch_wide_gate(const Plan& p, unsigned stage) const {
@@ -234,12 +234,17 @@ class Preparation {
     at_.forget();
     Scores scores(at_, stage);
     const typename Scores::Gate gate(call_.x, at_);
+    Bench::Own own = at_.own(at_.columns());
+#pragma unroll 1
+    for (unsigned first = 0; first < 8; first += 4, own = own.further()) {
+      scores.four();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float x[4];
-      if constexpr (kWideGate) load_four(wide_gate(stage, i), x);
-      else four_of<T>(ptx::load_shared2(at_.own(at_.columns())[i]), x);
-      scores.decay(i, gate, x, 8 * at_.warp + i < rows);
+      for (unsigned i = 0; i < 4; ++i) {
+        float x[4];
+        if constexpr (kWideGate) load_four(wide_gate(stage, first + i), x);
+        else four_of<T>(ptx::load_shared2(own[i]), x);
+        scores.decay(i, gate, x, 8 * at_.warp + first + i < rows);
+      }
     }
     at_.forget();
     ring().wait_empty(at_.number());  // from here on it is written to
@@ -326,13 +331,15 @@ class Preparation {
     float by_q[2][4] = {}, by_k[2][4] = {};  // of even and odd steps: shorter chains
     const unsigned r = at_.lane % 8,
                    from = at_.rows() + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
+#pragma unroll 1
+    for (unsigned half = 0; half < 2 * kHalf; half += kHalf)
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      unsigned a[4];
-      ptx::load_matrices(a, from + j / 4 * kHalf + ((j % 4 * 2 + at_.lane / 16 ^ r) << 4));
-      ptx::mma<T>(by_q[j % 2], a, a[0], a[2]);
-      ptx::mma<T>(by_k[j % 2], a, a[1], a[3]);
-    }
+      for (int j = 0; j < 4; ++j) {
+        unsigned a[4];
+        ptx::load_matrices(a, from + half + ((j * 2 + at_.lane / 16 ^ r) << 4));
+        ptx::mma<T>(by_q[j % 2], a, a[0], a[2]);
+        ptx::mma<T>(by_k[j % 2], a, a[1], a[3]);
+      }
 #pragma unroll
     for (int e = 0; e < 4; ++e) by_q[0][e] += by_q[1][e], by_k[0][e] += by_k[1][e];
     const unsigned row = at_.lane / 4;  // whose elements are in one of its four lanes

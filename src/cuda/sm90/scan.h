@@ -21,6 +21,11 @@ template <class T>
 __device__ Pair<T> pair_of(unsigned x) {
   return reinterpret_cast<const Pair<T>&>(x);
 }
+template <class T>
+__device__ float2 floats_of(unsigned x) {
+  if constexpr (std::is_same_v<T, __half>) return __half22float2(pair_of<T>(x));
+  else return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
 // Largest magnitude of eight numbers; a NaN is.
 template <class T>
 __device__ float largest(unsigned a, unsigned b, unsigned c, unsigned d) {
@@ -93,7 +98,8 @@ class Scan {
               if (kOutputs && call_.v_new.data) store_corrections(t, end, U);
             });
         if (!went) break;
-        if (lane_ == 0) ptx::arrive(ring_.empty(number));  // of this warp
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0) ptx::arrive(ring_.empty(number));
         // (Nothing is to be seen with it: the chunk's image has been read.)
         if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
         t += kRows, to += step, ++number;
@@ -219,18 +225,17 @@ class Scan {
 
   // Do units fit S_ and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. Also, of the thread's columns, the
   // largest |v|.
-  __device__ bool fits(const unsigned (&a)[4], const unsigned (&b)[4], const unsigned (&packed)[8][4], bool first,
-                       float (&v)[2]) const {
+  __device__ bool fits(const unsigned (&a)[4], const unsigned (&b)[4], bool first, float (&v)[2]) const {
     bool large = false, fits = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       v[i] = inverse(unit_[i]) * largest<T>(a[i], a[i + 2], b[i], b[i + 2]);
       large = large || !(v[i] < 0x1p7f);
       if (!first) continue;
-      __half2 s = __habs2(pair_of<__half>(packed[0][i]));
+      float s = 0;
 #pragma unroll
-      for (int j = 1; j < 16; ++j) s = __hmax2(s, __habs2(pair_of<__half>(packed[j / 2][i + j % 2 * 2])));
-      const float most = fmaxf(v[i], fmaxf(__low2float(s), __high2float(s)));
+      for (int j = 0; j < 32; ++j) s = fmaxf(s, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
+      const float most = fmaxf(v[i], __half2float(__float2half_rn(s)));
       large = large || most >= 0x1p7f;
       // A column's four lanes together reach 2^-9.
       unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
@@ -243,7 +248,7 @@ class Scan {
   // For a chunk that did not fit. 0 times what is not finite is not 0: it would show in all tokens of the column, those
   // before it included. So there are zeros instead, and spoil() comes after the chunk.
   __device__ void prepare(unsigned stage, bool first) {
-    unsigned x[2][4], packed[8][4], bad[2] = {kRows, kRows};
+    unsigned x[2][4], bad[2] = {kRows, kRows};
     load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
 #pragma unroll
     for (unsigned j = 0; j < 16; ++j) {
@@ -260,9 +265,8 @@ class Scan {
       bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 1)), bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
     __syncwarp();  // zeros are there
     load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
-    pack(packed);
     float v[2];
-    if (!fits(x[0], x[1], packed, first, v)) choose_units(v);
+    if (!fits(x[0], x[1], first, v)) choose_units(v);
     set_rare(1u << 16 | bad[1] << 8 | bad[0]);
   }
   // From the first token that was not finite on, outputs and the state are not, either.
@@ -286,24 +290,23 @@ class Scan {
   // Returns false, and has done nothing, if units do not fit.
   template <bool kOutputs, class Meanwhile, class Corrections>
   __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
-    unsigned left[8][4];
     {
       unsigned a[4], b[4];
       float v[2];
       load_values(stage, 0, a), load_values(stage, 1, b);
-      pack(left);
-      if (!fits(a, b, left, first, v) && !rare()) return false;
+      if (!fits(a, b, first, v) && !rare()) return false;  // before any product: all warps make each together
     }
-    // Before the products begin: nothing may touch their accumulators while they run.
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
-      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
-    }
+    unsigned left[8][4];
+    pack(left);
+    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128),
+                   kg = ptx::matrix_at(stage + Stage::kg, kHalf, 1024, ptx::Swizzle::k128),
+                   T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64),
+                   Aqk = ptx::further(T_beta, Stage::Aqk - Stage::T);
     float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) ptx::wgmma<__half, false>(both, left[k], rows_at(stage + Stage::k, k), k > 0);
+    for (int k = 0; k < 8; ++k)
+      ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
     unsigned v[2][4];
     load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
@@ -313,17 +316,20 @@ class Scan {
     unsigned R[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const Pair<T> two = pair_of<T>(v[j / 4][j % 4]);
+      const float2 two = floats_of<T>(v[j / 4][j % 4]);
       const float scale = inverse(unit_[j % 2]);
-      R[j / 4][j % 4] = ptx::pack<__half>(fmaf(__low2float(two), scale, -both[2 * j]),
-                                          fmaf(__high2float(two), scale, -both[2 * j + 1]));
+      R[j / 4][j % 4] = ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]));
     }
     float U[kRows / 2];
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      ptx::wgmma<__half, false>(U, R[k], ptx::matrix_at(stage + Stage::T + 32 * k, 16, 512, ptx::Swizzle::k64), k > 0);
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
+    }
     ptx::wait_for_products<0>();
     corrections(U);
 
@@ -332,14 +338,10 @@ class Scan {
     float O[kRows / 2];
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      ptx::wgmma<__half, true>(
-          S_, R[k], ptx::matrix_at(stage + Stage::kg + k * 16 * kRowBytes, kHalf, 1024, ptx::Swizzle::k128), true);
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kg, k * 16 * kRowBytes), true);
     if constexpr (kOutputs)
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        ptx::wgmma<__half, false>(O, R[k], ptx::matrix_at(stage + Stage::Aqk + 32 * k, 16, 512, ptx::Swizzle::k64),
-                                  k > 0);
+      for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(O, R[k], ptx::further(Aqk, 32 * k), k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
     if constexpr (kOutputs) stage_outputs(O, both);
@@ -358,11 +360,6 @@ class Scan {
     for (int j = 0; j < 2; ++j)
       ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
     __syncwarp();  // outputs are there
-  }
-
-  // Channels 16 k .. of rows, as a right operand.
-  __device__ static uint64_t rows_at(unsigned address, int k) {
-    return ptx::matrix_at(address + k / 4 * kHalf + k % 4 * 32, 16, 1024, ptx::Swizzle::k128);
   }
 
   // ---- outputs ----

@@ -67,6 +67,7 @@ struct Bench {
   struct Own {
     unsigned first;  // bits 4 to 6: the piece
     __device__ unsigned operator[](int i) const { return (first ^ i << 4) + i * kRowBytes; }
+    __device__ Own further() const { return {operator[](4)}; }  // by four rows
   };
   __device__ Own own(unsigned tile) const {
     return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 16 / 2 * 16 + lane % 2 * 8};
@@ -104,6 +105,52 @@ struct Bench {
 
 constexpr float kLog2e = 1.44269504f;
 
+// Loops over a warp's rows have four of eight in each round: half the instructions, for which there is too little cache. The
+// other four come to the place of the first. (Were the compiler to know that they are the same, there would be no loop.)
+__device__ inline void next_four(float (&G)[8][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) G[i][e] = __uint_as_float(opaque(__float_as_uint(G[i + 4][e])));
+}
+
+// Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and
+// kc = k 2^-G over the raw rows, where G is from an anchor.
+template <class T>
+__device__ void store_operands(const Bench& at, unsigned to, float (&G)[8][4], const float (&to_anchor)[4],
+                               const float (&from_anchor)[4]) {
+  Bench::Own stage = at.own(to), rows = at.own(at.rows()), columns = at.own(at.columns());
+#pragma unroll 1
+  for (unsigned first = 8 * at.warp; first < 8 * at.warp + 8; first += 4) {
+    float norms_q[4], norms_k[4];
+    at.load_factors(Bench::kQuery, first, norms_q), at.load_factors(Bench::kKey, first, norms_k);
+    uint2 next_q = ptx::load_shared2(rows[0] + Stage::q), next_k = ptx::load_shared2(rows[0] + Stage::k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float q[4], k[4], column[4];
+      four_of<T>(next_q, q), four_of<T>(next_k, k);
+      if (i < 3)  // before this row's stores, which loads do not pass
+        next_q = ptx::load_shared2(rows[i + 1] + Stage::q), next_k = ptx::load_shared2(rows[i + 1] + Stage::k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float up = ptx::exp2(G[i][e]), down = ptx::exp2(-G[i][e]);
+        k[e] *= norms_k[i], q[e] *= norms_q[i];
+        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
+      }
+      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
+      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
+      store_four<__nv_bfloat16>(columns[i], column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
+      store_four<__half>(stage[i] + Stage::k, k);
+      store_four<__half>(stage[i] + Stage::q, q);
+      store_four<__half>(stage[i] + Stage::kg, column);
+    }
+    next_four(G);
+    stage = stage.further(), rows = rows.further(), columns = columns.further();
+  }
+}
+
 // Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15, does
 // for all scores: k^ = k 2^(G - G_15), kc = k 2^(G_15 - G), and all factors are normal numbers (of f32 and bf16).
 class AnchoredScores {
@@ -124,10 +171,11 @@ class AnchoredScores {
 
   __device__ AnchoredScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
-  // Row i of the warp, from the first on. Behind the last row nothing decays.
+  // Rows of the warp, in order: four(), then row i of these. Behind the last row nothing decays.
+  __device__ void four() { next_four(G_); }
   __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) G_[i][e] = (i ? G_[i ? i - 1 : 0][e] : 0) + gate(e, x[e], real);
+    for (int e = 0; e < 4; ++e) G_[i + 4][e] = G_[i + 3][e] + gate(e, x[e], real);
   }
   // Of the lane's channels, all rows up to the warp's row i: no NaN?
   __device__ bool is_fine(int i) const {
@@ -146,13 +194,12 @@ class AnchoredScores {
     float total[4][4], to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+    const float before[3] = {at_.warp < 1 ? -1.0f : 0, at_.warp < 2 ? -1.0f : 0, at_.warp == 3 ? 1.0f : 0};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       to_anchor[e] = ptx::exp2(total[0][e] + total[1][e]), from_anchor[e] = ptx::exp2(total[2][e] + total[3][e]);
-      const float first = at_.warp == 0   ? -(total[0][e] + total[1][e])  // G before the warp's rows, from the anchor
-                          : at_.warp == 1 ? -total[1][e]
-                          : at_.warp == 2 ? 0
-                                          : total[2][e];
+      // G before the warp's rows, from the anchor.
+      const float first = fmaf(before[2], total[2][e], fmaf(before[0], total[0][e], before[1] * total[1][e]));
 #pragma unroll
       for (int i = 0; i < 8; ++i) G_[i][e] += first;
     }
@@ -160,46 +207,19 @@ class AnchoredScores {
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
-    const Bench::Own stage = at_.own(stage_), rows = at_.own(at_.rows()), columns = at_.own(at_.columns());
-    float norms_q[4], norms_k[4];
-    uint2 next_q = ptx::load_shared2(rows[0] + Stage::q), next_k = ptx::load_shared2(rows[0] + Stage::k);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i % 4 == 0) {
-        const unsigned row = 8 * at_.warp + i;
-        at_.load_factors(Bench::kQuery, row, norms_q), at_.load_factors(Bench::kKey, row, norms_k);
-      }
-      const float norm_q = norms_q[i % 4], norm_k = norms_k[i % 4];
-      float q[4], k[4], column[4];
-      four_of<T>(next_q, q), four_of<T>(next_k, k);
-      // Before this row's stores, which loads do not pass.
-      if (i < 7) next_q = ptx::load_shared2(rows[i + 1] + Stage::q), next_k = ptx::load_shared2(rows[i + 1] + Stage::k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float up = ptx::exp2(G_[i][e]), down = ptx::exp2(-G_[i][e]);
-        k[e] *= norm_k, q[e] *= norm_q;
-        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
-      }
-      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
-      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
-      store_four<__nv_bfloat16>(columns[i], column);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-      store_four<__half>(stage[i] + Stage::k, k);
-      store_four<__half>(stage[i] + Stage::q, q);
-      store_four<__half>(stage[i] + Stage::kg, column);
-    }
+    store_operands<T>(at_, stage_, G_, to_anchor, from_anchor);
   }
 
   // [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.
   __device__ void run(unsigned stage) const {
     float scores[16];
+    const uint64_t rows = ptx::matrix_at(at_.rows(), 16, 1024, ptx::Swizzle::k128),
+                   columns = ptx::matrix_at(at_.columns(), 16, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const unsigned piece = j / 4 * kHalf + j % 4 * 32;
-      ptx::wgmma_shared<__nv_bfloat16>(scores, ptx::matrix_at(at_.rows() + piece, 16, 1024, ptx::Swizzle::k128),
-                                       ptx::matrix_at(at_.columns() + piece, 16, 1024, ptx::Swizzle::k128), j > 0);
+      ptx::wgmma_shared<__nv_bfloat16>(scores, ptx::further(rows, piece), ptx::further(columns, piece), j > 0);
     }
     ptx::commit_products();
     const unsigned lane = at_.lane, row = at_.warp % 2 * 16 + lane / 4;  // and eight more
@@ -225,7 +245,7 @@ class AnchoredScores {
  private:
   Bench& at_;
   const unsigned stage_;
-  float G_[8][4];  // of the warp's rows: from its first row, then from the anchor
+  float G_[8][4] = {};  // of the warp's rows: from its first row, then from the anchor
 };
 
 }  // namespace kda::cuda::sm90
