@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         implementations,
         info,
         prefill,
+        use_batch_invariant,
         workspace_size,
     )
     from .segment import segment_map, segment_merge
@@ -90,6 +91,7 @@ __all__ = [
     "prefill_f32",
     "segment_map",
     "segment_merge",
+    "use_batch_invariant",
     "verify_kvbuffer",
     "workspace_size",
 ]

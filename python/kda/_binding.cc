@@ -12,6 +12,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +32,8 @@ void check(kda_status status) {
                                                     : "RuntimeError";
   throw ffi::Error(kind, kda_last_error(), "");
 }
+
+std::atomic<uint32_t> all_flags = 0;  // of every call of this process
 
 [[noreturn]] void value_error(const std::string& text) { throw ffi::Error("ValueError", text, ""); }
 
@@ -115,6 +118,7 @@ class Reader {
       e.impl = impl_.c_str();
     }
     e.num_threads = integer("num_threads");
+    e.flags = all_flags.load(std::memory_order_relaxed);
     if (const ffi::AnyView memory = next(); memory.type_index() != ffi::TypeIndex::kTVMFFINone) {
       const auto view = memory.try_cast<ffi::TensorView>();
       if (!view) value_error(std::string("workspace: expected a tensor, got ") + what(memory));
@@ -474,3 +478,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_implementation, [](ffi::String op, int64_t ind
   const char* name = kda_implementation(op.c_str(), static_cast<int32_t>(index));
   return ffi::String(name ? name : "");
 })
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_use_batch_invariant,
+                              [](bool enabled) { return all_flags.exchange(enabled ? KDA_BATCH_INVARIANT : 0) != 0; })

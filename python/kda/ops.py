@@ -638,6 +638,23 @@ def implementations(op: str) -> Sequence[str]:
     return names
 
 
+def use_batch_invariant(enabled: bool = True) -> bool:
+    """Shall bits of a sequence depend on nothing else in a call, from now on and in all threads? Returns whether they
+    had to before.
+
+    That holds anyway, but for prefill of few long heads on Hopper: the default there cuts sequences where it suits the
+    call, and with this takes up to twice the time (docs/numerics.md). A workspace has the size that
+    :func:`workspace_size` says after the change.
+
+    >>> import kda
+    >>> kda.use_batch_invariant(), kda.use_batch_invariant(False)
+    (False, True)
+    """
+    if not isinstance(enabled, bool):
+        raise ValueError(f"enabled: expected True or False, got {enabled!r}")
+    return bool(library().use_batch_invariant(enabled))
+
+
 def info() -> dict[str, str]:
     """What the library was built with and what it finds here: version, CPU instruction set, CUDA.
 

@@ -142,3 +142,23 @@ def test_a_million_tokens() -> None:
     errors = [float(rel_rmse(x.double(), y.cpu().double())) for x, y in zip(expected, got, strict=True)]
     assert max(errors) < 0.005, errors
     assert same_bits(got[0], run(HERE(call), torch.zeros(1, 1, 128, 128, device=DEVICE))[0])
+
+
+@pytest.mark.skipif(not HOPPER, reason="about the default on Hopper")
+def test_batch_invariant_prefill_is_not_cut() -> None:
+    """Few long heads: the default cuts them, and may then differ from what it gives beside others."""
+    call, state, other = HERE(tokens(2, 4096)), states(2), HERE(tokens(64, 4096, seed=1))
+
+    def chosen() -> str:
+        return next(line for line in kda.explain(**call, state=state).splitlines() if line[0] == "*")
+
+    assert "cuda_segments_sm90" in chosen() and not kda.use_batch_invariant()
+    try:
+        assert "cuda_chunk_sm90" in chosen()
+        among = {n: torch.cat([call[n], other[n]], 2) for n in ("q", "k", "v", "g", "beta")}
+        gate = {n: torch.cat([call[n], other[n]]) for n in ("A_log", "dt_bias")}
+        o, h = run(call, state)
+        o_among, h_among = run({**call, **among, **gate}, torch.cat([state, states(64)], 1))
+        assert same_bits(o_among[:, :, :2], o) and same_bits(h_among[:, :2], h)
+    finally:
+        assert kda.use_batch_invariant(False)

@@ -190,3 +190,17 @@ def test_the_future_changes_nothing(function: Callable[..., Any]) -> None:
             if n in TOKENWISE
         }
         assert same_bits(function(**p.having(**later).keywords)[0][:, :t], o[:, :t])
+
+
+def test_batch_invariant_is_what_it_is_anyway() -> None:
+    """The switch is of the process and says what it was; on the CPU it changes no bit and no workspace."""
+    p = make(2, 150, 2, 2, 32, 40)
+    before = run(kda.chunk_kda, p)
+    assert not kda.use_batch_invariant()
+    try:
+        assert kda.use_batch_invariant(True)
+        assert equal(before, run(kda.chunk_kda, p))
+    finally:
+        assert kda.use_batch_invariant(False)
+    with pytest.raises(ValueError, match=r"^enabled: expected True or False, got 1$"):
+        kda.use_batch_invariant(1)  # type: ignore[arg-type]
