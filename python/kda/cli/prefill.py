@@ -62,7 +62,9 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
     {"H": 64, "T": 4096},
     {"H": 64, "T": 1024},
     {"H": 64, "T": 512},
+    {"H": 32, "T": 2048},
     {"H": 32, "T": 8192},
+    {"H": 32, "T": 32768},
     {"H": 24, "T": 8192},
     {"H": 16, "lengths": (2048,) * 8},
     {"H": 12, "T": 2048},
@@ -70,8 +72,12 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
     {"H": 12, "T": 8192},
     {"H": 12, "lengths": (2048,) * 4},
     {"H": 12, "T": 65536},
+    *({"H": H, "T": T} for H in (96, 12) for T in (64, 128, 256)),
 )
-SOFTPLUS = ("H96 T8192", "H96 6 lengths, 8192", "H64 T8192", "H32 T8192", "H12 T2048", "H12 T8192")
+SOFTPLUS = (
+    *("H96 T8192", "H96 6 lengths, 8192", "H64 T8192", "H32 T2048", "H32 T8192", "H32 T32768", "H16 8 x 2048"),
+    *("H12 T2048", "H12 T8192"),
+)
 QUICK = {  # and the gate with which FLA is measured first, where its time is short
     "H64 T8192": "strong",
     "H96 T8192": "strong",
