@@ -141,11 +141,10 @@ torch.library.register_autograd("kda::forward", _forward_backward, setup_context
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, disable_recompute: bool,
-    recurrent: bool, impl: str | None,
+    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, h_every: int, recurrent: bool,
+    impl: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What ``KDAFunction.apply`` does in eager mode."""
-    h_every = autograd.chunks_between_states((q, k, v, g, beta, A_log, dt_bias, h0), disable_recompute)
     o, hT, *_ = torch.ops.kda.forward(
         q, k, v, g, beta, A_log, dt_bias, h0, cu, *options, final_state, h_every, recurrent, impl
     )

@@ -136,11 +136,11 @@ def chunk_kda(
             )
         if return_intermediate_states:
             return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
+        h_every = chunks_between_states(call[:8], disable_recompute)
         if _compiling():
             from .compiled import forward
 
-            return forward(*call, output_final_state, disable_recompute, False, impl)
-        h_every = chunks_between_states(call[:8], disable_recompute)
+            return forward(*call, output_final_state, h_every, False, impl)
         return KDAFunction.apply(*call, output_final_state, h_every, False, impl)
     except Exception as error:
         if _compiling():
@@ -191,13 +191,13 @@ def fused_recurrent_kda(
         )  # fmt: skip
         if not is_torch(q):
             return _recurrent_arrays(call, output_final_state, impl)
-        if _compiling():
-            from .compiled import forward
-
-            return forward(*call, output_final_state, False, True, impl)
         from .autograd import KDAFunction, chunks_between_states
 
         h_every = chunks_between_states(call[:8], disable_recompute=False)
+        if _compiling():
+            from .compiled import forward
+
+            return forward(*call, output_final_state, h_every, True, impl)
         return KDAFunction.apply(*call, output_final_state, h_every, True, impl)
     except Exception as error:
         if _compiling():
