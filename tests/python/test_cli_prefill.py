@@ -69,7 +69,8 @@ def test_sweep_of_everything() -> None:
     assert {case.name for case in found if case.gate == "softplus"} == {*prefill.SOFTPLUS}
     assert {case.problem.gate for case in found} == {"lower_bound", "softplus"}
     assert {"H64 B2 T16384", "H16 8 x 2048", "H12 T65536"} <= {case.name for case in found}
-    assert {case.name for case in found if case.checked} == {"H12 T2048"}
+    assert {case.name for case in found} >= {f"H{H} T{T}" for H in (12, 96) for T in (64, 128, 256)}
+    assert {case.name for case in found if case.checked} == {f"H12 T{T}" for T in (64, 128, 256, 2048)}
     quick = prefill.sweep({}, quick=True)
     assert {case.name for case in quick} == prefill.QUICK.keys()
     assert {(case.name, case.gate) for case in quick} >= prefill.QUICK.items()
