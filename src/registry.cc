@@ -43,9 +43,10 @@ std::span<const Implementation<ForwardProblem>> implementations() {
 #if KDA_WITH_CUDA
     {"cuda_segments_sm90", "segments of few long sequences at once, joined by their maps, for Hopper",
      cuda::forward_segments_sm90_why_not, cuda::forward_segments_sm90_workspace, cuda::forward_segments_sm90,
-     cuda::forward_segments_sm90_unsuited},
+     cuda::forward_segments_sm90_unsuited, cuda::forward_sm90_form},
     {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by warpgroups of one block, for Hopper",
-     cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90},
+     cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90, nullptr,
+     cuda::forward_sm90_form},
     {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,
      cuda::forward_chunk_workspace, cuda::forward_chunk, cuda::forward_chunk_too_rough},
     {"cuda_recurrent", "token by token with the state in registers, for sm_80 and newer",
@@ -382,7 +383,7 @@ std::string explain(const P& problem) {
                 unsuited ? impl.unsuited(problem)
                 : runs   ? impl.description
                          : reason,
-                "\n");
+                runs && impl.form ? str("; ", impl.form(problem)) : "", "\n");
   }
   return text;
 }

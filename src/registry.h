@@ -15,6 +15,7 @@ struct Implementation {
   uint64_t (*workspace)(const P&);   // bytes
   void (*run)(const P&);
   const char* (*unsuited)(const P&) = nullptr;  // why another that can is faster, or nullptr
+  const char* (*form)(const P&) = nullptr;      // which of its forms runs, if it has several
 };
 
 template <class P>

@@ -23,6 +23,7 @@ void forward_recurrent(const ForwardProblem& p);
 const char* forward_chunk_sm90_why_not(const ForwardProblem& p);
 void forward_chunk_sm90(const ForwardProblem& p);
 uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p);
+const char* forward_sm90_form(const ForwardProblem& p);
 const char* forward_segments_sm90_why_not(const ForwardProblem& p);
 const char* forward_segments_sm90_unsuited(const ForwardProblem& p);
 void forward_segments_sm90(const ForwardProblem& p);

@@ -308,25 +308,49 @@ TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
   }
 }
 
-// Few long heads are cut into segments, but not where bits may depend on the sequence alone.
-using ForwardChunkChoice = OnCuda;
-TEST_F(ForwardChunkChoice, Segments) {
-  cudaDeviceProp device;
-  ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
-  if (device.major != 9 || device.multiProcessorCount < 64) GTEST_SKIP() << "the device is no Hopper";
-  const auto chosen = [](int64_t T, uint32_t flags) {
-    const Inputs in(wide({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}));
+class ForwardChunkChoice : public OnCuda {
+ protected:
+  void SetUp() override {
+    OnCuda::SetUp();
+    cudaDeviceProp device;
+    if (IsSkipped()) return;
+    ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
+    if (device.major != 9 || device.multiProcessorCount < 64) GTEST_SKIP() << "the device is no Hopper";
+  }
+  // What kda_forward_explain says of the implementation that would run.
+  static std::string chosen(const Case& c, uint32_t flags = 0) {
+    const Inputs in(wide(c));
     const ForwardOutputs out(in, false);
     kda_forward_args args = on_device(forward_args(in, out));
     args.exec.flags = flags;
     const char* text = "";
     EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
     const std::string all = text, from = all.substr(all.find("* ") + 2);
-    return from.substr(0, from.find(':'));
+    return from.substr(0, from.find('\n'));
+  }
+};
+
+// Few long heads are cut into segments, but not where bits may depend on the sequence alone.
+TEST_F(ForwardChunkChoice, Segments) {
+  const auto name = [](int64_t T, uint32_t flags) {
+    const std::string line = chosen({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}, flags);
+    return line.substr(0, line.find(':'));
   };
-  EXPECT_EQ(chosen(4096, 0), "cuda_segments_sm90");
-  EXPECT_EQ(chosen(4096, KDA_BATCH_INVARIANT), "cuda_chunk_sm90");
-  EXPECT_EQ(chosen(100, 0), "cuda_chunk_sm90");
+  EXPECT_EQ(name(4096, 0), "cuda_segments_sm90");
+  EXPECT_EQ(name(4096, KDA_BATCH_INVARIANT), "cuda_chunk_sm90");
+  EXPECT_EQ(name(100, 0), "cuda_chunk_sm90");
+}
+
+TEST_F(ForwardChunkChoice, ExplainSaysWhichScores) {
+  for (const int64_t T : {100, 4096}) {
+    Case c{.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16, .g_dtype = KDA_BF16};
+    EXPECT_NE(chosen(c).find("exact for any gate"), std::string::npos) << chosen(c);
+    c.gate_form = KDA_GATE_LOWER_BOUND, c.gates = Gates::kRaw, c.A_log = true;
+    for (const float bound : {-5.0f, -6.0f}) {
+      c.lower_bound = bound;
+      EXPECT_EQ(chosen(c).find("one anchor") != std::string::npos, bound == -5) << chosen(c);
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ForwardChunkPromise,

@@ -120,6 +120,17 @@ def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
     assert all_same(dense, views) and all(x[..., [0, 1, 2, -2, -1]].isnan().all() for x in memories)
 
 
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_rows_that_share_memory(name: str, dim: int) -> None:
+    """Of all tokens, or all heads: expanded tensors have a stride of zero."""
+    p, h0 = drafts(130, **{**FORMS["bf16_bounded_k_first"], **LARGE})
+    call, (shared, dense) = HERE.call(p), (HERE(h0), HERE(h0))
+    x = call.pop(name).narrow(dim, 0, 1).expand(p.tensors[name].shape)
+    o = kda.prefill(**call, **{name: x}, state=shared)
+    assert same_bits(kda.prefill(**call, **{name: x.contiguous()}, state=dense), o) and same_bits(dense, shared)
+
+
 # ---- promises to the bit ----
 
 

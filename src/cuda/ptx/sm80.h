@@ -125,6 +125,13 @@ __device__ inline unsigned thread() {
   return x;
 }
 
+// blockIdx.x, likewise.
+__device__ inline unsigned block() {
+  unsigned x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- shared memory by address ----
 
 __device__ inline unsigned load_shared(unsigned from) {

@@ -1,6 +1,8 @@
 // One instruction each, of Hopper (sm_90a): mbarriers, bulk copies, products of a warpgroup. Numbers of shared memory are
 // addresses in its window (shared_address).
 #pragma once
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "cuda/ptx/sm80.h"
@@ -20,6 +22,10 @@ __device__ inline void arrive(unsigned barrier, unsigned times = 1) {
 // Arrives, and promises bytes that copies will bring.
 __device__ inline void arrive_expecting(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Promises bytes without arriving: before this thread's own arrival.
+__device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ inline bool has_phase_ended(unsigned barrier, unsigned parity) {
   unsigned done;
@@ -43,12 +49,35 @@ __device__ inline void sync_threads(unsigned barrier, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Likewise; of all of them, was every `x` true?
+__device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {
+  unsigned all;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %1, 0;\n"
+      "barrier.red.and.pred q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(all)
+      : "r"(unsigned{x}), "r"(barrier), "r"(threads)
+      : "memory");
+  return all;
+}
+
 // ---- bulk copies of neighbouring bytes, multiples of 16, by one thread ----
 
 __device__ inline void copy_bulk_to_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+// A tile of a tensor of four dimensions; `map`, where the tensor is and how large its tiles are, is a parameter of the
+// kernel. What is outside of the tensor is zero.
+__device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
+                                 unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
 }
 __device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)

@@ -28,7 +28,7 @@ struct Stage {
   static constexpr unsigned end = ell + kSize * 4;
   static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // stages follow each other
 };
-constexpr unsigned kStages = 4, kQueue = 5;  // and tasks that helpers have found
+constexpr unsigned kStages = 4, kQueue = 7;  // and tasks that helpers have found
 
 constexpr unsigned kStrideA = 36;
 
@@ -46,15 +46,17 @@ struct Shared {
   static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
   static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
   static constexpr unsigned kFactorBytes = 4 * kRows * 4;
-  static constexpr unsigned factors = queue + 144;                          // of each preparer: of rows, two chunks
+  static constexpr unsigned factors =
+      queue + (kQueue * 16 + 8 + 15) / 16 * 16;                             // of each preparer: of rows, two chunks
   static constexpr unsigned bad = factors + kPreparers * 2 * kFactorBytes;  // of each preparer: rows, of each warp
   static constexpr unsigned turns = bad + kPreparers * 16;                  // likewise: chunks that they are at
   static constexpr unsigned tasks = turns + kPreparers * 32;                // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
-  static constexpr unsigned rare = empty + 8 * kStages;                   // of each scanning thread
-  static constexpr unsigned corrections = rare + kScanners * kGroup * 4;  // of each scanning warp: an address
-  static constexpr unsigned bytes = corrections + kScanners * 4 * 8;
+  static constexpr unsigned bad_values = empty + 8 * kStages;                   // of each scanning thread
+  static constexpr unsigned corrections = bad_values + kScanners * kGroup * 4;  // of each scanning warp: an address
+  static constexpr unsigned raw = corrections + kScanners * 4 * 8;              // mbarriers: of preparers' raw rows
+  static constexpr unsigned bytes = raw + kPreparers * 8;
 };
 static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
@@ -72,12 +74,14 @@ __device__ inline unsigned opaque(unsigned x) {
 
 // What a call works on.
 struct Help;
+struct Tiles;
 struct Call {
   const ForwardProblem& p;
   const Tokens& x;
   const States& states;
   const View& v_new;
   const Help& help;
+  const Tiles* tiles;           // of those who prepare
   unsigned first = blockIdx.x;  // item of the block
 };
 
@@ -97,6 +101,12 @@ struct Ring {
     return chunk < kStages || ptx::has_phase_ended(empty(chunk), (chunk / kStages + 1) % 2);
   }
 };
+
+// By one thread, before fence_barriers(). arrivals: that fill a stage.
+__device__ inline void start_ring(const Ring& ring, unsigned arrivals) {
+  for (unsigned i = 0; i < kStages; ++i)
+    ptx::init_barrier(ring.full(i), arrivals), ptx::init_barrier(ring.empty(i), kScanners * 4);
+}
 
 // A value head of a sequence, or the rows behind the last sequence. A block has numbers blockIdx.x, + gridDim.x, ..
 struct Item {

@@ -18,14 +18,14 @@ template <class T, class Scores, bool kWideGate>
 __global__ void __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ View v_new,
-                 const __grid_constant__ Help help) {
+                 const __grid_constant__ Help help, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new, help};
+  const Call call{p, x, states, v_new, help, &tiles};
+  using Preparation = Preparation<T, Scores, kWideGate>;
   const Ring ring{memory};
   if (threadIdx.x == 0) {
-    for (unsigned i = 0; i < kStages; ++i) {
-      ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
-    }
+    start_ring(ring, kGroup);
+    Preparation::start(memory);
     start_queue(memory);
     ptx::fence_barriers();
   }
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring);
   } else {
     ptx::give_registers<256 - kScanRegisters>();
-    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
+    Preparation(call, memory, group - kScanners).run();
   }
 }
 
@@ -87,6 +87,11 @@ const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
   return grid_why_not(p, 1, 1);
 }
 
+const char* forward_sm90_form(const ForwardProblem& p) {
+  return anchored(p) ? "scores from one anchor a chunk, which bounded gates allow"
+                     : "scores from an anchor every eight tokens, exact for any gate";
+}
+
 uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p) {
   return owners_with_help(p) * (sizeof(Board) + kWindow * kImageBytes);
 }
@@ -106,7 +111,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   const dim3 grid(static_cast<unsigned>(help.boards ? blocks : std::min(items_of(p), blocks)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, grid, kThreads, Shared::bytes, p, Tokens(p, a.in, a.o),
-                                               States(a), view_of(a.v_new), help);
+                                               States(a), view_of(a.v_new), help, Tiles(p));
   });
 }
 

@@ -14,7 +14,7 @@
 namespace kda::cuda::sm90 {
 
 constexpr unsigned kWindow = 16;  // chunks of an owner that have room for an image
-constexpr unsigned kLead = 7;     // helpers leave the next ones to the owner, whose preparers are at them
+constexpr unsigned kLead = 9;     // helpers leave the next ones to the owner, whose preparers are at them
 constexpr unsigned kShares = 16;  // see Help::may_help()
 
 // Chunks are numbered over all items of the owner.
@@ -41,8 +41,8 @@ struct Help {
   __device__ explicit operator bool() const { return images; }
   // Chunks for helpers are spread evenly. Were all for them, they would claim as far ahead as they may, and then be late.
   __device__ bool may_help(unsigned n) const { return (n + 1) * share / kShares != n * share / kShares; }
-  __device__ bool owns() const { return blockIdx.x < owners; }
-  __device__ Board& own() const { return boards[blockIdx.x]; }
+  __device__ bool owns() const { return ptx::block() < owners; }
+  __device__ Board& own() const { return boards[ptx::block()]; }
   __device__ char* image(unsigned owner, unsigned n) const {
     return images + (static_cast<uint64_t>(owner) * kWindow + n % kWindow) * kImageBytes;
   }
@@ -130,7 +130,8 @@ class Scout {
     unsigned free = end;
 #pragma unroll
     for (unsigned i = 0; i < kWindow; ++i) {
-      const unsigned n = consumed + (i - consumed) % kWindow;  // the slot's chunk of the window from `consumed` on
+      const unsigned n =
+          consumed + (i + kWindow - consumed % kWindow) % kWindow;  // the slot's chunk of the window from `consumed` on
       if (n >= max(base, consumed + kLead) && n < free && claims[i] < 2 * n + 2 && help_.may_help(n))
         free = n, claimed = claims[i];
     }
@@ -157,6 +158,25 @@ struct Queue {
   __device__ static unsigned found(unsigned memory, unsigned q) { return memory + Shared::tasks + q % kQueue * 8; }
   __device__ static unsigned freed(unsigned memory, unsigned q) { return found(memory, q) + kQueue * 8; }
   __device__ static unsigned parity(unsigned q) { return q / kQueue % 2; }
+  // May task q be handed on?
+  __device__ static bool is_free(unsigned memory, unsigned q) {
+    return q < kQueue || ptx::has_phase_ended(freed(memory, q), parity(q - kQueue));
+  }
+  // By one thread, when it may.
+  __device__ static void hand_on(unsigned memory, unsigned q, const Task& task) {
+    here().tasks[q % kQueue] = task;
+    ptx::arrive(found(memory, q));
+  }
+  // There are no more from task q on, and so nobody frees a slot: by a warp.
+  __device__ static void end(unsigned memory, unsigned q) {
+    static_assert(kQueue >= kPlans);
+    for (const unsigned last = q + kPlans; q < last; ++q) {
+      while (!is_free(memory, q)) {
+      }
+      if (threadIdx.x % 32 == 0) hand_on(memory, q, {Task::kNone});
+    }
+  }
+  static constexpr unsigned kPlans = 2 * kPreparers;  // of preparers, which all look for a task
 };
 __device__ inline void start_queue(unsigned memory) {
   for (unsigned i = 0; i < kQueue; ++i)
@@ -167,31 +187,19 @@ __device__ inline void start_queue(unsigned memory) {
 // By a warp of a scanning warpgroup that has no items left.
 __device__ inline void scout(const ForwardProblem& p, const Help& help, const Ring& ring) {
   Scout scout(p, help);
-  const auto is_free = [&](unsigned q) {
-    return q < kQueue || ptx::has_phase_ended(Queue::freed(ring.memory, q), Queue::parity(q - kQueue));
-  };
-  const auto hand_on = [&](unsigned q, const Task& task) {
-    Queue::here().tasks[q % kQueue] = task;
-    ptx::arrive(Queue::found(ring.memory, q));
-  };
   unsigned q = 0;
   for (;;) {
-    while (!is_free(q)) {
+    while (!Queue::is_free(ring.memory, q)) {
     }
     Task task;
     unsigned most = 1;  // several at once, since looking takes as long as preparing one
-    while (most < 4 && __all_sync(kAll, is_free(q + most))) ++most;
+    while (most < 4 && __all_sync(kAll, Queue::is_free(ring.memory, q + most))) ++most;
     const unsigned lanes = scout.find(most, task), lane = threadIdx.x % 32;
     if (!lanes) break;
-    if (lanes >> lane & 1) hand_on(q + __popc(lanes & ((1u << lane) - 1)), task);
+    if (lanes >> lane & 1) Queue::hand_on(ring.memory, q + __popc(lanes & ((1u << lane) - 1)), task);
     q += __popc(lanes);
   }
-  // Preparers have two plans each: all are told.
-  for (const unsigned end = q + 2 * kPreparers; q < end; ++q) {
-    while (!is_free(q)) {
-    }
-    if (threadIdx.x % 32 == 0) hand_on(q, {Task::kNone});
-  }
+  Queue::end(ring.memory, q);
 }
 
 // By a thread of the other one. store(task, stage): returns when the stage may be overwritten.

@@ -1,43 +1,45 @@
-// T diag(beta) with T = (I + Akk)^-1, by one warp. The two blocks of 16 rows on the diagonal by forward substitution in f32;
-// the one below them is -(T22 Akk21) T11, on tensor cores. Factors there are sums of two f16: with one, equal keys would lose
-// all digits.
+// T diag(beta) with T = (I + Akk)^-1, by one warp. The four blocks of eight rows on the diagonal by forward substitution in
+// f32. What is below two of them, first of eight rows and then of sixteen, is -(T22 Akk21) T11, on tensor cores. Factors
+// there are sums of two f16: with one, equal keys would lose all digits.
 #pragma once
 #include "cuda/sm90/scores.h"
 
 namespace kda::cuda::sm90 {
 
-constexpr unsigned kBlock = 16;
+constexpr unsigned kBlock = 8;  // rows
 
 // Two neighbouring elements of a factor, as f16 and what that leaves out.
 struct Split {
-  unsigned high, low;
+  unsigned high = 0, low = 0;
+  Split() = default;
+  __device__ Split(unsigned high, unsigned low) : high(high), low(low) {}
   __device__ Split(float x, float y) : high(ptx::pack<__half>(x, y)) {
     const float2 part = __half22float2(reinterpret_cast<const __half2&>(high));
     low = ptx::pack<__half>(x - part.x, y - part.y);
   }
+  __device__ Split transposed() const { return {ptx::transposed(high), ptx::transposed(low)}; }
 };
 
-// d = a b of 16 x 16 matrices.
-__device__ inline void multiply(float (&d)[2][4], const unsigned (&high)[4], const unsigned (&low)[4],
-                                const unsigned (&b_high)[4], const unsigned (&b_low)[4]) {
+// d = a b: 16 x 16 times 16 x 8.
+__device__ inline void multiply(float (&d)[4], const Split (&a)[4], const Split& b0, const Split& b1) {
+  const unsigned high[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
+  const unsigned low[4] = {a[0].low, a[1].low, a[2].low, a[3].low};
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) d[n][e] = 0;
-    ptx::mma<__half>(d[n], low, b_high[2 * n], b_high[2 * n + 1]);
-    ptx::mma<__half>(d[n], high, b_low[2 * n], b_low[2 * n + 1]);
-    ptx::mma<__half>(d[n], high, b_high[2 * n], b_high[2 * n + 1]);
-  }
+  for (int e = 0; e < 4; ++e) d[e] = 0;
+  ptx::mma<__half>(d, low, b0.high, b1.high);
+  ptx::mma<__half>(d, high, b0.low, b1.low);
+  ptx::mma<__half>(d, high, b0.high, b1.high);
 }
 
 __device__ inline void invert(const Bench& at, unsigned stage) {
-  const unsigned lane = at.lane, r = lane % kBlock, second = lane / kBlock;
-  // T = I - T Akk, a lane its row, columns from the right: a column is done when all to its right have been subtracted. What
-  // Akk has on and above its diagonal is not used.
+  constexpr unsigned kStride = kStrideA * 4, kNext = kBlock * kStride + kBlock * 4, kLow = kBlock * 2;
+  const unsigned lane = at.lane, r = lane % kBlock, block = lane / kBlock, T = stage + Stage::T;
+  // T = I - T Akk in the blocks on the diagonal, a lane its row, columns from the right: a column is done when all to its
+  // right have been subtracted. What Akk has on and above its diagonal is not used.
   float row[kBlock];
 #pragma unroll
   for (unsigned c = 0; c < kBlock; ++c) row[c] = c == r ? 1.0f : 0.0f;
-  const unsigned A = at.A() + second * kBlock * (kStrideA + 1) * 4;
+  const unsigned A = at.A() + block * kNext;
 #pragma unroll
   for (unsigned j = kBlock - 1; j > 0; --j)
 #pragma unroll
@@ -49,60 +51,61 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
         if (c + e < j) row[c + e] = fmaf(-row[j], a[e], row[c + e]);
     }
 
-  // Into the stage; and as operands, second halves behind the first, where the blocks of Akk were.
-  constexpr unsigned kStride = kStrideA * 4, kLow = kBlock * 2, kSecond = kBlock * kStride + kBlock * 4;
-  const unsigned T = stage + Stage::T, own = at.A() + r * kStride + second * kSecond;
+  // As operands, second halves behind the first, where the blocks of Akk were; and into the stage, zeros above them.
+  Split pairs[4];
+  float beta[8];
+#pragma unroll
+  for (unsigned e = 0; e < 4; ++e) pairs[e] = Split(row[2 * e], row[2 * e + 1]);
+  at.load_factors(Bench::kBeta, kBlock * block, reinterpret_cast<float(&)[4]>(beta[0]));
+  at.load_factors(Bench::kBeta, kBlock * block + 4, reinterpret_cast<float(&)[4]>(beta[4]));
   __syncwarp();  // blocks have been read
+  ptx::store_shared4(A + r * kStride, make_uint4(pairs[0].high, pairs[1].high, pairs[2].high, pairs[3].high));
+  ptx::store_shared4(A + r * kStride + kLow, make_uint4(pairs[0].low, pairs[1].low, pairs[2].low, pairs[3].low));
+  unsigned scaled[4];
 #pragma unroll
-  for (unsigned c = 0; c < kBlock; c += 8) {
-    unsigned high[4], low[4], scaled[4];
-#pragma unroll
-    for (unsigned e = 0; e < 4; ++e) {
-      const Split pair(row[c + 2 * e], row[c + 2 * e + 1]);
-      high[e] = pair.high, low[e] = pair.low;
-    }
-    ptx::store_shared4(own + c * 2, make_uint4(high[0], high[1], high[2], high[3]));
-    ptx::store_shared4(own + kLow + c * 2, make_uint4(low[0], low[1], low[2], low[3]));
-    float beta[8];
-    at.load_factors(Bench::kBeta, second * kBlock + c, reinterpret_cast<float(&)[4]>(beta[0]));
-    at.load_factors(Bench::kBeta, second * kBlock + c + 4, reinterpret_cast<float(&)[4]>(beta[4]));
-#pragma unroll
-    for (unsigned e = 0; e < 4; ++e)
-      scaled[e] = ptx::pack<__half>(row[c + 2 * e] * beta[2 * e], row[c + 2 * e + 1] * beta[2 * e + 1]);
-    ptx::store_shared4(T + Bench::square(lane, second * kBlock + c),
-                       make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]));
-    if (!second) ptx::store_shared4(T + Bench::square(lane, kBlock + c), make_uint4(0, 0, 0, 0));
-  }
+  for (unsigned e = 0; e < 4; ++e)
+    scaled[e] = ptx::pack<__half>(row[2 * e] * beta[2 * e], row[2 * e + 1] * beta[2 * e + 1]);
+  ptx::store_shared4(T + Bench::square(lane, kBlock * block), make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]));
+  const uint4 zeros = make_uint4(0, 0, 0, 0);
+  if (block % 2 == 0) ptx::store_shared4(T + Bench::square(lane, kBlock * (block + 1)), zeros);
+  ptx::store_shared4(T + Bench::square(lane % 16, 16 + lane / 16 * kBlock), zeros);
   __syncwarp();  // operands are there
 
-  const unsigned place = at.A() + (lane / 8 % 2 * 8 + lane % 8) * kStride + lane / 16 * 16;
+  // Of a lane: rows i and i + 8 of left operands and results, columns j and the next; of right operands the other way round.
   const unsigned i = lane / 4, j = lane % 4 * 2;
-  unsigned high[4], low[4], b_high[4], b_low[4];
-  ptx::load_matrices(high, place + kSecond), ptx::load_matrices(low, place + kSecond + kLow);
-#pragma unroll
-  for (unsigned n = 0; n < 4; ++n) {  // columns n / 2 * 8 + i, rows n % 2 * 8 + j and the next
-    const unsigned from = at.A() + ((kBlock + n % 2 * 8 + j) * kStrideA + n / 2 * 8 + i) * 4;
-    const Split pair(ptx::load_shared_f32(from), ptx::load_shared_f32(from + kStrideA * 4));
-    b_high[n] = pair.high, b_low[n] = pair.low;
-  }
-  float d[2][4];
-  multiply(d, high, low, b_high, b_low);
-  ptx::load_transposed(b_high, place), ptx::load_transposed(b_low, place + kLow);
-#pragma unroll
-  for (unsigned n = 0; n < 4; ++n) {
-    const Split pair(d[n / 2][n % 2 * 2], d[n / 2][n % 2 * 2 + 1]);
-    high[n] = pair.high, low[n] = pair.low;
-  }
-  multiply(d, high, low, b_high, b_low);
-#pragma unroll
-  for (unsigned n = 0; n < 2; ++n) {
-    const unsigned c = n * 8 + j;
-    const float2 beta = ptx::load_shared_f32x2(at.factors + (Bench::kBeta * kRows + c) * 4);
-#pragma unroll
-    for (unsigned half = 0; half < 2; ++half)
-      ptx::store_shared(T + Bench::square(kBlock + half * 8 + i, c),
-                        ptx::pack<__half>(-d[n][2 * half] * beta.x, -d[n][2 * half + 1] * beta.y));
-  }
+  const auto Akk = [&](unsigned rows, unsigned columns) {
+    const unsigned from = at.A() + ((rows + j) * kStrideA + columns + i) * 4;
+    return Split(ptx::load_shared_f32(from), ptx::load_shared_f32(from + kStride));
+  };
+  const auto store = [&](unsigned rows, unsigned columns, float x, float y) {
+    const float2 beta = ptx::load_shared_f32x2(at.factors + (Bench::kBeta * kRows + columns + j) * 4);
+    ptx::store_shared(T + Bench::square(rows + i, columns + j), ptx::pack<__half>(x * beta.x, y * beta.y));
+  };
+  const unsigned two = at.A() + r * kStride + lane / 16 * kLow + block % 2 * 2 * kNext;  // blocks 0 and 2, both halves
+  const unsigned one = at.A() + r * kStride + block % 2 * kLow;                          // block 0, both halves, twice
+  unsigned x[4];
+  ptx::load_matrices(x, two + kNext);
+  const Split T1{x[0], x[2]}, T3{x[1], x[3]};
+  ptx::load_transposed(x, two);
+  const Split T0_right{x[0], x[2]}, T2_right{x[1], x[3]};
+  ptx::load_transposed(x, one + kNext);
+  const Split T1_right{x[0], x[1]};
+  ptx::load_matrices(x, one + 2 * kNext);
+  const Split T2{x[0], x[1]}, none;
+
+  float d[4], e[4];
+  multiply(d, {T1, none, none, T3}, Akk(8, 0), Akk(24, 16));
+  multiply(e, {Split(-d[0], -d[1]), none, none, Split(-d[2], -d[3])}, T0_right, T2_right);
+  store(8, 0, e[0], e[1]), store(24, 16, e[2], e[3]);
+  const Split T10_right = Split(e[0], e[1]).transposed(), T32(e[2], e[3]);
+
+  multiply(d, {T2, T32, none, T3}, Akk(16, 0), Akk(24, 0));
+  multiply(e, {T2, T32, none, T3}, Akk(16, 8), Akk(24, 8));
+  const Split left[4] = {Split(-d[0], -d[1]), Split(-d[2], -d[3]), Split(-e[0], -e[1]), Split(-e[2], -e[3])};
+  multiply(d, left, T0_right, T10_right);
+  multiply(e, left, none, T1_right);
+  store(16, 0, d[0], d[1]), store(24, 0, d[2], d[3]);
+  store(16, 8, e[0], e[1]), store(24, 8, e[2], e[3]);
 }
 
 }  // namespace kda::cuda::sm90

@@ -1,8 +1,8 @@
 // The preparation: a warpgroup turns raw tokens into the operands of the scan (Stage), every second chunk of a block.
 //
 // Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
-// products in registers. A warp fetches its rows of q, k and g, a chunk earlier, onto the bench, where a lane overwrites what
-// it alone reads; v goes to the stage.
+// products in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
+// reads (or other lanes of its warp, before); v goes to the stage.
 //   norms, gates, decays of the warp's rows; the stage is empty       barrier: decays of all rows are known
 //   kG, qG, kg into the stage, score operands on the bench            barrier: operands are there
 //   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the bench is free
@@ -11,6 +11,7 @@
 #include "cuda/sm90/help.h"
 #include "cuda/sm90/invert.h"
 #include "cuda/sm90/scores.h"
+#include "cuda/sm90/tiles.h"
 
 namespace kda::cuda::sm90 {
 
@@ -90,12 +91,20 @@ static_assert(sizeof(Plans) <= Shared::kPlanBytes);
 template <class T, class Scores, bool kWideGate>
 class Preparation {
  public:
+  static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
+
   __device__ Preparation(const Call& call, unsigned memory, unsigned group) : call_(call), at_{memory, group} {}
 
+  // By one thread, before fence_barriers().
+  __device__ static void start(unsigned memory) {
+    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(memory + Shared::raw + i * 8, kRawTensors);
+  }
   // The block's own chunks, then those of others.
   __device__ void run() {
     if (threadIdx.x % kGroup == 0) {
-      plans().walk.start(call_);
+      Walk walk;
+      walk.start(call_);
+      plans().walk = walk;
       decide(plan(0)), settle(plan(0));
       decide(plan(1));
     }
@@ -139,13 +148,14 @@ class Preparation {
 
   // The block's next chunk that no helper has claimed. The first two that one has are kept for later.
   __device__ void decide(Plan& p) {
+    Walk walk = plans().walk;  // in registers
     p.count = 0;
-    while (take(p))
-      if (p.images[p.count++] = p.number; p.count == 2) return;
+    while (take(walk, p) && (p.images[p.count++] = p.number, p.count < 2)) {
+    }
+    plans().walk = walk;
   }
   // Takes a chunk: returns whether a helper has it, so that p is still open.
-  __device__ bool take(Plan& p) {
-    Walk& walk = plans().walk;
+  __device__ bool take(Walk& walk, Plan& p) {
     p.open = false;
     if (!walk.ended) {
       const unsigned n = atomicAdd(&Queue::here().taken, 1), claimed = claim(call_.help, n);
@@ -160,50 +170,81 @@ class Preparation {
     p.number = Plan::kNone;
     if (!call_.help) return false;
     p.task = atomicAdd(&Queue::here().helped, 1);
-    look_for_task(p);
+    look_for_task(walk, p);
     return false;
   }
   // A helper's task, if the scout has found it.
-  __device__ void look_for_task(Plan& p) {
+  __device__ void look_for_task(Walk& walk, Plan& p) {
     p.open = !ptx::has_phase_ended(Queue::found(at_.memory, p.task), Queue::parity(p.task));
     if (p.open) return;
     const Task task = Queue::here().tasks[p.task % kQueue];
     if (task.owner == Task::kNone) return;
-    Walk& walk = plans().walk;
     walk.jump_to(call_, task, walk.total + p.task);
     walk.mark(p);
   }
   // Until it is known which chunk it is. (All before it have been prepared, or this would wait for its own warpgroup.)
   __device__ void settle(Plan& p) {
     for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
+    if (!p.open) return;
+    Walk walk = plans().walk;
     while (p.open) {
-      if (plans().walk.ended) look_for_task(p);
-      else if (take(p)) load_image(call_.help, ring(), p.number);
+      if (walk.ended) look_for_task(walk, p);
+      else if (take(walk, p)) load_image(call_.help, ring(), p.number);
     }
+    plans().walk = walk;
   }
 
   // ---- chunks ----
 
-  // The warp's rows of a tensor, two at a time, to a tile; zeros from `rows` on.
-  __device__ void copy_rows(const View& view, const Plan& plan, unsigned head, unsigned rows, unsigned tile) const {
-    const unsigned row = at_.lane / 16, piece = at_.lane % 16, first = 8 * at_.warp + row;
-    const unsigned to = tile + piece / 8 * kHalf + first * kRowBytes + ((piece % 8 ^ row) << 4);
-    const char* from = view.at(plan.b, plan.token + first, head) + piece * 16;
-    const uint64_t step = 2 * static_cast<uint64_t>(view.stride1);
-#pragma unroll
-    for (unsigned i = 0; i < 4; ++i, from += step)
-      ptx::copy16((to ^ i << 5) + i * 2 * kRowBytes, from, first + 2 * i < rows ? 16 : 0);
-  }
-  // Raw q, k and g of a chunk to the bench.
+  // Raw q, k and g of a chunk to the bench; a tensor a warp, and beta. Rows behind the chunk's come along.
   __device__ void fetch(const Plan& plan) {
     const Tokens& x = call_.x;
-    copy_rows(x.q, plan, plan.h, plan.rows, at_.rows() + Stage::q);
-    copy_rows(x.k, plan, plan.h, plan.rows, at_.rows() + Stage::k);
-    if (!kWideGate) copy_rows(x.g, plan, plan.hv, plan.rows, at_.columns());
+    if (at_.warp == 3) {
+      beta_ = 0;
+      if (at_.lane < plan.rows)
+        beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
+    } else if (at_.warp < kRawTensors && at_.lane == 0) {
+      const Tiles& tiles = *call_.tiles;
+      const unsigned to = at_.warp == 2 ? at_.columns() : at_.rows() + (at_.warp == 1 ? Stage::k : Stage::q);
+      ptx::arrive_expecting(at_.raw(), 2 * kTileBytes);
+      copy_tiles(at_.warp == 2   ? tiles.g
+                 : at_.warp == 1 ? tiles.k
+                                 : tiles.q,
+                 plan, at_.warp == 2 ? plan.hv : plan.h, to, at_.raw());
+    }
+  }
+  __device__ static void copy_tiles(const CUtensorMap& map, const Plan& plan, unsigned head, unsigned to,
+                                    unsigned barrier) {
+    ptx::copy_tile(to, map, 0, head, plan.token, plan.b, barrier);
+    ptx::copy_tile(to + kHalf, map, 64, head, plan.token, plan.b, barrier);
+  }
+  // v to the stage, which is full when it is there.
+  __device__ void fetch_values(const Plan& plan, unsigned stage) const {
+    const View& v = call_.x.v;
+    if (!v.data) return;
+    if (plan.fine == kRows) {
+      if (at_.warp != 3 || at_.lane > 0) return;
+      ptx::expect_bytes(ring().full(plan.number), 2 * kTileBytes);
+      copy_tiles(call_.tiles->v, plan, plan.hv, stage + Stage::v, ring().full(plan.number));
+      return;
+    }
+    // With zeros behind the chunk's rows: the scan reads all.
+    const unsigned row = at_.lane / 16, piece = at_.lane % 16, first = 8 * at_.warp + row;
+    const unsigned to = stage + Stage::v + piece / 8 * kHalf + first * kRowBytes + ((piece % 8 ^ row) << 4);
+#pragma unroll 1
+    for (unsigned i = 0; i < 4; ++i)
+      ptx::copy16((to ^ i << 5) + i * 2 * kRowBytes, v.at(plan.b, plan.token + first + 2 * i, plan.hv) + piece * 16,
+                  first + 2 * i < plan.fine ? 16 : 0);
     ptx::commit_copies();
-    beta_ = 0;
-    if (at_.warp == 0 && at_.lane < plan.rows)
-      beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
+  }
+  // No rows of the chunk from this one on: of the lane's.
+  __device__ void clear(unsigned rows) const {
+#pragma unroll 1
+    for (unsigned i = 0; i < 8; ++i) {
+      if (8 * at_.warp + i < rows) continue;
+      for (const unsigned tile : {at_.rows() + Stage::q, at_.rows() + Stage::k, at_.columns()})
+        ptx::store_shared2(at_.own(tile)[i], make_uint2(0, 0));
+    }
   }
   // An f32 gate has no room on the bench. It lies in the stage, where operands will be once it has been read.
   __device__ unsigned wide_gate(unsigned stage, unsigned i) const {
@@ -228,8 +269,10 @@ class Preparation {
     at_.factors = at_.factors_of(turn);
     at_.set_number(now.number);
     if (kWideGate) ring().wait_empty(now.number), fetch_wide_gate(now, stage);
-    ptx::wait_for_copies<0>();
-    __syncwarp();  // the rows are there: norms read what other lanes fetched
+    ptx::wait_barrier(at_.raw(), turn % 2);
+    if (rows < kRows) clear(rows);
+    if (kWideGate) ptx::wait_for_copies<0>();
+    __syncwarp();  // norms read rows that other lanes have cleared
     unsigned bad = share_factors(rows);
     at_.forget();
     Scores scores(at_, stage);
@@ -253,9 +296,9 @@ class Preparation {
     if (at_.lane == 0) ptx::store_shared(at_.bad() + at_.warp * 4, bad);
     at_.sync();  // totals and factors of all rows are there
     const uint4 of_warps = ptx::load_shared4(at_.bad());
-    if (min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w)) < rows) return clear();
-    if (call_.x.v.data) copy_rows(call_.x.v, now, now.hv, rows, stage + Stage::v);
-    ptx::commit_copies();
+    const unsigned first_bad = min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
+    if (first_bad < rows) return forget_rows(first_bad);
+    fetch_values(now, stage);
     scores.template tiles<T>();
     if (now.fine < now.rows) spoil();
     ptx::fence_shared_for_async();
@@ -272,12 +315,11 @@ class Preparation {
     scores.run(stage);
     at_.sync();  // Akk is there; nobody reads tiles any more, nor asks whether the next chunk is known
     if (fetches) fetch(next);
-    else ptx::commit_copies();
     if (at_.warp == turn % 4) {
       at_.forget();
       invert(at_, stage);
     }
-    ptx::wait_for_copies<1>();  // v of this chunk is there
+    ptx::wait_for_copies<0>();  // v of this chunk, if they are not all of its rows
     ptx::fence_shared_for_async();
     ptx::arrive(ring().full(number));
     return fetches ? kNextFetched : kDone;
@@ -293,18 +335,10 @@ class Preparation {
     return __reduce_min_sync(kAll, bad);
   }
   // No rows of the chunk from the first bad one on.
-  __device__ Done clear() const {
-    const unsigned turn = at_.turn();
-    const uint4 of_warps = ptx::load_shared4(at_.bad());
-    const unsigned rows = min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
-    for (int i = 0; i < 8; ++i) {
-      if (8 * at_.warp + i < rows) continue;
-      for (const unsigned tile : {at_.rows() + Stage::q, at_.rows() + Stage::k, at_.columns()})
-        ptx::store_shared2(at_.own(tile)[i], make_uint2(0, 0));
-    }
+  __device__ Done forget_rows(unsigned rows) const {
     at_.sync();  // all know which rows are bad
-    if (threadIdx.x % kGroup == 0) plan(turn).fine = rows;
-    at_.sync();  // all rows are cleared
+    if (threadIdx.x % kGroup == 0) plan(at_.turn()).fine = rows;
+    at_.sync();  // all will clear them
     return kAgain;
   }
   // Their outputs, and the state behind them.
@@ -318,11 +352,11 @@ class Preparation {
     if (at_.warp == 0) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
   }
 
-  // Norms of the warp's rows, and beta (of all, by warp 0). Returns the row of the lane that has a NaN, or kRows.
+  // Norms of the warp's rows, and beta (of all, by warp 3). Returns a row the lane has seen a NaN in, or kRows.
   __device__ unsigned share_factors(unsigned rows) {
     const Tokens& x = call_.x;
     unsigned bad = kRows;
-    if (at_.warp == 0) {
+    if (at_.warp == 3) {
       const float beta = activated_beta(x.beta_form, value_of(x.beta_dtype, beta_));
       at_.store_factor(Bench::kBeta, at_.lane, at_.lane < rows ? beta : 0);
       if (at_.lane < rows && beta != beta) bad = at_.lane;
@@ -342,22 +376,20 @@ class Preparation {
       }
 #pragma unroll
     for (int e = 0; e < 4; ++e) by_q[0][e] += by_q[1][e], by_k[0][e] += by_k[1][e];
-    const unsigned row = at_.lane / 4;  // whose elements are in one of its four lanes
-    if (at_.lane % 4 != row / 2) return bad;
+    const unsigned i = at_.lane / 4, row = 8 * at_.warp + i;  // whose elements are in one of its four lanes
+    if (at_.lane % 4 != i / 2) return bad;
     float q = 1, k = 1;
-    const float qq = row % 2 ? by_q[0][1] : by_q[0][0], kk = row % 2 ? by_k[0][3] : by_k[0][2], sum = qq + kk;
+    const float qq = i % 2 ? by_q[0][1] : by_q[0][0], kk = i % 2 ? by_k[0][3] : by_k[0][2], sum = qq + kk;
     if (x.qk_l2norm) q *= ptx::inverse_root(qq + 1e-6f), k *= ptx::inverse_root(kk + 1e-6f);
-    if (sum - sum != 0) bad = min(bad, 8 * at_.warp + row);
-    at_.store_factor(Bench::kQuery, 8 * at_.warp + row, q);
-    at_.store_factor(Bench::kKey, 8 * at_.warp + row, k);
-    if (Scores::kTakesDiagonal)
-      at_.store_factor(Bench::kDiagonal, 8 * at_.warp + row, q * k * (row % 2 ? by_k[0][1] : by_k[0][0]));
-    return bad;
+    at_.store_factor(Bench::kQuery, row, q);
+    at_.store_factor(Bench::kKey, row, k);
+    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, row, q * k * (i % 2 ? by_k[0][1] : by_k[0][0]));
+    return sum - sum != 0 ? min(bad, row) : bad;
   }
 
   const Call& call_;
   Bench at_;
-  unsigned beta_;  // of row at_.lane, raw: of warp 0
+  unsigned beta_;  // of row at_.lane, raw: of warp 3
 };
 
 }  // namespace kda::cuda::sm90

@@ -26,23 +26,25 @@ __device__ float2 floats_of(unsigned x) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(pair_of<T>(x));
   else return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
-// Largest magnitude of eight numbers; a NaN is.
-template <class T>
-__device__ float largest(unsigned a, unsigned b, unsigned c, unsigned d) {
-  const Pair<T> most = __hmax2_nan(__hmax2_nan(__habs2(pair_of<T>(a)), __habs2(pair_of<T>(b))),
-                                   __hmax2_nan(__habs2(pair_of<T>(c)), __habs2(pair_of<T>(d))));
-  return -ptx::least(-__low2float(most), -__high2float(most));
+// Largest magnitude of pairs; a NaN is. Without their signs, numbers are in the order of their bits.
+template <class T, unsigned kCount>
+__device__ float largest(const unsigned (&x)[kCount]) {
+  unsigned most = x[0] & 0x7fff7fff;
+#pragma unroll
+  for (unsigned i = 1; i + 1 < kCount; i += 2) most = __vimax3_u16x2(most, x[i] & 0x7fff7fff, x[i + 1] & 0x7fff7fff);
+  if (kCount % 2 == 0) most = __vmaxu2(most, x[kCount - 1] & 0x7fff7fff);
+  return floats_of<T>(max(most & 0xffff, most >> 16)).x;
 }
 
 template <class T>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory) : call_(call), ring_{memory}, lane_(threadIdx.x % 32) {
-    set_rare(0);
+    set_bad(0);
   }
 
   // Returns how many chunks there were.
-  __device__ unsigned run() {
+  __device__ __forceinline__ unsigned run() {
     const ForwardProblem& p = call_.p;
     unsigned number = 0;  // of the chunk
     for (unsigned i = blockIdx.x;; i += gridDim.x) {
@@ -80,34 +82,48 @@ class Scan {
   // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone. `to`:
   // where the thread's first outputs of the first chunk go.
   template <bool kOutputs>
-  __device__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
+    if (kOutputs && call_.v_new.data) scan<kOutputs, kOutputs>(item, first, end, to, number);
+    else scan<kOutputs, false>(item, first, end, to, number);
+  }
+  template <bool kOutputs, bool kCorrections>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
     const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
+    const bool keeps = kOutputs && (call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data);
     // What is rare stays out of the inner loop: instructions have a cache, too.
     for (unsigned t = first; t < end;) {
-      if (kOutputs && t % kChunk == 0 && keeps() && !rare()) keep(item, t);
+      unsigned stop = end;
+      if (keeps && t % kChunk == 0 && !prepared()) keep(item, t);
+      if (keeps) stop = min(end, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
+      if (prepared()) stop = min(stop, t + kRows);
       bool went;
       do {
         lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
+        uint4 outputs[2];            // of the chunk before; a place, if there is none
+        if (kOutputs) load_outputs(outputs);
         ring_.wait_full(number);
         went = chunk<kOutputs>(
             ring_.stage(number), t % kChunk == 0,
-            [&] {  // outputs of the chunk before
-              if (kOutputs && t > first) store_outputs(to - step, kRows);
+            [&] {
+              if (kOutputs && t > first) store_outputs(to - step, kRows, outputs);
             },
             [&](const float(&U)[kRows / 2]) {
-              if (kOutputs && call_.v_new.data) store_corrections(t, end, U);
+              if (kCorrections) store_corrections(t, end, U);
             });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0) ptx::arrive(ring_.empty(number));
+        if (ptx::thread() % 32 == 0) ptx::arrive(ring_.empty(opaque(number)));
         // (Nothing is to be seen with it: the chunk's image has been read.)
         if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
         t += kRows, to += step, ++number;
-      } while (t < end && !rare() && !(kOutputs && t % kChunk == 0 && keeps()));
-      if (!went) prepare(ring_.stage(number), t % kChunk == 0);
-      else if (rare()) spoil();
+      } while (t < stop);
+      lane_ = ptx::thread() % 32;
+      if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);
+      else if (prepared()) spoil();
     }
-    if (kOutputs && end > first) store_outputs(to - step, (end - 1) % kRows + 1);
+    if (!kOutputs || end <= first) return;
+    uint4 outputs[2];
+    load_outputs(outputs), store_outputs(to - step, (end - 1) % kRows + 1, outputs);
   }
 
   // Where the thread's first outputs of a chunk go.
@@ -123,9 +139,12 @@ class Scan {
   __device__ unsigned staged() const {
     return ring_.memory + Shared::out + ptx::thread() / 32 * kRows * Shared::kOutStride;
   }
-  // 0, but for a chunk that prepare() was needed for; then, a byte each, its first tokens that were not finite.
-  __device__ unsigned rare() const { return ptx::load_shared(ring_.memory + Shared::rare + ptx::thread() * 4); }
-  __device__ void set_rare(unsigned x) const { ptx::store_shared(ring_.memory + Shared::rare + ptx::thread() * 4, x); }
+  // Of a chunk that prepare() was needed for, else 0: its first tokens that were not finite, a byte each, and a bit.
+  __device__ unsigned bad() const { return ptx::load_shared(ring_.memory + Shared::bad_values + ptx::thread() * 4); }
+  __device__ void set_bad(unsigned x) const {
+    ptx::store_shared(ring_.memory + Shared::bad_values + ptx::thread() * 4, x);
+  }
+  __device__ bool prepared() const { return bad(); }
 
   // Of the thread: columns first_column() + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one more of each.
   __device__ unsigned column(int i) const { return first_column() + lane_ / 4 + 8 * i; }
@@ -164,8 +183,6 @@ class Scan {
     if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
     else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { S_[i] = __bfloat162float(*x); });
   }
-  // Are states wanted on the way?
-  __device__ bool keeps() const { return call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data; }
   // The state after t tokens goes where it is wanted. (The sequence is looked up again: registers are scarce in between.)
   __device__ void keep(const Item& item, unsigned t) {
     const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n);
@@ -223,32 +240,33 @@ class Scan {
     ptx::load_transposed(v, stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4));
   }
 
-  // Do units fit S_ and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. Also, of the thread's columns, the
-  // largest |v|.
-  __device__ bool fits(const unsigned (&a)[4], const unsigned (&b)[4], bool first, float (&v)[2]) const {
+  // Do units fit S_, packed, and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. Also, of the thread's
+  // columns, the largest |v|.
+  __device__ bool fits(const unsigned (&packed)[8][4], const unsigned (&values)[2][4], bool first,
+                       float (&v)[2]) const {
     bool large = false, fits = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      v[i] = inverse(unit_[i]) * largest<T>(a[i], a[i + 2], b[i], b[i + 2]);
+      v[i] = inverse(unit_[i]) * largest<T>({values[0][i], values[0][i + 2], values[1][i], values[1][i + 2]});
       large = large || !(v[i] < 0x1p7f);
       if (!first) continue;
-      float s = 0;
+      unsigned S[16];
 #pragma unroll
-      for (int j = 0; j < 32; ++j) s = fmaxf(s, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
-      const float most = fmaxf(v[i], __half2float(__float2half_rn(s)));
+      for (int j = 0; j < 16; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
+      const float most = fmaxf(v[i], largest<__half>(S));
       large = large || most >= 0x1p7f;
       // A column's four lanes together reach 2^-9.
       unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
       reached |= reached >> 1, reached |= reached >> 2;
       fits = fits && (reached & 0x11111111) == 0x11111111;
     }
-    return fits && !__any_sync(kAll, large);
+    return fits && !large;
   }
 
   // For a chunk that did not fit. 0 times what is not finite is not 0: it would show in all tokens of the column, those
   // before it included. So there are zeros instead, and spoil() comes after the chunk.
   __device__ void prepare(unsigned stage, bool first) {
-    unsigned x[2][4], bad[2] = {kRows, kRows};
+    unsigned x[2][4], first_bad[2] = {kRows, kRows};
     load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
 #pragma unroll
     for (unsigned j = 0; j < 16; ++j) {
@@ -256,32 +274,36 @@ class Scan {
       const float y = j % 2 ? __high2float(two) : __low2float(two);
       if (y - y == 0) continue;
       const unsigned i = j / 2 % 2, token = j / 4 * 8 + lane_ % 4 * 2 + j % 2, piece = column(i) % 64 / 8;
-      bad[i] = min(bad[i], token);
+      first_bad[i] = min(first_bad[i], token);
       ptx::store_shared16(
           stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4) + column(i) % 8 * 2, 0);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 1)), bad[i] = min(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
-    __syncwarp();  // zeros are there
+      first_bad[i] = min(first_bad[i], __shfl_xor_sync(kAll, first_bad[i], 1)),
+      first_bad[i] = min(first_bad[i], __shfl_xor_sync(kAll, first_bad[i], 2));
+    ptx::fence_shared_for_async();  // copies will overwrite them
+    __syncwarp();                   // zeros are there
     load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
+    unsigned packed[8][4];
+    pack(packed);
     float v[2];
-    if (!fits(x[0], x[1], first, v)) choose_units(v);
-    set_rare(1u << 16 | bad[1] << 8 | bad[0]);
+    if (!__all_sync(kAll, fits(packed, x, first, v))) choose_units(v);
+    set_bad(1u << 16 | first_bad[1] << 8 | first_bad[0]);
   }
   // From the first token that was not finite on, outputs and the state are not, either.
   __device__ void spoil() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const unsigned bad = rare() >> 8 * i & 0xff;
+      const unsigned from = bad() >> 8 * i & 0xff;
       for (unsigned token = lane_ % 4; token < kRows; token += 4)
-        if (token >= bad) ptx::store_shared16(staged() + token * Shared::kOutStride + (lane_ / 4 + 8 * i) * 2, 0x7fff);
+        if (token >= from) ptx::store_shared16(staged() + token * Shared::kOutStride + (lane_ / 4 + 8 * i) * 2, 0x7fff);
 #pragma unroll
       for (int j = 0; j < 32; ++j)
-        if (bad < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
+        if (from < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
     }
     __syncwarp();  // outputs are there
-    set_rare(0);
+    set_bad(0);
   }
 
   // ---- a chunk ----
@@ -289,29 +311,27 @@ class Scan {
   // meanwhile(): work for the time of the first products; corrections(): what sees U.
   // Returns false, and has done nothing, if units do not fit.
   template <bool kOutputs, class Meanwhile, class Corrections>
-  __device__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile, const Corrections& corrections) {
-    {
-      unsigned a[4], b[4];
-      float v[2];
-      load_values(stage, 0, a), load_values(stage, 1, b);
-      if (!fits(a, b, first, v) && !rare()) return false;  // before any product: all warps make each together
-    }
+  __device__ __forceinline__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile,
+                                        const Corrections& corrections) {
     unsigned left[8][4];
     pack(left);
-    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128),
-                   kg = ptx::matrix_at(stage + Stage::kg, kHalf, 1024, ptx::Swizzle::k128),
-                   T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64),
-                   Aqk = ptx::further(T_beta, Stage::Aqk - Stage::T);
+    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
     float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
       ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
+    meanwhile();
     unsigned v[2][4];
     load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
-    meanwhile();
+    float most[2];
+    // All warps of the group make each product together, so that all know whether one of them has to go back.
+    const bool fine =
+        ptx::all_threads(1 + kPreparers + ptx::thread() / kGroup, kGroup, fits(left, v, first, most) || prepared());
     ptx::wait_for_products<0>();
+    if (!fine) return false;
+    lane_ = ptx::thread() % 32;
 
     unsigned R[2][4];
 #pragma unroll
@@ -321,6 +341,7 @@ class Scan {
       R[j / 4][j % 4] = ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]));
     }
     float U[kRows / 2];
+    const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
@@ -336,12 +357,14 @@ class Scan {
 #pragma unroll
     for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
     float O[kRows / 2];
+    const uint64_t kg = ptx::matrix_at(stage + Stage::kg, kHalf, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kg, k * 16 * kRowBytes), true);
     if constexpr (kOutputs)
 #pragma unroll
-      for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(O, R[k], ptx::further(Aqk, 32 * k), k > 0);
+      for (int k = 0; k < 2; ++k)
+        ptx::wgmma<__half, false>(O, R[k], ptx::further(T_beta, Stage::Aqk - Stage::T + 32 * k), k > 0);
     ptx::commit_products();
     ptx::wait_for_products<0>();
     if constexpr (kOutputs) stage_outputs(O, both);
@@ -365,14 +388,16 @@ class Scan {
   // ---- outputs ----
 
   // The last chunk's outputs, `count` rows of them.
-  __device__ void store_outputs(char* to, unsigned count) const {
+  __device__ void load_outputs(uint4 (&x)[2]) const {
 #pragma unroll
-    for (unsigned j = 0; j < 2; ++j) {
-      const unsigned row = 16 * j + lane_ / 2;
-      const uint4 x = ptx::load_shared4(staged() + row * Shared::kOutStride + lane_ % 2 * 16);
-      if (row < count) *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x;
-    }
-    __syncwarp();  // and may be overwritten
+    for (unsigned j = 0; j < 2; ++j)
+      x[j] = ptx::load_shared4(staged() + (16 * j + lane_ / 2) * Shared::kOutStride + lane_ % 2 * 16);
+  }
+  __device__ void store_outputs(char* to, unsigned count, const uint4 (&x)[2]) const {
+#pragma unroll
+    for (unsigned j = 0; j < 2; ++j)
+      if (16 * j + lane_ / 2 < count)
+        *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x[j];
   }
 
   // Where U of the item's first token goes, column 0; kept in shared memory for those who want it.

@@ -47,6 +47,7 @@ struct Bench {
 
   __device__ unsigned turns() const { return memory + Shared::turns + ptx::thread() / 32 * 8 - kScanners * 4 * 8; }
   __device__ unsigned bad() const { return memory + Shared::bad + group * 16; }
+  __device__ unsigned raw() const { return memory + Shared::raw + group * 8; }
   __device__ unsigned gate() const { return memory + Shared::gate + group * (kSize + 4) * 4; }
 
   // Of all four warps.

@@ -23,37 +23,33 @@ constexpr int kOthersRegisters = 56;  // of threads beside those that prepare, o
 // what was stored last is in the L2 cache when maps begin.
 __device__ void hand_out(const ForwardProblem& p, const Cut& cut, unsigned memory) {
   unsigned q = 0;
-  const auto hand_on = [&](const Task& task) {
-    if (q >= kQueue) ptx::wait_barrier(Queue::freed(memory, q), Queue::parity(q - kQueue));
-    if (threadIdx.x % 32 == 0) {
-      Queue::here().tasks[q % kQueue] = task;
-      ptx::arrive(Queue::found(memory, q));
-    }
-    ++q;
-  };
   const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total, first = all * blockIdx.x / gridDim.x;
   for (uint64_t i = all * (blockIdx.x + 1) / gridDim.x; i > first;) {
     const auto hv = static_cast<unsigned>(--i / cut.total), number = static_cast<unsigned>(i % cut.total);
     const unsigned n = cut.sequence(p, number), chunk = number - cut.first(p, n);
     const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
-    if (s.live && static_cast<int64_t>(chunk) * kRows < s.length)
-      hand_on({0, number, n * static_cast<unsigned>(p.HV) + hv, chunk});
+    if (!s.live || static_cast<int64_t>(chunk) * kRows >= s.length) continue;
+    while (!Queue::is_free(memory, q)) {
+    }
+    if (threadIdx.x % 32 == 0) Queue::hand_on(memory, q, {0, number, n * static_cast<unsigned>(p.HV) + hv, chunk});
+    ++q;
   }
-  for (unsigned i = 0; i < 2 * kPreparers; ++i) hand_on({Task::kNone});  // preparers have two plans each
+  Queue::end(memory, q);
 }
 
 template <class T, class Scores, bool kWideGate>
 __global__ void __launch_bounds__(kThreads, 1)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ States states, const __grid_constant__ View v_new,
-                   const __grid_constant__ Segments segments) {
+                   const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Help help{nullptr, segments.images, 0};
-  const Call call{p, x, states, v_new, help, ~0u};
+  const Call call{p, x, states, v_new, help, &tiles, ~0u};
+  using Preparation = Preparation<T, Scores, kWideGate>;
   const Ring ring{memory};
   if (threadIdx.x == 0) {
-    for (unsigned i = 0; i < kStages; ++i)
-      ptx::init_barrier(ring.full(i), kGroup), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    start_ring(ring, kGroup);
+    Preparation::start(memory);
     start_queue(memory);
     ptx::fence_barriers();
   }
@@ -63,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group >= kScanners) {
     ptx::take_registers<256 - kOthersRegisters>();
-    Preparation<T, Scores, kWideGate>(call, memory, group - kScanners).run();
+    Preparation(call, memory, group - kScanners).run();
     return;
   }
   ptx::give_registers<kOthersRegisters>();  // nobody scans here
@@ -93,14 +89,13 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
                    const __grid_constant__ Segments segments) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Help help;
-  const Call call{p, x, states, v_new, help};
+  const Call call{p, x, states, v_new, help, nullptr};
   const Ring ring{memory};
   const unsigned number = blockIdx.x / static_cast<unsigned>(p.HV), hv = blockIdx.x % static_cast<unsigned>(p.HV);
   // b of the first segment, then b and M of each: nobody needs M of the first.
   const bool linear = kMaps && number > 0 && number % 2 == 0;
   if (threadIdx.x == 0) {
-    for (unsigned i = 0; i < kStages; ++i)
-      ptx::init_barrier(ring.full(i), kFullArrivals), ptx::init_barrier(ring.empty(i), kScanners * 4);
+    start_ring(ring, kFullArrivals);
     ptx::fence_barriers();
   }
   for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTile; i += kSegmentThreads * 16)
@@ -210,14 +205,15 @@ void forward_segments_sm90(const ForwardProblem& p) {
   const Tokens tokens(p, a.in, a.o);
   Tokens without_v = tokens;
   without_v.v = {};
-  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, const Tokens& x) {
+  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, const Tokens& x, const auto&... more) {
     if (blocks > 0)
       launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p, x,
-                      States(a), view_of(a.v_new), segments);
+                      States(a), view_of(a.v_new), segments, more...);
   };
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
-        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v);
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v,
+        Tiles(p));
   });
   with_type(p, [&]<class T>() {
     run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads,

@@ -269,12 +269,11 @@ class SegmentScan : public Scan<T> {
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const unsigned rows = ring_.stage(number + k / 4) + k % 4 * 16 * kRowBytes;
-      const uint64_t M = ptx::matrix_at(rows, kHalf, 1024, ptx::Swizzle::k128);
+      const uint64_t M = ptx::further(ptx::matrix_at(ring_.stage(number + k / 4), kHalf, 1024, ptx::Swizzle::k128),
+                                      k % 4 * 16 * kRowBytes);
       ptx::wgmma<__nv_bfloat16, true>(product, leading[k], M, k > 0);
       ptx::wgmma<__nv_bfloat16, true>(product, rest[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(product, leading[k],
-                                      ptx::matrix_at(rows + kRestOfMap, kHalf, 1024, ptx::Swizzle::k128), true);
+      ptx::wgmma<__nv_bfloat16, true>(product, leading[k], ptx::further(M, kRestOfMap), true);
     }
     ptx::commit_products();
     ptx::wait_for_products<0>();
