@@ -1,0 +1,39 @@
+"""kda.prefill beside FLA, FlashKDA and cuDNN where they are installed, or in the folder of KDA_PEERS: the same outputs
+and final states but for rounding, theirs and ours. (How far each is from float64: ``python -m kda bench prefill``.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from kda.cli import peers, prefill, prefill_peers
+from kda.cli.problems import Problem
+from places import only_cuda
+from support import Tensor
+
+pytestmark = only_cuda
+
+TOLERANCE = 0.012  # relative RMS: theirs are up to 7e-3 from float64, ours 3e-3
+CASES = [
+    prefill.Case(Problem(H=12, gate="softplus" if gate == "softplus" else "lower_bound", **sizes), gate)
+    for sizes in ({"T": 1000}, {"lengths": (300, 1, 64, 447, 188)})
+    for gate in ("strong", "slow", "softplus")
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.gate}".replace(" ", "_"))
+@pytest.mark.parametrize("peer", prefill_peers.PEERS, ids=lambda peer: peer.name)
+def test_same_outputs(peer: prefill_peers.Peer, case: prefill.Case) -> None:
+    peers.add_folder(None)
+    inputs = prefill.Inputs(case)
+    try:
+        call = peer.prepare(inputs)
+    except (ImportError, FileNotFoundError, NotImplementedError) as reason:
+        pytest.skip(str(reason))
+    ours, theirs = (run() for run in (prefill._kda(inputs, None), call))
+    for name, x, y in zip(("o", "state"), ours, theirs, strict=True):
+        difference = relative(x, y.view_as(x))
+        assert difference < TOLERANCE, f"{name} of {peer.name}, {case.name}, {case.gate}: {difference:.1e}"
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / x.double().norm())
