@@ -8,7 +8,7 @@ import pytest
 from kda.cli import peers, prefill, prefill_peers
 from kda.cli.problems import Problem
 from places import only_cuda
-from support import Tensor
+from support import rel_rmse
 
 pytestmark = only_cuda
 
@@ -31,9 +31,5 @@ def test_same_outputs(peer: prefill_peers.Peer, case: prefill.Case) -> None:
         pytest.skip(str(reason))
     ours, theirs = (run() for run in (prefill._kda(inputs, None), call))
     for name, x, y in zip(("o", "state"), ours, theirs, strict=True):
-        difference = relative(x, y.view_as(x))
+        difference = rel_rmse(x, y.view_as(x))
         assert difference < TOLERANCE, f"{name} of {peer.name}, {case.name}, {case.gate}: {difference:.1e}"
-
-
-def relative(x: Tensor, y: Tensor) -> float:
-    return float((x.double() - y.double()).norm() / x.double().norm())
