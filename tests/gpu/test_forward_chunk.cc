@@ -174,6 +174,36 @@ TEST_P(ForwardChunkPromise, SplitsChangeNoBit) {
   }
 }
 
+// Where v is zero for long, states decay below all numbers; what comes afterwards is as exact as ever.
+TEST_P(ForwardChunkPromise, VanishedStates) {
+  Case c = named(GetParam());
+  c.B = 1, c.T = 460, c.lengths = {}, c.tail = 0, c.state_dtype = KDA_F32;
+  const int64_t zeros = 330;
+  Inputs in(c);
+  for (int64_t i = 0; i < zeros * c.HV * c.V; ++i) in.v.set(i, 0);
+  const auto states = [&] { return Tensor(KDA_F32, in.state_shape(1)); };
+  const Tensor exact_o(KDA_F64, {1, c.T, c.HV, c.V}), exact_h(KDA_F64, in.state_shape(1));
+  run(slice(in, 0, c.T, in.h0, exact_h, exact_o), {.impl = "reference"});
+  const Tensor whole_o(c.dtype, {1, c.T, c.HV, c.V}), whole_h = states();
+  for (const char* impl : chunked(slice(in, 0, c.T, in.h0, whole_h, whole_o))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(slice(in, 0, c.T, in.h0, whole_h, whole_o), impl);
+    expect_close(exact_o, whole_o, "o", kGate);
+    expect_close(exact_h, whole_h, "hT", kGate);
+  }
+  for (const char* impl : invariant(slice(in, 0, c.T, in.h0, whole_h, whole_o))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(slice(in, 0, c.T, in.h0, whole_h, whole_o), impl);
+    for (const int64_t split : {256, 320, 384}) {
+      const Tensor o(c.dtype, {1, c.T, c.HV, c.V}), middle = states(), end = states();
+      run_on_cuda(slice(in, 0, split, in.h0, middle, o), impl);
+      run_on_cuda(slice(in, split, c.T, middle, end, o), impl);
+      EXPECT_EQ(o.bits(), whole_o.bits()) << "split at " << split;
+      EXPECT_EQ(end.bits(), whole_h.bits()) << "split at " << split;
+    }
+  }
+}
+
 // A sequence of a packed row alone has the bits it has among others.
 TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
   Case c = named(GetParam());

@@ -76,6 +76,9 @@ class DeviceSource(Source):
     def unit(self, dtype: str, *shape: int) -> Any:
         return self.normal("float32", *shape).sigmoid().to(getattr(torch, dtype))
 
+    def keys(self, dtype: str, *shape: int) -> Any:
+        return (self.normal("float32", *shape) / shape[-1] ** 0.5).to(getattr(torch, dtype))
+
     def log_unit(self, dtype: str, *shape: int) -> Any:
         return torch.nn.functional.logsigmoid(self.normal("float32", *shape)).to(getattr(torch, dtype))
 

@@ -166,6 +166,7 @@ BENCHES = {
         _flop("prefill_f32"),
         "GFLOP/s",
         (Problem(T=4096, dtype="float32"),),
+        devices=("cpu", "cuda"),  # there beside torch: prefill_f32.py
         only={"dtype": "float32", "gate": "log", "beta": "activated"},
     ),
     "segment_map": Bench(_segment_map, _flop("segment_map"), "GFLOP/s", (Problem(T=4096),)),
@@ -390,8 +391,24 @@ def _measure_prefill(
         record["prefill"] = prefill.rows(cases, record["stream_gb_per_s"], notes, **how, started=started)
 
 
+def _measure_prefill_f32(
+    given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
+) -> None:
+    from . import prefill_f32
+
+    swept = prefill_f32.sweep(given)
+    with show.Progress(len(swept)) as progress:
+
+        def started(p: Problem) -> None:
+            progress.label(p.sizes)
+            progress.step()
+
+        how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "started": started}
+        record["prefill_f32"] = prefill_f32.rows(swept, notes, **how)
+
+
 # What has a way of its own on a GPU.
-_ON_GPU = {"prefill": _measure_prefill, "decode": _measure_serving}
+_ON_GPU = {"prefill": _measure_prefill, "prefill_f32": _measure_prefill_f32, "decode": _measure_serving}
 
 
 def _print(record: dict[str, Any], notes: list[str]) -> None:
@@ -404,6 +421,8 @@ def _print(record: dict[str, Any], notes: list[str]) -> None:
         print(f"y = 2 x: {record['stream_gb_per_s']:.0f} GB/s")
     if "prefill" in record:
         _print_prefill(record)
+    if "prefill_f32" in record:
+        _print_prefill_f32(record)
     if "serving" in record:
         _print_serving(record)
     for note in notes:
@@ -459,6 +478,19 @@ def _print_prefill(record: dict[str, Any]) -> None:
     if errors:
         print()
         show.table(["error against float64", "what", "o", "state"], errors)
+
+
+def _print_prefill_f32(record: dict[str, Any]) -> None:
+    from .prefill_f32 import label
+
+    print()
+    rows, last = [], None
+    for r in record["prefill_f32"]:
+        sizes = Problem(**r["problem"]).sizes
+        found = [f"{r['ratio']:.2f}" if r["ratio"] else "", f"{r['difference']:.1e}" if r["difference"] else ""]
+        rows.append(["" if sizes == last else sizes, label(r), f"{r['ms']:.3f}", *found])
+        last = sizes
+    show.table(["problem", "what", "ms", "ratio", "difference"], rows)
 
 
 def _time(ms: float) -> str:

@@ -117,23 +117,18 @@ def in_turn(calls: Sequence[Call]) -> Call:
 def graph_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> float:
     """Median time of a call on the current CUDA device, from a graph: what the host takes to launch is not in it. The
     graph repeats the call until it lasts 2 ms; with ``flush`` it is one call, which finds nothing in the L2 cache."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flushed = torch.empty(256 << 20 if flush else 0, dtype=torch.uint8, device="cuda")
+    timed = _timer(flush)
 
     def captured(count: int) -> Any:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The outer stream is that of before again even if the capture fails.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             for _ in range(count):
                 call()
         return graph
 
     def replay(graph: Any) -> float:
-        flushed.zero_()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return timed(graph.replay)
 
     call()  # what is compiled or tuned on the first call is by now
     torch.cuda.synchronize()
@@ -144,6 +139,30 @@ def graph_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> 
         graph = captured(count)
         replay(graph)
     return statistics.median(replay(graph) for _ in range(repeats)) / count
+
+
+def stream_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> float:
+    """The same for a call that no graph can hold: where the host is late, waiting for its launches is in it."""
+    timed = _timer(flush)
+    timed(call)  # warms up
+    return statistics.median(timed(call) for _ in range(repeats))
+
+
+def _timer(flush: bool) -> Callable[[Call], float]:
+    """What tells a call's milliseconds on the current stream, with nothing in the L2 cache if ``flush``."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flushed = torch.empty(256 << 20 if flush else 0, dtype=torch.uint8, device="cuda")
+
+    def timed(call: Call) -> float:
+        flushed.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        elapsed: float = start.elapsed_time(end)
+        return elapsed
+
+    return timed
 
 
 def stream_bandwidth() -> float:

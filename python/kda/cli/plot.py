@@ -1,5 +1,6 @@
 """The chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines; below them, for
-prefill on a GPU, marks of each case; for decode and rounds of speculation there, curves over the batch size."""
+prefill on a GPU, marks of each case, in float32 bars of times; for decode and rounds of speculation there, curves over
+the batch size."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import prefill
+from . import prefill, prefill_f32
 from .problems import Problem
 from .serving import about, label
 
@@ -21,6 +22,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     parts = {"rows": (_bars, 0.42 * (len(record["rows"]) + 3))}
     parts["prefill"] = (_marks, 0.24 * len(_gates_of(record)) + 0.5 * len(set(_gates_of(record))) + 1)
+    parts["prefill_f32"] = (_times, 0.3 * (len(record.get("prefill_f32", [])) + 4))
     parts["serving"] = (_curves, 2.5 * _lines_of(_panels(record)) + 2)
     parts = {name: part for name, part in parts.items() if record.get(name)}
     heights = [height for _, height in parts.values()]
@@ -82,6 +84,20 @@ def _marks(figure: Any, record: dict[str, Any]) -> None:
     axes[0].set_xlim(left=0)
     axes[-1].set_xlabel("share of the rate of y = 2 x")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+
+
+def _times(figure: Any, record: dict[str, Any]) -> None:
+    """A bar for each row of float32 prefill."""
+    axis, rows = figure.subplots(), record["prefill_f32"]
+    colors = ["tab:blue" if r["contender"] == "kda" else "silver" for r in rows]
+    bars = axis.barh(range(len(rows)), [r["ms"] for r in rows], color=colors)
+    axis.bar_label(bars, [f"{r['ms']:.3g}" for r in rows], padding=3)
+    labels = [f"{Problem(**r['problem']).sizes}: {prefill_f32.label(r)}" for r in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize="small")
+    axis.invert_yaxis()
+    axis.set_xlabel("ms")
+    axis.margins(x=0.12)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _panels(record: dict[str, Any]) -> list[Problem]:

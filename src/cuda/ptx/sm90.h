@@ -79,6 +79,13 @@ __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
+// Likewise to the tensor; what would be outside of it is left out.
+__device__ inline void store_tile(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
+                                  unsigned from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+               "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
+               : "memory");
+}
 __device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
@@ -145,6 +152,19 @@ __device__ inline void store_transposed(unsigned to, const unsigned (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+// Of two pairs of numbers, the larger magnitudes, with any sign. kNaN: NaN if one is, else only if both are.
+template <class T, bool kNaN>
+__device__ unsigned larger(unsigned x, unsigned y) {
+  unsigned z;
+#define KDA_MAX(type) asm("max" type " %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y))
+  if constexpr (std::is_same_v<T, __half> && kNaN) KDA_MAX(".NaN.xorsign.abs.f16x2");
+  else if constexpr (std::is_same_v<T, __half>) KDA_MAX(".xorsign.abs.f16x2");
+  else if constexpr (kNaN) KDA_MAX(".NaN.xorsign.abs.bf16x2");
+  else KDA_MAX(".xorsign.abs.bf16x2");
+#undef KDA_MAX
+  return z;
 }
 
 // ---- wgmma: d (64 x N) += or = a (64 x 16) b (16 x N), in f32, by the four warps of a warpgroup together ----

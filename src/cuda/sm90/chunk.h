@@ -11,11 +11,13 @@ static_assert(kChunk % kRows == 0, "states are kept between chunks");
 
 constexpr unsigned kScanners = 2, kPreparers = 2, kGroup = 128;  // warpgroups, and their threads
 constexpr unsigned kThreads = (kScanners + kPreparers) * kGroup;
+constexpr unsigned kPreparerBarrier = 1,
+                   kScannerBarrier = kPreparerBarrier + kPreparers;  // named barriers: of the first groups
 
 // Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
 // swizzled as wgmma wants it (Swizzle::k128). Eight rows begin at multiples of 1024 bytes, so that a piece's place within
 // its row is its number ^ row % 8.
-constexpr unsigned kHalf = 8192, kRowBytes = 128;
+constexpr unsigned kHalf = 8192, kRowBytes = 128, kTileBytes = kRows * kRowBytes;  // the latter: of a half of a chunk
 
 // The operands of a chunk.
 struct Stage {
@@ -29,35 +31,45 @@ struct Stage {
   static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // stages follow each other
 };
 constexpr unsigned kStages = 4, kQueue = 7;  // and tasks that helpers have found
+constexpr unsigned kQueueBytes = (kQueue * 16 + 8 + 15) / 16 * 16;
 
 constexpr unsigned kStrideA = 36;
+
+// What each preparing warpgroup has for itself: all at constant distances from one address.
+struct BenchLayout {
+  static constexpr unsigned rows = 0;                              // 64 rows of scores
+  static constexpr unsigned columns = 2 * kHalf;                   // 32 columns; between their halves what follows:
+  static constexpr unsigned totals = columns + kRows * kRowBytes;  // of 8 rows each, per channel: f32
+  static constexpr unsigned factors = totals + 4 * kSize * 4;      // of rows, two chunks
+  static constexpr unsigned kFactorBytes = 4 * kRows * 4;
+  static constexpr unsigned gate = factors + 2 * kFactorBytes;  // bias per channel; rate
+  static constexpr unsigned plans = gate + (kSize + 4) * 4;
+  static constexpr unsigned kPlanBytes = 160;
+  static constexpr unsigned bad = plans + kPlanBytes;  // rows, of each warp
+  static constexpr unsigned raw = bad + 16;            // mbarrier: raw rows are there
+  static_assert(raw + 8 <= columns + kHalf);
+  static constexpr unsigned A = columns + kHalf + kRows * kRowBytes;  // Akk: f32, kStrideA apart
+  static constexpr unsigned end = A + kRows * kStrideA * 4;
+  static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // benches follow each other
+};
 
 // All of a block's shared memory, in bytes.
 struct Shared {
   static constexpr unsigned stages = 0;
-  static constexpr unsigned rows = stages + kStages * Stage::bytes;   // of each preparer: 64 rows of scores
-  static constexpr unsigned columns = rows + kPreparers * 2 * kHalf;  // 32 columns; preparers in turn in each half
-  static constexpr unsigned A = columns + kPreparers * kHalf;         // Akk: f32, kStrideA apart
-  static constexpr unsigned totals = A + kPreparers * kRows * kStrideA * 4;    // of 8 rows each, per channel: f32
-  static constexpr unsigned out = totals + kPreparers * 4 * kSize * 4;         // of each scanning warp: outputs
-  static constexpr unsigned kOutStride = 48;                                   // bytes of a token's 16 columns, padded
-  static constexpr unsigned plans = out + kScanners * 4 * kRows * kOutStride;  // of each preparer
-  static constexpr unsigned kPlanBytes = 160;
-  static constexpr unsigned gate = plans + kPreparers * kPlanBytes;       // of each preparer: bias per channel; rate
-  static constexpr unsigned queue = gate + kPreparers * (kSize + 4) * 4;  // of helpers' tasks
-  static constexpr unsigned kFactorBytes = 4 * kRows * 4;
-  static constexpr unsigned factors =
-      queue + (kQueue * 16 + 8 + 15) / 16 * 16;                             // of each preparer: of rows, two chunks
-  static constexpr unsigned bad = factors + kPreparers * 2 * kFactorBytes;  // of each preparer: rows, of each warp
-  static constexpr unsigned turns = bad + kPreparers * 16;                  // likewise: chunks that they are at
-  static constexpr unsigned tasks = turns + kPreparers * 32;                // mbarriers: of tasks, of stages
+  static constexpr unsigned benches = stages + kStages * Stage::bytes;
+  static constexpr unsigned out =
+      benches + (kPreparers - 1) * BenchLayout::bytes + BenchLayout::end;  // of each scanning warp
+  static constexpr unsigned kOutBytes = kRows * 32;                        // of 16 columns: see staged()
+  static constexpr unsigned places = out + kScanners * 4 * kOutBytes;      // of each scanning warp: where outputs go
+  static constexpr unsigned queue = places + kScanners * 4 * 16;           // of helpers' tasks
+  static constexpr unsigned tasks = queue + kQueueBytes;                   // mbarriers: of tasks, of stages
   static constexpr unsigned full = tasks + 2 * 8 * kQueue;
   static constexpr unsigned empty = full + 8 * kStages;
   static constexpr unsigned bad_values = empty + 8 * kStages;                   // of each scanning thread
   static constexpr unsigned corrections = bad_values + kScanners * kGroup * 4;  // of each scanning warp: an address
-  static constexpr unsigned raw = corrections + kScanners * 4 * 8;              // mbarriers: of preparers' raw rows
-  static constexpr unsigned bytes = raw + kPreparers * 8;
+  static constexpr unsigned bytes = corrections + kScanners * 4 * 8;
 };
+static_assert(Shared::out % 256 == 0);
 static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
 __device__ inline unsigned char* shared_memory() {
@@ -72,6 +84,9 @@ __device__ inline unsigned opaque(unsigned x) {
   return x;
 }
 
+// x, which is the same in all lanes of a warp: so that the compiler knows it.
+__device__ inline unsigned uniform(unsigned x) { return __reduce_or_sync(kAll, x); }
+
 // What a call works on.
 struct Help;
 struct Tiles;
@@ -81,7 +96,7 @@ struct Call {
   const States& states;
   const View& v_new;
   const Help& help;
-  const Tiles* tiles;           // of those who prepare
+  const Tiles* tiles;
   unsigned first = blockIdx.x;  // item of the block
 };
 

@@ -25,30 +25,39 @@ class ExactScores {
     float rate, most, factor, shift[4];
     __device__ Gate(const Tokens& x, const Bench& at) : form(x.gate_form) {
       const float a = ptx::least(at.gate_rate(), 1e30f);  // no inf
-      const bool softplus = form == KDA_GATE_SOFTPLUS;
-      factor = softplus ? kLog2e : -kLog2e * a;
+      const bool softplus = form == KDA_GATE_SOFTPLUS, given = !softplus && form != KDA_GATE_LOWER_BOUND;
+      factor = softplus ? kLog2e : given ? -1 : -kLog2e * a;
       rate = softplus ? a : form == KDA_GATE_LOWER_BOUND ? -x.lower_bound * kLog2e : kLog2e;
       most = kMost * ptx::reciprocal(rate);
       at.gate_bias(shift);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) shift[e] *= factor;
+      for (int e = 0; e < 4; ++e) shift[e] = given ? 0 : shift[e] * factor;
     }
-    __device__ void operator()(float (&x)[4]) const {
+    // In two steps, so that special functions of two rows can take turns.
+    struct Part {
+      float x[4], e[4];
+    };
+    __device__ void begin(const float (&x)[4], Part& y) const {
+      const bool softplus = form == KDA_GATE_SOFTPLUS;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        y.x[e] = fmaf(factor, x[e], shift[e]), y.e[e] = ptx::exp2(softplus ? -fabsf(y.x[e]) : y.x[e]);
+    }
+    __device__ void end(const Part& y, float (&x)[4]) const {
       if (form == KDA_GATE_SOFTPLUS) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = softplus(fmaf(factor, x[e], shift[e]));
+        for (int e = 0; e < 4; ++e) x[e] = softplus(y.x[e], y.e[e]);
       } else if (form == KDA_GATE_LOWER_BOUND) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + ptx::exp2(fmaf(factor, x[e], shift[e])));
+        for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + y.e[e]);
       } else {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = -x[e];
+        for (int e = 0; e < 4; ++e) x[e] = y.x[e];
       }
     }
     // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial, to 9.2e-6 of itself; to 2.8e-6 where
     // it is small, and errors of slow decays add up.
-    __device__ static float softplus(float x) {
-      const float e = ptx::exp2(-fabsf(x));
+    __device__ static float softplus(float x, float e) {
       float p = -0.035237316f;
       p = fmaf(p, e, 0.14823328f);
       p = fmaf(p, e, -0.30523044f);
@@ -59,28 +68,26 @@ class ExactScores {
     }
   };
 
-  __device__ ExactScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
+  __device__ ExactScores(const Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
-  // Rows of the warp, in order: four(), then row i of these. Behind the last row nothing decays.
-  __device__ void four() { next_four(G_); }
-  __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
-    float y[4] = {x[0], x[1], x[2], x[3]};
-    gate(y);
+  // The warp's rows in order; x: of the gate. Behind the last row nothing decays.
+  __device__ void decay(const Gate& gate, const float (&x)[4], bool real, unsigned own) {
     const float rate = real ? gate.rate : 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      total_[e] = fmaf(-rate, y[e], total_[e]);
-      G_[i + 4][e] = fmaf(-rate, ptx::least(y[e], gate.most), G_[i + 3][e]);
+      total_[e] = fmaf(-rate, x[e], total_[e]);
+      G_[e] = fmaf(-rate, ptx::least(x[e], gate.most), G_[e]);
     }
+    Bench::store_wide(stage_ + own, G_);
   }
-  // Of the lane's channels, all rows up to the warp's row i: no NaN?
-  __device__ bool is_fine(int i) const {
-    const float sum = (G_[i][0] + G_[i][1]) + (G_[i][2] + G_[i][3]);
+  // Of the lane's channels: no NaN?
+  __device__ bool is_fine() const {
+    const float sum = (G_[0] + G_[1]) + (G_[2] + G_[3]);
     return sum == sum;
   }
   __device__ void share_totals() const {
     const unsigned place = (at_.warp * kSize + at_.lane * 4) * 4;
-    ptx::store_shared_f32x4(at_.totals() + place, make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
+    ptx::store_shared_f32x4(at_.address + Bench::totals + place, make_float4(G_[0], G_[1], G_[2], G_[3]));
     ptx::store_shared_f32x4(stage_ + kGiven + place, make_float4(total_[0], total_[1], total_[2], total_[3]));
   }
 
@@ -88,19 +95,19 @@ class ExactScores {
   template <class T>
   __device__ void tiles() {
     const unsigned lane = at_.lane;
-    float total[4][4], G[4] = {}, anchor[4], decay[4];
+    float total[4][4], G[4] = {}, anchor[4], first[4], decay[4];
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w) {
-      load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+      load_four(at_.address + Bench::totals + (w * kSize + lane * 4) * 4, total[w]);
       if (w < 3 && w < at_.warp) add(G, total[w]);
     }
-    // G is before the warp's rows; G_ from the anchor on.
+    // G is before the warp's rows; `first` that, from the anchor on.
+    Bench::load_wide(stage_ + at_.own(3), anchor);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      anchor[e] = rintf(G[e] + G_[3][e]);
+      anchor[e] = rintf(G[e] + anchor[e]);
       decay[e] = ptx::exp2(anchor[e] - rintf(G[e]));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) G_[i][e] += G[e] - anchor[e];
+      first[e] = G[e] - anchor[e];
     }
     to_start_[0] = ptx::pack<__nv_bfloat16>(decay[0], decay[1]);
     to_start_[1] = ptx::pack<__nv_bfloat16>(decay[2], decay[3]);
@@ -111,26 +118,25 @@ class ExactScores {
       add(G, total[w - 1]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) decay[e] = ptx::exp2(rintf(G[e]) - anchor[e]);
-      store_four<__nv_bfloat16>(decays(w, at_.warp) + lane * 8, decay);
+      ptx::store_shared2(decays(w, at_.warp) + lane * 8, pack_four<__nv_bfloat16>(decay));
     }
     add(G, total[3]);
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
-    store_operands<T>(at_, stage_, G_, to_anchor, from_anchor);
+    store_operands<T>(at_, stage_, first, to_anchor, from_anchor);
     if (at_.warp == 0) store_ell();
   }
 
   // [q; k] of the warp's rows times k of their own, and of each warp's before.
-  __device__ void run(unsigned) {
-    at_.forget();
+  __device__ void run() const {
     // Aqk is zero where nothing else comes.
     ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
-    const unsigned mine = at_.totals() + at_.warp * kSize * 4;  // nobody reads totals any more
+    const unsigned mine = at_.address + Bench::totals + at_.warp * kSize * 4;  // nobody reads totals any more
     ptx::store_shared2(mine + at_.lane * 8, make_uint2(to_start_[0], to_start_[1]));
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
     const unsigned from =
-        at_.rows() + (m % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes + ((m / 2 ^ r) << 4);
+        at_.address + (m % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes + ((m / 2 ^ r) << 4);
     unsigned rows[8][4], k[4][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) ptx::load_matrices(rows[j], (from ^ j % 4 << 5) + j / 4 * kHalf);
@@ -183,7 +189,7 @@ class ExactScores {
   // Right operands: of keys of a warp's rows; and powers of two of the same channels.
   __device__ void load_keys(unsigned (&k)[4][4], unsigned warp) const {
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
-    const unsigned from = at_.columns() + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
+    const unsigned from = at_.address + Bench::columns + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) ptx::load_matrices(k[j], (from ^ j % 2 << 6) + j / 2 * kHalf);
   }
@@ -214,13 +220,14 @@ class ExactScores {
   __device__ void store(const float (&d)[4], unsigned other, float beta) const {
     const unsigned i = 8 * at_.warp + at_.lane / 4, j = at_.lane % 4;
     ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
-    ptx::store_shared_f32x2(at_.A() + (i * kStrideA + 8 * other + 2 * j) * 4, make_float2(d[2] * beta, d[3] * beta));
+    ptx::store_shared_f32x2(at_.address + Bench::A + (i * kStrideA + 8 * other + 2 * j) * 4,
+                            make_float2(d[2] * beta, d[3] * beta));
   }
 
-  Bench& at_;
+  const Bench& at_;
   const unsigned stage_;
-  float G_[8][4] = {}, total_[4] = {};  // of the warp's rows: from its first row, then from the anchor
-  unsigned to_start_[2];                // powers of two from the start of the warp's rows to their anchor
+  float G_[4] = {}, total_[4] = {};  // from the warp's first row on
+  unsigned to_start_[2];             // powers of two from the start of the warp's rows to their anchor
 };
 
 }  // namespace kda::cuda::sm90

@@ -34,7 +34,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group < kScanners) {
     ptx::take_registers<kScanRegisters>();
-    const unsigned total = Scan<T>(call, memory).run();
+    Scan<T> scan(call, memory);
+    const unsigned total = scan.run();
+    scan.finish_outputs();
     if (!help) return;
     if (threadIdx.x == 0)
       courier(ring, total, [&](const Task& task, unsigned stage) { store_image(help, task, stage); });

@@ -178,6 +178,7 @@ struct Queue {
   }
   static constexpr unsigned kPlans = 2 * kPreparers;  // of preparers, which all look for a task
 };
+static_assert(sizeof(Queue) <= kQueueBytes);
 __device__ inline void start_queue(unsigned memory) {
   for (unsigned i = 0; i < kQueue; ++i)
     ptx::init_barrier(Queue::found(memory, i), 1), ptx::init_barrier(Queue::freed(memory, i), 1);

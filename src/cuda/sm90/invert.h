@@ -24,11 +24,14 @@ struct Split {
 __device__ inline void multiply(float (&d)[4], const Split (&a)[4], const Split& b0, const Split& b1) {
   const unsigned high[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
   const unsigned low[4] = {a[0].low, a[1].low, a[2].low, a[3].low};
+  float rest[4] = {};  // on its own: products wait for their sums
 #pragma unroll
   for (int e = 0; e < 4; ++e) d[e] = 0;
-  ptx::mma<__half>(d, low, b0.high, b1.high);
-  ptx::mma<__half>(d, high, b0.low, b1.low);
   ptx::mma<__half>(d, high, b0.high, b1.high);
+  ptx::mma<__half>(rest, low, b0.high, b1.high);
+  ptx::mma<__half>(rest, high, b0.low, b1.low);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) d[e] += rest[e];
 }
 
 __device__ inline void invert(const Bench& at, unsigned stage) {
@@ -39,7 +42,7 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
   float row[kBlock];
 #pragma unroll
   for (unsigned c = 0; c < kBlock; ++c) row[c] = c == r ? 1.0f : 0.0f;
-  const unsigned A = at.A() + block * kNext;
+  const unsigned A = at.address + Bench::A + block * kNext;
 #pragma unroll
   for (unsigned j = kBlock - 1; j > 0; --j)
 #pragma unroll
@@ -74,15 +77,16 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
   // Of a lane: rows i and i + 8 of left operands and results, columns j and the next; of right operands the other way round.
   const unsigned i = lane / 4, j = lane % 4 * 2;
   const auto Akk = [&](unsigned rows, unsigned columns) {
-    const unsigned from = at.A() + ((rows + j) * kStrideA + columns + i) * 4;
+    const unsigned from = at.address + Bench::A + ((rows + j) * kStrideA + columns + i) * 4;
     return Split(ptx::load_shared_f32(from), ptx::load_shared_f32(from + kStride));
   };
   const auto store = [&](unsigned rows, unsigned columns, float x, float y) {
-    const float2 beta = ptx::load_shared_f32x2(at.factors + (Bench::kBeta * kRows + columns + j) * 4);
+    const float2 beta = ptx::load_shared_f32x2(at.factor_at(Bench::kBeta, columns + j));
     ptx::store_shared(T + Bench::square(rows + i, columns + j), ptx::pack<__half>(x * beta.x, y * beta.y));
   };
-  const unsigned two = at.A() + r * kStride + lane / 16 * kLow + block % 2 * 2 * kNext;  // blocks 0 and 2, both halves
-  const unsigned one = at.A() + r * kStride + block % 2 * kLow;                          // block 0, both halves, twice
+  const unsigned two =
+      at.address + Bench::A + r * kStride + lane / 16 * kLow + block % 2 * 2 * kNext;  // blocks 0 and 2, both halves
+  const unsigned one = at.address + Bench::A + r * kStride + block % 2 * kLow;         // block 0, both halves, twice
   unsigned x[4];
   ptx::load_matrices(x, two + kNext);
   const Split T1{x[0], x[2]}, T3{x[1], x[3]};

@@ -1,9 +1,9 @@
 // The preparation: a warpgroup turns raw tokens into the operands of the scan (Stage), every second chunk of a block.
 //
 // Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
-// products in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
-// reads (or other lanes of its warp, before); v goes to the stage.
-//   norms, gates, decays of the warp's rows; the stage is empty       barrier: decays of all rows are known
+// sums in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
+// reads (or other lanes of its warp, before); v goes to the stage. Decays wait in the stage, each where its lane will store.
+//   the stage is empty; norms, gates, decays of the warp's rows       barrier: decays of all rows are known
 //   kG, qG, kg into the stage, score operands on the bench            barrier: operands are there
 //   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the bench is free
 //   the next chunk is fetched; one warp inverts I + Akk               the stage is full
@@ -16,21 +16,21 @@
 namespace kda::cuda::sm90 {
 
 // A chunk to prepare: planned by one thread for all, two chunks ahead, in shared memory.
-struct Plan {
-  unsigned hv, h, b, token, rows;  // value and query/key head; tokens token .. token + rows - 1 of row b
-  unsigned fine;                   // rows up to the first that has a NaN
-  unsigned number;                 // of the chunk, over all of the block; kNone: there are no more
-  unsigned images[2], count;       // chunks before it whose images come from helpers
-  unsigned task;                   // of a helper
-  bool begins;                     // its head is not that of the preparer's chunk before
-  bool open;                       // it is not known yet which chunk it is
+struct alignas(16) Plan {
+  unsigned hv, h, b, token;   // value and query/key head; tokens token .. token + rows - 1 of row b
+  unsigned rows, fine;        // the latter: up to the first that has a NaN
+  unsigned number;            // of the chunk, over all of the block; kNone: there are no more
+  unsigned images[2], count;  // chunks before it whose images come from helpers
+  unsigned task;              // of a helper
+  bool begins;                // its head is not that of the preparer's chunk before
+  bool open;                  // it is not known yet which chunk it is
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
 };
 
 // Where a preparer is on its way through the block's items.
-struct Walk {
+struct alignas(16) Walk {
   unsigned item, hv, h;    // the value head of a sequence, and its query/key head
   unsigned b, t0, length;  // where that sequence's tokens are; none of padding
   unsigned chunk, number;  // of the sequence; over all of the block
@@ -85,7 +85,7 @@ struct Plans {
   Walk walk;
   Plan turns[2];
 };
-static_assert(sizeof(Plans) <= Shared::kPlanBytes);
+static_assert(sizeof(Plans) <= BenchLayout::kPlanBytes);
 
 // kWideGate: g is f32, else it has the type of q, k and v.
 template <class T, class Scores, bool kWideGate>
@@ -93,11 +93,12 @@ class Preparation {
  public:
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
 
-  __device__ Preparation(const Call& call, unsigned memory, unsigned group) : call_(call), at_{memory, group} {}
+  __device__ Preparation(const Call& call, unsigned memory, unsigned group)
+      : call_(call), memory_(memory), at_(memory, group) {}
 
   // By one thread, before fence_barriers().
   __device__ static void start(unsigned memory) {
-    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(memory + Shared::raw + i * 8, kRawTensors);
+    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(Bench::at(memory, i) + Bench::raw, kRawTensors);
   }
   // The block's own chunks, then those of others.
   __device__ void run() {
@@ -108,14 +109,13 @@ class Preparation {
       decide(plan(0)), settle(plan(0));
       decide(plan(1));
     }
-    at_.set_turn(0);
     at_.sync();  // the first chunk is known
     bool fetched = false;
-    for (;; at_.set_turn(at_.turn() + 1)) {
-      const Plan& now = plan(at_.turn());
+    for (at_.turn = 0;; ++at_.turn) {
+      const Plan& now = plan(at_.turn);
       if (!fetched) {
         if (!now.any()) return;
-        fetch(now);
+        fetch(now, at_.turn);
       }
       if (now.begins) {
         at_.sync();  // nobody reads the gate of the head before
@@ -126,21 +126,17 @@ class Preparation {
       do done = prepare();
       while (done == kAgain);
       fetched = done == kNextFetched;
-      // Planning takes a while: it is for a warp that does not invert.
       if (!fetched) at_.sync();  // all know that it is not
-      const unsigned turn = at_.turn();
-      if (at_.warp == (turn + 2) % 4 && at_.lane == 0) {
-        settle(plan(turn + 1));
-        decide(plan(turn));
-      }
+      // Planning takes a while: it is for a warp that does not invert.
+      if (chore(at_.turn) == kPlanChore && at_.lane == 0) settle(plan(at_.turn + 1)), decide(plan(at_.turn));
       if (!fetched) at_.sync();  // what is next is known
     }
   }
 
  private:
-  __device__ Ring ring() const { return {at_.memory}; }
+  __device__ Ring ring() const { return {memory_}; }
   __device__ Plans& plans() const {
-    return *reinterpret_cast<Plans*>(shared_memory() + Shared::plans + at_.group * Shared::kPlanBytes);
+    return *reinterpret_cast<Plans*>(shared_memory() + Shared::benches + at_.group * Bench::bytes + Bench::plans);
   }
   __device__ Plan& plan(unsigned turn) const { return plans().turns[turn % 2]; }
 
@@ -175,7 +171,7 @@ class Preparation {
   }
   // A helper's task, if the scout has found it.
   __device__ void look_for_task(Walk& walk, Plan& p) {
-    p.open = !ptx::has_phase_ended(Queue::found(at_.memory, p.task), Queue::parity(p.task));
+    p.open = !ptx::has_phase_ended(Queue::found(memory_, p.task), Queue::parity(p.task));
     if (p.open) return;
     const Task task = Queue::here().tasks[p.task % kQueue];
     if (task.owner == Task::kNone) return;
@@ -196,22 +192,26 @@ class Preparation {
 
   // ---- chunks ----
 
+  // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk before.)
+  __device__ unsigned chore(unsigned turn) const { return (at_.warp - turn) % 4; }
+  static constexpr unsigned kBetaChore = 2, kValueChore = 0, kInvertChore = 0, kPlanChore = 2;
+
   // Raw q, k and g of a chunk to the bench; a tensor a warp, and beta. Rows behind the chunk's come along.
-  __device__ void fetch(const Plan& plan) {
+  __device__ void fetch(const Plan& plan, unsigned turn) {
     const Tokens& x = call_.x;
-    if (at_.warp == 3) {
+    const unsigned tensor = chore(turn);
+    if (tensor == kBetaChore) {
       beta_ = 0;
       if (at_.lane < plan.rows)
         beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
-    } else if (at_.warp < kRawTensors && at_.lane == 0) {
-      const Tiles& tiles = *call_.tiles;
-      const unsigned to = at_.warp == 2 ? at_.columns() : at_.rows() + (at_.warp == 1 ? Stage::k : Stage::q);
-      ptx::arrive_expecting(at_.raw(), 2 * kTileBytes);
-      copy_tiles(at_.warp == 2   ? tiles.g
-                 : at_.warp == 1 ? tiles.k
-                                 : tiles.q,
-                 plan, at_.warp == 2 ? plan.hv : plan.h, to, at_.raw());
     }
+    if (tensor >= kRawTensors || at_.lane > 0) return;
+    ptx::arrive_expecting(at_.address + Bench::raw, 2 * kTileBytes);
+    copy_tiles(call_.tiles->maps[tensor], plan, tensor == Tiles::kGate ? plan.hv : plan.h,
+               at_.address + (tensor == Tiles::kGate    ? Bench::columns
+                              : tensor == Tiles::kQuery ? Stage::q
+                                                        : Stage::k),
+               at_.address + Bench::raw);
   }
   __device__ static void copy_tiles(const CUtensorMap& map, const Plan& plan, unsigned head, unsigned to,
                                     unsigned barrier) {
@@ -223,9 +223,9 @@ class Preparation {
     const View& v = call_.x.v;
     if (!v.data) return;
     if (plan.fine == kRows) {
-      if (at_.warp != 3 || at_.lane > 0) return;
+      if (chore(at_.turn) != kValueChore || at_.lane > 0) return;
       ptx::expect_bytes(ring().full(plan.number), 2 * kTileBytes);
-      copy_tiles(call_.tiles->v, plan, plan.hv, stage + Stage::v, ring().full(plan.number));
+      copy_tiles(call_.tiles->maps[Tiles::kValue], plan, plan.hv, stage + Stage::v, ring().full(plan.number));
       return;
     }
     // With zeros behind the chunk's rows: the scan reads all.
@@ -242,83 +242,88 @@ class Preparation {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
       if (8 * at_.warp + i < rows) continue;
-      for (const unsigned tile : {at_.rows() + Stage::q, at_.rows() + Stage::k, at_.columns()})
-        ptx::store_shared2(at_.own(tile)[i], make_uint2(0, 0));
+      for (const unsigned tile : {at_.address + Stage::q, at_.address + Stage::k, at_.address + Bench::columns})
+        ptx::store_shared2(tile + at_.own(i), make_uint2(0, 0));
     }
   }
-  // An f32 gate has no room on the bench. It lies in the stage, where operands will be once it has been read.
-  __device__ unsigned wide_gate(unsigned stage, unsigned i) const {
-    return stage + (8 * at_.warp + i) * kSize * 4 + at_.lane * 16;
-  }
+  // An f32 gate has no room on the bench.
   __device__ void fetch_wide_gate(const Plan& p, unsigned stage) const {
     const View& g = call_.x.g;
-    const char* from = g.at(p.b, p.token + 8 * at_.warp, p.hv) + at_.lane * 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      ptx::copy16(wide_gate(stage, i), from + i * static_cast<uint64_t>(g.stride1), 8 * at_.warp + i < p.fine ? 16 : 0);
+#pragma unroll 1
+    for (unsigned i = 0; i < 8; ++i) {
+      const unsigned row = 8 * at_.warp + i, bytes = row < p.fine ? 8 : 0;
+      const char* from = g.at(p.b, p.token + row, p.hv) + at_.lane * 16;
+      ptx::copy8(stage + at_.own(i) + Stage::k, from, bytes);
+      ptx::copy8(stage + at_.own(i) + Stage::q, from + 8, bytes);
+    }
     ptx::commit_copies();
+  }
+
+  // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
+  struct Norms {
+    float by_q[4] = {}, by_k[4] = {};
+  };
+  // Gates and norms of the warp's rows; products for the latter fill the time that special functions take.
+  template <bool kFull>
+  __device__ __forceinline__ void gates(Scores& scores, Norms& norms, unsigned stage, unsigned rows) const {
+    const typename Scores::Gate gate(call_.x, at_);
+    const unsigned r = at_.lane % 8, from = at_.address + (at_.lane / 8 % 2 ? Stage::k : Stage::q) +
+                                            (8 * at_.warp + r) * kRowBytes + ((at_.lane / 16 ^ r) << 4);
+    float x[4];
+    typename Scores::Gate::Part part;
+    const auto load = [&](unsigned own) {
+      if constexpr (kWideGate) Bench::load_wide(stage + own, x);
+      else four_of<T>(ptx::load_shared2(at_.address + Bench::columns + own), x);
+    };
+    load(at_.own(0)), gate.begin(x, part), load(at_.own(1));
+    for_rows(at_, [&](unsigned i, unsigned own, unsigned, unsigned after) {
+      unsigned a[4];  // 16 channels
+      ptx::load_matrices(a, (from ^ i % 4 << 5) + i / 4 * kHalf);
+      float y[4];
+      gate.end(part, y);
+      gate.begin(x, part);  // of the next row
+      load(after);
+      ptx::mma<T>(norms.by_q, a, a[0], a[2]);
+      ptx::mma<T>(norms.by_k, a, a[1], a[3]);
+      scores.decay(gate, y, kFull || 8 * at_.warp + i < rows, own);
+    });
   }
 
   // A chunk that was fetched.
   enum Done { kDone, kNextFetched, kAgain };  // the latter: with fewer rows, before anything of it was stored
   __device__ Done prepare() {
-    at_.forget();
-    const unsigned turn = at_.turn();
+    at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
+    const unsigned turn = at_.turn;
     const Plan& now = plan(turn);
-    const unsigned rows = now.fine, stage = ring().stage(now.number);
-    at_.factors = at_.factors_of(turn);
-    at_.set_number(now.number);
-    if (kWideGate) ring().wait_empty(now.number), fetch_wide_gate(now, stage);
-    ptx::wait_barrier(at_.raw(), turn % 2);
+    const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = ring().stage(number);
+    if (kWideGate) ring().wait_empty(number), fetch_wide_gate(now, stage);
+    ptx::wait_barrier(at_.address + Bench::raw, turn % 2);
     if (rows < kRows) clear(rows);
     if (kWideGate) ptx::wait_for_copies<0>();
-    __syncwarp();  // norms read rows that other lanes have cleared
-    unsigned bad = share_factors(rows);
-    at_.forget();
+    __syncwarp();                               // norms read rows that other lanes have cleared
+    if (!kWideGate) ring().wait_empty(number);  // from here on it is written to
     Scores scores(at_, stage);
-    const typename Scores::Gate gate(call_.x, at_);
-    Bench::Own own = at_.own(at_.columns());
-#pragma unroll 1
-    for (unsigned first = 0; first < 8; first += 4, own = own.further()) {
-      scores.four();
-#pragma unroll
-      for (unsigned i = 0; i < 4; ++i) {
-        float x[4];
-        if constexpr (kWideGate) load_four(wide_gate(stage, first + i), x);
-        else four_of<T>(ptx::load_shared2(own[i]), x);
-        scores.decay(i, gate, x, 8 * at_.warp + first + i < rows);
-      }
-    }
-    at_.forget();
-    ring().wait_empty(at_.number());  // from here on it is written to
+    Norms norms;
+    if (rows == kRows) gates<true>(scores, norms, stage, rows);
+    else gates<false>(scores, norms, stage, rows);
+    const unsigned bad = share_factors(norms, rows);
     scores.share_totals();
-    if (!__all_sync(kAll, scores.is_fine(7) && bad == kRows)) bad = first_bad(scores, bad);
-    if (at_.lane == 0) ptx::store_shared(at_.bad() + at_.warp * 4, bad);
-    at_.sync();  // totals and factors of all rows are there
-    const uint4 of_warps = ptx::load_shared4(at_.bad());
-    const unsigned first_bad = min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
-    if (first_bad < rows) return forget_rows(first_bad);
+    // The barrier also says that totals and factors of all rows are there.
+    if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
+      const unsigned first = first_bad(stage, bad);
+      if (first < rows) return forget_rows(first);
+    }
     fetch_values(now, stage);
     scores.template tiles<T>();
-    if (now.fine < now.rows) spoil();
+    if (now.fine < now.rows) spoil(now, stage);
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there
-    return finish(scores);
-  }
-  // The rest of it. (What was known before is asked for again: there were no registers to keep it.)
-  __device__ Done finish(Scores& scores) {
-    at_.forget();
-    const unsigned turn = at_.turn(), number = at_.number(), stage = ring().stage(number);
-    at_.factors = at_.factors_of(turn);
     const Plan& next = plan(turn + 1);
     const bool fetches = !next.open && next.any();
-    scores.run(stage);
+    scores.run();
     at_.sync();  // Akk is there; nobody reads tiles any more, nor asks whether the next chunk is known
-    if (fetches) fetch(next);
-    if (at_.warp == turn % 4) {
-      at_.forget();
-      invert(at_, stage);
-    }
+    if (fetches) fetch(next, turn + 1);
+    if (chore(turn) == kInvertChore) invert(at_, stage);
     ptx::wait_for_copies<0>();  // v of this chunk, if they are not all of its rows
     ptx::fence_shared_for_async();
     ptx::arrive(ring().full(number));
@@ -327,69 +332,64 @@ class Preparation {
 
   // ---- NaN: the tokens before it are as if there were none ----
 
-  // The warp's first row that has one, among those that gates or `bad` of a lane know of.
-  __device__ unsigned first_bad(const Scores& scores, unsigned bad) const {
-#pragma unroll
-    for (int i = 7; i >= 0; --i)
-      if (!scores.is_fine(i)) bad = min(bad, 8 * at_.warp + i);
-    return __reduce_min_sync(kAll, bad);
+  // The first row of all warps that has one, among those that gates or `bad` of a lane know of.
+  __device__ unsigned first_bad(unsigned stage, unsigned bad) const {
+#pragma unroll 1
+    for (unsigned i = 0; i < 8; ++i) {
+      float G[4];
+      Bench::load_wide(stage + at_.own(i), G);
+      const float sum = (G[0] + G[1]) + (G[2] + G[3]);
+      if (sum != sum) bad = min(bad, 8 * at_.warp + i);
+    }
+    bad = __reduce_min_sync(kAll, bad);
+    if (at_.lane == 0) ptx::store_shared(at_.address + Bench::bad + at_.warp * 4, bad);
+    at_.sync();  // those of all warps are there
+    const uint4 of_warps = ptx::load_shared4(at_.address + Bench::bad);
+    return min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
   }
   // No rows of the chunk from the first bad one on.
   __device__ Done forget_rows(unsigned rows) const {
     at_.sync();  // all know which rows are bad
-    if (threadIdx.x % kGroup == 0) plan(at_.turn()).fine = rows;
+    if (threadIdx.x % kGroup == 0) plan(at_.turn).fine = rows;
     at_.sync();  // all will clear them
     return kAgain;
   }
   // Their outputs, and the state behind them.
-  __device__ void spoil() const {
-    const unsigned turn = at_.turn();
-    const unsigned stage = ring().stage(plan(turn).number);
-    for (int i = 0; i < 8; ++i)
-      if (8 * at_.warp + i >= plan(turn).fine && 8 * at_.warp + i < plan(turn).rows)
-        ptx::store_shared2(at_.own(stage)[i] + Stage::q, make_uint2(~0u, ~0u));
+  __device__ void spoil(const Plan& now, unsigned stage) const {
+#pragma unroll 1
+    for (unsigned i = 0; i < 8; ++i)
+      if (8 * at_.warp + i >= now.fine && 8 * at_.warp + i < now.rows)
+        ptx::store_shared2(stage + at_.own(i) + Stage::q, make_uint2(~0u, ~0u));
     const float nan = __int_as_float(0x7fffffff);
     if (at_.warp == 0) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
   }
 
-  // Norms of the warp's rows, and beta (of all, by warp 3). Returns a row the lane has seen a NaN in, or kRows.
-  __device__ unsigned share_factors(unsigned rows) {
+  // Norms of the warp's rows, and beta of all, by one warp. Returns a row the lane has seen a NaN in, or kRows.
+  __device__ unsigned share_factors(const Norms& norms, unsigned rows) const {
     const Tokens& x = call_.x;
     unsigned bad = kRows;
-    if (at_.warp == 3) {
+    if (chore(at_.turn) == kBetaChore) {
       const float beta = activated_beta(x.beta_form, value_of(x.beta_dtype, beta_));
       at_.store_factor(Bench::kBeta, at_.lane, at_.lane < rows ? beta : 0);
       if (at_.lane < rows && beta != beta) bad = at_.lane;
     }
-    // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
-    float by_q[2][4] = {}, by_k[2][4] = {};  // of even and odd steps: shorter chains
-    const unsigned r = at_.lane % 8,
-                   from = at_.rows() + (at_.lane / 8 % 2 ? Stage::k : Stage::q) + (8 * at_.warp + r) * kRowBytes;
-#pragma unroll 1
-    for (unsigned half = 0; half < 2 * kHalf; half += kHalf)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        unsigned a[4];
-        ptx::load_matrices(a, from + half + ((j * 2 + at_.lane / 16 ^ r) << 4));
-        ptx::mma<T>(by_q[j % 2], a, a[0], a[2]);
-        ptx::mma<T>(by_k[j % 2], a, a[1], a[3]);
-      }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) by_q[0][e] += by_q[1][e], by_k[0][e] += by_k[1][e];
-    const unsigned i = at_.lane / 4, row = 8 * at_.warp + i;  // whose elements are in one of its four lanes
+    // Row i's elements are in one of four lanes.
+    const unsigned i = at_.lane / 4, row = 8 * at_.warp + i;
+    const auto of_row = [&](float even, float odd) { return i % 2 ? odd : even; };
+    const float qq = of_row(norms.by_q[0], norms.by_q[1]), kk = of_row(norms.by_k[2], norms.by_k[3]);
+    const float q = x.qk_l2norm ? ptx::inverse_root(qq + 1e-6f) : 1,
+                k = x.qk_l2norm ? ptx::inverse_root(kk + 1e-6f) : 1;
     if (at_.lane % 4 != i / 2) return bad;
-    float q = 1, k = 1;
-    const float qq = i % 2 ? by_q[0][1] : by_q[0][0], kk = i % 2 ? by_k[0][3] : by_k[0][2], sum = qq + kk;
-    if (x.qk_l2norm) q *= ptx::inverse_root(qq + 1e-6f), k *= ptx::inverse_root(kk + 1e-6f);
-    at_.store_factor(Bench::kQuery, row, q);
-    at_.store_factor(Bench::kKey, row, k);
-    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, row, q * k * (i % 2 ? by_k[0][1] : by_k[0][0]));
+    at_.store_norms(row, q, k);
+    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, row, q * k * of_row(norms.by_k[0], norms.by_k[1]));
+    const float sum = qq + kk;
     return sum - sum != 0 ? min(bad, row) : bad;
   }
 
   const Call& call_;
+  const unsigned memory_;
   Bench at_;
-  unsigned beta_;  // of row at_.lane, raw: of warp 3
+  unsigned beta_;  // of row at_.lane, raw: of one warp
 };
 
 }  // namespace kda::cuda::sm90

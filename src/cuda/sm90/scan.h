@@ -6,12 +6,13 @@
 //   U^T = R^T (T diag(beta))^T       S^T = S^T diag(ell) + U^T kg       O^T += U^T Aqk^T
 //
 // Operands are fp16, which has 11 bits where bf16 has 8, but whose numbers end at 65504 and thin out below 2^-14. All is
-// linear in a column of (v, S), so a column is worked on in units of a power of 2^16 that keeps the larger of |S| and |v|
-// between 2^-9 and 2^7 where it is chosen: every 64 tokens, by these numbers alone (so that a call may be split there), and
-// in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
+// linear in a column of (v, S), so a column is worked on in units of a power of 2^16, from 2^-112 to 2^112, that keeps the
+// larger of |S| and |v| between 2^-9 and 2^7 where it is chosen: every 64 tokens, by these numbers alone (so that a call may
+// be split there), and in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
 // until the next choice. Precision is that of fp16 down to 2^-5 of the largest |S|.
 #pragma once
 #include "cuda/sm90/help.h"
+#include "cuda/sm90/tiles.h"
 
 namespace kda::cuda::sm90 {
 
@@ -26,20 +27,21 @@ __device__ float2 floats_of(unsigned x) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(pair_of<T>(x));
   else return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
-// Largest magnitude of pairs; a NaN is. Without their signs, numbers are in the order of their bits.
-template <class T, unsigned kCount>
-__device__ float largest(const unsigned (&x)[kCount]) {
-  unsigned most = x[0] & 0x7fff7fff;
+// Largest magnitudes of pairs, of lower and upper halves. kNaN: NaN if one is.
+template <class T, bool kNaN, unsigned kCount>
+__device__ Pair<T> largest(const unsigned (&x)[kCount]) {
+  unsigned even = x[0], odd = x[1];
 #pragma unroll
-  for (unsigned i = 1; i + 1 < kCount; i += 2) most = __vimax3_u16x2(most, x[i] & 0x7fff7fff, x[i + 1] & 0x7fff7fff);
-  if (kCount % 2 == 0) most = __vmaxu2(most, x[kCount - 1] & 0x7fff7fff);
-  return floats_of<T>(max(most & 0xffff, most >> 16)).x;
+  for (unsigned i = 2; i < kCount; i += 2)
+    even = ptx::larger<T, kNaN>(even, x[i]), odd = ptx::larger<T, kNaN>(odd, x[i + 1]);
+  return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
 template <class T>
 class Scan {
  public:
-  __device__ Scan(const Call& call, unsigned memory) : call_(call), ring_{memory}, lane_(threadIdx.x % 32) {
+  __device__ Scan(const Call& call, unsigned memory)
+      : call_(call), ring_{memory}, warp_(uniform(threadIdx.x / 32)), lane_(threadIdx.x % 32) {
     set_bad(0);
   }
 
@@ -52,7 +54,6 @@ class Scan {
       if (!item.exists(p)) return number;
       lane_ = opaque(lane_);
       unsigned length;
-      char* to;  // where the thread's first outputs of the chunk go
       {
         Sequence s{};
         if (item.is_tail(p)) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
@@ -62,33 +63,33 @@ class Scan {
           continue;
         }
         load(s, item.hv);
-        find_corrections(s, item.hv);
+        remember(s, item.hv);
         length = static_cast<unsigned>(s.length);
-        to = outputs(s, 0, item.hv);
       }
-      scan<true>(item, 0, length, to, number);
+      scan<true>(item, 0, length, number);
       keep(item, length);
     }
   }
 
+  // Before the block ends, or others use its memory.
+  __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
+
   __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
     const View& o = call_.x.o;
     const unsigned v = threadIdx.x % kGroup;
-    for (int64_t t = s.t0 + first_column() / 64; t < s.t0 + s.length; t += kScanners)
+    for (int64_t t = s.t0 + warp_ / 4; t < s.t0 + s.length; t += kScanners)
       store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
   }
 
  protected:
-  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone. `to`:
-  // where the thread's first outputs of the first chunk go.
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone.
   template <bool kOutputs>
-  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
-    if (kOutputs && call_.v_new.data) scan<kOutputs, kOutputs>(item, first, end, to, number);
-    else scan<kOutputs, false>(item, first, end, to, number);
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
+    if (kOutputs && call_.v_new.data) scan<kOutputs, kOutputs>(item, first, end, number);
+    else scan<kOutputs, false>(item, first, end, number);
   }
   template <bool kOutputs, bool kCorrections>
-  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, char* to, unsigned& number) {
-    const uint64_t step = kRows * static_cast<uint64_t>(call_.x.o.stride1);
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
     const bool keeps = kOutputs && (call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data);
     // What is rare stays out of the inner loop: instructions have a cache, too.
     for (unsigned t = first; t < end;) {
@@ -98,46 +99,40 @@ class Scan {
       if (prepared()) stop = min(stop, t + kRows);
       bool went;
       do {
-        lane_ = ptx::thread() % 32;  // addresses are computed again: there is no room for them
-        uint4 outputs[2];            // of the chunk before; a place, if there is none
-        if (kOutputs) load_outputs(outputs);
+        lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
+        const unsigned stage = uniform(ring_.stage(number));
         ring_.wait_full(number);
         went = chunk<kOutputs>(
-            ring_.stage(number), t % kChunk == 0,
+            stage, t % kChunk == 0,
             [&] {
-              if (kOutputs && t > first) store_outputs(to - step, kRows, outputs);
+              if (kOutputs && t > first) store_outputs(t - kRows);
             },
             [&](const float(&U)[kRows / 2]) {
               if (kCorrections) store_corrections(t, end, U);
             });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
-        if (ptx::thread() % 32 == 0) ptx::arrive(ring_.empty(opaque(number)));
+        if (lane_ == 0) ptx::arrive(ring_.empty(number));
         // (Nothing is to be seen with it: the chunk's image has been read.)
         if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
-        t += kRows, to += step, ++number;
+        t += kRows, ++number;
       } while (t < stop);
-      lane_ = ptx::thread() % 32;
+      lane_ = opaque(lane_);
       if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);
       else if (prepared()) spoil();
     }
     if (!kOutputs || end <= first) return;
-    uint4 outputs[2];
-    load_outputs(outputs), store_outputs(to - step, (end - 1) % kRows + 1, outputs);
+    const unsigned last = (end - first - 1) / kRows * kRows + first;
+    if (end - last == kRows) store_outputs(last);
+    else store_rows(last, end - last);
   }
 
-  // Where the thread's first outputs of a chunk go.
-  __device__ char* outputs(const Sequence& s, unsigned t, unsigned hv) const {
-    return call_.x.o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t + lane_ / 2, hv) +
-           first_column() * sizeof(T) + lane_ % 2 * 16;
-  }
-
-  // What is asked for anew each time, since registers are scarce: the warp's first column; where the warpgroup's half of a row
-  // begins; the warp's own memory for outputs.
-  __device__ static unsigned first_column() { return ptx::thread() / 32 * 16; }
-  __device__ static unsigned half() { return ptx::thread() / kGroup * kHalf; }
-  __device__ unsigned staged() const {
-    return ring_.memory + Shared::out + ptx::thread() / 32 * kRows * Shared::kOutStride;
+  // The warp's first column; where the warpgroup's half of a row begins.
+  __device__ unsigned first_column() const { return warp_ * 16; }
+  __device__ unsigned half() const { return warp_ / 4 * kHalf; }
+  // The warp's own memory for outputs: eight of a token's columns (Swizzle 32B of tensor maps).
+  __device__ unsigned staged(unsigned token, unsigned piece) const {
+    return ring_.memory + Shared::out + warp_ * Shared::kOutBytes + token * 32 + ((piece ^ token / 4 % 2) << 4);
   }
   // Of a chunk that prepare() was needed for, else 0: its first tokens that were not finite, a byte each, and a bit.
   __device__ unsigned bad() const { return ptx::load_shared(ring_.memory + Shared::bad_values + ptx::thread() * 4); }
@@ -205,26 +200,28 @@ class Scan {
 
   // 1 / unit of a power of two.
   __device__ static float inverse(float unit) { return __uint_as_float(0x7f000000u - __float_as_uint(unit)); }
-  // Of 2^16: by how much a number is below 2^-9 or from 2^7 on, after rounding to fp16 (as the operands are).
-  __device__ static float shift_of(float most) {
-    unsigned bits = __float_as_uint(most);
-    bits += 0xfff + (bits >> 13 & 1);
-    const int exponent = static_cast<int>(bits >> 23) - 127;
-    if (most == 0 || exponent == 128) return 1;        // nothing to choose from, or no number
-    const int steps = (exponent + 9 + 160) / 16 - 10;  // rounded down
-    return __uint_as_float(static_cast<unsigned>(127 + 16 * max(min(steps, 7), -7)) << 23);
-  }
-  __device__ void choose_units(const float (&v)[2]) {
+  static constexpr int kMostUnit = 112;  // of exponents
+  __device__ static float power(int exponent) { return __uint_as_float(static_cast<unsigned>(127 + exponent) << 23); }
+  __device__ void choose_units(const unsigned (&v)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float most = v[i];
+      const Pair<T> values = values_of(v, i);
+      float most = inverse(unit_[i]) * fmaxf(__low2float(values), __high2float(values));
 #pragma unroll
       for (int j = 0; j < 32; ++j) most = fmaxf(most, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      const float shift = shift_of(most), back = inverse(shift);
-      unit_[i] *= shift;
+      unsigned bits = __float_as_uint(most);
+      bits += 0xfff + (bits >> 13 & 1);  // rounded to fp16, as the operands are
+      const int exponent = static_cast<int>(bits >> 23) - 127;
+      if (exponent == 128) continue;  // no number
+      const int before = static_cast<int>(__float_as_uint(unit_[i]) >> 23) - 127;
+      int unit = most == 0 ? -kMostUnit : (exponent + before + 9 + 256) / 16 * 16 - 256;  // rounded down
+      unit = max(min(unit, kMostUnit), -kMostUnit);
+      unit_[i] = power(unit);
+      const int half = (before - unit) / 2;  // one factor may be out of range
+      const float back[2] = {power(half), power(before - unit - half)};
 #pragma unroll
-      for (int j = 0; j < 32; ++j) S_[j / 2 * 4 + 2 * i + j % 2] *= back;
+      for (int j = 0; j < 32; ++j) S_[j / 2 * 4 + 2 * i + j % 2] *= back[0], S_[j / 2 * 4 + 2 * i + j % 2] *= back[1];
     }
   }
 
@@ -234,43 +231,53 @@ class Scan {
     for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__half>(S_[2 * i], S_[2 * i + 1]);
   }
 
-  // The chunk's v, transposed: tokens 16 j .. of the thread's columns as operands.
-  __device__ void load_values(unsigned stage, int j, unsigned (&v)[4]) const {
-    const unsigned token = 16 * j + lane_ / 16 * 8 + lane_ % 8, piece = first_column() % 64 / 8 + lane_ / 8 % 2;
-    ptx::load_transposed(v, stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4));
+  // A chunk's v, transposed: the thread's columns, as operands.
+  __device__ void load_values(unsigned stage, unsigned (&v)[2][4]) const {
+    const unsigned token = lane_ / 16 * 8 + lane_ % 8, piece = first_column() % 64 / 8 + lane_ / 8 % 2;
+    const unsigned from = stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) ptx::load_transposed(v[j], from + j * 16 * kRowBytes);
   }
-
-  // Do units fit S_, packed, and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. Also, of the thread's
-  // columns, the largest |v|.
-  __device__ bool fits(const unsigned (&packed)[8][4], const unsigned (&values)[2][4], bool first,
-                       float (&v)[2]) const {
-    bool large = false, fits = true;
+  // Magnitudes in the thread's column i; NaN if there is one.
+  __device__ static Pair<T> values_of(const unsigned (&v)[2][4], int i) {
+    return largest<T, true>({v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]});
+  }
+  // Are they below so many units?
+  __device__ bool are_below(const Pair<T>& values, int i, float units) const {
+    float limit = units * unit_[i];
+    if constexpr (std::is_same_v<T, __half>) limit = fmaxf(limit, 0x1p-24f);  // the least there is
+    const unsigned two = ptx::pack<T>(limit, limit);
+    return __hblt2(values, pair_of<T>(two));
+  }
+  // Do units fit S_, packed, and v, and is no v infinite or NaN? first: at a multiple of 64 tokens.
+  __device__ bool fits(const unsigned (&packed)[8][4], const unsigned (&v)[2][4], bool first) const {
+    const Pair<T> values[2] = {values_of(v, 0), values_of(v, 1)};
+    bool fits = are_below(values[0], 0, 0x1p7f) & are_below(values[1], 1, 0x1p7f);
+    if (!first) return fits;
+    const __half2 most = __float2half2_rn(0x1p7f), least = __float2half2_rn(0x1p-9f);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      v[i] = inverse(unit_[i]) * largest<T>({values[0][i], values[0][i + 2], values[1][i], values[1][i + 2]});
-      large = large || !(v[i] < 0x1p7f);
-      if (!first) continue;
       unsigned S[16];
 #pragma unroll
       for (int j = 0; j < 16; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
-      const float most = fmaxf(v[i], largest<__half>(S));
-      large = large || most >= 0x1p7f;
-      // A column's four lanes together reach 2^-9.
-      unsigned reached = __ballot_sync(kAll, most >= 0x1p-9f);
+      const __half2 x = largest<__half, false>(S);
+      // A column's four lanes together reach 2^-9, or there are no smaller units.
+      unsigned reached = __ballot_sync(
+          kAll, !(__hbltu2(x, least) & are_below(values[i], i, 0x1p-9f)) | (unit_[i] <= power(-kMostUnit)));
       reached |= reached >> 1, reached |= reached >> 2;
-      fits = fits && (reached & 0x11111111) == 0x11111111;
+      fits = fits & __hbltu2(x, most) & (reached & 0x11111111) == 0x11111111;
     }
-    return fits && !large;
+    return fits;
   }
 
   // For a chunk that did not fit. 0 times what is not finite is not 0: it would show in all tokens of the column, those
   // before it included. So there are zeros instead, and spoil() comes after the chunk.
   __device__ void prepare(unsigned stage, bool first) {
-    unsigned x[2][4], first_bad[2] = {kRows, kRows};
-    load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
+    unsigned v[2][4], first_bad[2] = {kRows, kRows};
+    load_values(stage, v);
 #pragma unroll
     for (unsigned j = 0; j < 16; ++j) {
-      const Pair<T> two = pair_of<T>(x[j / 8][j / 2 % 4]);
+      const Pair<T> two = pair_of<T>(v[j / 8][j / 2 % 4]);
       const float y = j % 2 ? __high2float(two) : __low2float(two);
       if (y - y == 0) continue;
       const unsigned i = j / 2 % 2, token = j / 4 * 8 + lane_ % 4 * 2 + j % 2, piece = column(i) % 64 / 8;
@@ -284,11 +291,10 @@ class Scan {
       first_bad[i] = min(first_bad[i], __shfl_xor_sync(kAll, first_bad[i], 2));
     ptx::fence_shared_for_async();  // copies will overwrite them
     __syncwarp();                   // zeros are there
-    load_values(stage, 0, x[0]), load_values(stage, 1, x[1]);
+    load_values(stage, v);
     unsigned packed[8][4];
     pack(packed);
-    float v[2];
-    if (!__all_sync(kAll, fits(packed, x, first, v))) choose_units(v);
+    if (!__all_sync(kAll, fits(packed, v, first))) choose_units(v);
     set_bad(1u << 16 | first_bad[1] << 8 | first_bad[0]);
   }
   // From the first token that was not finite on, outputs and the state are not, either.
@@ -297,7 +303,7 @@ class Scan {
     for (int i = 0; i < 2; ++i) {
       const unsigned from = bad() >> 8 * i & 0xff;
       for (unsigned token = lane_ % 4; token < kRows; token += 4)
-        if (token >= from) ptx::store_shared16(staged() + token * Shared::kOutStride + (lane_ / 4 + 8 * i) * 2, 0x7fff);
+        if (token >= from) ptx::store_shared16(staged(token, i) + lane_ / 4 * 2, 0x7fff);
 #pragma unroll
       for (int j = 0; j < 32; ++j)
         if (from < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
@@ -322,16 +328,13 @@ class Scan {
     for (int k = 0; k < 8; ++k)
       ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
-    meanwhile();
     unsigned v[2][4];
-    load_values(stage, 0, v[0]), load_values(stage, 1, v[1]);
-    float most[2];
+    load_values(stage, v);
+    meanwhile();
     // All warps of the group make each product together, so that all know whether one of them has to go back.
-    const bool fine =
-        ptx::all_threads(1 + kPreparers + ptx::thread() / kGroup, kGroup, fits(left, v, first, most) || prepared());
+    const bool fine = ptx::all_threads(kScannerBarrier + warp_ / 4, kGroup, fits(left, v, first) || prepared());
     ptx::wait_for_products<0>();
     if (!fine) return false;
-    lane_ = ptx::thread() % 32;
 
     unsigned R[2][4];
 #pragma unroll
@@ -370,7 +373,10 @@ class Scan {
     if constexpr (kOutputs) stage_outputs(O, both);
     return true;
   }
-  // To the warp's own shared memory: from columns in lanes to 16 columns of a token in two lanes.
+
+  // ---- outputs ----
+
+  // To the warp's own memory, when those of the chunk before have been read.
   __device__ void stage_outputs(const float (&O)[kRows / 2], const float (&both)[kRows]) const {
     unsigned out[2][4];
     const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
@@ -378,35 +384,50 @@ class Scan {
     for (int j = 0; j < 8; ++j)
       out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                        (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
-    const unsigned token = lane_ / 16 * 8 + lane_ % 8;
+    if (lane_ == 0) ptx::wait_for_bulk_reads<0>();
+    __syncwarp();  // nobody reads it any more
+    const unsigned to = staged(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-      ptx::store_transposed(staged() + (16 * j + token) * Shared::kOutStride + lane_ / 8 % 2 * 16, out[j]);
+    for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * 32, out[j]);
+  }
+  // Of a chunk from token t of the item on.
+  __device__ void store_outputs(unsigned t) const {
+    ptx::fence_shared_for_async();
     __syncwarp();  // outputs are there
+    if (lane_ > 0) return;
+    const Place at = place();
+    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, at.t0 + t, at.b, staged(0, 0));
+    ptx::commit_bulk();
+  }
+  // Likewise, of the first `count` rows.
+  __device__ void store_rows(unsigned t, unsigned count) const {
+    __syncwarp();  // outputs are there
+    const Place at = place();
+    const unsigned piece = lane_ % 2;
+#pragma unroll 1
+    for (unsigned row = lane_ / 2; row < count; row += 16)
+      *reinterpret_cast<uint4*>(call_.x.o.at(at.b, at.t0 + t + row, at.hv) + first_column() * sizeof(T) + piece * 16) =
+          ptx::load_shared4(staged(row, piece));
+    __syncwarp();  // nobody reads them any more
   }
 
-  // ---- outputs ----
-
-  // The last chunk's outputs, `count` rows of them.
-  __device__ void load_outputs(uint4 (&x)[2]) const {
-#pragma unroll
-    for (unsigned j = 0; j < 2; ++j)
-      x[j] = ptx::load_shared4(staged() + (16 * j + lane_ / 2) * Shared::kOutStride + lane_ % 2 * 16);
+  // Where the item's outputs and U of its first token, column 0, go: in shared memory for those who want it.
+  struct Place {
+    unsigned b, t0, hv;
+  };
+  __device__ unsigned place_at() const { return ring_.memory + Shared::places + warp_ * 16; }
+  __device__ Place place() const {
+    const uint4 x = ptx::load_shared4(place_at());
+    return {x.x, x.y, x.z};
   }
-  __device__ void store_outputs(char* to, unsigned count, const uint4 (&x)[2]) const {
-#pragma unroll
-    for (unsigned j = 0; j < 2; ++j)
-      if (16 * j + lane_ / 2 < count)
-        *reinterpret_cast<uint4*>(to + j * 16 * static_cast<uint64_t>(call_.x.o.stride1)) = x[j];
-  }
-
-  // Where U of the item's first token goes, column 0; kept in shared memory for those who want it.
-  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + ptx::thread() / 32 * 8; }
-  __device__ void find_corrections(const Sequence& s, unsigned hv) const {
-    if (!call_.v_new.data) return;
-    const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
+  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ * 8; }
+  __device__ void remember(const Sequence& s, unsigned hv) const {
     __syncwarp();  // nobody reads that of the item before
-    ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
+    ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, 0));
+    if (call_.v_new.data) {
+      const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
+      ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
+    }
     __syncwarp();  // it is there
   }
   __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
@@ -423,6 +444,7 @@ class Scan {
 
   const Call& call_;
   const Ring ring_;
+  const unsigned warp_;
   unsigned lane_;
   float S_[64];    // S^T / unit_: accumulators
   float unit_[2];  // of the thread's two columns

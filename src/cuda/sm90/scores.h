@@ -21,8 +21,8 @@ __device__ void four_of(uint2 raw, float (&x)[4]) {
   }
 }
 template <class T>
-__device__ void store_four(unsigned to, const float (&x)[4]) {
-  ptx::store_shared2(to, make_uint2(ptx::pack<T>(x[0], x[1]), ptx::pack<T>(x[2], x[3])));
+__device__ uint2 pack_four(const float (&x)[4]) {
+  return make_uint2(ptx::pack<T>(x[0], x[1]), ptx::pack<T>(x[2], x[3]));
 }
 __device__ inline void load_four(unsigned from, float (&x)[4]) {
   const float4 four = ptx::load_shared_f32x4(from);
@@ -30,126 +30,122 @@ __device__ inline void load_four(unsigned from, float (&x)[4]) {
 }
 
 // What a preparing warpgroup has for itself in shared memory, and how its threads lie on a chunk.
-struct Bench {
-  unsigned memory, group;
-  unsigned warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
+struct Bench : BenchLayout {
+  unsigned address;
+  unsigned group, warp = __shfl_sync(kAll, threadIdx.x / 32 % 4, 0);  // so that the compiler knows it is one
   unsigned lane = threadIdx.x % 32;
-  unsigned factors = 0;  // see factors_of()
+  unsigned turn = 0;
 
-  // So that addresses are computed again from here on, instead of waiting in registers (see opaque()).
-  __device__ void forget() { memory = opaque(memory), lane = ptx::thread() % 32; }
-
-  // Addresses; see Shared.
-  __device__ unsigned rows() const { return memory + Shared::rows + group * 2 * kHalf; }
-  __device__ unsigned columns() const { return memory + Shared::columns + group * kRows * kRowBytes; }
-  __device__ unsigned A() const { return memory + Shared::A + group * kRows * kStrideA * 4; }
-  __device__ unsigned totals() const { return memory + Shared::totals + group * 4 * kSize * 4; }
-
-  __device__ unsigned turns() const { return memory + Shared::turns + ptx::thread() / 32 * 8 - kScanners * 4 * 8; }
-  __device__ unsigned bad() const { return memory + Shared::bad + group * 16; }
-  __device__ unsigned raw() const { return memory + Shared::raw + group * 8; }
-  __device__ unsigned gate() const { return memory + Shared::gate + group * (kSize + 4) * 4; }
+  __device__ Bench(unsigned memory, unsigned group) : address(at(memory, group)), group(group) {}
+  __device__ static unsigned at(unsigned memory, unsigned group) { return memory + Shared::benches + group * bytes; }
 
   // Of all four warps.
-  __device__ void sync() const { ptx::sync_threads(1 + group, kGroup); }
+  __device__ void sync() const { ptx::sync_threads(kPreparerBarrier + group, kGroup); }
+  // Likewise; was `x` true for all threads?
+  __device__ bool sync_all(bool x) const { return ptx::all_threads(kPreparerBarrier + group, kGroup, x); }
 
-  // The chunk that the warp is at: which it is of the group's, and of the block's. In shared memory: registers are scarce, and
-  // local memory is far.
-  __device__ unsigned turn() const { return ptx::load_shared(turns()); }
-  __device__ unsigned number() const { return ptx::load_shared(turns() + 4); }
-  __device__ void set_number(unsigned x) const { ptx::store_shared(turns() + 4, x); }
-  __device__ void set_turn(unsigned x) const {
-    __syncwarp();  // all have read the one before
-    ptx::store_shared(turns(), x);
-    __syncwarp();  // it is there
-  }
-
-  // The lane's four channels of the warp's rows, in a tile of rows of 128 channels.
-  struct Own {
-    unsigned first;  // bits 4 to 6: the piece
-    __device__ unsigned operator[](int i) const { return (first ^ i << 4) + i * kRowBytes; }
-    __device__ Own further() const { return {operator[](4)}; }  // by four rows
-  };
-  __device__ Own own(unsigned tile) const {
-    return {tile + lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 16 / 2 * 16 + lane % 2 * 8};
+  // The lane's four channels of the warp's row i, in a tile of rows of 128 channels (bits 4 to 6: the piece).
+  __device__ unsigned own(unsigned i) const {
+    const unsigned first = lane / 16 * kHalf + 8 * warp * kRowBytes + lane % 16 / 2 * 16 + lane % 2 * 8;
+    return (first ^ i << 4) + i * kRowBytes;
   }
   // Where column c of row i is in T and Aqk.
   __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
+
+  // f32 numbers of the lane's four channels of a row, in the stage: in the places of kG and qG, `to` in that of kG.
+  __device__ static void store_wide(unsigned to, const float (&x)[4]) {
+    ptx::store_shared_f32x2(to + Stage::k, make_float2(x[0], x[1]));
+    ptx::store_shared_f32x2(to + Stage::q, make_float2(x[2], x[3]));
+  }
+  __device__ static void load_wide(unsigned from, float (&x)[4]) {
+    const float2 a = ptx::load_shared_f32x2(from + Stage::k), b = ptx::load_shared_f32x2(from + Stage::q);
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+  }
 
   // What the gates of a head share: exp(A_log) and bias, in shared memory because registers are scarce.
   __device__ void store_gate(const Tokens& x, unsigned hv) const {
     const unsigned i = threadIdx.x % kGroup;
     const float bias = x.bias ? reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[i] : 0;
-    ptx::store_shared_f32(gate() + i * 4, bias);
+    ptx::store_shared_f32(address + gate + i * 4, bias);
     if (i) return;
     const float rate = x.A_log ? __expf(*reinterpret_cast<const float*>(x.A_log + hv * 4)) : 1;
-    ptx::store_shared_f32(gate() + kSize * 4, rate);
+    ptx::store_shared_f32(address + gate + kSize * 4, rate);
   }
-  __device__ float gate_rate() const { return ptx::load_shared_f32(gate() + kSize * 4); }
-  __device__ void gate_bias(float (&x)[4]) const { load_four(gate() + lane * 16, x); }
+  __device__ float gate_rate() const { return ptx::load_shared_f32(address + gate + kSize * 4); }
+  __device__ void gate_bias(float (&x)[4]) const { load_four(address + gate + lane * 16, x); }
 
   // Chunks take turns: others may be one ahead of the warp that inverts.
-  __device__ unsigned factors_of(unsigned turn) const {
-    return memory + Shared::factors + (group * 2 + turn % 2) * Shared::kFactorBytes;
+  enum Factor { kNorms, kBeta = 2, kDiagonal };  // of rows: 1 / norms of q and k, beta, q.k with both norms
+  __device__ unsigned factor_at(Factor kind, unsigned row) const {
+    return address + factors + turn % 2 * kFactorBytes + kind * kRows * 4 + row * (kind == kNorms ? 8 : 4);
   }
-  enum Factor { kQuery, kKey, kBeta, kDiagonal };  // of rows: 1 / norms, beta, q.k with both norms
+  __device__ void store_norms(unsigned row, float q, float k) const {
+    ptx::store_shared_f32x2(factor_at(kNorms, row), make_float2(q, k));
+  }
+  __device__ float2 norms(unsigned row) const { return ptx::load_shared_f32x2(factor_at(kNorms, row)); }
   __device__ void store_factor(Factor kind, unsigned row, float x) const {
-    ptx::store_shared_f32(factors + (kind * kRows + row) * 4, x);
+    ptx::store_shared_f32(factor_at(kind, row), x);
   }
-  __device__ float factor(Factor kind, unsigned row) const {
-    return ptx::load_shared_f32(factors + (kind * kRows + row) * 4);
-  }
-  __device__ void load_factors(Factor kind, unsigned row, float (&x)[4]) const {
-    load_four(factors + (kind * kRows + row) * 4, x);
-  }
+  __device__ float factor(Factor kind, unsigned row) const { return ptx::load_shared_f32(factor_at(kind, row)); }
+  __device__ void load_factors(Factor kind, unsigned row, float (&x)[4]) const { load_four(factor_at(kind, row), x); }
 };
 
 constexpr float kLog2e = 1.44269504f;
 
-// Loops over a warp's rows have four of eight in each round: half the instructions, for which there is too little cache. The
-// other four come to the place of the first. (Were the compiler to know that they are the same, there would be no loop.)
-__device__ inline void next_four(float (&G)[8][4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) G[i][e] = __uint_as_float(opaque(__float_as_uint(G[i + 4][e])));
+// work(i, own, next, after) for the warp's rows i, where the last three are the lane's places of rows i, i + 1 and i + 2 in a
+// tile (behind the last row those of the first again: what comes from there is for nothing). What work() does is to be spread
+// over rows, so that neither loads nor special functions are waited for.
+// A loop, and what is known of a row waits in shared memory, not in registers: an SM's cache holds 32 KB of instructions, and
+// where the ways of all warps through a chunk do not fit, each of them comes too slowly.
+template <class Work>
+__device__ __forceinline__ void for_rows(const Bench& at, const Work& work) {
+  const unsigned first = at.own(0);
+  unsigned own = first, next = at.own(1);
+#pragma unroll 1
+  for (unsigned i = opaque(0); i < 8; ++i) {
+    const unsigned j = (i + 2) % 8, after = (first ^ j << 4) + j * kRowBytes;
+    work(i, own, next, after);
+    own = next, next = after;
+  }
 }
 
 // Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and
-// kc = k 2^-G over the raw rows, where G is from an anchor.
+// kc = k 2^-G over the raw rows, where G is from an anchor: `first` before the warp's rows, and what the stage has of each.
 template <class T>
-__device__ void store_operands(const Bench& at, unsigned to, float (&G)[8][4], const float (&to_anchor)[4],
+__device__ void store_operands(const Bench& at, unsigned stage, const float (&first)[4], const float (&to_anchor)[4],
                                const float (&from_anchor)[4]) {
-  Bench::Own stage = at.own(to), rows = at.own(at.rows()), columns = at.own(at.columns());
-#pragma unroll 1
-  for (unsigned first = 8 * at.warp; first < 8 * at.warp + 8; first += 4) {
-    float norms_q[4], norms_k[4];
-    at.load_factors(Bench::kQuery, first, norms_q), at.load_factors(Bench::kKey, first, norms_k);
-    uint2 next_q = ptx::load_shared2(rows[0] + Stage::q), next_k = ptx::load_shared2(rows[0] + Stage::k);
+  uint2 raw_q, raw_k;
+  float2 norms;
+  float G[4], up[4], down[4];
+  const unsigned norms_at = at.factor_at(Bench::kNorms, 8 * at.warp);
+  const auto load_row = [&](unsigned i, unsigned own) {
+    raw_q = ptx::load_shared2(at.address + own + Stage::q), raw_k = ptx::load_shared2(at.address + own + Stage::k);
+    norms = ptx::load_shared_f32x2(norms_at + i * 8);
+  };
+  const auto find_decays = [&] {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float q[4], k[4], column[4];
-      four_of<T>(next_q, q), four_of<T>(next_k, k);
-      if (i < 3)  // before this row's stores, which loads do not pass
-        next_q = ptx::load_shared2(rows[i + 1] + Stage::q), next_k = ptx::load_shared2(rows[i + 1] + Stage::k);
+    for (int e = 0; e < 4; ++e) G[e] += first[e], up[e] = ptx::exp2(G[e]), down[e] = ptx::exp2(-G[e]);
+  };
+  Bench::load_wide(stage + at.own(0), G), find_decays(), Bench::load_wide(stage + at.own(1), G);
+  load_row(0, at.own(0));
+  for_rows(at, [&](unsigned i, unsigned own, unsigned next, unsigned after) {
+    float q[4], k[4], column[4];
+    four_of<T>(raw_q, q), four_of<T>(raw_k, k);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float up = ptx::exp2(G[i][e]), down = ptx::exp2(-G[i][e]);
-        k[e] *= norms_k[i], q[e] *= norms_q[i];
-        column[e] = k[e] * down, k[e] *= up, q[e] *= up;
-      }
-      store_four<__nv_bfloat16>(rows[i] + Stage::k, k);
-      store_four<__nv_bfloat16>(rows[i] + Stage::q, q);
-      store_four<__nv_bfloat16>(columns[i], column);
+    for (int e = 0; e < 4; ++e) q[e] *= norms.x, k[e] *= norms.y;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-      store_four<__half>(stage[i] + Stage::k, k);
-      store_four<__half>(stage[i] + Stage::q, q);
-      store_four<__half>(stage[i] + Stage::kg, column);
-    }
-    next_four(G);
-    stage = stage.further(), rows = rows.further(), columns = columns.further();
-  }
+    for (int e = 0; e < 4; ++e) column[e] = k[e] * down[e], k[e] *= up[e], q[e] *= up[e];
+    find_decays();                                                    // of the next row
+    load_row((i + 1) % 8, next), Bench::load_wide(stage + after, G);  // before stores, which loads do not pass
+    ptx::store_shared2(at.address + own + Stage::k, pack_four<__nv_bfloat16>(k));
+    ptx::store_shared2(at.address + own + Stage::q, pack_four<__nv_bfloat16>(q));
+    ptx::store_shared2(at.address + BenchLayout::columns + own, pack_four<__nv_bfloat16>(column));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
+    ptx::store_shared2(stage + own + Stage::k, pack_four<__half>(k));
+    ptx::store_shared2(stage + own + Stage::q, pack_four<__half>(q));
+    ptx::store_shared2(stage + own + Stage::kg, pack_four<__half>(column));
+  });
 }
 
 // Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15, does
@@ -165,57 +161,66 @@ class AnchoredScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) shift[e] *= rate;
     }
-    __device__ float operator()(int e, float x, bool real) const {
-      return (real ? bound : 0) * ptx::reciprocal(1 + ptx::exp2(fmaf(rate, x, shift[e])));
+    // sigmoid in two steps, so that special functions of two rows can take turns.
+    struct Part {
+      float x[4];
+    };
+    __device__ void begin(const float (&x)[4], Part& y) const {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y.x[e] = ptx::exp2(fmaf(rate, x[e], shift[e]));
+    }
+    __device__ void end(const Part& y, float (&x)[4]) const {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + y.x[e]);
     }
   };
 
-  __device__ AnchoredScores(Bench& at, unsigned stage) : at_(at), stage_(stage) {}
+  __device__ AnchoredScores(const Bench& at, unsigned stage) : at_(at), stage_(stage) {}
 
-  // Rows of the warp, in order: four(), then row i of these. Behind the last row nothing decays.
-  __device__ void four() { next_four(G_); }
-  __device__ void decay(int i, const Gate& gate, const float (&x)[4], bool real) {
+  // The warp's rows in order; x: of the gate. Behind the last row nothing decays.
+  __device__ void decay(const Gate& gate, const float (&x)[4], bool real, unsigned own) {
+    const float bound = real ? gate.bound : 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) G_[i + 4][e] = G_[i + 3][e] + gate(e, x[e], real);
+    for (int e = 0; e < 4; ++e) G_[e] += bound * x[e];
+    Bench::store_wide(stage_ + own, G_);
   }
-  // Of the lane's channels, all rows up to the warp's row i: no NaN?
-  __device__ bool is_fine(int i) const {
-    const float sum = (G_[i][0] + G_[i][1]) + (G_[i][2] + G_[i][3]);
+  // Of the lane's channels: no NaN?
+  __device__ bool is_fine() const {
+    const float sum = (G_[0] + G_[1]) + (G_[2] + G_[3]);
     return sum == sum;
   }
   __device__ void share_totals() const {
-    ptx::store_shared_f32x4(at_.totals() + (at_.warp * kSize + at_.lane * 4) * 4,
-                            make_float4(G_[7][0], G_[7][1], G_[7][2], G_[7][3]));
+    ptx::store_shared_f32x4(at_.address + Bench::totals + (at_.warp * kSize + at_.lane * 4) * 4,
+                            make_float4(G_[0], G_[1], G_[2], G_[3]));
   }
 
   // Operands of the scan and of scores, from the raw rows on the bench.
   template <class T>
-  __device__ void tiles() {
+  __device__ void tiles() const {
     const unsigned lane = at_.lane;
-    float total[4][4], to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
+    float total[4][4], first[4], to_anchor[4],
+        from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
-    for (int w = 0; w < 4; ++w) load_four(at_.totals() + (w * kSize + lane * 4) * 4, total[w]);
+    for (int w = 0; w < 4; ++w) load_four(at_.address + Bench::totals + (w * kSize + lane * 4) * 4, total[w]);
     const float before[3] = {at_.warp < 1 ? -1.0f : 0, at_.warp < 2 ? -1.0f : 0, at_.warp == 3 ? 1.0f : 0};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       to_anchor[e] = ptx::exp2(total[0][e] + total[1][e]), from_anchor[e] = ptx::exp2(total[2][e] + total[3][e]);
       // G before the warp's rows, from the anchor.
-      const float first = fmaf(before[2], total[2][e], fmaf(before[0], total[0][e], before[1] * total[1][e]));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) G_[i][e] += first;
+      first[e] = fmaf(before[2], total[2][e], fmaf(before[0], total[0][e], before[1] * total[1][e]));
     }
     if (at_.warp == 0)
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
-    store_operands<T>(at_, stage_, G_, to_anchor, from_anchor);
+    store_operands<T>(at_, stage_, first, to_anchor, from_anchor);
   }
 
   // [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.
-  __device__ void run(unsigned stage) const {
+  __device__ void run() const {
     float scores[16];
-    const uint64_t rows = ptx::matrix_at(at_.rows(), 16, 1024, ptx::Swizzle::k128),
-                   columns = ptx::matrix_at(at_.columns(), 16, 1024, ptx::Swizzle::k128);
+    const uint64_t rows = ptx::matrix_at(at_.address, 16, 1024, ptx::Swizzle::k128),
+                   columns = ptx::matrix_at(at_.address + Bench::columns, 16, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -231,22 +236,22 @@ class AnchoredScores {
     if (at_.warp < 2) {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        ptx::store_shared_f32x2(at_.A() + ((row + j % 2 * 8) * kStrideA + j / 2 * 8 + first) * 4,
+        ptx::store_shared_f32x2(at_.address + Bench::A + ((row + j % 2 * 8) * kStrideA + j / 2 * 8 + first) * 4,
                                 make_float2(scores[2 * j] * beta[j % 2], scores[2 * j + 1] * beta[j % 2]));
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const unsigned i = row + j % 2 * 8, c = j / 2 * 8 + first;
-        ptx::store_shared(stage + Stage::Aqk + Bench::square(i, c),
+        ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, c),
                           ptx::pack<__half>(c <= i ? scores[2 * j] : 0, c < i ? scores[2 * j + 1] : 0));
       }
     }
   }
 
  private:
-  Bench& at_;
+  const Bench& at_;
   const unsigned stage_;
-  float G_[8][4] = {};  // of the warp's rows: from its first row, then from the anchor
+  float G_[4] = {};  // from the warp's first row on
 };
 
 }  // namespace kda::cuda::sm90

@@ -86,10 +86,10 @@ template <class T, bool kMaps>
 __global__ void __launch_bounds__(kSegmentThreads, 1)
     segment_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ States states, const __grid_constant__ View v_new,
-                   const __grid_constant__ Segments segments) {
+                   const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Help help;
-  const Call call{p, x, states, v_new, help, nullptr};
+  const Call call{p, x, states, v_new, help, &tiles};
   const Ring ring{memory};
   const unsigned number = blockIdx.x / static_cast<unsigned>(p.HV), hv = blockIdx.x % static_cast<unsigned>(p.HV);
   // b of the first segment, then b and M of each: nobody needs M of the first.
@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
     start_ring(ring, kFullArrivals);
     ptx::fence_barriers();
   }
-  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTile; i += kSegmentThreads * 16)
+  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTileBytes; i += kSegmentThreads * 16)
     for (const unsigned half : {0u, kHalf})
-      ptx::store_shared4(ring.stage(i / kTile) + Stage::v + half + i % kTile, make_uint4(0, 0, 0, 0));
+      ptx::store_shared4(ring.stage(i / kTileBytes) + Stage::v + half + i % kTileBytes, make_uint4(0, 0, 0, 0));
   // Lengths and slots were there before prepare began: only what that and maps made is waited for.
   const Piece at(p, kMaps ? segments.mapped : segments.all, kMaps ? (number + 1) / 2 : number, hv);
   const bool tail = at.item.is_tail(p);
@@ -205,6 +205,7 @@ void forward_segments_sm90(const ForwardProblem& p) {
   const Tokens tokens(p, a.in, a.o);
   Tokens without_v = tokens;
   without_v.v = {};
+  const Tiles tiles(p);
   const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, const Tokens& x, const auto&... more) {
     if (blocks > 0)
       launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p, x,
@@ -212,14 +213,13 @@ void forward_segments_sm90(const ForwardProblem& p) {
   };
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
-        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v,
-        Tiles(p));
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v, tiles);
   });
   with_type(p, [&]<class T>() {
     run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads,
-                                                     tokens);
+                                                     tokens, tiles);
     run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kSegmentThreads,
-                                                      tokens);
+                                                      tokens, tiles);
   });
 }
 

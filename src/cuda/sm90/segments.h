@@ -67,18 +67,17 @@ struct Part {
   unsigned at, bytes;  // in a stage
   // In an image, which has no room for v.
   KDA_BOTH constexpr unsigned in_image() const {
-    return at - (at > Stage::v ? kRows * kRowBytes : 0) - (at > Stage::v + kHalf ? kRows * kRowBytes : 0);
+    return at - (at > Stage::v ? kTileBytes : 0) - (at > Stage::v + kHalf ? kTileBytes : 0);
   }
 };
-constexpr unsigned kTile = kRows * kRowBytes;  // of 64 channels
 // f(part) for what outputs need, or maps.
 template <bool kMaps, class F>
 __device__ void for_parts(const F& f) {
   if constexpr (kMaps) {
-    f(Part{Stage::k, kTile}), f(Part{Stage::k + kHalf, kTile}), f(Part{Stage::kg, kTile});
-    f(Part{Stage::kg + kHalf, kTile}), f(Part{Stage::T, Stage::Aqk - Stage::T}), f(Part{Stage::ell, kSize * 4});
+    f(Part{Stage::k, kTileBytes}), f(Part{Stage::k + kHalf, kTileBytes}), f(Part{Stage::kg, kTileBytes});
+    f(Part{Stage::kg + kHalf, kTileBytes}), f(Part{Stage::T, Stage::Aqk - Stage::T}), f(Part{Stage::ell, kSize * 4});
   } else {
-    f(Part{0, Stage::v}), f(Part{Stage::kg + kHalf, kTile}), f(Part{Stage::T, kImageBytes - Stage::T});
+    f(Part{0, Stage::v}), f(Part{Stage::kg + kHalf, kTileBytes}), f(Part{Stage::T, kImageBytes - Stage::T});
   }
 }
 constexpr unsigned kBareBytes = Part{kImageBytes, 0}.in_image();  // of an image
@@ -196,11 +195,13 @@ class SegmentScan : public Scan<T> {
     Base::load(s, at.item.hv);
     if (at.index == 0) store(segments_.start(at.item.hv, to));
     if (linear) {
+      // No column grows, most shrink: in these units they stay large enough for long.
+      unit_[0] = unit_[1] = 0x1p-6f;
 #pragma unroll
-      for (int i = 0; i < 64; ++i) S_[i] = Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2;
+      for (int i = 0; i < 64; ++i) S_[i] = Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
     }
     unsigned number = 0;
-    this->template scan<false>(at.item, at.first, at.end, nullptr, number);
+    this->template scan<false>(at.item, at.first, at.end, number);
 #pragma unroll
     for (int i = 0; i < 64; ++i) S_[i] *= unit_[i / 2 % 2];
     if (linear) store_map(segments_.map(at.item.hv, to));
@@ -211,7 +212,7 @@ class SegmentScan : public Scan<T> {
   __device__ void run(const Piece& at, const Sequence& s, unsigned first_map) {
     unsigned number = 0;
     unit_[0] = unit_[1] = 1;
-    Base::find_corrections(s, at.item.hv);
+    Base::remember(s, at.item.hv);
     if (at.index == 0) {
       if (at.end == s.length) Base::load(s, at.item.hv);
       else load(segments_.start(at.item.hv, first_map), S_);
@@ -219,8 +220,9 @@ class SegmentScan : public Scan<T> {
       load(segments_.offset(at.item.hv, first_map), S_);
       for (unsigned i = 1; i < at.index; ++i) pass(at.item.hv, first_map + i, number);
     }
-    this->template scan<true>(at.item, at.first, at.end, Base::outputs(s, at.first, at.item.hv), number);
+    this->template scan<true>(at.item, at.first, at.end, number);
     if (at.end == s.length) Base::keep(at.item, at.end);
+    Base::finish_outputs();
   }
 
  private:
