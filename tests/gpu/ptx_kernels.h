@@ -1,0 +1,65 @@
+// Kernels that use the wrappers of src/cuda/ptx, one or two each. All pointers are to the device. None of them hangs:
+// where one would wait for an mbarrier, it gives up after a while, and its results are wrong.
+#pragma once
+#include "kda/kda.h"
+
+namespace kda::test {
+
+// ---- sm_80 and newer (ptx_sm80.cu) ----
+
+// Of n pairs: exp2(x), reciprocal(x), inverse_root(x), least(x, y), multiply_flushed(x, y): z [5,n]; both packed as f16
+// and as bf16: packed [2,n].
+void compute(int n, const float* x, const float* y, float* z, unsigned* packed);
+// Thread i < 32 has 16 bytes of 0xff, and copies there: by copy16 i bytes for i <= 16, and 16 without saying so; by
+// copy8 0 to 8, and 8 without saying so; the last four nothing.
+void copy_asynchronously(const void* from, void* to);
+// Registers of 32 lanes, x [3,4,32]: four 8x8 matrices loaded, loaded transposed, loaded and then transposed.
+void load_matrices(const void* matrices, unsigned* x);
+// d [16,8] += a b^T. f16 and bf16: a and b have 16 columns; f32, taken as tf32: 8.
+void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d);
+
+// ---- Hopper (ptx_sm90.cu) ----
+
+// What a thread sees of an mbarrier for three arrivals: has the phase of parity 0 ended, and that of parity 1?
+constexpr int kSights = 18;
+void watch_barrier(const void* from, char* seen);
+// 32 lanes copy 16 bytes each, and then see those of their neighbours; seen [32]: has the phase ended?
+void wait_for_arrivals(const void* from, void* to, char* seen);
+// Two halves of 128 threads each vote on x [cases,128]; all [cases,128].
+void vote(int cases, const char* x, char* all);
+// 16 * count bytes to 2048 of shared memory that were 0xff; all of these to `seen`; of their complement 16 * count
+// bytes, from byte 16 on, to `to`.
+void copy_bulk(unsigned count, const void* from, void* seen, void* to);
+// Where a tile of a tensor [B,T,heads,128] begins.
+struct Corner {
+  unsigned channel, head, token, b;
+};
+// A tile of 32 tokens x 64 channels: its 4096 bytes as they lie in shared memory.
+void load_tile(const kda_tensor& from, const Corner& at, void* seen);
+// A tile of 32 tokens x 16 channels, 1024 bytes, as it is to lie in shared memory.
+void store_tile(const kda_tensor& to, const Corner& at, const void* tile);
+// Registers of 32 lanes x [4,32] to four 8x8 matrices.
+void store_matrices(const unsigned* x, void* matrices);
+// Of n pairs of pairs: z [2,n] with larger<T, false>, then larger<T, true>.
+void compute_larger(int32_t dtype, int n, const unsigned* x, const unsigned* y, unsigned* z);
+
+// Products by a warpgroup: d [64,N] = or += a b^T.
+struct Product {
+  unsigned N;
+  bool transposed;     // in shared memory, rows of b are channels of the contraction
+  unsigned row_bytes;  // there
+  bool shared;         // a is there as well
+  // Channels of the contraction: for several instructions and, where rows are of 128 bytes, two parts of b.
+  static constexpr unsigned depth(bool transposed, unsigned row_bytes) {
+    return transposed || row_bytes == 64 ? 32 : 128;
+  }
+  unsigned depth() const { return depth(transposed, row_bytes); }
+};
+// a: rows, or like b as it is to lie in shared memory.
+void multiply_by_warpgroup(int32_t dtype, const Product& p, const void* a, const void* b, bool accumulate, float* d);
+
+// Where the Hopper forward has 16-bit elements, in bytes. square [32,32]: of T and Aqk; own [8,128,2]: of rows of a
+// thread's warp the thread's four channels, within half a tile, and which half.
+void find_places(unsigned* square, unsigned* own);
+
+}  // namespace kda::test

@@ -1,0 +1,236 @@
+#include "cuda/cuda.h"
+#include "cuda/sm90/scores.h"
+#include "cuda/sm90/tiles.h"
+#include "ptx_kernels.h"
+
+namespace kda::test {
+namespace {
+
+namespace ptx = cuda::ptx;
+using cuda::sm90::shared_memory;
+
+// A poll may sleep for a while by itself.
+__device__ bool waited(unsigned barrier, unsigned parity) {
+  for (int polls = 0; polls < 1 << 12; ++polls)
+    if (ptx::has_phase_ended(barrier, parity)) return true;
+  return false;
+}
+
+// ---- mbarriers and votes ----
+
+__global__ void watch_kernel(const void* from, char* seen) {
+  __shared__ uint64_t memory;
+  __shared__ uint4 copied[2];
+  const unsigned barrier = ptx::shared_address(&memory), to = ptx::shared_address(copied);
+  const auto look = [&] {
+    for (unsigned parity = 0; parity < 2; ++parity) *seen++ = ptx::has_phase_ended(barrier, parity);
+  };
+  ptx::init_barrier(barrier, 3), ptx::fence_barriers(), look();
+  ptx::arrive(barrier), look();
+  ptx::arrive(barrier, 2), look();
+  ptx::arrive_expecting(barrier, 32), ptx::arrive(barrier, 2), look();
+  ptx::copy_bulk_to_shared(to, from, 32, barrier), *seen++ = waited(barrier, 1), look();
+  ptx::expect_bytes(barrier, 16), look();
+  ptx::arrive(barrier, 3), look();
+  ptx::copy_bulk_to_shared(to, from, 16, barrier), *seen++ = waited(barrier, 0), look();
+}
+
+__global__ void arrivals_kernel(const uint4* from, uint4* to, char* seen) {
+  __shared__ uint64_t memory;
+  __shared__ uint4 copied[32];
+  const unsigned i = threadIdx.x, barrier = ptx::shared_address(&memory);
+  if (i == 0) ptx::init_barrier(barrier, 32), ptx::fence_barriers();
+  __syncthreads();
+  ptx::copy16(ptx::shared_address(copied + i), from + i);
+  ptx::arrive_after_copies(barrier);
+  seen[i] = waited(barrier, 0);
+  to[i] = copied[i ^ 1];
+}
+
+__global__ void vote_kernel(int cases, const char* x, char* all) {
+  for (int i = 0; i < cases; ++i, x += 128, all += 128)
+    all[threadIdx.x] = ptx::all_threads(1 + threadIdx.x / 64, 64, x[threadIdx.x]);
+}
+
+// ---- copies ----
+
+__global__ void bulk_kernel(unsigned count, const uint4* from, uint4* seen, uint4* to) {
+  __shared__ uint64_t memory;
+  __shared__ uint4 copied[128];
+  const unsigned i = threadIdx.x, barrier = ptx::shared_address(&memory), place = ptx::shared_address(copied);
+  copied[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  if (i == 0) ptx::init_barrier(barrier, 1), ptx::fence_barriers();
+  ptx::fence_shared_for_async();
+  __syncthreads();
+  if (i == 0) ptx::arrive_expecting(barrier, count * 16), ptx::copy_bulk_to_shared(place, from, count * 16, barrier);
+  waited(barrier, 0);
+  const uint4 x = seen[i] = copied[i];
+  copied[i] = make_uint4(~x.x, ~x.y, ~x.z, ~x.w);
+  ptx::fence_shared_for_async();
+  __syncthreads();
+  if (i == 0) ptx::copy_bulk_to_global(to, place + 16, count * 16), ptx::commit_bulk(), ptx::wait_for_bulk<0>();
+}
+
+constexpr unsigned kLoaded = 4096, kStored = 1024;  // bytes of tiles
+
+__global__ void load_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at, uint4* seen) {
+  auto* tile = reinterpret_cast<uint4*>(shared_memory());
+  const unsigned i = threadIdx.x, place = ptx::shared_address(tile), barrier = place + kLoaded;
+  tile[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  if (i == 0) ptx::init_barrier(barrier, 1), ptx::fence_barriers();
+  ptx::fence_shared_for_async();
+  __syncthreads();
+  if (i == 0)
+    ptx::arrive_expecting(barrier, kLoaded), ptx::copy_tile(place, map, at.channel, at.head, at.token, at.b, barrier);
+  waited(barrier, 0);
+  seen[i] = tile[i];
+}
+
+__global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at,
+                             const uint4* from) {
+  auto* tile = reinterpret_cast<uint4*>(shared_memory());
+  tile[threadIdx.x] = from[threadIdx.x];
+  ptx::fence_shared_for_async();
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  ptx::store_tile(map, at.channel, at.head, at.token, at.b, ptx::shared_address(tile));
+  ptx::commit_bulk();
+  ptx::wait_for_bulk<0>();
+}
+
+__global__ void store_matrices_kernel(const unsigned* x, uint4* rows) {
+  __shared__ uint4 memory[32];
+  const unsigned lane = threadIdx.x, place = lane ^ 5;  // in any order
+  ptx::store_transposed(ptx::shared_address(memory + place), {x[lane], x[32 + lane], x[64 + lane], x[96 + lane]});
+  __syncthreads();
+  rows[lane] = memory[place];
+}
+
+// ---- numbers ----
+
+template <class T>
+__global__ void larger_kernel(int n, const unsigned* x, const unsigned* y, unsigned* z) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < n) z[i] = ptx::larger<T, false>(x[i], y[i]), z[n + i] = ptx::larger<T, true>(x[i], y[i]);
+}
+
+// ---- products ----
+
+__device__ void store_image(unsigned char* to, const uint4* from, unsigned bytes) {
+  for (unsigned i = threadIdx.x; i < bytes / 16; i += 128) reinterpret_cast<uint4*>(to)[i] = from[i];
+}
+
+// A matrix of so many rows in shared memory.
+template <unsigned kRows, unsigned kRowBytes, bool kTransposed = false>
+struct Matrix {
+  static constexpr unsigned kPart = kRows * kRowBytes, kSteps = kRowBytes / 32;
+  uint64_t whole;
+  __device__ explicit Matrix(const unsigned char* at)
+      : whole(ptx::matrix_at(ptx::shared_address(at), kTransposed ? kPart : 16, 8 * kRowBytes,
+                             kRowBytes == 128 ? ptx::Swizzle::k128 : ptx::Swizzle::k64)) {}
+  // Sixteen channels of the contraction.
+  __device__ uint64_t step(unsigned k) const {
+    return ptx::further(whole, kTransposed ? k * 16 * kRowBytes : k / kSteps * kPart + k % kSteps * 32);
+  }
+};
+
+// f(register, element) for all of the thread's elements of d.
+template <unsigned N, class F>
+__device__ void elements(const F& f) {
+  const unsigned row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (unsigned i = 0; i < N / 2; ++i) f(i, (row + i / 2 % 2 * 8) * N + i / 4 * 8 + column + i % 2);
+}
+
+template <class T, unsigned N, bool kTransposed, unsigned kRowBytes>
+__global__ void __launch_bounds__(128) product_kernel(const void* a, const uint4* b, bool accumulate, float* d) {
+  constexpr unsigned kDepth = Product::depth(kTransposed, kRowBytes);
+  const unsigned row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  store_image(shared_memory(), b, N * kDepth * 2);
+  ptx::fence_shared_for_async();
+  __syncthreads();
+  unsigned left[kDepth / 16][4];
+#pragma unroll
+  for (unsigned i = 0; i < kDepth / 4; ++i)
+    left[i / 4][i % 4] =
+        static_cast<const unsigned*>(a)[((row + i % 2 * 8) * kDepth + i / 4 * 16 + i % 4 / 2 * 8 + column) / 2];
+  float x[N / 2];
+  elements<N>([&](unsigned i, unsigned e) { x[i] = d[e]; });
+  const Matrix<kTransposed ? kDepth : N, kRowBytes, kTransposed> right(shared_memory());
+  ptx::fence_products();
+#pragma unroll
+  for (unsigned k = 0; k < kDepth / 16; ++k) ptx::wgmma<T, kTransposed>(x, left[k], right.step(k), accumulate || k > 0);
+  ptx::commit_products();
+  ptx::wait_for_products<0>();
+  elements<N>([&](unsigned i, unsigned e) { d[e] = x[i]; });
+}
+
+template <class T, unsigned kRowBytes>
+__global__ void __launch_bounds__(128) shared_product_kernel(const void* a, const uint4* b, bool accumulate, float* d) {
+  constexpr unsigned N = 32, kDepth = Product::depth(false, kRowBytes);
+  unsigned char* behind = shared_memory() + 64 * kDepth * 2;
+  store_image(shared_memory(), static_cast<const uint4*>(a), 64 * kDepth * 2), store_image(behind, b, N * kDepth * 2);
+  ptx::fence_shared_for_async();
+  __syncthreads();
+  float x[N / 2];
+  elements<N>([&](unsigned i, unsigned e) { x[i] = d[e]; });
+  const Matrix<64, kRowBytes> left(shared_memory());
+  const Matrix<N, kRowBytes> right(behind);
+  ptx::fence_products();
+#pragma unroll
+  for (unsigned k = 0; k < kDepth / 16; ++k) ptx::wgmma_shared<T>(x, left.step(k), right.step(k), accumulate || k > 0);
+  ptx::commit_products();
+  ptx::wait_for_products<0>();
+  elements<N>([&](unsigned i, unsigned e) { d[e] = x[i]; });
+}
+
+template <class T>
+auto kernel_of(const Product& p) {
+  if (p.shared) return p.row_bytes == 64 ? shared_product_kernel<T, 64> : shared_product_kernel<T, 128>;
+  if (p.transposed) return p.N == 64 ? product_kernel<T, 64, true, 128> : product_kernel<T, 128, true, 128>;
+  if (p.N == 32) return p.row_bytes == 64 ? product_kernel<T, 32, false, 64> : product_kernel<T, 32, false, 128>;
+  return p.N == 64 ? product_kernel<T, 64, false, 128> : product_kernel<T, 128, false, 128>;
+}
+
+// ---- places ----
+
+__global__ void places_kernel(unsigned* square, unsigned* own) {
+  using cuda::sm90::Bench, cuda::sm90::kHalf;
+  const Bench at(0, 0);
+  const unsigned thread = threadIdx.x;
+  for (unsigned i = thread; i < 32 * 32; i += 128) square[i] = Bench::square(i / 32, i % 32);
+  for (unsigned i = 0; i < 8; ++i)
+    own[(i * 128 + thread) * 2] = at.own(i) % kHalf, own[(i * 128 + thread) * 2 + 1] = at.own(i) / kHalf;
+}
+
+}  // namespace
+
+void watch_barrier(const void* from, char* seen) { watch_kernel<<<1, 1>>>(from, seen); }
+void wait_for_arrivals(const void* from, void* to, char* seen) {
+  arrivals_kernel<<<1, 32>>>(static_cast<const uint4*>(from), static_cast<uint4*>(to), seen);
+}
+void vote(int cases, const char* x, char* all) { vote_kernel<<<1, 128>>>(cases, x, all); }
+void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
+  bulk_kernel<<<1, 128>>>(count, static_cast<const uint4*>(from), static_cast<uint4*>(seen), static_cast<uint4*>(to));
+}
+void load_tile(const kda_tensor& from, const Corner& at, void* seen) {
+  load_kernel<<<1, kLoaded / 16, kLoaded + 8>>>(cuda::sm90::Tiles::map(from), at, static_cast<uint4*>(seen));
+}
+void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
+  const CUtensorMap map = cuda::sm90::Tiles::map(to, 16, CU_TENSOR_MAP_SWIZZLE_32B);
+  store_kernel<<<1, kStored / 16, kStored>>>(map, at, static_cast<const uint4*>(tile));
+}
+void store_matrices(const unsigned* x, void* matrices) {
+  store_matrices_kernel<<<1, 32>>>(x, static_cast<uint4*>(matrices));
+}
+void compute_larger(int32_t dtype, int n, const unsigned* x, const unsigned* y, unsigned* z) {
+  const auto kernel = dtype == KDA_F16 ? larger_kernel<__half> : larger_kernel<__nv_bfloat16>;
+  kernel<<<(n + 127) / 128, 128>>>(n, x, y, z);
+}
+void multiply_by_warpgroup(int32_t dtype, const Product& p, const void* a, const void* b, bool accumulate, float* d) {
+  const auto kernel = dtype == KDA_F16 ? kernel_of<__half>(p) : kernel_of<__nv_bfloat16>(p);
+  kernel<<<1, 128, 32 * 1024>>>(a, static_cast<const uint4*>(b), accumulate, d);
+}
+void find_places(unsigned* square, unsigned* own) { places_kernel<<<1, 128>>>(square, own); }
+
+}  // namespace kda::test

@@ -1,0 +1,402 @@
+// The instructions that src/cuda/ptx names, one or two at a time, against plain arithmetic on the host: what they
+// compute, where their operands lie, and what they leave alone.
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "error.h"
+#include "on_cuda.h"
+#include "ptx_kernels.h"
+
+namespace kda::test {
+namespace {
+
+// ---- places ----
+
+// Of column c of a row of 16-bit numbers in swizzled rows of so many bytes: 128, 64 or 32.
+unsigned place(unsigned row, unsigned column, unsigned row_bytes) {
+  const unsigned pieces = row_bytes / 16, twist = row / (8 / pieces) % pieces;
+  return row * row_bytes + (column / 8 ^ twist) * 16 + column % 8 * 2;
+}
+
+// Needs no device.
+TEST(PtxPlaces, AreOwnAndFreeOfBankConflicts) {
+  constexpr unsigned kRows = 32;
+  for (const unsigned bytes : {128u, 64u, 32u}) {
+    std::set<unsigned> places;
+    for (unsigned row = 0; row < kRows; ++row)
+      for (unsigned column = 0; column < bytes / 2; ++column) {
+        const unsigned plain = row * bytes + column * 2, at = place(row, column, bytes);
+        EXPECT_EQ(at, plain ^ (plain >> 7 & (bytes / 16 - 1)) << 4) << "what the hardware does";
+        EXPECT_LT(at, kRows * bytes);
+        places.insert(at);
+      }
+    EXPECT_EQ(places.size(), kRows * bytes / 2);
+    for (unsigned row = 0; row < kRows; row += 8)
+      for (unsigned column = 0; column < bytes / 2; column += 8) {
+        std::set<unsigned> banks;  // four at a time
+        for (unsigned i = 0; i < 8; ++i) banks.insert(place(row + i, column, bytes) / 16 % 8);
+        EXPECT_EQ(banks.size(), 8u) << bytes << " " << row << " " << column;
+      }
+  }
+}
+
+// ---- numbers ----
+
+template <class T>
+class OnDevice {
+ public:
+  explicit OnDevice(const std::vector<T>& x) : size_(x.size()) {
+    EXPECT_EQ(cudaMalloc(&memory_.data, size_ * sizeof(T)), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(memory_.data, x.data(), size_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
+  }
+  OnDevice(size_t size, T x) : OnDevice(std::vector<T>(size, x)) {}
+  OnDevice(const OnDevice&) = delete;
+  ~OnDevice() { cudaDeviceSynchronize(); }  // a kernel may still read it
+  operator T*() const { return static_cast<T*>(memory_.data); }
+  // When the kernels before are done.
+  std::vector<T> back() const {
+    std::vector<T> x(size_);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(x.data(), memory_.data, size_ * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
+    return x;
+  }
+
+ private:
+  size_t size_;
+  DeviceMemory memory_;
+};
+
+template <class T>
+void expect_same(const std::vector<T>& expected, const std::vector<T>& got) {
+  ASSERT_EQ(expected.size(), got.size());
+  const auto at = std::mismatch(expected.begin(), expected.end(), got.begin());
+  if (at.first == expected.end()) return;
+  ADD_FAILURE() << "number " << at.first - expected.begin() << " is " << +*at.second << ", not " << +*at.first;
+}
+
+uint16_t bits_of(int32_t dtype, float x) { return dtype == KDA_F16 ? float_to_f16(x) : float_to_bf16(x); }
+float number_of(int32_t dtype, unsigned bits) {
+  const auto x = static_cast<uint16_t>(bits);
+  return dtype == KDA_F16 ? f16_to_float(x) : bf16_to_float(x);
+}
+std::vector<uint16_t> bits_of(int32_t dtype, const std::vector<float>& x) {
+  std::vector<uint16_t> bits;
+  for (const float one : x) bits.push_back(bits_of(dtype, one));
+  return bits;
+}
+
+// Numbers 1, 2, ... in all their bits.
+template <class T>
+std::vector<T> counted(size_t size) {
+  std::vector<T> x(size);
+  std::iota(x.begin(), x.end(), T{1});
+  return x;
+}
+// -4 .. 3: sums of their products are exact.
+std::vector<float> whole(size_t size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<float> x(size);
+  for (float& one : x) one = static_cast<float>(random() % 8) - 4;
+  return x;
+}
+// d [rows,N] = c + a b^T
+std::vector<float> product(const std::vector<float>& a, const std::vector<float>& b, std::vector<float> d, size_t N) {
+  const size_t depth = b.size() / N;
+  for (size_t i = 0; i < d.size(); ++i)
+    for (size_t k = 0; k < depth; ++k) d[i] += a[i / N * depth + k] * b[i % N * depth + k];
+  return d;
+}
+
+// ---- sm_80 ----
+
+using PtxOnCuda = OnCuda;
+
+constexpr float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// Subnormal numbers become zeros.
+float flushed(double x) { return static_cast<float>(std::fabs(x) < 0x1p-126 ? std::copysign(0.0, x) : x); }
+
+TEST_F(PtxOnCuda, Numbers) {
+  const float values[] = {0,        -0.0f,    1,        -1,       3,        0.7f,      130,        -130,
+                          kInf,     -kInf,    kNaN,     1e-40f,   -1e-40f,  0x1p-126f, 0x1p127f,   -1e-30f,
+                          0x1p-63f, 65519.9f, 65520.0f, 0x1p-24f, 0x1p-25f, 0x3p-25f,  0x1.004p0f, 0x1.fffffep127f};
+  std::vector<float> x, y;
+  for (const float one : values)
+    for (const float other : values) x.push_back(one), y.push_back(other);
+  const size_t n = x.size();
+  const OnDevice z(5 * n, 1.0f);
+  const OnDevice packed(2 * n, 1u);
+  compute(static_cast<int>(n), OnDevice(x), OnDevice(y), z, packed);
+  const std::vector<float> got = z.back();
+  const std::vector<unsigned> pairs = packed.back();
+  const char* names[] = {"exp2", "reciprocal", "inverse_root", "least", "multiply_flushed"};
+  for (size_t i = 0; i < n; ++i) {
+    const double a = flushed(x[i]), b = flushed(y[i]);
+    const bool no_number = std::isnan(x[i]) || std::isnan(y[i]);
+    const float expected[] = {flushed(std::exp2(a)), flushed(1 / a), flushed(1 / std::sqrt(a)),
+                              no_number ? kNaN : std::min(x[i], y[i]), flushed(a * b)};
+    for (size_t f = 0; f < 5; ++f) {
+      const float e = expected[f], g = got[f * n + i];
+      const double error = f < 3 ? std::fabs(e) * 0x1p-21 : 0;
+      // A zero's sign counts where there is one at all.
+      const bool same = std::isnan(e)             ? std::isnan(g)
+                        : std::isinf(e) || e == 0 ? g == e && (f == 3 || std::signbit(g) == std::signbit(e))
+                                                  : std::fabs(double{g} - e) <= error;
+      EXPECT_TRUE(same) << names[f] << "(" << x[i] << ", " << y[i] << ") is " << g << ", not " << e;
+    }
+    for (const int32_t dtype : {KDA_F16, KDA_BF16})
+      for (const bool upper : {false, true}) {
+        const float e = upper ? y[i] : x[i];
+        const unsigned bits = pairs[(dtype == KDA_F16 ? 0 : n) + i] >> (upper ? 16 : 0) & 0xffff;
+        if (std::isnan(e)) EXPECT_TRUE(std::isnan(number_of(dtype, bits))) << bits;
+        else EXPECT_EQ(bits, bits_of(dtype, e)) << dtype_name(dtype) << " of " << e;
+      }
+  }
+}
+
+TEST_F(PtxOnCuda, CopiesEndWithZeros) {
+  std::vector<uint8_t> from = counted<uint8_t>(32 * 16), expected;
+  for (size_t i = 0; i < 32; ++i) {
+    const size_t width = i < 18 ? 16 : i < 28 ? 8 : 0, bytes = i < 17 ? i : i < 18 ? 16 : i < 27 ? i - 18 : 8;
+    for (size_t j = 0; j < 16; ++j) expected.push_back(j >= width ? 0xff : j < bytes ? from[i * 16 + j] : 0);
+  }
+  const OnDevice to(32 * 16, uint8_t{1});
+  copy_asynchronously(OnDevice(from), to);
+  expect_same(expected, to.back());
+}
+
+// What lanes have of four 8x8 matrices.
+std::vector<unsigned> registers(const std::vector<uint16_t>& x, bool transposed) {
+  std::vector<unsigned> all;
+  for (unsigned i = 0; i < 4 * 32; ++i) {
+    const unsigned row = i % 32 / 4, column = i % 4 * 2, matrix = i / 32 * 64;
+    const auto at = [&](unsigned r, unsigned c) { return x[matrix + (transposed ? c * 8 + r : r * 8 + c)]; };
+    all.push_back(at(row, column) | unsigned{at(row, column + 1)} << 16);
+  }
+  return all;
+}
+
+TEST_F(PtxOnCuda, MatricesAreLoadedAndTransposed) {
+  const std::vector<uint16_t> matrices = counted<uint16_t>(4 * 64);
+  std::vector<unsigned> expected = registers(matrices, false);
+  for (int i = 0; i < 2; ++i)
+    for (const unsigned x : registers(matrices, true)) expected.push_back(x);
+  const OnDevice x(3 * 4 * 32, 0u);
+  load_matrices(OnDevice(matrices), x);
+  expect_same(expected, x.back());
+}
+
+TEST_F(PtxOnCuda, ProductsOfAWarp) {
+  const std::vector<float> c = whole(16 * 8, 3);
+  for (const int32_t dtype : {KDA_F16, KDA_BF16, KDA_F32}) {
+    SCOPED_TRACE(dtype_name(dtype));
+    const size_t depth = dtype == KDA_F32 ? 8 : 16;
+    const std::vector<float> a = whole(16 * depth, 1), b = whole(8 * depth, 2);
+    const OnDevice d(c);
+    if (dtype == KDA_F32) {
+      // As many bits as do not count.
+      const auto spoiled = [](std::vector<float> x) {
+        for (float& one : x) one = std::bit_cast<float>(std::bit_cast<unsigned>(one) | 0x1fff);
+        return x;
+      };
+      multiply_by_warp(dtype, OnDevice(spoiled(a)), OnDevice(spoiled(b)), d);
+    } else {
+      multiply_by_warp(dtype, OnDevice(bits_of(dtype, a)), OnDevice(bits_of(dtype, b)), d);
+    }
+    expect_same(product(a, b, c, 8), d.back());
+  }
+}
+
+// ---- Hopper ----
+
+class PtxOnHopper : public OnCuda {
+ protected:
+  void SetUp() override {
+    OnCuda::SetUp();
+    if (IsSkipped()) return;
+    int major = 0;
+    ASSERT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
+    if (major != 9) GTEST_SKIP() << "the device is no Hopper";
+  }
+};
+
+TEST_F(PtxOnHopper, PhasesOfABarrier) {
+  const OnDevice from(32, uint8_t{1});
+  const OnDevice seen(kSights, char{2});
+  watch_barrier(from, seen);
+  std::string text;
+  for (const char x : seen.back()) text += static_cast<char>('0' + x);
+  EXPECT_EQ(text,
+            "01"     // new
+            "01"     // one of three arrivals
+            "10"     // all of them
+            "10"     // all again, but 32 bytes are expected
+            "101"    // they come
+            "01"     // 16 bytes are expected
+            "01"     // all arrivals
+            "110");  // bytes come
+}
+
+TEST_F(PtxOnHopper, CopiesArrive) {
+  const std::vector<unsigned> from = counted<unsigned>(32 * 4);
+  std::vector<unsigned> neighbours;
+  for (unsigned i = 0; i < 32 * 4; ++i) neighbours.push_back(from[i ^ 4]);
+  const OnDevice to(32 * 4, 0u);
+  const OnDevice seen(32, char{0});
+  wait_for_arrivals(OnDevice(from), to, seen);
+  expect_same(std::vector<char>(32, 1), seen.back());
+  expect_same(neighbours, to.back());
+}
+
+TEST_F(PtxOnHopper, VotesOfSomeWarps) {
+  std::vector<char> x, expected;
+  for (const int against : {-1, 0, 37, 64, 127, 128}) {  // 128: everybody
+    for (int i = 0; i < 128; ++i) x.push_back(against < 128 && i != against);
+    for (int i = 0; i < 128; ++i) expected.push_back(against < 0 || (against < 128 && i / 64 != against / 64));
+  }
+  const OnDevice all(x.size(), char{2});
+  vote(static_cast<int>(x.size() / 128), OnDevice(x), all);
+  expect_same(expected, all.back());
+}
+
+TEST_F(PtxOnHopper, BulkCopies) {
+  const size_t count = 100;
+  const std::vector<unsigned> from = counted<unsigned>(128 * 4);
+  std::vector<unsigned> there(128 * 4, ~0u), back(128 * 4, 7);
+  std::copy_n(from.begin(), count * 4, there.begin());
+  for (size_t i = 0; i < count * 4; ++i) back[i] = ~there[i + 4];
+  const OnDevice seen(128 * 4, 7u), to(128 * 4, 7u);
+  copy_bulk(count, OnDevice(from), seen, to);
+  expect_same(there, seen.back());
+  expect_same(back, to.back());
+}
+
+constexpr unsigned kB = 2, kT = 40, kHeads = 3, kTile = 32;
+
+// Number of an element of [B,T,heads,128].
+size_t element(const Corner& at, unsigned row, unsigned column) {
+  return ((at.b * kT + at.token + row) * kHeads + at.head) * size_t{128} + at.channel + column;
+}
+kda_tensor view(uint16_t* data) {
+  kda_tensor t = Tensor(KDA_BF16, {kB, kT, kHeads, 128});
+  t.data = data;
+  return t;
+}
+// Places of a tile's first token: all its rows are the tensor's, some, none.
+const unsigned kTokens[] = {0, 3, 8, 20, 39, 40, 100};
+
+TEST_F(PtxOnHopper, TilesAreLoaded) {
+  const std::vector<uint16_t> x = counted<uint16_t>(kB * kT * kHeads * 128);
+  const OnDevice from(x);
+  for (const unsigned token : kTokens) {
+    const Corner at{64, 1, token, token == 8 ? 1u : 0u};
+    SCOPED_TRACE(token);
+    std::vector<uint16_t> expected(kTile * 64, 0);
+    for (unsigned row = 0; row < kTile && token + row < kT; ++row)
+      for (unsigned column = 0; column < 64; ++column)
+        expected[place(row, column, 128) / 2] = x[element(at, row, column)];
+    const OnDevice seen(kTile * 64, uint16_t{0xffff});
+    load_tile(view(from), at, seen);
+    expect_same(expected, seen.back());
+  }
+}
+
+TEST_F(PtxOnHopper, TilesAreStored) {
+  const std::vector<uint16_t> x = counted<uint16_t>(kTile * 16);
+  std::vector<uint16_t> tile(x.size());
+  for (unsigned i = 0; i < x.size(); ++i) tile[place(i / 16, i % 16, 32) / 2] = x[i];
+  for (const unsigned token : kTokens) {
+    const Corner at{48, 2, token, token == 8 ? 1u : 0u};
+    SCOPED_TRACE(token);
+    std::vector<uint16_t> expected(kB * kT * kHeads * 128, 0xffff);
+    for (unsigned i = 0; i < x.size(); ++i)
+      if (token + i / 16 < kT) expected[element(at, i / 16, i % 16)] = x[i];
+    const OnDevice to(expected.size(), uint16_t{0xffff});
+    store_tile(view(to), at, OnDevice(tile));
+    expect_same(expected, to.back());
+  }
+}
+
+TEST_F(PtxOnHopper, MatricesAreStoredTransposed) {
+  const std::vector<uint16_t> matrices = counted<uint16_t>(4 * 64);
+  const OnDevice to(4 * 64, uint16_t{0});
+  store_matrices(OnDevice(registers(matrices, true)), to);
+  expect_same(matrices, to.back());
+}
+
+TEST_F(PtxOnHopper, LargerMagnitudes) {
+  const float values[] = {0, -0.0f, 1, -2, kInf, -kInf, kNaN, -kNaN, 65504, -1e-7f, 1e-39f};
+  for (const int32_t dtype : {KDA_F16, KDA_BF16}) {
+    std::vector<unsigned> x, y;
+    for (const float one : values)
+      for (const float other : values) {
+        const unsigned a = bits_of(dtype, one), b = bits_of(dtype, other);
+        x.push_back(a | b << 16), y.push_back(b | a << 16);
+      }
+    const size_t n = x.size();
+    const OnDevice z(2 * n, 0u);
+    compute_larger(dtype, static_cast<int>(n), OnDevice(x), OnDevice(y), z);
+    const std::vector<unsigned> got = z.back();
+    for (size_t i = 0; i < 4 * n; ++i) {
+      const bool upper = i % 2, nan = i / 2 >= n;
+      const auto magnitude = [&](unsigned pair) { return std::fabs(number_of(dtype, upper ? pair >> 16 : pair)); };
+      const float a = magnitude(x[i / 2 % n]), b = magnitude(y[i / 2 % n]), g = magnitude(got[i / 2]);
+      const float e = nan && (std::isnan(a) || std::isnan(b)) ? kNaN : std::fmax(a, b);
+      EXPECT_TRUE(std::isnan(e) ? std::isnan(g) : g == e)
+          << dtype_name(dtype) << ": of " << a << " and " << b << " it is " << g << ", not " << e;
+    }
+  }
+}
+
+// x [rows,columns] in shared memory: as many columns as rows of so many bytes hold, then the next ones of all rows.
+std::vector<uint16_t> image(int32_t dtype, const std::vector<float>& x, size_t columns, unsigned row_bytes) {
+  std::vector<uint16_t> bits(x.size());
+  const size_t rows = x.size() / columns, wide = row_bytes / 2;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const auto row = static_cast<unsigned>(i / columns), column = static_cast<unsigned>(i % columns);
+    bits[column / wide * rows * wide + place(row, column % wide, row_bytes) / 2] = bits_of(dtype, x[i]);
+  }
+  return bits;
+}
+
+TEST_F(PtxOnHopper, ProductsOfAWarpgroup) {
+  const Product products[] = {{32, false, 128}, {32, false, 64},  {64, false, 128},       {128, false, 128},
+                              {64, true, 128},  {128, true, 128}, {32, false, 128, true}, {32, false, 64, true}};
+  for (const Product& p : products)
+    for (const int32_t dtype : {KDA_F16, KDA_BF16}) {
+      SCOPED_TRACE(str(dtype_name(dtype), ", N = ", p.N, p.transposed ? ", transposed" : "", ", rows of ", p.row_bytes,
+                       p.shared ? ", a in shared memory" : ""));
+      const std::vector<float> a = whole(64 * p.depth(), 1), b = whole(p.N * p.depth(), 2), c = whole(64 * p.N, 3);
+      std::vector<float> turned(b.size());
+      for (size_t i = 0; i < b.size(); ++i) turned[i % p.depth() * p.N + i / p.depth()] = b[i];
+      const OnDevice left(p.shared ? image(dtype, a, p.depth(), p.row_bytes) : bits_of(dtype, a));
+      const OnDevice right(p.transposed ? image(dtype, turned, p.N, p.row_bytes)
+                                        : image(dtype, b, p.depth(), p.row_bytes));
+      const OnDevice fresh(c.size(), kNaN), summed(c);
+      multiply_by_warpgroup(dtype, p, left, right, false, fresh);
+      multiply_by_warpgroup(dtype, p, left, right, true, summed);
+      expect_same(product(a, b, std::vector<float>(c.size(), 0), p.N), fresh.back());
+      expect_same(product(a, b, c, p.N), summed.back());
+    }
+}
+
+TEST_F(PtxOnHopper, PlacesOfTheForward) {
+  std::vector<unsigned> squares, owns;
+  for (unsigned i = 0; i < 32 * 32; ++i) squares.push_back(place(i / 32, i % 32, 64));
+  for (unsigned i = 0; i < 8; ++i)
+    for (unsigned thread = 0; thread < 128; ++thread) {
+      const unsigned lane = thread % 32;
+      owns.push_back(place(thread / 32 * 8 + i, lane % 16 * 4, 128)), owns.push_back(lane / 16);
+    }
+  const OnDevice square(squares.size(), ~0u), own(owns.size(), ~0u);
+  find_places(square, own);
+  expect_same(squares, square.back());
+  expect_same(owns, own.back());
+}
+
+}  // namespace
+}  // namespace kda::test
