@@ -22,7 +22,7 @@ BASELINE = {True: "SGLang fused_sigmoid", False: "SGLang snapshots + scatter"}  
 USUAL: dict[str, list[Any]] = {"H": [32], "B": [1, 8, 32, 128]}  # what is not said otherwise
 EVERYTHING: tuple[dict[str, list[Any]], ...] = (  # unless sizes are given; one token comes with each
     {"T": [2, 3, 4, 6], "B": [2**i for i in range(8)]},
-    {"T": [4], "H": [64]},
+    {"T": [2, 3, 4, 6], "H": [64]},
     {"H": [12, 24, 32, 64, 96], "B": [2**i for i in range(9)]},
     {"T": [4], "state_dtype": ["bfloat16"]},
     {"T": [4], "B": [32], "layout": ["K-first"]},
