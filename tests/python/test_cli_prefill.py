@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import torch
 from matplotlib.figure import Figure
 
 import kda
-from kda.cli import arrays, bench, main, measure, peers, plot, prefill, prefill_peers
+from benches import believe_in_gpu, command, gpu_suite, install
+from kda.cli import peers, plot, prefill, prefill_peers
 from kda.cli.prefill import Case
 from kda.cli.problems import Problem
 
@@ -33,27 +33,14 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2.0
 
     monkeypatch.setattr(prefill, "DEVICE", "cpu")
-    monkeypatch.setattr(measure, "graph_milliseconds", run_once)
-    monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(measure, "machine", lambda device: {
-        "cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()
-    })  # fmt: skip
-    monkeypatch.setattr(arrays, "cuda_device", lambda: True)
-    monkeypatch.setattr(bench, "_best_device", lambda operators: "cuda")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(peers, "_folder", None)
-    monkeypatch.delenv("KDA_PEERS", raising=False)
+    believe_in_gpu(monkeypatch, run_once)
     for package in ("fla", "cudnn"):
         monkeypatch.setitem(sys.modules, package, None)
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def call(*words: str, status: int = 0) -> str:
-        assert main(["bench", "prefill", *words]) == status
-        return "".join(capsys.readouterr())
-
-    return call
+    return command(capsys, "prefill")
 
 
 def names(cases: list[Case]) -> list[str]:
@@ -202,14 +189,10 @@ def test_chart_of_everything() -> None:
 
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(Path(__file__).resolve().parents[2] / "tools/gpu_suite")
-    suite = ModuleType("gpu_suite")
-    suite.__file__ = path
-    exec(compile(Path(path).read_text(), path, "exec"), suite.__dict__)
     monkeypatch.setattr(
         prefill, "sweep", lambda given: [Case(Problem(lengths=(3, 4), **TINY, gate="lower_bound"), "strong")]
     )
-    rows = suite.prefill_timings(4000.0, notes := [])
+    rows = gpu_suite().prefill_timings(4000.0, notes := [])
     assert all(note.startswith("no row of") for note in notes)
     here = [name for name in kda.implementations("forward") if not name.startswith("cuda")]
     assert [row["what"] for row in rows] == [f"kda ({name}) prefill" for name in here]
@@ -218,14 +201,6 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- what peers are called with: stand-ins of their signatures that call kda ----
-
-
-def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
-    parts = module.split(".")
-    for i in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
-    for name, function in functions.items():
-        setattr(sys.modules[module], name, function)
 
 
 OPTIONS = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)

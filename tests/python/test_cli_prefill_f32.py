@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import kda
-from kda.cli import arrays, bench, main, measure, prefill_f32, problems
+from benches import believe_in_gpu, command, gpu_suite
+from kda.cli import arrays, measure, prefill_f32, problems
 from kda.cli.problems import Problem
 
 SIZES = ["--T", "70", "--H", "2", "--K", "16", "--V", "24"]
@@ -32,23 +31,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return 10.0 if getattr(call, "func", None) is prefill_f32.in_torch else 2.0
 
     monkeypatch.setattr(prefill_f32, "DEVICE", "cpu")
-    monkeypatch.setattr(measure, "graph_milliseconds", run_once)
-    monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(measure, "machine", lambda device: {
-        "cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()
-    })  # fmt: skip
-    monkeypatch.setattr(arrays, "cuda_device", lambda: True)
-    monkeypatch.setattr(bench, "_best_device", lambda operators: "cuda")
-    monkeypatch.setattr(prefill_f32, "device_of", lambda name: "cpu" if name in HERE else "cuda")
+    believe_in_gpu(monkeypatch, run_once)
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def call(*words: str, status: int = 0) -> str:
-        assert main(["bench", "prefill_f32", *words]) == status
-        return "".join(capsys.readouterr())
-
-    return call
+    return command(capsys, "prefill_f32")
 
 
 def test_sweep() -> None:
@@ -153,13 +141,8 @@ def test_precision_of_torch_is_put_back() -> None:
 
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(Path(__file__).resolve().parents[2] / "tools/gpu_suite")
-    suite = ModuleType("gpu_suite")
-    suite.__file__ = path
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    exec(compile(Path(path).read_text(), path, "exec"), suite.__dict__)
     monkeypatch.setattr(prefill_f32, "sweep", lambda given: [TINY])
-    rows = suite.prefill_f32_timings(notes := [])
+    rows = gpu_suite().prefill_f32_timings(notes := [])
     assert not notes and [row["what"] for row in rows] == [
         *(f"kda ({name}), chunks of {C} prefill_f32" for name in HERE for C in (64, 32)),
         "torch, chunks of 64 prefill_f32",

@@ -16,7 +16,8 @@ import torch
 from matplotlib.figure import Figure
 
 import kda
-from kda.cli import arrays, bench, main, measure, peers, plot, serving, serving_calls, serving_peers
+from benches import believe_in_gpu, command, gpu_suite, install
+from kda.cli import measure, peers, plot, serving, serving_calls, serving_peers
 from kda.cli.problems import Problem
 
 SMALL = Problem(B=3, T=4, H=2, K=16, V=24)
@@ -32,25 +33,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(serving_calls, "DEVICE", "cpu")
     monkeypatch.setattr(serving_calls, "STATES", 1 << 16)
-    monkeypatch.setattr(measure, "graph_milliseconds", run_once)
-    monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(measure, "machine", lambda device: {
-        "cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()
-    })  # fmt: skip
-    monkeypatch.setattr(arrays, "cuda_device", lambda: True)
-    monkeypatch.setattr(bench, "_best_device", lambda operators: "cuda")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(peers, "_folder", None)
-    monkeypatch.delenv("KDA_PEERS", raising=False)
+    believe_in_gpu(monkeypatch, run_once)
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def call(*words: str, status: int = 0) -> str:
-        assert main(["bench", "decode", *words]) == status
-        return "".join(capsys.readouterr())
-
-    return call
+    return command(capsys, "decode")
 
 
 def test_sweep() -> None:
@@ -267,12 +255,8 @@ def test_chart_of_everything() -> None:
 
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(Path(__file__).resolve().parents[2] / "tools/gpu_suite")
-    suite = ModuleType("gpu_suite")
-    suite.__file__ = path
-    exec(compile(Path(path).read_text(), path, "exec"), suite.__dict__)
     monkeypatch.setattr(serving, "sweep", lambda given: [SMALL, replace(SMALL, state_dtype="bfloat16")])
-    rows = suite.serving_timings(4000.0, notes := [])
+    rows = gpu_suite().serving_timings(4000.0, notes := [])
     assert all(note.startswith("no row of") for note in notes)
     whats = dict.fromkeys(row["what"] for row in rows)
     assert {"kda verify (reference)", "kda ring verify", "kda verify with conv"} <= whats.keys()
@@ -284,14 +268,6 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- what peers are called with: stand-ins of their signatures that call kda ----
-
-
-def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
-    names = module.split(".")
-    for i in range(1, len(names) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(names[:i]), ModuleType(".".join(names[:i])))
-    for name, function in functions.items():
-        setattr(sys.modules[module], name, function)
 
 
 OPTIONS = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)

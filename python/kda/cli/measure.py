@@ -21,6 +21,18 @@ from kda._arrays import torch
 Call = Callable[[], object]
 
 
+def reason(error: Exception, where: str = "") -> str:
+    """Why there is no row: what is absent or declines says it by itself; of what breaks the type, and ``where``."""
+    if isinstance(error, (ImportError, FileNotFoundError, NotImplementedError)):
+        return str(error)
+    return f"{where}{type(error).__name__}: {error}"
+
+
+def note_once(notes: list[str], note: str) -> None:
+    if note not in notes:
+        notes.append(note)
+
+
 def forward_flop(K: int, V: int) -> int:
     """Of the chunked forward per token and value head, two a multiply-add: three products with the state (kG S, qG S,
     kg^T v_new); four among the C = 64 tokens of a chunk (two scores, the solve, Aqk v_new), of whose 16-token blocks a

@@ -287,3 +287,9 @@ def forced(name: str | None) -> Iterator[None]:
 
 def device_of(implementation: str) -> str:
     return "cpu" if implementation == "reference" or implementation.startswith("cpu") else "cuda"
+
+
+def implementations_on(device: str, operator: str, impl: str | None) -> list[str]:
+    """Of the operator, those on the device; ``impl`` alone if it is one of the operator's."""
+    names = kda.implementations(operator)
+    return [n for n in names if n == impl] or [n for n in names if device_of(n) == device]

@@ -16,7 +16,7 @@ from kda._arrays import torch
 from . import measure, prefill_peers, problems
 from .arrays import DeviceSource, copy, widen
 from .measure import Call
-from .operators import device_of
+from .operators import implementations_on
 from .problems import BYTES, Problem, combinations
 
 DEVICE = "cuda"
@@ -157,9 +157,7 @@ def _kda(inputs: Inputs, impl: str | None) -> Call:
 
 
 def _ours(impl: str | None) -> list[Contender]:
-    known = kda.implementations("forward")
-    names = [impl] if impl in known else [n for n in known if device_of(n) == DEVICE]
-    return [("kda", name, partial(_kda, impl=name)) for name in names]
+    return [("kda", name, partial(_kda, impl=name)) for name in implementations_on(DEVICE, "forward", impl)]
 
 
 @lru_cache(maxsize=4)
@@ -194,11 +192,8 @@ def _rows(
                 row |= {"error_o": _error(out, expected[0], 2), "error_state": _error(state, expected[1], 1)}
             ms = measure.graph_milliseconds(call, repeats=repeats, flush=True)
         except Exception as error:  # an implementation declines the case, a peer is absent or breaks
-            absent = isinstance(error, (ImportError, FileNotFoundError, NotImplementedError))
-            reason = str(error) if absent else f"{case.name}, {case.gate}: {type(error).__name__}: {error}"
-            note = f"no row of {contender}{f' ({name})' if name else ''}: {reason}"
-            if note not in notes:
-                notes.append(note)
+            reason = measure.reason(error, f"{case.name}, {case.gate}: ")
+            measure.note_once(notes, f"no row of {contender}{f' ({name})' if name else ''}: {reason}")
             continue
         row |= {"problem": asdict(case.problem), "ms": ms, "least_bytes": least}
         found.append(row | {"share_of_stream_bandwidth": least / ms * 1e-6 / bandwidth})

@@ -12,10 +12,10 @@ from typing import Any
 import kda
 from kda._arrays import torch
 
-from . import measure, problems
+from . import measure, prefill, problems
 from .arrays import DeviceSource
 from .measure import Call
-from .operators import device_of
+from .operators import implementations_on
 from .problems import Problem, combinations
 
 DEVICE = "cuda"
@@ -122,9 +122,7 @@ def _milliseconds(call: Call, notes: list[str], repeats: int) -> dict[str, Any]:
     try:
         return {"timed": "graph", "ms": measure.graph_milliseconds(call, repeats=repeats, flush=True)}
     except RuntimeError as error:
-        note = f"torch's time is not from a graph: {error}"
-        if note not in notes:
-            notes.append(note)
+        measure.note_once(notes, f"torch's time is not from a graph: {error}")
         return {"timed": "stream", "ms": measure.stream_milliseconds(call, repeats=repeats, flush=True)}
 
 
@@ -144,8 +142,7 @@ def _rows(p: Problem, names: Sequence[str], notes: list[str], repeats: int) -> l
             else:
                 row |= {"difference": None} | _milliseconds(theirs, notes, repeats)
         except Exception as error:  # an implementation declines the problem, there is no memory
-            reason = str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
-            notes.append(f"no row of {label(row)} for {p.sizes}: {reason}")
+            notes.append(f"no row of {label(row)} for {p.sizes}: {measure.reason(error)}")
             continue
         found.append({"problem": asdict(p), **row})
     ms = {row["contender"]: row["ms"] for row in found}.get("torch")
@@ -165,8 +162,7 @@ def rows(
     """Of each problem those of kda with every implementation that takes it (or with ``impl``) and every chunk size, if
     they agree with torch's results, then that of torch. Why one is missing goes to ``notes``; ``started`` is called
     before each problem."""
-    known, found = kda.implementations("prefill_f32"), list[dict[str, Any]]()
-    names = [n for n in known if (n == impl if impl in known else device_of(n) == DEVICE)]
+    names, found = implementations_on(DEVICE, "prefill_f32", impl), list[dict[str, Any]]()
     with torch.inference_mode(), _no_tf32():
         for p in swept:
             started(p)
@@ -175,5 +171,4 @@ def rows(
 
 
 def label(row: dict[str, Any]) -> str:
-    name = f"kda ({row['implementation']})" if row["contender"] == "kda" else str(row["contender"])
-    return f"{name}, chunks of {row['chunk']}"
+    return f"{prefill.label(row)}, chunks of {row['chunk']}"

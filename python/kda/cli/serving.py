@@ -9,11 +9,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import kda
-
 from . import measure, serving_calls, serving_peers
 from .measure import Call
-from .operators import device_of
+from .operators import implementations_on
 from .problems import Problem, combinations
 from .serving_calls import OPERATORS, Layers, least_bytes
 
@@ -50,12 +48,8 @@ def rows(
         try:
             ms = measure.graph_milliseconds(prepare(layers), repeats=repeats)
         except Exception as error:  # an implementation declines the problem, a peer is absent or breaks
-            absent = isinstance(error, (ImportError, FileNotFoundError, NotImplementedError))
-            reason = str(error) if absent else f"{type(error).__name__}: {error}"
             what = f" {operator}{f' ({name})' if name else ''}" if contender == "kda" else ""
-            note = f"no row of {contender}{what}: {reason}"
-            if note not in notes:
-                notes.append(note)
+            measure.note_once(notes, f"no row of {contender}{what}: {measure.reason(error)}")
             continue
         us = ms / layers.count / OPERATORS[operator].rounds(p) * 1e3
         least = least_bytes(operator, p)
@@ -95,8 +89,7 @@ def _contenders(p: Problem, impl: str | None) -> Iterator[_Contender]:
             continue
         names: list[str | None] = [None]
         if entry.each:
-            names = [n for n in kda.implementations(entry.each) if device_of(n) == serving_calls.DEVICE]
-            names = [impl] if impl in kda.implementations(entry.each) else names
+            names = [*implementations_on(serving_calls.DEVICE, entry.each, impl)]
         for name in names:
             yield operator, "kda", name, partial(entry.prepare, impl=name)
     for peer in serving_peers.PEERS:

@@ -1,0 +1,58 @@
+"""What tests of the benches that need a GPU have in common: they run on the CPU, and so do stand-ins of peers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import kda
+from kda.cli import arrays, bench, main, measure, peers
+
+
+def believe_in_gpu(monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[..., float]) -> None:
+    """The command finds a GPU, on which ``milliseconds`` is how calls are timed, and no folder of peers."""
+    monkeypatch.setattr(measure, "graph_milliseconds", milliseconds)
+    monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(measure, "machine", lambda device: {
+        "cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()
+    })  # fmt: skip
+    monkeypatch.setattr(arrays, "cuda_device", lambda: True)
+    monkeypatch.setattr(bench, "_best_device", lambda operators: "cuda")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(peers, "_folder", None)
+    monkeypatch.delenv("KDA_PEERS", raising=False)
+
+
+def command(capsys: pytest.CaptureFixture[str], name: str) -> Callable[..., str]:
+    """Calls ``python -m kda bench name`` with words of the command line, expects a status, and returns what is
+    printed."""
+
+    def call(*words: str, status: int = 0) -> str:
+        assert main(["bench", name, *words]) == status
+        return "".join(capsys.readouterr())
+
+    return call
+
+
+def gpu_suite() -> ModuleType:
+    """The functions of tools/gpu_suite."""
+    path = Path(__file__).resolve().parents[2] / "tools/gpu_suite"
+    suite = ModuleType("gpu_suite")
+    suite.__file__ = str(path)
+    exec(compile(path.read_text(), path, "exec"), suite.__dict__)
+    return suite
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
+    """An importable module of these functions, in packages that are empty otherwise."""
+    parts = module.split(".")
+    for i in range(1, len(parts) + 1):
+        name = ".".join(parts[:i])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, function in functions.items():
+        setattr(sys.modules[module], name, function)
