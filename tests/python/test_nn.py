@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +12,6 @@ from torch.nn import functional as F
 
 import kda
 from kda.nn import DraftCache, KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # What changes the arithmetic of the layer, each at a size at which chunks, heads and channels do not coincide.
 CONFIGS = {
@@ -507,20 +500,7 @@ def test_forward_refuses():
         layer(x, past_key_values=[])
 
 
-# ---- the examples ----
-
-
-def run_example(*command: str) -> str:
-    # One thread: two that spin for each other on a busy machine take ten times as long.
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
-    arguments = [sys.executable, *command]
-    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_example_train_tiny():
-    assert "recalled 100%" in run_example("examples/train_tiny.py")
+# ---- drafts ----
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -571,19 +551,3 @@ def test_drafts_refuse():
         layer(x, cache=drafts)
     with pytest.raises(ValueError, match=r"accept_len: expected int32 of shape \[1\]"):
         drafts.accept(torch.tensor([1]))
-
-
-def test_quick_demonstration(tmp_path):
-    printed = run_example("-m", "examples.demo", "--quick", "--out", str(tmp_path))
-    assert "all 6 passed" in printed
-    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "model.pt", "summary.json", "text.txt"}
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    losses = summary["nats_per_byte"]
-    assert losses["bigram"] < losses["unigram"] < losses["uniform"]
-    assert losses["model"] < losses["uniform"] - 1
-    assert summary["state_bytes_after_prefill"] == summary["state_bytes_after_decode"] > 0
-    assert summary["agreement"]["in_pieces_and_one_by_one_relative"] < 1e-5
-    assert len((tmp_path / "text.txt").read_bytes()) == 512 + 64
-    for figures in summary["drafting"].values():
-        assert figures["accepted_per_round"] >= 1
-        assert figures["record_bytes"] < figures["snapshot_bytes"]
