@@ -38,7 +38,8 @@ def state_bytes(caches: dict[int, KDACache]) -> int:
 def write(model: LanguageModel, prompt: Tensor, length: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Prefill of ``prompt`` ``[1, T]``, then ``length`` greedy bytes. Returns them, the lead of each following byte
     over the second best, in logits, and measurements."""
-    model(prompt, model.new_caches(1))  # not measured: the first call on a GPU loads kernels
+    if prompt.is_cuda:
+        model(prompt, model.new_caches(1))  # not measured: the first call loads kernels
     caches = model.new_caches(1)
     start = clock(prompt)
     following = model(prompt, caches)[:, -1:].argmax(-1)

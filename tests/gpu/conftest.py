@@ -4,14 +4,10 @@ that take everything."""
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 from support import DECODING, kernels_of
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # where examples is
 
 NAMES = [names for op in DECODING if (names := kernels_of(op, os.environ.get("KDA_TEST_DEVICE", "cuda")))]
 GENERAL = ",".join(names[-1] for names in NAMES)

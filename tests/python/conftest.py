@@ -8,13 +8,10 @@ With KDA_TEST_DEVICE=cuda: the tests marked ``cuda``, with all tensors there.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch and libkda start their threads
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # where examples is
 
 import pytest
 import torch
