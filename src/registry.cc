@@ -44,7 +44,7 @@ std::span<const Implementation<ForwardProblem>> implementations() {
     {"cuda_segments_sm90", "segments of few long sequences at once, joined by their maps, for Hopper",
      cuda::forward_segments_sm90_why_not, cuda::forward_segments_sm90_workspace, cuda::forward_segments_sm90,
      cuda::forward_segments_sm90_unsuited, cuda::forward_sm90_form},
-    {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by warpgroups of one block, for Hopper",
+    {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by pairs of blocks, for Hopper",
      cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90, nullptr,
      cuda::forward_sm90_form},
     {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,

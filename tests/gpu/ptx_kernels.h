@@ -20,7 +20,8 @@ void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d);
 
 // ---- Hopper (ptx_sm90.cu) ----
 
-// What a thread sees of an mbarrier for three arrivals: has the phase of parity 0 ended, and that of parity 1?
+// What a thread sees of an mbarrier for three arrivals: has the phase of parity 0 ended, and that of parity 1? 2 more if a
+// look that does not wait says so, too.
 constexpr int kSights = 18;
 void watch_barrier(const void* from, char* seen);
 // 32 lanes copy 16 bytes each, and then see those of their neighbours; seen [32]: has the phase ended?
@@ -38,6 +39,11 @@ struct Corner {
 void load_tile(const kda_tensor& from, const Corner& at, void* seen);
 // A tile of 32 tokens x 16 channels, 1024 bytes, as it is to lie in shared memory.
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile);
+// Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff, and the first one then 1024 bytes of `from`
+// behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's only. There an
+// mbarrier waits for these bytes, two arrivals of the first block and one of the other. seen [2,6144]: both memories; notes
+// [2,4]: a block's rank, what the other's memory says of its own, has the phase of its mbarrier ended, and by a look that does not wait?
+void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes);
 // Registers of 32 lanes x [4,32] to four 8x8 matrices.
 void store_matrices(const unsigned* x, void* matrices);
 // Of n pairs of pairs: z [2,n] with larger<T, false>, then larger<T, true>.

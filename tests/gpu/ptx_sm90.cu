@@ -23,15 +23,16 @@ __global__ void watch_kernel(const void* from, char* seen) {
   __shared__ uint4 copied[2];
   const unsigned barrier = ptx::shared_address(&memory), to = ptx::shared_address(copied);
   const auto look = [&] {
-    for (unsigned parity = 0; parity < 2; ++parity) *seen++ = ptx::has_phase_ended(barrier, parity);
+    for (unsigned parity = 0; parity < 2; ++parity)
+      *seen++ = static_cast<char>(ptx::has_phase_ended(barrier, parity) + 2 * ptx::is_phase_over(barrier, parity));
   };
   ptx::init_barrier(barrier, 3), ptx::fence_barriers(), look();
   ptx::arrive(barrier), look();
   ptx::arrive(barrier, 2), look();
   ptx::arrive_expecting(barrier, 32), ptx::arrive(barrier, 2), look();
   ptx::copy_bulk_to_shared(to, from, 32, barrier), *seen++ = waited(barrier, 1), look();
-  ptx::expect_bytes(barrier, 16), look();
-  ptx::arrive(barrier, 3), look();
+  ptx::arrive_expecting(barrier, 16), look();
+  ptx::arrive(barrier, 2), look();
   ptx::copy_bulk_to_shared(to, from, 16, barrier), *seen++ = waited(barrier, 0), look();
 }
 
@@ -84,6 +85,44 @@ __global__ void load_kernel(const __grid_constant__ CUtensorMap map, const __gri
     ptx::arrive_expecting(barrier, kLoaded), ptx::copy_tile(place, map, at.channel, at.head, at.token, at.b, barrier);
   waited(barrier, 0);
   seen[i] = tile[i];
+}
+
+constexpr unsigned kMemory = 6144, kCopied = 1024;  // bytes
+
+__global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __grid_constant__ CUtensorMap map,
+                                                   const __grid_constant__ Corner at, uint4* seen, unsigned* notes) {
+  unsigned char* memory = shared_memory();
+  const unsigned rank = ptx::rank(), other = rank ^ 1, place = ptx::shared_address(memory), barrier = place + kMemory;
+  for (unsigned i = threadIdx.x; i < kMemory / 16; i += blockDim.x) {
+    const unsigned j = i - kLoaded / 16;
+    reinterpret_cast<uint4*>(memory)[i] = rank == 0 && j < kCopied / 16 ? from[j] : make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(barrier, 3), ptx::fence_barriers();
+    ptx::store_shared(barrier + 8, rank);
+    ptx::prefetch_tile(map, at.channel, at.head, at.token, at.b);
+  }
+  ptx::fence_shared_for_async();
+  ptx::sync_cluster();
+  if (threadIdx.x == 0 && rank == 0) {
+    const unsigned there = ptx::address_in(barrier, other), bytes = place + kLoaded;
+    ptx::arrive_expecting_at(there, kLoaded + kCopied);
+    ptx::copy_bulk_between(ptx::address_in(bytes + kCopied, other), bytes, kCopied, there);
+    ptx::copy_tile_to(1 << other, place, map, at.channel, at.head, at.token, at.b, barrier);
+    ptx::arrive_at(there);
+  } else if (threadIdx.x == 0) {
+    ptx::arrive(barrier);
+  }
+  if (rank == 1) waited(barrier, 0);
+  ptx::sync_cluster();
+  for (unsigned i = threadIdx.x; i < kMemory / 16; i += blockDim.x)
+    seen[rank * kMemory / 16 + i] = reinterpret_cast<uint4*>(memory)[i];
+  if (threadIdx.x == 0) {
+    const unsigned found[] = {rank, ptx::load_shared_at(ptx::address_in(barrier + 8, other)),
+                              ptx::has_phase_ended(barrier, 0), ptx::is_phase_over(barrier, 0)};
+    for (unsigned i = 0; i < 4; ++i) notes[rank * 4 + i] = found[i];
+  }
+  ptx::sync_cluster();  // nobody reads the memory of a block that has ended
 }
 
 __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at,
@@ -215,6 +254,10 @@ void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
 }
 void load_tile(const kda_tensor& from, const Corner& at, void* seen) {
   load_kernel<<<1, kLoaded / 16, kLoaded + 8>>>(cuda::sm90::Tiles::map(from), at, static_cast<uint4*>(seen));
+}
+void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes) {
+  cluster_kernel<<<2, 128, kMemory + 16>>>(static_cast<const uint4*>(from), cuda::sm90::Tiles::map(tile), at,
+                                           static_cast<uint4*>(seen), notes);
 }
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
   const CUtensorMap map = cuda::sm90::Tiles::map(to, 16, CU_TENSOR_MAP_SWIZZLE_32B);

@@ -250,29 +250,40 @@ TEST_P(ForwardChunkPromise, SizesAndRuns) {
   }
 }
 
-// Nor do blocks without work of their own, who prepare chunks for others: there are such if there is one sequence, and none
-// if there are many.
-TEST_P(ForwardChunkPromise, HelpChangesNoBit) {
+// Nor do pairs of blocks that share heads: they do where there are more heads than pairs, and none where there is one.
+TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
   int blocks = 0;
   ASSERT_EQ(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
-  Case c = named(GetParam());
-  c.H = c.HV = 1, c.T = 260, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
-  c.B = 4 * blocks;  // as many that nobody is asked for help
-  const Inputs in(c);
-  const ForwardOutputs all(in, false);
-  for (const char* impl : invariant(forward_args(in, all))) {
-    SCOPED_TRACE(impl);
-    run_on_cuda(forward_args(in, all), impl);
-    for (const int64_t n : {0, 1, 2}) {
-      const Tensor o(c.dtype, {1, in.T, 1, c.V}), hT(KDA_F32, in.state_shape(1));
-      kda_forward_args a = slice(in, 0, c.T, {}, hT, o);
-      for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta})
-        t->data = static_cast<char*>(t->data) + n * t->stride[0] * dtype_size(t->dtype), t->shape[0] = 1;
-      a.states.h0 = in.h0;
-      a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
-      run_on_cuda(a, impl);
-      EXPECT_EQ(o.bits(), all.o.bits(0, n, 1)) << n;
-      EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+  const int64_t heads = blocks / 12;
+  const std::vector<int64_t> packed = {700, 33, 0, 1024, 65};
+  for (const bool varlen : {false, true}) {
+    SCOPED_TRACE(varlen ? "packed" : "batch");
+    Case c = named(GetParam());
+    c.H = c.HV = varlen ? heads : 1, c.layout = Layout::kDense, c.state_dtype = KDA_F32, c.tail = varlen ? 3 : 0;
+    c.B = varlen ? 1 : blocks / 2 + 1, c.T = 310, c.lengths = varlen ? packed : std::vector<int64_t>{};
+    const Inputs in(c);
+    const ForwardOutputs all(in, false);
+    for (const char* impl : invariant(forward_args(in, all))) {
+      SCOPED_TRACE(impl);
+      run_on_cuda(forward_args(in, all), impl);
+      // Those at the borders of shares are somewhere among them.
+      for (int64_t n = 0; n < in.N; n += varlen || n < 8 ? 1 : 13) {
+        const int64_t begin = varlen ? in.begin(n) : 0, length = varlen ? in.length(n) : in.T, row = varlen ? 0 : n;
+        const Tensor o(c.dtype, {1, in.T, c.HV, c.V}), hT(KDA_F32, in.state_shape(1));
+        kda_forward_args a = slice(in, begin, begin + length, {}, hT, o);
+        for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta})
+          t->data = static_cast<char*>(t->data) + row * t->stride[0] * dtype_size(t->dtype), t->shape[0] = 1;
+        a.in.cu_seqlens = {};
+        a.states.h0 = in.h0;
+        a.states.h0.data = static_cast<float*>(a.states.h0.data) + n * a.states.h0.stride[0], a.states.h0.shape[0] = 1;
+        run_on_cuda(a, impl);
+        if (varlen) {
+          EXPECT_EQ(o.bits(1, begin, length), all.o.bits(1, begin, length)) << n;
+        } else {
+          EXPECT_EQ(o.bits(), all.o.bits(0, n, 1)) << n;
+        }
+        EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
+      }
     }
   }
 }

@@ -81,9 +81,10 @@ def test_beside_a_kernel_that_holds_most_of_the_gpu(impl: str, busy: float) -> N
 
 @only_cuda
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_workspace_may_hold_anything(impl: str) -> None:
+@pytest.mark.parametrize("H", [8, 96])  # with many heads, pairs of blocks of cuda_chunk_sm90 hand states on
+def test_workspace_may_hold_anything(impl: str, H: int) -> None:
     """What a launch left that was aborted, or one of another size: replays of a graph heed none of it."""
-    call, state = HERE(tokens(8, 1500)), states(8)
+    call, state = HERE(tokens(H, 1500)), states(H)
     need = kda.workspace_size(**call, state=state, impl=impl)
     workspace = torch.zeros(need, dtype=torch.uint8, device=DEVICE)
     pool, out = state.clone(), torch.empty_like(call["v"])

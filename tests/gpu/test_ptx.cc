@@ -231,14 +231,14 @@ TEST_F(PtxOnHopper, PhasesOfABarrier) {
   std::string text;
   for (const char x : seen.back()) text += static_cast<char>('0' + x);
   EXPECT_EQ(text,
-            "01"     // new
-            "01"     // one of three arrivals
-            "10"     // all of them
-            "10"     // all again, but 32 bytes are expected
-            "101"    // they come
-            "01"     // 16 bytes are expected
-            "01"     // all arrivals
-            "110");  // bytes come
+            "03"     // new
+            "03"     // one of three arrivals
+            "30"     // all of them
+            "30"     // all again, but 32 bytes are expected
+            "103"    // they come
+            "03"     // one arrival, and 16 bytes are expected
+            "03"     // all arrivals
+            "130");  // bytes come
 }
 
 TEST_F(PtxOnHopper, CopiesArrive) {
@@ -303,6 +303,23 @@ TEST_F(PtxOnHopper, TilesAreLoaded) {
     load_tile(view(from), at, seen);
     expect_same(expected, seen.back());
   }
+}
+
+TEST_F(PtxOnHopper, BlocksCopyToEachOther) {
+  const std::vector<uint16_t> x = counted<uint16_t>(kB * kT * kHeads * 128), bytes = counted<uint16_t>(512);
+  const OnDevice tensor(x);
+  const Corner at{64, 1, 3, 1};
+  std::vector<uint16_t> expected(2 * 3072, 0xffff);
+  std::copy(bytes.begin(), bytes.end(), expected.begin() + 2048);
+  for (unsigned row = 0; row < kTile; ++row)
+    for (unsigned column = 0; column < 64; ++column)
+      expected[3072 + place(row, column, 128) / 2] = x[element(at, row, column)];
+  std::copy(bytes.begin(), bytes.end(), expected.begin() + 3072 + 2048 + 512);
+  const OnDevice seen(expected.size(), uint16_t{7});
+  const OnDevice notes(8, 7u);
+  copy_between_blocks(OnDevice(bytes), view(tensor), at, seen, notes);
+  expect_same(expected, seen.back());
+  expect_same(std::vector<unsigned>{0, 1, 0, 0, 1, 0, 1, 1}, notes.back());
 }
 
 TEST_F(PtxOnHopper, TilesAreStored) {

@@ -139,6 +139,11 @@ __device__ inline unsigned load_shared(unsigned from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+__device__ inline unsigned load_shared16(unsigned from) {
+  unsigned short x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+  return x;
+}
 __device__ inline uint2 load_shared2(unsigned from) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");

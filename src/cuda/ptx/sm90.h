@@ -23,9 +23,17 @@ __device__ inline void arrive(unsigned barrier, unsigned times = 1) {
 __device__ inline void arrive_expecting(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Promises bytes without arriving: before this thread's own arrival.
-__device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+// Without waiting for it, and after having waited for a while.
+__device__ inline bool is_phase_over(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
 }
 __device__ inline bool has_phase_ended(unsigned barrier, unsigned parity) {
   unsigned done;
@@ -41,6 +49,37 @@ __device__ inline bool has_phase_ended(unsigned barrier, unsigned parity) {
 __device__ inline void wait_barrier(unsigned barrier, unsigned parity) {
   while (!has_phase_ended(barrier, parity)) {
   }
+}
+
+// ---- blocks of a cluster ----
+
+__device__ inline unsigned rank() {
+  unsigned x;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+  return x;
+}
+// Where shared memory of this block's `address` is in block `rank`.
+__device__ inline unsigned address_in(unsigned address, unsigned rank) {
+  unsigned x;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(address), "r"(rank));
+  return x;
+}
+// Of all threads of all of its blocks.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored in
+// its own shared memory; with the scope of the cluster they would wait for all memory.)
+__device__ inline void arrive_at(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void arrive_expecting_at(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline unsigned load_shared_at(unsigned from) {
+  unsigned x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
 }
 
 // ---- named barriers of some warps of a block: 1..15 ----
@@ -79,7 +118,22 @@ __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
-// Likewise to the tensor; what would be outside of it is left out.
+// Hints that it will be copied: it comes to the L2 cache.
+__device__ inline void prefetch_tile(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+// A copy to the same places of shared memory in blocks of the cluster, a bit of `ranks` each.
+__device__ inline void copy_tile_to(unsigned ranks, unsigned to, const CUtensorMap& map, unsigned x, unsigned y,
+                                    unsigned z, unsigned w, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
+      : "memory");
+}
+// From shared memory to the tensor; what would be outside of it is left out.
 __device__ inline void store_tile(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
                                   unsigned from) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
@@ -88,6 +142,12 @@ __device__ inline void store_tile(const CUtensorMap& map, unsigned x, unsigned y
 }
 __device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+// From this block's shared memory to another's; `to` and `barrier` are there (address_in).
+__device__ inline void copy_bulk_between(unsigned to, unsigned from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 __device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -184,10 +244,11 @@ __device__ void wait_for_products() {
 // How 16-byte pieces of rows of 128 or 64 bytes are swizzled: bits 4.. of an address ^ bits 7..
 enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
 // A matrix in shared memory, in bytes: from eight rows to the next eight (stride); of matrices whose rows are channels of
-// the contraction (kTransposed), from as many columns as a row holds to the next (leading).
+// the contraction (kTransposed), from as many columns as a row holds to the next (leading). (In clusters, addresses say in
+// their upper bits whose memory it is.)
 __device__ inline uint64_t matrix_at(unsigned address, unsigned leading, unsigned stride, Swizzle swizzle) {
-  return address >> 4 | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(stride >> 4) << 32 |
-         static_cast<uint64_t>(swizzle) << 62;
+  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
+         static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 // The same matrix so many bytes further.
 __device__ inline uint64_t further(uint64_t matrix, unsigned bytes) {

@@ -9,10 +9,9 @@ constexpr unsigned kRows = 32;   // tokens of a chunk here: two make a chunk of 
 constexpr unsigned kSize = 128;  // K and V
 static_assert(kChunk % kRows == 0, "states are kept between chunks");
 
-constexpr unsigned kScanners = 2, kPreparers = 2, kGroup = 128;  // warpgroups, and their threads
-constexpr unsigned kThreads = (kScanners + kPreparers) * kGroup;
-constexpr unsigned kPreparerBarrier = 1,
-                   kScannerBarrier = kPreparerBarrier + kPreparers;  // named barriers: of the first groups
+constexpr unsigned kGroup = 128;                           // threads of a warpgroup
+constexpr unsigned kPreparers = 2, kThreads = 3 * kGroup;  // warpgroups of a block that prepares; all of its threads
+constexpr unsigned kPreparerBarrier = 1, kScannerBarrier = 3;  // named barriers: of the first warpgroups
 
 // Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
 // swizzled as wgmma wants it (Swizzle::k128). Eight rows begin at multiples of 1024 bytes, so that a piece's place within
@@ -21,56 +20,59 @@ constexpr unsigned kHalf = 8192, kRowBytes = 128, kTileBytes = kRows * kRowBytes
 
 // The operands of a chunk.
 struct Stage {
-  static constexpr unsigned k = 0, q = kRows * kRowBytes;  // kG; qG: fp16
-  static constexpr unsigned kg = 2 * kHalf;                // fp16
-  static constexpr unsigned v = kg + kRows * kRowBytes;    // as given
-  static constexpr unsigned T = 4 * kHalf;                 // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
-  static constexpr unsigned Aqk = T + kRows * 64;          // likewise
-  static constexpr unsigned ell = Aqk + kRows * 64;        // decay of each channel: f32
-  static constexpr unsigned end = ell + kSize * 4;
-  static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // stages follow each other
+  static constexpr unsigned k = 0, q = kTileBytes;          // kG; qG: fp16
+  static constexpr unsigned kg = 2 * kHalf;                 // fp16; between its halves:
+  static constexpr unsigned T = kg + kTileBytes;            // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
+  static constexpr unsigned Aqk = T + kRows * 64;           // likewise
+  static constexpr unsigned ell = kg + kHalf + kTileBytes;  // decay of each channel: f32
+  static constexpr unsigned end = ell + kSize * 4;          // of what is prepared
+  static constexpr unsigned v =
+      (end + 1023) / 1024 * 1024;  // as given: 64 columns, and the others where a block has them
 };
-constexpr unsigned kStages = 4, kQueue = 7;  // and tasks that helpers have found
-constexpr unsigned kQueueBytes = (kQueue * 16 + 8 + 15) / 16 * 16;
+static_assert(Stage::Aqk + kRows * 64 == Stage::kg + kHalf);
+constexpr unsigned kStages = 4;
 
 constexpr unsigned kStrideA = 36;
 
 // What each preparing warpgroup has for itself: all at constant distances from one address.
 struct BenchLayout {
-  static constexpr unsigned rows = 0;                              // 64 rows of scores
-  static constexpr unsigned columns = 2 * kHalf;                   // 32 columns; between their halves what follows:
-  static constexpr unsigned totals = columns + kRows * kRowBytes;  // of 8 rows each, per channel: f32
-  static constexpr unsigned factors = totals + 4 * kSize * 4;      // of rows, two chunks
+  static constexpr unsigned columns = 2 * kHalf;  // behind 64 rows of scores, 32 columns; between their halves:
+  static constexpr unsigned totals = columns + kTileBytes;     // of 8 rows each, per channel: f32
+  static constexpr unsigned factors = totals + 4 * kSize * 4;  // of rows, two chunks
   static constexpr unsigned kFactorBytes = 4 * kRows * 4;
-  static constexpr unsigned gate = factors + 2 * kFactorBytes;  // bias per channel; rate
-  static constexpr unsigned plans = gate + (kSize + 4) * 4;
-  static constexpr unsigned kPlanBytes = 160;
+  static constexpr unsigned plans = factors + 2 * kFactorBytes;
+  static constexpr unsigned kPlanBytes = 256;
   static constexpr unsigned bad = plans + kPlanBytes;  // rows, of each warp
   static constexpr unsigned raw = bad + 16;            // mbarrier: raw rows are there
   static_assert(raw + 8 <= columns + kHalf);
-  static constexpr unsigned A = columns + kHalf + kRows * kRowBytes;  // Akk: f32, kStrideA apart
-  static constexpr unsigned end = A + kRows * kStrideA * 4;
+  static constexpr unsigned wide = columns + kHalf + kTileBytes;  // with `columns`, f32 numbers; between their halves:
+  static constexpr unsigned given = wide + kTileBytes;            // for exact scores: totals as given
+  static constexpr unsigned decays = given + 4 * kSize * 4;       // and decays between rows of warps
+  static constexpr unsigned A = wide + kHalf + kTileBytes;        // Akk: f32, kStrideA apart
+  static_assert(decays + 6 * kSize * 2 <= wide + kHalf);
+  static constexpr unsigned end = A + kRows * kStrideA * 4;  // the first bench has room behind it, for 16 x 32 bytes
   static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // benches follow each other
 };
 
-// All of a block's shared memory, in bytes.
+// A block's shared memory, in bytes. kColumns: how many columns of a state it scans; kBenches: warpgroups that prepare.
 struct Shared {
-  static constexpr unsigned stages = 0;
-  static constexpr unsigned benches = stages + kStages * Stage::bytes;
-  static constexpr unsigned out =
-      benches + (kPreparers - 1) * BenchLayout::bytes + BenchLayout::end;  // of each scanning warp
-  static constexpr unsigned kOutBytes = kRows * 32;                        // of 16 columns: see staged()
-  static constexpr unsigned places = out + kScanners * 4 * kOutBytes;      // of each scanning warp: where outputs go
-  static constexpr unsigned queue = places + kScanners * 4 * 16;           // of helpers' tasks
-  static constexpr unsigned tasks = queue + kQueueBytes;                   // mbarriers: of tasks, of stages
-  static constexpr unsigned full = tasks + 2 * 8 * kQueue;
-  static constexpr unsigned empty = full + 8 * kStages;
-  static constexpr unsigned bad_values = empty + 8 * kStages;                   // of each scanning thread
-  static constexpr unsigned corrections = bad_values + kScanners * kGroup * 4;  // of each scanning warp: an address
-  static constexpr unsigned bytes = corrections + kScanners * 4 * 8;
+  static constexpr unsigned full = 0, empty = full + 8 * kStages;  // mbarriers, of stages
+  static constexpr unsigned places = empty + 8 * kStages;          // of each scanning warp: where outputs go
+  static constexpr unsigned corrections = places + 8 * 16;         // likewise: an address
+  static constexpr unsigned bad_values = corrections + 8 * 8;      // of each scanning thread
+  static constexpr unsigned queue = bad_values + 2 * kGroup * 2;   // of tasks, and its mbarriers
+  static constexpr unsigned stages = 1024;
+  static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
+
+  template <unsigned kColumns>
+  static constexpr unsigned kStageBytes = Stage::v + kColumns / 64 * kTileBytes;
+  template <unsigned kColumns>
+  static constexpr unsigned out = stages + kStages* kStageBytes<kColumns>;
+  template <unsigned kColumns>
+  static constexpr unsigned benches = out<kColumns> + kColumns / 16 * kOutBytes;
+  template <unsigned kColumns, unsigned kBenches>
+  static constexpr unsigned bytes = benches<kColumns> + kBenches* BenchLayout::bytes;
 };
-static_assert(Shared::out % 256 == 0);
-static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -88,48 +90,51 @@ __device__ inline unsigned opaque(unsigned x) {
 __device__ inline unsigned uniform(unsigned x) { return __reduce_or_sync(kAll, x); }
 
 // What a call works on.
-struct Help;
 struct Tiles;
 struct Call {
   const ForwardProblem& p;
   const Tokens& x;
   const States& states;
   const View& v_new;
-  const Help& help;
   const Tiles* tiles;
-  unsigned first = blockIdx.x;  // item of the block
 };
 
-// A stage of the ring by the number of its chunk, counted over all chunks of a block.
+// A ring of stages: chunks are counted over all that a block scans, or prepares.
+template <unsigned kColumns>
 struct Ring {
+  // Two blocks scan 64 columns each, and have every second chunk prepared by the other: see pair.h.
+  static constexpr bool kPaired = kColumns == 64;
   unsigned memory;  // address of shared memory
-  __device__ unsigned stage(unsigned chunk) const { return memory + Shared::stages + chunk % kStages * Stage::bytes; }
+  __device__ unsigned stage(unsigned chunk) const {
+    return memory + Shared::stages + chunk % kStages * Shared::kStageBytes<kColumns>;
+  }
   __device__ unsigned full(unsigned chunk) const { return memory + Shared::full + chunk % kStages * 8; }
+  // (With pairs, that of the block that prepares the chunk counts.)
   __device__ unsigned empty(unsigned chunk) const { return memory + Shared::empty + chunk % kStages * 8; }
   __device__ void wait_full(unsigned chunk) const { ptx::wait_barrier(full(chunk), chunk / kStages % 2); }
+  __device__ bool is_full(unsigned chunk) const { return ptx::is_phase_over(full(chunk), chunk / kStages % 2); }
   // Until the chunk that had the stage before has been read.
   __device__ void wait_empty(unsigned chunk) const {
-    while (!is_empty(chunk)) {
-    }
+    if (chunk >= kStages) ptx::wait_barrier(empty(chunk), (chunk / kStages + 1) % 2);
   }
-  __device__ bool is_empty(unsigned chunk) const {
-    return chunk < kStages || ptx::has_phase_ended(empty(chunk), (chunk / kStages + 1) % 2);
+  // By one thread of each warp that has read the chunk.
+  __device__ void release(unsigned chunk) const {
+    if constexpr (kPaired) ptx::arrive_at(ptx::address_in(empty(chunk), chunk % 2));
+    else ptx::arrive(empty(chunk));
+  }
+  // By one thread, before fence_barriers(). arrivals: that fill a stage. With pairs there is one more, with which the other
+  // block's comes alone.
+  __device__ void start(unsigned arrivals) const {
+    for (unsigned i = 0; i < kStages; ++i) {
+      const bool here = !kPaired || i % 2 == ptx::rank();
+      ptx::init_barrier(full(i), kPaired + (here ? arrivals : 0)), ptx::init_barrier(empty(i), 8);
+    }
   }
 };
 
-// By one thread, before fence_barriers(). arrivals: that fill a stage.
-__device__ inline void start_ring(const Ring& ring, unsigned arrivals) {
-  for (unsigned i = 0; i < kStages; ++i)
-    ptx::init_barrier(ring.full(i), arrivals), ptx::init_barrier(ring.empty(i), kScanners * 4);
-}
-
-// A value head of a sequence, or the rows behind the last sequence. A block has numbers blockIdx.x, + gridDim.x, ..
+// A value head of a sequence.
 struct Item {
   unsigned n, hv;
-  __device__ Item(const ForwardProblem& p, unsigned number)
-      : n(number / static_cast<unsigned>(p.HV)), hv(number - n * static_cast<unsigned>(p.HV)) {}
-  __device__ bool exists(const ForwardProblem& p) const { return n < p.N + p.varlen; }
-  __device__ bool is_tail(const ForwardProblem& p) const { return n == p.N; }
 };
 
 }  // namespace kda::cuda::sm90

@@ -23,15 +23,14 @@ class ExactScores {
   struct Gate {
     int32_t form;
     float rate, most, factor, shift[4];
-    __device__ Gate(const Tokens& x, const Bench& at) : form(x.gate_form) {
-      const float a = ptx::least(at.gate_rate(), 1e30f);  // no inf
+    __device__ Gate(const Tokens& x, const HeadGate& head) : form(x.gate_form) {
+      const float a = ptx::least(head.rate(), 1e30f);  // no inf
       const bool softplus = form == KDA_GATE_SOFTPLUS, given = !softplus && form != KDA_GATE_LOWER_BOUND;
       factor = softplus ? kLog2e : given ? -1 : -kLog2e * a;
       rate = softplus ? a : form == KDA_GATE_LOWER_BOUND ? -x.lower_bound * kLog2e : kLog2e;
       most = kMost * ptx::reciprocal(rate);
-      at.gate_bias(shift);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) shift[e] = given ? 0 : shift[e] * factor;
+      for (int e = 0; e < 4; ++e) shift[e] = given ? 0 : head.bias[e] * factor;
     }
     // In two steps, so that special functions of two rows can take turns.
     struct Part {
@@ -78,7 +77,7 @@ class ExactScores {
       total_[e] = fmaf(-rate, x[e], total_[e]);
       G_[e] = fmaf(-rate, ptx::least(x[e], gate.most), G_[e]);
     }
-    Bench::store_wide(stage_ + own, G_);
+    at_.store_wide(own, G_);
   }
   // Of the lane's channels: no NaN?
   __device__ bool is_fine() const {
@@ -88,7 +87,8 @@ class ExactScores {
   __device__ void share_totals() const {
     const unsigned place = (at_.warp * kSize + at_.lane * 4) * 4;
     ptx::store_shared_f32x4(at_.address + Bench::totals + place, make_float4(G_[0], G_[1], G_[2], G_[3]));
-    ptx::store_shared_f32x4(stage_ + kGiven + place, make_float4(total_[0], total_[1], total_[2], total_[3]));
+    ptx::store_shared_f32x4(at_.address + Bench::given + place,
+                            make_float4(total_[0], total_[1], total_[2], total_[3]));
   }
 
   // Operands of the scan and of scores, from the raw rows on the bench.
@@ -102,7 +102,7 @@ class ExactScores {
       if (w < 3 && w < at_.warp) add(G, total[w]);
     }
     // G is before the warp's rows; `first` that, from the anchor on.
-    Bench::load_wide(stage_ + at_.own(3), anchor);
+    at_.load_wide(at_.own(3), anchor);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       anchor[e] = rintf(G[e] + anchor[e]);
@@ -125,7 +125,7 @@ class ExactScores {
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
     store_operands<T>(at_, stage_, first, to_anchor, from_anchor);
-    if (at_.warp == 0) store_ell();
+    if (at_.stores_ell()) store_ell();
   }
 
   // [q; k] of the warp's rows times k of their own, and of each warp's before.
@@ -167,10 +167,9 @@ class ExactScores {
   }
 
  private:
-  // In the stage, where Aqk and T will be: totals as given, for ell; powers of two from the anchor of o to the rows of w.
-  static constexpr unsigned kGiven = Stage::Aqk;
+  // Powers of two from the anchor of o to the rows of w.
   __device__ unsigned decays(unsigned w, unsigned o) const {
-    return stage_ + Stage::T + (w * (w - 1) / 2 + o) * kSize * 2;
+    return at_.address + Bench::decays + (w * (w - 1) / 2 + o) * kSize * 2;
   }
 
   __device__ static void add(float (&x)[4], const float (&y)[4]) {
@@ -181,7 +180,7 @@ class ExactScores {
     float ell[4] = {}, total[4];
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w)
-      load_four(stage_ + kGiven + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
+      load_four(at_.address + Bench::given + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
     ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
                             make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
   }

@@ -1,50 +1,64 @@
-// Chunked forward for Hopper: one block of four warpgroups per SM, two that prepare chunks and two that carry the state.
+// Chunked forward for Hopper: pairs of blocks, one per SM, of three warpgroups each: one carries 64 columns of a state, two
+// prepare chunks.
 //
-// Chunks of 32 tokens go from the preparation (prepare.h) to the scan (scan.h) through a ring of stages in shared memory:
-// mbarriers say when a stage is full and when it is empty again. A block works on one value head of one sequence at a time.
+// Chunks of 32 tokens go from the preparation (prepare.h) to the scans (scan.h) of both blocks through rings of stages in
+// shared memory: mbarriers say when a stage is full and when it is empty again. What a pair works on is in pair.h.
 #include "cuda/cuda.h"
 #include "cuda/sm90/dispatch.h"
-#include "cuda/sm90/help.h"
-#include "cuda/sm90/scan.h"
+#include "cuda/sm90/pair.h"
 
 namespace kda::cuda {
 namespace {
 
 using namespace sm90;
 
-constexpr int kScanRegisters = 160;  // with fewer the compiler waits after every product of the scan
+// Of what a block of three warpgroups starts with, 168 a thread.
+constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
+static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
+constexpr unsigned kBytes = Shared::bytes<64, kPreparers>;
+static_assert(kBytes <= 227 * 1024, "what a block of Hopper may have");
+
+__global__ void __launch_bounds__(kMeasuring)
+    measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Shares shares) {
+  wait_for_stream();
+  let_next_start();
+  shares.measure(p);
+}
 
 template <class T, class Scores, bool kWideGate>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ View v_new,
-                 const __grid_constant__ Help help, const __grid_constant__ Tiles tiles) {
+                 const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new, help, &tiles};
-  using Preparation = Preparation<T, Scores, kWideGate>;
-  const Ring ring{memory};
+  const Call call{p, x, states, v_new, &tiles};
+  using Preparation = Preparation<T, Scores, kWideGate, PairSource>;
+  const Ring<64> ring{memory};
+  const unsigned pair_at = memory + Shared::queue, planned = pair_at + 8;  // there are no tasks here
   if (threadIdx.x == 0) {
-    start_ring(ring, kGroup);
+    ring.start(kGroup);
     Preparation::start(memory);
-    start_queue(memory);
+    ptx::init_barrier(planned, 1);
     ptx::fence_barriers();
   }
-  __syncthreads();  // barriers are there
   wait_for_stream();
+  if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, given.number());
+  ptx::sync_cluster();  // barriers of both blocks, and the number, are there
+  const unsigned pair = uniform(ptx::load_shared_at(ptx::address_in(pair_at, 0)));
+  const Shares shares = given.known(p);
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
-  if (group < kScanners) {
+  if (group == 0) {
     ptx::take_registers<kScanRegisters>();
-    Scan<T> scan(call, memory);
-    const unsigned total = scan.run();
-    scan.finish_outputs();
-    if (!help) return;
-    if (threadIdx.x == 0)
-      courier(ring, total, [&](const Task& task, unsigned stage) { store_image(help, task, stage); });
-    if (threadIdx.x / 32 == kGroup / 32) scout(p, help, ring);
+    ptx::wait_barrier(planned, 0);  // the first stretches are known
+    PairScan<T>(call, memory, shares, pair).run();
   } else {
-    ptx::give_registers<256 - kScanRegisters>();
-    Preparation(call, memory, group - kScanners).run();
+    ptx::give_registers<kPreparerRegisters>();
+    Preparation preparation(call, memory, group - 1);
+    preparation.plan({Stretches(p, shares, pair), group - 1});
+    if (threadIdx.x == kGroup) ptx::arrive(planned);
+    preparation.run();
   }
+  ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
 }
 
 // Do rows fit accesses of 16 bytes?
@@ -52,20 +66,6 @@ bool aligned(const kda_tensor& t) {
   bool fits = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % 16 == 0;
   return fits;
-}
-
-int64_t items_of(const ForwardProblem& p) { return (p.N + p.varlen) * p.HV; }
-
-// Blocks that have items, where others can help them: not if there are many items for each anyway, or few chunks.
-int64_t owners_with_help(const ForwardProblem& p) {
-  const int64_t blocks = multiprocessors(p.args.exec.device_id);
-  if (p.T < 8 * static_cast<int64_t>(kRows) || items_of(p) >= 4 * blocks) return 0;
-  return std::min(items_of(p), blocks);
-}
-
-// Of kShares chunks, those for helpers: as many as there are blocks for it. Where all blocks have items, some get done first.
-unsigned share_of(int64_t owners, int64_t blocks) {
-  return static_cast<unsigned>(owners < blocks ? kShares * (blocks - owners) / blocks : kShares / 2);
 }
 
 }  // namespace
@@ -86,7 +86,8 @@ const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
-  return grid_why_not(p, 1, 1);
+  if ((p.B * p.T / kChunk + p.N + 1) * p.HV > INT32_MAX / 2) return "takes at most 2^30 spans of 64 tokens and a head";
+  return nullptr;
 }
 
 const char* forward_sm90_form(const ForwardProblem& p) {
@@ -95,25 +96,21 @@ const char* forward_sm90_form(const ForwardProblem& p) {
 }
 
 uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p) {
-  return owners_with_help(p) * (sizeof(Board) + kWindow * kImageBytes);
+  return Shares(p, multiprocessors(p.args.exec.device_id)).bytes();
 }
 
 void forward_chunk_sm90(const ForwardProblem& p) {
-  if (items_of(p) == 0) return;
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  const int64_t blocks = multiprocessors(a.exec.device_id);
-  Help help;
-  if (const int64_t owners = owners_with_help(p)) {
-    auto* workspace = static_cast<char*>(a.exec.workspace);
-    help = {reinterpret_cast<Board*>(workspace + owners * kWindow * kImageBytes), workspace,
-            static_cast<unsigned>(owners), share_of(owners, blocks)};
-    KDA_CUDA(cudaMemsetAsync(help.boards, 0, owners * sizeof(Board), stream_of(a.exec)));
-  }
-  const dim3 grid(static_cast<unsigned>(help.boards ? blocks : std::min(items_of(p), blocks)));
+  Shares shares(p, multiprocessors(a.exec.device_id));
+  if (shares.pairs == 0) return;
+  shares.place(a.exec.workspace);
+  if (shares.measures()) launch<measure_kernel>(a.exec, dim3(1), static_cast<int>(kMeasuring), 0, p, shares);
+  else if (shares.flags) KDA_CUDA(cudaMemsetAsync(shares.flags, 0, shares.flag_bytes(), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
-    launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, grid, kThreads, Shared::bytes, p, Tokens(p, a.in, a.o),
-                                               States(a), view_of(a.v_new), help, Tiles(p));
+    launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
+                                               static_cast<int>(kBytes), p, Tokens(p, a.in, a.o), States(a),
+                                               view_of(a.v_new), shares, Tiles(p));
   });
 }
 

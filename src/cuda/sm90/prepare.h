@@ -2,13 +2,12 @@
 //
 // Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
 // sums in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
-// reads (or other lanes of its warp, before); v goes to the stage. Decays wait in the stage, each where its lane will store.
-//   the stage is empty; norms, gates, decays of the warp's rows       barrier: decays of all rows are known
-//   kG, qG, kg into the stage, score operands on the bench            barrier: operands are there
-//   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the bench is free
+// reads (or other lanes of its warp, before): g with decays, all of them with operands of scores. v goes to the stage.
+//   norms, gates, decays of the warp's rows                           barrier: decays of all rows are known
+//   the stage is empty; kG, qG, kg into it, score operands            barrier: operands are there
+//   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the rest of the bench is free
 //   the next chunk is fetched; one warp inverts I + Akk               the stage is full
 #pragma once
-#include "cuda/sm90/help.h"
 #include "cuda/sm90/invert.h"
 #include "cuda/sm90/scores.h"
 #include "cuda/sm90/tiles.h"
@@ -17,224 +16,119 @@ namespace kda::cuda::sm90 {
 
 // A chunk to prepare: planned by one thread for all, two chunks ahead, in shared memory.
 struct alignas(16) Plan {
-  unsigned hv, h, b, token;   // value and query/key head; tokens token .. token + rows - 1 of row b
-  unsigned rows, fine;        // the latter: up to the first that has a NaN
-  unsigned number;            // of the chunk, over all of the block; kNone: there are no more
-  unsigned images[2], count;  // chunks before it whose images come from helpers
-  unsigned task;              // of a helper
-  bool begins;                // its head is not that of the preparer's chunk before
-  bool open;                  // it is not known yet which chunk it is
+  unsigned hv, h, b, token;  // value and query/key head; tokens token .. token + rows - 1 of row b
+  unsigned rows, fine;       // the latter: up to the first that has a NaN
+  unsigned number;           // of the chunk in the ring; kNone: there are no more
+  bool begins;               // its head is not that of the preparer's chunk before
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
-};
-
-// Where a preparer is on its way through the block's items.
-struct alignas(16) Walk {
-  unsigned item, hv, h;    // the value head of a sequence, and its query/key head
-  unsigned b, t0, length;  // where that sequence's tokens are; none of padding
-  unsigned chunk, number;  // of the sequence; over all of the block
-  unsigned total;          // chunks of the block, once they are known
-  unsigned head;           // of the last plan
-  bool ended;
-
-  __device__ void start(const Call& call) {
-    item = call.first, number = chunk = 0, head = Plan::kNone, ended = false;
-    enter(call);
-  }
-  // On to another chunk of the block.
-  __device__ void move_to(const Call& call, unsigned n) {
-    if (ended) return;
-    chunk += n - number, number = n;
-    while (!ended && chunk * kRows >= length) {
-      chunk -= (length + kRows - 1) / kRows, item += gridDim.x;
-      enter(call);
-    }
-  }
-  // To a chunk of any item.
-  __device__ void jump_to(const Call& call, const Task& task, unsigned n) {
-    find(call.p, Item(call.p, task.item));
-    chunk = task.chunk, number = n;
-  }
-  __device__ void mark(Plan& p) {
-    p.begins = hv != head, head = hv;
-    p.hv = hv, p.h = h, p.b = b, p.token = t0 + chunk * kRows, p.rows = p.fine = min(length - chunk * kRows, kRows);
-    p.number = number;
-  }
-
- private:
-  __device__ void enter(const Call& call) {
-    const Item here(call.p, item);
-    const unsigned first = number - chunk;
-    ended = !here.exists(call.p);
-    if (ended) total = first;
-    else find(call.p, here);
-    if (!call.help.owns() || (!ended && length == 0)) return;
-    atomicMax(&call.help.own().place, ended ? kClosed : static_cast<unsigned long long>(item + 1) << 32 | first);
-  }
-  __device__ void find(const ForwardProblem& p, const Item& here) {
-    length = 0, hv = here.hv, h = hv / static_cast<unsigned>(p.group());
-    if (here.is_tail(p)) return;
-    const Sequence s = sequence_at(p, p.args.in, p.args.states, here.n);
-    b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
-    if (s.live) length = static_cast<unsigned>(s.length);
+  // Chunk `chunk` of a sequence of `length` tokens from t0 on.
+  __device__ void set(const ForwardProblem& p, unsigned head, unsigned row, unsigned t0, unsigned length,
+                      unsigned chunk) {
+    hv = head, h = hv / (static_cast<unsigned>(p.HV) / static_cast<unsigned>(p.H)), b = row;
+    token = t0 + chunk * kRows, rows = fine = min(length - chunk * kRows, kRows);
   }
 };
 
-struct Plans {
-  Walk walk;
-  Plan turns[2];
-};
-static_assert(sizeof(Plans) <= BenchLayout::kPlanBytes);
-
-// kWideGate: g is f32, else it has the type of q, k and v.
-template <class T, class Scores, bool kWideGate>
+// kWideGate: g is f32, else it has the type of q, k and v. Source: next(plan), by one thread, tells the preparer's next
+// chunk; kColumns, in whose ring it is (0: nobody scans here); kStep: how many chunks further the next one is, mostly.
+template <class T, class Scores, bool kWideGate, class Source>
 class Preparation {
  public:
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
+  static constexpr unsigned kColumns = Source::kColumns;
+  using Ring = sm90::Ring<kColumns>;
 
   __device__ Preparation(const Call& call, unsigned memory, unsigned group)
-      : call_(call), memory_(memory), at_(memory, group) {}
+      : call_(call), memory_(memory), at_(bench(memory, group), group) {}
 
   // By one thread, before fence_barriers().
   __device__ static void start(unsigned memory) {
-    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(Bench::at(memory, i) + Bench::raw, kRawTensors);
+    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
   }
-  // The block's own chunks, then those of others.
+  __device__ void plan(const Source& source) {
+    if (threadIdx.x % kGroup > 0) return;
+    plans().source = source, plans().head = Plan::kNone;
+    for (unsigned i = 0; i < 2; ++i) make_plan(plan(i));
+  }
   __device__ void run() {
-    if (threadIdx.x % kGroup == 0) {
-      Walk walk;
-      walk.start(call_);
-      plans().walk = walk;
-      decide(plan(0)), settle(plan(0));
-      decide(plan(1));
-    }
-    at_.sync();  // the first chunk is known
+    at_.sync();  // the first two chunks are known
     bool fetched = false;
-    for (at_.turn = 0;; ++at_.turn) {
+    for (at_.turn = 0; plan(at_.turn).any(); ++at_.turn) {
       const Plan& now = plan(at_.turn);
-      if (!fetched) {
-        if (!now.any()) return;
-        fetch(now, at_.turn);
-      }
-      if (now.begins) {
-        at_.sync();  // nobody reads the gate of the head before
-        at_.store_gate(call_.x, now.hv);
-        at_.sync();  // the gate is there
-      }
-      Done done;
-      do done = prepare();
-      while (done == kAgain);
-      fetched = done == kNextFetched;
-      if (!fetched) at_.sync();  // all know that it is not
+      do {
+        if (!fetched) fetch(now, at_.turn);
+        fetched = prepare();
+      } while (!fetched);
       // Planning takes a while: it is for a warp that does not invert.
-      if (chore(at_.turn) == kPlanChore && at_.lane == 0) settle(plan(at_.turn + 1)), decide(plan(at_.turn));
-      if (!fetched) at_.sync();  // what is next is known
+      if (chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn));
     }
   }
 
  private:
+  struct Plans {
+    Source source;
+    unsigned head;  // of the last plan
+    Plan turns[2];
+  };
+  static_assert(sizeof(Plans) <= BenchLayout::kPlanBytes);
+
+  __device__ static unsigned bench(unsigned memory, unsigned group) {
+    return memory + Shared::benches<kColumns> + group * Bench::bytes;
+  }
   __device__ Ring ring() const { return {memory_}; }
   __device__ Plans& plans() const {
-    return *reinterpret_cast<Plans*>(shared_memory() + Shared::benches + at_.group * Bench::bytes + Bench::plans);
+    return *reinterpret_cast<Plans*>(shared_memory() + bench(0, at_.group) + Bench::plans);
   }
   __device__ Plan& plan(unsigned turn) const { return plans().turns[turn % 2]; }
-
-  // ---- planning: by one thread ----
-
-  // The block's next chunk that no helper has claimed. The first two that one has are kept for later.
-  __device__ void decide(Plan& p) {
-    Walk walk = plans().walk;  // in registers
-    p.count = 0;
-    while (take(walk, p) && (p.images[p.count++] = p.number, p.count < 2)) {
-    }
-    plans().walk = walk;
-  }
-  // Takes a chunk: returns whether a helper has it, so that p is still open.
-  __device__ bool take(Walk& walk, Plan& p) {
-    p.open = false;
-    if (!walk.ended) {
-      const unsigned n = atomicAdd(&Queue::here().taken, 1), claimed = claim(call_.help, n);
-      walk.move_to(call_, n);
-      p.number = n;
-      if (!walk.ended) {
-        p.open = is_helped(n, claimed);
-        if (!p.open) walk.mark(p);
-        return p.open;
-      }
-    }
+  __device__ void make_plan(Plan& p) {
     p.number = Plan::kNone;
-    if (!call_.help) return false;
-    p.task = atomicAdd(&Queue::here().helped, 1);
-    look_for_task(walk, p);
-    return false;
-  }
-  // A helper's task, if the scout has found it.
-  __device__ void look_for_task(Walk& walk, Plan& p) {
-    p.open = !ptx::has_phase_ended(Queue::found(memory_, p.task), Queue::parity(p.task));
-    if (p.open) return;
-    const Task task = Queue::here().tasks[p.task % kQueue];
-    if (task.owner == Task::kNone) return;
-    walk.jump_to(call_, task, walk.total + p.task);
-    walk.mark(p);
-  }
-  // Until it is known which chunk it is. (All before it have been prepared, or this would wait for its own warpgroup.)
-  __device__ void settle(Plan& p) {
-    for (unsigned i = 0; i < p.count; ++i) load_image(call_.help, ring(), p.images[i]);
-    if (!p.open) return;
-    Walk walk = plans().walk;
-    while (p.open) {
-      if (walk.ended) look_for_task(walk, p);
-      else if (take(walk, p)) load_image(call_.help, ring(), p.number);
-    }
-    plans().walk = walk;
+    plans().source.next(call_, p);
+    p.begins = p.hv != plans().head, plans().head = p.hv;
   }
 
   // ---- chunks ----
 
   // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk before.)
-  __device__ unsigned chore(unsigned turn) const { return (at_.warp - turn) % 4; }
-  static constexpr unsigned kBetaChore = 2, kValueChore = 0, kInvertChore = 0, kPlanChore = 2;
+  __device__ unsigned chore(unsigned turn) const { return at_.chore(turn); }
+  static constexpr unsigned kInvertChore = 0, kShareChore = 1, kBetaChore = 2, kPlanChore = 2;
 
   // Raw q, k and g of a chunk to the bench; a tensor a warp, and beta. Rows behind the chunk's come along.
   __device__ void fetch(const Plan& plan, unsigned turn) {
     const Tokens& x = call_.x;
     const unsigned tensor = chore(turn);
+    if (plan.begins) gate_.load(x, plan.hv, at_.lane);
+    if (kWideGate) fetch_wide_gate(plan);
     if (tensor == kBetaChore) {
       beta_ = 0;
       if (at_.lane < plan.rows)
         beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
     }
-    if (tensor >= kRawTensors || at_.lane > 0) return;
-    ptx::arrive_expecting(at_.address + Bench::raw, 2 * kTileBytes);
-    copy_tiles(call_.tiles->maps[tensor], plan, tensor == Tiles::kGate ? plan.hv : plan.h,
-               at_.address + (tensor == Tiles::kGate    ? Bench::columns
-                              : tensor == Tiles::kQuery ? Stage::q
-                                                        : Stage::k),
-               at_.address + Bench::raw);
+    if (tensor >= kRawTensors) return;
+    const unsigned head = uniform(tensor == Tiles::kGate ? plan.hv : plan.h), token = uniform(plan.token),
+                   b = uniform(plan.b), barrier = at_.address + Bench::raw;
+    const unsigned to = at_.address + (tensor == Tiles::kGate    ? Bench::columns
+                                       : tensor == Tiles::kQuery ? Stage::q
+                                                                 : Stage::k);
+    if (at_.lane > 0) return;
+    ptx::arrive_expecting(barrier, 2 * kTileBytes);
+    ptx::copy_tile(to, call_.tiles->maps[tensor], 0, head, token, b, barrier);
+    ptx::copy_tile(to + kHalf, call_.tiles->maps[tensor], 64, head, token, b, barrier);
+    // The rows of the chunk after it, probably.
+    const unsigned then = token + static_cast<unsigned>(Source::kStep) * kRows;
+    ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
+    ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
   }
-  __device__ static void copy_tiles(const CUtensorMap& map, const Plan& plan, unsigned head, unsigned to,
-                                    unsigned barrier) {
-    ptx::copy_tile(to, map, 0, head, plan.token, plan.b, barrier);
-    ptx::copy_tile(to + kHalf, map, 64, head, plan.token, plan.b, barrier);
-  }
-  // v to the stage, which is full when it is there.
-  __device__ void fetch_values(const Plan& plan, unsigned stage) const {
-    const View& v = call_.x.v;
-    if (!v.data) return;
-    if (plan.fine == kRows) {
-      if (chore(at_.turn) != kValueChore || at_.lane > 0) return;
-      ptx::expect_bytes(ring().full(plan.number), 2 * kTileBytes);
-      copy_tiles(call_.tiles->maps[Tiles::kValue], plan, plan.hv, stage + Stage::v, ring().full(plan.number));
-      return;
-    }
-    // With zeros behind the chunk's rows: the scan reads all.
-    const unsigned row = at_.lane / 16, piece = at_.lane % 16, first = 8 * at_.warp + row;
-    const unsigned to = stage + Stage::v + piece / 8 * kHalf + first * kRowBytes + ((piece % 8 ^ row) << 4);
+  // An f32 gate, to where decays will be: by the lanes that read it.
+  __device__ void fetch_wide_gate(const Plan& p) const {
+    const View& g = call_.x.g;
 #pragma unroll 1
-    for (unsigned i = 0; i < 4; ++i)
-      ptx::copy16((to ^ i << 5) + i * 2 * kRowBytes, v.at(plan.b, plan.token + first + 2 * i, plan.hv) + piece * 16,
-                  first + 2 * i < plan.fine ? 16 : 0);
+    for (unsigned i = 0; i < 8; ++i) {
+      const unsigned row = 8 * at_.warp + i, bytes = row < p.fine ? 8 : 0, to = at_.address + at_.own(i);
+      const char* from = g.at(p.b, p.token + row, p.hv) + at_.lane * 16;
+      ptx::copy8(to + Bench::columns, from, bytes), ptx::copy8(to + Bench::wide, from + 8, bytes);
+    }
     ptx::commit_copies();
   }
   // No rows of the chunk from this one on: of the lane's.
@@ -242,21 +136,27 @@ class Preparation {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
       if (8 * at_.warp + i < rows) continue;
-      for (const unsigned tile : {at_.address + Stage::q, at_.address + Stage::k, at_.address + Bench::columns})
-        ptx::store_shared2(tile + at_.own(i), make_uint2(0, 0));
+      for (const unsigned tile : {Stage::q, Stage::k, Bench::columns, Bench::wide})
+        ptx::store_shared2(at_.address + tile + at_.own(i), make_uint2(0, 0));
     }
   }
-  // An f32 gate has no room on the bench.
-  __device__ void fetch_wide_gate(const Plan& p, unsigned stage) const {
-    const View& g = call_.x.g;
-#pragma unroll 1
-    for (unsigned i = 0; i < 8; ++i) {
-      const unsigned row = 8 * at_.warp + i, bytes = row < p.fine ? 8 : 0;
-      const char* from = g.at(p.b, p.token + row, p.hv) + at_.lane * 16;
-      ptx::copy8(stage + at_.own(i) + Stage::k, from, bytes);
-      ptx::copy8(stage + at_.own(i) + Stage::q, from + 8, bytes);
-    }
-    ptx::commit_copies();
+  // Of pairs: v to the stages of both blocks, which are full when it is there, and the rest of what the other's waits for;
+  // and that, piece by piece. By a warp's first lane.
+  __device__ void fetch_values(const Plan& plan, unsigned number, unsigned stage) const {
+    const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
+    const unsigned head = uniform(plan.hv), token = uniform(plan.token), b = uniform(plan.b);
+    const CUtensorMap& map = call_.tiles->maps[Tiles::kValue];
+    if (at_.lane > 0) return;
+    ptx::arrive_expecting(full, kTileBytes);
+    ptx::copy_tile(v, map, 64 * rank, head, token, b, full);
+    ptx::arrive_expecting_at(ptx::address_in(full, other), Stage::end + kTileBytes);
+    ptx::copy_tile_to(1 << other, v, map, 64 * other, head, token, b, full);
+  }
+  __device__ void share(unsigned number, unsigned stage, unsigned first, unsigned end) const {
+    const unsigned from = stage + first, other = ptx::rank() ^ 1;
+    if (at_.lane > 0) return;
+    ptx::copy_bulk_between(ptx::address_in(from, other), from, end - first,
+                           ptx::address_in(ring().full(number), other));
   }
 
   // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
@@ -265,14 +165,14 @@ class Preparation {
   };
   // Gates and norms of the warp's rows; products for the latter fill the time that special functions take.
   template <bool kFull>
-  __device__ __forceinline__ void gates(Scores& scores, Norms& norms, unsigned stage, unsigned rows) const {
-    const typename Scores::Gate gate(call_.x, at_);
+  __device__ __forceinline__ void gates(Scores& scores, Norms& norms, unsigned rows) const {
+    const typename Scores::Gate gate(call_.x, gate_);
     const unsigned r = at_.lane % 8, from = at_.address + (at_.lane / 8 % 2 ? Stage::k : Stage::q) +
                                             (8 * at_.warp + r) * kRowBytes + ((at_.lane / 16 ^ r) << 4);
     float x[4];
     typename Scores::Gate::Part part;
     const auto load = [&](unsigned own) {
-      if constexpr (kWideGate) Bench::load_wide(stage + own, x);
+      if constexpr (kWideGate) at_.load_wide(own, x);
       else four_of<T>(ptx::load_shared2(at_.address + Bench::columns + own), x);
     };
     load(at_.own(0)), gate.begin(x, part), load(at_.own(1));
@@ -289,55 +189,59 @@ class Preparation {
     });
   }
 
-  // A chunk that was fetched.
-  enum Done { kDone, kNextFetched, kAgain };  // the latter: with fewer rows, before anything of it was stored
-  __device__ Done prepare() {
+  // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer rows.
+  __device__ bool prepare() {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;
     const Plan& now = plan(turn);
-    const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = ring().stage(number);
-    if (kWideGate) ring().wait_empty(number), fetch_wide_gate(now, stage);
-    ptx::wait_barrier(at_.address + Bench::raw, turn % 2);
-    if (rows < kRows) clear(rows);
+    const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = uniform(ring().stage(number));
+    ptx::wait_barrier(at_.address + Bench::raw, phase_++ % 2);
     if (kWideGate) ptx::wait_for_copies<0>();
-    __syncwarp();                               // norms read rows that other lanes have cleared
-    if (!kWideGate) ring().wait_empty(number);  // from here on it is written to
+    if (rows < kRows) clear(rows);
+    __syncwarp();  // norms read rows that other lanes have cleared
     Scores scores(at_, stage);
     Norms norms;
-    if (rows == kRows) gates<true>(scores, norms, stage, rows);
-    else gates<false>(scores, norms, stage, rows);
+    if (rows == kRows) gates<true>(scores, norms, rows);
+    else gates<false>(scores, norms, rows);
     const unsigned bad = share_factors(norms, rows);
     scores.share_totals();
     // The barrier also says that totals and factors of all rows are there.
     if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
-      const unsigned first = first_bad(stage, bad);
+      const unsigned first = first_bad(bad);
       if (first < rows) return forget_rows(first);
     }
-    fetch_values(now, stage);
+    ring().wait_empty(number);  // from here on the stage is written to
+    const bool shares = Ring::kPaired && chore(turn) == kShareChore;
+    if (shares) fetch_values(now, number, stage);
     scores.template tiles<T>();
     if (now.fine < now.rows) spoil(now, stage);
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there
-    const Plan& next = plan(turn + 1);
-    const bool fetches = !next.open && next.any();
+    if (shares) share(number, stage, 0, Stage::T), share(number, stage, Stage::kg + kHalf, Stage::end);
     scores.run();
-    at_.sync();  // Akk is there; nobody reads tiles any more, nor asks whether the next chunk is known
-    if (fetches) fetch(next, turn + 1);
-    if (chore(turn) == kInvertChore) invert(at_, stage);
-    ptx::wait_for_copies<0>();  // v of this chunk, if they are not all of its rows
     ptx::fence_shared_for_async();
+    at_.sync();  // Akk is there; nobody reads tiles any more
+    const bool inverts = chore(turn) == kInvertChore;
+    if (!inverts) ptx::arrive(ring().full(number));
+    const Plan& next = plan(turn + 1);
+    if (next.any()) fetch(next, turn + 1);
+    if (!inverts) return true;
+    invert(at_, stage);
+    ptx::fence_shared_for_async();
+    __syncwarp();  // T is there
+    if (Ring::kPaired) share(number, stage, Stage::T, Stage::kg + kHalf);
     ptx::arrive(ring().full(number));
-    return fetches ? kNextFetched : kDone;
+    return true;
   }
 
   // ---- NaN: the tokens before it are as if there were none ----
 
   // The first row of all warps that has one, among those that gates or `bad` of a lane know of.
-  __device__ unsigned first_bad(unsigned stage, unsigned bad) const {
+  __device__ unsigned first_bad(unsigned bad) const {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
       float G[4];
-      Bench::load_wide(stage + at_.own(i), G);
+      at_.load_wide(at_.own(i), G);
       const float sum = (G[0] + G[1]) + (G[2] + G[3]);
       if (sum != sum) bad = min(bad, 8 * at_.warp + i);
     }
@@ -348,11 +252,12 @@ class Preparation {
     return min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
   }
   // No rows of the chunk from the first bad one on.
-  __device__ Done forget_rows(unsigned rows) const {
-    at_.sync();  // all know which rows are bad
+  __device__ bool forget_rows(unsigned rows) const {
+    ptx::fence_shared_for_async();  // raw rows will overwrite what is on the bench
+    at_.sync();                     // all know which rows are bad
     if (threadIdx.x % kGroup == 0) plan(at_.turn).fine = rows;
     at_.sync();  // all will clear them
-    return kAgain;
+    return false;
   }
   // Their outputs, and the state behind them.
   __device__ void spoil(const Plan& now, unsigned stage) const {
@@ -361,7 +266,7 @@ class Preparation {
       if (8 * at_.warp + i >= now.fine && 8 * at_.warp + i < now.rows)
         ptx::store_shared2(stage + at_.own(i) + Stage::q, make_uint2(~0u, ~0u));
     const float nan = __int_as_float(0x7fffffff);
-    if (at_.warp == 0) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
+    if (at_.stores_ell()) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
   }
 
   // Norms of the warp's rows, and beta of all, by one warp. Returns a row the lane has seen a NaN in, or kRows.
@@ -389,7 +294,9 @@ class Preparation {
   const Call& call_;
   const unsigned memory_;
   Bench at_;
-  unsigned beta_;  // of row at_.lane, raw: of one warp
+  unsigned phase_ = 0;  // how often raw rows have come
+  unsigned beta_;       // of row at_.lane, raw: of one warp
+  HeadGate gate_;
 };
 
 }  // namespace kda::cuda::sm90

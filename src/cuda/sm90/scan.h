@@ -11,7 +11,6 @@
 // be split there), and in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
 // until the next choice. Precision is that of fp16 down to 2^-5 of the largest |S|.
 #pragma once
-#include "cuda/sm90/help.h"
 #include "cuda/sm90/tiles.h"
 
 namespace kda::cuda::sm90 {
@@ -37,51 +36,35 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-template <class T>
+// kColumns: of a head's state, by one block; with 64 its cluster's other block has the others.
+template <class T, unsigned kColumns>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
-      : call_(call), ring_{memory}, warp_(uniform(threadIdx.x / 32)), lane_(threadIdx.x % 32) {
+      : call_(call),
+        ring_{memory},
+        warp_(uniform(threadIdx.x / 32) + (ring_.kPaired ? ptx::rank() * kWarps : 0)),
+        lane_(threadIdx.x % 32) {
     set_bad(0);
   }
 
-  // Returns how many chunks there were.
-  __device__ __forceinline__ unsigned run() {
-    const ForwardProblem& p = call_.p;
-    unsigned number = 0;  // of the chunk
-    for (unsigned i = blockIdx.x;; i += gridDim.x) {
-      const Item item(p, i);
-      if (!item.exists(p)) return number;
-      lane_ = opaque(lane_);
-      unsigned length;
-      {
-        Sequence s{};
-        if (item.is_tail(p)) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
-        else s = sequence_at(p, p.args.in, p.args.states, item.n);
-        if (!s.live) {
-          zero_outputs(item.hv, s);
-          continue;
-        }
-        load(s, item.hv);
-        remember(s, item.hv);
-        length = static_cast<unsigned>(s.length);
-      }
-      scan<true>(item, 0, length, number);
-      keep(item, length);
-    }
-  }
-
-  // Before the block ends, or others use its memory.
-  __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
-
-  __device__ void zero_outputs(unsigned hv, const Sequence& s) const {
+  // Outputs of tokens of nobody's state.
+  __device__ void zero_outputs(const Item& item, const Sequence& s, int64_t first, int64_t end) const {
     const View& o = call_.x.o;
-    const unsigned v = threadIdx.x % kGroup;
-    for (int64_t t = s.t0 + warp_ / 4; t < s.t0 + s.length; t += kScanners)
-      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), hv) + v * sizeof(T), call_.x.o_dtype, 0);
+    const unsigned v = first_column() + lane_ % 16;
+    for (int64_t t = s.t0 + first + lane_ / 16; t < s.t0 + end; t += 2)
+      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), item.hv) + v * sizeof(T),
+                    call_.x.o_dtype, 0);
   }
 
  protected:
+  static constexpr unsigned kWarps = kColumns / 16;
+
+  // Where the item's outputs and U of its first token, column 0, go: in shared memory for those who want it.
+  struct Place {
+    unsigned b, t0, hv;
+  };
+
   // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone.
   template <bool kOutputs>
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
@@ -91,53 +74,67 @@ class Scan {
   template <bool kOutputs, bool kCorrections>
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
     const bool keeps = kOutputs && (call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data);
+    unsigned out[2][4];  // of the chunk before
     // What is rare stays out of the inner loop: instructions have a cache, too.
     for (unsigned t = first; t < end;) {
-      unsigned stop = end;
-      if (keeps && t % kChunk == 0 && !prepared()) keep(item, t);
-      if (keeps) stop = min(end, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
-      if (prepared()) stop = min(stop, t + kRows);
-      bool went;
+      const bool again = prepared();
+      unsigned stop = end / kRows * kRows;
+      if (t == stop) ring_.wait_full(number), clear_values(ring_.stage(number), end - t), stop = end;
+      // (The sequence is looked up again: registers are scarce in between.)
+      if (keeps && t % kChunk == 0 && !again)
+        keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n), item.hv, t);
+      if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
+      if (again) stop = min(stop, t + kRows);
+      const Place at = place();
+      const Place to{uniform(at.b), at.t0, uniform(at.hv)};
+      unsigned stage = uniform(ring_.stage(number)), next;
+      bool went, full = false;
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
-        const unsigned stage = uniform(ring_.stage(number));
-        ring_.wait_full(number);
+        if (!full) ring_.wait_full(number);
         went = chunk<kOutputs>(
-            stage, t % kChunk == 0,
+            stage, t % kChunk == 0, again, out,
             [&] {
-              if (kOutputs && t > first) store_outputs(t - kRows);
+              next = uniform(ring_.stage(number + 1));
+              if (kOutputs && t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
               if (kCorrections) store_corrections(t, end, U);
+            },
+            [&] {
+              if (kOutputs && t > first) store_outputs(to, t - kRows);
+              full = __all_sync(kAll, ring_.is_full(number + 1));
             });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0) ptx::arrive(ring_.empty(number));
-        // (Nothing is to be seen with it: the chunk's image has been read.)
-        if (kOutputs && call_.help && threadIdx.x == 0) ptx::store_relaxed(&call_.help.own().consumed, number + 1);
-        t += kRows, ++number;
+        if (lane_ == 0) ring_.release(number);
+        t += kRows, ++number, stage = next;
       } while (t < stop);
       lane_ = opaque(lane_);
       if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);
-      else if (prepared()) spoil();
+      else if (again) spoil(out);
     }
     if (!kOutputs || end <= first) return;
     const unsigned last = (end - first - 1) / kRows * kRows + first;
-    if (end - last == kRows) store_outputs(last);
+    stage_outputs(out);
+    if (end - last == kRows) store_outputs(place(), last);
     else store_rows(last, end - last);
   }
+  // Before the block ends, or others use its memory.
+  __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
 
-  // The warp's first column; where the warpgroup's half of a row begins.
+  // The warp's first column; where its columns' v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
-  __device__ unsigned half() const { return warp_ / 4 * kHalf; }
+  __device__ unsigned values(unsigned stage) const { return stage + Stage::v + warp_ % kWarps / 4 * kTileBytes; }
   // The warp's own memory for outputs: eight of a token's columns (Swizzle 32B of tensor maps).
   __device__ unsigned staged(unsigned token, unsigned piece) const {
-    return ring_.memory + Shared::out + warp_ * Shared::kOutBytes + token * 32 + ((piece ^ token / 4 % 2) << 4);
+    return ring_.memory + Shared::out<kColumns> + warp_ % kWarps * Shared::kOutBytes + token * 32 +
+           ((piece ^ token / 4 % 2) << 4);
   }
   // Of a chunk that prepare() was needed for, else 0: its first tokens that were not finite, a byte each, and a bit.
-  __device__ unsigned bad() const { return ptx::load_shared(ring_.memory + Shared::bad_values + ptx::thread() * 4); }
+  __device__ unsigned bad() const { return ptx::load_shared16(ring_.memory + Shared::bad_values + ptx::thread() * 2); }
   __device__ void set_bad(unsigned x) const {
-    ptx::store_shared(ring_.memory + Shared::bad_values + ptx::thread() * 4, x);
+    ptx::store_shared16(ring_.memory + Shared::bad_values + ptx::thread() * 2, static_cast<unsigned short>(x));
   }
   __device__ bool prepared() const { return bad(); }
 
@@ -168,6 +165,20 @@ class Scan {
 #pragma unroll
       for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
   }
+  // Likewise for f32, two channels at a time, where they lie side by side.
+  __device__ bool in_pairs(const TypedView& t) const {
+    const auto address =
+        reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride0) | t.stride1 | t.stride2;
+    return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % 8 == 0;
+  }
+  template <class F>
+  __device__ void pairs(const TypedView& t, unsigned row, unsigned hv, const F& f) {
+    const Address at(t, KDA_STATE_V_FIRST, row, hv);
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(at.at(column(i), channel(j))));
+  }
   __device__ void load(const Sequence& s, unsigned hv) {
     unit_[0] = unit_[1] = 1;
 #pragma unroll
@@ -175,13 +186,17 @@ class Scan {
     if (!s.initial) return;
     const TypedView& h0 = call_.states.h0;
     const auto row = static_cast<unsigned>(s.slot);
-    if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
+    if (h0.dtype == KDA_F32 && in_pairs(h0))
+      pairs(h0, row, hv, [&](int i, const float2* x) {
+        const float2 two = *x;
+        S_[i] = two.x, S_[i + 1] = two.y;
+      });
+    else if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
     else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { S_[i] = __bfloat162float(*x); });
   }
-  // The state after t tokens goes where it is wanted. (The sequence is looked up again: registers are scarce in between.)
-  __device__ void keep(const Item& item, unsigned t) {
-    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n);
-    const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, item.n) : 0;
+  // The state after t tokens goes where it is wanted.
+  __device__ void keep(const Sequence& s, unsigned hv, unsigned t) {
+    const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, static_cast<unsigned>(s.n)) : 0;
 #pragma unroll 1
     for (int kind = 0; kind < 3; ++kind) {
       const TypedView& to = call_.states.kept[kind];
@@ -189,10 +204,10 @@ class Scan {
       if (row < 0) continue;
       const auto slot = static_cast<unsigned>(row);
       const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
-      if (to.dtype == KDA_F32) elements<float>(to, slot, item.hv, [&](int i, float* x) { *x = value(i); });
-      else
-        elements<__nv_bfloat16>(to, slot, item.hv,
-                                [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
+      if (to.dtype == KDA_BF16)
+        elements<__nv_bfloat16>(to, slot, hv, [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
+      else if (in_pairs(to)) pairs(to, slot, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
+      else elements<float>(to, slot, hv, [&](int i, float* x) { *x = value(i); });
     }
   }
 
@@ -231,10 +246,18 @@ class Scan {
     for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__half>(S_[2 * i], S_[2 * i + 1]);
   }
 
+  // No v of the warp's columns from a token on: what comes along is another sequence's.
+  __device__ void clear_values(unsigned stage, unsigned from) const {
+    const unsigned piece = first_column() % 64 / 8 + lane_ % 2;
+    for (unsigned token = from + lane_ / 2; token < kRows; token += 16)
+      ptx::store_shared4(values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4), make_uint4(0, 0, 0, 0));
+    ptx::fence_shared_for_async();  // copies will overwrite them
+    __syncwarp();                   // zeros are there
+  }
   // A chunk's v, transposed: the thread's columns, as operands.
   __device__ void load_values(unsigned stage, unsigned (&v)[2][4]) const {
     const unsigned token = lane_ / 16 * 8 + lane_ % 8, piece = first_column() % 64 / 8 + lane_ / 8 % 2;
-    const unsigned from = stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4);
+    const unsigned from = values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4);
 #pragma unroll
     for (int j = 0; j < 2; ++j) ptx::load_transposed(v[j], from + j * 16 * kRowBytes);
   }
@@ -282,8 +305,7 @@ class Scan {
       if (y - y == 0) continue;
       const unsigned i = j / 2 % 2, token = j / 4 * 8 + lane_ % 4 * 2 + j % 2, piece = column(i) % 64 / 8;
       first_bad[i] = min(first_bad[i], token);
-      ptx::store_shared16(
-          stage + Stage::v + half() + token * kRowBytes + ((piece ^ token % 8) << 4) + column(i) % 8 * 2, 0);
+      ptx::store_shared16(values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4) + column(i) % 8 * 2, 0);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -295,30 +317,34 @@ class Scan {
     unsigned packed[8][4];
     pack(packed);
     if (!__all_sync(kAll, fits(packed, v, first))) choose_units(v);
-    set_bad(1u << 16 | first_bad[1] << 8 | first_bad[0]);
+    set_bad(1u << 15 | first_bad[1] << 8 | first_bad[0]);
   }
   // From the first token that was not finite on, outputs and the state are not, either.
-  __device__ void spoil() {
+  __device__ void spoil(unsigned (&out)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const unsigned from = bad() >> 8 * i & 0xff;
-      for (unsigned token = lane_ % 4; token < kRows; token += 4)
-        if (token >= from) ptx::store_shared16(staged(token, i) + lane_ / 4 * 2, 0x7fff);
+      const unsigned from = bad() >> 8 * i & 0x7f;
+#pragma unroll
+      for (unsigned j = i; j < 8; j += 2) {
+        const unsigned token = j / 2 * 8 + lane_ % 4 * 2;
+        if (token >= from) out[j / 4][j % 4] = 0x7fff7fff;
+        else if (token + 1 >= from) out[j / 4][j % 4] |= 0x7fff0000;
+      }
 #pragma unroll
       for (int j = 0; j < 32; ++j)
         if (from < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
     }
-    __syncwarp();  // outputs are there
     set_bad(0);
   }
 
   // ---- a chunk ----
 
-  // meanwhile(): work for the time of the first products; corrections(): what sees U.
-  // Returns false, and has done nothing, if units do not fit.
-  template <bool kOutputs, class Meanwhile, class Corrections>
-  __device__ __forceinline__ bool chunk(unsigned stage, bool first, const Meanwhile& meanwhile,
-                                        const Corrections& corrections) {
+  // meanwhile(), behind(): work for the time of the first and the last products; corrections(): what sees U.
+  // Returns false, and has done nothing, if units do not fit. again: they do.
+  template <bool kOutputs, class Meanwhile, class Corrections, class Behind>
+  __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
+                                        const Meanwhile& meanwhile, const Corrections& corrections,
+                                        const Behind& behind) {
     unsigned left[8][4];
     pack(left);
     const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
@@ -332,10 +358,13 @@ class Scan {
     load_values(stage, v);
     meanwhile();
     // All warps of the group make each product together, so that all know whether one of them has to go back.
-    const bool fine = ptx::all_threads(kScannerBarrier + warp_ / 4, kGroup, fits(left, v, first) || prepared());
+    const bool fine = ptx::all_threads(kScannerBarrier + warp_ % kWarps / 4, kGroup, again || fits(left, v, first));
     ptx::wait_for_products<0>();
     if (!fine) return false;
 
+    float2 ell[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
     unsigned R[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -350,10 +379,11 @@ class Scan {
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 ell = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
-      S_[4 * j] *= ell.x, S_[4 * j + 1] *= ell.y, S_[4 * j + 2] *= ell.x, S_[4 * j + 3] *= ell.y;
-    }
+    for (int j = 0; j < 16; ++j)
+      asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until they are on their way
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
     ptx::wait_for_products<0>();
     corrections(U);
 
@@ -369,34 +399,35 @@ class Scan {
       for (int k = 0; k < 2; ++k)
         ptx::wgmma<__half, false>(O, R[k], ptx::further(T_beta, Stage::Aqk - Stage::T + 32 * k), k > 0);
     ptx::commit_products();
+    behind();
     ptx::wait_for_products<0>();
-    if constexpr (kOutputs) stage_outputs(O, both);
+    if constexpr (kOutputs) {
+      const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
+                                         (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
+    }
     return true;
   }
 
   // ---- outputs ----
 
   // To the warp's own memory, when those of the chunk before have been read.
-  __device__ void stage_outputs(const float (&O)[kRows / 2], const float (&both)[kRows]) const {
-    unsigned out[2][4];
-    const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
-                                       (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
-    if (lane_ == 0) ptx::wait_for_bulk_reads<0>();
+  __device__ void stage_outputs(const unsigned (&out)[2][4]) const {
+    ptx::wait_for_bulk_reads<0>();
     __syncwarp();  // nobody reads it any more
     const unsigned to = staged(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
 #pragma unroll
     for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * 32, out[j]);
   }
   // Of a chunk from token t of the item on.
-  __device__ void store_outputs(unsigned t) const {
+  __device__ void store_outputs(const Place& at, unsigned t) const {
+    const unsigned row = uniform(at.t0 + t);
     ptx::fence_shared_for_async();
     __syncwarp();  // outputs are there
     if (lane_ > 0) return;
-    const Place at = place();
-    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, at.t0 + t, at.b, staged(0, 0));
+    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, row, at.b, staged(0, 0));
     ptx::commit_bulk();
   }
   // Likewise, of the first `count` rows.
@@ -411,16 +442,12 @@ class Scan {
     __syncwarp();  // nobody reads them any more
   }
 
-  // Where the item's outputs and U of its first token, column 0, go: in shared memory for those who want it.
-  struct Place {
-    unsigned b, t0, hv;
-  };
-  __device__ unsigned place_at() const { return ring_.memory + Shared::places + warp_ * 16; }
+  __device__ unsigned place_at() const { return ring_.memory + Shared::places + warp_ % kWarps * 16; }
   __device__ Place place() const {
     const uint4 x = ptx::load_shared4(place_at());
     return {x.x, x.y, x.z};
   }
-  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ * 8; }
+  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ % kWarps * 8; }
   __device__ void remember(const Sequence& s, unsigned hv) const {
     __syncwarp();  // nobody reads that of the item before
     ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, 0));
@@ -443,7 +470,7 @@ class Scan {
   }
 
   const Call& call_;
-  const Ring ring_;
+  const Ring<kColumns> ring_;
   const unsigned warp_;
   unsigned lane_;
   float S_[64];    // S^T / unit_: accumulators

@@ -36,9 +36,11 @@ struct Bench : BenchLayout {
   unsigned lane = threadIdx.x % 32;
   unsigned turn = 0;
 
-  __device__ Bench(unsigned memory, unsigned group) : address(at(memory, group)), group(group) {}
-  __device__ static unsigned at(unsigned memory, unsigned group) { return memory + Shared::benches + group * bytes; }
+  __device__ Bench(unsigned address, unsigned group) : address(address), group(group) {}
 
+  // Which of the chores around a chunk is the warp's. (0 and 3 have no time: those warps invert this chunk, or the one before.)
+  __device__ unsigned chore(unsigned turn) const { return (warp - turn) % 4; }
+  __device__ bool stores_ell() const { return chore(turn) == 1; }
   // Of all four warps.
   __device__ void sync() const { ptx::sync_threads(kPreparerBarrier + group, kGroup); }
   // Likewise; was `x` true for all threads?
@@ -52,27 +54,15 @@ struct Bench : BenchLayout {
   // Where column c of row i is in T and Aqk.
   __device__ static unsigned square(unsigned i, unsigned c) { return i * 64 + ((c / 8 ^ i / 2 % 4) << 4) + c % 8 * 2; }
 
-  // f32 numbers of the lane's four channels of a row, in the stage: in the places of kG and qG, `to` in that of kG.
-  __device__ static void store_wide(unsigned to, const float (&x)[4]) {
-    ptx::store_shared_f32x2(to + Stage::k, make_float2(x[0], x[1]));
-    ptx::store_shared_f32x2(to + Stage::q, make_float2(x[2], x[3]));
+  // f32 numbers of the lane's four channels of a row: two where columns of scores will be, two behind.
+  __device__ void store_wide(unsigned own, const float (&x)[4]) const {
+    ptx::store_shared_f32x2(address + own + columns, make_float2(x[0], x[1]));
+    ptx::store_shared_f32x2(address + own + wide, make_float2(x[2], x[3]));
   }
-  __device__ static void load_wide(unsigned from, float (&x)[4]) {
-    const float2 a = ptx::load_shared_f32x2(from + Stage::k), b = ptx::load_shared_f32x2(from + Stage::q);
+  __device__ void load_wide(unsigned own, float (&x)[4]) const {
+    const float2 a = ptx::load_shared_f32x2(address + own + columns), b = ptx::load_shared_f32x2(address + own + wide);
     x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
   }
-
-  // What the gates of a head share: exp(A_log) and bias, in shared memory because registers are scarce.
-  __device__ void store_gate(const Tokens& x, unsigned hv) const {
-    const unsigned i = threadIdx.x % kGroup;
-    const float bias = x.bias ? reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[i] : 0;
-    ptx::store_shared_f32(address + gate + i * 4, bias);
-    if (i) return;
-    const float rate = x.A_log ? __expf(*reinterpret_cast<const float*>(x.A_log + hv * 4)) : 1;
-    ptx::store_shared_f32(address + gate + kSize * 4, rate);
-  }
-  __device__ float gate_rate() const { return ptx::load_shared_f32(address + gate + kSize * 4); }
-  __device__ void gate_bias(float (&x)[4]) const { load_four(address + gate + lane * 16, x); }
 
   // Chunks take turns: others may be one ahead of the warp that inverts.
   enum Factor { kNorms, kBeta = 2, kDiagonal };  // of rows: 1 / norms of q and k, beta, q.k with both norms
@@ -92,6 +82,18 @@ struct Bench : BenchLayout {
 
 constexpr float kLog2e = 1.44269504f;
 
+// What the gates of a head share: bias of the lane's four channels, A_log.
+struct HeadGate {
+  float bias[4] = {}, log = 0;
+  __device__ void load(const Tokens& x, unsigned hv, unsigned lane) {
+    if (x.A_log) log = *reinterpret_cast<const float*>(x.A_log + hv * 4);
+    if (!x.bias) return;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) bias[e] = reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[lane * 4 + e];
+  }
+  __device__ float rate() const { return __expf(log); }
+};
+
 // work(i, own, next, after) for the warp's rows i, where the last three are the lane's places of rows i, i + 1 and i + 2 in a
 // tile (behind the last row those of the first again: what comes from there is for nothing). What work() does is to be spread
 // over rows, so that neither loads nor special functions are waited for.
@@ -102,15 +104,19 @@ __device__ __forceinline__ void for_rows(const Bench& at, const Work& work) {
   const unsigned first = at.own(0);
   unsigned own = first, next = at.own(1);
 #pragma unroll 1
-  for (unsigned i = opaque(0); i < 8; ++i) {
-    const unsigned j = (i + 2) % 8, after = (first ^ j << 4) + j * kRowBytes;
-    work(i, own, next, after);
-    own = next, next = after;
+  for (unsigned i = opaque(0); i < 8; i += 2) {
+#pragma unroll
+    for (unsigned d = 0; d < 2; ++d) {
+      const unsigned j = (i + d + 2) % 8, after = (first ^ j << 4) + j * kRowBytes;
+      work(i + d, own, next, after);
+      own = next, next = after;
+    }
   }
 }
 
 // Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and
-// kc = k 2^-G over the raw rows, where G is from an anchor: `first` before the warp's rows, and what the stage has of each.
+// kc = k 2^-G over the raw rows and G, where G is from an anchor: `first` before the warp's rows, and what the bench has of
+// each.
 template <class T>
 __device__ void store_operands(const Bench& at, unsigned stage, const float (&first)[4], const float (&to_anchor)[4],
                                const float (&from_anchor)[4]) {
@@ -126,7 +132,7 @@ __device__ void store_operands(const Bench& at, unsigned stage, const float (&fi
 #pragma unroll
     for (int e = 0; e < 4; ++e) G[e] += first[e], up[e] = ptx::exp2(G[e]), down[e] = ptx::exp2(-G[e]);
   };
-  Bench::load_wide(stage + at.own(0), G), find_decays(), Bench::load_wide(stage + at.own(1), G);
+  at.load_wide(at.own(0), G), find_decays(), at.load_wide(at.own(1), G);
   load_row(0, at.own(0));
   for_rows(at, [&](unsigned i, unsigned own, unsigned next, unsigned after) {
     float q[4], k[4], column[4];
@@ -135,8 +141,8 @@ __device__ void store_operands(const Bench& at, unsigned stage, const float (&fi
     for (int e = 0; e < 4; ++e) q[e] *= norms.x, k[e] *= norms.y;
 #pragma unroll
     for (int e = 0; e < 4; ++e) column[e] = k[e] * down[e], k[e] *= up[e], q[e] *= up[e];
-    find_decays();                                                    // of the next row
-    load_row((i + 1) % 8, next), Bench::load_wide(stage + after, G);  // before stores, which loads do not pass
+    find_decays();                                        // of the next row
+    load_row((i + 1) % 8, next), at.load_wide(after, G);  // before stores, which loads do not pass
     ptx::store_shared2(at.address + own + Stage::k, pack_four<__nv_bfloat16>(k));
     ptx::store_shared2(at.address + own + Stage::q, pack_four<__nv_bfloat16>(q));
     ptx::store_shared2(at.address + BenchLayout::columns + own, pack_four<__nv_bfloat16>(column));
@@ -156,10 +162,10 @@ class AnchoredScores {
   // gamma = log2 alpha = bound sigmoid(a (x + bias)) of the lane's channels.
   struct Gate {
     float bound, rate, shift[4];
-    __device__ Gate(const Tokens& x, const Bench& at) : bound(x.lower_bound * kLog2e) {
-      rate = -kLog2e * at.gate_rate(), at.gate_bias(shift);
+    __device__ Gate(const Tokens& x, const HeadGate& head) : bound(x.lower_bound * kLog2e) {
+      rate = -kLog2e * head.rate();
 #pragma unroll
-      for (int e = 0; e < 4; ++e) shift[e] *= rate;
+      for (int e = 0; e < 4; ++e) shift[e] = head.bias[e] * rate;
     }
     // sigmoid in two steps, so that special functions of two rows can take turns.
     struct Part {
@@ -182,7 +188,7 @@ class AnchoredScores {
     const float bound = real ? gate.bound : 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) G_[e] += bound * x[e];
-    Bench::store_wide(stage_ + own, G_);
+    at_.store_wide(own, G_);
   }
   // Of the lane's channels: no NaN?
   __device__ bool is_fine() const {
@@ -209,7 +215,7 @@ class AnchoredScores {
       // G before the warp's rows, from the anchor.
       first[e] = fmaf(before[2], total[2][e], fmaf(before[0], total[0][e], before[1] * total[1][e]));
     }
-    if (at_.warp == 0)
+    if (at_.stores_ell())
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));

@@ -17,24 +17,37 @@ using namespace sm90;
 
 // ---- prepare ----
 
-constexpr int kOthersRegisters = 56;  // of threads beside those that prepare, or scan
-
 // Hands the block's share of all chunks to its preparers: by a warp. Those of one head after another's; the last ones first:
 // what was stored last is in the L2 cache when maps begin.
-__device__ void hand_out(const ForwardProblem& p, const Cut& cut, unsigned memory) {
+__device__ void hand_out(const ForwardProblem& p, const Cut& cut) {
   unsigned q = 0;
+  const auto hand_on = [&](const Task& task) {
+    if (threadIdx.x % 32 == 0) Queue::hand_on(q, task);
+    ++q;
+  };
   const uint64_t all = static_cast<uint64_t>(p.HV) * cut.total, first = all * blockIdx.x / gridDim.x;
   for (uint64_t i = all * (blockIdx.x + 1) / gridDim.x; i > first;) {
     const auto hv = static_cast<unsigned>(--i / cut.total), number = static_cast<unsigned>(i % cut.total);
     const unsigned n = cut.sequence(p, number), chunk = number - cut.first(p, n);
     const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
-    if (!s.live || static_cast<int64_t>(chunk) * kRows >= s.length) continue;
-    while (!Queue::is_free(memory, q)) {
-    }
-    if (threadIdx.x % 32 == 0) Queue::hand_on(memory, q, {0, number, n * static_cast<unsigned>(p.HV) + hv, chunk});
-    ++q;
+    if (s.live && static_cast<int64_t>(chunk) * kRows < s.length) hand_on({{n, hv}, chunk, number, true});
   }
-  Queue::end(memory, q);
+  for (unsigned i = 0; i < kPreparers; ++i) hand_on({{}, 0, 0, false});
+}
+
+// Stores what the preparers have done: by one thread.
+__device__ void store_images(const Segments& segments, const Ring<0>& ring) {
+  for (unsigned q = 0;; ++q) {
+    const Task task = Queue::take(q);
+    if (!task.exists) break;
+    ring.wait_full(q);
+    ptx::copy_bulk_to_global(segments.image(task.item.hv, task.image), ring.stage(q), kImageBytes);
+    ptx::commit_bulk();
+    ptx::wait_for_bulk_reads<0>();
+    ptx::arrive(ring.empty(q), 8);
+    Queue::free(q);
+  }
+  ptx::wait_for_bulk<0>();
 }
 
 template <class T, class Scores, bool kWideGate>
@@ -43,67 +56,57 @@ __global__ void __launch_bounds__(kThreads, 1)
                    const __grid_constant__ States states, const __grid_constant__ View v_new,
                    const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Help help{nullptr, segments.images, 0};
-  const Call call{p, x, states, v_new, help, &tiles, ~0u};
-  using Preparation = Preparation<T, Scores, kWideGate>;
-  const Ring ring{memory};
+  const Call call{p, x, states, v_new, &tiles};
+  using Preparation = Preparation<T, Scores, kWideGate, TaskSource>;
+  const Ring<0> ring{memory};
   if (threadIdx.x == 0) {
-    start_ring(ring, kGroup);
+    ring.start(kGroup);
     Preparation::start(memory);
-    start_queue(memory);
+    Queue::start();
     ptx::fence_barriers();
   }
   __syncthreads();  // barriers are there
   wait_for_stream();
   let_next_start();
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
-  if (group >= kScanners) {
-    ptx::take_registers<256 - kOthersRegisters>();
-    Preparation(call, memory, group - kScanners).run();
-    return;
-  }
-  ptx::give_registers<kOthersRegisters>();  // nobody scans here
-  if (threadIdx.x < 32) hand_out(p, segments.chunks, memory);
-  if (threadIdx.x == kGroup) {
-    courier(ring, 0, [&](const Task& task, unsigned stage) {
-      char* image = segments.image(Item(p, task.item).hv, task.n);
-      for_parts<false>(
-          [&](const Part& part) { ptx::copy_bulk_to_global(image + part.in_image(), stage + part.at, part.bytes); });
-      ptx::commit_bulk();
-      ptx::wait_for_bulk_reads<0>();
-    });
-    ptx::wait_for_bulk<0>();
+  if (group > 0) {
+    Preparation preparation(call, memory, group - 1);
+    preparation.plan(TaskSource(group - 1));
+    preparation.run();
+  } else if (threadIdx.x < 32) {
+    hand_out(p, segments.chunks);
+  } else if (threadIdx.x == 32) {
+    store_images(segments, ring);
   }
 }
 
 // ---- maps, and the scan ----
 
-constexpr unsigned kSegmentThreads = (kScanners + 1) * kGroup;  // one warp of the last group fetches
-constexpr int kScanRegisters = 224;
+constexpr unsigned kScanners = kSize / 64;  // warpgroups; one warp of another fetches
+constexpr int kScanRegisters = 224, kOthersRegisters = 56;
 static_assert((kScanners * kScanRegisters + kOthersRegisters) * kGroup <= 64 * 1024);
 
 template <class T, bool kMaps>
-__global__ void __launch_bounds__(kSegmentThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     segment_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ States states, const __grid_constant__ View v_new,
                    const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Help help;
-  const Call call{p, x, states, v_new, help, &tiles};
-  const Ring ring{memory};
+  const Call call{p, x, states, v_new, &tiles};
+  const Ring<kSize> ring{memory};
   const unsigned number = blockIdx.x / static_cast<unsigned>(p.HV), hv = blockIdx.x % static_cast<unsigned>(p.HV);
   // b of the first segment, then b and M of each: nobody needs M of the first.
   const bool linear = kMaps && number > 0 && number % 2 == 0;
   if (threadIdx.x == 0) {
-    start_ring(ring, kFullArrivals);
+    ring.start(kFullArrivals);
     ptx::fence_barriers();
   }
-  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTileBytes; i += kSegmentThreads * 16)
-    for (const unsigned half : {0u, kHalf})
+  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTileBytes; i += kThreads * 16)
+    for (const unsigned half : {0u, kTileBytes})
       ptx::store_shared4(ring.stage(i / kTileBytes) + Stage::v + half + i % kTileBytes, make_uint4(0, 0, 0, 0));
   // Lengths and slots were there before prepare began: only what that and maps made is waited for.
   const Piece at(p, kMaps ? segments.mapped : segments.all, kMaps ? (number + 1) / 2 : number, hv);
-  const bool tail = at.item.is_tail(p);
+  const bool tail = at.item.n == p.N;
   Sequence s{};
   if (tail) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
   else if (at.exists) s = sequence_at(p, p.args.in, p.args.states, at.item.n);
@@ -121,8 +124,8 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
     } else if (s.live) {
       scan.run(at, s, first_map);
     } else {
-      if (!tail) s.t0 += at.first, s.length = at.end - at.first;
-      scan.zero_outputs(hv, s);
+      if (tail) scan.zero_outputs(at.item, s, 0, s.length);
+      else scan.zero_outputs(at.item, s, at.first, at.end);
     }
   } else {
     ptx::give_registers<kOthersRegisters>();
@@ -142,10 +145,11 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
 
 // What a call takes, in cycles of an SM, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
-  static constexpr int64_t kPrepare = 4000, kWhole = 3200, kMap = 1500, kScan = 1640;  // of a chunk
-  static constexpr int64_t kScanBytes = 20;                                            // of a chunk, for the memory
-  static constexpr int64_t kPass = 2500;                                               // of a map, in the scan
-  static constexpr int64_t kLaunches = 15000;                                          // of two more
+  static constexpr int64_t kPrepare = 3500, kMap = 1500, kScan = 1640;  // of a chunk
+  static constexpr int64_t kWhole = 2350;                               // likewise, of a pair of SMs
+  static constexpr int64_t kScanBytes = 20;                             // of a chunk, for the memory
+  static constexpr int64_t kPass = 2500;                                // of a map, in the scan
+  static constexpr int64_t kLaunches = 15000;                           // of two more
   static constexpr int64_t kMost = 64;         // segments of a sequence: each passes through the maps of all before it
   int64_t blocks, heads, chunks, most_chunks;  // of a sequence: on average, at most
 
@@ -156,7 +160,7 @@ struct Cost {
         most_chunks(divided(p.T, kRows)) {}
   static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
   int64_t prepared() const { return divided(heads * chunks, blocks) * kPrepare; }
-  int64_t whole() const { return std::max(divided(heads, blocks) * chunks * kWhole, prepared()); }
+  int64_t whole() const { return std::max(chunks, divided(heads * chunks, std::max<int64_t>(blocks / 2, 1))) * kWhole; }
   // In segments of so many chunks.
   int64_t cut(int64_t each) const {
     const int64_t count = divided(chunks, each);
@@ -203,23 +207,23 @@ void forward_segments_sm90(const ForwardProblem& p) {
   const DeviceGuard device(a.exec.device_id);
   const Segments segments(p, segment_tokens(p), a.exec.workspace);
   const Tokens tokens(p, a.in, a.o);
-  Tokens without_v = tokens;
-  without_v.v = {};
   const Tiles tiles(p);
-  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, const Tokens& x, const auto&... more) {
+  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned bytes, const Tokens& x) {
     if (blocks > 0)
-      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), Shared::bytes, p, x,
-                      States(a), view_of(a.v_new), segments, more...);
+      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(kThreads), static_cast<int>(bytes),
+                      p, x, States(a), view_of(a.v_new), segments, tiles);
   };
+  constexpr unsigned kScanBytes = Shared::bytes<kSize, 0>;
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
-        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kThreads, without_v, tiles);
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)),
+        Shared::bytes<0, kPreparers>, tokens);
   });
   with_type(p, [&]<class T>() {
-    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kSegmentThreads,
-                                                     tokens, tiles);
-    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kSegmentThreads,
-                                                      tokens, tiles);
+    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kScanBytes,
+                                                     tokens);
+    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kScanBytes,
+                                                      tokens);
   });
 }
 

@@ -4,6 +4,7 @@
 // ordinary scan makes both: b is the state from zeros, M the one from the identity where v is 0. The first segment of a
 // sequence begins with the initial state: its b is the state behind it, and it needs no M.
 #pragma once
+#include "cuda/sm90/prepare.h"
 #include "cuda/sm90/scan.h"
 
 namespace kda::cuda::sm90 {
@@ -48,7 +49,7 @@ struct Piece {
   unsigned first, end;  // tokens first .. end - 1 of the sequence
   bool exists;
 
-  __device__ Piece(const ForwardProblem& p, const Cut& cut, unsigned number, unsigned hv) : item(p, hv) {
+  __device__ Piece(const ForwardProblem& p, const Cut& cut, unsigned number, unsigned hv) : item{0, hv} {
     if (number >= cut.total) {  // the rows behind the last sequence
       item.n = static_cast<unsigned>(p.N), index = first = end = 0, exists = true;
       return;
@@ -62,30 +63,23 @@ struct Piece {
 
 // ---- in the workspace ----
 
-// The scan's operands of a chunk, without v, and what maps need of them: bytes of a stage that lie together.
-struct Part {
-  unsigned at, bytes;  // in a stage
-  // In an image, which has no room for v.
-  KDA_BOTH constexpr unsigned in_image() const {
-    return at - (at > Stage::v ? kTileBytes : 0) - (at > Stage::v + kHalf ? kTileBytes : 0);
-  }
-};
-// f(part) for what outputs need, or maps.
+// An image has the scan's operands of a chunk, without v, as they lie in a stage.
+constexpr unsigned kImageBytes = Stage::end;
+// f(first, end) for what outputs need of it, or maps.
 template <bool kMaps, class F>
 __device__ void for_parts(const F& f) {
   if constexpr (kMaps) {
-    f(Part{Stage::k, kTileBytes}), f(Part{Stage::k + kHalf, kTileBytes}), f(Part{Stage::kg, kTileBytes});
-    f(Part{Stage::kg + kHalf, kTileBytes}), f(Part{Stage::T, Stage::Aqk - Stage::T}), f(Part{Stage::ell, kSize * 4});
+    f(Stage::k, Stage::k + kTileBytes), f(Stage::k + kHalf, Stage::k + kHalf + kTileBytes);
+    f(Stage::kg, Stage::Aqk), f(Stage::kg + kHalf, Stage::end);
   } else {
-    f(Part{0, Stage::v}), f(Part{Stage::kg + kHalf, kTileBytes}), f(Part{Stage::T, kImageBytes - Stage::T});
+    f(0, kImageBytes);
   }
 }
-constexpr unsigned kBareBytes = Part{kImageBytes, 0}.in_image();  // of an image
 
 // M^T lies as the scan multiplies by it: two halves of 64 rows, each as large as a stage may be; of a half, leading bf16
 // and the rest of each number as tiles of 128 channels.
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
-static_assert(kMapBytes / 2 <= Stage::bytes);
+static_assert(kMapBytes / 2 <= Shared::kStageBytes<kSize>);
 
 struct Segments {
   Cut chunks, all, mapped;  // images; segments; segments but the last of each sequence
@@ -94,15 +88,15 @@ struct Segments {
 
   static uint64_t bytes(const ForwardProblem& p, unsigned tokens) {
     return p.HV *
-           (uint64_t{Cut(p, kRows, true).total} * kBareBytes + uint64_t{Cut(p, tokens, false).total} * 2 * kMapBytes);
+           (uint64_t{Cut(p, kRows, true).total} * kImageBytes + uint64_t{Cut(p, tokens, false).total} * 2 * kMapBytes);
   }
   Segments(const ForwardProblem& p, unsigned tokens, void* workspace)
       : chunks(p, kRows, true), all(p, tokens, true), mapped(p, tokens, false), images(static_cast<char*>(workspace)) {
-    M = images + p.HV * uint64_t{chunks.total} * kBareBytes;
+    M = images + p.HV * uint64_t{chunks.total} * kImageBytes;
     b = reinterpret_cast<float4*>(M + p.HV * uint64_t{mapped.total} * kMapBytes);
   }
   __device__ char* image(unsigned hv, unsigned chunk) const {
-    return images + (static_cast<uint64_t>(hv) * chunks.total + chunk) * kBareBytes;
+    return images + (static_cast<uint64_t>(hv) * chunks.total + chunk) * kImageBytes;
   }
   __device__ char* map(unsigned hv, unsigned segment) const {
     return M + (static_cast<uint64_t>(hv) * mapped.total + segment) * kMapBytes;
@@ -117,13 +111,73 @@ struct Segments {
   }
 };
 
+// ---- chunks to prepare, handed on within a block ----
+
+// Images of one value head of a sequence.
+struct Task {
+  Item item;
+  unsigned chunk, image;  // of the sequence; of the head
+  bool exists;            // else there are no more
+};
+
+// In shared memory: task i is in tasks[i % kTasks], and is chunk i of the block's ring.
+struct Queue {
+  static constexpr unsigned kTasks = 7;
+  Task tasks[kTasks];
+  unsigned long long found[kTasks], freed[kTasks];  // mbarriers: it is there; it is done
+
+  __device__ static Queue& here() { return *reinterpret_cast<Queue*>(shared_memory() + Shared::queue); }
+  __device__ static void start() {
+    for (unsigned i = 0; i < kTasks; ++i)
+      ptx::init_barrier(barrier(here().found, i), 1), ptx::init_barrier(barrier(here().freed, i), 1);
+  }
+  // By one thread each, in order.
+  __device__ static void hand_on(unsigned i, const Task& task) {
+    if (i >= kTasks) ptx::wait_barrier(barrier(here().freed, i), parity(i - kTasks));
+    here().tasks[i % kTasks] = task;
+    ptx::arrive(barrier(here().found, i));
+  }
+  __device__ static Task take(unsigned i) {
+    ptx::wait_barrier(barrier(here().found, i), parity(i));
+    return here().tasks[i % kTasks];
+  }
+  __device__ static void free(unsigned i) { ptx::arrive(barrier(here().freed, i)); }
+
+ private:
+  __device__ static unsigned barrier(const unsigned long long* barriers, unsigned i) {
+    return ptx::shared_address(barriers + i % kTasks);
+  }
+  __device__ static unsigned parity(unsigned i) { return i / kTasks % 2; }
+};
+static_assert(Shared::queue + sizeof(Queue) <= Shared::stages);
+
+// Every second one, for a preparer.
+class TaskSource {
+ public:
+  static constexpr unsigned kColumns = 0;
+  static constexpr int kStep = -static_cast<int>(kPreparers);
+  __device__ explicit TaskSource(unsigned group) : number_(group) {}
+  __device__ void next(const Call& call, Plan& p) {
+    const Task task = Queue::take(number_);
+    if (!task.exists) return;
+    const Sequence s = sequence_at(call.p, call.p.args.in, task.item.n);
+    p.set(call.p, task.item.hv, static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0),
+          static_cast<unsigned>(s.length), task.chunk);
+    p.number = number_;
+    number_ += kPreparers;
+  }
+
+ private:
+  unsigned number_;
+};
+
 // ---- the scan's operands, by one warp ----
 
 constexpr unsigned kFullArrivals = 32 + 1;  // of a stage: of all lanes, and of the one that promises bytes
 
 class Producer {
  public:
-  __device__ Producer(const Call& call, const Segments& segments, const Ring& ring)
+  __device__ Producer(const Call& call, const Segments& segments, const Ring<kSize>& ring)
       : call_(call), segments_(segments), ring_(ring) {}
 
   // Maps first .. end - 1 of a head, each in two stages.
@@ -143,15 +197,14 @@ class Producer {
   __device__ void chunks(const Piece& at, bool values) {
     const Sequence s = sequence_at(call_.p, call_.p.args.in, at.item.n);
     const char* image = segments_.image(at.item.hv, segments_.chunks.first(call_.p, at.item.n) + at.first / kRows);
-    for (unsigned t = at.first; t < at.end; t += kRows, image += kBareBytes, ++number_) {
+    for (unsigned t = at.first; t < at.end; t += kRows, image += kImageBytes, ++number_) {
       ring_.wait_empty(number_);
       if (lane() == 0) {
         unsigned bytes = 0;
-        for_parts<kMaps>([&](const Part& part) { bytes += part.bytes; });
+        for_parts<kMaps>([&](unsigned first, unsigned end) { bytes += end - first; });
         ptx::arrive_expecting(ring_.full(number_), bytes);
-        for_parts<kMaps>([&](const Part& part) {
-          ptx::copy_bulk_to_shared(ring_.stage(number_) + part.at, image + part.in_image(), part.bytes,
-                                   ring_.full(number_));
+        for_parts<kMaps>([&](unsigned first, unsigned end) {
+          ptx::copy_bulk_to_shared(ring_.stage(number_) + first, image + first, end - first, ring_.full(number_));
         });
       }
       if (values) fetch_values(s, t, min(at.end - t, kRows), at.item.hv);
@@ -166,7 +219,7 @@ class Producer {
     const unsigned row = lane() / 16, piece = lane() % 16;
     const View& v = call_.x.v;
     const char* from = v.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t + row, hv) + piece * 16;
-    const unsigned to = ring_.stage(number_) + Stage::v + piece / 8 * kHalf + row * kRowBytes;
+    const unsigned to = ring_.stage(number_) + Stage::v + piece / 8 * kTileBytes + row * kRowBytes;
 #pragma unroll
     for (unsigned i = 0; i < kRows / 2; ++i, from += 2 * static_cast<uint64_t>(v.stride1))
       ptx::copy16(to + i * 2 * kRowBytes + ((piece % 8 ^ (row + 2 * i) % 8) << 4), from, row + 2 * i < rows ? 16 : 0);
@@ -174,15 +227,15 @@ class Producer {
 
   const Call& call_;
   const Segments& segments_;
-  const Ring ring_;
+  const Ring<kSize> ring_;
   unsigned number_ = 0;
 };
 
 // ---- the scan of a segment ----
 
 template <class T>
-class SegmentScan : public Scan<T> {
-  using Base = Scan<T>;
+class SegmentScan : public Scan<T, kSize> {
+  using Base = Scan<T, kSize>;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::first_column;
 
  public:
@@ -221,7 +274,7 @@ class SegmentScan : public Scan<T> {
       for (unsigned i = 1; i < at.index; ++i) pass(at.item.hv, first_map + i, number);
     }
     this->template scan<true>(at.item, at.first, at.end, number);
-    if (at.end == s.length) Base::keep(at.item, at.end);
+    if (at.end == s.length) Base::keep(s, at.item.hv, at.end);
     Base::finish_outputs();
   }
 
@@ -246,12 +299,12 @@ class SegmentScan : public Scan<T> {
   }
   __device__ void store(float4* to) const {
 #pragma unroll
-    for (int i = 0; i < 16; ++i, to += kScanners * kGroup)
+    for (int i = 0; i < 16; ++i, to += 2 * kGroup)
       *to = make_float4(S_[4 * i], S_[4 * i + 1], S_[4 * i + 2], S_[4 * i + 3]);
   }
   __device__ static void load(const float4* from, float (&x)[64]) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i, from += kScanners * kGroup) {
+    for (int i = 0; i < 16; ++i, from += 2 * kGroup) {
       const float4 four = *from;
       x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
     }

@@ -1,0 +1,351 @@
+// Pairs of blocks: a cluster of two works on one value head at a time. Each block scans 64 of its columns and prepares every
+// second chunk, for both: the other's copy of a chunk's operands goes from shared memory to shared memory.
+//
+// All work lies on a line, in spans of 64 tokens: the value heads of the first sequence, one behind the other, then those of
+// the next. Pairs have equal shares of the line, and so some heads are in two of them. Of such a head the pair that has its
+// beginning does that first; the next one does the rest last, from the state that the other left. Nobody waits but for a
+// pair with a lower number, and numbers are given to running pairs, so that all need not be resident. Splits are between
+// spans, and change no bit.
+#pragma once
+#include "cuda/sm90/prepare.h"
+#include "cuda/sm90/scan.h"
+
+namespace kda::cuda::sm90 {
+
+constexpr unsigned kMeasuring = 1024;  // threads of measure()
+
+// Where sequences are on the line, and who has what of it.
+struct Shares {
+  unsigned pairs = 0, share = 0;  // spans of a pair: known on the device alone with cu_seqlens, as are
+  unsigned* first = nullptr;      // [N + 1]: spans of one head before each sequence; then the longest one's
+  float4* states = nullptr;       // [pairs][2][16][128] that are handed on; nullptr: no head is split
+  unsigned* flags = nullptr;      // [pairs][2]: the state is there; then how many pairs have a number
+  static constexpr uint64_t kStateBytes = kSize * kSize * 4;
+  static constexpr unsigned kLeast = 4;  // spans for which it is worth while to split heads
+
+  Shares(const ForwardProblem& p, int64_t blocks) {
+    const int64_t most = std::max<int64_t>(blocks / 2, 1), each = spans(p.T), items = p.N * p.HV;
+    const int64_t upper = p.varlen ? p.HV * (p.T / kChunk + p.N) : items * each;
+    if (p.varlen) {
+      pairs = static_cast<unsigned>(std::min(most, std::max<int64_t>(upper, p.T * p.HV > 0)));
+      splits_ = divided(upper, most) >= kLeast, measures_ = true;
+    } else {
+      const int64_t whole = divided(items, most) * each, even = std::max(divided(upper, most), each);
+      splits_ = whole - even >= kLeast;
+      share = static_cast<unsigned>(splits_ ? even : whole);
+      pairs = static_cast<unsigned>(divided(upper, std::max(share, 1u)));
+    }
+    N_ = static_cast<unsigned>(p.N);
+  }
+  KDA_BOTH static unsigned spans(int64_t tokens) {
+    return tokens > 0 ? static_cast<unsigned>((tokens + kChunk - 1) / kChunk) : 1;
+  }
+  uint64_t bytes() const { return splits_ * pairs * kStateBytes + counters() * sizeof(unsigned); }
+  void place(void* workspace) {
+    auto* counter = reinterpret_cast<unsigned*>(static_cast<char*>(workspace) + splits_ * pairs * kStateBytes);
+    if (splits_) states = static_cast<float4*>(workspace), flags = counter, counter += 2 * pairs + 1;
+    if (measures_) first = counter;
+  }
+  uint64_t flag_bytes() const { return splits_ * (2 * pairs + 1) * sizeof(unsigned); }
+  bool measures() const { return measures_; }
+
+  // By one block of kMeasuring threads: flags are cleared, and sequences get their places.
+  __device__ void measure(const ForwardProblem& p) const {
+    __shared__ unsigned long long sums[kMeasuring / 32];
+    for (unsigned i = threadIdx.x; flags && i < 2 * pairs + 1; i += kMeasuring) flags[i] = 0;
+    // Lengths may be garbage, and then add up to anything.
+    const unsigned long long most = INT32_MAX / static_cast<unsigned>(p.HV);
+    unsigned long long before = 0;
+    unsigned longest = 0;
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (unsigned n0 = 0; n0 < N_; n0 += kMeasuring) {
+      const unsigned n = n0 + threadIdx.x, mine = n < N_ ? spans(sequence_at(p, p.args.in, n).length) : 0;
+      longest = max(longest, mine);
+      unsigned long long sum = mine;
+      for (unsigned i = 1; i < 32; i *= 2) {
+        const unsigned long long other = __shfl_up_sync(kAll, sum, i);
+        if (lane >= i) sum += other;
+      }
+      if (lane == 31) sums[warp] = sum;
+      __syncthreads();  // sums of warps are there
+      for (unsigned w = 0; w < warp; ++w) sum += sums[w];
+      if (n < N_) first[n] = static_cast<unsigned>(min(before + sum - mine, most));
+      for (const unsigned long long x : sums) before += x;
+      __syncthreads();  // nobody reads them any more
+    }
+    longest = __reduce_max_sync(kAll, longest);
+    if (lane == 0) sums[warp] = longest;
+    __syncthreads();  // those of all warps are there
+    for (const unsigned long long x : sums) longest = max(longest, static_cast<unsigned>(x));
+    if (threadIdx.x == 0) first[N_] = static_cast<unsigned>(min(before, most)), first[N_ + 1] = longest;
+  }
+
+  // With that, on the device. Without flags no head is split.
+  __device__ Shares known(const ForwardProblem& p) const {
+    Shares x = *this;
+    if (!measures_) return x;
+    const unsigned even = (first[N_] * static_cast<unsigned>(p.HV) + pairs - 1) / pairs;
+    x.share = max(even, first[N_ + 1]);
+    if (even < kLeast) x.share = even, x.splits_ = false;
+    return x;
+  }
+  __device__ bool splits() const { return splits_; }
+
+  // By one thread: the pair's number.
+  __device__ unsigned number() const { return flags ? atomicAdd(flags + 2 * pairs, 1) : blockIdx.x / 2; }
+  // The thread's elements of the state that a pair hands on: the first four, 2 kB to the next.
+  __device__ float4* state(unsigned pair) const {
+    return states + (pair * 2 + ptx::rank()) * (kStateBytes / 32) + threadIdx.x;
+  }
+  __device__ unsigned* flag(unsigned pair) const { return flags + pair * 2 + ptx::rank(); }
+
+ private:
+  unsigned N_;
+  bool splits_, measures_ = false;
+  uint64_t counters() const { return splits_ * (2 * pairs + 1) + measures_ * (uint64_t{N_} + 2); }
+  static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+};
+
+// Where a value head of a sequence is on the line.
+struct Spot {
+  Item item;
+  unsigned first, end;
+};
+
+class Line {
+ public:
+  __device__ Line(const ForwardProblem& p, const unsigned* first)
+      : first_(first), HV_(static_cast<unsigned>(p.HV)), N_(static_cast<unsigned>(p.N)) {
+    if (N_ > 0) enter(p, 0);
+  }
+
+  // The item at x; false: there are none.
+  __device__ bool find(const ForwardProblem& p, unsigned x, Spot& spot) {
+    if (N_ == 0) return false;
+    if (x < begin_ || x - begin_ >= HV_ * each_) {
+      if (!first_) {
+        const unsigned n = x / (HV_ * each_);
+        if (n >= N_) return false;
+        enter(p, n);
+      } else {
+        if (x >= HV_ * first_[N_]) return false;
+        unsigned n = 0;
+        if (n_ + 1 < N_ && HV_ * first_[n_ + 1] <= x && x < HV_ * first_[n_ + 2]) n = n_ + 1;
+        else
+          for (unsigned count = N_; count > 1;) {  // the last one that begins at x or before
+            const unsigned half = count / 2;
+            if (HV_ * first_[n + half] <= x) n += half, count -= half;
+            else count = half;
+          }
+        enter(p, n);
+      }
+    }
+    const unsigned hv = (x - begin_) / each_;
+    spot = {{n_, hv}, begin_ + hv * each_, begin_ + (hv + 1) * each_};
+    return true;
+  }
+
+ private:
+  __device__ void enter(const ForwardProblem& p, unsigned n) {
+    n_ = n, each_ = first_ ? first_[n + 1] - first_[n] : Shares::spans(p.T);
+    begin_ = HV_ * (first_ ? first_[n] : n * each_);
+  }
+  const unsigned* first_;
+  unsigned HV_, N_;
+  unsigned n_, begin_, each_;  // a sequence, its first head's place, a head's spans
+};
+
+// Spans first .. end - 1 of an item.
+struct Stretch {
+  Item item;
+  unsigned first, end;
+  bool takes, gives;  // from the pair before; to the next
+};
+
+// A pair's share, in the order in which it is done.
+class Stretches {
+ public:
+  __device__ Stretches(const ForwardProblem& p, const Shares& shares, unsigned pair)
+      : line_(p, shares.first), first_(pair * shares.share), end_(first_ + shares.share), splits_(shares.splits()) {
+    Spot here;
+    at_ = line_.find(p, first_, here) && here.first < first_ ? here.end : first_;
+    if (!splits_) step_ = kWhole;
+  }
+
+  __device__ bool next(const ForwardProblem& p, Stretch& x) {
+    Spot here;
+    if (step_ == kLast) {  // the item that only begins in it
+      step_ = kWhole;
+      if (line_.find(p, end_, here) && here.first < end_ && here.first >= first_) {
+        x = {here.item, 0, end_ - here.first, false, true};
+        return true;
+      }
+    }
+    if (step_ == kWhole) {
+      if (at_ < end_ && line_.find(p, at_, here) && (!splits_ || here.end <= end_)) {
+        at_ = here.end;
+        x = {here.item, 0, here.end - here.first, false, false};
+        return true;
+      }
+      step_ = splits_ ? kFirst : kDone;
+    }
+    if (step_ == kFirst) {  // the one that it begins in
+      step_ = kDone;
+      if (line_.find(p, first_, here) && here.first < first_) {
+        x = {here.item, first_ - here.first, min(here.end, end_) - here.first, true, here.end > end_};
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  Line line_;
+  unsigned first_, end_, at_;
+  enum : unsigned char { kLast, kWhole, kFirst, kDone } step_ = kLast;
+  bool splits_;
+};
+
+// A stretch as the scan needs it: planned by a preparer, in shared memory. When a chunk is full, the stretches of that and of
+// the next four chunks are there, and at most the next eleven: room for 16 is enough.
+struct alignas(16) Work {
+  unsigned n, hv, b, t0, first, end;  // tokens first .. end - 1 of the sequence
+  unsigned slot;
+  bool exists, initial, takes, gives;
+  static constexpr unsigned kCount = 16;  // `initial` of what does not exist: there was something without chunks
+
+  __device__ static Work& at(unsigned i) {
+    return reinterpret_cast<Work*>(shared_memory() + Shared::benches<64> + BenchLayout::end)[i % kCount];
+  }
+  __device__ Sequence sequence() const {
+    Sequence s{};
+    s.n = n, s.b = b, s.t0 = t0, s.length = end, s.slot = slot, s.live = true, s.initial = initial;
+    return s;
+  }
+};
+static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
+
+// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan.
+class PairSource {
+ public:
+  static constexpr unsigned kColumns = 64;
+  static constexpr int kStep = kStages;
+  __device__ PairSource(const Stretches& stretches, unsigned group)
+      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
+
+  __device__ void next(const Call& call, Plan& p) {
+    if (ended_) return;
+    while (number_ >= begin_ + count_) {
+      begin_ += count_, count_ = 0;
+      Stretch now;
+      const bool exists = stretches_.next(call.p, now);
+      if (!exists) {
+        ended_ = true;
+        if (plans_work_) Work::at(works_).exists = false, Work::at(works_).initial = others_;
+        return;
+      }
+      if (n_ != now.item.n) enter(call.p, now.item.n);
+      const unsigned first = now.first * unsigned{kChunk}, end = min(length_, now.end * unsigned{kChunk});
+      // Padding, and what is empty, is left to the scan's second way through: see PairScan.
+      if (!live_ || end <= first) {
+        others_ = true;
+        continue;
+      }
+      count_ = (end - first + kRows - 1) / kRows, first_ = now.first * (kChunk / kRows), hv_ = now.item.hv;
+      if (plans_work_) plan_work(call, now, first, end);
+    }
+    p.set(call.p, hv_, b_, t0_, length_, first_ + number_ - begin_);
+    p.number = number_;
+    number_ += kStages;
+  }
+
+ private:
+  __device__ void enter(const ForwardProblem& p, unsigned n) {
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+    n_ = n, b_ = static_cast<unsigned>(s.b), t0_ = static_cast<unsigned>(s.t0);
+    length_ = static_cast<unsigned>(s.length), slot_ = static_cast<unsigned>(s.slot);
+    live_ = s.live, initial_ = s.initial;
+  }
+  __device__ void plan_work(const Call& call, const Stretch& now, unsigned first, unsigned end) {
+    Work::at(works_++) = {n_, hv_, b_, t0_, first, end, slot_, true, initial_, now.takes, now.gives};
+    const TypedView& h0 = call.states.h0;
+    if (!initial_ || now.takes || h0.stride2 != kSize * size_of(h0.dtype)) return;
+    const unsigned bytes = kSize / 2 * h0.stride2;  // each block asks for a half
+    prefetch(h0.at(slot_, hv_, 0) + ptx::rank() * bytes, bytes);
+  }
+
+  Stretches stretches_;
+  unsigned number_, begin_ = 0, count_ = 0;    // of the next chunk; of the stretch's first; the stretch's chunks
+  unsigned first_, hv_, works_ = 0;            // the stretch's first chunk, head; stretches so far
+  unsigned n_ = ~0u, b_, t0_, length_, slot_;  // the sequence
+  bool live_, initial_, plans_work_, others_ = false, ended_ = false;
+};
+
+template <class T>
+class PairScan : public Scan<T, 64> {
+  using Base = Scan<T, 64>;
+  using Base::S_, Base::unit_, Base::lane_, Base::call_;
+
+ public:
+  __device__ PairScan(const Call& call, unsigned memory, const Shares& shares, unsigned pair)
+      : Base(call, memory), shares_(shares), pair_(pair) {}
+
+  // When the first stretches have been planned.
+  __device__ __forceinline__ void run() {
+    unsigned number = 0, i = 0;  // of the chunk, of the stretch
+    for (; Work::at(i).exists; ++i) {
+      lane_ = opaque(lane_);
+      const Work& work = Work::at(i);
+      if (work.takes) take();
+      else Base::load(work.sequence(), work.hv);
+      Base::remember(work.sequence(), work.hv);
+      this->template scan<true>({work.n, work.hv}, work.first, work.end, number);
+      if (work.gives) give();
+      else Base::keep(work.sequence(), work.hv, work.end);
+    }
+    Base::finish_outputs();
+    finish(Work::at(i).initial);
+  }
+
+ private:
+  // What has no chunks: padding, empty sequences, and rows behind the last sequence.
+  __device__ void finish(bool others) {
+    const ForwardProblem& p = call_.p;
+    Stretches stretches(p, shares_, pair_);
+    for (Stretch now; others && stretches.next(p, now);) {
+      const Sequence s = sequence_at(p, p.args.in, p.args.states, now.item.n);
+      const int64_t first = now.first * kChunk, end = min(s.length, now.end * kChunk);
+      if (!s.live) Base::zero_outputs(now.item, s, first, end);
+      else if (s.length == 0) Base::load(s, now.item.hv), Base::keep(s, now.item.hv, 0);
+    }
+    if (!p.varlen) return;
+    const int64_t end = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T);
+    for (unsigned hv = pair_; hv < p.HV; hv += shares_.pairs) Base::zero_outputs({0, hv}, Sequence{}, end, p.T);
+  }
+  // The state, to the next pair, from the one before.
+  __device__ void give() const {
+    float4* to = shares_.state(pair_);
+#pragma unroll
+    for (int i = 0; i < 16; ++i, to += kGroup)
+      *to = make_float4(S_[4 * i] * unit_[0], S_[4 * i + 1] * unit_[0], S_[4 * i + 2] * unit_[1],
+                        S_[4 * i + 3] * unit_[1]);
+    ptx::sync_threads(kScannerBarrier, kGroup);  // all of it has been stored
+    if (threadIdx.x == 0) ptx::store_release(shares_.flag(pair_), 1);
+  }
+  __device__ void take() {
+    while (!ptx::load_acquire(shares_.flag(pair_ - 1))) {
+    }
+    const float4* from = shares_.state(pair_ - 1);
+#pragma unroll
+    for (int i = 0; i < 16; ++i, from += kGroup) {
+      const float4 four = *from;
+      S_[4 * i] = four.x, S_[4 * i + 1] = four.y, S_[4 * i + 2] = four.z, S_[4 * i + 3] = four.w;
+    }
+    unit_[0] = unit_[1] = 1;
+  }
+
+  const Shares& shares_;
+  const unsigned pair_;
+};
+
+}  // namespace kda::cuda::sm90
