@@ -293,13 +293,20 @@ class PairScan : public Scan<T, 64> {
   // When the first stretches have been planned.
   __device__ __forceinline__ void run() {
     unsigned number = 0, i = 0;  // of the chunk, of the stretch
-    for (; Work::at(i).exists; ++i) {
+    float first[64];             // state of a stretch: comes while that of the one before is stored
+    const auto fetch = [&](const Work& work) {
+      Sequence s = work.sequence();
+      s.initial = s.initial && work.exists && !work.takes;
+      Base::fetch(s, work.hv, first);
+    };
+    for (fetch(Work::at(0)); Work::at(i).exists; ++i) {
       lane_ = opaque(lane_);
       const Work& work = Work::at(i);
       if (work.takes) take();
-      else Base::load(work.sequence(), work.hv);
+      else Base::load(first);
       Base::remember(work.sequence(), work.hv);
       this->template scan<true>({work.n, work.hv}, work.first, work.end, number);
+      fetch(Work::at(i + 1));
       if (work.gives) give();
       else Base::keep(work.sequence(), work.hv, work.end);
     }

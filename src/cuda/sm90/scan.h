@@ -158,7 +158,7 @@ class Scan {
 
   // f(register, address) for all of the thread's elements of a state.
   template <class Element, class F>
-  __device__ void elements(const TypedView& t, unsigned row, unsigned hv, const F& f) {
+  __device__ void elements(const TypedView& t, unsigned row, unsigned hv, const F& f) const {
     const Address at(t, call_.p.args.in.state_layout, row, hv);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
@@ -172,27 +172,36 @@ class Scan {
     return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % 8 == 0;
   }
   template <class F>
-  __device__ void pairs(const TypedView& t, unsigned row, unsigned hv, const F& f) {
+  __device__ void pairs(const TypedView& t, unsigned row, unsigned hv, const F& f) const {
     const Address at(t, KDA_STATE_V_FIRST, row, hv);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
       for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(at.at(column(i), channel(j))));
   }
-  __device__ void load(const Sequence& s, unsigned hv) {
-    unit_[0] = unit_[1] = 1;
+  // A first state: the thread's elements of it.
+  __device__ void fetch(const Sequence& s, unsigned hv, float (&state)[64]) const {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) S_[i] = 0;
+    for (int i = 0; i < 64; ++i) state[i] = 0;
     if (!s.initial) return;
     const TypedView& h0 = call_.states.h0;
     const auto row = static_cast<unsigned>(s.slot);
     if (h0.dtype == KDA_F32 && in_pairs(h0))
       pairs(h0, row, hv, [&](int i, const float2* x) {
         const float2 two = *x;
-        S_[i] = two.x, S_[i + 1] = two.y;
+        state[i] = two.x, state[i + 1] = two.y;
       });
-    else if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { S_[i] = *x; });
-    else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { S_[i] = __bfloat162float(*x); });
+    else if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { state[i] = *x; });
+    else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { state[i] = __bfloat162float(*x); });
+  }
+  __device__ void load(const float (&state)[64]) {
+    unit_[0] = unit_[1] = 1;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S_[i] = state[i];
+  }
+  __device__ void load(const Sequence& s, unsigned hv) {
+    float state[64];
+    fetch(s, hv, state), load(state);
   }
   // The state after t tokens goes where it is wanted.
   __device__ void keep(const Sequence& s, unsigned hv, unsigned t) {
