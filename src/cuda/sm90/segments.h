@@ -236,7 +236,7 @@ class Producer {
 template <class T>
 class SegmentScan : public Scan<T, kSize> {
   using Base = Scan<T, kSize>;
-  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::first_column;
+  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
 
  public:
   __device__ SegmentScan(const Call& call, const Segments& segments, unsigned memory)
@@ -266,15 +266,17 @@ class SegmentScan : public Scan<T, kSize> {
     unsigned number = 0;
     unit_[0] = unit_[1] = 1;
     Base::remember(s, at.item.hv);
+    const bool last = at.end == s.length;
     if (at.index == 0) {
-      if (at.end == s.length) Base::load(s, at.item.hv);
+      if (last) Base::load(s, at.item.hv);
       else load(segments_.start(at.item.hv, first_map), S_);
     } else {
       load(segments_.offset(at.item.hv, first_map), S_);
       for (unsigned i = 1; i < at.index; ++i) pass(at.item.hv, first_map + i, number);
     }
     this->template scan<true>(at.item, at.first, at.end, number);
-    if (at.end == s.length) Base::keep(s, at.item.hv, at.end);
+    // (The sequence is looked up again: registers are scarce in between.)
+    if (last) Base::keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n), at.item.hv, at.end);
     Base::finish_outputs();
   }
 
