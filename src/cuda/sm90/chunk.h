@@ -48,7 +48,7 @@ struct BenchLayout {
   static constexpr unsigned wide = columns + kHalf + kTileBytes;  // with `columns`, f32 numbers; between their halves:
   static constexpr unsigned given = wide + kTileBytes;            // for exact scores: totals as given
   static constexpr unsigned decays = given + 4 * kSize * 4;       // and decays between rows of warps
-  static constexpr unsigned A = wide + kHalf + kTileBytes;        // Akk: f32, kStrideA apart
+  static constexpr unsigned A = wide + kHalf + kTileBytes;        // -Akk: f32, kStrideA apart
   static_assert(decays + 6 * kSize * 2 <= wide + kHalf);
   static constexpr unsigned end = A + kRows * kStrideA * 4;  // the first bench has room behind it, for 16 x 32 bytes
   static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // benches follow each other

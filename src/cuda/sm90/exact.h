@@ -220,7 +220,7 @@ class ExactScores {
     const unsigned i = 8 * at_.warp + at_.lane / 4, j = at_.lane % 4;
     ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
     ptx::store_shared_f32x2(at_.address + Bench::A + (i * kStrideA + 8 * other + 2 * j) * 4,
-                            make_float2(d[2] * beta, d[3] * beta));
+                            make_float2(-d[2] * beta, -d[3] * beta));
   }
 
   const Bench& at_;

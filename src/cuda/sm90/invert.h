@@ -1,6 +1,6 @@
 // T diag(beta) with T = (I + Akk)^-1, by one warp. The four blocks of eight rows on the diagonal by forward substitution in
-// f32. What is below two of them, first of eight rows and then of sixteen, is -(T22 Akk21) T11, on tensor cores. Factors
-// there are sums of two f16: with one, equal keys would lose all digits.
+// f32. What is below two of them, first of eight rows and then of sixteen, is (T22 A21) T11, on tensor cores, where A is -Akk.
+// Factors there are sums of two f16: with one, equal keys would lose all digits.
 #pragma once
 #include "cuda/sm90/scores.h"
 
@@ -37,8 +37,8 @@ __device__ inline void multiply(float (&d)[4], const Split (&a)[4], const Split&
 __device__ inline void invert(const Bench& at, unsigned stage) {
   constexpr unsigned kStride = kStrideA * 4, kNext = kBlock * kStride + kBlock * 4, kLow = kBlock * 2;
   const unsigned lane = at.lane, r = lane % kBlock, block = lane / kBlock, T = stage + Stage::T;
-  // T = I - T Akk in the blocks on the diagonal, a lane its row, columns from the right: a column is done when all to its
-  // right have been subtracted. What Akk has on and above its diagonal is not used.
+  // T = I + T A in the blocks on the diagonal, a lane its row, columns from the right: a column is done when all to its
+  // right have been added. What A has on and above its diagonal is not used.
   float row[kBlock];
 #pragma unroll
   for (unsigned c = 0; c < kBlock; ++c) row[c] = c == r ? 1.0f : 0.0f;
@@ -51,10 +51,10 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
       load_four(A + (j * kStrideA + c) * 4, a);
 #pragma unroll
       for (unsigned e = 0; e < 4; ++e)
-        if (c + e < j) row[c + e] = fmaf(-row[j], a[e], row[c + e]);
+        if (c + e < j) row[c + e] = fmaf(row[j], a[e], row[c + e]);
     }
 
-  // As operands, second halves behind the first, where the blocks of Akk were; and into the stage, zeros above them.
+  // As operands, second halves behind the first, where the blocks of A were; and into the stage, zeros above them.
   Split pairs[4];
   float beta[8];
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
 
   // Of a lane: rows i and i + 8 of left operands and results, columns j and the next; of right operands the other way round.
   const unsigned i = lane / 4, j = lane % 4 * 2;
-  const auto Akk = [&](unsigned rows, unsigned columns) {
+  const auto A_right = [&](unsigned rows, unsigned columns) {
     const unsigned from = at.address + Bench::A + ((rows + j) * kStrideA + columns + i) * 4;
     return Split(ptx::load_shared_f32(from), ptx::load_shared_f32(from + kStride));
   };
@@ -98,14 +98,14 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
   const Split T2{x[0], x[1]}, none;
 
   float d[4], e[4];
-  multiply(d, {T1, none, none, T3}, Akk(8, 0), Akk(24, 16));
-  multiply(e, {Split(-d[0], -d[1]), none, none, Split(-d[2], -d[3])}, T0_right, T2_right);
+  multiply(d, {T1, none, none, T3}, A_right(8, 0), A_right(24, 16));
+  multiply(e, {Split(d[0], d[1]), none, none, Split(d[2], d[3])}, T0_right, T2_right);
   store(8, 0, e[0], e[1]), store(24, 16, e[2], e[3]);
   const Split T10_right = Split(e[0], e[1]).transposed(), T32(e[2], e[3]);
 
-  multiply(d, {T2, T32, none, T3}, Akk(16, 0), Akk(24, 0));
-  multiply(e, {T2, T32, none, T3}, Akk(16, 8), Akk(24, 8));
-  const Split left[4] = {Split(-d[0], -d[1]), Split(-d[2], -d[3]), Split(-e[0], -e[1]), Split(-e[2], -e[3])};
+  multiply(d, {T2, T32, none, T3}, A_right(16, 0), A_right(24, 0));
+  multiply(e, {T2, T32, none, T3}, A_right(16, 8), A_right(24, 8));
+  const Split left[4] = {Split(d[0], d[1]), Split(d[2], d[3]), Split(e[0], e[1]), Split(e[2], e[3])};
   multiply(d, left, T0_right, T10_right);
   multiply(e, left, none, T1_right);
   store(16, 0, d[0], d[1]), store(24, 0, d[2], d[3]);

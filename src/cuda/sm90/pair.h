@@ -252,9 +252,10 @@ class PairSource {
         continue;
       }
       count_ = (end - first + kRows - 1) / kRows, first_ = now.first * (kChunk / kRows), hv_ = now.item.hv;
+      h_ = Plan::key_head(call.p, hv_);
       if (plans_work_) plan_work(call, now, first, end);
     }
-    p.set(call.p, hv_, b_, t0_, length_, first_ + number_ - begin_);
+    p.set(hv_, h_, b_, t0_, length_, first_ + number_ - begin_);
     p.number = number_;
     number_ += kStages;
   }
@@ -276,7 +277,7 @@ class PairSource {
 
   Stretches stretches_;
   unsigned number_, begin_ = 0, count_ = 0;    // of the next chunk; of the stretch's first; the stretch's chunks
-  unsigned first_, hv_, works_ = 0;            // the stretch's first chunk, head; stretches so far
+  unsigned first_, hv_, h_, works_ = 0;        // the stretch's first chunk, head; stretches so far
   unsigned n_ = ~0u, b_, t0_, length_, slot_;  // the sequence
   bool live_, initial_, plans_work_, others_ = false, ended_ = false;
 };

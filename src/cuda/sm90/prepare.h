@@ -24,10 +24,12 @@ struct alignas(16) Plan {
 
   __device__ bool any() const { return number != kNone; }
   // Chunk `chunk` of a sequence of `length` tokens from t0 on.
-  __device__ void set(const ForwardProblem& p, unsigned head, unsigned row, unsigned t0, unsigned length,
-                      unsigned chunk) {
-    hv = head, h = hv / (static_cast<unsigned>(p.HV) / static_cast<unsigned>(p.H)), b = row;
+  __device__ void set(unsigned head, unsigned key_head, unsigned row, unsigned t0, unsigned length, unsigned chunk) {
+    hv = head, h = key_head, b = row;
     token = t0 + chunk * kRows, rows = fine = min(length - chunk * kRows, kRows);
+  }
+  __device__ static unsigned key_head(const ForwardProblem& p, unsigned hv) {
+    return hv / (static_cast<unsigned>(p.HV) / static_cast<unsigned>(p.H));
   }
 };
 

@@ -87,15 +87,14 @@ class Scan {
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
       const Place to{uniform(at.b), at.t0, uniform(at.hv)};
-      unsigned stage = uniform(ring_.stage(number)), next;
       bool went, full = false;
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
+        const unsigned stage = uniform(ring_.stage(number));
         if (!full) ring_.wait_full(number);
         went = chunk<kOutputs>(
             stage, t % kChunk == 0, again, out,
             [&] {
-              next = uniform(ring_.stage(number + 1));
               if (kOutputs && t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
@@ -108,7 +107,7 @@ class Scan {
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
         if (lane_ == 0) ring_.release(number);
-        t += kRows, ++number, stage = next;
+        t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
       if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);

@@ -243,7 +243,7 @@ class AnchoredScores {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         ptx::store_shared_f32x2(at_.address + Bench::A + ((row + j % 2 * 8) * kStrideA + j / 2 * 8 + first) * 4,
-                                make_float2(scores[2 * j] * beta[j % 2], scores[2 * j + 1] * beta[j % 2]));
+                                make_float2(-scores[2 * j] * beta[j % 2], -scores[2 * j + 1] * beta[j % 2]));
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

@@ -161,7 +161,7 @@ class TaskSource {
     const Task task = Queue::take(number_);
     if (!task.exists) return;
     const Sequence s = sequence_at(call.p, call.p.args.in, task.item.n);
-    p.set(call.p, task.item.hv, static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0),
+    p.set(task.item.hv, Plan::key_head(call.p, task.item.hv), static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0),
           static_cast<unsigned>(s.length), task.chunk);
     p.number = number_;
     number_ += kPreparers;
