@@ -101,16 +101,16 @@ struct HeadGate {
 // where the ways of all warps through a chunk do not fit, each of them comes too slowly.
 template <class Work>
 __device__ __forceinline__ void for_rows(const Bench& at, const Work& work) {
+  constexpr unsigned kOdd =
+      16 | kRowBytes;  // bits by which an odd row's place differs from that of the even one before
   const unsigned first = at.own(0);
-  unsigned own = first, next = at.own(1);
+  unsigned own = first;
 #pragma unroll 1
-  for (unsigned i = opaque(0); i < 8; i += 2) {
-#pragma unroll
-    for (unsigned d = 0; d < 2; ++d) {
-      const unsigned j = (i + d + 2) % 8, after = (first ^ j << 4) + j * kRowBytes;
-      work(i + d, own, next, after);
-      own = next, next = after;
-    }
+  for (unsigned pair = opaque(0); pair < 4; ++pair) {
+    const unsigned i = 2 * pair, j = (i + 2) % 8, then = (first ^ j << 4) + j * kRowBytes;
+    work(i, own, own ^ kOdd, then);
+    work(i + 1, own ^ kOdd, then, then ^ kOdd);
+    own = then;
   }
 }
 
