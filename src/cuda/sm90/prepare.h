@@ -121,6 +121,10 @@ class Preparation {
     const unsigned then = token + static_cast<unsigned>(Source::kStep) * kRows;
     ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
     ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
+    if (!Ring::kPaired || tensor != Tiles::kQuery) return;
+    // What fetch_values() will ask for.
+    for (const unsigned column : {0, 64})
+      ptx::prefetch_tile(call_.tiles->maps[Tiles::kValue], column, plan.hv, token, b);
   }
   // An f32 gate, to where decays will be: by the lanes that read it.
   __device__ void fetch_wide_gate(const Plan& p) const {
@@ -144,9 +148,9 @@ class Preparation {
   }
   // Of pairs: v to the stages of both blocks, which are full when it is there, and the rest of what the other's waits for;
   // and that, piece by piece. By a warp's first lane.
-  __device__ void fetch_values(const Plan& plan, unsigned number, unsigned stage) const {
+  __device__ void fetch_values(unsigned hv, unsigned first, unsigned row, unsigned number, unsigned stage) const {
     const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
-    const unsigned head = uniform(plan.hv), token = uniform(plan.token), b = uniform(plan.b);
+    const unsigned head = uniform(hv), token = uniform(first), b = uniform(row);
     const CUtensorMap& map = call_.tiles->maps[Tiles::kValue];
     if (at_.lane > 0) return;
     ptx::arrive_expecting(full, kTileBytes);
@@ -213,25 +217,28 @@ class Preparation {
       if (first < rows) return forget_rows(first);
     }
     ring().wait_empty(number);  // from here on the stage is written to
-    const bool shares = Ring::kPaired && chore(turn) == kShareChore;
-    if (shares) fetch_values(now, number, stage);
     scores.template tiles<T>();
     if (now.fine < now.rows) spoil(now, stage);
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there
-    if (shares) share(number, stage, 0, Stage::T), share(number, stage, Stage::kg + kHalf, Stage::end);
     scores.run();
     ptx::fence_shared_for_async();
-    at_.sync();  // Akk is there; nobody reads tiles any more
-    const bool inverts = chore(turn) == kInvertChore;
-    if (!inverts) ptx::arrive(ring().full(number));
+    const unsigned hv = now.hv, token = now.token, b = now.b;  // the plan may be overwritten then
+    at_.sync();                                                // Akk is there; nobody reads tiles any more
+    // While one warp inverts, the others have time.
+    const unsigned mine = chore(turn);
+    if (mine != kInvertChore) ptx::arrive(ring().full(number));
     const Plan& next = plan(turn + 1);
     if (next.any()) fetch(next, turn + 1);
-    if (!inverts) return true;
+    if (Ring::kPaired && mine == kShareChore) {
+      fetch_values(hv, token, b, number, stage);
+      share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
+    }
+    if (mine != kInvertChore) return true;
     invert(at_, stage);
     ptx::fence_shared_for_async();
     __syncwarp();  // T is there
-    if (Ring::kPaired) share(number, stage, Stage::T, Stage::kg + kHalf);
+    if (Ring::kPaired) share(number, stage, Stage::T, Stage::Aqk);
     ptx::arrive(ring().full(number));
     return true;
   }
