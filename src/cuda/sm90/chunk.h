@@ -9,8 +9,8 @@ constexpr unsigned kRows = 32;   // tokens of a chunk here: two make a chunk of 
 constexpr unsigned kSize = 128;  // K and V
 static_assert(kChunk % kRows == 0, "states are kept between chunks");
 
-constexpr unsigned kGroup = 128;                           // threads of a warpgroup
-constexpr unsigned kPreparers = 2, kThreads = 3 * kGroup;  // warpgroups of a block that prepares; all of its threads
+constexpr unsigned kGroup = 128;                               // threads of a warpgroup
+constexpr unsigned kThreads = 3 * kGroup;                      // of a block that scans
 constexpr unsigned kPreparerBarrier = 1, kScannerBarrier = 3;  // named barriers: of the first warpgroups
 
 // Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
@@ -30,7 +30,10 @@ struct Stage {
       (end + 1023) / 1024 * 1024;  // as given: 64 columns, and the others where a block has them
 };
 static_assert(Stage::Aqk + kRows * 64 == Stage::kg + kHalf);
-constexpr unsigned kStages = 4;
+// Of a ring. Where nobody scans there is one for each preparer.
+template <unsigned kColumns>
+constexpr unsigned kStages = kColumns > 0 ? 4 : 3;
+constexpr unsigned kMostStages = 4;
 
 constexpr unsigned kStrideA = 36;
 
@@ -56,18 +59,19 @@ struct BenchLayout {
 
 // A block's shared memory, in bytes. kColumns: how many columns of a state it scans; kBenches: warpgroups that prepare.
 struct Shared {
-  static constexpr unsigned full = 0, empty = full + 8 * kStages;  // mbarriers, of stages
-  static constexpr unsigned places = empty + 8 * kStages;          // of each scanning warp: where outputs go
-  static constexpr unsigned corrections = places + 8 * 16;         // likewise: an address
-  static constexpr unsigned bad_values = corrections + 8 * 8;      // of each scanning thread
-  static constexpr unsigned queue = bad_values + 2 * kGroup * 2;   // of tasks, and its mbarriers
+  static constexpr unsigned full = 0, empty = full + 8 * kMostStages;  // mbarriers, of stages
+  static constexpr unsigned places = empty + 8 * kMostStages;          // of each scanning warp: where outputs go
+  static constexpr unsigned corrections = places + 8 * 16;             // likewise: an address
+  static constexpr unsigned bad_values = corrections + 8 * 8;          // of each scanning thread
+  static constexpr unsigned pair = bad_values + 2 * kGroup * 2;        // its number; mbarrier: heads have been planned
+  static constexpr unsigned tasks = places;                            // and their mbarriers, where nobody scans
   static constexpr unsigned stages = 1024;
   static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
 
   template <unsigned kColumns>
   static constexpr unsigned kStageBytes = Stage::v + kColumns / 64 * kTileBytes;
   template <unsigned kColumns>
-  static constexpr unsigned out = stages + kStages* kStageBytes<kColumns>;
+  static constexpr unsigned out = stages + kStages<kColumns>* kStageBytes<kColumns>;
   template <unsigned kColumns>
   static constexpr unsigned benches = out<kColumns> + kColumns / 16 * kOutBytes;
   template <unsigned kColumns, unsigned kBenches>
@@ -104,6 +108,7 @@ template <unsigned kColumns>
 struct Ring {
   // Two blocks scan 64 columns each, and have every second chunk prepared by the other: see pair.h.
   static constexpr bool kPaired = kColumns == 64;
+  static constexpr unsigned kStages = sm90::kStages<kColumns>;
   unsigned memory;  // address of shared memory
   __device__ unsigned stage(unsigned chunk) const {
     return memory + Shared::stages + chunk % kStages * Shared::kStageBytes<kColumns>;

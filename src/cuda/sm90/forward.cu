@@ -14,8 +14,8 @@ using namespace sm90;
 
 // Of what a block of three warpgroups starts with, 168 a thread.
 constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
-static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
-constexpr unsigned kBytes = Shared::bytes<64, kPreparers>;
+static_assert(kScanRegisters + PairSource::kPreparers * kPreparerRegisters <= 3 * 168);
+constexpr unsigned kBytes = Shared::bytes<64, PairSource::kPreparers>;
 static_assert(kBytes <= 227 * 1024, "what a block of Hopper may have");
 
 __global__ void __launch_bounds__(kMeasuring)
@@ -34,7 +34,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   const Call call{p, x, states, v_new, &tiles};
   using Preparation = Preparation<T, Scores, kWideGate, PairSource>;
   const Ring<64> ring{memory};
-  const unsigned pair_at = memory + Shared::queue, planned = pair_at + 8;  // there are no tasks here
+  const unsigned pair_at = memory + Shared::pair, planned = pair_at + 8;
   if (threadIdx.x == 0) {
     ring.start(kGroup);
     Preparation::start(memory);

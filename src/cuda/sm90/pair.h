@@ -229,7 +229,8 @@ static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::byt
 class PairSource {
  public:
   static constexpr unsigned kColumns = 64;
-  static constexpr int kStep = kStages;
+  static constexpr unsigned kPreparers = 2;
+  static constexpr int kStep = kStages<kColumns>;
   __device__ PairSource(const Stretches& stretches, unsigned group)
       : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
 
@@ -257,7 +258,7 @@ class PairSource {
     }
     p.set(hv_, h_, b_, t0_, length_, first_ + number_ - begin_);
     p.number = number_;
-    number_ += kStages;
+    number_ += kStages<kColumns>;
   }
 
  private:

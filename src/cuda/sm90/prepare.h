@@ -34,7 +34,8 @@ struct alignas(16) Plan {
 };
 
 // kWideGate: g is f32, else it has the type of q, k and v. Source: next(plan), by one thread, tells the preparer's next
-// chunk; kColumns, in whose ring it is (0: nobody scans here); kStep: how many chunks further the next one is, mostly.
+// chunk; kColumns, in whose ring it is (0: nobody scans here); kPreparers of a block; kStep: how many chunks further the next
+// one is, mostly.
 template <class T, class Scores, bool kWideGate, class Source>
 class Preparation {
  public:
@@ -47,7 +48,7 @@ class Preparation {
 
   // By one thread, before fence_barriers().
   __device__ static void start(unsigned memory) {
-    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
+    for (unsigned i = 0; i < Source::kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
   }
   __device__ void plan(const Source& source) {
     if (threadIdx.x % kGroup > 0) return;
@@ -121,10 +122,12 @@ class Preparation {
     const unsigned then = token + static_cast<unsigned>(Source::kStep) * kRows;
     ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
     ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
-    if (!Ring::kPaired || tensor != Tiles::kQuery) return;
-    // What fetch_values() will ask for.
-    for (const unsigned column : {0, 64})
-      ptx::prefetch_tile(call_.tiles->maps[Tiles::kValue], column, plan.hv, token, b);
+    if constexpr (Ring::kPaired) {
+      if (tensor != Tiles::kQuery) return;
+      // What fetch_values() will ask for.
+      for (const unsigned column : {0, 64})
+        ptx::prefetch_tile(call_.tiles->maps[Tiles::kValue], column, plan.hv, token, b);
+    }
   }
   // An f32 gate, to where decays will be: by the lanes that read it.
   __device__ void fetch_wide_gate(const Plan& p) const {

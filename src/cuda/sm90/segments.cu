@@ -32,7 +32,7 @@ __device__ void hand_out(const ForwardProblem& p, const Cut& cut) {
     const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
     if (s.live && static_cast<int64_t>(chunk) * kRows < s.length) hand_on({{n, hv}, chunk, number, true});
   }
-  for (unsigned i = 0; i < kPreparers; ++i) hand_on({{}, 0, 0, false});
+  for (unsigned i = 0; i < TaskSource::kPreparers; ++i) hand_on({{}, 0, 0, false});
 }
 
 // Stores what the preparers have done: by one thread.
@@ -50,8 +50,15 @@ __device__ void store_images(const Segments& segments, const Ring<0>& ring) {
   ptx::wait_for_bulk<0>();
 }
 
+constexpr unsigned kPrepareThreads = (1 + TaskSource::kPreparers) * kGroup;
+// Of 128 a thread.
+constexpr int kPreparerRegisters = 152, kRestRegisters = 56;
+static_assert(TaskSource::kPreparers * kPreparerRegisters + kRestRegisters <= 4 * 128);
+constexpr unsigned kPrepareBytes = Shared::bytes<0, TaskSource::kPreparers>;
+static_assert(kPrepareBytes <= 227 * 1024, "what a block of Hopper may have");
+
 template <class T, class Scores, bool kWideGate>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kPrepareThreads, 1)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ States states, const __grid_constant__ View v_new,
                    const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
@@ -70,10 +77,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_next_start();
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group > 0) {
+    ptx::take_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 1);
     preparation.plan(TaskSource(group - 1));
     preparation.run();
-  } else if (threadIdx.x < 32) {
+    return;
+  }
+  ptx::give_registers<kRestRegisters>();
+  if (threadIdx.x < 32) {
     hand_out(p, segments.chunks);
   } else if (threadIdx.x == 32) {
     store_images(segments, ring);
@@ -101,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ring.start(kFullArrivals);
     ptx::fence_barriers();
   }
-  for (unsigned i = threadIdx.x * 16; linear && i < kStages * kTileBytes; i += kThreads * 16)
+  for (unsigned i = threadIdx.x * 16; linear && i < kStages<kSize> * kTileBytes; i += kThreads * 16)
     for (const unsigned half : {0u, kTileBytes})
       ptx::store_shared4(ring.stage(i / kTileBytes) + Stage::v + half + i % kTileBytes, make_uint4(0, 0, 0, 0));
   // Lengths and slots were there before prepare began: only what that and maps made is waited for.
@@ -208,22 +219,22 @@ void forward_segments_sm90(const ForwardProblem& p) {
   const Segments segments(p, segment_tokens(p), a.exec.workspace);
   const Tokens tokens(p, a.in, a.o);
   const Tiles tiles(p);
-  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned bytes, const Tokens& x) {
+  const auto run = [&]<auto kKernel>(int64_t blocks, unsigned threads, unsigned bytes) {
     if (blocks > 0)
-      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(kThreads), static_cast<int>(bytes),
-                      p, x, States(a), view_of(a.v_new), segments, tiles);
+      launch<kKernel>(a.exec, dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), static_cast<int>(bytes),
+                      p, tokens, States(a), view_of(a.v_new), segments, tiles);
   };
-  constexpr unsigned kScanBytes = Shared::bytes<kSize, 0>;
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<prepare_kernel<T, Scores, kWideGate>>(
-        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)),
-        Shared::bytes<0, kPreparers>, tokens);
+        std::min<int64_t>(segments.chunks.total * p.HV, multiprocessors(a.exec.device_id)), kPrepareThreads,
+        kPrepareBytes);
   });
+  constexpr unsigned kScanBytes = Shared::bytes<kSize, 0>;
   with_type(p, [&]<class T>() {
-    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kScanBytes,
-                                                     tokens);
-    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kScanBytes,
-                                                      tokens);
+    run.template operator()<segment_kernel<T, true>>((2 * int64_t{segments.mapped.total} - 1) * p.HV, kThreads,
+                                                     kScanBytes);
+    run.template operator()<segment_kernel<T, false>>((int64_t{segments.all.total} + p.varlen) * p.HV, kThreads,
+                                                      kScanBytes);
   });
 }
 

@@ -122,11 +122,11 @@ struct Task {
 
 // In shared memory: task i is in tasks[i % kTasks], and is chunk i of the block's ring.
 struct Queue {
-  static constexpr unsigned kTasks = 7;
+  static constexpr unsigned kTasks = 10;  // three for each preparer, and one
   Task tasks[kTasks];
   unsigned long long found[kTasks], freed[kTasks];  // mbarriers: it is there; it is done
 
-  __device__ static Queue& here() { return *reinterpret_cast<Queue*>(shared_memory() + Shared::queue); }
+  __device__ static Queue& here() { return *reinterpret_cast<Queue*>(shared_memory() + Shared::tasks); }
   __device__ static void start() {
     for (unsigned i = 0; i < kTasks; ++i)
       ptx::init_barrier(barrier(here().found, i), 1), ptx::init_barrier(barrier(here().freed, i), 1);
@@ -149,12 +149,13 @@ struct Queue {
   }
   __device__ static unsigned parity(unsigned i) { return i / kTasks % 2; }
 };
-static_assert(Shared::queue + sizeof(Queue) <= Shared::stages);
+static_assert(Shared::tasks + sizeof(Queue) <= Shared::stages);
 
-// Every second one, for a preparer.
+// Every third one, for a preparer.
 class TaskSource {
  public:
   static constexpr unsigned kColumns = 0;
+  static constexpr unsigned kPreparers = 3;
   static constexpr int kStep = -static_cast<int>(kPreparers);
   __device__ explicit TaskSource(unsigned group) : number_(group) {}
   __device__ void next(const Call& call, Plan& p) {
