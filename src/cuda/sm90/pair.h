@@ -2,10 +2,11 @@
 // second chunk, for both: the other's copy of a chunk's operands goes from shared memory to shared memory.
 //
 // All work lies on a line, in spans of 64 tokens: the value heads of the first sequence, one behind the other, then those of
-// the next. Pairs have equal shares of the line, and so some heads are in two of them. Of such a head the pair that has its
-// beginning does that first; the next one does the rest last, from the state that the other left. Nobody waits but for a
-// pair with a lower number, and numbers are given to running pairs, so that all need not be resident. Splits are between
-// spans, and change no bit.
+// the next; before the spans of each there is a place for its states, which take about as long as a span to load and store.
+// Pairs have equal shares of the line, and so some heads are in two of them. Of such a head the pair that has its beginning
+// does that first; the next one does the rest last, from the state that the other left. Nobody waits but for a pair with a
+// lower number, and numbers are given to running pairs, so that all need not be resident. Splits are between spans, and
+// change no bit.
 #pragma once
 #include "cuda/sm90/prepare.h"
 #include "cuda/sm90/scan.h"
@@ -16,16 +17,17 @@ constexpr unsigned kMeasuring = 1024;  // threads of measure()
 
 // Where sequences are on the line, and who has what of it.
 struct Shares {
-  unsigned pairs = 0, share = 0;  // spans of a pair: known on the device alone with cu_seqlens, as are
-  unsigned* first = nullptr;      // [N + 1]: spans of one head before each sequence; then the longest one's
+  unsigned pairs = 0, share = 0;  // places of a pair: known on the device alone with cu_seqlens, as are
+  unsigned* first = nullptr;      // [N + 1]: places of one head before each sequence; then the longest one's
   float4* states = nullptr;       // [pairs][2][16][128] that are handed on; nullptr: no head is split
   unsigned* flags = nullptr;      // [pairs][2]: the state is there; then how many pairs have a number
   static constexpr uint64_t kStateBytes = kSize * kSize * 4;
-  static constexpr unsigned kLeast = 4;  // spans for which it is worth while to split heads
+  static constexpr unsigned kLeast = 4;  // places for which it is worth while to split heads
+  static constexpr unsigned kStates = 1;  // place before a head's spans
 
   Shares(const ForwardProblem& p, int64_t blocks) {
-    const int64_t most = std::max<int64_t>(blocks / 2, 1), each = spans(p.T), items = p.N * p.HV;
-    const int64_t upper = p.varlen ? p.HV * (p.T / kChunk + p.N) : items * each;
+    const int64_t most = std::max<int64_t>(blocks / 2, 1), each = places(p.T), items = p.N * p.HV;
+    const int64_t upper = p.varlen ? p.HV * (p.T / kChunk + p.N * (1 + kStates)) : items * each;
     if (p.varlen) {
       pairs = static_cast<unsigned>(std::min(most, std::max<int64_t>(upper, p.T * p.HV > 0)));
       splits_ = divided(upper, most) >= kLeast, measures_ = true;
@@ -37,8 +39,8 @@ struct Shares {
     }
     N_ = static_cast<unsigned>(p.N);
   }
-  KDA_BOTH static unsigned spans(int64_t tokens) {
-    return tokens > 0 ? static_cast<unsigned>((tokens + kChunk - 1) / kChunk) : 1;
+  KDA_BOTH static unsigned places(int64_t tokens) {
+    return kStates + (tokens > 0 ? static_cast<unsigned>((tokens + kChunk - 1) / kChunk) : 1);
   }
   uint64_t bytes() const { return splits_ * pairs * kStateBytes + counters() * sizeof(unsigned); }
   void place(void* workspace) {
@@ -59,7 +61,7 @@ struct Shares {
     unsigned longest = 0;
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (unsigned n0 = 0; n0 < N_; n0 += kMeasuring) {
-      const unsigned n = n0 + threadIdx.x, mine = n < N_ ? spans(sequence_at(p, p.args.in, n).length) : 0;
+      const unsigned n = n0 + threadIdx.x, mine = n < N_ ? places(sequence_at(p, p.args.in, n).length) : 0;
       longest = max(longest, mine);
       unsigned long long sum = mine;
       for (unsigned i = 1; i < 32; i *= 2) {
@@ -110,6 +112,9 @@ struct Shares {
 struct Spot {
   Item item;
   unsigned first, end;
+  __device__ unsigned spans_before(unsigned x) const {  // a place
+    return max(x, first + Shares::kStates) - first - Shares::kStates;
+  }
 };
 
 class Line {
@@ -147,12 +152,12 @@ class Line {
 
  private:
   __device__ void enter(const ForwardProblem& p, unsigned n) {
-    n_ = n, each_ = first_ ? first_[n + 1] - first_[n] : Shares::spans(p.T);
+    n_ = n, each_ = first_ ? first_[n + 1] - first_[n] : Shares::places(p.T);
     begin_ = HV_ * (first_ ? first_[n] : n * each_);
   }
   const unsigned* first_;
   unsigned HV_, N_;
-  unsigned n_, begin_, each_;  // a sequence, its first head's place, a head's spans
+  unsigned n_, begin_, each_;  // a sequence, where its first head begins, a head's places
 };
 
 // Spans first .. end - 1 of an item.
@@ -176,15 +181,15 @@ class Stretches {
     Spot here;
     if (step_ == kLast) {  // the item that only begins in it
       step_ = kWhole;
-      if (line_.find(p, end_, here) && here.first < end_ && here.first >= first_) {
-        x = {here.item, 0, end_ - here.first, false, true};
+      if (line_.find(p, end_, here) && here.first >= first_ && here.spans_before(end_) > 0) {
+        x = {here.item, 0, here.spans_before(end_), false, true};
         return true;
       }
     }
     if (step_ == kWhole) {
       if (at_ < end_ && line_.find(p, at_, here) && (!splits_ || here.end <= end_)) {
         at_ = here.end;
-        x = {here.item, 0, here.end - here.first, false, false};
+        x = {here.item, 0, here.spans_before(here.end), false, false};
         return true;
       }
       step_ = splits_ ? kFirst : kDone;
@@ -192,7 +197,8 @@ class Stretches {
     if (step_ == kFirst) {  // the one that it begins in
       step_ = kDone;
       if (line_.find(p, first_, here) && here.first < first_) {
-        x = {here.item, first_ - here.first, min(here.end, end_) - here.first, true, here.end > end_};
+        const unsigned before = here.spans_before(first_);
+        x = {here.item, before, here.spans_before(min(here.end, end_)), before > 0, here.end > end_};
         return true;
       }
     }

@@ -3,8 +3,8 @@
 // Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
 // sums in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
 // reads (or other lanes of its warp, before): g with decays, all of them with operands of scores. v goes to the stage.
-//   norms, gates, decays of the warp's rows                           barrier: decays of all rows are known
-//   the stage is empty; kG, qG, kg into it, score operands            barrier: operands are there
+//   norms, gates, decays of the warp's rows      barrier: decays of all rows are known, and the stage is empty
+//   kG, qG, kg into it, score operands                                barrier: operands are there
 //   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the rest of the bench is free
 //   the next chunk is fetched; one warp inverts I + Akk               the stage is full
 #pragma once
@@ -173,7 +173,6 @@ class Preparation {
     float by_q[4] = {}, by_k[4] = {};
   };
   // Gates and norms of the warp's rows; products for the latter fill the time that special functions take.
-  template <bool kFull>
   __device__ __forceinline__ void gates(Scores& scores, Norms& norms, unsigned rows) const {
     const typename Scores::Gate gate(call_.x, gate_);
     const unsigned r = at_.lane % 8, from = at_.address + (at_.lane / 8 % 2 ? Stage::k : Stage::q) +
@@ -194,7 +193,7 @@ class Preparation {
       load(after);
       ptx::mma<T>(norms.by_q, a, a[0], a[2]);
       ptx::mma<T>(norms.by_k, a, a[1], a[3]);
-      scores.decay(gate, y, kFull || 8 * at_.warp + i < rows, own);
+      scores.decay(gate, y, 8 * at_.warp + i < rows, own);
     });
   }
 
@@ -210,16 +209,15 @@ class Preparation {
     __syncwarp();  // norms read rows that other lanes have cleared
     Scores scores(at_, stage);
     Norms norms;
-    if (rows == kRows) gates<true>(scores, norms, rows);
-    else gates<false>(scores, norms, rows);
+    gates(scores, norms, rows);
     const unsigned bad = share_factors(norms, rows);
     scores.share_totals();
-    // The barrier also says that totals and factors of all rows are there.
+    if (chore(turn) == kShareChore) ring().wait_empty(number);
+    // The barrier also says that totals and factors of all rows are there, and that the stage may be written to.
     if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
       const unsigned first = first_bad(bad);
       if (first < rows) return forget_rows(first);
     }
-    ring().wait_empty(number);  // from here on the stage is written to
     scores.template tiles<T>();
     if (now.fine < now.rows) spoil(now, stage);
     ptx::fence_shared_for_async();

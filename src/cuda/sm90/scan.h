@@ -172,11 +172,12 @@ class Scan {
   }
   template <class F>
   __device__ void pairs(const TypedView& t, unsigned row, unsigned hv, const F& f) const {
-    const Address at(t, KDA_STATE_V_FIRST, row, hv);
+    char* const first = t.at(row, hv, 0) + channel(0) * 4;
+    char* const columns[2] = {first + column(0) * uint64_t{t.stride2}, first + column(1) * uint64_t{t.stride2}};
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(at.at(column(i), channel(j))));
+      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + 32 * j));
   }
   // A first state: the thread's elements of it.
   __device__ void fetch(const Sequence& s, unsigned hv, float (&state)[64]) const {
