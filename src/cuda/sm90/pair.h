@@ -22,7 +22,7 @@ struct Shares {
   float4* states = nullptr;       // [pairs][2][16][128] that are handed on; nullptr: no head is split
   unsigned* flags = nullptr;      // [pairs][2]: the state is there; then how many pairs have a number
   static constexpr uint64_t kStateBytes = kSize * kSize * 4;
-  static constexpr unsigned kLeast = 4;  // places for which it is worth while to split heads
+  static constexpr unsigned kLeast = 4;   // places for which it is worth while to split heads
   static constexpr unsigned kStates = 1;  // place before a head's spans
 
   Shares(const ForwardProblem& p, int64_t blocks) {
