@@ -10,7 +10,7 @@ constexpr unsigned kSize = 128;  // K and V
 static_assert(kChunk % kRows == 0, "states are kept between chunks");
 
 constexpr unsigned kGroup = 128;                               // threads of a warpgroup
-constexpr unsigned kThreads = 3 * kGroup;                      // of a block that scans
+constexpr unsigned kPreparers = 2;                             // warpgroups of a block that prepare
 constexpr unsigned kPreparerBarrier = 1, kScannerBarrier = 3;  // named barriers: of the first warpgroups
 
 // Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
@@ -20,20 +20,17 @@ constexpr unsigned kHalf = 8192, kRowBytes = 128, kTileBytes = kRows * kRowBytes
 
 // The operands of a chunk.
 struct Stage {
-  static constexpr unsigned k = 0, q = kTileBytes;          // kG; qG: fp16
-  static constexpr unsigned kg = 2 * kHalf;                 // fp16; between its halves:
-  static constexpr unsigned T = kg + kTileBytes;            // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
-  static constexpr unsigned Aqk = T + kRows * 64;           // likewise
-  static constexpr unsigned ell = kg + kHalf + kTileBytes;  // decay of each channel: f32
-  static constexpr unsigned end = ell + kSize * 4;          // of what is prepared
-  static constexpr unsigned v =
-      (end + 1023) / 1024 * 1024;  // as given: 64 columns, and the others where a block has them
+  static constexpr unsigned k = 0, q = kTileBytes;           // kG; qG: fp16
+  static constexpr unsigned kg = 2 * kHalf;                  // fp16; between its halves:
+  static constexpr unsigned T = kg + kTileBytes;             // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
+  static constexpr unsigned Aqk = T + kRows * 64;            // likewise
+  static constexpr unsigned ell = kg + kHalf + kTileBytes;   // decay of each channel: f32
+  static constexpr unsigned end = ell + kSize * 4;           // of what is prepared
+  static constexpr unsigned v = (end + 1023) / 1024 * 1024;  // as given: the block's 64 columns
+  static constexpr unsigned bytes = v + kTileBytes;
 };
 static_assert(Stage::Aqk + kRows * 64 == Stage::kg + kHalf);
-// Of a ring. Where nobody scans there is one for each preparer.
-template <unsigned kColumns>
-constexpr unsigned kStages = kColumns > 0 ? 4 : 3;
-constexpr unsigned kMostStages = 4;
+constexpr unsigned kStages = 4;
 
 constexpr unsigned kStrideA = 36;
 
@@ -57,26 +54,23 @@ struct BenchLayout {
   static constexpr unsigned bytes = (end + 1023) / 1024 * 1024;  // benches follow each other
 };
 
-// A block's shared memory, in bytes. kColumns: how many columns of a state it scans; kBenches: warpgroups that prepare.
+// A block's shared memory, in bytes.
 struct Shared {
-  static constexpr unsigned full = 0, empty = full + 8 * kMostStages;  // mbarriers, of stages
-  static constexpr unsigned places = empty + 8 * kMostStages;          // of each scanning warp: where outputs go
-  static constexpr unsigned corrections = places + 8 * 16;             // likewise: an address
-  static constexpr unsigned bad_values = corrections + 8 * 8;          // of each scanning thread
-  static constexpr unsigned pair = bad_values + 2 * kGroup * 2;        // its number; mbarrier: heads have been planned
-  static constexpr unsigned tasks = places;                            // and their mbarriers, where nobody scans
+  static constexpr unsigned full = 0, empty = full + 8 * kStages;  // mbarriers, of stages
+  static constexpr unsigned places = empty + 8 * kStages;          // of each scanning warp: where outputs go
+  static constexpr unsigned corrections = places + 4 * 16;         // likewise: an address
+  static constexpr unsigned bad_values = corrections + 4 * 8;      // of each scanning thread
+  static constexpr unsigned pair = bad_values + 2 * kGroup * 2;    // its number
+  static constexpr unsigned planned = pair + 8;                    // mbarrier: heads have been planned
+  static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
   static constexpr unsigned stages = 1024;
   static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
-
-  template <unsigned kColumns>
-  static constexpr unsigned kStageBytes = Stage::v + kColumns / 64 * kTileBytes;
-  template <unsigned kColumns>
-  static constexpr unsigned out = stages + kStages<kColumns>* kStageBytes<kColumns>;
-  template <unsigned kColumns>
-  static constexpr unsigned benches = out<kColumns> + kColumns / 16 * kOutBytes;
-  template <unsigned kColumns, unsigned kBenches>
-  static constexpr unsigned bytes = benches<kColumns> + kBenches* BenchLayout::bytes;
+  static constexpr unsigned out = stages + kStages * Stage::bytes;
+  static constexpr unsigned benches = out + 4 * kOutBytes;
+  static constexpr unsigned bytes = benches + kPreparers * BenchLayout::bytes;
 };
+static_assert(Shared::maps + 2 * 8 <= Shared::stages);
+static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -103,37 +97,28 @@ struct Call {
   const Tiles* tiles;
 };
 
-// A ring of stages: chunks are counted over all that a block scans, or prepares.
-template <unsigned kColumns>
+// A ring of stages: chunks are counted over all that a pair of blocks scans. Each block scans 64 columns, and has every second
+// chunk prepared by the other: see pair.h.
 struct Ring {
-  // Two blocks scan 64 columns each, and have every second chunk prepared by the other: see pair.h.
-  static constexpr bool kPaired = kColumns == 64;
-  static constexpr unsigned kStages = sm90::kStages<kColumns>;
   unsigned memory;  // address of shared memory
-  __device__ unsigned stage(unsigned chunk) const {
-    return memory + Shared::stages + chunk % kStages * Shared::kStageBytes<kColumns>;
-  }
+  __device__ unsigned stage(unsigned chunk) const { return memory + Shared::stages + chunk % kStages * Stage::bytes; }
   __device__ unsigned full(unsigned chunk) const { return memory + Shared::full + chunk % kStages * 8; }
-  // (With pairs, that of the block that prepares the chunk counts.)
+  // (That of the block that prepares the chunk counts.)
   __device__ unsigned empty(unsigned chunk) const { return memory + Shared::empty + chunk % kStages * 8; }
   __device__ void wait_full(unsigned chunk) const { ptx::wait_barrier(full(chunk), chunk / kStages % 2); }
   __device__ bool is_full(unsigned chunk) const { return ptx::is_phase_over(full(chunk), chunk / kStages % 2); }
-  // Until the chunk that had the stage before has been read.
-  __device__ void wait_empty(unsigned chunk) const {
-    if (chunk >= kStages) ptx::wait_barrier(empty(chunk), (chunk / kStages + 1) % 2);
+  // Until nobody needs what the stage had before.
+  __device__ void wait_empty(unsigned chunk) const { ptx::wait_barrier(empty(chunk), chunk / kStages % 2); }
+  // By one thread of each scanning warp, when it has read the chunk, and before the first one.
+  __device__ void release(unsigned chunk) const { ptx::arrive_at(ptx::address_in(empty(chunk), chunk % 2)); }
+  __device__ void open() const {
+    for (unsigned i = 0; i < kStages; ++i) release(i);
   }
-  // By one thread of each warp that has read the chunk.
-  __device__ void release(unsigned chunk) const {
-    if constexpr (kPaired) ptx::arrive_at(ptx::address_in(empty(chunk), chunk % 2));
-    else ptx::arrive(empty(chunk));
-  }
-  // By one thread, before fence_barriers(). arrivals: that fill a stage. With pairs there is one more, with which the other
-  // block's comes alone.
-  __device__ void start(unsigned arrivals) const {
-    for (unsigned i = 0; i < kStages; ++i) {
-      const bool here = !kPaired || i % 2 == ptx::rank();
-      ptx::init_barrier(full(i), kPaired + (here ? arrivals : 0)), ptx::init_barrier(empty(i), 8);
-    }
+  // By one thread, before fence_barriers(). readers: scanning warps of both blocks. kGroup threads fill a stage and one asks for
+  // v; with that alone the other block's comes.
+  __device__ void start(unsigned readers) const {
+    for (unsigned i = 0; i < kStages; ++i)
+      ptx::init_barrier(full(i), 1 + (i % 2 == ptx::rank() ? kGroup : 0)), ptx::init_barrier(empty(i), readers);
   }
 };
 

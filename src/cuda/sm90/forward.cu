@@ -14,9 +14,8 @@ using namespace sm90;
 
 // Of what a block of three warpgroups starts with, 168 a thread.
 constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
-static_assert(kScanRegisters + PairSource::kPreparers * kPreparerRegisters <= 3 * 168);
-constexpr unsigned kBytes = Shared::bytes<64, PairSource::kPreparers>;
-static_assert(kBytes <= 227 * 1024, "what a block of Hopper may have");
+static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
+constexpr unsigned kThreads = (1 + kPreparers) * kGroup;
 
 __global__ void __launch_bounds__(kMeasuring)
     measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Shares shares) {
@@ -32,11 +31,11 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
                  const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, PairSource>;
-  const Ring<64> ring{memory};
-  const unsigned pair_at = memory + Shared::pair, planned = pair_at + 8;
+  using Preparation = Preparation<T, Scores, kWideGate, PairSource<Stretches>>;
+  const Ring ring{memory};
+  const unsigned pair_at = memory + Shared::pair, planned = memory + Shared::planned;
   if (threadIdx.x == 0) {
-    ring.start(kGroup);
+    ring.start(8);
     Preparation::start(memory);
     ptx::init_barrier(planned, 1);
     ptx::fence_barriers();
@@ -109,7 +108,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   else if (shares.flags) KDA_CUDA(cudaMemsetAsync(shares.flags, 0, shares.flag_bytes(), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
-                                               static_cast<int>(kBytes), p, Tokens(p, a.in, a.o), States(a),
+                                               static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a),
                                                view_of(a.v_new), shares, Tiles(p));
   });
 }

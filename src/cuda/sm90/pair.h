@@ -170,6 +170,7 @@ struct Stretch {
 // A pair's share, in the order in which it is done.
 class Stretches {
  public:
+  static constexpr bool kPlansWork = true;
   __device__ Stretches(const ForwardProblem& p, const Shares& shares, unsigned pair)
       : line_(p, shares.first), first_(pair * shares.share), end_(first_ + shares.share), splits_(shares.splits()) {
     Spot here;
@@ -221,7 +222,7 @@ struct alignas(16) Work {
   static constexpr unsigned kCount = 16;  // `initial` of what does not exist: there was something without chunks
 
   __device__ static Work& at(unsigned i) {
-    return reinterpret_cast<Work*>(shared_memory() + Shared::benches<64> + BenchLayout::end)[i % kCount];
+    return reinterpret_cast<Work*>(shared_memory() + Shared::benches + BenchLayout::end)[i % kCount];
   }
   __device__ Sequence sequence() const {
     Sequence s{};
@@ -231,14 +232,28 @@ struct alignas(16) Work {
 };
 static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
 
-// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan.
+// One stretch.
+class OneStretch {
+ public:
+  static constexpr bool kPlansWork = false;
+  __device__ explicit OneStretch(const Stretch& x) : x_(x) {}
+  __device__ bool next(const ForwardProblem&, Stretch& x) {
+    const bool there = there_;
+    x = x_, there_ = false;
+    return there;
+  }
+
+ private:
+  Stretch x_;
+  bool there_ = true;
+};
+
+// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan, if that is wanted.
+template <class Stretches>
 class PairSource {
  public:
-  static constexpr unsigned kColumns = 64;
-  static constexpr unsigned kPreparers = 2;
-  static constexpr int kStep = kStages<kColumns>;
   __device__ PairSource(const Stretches& stretches, unsigned group)
-      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
+      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(Stretches::kPlansWork && group == 0) {}
 
   __device__ void next(const Call& call, Plan& p) {
     if (ended_) return;
@@ -264,7 +279,7 @@ class PairSource {
     }
     p.set(hv_, h_, b_, t0_, length_, first_ + number_ - begin_);
     p.number = number_;
-    number_ += kStages<kColumns>;
+    number_ += kStages;
   }
 
  private:
@@ -290,8 +305,8 @@ class PairSource {
 };
 
 template <class T>
-class PairScan : public Scan<T, 64> {
-  using Base = Scan<T, 64>;
+class PairScan : public Scan<T> {
+  using Base = Scan<T>;
   using Base::S_, Base::unit_, Base::lane_, Base::call_;
 
  public:
@@ -301,7 +316,8 @@ class PairScan : public Scan<T, 64> {
   // When the first stretches have been planned.
   __device__ __forceinline__ void run() {
     unsigned number = 0, i = 0;  // of the chunk, of the stretch
-    float first[64];             // state of a stretch: comes while that of the one before is stored
+    if (lane_ == 0) Base::ring_.open();
+    float first[64];  // state of a stretch: comes while that of the one before is stored
     const auto fetch = [&](const Work& work) {
       Sequence s = work.sequence();
       s.initial = s.initial && work.exists && !work.takes;
@@ -313,7 +329,7 @@ class PairScan : public Scan<T, 64> {
       if (work.takes) take();
       else Base::load(first);
       Base::remember(work.sequence(), work.hv);
-      this->template scan<true>({work.n, work.hv}, work.first, work.end, number);
+      Base::scan({work.n, work.hv}, work.first, work.end, number);
       fetch(Work::at(i + 1));
       if (work.gives) give();
       else Base::keep(work.sequence(), work.hv, work.end);

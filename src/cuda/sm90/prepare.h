@@ -33,22 +33,19 @@ struct alignas(16) Plan {
   }
 };
 
-// kWideGate: g is f32, else it has the type of q, k and v. Source: next(plan), by one thread, tells the preparer's next
-// chunk; kColumns, in whose ring it is (0: nobody scans here); kPreparers of a block; kStep: how many chunks further the next
-// one is, mostly.
+// kWideGate: g is f32, else it has the type of q, k and v. Source: next(call, plan), by one thread, tells the preparer's next
+// chunk: it prepares one of four.
 template <class T, class Scores, bool kWideGate, class Source>
 class Preparation {
  public:
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
-  static constexpr unsigned kColumns = Source::kColumns;
-  using Ring = sm90::Ring<kColumns>;
 
   __device__ Preparation(const Call& call, unsigned memory, unsigned group)
       : call_(call), memory_(memory), at_(bench(memory, group), group) {}
 
   // By one thread, before fence_barriers().
   __device__ static void start(unsigned memory) {
-    for (unsigned i = 0; i < Source::kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
+    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
   }
   __device__ void plan(const Source& source) {
     if (threadIdx.x % kGroup > 0) return;
@@ -78,7 +75,7 @@ class Preparation {
   static_assert(sizeof(Plans) <= BenchLayout::kPlanBytes);
 
   __device__ static unsigned bench(unsigned memory, unsigned group) {
-    return memory + Shared::benches<kColumns> + group * Bench::bytes;
+    return memory + Shared::benches + group * Bench::bytes;
   }
   __device__ Ring ring() const { return {memory_}; }
   __device__ Plans& plans() const {
@@ -119,15 +116,13 @@ class Preparation {
     ptx::copy_tile(to, call_.tiles->maps[tensor], 0, head, token, b, barrier);
     ptx::copy_tile(to + kHalf, call_.tiles->maps[tensor], 64, head, token, b, barrier);
     // The rows of the chunk after it, probably.
-    const unsigned then = token + static_cast<unsigned>(Source::kStep) * kRows;
+    const unsigned then = token + kStages * kRows;
     ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
     ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
-    if constexpr (Ring::kPaired) {
-      if (tensor != Tiles::kQuery) return;
-      // What fetch_values() will ask for.
-      for (const unsigned column : {0, 64})
-        ptx::prefetch_tile(call_.tiles->maps[Tiles::kValue], column, plan.hv, token, b);
-    }
+    if (tensor != Tiles::kQuery) return;
+    // What fetch_values() will ask for.
+    for (const unsigned column : {0, 64})
+      ptx::prefetch_tile(call_.tiles->maps[Tiles::kValue], column, plan.hv, token, b);
   }
   // An f32 gate, to where decays will be: by the lanes that read it.
   __device__ void fetch_wide_gate(const Plan& p) const {
@@ -149,7 +144,7 @@ class Preparation {
         ptx::store_shared2(at_.address + tile + at_.own(i), make_uint2(0, 0));
     }
   }
-  // Of pairs: v to the stages of both blocks, which are full when it is there, and the rest of what the other's waits for;
+  // v to the stages of both blocks, which are full when it is there, and the rest of what the other's waits for;
   // and that, piece by piece. By a warp's first lane.
   __device__ void fetch_values(unsigned hv, unsigned first, unsigned row, unsigned number, unsigned stage) const {
     const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
@@ -231,7 +226,7 @@ class Preparation {
     if (mine != kInvertChore) ptx::arrive(ring().full(number));
     const Plan& next = plan(turn + 1);
     if (next.any()) fetch(next, turn + 1);
-    if (Ring::kPaired && mine == kShareChore) {
+    if (mine == kShareChore) {
       fetch_values(hv, token, b, number, stage);
       share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
     }
@@ -239,7 +234,7 @@ class Preparation {
     invert(at_, stage);
     ptx::fence_shared_for_async();
     __syncwarp();  // T is there
-    if (Ring::kPaired) share(number, stage, Stage::T, Stage::Aqk);
+    share(number, stage, Stage::T, Stage::Aqk);
     ptx::arrive(ring().full(number));
     return true;
   }

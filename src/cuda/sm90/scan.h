@@ -36,14 +36,14 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-// kColumns: of a head's state, by one block; with 64 its cluster's other block has the others.
-template <class T, unsigned kColumns>
+// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage.
+template <class T, bool kValues = true>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
       : call_(call),
         ring_{memory},
-        warp_(uniform(threadIdx.x / 32) + (ring_.kPaired ? ptx::rank() * kWarps : 0)),
+        warp_(uniform(threadIdx.x / 32 % kWarps) + ptx::rank() * kWarps),
         lane_(threadIdx.x % 32) {
     set_bad(0);
   }
@@ -58,22 +58,22 @@ class Scan {
   }
 
  protected:
-  static constexpr unsigned kWarps = kColumns / 16;
+  static constexpr unsigned kWarps = 4;
+  static constexpr unsigned kBarrier = kScannerBarrier + !kValues;
 
   // Where the item's outputs and U of its first token, column 0, go: in shared memory for those who want it.
   struct Place {
     unsigned b, t0, hv;
   };
 
-  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring, with outputs or for the state alone.
-  template <bool kOutputs>
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring.
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
-    if (kOutputs && call_.v_new.data) scan<kOutputs, kOutputs>(item, first, end, number);
-    else scan<kOutputs, false>(item, first, end, number);
+    if (call_.v_new.data) scan<true>(item, first, end, number);
+    else scan<false>(item, first, end, number);
   }
-  template <bool kOutputs, bool kCorrections>
+  template <bool kCorrections>
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
-    const bool keeps = kOutputs && (call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data);
+    const bool keeps = call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data;
     unsigned out[2][4];  // of the chunk before
     // What is rare stays out of the inner loop: instructions have a cache, too.
     for (unsigned t = first; t < end;) {
@@ -92,16 +92,16 @@ class Scan {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
         const unsigned stage = uniform(ring_.stage(number));
         if (!full) ring_.wait_full(number);
-        went = chunk<kOutputs>(
+        went = chunk<true>(
             stage, t % kChunk == 0, again, out,
             [&] {
-              if (kOutputs && t > first) stage_outputs(out);
+              if (t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
               if (kCorrections) store_corrections(t, end, U);
             },
             [&] {
-              if (kOutputs && t > first) store_outputs(to, t - kRows);
+              if (t > first) store_outputs(to, t - kRows);
               full = __all_sync(kAll, ring_.is_full(number + 1));
             });
         if (!went) break;
@@ -113,21 +113,44 @@ class Scan {
       if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);
       else if (again) spoil(out);
     }
-    if (!kOutputs || end <= first) return;
+    if (end <= first) return;
     const unsigned last = (end - first - 1) / kRows * kRows + first;
     stage_outputs(out);
     if (end - last == kRows) store_outputs(place(), last);
     else store_rows(last, end - last);
+  }
+  // The first chunks of the ring, all of 32 tokens: for the state alone.
+  __device__ __forceinline__ void scan_state(unsigned chunks) {
+    for (unsigned number = 0; number < chunks;) {
+      const bool again = prepared();
+      unsigned none[2][4];
+      bool went, full = false;
+      do {
+        lane_ = opaque(lane_);
+        const unsigned stage = uniform(ring_.stage(number));
+        if (!full) ring_.wait_full(number);
+        went = chunk<false>(
+            stage, number * kRows % kChunk == 0, again, none, [] {}, [](const float(&)[kRows / 2]) {},
+            [&] { full = __all_sync(kAll, ring_.is_full(number + 1)); });
+        if (!went) break;
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0) ring_.release(number);
+        ++number;
+      } while (!again && number < chunks);
+      lane_ = opaque(lane_);
+      if (!went) prepare(opaque(ring_.stage(number)), number * kRows % kChunk == 0);
+      else if (again) spoil(none);
+    }
   }
   // Before the block ends, or others use its memory.
   __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
 
   // The warp's first column; where its columns' v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
-  __device__ unsigned values(unsigned stage) const { return stage + Stage::v + warp_ % kWarps / 4 * kTileBytes; }
+  __device__ static unsigned values(unsigned stage) { return stage + Stage::v; }
   // The warp's own memory for outputs: eight of a token's columns (Swizzle 32B of tensor maps).
   __device__ unsigned staged(unsigned token, unsigned piece) const {
-    return ring_.memory + Shared::out<kColumns> + warp_ % kWarps * Shared::kOutBytes + token * 32 +
+    return ring_.memory + Shared::out + warp_ % kWarps * Shared::kOutBytes + token * 32 +
            ((piece ^ token / 4 % 2) << 4);
   }
   // Of a chunk that prepare() was needed for, else 0: its first tokens that were not finite, a byte each, and a bit.
@@ -265,6 +288,11 @@ class Scan {
   }
   // A chunk's v, transposed: the thread's columns, as operands.
   __device__ void load_values(unsigned stage, unsigned (&v)[2][4]) const {
+    if constexpr (!kValues) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j / 4][j % 4] = 0;
+      return;
+    }
     const unsigned token = lane_ / 16 * 8 + lane_ % 8, piece = first_column() % 64 / 8 + lane_ / 8 % 2;
     const unsigned from = values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4);
 #pragma unroll
@@ -308,7 +336,7 @@ class Scan {
     unsigned v[2][4], first_bad[2] = {kRows, kRows};
     load_values(stage, v);
 #pragma unroll
-    for (unsigned j = 0; j < 16; ++j) {
+    for (unsigned j = 0; kValues && j < 16; ++j) {
       const Pair<T> two = pair_of<T>(v[j / 8][j / 2 % 4]);
       const float y = j % 2 ? __high2float(two) : __low2float(two);
       if (y - y == 0) continue;
@@ -367,7 +395,7 @@ class Scan {
     load_values(stage, v);
     meanwhile();
     // All warps of the group make each product together, so that all know whether one of them has to go back.
-    const bool fine = ptx::all_threads(kScannerBarrier + warp_ % kWarps / 4, kGroup, again || fits(left, v, first));
+    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, v, first));
     ptx::wait_for_products<0>();
     if (!fine) return false;
 
@@ -379,7 +407,9 @@ class Scan {
     for (int j = 0; j < 8; ++j) {
       const float2 two = floats_of<T>(v[j / 4][j % 4]);
       const float scale = inverse(unit_[j % 2]);
-      R[j / 4][j % 4] = ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]));
+      R[j / 4][j % 4] = kValues
+                            ? ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]))
+                            : ptx::pack<__half>(-both[2 * j], -both[2 * j + 1]);
     }
     float U[kRows / 2];
     const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);
@@ -479,7 +509,7 @@ class Scan {
   }
 
   const Call& call_;
-  const Ring<kColumns> ring_;
+  const Ring ring_;
   const unsigned warp_;
   unsigned lane_;
   float S_[64];    // S^T / unit_: accumulators

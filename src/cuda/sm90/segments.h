@@ -1,11 +1,10 @@
-// A call cut into segments: where images of chunks and maps of segments are, and the scan over them.
+// A call cut into segments: where their maps are, and the scan over them.
 //
 // The state behind a segment is M S + b, S the state before it (math.md 6). Columns of the state are independent, so the
 // ordinary scan makes both: b is the state from zeros, M the one from the identity where v is 0. The first segment of a
 // sequence begins with the initial state: its b is the state behind it, and it needs no M.
 #pragma once
-#include "cuda/sm90/prepare.h"
-#include "cuda/sm90/scan.h"
+#include "cuda/sm90/pair.h"
 
 namespace kda::cuda::sm90 {
 
@@ -63,225 +62,105 @@ struct Piece {
 
 // ---- in the workspace ----
 
-// An image has the scan's operands of a chunk, without v, as they lie in a stage.
-constexpr unsigned kImageBytes = Stage::end;
-// f(first, end) for what outputs need of it, or maps.
-template <bool kMaps, class F>
-__device__ void for_parts(const F& f) {
-  if constexpr (kMaps) {
-    f(Stage::k, Stage::k + kTileBytes), f(Stage::k + kHalf, Stage::k + kHalf + kTileBytes);
-    f(Stage::kg, Stage::Aqk), f(Stage::kg + kHalf, Stage::end);
-  } else {
-    f(0, kImageBytes);
-  }
-}
-
-// M^T lies as the scan multiplies by it: two halves of 64 rows, each as large as a stage may be; of a half, leading bf16
-// and the rest of each number as tiles of 128 channels.
+// M^T lies as the scan multiplies by it: two halves of 64 rows; of a half, leading bf16 and the rest of each number as tiles of
+// 128 channels.
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
-static_assert(kMapBytes / 2 <= Shared::kStageBytes<kSize>);
+static_assert(kMapBytes / 2 <= Stage::bytes);
 
 struct Segments {
-  Cut chunks, all, mapped;  // images; segments; segments but the last of each sequence
-  char *images, *M;         // [HV][chunks], [HV][mapped]
-  float4* b;                // [HV][mapped][16][256 threads of the scan]
+  Cut all, mapped;  // segments; segments but the last of each sequence
+  char* M;          // [HV][mapped]
+  float4* b;        // [HV][mapped][16][256 threads of a pair's scan]
 
   static uint64_t bytes(const ForwardProblem& p, unsigned tokens) {
-    return p.HV *
-           (uint64_t{Cut(p, kRows, true).total} * kImageBytes + uint64_t{Cut(p, tokens, false).total} * 2 * kMapBytes);
+    return p.HV * uint64_t{Cut(p, tokens, false).total} * 2 * kMapBytes;
   }
   Segments(const ForwardProblem& p, unsigned tokens, void* workspace)
-      : chunks(p, kRows, true), all(p, tokens, true), mapped(p, tokens, false), images(static_cast<char*>(workspace)) {
-    M = images + p.HV * uint64_t{chunks.total} * kImageBytes;
+      : all(p, tokens, true), mapped(p, tokens, false), M(static_cast<char*>(workspace)) {
     b = reinterpret_cast<float4*>(M + p.HV * uint64_t{mapped.total} * kMapBytes);
-  }
-  __device__ char* image(unsigned hv, unsigned chunk) const {
-    return images + (static_cast<uint64_t>(hv) * chunks.total + chunk) * kImageBytes;
   }
   __device__ char* map(unsigned hv, unsigned segment) const {
     return M + (static_cast<uint64_t>(hv) * mapped.total + segment) * kMapBytes;
   }
   // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
   __device__ float4* offset(unsigned hv, unsigned segment) const {
-    return b + (static_cast<uint64_t>(hv) * mapped.total + segment) * (kMapBytes / 16) + threadIdx.x;
+    return b + (static_cast<uint64_t>(hv) * mapped.total + segment) * (kMapBytes / 16) + ptx::rank() * kGroup +
+           threadIdx.x % kGroup;
   }
-  // The initial state, in the place of the first M: where it comes from, the last segment may have stored the final one.
-  __device__ float4* start(unsigned hv, unsigned segment) const {
-    return reinterpret_cast<float4*>(map(hv, segment)) + threadIdx.x;
-  }
-};
-
-// ---- chunks to prepare, handed on within a block ----
-
-// Images of one value head of a sequence.
-struct Task {
-  Item item;
-  unsigned chunk, image;  // of the sequence; of the head
-  bool exists;            // else there are no more
-};
-
-// In shared memory: task i is in tasks[i % kTasks], and is chunk i of the block's ring.
-struct Queue {
-  static constexpr unsigned kTasks = 10;  // three for each preparer, and one
-  Task tasks[kTasks];
-  unsigned long long found[kTasks], freed[kTasks];  // mbarriers: it is there; it is done
-
-  __device__ static Queue& here() { return *reinterpret_cast<Queue*>(shared_memory() + Shared::tasks); }
-  __device__ static void start() {
-    for (unsigned i = 0; i < kTasks; ++i)
-      ptx::init_barrier(barrier(here().found, i), 1), ptx::init_barrier(barrier(here().freed, i), 1);
-  }
-  // By one thread each, in order.
-  __device__ static void hand_on(unsigned i, const Task& task) {
-    if (i >= kTasks) ptx::wait_barrier(barrier(here().freed, i), parity(i - kTasks));
-    here().tasks[i % kTasks] = task;
-    ptx::arrive(barrier(here().found, i));
-  }
-  __device__ static Task take(unsigned i) {
-    ptx::wait_barrier(barrier(here().found, i), parity(i));
-    return here().tasks[i % kTasks];
-  }
-  __device__ static void free(unsigned i) { ptx::arrive(barrier(here().freed, i)); }
-
- private:
-  __device__ static unsigned barrier(const unsigned long long* barriers, unsigned i) {
-    return ptx::shared_address(barriers + i % kTasks);
-  }
-  __device__ static unsigned parity(unsigned i) { return i / kTasks % 2; }
-};
-static_assert(Shared::tasks + sizeof(Queue) <= Shared::stages);
-
-// Every third one, for a preparer.
-class TaskSource {
- public:
-  static constexpr unsigned kColumns = 0;
-  static constexpr unsigned kPreparers = 3;
-  static constexpr int kStep = -static_cast<int>(kPreparers);
-  __device__ explicit TaskSource(unsigned group) : number_(group) {}
-  __device__ void next(const Call& call, Plan& p) {
-    const Task task = Queue::take(number_);
-    if (!task.exists) return;
-    const Sequence s = sequence_at(call.p, call.p.args.in, task.item.n);
-    p.set(task.item.hv, Plan::key_head(call.p, task.item.hv), static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0),
-          static_cast<unsigned>(s.length), task.chunk);
-    p.number = number_;
-    number_ += kPreparers;
-  }
-
- private:
-  unsigned number_;
-};
-
-// ---- the scan's operands, by one warp ----
-
-constexpr unsigned kFullArrivals = 32 + 1;  // of a stage: of all lanes, and of the one that promises bytes
-
-class Producer {
- public:
-  __device__ Producer(const Call& call, const Segments& segments, const Ring<kSize>& ring)
-      : call_(call), segments_(segments), ring_(ring) {}
-
-  // Maps first .. end - 1 of a head, each in two stages.
-  __device__ void maps(unsigned hv, unsigned first, unsigned end) {
-    for (unsigned i = 2 * first; i < 2 * end; ++i, ++number_) {
-      ring_.wait_empty(number_);
-      if (lane() == 0) {
-        ptx::arrive_expecting(ring_.full(number_), kMapBytes / 2);
-        ptx::copy_bulk_to_shared(ring_.stage(number_), segments_.map(hv, i / 2) + i % 2 * (kMapBytes / 2),
-                                 kMapBytes / 2, ring_.full(number_));
-      }
-      ptx::arrive(ring_.full(number_));
-    }
-  }
-  // Chunks of a segment; values: v as well.
-  template <bool kMaps>
-  __device__ void chunks(const Piece& at, bool values) {
-    const Sequence s = sequence_at(call_.p, call_.p.args.in, at.item.n);
-    const char* image = segments_.image(at.item.hv, segments_.chunks.first(call_.p, at.item.n) + at.first / kRows);
-    for (unsigned t = at.first; t < at.end; t += kRows, image += kImageBytes, ++number_) {
-      ring_.wait_empty(number_);
-      if (lane() == 0) {
-        unsigned bytes = 0;
-        for_parts<kMaps>([&](unsigned first, unsigned end) { bytes += end - first; });
-        ptx::arrive_expecting(ring_.full(number_), bytes);
-        for_parts<kMaps>([&](unsigned first, unsigned end) {
-          ptx::copy_bulk_to_shared(ring_.stage(number_) + first, image + first, end - first, ring_.full(number_));
-        });
-      }
-      if (values) fetch_values(s, t, min(at.end - t, kRows), at.item.hv);
-      ptx::arrive_after_copies(ring_.full(number_));
-    }
-  }
-
- private:
-  __device__ static unsigned lane() { return threadIdx.x % 32; }
-  // `rows` of v; zeros behind the last.
-  __device__ void fetch_values(const Sequence& s, unsigned t, unsigned rows, unsigned hv) const {
-    const unsigned row = lane() / 16, piece = lane() % 16;
-    const View& v = call_.x.v;
-    const char* from = v.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t + row, hv) + piece * 16;
-    const unsigned to = ring_.stage(number_) + Stage::v + piece / 8 * kTileBytes + row * kRowBytes;
-#pragma unroll
-    for (unsigned i = 0; i < kRows / 2; ++i, from += 2 * static_cast<uint64_t>(v.stride1))
-      ptx::copy16(to + i * 2 * kRowBytes + ((piece % 8 ^ (row + 2 * i) % 8) << 4), from, row + 2 * i < rows ? 16 : 0);
-  }
-
-  const Call& call_;
-  const Segments& segments_;
-  const Ring<kSize> ring_;
-  unsigned number_ = 0;
 };
 
 // ---- the scan of a segment ----
 
-template <class T>
-class SegmentScan : public Scan<T, kSize> {
-  using Base = Scan<T, kSize>;
+template <class T, bool kValues = true>
+class SegmentScan : public Scan<T, kValues> {
+  using Base = Scan<T, kValues>;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
 
  public:
   __device__ SegmentScan(const Call& call, const Segments& segments, unsigned memory)
       : Base(call, memory), segments_(segments) {}
 
-  // M of a segment, or b: number `to`.
-  __device__ void map(const Piece& at, Sequence s, bool linear, unsigned to) {
-    if (at.index > 0 || linear) s.initial = false;  // zeros
+  // The first segment of a sequence: outputs, and the state behind it.
+  __device__ void begin(const Piece& at, const Sequence& s, unsigned number) {
+    open();
     Base::load(s, at.item.hv);
-    if (at.index == 0) store(segments_.start(at.item.hv, to));
-    if (linear) {
-      // No column grows, most shrink: in these units they stay large enough for long.
-      unit_[0] = unit_[1] = 0x1p-6f;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) S_[i] = Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
-    }
-    unsigned number = 0;
-    this->template scan<false>(at.item, at.first, at.end, number);
-#pragma unroll
-    for (int i = 0; i < 64; ++i) S_[i] *= unit_[i / 2 % 2];
-    if (linear) store_map(segments_.map(at.item.hv, to));
-    else store(segments_.offset(at.item.hv, to));
-  }
-
-  // Outputs and states. first_map: number of the sequence's first.
-  __device__ void run(const Piece& at, const Sequence& s, unsigned first_map) {
-    unsigned number = 0;
-    unit_[0] = unit_[1] = 1;
     Base::remember(s, at.item.hv);
-    const bool last = at.end == s.length;
+    scan(at);
+    unscale();
+    store(segments_.offset(at.item.hv, number));
+    Base::finish_outputs();
+  }
+  // b of segment `number`, or M where there are no values.
+  __device__ void map(const Piece& at, unsigned number) {
+    open();
+    // No column of M grows, most shrink: in these units they stay large enough for long.
+    unit_[0] = unit_[1] = kValues ? 1 : 0x1p-6f;
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+      S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
+    Base::scan_state((at.end - at.first) / kRows);
+    unscale();
+    if constexpr (kValues) store(segments_.offset(at.item.hv, number));
+    else store_map(segments_.map(at.item.hv, number));
+  }
+  // Any other segment: outputs, and the last one's states. first: number of the sequence's first.
+  __device__ void run(const Piece& at, const Sequence& s, unsigned first) {
     if (at.index == 0) {
-      if (last) Base::load(s, at.item.hv);
-      else load(segments_.start(at.item.hv, first_map), S_);
+      Base::load(s, at.item.hv);
     } else {
-      load(segments_.offset(at.item.hv, first_map), S_);
-      for (unsigned i = 1; i < at.index; ++i) pass(at.item.hv, first_map + i, number);
+      const auto fetch = [&](unsigned i) { fetch_map(segments_.map(at.item.hv, first + i), i); };
+      if (threadIdx.x == 0) fetch_first(fetch, at.index);
+      unit_[0] = unit_[1] = 1;
+      load(segments_.offset(at.item.hv, first), S_);
+      for (unsigned i = 1; i < at.index; ++i) {
+        pass(segments_.offset(at.item.hv, first + i), i);
+        ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
+        if (threadIdx.x == 0 && i + 2 < at.index) fetch(i + 2);
+      }
     }
-    this->template scan<true>(at.item, at.first, at.end, number);
+    open();
+    Base::remember(s, at.item.hv);
+    scan(at);
     // (The sequence is looked up again: registers are scarce in between.)
-    if (last) Base::keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n), at.item.hv, at.end);
+    const Sequence again = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n);
+    if (at.end == again.length) Base::keep(again, at.item.hv, at.end);
     Base::finish_outputs();
   }
 
  private:
+  // From here on the ring is filled.
+  __device__ void open() const {
+    if (lane_ == 0) ring_.open();
+  }
+  __device__ __forceinline__ void scan(const Piece& at) {
+    unsigned number = 0;
+    Base::scan(at.item, at.first, at.end, number);
+  }
+  __device__ void unscale() {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S_[i] *= unit_[i / 2 % 2];
+  }
+
   // Two numbers as two bf16 each, the leading one and the rest: 16 bits of them together, in the range of f32.
   struct Split {
     unsigned leading, rest;
@@ -312,33 +191,41 @@ class SegmentScan : public Scan<T, kSize> {
       x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
     }
   }
+
+  // Maps come into the ring's stages before it is opened, two at a time: map i into stages 2 (i % 2) and the next.
+  __device__ unsigned map_stage(unsigned i, unsigned half) const { return ring_.stage(i % 2 * 2 + half); }
+  __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
+  __device__ void fetch_map(const char* from, unsigned i) const {  // by one thread
+    ptx::arrive_expecting(map_barrier(i), kMapBytes);
+    for (const unsigned half : {0u, 1u})
+      ptx::copy_bulk_to_shared(map_stage(i, half), from + half * (kMapBytes / 2), kMapBytes / 2, map_barrier(i));
+  }
+  template <class Fetch>
+  __device__ void fetch_first(const Fetch& fetch, unsigned end) const {
+    ptx::fence_global_for_async();  // they were stored by threads
+    for (unsigned i = 1; i < min(end, 3u); ++i) fetch(i);
+  }
   // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
-  __device__ void pass(unsigned hv, unsigned segment, unsigned& number) {
+  __device__ void pass(const float4* offset, unsigned i) {
     unsigned leading[8][4], rest[8][4];
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const Split x(S_[2 * i], S_[2 * i + 1]);
-      leading[i / 4][i % 4] = x.leading, rest[i / 4][i % 4] = x.rest;
+    for (int j = 0; j < 32; ++j) {
+      const Split x(S_[2 * j], S_[2 * j + 1]);
+      leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
     }
-    // b comes while the products run.
-    float b[64], product[64];
-    load(segments_.offset(hv, segment), b);
-    ring_.wait_full(number), ring_.wait_full(number + 1);
+    load(offset, S_);
+    ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const uint64_t M = ptx::further(ptx::matrix_at(ring_.stage(number + k / 4), kHalf, 1024, ptx::Swizzle::k128),
-                                      k % 4 * 16 * kRowBytes);
-      ptx::wgmma<__nv_bfloat16, true>(product, leading[k], M, k > 0);
-      ptx::wgmma<__nv_bfloat16, true>(product, rest[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(product, leading[k], ptx::further(M, kRestOfMap), true);
+      const uint64_t M =
+          ptx::further(ptx::matrix_at(map_stage(i, k / 4), kHalf, 1024, ptx::Swizzle::k128), k % 4 * 16 * kRowBytes);
+      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, true);
+      ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
+      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], ptx::further(M, kRestOfMap), true);
     }
     ptx::commit_products();
     ptx::wait_for_products<0>();
-    if (lane_ == 0) ptx::arrive(ring_.empty(number)), ptx::arrive(ring_.empty(number + 1));
-#pragma unroll
-    for (int i = 0; i < 64; ++i) S_[i] = product[i] + b[i];
-    number += 2;
   }
 
   const Segments& segments_;
