@@ -98,7 +98,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kScanThreads, 1)
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
   using Preparation = Preparation<T, Scores, kWideGate, PairSource<OneStretch>>;
-  // All but maps was there before they began to be made: only who needs them waits.
+  // All but maps was there before they began to be made: only who needs them waits, if there are any.
+  if (segments.mapped.total == 0) wait_for_stream();
   const Piece at = piece_of(p, segments.all);
   const bool tail = at.item.n == p.N;
   Sequence s{};
