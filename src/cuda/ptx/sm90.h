@@ -70,8 +70,8 @@ __device__ inline void sync_cluster() {
 }
 // arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored in
 // its own shared memory; with the scope of the cluster they would wait for all memory.)
-__device__ inline void arrive_at(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ inline void arrive_at(unsigned barrier, unsigned times = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 __device__ inline void arrive_expecting_at(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -170,6 +170,9 @@ __device__ inline void fence_global_for_async() { asm volatile("fence.proxy.asyn
 
 __device__ inline void store_release(unsigned* to, unsigned x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ inline void add_release(unsigned* to, unsigned x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 __device__ inline void store_relaxed(unsigned* to, unsigned x) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");

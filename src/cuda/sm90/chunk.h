@@ -109,10 +109,12 @@ struct Ring {
   __device__ bool is_full(unsigned chunk) const { return ptx::is_phase_over(full(chunk), chunk / kStages % 2); }
   // Until nobody needs what the stage had before.
   __device__ void wait_empty(unsigned chunk) const { ptx::wait_barrier(empty(chunk), chunk / kStages % 2); }
-  // By one thread of each scanning warp, when it has read the chunk, and before the first one.
-  __device__ void release(unsigned chunk) const { ptx::arrive_at(ptx::address_in(empty(chunk), chunk % 2)); }
-  __device__ void open() const {
-    for (unsigned i = 0; i < kStages; ++i) release(i);
+  // By one thread of each scanning warp, when it has read the chunk, and before the first ones: for so many warps.
+  __device__ void release(unsigned chunk, unsigned warps = 1) const {
+    ptx::arrive_at(ptx::address_in(empty(chunk), chunk % 2), warps);
+  }
+  __device__ void open(unsigned warps = 1) const {
+    for (unsigned i = 0; i < kStages; ++i) release(i, warps);
   }
   // By one thread, before fence_barriers(). readers: scanning warps of both blocks. kGroup threads fill a stage and one asks for
   // v; with that alone the other block's comes.

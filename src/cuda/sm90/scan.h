@@ -36,8 +36,9 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage.
-template <class T, bool kValues = true>
+// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many
+// warps each one releases chunks of scan().
+template <class T, bool kValues = true, unsigned kWarpsOfEach = 1>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
@@ -106,7 +107,7 @@ class Scan {
             });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0) ring_.release(number);
+        if (lane_ == 0) ring_.release(number, kWarpsOfEach);
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
@@ -119,7 +120,8 @@ class Scan {
     if (end - last == kRows) store_outputs(place(), last);
     else store_rows(last, end - last);
   }
-  // The first chunks of the ring, all of 32 tokens: for the state alone.
+  // The first chunks of the ring, all of 32 tokens: for the state alone. The last kHeld are not released.
+  template <unsigned kHeld>
   __device__ __forceinline__ void scan_state(unsigned chunks) {
     for (unsigned number = 0; number < chunks;) {
       const bool again = prepared();
@@ -134,7 +136,7 @@ class Scan {
             [&] { full = __all_sync(kAll, ring_.is_full(number + 1)); });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0) ring_.release(number);
+        if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);

@@ -8,24 +8,22 @@
 
 namespace kda::cuda::sm90 {
 
-// Sequences cut every `tokens` tokens. Pieces of all sequences are numbered so that nobody has to count those of the
-// sequences before: with cu_seqlens, pieces of the one from token t0 on have numbers from t0 / tokens on, and one more for
-// each sequence before it if their last pieces count. Some numbers belong to nobody.
+// Sequences cut behind `lead` tokens and then every `tokens` tokens, which are not more. Pieces of all sequences are numbered so
+// that nobody has to count those of the sequences before: with cu_seqlens, pieces of sequence n from token t0 on have numbers
+// from t0 / tokens + n on. Some numbers belong to nobody.
 struct Cut {
-  unsigned tokens;
-  unsigned each;   // pieces of a sequence, without cu_seqlens
-  bool with_last;  // pieces that end a sequence count: every sequence has at least one
+  unsigned lead, tokens;
+  unsigned each;  // pieces of a sequence, without cu_seqlens
   unsigned total;
 
-  Cut(const ForwardProblem& p, unsigned tokens, bool with_last) : tokens(tokens), with_last(with_last) {
-    const int64_t pieces = std::max<int64_t>((p.T + tokens - 1) / tokens, 1);
-    each = static_cast<unsigned>(with_last ? pieces : pieces - 1);
-    total = static_cast<unsigned>(p.varlen ? p.T / tokens + (with_last ? p.N : 0) : p.N * each);
+  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens) : lead(lead), tokens(tokens) {
+    each = static_cast<unsigned>(1 + (std::max<int64_t>(p.T - lead, 0) + tokens - 1) / tokens);
+    total = static_cast<unsigned>(p.varlen ? p.T / tokens + p.N : p.N * each);
   }
   // The number of the first piece of sequence n.
   __device__ unsigned first(const ForwardProblem& p, unsigned n) const {
     if (!p.varlen) return n * each;
-    return static_cast<unsigned>(within(int_at(p.args.in.cu_seqlens, n), 0, p.T)) / tokens + (with_last ? n : 0);
+    return static_cast<unsigned>(within(int_at(p.args.in.cu_seqlens, n), 0, p.T)) / tokens + n;
   }
   // The sequence whose pieces number i is among, if anybody's: by a warp.
   __device__ unsigned sequence(const ForwardProblem& p, unsigned i) const {
@@ -46,17 +44,20 @@ struct Piece {
   Item item;
   unsigned index;       // of the sequence's pieces
   unsigned first, end;  // tokens first .. end - 1 of the sequence
+  unsigned then;        // where the piece behind it ends
   bool exists;
 
   __device__ Piece(const ForwardProblem& p, const Cut& cut, unsigned number, unsigned hv) : item{0, hv} {
     if (number >= cut.total) {  // the rows behind the last sequence
-      item.n = static_cast<unsigned>(p.N), index = first = end = 0, exists = true;
+      item.n = static_cast<unsigned>(p.N), index = first = end = then = 0, exists = true;
       return;
     }
     item.n = cut.sequence(p, number), index = number - cut.first(p, item.n);
-    const int64_t length = sequence_at(p, p.args.in, item.n).length, begin = static_cast<int64_t>(index) * cut.tokens;
-    exists = cut.with_last ? index == 0 || begin < length : begin + cut.tokens < length;
-    first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(begin + cut.tokens, length));
+    const int64_t length = sequence_at(p, p.args.in, item.n).length, behind = cut.lead + int64_t{index} * cut.tokens;
+    const int64_t begin = index ? behind - cut.tokens : 0;
+    exists = index == 0 || begin < length;
+    first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, length));
+    then = static_cast<unsigned>(min(behind + cut.tokens, length));
   }
 };
 
@@ -68,97 +69,116 @@ constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
 static_assert(kMapBytes / 2 <= Stage::bytes);
 
 struct Segments {
-  Cut all, mapped;  // segments; segments but the last of each sequence
-  char* M;          // [HV][mapped]
-  float4* b;        // [HV][mapped][16][256 threads of a pair's scan]
+  Cut cut;
+  char* M;    // [HV][pieces]
+  float4* b;  // [HV][pieces][16][256 threads of a pair's scan]
+  // [HV][pieces]: how many quarters of a map are there; then how many pairs have a number.
+  unsigned* flags;
+  static constexpr unsigned kWhole = 4;  // of a map: two blocks, b and M
 
-  static uint64_t bytes(const ForwardProblem& p, unsigned tokens) {
-    return p.HV * uint64_t{Cut(p, tokens, false).total} * 2 * kMapBytes;
+  static uint64_t pieces(const ForwardProblem& p, const Cut& cut) { return p.HV * uint64_t{cut.total}; }
+  static uint64_t flag_bytes(const ForwardProblem& p, const Cut& cut) {
+    return (pieces(p, cut) + 1) * sizeof(unsigned);
   }
-  Segments(const ForwardProblem& p, unsigned tokens, void* workspace)
-      : all(p, tokens, true), mapped(p, tokens, false), M(static_cast<char*>(workspace)) {
-    b = reinterpret_cast<float4*>(M + p.HV * uint64_t{mapped.total} * kMapBytes);
+  static uint64_t bytes(const ForwardProblem& p, const Cut& cut) {
+    return pieces(p, cut) * 2 * kMapBytes + flag_bytes(p, cut);
   }
-  __device__ char* map(unsigned hv, unsigned segment) const {
-    return M + (static_cast<uint64_t>(hv) * mapped.total + segment) * kMapBytes;
+  Segments(const ForwardProblem& p, const Cut& cut, void* workspace) : cut(cut), M(static_cast<char*>(workspace)) {
+    b = reinterpret_cast<float4*>(M + pieces(p, cut) * kMapBytes);
+    flags = reinterpret_cast<unsigned*>(M + pieces(p, cut) * 2 * kMapBytes);
   }
+  __device__ uint64_t place(unsigned hv, unsigned number) const { return uint64_t{hv} * cut.total + number; }
+  __device__ char* map(unsigned hv, unsigned number) const { return M + place(hv, number) * kMapBytes; }
+  __device__ unsigned* flag(unsigned hv, unsigned number) const { return flags + place(hv, number); }
+  // By one thread: the pair's number.
+  __device__ unsigned number(const ForwardProblem& p) const { return atomicAdd(flags + p.HV * uint64_t{cut.total}, 1); }
   // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
-  __device__ float4* offset(unsigned hv, unsigned segment) const {
-    return b + (static_cast<uint64_t>(hv) * mapped.total + segment) * (kMapBytes / 16) + ptx::rank() * kGroup +
-           threadIdx.x % kGroup;
+  __device__ float4* offset(unsigned hv, unsigned number) const {
+    return b + place(hv, number) * (kMapBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
   }
 };
 
+// What a pair works on: by a warp, looked up again where it is needed, as registers are scarce in between.
+struct Task {
+  unsigned number;  // of the piece
+  Piece at;
+  __device__ Task(const ForwardProblem& p, const Cut& cut, unsigned pair)
+      : number(pair / static_cast<unsigned>(p.HV)), at(p, cut, number, pair % static_cast<unsigned>(p.HV)) {}
+};
+// Where a block has its pair's number.
+__device__ inline unsigned pair_here(unsigned memory) { return uniform(ptx::load_shared(memory + Shared::pair)); }
+
 // ---- the scan of a segment ----
 
+// Where M is made, too, its warps release chunks as well: where not, those of b do so for them.
 template <class T, bool kValues = true>
-class SegmentScan : public Scan<T, kValues> {
-  using Base = Scan<T, kValues>;
+class SegmentScan : public Scan<T, kValues, 2> {
+  using Base = Scan<T, kValues, 2>;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
+  static constexpr unsigned kReadBarrier = kScannerBarrier + 2;  // of both warpgroups
 
  public:
   __device__ SegmentScan(const Call& call, const Segments& segments, unsigned memory)
       : Base(call, memory), segments_(segments) {}
 
-  // The first segment of a sequence: outputs, and the state behind it.
-  __device__ void begin(const Piece& at, const Sequence& s, unsigned number) {
-    open();
-    Base::load(s, at.item.hv);
-    Base::remember(s, at.item.hv);
-    scan(at);
-    unscale();
-    store(segments_.offset(at.item.hv, number));
-    Base::finish_outputs();
-  }
-  // b of segment `number`, or M where there are no values.
-  __device__ void map(const Piece& at, unsigned number) {
-    open();
+  // b of a piece, or M where there are no values.
+  __device__ __forceinline__ void map() {
+    if (lane_ == 0) ring_.open();
     // No column of M grows, most shrink: in these units they stay large enough for long.
     unit_[0] = unit_[1] = kValues ? 1 : 0x1p-6f;
 #pragma unroll
     for (int i = 0; i < 64; ++i)
       S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
-    Base::scan_state((at.end - at.first) / kRows);
-    unscale();
-    if constexpr (kValues) store(segments_.offset(at.item.hv, number));
-    else store_map(segments_.map(at.item.hv, number));
+    // The last stages stay as they are: maps will come there.
+    this->template scan_state<kValues ? kStages : 0>(segments_.cut.tokens / kRows);
+    const Task task = here();
+    if constexpr (kValues) store(segments_.offset(task.at.item.hv, task.number));
+    else store_map(segments_.map(task.at.item.hv, task.number));
+    share(segments_.flag(task.at.item.hv, task.number), 1);
+    ptx::sync_threads(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
   }
-  // Any other segment: outputs, and the last one's states. first: number of the sequence's first.
-  __device__ void run(const Piece& at, const Sequence& s, unsigned first) {
-    if (at.index == 0) {
-      Base::load(s, at.item.hv);
-    } else {
-      const auto fetch = [&](unsigned i) { fetch_map(segments_.map(at.item.hv, first + i), i); };
-      if (threadIdx.x == 0) fetch_first(fetch, at.index);
-      unit_[0] = unit_[1] = 1;
-      load(segments_.offset(at.item.hv, first), S_);
-      for (unsigned i = 1; i < at.index; ++i) {
-        pass(segments_.offset(at.item.hv, first + i), i);
-        ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
-        if (threadIdx.x == 0 && i + 2 < at.index) fetch(i + 2);
-      }
-    }
-    open();
+  // Outputs of a sequence's first piece and the one behind it.
+  __device__ __forceinline__ void begin() {
+    const Piece at = here().at;
+    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n);
+    if (lane_ == 0) ring_.open(2);
+    Base::load(s, at.item.hv);
     Base::remember(s, at.item.hv);
-    scan(at);
-    // (The sequence is looked up again: registers are scarce in between.)
-    const Sequence again = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n);
-    if (at.end == again.length) Base::keep(again, at.item.hv, at.end);
-    Base::finish_outputs();
+    unsigned chunk = 0;
+    for (unsigned first = 0, end = at.end;;) {
+      Base::scan(at.item, first, end, chunk);
+      const Task task = here();
+      if (end == task.at.then) break;
+      store(segments_.offset(at.item.hv, task.number));
+      share(segments_.flag(at.item.hv, task.number), Segments::kWhole / 2);
+      first = end, end = task.at.then;
+    }
+    finish();
+  }
+  // Outputs of the piece behind one whose map has been made.
+  __device__ __forceinline__ void go_on() {
+    const Task task = here();
+    const Piece& at = task.at;
+    pass_all(at.item.hv, task.number - at.index, at.index);
+    unsigned chunk = segments_.cut.tokens / kRows;
+    for (unsigned i = 0; lane_ == 0 && i < kStages; ++i) ring_.release(chunk - kStages + i);
+    Base::remember(sequence_at(call_.p, call_.p.args.in, at.item.n), at.item.hv);
+    Base::scan(at.item, at.end, at.then, chunk);
+    finish();
   }
 
  private:
-  // From here on the ring is filled.
-  __device__ void open() const {
-    if (lane_ == 0) ring_.open();
+  __device__ Task here() const { return Task(call_.p, segments_.cut, pair_here(ring_.memory)); }
+  __device__ __forceinline__ void finish() {
+    const Piece at = here().at;
+    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n);
+    if (at.then == s.length) Base::keep(s, at.item.hv, at.then);
+    Base::finish_outputs();
   }
-  __device__ __forceinline__ void scan(const Piece& at) {
-    unsigned number = 0;
-    Base::scan(at.item, at.first, at.end, number);
-  }
-  __device__ void unscale() {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) S_[i] *= unit_[i / 2 % 2];
+  // What the warpgroup has stored.
+  __device__ void share(unsigned* flag, unsigned quarters) const {
+    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it
+    if (threadIdx.x % kGroup == 0) ptx::add_release(flag, quarters);
   }
 
   // Two numbers as two bf16 each, the leading one and the rest: 16 bits of them together, in the range of f32.
@@ -182,7 +202,8 @@ class SegmentScan : public Scan<T, kValues> {
   __device__ void store(float4* to) const {
 #pragma unroll
     for (int i = 0; i < 16; ++i, to += 2 * kGroup)
-      *to = make_float4(S_[4 * i], S_[4 * i + 1], S_[4 * i + 2], S_[4 * i + 3]);
+      *to = make_float4(S_[4 * i] * unit_[0], S_[4 * i + 1] * unit_[0], S_[4 * i + 2] * unit_[1],
+                        S_[4 * i + 3] * unit_[1]);
   }
   __device__ static void load(const float4* from, float (&x)[64]) {
 #pragma unroll
@@ -192,7 +213,7 @@ class SegmentScan : public Scan<T, kValues> {
     }
   }
 
-  // Maps come into the ring's stages before it is opened, two at a time: map i into stages 2 (i % 2) and the next.
+  // Maps come into the ring's stages, two at a time: map i into stages 2 (i % 2) and the next.
   __device__ unsigned map_stage(unsigned i, unsigned half) const { return ring_.stage(i % 2 * 2 + half); }
   __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
   __device__ void fetch_map(const char* from, unsigned i) const {  // by one thread
@@ -200,10 +221,25 @@ class SegmentScan : public Scan<T, kValues> {
     for (const unsigned half : {0u, 1u})
       ptx::copy_bulk_to_shared(map_stage(i, half), from + half * (kMapBytes / 2), kMapBytes / 2, map_barrier(i));
   }
-  template <class Fetch>
-  __device__ void fetch_first(const Fetch& fetch, unsigned end) const {
-    ptx::fence_global_for_async();  // they were stored by threads
-    for (unsigned i = 1; i < min(end, 3u); ++i) fetch(i);
+  // The state behind pieces first .. first + last of a head.
+  __device__ __forceinline__ void pass_all(unsigned hv, unsigned first, unsigned last) {
+    const auto fetch = [&](unsigned i) { fetch_map(segments_.map(hv, first + i), i); };
+    if (threadIdx.x == 0) {
+      // They are made by pairs with lower numbers, at about the same time, without waiting.
+      for (unsigned i = 0; i <= last; ++i)
+        while (ptx::load_acquire(segments_.flag(hv, first + i)) < Segments::kWhole) {
+        }
+      ptx::fence_global_for_async();  // they were stored by threads
+      for (unsigned i = 1; i <= min(last, 2u); ++i) fetch(i);
+    }
+    ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
+    unit_[0] = unit_[1] = 1;
+    load(segments_.offset(hv, first), S_);
+    for (unsigned i = 1; i <= last; ++i) {
+      pass(segments_.offset(hv, first + i), i);
+      ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
+      if (threadIdx.x == 0 && i + 2 <= last) fetch(i + 2);
+    }
   }
   // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
   __device__ void pass(const float4* offset, unsigned i) {
