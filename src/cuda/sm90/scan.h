@@ -76,6 +76,8 @@ class Scan {
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
     const bool keeps = call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data;
     unsigned out[2][4];  // of the chunk before
+    const unsigned begin =
+        first - number * kRows;  // where chunk 0 would be: what follows from a chunk's number is uniform
     // What is rare stays out of the inner loop: instructions have a cache, too.
     for (unsigned t = first; t < end;) {
       const bool again = prepared();
@@ -87,11 +89,11 @@ class Scan {
       if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
-      const Place to{uniform(at.b), at.t0, uniform(at.hv)};
+      const Place to{uniform(at.b), uniform(at.t0 + begin - kRows), uniform(at.hv)};
       bool went, full = false;
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
-        const unsigned stage = uniform(ring_.stage(number));
+        const unsigned n = uniform(number), stage = ring_.stage(n);
         if (!full) ring_.wait_full(number);
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
@@ -102,8 +104,8 @@ class Scan {
               if (kCorrections) store_corrections(t, end, U);
             },
             [&] {
-              if (t > first) store_outputs(to, t - kRows);
-              full = __all_sync(kAll, ring_.is_full(number + 1));
+              if (t > first) store_outputs(to, n * kRows);
+              full = ring_.is_full(number + 1);
             });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
@@ -133,7 +135,7 @@ class Scan {
         if (!full) ring_.wait_full(number);
         went = chunk<false>(
             stage, number * kRows % kChunk == 0, again, none, [] {}, [](const float(&)[kRows / 2]) {},
-            [&] { full = __all_sync(kAll, ring_.is_full(number + 1)); });
+            [&] { full = ring_.is_full(number + 1); });
         if (!went) break;
         __syncwarp();  // all lanes have read the stage
         if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
@@ -464,7 +466,7 @@ class Scan {
   }
   // Of a chunk from token t of the item on.
   __device__ void store_outputs(const Place& at, unsigned t) const {
-    const unsigned row = uniform(at.t0 + t);
+    const unsigned row = at.t0 + t;
     ptx::fence_shared_for_async();
     __syncwarp();  // outputs are there
     if (lane_ > 0) return;
