@@ -174,28 +174,9 @@ __device__ inline void store_release(unsigned* to, unsigned x) {
 __device__ inline void add_release(unsigned* to, unsigned x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
-__device__ inline void store_relaxed(unsigned* to, unsigned x) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-__device__ inline unsigned load_relaxed(const unsigned* from) {
-  unsigned x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-__device__ inline unsigned long long load_relaxed(const unsigned long long* from) {
-  unsigned long long x;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
-  return x;
-}
 __device__ inline unsigned load_acquire(const unsigned* from) {
   unsigned x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-
-__device__ inline unsigned long long load_acquire(const unsigned long long* from) {
-  unsigned long long x;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
   return x;
 }
 
