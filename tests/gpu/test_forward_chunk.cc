@@ -288,6 +288,28 @@ TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
   }
 }
 
+// Offsets that fall, of more sequences than a warp has lanes: pairs that wait for others end, too.
+TEST_F(OnCuda, FallingLengthsEnd) {
+  Case c = wide({.name = "falling", .HV = 2, .dtype = KDA_BF16});
+  c.lengths.assign(40, 100);
+  Random random(7);
+  for (int round = 0; round < 8; ++round) {
+    SCOPED_TRACE(round);
+    Inputs in(c);
+    for (int64_t n = 0; n <= in.N; ++n)
+      in.cu_seqlens.set(n, static_cast<double>(round    ? random.below(2 * in.T) - in.T / 2
+                                               : n == 4 ? 1000
+                                               : n < 6  ? 200
+                                                        : 2000));
+    const ForwardOutputs all(in, false);
+    for (const char* impl : takers("forward", forward_args(in, all))) {
+      SCOPED_TRACE(impl);
+      run_on_cuda(forward_args(in, all), impl);
+      EXPECT_TRUE(all.o.margins_intact() && all.hT.margins_intact());
+    }
+  }
+}
+
 // A NaN stays away from tokens before it, and from other heads, but not from tokens behind it.
 TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
   Case c = named(GetParam());

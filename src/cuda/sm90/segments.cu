@@ -52,6 +52,10 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   const bool maps = at.index > 0, works = s.live && at.exists && !(maps && at.end == s.length);
   if (!works) {
+    // (So that garbage in cu_seqlens lets nobody wait forever.)
+    const unsigned number = pair_here(memory) / static_cast<unsigned>(p.HV);
+    if (threadIdx.x == 0 && ptx::rank() == 0 && number < segments.cut.total)
+      ptx::add_release(segments.flag(at.item.hv, number), Segments::kWhole);
     if (!s.live && at.exists && group == 0)
       SegmentScan<T>(call, segments, memory).zero_outputs(at.item, s, at.first, at.item.n == p.N ? s.length : at.end);
   } else if (group == 0) {

@@ -70,31 +70,37 @@ static_assert(kMapBytes / 2 <= Stage::bytes);
 
 struct Segments {
   Cut cut;
-  char* M;    // [HV][pieces]
-  float4* b;  // [HV][pieces][16][256 threads of a pair's scan]
-  // [HV][pieces]: how many quarters of a map are there; then how many pairs have a number.
-  unsigned* flags;
+  unsigned maps;  // of a head: of all pieces but the last of each sequence, which those of sequence n come behind n of
+  char* M;        // [HV][maps]
+  float4* b;      // [HV][maps][16][256 threads of a pair's scan]
+  unsigned* flags;  // [HV][pieces]: how many quarters of a map are there; then how many pairs have a number
   static constexpr unsigned kWhole = 4;  // of a map: two blocks, b and M
 
-  static uint64_t pieces(const ForwardProblem& p, const Cut& cut) { return p.HV * uint64_t{cut.total}; }
+  static unsigned maps_of(const ForwardProblem& p, const Cut& cut) {
+    return static_cast<unsigned>(p.varlen ? p.T / cut.tokens : p.N * (cut.each - 1));
+  }
   static uint64_t flag_bytes(const ForwardProblem& p, const Cut& cut) {
-    return (pieces(p, cut) + 1) * sizeof(unsigned);
+    return (p.HV * uint64_t{cut.total} + 1) * sizeof(unsigned);
   }
   static uint64_t bytes(const ForwardProblem& p, const Cut& cut) {
-    return pieces(p, cut) * 2 * kMapBytes + flag_bytes(p, cut);
+    return p.HV * uint64_t{maps_of(p, cut)} * 2 * kMapBytes + flag_bytes(p, cut);
   }
-  Segments(const ForwardProblem& p, const Cut& cut, void* workspace) : cut(cut), M(static_cast<char*>(workspace)) {
-    b = reinterpret_cast<float4*>(M + pieces(p, cut) * kMapBytes);
-    flags = reinterpret_cast<unsigned*>(M + pieces(p, cut) * 2 * kMapBytes);
+  Segments(const ForwardProblem& p, const Cut& cut, void* workspace)
+      : cut(cut), maps(maps_of(p, cut)), M(static_cast<char*>(workspace)) {
+    b = reinterpret_cast<float4*>(M + p.HV * uint64_t{maps} * kMapBytes);
+    flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * 2 * kMapBytes);
   }
-  __device__ uint64_t place(unsigned hv, unsigned number) const { return uint64_t{hv} * cut.total + number; }
-  __device__ char* map(unsigned hv, unsigned number) const { return M + place(hv, number) * kMapBytes; }
-  __device__ unsigned* flag(unsigned hv, unsigned number) const { return flags + place(hv, number); }
+  // Piece `number` is one of sequence n. (Garbage in cu_seqlens leads to maps of others, at worst.)
+  __device__ uint64_t place(unsigned hv, unsigned n, unsigned number) const {
+    return uint64_t{hv} * maps + min(number - n, maps - 1);
+  }
+  __device__ char* map(unsigned hv, unsigned n, unsigned number) const { return M + place(hv, n, number) * kMapBytes; }
+  __device__ unsigned* flag(unsigned hv, unsigned number) const { return flags + uint64_t{hv} * cut.total + number; }
   // By one thread: the pair's number.
   __device__ unsigned number(const ForwardProblem& p) const { return atomicAdd(flags + p.HV * uint64_t{cut.total}, 1); }
   // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
-  __device__ float4* offset(unsigned hv, unsigned number) const {
-    return b + place(hv, number) * (kMapBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
+  __device__ float4* offset(unsigned hv, unsigned n, unsigned number) const {
+    return b + place(hv, n, number) * (kMapBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
   }
 };
 
@@ -132,9 +138,10 @@ class SegmentScan : public Scan<T, kValues, 2> {
     // The last stages stay as they are: maps will come there.
     this->template scan_state<kValues ? kStages : 0>(segments_.cut.tokens / kRows);
     const Task task = here();
-    if constexpr (kValues) store(segments_.offset(task.at.item.hv, task.number));
-    else store_map(segments_.map(task.at.item.hv, task.number));
-    share(segments_.flag(task.at.item.hv, task.number), 1);
+    const Item item = task.at.item;
+    if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
+    else store_map(segments_.map(item.hv, item.n, task.number));
+    share(segments_.flag(item.hv, task.number), 1);
     ptx::sync_threads(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
   }
   // Outputs of a sequence's first piece and the one behind it.
@@ -148,9 +155,10 @@ class SegmentScan : public Scan<T, kValues, 2> {
     for (unsigned first = 0, end = at.end;;) {
       Base::scan(at.item, first, end, chunk);
       const Task task = here();
-      if (end == task.at.then) break;
-      store(segments_.offset(at.item.hv, task.number));
-      share(segments_.flag(at.item.hv, task.number), Segments::kWhole / 2);
+      const bool last = end == task.at.then;
+      if (!last) store(segments_.offset(at.item.hv, at.item.n, task.number));
+      if (first == 0) share(segments_.flag(at.item.hv, task.number), Segments::kWhole / 2);
+      if (last) break;
       first = end, end = task.at.then;
     }
     finish();
@@ -159,7 +167,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
   __device__ __forceinline__ void go_on() {
     const Task task = here();
     const Piece& at = task.at;
-    pass_all(at.item.hv, task.number - at.index, at.index);
+    pass_all(at.item, task.number - at.index, at.index);
     unsigned chunk = segments_.cut.tokens / kRows;
     for (unsigned i = 0; lane_ == 0 && i < kStages; ++i) ring_.release(chunk - kStages + i);
     Base::remember(sequence_at(call_.p, call_.p.args.in, at.item.n), at.item.hv);
@@ -194,7 +202,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned row = first_column() % 64 + lane_ / 4 + i % 2 * 8, piece = i / 2;
-      const Split x(S_[2 * i], S_[2 * i + 1]);
+      const Split x(S_[2 * i] * unit_[i % 2], S_[2 * i + 1] * unit_[i % 2]);
       char* at = to + piece / 8 * kHalf + row * kRowBytes + ((piece % 8 ^ row % 8) << 4) + lane_ % 4 * 4;
       *reinterpret_cast<unsigned*>(at) = x.leading, *reinterpret_cast<unsigned*>(at + kRestOfMap) = x.rest;
     }
@@ -221,22 +229,22 @@ class SegmentScan : public Scan<T, kValues, 2> {
     for (const unsigned half : {0u, 1u})
       ptx::copy_bulk_to_shared(map_stage(i, half), from + half * (kMapBytes / 2), kMapBytes / 2, map_barrier(i));
   }
-  // The state behind pieces first .. first + last of a head.
-  __device__ __forceinline__ void pass_all(unsigned hv, unsigned first, unsigned last) {
-    const auto fetch = [&](unsigned i) { fetch_map(segments_.map(hv, first + i), i); };
+  // The state behind pieces first .. first + last of an item.
+  __device__ __forceinline__ void pass_all(const Item& item, unsigned first, unsigned last) {
+    const auto fetch = [&](unsigned i) { fetch_map(segments_.map(item.hv, item.n, first + i), i); };
     if (threadIdx.x == 0) {
       // They are made by pairs with lower numbers, at about the same time, without waiting.
       for (unsigned i = 0; i <= last; ++i)
-        while (ptx::load_acquire(segments_.flag(hv, first + i)) < Segments::kWhole) {
+        while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }
       ptx::fence_global_for_async();  // they were stored by threads
       for (unsigned i = 1; i <= min(last, 2u); ++i) fetch(i);
     }
     ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
     unit_[0] = unit_[1] = 1;
-    load(segments_.offset(hv, first), S_);
+    load(segments_.offset(item.hv, item.n, first), S_);
     for (unsigned i = 1; i <= last; ++i) {
-      pass(segments_.offset(hv, first + i), i);
+      pass(segments_.offset(item.hv, item.n, first + i), i);
       ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
       if (threadIdx.x == 0 && i + 2 <= last) fetch(i + 2);
     }
