@@ -34,8 +34,8 @@ template <class Scores>
 constexpr int kMapRegisters = std::is_same_v<Scores, ExactScores> ? 144 : 152;
 template <class Scores>
 constexpr int kMapPreparerRegisters = 256 - kMapRegisters<Scores>;
-constexpr int kFirstRegisters = 216, kIdleRegisters = 40;
-static_assert(kFirstRegisters + kIdleRegisters <= 2 * 144);
+constexpr int kIdleRegisters = 40;
+static_assert(kScanRegisters + kIdleRegisters <= 2 * 144);
 
 template <class T, class Scores, bool kWideGate>
 __global__ void __cluster_dims__(2) __launch_bounds__(kMapThreads, 1)
@@ -61,7 +61,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kMapThreads, 1)
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group == 0) {
     if (first) {
-      ptx::take_registers<kFirstRegisters>();
+      ptx::take_registers<kScanRegisters>();
       SegmentScan<T>(call, segments, memory).begin(at, s, number);
     } else {
       ptx::take_registers<kMapRegisters<Scores>>();
@@ -85,13 +85,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kMapThreads, 1)
 
 // ---- scan ----
 
-constexpr unsigned kScanThreads = (1 + kPreparers) * kGroup;
-// Of 168 a thread.
-constexpr int kScanRegisters = 216, kScanPreparerRegisters = 144;
-static_assert(kScanRegisters + kPreparers * kScanPreparerRegisters <= 3 * 168);
-
 template <class T, class Scores, bool kWideGate>
-__global__ void __cluster_dims__(2) __launch_bounds__(kScanThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
     scan_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                 const __grid_constant__ States states, const __grid_constant__ View v_new,
                 const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
@@ -125,7 +120,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kScanThreads, 1)
     wait_for_stream();
     SegmentScan<T>(call, segments, memory).run(at, s, segments.mapped.first(p, at.item.n));
   } else {
-    ptx::give_registers<kScanPreparerRegisters>();
+    ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 1);
     preparation.plan({stretch_of(at), group - 1});
     preparation.run();
@@ -137,33 +132,32 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kScanThreads, 1)
 
 // What a call takes, in cycles, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
-  static constexpr int64_t kWhole = 2180, kMap = 3070, kScan = 2180;  // of a chunk, by a pair
-  static constexpr int64_t kPass = 2300;                              // of a map, in the scan
-  static constexpr int64_t kLaunch = 36000;                           // of one more kernel, and until its first chunk
+  static constexpr int64_t kMap = 3070, kScan = 2180;  // of a chunk, by a pair
+  static constexpr int64_t kPass = 2300;               // of a map, in the scan
+  static constexpr int64_t kLaunch = 36000;            // of one more kernel, and until its first chunk
   static constexpr int64_t kMost = 64;        // segments of a sequence: each passes through the maps of all before it
   int64_t pairs, heads, chunks, most_chunks;  // of a sequence: on average, at most
 
   explicit Cost(const ForwardProblem& p)
       : pairs(std::max(multiprocessors(p.args.exec.device_id) / 2, 1)),
         heads(p.N * p.HV),
-        chunks(divided(p.B * p.T, kRows * p.N)),
-        most_chunks(divided(p.T, kRows)) {}
-  static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  int64_t whole() const { return std::max(chunks, divided(heads * chunks, pairs)) * kWhole; }
+        chunks(divide_up(p.B * p.T, kRows * p.N)),
+        most_chunks(divide_up(p.T, kRows)) {}
+  int64_t whole() const { return std::max(chunks, divide_up(heads * chunks, pairs)) * kScan; }
   // In segments of so many chunks. The first of each sequence is done when the others' maps are, the last has none.
   int64_t cut(int64_t each) const {
-    const int64_t count = divided(chunks, each);
-    return divided(heads * (count - 1), pairs) * each * (kMap + kScan) + kLaunch + (count - 2) * kPass;
+    const int64_t count = divide_up(chunks, each);
+    return divide_up(heads * (count - 1), pairs) * each * (kMap + kScan) + kLaunch + (count - 2) * kPass;
   }
 };
 
 // The best length of segments, if there are to be several.
 struct Choice {
   int64_t chunks, cycles = INT64_MAX;  // of a segment; of the call
-  explicit Choice(const Cost& cost) : chunks(2 * Cost::divided(cost.most_chunks, 2 * Cost::kMost)) {
+  explicit Choice(const Cost& cost) : chunks(2 * divide_up(cost.most_chunks, 2 * Cost::kMost)) {
     chunks = std::max<int64_t>(chunks, 2);
     for (int64_t count = 2, least = chunks; count <= Cost::kMost; ++count) {
-      const int64_t each = std::max(2 * Cost::divided(cost.chunks, 2 * count), least);
+      const int64_t each = std::max(2 * divide_up(cost.chunks, 2 * count), least);
       if (each >= cost.chunks) continue;
       if (const int64_t c = cost.cut(each); c < cycles) chunks = each, cycles = c;
     }
@@ -203,7 +197,7 @@ void forward_segments_sm90(const ForwardProblem& p) {
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     run.template operator()<map_kernel<T, Scores, kWideGate>>(segments.mapped.total * p.HV, kMapThreads);
     run.template operator()<scan_kernel<T, Scores, kWideGate>>((int64_t{segments.all.total} + p.varlen) * p.HV,
-                                                               kScanThreads);
+                                                               kPairThreads);
   });
 }
 
