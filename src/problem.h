@@ -20,6 +20,8 @@ constexpr int64_t kChunk = 64;     // C: tokens of a chunk
 constexpr int64_t kMaxSize = 256;  // largest K and V
 constexpr int64_t kMaxConvWidth = 4;
 
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct Dims {
   int64_t B, T, N, H, HV, K, V;
   bool varlen;  // cu_seqlens given
@@ -27,7 +29,7 @@ struct Dims {
   int64_t tokens() const { return B * T; }
   KDA_BOTH int64_t group() const { return HV / H; }  // value heads of one query/key head
   // Chunks of the longest sequence the sizes allow.
-  int64_t max_chunks() const { return (T + kChunk - 1) / kChunk; }
+  int64_t max_chunks() const { return divide_up(T, kChunk); }
 };
 
 // Rows of h that a sequence owns.

@@ -405,8 +405,6 @@ namespace {
 constexpr int64_t kBlockTokens = 128;
 constexpr int64_t kMaxBlocks = 256;  // of sums
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t tiles_of(const Conv& c) { return divide_up(c.channels(), kConvTile); }
 
 // Small calls stay on one thread: starting a team costs more than 16384 elements.

@@ -23,29 +23,21 @@ __device__ inline void arrive(unsigned barrier, unsigned times = 1) {
 __device__ inline void arrive_expecting(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Without waiting for it, and after having waited for a while.
-__device__ inline bool is_phase_over(unsigned barrier, unsigned parity) {
-  unsigned done;
-  asm volatile(
-      "{.reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
-__device__ inline bool has_phase_ended(unsigned barrier, unsigned parity) {
-  unsigned done;
-  asm volatile(
-      "{.reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
+// Has the phase ended? At once, and after having waited for a while.
+#define KDA_PHASE(look)                        \
+  unsigned done;                               \
+  asm volatile(                                \
+      "{.reg .pred p;\n"                       \
+      "mbarrier." look                         \
+      ".parity.shared::cta.b64 p, [%1], %2;\n" \
+      "selp.u32 %0, 1, 0, p;}"                 \
+      : "=r"(done)                             \
+      : "r"(barrier), "r"(parity)              \
+      : "memory");                             \
+  return done
+__device__ inline bool is_phase_over(unsigned barrier, unsigned parity) { KDA_PHASE("test_wait"); }
+__device__ inline bool has_phase_ended(unsigned barrier, unsigned parity) { KDA_PHASE("try_wait"); }
+#undef KDA_PHASE
 __device__ inline void wait_barrier(unsigned barrier, unsigned parity) {
   while (!has_phase_ended(barrier, parity)) {
   }

@@ -173,8 +173,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ?
   else body<T, kVector>(p, blockIdx.x - p.heads);
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <class T>
 void launch(const ConvProblem& p) {
   Params q{conv_of(p), p.args.final_state, 0, 0, 0, 0};

@@ -192,8 +192,6 @@ __global__ void empty_kernel(const __grid_constant__ Params p) {
   }
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t run_of(const ConvDims& d) { return std::max(kMinRun, divide_up(d.B * d.T, kMaxRuns)); }
 int64_t blocks_of(const ConvDims& d) { return divide_up(divide_up(d.B * d.T, run_of(d)), kWarps); }
 

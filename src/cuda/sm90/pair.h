@@ -13,6 +13,11 @@
 
 namespace kda::cuda::sm90 {
 
+// A block with one warpgroup that scans: registers of what it starts with, 168 a thread.
+constexpr unsigned kPairThreads = (1 + kPreparers) * kGroup;
+constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
+static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
+
 constexpr unsigned kMeasuring = 1024;  // threads of measure()
 
 // Where sequences are on the line, and who has what of it.
@@ -30,12 +35,12 @@ struct Shares {
     const int64_t upper = p.varlen ? p.HV * (p.T / kChunk + p.N * (1 + kStates)) : items * each;
     if (p.varlen) {
       pairs = static_cast<unsigned>(std::min(most, std::max<int64_t>(upper, p.T * p.HV > 0)));
-      splits_ = divided(upper, most) >= kLeast, measures_ = true;
+      splits_ = divide_up(upper, most) >= kLeast, measures_ = true;
     } else {
-      const int64_t whole = divided(items, most) * each, even = std::max(divided(upper, most), each);
+      const int64_t whole = divide_up(items, most) * each, even = std::max(divide_up(upper, most), each);
       splits_ = whole - even >= kLeast;
       share = static_cast<unsigned>(splits_ ? even : whole);
-      pairs = static_cast<unsigned>(divided(upper, std::max(share, 1u)));
+      pairs = static_cast<unsigned>(divide_up(upper, std::max(share, 1u)));
     }
     N_ = static_cast<unsigned>(p.N);
   }
@@ -105,7 +110,6 @@ struct Shares {
   unsigned N_;
   bool splits_, measures_ = false;
   uint64_t counters() const { return splits_ * (2 * pairs + 1) + measures_ * (uint64_t{N_} + 2); }
-  static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 };
 
 // Where a value head of a sequence is on the line.
