@@ -20,8 +20,8 @@ constexpr unsigned kThreads = (2 + kPreparers) * kGroup;
 template <class Scores>
 constexpr int kMapRegisters = std::is_same_v<Scores, ExactScores> ? 144 : 152;
 template <class Scores>
-constexpr int kPreparerRegisters = 256 - kMapRegisters<Scores>;
-constexpr int kScanRegisters = 216, kIdleRegisters = 40;
+constexpr int kMapPreparerRegisters = 256 - kMapRegisters<Scores>;
+constexpr int kIdleRegisters = 40;
 static_assert(kScanRegisters + kIdleRegisters <= 2 * 144);
 
 template <class T, class Scores, bool kWideGate>
@@ -75,7 +75,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
-    ptx::give_registers<kPreparerRegisters<Scores>>();
+    ptx::give_registers<kMapPreparerRegisters<Scores>>();
     Preparation preparation(call, memory, group - 2);
     const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk};
     preparation.plan({OneStretch({at.item, first, end, false, false}), group - 2});
@@ -97,17 +97,16 @@ struct Cost {
   explicit Cost(const ForwardProblem& p)
       : pairs(std::max(multiprocessors(p.args.exec.device_id) / 2, 1)),
         heads(p.N * p.HV),
-        chunks(divided(p.B * p.T, kRows * p.N)),
-        most_chunks(divided(p.T, kRows)) {}
-  static int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  int64_t whole() const { return std::max(chunks, divided(heads * chunks, pairs)) * kScan; }
+        chunks(divide_up(p.B * p.T, kRows * p.N)),
+        most_chunks(divide_up(p.T, kRows)) {}
+  int64_t whole() const { return std::max(chunks, divide_up(heads * chunks, pairs)) * kScan; }
   // The first piece takes no longer than the map of another.
   static int64_t lead(int64_t each) { return std::max(each, each * kMap / kScan / 2 * 2); }
-  int64_t pieces(int64_t each) const { return 1 + divided(std::max<int64_t>(chunks - lead(each), 0), each); }
+  int64_t pieces(int64_t each) const { return 1 + divide_up(std::max<int64_t>(chunks - lead(each), 0), each); }
   // Cut into pieces of so many chunks.
   int64_t cut(int64_t each) const {
     const int64_t count = pieces(each);
-    return divided(heads * (count - 1), pairs) * (each * (kMap + kScan) + kTurn + (count - 2) * kPass);
+    return divide_up(heads * (count - 1), pairs) * (each * (kMap + kScan) + kTurn + (count - 2) * kPass);
   }
 };
 
@@ -115,10 +114,10 @@ struct Cost {
 struct Choice {
   static constexpr int64_t kLeast = kStages;  // chunks: a map's stages are all those of the ring
   int64_t chunks, cycles = INT64_MAX;         // of a piece; of the call
-  explicit Choice(const Cost& cost) : chunks(std::max(2 * Cost::divided(cost.most_chunks, 2 * Cost::kMost), kLeast)) {
+  explicit Choice(const Cost& cost) : chunks(std::max(2 * divide_up(cost.most_chunks, 2 * Cost::kMost), kLeast)) {
     for (int64_t count = 3, least = chunks; count <= Cost::kMost; ++count) {
       const int64_t share = 2 * ((count - 1) * Cost::kScan + Cost::kMap);
-      const int64_t each = std::max(2 * Cost::divided(cost.chunks * Cost::kScan, share), least);
+      const int64_t each = std::max(2 * divide_up(cost.chunks * Cost::kScan, share), least);
       if (cost.pieces(each) < 3) continue;
       if (const int64_t c = cost.cut(each); c < cycles) chunks = each, cycles = c;
     }
