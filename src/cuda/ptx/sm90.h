@@ -110,7 +110,10 @@ __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
-// Hints that it will be copied: it comes to the L2 cache.
+// Hints: that `map` will be used; that a tile will be copied, which comes to the L2 cache.
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 __device__ inline void prefetch_tile(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
                "r"(z), "r"(w)

@@ -17,7 +17,8 @@ namespace kda::cuda::sm90 {
 class ExactScores {
  public:
   static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
-  static constexpr float kMost = 25;            // of -log2 alpha, for all but ell
+  static constexpr bool kSkipsQueries = false;
+  static constexpr float kMost = 25;  // of -log2 alpha, for all but ell
 
   // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
   struct Gate {
@@ -124,7 +125,7 @@ class ExactScores {
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
-    store_operands<T>(at_, stage_, first, to_anchor, from_anchor);
+    store_operands<T, true>(at_, stage_, first, to_anchor, from_anchor);
     if (at_.stores_ell()) store_ell();
   }
 

@@ -35,6 +35,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
     ptx::init_barrier(planned, 1);
     ptx::fence_barriers();
   }
+  tiles.prefetch();
   wait_for_stream();
   if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, given.number());
   ptx::sync_cluster();  // barriers of both blocks, and the number, are there

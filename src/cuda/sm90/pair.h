@@ -174,7 +174,8 @@ struct Stretch {
 // A pair's share, in the order in which it is done.
 class Stretches {
  public:
-  static constexpr bool kPlansWork = true;
+  static constexpr bool kPlansWork = true, kMaps = false;
+  __device__ static unsigned mapped() { return 0; }
   __device__ Stretches(const ForwardProblem& p, const Shares& shares, unsigned pair)
       : line_(p, shares.first), first_(pair * shares.share), end_(first_ + shares.share), splits_(shares.splits()) {
     Spot here;
@@ -236,11 +237,12 @@ struct alignas(16) Work {
 };
 static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
 
-// One stretch.
+// One stretch, of which the first chunks are for a map.
 class OneStretch {
  public:
-  static constexpr bool kPlansWork = false;
-  __device__ explicit OneStretch(const Stretch& x) : x_(x) {}
+  static constexpr bool kPlansWork = false, kMaps = true;
+  __device__ OneStretch(const Stretch& x, unsigned mapped) : x_(x), mapped_(mapped) {}
+  __device__ unsigned mapped() const { return mapped_; }
   __device__ bool next(const ForwardProblem&, Stretch& x) {
     const bool there = there_;
     x = x_, there_ = false;
@@ -249,6 +251,7 @@ class OneStretch {
 
  private:
   Stretch x_;
+  unsigned mapped_;
   bool there_ = true;
 };
 
@@ -256,6 +259,7 @@ class OneStretch {
 template <class Stretches>
 class PairSource {
  public:
+  static constexpr bool kMaps = Stretches::kMaps;
   __device__ PairSource(const Stretches& stretches, unsigned group)
       : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(Stretches::kPlansWork && group == 0) {}
 
@@ -282,7 +286,7 @@ class PairSource {
       if (plans_work_) plan_work(call, now, first, end);
     }
     p.set(hv_, h_, b_, t0_, length_, first_ + number_ - begin_);
-    p.number = number_;
+    p.number = number_, p.queries = number_ >= stretches_.mapped();
     number_ += kStages;
   }
 

@@ -14,12 +14,13 @@
 
 namespace kda::cuda::sm90 {
 
-// A chunk to prepare: planned by one thread for all, two chunks ahead, in shared memory.
+// A chunk to prepare: planned by one thread for all, a chunk ahead, in shared memory.
 struct alignas(16) Plan {
   unsigned hv, h, b, token;  // value and query/key head; tokens token .. token + rows - 1 of row b
   unsigned rows, fine;       // the latter: up to the first that has a NaN
   unsigned number;           // of the chunk in the ring; kNone: there are no more
   bool begins;               // its head is not that of the preparer's chunk before
+  bool queries;              // q is wanted, too
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
@@ -34,11 +35,12 @@ struct alignas(16) Plan {
 };
 
 // kWideGate: g is f32, else it has the type of q, k and v. Source: next(call, plan), by one thread, tells the preparer's next
-// chunk: it prepares one of four.
+// chunk: it prepares one of four. kMaps: some chunks are for maps of segments, for which q is not read.
 template <class T, class Scores, bool kWideGate, class Source>
 class Preparation {
  public:
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
+  static constexpr bool kSkipsQueries = Source::kMaps && Scores::kSkipsQueries;
 
   __device__ Preparation(const Call& call, unsigned memory, unsigned group)
       : call_(call), memory_(memory), at_(bench(memory, group), group) {}
@@ -50,19 +52,21 @@ class Preparation {
   __device__ void plan(const Source& source) {
     if (threadIdx.x % kGroup > 0) return;
     plans().source = source, plans().head = Plan::kNone;
-    for (unsigned i = 0; i < 2; ++i) make_plan(plan(i));
+    make_plan(plan(0));
   }
   __device__ void run() {
-    at_.sync();  // the first two chunks are known
+    at_.sync();  // the first chunk is known
     bool fetched = false;
     for (at_.turn = 0; plan(at_.turn).any(); ++at_.turn) {
       const Plan& now = plan(at_.turn);
+      bool planned = false;
       do {
         if (!fetched) fetch(now, at_.turn);
+        // Planning takes a while: it is for a warp that has not just inverted.
+        if (!planned && chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
+        planned = true;
         fetched = prepare();
       } while (!fetched);
-      // Planning takes a while: it is for a warp that does not invert.
-      if (chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn));
     }
   }
 
@@ -112,13 +116,17 @@ class Preparation {
                                        : tensor == Tiles::kQuery ? Stage::q
                                                                  : Stage::k);
     if (at_.lane > 0) return;
-    ptx::arrive_expecting(barrier, 2 * kTileBytes);
-    ptx::copy_tile(to, call_.tiles->maps[tensor], 0, head, token, b, barrier);
-    ptx::copy_tile(to + kHalf, call_.tiles->maps[tensor], 64, head, token, b, barrier);
-    // The rows of the chunk after it, probably.
-    const unsigned then = token + kStages * kRows;
-    ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
-    ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
+    if (kSkipsQueries && tensor == Tiles::kQuery && !plan.queries) {
+      ptx::arrive(barrier);
+    } else {
+      ptx::arrive_expecting(barrier, 2 * kTileBytes);
+      ptx::copy_tile(to, call_.tiles->maps[tensor], 0, head, token, b, barrier);
+      ptx::copy_tile(to + kHalf, call_.tiles->maps[tensor], 64, head, token, b, barrier);
+      // The rows of the chunk after it, probably.
+      const unsigned then = token + kStages * kRows;
+      ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
+      ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
+    }
     if (tensor != Tiles::kQuery) return;
     // What fetch_values() will ask for.
     for (const unsigned column : {0, 64})
@@ -202,10 +210,11 @@ class Preparation {
     if (kWideGate) ptx::wait_for_copies<0>();
     if (rows < kRows) clear(rows);
     __syncwarp();  // norms read rows that other lanes have cleared
+    const bool queries = !kSkipsQueries || now.queries;
     Scores scores(at_, stage);
     Norms norms;
     gates(scores, norms, rows);
-    const unsigned bad = share_factors(norms, rows);
+    const unsigned bad = share_factors(norms, rows, queries);
     scores.share_totals();
     if (chore(turn) == kShareChore) ring().wait_empty(number);
     // The barrier also says that totals and factors of all rows are there, and that the stage may be written to.
@@ -213,7 +222,8 @@ class Preparation {
       const unsigned first = first_bad(bad);
       if (first < rows) return forget_rows(first);
     }
-    scores.template tiles<T>();
+    if (queries) scores.template tiles<T>();
+    else if constexpr (kSkipsQueries) scores.template tiles<T, false>();
     if (now.fine < now.rows) spoil(now, stage);
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there
@@ -275,7 +285,7 @@ class Preparation {
   }
 
   // Norms of the warp's rows, and beta of all, by one warp. Returns a row the lane has seen a NaN in, or kRows.
-  __device__ unsigned share_factors(const Norms& norms, unsigned rows) const {
+  __device__ unsigned share_factors(const Norms& norms, unsigned rows, bool queries) const {
     const Tokens& x = call_.x;
     unsigned bad = kRows;
     if (chore(at_.turn) == kBetaChore) {
@@ -286,7 +296,7 @@ class Preparation {
     // Row i's elements are in one of four lanes.
     const unsigned i = at_.lane / 4, row = 8 * at_.warp + i;
     const auto of_row = [&](float even, float odd) { return i % 2 ? odd : even; };
-    const float qq = of_row(norms.by_q[0], norms.by_q[1]), kk = of_row(norms.by_k[2], norms.by_k[3]);
+    const float qq = queries ? of_row(norms.by_q[0], norms.by_q[1]) : 0, kk = of_row(norms.by_k[2], norms.by_k[3]);
     const float q = x.qk_l2norm ? ptx::inverse_root(qq + 1e-6f) : 1,
                 k = x.qk_l2norm ? ptx::inverse_root(kk + 1e-6f) : 1;
     if (at_.lane % 4 != i / 2) return bad;

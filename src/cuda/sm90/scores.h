@@ -116,16 +116,17 @@ __device__ __forceinline__ void for_rows(const Bench& at, const Work& work) {
 
 // Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and
 // kc = k 2^-G over the raw rows and G, where G is from an anchor: `first` before the warp's rows, and what the bench has of
-// each.
-template <class T>
+// each. Without kQueries, no qG and q^.
+template <class T, bool kQueries>
 __device__ void store_operands(const Bench& at, unsigned stage, const float (&first)[4], const float (&to_anchor)[4],
                                const float (&from_anchor)[4]) {
-  uint2 raw_q, raw_k;
+  uint2 raw_q{}, raw_k;
   float2 norms;
   float G[4], up[4], down[4];
   const unsigned norms_at = at.factor_at(Bench::kNorms, 8 * at.warp);
   const auto load_row = [&](unsigned i, unsigned own) {
-    raw_q = ptx::load_shared2(at.address + own + Stage::q), raw_k = ptx::load_shared2(at.address + own + Stage::k);
+    if (kQueries) raw_q = ptx::load_shared2(at.address + own + Stage::q);
+    raw_k = ptx::load_shared2(at.address + own + Stage::k);
     norms = ptx::load_shared_f32x2(norms_at + i * 8);
   };
   const auto find_decays = [&] {
@@ -144,12 +145,12 @@ __device__ void store_operands(const Bench& at, unsigned stage, const float (&fi
     find_decays();                                        // of the next row
     load_row((i + 1) % 8, next), at.load_wide(after, G);  // before stores, which loads do not pass
     ptx::store_shared2(at.address + own + Stage::k, pack_four<__nv_bfloat16>(k));
-    ptx::store_shared2(at.address + own + Stage::q, pack_four<__nv_bfloat16>(q));
+    if (kQueries) ptx::store_shared2(at.address + own + Stage::q, pack_four<__nv_bfloat16>(q));
     ptx::store_shared2(at.address + BenchLayout::columns + own, pack_four<__nv_bfloat16>(column));
 #pragma unroll
     for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
     ptx::store_shared2(stage + own + Stage::k, pack_four<__half>(k));
-    ptx::store_shared2(stage + own + Stage::q, pack_four<__half>(q));
+    if (kQueries) ptx::store_shared2(stage + own + Stage::q, pack_four<__half>(q));
     ptx::store_shared2(stage + own + Stage::kg, pack_four<__half>(column));
   });
 }
@@ -159,6 +160,7 @@ __device__ void store_operands(const Bench& at, unsigned stage, const float (&fi
 class AnchoredScores {
  public:
   static constexpr bool kTakesDiagonal = false;  // its own products have it
+  static constexpr bool kSkipsQueries = true;    // where they are not wanted
   // gamma = log2 alpha = bound sigmoid(a (x + bias)) of the lane's channels.
   struct Gate {
     float bound, rate, shift[4];
@@ -201,7 +203,7 @@ class AnchoredScores {
   }
 
   // Operands of the scan and of scores, from the raw rows on the bench.
-  template <class T>
+  template <class T, bool kQueries = true>
   __device__ void tiles() const {
     const unsigned lane = at_.lane;
     float total[4][4], first[4], to_anchor[4],
@@ -219,7 +221,7 @@ class AnchoredScores {
       ptx::store_shared_f32x4(stage_ + Stage::ell + lane * 16,
                               make_float4(to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                           to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]));
-    store_operands<T>(at_, stage_, first, to_anchor, from_anchor);
+    store_operands<T, kQueries>(at_, stage_, first, to_anchor, from_anchor);
   }
 
   // [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.

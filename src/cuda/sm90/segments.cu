@@ -39,6 +39,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     for (const unsigned i : {0u, 1u}) ptx::init_barrier(memory + Shared::maps + i * 8, 1);
     ptx::fence_barriers();
   }
+  tiles.prefetch();
   wait_for_stream();
   if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, segments.number(p));
   ptx::sync_cluster();  // barriers of both blocks, and the number, are there
@@ -78,7 +79,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     ptx::give_registers<kMapPreparerRegisters<Scores>>();
     Preparation preparation(call, memory, group - 2);
     const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk};
-    preparation.plan({OneStretch({at.item, first, end, false, false}), group - 2});
+    const unsigned mapped = maps ? segments.cut.tokens / kRows : 0;
+    preparation.plan({OneStretch({at.item, first, end, false, false}, mapped), group - 2});
     preparation.run();
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
@@ -88,7 +90,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 
 // What a call takes, in cycles, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
-  static constexpr int64_t kMap = 3070, kScan = 2180;  // of a chunk, by a pair
+  static constexpr int64_t kMap = 2600, kScan = 2220;  // of a chunk, by a pair
+  static constexpr int64_t kBegin = 7000;              // until a first piece is where maps are
   static constexpr int64_t kPass = 2300;               // of a map, in front of the scan
   static constexpr int64_t kTurn = 12000;              // from the last chunk of a map to the first with outputs
   static constexpr int64_t kMost = 64;        // pieces of a sequence: each passes through the maps of all before it
@@ -101,7 +104,7 @@ struct Cost {
         most_chunks(divide_up(p.T, kRows)) {}
   int64_t whole() const { return std::max(chunks, divide_up(heads * chunks, pairs)) * kScan; }
   // The first piece takes no longer than the map of another.
-  static int64_t lead(int64_t each) { return std::max(each, each * kMap / kScan / 2 * 2); }
+  static int64_t lead(int64_t each) { return std::max(each, (each * kMap - kBegin) / kScan / 2 * 2); }
   int64_t pieces(int64_t each) const { return 1 + divide_up(std::max<int64_t>(chunks - lead(each), 0), each); }
   // Cut into pieces of so many chunks.
   int64_t cut(int64_t each) const {
@@ -117,7 +120,7 @@ struct Choice {
   explicit Choice(const Cost& cost) : chunks(std::max(2 * divide_up(cost.most_chunks, 2 * Cost::kMost), kLeast)) {
     for (int64_t count = 3, least = chunks; count <= Cost::kMost; ++count) {
       const int64_t share = 2 * ((count - 1) * Cost::kScan + Cost::kMap);
-      const int64_t each = std::max(2 * divide_up(cost.chunks * Cost::kScan, share), least);
+      const int64_t each = std::max(2 * divide_up(cost.chunks * Cost::kScan + Cost::kBegin, share), least);
       if (cost.pieces(each) < 3) continue;
       if (const int64_t c = cost.cut(each); c < cycles) chunks = each, cycles = c;
     }

@@ -136,13 +136,13 @@ class SegmentScan : public Scan<T, kValues, 2> {
     for (int i = 0; i < 64; ++i)
       S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
     // The last stages stay as they are: maps will come there.
-    this->template scan_state<kValues ? kStages : 0>(segments_.cut.tokens / kRows);
+    this->template scan_state<kValues ? kStages : 0>(chunks());
+    ptx::sync_threads(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
     const Task task = here();
     const Item item = task.at.item;
     if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
     else store_map(segments_.map(item.hv, item.n, task.number));
     share(segments_.flag(item.hv, task.number), 1);
-    ptx::sync_threads(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
   }
   // Outputs of a sequence's first piece and the one behind it.
   __device__ __forceinline__ void begin() {
@@ -168,8 +168,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
     const Task task = here();
     const Piece& at = task.at;
     pass_all(at.item, task.number - at.index, at.index);
-    unsigned chunk = segments_.cut.tokens / kRows;
-    for (unsigned i = 0; lane_ == 0 && i < kStages; ++i) ring_.release(chunk - kStages + i);
+    unsigned chunk = chunks();
     Base::remember(sequence_at(call_.p, call_.p.args.in, at.item.n), at.item.hv);
     Base::scan(at.item, at.end, at.then, chunk);
     finish();
@@ -183,6 +182,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
     if (at.then == s.length) Base::keep(s, at.item.hv, at.then);
     Base::finish_outputs();
   }
+  __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
   // What the warpgroup has stored.
   __device__ void share(unsigned* flag, unsigned quarters) const {
     ptx::sync_threads(Base::kBarrier, kGroup);  // all of it
@@ -197,15 +197,22 @@ class SegmentScan : public Scan<T, kValues, 2> {
     }
   };
 
+  // By way of a stage that stays as it is until this block fetches the last map.
   __device__ void store_map(char* to) const {
-    to += first_column() / 64 * (kMapBytes / 2);
+    const unsigned stage = map_stage(0, 0);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned row = first_column() % 64 + lane_ / 4 + i % 2 * 8, piece = i / 2;
       const Split x(S_[2 * i] * unit_[i % 2], S_[2 * i + 1] * unit_[i % 2]);
-      char* at = to + piece / 8 * kHalf + row * kRowBytes + ((piece % 8 ^ row % 8) << 4) + lane_ % 4 * 4;
-      *reinterpret_cast<unsigned*>(at) = x.leading, *reinterpret_cast<unsigned*>(at + kRestOfMap) = x.rest;
+      const unsigned at = stage + piece / 8 * kHalf + row * kRowBytes + ((piece % 8 ^ row % 8) << 4) + lane_ % 4 * 4;
+      ptx::store_shared(at, x.leading), ptx::store_shared(at + kRestOfMap, x.rest);
     }
+    ptx::fence_shared_for_async();
+    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it is there
+    if (threadIdx.x % kGroup > 0) return;
+    ptx::copy_bulk_to_global(to + ptx::rank() * (kMapBytes / 2), stage, kMapBytes / 2);
+    ptx::commit_bulk();
+    ptx::wait_for_bulk<0>();
   }
   __device__ void store(float4* to) const {
 #pragma unroll
@@ -221,55 +228,69 @@ class SegmentScan : public Scan<T, kValues, 2> {
     }
   }
 
-  // Maps come into the ring's stages, two at a time: map i into stages 2 (i % 2) and the next.
-  __device__ unsigned map_stage(unsigned i, unsigned half) const { return ring_.stage(i % 2 * 2 + half); }
+  // Maps come into the ring's stages, two into each pair of them in turn, the last one to that of the second next chunk.
+  __device__ unsigned map_stage(unsigned before_last, unsigned half) const {
+    return ring_.stage(chunks() + 2 + before_last % 2 * 2 + half);
+  }
   __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
-  __device__ void fetch_map(const char* from, unsigned i) const {  // by one thread
-    ptx::arrive_expecting(map_barrier(i), kMapBytes);
-    for (const unsigned half : {0u, 1u})
-      ptx::copy_bulk_to_shared(map_stage(i, half), from + half * (kMapBytes / 2), kMapBytes / 2, map_barrier(i));
+  // The last chunks of the map that are in two of the ring's stages: those of the next two chunks, or of the two behind them.
+  __device__ void release_two(unsigned behind) const {
+    for (unsigned i = 0; lane_ == 0 && i < 2; ++i) ring_.release(chunks() - kStages + 2 * behind + i);
   }
   // The state behind pieces first .. first + last of an item.
   __device__ __forceinline__ void pass_all(const Item& item, unsigned first, unsigned last) {
-    const auto fetch = [&](unsigned i) { fetch_map(segments_.map(item.hv, item.n, first + i), i); };
-    if (threadIdx.x == 0) {
+    const auto fetch = [&](unsigned i) {  // by one thread
+      const char* from = segments_.map(item.hv, item.n, first + i);
+      ptx::arrive_expecting(map_barrier(i), kMapBytes);
+      for (const unsigned half : {0u, 1u})
+        ptx::copy_bulk_to_shared(map_stage(last - i, half), from + half * (kMapBytes / 2), kMapBytes / 2,
+                                 map_barrier(i));
+    };
+    if (last == 1) release_two(0);
+    if (threadIdx.x < 32) {
       // They are made by pairs with lower numbers, at about the same time, without waiting.
-      for (unsigned i = 0; i <= last; ++i)
+      for (unsigned i = lane_; i <= last; i += 32)
         while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }
-      ptx::fence_global_for_async();  // they were stored by threads
-      for (unsigned i = 1; i <= min(last, 2u); ++i) fetch(i);
+      __syncwarp();  // all are there
+      ptx::fence_global_for_async();
+      for (unsigned i = 1; lane_ == 0 && i <= min(last, 2u); ++i) fetch(i);
     }
     ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
     unit_[0] = unit_[1] = 1;
     load(segments_.offset(item.hv, item.n, first), S_);
     for (unsigned i = 1; i <= last; ++i) {
-      pass(segments_.offset(item.hv, item.n, first + i), i);
+      pass(segments_.offset(item.hv, item.n, first + i), i, last);
       ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
       if (threadIdx.x == 0 && i + 2 <= last) fetch(i + 2);
+      if (i + 1 == last) release_two(0);
     }
+    release_two(1);
   }
   // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
-  __device__ void pass(const float4* offset, unsigned i) {
+  __device__ void pass(const float4* offset, unsigned i, unsigned last) {
+    float b[64];
+    load(offset, b);  // comes in the meantime
     unsigned leading[8][4], rest[8][4];
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
       const Split x(S_[2 * j], S_[2 * j + 1]);
       leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
     }
-    load(offset, S_);
     ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const uint64_t M =
-          ptx::further(ptx::matrix_at(map_stage(i, k / 4), kHalf, 1024, ptx::Swizzle::k128), k % 4 * 16 * kRowBytes);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, true);
+      const uint64_t M = ptx::further(ptx::matrix_at(map_stage(last - i, k / 4), kHalf, 1024, ptx::Swizzle::k128),
+                                      k % 4 * 16 * kRowBytes);
+      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, k > 0);
       ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
       ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], ptx::further(M, kRestOfMap), true);
     }
     ptx::commit_products();
     ptx::wait_for_products<0>();
+#pragma unroll
+    for (int j = 0; j < 64; ++j) S_[j] += b[j];
   }
 
   const Segments& segments_;

@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda.h>
 
+#include <iterator>
+
 #include "cuda/sm90/chunk.h"
 
 namespace kda::cuda::sm90 {
@@ -34,6 +36,11 @@ struct Tiles {
     if (result != CUDA_SUCCESS)
       throw Error(KDA_CUDA_ERROR, str("CUDA: cuTensorMapEncodeTiled failed (", static_cast<int>(result), ")"));
     return map;
+  }
+
+  // Hints: by the block, also before wait_for_stream().
+  __device__ void prefetch() const {
+    if (threadIdx.x < std::size(maps)) ptx::prefetch_map(maps[threadIdx.x]);
   }
 
  private:
