@@ -63,13 +63,15 @@ struct Shared {
   static constexpr unsigned pair = bad_values + 2 * kGroup * 2;    // its number
   static constexpr unsigned planned = pair + 8;                    // mbarrier: heads have been planned
   static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
+  static constexpr unsigned task = maps + 2 * 8;                   // the pair's, where there are segments
+  static constexpr unsigned kTaskBytes = 96;
   static constexpr unsigned stages = 1024;
   static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
   static constexpr unsigned out = stages + kStages * Stage::bytes;
   static constexpr unsigned benches = out + 4 * kOutBytes;
   static constexpr unsigned bytes = benches + kPreparers * BenchLayout::bytes;
 };
-static_assert(Shared::maps + 2 * 8 <= Shared::stages);
+static_assert(Shared::task % 16 == 0 && Shared::task + Shared::kTaskBytes <= Shared::stages);
 static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
 __device__ inline unsigned char* shared_memory() {

@@ -43,20 +43,20 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   wait_for_stream();
   if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, segments.number(p));
   ptx::sync_cluster();  // barriers of both blocks, and the number, are there
-  if (threadIdx.x == 0 && ptx::rank() == 1)
-    ptx::store_shared(pair_at, ptx::load_shared_at(ptx::address_in(pair_at, 0)));
-  __syncthreads();  // the number is here
-  const Piece at = Task(p, segments.cut, pair_here(memory)).at;
-  Sequence s{};
-  if (at.item.n == p.N) s.t0 = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
-  else if (at.exists) s = sequence_at(p, p.args.in, p.args.states, at.item.n);
+  if (threadIdx.x < 32) {
+    const Task task(p, segments.cut, uniform(ptx::load_shared_at(ptx::address_in(pair_at, 0))));
+    if (threadIdx.x == 0) task.share();
+  }
+  __syncthreads();  // the task is here
+  const Task task = Task::here();
+  const Piece& at = task.at;
+  const Sequence& s = task.s;
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   const bool maps = at.index > 0, works = s.live && at.exists && !(maps && at.end == s.length);
   if (!works) {
     // (So that garbage in cu_seqlens lets nobody wait forever.)
-    const unsigned number = pair_here(memory) / static_cast<unsigned>(p.HV);
-    if (threadIdx.x == 0 && ptx::rank() == 0 && number < segments.cut.total)
-      ptx::add_release(segments.flag(at.item.hv, number), Segments::kWhole);
+    if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
+      ptx::add_release(segments.flag(at.item.hv, task.number), Segments::kWhole);
     if (!s.live && at.exists && group == 0)
       SegmentScan<T>(call, segments, memory).zero_outputs(at.item, s, at.first, at.item.n == p.N ? s.length : at.end);
   } else if (group == 0) {
@@ -90,7 +90,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 
 // What a call takes, in cycles, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
-  static constexpr int64_t kMap = 2600, kScan = 2220;  // of a chunk, by a pair
+  static constexpr int64_t kMap = 2800, kScan = 2220;  // of a chunk, by a pair
   static constexpr int64_t kBegin = 7000;              // until a first piece is where maps are
   static constexpr int64_t kPass = 2300;               // of a map, in front of the scan
   static constexpr int64_t kTurn = 12000;              // from the last chunk of a map to the first with outputs
@@ -104,7 +104,7 @@ struct Cost {
         most_chunks(divide_up(p.T, kRows)) {}
   int64_t whole() const { return std::max(chunks, divide_up(heads * chunks, pairs)) * kScan; }
   // The first piece takes no longer than the map of another.
-  static int64_t lead(int64_t each) { return std::max(each, (each * kMap - kBegin) / kScan / 2 * 2); }
+  static int64_t lead(int64_t each) { return std::max(each, (each * kMap - kBegin + kScan) / (2 * kScan) * 2); }
   int64_t pieces(int64_t each) const { return 1 + divide_up(std::max<int64_t>(chunks - lead(each), 0), each); }
   // Cut into pieces of so many chunks.
   int64_t cut(int64_t each) const {

@@ -104,15 +104,29 @@ struct Segments {
   }
 };
 
-// What a pair works on: by a warp, looked up again where it is needed, as registers are scarce in between.
-struct Task {
+// What a pair works on: found out by a warp, for all, in shared memory.
+struct alignas(16) Task {
   unsigned number;  // of the piece
   Piece at;
+  Sequence s;
   __device__ Task(const ForwardProblem& p, const Cut& cut, unsigned pair)
-      : number(pair / static_cast<unsigned>(p.HV)), at(p, cut, number, pair % static_cast<unsigned>(p.HV)) {}
+      : number(pair / static_cast<unsigned>(p.HV)), at(p, cut, number, pair % static_cast<unsigned>(p.HV)), s{} {
+    const kda_inputs& in = p.args.in;
+    if (at.item.n == p.N) s.t0 = end_of_sequences(in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
+    else if (at.exists) s = sequence_at(p, in, p.args.states, at.item.n);
+  }
+  __device__ void share() const { place() = *this; }
+  __device__ static Task here() {
+    Task x = place();
+    for (unsigned* of_all : {&x.number, &x.at.item.n, &x.at.item.hv, &x.at.index, &x.at.first, &x.at.end, &x.at.then})
+      *of_all = uniform(*of_all);
+    return x;
+  }
+
+ private:
+  __device__ static Task& place() { return *reinterpret_cast<Task*>(shared_memory() + Shared::task); }
 };
-// Where a block has its pair's number.
-__device__ inline unsigned pair_here(unsigned memory) { return uniform(ptx::load_shared(memory + Shared::pair)); }
+static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
 // ---- the scan of a segment ----
 
@@ -138,7 +152,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
     // The last stages stay as they are: maps will come there.
     this->template scan_state<kValues ? kStages : 0>(chunks());
     ptx::sync_threads(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
-    const Task task = here();
+    const Task task = Task::here();
     const Item item = task.at.item;
     if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
     else store_map(segments_.map(item.hv, item.n, task.number));
@@ -146,40 +160,37 @@ class SegmentScan : public Scan<T, kValues, 2> {
   }
   // Outputs of a sequence's first piece and the one behind it.
   __device__ __forceinline__ void begin() {
-    const Piece at = here().at;
-    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n);
+    const Task task = Task::here();
+    const Piece& at = task.at;
     if (lane_ == 0) ring_.open(2);
-    Base::load(s, at.item.hv);
-    Base::remember(s, at.item.hv);
+    Base::load(task.s, at.item.hv);
+    Base::remember(task.s, at.item.hv);
     unsigned chunk = 0;
     for (unsigned first = 0, end = at.end;;) {
       Base::scan(at.item, first, end, chunk);
-      const Task task = here();
-      const bool last = end == task.at.then;
+      const bool last = end == at.then;
       if (!last) store(segments_.offset(at.item.hv, at.item.n, task.number));
       if (first == 0) share(segments_.flag(at.item.hv, task.number), Segments::kWhole / 2);
       if (last) break;
-      first = end, end = task.at.then;
+      first = end, end = at.then;
     }
     finish();
   }
   // Outputs of the piece behind one whose map has been made.
   __device__ __forceinline__ void go_on() {
-    const Task task = here();
+    const Task task = Task::here();
     const Piece& at = task.at;
     pass_all(at.item, task.number - at.index, at.index);
     unsigned chunk = chunks();
-    Base::remember(sequence_at(call_.p, call_.p.args.in, at.item.n), at.item.hv);
+    Base::remember(task.s, at.item.hv);
     Base::scan(at.item, at.end, at.then, chunk);
     finish();
   }
 
  private:
-  __device__ Task here() const { return Task(call_.p, segments_.cut, pair_here(ring_.memory)); }
   __device__ __forceinline__ void finish() {
-    const Piece at = here().at;
-    const Sequence s = sequence_at(call_.p, call_.p.args.in, call_.p.args.states, at.item.n);
-    if (at.then == s.length) Base::keep(s, at.item.hv, at.then);
+    const Task task = Task::here();
+    if (task.at.then == task.s.length) Base::keep(task.s, task.at.item.hv, task.at.then);
     Base::finish_outputs();
   }
   __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
