@@ -100,14 +100,6 @@ __device__ inline void copy_bulk_to_shared(unsigned to, const void* from, unsign
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// To the same place in all blocks of the cluster whose bits are set in `ranks`, and their barriers.
-__device__ inline void copy_bulk_to(unsigned ranks, unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
-      "%4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
-      : "memory");
-}
 // A tile of a tensor of four dimensions; `map`, where the tensor is and how large its tiles are, is a parameter of the
 // kernel. What is outside of the tensor is zero.
 __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,

@@ -63,8 +63,7 @@ struct Shared {
   static constexpr unsigned pair = bad_values + 2 * kGroup * 2;    // its number
   static constexpr unsigned planned = pair + 8;                    // mbarrier: heads have been planned
   static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
-  static constexpr unsigned passed = maps + 2 * 8;                 // likewise: both blocks have passed them
-  static constexpr unsigned task = passed + 2 * 8;                 // the pair's, where there are segments
+  static constexpr unsigned task = maps + 2 * 8;                   // the pair's, where there are segments
   static constexpr unsigned kTaskBytes = 96;
   static constexpr unsigned stages = 1024;
   static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()

@@ -244,26 +244,22 @@ class SegmentScan : public Scan<T, kValues, 2> {
     return ring_.stage(chunks() + 2 + before_last % 2 * 2 + half);
   }
   __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
-  __device__ unsigned passed_barrier(unsigned i) const { return ring_.memory + Shared::passed + i % 2 * 8; }
-  __device__ static unsigned parity(unsigned i) { return (i - 1) / 2 % 2; }  // of both
   // The last chunks of the map that are in two of the ring's stages: those of the next two chunks, or of the two behind them.
   __device__ void release_two(unsigned behind) const {
     for (unsigned i = 0; lane_ == 0 && i < 2; ++i) ring_.release(chunks() - kStages + 2 * behind + i);
   }
   // The state behind pieces first .. first + last of an item.
   __device__ __forceinline__ void pass_all(const Item& item, unsigned first, unsigned last) {
-    // By one thread of each block: a half for both. Where it comes to must be free in both.
-    const auto fetch = [&](unsigned i) {
-      const unsigned half = ptx::rank();
+    const auto fetch = [&](unsigned i) {  // by one thread
+      const char* from = segments_.map(item.hv, item.n, first + i);
       ptx::arrive_expecting(map_barrier(i), kMapBytes);
-      ptx::copy_bulk_to(3, map_stage(last - i, half),
-                        segments_.map(item.hv, item.n, first + i) + half * (kMapBytes / 2), kMapBytes / 2,
-                        map_barrier(i));
+      for (const unsigned half : {0u, 1u})
+        ptx::copy_bulk_to_shared(map_stage(last - i, half), from + half * (kMapBytes / 2), kMapBytes / 2,
+                                 map_barrier(i));
     };
     if (last == 1) release_two(0);
     if (threadIdx.x < 32) {
-      // They are made by pairs with lower numbers, at about the same time, without waiting; the last one by this pair, so
-      // that nobody reads or copies what is in its stages, either.
+      // They are made by pairs with lower numbers, at about the same time, without waiting.
       for (unsigned i = lane_; i <= last; i += 32)
         while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }
@@ -277,11 +273,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
     for (unsigned i = 1; i <= last; ++i) {
       pass(segments_.offset(item.hv, item.n, first + i), i, last);
       ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
-      if (threadIdx.x == 0 && i + 2 <= last) {
-        for (const unsigned rank : {0u, 1u}) ptx::arrive_at(ptx::address_in(passed_barrier(i), rank));
-        ptx::wait_barrier(passed_barrier(i), parity(i));
-        fetch(i + 2);
-      }
+      if (threadIdx.x == 0 && i + 2 <= last) fetch(i + 2);
       if (i + 1 == last) release_two(0);
     }
     release_two(1);
@@ -296,7 +288,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
       const Split x(S_[2 * j], S_[2 * j + 1]);
       leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
     }
-    ptx::wait_barrier(map_barrier(i), parity(i));
+    ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
