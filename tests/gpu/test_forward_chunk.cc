@@ -313,13 +313,13 @@ TEST_F(OnCuda, FallingLengthsEnd) {
 // A NaN stays away from tokens before it, and from other heads, but not from tokens behind it.
 TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
   Case c = named(GetParam());
-  c.B = 1, c.H = c.HV = 2, c.T = 200, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
+  c.B = 1, c.H = c.HV = 2, c.T = 400, c.lengths = {}, c.layout = Layout::kDense, c.state_dtype = KDA_F32;
   const Inputs clean(c);
   const ForwardOutputs expected(clean, false);
   for (const char* impl : chunked(forward_args(clean, expected))) {
     run_on_cuda(forward_args(clean, expected), impl);
     for (const char* victim : {"q", "k", "v", "g", "beta"})
-      for (const int64_t t : {0, 5, 15, 31, 32, 50, 69, 150, 199}) {
+      for (const int64_t t : {0, 5, 15, 31, 32, 50, 69, 150, 199, 270, 399}) {
         SCOPED_TRACE(std::string(impl) + ", " + victim + " of token " + std::to_string(t));
         Inputs in(c);
         for (const auto& [name, tensor] : in.tensors())

@@ -90,8 +90,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 
 // What a call takes, in cycles, about. Sequences count as equally long: lengths of packed ones are not known here.
 struct Cost {
-  static constexpr int64_t kMap = 2800, kScan = 2220;  // of a chunk, by a pair
-  static constexpr int64_t kBegin = 7000;              // until a first piece is where maps are
+  static constexpr int64_t kMap = 2900, kScan = 2220;  // of a chunk, by a pair
+  static constexpr int64_t kBegin = 13000;             // until a first piece is where maps are
   static constexpr int64_t kPass = 2300;               // of a map, in front of the scan
   static constexpr int64_t kTurn = 12000;              // from the last chunk of a map to the first with outputs
   static constexpr int64_t kMost = 64;        // pieces of a sequence: each passes through the maps of all before it
