@@ -157,6 +157,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
     if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
     else store_map(segments_.map(item.hv, item.n, task.number));
     share(segments_.flag(item.hv, task.number), 1);
+    ptx::sync_threads(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
   }
   // Outputs of a sequence's first piece and the one behind it.
   __device__ __forceinline__ void begin() {
@@ -208,7 +209,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
     }
   };
 
-  // By way of a stage that stays as it is until this block fetches the last map.
+  // By way of a stage, where the last map will come to.
   __device__ void store_map(char* to) const {
     const unsigned stage = map_stage(0, 0);
 #pragma unroll
