@@ -24,8 +24,6 @@ void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d);
 // look that does not wait says so, too.
 constexpr int kSights = 18;
 void watch_barrier(const void* from, char* seen);
-// 32 lanes copy 16 bytes each, and then see those of their neighbours; seen [32]: has the phase ended?
-void wait_for_arrivals(const void* from, void* to, char* seen);
 // Two halves of 128 threads each vote on x [cases,128]; all [cases,128].
 void vote(int cases, const char* x, char* all);
 // 16 * count bytes to 2048 of shared memory that were 0xff; all of these to `seen`; of their complement 16 * count

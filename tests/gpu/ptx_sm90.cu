@@ -36,18 +36,6 @@ __global__ void watch_kernel(const void* from, char* seen) {
   ptx::copy_bulk_to_shared(to, from, 16, barrier), *seen++ = waited(barrier, 0), look();
 }
 
-__global__ void arrivals_kernel(const uint4* from, uint4* to, char* seen) {
-  __shared__ uint64_t memory;
-  __shared__ uint4 copied[32];
-  const unsigned i = threadIdx.x, barrier = ptx::shared_address(&memory);
-  if (i == 0) ptx::init_barrier(barrier, 32), ptx::fence_barriers();
-  __syncthreads();
-  ptx::copy16(ptx::shared_address(copied + i), from + i);
-  ptx::arrive_after_copies(barrier);
-  seen[i] = waited(barrier, 0);
-  to[i] = copied[i ^ 1];
-}
-
 __global__ void vote_kernel(int cases, const char* x, char* all) {
   for (int i = 0; i < cases; ++i, x += 128, all += 128)
     all[threadIdx.x] = ptx::all_threads(1 + threadIdx.x / 64, 64, x[threadIdx.x]);
@@ -245,9 +233,6 @@ __global__ void places_kernel(unsigned* square, unsigned* own) {
 }  // namespace
 
 void watch_barrier(const void* from, char* seen) { watch_kernel<<<1, 1>>>(from, seen); }
-void wait_for_arrivals(const void* from, void* to, char* seen) {
-  arrivals_kernel<<<1, 32>>>(static_cast<const uint4*>(from), static_cast<uint4*>(to), seen);
-}
 void vote(int cases, const char* x, char* all) { vote_kernel<<<1, 128>>>(cases, x, all); }
 void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
   bulk_kernel<<<1, 128>>>(count, static_cast<const uint4*>(from), static_cast<uint4*>(seen), static_cast<uint4*>(to));

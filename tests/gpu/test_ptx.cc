@@ -241,17 +241,6 @@ TEST_F(PtxOnHopper, PhasesOfABarrier) {
             "130");  // bytes come
 }
 
-TEST_F(PtxOnHopper, CopiesArrive) {
-  const std::vector<unsigned> from = counted<unsigned>(32 * 4);
-  std::vector<unsigned> neighbours;
-  for (unsigned i = 0; i < 32 * 4; ++i) neighbours.push_back(from[i ^ 4]);
-  const OnDevice to(32 * 4, 0u);
-  const OnDevice seen(32, char{0});
-  wait_for_arrivals(OnDevice(from), to, seen);
-  expect_same(std::vector<char>(32, 1), seen.back());
-  expect_same(neighbours, to.back());
-}
-
 TEST_F(PtxOnHopper, VotesOfSomeWarps) {
   std::vector<char> x, expected;
   for (const int against : {-1, 0, 37, 64, 127, 128}) {  // 128: everybody

@@ -29,10 +29,6 @@ template <int kGroups>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
-// Arrives at an mbarrier, which counts this thread, when all its copies so far are there.
-__device__ inline void arrive_after_copies(unsigned barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 
 // ---- four 8x8 matrices of 16-bit elements: lane 8 i + r gives the address of row r of matrix i ----
 

@@ -12,6 +12,11 @@ namespace {
 
 using namespace sm90;
 
+// Of what a block of three warpgroups starts with, 168 a thread.
+constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
+static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
+constexpr unsigned kThreads = (1 + kPreparers) * kGroup;
+
 __global__ void __launch_bounds__(kMeasuring)
     measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Shares shares) {
   wait_for_stream();
@@ -20,7 +25,7 @@ __global__ void __launch_bounds__(kMeasuring)
 }
 
 template <class T, class Scores, bool kWideGate>
-__global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ View v_new,
                  const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles) {
@@ -103,7 +108,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   if (shares.measures()) launch<measure_kernel>(a.exec, dim3(1), static_cast<int>(kMeasuring), 0, p, shares);
   else if (shares.flags) KDA_CUDA(cudaMemsetAsync(shares.flags, 0, shares.flag_bytes(), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
-    launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kPairThreads),
+    launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
                                                static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a),
                                                view_of(a.v_new), shares, Tiles(p));
   });

@@ -13,11 +13,6 @@
 
 namespace kda::cuda::sm90 {
 
-// A block with one warpgroup that scans: registers of what it starts with, 168 a thread.
-constexpr unsigned kPairThreads = (1 + kPreparers) * kGroup;
-constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
-static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
-
 constexpr unsigned kMeasuring = 1024;  // threads of measure()
 
 // Where sequences are on the line, and who has what of it.

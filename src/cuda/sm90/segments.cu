@@ -20,8 +20,8 @@ constexpr unsigned kThreads = (2 + kPreparers) * kGroup;
 template <class Scores>
 constexpr int kMapRegisters = std::is_same_v<Scores, ExactScores> ? 144 : 152;
 template <class Scores>
-constexpr int kMapPreparerRegisters = 256 - kMapRegisters<Scores>;
-constexpr int kIdleRegisters = 40;
+constexpr int kPreparerRegisters = 256 - kMapRegisters<Scores>;
+constexpr int kScanRegisters = 216, kIdleRegisters = 40;
 static_assert(kScanRegisters + kIdleRegisters <= 2 * 144);
 
 template <class T, class Scores, bool kWideGate>
@@ -76,10 +76,10 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
-    ptx::give_registers<kMapPreparerRegisters<Scores>>();
+    ptx::give_registers<kPreparerRegisters<Scores>>();
     Preparation preparation(call, memory, group - 2);
-    const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk};
-    const unsigned mapped = maps ? segments.cut.tokens / kRows : 0;
+    const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk},
+                   mapped = maps ? segments.cut.tokens / kRows : 0;
     preparation.plan({OneStretch({at.item, first, end, false, false}, mapped), group - 2});
     preparation.run();
   }
