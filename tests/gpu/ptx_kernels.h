@@ -24,6 +24,8 @@ void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d);
 // look that does not wait says so, too.
 constexpr int kSights = 18;
 void watch_barrier(const void* from, char* seen);
+// A warp writes 7, and another one sees it behind a barrier to which both come by ways of their own; seen [32].
+void meet_by_two_ways(char* seen);
 // Two halves of 128 threads each vote on x [cases,128]; all [cases,128].
 void vote(int cases, const char* x, char* all);
 // 16 * count bytes to 2048 of shared memory that were 0xff; all of these to `seen`; of their complement 16 * count

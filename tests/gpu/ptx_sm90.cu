@@ -36,6 +36,17 @@ __global__ void watch_kernel(const void* from, char* seen) {
   ptx::copy_bulk_to_shared(to, from, 16, barrier), *seen++ = waited(barrier, 0), look();
 }
 
+__global__ void ways_kernel(char* seen) {
+  __shared__ volatile char there;
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) there = 7;
+    ptx::sync_ways(1, 64);
+  } else {
+    ptx::sync_ways(1, 64);
+    seen[threadIdx.x - 32] = there;
+  }
+}
+
 __global__ void vote_kernel(int cases, const char* x, char* all) {
   for (int i = 0; i < cases; ++i, x += 128, all += 128)
     all[threadIdx.x] = ptx::all_threads(1 + threadIdx.x / 64, 64, x[threadIdx.x]);
@@ -233,6 +244,7 @@ __global__ void places_kernel(unsigned* square, unsigned* own) {
 }  // namespace
 
 void watch_barrier(const void* from, char* seen) { watch_kernel<<<1, 1>>>(from, seen); }
+void meet_by_two_ways(char* seen) { ways_kernel<<<1, 64>>>(seen); }
 void vote(int cases, const char* x, char* all) { vote_kernel<<<1, 128>>>(cases, x, all); }
 void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
   bulk_kernel<<<1, 128>>>(count, static_cast<const uint4*>(from), static_cast<uint4*>(seen), static_cast<uint4*>(to));

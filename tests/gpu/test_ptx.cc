@@ -241,6 +241,12 @@ TEST_F(PtxOnHopper, PhasesOfABarrier) {
             "130");  // bytes come
 }
 
+TEST_F(PtxOnHopper, WaysMeet) {
+  const OnDevice seen(32, char{0});
+  meet_by_two_ways(seen);
+  expect_same(std::vector<char>(32, 7), seen.back());
+}
+
 TEST_F(PtxOnHopper, VotesOfSomeWarps) {
   std::vector<char> x, expected;
   for (const int against : {-1, 0, 37, 64, 127, 128}) {  // 128: everybody

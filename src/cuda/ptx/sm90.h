@@ -79,6 +79,10 @@ __device__ inline unsigned load_shared_at(unsigned from) {
 __device__ inline void sync_threads(unsigned barrier, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// Likewise, of warps that come to it by different ways through the program.
+__device__ inline void sync_ways(unsigned barrier, unsigned threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Likewise; of all of them, was every `x` true?
 __device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {

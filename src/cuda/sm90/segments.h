@@ -151,13 +151,13 @@ class SegmentScan : public Scan<T, kValues, 2> {
       S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
     // The last stages stay as they are: maps will come there.
     this->template scan_state<kValues ? kStages : 0>(chunks());
-    ptx::sync_threads(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
+    ptx::sync_ways(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
     const Task task = Task::here();
     const Item item = task.at.item;
     if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
     else store_map(segments_.map(item.hv, item.n, task.number));
     share(segments_.flag(item.hv, task.number), 1);
-    ptx::sync_threads(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
+    ptx::sync_ways(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
   }
   // Outputs of a sequence's first piece and the one behind it.
   __device__ __forceinline__ void begin() {
