@@ -56,6 +56,7 @@ std::vector<Case> chunk_cases() {
   add({.name = "beta_zero", .T = 70, .betas = Betas::kZero});
   add({.name = "no_h0", .T = 70, .scale = 0.5f, .h0 = false});
   // Long enough for several segments.
+  add(raw({.name = "bound_maps", .T = 300}));
   add(raw({.name = "bound_long", .T = 700, .HV = 2}));
   add(softplus({.name = "softplus_long", .B = 2, .T = 333, .HV = 2, .h0 = false}));
   add(raw({.name = "bound_long_packed", .lengths = {450, 0, 3, 330, 64, 65, 0}, .tail = 70}));
