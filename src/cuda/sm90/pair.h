@@ -171,6 +171,9 @@ class Stretches {
  public:
   static constexpr bool kPlansWork = true, kMaps = false;
   __device__ static unsigned mapped() { return 0; }
+  __device__ static Sequence sequence(const ForwardProblem& p, unsigned n) {
+    return sequence_at(p, p.args.in, p.args.states, n);
+  }
   __device__ Stretches(const ForwardProblem& p, const Shares& shares, unsigned pair)
       : line_(p, shares.first), first_(pair * shares.share), end_(first_ + shares.share), splits_(shares.splits()) {
     Spot here;
@@ -232,12 +235,13 @@ struct alignas(16) Work {
 };
 static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
 
-// One stretch, of which the first chunks are for a map.
+// One stretch, of which the first chunks are for a map. Its sequence is known already.
 class OneStretch {
  public:
   static constexpr bool kPlansWork = false, kMaps = true;
-  __device__ OneStretch(const Stretch& x, unsigned mapped) : x_(x), mapped_(mapped) {}
+  __device__ OneStretch(const Stretch& x, unsigned mapped, const Sequence& s) : x_(x), mapped_(mapped), s_(&s) {}
   __device__ unsigned mapped() const { return mapped_; }
+  __device__ const Sequence& sequence(const ForwardProblem&, unsigned) const { return *s_; }
   __device__ bool next(const ForwardProblem&, Stretch& x) {
     const bool there = there_;
     x = x_, there_ = false;
@@ -247,6 +251,7 @@ class OneStretch {
  private:
   Stretch x_;
   unsigned mapped_;
+  const Sequence* s_;
   bool there_ = true;
 };
 
@@ -287,7 +292,7 @@ class PairSource {
 
  private:
   __device__ void enter(const ForwardProblem& p, unsigned n) {
-    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+    const Sequence s = stretches_.sequence(p, n);
     n_ = n, b_ = static_cast<unsigned>(s.b), t0_ = static_cast<unsigned>(s.t0);
     length_ = static_cast<unsigned>(s.length), slot_ = static_cast<unsigned>(s.slot);
     live_ = s.live, initial_ = s.initial;

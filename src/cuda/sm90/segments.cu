@@ -80,7 +80,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     Preparation preparation(call, memory, group - 2);
     const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk},
                    mapped = maps ? segments.cut.tokens / kRows : 0;
-    preparation.plan({OneStretch({at.item, first, end, false, false}, mapped), group - 2});
+    preparation.plan({OneStretch({at.item, first, end, false, false}, mapped, Task::sequence()), group - 2});
     preparation.run();
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there

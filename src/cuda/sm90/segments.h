@@ -116,6 +116,7 @@ struct alignas(16) Task {
     else if (at.exists) s = sequence_at(p, in, p.args.states, at.item.n);
   }
   __device__ void share() const { place() = *this; }
+  __device__ static const Sequence& sequence() { return place().s; }
   __device__ static Task here() {
     Task x = place();
     for (unsigned* of_all : {&x.number, &x.at.item.n, &x.at.item.hv, &x.at.index, &x.at.first, &x.at.end, &x.at.then})
