@@ -20,6 +20,25 @@ std::vector<Case> f32_cases() {
   }
   for (const int64_t T : {31, 32, 33, 96}) all.push_back({.name = "tokens_" + std::to_string(T) + "_more", .T = T});
   all.push_back({.name = "groups", .B = 2, .T = 70, .H = 2, .HV = 6, .K = 20, .V = 36});
+  // Whole chunks, one value head for each key and more: kernels that know their sizes.
+  for (const int64_t size : {64, 128})
+    for (const int32_t layout : {KDA_STATE_K_FIRST, KDA_STATE_V_FIRST})
+      all.push_back({.name = "whole_" + std::to_string(size) + (layout == KDA_STATE_K_FIRST ? "_k_first" : "_v_first"),
+                     .B = 2,
+                     .T = 192,
+                     .H = 1,
+                     .HV = 2,
+                     .K = size,
+                     .V = size,
+                     .state_layout = layout});
+  all.push_back({.name = "whole_wild", .T = 128, .K = 128, .V = 128, .gates = Gates::kWild});
+  all.push_back({.name = "whole_identical",
+                 .T = 128,
+                 .K = 128,
+                 .V = 128,
+                 .gates = Gates::kZero,
+                 .keys = Keys::kIdentical,
+                 .betas = Betas::kNearTwo});
   for (const int64_t size : {64, 128, 256})
     for (const Layout layout : {Layout::kDense, Layout::kHeadsFirst})
       all.push_back({.name = "size_" + std::to_string(size) + (layout == Layout::kDense ? "" : "_heads_first"),
@@ -101,8 +120,9 @@ INSTANTIATE_TEST_SUITE_P(All, PrefillF32OnCuda, testing::ValuesIn(f32_cases()),
                          [](const auto& info) { return info.param.name; });
 
 // The state of one call is the next one's, in place, at any multiple of 64 tokens; o and hT do not depend on the chunk.
-TEST_F(OnCuda, PrefillF32ContinuesInPlace) {
-  const Inputs in({.name = "continued", .B = 2, .T = 160, .HV = 2, .K = 20, .V = 36, .layout = Layout::kHeadsFirst});
+void continues_in_place(int64_t K, int64_t V) {
+  SCOPED_TRACE(K);
+  const Inputs in({.name = "continued", .B = 2, .T = 160, .HV = 2, .K = K, .V = V, .layout = Layout::kHeadsFirst});
   Outputs first(in, 64, KDA_F32);
   run_on_cuda(args_of(in, first, 64), kImpl);
   for (const int32_t chunk : {32, 64}) {
@@ -125,6 +145,10 @@ TEST_F(OnCuda, PrefillF32ContinuesInPlace) {
     EXPECT_EQ(parts.u.bits(), whole.u.bits());
     EXPECT_EQ(state.bits(), whole.hT.bits());
   }
+}
+
+TEST_F(OnCuda, PrefillF32ContinuesInPlace) {
+  for (const auto& [K, V] : {std::pair<int64_t, int64_t>{20, 36}, {64, 64}, {128, 128}}) continues_in_place(K, V);
 }
 
 TEST_F(OnCuda, PrefillF32OfNothing) {

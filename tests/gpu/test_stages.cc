@@ -22,6 +22,15 @@ std::vector<Case> cuda_cases() {
   all.push_back({.name = "K61_V37", .B = 2, .T = 70, .HV = 2, .K = 61, .V = 37, .layout = Layout::kPadded});
   all.push_back({.name = "large_packed", .HV = 2, .K = 128, .V = 128, .lengths = {64, 0, 1, 129, 63, 0}, .tail = 70});
   all.push_back({.name = "large_wild", .T = 150, .K = 128, .V = 128, .gates = Gates::kWild});
+  for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST})
+    all.push_back({.name = layout == KDA_STATE_V_FIRST ? "whole" : "whole_K_first",
+                   .B = 2,
+                   .T = 128,
+                   .H = 1,
+                   .HV = 2,
+                   .K = 128,
+                   .V = 128,
+                   .state_layout = layout});
   for (const Betas betas : {Betas::kNearOne, Betas::kNearTwo})
     all.push_back({.name = betas == Betas::kNearOne ? "large_identical_beta_1" : "large_identical_beta_2",
                    .T = 256,

@@ -30,6 +30,11 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
+// Meets other threads of the block, `count` of them in whole warps; number 0 is __syncthreads()'s.
+__device__ inline void sync_some(int number, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(count) : "memory");
+}
+
 // ---- four 8x8 matrices of 16-bit elements: lane 8 i + r gives the address of row r of matrix i ----
 
 __device__ inline void load_matrices(unsigned (&x)[4], unsigned from) {

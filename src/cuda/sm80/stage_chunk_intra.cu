@@ -1,16 +1,17 @@
 // F2 and F3: the scores of a chunk, the inverse of its triangle, and what follows from both without a state. A block has a
 // chunk of a value head.
 //
-// Scores, for any gate (math.md 4.4 c): on level h = 1, 2, 4, .. 32 the rows of the second half of every 2 h meet the
-// columns of its first half. Between them lies the first row of the second half, the anchor a:
+// Scores, for any gate (math.md 4.4 c). On level h = 1, 2, 4, .. 32 the rows of the second half of every 2 h meet the columns
+// of its first half. Between them lies the first row of the second half, the anchor a:
 //   2^(G_i - G_j) = 2^(G_i - G_a) 2^(G_a - G_j)
 // so every row of q and k is scaled once a level by a factor in [0, 1], in f32, and the products are those of matrices. The
-// exponents are sums of steps G_t - G_(t-1) of one sign: nothing cancels.
+// exponents are sums of steps G_t - G_(t-1) of one sign: nothing cancels. In f32, where products of matrices are dear, each
+// pair of eight neighbouring rows, which a warp has in registers, is for itself in place of the levels below 8.
 //
-//   levels    a warp scales eight rows, which it has in registers     barrier: tiles q, k
+//   levels    a warp scales its eight rows                             barrier: tiles q, k
 //             a block of 16 x 16 scores and one of q, k: its products  barrier: tiles are read
 //   inverse   T of 16 x 16 blocks by forward substitution, a column a lane; then twice T21 = -T22 (A21 T11), in f32
-//   outputs   qG, kg and kG by way of tiles, w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
+//   outputs   qG and kg; kG to a tile; w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
 //
 // Shared memory: four tiles and the steps' sums, 77 KiB; two blocks an SM.
 #include "cuda/cuda.h"
@@ -21,30 +22,41 @@ namespace kda::cuda {
 namespace stages {
 namespace {
 
-constexpr int kGroup = kRows / kWarps;         // rows of a warp
-constexpr int kScoreStride = kTileStride / 4;  // of 64 x 64 numbers in f32
+constexpr int kGroup = kRows / kWarps;        // rows of a warp
+constexpr int kScoreStride = kStride<float>;  // of 64 x 64 numbers in f32
+
+// The first level.
+template <class E>
+constexpr int first_half = sizeof(E) == 4 ? kGroup : 1;
+
+// f32: scores of each warp's own rows, below the diagonal. Columns j and 6 - j are eight entries together: from row j + 1 on those
+// of column j, before them those of column 6 - j, from its row 7 - j on. Column 3 has four, of q and of k.
+struct Nearest {
+  float of_q[kWarps][3][kGroup], of_k[kWarps][3][kGroup], middle[kWarps][kGroup];
+};
 
 template <class E>
 struct Smem {
   // Of each warp's rows: the step into the first, and those into the others together.
   float first[kWarps][slice_of<E>], rest[kWarps][slice_of<E>];
   float beta[kRows], diagonal[kRows];  // diagonal: of q k^T
+  Nearest nearest;
   union {
-    alignas(16) unsigned char q[kTileBytes];  // scaled
-    float Aqk[kRows * kScoreStride];          // then
-    unsigned char kG[kTileBytes];             // and then
+    alignas(16) unsigned char q[kTileBytes<E>];  // scaled
+    float Aqk[kRows * kScoreStride];             // then
+    unsigned char kG[kTileBytesAcross<E>];       // and then
   };
   union {
-    alignas(16) unsigned char k[kTileBytes];  // scaled
-    float T[kRows * kScoreStride];            // then
+    alignas(16) unsigned char k[kTileBytes<E>];  // scaled
+    float T[kRows * kScoreStride];               // then
   };
   union {
     alignas(16) float Akk[kRows * kScoreStride];  // above the diagonal: parts of the inverse
-    unsigned char out[kTileBytes];                // then
+    unsigned char out[kTileBytesAcross<E>];       // then
   };
   union {
-    alignas(16) unsigned char from_q[kTileBytes];  // as it came
-    unsigned char v[kTileBytes];                   // then
+    alignas(16) unsigned char from_q[kTileBytesAcross<E>];  // as it came
+    unsigned char v[kTileBytesAcross<E>];                   // then
   };
 };
 
@@ -107,17 +119,23 @@ struct Group {
 
   // x 2^exponent of a row.
   __device__ uint2 scaled(uint2 x, const float (&exponent)[kPerLane<E>]) const {
+    if constexpr (sizeof(E) == 2)
+      asm volatile("" : "+r"(x.x), "+r"(x.y));  // unpacked each time: there are no registers
     float y[kPerLane<E>];
     unpack<E>(x, y);
 #pragma unroll
     for (int j = 0; j < kPerLane<E>; ++j) y[j] *= ptx::exp2(exponent[j]);
     return packed<E>(y);
   }
-  __device__ int place(int r) const { return (warp * kGroup + r) * kTileStride + c * static_cast<int>(sizeof(E)); }
-  __device__ uint2 q(const Smem<E>& shared, int r) const {
-    return *reinterpret_cast<const uint2*>(shared.from_q + place(r));
+  __device__ int place(int r, int stride) const {
+    return ((warp * kGroup + r) * stride + c) * static_cast<int>(sizeof(E));
   }
-  __device__ void put(unsigned char* tile, int r, uint2 x) const { *reinterpret_cast<uint2*>(tile + place(r)) = x; }
+  __device__ uint2 q(const Smem<E>& shared, int r) const {
+    return *reinterpret_cast<const uint2*>(shared.from_q + place(r, kStrideAcross<E>));
+  }
+  __device__ void put(unsigned char* tile, int r, uint2 x, int stride = kStride<E>) const {
+    *reinterpret_cast<uint2*>(tile + place(r, stride)) = x;
+  }
   // A row of second halves, and one of first halves.
   __device__ void put_row(Smem<E>& shared, int r, const float (&exponent)[kPerLane<E>]) const {
     put(shared.q, r, scaled(q(shared, r), exponent)), put(shared.k, r, scaled(k[r], exponent));
@@ -130,25 +148,57 @@ struct Group {
     for (int j = 0; j < kPerLane<E>; ++j) sum[j] += step[r][j];
   }
 
+  // 2^step of each row.
+  __device__ void decays(float (&decay)[kGroup][kPerLane<E>]) const {
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r)
+#pragma unroll
+      for (int j = 0; j < kPerLane<E>; ++j) decay[r][j] = ptx::exp2(step[r][j]);
+  }
+  // Of the warp's rows below row j: f(i, the lane's part of q_i k_j, that of k_i k_j), with their decays.
+  template <class F>
+  __device__ void column(const Smem<E>& shared, const float (&decay)[kGroup][kPerLane<E>], int j, const F& f) const {
+    float x[kPerLane<E>];
+    unpack<E>(k[j], x);
+#pragma unroll
+    for (int i = j + 1; i < kGroup; ++i) {
+      float of_q[kPerLane<E>], of_k[kPerLane<E>], by_q = 0, by_k = 0;
+      unpack<E>(q(shared, i), of_q), unpack<E>(k[i], of_k);
+#pragma unroll
+      for (int e = 0; e < kPerLane<E>; ++e) {
+        x[e] *= decay[i][e];
+        by_q = fmaf(of_q[e], x[e], by_q), by_k = fmaf(of_k[e], x[e], by_k);
+      }
+      f(i, by_q, by_k);
+    }
+  }
+
+  // 0, of which the compiler does not know it: else it has sums of all levels ready before the loop over them, and no
+  // registers for them.
+  __device__ static void start(float (&sum)[kPerLane<E>]) {
+#pragma unroll
+    for (int j = 0; j < kPerLane<E>; ++j) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum[j]));
+  }
   // The tiles of a level inside the warp's rows, and of one with halves of `size` warps.
   template <int kHalf>
   __device__ void put_level(Smem<E>& shared) const {
 #pragma unroll
     for (int b = 0; b < kGroup; b += 2 * kHalf) {
-      float sum[kPerLane<E>] = {};
+      float sum[kPerLane<E>];
+      start(sum);
 #pragma unroll
       for (int r = b + kHalf; r < b + 2 * kHalf; ++r) {
         if (r > b + kHalf) add(sum, r);
         put_row(shared, r, sum);
       }
-#pragma unroll
-      for (int j = 0; j < kPerLane<E>; ++j) sum[j] = 0;
+      start(sum);
 #pragma unroll
       for (int r = b + kHalf - 1; r >= b; --r) add(sum, r + 1), put_column(shared, r, sum);
     }
   }
   __device__ void put_level(Smem<E>& shared, int size) const {
-    float sum[kPerLane<E>] = {};
+    float sum[kPerLane<E>];
+    start(sum);
     const int anchor = warp / (2 * size) * 2 * size + size;
     if (warp >= anchor) {
       if (warp > anchor) add_from(shared.rest[anchor], sum), add_steps(shared, anchor + 1, warp, sum), add(sum, 0);
@@ -179,7 +229,8 @@ struct Group {
   }
 
   // Slice s of G.
-  __device__ void store_sums(const IntraCall& p, const ChunkAt& at, int hv, int s, const Smem<E>& shared) const {
+  __device__ void store_sums(const IntraCall& p, const ChunkAt& chunk, int hv, int s, const Smem<E>& shared) const {
+    const ChunkAt at = anew(chunk);
     const int channel = s * slice_of<E> + c;
     float sum[kPerLane<E>] = {};
     add_steps(shared, 0, warp, sum);
@@ -194,71 +245,116 @@ struct Group {
     }
   }
 
-  // kG, qG in place of q, kg to `out`.
-  __device__ void put_decayed(const IntraCall& p, Smem<E>& shared) const {
-    const int size = p.chunk / kGroup, begin = warp / size * size;
+  // kG for w; qG and kg to memory.
+  __device__ void put_decayed(const IntraCall& p, const ChunkAt& chunk, int hv, int s, Smem<E>& shared) const {
+    const ChunkAt at = anew(chunk);
+    const int size = p.chunk / kGroup, begin = warp / size * size, channel = s * slice_of<E> + c;
+    const auto store = [&](const Rows& x, int r, uint2 y) {
+      const int i = warp * kGroup + r;
+      if (x.data && i < at.rows) store_packed<E>(x, x.at(at.b, at.t0 + i, hv), channel, p.K, y);
+    };
     float sum[kPerLane<E>] = {};
     add_steps(shared, begin, warp, sum);
-    if (p.qG.data) {
 #pragma unroll
-      for (int r = 0; r < kGroup; ++r) {
-        add(sum, r);
-        put(shared.kG, r, scaled(k[r], sum)), put(shared.from_q, r, scaled(q(shared, r), sum));
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < kGroup; ++r) add(sum, r), put(shared.kG, r, scaled(k[r], sum));
+    for (int r = 0; r < kGroup; ++r) {
+      add(sum, r);
+      put(shared.kG, r, scaled(k[r], sum), kStrideAcross<E>);
+      if (p.qG.data) store(p.qG, r, scaled(q(shared, r), sum));
     }
 #pragma unroll
     for (int j = 0; j < kPerLane<E>; ++j) sum[j] = 0;
     add_steps(shared, warp + 1, begin + size, sum);
 #pragma unroll
-    for (int r = kGroup - 1; r >= 0; --r) put(shared.out, r, scaled(k[r], sum)), add(sum, r);
+    for (int r = kGroup - 1; r >= 0; --r) store(p.kg, r, scaled(k[r], sum)), add(sum, r);
   }
 };
 
 // ---- scores ----
 
-// What a warp has of them: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight columns of the
-// block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
+// Those of a warp's own rows: entry r of eight is lane 4 r's.
+template <class E>
+__device__ void add_nearest(const Group<E>& group, Smem<E>& shared, bool first) {
+  const int w = group.warp, r = static_cast<int>(threadIdx.x % 32) / 4;
+  const auto add = [&](float& to, float x) {
+    if (threadIdx.x % 4 == 0) to = first ? x : to + x;
+  };
+  float by_q[kGroup], by_k[kGroup], decay[kGroup][kPerLane<E>];
+  group.decays(decay);
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+    group.column(shared, decay, j, [&](int i, float x, float y) { by_q[i] = x, by_k[i] = y; });
+    group.column(shared, decay, 6 - j, [&](int i, float x, float y) { by_q[i + j - 7] = x, by_k[i + j - 7] = y; });
+    add(shared.nearest.of_q[w][j][r], spread_sums(by_q)), add(shared.nearest.of_k[w][j][r], spread_sums(by_k));
+  }
+  group.column(shared, decay, 3, [&](int i, float x, float y) { by_q[i - 4] = x, by_q[i] = y; });
+  add(shared.nearest.middle[w][r], spread_sums(by_q));
+}
+// To where they belong, with the scale and beta.
+template <class E>
+__device__ void store_nearest(Smem<E>& shared, float scale) {
+  if (threadIdx.x % 4) return;
+  const int w = static_cast<int>(threadIdx.x) / 32, r = static_cast<int>(threadIdx.x % 32) / 4, row0 = w * kGroup;
+  const auto put_q = [&](int i, int j, float x) { shared.Aqk[(row0 + i) * kScoreStride + row0 + j] = x * scale; };
+  const auto put_k = [&](int i, int j, float x) {
+    shared.Akk[(row0 + i) * kScoreStride + row0 + j] = x * shared.beta[row0 + i];
+  };
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+    const bool first = r > j;
+    const int row = first ? r : r + 7 - j, column = first ? j : 6 - j;
+    put_q(row, column, shared.nearest.of_q[w][j][r]), put_k(row, column, shared.nearest.of_k[w][j][r]);
+  }
+  const float middle = shared.nearest.middle[w][r];
+  if (r < 4) put_q(r + 4, 3, middle);
+  else put_k(r, 3, middle);
+}
+
+// What a warp has of the levels: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight columns of
+// the block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
+template <class E>
 struct Scores {
   Sum diagonal, largest;
   float second[4] = {};
   bool of_k = threadIdx.x / 32 % 2;
   int pair = static_cast<int>(threadIdx.x) / 64;
+  // Has a product of a diagonal block on level `half` that element? Rows of second halves, columns of first halves.
+  __device__ static bool on_level(int half, int row, int column) {
+    return first_half<E> == kGroup ? row >= kGroup && column < kGroup
+                                   : (row & -2 * half) == (column & -2 * half) && row & half && !(column & half);
+  }
 
-  template <class E>
   __device__ void add_level(const Smem<E>& shared, int half, int channels) {
     using M = Math<E>;
     const int row = half == 32 ? 2 + pair / 2 : half == 16 ? pair | 1 : pair;
     const int column = half == 32 ? pair % 2 : half == 16 ? pair & -2 : pair;
     const unsigned char* tile = of_k ? shared.k : shared.q;
-    Sum all;
-#pragma unroll 2
-    for (int c = 0; c < channels; c += 16)
-      M::add(all, M::load_a(tile, kStride<E>, row * 16, c), M::load_b_transposed(shared.k, kStride<E>, column * 16, c));
+    Chains sums;
+#pragma unroll 1
+    for (int c = 0; c < channels; c += 32)
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd)
+        if (c + 16 * odd < channels)
+          M::add(sums, M::load_a(tile, kStride<E>, row * 16, c + 16 * odd),
+                 M::load_b_transposed(shared.k, kStride<E>, column * 16, c + 16 * odd), odd);
+    const Sum all = sums.sum();
     const int g = static_cast<int>(threadIdx.x % 32) / 4, t = static_cast<int>(threadIdx.x % 4);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // below 16: rows of second halves, columns of the first halves of the same
-        const int row = g + i / 2 * 8, column = n * 8 + 2 * t + i % 2;
+      for (int i = 0; i < 4; ++i)
         if (half == 32) largest.x[n][i] += all.x[n][i];
         else if (half == 16) second[i] += n == pair % 2 ? all.x[n][i] : 0.0f;
-        else if ((row & -2 * half) == (column & -2 * half) && row & half && !(column & half))
-          diagonal.x[n][i] += all.x[n][i];
-      }
+        else if (on_level(half, g + i / 2 * 8, n * 8 + 2 * t + i % 2)) diagonal.x[n][i] += all.x[n][i];
   }
 
-  // Akk with its beta, Aqk with the scale; of Aqk's diagonal only what lies below it.
-  template <class E>
+  // Akk with its beta, Aqk with the scale; of a diagonal block what lies below the diagonal, or what the neighbours have not.
   __device__ void store(Smem<E>& shared, float scale) const {
     float* to = of_k ? shared.Akk : shared.Aqk;
     const auto put = [&](int i, int j, float x) { to[i * kScoreStride + j] = x * (of_k ? shared.beta[i] : scale); };
-    for_each_pair(diagonal, [&](int i, int j, float x, float y) {
-      if (i > j) put(pair * 16 + i, pair * 16 + j, x);
-      if (i > j + 1) put(pair * 16 + i, pair * 16 + j + 1, y);
-    });
+    const auto put_below = [&](int i, int j, float x) {
+      if (first_half<E> == kGroup ? i >= kGroup && j < kGroup : i > j) put(pair * 16 + i, pair * 16 + j, x);
+    };
+    for_each_pair(diagonal, [&](int i, int j, float x, float y) { put_below(i, j, x), put_below(i, j + 1, y); });
     for_each_pair(largest, [&](int i, int j, float x, float y) {
       put(32 + pair / 2 * 16 + i, pair % 2 * 16 + j, x), put(32 + pair / 2 * 16 + i, pair % 2 * 16 + j + 1, y);
     });
@@ -270,9 +366,12 @@ struct Scores {
 
 // Asks for q of slice s, loads the rest of it; the next barrier, after wait_for_copies(), ends it.
 template <class E>
-__device__ void load_slice(const IntraCall& p, const ChunkAt& at, int hv, int s, Group<E>& group, Smem<E>& shared) {
-  if (p.q.data)
-    stage<E, kRows, slice_of<E>>(tokens_of(p.q, at, hv / p.group, s * slice_of<E>, p.K), shared.from_q, kStride<E>);
+__device__ void load_slice(const IntraCall& p, const ChunkAt& chunk, int hv, int s, bool with_q, Group<E>& group,
+                           Smem<E>& shared) {
+  const ChunkAt at = anew(chunk);
+  if (with_q && p.q.data)
+    stage<E, kRows, slice_of<E>>(tokens_of(p.q, at, hv / p.group, s * slice_of<E>, p.K), shared.from_q,
+                                 kStrideAcross<E>);
   ptx::commit_copies();
   group.load(p, at, hv, s);
   group.share(shared);
@@ -281,22 +380,24 @@ __device__ void load_slice(const IntraCall& p, const ChunkAt& at, int hv, int s,
 
 template <class E>
 __device__ void put_scores(const IntraCall& p, const ChunkAt& at, int hv, Group<E>& group, Smem<E>& shared) {
-  Scores scores;
+  Scores<E> scores;
   const int row = group.warp * kGroup + static_cast<int>(threadIdx.x % 32) / 4;  // whose q.k this lane has
 #pragma unroll 1
   for (int s = 0; s < slices(p.K, slice_of<E>); ++s) {
     if (s) {
       __syncthreads();  // q and the sums of steps are read
-      load_slice(p, at, hv, s, group, shared);
+      load_slice(p, at, hv, s, true, group, shared);
     }
     const int channels = (min(p.K - s * slice_of<E>, slice_of<E>) + 15) / 16 * 16;
+    __syncthreads();  // q and the sums of steps are there
+    if constexpr (first_half<E> == kGroup) add_nearest(group, shared, s == 0);
 #pragma unroll 1
-    for (int half = 1; half < p.chunk; half *= 2) {
-      __syncthreads();  // q and the sums of steps are there, and the last level's tiles are read
-      if (half == 1) group.template put_level<1>(shared);
+    for (int half = first_half<E>; half < p.chunk; half *= 2) {
+      if (half > first_half<E>) __syncthreads();  // the last level's tiles are read
+      if (half >= kGroup) group.put_level(shared, half / kGroup);
+      else if (half == 1) group.template put_level<1>(shared);
       else if (half == 2) group.template put_level<2>(shared);
-      else if (half == 4) group.template put_level<4>(shared);
-      else group.put_level(shared, half / kGroup);
+      else group.template put_level<4>(shared);
       __syncthreads();  // the level's tiles are there
       scores.add_level(shared, half, channels);
     }
@@ -305,6 +406,7 @@ __device__ void put_scores(const IntraCall& p, const ChunkAt& at, int hv, Group<
   }
   __syncthreads();  // the last tiles are read
   scores.store(shared, p.scale);
+  if constexpr (first_half<E> == kGroup) store_nearest(shared, p.scale);
   if (threadIdx.x % 4 == 0) shared.Aqk[row * (kScoreStride + 1)] = p.scale * shared.diagonal[row];
   __syncthreads();  // Aqk and Akk are there
 }
@@ -395,51 +497,95 @@ __device__ inline void round_matrix(int32_t dtype, float* x) {
   }
 }
 
+// T beta in place of T.
+__device__ inline void multiply_by_beta(float* T, const float* beta) {
+  for (int e = static_cast<int>(threadIdx.x) * 4; e < kRows * kRows; e += kThreads * 4) {
+    auto& x = *reinterpret_cast<float4*>(T + e / kRows * kScoreStride + e % kRows);
+    const float4 y = load_four(beta + e % kRows);
+    x.x *= y.x, x.y *= y.y, x.z *= y.z, x.w *= y.w;
+  }
+}
+
 // ---- w and u ----
 
-// `out` = T beta x, x a tile.
+// T beta x, x a tile, to slice s of y, whose chunks are `skip` apart if that is told. A warp has two rows of 16 x 16 blocks,
+// the first or second and the last or last but one: five blocks of T whichever. In 16 bits by way of a tile.
 template <class E>
-__device__ void multiply(const IntraCall& p, const unsigned char* x, Smem<E>& shared) {
+__device__ void multiply(const IntraCall& p, const unsigned char* x, const Rows& y, int64_t skip, const ChunkAt& chunk,
+                         int hv, int s, int n, Smem<E>& shared) {
   using M = Math<E>;
-  constexpr int kPairs = slice_of<E> / 32;  // 16 columns each; a warp has half of all
-  const int warp = static_cast<int>(threadIdx.x) / 32, row = warp % 4, column0 = warp / 4 * kPairs * 16;
-  Sum sums[kPairs];
-#pragma unroll 1
-  for (int m = p.chunk == kRows ? 0 : row / 2 * 2; m <= row; ++m) {
-    const float* T = shared.T + row * 16 * kScoreStride + m * 16;
-    const auto a = M::make_a([&](int i, int j) { return T[i * kScoreStride + j] * shared.beta[m * 16 + j]; });
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) M::add(sums[n], a, M::load_b(x, kStride<E>, m * 16, column0 + n * 16));
-  }
-#pragma unroll
-  for (int n = 0; n < kPairs; ++n)
-    for_each_pair(sums[n], [&](int i, int j, float x, float y) {
-      M::store_two(shared.out, kStride<E>, row * 16 + i, column0 + n * 16 + j, x, y);
-    });
-}
-
-// A tile to slice s of x, whose chunks are `skip` apart if that is told.
-template <class E>
-__device__ void store_tile(const IntraCall& p, const Rows& x, const unsigned char* tile, int64_t skip,
-                           const ChunkAt& at, int hv, int s, int n) {
-  if (!x.data) return;
-  const bool padded = sizeof(E) == 4 && skip;  // of prefill_f32
+  constexpr bool kDirect = sizeof(E) == 4;
+  constexpr int kPairs = slice_of<E> / 64;  // 16 columns each
+  const ChunkAt at = anew(chunk);
+  const bool padded = kDirect && skip;  // of prefill_f32
   const int c0 = s * slice_of<E>, lines = padded ? (at.rows + p.chunk - 1) / p.chunk * p.chunk : at.rows;
-  char* to = x.data + at.b * x.batch + hv * x.head + c0 * x.size();
-  to += padded ? at.t0 / p.chunk * skip : at.t0 * x.token;
-  const int64_t gap = padded ? skip - p.chunk * x.token : 0;  // between two chunks of 32
-  unstage<E, kRows, slice_of<E>>(tile, kStride<E>, x, lines, n - c0,
-                                 [&](int i) { return to + i * x.token + (i < p.chunk ? 0 : gap); });
+  char* to = y.data + at.b * y.batch + hv * y.head + c0 * y.size();
+  to += padded ? at.t0 / p.chunk * skip : at.t0 * y.token;
+  const int64_t gap = padded ? skip - p.chunk * y.token : 0;  // between two chunks of 32
+  const auto line_at = [&](int i) { return to + i * y.token + (i < p.chunk ? 0 : gap); };
+
+  const int warp = static_cast<int>(threadIdx.x) / 32, column0 = warp / 2 * kPairs * 16;
+#pragma unroll 1
+  for (int last = 1; last >= 0; --last) {
+    const int row = last ? 3 - warp % 2 : warp % 2;
+    typename M::Accurate sums[kPairs];
+#pragma unroll 1
+    for (int m = p.chunk == kRows ? 0 : row / 2 * 2; m <= row; ++m) {
+      const auto a = M::load_exact(shared.T, kScoreStride, row * 16, m * 16);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) M::add(sums[i], a, M::load_b(x, kStrideAcross<E>, m * 16, column0 + i * 16));
+    }
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair)
+      for_each_pair(sums[pair].sum(), [&](int i, int j, float x, float z) {
+        i += row * 16, j += column0 + pair * 16;
+        if constexpr (!kDirect) M::store_two(shared.out, kStrideAcross<E>, i, j, x, z);
+        else if (i < lines) store_pair(y, line_at(i), j, n - c0, x, z);
+      });
+  }
+  if constexpr (!kDirect) {
+    __syncthreads();  // `out` is there
+    unstage<E, kRows, slice_of<E>>(shared.out, kStrideAcross<E>, y, lines, n - c0, line_at);
+  }
 }
 
+// The K = V of a kernel made for prefill_f32's whole chunks, or for the stage in bf16; 0 for anything else.
 template <class E>
-__global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constant__ IntraCall p) {
+int known_size(const IntraCall& p) {
+  constexpr bool kF32 = sizeof(E) == 4;
+  const bool usual = p.solve && p.chunk == kRows && p.steps == kF32 && p.G.wide && p.G.dtype == KDA_F32 &&
+                     (!kF32 || (p.chunks.whole() && !p.T.data && !p.qG.data && p.beta.dtype == KDA_F32 &&
+                                are_known<E>({&p.sums, &p.Aqk})));
+  return usual && are_known<E>({&p.q, &p.k, &p.v, &p.w, &p.u, &p.qG, &p.kg}) ? size_if_known(p.K, p.V) : 0;
+}
+template <class E, int kSize>
+__device__ auto known(const IntraCall& call) -> std::conditional_t<kSize != 0, IntraCall, const IntraCall&> {
+  if constexpr (kSize != 0) {
+    IntraCall p = call;
+    p.K = p.V = kSize, p.chunk = kRows, p.solve = true;
+    set_known<E>(p.q, p.k, p.v, p.w, p.u, p.qG, p.kg), set_known<float>(p.G);
+    if constexpr (sizeof(E) == 4) {
+      p.steps = true, p.chunks.varlen = false, p.T = p.qG = {};
+      set_known<float>(p.beta, p.sums, p.Aqk);
+    } else {
+      p.steps = false, p.w_skip = p.u_skip = 0;
+    }
+    return p;
+  } else {
+    return call;
+  }
+}
+
+template <class E, int kSize>
+__global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constant__ IntraCall call) {
+  const auto& p = known<E, kSize>(call);
   extern __shared__ float4 dynamic[];
   auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
   wait_for_stream();
   const auto hv = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.HV));
   ChunkAt at;
   if (!p.chunks.find(blockIdx.x / static_cast<unsigned>(p.HV), at)) return;
+  if constexpr (sizeof(E) == 4 && kSize != 0) at.rows = kRows;
   if (!at.owned) {
     if (p.solve) zero_rows(p.Aqk, at, hv, kRows), zero_rows(p.T, at, hv, kRows);
     zero_rows(p.w, at, hv, p.K), zero_rows(p.u, at, hv, p.V);
@@ -451,55 +597,54 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
   }
   const int count = slices(p.K, slice_of<E>);
   Group<E> group;
-  load_slice(p, at, hv, 0, group, shared);
+  load_slice(p, at, hv, p.solve ? 0 : count - 1, true, group, shared);
   if (p.solve) {
     put_scores(p, at, hv, group, shared);
     invert(shared.Akk, shared.T, p.chunk);
     store_matrix(p.Aqk, at, hv, shared.Aqk), store_matrix(p.T, at, hv, shared.T);
     __syncthreads();  // both are read
-    if (p.T.data) round_matrix(p.T.dtype, shared.T);
+    if (p.T.data) {
+      round_matrix(p.T.dtype, shared.T);
+      __syncthreads();  // T is what is stored
+    }
   } else {
     load_matrix(p.T, at, hv, shared.T);
+    __syncthreads();  // T is there
   }
-  __syncthreads();  // T is there; without solving, q and the sums of steps
-  const auto stage_v = [&](int s) {
-    stage<E, kRows, slice_of<E>>(tokens_of(p.v, at, hv, s * slice_of<E>, p.V), shared.v, kStride<E>);
+  multiply_by_beta(shared.T, shared.beta);
+
+  // Slices of v come to where q was, in f32 every other one to `out`, which nobody else needs there.
+  constexpr int kTiles = sizeof(E) == 4 ? 2 : 1;
+  const int count_v = p.u.data ? slices(p.V, slice_of<E>) : 0;
+  const auto v_tile = [&](int s) { return s % kTiles == kTiles - 1 ? shared.v : shared.out; };
+  const auto ask_v = [&](int s) {
+    if (s < count_v)
+      stage<E, kRows, slice_of<E>>(tokens_of(p.v, at, hv, s * slice_of<E>, p.V), v_tile(s), kStrideAcross<E>);
+    ptx::commit_copies();
   };
-  const auto load_anew = [&](int s) {
-    __syncthreads();  // the slice before is read
-    load_slice(p, at, hv, s, group, shared);
-    __syncthreads();  // q and the sums of steps are there
-  };
-  if (p.solve && count > 1) load_anew(0);
+  if (kTiles == 2) ask_v(0);
+  __syncthreads();  // T beta is there; without solving, q and the sums of steps
 #pragma unroll 1
-  for (int s = 0;;) {
-    group.put_decayed(p, shared);
+  for (int s = count - 1;;) {  // from the slice that is there already
+    group.put_decayed(p, at, hv, s, shared);
     if constexpr (sizeof(E) == 4)
       if (p.sums.data) group.store_sums(p, at, hv, s, shared);
-    __syncthreads();  // kG, qG and kg are there
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) store_tile<E>(p, i ? p.kg : p.qG, i ? shared.out : shared.from_q, 0, at, hv, s, p.K);
-    __syncthreads();  // qG and kg are read
-    if (s + 1 == count && p.u.data) stage_v(0);
-    if (p.w.data) {
-      multiply(p, shared.kG, shared);
-      __syncthreads();  // w is there
-      store_tile<E>(p, p.w, shared.out, p.w_skip, at, hv, s, p.K);
-    }
-    if (++s == count) break;
-    load_anew(s);
+    __syncthreads();  // kG is there, q is read
+    if (s == 0) ask_v(kTiles - 1);
+    if (p.w.data) multiply(p, shared.kG, p.w, p.w_skip, at, hv, s, p.K, shared);
+    if (s-- == 0) break;
+    __syncthreads();  // kG and the sums of steps are read
+    load_slice(p, at, hv, s, p.qG.data != nullptr, group, shared);
+    __syncthreads();  // q and the sums of steps are there
   }
-  if (!p.u.data) return;
 #pragma unroll 1
-  for (int s = 0; s < slices(p.V, slice_of<E>); ++s) {
-    if (s) {
-      __syncthreads();  // v is read
-      stage_v(s);
+  for (int s = 0; s < count_v; ++s) {
+    if (s >= kTiles) {
+      __syncthreads();  // that tile is read
+      ask_v(s);
     }
-    arrived();  // v, and what was computed before is stored
-    multiply(p, shared.v, shared);
-    __syncthreads();  // u is there
-    store_tile<E>(p, p.u, shared.out, p.u_skip, at, hv, s, p.V);
+    if (s == 0 || s >= kTiles) arrived();
+    multiply(p, v_tile(s), p.u, p.u_skip, at, hv, s, p.V, shared);
   }
 }
 
@@ -508,8 +653,17 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
 void run(const kda_exec& exec, const IntraCall& c, bool exact) {
   const dim3 grid(static_cast<unsigned>(c.chunks.count * c.HV));
   if (grid.x == 0) return;
-  if (exact) launch<intra_kernel<float>>(exec, grid, kThreads, sizeof(Smem<float>), c);
-  else launch<intra_kernel<bf16>>(exec, grid, kThreads, sizeof(Smem<bf16>), c);
+  const auto start = [&]<class E, int kSize>() {
+    launch<intra_kernel<E, kSize>>(exec, grid, kThreads, sizeof(Smem<E>), c);
+  };
+  const auto start_known = [&]<class E>() {
+    switch (known_size<E>(c)) {
+      case 64: return start.template operator()<E, 64>();
+      case 128: return start.template operator()<E, 128>();
+      default: start.template operator()<E, 0>();
+    }
+  };
+  exact ? start_known.template operator()<float>() : start_known.template operator()<bf16>();
 }
 
 namespace {

@@ -23,45 +23,80 @@ enum Room : int32_t {
   kHalf,  // one of the two
 };
 
-// Where things are in shared memory, in bytes.
+// In f32 the copy of S has lines of V whatever the layout of states.
+template <class E>
+constexpr bool by_lines = sizeof(E) == 4;
+// Up to K = 128 it and v_new are split before they are read, and 16 warps share the work: of two, each has half of the
+// channels of w S and half of the columns of the state. (A block alone on an SM waits for each of its own instructions.)
+template <class E, int kTiles>
+constexpr bool splits = by_lines<E>&& kTiles == 1;
+template <class E, int kTiles>
+constexpr int block_of = splits<E, kTiles> ? 2 * kThreads : kThreads;
+
+// Where things are in shared memory: strides in elements, as kStride and kStrideAcross are, the rest in bytes.
 struct Memory {
   Room room;
-  int S_stride, u_stride;  // in elements
-  int w, kg, u, step;      // the first, and from one chunk's to the next's
+  int S_stride, w_stride, kg_stride, u_stride;
+  int S_rest, v_rest, parts;  // split: how far behind a number of S its rest is; where those of v_new, and sums begin
+  int w, kg, u, step;         // the first, and from one chunk's to the next's
   int bytes;
 
-  template <class E>
-  static Memory of(Room room, int K, int columns, bool v_first) {
-    constexpr int kPad = 16 / sizeof(E);
+  template <class E, int kTiles>
+  static constexpr Memory of(Room room, int K, int columns, bool v_first) {
+    constexpr int kBytes = sizeof(E);
     Memory m{};
     m.room = room;
-    const int padded = (K + 15) / 16 * 16;
-    m.S_stride = (v_first ? padded : columns) + kPad, m.u_stride = columns + kPad;
-    const int keys = slices(K, slice_of<E>) * kTileBytes, values = kRows * m.u_stride * static_cast<int>(sizeof(E));
-    m.w = (v_first ? columns : padded) * m.S_stride * static_cast<int>(sizeof(E));
-    m.kg = room == kHalf ? m.w : m.w + keys;
-    m.u = m.kg + keys, m.step = m.u + values - m.w;
+    const int padded = (K + 15) / 16 * 16, whole = slices(K, slice_of<E>) * slice_of<E>;
+    const bool lines = v_first || by_lines<E>;
+    m.w_stride = whole + 16 / kBytes, m.kg_stride = whole + 8, m.u_stride = columns + 8;
+    m.S_stride = by_lines<E> ? m.w_stride : (lines ? padded : columns) + 8;
+    const int S = (lines ? columns : padded) * m.S_stride * kBytes, values = kRows * m.u_stride * kBytes;
+    const int w = kRows * m.w_stride * kBytes, kg = kRows * m.kg_stride * kBytes;
+    m.S_rest = S, m.v_rest = 2 * S, m.parts = m.v_rest + values;
+    m.w = splits<E, kTiles> ? m.parts + kRows * columns * kBytes : S;
+    m.kg = room == kHalf ? m.w : m.w + w;
+    m.u = room == kHalf ? m.w + (w > kg ? w : kg) : m.kg + kg;
+    m.step = m.u + values - m.w;
     m.bytes = m.w + (room == kTwo ? 2 : 1) * m.step;
     return m;
   }
 };
 
-template <class E, int kTiles, int kColumns>
-__global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
-    scan_kernel(const __grid_constant__ ScanCall p, const Blocks blocks, const __grid_constant__ Memory m) {
+template <class E, int kSize, bool kVFirst>
+__device__ auto known(const ScanCall& call) -> std::conditional_t<kSize != 0, ScanCall, const ScanCall&> {
+  if constexpr (kSize != 0) {
+    ScanCall p = call;
+    p.dims.K = p.dims.V = kSize, p.v_first = kVFirst, p.chunks.varlen = false;
+    set_known<E>(p.kg, p.w, p.u, p.v_new, p.h);
+    return p;
+  } else {
+    return call;
+  }
+}
+
+template <class E, int kTiles, int kColumns, int kSize, bool kVFirst>
+__global__ void __launch_bounds__(block_of<E, kTiles>, sizeof(E) == 2 ? 2 : 1)
+    scan_kernel(const __grid_constant__ ScanCall call, const Blocks blocks, const __grid_constant__ Memory memory) {
+  const auto& p = known<E, kSize, kVFirst>(call);
+  const Memory m = kSize ? Memory::of<E, kTiles>(kTwo, kSize, kColumns, kVFirst) : memory;
   extern __shared__ float4 dynamic[];
   unsigned char* const shared = reinterpret_cast<unsigned char*>(dynamic);
   using M = Math<E>;
   constexpr int kSlice = slice_of<E>;
+  constexpr bool kTwice = splits<E, kTiles>;
+  constexpr int kBlock = block_of<E, kTiles>;
+  // How much is on its way at once: a lone block of eight warps has registers for it.
+  constexpr int kAhead = by_lines<E> && !kTwice ? 2 : 1, kSteps = kTwice ? 2 : by_lines<E> ? 4 : 1;
   constexpr int kParts =
-      kColumns / 32 + kColumns % 32 / 16;  // 16 x 16 of v_new that a warp has (of 16 columns: four warps)
+      kColumns / 32 + kColumns % 32 / 16;              // 16 x 16 of w S that a warp has (of 16 columns: four warps)
+  constexpr int kOwn = kColumns / (kTwice ? 32 : 16);  // 16 columns of S each, from own0 on
   wait_for_stream();
   const Place at(blocks);
   if (at.layer) return;  // the grid's last rows
   const Sequence s = p.chunks.sequence(at.n);
   const int64_t hv = at.hv;
   const int K = static_cast<int>(p.dims.K), V = static_cast<int>(p.dims.V);
-  const int v0 = static_cast<int>(at.tile) * kColumns, columns = min(V - v0, kColumns);
+  const int v0 = static_cast<int>(at.tile) * kColumns, columns = kSize ? kColumns : min(V - v0, kColumns);
   ChunkAt chunk{.n = s.n, .b = s.b, .t0 = s.t0, .rows = 0};
   if (!s.live) {
     for (int64_t t = 0; at.tile == 0 && t < s.length; t += kRows) {
@@ -72,24 +107,29 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
   }
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int g = static_cast<int>(threadIdx.x % 32) / 4;
-  const auto row_of = [&](int tile) { return (warp + kWarps * tile) * 16; };  // of S
+  const auto row_of = [&](int tile) { return (warp % kWarps + kWarps * tile) * 16; };  // of S
+  const int twin = warp / kWarps, own0 = twin * kOwn * 16;                             // twin: of two warps, which
 
   // f(k, v, number) for all of S that this thread has.
-  Sum S[kTiles][kColumns / 16];
+  Sum S[kTiles][kOwn];
   const auto for_each = [&](const auto& f) {
     const int t = static_cast<int>(threadIdx.x % 4);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n)
+      for (int n = 0; n < kOwn; ++n)
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-          f(row_of(tile) + g + i % 4 / 2 * 8, n * 16 + i / 4 * 8 + 2 * t + i % 2, S[tile][n].x[i / 4][i % 4]);
+          f(row_of(tile) + g + i % 4 / 2 * 8, own0 + n * 16 + i / 4 * 8 + 2 * t + i % 2, S[tile][n].x[i / 4][i % 4]);
   };
   // What lies beyond K or V is 0.
   const auto put_S = [&] {
     const int limit = (K + 15) / 16 * 16;
-    if (p.v_first) {
+    if constexpr (splits<E, kTiles>) {
+      for_each([&](int k, int v, float y) {
+        if (k < limit) M::store_split(shared, m.S_rest, m.S_stride, v, k, y);
+      });
+    } else if (by_lines<E> || p.v_first) {
       E* to = reinterpret_cast<E*>(shared);
       for_each([&](int k, int v, float y) {
         if (k < limit) to[v * m.S_stride + k] = static_cast<E>(y);
@@ -98,14 +138,41 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-        for (int n = 0; n < kColumns / 16; ++n)
+        for (int n = 0; n < kOwn; ++n)
           for_each_pair(S[tile][n], [&](int k, int v, float x, float y) {
-            if (row_of(tile) < limit) M::store_two(shared, m.S_stride, row_of(tile) + k, n * 16 + v, x, y);
+            if (row_of(tile) < limit) M::store_two(shared, m.S_stride, row_of(tile) + k, own0 + n * 16 + v, x, y);
           });
     }
   };
   const auto state_at = [&](const Rows& x, int64_t row) {
     return p.v_first ? x.at(row, v0, hv) : x.at(row, 0, hv) + v0 * x.size();
+  };
+  // To memory, from the registers.
+  [[maybe_unused]] const auto store_S = [&](char* to) {
+    if (p.v_first) {
+      for_each([&](int k, int v, float y) {
+        if (k < K && v < columns) store_element(to + v * p.h.token + k * p.h.size(), p.h.dtype, y);
+      });
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n)
+          for_each_pair(S[tile][n], [&](int k, int v, float x, float y) {
+            const int line = row_of(tile) + k;
+            if (line < K) store_pair(p.h, to + line * p.h.token, own0 + n * 16 + v, columns, x, y);
+          });
+    }
+  };
+  // Operands.
+  const auto load_S = [&](int k, int v) {
+    if constexpr (kTwice) return M::load_b_transposed_split(shared, m.S_rest, m.S_stride, v, k);
+    else if (by_lines<E> || p.v_first) return M::load_b_transposed(shared, m.S_stride, v, k);
+    else return M::load_b(shared, m.S_stride, k, v);
+  };
+  const auto load_v = [&](const void* v_new, int rest, int t, int v) {
+    if constexpr (kTwice) return M::load_b_split(v_new, rest, m.u_stride, t, v);
+    else return M::load_b(v_new, m.u_stride, t, v);
   };
   // In f32, as it lies in memory, between registers and where w, kg and u will be or were.
   constexpr int kMost = kTiles * 128, kPad = 4;
@@ -116,8 +183,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
   if (p.h0.data) {
     const char* from = state_at(p.h0, s.n);
     if (p.v_first)
-      stage<float, kColumns, kMost>({from, p.h0.token, columns, K, p.h0.dtype, p.h0.wide}, whole, kMost + kPad);
-    else stage<float, kMost, kColumns>({from, p.h0.token, K, columns, p.h0.dtype, p.h0.wide}, whole, kColumns + kPad);
+      stage<float, kColumns, kMost, kBlock>({from, p.h0.token, columns, K, p.h0.dtype, p.h0.wide}, whole, kMost + kPad);
+    else
+      stage<float, kMost, kColumns, kBlock>({from, p.h0.token, K, columns, p.h0.dtype, p.h0.wide}, whole,
+                                            kColumns + kPad);
     arrived();
     for_each([&](int k, int v, float& y) { y = whole_at(k, v); });
     __syncthreads();  // h0 is read
@@ -128,42 +197,51 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
   const int count = static_cast<int>((s.length + kRows - 1) / kRows);
   const auto chunk_at = [&](int i) {
     chunk.t0 = s.t0 + int64_t{i} * kRows;
-    chunk.rows = static_cast<int>(min(s.length - int64_t{i} * kRows, int64_t{kRows}));
+    chunk.rows = kSize ? kRows : static_cast<int>(min(s.length - int64_t{i} * kRows, int64_t{kRows}));
   };
   const auto buffer = [&](int offset, int i) { return shared + offset + (m.room == kTwo && i % 2 ? m.step : 0); };
-  const auto ask_keys = [&](const Rows& x, int offset, int i) {
+  const auto ask_keys = [&](const Rows& x, int offset, int stride, int i) {
     chunk_at(i);
     for (int c = 0; c < K; c += kSlice)
-      stage<E, kRows, kSlice>(tokens_of(x, chunk, hv, c, K), buffer(offset, i) + c / kSlice * kTileBytes, kStride<E>);
+      stage<E, kRows, kSlice, kBlock>(tokens_of(x, chunk, hv, c, K), buffer(offset, i) + c * sizeof(E), stride);
   };
   const auto ask = [&](int i) {
-#pragma unroll 1
-    for (int part = 0; part < (kTiles == 2 && m.room == kHalf ? 1 : 2); ++part)
-      ask_keys(part ? p.kg : p.w, part ? m.kg : m.w, i);
-    stage<E, kRows, kColumns>(tokens_of(p.u, chunk, hv, v0, V), buffer(m.u, i), m.u_stride);
+#pragma unroll kSize ? 2 : 1
+    for (int part = 0; part < (m.room == kHalf ? 1 : 2); ++part)
+      ask_keys(part ? p.kg : p.w, part ? m.kg : m.w, part ? m.kg_stride : m.w_stride, i);
+    stage<E, kRows, kColumns, kBlock>(tokens_of(p.u, chunk, hv, v0, v0 + columns), buffer(m.u, i), m.u_stride);
     ptx::commit_copies();
   };
 
-  const int64_t first_row = p.h.data ? p.chunks.first_row(s.n) : 0;
-  const int i0 = warp % 4 * 16, column0 = warp / 4 * kParts * 16;  // of v_new
-#pragma unroll 1
-  for (int i = 0, asked = 0; i < count; ++i) {
-    while (asked < min(i + (m.room == kTwo ? 2 : 1), count)) ask(asked++);
-    if (asked == i + 2) ptx::wait_for_copies<1>();
-    else ptx::wait_for_copies<0>();
+  float ell[kTiles][2];  // of rows g and g + 8
+  const auto load_ell = [&](int i) {
     chunk_at(i);
-    float ell[kTiles][2];  // of rows g and g + 8
     const char* G = p.G.at(chunk.b, chunk.t0 + chunk.rows - 1, hv);
 #pragma unroll
     for (int e = 0; e < 2 * kTiles; ++e) {
       const int k = row_of(e / 2) + g + e % 2 * 8;
       ell[e / 2][e % 2] = k < K ? *reinterpret_cast<const float*>(G + k * 4) : 0.0f;
     }
-    __syncthreads();  // w, u, kg and the copy of S are there
+  };
+
+  const int64_t first_row = p.h.data ? p.chunks.first_row(s.n) : 0;
+  const int i0 = warp % 4 * 16, column0 = warp / 4 % 2 * kParts * 16;  // of v_new
+  if (count > 0) load_ell(0);
+#pragma unroll 1
+  for (int i = 0, asked = 0; i < count; ++i) {
+    while (asked < min(i + (m.room == kTwo ? 2 : 1), count)) ask(asked++);
+    if (i == 0 || m.room != kTwo) {
+      if (asked == i + 2) ptx::wait_for_copies<1>();
+      else ptx::wait_for_copies<0>();
+      __syncthreads();  // w, u, kg and the copy of S are there
+    }
+    chunk_at(i);
     const int64_t row = first_row + i;
     if (p.h.data && row < p.h_rows) {
       char* to = state_at(p.h, row);
-      if (p.v_first) {
+      if constexpr (by_lines<E>) {
+        store_S(to);
+      } else if (p.v_first) {
 #pragma unroll 1
         for (int c = 0; c < K; c += kSlice)
           unstage<E, kColumns, kSlice>(shared + c * sizeof(E), m.S_stride, p.h, columns, K - c,
@@ -172,59 +250,98 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
         unstage<E, kMost, kColumns>(shared, m.S_stride, p.h, K, columns, [&](int l) { return to + l * p.h.token; });
       }
     }
-    Sum wS[kParts];
-    const bool has_part = column0 < kColumns;
+    Chains wS[kParts];
+    const bool has_part = kColumns >= 32 || column0 < kColumns;
     const unsigned char* w = buffer(m.w, i);
-#pragma unroll 2
-    for (int c = 0; c < K && has_part; c += 16) {
-      const auto a = M::load_a(w + c / kSlice * kTileBytes, kStride<E>, i0, c % kSlice);
+    const auto multiply = [&](int c, int odd) {
+      const auto a = M::load_a(w, m.w_stride, i0, c);
 #pragma unroll
-      for (int n = 0; n < kParts; ++n)
-        M::add(wS[n], a,
-               p.v_first ? M::load_b_transposed(shared, m.S_stride, column0 + n * 16, c)
-                         : M::load_b(shared, m.S_stride, c, column0 + n * 16));
+      for (int n = 0; n < kParts; ++n) M::add(wS[n], a, load_S(c, column0 + n * 16), odd);
+    };
+    if constexpr (kTwice) {
+#pragma unroll kSize ? kSize / 32 : 1
+      for (int c = 0; c < K; c += 32)
+        if (kSize || c + twin * 16 < K) multiply(c + twin * 16, 0);
+    } else {
+#pragma unroll kAhead
+      for (int c = 0; c < K && has_part; c += 32)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd)
+          if (c + 16 * odd < K) multiply(c + 16 * odd, odd);
     }
     unsigned char* v_new = buffer(m.u, i);
+    const int v_rest = m.v_rest - static_cast<int>(v_new - shared);  // from v_new on
+    const auto put_v = [&](int line, int column, float x, float y) {
+      const float2 u = M::load_two(v_new, m.u_stride, line, column);
+      x = u.x - x, y = u.y - y;
+      if constexpr (kTwice) M::store_two_split(v_new, v_rest, m.u_stride, line, column, x, y);
+      else M::store_two(v_new, m.u_stride, line, column, x, y);
+      if constexpr (by_lines<E>)
+        if (p.v_new.data && line < chunk.rows)
+          store_pair(p.v_new, p.v_new.at(chunk.b, chunk.t0 + line, hv) + v0 * p.v_new.size(), column, columns, x, y);
+    };
+    if constexpr (kTwice) {
+      // A warp finishes eight columns, and gives its part of the others to its twin.
+      const Sum part = wS[0].sum();
+      const auto pick = [&](int j, int e) { return j ? part.x[1][e] : part.x[0][e]; };
+      auto* parts = reinterpret_cast<float4*>(shared + m.parts) + warp % kWarps * 64 + threadIdx.x % 32;
+      parts[(1 - twin) * 32] = {pick(1 - twin, 0), pick(1 - twin, 1), pick(1 - twin, 2), pick(1 - twin, 3)};
+      ptx::sync_some(1 + warp % kWarps, 64);  // both parts are there
+      const float4 other = parts[twin * 32];
+      const int column = column0 + 8 * twin + static_cast<int>(threadIdx.x % 4) * 2;
+      put_v(i0 + g, column, pick(twin, 0) + other.x, pick(twin, 1) + other.y);
+      put_v(i0 + g + 8, column, pick(twin, 2) + other.z, pick(twin, 3) + other.w);
+    } else if (has_part) {
 #pragma unroll
-    for (int n = 0; n < kParts; ++n)
-      for_each_pair(wS[n], [&](int r, int c, float x, float y) {
-        if (!has_part) return;
-        const float2 u = M::load_two(v_new, m.u_stride, i0 + r, column0 + n * 16 + c);
-        M::store_two(v_new, m.u_stride, i0 + r, column0 + n * 16 + c, u.x - x, u.y - y);
-      });
-    __syncthreads();                       // v_new is there, S and w are read
-    if (kTiles == 2 && m.room == kHalf) {  // with fewer channels there is room
-      ask_keys(p.kg, m.kg, i);
+      for (int n = 0; n < kParts; ++n)
+        for_each_pair(wS[n].sum(), [&](int r, int c, float x, float y) { put_v(i0 + r, column0 + n * 16 + c, x, y); });
+    }
+    __syncthreads();  // v_new is there, S and w are read
+    if (kSize == 0 && m.room == kHalf) {
+      ask_keys(p.kg, m.kg, m.kg_stride, i);
       arrived();
     }
-    if (p.v_new.data) {
+    if (!by_lines<E> && p.v_new.data) {
       char* to = p.v_new.at(chunk.b, chunk.t0, hv) + v0 * p.v_new.size();
-      unstage<E, kRows, kColumns>(v_new, m.u_stride, p.v_new, chunk.rows, columns,
-                                  [&](int l) { return to + l * p.v_new.token; });
+      unstage<E, kRows, kColumns, kBlock>(v_new, m.u_stride, p.v_new, chunk.rows, columns,
+                                          [&](int l) { return to + l * p.v_new.token; });
     }
     const unsigned char* kg = buffer(m.kg, i);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (row_of(tile) >= K) break;
+      if (kSize != 128 && row_of(tile) >= K) break;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float factor = ptx::exp2(ell[tile][e]);
 #pragma unroll
-        for (int n = 0; n < kColumns / 16; ++n)
+        for (int n = 0; n < kOwn; ++n)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             S[tile][n].x[half][2 * e] *= factor, S[tile][n].x[half][2 * e + 1] *= factor;
       }
-#pragma unroll 1
+      [[maybe_unused]] Sum of_rests[kOwn];
+#pragma unroll kSteps
       for (int t = 0; t < kRows; t += 16) {
-        const auto a =
-            M::load_a_transposed(kg + row_of(tile) / kSlice * kTileBytes, kStride<E>, t, row_of(tile) % kSlice);
+        const auto a = M::load_a_transposed(kg, m.kg_stride, t, row_of(tile));
 #pragma unroll
-        for (int n = 0; n < kColumns / 16; ++n) M::add(S[tile][n], a, M::load_b(v_new, m.u_stride, t, n * 16));
+        for (int n = 0; n < kOwn; ++n) {
+          const auto b = load_v(v_new, v_rest, t, own0 + n * 16);
+          if constexpr (by_lines<E>) M::add(S[tile][n], of_rests[n], a, b);
+          else M::add(S[tile][n], a, b);
+        }
       }
+      if constexpr (by_lines<E>)
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) S[tile][n] = sum_of(S[tile][n], of_rests[n]);
     }
+    if (i + 1 < count) load_ell(i + 1);
     put_S();
-    if (m.room != kTwo || i + 2 < count) __syncthreads();  // v_new and kg are read
+    if (m.room != kTwo) {
+      __syncthreads();  // v_new and kg are read
+    } else if (i + 1 < count) {
+      ptx::wait_for_copies<0>();
+      __syncthreads();  // v_new and kg are read; the next w, u, kg and the copy of S are there
+    }
   }
   if (!p.hT.data) return;
   __syncthreads();  // the last w, kg and v_new are read
@@ -232,21 +349,33 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 2 ? 2 : 1)
   __syncthreads();  // S is there
   char* to = state_at(p.hT, s.n);
   const auto line = [&](int l) { return to + l * p.hT.token; };
-  if (p.v_first) unstage<float, kColumns, kMost>(whole, kMost + kPad, p.hT, columns, K, line);
-  else unstage<float, kMost, kColumns>(whole, kColumns + kPad, p.hT, K, columns, line);
+  if (p.v_first) unstage<float, kColumns, kMost, kBlock>(whole, kMost + kPad, p.hT, columns, K, line);
+  else unstage<float, kMost, kColumns, kBlock>(whole, kColumns + kPad, p.hT, K, columns, line);
 }
 
 template <class E, int kTiles, int kColumns>
 bool launch_scan(const kda_exec& exec, const ScanCall& c) {  // false: the device has not enough shared memory
   int most = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec.device_id));
+  const int64_t tiles = (c.dims.V + kColumns - 1) / kColumns;
   for (const Room room : {kTwo, kOne, kHalf}) {
-    const Memory m = Memory::of<E>(room, static_cast<int>(c.dims.K), kColumns, c.v_first);
-    if (m.bytes > most || (kTiles == 1 && room == kHalf)) continue;
-    const int64_t tiles = (c.dims.V + kColumns - 1) / kColumns;
-    launch<scan_kernel<E, kTiles, kColumns>>(exec, Blocks::grid(c.dims, tiles, 1), kThreads, m.bytes, c,
-                                             Blocks(c.dims, tiles), m);
-    return true;
+    const Memory m = Memory::of<E, kTiles>(room, static_cast<int>(c.dims.K), kColumns, c.v_first);
+    if (m.bytes > most) continue;
+    const auto start = [&]<int kSize, bool kVFirst>() {
+      launch<scan_kernel<E, kTiles, kColumns, kSize, kVFirst>>(
+          exec, Blocks::grid(c.dims, tiles, 1), block_of<E, kTiles>, m.bytes, c, Blocks(c.dims, tiles), m);
+    };
+    if constexpr (sizeof(E) == 4 && kTiles == 1) {
+      const bool known = room == kTwo && c.chunks.whole() && are_known<E>({&c.kg, &c.w, &c.u, &c.v_new, &c.h});
+      switch (known ? size_if_known(c.dims.K, c.dims.V) + c.v_first : 0) {
+        case 64: return start.template operator()<64, false>(), true;
+        case 65: return start.template operator()<64, true>(), true;
+        case 128: return start.template operator()<128, false>(), true;
+        case 129: return start.template operator()<128, true>(), true;
+        default: break;
+      }
+    }
+    return start.template operator()<0, false>(), true;
   }
   return false;
 }

@@ -15,12 +15,18 @@ using bf16 = __nv_bfloat16;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRows = static_cast<int>(kChunk);
-constexpr int kTileStride = 256 + 16;  // bytes from row to row: eight neighbours, 16 bytes each, meet no bank twice
-constexpr int kTileBytes = kRows * kTileStride;
 template <class E>
 constexpr int slice_of = 256 / sizeof(E);  // channels of a tile
+// Elements from row to row, so that what a warp reads at once lies in different banks: 16 bytes of eight rows, in f32 four
+// numbers of eight rows, or, of tiles [k][m] and [k][n], eight numbers of four rows.
 template <class E>
-constexpr int kStride = kTileStride / sizeof(E);  // elements from row to row
+constexpr int kStride = slice_of<E> + 16 / sizeof(E);
+template <class E>
+constexpr int kStrideAcross = slice_of<E> + 8;
+template <class E>
+constexpr int kTileBytes = kRows* kStride<E> * sizeof(E);
+template <class E>
+constexpr int kTileBytesAcross = kRows* kStrideAcross<E> * sizeof(E);
 template <class E>
 constexpr int kPerLane = slice_of<E> / 32;  // channels of a lane: 8 bytes of a row
 template <class E>
@@ -55,6 +61,21 @@ inline Rows rows_of(const kda_tensor& t, int batch, int token, int head) {
 inline Rows rows_of(const kda_tensor& t) { return rows_of(t, 0, 1, 2); }          // of tokens
 inline Rows lines_of_states(const kda_tensor& t) { return rows_of(t, 0, 2, 1); }  // b: the row, t: the line
 
+// Kernels made for wide rows of the dtype they mostly have are half as long: what a longer one leaves out by branches comes
+// through the instruction cache all the same.
+template <class E, class... R>
+__device__ void set_known(R&... rows) {
+  ((rows.wide = true, rows.dtype = dtype_of<E>), ...);
+}
+// Those that are there.
+template <class E>
+bool are_known(std::initializer_list<const Rows*> all) {
+  for (const Rows* x : all)
+    if (x->data && (!x->wide || x->dtype != dtype_of<E>)) return false;
+  return true;
+}
+inline int size_if_known(int64_t K, int64_t V) { return K == V && (K == 64 || K == 128) ? static_cast<int>(K) : 0; }
+
 inline const char* stage_why_not(const kda_exec& exec, bool f64, int64_t blocks) {
   if (const char* reason = device_why_not(exec)) return reason;
   if (f64) return "float64 runs on `reference` only";
@@ -77,6 +98,12 @@ struct ChunkAt {
   bool owned;  // false: tokens of nobody, outputs are zeroed
 };
 
+// The same; addresses with it are computed anew where they are needed, and take no registers until then.
+__device__ inline ChunkAt anew(ChunkAt at) {
+  asm volatile("" : "+l"(at.t0), "+l"(at.b));
+  return at;
+}
+
 // All chunks of a call, one a block. With cu_seqlens sequence n has numbers from cu[n] / 64 + n on: they rise with n and
 // leave room for its chunks. What belongs to nobody comes last, as one sequence more.
 struct Chunks {
@@ -98,6 +125,7 @@ struct Chunks {
     const int64_t end = within(int_at(cu_seqlens, N), 0, T);
     return {n, 0, end, T - end, n, false, false};
   }
+  bool whole() const { return !varlen && T % kChunk == 0; }  // no chunk has fewer rows
   // Is there one of that number?
   __device__ bool find(int64_t number, ChunkAt& at) const {
     if (!varlen) at.n = number / per_row, at.index = number % per_row;
@@ -174,6 +202,18 @@ __device__ uint2 load_packed(const Rows& x, const char* row, int c, int n) {
   load_values(x, row, c, n, values);
   return packed<E>(values);
 }
+template <class E>
+__device__ void store_packed(const Rows& x, char* row, int c, int n, uint2 y) {
+  if (x.wide && x.dtype == dtype_of<E>) {
+    if (c < n) *reinterpret_cast<uint2*>(row + c * static_cast<int>(sizeof(E))) = y;
+    return;
+  }
+  float values[kPerLane<E>];
+  unpack<E>(y, values);
+#pragma unroll
+  for (int i = 0; i < kPerLane<E>; ++i)
+    if (c + i < n) store_element(row + (c + i) * x.size(), x.dtype, values[i]);
+}
 // A matrix in memory: lines `step` bytes apart, `lines` of them, each with n elements from `from` on.
 struct Matrix {
   const char* from;
@@ -187,23 +227,26 @@ __device__ inline Matrix tokens_of(const Rows& x, const ChunkAt& at, int64_t h, 
 
 // Asks for kLines x kColumns of it, or brings them: then a barrier, with wait_for_copies() before it, ends it. Zeros
 // beyond lines and n.
-template <class E, int kLines, int kColumns>
+template <class E, int kLines, int kColumns, int kBlock = kThreads>
 __device__ void stage(const Matrix& m, void* tile, int stride) {
-  constexpr int kPiece = 16 / sizeof(E), kPieces = kColumns / kPiece;
   E* to = static_cast<E*>(tile);
   if (m.wide && m.dtype == dtype_of<E>) {
-#pragma unroll 2
-    for (int i = static_cast<int>(threadIdx.x); i < kLines * kPieces; i += kThreads) {
-      const int line = i / kPieces, c = i % kPieces * kPiece;
+    constexpr int kPiece = 16 / sizeof(E), kPieces = kColumns / kPiece,
+                  kStep = kBlock / kPieces;  // kStep: lines at once
+    const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces * kPiece;
+    const char* from = m.from + first * m.step + c * static_cast<int>(sizeof(E));
+#pragma unroll 4
+    for (int line0 = 0; line0 < kLines; line0 += kStep, from += kStep * m.step) {
+      const int line = first + line0;
+      if (kLines % kStep != 0 && line >= kLines) break;
       const bool real = line < m.lines && c < m.n;
-      ptx::copy16(ptx::shared_address(to + line * stride + c),
-                  real ? m.from + line * m.step + c * static_cast<int>(sizeof(E)) : m.from, real ? 16 : 0);
+      ptx::copy16(ptx::shared_address(to + line * stride + c), real ? from : m.from, real ? 16 : 0);
     }
     return;
   }
   const int size = m.dtype == KDA_F32 ? 4 : 2;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kLines * kColumns; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < kLines * kColumns; i += kBlock) {
     const int line = i / kColumns, c = i % kColumns;
     const bool real = line < m.lines && c < m.n;
     to[line * stride + c] = static_cast<E>(real ? load_element(m.from + line * m.step + c * size, m.dtype) : 0.0f);
@@ -216,14 +259,16 @@ __device__ inline void arrived() {
 }
 
 // kLines x kColumns of a tile to x, line i at to(i), of which `lines` and n are real.
-template <class E, int kLines, int kColumns, class F>
+template <class E, int kLines, int kColumns, int kBlock = kThreads, class F>
 __device__ void unstage(const void* tile, int stride, const Rows& x, int lines, int n, const F& to) {
   const E* from = static_cast<const E*>(tile);
   if (x.wide && x.dtype == dtype_of<E>) {
-    constexpr int kPiece = 16 / sizeof(E), kPieces = kColumns / kPiece;
+    constexpr int kPiece = 16 / sizeof(E), kPieces = kColumns / kPiece, kStep = kBlock / kPieces;
+    const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces * kPiece;
 #pragma unroll 2
-    for (int i = static_cast<int>(threadIdx.x); i < kLines * kPieces; i += kThreads) {
-      const int line = i / kPieces, c = i % kPieces * kPiece;
+    for (int line0 = 0; line0 < kLines; line0 += kStep) {
+      const int line = first + line0;
+      if (kLines % kStep != 0 && line >= kLines) break;
       if (line < lines && c < n)
         *reinterpret_cast<uint4*>(to(line) + c * static_cast<int>(sizeof(E))) =
             *reinterpret_cast<const uint4*>(from + line * stride + c);
@@ -231,11 +276,21 @@ __device__ void unstage(const void* tile, int stride, const Rows& x, int lines, 
     return;
   }
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kLines * kColumns; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < kLines * kColumns; i += kBlock) {
     const int line = i / kColumns, c = i % kColumns;
     if (line < lines && c < n)
       store_element(to(line) + c * x.size(), x.dtype, static_cast<float>(from[line * stride + c]));
   }
+}
+
+// Two neighbours of a row, columns c and c + 1 of n.
+__device__ inline void store_pair(const Rows& x, char* row, int c, int n, float y, float z) {
+  if (x.wide && x.dtype == KDA_F32) {
+    if (c < n) *reinterpret_cast<float2*>(row + c * 4) = {y, z};
+    return;
+  }
+  if (c < n) store_element(row + c * x.size(), x.dtype, y);
+  if (c + 1 < n) store_element(row + (c + 1) * x.size(), x.dtype, z);
 }
 
 __device__ inline void zero_rows(const Rows& x, const ChunkAt& at, int64_t h, int n) {
@@ -250,6 +305,27 @@ __device__ inline void zero_rows(const Rows& x, const ChunkAt& at, int64_t h, in
 // 2 t + 1 of each half: sum[half][0], [1] of the first row, [2], [3] of the second.
 struct Sum {
   float x[2][4] = {};
+  __device__ void scale(float by) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] *= by;
+  }
+};
+
+__device__ inline Sum sum_of(const Sum& x, const Sum& y) {
+  Sum sum;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum.x[i / 4][i % 4] = x.x[i / 4][i % 4] + y.x[i / 4][i % 4];
+  return sum;
+}
+
+// A sum as one, and as two that do not wait for one another.
+struct Chain {
+  Sum x;
+  __device__ const Sum& sum() const { return x; }
+};
+struct Chains {
+  Sum x[2];
+  __device__ Sum sum() const { return sum_of(x[0], x[1]); }
 };
 
 template <class E>
@@ -257,6 +333,7 @@ struct Math;
 
 template <>
 struct Math<bf16> {
+  using Accurate = Chain;
   struct A {
     unsigned x[4];
   };
@@ -291,14 +368,13 @@ struct Math<bf16> {
     ptx::load_matrices(b.x, at(tile, stride, n0 + lane % 8 + lane / 16 * 8, k0 + lane / 8 % 2 * 8));
     return b;
   }
-  // value(row, column) of 16 x 16
-  template <class F>
-  __device__ static Exact make_a(const F& value) {
+  // Of numbers in f32.
+  __device__ static Exact load_exact(const float* tile, int stride, int m0, int k0) {
     Exact a;
-    const int g = static_cast<int>(threadIdx.x % 32) / 4, t = static_cast<int>(threadIdx.x % 4);
+    const float* from = tile + (m0 + static_cast<int>(threadIdx.x % 32) / 4) * stride + k0 + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 x = {value(g + i % 2 * 8, 2 * t + i / 2 * 8), value(g + i % 2 * 8, 2 * t + 1 + i / 2 * 8)};
+      const float2 x = *reinterpret_cast<const float2*>(from + i % 2 * 8 * stride + i / 2 * 8);
       a.big.x[i] = ptx::pack<bf16>(x.x, x.y);
       a.small.x[i] =
           ptx::pack<bf16>(x.x - __uint_as_float(a.big.x[i] << 16), x.y - __uint_as_float(a.big.x[i] & 0xffff0000u));
@@ -316,6 +392,12 @@ struct Math<bf16> {
     ptx::mma<bf16>(sum.x[1], a.x, b.x[2], b.x[3]);
   }
   __device__ static void add(Sum& sum, const Exact& a, const B& b) { add(sum, a.small, b), add(sum, a.big, b); }
+  template <class AnyA>
+  __device__ static void add(Chain& sum, const AnyA& a, const B& b) {
+    add(sum.x, a, b);
+  }
+  // Two chains, of even and of odd steps.
+  __device__ static void add(Chains& sums, const A& a, const B& b, int step) { add(sums.x[step % 2], a, b); }
   __device__ static void store_two(void* tile, int stride, int row, int column, float x, float y) {
     *reinterpret_cast<unsigned*>(static_cast<bf16*>(tile) + row * stride + column) = ptx::pack<bf16>(x, y);
   }
@@ -330,11 +412,12 @@ struct Math<bf16> {
   }
 };
 
-// Two steps of mma.m16n8k8 each, of which lane 4 g + t has channels 4 t .. 4 t + 3: any order of them does, if a and b
-// have the same.
+// Two steps of mma.m16n8k8 each, of which lane 4 g + t has channels t, t + 4, t + 8 and t + 12: lanes read neighbours at
+// once, and any order of channels does if a and b have the same. What many warps read is split once, into two tiles.
 template <>
 struct Math<float> {
-  struct A {  // step s: elements 4 s ..
+  using Accurate = Chains;  // of the larger parts, and of the rests
+  struct A {                // step s: elements 4 s ..
     unsigned big[8], small[8];
   };
   struct B {  // half h, step s: elements 4 h + 2 s ..
@@ -343,38 +426,66 @@ struct Math<float> {
   using Exact = A;
 
   __device__ static A load_a(const void* tile, int stride, int m0, int k0) {
-    const float* from = at(tile, stride, m0 + group(), k0 + 4 * own());
-    return split_a(load_four(from), load_four(from + 8 * stride));
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const float* from = at(tile, stride, m0 + lane % 16, k0 + lane / 16 * 4);
+    unsigned x[2][4];
+    ptx::load_matrices(x[0], ptx::shared_address(from)), ptx::load_matrices(x[1], ptx::shared_address(from + 8));
+    A a;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) split(__uint_as_float(x[i / 4][i % 4]), a.big[i], a.small[i]);
+    return a;
   }
   __device__ static A load_a_transposed(const void* tile, int stride, int k0, int m0) {
-    const float* from = at(tile, stride, k0 + 4 * own(), m0 + group());
-    return split_a(column(from, stride), column(from + 8, stride));
+    const float* from = at(tile, stride, k0 + own(), m0 + group());
+    return split_a(four(from, 4 * stride), four(from + 8, 4 * stride));
   }
   __device__ static B load_b(const void* tile, int stride, int k0, int n0) {
-    const float* from = at(tile, stride, k0 + 4 * own(), n0 + group());
-    return split_b(column(from, stride), column(from + 8, stride));
+    const float* from = at(tile, stride, k0 + own(), n0 + group());
+    return split_b(four(from, 4 * stride), four(from + 8, 4 * stride));
   }
   __device__ static B load_b_transposed(const void* tile, int stride, int n0, int k0) {
-    const float* from = at(tile, stride, n0 + group(), k0 + 4 * own());
-    return split_b(load_four(from), load_four(from + 8 * stride));
-  }
-  template <class F>
-  __device__ static Exact make_a(const F& value) {
-    float4 x[2];
+    unsigned x[8];
+    load_columns(x, tile, stride, n0, k0);
+    B b;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      x[i] = {value(group() + 8 * i, 4 * own()), value(group() + 8 * i, 4 * own() + 1),
-              value(group() + 8 * i, 4 * own() + 2), value(group() + 8 * i, 4 * own() + 3)};
-    return split_a(x[0], x[1]);
+    for (int i = 0; i < 8; ++i) split(__uint_as_float(x[i]), b.big[i], b.small[i]);
+    return b;
+  }
+  // Of numbers that were split, the rest `apart` bytes behind them.
+  __device__ static B load_b_split(const void* tiles, int apart, int stride, int k0, int n0) {
+    const float *from = at(tiles, stride, k0 + own(), n0 + group()), *rest = from + apart / 4;
+    return b_of(four(from, 4 * stride), four(from + 8, 4 * stride), four(rest, 4 * stride), four(rest + 8, 4 * stride));
+  }
+  __device__ static B load_b_transposed_split(const void* tiles, int apart, int stride, int n0, int k0) {
+    B b;
+    load_columns(b.big, tiles, stride, n0, k0);
+    load_columns(b.small, static_cast<const char*>(tiles) + apart, stride, n0, k0);
+    return b;
+  }
+  __device__ static void store_split(void* tiles, int apart, int stride, int row, int column, float x) {
+    unsigned big, small;
+    split(x, big, small);
+    unsigned* to = static_cast<unsigned*>(tiles) + row * stride + column;
+    to[0] = big, to[apart / 4] = small;
+  }
+  __device__ static void store_two_split(void* tiles, int apart, int stride, int row, int column, float x, float y) {
+    uint2 big, small;
+    split(x, big.x, small.x), split(y, big.y, small.y);
+    unsigned* to = static_cast<unsigned*>(tiles) + row * stride + column;
+    *reinterpret_cast<uint2*>(to) = big, *reinterpret_cast<uint2*>(to + apart / 4) = small;
+  }
+  __device__ static Exact load_exact(const float* tile, int stride, int m0, int k0) {
+    return load_a(tile, stride, m0, k0);
   }
   __device__ static void keep_lower(A& a) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {  // step i / 4; a's rows g, g + 8, channels +0, then +1
-      const int row = group() + i % 2 * 8, channel = 4 * own() + i / 4 * 2 + i / 2 % 2;
+    for (int i = 0; i < 8; ++i) {  // a's rows g, g + 8 of channel t + 4 (i / 2)
+      const int row = group() + i % 2 * 8, channel = own() + i / 2 * 4;
       if (channel > row) a.big[i] = a.small[i] = 0;
     }
   }
-  __device__ static void add(Sum& sum, const A& a, const B& b) {
+  // Tensor cores cut off what a sum has no room for: fewer additions to the larger one are less of that, too.
+  __device__ static void add(Sum& sum, Sum& of_rests, const A& a, const B& b) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       const unsigned big[4] = {a.big[4 * step], a.big[4 * step + 1], a.big[4 * step + 2], a.big[4 * step + 3]};
@@ -383,12 +494,14 @@ struct Math<float> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = 4 * half + 2 * step;
-        ptx::mma_tf32(sum.x[half], big, b.small[i], b.small[i + 1]);
-        ptx::mma_tf32(sum.x[half], small, b.big[i], b.big[i + 1]);
+        ptx::mma_tf32(of_rests.x[half], big, b.small[i], b.small[i + 1]);
         ptx::mma_tf32(sum.x[half], big, b.big[i], b.big[i + 1]);
+        ptx::mma_tf32(of_rests.x[half], small, b.big[i], b.big[i + 1]);
       }
     }
   }
+  __device__ static void add(Sum& sum, const A& a, const B& b) { add(sum, sum, a, b); }
+  __device__ static void add(Chains& sums, const A& a, const B& b, int = 0) { add(sums.x[0], sums.x[1], a, b); }
   __device__ static void store_two(void* tile, int stride, int row, int column, float x, float y) {
     *reinterpret_cast<float2*>(static_cast<float*>(tile) + row * stride + column) = {x, y};
   }
@@ -402,8 +515,18 @@ struct Math<float> {
   __device__ static const float* at(const void* tile, int stride, int row, int column) {
     return static_cast<const float*>(tile) + row * stride + column;
   }
-  __device__ static float4 column(const float* from, int stride) {
-    return {from[0], from[stride], from[2 * stride], from[3 * stride]};
+  // Eight by four numbers of 32 bits come as eight by eight of 16 bits.
+  __device__ static void load_columns(unsigned (&x)[8], const void* tile, int stride, int n0, int k0) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const float* from = at(tile, stride, n0 + lane % 8, k0 + lane / 8 * 4);
+    unsigned half[2][4];
+    ptx::load_matrices(half[0], ptx::shared_address(from));
+    ptx::load_matrices(half[1], ptx::shared_address(from + 8 * stride));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = half[i / 4][i % 4];
+  }
+  __device__ static float4 four(const float* from, int step) {
+    return {from[0], from[step], from[2 * step], from[3 * step]};
   }
   // Rounded to 11 bits, and the rest, of which tensor cores cut off what is beyond 11 bits: its sign is anybody's, so that
   // errors do not add up. A NaN is in the rest.
@@ -411,7 +534,7 @@ struct Math<float> {
     big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
   }
-  // Channels 0, 1 of a lane are step 0, channels 2, 3 step 1.
+  // The first two channels of a lane are step 0, the others step 1.
   __device__ static A split_a(float4 upper, float4 lower) {
     A a;
     const float x[8] = {upper.x, lower.x, upper.y, lower.y, upper.z, lower.z, upper.w, lower.w};
@@ -424,6 +547,15 @@ struct Math<float> {
     const float x[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) split(x[i], b.big[i], b.small[i]);
+    return b;
+  }
+  __device__ static B b_of(float4 left, float4 right, float4 rest_left, float4 rest_right) {
+    const float big[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
+    const float small[8] = {rest_left.x,  rest_left.y,  rest_left.z,  rest_left.w,
+                            rest_right.x, rest_right.y, rest_right.z, rest_right.w};
+    B b;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) b.big[i] = __float_as_uint(big[i]), b.small[i] = __float_as_uint(small[i]);
     return b;
   }
 };
