@@ -49,9 +49,9 @@ test-cpp: | build-dir
 	$(MAKE) build
 	ctest --preset release -j 2
 
-# Against the installed wheel, from a folder where no source shadows it.
+# Against the installed wheel, from a folder where no source shadows it; a process per core.
 test-python:
-	cd tests && ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. python
+	cd tests && OMP_WAIT_POLICY=passive ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. -n auto python
 
 test-asan test-tsan: test-%: | build-dir
 	cmake --preset $(PRESET_$*) > build/$*.log 2>&1 || { cat build/$*.log; exit 1; }

@@ -28,7 +28,7 @@ function(kda_cuda_kernels target name architectures)
   add_library(kda_cuda_${name} OBJECT ${ARGN})
   set_target_properties(kda_cuda_${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
   target_include_directories(kda_cuda_${name} PRIVATE include src)
-  target_compile_options(kda_cuda_${name} PRIVATE -lineinfo --compress-mode=size --expt-relaxed-constexpr -Xptxas=-warn-spills -Xcompiler=-Wall)
+  target_compile_options(kda_cuda_${name} PRIVATE --compress-mode=size --expt-relaxed-constexpr -Xptxas=-warn-spills -Xcompiler=-Wall)
   target_sources(${target} INTERFACE $<TARGET_OBJECTS:kda_cuda_${name}>)
 endfunction()
 

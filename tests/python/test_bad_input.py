@@ -281,7 +281,7 @@ OPTIONS: dict[str, list[Any]] = {
     "allow_neg_eigval": [torch.tensor([1.0, 2.0])],
     "state_v_first": [torch.tensor([1.0, 2.0])],
     "output_final_state": [torch.tensor([1.0, 2.0])],
-    "impl": ["nobody", 3, object(), "reference,cpu_chunk"],
+    "impl": ["nobody", 3, ..., "reference,cpu_chunk"],
     "num_threads": [-1, "x", 1.5, None, -(2**40), -(2**63), 2**63, 2**70],
     "first_valid_slot": [-1, "x", 1.5, None, 2**31, 2**32, -(2**40)],
     "checkpoint_every": [0, -64, 63, 65, "x", None, 2**32 + 64],

@@ -95,7 +95,7 @@ FLAGS = [torch.tensor([1.0, 2.0]), np.ones(2)]
 OPTIONS: dict[str, list[Any]] = {
     "scale": [0, 0.0, math.nan, math.inf, 1e40, 1e-50, "x", [1.0], torch.tensor([1.0, 2.0])],
     "lower_bound": [0.0, math.nan, -math.inf, "x", [1.0]],
-    "activation": ["relu", 1, torch.zeros(2), object()],
+    "activation": ["relu", 1, torch.zeros(2), ...],
     "output_final_state": FLAGS,
     "state_v_first": FLAGS,
     "reverse": FLAGS,
@@ -103,7 +103,7 @@ OPTIONS: dict[str, list[Any]] = {
     "allow_neg_eigval": FLAGS,
     "want": ["x", None, 3, ["M"]],
     "chunk_size": [0, 16, 48, 128, -32, "x", None, 2**40, torch.tensor([32, 64])],
-    "impl": ["nobody", 3, object(), "cpu_gate"],
+    "impl": ["nobody", 3, ..., "cpu_gate"],
     "num_threads": [-1, "x", 1.5, None, 2**63, -(2**70)],
     "first_valid_slot": [-1, "x", 1.5, None, 2**31],
     "cu_seqlens": [
