@@ -23,10 +23,20 @@ if(NOT KDA_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# One object library per set of architectures, so that no kernel needs #if __CUDA_ARCH__.
-function(kda_cuda_kernels target name architectures)
+# What kernels are compiled for. The compiler proper runs once for each "arch", the assembler for each "code".
+set(KDA_CUDA_PORTABLE arch=compute_80,code=[compute_80,sm_80] arch=compute_90,code=[sm_90,sm_100])
+set(KDA_CUDA_HOPPER arch=compute_90a,code=[compute_90a,sm_90a])
+
+function(kda_cuda_code target)
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
+  list(TRANSFORM ARGN PREPEND --generate-code=)
+  target_compile_options(${target} PRIVATE ${ARGN})
+endfunction()
+
+# One object library per set of architectures.
+function(kda_cuda_kernels target name code)
   add_library(kda_cuda_${name} OBJECT ${ARGN})
-  set_target_properties(kda_cuda_${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+  kda_cuda_code(kda_cuda_${name} ${code})
   target_include_directories(kda_cuda_${name} PRIVATE include src)
   target_compile_options(kda_cuda_${name} PRIVATE --compress-mode=size --expt-relaxed-constexpr -Xptxas=-warn-spills -Xcompiler=-Wall)
   target_sources(${target} INTERFACE $<TARGET_OBJECTS:kda_cuda_${name}>)
@@ -35,8 +45,8 @@ endfunction()
 function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
-  target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90a, sm_100a\"")
-  kda_cuda_kernels(${target} portable "80;90a-real;100a-real"
+  target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90, sm_90a, sm_100\"")
+  kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE}"
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
@@ -52,7 +62,7 @@ function(kda_add_cuda target)
     src/cuda/sm80/stage_cumsum.cu
     src/cuda/sm80/stage_delta_h.cu
     src/cuda/sm80/stage_fwd_o.cu)
-  kda_cuda_kernels(${target} hopper "90a"
+  kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}"
     src/cuda/sm90/forward.cu
     src/cuda/sm90/segments.cu)
 endfunction()
