@@ -271,7 +271,7 @@ def main() -> None:
     ceiling = ceilings(options.build, options.threads)
     record: dict[str, Any] = {
         "command": "benchmarks/cpu.py",
-        "source_hash": source_hash(),
+        "source_hash": source_hash(cuda=False),
         **machine(),
         "threads": options.threads,
         "ceilings": ceiling,

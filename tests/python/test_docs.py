@@ -63,7 +63,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_record_belongs_to_this_source(record: Path) -> None:
     stored = json.loads(record.read_text())["source_hash"]
     assert re.fullmatch(r"[0-9a-f]{64}", stored)
-    if stored != source_hash(ROOT):
+    if stored != source_hash(ROOT, cuda=not record.name.startswith("cpu")):
         warnings.warn(f"{record.name} was measured on another version of include/ and src/", stacklevel=1)
 
 
