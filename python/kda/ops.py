@@ -408,7 +408,7 @@ def prefill(
 def workspace_size(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, num_threads: int = 0, **kwargs: Any
 ) -> int:
-    """Bytes of workspace that :func:`prefill` with these arguments needs: a function of shapes and options only.
+    """Bytes of workspace that :func:`prefill` with these arguments needs: a function of shapes, options and device.
 
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
@@ -643,7 +643,7 @@ def use_batch_invariant(enabled: bool = True) -> bool:
     had to before.
 
     That holds anyway, but for prefill of few long heads on Hopper: the default there cuts sequences where it suits the
-    call, and with this takes up to twice the time (docs/numerics.md). A workspace has the size that
+    call. Without that an H200 takes 1.1 to 2.6 times as long for them (docs/numerics.md). A workspace has the size that
     :func:`workspace_size` says after the change.
 
     >>> import kda
