@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import kda
+from benches import gpu_suite
 from kda import _lib
 from kda.cli import COMMANDS, bench, main, measure, operators, peers, show
 from kda.cli.arrays import Source
@@ -234,7 +235,7 @@ def test_check_finds(
     spoil(monkeypatch, "decode", change)
     words = ["check", "--op", "decode", "--dtype", "float32", "--gate", "log", "--layout", "V-first"]
     text = cli(*words, "--impl", "cpu_recurrent", "reference", status=1)
-    assert [r[-1] for r in rows(text)] == ["FAILED: 3", "ok"] and "3 of 6 cases ok" in text
+    assert [r[-1] for r in rows(text)] == ["FAILED: 4", "ok"] and "4 of 8 cases ok" in text
     assert re.search(sentence, text)
     command = "python -m kda check --op decode --impl cpu_recurrent --dtype float32 --gate log --layout V-first"
     assert f"  {command}\n" in text, "how to repeat it"
@@ -246,8 +247,37 @@ def test_check_of_nothing_is_no_success(cli: Callable[..., str], monkeypatch: py
     words = ["check", "--op", "decode", "--impl", "cpu_recurrent", "--dtype", "float32"]
     spoil(monkeypatch, "decode", declines)
     text = cli(*words, status=1)
-    assert rows(text)[0][-1] == "skipped: nobody takes this" and "0 of 0 cases ok, 18 skipped" in text
+    assert rows(text)[0][-1] == "skipped: nobody takes this" and "0 of 0 cases ok, 24 skipped" in text
     assert "0 of 0" in cli("check", "--op", "gate", "--gate", "log", "--dtype", "float32", status=1)
+
+
+HOPPER_ONLY = "cuda_b was forced but needs compute capability 9.0 (Hopper)"
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "failed"),
+    [
+        (["float32", "3", "o", "1e-7", "1e-5", "ok"], ["", "0", "", "", "", f"skipped: {HOPPER_ONLY}"], 0),
+        (["float32", "3", "o", "1e-7", "1e-5", "ok"], ["", "0", "", "", "", "skipped: takes one token"], 1),
+        (["float32", "0", "", "", "", "skipped: takes bf16"], ["bfloat16", "0", "", "", "", "skipped: few"], 2),
+        (["float32", "3", "o", "1e-2", "1e-5", "FAILED: 3"], ["bfloat16", "1", "o", "1e-7", "1e-5", "ok"], 3),
+    ],
+)
+def test_gpu_suite_wants_every_implementation_checked(
+    second: list[str], third: list[str], failed: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    cells = [["forward", "cpu_chunk", "float32", "4", "o", "1e-7", "1e-5", "ok"]]
+    cells += [["forward", "cuda_a", *second], ["decode", "cuda_b", *third]]
+    show.table(["operator", "implementation", "dtype", "cases", "worst", "error", "allowed", ""], cells)
+    ran, wrong = sum(int(c[3]) for c in cells), sum(int(c[3]) for c in cells if "FAILED" in c[-1])
+    print(f"\nkda 0.1.0, avx512 (built for avx512), a GPU: {ran - wrong} of {ran} cases ok, 5 skipped")
+    text, suite = capsys.readouterr().out, gpu_suite()
+    monkeypatch.setattr(
+        suite, "run", lambda command, **environment: subprocess.CompletedProcess(command, wrong > 0, text)
+    )
+    assert suite.kda_check() == {"ran": ran, "failed": failed, "skipped": 5, "exit": int(failed > 0)}
+    assert ("leaves out" in capsys.readouterr().out) == (failed in (1, 2))
 
 
 def test_check_without_torch() -> None:
