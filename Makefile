@@ -49,9 +49,13 @@ test-cpp: | build-dir
 	$(MAKE) build
 	ctest --preset release -j 2
 
-# Against the installed wheel, from a folder where no source shadows it; a process per core.
+# Against the installed wheel, from a folder where no source shadows it; a process per core. Then the tests of the GPU,
+# on the CPU: most hold there, too, and a mistake in them is found before a GPU is paid for.
+PYTEST = ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. -n auto
+test-python: export OMP_WAIT_POLICY := passive
 test-python:
-	cd tests && OMP_WAIT_POLICY=passive ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. -n auto python
+	cd tests && $(PYTEST) python
+	cd tests && KDA_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" gpu
 
 test-asan test-tsan: test-%: | build-dir
 	cmake --preset $(PRESET_$*) > build/$*.log 2>&1 || { cat build/$*.log; exit 1; }

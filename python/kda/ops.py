@@ -603,24 +603,52 @@ def _forward_arguments(
     )  # fmt: skip
 
 
-def explain(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, op: str = "forward", **kwargs: Any) -> str:
-    """Which implementation :func:`prefill` (``op="forward"``) or :func:`decode` (``op="decode"``) would run with these
-    arguments, and why not the others: one line each, ``*`` before the chosen one.
+_EXPLAINED = ("forward", "decode", "verify", "flush", "flush_verify")
+
+
+def explain(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    g: Any = None,
+    beta: Any = None,
+    state: Any = None,
+    *,
+    op: str = "forward",
+    **kwargs: Any,
+) -> str:
+    """Which implementation would run with these arguments, and why not the others: one line each, ``*`` before the
+    chosen one. Nothing is computed.
+
+    Args:
+        op: the function whose call it is: ``"forward"`` (:func:`prefill`), ``"decode"`` (:func:`decode` and
+            :func:`kda.decode_mtp`), ``"verify"`` (:func:`kda.verify_kvbuffer`), ``"flush"``
+            (:func:`kda.flush_kvbuffer`) or ``"flush_verify"`` (:func:`kda.flush_verify_kvbuffer`).
+        q, k, v, g, beta, state, ...: arguments of that function, by keyword what comes later there; all of a flush.
 
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
     >>> [line for line in kda.explain(x, x, x, x, x[..., 0]).splitlines() if line[0] == "*"]
     ['* cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads']
+    >>> pool, records = np.zeros((1, 1, 4, 4), np.float32), kda.new_records(1, 3, 1, 1, 4, 4)
+    >>> accept_len = np.array([2], np.int32)
+    >>> text = kda.explain(state=pool, records=records, accept_len=accept_len, op="flush")
+    >>> [line for line in text.splitlines() if line[0] == "*"]
+    ['* cpu_flush: rank-m update in one pass over the state, SIMD and threads']
     """
+    if op not in _EXPLAINED:
+        raise ValueError(f"op: expected one of {', '.join(_EXPLAINED)}, got {op!r}")
+    if op != "forward":
+        from ._explain import explain_call
+
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        if op == "flush":  # has none of these
+            inputs = {name: x for name, x in inputs.items() if x is not None}
+        return explain_call(op, {**inputs, "state": state, **kwargs})
     try:
-        arguments = _forward_arguments(q, k, v, g, beta, state, **kwargs)
-        if op == "forward":
-            return library().forward_explain(*arguments)
-        if op == "decode":
-            return library().decode_explain(*arguments[:20], *arguments[-3:])
+        return library().forward_explain(*_forward_arguments(q, k, v, g, beta, state, **kwargs))
     except Exception as error:
         raise refusal(error, locals()) from None
-    raise ValueError(f"op: expected 'forward' or 'decode', got {op!r}")
 
 
 def implementations(op: str) -> Sequence[str]:

@@ -123,6 +123,7 @@ def test_a_thousand_calls_in_turn(impl: str) -> None:
     assert wrong == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS if DEVICE.type == "cuda" else [None])
 def test_slow_gates_of_65536_tokens(impl: str | None) -> None:
     """Errors of rounding add up longest where nothing decays."""

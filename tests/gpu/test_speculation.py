@@ -322,6 +322,7 @@ def long_text(size: int, dtype: torch.dtype) -> tuple[Problem, Tensor, Tensor, d
     return p, h0, accepted, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", POOLS)
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("way", ["verify_flush", "flush_verify", "ring"])

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import kda
+from benches import gpu_suite
 from kda import _lib
-from kda.cli import COMMANDS, bench, main, measure, operators, peers, show
+from kda.cli import COMMANDS, bench, explain, main, measure, operators, peers, show
 from kda.cli.arrays import Source
 from kda.cli.problems import Problem, common
 
@@ -107,6 +108,8 @@ def test_info(cli: Callable[..., str]) -> None:
         ("explain forward --dtype int8", "invalid choice: 'int8'"),
         ("explain forward --lengths 3 -1", "argument --lengths: expected a number of at least 0, got '-1'"),
         ("explain forward --checkpoint-every 63", "checkpoint_every: expected a positive multiple of 64, got 63"),
+        ("explain forward --drafts tree", "--drafts: expected chain for forward, got tree"),
+        ("explain flush --drafts snapshots", "--drafts: expected chain or tree or ring for flush, got snapshots"),
         (
             "explain decode --impl cpu_chunk",
             "--impl: expected one of cuda_decode_sweep, cuda_decode, cpu_recurrent, reference, got cpu_chunk",
@@ -234,7 +237,7 @@ def test_check_finds(
     spoil(monkeypatch, "decode", change)
     words = ["check", "--op", "decode", "--dtype", "float32", "--gate", "log", "--layout", "V-first"]
     text = cli(*words, "--impl", "cpu_recurrent", "reference", status=1)
-    assert [r[-1] for r in rows(text)] == ["FAILED: 3", "ok"] and "3 of 6 cases ok" in text
+    assert [r[-1] for r in rows(text)] == ["FAILED: 4", "ok"] and "4 of 8 cases ok" in text
     assert re.search(sentence, text)
     command = "python -m kda check --op decode --impl cpu_recurrent --dtype float32 --gate log --layout V-first"
     assert f"  {command}\n" in text, "how to repeat it"
@@ -246,8 +249,37 @@ def test_check_of_nothing_is_no_success(cli: Callable[..., str], monkeypatch: py
     words = ["check", "--op", "decode", "--impl", "cpu_recurrent", "--dtype", "float32"]
     spoil(monkeypatch, "decode", declines)
     text = cli(*words, status=1)
-    assert rows(text)[0][-1] == "skipped: nobody takes this" and "0 of 0 cases ok, 18 skipped" in text
+    assert rows(text)[0][-1] == "skipped: nobody takes this" and "0 of 0 cases ok, 24 skipped" in text
     assert "0 of 0" in cli("check", "--op", "gate", "--gate", "log", "--dtype", "float32", status=1)
+
+
+HOPPER_ONLY = "cuda_b was forced but needs compute capability 9.0 (Hopper)"
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "failed"),
+    [
+        (["float32", "3", "o", "1e-7", "1e-5", "ok"], ["", "0", "", "", "", f"skipped: {HOPPER_ONLY}"], 0),
+        (["float32", "3", "o", "1e-7", "1e-5", "ok"], ["", "0", "", "", "", "skipped: takes one token"], 1),
+        (["float32", "0", "", "", "", "skipped: takes bf16"], ["bfloat16", "0", "", "", "", "skipped: few"], 2),
+        (["float32", "3", "o", "1e-2", "1e-5", "FAILED: 3"], ["bfloat16", "1", "o", "1e-7", "1e-5", "ok"], 3),
+    ],
+)
+def test_gpu_suite_wants_every_implementation_checked(
+    second: list[str], third: list[str], failed: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    cells = [["forward", "cpu_chunk", "float32", "4", "o", "1e-7", "1e-5", "ok"]]
+    cells += [["forward", "cuda_a", *second], ["decode", "cuda_b", *third]]
+    show.table(["operator", "implementation", "dtype", "cases", "worst", "error", "allowed", ""], cells)
+    ran, wrong = sum(int(c[3]) for c in cells), sum(int(c[3]) for c in cells if "FAILED" in c[-1])
+    print(f"\nkda 0.1.0, avx512 (built for avx512), a GPU: {ran - wrong} of {ran} cases ok, 5 skipped")
+    text, suite = capsys.readouterr().out, gpu_suite()
+    monkeypatch.setattr(
+        suite, "run", lambda command, **environment: subprocess.CompletedProcess(command, wrong > 0, text)
+    )
+    assert suite.kda_check() == {"ran": ran, "failed": failed, "skipped": 5, "exit": int(failed > 0)}
+    assert ("leaves out" in capsys.readouterr().out) == (failed in (1, 2))
 
 
 def test_check_without_torch() -> None:
@@ -273,7 +305,8 @@ sys.exit(main(["check", "--op", *ops, "--layout", "V-first", "--gate", "log", "s
 
 @pytest.mark.parametrize("op", operators.OPERATORS)
 def test_explain(op: str, cli: Callable[..., str]) -> None:
-    lines = cli("explain", op, "--T", "7", "--H", "2").splitlines()
+    sizes = ["--T", "7", "--H", "2", "--device", "cpu"]
+    lines = cli("explain", op, *sizes).splitlines()
     assert (
         lines[0].startswith(f"{op}: B ")
         and f", T 7, H 2, K = V = 128, {operators.OPERATORS[op].example.dtype}" in lines[0]
@@ -282,7 +315,7 @@ def test_explain(op: str, cli: Callable[..., str]) -> None:
     assert sum(line[0] == "*" for line in lines[1:-1]) == 1
     assert re.fullmatch(r"workspace: \d+ bytes", lines[-1])
     for impl in (n for n in kda.implementations(op) if operators.device_of(n) == "cpu"):
-        assert f"* {impl}: " in cli("explain", op, "--T", "7", "--H", "2", "--impl", impl)
+        assert f"* {impl}: " in cli("explain", op, *sizes, "--impl", impl)
 
 
 def test_explain_is_what_the_library_says(cli: Callable[..., str]) -> None:
@@ -292,16 +325,16 @@ def test_explain_is_what_the_library_says(cli: Callable[..., str]) -> None:
     more |= {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     said = kda.explain(x, x, x, x, x[..., 0], pool, **more)
     size = kda.workspace_size(x, x, x, x, x[..., 0], pool, **more)
-    sizes = ["--B", "2", "--T", "100", "--H", "2", "--K", "20", "--V", "20", "--dtype", "float32"]
+    sizes = ["--B", "2", "--T", "100", "--H", "2", "--K", "20", "--V", "20", "--dtype", "float32", "--device", "cpu"]
     text = cli("explain", "forward", *sizes)
     assert text.split("\n", 1)[1] == f"{said}workspace: {size} bytes\n"
 
 
 def test_explain_says_why_not(cli: Callable[..., str]) -> None:
     assert "- cpu_recurrent: keeps no checkpoints\n" in cli(
-        "explain", "forward", "--lengths", "100", "0", "200", "--checkpoint-every", "64"
+        "explain", "forward", "--lengths", "100", "0", "200", "--checkpoint-every", "64", "--device", "cpu"
     )
-    assert "* reference: " in cli("explain", "decode", "--dtype", "float64")
+    assert "* reference: " in cli("explain", "decode", "--dtype", "float64", "--device", "cpu")
     text = cli("explain", "forward", "--dtype", "float64", "--impl", "cpu_chunk", status=1)
     assert "- cpu_chunk: float64 runs on `reference` only" in text and "*" not in text and "workspace" not in text
 
@@ -315,6 +348,62 @@ def test_explain_computes_nothing(op: str, cli: Callable[..., str]) -> None:
     if not op.startswith("conv"):  # to which K and V are channels, as many as you like
         cli("explain", op, "--K", "300", "--V", "300", status=2)
     assert _lib.library() is before, "and the library is itself again"
+
+
+@pytest.mark.parametrize(
+    ("op", "drafts"),
+    [("decode", "snapshots"), *((op, kind) for op in ("verify", "flush", "flush_verify") for kind in ("tree", "ring"))],
+)
+def test_explain_of_drafts(op: str, drafts: str, cli: Callable[..., str]) -> None:
+    lines = cli("explain", op, "--T", "6", "--drafts", drafts, "--device", "cpu").splitlines()
+    assert lines[0].startswith(f"{op}: B 64, T 6, H 8, K = V = 128, {drafts}, bfloat16")
+    assert sum(line[0] == "*" for line in lines) == 1
+
+
+def test_explain_asks_for_batch_invariance(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    entry, use = operators.OPERATORS["decode"], _lib.library().use_batch_invariant
+
+    def call(x: dict[str, Any]) -> dict[str, Any]:
+        asked.append(before := use(True))
+        use(before)
+        return entry.call(x)
+
+    monkeypatch.setitem(operators.OPERATORS, "decode", replace(entry, call=call))
+    for already in (False, True):
+        kda.use_batch_invariant(already)
+        for words in ([], ["--batch-invariant"]):
+            text = cli("explain", "decode", *words, "--device", "cpu")
+            assert text.splitlines()[0].endswith("cpu, batch invariant" if words else "cpu")
+            assert asked.pop() == (already or bool(words))
+            assert kda.use_batch_invariant(already) == already, "as it was before"
+    kda.use_batch_invariant(False)
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        ("decode", "cuda"),
+        ("decode --impl cuda_decode", "cuda"),
+        ("decode --impl reference", "cpu"),
+        ("decode --device cpu", "cpu"),
+        ("backward", "cpu"),
+    ],
+)
+def test_explain_asks_about_the_gpu(
+    words: str, device: str, cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there is one, which runs what is asked about."""
+    if device == "cuda" and "cuda_decode" not in kda.implementations("decode"):
+        pytest.skip("built without CUDA")
+    real = explain.Source
+    monkeypatch.setattr(explain, "Source", lambda device, seed: real("cpu", seed))
+    monkeypatch.setattr(explain, "cuda_device", lambda: True)
+    text = cli("explain", *words.split(), status=int("cuda_decode" in words))
+    assert text.splitlines()[0].endswith(f", {device}")
+    monkeypatch.setattr(explain, "cuda_device", lambda: False)
+    text = cli("explain", *words.split(), status=int("cuda_decode" in words))
+    assert text.splitlines()[0].endswith(", cpu")
 
 
 # ---- bench ----

@@ -17,7 +17,8 @@ import torch
 
 import kda
 import kda.ops
-from kda import _MODULES
+from kda import _MODULES, _lib
+from kda._explain import FUNCTIONS
 from kda._lib import _OPERATORS
 from support import cpu_implementations, make, run_examples
 
@@ -184,6 +185,58 @@ def test_explain_says_which_and_why_not(op: str, monkeypatch: pytest.MonkeyPatch
     assert all("float64" in line for line in wide[:-1] if not line.startswith("- cuda"))
     with pytest.raises(ValueError, match=r"^op: "):
         kda.explain(**p.keywords, op="backward")
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("op", ["verify", "flush", "flush_verify"])
+def test_explain_of_drafts(op: str, ring: bool) -> None:
+    p = make(2, 3, v_first=True, state=False).keywords
+    x: dict[str, Any] = {"state": torch.zeros(2, 2, 24, 16), "records": kda.new_records(2, 6, 2, 2, 16, 24, ring=ring)}
+    x |= {} if op == "flush" else p
+    x |= {} if op == "verify" else {"accept_len": torch.tensor([0, 3], dtype=torch.int32)}
+    if op == "flush_verify" and not ring:
+        x["last"] = kda.new_records(2, 6, 2, 2, 16, 24)
+    lines = kda.explain(**x, op=op).splitlines()
+    assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations(op))
+    for impl in cpu_implementations(op):
+        lines = kda.explain(**x, op=op, impl=impl).splitlines()
+        assert [line[2:].split(":")[0] for line in lines if line[0] == "*"] == [impl]
+    assert float(x["state"].sum()) == float(x["records"].u.sum()) == 0
+    with pytest.raises(ValueError, match=r"^records\.u: expected .* got 3"):
+        kda.explain(**{**x, "records": x["records"]._replace(u=torch.zeros(2, 6, 2))}, op=op)
+    with pytest.raises(TypeError, match="no_such_option"):
+        kda.explain(**x, op=op, no_such_option=1)
+    with pytest.raises(TypeError, match="'q'" if op == "flush" else "'dt'"):
+        kda.explain(**x, **({"q": p["q"]} if op == "flush" else {"dt": 1}), op=op)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_explain_hands_over_what_the_function_does(op: str, flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every argument in its place: the library is given the same."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: calls.append(arguments)
+
+    def tensors(count: int) -> list[torch.Tensor]:
+        return [torch.zeros(4, 3, 2, 5) for _ in range(count)]
+
+    monkeypatch.setattr(_lib, "_library", Library())
+    keywords: dict[str, Any] = {}
+    for i, (name, parameter) in enumerate(inspect.signature(FUNCTIONS[op]).parameters.items()):
+        kinds = {"bool": flag, "int": i, "float": i / 2, "str": "reference", "Conv": kda.Conv(*tensors(5))}
+        kinds["Records"] = kda.Records(*tensors(6))
+        keywords[name] = kinds.get(str(parameter.annotation).split(" ")[0], tensors(1)[0])
+    if op != "flush":
+        keywords |= {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2, 5)}
+    FUNCTIONS[op](**keywords)
+    kda.explain(**keywords, op=op)
+    called, explained = calls
+    assert len(called) == len(explained) > 10
+    for a, b in zip(called, explained, strict=True):
+        assert a is b or (not isinstance(a, torch.Tensor) and a == b)
 
 
 def test_explain_knows_the_options_of_prefill() -> None:

@@ -91,7 +91,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             for gate in entry.gates:
                 for layout in entry.layouts:
                     if gate in options.gate and layout in options.layout:
-                        for p in entry.checked:
+                        for p in entry.checked + (entry.checked_in_bf16 if dtype == "bfloat16" else ()):
                             yield Case(op, replace(p, dtype=dtype, gate=gate, layout=layout))
 
 

@@ -26,6 +26,7 @@ class Operator:
     allowed: dict[str, float]  # relative RMS error of each result
     example: Problem  # what explain asks about unless told otherwise
     checked: tuple[Problem, ...]  # what check runs, with every dtype, gate and layout
+    checked_in_bf16: tuple[Problem, ...] = ()  # the same, but in bfloat16 only: large ones
     gates: tuple[str, ...] = GATES
     layouts: tuple[str, ...] = LAYOUTS
     dtypes: tuple[str, ...] = DTYPES
@@ -158,12 +159,21 @@ _PACKED = Problem(H=2, HV=4, K=20, V=36, beta="2sigmoid", lengths=(70, 0, 1, 65)
 _ODD = Problem(B=2, T=70, H=2, HV=4, K=20, V=36)
 _STEP = Problem(B=3, T=5, H=1, HV=2, K=64, V=64)
 _STEPS = _STEP, Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
-_DRAFTS = (*_STEPS, replace(_STEP, drafts="tree"), replace(_STEP, drafts="ring"))
+# What models call, as some CUDA kernels take nothing else: K = V = 128, one token, few drafts. Prompts so long that
+# cuda_segments_sm90 cuts them into three pieces.
+_PROMPTS = Problem(B=2, T=300, H=1), Problem(H=1, HV=2, lengths=(300, 70))
+_FEW = Problem(B=4, T=3, H=1, HV=2)
+_DRAFTS = (*_STEPS, _FEW, *(replace(p, drafts=d) for p, d in ((_STEP, "tree"), (_STEP, "ring"), (_FEW, "ring"))))
 _SPECULATION = {"o": 3e-3} | dict.fromkeys(("state", "u", "k", "alpha", "ring_first", "ring_count"), 1e-5)
 
 OPERATORS = {
     "forward": Operator(
-        problems.serving, _prefill, {"o": 5e-3, "state": 5e-3}, Problem(), checked=(_CHUNKS, _PACKED)
+        problems.serving,
+        _prefill,
+        {"o": 5e-3, "state": 5e-3},
+        Problem(),
+        checked=(_CHUNKS, _PACKED),
+        checked_in_bf16=_PROMPTS,
     ),
     "backward": Operator(
         problems.training,
@@ -179,7 +189,7 @@ OPERATORS = {
         _decode,
         {"o": 3e-3, "state": 1e-5, "snapshots": 1e-5},
         Problem(B=64, T=1),
-        checked=(*_STEPS, replace(_STEP, drafts="snapshots")),
+        checked=(*_STEPS, replace(_STEP, drafts="snapshots"), replace(_FEW, T=1)),
     ),
     "verify": Operator(
         problems.drafts, _verify, _SPECULATION, Problem(B=64, T=4), checked=_DRAFTS

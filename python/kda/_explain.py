@@ -1,0 +1,63 @@
+"""What the library says of a call of decode or of the speculative functions, instead of running it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from . import speculation
+from ._lib import library
+from ._refusal import refusal
+from .speculation import Conv, Records
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "decode": speculation.decode_mtp,  # which has all that kda.decode has
+    "verify": speculation.verify_kvbuffer,
+    "flush": speculation.flush_kvbuffer,
+    "flush_verify": speculation.flush_verify_kvbuffer,
+}
+_INPUTS = (
+    "q", "k", "v", "g", "beta", "state", "out", "conv", "cu_seqlens", "A_log", "dt_bias", "scale", "lower_bound",
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+)  # fmt: skip
+
+
+def explain_call(op: str, keywords: dict[str, Any]) -> str:
+    """Of the operator's function with these keywords."""
+    bound = inspect.signature(FUNCTIONS[op]).bind(**keywords)
+    bound.apply_defaults()
+    try:
+        return str(getattr(library(), f"{op}_explain")(*_for_the_binding(op, bound.arguments)))
+    except Exception as error:
+        raise refusal(error, dict(bound.arguments)) from None
+
+
+def _for_the_binding(op: str, a: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments that the function would call the library with. It does not come here itself: it is compiled by
+    torch and counts microseconds."""
+
+    def values(*names: str) -> tuple[Any, ...]:
+        return tuple(a[name] for name in names)
+
+    def records(name: str, optional: bool = False) -> tuple[Any, ...]:
+        return speculation._fields(name, a[name], Records, optional)
+
+    last = (*values("impl", "num_threads"), None)
+    if op == "flush":
+        options = (int(not a["state_v_first"]), a["first_valid_slot"])
+        rolled = values("accept_len", "parents", "conv_x", "conv_state", "conv_indices")
+        return (*values("state", "state_indices"), *records("records"), *rolled, *options, *last)
+
+    inputs, out = speculation._arguments(*values(*_INPUTS))
+    conv, state, slots = speculation._fields("conv", a["conv"], Conv), a["state"], a["state_indices"]
+    if op == "decode":
+        written = state if a["update_state"] else None
+        before = (*inputs, state, written, slots, *values("has_initial_state", "first_valid_slot"), out)
+        return (*before, *last, *conv, *values("snapshots", "snapshot_slots", "accepted"))
+    if op == "verify":
+        before = (*inputs, state, None, slots, *values("has_initial_state", "first_valid_slot"), *conv, out)
+        return (*before, *records("records", optional=True), a["parents"], *last)
+    before = (*inputs, state, state, slots, None, a["first_valid_slot"], *conv, out, *records("last", optional=True))
+    rounds = (*values("accept_len", "last_parents", "last_conv_x"), *records("records"))
+    return (*before, *rounds, *values("parents", "max_tokens"), *last)

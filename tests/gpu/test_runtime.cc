@@ -1,0 +1,116 @@
+// What src/cuda/runtime.cc makes of devices that are not here: too old, too few, none, without a driver. The functions of
+// the CUDA runtime that it calls are those below.
+#include "cuda/runtime.h"
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/cuda.h"
+
+namespace {
+
+struct Device {
+  int major, minor;
+};
+struct Machine {
+  bool driver = true;
+  std::vector<Device> devices;
+  cudaError_t last = cudaSuccess;  // what the next launch would be blamed for
+} machine;
+
+cudaError_t fail(cudaError_t error) { return machine.last = error; }
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  if (!machine.driver) return fail(cudaErrorInsufficientDriver);
+  *count = static_cast<int>(machine.devices.size());
+  return machine.devices.empty() ? fail(cudaErrorNoDevice) : cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(machine.last, cudaSuccess); }
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = machine.driver ? 13000 : 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (device < 0 || device >= static_cast<int>(machine.devices.size())) return fail(cudaErrorInvalidDevice);
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = machine.devices[device].major; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *value = machine.devices[device].minor; return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount: *value = 100 + device; return cudaSuccess;
+    default: return fail(cudaErrorInvalidValue);
+  }
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  *properties = {};
+  std::snprintf(properties->name, sizeof properties->name, "GPU %d", device);
+  properties->major = machine.devices[device].major, properties->minor = machine.devices[device].minor;
+  return cudaSuccess;
+}
+
+const char* cudaGetErrorString(cudaError_t) { return "a sentence of CUDA's"; }
+
+}  // extern "C"
+
+namespace kda::cuda {
+namespace {
+
+std::string reason(int32_t device, int32_t device_id = 0) {
+  kda_exec exec{};
+  exec.device = device, exec.device_id = device_id;
+  const char* text = device_why_not(exec);
+  return text ? text : "";
+}
+
+TEST(Runtime, WhyADeviceRunsNoKernel) {
+  machine = {.devices = {{7, 5}, {8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}, {7, 0}}};
+  for (int i : {1, 2, 3, 4, 5}) EXPECT_EQ(reason(KDA_CUDA, i), "") << i;
+  for (int i : {0, 6}) EXPECT_EQ(reason(KDA_CUDA, i), "needs compute capability 8.0 or newer") << i;
+  EXPECT_EQ(reason(KDA_CUDA, 7), "found fewer CUDA devices than exec.device_id asks for");
+  EXPECT_EQ(reason(KDA_CPU), "runs on CUDA tensors only");
+  EXPECT_EQ(machine.last, cudaSuccess);
+}
+
+TEST(Runtime, WithoutADriverOrADevice) {
+  for (const bool driver : {false, true}) {
+    machine = {.driver = driver};
+    EXPECT_EQ(reason(KDA_CUDA), "found no CUDA driver or no device");
+    EXPECT_EQ(machine.last, cudaSuccess) << "a later launch would fail for it";
+    EXPECT_NE(info().find("; no driver here"), std::string::npos) << info();
+    EXPECT_EQ(machine.last, cudaSuccess);
+  }
+}
+
+TEST(Runtime, NamesItsDevices) {
+  machine = {.devices = {{9, 0}, {7, 5}, {9, 1}}};
+  EXPECT_NE(info().find("; driver for CUDA 13.0; device 0: GPU 0 (sm_90); device 1: GPU 1 (sm_75)"), std::string::npos)
+      << info();
+  EXPECT_TRUE(is_hopper(0));
+  EXPECT_FALSE(is_hopper(1) || is_hopper(2));
+  EXPECT_EQ(multiprocessors(2), 102);
+}
+
+TEST(Runtime, FailuresAreSentences) {
+  machine = {.devices = {{9, 0}}};
+  try {
+    multiprocessors(1);
+    FAIL() << "there is no such device";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.status, KDA_CUDA_ERROR);
+    EXPECT_NE(std::string(e.what()).find("failed: a sentence of CUDA's (101)"), std::string::npos) << e.what();
+  }
+}
+
+}  // namespace
+}  // namespace kda::cuda
