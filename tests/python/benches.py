@@ -44,7 +44,9 @@ def gpu_suite() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "tools/gpu_suite"
     suite = ModuleType("gpu_suite")
     suite.__file__ = str(path)
+    paths = sys.path[:]
     exec(compile(path.read_text(), path, "exec"), suite.__dict__)
+    sys.path[:] = paths  # processes started later would import kda from the sources that it put in front
     return suite
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import kda
+import kda.compiled
 from support import cpu_implementations
 
 Tensor = torch.Tensor
