@@ -40,13 +40,12 @@ lint:
 	.venv/bin/ruff format -q --check .
 	.venv/bin/mypy
 
-build:
+build: | build-dir
 	$(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --preset release -DKDA_CUDA=ON \
 	  -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > build/release.log 2>&1 || { cat build/release.log; exit 1; }
 	cmake --build --preset release
 
-test-cpp: | build-dir
-	$(MAKE) build
+test-cpp: build
 	ctest --preset release -j 2
 
 # Against the installed wheel, from a folder where no source shadows it; a process per core. Then the tests of the GPU,
