@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(block_of<E, kTiles>, sizeof(E) == 2 ? 2 : 1)
   constexpr int kOwn = kColumns / (kTwice ? 32 : 16);  // 16 columns of S each, from own0 on
   wait_for_stream();
   const Place at(blocks);
-  if (at.layer) return;  // the grid's last rows
+  if (at.n >= blocks.rows) return;  // the grid's last rows
   const Sequence s = p.chunks.sequence(at.n);
   const int64_t hv = at.hv;
   const int K = static_cast<int>(p.dims.K), V = static_cast<int>(p.dims.V);
