@@ -146,6 +146,26 @@ TEST_P(TokensOnCuda, FlushVerify) {
 INSTANTIATE_TEST_SUITE_P(All, TokensOnCuda, testing::ValuesIn(cuda_cases()),
                          [](const auto& info) { return info.param.c.name; });
 
+// Without these the tests above would hold general kernels to the oracle twice, and others not at all.
+TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
+  for (const SpeculationCase& s : cuda_cases()) {
+    if (s.c.name != "staged_1" && s.c.name != "staged_1_bf16") continue;
+    SCOPED_TRACE(s.c.name);
+    const Drafts d(s);
+    const Records records(d);
+    const auto has = [](const std::vector<const char*>& all, const std::string& name) {
+      return std::find(all.begin(), all.end(), name) != all.end();
+    };
+    const Tensor o = d.output();
+    EXPECT_TRUE(has(takers("decode", decode_args(d.in, d.pool, d.pool, o)), "cuda_decode_sweep"));
+    EXPECT_TRUE(has(takers("flush", flush_args(d, d.pool.h, records)), "cuda_flush_registers"));
+    const auto verify = takers("verify", verify_args(d, records, o));
+    EXPECT_TRUE(has(verify, "cuda_verify_recurrent") && has(verify, "cuda_verify_mma"));
+    const auto both = takers("flush_verify", flush_verify_args(d, d, d.pool.h, records, records, o));
+    EXPECT_TRUE(has(both, "cuda_flush_verify_recurrent") && has(both, "cuda_flush_verify_mma"));
+  }
+}
+
 // Two rounds: all states of the first are kept, the second starts from those of what was accepted.
 class SnapshotsOnCuda : public OnCuda, public testing::WithParamInterface<std::tuple<const char*, bool>> {};
 

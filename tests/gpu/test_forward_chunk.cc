@@ -69,18 +69,9 @@ std::vector<Case> chunk_cases() {
   return all;
 }
 
-// A call whose tensors are on the device, at addresses that fit any access: to ask about.
-kda_forward_args on_device(kda_forward_args args) {
-  uintptr_t address = uintptr_t{1} << 46;
-  for (const Field& f : tensors(args))
-    if (f.t->ndim) f.t->data = reinterpret_cast<void*>(address += uintptr_t{1} << 32);
-  args.exec.device = KDA_CUDA;
-  return args;
-}
-
 // Implementations in chunks that take the call.
 std::vector<const char*> chunked(const kda_forward_args& args) {
-  std::vector<const char*> all = takers("forward", on_device(args));
+  std::vector<const char*> all = takers("forward", args);
   std::erase_if(all, [](const char* name) { return std::string(name) == "cuda_recurrent"; });
   return all;
 }
@@ -370,6 +361,23 @@ TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
     expect_close(exact.h, got.h, "pool", kGate);
     expect_close(exact_checkpoints, checkpoints, "checkpoints", kGate);
   }
+}
+
+// Whoever needs one: segments their maps, pairs the states of heads they share, cuda_chunk its images.
+TEST_F(OnCuda, ForwardChecksItsWorkspace) {
+  Case c = wide({.name = "workspace", .T = 700, .H = 3, .HV = 3, .dtype = KDA_BF16});
+  const Inputs in(c);
+  const ForwardOutputs out(in, false);
+  int checked = 0;
+  for (const char* impl : chunked(forward_args(in, out))) {
+    SCOPED_TRACE(impl);
+    kda_forward_args args = on_device(forward_args(in, out));
+    uint64_t bytes = 0;
+    args.exec.impl = impl;
+    ASSERT_EQ(query(args, &bytes), KDA_OK) << kda_last_error();
+    if (bytes) expect_workspace_is_checked(forward_args(in, out), impl), ++checked;
+  }
+  EXPECT_GT(checked, 0);
 }
 
 class ForwardChunkChoice : public OnCuda {

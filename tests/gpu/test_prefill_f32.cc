@@ -151,6 +151,11 @@ TEST_F(OnCuda, PrefillF32ContinuesInPlace) {
   for (const auto& [K, V] : {std::pair<int64_t, int64_t>{20, 36}, {64, 64}, {128, 128}}) continues_in_place(K, V);
 }
 
+TEST_F(OnCuda, PrefillF32ChecksItsWorkspace) {
+  const Inputs in({.name = "workspace", .T = 70});
+  expect_workspace_is_checked(args_of(in, Outputs(in, 64, KDA_F32), 64), kImpl);
+}
+
 TEST_F(OnCuda, PrefillF32OfNothing) {
   for (const auto& [B, T] : {std::pair<int64_t, int64_t>{0, 70}, {2, 0}}) {
     const Inputs in({.name = "nothing", .B = B, .T = T});
