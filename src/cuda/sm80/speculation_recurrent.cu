@@ -32,15 +32,15 @@ constexpr int kVectors = 4;  // of kK floats, in PreparedDraft
 
 // Where things are in shared memory, in floats.
 struct Memory {
-  int drafts, before;  // at most: of the call, and those before one of them that are not applied
+  int drafts, before;  // there is room for, and for those before one of them that are not applied
   int v, factors, scores;
   FrontMemory front;
   EntryMemory entries;  // those that are not applied have k in place of w
   int alpha, end;
 
   // ring: entries may stay committed.
-  __host__ __device__ Memory(int K, int columns, const Sizes& sizes, bool ring)
-      : drafts(static_cast<int>(sizes.T)),
+  __host__ __device__ Memory(int K, int columns, int drafts, const Sizes& sizes, bool ring)
+      : drafts(drafts),
         before(drafts + (ring ? sizes.entries : 0)),
         v(drafts * kVectors * K),       // in front: [drafts] PreparedDraft, or q and k as the convolution leaves them
         factors(v + drafts * columns),  // in front: [drafts][columns] of v
@@ -53,6 +53,13 @@ struct Memory {
   // Of draft t with what lies `steps` before it, 1 the nearest; which: 0 -A, 1 P.
   __device__ int score(int which, int t, int steps) const { return scores + (which * drafts + t) * before + steps - 1; }
 };
+
+// Of a kernel's call. For the usual one there is room for all drafts it may have: nearly all offsets are constants.
+template <bool kUsual, class P>
+__host__ __device__ Memory memory_of(const Parts<P>& x, int K, int columns) {
+  const int drafts = kUsual ? kMaxDrafts : static_cast<int>(x.sizes.T);
+  return Memory(K, columns, drafts, x.sizes, x.requests.records.ring);
+}
 
 // Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight lanes.
 template <int kK, int kRows>
@@ -215,16 +222,18 @@ struct Walk {
   }
 };
 
-template <class State, int kK, int kRows, int kSteps, class P>
+template <class State, int kK, int kRows, int kSteps, bool kUsual, class P>
 __global__ void __launch_bounds__(kThreads, 4)
-    recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> x) {
+    recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows> * kSteps;
   constexpr int kPerLane = kK / 32;
   constexpr int kValues = kMaxDrafts * kColumns / kThreads;  // of a thread
+  const auto& x = seen<kUsual>(call, kK);
   const Tokens& tokens = x.tokens;
-  const Memory m(kK, kColumns, x.sizes, x.requests.records.ring);
+  const Memory m = memory_of<kUsual>(x, kK, kColumns);
+  const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int row0 = first_row<kRows>();
@@ -236,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       store_element(to + (v0 + threadIdx.x) * size_of(tokens.o_dtype), tokens.o_dtype, 0);
     }
   };
-  const int T = m.drafts, t = warp;  // this warp's draft
+  const int T = static_cast<int>(x.sizes.T), t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
   draft.locate(tokens, at.n, static_cast<unsigned>(t), at.hv, at.h);
   // A thread's values: of column thread % kColumns, and some drafts.
@@ -244,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const char* from_v = tokens.v.at(at.n, static_cast<unsigned>(thread / kColumns), at.hv) +
                        (v0 + threadIdx.x % kColumns) * size_of(tokens.qkv_dtype);
   if (at.n < blocks.rows && at.in_first_wave(blocks)) {
-    if (!m.front.given && t < T) draft.expect(tokens);
+    if (!front && t < T) draft.expect(tokens);
     expect_states<P, kThreads>(x, at, kColumns, m.entries.entries, kK);
   }
   wait_for_stream();
@@ -253,11 +262,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   unsigned values[kValues];
   const auto fetch = [&]<bool kNarrow>() {
     if (t < T) draft.template fetch_gate<kNarrow>(tokens);
-    if (t < T && !m.front.given) draft.template fetch_keys<kNarrow>(tokens);
+    if (t < T && !front) draft.template fetch_keys<kNarrow>(tokens);
     const char* from = from_v;
 #pragma unroll
     for (int i = 0; i < kValues; ++i, from += kAtOnce * static_cast<uint64_t>(tokens.v.stride1))
-      values[i] = !m.front.given && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
+      values[i] = !front && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
   const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
@@ -266,11 +275,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m.entries, shared);
-  if (!before.apply) entries.copy_keys(m, shared);
-  if (m.front.given) {  // before the state takes the registers
+  if (!kUsual && !before.apply) entries.copy_keys(m, shared);
+  if (front) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
-    convolution.fetch(x.front, at, r.s, T, v0);
-    convolution.values(x.front, at, r.s, T, v0, shared);
+    convolution.fetch(call.front, at, r.s, T, v0);
+    convolution.values(call.front, at, r.s, T, v0, shared);
   }
   // Four columns a thread leave no registers for what is on its way; two do, and few blocks had better not wait twice.
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
@@ -281,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
   auto* prepared = reinterpret_cast<PreparedDraft<kK>*>(shared);
-  if (m.front.given) {
+  if (front) {
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
     for (int e = 0; t < T && e < kPerLane; ++e) {
@@ -303,14 +312,14 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     if (lane == 0) shared[m.factors + t] = draft.beta, shared[m.factors + m.drafts + t] = draft.qk;
   }
-  if (!m.front.given) {
+  if (!front) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
   __syncthreads();  // keys and decays of all drafts and entries are in shared memory
-  const int committed = before.apply ? 0 : entries.count;
+  const int committed = kUsual || before.apply ? 0 : entries.count;
   if (t < T) {
     Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
 #pragma unroll
@@ -401,12 +410,16 @@ void launch_recurrent(const P& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
+  const bool usual = is_usual(x);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
-    const int bytes = Memory(kK, kColumns, x.sizes, x.requests.records.ring).end * static_cast<int>(sizeof(float));
-    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, bytes,
-                                                          Blocks(p, tiles, at_once), x);
+    const auto with = [&]<bool kUsual>() {
+      const int bytes = memory_of<kUsual>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
+      launch<recurrent_kernel<State, kK, kRows, kSteps, kUsual, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
+                                                                    bytes, Blocks(p, tiles, at_once), x);
+    };
+    usual ? with.template operator()<true>() : with.template operator()<false>();
   });
 }
 
