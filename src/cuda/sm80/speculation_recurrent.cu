@@ -20,6 +20,11 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMaxDrafts = kWarps;  // each has a warp
+
+// What a kernel knows of its call. The bits are the same.
+enum class Call { kAny, kUsual, kOneDraft };  // is_usual(), kOneDraft: and nothing to walk over
+template <Call kCall>
+constexpr int kMost = kCall == Call::kOneDraft ? 1 : kMaxDrafts;  // drafts
 template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
 
@@ -55,9 +60,9 @@ struct Memory {
 };
 
 // Of a kernel's call. For the usual one there is room for all drafts it may have: nearly all offsets are constants.
-template <bool kUsual, class P>
+template <Call kCall, class P>
 __host__ __device__ Memory memory_of(const Parts<P>& x, int K, int columns) {
-  const int drafts = kUsual ? kMaxDrafts : static_cast<int>(x.sizes.T);
+  const int drafts = kCall == Call::kAny ? static_cast<int>(x.sizes.T) : kMost<kCall>;
   return Memory(K, columns, drafts, x.sizes, x.requests.records.ring);
 }
 
@@ -222,17 +227,18 @@ struct Walk {
   }
 };
 
-template <class State, int kK, int kRows, int kSteps, bool kUsual, class P>
+template <class State, int kK, int kRows, int kSteps, Call kCall, class P>
 __global__ void __launch_bounds__(kThreads, 4)
     recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows> * kSteps;
-  constexpr int kPerLane = kK / 32;
-  constexpr int kValues = kMaxDrafts * kColumns / kThreads;  // of a thread
+  constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall>;
+  constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
+  constexpr bool kUsual = kCall != Call::kAny;
   const auto& x = seen<kUsual>(call, kK);
   const Tokens& tokens = x.tokens;
-  const Memory m = memory_of<kUsual>(x, kK, kColumns);
+  const Memory m = memory_of<kCall>(x, kK, kColumns);
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -245,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       store_element(to + (v0 + threadIdx.x) * size_of(tokens.o_dtype), tokens.o_dtype, 0);
     }
   };
-  const int T = static_cast<int>(x.sizes.T), t = warp;  // this warp's draft
+  const int T = kDrafts == 1 ? 1 : static_cast<int>(x.sizes.T), t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
   draft.locate(tokens, at.n, static_cast<unsigned>(t), at.hv, at.h);
   // A thread's values: of column thread % kColumns, and some drafts.
@@ -306,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) {
       const int c = draft.channel(e);
-      prepared[t].alpha[c] = draft.alpha[e], prepared[t].k[c] = draft.k[e];
+      if (kDrafts > 1) prepared[t].alpha[c] = draft.alpha[e], prepared[t].k[c] = draft.k[e];
       if (entry >= 0) record.alpha_at(entry, c) = draft.alpha[e];
       if (entry >= 0 && at.h * blocks.group.divisor == at.hv) record.k_at(entry, c) = draft.k[e];
     }
@@ -318,13 +324,13 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
-  __syncthreads();  // keys and decays of all drafts and entries are in shared memory
+  if constexpr (kDrafts > 1) __syncthreads();  // keys and decays of all drafts and entries are in shared memory
   const int committed = kUsual || before.apply ? 0 : entries.count;
   if (t < T) {
     Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) walk.k[e] = draft.alpha[e] * draft.k[e], walk.q[e] = draft.alpha[e] * draft.q[e];
-    if (t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
+    if (kDrafts > 1 && t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
     for (int i = 0; i < committed; i += kMaxDrafts)
       walk.over(min(committed - i, kMaxDrafts), shared + m.entries.w + i * kK, shared + m.alpha + i * kK, kK);
 #pragma unroll
@@ -347,9 +353,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
     // All products first: one by one with what follows, they cost registers that are not there.
-    float sum[kMaxDrafts], u[kMaxDrafts];
+    float sum[kDrafts], u[kDrafts];
 #pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t) {
+    for (int t = 0; t < kDrafts; ++t) {
       if (t >= T) break;
       const float product = products<kK, kRows>(prepared[t], S);
       sum[t] = has_u ? shared[m.v + t * kColumns + column] - product : product;
@@ -358,13 +364,13 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int e = 0; e < committed; ++e) {
       const float u_e = shared[m.entries.u + e * kColumns + column];
 #pragma unroll
-      for (int t = 0; t < kMaxDrafts; ++t)
+      for (int t = 0; t < kDrafts; ++t)
         if (t < T) sum[t] = fmaf(shared[m.score(!has_u, t, t + e + 1)], u_e, sum[t]);
     }
     char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * size_of(tokens.o_dtype);
     char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&Entries(x.records, at, r.slot, v0).u_at(0, column)) : nullptr;
 #pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t) {
+    for (int t = 0; t < kDrafts; ++t) {
       if (t >= T) break;
 #pragma unroll
       for (int i = 0; i < t; ++i) sum[t] = fmaf(shared[m.score(!has_u, t, t - i)], u[i], sum[t]);
@@ -414,12 +420,15 @@ void launch_recurrent(const P& p) {
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
-    const auto with = [&]<bool kUsual>() {
-      const int bytes = memory_of<kUsual>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
-      launch<recurrent_kernel<State, kK, kRows, kSteps, kUsual, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                                    bytes, Blocks(p, tiles, at_once), x);
+    const auto with = [&]<Call kCall>() {
+      const int bytes = memory_of<kCall>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
+      launch<recurrent_kernel<State, kK, kRows, kSteps, kCall, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
+                                                                   bytes, Blocks(p, tiles, at_once), x);
     };
-    usual ? with.template operator()<true>() : with.template operator()<false>();
+    if (!usual) return with.template operator()<Call::kAny>();
+    if constexpr (!kFlushes<P>)
+      if (p.T == 1) return with.template operator()<Call::kOneDraft>();
+    with.template operator()<Call::kUsual>();
   });
 }
 
