@@ -166,11 +166,12 @@ __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLan
   }
 }
 
-template <class State, int kK, int kRows>
+template <class State, int kK, int kRows, bool kUsual>
 __global__ void __launch_bounds__(kThreads, 4)
-    flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> x) {
+    flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
+  const auto& x = seen<kUsual>(call, kK);
   constexpr int kColumns = kTile<kRows>;
   const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
@@ -454,12 +455,16 @@ void flush_registers(const FlushProblem& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<FlushProblem> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
+  const bool usual = is_usual(x);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows>;
     const int64_t tiles = p.V / kColumns;
     const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
-    launch<flush_kernel<State, kK, kRows>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
-                                           LayeredBlocks(p, tiles, at_once), x);
+    const auto with = [&]<bool kUsual>() {
+      launch<flush_kernel<State, kK, kRows, kUsual>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
+                                                     LayeredBlocks(p, tiles, at_once), x);
+    };
+    usual ? with.template operator()<true>() : with.template operator()<false>();
   });
   roll_convolution(p);
 }
