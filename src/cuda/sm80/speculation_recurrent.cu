@@ -10,7 +10,8 @@
 // Records to apply come first (entries.h). What a ring holds committed, but not yet to be written to the state, are drafts
 // before the first: the walk goes on over them.
 //
-// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call.
+// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call, nor on what a kernel
+// knows of it (`Call`).
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -21,8 +22,8 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMaxDrafts = kWarps;  // each has a warp
 
-// What a kernel knows of its call. The bits are the same.
-enum class Call { kAny, kUsual, kOneDraft };  // is_usual(), kOneDraft: and nothing to walk over
+// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with nothing to walk over.
+enum class Call { kAny, kUsual, kOneDraft };
 template <Call kCall>
 constexpr int kMost = kCall == Call::kOneDraft ? 1 : kMaxDrafts;  // drafts
 template <int kRows>
