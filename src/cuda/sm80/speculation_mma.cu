@@ -18,7 +18,8 @@
 // but not applied in registers only. The bits are those of a flush before.
 //
 // Threads: a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a column. Four warps
-// a block need the fewest instructions, eight the least time.
+// a block need the fewest instructions, eight the least time. The usual verify has few enough registers for three blocks of
+// eight.
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -166,10 +167,14 @@ struct Draft {
   }
 };
 
+// Blocks that an SM has registers for.
+template <int kMaxDrafts, int kWarps, bool kUsual, class P>
+constexpr int kBlocks = kWarps == 4 || (kUsual && !kFlushes<P>) ? 3
+                        : kMaxDrafts == 8                       ? 2
+                                                                : 1;
+
 template <class State, int kK, int kMaxDrafts, int kWarps, bool kUsual, class P>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
-                                               : kMaxDrafts == 8 ? 2
-                                                                 : 1)
+__global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsual, P>)
     mma_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Memory memory,
                const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
@@ -446,16 +451,13 @@ void launch_mma(const P& p) {
   const bool usual = is_usual(x);
   const auto sized = [&]<class State, int kK>() {
     if (room > 8) return launch_sized<State, kK, 16, 8, false>(p, x, room);
+    if (usual) return launch_sized<State, kK, 8, 8, true>(p, x, room);
     // Many blocks of four warps, unless there are too few of them: not enough heads, or shared memory.
     const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
     const bool many = kFlushes<P> ? heads >= 4 * SMs && room <= 4 : heads >= 2 * SMs || room <= 4;
-    const auto with = [&]<int kWarps>() {
-      usual ? launch_sized<State, kK, 8, kWarps, true>(p, x, room)
-            : launch_sized<State, kK, 8, kWarps, false>(p, x, room);
-    };
     if constexpr (kK == 128)
-      if (many) return with.template operator()<4>();
-    with.template operator()<8>();
+      if (many) return launch_sized<State, kK, 8, 4, false>(p, x, room);
+    launch_sized<State, kK, 8, 8, false>(p, x, room);
   };
   const bool bf16 = p.args.states.h0.dtype == KDA_BF16;
   if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();
