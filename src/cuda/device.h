@@ -138,6 +138,19 @@ struct Tokens {
   static const char* why_not(const kda_inputs& in, const kda_tensor& o) {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
+
+  // The usual call, of which a kernel may know that it is one: the same bits with half of the instructions.
+  bool usual() const {
+    return (qkv_dtype == KDA_BF16) & (g_dtype == KDA_BF16) & (beta_dtype == KDA_BF16) & (o_dtype == KDA_BF16) &&
+           beta_form == KDA_BETA_SIGMOID && qk_l2norm;
+  }
+  // Of a usual one: with what the compiler is to know.
+  __device__ Tokens known(int32_t K) const {
+    Tokens x = *this;
+    x.K = K, x.qkv_dtype = x.g_dtype = x.beta_dtype = x.o_dtype = KDA_BF16;
+    x.beta_form = KDA_BETA_SIGMOID, x.qk_l2norm = x.narrow = 1;
+    return x;
+  }
 };
 
 __device__ inline float activated_beta(int32_t form, float x) {
