@@ -48,6 +48,15 @@ struct Params {
 
   __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
   __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
+  // Of a usual call: with what the compiler is to know.
+  __device__ Params known(int32_t K, int32_t state_dtype) const {
+    Params x = *this;
+    x.tokens = tokens.known(K);
+    x.hT.stride0 = h0.stride0, x.hT.stride1 = h0.stride1, x.hT.stride2 = h0.stride2;
+    x.h0.dtype = x.hT.dtype = state_dtype;
+    x.T = 1, x.N = blocks.rows, x.varlen = false;
+    return x;
+  }
 
  private:
   Params(const DecodeProblem& p, const kda_decode_args& a, int64_t tiles, unsigned at_once)
@@ -74,24 +83,53 @@ struct Params {
   static bool by_slot(const kda_decode_args& a) { return present(a.snapshot_slots); }
 };
 
+bool plain(const DecodeProblem& p) {
+  return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
+}
+
+// What nearly all calls of a model are: one token, of the dtypes and forms that Tokens::known knows, with states of one
+// dtype that lie alike before and after. Kernels for these and no others have less than half of the instructions: code
+// for other calls lies between those that run, and comes through the instruction cache with them.
+bool usual(const DecodeProblem& p) {
+  const kda_decode_args& a = p.args;
+  const TypedView h0 = view_of(a.states.h0), hT = view_of(a.states.hT);
+  return plain(p) && !p.varlen && p.T == 1 && (p.K == 64 || p.K == 128) && p.V % 64 == 0 && h0.data && hT.data &&
+         h0.dtype == hT.dtype && h0.stride0 == hT.stride0 && h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 &&
+         Tokens(p, a.in, a.o).usual();
+}
+
+template <bool kUsual>
+__device__ decltype(auto) known(const Params& p, int32_t K, int32_t state_dtype) {
+  if constexpr (kUsual) return p.known(K, state_dtype);
+  else return (p);
+}
+
+// What a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..: usual calls,
+// with states of this dtype.
+enum class Calls { kAny, kPlain, kUsualF32, kUsualBf16 };
+constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || calls == Calls::kUsualBf16; }
+
 // Blocks of an SM, as many as registers allow without spills.
-constexpr int blocks_of(bool plain, int elements, int rows) {
+constexpr int blocks_of(Calls calls, int elements, int rows) {
   if (elements * rows > 32) return 1;
-  if (!plain) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
+  if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-// kPlain: neither snapshots, nor a start from one, nor a convolution in front.
-template <bool kWide, bool kPlain, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
-    decode_kernel(const __grid_constant__ Params p) {
+template <bool kWide, Calls kCalls, int kElements, int kRows>
+__global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
+    decode_kernel(const __grid_constant__ Params params) {
+  constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
+  const auto& p = known<kUsual>(params, kElements * 8, kCalls == Calls::kUsualBf16 ? KDA_BF16 : KDA_F32);
+  __builtin_assume(threadIdx.x < kThreads);
   constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
-  const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
+  // That are there, of the thread's.
+  const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
     char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * size_of(x.o_dtype);
 #pragma unroll
@@ -143,13 +181,14 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
         const Rows<kWide> rows(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, static_cast<unsigned>(v0));
-        prefetch(rows.first, min(static_cast<uint64_t>(p.V) - v0, static_cast<uint64_t>(kTile<kRows>)) * rows.row);
+        const unsigned all = kUsual ? kTile<kRows> : min(p.V - v0, static_cast<unsigned>(kTile<kRows>));
+        prefetch(rows.first, all * static_cast<uint64_t>(rows.row));
       }
     }
   }
   wait_for_stream();
   if (at.n >= p.blocks.rows) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
+  if (p.varlen && at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
   const int64_t slot = slot_of(p.slots.indices, at.n);
   Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
@@ -200,38 +239,45 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
       if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
     }
   }
-  if (p.hT.data) store(p.hT, s.slot);
+  if (kUsual || p.hT.data) store(p.hT, s.slot);
 }
 
-bool plain(const DecodeProblem& p) {
-  return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
-}
-
-template <bool kWide, int kElements, int kRows>
+template <bool kWide, Calls kCalls, int kElements, int kRows>
 void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  const dim3 grid = Blocks::grid(p, tiles, 1);
-  const int at_once = blocks_of(true, kElements, kRows) * multiprocessors(p.args.exec.device_id);
-  const Params params(p, tiles, static_cast<unsigned>(at_once));
-  if (plain(p)) launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, params);
-  else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, params);
+  const int at_once = blocks_of(kCalls, kElements, kRows) * multiprocessors(p.args.exec.device_id);
+  launch<decode_kernel<kWide, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
+                                                         Params(p, tiles, static_cast<unsigned>(at_once)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
 // every channel.
-template <bool kWide>
+template <bool kWide, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
   const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 5 * multiprocessors(p.args.exec.device_id);
-  constexpr int kManyOfLargest = kWide ? 2 : 1;
-  if (p.K <= 64) few ? launch_direct<kWide, 8, 1>(p) : launch_direct<kWide, 8, 4>(p);
-  else if (p.K > 128) few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, kManyOfLargest>(p);
-  else few ? launch_direct<kWide, 16, 1>(p) : launch_direct<kWide, 16, 2>(p);
+  const auto sized = [&]<int kElements, int kMany>() {
+    few ? launch_direct<kWide, kCalls, kElements, 1>(p) : launch_direct<kWide, kCalls, kElements, kMany>(p);
+  };
+  if (p.K <= 64) return sized.template operator()<8, 4>();
+  if (p.K <= 128) return sized.template operator()<16, 2>();
+  if constexpr (!are_usual(kCalls)) sized.template operator()<32, kWide ? 2 : 1>();
+}
+
+template <bool kWide>
+void launch_direct(const DecodeProblem& p) {
+  if constexpr (kWide)
+    if (usual(p))
+      return p.args.states.h0.dtype == KDA_F32 ? launch_direct<kWide, Calls::kUsualF32>(p)
+                                               : launch_direct<kWide, Calls::kUsualBf16>(p);
+  plain(p) ? launch_direct<kWide, Calls::kPlain>(p) : launch_direct<kWide, Calls::kAny>(p);
 }
 
 // ---- a head a block ----
 
-template <class T, int kK>
-__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
+template <class T, int kK, bool kUsual>
+__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params params) {
+  const auto& p = known<kUsual>(params, kK, sizeof(T) == 2 ? KDA_BF16 : KDA_F32);
+  __builtin_assume(threadIdx.x < kThreads);
   constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
@@ -264,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
   if (!p.varlen) locate(at.n, 0);
   wait_for_stream();
   if (at.n >= p.blocks.rows) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
+  if (p.varlen && at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
   const int64_t slot = slot_of(p.slots.indices, at.n);
   Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
@@ -320,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
       }
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
+        if (kUsual || p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
     };
     // The next columns are on their way while these are worked on.
 #pragma unroll 1
@@ -335,7 +381,9 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
 
 template <class T, int kK>
 void launch_sweep(const DecodeProblem& p) {
-  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p, 1, 0));
+  const dim3 grid = Blocks::grid(p, 1, 1);
+  if (usual(p)) launch<sweep_kernel<T, kK, true>>(p.args.exec, grid, kThreads, 0, Params(p, 1, 0));
+  else launch<sweep_kernel<T, kK, false>>(p.args.exec, grid, kThreads, 0, Params(p, 1, 0));
 }
 
 }  // namespace
