@@ -111,6 +111,7 @@ constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || call
 
 // Blocks of an SM, as many as registers allow without spills.
 constexpr int blocks_of(Calls calls, int elements, int rows) {
+  if (are_usual(calls)) return elements * rows > 32 ? 5 : 8;
   if (elements * rows > 32) return 1;
   if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
@@ -274,8 +275,12 @@ void launch_direct(const DecodeProblem& p) {
 
 // ---- a head a block ----
 
+// bf16 numbers have registers as they come and as they are worked on.
+constexpr int sweep_blocks_of(bool usual, int bytes, int K) { return usual && (bytes == 4 || K == 64) ? 5 : 4; }
+
 template <class T, int kK, bool kUsual>
-__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), kK))
+    sweep_kernel(const __grid_constant__ Params params) {
   const auto& p = known<kUsual>(params, kK, sizeof(T) == 2 ? KDA_BF16 : KDA_F32);
   __builtin_assume(threadIdx.x < kThreads);
   constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
