@@ -5,12 +5,15 @@
 // a channel, while its part of the state is on its way.
 //
 // `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
-// flight before anything is waited for. The shortest way for small calls.
+// flight before anything is waited for. The shortest way for small calls. A thread has the same channels of the same columns
+// in both layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
 // some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
+#include <type_traits>
+
 #include "cuda/cuda.h"
 #include "cuda/device.h"
 #include "cuda/front.h"
@@ -109,15 +112,21 @@ __device__ decltype(auto) known(const Params& p, int32_t K, int32_t state_dtype)
 enum class Calls { kAny, kPlain, kUsualF32, kUsualBf16 };
 constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || calls == Calls::kUsualBf16; }
 
+// How states are read and written: kAny: an element at a time. kRows: V-first, some channels of a column at a time.
+// kColumns: K-first, some columns of a channel.
+enum class Access { kAny, kRows, kColumns };
+template <Access kAccess, int kRows>
+using States = std::conditional_t<kAccess == Access::kColumns, Columns<kRows>, Rows<kAccess == Access::kRows>>;
+
 // Blocks of an SM, as many as registers allow without spills.
 constexpr int blocks_of(Calls calls, int elements, int rows) {
-  if (are_usual(calls)) return elements * rows > 32 ? 5 : 8;
-  if (elements * rows > 32) return 1;
+  if (are_usual(calls)) return (elements * rows > 32 ? 5 : 8) - (calls == Calls::kUsualBf16 && rows == 4);
+  if (elements * rows > 32) return calls == Calls::kPlain && elements == 16 ? 4 : 1;
   if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-template <bool kWide, Calls kCalls, int kElements, int kRows>
+template <Access kAccess, Calls kCalls, int kElements, int kRows>
 __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
     decode_kernel(const __grid_constant__ Params params) {
   constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
@@ -175,15 +184,20 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if (kPlain && kWide && at.in_first_wave(p.blocks)) {
+    if (kPlain && kAccess != Access::kAny && at.in_first_wave(p.blocks)) {
       keys.expect(x);
       if (threadIdx.x == 0) prefetch(from_v);
-      const bool hint = threadIdx.x == 0 && p.h0.data;
+      // A block's part of a K-first state is some lines of every channel.
+      const bool hint = (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0) && p.h0.data;
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
-        const Rows<kWide> rows(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, static_cast<unsigned>(v0));
-        const unsigned all = kUsual ? kTile<kRows> : min(p.V - v0, static_cast<unsigned>(kTile<kRows>));
-        prefetch(rows.first, all * static_cast<uint64_t>(rows.row));
+        const unsigned from = kAccess == Access::kColumns ? at.tile * kTile<kRows> : static_cast<unsigned>(v0);
+        const unsigned all = kUsual ? kTile<kRows> : min(p.V - from, static_cast<unsigned>(kTile<kRows>));
+        const States<kAccess, kRows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
+        if constexpr (kAccess == Access::kRows) prefetch(states.first, all * static_cast<uint64_t>(states.row));
+        if constexpr (kAccess == Access::kColumns)
+          for (unsigned byte = 0; byte < all * size_of(p.h0.dtype); byte += 128)
+            prefetch(states.first + threadIdx.x * uint64_t{states.channel_step} + byte);
       }
     }
   }
@@ -201,12 +215,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
 
   float S[kRows][kElements] = {};
   const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
-    Rows<kWide> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
+    States<kAccess, kRows> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
     load_rows(rows, from.dtype, columns, x.K, S);
   };
   const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
-    Rows<kWide> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
+    States<kAccess, kRows> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
     store_rows(rows, to.dtype, columns, x.K, S);
   };
@@ -243,34 +257,37 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   if (kUsual || p.hT.data) store(p.hT, s.slot);
 }
 
-template <bool kWide, Calls kCalls, int kElements, int kRows>
+template <Access kAccess, Calls kCalls, int kElements, int kRows>
 void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
   const int at_once = blocks_of(kCalls, kElements, kRows) * multiprocessors(p.args.exec.device_id);
-  launch<decode_kernel<kWide, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
-                                                         Params(p, tiles, static_cast<unsigned>(at_once)));
+  launch<decode_kernel<kAccess, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
+                                                           Params(p, tiles, static_cast<unsigned>(at_once)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
-// every channel.
-template <bool kWide, Calls kCalls>
+// every channel. Of a K-first state they are also what a thread reads at once.
+template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
-  const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 5 * multiprocessors(p.args.exec.device_id);
-  const auto sized = [&]<int kElements, int kMany>() {
-    few ? launch_direct<kWide, kCalls, kElements, 1>(p) : launch_direct<kWide, kCalls, kElements, kMany>(p);
+  constexpr bool kColumns = kAccess == Access::kColumns;
+  constexpr int kFew = kColumns ? 2 : 1, kMany = kColumns ? 4 : 2;
+  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * multiprocessors(p.args.exec.device_id);
+  const auto sized = [&]<int kElements, int kRows>() {
+    few ? launch_direct<kAccess, kCalls, kElements, kFew>(p) : launch_direct<kAccess, kCalls, kElements, kRows>(p);
   };
   if (p.K <= 64) return sized.template operator()<8, 4>();
-  if (p.K <= 128) return sized.template operator()<16, 2>();
-  if constexpr (!are_usual(kCalls)) sized.template operator()<32, kWide ? 2 : 1>();
+  if (p.K <= 128) return sized.template operator()<16, kMany>();
+  if constexpr (!are_usual(kCalls) && !kColumns) sized.template operator()<32, kAccess == Access::kRows ? 2 : 1>();
 }
 
-template <bool kWide>
+template <Access kAccess>
 void launch_direct(const DecodeProblem& p) {
-  if constexpr (kWide)
+  if constexpr (kAccess != Access::kAny)
     if (usual(p))
-      return p.args.states.h0.dtype == KDA_F32 ? launch_direct<kWide, Calls::kUsualF32>(p)
-                                               : launch_direct<kWide, Calls::kUsualBf16>(p);
-  plain(p) ? launch_direct<kWide, Calls::kPlain>(p) : launch_direct<kWide, Calls::kAny>(p);
+      return p.args.states.h0.dtype == KDA_F32 ? launch_direct<kAccess, Calls::kUsualF32>(p)
+                                               : launch_direct<kAccess, Calls::kUsualBf16>(p);
+  if (plain(p)) launch_direct<kAccess, Calls::kPlain>(p);
+  else if constexpr (kAccess != Access::kColumns) launch_direct<kAccess, Calls::kAny>(p);
 }
 
 // ---- a head a block ----
@@ -407,8 +424,10 @@ void decode(const DecodeProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const kda_decode_args& a = p.args;
-  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<true>(p);
-  else launch_direct<false>(p);
+  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<Access::kRows>(p);
+  else if (plain(p) && wide_columns(p, a.in.state_layout, {&a.states.h0, &a.states.hT}))
+    launch_direct<Access::kColumns>(p);
+  else launch_direct<Access::kAny>(p);
   roll_convolution(p);
 }
 
