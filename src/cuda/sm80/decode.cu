@@ -201,10 +201,11 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
       }
     }
   }
+  const int32_t* index = p.slots.indices.data ? &p.slots.indices[at.n] : nullptr;
   wait_for_stream();
   if (at.n >= p.blocks.rows) return;  // the grid's last rows
   if (p.varlen && at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
-  const int64_t slot = slot_of(p.slots.indices, at.n);
+  const int64_t slot = index ? *index : int64_t{at.n};
   Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
   if (p.varlen) locate(b, t0);
