@@ -21,18 +21,23 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
-  // What decode has kernels of its own for.
-  const auto usual = [&](const char* name, int64_t K, int64_t V, int32_t state, int32_t layout) {
+  // What there are kernels for that know the call: decode, one draft, few, more.
+  const auto usual = [&](const char* name, int64_t T, int64_t K, int64_t V, int32_t state, int32_t layout) {
     SpeculationCase s = find_speculation_case("softplus");
-    s.c.name = name, s.c.B = 5, s.c.T = 1, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
+    s.c.name = name, s.c.B = 5, s.c.T = T, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
     s.c.dtype = s.c.g_dtype = s.c.beta_dtype = KDA_BF16, s.c.state_dtype = state, s.c.state_layout = layout;
     s.c.layout = Layout::kDense;
     all.push_back(s);
   };
-  usual("usual", 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_K_first", 128, 128, KDA_F32, KDA_STATE_K_FIRST);
-  usual("usual_bf16", 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
-  usual("usual_bf16_K_first", 128, 64, KDA_BF16, KDA_STATE_K_FIRST);
-  usual("usual_64", 64, 64, KDA_F32, KDA_STATE_V_FIRST), usual("usual_64_K_first", 64, 64, KDA_F32, KDA_STATE_K_FIRST);
+  usual("usual", 1, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
+  usual("usual_K_first", 1, 128, 128, KDA_F32, KDA_STATE_K_FIRST);
+  usual("usual_bf16", 1, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
+  usual("usual_bf16_K_first", 1, 128, 64, KDA_BF16, KDA_STATE_K_FIRST);
+  usual("usual_64", 1, 64, 64, KDA_F32, KDA_STATE_V_FIRST);
+  usual("usual_64_K_first", 1, 64, 64, KDA_F32, KDA_STATE_K_FIRST);
+  usual("usual_3", 3, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_4", 4, 64, 64, KDA_BF16, KDA_STATE_V_FIRST);
+  usual("usual_6", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_8", 8, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
+  usual("usual_16", 16, 128, 64, KDA_F32, KDA_STATE_V_FIRST);
   // What comes through shared memory and goes to tensor cores.
   const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
     SpeculationCase s = find_speculation_case(like);
