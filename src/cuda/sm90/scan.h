@@ -105,9 +105,11 @@ class Scan {
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
             [&] {
+              if constexpr (!std::is_same_v<Begun, Nothing>) {
+                if (t == first && !again) [[unlikely]]  // so that it lies outside of the loop
+                  begun();
+              }
               if (t > first) stage_outputs(out);
-              else if constexpr (!std::is_same_v<Begun, Nothing>)
-                if (!again) begun();
             },
             [&](const float(&U)[kRows / 2]) {
               if (kCorrections) store_corrections(t, end, U);

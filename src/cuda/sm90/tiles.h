@@ -110,7 +110,8 @@ struct StateTiles {
     bool fits = t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= kSize &&
                 t.shape[0] <= INT32_MAX && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
     for (int i = 0; i < 3; ++i)
-      fits = fits && t.shape[i] > 0 && map_stride(t, i) % 16 == 0 && map_stride(t, i) < uint64_t{1} << 40;
+      fits = fits && t.shape[i] > 0 && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 &&
+             map_stride(t, i) < uint64_t{1} << 40;
     return fits;
   }
   // [slots, HV, V, K]
