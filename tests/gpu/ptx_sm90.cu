@@ -136,6 +136,40 @@ __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __gr
   ptx::wait_for_bulk<0>();
 }
 
+__global__ void __cluster_dims__(2)
+    states_kernel(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to,
+                  const __grid_constant__ Columns at, float* seen) {
+  using cuda::sm90::StateTiles;
+  const auto* memory = reinterpret_cast<const float*>(shared_memory());
+  const unsigned rank = ptx::rank(), other = rank ^ 1, place = ptx::shared_address(memory),
+                 barrier = place + StateTiles::kWarpBytes;
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(barrier, 1), ptx::fence_barriers();
+    ptx::arrive_expecting(barrier, StateTiles::kWarpBytes);
+  }
+  ptx::sync_cluster();
+  const auto each_box = [&](const auto& f) {
+    for (unsigned box = 0; box < StateTiles::kBoxes; ++box)
+      f(box * StateTiles::kChannels, place + box * StateTiles::kBoxBytes);
+  };
+  if (threadIdx.x == 0 && rank == 0)
+    each_box([&](unsigned channel, unsigned box) {
+      ptx::copy_box(box, from, channel, 2 * at.first, 0, at.hv, at.slot, barrier);
+      ptx::copy_box_to(1 << other, box, from, channel, 2 * at.first + 2, 0, at.hv, at.slot, barrier);
+    });
+  waited(barrier, 0);
+  for (unsigned i = threadIdx.x; i < StateTiles::kWarpBytes / 4; i += blockDim.x)
+    seen[rank * (StateTiles::kWarpBytes / 4) + i] = memory[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    each_box([&](unsigned channel, unsigned box) {
+      ptx::store_box(to, channel, 2 * (at.first + rank), 0, at.hv, at.to, box);
+    });
+    ptx::commit_bulk(), ptx::wait_for_bulk<0>();
+  }
+  ptx::sync_cluster();  // nobody copies to a block that has ended
+}
+
 __global__ void store_matrices_kernel(const unsigned* x, uint4* rows) {
   __shared__ uint4 memory[32];
   const unsigned lane = threadIdx.x, place = lane ^ 5;  // in any order
@@ -259,6 +293,10 @@ void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner&
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
   const CUtensorMap map = cuda::sm90::Tiles::map(to, 16, CU_TENSOR_MAP_SWIZZLE_32B);
   store_kernel<<<1, kStored / 16, kStored>>>(map, at, static_cast<const uint4*>(tile));
+}
+void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen) {
+  using cuda::sm90::StateTiles;
+  states_kernel<<<2, 128, StateTiles::kWarpBytes + 8>>>(StateTiles::map(from), StateTiles::map(to), at, seen);
 }
 void store_matrices(const unsigned* x, void* matrices) {
   store_matrices_kernel<<<1, 32>>>(x, static_cast<uint4*>(matrices));

@@ -55,6 +55,13 @@ std::vector<Case> chunk_cases() {
   add({.name = "some_zero", .T = 70, .keys = Keys::kSomeZero});
   add({.name = "beta_zero", .T = 70, .betas = Betas::kZero});
   add({.name = "no_h0", .T = 70, .scale = 0.5f, .h0 = false});
+  // Heads enough for a pair of blocks to have several.
+  const std::vector<int64_t> any = {1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2};
+  add(raw({.name = "bound_short", .H = 2, .HV = 16, .lengths = any, .tail = 7}));
+  add(softplus({.name = "softplus_short", .H = 16, .HV = 16, .lengths = std::vector<int64_t>(12, 20)}));
+  add(raw({.name = "bound_short_k_first", .HV = 16, .lengths = any, .state_layout = KDA_STATE_K_FIRST}));
+  add(raw({.name = "bound_short_bf16_states", .HV = 16, .lengths = any, .state_dtype = KDA_BF16}));
+  add(raw({.name = "bound_short_no_h0", .HV = 16, .lengths = any, .h0 = false}));
   // Long enough for several segments.
   add(raw({.name = "bound_maps", .T = 300}));
   add(raw({.name = "bound_long", .T = 700, .HV = 2}));
@@ -276,6 +283,27 @@ TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
         }
         EXPECT_EQ(hT.bits(), all.hT.bits(0, n, 1)) << n;
       }
+    }
+  }
+}
+
+// Nor who loads and stores states: where those on the way are wanted, threads do, and the copy engine where they are not.
+TEST_P(ForwardChunkPromise, StatesOnTheWayChangeNoBit) {
+  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2},
+                                              std::vector<int64_t>(30, 20), std::vector<int64_t>(20, 90)}) {
+    SCOPED_TRACE(lengths[0]);
+    Case c = named(GetParam());
+    c.B = 1, c.H = 2, c.HV = 16, c.lengths = lengths, c.tail = 5, c.state_dtype = KDA_F32;
+    const Inputs in(c);
+    const ForwardOutputs plain(in, false);
+    ForwardOutputs all(in, false);
+    all.save_states(in, 1);
+    for (const char* impl : invariant(forward_args(in, all))) {
+      SCOPED_TRACE(impl);
+      run_on_cuda(forward_args(in, plain), impl);
+      run_on_cuda(forward_args(in, all), impl);
+      EXPECT_EQ(plain.o.bits(), all.o.bits());
+      EXPECT_EQ(plain.hT.bits(), all.hT.bits());
     }
   }
 }

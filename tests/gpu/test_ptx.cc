@@ -333,6 +333,34 @@ TEST_F(PtxOnHopper, TilesAreStored) {
   }
 }
 
+// With gaps behind rows, heads and slots; from a slot that is not there come zeros.
+TEST_F(PtxOnHopper, StatesComeAndLeave) {
+  constexpr unsigned kSlots = 3, kHV = 2, kRow = 132, kHead = 128 * kRow + 4, kSlot = kHV * kHead + 8;
+  const auto states = [](float* data) {
+    kda_tensor t = Tensor(KDA_F32, {kSlots, kHV, 128, 128});
+    t.data = data, t.stride[0] = kSlot, t.stride[1] = kHead, t.stride[2] = kRow;
+    return t;
+  };
+  const std::vector<float> x = counted<float>(kSlots * kSlot);
+  const OnDevice from(x);
+  for (const Columns& at : {Columns{0, 0, 0, 2}, Columns{3, 1, 2, 0}, Columns{6, 1, 1, 1}, Columns{4, 0, ~0u, 1}}) {
+    SCOPED_TRACE(at.first);
+    std::vector<float> expected(2 * 2048), there(x.size(), -1);
+    for (unsigned column = 0; column < 32; ++column)
+      for (unsigned channel = 0; channel < 128; ++channel) {
+        const unsigned c = column % 16, row = c % 8 * 2 + c / 8;
+        const unsigned in_head = at.hv * kHead + (16 * at.first + column) * kRow + channel;
+        const float value = at.slot < kSlots ? x[at.slot * kSlot + in_head] : 0;
+        expected[column / 16 * 2048 + channel / 32 * 512 + place(row, channel % 32 * 2, 128) / 4] = value;
+        there[at.to * kSlot + in_head] = value;
+      }
+    const OnDevice seen(expected.size(), 7.0f), to(there.size(), -1.0f);
+    exchange_states(states(from), states(to), at, seen);
+    expect_same(expected, seen.back());
+    expect_same(there, to.back());
+  }
+}
+
 TEST_F(PtxOnHopper, MatricesAreStoredTransposed) {
   const std::vector<uint16_t> matrices = counted<uint16_t>(4 * 64);
   const OnDevice to(4 * 64, uint16_t{0});

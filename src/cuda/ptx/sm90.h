@@ -139,6 +139,30 @@ __device__ inline void store_tile(const CUtensorMap& map, unsigned x, unsigned y
                "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
                : "memory");
 }
+// Likewise of tensors of five dimensions.
+__device__ inline void copy_box(unsigned to, const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
+                                unsigned u, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(barrier)
+      : "memory");
+}
+__device__ inline void copy_box_to(unsigned ranks, unsigned to, const CUtensorMap& map, unsigned x, unsigned y,
+                                   unsigned z, unsigned w, unsigned u, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
+      : "memory");
+}
+__device__ inline void store_box(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w, unsigned u,
+                                 unsigned from) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+      "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(from)
+      : "memory");
+}
 __device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");

@@ -91,16 +91,18 @@ __device__ inline unsigned uniform(unsigned x) { return __reduce_or_sync(kAll, x
 
 // What a call works on.
 struct Tiles;
+struct StateTiles;
 struct Call {
   const ForwardProblem& p;
   const Tokens& x;
   const States& states;
   const View& v_new;
   const Tiles* tiles;
+  const StateTiles* state_tiles = nullptr;  // of whole heads
 };
 
-// A ring of stages: chunks are counted over all that a pair of blocks scans. Each block scans 64 columns, and has every second
-// chunk prepared by the other: see pair.h.
+// A ring of stages: chunks are counted over all that a pair of blocks scans (and with them the states that the copy engine brings
+// in front of a head's chunks). Each block scans 64 columns, and has every second chunk prepared by the other: see pair.h.
 struct Ring {
   unsigned memory;  // address of shared memory
   __device__ unsigned stage(unsigned chunk) const { return memory + Shared::stages + chunk % kStages * Stage::bytes; }

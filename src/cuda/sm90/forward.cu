@@ -28,9 +28,10 @@ template <class T, class Scores, bool kWideGate>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ View v_new,
-                 const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles) {
+                 const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles,
+                 const __grid_constant__ StateTiles state_tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new, &tiles};
+  const Call call{p, x, states, v_new, &tiles, &state_tiles};
   using Preparation = Preparation<T, Scores, kWideGate, PairSource<Stretches>>;
   const Ring ring{memory};
   const unsigned pair_at = memory + Shared::pair, planned = memory + Shared::planned;
@@ -40,7 +41,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     ptx::init_barrier(planned, 1);
     ptx::fence_barriers();
   }
-  tiles.prefetch();
+  tiles.prefetch(), state_tiles.prefetch();
   wait_for_stream();
   if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, given.number());
   ptx::sync_cluster();  // barriers of both blocks, and the number, are there
@@ -110,7 +111,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
                                                static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a),
-                                               view_of(a.v_new), shares, Tiles(p));
+                                               view_of(a.v_new), shares, Tiles(p), StateTiles(p));
   });
 }
 

@@ -21,6 +21,7 @@ struct alignas(16) Plan {
   unsigned number;           // of the chunk in the ring; kNone: there are no more
   bool begins;               // its head is not that of the preparer's chunk before
   bool queries;              // q is wanted, too
+  bool state;                // instead of a chunk the state of head hv in row b of h0 comes to the stage; kNone: zeros
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
@@ -41,6 +42,7 @@ class Preparation {
  public:
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
   static constexpr bool kSkipsQueries = Source::kMaps && Scores::kSkipsQueries;
+  static constexpr bool kBringsStates = Source::kBringsStates;
 
   __device__ Preparation(const Call& call, unsigned memory, unsigned group)
       : call_(call), memory_(memory), at_(bench(memory, group), group) {}
@@ -59,14 +61,17 @@ class Preparation {
     bool fetched = false;
     for (at_.turn = 0; plan(at_.turn).any(); ++at_.turn) {
       const Plan& now = plan(at_.turn);
+      const bool state = kBringsStates && now.state;
       bool planned = false;
       do {
-        if (!fetched) fetch(now, at_.turn);
+        if (!fetched && !state) fetch(now, at_.turn);
         // Planning takes a while: it is for a warp that has not just inverted.
         if (!planned && chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
         planned = true;
-        fetched = prepare();
+        if (state) bring_state(now), fetched = true;
+        else fetched = prepare();
       } while (!fetched);
+      if (state) fetched = false;  // what comes behind a state
     }
   }
 
@@ -89,6 +94,7 @@ class Preparation {
   __device__ void make_plan(Plan& p) {
     p.number = Plan::kNone;
     plans().source.next(call_, p);
+    if (kBringsStates && p.state) return;
     p.begins = p.hv != plans().head, plans().head = p.hv;
   }
 
@@ -171,6 +177,28 @@ class Preparation {
                            ptx::address_in(ring().full(number), other));
   }
 
+  // Instead of a chunk, a first state to the stages of both blocks, half of the columns to each: by one warp, while the others
+  // go on to the next chunk.
+  __device__ void bring_state(const Plan& now) {
+    const unsigned hv = uniform(now.hv), row = uniform(now.b), number = uniform(now.number);
+    at_.sync();  // the next plan is there; this one may be overwritten
+    if (chore(at_.turn) != kShareChore) return;
+    ring().wait_empty(number);  // both scans have read what the stages had before
+    if (at_.lane > 0) return;
+    const unsigned full = ring().full(number), stage = ring().stage(number), rank = ptx::rank(), other = rank ^ 1;
+    const CUtensorMap& map = call_.state_tiles->h0;
+    ptx::arrive(full, kGroup);
+    ptx::arrive_expecting(full, StateTiles::kBytes);
+    ptx::arrive_expecting_at(ptx::address_in(full, other), StateTiles::kBytes);
+#pragma unroll 1
+    for (unsigned i = 0; i < StateTiles::kBytes / StateTiles::kBoxBytes; ++i) {
+      const unsigned to = stage + i * StateTiles::kBoxBytes, channel = i % StateTiles::kBoxes * StateTiles::kChannels,
+                     eights = i / StateTiles::kBoxes * 2;  // of columns; a block has eight of them
+      ptx::copy_box(to, map, channel, eights + 8 * rank, 0, hv, row, full);
+      ptx::copy_box_to(1 << other, to, map, channel, eights + 8 * other, 0, hv, row, full);
+    }
+  }
+
   // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
   struct Norms {
     float by_q[4] = {}, by_k[4] = {};
@@ -235,7 +263,7 @@ class Preparation {
     const unsigned mine = chore(turn);
     if (mine != kInvertChore) ptx::arrive(ring().full(number));
     const Plan& next = plan(turn + 1);
-    if (next.any()) fetch(next, turn + 1);
+    if (next.any() && !(kBringsStates && next.state)) fetch(next, turn + 1);
     if (mine == kShareChore) {
       fetch_values(hv, token, b, number, stage);
       share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);

@@ -67,13 +67,20 @@ class Scan {
     unsigned b, t0, hv;
   };
 
-  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring.
-  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
-    if (call_.v_new.data) scan<true>(item, first, end, number);
-    else scan<false>(item, first, end, number);
+  struct Nothing {};
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring. begun(): once, while the first products run.
+  template <class Begun>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& begun) {
+    if (call_.v_new.data) scan<true>(item, first, end, number, begun);
+    else scan<false>(item, first, end, number, begun);
   }
-  template <bool kCorrections>
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
+    scan(item, first, end, number, Nothing{});
+  }
+  template <bool kCorrections, class Begun>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& begun) {
     const bool keeps = call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data;
     unsigned out[2][4];  // of the chunk before
     const unsigned begin =
@@ -98,6 +105,10 @@ class Scan {
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
             [&] {
+              if constexpr (!std::is_same_v<Begun, Nothing>) {
+                if (t == first && !again) [[unlikely]]  // so that it lies outside of the loop
+                  begun();
+              }
               if (t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {

@@ -210,9 +210,13 @@ class SegmentScan : public Scan<T, kValues, 2> {
     }
   };
 
-  // By way of a stage, where the last map will come to.
+  // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared. All of
+  // that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its own, the chunk may
+  // still be on its way to the other block, whose warps alone know when it is there.) Behind kReadBarrier no warp of b and M reads
+  // it any more, and nothing comes before those of b release it.
   __device__ void store_map(char* to) const {
-    const unsigned stage = map_stage(0, 0);
+    const unsigned half = ptx::rank() ^ 1;  // chunks() is even, so that it is the rank of who has prepared the chunk
+    const unsigned stage = map_stage(0, half);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned row = first_column() % 64 + lane_ / 4 + i % 2 * 8, piece = i / 2;
@@ -261,7 +265,8 @@ class SegmentScan : public Scan<T, kValues, 2> {
     };
     if (last == 1) release_two(0);
     if (threadIdx.x < 32) {
-      // They are made by pairs with lower numbers, at about the same time, without waiting.
+      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's own: when
+      // both blocks have made theirs, both have all chunks, and no copy between them reads the stages to which maps come.
       for (unsigned i = lane_; i <= last; i += 32)
         while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }
