@@ -50,18 +50,17 @@ template <class T>
 class OnDevice {
  public:
   explicit OnDevice(const std::vector<T>& x) : size_(x.size()) {
-    EXPECT_EQ(cudaMalloc(&memory_.data, size_ * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(memory_.data, x.data(), size_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
+    memory_.allocate(static_cast<int64_t>(size_ * sizeof(T))), memory_.fill(x.data());
   }
   OnDevice(size_t size, T x) : OnDevice(std::vector<T>(size, x)) {}
   OnDevice(const OnDevice&) = delete;
   ~OnDevice() { cudaDeviceSynchronize(); }  // a kernel may still read it
-  operator T*() const { return static_cast<T*>(memory_.data); }
+  operator T*() const { return reinterpret_cast<T*>(memory_.begin()); }
   // When the kernels before are done.
   std::vector<T> back() const {
     std::vector<T> x(size_);
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(x.data(), memory_.data, size_ * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
+    memory_.back(x.data());
     return x;
   }
 
