@@ -177,14 +177,15 @@ class Preparation {
                            ptx::address_in(ring().full(number), other));
   }
 
-  // Instead of a chunk, a first state to the stages of both blocks, half of the columns to each: by one warp, while the others
-  // go on to the next chunk.
+  // Instead of a chunk, a first state to the stages of both blocks, half of the columns to each: by one warp.
   __device__ void bring_state(const Plan& now) {
     const unsigned hv = uniform(now.hv), row = uniform(now.b), number = uniform(now.number);
-    at_.sync();  // the next plan is there; this one may be overwritten
-    if (chore(at_.turn) != kShareChore) return;
-    ring().wait_empty(number);  // both scans have read what the stages had before
-    if (at_.lane > 0) return;
+    const bool mine = chore(at_.turn) == kShareChore;
+    if (mine) ring().wait_empty(number);
+    // Both scans have read what the stages had before. (Until then nobody goes on: to who waits for the next phase of an
+    // mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
+    at_.sync();
+    if (!mine || at_.lane > 0) return;
     const unsigned full = ring().full(number), stage = ring().stage(number), rank = ptx::rank(), other = rank ^ 1;
     const CUtensorMap& map = call_.state_tiles->h0;
     ptx::arrive(full, kGroup);
