@@ -23,9 +23,11 @@ def many(few: Tensor, count: int = N) -> Tensor:
     return torch.cat([few] * -(-count // len(few)))[:count]
 
 
-def roomy(shape: tuple[int, ...], behind: int, x: float = NAN) -> tuple[Tensor, Tensor]:
+def roomy(
+    shape: tuple[int, ...], behind: int, x: float = NAN, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """A tensor, and as many rows behind it as the grid has and nobody needs: x everywhere."""
-    memory = torch.full((shape[0] + behind, *shape[1:]), x, device=DEVICE)
+    memory = torch.full((shape[0] + behind, *shape[1:]), x, dtype=dtype, device=DEVICE)
     return memory[: shape[0]], memory[shape[0] :]
 
 
@@ -39,9 +41,9 @@ def test_prefill(impl: str) -> None:
     few = make(7, 1, **MANY, K=size, V=size)
     expected = kda.prefill(**{**HERE.call(few), "impl": impl})
     call = HERE.call(few.having(**{n: many(few.tensors[n]) for n in ("q", "k", "v", "g", "beta")}))
-    out, behind = roomy((N, 1, 1, size), 65535)
+    out, behind = roomy((N, 1, 1, size), 65535, dtype=expected.dtype)
     kda.prefill(**{**call, "impl": impl}, out=out)
-    assert torch.equal(out.to(expected.dtype), many(expected)) and behind.isnan().all()
+    assert torch.equal(out, many(expected)) and behind.isnan().all()
 
 
 def test_delta_h() -> None:

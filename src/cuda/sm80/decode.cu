@@ -5,8 +5,8 @@
 // a channel, while its part of the state is on its way.
 //
 // `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
-// flight before anything is waited for. The shortest way for small calls. A thread has the same channels of the same columns
-// in both layouts, so the bits are the same, too.
+// flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
+// layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
 // some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
 //
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
       const bool hint = (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0) && p.h0.data;
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
-        const unsigned from = kAccess == Access::kColumns ? at.tile * kTile<kRows> : static_cast<unsigned>(v0);
+        const unsigned from = at.tile * kTile<kRows>;
         const unsigned all = kUsual ? kTile<kRows> : min(p.V - from, static_cast<unsigned>(kTile<kRows>));
         const States<kAccess, kRows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
         if constexpr (kAccess == Access::kRows) prefetch(states.first, all * static_cast<uint64_t>(states.row));

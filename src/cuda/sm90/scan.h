@@ -106,7 +106,7 @@ class Scan {
             stage, t % kChunk == 0, again, out,
             [&] {
               if constexpr (!std::is_same_v<Begun, Nothing>) {
-                if (t == first && !again) [[unlikely]]  // so that it lies outside of the loop
+                if (t == first && !again) [[unlikely]]
                   begun();
               }
               if (t > first) stage_outputs(out);
