@@ -357,7 +357,7 @@ TEST_P(ForwardChunkPromise, NaNReachesNoEarlierToken) {
         }
         EXPECT_EQ(wrong, 0);
         EXPECT_GT(nan, 0);
-        if (victim != std::string("q")) EXPECT_TRUE(std::isnan(got.o.get((in.T - 1) * row)));
+        EXPECT_TRUE(victim == std::string("q") || std::isnan(got.o.get((in.T - 1) * row)));
       }
   }
 }
