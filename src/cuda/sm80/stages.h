@@ -235,7 +235,8 @@ __device__ void stage(const Matrix& m, void* tile, int stride) {
                   kStep = kBlock / kPieces;  // kStep: lines at once
     const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces * kPiece;
     const char* from = m.from + first * m.step + c * static_cast<int>(sizeof(E));
-#pragma unroll 4
+    __builtin_assume(first < kStep);  // as threadIdx.x < kBlock: lines that are known to be there are not asked about
+#pragma unroll(kLines == kRows ? 8 : 4)
     for (int line0 = 0; line0 < kLines; line0 += kStep, from += kStep * m.step) {
       const int line = first + line0;
       if (kLines % kStep != 0 && line >= kLines) break;
@@ -589,6 +590,7 @@ struct IntraCall {
   Rows sums;    // out, optional: G
   Rows Aqk, T;  // T is read if Aqk is absent and not `solve`
   Rows w, u, qG, kg;
+  Rows ends;  // out, optional: G of the last row of chunks [B,chunks,HV,K], all of which are whole
   int32_t HV, group, K, V;
   int32_t chunk;  // of T, w, u, qG, kg: 32 or 64
   int64_t w_skip,
@@ -606,8 +608,13 @@ struct ScanCall {
   Rows h0, h, hT;  // lines
   int64_t h_rows;
   bool v_first;
+  Rows qG, Aqk, ends, o;  // with outputs; ends: G of the last row of chunks [B,chunks,HV,K]
+  float scale;
 };
 void run(const kda_exec& exec, const ScanCall& c, bool exact);
+// F4 and F5 in one kernel, in f32, from qG and ends in place of q and G, without h and v_new.
+bool makes_outputs(const kda_exec& exec, const Dims& d);
+void run_with_outputs(const kda_exec& exec, const ScanCall& c);
 
 // F5.
 struct OutputCall {
