@@ -308,12 +308,17 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       Chains wS[2];  // of even and of odd steps
       Sum o;
       const unsigned char *w = place(3 * i), *qG = place(3 * i + 1);
+      const auto multiply = [&]<bool kOfV, bool kOfO>() {
 #pragma unroll
-      for (int c = 0; c < kSize; c += 16) {
-        const auto b = load_S(c, own0);
-        if (makes_v) M::add(wS[c / 16 % 2], M::load_a(w, m.w_stride, i0, c), b);
-        if (makes_o) M::add(o, M::load_a(qG, m.w_stride, i0, c), b);
-      }
+        for (int c = 0; c < kSize; c += 16) {
+          const auto b = load_S(c, own0);
+          if constexpr (kOfV) M::add(wS[c / 16 % 2], M::load_a(w, m.w_stride, i0, c), b);
+          if constexpr (kOfO) M::add(o, M::load_a(qG, m.w_stride, i0, c), b);
+        }
+      };
+      if constexpr (kBoth) multiply.template operator()<true, true>();
+      else if (makes_v) multiply.template operator()<true, false>();
+      else multiply.template operator()<false, true>();
       unsigned char* v_new = u_at(i);
       const int v_rest = m.v_rest - static_cast<int>(v_new - shared);  // from v_new on
       if (makes_v)
