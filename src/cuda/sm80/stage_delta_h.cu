@@ -88,6 +88,42 @@ struct Memory {
   }
 };
 
+// Rows of kColumns numbers in f32 on their way to shared memory, a few lines at a time.
+template <int kColumns>
+struct Pieces {
+  static constexpr int kAcross = kColumns / 4, kLines = kThreads / kAcross, kCount = kRows / kLines;
+  const char* from;
+  int64_t step;
+  unsigned to, to_step;
+
+  __device__ Pieces(const Rows& x, const ChunkAt& at, int64_t h, int c0, unsigned char* tile, int stride) {
+    const int line = static_cast<int>(threadIdx.x) / kAcross, c = static_cast<int>(threadIdx.x) % kAcross * 4;
+    from = x.at(at.b, at.t0 + line, h) + (c0 + c) * 4, step = kLines * x.token;
+    to = ptx::shared_address(tile + (line * stride + c) * 4), to_step = kLines * stride * 4;
+  }
+  __device__ void ask(int i) const { ptx::copy16(to + i * to_step, from + i * step); }
+};
+template <int kColumns>
+__device__ void ask_all(const Pieces<kColumns>& pieces) {
+#pragma unroll
+  for (int i = 0; i < pieces.kCount; ++i) pieces.ask(i);
+}
+// Step `step` of `steps` that ask for all of both, or of three; the first and the rest are a group each.
+template <int kFirst, int... kRest>
+__device__ void ask_some(int step, int steps, const Pieces<kFirst>& first, const Pieces<kRest>&... rest) {
+  constexpr int kAll = Pieces<kFirst>::kCount + (Pieces<kRest>::kCount + ...);
+#pragma unroll
+  for (int i = step * kAll / steps; i < (step + 1) * kAll / steps; ++i) {
+    int left = i;
+    const auto ask = [&](const auto& pieces) {
+      if (left >= 0 && left < pieces.kCount) pieces.ask(left);
+      left -= pieces.kCount;
+    };
+    ask(first), (ask(rest), ...);
+    if (i == first.kCount - 1 || i == kAll - 1) ptx::commit_copies();
+  }
+}
+
 template <class E, int kSize, bool kVFirst, bool kOutputs>
 __device__ auto known(const ScanCall& call) -> std::conditional_t<kSize != 0, ScanCall, const ScanCall&> {
   if constexpr (kSize != 0) {
@@ -270,26 +306,19 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
 
   if (count > 0) load_ell(0);
   if constexpr (kOutputs) {
-    // A part of the next chunk, or of none: then it is an empty group.
     const auto place = [&](unsigned number) { return shared + m.w + number % kPlaces * m.step; };
-    const auto ask_tile = [&](const Rows& x, int number, int stride, int i) {
-      if (i >= count) return;
-      chunk_at(i);
-      stage<E, kRows, kSize, kBlock>(tokens_of(x, chunk, hv, 0, kSize), place(number), stride);
-    };
     const auto u_at = [&](int i) { return shared + m.u + i % 2 * m.u_step; };
-    const auto ask_w_u = [&](int i) {
-      ask_tile(p.w, 3 * i, m.w_stride, i);
-      if (i < count)
-        stage<E, kRows, kColumns, kBlock>(tokens_of(p.u, chunk, hv, v0, v0 + kColumns), u_at(i), m.u_stride);
-      ptx::commit_copies();
-    };
-    const auto ask_qG = [&](int i) { ask_tile(p.qG, 3 * i + 1, m.w_stride, i), ptx::commit_copies(); };
-    const auto ask_kg = [&](int i) { ask_tile(p.kg, 3 * i + 2, m.kg_stride, i), ptx::commit_copies(); };
-    const auto ask_Aqk = [&](int i) {
+    const auto keys = [&](const Rows& x, unsigned number, int stride, int i) {
       chunk_at(i);
-      stage<E, kRows, kRows, kBlock>(tokens_of(p.Aqk, chunk, hv, 0, kRows), shared + m.Aqk, kStride<E>);
-      ptx::commit_copies();
+      return Pieces<kSize>(x, chunk, hv, 0, place(number), stride);
+    };
+    const auto values = [&](int i, int buffer) {
+      chunk_at(i);
+      return Pieces<kColumns>(p.u, chunk, hv, v0, u_at(buffer), m.u_stride);
+    };
+    const auto scores = [&](int i) {
+      chunk_at(i);
+      return Pieces<kRows>(p.Aqk, chunk, hv, 0, shared + m.Aqk, kStride<E>);
     };
 
     // Rows of v_new and o, whose terms of Aqk v_new are more and more: each scheduler has two warps with five steps together.
@@ -297,23 +326,35 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
     const bool second = warp >= kWarps / 2;
     const int i0 = (kBoth && second ? 3 - warp % 4 : warp % 4) * 16;
     const bool makes_v = kBoth || !second, makes_o = kBoth || second;
-    ask_w_u(0), ask_qG(0), ask_kg(0);
+    if (count > 0) {
+      ask_all(keys(p.w, 0, m.w_stride, 0)), ask_all(values(0, 0)), ask_all(keys(p.qG, 1, m.w_stride, 0));
+      ptx::commit_copies();
+      ask_all(keys(p.kg, 2, m.kg_stride, 0));
+      ptx::commit_copies();
+    }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       if (i == 0) {
         ptx::wait_for_copies<1>();
         __syncthreads();  // w, u, qG and the copy of S are there
       }
-      ask_Aqk(i), ask_w_u(i + 1);
+      // Copies are asked for between the products, so that neither waits for all of the others. The last chunk asks for itself
+      // again, where nobody reads it.
+      const int next = min(i + 1, count - 1);
+      const unsigned number = 3 * i;
       Chains wS[2];  // of even and of odd steps
       Sum o;
-      const unsigned char *w = place(3 * i), *qG = place(3 * i + 1);
+      const unsigned char *w = place(number), *qG = place(number + 1);
+      const auto Aqk_pieces = scores(i);
+      const auto w_pieces = keys(p.w, number + 3, m.w_stride, next);
+      const auto u_pieces = values(next, i + 1);
       const auto multiply = [&]<bool kOfV, bool kOfO>() {
 #pragma unroll
         for (int c = 0; c < kSize; c += 16) {
           const auto b = load_S(c, own0);
           if constexpr (kOfV) M::add(wS[c / 16 % 2], M::load_a(w, m.w_stride, i0, c), b);
           if constexpr (kOfO) M::add(o, M::load_a(qG, m.w_stride, i0, c), b);
+          ask_some(c / 16, kSize / 16, Aqk_pieces, w_pieces, u_pieces);
         }
       };
       if constexpr (kBoth) multiply.template operator()<true, true>();
@@ -329,8 +370,9 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       ptx::wait_for_copies<1>();
       __syncthreads();  // v_new, kg and Aqk are there; S, w and qG are read
 
-      ask_qG(i + 1), ask_kg(i + 1);
-      const unsigned char* kg = place(3 * i + 2);
+      const unsigned char* kg = place(number + 2);
+      const auto qG_pieces = keys(p.qG, number + 4, m.w_stride, next),
+                 kg_pieces = keys(p.kg, number + 5, m.kg_stride, next);
       Sum of_rests[kTiles];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) decay(tile);
@@ -341,6 +383,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           M::add(S[tile][0], of_rests[tile], M::load_a_transposed(kg, m.kg_stride, t, row_of(tile)), b);
+        ask_some(t / 16, kRows / 16, qG_pieces, kg_pieces);
         if (makes_o && t <= i0) M::add(o, M::load_a(shared + m.Aqk, kStride<E>, i0, t), b);
       }
 #pragma unroll
