@@ -10,14 +10,14 @@
 // Shared memory at K = 128 in bf16: S 18, w 17, kg 17, u 9 KiB, the last three twice.
 //
 // With outputs, for prefill_f32, o = scale qG S + Aqk v_new is made here as well, and neither h nor v_new leaves the block:
-//   1 ask for Aqk, and for the next w and u; w S and scale qG S by operands of S that serve both; v_new in place of u
+//   1 ask for Aqk, and for the next qG and u; w S and qG S, operands of S serve both; v_new in place of u
 //                                                             barrier: v_new, kg, Aqk are there; S, w, qG are read
-//   2 ask for the next qG and kg; S in registers and Aqk v_new by operands of v_new that serve both; o to memory; the copy
+//   2 ask for the next kg and the w after the next; S in registers and Aqk v_new, operands of v_new serve both; its copy; o
 //                                                             barrier: v_new, kg, Aqk are read; S, w, u, qG are there
-// Tiles w, qG, kg, w, .. go round four places: w and kg are asked for a chunk ahead, qG and Aqk half of one. Eight warps have
-// larger products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o: the same bits.
+// Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come. Eight warps have larger
+// products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o: the same bits.
 //
-// Shared memory at K = 128: S 33, v_new and u 30, Aqk 17, four tiles 136 KiB.
+// Shared memory at K = 128: S 17, v_new and u 20, Aqk 17, five tiles 170 KiB.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_stages.h"
@@ -36,7 +36,7 @@ enum Room : int32_t {
 // In f32 the copy of S has lines of V whatever the layout of states.
 template <class E>
 constexpr bool by_lines = sizeof(E) == 4;
-// Up to K = 128 it and v_new are split before they are read, and without outputs 16 warps share the work: of two, each has
+// Up to K = 128, without outputs, it and v_new are split before they are read, and 16 warps share the work: of two, each has
 // half of the channels of w S and half of the columns of the state. (A block alone on an SM waits for each of its own
 // instructions.)
 template <class E, int kTiles>
@@ -47,7 +47,7 @@ constexpr int block_of = splits<E, kTiles> ? 2 * kThreads : kThreads;
 // With outputs: warps that share the rows of a state. Of 32 columns a warp has 16; of 16 it has all, and half of the warps
 // make w S, half qG S.
 constexpr int row_warps(int columns) { return columns == 32 ? kWarps / 2 : kWarps; }
-constexpr int kPlaces = 4;  // for tiles w, qG, kg
+constexpr int kPlaces = 5;  // for tiles w, qG, kg
 
 // Where things are in shared memory: strides in elements, as kStride and kStrideAcross are, the rest in bytes.
 struct Memory {
@@ -80,9 +80,8 @@ struct Memory {
   static constexpr Memory with_outputs(int K, int columns) {
     Memory m{};
     m.w_stride = m.S_stride = K + 4, m.kg_stride = K + 8, m.u_stride = columns + 8;
-    m.S_rest = columns * m.S_stride * 4, m.v_rest = 2 * m.S_rest;
     m.u_step = kRows * m.u_stride * 4, m.step = kRows * m.kg_stride * 4;
-    m.Aqk = m.v_rest + m.u_step, m.u = m.Aqk + kTileBytes<float>, m.w = m.u + 2 * m.u_step;
+    m.Aqk = columns * m.S_stride * 4, m.u = m.Aqk + kTileBytes<float>, m.w = m.u + 2 * m.u_step;
     m.bytes = m.w + kPlaces * m.step;
     return m;
   }
@@ -113,7 +112,8 @@ template <int kFirst, int... kRest>
 __device__ void ask_some(int step, int steps, const Pieces<kFirst>& first, const Pieces<kRest>&... rest) {
   constexpr int kAll = Pieces<kFirst>::kCount + (Pieces<kRest>::kCount + ...);
 #pragma unroll
-  for (int i = step * kAll / steps; i < (step + 1) * kAll / steps; ++i) {
+  for (int i = 0; i < kAll; ++i) {
+    if (i * steps / kAll != step) continue;
     int left = i;
     const auto ask = [&](const auto& pieces) {
       if (left >= 0 && left < pieces.kCount) pieces.ask(left);
@@ -149,8 +149,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   unsigned char* const shared = reinterpret_cast<unsigned char*>(dynamic);
   using M = Math<E>;
   constexpr int kSlice = slice_of<E>;
-  constexpr bool kSplit = kOutputs || splits<E, kTiles>;
-  constexpr bool kTwice = kSplit && !kOutputs;
+  constexpr bool kTwice = splits<E, kTiles> && !kOutputs;
   constexpr int kBlock = kOutputs ? kThreads : block_of<E, kTiles>;
   constexpr int kRowWarps = kOutputs ? row_warps(kColumns) : kWarps;
   constexpr bool kFull = kOutputs || kSize == 128;  // no warp has rows beyond K
@@ -194,14 +193,14 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   // What lies beyond K or V is 0.
   const auto put_S = [&] {
     const int limit = (K + 15) / 16 * 16;
-    if constexpr (kSplit) {
+    if constexpr (kTwice) {
       for_each([&](int k, int v, float y) {
         if (kFull || k < limit) M::store_split(shared, m.S_rest, m.S_stride, v, k, y);
       });
     } else if (by_lines<E> || p.v_first) {
       E* to = reinterpret_cast<E*>(shared);
       for_each([&](int k, int v, float y) {
-        if (k < limit) to[v * m.S_stride + k] = static_cast<E>(y);
+        if (kFull || k < limit) to[v * m.S_stride + k] = static_cast<E>(y);
       });
     } else {
 #pragma unroll
@@ -235,12 +234,12 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   };
   // Operands.
   const auto load_S = [&](int k, int v) {
-    if constexpr (kSplit) return M::load_b_transposed_split(shared, m.S_rest, m.S_stride, v, k);
+    if constexpr (kTwice) return M::load_b_transposed_split(shared, m.S_rest, m.S_stride, v, k);
     else if (by_lines<E> || p.v_first) return M::load_b_transposed(shared, m.S_stride, v, k);
     else return M::load_b(shared, m.S_stride, k, v);
   };
   const auto load_v = [&](const void* v_new, int rest, int t, int v) {
-    if constexpr (kSplit) return M::load_b_split(v_new, rest, m.u_stride, t, v);
+    if constexpr (kTwice) return M::load_b_split(v_new, rest, m.u_stride, t, v);
     else return M::load_b(v_new, m.u_stride, t, v);
   };
   // In f32, as it lies in memory, between registers and where w, kg and u will be or were.
@@ -327,26 +326,28 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
     const int i0 = (kBoth && second ? 3 - warp % 4 : warp % 4) * 16;
     const bool makes_v = kBoth || !second, makes_o = kBoth || second;
     if (count > 0) {
-      ask_all(keys(p.w, 0, m.w_stride, 0)), ask_all(values(0, 0)), ask_all(keys(p.qG, 1, m.w_stride, 0));
+      ask_all(keys(p.w, 0, m.w_stride, 0)), ask_all(keys(p.qG, 1, m.w_stride, 0)), ask_all(values(0, 0));
       ptx::commit_copies();
       ask_all(keys(p.kg, 2, m.kg_stride, 0));
+      ptx::commit_copies();
+      ask_all(keys(p.w, 3, m.w_stride, min(1, count - 1)));
       ptx::commit_copies();
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       if (i == 0) {
-        ptx::wait_for_copies<1>();
+        ptx::wait_for_copies<2>();
         __syncthreads();  // w, u, qG and the copy of S are there
       }
-      // Copies are asked for between the products, so that neither waits for all of the others. The last chunk asks for itself
-      // again, where nobody reads it.
-      const int next = min(i + 1, count - 1);
+      // Copies are asked for between the products, so that neither waits for all of the others. Behind the last chunk it is
+      // that one again, and nobody reads it.
+      const int next = min(i + 1, count - 1), after = min(i + 2, count - 1);
       const unsigned number = 3 * i;
       Chains wS[2];  // of even and of odd steps
       Sum o;
       const unsigned char *w = place(number), *qG = place(number + 1);
       const auto Aqk_pieces = scores(i);
-      const auto w_pieces = keys(p.w, number + 3, m.w_stride, next);
+      const auto qG_pieces = keys(p.qG, number + 4, m.w_stride, next);
       const auto u_pieces = values(next, i + 1);
       const auto multiply = [&]<bool kOfV, bool kOfO>() {
 #pragma unroll
@@ -354,36 +355,35 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
           const auto b = load_S(c, own0);
           if constexpr (kOfV) M::add(wS[c / 16 % 2], M::load_a(w, m.w_stride, i0, c), b);
           if constexpr (kOfO) M::add(o, M::load_a(qG, m.w_stride, i0, c), b);
-          ask_some(c / 16, kSize / 16, Aqk_pieces, w_pieces, u_pieces);
+          ask_some(c / 16, kSize / 16, Aqk_pieces, qG_pieces, u_pieces);
         }
       };
       if constexpr (kBoth) multiply.template operator()<true, true>();
       else if (makes_v) multiply.template operator()<true, false>();
       else multiply.template operator()<false, true>();
       unsigned char* v_new = u_at(i);
-      const int v_rest = m.v_rest - static_cast<int>(v_new - shared);  // from v_new on
       if (makes_v)
         for_each_pair(sum_of(wS[0].sum(), wS[1].sum()), [&](int r, int c, float x, float y) {
           const float2 u = M::load_two(v_new, m.u_stride, i0 + r, own0 + c);
-          M::store_two_split(v_new, v_rest, m.u_stride, i0 + r, own0 + c, u.x - x, u.y - y);
+          M::store_two(v_new, m.u_stride, i0 + r, own0 + c, u.x - x, u.y - y);
         });
       ptx::wait_for_copies<1>();
       __syncthreads();  // v_new, kg and Aqk are there; S, w and qG are read
 
       const unsigned char* kg = place(number + 2);
-      const auto qG_pieces = keys(p.qG, number + 4, m.w_stride, next),
-                 kg_pieces = keys(p.kg, number + 5, m.kg_stride, next);
+      const auto kg_pieces = keys(p.kg, number + 5, m.kg_stride, next);
+      const auto w_pieces = keys(p.w, number + 6, m.w_stride, after);
       Sum of_rests[kTiles];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) decay(tile);
       o.scale(p.scale);
 #pragma unroll
       for (int t = 0; t < kRows; t += 16) {
-        const auto b = load_v(v_new, v_rest, t, own0);
+        const auto b = load_v(v_new, 0, t, own0);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           M::add(S[tile][0], of_rests[tile], M::load_a_transposed(kg, m.kg_stride, t, row_of(tile)), b);
-        ask_some(t / 16, kRows / 16, qG_pieces, kg_pieces);
+        ask_some(t / 16, kRows / 16, kg_pieces, w_pieces);
         if (makes_o && t <= i0) M::add(o, M::load_a(shared + m.Aqk, kStride<E>, i0, t), b);
       }
 #pragma unroll
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       }
       if (i + 1 < count) {
         load_ell(i + 1);
-        ptx::wait_for_copies<1>();
+        ptx::wait_for_copies<2>();
         __syncthreads();  // v_new, kg and Aqk are read; the next w, u, qG and the copy of S are there
       }
     }
