@@ -14,10 +14,11 @@
 //                                                             barrier: v_new, kg, Aqk are there; S, w, qG are read
 //   2 ask for the next kg and the w after the next; S in registers and Aqk v_new, operands of v_new serve both; its copy; o
 //                                                             barrier: v_new, kg, Aqk are read; S, w, u, qG are there
-// Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come. Eight warps have larger
+// Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come; their rows begin at
+// multiples of 128 bytes, as copies like it, and pieces of them change places in place of gaps between rows. Eight warps have larger
 // products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o: the same bits.
 //
-// Shared memory at K = 128: S 17, v_new and u 20, Aqk 17, five tiles 170 KiB.
+// Shared memory at K = 128: S 17, v_new and u 20, Aqk 16, five tiles 160 KiB.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_stages.h"
@@ -79,15 +80,15 @@ struct Memory {
   }
   static constexpr Memory with_outputs(int K, int columns) {
     Memory m{};
-    m.w_stride = m.S_stride = K + 4, m.kg_stride = K + 8, m.u_stride = columns + 8;
-    m.u_step = kRows * m.u_stride * 4, m.step = kRows * m.kg_stride * 4;
-    m.Aqk = columns * m.S_stride * 4, m.u = m.Aqk + kTileBytes<float>, m.w = m.u + 2 * m.u_step;
+    m.w_stride = m.kg_stride = K, m.S_stride = K + 4, m.u_stride = columns + 8;
+    m.u_step = kRows * m.u_stride * 4, m.step = kRows * K * 4;
+    m.Aqk = columns * m.S_stride * 4, m.u = m.Aqk + kRows * kRows * 4, m.w = m.u + 2 * m.u_step;
     m.bytes = m.w + kPlaces * m.step;
     return m;
   }
 };
 
-// Rows of kColumns numbers in f32 on their way to shared memory, a few lines at a time.
+// Rows of kColumns numbers in f32 on their way to shared memory, a few lines at a time; twist(line): where pieces of a line are.
 template <int kColumns>
 struct Pieces {
   static constexpr int kAcross = kColumns / 4, kLines = kThreads / kAcross, kCount = kRows / kLines;
@@ -95,10 +96,13 @@ struct Pieces {
   int64_t step;
   unsigned to, to_step;
 
-  __device__ Pieces(const Rows& x, const ChunkAt& at, int64_t h, int c0, unsigned char* tile, int stride) {
-    const int line = static_cast<int>(threadIdx.x) / kAcross, c = static_cast<int>(threadIdx.x) % kAcross * 4;
-    from = x.at(at.b, at.t0 + line, h) + (c0 + c) * 4, step = kLines * x.token;
-    to = ptx::shared_address(tile + (line * stride + c) * 4), to_step = kLines * stride * 4;
+  template <class F>
+  __device__ Pieces(const Rows& x, const ChunkAt& at, int64_t h, int c0, unsigned char* tile, int stride,
+                    const F& twist) {
+    static_assert(kLines % 8 == 0, "a thread's lines have one twist");
+    const int line = static_cast<int>(threadIdx.x) / kAcross, piece = static_cast<int>(threadIdx.x) % kAcross;
+    from = x.at(at.b, at.t0 + line, h) + c0 * 4 + piece * 16, step = kLines * x.token;
+    to = ptx::shared_address(tile + line * stride * 4 + (piece ^ twist(line)) * 16), to_step = kLines * stride * 4;
   }
   __device__ void ask(int i) const { ptx::copy16(to + i * to_step, from + i * step); }
 };
@@ -307,17 +311,21 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   if constexpr (kOutputs) {
     const auto place = [&](unsigned number) { return shared + m.w + number % kPlaces * m.step; };
     const auto u_at = [&](int i) { return shared + m.u + i % 2 * m.u_step; };
-    const auto keys = [&](const Rows& x, unsigned number, int stride, int i) {
+    const auto keys = [&](const Rows& x, unsigned number, int i) {
       chunk_at(i);
-      return Pieces<kSize>(x, chunk, hv, 0, place(number), stride);
+      return Pieces<kSize>(x, chunk, hv, 0, place(number), kSize, M::twist);
+    };
+    const auto keys_across = [&](const Rows& x, unsigned number, int i) {
+      chunk_at(i);
+      return Pieces<kSize>(x, chunk, hv, 0, place(number), kSize, M::twist_across);
     };
     const auto values = [&](int i, int buffer) {
       chunk_at(i);
-      return Pieces<kColumns>(p.u, chunk, hv, v0, u_at(buffer), m.u_stride);
+      return Pieces<kColumns>(p.u, chunk, hv, v0, u_at(buffer), m.u_stride, [](int) { return 0; });
     };
     const auto scores = [&](int i) {
       chunk_at(i);
-      return Pieces<kRows>(p.Aqk, chunk, hv, 0, shared + m.Aqk, kStride<E>);
+      return Pieces<kRows>(p.Aqk, chunk, hv, 0, shared + m.Aqk, kRows, M::twist);
     };
 
     // Rows of v_new and o, whose terms of Aqk v_new are more and more: each scheduler has two warps with five steps together.
@@ -326,11 +334,11 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
     const int i0 = (kBoth && second ? 3 - warp % 4 : warp % 4) * 16;
     const bool makes_v = kBoth || !second, makes_o = kBoth || second;
     if (count > 0) {
-      ask_all(keys(p.w, 0, m.w_stride, 0)), ask_all(keys(p.qG, 1, m.w_stride, 0)), ask_all(values(0, 0));
+      ask_all(keys(p.w, 0, 0)), ask_all(keys(p.qG, 1, 0)), ask_all(values(0, 0));
       ptx::commit_copies();
-      ask_all(keys(p.kg, 2, m.kg_stride, 0));
+      ask_all(keys_across(p.kg, 2, 0));
       ptx::commit_copies();
-      ask_all(keys(p.w, 3, m.w_stride, min(1, count - 1)));
+      ask_all(keys(p.w, 3, min(1, count - 1)));
       ptx::commit_copies();
     }
 #pragma unroll 1
@@ -347,14 +355,14 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       Sum o;
       const unsigned char *w = place(number), *qG = place(number + 1);
       const auto Aqk_pieces = scores(i);
-      const auto qG_pieces = keys(p.qG, number + 4, m.w_stride, next);
+      const auto qG_pieces = keys(p.qG, number + 4, next);
       const auto u_pieces = values(next, i + 1);
       const auto multiply = [&]<bool kOfV, bool kOfO>() {
 #pragma unroll
         for (int c = 0; c < kSize; c += 16) {
           const auto b = load_S(c, own0);
-          if constexpr (kOfV) M::add(wS[c / 16 % 2], M::load_a(w, m.w_stride, i0, c), b);
-          if constexpr (kOfO) M::add(o, M::load_a(qG, m.w_stride, i0, c), b);
+          if constexpr (kOfV) M::add(wS[c / 16 % 2], M::load_a_twisted(w, kSize, i0, c), b);
+          if constexpr (kOfO) M::add(o, M::load_a_twisted(qG, kSize, i0, c), b);
           ask_some(c / 16, kSize / 16, Aqk_pieces, qG_pieces, u_pieces);
         }
       };
@@ -371,8 +379,8 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       __syncthreads();  // v_new, kg and Aqk are there; S, w and qG are read
 
       const unsigned char* kg = place(number + 2);
-      const auto kg_pieces = keys(p.kg, number + 5, m.kg_stride, next);
-      const auto w_pieces = keys(p.w, number + 6, m.w_stride, after);
+      const auto kg_pieces = keys_across(p.kg, number + 5, next);
+      const auto w_pieces = keys(p.w, number + 6, after);
       Sum of_rests[kTiles];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) decay(tile);
@@ -382,9 +390,9 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
         const auto b = load_v(v_new, 0, t, own0);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
-          M::add(S[tile][0], of_rests[tile], M::load_a_transposed(kg, m.kg_stride, t, row_of(tile)), b);
+          M::add(S[tile][0], of_rests[tile], M::load_a_transposed_twisted(kg, kSize, t, row_of(tile)), b);
         ask_some(t / 16, kRows / 16, kg_pieces, w_pieces);
-        if (makes_o && t <= i0) M::add(o, M::load_a(shared + m.Aqk, kStride<E>, i0, t), b);
+        if (makes_o && t <= i0) M::add(o, M::load_a_twisted(shared + m.Aqk, kRows, i0, t), b);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) S[tile][0] = sum_of(S[tile][0], of_rests[tile]);

@@ -440,6 +440,28 @@ struct Math<float> {
     const float* from = at(tile, stride, k0 + own(), m0 + group());
     return split_a(four(from, 4 * stride), four(from + 8, 4 * stride));
   }
+  // Of tiles without gaps between rows, which begin at multiples of 128 bytes. Pieces of 16 bytes change places within
+  // these: piece p of row i is at p ^ twist(i), of what is read transposed at p ^ twist_across(i).
+  __device__ static int twist(int row) { return row & 7; }
+  __device__ static int twist_across(int row) { return (row & 3) << 1; }
+  __device__ static A load_a_twisted(const void* tile, int stride, int m0, int k0) {
+    const int lane = static_cast<int>(threadIdx.x % 32), row = m0 + lane % 16;
+    unsigned x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int piece = (k0 / 4 % 8 + 2 * i + lane / 16) ^ twist(lane);
+      ptx::load_matrices(x[i], ptx::shared_address(at(tile, stride, row, k0 / 32 * 32 + piece * 4)));
+    }
+    A a;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) split(__uint_as_float(x[i / 4][i % 4]), a.big[i], a.small[i]);
+    return a;
+  }
+  __device__ static A load_a_transposed_twisted(const void* tile, int stride, int k0, int m0) {
+    const int across = twist_across(own()) * 4;
+    return split_a(four(at(tile, stride, k0 + own(), (m0 + group()) ^ across), 4 * stride),
+                   four(at(tile, stride, k0 + own(), (m0 + 8 + group()) ^ across), 4 * stride));
+  }
   __device__ static B load_b(const void* tile, int stride, int k0, int n0) {
     const float* from = at(tile, stride, k0 + own(), n0 + group());
     return split_b(four(from, 4 * stride), four(from + 8, 4 * stride));
