@@ -14,9 +14,10 @@
 //                                                             barrier: v_new, kg, Aqk are there; S, w, qG are read
 //   2 ask for the next kg and the w after the next; S in registers and Aqk v_new, operands of v_new serve both; its copy; o
 //                                                             barrier: v_new, kg, Aqk are read; S, w, u, qG are there
-// Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come; their rows begin at
-// multiples of 128 bytes, as copies like it, and pieces of them change places in place of gaps between rows. Eight warps have larger
-// products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o: the same bits.
+// Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come. Their rows begin at
+// multiples of 128 bytes, as copies like it: pieces of rows change places, in place of gaps between rows. Eight warps have
+// larger products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o: the same
+// bits.
 //
 // Shared memory at K = 128: S 17, v_new and u 20, Aqk 16, five tiles 160 KiB.
 #include "cuda/cuda.h"
@@ -80,7 +81,7 @@ struct Memory {
   }
   static constexpr Memory with_outputs(int K, int columns) {
     Memory m{};
-    m.w_stride = m.kg_stride = K, m.S_stride = K + 4, m.u_stride = columns + 8;
+    m.S_stride = K + 4, m.u_stride = columns + 8;
     m.u_step = kRows * m.u_stride * 4, m.step = kRows * K * 4;
     m.Aqk = columns * m.S_stride * 4, m.u = m.Aqk + kRows * kRows * 4, m.w = m.u + 2 * m.u_step;
     m.bytes = m.w + kPlaces * m.step;
