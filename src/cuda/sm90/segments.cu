@@ -63,12 +63,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     if (maps) {
       ptx::take_registers<kMapRegisters<Scores>>();
       SegmentScan<T>(call, segments, memory).map();
-      ptx::take_registers<kScanRegisters>();  // which those of M leave
-      SegmentScan<T>(call, segments, memory).go_on();
-    } else {
-      ptx::take_registers<kScanRegisters>();
-      SegmentScan<T>(call, segments, memory).begin();
     }
+    ptx::take_registers<kScanRegisters>();  // where there are maps, those of M leave theirs
+    SegmentScan<T>(call, segments, memory).outputs();
   } else if (group == 1) {
     if (maps) {
       ptx::take_registers<kMapRegisters<Scores>>();

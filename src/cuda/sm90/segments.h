@@ -160,15 +160,21 @@ class SegmentScan : public Scan<T, kValues, 2> {
     share(segments_.flag(item.hv, task.number), 1);
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
   }
-  // Outputs of a sequence's first piece and the one behind it.
-  __device__ __forceinline__ void begin() {
+  // Outputs: of a sequence's first piece and the one behind it, or of the one behind a piece whose map has been made. (One way for
+  // both: instructions that run for the first time are what a short call waits for.)
+  __device__ __forceinline__ void outputs() {
     const Task task = Task::here();
     const Piece& at = task.at;
-    if (lane_ == 0) ring_.open(2);
-    Base::load(task.s, at.item.hv);
+    unsigned chunk = 0, first = 0, end = at.end;
+    if (at.index > 0) {
+      pass_all(at.item, task.number - at.index, at.index);
+      chunk = chunks(), first = end, end = at.then;
+    } else {
+      if (lane_ == 0) ring_.open(2);
+      Base::load(task.s, at.item.hv);
+    }
     Base::remember(task.s, at.item.hv);
-    unsigned chunk = 0;
-    for (unsigned first = 0, end = at.end;;) {
+    for (;;) {
       Base::scan(at.item, first, end, chunk);
       const bool last = end == at.then;
       if (!last) store(segments_.offset(at.item.hv, at.item.n, task.number));
@@ -176,16 +182,6 @@ class SegmentScan : public Scan<T, kValues, 2> {
       if (last) break;
       first = end, end = at.then;
     }
-    finish();
-  }
-  // Outputs of the piece behind one whose map has been made.
-  __device__ __forceinline__ void go_on() {
-    const Task task = Task::here();
-    const Piece& at = task.at;
-    pass_all(at.item, task.number - at.index, at.index);
-    unsigned chunk = chunks();
-    Base::remember(task.s, at.item.hv);
-    Base::scan(at.item, at.end, at.then, chunk);
     finish();
   }
 
