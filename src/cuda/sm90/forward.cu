@@ -32,7 +32,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
                  const __grid_constant__ StateTiles state_tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles, &state_tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, PairSource<Stretches>>;
+  using Preparation = Preparation<T, Scores, kWideGate, PairSource>;
   const Ring ring{memory};
   const unsigned pair_at = memory + Shared::pair, planned = memory + Shared::planned;
   if (threadIdx.x == 0) {

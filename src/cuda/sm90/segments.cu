@@ -31,7 +31,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
                     const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, PairSource<OneStretch>>;
+  using Preparation = Preparation<T, Scores, kWideGate, TaskSource>;
   const unsigned pair_at = memory + Shared::pair;
   if (threadIdx.x == 0) {
     Ring{memory}.start(16);
@@ -41,24 +41,22 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   }
   tiles.prefetch();
   wait_for_stream();
-  if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, segments.number(p));
+  if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, segments.number());
   ptx::sync_cluster();  // barriers of both blocks, and the number, are there
   if (threadIdx.x < 32) {
-    const Task task(p, segments.cut, uniform(ptx::load_shared_at(ptx::address_in(pair_at, 0))));
+    const Task task(segments.cut, uniform(ptx::load_shared_at(ptx::address_in(pair_at, 0))));
     if (threadIdx.x == 0) task.share();
   }
   __syncthreads();  // the task is here
   const Task task = Task::here();
-  const Piece& at = task.at;
-  const Sequence& s = task.s;
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
-  const bool maps = at.index > 0, works = s.live && at.exists && !(maps && at.end == s.length);
+  const bool maps = task.index > 0, works = task.live && task.exists && !(maps && task.end == task.length);
   if (!works) {
     // (So that garbage in cu_seqlens lets nobody wait forever.)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
-      ptx::add_release(segments.flag(at.item.hv, task.number), Segments::kWhole);
-    if (!s.live && at.exists && group == 0)
-      SegmentScan<T>(call, segments, memory).zero_outputs(at.item, s, at.first, at.item.n == p.N ? s.length : at.end);
+      ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
+    if (!task.live && task.exists && group == 0)
+      SegmentScan<T>(call, segments, memory).zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {
       ptx::take_registers<kMapRegisters<Scores>>();
@@ -75,9 +73,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     ptx::give_registers<kPreparerRegisters<Scores>>();
     Preparation preparation(call, memory, group - 2);
-    const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk},
-                   mapped = maps ? segments.cut.tokens / kRows : 0;
-    preparation.plan({OneStretch({at.item, first, end, false, false}, mapped, Task::sequence()), group - 2});
+    preparation.plan(TaskSource(group - 2));
     preparation.run();
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
