@@ -48,14 +48,15 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) task.share();
   }
   __syncthreads();  // the task is here
-  const Task task = Task::here();
+  const unsigned kind = uniform(Task::shared().kind);
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
-  const bool maps = task.index > 0, works = task.live && task.exists && !(maps && task.end == task.length);
-  if (!works) {
+  const bool maps = kind == Task::kMaps;
+  if (kind < Task::kBegins) {
+    const Task& task = Task::shared();
     // (So that garbage in cu_seqlens lets nobody wait forever.)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
       ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
-    if (!task.live && task.exists && group == 0)
+    if (kind == Task::kZeros && group == 0)
       SegmentScan<T>(call, segments, memory).zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {

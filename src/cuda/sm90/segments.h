@@ -108,37 +108,41 @@ struct alignas(16) Task {
   unsigned t0, length, slot;  // of the sequence
   unsigned first, end, then;  // tokens first .. end - 1 of the sequence; where the piece behind it ends
   unsigned mapped;            // chunks of a map
-  bool exists, live, initial;
+  enum Kind : unsigned { kNothing, kZeros, kBegins, kMaps };
+  unsigned kind;  // what there is to do; kZeros: outputs of nobody's state
+  bool initial;
 
   __device__ Task(const Cut& cut, unsigned pair) : number(cut.heads.quotient(pair)) {
     hv = pair - number * cut.heads.divisor, h = cut.group.quotient(hv);
     if (number >= cut.total) {  // the rows behind the last sequence
       n = cut.N, t0 = cut.start(n), length = end = then = cut.T - t0;
-      index = b = slot = first = mapped = 0, exists = true, live = initial = false;
+      index = b = slot = first = mapped = 0, kind = kZeros, initial = false;
       return;
     }
     n = cut.sequence(number), index = number - cut.first(n);
     Sequence s = sequence_at(cut.varlen, cut.cu_seqlens, cut.T, n);
     find_states(s, cut.states, cut.has_initial, slot_of(cut.states.indices, n));
     b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
-    slot = static_cast<unsigned>(s.slot), live = s.live, initial = s.initial;
+    slot = static_cast<unsigned>(s.slot), initial = s.initial;
     const int64_t behind = cut.lead + int64_t{index} * cut.tokens, begin = index ? behind - cut.tokens : 0;
-    exists = index == 0 || begin < s.length;
     first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, s.length));
     then = static_cast<unsigned>(min(behind + cut.tokens, s.length));
     mapped = index ? cut.tokens / kRows : 0;
+    if (index == 0) kind = s.live ? kBegins : kZeros;
+    else if (begin >= s.length) kind = kNothing;  // nobody's number
+    else kind = !s.live ? kZeros : behind >= s.length ? kNothing : kMaps;
   }
   __device__ void share() const { shared() = *this; }
   __device__ static Task& shared() { return *reinterpret_cast<Task*>(shared_memory() + Shared::task); }
   __device__ static Task here() {
     Task x = shared();
-    for (unsigned* of_all : {&x.number, &x.index, &x.n, &x.hv, &x.first, &x.end, &x.then}) *of_all = uniform(*of_all);
+    for (unsigned* of_all : {&x.number, &x.index, &x.n, &x.hv, &x.end, &x.then}) *of_all = uniform(*of_all);
     return x;
   }
   __device__ Item item() const { return {n, hv}; }
   __device__ Sequence sequence() const {
     Sequence s{};
-    s.n = n, s.b = b, s.t0 = t0, s.length = length, s.slot = slot, s.live = live, s.initial = initial;
+    s.n = n, s.b = b, s.t0 = t0, s.length = length, s.slot = slot, s.live = true, s.initial = initial;
     return s;
   }
 };
