@@ -61,7 +61,7 @@ struct Shared {
   static constexpr unsigned corrections = places + 4 * 16;         // likewise: an address
   static constexpr unsigned bad_values = corrections + 4 * 8;      // of each scanning thread
   static constexpr unsigned pair = bad_values + 2 * kGroup * 2;    // its number
-  static constexpr unsigned planned = pair + 8;                    // mbarrier: heads have been planned
+  static constexpr unsigned planned = pair + 8;                    // mbarrier: heads have been planned; of segments, `pair` is there
   static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
   static constexpr unsigned task = maps + 2 * 8;                   // the pair's, where there are segments
   static constexpr unsigned kTaskBytes = 96;

@@ -64,9 +64,9 @@ struct Tiles {
                        swizzle);
   }
 
-  // Hints: by the block, also before wait_for_stream().
-  __device__ void prefetch() const {
-    if (threadIdx.x < std::size(maps)) ptx::prefetch_map(maps[threadIdx.x]);
+  // Hints: by the first threads, i of each, also before wait_for_stream().
+  __device__ void prefetch(unsigned i = threadIdx.x) const {
+    if (i < std::size(maps)) ptx::prefetch_map(maps[i]);
   }
 };
 
