@@ -32,30 +32,20 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
   using Preparation = Preparation<T, Scores, kWideGate, TaskSource>;
-  const unsigned pair_at = memory + Shared::pair, known = memory + Shared::planned;
   // What comes first is done by a warp each: barriers, hints, the pair's number.
-  const unsigned thread = threadIdx.x;
-  const bool takes_number = thread == 64 && ptx::rank() == 0;
-  if (thread == 0) {
+  if (threadIdx.x == 0) {
     Ring{memory}.start(16);
     Preparation::start(memory);
     for (const unsigned i : {0u, 1u}) ptx::init_barrier(memory + Shared::maps + i * 8, 1);
-    ptx::init_barrier(known, 1);
+    expect_pair(memory);
     ptx::fence_barriers();
-    ptx::arrive_expecting(known, sizeof(unsigned));
   }
-  tiles.prefetch(thread - 32);
+  tiles.prefetch(threadIdx.x - 32);
   wait_for_stream();
-  ptx::arrive_at_cluster();
-  unsigned number = 0;
-  if (takes_number) number = segments.number();
-  ptx::wait_for_cluster();  // barriers of both blocks are there
-  if (takes_number)
-    for (const unsigned i : {0u, 1u}) ptx::send(ptx::address_in(pair_at, i), number, ptx::address_in(known, i));
-  if (thread < 32) {
-    ptx::wait_barrier(known, 0);
-    const Task task(segments.cut, uniform(ptx::load_shared(pair_at)));
-    if (thread == 0) task.share();
+  meet(memory, [&] { return segments.number(); });
+  if (threadIdx.x < 32) {
+    const Task task(segments.cut, known_pair(memory));
+    if (threadIdx.x == 0) task.share();
   }
   __syncthreads();  // the task is here
   const unsigned kind = uniform(Task::shared().kind);
