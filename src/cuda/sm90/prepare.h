@@ -231,7 +231,7 @@ class Preparation {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;
     const Plan& now = plan(turn);
-    const unsigned number = uniform(now.number), stage = uniform(ring().stage(number));
+    const unsigned number = uniform(now.number), stage = ring().stage(number);
     const bool done = fetched && make_operands(now, stage);
     const unsigned hv = now.hv, token = now.token, b = now.b;  // the plan may be overwritten then
     if (done) at_.sync();                                      // Akk is there; nobody reads tiles any more

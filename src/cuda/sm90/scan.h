@@ -318,8 +318,9 @@ class Scan {
   __device__ static Pair<T> values_of(const unsigned (&v)[2][4], int i) {
     return largest<T, true>({v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]});
   }
-  // Are they below so many units?
+  // Are they below so many units? (Zeros are.)
   __device__ bool are_below(const Pair<T>& values, int i, float units) const {
+    if constexpr (!kValues) return true;
     float limit = units * unit_[i];
     if constexpr (std::is_same_v<T, __half>) limit = fmaxf(limit, 0x1p-24f);  // the least there is
     const unsigned two = ptx::pack<T>(limit, limit);
@@ -425,7 +426,7 @@ class Scan {
       const float scale = inverse(unit_[j % 2]);
       R[j / 4][j % 4] = kValues
                             ? ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]))
-                            : ptx::pack<__half>(-both[2 * j], -both[2 * j + 1]);
+                            : ptx::pack<__half>(both[2 * j], both[2 * j + 1]) ^ 0x80008000;  // both signs
     }
     float U[kRows / 2];
     const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);
