@@ -51,27 +51,33 @@ class Preparation {
   __device__ static void start(unsigned memory) {
     for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
   }
-  __device__ void plan(const Source& source) {
-    if (threadIdx.x % kGroup > 0) return;
-    plans().source = source, plans().head = Plan::kNone;
-    make_plan(plan(0));
-  }
-  __device__ void run() {
-    at_.sync();  // the first chunk is known
+  // source(): a Source, and begun(), when the first chunk has been planned: by one thread.
+  template <class MakeSource, class Begun>
+  __device__ __forceinline__ void run(const MakeSource& source, const Begun& begun) {
     bool fetched = false;
-    for (at_.turn = 0; plan(at_.turn).any();) {
+    // Each turn plans the next one; the first, -1, nothing else.
+    for (at_.turn = kBefore;;) {
+      const bool first = at_.turn == kBefore;
       const Plan& now = plan(at_.turn);
-      const bool state = kBringsStates && now.state, begins = state || (fetched && now.fine == now.rows);
+      const bool state = kBringsStates && !first && now.state;
+      const bool plans_next = first || state || (fetched && now.fine == now.rows);
       // Planning takes a while: it is for a warp that has not just inverted.
-      if (begins && chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
+      if (plans_next && chore(at_.turn) == kPlanChore && at_.lane == 0) {
+        if (first) plans().source = source(), plans().head = Plan::kNone;
+        make_plan(plan(at_.turn + 1));
+        if (first) begun();
+      }
       bool done = true;
-      if (state) bring_state(now);
-      else done = prepare(fetched);
-      fetched = !state, at_.turn += done;
+      if (first) at_.sync();  // the first chunk is known
+      else if (state) bring_state(now), fetched = false;
+      else done = prepare(fetched), fetched = true;
+      at_.turn += done;
+      if (!plan(at_.turn).any()) return;
     }
   }
 
  private:
+  static constexpr unsigned kBefore = ~0u;  // turn
   struct Plans {
     Source source;
     unsigned head;  // of the last plan

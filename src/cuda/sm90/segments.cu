@@ -74,8 +74,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     ptx::give_registers<kPreparerRegisters<Scores>>();
     Preparation preparation(call, memory, group - 2);
-    preparation.plan(TaskSource(group - 2));
-    preparation.run();
+    preparation.run([&] { return TaskSource(group - 2); }, [] {});
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
 }
