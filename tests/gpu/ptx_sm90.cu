@@ -98,16 +98,17 @@ __global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __gr
   }
   if (threadIdx.x == 0) {
     ptx::init_barrier(barrier, 3), ptx::fence_barriers();
-    ptx::store_shared(barrier + 8, rank);
+    ptx::store_shared(barrier + 8, rank), ptx::store_shared(barrier + 12, 7);
     ptx::prefetch_tile(map, at.channel, at.head, at.token, at.b);
   }
   ptx::fence_shared_for_async();
   ptx::sync_cluster();
   if (threadIdx.x == 0 && rank == 0) {
     const unsigned there = ptx::address_in(barrier, other), bytes = place + kLoaded;
-    ptx::arrive_expecting_at(there, kLoaded + kCopied);
+    ptx::arrive_expecting_at(there, kLoaded + kCopied + 4);
     ptx::copy_bulk_between(ptx::address_in(bytes + kCopied, other), bytes, kCopied, there);
     ptx::copy_tile_to(1 << other, place, map, at.channel, at.head, at.token, at.b, barrier);
+    ptx::send(ptx::address_in(barrier + 12, other), 5, there);
     ptx::arrive_at(there);
   } else if (threadIdx.x == 0) {
     ptx::arrive(barrier);
@@ -118,10 +119,12 @@ __global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __gr
     seen[rank * kMemory / 16 + i] = reinterpret_cast<uint4*>(memory)[i];
   if (threadIdx.x == 0) {
     const unsigned found[] = {rank, ptx::load_shared_at(ptx::address_in(barrier + 8, other)),
-                              ptx::has_phase_ended(barrier, 0), ptx::is_phase_over(barrier, 0)};
-    for (unsigned i = 0; i < 4; ++i) notes[rank * 4 + i] = found[i];
+                              ptx::has_phase_ended(barrier, 0), ptx::is_phase_over(barrier, 0),
+                              ptx::load_shared(barrier + 12)};
+    for (unsigned i = 0; i < 5; ++i) notes[rank * 5 + i] = found[i];
   }
-  ptx::sync_cluster();  // nobody reads the memory of a block that has ended
+  ptx::arrive_at_cluster();
+  ptx::wait_for_cluster();  // nobody reads the memory of a block that has ended
 }
 
 __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at,

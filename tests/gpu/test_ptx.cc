@@ -310,10 +310,10 @@ TEST_F(PtxOnHopper, BlocksCopyToEachOther) {
       expected[3072 + place(row, column, 128) / 2] = x[element(at, row, column)];
   std::copy(bytes.begin(), bytes.end(), expected.begin() + 3072 + 2048 + 512);
   const OnDevice seen(expected.size(), uint16_t{7});
-  const OnDevice notes(8, 7u);
+  const OnDevice notes(10, 9u);
   copy_between_blocks(OnDevice(bytes), view(tensor), at, seen, notes);
   expect_same(expected, seen.back());
-  expect_same(std::vector<unsigned>{0, 1, 0, 0, 1, 0, 1, 1}, notes.back());
+  expect_same(std::vector<unsigned>{0, 1, 0, 0, 7, 1, 0, 1, 1, 5}, notes.back());
 }
 
 TEST_F(PtxOnHopper, TilesAreStored) {

@@ -60,6 +60,9 @@ __device__ inline unsigned address_in(unsigned address, unsigned rank) {
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// Likewise in two steps, behind which nothing but barriers of fence_barriers() is known: it waits for no memory.
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored in
 // its own shared memory; with the scope of the cluster they would wait for all memory.)
 __device__ inline void arrive_at(unsigned barrier, unsigned times = 1) {
@@ -72,6 +75,12 @@ __device__ inline unsigned load_shared_at(unsigned from) {
   unsigned x;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
+}
+// A number to another block's shared memory, with 4 of the bytes that the barrier there expects; both as address_in() tells.
+__device__ inline void send(unsigned to, unsigned x, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(x),
+               "r"(barrier)
+               : "memory");
 }
 
 // ---- named barriers of some warps of a block: 1..15 ----

@@ -172,11 +172,6 @@ struct Stretch {
 // A pair's share, in the order in which it is done.
 class Stretches {
  public:
-  static constexpr bool kHeads = true, kMaps = false;
-  __device__ static unsigned mapped() { return 0; }
-  __device__ static Sequence sequence(const ForwardProblem& p, unsigned n) {
-    return sequence_at(p, p.args.in, p.args.states, n);
-  }
   __device__ Stretches(const ForwardProblem& p, const Shares& shares, unsigned pair)
       : line_(p, shares.first), first_(pair * shares.share), end_(first_ + shares.share), splits_(shares.splits()) {
     Spot here;
@@ -238,38 +233,17 @@ struct alignas(16) Work {
 };
 static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
 
-// One stretch, of which the first chunks are for a map. Its sequence is known already.
-class OneStretch {
- public:
-  static constexpr bool kHeads = false, kMaps = true;
-  __device__ OneStretch(const Stretch& x, unsigned mapped, const Sequence& s) : x_(x), mapped_(mapped), s_(&s) {}
-  __device__ unsigned mapped() const { return mapped_; }
-  __device__ const Sequence& sequence(const ForwardProblem&, unsigned) const { return *s_; }
-  __device__ bool next(const ForwardProblem&, Stretch& x) {
-    const bool there = there_;
-    x = x_, there_ = false;
-    return there;
-  }
-
- private:
-  Stretch x_;
-  unsigned mapped_;
-  const Sequence* s_;
-  bool there_ = true;
-};
-
-// The chunks of one preparer of a pair: of four, one. Of whole heads the first preparer also plans for the scan, and states may
-// come to stages in front of those of a stretch's chunks.
-template <class Stretches>
+// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan, and states may come to stages in
+// front of those of a stretch's chunks.
 class PairSource {
  public:
-  static constexpr bool kMaps = Stretches::kMaps, kBringsStates = Stretches::kHeads;
+  static constexpr bool kMaps = false, kBringsStates = true;
   __device__ PairSource(const Stretches& stretches, unsigned group)
-      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(Stretches::kHeads && group == 0) {}
+      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
 
   __device__ void next(const Call& call, Plan& p) {
     if (ended_) return;
-    const unsigned states = brings_states(call);  // of a stretch: 0 or 1
+    const unsigned states = call.state_tiles->used;  // of a stretch: 0 or 1
     while (number_ >= begin_ + count_) {
       begin_ += count_, count_ = 0;
       Stretch now;
@@ -294,17 +268,13 @@ class PairSource {
     p.state = i < states;
     if (p.state) p.hv = hv_, p.b = loads_ ? slot_ : Plan::kNone;
     else p.set(hv_, h_, b_, t0_, length_, first_ + i - states);
-    p.number = number_, p.queries = number_ >= stretches_.mapped();
+    p.number = number_;
     number_ += kStages;
   }
 
  private:
-  __device__ static bool brings_states(const Call& call) {
-    if constexpr (kBringsStates) return call.state_tiles->used;
-    return false;
-  }
   __device__ void enter(const ForwardProblem& p, unsigned n) {
-    const Sequence s = stretches_.sequence(p, n);
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
     n_ = n, b_ = static_cast<unsigned>(s.b), t0_ = static_cast<unsigned>(s.t0);
     length_ = static_cast<unsigned>(s.length), slot_ = static_cast<unsigned>(s.slot);
     live_ = s.live, initial_ = s.initial;

@@ -90,9 +90,9 @@ class Scan {
       const bool again = prepared();
       unsigned stop = end / kRows * kRows;
       if (t == stop) ring_.wait_full(number), clear_values(ring_.stage(number), end - t), stop = end;
-      // (The sequence is looked up again: registers are scarce in between.)
+      // (The sequence is looked up again, and here alone: registers are scarce in between.)
       if (keeps && t % kChunk == 0 && !again)
-        keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n), item.hv, t);
+        keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, opaque(item.n)), item.hv, t);
       if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
@@ -296,6 +296,7 @@ class Scan {
   // No v of the warp's columns from a token on: what comes along is another sequence's.
   __device__ void clear_values(unsigned stage, unsigned from) const {
     const unsigned piece = first_column() % 64 / 8 + lane_ % 2;
+#pragma unroll 1
     for (unsigned token = from + lane_ / 2; token < kRows; token += 16)
       ptx::store_shared4(values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4), make_uint4(0, 0, 0, 0));
     ptx::fence_shared_for_async();  // copies will overwrite them
@@ -317,8 +318,9 @@ class Scan {
   __device__ static Pair<T> values_of(const unsigned (&v)[2][4], int i) {
     return largest<T, true>({v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]});
   }
-  // Are they below so many units?
+  // Are they below so many units? (Zeros are.)
   __device__ bool are_below(const Pair<T>& values, int i, float units) const {
+    if constexpr (!kValues) return true;
     float limit = units * unit_[i];
     if constexpr (std::is_same_v<T, __half>) limit = fmaxf(limit, 0x1p-24f);  // the least there is
     const unsigned two = ptx::pack<T>(limit, limit);
@@ -424,7 +426,7 @@ class Scan {
       const float scale = inverse(unit_[j % 2]);
       R[j / 4][j % 4] = kValues
                             ? ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]))
-                            : ptx::pack<__half>(-both[2 * j], -both[2 * j + 1]);
+                            : ptx::pack<__half>(both[2 * j], both[2 * j + 1]) ^ 0x80008000;  // both signs
     }
     float U[kRows / 2];
     const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);

@@ -64,9 +64,9 @@ struct Tiles {
                        swizzle);
   }
 
-  // Hints: by the block, also before wait_for_stream().
-  __device__ void prefetch() const {
-    if (threadIdx.x < std::size(maps)) ptx::prefetch_map(maps[threadIdx.x]);
+  // Hints: by threads i, the first of which each have a map; also before wait_for_stream().
+  __device__ void prefetch(unsigned i) const {
+    if (i < std::size(maps)) ptx::prefetch_map(maps[i]);
   }
 };
 
@@ -101,8 +101,8 @@ struct StateTiles {
   }
 
   // Hints, like those of Tiles.
-  __device__ void prefetch() const {
-    if (used && threadIdx.x < 2) ptx::prefetch_map(threadIdx.x && stores ? hT : h0);
+  __device__ void prefetch(unsigned i) const {
+    if (used && i < 2) ptx::prefetch_map(i && stores ? hT : h0);
   }
 
   static bool fits(const ForwardProblem& p, const kda_tensor& t) {
