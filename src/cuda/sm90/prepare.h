@@ -104,7 +104,7 @@ class Preparation {
 
   // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk before.)
   __device__ unsigned chore(unsigned turn) const { return at_.chore(turn); }
-  static constexpr unsigned kInvertChore = 0, kShareChore = 1, kBetaChore = 2, kPlanChore = 2, kIdleChore = 3;
+  static constexpr unsigned kInvertChore = 0, kShareChore = 1, kBetaChore = 2, kPlanChore = 2;
 
   // Raw q, k and g of a chunk to the bench; a tensor a warp, and beta. Rows behind the chunk's come along.
   __device__ void fetch(const Plan& plan, unsigned turn) {
@@ -246,18 +246,13 @@ class Preparation {
     if (done && mine != kInvertChore) ptx::arrive(ring().full(number));
     const Plan& next = plan(turn + done);
     if (next.any() && !(kBringsStates && next.state)) fetch(next, turn + done);
-    if (done && mine == kShareChore) {
+    if (!done) return false;
+    if (mine == kShareChore) {
       fetch_values(hv, token, b, number, stage);
       share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
     }
-    // Until the very first chunk is there, the warp that fetches nothing inverts whatever lies where Akk will be (and with factors
-    // that nobody writes yet), for nothing: so that the instructions are in the cache.
-    const bool rehearses = turn == 0 && !fetched && mine == kIdleChore;
-    if (!(done ? mine == kInvertChore : rehearses)) return done;
-    Bench at = at_;
-    at.turn += rehearses;
-    invert(at, stage);
-    if (!done) return false;
+    if (mine != kInvertChore) return true;
+    invert(at_, stage);
     ptx::fence_shared_for_async();
     __syncwarp();  // T is there
     share(number, stage, Stage::T, Stage::Aqk);
