@@ -298,34 +298,25 @@ class SegmentScan : public Scan<T, kValues, 2> {
                                  map_barrier(i));
     };
     if (last == 1) release_two(0);
-    const auto find = [&] {  // all maps, and the first two are fetched
-      if (threadIdx.x < 32) {
-        // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's own: when
-        // both blocks have made theirs, both have all chunks, and no copy between them reads the stages to which maps come.
-        for (unsigned i = lane_; i <= last; i += 32)
-          while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
-          }
-        __syncwarp();  // all are there
-        ptx::fence_global_for_async();
-#pragma unroll 1
-        for (unsigned i = 1; lane_ == 0 && i <= min(last, 2u); ++i) fetch(i);
-      }
-      ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
-      load(segments_.offset(item.hv, item.n, first), S_);
-    };
-    // While others make theirs, the pair passes through what lies where maps will be, with its own b, for nothing: so that the
-    // instructions are in the cache.
-    for (unsigned i = 0; i <= last; ++i) {
-      pass(segments_.offset(item.hv, item.n, first + (i > 0 ? i : last)), i, last);
-      if (i == 0) {
-        find();
-        continue;
-      }
+    if (threadIdx.x < 32) {
+      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's own: when
+      // both blocks have made theirs, both have all chunks, and no copy between them reads the stages to which maps come.
+      for (unsigned i = lane_; i <= last; i += 32)
+        while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
+        }
+      __syncwarp();  // all are there
+      ptx::fence_global_for_async();
+      for (unsigned i = 1; lane_ == 0 && i <= min(last, 2u); ++i) fetch(i);
+    }
+    ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
+    unit_[0] = unit_[1] = 1;
+    load(segments_.offset(item.hv, item.n, first), S_);
+    for (unsigned i = 1; i <= last; ++i) {
+      pass(segments_.offset(item.hv, item.n, first + i), i, last);
       ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
       if (threadIdx.x == 0 && i + 2 <= last) fetch(i + 2);
       if (i + 1 == last) release_two(0);
     }
-    unit_[0] = unit_[1] = 1;
     release_two(1);
   }
   // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
@@ -338,7 +329,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
       const Split x(S_[2 * j], S_[2 * j + 1]);
       leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
     }
-    if (i > 0) ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
+    ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
