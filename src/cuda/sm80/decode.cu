@@ -293,12 +293,8 @@ void launch_direct(const DecodeProblem& p) {
 
 // ---- a head a block ----
 
-// bf16 numbers have registers as they come and as they are worked on.
-constexpr int sweep_blocks_of(bool usual, int bytes, int K) { return usual && (bytes == 4 || K == 64) ? 5 : 4; }
-
 template <class T, int kK, bool kUsual>
-__global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), kK))
-    sweep_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, kUsual ? 5 : 4) sweep_kernel(const __grid_constant__ Params params) {
   const auto& p = known<kUsual>(params, kK, sizeof(T) == 2 ? KDA_BF16 : KDA_F32);
   __builtin_assume(threadIdx.x < kThreads);
   constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
@@ -353,18 +349,19 @@ __global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), k
     const bool first = t == 0;
     const Rows<true> from(first ? p.h0 : p.hT, state, at.hv, row0);
     const Rows<true> to(p.hT, state, at.hv, row0);
-    float S[2][kRows][kElements];
-    const auto load = [&](unsigned v, float(&S)[kRows][kElements]) {
+    // As they lie in memory: on their way while others are worked on.
+    Neighbours<T, 4> next[kRows][kElements / 4];
+    const auto ask = [&](unsigned v) {
+      const bool there = v < V && (s.initial || !first);
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (v < V && (s.initial || !first)) {
-          from.template load<T>(static_cast<int>(v) + row, kK, S[row]);
-        } else {
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) S[row][e] = 0;
+        for (int i = 0; i < kElements / 4; ++i) {
+          const char* four = from.first + (v + row) * uint64_t{from.row} + channel(4 * i) * sizeof(T);
+          next[row][i] = there ? *reinterpret_cast<const Neighbours<T, 4>*>(four) : Neighbours<T, 4>{};
         }
     };
-    load(0, S[0]);
+    ask(0);
     let_next_start();
     if (!first) locate(b, t0 + t), fetch();
     if (s.length > 0) {
@@ -377,7 +374,14 @@ __global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), k
     }
     __syncthreads();  // the token's keys and values are in shared memory
     char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * size_of(x.o_dtype);
-    const auto finish = [&](unsigned v, float(&S)[kRows][kElements]) {
+#pragma unroll 1
+    for (unsigned v = 0; v < V; v += kStep) {
+      float S[kRows][kElements];
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) S[row][e] = static_cast<float>(next[row][e / 4].x[e % 4]);
+      ask(v + kStep);
       if (s.length > 0) {
         float mine[kRows], u[kRows], o[kRows];
 #pragma unroll
@@ -390,14 +394,6 @@ __global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), k
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
         if (kUsual || p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
-    };
-    // The next columns are on their way while these are worked on.
-#pragma unroll 1
-    for (unsigned v = 0; v < V; v += 2 * kStep) {
-      load(v + kStep, S[1]);
-      finish(v, S[0]);
-      load(v + 2 * kStep, S[0]);
-      finish(v + kStep, S[1]);
     }
   }
 }
