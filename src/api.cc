@@ -41,12 +41,19 @@ kda_status guard(F&& f) noexcept {
   }
 }
 
+// On CUDA. The CPU's implementations make do with less than they ask for, and say themselves what is too little.
+void check_workspace(const kda_exec& exec, uint64_t needed) {
+  if (exec.workspace_bytes < needed)
+    invalid("exec.workspace_bytes: expected at least ", needed, ", got ", exec.workspace_bytes);
+}
+
 template <class Args>
 kda_status run(const Args* args) noexcept {
   return guard([&] {
     const auto problem = validate(args);
     const auto& impl = choose(problem);
     if (problem.args.exec.device == KDA_CPU) validate_data(problem);
+    else check_workspace(problem.args.exec, impl.workspace(problem));
     impl.run(problem);
   });
 }

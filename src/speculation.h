@@ -137,6 +137,23 @@ KDA_BOTH inline FlushVerifyRequests requests_of(const FlushVerifyProblem& p) {
           index_rows(a.last_parents)};
 }
 
+// Are all drafts chains, from states that are there, without a ring?
+template <class Requests>
+bool is_plain(const Requests& r) {
+  bool plain = r.states.initial == Initial::kStates;
+  if constexpr (requires { r.records; }) plain = plain && !r.records.ring && !r.tree;
+  if constexpr (requires { r.last; }) plain = plain && !r.last.ring && !r.last_tree;
+  return plain;
+}
+// Of such a call: with that for the compiler to know.
+template <class Requests>
+KDA_BOTH Requests known_plain(Requests r) {
+  r.states.initial = Initial::kStates;
+  if constexpr (requires { r.records; }) r.records.ring = 0, r.tree = false;
+  if constexpr (requires { r.last; }) r.last.ring = 0, r.last_tree = false;
+  return r;
+}
+
 // What the index vectors of a call hold for a request, unchecked: kernels ask for all of it before they wait for any.
 struct Indices {
   int32_t state = 0, records = 0, last = 0, accepted = 0;

@@ -75,7 +75,7 @@ typedef struct kda_exec {
   int32_t device_id;        /* CUDA ordinal; 0 on the CPU */
   void* stream;             /* CUDA: cudaStream_t, NULL = legacy default stream. CPU: NULL */
   void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0 */
-  uint64_t workspace_bytes; /* CPU: less than asked for is fine down to one thread's share, then fewer threads run */
+  uint64_t workspace_bytes; /* CUDA: all that was asked for. CPU: one thread's share or more, then fewer threads run */
   const char* impl;    /* force this implementation; NULL: environment variable KDA_IMPL, else the first that can */
   int32_t num_threads; /* CPU threads at most; 0 = what OpenMP would use. Never changes a bit of the result */
   uint32_t flags;      /* KDA_BATCH_INVARIANT */

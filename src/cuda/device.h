@@ -138,6 +138,19 @@ struct Tokens {
   static const char* why_not(const kda_inputs& in, const kda_tensor& o) {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
+
+  // The usual call, of which a kernel may know that it is one: the same bits with half of the instructions.
+  bool usual() const {
+    return (qkv_dtype == KDA_BF16) & (g_dtype == KDA_BF16) & (beta_dtype == KDA_BF16) & (o_dtype == KDA_BF16) &&
+           beta_form == KDA_BETA_SIGMOID && qk_l2norm;
+  }
+  // Of a usual one: with what the compiler is to know.
+  __device__ Tokens known(int32_t K) const {
+    Tokens x = *this;
+    x.K = K, x.qkv_dtype = x.g_dtype = x.beta_dtype = x.o_dtype = KDA_BF16;
+    x.beta_form = KDA_BETA_SIGMOID, x.qk_l2norm = x.narrow = 1;
+    return x;
+  }
 };
 
 __device__ inline float activated_beta(int32_t form, float x) {
@@ -410,6 +423,63 @@ __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, in
   else all.template operator()<__nv_bfloat16>();
 }
 
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Neighbours {
+  T x[kCount];
+};
+
+// kRows neighbouring columns of a head's K-first state, in the registers that Rows has them in: an access is a channel of
+// all of them, and the four threads of a warp that have the channel read what lies side by side. V and addresses are
+// multiples of kRows, K is kElements * 8.
+template <int kRows>
+struct Columns {
+  char* first;
+  uint32_t channel_step;  // bytes from one channel to the next
+
+  __device__ Columns(const TypedView& t, int32_t /*layout*/, unsigned slot, unsigned hv, unsigned v)
+      : first(t.at(slot, hv, 0) + v * size_of(t.dtype)), channel_step(t.stride2) {}
+
+  template <class T>
+  __device__ Neighbours<T, kRows>& at(int c) const {
+    return *reinterpret_cast<Neighbours<T, kRows>*>(first + static_cast<unsigned>(c) * uint64_t{channel_step});
+  }
+  template <class T, int kElements>
+  __device__ void load(float (&S)[kRows][kElements]) const {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      const Neighbours<T, kRows> all = at<T>(channel(e));
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) S[row][e] = static_cast<float>(all.x[row]);
+    }
+  }
+  template <class T, int kElements>
+  __device__ void store(const float (&S)[kRows][kElements]) const {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      Neighbours<T, kRows> all;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) all.x[row] = static_cast<T>(S[row][e]);
+      at<T>(channel(e)) = all;
+    }
+  }
+};
+
+// As of Rows: all of them or none.
+template <int kRows, int kElements>
+__device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
+                          float (&S)[kRows][kElements]) {
+  if (count == 0) return;
+  if (dtype == KDA_F32) columns.template load<float>(S);
+  else columns.template load<__nv_bfloat16>(S);
+}
+template <int kRows, int kElements>
+__device__ void store_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
+                           const float (&S)[kRows][kElements]) {
+  if (count == 0) return;
+  if (dtype == KDA_F32) columns.template store<float>(S);
+  else columns.template store<__nv_bfloat16>(S);
+}
+
 // Does every row begin at a multiple of so many elements? (An absent tensor's do.)
 inline bool rows_aligned(const kda_tensor& t, int64_t elements) {
   for (int i = 0; i + 1 < t.ndim; ++i)
@@ -419,6 +489,11 @@ inline bool rows_aligned(const kda_tensor& t, int64_t elements) {
 // Whether four-wide accesses fit all of these states.
 inline bool wide_rows(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
   if (layout != KDA_STATE_V_FIRST || d.K % 4) return false;
+  return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });
+}
+// Whether Columns of up to four do.
+inline bool wide_columns(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
+  if (layout != KDA_STATE_K_FIRST || (d.K != 64 && d.K != 128) || d.V % 4) return false;
   return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });
 }
 

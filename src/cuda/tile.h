@@ -1,4 +1,4 @@
-// Copies to shared memory that nobody waits for, and value columns of a state that come that way. through shared memory.
+// Copies to shared memory that nobody waits for, and value columns of a state that come that way.
 #pragma once
 #include "cuda/device.h"
 

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -15,7 +17,10 @@
 namespace kda::test {
 
 inline std::vector<Field> tensors(kda_decode_args& a) { return joined(fields(a), snapshot_fields(a)); }
-inline std::vector<Field> tensors(kda_flush_verify_args& a) { return joined(fields(a), ring_fields(a)); }
+inline std::vector<Field> tensors(kda_flush_verify_args& a) {
+  return joined(fields(a),
+                {{"records.ring_first", &a.records.ring_first}, {"records.ring_count", &a.records.ring_count}});
+}
 template <class Args>
 std::vector<Field> tensors(Args& a) {
   return fields(a);
@@ -31,26 +36,55 @@ inline int64_t bytes_of(const kda_tensor& t) {
   return (last + 1) * dtype_size(t.dtype);
 }
 
-struct DeviceMemory {
-  int64_t bytes = 0, shift = 0;
-  void* data = nullptr;
-  char* begin() const { return static_cast<char*>(data) + shift; }
-  ~DeviceMemory() { cudaFree(data); }
+// Memory on the device, poison at first, between canaries. Where KDA_TEST_EXACT_MEMORY is set there are none:
+// compute-sanitizer sees by itself who reads or writes beyond an allocation.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  DeviceMemory(const DeviceMemory&) = delete;
+  ~DeviceMemory() { cudaFree(data_); }
+
+  // Begins `shift` bytes behind an address that fits any access.
+  void allocate(int64_t bytes, int64_t shift = 0) {
+    static const bool exact = std::getenv("KDA_TEST_EXACT_MEMORY");
+    bytes_ = bytes, before_ = (exact ? 0 : kCanary) + shift, behind_ = exact ? 0 : kCanary;
+    ASSERT_EQ(cudaMalloc(&data_, std::max<int64_t>(before_ + bytes_ + behind_, 1)), cudaSuccess);
+    ASSERT_EQ(cudaMemset(data_, 0xff, before_ + bytes_ + behind_), cudaSuccess);
+  }
+  // As many bytes as were asked for, from the host and back.
+  void fill(const void* host) { ASSERT_EQ(cudaMemcpy(begin(), host, bytes_, cudaMemcpyHostToDevice), cudaSuccess); }
+  void back(void* host) const {
+    ASSERT_EQ(cudaMemcpy(host, begin(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
+    expect_canaries();
+  }
+  char* begin() const { return static_cast<char*>(data_) + before_; }
+  void expect_canaries() const {
+    std::string all(before_ + behind_, 0);
+    EXPECT_EQ(cudaMemcpy(all.data(), data_, before_, cudaMemcpyDeviceToHost), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(all.data() + before_, begin() + bytes_, behind_, cudaMemcpyDeviceToHost), cudaSuccess);
+    EXPECT_EQ(all.find_first_not_of('\xff'), std::string::npos) << "something beside a tensor was written";
+  }
+
+ private:
+  static constexpr int64_t kCanary = 4096;
+  int64_t bytes_ = 0, before_ = 0, behind_ = 0;
+  void* data_ = nullptr;
 };
 
 // Runs with copies of all tensors on the device, and copies all of them back. They begin `shift` elements behind addresses
 // that fit any access. Operators that need a workspace get one that is poison.
 template <class Args>
 void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
-  std::map<void*, DeviceMemory> copies;  // by their place on the host: views of the same place stay so
+  std::map<void*, std::pair<int64_t, int64_t>> sizes;  // by place on the host: views of the same place stay so
   for (const Field& f : tensors(args))
     if (f.t->ndim) {
-      DeviceMemory& copy = copies[f.t->data];
-      copy.bytes = std::max(copy.bytes, bytes_of(*f.t)), copy.shift = shift * dtype_size(f.t->dtype);
+      auto& [bytes, skipped] = sizes[f.t->data];
+      bytes = std::max(bytes, bytes_of(*f.t)), skipped = shift * dtype_size(f.t->dtype);
     }
-  for (auto& [host, copy] : copies) {
-    ASSERT_EQ(cudaMalloc(&copy.data, std::max<int64_t>(copy.shift + copy.bytes, 1)), cudaSuccess);
-    ASSERT_EQ(cudaMemcpy(copy.begin(), host, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
+  std::map<void*, DeviceMemory> copies;
+  for (const auto& [host, size] : sizes) {
+    ASSERT_NO_FATAL_FAILURE(copies[host].allocate(size.first, size.second));
+    ASSERT_NO_FATAL_FAILURE(copies[host].fill(host));
   }
   for (const Field& f : tensors(args))
     if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.begin();
@@ -58,21 +92,34 @@ void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
   DeviceMemory workspace;
   ASSERT_EQ(query(args, &args.exec.workspace_bytes), KDA_OK) << kda_last_error();
   if (args.exec.workspace_bytes) {
-    ASSERT_EQ(cudaMalloc(&workspace.data, args.exec.workspace_bytes), cudaSuccess);
-    ASSERT_EQ(cudaMemset(workspace.data, 0xff, args.exec.workspace_bytes), cudaSuccess);
-    args.exec.workspace = workspace.data;
+    ASSERT_NO_FATAL_FAILURE(workspace.allocate(static_cast<int64_t>(args.exec.workspace_bytes)));
+    args.exec.workspace = workspace.begin();
   }
   ASSERT_EQ(call(args), KDA_OK) << kda_last_error();
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  for (const auto& [host, copy] : copies)
-    ASSERT_EQ(cudaMemcpy(host, copy.begin(), copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+  workspace.expect_canaries();
+  for (const auto& [host, copy] : copies) ASSERT_NO_FATAL_FAILURE(copy.back(host));
 }
 
-// Names of the CUDA implementations of an operator that take the call.
+// The call with tensors on the device, at addresses that fit any access: to ask about. (Those on the host fit their
+// element and no more: then the kernels for aligned rows decline.)
 template <class Args>
-std::vector<const char*> takers(const char* op, Args args) {
-  std::vector<const char*> all;
+Args on_device(Args args) {
+  std::map<void*, void*> places;
+  for (const Field& f : tensors(args))
+    if (f.t->ndim) {
+      const uintptr_t next = (uintptr_t{1} << 46) + (places.size() << 32);
+      f.t->data = places.try_emplace(f.t->data, reinterpret_cast<void*>(next)).first->second;
+    }
   args.exec.device = KDA_CUDA;
+  return args;
+}
+
+// Names of the CUDA implementations of an operator that take the call on the device.
+template <class Args>
+std::vector<const char*> takers(const char* op, const Args& on_host) {
+  std::vector<const char*> all;
+  Args args = on_device(on_host);
   for (int i = 0; const char* name = kda_implementation(op, i); ++i) {
     if (std::string(name).substr(0, 5) != "cuda_") continue;
     args.exec.impl = name;
@@ -83,6 +130,23 @@ std::vector<const char*> takers(const char* op, Args args) {
   }
   EXPECT_FALSE(all.empty());
   return all;
+}
+
+// Less memory than the implementation asks for, or none: refused, and nothing is launched.
+template <class Args>
+void expect_workspace_is_checked(const Args& on_host, const char* impl) {
+  Args args = on_device(on_host);
+  uint64_t needed = 0;
+  args.exec.impl = impl;
+  ASSERT_EQ(query(args, &needed), KDA_OK) << kda_last_error();
+  ASSERT_GT(needed, 0u) << "the call needs a workspace";
+  for (const uint64_t bytes : {uint64_t{0}, needed - 1}) {
+    args.exec.workspace = bytes ? reinterpret_cast<void*>(uintptr_t{1} << 45) : nullptr;
+    args.exec.workspace_bytes = bytes;
+    EXPECT_EQ(call(args), KDA_INVALID_ARGUMENT);
+    EXPECT_EQ(kda_last_error(),
+              "exec.workspace_bytes: expected at least " + std::to_string(needed) + ", got " + std::to_string(bytes));
+  }
 }
 
 // What drafts and decode are held to.

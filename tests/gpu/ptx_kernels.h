@@ -40,10 +40,18 @@ void load_tile(const kda_tensor& from, const Corner& at, void* seen);
 // A tile of 32 tokens x 16 channels, 1024 bytes, as it is to lie in shared memory.
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile);
 // Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff, and the first one then 1024 bytes of `from`
-// behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's only. There an
-// mbarrier waits for these bytes, two arrivals of the first block and one of the other. seen [2,6144]: both memories; notes
-// [2,4]: a block's rank, what the other's memory says of its own, has the phase of its mbarrier ended, and by a look that does not wait?
+// behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's only, and sends a 5. There
+// an mbarrier waits for these bytes, two arrivals of the first block and one of the other. seen [2,6144]: both memories; notes
+// [2,5]: a block's rank, what the other's memory says of its own, has the phase of its mbarrier ended, and by a look that does not wait,
+// and what was sent, or 7?
 void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes);
+// 16 columns of a head's state, from 16 * first on, of f32 [slots,HV,128,128], and the slot where they go.
+struct Columns {
+  unsigned first, hv, slot, to;
+};
+// Two blocks of a cluster. The first one copies these columns to its own shared memory and the next 16 to the other's only: four
+// boxes each, seen [2,2048]. Each stores what it has.
+void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen);
 // Registers of 32 lanes x [4,32] to four 8x8 matrices.
 void store_matrices(const unsigned* x, void* matrices);
 // Of n pairs of pairs: z [2,n] with larger<T, false>, then larger<T, true>.

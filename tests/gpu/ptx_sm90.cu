@@ -98,16 +98,17 @@ __global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __gr
   }
   if (threadIdx.x == 0) {
     ptx::init_barrier(barrier, 3), ptx::fence_barriers();
-    ptx::store_shared(barrier + 8, rank);
+    ptx::store_shared(barrier + 8, rank), ptx::store_shared(barrier + 12, 7);
     ptx::prefetch_tile(map, at.channel, at.head, at.token, at.b);
   }
   ptx::fence_shared_for_async();
   ptx::sync_cluster();
   if (threadIdx.x == 0 && rank == 0) {
     const unsigned there = ptx::address_in(barrier, other), bytes = place + kLoaded;
-    ptx::arrive_expecting_at(there, kLoaded + kCopied);
+    ptx::arrive_expecting_at(there, kLoaded + kCopied + 4);
     ptx::copy_bulk_between(ptx::address_in(bytes + kCopied, other), bytes, kCopied, there);
     ptx::copy_tile_to(1 << other, place, map, at.channel, at.head, at.token, at.b, barrier);
+    ptx::send(ptx::address_in(barrier + 12, other), 5, there);
     ptx::arrive_at(there);
   } else if (threadIdx.x == 0) {
     ptx::arrive(barrier);
@@ -118,10 +119,12 @@ __global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __gr
     seen[rank * kMemory / 16 + i] = reinterpret_cast<uint4*>(memory)[i];
   if (threadIdx.x == 0) {
     const unsigned found[] = {rank, ptx::load_shared_at(ptx::address_in(barrier + 8, other)),
-                              ptx::has_phase_ended(barrier, 0), ptx::is_phase_over(barrier, 0)};
-    for (unsigned i = 0; i < 4; ++i) notes[rank * 4 + i] = found[i];
+                              ptx::has_phase_ended(barrier, 0), ptx::is_phase_over(barrier, 0),
+                              ptx::load_shared(barrier + 12)};
+    for (unsigned i = 0; i < 5; ++i) notes[rank * 5 + i] = found[i];
   }
-  ptx::sync_cluster();  // nobody reads the memory of a block that has ended
+  ptx::arrive_at_cluster();
+  ptx::wait_for_cluster();  // nobody reads the memory of a block that has ended
 }
 
 __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at,
@@ -134,6 +137,40 @@ __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __gr
   ptx::store_tile(map, at.channel, at.head, at.token, at.b, ptx::shared_address(tile));
   ptx::commit_bulk();
   ptx::wait_for_bulk<0>();
+}
+
+__global__ void __cluster_dims__(2)
+    states_kernel(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to,
+                  const __grid_constant__ Columns at, float* seen) {
+  using cuda::sm90::StateTiles;
+  const auto* memory = reinterpret_cast<const float*>(shared_memory());
+  const unsigned rank = ptx::rank(), other = rank ^ 1, place = ptx::shared_address(memory),
+                 barrier = place + StateTiles::kWarpBytes;
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(barrier, 1), ptx::fence_barriers();
+    ptx::arrive_expecting(barrier, StateTiles::kWarpBytes);
+  }
+  ptx::sync_cluster();
+  const auto each_box = [&](const auto& f) {
+    for (unsigned box = 0; box < StateTiles::kBoxes; ++box)
+      f(box * StateTiles::kChannels, place + box * StateTiles::kBoxBytes);
+  };
+  if (threadIdx.x == 0 && rank == 0)
+    each_box([&](unsigned channel, unsigned box) {
+      ptx::copy_box(box, from, channel, 2 * at.first, 0, at.hv, at.slot, barrier);
+      ptx::copy_box_to(1 << other, box, from, channel, 2 * at.first + 2, 0, at.hv, at.slot, barrier);
+    });
+  waited(barrier, 0);
+  for (unsigned i = threadIdx.x; i < StateTiles::kWarpBytes / 4; i += blockDim.x)
+    seen[rank * (StateTiles::kWarpBytes / 4) + i] = memory[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    each_box([&](unsigned channel, unsigned box) {
+      ptx::store_box(to, channel, 2 * (at.first + rank), 0, at.hv, at.to, box);
+    });
+    ptx::commit_bulk(), ptx::wait_for_bulk<0>();
+  }
+  ptx::sync_cluster();  // nobody copies to a block that has ended
 }
 
 __global__ void store_matrices_kernel(const unsigned* x, uint4* rows) {
@@ -259,6 +296,10 @@ void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner&
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
   const CUtensorMap map = cuda::sm90::Tiles::map(to, 16, CU_TENSOR_MAP_SWIZZLE_32B);
   store_kernel<<<1, kStored / 16, kStored>>>(map, at, static_cast<const uint4*>(tile));
+}
+void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen) {
+  using cuda::sm90::StateTiles;
+  states_kernel<<<2, 128, StateTiles::kWarpBytes + 8>>>(StateTiles::map(from), StateTiles::map(to), at, seen);
 }
 void store_matrices(const unsigned* x, void* matrices) {
   store_matrices_kernel<<<1, 32>>>(x, static_cast<uint4*>(matrices));

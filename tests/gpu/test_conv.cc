@@ -367,15 +367,7 @@ TEST_F(ConvPromiseOnCuda, DeclinesWhatIsTheOracles) {
 TEST_F(ConvPromiseOnCuda, TooSmallAWorkspaceIsRefused) {
   const ConvInputs in({.name = "workspace"});
   const ConvGradientOutputs gradients(in);
-  kda_conv_backward_args a = conv_backward_args(in, gradients);
-  a.exec.device = KDA_CUDA;
-  uint64_t bytes = 0;
-  ASSERT_EQ(kda_conv_backward_workspace(&a, &bytes), KDA_OK) << kda_last_error();
-  ASSERT_GT(bytes, 0u);
-  DeviceMemory workspace;
-  ASSERT_EQ(cudaMalloc(&workspace.data, bytes), cudaSuccess);
-  a.exec.workspace = workspace.data, a.exec.workspace_bytes = bytes - 1;
-  EXPECT_EQ(kda_conv_backward(&a), KDA_INVALID_ARGUMENT);
+  expect_workspace_is_checked(conv_backward_args(in, gradients), kImpl);
 }
 
 }  // namespace

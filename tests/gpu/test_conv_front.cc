@@ -15,20 +15,15 @@ class Copies {
   kda_tensor operator()(const Tensor& t) {
     kda_tensor view = t;
     if (!t) return view;
-    DeviceMemory& copy = copies_[view.data];
-    if (!copy.data) {
-      copy.bytes = bytes_of(view);
-      EXPECT_EQ(cudaMalloc(&copy.data, std::max<int64_t>(copy.bytes, 1)), cudaSuccess);
-      EXPECT_EQ(cudaMemcpy(copy.data, view.data, copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
-    }
-    view.data = copy.data;
+    const auto [copy, fresh] = copies_.try_emplace(view.data);
+    if (fresh) copy->second.allocate(bytes_of(view)), copy->second.fill(view.data);
+    view.data = copy->second.begin();
     return view;
   }
   void back() {
     ASSERT_EQ(cudaGetLastError(), cudaSuccess);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    for (auto& [host, copy] : copies_)
-      ASSERT_EQ(cudaMemcpy(host, copy.data, copy.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+    for (const auto& [host, copy] : copies_) ASSERT_NO_FATAL_FAILURE(copy.back(host));
   }
 
  private:

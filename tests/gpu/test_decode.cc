@@ -21,6 +21,23 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
+  // What there are kernels for that know the call: decode, one draft, few, more.
+  const auto usual = [&](const char* name, int64_t T, int64_t K, int64_t V, int32_t state, int32_t layout) {
+    SpeculationCase s = find_speculation_case("softplus");
+    s.c.name = name, s.c.B = 5, s.c.T = T, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
+    s.c.dtype = s.c.g_dtype = s.c.beta_dtype = KDA_BF16, s.c.state_dtype = state, s.c.state_layout = layout;
+    s.c.layout = Layout::kDense;
+    all.push_back(s);
+  };
+  usual("usual", 1, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
+  usual("usual_K_first", 1, 128, 128, KDA_F32, KDA_STATE_K_FIRST);
+  usual("usual_bf16", 1, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
+  usual("usual_bf16_K_first", 1, 128, 64, KDA_BF16, KDA_STATE_K_FIRST);
+  usual("usual_64", 1, 64, 64, KDA_F32, KDA_STATE_V_FIRST);
+  usual("usual_64_K_first", 1, 64, 64, KDA_F32, KDA_STATE_K_FIRST);
+  usual("usual_3", 3, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_4", 4, 64, 64, KDA_BF16, KDA_STATE_V_FIRST);
+  usual("usual_6", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_8", 8, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
+  usual("usual_16", 16, 128, 64, KDA_F32, KDA_STATE_V_FIRST);
   // What comes through shared memory and goes to tensor cores.
   const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
     SpeculationCase s = find_speculation_case(like);
@@ -73,10 +90,21 @@ TEST_P(TokensOnCuda, Decode) {
     // Whoever runs: the size of a call decides that, and must not change a bit.
     bits.push_back(got.h.bits());
     EXPECT_EQ(bits.back(), bits.front());
+
+    // From one pool to another.
+    const Pool from(d.in, s.c.state_dtype), to(d.in, s.c.state_dtype);
+    kda_decode_args moving = args(to, o);
+    moving.states.h0 = from.h;
+    run_on_cuda(moving, impl);
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(to.h.bits(), bits.front());
+    EXPECT_EQ(from.h.bits(), Pool(d.in, s.c.state_dtype).h.bits());
   }
 }
 
 TEST_P(TokensOnCuda, Verify) {
+  // With flags, even if all are true, no call is a usual one.
+  if (s.c.h0) d.pool.has_initial_state = Tensor();
   Records exact(d, KDA_F64);
   const Tensor exact_o = d.output(KDA_F64);
   const Bits state = d.pool.h.bits();
@@ -145,6 +173,26 @@ TEST_P(TokensOnCuda, FlushVerify) {
 
 INSTANTIATE_TEST_SUITE_P(All, TokensOnCuda, testing::ValuesIn(cuda_cases()),
                          [](const auto& info) { return info.param.c.name; });
+
+// Without these the tests above would hold general kernels to the oracle twice, and others not at all.
+TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
+  for (const SpeculationCase& s : cuda_cases()) {
+    if (s.c.name != "staged_1" && s.c.name != "staged_1_bf16") continue;
+    SCOPED_TRACE(s.c.name);
+    const Drafts d(s);
+    const Records last(d), records(d);
+    const auto has = [](const std::vector<const char*>& all, const std::string& name) {
+      return std::find(all.begin(), all.end(), name) != all.end();
+    };
+    const Tensor o = d.output();
+    EXPECT_TRUE(has(takers("decode", decode_args(d.in, d.pool, d.pool, o)), "cuda_decode_sweep"));
+    EXPECT_TRUE(has(takers("flush", flush_args(d, d.pool.h, records)), "cuda_flush_registers"));
+    const auto verify = takers("verify", verify_args(d, records, o));
+    EXPECT_TRUE(has(verify, "cuda_verify_recurrent") && has(verify, "cuda_verify_mma"));
+    const auto both = takers("flush_verify", flush_verify_args(d, d, d.pool.h, last, records, o));
+    EXPECT_TRUE(has(both, "cuda_flush_verify_recurrent") && has(both, "cuda_flush_verify_mma"));
+  }
+}
 
 // Two rounds: all states of the first are kept, the second starts from those of what was accepted.
 class SnapshotsOnCuda : public OnCuda, public testing::WithParamInterface<std::tuple<const char*, bool>> {};

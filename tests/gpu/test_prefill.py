@@ -131,6 +131,58 @@ def test_rows_that_share_memory(name: str, dim: int) -> None:
     assert same_bits(kda.prefill(**call, **{name: x.contiguous()}, state=dense), o) and same_bits(dense, shared)
 
 
+# Sequences of one chunk or less, of about three, of any: with their heads more than a GPU works on at a time.
+SHORT = {"one": [20] * 44, "three": [90, 96] * 12, "any": [1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2]}
+BOUNDED = {**LARGE, "dtype": torch.bfloat16, "gate": "lower_bound"}
+
+
+def pool_of(rows: Tensor, gaps: tuple[int, int, int], first: int) -> tuple[Tensor, Tensor]:
+    """A pool with these rows, and its memory: NaN between heads, columns and channels, and in front of all."""
+    shape = [n + gap for n, gap in zip(rows.shape[1:], gaps, strict=True)]
+    memory = rows.new_full((first + len(rows) * shape[0] * shape[1] * shape[2],), NAN)
+    view = memory[first:].view(len(rows), *shape)[:, : rows.shape[1], : rows.shape[2], : rows.shape[3]]
+    return view.copy_(rows), memory
+
+
+@pytest.mark.parametrize("dtype", POOLS)
+@pytest.mark.parametrize("lengths", SHORT)
+def test_ways_to_states(lengths: str, dtype: torch.dtype) -> None:
+    """In place on a pool with padding, wherever its rows are and whichever index comes first: the same bits."""
+    N, group = len(SHORT[lengths]), 4 if lengths == "any" else 2
+    p, _ = prompts(SHORT[lengths], tail=9, **{**BOUNDED, "H": group, "G": group})
+    random = torch.Generator().manual_seed(5)
+    rows = torch.randn(N + 3, group * group, 128, 128, generator=random).to(dtype)
+    slots = torch.randperm(N + 3, generator=random)[:N].int()
+    slots[[2, N // 2]] = -1
+    more = {"state_indices": slots, "has_initial_state": torch.rand(N, generator=random) < 0.7}
+    rounding = 200.0 if DEVICE.type == "cuda" else 1.0
+    expected = matches(prefill, p, rows, rounding=rounding, **more)
+    call = HERE.call(p, **more)
+    # Columns apart by 16 bytes more; heads and slots, too; addresses that fit nothing but an element.
+    for gaps, first in (((0, 0, 16 // rows.itemsize), 0), ((1, 1, 0), 0), ((0, 0, 1), 0), ((0, 0, 0), 1)):
+        pool, memory = pool_of(HERE(rows), gaps, first)
+        o, margins = kda.prefill(**call, state=pool), memory.numel() - pool.numel()
+        assert same_bits(expected["o"], o) and same_bits(expected["state"], pool), (gaps, first)
+        assert memory.isnan().sum() == margins, (gaps, first)
+    pool = HERE(rows.mT.contiguous())
+    o = kda.prefill(**{**call, "state_v_first": False}, state=pool)
+    assert same_bits(expected["o"], o) and same_bits(expected["state"], pool.mT.contiguous())
+
+
+@pytest.mark.parametrize("lengths", SHORT)
+def test_states_need_not_be_wanted(lengths: str) -> None:
+    """Neither the first nor the final ones: the others have the same bits, and those of a pool."""
+    p, h0 = prompts(SHORT[lengths], tail=9, **{**BOUNDED, "H": 4, "G": 2})
+    for initial in (h0, None):
+        call, pool = HERE.call(p, initial_state=initial), HERE(h0 if initial is not None else torch.zeros_like(h0))
+        o, final = kda.chunk_kda(**call, output_final_state=True)
+        alone, nothing = kda.chunk_kda(**call, output_final_state=False)
+        assert nothing is None and same_bits(o, alone)
+        assert same_bits(kda.prefill(**HERE.call(p), state=pool), o) and same_bits(pool, final)
+    rounding = 200.0 if DEVICE.type == "cuda" else 1.0
+    matches(trained, p, kda.chunk_kda, rounding=rounding)
+
+
 # ---- promises to the bit ----
 
 

@@ -31,6 +31,18 @@ std::vector<Case> f32_cases() {
                      .K = size,
                      .V = size,
                      .state_layout = layout});
+  for (const int64_t size : {64, 128})
+    for (const Layout layout : {Layout::kPadded, Layout::kHeadsFirst})
+      all.push_back({.name = "whole_" + std::to_string(size) + (layout == Layout::kPadded ? "_padded" : "_heads_first"),
+                     .B = 2,
+                     .T = 320,
+                     .HV = 2,
+                     .K = size,
+                     .V = size,
+                     .layout = layout});
+  // More blocks than SMs; without an initial state.
+  all.push_back({.name = "whole_many", .B = 4, .T = 192, .H = 3, .HV = 6, .K = 128, .V = 128});
+  all.push_back({.name = "whole_zeros", .B = 12, .T = 128, .HV = 2, .K = 128, .V = 128, .h0 = false});
   all.push_back({.name = "whole_wild", .T = 128, .K = 128, .V = 128, .gates = Gates::kWild});
   all.push_back({.name = "whole_identical",
                  .T = 128,
@@ -98,8 +110,11 @@ TEST_P(PrefillF32OnCuda, IsTheOracle) {
 
 TEST_P(PrefillF32OnCuda, WantedOrNotChangesNoBit) {
   for (const int32_t chunk : {32, 64}) {
-    Outputs all(in, chunk, KDA_F32);
+    Outputs all(in, chunk, KDA_F32), dense(in, chunk, KDA_F32, Layout::kDense);
     run_on_cuda(args_of(in, all, chunk), kImpl);
+    run_on_cuda(args_of(in, dense, chunk), kImpl);  // w and u of chunks of 64 may be where the scan reads them
+    for (size_t i = 0; i < 4; ++i)
+      EXPECT_EQ(dense.all()[i].second->bits(), all.all()[i].second->bits()) << dense.all()[i].first;
     for (const char* wanted : {"hT", "w", "u", ""}) {
       Outputs one(in, chunk, KDA_F32);
       kda_prefill_f32_args a = args_of(in, one, chunk);
@@ -120,9 +135,10 @@ INSTANTIATE_TEST_SUITE_P(All, PrefillF32OnCuda, testing::ValuesIn(f32_cases()),
                          [](const auto& info) { return info.param.name; });
 
 // The state of one call is the next one's, in place, at any multiple of 64 tokens; o and hT do not depend on the chunk.
-void continues_in_place(int64_t K, int64_t V) {
+void continues_in_place(int64_t K, int64_t V, int64_t T) {
   SCOPED_TRACE(K);
-  const Inputs in({.name = "continued", .B = 2, .T = 160, .HV = 2, .K = K, .V = V, .layout = Layout::kHeadsFirst});
+  SCOPED_TRACE(T);
+  const Inputs in({.name = "continued", .B = 2, .T = T, .HV = 2, .K = K, .V = V, .layout = Layout::kHeadsFirst});
   Outputs first(in, 64, KDA_F32);
   run_on_cuda(args_of(in, first, 64), kImpl);
   for (const int32_t chunk : {32, 64}) {
@@ -131,7 +147,7 @@ void continues_in_place(int64_t K, int64_t V) {
     EXPECT_EQ(whole.o.bits(), first.o.bits());
     EXPECT_EQ(whole.hT.bits(), first.hT.bits());
     const Tensor state = in.h0.clone();
-    for (const auto& [t0, t1] : {std::pair<int64_t, int64_t>{0, 64}, {64, 160}}) {
+    for (const auto& [t0, t1] : {std::pair<int64_t, int64_t>{0, 64}, {64, T}}) {
       kda_prefill_f32_args a = args_of(in, parts, chunk);
       for (kda_tensor* t : {&a.q, &a.k, &a.v, &a.g, &a.beta, &a.o})
         t->data = static_cast<float*>(t->data) + t0 * t->stride[2], t->shape[2] = t1 - t0;
@@ -148,15 +164,42 @@ void continues_in_place(int64_t K, int64_t V) {
 }
 
 TEST_F(OnCuda, PrefillF32ContinuesInPlace) {
-  for (const auto& [K, V] : {std::pair<int64_t, int64_t>{20, 36}, {64, 64}, {128, 128}}) continues_in_place(K, V);
+  // At 160 tokens the first part has whole chunks only, the second and both together have not.
+  for (const auto& [K, V] : {std::pair<int64_t, int64_t>{20, 36}, {64, 64}, {128, 128}})
+    for (const int64_t T : {160, 192}) continues_in_place(K, V, T);
+}
+
+// Rows one by one: few blocks, which may have fewer columns than those of many rows.
+TEST_F(OnCuda, PrefillF32OfManyRowsIsThatOfEach) {
+  for (const int64_t size : {64, 128}) {
+    const Inputs in({.name = "rows", .B = 12, .T = 128, .HV = 2, .K = size, .V = size});
+    Outputs all(in, 64, KDA_F32), one(in, 64, KDA_F32);
+    run_on_cuda(args_of(in, all, 64), kImpl);
+    for (int64_t b = 0; b < in.B; ++b) {
+      kda_prefill_f32_args a = args_of(in, one, 64);
+      for (kda_tensor* t : {&a.q, &a.k, &a.v, &a.g, &a.beta, &a.h0, &a.o, &a.hT, &a.w, &a.u})
+        t->data = static_cast<float*>(t->data) + b * t->stride[0], t->shape[0] = 1;
+      run_on_cuda(a, kImpl);
+    }
+    for (size_t i = 0; i < 4; ++i) EXPECT_EQ(one.all()[i].second->bits(), all.all()[i].second->bits()) << size;
+  }
+}
+
+TEST_F(OnCuda, PrefillF32ChecksItsWorkspace) {
+  for (const int64_t T : {70, 128}) {
+    const Inputs in({.name = "workspace", .T = T, .K = 64, .V = 64});
+    expect_workspace_is_checked(args_of(in, Outputs(in, 64, KDA_F32), 64), kImpl);
+  }
 }
 
 TEST_F(OnCuda, PrefillF32OfNothing) {
   for (const auto& [B, T] : {std::pair<int64_t, int64_t>{0, 70}, {2, 0}}) {
-    const Inputs in({.name = "nothing", .B = B, .T = T});
-    Outputs out(in, 64, KDA_F32);
-    run_on_cuda(args_of(in, out, 64), kImpl);
-    EXPECT_EQ(out.hT.bits(), in.h0.bits());
+    for (const int64_t size : {32, 64, 128}) {
+      const Inputs in({.name = "nothing", .B = B, .T = T, .K = size, .V = size});
+      Outputs out(in, 64, KDA_F32);
+      run_on_cuda(args_of(in, out, 64), kImpl);
+      EXPECT_EQ(out.hT.bits(), in.h0.bits());
+    }
   }
 }
 

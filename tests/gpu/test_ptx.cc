@@ -50,18 +50,17 @@ template <class T>
 class OnDevice {
  public:
   explicit OnDevice(const std::vector<T>& x) : size_(x.size()) {
-    EXPECT_EQ(cudaMalloc(&memory_.data, size_ * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(memory_.data, x.data(), size_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
+    memory_.allocate(static_cast<int64_t>(size_ * sizeof(T))), memory_.fill(x.data());
   }
   OnDevice(size_t size, T x) : OnDevice(std::vector<T>(size, x)) {}
   OnDevice(const OnDevice&) = delete;
   ~OnDevice() { cudaDeviceSynchronize(); }  // a kernel may still read it
-  operator T*() const { return static_cast<T*>(memory_.data); }
+  operator T*() const { return reinterpret_cast<T*>(memory_.begin()); }
   // When the kernels before are done.
   std::vector<T> back() const {
     std::vector<T> x(size_);
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(x.data(), memory_.data, size_ * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
+    memory_.back(x.data());
     return x;
   }
 
@@ -311,10 +310,10 @@ TEST_F(PtxOnHopper, BlocksCopyToEachOther) {
       expected[3072 + place(row, column, 128) / 2] = x[element(at, row, column)];
   std::copy(bytes.begin(), bytes.end(), expected.begin() + 3072 + 2048 + 512);
   const OnDevice seen(expected.size(), uint16_t{7});
-  const OnDevice notes(8, 7u);
+  const OnDevice notes(10, 9u);
   copy_between_blocks(OnDevice(bytes), view(tensor), at, seen, notes);
   expect_same(expected, seen.back());
-  expect_same(std::vector<unsigned>{0, 1, 0, 0, 1, 0, 1, 1}, notes.back());
+  expect_same(std::vector<unsigned>{0, 1, 0, 0, 7, 1, 0, 1, 1, 5}, notes.back());
 }
 
 TEST_F(PtxOnHopper, TilesAreStored) {
@@ -330,6 +329,34 @@ TEST_F(PtxOnHopper, TilesAreStored) {
     const OnDevice to(expected.size(), uint16_t{0xffff});
     store_tile(view(to), at, OnDevice(tile));
     expect_same(expected, to.back());
+  }
+}
+
+// With gaps behind rows, heads and slots; from a slot that is not there come zeros.
+TEST_F(PtxOnHopper, StatesComeAndLeave) {
+  constexpr unsigned kSlots = 3, kHV = 2, kRow = 132, kHead = 128 * kRow + 4, kSlot = kHV * kHead + 8;
+  const auto states = [](float* data) {
+    kda_tensor t = Tensor(KDA_F32, {kSlots, kHV, 128, 128});
+    t.data = data, t.stride[0] = kSlot, t.stride[1] = kHead, t.stride[2] = kRow;
+    return t;
+  };
+  const std::vector<float> x = counted<float>(kSlots * kSlot);
+  const OnDevice from(x);
+  for (const Columns& at : {Columns{0, 0, 0, 2}, Columns{3, 1, 2, 0}, Columns{6, 1, 1, 1}, Columns{4, 0, ~0u, 1}}) {
+    SCOPED_TRACE(at.first);
+    std::vector<float> expected(2 * 2048), there(x.size(), -1);
+    for (unsigned column = 0; column < 32; ++column)
+      for (unsigned channel = 0; channel < 128; ++channel) {
+        const unsigned c = column % 16, row = c % 8 * 2 + c / 8;
+        const unsigned in_head = at.hv * kHead + (16 * at.first + column) * kRow + channel;
+        const float value = at.slot < kSlots ? x[at.slot * kSlot + in_head] : 0;
+        expected[column / 16 * 2048 + channel / 32 * 512 + place(row, channel % 32 * 2, 128) / 4] = value;
+        there[at.to * kSlot + in_head] = value;
+      }
+    const OnDevice seen(expected.size(), 7.0f), to(there.size(), -1.0f);
+    exchange_states(states(from), states(to), at, seen);
+    expect_same(expected, seen.back());
+    expect_same(there, to.back());
   }
 }
 

@@ -83,7 +83,7 @@ def prefill(place: Place, p: Problem, chunk: int, v_first: bool) -> dict[str, Te
 @pytest.mark.parametrize("chunk", [32, 64])
 @pytest.mark.parametrize("size", [64, 128, 20])
 def test_prefill_f32(size: int, chunk: int, v_first: bool) -> None:
-    for T in (1, 64, 130):
+    for T in (1, 64, 130, 192):
         p = make(2, T, 1, 3, size, size, v_first=v_first, **PLAIN)
         matches(prefill, p, chunk, v_first, what=T)
     matches(prefill, wild(make(1, 200, 2, K=size, V=size, v_first=v_first, **PLAIN)), chunk, v_first)

@@ -60,6 +60,9 @@ __device__ inline unsigned address_in(unsigned address, unsigned rank) {
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// Likewise in two steps, behind which nothing but barriers of fence_barriers() is known: it waits for no memory.
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored in
 // its own shared memory; with the scope of the cluster they would wait for all memory.)
 __device__ inline void arrive_at(unsigned barrier, unsigned times = 1) {
@@ -72,6 +75,12 @@ __device__ inline unsigned load_shared_at(unsigned from) {
   unsigned x;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
+}
+// A number to another block's shared memory, with 4 of the bytes that the barrier there expects; both as address_in() tells.
+__device__ inline void send(unsigned to, unsigned x, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(x),
+               "r"(barrier)
+               : "memory");
 }
 
 // ---- named barriers of some warps of a block: 1..15 ----
@@ -138,6 +147,30 @@ __device__ inline void store_tile(const CUtensorMap& map, unsigned x, unsigned y
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
                "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
                : "memory");
+}
+// Likewise of tensors of five dimensions.
+__device__ inline void copy_box(unsigned to, const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
+                                unsigned u, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(barrier)
+      : "memory");
+}
+__device__ inline void copy_box_to(unsigned ranks, unsigned to, const CUtensorMap& map, unsigned x, unsigned y,
+                                   unsigned z, unsigned w, unsigned u, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
+      : "memory");
+}
+__device__ inline void store_box(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w, unsigned u,
+                                 unsigned from) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+      "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(from)
+      : "memory");
 }
 __device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)

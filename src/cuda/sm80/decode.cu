@@ -5,12 +5,15 @@
 // a channel, while its part of the state is on its way.
 //
 // `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
-// flight before anything is waited for. The shortest way for small calls.
+// flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
+// layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
 // some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
+#include <type_traits>
+
 #include "cuda/cuda.h"
 #include "cuda/device.h"
 #include "cuda/front.h"
@@ -48,6 +51,15 @@ struct Params {
 
   __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
   __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
+  // Of a usual call: with what the compiler is to know.
+  __device__ Params known(int32_t K, int32_t state_dtype) const {
+    Params x = *this;
+    x.tokens = tokens.known(K);
+    x.hT.stride0 = h0.stride0, x.hT.stride1 = h0.stride1, x.hT.stride2 = h0.stride2;
+    x.h0.dtype = x.hT.dtype = state_dtype;
+    x.T = 1, x.N = blocks.rows, x.varlen = false;
+    return x;
+  }
 
  private:
   Params(const DecodeProblem& p, const kda_decode_args& a, int64_t tiles, unsigned at_once)
@@ -74,24 +86,60 @@ struct Params {
   static bool by_slot(const kda_decode_args& a) { return present(a.snapshot_slots); }
 };
 
+bool plain(const DecodeProblem& p) {
+  return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
+}
+
+// What nearly all calls of a model are: one token, of the dtypes and forms that Tokens::known knows, with states of one
+// dtype that lie alike before and after. Kernels for these and no others have less than half of the instructions: code
+// for other calls lies between those that run, and comes through the instruction cache with them.
+bool usual(const DecodeProblem& p) {
+  const kda_decode_args& a = p.args;
+  const TypedView h0 = view_of(a.states.h0), hT = view_of(a.states.hT);
+  return plain(p) && !p.varlen && p.T == 1 && (p.K == 64 || p.K == 128) && p.V % 64 == 0 && h0.data && hT.data &&
+         h0.dtype == hT.dtype && h0.stride0 == hT.stride0 && h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 &&
+         Tokens(p, a.in, a.o).usual();
+}
+
+template <bool kUsual>
+__device__ decltype(auto) known(const Params& p, int32_t K, int32_t state_dtype) {
+  if constexpr (kUsual) return p.known(K, state_dtype);
+  else return (p);
+}
+
+// What a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..: usual calls,
+// with states of this dtype.
+enum class Calls { kAny, kPlain, kUsualF32, kUsualBf16 };
+constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || calls == Calls::kUsualBf16; }
+
+// How states are read and written: kAny: an element at a time. kRows: V-first, some channels of a column at a time.
+// kColumns: K-first, some columns of a channel.
+enum class Access { kAny, kRows, kColumns };
+template <Access kAccess, int kRows>
+using States = std::conditional_t<kAccess == Access::kColumns, Columns<kRows>, Rows<kAccess == Access::kRows>>;
+
 // Blocks of an SM, as many as registers allow without spills.
-constexpr int blocks_of(bool plain, int elements, int rows) {
-  if (elements * rows > 32) return 1;
-  if (!plain) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
+constexpr int blocks_of(Calls calls, int elements, int rows) {
+  if (are_usual(calls)) return (elements * rows > 32 ? 5 : 8) - (calls == Calls::kUsualBf16 && rows == 4);
+  if (elements * rows > 32) return calls == Calls::kPlain && elements == 16 ? 4 : 1;
+  if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-// kPlain: neither snapshots, nor a start from one, nor a convolution in front.
-template <bool kWide, bool kPlain, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
-    decode_kernel(const __grid_constant__ Params p) {
+template <Access kAccess, Calls kCalls, int kElements, int kRows>
+__global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
+    decode_kernel(const __grid_constant__ Params params) {
+  constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
+  const auto& p = known<kUsual>(params, kElements * 8, kCalls == Calls::kUsualBf16 ? KDA_BF16 : KDA_F32);
+  __builtin_assume(threadIdx.x < kThreads);
   constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
-  const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
+  // That are there, of the thread's.
+  const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
     char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * size_of(x.o_dtype);
 #pragma unroll
@@ -136,21 +184,28 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
   };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if (kPlain && kWide && at.in_first_wave(p.blocks)) {
+    if (kPlain && kAccess != Access::kAny && at.in_first_wave(p.blocks)) {
       keys.expect(x);
       if (threadIdx.x == 0) prefetch(from_v);
-      const bool hint = threadIdx.x == 0 && p.h0.data;
+      // A block's part of a K-first state is some lines of every channel.
+      const bool hint = (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0) && p.h0.data;
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
-        const Rows<kWide> rows(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, static_cast<unsigned>(v0));
-        prefetch(rows.first, min(static_cast<uint64_t>(p.V) - v0, static_cast<uint64_t>(kTile<kRows>)) * rows.row);
+        const unsigned from = at.tile * kTile<kRows>;
+        const unsigned all = kUsual ? kTile<kRows> : min(p.V - from, static_cast<unsigned>(kTile<kRows>));
+        const States<kAccess, kRows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
+        if constexpr (kAccess == Access::kRows) prefetch(states.first, all * static_cast<uint64_t>(states.row));
+        if constexpr (kAccess == Access::kColumns)
+          for (unsigned byte = 0; byte < all * size_of(p.h0.dtype); byte += 128)
+            prefetch(states.first + threadIdx.x * uint64_t{states.channel_step} + byte);
       }
     }
   }
+  const int32_t* index = p.slots.indices.data ? &p.slots.indices[at.n] : nullptr;
   wait_for_stream();
   if (at.n >= p.blocks.rows) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
-  const int64_t slot = slot_of(p.slots.indices, at.n);
+  if (p.varlen && at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
+  const int64_t slot = index ? *index : int64_t{at.n};
   Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
   if (p.varlen) locate(b, t0);
@@ -161,12 +216,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
 
   float S[kRows][kElements] = {};
   const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
-    Rows<kWide> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
+    States<kAccess, kRows> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
     load_rows(rows, from.dtype, columns, x.K, S);
   };
   const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
-    Rows<kWide> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
+    States<kAccess, kRows> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
     store_rows(rows, to.dtype, columns, x.K, S);
   };
@@ -200,38 +255,52 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kPlain, kElements, kRows))
       if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
     }
   }
-  if (p.hT.data) store(p.hT, s.slot);
+  if (kUsual || p.hT.data) store(p.hT, s.slot);
 }
 
-bool plain(const DecodeProblem& p) {
-  return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
-}
-
-template <bool kWide, int kElements, int kRows>
+template <Access kAccess, Calls kCalls, int kElements, int kRows>
 void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  const dim3 grid = Blocks::grid(p, tiles, 1);
-  const int at_once = blocks_of(true, kElements, kRows) * multiprocessors(p.args.exec.device_id);
-  const Params params(p, tiles, static_cast<unsigned>(at_once));
-  if (plain(p)) launch<decode_kernel<kWide, true, kElements, kRows>>(p.args.exec, grid, kThreads, 0, params);
-  else launch<decode_kernel<kWide, false, kElements, kRows>>(p.args.exec, grid, kThreads, 0, params);
+  const int at_once = blocks_of(kCalls, kElements, kRows) * multiprocessors(p.args.exec.device_id);
+  launch<decode_kernel<kAccess, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
+                                                           Params(p, tiles, static_cast<unsigned>(at_once)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
-// every channel.
-template <bool kWide>
+// every channel. Of a K-first state they are also what a thread reads at once.
+template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
-  const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 5 * multiprocessors(p.args.exec.device_id);
-  constexpr int kManyOfLargest = kWide ? 2 : 1;
-  if (p.K <= 64) few ? launch_direct<kWide, 8, 1>(p) : launch_direct<kWide, 8, 4>(p);
-  else if (p.K > 128) few ? launch_direct<kWide, 32, 1>(p) : launch_direct<kWide, 32, kManyOfLargest>(p);
-  else few ? launch_direct<kWide, 16, 1>(p) : launch_direct<kWide, 16, 2>(p);
+  constexpr bool kColumns = kAccess == Access::kColumns;
+  constexpr int kFew = kColumns ? 2 : 1, kMany = kColumns ? 4 : 2;
+  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * multiprocessors(p.args.exec.device_id);
+  const auto sized = [&]<int kElements, int kRows>() {
+    few ? launch_direct<kAccess, kCalls, kElements, kFew>(p) : launch_direct<kAccess, kCalls, kElements, kRows>(p);
+  };
+  if (p.K <= 64) return sized.template operator()<8, 4>();
+  if (p.K <= 128) return sized.template operator()<16, kMany>();
+  if constexpr (!are_usual(kCalls) && !kColumns) sized.template operator()<32, kAccess == Access::kRows ? 2 : 1>();
+}
+
+template <Access kAccess>
+void launch_direct(const DecodeProblem& p) {
+  if constexpr (kAccess != Access::kAny)
+    if (usual(p))
+      return p.args.states.h0.dtype == KDA_F32 ? launch_direct<kAccess, Calls::kUsualF32>(p)
+                                               : launch_direct<kAccess, Calls::kUsualBf16>(p);
+  if (plain(p)) launch_direct<kAccess, Calls::kPlain>(p);
+  else if constexpr (kAccess != Access::kColumns) launch_direct<kAccess, Calls::kAny>(p);
 }
 
 // ---- a head a block ----
 
-template <class T, int kK>
-__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
+// bf16 numbers have registers as they come and as they are worked on.
+constexpr int sweep_blocks_of(bool usual, int bytes, int K) { return usual && (bytes == 4 || K == 64) ? 5 : 4; }
+
+template <class T, int kK, bool kUsual>
+__global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), kK))
+    sweep_kernel(const __grid_constant__ Params params) {
+  const auto& p = known<kUsual>(params, kK, sizeof(T) == 2 ? KDA_BF16 : KDA_F32);
+  __builtin_assume(threadIdx.x < kThreads);
   constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
@@ -264,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
   if (!p.varlen) locate(at.n, 0);
   wait_for_stream();
   if (at.n >= p.blocks.rows) return;  // the grid's last rows
-  if (at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
+  if (p.varlen && at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
   const int64_t slot = slot_of(p.slots.indices, at.n);
   Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
@@ -320,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
       }
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
+        if (kUsual || p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
     };
     // The next columns are on their way while these are worked on.
 #pragma unroll 1
@@ -335,7 +404,9 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
 
 template <class T, int kK>
 void launch_sweep(const DecodeProblem& p) {
-  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p, 1, 0));
+  const dim3 grid = Blocks::grid(p, 1, 1);
+  if (usual(p)) launch<sweep_kernel<T, kK, true>>(p.args.exec, grid, kThreads, 0, Params(p, 1, 0));
+  else launch<sweep_kernel<T, kK, false>>(p.args.exec, grid, kThreads, 0, Params(p, 1, 0));
 }
 
 }  // namespace
@@ -354,8 +425,10 @@ void decode(const DecodeProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const kda_decode_args& a = p.args;
-  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<true>(p);
-  else launch_direct<false>(p);
+  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<Access::kRows>(p);
+  else if (plain(p) && wide_columns(p, a.in.state_layout, {&a.states.h0, &a.states.hT}))
+    launch_direct<Access::kColumns>(p);
+  else launch_direct<Access::kAny>(p);
   roll_convolution(p);
 }
 

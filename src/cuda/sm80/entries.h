@@ -6,18 +6,18 @@
 
 namespace kda::cuda {
 
-// Where w, f and u are in shared memory, in floats.
+// Where f, w and u are in shared memory, in floats.
 struct EntryMemory {
   int columns, entries, w_stride;
-  int w, f, u, end;
+  int f, w, u, end;
 
   // From `start` on, for `entries` at most and some value columns.
   __host__ __device__ EntryMemory(int K, int columns, int entries, int start)
       : columns(columns), entries(entries), w_stride(K) {
-    w = (start + 3) / 4 * 4;     // [entries][K]
-    f = w + entries * w_stride;  // [K]
-    u = f + (entries ? K : 0);   // [entries][columns]
-    end = u + entries * columns;
+    f = (start + 3) / 4 * 4;     // [K]
+    w = f + K;                   // [entries][K]
+    u = w + entries * w_stride;  // [entries][columns]
+    end = entries ? u + entries * columns : f;
   }
 };
 

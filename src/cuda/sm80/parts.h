@@ -136,6 +136,33 @@ struct Parts<FlushProblem> {
   static int lead(const FlushProblem& p) { return p.args.state.ndim - 4; }
   static int64_t step(const kda_tensor& t) { return t.ndim == 5 ? t.stride[0] * dtype_size(t.dtype) : 0; }
 };
+
+// Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no ring and no
+// convolution inside?
+template <class P>
+bool is_usual(const Parts<P>& x) {
+  if constexpr (kVerifies<P>)
+    if (!x.tokens.usual() || x.sizes.varlen || x.sizes.front) return false;
+  return is_plain(x.requests);
+}
+// What a kernel sees of a call; kUsual: a copy in which the compiler knows that it is_usual(). Code for other calls would
+// lie between the instructions that run, and kernels wait for instructions, too.
+template <bool kUsual, class P>
+__device__ decltype(auto) seen(const Parts<P>& call, int K) {
+  if constexpr (kUsual) {
+    Parts<P> x = call;
+    x.requests = known_plain(call.requests);
+    if constexpr (kVerifies<P>) {
+      x.tokens = call.tokens.known(K);
+      x.sizes.varlen = x.sizes.front = x.sizes.by_four = false;
+      if constexpr (!kFlushes<P>) x.sizes.entries = 0;
+    }
+    return x;
+  } else {
+    return (call);
+  }
+}
+
 // Where a request's drafts are, if the call has any.
 __device__ inline Sequence drafts_of(const Parts<FlushProblem>&, int64_t n) { return {.n = n}; }
 template <class P>

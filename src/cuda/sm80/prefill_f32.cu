@@ -2,8 +2,9 @@
 // depend on the chunk, so these work on chunks of 64; w and u of chunks of 32 are another launch of the first kernel. No
 // decay is ever divided by another: exponents are sums of steps.
 //
-// What is between the kernels is in the workspace: G, kg, w, u, v_new and Aqk by token, S by chunk. Buffers of the caller
-// serve as w and u, if they can.
+// K = V of 64 or 128 and whole chunks: the scan makes the outputs as well, with the same bits. What is between the kernels is
+// in the workspace: kg, w, u, Aqk by token, and then qG and the last G of each chunk, else G, v_new and S before each chunk.
+// Buffers of the caller serve as w and u, if they can.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_prefill_f32.h"
@@ -38,15 +39,22 @@ class Memory {
 };
 
 struct Workspace {
-  Rows G, kg, w, u, v_new, Aqk, h;
+  Rows kg, w, u, Aqk;
+  Rows qG, ends;     // if the scan makes outputs
+  Rows G, v_new, h;  // if not
   uint64_t bytes;
 
-  Workspace(const PrefillF32Problem& p, void* begin) {
+  Workspace(const PrefillF32Problem& p, bool with_outputs, void* begin) {
     Memory memory(begin);
     const auto rows = [&](int64_t n) { return memory.rows(p.B, p.T, p.HV, n); };
-    G = rows(p.K), kg = rows(p.K), w = rows(p.K), u = rows(p.V), v_new = rows(p.V), Aqk = rows(kChunk);
-    const bool v_first = p.args.state_layout == KDA_STATE_V_FIRST;
-    h = memory.states(p.B * p.max_chunks(), p.HV, v_first ? p.V : p.K, v_first ? p.K : p.V);
+    kg = rows(p.K), w = rows(p.K), u = rows(p.V), Aqk = rows(kChunk);
+    if (with_outputs) {
+      qG = rows(p.K), ends = memory.rows(p.B, p.max_chunks(), p.HV, p.K);
+    } else {
+      const bool v_first = p.args.state_layout == KDA_STATE_V_FIRST;
+      G = rows(p.K), v_new = rows(p.V);
+      h = memory.states(p.B * p.max_chunks(), p.HV, v_first ? p.V : p.K, v_first ? p.K : p.V);
+    }
     bytes = memory.bytes();
   }
 };
@@ -60,12 +68,15 @@ const char* prefill_f32_why_not(const PrefillF32Problem& p) {
   return grid_why_not(p, (p.V + 15) / 16, 1);
 }
 
-uint64_t prefill_f32_workspace(const PrefillF32Problem& p) { return Workspace(p, nullptr).bytes; }
+uint64_t prefill_f32_workspace(const PrefillF32Problem& p) {
+  return Workspace(p, stages::makes_outputs(p.args.exec, p), nullptr).bytes;
+}
 
 void prefill_f32(const PrefillF32Problem& p) {
   const kda_prefill_f32_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  const Workspace between(p, a.exec.workspace);
+  const bool with_outputs = stages::makes_outputs(a.exec, p);
+  const Workspace between(p, with_outputs, a.exec.workspace);
   const stages::Chunks chunks(p, {});
   const auto HV = static_cast<int32_t>(p.HV), group = static_cast<int32_t>(p.group());
   const auto K = static_cast<int32_t>(p.K), V = static_cast<int32_t>(p.V);
@@ -75,7 +86,7 @@ void prefill_f32(const PrefillF32Problem& p) {
   const auto by_token = [&](const kda_tensor& t) {  // chunks of 64, one behind the other
     return present(t) && a.chunk == kChunk && skip_of(t) == kChunk * t.stride[3];
   };
-  const bool shared = by_token(a.w) && by_token(a.u);
+  bool shared = by_token(a.w) && by_token(a.u);
 
   stages::IntraCall intra{.chunks = chunks, .q = stages::rows_of(p.in.q), .k = stages::rows_of(p.in.k)};
   intra.v = stages::rows_of(p.in.v), intra.beta = stages::rows_of(p.in.beta), intra.G = stages::rows_of(p.in.g);
@@ -86,15 +97,22 @@ void prefill_f32(const PrefillF32Problem& p) {
   buffers.chunk = a.chunk;
   if (present(a.w)) buffers.w_skip = skip_of(a.w) * 4;
   if (present(a.u)) buffers.u_skip = skip_of(a.u) * 4;
+  if (with_outputs) shared = shared && buffers.w.wide && buffers.u.wide;
   if (shared) intra = buffers;
   else intra.w = between.w, intra.u = between.u;
-  intra.sums = between.G, intra.Aqk = between.Aqk, intra.kg = between.kg;
+  intra.Aqk = between.Aqk, intra.kg = between.kg;
+  intra.sums = between.G, intra.qG = between.qG, intra.ends = between.ends;
   run(a.exec, intra, true);
   if (!shared && (present(a.w) || present(a.u))) run(a.exec, buffers, true);
 
   stages::ScanCall scan{.dims = p, .chunks = chunks, .kg = between.kg, .w = intra.w, .u = intra.u};
-  scan.G = between.G, scan.v_new = between.v_new, scan.h0 = stages::lines_of_states(a.h0), scan.h = between.h;
-  scan.hT = stages::lines_of_states(a.hT), scan.h_rows = p.B * p.max_chunks(), scan.v_first = v_first;
+  scan.h0 = stages::lines_of_states(a.h0), scan.hT = stages::lines_of_states(a.hT), scan.v_first = v_first;
+  if (with_outputs) {
+    scan.qG = between.qG, scan.ends = between.ends, scan.Aqk = between.Aqk, scan.o = stages::rows_of(p.o);
+    scan.scale = p.in.scale;
+    return run_with_outputs(a.exec, scan);
+  }
+  scan.G = between.G, scan.v_new = between.v_new, scan.h = between.h, scan.h_rows = p.B * p.max_chunks();
   run(a.exec, scan, true);
 
   stages::OutputCall output{.chunks = chunks, .q = stages::rows_of(p.in.q), .v_new = between.v_new, .G = between.G};

@@ -18,7 +18,8 @@
 // but not applied in registers only. The bits are those of a flush before.
 //
 // Threads: a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a column. Four warps
-// a block need the fewest instructions, eight the least time.
+// a block need the fewest instructions, eight the least time. The usual verify has few enough registers for three blocks of
+// eight.
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -31,13 +32,13 @@ constexpr int kQuarters = 4;
 
 // Where things are in shared memory, in floats behind the tile of the state. Strides keep fragments free of bank conflicts.
 struct Memory {
-  int drafts, columns;
+  int drafts, columns;  // drafts: there is room for
   int keys_stride, scores;
   FrontMemory front;
   EntryMemory entries;
   int floats;
 
-  Memory(int K, int drafts, int columns, const Sizes& sizes)
+  __host__ __device__ Memory(int K, int drafts, int columns, const Sizes& sizes)
       : drafts(drafts),
         columns(columns),
         keys_stride(2 * K + 4),
@@ -166,13 +167,20 @@ struct Draft {
   }
 };
 
-template <class State, int kK, int kMaxDrafts, int kWarps, class P>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
-                                               : kMaxDrafts == 8 ? 2
-                                                                 : 1)
-    mma_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Memory m,
-               const __grid_constant__ Parts<P> x) {
+// Blocks that an SM has registers for.
+template <int kMaxDrafts, int kWarps, bool kUsual, class P>
+constexpr int kBlocks = kWarps == 4 || (kUsual && !kFlushes<P>) ? 3
+                        : kMaxDrafts == 8                       ? 2
+                                                                : 1;
+
+template <class State, int kK, int kMaxDrafts, int kWarps, bool kUsual, class P>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsual, P>)
+    mma_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Memory memory,
+               const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
+  const auto& x = seen<kUsual>(call, kK);
+  // Of the usual call the same, of which the compiler knows most.
+  const Memory m = kUsual ? Memory(kK, kMaxDrafts, memory.columns, x.sizes) : memory;
   const Tile<State, kK> tile(dynamic);
   float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + Tile<State, kK>::bytes(m.columns));
   constexpr int kThreads = kWarps * 32, kWarpColumns = kMaxColumns / kWarps, kTiles = kWarpColumns / 8;
@@ -194,8 +202,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
   // before the wait for the slot.
   Draft<kPerLane, kMaxDrafts> drafts[kPerWarp];
   const char* from_v = nullptr;
-  unsigned values[kMaxDrafts];       // of the thread's column
-  const bool front = m.front.given;  // q, k and v come from a convolution
+  unsigned values[kMaxDrafts];                  // of the thread's column
+  const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   int T = 0;
   const auto locate = [&](unsigned b, unsigned t0) {
 #pragma unroll
@@ -220,7 +228,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
   wait_for_stream();
   if (!there) return;  // the grid's last rows
   const int64_t N = blocks.rows - varlen;
-  if (at.n == N) return zero_outputs(0, end_of_sequences(x.cu_seqlens, N, x.sizes.T), x.sizes.T);
+  if (varlen && at.n == N) return zero_outputs(0, end_of_sequences(x.cu_seqlens, N, x.sizes.T), x.sizes.T);
   const Indices indices = indices_of(x.requests, at.n);
   const Sequence sequence = drafts_of(x, at.n);
 
@@ -257,14 +265,14 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
                  &before.entries.u_at(before.window.entry(w), thread));
   FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
 
-  if (front) convolution.fetch(x.front, at, r.s, T, v0);
+  if (front) convolution.fetch(call.front, at, r.s, T, v0);
 
   tile.template ask<kThreads>(place_of(x.state), x.state.stride2, m.columns, r.s.initial);
   let_next_start();
   if (entries && own_channel >= 0) prepare_entries(before, entry_channel, next, own_channel, m.entries, shared);
 
   if (front) {
-    convolution.values(x.front, at, r.s, T, v0, shared);
+    convolution.values(call.front, at, r.s, T, v0, shared);
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
@@ -410,7 +418,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
     float rest = value_of(tokens.qkv_dtype, values[t]) - whole(t), o = whole(m.drafts + t);
 #pragma unroll
     for (int i = 0; i < t; ++i) {
-      if (!(ancestors >> i & 1)) continue;
+      if (!kUsual && !(ancestors >> i & 1)) continue;
       rest = fmaf(-A[i], u[i], rest), o = fmaf(P_[i], u[i], o);
     }
     u[t] = beta[t] * rest;
@@ -420,16 +428,16 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4       ? 3
   }
 }
 
-template <class State, int kK, int kMaxDrafts, int kWarps, class P>
+template <class State, int kK, int kMaxDrafts, int kWarps, bool kUsual, class P>
 void launch_sized(const P& p, const Parts<P>& x, int room) {
   const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(p.args.exec.device_id) / 2;
   int64_t columns = p.V % kMaxColumns ? 64 : kMaxColumns;
   while (columns > 32 && heads * (p.V / columns) < enough) columns /= 2;
   const int64_t tiles = p.V / columns;
 
-  const Memory m(kK, room, static_cast<int>(columns), x.sizes);
+  const Memory m(kK, kUsual ? kMaxDrafts : room, static_cast<int>(columns), x.sizes);
   const int bytes = Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
-  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, P>>(
+  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kUsual, P>>(
       p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes,
       Blocks(p, tiles, static_cast<unsigned>(2 * multiprocessors(p.args.exec.device_id))), m, x);
 }
@@ -440,16 +448,16 @@ void launch_mma(const P& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
   const int room = static_cast<int>(room_of(p));
+  const bool usual = is_usual(x);
   const auto sized = [&]<class State, int kK>() {
-    if (room > 8) return launch_sized<State, kK, 16, 8>(p, x, room);
+    if (room > 8) return launch_sized<State, kK, 16, 8, false>(p, x, room);
+    if (usual) return launch_sized<State, kK, 8, 8, true>(p, x, room);
     // Many blocks of four warps, unless there are too few of them: not enough heads, or shared memory.
     const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
     const bool many = kFlushes<P> ? heads >= 4 * SMs && room <= 4 : heads >= 2 * SMs || room <= 4;
-    if constexpr (kK == 128) {
-      if (many) return launch_sized<State, kK, 8, 4>(p, x, room);
-    }
-
-    launch_sized<State, kK, 8, 8>(p, x, room);
+    if constexpr (kK == 128)
+      if (many) return launch_sized<State, kK, 8, 4, false>(p, x, room);
+    launch_sized<State, kK, 8, 8, false>(p, x, room);
   };
   const bool bf16 = p.args.states.h0.dtype == KDA_BF16;
   if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();

@@ -10,7 +10,8 @@
 // Records to apply come first (entries.h). What a ring holds committed, but not yet to be written to the state, are drafts
 // before the first: the walk goes on over them.
 //
-// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call.
+// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call, nor on what a kernel
+// knows of it (`Call`).
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -20,6 +21,11 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMaxDrafts = kWarps;  // each has a warp
+
+// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with nothing to walk over.
+enum class Call { kAny, kUsual, kOneDraft };
+template <Call kCall>
+constexpr int kMost = kCall == Call::kOneDraft ? 1 : kMaxDrafts;  // drafts
 template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
 
@@ -32,15 +38,15 @@ constexpr int kVectors = 4;  // of kK floats, in PreparedDraft
 
 // Where things are in shared memory, in floats.
 struct Memory {
-  int drafts, before;  // at most: of the call, and those before one of them that are not applied
+  int drafts, before;  // there is room for, and for those before one of them that are not applied
   int v, factors, scores;
   FrontMemory front;
   EntryMemory entries;  // those that are not applied have k in place of w
   int alpha, end;
 
   // ring: entries may stay committed.
-  __host__ __device__ Memory(int K, int columns, const Sizes& sizes, bool ring)
-      : drafts(static_cast<int>(sizes.T)),
+  __host__ __device__ Memory(int K, int columns, int drafts, const Sizes& sizes, bool ring)
+      : drafts(drafts),
         before(drafts + (ring ? sizes.entries : 0)),
         v(drafts * kVectors * K),       // in front: [drafts] PreparedDraft, or q and k as the convolution leaves them
         factors(v + drafts * columns),  // in front: [drafts][columns] of v
@@ -53,6 +59,13 @@ struct Memory {
   // Of draft t with what lies `steps` before it, 1 the nearest; which: 0 -A, 1 P.
   __device__ int score(int which, int t, int steps) const { return scores + (which * drafts + t) * before + steps - 1; }
 };
+
+// Of a kernel's call. For the usual one there is room for all drafts it may have: nearly all offsets are constants.
+template <Call kCall, class P>
+__host__ __device__ Memory memory_of(const Parts<P>& x, int K, int columns) {
+  const int drafts = kCall == Call::kAny ? static_cast<int>(x.sizes.T) : kMost<kCall>;
+  return Memory(K, columns, drafts, x.sizes, x.requests.records.ring);
+}
 
 // Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight lanes.
 template <int kK, int kRows>
@@ -154,11 +167,12 @@ __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLan
   }
 }
 
-template <class State, int kK, int kRows>
+template <class State, int kK, int kRows, bool kUsual>
 __global__ void __launch_bounds__(kThreads, 4)
-    flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> x) {
+    flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
+  const auto& x = seen<kUsual>(call, kK);
   constexpr int kColumns = kTile<kRows>;
   const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
@@ -215,16 +229,19 @@ struct Walk {
   }
 };
 
-template <class State, int kK, int kRows, int kSteps, class P>
+template <class State, int kK, int kRows, int kSteps, Call kCall, class P>
 __global__ void __launch_bounds__(kThreads, 4)
-    recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> x) {
+    recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   constexpr int kColumns = kTile<kRows> * kSteps;
-  constexpr int kPerLane = kK / 32;
-  constexpr int kValues = kMaxDrafts * kColumns / kThreads;  // of a thread
+  constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall>;
+  constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
+  constexpr bool kUsual = kCall != Call::kAny;
+  const auto& x = seen<kUsual>(call, kK);
   const Tokens& tokens = x.tokens;
-  const Memory m(kK, kColumns, x.sizes, x.requests.records.ring);
+  const Memory m = memory_of<kCall>(x, kK, kColumns);
+  const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int row0 = first_row<kRows>();
@@ -236,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       store_element(to + (v0 + threadIdx.x) * size_of(tokens.o_dtype), tokens.o_dtype, 0);
     }
   };
-  const int T = m.drafts, t = warp;  // this warp's draft
+  const int T = kDrafts == 1 ? 1 : static_cast<int>(x.sizes.T), t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
   draft.locate(tokens, at.n, static_cast<unsigned>(t), at.hv, at.h);
   // A thread's values: of column thread % kColumns, and some drafts.
@@ -244,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const char* from_v = tokens.v.at(at.n, static_cast<unsigned>(thread / kColumns), at.hv) +
                        (v0 + threadIdx.x % kColumns) * size_of(tokens.qkv_dtype);
   if (at.n < blocks.rows && at.in_first_wave(blocks)) {
-    if (!m.front.given && t < T) draft.expect(tokens);
+    if (!front && t < T) draft.expect(tokens);
     expect_states<P, kThreads>(x, at, kColumns, m.entries.entries, kK);
   }
   wait_for_stream();
@@ -253,11 +270,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   unsigned values[kValues];
   const auto fetch = [&]<bool kNarrow>() {
     if (t < T) draft.template fetch_gate<kNarrow>(tokens);
-    if (t < T && !m.front.given) draft.template fetch_keys<kNarrow>(tokens);
+    if (t < T && !front) draft.template fetch_keys<kNarrow>(tokens);
     const char* from = from_v;
 #pragma unroll
     for (int i = 0; i < kValues; ++i, from += kAtOnce * static_cast<uint64_t>(tokens.v.stride1))
-      values[i] = !m.front.given && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
+      values[i] = !front && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
   const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
@@ -266,11 +283,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m.entries, shared);
-  if (!before.apply) entries.copy_keys(m, shared);
-  if (m.front.given) {  // before the state takes the registers
+  if (!kUsual && !before.apply) entries.copy_keys(m, shared);
+  if (front) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
-    convolution.fetch(x.front, at, r.s, T, v0);
-    convolution.values(x.front, at, r.s, T, v0, shared);
+    convolution.fetch(call.front, at, r.s, T, v0);
+    convolution.values(call.front, at, r.s, T, v0, shared);
   }
   // Four columns a thread leave no registers for what is on its way; two do, and few blocks had better not wait twice.
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
@@ -281,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
   auto* prepared = reinterpret_cast<PreparedDraft<kK>*>(shared);
-  if (m.front.given) {
+  if (front) {
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
     for (int e = 0; t < T && e < kPerLane; ++e) {
@@ -297,25 +314,25 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) {
       const int c = draft.channel(e);
-      prepared[t].alpha[c] = draft.alpha[e], prepared[t].k[c] = draft.k[e];
+      if (kDrafts > 1) prepared[t].alpha[c] = draft.alpha[e], prepared[t].k[c] = draft.k[e];
       if (entry >= 0) record.alpha_at(entry, c) = draft.alpha[e];
       if (entry >= 0 && at.h * blocks.group.divisor == at.hv) record.k_at(entry, c) = draft.k[e];
     }
     if (lane == 0) shared[m.factors + t] = draft.beta, shared[m.factors + m.drafts + t] = draft.qk;
   }
-  if (!m.front.given) {
+  if (!front) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
-  __syncthreads();  // keys and decays of all drafts and entries are in shared memory
-  const int committed = before.apply ? 0 : entries.count;
+  if constexpr (kDrafts > 1) __syncthreads();  // keys and decays of all drafts and entries are in shared memory
+  const int committed = kUsual || before.apply ? 0 : entries.count;
   if (t < T) {
     Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) walk.k[e] = draft.alpha[e] * draft.k[e], walk.q[e] = draft.alpha[e] * draft.q[e];
-    if (t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
+    if (kDrafts > 1 && t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
     for (int i = 0; i < committed; i += kMaxDrafts)
       walk.over(min(committed - i, kMaxDrafts), shared + m.entries.w + i * kK, shared + m.alpha + i * kK, kK);
 #pragma unroll
@@ -338,9 +355,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
     // All products first: one by one with what follows, they cost registers that are not there.
-    float sum[kMaxDrafts], u[kMaxDrafts];
+    float sum[kDrafts], u[kDrafts];
 #pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t) {
+    for (int t = 0; t < kDrafts; ++t) {
       if (t >= T) break;
       const float product = products<kK, kRows>(prepared[t], S);
       sum[t] = has_u ? shared[m.v + t * kColumns + column] - product : product;
@@ -349,13 +366,13 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int e = 0; e < committed; ++e) {
       const float u_e = shared[m.entries.u + e * kColumns + column];
 #pragma unroll
-      for (int t = 0; t < kMaxDrafts; ++t)
+      for (int t = 0; t < kDrafts; ++t)
         if (t < T) sum[t] = fmaf(shared[m.score(!has_u, t, t + e + 1)], u_e, sum[t]);
     }
     char* to_o = tokens.o.at(at.n, 0, at.hv) + (v0 + static_cast<unsigned>(column)) * size_of(tokens.o_dtype);
     char* to_u = r.slot >= 0 ? reinterpret_cast<char*>(&Entries(x.records, at, r.slot, v0).u_at(0, column)) : nullptr;
 #pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t) {
+    for (int t = 0; t < kDrafts; ++t) {
       if (t >= T) break;
 #pragma unroll
       for (int i = 0; i < t; ++i) sum[t] = fmaf(shared[m.score(!has_u, t, t - i)], u[i], sum[t]);
@@ -401,12 +418,19 @@ void launch_recurrent(const P& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
+  const bool usual = is_usual(x);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
-    const int bytes = Memory(kK, kColumns, x.sizes, x.requests.records.ring).end * static_cast<int>(sizeof(float));
-    launch<recurrent_kernel<State, kK, kRows, kSteps, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, bytes,
-                                                          Blocks(p, tiles, at_once), x);
+    const auto with = [&]<Call kCall>() {
+      const int bytes = memory_of<kCall>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
+      launch<recurrent_kernel<State, kK, kRows, kSteps, kCall, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
+                                                                   bytes, Blocks(p, tiles, at_once), x);
+    };
+    if (!usual) return with.template operator()<Call::kAny>();
+    if constexpr (!kFlushes<P>)
+      if (p.T == 1) return with.template operator()<Call::kOneDraft>();
+    with.template operator()<Call::kUsual>();
   });
 }
 
@@ -432,12 +456,16 @@ void flush_registers(const FlushProblem& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<FlushProblem> x(p);
   const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
+  const bool usual = is_usual(x);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows>;
     const int64_t tiles = p.V / kColumns;
     const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
-    launch<flush_kernel<State, kK, kRows>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
-                                           LayeredBlocks(p, tiles, at_once), x);
+    const auto with = [&]<bool kUsual>() {
+      launch<flush_kernel<State, kK, kRows, kUsual>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
+                                                     LayeredBlocks(p, tiles, at_once), x);
+    };
+    usual ? with.template operator()<true>() : with.template operator()<false>();
   });
   roll_convolution(p);
 }

@@ -261,6 +261,9 @@ struct Group {
       put(shared.kG, r, scaled(k[r], sum), kStrideAcross<E>);
       if (p.qG.data) store(p.qG, r, scaled(q(shared, r), sum));
     }
+    if constexpr (sizeof(E) == 4)
+      if (p.ends.data && warp == kWarps - 1 && channel < p.K)
+        *reinterpret_cast<float2*>(p.ends.at(at.b, at.t0 / kRows, hv) + channel * 4) = {sum[0], sum[1]};
 #pragma unroll
     for (int j = 0; j < kPerLane<E>; ++j) sum[j] = 0;
     add_steps(shared, warp + 1, begin + size, sum);
@@ -553,9 +556,9 @@ __device__ void multiply(const IntraCall& p, const unsigned char* x, const Rows&
 template <class E>
 int known_size(const IntraCall& p) {
   constexpr bool kF32 = sizeof(E) == 4;
-  const bool usual = p.solve && p.chunk == kRows && p.steps == kF32 && p.G.wide && p.G.dtype == KDA_F32 &&
-                     (!kF32 || (p.chunks.whole() && !p.T.data && !p.qG.data && p.beta.dtype == KDA_F32 &&
-                                are_known<E>({&p.sums, &p.Aqk})));
+  const bool usual =
+      p.solve && p.chunk == kRows && p.steps == kF32 && p.G.wide && p.G.dtype == KDA_F32 &&
+      (!kF32 || (p.chunks.whole() && !p.T.data && p.beta.dtype == KDA_F32 && are_known<E>({&p.sums, &p.Aqk})));
   return usual && are_known<E>({&p.q, &p.k, &p.v, &p.w, &p.u, &p.qG, &p.kg}) ? size_if_known(p.K, p.V) : 0;
 }
 template <class E, int kSize>
@@ -565,7 +568,7 @@ __device__ auto known(const IntraCall& call) -> std::conditional_t<kSize != 0, I
     p.K = p.V = kSize, p.chunk = kRows, p.solve = true;
     set_known<E>(p.q, p.k, p.v, p.w, p.u, p.qG, p.kg), set_known<float>(p.G);
     if constexpr (sizeof(E) == 4) {
-      p.steps = true, p.chunks.varlen = false, p.T = p.qG = {};
+      p.steps = true, p.chunks.varlen = false, p.T = {};
       set_known<float>(p.beta, p.sums, p.Aqk);
     } else {
       p.steps = false, p.w_skip = p.u_skip = 0;

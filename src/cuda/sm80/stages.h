@@ -235,7 +235,8 @@ __device__ void stage(const Matrix& m, void* tile, int stride) {
                   kStep = kBlock / kPieces;  // kStep: lines at once
     const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces * kPiece;
     const char* from = m.from + first * m.step + c * static_cast<int>(sizeof(E));
-#pragma unroll 4
+    __builtin_assume(first < kStep);  // as threadIdx.x < kBlock: lines that are known to be there are not asked about
+#pragma unroll(kLines == kRows ? 8 : 4)
     for (int line0 = 0; line0 < kLines; line0 += kStep, from += kStep * m.step) {
       const int line = first + line0;
       if (kLines % kStep != 0 && line >= kLines) break;
@@ -439,6 +440,28 @@ struct Math<float> {
     const float* from = at(tile, stride, k0 + own(), m0 + group());
     return split_a(four(from, 4 * stride), four(from + 8, 4 * stride));
   }
+  // Of tiles without gaps between rows, which begin at multiples of 128 bytes. Pieces of 16 bytes change places within
+  // these: piece p of row i is at p ^ twist(i), of what is read transposed at p ^ twist_across(i).
+  __device__ static int twist(int row) { return row & 7; }
+  __device__ static int twist_across(int row) { return (row & 3) << 1; }
+  __device__ static A load_a_twisted(const void* tile, int stride, int m0, int k0) {
+    const int lane = static_cast<int>(threadIdx.x % 32), row = m0 + lane % 16;
+    unsigned x[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int piece = (k0 / 4 % 8 + 2 * i + lane / 16) ^ twist(lane);
+      ptx::load_matrices(x[i], ptx::shared_address(at(tile, stride, row, k0 / 32 * 32 + piece * 4)));
+    }
+    A a;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) split(__uint_as_float(x[i / 4][i % 4]), a.big[i], a.small[i]);
+    return a;
+  }
+  __device__ static A load_a_transposed_twisted(const void* tile, int stride, int k0, int m0) {
+    const int across = twist_across(own()) * 4;
+    return split_a(four(at(tile, stride, k0 + own(), (m0 + group()) ^ across), 4 * stride),
+                   four(at(tile, stride, k0 + own(), (m0 + 8 + group()) ^ across), 4 * stride));
+  }
   __device__ static B load_b(const void* tile, int stride, int k0, int n0) {
     const float* from = at(tile, stride, k0 + own(), n0 + group());
     return split_b(four(from, 4 * stride), four(from + 8, 4 * stride));
@@ -589,6 +612,7 @@ struct IntraCall {
   Rows sums;    // out, optional: G
   Rows Aqk, T;  // T is read if Aqk is absent and not `solve`
   Rows w, u, qG, kg;
+  Rows ends;  // out, optional: G of the last row of chunks [B,chunks,HV,K], all of which are whole
   int32_t HV, group, K, V;
   int32_t chunk;  // of T, w, u, qG, kg: 32 or 64
   int64_t w_skip,
@@ -606,8 +630,13 @@ struct ScanCall {
   Rows h0, h, hT;  // lines
   int64_t h_rows;
   bool v_first;
+  Rows qG, Aqk, ends, o;  // with outputs; ends: G of the last row of chunks [B,chunks,HV,K]
+  float scale;
 };
 void run(const kda_exec& exec, const ScanCall& c, bool exact);
+// F4 and F5 in one kernel, in f32, from qG and ends in place of q and G, without h and v_new.
+bool makes_outputs(const kda_exec& exec, const Dims& d);
+void run_with_outputs(const kda_exec& exec, const ScanCall& c);
 
 // F5.
 struct OutputCall {

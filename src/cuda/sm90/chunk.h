@@ -61,9 +61,10 @@ struct Shared {
   static constexpr unsigned corrections = places + 4 * 16;         // likewise: an address
   static constexpr unsigned bad_values = corrections + 4 * 8;      // of each scanning thread
   static constexpr unsigned pair = bad_values + 2 * kGroup * 2;    // its number
-  static constexpr unsigned planned = pair + 8;                    // mbarrier: heads have been planned
+  static constexpr unsigned known = pair + 8;                      // mbarrier: that is there
+  static constexpr unsigned planned = known + 8;                   // mbarrier: heads have been planned
   static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
-  static constexpr unsigned task = maps + 2 * 8;                   // the pair's, where there are segments
+  static constexpr unsigned task = maps + 3 * 8;                   // the pair's, where there are segments
   static constexpr unsigned kTaskBytes = 96;
   static constexpr unsigned stages = 1024;
   static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
@@ -91,16 +92,18 @@ __device__ inline unsigned uniform(unsigned x) { return __reduce_or_sync(kAll, x
 
 // What a call works on.
 struct Tiles;
+struct StateTiles;
 struct Call {
   const ForwardProblem& p;
   const Tokens& x;
   const States& states;
   const View& v_new;
   const Tiles* tiles;
+  const StateTiles* state_tiles = nullptr;  // of whole heads
 };
 
-// A ring of stages: chunks are counted over all that a pair of blocks scans. Each block scans 64 columns, and has every second
-// chunk prepared by the other: see pair.h.
+// A ring of stages: chunks are counted over all that a pair of blocks scans (and with them the states that the copy engine brings
+// in front of a head's chunks). Each block scans 64 columns, and has every second chunk prepared by the other: see pair.h.
 struct Ring {
   unsigned memory;  // address of shared memory
   __device__ unsigned stage(unsigned chunk) const { return memory + Shared::stages + chunk % kStages * Stage::bytes; }
@@ -125,6 +128,29 @@ struct Ring {
       ptx::init_barrier(full(i), 1 + (i % 2 == ptx::rank() ? kGroup : 0)), ptx::init_barrier(empty(i), readers);
   }
 };
+
+// Which pair of a call a cluster is, by all threads of its blocks: number(), by one of them, tells it, and it comes while the blocks
+// meet. Barriers of both are known then.
+template <class Number>
+__device__ void meet(unsigned memory, const Number& number) {
+  const unsigned pair = memory + Shared::pair, known = memory + Shared::known;
+  const bool tells = threadIdx.x == 64 && ptx::rank() == 0;
+  unsigned x = 0;
+  ptx::arrive_at_cluster();
+  if (tells) x = number();
+  ptx::wait_for_cluster();
+  if (!tells) return;
+  for (const unsigned i : {0u, 1u}) ptx::send(ptx::address_in(pair, i), x, ptx::address_in(known, i));
+}
+// By one thread, before fence_barriers(); and then, by who wants to know it.
+__device__ inline void expect_pair(unsigned memory) {
+  ptx::init_barrier(memory + Shared::known, 1);
+  ptx::arrive_expecting(memory + Shared::known, sizeof(unsigned));
+}
+__device__ inline unsigned known_pair(unsigned memory) {
+  ptx::wait_barrier(memory + Shared::known, 0);
+  return uniform(ptx::load_shared(memory + Shared::pair));
+}
 
 // A value head of a sequence.
 struct Item {

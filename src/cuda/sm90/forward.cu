@@ -28,23 +28,25 @@ template <class T, class Scores, bool kWideGate>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ View v_new,
-                 const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles) {
+                 const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles,
+                 const __grid_constant__ StateTiles state_tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new, &tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, PairSource<Stretches>>;
+  const Call call{p, x, states, v_new, &tiles, &state_tiles};
+  using Preparation = Preparation<T, Scores, kWideGate, PairSource>;
   const Ring ring{memory};
-  const unsigned pair_at = memory + Shared::pair, planned = memory + Shared::planned;
+  const unsigned planned = memory + Shared::planned;
+  // What comes first is done by a warp each: barriers, hints, the pair's number.
   if (threadIdx.x == 0) {
     ring.start(8);
     Preparation::start(memory);
     ptx::init_barrier(planned, 1);
+    expect_pair(memory);
     ptx::fence_barriers();
   }
-  tiles.prefetch();
+  tiles.prefetch(threadIdx.x - 32), state_tiles.prefetch(threadIdx.x - 32);
   wait_for_stream();
-  if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, given.number());
-  ptx::sync_cluster();  // barriers of both blocks, and the number, are there
-  const unsigned pair = uniform(ptx::load_shared_at(ptx::address_in(pair_at, 0)));
+  meet(memory, [&] { return given.number(); });
+  const unsigned pair = known_pair(memory);
   const Shares shares = given.known(p);
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
   if (group == 0) {
@@ -54,9 +56,10 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 1);
-    preparation.plan({Stretches(p, shares, pair), group - 1});
-    if (threadIdx.x == kGroup) ptx::arrive(planned);
-    preparation.run();
+    preparation.run([&] { return PairSource(Stretches(p, shares, pair), group - 1); },
+                    [&] {
+                      if (group == 1) ptx::arrive(planned);
+                    });
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
 }
@@ -110,7 +113,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
     launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
                                                static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a),
-                                               view_of(a.v_new), shares, Tiles(p));
+                                               view_of(a.v_new), shares, Tiles(p), StateTiles(p));
   });
 }
 

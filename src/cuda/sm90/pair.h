@@ -7,6 +7,9 @@
 // does that first; the next one does the rest last, from the state that the other left. Nobody waits but for a pair with a
 // lower number, and numbers are given to running pairs, so that all need not be resident. Splits are between spans, and
 // change no bit.
+//
+// Where the copy engine may bring states (StateTiles), one comes to a stage of its own in front of a head's chunks. There the
+// scan exchanges it for the final state of the head before, which leaves from there.
 #pragma once
 #include "cuda/sm90/prepare.h"
 #include "cuda/sm90/scan.h"
@@ -169,11 +172,6 @@ struct Stretch {
 // A pair's share, in the order in which it is done.
 class Stretches {
  public:
-  static constexpr bool kPlansWork = true, kMaps = false;
-  __device__ static unsigned mapped() { return 0; }
-  __device__ static Sequence sequence(const ForwardProblem& p, unsigned n) {
-    return sequence_at(p, p.args.in, p.args.states, n);
-  }
   __device__ Stretches(const ForwardProblem& p, const Shares& shares, unsigned pair)
       : line_(p, shares.first), first_(pair * shares.share), end_(first_ + shares.share), splits_(shares.splits()) {
     Spot here;
@@ -217,7 +215,7 @@ class Stretches {
 };
 
 // A stretch as the scan needs it: planned by a preparer, in shared memory. When a chunk is full, the stretches of that and of
-// the next four chunks are there, and at most the next eleven: room for 16 is enough.
+// the next four chunks are there, and at most the next eleven; that before may be asked for, too: room for 16 is enough.
 struct alignas(16) Work {
   unsigned n, hv, b, t0, first, end;  // tokens first .. end - 1 of the sequence
   unsigned slot;
@@ -235,36 +233,17 @@ struct alignas(16) Work {
 };
 static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
 
-// One stretch, of which the first chunks are for a map. Its sequence is known already.
-class OneStretch {
- public:
-  static constexpr bool kPlansWork = false, kMaps = true;
-  __device__ OneStretch(const Stretch& x, unsigned mapped, const Sequence& s) : x_(x), mapped_(mapped), s_(&s) {}
-  __device__ unsigned mapped() const { return mapped_; }
-  __device__ const Sequence& sequence(const ForwardProblem&, unsigned) const { return *s_; }
-  __device__ bool next(const ForwardProblem&, Stretch& x) {
-    const bool there = there_;
-    x = x_, there_ = false;
-    return there;
-  }
-
- private:
-  Stretch x_;
-  unsigned mapped_;
-  const Sequence* s_;
-  bool there_ = true;
-};
-
-// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan, if that is wanted.
-template <class Stretches>
+// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan, and states may come to stages in
+// front of those of a stretch's chunks.
 class PairSource {
  public:
-  static constexpr bool kMaps = Stretches::kMaps;
+  static constexpr bool kMaps = false, kBringsStates = true;
   __device__ PairSource(const Stretches& stretches, unsigned group)
-      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(Stretches::kPlansWork && group == 0) {}
+      : stretches_(stretches), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
 
   __device__ void next(const Call& call, Plan& p) {
     if (ended_) return;
+    const unsigned states = call.state_tiles->used;  // of a stretch: 0 or 1
     while (number_ >= begin_ + count_) {
       begin_ += count_, count_ = 0;
       Stretch now;
@@ -281,18 +260,21 @@ class PairSource {
         others_ = true;
         continue;
       }
-      count_ = (end - first + kRows - 1) / kRows, first_ = now.first * (kChunk / kRows), hv_ = now.item.hv;
-      h_ = Plan::key_head(call.p, hv_);
+      count_ = states + (end - first + kRows - 1) / kRows, first_ = now.first * (kChunk / kRows), hv_ = now.item.hv;
+      h_ = Plan::key_head(call.p, hv_), loads_ = initial_ && !now.takes;
       if (plans_work_) plan_work(call, now, first, end);
     }
-    p.set(hv_, h_, b_, t0_, length_, first_ + number_ - begin_);
-    p.number = number_, p.queries = number_ >= stretches_.mapped();
+    const unsigned i = number_ - begin_;
+    p.state = i < states;
+    if (p.state) p.hv = hv_, p.b = loads_ ? slot_ : Plan::kNone;
+    else p.set(hv_, h_, b_, t0_, length_, first_ + i - states);
+    p.number = number_;
     number_ += kStages;
   }
 
  private:
   __device__ void enter(const ForwardProblem& p, unsigned n) {
-    const Sequence s = stretches_.sequence(p, n);
+    const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
     n_ = n, b_ = static_cast<unsigned>(s.b), t0_ = static_cast<unsigned>(s.t0);
     length_ = static_cast<unsigned>(s.length), slot_ = static_cast<unsigned>(s.slot);
     live_ = s.live, initial_ = s.initial;
@@ -306,16 +288,16 @@ class PairSource {
   }
 
   Stretches stretches_;
-  unsigned number_, begin_ = 0, count_ = 0;    // of the next chunk; of the stretch's first; the stretch's chunks
+  unsigned number_, begin_ = 0, count_ = 0;    // of the next stage; of the stretch's first; the stretch's stages
   unsigned first_, hv_, h_, works_ = 0;        // the stretch's first chunk, head; stretches so far
   unsigned n_ = ~0u, b_, t0_, length_, slot_;  // the sequence
-  bool live_, initial_, plans_work_, others_ = false, ended_ = false;
+  bool live_, initial_, loads_, plans_work_, others_ = false, ended_ = false;
 };
 
 template <class T>
 class PairScan : public Scan<T> {
   using Base = Scan<T>;
-  using Base::S_, Base::unit_, Base::lane_, Base::call_;
+  using Base::S_, Base::unit_, Base::lane_, Base::call_, Base::ring_, Base::warp_;
 
  public:
   __device__ PairScan(const Call& call, unsigned memory, const Shares& shares, unsigned pair)
@@ -323,24 +305,29 @@ class PairScan : public Scan<T> {
 
   // When the first stretches have been planned.
   __device__ __forceinline__ void run() {
-    unsigned number = 0, i = 0;  // of the chunk, of the stretch
-    if (lane_ == 0) Base::ring_.open();
+    unsigned number = 0, i = 0;  // of the stage, of the stretch
+    if (lane_ == 0) ring_.open();
+    const bool by_stages = call_.state_tiles->used;
     float first[64];  // state of a stretch: comes while that of the one before is stored
-    const auto fetch = [&](const Work& work) {
+    const auto come = [&](unsigned i) {
+      const Work& work = Work::at(i);
       Sequence s = work.sequence();
       s.initial = s.initial && work.exists && !work.takes;
-      Base::fetch(s, work.hv, first);
+      if (by_stages && work.exists) exchange(number++, i, first);
+      else Base::fetch(s, work.hv, first);
     };
-    for (fetch(Work::at(0)); Work::at(i).exists; ++i) {
+    for (come(0); Work::at(i).exists; ++i) {
       lane_ = opaque(lane_);
       const Work& work = Work::at(i);
       if (work.takes) take();
       else Base::load(first);
       Base::remember(work.sequence(), work.hv);
-      Base::scan({work.n, work.hv}, work.first, work.end, number);
-      fetch(Work::at(i + 1));
+      Base::scan({work.n, work.hv}, work.first, work.end, number, [&] {
+        if (by_stages) finish_exchange(number - 1);
+      });
+      come(i + 1);
       if (work.gives) give();
-      else Base::keep(work.sequence(), work.hv, work.end);
+      else if (!by_stages || !Work::at(i + 1).exists) Base::keep(work.sequence(), work.hv, work.end);
     }
     Base::finish_outputs();
     finish(Work::at(i).initial);
@@ -360,6 +347,38 @@ class PairScan : public Scan<T> {
     if (!p.varlen) return;
     const int64_t end = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T);
     for (unsigned hv = pair_; hv < p.HV; hv += shares_.pairs) Base::zero_outputs({0, hv}, Sequence{}, end, p.T);
+  }
+  // The state of stretch i has come to a stage. That of the one before takes its place, if its head ends there, and leaves: a
+  // thread has the same elements of both, so that it waits for no other.
+  __device__ void exchange(unsigned number, unsigned i, float (&first)[64]) const {
+    const bool stores = call_.state_tiles->stores && i > 0 && !Work::at(i - 1).gives;
+    const unsigned warps = ring_.stage(number) + warp_ % Base::kWarps * StateTiles::kWarpBytes;
+    const unsigned mine = warps + StateTiles::place(lane_ / 4, lane_ % 4 * 2);
+    ring_.wait_full(number);
+#pragma unroll
+    for (unsigned x = 0; x < 32; ++x) {
+      const float2 two = ptx::load_shared_f32x2(StateTiles::further(mine, x / 2, x % 2));
+      first[2 * x] = two.x, first[2 * x + 1] = two.y;
+    }
+#pragma unroll
+    for (unsigned x = 0; stores && x < 32; ++x)
+      ptx::store_shared_f32x2(StateTiles::further(mine, x / 2, x % 2),
+                              make_float2(S_[2 * x] * unit_[x % 2], S_[2 * x + 1] * unit_[x % 2]));
+    ptx::fence_shared_for_async();  // the copy engine reads what is stored, and will overwrite it
+    __syncwarp();                   // all lanes have read theirs, and stored
+    if (!stores || lane_ > 0) return;
+    const Work& before = Work::at(i - 1);
+    const unsigned hv = before.hv, slot = before.slot;
+#pragma unroll
+    for (unsigned box = 0; box < StateTiles::kBoxes; ++box)
+      ptx::store_box(call_.state_tiles->hT, box * StateTiles::kChannels, 2 * warp_, 0, hv, slot,
+                     warps + box * StateTiles::kBoxBytes);
+    ptx::commit_bulk();
+  }
+  // The stage is empty when the copy engine has read what leaves: some time later, so that nobody waits for that.
+  __device__ void finish_exchange(unsigned number) const {
+    ptx::wait_for_bulk_reads<0>();
+    if (lane_ == 0) ring_.release(number);
   }
   // The state, to the next pair, from the one before.
   __device__ void give() const {

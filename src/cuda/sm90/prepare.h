@@ -21,6 +21,7 @@ struct alignas(16) Plan {
   unsigned number;           // of the chunk in the ring; kNone: there are no more
   bool begins;               // its head is not that of the preparer's chunk before
   bool queries;              // q is wanted, too
+  bool state;                // instead of a chunk the state of head hv in row b of h0 comes to the stage; kNone: zeros
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
@@ -41,6 +42,7 @@ class Preparation {
  public:
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
   static constexpr bool kSkipsQueries = Source::kMaps && Scores::kSkipsQueries;
+  static constexpr bool kBringsStates = Source::kBringsStates;
 
   __device__ Preparation(const Call& call, unsigned memory, unsigned group)
       : call_(call), memory_(memory), at_(bench(memory, group), group) {}
@@ -49,28 +51,33 @@ class Preparation {
   __device__ static void start(unsigned memory) {
     for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
   }
-  __device__ void plan(const Source& source) {
-    if (threadIdx.x % kGroup > 0) return;
-    plans().source = source, plans().head = Plan::kNone;
-    make_plan(plan(0));
-  }
-  __device__ void run() {
-    at_.sync();  // the first chunk is known
+  // source(): a Source, and begun(), when the first chunk has been planned: by one thread.
+  template <class MakeSource, class Begun>
+  __device__ __forceinline__ void run(const MakeSource& source, const Begun& begun) {
     bool fetched = false;
-    for (at_.turn = 0; plan(at_.turn).any(); ++at_.turn) {
+    // Each turn plans the next one; the first, -1, nothing else.
+    for (at_.turn = kBefore;;) {
+      const bool first = at_.turn == kBefore;
       const Plan& now = plan(at_.turn);
-      bool planned = false;
-      do {
-        if (!fetched) fetch(now, at_.turn);
-        // Planning takes a while: it is for a warp that has not just inverted.
-        if (!planned && chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
-        planned = true;
-        fetched = prepare();
-      } while (!fetched);
+      const bool state = kBringsStates && !first && now.state;
+      const bool plans_next = first || state || (fetched && now.fine == now.rows);
+      // Planning takes a while: it is for a warp that has not just inverted.
+      if (plans_next && chore(at_.turn) == kPlanChore && at_.lane == 0) {
+        if (first) plans().source = source(), plans().head = Plan::kNone;
+        make_plan(plan(at_.turn + 1));
+        if (first) begun();
+      }
+      bool done = true;
+      if (first) at_.sync();  // the first chunk is known
+      else if (state) bring_state(now), fetched = false;
+      else done = prepare(fetched), fetched = true;
+      at_.turn += done;
+      if (!plan(at_.turn).any()) return;
     }
   }
 
  private:
+  static constexpr unsigned kBefore = ~0u;  // turn
   struct Plans {
     Source source;
     unsigned head;  // of the last plan
@@ -89,6 +96,7 @@ class Preparation {
   __device__ void make_plan(Plan& p) {
     p.number = Plan::kNone;
     plans().source.next(call_, p);
+    if (kBringsStates && p.state) return;
     p.begins = p.hv != plans().head, plans().head = p.hv;
   }
 
@@ -171,6 +179,29 @@ class Preparation {
                            ptx::address_in(ring().full(number), other));
   }
 
+  // Instead of a chunk, a first state to the stages of both blocks, half of the columns to each: by one warp.
+  __device__ void bring_state(const Plan& now) {
+    const unsigned hv = uniform(now.hv), row = uniform(now.b), number = uniform(now.number);
+    const bool mine = chore(at_.turn) == kShareChore;
+    if (mine) ring().wait_empty(number);
+    // Both scans have read what the stages had before. (Until then nobody goes on: to who waits for the next phase of an
+    // mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
+    at_.sync();
+    if (!mine || at_.lane > 0) return;
+    const unsigned full = ring().full(number), stage = ring().stage(number), rank = ptx::rank(), other = rank ^ 1;
+    const CUtensorMap& map = call_.state_tiles->h0;
+    ptx::arrive(full, kGroup);
+    ptx::arrive_expecting(full, StateTiles::kBytes);
+    ptx::arrive_expecting_at(ptx::address_in(full, other), StateTiles::kBytes);
+#pragma unroll 1
+    for (unsigned i = 0; i < StateTiles::kBytes / StateTiles::kBoxBytes; ++i) {
+      const unsigned to = stage + i * StateTiles::kBoxBytes, channel = i % StateTiles::kBoxes * StateTiles::kChannels,
+                     eights = i / StateTiles::kBoxes * 2;  // of columns; a block has eight of them
+      ptx::copy_box(to, map, channel, eights + 8 * rank, 0, hv, row, full);
+      ptx::copy_box_to(1 << other, to, map, channel, eights + 8 * other, 0, hv, row, full);
+    }
+  }
+
   // [q; k] q^T and [q; k] k^T of the warp's eight rows: their diagonals are q.q, q.k and k.k.
   struct Norms {
     float by_q[4] = {}, by_k[4] = {};
@@ -200,42 +231,22 @@ class Preparation {
     });
   }
 
-  // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer rows.
-  __device__ bool prepare() {
+  // A chunk, if it was fetched, and then the next one is fetched. Returns whether the chunk is done; if not, it was fetched itself,
+  // for the first time or with fewer rows.
+  __device__ bool prepare(bool fetched) {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;
     const Plan& now = plan(turn);
-    const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = uniform(ring().stage(number));
-    ptx::wait_barrier(at_.address + Bench::raw, phase_++ % 2);
-    if (kWideGate) ptx::wait_for_copies<0>();
-    if (rows < kRows) clear(rows);
-    __syncwarp();  // norms read rows that other lanes have cleared
-    const bool queries = !kSkipsQueries || now.queries;
-    Scores scores(at_, stage);
-    Norms norms;
-    gates(scores, norms, rows);
-    const unsigned bad = share_factors(norms, rows, queries);
-    scores.share_totals();
-    if (chore(turn) == kShareChore) ring().wait_empty(number);
-    // The barrier also says that totals and factors of all rows are there, and that the stage may be written to.
-    if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
-      const unsigned first = first_bad(bad);
-      if (first < rows) return forget_rows(first);
-    }
-    if (queries) scores.template tiles<T>();
-    else if constexpr (kSkipsQueries) scores.template tiles<T, false>();
-    if (now.fine < now.rows) spoil(now, stage);
-    ptx::fence_shared_for_async();
-    at_.sync();  // tiles are there
-    scores.run();
-    ptx::fence_shared_for_async();
+    const unsigned number = uniform(now.number), stage = ring().stage(number);
+    const bool done = fetched && make_operands(now, stage);
     const unsigned hv = now.hv, token = now.token, b = now.b;  // the plan may be overwritten then
-    at_.sync();                                                // Akk is there; nobody reads tiles any more
+    if (done) at_.sync();                                      // Akk is there; nobody reads tiles any more
     // While one warp inverts, the others have time.
     const unsigned mine = chore(turn);
-    if (mine != kInvertChore) ptx::arrive(ring().full(number));
-    const Plan& next = plan(turn + 1);
-    if (next.any()) fetch(next, turn + 1);
+    if (done && mine != kInvertChore) ptx::arrive(ring().full(number));
+    const Plan& next = plan(turn + done);
+    if (next.any() && !(kBringsStates && next.state)) fetch(next, turn + done);
+    if (!done) return false;
     if (mine == kShareChore) {
       fetch_values(hv, token, b, number, stage);
       share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
@@ -246,6 +257,37 @@ class Preparation {
     __syncwarp();  // T is there
     share(number, stage, Stage::T, Stage::Aqk);
     ptx::arrive(ring().full(number));
+    return true;
+  }
+  // All but T. If there is a NaN the chunk has fewer rows from then on, and nothing has been made.
+  __device__ __forceinline__ bool make_operands(const Plan& now, unsigned stage) {
+    const unsigned turn = at_.turn, rows = uniform(now.fine);
+    ptx::wait_barrier(at_.address + Bench::raw, phase_++ % 2);
+    if (kWideGate) ptx::wait_for_copies<0>();
+    if (rows < kRows) clear(rows);
+    __syncwarp();  // norms read rows that other lanes have cleared
+    const bool queries = !kSkipsQueries || now.queries;
+    Scores scores(at_, stage);
+    Norms norms;
+    gates(scores, norms, rows);
+    const unsigned bad = share_factors(norms, rows, queries);
+    scores.share_totals();
+    if (chore(turn) == kShareChore) ring().wait_empty(now.number);
+    // The barrier also says that totals and factors of all rows are there, and that the stage may be written to.
+    if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
+      const unsigned first = first_bad(bad);
+      if (first < rows) {
+        forget_rows(first);
+        return false;
+      }
+    }
+    if (queries) scores.template tiles<T>();
+    else if constexpr (kSkipsQueries) scores.template tiles<T, false>();
+    if (now.fine < now.rows) spoil(now, stage);
+    ptx::fence_shared_for_async();
+    at_.sync();  // tiles are there
+    scores.run();
+    ptx::fence_shared_for_async();
     return true;
   }
 
@@ -267,12 +309,11 @@ class Preparation {
     return min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
   }
   // No rows of the chunk from the first bad one on.
-  __device__ bool forget_rows(unsigned rows) const {
+  __device__ void forget_rows(unsigned rows) const {
     ptx::fence_shared_for_async();  // raw rows will overwrite what is on the bench
     at_.sync();                     // all know which rows are bad
     if (threadIdx.x % kGroup == 0) plan(at_.turn).fine = rows;
     at_.sync();  // all will clear them
-    return false;
   }
   // Their outputs, and the state behind them.
   __device__ void spoil(const Plan& now, unsigned stage) const {

@@ -67,13 +67,20 @@ class Scan {
     unsigned b, t0, hv;
   };
 
-  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring.
-  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
-    if (call_.v_new.data) scan<true>(item, first, end, number);
-    else scan<false>(item, first, end, number);
+  struct Nothing {};
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring. begun(): once, while the first products run.
+  template <class Begun>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& begun) {
+    if (call_.v_new.data) scan<true>(item, first, end, number, begun);
+    else scan<false>(item, first, end, number, begun);
   }
-  template <bool kCorrections>
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
+    scan(item, first, end, number, Nothing{});
+  }
+  template <bool kCorrections, class Begun>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& begun) {
     const bool keeps = call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data;
     unsigned out[2][4];  // of the chunk before
     const unsigned begin =
@@ -83,9 +90,9 @@ class Scan {
       const bool again = prepared();
       unsigned stop = end / kRows * kRows;
       if (t == stop) ring_.wait_full(number), clear_values(ring_.stage(number), end - t), stop = end;
-      // (The sequence is looked up again: registers are scarce in between.)
+      // (The sequence is looked up again, and here alone: registers are scarce in between.)
       if (keeps && t % kChunk == 0 && !again)
-        keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, item.n), item.hv, t);
+        keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, opaque(item.n)), item.hv, t);
       if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
@@ -98,6 +105,10 @@ class Scan {
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
             [&] {
+              if constexpr (!std::is_same_v<Begun, Nothing>) {
+                if (t == first && !again) [[unlikely]]
+                  begun();
+              }
               if (t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
@@ -285,6 +296,7 @@ class Scan {
   // No v of the warp's columns from a token on: what comes along is another sequence's.
   __device__ void clear_values(unsigned stage, unsigned from) const {
     const unsigned piece = first_column() % 64 / 8 + lane_ % 2;
+#pragma unroll 1
     for (unsigned token = from + lane_ / 2; token < kRows; token += 16)
       ptx::store_shared4(values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4), make_uint4(0, 0, 0, 0));
     ptx::fence_shared_for_async();  // copies will overwrite them
@@ -306,8 +318,9 @@ class Scan {
   __device__ static Pair<T> values_of(const unsigned (&v)[2][4], int i) {
     return largest<T, true>({v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]});
   }
-  // Are they below so many units?
+  // Are they below so many units? (Zeros are.)
   __device__ bool are_below(const Pair<T>& values, int i, float units) const {
+    if constexpr (!kValues) return true;
     float limit = units * unit_[i];
     if constexpr (std::is_same_v<T, __half>) limit = fmaxf(limit, 0x1p-24f);  // the least there is
     const unsigned two = ptx::pack<T>(limit, limit);
@@ -413,7 +426,7 @@ class Scan {
       const float scale = inverse(unit_[j % 2]);
       R[j / 4][j % 4] = kValues
                             ? ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]))
-                            : ptx::pack<__half>(-both[2 * j], -both[2 * j + 1]);
+                            : ptx::pack<__half>(both[2 * j], both[2 * j + 1]) ^ 0x80008000;  // both signs
     }
     float U[kRows / 2];
     const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);

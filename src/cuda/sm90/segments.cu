@@ -16,13 +16,10 @@ namespace {
 using namespace sm90;
 
 constexpr unsigned kThreads = (2 + kPreparers) * kGroup;
-// Of 128 a thread: of who makes b and M, of who prepares (exact scores take more), and of outputs, when M has been made.
-template <class Scores>
-constexpr int kMapRegisters = std::is_same_v<Scores, ExactScores> ? 144 : 152;
-template <class Scores>
-constexpr int kPreparerRegisters = 256 - kMapRegisters<Scores>;
+// Of 128 a thread: of who makes b and M, of who prepares, and of outputs, when M has been made.
+constexpr int kMapRegisters = 152, kPreparerRegisters = 256 - kMapRegisters;
 constexpr int kScanRegisters = 216, kIdleRegisters = 40;
-static_assert(kScanRegisters + kIdleRegisters <= 2 * 144);
+static_assert(kScanRegisters + kIdleRegisters <= 256);
 
 template <class T, class Scores, bool kWideGate>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
@@ -31,57 +28,50 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
                     const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, PairSource<OneStretch>>;
-  const unsigned pair_at = memory + Shared::pair;
+  using Preparation = Preparation<T, Scores, kWideGate, TaskSource>;
+  // What comes first is done by a warp each: barriers, hints, the pair's number.
   if (threadIdx.x == 0) {
     Ring{memory}.start(16);
     Preparation::start(memory);
     for (const unsigned i : {0u, 1u}) ptx::init_barrier(memory + Shared::maps + i * 8, 1);
+    expect_pair(memory);
     ptx::fence_barriers();
   }
-  tiles.prefetch();
+  tiles.prefetch(threadIdx.x - 32);
   wait_for_stream();
-  if (threadIdx.x == 0 && ptx::rank() == 0) ptx::store_shared(pair_at, segments.number(p));
-  ptx::sync_cluster();  // barriers of both blocks, and the number, are there
+  meet(memory, [&] { return segments.number(); });
   if (threadIdx.x < 32) {
-    const Task task(p, segments.cut, uniform(ptx::load_shared_at(ptx::address_in(pair_at, 0))));
+    const Task task(segments.cut, known_pair(memory));
     if (threadIdx.x == 0) task.share();
   }
   __syncthreads();  // the task is here
-  const Task task = Task::here();
-  const Piece& at = task.at;
-  const Sequence& s = task.s;
+  const unsigned kind = uniform(Task::shared().kind);
   const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
-  const bool maps = at.index > 0, works = s.live && at.exists && !(maps && at.end == s.length);
-  if (!works) {
+  const bool maps = kind == Task::kMaps;
+  if (kind < Task::kBegins) {
+    const Task& task = Task::shared();
     // (So that garbage in cu_seqlens lets nobody wait forever.)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
-      ptx::add_release(segments.flag(at.item.hv, task.number), Segments::kWhole);
-    if (!s.live && at.exists && group == 0)
-      SegmentScan<T>(call, segments, memory).zero_outputs(at.item, s, at.first, at.item.n == p.N ? s.length : at.end);
+      ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
+    if (kind == Task::kZeros && group == 0)
+      SegmentScan<T>(call, segments, memory).zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {
-      ptx::take_registers<kMapRegisters<Scores>>();
+      ptx::take_registers<kMapRegisters>();
       SegmentScan<T>(call, segments, memory).map();
-      ptx::take_registers<kScanRegisters>();  // which those of M leave
-      SegmentScan<T>(call, segments, memory).go_on();
-    } else {
-      ptx::take_registers<kScanRegisters>();
-      SegmentScan<T>(call, segments, memory).begin();
     }
+    ptx::take_registers<kScanRegisters>();  // where there are maps, those of M leave theirs
+    SegmentScan<T>(call, segments, memory).outputs();
   } else if (group == 1) {
     if (maps) {
-      ptx::take_registers<kMapRegisters<Scores>>();
+      ptx::take_registers<kMapRegisters>();
       SegmentScan<T, false>(call, segments, memory).map();
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
-    ptx::give_registers<kPreparerRegisters<Scores>>();
+    ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 2);
-    const unsigned first = at.first / unsigned{kChunk}, end = (at.then + unsigned{kChunk} - 1) / unsigned{kChunk},
-                   mapped = maps ? segments.cut.tokens / kRows : 0;
-    preparation.plan({OneStretch({at.item, first, end, false, false}, mapped, Task::sequence()), group - 2});
-    preparation.run();
+    preparation.run([&] { return TaskSource(group - 2); }, [] {});
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
 }

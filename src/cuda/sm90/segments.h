@@ -11,53 +11,48 @@ namespace kda::cuda::sm90 {
 // Sequences cut behind `lead` tokens and then every `tokens` tokens, which are not more. Pieces of all sequences are numbered so
 // that nobody has to count those of the sequences before: with cu_seqlens, pieces of sequence n from token t0 on have numbers
 // from t0 / tokens + n on. Some numbers belong to nobody.
+// With all that tells a pair its task: its first chunk waits for each 64 bytes of parameters, and for divisions.
 struct Cut {
   unsigned lead, tokens;
-  unsigned each;  // pieces of a sequence, without cu_seqlens
-  unsigned total;
+  unsigned total;  // pieces
+  unsigned N, T;
+  bool varlen;
+  Divisor heads, group, each,
+      length;  // HV; value heads of a key head; pieces of a sequence, without cu_seqlens; `tokens`
+  Lengths cu_seqlens;
+  StateSlots states;
+  Flags has_initial;
 
-  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens) : lead(lead), tokens(tokens) {
-    each = static_cast<unsigned>(1 + (std::max<int64_t>(p.T - lead, 0) + tokens - 1) / tokens);
-    total = static_cast<unsigned>(p.varlen ? p.T / tokens + p.N : p.N * each);
+  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens)
+      : lead(lead),
+        tokens(tokens),
+        N(static_cast<unsigned>(p.N)),
+        T(static_cast<unsigned>(p.T)),
+        varlen(p.varlen),
+        heads(p.HV),
+        group(p.group()),
+        each(1 + (std::max<int64_t>(p.T - lead, 0) + tokens - 1) / tokens),
+        length(tokens),
+        cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
+        states(slots_of(p.args.states)),
+        has_initial(strided<const uint8_t>(p.args.states.has_initial_state)) {
+    total = static_cast<unsigned>(p.varlen ? p.T / tokens + p.N : p.N * each.divisor);
   }
+  // With cu_seqlens: where sequence n begins, or tokens of nobody.
+  __device__ unsigned start(unsigned n) const { return static_cast<unsigned>(within(int_at(cu_seqlens, n), 0, T)); }
   // The number of the first piece of sequence n.
-  __device__ unsigned first(const ForwardProblem& p, unsigned n) const {
-    if (!p.varlen) return n * each;
-    return static_cast<unsigned>(within(int_at(p.args.in.cu_seqlens, n), 0, p.T)) / tokens + n;
-  }
+  __device__ unsigned first(unsigned n) const { return varlen ? length.quotient(start(n)) + n : n * each.divisor; }
   // The sequence whose pieces number i is among, if anybody's: by a warp.
-  __device__ unsigned sequence(const ForwardProblem& p, unsigned i) const {
-    if (!p.varlen) return i / each;
+  __device__ unsigned sequence(unsigned i) const {
+    if (!varlen) return each.quotient(i);
     unsigned from = 0;
-    for (unsigned count = static_cast<unsigned>(p.N); count > 1;) {  // the last one that begins at i or before
+    for (unsigned count = N; count > 1;) {  // the last one that begins at i or before
       const unsigned step = (count + 31) / 32, offset = threadIdx.x % 32 * step;
-      const bool before = offset < count && first(p, from + offset) <= i;
+      const bool before = offset < count && first(from + offset) <= i;
       const unsigned skipped = (31 - __clz(__ballot_sync(kAll, before) | 1)) * step;
       from += skipped, count = min(step, count - skipped);
     }
     return from;
-  }
-};
-
-// A piece of a sequence, for one value head.
-struct Piece {
-  Item item;
-  unsigned index;       // of the sequence's pieces
-  unsigned first, end;  // tokens first .. end - 1 of the sequence
-  unsigned then;        // where the piece behind it ends
-  bool exists;
-
-  __device__ Piece(const ForwardProblem& p, const Cut& cut, unsigned number, unsigned hv) : item{0, hv} {
-    if (number >= cut.total) {  // the rows behind the last sequence
-      item.n = static_cast<unsigned>(p.N), index = first = end = then = 0, exists = true;
-      return;
-    }
-    item.n = cut.sequence(p, number), index = number - cut.first(p, item.n);
-    const int64_t length = sequence_at(p, p.args.in, item.n).length, behind = cut.lead + int64_t{index} * cut.tokens;
-    const int64_t begin = index ? behind - cut.tokens : 0;
-    exists = index == 0 || begin < length;
-    first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, length));
-    then = static_cast<unsigned>(min(behind + cut.tokens, length));
   }
 };
 
@@ -73,11 +68,12 @@ struct Segments {
   unsigned maps;  // of a head: of all pieces but the last of each sequence, which those of sequence n come behind n of
   char* M;        // [HV][maps]
   float4* b;      // [HV][maps][16][256 threads of a pair's scan]
-  unsigned* flags;  // [HV][pieces]: how many quarters of a map are there; then how many pairs have a number
+  unsigned* flags;                       // [HV][pieces]: how many quarters of a map are there; then
+  unsigned* taken;                       // how many pairs have a number
   static constexpr unsigned kWhole = 4;  // of a map: two blocks, b and M
 
   static unsigned maps_of(const ForwardProblem& p, const Cut& cut) {
-    return static_cast<unsigned>(p.varlen ? p.T / cut.tokens : p.N * (cut.each - 1));
+    return static_cast<unsigned>(p.varlen ? p.T / cut.tokens : p.N * (cut.each.divisor - 1));
   }
   static uint64_t flag_bytes(const ForwardProblem& p, const Cut& cut) {
     return (p.HV * uint64_t{cut.total} + 1) * sizeof(unsigned);
@@ -89,6 +85,7 @@ struct Segments {
       : cut(cut), maps(maps_of(p, cut)), M(static_cast<char*>(workspace)) {
     b = reinterpret_cast<float4*>(M + p.HV * uint64_t{maps} * kMapBytes);
     flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * 2 * kMapBytes);
+    taken = flags + p.HV * uint64_t{cut.total};
   }
   // Piece `number` is one of sequence n. (Garbage in cu_seqlens leads to maps of others, at worst.)
   __device__ uint64_t place(unsigned hv, unsigned n, unsigned number) const {
@@ -97,37 +94,78 @@ struct Segments {
   __device__ char* map(unsigned hv, unsigned n, unsigned number) const { return M + place(hv, n, number) * kMapBytes; }
   __device__ unsigned* flag(unsigned hv, unsigned number) const { return flags + uint64_t{hv} * cut.total + number; }
   // By one thread: the pair's number.
-  __device__ unsigned number(const ForwardProblem& p) const { return atomicAdd(flags + p.HV * uint64_t{cut.total}, 1); }
+  __device__ unsigned number() const { return atomicAdd(taken, 1); }
   // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
   __device__ float4* offset(unsigned hv, unsigned n, unsigned number) const {
     return b + place(hv, n, number) * (kMapBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
   }
 };
 
-// What a pair works on: found out by a warp, for all, in shared memory.
+// What a pair works on, a piece of a sequence for one value head: found out by a warp, for all, in shared memory.
 struct alignas(16) Task {
-  unsigned number;  // of the piece
-  Piece at;
-  Sequence s;
-  __device__ Task(const ForwardProblem& p, const Cut& cut, unsigned pair)
-      : number(pair / static_cast<unsigned>(p.HV)), at(p, cut, number, pair % static_cast<unsigned>(p.HV)), s{} {
-    const kda_inputs& in = p.args.in;
-    if (at.item.n == p.N) s.t0 = end_of_sequences(in.cu_seqlens, p.N, p.T), s.length = p.T - s.t0;
-    else if (at.exists) s = sequence_at(p, in, p.args.states, at.item.n);
+  unsigned number, index;     // of the piece: among all, among its sequence's
+  unsigned n, hv, h, b;       // sequence, heads, row
+  unsigned t0, length, slot;  // of the sequence
+  unsigned first, end, then;  // tokens first .. end - 1 of the sequence; where the piece behind it ends
+  unsigned mapped;            // chunks of a map
+  enum Kind : unsigned { kNothing, kZeros, kBegins, kMaps };
+  unsigned kind;  // what there is to do; kZeros: outputs of nobody's state
+  bool initial;
+
+  __device__ Task(const Cut& cut, unsigned pair) : number(cut.heads.quotient(pair)) {
+    hv = pair - number * cut.heads.divisor, h = cut.group.quotient(hv);
+    if (number >= cut.total) {  // the rows behind the last sequence
+      n = cut.N, t0 = cut.start(n), length = end = then = cut.T - t0;
+      index = b = slot = first = mapped = 0, kind = kZeros, initial = false;
+      return;
+    }
+    n = cut.sequence(number), index = number - cut.first(n);
+    Sequence s = sequence_at(cut.varlen, cut.cu_seqlens, cut.T, n);
+    find_states(s, cut.states, cut.has_initial, slot_of(cut.states.indices, n));
+    b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
+    slot = static_cast<unsigned>(s.slot), initial = s.initial;
+    const int64_t behind = cut.lead + int64_t{index} * cut.tokens, begin = index ? behind - cut.tokens : 0;
+    first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, s.length));
+    then = static_cast<unsigned>(min(behind + cut.tokens, s.length));
+    mapped = index ? cut.tokens / kRows : 0;
+    if (index == 0) kind = s.live ? kBegins : kZeros;
+    else if (begin >= s.length) kind = kNothing;  // nobody's number
+    else kind = !s.live ? kZeros : behind >= s.length ? kNothing : kMaps;
   }
-  __device__ void share() const { place() = *this; }
-  __device__ static const Sequence& sequence() { return place().s; }
+  __device__ void share() const { shared() = *this; }
+  __device__ static Task& shared() { return *reinterpret_cast<Task*>(shared_memory() + Shared::task); }
   __device__ static Task here() {
-    Task x = place();
-    for (unsigned* of_all : {&x.number, &x.at.item.n, &x.at.item.hv, &x.at.index, &x.at.first, &x.at.end, &x.at.then})
-      *of_all = uniform(*of_all);
+    Task x = shared();
+    for (unsigned* of_all : {&x.number, &x.index, &x.n, &x.hv, &x.end, &x.then}) *of_all = uniform(*of_all);
     return x;
+  }
+  __device__ Item item() const { return {n, hv}; }
+  __device__ Sequence sequence() const {
+    Sequence s{};
+    s.n = n, s.b = b, s.t0 = t0, s.length = length, s.slot = slot, s.live = true, s.initial = initial;
+    return s;
+  }
+};
+static_assert(sizeof(Task) <= Shared::kTaskBytes);
+
+// The chunks of one preparer of a pair, of four one: those of a map, and of the piece behind it. What a plan needs follows from the
+// chunk's number and the task.
+class TaskSource {
+ public:
+  static constexpr bool kMaps = true, kBringsStates = false;
+  __device__ explicit TaskSource(unsigned group) : number_(ptx::rank() + 2 * group) {}
+  __device__ void next(const Call&, Plan& p) {
+    const Task& task = Task::shared();
+    const unsigned chunk = task.first / kRows + number_;
+    if (chunk * kRows >= task.then) return;
+    p.set(task.hv, task.h, task.b, task.t0, task.then, chunk);
+    p.number = number_, p.queries = number_ >= task.mapped;
+    number_ += kStages;
   }
 
  private:
-  __device__ static Task& place() { return *reinterpret_cast<Task*>(shared_memory() + Shared::task); }
+  unsigned number_;  // of the next chunk in the ring
 };
-static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
 // ---- the scan of a segment ----
 
@@ -154,45 +192,41 @@ class SegmentScan : public Scan<T, kValues, 2> {
     this->template scan_state<kValues ? kStages : 0>(chunks());
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
     const Task task = Task::here();
-    const Item item = task.at.item;
+    const Item item = task.item();
     if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
     else store_map(segments_.map(item.hv, item.n, task.number));
     share(segments_.flag(item.hv, task.number), 1);
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
   }
-  // Outputs of a sequence's first piece and the one behind it.
-  __device__ __forceinline__ void begin() {
+  // Outputs: of a sequence's first piece and the one behind it, or of the one behind a piece whose map has been made. (One way for
+  // both: instructions that run for the first time are what a short call waits for.)
+  __device__ __forceinline__ void outputs() {
     const Task task = Task::here();
-    const Piece& at = task.at;
-    if (lane_ == 0) ring_.open(2);
-    Base::load(task.s, at.item.hv);
-    Base::remember(task.s, at.item.hv);
-    unsigned chunk = 0;
-    for (unsigned first = 0, end = at.end;;) {
-      Base::scan(at.item, first, end, chunk);
-      const bool last = end == at.then;
-      if (!last) store(segments_.offset(at.item.hv, at.item.n, task.number));
-      if (first == 0) share(segments_.flag(at.item.hv, task.number), Segments::kWhole / 2);
-      if (last) break;
-      first = end, end = at.then;
+    const Item item = task.item();
+    unsigned chunk = 0, first = 0, end = task.end;
+    if (task.index > 0) {
+      pass_all(item, task.number - task.index, task.index);
+      chunk = chunks(), first = end, end = task.then;
+    } else {
+      if (lane_ == 0) ring_.open(2);
+      Base::load(task.sequence(), task.hv);
     }
-    finish();
-  }
-  // Outputs of the piece behind one whose map has been made.
-  __device__ __forceinline__ void go_on() {
-    const Task task = Task::here();
-    const Piece& at = task.at;
-    pass_all(at.item, task.number - at.index, at.index);
-    unsigned chunk = chunks();
-    Base::remember(task.s, at.item.hv);
-    Base::scan(at.item, at.end, at.then, chunk);
+    Base::remember(task.sequence(), task.hv);
+    for (;;) {
+      Base::scan(item, first, end, chunk);
+      const bool last = end == task.then;
+      if (!last) store(segments_.offset(task.hv, task.n, task.number));
+      if (first == 0) share(segments_.flag(task.hv, task.number), Segments::kWhole / 2);
+      if (last) break;
+      first = end, end = task.then;
+    }
     finish();
   }
 
  private:
   __device__ __forceinline__ void finish() {
-    const Task task = Task::here();
-    if (task.at.then == task.s.length) Base::keep(task.s, task.at.item.hv, task.at.then);
+    const Task& task = Task::shared();  // in registers there is no room for it
+    if (task.then == task.length) Base::keep(task.sequence(), task.hv, task.then);
     Base::finish_outputs();
   }
   __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
@@ -210,9 +244,13 @@ class SegmentScan : public Scan<T, kValues, 2> {
     }
   };
 
-  // By way of a stage, where the last map will come to.
+  // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared. All of
+  // that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its own, the chunk may
+  // still be on its way to the other block, whose warps alone know when it is there.) Behind kReadBarrier no warp of b and M reads
+  // it any more, and nothing comes before those of b release it.
   __device__ void store_map(char* to) const {
-    const unsigned stage = map_stage(0, 0);
+    const unsigned half = ptx::rank() ^ 1;  // chunks() is even, so that it is the rank of who has prepared the chunk
+    const unsigned stage = map_stage(0, half);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned row = first_column() % 64 + lane_ / 4 + i % 2 * 8, piece = i / 2;
@@ -261,7 +299,8 @@ class SegmentScan : public Scan<T, kValues, 2> {
     };
     if (last == 1) release_two(0);
     if (threadIdx.x < 32) {
-      // They are made by pairs with lower numbers, at about the same time, without waiting.
+      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's own: when
+      // both blocks have made theirs, both have all chunks, and no copy between them reads the stages to which maps come.
       for (unsigned i = lane_; i <= last; i += 32)
         while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }

@@ -1,4 +1,5 @@
-// q, k, v, g and o as the copy engine knows them: tiles of 64 channels of a chunk's rows, swizzled like the stages; of o 16.
+// What the copy engine knows. q, k, v, g and o: tiles of 64 channels of a chunk's rows, swizzled like the stages; of o 16.
+// States: boxes of 32 channels of 16 columns.
 #pragma once
 #include <cuda.h>
 
@@ -7,6 +8,38 @@
 #include "cuda/sm90/chunk.h"
 
 namespace kda::cuda::sm90 {
+
+// Of the driver, which this library is not linked to.
+inline decltype(&cuTensorMapEncodeTiled) map_encoder() {
+  static const auto found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    KDA_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result));
+    if (!entry) throw Error(KDA_CUDA_ERROR, "CUDA: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  }();
+  return found;
+}
+template <unsigned kRank>
+struct MapShape {
+  cuuint64_t sizes[kRank], strides[kRank - 1];  // innermost first; the latter in bytes
+  cuuint32_t box[kRank];
+};
+template <unsigned kRank>
+CUtensorMap make_map(CUtensorMapDataType type, void* data, const MapShape<kRank>& shape, CUtensorMapSwizzle swizzle) {
+  constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = map_encoder()(&map, type, kRank, data, shape.sizes, shape.strides, shape.box, kSteps,
+                                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw Error(KDA_CUDA_ERROR, str("CUDA: cuTensorMapEncodeTiled failed (", static_cast<int>(result), ")"));
+  return map;
+}
+// In bytes. A dimension of one has no stride, whatever the tensor says.
+inline cuuint64_t map_stride(const kda_tensor& t, int i) {
+  return t.shape[i] > 1 ? static_cast<cuuint64_t>(t.stride[i]) * dtype_size(t.dtype) : 16;
+}
 
 struct Tiles {
   enum { kQuery, kKey, kGate, kValue, kOutput };
@@ -24,37 +57,89 @@ struct Tiles {
   static CUtensorMap map(const kda_tensor& t, cuuint32_t columns = 64,
                          CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
     const auto size = [&](int i) { return static_cast<cuuint64_t>(t.shape[i]); };
-    // A dimension of one has no stride, whatever the tensor says.
-    const auto stride = [&](int i) { return t.shape[i] > 1 ? static_cast<cuuint64_t>(t.stride[i]) * 2 : 16; };
-    const cuuint64_t sizes[] = {size(3), size(2), size(1), size(0)}, strides[] = {stride(2), stride(1), stride(0)};
-    const cuuint32_t tile[] = {columns, 1, kRows, 1}, steps[] = {1, 1, 1, 1};
-    CUtensorMap map;
-    const CUresult result =
-        encode()(&map, t.dtype == KDA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-                 t.data, sizes, strides, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-      throw Error(KDA_CUDA_ERROR, str("CUDA: cuTensorMapEncodeTiled failed (", static_cast<int>(result), ")"));
-    return map;
+    return make_map<4>(t.dtype == KDA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
+                       {.sizes = {size(3), size(2), size(1), size(0)},
+                        .strides = {map_stride(t, 2), map_stride(t, 1), map_stride(t, 0)},
+                        .box = {columns, 1, kRows, 1}},
+                       swizzle);
   }
 
-  // Hints: by the block, also before wait_for_stream().
-  __device__ void prefetch() const {
-    if (threadIdx.x < std::size(maps)) ptx::prefetch_map(maps[threadIdx.x]);
-  }
-
- private:
-  // Of the driver, which this library is not linked to.
-  static decltype(&cuTensorMapEncodeTiled) encode() {
-    static const auto found = [] {
-      void* entry = nullptr;
-      cudaDriverEntryPointQueryResult result;
-      KDA_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result));
-      if (!entry) throw Error(KDA_CUDA_ERROR, "CUDA: the driver has no cuTensorMapEncodeTiled");
-      return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-    }();
-    return found;
+  // Hints: by threads i, the first of which each have a map; also before wait_for_stream().
+  __device__ void prefetch(unsigned i) const {
+    if (i < std::size(maps)) ptx::prefetch_map(maps[i]);
   }
 };
+
+// First and final states, where those of a call are f32 and V-first, with rows at multiples of 16 bytes: they come to a stage of the
+// ring and leave from it. A scanning warp's 16 columns are four boxes, behind each other, of 32 channels. A box's rows are columns
+// 0, 8, 1, 9, ..: accesses of a warp are to every second one, so that with the swizzle no two of its lanes meet in a bank.
+struct StateTiles {
+  static constexpr unsigned kColumns = 16, kChannels = kRowBytes / 4, kBoxes = kSize / kChannels;
+  static constexpr unsigned kBoxBytes = kColumns * kRowBytes, kWarpBytes = kBoxes * kBoxBytes, kBytes = 4 * kWarpBytes;
+  static_assert(kBytes == kSize / 2 * kSize * 4 && kBytes <= Stage::bytes);
+  CUtensorMap h0{}, hT{};  // without h0, zeros come from outside of hT
+  bool used = false, stores = false;
+
+  explicit StateTiles(const ForwardProblem& p) {
+    const kda_forward_args& a = p.args;
+    const kda_tensor &from = a.states.h0, &to = a.states.hT;
+    if (!(present(from) || present(to)) || !fits(p, from) || !fits(p, to)) return;
+    if (present(a.checkpoints) || present(a.h)) return;  // states within a head are rare, and stored by threads
+    used = true, stores = present(to);
+    h0 = map(present(from) ? from : to);
+    if (stores) hT = map(to);
+  }
+
+  // Where an element of a warp's 16 columns is, in bytes; and 8 i columns and 8 j channels further than one of the first.
+  KDA_BOTH static constexpr unsigned place(unsigned column, unsigned channel) {
+    const unsigned row = column % 8 * 2 + column / 8;
+    return channel / kChannels * kBoxBytes + row * kRowBytes + ((channel % kChannels / 4 ^ row % 8) << 4) +
+           channel % 4 * 4;
+  }
+  KDA_BOTH static constexpr unsigned further(unsigned first, unsigned j, unsigned i) {
+    return (first ^ j % 4 << 5 ^ i * (kRowBytes | 16)) + j / 4 * kBoxBytes;
+  }
+
+  // Hints, like those of Tiles.
+  __device__ void prefetch(unsigned i) const {
+    if (used && i < 2) ptx::prefetch_map(i && stores ? hT : h0);
+  }
+
+  static bool fits(const ForwardProblem& p, const kda_tensor& t) {
+    if (!present(t)) return true;
+    bool fits = t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= kSize &&
+                t.shape[0] <= INT32_MAX && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+    for (int i = 0; i < 3; ++i)
+      fits = fits && t.shape[i] > 0 && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 &&
+             map_stride(t, i) < uint64_t{1} << 40;
+    return fits;
+  }
+  // [slots, HV, V, K]
+  static CUtensorMap map(const kda_tensor& t) {
+    const cuuint64_t column = map_stride(t, 2);
+    return make_map<5>(
+        CU_TENSOR_MAP_DATA_TYPE_FLOAT32, t.data,
+        {.sizes = {kSize, kSize / 8, 8, static_cast<cuuint64_t>(t.shape[1]), static_cast<cuuint64_t>(t.shape[0])},
+         .strides = {8 * column, column, map_stride(t, 1), map_stride(t, 0)},
+         .box = {kChannels, kColumns / 8, 8, 1, 1}},
+        CU_TENSOR_MAP_SWIZZLE_128B);
+  }
+};
+// Of a warp's accumulators, eight bytes a lane: is further() right, and are those of 16 lanes, which come at once, in all banks?
+constexpr bool are_state_places_right() {
+  for (unsigned j = 0; j < 16; ++j)
+    for (unsigned i = 0; i < 2; ++i)
+      for (unsigned first = 0; first < 32; first += 16) {
+        unsigned banks = 0;  // in twos
+        for (unsigned lane = first; lane < first + 16; ++lane) {
+          const unsigned at = StateTiles::further(StateTiles::place(lane / 4, lane % 4 * 2), j, i);
+          if (at != StateTiles::place(lane / 4 + 8 * i, 8 * j + lane % 4 * 2)) return false;
+          banks |= 1u << at / 8 % 16;
+        }
+        if (banks != 0xffff) return false;
+      }
+  return true;
+}
+static_assert(are_state_places_right());
 
 }  // namespace kda::cuda::sm90

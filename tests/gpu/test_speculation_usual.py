@@ -1,0 +1,129 @@
+"""The call that most make, bfloat16 chains without a ring or a convolution, has kernels that know it: the numbers of
+the float64 oracle, and the bits of the same call made so that others take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from drafting import NAN, int32, tokens
+from places import DEVICE, HERE, LARGE, POOLS, Place, all_same, matches
+from rounds import flush, flush_verify, records_of, two, verify
+from support import Problem, Tensor, same_bits
+
+pytestmark = pytest.mark.usefixtures("kernels")
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"K": 64, "V": 64},
+    "alone": {"K": 64, "V": 128, "G": 1, "H": 3, "gate": "lower_bound"},
+    "grouped": {"K": 128, "V": 64, "G": 4},
+    "large": LARGE,
+}
+
+
+def usual(T: int, N: int, **sizes: Any) -> tuple[Problem, Problem, Tensor]:
+    return two(T, N=N, dtype=torch.bfloat16, **sizes)
+
+
+def served(
+    place: Place, p: Problem, following: Problem, h0: Tensor, m: Tensor, slots: list[int] | None = None,
+    lost: int | None = None, gap: int = 0, ring: bool = False, chain: bool = False, flags: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Verify, flush, and in one call the same flush and a verify of the next drafts: outputs of all rows, then what is
+    kept of those that have a slot. ``lost``: a row without records; ``gap``: between rows of the states; ``ring``: with
+    nothing committed; ``chain``: as parents."""
+    N, T, K = *p.tensors["g"].shape[:2], h0.shape[-1]
+    homes = list(range(N)) if slots is None else slots
+    live = [n for n in range(N) if homes[n] >= 0]
+    named = [homes[n] for n in live]
+    size = N if slots is None else max(slots) + 2
+    memory = torch.full((size, *h0.shape[1:-1], K + gap), NAN, dtype=h0.dtype)
+    memory[..., :K][named] = h0[live]
+    at = {} if slots is None else {"state_indices": int32(*slots)}
+    trees = {"parents": torch.arange(-1, T - 1).int().expand(N, T).contiguous()} if chain else {}
+    last = {f"last_{n}": x for n, x in trees.items()}
+
+    def kept(entries: int, ring: bool = False) -> kda.Records:
+        new = records_of(place, p, entries, slots=size, ring=ring)
+        indices = None if slots is None else place(int32(*(-1 if n == lost else s for n, s in enumerate(slots))))
+        return new._replace(indices=indices)
+
+    a, b, pool, fused = kept(2 * T if ring else T, ring), kept(T), place(memory), place(memory)
+    o = verify(place, p, pool[..., :K], a, **trees, **at, **({"has_initial_state": torch.ones(N) > 0} if flags else {}))
+    flush(place, p, pool[..., :K], a, m, **trees, **at)
+    plain = a._replace(ring_first=None, ring_count=None)
+    o_next = flush_verify(place, following, fused[..., :K], b, m, plain, **trees, **last, **at)
+    assert same_bits(pool, fused), "one call, or two"
+    nobodys = [s for s in range(size) if s not in named]
+    assert all(x[nobodys].isnan().all() for x in (pool, *a[:3], *b[:3]))
+    assert pool[..., K:].isnan().all() and a.u[:, T:].isnan().all()
+    padding = [n for n in range(N) if homes[n] < 0]
+    assert not o[padding].any() and not o_next[padding].any()
+    records = {f"{n}{i}": x[named, :T] for i, r in enumerate((a, b)) for n, x in zip("uka", r[:3], strict=True)}
+    return {"o": o, "o_next": o_next, "state": pool[named, ..., :K], **records}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 6, 8])
+def test_numbers_and_bits(T: int, shape: str, pool: torch.dtype) -> None:
+    """Row n accepts n tokens, if there are as many; two of the rows are padding."""
+    N = T + 4
+    p, following, h0 = usual(T, N, **SHAPES[shape])
+    m, h0 = torch.arange(N).clamp(max=T).int(), h0.to(pool)
+    slots = [(5 * n + 1) % 17 if n not in (1, N - 1) else -1 - n for n in range(N)]
+
+    def numbers(place: Place, lost: int | None = None) -> dict[str, Tensor]:
+        got = served(place, p, following, h0, m, slots, lost)
+        # Where a written state is rounded, now and then to the other neighbour, a round that begins there is another.
+        return {n: x for n, x in got.items() if pool == torch.float32 or n not in ("o_next", "u1")}
+
+    matches(numbers)
+    matches(numbers, 2)
+    expected = served(HERE, p, following, h0, m)
+    assert all_same(served(HERE, p, following, h0, m, slots), padded(expected, slots))
+    wide = [x.having(**{n: x.tensors[n].float() for n in ("g", "beta")}) for x in (p, following)]
+    assert all_same(served(HERE, *wide, h0, m), expected), "gates in float32"
+    options: list[dict[str, bool | int]] = [{"gap": 8}, {"ring": True}, {"flags": True}]
+    for option in [*options, {"chain": True}] if T > 4 else options:  # a tree of few drafts has another kernel
+        assert all_same(served(HERE, p, following, h0, m, **option), expected), option
+    assert same_bits(verify(HERE, p, HERE(h0), None), expected["o"]), "outputs only"
+
+
+def padded(got: dict[str, Tensor], slots: list[int]) -> dict[str, Tensor]:
+    """What ``served`` gives when rows without a slot are padding."""
+    live = torch.tensor(slots, device=DEVICE) >= 0
+    return {n: x.where(live[:, None, None, None], 0) if n in ("o", "o_next") else x[live] for n, x in got.items()}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64, "gate": "lower_bound"}])
+@pytest.mark.parametrize("T", [1, 2, 4, 6])
+def test_company_changes_no_bit(T: int, sizes: dict[str, Any], pool: torch.dtype) -> None:
+    """Of few rows, of some, and of so many that blocks have all columns of a head."""
+    N = 320
+    p, following, h0 = usual(T, N, **sizes)
+    m, h0 = torch.arange(N).int() % (T + 1), h0.to(pool)
+    whole = served(HERE, p, following, h0, m)
+    for rows in ([7], [319, 0, 2], list(range(100, 170))):
+        part = served(HERE, tokens(p, rows), tokens(following, rows), h0[rows], m[rows])
+        assert all_same(part, {n: x[rows] for n, x in whole.items()}), rows
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64}])
+@pytest.mark.parametrize(("T", "fewer"), [(4, (1, 2, 3)), (16, (5, 8, 9))])
+def test_later_drafts_change_nothing(
+    T: int, fewer: tuple[int, ...], sizes: dict[str, Any], pool: torch.dtype
+) -> None:  # fmt: skip
+    """They do not lie on a token's path; but calls of up to four have kernels of their own."""
+    p, _, h0 = usual(T, 3, **sizes)
+    records = records_of(HERE, p, T)
+    o = verify(HERE, p, HERE(h0.to(pool)), records)
+    for t in fewer:
+        first = tokens(p, slice(None), slice(t))
+        part = records_of(HERE, first, t)
+        assert same_bits(verify(HERE, first, HERE(h0.to(pool)), part), o[:, :t])
+        assert all_same(part[:3], [x[:, :t] for x in records[:3]]), t
