@@ -56,10 +56,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 1);
-    preparation.run([&] { return PairSource(Stretches(p, shares, pair), group - 1); },
-                    [&] {
-                      if (group == 1) ptx::arrive(planned);
-                    });
+    preparation.plan({Stretches(p, shares, pair), group - 1});
+    if (threadIdx.x == kGroup) ptx::arrive(planned);
+    preparation.run();
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
 }

@@ -51,33 +51,31 @@ class Preparation {
   __device__ static void start(unsigned memory) {
     for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
   }
-  // source(): a Source, and begun(), when the first chunk has been planned: by one thread.
-  template <class MakeSource, class Begun>
-  __device__ __forceinline__ void run(const MakeSource& source, const Begun& begun) {
+  __device__ void plan(const Source& source) {
+    if (threadIdx.x % kGroup > 0) return;
+    plans().source = source, plans().head = Plan::kNone;
+    make_plan(plan(0));
+  }
+  __device__ void run() {
+    at_.sync();  // the first chunk is known
     bool fetched = false;
-    // Each turn plans the next one; the first, -1, nothing else.
-    for (at_.turn = kBefore;;) {
-      const bool first = at_.turn == kBefore;
+    for (at_.turn = 0; plan(at_.turn).any(); ++at_.turn) {
       const Plan& now = plan(at_.turn);
-      const bool state = kBringsStates && !first && now.state;
-      const bool plans_next = first || state || (fetched && now.fine == now.rows);
-      // Planning takes a while: it is for a warp that has not just inverted.
-      if (plans_next && chore(at_.turn) == kPlanChore && at_.lane == 0) {
-        if (first) plans().source = source(), plans().head = Plan::kNone;
-        make_plan(plan(at_.turn + 1));
-        if (first) begun();
-      }
-      bool done = true;
-      if (first) at_.sync();  // the first chunk is known
-      else if (state) bring_state(now), fetched = false;
-      else done = prepare(fetched), fetched = true;
-      at_.turn += done;
-      if (!plan(at_.turn).any()) return;
+      const bool state = kBringsStates && now.state;
+      bool planned = false;
+      do {
+        if (!fetched && !state) fetch(now, at_.turn);
+        // Planning takes a while: it is for a warp that has not just inverted.
+        if (!planned && chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
+        planned = true;
+        if (state) bring_state(now), fetched = true;
+        else fetched = prepare();
+      } while (!fetched);
+      if (state) fetched = false;  // what comes behind a state
     }
   }
 
  private:
-  static constexpr unsigned kBefore = ~0u;  // turn
   struct Plans {
     Source source;
     unsigned head;  // of the last plan
@@ -231,37 +229,12 @@ class Preparation {
     });
   }
 
-  // A chunk, if it was fetched, and then the next one is fetched. Returns whether the chunk is done; if not, it was fetched itself,
-  // for the first time or with fewer rows.
-  __device__ bool prepare(bool fetched) {
+  // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer rows.
+  __device__ bool prepare() {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;
     const Plan& now = plan(turn);
-    const unsigned number = uniform(now.number), stage = ring().stage(number);
-    const bool done = fetched && make_operands(now, stage);
-    const unsigned hv = now.hv, token = now.token, b = now.b;  // the plan may be overwritten then
-    if (done) at_.sync();                                      // Akk is there; nobody reads tiles any more
-    // While one warp inverts, the others have time.
-    const unsigned mine = chore(turn);
-    if (done && mine != kInvertChore) ptx::arrive(ring().full(number));
-    const Plan& next = plan(turn + done);
-    if (next.any() && !(kBringsStates && next.state)) fetch(next, turn + done);
-    if (!done) return false;
-    if (mine == kShareChore) {
-      fetch_values(hv, token, b, number, stage);
-      share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
-    }
-    if (mine != kInvertChore) return true;
-    invert(at_, stage);
-    ptx::fence_shared_for_async();
-    __syncwarp();  // T is there
-    share(number, stage, Stage::T, Stage::Aqk);
-    ptx::arrive(ring().full(number));
-    return true;
-  }
-  // All but T. If there is a NaN the chunk has fewer rows from then on, and nothing has been made.
-  __device__ __forceinline__ bool make_operands(const Plan& now, unsigned stage) {
-    const unsigned turn = at_.turn, rows = uniform(now.fine);
+    const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = ring().stage(number);
     ptx::wait_barrier(at_.address + Bench::raw, phase_++ % 2);
     if (kWideGate) ptx::wait_for_copies<0>();
     if (rows < kRows) clear(rows);
@@ -272,14 +245,11 @@ class Preparation {
     gates(scores, norms, rows);
     const unsigned bad = share_factors(norms, rows, queries);
     scores.share_totals();
-    if (chore(turn) == kShareChore) ring().wait_empty(now.number);
+    if (chore(turn) == kShareChore) ring().wait_empty(number);
     // The barrier also says that totals and factors of all rows are there, and that the stage may be written to.
     if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
       const unsigned first = first_bad(bad);
-      if (first < rows) {
-        forget_rows(first);
-        return false;
-      }
+      if (first < rows) return forget_rows(first);
     }
     if (queries) scores.template tiles<T>();
     else if constexpr (kSkipsQueries) scores.template tiles<T, false>();
@@ -288,6 +258,23 @@ class Preparation {
     at_.sync();  // tiles are there
     scores.run();
     ptx::fence_shared_for_async();
+    const unsigned hv = now.hv, token = now.token, b = now.b;  // the plan may be overwritten then
+    at_.sync();                                                // Akk is there; nobody reads tiles any more
+    // While one warp inverts, the others have time.
+    const unsigned mine = chore(turn);
+    if (mine != kInvertChore) ptx::arrive(ring().full(number));
+    const Plan& next = plan(turn + 1);
+    if (next.any() && !(kBringsStates && next.state)) fetch(next, turn + 1);
+    if (mine == kShareChore) {
+      fetch_values(hv, token, b, number, stage);
+      share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
+    }
+    if (mine != kInvertChore) return true;
+    invert(at_, stage);
+    ptx::fence_shared_for_async();
+    __syncwarp();  // T is there
+    share(number, stage, Stage::T, Stage::Aqk);
+    ptx::arrive(ring().full(number));
     return true;
   }
 
@@ -309,11 +296,12 @@ class Preparation {
     return min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
   }
   // No rows of the chunk from the first bad one on.
-  __device__ void forget_rows(unsigned rows) const {
+  __device__ bool forget_rows(unsigned rows) const {
     ptx::fence_shared_for_async();  // raw rows will overwrite what is on the bench
     at_.sync();                     // all know which rows are bad
     if (threadIdx.x % kGroup == 0) plan(at_.turn).fine = rows;
     at_.sync();  // all will clear them
+    return false;
   }
   // Their outputs, and the state behind them.
   __device__ void spoil(const Plan& now, unsigned stage) const {

@@ -71,7 +71,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 2);
-    preparation.run([&] { return TaskSource(group - 2); }, [] {});
+    preparation.plan(TaskSource(group - 2));
+    preparation.run();
   }
   ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
 }
