@@ -77,7 +77,7 @@ std::span<const Implementation<DecodeProblem>> implementations() {
   static constexpr Implementation<DecodeProblem> table[] = {
 #if KDA_WITH_CUDA
     {"cuda_decode_sweep", "one token, a head a block, the next columns on their way, for sm_80 and newer",
-     cuda::decode_sweep_why_not, no_workspace, cuda::decode_sweep, cuda::decode_sweep_too_small},
+     cuda::decode_sweep_why_not, no_workspace, cuda::decode_sweep, cuda::decode_sweep_unsuited},
     {"cuda_decode", "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not,
      no_workspace, cuda::decode},
 #endif

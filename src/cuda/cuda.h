@@ -32,7 +32,7 @@ uint64_t forward_segments_sm90_workspace(const ForwardProblem& p);
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
 const char* decode_sweep_why_not(const DecodeProblem& p);
-const char* decode_sweep_too_small(const DecodeProblem& p);
+const char* decode_sweep_unsuited(const DecodeProblem& p);
 void decode_sweep(const DecodeProblem& p);
 
 const char* speculation_why_not(const VerifyProblem& p);

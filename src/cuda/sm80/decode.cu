@@ -47,7 +47,7 @@ struct Params {
   int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; rows there are to start from, and to write
   Front front;
 
-  Params(const DecodeProblem& p, int64_t tiles, unsigned at_once) : Params(p, p.args, tiles, at_once) {}
+  Params(const DecodeProblem& p, const Blocks& blocks) : Params(p, p.args, blocks) {}
 
   __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
   __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
@@ -62,8 +62,8 @@ struct Params {
   }
 
  private:
-  Params(const DecodeProblem& p, const kda_decode_args& a, int64_t tiles, unsigned at_once)
-      : blocks(p, tiles, at_once),
+  Params(const DecodeProblem& p, const kda_decode_args& a, const Blocks& blocks)
+      : blocks(blocks),
         tokens(p, a.in, a.o),
         slots(slots_of(a.states)),
         h0(view_of(a.states.h0)),
@@ -184,11 +184,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if (kPlain && kAccess != Access::kAny && at.in_first_wave(p.blocks)) {
+    if (kPlain && kAccess != Access::kAny && at.hints(p.blocks)) {
       keys.expect(x);
       if (threadIdx.x == 0) prefetch(from_v);
       // A block's part of a K-first state is some lines of every channel.
-      const bool hint = (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0) && p.h0.data;
+      const bool hint = p.blocks.hints.states && p.h0.data &&
+                        (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0);
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
         const unsigned from = at.tile * kTile<kRows>;
@@ -261,9 +262,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
 template <Access kAccess, Calls kCalls, int kElements, int kRows>
 void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  const int at_once = blocks_of(kCalls, kElements, kRows) * multiprocessors(p.args.exec.device_id);
+  const Hints hints =
+      hints_of(p, 1, p.args.states.h0.dtype, blocks_of(kCalls, kElements, kRows), p.args.exec.device_id);
   launch<decode_kernel<kAccess, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
-                                                           Params(p, tiles, static_cast<unsigned>(at_once)));
+                                                           Params(p, Blocks(p, tiles, hints)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
@@ -293,13 +295,8 @@ void launch_direct(const DecodeProblem& p) {
 
 // ---- a head a block ----
 
-// bf16 numbers have registers as they come and as they are worked on.
-constexpr int sweep_blocks_of(bool usual, int bytes, int K) { return usual && (bytes == 4 || K == 64) ? 5 : 4; }
-
-template <class T, int kK, bool kUsual>
-__global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), kK))
-    sweep_kernel(const __grid_constant__ Params params) {
-  const auto& p = known<kUsual>(params, kK, sizeof(T) == 2 ? KDA_BF16 : KDA_F32);
+template <class T, int kK>
+__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
   __builtin_assume(threadIdx.x < kThreads);
   constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
   __shared__ Prepared<kElements> prepared;
@@ -389,7 +386,7 @@ __global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), k
       }
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (kUsual || p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
+        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
     };
     // The next columns are on their way while these are worked on.
 #pragma unroll 1
@@ -404,9 +401,7 @@ __global__ void __launch_bounds__(kThreads, sweep_blocks_of(kUsual, sizeof(T), k
 
 template <class T, int kK>
 void launch_sweep(const DecodeProblem& p) {
-  const dim3 grid = Blocks::grid(p, 1, 1);
-  if (usual(p)) launch<sweep_kernel<T, kK, true>>(p.args.exec, grid, kThreads, 0, Params(p, 1, 0));
-  else launch<sweep_kernel<T, kK, false>>(p.args.exec, grid, kThreads, 0, Params(p, 1, 0));
+  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p, Blocks(p, 1)));
 }
 
 }  // namespace
@@ -448,7 +443,8 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
   return nullptr;
 }
 
-const char* decode_sweep_too_small(const DecodeProblem& p) {
+const char* decode_sweep_unsuited(const DecodeProblem& p) {
+  if (usual(p)) return "is slower than the kernels that know the usual call";
   return p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id) ? "has too few heads for a GPU of this size" : nullptr;
 }
 

@@ -216,14 +216,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
   const bool varlen = x.sizes.varlen, there = at.n < blocks.rows;
   const int most = static_cast<int>(x.sizes.T);
   if (!varlen) locate(at.n, 0);
-  if (!varlen && there && at.in_first_wave(blocks)) {
+  if (!varlen && there && at.hints(blocks)) {
     if (!front) {
 #pragma unroll
       for (int i = 0; i < kPerWarp; ++i)
         if (drafts[i].t < most) drafts[i].key.expect(tokens);
       if (lane == 0 && warp < most) prefetch(from_v + warp * tokens.v.stride1);
     }
-    expect_states<P, kThreads>(x, at, static_cast<unsigned>(m.columns), m.entries.entries, kK);
+    expect_states<P, kThreads>(x, at, blocks.hints, static_cast<unsigned>(m.columns), m.entries.entries, kK);
   }
   wait_for_stream();
   if (!there) return;  // the grid's last rows
@@ -439,7 +439,7 @@ void launch_sized(const P& p, const Parts<P>& x, int room) {
   const int bytes = Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
   launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kUsual, P>>(
       p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes,
-      Blocks(p, tiles, static_cast<unsigned>(2 * multiprocessors(p.args.exec.device_id))), m, x);
+      Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, 2, p.args.exec.device_id)), m, x);
 }
 
 template <class P>

@@ -22,10 +22,12 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMaxDrafts = kWarps;  // each has a warp
 
-// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with nothing to walk over.
-enum class Call { kAny, kUsual, kOneDraft };
+// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with none to walk over;
+// likewise with rings.
+enum class Call { kAny, kUsual, kOneDraft, kRing, kOneOnRing };
+constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall>
-constexpr int kMost = kCall == Call::kOneDraft ? 1 : kMaxDrafts;  // drafts
+constexpr int kMost = kCall == Call::kOneDraft || kCall == Call::kOneOnRing ? 1 : kMaxDrafts;  // drafts
 template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
 
@@ -178,8 +180,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
   const unsigned v0 = at.tile * kColumns;
-  if (at.layer < layers && at.in_first_wave(blocks))
-    expect_states<FlushProblem, kThreads>(x, at, kColumns, m.entries, kK);
+  if (at.layer < layers && at.hints(blocks))
+    expect_states<FlushProblem, kThreads>(x, at, blocks.hints, kColumns, m.entries, kK);
   wait_for_stream();
   if (at.layer >= layers) return;  // the grid's last rows
   const Request r = request_of(x.requests, drafts_of(x, at.n), indices_of(x.requests, at.n));
@@ -237,8 +239,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   constexpr int kColumns = kTile<kRows> * kSteps;
   constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall>;
   constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
-  constexpr bool kUsual = kCall != Call::kAny;
-  const auto& x = seen<kUsual>(call, kK);
+  constexpr bool kUsual = kCall != Call::kAny, kMayCommit = !kUsual || on_ring(kCall);
+  const auto& x = seen<kUsual, on_ring(kCall)>(call, kK);
   const Tokens& tokens = x.tokens;
   const Memory m = memory_of<kCall>(x, kK, kColumns);
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
@@ -260,9 +262,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   constexpr int kAtOnce = kThreads / kColumns;
   const char* from_v = tokens.v.at(at.n, static_cast<unsigned>(thread / kColumns), at.hv) +
                        (v0 + threadIdx.x % kColumns) * size_of(tokens.qkv_dtype);
-  if (at.n < blocks.rows && at.in_first_wave(blocks)) {
+  if (at.n < blocks.rows && at.hints(blocks)) {
     if (!front && t < T) draft.expect(tokens);
-    expect_states<P, kThreads>(x, at, kColumns, m.entries.entries, kK);
+    expect_states<P, kThreads>(x, at, blocks.hints, kColumns, m.entries.entries, kK);
   }
   wait_for_stream();
   if (at.n >= blocks.rows) return;  // the grid's last rows
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m.entries, shared);
-  if (!kUsual && !before.apply) entries.copy_keys(m, shared);
+  if (kMayCommit && !before.apply) entries.copy_keys(m, shared);
   if (front) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
     convolution.fetch(call.front, at, r.s, T, v0);
@@ -326,8 +328,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
-  if constexpr (kDrafts > 1) __syncthreads();  // keys and decays of all drafts and entries are in shared memory
-  const int committed = kUsual || before.apply ? 0 : entries.count;
+  if constexpr (kDrafts > 1 || kMayCommit)
+    __syncthreads();  // keys and decays of drafts and entries are in shared memory
+  const int committed = !kMayCommit || before.apply ? 0 : entries.count;
   if (t < T) {
     Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
 #pragma unroll
@@ -400,7 +403,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 template <class P, class Launch>
 void by_size(const P& p, const Launch& launch) {
   const int64_t columns = layers_of(p) * p.N * p.HV * p.V, SMs = multiprocessors(p.args.exec.device_id);
-  const bool few = columns < 96 * SMs, many = p.V % 128 == 0 && columns >= 512 * SMs;
+  const bool few = columns < 96 * SMs, many = p.V % 128 == 0 && columns >= 480 * SMs;
   const auto sized = [&]<class State, int kK>() {
     if (few) return launch.template operator()<State, kK, 2, 1>();
     if constexpr (kVerifies<P>)  // which prepares drafts once for both steps; a flush had better be short
@@ -417,20 +420,23 @@ void launch_recurrent(const P& p) {
   if (p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
-  const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
-  const bool usual = is_usual(x);
+  const Hints hints = hints_of(p, layers_of(p), state_of(p).dtype, 4, p.args.exec.device_id);
+  const bool usual = is_usual(x), ring = is_usual(x, true);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
     const auto with = [&]<Call kCall>() {
       const int bytes = memory_of<kCall>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
       launch<recurrent_kernel<State, kK, kRows, kSteps, kCall, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                                   bytes, Blocks(p, tiles, at_once), x);
+                                                                   bytes, Blocks(p, tiles, hints), x);
     };
-    if (!usual) return with.template operator()<Call::kAny>();
-    if constexpr (!kFlushes<P>)
-      if (p.T == 1) return with.template operator()<Call::kOneDraft>();
-    with.template operator()<Call::kUsual>();
+    const bool one = p.T == 1;
+    if constexpr (kFlushes<P>) {
+      if (ring) return one ? with.template operator()<Call::kOneOnRing>() : with.template operator()<Call::kRing>();
+    } else {
+      if (usual && one) return with.template operator()<Call::kOneDraft>();
+    }
+    usual ? with.template operator()<Call::kUsual>() : with.template operator()<Call::kAny>();
   });
 }
 
@@ -455,7 +461,7 @@ void flush_registers(const FlushProblem& p) {
   if (p.layers * p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<FlushProblem> x(p);
-  const auto at_once = static_cast<unsigned>(4 * multiprocessors(p.args.exec.device_id));
+  const Hints hints = hints_of(p, layers_of(p), state_of(p).dtype, 4, p.args.exec.device_id);
   const bool usual = is_usual(x);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows>;
@@ -463,7 +469,7 @@ void flush_registers(const FlushProblem& p) {
     const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
     const auto with = [&]<bool kUsual>() {
       launch<flush_kernel<State, kK, kRows, kUsual>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
-                                                     LayeredBlocks(p, tiles, at_once), x);
+                                                     LayeredBlocks(p, tiles, hints), x);
     };
     usual ? with.template operator()<true>() : with.template operator()<false>();
   });
