@@ -1,5 +1,5 @@
-"""The call that most make, bfloat16 chains without a ring or a convolution, has kernels that know it: the numbers of
-the float64 oracle, and the bits of the same call made so that others take it."""
+"""The call that most make, bfloat16 chains without a convolution, on rings or not, has kernels that know it: the
+numbers of the float64 oracle, and the bits of the same call made so that others take it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import kda
 from drafting import NAN, int32, tokens
-from places import DEVICE, HERE, LARGE, POOLS, Place, all_same, matches
+from places import DEVICE, HERE, LARGE, ORACLE, POOLS, Place, all_same, matches
 from rounds import flush, flush_verify, records_of, two, verify
 from support import Problem, Tensor, same_bits
 
@@ -127,3 +127,51 @@ def test_later_drafts_change_nothing(
         part = records_of(HERE, first, t)
         assert same_bits(verify(HERE, first, HERE(h0.to(pool)), part), o[:, :t])
         assert all_same(part[:3], [x[:, :t] for x in records[:3]]), t
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("T", [1, 2, 4, 6])
+def test_rings(T: int, shape: str, pool: torch.dtype) -> None:
+    """From empty ones, from any place on, until states have been written; rows accept 0 to T drafts, one is padding.
+    Cursors are the oracle's, so states are written in the same rounds; company changes no bit."""
+    N = T + 3
+    (*calls, h0), slots = usual(T, N, **SHAPES[shape]), [(5 * n + 2) % 13 if n != 1 else -1 for n in range(N)]
+    start = torch.full((13, *h0.shape[1:]), NAN, dtype=pool)
+    live = [n for n in range(N) if slots[n] >= 0]
+    start[[slots[n] for n in live]] = h0[live].to(pool)
+
+    def served(place: Place, rows: list[int], wide: bool = False) -> dict[str, Tensor]:
+        mine = [tokens(p, rows) for p in calls]
+        if wide:
+            mine = [p.having(g=p.tensors["g"].float()) for p in mine]
+        at, ring = place(int32(*(slots[n] for n in rows))), records_of(place, calls[0], 3 * T + 2, slots=13, ring=True)
+        ring.ring_first.copy_(place(torch.arange(13).int() % (3 * T + 2)))
+        memory, got = place(start), {}
+        for turn in range(7):
+            m = torch.tensor(rows).int() % (T + 1) if turn else torch.zeros(len(rows)).int()
+            call = {"state": memory, "records": ring._replace(indices=at)}
+            got[f"o{turn}"] = kda.flush_verify_kvbuffer(
+                **place.call(mine[turn % 2], accept_len=m, state_indices=at), **call
+            )
+        return {**got, "state": memory, "u": ring.u, "k": ring.k, "alpha": ring.alpha, **given_cursors(ring)}
+
+    every = list(range(N))
+    expected = served(HERE, every)
+    if pool == torch.float32:  # a rounded state, now and then to the other neighbour, is where another round begins
+        matches(lambda place: {n: x for n, x in served(place, every).items() if "ring" not in n})
+    oracle = served(ORACLE, every)
+    assert all(torch.equal(oracle[n], expected[n].cpu()) for n in ("ring_first", "ring_count"))
+    most = max(live, key=lambda n: n % (T + 1))
+    for got in (oracle, expected):
+        assert not same_bits(got["state"][slots[most]].cpu(), start[slots[most]]), "no state was written"
+    assert all_same(served(HERE, every, wide=True), expected), "gates in float32"
+    for n in (0, most):
+        alone = served(HERE, [n])
+        assert all(same_bits(alone[f"o{turn}"][0], expected[f"o{turn}"][n]) for turn in range(7))
+        assert all(same_bits(alone[name][slots[n]], expected[name][slots[n]]) for name in ("state", "u", "ring_count"))
+
+
+def given_cursors(ring: kda.Records) -> dict[str, Tensor]:
+    assert ring.ring_first is not None and ring.ring_count is not None
+    return {"ring_first": ring.ring_first, "ring_count": ring.ring_count}
