@@ -22,10 +22,12 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMaxDrafts = kWarps;  // each has a warp
 
-// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with nothing to walk over.
-enum class Call { kAny, kUsual, kOneDraft };
+// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with none to walk over;
+// likewise with rings.
+enum class Call { kAny, kUsual, kOneDraft, kRing, kOneOnRing };
+constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall>
-constexpr int kMost = kCall == Call::kOneDraft ? 1 : kMaxDrafts;  // drafts
+constexpr int kMost = kCall == Call::kOneDraft || kCall == Call::kOneOnRing ? 1 : kMaxDrafts;  // drafts
 template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
 
@@ -237,8 +239,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   constexpr int kColumns = kTile<kRows> * kSteps;
   constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall>;
   constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
-  constexpr bool kUsual = kCall != Call::kAny;
-  const auto& x = seen<kUsual>(call, kK);
+  constexpr bool kUsual = kCall != Call::kAny, kMayCommit = !kUsual || on_ring(kCall);
+  const auto& x = seen<kUsual, on_ring(kCall)>(call, kK);
   const Tokens& tokens = x.tokens;
   const Memory m = memory_of<kCall>(x, kK, kColumns);
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kK, kColumns> entries(before, m.entries, shared);
-  if (!kUsual && !before.apply) entries.copy_keys(m, shared);
+  if (kMayCommit && !before.apply) entries.copy_keys(m, shared);
   if (front) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
     convolution.fetch(call.front, at, r.s, T, v0);
@@ -326,8 +328,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
-  if constexpr (kDrafts > 1) __syncthreads();  // keys and decays of all drafts and entries are in shared memory
-  const int committed = kUsual || before.apply ? 0 : entries.count;
+  if constexpr (kDrafts > 1 || kMayCommit)
+    __syncthreads();  // keys and decays of drafts and entries are in shared memory
+  const int committed = !kMayCommit || before.apply ? 0 : entries.count;
   if (t < T) {
     Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
 #pragma unroll
@@ -418,7 +421,7 @@ void launch_recurrent(const P& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
   const Hints hints = hints_of(p, layers_of(p), state_of(p).dtype, 4, p.args.exec.device_id);
-  const bool usual = is_usual(x);
+  const bool usual = is_usual(x), ring = is_usual(x, true);
   by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
@@ -427,10 +430,13 @@ void launch_recurrent(const P& p) {
       launch<recurrent_kernel<State, kK, kRows, kSteps, kCall, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
                                                                    bytes, Blocks(p, tiles, hints), x);
     };
-    if (!usual) return with.template operator()<Call::kAny>();
-    if constexpr (!kFlushes<P>)
-      if (p.T == 1) return with.template operator()<Call::kOneDraft>();
-    with.template operator()<Call::kUsual>();
+    const bool one = p.T == 1;
+    if constexpr (kFlushes<P>) {
+      if (ring) return one ? with.template operator()<Call::kOneOnRing>() : with.template operator()<Call::kRing>();
+    } else {
+      if (usual && one) return with.template operator()<Call::kOneDraft>();
+    }
+    usual ? with.template operator()<Call::kUsual>() : with.template operator()<Call::kAny>();
   });
 }
 
