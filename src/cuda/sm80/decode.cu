@@ -8,7 +8,8 @@
 // flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
 // layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
-// some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
+// some columns while the next are on their way. For large calls but the usual one, which a kernel that knows it does in
+// as much time or less.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
