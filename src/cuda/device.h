@@ -400,24 +400,24 @@ struct Rows {
   }
 };
 
-// The first `count` rows, f32 or bf16.
-template <bool kWide, int kRows, int kElements>
+// The first `count` rows, so many apart, f32 or bf16.
+template <int kApart = 1, bool kWide, int kRows, int kElements>
 __device__ void load_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < count) rows.template load<T>(i, K, S[i]);
+      if (i < count) rows.template load<T>(i * kApart, K, S[i]);
   };
   if (dtype == KDA_F32) all.template operator()<float>();
   else all.template operator()<__nv_bfloat16>();
 }
-template <bool kWide, int kRows, int kElements>
+template <int kApart = 1, bool kWide, int kRows, int kElements>
 __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K,
                            const float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < count) rows.template store<T>(i, K, S[i]);
+      if (i < count) rows.template store<T>(i * kApart, K, S[i]);
   };
   if (dtype == KDA_F32) all.template operator()<float>();
   else all.template operator()<__nv_bfloat16>();
@@ -465,14 +465,14 @@ struct Columns {
 };
 
 // As of Rows: all of them or none.
-template <int kRows, int kElements>
+template <int kApart = 1, int kRows, int kElements>
 __device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                           float (&S)[kRows][kElements]) {
   if (count == 0) return;
   if (dtype == KDA_F32) columns.template load<float>(S);
   else columns.template load<__nv_bfloat16>(S);
 }
-template <int kRows, int kElements>
+template <int kApart = 1, int kRows, int kElements>
 __device__ void store_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                            const float (&S)[kRows][kElements]) {
   if (count == 0) return;
