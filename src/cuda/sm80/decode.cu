@@ -138,9 +138,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   __shared__ Products sums[kThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
-  // A thread's columns: in the usual call so far apart that what a warp asks for in turn lies side by side, column by column.
-  constexpr int kApart = kUsual && kAccess == Access::kRows ? kThreads / kRowLanes : 1;
-  const int own = kApart > 1 ? static_cast<int>(threadIdx.x) / kRowLanes : first_row<kRows>();
+  constexpr bool kSpread = kUsual && kAccess == Access::kRows;  // are a thread's columns apart?
+  constexpr int kStep = kSpread ? kApart : 1;
+  const int own = kSpread ? first_row_apart<kRows>() : first_row<kRows>();
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + own;
   // That are there, of the thread's.
   const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       if (row < columns && threadIdx.x % kRowLanes == 0)
-        store_element(to + row * kApart * size_of(x.o_dtype), x.o_dtype, o[row]);
+        store_element(to + row * kStep * size_of(x.o_dtype), x.o_dtype, o[row]);
   };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     const float zeros[kRows] = {};
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       values[row] = row < columns
-                        ? load_raw<kNarrow>(from_v + row * kApart * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype)
+                        ? load_raw<kNarrow>(from_v + row * kStep * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype)
                         : 0;
   };
   const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
@@ -224,12 +224,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
     States<kAccess, kRows> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
-    load_rows<kApart>(rows, from.dtype, columns, x.K, S);
+    load_rows<kStep>(rows, from.dtype, columns, x.K, S);
   };
   const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
     States<kAccess, kRows> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
-    store_rows<kApart>(rows, to.dtype, columns, x.K, S);
+    store_rows<kStep>(rows, to.dtype, columns, x.K, S);
   };
   const bool by_slot = !kPlain && p.snapshot_slots.data;
   const auto sequence = [&] { return by_slot ? 0 : at.n * p.sequence; };

@@ -27,9 +27,6 @@ enum class Call { kAny, kUsual, kOneDraft, kRing, kOneOnRing };
 constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall, int kWarps>
 constexpr int kMost = kCall == Call::kOneDraft || kCall == Call::kOneOnRing ? 1 : kWarps;  // drafts
-// A thread's columns lie so far apart that what a warp asks for in turn lies side by side, column by column.
-template <int kWarps>
-constexpr int kApart = kWarps * 32 / kRowLanes;
 template <int kWarps, int kRows>
 constexpr int kTile = kWarps * 32 / kRowLanes* kRows;  // value columns in registers
 constexpr int kRegisters = 128;                        // of a thread
@@ -133,7 +130,7 @@ struct BlockEntries {
   __device__ static int own_channel() { return static_cast<int>(threadIdx.x) - (kThreads - kK); }
 };
 
-template <int kK, int kApart, int kColumns, int kRows>
+template <int kK, int kColumns, int kRows>
 __device__ void apply_entries(const float* shared, const EntryMemory& m, int count, int column,
                               float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
@@ -159,13 +156,13 @@ __device__ void apply_entries(const float* shared, const EntryMemory& m, int cou
 }
 
 // A thread's columns of a state, as many as they are wide.
-template <class State, int kK, int kApart, int kRows>
+template <class State, int kK, int kRows>
 __device__ void load_state(const Rows<true>& from, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
   for (int row = 0; row < kRows; ++row) from.template load<State>(row * kApart, kK, S[row]);
 }
 // S becomes what lies in memory then.
-template <class State, int kK, int kApart, int kRows>
+template <class State, int kK, int kRows>
 __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
@@ -194,15 +191,15 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
   BlockEntries<kThreads, kK, kColumns> entries(before, m, shared);
-  const int row0 = static_cast<int>(threadIdx.x) / kRowLanes;
+  const int row0 = first_row_apart<kRows>();
   const Rows<true> state(state_at(x, at), static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   float S[kRows][kK / kRowLanes];
-  load_state<State, kK, kApart<kFewWarps>>(state, S);
+  load_state<State, kK>(state, S);
   let_next_start();
   entries.prepare(m, shared);
   __syncthreads();  // w, f and u are in shared memory
-  apply_entries<kK, kApart<kFewWarps>, kColumns>(shared, m, entries.count, row0, S);
-  store_state<State, kK, kApart<kFewWarps>>(state, S);
+  apply_entries<kK, kColumns>(shared, m, entries.count, row0, S);
+  store_state<State, kK>(state, S);
 }
 
 // ---- drafts ----
@@ -252,7 +249,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int row0 = thread / kRowLanes;
+  const int row0 = first_row_apart<kRows>();
   const unsigned v0 = at.tile * kColumns;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
@@ -301,7 +298,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
   Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
-  if (r.s.initial) load_state<State, kK, kApart<kWarps>>(from, S);
+  if (r.s.initial) load_state<State, kK>(from, S);
   let_next_start();
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
@@ -354,14 +351,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number
   const int own = lane % kRowLanes;
   const bool first = own % kLanes == 0, has_u = own < 4;
-  int column = row0 + own % 4 / kLanes * kApart<kWarps>;
+  int column = row0 + own % 4 / kLanes * kApart;
 #pragma unroll 1
   for (int step = 0;;) {
     if constexpr (kFlushes<P>) {
       if (before.apply) {
-        apply_entries<kK, kApart<kWarps>, kColumns>(shared, m.entries, entries.count,
-                                                    step * kTile<kWarps, kRows> + row0, S);
-        store_state<State, kK, kApart<kWarps>>(from, S);  // where it came from
+        apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kWarps, kRows> + row0, S);
+        store_state<State, kK>(from, S);  // where it came from
       }
     }
     // All products first: one by one with what follows, they cost registers that are not there.
@@ -397,7 +393,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
     if (++step == kSteps) break;
     column += kTile<kWarps, kRows>;
     from.first += kTile<kWarps, kRows> * static_cast<uint64_t>(from.row);
-    if (r.s.initial) load_state<State, kK, kApart<kWarps>>(from, S);
+    if (r.s.initial) load_state<State, kK>(from, S);
     else
 #pragma unroll
       for (auto& row : S)
