@@ -33,6 +33,14 @@ constexpr int kRegisters = 128;                        // of a thread
 template <int kWarps>
 constexpr int kBlocks = 65536 / kRegisters / (kWarps * 32);  // of an SM
 
+// A thread's columns are apart where the call is known; kernels for any call have no register for that.
+template <bool kUsual>
+constexpr int kStepOf = kUsual ? kApart : 1;
+template <int kRows, bool kUsual>
+__device__ int first_row_of() {
+  return kUsual ? first_row_apart<kRows>() : first_row<kRows>();
+}
+
 // A draft in shared memory: what later ones need to walk over it, then what the state is multiplied with.
 template <int kK>
 struct alignas(16) PreparedDraft {
@@ -130,7 +138,7 @@ struct BlockEntries {
   __device__ static int own_channel() { return static_cast<int>(threadIdx.x) - (kThreads - kK); }
 };
 
-template <int kK, int kColumns, int kRows>
+template <int kK, int kStep, int kColumns, int kRows>
 __device__ void apply_entries(const float* shared, const EntryMemory& m, int count, int column,
                               float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
@@ -147,7 +155,7 @@ __device__ void apply_entries(const float* shared, const EntryMemory& m, int cou
       const float4 four = load_four(w + channel(e));
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        const float x = u[row * kApart];
+        const float x = u[row * kStep];
         S[row][e] = fmaf(x, four.x, S[row][e]), S[row][e + 1] = fmaf(x, four.y, S[row][e + 1]);
         S[row][e + 2] = fmaf(x, four.z, S[row][e + 2]), S[row][e + 3] = fmaf(x, four.w, S[row][e + 3]);
       }
@@ -156,19 +164,19 @@ __device__ void apply_entries(const float* shared, const EntryMemory& m, int cou
 }
 
 // A thread's columns of a state, as many as they are wide.
-template <class State, int kK, int kRows>
+template <class State, int kK, int kStep, int kRows>
 __device__ void load_state(const Rows<true>& from, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) from.template load<State>(row * kApart, kK, S[row]);
+  for (int row = 0; row < kRows; ++row) from.template load<State>(row * kStep, kK, S[row]);
 }
 // S becomes what lies in memory then.
-template <class State, int kK, int kRows>
+template <class State, int kK, int kStep, int kRows>
 __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
 #pragma unroll
     for (float& s : S[row]) s = static_cast<float>(static_cast<State>(s));
-    to.template store<State>(row * kApart, kK, S[row]);
+    to.template store<State>(row * kStep, kK, S[row]);
   }
 }
 
@@ -178,7 +186,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   const auto& x = seen<kUsual>(call, kK);
-  constexpr int kThreads = kFewWarps * 32, kColumns = kTile<kFewWarps, kRows>;
+  constexpr int kThreads = kFewWarps * 32, kColumns = kTile<kFewWarps, kRows>, kStep = kStepOf<kUsual>;
   const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
@@ -191,15 +199,15 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
   BlockEntries<kThreads, kK, kColumns> entries(before, m, shared);
-  const int row0 = first_row_apart<kRows>();
+  const int row0 = first_row_of<kRows, kUsual>();
   const Rows<true> state(state_at(x, at), static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   float S[kRows][kK / kRowLanes];
-  load_state<State, kK>(state, S);
+  load_state<State, kK, kStep>(state, S);
   let_next_start();
   entries.prepare(m, shared);
   __syncthreads();  // w, f and u are in shared memory
-  apply_entries<kK, kColumns>(shared, m, entries.count, row0, S);
-  store_state<State, kK>(state, S);
+  apply_entries<kK, kStep, kColumns>(shared, m, entries.count, row0, S);
+  store_state<State, kK, kStep>(state, S);
 }
 
 // ---- drafts ----
@@ -243,13 +251,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall, kWarps>;
   constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
   constexpr bool kUsual = kCall != Call::kAny, kMayCommit = !kUsual || on_ring(kCall);
+  constexpr int kStep = kStepOf<kUsual>;
   const auto& x = seen<kUsual, on_ring(kCall)>(call, kK);
   const Tokens& tokens = x.tokens;
   const Memory m = memory_of<kCall, kWarps>(x, kK, kColumns);
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int row0 = first_row_apart<kRows>();
+  const int row0 = first_row_of<kRows, kUsual>();
   const unsigned v0 = at.tile * kColumns;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
@@ -298,7 +307,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
   Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
-  if (r.s.initial) load_state<State, kK>(from, S);
+  if (r.s.initial) load_state<State, kK, kStep>(from, S);
   let_next_start();
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
@@ -351,13 +360,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number
   const int own = lane % kRowLanes;
   const bool first = own % kLanes == 0, has_u = own < 4;
-  int column = row0 + own % 4 / kLanes * kApart;
+  int column = row0 + own % 4 / kLanes * kStep;
 #pragma unroll 1
   for (int step = 0;;) {
     if constexpr (kFlushes<P>) {
       if (before.apply) {
-        apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kWarps, kRows> + row0, S);
-        store_state<State, kK>(from, S);  // where it came from
+        apply_entries<kK, kStep, kColumns>(shared, m.entries, entries.count, step * kTile<kWarps, kRows> + row0, S);
+        store_state<State, kK, kStep>(from, S);  // where it came from
       }
     }
     // All products first: one by one with what follows, they cost registers that are not there.
@@ -393,7 +402,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
     if (++step == kSteps) break;
     column += kTile<kWarps, kRows>;
     from.first += kTile<kWarps, kRows> * static_cast<uint64_t>(from.row);
-    if (r.s.initial) load_state<State, kK>(from, S);
+    if (r.s.initial) load_state<State, kK, kStep>(from, S);
     else
 #pragma unroll
       for (auto& row : S)
