@@ -21,7 +21,7 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
-  // What there are kernels for that know the call: decode, one draft, few, more, those on a ring.
+  // What there are kernels for that know the call: decode, one draft, few, more. (On a ring there are none yet.)
   const auto usual = [&](const char* name, int64_t T, int64_t K, int64_t V, int32_t state, int32_t layout) {
     SpeculationCase s = find_speculation_case("softplus");
     s.c.name = name, s.c.B = 5, s.c.T = T, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
@@ -38,10 +38,9 @@ std::vector<SpeculationCase> cuda_cases() {
   usual("usual_3", 3, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_4", 4, 64, 64, KDA_BF16, KDA_STATE_V_FIRST);
   usual("usual_6", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_8", 8, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
   usual("usual_16", 16, 128, 64, KDA_F32, KDA_STATE_V_FIRST);
-  for (const int64_t T : {1, 3}) {
-    usual(T == 1 ? "usual_ring_1" : "usual_ring_3", T, 128, 128, T == 1 ? KDA_F32 : KDA_BF16, KDA_STATE_V_FIRST);
-    all.back().ring = true, all.back().R = 3 * T + 2;
-  }
+  const auto on_ring = [&] { all.back().ring = true, all.back().R = 3 * all.back().c.T + 2; };
+  usual("usual_ring_1", 1, 128, 128, KDA_F32, KDA_STATE_V_FIRST), on_ring();
+  usual("usual_ring_3", 3, 128, 128, KDA_BF16, KDA_STATE_V_FIRST), on_ring();
   // What comes through shared memory and goes to tensor cores.
   const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
     SpeculationCase s = find_speculation_case(like);

@@ -27,7 +27,7 @@ from places import (
     spaced,
     without_synchronisation,
 )
-from support import Problem, Tensor, assert_close, make, same_bits, wild
+from support import Problem, Tensor, assert_close, make, rel_rmse, same_bits, wild
 
 SIZES = {"H": 1, "G": 2, "K": 20, "V": 36, "gate": "softplus", "beta": "sigmoid", "v_first": True}
 TRAINING = [kda.chunk_kda, kda.fused_recurrent_kda]
@@ -179,11 +179,12 @@ def test_states_need_not_be_wanted(lengths: str) -> None:
         alone, nothing = kda.chunk_kda(**call, output_final_state=False)
         assert nothing is None and same_bits(o, alone)
         assert same_bits(kda.prefill(**HERE.call(p), state=pool), o) and same_bits(pool, final)
-    # To what numerics.md allows, not .6 of it as elsewhere: of so many outputs one is that much further off than most.
     expected, got = (trained(place, p, kda.chunk_kda) for place in (ORACLE, HERE))
-    found = {"o": got["o"].cpu(), "final_state": got["state"].cpu()}
-    states = 200.0 if DEVICE.type == "cuda" else 1.0
-    assert_close({"o": expected["o"], "final_state": expected["state"]}, found, {"final_state": states})
+    close(expected["state"], got["state"], "state", 200.0 if DEVICE.type == "cuda" else 1.0)
+    # Of so many outputs one is further off than others may be elsewhere, if by no more than numerics.md allows.
+    o = got["o"].cpu()
+    assert rel_rmse(expected["o"], o) < 0.003
+    assert_close({"o": expected["o"]}, {"o": o})
 
 
 # ---- promises to the bit ----

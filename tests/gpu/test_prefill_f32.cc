@@ -31,15 +31,13 @@ std::vector<Case> f32_cases() {
                      .K = size,
                      .V = size,
                      .state_layout = layout});
-  for (const int64_t size : {64, 128})
-    for (const Layout layout : {Layout::kPadded, Layout::kHeadsFirst})
-      all.push_back({.name = "whole_" + std::to_string(size) + (layout == Layout::kPadded ? "_padded" : "_heads_first"),
-                     .B = 2,
-                     .T = 320,
-                     .HV = 2,
-                     .K = size,
-                     .V = size,
-                     .layout = layout});
+  const auto laid = [&](const std::string& name, int64_t T, int64_t size, Layout layout) {
+    all.push_back({.name = name, .B = 2, .T = T, .HV = 2, .K = size, .V = size, .layout = layout});
+  };
+  for (const int64_t size : {64, 128}) {
+    const std::string name = "whole_" + std::to_string(size);
+    laid(name + "_padded", 320, size, Layout::kPadded), laid(name + "_heads_first", 320, size, Layout::kHeadsFirst);
+  }
   // More blocks than SMs; without an initial state.
   all.push_back({.name = "whole_many", .B = 4, .T = 192, .H = 3, .HV = 6, .K = 128, .V = 128});
   all.push_back({.name = "whole_zeros", .B = 12, .T = 128, .HV = 2, .K = 128, .V = 128, .h0 = false});
@@ -51,15 +49,10 @@ std::vector<Case> f32_cases() {
                  .gates = Gates::kZero,
                  .keys = Keys::kIdentical,
                  .betas = Betas::kNearTwo});
-  for (const int64_t size : {64, 128, 256})
-    for (const Layout layout : {Layout::kDense, Layout::kHeadsFirst})
-      all.push_back({.name = "size_" + std::to_string(size) + (layout == Layout::kDense ? "" : "_heads_first"),
-                     .B = 2,
-                     .T = 130,
-                     .HV = 2,
-                     .K = size,
-                     .V = size,
-                     .layout = layout});
+  for (const int64_t size : {64, 128, 256}) {
+    const std::string name = "size_" + std::to_string(size);
+    laid(name, 130, size, Layout::kDense), laid(name + "_heads_first", 130, size, Layout::kHeadsFirst);
+  }
   return all;
 }
 

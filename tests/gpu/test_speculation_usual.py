@@ -1,5 +1,5 @@
-"""The call that most make, bfloat16 chains without a convolution, on rings or not, has kernels that know it: the
-numbers of the float64 oracle, and the bits of the same call made so that others take it."""
+"""The call that most make, bfloat16 chains without a ring or a convolution, has kernels that know it: the numbers of
+the float64 oracle, and the bits of the same call made so that others take it. The same of such chains on a ring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import kda
 from drafting import NAN, int32, tokens
-from places import DEVICE, HERE, LARGE, ORACLE, POOLS, Place, all_same, matches
+from places import DEVICE, HERE, LARGE, ORACLE, POOLS, Place, all_same, close, matches
 from rounds import flush, flush_verify, records_of, two, verify
 from support import Problem, Tensor, same_bits
 
@@ -146,21 +146,21 @@ def test_rings(T: int, shape: str, pool: torch.dtype) -> None:
         if wide:
             mine = [p.having(g=p.tensors["g"].float()) for p in mine]
         at, ring = place(int32(*(slots[n] for n in rows))), records_of(place, calls[0], 3 * T + 2, slots=13, ring=True)
+        assert ring.ring_first is not None and ring.ring_count is not None
         ring.ring_first.copy_(place(torch.arange(13).int() % (3 * T + 2)))
         memory, got = place(start), {}
         for turn in range(7):
             m = torch.tensor(rows).int() % (T + 1) if turn else torch.zeros(len(rows)).int()
-            call = {"state": memory, "records": ring._replace(indices=at)}
-            got[f"o{turn}"] = kda.flush_verify_kvbuffer(
-                **place.call(mine[turn % 2], accept_len=m, state_indices=at), **call
-            )
-        return {**got, "state": memory, "u": ring.u, "k": ring.k, "alpha": ring.alpha, **given_cursors(ring)}
+            o = flush_verify(place, mine[turn % 2], memory, ring._replace(indices=at), m, state_indices=at)
+            got[f"o{turn}"] = o
+        cursors = {"ring_first": ring.ring_first, "ring_count": ring.ring_count}
+        return {**got, "state": memory, "u": ring.u, "k": ring.k, "alpha": ring.alpha, **cursors}
 
     every = list(range(N))
-    expected = served(HERE, every)
+    expected, oracle = served(HERE, every), served(ORACLE, every)
     if pool == torch.float32:  # a rounded state, now and then to the other neighbour, is where another round begins
-        matches(lambda place: {n: x for n, x in served(place, every).items() if "ring" not in n})
-    oracle = served(ORACLE, every)
+        for name in expected.keys() - {"ring_first", "ring_count"}:
+            close(oracle[name], expected[name], name)
     assert all(torch.equal(oracle[n], expected[n].cpu()) for n in ("ring_first", "ring_count"))
     most = max(live, key=lambda n: n % (T + 1))
     for got in (oracle, expected):
@@ -170,8 +170,3 @@ def test_rings(T: int, shape: str, pool: torch.dtype) -> None:
         alone = served(HERE, [n])
         assert all(same_bits(alone[f"o{turn}"][0], expected[f"o{turn}"][n]) for turn in range(7))
         assert all(same_bits(alone[name][slots[n]], expected[name][slots[n]]) for name in ("state", "u", "ring_count"))
-
-
-def given_cursors(ring: kda.Records) -> dict[str, Tensor]:
-    assert ring.ring_first is not None and ring.ring_count is not None
-    return {"ring_first": ring.ring_first, "ring_count": ring.ring_count}
