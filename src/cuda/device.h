@@ -318,6 +318,12 @@ template <int kRows>
 __device__ int first_row() {
   return static_cast<int>(threadIdx.x / kRowLanes) * kRows;
 }
+// Or so far apart that what a warp asks for in turn lies side by side, column by column.
+constexpr int kApart = 32 / kRowLanes;
+template <int kRows>
+__device__ int first_row_apart() {
+  return static_cast<int>(threadIdx.x / 32 * kApart * kRows + threadIdx.x % 32 / kRowLanes);
+}
 
 // sum_e x[e] y[channel of e] over the row: in every lane, always in the same order.
 template <int kElements>
@@ -400,24 +406,24 @@ struct Rows {
   }
 };
 
-// The first `count` rows, f32 or bf16.
-template <bool kWide, int kRows, int kElements>
+// The first `count` rows, so many apart, f32 or bf16.
+template <int kStep = 1, bool kWide, int kRows, int kElements>
 __device__ void load_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < count) rows.template load<T>(i, K, S[i]);
+      if (i < count) rows.template load<T>(i * kStep, K, S[i]);
   };
   if (dtype == KDA_F32) all.template operator()<float>();
   else all.template operator()<__nv_bfloat16>();
 }
-template <bool kWide, int kRows, int kElements>
+template <int kStep = 1, bool kWide, int kRows, int kElements>
 __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K,
                            const float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < count) rows.template store<T>(i, K, S[i]);
+      if (i < count) rows.template store<T>(i * kStep, K, S[i]);
   };
   if (dtype == KDA_F32) all.template operator()<float>();
   else all.template operator()<__nv_bfloat16>();
@@ -465,14 +471,14 @@ struct Columns {
 };
 
 // As of Rows: all of them or none.
-template <int kRows, int kElements>
+template <int kStep = 1, int kRows, int kElements>
 __device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                           float (&S)[kRows][kElements]) {
   if (count == 0) return;
   if (dtype == KDA_F32) columns.template load<float>(S);
   else columns.template load<__nv_bfloat16>(S);
 }
-template <int kRows, int kElements>
+template <int kStep = 1, int kRows, int kElements>
 __device__ void store_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                            const float (&S)[kRows][kElements]) {
   if (count == 0) return;

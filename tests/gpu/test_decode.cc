@@ -38,9 +38,17 @@ std::vector<SpeculationCase> cuda_cases() {
   usual("usual_3", 3, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_4", 4, 64, 64, KDA_BF16, KDA_STATE_V_FIRST);
   usual("usual_6", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_8", 8, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
   usual("usual_16", 16, 128, 64, KDA_F32, KDA_STATE_V_FIRST);
-  const auto on_ring = [&] { all.back().ring = true, all.back().R = 3 * all.back().c.T + 2; };
-  usual("usual_ring_1", 1, 128, 128, KDA_F32, KDA_STATE_V_FIRST), on_ring();
-  usual("usual_ring_3", 3, 128, 128, KDA_BF16, KDA_STATE_V_FIRST), on_ring();
+  for (const int64_t T : {1, 3, 6}) {
+    usual(("usual_ring_" + std::to_string(T)).c_str(), T, 128, 128, T == 3 ? KDA_BF16 : KDA_F32, KDA_STATE_V_FIRST);
+    all.back().ring = true, all.back().R = 3 * T + 2;
+  }
+  // So large that blocks have all columns of a head, and threads several.
+  for (const int64_t T : {1, 4, 8}) {
+    usual(("usual_large_" + std::to_string(T)).c_str(), T, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
+    all.back().c.B = 128;
+  }
+  usual("usual_ring_large", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
+  all.back().c.B = 128, all.back().ring = true, all.back().R = 20;
   // What comes through shared memory and goes to tensor cores.
   const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
     SpeculationCase s = find_speculation_case(like);

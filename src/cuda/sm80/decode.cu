@@ -8,7 +8,8 @@
 // flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
 // layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
-// some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
+// some columns while the next are on their way. For large calls but the usual one, which a kernel that knows it does in
+// as much time or less.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
@@ -137,7 +138,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   __shared__ Products sums[kThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
-  const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
+  constexpr bool kSpread = kUsual && kAccess == Access::kRows;  // are a thread's columns apart?
+  constexpr int kStep = kSpread ? kApart : 1;
+  const int own = kSpread ? first_row_apart<kRows>() : first_row<kRows>();
+  const int v0 = static_cast<int>(at.tile) * kTile<kRows> + own;
   // That are there, of the thread's.
   const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
@@ -145,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       if (row < columns && threadIdx.x % kRowLanes == 0)
-        store_element(to + row * size_of(x.o_dtype), x.o_dtype, o[row]);
+        store_element(to + row * kStep * size_of(x.o_dtype), x.o_dtype, o[row]);
   };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     const float zeros[kRows] = {};
@@ -164,8 +168,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
     keys.template fetch<kNarrow>(x);
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      values[row] =
-          row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype) : 0;
+      values[row] = row < columns
+                        ? load_raw<kNarrow>(from_v + row * kStep * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype)
+                        : 0;
   };
   const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
   const bool front = !kPlain && present(p.front.conv.x);
@@ -219,12 +224,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
     States<kAccess, kRows> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
-    load_rows(rows, from.dtype, columns, x.K, S);
+    load_rows<kStep>(rows, from.dtype, columns, x.K, S);
   };
   const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
     States<kAccess, kRows> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
-    store_rows(rows, to.dtype, columns, x.K, S);
+    store_rows<kStep>(rows, to.dtype, columns, x.K, S);
   };
   const bool by_slot = !kPlain && p.snapshot_slots.data;
   const auto sequence = [&] { return by_slot ? 0 : at.n * p.sequence; };
