@@ -449,8 +449,8 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
 }
 
 const char* decode_sweep_unsuited(const DecodeProblem& p) {
-  if (usual(p)) return "is slower than the kernels that know the usual call";
-  return p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id) ? "has too few heads for a GPU of this size" : nullptr;
+  if (p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id)) return "has too few heads for a GPU of this size";
+  return usual(p) ? "is slower than the kernels that know the usual call" : nullptr;
 }
 
 void decode_sweep(const DecodeProblem& p) {

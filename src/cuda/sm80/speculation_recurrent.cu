@@ -445,8 +445,10 @@ void launch_recurrent(const P& p) {
     const int64_t tiles = p.V / kColumns;
     const Hints hints = hints_of(p, 1, state_of(p).dtype, kBlocks<kWarps>, p.args.exec.device_id);
     const auto with = [&]<Call kCall>() {
+      // Eight drafts of four columns a thread have registers only where the call is known.
+      constexpr int kHalf = kCall == Call::kAny && kWarps == kManyWarps && kRows == 4 ? 2 : 1;
       const int bytes = memory_of<kCall, kWarps>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
-      launch<recurrent_kernel<State, kK, kWarps, kRows, kSteps, kCall, P>>(
+      launch<recurrent_kernel<State, kK, kWarps, kRows / kHalf, kSteps * kHalf, kCall, P>>(
           p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes, Blocks(p, tiles, hints), x);
     };
     if constexpr (kWarps == kFewWarps) {
