@@ -164,21 +164,25 @@ __device__ int64_t end_of_sequences(const Lengths& cu_seqlens, int64_t N, int64_
   return within(int_at(cu_seqlens, N), 0, T);
 }
 
-// Sums over the threads that share a token: a warp, or a block with `sums` [warps][3] that nobody reads any more.
+// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody reads any
+// more. Where a block has fewer threads than channels, each thread's are in parts, so that the order is that of more threads.
 struct Products {
   float qq, kk, qk;
 };
 __device__ inline Products warp_sums(const Products& x) {
   return {sum_over<32>(x.qq), sum_over<32>(x.kk), sum_over<32>(x.qk)};
 }
-template <int kThreads>
-__device__ Products block_sums(const Products& x, Products* sums) {
-  const Products mine = warp_sums(x);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
+template <int kThreads, int kParts = 1>
+__device__ Products block_sums(const Products (&x)[kParts], Products* sums) {
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    const Products mine = warp_sums(x[i]);
+    if (threadIdx.x % 32 == 0) sums[(i * kThreads + threadIdx.x) / 32] = mine;
+  }
   __syncthreads();  // the sums of all warps are there
   Products all{};
 #pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) all.qq += sums[w].qq, all.kk += sums[w].kk, all.qk += sums[w].qk;
+  for (int w = 0; w < kParts * kThreads / 32; ++w) all.qq += sums[w].qq, all.kk += sums[w].kk, all.qk += sums[w].qk;
   return all;
 }
 
@@ -259,12 +263,13 @@ struct TokenKeys {
   __device__ void activate(const Tokens& x, const Sum& sum) {
     finish(x, sum(products(x)));
   }
-  // Its halves: this thread's share of the products, and the rest.
+  // Its halves: this thread's share of the products, of all its channels or of some, and the rest.
+  template <int kFrom = 0, int kTo = kPerThread>
   __device__ Products products(const Tokens& x) {
     Products mine{};
     rate_ = expf(A_log_);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
+    for (int i = kFrom; i < kTo; ++i) {
       q[i] = value_of(x.qkv_dtype, raw_q_[i]), k[i] = value_of(x.qkv_dtype, raw_k_[i]);
       mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
       mine.qk = fmaf(q[i], k[i], mine.qk);
@@ -317,12 +322,6 @@ __device__ inline int channel(int element) {
 template <int kRows>
 __device__ int first_row() {
   return static_cast<int>(threadIdx.x / kRowLanes) * kRows;
-}
-// Or so far apart that what a warp asks for in turn lies side by side, column by column.
-constexpr int kApart = 32 / kRowLanes;
-template <int kRows>
-__device__ int first_row_apart() {
-  return static_cast<int>(threadIdx.x / 32 * kApart * kRows + threadIdx.x % 32 / kRowLanes);
 }
 
 // sum_e x[e] y[channel of e] over the row: in every lane, always in the same order.
@@ -406,24 +405,24 @@ struct Rows {
   }
 };
 
-// The first `count` rows, so many apart, f32 or bf16.
-template <int kStep = 1, bool kWide, int kRows, int kElements>
+// The first `count` rows, f32 or bf16.
+template <bool kWide, int kRows, int kElements>
 __device__ void load_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < count) rows.template load<T>(i * kStep, K, S[i]);
+      if (i < count) rows.template load<T>(i, K, S[i]);
   };
   if (dtype == KDA_F32) all.template operator()<float>();
   else all.template operator()<__nv_bfloat16>();
 }
-template <int kStep = 1, bool kWide, int kRows, int kElements>
+template <bool kWide, int kRows, int kElements>
 __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K,
                            const float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < count) rows.template store<T>(i * kStep, K, S[i]);
+      if (i < count) rows.template store<T>(i, K, S[i]);
   };
   if (dtype == KDA_F32) all.template operator()<float>();
   else all.template operator()<__nv_bfloat16>();
@@ -471,14 +470,14 @@ struct Columns {
 };
 
 // As of Rows: all of them or none.
-template <int kStep = 1, int kRows, int kElements>
+template <int kRows, int kElements>
 __device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                           float (&S)[kRows][kElements]) {
   if (count == 0) return;
   if (dtype == KDA_F32) columns.template load<float>(S);
   else columns.template load<__nv_bfloat16>(S);
 }
-template <int kStep = 1, int kRows, int kElements>
+template <int kRows, int kElements>
 __device__ void store_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                            const float (&S)[kRows][kElements]) {
   if (count == 0) return;

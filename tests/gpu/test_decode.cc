@@ -21,7 +21,7 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
-  // What there are kernels for that know the call: decode, one draft, few, more. (On a ring there are none yet.)
+  // What there are kernels for that know the call: decode, one draft, few, more, also on rings.
   const auto usual = [&](const char* name, int64_t T, int64_t K, int64_t V, int32_t state, int32_t layout) {
     SpeculationCase s = find_speculation_case("softplus");
     s.c.name = name, s.c.B = 5, s.c.T = T, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
@@ -203,6 +203,76 @@ TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
     const auto both = takers("flush_verify", flush_verify_args(d, d, d.pool.h, last, records, o));
     EXPECT_TRUE(has(both, "cuda_flush_verify_recurrent") && has(both, "cuda_flush_verify_mma"));
   }
+}
+
+// Large usual calls have other blocks, in kernels of their own. Of many requests all have the tokens of the first one here, and
+// but for one they are padding.
+class LargeOnCuda : public OnCuda {
+ protected:
+  static constexpr int64_t kMany = 1200, kLive = 1111;
+  static SpeculationCase find(const std::string& name) {
+    for (const SpeculationCase& s : cuda_cases())
+      if (s.c.name == name) return s;
+    ADD_FAILURE() << name;
+    return {};
+  }
+  static Drafts first_alone(const SpeculationCase& s, uint64_t seed = 0) {
+    Drafts d(s, seed);
+    for (int64_t n = 1; n < d.in.N; ++n) d.pool.state_indices.set(n, -1);
+    return d;
+  }
+  static Tensor indices(double live, double others = -1) {
+    Tensor all(KDA_I32, {kMany});
+    for (int64_t n = 0; n < kMany; ++n) all.set(n, n == kLive ? live : others);
+    return all;
+  }
+  static void repeat(kda_inputs& in) {
+    for (kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta}) t->shape[0] = kMany, t->stride[0] = 0;
+  }
+  static Tensor outputs(const Drafts& d) { return Tensor(d.s.c.dtype, {kMany, d.in.T, d.s.c.HV, d.s.c.V}); }
+  static void expect_alone(const Tensor& few, const Tensor& many) {
+    const int64_t row = many.size() / kMany;
+    for (int64_t i = 0; i < many.size(); ++i) ASSERT_EQ(many.get(i), i / row == kLive ? few.get(i % row) : 0) << i;
+  }
+};
+
+TEST_F(LargeOnCuda, DecodeHasTheBitsOfSmallCalls) {
+  const Drafts d = first_alone(find("usual"));
+  const Tensor slots = indices(d.pool.state_indices.get(0));
+  const Pool few(d.in, KDA_F32), many(d.in, KDA_F32);
+  const Tensor few_o = d.output(), many_o = outputs(d);
+  kda_decode_args small = decode_args(d.in, few, few, few_o), large = decode_args(d.in, many, many, many_o);
+  small.states.state_indices = d.pool.state_indices, large.states.state_indices = slots;
+  repeat(large.in);
+  run_on_cuda(small, "cuda_decode"), run_on_cuda(large, "cuda_decode");
+  if (HasFatalFailure()) return;
+  EXPECT_EQ(many.h.bits(), few.h.bits());
+  EXPECT_NE(many.h.bits(), d.pool.h.bits());
+  expect_alone(few_o, many_o);
+}
+
+TEST_F(LargeOnCuda, FlushVerifyHasTheBitsOfSmallCalls) {
+  const SpeculationCase s = find("usual_3");
+  Drafts d = first_alone(s);
+  const Drafts next = first_alone(s, 1);
+  d.accept_len.set(0, 2);
+  const Records last(d), few_records(next), many_records(next);
+  run(verify_args(d, d.pool.h, &last, d.output()), {.impl = "reference"});
+  const Tensor slots = indices(next.pool.state_indices.get(0)), entries = indices(static_cast<double>(last.slots[0])),
+               accepted = indices(2, 3);
+  const Pool few(d.in, KDA_F32), many(d.in, KDA_F32);
+  const Tensor few_o = next.output(), many_o = outputs(next);
+  kda_flush_verify_args small = flush_verify_args(d, next, few.h, last, few_records, few_o),
+                        large = flush_verify_args(d, next, many.h, last, many_records, many_o);
+  large.states.state_indices = slots, large.accept_len = accepted;
+  large.records.indices = large.last.indices = entries;
+  repeat(large.in);
+  run_on_cuda(small, "cuda_flush_verify_recurrent"), run_on_cuda(large, "cuda_flush_verify_recurrent");
+  if (HasFatalFailure()) return;
+  EXPECT_EQ(many.h.bits(), few.h.bits());
+  EXPECT_NE(many.h.bits(), d.pool.h.bits());
+  EXPECT_EQ(many_records.bits(), few_records.bits());
+  expect_alone(few_o, many_o);
 }
 
 // Two rounds: all states of the first are kept, the second starts from those of what was accepted.

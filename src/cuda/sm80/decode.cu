@@ -25,6 +25,7 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kThreads = kTokenThreads;
+constexpr int kFewThreads = kThreads / 2;  // of a block, in large calls
 
 // What kernels read of a call, in front what all calls have: a block waits for every 64 bytes of it that it reads.
 struct Params {
@@ -120,28 +121,26 @@ template <Access kAccess, int kRows>
 using States = std::conditional_t<kAccess == Access::kColumns, Columns<kRows>, Rows<kAccess == Access::kRows>>;
 
 // Blocks of an SM, as many as registers allow without spills.
-constexpr int blocks_of(Calls calls, int elements, int rows) {
+constexpr int blocks_of(Calls calls, int elements, int rows, int threads) {
+  if (threads == kFewThreads) return 20;
   if (are_usual(calls)) return (elements * rows > 32 ? 5 : 8) - (calls == Calls::kUsualBf16 && rows == 4);
   if (elements * rows > 32) return calls == Calls::kPlain && elements == 16 ? 4 : 1;
   if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
+template <Access kAccess, Calls kCalls, int kElements, int kRows, int kThreads>
+__global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows, kThreads))
     decode_kernel(const __grid_constant__ Params params) {
   constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
   const auto& p = known<kUsual>(params, kElements * 8, kCalls == Calls::kUsualBf16 ? KDA_BF16 : KDA_F32);
   __builtin_assume(threadIdx.x < kThreads);
-  constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
+  constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads, kColumns = kThreads / kRowLanes * kRows;
   __shared__ Prepared<kElements> prepared;
-  __shared__ Products sums[kThreads / 32];
+  __shared__ Products sums[kTokenThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
-  constexpr bool kSpread = kUsual && kAccess == Access::kRows;  // are a thread's columns apart?
-  constexpr int kStep = kSpread ? kApart : 1;
-  const int own = kSpread ? first_row_apart<kRows>() : first_row<kRows>();
-  const int v0 = static_cast<int>(at.tile) * kTile<kRows> + own;
+  const int v0 = static_cast<int>(at.tile) * kColumns + first_row<kRows>();
   // That are there, of the thread's.
   const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       if (row < columns && threadIdx.x % kRowLanes == 0)
-        store_element(to + row * kStep * size_of(x.o_dtype), x.o_dtype, o[row]);
+        store_element(to + row * size_of(x.o_dtype), x.o_dtype, o[row]);
   };
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     const float zeros[kRows] = {};
@@ -168,9 +167,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
     keys.template fetch<kNarrow>(x);
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      values[row] = row < columns
-                        ? load_raw<kNarrow>(from_v + row * kStep * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype)
-                        : 0;
+      values[row] =
+          row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype) : 0;
   };
   const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
   const bool front = !kPlain && present(p.front.conv.x);
@@ -197,8 +195,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
                         (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0);
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
-        const unsigned from = at.tile * kTile<kRows>;
-        const unsigned all = kUsual ? kTile<kRows> : min(p.V - from, static_cast<unsigned>(kTile<kRows>));
+        const unsigned from = at.tile * kColumns;
+        const unsigned all = kUsual ? kColumns : min(p.V - from, static_cast<unsigned>(kColumns));
         const States<kAccess, kRows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
         if constexpr (kAccess == Access::kRows) prefetch(states.first, all * static_cast<uint64_t>(states.row));
         if constexpr (kAccess == Access::kColumns)
@@ -224,12 +222,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
     States<kAccess, kRows> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
-    load_rows<kStep>(rows, from.dtype, columns, x.K, S);
+    load_rows(rows, from.dtype, columns, x.K, S);
   };
   const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
     States<kAccess, kRows> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
     rows.first += offset;
-    store_rows<kStep>(rows, to.dtype, columns, x.K, S);
+    store_rows(rows, to.dtype, columns, x.K, S);
   };
   const bool by_slot = !kPlain && p.snapshot_slots.data;
   const auto sequence = [&] { return by_slot ? 0 : at.n * p.sequence; };
@@ -248,7 +246,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
     if (front) convolve(s, t);  // while the state is on its way
     else if (t) fetch();
     // Its barrier: the last token's keys are no longer read, either.
-    keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
+    if constexpr (kThreads == kFewThreads && kPerThread == 2)
+      keys.finish(x, block_sums<kThreads, 2>({keys.template products<0, 1>(x), keys.template products<1, 2>(x)}, sums));
+    else keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>({mine}, sums); });
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
     float v[kRows], u[kRows], o[kRows];
@@ -264,23 +264,27 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   if (kUsual || p.hT.data) store(p.hT, s.slot);
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows>
+template <Access kAccess, Calls kCalls, int kElements, int kRows, int kThreads = kTokenThreads>
 void launch_direct(const DecodeProblem& p) {
-  const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  const Hints hints =
-      hints_of(p, 1, p.args.states.h0.dtype, blocks_of(kCalls, kElements, kRows), p.args.exec.device_id);
-  launch<decode_kernel<kAccess, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
-                                                           Params(p, Blocks(p, tiles, hints)));
+  const int64_t tiles = divide_up(p.V, kThreads / kRowLanes * kRows);
+  const int blocks = blocks_of(kCalls, kElements, kRows, kThreads);
+  const Hints hints = hints_of(p, 1, p.args.states.h0.dtype, blocks, p.args.exec.device_id);
+  launch<decode_kernel<kAccess, kCalls, kElements, kRows, kThreads>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
+                                                                     0, Params(p, Blocks(p, tiles, hints)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
-// every channel. Of a K-first state they are also what a thread reads at once.
+// every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4 KB of an f32
+// state: memory is fastest when all that is on its way lies close together.
 template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
   constexpr bool kColumns = kAccess == Access::kColumns;
   constexpr int kFew = kColumns ? 2 : 1, kMany = kColumns ? 4 : 2;
-  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * multiprocessors(p.args.exec.device_id);
+  const int64_t SMs = multiprocessors(p.args.exec.device_id);
+  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * SMs;
   const auto sized = [&]<int kElements, int kRows>() {
+    if constexpr (kCalls == Calls::kUsualF32 && !kColumns && kElements == 16)
+      if (p.N * p.HV * p.V >= 3840 * SMs) return launch_direct<kAccess, kCalls, kElements, 1, kFewThreads>(p);
     few ? launch_direct<kAccess, kCalls, kElements, kFew>(p) : launch_direct<kAccess, kCalls, kElements, kRows>(p);
   };
   if (p.K <= 64) return sized.template operator()<8, 4>();
@@ -371,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
     if (!first) locate(b, t0 + t), fetch();
     if (s.length > 0) {
       // Its barrier: the last token is no longer read.
-      keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
+      keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>({mine}, sums); });
       prepared.template store<decltype(keys), 1>(keys);
 #pragma unroll
       for (unsigned i = 0; i < kMaxSize / kThreads; ++i)

@@ -1,5 +1,5 @@
 // Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest way
-// from the state to the outputs, and the fewest instructions for up to eight drafts.
+// from the state to the outputs, and the fewest instructions for up to four drafts, or on a ring for up to eight.
 //
 // A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of the state are on
 // their way to registers, eight lanes a column, and walk back from it over the drafts before:
@@ -21,9 +21,9 @@ namespace {
 
 constexpr int kFewWarps = 4, kManyWarps = 8;  // of a block: each draft has one
 
-// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with none to walk over;
-// likewise with rings.
-enum class Call { kAny, kUsual, kOneDraft, kRing, kOneOnRing };
+// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over, or that it
+// is and is_large(); the first two of these also with rings.
+enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing };
 constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall, int kWarps>
 constexpr int kMost = kCall == Call::kOneDraft || kCall == Call::kOneOnRing ? 1 : kWarps;  // drafts
@@ -33,12 +33,14 @@ constexpr int kRegisters = 128;                        // of a thread
 template <int kWarps>
 constexpr int kBlocks = 65536 / kRegisters / (kWarps * 32);  // of an SM
 
-// A thread's columns are apart where the call is known; kernels for any call have no register for that.
-template <bool kUsual>
-constexpr int kStepOf = kUsual ? kApart : 1;
-template <int kRows, bool kUsual>
+// A thread's columns lie so far apart that what a warp asks for in turn lies side by side, column by column: where the call
+// is known. (Kernels for any call have no registers for that, and with eight drafts it costs more than it saves.)
+template <bool kUsual, int kWarps>
+constexpr int kStepOf = (kUsual && kWarps == kFewWarps) ? 32 / kRowLanes : 1;
+template <int kRows, int kStep>
 __device__ int first_row_of() {
-  return kUsual ? first_row_apart<kRows>() : first_row<kRows>();
+  if constexpr (kStep == 1) return first_row<kRows>();
+  else return static_cast<int>(threadIdx.x / 32 * kStep * kRows + threadIdx.x % 32 / kRowLanes);
 }
 
 // A draft in shared memory: what later ones need to walk over it, then what the state is multiplied with.
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   const auto& x = seen<kUsual>(call, kK);
-  constexpr int kThreads = kFewWarps * 32, kColumns = kTile<kFewWarps, kRows>, kStep = kStepOf<kUsual>;
+  constexpr int kThreads = kFewWarps * 32, kColumns = kTile<kFewWarps, kRows>, kStep = kStepOf<kUsual, kFewWarps>;
   const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
   BlockEntries<kThreads, kK, kColumns> entries(before, m, shared);
-  const int row0 = first_row_of<kRows, kUsual>();
+  const int row0 = first_row_of<kRows, kStep>();
   const Rows<true> state(state_at(x, at), static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   float S[kRows][kK / kRowLanes];
   load_state<State, kK, kStep>(state, S);
@@ -251,14 +253,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall, kWarps>;
   constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
   constexpr bool kUsual = kCall != Call::kAny, kMayCommit = !kUsual || on_ring(kCall);
-  constexpr int kStep = kStepOf<kUsual>;
+  constexpr int kStep = kStepOf<kUsual, kWarps>;
   const auto& x = seen<kUsual, on_ring(kCall)>(call, kK);
   const Tokens& tokens = x.tokens;
   const Memory m = memory_of<kCall, kWarps>(x, kK, kColumns);
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int row0 = first_row_of<kRows, kUsual>();
+  const int row0 = first_row_of<kRows, kStep>();
   const unsigned v0 = at.tile * kColumns;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
@@ -298,6 +300,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kThreads, kK, kColumns> entries(before, m.entries, shared);
   if (kMayCommit && !before.apply) entries.copy_keys(m, shared);
+  // The state is on its way to the L2 cache while entries are waited for. (In smaller calls this costs up to 6 %.)
+  if (kCall == Call::kLarge && thread == kThreads - 1)
+    prefetch(x.state.at(static_cast<unsigned>(r.s.slot), at.hv, v0), kColumns * uint64_t{x.state.stride2});
   if (front) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kWarps> convolution(m.front);
     convolution.fetch(call.front, at, r.s, T, v0);
@@ -411,21 +416,32 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   }
 }
 
+template <class P>
+int64_t columns_of(const P& p) {
+  return layers_of(p) * p.N * p.HV * p.V;
+}
+// So large that blocks had better be small, if they flush.
+template <class P>
+bool is_large(const P& p) {
+  if constexpr (!kVerifies<P> || !kFlushes<P>) return false;
+  else return !present(p.args.records.ring_count) && columns_of(p) >= 1600 * multiprocessors(p.args.exec.device_id);
+}
+
 // Columns of a block: as many as leave no SM idle. launch<State, kK, kWarps, kRows, kSteps>()
 template <class P, class Launch>
 void by_size(const P& p, const Launch& launch) {
-  const int64_t columns = layers_of(p) * p.N * p.HV * p.V, SMs = multiprocessors(p.args.exec.device_id);
+  const int64_t columns = columns_of(p), SMs = multiprocessors(p.args.exec.device_id);
   const bool few = columns < 96 * SMs, many = p.V % 128 == 0 && columns >= 480 * SMs;
   const auto sized = [&]<class State, int kK>() {
-    if constexpr (kVerifies<P>) {
-      if (p.T > kFewWarps) {
-        if (few) return launch.template operator()<State, kK, kManyWarps, 1, 1>();
-        if (many) return launch.template operator()<State, kK, kManyWarps, 4, 1>();
-        return launch.template operator()<State, kK, kManyWarps, 2, 1>();
+    if constexpr (kVerifies<P> && kFlushes<P>)
+      if (p.T > kFewWarps) {  // so that all blocks run at once, if they can
+        if (columns <= 64 * SMs) return launch.template operator()<State, kK, kManyWarps, 1, 1>();
+        if (columns <= 128 * SMs || p.V % 128) return launch.template operator()<State, kK, kManyWarps, 2, 1>();
+        return launch.template operator()<State, kK, kManyWarps, 4, 1>();
       }
-      // Drafts are prepared once for both steps. (A flush had better be short.)
-      if (many) return launch.template operator()<State, kK, kFewWarps, 4, 2>();
-    }
+    // Drafts are prepared once for both steps. (A flush had better be short.)
+    if constexpr (kVerifies<P>)
+      if (many && !is_large(p)) return launch.template operator()<State, kK, kFewWarps, 4, 2>();
     if (few) return launch.template operator()<State, kK, kFewWarps, 2, 1>();
     launch.template operator()<State, kK, kFewWarps, 4, 1>();
   };
@@ -454,10 +470,13 @@ void launch_recurrent(const P& p) {
     if constexpr (kWarps == kFewWarps) {
       constexpr Call one = kFlushes<P> ? Call::kOneOnRing : Call::kOneDraft;
       if (p.T == 1 && (kFlushes<P> ? ring : usual)) return with.template operator()<one>();
+      if constexpr (kFlushes<P> && kRows == 4 && kSteps == 1)
+        if (usual && is_large(p)) return with.template operator()<Call::kLarge>();
+      if (usual) return with.template operator()<Call::kUsual>();
     }
     if constexpr (kFlushes<P>)
       if (ring) return with.template operator()<Call::kRing>();
-    usual ? with.template operator()<Call::kUsual>() : with.template operator()<Call::kAny>();
+    with.template operator()<Call::kAny>();
   });
 }
 
@@ -465,7 +484,9 @@ template <class P>
 const char* why_not(const P& p) {
   if (const char* reason = wide_why_not(p)) return reason;
   if (p.varlen || present(p.args.parents)) return "takes chains of the same number of drafts";
-  if (p.T > kManyWarps) return "takes at most 8 drafts";
+  // With more drafts tensor cores are faster, but for what a ring holds committed.
+  const bool ring = kFlushes<P> && present(p.args.records.ring_count);
+  if (p.T > (ring ? kManyWarps : kFewWarps)) return ring ? "takes at most 8 drafts" : "takes at most 4 drafts";
   if (present(p.args.records.u) && p.args.records.u.shape[1] < p.T) return "needs records for all drafts";
   return nullptr;
 }
