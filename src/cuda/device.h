@@ -164,8 +164,8 @@ __device__ int64_t end_of_sequences(const Lengths& cu_seqlens, int64_t N, int64_
   return within(int_at(cu_seqlens, N), 0, T);
 }
 
-// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody reads any
-// more. Where a block has fewer threads than channels, each thread's are in parts, so that the order is that of more threads.
+// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody reads
+// any more. Of a block with fewer threads than others, x are a thread's channels one by one: the order is that of more.
 struct Products {
   float qq, kk, qk;
 };
@@ -207,9 +207,12 @@ struct TokenKeys {
   // Hints where everything is.
   __device__ void expect(const Tokens& x) const {
     if (first_ >= x.K) return;
-    if (first_ % 32 == 0) {
-      prefetch(from_q_), prefetch(from_k_), prefetch(from_g_);
-      if (x.bias) prefetch(from_bias_);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (first_ % 32 || channel(i) >= x.K) continue;
+      const int next = i * kThreads, of_qk = next * size_of(x.qkv_dtype);
+      prefetch(from_q_ + of_qk), prefetch(from_k_ + of_qk), prefetch(from_g_ + next * size_of(x.g_dtype));
+      if (x.bias) prefetch(from_bias_ + next * 4);
     }
     if (first_ == 0) {
       prefetch(from_beta_);

@@ -243,6 +243,7 @@ TEST_F(LargeOnCuda, DecodeHasTheBitsOfSmallCalls) {
   const Tensor few_o = d.output(), many_o = outputs(d);
   kda_decode_args small = decode_args(d.in, few, few, few_o), large = decode_args(d.in, many, many, many_o);
   small.states.state_indices = d.pool.state_indices, large.states.state_indices = slots;
+  small.states.has_initial_state = large.states.has_initial_state = {};
   repeat(large.in);
   run_on_cuda(small, "cuda_decode"), run_on_cuda(large, "cuda_decode");
   if (HasFatalFailure()) return;
@@ -252,27 +253,30 @@ TEST_F(LargeOnCuda, DecodeHasTheBitsOfSmallCalls) {
 }
 
 TEST_F(LargeOnCuda, FlushVerifyHasTheBitsOfSmallCalls) {
-  const SpeculationCase s = find("usual_3");
-  Drafts d = first_alone(s);
-  const Drafts next = first_alone(s, 1);
-  d.accept_len.set(0, 2);
-  const Records last(d), few_records(next), many_records(next);
-  run(verify_args(d, d.pool.h, &last, d.output()), {.impl = "reference"});
-  const Tensor slots = indices(next.pool.state_indices.get(0)), entries = indices(static_cast<double>(last.slots[0])),
-               accepted = indices(2, 3);
-  const Pool few(d.in, KDA_F32), many(d.in, KDA_F32);
-  const Tensor few_o = next.output(), many_o = outputs(next);
-  kda_flush_verify_args small = flush_verify_args(d, next, few.h, last, few_records, few_o),
-                        large = flush_verify_args(d, next, many.h, last, many_records, many_o);
-  large.states.state_indices = slots, large.accept_len = accepted;
-  large.records.indices = large.last.indices = entries;
-  repeat(large.in);
-  run_on_cuda(small, "cuda_flush_verify_recurrent"), run_on_cuda(large, "cuda_flush_verify_recurrent");
-  if (HasFatalFailure()) return;
-  EXPECT_EQ(many.h.bits(), few.h.bits());
-  EXPECT_NE(many.h.bits(), d.pool.h.bits());
-  EXPECT_EQ(many_records.bits(), few_records.bits());
-  expect_alone(few_o, many_o);
+  for (const char* name : {"usual", "usual_64", "usual_3", "usual_4"}) {
+    SCOPED_TRACE(name);
+    const SpeculationCase s = find(name);
+    Drafts d = first_alone(s);
+    const Drafts next = first_alone(s, 1);
+    d.accept_len.set(0, 1);
+    const Records last(d), few_records(next), many_records(next);
+    run(verify_args(d, d.pool.h, &last, d.output()), {.impl = "reference"});
+    const Tensor slots = indices(next.pool.state_indices.get(0)), entries = indices(static_cast<double>(last.slots[0])),
+                 accepted = indices(1, s.c.T);
+    const Pool few(d.in, s.c.state_dtype), many(d.in, s.c.state_dtype);
+    const Tensor few_o = next.output(), many_o = outputs(next);
+    kda_flush_verify_args small = flush_verify_args(d, next, few.h, last, few_records, few_o),
+                          large = flush_verify_args(d, next, many.h, last, many_records, many_o);
+    large.states.state_indices = slots, large.accept_len = accepted;
+    large.records.indices = large.last.indices = entries;
+    repeat(large.in);
+    run_on_cuda(small, "cuda_flush_verify_recurrent"), run_on_cuda(large, "cuda_flush_verify_recurrent");
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(many.h.bits(), few.h.bits());
+    EXPECT_NE(many.h.bits(), d.pool.h.bits());
+    EXPECT_EQ(many_records.bits(), few_records.bits());
+    expect_alone(few_o, many_o);
+  }
 }
 
 // Two rounds: all states of the first are kept, the second starts from those of what was accepted.

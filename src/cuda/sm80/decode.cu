@@ -8,8 +8,7 @@
 // flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
 // layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
-// some columns while the next are on their way. For large calls but the usual one, which a kernel that knows it does in
-// as much time or less.
+// some columns while the next are on their way. For large calls but the usual one: kernels that know that are faster.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
@@ -129,13 +128,13 @@ constexpr int blocks_of(Calls calls, int elements, int rows, int threads) {
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows, int kThreads>
-__global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows, kThreads))
+template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock>
+__global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kBlock))
     decode_kernel(const __grid_constant__ Params params) {
   constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
   const auto& p = known<kUsual>(params, kElements * 8, kCalls == Calls::kUsualBf16 ? KDA_BF16 : KDA_F32);
-  __builtin_assume(threadIdx.x < kThreads);
-  constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads, kColumns = kThreads / kRowLanes * kRows;
+  __builtin_assume(threadIdx.x < kBlock);
+  constexpr int kPerThread = (kElements * 8 + kBlock - 1) / kBlock, kColumns = kBlock / kRowLanes * kRows;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kTokenThreads / 32];
   const Tokens& x = p.tokens;
@@ -156,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows, 
   };
   // All addresses that need nothing from memory are ready before the wait for the kernel before, and the first token's
   // inputs are asked for before the wait for the slot.
-  TokenKeys<kPerThread, kThreads> keys(static_cast<int>(threadIdx.x));
+  TokenKeys<kPerThread, kBlock> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
     keys.locate(x, b, t, at.hv, at.h);
@@ -246,9 +245,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows, 
     if (front) convolve(s, t);  // while the state is on its way
     else if (t) fetch();
     // Its barrier: the last token's keys are no longer read, either.
-    if constexpr (kThreads == kFewThreads && kPerThread == 2)
-      keys.finish(x, block_sums<kThreads, 2>({keys.template products<0, 1>(x), keys.template products<1, 2>(x)}, sums));
-    else keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>({mine}, sums); });
+    if constexpr (kBlock == kFewThreads) {
+      static_assert(kPerThread == 2);
+      keys.finish(x, block_sums<kBlock, 2>({keys.template products<0, 1>(x), keys.template products<1, 2>(x)}, sums));
+    } else {
+      keys.activate(x, [&](const Products& mine) { return block_sums<kBlock>({mine}, sums); });
+    }
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
     float v[kRows], u[kRows], o[kRows];
@@ -264,18 +266,18 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows, 
   if (kUsual || p.hT.data) store(p.hT, s.slot);
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows, int kThreads = kTokenThreads>
+template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock = kTokenThreads>
 void launch_direct(const DecodeProblem& p) {
-  const int64_t tiles = divide_up(p.V, kThreads / kRowLanes * kRows);
-  const int blocks = blocks_of(kCalls, kElements, kRows, kThreads);
+  const int64_t tiles = divide_up(p.V, kBlock / kRowLanes * kRows);
+  const int blocks = blocks_of(kCalls, kElements, kRows, kBlock);
   const Hints hints = hints_of(p, 1, p.args.states.h0.dtype, blocks, p.args.exec.device_id);
-  launch<decode_kernel<kAccess, kCalls, kElements, kRows, kThreads>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                                     0, Params(p, Blocks(p, tiles, hints)));
+  launch<decode_kernel<kAccess, kCalls, kElements, kRows, kBlock>>(p.args.exec, Blocks::grid(p, tiles, 1), kBlock, 0,
+                                                                   Params(p, Blocks(p, tiles, hints)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
-// every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4 KB of an f32
-// state: memory is fastest when all that is on its way lies close together.
+// every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4 KB of an
+// f32 state: memory is fastest when all that is on its way lies close together.
 template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
   constexpr bool kColumns = kAccess == Access::kColumns;
@@ -422,7 +424,7 @@ const char* decode_why_not(const DecodeProblem& p) {
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT})) return reason;
   if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
-  return grid_why_not(p, (p.V + 15) / 16, 1);
+  return grid_why_not(p, divide_up(p.V, 8), 1);
 }
 
 void decode(const DecodeProblem& p) {

@@ -1,8 +1,8 @@
 // Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest way
 // from the state to the outputs, and the fewest instructions for up to four drafts, or on a ring for up to eight.
 //
-// A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of the state are on
-// their way to registers, eight lanes a column, and walk back from it over the drafts before:
+// A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of the
+// state are on their way to registers, eight lanes a column, and walk back from it over the drafts before:
 //   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t
 //   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i
 // Then two products with the state a draft, and what a column of them needs fits one lane:
@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kFewWarps = 4, kManyWarps = 8;  // of a block: each draft has one
 
-// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over, or that it
-// is and is_large(); the first two of these also with rings.
+// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over, or that
+// it is and is_large(); then that it is usual, or so and of one draft, but for rings.
 enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing };
 constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall, int kWarps>
@@ -488,6 +488,10 @@ const char* why_not(const P& p) {
   const bool ring = kFlushes<P> && present(p.args.records.ring_count);
   if (p.T > (ring ? kManyWarps : kFewWarps)) return ring ? "takes at most 8 drafts" : "takes at most 4 drafts";
   if (present(p.args.records.u) && p.args.records.u.shape[1] < p.T) return "needs records for all drafts";
+  const Memory most(static_cast<int>(p.K), p.V % 128 ? 64 : 128, p.T > kFewWarps ? kManyWarps : kFewWarps, Sizes(p),
+                    present(p.args.records.ring_count));
+  if (most.end * static_cast<int>(sizeof(float)) > shared_memory_of_block(p.args.exec.device_id))
+    return "needs more shared memory than a block of this GPU may have";
   return nullptr;
 }
 
