@@ -80,7 +80,7 @@ SOFTPLUS = (
 )
 QUICK = {  # and the gate with which FLA is measured first, where its time is short
     "H32 T8192": "softplus",
-    "H16 8 x 2048": "softplus",
+    "H16 8 x 2048": "strong",
     "H64 T8192": "strong",
     "H96 T8192": "strong",
     "H12 T2048": "strong",
