@@ -154,7 +154,8 @@ def test_time_for_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     order = prefill._tuned_first(cases, few=True)
     assert [(c.name, c.gate) for c in order[: len(prefill.QUICK)]] == [*prefill.QUICK.items()]
     rest = {(c.name, c.gate) for c in order[len(prefill.QUICK) :]}
-    assert {("H64 T512", "slow"), ("H16 8 x 2048", "slow"), ("H12 T65536", "strong"), ("H32 T32768", "softplus")} <= rest
+    assert {("H64 T512", "slow"), ("H16 8 x 2048", "slow"), ("H12 T65536", "strong")} <= rest
+    assert ("H32 T32768", "softplus") in rest
     assert not rest & {("H96 8 x 1024", "strong"), ("H24 T8192", "strong"), ("H64 T8192", "softplus")}
     assert prefill._tuned_first(cases, few=False) == cases
     clock = iter(range(0, 1000, 10))
