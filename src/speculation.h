@@ -137,20 +137,20 @@ KDA_BOTH inline FlushVerifyRequests requests_of(const FlushVerifyProblem& p) {
           index_rows(a.last_parents)};
 }
 
-// Are all drafts chains, from states that are there, without a ring?
+// Are all drafts chains, from states that are there, with rings or without?
 template <class Requests>
-bool is_plain(const Requests& r) {
-  bool plain = r.states.initial == Initial::kStates;
-  if constexpr (requires { r.records; }) plain = plain && !r.records.ring && !r.tree;
-  if constexpr (requires { r.last; }) plain = plain && !r.last.ring && !r.last_tree;
-  return plain;
+bool are_chains(const Requests& r, bool ring) {
+  bool are = r.states.initial == Initial::kStates;
+  if constexpr (requires { r.records; }) are = are && r.records.ring == ring && !r.tree;
+  if constexpr (requires { r.last; }) are = are && r.last.ring == ring && !r.last_tree;
+  return are;
 }
 // Of such a call: with that for the compiler to know.
 template <class Requests>
-KDA_BOTH Requests known_plain(Requests r) {
+KDA_BOTH Requests known_chains(Requests r, bool ring) {
   r.states.initial = Initial::kStates;
-  if constexpr (requires { r.records; }) r.records.ring = 0, r.tree = false;
-  if constexpr (requires { r.last; }) r.last.ring = 0, r.last_tree = false;
+  if constexpr (requires { r.records; }) r.records.ring = ring, r.tree = false;
+  if constexpr (requires { r.last; }) r.last.ring = ring, r.last_tree = false;
   return r;
 }
 

@@ -164,21 +164,25 @@ __device__ int64_t end_of_sequences(const Lengths& cu_seqlens, int64_t N, int64_
   return within(int_at(cu_seqlens, N), 0, T);
 }
 
-// Sums over the threads that share a token: a warp, or a block with `sums` [warps][3] that nobody reads any more.
+// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody reads
+// any more. Of a block with fewer threads than others, x are a thread's channels one by one: the order is that of more.
 struct Products {
   float qq, kk, qk;
 };
 __device__ inline Products warp_sums(const Products& x) {
   return {sum_over<32>(x.qq), sum_over<32>(x.kk), sum_over<32>(x.qk)};
 }
-template <int kThreads>
-__device__ Products block_sums(const Products& x, Products* sums) {
-  const Products mine = warp_sums(x);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
+template <int kThreads, int kParts = 1>
+__device__ Products block_sums(const Products (&x)[kParts], Products* sums) {
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    const Products mine = warp_sums(x[i]);
+    if (threadIdx.x % 32 == 0) sums[(i * kThreads + threadIdx.x) / 32] = mine;
+  }
   __syncthreads();  // the sums of all warps are there
   Products all{};
 #pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) all.qq += sums[w].qq, all.kk += sums[w].kk, all.qk += sums[w].qk;
+  for (int w = 0; w < kParts * kThreads / 32; ++w) all.qq += sums[w].qq, all.kk += sums[w].kk, all.qk += sums[w].qk;
   return all;
 }
 
@@ -203,9 +207,12 @@ struct TokenKeys {
   // Hints where everything is.
   __device__ void expect(const Tokens& x) const {
     if (first_ >= x.K) return;
-    if (first_ % 32 == 0) {
-      prefetch(from_q_), prefetch(from_k_), prefetch(from_g_);
-      if (x.bias) prefetch(from_bias_);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (first_ % 32 || channel(i) >= x.K) continue;
+      const int next = i * kThreads, of_qk = next * size_of(x.qkv_dtype);
+      prefetch(from_q_ + of_qk), prefetch(from_k_ + of_qk), prefetch(from_g_ + next * size_of(x.g_dtype));
+      if (x.bias) prefetch(from_bias_ + next * 4);
     }
     if (first_ == 0) {
       prefetch(from_beta_);
@@ -259,12 +266,13 @@ struct TokenKeys {
   __device__ void activate(const Tokens& x, const Sum& sum) {
     finish(x, sum(products(x)));
   }
-  // Its halves: this thread's share of the products, and the rest.
+  // Its halves: this thread's share of the products, of all its channels or of some, and the rest.
+  template <int kFrom = 0, int kTo = kPerThread>
   __device__ Products products(const Tokens& x) {
     Products mine{};
     rate_ = expf(A_log_);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
+    for (int i = kFrom; i < kTo; ++i) {
       q[i] = value_of(x.qkv_dtype, raw_q_[i]), k[i] = value_of(x.qkv_dtype, raw_k_[i]);
       mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
       mine.qk = fmaf(q[i], k[i], mine.qk);

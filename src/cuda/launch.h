@@ -122,12 +122,11 @@ void launch(const kda_exec& exec, dim3 grid, int threads, int shared_bytes, Args
   static std::atomic<uint64_t> allowed{0};  // devices, one bit each, where the kernel may have all shared memory
   const uint64_t bit = uint64_t{1} << (exec.device_id % 64);
   if (shared_bytes > 48 * 1024 && (exec.device_id >= 64 || !(allowed & bit))) {
-    int most = 0;
     cudaFuncAttributes attributes;
-    KDA_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec.device_id));
     KDA_CUDA(cudaFuncGetAttributes(&attributes, kKernel));
-    KDA_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  most - static_cast<int>(attributes.sharedSizeBytes)));
+    KDA_CUDA(
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             shared_memory_of_block(exec.device_id) - static_cast<int>(attributes.sharedSizeBytes)));
     allowed |= bit;
   }
   cudaLaunchAttribute early{};

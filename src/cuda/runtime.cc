@@ -22,6 +22,12 @@ int multiprocessors(int device) {
   return count;
 }
 
+int shared_memory_of_block(int device) {
+  int bytes = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
 bool is_hopper(int device) {
   int major = 0, minor = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));

@@ -21,7 +21,7 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
-  // What there are kernels for that know the call: decode, one draft, few, more. (On a ring there are none yet.)
+  // What there are kernels for that know the call: decode, one draft, few, more, also on rings.
   const auto usual = [&](const char* name, int64_t T, int64_t K, int64_t V, int32_t state, int32_t layout) {
     SpeculationCase s = find_speculation_case("softplus");
     s.c.name = name, s.c.B = 5, s.c.T = T, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
@@ -38,9 +38,17 @@ std::vector<SpeculationCase> cuda_cases() {
   usual("usual_3", 3, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_4", 4, 64, 64, KDA_BF16, KDA_STATE_V_FIRST);
   usual("usual_6", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST), usual("usual_8", 8, 64, 128, KDA_BF16, KDA_STATE_V_FIRST);
   usual("usual_16", 16, 128, 64, KDA_F32, KDA_STATE_V_FIRST);
-  const auto on_ring = [&] { all.back().ring = true, all.back().R = 3 * all.back().c.T + 2; };
-  usual("usual_ring_1", 1, 128, 128, KDA_F32, KDA_STATE_V_FIRST), on_ring();
-  usual("usual_ring_3", 3, 128, 128, KDA_BF16, KDA_STATE_V_FIRST), on_ring();
+  for (const int64_t T : {1, 3, 6}) {
+    usual(("usual_ring_" + std::to_string(T)).c_str(), T, 128, 128, T == 3 ? KDA_BF16 : KDA_F32, KDA_STATE_V_FIRST);
+    all.back().ring = true, all.back().R = 3 * T + 2;
+  }
+  // So large that blocks have all columns of a head, and threads several.
+  for (const int64_t T : {1, 4, 8}) {
+    usual(("usual_large_" + std::to_string(T)).c_str(), T, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
+    all.back().c.B = 128;
+  }
+  usual("usual_ring_large", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
+  all.back().c.B = 128, all.back().ring = true, all.back().R = 20;
   // What comes through shared memory and goes to tensor cores.
   const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
     SpeculationCase s = find_speculation_case(like);
@@ -194,6 +202,80 @@ TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
     EXPECT_TRUE(has(verify, "cuda_verify_recurrent") && has(verify, "cuda_verify_mma"));
     const auto both = takers("flush_verify", flush_verify_args(d, d, d.pool.h, last, records, o));
     EXPECT_TRUE(has(both, "cuda_flush_verify_recurrent") && has(both, "cuda_flush_verify_mma"));
+  }
+}
+
+// Large usual calls have other blocks, in kernels of their own. Of many requests all have the tokens of the first one here, and
+// but for one they are padding.
+class LargeOnCuda : public OnCuda {
+ protected:
+  static constexpr int64_t kMany = 1200, kLive = 1111;
+  static SpeculationCase find(const std::string& name) {
+    for (const SpeculationCase& s : cuda_cases())
+      if (s.c.name == name) return s;
+    ADD_FAILURE() << name;
+    return {};
+  }
+  static Drafts first_alone(const SpeculationCase& s, uint64_t seed = 0) {
+    Drafts d(s, seed);
+    for (int64_t n = 1; n < d.in.N; ++n) d.pool.state_indices.set(n, -1);
+    return d;
+  }
+  static Tensor indices(double live, double others = -1) {
+    Tensor all(KDA_I32, {kMany});
+    for (int64_t n = 0; n < kMany; ++n) all.set(n, n == kLive ? live : others);
+    return all;
+  }
+  static void repeat(kda_inputs& in) {
+    for (kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &in.beta}) t->shape[0] = kMany, t->stride[0] = 0;
+  }
+  static Tensor outputs(const Drafts& d) { return Tensor(d.s.c.dtype, {kMany, d.in.T, d.s.c.HV, d.s.c.V}); }
+  static void expect_alone(const Tensor& few, const Tensor& many) {
+    const int64_t row = many.size() / kMany;
+    for (int64_t i = 0; i < many.size(); ++i) ASSERT_EQ(many.get(i), i / row == kLive ? few.get(i % row) : 0) << i;
+  }
+};
+
+TEST_F(LargeOnCuda, DecodeHasTheBitsOfSmallCalls) {
+  const Drafts d = first_alone(find("usual"));
+  const Tensor slots = indices(d.pool.state_indices.get(0));
+  const Pool few(d.in, KDA_F32), many(d.in, KDA_F32);
+  const Tensor few_o = d.output(), many_o = outputs(d);
+  kda_decode_args small = decode_args(d.in, few, few, few_o), large = decode_args(d.in, many, many, many_o);
+  small.states.state_indices = d.pool.state_indices, large.states.state_indices = slots;
+  small.states.has_initial_state = large.states.has_initial_state = {};
+  repeat(large.in);
+  run_on_cuda(small, "cuda_decode"), run_on_cuda(large, "cuda_decode");
+  if (HasFatalFailure()) return;
+  EXPECT_EQ(many.h.bits(), few.h.bits());
+  EXPECT_NE(many.h.bits(), d.pool.h.bits());
+  expect_alone(few_o, many_o);
+}
+
+TEST_F(LargeOnCuda, FlushVerifyHasTheBitsOfSmallCalls) {
+  for (const char* name : {"usual", "usual_64", "usual_3", "usual_4"}) {
+    SCOPED_TRACE(name);
+    const SpeculationCase s = find(name);
+    Drafts d = first_alone(s);
+    const Drafts next = first_alone(s, 1);
+    d.accept_len.set(0, 1);
+    const Records last(d), few_records(next), many_records(next);
+    run(verify_args(d, d.pool.h, &last, d.output()), {.impl = "reference"});
+    const Tensor slots = indices(next.pool.state_indices.get(0)), entries = indices(static_cast<double>(last.slots[0])),
+                 accepted = indices(1, s.c.T);
+    const Pool few(d.in, s.c.state_dtype), many(d.in, s.c.state_dtype);
+    const Tensor few_o = next.output(), many_o = outputs(next);
+    kda_flush_verify_args small = flush_verify_args(d, next, few.h, last, few_records, few_o),
+                          large = flush_verify_args(d, next, many.h, last, many_records, many_o);
+    large.states.state_indices = slots, large.accept_len = accepted;
+    large.records.indices = large.last.indices = entries;
+    repeat(large.in);
+    run_on_cuda(small, "cuda_flush_verify_recurrent"), run_on_cuda(large, "cuda_flush_verify_recurrent");
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(many.h.bits(), few.h.bits());
+    EXPECT_NE(many.h.bits(), d.pool.h.bits());
+    EXPECT_EQ(many_records.bits(), few_records.bits());
+    expect_alone(few_o, many_o);
   }
 }
 

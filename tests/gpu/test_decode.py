@@ -276,14 +276,15 @@ def test_usual_calls_have_the_bits_of_others(K: int, V: int, v_first: bool, pool
         then = decode(HERE, tokens(both, slice(None), slice(1, 2)), usual["state"])
         assert same_bits(together["o"][:, 1:], then["o"]) and same_bits(together["state"], then["state"]), "two tokens"
 
-    # The other layout (the CPU has other sums there), and more heads: other kernels again.
+    # The other layout (the CPU has other sums there), more heads, and many more: other kernels again.
     turned = decode(HERE, p.having(state_v_first=not v_first), h0.mT.contiguous())
     same = same_bits(turned["o"], usual["o"]) and same_bits(turned["state"].mT, usual["state"])
     assert same or DEVICE.type == "cpu", "the other layout"
-    order = [-1] * 200 + [2, 0, 1]
-    many = decode(HERE, tokens(p, [max(n, 0) for n in order]), h0, state_indices=int32(*order))
-    assert same_bits(many["o"][-3:], usual["o"][[2, 0, 1]]) and same_bits(many["state"], usual["state"]), "many heads"
-    assert not many["o"][:-3].any(), "padding"
+    for padding in (200, 1200):
+        order = [-1] * padding + [2, 0, 1]
+        many = decode(HERE, tokens(p, [max(n, 0) for n in order]), h0, state_indices=int32(*order))
+        assert same_bits(many["o"][-3:], usual["o"][[2, 0, 1]]) and same_bits(many["state"], usual["state"]), padding
+        assert not many["o"][:-3].any(), "padding"
 
     # States that are not there are zeros.
     zeros = decode(HERE, p, torch.zeros_like(h0))

@@ -99,14 +99,16 @@ def padded(got: dict[str, Tensor], slots: list[int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64, "gate": "lower_bound"}])
-@pytest.mark.parametrize("T", [1, 2, 4, 6])
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64, "gate": "lower_bound"}, {"K": 64, "V": 128}])
+@pytest.mark.parametrize("T", [1, 2, 4, 8])
 def test_company_changes_no_bit(T: int, sizes: dict[str, Any], pool: torch.dtype) -> None:
     """Of few rows, of some, and of so many that blocks have all columns of a head."""
-    N = 320
+    N = 840 if T in (1, 4) else 320
     p, following, h0 = usual(T, N, **sizes)
     m, h0 = torch.arange(N).int() % (T + 1), h0.to(pool)
     whole = served(HERE, p, following, h0, m)
+    wide = [x.having(**{n: x.tensors[n].float() for n in ("g", "beta")}) for x in (p, following)]
+    assert all_same(served(HERE, *wide, h0, m), whole), "gates in float32"
     for rows in ([7], [319, 0, 2], list(range(100, 170))):
         part = served(HERE, tokens(p, rows), tokens(following, rows), h0[rows], m[rows])
         assert all_same(part, {n: x[rows] for n, x in whole.items()}), rows
@@ -129,44 +131,68 @@ def test_later_drafts_change_nothing(
         assert all_same(part[:3], [x[:, :t] for x in records[:3]]), t
 
 
+def around_rings(
+    place: Place, calls: list[Problem], start: Tensor, slots: list[int], rows: list[int], wide: bool = False
+) -> dict[str, Tensor]:
+    """Some rounds of these rows on rings that begin anywhere, until states have been written; row n accepts n drafts at
+    most. ``wide``: gates in float32."""
+    T, size = calls[0].tensors["g"].shape[1], len(start)
+    mine = [tokens(p, rows) for p in calls]
+    if wide:
+        mine = [p.having(g=p.tensors["g"].float()) for p in mine]
+    at, ring = place(int32(*(slots[n] for n in rows))), records_of(place, calls[0], 3 * T + 2, slots=size, ring=True)
+    assert ring.ring_first is not None and ring.ring_count is not None
+    ring.ring_first.copy_(place(torch.arange(size).int() % (3 * T + 2)))
+    memory, got = place(start), {}
+    for turn in range(7):
+        m = torch.tensor(rows).int() % (T + 1) if turn else torch.zeros(len(rows)).int()
+        o = flush_verify(place, mine[turn % 2], memory, ring._replace(indices=at), m, state_indices=at)
+        got[f"o{turn}"] = o
+    cursors = {"ring_first": ring.ring_first, "ring_count": ring.ring_count}
+    return {**got, "state": memory, "u": ring.u, "k": ring.k, "alpha": ring.alpha, **cursors}
+
+
+def in_slots(h0: Tensor, slots: list[int], size: int, pool: torch.dtype) -> Tensor:
+    """A pool of NaN, but for these states."""
+    start = torch.full((size, *h0.shape[1:]), NAN, dtype=pool)
+    live = [n for n, slot in enumerate(slots) if slot >= 0]
+    start[[slots[n] for n in live]] = h0[live].to(pool)
+    return start
+
+
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("T", [1, 2, 4, 6])
 def test_rings(T: int, shape: str, pool: torch.dtype) -> None:
-    """From empty ones, from any place on, until states have been written; rows accept 0 to T drafts, one is padding.
-    Cursors are the oracle's, so states are written in the same rounds; company changes no bit."""
+    """Cursors are the oracle's, so states are written in the same rounds. One row is padding."""
     N = T + 3
     (*calls, h0), slots = usual(T, N, **SHAPES[shape]), [(5 * n + 2) % 13 if n != 1 else -1 for n in range(N)]
-    start = torch.full((13, *h0.shape[1:]), NAN, dtype=pool)
-    live = [n for n in range(N) if slots[n] >= 0]
-    start[[slots[n] for n in live]] = h0[live].to(pool)
-
-    def served(place: Place, rows: list[int], wide: bool = False) -> dict[str, Tensor]:
-        mine = [tokens(p, rows) for p in calls]
-        if wide:
-            mine = [p.having(g=p.tensors["g"].float()) for p in mine]
-        at, ring = place(int32(*(slots[n] for n in rows))), records_of(place, calls[0], 3 * T + 2, slots=13, ring=True)
-        assert ring.ring_first is not None and ring.ring_count is not None
-        ring.ring_first.copy_(place(torch.arange(13).int() % (3 * T + 2)))
-        memory, got = place(start), {}
-        for turn in range(7):
-            m = torch.tensor(rows).int() % (T + 1) if turn else torch.zeros(len(rows)).int()
-            o = flush_verify(place, mine[turn % 2], memory, ring._replace(indices=at), m, state_indices=at)
-            got[f"o{turn}"] = o
-        cursors = {"ring_first": ring.ring_first, "ring_count": ring.ring_count}
-        return {**got, "state": memory, "u": ring.u, "k": ring.k, "alpha": ring.alpha, **cursors}
-
-    every = list(range(N))
-    expected, oracle = served(HERE, every), served(ORACLE, every)
+    start, every = in_slots(h0, slots, 13, pool), list(range(N))
+    expected = around_rings(HERE, calls, start, slots, every)
+    oracle = around_rings(ORACLE, calls, start, slots, every)
     if pool == torch.float32:  # a rounded state, now and then to the other neighbour, is where another round begins
-        for name in expected.keys() - {"ring_first", "ring_count"}:
-            close(oracle[name], expected[name], name)
+        for name, x in expected.items():
+            if "ring" not in name:
+                close(oracle[name], x, name)
     assert all(torch.equal(oracle[n], expected[n].cpu()) for n in ("ring_first", "ring_count"))
-    most = max(live, key=lambda n: n % (T + 1))
+    most = max((n for n in every if slots[n] >= 0), key=lambda n: n % (T + 1))
     for got in (oracle, expected):
         assert not same_bits(got["state"][slots[most]].cpu(), start[slots[most]]), "no state was written"
-    assert all_same(served(HERE, every, wide=True), expected), "gates in float32"
-    for n in (0, most):
-        alone = served(HERE, [n])
-        assert all(same_bits(alone[f"o{turn}"][0], expected[f"o{turn}"][n]) for turn in range(7))
-        assert all(same_bits(alone[name][slots[n]], expected[name][slots[n]]) for name in ("state", "u", "ring_count"))
+    assert all_same(around_rings(HERE, calls, start, slots, every, wide=True), expected), "gates in float32"
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64, "gate": "lower_bound"}, {"K": 64, "V": 128}])
+@pytest.mark.parametrize("T", [1, 4, 8])
+def test_company_on_rings_changes_no_bit(T: int, sizes: dict[str, Any], pool: torch.dtype) -> None:
+    """Of few rows, of some, and of so many that blocks have all columns of a head."""
+    N = 320
+    (*calls, h0), slots = usual(T, N, **sizes), [(7 * n + 3) % 331 if n != 1 else -1 for n in range(N)]
+    start = in_slots(h0, slots, 331, pool)
+    whole = around_rings(HERE, calls, start, slots, list(range(N)))
+    assert all_same(around_rings(HERE, calls, start, slots, list(range(N)), wide=True), whole), "gates in float32"
+    for rows in ([7], [319, 0, 2], list(range(100, 150)), list(range(100, 170))):
+        part, homes = around_rings(HERE, calls, start, slots, rows), [slots[n] for n in rows]
+        assert all(same_bits(part[f"o{turn}"], whole[f"o{turn}"][rows]) for turn in range(7)), rows
+        kept = ("state", "u", "k", "alpha", "ring_first", "ring_count")
+        assert all(same_bits(part[name][homes], whole[name][homes]) for name in kept), rows

@@ -8,7 +8,7 @@
 // flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
 // layouts, so the bits are the same, too.
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
-// some columns while the next are on their way. For large calls, where blocks that come and go leave the memory idle.
+// some columns while the next are on their way. For large calls but the usual one: kernels that know that are faster.
 //
 // Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
 // and T tokens are T calls of one.
@@ -24,6 +24,7 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kThreads = kTokenThreads;
+constexpr int kFewThreads = kThreads / 2;  // of a block, in large calls
 
 // What kernels read of a call, in front what all calls have: a block waits for every 64 bytes of it that it reads.
 struct Params {
@@ -119,25 +120,26 @@ template <Access kAccess, int kRows>
 using States = std::conditional_t<kAccess == Access::kColumns, Columns<kRows>, Rows<kAccess == Access::kRows>>;
 
 // Blocks of an SM, as many as registers allow without spills.
-constexpr int blocks_of(Calls calls, int elements, int rows) {
+constexpr int blocks_of(Calls calls, int elements, int rows, int threads) {
+  if (threads == kFewThreads) return 20;
   if (are_usual(calls)) return (elements * rows > 32 ? 5 : 8) - (calls == Calls::kUsualBf16 && rows == 4);
   if (elements * rows > 32) return calls == Calls::kPlain && elements == 16 ? 4 : 1;
   if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
   return rows > 1 || elements == 32 ? 4 : 5;
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
+template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock>
+__global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kBlock))
     decode_kernel(const __grid_constant__ Params params) {
   constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
   const auto& p = known<kUsual>(params, kElements * 8, kCalls == Calls::kUsualBf16 ? KDA_BF16 : KDA_F32);
-  __builtin_assume(threadIdx.x < kThreads);
-  constexpr int kPerThread = (kElements * 8 + kThreads - 1) / kThreads;
+  __builtin_assume(threadIdx.x < kBlock);
+  constexpr int kPerThread = (kElements * 8 + kBlock - 1) / kBlock, kColumns = kBlock / kRowLanes * kRows;
   __shared__ Prepared<kElements> prepared;
-  __shared__ Products sums[kThreads / 32];
+  __shared__ Products sums[kTokenThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
-  const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
+  const int v0 = static_cast<int>(at.tile) * kColumns + first_row<kRows>();
   // That are there, of the thread's.
   const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   };
   // All addresses that need nothing from memory are ready before the wait for the kernel before, and the first token's
   // inputs are asked for before the wait for the slot.
-  TokenKeys<kPerThread, kThreads> keys(static_cast<int>(threadIdx.x));
+  TokenKeys<kPerThread, kBlock> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
     keys.locate(x, b, t, at.hv, at.h);
@@ -192,8 +194,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
                         (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0);
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
-        const unsigned from = at.tile * kTile<kRows>;
-        const unsigned all = kUsual ? kTile<kRows> : min(p.V - from, static_cast<unsigned>(kTile<kRows>));
+        const unsigned from = at.tile * kColumns;
+        const unsigned all = kUsual ? kColumns : min(p.V - from, static_cast<unsigned>(kColumns));
         const States<kAccess, kRows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
         if constexpr (kAccess == Access::kRows) prefetch(states.first, all * static_cast<uint64_t>(states.row));
         if constexpr (kAccess == Access::kColumns)
@@ -243,7 +245,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
     if (front) convolve(s, t);  // while the state is on its way
     else if (t) fetch();
     // Its barrier: the last token's keys are no longer read, either.
-    keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
+    if constexpr (kBlock == kFewThreads) {
+      static_assert(kPerThread == 2);
+      keys.finish(x, block_sums<kBlock, 2>({keys.template products<0, 1>(x), keys.template products<1, 2>(x)}, sums));
+    } else {
+      keys.activate(x, [&](const Products& mine) { return block_sums<kBlock>({mine}, sums); });
+    }
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
     float v[kRows], u[kRows], o[kRows];
@@ -259,23 +266,27 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kCalls, kElements, kRows))
   if (kUsual || p.hT.data) store(p.hT, s.slot);
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows>
+template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock = kTokenThreads>
 void launch_direct(const DecodeProblem& p) {
-  const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  const Hints hints =
-      hints_of(p, 1, p.args.states.h0.dtype, blocks_of(kCalls, kElements, kRows), p.args.exec.device_id);
-  launch<decode_kernel<kAccess, kCalls, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, 0,
-                                                           Params(p, Blocks(p, tiles, hints)));
+  const int64_t tiles = divide_up(p.V, kBlock / kRowLanes * kRows);
+  const int blocks = blocks_of(kCalls, kElements, kRows, kBlock);
+  const Hints hints = hints_of(p, 1, p.args.states.h0.dtype, blocks, p.args.exec.device_id);
+  launch<decode_kernel<kAccess, kCalls, kElements, kRows, kBlock>>(p.args.exec, Blocks::grid(p, tiles, 1), kBlock, 0,
+                                                                   Params(p, Blocks(p, tiles, hints)));
 }
 
 // Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
-// every channel. Of a K-first state they are also what a thread reads at once.
+// every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4 KB of an
+// f32 state: memory is fastest when all that is on its way lies close together.
 template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
   constexpr bool kColumns = kAccess == Access::kColumns;
   constexpr int kFew = kColumns ? 2 : 1, kMany = kColumns ? 4 : 2;
-  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * multiprocessors(p.args.exec.device_id);
+  const int64_t SMs = multiprocessors(p.args.exec.device_id);
+  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * SMs;
   const auto sized = [&]<int kElements, int kRows>() {
+    if constexpr (kCalls == Calls::kUsualF32 && !kColumns && kElements == 16)
+      if (p.N * p.HV * p.V >= 3840 * SMs) return launch_direct<kAccess, kCalls, kElements, 1, kFewThreads>(p);
     few ? launch_direct<kAccess, kCalls, kElements, kFew>(p) : launch_direct<kAccess, kCalls, kElements, kRows>(p);
   };
   if (p.K <= 64) return sized.template operator()<8, 4>();
@@ -366,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
     if (!first) locate(b, t0 + t), fetch();
     if (s.length > 0) {
       // Its barrier: the last token is no longer read.
-      keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>(mine, sums); });
+      keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>({mine}, sums); });
       prepared.template store<decltype(keys), 1>(keys);
 #pragma unroll
       for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
@@ -413,7 +424,7 @@ const char* decode_why_not(const DecodeProblem& p) {
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT})) return reason;
   if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
-  return grid_why_not(p, (p.V + 15) / 16, 1);
+  return grid_why_not(p, divide_up(p.V, 8), 1);
 }
 
 void decode(const DecodeProblem& p) {
@@ -444,8 +455,8 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
 }
 
 const char* decode_sweep_unsuited(const DecodeProblem& p) {
-  if (usual(p)) return "is slower than the kernels that know the usual call";
-  return p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id) ? "has too few heads for a GPU of this size" : nullptr;
+  if (p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id)) return "has too few heads for a GPU of this size";
+  return usual(p) ? "is slower than the kernels that know the usual call" : nullptr;
 }
 
 void decode_sweep(const DecodeProblem& p) {

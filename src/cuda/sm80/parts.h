@@ -137,21 +137,21 @@ struct Parts<FlushProblem> {
   static int64_t step(const kda_tensor& t) { return t.ndim == 5 ? t.stride[0] * dtype_size(t.dtype) : 0; }
 };
 
-// Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no ring and no
-// convolution inside?
+// Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no convolution
+// inside, and no ring (or, if asked for, rings)?
 template <class P>
-bool is_usual(const Parts<P>& x) {
+bool is_usual(const Parts<P>& x, bool ring = false) {
   if constexpr (kVerifies<P>)
     if (!x.tokens.usual() || x.sizes.varlen || x.sizes.front) return false;
-  return is_plain(x.requests);
+  return are_chains(x.requests, ring);
 }
 // What a kernel sees of a call; kUsual: a copy in which the compiler knows that it is_usual(). Code for other calls would
 // lie between the instructions that run, and kernels wait for instructions, too.
-template <bool kUsual, class P>
+template <bool kUsual, bool kRing = false, class P>
 __device__ decltype(auto) seen(const Parts<P>& call, int K) {
   if constexpr (kUsual) {
     Parts<P> x = call;
-    x.requests = known_plain(call.requests);
+    x.requests = known_chains(call.requests, kRing);
     if constexpr (kVerifies<P>) {
       x.tokens = call.tokens.known(K);
       x.sizes.varlen = x.sizes.front = x.sizes.by_four = false;

@@ -430,16 +430,19 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
 
 template <class State, int kK, int kMaxDrafts, int kWarps, bool kUsual, class P>
 void launch_sized(const P& p, const Parts<P>& x, int room) {
-  const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(p.args.exec.device_id) / 2;
-  int64_t columns = p.V % kMaxColumns ? 64 : kMaxColumns;
-  while (columns > 32 && heads * (p.V / columns) < enough) columns /= 2;
+  const int device = p.args.exec.device_id, most = shared_memory_of_block(device);
+  const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(device) / 2;
+  const auto memory_of = [&](int columns) { return Memory(kK, kUsual ? kMaxDrafts : room, columns, x.sizes); };
+  const auto bytes_of = [](const Memory& m) {
+    return Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
+  };
+  int columns = p.V % kMaxColumns ? 64 : kMaxColumns;
+  while (columns > 32 && (heads * (p.V / columns) < enough || bytes_of(memory_of(columns)) > most)) columns /= 2;
   const int64_t tiles = p.V / columns;
-
-  const Memory m(kK, kUsual ? kMaxDrafts : room, static_cast<int>(columns), x.sizes);
-  const int bytes = Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
+  const Memory m = memory_of(columns);
   launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kUsual, P>>(
-      p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes,
-      Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, 2, p.args.exec.device_id)), m, x);
+      p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes_of(m),
+      Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, 2, device)), m, x);
 }
 
 template <class P>

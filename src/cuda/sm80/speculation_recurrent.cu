@@ -1,8 +1,8 @@
 // Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest way
-// from the state to the outputs, and the fewest instructions for up to four drafts.
+// from the state to the outputs, and the fewest instructions for up to four drafts, or on a ring for up to eight.
 //
-// A block takes 32 to 128 value columns of a head. Its warps activate a draft each while the first of the state are on
-// their way to registers, eight lanes a column, and walk back from it over the drafts before:
+// A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of the
+// state are on their way to registers, eight lanes a column, and walk back from it over the drafts before:
 //   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t
 //   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i
 // Then two products with the state a draft, and what a column of them needs fits one lane:
@@ -19,15 +19,29 @@
 namespace kda::cuda {
 namespace {
 
-constexpr int kWarps = 4, kThreads = kWarps * 32;
-constexpr int kMaxDrafts = kWarps;  // each has a warp
+constexpr int kFewWarps = 4, kManyWarps = 8;  // of a block: each draft has one
 
-// What a kernel knows of its call: nothing, that it is_usual(), or that it is and has one draft, with nothing to walk over.
-enum class Call { kAny, kUsual, kOneDraft };
-template <Call kCall>
-constexpr int kMost = kCall == Call::kOneDraft ? 1 : kMaxDrafts;  // drafts
-template <int kRows>
-constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns in registers
+// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over, or that
+// it is and is_large(); then that it is usual, or so and of one draft, but for rings.
+enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing };
+constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
+template <Call kCall, int kWarps>
+constexpr int kMost = kCall == Call::kOneDraft || kCall == Call::kOneOnRing ? 1 : kWarps;  // drafts
+template <int kWarps, int kRows>
+constexpr int kTile = kWarps * 32 / kRowLanes* kRows;  // value columns in registers
+constexpr int kRegisters = 128;                        // of a thread
+template <int kWarps>
+constexpr int kBlocks = 65536 / kRegisters / (kWarps * 32);  // of an SM
+
+// A thread's columns lie so far apart that what a warp asks for in turn lies side by side, column by column: where the call
+// is known. (Kernels for any call have no registers for that, and with eight drafts it costs more than it saves.)
+template <bool kUsual, int kWarps>
+constexpr int kStepOf = (kUsual && kWarps == kFewWarps) ? 32 / kRowLanes : 1;
+template <int kRows, int kStep>
+__device__ int first_row_of() {
+  if constexpr (kStep == 1) return first_row<kRows>();
+  else return static_cast<int>(threadIdx.x / 32 * kStep * kRows + threadIdx.x % 32 / kRowLanes);
+}
 
 // A draft in shared memory: what later ones need to walk over it, then what the state is multiplied with.
 template <int kK>
@@ -61,9 +75,9 @@ struct Memory {
 };
 
 // Of a kernel's call. For the usual one there is room for all drafts it may have: nearly all offsets are constants.
-template <Call kCall, class P>
+template <Call kCall, int kWarps, class P>
 __host__ __device__ Memory memory_of(const Parts<P>& x, int K, int columns) {
-  const int drafts = kCall == Call::kAny ? static_cast<int>(x.sizes.T) : kMost<kCall>;
+  const int drafts = kCall == Call::kAny ? static_cast<int>(x.sizes.T) : kMost<kCall, kWarps>;
   return Memory(K, columns, drafts, x.sizes, x.requests.records.ring);
 }
 
@@ -91,7 +105,7 @@ __device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK
 
 // ---- entries to apply, in front of a block's drafts ----
 
-template <int kK, int kColumns>
+template <int kThreads, int kK, int kColumns>
 struct BlockEntries {
   const Before& before;
   EntryChannel channel;
@@ -126,7 +140,7 @@ struct BlockEntries {
   __device__ static int own_channel() { return static_cast<int>(threadIdx.x) - (kThreads - kK); }
 };
 
-template <int kK, int kColumns, int kRows>
+template <int kK, int kStep, int kColumns, int kRows>
 __device__ void apply_entries(const float* shared, const EntryMemory& m, int count, int column,
                               float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
@@ -143,37 +157,38 @@ __device__ void apply_entries(const float* shared, const EntryMemory& m, int cou
       const float4 four = load_four(w + channel(e));
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        S[row][e] = fmaf(u[row], four.x, S[row][e]), S[row][e + 1] = fmaf(u[row], four.y, S[row][e + 1]);
-        S[row][e + 2] = fmaf(u[row], four.z, S[row][e + 2]), S[row][e + 3] = fmaf(u[row], four.w, S[row][e + 3]);
+        const float x = u[row * kStep];
+        S[row][e] = fmaf(x, four.x, S[row][e]), S[row][e + 1] = fmaf(x, four.y, S[row][e + 1]);
+        S[row][e + 2] = fmaf(x, four.z, S[row][e + 2]), S[row][e + 3] = fmaf(x, four.w, S[row][e + 3]);
       }
     }
   }
 }
 
 // A thread's columns of a state, as many as they are wide.
-template <class State, int kK, int kRows>
+template <class State, int kK, int kStep, int kRows>
 __device__ void load_state(const Rows<true>& from, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) from.template load<State>(row, kK, S[row]);
+  for (int row = 0; row < kRows; ++row) from.template load<State>(row * kStep, kK, S[row]);
 }
 // S becomes what lies in memory then.
-template <class State, int kK, int kRows>
+template <class State, int kK, int kStep, int kRows>
 __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
 #pragma unroll
     for (float& s : S[row]) s = static_cast<float>(static_cast<State>(s));
-    to.template store<State>(row, kK, S[row]);
+    to.template store<State>(row * kStep, kK, S[row]);
   }
 }
 
 template <class State, int kK, int kRows, bool kUsual>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
     flush_kernel(const __grid_constant__ LayeredBlocks blocks, const __grid_constant__ Parts<FlushProblem> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
   const auto& x = seen<kUsual>(call, kK);
-  constexpr int kColumns = kTile<kRows>;
+  constexpr int kThreads = kFewWarps * 32, kColumns = kTile<kFewWarps, kRows>, kStep = kStepOf<kUsual, kFewWarps>;
   const EntryMemory m(kK, kColumns, x.entries, 0);
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
@@ -185,66 +200,67 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Request r = request_of(x.requests, drafts_of(x, at.n), indices_of(x.requests, at.n));
   if (!r.s.live) return;
   const Before before = before_drafts<FlushProblem>(x, at, r, v0);
-  BlockEntries<kK, kColumns> entries(before, m, shared);
-  const int row0 = first_row<kRows>();
+  BlockEntries<kThreads, kK, kColumns> entries(before, m, shared);
+  const int row0 = first_row_of<kRows, kStep>();
   const Rows<true> state(state_at(x, at), static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   float S[kRows][kK / kRowLanes];
-  load_state<State, kK>(state, S);
+  load_state<State, kK, kStep>(state, S);
   let_next_start();
   entries.prepare(m, shared);
   __syncthreads();  // w, f and u are in shared memory
-  apply_entries<kK, kColumns>(shared, m, entries.count, row0, S);
-  store_state<State, kK>(state, S);
+  apply_entries<kK, kStep, kColumns>(shared, m, entries.count, row0, S);
+  store_state<State, kK, kStep>(state, S);
 }
 
 // ---- drafts ----
 
 // One draft on its way back to the start, in a warp: kPerLane channels a lane.
-template <int kPerLane>
+template <int kPerLane, int kAtOnce>
 struct Walk {
   float k[kPerLane], q[kPerLane];  // decayed from what comes next through the draft
   const Memory& m;
   float* shared;
   int t, steps = 0;
 
-  // Over `count` tokens, kMaxDrafts at most, from the one with these k and alpha; the others are `next` floats apart.
+  // Over `count` tokens, kAtOnce at most, from the one with these k and alpha; the others are `next` floats apart.
   __device__ void over(int count, const float* from_k, const float* from_alpha, int next) {
     const int lane = static_cast<int>(threadIdx.x % 32);
-    float sums[2 * kMaxDrafts] = {};
+    float sums[2 * kAtOnce] = {};
 #pragma unroll
-    for (int i = 0; i < kMaxDrafts; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       if (i >= count) continue;
 #pragma unroll
       for (int e = 0; e < kPerLane; ++e) {
         const float k_i = from_k[i * next + lane + 32 * e], alpha_i = from_alpha[i * next + lane + 32 * e];
-        sums[i] = fmaf(k[e], k_i, sums[i]), sums[kMaxDrafts + i] = fmaf(q[e], k_i, sums[kMaxDrafts + i]);
+        sums[i] = fmaf(k[e], k_i, sums[i]), sums[kAtOnce + i] = fmaf(q[e], k_i, sums[kAtOnce + i]);
         k[e] *= alpha_i, q[e] *= alpha_i;
       }
     }
     const float sum = spread_sums(sums);
-    constexpr int kLanes = 32 / (2 * kMaxDrafts);  // of a sum
-    const int number = lane / kLanes, i = number % kMaxDrafts, which = number / kMaxDrafts;
+    constexpr int kLanes = 32 / (2 * kAtOnce);  // of a sum
+    const int number = lane / kLanes, i = number % kAtOnce, which = number / kAtOnce;
     if (lane % kLanes == 0 && i < count) shared[m.score(which, t, steps + i + 1)] = which ? sum : -sum;
     steps += count;
   }
 };
 
-template <class State, int kK, int kRows, int kSteps, Call kCall, class P>
-__global__ void __launch_bounds__(kThreads, 4)
+template <class State, int kK, int kWarps, int kRows, int kSteps, Call kCall, class P>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
     recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
   float* shared = reinterpret_cast<float*>(dynamic);
-  constexpr int kColumns = kTile<kRows> * kSteps;
-  constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall>;
+  constexpr int kThreads = kWarps * 32, kColumns = kTile<kWarps, kRows> * kSteps;
+  constexpr int kPerLane = kK / 32, kDrafts = kMost<kCall, kWarps>;
   constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
-  constexpr bool kUsual = kCall != Call::kAny;
-  const auto& x = seen<kUsual>(call, kK);
+  constexpr bool kUsual = kCall != Call::kAny, kMayCommit = !kUsual || on_ring(kCall);
+  constexpr int kStep = kStepOf<kUsual, kWarps>;
+  const auto& x = seen<kUsual, on_ring(kCall)>(call, kK);
   const Tokens& tokens = x.tokens;
-  const Memory m = memory_of<kCall>(x, kK, kColumns);
+  const Memory m = memory_of<kCall, kWarps>(x, kK, kColumns);
   const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int row0 = first_row<kRows>();
+  const int row0 = first_row_of<kRows, kStep>();
   const unsigned v0 = at.tile * kColumns;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
@@ -282,10 +298,13 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
-  BlockEntries<kK, kColumns> entries(before, m.entries, shared);
-  if (!kUsual && !before.apply) entries.copy_keys(m, shared);
+  BlockEntries<kThreads, kK, kColumns> entries(before, m.entries, shared);
+  if (kMayCommit && !before.apply) entries.copy_keys(m, shared);
+  // The state is on its way to the L2 cache while entries are waited for. (In smaller calls this costs up to 6 %.)
+  if (kCall == Call::kLarge && thread == kThreads - 1)
+    prefetch(x.state.at(static_cast<unsigned>(r.s.slot), at.hv, v0), kColumns * uint64_t{x.state.stride2});
   if (front) {  // before the state takes the registers
-    FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
+    FrontDrafts<kThreads, kK, kWarps> convolution(m.front);
     convolution.fetch(call.front, at, r.s, T, v0);
     convolution.values(call.front, at, r.s, T, v0, shared);
   }
@@ -293,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   if constexpr (kRows == 4) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
   Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
-  if (r.s.initial) load_state<State, kK>(from, S);
+  if (r.s.initial) load_state<State, kK, kStep>(from, S);
   let_next_start();
 
   if constexpr (kRows != 4) entries.prepare(m.entries, shared);
@@ -326,15 +345,16 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
-  if constexpr (kDrafts > 1) __syncthreads();  // keys and decays of all drafts and entries are in shared memory
-  const int committed = kUsual || before.apply ? 0 : entries.count;
+  if constexpr (kDrafts > 1 || kMayCommit)
+    __syncthreads();  // keys and decays of drafts and entries are in shared memory
+  const int committed = !kMayCommit || before.apply ? 0 : entries.count;
   if (t < T) {
-    Walk<kPerLane> walk{.m = m, .shared = shared, .t = t};
+    Walk<kPerLane, kWarps> walk{.m = m, .shared = shared, .t = t};
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) walk.k[e] = draft.alpha[e] * draft.k[e], walk.q[e] = draft.alpha[e] * draft.q[e];
     if (kDrafts > 1 && t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
-    for (int i = 0; i < committed; i += kMaxDrafts)
-      walk.over(min(committed - i, kMaxDrafts), shared + m.entries.w + i * kK, shared + m.alpha + i * kK, kK);
+    for (int i = 0; i < committed; i += kWarps)
+      walk.over(min(committed - i, kWarps), shared + m.entries.w + i * kK, shared + m.alpha + i * kK, kK);
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e)
       prepared[t].kG[draft.channel(e)] = walk.k[e], prepared[t].qG[draft.channel(e)] = walk.q[e];
@@ -345,13 +365,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number
   const int own = lane % kRowLanes;
   const bool first = own % kLanes == 0, has_u = own < 4;
-  int column = row0 + own % 4 / kLanes;
+  int column = row0 + own % 4 / kLanes * kStep;
 #pragma unroll 1
   for (int step = 0;;) {
     if constexpr (kFlushes<P>) {
       if (before.apply) {
-        apply_entries<kK, kColumns>(shared, m.entries, entries.count, step * kTile<kRows> + row0, S);
-        store_state<State, kK>(from, S);  // where it came from
+        apply_entries<kK, kStep, kColumns>(shared, m.entries, entries.count, step * kTile<kWarps, kRows> + row0, S);
+        store_state<State, kK, kStep>(from, S);  // where it came from
       }
     }
     // All products first: one by one with what follows, they cost registers that are not there.
@@ -385,9 +405,9 @@ __global__ void __launch_bounds__(kThreads, 4)
                                              static_cast<uint64_t>(x.records.u.stride1)) = own_u;
     }
     if (++step == kSteps) break;
-    column += kTile<kRows>;
-    from.first += kTile<kRows> * static_cast<uint64_t>(from.row);
-    if (r.s.initial) load_state<State, kK>(from, S);
+    column += kTile<kWarps, kRows>;
+    from.first += kTile<kWarps, kRows> * static_cast<uint64_t>(from.row);
+    if (r.s.initial) load_state<State, kK, kStep>(from, S);
     else
 #pragma unroll
       for (auto& row : S)
@@ -396,16 +416,34 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// Columns of a block: as many as leave no SM idle. launch<State, kK, kRows, kSteps>()
+template <class P>
+int64_t columns_of(const P& p) {
+  return layers_of(p) * p.N * p.HV * p.V;
+}
+// So large that blocks had better be small, if they flush.
+template <class P>
+bool is_large(const P& p) {
+  if constexpr (!kVerifies<P> || !kFlushes<P>) return false;
+  else return !present(p.args.records.ring_count) && columns_of(p) >= 1600 * multiprocessors(p.args.exec.device_id);
+}
+
+// Columns of a block: as many as leave no SM idle. launch<State, kK, kWarps, kRows, kSteps>()
 template <class P, class Launch>
 void by_size(const P& p, const Launch& launch) {
-  const int64_t columns = layers_of(p) * p.N * p.HV * p.V, SMs = multiprocessors(p.args.exec.device_id);
+  const int64_t columns = columns_of(p), SMs = multiprocessors(p.args.exec.device_id);
   const bool few = columns < 96 * SMs, many = p.V % 128 == 0 && columns >= 480 * SMs;
   const auto sized = [&]<class State, int kK>() {
-    if (few) return launch.template operator()<State, kK, 2, 1>();
-    if constexpr (kVerifies<P>)  // which prepares drafts once for both steps; a flush had better be short
-      if (many) return launch.template operator()<State, kK, 4, 2>();
-    launch.template operator()<State, kK, 4, 1>();
+    if constexpr (kVerifies<P> && kFlushes<P>)
+      if (p.T > kFewWarps) {  // so that all blocks run at once, if they can
+        if (columns <= 64 * SMs) return launch.template operator()<State, kK, kManyWarps, 1, 1>();
+        if (columns <= 128 * SMs || p.V % 128) return launch.template operator()<State, kK, kManyWarps, 2, 1>();
+        return launch.template operator()<State, kK, kManyWarps, 4, 1>();
+      }
+    // Drafts are prepared once for both steps. (A flush had better be short.)
+    if constexpr (kVerifies<P>)
+      if (many && !is_large(p)) return launch.template operator()<State, kK, kFewWarps, 4, 2>();
+    if (few) return launch.template operator()<State, kK, kFewWarps, 2, 1>();
+    launch.template operator()<State, kK, kFewWarps, 4, 1>();
   };
   const bool bf16 = state_of(p).dtype == KDA_BF16;
   if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();
@@ -417,20 +455,28 @@ void launch_recurrent(const P& p) {
   if (p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
-  const Hints hints = hints_of(p, layers_of(p), state_of(p).dtype, 4, p.args.exec.device_id);
-  const bool usual = is_usual(x);
-  by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
-    constexpr int kColumns = kTile<kRows> * kSteps;
+  const bool usual = is_usual(x), ring = is_usual(x, true);
+  by_size(p, [&]<class State, int kK, int kWarps, int kRows, int kSteps>() {
+    constexpr int kColumns = kTile<kWarps, kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
+    const Hints hints = hints_of(p, 1, state_of(p).dtype, kBlocks<kWarps>, p.args.exec.device_id);
     const auto with = [&]<Call kCall>() {
-      const int bytes = memory_of<kCall>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
-      launch<recurrent_kernel<State, kK, kRows, kSteps, kCall, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads,
-                                                                   bytes, Blocks(p, tiles, hints), x);
+      // Eight drafts of four columns a thread have registers only where the call is known.
+      constexpr int kHalf = kCall == Call::kAny && kWarps == kManyWarps && kRows == 4 ? 2 : 1;
+      const int bytes = memory_of<kCall, kWarps>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
+      launch<recurrent_kernel<State, kK, kWarps, kRows / kHalf, kSteps * kHalf, kCall, P>>(
+          p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes, Blocks(p, tiles, hints), x);
     };
-    if (!usual) return with.template operator()<Call::kAny>();
-    if constexpr (!kFlushes<P>)
-      if (p.T == 1) return with.template operator()<Call::kOneDraft>();
-    with.template operator()<Call::kUsual>();
+    if constexpr (kWarps == kFewWarps) {
+      constexpr Call one = kFlushes<P> ? Call::kOneOnRing : Call::kOneDraft;
+      if (p.T == 1 && (kFlushes<P> ? ring : usual)) return with.template operator()<one>();
+      if constexpr (kFlushes<P> && kRows == 4 && kSteps == 1)
+        if (usual && is_large(p)) return with.template operator()<Call::kLarge>();
+      if (usual) return with.template operator()<Call::kUsual>();
+    }
+    if constexpr (kFlushes<P>)
+      if (ring) return with.template operator()<Call::kRing>();
+    with.template operator()<Call::kAny>();
   });
 }
 
@@ -438,8 +484,14 @@ template <class P>
 const char* why_not(const P& p) {
   if (const char* reason = wide_why_not(p)) return reason;
   if (p.varlen || present(p.args.parents)) return "takes chains of the same number of drafts";
-  if (p.T > kMaxDrafts) return "takes at most 4 drafts";
+  // With more drafts tensor cores are faster, but for what a ring holds committed.
+  const bool ring = kFlushes<P> && present(p.args.records.ring_count);
+  if (p.T > (ring ? kManyWarps : kFewWarps)) return ring ? "takes at most 8 drafts" : "takes at most 4 drafts";
   if (present(p.args.records.u) && p.args.records.u.shape[1] < p.T) return "needs records for all drafts";
+  const Memory most(static_cast<int>(p.K), p.V % 128 ? 64 : 128, p.T > kFewWarps ? kManyWarps : kFewWarps, Sizes(p),
+                    present(p.args.records.ring_count));
+  if (most.end * static_cast<int>(sizeof(float)) > shared_memory_of_block(p.args.exec.device_id))
+    return "needs more shared memory than a block of this GPU may have";
   return nullptr;
 }
 
@@ -455,14 +507,14 @@ void flush_registers(const FlushProblem& p) {
   if (p.layers * p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<FlushProblem> x(p);
-  const Hints hints = hints_of(p, layers_of(p), state_of(p).dtype, 4, p.args.exec.device_id);
+  const Hints hints = hints_of(p, layers_of(p), state_of(p).dtype, kBlocks<kFewWarps>, p.args.exec.device_id);
   const bool usual = is_usual(x);
-  by_size(p, [&]<class State, int kK, int kRows, int kSteps>() {
-    constexpr int kColumns = kTile<kRows>;
+  by_size(p, [&]<class State, int kK, int kWarps, int kRows, int kSteps>() {
+    constexpr int kColumns = kTile<kWarps, kRows>;
     const int64_t tiles = p.V / kColumns;
     const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
     const auto with = [&]<bool kUsual>() {
-      launch<flush_kernel<State, kK, kRows, kUsual>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kThreads, bytes,
+      launch<flush_kernel<State, kK, kRows, kUsual>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kWarps * 32, bytes,
                                                      LayeredBlocks(p, tiles, hints), x);
     };
     usual ? with.template operator()<true>() : with.template operator()<false>();

@@ -536,8 +536,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
 
 template <class E, int kTiles, int kColumns>
 bool launch_scan(const kda_exec& exec, const ScanCall& c) {  // false: the device has not enough shared memory
-  int most = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec.device_id));
+  const int most = shared_memory_of_block(exec.device_id);
   const int64_t tiles = (c.dims.V + kColumns - 1) / kColumns;
   for (const Room room : {kTwo, kOne, kHalf}) {
     const Memory m = Memory::of<E, kTiles>(room, static_cast<int>(c.dims.K), kColumns, c.v_first);
@@ -575,9 +574,7 @@ void launch_with_outputs(const kda_exec& exec, const ScanCall& c) {
 bool makes_outputs(const kda_exec& exec, const Dims& d) {
   const int size = size_if_known(d.K, d.V);
   if (!size || d.varlen || d.T % kChunk) return false;
-  int most = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec.device_id));
-  return Memory::with_outputs(size, 32).bytes <= most;
+  return Memory::with_outputs(size, 32).bytes <= shared_memory_of_block(exec.device_id);
 }
 
 void run_with_outputs(const kda_exec& exec, const ScanCall& c) {

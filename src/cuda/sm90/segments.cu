@@ -122,8 +122,13 @@ struct Choice {
 };
 
 Cut cut_of(const ForwardProblem& p) {
-  const int64_t chunks = Choice(Cost(p)).chunks;
-  return Cut(p, static_cast<unsigned>(Cost::lead(chunks)) * kRows, static_cast<unsigned>(chunks) * kRows);
+  const Cost cost(p);
+  const int64_t each = Choice(cost).chunks;
+  int64_t lead = Cost::lead(each);
+  // The last piece had better be shorter than others, as its pair passes through one map more, but only by two chunks. (Numbers
+  // of pieces of packed sequences need a first one that is as long as others.)
+  if (!p.varlen) lead = std::clamp<int64_t>(cost.chunks - (cost.pieces(each) - 1) * each + 2, 2, lead) / 2 * 2;
+  return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows);
 }
 
 }  // namespace
