@@ -87,6 +87,15 @@ __device__ float spread_sums(const float (&x)[kCount]) {
   }
 }
 
+// x is asked for, or computed, here and used behind. Else the compiler turns what is loaded under a condition into a value
+// at once, which waits for it, and loads or computes where it is used first, again and again under conditions.
+__device__ inline void pin(unsigned& x) { asm volatile("" : "+r"(x)); }
+__device__ inline void pin(int32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ inline void pin(const char*& x) {
+  asm volatile("" : "+l"(x));
+  __builtin_assume(__isGlobal(x));  // as it was known before
+}
+
 // An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
 // are all in flight before the first value is asked for.
 // kNarrow: known to have 16 bits. (Of two loads to one register, each under a condition, the second waits for the first.)
@@ -139,15 +148,17 @@ struct Tokens {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
 
-  // The usual call, of which a kernel may know that it is one: the same bits with half of the instructions.
-  bool usual() const {
-    return (qkv_dtype == KDA_BF16) & (g_dtype == KDA_BF16) & (beta_dtype == KDA_BF16) & (o_dtype == KDA_BF16) &&
+  // The usual call, of which a kernel may know that it is one: the same bits with half of the instructions. front: q, k
+  // and v come from a convolution.
+  bool usual(bool front = false) const {
+    return (qkv_dtype == (front ? KDA_F32 : KDA_BF16)) & (g_dtype == KDA_BF16) & (beta_dtype == KDA_BF16) &
+               (o_dtype == KDA_BF16) &&
            beta_form == KDA_BETA_SIGMOID && qk_l2norm;
   }
   // Of a usual one: with what the compiler is to know.
-  __device__ Tokens known(int32_t K) const {
+  __device__ Tokens known(int32_t K, bool front = false) const {
     Tokens x = *this;
-    x.K = K, x.qkv_dtype = x.g_dtype = x.beta_dtype = x.o_dtype = KDA_BF16;
+    x.K = K, x.qkv_dtype = front ? KDA_F32 : KDA_BF16, x.g_dtype = x.beta_dtype = x.o_dtype = KDA_BF16;
     x.beta_form = KDA_BETA_SIGMOID, x.qk_l2norm = x.narrow = 1;
     return x;
   }
@@ -204,13 +215,15 @@ struct TokenKeys {
     from_bias_ = x.bias + hv * x.bias_stride + first_ * 4, from_A_ = x.A_log + hv * 4;
   }
 
-  // Hints where everything is.
+  // They are ready here.
+  __device__ void pin_addresses() {
+    pin(from_q_), pin(from_k_), pin(from_g_), pin(from_beta_), pin(from_bias_), pin(from_A_);
+  }
+
+  // Hints where everything is: thread i where channels from 32 i on are.
   __device__ void expect(const Tokens& x) const {
-    if (first_ >= x.K) return;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (first_ % 32 || channel(i) >= x.K) continue;
-      const int next = i * kThreads, of_qk = next * size_of(x.qkv_dtype);
+    if (first_ * 32 < x.K) {
+      const int next = first_ * 31, of_qk = next * size_of(x.qkv_dtype);
       prefetch(from_q_ + of_qk), prefetch(from_k_ + of_qk), prefetch(from_g_ + next * size_of(x.g_dtype));
       if (x.bias) prefetch(from_bias_ + next * 4);
     }
@@ -273,6 +286,7 @@ struct TokenKeys {
     rate_ = expf(A_log_);
 #pragma unroll
     for (int i = kFrom; i < kTo; ++i) {
+      pin(raw_q_[i]), pin(raw_k_[i]);  // not looked at before the state is asked for
       q[i] = value_of(x.qkv_dtype, raw_q_[i]), k[i] = value_of(x.qkv_dtype, raw_k_[i]);
       mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
       mine.qk = fmaf(q[i], k[i], mine.qk);

@@ -12,6 +12,18 @@ struct Front {
   kda_tensor parents;
 };
 
+// The usual convolution, in a call that is else usual: everything in bf16, and four channels an access.
+inline bool usual_front(const kda_conv_inputs& conv, bool by_four) {
+  return by_four && conv.x.dtype == KDA_BF16 && conv.weight.dtype == KDA_BF16 && conv.state.dtype == KDA_BF16 &&
+         (!present(conv.bias) || conv.bias.dtype == KDA_BF16);
+}
+// Of that: with what the compiler is to know.
+__device__ inline kda_conv_inputs known_front(const kda_conv_inputs& given) {
+  kda_conv_inputs conv = given;
+  conv.x.dtype = conv.weight.dtype = conv.state.dtype = conv.bias.dtype = KDA_BF16;
+  return conv;
+}
+
 // Channels of a packed row: q heads, k heads, v heads.
 struct FrontChannels {
   int64_t q, k, v;  // the first of a head
@@ -34,27 +46,35 @@ __device__ inline float front_value(const kda_conv_inputs& conv, const kda_tenso
 // Of tokens of a chain, at most kMax, four channels from d on: for rows and a state of 16 bits that four_wide_front().
 template <int kMax>
 struct FrontFour {
+  // Of so many tokens the first ones need the state and no rows before, the others these alone: past is one or the other.
+  static constexpr bool kEither = kMax >= kPast;
   ConvWeights<4> weights;
-  uint2 past[kPast], before[kPast], rows[kMax];
+  uint2 past[kPast], before[kEither ? 1 : kPast], rows[kMax];
 
   // Asks for everything that tokens first .. first + tokens - 1 need.
   __device__ void fetch(const kda_conv_inputs& conv, const Sequence& s, int64_t slot, int first, int tokens,
                         int64_t d) {
     weights.fetch(conv.weight, conv.bias, d);
-    const auto load = [](const kda_tensor& t, int64_t at) {
-      return *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
-    };
+    const auto at_element = [](const kda_tensor& t, int64_t at) { return static_cast<const uint16_t*>(t.data) + at; };
+    const auto load = [](const uint16_t* from) { return *reinterpret_cast<const uint2*>(from); };
     const bool stored = slot >= 0 && slot < conv.state.shape[0] && first < kPast;
-    const int64_t at = stored ? place_of(conv.state, slot, d, 0) : 0, step = entry_step(conv.state);
-    const int64_t row = place_of(conv.x, s.b, s.t0 + first, d);
+    const uint16_t* state = at_element(conv.state, stored ? place_of(conv.state, slot, d, 0) : 0);
+    const uint16_t* row = at_element(conv.x, place_of(conv.x, s.b, s.t0 + first, d));
+    const int64_t step = entry_step(conv.state), next = conv.x.stride[1];
+    if constexpr (kEither) {
+      const uint16_t* from = first ? row - next : state;
 #pragma unroll
-    for (int j = 0; j < kPast; ++j) {
-      past[j] = stored ? load(conv.state, at + j * step) : uint2{};
-      if (j < first) before[j] = load(conv.x, row - (j + 1) * conv.x.stride[1]);
+      for (int j = 0; j < kPast; ++j) past[j] = first || stored ? load(from + j * (first ? -next : step)) : uint2{};
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPast; ++j) {
+        past[j] = stored ? load(state + j * step) : uint2{};
+        if (j < first) before[j] = load(row - (j + 1) * next);
+      }
     }
 #pragma unroll
     for (int t = 0; t < kMax; ++t)
-      if (t < tokens) rows[t] = load(conv.x, row + t * conv.x.stride[1]);
+      if (t < tokens) rows[t] = load(row + t * next);
   }
   // z of token first + t goes to `to` + t step.
   __device__ void values(const kda_conv_inputs& conv, int first, int tokens, float* to, int step) const {
@@ -72,7 +92,7 @@ struct FrontFour {
     };
 #pragma unroll
     for (int j = kPast - 1; j >= 0; --j)
-      if (j < first) roll(before[j], [](int, float) {});
+      if (j < first) roll(kEither ? past[j] : before[j], [](int, float) {});
 #pragma unroll
     for (int t = 0; t < kMax; ++t, to += step) {
       if (t >= tokens) break;

@@ -1,5 +1,6 @@
 """The call that most make, bfloat16 chains without a ring or a convolution, has kernels that know it: the numbers of
-the float64 oracle, and the bits of the same call made so that others take it. The same of such chains on a ring."""
+the float64 oracle, and the bits of the same call made so that others take it. The same of such chains on a ring, and
+with a convolution in front."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import kda
-from drafting import NAN, int32, tokens
+from drafting import NAN, convolved, int32, raw, separate, tokens
 from places import DEVICE, HERE, LARGE, ORACLE, POOLS, Place, all_same, close, matches
 from rounds import flush, flush_verify, records_of, two, verify
 from support import Problem, Tensor, same_bits
@@ -96,6 +97,35 @@ def padded(got: dict[str, Tensor], slots: list[int]) -> dict[str, Tensor]:
     """What ``served`` gives when rows without a slot are padding."""
     live = torch.tensor(slots, device=DEVICE) >= 0
     return {n: x.where(live[:, None, None, None], 0) if n in ("o", "o_next") else x[live] for n, x in got.items()}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("by_channel", [False, True])  # or channels side by side
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("T", [2, 5, 6, 8])
+def test_convolution_in_front(T: int, bias: bool, by_channel: bool, shape: str, pool: torch.dtype) -> None:
+    """All of it in bfloat16: the bits of the operator in front, and of the same call made so that others take it."""
+    N = 210 if T == 6 else 5  # so many that blocks have all columns of a head
+    p, _, h0 = usual(T, N, **SHAPES[shape])
+    rows, given = convolved(p, 4, bias)
+    entries = given.state.contiguous() if by_channel else given.state
+    weights = [x if x is None else HERE(x.bfloat16()) for x in (given.weight, given.bias)]
+    conv = kda.Conv(HERE(given.x), *weights, HERE(entries), HERE(given.indices))
+    raw_call, state = raw(HERE(rows)), HERE(h0.to(pool))
+
+    def verified(call: dict[str, Any], conv: kda.Conv | None = None) -> dict[str, Tensor]:
+        records = records_of(HERE, p, T, slots=N)
+        o = kda.verify_kvbuffer(**call, state=state, records=records, conv=conv)
+        assert same_bits(kda.verify_kvbuffer(**call, state=state, conv=conv), o), "outputs only"
+        return {"o": o, **dict(zip("uka", records[:3], strict=True))}
+
+    expected = verified(separate(HERE(rows), conv, HERE(p)).keywords)
+    assert all(x.isfinite().all() for x in expected.values())
+    assert all_same(verified(raw_call, conv), expected)
+    assert all_same(verified(raw_call, conv._replace(weight=conv.weight.float())), expected), "weights in float32"
+    wide = {n: raw_call[n].float() for n in ("g", "beta")}
+    assert all_same(verified(raw_call | wide, conv), expected), "gates in float32"
 
 
 @pytest.mark.parametrize("pool", POOLS)

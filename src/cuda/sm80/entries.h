@@ -9,14 +9,15 @@ namespace kda::cuda {
 // Where f, w and u are in shared memory, in floats.
 struct EntryMemory {
   int columns, entries, w_stride;
-  int f, w, u, end;
+  int f, w, alpha, u, end;
 
-  // From `start` on, for `entries` at most and some value columns.
-  __host__ __device__ EntryMemory(int K, int columns, int entries, int start)
+  // From `start` on, for `entries` at most and some value columns. alphas: with their decays, too.
+  __host__ __device__ EntryMemory(int K, int columns, int entries, int start, bool alphas = false)
       : columns(columns), entries(entries), w_stride(K) {
-    f = (start + 3) / 4 * 4;     // [K]
-    w = f + K;                   // [entries][K]
-    u = w + entries * w_stride;  // [entries][columns]
+    f = (start + 3) / 4 * 4;                        // [K]
+    w = f + K;                                      // [entries][K]
+    alpha = w + entries * w_stride;                 // the same
+    u = alpha + (alphas ? entries * w_stride : 0);  // [entries][columns]
     end = entries ? u + entries * columns : f;
   }
 };

@@ -138,23 +138,26 @@ struct Parts<FlushProblem> {
 };
 
 // Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no convolution
-// inside, and no ring (or, if asked for, rings)?
+// inside, and no ring (or, if asked for, rings, or a usual_front())?
 template <class P>
-bool is_usual(const Parts<P>& x, bool ring = false) {
-  if constexpr (kVerifies<P>)
-    if (!x.tokens.usual() || x.sizes.varlen || x.sizes.front) return false;
+bool is_usual(const Parts<P>& x, bool ring = false, bool front = false) {
+  if constexpr (kVerifies<P>) {
+    if (!x.tokens.usual(front) || x.sizes.varlen || x.sizes.front != front) return false;
+    if (front && !usual_front(x.front.conv, x.sizes.by_four)) return false;
+  }
   return are_chains(x.requests, ring);
 }
 // What a kernel sees of a call; kUsual: a copy in which the compiler knows that it is_usual(). Code for other calls would
 // lie between the instructions that run, and kernels wait for instructions, too.
-template <bool kUsual, bool kRing = false, class P>
+template <bool kUsual, bool kRing = false, bool kFront = false, class P>
 __device__ decltype(auto) seen(const Parts<P>& call, int K) {
   if constexpr (kUsual) {
     Parts<P> x = call;
     x.requests = known_chains(call.requests, kRing);
     if constexpr (kVerifies<P>) {
-      x.tokens = call.tokens.known(K);
-      x.sizes.varlen = x.sizes.front = x.sizes.by_four = false;
+      x.tokens = call.tokens.known(K, kFront);
+      x.sizes.varlen = false, x.sizes.front = x.sizes.by_four = kFront;
+      if constexpr (kFront) x.front.K = K, x.front.conv = known_front(call.front.conv);
       if constexpr (!kFlushes<P>) x.sizes.entries = 0;
     }
     return x;

@@ -167,18 +167,22 @@ struct Draft {
   }
 };
 
-// Blocks that an SM has registers for.
-template <int kMaxDrafts, int kWarps, bool kUsual, class P>
-constexpr int kBlocks = kWarps == 4 || (kUsual && !kFlushes<P>) ? 3
-                        : kMaxDrafts == 8                       ? 2
-                                                                : 1;
+// What a kernel knows of its call: nothing, that it is_usual(), or so with a convolution in front.
+enum class Call { kAny, kUsual, kFront };
 
-template <class State, int kK, int kMaxDrafts, int kWarps, bool kUsual, class P>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsual, P>)
+// Blocks that an SM has registers for.
+template <int kMaxDrafts, int kWarps, Call kCall, class P>
+constexpr int kBlocks = kWarps == 4 || (kCall != Call::kAny && !kFlushes<P>) ? 3
+                        : kMaxDrafts == 8                                    ? 2
+                                                                             : 1;
+
+template <class State, int kK, int kMaxDrafts, int kWarps, Call kCall, class P>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall, P>)
     mma_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Memory memory,
                const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
-  const auto& x = seen<kUsual>(call, kK);
+  constexpr bool kUsual = kCall != Call::kAny;
+  const auto& x = seen<kUsual, false, kCall == Call::kFront>(call, kK);
   // Of the usual call the same, of which the compiler knows most.
   const Memory m = kUsual ? Memory(kK, kMaxDrafts, memory.columns, x.sizes) : memory;
   const Tile<State, kK> tile(dynamic);
@@ -202,8 +206,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
   // before the wait for the slot.
   Draft<kPerLane, kMaxDrafts> drafts[kPerWarp];
   const char* from_v = nullptr;
-  unsigned values[kMaxDrafts];                  // of the thread's column
-  const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
+  unsigned values[kMaxDrafts];       // of the thread's column, if they are not in shared memory
+  const bool front = m.front.given;  // q, k and v come from a convolution, which leaves them there
   int T = 0;
   const auto locate = [&](unsigned b, unsigned t0) {
 #pragma unroll
@@ -212,6 +216,11 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
       drafts[i].key.locate(tokens, b, t0 + static_cast<unsigned>(drafts[i].t), at.hv, at.h);
     }
     from_v = tokens.v.at(b, t0, at.hv) + own_v * size_of(tokens.qkv_dtype);
+    if (kCall == Call::kUsual) {
+#pragma unroll
+      for (auto& draft : drafts) draft.key.pin_addresses();
+      pin(from_v);
+    }
   };
   const bool varlen = x.sizes.varlen, there = at.n < blocks.rows;
   const int most = static_cast<int>(x.sizes.T);
@@ -229,7 +238,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
   if (!there) return;  // the grid's last rows
   const int64_t N = blocks.rows - varlen;
   if (varlen && at.n == N) return zero_outputs(0, end_of_sequences(x.cu_seqlens, N, x.sizes.T), x.sizes.T);
-  const Indices indices = indices_of(x.requests, at.n);
+  Indices indices = indices_of(x.requests, at.n);
+  pin(indices.state), pin(indices.records);
   const Sequence sequence = drafts_of(x, at.n);
 
   T = static_cast<int>(min(sequence.length, static_cast<int64_t>(m.drafts)));
@@ -241,10 +251,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
         drafts[i].key.template fetch_gate<kNarrow>(tokens);
         if (!front) drafts[i].key.template fetch_keys<kNarrow>(tokens);
       }
+    if (front) return;
     const char* from = from_v;
 #pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t, from += tokens.v.stride1)
-      values[t] = !front && t < T && thread < m.columns ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
+    for (int t = 0; t < kMaxDrafts; ++t, from += tokens.v.stride1) {
+      values[t] = t < T && thread < m.columns ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
+      pin(values[t]);
+    }
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
 
@@ -265,25 +278,21 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
                  &before.entries.u_at(before.window.entry(w), thread));
   FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
 
-  if (front) convolution.fetch(call.front, at, r.s, T, v0);
+  if (front) convolution.fetch(x.front, at, r.s, T, v0);
 
   tile.template ask<kThreads>(place_of(x.state), x.state.stride2, m.columns, r.s.initial);
   let_next_start();
   if (entries && own_channel >= 0) prepare_entries(before, entry_channel, next, own_channel, m.entries, shared);
 
   if (front) {
-    convolution.values(call.front, at, r.s, T, v0, shared);
+    convolution.values(x.front, at, r.s, T, v0, shared);
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
       if (drafts[i].t < T) drafts[i].take(m, shared);
-#pragma unroll
-    for (int t = 0; t < kMaxDrafts; ++t)
-      values[t] = t < T && thread < m.columns ? __float_as_uint(shared[m.front.v + t * m.columns + thread]) : 0;
   }
 
   Entries record;
-
   if (r.slot >= 0) record = Entries(x.records, at, r.slot, v0);
 #pragma unroll
   for (int i = 0; i < kPerWarp; ++i) {
@@ -304,8 +313,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
   wait_for_copies();
   __syncthreads();  // the state, w, u, kG, qG and scores are in shared memory
 
-  const int groups = m.columns / kWarpColumns, parts = kWarps / groups;
-  const int column0 = warp % groups * kWarpColumns, part = warp / groups;
+  // Powers of two: groups of columns, parts of K.
+  const int log_groups = __ffs(m.columns / kWarpColumns) - 1, parts = kWarps >> log_groups;
+  const int part = warp >> log_groups, column0 = (warp - (part << log_groups)) * kWarpColumns;
   const int n = lane / 4, j = lane % 4;  // of fragments
   Sums<kSlices, kTiles> all{};
   const auto multiply = [&]<bool kApply>() {
@@ -325,8 +335,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
     if constexpr (kFlushes<P>)
       to = place_of(x.state) + static_cast<uint64_t>(column0 + n) * x.state.stride2 + 4 * j * sizeof(State);
     const int quarters = parts == kQuarters ? 1 : 2;  // of a half, here
+    const int halves = parts == 1 ? 2 : 1;
 #pragma unroll 1
-    for (int quarter = part * kQuarters / parts; quarter < (part + 1) * kQuarters / parts; quarter += quarters) {
+    for (int i = 0, quarter = part * halves * quarters; i < halves; ++i, quarter += quarters) {
       Sums<kSlices, kTiles> half{};
 #pragma unroll 1
       for (int group = quarter * kSteps; group < (quarter + quarters) * kSteps; group += kSteps) {
@@ -415,7 +426,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
     if (t >= T) break;
     const float *A = scores + t * m.drafts, *P_ = A + m.drafts * m.drafts;
     const unsigned ancestors = __float_as_uint(beta[m.drafts + t]);
-    float rest = value_of(tokens.qkv_dtype, values[t]) - whole(t), o = whole(m.drafts + t);
+    const float v = front ? shared[m.front.v + t * m.columns + thread] : value_of(tokens.qkv_dtype, values[t]);
+    float rest = v - whole(t), o = whole(m.drafts + t);
 #pragma unroll
     for (int i = 0; i < t; ++i) {
       if (!kUsual && !(ancestors >> i & 1)) continue;
@@ -428,11 +440,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kUsua
   }
 }
 
-template <class State, int kK, int kMaxDrafts, int kWarps, bool kUsual, class P>
+template <class State, int kK, int kMaxDrafts, int kWarps, Call kCall, class P>
 void launch_sized(const P& p, const Parts<P>& x, int room) {
   const int device = p.args.exec.device_id, most = shared_memory_of_block(device);
   const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(device) / 2;
-  const auto memory_of = [&](int columns) { return Memory(kK, kUsual ? kMaxDrafts : room, columns, x.sizes); };
+  const auto memory_of = [&](int columns) {
+    return Memory(kK, kCall == Call::kAny ? room : kMaxDrafts, columns, x.sizes);
+  };
   const auto bytes_of = [](const Memory& m) {
     return Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
   };
@@ -440,7 +454,7 @@ void launch_sized(const P& p, const Parts<P>& x, int room) {
   while (columns > 32 && (heads * (p.V / columns) < enough || bytes_of(memory_of(columns)) > most)) columns /= 2;
   const int64_t tiles = p.V / columns;
   const Memory m = memory_of(columns);
-  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kUsual, P>>(
+  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kCall, P>>(
       p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes_of(m),
       Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, 2, device)), m, x);
 }
@@ -451,16 +465,18 @@ void launch_mma(const P& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
   const int room = static_cast<int>(room_of(p));
-  const bool usual = is_usual(x);
+  const bool usual = is_usual(x), front = is_usual(x, false, true);
   const auto sized = [&]<class State, int kK>() {
-    if (room > 8) return launch_sized<State, kK, 16, 8, false>(p, x, room);
-    if (usual) return launch_sized<State, kK, 8, 8, true>(p, x, room);
+    if (room > 8) return launch_sized<State, kK, 16, 8, Call::kAny>(p, x, room);
+    if (usual) return launch_sized<State, kK, 8, 8, Call::kUsual>(p, x, room);
+    if constexpr (!kFlushes<P>)
+      if (front) return launch_sized<State, kK, 8, 8, Call::kFront>(p, x, room);
     // Many blocks of four warps, unless there are too few of them: not enough heads, or shared memory.
     const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
     const bool many = kFlushes<P> ? heads >= 4 * SMs && room <= 4 : heads >= 2 * SMs || room <= 4;
     if constexpr (kK == 128)
-      if (many) return launch_sized<State, kK, 8, 4, false>(p, x, room);
-    launch_sized<State, kK, 8, 8, false>(p, x, room);
+      if (many) return launch_sized<State, kK, 8, 4, Call::kAny>(p, x, room);
+    launch_sized<State, kK, 8, 8, Call::kAny>(p, x, room);
   };
   const bool bf16 = p.args.states.h0.dtype == KDA_BF16;
   if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();

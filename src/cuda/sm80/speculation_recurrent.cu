@@ -22,8 +22,8 @@ namespace {
 constexpr int kFewWarps = 4, kManyWarps = 8;  // of a block: each draft has one
 
 // What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over, or that
-// it is and is_large(); then that it is usual, or so and of one draft, but for rings.
-enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing };
+// it is and is_large(); then that it is usual, or so and of one draft, but for rings; or but for a convolution in front.
+enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing, kFront };
 constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall, int kWarps>
 constexpr int kMost = kCall == Call::kOneDraft || kCall == Call::kOneOnRing ? 1 : kWarps;  // drafts
@@ -56,7 +56,7 @@ struct Memory {
   int v, factors, scores;
   FrontMemory front;
   EntryMemory entries;  // those that are not applied have k in place of w
-  int alpha, end;
+  int end;
 
   // ring: entries may stay committed.
   __host__ __device__ Memory(int K, int columns, int drafts, const Sizes& sizes, bool ring)
@@ -66,9 +66,8 @@ struct Memory {
         factors(v + drafts * columns),  // in front: [drafts][columns] of v
         scores(factors + 2 * drafts),   // in front: beta, k . q
         front{sizes.front, sizes.by_four, 0, kVectors * K, v, columns},
-        entries(K, columns, sizes.entries, scores + 2 * drafts * before),  // in front: -A, then P, [drafts][before]
-        alpha(entries.end),
-        end(alpha + (ring ? sizes.entries * K : 0)) {}
+        entries(K, columns, sizes.entries, scores + 2 * drafts * before, true),  // in front: -A, P, [drafts][before]
+        end(entries.end) {}
 
   // Of draft t with what lies `steps` before it, 1 the nearest; which: 0 -A, 1 P.
   __device__ int score(int which, int t, int steps) const { return scores + (which * drafts + t) * before + steps - 1; }
@@ -108,32 +107,32 @@ __device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK
 template <int kThreads, int kK, int kColumns>
 struct BlockEntries {
   const Before& before;
-  EntryChannel channel;
-  int next, count = 0;
+  int count = 0;
 
-  // Asks for the first of them, and for u of all.
-  __device__ BlockEntries(const Before& before, const EntryMemory& m, float* shared)
-      : before(before), next(before.newest) {
-    if (before.apply && own_channel() >= 0) channel.fetch(before, own_channel(), next);
-    const int column = static_cast<int>(threadIdx.x);
-    for (int w = before.newest; w >= 0 && count < m.entries; w = before.window.before(w), ++count)
-      if (column < kColumns)
-        copy_async(shared + m.u + count * kColumns + column, &before.entries.u_at(before.window.entry(w), column));
-  }
-  // Of those that stay committed, k and alpha as they are.
-  __device__ void copy_keys(const Memory& m, float* shared) const {
-    const int c = static_cast<int>(threadIdx.x);
-    for (int i = 0; c < kK && i < count; ++i) {
-      const int entry = before.window.entry(before.newest - i);
-      copy_async(shared + m.entries.w + i * kK + c, &before.entries.k_at(entry, c));
-      copy_async(shared + m.alpha + i * kK + c, &before.entries.alpha_at(entry, c));
+  // Asks for all of them: u, and of a thread's channel k, in place of w, and alpha. They come to shared memory, so that
+  // the state can be asked for at once: it takes the registers.
+  __device__ BlockEntries(const Before& before, const EntryMemory& m, float* shared) : before(before) {
+    const int column = static_cast<int>(threadIdx.x), c = own_channel();
+    for (int w = before.newest; w >= 0 && count < m.entries; w = before.window.before(w), ++count) {
+      const int entry = before.window.entry(w);
+      if (column < kColumns) copy_async(shared + m.u + count * kColumns + column, &before.entries.u_at(entry, column));
+      if (c < 0) continue;
+      copy_async(shared + m.w + count * kK + c, &before.entries.k_at(entry, c));
+      copy_async(shared + m.alpha + count * kK + c, &before.entries.alpha_at(entry, c));
     }
   }
-  // A barrier behind this makes w, f and u visible to all.
+  // w and f of those to apply; the others stay as they came. A barrier behind this makes all visible to all.
   __device__ void prepare(const EntryMemory& m, float* shared) {
     if (!count) return;
-    if (before.apply && own_channel() >= 0) prepare_entries(before, channel, next, own_channel(), m, shared);
     wait_for_copies();
+    const int c = own_channel();
+    if (!before.apply || c < 0) return;
+    double product = 1;
+    for (int i = 0; i < count; ++i) {
+      shared[m.w + i * kK + c] *= static_cast<float>(product);
+      product *= shared[m.alpha + i * kK + c];
+    }
+    shared[m.f + c] = static_cast<float>(product);
   }
 
  private:
@@ -189,7 +188,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
   float* shared = reinterpret_cast<float*>(dynamic);
   const auto& x = seen<kUsual>(call, kK);
   constexpr int kThreads = kFewWarps * 32, kColumns = kTile<kFewWarps, kRows>, kStep = kStepOf<kUsual, kFewWarps>;
-  const EntryMemory m(kK, kColumns, x.entries, 0);
+  const EntryMemory m(kK, kColumns, x.entries, 0, true);
   const Place at(blocks);
   const auto layers = static_cast<unsigned>(x.layers);
   const unsigned v0 = at.tile * kColumns;
@@ -244,6 +243,14 @@ struct Walk {
   }
 };
 
+// When a block waits for its entries: before it asks for the state, after that, or when the drafts are activated. Which is
+// best was measured: the sooner the state is asked for the better for one block, but it then overtakes others' entries.
+enum class Wait { kBeforeState, kBehindState, kBehindDrafts };
+template <int kRows, int kSteps, Call kCall>
+constexpr Wait kWait = kRows == 4 && (on_ring(kCall) || kCall == Call::kLarge) ? Wait::kBeforeState
+                       : kSteps == 2                                           ? Wait::kBehindState
+                                                                               : Wait::kBehindDrafts;
+
 template <class State, int kK, int kWarps, int kRows, int kSteps, Call kCall, class P>
 __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
     recurrent_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Parts<P> call) {
@@ -254,10 +261,11 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   constexpr int kValues = (kDrafts * kColumns + kThreads - 1) / kThreads;  // of a thread
   constexpr bool kUsual = kCall != Call::kAny, kMayCommit = !kUsual || on_ring(kCall);
   constexpr int kStep = kStepOf<kUsual, kWarps>;
-  const auto& x = seen<kUsual, on_ring(kCall)>(call, kK);
+  constexpr Wait kEntries = kWait<kRows, kSteps, kCall>;
+  const auto& x = seen<kUsual, on_ring(kCall), kCall == Call::kFront>(call, kK);
   const Tokens& tokens = x.tokens;
   const Memory m = memory_of<kCall, kWarps>(x, kK, kColumns);
-  const bool front = !kUsual && m.front.given;  // q, k and v come from a convolution
+  const bool front = m.front.given;  // q, k and v come from a convolution
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int row0 = first_row_of<kRows, kStep>();
@@ -282,15 +290,19 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   }
   wait_for_stream();
   if (at.n >= blocks.rows) return;  // the grid's last rows
-  const Indices indices = indices_of(x.requests, at.n);
+  Indices indices = indices_of(x.requests, at.n);
+  pin(indices.state), pin(indices.records);
+  if (kFlushes<P>) pin(indices.last), pin(indices.accepted);
   unsigned values[kValues];
   const auto fetch = [&]<bool kNarrow>() {
     if (t < T) draft.template fetch_gate<kNarrow>(tokens);
     if (t < T && !front) draft.template fetch_keys<kNarrow>(tokens);
     const char* from = from_v;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i, from += kAtOnce * static_cast<uint64_t>(tokens.v.stride1))
+    for (int i = 0; i < kValues; ++i, from += kAtOnce * static_cast<uint64_t>(tokens.v.stride1)) {
       values[i] = !front && thread / kColumns + i * kAtOnce < T ? load_raw<kNarrow>(from, tokens.qkv_dtype) : 0;
+      pin(values[i]);
+    }
   };
   tokens.narrow ? fetch.template operator()<true>() : fetch.template operator()<false>();
   const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
@@ -299,23 +311,23 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kThreads, kK, kColumns> entries(before, m.entries, shared);
-  if (kMayCommit && !before.apply) entries.copy_keys(m, shared);
   // The state is on its way to the L2 cache while entries are waited for. (In smaller calls this costs up to 6 %.)
   if (kCall == Call::kLarge && thread == kThreads - 1)
     prefetch(x.state.at(static_cast<unsigned>(r.s.slot), at.hv, v0), kColumns * uint64_t{x.state.stride2});
   if (front) {  // before the state takes the registers
     FrontDrafts<kThreads, kK, kWarps> convolution(m.front);
-    convolution.fetch(call.front, at, r.s, T, v0);
-    convolution.values(call.front, at, r.s, T, v0, shared);
+    convolution.fetch(x.front, at, r.s, T, v0);
+    convolution.values(x.front, at, r.s, T, v0, shared);
   }
-  // Four columns a thread leave no registers for what is on its way; two do, and few blocks had better not wait twice.
-  if constexpr (kRows == 4) entries.prepare(m.entries, shared);
+  if constexpr (kEntries == Wait::kBeforeState) entries.prepare(m.entries, shared);
   float S[kRows][kK / kRowLanes] = {};
   Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   if (r.s.initial) load_state<State, kK, kStep>(from, S);
-  let_next_start();
+  // In calls of this size blocks of the next kernel would run beside these, and delay their entries.
+  constexpr bool kLate = kFlushes<P> && kRows == 4 && kEntries == Wait::kBehindDrafts;
+  if (!kLate) let_next_start();
+  if constexpr (kEntries == Wait::kBehindState) entries.prepare(m.entries, shared);
 
-  if constexpr (kRows != 4) entries.prepare(m.entries, shared);
   auto* prepared = reinterpret_cast<PreparedDraft<kK>*>(shared);
   if (front) {
     __syncthreads();  // q, k and v of all drafts are in shared memory
@@ -345,6 +357,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
       if (thread / kColumns + i * kAtOnce < T)
         shared[m.v + i * kThreads + thread] = value_of(tokens.qkv_dtype, values[i]);
   }
+  if constexpr (kEntries == Wait::kBehindDrafts) entries.prepare(m.entries, shared);
+  if (kLate) let_next_start();
   if constexpr (kDrafts > 1 || kMayCommit)
     __syncthreads();  // keys and decays of drafts and entries are in shared memory
   const int committed = !kMayCommit || before.apply ? 0 : entries.count;
@@ -354,7 +368,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
     for (int e = 0; e < kPerLane; ++e) walk.k[e] = draft.alpha[e] * draft.k[e], walk.q[e] = draft.alpha[e] * draft.q[e];
     if (kDrafts > 1 && t) walk.over(t, prepared[t - 1].k, prepared[t - 1].alpha, -kVectors * kK);
     for (int i = 0; i < committed; i += kWarps)
-      walk.over(min(committed - i, kWarps), shared + m.entries.w + i * kK, shared + m.alpha + i * kK, kK);
+      walk.over(min(committed - i, kWarps), shared + m.entries.w + i * kK, shared + m.entries.alpha + i * kK, kK);
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e)
       prepared[t].kG[draft.channel(e)] = walk.k[e], prepared[t].qG[draft.channel(e)] = walk.q[e];
@@ -455,7 +469,7 @@ void launch_recurrent(const P& p) {
   if (p.N * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
-  const bool usual = is_usual(x), ring = is_usual(x, true);
+  const bool usual = is_usual(x), ring = is_usual(x, true), front = is_usual(x, false, true);
   by_size(p, [&]<class State, int kK, int kWarps, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kWarps, kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
@@ -473,6 +487,8 @@ void launch_recurrent(const P& p) {
       if constexpr (kFlushes<P> && kRows == 4 && kSteps == 1)
         if (usual && is_large(p)) return with.template operator()<Call::kLarge>();
       if (usual) return with.template operator()<Call::kUsual>();
+      if constexpr (!kFlushes<P>)
+        if (front) return with.template operator()<Call::kFront>();
     }
     if constexpr (kFlushes<P>)
       if (ring) return with.template operator()<Call::kRing>();
@@ -512,7 +528,7 @@ void flush_registers(const FlushProblem& p) {
   by_size(p, [&]<class State, int kK, int kWarps, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kWarps, kRows>;
     const int64_t tiles = p.V / kColumns;
-    const int bytes = EntryMemory(kK, kColumns, x.entries, 0).end * static_cast<int>(sizeof(float));
+    const int bytes = EntryMemory(kK, kColumns, x.entries, 0, true).end * static_cast<int>(sizeof(float));
     const auto with = [&]<bool kUsual>() {
       launch<flush_kernel<State, kK, kRows, kUsual>>(p.args.exec, Blocks::grid(p, tiles, p.layers), kWarps * 32, bytes,
                                                      LayeredBlocks(p, tiles, hints), x);

@@ -66,14 +66,13 @@ struct Shared {
   static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
   static constexpr unsigned task = maps + 3 * 8;                   // the pair's, where there are segments
   static constexpr unsigned kTaskBytes = 96;
-  static constexpr unsigned leaving = (task + kTaskBytes + 15) / 16 * 16;  // of each scanning warp: as `places`
   static constexpr unsigned stages = 1024;
   static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
   static constexpr unsigned out = stages + kStages * Stage::bytes;
   static constexpr unsigned benches = out + 4 * kOutBytes;
   static constexpr unsigned bytes = benches + kPreparers * BenchLayout::bytes;
 };
-static_assert(Shared::task % 16 == 0 && Shared::leaving + 4 * 16 <= Shared::stages);
+static_assert(Shared::task % 16 == 0 && Shared::task + Shared::kTaskBytes <= Shared::stages);
 static_assert(Shared::bytes <= 227 * 1024, "what a block of Hopper may have");
 
 __device__ inline unsigned char* shared_memory() {

@@ -308,32 +308,26 @@ class PairScan : public Scan<T> {
     unsigned number = 0, i = 0;  // of the stage, of the stretch
     if (lane_ == 0) ring_.open();
     const bool by_stages = call_.state_tiles->used;
-    // From one stretch's state to that of the next, i.
-    const auto change = [&](unsigned i) {
+    float first[64];  // state of a stretch: comes while that of the one before is stored
+    const auto come = [&](unsigned i) {
       const Work& work = Work::at(i);
-      if (by_stages && work.exists) {
-        if (i > 0 && Work::at(i - 1).gives) give();
-        return exchange(number++, i);
-      }
       Sequence s = work.sequence();
       s.initial = s.initial && work.exists && !work.takes;
-      float first[64];
-      Base::fetch(s, work.hv, first);  // comes while the other one is stored
-      if (i > 0) {
-        const Work& before = Work::at(i - 1);
-        if (before.gives) give();
-        else Base::keep(before.sequence(), before.hv, before.end);
-      }
-      Base::load(first);
+      if (by_stages && work.exists) exchange(number++, i, first);
+      else Base::fetch(s, work.hv, first);
     };
-    for (change(0); Work::at(i).exists; change(++i)) {
+    for (come(0); Work::at(i).exists; ++i) {
       lane_ = opaque(lane_);
       const Work& work = Work::at(i);
       if (work.takes) take();
+      else Base::load(first);
       Base::remember(work.sequence(), work.hv);
       Base::scan({work.n, work.hv}, work.first, work.end, number, [&] {
         if (by_stages) finish_exchange(number - 1);
       });
+      come(i + 1);
+      if (work.gives) give();
+      else if (!by_stages || !Work::at(i + 1).exists) Base::keep(work.sequence(), work.hv, work.end);
     }
     Base::finish_outputs();
     finish(Work::at(i).initial);
@@ -356,20 +350,20 @@ class PairScan : public Scan<T> {
   }
   // The state of stretch i has come to a stage. That of the one before takes its place, if its head ends there, and leaves: a
   // thread has the same elements of both, so that it waits for no other.
-  __device__ void exchange(unsigned number, unsigned i) {
+  __device__ void exchange(unsigned number, unsigned i, float (&first)[64]) const {
     const bool stores = call_.state_tiles->stores && i > 0 && !Work::at(i - 1).gives;
     const unsigned warps = ring_.stage(number) + warp_ % Base::kWarps * StateTiles::kWarpBytes;
     const unsigned mine = warps + StateTiles::place(lane_ / 4, lane_ % 4 * 2);
     ring_.wait_full(number);
 #pragma unroll
     for (unsigned x = 0; x < 32; ++x) {
-      const unsigned at = StateTiles::further(mine, x / 2, x % 2);
-      const float2 old = make_float2(S_[2 * x] * unit_[x % 2], S_[2 * x + 1] * unit_[x % 2]);
-      const float2 two = ptx::load_shared_f32x2(at);
-      S_[2 * x] = two.x, S_[2 * x + 1] = two.y;
-      if (stores) ptx::store_shared_f32x2(at, old);
+      const float2 two = ptx::load_shared_f32x2(StateTiles::further(mine, x / 2, x % 2));
+      first[2 * x] = two.x, first[2 * x + 1] = two.y;
     }
-    unit_[0] = unit_[1] = 1;
+#pragma unroll
+    for (unsigned x = 0; stores && x < 32; ++x)
+      ptx::store_shared_f32x2(StateTiles::further(mine, x / 2, x % 2),
+                              make_float2(S_[2 * x] * unit_[x % 2], S_[2 * x + 1] * unit_[x % 2]));
     ptx::fence_shared_for_async();  // the copy engine reads what is stored, and will overwrite it
     __syncwarp();                   // all lanes have read theirs, and stored
     if (!stores || lane_ > 0) return;

@@ -82,6 +82,7 @@ class Scan {
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
                                        const Begun& begun) {
     const bool keeps = call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data;
+    unsigned out[2][4];  // of the chunk before
     const unsigned begin =
         first - number * kRows;  // where chunk 0 would be: what follows from a chunk's number is uniform
     // What is rare stays out of the inner loop: instructions have a cache, too.
@@ -95,51 +96,42 @@ class Scan {
       if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
-      Place to{uniform(at.b), uniform(at.t0 + begin - kRows), uniform(at.hv)};
-      if (t == first && waits_) {  // the outputs that leave are another item's
-        const Place other = place(Shared::leaving);
-        to = {uniform(other.b), uniform(other.t0 - number * kRows), uniform(other.hv)};
-        stop = min(stop, t + kRows);
-      }
+      const Place to{uniform(at.b), uniform(at.t0 + begin - kRows), uniform(at.hv)};
       bool went, full = false;
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
         const unsigned n = uniform(number), stage = ring_.stage(n);
         if (!full) ring_.wait_full(number);
         went = chunk<true>(
-            stage, t % kChunk == 0, again, out_,
+            stage, t % kChunk == 0, again, out,
             [&] {
               if constexpr (!std::is_same_v<Begun, Nothing>) {
                 if (t == first && !again) [[unlikely]]
                   begun();
               }
-              if (waits_) stage_outputs(out_);
+              if (t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
               if (kCorrections) store_corrections(t, end, U);
             },
             [&] {
-              if (waits_) store_outputs(to, n * kRows);
+              if (t > first) store_outputs(to, n * kRows);
               full = ring_.is_full(number + 1);
             });
         if (!went) break;
-        waits_ = true;
         __syncwarp();  // all lanes have read the stage
         if (lane_ == 0) ring_.release(number, kWarpsOfEach);
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
       if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);
-      else if (again) spoil(out_);
+      else if (again) spoil(out);
     }
     if (end <= first) return;
     const unsigned last = (end - first - 1) / kRows * kRows + first;
-    if (end - last < kRows) {
-      stage_outputs(out_), store_rows(last, end - last), waits_ = false;
-    } else {
-      const Place at = place();
-      ptx::store_shared4(place_at(Shared::leaving), make_uint4(at.b, at.t0 + last, at.hv, 0));
-    }
+    stage_outputs(out);
+    if (end - last == kRows) store_outputs(place(), last);
+    else store_rows(last, end - last);
   }
   // The first chunks of the ring, all of 32 tokens: for the state alone. The last kHeld are not released.
   template <unsigned kHeld>
@@ -166,11 +158,7 @@ class Scan {
     }
   }
   // Before the block ends, or others use its memory.
-  __device__ void finish_outputs() {
-    if (waits_) stage_outputs(out_), store_outputs(place(Shared::leaving), 0);
-    waits_ = false;
-    ptx::wait_for_bulk_reads<0>();
-  }
+  __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
 
   // The warp's first column; where its columns' v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
@@ -510,17 +498,15 @@ class Scan {
     __syncwarp();  // nobody reads them any more
   }
 
-  __device__ unsigned place_at(unsigned places) const { return ring_.memory + places + warp_ % kWarps * 16; }
-  // Of the item; at Shared::leaving of outputs that wait, t0 being their first row.
-  __device__ Place place(unsigned places = Shared::places) const {
-    const uint4 x = ptx::load_shared4(place_at(places));
+  __device__ unsigned place_at() const { return ring_.memory + Shared::places + warp_ % kWarps * 16; }
+  __device__ Place place() const {
+    const uint4 x = ptx::load_shared4(place_at());
     return {x.x, x.y, x.z};
   }
   __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ % kWarps * 8; }
   __device__ void remember(const Sequence& s, unsigned hv) const {
     __syncwarp();  // nobody reads that of the item before
-    ptx::store_shared4(place_at(Shared::places),
-                       make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, 0));
+    ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, 0));
     if (call_.v_new.data) {
       const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
       ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
@@ -545,9 +531,6 @@ class Scan {
   unsigned lane_;
   float S_[64];    // S^T / unit_: accumulators
   float unit_[2];  // of the thread's two columns
-  // Outputs of the chunk before leave while this one's products run, also if it was another item's.
-  unsigned out_[2][4];
-  bool waits_ = false;
 };
 
 }  // namespace kda::cuda::sm90
