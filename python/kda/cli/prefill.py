@@ -234,13 +234,12 @@ def rows(
 
 
 def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
-    """Those for which FLA is measured, in this order."""
+    """Those for which FLA is measured, in this order: behind each of QUICK what needs no tuning any more."""
     if not few:
         return list(cases)
     place = {name: n for n, name in enumerate(QUICK.items())}
-    first = sorted((c for c in cases if (c.name, c.gate) in place), key=lambda c: place[c.name, c.gate])
-    shared = {c.tuning for c in first}
-    return [*first, *(c for c in cases if c not in first and c.tuning in shared)]
+    quick = sorted((c for c in cases if (c.name, c.gate) in place), key=lambda c: place[c.name, c.gate])
+    return [c for first in quick for c in (first, *(o for o in cases if o.tuning == first.tuning and o not in quick))]
 
 
 def _compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
