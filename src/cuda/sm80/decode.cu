@@ -238,18 +238,21 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
     if (there && by_slot) load(p.h0, row);
     if (there && !by_slot) load(p.snapshots, row, sequence());
   }
-  let_next_start();
 
   for (unsigned t = 0; t < s.length; ++t) {
     if (t) locate(b, t0 + t);
     if (front) convolve(s, t);  // while the state is on its way
     else if (t) fetch();
-    // Its barrier: the last token's keys are no longer read, either.
+    // Their barrier: the last token's keys are no longer read, either.
+    const auto finish = [&]<int kParts>(const Products(&mine)[kParts]) {
+      if (t == 0) let_next_start();  // q and k are there: sooner, the next kernel's hints delay them
+      keys.finish(x, block_sums<kBlock>(mine, sums));
+    };
     if constexpr (kBlock == kFewThreads) {
       static_assert(kPerThread == 2);
-      keys.finish(x, block_sums<kBlock, 2>({keys.template products<0, 1>(x), keys.template products<1, 2>(x)}, sums));
+      finish({keys.template products<0, 1>(x), keys.template products<1, 2>(x)});
     } else {
-      keys.activate(x, [&](const Products& mine) { return block_sums<kBlock>({mine}, sums); });
+      finish({keys.products(x)});
     }
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
