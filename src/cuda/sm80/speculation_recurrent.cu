@@ -323,8 +323,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   float S[kRows][kK / kRowLanes] = {};
   Rows<true> from(x.state, static_cast<unsigned>(r.s.slot), at.hv, v0 + static_cast<unsigned>(row0));
   if (r.s.initial) load_state<State, kK, kStep>(from, S);
-  // In calls of this size blocks of the next kernel would run beside these, and delay their entries.
-  constexpr bool kLate = kFlushes<P> && kRows == 4 && kEntries == Wait::kBehindDrafts;
+  // In calls of this size blocks of the next kernel would run beside these, and delay their drafts and entries.
+  constexpr bool kLate = kEntries == Wait::kBehindDrafts && (kRows == 4 || !kFlushes<P>);
   if (!kLate) let_next_start();
   if constexpr (kEntries == Wait::kBehindState) entries.prepare(m.entries, shared);
 
