@@ -237,9 +237,8 @@ def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
     """Those for which FLA is measured, in this order: behind each of QUICK what needs no tuning any more."""
     if not few:
         return list(cases)
-    place = {name: n for n, name in enumerate(QUICK.items())}
-    quick = sorted((c for c in cases if (c.name, c.gate) in place), key=lambda c: place[c.name, c.gate])
-    return [c for first in quick for c in (first, *(o for o in cases if o.tuning == first.tuning and o not in quick))]
+    quick = [c for called in QUICK.items() for c in cases if (c.name, c.gate) == called]
+    return list(dict.fromkeys(c for q in quick for c in (q, *(other for other in cases if other.tuning == q.tuning))))
 
 
 def _compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
