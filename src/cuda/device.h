@@ -238,30 +238,38 @@ struct TokenKeys {
   __device__ void fetch(const Tokens& x) {
     fetch_keys<kNarrow>(x), fetch_gate<kNarrow>(x);
   }
-  template <bool kNarrow>
-  __device__ void fetch_keys(const Tokens& x) {
+  // kIf: if it is there, each load by its own predicate. Behind a branch one scoreboard serves all loads that are on their
+  // way, and who waits for an index in front of it waits for all.
+  template <bool kNarrow, bool kIf = false>
+  __device__ void fetch_keys(const Tokens& x, bool there = true) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const bool real = channel(i) < x.K;
+      const bool real = channel(i) < x.K && there;
       raw_q_[i] = real ? element<kNarrow>(from_q_, i, x.qkv_dtype) : 0;
+      if (kIf) pin(raw_q_[i]);
       raw_k_[i] = real ? element<kNarrow>(from_k_, i, x.qkv_dtype) : 0;
+      if (kIf) pin(raw_k_[i]);
     }
   }
-  template <bool kNarrow>
-  __device__ void fetch_gate(const Tokens& x) {
-    fetch_gate_input<kNarrow>(x), fetch_parameters(x);
+  template <bool kNarrow, bool kIf = false>
+  __device__ void fetch_gate(const Tokens& x, bool there = true) {
+    fetch_gate_input<kNarrow, kIf>(x, there), fetch_parameters(x, there);
   }
-  template <bool kNarrow>
-  __device__ void fetch_gate_input(const Tokens& x) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) raw_g_[i] = channel(i) < x.K ? element<kNarrow>(from_g_, i, x.g_dtype) : 0;
-    raw_beta_ = element<kNarrow>(from_beta_, 0, x.beta_dtype);
-  }
-  // A_log and dt_bias, which all tokens of a head share.
-  __device__ void fetch_parameters(const Tokens& x) {
+  template <bool kNarrow, bool kIf = false>
+  __device__ void fetch_gate_input(const Tokens& x, bool there = true) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const bool real = channel(i) < x.K && x.bias;
+      raw_g_[i] = channel(i) < x.K && there ? element<kNarrow>(from_g_, i, x.g_dtype) : 0;
+      if (kIf) pin(raw_g_[i]);
+    }
+    raw_beta_ = there ? element<kNarrow>(from_beta_, 0, x.beta_dtype) : 0;
+    if (kIf) pin(raw_beta_);
+  }
+  // A_log and dt_bias, which all tokens of a head share.
+  __device__ void fetch_parameters(const Tokens& x, bool there = true) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const bool real = channel(i) < x.K && x.bias && there;
       bias_[i] = real ? *reinterpret_cast<const float*>(from_bias_ + i * kThreads * 4) : 0.0f;
     }
     A_log_ = x.A_log ? *reinterpret_cast<const float*>(from_A_) : 0.0f;

@@ -23,8 +23,8 @@ struct Divisor {
 
 // What is given before wait_for_stream().
 struct Hints {
-  unsigned blocks = 0;  // the first ones give some
-  bool states = false;  // where states are, too
+  unsigned blocks = 0;  // the first ones give some,
+  unsigned states = 0;  // and so many of them where states are, too
 };
 
 // The blocks of a call: x walks over the tiles of a request's heads, y and z over requests (of all layers).
@@ -63,9 +63,9 @@ struct Place {
     layer = blocks.layer.quotient(n), n -= layer * blocks.rows;
   }
 
-  // Is the block one of those? Hints would keep later ones from their work.
-  __device__ static bool hints(const Blocks& blocks) {
-    return blockIdx.z == 0 && blockIdx.y * gridDim.x + blockIdx.x < blocks.hints.blocks;
+  // Is the block one of the first ones? Hints would keep later ones from their work.
+  __device__ static bool is_among(unsigned first) {
+    return blockIdx.z == 0 && blockIdx.y * gridDim.x + blockIdx.x < first;
   }
 };
 
@@ -101,13 +101,18 @@ __device__ inline void prefetch(const void* at, uint64_t bytes) {
                "r"((static_cast<unsigned>(end - first) + 15) & ~15u));
 #endif
 }
-// Whose blocks give hints: about as many as the GPU has at a time. Of states only where all of them are few for the L2
-// cache: of more they take memory's time from the kernel before, which still writes (decode of 8 requests of 32 heads in
-// f32 would take 1.13 times as long).
-inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int blocks_of_SM, int device_id) {
-  constexpr int64_t kBytesOfSM = 64 * 1024;
-  const int64_t SMs = multiprocessors(device_id), bytes = layers * d.N * d.HV * d.K * d.V * dtype_size(state_dtype);
-  return {static_cast<unsigned>(blocks_of_SM * SMs), bytes <= kBytesOfSM * SMs};
+// How much of the states hints are given for, in KB an SM: `all` where there is no more, else `some`. That keeps memory busy
+// while the kernel before ends; more takes its time from that, which still writes. Numbers are by what was measured.
+struct HintedStates {
+  int all, some;
+};
+// Whose blocks give hints: about as many as the GPU has at a time, and of states the first ones, `tiles` of which have one.
+inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t tiles, int blocks_of_SM,
+                      HintedStates states, int device_id) {
+  const int64_t SMs = multiprocessors(device_id), state = d.K * d.V * dtype_size(state_dtype);
+  const auto blocks = static_cast<unsigned>(blocks_of_SM * SMs);
+  if (layers * d.N * d.HV * state <= states.all * 1024 * SMs) return {blocks, blocks};
+  return {blocks, static_cast<unsigned>(states.some * 1024 * SMs * tiles / state)};
 }
 // What an index is likely to be, before wait_for_stream().
 __device__ inline int32_t peek(const int32_t* at) {

@@ -180,6 +180,49 @@ def given_tensors(x: Any) -> list[Tensor]:
 
 
 @only_cuda
+@pytest.mark.parametrize("told", ["before", "between"])
+@pytest.mark.parametrize("sizes", [LARGE, {"K": 20, "V": 36}])
+@pytest.mark.parametrize(("T", "N"), [(1, 3), (4, 3), (4, 70), (9, 3)])
+def test_rounds_on_a_ring_without_a_pause(T: int, N: int, sizes: dict[str, Any], told: str) -> None:
+    """Kernels start, and some read, while those before them still run: they read what they would after a pause. How many
+    drafts are accepted is told before all rounds, or between each two of them."""
+    p, h0 = drafts(T, N=N, dtype=torch.bfloat16, **sizes)
+    accepted, m = torch.randint(T + 1, (16, N), device=DEVICE).int(), HERE(alike(0, N))
+    call, start = HERE.call(p, state_indices=torch.randperm(N).int()), HERE(h0)
+    ring = records_of(HERE, p, 4 * T + 1, slots=N, ring=True, fill=0.0)._replace(indices=call["state_indices"])
+    pool, empty = start.clone(), [x.clone() for x in given(ring)]
+
+    def serve(pause: bool) -> list[Tensor]:
+        outputs = []
+        for length in accepted:
+            if told == "between":
+                m.copy_(length)
+            now = m if told == "between" else length
+            outputs.append(kda.flush_verify_kvbuffer(**call, state=pool, records=ring, accept_len=now))
+            if pause:
+                torch.cuda.synchronize()
+        return outputs
+
+    def begin_again() -> None:
+        for x, y in zip([pool, *given(ring)], [start, *empty], strict=True):
+            x.copy_(y)
+
+    outputs = serve(pause=True)
+    expected = [x.clone() for x in (*outputs, pool, *given(ring))]
+    assert not same_bits(pool, start), "no state was written"
+    results: list[Tensor] = []
+
+    def run() -> None:
+        results[:] = serve(pause=False)
+
+    graph = captured(run)
+    for turn in range(30):
+        begin_again()
+        graph.replay()
+        assert all_same([*results, pool, *given(ring)], expected), turn
+
+
+@only_cuda
 def test_nothing_waits() -> None:
     memory, buffer = memory_of(3, 4, 5), kda.DraftBuffer(5, 4, 1, 2, 20, 36, device=DEVICE)
     call = {n: x for n, x in memory["call"].items() if n not in ("parents", "state_indices", "impl")}

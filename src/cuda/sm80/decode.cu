@@ -186,11 +186,14 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
   };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if (kPlain && kAccess != Access::kAny && at.hints(p.blocks)) {
-      keys.expect(x);
-      if (threadIdx.x == 0) prefetch(from_v);
+    if (kPlain && kAccess != Access::kAny && at.is_among(p.blocks.hints.blocks)) {
+      // Of many small blocks one a head does it for all.
+      if (kBlock > kFewThreads || at.tile == 0) {
+        keys.expect(x);
+        if (threadIdx.x == 0) prefetch(from_v);
+      }
       // A block's part of a K-first state is some lines of every channel.
-      const bool hint = p.blocks.hints.states && p.h0.data &&
+      const bool hint = at.is_among(p.blocks.hints.states) && p.h0.data &&
                         (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0);
       const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
       if (slot >= 0) {
@@ -270,7 +273,7 @@ template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock = k
 void launch_direct(const DecodeProblem& p) {
   const int64_t tiles = divide_up(p.V, kBlock / kRowLanes * kRows);
   const int blocks = blocks_of(kCalls, kElements, kRows, kBlock);
-  const Hints hints = hints_of(p, 1, p.args.states.h0.dtype, blocks, p.args.exec.device_id);
+  const Hints hints = hints_of(p, 1, p.args.states.h0.dtype, tiles, blocks, {28, 28}, p.args.exec.device_id);
   launch<decode_kernel<kAccess, kCalls, kElements, kRows, kBlock>>(p.args.exec, Blocks::grid(p, tiles, 1), kBlock, 0,
                                                                    Params(p, Blocks(p, tiles, hints)));
 }
@@ -286,7 +289,7 @@ void launch_direct(const DecodeProblem& p) {
   const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * SMs;
   const auto sized = [&]<int kElements, int kRows>() {
     if constexpr (kCalls == Calls::kUsualF32 && !kColumns && kElements == 16)
-      if (p.N * p.HV * p.V >= 3840 * SMs) return launch_direct<kAccess, kCalls, kElements, 1, kFewThreads>(p);
+      if (p.N * p.HV * p.V >= 1920 * SMs) return launch_direct<kAccess, kCalls, kElements, 1, kFewThreads>(p);
     few ? launch_direct<kAccess, kCalls, kElements, kFew>(p) : launch_direct<kAccess, kCalls, kElements, kRows>(p);
   };
   if (p.K <= 64) return sized.template operator()<8, 4>();

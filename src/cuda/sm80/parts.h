@@ -166,6 +166,16 @@ __device__ decltype(auto) seen(const Parts<P>& call, int K) {
   }
 }
 
+// indices_of by loads that stay in front of others, and see what the L2 cache has.
+template <class Requests>
+__device__ Indices peek_indices(const Requests& r, unsigned n) {
+  const auto at = [n](const Index& x) { return x.data ? peek(x.data + n * x.stride) : static_cast<int32_t>(n); };
+  Indices x{.state = at(r.states.indices)};
+  if constexpr (requires { r.records; }) x.records = at(r.records.indices);
+  if constexpr (requires { r.last; }) x.last = at(r.last.indices), x.accepted = at(r.accept_len);
+  return x;
+}
+
 // Where a request's drafts are, if the call has any.
 __device__ inline Sequence drafts_of(const Parts<FlushProblem>&, int64_t n) { return {.n = n}; }
 template <class P>
@@ -238,7 +248,7 @@ __device__ const View& state_at(const Parts<P>& x, const Place&) {
 template <class P, int kThreads>
 __device__ void expect_states(const Parts<P>& x, const Place& at, const Hints& hints, unsigned columns, int entries,
                               int K) {
-  if (hints.states && threadIdx.x == kThreads - 1) {
+  if (at.is_among(hints.states) && threadIdx.x == kThreads - 1) {
     const StateSlots& states = x.requests.states;
     const int slot = likely_slot(states.indices, states.first_valid, states.slots, at.n);
     if (slot >= 0)

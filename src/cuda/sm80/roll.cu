@@ -18,6 +18,7 @@ struct Rolled {
 
 template <class P>
 __global__ void roll_kernel(const __grid_constant__ P p, const __grid_constant__ Rolled r, const LayeredBlocks blocks) {
+  let_next_start();
   wait_for_stream();
   const Place at(blocks);
   if (at.layer >= r.layers) return;  // the grid's last rows

@@ -287,14 +287,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A ring's cursors, once no block reads the old ones: in a launch of its own.
+// A ring's cursors, once no block reads the old ones: in a launch of its own. What they follow from is not of the kernel
+// before, which belongs to the same call and waited for it: only the stores have to wait for that kernel's end.
 __global__ void cursor_kernel(const unsigned N, const __grid_constant__ Sizes sizes,
                               const __grid_constant__ FlushVerifyRequests requests,
                               const __grid_constant__ Lengths cu_seqlens) {
-  wait_for_stream();
+  let_next_start();
+  if (sizes.varlen) wait_for_stream();  // lengths are read as in all kernels
   const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
   if (n >= N) return;
-  const Request r = request_of(requests, sequence_at(sizes.varlen, cu_seqlens, sizes.T, n), indices_of(requests, n));
+  const Indices indices = peek_indices(requests, n);
+  int32_t first = 0, count = 0;
+  if (const int64_t slot = record_slot(requests.last, indices.last); slot >= 0)
+    first = peek(&requests.cursors.first[slot]), count = peek(&requests.cursors.count[slot]);
+  FlushVerifyRequests known = requests;
+  known.cursors = {{&first, 0}, {&count, 0}};
+  const Request r = request_of(known, sequence_at(sizes.varlen, cu_seqlens, sizes.T, n), indices);
+  wait_for_stream();
   if (r.s.live) store_cursors(requests.records, requests.cursors, r.slot, r.verify);
 }
 

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   const bool varlen = x.sizes.varlen, there = at.n < blocks.rows;
   const int most = static_cast<int>(x.sizes.T);
   if (!varlen) locate(at.n, 0);
-  if (!varlen && there && at.hints(blocks)) {
+  if (!varlen && there && at.is_among(blocks.hints.blocks)) {
     if (!front) {
 #pragma unroll
       for (int i = 0; i < kPerWarp; ++i)
@@ -246,11 +246,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   if (varlen) locate(0, static_cast<unsigned>(sequence.t0));
   const auto fetch = [&]<bool kNarrow>() {
 #pragma unroll
-    for (int i = 0; i < kPerWarp; ++i)
-      if (drafts[i].t < T) {
-        drafts[i].key.template fetch_gate<kNarrow>(tokens);
-        if (!front) drafts[i].key.template fetch_keys<kNarrow>(tokens);
-      }
+    for (int i = 0; i < kPerWarp; ++i) {
+      // (Of blocks that flush, the state had better be asked for when drafts are there, as entries come before it.)
+      constexpr bool kIf = !kFlushes<P>;
+      const bool is_there = drafts[i].t < T;
+      if (!kIf && !is_there) continue;
+      drafts[i].key.template fetch_gate<kNarrow, kIf>(tokens, is_there);
+      if (!front) drafts[i].key.template fetch_keys<kNarrow, kIf>(tokens, is_there);
+    }
     if (front) return;
     const char* from = from_v;
 #pragma unroll
@@ -454,9 +457,12 @@ void launch_sized(const P& p, const Parts<P>& x, int room) {
   while (columns > 32 && (heads * (p.V / columns) < enough || bytes_of(memory_of(columns)) > most)) columns /= 2;
   const int64_t tiles = p.V / columns;
   const Memory m = memory_of(columns);
+  // If all blocks run at once, those of the next kernel run beside them, and more hints would delay them.
+  const HintedStates hinted{64, heads * tiles > 3 * multiprocessors(device) ? 64 : 0};
+  constexpr int kHinting = kFlushes<P> ? 1000 : 2;  // of an SM: of entries, all blocks give hints
   launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kCall, P>>(
       p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes_of(m),
-      Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, 2, device)), m, x);
+      Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, tiles, kHinting, hinted, device)), m, x);
 }
 
 template <class P>
