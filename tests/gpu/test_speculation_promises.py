@@ -184,8 +184,8 @@ def given_tensors(x: Any) -> list[Tensor]:
 @pytest.mark.parametrize("sizes", [LARGE, {"K": 20, "V": 36}])
 @pytest.mark.parametrize(("T", "N"), [(1, 3), (4, 3), (4, 70), (9, 3)])
 def test_rounds_on_a_ring_without_a_pause(T: int, N: int, sizes: dict[str, Any], told: str) -> None:
-    """Kernels start, and some read, while those before them still run: they read what they would after a pause. How many
-    drafts are accepted is told before all rounds, or between each two of them."""
+    """Kernels start, and some read, while those before them still run: they read what they would after a pause. How
+    many drafts are accepted is told before all rounds, or between each two of them."""
     p, h0 = drafts(T, N=N, dtype=torch.bfloat16, **sizes)
     accepted, m = torch.randint(T + 1, (16, N), device=DEVICE).int(), HERE(alike(0, N))
     call, start = HERE.call(p, state_indices=torch.randperm(N).int()), HERE(h0)

@@ -39,15 +39,19 @@ def command(capsys: pytest.CaptureFixture[str], name: str) -> Callable[..., str]
     return call
 
 
-def gpu_suite() -> ModuleType:
-    """The functions of tools/gpu_suite."""
-    path = Path(__file__).resolve().parents[2] / "tools/gpu_suite"
-    suite = ModuleType("gpu_suite")
-    suite.__file__ = str(path)
+def tool(name: str) -> ModuleType:
+    """The functions of one of tools/."""
+    path = Path(__file__).resolve().parents[2] / "tools" / name
+    found = ModuleType(name)
+    found.__file__ = str(path)
     paths = sys.path[:]
-    exec(compile(path.read_text(), path, "exec"), suite.__dict__)
+    exec(compile(path.read_text(), path, "exec"), found.__dict__)
     sys.path[:] = paths  # processes started later would import kda from the sources that it put in front
-    return suite
+    return found
+
+
+def gpu_suite() -> ModuleType:
+    return tool("gpu_suite")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:

@@ -279,7 +279,7 @@ def test_peers_compute_the_same(
     monkeypatch.setattr(ctypes, "CDLL", lambda path: type("Library", (), {"fkda_fwd": staticmethod(flash)}))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 7}))
     case = Case(Problem(H=2, **sizes, gate="softplus" if gate == "softplus" else "lower_bound"), gate)
-    expected = prefill._kda(prefill.Inputs(case), None)()
+    expected = prefill.prepare_kda(prefill.Inputs(case), None)()
     for peer in prefill_peers.PEERS:
         if gate == "softplus" and peer.name != "FLA":
             with pytest.raises(NotImplementedError, match="knows gates with a lower bound only"):

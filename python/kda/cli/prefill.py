@@ -145,8 +145,8 @@ def least_bytes(p: Problem) -> float:
 Contender = tuple[str, "str | None", Callable[[Inputs], Callable[[], Any]]]
 
 
-def _kda(inputs: Inputs, impl: str | None) -> Call:
-    """In place on the states."""
+def prepare_kda(inputs: Inputs, impl: str | None) -> Call:
+    """Ours, in place on the states."""
     out, state = inputs.new_out(), inputs.state.clone()
 
     def run() -> Any:
@@ -157,7 +157,7 @@ def _kda(inputs: Inputs, impl: str | None) -> Call:
 
 
 def _ours(impl: str | None) -> list[Contender]:
-    return [("kda", name, partial(_kda, impl=name)) for name in implementations_on(DEVICE, "forward", impl)]
+    return [("kda", name, partial(prepare_kda, impl=name)) for name in implementations_on(DEVICE, "forward", impl)]
 
 
 @lru_cache(maxsize=4)
