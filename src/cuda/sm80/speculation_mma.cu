@@ -74,11 +74,11 @@ struct Split {
   }
 };
 
-// c += a b, where lanes hold b of two steps' rows (i = 0: the first). Without small_b all of b is big.
-__device__ inline void mma3(float (&c)[4], const Split& a, const Split& b, int i, bool small_b) {
-  if (small_b) mma(c, a.big, b.small[2 * i], b.small[2 * i + 1]);
-  mma(c, a.small, b.big[2 * i], b.big[2 * i + 1]);
-  mma(c, a.big, b.big[2 * i], b.big[2 * i + 1]);
+// Of three products the one of this number: c += a b, where lanes hold b of two steps' rows (i = 0: the first).
+__device__ inline void mma_of(int number, float (&c)[4], const Split& a, const Split& b, int i) {
+  if (number == 0) mma(c, a.big, b.small[2 * i], b.small[2 * i + 1]);
+  if (number == 1) mma(c, a.small, b.big[2 * i], b.big[2 * i + 1]);
+  if (number == 2) mma(c, a.big, b.big[2 * i], b.big[2 * i + 1]);
 }
 
 // Accumulators of all slices of eight drafts and of a warp's columns, eight a tile.
@@ -321,7 +321,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   const int part = warp >> log_groups, column0 = (warp - (part << log_groups)) * kWarpColumns;
   const int n = lane / 4, j = lane % 4;  // of fragments
   Sums<kSlices, kTiles> all{};
-  const auto multiply = [&]<bool kApply>() {
+  // kAtOnce: quarters, whose products need not wait for one another.
+  const auto multiply = [&]<bool kApply, int kAtOnce>() {
     constexpr int kSteps = kK / kQuarters / 16;
     const State* columns = tile.lane(column0 + n, j);
     const int twist = tile.twist(n);
@@ -343,14 +344,18 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
     for (int i = 0, quarter = part * halves * quarters; i < halves; ++i, quarter += quarters) {
       Sums<kSlices, kTiles> half{};
 #pragma unroll 1
-      for (int group = quarter * kSteps; group < (quarter + quarters) * kSteps; group += kSteps) {
-        Sums<kSlices, kTiles> one{};
+      for (int group = quarter * kSteps; group < (quarter + quarters) * kSteps; group += kAtOnce * kSteps) {
+        Sums<kSlices, kTiles> one[kAtOnce]{};
 #pragma unroll
         for (int step = group; step < group + kSteps; ++step) {
-          float4 S[kTiles];  // of this lane: four channels of four columns
+          float4 all_S[kAtOnce][kTiles];  // of this lane: four channels of four columns
 #pragma unroll
-          for (int i = 0; i < kTiles; ++i) S[i] = load_four(columns + i * 8 * kK + (step ^ twist) * 16);
+          for (int i = 0; i < kAtOnce * kTiles; ++i)
+            all_S[i / kTiles][i % kTiles] =
+                load_four(columns + i % kTiles * 8 * kK + ((step + i / kTiles * kSteps) ^ twist) * 16);
           if constexpr (kApply) {
+            static_assert(kAtOnce == 1);
+            auto& S = all_S[0];
             const int c = step * 16 + 4 * j;
             const float4 f = load_four(shared + m.entries.f + c);
 #pragma unroll
@@ -377,26 +382,39 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
             }
           }
 
+          Split state[kAtOnce][kTiles];
+#pragma unroll
+          for (int i = 0; i < kAtOnce * kTiles; ++i)
+            state[i / kTiles][i % kTiles] = Split(all_S[i / kTiles][i % kTiles]);
+          constexpr int kFirst = sizeof(State) == 4 || kApply ? 0 : 1;  // a bf16 state is big
 #pragma unroll
           for (int slice = 0; slice < kSlices; ++slice) {
             const int next = slice ? min(8, m.drafts - 1 - n) * m.keys_stride : 0;
-            const float4* pairs = reinterpret_cast<const float4*>(keys + next + step * 32);
-            const Split low(pairs[0]), high(pairs[1]);  // channels 4 j and 4 j + 1, then the others
 #pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-              const Split state(S[i]);
-              constexpr bool kSmall = sizeof(State) == 4 || kApply;  // a bf16 state is big
-              mma3(one.sum[slice][i], low, state, 0, kSmall), mma3(one.sum[slice][i], high, state, 1, kSmall);
+            for (int half = 0; half < 2; ++half) {  // channels 4 j and 4 j + 1, then the others
+              Split key[kAtOnce];
+#pragma unroll
+              for (int x = 0; x < kAtOnce; ++x)
+                key[x] = Split(load_four(keys + next + (step + x * kSteps) * 32 + 4 * half));
+#pragma unroll
+              for (int number = kFirst; number < 3; ++number)
+#pragma unroll
+                for (int i = 0; i < kAtOnce * kTiles; ++i)
+                  mma_of(number, one[i / kTiles].sum[slice][i % kTiles], key[i / kTiles], state[i / kTiles][i % kTiles],
+                         half);
             }
           }
         }
-        half += one;
+#pragma unroll
+        for (const auto& x : one) half += x;
       }
       all += half;
     }
   };
-  if (entries) multiply.template operator()<true>();
-  else multiply.template operator()<false>();
+  constexpr int kTwo = kSlices == 1 && sizeof(State) == 4 ? 2 : 1;  // others have no registers for two
+  if (entries) multiply.template operator()<true, 1>();
+  else if (parts < kQuarters) multiply.template operator()<false, kTwo>();
+  else multiply.template operator()<false, 1>();
 
   __syncthreads();           // kG and qG are read
   float* products = shared;  // [parts][kG of all drafts, then qG][columns]
