@@ -195,9 +195,7 @@ def test_rounds_on_a_ring_without_a_pause(T: int, N: int, sizes: dict[str, Any],
     def serve(pause: bool) -> list[Tensor]:
         outputs = []
         for length in accepted:
-            if told == "between":
-                m.copy_(length)
-            now = m if told == "between" else length
+            now = m.copy_(length) if told == "between" else length
             outputs.append(kda.flush_verify_kvbuffer(**call, state=pool, records=ring, accept_len=now))
             if pause:
                 torch.cuda.synchronize()
