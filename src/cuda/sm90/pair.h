@@ -294,9 +294,9 @@ class PairSource {
   bool live_, initial_, loads_, plans_work_, others_ = false, ended_ = false;
 };
 
-template <class T>
-class PairScan : public Scan<T> {
-  using Base = Scan<T>;
+template <class T, bool kPressed>
+class PairScan : public Scan<T, kPressed> {
+  using Base = Scan<T, kPressed>;
   using Base::S_, Base::unit_, Base::lane_, Base::call_, Base::ring_, Base::warp_;
 
  public:

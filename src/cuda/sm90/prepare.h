@@ -25,6 +25,7 @@ struct alignas(16) Plan {
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
+  __device__ bool is_chunk() const { return any() && !state; }
   // Chunk `chunk` of a sequence of `length` tokens from t0 on.
   __device__ void set(unsigned head, unsigned key_head, unsigned row, unsigned t0, unsigned length, unsigned chunk) {
     hv = head, h = key_head, b = row;
@@ -58,20 +59,17 @@ class Preparation {
   }
   __device__ void run() {
     at_.sync();  // the first chunk is known
-    bool fetched = false;
-    for (at_.turn = 0; plan(at_.turn).any(); ++at_.turn) {
-      const Plan& now = plan(at_.turn);
+    Plan now = known_plan(0);
+    for (bool fetched = false; now.any(); ++at_.turn) {
       const bool state = kBringsStates && now.state;
-      bool planned = false;
-      do {
-        if (!fetched && !state) fetch(now, at_.turn);
-        // Planning takes a while: it is for a warp that has not just inverted.
-        if (!planned && chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
-        planned = true;
-        if (state) bring_state(now), fetched = true;
-        else fetched = prepare();
-      } while (!fetched);
-      if (state) fetched = false;  // what comes behind a state
+      if (!fetched && !state) fetch(now, at_.turn);
+      // Planning takes a while: it is for a warp that has not just inverted.
+      if (chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
+      Plan next;
+      if (state) bring_state(next);
+      else
+        while (!prepare(now, next)) now = known_plan(at_.turn), fetch(now, at_.turn);
+      now = next, fetched = !state;
     }
   }
 
@@ -91,6 +89,13 @@ class Preparation {
     return *reinterpret_cast<Plans*>(shared_memory() + bench(0, at_.group) + Bench::plans);
   }
   __device__ Plan& plan(unsigned turn) const { return plans().turns[turn % 2]; }
+  // One that has been made, in registers: each load takes a while.
+  __device__ Plan known_plan(unsigned turn) const {
+    static_assert(sizeof(Plan) == 2 * sizeof(uint4));
+    const unsigned from = bench(memory_, at_.group) + Bench::plans + offsetof(Plans, turns) + turn % 2 * sizeof(Plan);
+    const uint4 halves[2] = {ptx::load_shared4(from), ptx::load_shared4(from + sizeof(uint4))};
+    return reinterpret_cast<const Plan&>(halves);
+  }
   __device__ void make_plan(Plan& p) {
     p.number = Plan::kNone;
     plans().source.next(call_, p);
@@ -178,13 +183,15 @@ class Preparation {
   }
 
   // Instead of a chunk, a first state to the stages of both blocks, half of the columns to each: by one warp.
-  __device__ void bring_state(const Plan& now) {
+  __device__ void bring_state(Plan& next) {
+    const Plan& now = plan(at_.turn);
     const unsigned hv = uniform(now.hv), row = uniform(now.b), number = uniform(now.number);
     const bool mine = chore(at_.turn) == kShareChore;
     if (mine) ring().wait_empty(number);
     // Both scans have read what the stages had before. (Until then nobody goes on: to who waits for the next phase of an
     // mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
     at_.sync();
+    next = known_plan(at_.turn + 1);
     if (!mine || at_.lane > 0) return;
     const unsigned full = ring().full(number), stage = ring().stage(number), rank = ptx::rank(), other = rank ^ 1;
     const CUtensorMap& map = call_.state_tiles->h0;
@@ -230,10 +237,10 @@ class Preparation {
   }
 
   // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer rows.
-  __device__ bool prepare() {
+  // now, next: the plans of this chunk, of which registers have room for what does not tell its place, and of what comes next.
+  __device__ bool prepare(const Plan& now, Plan& next) {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;
-    const Plan& now = plan(turn);
     const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = ring().stage(number);
     ptx::wait_barrier(at_.address + Bench::raw, phase_++ % 2);
     if (kWideGate) ptx::wait_for_copies<0>();
@@ -258,23 +265,23 @@ class Preparation {
     at_.sync();  // tiles are there
     scores.run();
     ptx::fence_shared_for_async();
-    const unsigned hv = now.hv, token = now.token, b = now.b;  // the plan may be overwritten then
-    at_.sync();                                                // Akk is there; nobody reads tiles any more
-    // While one warp inverts, the others have time.
+    const Plan place = known_plan(turn);  // may be overwritten then
+    at_.sync();                           // Akk is there; nobody reads tiles any more
+    // While one warp inverts, for which the next chunk will wait, the others have time.
+    next = known_plan(turn + 1);
     const unsigned mine = chore(turn);
-    if (mine != kInvertChore) ptx::arrive(ring().full(number));
-    const Plan& next = plan(turn + 1);
-    if (next.any() && !(kBringsStates && next.state)) fetch(next, turn + 1);
+    if (mine == kInvertChore) {
+      invert(at_, stage);
+      ptx::fence_shared_for_async();
+      __syncwarp();  // T is there
+      share(number, stage, Stage::T, Stage::Aqk);
+    }
+    ptx::arrive(ring().full(number));
+    if (kBringsStates ? next.is_chunk() : next.any()) fetch(next, turn + 1);
     if (mine == kShareChore) {
-      fetch_values(hv, token, b, number, stage);
+      fetch_values(place.hv, place.token, place.b, number, stage);
       share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
     }
-    if (mine != kInvertChore) return true;
-    invert(at_, stage);
-    ptx::fence_shared_for_async();
-    __syncwarp();  // T is there
-    share(number, stage, Stage::T, Stage::Aqk);
-    ptx::arrive(ring().full(number));
     return true;
   }
 

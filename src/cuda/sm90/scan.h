@@ -36,9 +36,10 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many
-// warps each one releases chunks of scan().
-template <class T, bool kValues = true, unsigned kWarpsOfEach = 1>
+// Of 64 columns: the pair's other block has the others. kPressed: chunks are prepared as fast as they are scanned, and so a stage is
+// released, and v asked for, as soon as can be. (Where the scan waits for chunks, that makes more than 88 heads up to 7 % slower; not
+// known why.) kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many warps each one releases chunks of scan().
+template <class T, bool kPressed, bool kValues = true, unsigned kWarpsOfEach = 1>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
@@ -117,10 +118,12 @@ class Scan {
             [&] {
               if (t > first) store_outputs(to, n * kRows);
               full = ring_.is_full(number + 1);
+            },
+            [&] {
+              __syncwarp();  // all lanes have read the stage
+              if (lane_ == 0) ring_.release(number, kWarpsOfEach);
             });
         if (!went) break;
-        __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0) ring_.release(number, kWarpsOfEach);
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
@@ -146,10 +149,12 @@ class Scan {
         if (!full) ring_.wait_full(number);
         went = chunk<false>(
             stage, number * kRows % kChunk == 0, again, none, [] {}, [](const float(&)[kRows / 2]) {},
-            [&] { full = ring_.is_full(number + 1); });
+            [&] { full = ring_.is_full(number + 1); },
+            [&] {
+              __syncwarp();  // all lanes have read the stage
+              if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+            });
         if (!went) break;
-        __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);
@@ -332,12 +337,17 @@ class Scan {
     bool fits = are_below(values[0], 0, 0x1p7f) & are_below(values[1], 1, 0x1p7f);
     if (!first) return fits;
     const __half2 most = __float2half2_rn(0x1p7f), least = __float2half2_rn(0x1p-9f);
+    __half2 largest_S[2];  // of both columns before the votes: each is a chain that waits for itself
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       unsigned S[16];
 #pragma unroll
       for (int j = 0; j < 16; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
-      const __half2 x = largest<__half, false>(S);
+      largest_S[i] = largest<__half, false>(S);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const __half2 x = largest_S[i];
       // A column's four lanes together reach 2^-9, or there are no smaller units.
       unsigned reached = __ballot_sync(
           kAll, !(__hbltu2(x, least) & are_below(values[i], i, 0x1p-9f)) | (unit_[i] <= power(-kMostUnit)));
@@ -393,12 +403,15 @@ class Scan {
 
   // ---- a chunk ----
 
-  // meanwhile(), behind(): work for the time of the first and the last products; corrections(): what sees U.
+  // meanwhile(), behind(): work for the time of the first and the last products; corrections(): what sees U; read(): the stage may
+  // be released.
   // Returns false, and has done nothing, if units do not fit. again: they do.
-  template <bool kOutputs, class Meanwhile, class Corrections, class Behind>
+  template <bool kOutputs, class Meanwhile, class Corrections, class Behind, class Read>
   __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
                                         const Meanwhile& meanwhile, const Corrections& corrections,
-                                        const Behind& behind) {
+                                        const Behind& behind, const Read& read) {
+    unsigned v[2][4];
+    if (kPressed) load_values(stage, v);
     unsigned left[8][4];
     pack(left);
     const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
@@ -408,8 +421,7 @@ class Scan {
     for (int k = 0; k < 8; ++k)
       ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
-    unsigned v[2][4];
-    load_values(stage, v);
+    if (!kPressed) load_values(stage, v);
     meanwhile();
     // All warps of the group make each product together, so that all know whether one of them has to go back.
     const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, v, first));
@@ -457,6 +469,7 @@ class Scan {
     ptx::commit_products();
     behind();
     ptx::wait_for_products<0>();
+    if (kPressed) read();
     if constexpr (kOutputs) {
       const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
 #pragma unroll
@@ -464,6 +477,7 @@ class Scan {
         out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                          (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
     }
+    if (!kPressed) read();
     return true;
   }
 

@@ -57,18 +57,19 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
       ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
     if (kind == Task::kZeros && group == 0)
-      SegmentScan<T>(call, segments, memory).zero_outputs(task.item(), task.sequence(), task.first, task.end);
+      SegmentScan<T, Scores::kPressScan>(call, segments, memory)
+          .zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {
       ptx::take_registers<kMapRegisters<Scores>>();
-      SegmentScan<T>(call, segments, memory).map();
+      SegmentScan<T, Scores::kPressScan>(call, segments, memory).map();
     }
     ptx::take_registers<kScanRegisters>();  // where there are maps, those of M leave theirs
-    SegmentScan<T>(call, segments, memory).outputs();
+    SegmentScan<T, Scores::kPressScan>(call, segments, memory).outputs();
   } else if (group == 1) {
     if (maps) {
       ptx::take_registers<kMapRegisters<Scores>>();
-      SegmentScan<T, false>(call, segments, memory).map();
+      SegmentScan<T, Scores::kPressScan, false>(call, segments, memory).map();
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
