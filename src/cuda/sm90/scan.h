@@ -102,6 +102,10 @@ class Scan {
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
         const unsigned n = uniform(number), stage = ring_.stage(n);
+        const auto release = [&] {
+          __syncwarp();  // all lanes have read the stage
+          if (lane_ == 0) ring_.release(number, kWarpsOfEach);
+        };
         if (!full) ring_.wait_full(number);
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
@@ -120,10 +124,10 @@ class Scan {
               full = ring_.is_full(number + 1);
             },
             [&] {
-              __syncwarp();  // all lanes have read the stage
-              if (lane_ == 0) ring_.release(number, kWarpsOfEach);
+              if (kPressed) release();
             });
         if (!went) break;
+        if (!kPressed) release();
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
@@ -146,15 +150,19 @@ class Scan {
       do {
         lane_ = opaque(lane_);
         const unsigned stage = uniform(ring_.stage(number));
+        const auto release = [&] {
+          __syncwarp();  // all lanes have read the stage
+          if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+        };
         if (!full) ring_.wait_full(number);
         went = chunk<false>(
             stage, number * kRows % kChunk == 0, again, none, [] {}, [](const float(&)[kRows / 2]) {},
             [&] { full = ring_.is_full(number + 1); },
             [&] {
-              __syncwarp();  // all lanes have read the stage
-              if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+              if (kPressed) release();
             });
         if (!went) break;
+        if (!kPressed) release();
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);
@@ -337,17 +345,18 @@ class Scan {
     bool fits = are_below(values[0], 0, 0x1p7f) & are_below(values[1], 1, 0x1p7f);
     if (!first) return fits;
     const __half2 most = __float2half2_rn(0x1p7f), least = __float2half2_rn(0x1p-9f);
-    __half2 largest_S[2];  // of both columns before the votes: each is a chain that waits for itself
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    const auto largest_of = [&](int i) {
       unsigned S[16];
 #pragma unroll
       for (int j = 0; j < 16; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
-      largest_S[i] = largest<__half, false>(S);
-    }
+      return largest<__half, false>(S);
+    };
+    __half2 both[2];
+    if constexpr (kPressed)
+      both[0] = largest_of(0), both[1] = largest_of(1);  // chains that wait for themselves, not for votes
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const __half2 x = largest_S[i];
+      const __half2 x = kPressed ? both[i] : largest_of(i);
       // A column's four lanes together reach 2^-9, or there are no smaller units.
       unsigned reached = __ballot_sync(
           kAll, !(__hbltu2(x, least) & are_below(values[i], i, 0x1p-9f)) | (unit_[i] <= power(-kMostUnit)));
@@ -403,8 +412,8 @@ class Scan {
 
   // ---- a chunk ----
 
-  // meanwhile(), behind(): work for the time of the first and the last products; corrections(): what sees U; read(): the stage may
-  // be released.
+  // meanwhile(), behind(): work for the time of the first and the last products; corrections(): what sees U; read(): when
+  // nobody needs the stage any more.
   // Returns false, and has done nothing, if units do not fit. again: they do.
   template <bool kOutputs, class Meanwhile, class Corrections, class Behind, class Read>
   __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
@@ -469,7 +478,7 @@ class Scan {
     ptx::commit_products();
     behind();
     ptx::wait_for_products<0>();
-    if (kPressed) read();
+    read();
     if constexpr (kOutputs) {
       const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
 #pragma unroll
@@ -477,7 +486,6 @@ class Scan {
         out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
                                          (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
     }
-    if (!kPressed) read();
     return true;
   }
 
