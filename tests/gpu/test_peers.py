@@ -29,7 +29,7 @@ def test_same_outputs(peer: prefill_peers.Peer, case: prefill.Case) -> None:
         call = peer.prepare(inputs)
     except (ImportError, FileNotFoundError, NotImplementedError) as reason:
         pytest.skip(str(reason))
-    ours, theirs = (run() for run in (prefill._kda(inputs, None), call))
+    ours, theirs = prefill.prepare_kda(inputs, None)(), call()
     for name, x, y in zip(("o", "state"), ours, theirs, strict=True):
         difference = rel_rmse(x, y.view_as(x))
         assert difference < TOLERANCE, f"{name} of {peer.name}, {case.name}, {case.gate}: {difference:.1e}"
