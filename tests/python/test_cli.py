@@ -282,6 +282,24 @@ def test_gpu_suite_wants_every_implementation_checked(
     assert ("leaves out" in capsys.readouterr().out) == (failed in (1, 2))
 
 
+def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And what has passed at this source is not run again, but stays in the record."""
+    suite, ran = gpu_suite(), list[str]()
+    for name in ("gtest", "pytest", "example", "kda_check"):
+        monkeypatch.setattr(suite, name, lambda *_, name=name, **__: ran.append(name) or {"ran": 1, "exit": 0})
+    before = {"cpp": {"ran": 7, "exit": 0}, "c example": {"ran": 1, "exit": 1}}
+    found = suite.tests(tmp_path, before, ["cpp", "c example", "python -m kda check"])
+    assert sorted(ran) == ["example", "kda_check"]
+    assert found == {
+        "cpp": before["cpp"],
+        "c example": {"ran": 1, "exit": 0},
+        "python -m kda check": {"ran": 1, "exit": 0},
+    }
+    ran.clear()
+    assert set(suite.tests(tmp_path, {}, suite.TESTS)) == set(suite.TESTS)
+    assert sorted(ran) == ["example", "gtest", "gtest", "kda_check", "pytest", "pytest"]
+
+
 def test_check_without_torch() -> None:
     code = """
 import sys
