@@ -26,6 +26,10 @@ constexpr int kSights = 18;
 void watch_barrier(const void* from, char* seen);
 // A warp writes 7, and another one sees it behind a barrier to which both come by ways of their own; seen [32].
 void meet_by_two_ways(char* seen);
+// The same, where the first one only arrives.
+void meet_by_arrival(char* seen);
+// Which lanes of two warps are elected, twice; elected [2,2,32].
+void elect_twice(char* elected);
 // Two halves of 128 threads each vote on x [cases,128]; all [cases,128].
 void vote(int cases, const char* x, char* all);
 // 16 * count bytes to 2048 of shared memory that were 0xff; all of these to `seen`; of their complement 16 * count
@@ -37,7 +41,7 @@ struct Corner {
 };
 // A tile of 32 tokens x 64 channels: its 4096 bytes as they lie in shared memory.
 void load_tile(const kda_tensor& from, const Corner& at, void* seen);
-// A tile of 32 tokens x 16 channels, 1024 bytes, as it is to lie in shared memory.
+// The other way round.
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile);
 // Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff, and the first one then 1024 bytes of `from`
 // behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's only, and sends a 5. There

@@ -47,6 +47,21 @@ __global__ void ways_kernel(char* seen) {
   }
 }
 
+__global__ void arrival_kernel(char* seen) {
+  __shared__ volatile char there;
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) there = 7;
+    ptx::arrive_threads(1, 64);
+  } else {
+    ptx::sync_threads(1, 64);
+    seen[threadIdx.x - 32] = there;
+  }
+}
+
+__global__ void elect_kernel(char* elected) {
+  for (unsigned i = threadIdx.x; i < 2 * 64; i += 64) elected[i] = ptx::elect();
+}
+
 __global__ void vote_kernel(int cases, const char* x, char* all) {
   for (int i = 0; i < cases; ++i, x += 128, all += 128)
     all[threadIdx.x] = ptx::all_threads(1 + threadIdx.x / 64, 64, x[threadIdx.x]);
@@ -71,17 +86,18 @@ __global__ void bulk_kernel(unsigned count, const uint4* from, uint4* seen, uint
   if (i == 0) ptx::copy_bulk_to_global(to, place + 16, count * 16), ptx::commit_bulk(), ptx::wait_for_bulk<0>();
 }
 
-constexpr unsigned kLoaded = 4096, kStored = 1024;  // bytes of tiles
+using cuda::sm90::kTileBytes;
 
 __global__ void load_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at, uint4* seen) {
   auto* tile = reinterpret_cast<uint4*>(shared_memory());
-  const unsigned i = threadIdx.x, place = ptx::shared_address(tile), barrier = place + kLoaded;
+  const unsigned i = threadIdx.x, place = ptx::shared_address(tile), barrier = place + kTileBytes;
   tile[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   if (i == 0) ptx::init_barrier(barrier, 1), ptx::fence_barriers();
   ptx::fence_shared_for_async();
   __syncthreads();
   if (i == 0)
-    ptx::arrive_expecting(barrier, kLoaded), ptx::copy_tile(place, map, at.channel, at.head, at.token, at.b, barrier);
+    ptx::arrive_expecting(barrier, kTileBytes),
+        ptx::copy_tile(place, map, at.channel, at.head, at.token, at.b, barrier);
   waited(barrier, 0);
   seen[i] = tile[i];
 }
@@ -93,19 +109,18 @@ __global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __gr
   unsigned char* memory = shared_memory();
   const unsigned rank = ptx::rank(), other = rank ^ 1, place = ptx::shared_address(memory), barrier = place + kMemory;
   for (unsigned i = threadIdx.x; i < kMemory / 16; i += blockDim.x) {
-    const unsigned j = i - kLoaded / 16;
+    const unsigned j = i - kTileBytes / 16;
     reinterpret_cast<uint4*>(memory)[i] = rank == 0 && j < kCopied / 16 ? from[j] : make_uint4(~0u, ~0u, ~0u, ~0u);
   }
   if (threadIdx.x == 0) {
     ptx::init_barrier(barrier, 3), ptx::fence_barriers();
     ptx::store_shared(barrier + 8, rank), ptx::store_shared(barrier + 12, 7);
-    ptx::prefetch_tile(map, at.channel, at.head, at.token, at.b);
   }
   ptx::fence_shared_for_async();
   ptx::sync_cluster();
   if (threadIdx.x == 0 && rank == 0) {
-    const unsigned there = ptx::address_in(barrier, other), bytes = place + kLoaded;
-    ptx::arrive_expecting_at(there, kLoaded + kCopied + 4);
+    const unsigned there = ptx::address_in(barrier, other), bytes = place + kTileBytes;
+    ptx::arrive_expecting_at(there, kTileBytes + kCopied + 4);
     ptx::copy_bulk_between(ptx::address_in(bytes + kCopied, other), bytes, kCopied, there);
     ptx::copy_tile_to(1 << other, place, map, at.channel, at.head, at.token, at.b, barrier);
     ptx::send(ptx::address_in(barrier + 12, other), 5, there);
@@ -282,20 +297,21 @@ __global__ void places_kernel(unsigned* square, unsigned* own) {
 
 void watch_barrier(const void* from, char* seen) { watch_kernel<<<1, 1>>>(from, seen); }
 void meet_by_two_ways(char* seen) { ways_kernel<<<1, 64>>>(seen); }
+void meet_by_arrival(char* seen) { arrival_kernel<<<1, 64>>>(seen); }
+void elect_twice(char* elected) { elect_kernel<<<1, 64>>>(elected); }
 void vote(int cases, const char* x, char* all) { vote_kernel<<<1, 128>>>(cases, x, all); }
 void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
   bulk_kernel<<<1, 128>>>(count, static_cast<const uint4*>(from), static_cast<uint4*>(seen), static_cast<uint4*>(to));
 }
 void load_tile(const kda_tensor& from, const Corner& at, void* seen) {
-  load_kernel<<<1, kLoaded / 16, kLoaded + 8>>>(cuda::sm90::Tiles::map(from), at, static_cast<uint4*>(seen));
+  load_kernel<<<1, kTileBytes / 16, kTileBytes + 8>>>(cuda::sm90::Tiles::map(from), at, static_cast<uint4*>(seen));
 }
 void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes) {
   cluster_kernel<<<2, 128, kMemory + 16>>>(static_cast<const uint4*>(from), cuda::sm90::Tiles::map(tile), at,
                                            static_cast<uint4*>(seen), notes);
 }
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
-  const CUtensorMap map = cuda::sm90::Tiles::map(to, 16, CU_TENSOR_MAP_SWIZZLE_32B);
-  store_kernel<<<1, kStored / 16, kStored>>>(map, at, static_cast<const uint4*>(tile));
+  store_kernel<<<1, kTileBytes / 16, kTileBytes>>>(cuda::sm90::Tiles::map(to), at, static_cast<const uint4*>(tile));
 }
 void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen) {
   using cuda::sm90::StateTiles;

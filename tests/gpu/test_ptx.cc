@@ -16,7 +16,7 @@ namespace {
 
 // ---- places ----
 
-// Of column c of a row of 16-bit numbers in swizzled rows of so many bytes: 128, 64 or 32.
+// Of column c of a row of 16-bit numbers in swizzled rows of so many bytes: 128 or 64.
 unsigned place(unsigned row, unsigned column, unsigned row_bytes) {
   const unsigned pieces = row_bytes / 16, twist = row / (8 / pieces) % pieces;
   return row * row_bytes + (column / 8 ^ twist) * 16 + column % 8 * 2;
@@ -25,7 +25,7 @@ unsigned place(unsigned row, unsigned column, unsigned row_bytes) {
 // Needs no device.
 TEST(PtxPlaces, AreOwnAndFreeOfBankConflicts) {
   constexpr unsigned kRows = 32;
-  for (const unsigned bytes : {128u, 64u, 32u}) {
+  for (const unsigned bytes : {128u, 64u}) {
     std::set<unsigned> places;
     for (unsigned row = 0; row < kRows; ++row)
       for (unsigned column = 0; column < bytes / 2; ++column) {
@@ -244,6 +244,21 @@ TEST_F(PtxOnHopper, WaysMeet) {
   const OnDevice seen(32, char{0});
   meet_by_two_ways(seen);
   expect_same(std::vector<char>(32, 7), seen.back());
+  const OnDevice also(32, char{0});
+  meet_by_arrival(also);
+  expect_same(std::vector<char>(32, 7), also.back());
+}
+
+TEST_F(PtxOnHopper, OneLaneIsElected) {
+  const OnDevice elected(2 * 64, char{2});
+  elect_twice(elected);
+  const std::vector<char> all = elected.back();
+  for (const size_t warp : {0, 1}) {
+    const auto first = all.begin() + static_cast<ptrdiff_t>(warp * 32), then = first + 64;
+    EXPECT_EQ(std::count(first, first + 32, 1), 1);
+    EXPECT_EQ(std::count(first, first + 32, 0), 31);
+    expect_same(std::vector<char>(first, first + 32), std::vector<char>(then, then + 32));
+  }
 }
 
 TEST_F(PtxOnHopper, VotesOfSomeWarps) {
@@ -317,15 +332,15 @@ TEST_F(PtxOnHopper, BlocksCopyToEachOther) {
 }
 
 TEST_F(PtxOnHopper, TilesAreStored) {
-  const std::vector<uint16_t> x = counted<uint16_t>(kTile * 16);
+  const std::vector<uint16_t> x = counted<uint16_t>(kTile * 64);
   std::vector<uint16_t> tile(x.size());
-  for (unsigned i = 0; i < x.size(); ++i) tile[place(i / 16, i % 16, 32) / 2] = x[i];
+  for (unsigned i = 0; i < x.size(); ++i) tile[place(i / 64, i % 64, 128) / 2] = x[i];
   for (const unsigned token : kTokens) {
-    const Corner at{48, 2, token, token == 8 ? 1u : 0u};
+    const Corner at{64, 2, token, token == 8 ? 1u : 0u};
     SCOPED_TRACE(token);
     std::vector<uint16_t> expected(kB * kT * kHeads * 128, 0xffff);
     for (unsigned i = 0; i < x.size(); ++i)
-      if (token + i / 16 < kT) expected[element(at, i / 16, i % 16)] = x[i];
+      if (token + i / 64 < kT) expected[element(at, i / 64, i % 64)] = x[i];
     const OnDevice to(expected.size(), uint16_t{0xffff});
     store_tile(view(to), at, OnDevice(tile));
     expect_same(expected, to.back());

@@ -92,7 +92,10 @@ __device__ inline void sync_threads(unsigned barrier, unsigned threads) {
 __device__ inline void sync_ways(unsigned barrier, unsigned threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
+// Arrives, where others wait by sync_threads().
+__device__ inline void arrive_threads(unsigned barrier, unsigned threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 // Likewise; of all of them, was every `x` true?
 __device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {
   unsigned all;
@@ -107,6 +110,14 @@ __device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {
 }
 
 // ---- bulk copies of neighbouring bytes, multiples of 16, by one thread ----
+
+// One of a warp's lanes, always the same, by all of them: if a lane's number told it, there would be a loop around each copy, for
+// the compiler knows no other way to have one lane alone.
+__device__ inline bool elect() {
+  unsigned x;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(x));
+  return x;
+}
 
 __device__ inline void copy_bulk_to_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -123,14 +134,9 @@ __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
-// Hints: that `map` will be used; that a tile will be copied, which comes to the L2 cache.
+// A hint: `map` will be used.
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-__device__ inline void prefetch_tile(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
-               "r"(z), "r"(w)
-               : "memory");
 }
 // A copy to the same places of shared memory in blocks of the cluster, a bit of `ranks` each.
 __device__ inline void copy_tile_to(unsigned ranks, unsigned to, const CUtensorMap& map, unsigned x, unsigned y,

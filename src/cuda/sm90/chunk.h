@@ -9,9 +9,10 @@ constexpr unsigned kRows = 32;   // tokens of a chunk here: two make a chunk of 
 constexpr unsigned kSize = 128;  // K and V
 static_assert(kChunk % kRows == 0, "states are kept between chunks");
 
-constexpr unsigned kGroup = 128;                               // threads of a warpgroup
-constexpr unsigned kPreparers = 2;                             // warpgroups of a block that prepare
-constexpr unsigned kPreparerBarrier = 1, kScannerBarrier = 3;  // named barriers: of the first warpgroups
+constexpr unsigned kGroup = 128;    // threads of a warpgroup
+constexpr unsigned kPreparers = 2;  // warpgroups of a block that prepare
+// Named barriers: of the first warpgroups; when outputs are there.
+constexpr unsigned kPreparerBarrier = 1, kScannerBarrier = 3, kOutputBarrier = 6;
 
 // Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
 // swizzled as wgmma wants it (Swizzle::k128). Eight rows begin at multiples of 1024 bytes, so that a piece's place within
@@ -67,9 +68,8 @@ struct Shared {
   static constexpr unsigned task = maps + 3 * 8;                   // the pair's, where there are segments
   static constexpr unsigned kTaskBytes = 96;
   static constexpr unsigned stages = 1024;
-  static constexpr unsigned kOutBytes = kRows * 32;  // of a scanning warp's 16 columns: see staged()
-  static constexpr unsigned out = stages + kStages * Stage::bytes;
-  static constexpr unsigned benches = out + 4 * kOutBytes;
+  static constexpr unsigned out = stages + kStages * Stage::bytes;  // a chunk's outputs, swizzled like the stages
+  static constexpr unsigned benches = out + kTileBytes;
   static constexpr unsigned bytes = benches + kPreparers * BenchLayout::bytes;
 };
 static_assert(Shared::task % 16 == 0 && Shared::task + Shared::kTaskBytes <= Shared::stages);

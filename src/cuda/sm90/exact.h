@@ -18,7 +18,6 @@ class ExactScores {
  public:
   static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
   static constexpr bool kSkipsQueries = false;
-  static constexpr bool kPressScan = false;
   static constexpr float kMost = 25;  // of -log2 alpha, for all but ell
 
   // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.

@@ -52,7 +52,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   if (group == 0) {
     ptx::take_registers<kScanRegisters>();
     ptx::wait_barrier(planned, 0);  // the first stretches are known
-    PairScan<T, Scores::kPressScan>(call, memory, shares, pair).run();
+    PairScan<T>(call, memory, shares, pair).run();
   } else {
     ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 1);

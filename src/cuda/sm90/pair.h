@@ -294,9 +294,9 @@ class PairSource {
   bool live_, initial_, loads_, plans_work_, others_ = false, ended_ = false;
 };
 
-template <class T, bool kPressed>
-class PairScan : public Scan<T, kPressed> {
-  using Base = Scan<T, kPressed>;
+template <class T>
+class PairScan : public Scan<T> {
+  using Base = Scan<T>;
   using Base::S_, Base::unit_, Base::lane_, Base::call_, Base::ring_, Base::warp_;
 
  public:
@@ -366,7 +366,7 @@ class PairScan : public Scan<T, kPressed> {
                               make_float2(S_[2 * x] * unit_[x % 2], S_[2 * x + 1] * unit_[x % 2]));
     ptx::fence_shared_for_async();  // the copy engine reads what is stored, and will overwrite it
     __syncwarp();                   // all lanes have read theirs, and stored
-    if (!stores || lane_ > 0) return;
+    if (!stores || !ptx::elect()) return;
     const Work& before = Work::at(i - 1);
     const unsigned hv = before.hv, slot = before.slot;
 #pragma unroll

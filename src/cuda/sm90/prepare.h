@@ -50,7 +50,7 @@ class Preparation {
 
   // By one thread, before fence_barriers().
   __device__ static void start(unsigned memory) {
-    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, kRawTensors);
+    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, 1);
   }
   __device__ void plan(const Source& source) {
     if (threadIdx.x % kGroup > 0) return;
@@ -92,7 +92,7 @@ class Preparation {
   // One that has been made, in registers: each load takes a while.
   __device__ Plan known_plan(unsigned turn) const {
     static_assert(sizeof(Plan) == 2 * sizeof(uint4));
-    const unsigned from = bench(memory_, at_.group) + Bench::plans + offsetof(Plans, turns) + turn % 2 * sizeof(Plan);
+    const unsigned from = at_.address + Bench::plans + offsetof(Plans, turns) + turn % 2 * sizeof(Plan);
     const uint4 halves[2] = {ptx::load_shared4(from), ptx::load_shared4(from + sizeof(uint4))};
     return reinterpret_cast<const Plan&>(halves);
   }
@@ -108,40 +108,32 @@ class Preparation {
   // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk before.)
   __device__ unsigned chore(unsigned turn) const { return at_.chore(turn); }
   static constexpr unsigned kInvertChore = 0, kShareChore = 1, kBetaChore = 2, kPlanChore = 2;
+  static constexpr unsigned kFetchChore = 0;  // around the chunk before, that warp's was kShareChore
 
-  // Raw q, k and g of a chunk to the bench; a tensor a warp, and beta. Rows behind the chunk's come along.
+  // Raw q, k and g of a chunk to the bench, and beta. Rows behind the chunk's come along. The copy engine does one thing behind
+  // another, and copies to the other block take it long: so the warp that will ask for those asks for all raw rows before.
   __device__ void fetch(const Plan& plan, unsigned turn) {
     const Tokens& x = call_.x;
-    const unsigned tensor = chore(turn);
     if (plan.begins) gate_.load(x, plan.hv, at_.lane);
     if (kWideGate) fetch_wide_gate(plan);
-    if (tensor == kBetaChore) {
+    if (chore(turn) == kBetaChore) {
       beta_ = 0;
       if (at_.lane < plan.rows)
         beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
     }
-    if (tensor >= kRawTensors) return;
-    const unsigned head = uniform(tensor == Tiles::kGate ? plan.hv : plan.h), token = uniform(plan.token),
-                   b = uniform(plan.b), barrier = at_.address + Bench::raw;
-    const unsigned to = at_.address + (tensor == Tiles::kGate    ? Bench::columns
-                                       : tensor == Tiles::kQuery ? Stage::q
-                                                                 : Stage::k);
-    if (at_.lane > 0) return;
-    if (kSkipsQueries && tensor == Tiles::kQuery && !plan.queries) {
-      ptx::arrive(barrier);
-    } else {
-      ptx::arrive_expecting(barrier, 2 * kTileBytes);
-      ptx::copy_tile(to, call_.tiles->maps[tensor], 0, head, token, b, barrier);
-      ptx::copy_tile(to + kHalf, call_.tiles->maps[tensor], 64, head, token, b, barrier);
-      // The rows of the chunk after it, probably.
-      const unsigned then = token + kStages * kRows;
-      ptx::prefetch_tile(call_.tiles->maps[tensor], 0, head, then, b);
-      ptx::prefetch_tile(call_.tiles->maps[tensor], 64, head, then, b);
-    }
-    if (tensor != Tiles::kQuery) return;
-    // What fetch_values() will ask for.
-    for (const unsigned column : {0, 64})
-      ptx::prefetch_tile(call_.tiles->maps[Tiles::kValue], column, plan.hv, token, b);
+    if (chore(turn) != kFetchChore) return;
+    const unsigned hv = uniform(plan.hv), h = uniform(plan.h), token = uniform(plan.token), b = uniform(plan.b),
+                   barrier = at_.address + Bench::raw;
+    const bool queries = !kSkipsQueries || plan.queries;
+    if (!ptx::elect()) return;
+    ptx::arrive_expecting(barrier, (kRawTensors - !queries) * 2 * kTileBytes);
+    const auto ask = [&](unsigned tensor, unsigned head, unsigned to) {
+      for (const unsigned half : {0u, 1u})
+        ptx::copy_tile(at_.address + to + half * kHalf, call_.tiles->maps[tensor], 64 * half, head, token, b, barrier);
+    };
+    if (queries) ask(Tiles::kQuery, h, Stage::q);
+    ask(Tiles::kKey, h, Stage::k);
+    if (!kWideGate) ask(Tiles::kGate, hv, Bench::columns);
   }
   // An f32 gate, to where decays will be: by the lanes that read it.
   __device__ void fetch_wide_gate(const Plan& p) const {
@@ -169,7 +161,7 @@ class Preparation {
     const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
     const unsigned head = uniform(hv), token = uniform(first), b = uniform(row);
     const CUtensorMap& map = call_.tiles->maps[Tiles::kValue];
-    if (at_.lane > 0) return;
+    if (!ptx::elect()) return;
     ptx::arrive_expecting(full, kTileBytes);
     ptx::copy_tile(v, map, 64 * rank, head, token, b, full);
     ptx::arrive_expecting_at(ptx::address_in(full, other), Stage::end + kTileBytes);
@@ -177,7 +169,7 @@ class Preparation {
   }
   __device__ void share(unsigned number, unsigned stage, unsigned first, unsigned end) const {
     const unsigned from = stage + first, other = ptx::rank() ^ 1;
-    if (at_.lane > 0) return;
+    if (!ptx::elect()) return;
     ptx::copy_bulk_between(ptx::address_in(from, other), from, end - first,
                            ptx::address_in(ring().full(number), other));
   }
@@ -192,7 +184,7 @@ class Preparation {
     // mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
     at_.sync();
     next = known_plan(at_.turn + 1);
-    if (!mine || at_.lane > 0) return;
+    if (!mine || !ptx::elect()) return;
     const unsigned full = ring().full(number), stage = ring().stage(number), rank = ptx::rank(), other = rank ^ 1;
     const CUtensorMap& map = call_.state_tiles->h0;
     ptx::arrive(full, kGroup);
@@ -237,7 +229,8 @@ class Preparation {
   }
 
   // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer rows.
-  // now, next: the plans of this chunk, of which registers have room for what does not tell its place, and of what comes next.
+  // now: the chunk's plan. (Where its tokens are is looked up once more for v: until then registers have no room for that.)
+  // next: becomes the plan of what comes behind it.
   __device__ bool prepare(const Plan& now, Plan& next) {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;

@@ -36,10 +36,9 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-// Of 64 columns: the pair's other block has the others. kPressed: chunks are prepared as fast as they are scanned, and so a stage is
-// released, and v asked for, as soon as can be. (Where the scan waits for chunks, that makes more than 88 heads up to 7 % slower; not
-// known why.) kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many warps each one releases chunks of scan().
-template <class T, bool kPressed, bool kValues = true, unsigned kWarpsOfEach = 1>
+// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many
+// warps each one releases chunks of scan().
+template <class T, bool kValues = true, unsigned kWarpsOfEach = 1>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
@@ -102,10 +101,6 @@ class Scan {
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
         const unsigned n = uniform(number), stage = ring_.stage(n);
-        const auto release = [&] {
-          __syncwarp();  // all lanes have read the stage
-          if (lane_ == 0) ring_.release(number, kWarpsOfEach);
-        };
         if (!full) ring_.wait_full(number);
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
@@ -114,6 +109,10 @@ class Scan {
                 if (t == first && !again) [[unlikely]]
                   begun();
               }
+              // Outputs that have been stored are read: after the vote all know it.
+              if (stores()) ptx::wait_for_bulk_reads<0>();
+            },
+            [&] {
               if (t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
@@ -124,10 +123,10 @@ class Scan {
               full = ring_.is_full(number + 1);
             },
             [&] {
-              if (kPressed) release();
+              __syncwarp();  // all lanes have read the stage
+              if (lane_ == 0) ring_.release(number, kWarpsOfEach);
             });
         if (!went) break;
-        if (!kPressed) release();
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
@@ -136,6 +135,8 @@ class Scan {
     }
     if (end <= first) return;
     const unsigned last = (end - first - 1) / kRows * kRows + first;
+    ptx::wait_for_bulk_reads<0>();
+    ptx::sync_threads(kBarrier, kGroup);  // those of the chunk before are read
     stage_outputs(out);
     if (end - last == kRows) store_outputs(place(), last);
     else store_rows(last, end - last);
@@ -150,19 +151,15 @@ class Scan {
       do {
         lane_ = opaque(lane_);
         const unsigned stage = uniform(ring_.stage(number));
-        const auto release = [&] {
-          __syncwarp();  // all lanes have read the stage
-          if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
-        };
         if (!full) ring_.wait_full(number);
         went = chunk<false>(
-            stage, number * kRows % kChunk == 0, again, none, [] {}, [](const float(&)[kRows / 2]) {},
+            stage, number * kRows % kChunk == 0, again, none, [] {}, [] {}, [](const float(&)[kRows / 2]) {},
             [&] { full = ring_.is_full(number + 1); },
             [&] {
-              if (kPressed) release();
+              __syncwarp();  // all lanes have read the stage
+              if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
             });
         if (!went) break;
-        if (!kPressed) release();
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);
@@ -176,11 +173,12 @@ class Scan {
   // The warp's first column; where its columns' v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
   __device__ static unsigned values(unsigned stage) { return stage + Stage::v; }
-  // The warp's own memory for outputs: eight of a token's columns (Swizzle 32B of tensor maps).
+  // Where outputs of eight of the warp's columns wait.
   __device__ unsigned staged(unsigned token, unsigned piece) const {
-    return ring_.memory + Shared::out + warp_ % kWarps * Shared::kOutBytes + token * 32 +
-           ((piece ^ token / 4 % 2) << 4);
+    return ring_.memory + Shared::out + token * kRowBytes + ((warp_ % kWarps * 2 + piece ^ token % 8) << 4);
   }
+  // Is the warp the one that stores those of all?
+  __device__ bool stores() const { return warp_ % kWarps == 0; }
   // Of a chunk that prepare() was needed for, else 0: its first tokens that were not finite, a byte each, and a bit.
   __device__ unsigned bad() const { return ptx::load_shared16(ring_.memory + Shared::bad_values + ptx::thread() * 2); }
   __device__ void set_bad(unsigned x) const {
@@ -351,17 +349,14 @@ class Scan {
       for (int j = 0; j < 16; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
       return largest<__half, false>(S);
     };
-    __half2 both[2];
-    if constexpr (kPressed)
-      both[0] = largest_of(0), both[1] = largest_of(1);  // chains that wait for themselves, not for votes
+    const __half2 both[2] = {largest_of(0), largest_of(1)};  // chains that wait for themselves, not for votes
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const __half2 x = kPressed ? both[i] : largest_of(i);
       // A column's four lanes together reach 2^-9, or there are no smaller units.
       unsigned reached = __ballot_sync(
-          kAll, !(__hbltu2(x, least) & are_below(values[i], i, 0x1p-9f)) | (unit_[i] <= power(-kMostUnit)));
+          kAll, !(__hbltu2(both[i], least) & are_below(values[i], i, 0x1p-9f)) | (unit_[i] <= power(-kMostUnit)));
       reached |= reached >> 1, reached |= reached >> 2;
-      fits = fits & __hbltu2(x, most) & (reached & 0x11111111) == 0x11111111;
+      fits = fits & __hbltu2(both[i], most) & (reached & 0x11111111) == 0x11111111;
     }
     return fits;
   }
@@ -412,15 +407,15 @@ class Scan {
 
   // ---- a chunk ----
 
-  // meanwhile(), behind(): work for the time of the first and the last products; corrections(): what sees U; read(): when
-  // nobody needs the stage any more.
+  // meanwhile(), voted(), behind(): work for the time of the first, second and last products; corrections(): what sees U; read():
+  // when nobody needs the stage any more.
   // Returns false, and has done nothing, if units do not fit. again: they do.
-  template <bool kOutputs, class Meanwhile, class Corrections, class Behind, class Read>
+  template <bool kOutputs, class Meanwhile, class Voted, class Corrections, class Behind, class Read>
   __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
-                                        const Meanwhile& meanwhile, const Corrections& corrections,
+                                        const Meanwhile& meanwhile, const Voted& voted, const Corrections& corrections,
                                         const Behind& behind, const Read& read) {
     unsigned v[2][4];
-    if (kPressed) load_values(stage, v);
+    load_values(stage, v);
     unsigned left[8][4];
     pack(left);
     const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
@@ -430,7 +425,6 @@ class Scan {
     for (int k = 0; k < 8; ++k)
       ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
-    if (!kPressed) load_values(stage, v);
     meanwhile();
     // All warps of the group make each product together, so that all know whether one of them has to go back.
     const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, v, first));
@@ -461,6 +455,7 @@ class Scan {
 #pragma unroll
     for (int j = 0; j < 16; ++j)
       S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+    voted();
     ptx::wait_for_products<0>();
     corrections(U);
 
@@ -491,26 +486,27 @@ class Scan {
 
   // ---- outputs ----
 
-  // To the warp's own memory, when those of the chunk before have been read.
+  // By all warps, when those of the chunk before have been read.
   __device__ void stage_outputs(const unsigned (&out)[2][4]) const {
-    ptx::wait_for_bulk_reads<0>();
-    __syncwarp();  // nobody reads it any more
     const unsigned to = staged(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * 32, out[j]);
-  }
-  // Of a chunk from token t of the item on.
-  __device__ void store_outputs(const Place& at, unsigned t) const {
-    const unsigned row = at.t0 + t;
+    for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * kRowBytes, out[j]);
     ptx::fence_shared_for_async();
-    __syncwarp();  // outputs are there
-    if (lane_ > 0) return;
+    if (!stores()) ptx::arrive_threads(kOutputBarrier, kGroup);
+  }
+  // Of a chunk from token t of the item on, and all warps.
+  __device__ void store_outputs(const Place& at, unsigned t) const {
+    if (!stores()) return;
+    ptx::sync_threads(kOutputBarrier, kGroup);  // outputs of all warps are there
+    const unsigned row = at.t0 + t;
+    if (!ptx::elect()) return;
     ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, row, at.b, staged(0, 0));
     ptx::commit_bulk();
   }
-  // Likewise, of the first `count` rows.
+  // Of the first `count` rows, by each warp.
   __device__ void store_rows(unsigned t, unsigned count) const {
-    __syncwarp();  // outputs are there
+    if (stores()) ptx::sync_threads(kOutputBarrier, kGroup);  // the others have arrived
+    __syncwarp();                                             // outputs are there
     const Place at = place();
     const unsigned piece = lane_ % 2;
 #pragma unroll 1

@@ -161,7 +161,6 @@ class AnchoredScores {
  public:
   static constexpr bool kTakesDiagonal = false;  // its own products have it
   static constexpr bool kSkipsQueries = true;    // where they are not wanted
-  static constexpr bool kPressScan = true;       // they are there as fast as chunks are scanned
   // gamma = log2 alpha = bound sigmoid(a (x + bias)) of the lane's channels.
   struct Gate {
     float bound, rate, shift[4];

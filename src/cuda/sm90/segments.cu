@@ -16,11 +16,8 @@ namespace {
 using namespace sm90;
 
 constexpr unsigned kThreads = (2 + kPreparers) * kGroup;
-// Of 128 a thread: of who makes b and M, of who prepares (exact scores take more), and of outputs, when M has been made.
-template <class Scores>
-constexpr int kMapRegisters = std::is_same_v<Scores, ExactScores> ? 144 : 152;
-template <class Scores>
-constexpr int kPreparerRegisters = 256 - kMapRegisters<Scores>;
+// Of 128 a thread: of who makes b and M, of who prepares, and of outputs, when M has been made.
+constexpr int kMapRegisters = 144, kPreparerRegisters = 256 - kMapRegisters;
 constexpr int kScanRegisters = 216, kIdleRegisters = 40;
 static_assert(kScanRegisters + kIdleRegisters <= 256);
 
@@ -57,23 +54,22 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
       ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
     if (kind == Task::kZeros && group == 0)
-      SegmentScan<T, Scores::kPressScan>(call, segments, memory)
-          .zero_outputs(task.item(), task.sequence(), task.first, task.end);
+      SegmentScan<T>(call, segments, memory).zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {
-      ptx::take_registers<kMapRegisters<Scores>>();
-      SegmentScan<T, Scores::kPressScan>(call, segments, memory).map();
+      ptx::take_registers<kMapRegisters>();
+      SegmentScan<T>(call, segments, memory).map();
     }
     ptx::take_registers<kScanRegisters>();  // where there are maps, those of M leave theirs
-    SegmentScan<T, Scores::kPressScan>(call, segments, memory).outputs();
+    SegmentScan<T>(call, segments, memory).outputs();
   } else if (group == 1) {
     if (maps) {
-      ptx::take_registers<kMapRegisters<Scores>>();
-      SegmentScan<T, Scores::kPressScan, false>(call, segments, memory).map();
+      ptx::take_registers<kMapRegisters>();
+      SegmentScan<T, false>(call, segments, memory).map();
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
-    ptx::give_registers<kPreparerRegisters<Scores>>();
+    ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 2);
     preparation.plan(TaskSource(group - 2));
     preparation.run();

@@ -170,9 +170,9 @@ class TaskSource {
 // ---- the scan of a segment ----
 
 // Where M is made, too, its warps release chunks as well: where not, those of b do so for them.
-template <class T, bool kPressed, bool kValues = true>
-class SegmentScan : public Scan<T, kPressed, kValues, 2> {
-  using Base = Scan<T, kPressed, kValues, 2>;
+template <class T, bool kValues = true>
+class SegmentScan : public Scan<T, kValues, 2> {
+  using Base = Scan<T, kValues, 2>;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
   static constexpr unsigned kReadBarrier = kScannerBarrier + 2;  // of both warpgroups
 
@@ -306,7 +306,8 @@ class SegmentScan : public Scan<T, kPressed, kValues, 2> {
         }
       __syncwarp();  // all are there
       ptx::fence_global_for_async();
-      for (unsigned i = 1; lane_ == 0 && i <= min(last, 2u); ++i) fetch(i);
+      if (ptx::elect())
+        for (unsigned i = 1; i <= min(last, 2u); ++i) fetch(i);
     }
     ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
     unit_[0] = unit_[1] = 1;
@@ -314,7 +315,7 @@ class SegmentScan : public Scan<T, kPressed, kValues, 2> {
     for (unsigned i = 1; i <= last; ++i) {
       pass(segments_.offset(item.hv, item.n, first + i), i, last);
       ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
-      if (threadIdx.x == 0 && i + 2 <= last) fetch(i + 2);
+      if (threadIdx.x < 32 && i + 2 <= last && ptx::elect()) fetch(i + 2);
       if (i + 1 == last) release_two(0);
     }
     release_two(1);

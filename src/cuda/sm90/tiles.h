@@ -1,4 +1,4 @@
-// What the copy engine knows. q, k, v, g and o: tiles of 64 channels of a chunk's rows, swizzled like the stages; of o 16.
+// What the copy engine knows. q, k, v, g and o: tiles of 64 channels of a chunk's rows, swizzled like the stages.
 // States: boxes of 32 channels of 16 columns.
 #pragma once
 #include <cuda.h>
@@ -50,18 +50,17 @@ struct Tiles {
     const kda_inputs& in = p.args.in;
     maps[kQuery] = map(in.q), maps[kKey] = map(in.k), maps[kValue] = map(in.v);
     if (in.g.dtype == in.q.dtype) maps[kGate] = map(in.g);
-    maps[kOutput] = map(p.args.o, 16, CU_TENSOR_MAP_SWIZZLE_32B);
+    maps[kOutput] = map(p.args.o);
   }
 
   // [B, T, heads, 128] of 16-bit numbers.
-  static CUtensorMap map(const kda_tensor& t, cuuint32_t columns = 64,
-                         CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+  static CUtensorMap map(const kda_tensor& t) {
     const auto size = [&](int i) { return static_cast<cuuint64_t>(t.shape[i]); };
     return make_map<4>(t.dtype == KDA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
                        {.sizes = {size(3), size(2), size(1), size(0)},
                         .strides = {map_stride(t, 2), map_stride(t, 1), map_stride(t, 0)},
-                        .box = {columns, 1, kRows, 1}},
-                       swizzle);
+                        .box = {kRowBytes / 2, 1, kRows, 1}},
+                       CU_TENSOR_MAP_SWIZZLE_128B);
   }
 
   // Hints: by threads i, the first of which each have a map; also before wait_for_stream().
