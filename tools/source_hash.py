@@ -19,5 +19,16 @@ def source_hash(root: Path = ROOT, *, cuda: bool = True) -> str:
     return digest.hexdigest()
 
 
+def folder_hashes(root: Path = ROOT) -> dict[str, str]:
+    """Of the files right in each folder under include/ and src/: to tell which have changed."""
+    folders = sorted({p.parent for top in ("include", "src") for p in (root / top).rglob("*") if p.is_file()})
+    hashes = {}
+    for folder in folders:
+        files = sorted(p for p in folder.iterdir() if p.is_file())
+        content = b"".join(p.name.encode() + b"\0" + p.read_bytes() + b"\0" for p in files)
+        hashes[str(folder.relative_to(root))] = hashlib.sha256(content).hexdigest()[:16]
+    return hashes
+
+
 if __name__ == "__main__":
     print(source_hash())

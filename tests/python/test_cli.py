@@ -8,7 +8,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,47 @@ def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatc
     ran.clear()
     assert set(suite.tests(tmp_path, {}, suite.TESTS)) == set(suite.TESTS)
     assert sorted(ran) == ["example", "gtest", "gtest", "kda_check", "pytest", "pytest"]
+
+
+def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a record, under `earlier`: rows and tests, the newest of each, with what has changed since."""
+    suite = gpu_suite()
+    row = {"what": "decode", "B": 1, "us": 2.5, "over_peer": None}
+    stream = {"what": "y = 2 x", "gb_per_s": 4000.0}
+    path, hashes = tmp_path / "a-gpu.json", {"src": "1", "src/cuda": "1"}
+    monkeypatch.setenv("KDA_LIBRARY_DIR", "")  # which main() sets
+    monkeypatch.setattr(suite, "device", lambda: {"name": "A GPU"})
+    monkeypatch.setattr(suite, "folder_hashes", lambda: dict(hashes))
+    monkeypatch.setattr(suite, "source_hash", lambda: "".join(hashes.values()))
+    monkeypatch.setattr(
+        suite, "tests", lambda _, before, wanted: before | {n: {"ran": 1, "failed": 0, "exit": 0} for n in wanted}
+    )
+
+    def record(*options: str, rows: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        monkeypatch.setattr(suite, "benchmarks", lambda *_: iter([[stream], list(rows)]))
+        monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path), *options])
+        assert suite.main() == 0
+        return json.loads(path.read_text())
+
+    first = record("--only", "benchmarks", rows=[row, row | {"B": 2}])
+    assert first["benchmarks"] == [stream, row, row | {"B": 2}] and "earlier" not in first
+    again = record("--only", "benchmarks", rows=[row | {"us": 2.0}])
+    assert again["benchmarks"] == [row | {"B": 2}, stream, row | {"us": 2.0}]
+    assert again["command"].count("--only benchmarks") == 2
+    hashes["src/cuda"] = "2"
+    second = record("--only", "tests", "--tests", "cpp")
+    assert "benchmarks" not in second and list(second["tests"]) == ["cpp"]
+    [earlier] = second["earlier"]
+    assert earlier["changed_since"] == ["src/cuda"] and earlier["source_hash"] == "11"
+    assert earlier["benchmarks"] == again["benchmarks"] and earlier["device"] == {"name": "A GPU"}
+    hashes["src"] = "2"
+    third = record("--only", "benchmarks", rows=[row])
+    assert third["benchmarks"] == [stream, row]
+    newer, older = third["earlier"]
+    assert (newer["changed_since"], newer["tests"]) == (["src"], second["tests"]) and "benchmarks" not in newer
+    assert older["changed_since"] == ["src", "src/cuda"] and older["benchmarks"] == [stream, row | {"B": 2}]
+    fourth = record("--only", "benchmarks", rows=[row | {"B": 2}])
+    assert [list(part["tests"]) for part in fourth["earlier"]] == [["cpp"]]
 
 
 def test_check_without_torch() -> None:
