@@ -58,10 +58,10 @@ struct Cut {
 
 // ---- in the workspace ----
 
-// M^T lies as the scan multiplies by it: two halves of 64 rows; of a half, leading bf16 and the rest of each number as tiles of
-// 128 channels.
-constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
-static_assert(kMapBytes / 2 <= Stage::bytes);
+// M^T lies as the scan multiplies by it: two halves of 64 rows; of a half, 128 channels in fp16, and then the unit of each row.
+constexpr unsigned kMapUnits = kSize / 2 * kSize * 2, kHalfMap = kMapUnits + kSize / 2 * 4, kMapBytes = 2 * kHalfMap;
+constexpr unsigned kOffsetBytes = kSize * kSize * 4;
+static_assert(kHalfMap <= Stage::bytes && kHalfMap % 16 == 0);
 
 struct Segments {
   Cut cut;
@@ -79,12 +79,12 @@ struct Segments {
     return (p.HV * uint64_t{cut.total} + 1) * sizeof(unsigned);
   }
   static uint64_t bytes(const ForwardProblem& p, const Cut& cut) {
-    return p.HV * uint64_t{maps_of(p, cut)} * 2 * kMapBytes + flag_bytes(p, cut);
+    return p.HV * uint64_t{maps_of(p, cut)} * (kMapBytes + kOffsetBytes) + flag_bytes(p, cut);
   }
   Segments(const ForwardProblem& p, const Cut& cut, void* workspace)
       : cut(cut), maps(maps_of(p, cut)), M(static_cast<char*>(workspace)) {
     b = reinterpret_cast<float4*>(M + p.HV * uint64_t{maps} * kMapBytes);
-    flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * 2 * kMapBytes);
+    flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * (kMapBytes + kOffsetBytes));
     taken = flags + p.HV * uint64_t{cut.total};
   }
   // Piece `number` is one of sequence n. (Garbage in cu_seqlens leads to maps of others, at worst.)
@@ -97,7 +97,7 @@ struct Segments {
   __device__ unsigned number() const { return atomicAdd(taken, 1); }
   // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
   __device__ float4* offset(unsigned hv, unsigned n, unsigned number) const {
-    return b + place(hv, n, number) * (kMapBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
+    return b + place(hv, n, number) * (kOffsetBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
   }
 };
 
@@ -236,13 +236,19 @@ class SegmentScan : public Scan<T, kValues, 2> {
     if (threadIdx.x % kGroup == 0) ptx::add_release(flag, quarters);
   }
 
-  // Two numbers as two bf16 each, the leading one and the rest: 16 bits of them together, in the range of f32.
-  struct Split {
-    unsigned leading, rest;
-    __device__ Split(float x, float y) : leading(ptx::pack<__nv_bfloat16>(x, y)) {
-      rest = ptx::pack<__nv_bfloat16>(x - __uint_as_float(leading << 16), y - __uint_as_float(leading & 0xffff0000u));
+  // For each of the thread's two columns a power of two that brings its largest number, of all lanes, below 2^14.
+  __device__ static void find_units(const float (&x)[64], float (&up)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = 0;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) most = fmaxf(most, fmaxf(fabsf(x[4 * j + 2 * i]), fabsf(x[4 * j + 2 * i + 1])));
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+      // 2^(13 - e), but no more than has an inverse.
+      up[i] = __uint_as_float(min((127u + 13 + 127) - (__float_as_uint(most) >> 23), 253u) << 23);
     }
-  };
+  }
 
   // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared. All of
   // that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its own, the chunk may
@@ -251,17 +257,19 @@ class SegmentScan : public Scan<T, kValues, 2> {
   __device__ void store_map(char* to) const {
     const unsigned half = ptx::rank() ^ 1;  // chunks() is even, so that it is the rank of who has prepared the chunk
     const unsigned stage = map_stage(0, half);
+    float up[2];
+    find_units(S_, up);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned row = first_column() % 64 + lane_ / 4 + i % 2 * 8, piece = i / 2;
-      const Split x(S_[2 * i] * unit_[i % 2], S_[2 * i + 1] * unit_[i % 2]);
       const unsigned at = stage + piece / 8 * kHalf + row * kRowBytes + ((piece % 8 ^ row % 8) << 4) + lane_ % 4 * 4;
-      ptx::store_shared(at, x.leading), ptx::store_shared(at + kRestOfMap, x.rest);
+      ptx::store_shared(at, ptx::pack<__half>(S_[2 * i] * up[i % 2], S_[2 * i + 1] * up[i % 2]));
+      if (i < 2 && lane_ % 4 == 0) ptx::store_shared_f32(stage + kMapUnits + row * 4, unit_[i] * Base::inverse(up[i]));
     }
     ptx::fence_shared_for_async();
     ptx::sync_threads(Base::kBarrier, kGroup);  // all of it is there
     if (threadIdx.x % kGroup > 0) return;
-    ptx::copy_bulk_to_global(to + ptx::rank() * (kMapBytes / 2), stage, kMapBytes / 2);
+    ptx::copy_bulk_to_global(to + ptx::rank() * kHalfMap, stage, kHalfMap);
     ptx::commit_bulk();
     ptx::wait_for_bulk<0>();
   }
@@ -294,8 +302,7 @@ class SegmentScan : public Scan<T, kValues, 2> {
       const char* from = segments_.map(item.hv, item.n, first + i);
       ptx::arrive_expecting(map_barrier(i), kMapBytes);
       for (const unsigned half : {0u, 1u})
-        ptx::copy_bulk_to_shared(map_stage(last - i, half), from + half * (kMapBytes / 2), kMapBytes / 2,
-                                 map_barrier(i));
+        ptx::copy_bulk_to_shared(map_stage(last - i, half), from + half * kHalfMap, kHalfMap, map_barrier(i));
     };
     if (last == 1) release_two(0);
     if (threadIdx.x < 32) {
@@ -320,30 +327,37 @@ class SegmentScan : public Scan<T, kValues, 2> {
     }
     release_two(1);
   }
-  // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
+  // S <- M S + b. S, in units of M's rows, is the sum of two fp16, in units of its columns: what M has is not rounded any more.
   __device__ void pass(const float4* offset, unsigned i, unsigned last) {
     float b[64];
     load(offset, b);  // comes in the meantime
+    ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 unit = ptx::load_shared_f32x2(map_stage(last - i, j / 8) + kMapUnits + Base::channel(j % 8) * 4);
+      S_[4 * j] *= unit.x, S_[4 * j + 1] *= unit.y, S_[4 * j + 2] *= unit.x, S_[4 * j + 3] *= unit.y;
+    }
+    float up[2];
+    find_units(S_, up);
     unsigned leading[8][4], rest[8][4];
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
-      const Split x(S_[2 * j], S_[2 * j + 1]);
-      leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
+      const float x = S_[2 * j] * up[j % 2], y = S_[2 * j + 1] * up[j % 2];
+      const float2 two = floats_of<__half>(leading[j / 4][j % 4] = ptx::pack<__half>(x, y));
+      rest[j / 4][j % 4] = ptx::pack<__half>(x - two.x, y - two.y);
     }
-    ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const uint64_t M = ptx::further(ptx::matrix_at(map_stage(last - i, k / 4), kHalf, 1024, ptx::Swizzle::k128),
                                       k % 4 * 16 * kRowBytes);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, k > 0);
-      ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], ptx::further(M, kRestOfMap), true);
+      ptx::wgmma<__half, true>(S_, leading[k], M, k > 0);
+      ptx::wgmma<__half, true>(S_, rest[k], M, true);
     }
     ptx::commit_products();
     ptx::wait_for_products<0>();
 #pragma unroll
-    for (int j = 0; j < 64; ++j) S_[j] += b[j];
+    for (int j = 0; j < 64; ++j) S_[j] = fmaf(S_[j], Base::inverse(up[j / 2 % 2]), b[j]);
   }
 
   const Segments& segments_;
