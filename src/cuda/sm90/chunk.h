@@ -21,13 +21,14 @@ constexpr unsigned kHalf = 8192, kRowBytes = 128, kTileBytes = kRows * kRowBytes
 
 // The operands of a chunk.
 struct Stage {
-  static constexpr unsigned k = 0, q = kTileBytes;           // kG; qG: fp16
-  static constexpr unsigned kg = 2 * kHalf;                  // fp16; between its halves:
-  static constexpr unsigned T = kg + kTileBytes;             // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
-  static constexpr unsigned Aqk = T + kRows * 64;            // likewise
-  static constexpr unsigned ell = kg + kHalf + kTileBytes;   // decay of each channel: f32
-  static constexpr unsigned end = ell + kSize * 4;           // of what is prepared
-  static constexpr unsigned v = (end + 1023) / 1024 * 1024;  // as given: the block's 64 columns
+  static constexpr unsigned k = 0, q = kTileBytes;          // kG; qG: fp16
+  static constexpr unsigned kg = 2 * kHalf;                 // fp16; between its halves:
+  static constexpr unsigned T = kg + kTileBytes;            // T diag(beta): fp16, rows of 64 bytes, Swizzle::k64
+  static constexpr unsigned Aqk = T + kRows * 64;           // likewise
+  static constexpr unsigned ell = kg + kHalf + kTileBytes;  // decay of each channel: f32
+  static constexpr unsigned end = ell + kSize * 4;          // of what is prepared
+  static constexpr unsigned kOfQueries = 2 * kTileBytes + kRows * 64;  // of that, qG and Aqk
+  static constexpr unsigned v = (end + 1023) / 1024 * 1024;            // as given: the block's 64 columns
   static constexpr unsigned bytes = v + kTileBytes;
 };
 static_assert(Stage::Aqk + kRows * 64 == Stage::kg + kHalf);

@@ -155,16 +155,17 @@ class Preparation {
         ptx::store_shared2(at_.address + tile + at_.own(i), make_uint2(0, 0));
     }
   }
-  // v to the stages of both blocks, which are full when it is there, and the rest of what the other's waits for;
+  // v to the stages of both blocks, which are full when it is there, and `bytes` of what the other's waits for;
   // and that, piece by piece. By a warp's first lane.
-  __device__ void fetch_values(unsigned hv, unsigned first, unsigned row, unsigned number, unsigned stage) const {
+  __device__ void fetch_values(unsigned hv, unsigned first, unsigned row, unsigned number, unsigned stage,
+                               unsigned bytes) const {
     const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
     const unsigned head = uniform(hv), token = uniform(first), b = uniform(row);
     const CUtensorMap& map = call_.tiles->maps[Tiles::kValue];
     if (!ptx::elect()) return;
     ptx::arrive_expecting(full, kTileBytes);
     ptx::copy_tile(v, map, 64 * rank, head, token, b, full);
-    ptx::arrive_expecting_at(ptx::address_in(full, other), Stage::end + kTileBytes);
+    ptx::arrive_expecting_at(ptx::address_in(full, other), bytes + kTileBytes);
     ptx::copy_tile_to(1 << other, v, map, 64 * other, head, token, b, full);
   }
   __device__ void share(unsigned number, unsigned stage, unsigned first, unsigned end) const {
@@ -272,8 +273,15 @@ class Preparation {
     ptx::arrive(ring().full(number));
     if (kBringsStates ? next.is_chunk() : next.any()) fetch(next, turn + 1);
     if (mine == kShareChore) {
-      fetch_values(place.hv, place.token, place.b, number, stage);
-      share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
+      // For a map nobody needs qG and Aqk.
+      const bool all = !Source::kMaps || now.queries;
+      fetch_values(place.hv, place.token, place.b, number, stage, all ? Stage::end : Stage::end - Stage::kOfQueries);
+      if (all) {
+        share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
+      } else {
+        share(number, stage, Stage::k, Stage::q), share(number, stage, Stage::k + kHalf, Stage::q + kHalf);
+        share(number, stage, Stage::kg, Stage::T), share(number, stage, Stage::kg + kHalf, Stage::end);
+      }
     }
     return true;
   }
