@@ -4,30 +4,33 @@ src/cuda. Ties a record of measurements to the source it was made from."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def source_hash(root: Path = ROOT, *, cuda: bool = True) -> str:
+def files_of(root: Path) -> list[Path]:
+    return sorted(p for folder in ("include", "src") for p in (root / folder).rglob("*") if p.is_file())
+
+
+def hash_of(files: Iterable[Path], root: Path) -> str:
     digest = hashlib.sha256()
-    files = [p for folder in ("include", "src") for p in (root / folder).rglob("*") if p.is_file()]
-    for path in sorted(files):
-        if not cuda and path.is_relative_to(root / "src/cuda"):
-            continue
+    for path in files:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
+def source_hash(root: Path = ROOT, *, cuda: bool = True) -> str:
+    return hash_of((p for p in files_of(root) if cuda or not p.is_relative_to(root / "src/cuda")), root)
+
+
 def folder_hashes(root: Path = ROOT) -> dict[str, str]:
     """Of the files right in each folder under include/ and src/: to tell which have changed."""
-    folders = sorted({p.parent for top in ("include", "src") for p in (root / top).rglob("*") if p.is_file()})
-    hashes = {}
-    for folder in folders:
-        files = sorted(p for p in folder.iterdir() if p.is_file())
-        content = b"".join(p.name.encode() + b"\0" + p.read_bytes() + b"\0" for p in files)
-        hashes[str(folder.relative_to(root))] = hashlib.sha256(content).hexdigest()[:16]
-    return hashes
+    folders: dict[Path, list[Path]] = {}
+    for path in files_of(root):
+        folders.setdefault(path.parent, []).append(path)
+    return {str(folder.relative_to(root)): hash_of(files, root)[:16] for folder, files in sorted(folders.items())}
 
 
 if __name__ == "__main__":
