@@ -65,7 +65,8 @@ struct Shared {
   static constexpr unsigned known = pair + 8;                      // mbarrier: that is there
   static constexpr unsigned planned = known + 8;                   // mbarrier: heads have been planned
   static constexpr unsigned maps = planned + 8;                    // mbarriers: maps of segments are there
-  static constexpr unsigned task = maps + 3 * 8;                   // the pair's, where there are segments
+  static constexpr unsigned slots = maps + 2 * 8;                  // mbarriers: outputs of segments are there
+  static constexpr unsigned task = slots + 5 * 8;                  // the pair's, where there are segments
   static constexpr unsigned kTaskBytes = 96;
   static constexpr unsigned stages = 1024;
   static constexpr unsigned out = stages + kStages * Stage::bytes;  // a chunk's outputs, swizzled like the stages

@@ -37,8 +37,8 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
 }
 
 // Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many
-// warps each one releases chunks of scan().
-template <class T, bool kValues = true, unsigned kWarpsOfEach = 1>
+// warps each one releases chunks of scan(). kSparing: registers are few, so that half of a state is packed at a time.
+template <class T, bool kValues = true, unsigned kWarpsOfEach = 1, bool kSparing = false>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
@@ -138,33 +138,44 @@ class Scan {
     ptx::wait_for_bulk_reads<0>();
     ptx::sync_threads(kBarrier, kGroup);  // those of the chunk before are read
     stage_outputs(out);
-    if (end - last == kRows) store_outputs(place(), last);
-    else store_rows(last, end - last);
+    if (end - last == kRows) return store_outputs(place(), last);
+    if (stores()) ptx::sync_threads(kOutputBarrier, kGroup);  // the others have arrived
+    store_rows(place(), last, out_tile(), end - last);
   }
-  // The first chunks of the ring, all of 32 tokens: for the state alone. The last kHeld are not released.
-  template <unsigned kHeld>
-  __device__ __forceinline__ void scan_state(unsigned chunks) {
+  // The first chunks of the ring, of `tokens` together, for the state; kOutputs: and for outputs, which take(chunk, out) gets. The
+  // last kHeld are not released.
+  template <bool kOutputs, unsigned kHeld, class Take>
+  __device__ __forceinline__ void scan_piece(unsigned tokens, const Take& take) {
+    const unsigned whole = tokens / kRows, chunks = (tokens + kRows - 1) / kRows;
     for (unsigned number = 0; number < chunks;) {
       const bool again = prepared();
-      unsigned none[2][4];
+      if (kOutputs && kValues && number == whole)
+        ring_.wait_full(number), clear_values(ring_.stage(number), tokens % kRows);
+      const unsigned stop = kOutputs && number < whole ? whole : chunks;
+      unsigned out[2][4];
       bool went, full = false;
       do {
         lane_ = opaque(lane_);
         const unsigned stage = uniform(ring_.stage(number));
         if (!full) ring_.wait_full(number);
-        went = chunk<false>(
-            stage, number * kRows % kChunk == 0, again, none, [] {}, [] {}, [](const float(&)[kRows / 2]) {},
+        went = chunk<kOutputs>(
+            stage, number * kRows % kChunk == 0, again, out, [] {}, [] {}, [](const float(&)[kRows / 2]) {},
             [&] { full = ring_.is_full(number + 1); },
             [&] {
               __syncwarp();  // all lanes have read the stage
-              if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+              if (lane_ == 0 && (kHeld == 0 || number + kHeld < chunks)) ring_.release(number);
             });
         if (!went) break;
+        if (kOutputs && !again) take(number, out);
         ++number;
-      } while (!again && number < chunks);
+      } while (!again && number < stop);
       lane_ = opaque(lane_);
-      if (!went) prepare(opaque(ring_.stage(number)), number * kRows % kChunk == 0);
-      else if (again) spoil(none);
+      if (!went) {
+        prepare(opaque(ring_.stage(number)), number * kRows % kChunk == 0);
+      } else if (again) {
+        spoil(out);
+        if (kOutputs) take(number - 1, out);
+      }
     }
   }
   // Before the block ends, or others use its memory.
@@ -173,9 +184,10 @@ class Scan {
   // The warp's first column; where its columns' v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
   __device__ static unsigned values(unsigned stage) { return stage + Stage::v; }
-  // Where outputs of eight of the warp's columns wait.
-  __device__ unsigned staged(unsigned token, unsigned piece) const {
-    return ring_.memory + Shared::out + token * kRowBytes + ((warp_ % kWarps * 2 + piece ^ token % 8) << 4);
+  // Where outputs of eight of the warp's columns wait: in a tile.
+  __device__ unsigned out_tile() const { return ring_.memory + Shared::out; }
+  __device__ unsigned staged(unsigned tile, unsigned token, unsigned piece) const {
+    return tile + token * kRowBytes + ((warp_ % kWarps * 2 + piece ^ token % 8) << 4);
   }
   // Is the warp the one that stores those of all?
   __device__ bool stores() const { return warp_ % kWarps == 0; }
@@ -252,8 +264,16 @@ class Scan {
     float state[64];
     fetch(s, hv, state), load(state);
   }
-  // The state after t tokens goes where it is wanted.
+  // The state after t tokens goes where it is wanted. (The usual final one by few instructions: they run for the first time.)
   __device__ void keep(const Sequence& s, unsigned hv, unsigned t) {
+    const TypedView& final = call_.states.kept[kFinal];
+    if (t == s.length && final.dtype == KDA_F32 && in_pairs(final) && !call_.states.kept[kCheckpoint].data &&
+        !call_.states.kept[kBefore].data) {
+      if (final.data && s.slot >= 0)
+        pairs(final, static_cast<unsigned>(s.slot), hv,
+              [&](int i, float2* x) { *x = make_float2(S_[i] * unit_[i / 2 % 2], S_[i + 1] * unit_[i / 2 % 2]); });
+      return;
+    }
     const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, static_cast<unsigned>(s.n)) : 0;
 #pragma unroll 1
     for (int kind = 0; kind < 3; ++kind) {
@@ -298,10 +318,22 @@ class Scan {
     }
   }
 
-  // S_ as operands.
-  __device__ void pack(unsigned (&packed)[8][4]) const {
+  // S_ as operands: all of it, or a part.
+  template <unsigned kCount>
+  __device__ void pack(unsigned (&packed)[kCount][4], unsigned part = 0) const {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__half>(S_[2 * i], S_[2 * i + 1]);
+    for (unsigned i = 0; i < 4 * kCount; ++i) {
+      const unsigned at = 8 * kCount * part + 2 * i;
+      packed[i / 4][i % 4] = ptx::pack<__half>(S_[at], S_[at + 1]);
+    }
+  }
+  // The largest magnitude in the thread's column i of what is packed.
+  template <unsigned kCount>
+  __device__ static __half2 most_of(const unsigned (&packed)[kCount][4], unsigned i) {
+    unsigned S[2 * kCount];
+#pragma unroll
+    for (unsigned j = 0; j < 2 * kCount; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
+    return largest<__half, false>(S);
   }
 
   // No v of the warp's columns from a token on: what comes along is another sequence's.
@@ -337,17 +369,16 @@ class Scan {
     const unsigned two = ptx::pack<T>(limit, limit);
     return __hblt2(values, pair_of<T>(two));
   }
-  // Do units fit S_, packed, and v, and is no v infinite or NaN? first: at a multiple of 64 tokens.
-  __device__ bool fits(const unsigned (&packed)[8][4], const unsigned (&v)[2][4], bool first) const {
+  // Do units fit S_, packed, and v, and is no v infinite or NaN? first: at a multiple of 64 tokens. most: of what is not packed.
+  template <unsigned kCount>
+  __device__ bool fits(const unsigned (&packed)[kCount][4], const __half2 (&most_before)[2], const unsigned (&v)[2][4],
+                       bool first) const {
     const Pair<T> values[2] = {values_of(v, 0), values_of(v, 1)};
     bool fits = are_below(values[0], 0, 0x1p7f) & are_below(values[1], 1, 0x1p7f);
     if (!first) return fits;
     const __half2 most = __float2half2_rn(0x1p7f), least = __float2half2_rn(0x1p-9f);
     const auto largest_of = [&](int i) {
-      unsigned S[16];
-#pragma unroll
-      for (int j = 0; j < 16; ++j) S[j] = packed[j / 2][j % 2 * 2 + i];
-      return largest<__half, false>(S);
+      return kCount == 8 ? most_of(packed, i) : __hmax2(most_of(packed, i), most_before[i]);
     };
     const __half2 both[2] = {largest_of(0), largest_of(1)};  // chains that wait for themselves, not for votes
 #pragma unroll
@@ -384,7 +415,7 @@ class Scan {
     load_values(stage, v);
     unsigned packed[8][4];
     pack(packed);
-    if (!__all_sync(kAll, fits(packed, v, first))) choose_units(v);
+    if (!__all_sync(kAll, fits(packed, {}, v, first))) choose_units(v);
     set_bad(1u << 15 | first_bad[1] << 8 | first_bad[0]);
   }
   // From the first token that was not finite on, outputs and the state are not, either.
@@ -414,26 +445,37 @@ class Scan {
   __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
                                         const Meanwhile& meanwhile, const Voted& voted, const Corrections& corrections,
                                         const Behind& behind, const Read& read) {
+    constexpr unsigned kParts = kSparing ? 2 : 1, kSteps = 8 / kParts;
     unsigned v[2][4];
     load_values(stage, v);
-    unsigned left[8][4];
-    pack(left);
+    unsigned left[kSteps][4];
+    __half2 most[2] = {};
     const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
     float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
-    ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
-    ptx::commit_products();
-    meanwhile();
+    for (unsigned part = 0; part < kParts; ++part) {
+      if (part > 0) ptx::wait_for_products<0>();
+      pack(left, part);
+      ptx::fence_products();
+#pragma unroll
+      for (unsigned k = part * kSteps; k < (part + 1) * kSteps; ++k)
+        ptx::wgmma<__half, false>(both, left[k % kSteps], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
+      ptx::commit_products();
+      if (part == 0) meanwhile();
+      if (part + 1 < kParts && first) most[0] = most_of(left, 0), most[1] = most_of(left, 1);
+    }
     // All warps of the group make each product together, so that all know whether one of them has to go back.
-    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, v, first));
+    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, most, v, first));
     ptx::wait_for_products<0>();
     if (!fine) return false;
 
-    float2 ell[16];
+    constexpr int kDecays = kSparing ? 8 : 16;  // at a time
+    float2 ell[kDecays];
+    const auto load_decays = [&](int from) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+      for (int j = 0; j < kDecays; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(from + j) * 4);
+    };
+    if (!kSparing) load_decays(0);
     unsigned R[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -450,11 +492,17 @@ class Scan {
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
-      asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until they are on their way
+    for (int from = 0; from < 16; from += kDecays) {
+      if (kSparing) load_decays(from);
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
-      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+      for (int j = 0; j < kDecays; ++j)
+        asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until they are on their way
+#pragma unroll
+      for (int j = 0; j < kDecays; ++j) {
+        float* S = S_ + 4 * (from + j);
+        S[0] *= ell[j].x, S[1] *= ell[j].y, S[2] *= ell[j].x, S[3] *= ell[j].y;
+      }
+    }
     voted();
     ptx::wait_for_products<0>();
     corrections(U);
@@ -488,7 +536,7 @@ class Scan {
 
   // By all warps, when those of the chunk before have been read.
   __device__ void stage_outputs(const unsigned (&out)[2][4]) const {
-    const unsigned to = staged(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
+    const unsigned to = staged(out_tile(), lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
 #pragma unroll
     for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * kRowBytes, out[j]);
     ptx::fence_shared_for_async();
@@ -498,21 +546,22 @@ class Scan {
   __device__ void store_outputs(const Place& at, unsigned t) const {
     if (!stores()) return;
     ptx::sync_threads(kOutputBarrier, kGroup);  // outputs of all warps are there
+    store_tile(at, t, out_tile());
+  }
+  __device__ void store_tile(const Place& at, unsigned t, unsigned tile) const {
     const unsigned row = at.t0 + t;
     if (!ptx::elect()) return;
-    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, row, at.b, staged(0, 0));
+    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, row, at.b, tile);
     ptx::commit_bulk();
   }
-  // Of the first `count` rows, by each warp.
-  __device__ void store_rows(unsigned t, unsigned count) const {
-    if (stores()) ptx::sync_threads(kOutputBarrier, kGroup);  // the others have arrived
-    __syncwarp();                                             // outputs are there
-    const Place at = place();
+  // Of the first `count` rows of a tile, by each warp, when outputs of all are there.
+  __device__ void store_rows(const Place& at, unsigned t, unsigned tile, unsigned count) const {
+    __syncwarp();  // the warp's own are there
     const unsigned piece = lane_ % 2;
 #pragma unroll 1
     for (unsigned row = lane_ / 2; row < count; row += 16)
       *reinterpret_cast<uint4*>(call_.x.o.at(at.b, at.t0 + t + row, at.hv) + first_column() * sizeof(T) + piece * 16) =
-          ptx::load_shared4(staged(row, piece));
+          ptx::load_shared4(staged(tile, row, piece));
     __syncwarp();  // nobody reads them any more
   }
 

@@ -1,4 +1,4 @@
-// A call cut into segments: where their maps are, and the scan over them.
+// A call cut into segments: where they are, and what of them is in the workspace. (The scan over them: maps.h.)
 //
 // The state behind a segment is M S + b, S the state before it (math.md 6). Columns of the state are independent, so the
 // ordinary scan makes both: b is the state from zeros, M the one from the identity where v is 0. The first segment of a
@@ -16,19 +16,20 @@ struct Cut {
   unsigned lead, tokens;
   unsigned total;  // pieces
   unsigned N, T;
-  bool varlen;
+  bool varlen, one_pass;
   Divisor heads, group, each,
       length;  // HV; value heads of a key head; pieces of a sequence, without cu_seqlens; `tokens`
   Lengths cu_seqlens;
   StateSlots states;
   Flags has_initial;
 
-  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens)
+  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens, bool one_pass)
       : lead(lead),
         tokens(tokens),
         N(static_cast<unsigned>(p.N)),
         T(static_cast<unsigned>(p.T)),
         varlen(p.varlen),
+        one_pass(one_pass),
         heads(p.HV),
         group(p.group()),
         each(1 + (std::max<int64_t>(p.T - lead, 0) + tokens - 1) / tokens),
@@ -63,35 +64,56 @@ struct Cut {
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
 static_assert(kMapBytes / 2 <= Stage::bytes);
 
+// In one pass, of two chunks each of a piece that is not its sequence's first, outputs of M and then of b: transposed, rows of 64
+// tokens, swizzled like the stages, of M as the last products take them. Chunks lie behind each other in a row, and a chunk's
+// tokens as a thread has them: 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, ..
+constexpr unsigned kOutputsOfMap = kSize * kRowBytes, kOutputsOfTwo = 2 * kOutputsOfMap;
+
 struct Segments {
   Cut cut;
-  unsigned maps;  // of a head: of all pieces but the last of each sequence, which those of sequence n come behind n of
-  char* M;        // [HV][maps]
-  float4* b;      // [HV][maps][16][256 threads of a pair's scan]
-  unsigned* flags;                       // [HV][pieces]: how many quarters of a map are there; then
-  unsigned* taken;                       // how many pairs have a number
+  unsigned joints;  // of a head: pieces but one of each sequence, which those of sequence n come behind n of
+  unsigned maps;    // of a head: of all pieces, in two passes but the last of each sequence
+  char* M;          // [HV][maps]
+  float4* b;        // [HV][maps][16][256 threads of a pair's scan]
+  char* outputs;    // in one pass, of all pieces but the first of each sequence: [HV][joints][chunks / 2]
+  unsigned* flags;  // [HV][pieces]: how many quarters of a map are there; then
+  unsigned* taken;  // how many pairs have a number
   static constexpr unsigned kWhole = 4;  // of a map: two blocks, b and M
 
-  static unsigned maps_of(const ForwardProblem& p, const Cut& cut) {
+  static unsigned joints_of(const ForwardProblem& p, const Cut& cut) {
     return static_cast<unsigned>(p.varlen ? p.T / cut.tokens : p.N * (cut.each.divisor - 1));
+  }
+  static unsigned maps_of(const ForwardProblem& p, const Cut& cut) {
+    return cut.one_pass ? cut.total : joints_of(p, cut);
+  }
+  static uint64_t map_bytes(const ForwardProblem& p, const Cut& cut) {
+    return p.HV * uint64_t{maps_of(p, cut)} * 2 * kMapBytes;
+  }
+  static uint64_t output_bytes(const ForwardProblem& p, const Cut& cut) {
+    return cut.one_pass ? p.HV * uint64_t{joints_of(p, cut)} * (cut.tokens / (2 * kRows)) * kOutputsOfTwo : 0;
   }
   static uint64_t flag_bytes(const ForwardProblem& p, const Cut& cut) {
     return (p.HV * uint64_t{cut.total} + 1) * sizeof(unsigned);
   }
   static uint64_t bytes(const ForwardProblem& p, const Cut& cut) {
-    return p.HV * uint64_t{maps_of(p, cut)} * 2 * kMapBytes + flag_bytes(p, cut);
+    return map_bytes(p, cut) + output_bytes(p, cut) + flag_bytes(p, cut);
   }
   Segments(const ForwardProblem& p, const Cut& cut, void* workspace)
-      : cut(cut), maps(maps_of(p, cut)), M(static_cast<char*>(workspace)) {
-    b = reinterpret_cast<float4*>(M + p.HV * uint64_t{maps} * kMapBytes);
-    flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * 2 * kMapBytes);
+      : cut(cut), joints(joints_of(p, cut)), maps(maps_of(p, cut)), M(static_cast<char*>(workspace)) {
+    b = reinterpret_cast<float4*>(M + map_bytes(p, cut) / 2);
+    outputs = M + map_bytes(p, cut);
+    flags = reinterpret_cast<unsigned*>(outputs + output_bytes(p, cut));
     taken = flags + p.HV * uint64_t{cut.total};
   }
   // Piece `number` is one of sequence n. (Garbage in cu_seqlens leads to maps of others, at worst.)
   __device__ uint64_t place(unsigned hv, unsigned n, unsigned number) const {
-    return uint64_t{hv} * maps + min(number - n, maps - 1);
+    return uint64_t{hv} * maps + min(cut.one_pass ? number : number - n, maps - 1);
   }
   __device__ char* map(unsigned hv, unsigned n, unsigned number) const { return M + place(hv, n, number) * kMapBytes; }
+  // Where in `outputs` those of a piece are.
+  __device__ unsigned first_outputs(unsigned hv, unsigned n, unsigned number) const {
+    return (hv * joints + min(number - n - 1, joints - 1)) * (cut.tokens / (2 * kRows));
+  }
   __device__ unsigned* flag(unsigned hv, unsigned number) const { return flags + uint64_t{hv} * cut.total + number; }
   // By one thread: the pair's number.
   __device__ unsigned number() const { return atomicAdd(taken, 1); }
@@ -106,8 +128,9 @@ struct alignas(16) Task {
   unsigned number, index;     // of the piece: among all, among its sequence's
   unsigned n, hv, h, b;       // sequence, heads, row
   unsigned t0, length, slot;  // of the sequence
-  unsigned first, end, then;  // tokens first .. end - 1 of the sequence; where the piece behind it ends
-  unsigned mapped;            // chunks of a map
+  unsigned first, end,
+      then;  // tokens first .. end - 1 of the sequence; where the pair's chunks end: of the piece, or the one behind
+  unsigned mapped;  // chunks of a map
   enum Kind : unsigned { kNothing, kZeros, kBegins, kMaps };
   unsigned kind;  // what there is to do; kZeros: outputs of nobody's state
   bool initial;
@@ -126,11 +149,11 @@ struct alignas(16) Task {
     slot = static_cast<unsigned>(s.slot), initial = s.initial;
     const int64_t behind = cut.lead + int64_t{index} * cut.tokens, begin = index ? behind - cut.tokens : 0;
     first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, s.length));
-    then = static_cast<unsigned>(min(behind + cut.tokens, s.length));
+    then = cut.one_pass ? end : static_cast<unsigned>(min(behind + cut.tokens, s.length));
     mapped = index ? cut.tokens / kRows : 0;
     if (index == 0) kind = s.live ? kBegins : kZeros;
     else if (begin >= s.length) kind = kNothing;  // nobody's number
-    else kind = !s.live ? kZeros : behind >= s.length ? kNothing : kMaps;
+    else kind = !s.live ? kZeros : behind >= s.length && !cut.one_pass ? kNothing : kMaps;
   }
   __device__ void share() const { shared() = *this; }
   __device__ static Task& shared() { return *reinterpret_cast<Task*>(shared_memory() + Shared::task); }
@@ -148,11 +171,12 @@ struct alignas(16) Task {
 };
 static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
-// The chunks of one preparer of a pair, of four one: those of a map, and of the piece behind it. What a plan needs follows from the
-// chunk's number and the task.
+// The chunks of one preparer of a pair, of four one: those of a map, and in two passes of the piece behind it. What a plan needs
+// follows from the chunk's number and the task.
+template <bool kOnePass>
 class TaskSource {
  public:
-  static constexpr bool kMaps = true, kBringsStates = false;
+  static constexpr bool kMaps = !kOnePass, kBringsStates = false;
   __device__ explicit TaskSource(unsigned group) : number_(ptx::rank() + 2 * group) {}
   __device__ void next(const Call&, Plan& p) {
     const Task& task = Task::shared();
@@ -165,188 +189,6 @@ class TaskSource {
 
  private:
   unsigned number_;  // of the next chunk in the ring
-};
-
-// ---- the scan of a segment ----
-
-// Where M is made, too, its warps release chunks as well: where not, those of b do so for them.
-template <class T, bool kValues = true>
-class SegmentScan : public Scan<T, kValues, 2> {
-  using Base = Scan<T, kValues, 2>;
-  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
-  static constexpr unsigned kReadBarrier = kScannerBarrier + 2;  // of both warpgroups
-
- public:
-  __device__ SegmentScan(const Call& call, const Segments& segments, unsigned memory)
-      : Base(call, memory), segments_(segments) {}
-
-  // b of a piece, or M where there are no values.
-  __device__ __forceinline__ void map() {
-    if (lane_ == 0) ring_.open();
-    // No column of M grows, most shrink: in these units they stay large enough for long.
-    unit_[0] = unit_[1] = kValues ? 1 : 0x1p-6f;
-#pragma unroll
-    for (int i = 0; i < 64; ++i)
-      S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
-    // The last stages stay as they are: maps will come there.
-    this->template scan_state<kValues ? kStages : 0>(chunks());
-    ptx::sync_ways(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
-    const Task task = Task::here();
-    const Item item = task.item();
-    if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
-    else store_map(segments_.map(item.hv, item.n, task.number));
-    share(segments_.flag(item.hv, task.number), 1);
-    ptx::sync_ways(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
-  }
-  // Outputs: of a sequence's first piece and the one behind it, or of the one behind a piece whose map has been made. (One way for
-  // both: instructions that run for the first time are what a short call waits for.)
-  __device__ __forceinline__ void outputs() {
-    const Task task = Task::here();
-    const Item item = task.item();
-    unsigned chunk = 0, first = 0, end = task.end;
-    if (task.index > 0) {
-      pass_all(item, task.number - task.index, task.index);
-      chunk = chunks(), first = end, end = task.then;
-    } else {
-      if (lane_ == 0) ring_.open(2);
-      Base::load(task.sequence(), task.hv);
-    }
-    Base::remember(task.sequence(), task.hv);
-    for (;;) {
-      Base::scan(item, first, end, chunk);
-      const bool last = end == task.then;
-      if (!last) store(segments_.offset(task.hv, task.n, task.number));
-      if (first == 0) share(segments_.flag(task.hv, task.number), Segments::kWhole / 2);
-      if (last) break;
-      first = end, end = task.then;
-    }
-    finish();
-  }
-
- private:
-  __device__ __forceinline__ void finish() {
-    const Task& task = Task::shared();  // in registers there is no room for it
-    if (task.then == task.length) Base::keep(task.sequence(), task.hv, task.then);
-    Base::finish_outputs();
-  }
-  __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
-  // What the warpgroup has stored.
-  __device__ void share(unsigned* flag, unsigned quarters) const {
-    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it
-    if (threadIdx.x % kGroup == 0) ptx::add_release(flag, quarters);
-  }
-
-  // Two numbers as two bf16 each, the leading one and the rest: 16 bits of them together, in the range of f32.
-  struct Split {
-    unsigned leading, rest;
-    __device__ Split(float x, float y) : leading(ptx::pack<__nv_bfloat16>(x, y)) {
-      rest = ptx::pack<__nv_bfloat16>(x - __uint_as_float(leading << 16), y - __uint_as_float(leading & 0xffff0000u));
-    }
-  };
-
-  // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared. All of
-  // that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its own, the chunk may
-  // still be on its way to the other block, whose warps alone know when it is there.) Behind kReadBarrier no warp of b and M reads
-  // it any more, and nothing comes before those of b release it.
-  __device__ void store_map(char* to) const {
-    const unsigned half = ptx::rank() ^ 1;  // chunks() is even, so that it is the rank of who has prepared the chunk
-    const unsigned stage = map_stage(0, half);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const unsigned row = first_column() % 64 + lane_ / 4 + i % 2 * 8, piece = i / 2;
-      const Split x(S_[2 * i] * unit_[i % 2], S_[2 * i + 1] * unit_[i % 2]);
-      const unsigned at = stage + piece / 8 * kHalf + row * kRowBytes + ((piece % 8 ^ row % 8) << 4) + lane_ % 4 * 4;
-      ptx::store_shared(at, x.leading), ptx::store_shared(at + kRestOfMap, x.rest);
-    }
-    ptx::fence_shared_for_async();
-    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it is there
-    if (threadIdx.x % kGroup > 0) return;
-    ptx::copy_bulk_to_global(to + ptx::rank() * (kMapBytes / 2), stage, kMapBytes / 2);
-    ptx::commit_bulk();
-    ptx::wait_for_bulk<0>();
-  }
-  __device__ void store(float4* to) const {
-#pragma unroll
-    for (int i = 0; i < 16; ++i, to += 2 * kGroup)
-      *to = make_float4(S_[4 * i] * unit_[0], S_[4 * i + 1] * unit_[0], S_[4 * i + 2] * unit_[1],
-                        S_[4 * i + 3] * unit_[1]);
-  }
-  __device__ static void load(const float4* from, float (&x)[64]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i, from += 2 * kGroup) {
-      const float4 four = *from;
-      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
-    }
-  }
-
-  // Maps come into the ring's stages, two into each pair of them in turn, the last one to that of the second next chunk.
-  __device__ unsigned map_stage(unsigned before_last, unsigned half) const {
-    return ring_.stage(chunks() + 2 + before_last % 2 * 2 + half);
-  }
-  __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
-  // The last chunks of the map that are in two of the ring's stages: those of the next two chunks, or of the two behind them.
-  __device__ void release_two(unsigned behind) const {
-    for (unsigned i = 0; lane_ == 0 && i < 2; ++i) ring_.release(chunks() - kStages + 2 * behind + i);
-  }
-  // The state behind pieces first .. first + last of an item.
-  __device__ __forceinline__ void pass_all(const Item& item, unsigned first, unsigned last) {
-    const auto fetch = [&](unsigned i) {  // by one thread
-      const char* from = segments_.map(item.hv, item.n, first + i);
-      ptx::arrive_expecting(map_barrier(i), kMapBytes);
-      for (const unsigned half : {0u, 1u})
-        ptx::copy_bulk_to_shared(map_stage(last - i, half), from + half * (kMapBytes / 2), kMapBytes / 2,
-                                 map_barrier(i));
-    };
-    if (last == 1) release_two(0);
-    if (threadIdx.x < 32) {
-      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's own: when
-      // both blocks have made theirs, both have all chunks, and no copy between them reads the stages to which maps come.
-      for (unsigned i = lane_; i <= last; i += 32)
-        while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
-        }
-      __syncwarp();  // all are there
-      ptx::fence_global_for_async();
-      if (ptx::elect())
-        for (unsigned i = 1; i <= min(last, 2u); ++i) fetch(i);
-    }
-    ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
-    unit_[0] = unit_[1] = 1;
-    load(segments_.offset(item.hv, item.n, first), S_);
-    for (unsigned i = 1; i <= last; ++i) {
-      pass(segments_.offset(item.hv, item.n, first + i), i, last);
-      ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
-      if (threadIdx.x < 32 && i + 2 <= last && ptx::elect()) fetch(i + 2);
-      if (i + 1 == last) release_two(0);
-    }
-    release_two(1);
-  }
-  // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
-  __device__ void pass(const float4* offset, unsigned i, unsigned last) {
-    float b[64];
-    load(offset, b);  // comes in the meantime
-    unsigned leading[8][4], rest[8][4];
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      const Split x(S_[2 * j], S_[2 * j + 1]);
-      leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
-    }
-    ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
-    ptx::fence_products();
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint64_t M = ptx::further(ptx::matrix_at(map_stage(last - i, k / 4), kHalf, 1024, ptx::Swizzle::k128),
-                                      k % 4 * 16 * kRowBytes);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, k > 0);
-      ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], ptx::further(M, kRestOfMap), true);
-    }
-    ptx::commit_products();
-    ptx::wait_for_products<0>();
-#pragma unroll
-    for (int j = 0; j < 64; ++j) S_[j] += b[j];
-  }
-
-  const Segments& segments_;
 };
 
 }  // namespace kda::cuda::sm90
