@@ -568,52 +568,44 @@ typedef struct kda_gate_backward_args {
   float lower_bound;
 } kda_gate_backward_args;
 
-#define KDA_FORWARD_ARGS_INIT \
-  { sizeof(kda_forward_args) }
-#define KDA_BACKWARD_ARGS_INIT \
-  { sizeof(kda_backward_args) }
-#define KDA_DECODE_ARGS_INIT \
-  { sizeof(kda_decode_args) }
-#define KDA_VERIFY_ARGS_INIT \
-  { sizeof(kda_verify_args) }
-#define KDA_FLUSH_ARGS_INIT \
-  { sizeof(kda_flush_args) }
-#define KDA_FLUSH_VERIFY_ARGS_INIT \
-  { sizeof(kda_flush_verify_args) }
-#define KDA_SEGMENT_MAP_ARGS_INIT \
-  { sizeof(kda_segment_map_args) }
-#define KDA_SEGMENT_MERGE_ARGS_INIT \
-  { sizeof(kda_segment_merge_args) }
-#define KDA_GATE_ARGS_INIT \
-  { sizeof(kda_gate_args) }
-#define KDA_GATE_BACKWARD_ARGS_INIT \
-  { sizeof(kda_gate_backward_args) }
-#define KDA_CONV_ARGS_INIT \
-  { sizeof(kda_conv_args) }
-#define KDA_CONV_BACKWARD_ARGS_INIT \
-  { sizeof(kda_conv_backward_args) }
-#define KDA_STAGE_CUMSUM_ARGS_INIT \
-  { sizeof(kda_stage_cumsum_args) }
-#define KDA_STAGE_CHUNK_INTRA_ARGS_INIT \
-  { sizeof(kda_stage_chunk_intra_args) }
-#define KDA_STAGE_RECOMPUTE_W_U_ARGS_INIT \
-  { sizeof(kda_stage_recompute_w_u_args) }
-#define KDA_STAGE_DELTA_H_ARGS_INIT \
-  { sizeof(kda_stage_delta_h_args) }
-#define KDA_STAGE_FWD_O_ARGS_INIT \
-  { sizeof(kda_stage_fwd_o_args) }
-#define KDA_STAGE_BWD_LOCAL_ARGS_INIT \
-  { sizeof(kda_stage_bwd_local_args) }
-#define KDA_STAGE_BWD_DELTA_H_ARGS_INIT \
-  { sizeof(kda_stage_bwd_delta_h_args) }
-#define KDA_STAGE_BWD_WY_DQKG_ARGS_INIT \
-  { sizeof(kda_stage_bwd_wy_dqkg_args) }
-#define KDA_STAGE_BWD_INTRA_ARGS_INIT \
-  { sizeof(kda_stage_bwd_intra_args) }
-#define KDA_STAGE_CUMSUM_BACKWARD_ARGS_INIT \
-  { sizeof(kda_stage_cumsum_backward_args) }
-#define KDA_PREFILL_F32_ARGS_INIT \
-  { sizeof(kda_prefill_f32_args) }
+/* Initialisers: all zero but struct_size, and no warning about fields that are left out. */
+#ifdef __cplusplus
+extern "C++" {
+template <class Args>
+constexpr Args kda_args_init() {
+  Args args{};
+  args.struct_size = sizeof(Args);
+  return args;
+}
+}
+#define KDA_ARGS_INIT(Args) kda_args_init<Args>()
+#else
+#define KDA_ARGS_INIT(Args) \
+  { .struct_size = sizeof(Args) }
+#endif
+#define KDA_FORWARD_ARGS_INIT KDA_ARGS_INIT(kda_forward_args)
+#define KDA_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_backward_args)
+#define KDA_DECODE_ARGS_INIT KDA_ARGS_INIT(kda_decode_args)
+#define KDA_VERIFY_ARGS_INIT KDA_ARGS_INIT(kda_verify_args)
+#define KDA_FLUSH_ARGS_INIT KDA_ARGS_INIT(kda_flush_args)
+#define KDA_FLUSH_VERIFY_ARGS_INIT KDA_ARGS_INIT(kda_flush_verify_args)
+#define KDA_SEGMENT_MAP_ARGS_INIT KDA_ARGS_INIT(kda_segment_map_args)
+#define KDA_SEGMENT_MERGE_ARGS_INIT KDA_ARGS_INIT(kda_segment_merge_args)
+#define KDA_GATE_ARGS_INIT KDA_ARGS_INIT(kda_gate_args)
+#define KDA_GATE_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_gate_backward_args)
+#define KDA_CONV_ARGS_INIT KDA_ARGS_INIT(kda_conv_args)
+#define KDA_CONV_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_conv_backward_args)
+#define KDA_STAGE_CUMSUM_ARGS_INIT KDA_ARGS_INIT(kda_stage_cumsum_args)
+#define KDA_STAGE_CHUNK_INTRA_ARGS_INIT KDA_ARGS_INIT(kda_stage_chunk_intra_args)
+#define KDA_STAGE_RECOMPUTE_W_U_ARGS_INIT KDA_ARGS_INIT(kda_stage_recompute_w_u_args)
+#define KDA_STAGE_DELTA_H_ARGS_INIT KDA_ARGS_INIT(kda_stage_delta_h_args)
+#define KDA_STAGE_FWD_O_ARGS_INIT KDA_ARGS_INIT(kda_stage_fwd_o_args)
+#define KDA_STAGE_BWD_LOCAL_ARGS_INIT KDA_ARGS_INIT(kda_stage_bwd_local_args)
+#define KDA_STAGE_BWD_DELTA_H_ARGS_INIT KDA_ARGS_INIT(kda_stage_bwd_delta_h_args)
+#define KDA_STAGE_BWD_WY_DQKG_ARGS_INIT KDA_ARGS_INIT(kda_stage_bwd_wy_dqkg_args)
+#define KDA_STAGE_BWD_INTRA_ARGS_INIT KDA_ARGS_INIT(kda_stage_bwd_intra_args)
+#define KDA_STAGE_CUMSUM_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_stage_cumsum_backward_args)
+#define KDA_PREFILL_F32_ARGS_INIT KDA_ARGS_INIT(kda_prefill_f32_args)
 
 /* Run. The status says what went wrong; kda_last_error() says it in a sentence. On an error nothing was written. */
 KDA_API kda_status kda_forward(const kda_forward_args* args);

@@ -383,7 +383,7 @@ struct Free {
 template <class Args>
 struct Call {
   Reader reader;
-  Args args{sizeof(Args)};
+  Args args = kda_args_init<Args>();
   std::unique_ptr<void, Free> host;
   ffi::Tensor device;
 
