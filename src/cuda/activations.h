@@ -1,4 +1,8 @@
 // The nonlinear functions of gates.
+//
+// exp(A_log) softplus(z) and exp(A_log) z are products of which one factor may be beyond f32 where the other is as small. So
+// exp takes A_log from -64 to 64 only, its moderate part, and the rest goes into z: bit for bit nothing changes where there is
+// no rest.
 #pragma once
 
 namespace kda::cuda {
@@ -18,6 +22,25 @@ __device__ inline float softplus(float x) {
   p = fmaf(p, z, 2.0f / 3);
   p = fmaf(p, z, 2.0f);
   return fmaxf(x, 0.0f) + p * s;  // fmaxf drops a NaN, s keeps it
+}
+
+constexpr float kMostLog = 64;
+__device__ inline float moderate(float A_log) { return fminf(fmaxf(A_log, -kMostLog), kMostLog); }
+
+// e^rest. Where that is beyond e^+-80, only what is 0 or infinite after it matters. A NaN stays.
+__device__ inline float exp_rest(float rest) { return expf(rest > 80 ? 80 : rest < -80 ? -80 : rest); }
+
+// What takes the place of z in sigmoid(exp(moderate(A_log)) z): sigmoid(0) is 1/2 for any A_log.
+__device__ inline float bounded_input(float A_log, float z) {
+  return fabsf(A_log) <= kMostLog ? z : z * exp_rest(A_log - moderate(A_log));
+}
+
+// And in exp(moderate(A_log)) softplus(z), for the decay of that. With a rest above 0 the decay is more than 0 only where
+// softplus is e^z; with one below, it is less than 1 only where softplus is z.
+__device__ inline float softplus_input(float A_log, float z) {
+  if (fabsf(A_log) <= kMostLog) return z;
+  const float rest = A_log - moderate(A_log);
+  return rest > 0 ? z + rest : z * exp_rest(rest);
 }
 
 }  // namespace kda::cuda

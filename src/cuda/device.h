@@ -183,6 +183,16 @@ struct Products {
 __device__ inline Products warp_sums(const Products& x) {
   return {sum_over<32>(x.qq), sum_over<32>(x.kk), sum_over<32>(x.qk)};
 }
+// Rows whose sum of squares is beyond f32 are multiplied by this first: then it is from 2^-12 to 2^124.
+constexpr float kShrink = 0x1p-70f;
+__device__ inline bool is_huge(float squares) { return !(squares < INFINITY); }
+// eps counts for nothing in a shrunk row.
+__device__ inline float inverse_norm(float squares, bool shrunk) { return rsqrtf(shrunk ? squares : squares + 1e-6f); }
+
+// Sums for TokenKeys::activate.
+struct OverWarp {
+  __device__ Products operator()(const Products (&x)[1], bool /*again*/) const { return warp_sums(x[0]); }
+};
 template <int kThreads, int kParts = 1>
 __device__ Products block_sums(const Products (&x)[kParts], Products* sums) {
 #pragma unroll
@@ -282,42 +292,71 @@ struct TokenKeys {
   // From the convolution in front: of register i.
   __device__ void take(int i, float q, float k) { raw_q_[i] = __float_as_uint(q), raw_k_[i] = __float_as_uint(k); }
 
-  // sum: over the threads that share the token.
-  template <class Sum>
+  // sum(parts, again): over the threads that share the token. again: for the same token, all have the sums of before.
+  template <int kParts = 1, class Sum>
   __device__ void activate(const Tokens& x, const Sum& sum) {
-    finish(x, sum(products(x)));
+    constexpr int kChannels = kPerThread / kParts;
+    Products mine[kParts];
+#pragma unroll
+    for (int i = 0; i < kPerThread; i += kChannels) mine[i / kChannels] = products(x, i, i + kChannels);
+    finish(x, sum(mine, false), [&](float by_q, float by_k) {
+#pragma unroll
+      for (int i = 0; i < kPerThread; i += kChannels) mine[i / kChannels] = shrunk(by_q, by_k, i, i + kChannels);
+      return sum(mine, true);
+    });
   }
   // Its halves: this thread's share of the products, of all its channels or of some, and the rest.
-  template <int kFrom = 0, int kTo = kPerThread>
-  __device__ Products products(const Tokens& x) {
-    Products mine{};
-    rate_ = expf(A_log_);
+  __device__ Products products(const Tokens& x, int from = 0, int to = kPerThread) {
+    rate_ = expf(moderate(A_log_));
 #pragma unroll
-    for (int i = kFrom; i < kTo; ++i) {
+    for (int i = from; i < to; ++i) {
       pin(raw_q_[i]), pin(raw_k_[i]);  // not looked at before the state is asked for
       q[i] = value_of(x.qkv_dtype, raw_q_[i]), k[i] = value_of(x.qkv_dtype, raw_k_[i]);
-      mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
-      mine.qk = fmaf(q[i], k[i], mine.qk);
     }
-    return mine;
+    return share_of_products(from, to);
   }
-  __device__ void finish(const Tokens& x, const Products& all) {
+  // again(by_q, by_k): the sums of shrunk(by_q, by_k).
+  template <class Again>
+  __device__ void finish(const Tokens& x, Products all, const Again& again) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       float g = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
-      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate_ * softplus(g);
-      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate_ * g);
+      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate_ * softplus(softplus_input(A_log_, g));
+      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate_ * bounded_input(A_log_, g));
       alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
     beta = activated_beta(x.beta_form, value_of(x.beta_dtype, raw_beta_));
     float q_factor = x.scale, k_factor = 1;
-    if (x.qk_l2norm) q_factor *= rsqrtf(all.qq + 1e-6f), k_factor = rsqrtf(all.kk + 1e-6f);
+    if (x.qk_l2norm) {
+      bool huge_q = false, huge_k = false;
+      if (is_huge(all.qq + all.kk)) [[unlikely]] {
+        huge_q = is_huge(all.qq), huge_k = is_huge(all.kk);
+        all = again(huge_q ? kShrink : 1.0f, huge_k ? kShrink : 1.0f);
+      }
+      q_factor *= inverse_norm(all.qq, huge_q), k_factor = inverse_norm(all.kk, huge_k);
+    }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) q[i] *= q_factor, k[i] *= k_factor;
     qk = all.qk * q_factor * k_factor;
   }
 
+  // Products of rows that are multiplied first, and stay so.
+  __device__ Products shrunk(float by_q, float by_k, int from = 0, int to = kPerThread) {
+#pragma unroll
+    for (int i = from; i < to; ++i) q[i] *= by_q, k[i] *= by_k;
+    return share_of_products(from, to);
+  }
+
  private:
+  __device__ Products share_of_products(int from, int to) const {
+    Products mine{};
+#pragma unroll
+    for (int i = from; i < to; ++i) {
+      mine.qq = fmaf(q[i], q[i], mine.qq), mine.kk = fmaf(k[i], k[i], mine.kk);
+      mine.qk = fmaf(q[i], k[i], mine.qk);
+    }
+    return mine;
+  }
   template <bool kNarrow>
   __device__ static unsigned element(const char* from, int i, int32_t dtype) {
     return load_raw<kNarrow>(from + i * kThreads * (kNarrow ? 2 : size_of(dtype)), dtype);

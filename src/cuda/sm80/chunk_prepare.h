@@ -160,7 +160,8 @@ class Preparation {
       const float bias = x_.bias ? *reinterpret_cast<const float*>(x_.bias + hv_ * x_.bias_stride + c * 4) : 0.0f;
       ptx::store_shared_f32(shared_ + m_.bias + c * 4, bias);
     }
-    rate_ = x_.A_log ? expf(*reinterpret_cast<const float*>(x_.A_log + hv_ * 4)) : 1.0f;
+    A_log_ = x_.A_log ? *reinterpret_cast<const float*>(x_.A_log + hv_ * 4) : 0.0f;
+    rate_ = expf(moderate(A_log_));
     beta_ = 0;
     if (is_real()) {
       const unsigned raw = load_raw<false>(x_.beta.at(at_.b, at_.t0 + row(), hv_), x_.beta_dtype);
@@ -171,23 +172,24 @@ class Preparation {
 
   // Lengths of q and k, and what is left of the scale.
   __device__ void normalise(char* image) {
-    float qq = 0, kk = 0, qk = 0;
-#pragma unroll 2
-    for (int s = 0; s < kSteps; ++s) {
-      float q[4], k[4];
-      load_four(q, q_ + s * q_step_, x_.qkv_dtype), load_four(k, k_ + s * q_step_, x_.qkv_dtype);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk), qk = fmaf(q[e], k[e], qk);
-    }
-    qq = sum_over<4>(qq), kk = sum_over<4>(kk), qk = sum_over<4>(qk);
+    Products all = products([](float(&)[4], float(&)[4]) {});
     float scale = x_.scale;
     if (x_.qk_l2norm) {
-      q_factor_ = rsqrtf(qq + 1e-6f), k_factor_ = rsqrtf(kk + 1e-6f);
+      const bool huge_q = is_huge(all.qq), huge_k = is_huge(all.kk);
+      const float by_q = huge_q ? kShrink : 1.0f, by_k = huge_k ? kShrink : 1.0f;
+      if (__any_sync(kAll, huge_q || huge_k)) [[unlikely]]
+        all = products([&](float(&q)[4], float(&k)[4]) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) q[e] *= by_q, k[e] *= by_k;
+        });
+      q_factor_ = inverse_norm(all.qq, huge_q), k_factor_ = inverse_norm(all.kk, huge_k);
+      qk_ = all.qk * q_factor_ * k_factor_;
+      q_factor_ *= by_q, k_factor_ *= by_k;
     } else {  // a power of two
-      const int e = qq > 0 ? min(max(((__float_as_int(qq) >> 23) - 127) >> 1, -60), 60) : 0;
+      const int e = all.qq > 0 ? min(max(((__float_as_int(all.qq) >> 23) - 127) >> 1, -60), 60) : 0;
       q_factor_ = __int_as_float((127 - e) << 23), k_factor_ = 1, scale *= __int_as_float((127 + e) << 23);
+      qk_ = all.qk * q_factor_ * k_factor_;
     }
-    qk_ = qk * q_factor_ * k_factor_;
     if (j() == 0) reinterpret_cast<float*>(image + Out::scale)[row()] = scale;
   }
 
@@ -326,6 +328,21 @@ class Preparation {
   }
   __device__ static void store(uint4* to, const unsigned (&x)[4]) { *to = make_uint4(x[0], x[1], x[2], x[3]); }
 
+  // Of the own row, after change(q, k) of four channels each.
+  template <class Change>
+  __device__ Products products(const Change& change) const {
+    Products mine{};
+#pragma unroll 2
+    for (int s = 0; s < kSteps; ++s) {
+      float q[4], k[4];
+      load_four(q, q_ + s * q_step_, x_.qkv_dtype), load_four(k, k_ + s * q_step_, x_.qkv_dtype);
+      change(q, k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        mine.qq = fmaf(q[e], q[e], mine.qq), mine.kk = fmaf(k[e], k[e], mine.kk), mine.qk = fmaf(q[e], k[e], mine.qk);
+    }
+    return {sum_over<4>(mine.qq), sum_over<4>(mine.kk), sum_over<4>(mine.qk)};
+  }
   __device__ void log2_gates(float (&gamma)[4], int s) const {
     float g[4];
     load_four(g, g_ + w() * g_block() + s * g_step_, x_.g_dtype);
@@ -333,10 +350,10 @@ class Preparation {
     g[0] += bias.x, g[1] += bias.y, g[2] += bias.z, g[3] += bias.w;
     if (x_.gate_form == KDA_GATE_SOFTPLUS) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) g[e] = -rate_ * softplus(g[e]);
+      for (int e = 0; e < 4; ++e) g[e] = -rate_ * softplus(softplus_input(A_log_, g[e]));
     } else if (x_.gate_form == KDA_GATE_LOWER_BOUND) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) g[e] = x_.lower_bound * sigmoid(rate_ * g[e]);
+      for (int e = 0; e < 4; ++e) g[e] = x_.lower_bound * sigmoid(rate_ * bounded_input(A_log_, g[e]));
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -388,7 +405,7 @@ class Preparation {
   const unsigned hv_, w_;
   unsigned q_, k_, g_;        // own elements; g_ of block 0
   unsigned q_step_, g_step_;  // bytes from 16 channels to the next
-  float rate_, beta_, q_factor_, k_factor_, qk_;
+  float A_log_, rate_, beta_, q_factor_, k_factor_, qk_;
   float block_[3][4] = {}, scores_[3][4] = {};  // of each level; with each block
 };
 

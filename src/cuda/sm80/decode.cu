@@ -248,12 +248,12 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
     if (front) convolve(s, t);  // while the state is on its way
     else if (t) fetch();
     // Its barrier: the last token's keys are no longer read, either.
-    if constexpr (kBlock == kFewThreads) {
-      static_assert(kPerThread == 2);
-      keys.finish(x, block_sums<kBlock, 2>({keys.template products<0, 1>(x), keys.template products<1, 2>(x)}, sums));
-    } else {
-      keys.activate(x, [&](const Products& mine) { return block_sums<kBlock>({mine}, sums); });
-    }
+    constexpr int kParts = kBlock == kFewThreads ? 2 : 1;
+    static_assert(kParts == 1 || kPerThread == 2);
+    keys.template activate<kParts>(x, [&](const Products(&mine)[kParts], bool again) {
+      if (again) __syncthreads();  // the sums are read
+      return block_sums<kBlock, kParts>(mine, sums);
+    });
     prepared.template store<decltype(keys), kPerThread>(keys);
     __syncthreads();  // this token's keys are in shared memory, and the sums are read
     float v[kRows], u[kRows], o[kRows];
@@ -380,7 +380,10 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
     if (!first) locate(b, t0 + t), fetch();
     if (s.length > 0) {
       // Its barrier: the last token is no longer read.
-      keys.activate(x, [&](const Products& mine) { return block_sums<kThreads>({mine}, sums); });
+      keys.activate(x, [&](const Products(&mine)[1], bool again) {
+        if (again) __syncthreads();  // the sums are read
+        return block_sums<kThreads>(mine, sums);
+      });
       prepared.template store<decltype(keys), 1>(keys);
 #pragma unroll
       for (unsigned i = 0; i < kMaxSize / kThreads; ++i)

@@ -25,6 +25,7 @@ struct Smem {
   Prepared<kElements> keys[kGroup];
   float v[kGroup][kTile<kRows>], beta[kGroup], qk[kGroup];
   float sums[kGroup][3][kWarps];  // q.q, k.k, q.k
+  Products again[kWarps];         // of one token with huge rows
 };
 
 // What a block works on: tokens t0 .. t0 + length - 1 of row b, and value columns from v0 on.
@@ -74,7 +75,10 @@ class Group {
       Products all{};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) all.qq += sums[0][w], all.kk += sums[1][w], all.qk += sums[2][w];
-      keys_[j].finish(x, all);
+      keys_[j].finish(x, all, [&](float by_q, float by_k) {
+        __syncthreads();  // those of the token before are read
+        return block_sums<kThreads>({keys_[j].shrunk(by_q, by_k)}, shared.again);
+      });
       shared.keys[j].template store<TokenKeys<kPerThread, kThreads>, kPerThread>(keys_[j]);
       if (threadIdx.x == 0) shared.beta[j] = keys_[j].beta, shared.qk[j] = keys_[j].qk;
     }

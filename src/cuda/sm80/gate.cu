@@ -1,6 +1,11 @@
 // The gate activation alone (math.md 2.1), forward and backward, for sm_80 and newer.
 //   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log += dg g
 //   lower bound  g = lb sigmoid(a z)       dx = a lb s (1 - s) dg         dA_log += dx z         z = x + dt_bias
+// s (1 - s) is e / (1 + e)^2 with e = exp(-|a z|), and dx z is taken as (dx / a) (a z): neither 1 - s nor 0 inf loses a gradient
+// that is there. A gradient dg of 0 is one of 0, also where g is -inf.
+//
+// Where a factor may be beyond f32 and the product is not (A_log above 16, or below -64), exponents are added before exp, and
+// h = exp(exponent / 2) multiplies twice.
 //
 // Bytes: forward reads x and writes g, backward reads x, dg and writes dx; everything else is small. Both are bound by
 // memory, forward by about as much arithmetic (two MUFU and 25 FMA an element), hence the fast exp and division.
@@ -110,22 +115,83 @@ __device__ void store(const Operand& t, const Vector<W>& x, int64_t m, int64_t h
   }
 }
 
-__device__ float gate(const Params& p, float a, float z) {
-  return p.form == KDA_GATE_SOFTPLUS ? -a * softplus(z) : p.lower_bound * sigmoid(a * z);
-}
+struct Gradients {
+  float dx, dA_log;
+};
+
+// With a = exp(A_log) as a factor.
+struct Gate {
+  int32_t form;
+  float lower_bound, a;
+  __device__ float operator()(float z) const {
+    return form == KDA_GATE_SOFTPLUS ? -a * softplus(z) : lower_bound * sigmoid(a * z);
+  }
+  __device__ Gradients backward(float z, float dg) const {
+    if (form == KDA_GATE_SOFTPLUS) {
+      const float g = (*this)(z);
+      return {-a * sigmoid(z) * dg, dg == 0 && isinf(g) ? 0 : dg * g};
+    }
+    const float y = a * z, e = __expf(-fabsf(y)), w = __fdividef(1.0f, 1.0f + e),
+                slope = lower_bound * dg * (e * w * w);
+    return {a * slope, fminf(fmaxf(y, -kMostInput), kMostInput) * slope};
+  }
+  static constexpr float kMostInput = 1000;  // exp(-1000) is 0
+};
+
+// For any A_log.
+struct WideGate {
+  int32_t form;
+  float lower_bound, A_log;
+  __device__ float operator()(float z) const {
+    if (form != KDA_GATE_SOFTPLUS) return lower_bound * sigmoid(input(z));
+    const bool small = z < kSmall;
+    return -multiplied(small ? 1 : softplus(z), 1, small ? A_log + z : A_log);
+  }
+  __device__ Gradients backward(float z, float dg) const {
+    if (dg == 0 && z == z) return {0, 0};
+    if (form == KDA_GATE_SOFTPLUS) {
+      const bool small = z < kSmall;
+      const float exponent = small ? A_log + z : A_log;
+      return {-multiplied(small ? 1 : sigmoid(z), dg, exponent), -multiplied(small ? 1 : softplus(z), dg, exponent)};
+    }
+    const float y = input(z), most = fminf(fabsf(y), Gate::kMostInput), e = expf(-fabsf(y));
+    const float slope = lower_bound / ((1 + e) * (1 + e));
+    // (An A_log of 1000 is as good as any above.)
+    return {multiplied(slope, dg, (A_log > 1000 ? 1000 : A_log) - fabsf(y)), slope * dg * (e * copysignf(most, y))};
+  }
+
+ private:
+  static constexpr float kSmall = -16;  // below, softplus(z) and sigmoid(z) are exp(z) to 6e-8
+  // x exp(exponent) dg: what overflows on the way does so in the end.
+  __device__ static float multiplied(float x, float dg, float exponent) {
+    const float h = expf(exponent / 2);
+    return x * h * dg * h;
+  }
+  // exp(A_log) z. With 176 for more, any z but 0 gives more than 1e30.
+  __device__ float input(float z) const {
+    const float h = expf((A_log > 176 ? 176 : A_log < -176 ? -176 : A_log) / 2);
+    return z * h * h;
+  }
+};
 
 // What a thread works on.
 struct Place {
   int k;  // first channel
   int64_t h, first, last;
-  float a;
+  float A_log;
   bool active;
 };
+// work(gate), with the gate that does for the head.
+template <class Work>
+__device__ void with_gate(const Params& p, const Place& at, const Work& work) {
+  if (at.A_log >= -64 && at.A_log <= 16) work(Gate{p.form, p.lower_bound, p.A_log ? expf(at.A_log) : 1.0f});
+  else work(WideGate{p.form, p.lower_bound, at.A_log});
+}
 template <int W>
 __device__ Place place(const Params& p) {
   const int64_t h = blockIdx.y, begin = blockIdx.x * p.rows, k = threadIdx.x * W;
-  const float a = p.A_log ? expf(p.A_log[h * p.A_stride]) : 1.0f;
-  return {static_cast<int>(k), h, begin + threadIdx.y, min(begin + p.rows, p.M), a, k < p.K};
+  const float A_log = p.A_log ? p.A_log[h * p.A_stride] : 0.0f;
+  return {static_cast<int>(k), h, begin + threadIdx.y, min(begin + p.rows, p.M), A_log, k < p.K};
 }
 template <int W>
 __device__ Vector<W> bias_of(const Params& p, const Place& at) {
@@ -135,10 +201,8 @@ __device__ Vector<W> bias_of(const Params& p, const Place& at) {
   return bias;
 }
 
-template <int W>
-__global__ void __launch_bounds__(256) forward_kernel(const __grid_constant__ Params p) {
-  const Place at = place<W>(p);
-  if (!at.active) return;
+template <int W, class AnyGate>
+__device__ void forward_rows(const Params& p, const Place& at, const AnyGate& gate) {
   const Vector<W> bias = bias_of<W>(p, at);
   for (int64_t m = at.first; m < at.last; m += kLanes<W> * kUnroll) {
     Vector<W> x[kUnroll];
@@ -149,21 +213,27 @@ __global__ void __launch_bounds__(256) forward_kernel(const __grid_constant__ Pa
     for (int j = 0; j < kUnroll; ++j) {
       if (m + j * kLanes<W> >= at.last) break;
 #pragma unroll
-      for (int i = 0; i < W; ++i) x[j].v[i] = gate(p, at.a, x[j].v[i] + bias.v[i]);
+      for (int i = 0; i < W; ++i) x[j].v[i] = gate(x[j].v[i] + bias.v[i]);
       store<W>(p.g, x[j], m + j * kLanes<W>, at.h, at.k);
     }
   }
 }
 
 template <int W>
-__global__ void __launch_bounds__(256) backward_kernel(const __grid_constant__ Params p) {
-  __shared__ float lane_sums[kLanes<W>][1 + 256];  // dA_log of a thread column's first channel; d_dt_bias
-  __shared__ float A_sums[256];
+__global__ void __launch_bounds__(256) forward_kernel(const __grid_constant__ Params p) {
   const Place at = place<W>(p);
+  if (at.active) with_gate(p, at, [&](const auto& gate) { forward_rows<W>(p, at, gate); });
+}
+
+template <int W>
+struct Sums {
+  float A_log = 0;
+  Vector<W> bias{};
+};
+template <int W, class AnyGate>
+__device__ void backward_rows(const Params& p, const Place& at, const AnyGate& gate, Sums<W>& sums) {
   const Vector<W> bias = bias_of<W>(p, at);
-  float A_sum = 0;
-  Vector<W> bias_sum{};
-  for (int64_t m = at.first; at.active && m < at.last; m += kLanes<W> * kUnroll) {
+  for (int64_t m = at.first; m < at.last; m += kLanes<W> * kUnroll) {
     Vector<W> x[kUnroll], dg[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j)
@@ -176,27 +246,27 @@ __global__ void __launch_bounds__(256) backward_kernel(const __grid_constant__ P
       if (m + j * kLanes<W> >= at.last) break;
 #pragma unroll
       for (int i = 0; i < W; ++i) {
-        const float z = x[j].v[i] + bias.v[i];
-        float dx;
-        if (p.form == KDA_GATE_SOFTPLUS) {
-          dx = -at.a * sigmoid(z) * dg[j].v[i];
-          A_sum += dg[j].v[i] * gate(p, at.a, z);
-        } else {
-          const float s = sigmoid(at.a * z);
-          dx = at.a * p.lower_bound * s * (1.0f - s) * dg[j].v[i];
-          A_sum += dx * z;
-        }
-        bias_sum.v[i] += dx;
-        x[j].v[i] = dx;
+        const Gradients d = gate.backward(x[j].v[i] + bias.v[i], dg[j].v[i]);
+        sums.A_log += d.dA_log, sums.bias.v[i] += d.dx;
+        x[j].v[i] = d.dx;
       }
       store<W>(p.dx, x[j], m + j * kLanes<W>, at.h, at.k);
     }
   }
+}
 
-  A_sums[threadIdx.y * blockDim.x + threadIdx.x] = A_sum;
+template <int W>
+__global__ void __launch_bounds__(256) backward_kernel(const __grid_constant__ Params p) {
+  __shared__ float lane_sums[kLanes<W>][1 + 256];  // dA_log of a thread column's first channel; d_dt_bias
+  __shared__ float A_sums[256];
+  const Place at = place<W>(p);
+  Sums<W> own;
+  if (at.active) with_gate(p, at, [&](const auto& gate) { backward_rows<W>(p, at, gate, own); });
+
+  A_sums[threadIdx.y * blockDim.x + threadIdx.x] = own.A_log;
 #pragma unroll
   for (int i = 0; i < W; ++i)
-    if (at.active) lane_sums[threadIdx.y][1 + at.k + i] = bias_sum.v[i];
+    if (at.active) lane_sums[threadIdx.y][1 + at.k + i] = own.bias.v[i];
   __syncthreads();  // every thread's sums are in shared memory
   float* sums = p.sums + (blockIdx.x * static_cast<int64_t>(p.HV) + at.h) * (1 + p.K);
   const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * kLanes<W>;

@@ -149,7 +149,7 @@ __device__ void prepare(const P& p, const Tokens& x, const Request& r, const Pla
     } else {
       key.template fetch_keys<false>(x);
     }
-    key.activate(x, warp_sums);
+    key.activate(x, OverWarp());
     const int entry = recorded ? r.verify.entry(r.verify.token(t)) : 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {

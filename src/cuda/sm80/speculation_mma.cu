@@ -113,7 +113,7 @@ struct Draft {
 
   // Leaves k and alpha in shared memory.
   __device__ void activate(const Tokens& x, const Memory& m, float* shared) {
-    key.activate(x, warp_sums);
+    key.activate(x, OverWarp());
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) *pair(m, shared, t, i) = make_float2(key.k[i], key.alpha[i]);
   }

@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
     __syncwarp();  // a draft's q and k are read: what is prepared will lie there
   }
   if (t < T) {
-    draft.activate(tokens, warp_sums);
+    draft.activate(tokens, OverWarp());
     const Entries record(x.records, at, r.slot, v0);
     const int entry = r.slot >= 0 && at.tile == 0 ? r.verify.entry(r.verify.token(t)) : -1;
 #pragma unroll

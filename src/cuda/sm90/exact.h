@@ -22,16 +22,19 @@ class ExactScores {
 
   // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
   struct Gate {
+    const HeadGate& head;
     int32_t form;
     float rate, most, factor, shift[4];
-    __device__ Gate(const Tokens& x, const HeadGate& head) : form(x.gate_form) {
-      const float a = ptx::least(head.rate(), 1e30f);  // no inf
+    bool wild;
+    __device__ Gate(const Tokens& x, const HeadGate& head) : head(head), form(x.gate_form) {
+      const float a = head.rate();
       const bool softplus = form == KDA_GATE_SOFTPLUS, given = !softplus && form != KDA_GATE_LOWER_BOUND;
       factor = softplus ? kLog2e : given ? -1 : -kLog2e * a;
       rate = softplus ? a : form == KDA_GATE_LOWER_BOUND ? -x.lower_bound * kLog2e : kLog2e;
       most = kMost * ptx::reciprocal(rate);
 #pragma unroll
       for (int e = 0; e < 4; ++e) shift[e] = given ? 0 : head.bias[e] * factor;
+      wild = !given && head.is_wild(shift);
     }
     // In two steps, so that special functions of two rows can take turns.
     struct Part {
@@ -40,8 +43,12 @@ class ExactScores {
     __device__ void begin(const float (&x)[4], Part& y) const {
       const bool softplus = form == KDA_GATE_SOFTPLUS;
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        y.x[e] = fmaf(factor, x[e], shift[e]), y.e[e] = ptx::exp2(softplus ? -fabsf(y.x[e]) : y.x[e]);
+      for (int e = 0; e < 4; ++e) y.x[e] = fmaf(factor, x[e], shift[e]);
+      if (wild) [[unlikely]]
+#pragma unroll
+        for (int e = 0; e < 4; ++e) y.x[e] = factor * head.input(x[e], e, softplus);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y.e[e] = ptx::exp2(softplus ? -fabsf(y.x[e]) : y.x[e]);
     }
     __device__ void end(const Part& y, float (&x)[4]) const {
       if (form == KDA_GATE_SOFTPLUS) {

@@ -325,14 +325,39 @@ class Preparation {
     // Row i's elements are in one of four lanes.
     const unsigned i = at_.lane / 4, row = 8 * at_.warp + i;
     const auto of_row = [&](float even, float odd) { return i % 2 ? odd : even; };
-    const float qq = queries ? of_row(norms.by_q[0], norms.by_q[1]) : 0, kk = of_row(norms.by_k[2], norms.by_k[3]);
-    const float q = x.qk_l2norm ? ptx::inverse_root(qq + 1e-6f) : 1,
-                k = x.qk_l2norm ? ptx::inverse_root(kk + 1e-6f) : 1;
+    Products all{queries ? of_row(norms.by_q[0], norms.by_q[1]) : 0, of_row(norms.by_k[2], norms.by_k[3]),
+                 of_row(norms.by_k[0], norms.by_k[1])};
+    float q = 1, k = 1, by_q = 1, by_k = 1;  // the latter: of shrunk rows
+    if (x.qk_l2norm) {
+      if (__any_sync(kAll, is_huge(all.qq + all.kk))) [[unlikely]]
+        shrink(all, by_q, by_k, queries);
+      q = ptx::inverse_root(all.qq + (by_q < 1 ? 0 : 1e-6f)), k = ptx::inverse_root(all.kk + (by_k < 1 ? 0 : 1e-6f));
+    }
     if (at_.lane % 4 != i / 2) return bad;
-    at_.store_norms(row, q, k);
-    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, row, q * k * of_row(norms.by_k[0], norms.by_k[1]));
-    const float sum = qq + kk;
+    at_.store_norms(row, q * by_q, k * by_k);
+    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, row, q * k * all.qk);
+    const float sum = all.qq + all.kk;
     return sum - sum != 0 ? min(bad, row) : bad;
+  }
+  // Products of the warp's rows once more, of huge ones after they are shrunk.
+  __device__ void shrink(Products& all, float& by_q, float& by_k, bool queries) const {
+    by_q = is_huge(all.qq) ? kShrink : 1, by_k = is_huge(all.kk) ? kShrink : 1;
+#pragma unroll 1
+    for (unsigned i = 0; i < 8; ++i) {
+      const unsigned owner = 4 * i + i / 2, own = at_.address + at_.own(i);
+      const float q_by = __shfl_sync(kAll, by_q, owner), k_by = __shfl_sync(kAll, by_k, owner);
+      float q[4] = {}, k[4];
+      if (queries) four_of<T>(ptx::load_shared2(own + Stage::q), q);
+      four_of<T>(ptx::load_shared2(own + Stage::k), k);
+      Products mine{};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        q[e] *= q_by, k[e] *= k_by;
+        mine.qq = fmaf(q[e], q[e], mine.qq), mine.kk = fmaf(k[e], k[e], mine.kk), mine.qk = fmaf(q[e], k[e], mine.qk);
+      }
+      mine = warp_sums(mine);
+      if (at_.lane == owner) all = mine;
+    }
   }
 
   const Call& call_;
