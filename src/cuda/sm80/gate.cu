@@ -162,10 +162,10 @@ struct WideGate {
 
  private:
   static constexpr float kSmall = -16;  // below, softplus(z) and sigmoid(z) are exp(z) to 6e-8
-  // x exp(exponent) dg: what overflows on the way does so in the end.
+  // x exp(exponent) dg, in an order in which what overflows on the way does so in the end. h is not 0: x may be infinite.
   __device__ static float multiplied(float x, float dg, float exponent) {
-    const float h = expf(exponent / 2);
-    return x * h * dg * h;
+    const float h = expf((exponent < -174 ? -174 : exponent) / 2);
+    return h < 1 ? x * h * h * dg : x > 1 ? x * dg * h * h : x * h * dg * h;
   }
   // exp(A_log) z. With 176 for more, any z but 0 gives more than 1e30.
   __device__ float input(float z) const {
