@@ -1,5 +1,6 @@
 // The C boundary: validate, choose, run; errors become a status and a sentence. No mathematics here.
 #include <exception>
+#include <new>
 #include <string>
 
 #include "cpu/cpu.h"
@@ -17,6 +18,7 @@ namespace {
 
 thread_local std::string last_error;
 thread_local std::string last_explanation;
+thread_local std::string last_info;
 
 kda_status fail(kda_status status, const char* what) noexcept {
   try {
@@ -34,6 +36,8 @@ kda_status guard(F&& f) noexcept {
     return KDA_OK;
   } catch (const Error& e) {
     return fail(e.status, e.what());
+  } catch (const std::bad_alloc&) {
+    return fail(KDA_OUT_OF_MEMORY, "memory: expected enough for this call, got none");
   } catch (const std::exception& e) {
     return fail(KDA_INTERNAL_ERROR, e.what());
   } catch (...) {
@@ -47,14 +51,40 @@ void check_workspace(const kda_exec& exec, uint64_t needed) {
     invalid("exec.workspace_bytes: expected at least ", needed, ", got ", exec.workspace_bytes);
 }
 
+template <class P>
+std::string sizes_text(const P& p) {
+  if constexpr (requires { p.HV; })
+    return str("B = ", p.B, ", T = ", p.T, ", N = ", p.N, ", H = ", p.H, ", HV = ", p.HV, ", K = ", p.K, ", V = ", p.V);
+  else if constexpr (requires { p.D; })
+    return str("B = ", p.B, ", T = ", p.T, ", N = ", p.N, ", D = ", p.D, ", W = ", p.W);
+  else return str("M = ", p.args.x.shape[0], ", HV = ", p.args.x.shape[1], ", K = ", p.args.x.shape[2]);
+}
+
+// Only the reference allocates. Sizes may be so large that containers refuse them themselves.
+template <class P>
+void run_in_memory(const Implementation<P>& impl, const P& problem, const char* op) {
+  const auto refuse = [&] {
+    throw Error(KDA_OUT_OF_MEMORY, str("memory: expected enough for ", op, " by ", impl.name, " with ",
+                                       sizes_text(problem), ", got none"));
+  };
+  try {
+    impl.run(problem);
+  } catch (const std::bad_alloc&) {
+    refuse();
+  } catch (const std::length_error&) {
+    refuse();
+  }
+}
+
 template <class Args>
-kda_status run(const Args* args) noexcept {
+kda_status run(const Args* args, const char* op) noexcept {
   return guard([&] {
     const auto problem = validate(args);
     const auto& impl = choose(problem);
     if (problem.args.exec.device == KDA_CPU) validate_data(problem);
-    else check_workspace(problem.args.exec, impl.workspace(problem));
-    impl.run(problem);
+    if (problem.idle) return;
+    if (problem.args.exec.device == KDA_CUDA) check_workspace(problem.args.exec, impl.workspace(problem));
+    run_in_memory(impl, problem, op);
   });
 }
 
@@ -63,7 +93,8 @@ kda_status workspace(const Args* args, uint64_t* bytes) noexcept {
   return guard([&] {
     if (!bytes) invalid("bytes: expected a pointer, got NULL");
     const auto problem = validate(args);
-    *bytes = choose(problem).workspace(problem);
+    const auto& impl = choose(problem);
+    *bytes = problem.idle ? 0 : impl.workspace(problem);
   });
 }
 
@@ -92,13 +123,13 @@ std::string info_text() {
 
 extern "C" {
 
-#define KDA_DEFINE_OPERATOR(op)                                                   \
-  kda_status kda_##op(const kda_##op##_args* args) { return kda::run(args); }     \
-  kda_status kda_##op##_workspace(const kda_##op##_args* args, uint64_t* bytes) { \
-    return kda::workspace(args, bytes);                                           \
-  }                                                                               \
-  kda_status kda_##op##_explain(const kda_##op##_args* args, const char** text) { \
-    return kda::explain_call(args, text);                                         \
+#define KDA_DEFINE_OPERATOR(op)                                                           \
+  kda_status kda_##op(const kda_##op##_args* args) { return kda::run(args, "kda_" #op); } \
+  kda_status kda_##op##_workspace(const kda_##op##_args* args, uint64_t* bytes) {         \
+    return kda::workspace(args, bytes);                                                   \
+  }                                                                                       \
+  kda_status kda_##op##_explain(const kda_##op##_args* args, const char** text) {         \
+    return kda::explain_call(args, text);                                                 \
   }
 KDA_DEFINE_OPERATOR(forward)
 KDA_DEFINE_OPERATOR(backward)
@@ -136,6 +167,7 @@ const char* kda_status_name(kda_status status) {
     case KDA_UNSUPPORTED: return "KDA_UNSUPPORTED";
     case KDA_CUDA_ERROR: return "KDA_CUDA_ERROR";
     case KDA_INTERNAL_ERROR: return "KDA_INTERNAL_ERROR";
+    case KDA_OUT_OF_MEMORY: return "KDA_OUT_OF_MEMORY";
   }
   return "an unknown kda_status";
 }
@@ -146,9 +178,10 @@ const char* kda_version(void) {
   return KDA_TEXT(KDA_VERSION_MAJOR) "." KDA_TEXT(KDA_VERSION_MINOR) "." KDA_TEXT(KDA_VERSION_PATCH);
 }
 
+// (Of the thread, not of the process: a fork in the middle of making it would leave nobody to end that.)
 const char* kda_info(void) {
-  static const std::string text = kda::info_text();
-  return text.c_str();
+  const kda_status status = kda::guard([] { kda::last_info = kda::info_text(); });
+  return status == KDA_OK ? kda::last_info.c_str() : nullptr;
 }
 
 }  // extern "C"

@@ -26,13 +26,16 @@ Extent extent(const char* name, const kda_tensor& t) {
   __int128 lo = 0, hi = size;
   for (int i = 0; i < t.ndim; ++i)
     if (t.shape[i] == 0) return {0, 0};
-  for (int i = 0; i < t.ndim; ++i) {
-    const __int128 reach = static_cast<__int128>(t.shape[i] - 1) * t.stride[i] * size;
-    (reach < 0 ? lo : hi) += reach;
+  // (In bytes a single product could pass 2^127.)
+  constexpr __int128 kLimit = __int128{1} << 61;
+  bool within = true;
+  for (int i = 0; within && i < t.ndim; ++i) {
+    const __int128 reach = static_cast<__int128>(t.shape[i] - 1) * t.stride[i];
+    within = reach <= kLimit && reach >= -kLimit;
+    if (within) (reach < 0 ? lo : hi) += reach * size;
   }
-  constexpr __int128 kLimit = __int128{1} << 62;
-  if (hi > kLimit || lo < -kLimit)
-    invalid(name, ": expected an extent below 2^62 bytes, got shape ", shape_text(t.shape, t.ndim), " with strides ",
+  if (!within || hi > kLimit || lo < -kLimit)
+    invalid(name, ": expected an extent below 2^61 bytes, got shape ", shape_text(t.shape, t.ndim), " with strides ",
             shape_text(t.stride, t.ndim));
   const auto base = reinterpret_cast<uintptr_t>(t.data);
   return {base + static_cast<uintptr_t>(lo), base + static_cast<uintptr_t>(hi)};
@@ -43,8 +46,9 @@ int64_t span_within(const kda_tensor& t, int64_t pitch) {
   const int64_t size = dtype_size(t.dtype);
   int64_t span = size;
   for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] <= 1) continue;  // its stride may be any number
     const int64_t stride = std::abs(t.stride[i]) * size;
-    if (t.shape[i] <= 1 || (stride >= pitch && stride % pitch == 0)) continue;
+    if (stride >= pitch && stride % pitch == 0) continue;
     span += (t.shape[i] - 1) * stride;
   }
   return span <= pitch ? span : -1;
@@ -54,8 +58,8 @@ int64_t span_within(const kda_tensor& t, int64_t pitch) {
 // projection: the same row pitch, different columns); otherwise errs towards yes.
 bool may_overlap(const kda_tensor& a, const Extent& ea, const kda_tensor& b, const Extent& eb) {
   for (int i = 0; i < a.ndim; ++i) {
+    if (a.shape[i] <= 1 || a.stride[i] == 0) continue;
     const int64_t pitch = std::abs(a.stride[i]) * dtype_size(a.dtype);
-    if (a.shape[i] <= 1 || pitch == 0) continue;
     const int64_t span_a = span_within(a, pitch), span_b = span_within(b, pitch);
     if (span_a < 0 || span_b < 0) continue;
     const int64_t delta = static_cast<int64_t>(eb.lo - ea.lo) % pitch;
@@ -119,7 +123,30 @@ void Tensors::check_storage(const char* name, const kda_tensor& t, unsigned dtyp
   seen_[count_++] = {name, &t, e, output};
 }
 
-void Tensors::check_aliasing() const {
+// Kernels write anywhere in the workspace, whatever they need of it.
+void Tensors::check_workspace(const kda_exec& exec) const {
+  if (exec.workspace_bytes == 0) return;
+  constexpr uint64_t kLimit = uint64_t{1} << 62;
+  const auto base = reinterpret_cast<uintptr_t>(exec.workspace);
+  if (exec.workspace_bytes > kLimit || base > UINTPTR_MAX - exec.workspace_bytes)
+    invalid("exec.workspace_bytes: expected at most 2^62 from its address on, got ", exec.workspace_bytes);
+  const Extent extent{base, base + exec.workspace_bytes};
+  const auto bytes = static_cast<int64_t>(exec.workspace_bytes);
+  const kda_tensor memory{exec.workspace, KDA_BOOL, 1, {bytes}, {1}};
+  for (int i = 0; i < count_; ++i) {
+    const Seen& s = seen_[i];
+    if (extent.hi <= s.extent.lo || s.extent.hi <= extent.lo || !may_overlap(*s.tensor, s.extent, memory, extent))
+      continue;
+    invalid("exec.workspace: expected memory of its own, got memory that overlaps ", s.name);
+  }
+}
+
+bool Tensors::write() const {
+  return std::any_of(seen_.begin(), seen_.begin() + count_, [](const Seen& s) { return s.output; });
+}
+
+void Tensors::check_aliasing(const kda_exec& exec) const {
+  check_workspace(exec);
   for (int i = 0; i < count_; ++i) {
     if (!seen_[i].output) continue;
     for (int j = 0; j < count_; ++j) {

@@ -35,11 +35,14 @@ class Tensors {
                         bool output, const char* like = "");
   // Everything but the shape.
   void check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output);
-  // No output may share memory with any other tensor; h0 and hT may be the very same view, and so may
-  // initial_state and final_state.
-  void check_aliasing() const;
+  // No output may share memory with any other tensor (h0 and hT may be the very same view, and so may initial_state and
+  // final_state), and none with the workspace.
+  void check_aliasing(const kda_exec& exec) const;
+  // Has any output an element?
+  bool write() const;
 
  private:
+  void check_workspace(const kda_exec& exec) const;
   struct Seen {
     const char* name;
     const kda_tensor* tensor;

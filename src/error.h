@@ -1,8 +1,10 @@
 // The one error type of the library; thrown inside, turned into a status and a sentence at the C boundary (api.cc).
 #pragma once
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "kda/kda.h"
 
@@ -13,9 +15,11 @@ struct Error : std::runtime_error {
   kda_status status;
 };
 
+// Sentences are the same in every locale: a global one would group digits.
 template <class... Args>
 std::string str(const Args&... args) {
   std::ostringstream out;
+  out.imbue(std::locale::classic());
   (out << ... << args);
   return out.str();
 }
@@ -24,5 +28,8 @@ template <class... Args>
 [[noreturn]] void invalid(const Args&... args) {
   throw Error(KDA_INVALID_ARGUMENT, str(args...));
 }
+
+// What came from outside (a name, an environment variable) for a sentence: one line of printable ASCII, other bytes as \xNN.
+std::string printable(std::string_view text);
 
 }  // namespace kda

@@ -34,6 +34,8 @@ Shape check_gate_inputs(const kda_tensor& x, const kda_tensor& A_log, const kda_
   const Shape shape{x.shape[0], x.shape[1], x.shape[2]};
   if (shape[1] < 1) invalid("x: expected HV >= 1, got ", shape[1]);
   if (shape[2] < 1 || shape[2] > kMaxSize) invalid("x: expected K in 1..", kMaxSize, ", got ", shape[2]);
+  if (!product_within(kMaxPairs, {shape[0], shape[1]}))
+    invalid("x: expected M HV of at most 2^40, got shape ", shape_text(x.shape, x.ndim));
   tensors.check_storage("x", x, kFloats, false);
   check_gate(form, lower_bound, present(A_log), present(dt_bias), KDA_GATE_SOFTPLUS);
   if (present(A_log)) tensors.check("A_log", A_log, {shape[1]}, 1, kSingles, false, " ([HV] of x)");
@@ -47,7 +49,7 @@ ForwardProblem validate(const kda_forward_args* raw) {
   kda_forward_args a = copy_args(raw, sizeof(kda_forward_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, tensors);
+  Dims d = check_inputs(a.in, tensors);
   check_states(a.states, d, a.in, tensors);
   for (const auto& [name, t] : {std::pair{"o", &a.o},
                                 {"checkpoints", &a.checkpoints},
@@ -76,7 +78,7 @@ ForwardProblem validate(const kda_forward_args* raw) {
   if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kSingles, true, " like v");
   if (present(a.Aqk)) tensors.check("Aqk", a.Aqk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
   if (present(a.Akk)) tensors.check("Akk", a.Akk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return with_dims<ForwardProblem>(d, a);
 }
 
@@ -84,7 +86,7 @@ BackwardProblem validate(const kda_backward_args* raw) {
   kda_backward_args a = copy_args(raw, sizeof(kda_backward_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, tensors);
+  Dims d = check_inputs(a.in, tensors);
   const Shape qk{d.B, d.T, d.H, d.K}, v{d.B, d.T, d.HV, d.V}, A{d.B, d.T, d.HV, kChunk};
   for (const auto& [name, t] : {std::pair{"h0", &a.h0},
                                 {"d_o", &a.d_o},
@@ -132,7 +134,7 @@ BackwardProblem validate(const kda_backward_args* raw) {
   }
   if (present(a.dh0)) check_state("dh0", a.dh0, d.N, d, a.in, tensors, true);
   if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return with_dims<BackwardProblem>(d, a);
 }
 
@@ -143,8 +145,8 @@ GateProblem validate(const kda_gate_args* raw) {
   const Shape shape = check_gate_inputs(a.x, a.A_log, a.dt_bias, a.gate_form, a.lower_bound, tensors);
   check_absent_is_empty("g", a.g);
   tensors.check("g", a.g, shape, 3, kFloats, true, " like x");
-  tensors.check_aliasing();
-  return {a};
+  tensors.check_aliasing(a.exec);
+  return {a, !tensors.write()};
 }
 
 GateBackwardProblem validate(const kda_gate_backward_args* raw) {
@@ -165,8 +167,8 @@ GateBackwardProblem validate(const kda_gate_backward_args* raw) {
     if (!present(a.dt_bias)) invalid("d_dt_bias: expected dt_bias with it, got none");
     tensors.check("d_dt_bias", a.d_dt_bias, {shape[1], shape[2]}, 2, kSingles, true, " ([HV,K])");
   }
-  tensors.check_aliasing();
-  return {a};
+  tensors.check_aliasing(a.exec);
+  return {a, !tensors.write()};
 }
 
 bool has_f64(const ForwardProblem& p) {

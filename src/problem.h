@@ -25,6 +25,7 @@ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Dims {
   int64_t B, T, N, H, HV, K, V;
   bool varlen;  // cu_seqlens given
+  bool idle;    // no output has an element: there is nothing to do
 
   int64_t tokens() const { return B * T; }
   KDA_BOTH int64_t group() const { return HV / H; }  // value heads of one query/key head
@@ -64,13 +65,16 @@ struct SegmentMergeProblem : Dims {  // N: segments
 };
 struct GateProblem {
   kda_gate_args args;
+  bool idle;
 };
 struct GateBackwardProblem {
   kda_gate_backward_args args;
+  bool idle;
 };
 
 struct ConvDims {
   int64_t B, T, N, D, W;
+  bool idle;
 };
 struct ConvProblem : ConvDims {
   kda_conv_args args;

@@ -16,7 +16,7 @@ ConvDims check_conv_inputs(const kda_tensor& x, const kda_tensor& weight, const 
   check_all_absent_are_empty({{"x", &x}, {"weight", &weight}, {"bias", &bias}, {"cu_seqlens", &cu_seqlens}});
   if (x.ndim != 3) invalid("x: expected 3 dimensions [B,T,D], got ", x.ndim);
   if (weight.ndim != 2) invalid("weight: expected 2 dimensions [D,W], got ", weight.ndim);
-  ConvDims d{x.shape[0], x.shape[1], 0, x.shape[2], weight.shape[1]};
+  ConvDims d{x.shape[0], x.shape[1], 0, x.shape[2], weight.shape[1], false};
   if (d.D < 1) invalid("x: expected D >= 1, got ", d.D);
   if (d.W < 2 || d.W > kMaxConvWidth) invalid("weight: expected W in 2..", kMaxConvWidth, ", got ", d.W);
   tensors.check_storage("x", x, kFloats, false);
@@ -26,6 +26,8 @@ ConvDims check_conv_inputs(const kda_tensor& x, const kda_tensor& weight, const 
   packing.B = d.B;
   check_packing(cu_seqlens, packing, tensors);
   d.N = packing.N;
+  if (!product_within(kMaxChannels, {d.B, d.T, d.D}) || !product_within(kMaxChannels, {d.N, d.D}))
+    invalid("x: expected B T D and N D of at most 2^48, got shape ", shape_text(x.shape, x.ndim), " and N = ", d.N);
   return d;
 }
 
@@ -51,7 +53,7 @@ ConvProblem validate(const kda_conv_args* raw) {
   const kda_conv_args a = copy_args(raw, sizeof(kda_conv_args));
   check_exec(a.exec);
   Tensors tensors;
-  const ConvDims d = check_conv_inputs(a.x, a.weight, a.bias, a.cu_seqlens, tensors);
+  ConvDims d = check_conv_inputs(a.x, a.weight, a.bias, a.cu_seqlens, tensors);
   check_all_absent_are_empty({{"initial_state", &a.initial_state},
                               {"final_state", &a.final_state},
                               {"state_indices", &a.state_indices},
@@ -73,7 +75,7 @@ ConvProblem validate(const kda_conv_args* raw) {
   }
   if (a.first_valid_slot < 0) invalid("first_valid_slot: expected >= 0, got ", a.first_valid_slot);
   check_conv_rows("y", a.y, a.x, tensors, true);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return {d, a};
 }
 
@@ -81,7 +83,7 @@ ConvBackwardProblem validate(const kda_conv_backward_args* raw) {
   const kda_conv_backward_args a = copy_args(raw, sizeof(kda_conv_backward_args));
   check_exec(a.exec);
   Tensors tensors;
-  const ConvDims d = check_conv_inputs(a.x, a.weight, a.bias, a.cu_seqlens, tensors);
+  ConvDims d = check_conv_inputs(a.x, a.weight, a.bias, a.cu_seqlens, tensors);
   check_all_absent_are_empty({{"initial_state", &a.initial_state},
                               {"dy", &a.dy},
                               {"d_final_state", &a.d_final_state},
@@ -101,7 +103,7 @@ ConvBackwardProblem validate(const kda_conv_backward_args* raw) {
   }
   if (present(a.d_initial_state)) check_conv_state("d_initial_state", a.d_initial_state, d.N, d, tensors, true, like);
   if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return {d, a};
 }
 

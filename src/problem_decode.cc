@@ -47,7 +47,7 @@ DecodeProblem validate(const kda_decode_args* raw) {
   kda_decode_args a = copy_args(raw, sizeof(kda_decode_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
+  Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
   for (const auto& [name, t] : {std::pair{"o", &a.o},
                                 {"snapshots", &a.snapshots},
                                 {"snapshot_slots", &a.snapshot_slots},
@@ -56,7 +56,7 @@ DecodeProblem validate(const kda_decode_args* raw) {
   check_states(a.states, d, a.in, tensors, present(a.snapshot_slots) && present(a.accepted));
   tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
   check_snapshots(a, d, tensors);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return with_dims<DecodeProblem>(d, a);
 }
 

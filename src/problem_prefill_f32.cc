@@ -40,6 +40,7 @@ PrefillF32Problem validate(const kda_prefill_f32_args* raw) {
   if (p.V < 1 || p.V > kMaxSize) invalid("v: expected V in 1..", kMaxSize, ", got ", p.V);
   if (p.H < 1) invalid("q: expected H >= 1, got ", p.H);
   if (p.HV < 1 || p.HV % p.H) invalid("v: expected HV a multiple of H = ", p.H, ", got ", p.HV);
+  check_sizes("q", p);
   if (a.chunk != 0 && a.chunk != 32 && a.chunk != 64) invalid("chunk: expected 32 or 64, got ", a.chunk);
   if (a.chunk == 0) a.chunk = kChunk;
   check_range("state_layout", a.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
@@ -62,7 +63,7 @@ PrefillF32Problem validate(const kda_prefill_f32_args* raw) {
   check_buffer("w", a.w, p.K, " ([B,HV,ceil(T/chunk),chunk,K])");
   check_buffer("u", a.u, p.V, " ([B,HV,ceil(T/chunk),chunk,V])");
   if (present(a.hT)) check_state("hT", a.hT, p.B, p, p.in, tensors, true, kSingles);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, p);
 
   p.in.q = tokens_first(a.q), p.in.k = tokens_first(a.k), p.in.v = tokens_first(a.v), p.in.g = tokens_first(a.g);
   p.in.beta = tokens_first(a.beta), p.o = tokens_first(a.o);

@@ -7,7 +7,7 @@ SegmentMapProblem validate(const kda_segment_map_args* raw) {
   const kda_segment_map_args a = copy_args(raw, sizeof(kda_segment_map_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, tensors);
+  Dims d = check_inputs(a.in, tensors);
   for (const auto& [name, t] : {std::pair{"d_o", &a.d_o}, {"M", &a.M}, {"b", &a.b}, {"d", &a.d}})
     check_absent_is_empty(name, *t);
   if (present(a.d_o) != present(a.d))
@@ -16,7 +16,7 @@ SegmentMapProblem validate(const kda_segment_map_args* raw) {
   if (present(a.M)) tensors.check("M", a.M, {d.N, d.HV, d.K, d.K}, 4, kSingles, true, " ([N,HV,K,K])");
   if (present(a.b)) check_state("b", a.b, d.N, d, a.in, tensors, true, kSingles);
   if (present(a.d)) check_state("d", a.d, d.N, d, a.in, tensors, true, kSingles);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return with_dims<SegmentMapProblem>(d, a);
 }
 
@@ -34,6 +34,8 @@ SegmentMergeProblem validate(const kda_segment_merge_args* raw) {
   if (HV < 1) invalid("M: expected HV >= 1, got ", HV);
   if (K < 1 || K > kMaxSize) invalid("M: expected K in 1..", kMaxSize, ", got ", K);
   if (V < 1 || V > kMaxSize) invalid("b: expected V in 1..", kMaxSize, ", got ", V);
+  Dims d{.B = 1, .T = 0, .N = P, .H = HV, .HV = HV, .K = K, .V = V, .varlen = false, .idle = false};
+  check_sizes("M", d);
   const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
   const char* like = v_first ? " ([..,HV,V,K], V-first)" : " ([..,HV,K,V], K-first)";
   Tensors tensors;
@@ -41,13 +43,13 @@ SegmentMergeProblem validate(const kda_segment_merge_args* raw) {
   tensors.check("b", a.b, {P, HV, rows, columns}, 4, kSingles, false, like);
   if (present(a.h0)) tensors.check("h0", a.h0, {HV, rows, columns}, 3, kStates, false, like);
   tensors.check("states", a.states, {P + 1, HV, rows, columns}, 4, kSingles, true, like);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   if (present(a.h0)) {
     std::copy_backward(a.h0.shape, a.h0.shape + 3, a.h0.shape + 4);
     std::copy_backward(a.h0.stride, a.h0.stride + 3, a.h0.stride + 4);
     a.h0.ndim = 4, a.h0.shape[0] = 1, a.h0.stride[0] = 0;
   }
-  return {{.B = 1, .T = 0, .N = P, .H = HV, .HV = HV, .K = K, .V = V, .varlen = false}, a};
+  return {d, a};
 }
 
 void validate_data(const SegmentMapProblem& p) { check_cu_seqlens(p, p.args.in); }

@@ -94,7 +94,7 @@ VerifyProblem validate(const kda_verify_args* raw) {
   kda_verify_args a = copy_args(raw, sizeof(kda_verify_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, a.conv, a.o, false, tensors);
+  Dims d = check_inputs(a.in, a.conv, a.o, false, tensors);
   check_states(a.states, d, a.in, tensors);
   if (!present(a.states.h0)) invalid("h0: expected the states to verify from, got none");
   if (present(a.states.hT)) invalid("hT: expected none, verify writes no state, got one");
@@ -103,7 +103,7 @@ VerifyProblem validate(const kda_verify_args* raw) {
   const int64_t R = check_records(a.records, "records", d, -1, tensors, true);
   check_drafts(d, R);
   check_parents("parents", a.parents, d, dense_tokens(d), tensors);
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return with_dims<VerifyProblem>(d, a);
 }
 
@@ -129,6 +129,7 @@ FlushProblem validate(const kda_flush_args* raw) {
   if (p.K < 1 || p.K > kMaxSize || p.V < 1 || p.V > kMaxSize || p.HV < 1)
     invalid("state: expected HV >= 1 and K and V in 1..", kMaxSize, ", got ", shape_text(a.state.shape, a.state.ndim));
   if (a.records.k.ndim != 4 + lead) invalid("records.k: expected ", 4 + lead, " dimensions, got ", a.records.k.ndim);
+  check_sizes("state", p, p.layers);
   p.H = a.records.k.shape[lead + 2];
   if (p.H < 1 || p.HV % p.H) invalid("records.k: expected H to divide HV = ", p.HV, ", got ", p.H);
   tensors.check_storage("state", a.state, kStates, true);
@@ -165,7 +166,7 @@ FlushProblem validate(const kda_flush_args* raw) {
       invalid("conv_state: expected at least N = ", p.N, " slots without conv_indices, got ", slots);
     p.T = std::min(p.T, T);
   }
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, p, p.layers);
   return p;
 }
 
@@ -173,7 +174,7 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   kda_flush_verify_args a = copy_args(raw, sizeof(kda_flush_verify_args));
   check_exec(a.exec);
   Tensors tensors;
-  const Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
+  Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
   check_states(a.states, d, a.in, tensors);
   if (!present(a.states.h0) || !present(a.states.hT)) invalid("hT: expected h0 and hT, the same pool, got one of them");
   if (a.states.h0.data != a.states.hT.data) invalid("hT: expected the pool h0 itself, got another tensor");
@@ -210,7 +211,7 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   check_parents("last_parents", a.last_parents, d, 0, tensors);
   check_parents("parents", a.parents, d, dense_tokens(d), tensors);
   if (ring && present(a.parents)) invalid("parents: expected none with a ring: its entries are a chain, got some");
-  tensors.check_aliasing();
+  check_memory(tensors, a.exec, d);
   return with_dims<FlushVerifyProblem>(d, a);
 }
 

@@ -255,6 +255,7 @@ StageProblem<Args> validate(const Args* raw) {
   sizes.check(p);
   Tensors tensors;
   check_packing(at.cu_seqlens, p, tensors);
+  check_sizes(sizes.tokens, p);
   check_range("state_layout", at.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
   if (!std::isfinite(at.scale)) invalid("scale: expected a finite number, got ", at.scale);
   for (const Operand<Args>& o : operands<Args>()) {
@@ -264,7 +265,7 @@ StageProblem<Args> validate(const Args* raw) {
     if (o.kind == Kind::kChunkStates && !p.varlen) check_chunks(o.name, t, p.N * p.max_chunks());
   }
   check_together(p.args);
-  tensors.check_aliasing();
+  check_memory(tensors, p.args.exec, p);
   if (p.in.scale == 0) p.in.scale = 1.0f / std::sqrt(static_cast<float>(p.K));
   return p;
 }
@@ -272,6 +273,7 @@ StageProblem<Args> validate(const Args* raw) {
 template <StageArgs Args>
 void validate_data(const StageProblem<Args>& p) {
   check_cu_seqlens(p, p.in);
+  if (!p.varlen) return;
   int64_t chunks = 0;
   for (int64_t n = 0; n < p.N; ++n) chunks += h_rows(sequence_at(p, p.in, n).length, 1);
   for (const Operand<Args>& o : operands<Args>())

@@ -324,18 +324,19 @@ const Implementation<P>* find(std::string_view name) {
 // operator.
 template <class P>
 const Implementation<P>* forced(const P& problem) {
+  cpu::isa_name();  // refuses a wrong KDA_CPU_ISA, whoever is to run
   if (const char* name = problem.args.exec.impl; name && *name) {
     if (const auto* impl = find<P>(name)) return impl;
     std::string known;
     for (const auto& impl : implementations<P>()) known += str(known.empty() ? "" : ", ", impl.name);
-    invalid("exec.impl: expected one of ", known, ", got ", name);
+    invalid("exec.impl: expected one of ", known, ", got ", printable(name));
   }
   const char* env = std::getenv("KDA_IMPL");
   const Implementation<P>* found = nullptr;
   for (std::string_view rest = env ? env : ""; !rest.empty();) {
     const std::string_view name = rest.substr(0, rest.find(','));
     rest.remove_prefix(std::min(rest.size(), name.size() + 1));
-    if (!known_anywhere(name)) invalid("KDA_IMPL: expected names of implementations, got ", name);
+    if (!known_anywhere(name)) invalid("KDA_IMPL: expected names of implementations, got ", printable(name));
     if (!found) found = find<P>(name);
   }
   return found;

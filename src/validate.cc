@@ -20,6 +20,32 @@ void check_exec(const kda_exec& e) {
     invalid("exec.workspace: expected an address aligned to 256, got ", e.workspace);
 }
 
+void check_sizes(const char* name, const Dims& d, int64_t layers) {
+  if (!product_within(kMaxPairs, {d.B, d.T, d.HV}) || !product_within(kMaxPairs, {layers, d.N, d.HV}))
+    invalid(name, ": expected B T HV and N HV of at most 2^40, got B = ", d.B, ", T = ", d.T, ", N = ", d.N,
+            ", HV = ", d.HV, layers > 1 ? str(" in ", layers, " layers") : "");
+}
+
+namespace {
+
+// `heads` that a task is one of.
+bool finish(const Tensors& tensors, const kda_exec& exec, int64_t layers, int64_t N, int64_t heads) {
+  tensors.check_aliasing(exec);
+  if (!tensors.write()) return true;
+  if (!product_within(kMaxTasks, {layers, N, heads}))
+    invalid("sizes: expected at most 2^32 sequences times heads, got ", layers * N, " times ", heads);
+  return false;
+}
+
+}  // namespace
+
+void check_memory(const Tensors& tensors, const kda_exec& exec, Dims& d, int64_t layers) {
+  d.idle = finish(tensors, exec, layers, d.N, d.HV);
+}
+void check_memory(const Tensors& tensors, const kda_exec& exec, ConvDims& d) {
+  d.idle = finish(tensors, exec, 1, d.N, divide_up(d.D, 256));
+}
+
 void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form) {
   check_range("gate_form", form, first_form, KDA_GATE_LOWER_BOUND);
   if (form == KDA_GATE_SOFTPLUS && !has_A_log) invalid("A_log: expected [HV] with the softplus gate, got none");
@@ -36,6 +62,7 @@ void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors) {
   if (d.B != 1) invalid("cu_seqlens: expected one row of packed sequences (B = 1), got B = ", d.B);
   if (cu_seqlens.ndim != 1 || cu_seqlens.shape[0] < 1)
     invalid("cu_seqlens: expected shape [N+1], got ", shape_text(cu_seqlens.shape, cu_seqlens.ndim));
+  if (d.N > kMaxSequences) invalid("cu_seqlens: expected at most 2^31 - 1 sequences, got ", d.N);
   tensors.check_storage("cu_seqlens", cu_seqlens, bit(KDA_I32) | bit(KDA_I64), false);
 }
 
@@ -74,6 +101,7 @@ Dims check_inputs(const kda_inputs& in, Tensors& tensors, bool raw) {
   if (present(in.dt_bias))
     tensors.check("dt_bias", in.dt_bias, {d.HV, d.K}, 2, kSingles, false, " ([HV,K] of q and v)");
   check_packing(in.cu_seqlens, d, tensors);
+  check_sizes("q", d);
   check_range("beta_form", in.beta_form, KDA_BETA_ACTIVATED, KDA_BETA_2SIGMOID);
   check_range("state_layout", in.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
   if (!std::isfinite(in.scale)) invalid("scale: expected a finite number, got ", in.scale);
@@ -104,8 +132,14 @@ Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor&
   if (in.g.ndim != 4) invalid("g: expected 4 dimensions [B,T,HV,K], got ", in.g.ndim);
   if (o.ndim != 4) invalid("o: expected 4 dimensions [B,T,HV,V], got ", o.ndim);
   const int64_t B = conv.x.shape[0], T = conv.x.shape[1], D = conv.x.shape[2];
-  const int64_t HV = in.g.shape[2], K = in.g.shape[3], V = o.shape[3], rest = D - HV * V;
-  if (K < 1 || rest < 2 * K || rest % (2 * K))
+  const int64_t HV = in.g.shape[2], K = in.g.shape[3], V = o.shape[3], most = kMaxChannels;
+  if (K < 1 || K > kMaxSize) invalid("g: expected K in 1..", kMaxSize, ", got ", K);
+  if (V < 1 || V > kMaxSize) invalid("o: expected V in 1..", kMaxSize, ", got ", V);
+  if (HV < 1) invalid("g: expected HV >= 1, got ", HV);
+  if (!product_within(most, {B, T, D}) || HV > kMaxPairs)
+    invalid("conv.x: expected B T D of at most 2^48, got shape ", shape_text(conv.x.shape, 3), " and HV = ", HV);
+  const int64_t rest = D - HV * V;
+  if (rest < 2 * K || rest % (2 * K))
     invalid("conv.x: expected D = 2 H K + HV V channels with K = ", K, " and HV V = ", HV * V, ", got ", D);
   tensors.check_storage("conv.x", conv.x, kFloats, false);
   const int64_t H = rest / (2 * K);
@@ -182,7 +216,8 @@ bool any_f64(const kda_conv_inputs& conv) { return any_f64({&conv.x, &conv.weigh
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
   if (!present(cu_seqlens)) return;
-  const int64_t N = cu_seqlens.shape[0] - 1;
+  // (With a stride of 0 all are the same number, however many.)
+  const int64_t N = std::min<int64_t>(cu_seqlens.shape[0] - 1, cu_seqlens.stride[0] ? INT64_MAX : 1);
   if (const int64_t first = int_at(cu_seqlens, 0)) invalid("cu_seqlens[0]: expected 0, got ", first);
   for (int64_t n = 0; n < N; ++n) {
     const int64_t begin = int_at(cu_seqlens, n), end = int_at(cu_seqlens, n + 1);
@@ -194,7 +229,9 @@ void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
 void check_cu_seqlens(const Dims& d, const kda_inputs& in) { check_cu_seqlens(in.cu_seqlens, d.T); }
 
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots) {
-  const int64_t rows = indices.shape[0], columns = indices.ndim > 1 ? indices.shape[1] : 1, count = rows * columns;
+  // With a stride of 0 all rows are the same: two say what any number of them would.
+  const int64_t rows = std::min<int64_t>(indices.shape[0], indices.stride[0] ? INT64_MAX : 2);
+  const int64_t columns = indices.ndim > 1 ? indices.shape[1] : 1, count = rows * columns;
   auto at = [&](int64_t i) { return int_at(indices, i / columns, i % columns); };
   auto repeated = [&](int64_t slot) { invalid(name, ": expected every live slot once, got slot ", slot, " twice"); };
   for (int64_t i = 0; i < count; ++i)
@@ -205,14 +242,20 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
         if (at(i) == at(j) && at(i) >= first_valid) repeated(at(i));
     return;
   }
-  // A bit a slot, for a window of slots at a time: no allocation, whatever the size of the pool.
-  constexpr int64_t kWindow = int64_t{1} << 18;
+  // A bit a slot, for a window of slots at a time: no allocation, whatever the size of the pool. The next window begins
+  // with the smallest slot beyond this one, so that none is empty.
+  constexpr int64_t kWindow = int64_t{1} << 17;
   std::bitset<kWindow> seen;
-  for (int64_t begin = first_valid; begin < slots; begin += kWindow) {
+  for (int64_t begin = first_valid, next; begin < slots; begin = next) {
     seen.reset();
+    next = slots;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t slot = at(i) - begin;
-      if (slot < 0 || slot >= kWindow) continue;
+      if (slot < 0) continue;
+      if (slot >= kWindow) {
+        next = std::min(next, at(i));
+        continue;
+      }
       if (seen.test(slot)) repeated(at(i));
       seen.set(slot);
     }

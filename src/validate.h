@@ -4,11 +4,18 @@
 
 #include "checks.h"
 #include "problem.h"
+#include "sizes.h"
 
 namespace kda {
 
 void check_exec(const kda_exec& e);
 void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form);
+
+// The bounds of sizes.h, as soon as B, T, N and HV are known; `name`: of a tensor that has them.
+void check_sizes(const char* name, const Dims& d, int64_t layers = 1);
+// Memory that tensors share, with each other or with the workspace; sets d.idle.
+void check_memory(const Tensors& tensors, const kda_exec& exec, Dims& d, int64_t layers = 1);
+void check_memory(const Tensors& tensors, const kda_exec& exec, ConvDims& d);
 
 // cu_seqlens, and with it d.varlen and d.N.
 void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors);

@@ -41,7 +41,8 @@ typedef enum kda_status {
   KDA_INVALID_ARGUMENT = 1, /* the call breaks the contract; kda_last_error() names the argument, expected, got */
   KDA_UNSUPPORTED = 2,      /* a legal call that no (or not the forced) implementation takes; lists each reason */
   KDA_CUDA_ERROR = 3,       /* the CUDA runtime failed; the sentence holds its error */
-  KDA_INTERNAL_ERROR = 4    /* a bug in this library */
+  KDA_INTERNAL_ERROR = 4,   /* a bug in this library */
+  KDA_OUT_OF_MEMORY = 5     /* `reference`, which allocates, found no memory; outputs may be written in part */
 } kda_status;
 
 typedef enum kda_dtype {
@@ -74,7 +75,7 @@ typedef struct kda_exec {
   int32_t device;           /* kda_device: where every tensor of the call lives */
   int32_t device_id;        /* CUDA ordinal; 0 on the CPU */
   void* stream;             /* CUDA: cudaStream_t, NULL = legacy default stream. CPU: NULL */
-  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0 */
+  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0. Apart from every tensor */
   uint64_t workspace_bytes; /* CUDA: all that was asked for. CPU: one thread's share or more, then fewer threads run */
   const char* impl;    /* force this implementation; NULL: environment variable KDA_IMPL, else the first that can */
   int32_t num_threads; /* CPU threads at most; 0 = what OpenMP would use. Never changes a bit of the result */
@@ -691,7 +692,9 @@ KDA_API const char* kda_implementation(const char* op, int32_t index);
 KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */
 KDA_API const char* kda_status_name(kda_status status); /* "KDA_OK", ... */
 KDA_API const char* kda_version(void);                  /* "0.1.0" */
-KDA_API const char* kda_info(void);                     /* lines "key: value": version, CPU instruction set, CUDA */
+/* Lines "key: value": version, CPU instruction set, CUDA. Valid until the next call on this thread; NULL where the
+ * environment variable KDA_CPU_ISA names no instruction set, as kda_last_error() then says. */
+KDA_API const char* kda_info(void);
 
 #ifdef __cplusplus
 }

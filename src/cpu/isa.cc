@@ -1,10 +1,12 @@
 #include "cpu/isa.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <string_view>
 
 #include "cpu/cpu.h"
+#include "error.h"
 
 namespace kda::cpu {
 namespace {
@@ -27,16 +29,23 @@ Isa detect() {
 Isa choose() {
   const Isa best = detect();
   const char* wanted = std::getenv("KDA_CPU_ISA");
-  for (int i = 0; wanted && i < 4; ++i)
+  if (!wanted || !*wanted) return best;
+  for (int i = 0; i < 4; ++i)
     if (std::string_view(wanted) == kNames[i]) return std::min(best, static_cast<Isa>(i));
-  return best;
+  invalid("KDA_CPU_ISA: expected one of avx512, avx2, sse4, baseline, got ", printable(wanted));
 }
+
+constexpr int kUnknown = -1;
 
 }  // namespace
 
+// No static local: a process forked while it is set would wait for its guard forever. Two threads that come first both
+// find the same.
 Isa isa() {
-  static const Isa chosen = choose();
-  return chosen;
+  static std::atomic<int> chosen{kUnknown};
+  int known = chosen.load(std::memory_order_relaxed);
+  if (known == kUnknown) chosen.store(known = static_cast<int>(choose()), std::memory_order_relaxed);
+  return static_cast<Isa>(known);
 }
 
 const char* isa_name() { return kNames[static_cast<int>(isa())]; }

@@ -6,7 +6,8 @@ namespace kda::cpu {
 
 enum class Isa { kBaseline, kSse4, kAvx2, kAvx512 };
 
-// The best this machine runs; the environment variable KDA_CPU_ISA (baseline, sse4, avx2, avx512) can lower it.
+// The best this machine runs; the environment variable KDA_CPU_ISA (baseline, sse4, avx2, avx512) can lower it. Another
+// name there is refused (KDA_INVALID_ARGUMENT).
 Isa isa();
 
 }  // namespace kda::cpu

@@ -7,8 +7,11 @@ namespace kda::cuda {
 const char* device_why_not(const kda_exec& exec) {
   if (exec.device != KDA_CUDA) return "runs on CUDA tensors only";
   int count = 0, major = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {  // without a driver `count` is left alone
-    cudaGetLastError();                                           // the failure must not surface in a later launch
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {  // without a driver `count` is left alone
+    cudaGetLastError();                      // the failure must not surface in a later launch
+    if (error == cudaErrorInitializationError && forked())
+      return "cannot run in a process forked from one that used CUDA, which does not survive that: spawn it instead";
     return "found no CUDA driver or no device";
   }
   if (exec.device_id >= count) return "found fewer CUDA devices than exec.device_id asks for";

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "error.h"
+#include "fork.h"
 #include "kda/kda.h"
 
 namespace kda::cuda {
@@ -10,7 +11,8 @@ namespace kda::cuda {
 inline void check(cudaError_t error, const char* call) {
   if (error != cudaSuccess)
     throw Error(KDA_CUDA_ERROR,
-                str("CUDA: ", call, " failed: ", cudaGetErrorString(error), " (", static_cast<int>(error), ")"));
+                str("CUDA: ", call, " failed: ", cudaGetErrorString(error), " (", static_cast<int>(error), ")",
+                    forked() ? "; this process was forked, and CUDA does not survive a fork: spawn it instead" : ""));
 }
 #define KDA_CUDA(call) ::kda::cuda::check(call, #call)
 

@@ -1,0 +1,20 @@
+#include "fork.h"
+
+#include <pthread.h>
+
+#include <atomic>
+
+namespace kda {
+namespace {
+
+std::atomic<bool> in_child{false};
+
+// Fails without memory only; then nothing is known of forks, as if there were none.
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { in_child.store(true, std::memory_order_relaxed); });
+
+}  // namespace
+
+bool forked() { return in_child.load(std::memory_order_relaxed); }
+
+}  // namespace kda
