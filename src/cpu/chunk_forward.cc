@@ -153,10 +153,12 @@ HWY_AFTER_NAMESPACE();
 namespace kda::cpu {
 namespace {
 
+int threads_of(const ForwardProblem& p) { return wanted_threads(p.args.exec, most_chunks(p, p.HV)); }
+
 Workspace plan(const ForwardProblem& p) {
   // Shared: where each sequence's rows of h begin.
   const uint64_t offsets = present(p.args.h) ? p.N * sizeof(int64_t) : 0;
-  const int threads = wanted_threads(p.args.exec, INT64_MAX);
+  const int threads = threads_of(p);
   const uint64_t team = may_be_long(p.N, p.HV, threads, p.varlen)
                             ? KDA_ISA_CALL(forward_team_bytes)(p.K, p.V, team_group(threads, p.max_chunks()))
                             : 0;
@@ -165,14 +167,12 @@ Workspace plan(const ForwardProblem& p) {
 
 }  // namespace
 
-uint64_t chunk_forward_workspace(const ForwardProblem& p) {
-  return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX));
-}
+uint64_t chunk_forward_workspace(const ForwardProblem& p) { return plan(p).bytes(threads_of(p)); }
 
 void chunk_forward(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const Workspace workspace = plan(p);
-  const int threads = workspace.threads(a.exec, INT64_MAX);
+  const int threads = workspace.threads(a.exec, most_chunks(p, p.HV));
   auto* first_h = static_cast<int64_t*>(a.exec.workspace);
   if (present(a.h)) first_h_rows(p, a.in, a.h_every, first_h);
   const auto head_of = [&](int64_t n, int64_t hv) {
@@ -188,7 +188,7 @@ void chunk_forward(const ForwardProblem& p) {
   if (longest < INT64_MAX) {
     const auto prepare = KDA_ISA_CALL(forward_prepare);
     const auto scan = KDA_ISA_CALL(forward_scan);
-    const int64_t group = team_group(wanted_threads(a.exec, INT64_MAX), p.max_chunks());
+    const int64_t group = team_group(threads_of(p), p.max_chunks());
     const Tiles tiles(p.V, threads);
     for (int64_t n = 0; n < p.N; ++n)
       for (int64_t hv = 0; chunks_of(n) > longest && hv < p.HV; ++hv) {

@@ -1,13 +1,12 @@
-// Threads and the caller's workspace.
+// Work for threads, and the caller's workspace.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
+#include "cpu/threads.h"
 #include "error.h"
 #include "kda/kda.h"
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -28,15 +27,6 @@ class FlushSubnormals {
   FlushSubnormals() {}
 #endif
 };
-
-inline int wanted_threads(const kda_exec& exec, int64_t tasks) {
-#if defined(_OPENMP)
-  const int64_t threads = exec.num_threads > 0 ? exec.num_threads : omp_get_max_threads();
-#else
-  const int64_t threads = 1;
-#endif
-  return static_cast<int>(std::clamp<int64_t>(tasks, 1, threads));
-}
 
 constexpr uint64_t align_up(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -76,36 +66,27 @@ inline int64_t short_run(int64_t tasks, int threads) { return std::clamp<int64_t
 // fn(thread) on every thread of a team.
 template <class F>
 void on_all_threads(int threads, const F& fn) {
-#if defined(_OPENMP)
-#pragma omp parallel num_threads(threads)
-  {
+  const auto body = [](void* context, int thread) {
     const FlushSubnormals flush;
-    fn(omp_get_thread_num());
-  }
-#else
-  const FlushSubnormals flush;
-  fn(0);
-#endif
+    (*static_cast<const F*>(context))(thread);
+  };
+  run_team(threads, body, const_cast<F*>(&fn));
 }
 
 // fn(task, thread) for every task in 0 .. tasks-1. Tasks may run in any order on any thread: results must not depend on
 // it. Each thread takes `run` neighbours at a time.
 template <class F>
 void parallel_for(int64_t tasks, int threads, const F& fn, int64_t run = 1) {
-#if defined(_OPENMP)
-  if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-    {
-      const FlushSubnormals flush;
-      const int thread = omp_get_thread_num();
-#pragma omp for schedule(dynamic, run)
-      for (int64_t task = 0; task < tasks; ++task) fn(task, thread);
-    }
+  if (threads <= 1 || tasks <= 1) {
+    const FlushSubnormals flush;
+    for (int64_t task = 0; task < tasks; ++task) fn(task, 0);
     return;
   }
-#endif
-  const FlushSubnormals flush;
-  for (int64_t task = 0; task < tasks; ++task) fn(task, 0);
+  std::atomic<int64_t> next{0};
+  on_all_threads(static_cast<int>(std::min<int64_t>(threads, tasks)), [&](int thread) {
+    for (int64_t first; (first = next.fetch_add(run, std::memory_order_relaxed)) < tasks;)
+      for (int64_t task = first; task < std::min(first + run, tasks); ++task) fn(task, thread);
+  });
 }
 
 }  // namespace kda::cpu

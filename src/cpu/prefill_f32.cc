@@ -85,17 +85,19 @@ HWY_AFTER_NAMESPACE();
 namespace kda::cpu {
 namespace {
 
+int64_t most_tasks(const PrefillF32Problem& p) { return p.B * p.HV * divide_up(p.V, 32); }
+
 Workspace plan(const PrefillF32Problem& p) { return {0, KDA_ISA_CALL(prefill_scratch_bytes)(p.K, p.V)}; }
 
 }  // namespace
 
 uint64_t prefill_f32_workspace(const PrefillF32Problem& p) {
-  return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX));
+  return plan(p).bytes(wanted_threads(p.args.exec, most_tasks(p)));
 }
 
 void prefill_f32(const PrefillF32Problem& p) {
   const Workspace workspace = plan(p);
-  const int threads = workspace.threads(p.args.exec, INT64_MAX);
+  const int threads = workspace.threads(p.args.exec, most_tasks(p));
   // Fewer heads than threads: tiles of V, as in kda_forward.
   const int64_t heads = std::max<int64_t>(1, p.B * p.HV);
   const int64_t wanted_tiles = std::clamp<int64_t>(threads / heads, 1, (p.V + 31) / 32);

@@ -212,13 +212,15 @@ struct Passes {
   bool reverse(int64_t i) const { return wanted[0] ? i : 1; }
 };
 
+int64_t tasks_of(const SegmentMapProblem& p) { return most_chunks(p, p.HV * Passes(p).count()); }
+
 int64_t widest(const SegmentMapProblem& p) {
   const auto columns = KDA_ISA_CALL(segment_columns);
   return std::max(columns(p, false), columns(p, true));
 }
 
 Workspace plan(const SegmentMapProblem& p) {
-  const int threads = wanted_threads(p.args.exec, INT64_MAX);
+  const int threads = wanted_threads(p.args.exec, tasks_of(p));
   const int64_t passes = Passes(p).count(), columns = widest(p);
   if (!passes) return {0, 0};
   const uint64_t team = may_be_long(p.N, p.HV * passes, threads, p.varlen)
@@ -230,7 +232,7 @@ Workspace plan(const SegmentMapProblem& p) {
 void run_pass_as_team(const SegmentPass& pass, const Workspace& workspace, int threads) {
   const kda_exec& exec = pass.p.args.exec;
   char* team = workspace.of_team(exec, threads);
-  const int64_t group = team_group(wanted_threads(exec, INT64_MAX), pass.p.max_chunks());
+  const int64_t group = team_group(wanted_threads(exec, tasks_of(pass.p)), pass.p.max_chunks());
   const Tiles tiles(KDA_ISA_CALL(segment_columns)(pass.p, pass.reverse), threads);
   const auto prepare = KDA_ISA_CALL(segment_prepare);
   const auto scan = KDA_ISA_CALL(segment_scan);
@@ -247,13 +249,13 @@ void run_pass_as_team(const SegmentPass& pass, const Workspace& workspace, int t
 }  // namespace
 
 uint64_t segment_map_workspace(const SegmentMapProblem& p) {
-  return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX));
+  return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p)));
 }
 
 void segment_map(const SegmentMapProblem& p) {
   const kda_exec& exec = p.args.exec;
   const Workspace workspace = plan(p);
-  const int threads = workspace.threads(exec, INT64_MAX);
+  const int threads = workspace.threads(exec, tasks_of(p));
   const Passes passes(p);
   const int64_t heads = p.HV * passes.count();
   const auto pass_of = [&](int64_t n, int64_t head) {
@@ -273,18 +275,20 @@ void segment_map(const SegmentMapProblem& p) {
 
 namespace {
 
+int64_t tasks_of(const SegmentMergeProblem& p) { return p.HV * divide_up(p.V, 32); }
+
 Workspace plan(const SegmentMergeProblem& p) { return {0, KDA_ISA_CALL(merge_scratch_bytes)(p.K, p.V)}; }
 
 }  // namespace
 
 uint64_t segment_merge_workspace(const SegmentMergeProblem& p) {
-  return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX));
+  return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p)));
 }
 
 void segment_merge(const SegmentMergeProblem& p) {
   const kda_exec& exec = p.args.exec;
   const Workspace workspace = plan(p);
-  const int threads = workspace.threads(exec, INT64_MAX);
+  const int threads = workspace.threads(exec, tasks_of(p));
   const Tiles tiles(p.V, static_cast<int>(std::max<int64_t>(1, threads / p.HV)));
   const auto task_fn = KDA_ISA_CALL(merge_task);
   parallel_for(p.HV * tiles.count(), threads, [&](int64_t task, int thread) {

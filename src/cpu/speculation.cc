@@ -408,14 +408,25 @@ void zero_head(const kda_tensor& o, int64_t b, int64_t t0, int64_t count, int64_
         o.shape[3] * dtype_size(o.dtype));
 }
 
+int64_t layers_of(const FlushProblem& p) { return p.layers; }
+template <class P>
+int64_t layers_of(const P&) {
+  return 1;
+}
+
+// A team of threads costs a few microseconds: about 100,000 multiply-adds.
+template <class P>
+int64_t tasks_of(const P& p) {
+  return layers_of(p) * p.N * p.HV * p.K * p.V * (2 * sizes_of(p).drafts + 2) / 100000 + 1;
+}
+
 // Runs request_of(n) for every request, head and layer.
 template <class P, class CallOf, class RequestOf>
-void run(const P& p, const kda_exec& exec, int64_t layers, const CallOf& call_of, const RequestOf& request_of) {
+void run(const P& p, const kda_exec& exec, const CallOf& call_of, const RequestOf& request_of) {
   const SpeculationSizes sizes = sizes_of(p);
   const Workspace workspace = plan(p);
-  // A team of threads costs a few microseconds: about 100,000 multiply-adds.
-  const int64_t heads = layers * p.N * p.HV, work = heads * p.K * p.V * (2 * sizes.drafts + 2);
-  const int threads = workspace.threads(exec, work / 100000 + 1);
+  const int64_t heads = layers_of(p) * p.N * p.HV;
+  const int threads = workspace.threads(exec, tasks_of(p));
   const int64_t parts = std::clamp<int64_t>(threads / std::max<int64_t>(1, heads), 1, (p.V + 63) / 64);
   const int64_t part = (p.V / parts + 63) / 64 * 64, tiles = (p.V + part - 1) / part;
   const auto task_fn = KDA_ISA_CALL(speculation_task);
@@ -438,10 +449,10 @@ void zero_rest(const P& p) {
 
 }  // namespace
 
-uint64_t verify_workspace(const VerifyProblem& p) { return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX)); }
-uint64_t flush_workspace(const FlushProblem& p) { return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX)); }
+uint64_t verify_workspace(const VerifyProblem& p) { return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p))); }
+uint64_t flush_workspace(const FlushProblem& p) { return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p))); }
 uint64_t flush_verify_workspace(const FlushVerifyProblem& p) {
-  return plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX));
+  return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p)));
 }
 
 void verify(const VerifyProblem& p) {
@@ -449,7 +460,7 @@ void verify(const VerifyProblem& p) {
   const kda_inputs in = convolved(p);
   const SpeculationCall call{p, in.state_layout, a.states.h0, {}, &in, &a.o, a.records, {}};
   run(
-      p, a.exec, 1, [&](int64_t) { return call; }, [&](int64_t n) { return request_of(p, n); });
+      p, a.exec, [&](int64_t) { return call; }, [&](int64_t n) { return request_of(p, n); });
   zero_rest(p);
 }
 
@@ -457,7 +468,7 @@ void flush(const FlushProblem& p) {
   const kda_flush_args& a = p.args;
   const bool layered = a.state.ndim == 5;
   run(
-      p, a.exec, p.layers,
+      p, a.exec,
       [&](int64_t layer) {
         SpeculationCall call{p, a.state_layout, a.state, {}, nullptr, nullptr, {}, a.records};
         if (layered)
@@ -486,7 +497,7 @@ void flush_verify(const FlushVerifyProblem& p) {
   const SpeculationCall call{p,         in.state_layout,          a.states.h0, a.states.hT, &in, &a.o,
                              a.records, ring ? a.records : a.last};
   run(
-      p, a.exec, 1, [&](int64_t) { return call; }, [&](int64_t n) { return request_of(p, n); });
+      p, a.exec, [&](int64_t) { return call; }, [&](int64_t n) { return request_of(p, n); });
   for (int64_t n = 0; ring && n < p.N; ++n) {  // after all heads have read them
     const Sequence s = sequence_at(p, a.in, a.states, n);
     if (s.live) store_cursors(a.records, slot_of(a.records.indices, n), commit_of(p, n, s.length).next);

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "cpu/parallel.h"
+#include "cpu/team.h"
 #include "problem_stages.h"
 
 namespace kda::cpu {
@@ -51,9 +51,15 @@ Workspace stage_plan(const P& p) {
   return {p.N * sizeof(int64_t), stage_scratch_bytes(p.K, p.V)};
 }
 
+// Whichever way the stage is cut.
+template <class P>
+int64_t stage_tasks(const P& p) {
+  return most_chunks(p, p.HV) * divide_up(p.V, 32);
+}
+
 template <StageArgs Args>
 uint64_t stage_workspace(const StageProblem<Args>& p) {
-  return stage_plan(p).bytes(wanted_threads(p.args.exec, INT64_MAX));
+  return stage_plan(p).bytes(wanted_threads(p.args.exec, stage_tasks(p)));
 }
 
 template <class P>
@@ -74,22 +80,21 @@ void zero_tails(const P& p, const F& zero) {
 template <class P, class F>
 void for_each_chunk(const P& p, const F& fn) {
   const Workspace workspace = stage_plan(p);
-  const int threads = workspace.threads(p.args.exec, INT64_MAX);
+  const int threads = workspace.threads(p.args.exec, stage_tasks(p));
   const int64_t* rows = first_rows(p);
   const int64_t last = p.N - 1, chunks = p.N ? rows[last] + h_rows(sequence_at(p, p.in, last).length, 1) : 0;
-  parallel_for(chunks * p.HV, std::min<int64_t>(threads, std::max<int64_t>(1, chunks * p.HV)),
-               [&](int64_t task, int thread) {
-                 const int64_t row = task / p.HV, n = std::upper_bound(rows, rows + p.N, row) - rows - 1;
-                 const ScanAt scan{sequence_at(p, p.in, n), task % p.HV, 0, p.V, rows[n]};
-                 fn(p, scan.chunk(row - rows[n]), workspace.of_thread(p.args.exec, thread));
-               });
+  parallel_for(chunks * p.HV, threads, [&](int64_t task, int thread) {
+    const int64_t row = task / p.HV, n = std::upper_bound(rows, rows + p.N, row) - rows - 1;
+    const ScanAt scan{sequence_at(p, p.in, n), task % p.HV, 0, p.V, rows[n]};
+    fn(p, scan.chunk(row - rows[n]), workspace.of_thread(p.args.exec, thread));
+  });
 }
 
 // fn(p, scan, memory) for every sequence and value head; with fewer of them than threads, for tiles of V.
 template <class P, class F>
 void for_each_scan(const P& p, const F& fn) {
   const Workspace workspace = stage_plan(p);
-  const int threads = workspace.threads(p.args.exec, INT64_MAX);
+  const int threads = workspace.threads(p.args.exec, stage_tasks(p));
   const int64_t* rows = first_rows(p);
   const int64_t heads = std::max<int64_t>(1, p.N * p.HV);
   const int64_t wanted_tiles = std::clamp<int64_t>(threads / heads, 1, (p.V + 31) / 32);

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "cpu/parallel.h"
+#include "problem.h"
 
 namespace kda::cpu {
 
@@ -40,6 +41,11 @@ int64_t long_head(int64_t sequences, int64_t heads, int threads, const F& chunks
     if (threads == 1 || longest <= share) return limit;
     limit = share;
   }
+}
+
+// Chunks of all heads, at most: more threads than that have nothing to do.
+inline int64_t most_chunks(const Dims& d, int64_t heads) {
+  return heads * (d.varlen ? d.T / kChunk + d.N : d.N * std::max<int64_t>(1, d.max_chunks()));
 }
 
 // Can any head be a long one? What sizes alone tell; packed sequences may have any lengths.
