@@ -13,11 +13,18 @@
 #include "cpu/simd-inl.h"
 // clang-format on
 
+#include "cpu/arena.h"
+
 #ifndef KDA_CPU_RECURRENT_TYPES
 #define KDA_CPU_RECURRENT_TYPES
 namespace kda::cpu {
-constexpr int64_t kSteps = 16;  // tokens taken in one pass over the state
-constexpr int64_t kStrip = 32;  // V-first: rows of a state that pass through L1 together
+constexpr int64_t kSteps = 16;  // tokens taken in one pass over the state, at most
+constexpr int64_t kStrip = 32;  // V-first: rows of a state that pass through L1 together, at most
+// Without memory from the workspace, tasks make do with what a thread of 64 KiB has on its stack: fewer tokens, narrower
+// strips. No bit depends on that. Steps of decode are short enough to lose nothing.
+constexpr int64_t kSmallTokens = 4096, kSmallStrip = 4096;       // floats
+constexpr int64_t kSmallScratch = (4096 + 4096) * 4 + 3 * 1024;  // bytes, with the rest of it
+constexpr int64_t kFewTokens = 4;                                // of a request: these fit at K = 128, V-first
 
 // What forward and decode have in common here.
 struct Recurrence {
@@ -36,20 +43,47 @@ struct Recurrence {
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
-constexpr int64_t kPrefetchRows = 16;  // how far ahead: 8 KiB at K = 128
-constexpr int64_t kMaxStrip = 4 * kPad;
-HWY_INLINE int64_t strip_columns() { return 4 * lanes(); }  // K-first
+constexpr int64_t kPrefetchRows = 16;                       // how far ahead: 8 KiB at K = 128
+HWY_INLINE int64_t strip_columns() { return 4 * lanes(); }  // K-first, at most
 constexpr int64_t kRows = 8;                                // K-first: of a state that pass through registers together
 
-// Activated inputs of up to kSteps tokens of one head.
+// How much of a head a task works on at a time.
+struct Portions {
+  int64_t steps;    // tokens
+  int64_t columns;  // of values: V-first rows of the state, K-first its columns
+  bool whole;       // K-first: all columns of a state that is worked on where it is
+
+  Portions(const Recurrence& r, int64_t V, bool in_place, bool small) : steps(kSteps), columns(kStrip), whole(false) {
+    const int64_t K = padded(r.d.K);
+    if (r.in.state_layout == KDA_STATE_K_FIRST) {
+      columns = strip_columns();
+      whole = in_place && V % columns == 0;
+    }
+    while (small && !whole && columns > lanes() && columns * K > kSmallStrip) columns /= 2;
+    if (whole) columns = V;
+    while (small && steps > 1 && steps * (4 * K + 2 * padded(columns)) > kSmallTokens) steps /= 2;
+  }
+};
+
+// Activated inputs of some tokens of one head, and a strip of its state.
 struct Tokens {
-  alignas(64) float k[kSteps][kMaxSize];
-  alignas(64) float alpha[kSteps][kMaxSize];
-  alignas(64) float alpha_k[kSteps][kMaxSize];
-  alignas(64) float alpha_q[kSteps][kMaxSize];
-  alignas(64) float v[kSteps][kMaxSize];  // of the value columns at hand; K-first: then u
-  alignas(64) float o[kSteps][kMaxSize];
-  float beta[kSteps], kq[kSteps];
+  Matrix k, alpha, alpha_k, alpha_q;  // [steps][K]
+  Matrix v, o;                        // [steps][columns]  of the value columns at hand; K-first: v, then u
+  float *beta, *kq;                   // [steps]
+  float* bias;                        // [K]
+  float* strip;                       // [columns][K] or [K][columns]
+
+  Tokens(Arena arena, int64_t K, const Portions& x, uint64_t* bytes = nullptr) {
+    const int64_t Kp = padded(K), Vp = padded(x.columns);
+    float *keys = arena.floats(x.steps * 4 * Kp), *values = arena.floats(x.steps * 2 * Vp);
+    float* rest = arena.floats(2 * kSteps + Kp);
+    strip = x.whole ? nullptr : arena.floats(Vp * Kp);
+    if (bytes) *bytes = arena.bytes();
+    if (!keys) return;  // only measured
+    k = {keys, 4 * Kp}, alpha = k.from(0, Kp), alpha_k = k.from(0, 2 * Kp), alpha_q = k.from(0, 3 * Kp);
+    v = {values, 2 * Vp}, o = v.from(0, Vp);
+    beta = rest, kq = rest + kSteps, bias = rest + 2 * kSteps;
+  }
 };
 
 // One head of one sequence.
@@ -58,7 +92,8 @@ struct RecurrentTask {
   const Sequence& s;
   int64_t hv;
   Gate gate;
-  Tokens& x;
+  const Tokens& x;
+  const Portions& portions;
   Start start;
   Snapshots snapshots;
 
@@ -66,7 +101,7 @@ struct RecurrentTask {
     const int64_t h = hv / r.d.group(), K = r.d.K, Kp = padded(K);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t token = s.t0 + t + i;
-      float *q = x.alpha_q[i], *k = x.k[i], *alpha = x.alpha[i];
+      float *q = x.alpha_q.row(i), *k = x.k.row(i), *alpha = x.alpha.row(i);
       load_row(r.in.q.dtype, at(r.in.q, s.b, token, h), K, q);
       load_row(r.in.k.dtype, at(r.in.k, s.b, token, h), K, k);
       load_row(r.in.g.dtype, at(r.in.g, s.b, token, hv), K, alpha);
@@ -75,7 +110,7 @@ struct RecurrentTask {
       decay_row(gate, alpha, K);
       x.kq[i] = dot(k, q, Kp);
       for (int64_t d = 0; d < Kp; d += lanes()) {
-        store(hn::Mul(load(alpha + d), load(k + d)), x.alpha_k[i] + d);
+        store(hn::Mul(load(alpha + d), load(k + d)), x.alpha_k.row(i) + d);
         store(hn::Mul(load(alpha + d), load(q + d)), q + d);
       }
       x.beta[i] = activate_beta(r.in.beta_form, load_scalar(r.in.beta.dtype, at(r.in.beta, s.b, token, hv)));
@@ -84,12 +119,12 @@ struct RecurrentTask {
 
   void load_values(int64_t t, int64_t n, int64_t v0, int64_t V) {
     for (int64_t i = 0; i < n; ++i)
-      load_row(r.in.v.dtype, at(r.in.v, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.in.v.dtype), V, x.v[i]);
+      load_row(r.in.v.dtype, at(r.in.v, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.in.v.dtype), V, x.v.row(i));
   }
 
   void store_outputs(int64_t t, int64_t n, int64_t v0, int64_t V) {
     for (int64_t i = 0; i < n; ++i)
-      store_row(r.o.dtype, x.o[i], V, at(r.o, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.o.dtype));
+      store_row(r.o.dtype, x.o.row(i), V, at(r.o, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.o.dtype));
   }
 
   // Asks for a row of the state. Past the end of a head's state its neighbour's begins.
@@ -103,15 +138,15 @@ struct RecurrentTask {
   HWY_INLINE void advance_row(const float* from, float* to, int64_t first, int64_t n, int64_t column, bool write) {
     const int64_t Kp = padded(r.d.K);
     for (int64_t i = first; i < first + n; ++i) {
-      const float *k = x.k[i], *alpha = x.alpha[i], *alpha_k = x.alpha_k[i], *alpha_q = x.alpha_q[i];
+      const float *k = x.k.row(i), *alpha = x.alpha.row(i), *alpha_k = x.alpha_k.row(i), *alpha_q = x.alpha_q.row(i);
       Vec read = hn::Zero(kF32), out = hn::Zero(kF32);
       for (int64_t d = 0; d < Kp; d += lanes()) {
         const Vec S = load(from + d);
         read = hn::MulAdd(S, load(alpha_k + d), read);
         out = hn::MulAdd(S, load(alpha_q + d), out);
       }
-      const float u = x.beta[i] * (x.v[i][column] - sum_lanes(read));
-      x.o[i][column] = sum_lanes(out) + x.kq[i] * u;
+      const float u = x.beta[i] * (x.v.row(i)[column] - sum_lanes(read));
+      x.o.row(i)[column] = sum_lanes(out) + x.kq[i] * u;
       if (i + 1 == first + n && !write) return;
       for (int64_t d = 0; d < Kp; d += lanes()) {
         const Vec S = hn::Mul(load(from + d), load(alpha + d));
@@ -121,30 +156,31 @@ struct RecurrentTask {
     }
   }
 
-  // V columns, whole groups of four vectors, of a K-first state through tokens first .. first+n-1. A few rows at a time
-  // over all columns: memory sees one plain stream (down four vectors of columns it took a quarter longer).
+  // V columns, whole groups of kVectors vectors, of a K-first state through tokens first .. first+n-1. A few rows at a
+  // time over all columns: memory sees one plain stream (down four vectors of columns it took a quarter longer).
+  template <int kVectors>
   HWY_INLINE void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t first,
                                   int64_t n, int64_t V, bool write) {
     const int64_t N = lanes(), K = r.d.K;
     for (int64_t i = first; i < first + n; ++i) {
-      float *u = x.v[i], *o = x.o[i];
+      float *u = x.v.row(i), *o = x.o.row(i);
       zero(o, V);
       for (int64_t k0 = 0; k0 < K; k0 += kRows) {
         const int64_t k1 = std::min(K, k0 + kRows);
         if (i == 0)
           for (int64_t k = k0; k < k1; ++k) prefetch(from + (k + kPrefetchRows) * from_pitch);
-        for (int64_t d = 0; d < V; d += 4 * N) {
-          Vec read[4], out[4];
-          for (int j = 0; j < 4; ++j) read[j] = load(u + d + j * N), out[j] = load(o + d + j * N);
+        for (int64_t d = 0; d < V; d += kVectors * N) {
+          Vec read[kVectors], out[kVectors];
+          for (int j = 0; j < kVectors; ++j) read[j] = load(u + d + j * N), out[j] = load(o + d + j * N);
           for (int64_t k = k0; k < k1; ++k) {
-            const Vec alpha_k = splat(x.alpha_k[i][k]), alpha_q = splat(x.alpha_q[i][k]);
-            for (int j = 0; j < 4; ++j) {
+            const Vec alpha_k = splat(x.alpha_k.row(i)[k]), alpha_q = splat(x.alpha_q.row(i)[k]);
+            for (int j = 0; j < kVectors; ++j) {
               const Vec S = load(from + k * from_pitch + d + j * N);
               read[j] = hn::NegMulAdd(S, alpha_k, read[j]);
               out[j] = hn::MulAdd(S, alpha_q, out[j]);
             }
           }
-          for (int j = 0; j < 4; ++j) store(read[j], u + d + j * N), store(out[j], o + d + j * N);
+          for (int j = 0; j < kVectors; ++j) store(read[j], u + d + j * N), store(out[j], o + d + j * N);
         }
       }
       for (int64_t d = 0; d < V; d += N) {
@@ -153,7 +189,7 @@ struct RecurrentTask {
       }
       if (i + 1 == first + n && !write) return;
       for (int64_t k = 0; k < K; ++k) {
-        const Vec alpha = splat(x.alpha[i][k]), key = splat(x.k[i][k]);
+        const Vec alpha = splat(x.alpha.row(i)[k]), key = splat(x.k.row(i)[k]);
         for (int64_t d = 0; d < V; d += N) {
           const Vec S = hn::Mul(load(from + k * from_pitch + d), alpha);
           store(hn::MulAdd(load(u + d), key, S), to + k * to_pitch + d);
@@ -163,16 +199,19 @@ struct RecurrentTask {
     }
   }
 
-  // Whether states are read and written where they are, if their rows are whole vectors.
-  bool in_place() const {
-    return start.initial && start.states.dtype == KDA_F32 && present(r.states.hT) && r.states.hT.dtype == KDA_F32;
+  void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t first, int64_t n,
+                       int64_t V, bool write) {
+    if (V % (4 * lanes()) == 0) advance_columns<4>(from, from_pitch, to, to_pitch, first, n, V, write);
+    else if (V % (2 * lanes()) == 0) advance_columns<2>(from, from_pitch, to, to_pitch, first, n, V, write);
+    else advance_columns<1>(from, from_pitch, to, to_pitch, first, n, V, write);
   }
 
-  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. `scratch` holds the strip where the state cannot
-  // be worked on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
-  void run_strip(int64_t v0, int64_t V, float* scratch) {
+  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. x.strip holds it where the state cannot be worked
+  // on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
+  void run_strip(int64_t v0, int64_t V) {
+    float* const scratch = x.strip;
     const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
-    const int64_t K = r.d.K, width = v_first ? padded(K) : std::max(V, strip_columns());
+    const int64_t K = r.d.K, width = v_first ? padded(K) : portions.columns;
     const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
     const kda_tensor &h0 = start.states, &hT = r.states.hT;
     const bool whole = columns == width;
@@ -196,10 +235,10 @@ struct RecurrentTask {
       to_pitch = hT.stride[2];
     }
 
-    const bool one_block = s.length <= kSteps;  // then the keys are loaded already
+    const bool one_block = s.length <= portions.steps;  // then the keys are loaded already
     const bool snaps = present(snapshots.states);
-    for (int64_t t = 0; t < s.length; t += kSteps) {
-      const int64_t n = std::min(kSteps, s.length - t);
+    for (int64_t t = 0; t < s.length; t += portions.steps) {
+      const int64_t n = std::min(portions.steps, s.length - t);
       const bool write = present(hT) || snaps || t + n < s.length;
       if (r.h && t % r.h_tokens == 0)
         for (int64_t i = 0; i < rows; ++i)
@@ -239,24 +278,36 @@ struct RecurrentTask {
   }
 };
 
+uint64_t recurrent_scratch_bytes(const Recurrence& r) {
+  uint64_t bytes;
+  Portions most(r, r.d.V, false, false);
+  most.columns = std::max(most.columns, padded(r.d.V));  // where K-first states are worked on as a whole
+  Tokens(Arena(), r.d.K, most, &bytes);
+  return bytes;
+}
+
 // Value columns v0 .. v0+V-1 of one head of one sequence, all its tokens.
-void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V) {
-  alignas(64) float bias[kMaxSize];
-  alignas(64) float scratch[kMaxSize * std::max(kStrip, kMaxStrip)];
-  Tokens x;
-  const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, bias);
-  RecurrentTask task{r,
-                     s,
-                     hv,
-                     gate,
-                     x,
-                     r.decode ? start_of(*r.decode, s) : Start{r.states.h0, s.slot, s.initial},
-                     r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{}};
-  if (s.length <= kSteps) task.load_keys(0, s.length);
-  int64_t strip = kStrip;
-  if (r.in.state_layout == KDA_STATE_K_FIRST)
-    strip = V % strip_columns() == 0 && task.in_place() ? V : strip_columns();  // all, where no scratch is needed
-  for (int64_t v = v0; v < v0 + V; v += strip) task.run_strip(v, std::min(strip, v0 + V - v), scratch);
+void run_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V, bool small, char* memory) {
+  const Start start = r.decode ? start_of(*r.decode, s) : Start{r.states.h0, s.slot, s.initial};
+  // Whether states are read and written where they are, if their rows are whole vectors.
+  const bool in_place =
+      start.initial && start.states.dtype == KDA_F32 && present(r.states.hT) && r.states.hT.dtype == KDA_F32;
+  const Portions portions(r, V, in_place, small);
+  const Tokens x(Arena(memory), r.d.K, portions);
+  const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, x.bias);
+  RecurrentTask task{r, s, hv, gate, x, portions, start, r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{}};
+  if (s.length <= portions.steps) task.load_keys(0, s.length);
+  for (int64_t v = v0; v < v0 + V; v += portions.columns) task.run_strip(v, std::min(portions.columns, v0 + V - v));
+}
+
+HWY_NOINLINE void run_task_on_stack(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V) {
+  alignas(64) char memory[kSmallScratch];
+  run_task(r, s, hv, v0, V, true, memory);
+}
+
+// memory: recurrent_scratch_bytes, or nullptr.
+void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V, char* memory) {
+  memory ? run_task(r, s, hv, v0, V, false, memory) : run_task_on_stack(r, s, hv, v0, V);
 }
 
 }  // namespace kda::cpu::HWY_NAMESPACE
@@ -278,21 +329,25 @@ void zero_head(const kda_tensor& o, int64_t b, int64_t t0, int64_t count, int64_
                 o.shape[3] * size);
 }
 
-void run(const Recurrence& r, const kda_exec& exec) {
+// Work in multiply-adds; a team of threads costs a few microseconds, about 100,000 of them.
+int64_t tasks_of(const Dims& d) { return d.tokens() * d.HV * d.K * d.V * 4 / 100000 + 1; }
+
+// Each thread has a share of the workspace, or makes do with its stack where there is none.
+void run(const Recurrence& r, const kda_exec& exec, const Workspace& workspace) {
   const Dims& d = r.d;
-  // Work in multiply-adds; a team of threads costs a few microseconds, about 100,000 of them.
-  const int64_t work = d.tokens() * d.HV * d.K * d.V * 4;
-  const int threads = wanted_threads(exec, work / 100000 + 1);
+  const bool shares = workspace.per_thread && exec.workspace_bytes >= workspace.bytes(1);
+  const int threads = shares ? workspace.threads(exec, tasks_of(d)) : wanted_threads(exec, tasks_of(d));
   // Fewer heads than threads: cut V. Each part loads the keys again, so no finer than 64 columns (a K-first strip).
   const int64_t heads = std::max<int64_t>(1, d.N * d.HV);
   const int64_t parts = std::clamp<int64_t>(threads / heads, 1, (d.V + 63) / 64);
   const int64_t part = (d.V / parts + 63) / 64 * 64, tiles = (d.V + part - 1) / part;
   const auto task_fn = KDA_ISA_CALL(recurrent_task);
   const int64_t tasks = d.N * d.HV * tiles;
-  const auto one = [&](int64_t task, int) {
+  const auto one = [&](int64_t task, int thread) {
     const int64_t v0 = task % tiles * part, hv = task / tiles % d.HV, n = task / tiles / d.HV;
     const Sequence s = r.decode ? sequence_at(*r.decode, n) : sequence_at(d, r.in, r.states, n);
-    if (s.live) task_fn(r, s, hv, v0, std::min(part, d.V - v0));
+    char* memory = shares ? workspace.of_thread(exec, thread) : nullptr;
+    if (s.live) task_fn(r, s, hv, v0, std::min(part, d.V - v0), memory);
     else if (v0 == 0) zero_head(r.o, s.b, s.t0, s.length, hv);
   };
   parallel_for(tasks, threads, one, short_run(tasks, threads));
@@ -302,21 +357,38 @@ void run(const Recurrence& r, const kda_exec& exec) {
   }
 }
 
+Recurrence recurrence_of(const DecodeProblem& p) {
+  return {.d = p, .in = p.args.in, .states = p.args.states, .o = p.args.o, .decode = &p};
+}
+Recurrence recurrence_of(const ForwardProblem& p) { return {p, p.args.in, p.args.states, p.args.o}; }
+
+// Shared: the convolved rows. A few tokens of each request take no memory.
+Workspace plan(const DecodeProblem& p) {
+  const bool few = p.tokens() <= kFewTokens * p.N;
+  return {present(p.args.conv.x) ? conv_front_bytes(p.args.conv) : 0,
+          few ? 0 : KDA_ISA_CALL(recurrent_scratch_bytes)(recurrence_of(p))};
+}
+// Shared: where each sequence's rows of h begin.
+Workspace plan(const ForwardProblem& p) {
+  return {present(p.args.h) ? p.N * sizeof(int64_t) : 0, KDA_ISA_CALL(recurrent_scratch_bytes)(recurrence_of(p))};
+}
+
 }  // namespace
 
-uint64_t decode_workspace(const DecodeProblem& p) { return present(p.args.conv.x) ? conv_front_bytes(p.args.conv) : 0; }
+uint64_t decode_workspace(const DecodeProblem& p) { return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p))); }
 
 void decode(const DecodeProblem& p) {
   const kda_conv_inputs& conv = p.args.conv;
-  DecodeProblem sliced = p;
+  const Workspace workspace = plan(p);
+  kda_inputs in = p.args.in;
   if (present(conv.x)) {
-    if (p.args.exec.workspace_bytes < decode_workspace(p))
-      invalid("exec.workspace_bytes: expected at least ", decode_workspace(p), ", got ", p.args.exec.workspace_bytes);
+    if (p.args.exec.workspace_bytes < workspace.shared)
+      invalid("exec.workspace_bytes: expected at least ", workspace.shared, ", got ", p.args.exec.workspace_bytes);
     const kda_tensor z = conv_front_output(conv, p.args.exec.workspace);
     conv_front(conv, p.args.in.cu_seqlens, {}, z, p.args.exec);
-    slice_convolved(sliced.args.in, z.data);
+    slice_convolved(in, z.data);
   }
-  run({.d = p, .in = sliced.args.in, .states = p.args.states, .o = p.args.o, .decode = &p}, p.args.exec);
+  run({.d = p, .in = in, .states = p.args.states, .o = p.args.o, .decode = &p}, p.args.exec, workspace);
   for (int64_t n = 0; present(conv.x) && n < p.N; ++n) {
     const Sequence s = roll_of(p, n);
     conv_roll(conv.state, s.slot, conv.x, {}, n, s.b, s.t0, s.length);
@@ -332,21 +404,20 @@ const char* recurrent_forward_why_not(const ForwardProblem& p) {
   return nullptr;
 }
 
-namespace {
-Workspace forward_plan(const ForwardProblem& p) { return {present(p.args.h) ? p.N * sizeof(int64_t) : 0, 0}; }
-}  // namespace
-
-uint64_t recurrent_forward_workspace(const ForwardProblem& p) { return forward_plan(p).bytes(1); }
+uint64_t recurrent_forward_workspace(const ForwardProblem& p) {
+  return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p)));
+}
 
 void recurrent_forward(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
-  Recurrence r{p, a.in, a.states, a.o};
+  const Workspace workspace = plan(p);
+  workspace.threads(a.exec, 1);  // refuses a workspace that is too small
+  Recurrence r = recurrence_of(p);
   if (present(a.h)) {
-    forward_plan(p).threads(a.exec, 1);  // refuses a workspace that is too small
     r.h = &a.h, r.h_tokens = kChunk * a.h_every;
     r.first_h = first_h_rows(p, a.in, a.h_every, static_cast<int64_t*>(a.exec.workspace));
   }
-  run(r, a.exec);
+  run(r, a.exec, workspace);
 }
 
 }  // namespace kda::cpu
