@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <string>
@@ -18,7 +20,7 @@ struct Device {
   int major, minor;
 };
 struct Machine {
-  bool driver = true;
+  bool driver = true, lost = false;  // lost: in a fork
   std::vector<Device> devices;
   cudaError_t last = cudaSuccess;  // what the next launch would be blamed for
 } machine;
@@ -31,6 +33,7 @@ extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
   if (!machine.driver) return fail(cudaErrorInsufficientDriver);
+  if (machine.lost) return fail(cudaErrorInitializationError);
   *count = static_cast<int>(machine.devices.size());
   return machine.devices.empty() ? fail(cudaErrorNoDevice) : cudaSuccess;
 }
@@ -43,6 +46,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (machine.lost) return fail(cudaErrorInitializationError);
   if (device < 0 || device >= static_cast<int>(machine.devices.size())) return fail(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = machine.devices[device].major; return cudaSuccess;
@@ -110,6 +114,26 @@ TEST(Runtime, FailuresAreSentences) {
     EXPECT_EQ(e.status, KDA_CUDA_ERROR);
     EXPECT_NE(std::string(e.what()).find("failed: a sentence of CUDA's (101)"), std::string::npos) << e.what();
   }
+}
+
+// CUDA fails in a fork of a process that has used it: what it says itself tells nobody why.
+TEST(Runtime, ForkedProcessesAreTold) {
+  machine = {.devices = {{9, 0}}, .lost = true};
+  EXPECT_EQ(reason(KDA_CUDA), "found no CUDA driver or no device") << "this process is no fork";
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool declines = reason(KDA_CUDA).find("forked from one that used CUDA") != std::string::npos;
+    std::string text;
+    try {
+      multiprocessors(0);
+    } catch (const Error& e) {
+      text = e.what();
+    }
+    _exit(declines && text.find("does not survive a fork") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
 }
 
 }  // namespace
