@@ -240,7 +240,8 @@ typedef struct kda_conv_backward_args {
  *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
  * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
  * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of snapshots.
- * Without state_indices a skipped snapshot_slots[n][0] marks padding. Needs no workspace on the CPU without conv. */
+ * Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU, without conv, it runs without a workspace,
+ * too: as fast up to 4 tokens a sequence, for which it asks for none. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;

@@ -13,13 +13,15 @@
 #include <tvm/ffi/string.h>
 
 #include <atomic>
+#include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 namespace {
 
@@ -29,6 +31,7 @@ void check(kda_status status) {
   if (status == KDA_OK) return;
   const char* kind = status == KDA_INVALID_ARGUMENT ? "ValueError"
                      : status == KDA_UNSUPPORTED    ? "NotImplementedError"
+                     : status == KDA_OUT_OF_MEMORY  ? "MemoryError"
                                                     : "RuntimeError";
   throw ffi::Error(kind, kda_last_error(), "");
 }
@@ -57,9 +60,24 @@ std::string device_name(DLDevice d) {
                                      : "DLPack device type " + std::to_string(d.device_type));
 }
 
+// An argument of another type than its name wants, in Python's words.
 std::string what(ffi::AnyView arg) {
-  const auto text = arg.try_cast<ffi::String>();
-  return text ? std::string("'").append(*text).append("'") : arg.GetTypeKey();
+  if (const auto text = arg.try_cast<ffi::String>()) return std::string("'").append(*text).append("'");
+  const std::string key = arg.GetTypeKey();
+  for (const auto& [ours, theirs] : {std::pair{"ffi.BigInt", "an integer beyond 64 bits"},
+                                     {"ffi.Array", "a list"},
+                                     {"ffi.Map", "a dict"},
+                                     {"ffi.Function", "a function"},
+                                     {"ffi.OpaquePyObject", "another object"}})
+    if (key == ours) return theirs;
+  return key;
+}
+
+// A C string ends where a name holds a 0.
+const char* name_of(const char* argument, const ffi::String& text) {
+  if (text.size() != std::strlen(text.c_str()))
+    value_error(std::string(argument) + ": expected a name, got one with a character 0 behind '" + text.c_str() + "'");
+  return text.c_str();
 }
 
 // Reads positional arguments in order. The first tensor decides the device.
@@ -101,9 +119,9 @@ class Reader {
     const auto value = scalar<double>(name, "a number");
     const bool too_large = std::isfinite(value) && std::abs(value) > std::numeric_limits<float>::max();
     if (too_large || (value != 0 && static_cast<float>(value) == 0)) {
-      char text[32];
-      std::snprintf(text, sizeof(text), "%g", value);
-      value_error(std::string(name) + ": expected a number in the range of float32, got " + text);
+      char text[32];  // printf would write a comma in some locales
+      const auto end = std::to_chars(text, text + sizeof(text), value, std::chars_format::general, 6);
+      value_error(std::string(name) + ": expected a number in the range of float32, got " + std::string(text, end.ptr));
     }
     return static_cast<float>(value);
   }
@@ -114,7 +132,7 @@ class Reader {
     if (impl.type_index() != ffi::TypeIndex::kTVMFFINone) {
       const auto text = impl.try_cast<ffi::String>();
       if (!text) value_error("impl: expected a name, got " + what(impl));
-      impl_ = std::string(*text);
+      impl_ = name_of("impl", *text);
       e.impl = impl_.c_str();
     }
     e.num_threads = integer("num_threads");
@@ -376,6 +394,12 @@ void read(Reader& r, kda_prefill_f32_args& a) {
   a.scale = r.number("scale");
 }
 
+// At most four tokens a request; whatever a wrong call holds.
+bool decodes_few(const kda_inputs& in) {
+  const int64_t T = in.q.shape[1];
+  return T <= 4 || (in.cu_seqlens.ndim == 1 && T / 4 < in.cu_seqlens.shape[0] - 1);
+}
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -396,9 +420,9 @@ struct Call {
 
   // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
-    // Plain decode needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small step.
+    // Decode of few tokens needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small step.
     if constexpr (std::is_same_v<Args, kda_decode_args>)
-      if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0) return;
+      if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0 && decodes_few(args.in)) return;
     uint64_t bytes = 0;
     check(workspace(&args, &bytes));
     if (!bytes) return;
@@ -473,9 +497,13 @@ KDA_BIND(stage_cumsum_backward)
 KDA_BIND(prefill_f32)
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_info, []() { return ffi::String(kda_info()); })
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_info, []() {
+  const char* text = kda_info();
+  if (!text) value_error(kda_last_error());
+  return ffi::String(text);
+})
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_implementation, [](ffi::String op, int64_t index) {
-  const char* name = kda_implementation(op.c_str(), static_cast<int32_t>(index));
+  const char* name = kda_implementation(name_of("op", op), static_cast<int32_t>(index));
   return ffi::String(name ? name : "");
 })
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_use_batch_invariant,

@@ -118,7 +118,7 @@ TEST(Runtime, FailuresAreSentences) {
 
 // CUDA fails in a fork of a process that has used it: what it says itself tells nobody why.
 TEST(Runtime, ForkedProcessesAreTold) {
-  machine = {.devices = {{9, 0}}, .lost = true};
+  machine = {.lost = true, .devices = {{9, 0}}};
   EXPECT_EQ(reason(KDA_CUDA), "found no CUDA driver or no device") << "this process is no fork";
   const pid_t child = fork();
   if (child == 0) {
