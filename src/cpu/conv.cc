@@ -73,8 +73,8 @@ HWY_INLINE void prefetch_token(const kda_tensor& t, const Sequence& s, int64_t t
 }
 
 // columns[i][k], k < K <-> rows[k][i], i < n. Both sides have room for padded(n).
-template <int K>
-void to_rows(const float* columns, int64_t n, float (*rows)[kPitch]) {
+template <int K, int64_t kRow>
+void to_rows(const float* columns, int64_t n, float (*rows)[kRow]) {
   for (int64_t i = 0; i < n; i += lanes()) {
     Vec v[4];
     if constexpr (K == 1) v[0] = load(columns + i);
@@ -84,7 +84,8 @@ void to_rows(const float* columns, int64_t n, float (*rows)[kPitch]) {
     for (int k = 0; k < K; ++k) store(v[k], rows[k] + i);
   }
 }
-void to_rows(int64_t K, float* columns, int64_t n, float (*rows)[kPitch]) {
+template <int64_t kRow>
+void to_rows(int64_t K, float* columns, int64_t n, float (*rows)[kRow]) {
   zero(columns + n * K, (padded(n) - n) * K);
   switch (K) {
     case 1: return to_rows<1>(columns, n, rows);
@@ -93,34 +94,50 @@ void to_rows(int64_t K, float* columns, int64_t n, float (*rows)[kPitch]) {
     default: return to_rows<4>(columns, n, rows);
   }
 }
-void to_columns(int64_t K, const float (*rows)[kPitch], int64_t n, float* columns) {
+void to_columns(int64_t K, const float (*rows)[kPitch], int64_t first, int64_t n, float* columns) {
   for (int64_t i = 0; i < n; i += lanes()) {
-    if (K == 1) store(load(rows[0] + i), columns + i);
-    else if (K == 2) hn::StoreInterleaved2(load(rows[0] + i), load(rows[1] + i), kF32, columns + i * 2);
-    else hn::StoreInterleaved3(load(rows[0] + i), load(rows[1] + i), load(rows[2] + i), kF32, columns + i * 3);
+    const auto row = [&](int64_t k) { return load(rows[k] + first + i); };
+    if (K == 1) store(row(0), columns + i);
+    else if (K == 2) hn::StoreInterleaved2(row(0), row(1), kF32, columns + i * 2);
+    else hn::StoreInterleaved3(row(0), row(1), row(2), kF32, columns + i * 3);
   }
 }
 
-// A slot of [slots,D,W-1] to and from rows, one an entry.
-inline void load_slot(const kda_tensor& state, int64_t slot, int64_t c0, int64_t n, float (*rows)[kPitch]) {
+// f(first, channels) for pieces of a tile: what is transposed between rows and columns stays small on the stack.
+constexpr int64_t kPiece = 64;
+template <class F>
+HWY_INLINE void for_pieces(int64_t n, const F& f) {
+  for (int64_t i = 0; i < n; i += kPiece) f(i, std::min(kPiece, n - i));
+}
+
+// A slot of [slots,D,W-1] to and from rows, one an entry; entries without a row are left out.
+inline void load_slot(const kda_tensor& state, int64_t slot, int64_t c0, int64_t n,
+                      float* const (&rows)[kMaxConvWidth - 1]) {
   const int64_t keep = state.shape[2];
-  if (state.stride[1] == keep && state.stride[2] == 1) {
-    alignas(64) float columns[kMaxConvWidth * kConvTile];
-    load_row(state.dtype, at(state, slot, c0), n * keep, columns);
-    to_rows(keep, columns, n, rows);
-  } else {
-    for (int64_t i = 0; i < keep; ++i) load_entry(state, slot, c0, n, i, rows[i]);
+  if (state.stride[1] != keep || state.stride[2] != 1) {
+    for (int64_t i = 0; i < keep; ++i)
+      if (rows[i]) load_entry(state, slot, c0, n, i, rows[i]);
+    return;
   }
+  for_pieces(n, [&](int64_t first, int64_t count) {
+    alignas(64) float columns[kMaxConvWidth * kPiece], piece[kMaxConvWidth - 1][kPiece];
+    load_row(state.dtype, at(state, slot, c0 + first), count * keep, columns);
+    to_rows(keep, columns, count, piece);
+    for (int64_t i = 0; i < keep; ++i)
+      if (rows[i]) std::memcpy(rows[i] + first, piece[i], padded(count) * sizeof(float));
+  });
 }
 inline void store_slot(const kda_tensor& state, const float (*rows)[kPitch], int64_t slot, int64_t c0, int64_t n) {
   const int64_t keep = state.shape[2];
-  if (state.stride[1] == keep && state.stride[2] == 1) {
-    alignas(64) float columns[kMaxConvWidth * kConvTile];
-    to_columns(keep, rows, n, columns);
-    store_row(state.dtype, columns, n * keep, at(state, slot, c0));
-  } else {
+  if (state.stride[1] != keep || state.stride[2] != 1) {
     for (int64_t i = 0; i < keep; ++i) store_entry(state, rows[i], slot, c0, n, i);
+    return;
   }
+  for_pieces(n, [&](int64_t first, int64_t count) {
+    alignas(64) float columns[kMaxConvWidth * kPiece];
+    to_columns(keep, rows, first, count, columns);
+    store_row(state.dtype, columns, count * keep, at(state, slot, c0 + first));
+  });
 }
 
 // The W - 1 rows before a token, in f32, oldest first.
@@ -130,20 +147,15 @@ using Past = float[kMaxConvWidth - 1][kPitch];
 inline void load_past(const Conv& c, const Sequence& s, int64_t last, int64_t c0, int64_t n, Past& past) {
   const int64_t keep = c.width() - 1;
   const ConvRows rows = rows_until(c.parents, keep, s.n, last, keep);
-  alignas(64) Past slot;
-  bool have_slot = false;
+  float* of_slot[kMaxConvWidth - 1] = {};
   for (int64_t j = 0; j < keep; ++j) {
     const int64_t row = rows.at[kMaxConvWidth - keep + j];
-    if (row >= keep) {
-      load_row(c.x.dtype, token_row(c.x, s, row - keep, c0), n, past[j]);
-    } else if (s.initial) {
-      if (!have_slot) load_slot(c.state, s.slot, c0, n, slot);
-      have_slot = true;
-      std::memcpy(past[j], slot[row], padded(n) * sizeof(float));
-    } else {
-      zero(past[j], padded(n));
-    }
+    if (row >= keep) load_row(c.x.dtype, token_row(c.x, s, row - keep, c0), n, past[j]);
+    else if (s.initial) of_slot[row] = past[j];
+    else zero(past[j], padded(n));
   }
+  if (std::any_of(of_slot, of_slot + keep, [](const float* row) { return row != nullptr; }))
+    load_slot(c.state, s.slot, c0, n, of_slot);
 }
 
 // Weights and bias of a tile, a row a tap.
@@ -152,14 +164,18 @@ struct Taps {
 
   void load(const Conv& c, int64_t c0, int64_t n) {
     const int64_t W = c.width();
-    alignas(64) float columns[kMaxConvWidth * kConvTile];
-    if (c.weight.stride[0] == W) {
-      load_row(c.weight.dtype, at(c.weight, c0), n * W, columns);
-    } else {
-      for (int64_t i = 0; i < n; ++i)
-        for (int64_t j = 0; j < W; ++j) columns[i * W + j] = load_scalar(c.weight.dtype, at(c.weight, c0 + i, j));
-    }
-    to_rows(W, columns, n, w);
+    for_pieces(n, [&](int64_t first, int64_t count) {
+      alignas(64) float columns[kMaxConvWidth * kPiece], piece[kMaxConvWidth][kPiece];
+      if (c.weight.stride[0] == W) {
+        load_row(c.weight.dtype, at(c.weight, c0 + first), count * W, columns);
+      } else {
+        for (int64_t i = 0; i < count; ++i)
+          for (int64_t j = 0; j < W; ++j)
+            columns[i * W + j] = load_scalar(c.weight.dtype, at(c.weight, c0 + first + i, j));
+      }
+      to_rows(W, columns, count, piece);
+      for (int64_t j = 0; j < W; ++j) std::memcpy(w[j] + first, piece[j], padded(count) * sizeof(float));
+    });
     if (present(c.bias)) cpu::HWY_NAMESPACE::load_row(c.bias.dtype, at(c.bias, c0), n, bias);
     else zero(bias, padded(n));
   }
