@@ -45,6 +45,12 @@ kda_status guard(F&& f) noexcept {
   }
 }
 
+void refuse_assumed_gpu() {
+#if KDA_WITH_CUDA
+  if (cuda::gpu_is_assumed()) invalid("exec.device: expected no call on CUDA while kda_assume_gpu() is in force");
+#endif
+}
+
 // On CUDA. The CPU's implementations make do with less than they ask for, and say themselves what is too little.
 void check_workspace(const kda_exec& exec, uint64_t needed) {
   if (exec.workspace_bytes < needed)
@@ -82,6 +88,7 @@ kda_status run(const Args* args, const char* op) noexcept {
     const auto problem = validate(args);
     const auto& impl = choose(problem);
     if (problem.args.exec.device == KDA_CPU) validate_data(problem);
+    else refuse_assumed_gpu();
     if (problem.idle) return;
     if (problem.args.exec.device == KDA_CUDA) check_workspace(problem.args.exec, impl.workspace(problem));
     run_in_memory(impl, problem, op);
@@ -155,6 +162,17 @@ KDA_DEFINE_OPERATOR(stage_bwd_intra)
 KDA_DEFINE_OPERATOR(stage_cumsum_backward)
 KDA_DEFINE_OPERATOR(prefill_f32)
 #undef KDA_DEFINE_OPERATOR
+
+kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {
+  return kda::guard([&] {
+#if KDA_WITH_CUDA
+    kda::cuda::assume_gpu(capability, multiprocessors);
+#else
+    (void)multiprocessors;
+    if (capability) throw kda::Error(KDA_UNSUPPORTED, "capability: this library was built without CUDA");
+#endif
+  });
+}
 
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }
 

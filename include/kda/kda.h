@@ -686,6 +686,11 @@ KDA_API kda_status kda_stage_bwd_intra_explain(const kda_stage_bwd_intra_args* a
 KDA_API kda_status kda_stage_cumsum_backward_explain(const kda_stage_cumsum_backward_args* args, const char** text);
 KDA_API kda_status kda_prefill_f32_explain(const kda_prefill_f32_args* args, const char** text);
 
+/* A GPU of which kda_..._explain and kda_..._workspace of this thread tell instead of the machine's, which need not have
+ * one: its compute capability as 10 * major + minor (80, 86, 89, 90, 100, 103 or 120) and its SMs. Calls that would run on
+ * CUDA are refused meanwhile. capability = 0 ends it. KDA_UNSUPPORTED: the library was built without CUDA. */
+KDA_API kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors);
+
 /* The implementations of an operator ("forward", "verify", .., the function's name without kda_), in order of preference:
  * the index-th name, or NULL past the end (or for an unknown operator). */
 KDA_API const char* kda_implementation(const char* op, int32_t index);

@@ -37,6 +37,7 @@ void check(kda_status status) {
 }
 
 std::atomic<uint32_t> all_flags = 0;  // of every call of this process
+thread_local bool gpu_is_assumed = false;  // by explain and workspace of this thread: see kda_assume_gpu
 
 [[noreturn]] void value_error(const std::string& text) { throw ffi::Error("ValueError", text, ""); }
 
@@ -418,6 +419,11 @@ struct Call {
     reader.end();
   }
 
+  // explain and workspace answer for a GPU that is assumed; the tensors are the CPU's, and nobody reads them.
+  void assume() {
+    if (gpu_is_assumed) args.exec.device = KDA_CUDA;
+  }
+
   // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
     // Decode of few tokens needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small step.
@@ -457,6 +463,7 @@ struct Call {
   KDA_EXPORT(kda_##op##_workspace) {                                       \
     TVM_FFI_SAFE_CALL_BEGIN();                                             \
     Call<kda_##op##_args> call(args, count);                               \
+    call.assume();                                                         \
     uint64_t bytes = 0;                                                    \
     check(kda_##op##_workspace(&call.args, &bytes));                       \
     *reinterpret_cast<ffi::Any*>(result) = static_cast<int64_t>(bytes);    \
@@ -465,6 +472,7 @@ struct Call {
   KDA_EXPORT(kda_##op##_explain) {                                         \
     TVM_FFI_SAFE_CALL_BEGIN();                                             \
     Call<kda_##op##_args> call(args, count);                               \
+    call.assume();                                                         \
     const char* text = "";                                                 \
     check(kda_##op##_explain(&call.args, &text));                          \
     *reinterpret_cast<ffi::Any*>(result) = ffi::String(text);              \
@@ -506,5 +514,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_implementation, [](ffi::String op, int64_t ind
   const char* name = kda_implementation(name_of("op", op), static_cast<int32_t>(index));
   return ffi::String(name ? name : "");
 })
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_assume_gpu, [](int64_t capability, int64_t multiprocessors) {
+  check(kda_assume_gpu(static_cast<int32_t>(capability), static_cast<int32_t>(multiprocessors)));
+  gpu_is_assumed = capability != 0;
+});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_use_batch_invariant,
                               [](bool enabled) { return all_flags.exchange(enabled ? KDA_BATCH_INVARIANT : 0) != 0; })

@@ -58,6 +58,7 @@ class Library:
                 setattr(self, op + verb, module.get_function(f"kda_{op}{verb}"))
         self.info = module.get_function("kda_info")
         self.implementation = module.get_function("kda_implementation")
+        self.assume_gpu = module.get_function("kda_assume_gpu")
         self.use_batch_invariant = module.get_function("kda_use_batch_invariant")
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: every attribute is set in __init__

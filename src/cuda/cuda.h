@@ -73,6 +73,10 @@ const char* prefill_f32_why_not(const PrefillF32Problem& p);
 void prefill_f32(const PrefillF32Problem& p);
 uint64_t prefill_f32_workspace(const PrefillF32Problem& p);
 
+// For explain and workspace of this thread: see kda_assume_gpu.
+void assume_gpu(int capability, int multiprocessors);
+bool gpu_is_assumed();
+
 std::string info();  // toolkit, architectures, driver, devices
 
 }  // namespace kda::cuda

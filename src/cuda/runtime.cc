@@ -3,9 +3,39 @@
 #include "cuda/cuda.h"
 
 namespace kda::cuda {
+namespace {
+
+// The GPU that explain and workspace answer for, if it is not the machine's.
+struct AssumedGpu {
+  int capability = 0;  // 10 * major + minor; 0: none is assumed
+  int multiprocessors = 0;
+};
+thread_local AssumedGpu assumed;
+
+// Bytes that a block may have at most, by compute capability (CUDA programming guide, technical specifications).
+constexpr struct {
+  int capability, shared_memory;
+} kKnownGpus[] = {{80, 163 << 10},  {86, 99 << 10},   {89, 99 << 10}, {90, 227 << 10},
+                  {100, 227 << 10}, {103, 227 << 10}, {120, 99 << 10}};
+
+}  // namespace
+
+void assume_gpu(int capability, int count) {
+  std::string known;
+  for (const auto& gpu : kKnownGpus) {
+    if (gpu.capability == capability && count >= 1) return void(assumed = {capability, count});
+    known += str(known.empty() ? "" : ", ", gpu.capability);
+  }
+  if (capability == 0) return void(assumed = {});
+  if (count < 1) invalid("multiprocessors: expected at least 1, got ", count);
+  invalid("capability: expected 0 or one of ", known, ", got ", capability);
+}
+
+bool gpu_is_assumed() { return assumed.capability != 0; }
 
 const char* device_why_not(const kda_exec& exec) {
   if (exec.device != KDA_CUDA) return "runs on CUDA tensors only";
+  if (gpu_is_assumed()) return nullptr;  // none of them is older than 8.0
   int count = 0, major = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {  // without a driver `count` is left alone
@@ -20,18 +50,22 @@ const char* device_why_not(const kda_exec& exec) {
 }
 
 int multiprocessors(int device) {
+  if (gpu_is_assumed()) return assumed.multiprocessors;
   int count = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   return count;
 }
 
 int shared_memory_of_block(int device) {
+  for (const auto& gpu : kKnownGpus)
+    if (gpu.capability == assumed.capability) return gpu.shared_memory;
   int bytes = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   return bytes;
 }
 
 bool is_hopper(int device) {
+  if (gpu_is_assumed()) return assumed.capability == 90;
   int major = 0, minor = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));

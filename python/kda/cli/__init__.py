@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import kda
+
 COMMANDS = {
     "info": "what was built and what it finds on this machine",
     "check": "test the installed library against its float64 oracle",
@@ -17,8 +19,13 @@ COMMANDS = {
 }
 
 
+INTERRUPTED = 130  # exit statuses, as shells give them for SIGINT and SIGPIPE
+BROKEN_PIPE = 141
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: done. 1: the check failed, or no implementation takes the call. 2: wrong arguments, said in a sentence."""
+    """0: done. 1: the check failed, or no implementation takes the call. 2: wrong arguments, said in a sentence. 130:
+    interrupted. 141: the reader of standard output has gone."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="python -m kda",
@@ -29,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("--version", action="version", version=f"kda {kda.__version__}")
     name = parser.parse_args(words[:1]).command
     module = importlib.import_module(f".{name}", __name__)
     parser = argparse.ArgumentParser(
@@ -39,9 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if getattr(options, "threads", None):  # OpenMP and BLAS read it once, when they are loaded
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     try:
-        return module.run(options)
+        status: int = module.run(options)
+        sys.stdout.flush()  # here, where a broken pipe can be caught
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return BROKEN_PIPE
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         print(f"python -m kda {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import problems, show
+from . import INTERRUPTED, problems, show
 from .problems import BYTES, Problem, combinations, given_sizes, natural, size_arguments
 
 if TYPE_CHECKING:
@@ -244,21 +244,26 @@ def run(options: argparse.Namespace) -> int:
     Source(options.device)  # says what is wrong with the device before anything is measured
     record: dict[str, Any] = {"command": " ".join(["python -m kda", *sys.argv[1:]]), **machine(options.device)}
     record |= {"ceilings": {}, "rows": []}
-    with forced(options.impl):
-        if rows:
-            _measure_rows(rows, record, options, absent, notes)
-        if special:
-            record["stream_gb_per_s"] = stream_bandwidth()
-        for name in special:
-            _ON_GPU[name](given, record, options, notes)
+    status = 0
+    try:
+        with forced(options.impl):
+            if rows:
+                _measure_rows(rows, record, options, absent, notes)
+            if special:
+                record["stream_gb_per_s"] = stream_bandwidth()
+            for name in special:
+                _ON_GPU[name](given, record, options, notes)
+    except KeyboardInterrupt:
+        notes.append("interrupted: the rest was not measured")
+        record["interrupted"], status = True, INTERRUPTED
     _print(record, notes)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
-    if options.plot:
+    if options.plot and any(record.get(part) for part in ("rows", "prefill", "prefill_f32", "serving")):
         from .plot import draw
 
         draw(record, options.plot)
-    return 0
+    return status
 
 
 def _best_device(operators: list[str]) -> str:
@@ -300,7 +305,7 @@ def _measure_rows(
 ) -> None:
     from .measure import ceilings
 
-    with show.Progress(2 + len(rows) * options.repeats) as progress:
+    with show.Progress(2 + len(rows) * options.repeats, lines=True) as progress:
 
         def measure_ceilings() -> None:
             progress.label("ceilings")
@@ -366,13 +371,15 @@ def _measure_serving(
 
     swept = serving.sweep(given)
     record["serving"] = []
-    with show.Progress(len(swept)) as progress:
-        for p in swept:
-            progress.label(serving.about(p))
-            found = serving.rows(p, record["stream_gb_per_s"], notes, impl=options.impl, repeats=options.repeats)
-            record["serving"] += found
-            progress.step()
-    serving.compare(record["serving"])
+    try:
+        with show.Progress(len(swept), lines=True) as progress:
+            for p in swept:
+                progress.label(serving.about(p))
+                found = serving.rows(p, record["stream_gb_per_s"], notes, impl=options.impl, repeats=options.repeats)
+                record["serving"] += found
+                progress.step()
+    finally:
+        serving.compare(record["serving"])
 
 
 def _measure_prefill(
@@ -382,13 +389,18 @@ def _measure_prefill(
 
     cases = prefill.sweep(given, [name for word in options.rows for name in word.split(",")], options.quick)
     how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "few": options.quick}
-    with show.Progress(2 * len(cases)) as progress:
+    found: list[dict[str, Any]] = []
+    try:
+        with show.Progress(2 * len(cases), lines=True) as progress:
 
-        def started(case: prefill.Case) -> None:
-            progress.label(f"{case.name}, {case.gate}")
-            progress.step()
+            def started(case: prefill.Case) -> None:
+                progress.label(f"{case.name}, {case.gate}")
+                progress.step()
 
-        record["prefill"] = prefill.rows(cases, record["stream_gb_per_s"], notes, **how, started=started)
+            for some in prefill.measured(cases, record["stream_gb_per_s"], notes, **how, started=started):
+                found += some
+    finally:
+        record["prefill"] = prefill.compared(cases, found)
 
 
 def _measure_prefill_f32(
@@ -397,14 +409,16 @@ def _measure_prefill_f32(
     from . import prefill_f32
 
     swept = prefill_f32.sweep(given)
-    with show.Progress(len(swept)) as progress:
+    record["prefill_f32"] = []
+    with show.Progress(len(swept), lines=True) as progress:
 
         def started(p: Problem) -> None:
             progress.label(p.sizes)
             progress.step()
 
         how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "started": started}
-        record["prefill_f32"] = prefill_f32.rows(swept, notes, **how)
+        for some in prefill_f32.measured(swept, notes, **how):
+            record["prefill_f32"] += some
 
 
 # What has a way of its own on a GPU.

@@ -5,8 +5,9 @@ RMS(x - oracle) / RMS(oracle). Exit status 1 if one is beyond what is allowed.""
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,17 @@ class Result(NamedTuple):
         name = max(self.errors, key=lambda n: self.errors[n][0] / self.errors[n][1])
         return (name, *self.errors[name])
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: an error is null where elements are not finite."""
+        errors = {
+            name: {"error": error if np.isfinite(error) else None, "allowed": allowed}
+            for name, (error, allowed) in self.errors.items()
+        }
+        status = "skipped" if self.skipped else "failed" if self.problem else "ok"
+        what = {"operator": self.case.op, "implementation": self.implementation, "problem": asdict(self.case.problem)}
+        return what | {"status": status, "why": self.skipped or self.problem or None, "errors": errors}
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "python -m kda check [options]"
@@ -56,6 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--gate", nargs="+", choices=GATES, default=GATES)
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--json", action="store_true", help="for scripts, on standard output: a record a case")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
 
 
@@ -71,17 +84,22 @@ def run(options: argparse.Namespace) -> int:
             for result in check(case, wanted[case.op], options.seed):
                 results.append(result)
                 progress.step()
-    _print(results)
     failed = [r for r in results if r.problem]
+    ran = sum(not r.skipped for r in results)
+    if options.json:
+        print(json.dumps({**kda.info(), "device": _gpu(), "results": [r.record for r in results]}, indent=2))
+        return 1 if failed or not ran else 0
+    _print(results)
     for r in failed:
         print(f"\n{r.case.op} {r.implementation}: {r.case.problem.sizes}, {r.case.problem.options}\n  {r.problem}")
         print(f"  {r.case.command(r.implementation, options.seed)}")
-    ran = sum(not r.skipped for r in results)
-    where = f"kda {kda.__version__}, {kda.info()['cpu']}" + (
-        f", {torch.cuda.get_device_name()}" if cuda_device() else ""
-    )
+    where = ", ".join(filter(None, (f"kda {kda.__version__}", kda.info()["cpu"], _gpu())))
     print(f"\n{where}: {ran - len(failed)} of {ran} cases ok, {len(results) - ran} skipped")
     return 1 if failed or not ran else 0
+
+
+def _gpu() -> str | None:
+    return torch.cuda.get_device_name() if cuda_device() else None
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:

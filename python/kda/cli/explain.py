@@ -4,9 +4,10 @@ each, `*` before the chosen one. Nothing is computed. Exit status 1 if none take
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import kda
@@ -15,6 +16,10 @@ from kda import _lib
 from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole
+
+# Compute capability (times ten) and multiprocessors, by the vendors' data sheets.
+GPUS = {"a100": (80, 108), "rtx4090": (89, 128), "h100": (90, 132), "h200": (90, 132), "b200": (100, 148)}
+ARCHITECTURES = {f"sm_{capability}": capability for capability in (80, 86, 89, 90, 100, 103, 120)}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +49,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         " decode: snapshots of the state after each token",
     )
     parser.add_argument("--batch-invariant", action="store_true", help="as after kda.use_batch_invariant()")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one that OPERATOR runs on")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", *GPUS, *ARCHITECTURES),
+        metavar="DEVICE",
+        help="cpu, cuda (where there is one that OPERATOR runs on), or a GPU that need not be here: "
+        + ", ".join((*GPUS, *ARCHITECTURES)),
+    )
+    parser.add_argument("--sms", type=natural, metavar="N", help="multiprocessors of a GPU named by its architecture")
+    parser.add_argument("--json", action="store_true", help="for scripts, on standard output")
     parser.add_argument("--impl", metavar="NAME", help="force an implementation, see `python -m kda info`")
 
 
@@ -63,22 +76,63 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--drafts: expected {' or '.join(kinds)} for {options.op}, got {given['drafts']}")
     problem = replace(entry.example, **({"HV": 0} if "H" in given else {}) | given)
     device = options.device or _best_device(options.op, options.impl)
+    gpu = _gpu(device, options.sms)
     found: dict[str, tuple[str, int | None]] = {}
-    with batch_invariant(options.batch_invariant), forced(options.impl), explaining(found):
-        entry.call(entry.make(problem, Source(device, seed=None)))
+    with assuming(gpu), batch_invariant(options.batch_invariant), forced(options.impl), explaining(found):
+        entry.call(entry.make(problem, Source("cpu" if gpu else device, seed=None)))
     text, workspace = found[options.op]
-    invariant = ", batch invariant" if options.batch_invariant else ""
-    print(f"{options.op}: {problem.sizes}, {problem.options}, {device}{invariant}")
-    print(text.rstrip())
-    if workspace is not None:
-        print(f"workspace: {workspace} bytes")
+    if options.json:
+        what = {"operator": options.op, "problem": asdict(problem), "device": device}
+        if gpu:
+            what |= {"compute_capability": gpu[0] / 10, "multiprocessors": gpu[1]}
+        what |= {"batch_invariant": options.batch_invariant, "implementations": _implementations(text)}
+        print(json.dumps(what | {"workspace_bytes": workspace}, indent=2))
+    else:
+        sms = f" with {gpu[1]} SMs" if gpu else ""
+        invariant = ", batch invariant" if options.batch_invariant else ""
+        print(f"{options.op}: {problem.sizes}, {problem.options}, {device}{sms}{invariant}")
+        print(text.rstrip())
+        if workspace is not None:
+            print(f"workspace: {workspace} bytes")
     return 0 if workspace is not None else 1
+
+
+def _gpu(device: str, sms: int | None) -> tuple[int, int] | None:
+    """Compute capability (times ten) and SMs of a GPU that need not be here."""
+    if device in ARCHITECTURES:
+        if sms is None:
+            raise ValueError(f"--sms: expected how many multiprocessors a GPU of {device} has, got none")
+        return ARCHITECTURES[device], sms
+    if sms is not None:
+        raise ValueError(f"--sms: expected an architecture with it ({', '.join(ARCHITECTURES)}), got {device}")
+    return GPUS.get(device)
+
+
+def _implementations(text: str) -> list[dict[str, Any]]:
+    """Of the lines that the library explains a call with."""
+    found = []
+    for line in text.splitlines():
+        name, _, reason = line[2:].partition(": ")
+        found.append({"name": name, "chosen": line[0] == "*", "text": reason})
+    return found
 
 
 def _best_device(op: str, impl: str | None) -> str:
     """A user of a GPU asks about the GPU, unless nothing that is asked about runs there."""
     names = kda.implementations(op) if impl is None else [impl]
     return "cuda" if cuda_device() and any(device_of(name) == "cuda" for name in names) else "cpu"
+
+
+@contextmanager
+def assuming(gpu: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, the library explains calls on CPU arrays as if they were made on this GPU."""
+    if gpu:
+        _lib.library().assume_gpu(*gpu)
+    try:
+        yield
+    finally:
+        if gpu:
+            _lib.library().assume_gpu(0, 0)
 
 
 @contextmanager

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import kda
 from kda._lib import _OPERATORS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument("--json", action="store_true", help="for scripts, on standard output")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.json:
+        operators = {op: kda.implementations(op) for op in _OPERATORS}
+        print(json.dumps({**kda.info(), "implementations": operators}, indent=2))
+        return 0
     lines = {**kda.info()} | {op: ", ".join(kda.implementations(op)) for op in _OPERATORS}
     width = max(map(len, lines))
     for key, value in lines.items():

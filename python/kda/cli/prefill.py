@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import kda
@@ -200,7 +201,12 @@ def _rows(
     return found
 
 
-def rows(
+def rows(cases: Sequence[Case], bandwidth: float, notes: list[str], **how: Any) -> list[dict[str, Any]]:
+    """What :func:`measured` measures, :func:`compared`."""
+    return compared(cases, chain.from_iterable(measured(cases, bandwidth, notes, **how)))
+
+
+def measured(
     cases: Sequence[Case],
     bandwidth: float,
     notes: list[str],
@@ -210,27 +216,25 @@ def rows(
     few: bool = False,
     seconds: float = math.inf,
     started: Callable[[Case], object] = lambda case: None,
-) -> list[dict[str, Any]]:
-    """Of each case those of kda with every implementation that takes it (or with ``impl``), then those of the peers.
-    Why one is missing goes to ``notes``. ``few``: FLA, which tunes itself, only for QUICK and what is tuned with it,
-    and no case that begins later than ``seconds``. ``bandwidth`` is that of
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows, as they come: of each case those of kda with every implementation that takes it (or with ``impl``), then
+    those of the peers. Why one is missing goes to ``notes``. ``few``: FLA, which tunes itself, only for QUICK and what
+    is tuned with it, and no case that begins later than ``seconds``. ``bandwidth`` is that of
     :func:`kda.cli.measure.stream_bandwidth`; ``started`` is called before each case."""
-    begin, found = time.monotonic(), list[dict[str, Any]]()
+    begin = time.monotonic()
     peers: list[Contender] = [(peer.name, None, peer.prepare) for peer in prefill_peers.PEERS]
     tuned = [peer for peer in peers if peer[0] == prefill_peers.TUNED]
     others = [*_ours(impl), *(peer for peer in peers if peer not in tuned)]
     with torch.inference_mode():
         for case in cases:
             started(case)
-            found += _rows(case, others, bandwidth, notes, repeats)
+            yield _rows(case, others, bandwidth, notes, repeats)
         for case in _tuned_first(cases, few):
             if time.monotonic() - begin > seconds:
                 notes.append(f"no row of {prefill_peers.TUNED} from {case.name}, {case.gate} on: no time left")
                 break
             started(case)
-            found += _rows(case, tuned, bandwidth, notes, repeats)
-    order = {(case.name, case.gate): n for n, case in enumerate(cases)}
-    return _compared(sorted(found, key=lambda row: order[row["case"], row["gate"]]))
+            yield _rows(case, tuned, bandwidth, notes, repeats)
 
 
 def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
@@ -241,8 +245,11 @@ def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
     return list(dict.fromkeys(c for q in quick for c in (q, *(other for other in cases if other.tuning == q.tuning))))
 
 
-def _compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With how many times as fast as the peers each row is, and how many times as slow as with strong gates."""
+def compared(cases: Sequence[Case], found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of the cases, with how many times as fast as the peers each row is, and how many times as slow as
+    with strong gates."""
+    order = {(case.name, case.gate): n for n, case in enumerate(cases)}
+    found = sorted(found, key=lambda row: order[row["case"], row["gate"]])
     times = {(r["case"], r["gate"], r["contender"], r["implementation"]): r["ms"] for r in found}
     for r in found:
         for peer in prefill_peers.PEERS:

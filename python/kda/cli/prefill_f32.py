@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import kda
@@ -151,23 +152,27 @@ def _rows(p: Problem, names: Sequence[str], notes: list[str], repeats: int) -> l
     return found
 
 
-def rows(
+def rows(swept: Sequence[Problem], notes: list[str], **how: Any) -> list[dict[str, Any]]:
+    """All that :func:`measured` measures."""
+    return list(chain.from_iterable(measured(swept, notes, **how)))
+
+
+def measured(
     swept: Sequence[Problem],
     notes: list[str],
     *,
     impl: str | None = None,
     repeats: int = 7,
     started: Callable[[Problem], object] = lambda p: None,
-) -> list[dict[str, Any]]:
-    """Of each problem those of kda with every implementation that takes it (or with ``impl``) and every chunk size, if
-    they agree with torch's results, then that of torch. Why one is missing goes to ``notes``; ``started`` is called
-    before each problem."""
-    names, found = implementations_on(DEVICE, "prefill_f32", impl), list[dict[str, Any]]()
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows, as they come: of each problem those of kda with every implementation that takes it (or with ``impl``) and
+    every chunk size, if they agree with torch's results, then that of torch. Why one is missing goes to ``notes``;
+    ``started`` is called before each problem."""
+    names = implementations_on(DEVICE, "prefill_f32", impl)
     with torch.inference_mode(), _no_tf32():
         for p in swept:
             started(p)
-            found += _rows(p, names, notes, repeats)
-    return found
+            yield _rows(p, names, notes, repeats)
 
 
 def label(row: dict[str, Any]) -> str:

@@ -47,10 +47,10 @@ def _rich_table(columns: Sequence[str], rows: list[list[str]], right: list[bool]
 
 
 class Progress:
-    """A bar on standard error while a terminal looks on; nothing otherwise."""
+    """A bar on standard error while a terminal looks on. Otherwise nothing, or with ``lines`` a line for each label."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.what = total, 0, ""
+    def __init__(self, total: int, lines: bool = False) -> None:
+        self.total, self.done, self.what, self.lines = total, 0, "", lines and not sys.stderr.isatty()
         self.bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -67,6 +67,8 @@ class Progress:
 
     def label(self, what: str) -> None:
         self.what = what
+        if self.lines:
+            print(f"[{self.done}/{self.total}] {what}", file=sys.stderr, flush=True)
         self._show()
 
     def step(self) -> None:
