@@ -1,0 +1,87 @@
+"""What is shipped: libraries that are hardened and name nothing of the machine that built them.
+
+The libraries are those that the other tests use, of the installed wheel or of a build tree."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import tvm_ffi
+
+from kda._lib import _directory
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = ("libkda.so", "_binding.so")
+
+# A source or object by its absolute path: what __FILE__ and debug information leave behind.
+PATH = re.compile(rb"(?<![\w./$-])/(?:[\w.+-]+/)+[\w.+-]+\.(?:h|hpp|cuh|cc|cu|cpp|c|o|a)\b")
+
+
+def folders() -> list[str]:
+    """Of this machine, which may have built what is tested. (libcudart names /tmp itself.)"""
+    temporary = tempfile.gettempdir()
+    return [f"{ROOT}/", f"{Path.home()}/", f"{Path(tvm_ffi.__file__).parent}/", f"{temporary}/pip-", f"{temporary}/tmp"]
+
+
+def readelf(what: str, library: str) -> str:
+    command = ["readelf", "--wide", f"--{what}", str(_directory() / library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def wheel() -> importlib.metadata.Distribution:
+    try:
+        return importlib.metadata.distribution("kda")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the wheel is not installed")
+
+
+# ---- the libraries ----
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_tables_of_addresses_are_read_only_and_no_stack_is_code(library: str) -> None:
+    dynamic, segments = readelf("dynamic", library), readelf("segments", library)
+    assert re.search(r"\(FLAGS_1\) .*\bNOW\b", dynamic) and "GNU_RELRO" in segments
+    assert "TEXTREL" not in dynamic, "code that the loader must write to"
+    assert re.findall(r"GNU_STACK(?: +0x\w+){5} ([RWE ]{3})", segments) == ["RW "]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_stacks_and_copies_are_guarded(library: str) -> None:
+    """The compiler's canaries, and a function of glibc in the form that knows the size of what it writes to."""
+    symbols = readelf("dyn-syms", library)
+    assert "__stack_chk_fail@" in symbols
+    assert re.search(r"\b__(?!stack)\w+_chk@", symbols)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_libraries_are_found_beside_each_other_and_nowhere_else(library: str) -> None:
+    dynamic = readelf("dynamic", library)
+    paths = re.findall(r"\((?:RPATH|RUNPATH)\) .*\[(.*)\]", dynamic)
+    assert paths == {"libkda.so": [], "_binding.so": ["$ORIGIN"]}[library]
+    needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", dynamic)
+    assert len(needed) > 3 and not any("/" in name for name in needed)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_libraries_name_no_file_of_the_machine_that_built_them(library: str) -> None:
+    content = (_directory() / library).read_bytes()
+    assert PATH.findall(content) == []
+    assert [folder for folder in folders() if folder.encode() in content] == []
+
+
+# ---- the wheel ----
+
+
+def test_no_file_of_the_wheel_names_a_folder_of_ours() -> None:
+    """What pip adds when it installs is not the wheel's."""
+    installed = [f for f in wheel().files or [] if f.suffix != ".pyc" and f.name != "direct_url.json"]
+    assert {"libkda.so", "_binding.so", "METADATA", "ops.py"} <= {f.name for f in installed}
+    for file in installed:
+        content = file.read_binary()
+        assert [folder for folder in folders() if folder.encode() in content] == [], file
