@@ -1,4 +1,5 @@
-"""What is shipped: libraries that are hardened and name nothing of the machine that built them.
+"""What is shipped: hardened libraries that name nothing of the machine that built them, and the licences of what is in
+them.
 
 The libraries are those that the other tests use, of the installed wheel or of a build tree."""
 
@@ -85,3 +86,14 @@ def test_no_file_of_the_wheel_names_a_folder_of_ours() -> None:
     for file in installed:
         content = file.read_binary()
         assert [folder for folder in folders() if folder.encode() in content] == [], file
+
+
+def test_the_wheel_has_the_licences_of_what_is_in_it() -> None:
+    metadata = wheel().metadata
+    assert metadata["License-Expression"] == "Apache-2.0 AND LicenseRef-NVIDIA-Proprietary"
+    files = {Path(f.name).name: f.read_text() for f in wheel().files or [] if "licenses" in f.parts}
+    assert set(files) == set(metadata.get_all("License-File") or []) == {"LICENSE", "THIRD_PARTY_NOTICES"}
+    assert "Apache License" in files["LICENSE"]
+    for work in ("Highway", "Apache TVM FFI", "DLPack", "NVIDIA CUDA Toolkit"):
+        entry = re.search(rf"^{work},.*\n(?: .*\n)+", files["THIRD_PARTY_NOTICES"], re.M)
+        assert entry and "Copyright" in entry[0] and re.search(r"License|Agreement", entry[0]), work
