@@ -73,10 +73,10 @@ void store_qk(const kda_tensor& out, const Vector& dy, const Vector& y, const Ve
 }
 
 // One element of the gate's backward; adds to the sums of the head.
-double gate_dx(const Gate& gate, double a, double x, const kda_tensor& dt_bias, int64_t hv, int64_t k, double dg,
+double gate_dx(const Gate& gate, double A_log, double x, const kda_tensor& dt_bias, int64_t hv, int64_t k, double dg,
                Vector& dA_log, Vector& d_dt_bias, int64_t K) {
-  const double z = x + (present(dt_bias) ? get(dt_bias, hv, k) : 0), dx = gate.dx(a, z, dg);
-  dA_log[hv] += gate.dA_log(a, z, dg);
+  const double z = x + (present(dt_bias) ? get(dt_bias, hv, k) : 0), dx = gate.dx(A_log, z, dg);
+  dA_log[hv] += gate.dA_log(A_log, z, dg);
   d_dt_bias[hv * K + k] += dx;
   return dx;
 }
@@ -106,20 +106,20 @@ void backward(const BackwardProblem& p) {
         const Head x(p, in, s, hv);
         const Vector h0 = load_state(p, a.h0, in.state_layout, n, hv, present(a.h0));
         const HeadGradients d(x, h0, load_state(p, a.dhT, in.state_layout, n, hv, present(a.dhT)), a.d_o, s, hv);
-        const double ea = exp_A_log(in.A_log, hv);
+        const double A_log = get_A_log(in.A_log, hv);
         for (int64_t t = 0; t < s.length; ++t) {
           for (int64_t i = 0; i < p.K; ++i) {
             dq[t * p.K + i] += d.dq[t * p.K + i];
             dk[t * p.K + i] += d.dk[t * p.K + i];
-            const double dx = gate_dx(gate, ea, get(in.g, s.b, s.t0 + t, hv, i), in.dt_bias, hv, i, d.dg[t * p.K + i],
-                                      A_sum, bias_sum, p.K);
+            const double dx = gate_dx(gate, A_log, get(in.g, s.b, s.t0 + t, hv, i), in.dt_bias, hv, i,
+                                      d.dg[t * p.K + i], A_sum, bias_sum, p.K);
             if (present(a.dg)) set(a.dg, dx, s.b, s.t0 + t, hv, i);
           }
           for (int64_t j = 0; present(a.dv) && j < p.V; ++j) set(a.dv, d.dv[t * p.V + j], s.b, s.t0 + t, hv, j);
           if (present(a.dbeta)) {
-            const double factor = in.beta_form == KDA_BETA_2SIGMOID ? 2 : 1, sg = x.beta[t] / factor;
-            set(a.dbeta, d.dbeta[t] * (in.beta_form == KDA_BETA_ACTIVATED ? 1 : factor * sg * (1 - sg)), s.b, s.t0 + t,
-                hv);
+            const double factor = in.beta_form == KDA_BETA_2SIGMOID ? 2 : 1,
+                         slope = factor * sigmoid_slope(get(in.beta, s.b, s.t0 + t, hv));
+            set(a.dbeta, d.dbeta[t] * (in.beta_form == KDA_BETA_ACTIVATED ? 1 : slope), s.b, s.t0 + t, hv);
           }
         }
         if (present(a.dh0)) store_state(p, d.dS, a.dh0, in.state_layout, n, hv);
@@ -144,7 +144,7 @@ void gate_backward(const GateBackwardProblem& p) {
     for (int64_t hv = 0; hv < HV; ++hv)
       for (int64_t k = 0; k < K; ++k)
         set(a.dx,
-            gate_dx(gate, exp_A_log(a.A_log, hv), get(a.x, m, hv, k), a.dt_bias, hv, k, get(a.dg, m, hv, k), A_sum,
+            gate_dx(gate, get_A_log(a.A_log, hv), get(a.x, m, hv, k), a.dt_bias, hv, k, get(a.dg, m, hv, k), A_sum,
                     bias_sum, K),
             m, hv, k);
   store_gate_sums(a.dA_log, a.d_dt_bias, A_sum, bias_sum, K);

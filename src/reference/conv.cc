@@ -71,8 +71,8 @@ void conv_backward(const ConvBackwardProblem& p) {
       Vector dxx(xx.size());
       for (int64_t i = 0; present(a.d_final_state) && i < keep; ++i) dxx[s.length + i] = get(a.d_final_state, n, c, i);
       for (int64_t t = 0; t < s.length; ++t) {
-        const double y = convolved(xx, t, c, a.weight, a.bias), sg = sigmoid(y);
-        const double dy = get(a.dy, s.b, s.t0 + t, c) * (a.silu ? sg + y * sg * (1 - sg) : 1);
+        const double y = convolved(xx, t, c, a.weight, a.bias), sg = sigmoid(y), slope = y * sigmoid_slope(y);
+        const double dy = get(a.dy, s.b, s.t0 + t, c) * (a.silu ? sg + slope : 1);
         for (int64_t j = 0; j < W; ++j) {
           dw[j] += dy * xx[t + j];
           dxx[t + j] += dy * get(a.weight, c, j);

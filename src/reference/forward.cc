@@ -98,7 +98,7 @@ void gate(const GateProblem& p) {
   for (int64_t m = 0; m < a.x.shape[0]; ++m)
     for (int64_t hv = 0; hv < a.x.shape[1]; ++hv)
       for (int64_t k = 0; k < a.x.shape[2]; ++k)
-        set(a.g, gate(exp_A_log(a.A_log, hv), get(a.x, m, hv, k) + (present(a.dt_bias) ? get(a.dt_bias, hv, k) : 0)), m,
+        set(a.g, gate(get_A_log(a.A_log, hv), get(a.x, m, hv, k) + (present(a.dt_bias) ? get(a.dt_bias, hv, k) : 0)), m,
             hv, k);
 }
 

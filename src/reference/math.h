@@ -32,34 +32,59 @@ inline void set(const kda_tensor& t, double x, int64_t i, int64_t j = 0, int64_t
   switch (t.dtype) {
     case KDA_F64: static_cast<double*>(t.data)[at] = x; break;
     case KDA_F32: static_cast<float*>(t.data)[at] = static_cast<float>(x); break;
-    case KDA_BF16: static_cast<uint16_t*>(t.data)[at] = float_to_bf16(static_cast<float>(x)); break;
-    default: static_cast<uint16_t*>(t.data)[at] = float_to_f16(static_cast<float>(x)); break;
+    case KDA_BF16: static_cast<uint16_t*>(t.data)[at] = float_to_bf16(rounded_to_odd(x)); break;
+    default: static_cast<uint16_t*>(t.data)[at] = float_to_f16(rounded_to_odd(x)); break;
   }
 }
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 inline double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
 
-// Gate of one element and its gradients: z = x + dt_bias, a = exp(A_log).
+// sigmoid'(x) = s (1 - s), where 1 - s would lose all digits.
+inline double sigmoid_slope(double x) {
+  const double e = std::exp(-std::abs(x));
+  return e / ((1 + e) * (1 + e));
+}
+// Of softplus(x) and sigmoid(x), also where these are 0 in float64.
+inline double log_softplus(double x) { return x < -40 ? x : std::log(softplus(x)); }
+inline double log_sigmoid(double x) { return -softplus(-x); }
+
+// x exp(y), without overflow on the way. A gradient x of 0 is one of 0 for any y.
+inline double times_exp(double x, double y) {
+  const double half = std::exp(y / 2);
+  return x == 0 && !std::isnan(y) ? 0 : x * half * half;
+}
+
+// Gate of one element and its gradients: z = x + dt_bias. With a = exp(A_log),
+//   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log = g dg
+//   lower bound  g = lb sigmoid(y)         dx = a lb sigmoid'(y) dg       dA_log = y lb sigmoid'(y) dg      y = a z
+// where a may be beyond float64 and the products are not: so exponents are added.
 struct Gate {
   int32_t form;
   double lower_bound;
-  double operator()(double a, double z) const {
+  double operator()(double A_log, double z) const {
     if (form == KDA_GATE_LOG) return z;
-    return form == KDA_GATE_SOFTPLUS ? -a * softplus(z) : lower_bound * sigmoid(a * z);
+    return form == KDA_GATE_SOFTPLUS ? -times_exp(1, A_log + log_softplus(z)) : lower_bound * sigmoid(y(A_log, z));
   }
-  double dx(double a, double z, double dg) const {
+  double dx(double A_log, double z, double dg) const {
     if (form == KDA_GATE_LOG) return dg;
-    if (form == KDA_GATE_SOFTPLUS) return -a * sigmoid(z) * dg;
-    const double s = sigmoid(a * z);
-    return a * lower_bound * s * (1 - s) * dg;
+    if (form == KDA_GATE_SOFTPLUS) return -times_exp(dg, A_log + log_sigmoid(z));
+    const double size = std::abs(y(A_log, z)), e = std::exp(-size);
+    return std::isinf(size) ? 0 : lower_bound / ((1 + e) * (1 + e)) * times_exp(dg, A_log - size);
   }
-  double dA_log(double a, double z, double dg) const {
-    return form == KDA_GATE_SOFTPLUS ? dg * (*this)(a, z) : dx(a, z, dg) * z;
+  double dA_log(double A_log, double z, double dg) const {
+    if (form == KDA_GATE_SOFTPLUS) return -times_exp(dg, A_log + log_softplus(z));
+    const double y = this->y(A_log, z);
+    return std::isinf(y) ? 0 : y * lower_bound * sigmoid_slope(y) * dg;
+  }
+
+ private:
+  static double y(double A_log, double z) {
+    return z == 0 ? 0 : std::copysign(times_exp(1, A_log + std::log(std::abs(z))), z);
   }
 };
 
-inline double exp_A_log(const kda_tensor& A_log, int64_t hv) { return present(A_log) ? std::exp(get(A_log, hv)) : 1.0; }
+inline double get_A_log(const kda_tensor& A_log, int64_t hv) { return present(A_log) ? get(A_log, hv) : 0; }
 
 // Activated inputs of one (sequence, value head): row t of q, k, g has K numbers, of v has V.
 struct Head {
@@ -82,24 +107,33 @@ struct Head {
         k_norm(T) {
     const int64_t h = hv / d.group();
     const Gate gate{in.gate_form, in.lower_bound};
-    const double a = exp_A_log(in.A_log, hv);
+    const double A_log = get_A_log(in.A_log, hv);
     for (int64_t t = 0; t < T; ++t) {
       q_norm[t] = load_row(in.q, s.b, s.t0 + t, h, in.qk_l2norm, &q[t * K]);
       k_norm[t] = load_row(in.k, s.b, s.t0 + t, h, in.qk_l2norm, &k[t * K]);
       for (int64_t i = 0; i < V; ++i) v[t * V + i] = get(in.v, s.b, s.t0 + t, hv, i);
       for (int64_t i = 0; i < K; ++i)
-        g[t * K + i] = gate(a, get(in.g, s.b, s.t0 + t, hv, i) + (present(in.dt_bias) ? get(in.dt_bias, hv, i) : 0));
+        g[t * K + i] =
+            gate(A_log, get(in.g, s.b, s.t0 + t, hv, i) + (present(in.dt_bias) ? get(in.dt_bias, hv, i) : 0));
       const double b = get(in.beta, s.b, s.t0 + t, hv);
       beta[t] = in.beta_form == KDA_BETA_ACTIVATED ? b : (in.beta_form == KDA_BETA_2SIGMOID ? 2 : 1) * sigmoid(b);
     }
   }
 
   double load_row(const kda_tensor& x, int64_t b, int64_t t, int64_t h, bool normalise, double* row) const {
-    double sum = 0;
-    for (int64_t i = 0; i < K; ++i) row[i] = get(x, b, t, h, i), sum += row[i] * row[i];
-    const double r = normalise ? 1 / std::sqrt(sum + 1e-6) : 1;
+    for (int64_t i = 0; i < K; ++i) row[i] = get(x, b, t, h, i);
+    const double r = normalise ? inverse_norm(row) : 1;
     for (int64_t i = 0; i < K; ++i) row[i] *= r;
     return r;
+  }
+  double inverse_norm(const double* row) const {
+    const auto squares = [&](double shrink) {
+      double sum = 0;
+      for (int64_t i = 0; i < K; ++i) sum += shrink * row[i] * (shrink * row[i]);
+      return sum;
+    };
+    const double sum = squares(1), shrink = 0x1p-600;
+    return sum < INFINITY ? 1 / std::sqrt(sum + 1e-6) : shrink / std::sqrt(squares(shrink));  // eps counts for nothing
   }
 
   // One token (math.md 3). S is [K][V]; u gets the correction, o the output (either may be null).
