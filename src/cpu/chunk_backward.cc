@@ -191,6 +191,7 @@ struct BackwardTask {
     for (int64_t i = c.L - 2; i >= 0; --i)
       for (int64_t d = 0; d < Kp; d += lanes())
         store(hn::Add(load(s.dG.row(i) + d), load(s.dG.row(i + 1) + d)), s.dG.row(i) + d);
+    const KeepSubnormals keep(gate.is_wide());
     Vec A_sum = hn::Zero(kF32);
     for (int64_t i = 0; i < c.L; ++i) {
       float *dG = s.dG.row(i), *raw = s.raw, *d_bias = s.d_bias;
@@ -218,9 +219,9 @@ struct BackwardTask {
     const kda_backward_args& a = p.args;
     if (!present(a.dbeta)) return;
     for (int64_t i = 0; i < c.L; ++i) {
-      const float factor = a.in.beta_form == KDA_BETA_2SIGMOID ? 2.0f : 1.0f, sg = c.beta[i] / factor;
-      const float chain = a.in.beta_form == KDA_BETA_ACTIVATED ? 1.0f : factor * sg * (1.0f - sg);
-      store_scalar(a.dbeta.dtype, dbeta[i] * chain, at(a.dbeta, seq.b, seq.t0 + t + i, hv));
+      const int64_t token = seq.t0 + t + i;
+      const float b = load_scalar(a.in.beta.dtype, at(a.in.beta, seq.b, token, hv));
+      store_scalar(a.dbeta.dtype, dbeta[i] * beta_slope(a.in.beta_form, b), at(a.dbeta, seq.b, token, hv));
     }
   }
 

@@ -24,6 +24,7 @@ void gate_rows(const GateProblem& p, int64_t block) {
   alignas(64) float bias[kMaxSize], row[kMaxSize];
   for (int64_t hv = 0; hv < HV; ++hv) {
     const Gate gate = head_gate(a.gate_form, a.lower_bound, a.A_log, a.dt_bias, hv, K, bias);
+    const KeepSubnormals keep(gate.is_wide());
     for (int64_t m = block * kBlockRows; m < end; ++m) {
       load_row(a.x.dtype, at(a.x, m, hv), K, row);
       for (int64_t i = 0; i < padded(K); i += lanes()) store(gate(gate.z(row, i)), row + i);
@@ -39,6 +40,7 @@ void gate_backward_rows(const GateBackwardProblem& p, int64_t block, float* sums
   alignas(64) float bias[kMaxSize], x[kMaxSize], dg[kMaxSize], bias_sum[kMaxSize];
   for (int64_t hv = 0; hv < HV; ++hv) {
     const Gate gate = head_gate(a.gate_form, a.lower_bound, a.A_log, a.dt_bias, hv, K, bias);
+    const KeepSubnormals keep(gate.is_wide());
     Vec A_sum = hn::Zero(kF32);
     zero(bias_sum, padded(K));
     for (int64_t m = block * kBlockRows; m < end; ++m) {

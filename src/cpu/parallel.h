@@ -4,29 +4,12 @@
 #include <atomic>
 #include <cstdint>
 
+#include "cpu/subnormals.h"
 #include "cpu/threads.h"
 #include "error.h"
 #include "kda/kda.h"
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
 
 namespace kda::cpu {
-
-// Subnormals are flushed to zero inside kernels: products of decays pass through them on their way to 0, and each such
-// operation costs up to 150 cycles on some machines. Below 1e-38 nothing is lost that f32 could hold anyway.
-class FlushSubnormals {
- public:
-#if defined(__SSE__)
-  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#else
-  FlushSubnormals() {}
-#endif
-};
 
 constexpr uint64_t align_up(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 

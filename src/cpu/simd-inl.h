@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/subnormals.h"
 #include "dtype.h"
 #include "problem.h"
 
@@ -255,6 +256,11 @@ HWY_INLINE Vec silu_slope(Vec x) {
 }
 
 HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(splat(1), hn::Add(splat(1), exp(hn::Neg(x)))); }
+// Its derivative, s (1 - s), from e = e^-|x|: 1 - s would lose all digits.
+HWY_INLINE Vec sigmoid_slope(Vec x) {
+  const Vec e = exp_number(hn::Neg(hn::Abs(x))), one_e = hn::Add(splat(1), e);
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::Div(e, hn::Mul(one_e, one_e)));
+}
 
 // log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 atanh(s), s = e / (2 + e) <= 1/3. The series is cut where the
 // next term is below 2e-8.
@@ -271,33 +277,89 @@ HWY_INLINE Vec softplus(Vec x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);
 }
 
+// The gate of a head (math.md 2.1). A product with a = exp(A_log) may be in f32 where a is not, or where the other factor is
+// not: with an A_log above 16 or below -64 exponents are added before exp, and h = exp(exponent / 2) multiplies twice. What
+// does so keeps subnormals (is_wide()).
 struct Gate {
   int32_t form;
   float lower_bound;
-  float a;               // exp(A_log) of the head
+  float a;               // exp(A_log)
   const float* dt_bias;  // padded row, or nullptr
+  float A_log = 0;
 
+  HWY_INLINE bool is_wide() const { return !(A_log >= -64 && A_log <= 16); }
   HWY_INLINE Vec z(const float* x, int64_t i) const {
     return dt_bias ? hn::Add(load(x + i), load(dt_bias + i)) : load(x + i);
   }
   HWY_INLINE Vec operator()(Vec z) const {
     if (form == KDA_GATE_LOG) return z;
+    if (is_wide()) return wide(z);
     if (form == KDA_GATE_SOFTPLUS) return hn::Mul(splat(-a), softplus(z));
     return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
   }
-  // From the gradient dg of the gate to that of its input, and to this element's share of dA_log.
+  // From the gradient dg of the gate to that of its input, and to this element's share of dA_log. A dg of 0 has none, also
+  // where the gate is -inf.
   HWY_INLINE void backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
+    is_wide() ? wide_backward(z, dg, dx, dA_log) : usual_backward(z, dg, dx, dA_log);
+    const auto none = hn::AndNot(hn::IsNaN(z), hn::Eq(dg, splat(0)));
+    dx = hn::IfThenZeroElse(none, dx), dA_log = hn::IfThenZeroElse(none, dA_log);
+  }
+
+ private:
+  HWY_INLINE void usual_backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
     if (form == KDA_GATE_SOFTPLUS) {  // -a sigmoid(z) dg and -a softplus(z) dg share e^-|z|
-      const Vec e = exp_number(hn::Neg(hn::Abs(z))), a_dg = hn::Mul(splat(-a), dg);
+      const Vec e = exp_number(hn::Neg(hn::Abs(z)));
       const Vec s = hn::Div(hn::IfThenElse(hn::Lt(z, splat(0)), e, splat(1)), hn::Add(splat(1), e));
       const auto is_nan = hn::IsNaN(z);
-      dx = hn::Mul(hn::IfThenElse(is_nan, z, s), a_dg);
-      dA_log = hn::Mul(hn::IfThenElse(is_nan, z, hn::Add(hn::Max(z, splat(0)), log1p(e))), a_dg);
+      dx = hn::Mul(hn::Mul(splat(-a), hn::IfThenElse(is_nan, z, s)), dg);
+      const Vec softplus = hn::Add(hn::Max(z, splat(0)), log1p(e));
+      dA_log = hn::Mul(hn::Mul(splat(-a), hn::IfThenElse(is_nan, z, softplus)), dg);
     } else {
-      const Vec s = sigmoid(hn::Mul(splat(a), z));
-      dx = hn::Mul(hn::Mul(splat(a * lower_bound), hn::Mul(s, hn::Sub(splat(1), s))), dg);
-      dA_log = hn::Mul(dx, z);
+      Vec y = hn::Mul(splat(a), z);
+      const Vec slope = hn::Mul(hn::Mul(splat(lower_bound), sigmoid_slope(y)), dg);
+      dx = hn::Mul(splat(a), slope);
+      dA_log = hn::Mul(at_most_1000(y), slope);
     }
+  }
+
+  // ---- for any A_log ----
+
+  // exp(A_log) z. With 176 for more, any z but 0 gives more than 1e30.
+  HWY_INLINE Vec wide_input(Vec z) const {
+    const Vec h = splat(std::exp((A_log > 176 ? 176 : A_log < -176 ? -176 : A_log) / 2));
+    return hn::Mul(hn::Mul(z, h), h);
+  }
+  // Where softplus(z) and sigmoid(z) are e^z to 6e-8, it joins the exponent.
+  static HWY_INLINE hn::Mask<F32> is_small(Vec z) { return hn::Lt(z, splat(-16)); }
+  HWY_INLINE Vec exponent(Vec z) const { return hn::IfThenElse(is_small(z), hn::Add(splat(A_log), z), splat(A_log)); }
+  // x e^exponent dg, in an order in which what overflows on the way does so in the end: h h dg with h < 1, else dg h h or
+  // h dg h. h is not 0: x may be infinite.
+  static HWY_INLINE Vec multiplied(Vec x, Vec exponent, Vec dg) {
+    const Vec least = hn::IfThenElse(hn::Lt(exponent, splat(-174)), splat(-174), exponent);
+    const Vec h = exp(hn::Mul(least, splat(0.5f)));
+    const auto down = hn::Lt(h, splat(1)), last = hn::AndNot(down, hn::Gt(x, splat(1)));
+    const Vec first = hn::IfThenElse(last, dg, h), second = hn::IfThenElse(hn::Or(down, last), h, dg);
+    return hn::Mul(hn::Mul(hn::Mul(x, first), second), hn::IfThenElse(down, dg, h));
+  }
+  // +-inf times 0 is 0 in products with a slope.
+  static HWY_INLINE Vec at_most_1000(Vec y) { return hn::Max(hn::Min(y, splat(1000)), splat(-1000)); }
+
+  HWY_NOINLINE Vec wide(Vec z) const {
+    if (form == KDA_GATE_LOWER_BOUND) return hn::Mul(splat(lower_bound), sigmoid(wide_input(z)));
+    return multiplied(hn::IfThenElse(is_small(z), splat(1), softplus(z)), exponent(z), splat(-1));
+  }
+  HWY_NOINLINE void wide_backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
+    const Vec minus_dg = hn::Neg(dg);
+    if (form == KDA_GATE_SOFTPLUS) {
+      dx = multiplied(hn::IfThenElse(is_small(z), splat(1), sigmoid(z)), exponent(z), minus_dg);
+      dA_log = multiplied(hn::IfThenElse(is_small(z), splat(1), softplus(z)), exponent(z), minus_dg);
+      return;
+    }
+    const Vec y = wide_input(z), size = hn::Abs(y), one_e = hn::Add(splat(1), exp(hn::Neg(size)));
+    // An A_log of 1000 is as good as any above.
+    const Vec exponent = hn::Sub(splat(A_log > 1000 ? 1000 : A_log), size);
+    dx = multiplied(hn::Div(splat(lower_bound), hn::Mul(one_e, one_e)), exponent, dg);
+    dA_log = hn::Mul(hn::Mul(hn::Mul(splat(lower_bound), sigmoid_slope(y)), dg), at_most_1000(y));
   }
 };
 
@@ -305,8 +367,8 @@ struct Gate {
 inline Gate head_gate(int32_t form, float lower_bound, const kda_tensor& A_log, const kda_tensor& dt_bias, int64_t hv,
                       int64_t K, float* row) {
   if (present(dt_bias)) load_row(KDA_F32, at(dt_bias, hv), K, row);
-  return {form, lower_bound, present(A_log) ? std::exp(*reinterpret_cast<const float*>(at(A_log, hv))) : 1.0f,
-          present(dt_bias) ? row : nullptr};
+  const float log = present(A_log) ? *reinterpret_cast<const float*>(at(A_log, hv)) : 0;
+  return {form, lower_bound, std::exp(log), present(dt_bias) ? row : nullptr, log};
 }
 
 inline float activate_beta(int32_t form, float b) {
@@ -314,15 +376,32 @@ inline float activate_beta(int32_t form, float b) {
   return (form == KDA_BETA_2SIGMOID ? 2.0f : 1.0f) / (1.0f + std::exp(-b));
 }
 
+// And its derivative by b.
+inline float beta_slope(int32_t form, float b) {
+  if (form == KDA_BETA_ACTIVATED) return 1;
+  const float e = std::exp(-std::fabs(b));
+  return (form == KDA_BETA_2SIGMOID ? 2.0f : 1.0f) * e / ((1 + e) * (1 + e));
+}
+
 // alpha_i = exp(gate(x_i)) for i < n, 1 in the padding.
 inline void decay_row(const Gate& gate, float* row, int64_t n) {
+  const KeepSubnormals keep(gate.is_wide());
   for (int64_t i = 0; i < padded(n); i += lanes()) store(exp(gate(gate.z(row, i))), row + i);
   for (int64_t i = n; i < padded(n); ++i) row[i] = 1;
 }
 
-// x <- scale * x / sqrt(sum x^2 + 1e-6), or just scale * x. Returns 1 / sqrt(..), or 1.
+// x <- scale * x / sqrt(sum x^2 + 1e-6), or just scale * x. Returns 1 / sqrt(..), or 1. A row whose sum of squares is
+// beyond f32 is made smaller first; eps counts for nothing in it.
 inline float normalise_row(float* x, int64_t n, bool l2norm, float scale) {
-  const float r = l2norm ? 1.0f / std::sqrt(dot(x, x, n) + 1e-6f) : 1.0f;
+  const float squares = l2norm ? dot(x, x, n) : 1;
+  if (!(squares < std::numeric_limits<float>::infinity())) {
+    constexpr float kShrink = 0x1p-70f;
+    scale_row(x, kShrink, n, x);
+    const float r = 1 / std::sqrt(dot(x, x, n));
+    scale_row(x, r * scale, n, x);
+    return r * kShrink;
+  }
+  const float r = l2norm ? 1.0f / std::sqrt(squares + 1e-6f) : 1.0f;
   if (r * scale == 1.0f) return r;
   const Vec factor = splat(r * scale);
   for (int64_t i = 0; i < n; i += lanes()) store(hn::Mul(load(x + i), factor), x + i);
