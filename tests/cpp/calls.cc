@@ -31,8 +31,10 @@ void fill_rows(Tensor& t, const Case& c, bool unit, Random& random) {
       sum += row[i] * row[i];
     }
     const bool zero = c.keys == Keys::kSomeZero && r % 3 == 1;
+    constexpr double kLengths[] = {1, 3e37, 1, 1e20, 1e-3, 1e19, 1e-21};
+    const double length = c.keys == Keys::kAnyLength ? kLengths[random.below(std::size(kLengths))] : 1;
     for (int64_t i = 0; i < c.K; ++i)
-      t.set(r * c.K + i, zero ? 0 : unit && !c.qk_l2norm ? row[i] / std::sqrt(sum) : row[i]);
+      t.set(r * c.K + i, zero ? 0 : unit && !c.qk_l2norm ? row[i] / std::sqrt(sum) : length * row[i]);
   }
 }
 
@@ -44,6 +46,10 @@ double gate_value(const Case& c, Random& random) {
     case Gates::kRaw: return random.normal();
     case Gates::kFloor: return c.lower_bound;
     case Gates::kZero: return 0;
+    case Gates::kEdges: {
+      constexpr double kSizes[] = {0, 0, 1e-45, 1e-38, 1e-20, 0.01, 1, 5, 20, 64, 80, 90, 100, 200, 1e4, 1e30, 3e38};
+      return (random.chance(0.5) ? 1 : -1) * kSizes[random.below(std::size(kSizes))];
+    }
     case Gates::kWild: break;
   }
   constexpr double kWild[] = {0, 0, 0, -1e-4, -0.1, -0.1, -5, -100, -3000, -std::numeric_limits<double>::infinity()};
@@ -88,14 +94,26 @@ Inputs::Inputs(const Case& c, uint64_t seed) : c(c), B(c.B), T(c.T), N(c.B) {
   const int32_t single = c.dtype == KDA_F64 ? KDA_F64 : KDA_F32;
   if (c.A_log) {
     A_log = Tensor(single, {c.HV});
-    for (int64_t i = 0; i < c.HV; ++i) A_log.set(i, std::log(random.uniform(1, 16)));
+    constexpr double kEdges[] = {0, 100, 88.8, 64.5, 3, 177, -64.5, 1000, -95, 16.5, 80, 140, 40, -300, 1e30, -10};
+    for (int64_t i = 0; i < c.HV; ++i)
+      A_log.set(i, c.gates == Gates::kEdges ? kEdges[i % std::ssize(kEdges)] : std::log(random.uniform(1, 16)));
   }
   if (c.dt_bias) {
     dt_bias = Tensor(single, {c.HV, c.K}, c.layout);
     fill_normal(dt_bias, random);
+    if (c.gates == Gates::kEdges) cancel_bias(random);
   }
   if (c.h0) fill_normal(h0 = Tensor(c.state_dtype, state_shape(N), c.layout), random);
   if (c.dhT) fill_normal(dhT = Tensor(c.state_dtype, state_shape(N), c.layout), random);
+}
+
+// Half of the channels have a bias, and half of their inputs are as much below 0.
+void Inputs::cancel_bias(Random& random) {
+  constexpr double kSizes[] = {3, -96, 0x1p40, -0x1p100};
+  for (int64_t i = 0; i < dt_bias.size(); ++i)
+    dt_bias.set(i, random.chance(0.5) ? kSizes[random.below(std::size(kSizes))] : 0);
+  for (int64_t i = 0; i < g.size(); ++i)
+    if (const double bias = dt_bias.get(i % dt_bias.size()); bias != 0 && random.chance(0.5)) g.set(i, -bias);
 }
 
 kda_inputs Inputs::view() const {

@@ -26,6 +26,9 @@ struct Inputs {
   std::vector<int64_t> state_shape(int64_t rows) const;
   std::vector<Named> tensors();
   std::map<std::string, Bits> bits();  // of every input, to compare after a call
+
+ private:
+  void cancel_bias(Random& random);
 };
 
 struct ForwardOutputs {

@@ -16,6 +16,7 @@ enum class Gates {
   kFloor,       // `lower_bound` everywhere: the worst exponents of a bounded gate
   kWild,        // 0, -1e-4, -0.1, -5, -100, -3000 and -inf side by side
   kZero,        // no decay
+  kEdges,       // raw inputs of any size, A_log and dt_bias as well: rates beyond f32, inputs that cancel the bias
 };
 
 enum class Keys {
@@ -23,6 +24,7 @@ enum class Keys {
   kPositive,   // uniform in (0, 1): scores all of one sign
   kIdentical,  // one key for all tokens: powers of the chunk's triangle do not shrink
   kSomeZero,   // every third row of q and k is 0
+  kAnyLength,  // rows of q and k from 1e-21 to 3e37, to be normalised
 };
 
 enum class Betas { kRandom, kZero, kNearOne, kNearTwo };  // kRandom: randn, through a sigmoid unless beta_form does it
@@ -196,6 +198,30 @@ inline std::vector<Case> cases() {
        .state_layout = KDA_STATE_K_FIRST});
   add({.name = "state_none", .B = 2, .T = 70, .HV = 2, .h0 = false, .dhT = false});
   return all;
+}
+
+// All of f32's range, in what is multiplied or squared before anything bounds it. Not among those above: gradients of some
+// are infinite.
+inline std::vector<Case> edge_cases() {
+  const auto gates = [](const char* name, int32_t form, float lower_bound, int32_t dtype) {
+    Case c{
+        .name = name, .T = 70, .H = 2, .HV = 16, .K = 64, .V = 64, .dtype = dtype, .g_dtype = dtype, .qk_l2norm = true};
+    c.gate_form = form, c.lower_bound = lower_bound, c.gates = Gates::kEdges, c.A_log = c.dt_bias = true;
+    if (dtype == KDA_BF16) c.beta_dtype = dtype, c.beta_form = KDA_BETA_SIGMOID;
+    return c;
+  };
+  const auto keys = [](const char* name, int32_t dtype) {
+    Case c{.name = name, .T = 70, .H = 2, .HV = 4, .K = 64, .V = 64, .dtype = dtype};
+    c.keys = Keys::kAnyLength, c.qk_l2norm = true;
+    return c;
+  };
+  return {gates("edges_softplus", KDA_GATE_SOFTPLUS, 0, KDA_F32),
+          gates("edges_softplus_bf16", KDA_GATE_SOFTPLUS, 0, KDA_BF16),
+          gates("edges_bound", KDA_GATE_LOWER_BOUND, -5, KDA_F32),
+          gates("edges_bound_bf16", KDA_GATE_LOWER_BOUND, -5, KDA_BF16),
+          gates("edges_deep_bound_bf16", KDA_GATE_LOWER_BOUND, -40, KDA_BF16),
+          keys("edges_keys", KDA_F32),
+          keys("edges_keys_bf16", KDA_BF16)};
 }
 
 inline const Case& find_case(const std::string& name) {

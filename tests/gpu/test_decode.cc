@@ -64,6 +64,14 @@ std::vector<SpeculationCase> cuda_cases() {
   staged("staged_lower_bound", "lower_bound", 64, 192), staged("staged_softplus", "softplus", 128, 128);
   staged("staged_wild", "gates_wild", 128, 128), staged("staged_keys", "identical_keys", 64, 64);
   staged("staged_none", "state_none", 128, 64), staged("staged_mixed", "mixed", 64, 128);
+  for (Case c : edge_cases()) {
+    c.T = 3;
+    all.push_back({.c = c});
+    c.name += "_128", c.K = c.V = 128;
+    all.push_back({.c = c});
+    c.name += "_one", c.T = 1;
+    all.push_back({.c = c});
+  }
   all.push_back({.c = {.name = "staged_many", .B = 150, .T = 3, .HV = 2, .K = 128, .V = 128}, .padded = {3}});
   return all;
 }

@@ -35,6 +35,7 @@ std::vector<Case> recurrent_cases() {
                    .K = K,
                    .V = 65,
                    .state_layout = KDA_STATE_K_FIRST});
+  for (const Case& c : edge_cases()) all.push_back(c);
   return all;
 }
 
@@ -46,6 +47,7 @@ Case wide(Case c) {
 std::vector<Case> chunked_cases() {
   std::vector<Case> all;
   for (const Case& c : cases()) all.push_back(wide(c));
+  for (const Case& c : edge_cases()) all.push_back(wide(c));
   for (const int64_t T : {1, 31, 32, 33, 97})
     all.push_back({.name = "bf16_tokens_" + std::to_string(T),
                    .B = 2,

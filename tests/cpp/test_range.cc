@@ -1,0 +1,200 @@
+// All of float32's range: gates by themselves, element by element; norms; whole calls with both.
+#include <algorithm>
+
+#include "calls.h"
+#include "gate_edges.h"
+
+namespace kda::test {
+namespace {
+
+constexpr float kBounds[] = {-5, -0.01f};
+
+template <class Call>
+void for_each_form(const Call& call) {
+  call(KDA_GATE_SOFTPLUS, 0.0f);
+  for (const float bound : kBounds) call(KDA_GATE_LOWER_BOUND, bound);
+}
+
+std::vector<std::string> everyone(const char* op) {
+  std::vector<std::string> names = cpu_implementations(op);
+  if (std::find(names.begin(), names.end(), "reference") == names.end()) names.push_back("reference");
+  return names;
+}
+
+// ---- gates ----
+
+// K: whole vectors, and fewer channels.
+TEST(Gates, AreExactForAnyParameters) {
+  for (const int64_t K : {1, 16})
+    for (const std::string& impl : everyone("gate"))
+      for_each_form([&](int32_t form, float bound) {
+        SCOPED_TRACE(impl + (form == KDA_GATE_SOFTPLUS ? " softplus" : " bound"));
+        const GateEdges edges(gate_elements(), K, KDA_F32);
+        run(edges.forward(form, bound), {.impl = impl.c_str()});
+        edges.expect_forward(form, bound);
+      });
+}
+
+TEST(Gates, AreSoBackward) {
+  for (const int64_t K : {1, 16})
+    for (const std::string& impl : everyone("gate_backward"))
+      for_each_form([&](int32_t form, float bound) {
+        SCOPED_TRACE(impl + (form == KDA_GATE_SOFTPLUS ? " softplus" : " bound"));
+        const GateEdges edges(gate_elements(), K, KDA_F32);
+        run(edges.backward(form, bound), {.impl = impl.c_str()});
+        edges.expect_backward(form, bound);
+      });
+}
+
+// Raw gates beyond float16's range, in float16: the gradient of A_log is what the other channels have.
+TEST(Gates, OfInfinityLeaveTheGradientOfALogAlone) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  for (const std::string& impl : everyone("gate_backward"))
+    for_each_form([&](int32_t form, float bound) {
+      const Tensor x(KDA_F16, {1, 1, 4}, {0.5, kInf, -kInf, -1}), A(KDA_F32, {1}, {0.7});
+      const Tensor dg(KDA_F32, {1, 1, 4}, {1, 0, 1, 2}), dx(KDA_F32, {1, 1, 4}), dA(KDA_F32, {1});
+      kda_gate_backward_args a = KDA_GATE_BACKWARD_ARGS_INIT;
+      a.x = x, a.A_log = A, a.dg = dg, a.dx = dx, a.dA_log = dA, a.gate_form = form, a.lower_bound = bound;
+      run(a, {.impl = impl.c_str()});
+      long double expected = 0;
+      for (const auto& [raw, gradient] : {std::pair{0.5f, 1.0f}, {-1.0f, 2.0f}})
+        expected += GateElement{0.7f, raw, 0, gradient}.values(form, bound).dA_log;
+      EXPECT_NEAR(dA.get(0), static_cast<double>(expected), 1e-5 * std::abs(static_cast<double>(expected))) << impl;
+      EXPECT_EQ(dx.get(1), 0) << impl;
+      EXPECT_EQ(dx.get(2), 0) << impl;
+    });
+}
+
+// ---- beta ----
+
+// dbeta of logits: s (1 - s) by float64, where 1 - s has no digits left.
+TEST(Beta, OfLargeLogitsHasAGradient) {
+  for (const int32_t form : {KDA_BETA_SIGMOID, KDA_BETA_2SIGMOID})
+    for (const std::string& impl : everyone("backward"))
+      for (const double logit : {-40.0, -17.0, -12.0, 0.0, 5.0, 12.0, 17.0, 40.0, 80.0}) {
+        Case c{.name = "beta", .T = 1, .K = 8, .V = 4, .h0 = false, .dhT = false};
+        c.beta_form = form;
+        Inputs in(c);
+        in.beta.set(0, logit);
+        const BackwardOutputs out(in);
+        run(backward_args(in, out), {.impl = impl.c_str()});
+        // o = scale beta (q.k) v: dbeta = scale (q.k) (v.d_o) beta'.
+        double qk = 0, v_do = 0;
+        for (int64_t i = 0; i < 8; ++i) qk += in.q.get(i) * in.k.get(i);
+        for (int64_t j = 0; j < 4; ++j) v_do += in.v.get(j) * in.d_o.get(j);
+        const double e = std::exp(-std::abs(logit)),
+                     slope = (form == KDA_BETA_SIGMOID ? 1 : 2) * e / ((1 + e) * (1 + e));
+        const double expected = qk * v_do * slope / std::sqrt(8.0);
+        EXPECT_NEAR(out.dbeta.get(0), expected, 1e-4 * std::abs(expected)) << impl << " " << logit;
+      }
+}
+
+// ---- decays of nearly 0 ----
+
+// Gradients of strong gates are small beside what goes from a key to the state behind it; that is none of theirs.
+TEST(StrongGates, HaveExactGradients) {
+  for (const int64_t T : {1, 2, 3, 64, 66})
+    for (const double decay : {-5.0, -12.0, -25.0})
+      for (const std::string& impl : everyone("backward")) {
+        const Case c{.name = "strong", .T = T, .K = 16, .V = 16};
+        Inputs in(c);
+        in.g.fill(decay);
+        const BackwardOutputs exact(in, true), got(in);
+        run(backward_args(in, exact), {.impl = "reference"});
+        run(backward_args(in, got), {.impl = impl.c_str()});
+        double error = 0, all = 0;
+        for (int64_t i = 0; i < got.dg.size(); ++i)
+          error += std::pow(got.dg.get(i) - exact.dg.get(i), 2), all += std::pow(exact.dg.get(i), 2);
+        EXPECT_LT(std::sqrt(error / all), 5e-6) << impl << ", T " << T << ", g " << decay;
+      }
+}
+
+// ---- norms ----
+
+// One token without a state: o = scale (q.k / |q| |k|) beta v, and dq = scale beta (v.d_o) (k^ - q^ (q^.k^)) / |q|.
+class Norms : public testing::TestWithParam<double> {};
+
+TEST_P(Norms, OfRowsOfAnyLength) {
+  const double size = GetParam();
+  for (const int64_t K : {5, 64, 256})
+    for (const std::string& impl : everyone("forward")) {
+      Case c{.name = "norm", .T = 1, .K = K, .V = 4, .qk_l2norm = true, .scale = 1, .h0 = false, .dhT = false};
+      Inputs in(c);
+      double qq = 1e-6, kk = 1e-6, qk = 0, v_do = 0;
+      for (int64_t i = 0; i < K; ++i) {
+        in.q.set(i, size * (1 + 0.01 * static_cast<double>(i % 7))), in.k.set(i, size * (i % 3 ? 1 : -0.3));
+        const double q = in.q.get(i), k = in.k.get(i);
+        qq += q * q, kk += k * k, qk += q * k;
+      }
+      for (int64_t j = 0; j < 4; ++j) v_do += in.v.get(j) * in.d_o.get(j);
+      const double cosine = qk / std::sqrt(qq) / std::sqrt(kk), beta = in.beta.get(0);
+      const ForwardOutputs out(in, false);
+      run(forward_args(in, out), {.impl = impl.c_str()});
+      for (int64_t j = 0; j < 4; ++j) {
+        const double expected = cosine * beta * in.v.get(j);
+        EXPECT_NEAR(out.o.get(j), expected, 1e-5 * std::abs(expected) + 1e-36) << impl << " K " << K;
+      }
+      const BackwardOutputs gradients(in);
+      run(backward_args(in, gradients), {.impl = impl == "reference" ? "reference" : nullptr});
+      for (int64_t i = 0; i < K; ++i) {
+        const double q_hat = in.q.get(i) / std::sqrt(qq), k_hat = in.k.get(i) / std::sqrt(kk);
+        const double expected = beta * v_do * (k_hat - q_hat * cosine) / std::sqrt(qq);
+        const double all = std::abs(beta * v_do) / std::sqrt(qq);
+        EXPECT_NEAR(gradients.dq.get(i), expected, 1e-5 * all + 1e-37) << impl << " K " << K << " channel " << i;
+      }
+    }
+}
+INSTANTIATE_TEST_SUITE_P(Sizes, Norms,
+                         testing::Values(1e-40, 1e-30, 1e-20, 1e-10, 1e-6, 1e-3, 1.0, 1e3, 1e10, 1e18, 1e19, 5e19, 1e25,
+                                         1e30, 1e37, 3e38));
+
+// ---- whole calls ----
+
+std::vector<std::string> edge_names() {
+  std::vector<std::string> names;
+  for (const Case& c : edge_cases()) names.push_back(c.name);
+  return names;
+}
+
+class Edges : public testing::TestWithParam<std::string> {
+ protected:
+  Case the_case() const {
+    for (const Case& c : edge_cases())
+      if (c.name == GetParam()) return c;
+    return {};
+  }
+  static double budget(int32_t dtype) { return dtype == KDA_F32 ? 1e-5 : 5e-3; }
+};
+
+TEST_P(Edges, Forward) {
+  const Inputs in(the_case());
+  const ForwardOutputs exact(in, false, true);
+  run(forward_args(in, exact), {.impl = "reference"});
+  for (const std::string& impl : cpu_implementations("forward")) {
+    const ForwardOutputs got(in, false);
+    run(forward_args(in, got), {.impl = impl.c_str()});
+    EXPECT_TRUE(close(exact.o, got.o, budget(got.o.dtype()))) << impl;
+    EXPECT_TRUE(close(exact.hT, got.hT, budget(got.hT.dtype()))) << impl;
+  }
+}
+
+TEST_P(Edges, Decode) {
+  Case c = the_case();
+  c.T = 3;
+  const Inputs in(c);
+  const std::vector<int64_t> shape = {in.B, in.T, c.HV, c.V};
+  const Pool exact(in, KDA_F64);
+  const Tensor exact_o(KDA_F64, shape);
+  run(decode_args(in, exact, exact, exact_o), {.impl = "reference"});
+  for (const std::string& impl : cpu_implementations("decode")) {
+    const Pool got(in, c.state_dtype);
+    const Tensor o(c.dtype, shape);
+    run(decode_args(in, got, got, o), {.impl = impl.c_str()});
+    EXPECT_TRUE(close(exact_o, o, budget(o.dtype()))) << impl;
+    EXPECT_TRUE(close(exact.h, got.h, budget(got.h.dtype()))) << impl;
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Cases, Edges, testing::ValuesIn(edge_names()), [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace kda::test
