@@ -35,20 +35,22 @@ stamp=.venv/kda-requirements.txt
 if ! cmp -s tools/requirements.txt "$stamp"; then
   echo "setup: making .venv (torch is the large part)"
   python3 -m venv .venv
-  # Alone first: other packages would draw in a torch of gigabytes.
-  .venv/bin/pip install -q "$(grep '^torch==' tools/requirements.txt)"
-  .venv/bin/pip install -q -r tools/requirements.txt
+  # The lists name each file by its hash: nothing else gets in. First the build of torch for CPUs, where pip is offered it.
+  install=(.venv/bin/pip install -q --no-deps --require-hashes)
+  "${install[@]}" -r tools/requirements-local.txt || echo "setup: so torch comes from the index, with CUDA"
+  "${install[@]}" -r tools/requirements.txt
+  # The index's torch wants NVIDIA's libraries, too; the other finds that nothing is missing.
+  .venv/bin/pip install -q "$(grep '^torch==' tools/requirements.in)"
   cp tools/requirements.txt "$stamp"
 fi
 
-# Every test run compiles the CUDA kernels: where the machine has no nvcc, it comes from PyPI (270 MB). The versions must
-# match each other, and CMake looks for lib64 and for a libcudart.so without a number.
+# Every test run compiles the CUDA kernels: where the machine has no nvcc, it comes from PyPI (270 MB). CMake looks for
+# lib64 and for a libcudart.so without a number.
 if [ "$what" = test ] && ! command -v nvcc > /dev/null && [ -z "${CUDACXX:-}" ] && [ ! -x /usr/local/cuda/bin/nvcc ]; then
   cuda=$(echo .venv/lib/python3*/site-packages/nvidia/cu13)
   if [ ! -x "$cuda/bin/nvcc" ]; then
     echo "setup: installing nvcc 13.0 into .venv"
-    .venv/bin/pip install -q nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 \
-      nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
+    .venv/bin/pip install -q --no-deps --require-hashes -r tools/nvcc.txt
     cuda=$(echo .venv/lib/python3*/site-packages/nvidia/cu13)
     ln -sfn lib "$cuda/lib64"
     ln -sf libcudart.so.13 "$cuda/lib/libcudart.so"

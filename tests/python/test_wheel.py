@@ -1,5 +1,5 @@
 """What is shipped: hardened libraries that name nothing of the machine that built them, and the licences of what is in
-them.
+them. And what it is made with: every requirement by version and hash.
 
 The libraries are those that the other tests use, of the installed wheel or of a build tree."""
 
@@ -97,3 +97,26 @@ def test_the_wheel_has_the_licences_of_what_is_in_it() -> None:
     for work in ("Highway", "Apache TVM FFI", "DLPack", "NVIDIA CUDA Toolkit"):
         entry = re.search(rf"^{work},.*\n(?: .*\n)+", files["THIRD_PARTY_NOTICES"], re.M)
         assert entry and "Copyright" in entry[0] and re.search(r"License|Agreement", entry[0]), work
+
+
+# ---- the requirements ----
+
+
+def pins(name: str) -> list[str]:
+    """The lines of a list, each a version and at least one hash."""
+    text = (ROOT / "tools" / name).read_text()
+    found = re.findall(r"^([\w.-]+==[\w.+]+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+$", text, re.M)
+    assert len(found) == text.count("=="), "and nothing else"
+    return found
+
+
+@pytest.mark.parametrize("name", ["requirements", "nvcc"])
+def test_requirements_are_pinned(name: str) -> None:
+    """pip refuses a list where a hash is missing; it cannot know whether the list is what was asked for."""
+    asked = re.findall(r"^[^#\n]+", (ROOT / f"tools/{name}.in").read_text(), re.M)
+    assert asked and set(asked) <= set(pins(f"{name}.txt"))
+
+
+def test_the_local_build_of_torch_has_the_version_of_the_other() -> None:
+    [local] = pins("requirements-local.txt")
+    assert local.split("+")[0] in pins("requirements.txt") and local.startswith("torch==")
