@@ -6,7 +6,11 @@ caller brings them (``out=``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy
+from numpy import ndarray
 
 try:
     import torch
@@ -47,21 +51,66 @@ def new_like(
         if shape is None:
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         return x.new_empty(shape, dtype=getattr(torch, dtype) if dtype else x.dtype)
-    import numpy
-
     wanted = str(x.dtype) if dtype is None else dtype
     device = x.__dlpack_device__()[0] if hasattr(x, "__dlpack_device__") else 1
     try:
         if int(device) != 1:
             raise TypeError
-        return numpy.empty(x.shape if shape is None else shape, dtype=numpy.dtype(wanted))
+        made = numpy.empty(x.shape if shape is None else shape, dtype=numpy.dtype(wanted))
     except TypeError:
         raise ValueError(f"{blame} (made here are torch tensors for torch tensors, else NumPy arrays)") from None
+    if made.dtype.kind == "V":  # of ml_dtypes
+        from ._views import share_numpy
+
+        return View(made, share_numpy)
+    return made
+
+
+class View:
+    """An array that the binding cannot read itself, with a tensor of the binding on its memory, as ``share`` makes one
+    (see ``_views``)."""
+
+    def __init__(self, array: Any, share: Callable[[Any], Any]) -> None:
+        self.array, self._share, self._tensor = array, share, share(array)
+        self.shape, self.ndim = self._tensor.shape, self._tensor.ndim
+        self.dtype = getattr(array, "dtype", self._tensor.dtype)
+
+    def reshape(self, *shape: Any) -> View:
+        if not hasattr(self.array, "reshape"):
+            raise AttributeError("no reshape", name="reshape", obj=self)  # refusal says whose
+        return View(self.array.reshape(*shape), self._share)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+    def __tvm_ffi_object__(self) -> Any:
+        return self._tensor
+
+
+def without_views(result: Any) -> Any:
+    """With the arrays themselves in place of their views."""
+    if isinstance(result, View):
+        return result.array
+    if isinstance(result, tuple):
+        fields = [without_views(x) for x in result]
+        return type(result)(*fields) if hasattr(result, "_fields") else tuple(fields)
+    return result
+
+
+class Unfamiliar(ValueError):
+    """An array of neither torch nor NumPy, which may be one that nobody may write."""
 
 
 def check_views(*arrays: Any) -> None:
     """torch's floating point tensors can carry a pending sign flip that DLPack does not show. Part of every call, so it
     leaves to ``refusal`` to say which one does."""
     for x in arrays:
-        if isinstance(x, Tensor) and x.is_neg():
-            raise ValueError("expected memory as it reads, got a negated view")
+        if x is not None and type(x) is not ndarray:
+            if isinstance(x, Tensor):
+                if x.is_neg():
+                    raise ValueError("expected memory as it reads, got a negated view")
+            elif type(x) is not View:
+                raise Unfamiliar(f"expected a torch tensor or a NumPy array, got {type(x).__name__}")

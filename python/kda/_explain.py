@@ -9,6 +9,7 @@ from typing import Any
 from . import speculation
 from ._lib import library
 from ._refusal import refusal
+from ._views import with_views
 from .speculation import Conv, Records
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -30,6 +31,8 @@ def explain_call(op: str, keywords: dict[str, Any]) -> str:
     try:
         return str(getattr(library(), f"{op}_explain")(*_for_the_binding(op, bound.arguments)))
     except Exception as error:
+        if views := with_views(error, bound.arguments):
+            return explain_call(op, views)
         raise refusal(error, dict(bound.arguments)) from None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ._arrays import is_torch, torch
+from ._arrays import View, is_torch, torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 _REQUIRED = {"q", "k", "v", "g", "beta"}
@@ -75,7 +75,9 @@ def in_sentences(function: F, takes: Takes | None = None) -> F:
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
             except TypeError:
                 raise error from None
-            raise refusal(error, arguments, takes) from None
+            from ._views import again
+
+            return again(call, error, arguments, takes)
 
     return cast(F, call)
 
@@ -160,4 +162,5 @@ def _works(function: Any, x: Any) -> bool:
 
 
 def _short(x: Any) -> str:
+    x = x.array if isinstance(x, View) else x
     return repr(x) if x is None or isinstance(x, str | int | float) else type(x).__name__

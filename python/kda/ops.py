@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import _arrays
-from ._arrays import check_views, is_torch, new_like
+from ._arrays import check_views, is_torch, new_like, without_views
 from ._lib import _OPERATORS, library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
 from ._refusal import refusal
+from ._views import again
 
 torch: Any = _arrays.torch
 _compiling: Any = (lambda: False) if torch is None else torch.compiler.is_compiling
@@ -202,7 +203,7 @@ def fused_recurrent_kda(
     except Exception as error:
         if _compiling():
             raise
-        raise refusal(error, locals()) from None
+        return again(fused_recurrent_kda, error, locals())
 
 
 class _TrainingCall(NamedTuple):
@@ -393,7 +394,7 @@ def prefill(
                 num_threads,
             )
             return out
-        check_views(q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out)
+        check_views(q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace)
         library().forward(
             *call, state, state is not None, state_indices, has_initial_state, first_valid_slot, out, checkpoints,
             checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
@@ -402,7 +403,7 @@ def prefill(
     except Exception as error:
         if _compiling():
             raise
-        raise refusal(error, locals()) from None
+        return again(prefill, error, locals())
 
 
 def workspace_size(
@@ -419,7 +420,7 @@ def workspace_size(
         arguments = _forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs)
         return library().forward_workspace(*arguments)
     except Exception as error:
-        raise refusal(error, locals()) from None
+        return again(workspace_size, error, locals())
 
 
 def decode(
@@ -488,7 +489,7 @@ def decode(
     except Exception as error:
         if _compiling():
             raise
-        raise refusal(error, locals()) from None
+        return again(decode, error, locals())
 
 
 def _serving_call(
@@ -547,7 +548,7 @@ def fused_kda_gate(
                 blame = f"output_dtype: expected one that NumPy has, got {output_dtype}"
             y = new_like(x, tuple(x.shape), "float32" if output_dtype is None else output_dtype, blame)
             library().gate(x, A_log, dt_bias, y, form, bound, impl, 0, None)
-            return y.reshape(g.shape)
+            return without_views(y.reshape(g.shape))
         dtype = torch.float32 if output_dtype is None else output_dtype
         x, A_log, dt_bias = _dense(g.reshape(-1, HV, K)), _dense(_single(A_log)), _dense(_single(dt_bias))
         if _compiling():
@@ -560,7 +561,7 @@ def fused_kda_gate(
     except Exception as error:
         if _compiling():
             raise
-        raise refusal(error, locals()) from None
+        return again(fused_kda_gate, error, locals())
 
 
 # ---- what is there ----
@@ -648,7 +649,7 @@ def explain(
     try:
         return library().forward_explain(*_forward_arguments(q, k, v, g, beta, state, **kwargs))
     except Exception as error:
-        raise refusal(error, locals()) from None
+        return again(explain, error, locals())
 
 
 def implementations(op: str) -> Sequence[str]:

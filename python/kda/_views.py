@@ -1,0 +1,135 @@
+"""Arrays that cannot be passed to the binding as they are: those of libraries other than torch and NumPy, and NumPy's
+that are read-only or of a dtype that it does not export. A call that fails on one is made again with views of them,
+so calls with torch tensors and plain NumPy arrays pay nothing. Nothing is copied.
+
+DLPack said nothing of read-only memory before version 1.0, and the binding asks for none of its newer versions: an
+array that its owner never lets anyone write is refused here where a call would write it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+from collections.abc import Callable, Set
+from typing import Any
+
+import numpy
+
+from ._arrays import View, is_torch, without_views
+from ._refusal import Takes, refusal
+
+_RECORDS = {"records.u", "records.k", "records.alpha"}
+_WRITTEN: dict[str, set[str]] = {  # by the function that writes them
+    "prefill": {"state", "checkpoints", "out", "workspace"},
+    "decode": {"state", "out"},
+    "decode_mtp": {"state", "conv.state", "snapshots", "out"},
+    "verify_kvbuffer": {"out", *_RECORDS},
+    "flush_kvbuffer": {"state", "conv_state"},
+    "flush_verify_kvbuffer": {"state", "conv.state", "out", *_RECORDS, "records.ring_first", "records.ring_count"},
+    "causal_conv1d_update": {"state", "out"},
+    "prefill_f32": {"w", "u", "o", "final_state"},
+    "bwd_intra": {"dq", "dk", "dbeta", "dG"},
+}
+
+_VERSIONED = b"dltensor_versioned"
+_FLAGS_AT = 24  # in a DLManagedTensorVersioned: behind its version, its owner and its deleter
+_DTYPE_AT = 20  # in a DLTensor: behind its address, its device and the number of dimensions
+_READ_ONLY = 1
+_BFLOAT = 4
+_is_valid, _pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
+_is_valid.argtypes = _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_pointer.restype = ctypes.c_void_p
+
+
+def again(function: Callable[..., Any], error: Exception, arguments: dict[str, Any], takes: Takes | None = None) -> Any:
+    """What ``function`` returns for ``arguments``, its ``locals()`` when it failed with ``error``, if views of some are
+    all it needs. Else raises what :func:`refusal` makes of the error."""
+    try:
+        arguments.pop("error", None)
+        parameters = inspect.signature(function).parameters
+        given = {name: x for name, x in arguments.items() if name in parameters}
+        given |= given.pop("kwargs", {})
+        written = _WRITTEN.get(function.__name__, set())
+        if arguments.get("update_state") is False:
+            written = written - {"state"}
+        if views := with_views(error, given, written):
+            return without_views(function(**views))
+        raise refusal(error, arguments, takes) from None
+    finally:
+        del error, arguments  # the frame of an exception keeps what it holds, so it must not hold the exception
+
+
+def with_views(error: Exception, arguments: dict[str, Any], written: Set[str] = frozenset()) -> dict[str, Any] | None:
+    """The arguments, with views where one is needed; None if none is, or the library has read all arrays."""
+    if hasattr(error, "__tvm_ffi_error__"):
+        return None
+    views = {name: _view(name, x, written) for name, x in arguments.items()}
+    return views if any(views[name] is not x for name, x in arguments.items()) else None
+
+
+def _view(name: str, x: Any, written: Set[str]) -> Any:
+    if hasattr(x, "_fields"):  # Conv and Records
+        fields = [_view(f"{name}.{field}", y, written) for field, y in zip(x._fields, x, strict=True)]
+        return x if all(a is b for a, b in zip(fields, x, strict=True)) else type(x)(*fields)
+    if x is None or isinstance(x, View) or is_torch(x) or not hasattr(x, "__dlpack__"):
+        return x
+    if isinstance(x, numpy.ndarray):
+        if type(x) is numpy.ndarray and x.flags.writeable and x.dtype.name != "bfloat16":
+            return x
+        share = share_numpy
+    else:
+        share = _share_other
+    try:
+        view, read_only = View(x, share), name in written and _is_read_only(x)
+    except Exception:  # refusal says what is wrong with it
+        return x
+    if read_only:
+        raise ValueError(f"{name}: expected an array that may be written, got a read-only {type(x).__name__}")
+    return view
+
+
+def _is_read_only(x: Any) -> bool:
+    if isinstance(x, numpy.ndarray):
+        return not x.flags.writeable
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):  # immutable, and exported without a word of that
+        return True
+    capsule = _capsule(x)
+    if not _is_valid(capsule, _VERSIONED):
+        return False
+    return bool(ctypes.c_uint64.from_address(_pointer(capsule, _VERSIONED) + _FLAGS_AT).value & _READ_ONLY)
+
+
+def share_numpy(x: Any) -> Any:
+    """Through the array interface: what NumPy exports by DLPack has to be writeable, and of a dtype of its own."""
+    bfloat = x.dtype.name == "bfloat16"
+    interface = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
+    if bfloat:
+        interface |= {"typestr": "<u2", "descr": [("", "<u2")]}
+    capsule = numpy.asarray(_Writeable(interface, x)).__dlpack__()
+    if bfloat:
+        ctypes.c_uint8.from_address(_pointer(capsule, b"dltensor") + _DTYPE_AT).value = _BFLOAT
+    return _from_dlpack(capsule)
+
+
+class _Writeable:
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__, self.owner = interface, owner
+
+
+def _share_other(x: Any) -> Any:
+    return _from_dlpack(_capsule(x))
+
+
+def _capsule(x: Any) -> Any:
+    try:
+        return x.__dlpack__(max_version=(1, 0))
+    except TypeError:  # older than that
+        return x.__dlpack__()
+
+
+def _from_dlpack(capsule: Any) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(capsule)
