@@ -19,6 +19,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._torch_ops import announce_when_imported
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -110,3 +112,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__, "cp", "nn", "stages"])
+
+
+announce_when_imported()

@@ -10,6 +10,8 @@ namespace ``kda``:
 * ``conv(...) -> (y, final_state)`` with autograd, ``conv_backward(...) -> gradients``, and in place
   ``conv_update(..., state!, out!) -> ()``.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
+
+Importing this module registers them, those of ``compiled_stages`` too; ``_torch_ops`` does so when one is looked up.
 """
 
 from __future__ import annotations
@@ -479,3 +481,6 @@ _define(
     _conv_update_run,
     _nothing,
 )
+
+# Whoever has these operators has all of them: torch.ops.kda asks for this module only.
+from . import compiled_stages  # noqa: E402, F401

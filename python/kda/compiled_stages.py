@@ -4,7 +4,6 @@
   its order; the outputs are written.
 * ``kda_prefill::forward(q, k, v, g, beta, chunk_size) -> (o, w, u)``, functional, and with three arguments more,
   ``w, u, o``, each a buffer to write to or None. ``kda_prefill::write`` is the latter with all three, without results.
-  Importing this module registers them.
 """
 
 from __future__ import annotations
