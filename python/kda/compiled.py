@@ -9,6 +9,7 @@ namespace ``kda``:
 * ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional; what is not wanted is empty.
 * ``conv(...) -> (y, final_state)`` with autograd, ``conv_backward(...) -> gradients``, and in place
   ``conv_update(..., state!, out!) -> ()``.
+* ``old_state(state) -> copy``, refused where backward runs it again.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 
 Importing this module registers them, those of ``compiled_stages`` too; ``_torch_ops`` does so when one is looked up.
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from . import autograd, segment
+from . import _recompute, autograd, segment
 from ._lib import library
 from ._options import Options
 
@@ -151,6 +152,16 @@ def forward(
         q, k, v, g, beta, A_log, dt_bias, h0, cu, *options, final_state, h_every, recurrent, impl
     )
     return o, hT if final_state else None
+
+
+# ---- caches of the layer ----
+
+
+def _old_state_run(state: Tensor) -> Tensor:
+    return _recompute.old_state(state, -1)
+
+
+_define("old_state", "(Tensor state) -> Tensor", _old_state_run, torch.clone)
 
 
 # ---- serving ----

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from ._lib import library
 from ._options import Options
+from ._packing import offsets_of
 from .autograd import chunks_between_states, plain, run_backward, run_forward
 from .segment import run_segment_merge
 
@@ -61,7 +61,7 @@ class Context:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("group: expected one that this rank is a member of, got another")
-        cu = _offsets(cu_seqlens)
+        cu = offsets_of("cu_seqlens", cu_seqlens)
         total = cu[-1] if tokens is None else tokens
         if total < cu[-1]:
             raise ValueError(f"tokens: expected at least cu_seqlens[-1] = {cu[-1]}, got {tokens}")
@@ -104,20 +104,6 @@ class Context:
         if x.numel():
             _all_gather(out.flatten().view(torch.uint8), x.flatten().view(torch.uint8), group=self.group)
         return out
-
-
-def _offsets(cu_seqlens: Tensor | Sequence[int]) -> list[int]:
-    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(
-            f"cu_seqlens: expected [N + 1] int32 or int64, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    cu = [int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-    if not cu or cu[0] != 0:
-        raise ValueError(f"cu_seqlens: expected offsets from 0 on, got {cu[:1]}")
-    for n, (a, b) in enumerate(pairwise(cu), 1):
-        if b < a:
-            raise ValueError(f"cu_seqlens[{n}]: expected at least {a} (never decreasing), got {b}")
-    return cu
 
 
 def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:

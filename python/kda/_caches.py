@@ -1,0 +1,130 @@
+"""What :class:`kda.nn.KimiDeltaAttention` remembers of its sequences, and drafts on top of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._recompute import check_first_run, current_backward
+from .speculation import Conv, Records, flush_kvbuffer, flush_verify_kvbuffer, new_records, verify_kvbuffer
+
+if TYPE_CHECKING:
+    from .nn import KimiDeltaAttention
+
+
+class KDACache:
+    """What one layer remembers of ``N`` sequences; make it with :meth:`KimiDeltaAttention.new_cache`.
+
+    conv: ``[N, D, W - 1]``, the last raw inputs of the short convolutions, oldest first, channels in the order q, k, v
+        (``D = 2 * key_dim + value_dim``), in the dtype of their weights; None without short convolutions.
+    state: ``[N, HV, V, K]`` float32, the recurrent state.
+
+    Both are zero for a new sequence. The layer overwrites them and never allocates new ones. So a function that
+    backward runs again (``torch.utils.checkpoint``) may use no cache that was made outside of it; this is refused.
+    """
+
+    # No dataclass: FSDP would hand a copy of one to the layer, with tensors cast to another dtype.
+    def __init__(self, conv: Tensor | None, state: Tensor) -> None:
+        self.conv, self.state = conv, state
+        self.made_in = current_backward()
+
+    def __repr__(self) -> str:
+        return f"KDACache(conv={self.conv}, state={self.state})"
+
+    def check_first_run(self) -> None:
+        check_first_run("past_key_values", self.made_in)
+
+    def reset(self, rows: Any = None) -> None:
+        """Forget all sequences, or those at ``rows`` (an index, a slice, or an index tensor)."""
+        for x in (self.conv, self.state):
+            if x is not None:
+                x[slice(None) if rows is None else rows] = 0
+
+    def memory_bytes(self) -> int:
+        """Bytes of the two tensors: the same after any number of tokens."""
+        return sum(x.numel() * x.element_size() for x in (self.conv, self.state) if x is not None)
+
+
+class DraftCache:
+    """Speculative decoding over a :class:`KDACache`: the layer takes what it is given for drafts.
+
+    A call with it computes the outputs of all drafts and leaves the cache as it is, but for records of a few vectors a
+    token; then :meth:`accept` says how many of them stay. Drafts of which nobody says so are dropped.
+
+    Args:
+        layer: a :class:`KimiDeltaAttention`.
+        cache: its cache, from :meth:`KimiDeltaAttention.new_cache`, which comes to hold what is accepted.
+        max_tokens: drafts of a call at most, 1 to 16.
+        fused: accepted drafts are applied by the next call, in one pass with its own work, or by :meth:`flush`; else at
+            once by :meth:`accept`.
+
+    >>> import torch
+    >>> from kda.nn import DraftCache, KimiDeltaAttention
+    >>> layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32), torch.randn(1, 5, 64)
+    >>> drafts, plain = DraftCache(layer, layer.new_cache(1), 4), layer.new_cache(1)
+    >>> with torch.no_grad():
+    ...     _ = layer(x[:, :4], cache=drafts)  # four drafts, of which three are right
+    ...     drafts.accept(torch.tensor([3], dtype=torch.int32))
+    ...     o, _, _ = layer(x[:, 4:], cache=drafts)
+    ...     expected = [layer(token, cache=plain)[0] for token in x[:, [0, 1, 2, 4]].split(1, 1)]
+    >>> bool(torch.allclose(o, expected[3], atol=1e-5))
+    True
+    """
+
+    def __init__(self, layer: KimiDeltaAttention, cache: KDACache, max_tokens: int, *, fused: bool = True) -> None:
+        if not isinstance(max_tokens, int) or not 1 <= max_tokens <= 16:
+            raise ValueError(f"max_tokens: expected 1..16, got {max_tokens}")
+        self.cache, self.max_tokens, self.fused = cache, max_tokens, fused
+        N, HV, V, K = cache.state.shape
+        # With fused, two buffers take turns: one is read while the other is written.
+        self.records: list[Records] = [
+            new_records(N, max_tokens, layer.num_heads, HV, K, V, device=cache.state.device) for _ in range(1 + fused)
+        ]
+        self._rows: Tensor | None = None  # of the last call, before the convolution
+        self._accept_len = torch.zeros(N, dtype=torch.int32, device=cache.state.device)
+
+    def accept(self, accept_len: Tensor) -> None:
+        """``[N]`` int32, on the device of the cache: how many of each sequence's last drafts stay."""
+        if accept_len.shape != self._accept_len.shape or accept_len.dtype != torch.int32:
+            raise ValueError(
+                f"accept_len: expected int32 of shape {list(self._accept_len.shape)}, got {accept_len.dtype} of shape "
+                f"{list(accept_len.shape)}"
+            )
+        self._accept_len.copy_(accept_len)
+        if not self.fused:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring the cache up to date with everything accepted."""
+        if self._rows is not None:
+            conv: dict[str, Any] = {}
+            if self.cache.conv is not None:
+                conv = {"conv_x": self._rows, "conv_state": self.cache.conv}
+            flush_kvbuffer(self.cache.state, self.records[0], self._accept_len, **conv)
+        self._accept_len.zero_()
+
+    def memory_bytes(self) -> int:
+        """Bytes of the records, apart from those of the cache."""
+        return sum(x.numel() * x.element_size() for r in self.records for x in (r.u, r.k, r.alpha))
+
+    def run(self, raw: Tensor, conv: Conv | None, inputs: tuple[Any, Any, Any, Any, Any], **options: Any) -> Tensor:
+        """The drafts' outputs, for the layer: from ``raw`` and ``conv``, or from q, k, v among ``inputs``."""
+        if raw.shape[1] > self.max_tokens:
+            raise ValueError(
+                f"hidden_states: expected at most max_tokens = {self.max_tokens} drafts, got {raw.shape[1]}"
+            )
+        o: Tensor
+        if self.fused and self._rows is not None:
+            last, new = self.records
+            rolled = None if conv is None else self._rows
+            o = flush_verify_kvbuffer(
+                *inputs, self.cache.state, new, self._accept_len, last=last, last_conv_x=rolled, conv=conv, **options
+            )
+            self.records.reverse()
+        else:
+            o = verify_kvbuffer(*inputs, self.cache.state, self.records[0], conv=conv, **options)
+        self._accept_len.zero_()
+        self._rows = raw
+        return o

@@ -1,0 +1,169 @@
+"""Which tokens belong together: what trainers call the boundaries of documents, and padding, as offsets of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Layout(NamedTuple):
+    cu_seqlens: Tensor | None  # offsets of the sequences, all rows one after the other; None: every row is a sequence
+    kept: Tensor | None  # the tokens that are not padding, which the offsets count, among all B * T; None: all
+
+
+def offsets_of(name: str, x: Tensor | Sequence[int]) -> list[int]:
+    """Offsets read on the host."""
+    if isinstance(x, Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"{name}: expected [N + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
+    cu = [int(i) for i in (x.tolist() if isinstance(x, Tensor) else x)]
+    if not cu or cu[0] != 0:
+        raise ValueError(f"{name}: expected offsets from 0 on, got {cu[:1]}")
+    for n, (a, b) in enumerate(pairwise(cu), 1):
+        if b < a:
+            raise ValueError(f"{name}[{n}]: expected at least {a} (never decreasing), got {b}")
+    return cu
+
+
+def find_layout(
+    hidden_states: Tensor,
+    offsets: Mapping[str, Tensor | None],
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Layout:
+    """One layout of all that was given. What says the same twice must agree.
+
+    Offsets alone are taken as they are; all else is read on the host, which waits for a GPU.
+    """
+    B, T, _ = hidden_states.shape
+    given = {name: x for name, x in offsets.items() if x is not None}
+    first = next(iter(given.values()), None)
+    if first is not None and B != 1:
+        raise ValueError(f"hidden_states: expected one row with {next(iter(given))}, got {B}")
+    _check_shapes(B, T, seq_idx, position_ids, None if given else attention_mask)
+    if first is not None:
+        attention_mask = None
+    if T <= 1:  # no boundary within a row, and a token decoded waits for nothing
+        seq_idx = position_ids = None
+    alone = seq_idx is None and position_ids is None and all(x is first for x in given.values())
+    if attention_mask is None and (alone or (first is not None and _cannot_wait(hidden_states))):
+        return Layout(None if first is None else first.to(hidden_states.device), None)
+    layout: Layout = _read(hidden_states, given, seq_idx, position_ids, attention_mask)
+    return layout
+
+
+def _check_shapes(
+    B: int, T: int, seq_idx: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None
+) -> None:
+    for name, x, rows in (("seq_idx", seq_idx, (B,)), ("position_ids", position_ids, (1, B))):
+        if x is None:
+            continue
+        if x.ndim != 2 or x.shape[0] not in rows or x.shape[1] != T:
+            raise ValueError(f"{name}: expected shape [{B}, {T}], got {list(x.shape)}")
+        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+            raise ValueError(f"{name}: expected integers, got {x.dtype}")
+    if attention_mask is not None:
+        shape = attention_mask.shape
+        if len(shape) != 2 or shape[0] != B or shape[1] < T:
+            raise ValueError(f"attention_mask: expected shape [{B}, {T}], got {list(shape)}")
+
+
+def _cannot_wait(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@torch.no_grad()
+def _read_on_host(
+    hidden_states: Tensor,
+    given: Mapping[str, Tensor],
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Layout:
+    (B, T, _), device = hidden_states.shape, hidden_states.device
+    cu = torch.arange(B + 1, device=device) * T  # of the rows
+    at, kept = torch.arange(B * T, device=device), None
+    if attention_mask is not None:
+        mask = _padding(attention_mask.to(device)[:, attention_mask.shape[1] - T :])
+        if not bool(mask.all()):
+            at = kept = mask.flatten().nonzero().flatten()
+            cu = F.pad(mask.sum(1).cumsum(0), (1, 0))
+    rows = begins = _begins(cu, len(at))  # bool, of each token: whether a sequence begins there
+    name = ""  # of what says so
+
+    if given:
+        name = next(iter(given))
+        cu = _agreed(given, T).to(device)
+        begins = _begins(cu, len(at))
+    end = int(cu[-1])  # beyond are tokens of no sequence
+    if seq_idx is not None:
+        number = seq_idx.to(device).flatten()[at]
+        if bool((number < 0).any()):
+            raise ValueError(f"seq_idx: expected numbers from 0 on, got {int(number.min())}")
+        changes = rows | F.pad(number[1:] != number[:-1], (1, 0))
+        if name and not torch.equal(changes[:end], begins[:end]):
+            raise ValueError(f"seq_idx: expected the documents of {name}, got others")
+        if not name:
+            name, begins = "seq_idx", changes
+    if position_ids is not None:
+        restarts = _restarts(position_ids.to(device).expand(B, T).flatten()[at], at, rows, counted=not name)
+        if name and bool((restarts & ~begins)[:end].any()):
+            raise ValueError(f"position_ids: expected the documents of {name}, got others")
+        begins = begins if name else rows | restarts
+    if not given and not torch.equal(begins, rows):
+        cu = F.pad(begins.nonzero().flatten(), (0, 1), value=len(at))
+    elif not given and kept is None:
+        return Layout(None, None)
+    return Layout(cu, kept)
+
+
+_read: Any = torch.compiler.disable(_read_on_host)
+
+
+def _padding(mask: Tensor) -> Tensor:
+    """As bool. Other numbers than 0 and 1 mean something else to whoever made them."""
+    strange = (mask != 0) & (mask != 1)
+    if bool(strange.any()):
+        raise ValueError(f"attention_mask: expected 0 for padding and 1 elsewhere, got {mask[strange][0].item()}")
+    return mask.bool()
+
+
+def _agreed(given: Mapping[str, Tensor], T: int) -> Tensor:
+    name, first = next(iter(given.items()))
+    cu = offsets_of(name, first)
+    if cu[-1] > T:
+        raise ValueError(f"{name}: expected offsets up to {T} tokens, got {cu[-1]}")
+    for other, x in given.items():
+        if x is not first and offsets_of(other, x) != cu:
+            raise ValueError(f"{other}: expected the offsets of {name}, got others")
+    return first
+
+
+def _begins(cu: Tensor, tokens: int) -> Tensor:
+    begins = torch.zeros(tokens + 1, dtype=torch.bool, device=cu.device)
+    begins[cu.long()] = True
+    return begins[:tokens]
+
+
+def _restarts(position: Tensor, at: Tensor, rows: Tensor, counted: bool) -> Tensor:
+    """bool, of each token: whether its position does not go beyond that of the token before, in the same row.
+
+    ``counted``: nothing else tells documents apart, so positions must go up by one. Where padding was taken out they
+    may have counted it.
+    """
+    position = position.long()
+    step = position.diff()
+    within = ~rows[1:]
+    jumps = within & (step > 1) & (step != at.diff())
+    if counted and bool(jumps.any()):
+        t = int(jumps.nonzero()[0])
+        raise ValueError(
+            f"position_ids: expected steps of 1 and restarts (or cu_seqlens), got {int(position[t + 1])} after"
+            f" {int(position[t])}"
+        )
+    return F.pad(within & (step <= 0), (1, 0))

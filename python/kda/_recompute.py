@@ -1,0 +1,38 @@
+"""States that are overwritten in place, where backward runs a forward again.
+
+``torch.utils.checkpoint`` (selective or not, reentrant or not) and its like throw away what a function computed and run
+it again in backward. A state that the first run has moved on is no longer what that run started from: the second one
+would compute other gradients and move the state on once more. Nothing here could tell which of several calls runs
+again, so this is refused; a state that the function itself makes is new in every run, and right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def current_backward() -> int:
+    """The number of the backward pass that this thread runs, -1 outside of any."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+def check_first_run(name: str, made_in: int) -> None:
+    """``made_in``: the backward pass in which the state was made, -1 for none."""
+    running = current_backward()
+    if running not in (-1, made_in):
+        raise ValueError(
+            f"{name}: expected None in a function that backward runs again (use_cache=False with gradient"
+            " checkpointing), got one that its first run has already moved on"
+        )
+
+
+def old_state(state: Tensor, made_in: int) -> Tensor:
+    """A copy that backward can read after the state has moved on."""
+    if torch.compiler.is_compiling():
+        from . import compiled  # noqa: F401  # registers the operator
+
+        copy: Tensor = torch.ops.kda.old_state(state)
+        return copy
+    check_first_run("state", made_in)
+    return state.clone()

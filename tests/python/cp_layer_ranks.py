@@ -1,0 +1,71 @@
+"""One rank's part of the layer in test_nn_keywords.py, with a context; results go to files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import kda.cp
+from kda.nn import KimiDeltaAttention
+from layer_model import make, tokens
+
+TOKENS = 96  # of all ranks together
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: list[int]
+    config: dict[str, Any] = field(default_factory=dict)
+    autocast: bool = False
+    checkpointed: bool = False
+
+    def layer(self) -> KimiDeltaAttention:
+        return make(**self.config)
+
+
+CASES = {
+    "one": Case([96]),
+    "across": Case([20, 0, 50, 1, 25], {"num_v_heads": 4, "expand_v": 2}),
+    "spans": Case([3, 90, 3], {"conv_size": 3, "conv_bias": True, "allow_neg_eigval": True}),
+    "short": Case([31, 1, 1, 1, 14, 1, 1, 46], {"lower_bound": -5.0, "safe_gate": True}),
+    "tail": Case([40, 40], {"conv_size": 1}),
+    "no_convolution": Case([50, 46], {"use_short_conv": False}),
+    "autocast": Case([10, 86], autocast=True),
+    "checkpointed": Case([10, 86], checkpointed=True),
+}
+
+
+def run_layer(case: Case, cp: Any = None) -> dict[str, Tensor]:
+    """Outputs, and gradients of x and of every parameter, of this rank's window or of everything."""
+    layer, x, d_o = case.layer(), tokens(1, TOKENS, 48), tokens(1, TOKENS, 48, seed=2)
+    keywords: dict[str, Any] = {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0)}
+    if cp is not None:
+        own = slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens)
+        x, d_o, keywords = x[:, own], d_o[:, own], {"cp_context": cp}
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.autocast):
+        if case.checkpointed:
+            o = checkpoint(lambda x: layer(x, **keywords)[0], x, use_reentrant=False)
+        else:
+            o = layer(x, **keywords)[0]
+    (o * d_o).sum().backward()
+    return {"o": o.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+
+
+def run_layer_rank(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store_{ranks}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    contexts = {
+        n: kda.cp.Context([0, *torch.tensor(c.lengths).cumsum(0).tolist()], tokens=TOKENS) for n, c in CASES.items()
+    }
+    torch.save({n: run_layer(case, contexts[n]) for n, case in CASES.items()}, Path(folder) / f"{ranks}_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
