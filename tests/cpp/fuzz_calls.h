@@ -67,23 +67,25 @@ struct Arena {
   explicit Arena(int64_t size = kArena) : bytes(size), used(size) { clear(); }
   std::vector<char> bytes;
   int64_t used;
+  int64_t alignment = 1;  // of tensors to come, in bytes, where it is more than that of an element
 
   void clear() {
     std::memset(bytes.data(), 0xff, used);
     used = 0;
   }
-  // A poisoned tensor of random layout, at most aligned to its element.
+  // A poisoned tensor of random layout, aligned to its element and, unless `alignment` says so, to no more.
   kda_tensor take(int32_t dtype, const std::vector<int64_t>& shape, Random& random) {
     kda_tensor t{};
     t.dtype = dtype, t.ndim = static_cast<int32_t>(shape.size());
     int64_t stride = 1;
     const bool padded = random.chance(0.3);
+    const int64_t size = dtype_size(dtype), aligned = std::max(size, alignment);
     for (int i = t.ndim - 1; i >= 0; --i) {
-      if (padded && i + 1 < t.ndim) stride += random.below(4);
+      if (padded && i + 1 < t.ndim) stride += random.below(4) * (aligned / size);
       t.shape[i] = shape[i], t.stride[i] = stride;
       stride *= std::max<int64_t>(1, shape[i]);
     }
-    const int64_t size = dtype_size(dtype), first = (used + 64 + size - 1) / size * size;
+    const int64_t first = (used + 64 + aligned - 1) / aligned * aligned;
     t.data = bytes.data() + first;
     used = first + stride * size + 64;
     if (used > std::ssize(bytes)) fail("the arena is too small");

@@ -1,0 +1,308 @@
+// Numbers at the ends of their range for the calls of fuzz_calls.h, and how near float32 has to come to float64 there.
+#pragma once
+#include <bit>
+#include <cfloat>
+#include <limits>
+
+#include "fuzz_oracle.h"
+
+namespace kda::test {
+
+// What a number of a tensor does to a result. In `kLinear` and `kRecurrent` ones it is a factor, and that of a recurrence
+// makes it grow. What comes of gates and normalised rows is bounded, so float32 promises them at any value.
+enum class Role { kNone, kRawGate, kLogGate, kNormalised, kLinear, kRecurrent };
+
+template <class Args>
+Role role(const Args& a, const Field& f) {
+  const std::string name = f.name;
+  const auto is = [&](std::initializer_list<const char*> names) {
+    return std::any_of(names.begin(), names.end(), [&](const char* n) { return name == n; });
+  };
+  bool rolled = is({"state", "conv_state", "conv.state"});  // in and out
+  if constexpr (std::is_same_v<Args, kda_stage_bwd_intra_args>) rolled |= f.output;
+  if (f.t->ndim == 0 || f.t->dtype > KDA_F64 || (f.output && !rolled)) return Role::kNone;
+  if (name == "G") return Role::kNone;  // sums that never rise within a chunk: no others mean anything
+  if (is({"A_log", "dt_bias"})) return Role::kRawGate;
+  if constexpr (requires { a.A_log; })
+    if (name == "x") return Role::kRawGate;
+  if constexpr (requires { a.in; }) {
+    if (name == "g") return a.in.gate_form == KDA_GATE_LOG ? Role::kLogGate : Role::kRawGate;
+    if (name == "beta" && a.in.beta_form != KDA_BETA_ACTIVATED) return Role::kRawGate;
+    if (is({"q", "k"}) && a.in.qk_l2norm) return Role::kNormalised;
+    if (name.starts_with("conv.") && !a.in.qk_l2norm) return Role::kRecurrent;  // they are the keys
+  }
+  if constexpr (requires { a.chunk; })
+    if (name == "g") return Role::kLogGate;
+  if constexpr (requires { a.at.cu_seqlens; })
+    if (name == "g") return Role::kLogGate;
+  if (is({"k", "beta", "w", "kg", "M", "Akk_inv", "records.alpha", "last.alpha"})) return Role::kRecurrent;
+  return Role::kLinear;
+}
+
+inline double largest(const kda_tensor& t) {
+  double most = 0;
+  for (int64_t i = 0; i < tensor_size(t); ++i)
+    if (const double x = std::abs(get(t, i)); std::isfinite(x)) most = std::max(most, x);
+  return most;
+}
+
+// ---- spoiling ----
+
+constexpr float kMostOfTwo = FLT_MAX / 2;  // a gate adds two of them in float32
+
+inline double any_float32(Random& random) {
+  const float x = std::bit_cast<float>(static_cast<uint32_t>(random.bits()));
+  return std::isnan(x) ? 0 : std::isinf(x) ? x : std::clamp(x, -kMostOfTwo, kMostOfTwo);
+}
+
+inline void scale_all(const kda_tensor& t, double factor) {
+  for (int64_t i = 0; i < tensor_size(t); ++i) set(t, i, factor * get(t, i));
+}
+template <size_t N>
+void set_some(const kda_tensor& t, const double (&values)[N], Random& random) {
+  for (int64_t n = 1 + random.below(3); n > 0; --n)
+    set(t, random.below(tensor_size(t)), values[random.below(static_cast<int64_t>(N))]);
+}
+
+// Powers of ten; float16 holds fewer.
+inline double factor(const kda_tensor& t, int64_t most, Random& random) {
+  constexpr int64_t kPowers[] = {-40, -30, -20, -10, -4, 4, 10, 20, 30, 38};
+  int64_t power = 0;
+  do power = kPowers[random.below(std::size(kPowers))];
+  while (power > most || (t.dtype == KDA_F16 && std::abs(power) > 4));
+  return std::pow(10.0, static_cast<double>(power));
+}
+
+constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+
+inline void spoil_gate(const kda_tensor& t, bool log, Random& random) {
+  constexpr double kEdges[] = {0,    -0.0, 1e-40, -1e-40, 17,    -17,   20,         -20,         88.7, -88.7, 104,
+                               -104, 1e10, -1e10, 1e30,   -1e30, 65504, kMostOfTwo, -kMostOfTwo, kInf, -kInf, kNan};
+  const int64_t way = random.below(4);
+  if (way == 0) scale_all(t, factor(t, 38, random));
+  else if (way == 1) set_some(t, kEdges, random);
+  for (int64_t i = 0; way >= 2 && i < tensor_size(t); ++i)
+    set(t, i, way == 2 ? any_float32(random) : random.uniform(-110, 110));
+  for (int64_t i = 0; log && i < tensor_size(t); ++i) set(t, i, -std::abs(get(t, i)));
+}
+
+inline void spoil(const kda_tensor& t, Role role, Random& random) {
+  constexpr double kFactors[] = {0, -0.0, 1e-40, -1e-30, 1e-20, 1e20, -1e30, kInf, -kInf, kNan};
+  constexpr double kOfRows[] = {0, 1e-40, 1e-30, 65504, 1e19, -1e20, 1e30, FLT_MAX, -FLT_MAX, kInf, kNan};
+  constexpr double kSmall[] = {0, -0.0, 1e-40, -1e-30, 1e-10, 1, kInf, kNan};
+  if (tensor_size(t) == 0) return;
+  if (role == Role::kRawGate || role == Role::kLogGate) return spoil_gate(t, role == Role::kLogGate, random);
+  if (random.chance(0.7))
+    return scale_all(t, factor(t, role == Role::kNormalised ? 38 : role == Role::kLinear ? 30 : -4, random));
+  if (role == Role::kNormalised) set_some(t, kOfRows, random);
+  else if (role == Role::kLinear) set_some(t, kFactors, random);
+  else set_some(t, kSmall, random);
+}
+
+// Up to three of a call's tensors. The names of which.
+template <class Args>
+std::string spoil_some(Args& a, Random& random) {
+  std::vector<std::pair<Field, Role>> all;
+  for (const Field& f : all_fields(a))
+    if (const Role r = role(a, f); r != Role::kNone) all.emplace_back(f, r);
+  std::string names;
+  for (int64_t n = 1 + random.below(3); n > 0 && !all.empty(); --n) {
+    const auto& [f, r] = all[random.below(std::ssize(all))];
+    spoil(*f.t, r, random);
+    names += std::string(names.empty() ? "" : ", ") + f.name;
+  }
+  return names;
+}
+
+// The first numbers of each, for whoever repeats a failing call.
+template <class Args>
+void print_values(Args& a) {
+  for (const Field& f : all_fields(a)) {
+    if (f.t->ndim == 0 || f.t->dtype > KDA_F64) continue;
+    std::printf("%s:", f.name);
+    for (int64_t i = 0; i < std::min<int64_t>(16, tensor_size(*f.t)); ++i) std::printf(" %.4g", get(*f.t, i));
+    int64_t strange = 0;
+    for (int64_t i = 0; i < tensor_size(*f.t); ++i) strange += !std::isfinite(get(*f.t, i));
+    std::printf("; up to %.4g, %ld not finite\n", largest(*f.t), static_cast<long>(strange));
+  }
+}
+
+// ---- what float32 promises ----
+
+// No number on the way to a result is larger than this, and what underflows there is multiplied by no more.
+template <class Args>
+double largest_factor(Args& a) {
+  double product = 1;
+  for (const Field& f : all_fields(a))
+    if (const Role r = role(a, f); r == Role::kLinear || r == Role::kRecurrent) product *= std::max(1.0, largest(*f.t));
+  return product;
+}
+constexpr double kMostFactor =
+    1e31;  // beyond it float32 may overflow where float64 does not: such results are not compared
+
+// A subnormal may count as 0, which makes NaN of infinity, or nothing of it.
+template <class Args>
+bool has_subnormals_and_infinities(Args& a) {
+  bool subnormal = false, infinite = false;
+  for (const Field& f : all_fields(a))
+    for (int64_t i = 0; role(a, f) != Role::kNone && i < tensor_size(*f.t); ++i) {
+      const double x = std::abs(get(*f.t, i));
+      subnormal |= x > 0 && x < FLT_MIN, infinite |= std::isinf(x);
+    }
+  return subnormal && infinite;
+}
+
+// How far a result may be: `gate` of its size, or `noise` of what it changes by when all inputs do by kNudge of theirs (it is
+// a small difference then), or what underflowed. Beside all that its own store is rounded.
+struct Promise {
+  double gate, noise, underflow;
+};
+constexpr double kNudge = 0x1p-20;
+
+// The call with float64 inputs, each off by kNudge at most. A gate's sum x + dt_bias may cancel, but is exact to its last bit.
+template <class Args>
+Args nudged(Args a, Arena& into, Random& random) {
+  into.clear();
+  Random dense(0);
+  for (const Field& f : all_fields(a)) {
+    if (f.output || f.t->ndim == 0 || f.t->dtype > KDA_F64) continue;
+    if (kReadsRounded<Args> && !std::strcmp(f.name, "h0")) continue;
+    const std::string name = f.name;
+    const double size = role(a, f) == Role::kRawGate && name != "A_log" && name != "beta" ? 0 : kNudge;
+    const kda_tensor given = *f.t;
+    *f.t = into.take(KDA_F64, {given.shape, given.shape + given.ndim}, dense);
+    for (int64_t i = 0; i < tensor_size(given); ++i) set(*f.t, i, get(given, i) * (1 + size * random.uniform(-1, 1)));
+  }
+  return a;
+}
+
+// ---- comparing ----
+
+// Heads, or channels of a convolution, share nothing: each is compared by itself.
+template <class Args>
+int head_dim(const Args& a, const Field& f) {
+  const std::string name = f.name;
+  const auto is = [&](std::initializer_list<const char*> names) {
+    return std::any_of(names.begin(), names.end(), [&](const char* n) { return name == n; });
+  };
+  if (is({"A_log", "dt_bias", "dA_log", "d_dt_bias", "weight", "bias", "dweight", "dbias"})) return 0;
+  if constexpr (requires { a.chunk; }) return 1;
+  if constexpr (requires { a.weight; }) return is({"x", "y", "dy", "dx"}) ? 2 : 1;
+  if (is({"beta", "dbeta"})) return 2;
+  if (is({"conv.state", "conv_state"})) return f.t->ndim - 2;
+  if (is({"hT", "h", "dh", "dh0", "h0", "dhT", "M", "b", "d", "states", "checkpoints", "snapshots", "state"}))
+    return f.t->ndim - 3;
+  return f.t->ndim - 2;
+}
+
+inline double largest_of(int32_t dtype) { return dtype == KDA_F16 ? 65504 : dtype == KDA_F64 ? DBL_MAX : FLT_MAX; }
+inline double least_of(int32_t dtype) { return dtype == KDA_F16 ? 0x1p-25 : 0; }
+
+struct Sums {
+  double n = 0, ref2 = 0, error2 = 0, nudge2 = 0, noise2 = 0, worst = 0;
+  int64_t at = 0;
+};
+
+// Adds element i, which `noise` may take beyond the dtype, and says no if one of the two is finite only. What is beyond the
+// dtype counts as infinite, and where float64 is not finite any such number is right.
+inline bool add(Sums& sums, int64_t i, double ref, double x, double nudge, double noise, int32_t dtype) {
+  const double most = largest_of(dtype);
+  if (!std::isfinite(ref)) return !std::isfinite(x);
+  if (std::abs(ref) > most * 1.01) return !std::isfinite(x);
+  if (!std::isfinite(x)) return std::abs(ref) + 8 * noise > most * 0.99 && (noise > 0 || x == std::copysign(kInf, ref));
+  const double store = unit_roundoff(dtype) * std::abs(ref) + least_of(dtype);
+  const double error = std::max(0.0, std::abs(ref - x) - store);
+  sums.n += 1, sums.ref2 += ref * ref, sums.error2 += error * error, sums.nudge2 += nudge * nudge,
+      sums.noise2 += noise * noise;
+  if (error > sums.worst) sums.worst = error, sums.at = i;
+  return true;
+}
+
+inline int64_t inner_size(const kda_tensor& t, int dim) {
+  int64_t inner = 1;
+  for (int d = t.ndim - 1; d > dim; --d) inner *= t.shape[d];
+  return inner;
+}
+
+// Rows and value heads of a call that have a number which is not finite.
+struct Tainted {
+  int64_t rows = 0, heads = 0;
+  std::vector<bool> any;
+
+  // The same of a tensor that may have fewer heads than the call has value heads, or other rows (packed states; sums over all).
+  template <class F>
+  void each(int64_t row, int64_t row_count, int64_t head, int64_t head_count, const F& f) {
+    const int64_t group = heads / head_count, first = row_count == rows ? row : 0;
+    for (int64_t r = first; r < (row_count == rows ? row + 1 : rows); ++r)
+      for (int64_t j = head * group; j < (head + 1) * group; ++j) f(any[r * heads + j]);
+  }
+  void mark(int64_t row, int64_t row_count, int64_t head, int64_t head_count) {
+    each(row, row_count, head, head_count, [](auto&& x) { x = true; });
+  }
+  bool holds(int64_t row, int64_t row_count, int64_t head, int64_t head_count) {
+    bool found = false;
+    if (!any.empty()) each(row, row_count, head, head_count, [&](auto&& x) { found |= x; });
+    return found;
+  }
+};
+
+// Where an element lies among rows and heads.
+struct Place {
+  int64_t rows, heads, row, head;
+};
+inline Place place_of(const kda_tensor& t, int dim, int64_t i) {
+  const int64_t rows = dim > 0 ? t.shape[0] : 1;
+  int64_t of_row = 1, inner = 1;
+  for (int d = t.ndim - 1; d >= (dim > 0 ? 1 : 0); --d) of_row *= t.shape[d], inner *= d > dim ? t.shape[d] : 1;
+  return {rows, t.shape[dim], i / of_row, i / inner % t.shape[dim]};
+}
+
+// Of stages and gradients nothing is promised within a row and head that such a number is in.
+template <class Args>
+Tainted tainted_by(Args& a) {
+  Tainted found;
+  if constexpr (
+      requires { a.at; } || requires { a.d_o; } || requires { a.dweight; }) {
+    for (const Field& f : all_fields(a)) {
+      if (f.t->ndim < 2 || tensor_size(*f.t) == 0) continue;
+      const Place p = place_of(*f.t, head_dim(a, f), 0);
+      found.heads = std::max(found.heads, p.heads);
+      if (!std::strcmp(f.name, "v") || !std::strcmp(f.name, "G") || !std::strcmp(f.name, "dy")) found.rows = p.rows;
+    }
+    found.rows = std::max<int64_t>(found.rows, 1), found.any.resize(found.rows * found.heads);
+    for (const Field& f : all_fields(a))
+      for (int64_t i = 0; f.t->dtype <= KDA_F64 && f.t->ndim && i < tensor_size(*f.t); ++i)
+        if (!std::isfinite(get(*f.t, i)) && (!f.output || role(a, f) != Role::kNone)) {
+          const Place p = place_of(*f.t, head_dim(a, f), i);
+          found.mark(p.row, p.rows, p.head, p.heads);
+        }
+  }
+  return found;
+}
+
+// `more`: what else may be off, of every element; or empty.
+inline void expect_near(const Field& f, const kda_tensor& expected, const kda_tensor& moved, int dim, const Promise& p,
+                        Tainted& tainted, const std::vector<double>& more) {
+  const int64_t size = tensor_size(*f.t);
+  std::vector<Sums> all(f.t->shape[dim] * (dim > 0 ? f.t->shape[0] : 1));
+  for (int64_t i = 0; i < size; ++i) {
+    const Place at = place_of(*f.t, dim, i);
+    if (tainted.holds(at.row, at.rows, at.head, at.heads)) continue;
+    const double ref = get(expected, i), x = get(*f.t, i), change = std::abs(get(moved, i) - ref);
+    Sums& sums = all[at.row * at.heads + at.head];
+    const double noise = more.empty() ? 0 : more[i];
+    if (!add(sums, i, ref, x, std::isfinite(change) ? change : 0, noise, f.t->dtype))
+      fail(str(f.name, "[", i, "]: expected ", ref, ", got ", x));
+  }
+  for (const Sums& s : all) {  // M, a product of maps that shrink, is 1 at most, and made of such
+    if (s.n == 0) continue;
+    const double ref = std::sqrt(s.ref2 / s.n), error = std::sqrt(s.error2 / s.n), noise = std::sqrt(s.nudge2 / s.n);
+    const double budget = p.gate * ref + p.noise * noise + std::sqrt(s.noise2 / s.n) + p.underflow +
+                          (std::strcmp(f.name, "M") ? 0 : kNudge);
+    if (!(error <= budget && s.worst <= 8 * budget))
+      fail(str(f.name, " is off by ", error, " of ", ref, ", budget ", budget, "; worst at ", s.at, ": expected ",
+               get(expected, s.at), ", got ", get(*f.t, s.at)));
+  }
+}
+
+}  // namespace kda::test

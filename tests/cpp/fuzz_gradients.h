@@ -1,0 +1,90 @@
+// Gradients of gates are small differences of large sums: dg of a token is what q dq and k dk of all after it leave, and what
+// rounds there is no smaller where the decay is strong. How much that is.
+#pragma once
+#include <map>
+
+#include "fuzz_edges.h"
+
+namespace kda::test {
+
+using Noise = std::map<std::string, std::vector<double>>;  // of outputs by name, of every element
+constexpr double kCancelled = 8 * kNudge;
+
+inline double activated_beta(int32_t form, double b) {
+  return form == KDA_BETA_ACTIVATED ? std::abs(b) : form == KDA_BETA_2SIGMOID ? 2 : 1;
+}
+
+// The largest product of a state and a gradient of one.
+inline double largest_product(const kda_backward_args& a) {
+  const double q = a.in.qk_l2norm ? 1 : largest(a.in.q), k = a.in.qk_l2norm ? 1 : largest(a.in.k);
+  const double scale = a.in.scale != 0 ? std::abs(a.in.scale) : 1;
+  const double S = largest(a.h0) + activated_beta(a.in.beta_form, largest(a.in.beta)) * k * largest(a.in.v);
+  const double dS = largest(a.dhT) + scale * q * largest(a.d_o);
+  return S * dS;
+}
+
+// Of dg before the gate, and what becomes of it behind.
+inline Noise cancelled(const kda_backward_args& a, const std::vector<Field>&, const std::vector<kda_tensor>&,
+                       Arena& room) {
+  const double least = kCancelled * largest_product(a);
+  const int64_t size = tensor_size(a.in.g), HV = a.in.g.shape[2], K = a.in.g.shape[3];
+  Noise noise;
+  noise["dg"].assign(size, least), noise["dA_log"].assign(HV, 0), noise["d_dt_bias"].assign(HV * K, 0);
+  if (a.in.gate_form == KDA_GATE_LOG || size == 0) return noise;
+  room.clear();
+  Random dense(0);
+  const int64_t rows = size / (HV * K);
+  kda_gate_backward_args gate = KDA_GATE_BACKWARD_ARGS_INIT;
+  gate.exec.impl = "reference";
+  gate.x = room.take(KDA_F64, {rows, HV, K}, dense), gate.dg = room.take(KDA_F64, {rows, HV, K}, dense);
+  gate.dx = room.take(KDA_F64, {rows, HV, K}, dense);
+  gate.A_log = a.in.A_log, gate.dt_bias = a.in.dt_bias;
+  gate.gate_form = a.in.gate_form, gate.lower_bound = a.in.lower_bound;
+  for (int64_t i = 0; i < size; ++i) set(gate.x, i, get(a.in.g, i)), set(gate.dg, i, least);
+  if (call(gate) != KDA_OK) fail(str("the oracle refuses a gate: ", kda_last_error()));
+  for (int64_t i = 0; i < size; ++i) {
+    const double dx = std::abs(get(gate.dx, i)), bias = a.in.dt_bias.ndim ? get(a.in.dt_bias, i % (HV * K)) : 0;
+    // By A_log the gate's slope is that by z times z, or 1 where softplus(z) is e^z.
+    const double by_A_log = dx * std::max(1.0, std::abs(get(a.in.g, i) + bias));
+    noise["dg"][i] = dx;
+    noise["d_dt_bias"][i % (HV * K)] += dx, noise["dA_log"][i / K % HV] += by_A_log;
+  }
+  return noise;
+}
+
+// Sums of a gate's gradients round as large as their terms are, and are lost if those are beyond float32, or the gate is. A
+// gradient that underflows is multiplied by the gate.
+inline Noise cancelled(const kda_gate_backward_args& a, const std::vector<Field>&,
+                       const std::vector<kda_tensor>& expected, Arena&) {
+  const int64_t HV = a.x.shape[1], K = a.x.shape[2];
+  const kda_tensor& dx = expected[0];
+  std::vector<double> of_A_log(HV), of_bias(HV * K), gates(HV);
+  for (int64_t i = 0; i < tensor_size(dx); ++i) {
+    const double size = std::abs(get(dx, i)), bias = a.dt_bias.ndim ? get(a.dt_bias, i % (HV * K)) : 0;
+    const double z = std::abs(get(a.x, i) + bias), rate = a.A_log.ndim ? std::exp(get(a.A_log, i / K % HV)) : 1;
+    of_bias[i % (HV * K)] += size;
+    of_A_log[i / K % HV] += rate * z > FLT_MAX ? kInf : size * std::max(1.0, z);
+    gates[i / K % HV] += rate * z;
+  }
+  for (std::vector<double>* sums : {&of_A_log, &of_bias})
+    for (double& x : *sums) x = x > FLT_MAX ? kInf : x * kNudge;
+  for (int64_t i = 0; i < HV; ++i) of_A_log[i] += gates[i] * FLT_MIN;
+  return {{"dA_log", of_A_log}, {"d_dt_bias", of_bias}};
+}
+
+// dG of stages, from its own terms.
+template <class Args>
+Noise cancelled(const Args& a, const std::vector<Field>& outputs, const std::vector<kda_tensor>& expected, Arena&) {
+  Noise noise;
+  if constexpr (requires { a.dG, a.dq, a.dk, a.q; }) {
+    double dq = 0, dk = 0;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!std::strcmp(outputs[i].name, "dq")) dq = largest(expected[i]);
+      if (!std::strcmp(outputs[i].name, "dk")) dk = largest(expected[i]);
+    }
+    noise["dG"].assign(tensor_size(a.dG), kCancelled * (largest(a.q) * dq + largest(a.k) * dk));
+  }
+  return noise;
+}
+
+}  // namespace kda::test
