@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ._arrays import View, is_torch, torch
+from ._tracking import LostGradients
 
 F = TypeVar("F", bound=Callable[..., Any])
 _REQUIRED = {"q", "k", "v", "g", "beta"}
@@ -45,6 +46,9 @@ def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = N
     for name in ("records", "last", "conv"):  # tuples of arrays
         if hasattr(fields := arguments.pop(name, None), "_asdict"):
             arguments |= {f"{name}.{field}": x for field, x in fields._asdict().items()}
+    if isinstance(error, LostGradients):
+        culprits = [name for name, x in arguments.items() if is_torch(x) and x.requires_grad]
+        return ValueError(f"{culprits[0]}: {error}") if culprits else error
     takes = _takes(arguments) if takes is None else takes
     if of_library := hasattr(error, "__tvm_ffi_error__"):
         error.args = (_with_names_of_python(str(error), takes.names),)

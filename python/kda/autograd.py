@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,6 +14,56 @@ from ._lib import library
 from ._options import CHUNK, H_EVERY, Options
 
 Tensor = torch.Tensor
+
+
+# ---- what torch may ask for ----
+
+_NO_SECOND = "second derivatives: expected a gradient that is not differentiated again (kda has first derivatives only)"
+_NO_SECOND += ", got one in another backward"
+
+
+class _NoSecondDerivatives(torch.autograd.Function):
+    """The first ``count`` tensors as they are. Whoever differentiates them by any of all tensors comes through here."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivatives()
+
+
+def refuse_second_derivatives(*_: Any) -> NoReturn:
+    raise NotImplementedError(_NO_SECOND)
+
+
+def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A ``Function.backward`` from ``backward(ctx, kept, *gradients)``, for ``create_graph=True`` as well: then its
+    results refuse to be differentiated again. torch's ``once_differentiable`` ties them to the gradients that come in
+    alone, and to copies of those: where an input has another way to the loss, nobody gets to see its error."""
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        kept = ctx.saved_tensors  # once: activation checkpointing recomputes them
+        with torch.no_grad():
+            results = backward(ctx, kept, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        return _NoSecondDerivatives.apply(len(results), *results, *kept, *gradients)
+
+    return call
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply``; it is for reverse mode alone."""
+    if torch._C._are_functorch_transforms_active():
+        wanted = "expected none of its transforms around this function (torch.autograd.grad works)"
+        raise NotImplementedError(f"torch.func: {wanted}, got one")
+    return function.apply(*arguments)
+
+
+# ---- outputs ----
 
 
 def _large_pages() -> Callable[[Tensor], Tensor]:
@@ -133,9 +184,9 @@ class KDAFunction(torch.autograd.Function):
         return o, hT
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, beta, A_log, dt_bias, h0, cu, *saved = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, g, beta, A_log, dt_bias, h0, cu, *saved = kept
         if d_o is None:
             d_o = torch.zeros_like(v)
         grads = run_backward(
@@ -158,9 +209,9 @@ class GateFunction(torch.autograd.Function):
         return g
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
-        x, A_log, dt_bias = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, dg: Tensor) -> tuple[Any, ...]:
+        x, A_log, dt_bias = kept
         return (*run_gate_backward(x, A_log, dt_bias, dg, ctx.form, ctx.lower_bound), None, None, None, None)
 
 
@@ -220,9 +271,9 @@ class ConvFunction(torch.autograd.Function):
         return run_conv(x, weight, bias, state, cu, silu, final_state, impl)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Any, ...]:
-        x, weight, bias, state, cu = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Any, ...]:
+        x, weight, bias, state, cu = kept
         if dy is None:
             dy = torch.zeros_like(x)
         grads = run_conv_backward(x, weight, bias, state, cu, ctx.silu, dy, d_last, ctx.needs_input_grad[:4])

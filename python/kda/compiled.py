@@ -1,7 +1,8 @@
 """The kernels as registered torch operators, for torch.compile (``fullgraph=True``), export and vmap-free tracing.
 
-Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Operators of the
-namespace ``kda``:
+Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Those that write raise
+the versions of what they write; those without gradients refuse what requires them, when they are traced as well.
+Operators of the namespace ``kda``:
 
 * ``forward(...) -> (o, hT, h, v_new, Aqk, Akk)``, functional, with autograd; what is not wanted comes back empty.
 * ``backward(...) -> gradients``, functional.
@@ -24,6 +25,8 @@ import torch
 from . import _recompute, autograd, segment
 from ._lib import library
 from ._options import Options
+from ._tracking import LostGradients, mark_written
+from .ops import _WITH_GRADIENTS
 
 Tensor = torch.Tensor
 
@@ -34,11 +37,49 @@ _RUN = "str? impl, int num_threads"
 _library = torch.library.Library("kda", "DEF")
 
 
-def _define(name: str, signature: str, run: Any, fake: Any) -> None:
-    _library.define(f"{name}{signature}", tags=torch.Tag.pt2_compliant_tag)
+def _define(name: str, signature: str, run: Any, fake: Any, instead: str | None = None) -> None:
+    """``instead`` names the function that has gradients if this one has none."""
+    define_in(_library, name, signature, run, fake, instead)
+
+
+def define_in(there: Any, name: str, signature: str, run: Any, fake: Any, instead: str | None) -> None:
+    there.define(f"{name}{signature}", tags=torch.Tag.pt2_compliant_tag)
+    operator = getattr(getattr(torch.ops, there.ns), name).default
     for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
-    torch.library.register_fake(f"kda::{name}", fake, lib=_library)
+        there.impl(name, _marking(operator, run), device)
+    torch.library.register_fake(f"{there.ns}::{name}", fake, lib=there)
+    if instead is not None:
+        there.impl(name, _refusing(operator, instead), "Autograd", with_keyset=True)
+
+
+def _marking(operator: Any, run: Any) -> Any:
+    """``run``, and what the schema says is written has a higher version then: torch does so only for its own."""
+    arguments = operator._schema.arguments
+    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    if not any(written):
+        return run
+    names = [a.name for a, w in zip(arguments, written, strict=True) if w and a.kwarg_only]
+
+    def run_and_mark(*values: Any, **options: Any) -> Any:
+        result = run(*values, **options)
+        mark_written(*(x for x, w in zip(values, written, strict=False) if w), *(options.get(n) for n in names))
+        return result
+
+    return run_and_mark
+
+
+def _refusing(operator: Any, instead: str) -> Any:
+    """Below autograd as it is, but that it refuses what would get no gradient. Runs in traces as well."""
+    names = [a.name for a in operator._schema.arguments]
+
+    def refuse_or_run(keys: Any, *values: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            for name, x in (*zip(names, values, strict=False), *options.items()):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    raise ValueError(f"{name}: {LostGradients(instead)}")
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *values, **options)
+
+    return refuse_or_run
 
 
 # ---- forward and backward ----
@@ -139,6 +180,7 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any)
     return (*(x if w else None for x, w in zip(grads, ctx.wanted, strict=True)), *(None,) * 11)
 
 
+torch.library.register_autograd("kda::backward", autograd.refuse_second_derivatives, lib=_library)
 torch.library.register_autograd("kda::forward", _forward_backward, setup_context=_forward_setup, lib=_library)
 
 
@@ -192,8 +234,15 @@ _define(
     f" int checkpoint_every, {_RUN}) -> ()",
     _prefill_run,
     _nothing,
+    _WITH_GRADIENTS,
 )
-_define("decode", f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}) -> ()", _decode_run, _nothing)
+_define(
+    "decode",
+    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}) -> ()",
+    _decode_run,
+    _nothing,
+    _WITH_GRADIENTS,
+)
 
 
 def prefill(call: tuple[Any, ...], *rest: Any) -> None:
@@ -247,6 +296,7 @@ _define(
     " Tensor? snapshot_slots, Tensor? accepted, bool update_state) -> ()",
     _decode_mtp_run,
     _nothing,
+    _WITH_GRADIENTS,
 )
 _define(
     "verify",
@@ -256,6 +306,7 @@ _define(
     f" {_RUN}) -> ()",
     _verify_run,
     _nothing,
+    _WITH_GRADIENTS,
 )
 _define(
     "flush",
@@ -264,6 +315,7 @@ _define(
     f" {_RUN}) -> ()",
     _flush_run,
     _nothing,
+    _WITH_GRADIENTS,
 )
 _define(
     "flush_verify",
@@ -273,6 +325,7 @@ _define(
     f" int max_tokens, {_RUN}) -> ()",
     _flush_verify_run,
     _nothing,
+    _WITH_GRADIENTS,
 )
 
 
@@ -304,6 +357,7 @@ _define(
     " -> (Tensor M, Tensor b, Tensor d)",
     _segment_map_run,
     _segment_map_fake,
+    segment._WITH_GRADIENTS,
 )
 
 
@@ -316,6 +370,7 @@ _define(
     f"(Tensor M, Tensor b, Tensor? h0, bool reverse, bool v_first, {_RUN}) -> Tensor",
     segment.run_segment_merge,
     _segment_merge_fake,
+    segment._WITH_GRADIENTS,
 )
 
 
@@ -391,6 +446,7 @@ def _gate_autograd(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
     return dx, None if A_log is None else dA, None if dt_bias is None else d_bias, None, None, None, None
 
 
+torch.library.register_autograd("kda::gate_backward", autograd.refuse_second_derivatives, lib=_library)
 torch.library.register_autograd("kda::gate", _gate_autograd, setup_context=_gate_setup, lib=_library)
 
 
@@ -472,6 +528,7 @@ def _conv_autograd(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[
     return (*(g if w else None for g, w in zip(grads, ctx.wanted, strict=True)), None, None, None, None)
 
 
+torch.library.register_autograd("kda::conv_backward", autograd.refuse_second_derivatives, lib=_library)
 torch.library.register_autograd("kda::conv", _conv_autograd, setup_context=_conv_setup, lib=_library)
 
 
@@ -491,6 +548,7 @@ _define(
     f" int first_valid_slot, Tensor(b!) out, bool silu, {_RUN}) -> ()",
     _conv_update_run,
     _nothing,
+    "kda.causal_conv1d",
 )
 
 # Whoever has these operators has all of them: torch.ops.kda asks for this module only.

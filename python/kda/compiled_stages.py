@@ -15,7 +15,7 @@ import torch
 
 from ._lib import library
 from ._stages import STAGES
-from .compiled import _define, _nothing
+from .compiled import _define, _nothing, define_in
 from .float32 import run_prefill_f32
 
 Tensor = torch.Tensor
@@ -40,7 +40,7 @@ def _runner(stage: str) -> Callable[..., None]:
 
 
 for _stage, _tensors in STAGES.items():
-    _define(f"stage_{_stage}", _signature(_tensors), _runner(_stage), _nothing)
+    _define(f"stage_{_stage}", _signature(_tensors), _runner(_stage), _nothing, "kda.chunk_kda")
 
 
 def run(stage: str, *arguments: Any) -> None:
@@ -73,24 +73,21 @@ def _forward_run(
     return o, w, u
 
 
-def _define_prefill(name: str, signature: str, run: Any, fake: Any) -> None:
-    _prefill.define(f"{name}{signature}", tags=torch.Tag.pt2_compliant_tag)
-    for device in ("CPU", "CUDA"):
-        _prefill.impl(name, run, device)
-    torch.library.register_fake(f"kda_prefill::{name}", fake, lib=_prefill)
-
-
-_define_prefill(
+define_in(
+    _prefill,
     "forward",
     f"({_INPUTS}, int chunk_size=64, *, {_OPTIONS}) -> (Tensor o, Tensor w, Tensor u)",
     _forward_run,
     _forward_fake,
+    "kda.chunk_kda",
 )
-_define_prefill(
+define_in(
+    _prefill,
     "write",
     f"({_INPUTS}, int chunk_size, Tensor(a!) w, Tensor(b!) u, Tensor(c!) o, *, {_OPTIONS}) -> ()",
     run_prefill_f32,
     lambda *_, **__: None,
+    "kda.chunk_kda",
 )
 
 

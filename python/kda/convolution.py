@@ -7,6 +7,7 @@ from typing import Any
 from ._arrays import check_views, is_torch, new_like, sequences, shape_of
 from ._lib import library
 from ._refusal import in_sentences_of
+from ._tracking import check_serving, mark_written
 from .ops import _compiling, _dense
 
 
@@ -54,7 +55,7 @@ def causal_conv1d(
     """
     silu = _silu(activation)
     if not is_torch(x):
-        check_views(weight, bias, initial_state)
+        check_serving("kda.causal_conv1d of torch tensors alone", weight, bias, initial_state)
         y = new_like(x)
         shape = _state_shape(x, weight, cu_seqlens)
         last = new_like(x if initial_state is None else initial_state, shape) if output_final_state else None
@@ -67,10 +68,10 @@ def causal_conv1d(
         from .compiled import conv
 
         return conv(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
-    from .autograd import ConvFunction
+    from .autograd import ConvFunction, apply
 
     check_views(x, weight, bias, initial_state)
-    return ConvFunction.apply(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
+    return apply(ConvFunction, x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
 
 
 @in_sentences_of(initial_state="state", final_state="state", y="out")
@@ -122,10 +123,11 @@ def causal_conv1d_update(
             "conv_update", x, weight, bias, cu_seqlens, state, *slots, first_valid_slot, out, silu, impl, num_threads
         )
     else:
-        check_views(x, weight, bias, state, out)
+        check_serving("kda.causal_conv1d", x, weight, bias, state, out)
         library().conv(
             x, weight, bias, cu_seqlens, state, state, *slots, out, silu, first_valid_slot, impl, num_threads, None
         )
+        mark_written(state, out)
     return out
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ._lib import library
 from ._options import Options
 from ._packing import offsets_of
-from .autograd import chunks_between_states, plain, run_backward, run_forward
+from .autograd import apply, chunks_between_states, first_derivatives, plain, run_backward, run_forward
 from .segment import run_segment_merge
 
 Tensor = torch.Tensor
@@ -185,9 +185,9 @@ class ContextParallelFunction(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
-        q, k, v, g, beta, A_log, dt_bias, start, M, *saved = ctx.saved_tensors
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, d_o: Tensor) -> tuple[Any, ...]:
+        q, k, v, g, beta, A_log, dt_bias, start, M, *saved = kept
         inputs, cp, options = (q, k, v, g, beta, A_log, dt_bias), ctx.cp, ctx.options
         d_o, dhT = plain(d_o), None
         h0 = None if start is None else _one_of(cp.sequences, 0, start)
@@ -221,7 +221,7 @@ def _chunk_kda(
             f"q: expected [1, {cp.tokens}, H, K], this rank's window of the tokens, got {list(inputs[0].shape)}"
         )
     h_every = chunks_between_states(inputs, disable_recompute)
-    return ContextParallelFunction.apply(*inputs, cp, options, h_every, impl), None
+    return apply(ContextParallelFunction, *inputs, cp, options, h_every, impl), None
 
 
 chunk_kda = torch.compiler.disable(_chunk_kda)  # a graph holds no collectives of ours
@@ -246,8 +246,8 @@ class HaloFunction(torch.autograd.Function):
         return halo
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_halo: Tensor) -> tuple[Any, ...]:
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, d_halo: Tensor) -> tuple[Any, ...]:
         cp, rows, P, D = ctx.cp, ctx.rows, ctx.cp.tokens, d_halo.shape[1]
         dx = torch.zeros(1, P, D, dtype=torch.promote_types(ctx.dtype, torch.float32), device=d_halo.device)
         if rows and cp.any_across:
@@ -281,4 +281,4 @@ def conv_halo(x: Tensor, cp_context: Context, width: int) -> Tensor:
         raise ValueError(f"x: expected [1, {cp_context.tokens}, D], this rank's window of the tokens, got {got}")
     if width < 1:
         raise ValueError(f"width: expected >= 1, got {width}")
-    return HaloFunction.apply(x, cp_context, width - 1)
+    return apply(HaloFunction, x, cp_context, width - 1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import check_views, new_like, shape_of
+from ._arrays import new_like, shape_of
 from ._lib import library
 from ._options import STATE_K_FIRST, STATE_V_FIRST
 from ._refusal import in_sentences_of
+from ._tracking import check_serving, mark_written
 from .ops import _compiling
 
 
@@ -76,7 +77,7 @@ def prefill_f32(
 
         run = compiled_stages.prefill_f32
     else:
-        check_views(q, k, v, g, beta, initial_state, final_state, w, u, o)
+        check_serving("kda.chunk_kda", q, k, v, g, beta, initial_state, final_state, w, u, o)
     run(
         q, k, v, g, beta, chunk_size, w, u, o, initial_state=initial_state, final_state=final_state, scale=scale,
         state_v_first=state_v_first, impl=impl, num_threads=num_threads,
@@ -93,3 +94,4 @@ def run_prefill_f32(
         q, k, v, g, beta, initial_state, o, w, u, final_state, chunk_size,
         STATE_V_FIRST if state_v_first else STATE_K_FIRST, 0.0 if scale is None else scale, impl, num_threads, None,
     )  # fmt: skip
+    mark_written(o, w, u, final_state)

@@ -14,6 +14,7 @@ from ._arrays import check_views, is_torch, new_like, without_views
 from ._lib import _OPERATORS, library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
 from ._refusal import refusal
+from ._tracking import check_serving, mark_written
 from ._views import again
 
 torch: Any = _arrays.torch
@@ -110,7 +111,7 @@ def chunk_kda(
     try:
         if not is_torch(q):
             raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
-        from .autograd import KDAFunction, chunks_between_states
+        from .autograd import KDAFunction, apply, chunks_between_states
 
         state_v_first = _layout(state_v_first, kwargs)
         kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
@@ -142,7 +143,7 @@ def chunk_kda(
             from .compiled import forward
 
             return forward(*call, output_final_state, h_every, False, impl)
-        return KDAFunction.apply(*call, output_final_state, h_every, False, impl)
+        return apply(KDAFunction, *call, output_final_state, h_every, False, impl)
     except Exception as error:
         if _compiling():
             raise
@@ -192,14 +193,14 @@ def fused_recurrent_kda(
         )  # fmt: skip
         if not is_torch(q):
             return _recurrent_arrays(call, output_final_state, impl)
-        from .autograd import KDAFunction, chunks_between_states
+        from .autograd import KDAFunction, apply, chunks_between_states
 
         h_every = chunks_between_states(call[:8], disable_recompute=False)
         if _compiling():
             from .compiled import forward
 
             return forward(*call, output_final_state, h_every, True, impl)
-        return KDAFunction.apply(*call, output_final_state, h_every, True, impl)
+        return apply(KDAFunction, *call, output_final_state, h_every, True, impl)
     except Exception as error:
         if _compiling():
             raise
@@ -268,6 +269,7 @@ def _recurrent_arrays(call: _TrainingCall, output_final_state: bool, impl: str |
     B, T, _, K = q.shape
     _, _, HV, V = v.shape
     N = B if cu is None else cu.shape[0] - 1
+    check_serving("kda.fused_recurrent_kda of torch tensors alone", k, v, g, beta, A_log, dt_bias, h0)
     blame = f"q: expected a torch or NumPy array, got {type(q).__name__}"
     o = new_like(q, (B, T, HV, V), None, blame)
     state = (N, HV, K, V) if options.state_layout else (N, HV, V, K)
@@ -306,6 +308,8 @@ def _with_intermediate_states(
 
 
 # ---- serving: in place on a pool of states ----
+
+_WITH_GRADIENTS = "kda.chunk_kda or kda.fused_recurrent_kda"
 
 
 def prefill(
@@ -394,11 +398,12 @@ def prefill(
                 num_threads,
             )
             return out
-        check_views(q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace)
+        check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace)
         library().forward(
             *call, state, state is not None, state_indices, has_initial_state, first_valid_slot, out, checkpoints,
             checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
         )  # fmt: skip
+        mark_written(state, out, checkpoints, workspace)
         return out
     except Exception as error:
         if _compiling():
@@ -472,7 +477,7 @@ def decode(
 
             compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
             return out
-        check_views(q, k, v, g, beta, A_log, dt_bias, state, out)
+        check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out)
         library().decode(
             *call,
             state,
@@ -485,6 +490,7 @@ def decode(
             num_threads,
             None,
         )
+        mark_written(state, out)
         return out
     except Exception as error:
         if _compiling():
@@ -542,6 +548,7 @@ def fused_kda_gate(
         A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g)
         bound = lower_bound if form == GATE_LOWER_BOUND else 0.0
         if not is_torch(g):
+            check_serving("kda.fused_kda_gate of torch tensors alone", A_log, dt_bias)
             x = g.reshape(-1, HV, K)
             blame = f"g: expected a torch or NumPy array, got {type(g).__name__}"
             if output_dtype is not None:
@@ -555,9 +562,9 @@ def fused_kda_gate(
             from .compiled import gate
 
             return gate(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
-        from .autograd import GateFunction
+        from .autograd import GateFunction, apply
 
-        return GateFunction.apply(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
+        return apply(GateFunction, x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
     except Exception as error:
         if _compiling():
             raise

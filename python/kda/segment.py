@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._arrays import check_views, new_like, sequences, shape_of
+from ._arrays import new_like, sequences, shape_of
 from ._lib import library
 from ._refusal import in_sentences_of
+from ._tracking import check_serving
 from .ops import _compiling, _serving_call
+
+_WITH_GRADIENTS = "kda.chunk_kda, with a cp_context for segments on several ranks"
 
 
 class SegmentMap(NamedTuple):
@@ -75,7 +78,7 @@ def segment_map(
 
         maps = compiled_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
         return SegmentMap(*(x if name in want else None for name, x in zip("Mbd", maps, strict=True)))
-    check_views(*call[:7], d_o)
+    check_serving(_WITH_GRADIENTS, *call[:7], d_o)
     for name, x in (("q", q), ("v", v)):
         shape_of(name, x, 4)
     return run_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
@@ -138,7 +141,7 @@ def segment_merge(
         from .compiled import segment_merge as compiled_segment_merge
 
         return compiled_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)
-    check_views(M, b, h0)
+    check_serving(_WITH_GRADIENTS, M, b, h0)
     return run_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)
 
 

@@ -12,11 +12,12 @@ import re
 from typing import Any, NamedTuple
 
 from . import _arrays
-from ._arrays import check_views, is_torch, new_like, shape_of
+from ._arrays import is_torch, new_like, shape_of
 from ._lib import library
 from ._options import make_options
 from ._refusal import in_sentences
-from .ops import _compiling, _gate_parameters
+from ._tracking import check_serving, mark_written
+from .ops import _WITH_GRADIENTS, _compiling, _gate_parameters
 
 
 class Records(NamedTuple):
@@ -129,7 +130,7 @@ def _arguments(
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
     if not _compiling():
-        check_views(q, k, v, g, beta, A_log, dt_bias, state, out, *fields)
+        check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out, *fields)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options), out
 
 
@@ -197,10 +198,11 @@ def decode_mtp(
 
         run_in_place("decode_mtp", *arguments, state, state_indices, has_initial_state, *rest, *more, update_state)
         return out
-    check_views(snapshots)
+    check_serving(_WITH_GRADIENTS, snapshots)
     library().decode(
         *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, *more
     )
+    mark_written(out, snapshots, state if update_state else None, None if conv is None else conv.state)
     return out
 
 
@@ -267,8 +269,9 @@ def verify_kvbuffer(
 
         run_in_place("verify", *arguments, state, *rest)
     else:
-        check_views(*(records or ()))
+        check_serving(_WITH_GRADIENTS, *(records or ()))
         library().verify(*arguments, state, None, *rest, None)
+        mark_written(out, *(records or ())[:3])
     return out
 
 
@@ -322,8 +325,9 @@ def flush_kvbuffer(
 
         run_in_place("flush", *arguments)
     else:
-        check_views(state, *records, conv_x, conv_state)
+        check_serving(_WITH_GRADIENTS, state, *records, conv_x, conv_state)
         library().flush(*arguments, None)
+        mark_written(state, conv_state)
 
 
 @in_sentences
@@ -420,8 +424,10 @@ def flush_verify_kvbuffer(
 
         run_in_place("flush_verify", *arguments, state, state_indices, *rest)
     else:
-        check_views(*records, *(last or ()), last_conv_x)
+        check_serving(_WITH_GRADIENTS, *records, *(last or ()), last_conv_x)
         library().flush_verify(*arguments, state, state, state_indices, None, *rest, None)
+        written = records._replace(indices=None)
+        mark_written(state, out, *written, None if conv is None else conv.state)
     return out
 
 

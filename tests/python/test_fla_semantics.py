@@ -385,17 +385,6 @@ def test_modes(function: Callable[..., Any]) -> None:
         assert o.dtype == torch.float32 and same_bits(expected.detach(), o.detach())
 
 
-@both
-def test_no_second_derivatives(function: Callable[..., Any]) -> None:
-    """Refused, not silently zero."""
-    p = make(1, 5)
-    q = p.tensors["q"].clone().requires_grad_()
-    o, _ = function(**{**p.keywords, "q": q})
-    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice"):
-        dq.sum().backward()
-
-
 @pytest.mark.cuda
 @both
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}, {"lengths": []}, {"lengths": [0, 0]}])
