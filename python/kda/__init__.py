@@ -8,10 +8,11 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
     o = scale * S.T @ q                   # reads the updated state
 
 Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
-of ``fla.ops.kda``. Serving: :func:`prefill` and :func:`decode` work in place on a pool of states; :class:`DraftBuffer`,
-and the functions it is made of, serve drafts from one. ``kda.nn`` has the layer of Kimi-Linear, ``kda.cp`` context
-parallelism over ``torch.distributed``, ``kda.stages`` the single steps of the chunked form. Importing this package is
-cheap: torch and the compiled library are loaded by the first function that needs them.
+of ``fla.ops.kda``; so has :func:`fused_recurrent_kda_fwd`, for engines. Serving: :func:`prefill` and :func:`decode`
+work in place on a pool of states; :class:`DraftBuffer`, and the functions it is made of, serve drafts from one.
+``kda.nn`` has the layer of Kimi-Linear, ``kda.cp`` context parallelism over ``torch.distributed``, ``kda.stages`` the
+single steps of the chunked form. Importing this package is cheap: torch and the compiled library are loaded by the
+first function that needs them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         use_batch_invariant,
         workspace_size,
     )
+    from .recurrent import fused_recurrent_kda_fwd
     from .segment import segment_map, segment_merge
     from .speculation import (
         Conv,
@@ -68,7 +70,7 @@ _MODULES = (
     }
     | {name: "segment" for name in ("segment_map", "segment_merge")}
     | {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
-    | {"prefill_f32": "float32"}
+    | {"prefill_f32": "float32", "fused_recurrent_kda_fwd": "recurrent"}
 )
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "flush_verify_kvbuffer",
     "fused_kda_gate",
     "fused_recurrent_kda",
+    "fused_recurrent_kda_fwd",
     "implementations",
     "info",
     "new_records",

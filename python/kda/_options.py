@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any, NamedTuple
 
 CHUNK = 64
@@ -32,6 +34,18 @@ def gate_form(A_log: Any, lower_bound: float | None) -> int:
     if A_log is None:
         raise ValueError("A_log: expected a tensor [HV] for the softplus gate (or a lower_bound), got None")
     return GATE_SOFTPLUS
+
+
+def gate_parameters_ignored(**given: Any) -> None:
+    """Parameters of the gate without ``use_gate_in_kernel``: FLA ignores them in silence. Python shows a warning once
+    for every line of the caller."""
+    names = [name for name, x in given.items() if x is not None]
+    if names:
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "kda":
+            level, frame = level + 1, frame.f_back
+        wanted = "expected use_gate_in_kernel=True with it (g is taken as a decay, and this is ignored), got False"
+        warnings.warn(f"{names[0]}: {wanted}", UserWarning, stacklevel=level)
 
 
 def make_options(

@@ -24,6 +24,7 @@ _NUMBERS = {"scale", "lower_bound"}
 _FLAGS = {
     "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
     "state_v_first", "output_final_state", "disable_recompute", "return_intermediate_states", "update_state",
+    "use_graph", "inplace_final_state",
 }  # fmt: skip
 
 

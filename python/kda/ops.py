@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from . import _arrays
 from ._arrays import check_views, is_torch, new_like, without_views
 from ._lib import _OPERATORS, library
-from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, make_options
+from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, gate_parameters_ignored, make_options
 from ._refusal import refusal
 from ._tracking import check_serving, mark_written
 from ._views import again
@@ -35,6 +35,12 @@ def _gate_parameters(A_log: Any, dt_bias: Any, v: Any, q: Any) -> tuple[Any, Any
             raise ValueError(f"dt_bias: expected shape [{HV * K}] or [{HV}, {K}], got {list(dt_bias.shape)}")
         dt_bias = dt_bias.reshape(HV, K)
     return A_log, dt_bias
+
+
+def _no_gate_parameters(A_log: Any, dt_bias: Any, lower_bound: float | None) -> tuple[None, None]:
+    if (A_log is not None or dt_bias is not None or lower_bound is not None) and not _compiling():
+        gate_parameters_ignored(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    return None, None
 
 
 # ---- training: the functions of fla.ops.kda ----
@@ -61,6 +67,8 @@ def chunk_kda(
     cu_seqlens: Any = None,
     cu_seqlens_cpu: Any = None,
     cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Any = None,
     dt_bias: Any = None,
@@ -89,13 +97,18 @@ def chunk_kda(
             ``torch.inference_mode()``.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
             not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
-        cu_seqlens_cpu: accepted for FLA's sake; only the shape of the intermediate states uses it, which on a GPU
-            otherwise waits for ``cu_seqlens``.
+        cu_seqlens_cpu: the same on the CPU. Only the shape of the intermediate states uses it, which on a GPU otherwise
+            waits for ``cu_seqlens``. Refused where its length, or on the CPU a value, is another.
         cp_context: a :class:`kda.cp.Context`: the tokens are this rank's window of sequences spread over several. Then
             ``initial_state``, ``cu_seqlens`` and all states but the outputs are refused, gradients of parameters are
             this rank's share of their sums, and every rank has to call, forward and backward.
+        use_graph: for capture into a CUDA graph. Nothing but the intermediate states needs it: of packed sequences
+            there are then ``ceil(T / 64) + N - 1``, whatever their lengths, and those behind the last are undefined.
+        max_num_seqs: with ``use_graph``, the number of sequences in ``cu_seqlens``, empty ones at the end included.
         A_log, dt_bias: ``[HV]`` and ``[HV, K]`` or ``[HV * K]``, float32.
         impl: force an implementation, see :func:`implementations`.
+        chunk_size: FLA's, 32 or 64. It changes no result, and the chunks here have 64 tokens.
+        transpose_state_layout: FLA's old name of ``state_v_first``.
 
     Returns:
         ``(o, final_state)`` with ``o`` ``[B, T, HV, V]`` in the dtype of q and ``final_state`` float32 or None; with
@@ -115,12 +128,14 @@ def chunk_kda(
 
         state_v_first = _layout(state_v_first, kwargs)
         kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
-        if kwargs.pop("chunk_size", CHUNK) != CHUNK:
-            raise NotImplementedError("chunk_size: expected 64, the only one there is here")
+        _check_chunk_size(kwargs.pop("chunk_size", CHUNK), return_intermediate_states)
         if kwargs:
             raise TypeError(f"chunk_kda: unexpected arguments {sorted(kwargs)}")
         if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
             raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
+        _check_copy(getattr(cp_context, "cu_seqlens", cu_seqlens), cu_seqlens_cpu)
+        if use_graph and cu_seqlens is not None and max_num_seqs not in (None, cu_seqlens.shape[0] - 1):
+            raise ValueError(f"max_num_seqs: expected {cu_seqlens.shape[0] - 1} as in cu_seqlens, got {max_num_seqs}")
         if return_intermediate_states and not torch.is_inference_mode_enabled():
             raise ValueError("return_intermediate_states: expected torch.inference_mode(), got autograd's mode")
         if return_intermediate_states and disable_recompute:
@@ -128,7 +143,7 @@ def chunk_kda(
 
         call = _training_call(
             q, k, v, g, beta, A_log, dt_bias, scale, initial_state, lower_bound, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, safe_gate,
         )  # fmt: skip
         if cp_context is not None:
             from .cp import chunk_kda as on_this_rank
@@ -137,7 +152,8 @@ def chunk_kda(
                 cp_context, call, output_final_state, return_intermediate_states, disable_recompute, impl
             )
         if return_intermediate_states:
-            return _with_intermediate_states(call, output_final_state, cu_seqlens_cpu, impl)
+            chunks = _chunk_count(q, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, use_graph)
+            return _with_intermediate_states(call, output_final_state, chunks, impl)
         h_every = chunks_between_states(call[:8], disable_recompute)
         if _compiling():
             from .compiled import forward
@@ -174,7 +190,8 @@ def fused_recurrent_kda(
 ) -> tuple[Any, Any]:
     """KDA token by token, for short sequences. Signature and semantics of FLA's ``fused_recurrent_kda``.
 
-    Arguments and results are those of :func:`chunk_kda`. Unlike FLA's, it has gradients (through the chunked backward).
+    Arguments and results are those of :func:`chunk_kda`; ``use_graph`` and ``max_num_seqs`` are taken and mean nothing
+    here: calls on a GPU can be captured as they are. Unlike FLA's, it has gradients (through the chunked backward).
     Without gradients it also takes NumPy and other DLPack arrays.
 
     >>> import kda, numpy as np
@@ -185,6 +202,8 @@ def fused_recurrent_kda(
     """
     try:
         state_v_first = _layout(state_v_first, kwargs)
+        for name in ("use_graph", "max_num_seqs"):  # of FLA's chunk_kda, and nothing to this one
+            kwargs.pop(name, None)
         if kwargs:
             raise TypeError(f"fused_recurrent_kda: unexpected arguments {sorted(kwargs)}")
         call = _training_call(
@@ -247,14 +266,17 @@ def _dense(x: Any) -> Any:
 def _training_call(
     q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
     lower_bound: float | None, l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
-    cu: Any,
+    cu: Any, bounded: bool = False,
 ) -> _TrainingCall:  # fmt: skip
     for name, x in (("q", q), ("v", v)):
         if len(x.shape) != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {list(x.shape)}")
     if cu is not None and (len(cu.shape) != 1 or cu.shape[0] < 1):
         raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu.shape)}")
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q) if use_gate else (None, None)
+    if use_gate:
+        A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q)
+    else:
+        A_log, dt_bias = _no_gate_parameters(A_log, dt_bias, None if bounded else lower_bound)
     options = Options(*make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first))
     if not _compiling():
         check_views(q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -280,23 +302,45 @@ def _recurrent_arrays(call: _TrainingCall, output_final_state: bool, impl: str |
     return o, hT
 
 
-def _chunk_count(q: Any, cu_seqlens: Any) -> int:
+def _check_chunk_size(size: Any, return_intermediate_states: bool) -> None:
+    if not isinstance(size, int) or size not in (32, 64):
+        # FLA's words as well, which its users' tests look for.
+        raise ValueError(f"chunk_size: expected 32 or 64 (`chunk_size` must be either 32 or 64), got {size}")
+    if return_intermediate_states and size != CHUNK:
+        raise NotImplementedError(f"chunk_size: expected {CHUNK} with return_intermediate_states, got {size}")
+
+
+def _check_copy(cu: Any, copy: Any) -> None:
+    """``cu_seqlens_cpu`` against ``cu_seqlens``; a GPU is not waited for."""
+    if copy is None:
+        return
+    if cu is None:
+        raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, got an array")
+    if tuple(copy.shape) != tuple(cu.shape):
+        raise ValueError(f"cu_seqlens_cpu: expected shape {list(cu.shape)} like cu_seqlens, got {list(copy.shape)}")
+    on_cpu = is_torch(cu) and is_torch(copy) and cu.device.type == copy.device.type == "cpu"
+    if on_cpu and not _compiling() and bool((cu != copy).any()):
+        raise ValueError(f"cu_seqlens_cpu: expected {cu.tolist()} like cu_seqlens, got {copy.tolist()}")
+
+
+def _chunk_count(q: Any, cu_seqlens: Any, use_graph: bool) -> int:
     if cu_seqlens is None:
         return q.shape[0] * ((q.shape[1] + CHUNK - 1) // CHUNK)
+    if use_graph:  # whatever the offsets are
+        return max((q.shape[1] + CHUNK - 1) // CHUNK + cu_seqlens.shape[0] - 2, 0)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     most = q.shape[1] // CHUNK + cu_seqlens.shape[0]  # offsets the library will refuse, whatever it is given
     return min(max(int(((lengths + CHUNK - 1) // CHUNK).sum()), 0), most)
 
 
 def _with_intermediate_states(
-    call: _TrainingCall, output_final_state: bool, cu_seqlens_cpu: Any, impl: str | None
+    call: _TrainingCall, output_final_state: bool, chunks: int, impl: str | None
 ) -> tuple[Any, ...]:
     q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
     B, T, _, K = q.shape
     _, _, HV, V = v.shape
     N = B if cu is None else cu.shape[0] - 1
     state = (HV, K, V) if options.state_layout else (HV, V, K)
-    chunks = _chunk_count(q, cu if cu_seqlens_cpu is None else cu_seqlens_cpu)
     o = q.new_empty(B, T, HV, V)
     hT = q.new_empty(N, *state, dtype=torch.float32) if output_final_state else None
     h = q.new_empty(chunks, *state, dtype=torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
@@ -503,7 +547,10 @@ def _serving_call(
     l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool, cu: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The binding's arguments for ``kda_inputs``. Decode steps of small models notice every microsecond here."""
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q) if use_gate else (None, None)
+    if use_gate:
+        A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q)
+    else:
+        A_log, dt_bias = _no_gate_parameters(A_log, dt_bias, lower_bound)
     options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options)
 

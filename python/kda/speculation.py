@@ -17,7 +17,7 @@ from ._lib import library
 from ._options import make_options
 from ._refusal import in_sentences
 from ._tracking import check_serving, mark_written
-from .ops import _WITH_GRADIENTS, _compiling, _gate_parameters
+from .ops import _WITH_GRADIENTS, _compiling, _gate_parameters, _no_gate_parameters
 
 
 class Records(NamedTuple):
@@ -125,7 +125,10 @@ def _arguments(
     shape_of("g", g, 4)
     fields = _fields("conv", conv, Conv)
     V = _value_size(v, state, out, conv, v_first)
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g) if use_gate else (None, None)
+    if use_gate:
+        A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g)
+    else:
+        A_log, dt_bias = _no_gate_parameters(A_log, dt_bias, lower_bound)
     options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))

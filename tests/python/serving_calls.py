@@ -34,6 +34,14 @@ def _decode() -> Call:
     return kda.decode, kw | {"out": torch.full_like(kw["v"], 7.0)}
 
 
+def _fla() -> Call:
+    kw = _pooled()
+    slots = torch.stack([kw.pop("state_indices"), int32(2, 4, 5)], 1)
+    pool = torch.cat([kw.pop("state")] * 2)
+    more = {"initial_state": pool, "ssm_state_indices": slots, "num_accepted_tokens": int32(2, 1, 1)}
+    return kda.fused_recurrent_kda_fwd, kw | more | {"out": torch.full_like(kw["v"], 7.0)}
+
+
 def _conv(kw: dict[str, Any]) -> kda.Conv:
     N = kw["q"].shape[0]
     rows = torch.cat([kw[n].flatten(2) for n in ("q", "k", "v")], -1)
@@ -83,6 +91,7 @@ def _flush_verify(ring: bool) -> Call:
 CALLS: dict[str, Callable[[], Call]] = {
     "prefill": _prefill,
     "decode": _decode,
+    "fused_recurrent_kda_fwd": _fla,
     "decode_mtp": _decode_mtp,
     "verify_kvbuffer": _verify,
     "flush_kvbuffer": _flush,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kda
-from support import Tensor, assert_close, cotangents, kda_oracle, make, oracle, reference, run, same_bits
+from support import Problem, Tensor, assert_close, cotangents, kda_oracle, make, oracle, reference, run, same_bits
 
 both = pytest.mark.parametrize("function", [kda.chunk_kda, kda.fused_recurrent_kda], ids=lambda f: f.__name__)
 
@@ -34,6 +34,8 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
         "cu_seqlens": None,
         "cu_seqlens_cpu": None,
         "cp_context": None,
+        "use_graph": False,
+        "max_num_seqs": None,
     },
     kda.fused_recurrent_kda: {
         **dict.fromkeys(("q", "k", "v", "g", "beta"), ...),
@@ -46,6 +48,22 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
         "lower_bound": None,
         "state_v_first": False,
         "cu_seqlens": None,
+    },
+    kda.fused_recurrent_kda_fwd: {
+        **dict.fromkeys(("q", "k", "v", "g", "beta"), ...),
+        "A_log": None,
+        "dt_bias": None,
+        "initial_state": None,
+        "scale": None,
+        "output_final_state": False,
+        "inplace_final_state": True,
+        "state_v_first": False,
+        "cu_seqlens": None,
+        "ssm_state_indices": None,
+        "num_accepted_tokens": None,
+        **FLAGS,
+        "lower_bound": None,
+        "out": None,
     },
     kda.fused_kda_gate: {"g": ..., "A_log": ..., "dt_bias": None, "lower_bound": None, "output_dtype": torch.float32},
 }
@@ -77,10 +95,174 @@ def test_fla_keywords_in_kwargs(function: Callable[..., Any]) -> None:
         run(function, p, no_such_option=1)
 
 
+@pytest.mark.cuda
 def test_chunk_size() -> None:
-    for size in (16, 32):  # 32 is legal in FLA, and not built here
-        with pytest.raises(NotImplementedError, match="chunk_size"):
-            kda.chunk_kda(**make(1, 70).keywords, chunk_size=size)
+    p = make(1, 70)
+    expected = run(kda.chunk_kda, p)
+    for size in (32, 64):
+        got = run(kda.chunk_kda, p, chunk_size=size)
+        assert all(same_bits(expected[n], got[n]) for n in expected), size
+    for wrong in (16, 0, 128, -64, 64.0, None, "64"):
+        with pytest.raises(
+            ValueError, match=r"^chunk_size: expected 32 or 64 \(`chunk_size` must be either 32 or 64\)"
+        ):
+            kda.chunk_kda(**p.keywords, chunk_size=wrong)
+    with (
+        torch.inference_mode(),
+        pytest.raises(NotImplementedError, match=r"^chunk_size: expected 64 with return_inter"),
+    ):
+        kda.chunk_kda(**p.keywords, chunk_size=32, return_intermediate_states=True)
+
+
+@pytest.mark.cuda
+@both
+@pytest.mark.parametrize("lengths", [None, [3, 0, 66, 0]])
+def test_graphs(function: Callable[..., Any], lengths: list[int] | None) -> None:
+    """Nothing depends on use_graph but how many intermediate states there are."""
+    p = make(1, 69, lengths=lengths)
+    expected = run(function, p, backward=False)
+    for sequences in (None, 4):
+        got = run(function, p, backward=False, use_graph=True, max_num_seqs=sequences)
+        assert all(same_bits(expected[n], got[n]) for n in expected)
+    if function is kda.chunk_kda and lengths:
+        with pytest.raises(ValueError, match=r"^max_num_seqs: expected 4 as in cu_seqlens, got 3"):
+            kda.chunk_kda(**p.keywords, use_graph=True, max_num_seqs=3)
+        with torch.inference_mode():
+            few = kda.chunk_kda(**p.keywords, return_intermediate_states=True)[2]
+            all_of = kda.chunk_kda(**p.keywords, return_intermediate_states=True, use_graph=True)[2]
+        assert few.shape[1] == 3 and all_of.shape[1] == 2 + 4 - 1 and same_bits(few, all_of[:, :3])
+
+
+@pytest.mark.cuda
+def test_contradictory_offsets_on_the_cpu() -> None:
+    p = make(1, 69, lengths=[3, 66])
+    cu = p.options["cu_seqlens"].cpu()
+    with pytest.raises(ValueError, match=r"^cu_seqlens_cpu: expected shape \[3\] like cu_seqlens, got \[2\]"):
+        kda.chunk_kda(**p.keywords, cu_seqlens_cpu=cu[1:])
+    with pytest.raises(ValueError, match=r"^cu_seqlens_cpu: expected None without cu_seqlens"):
+        kda.chunk_kda(**make(1, 69).keywords, cu_seqlens_cpu=cu)
+    kda.chunk_kda(**p.keywords, cu_seqlens_cpu=cu.int())
+    if p.options["cu_seqlens"].device.type == "cpu":
+        with pytest.raises(
+            ValueError, match=r"^cu_seqlens_cpu: expected \[0, 3, 69\] like cu_seqlens, got \[0, 4, 69\]"
+        ):
+            kda.chunk_kda(**p.keywords, cu_seqlens_cpu=torch.tensor([0, 4, 69]))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "lower_bound"])
+def test_parameters_of_a_gate_that_is_not_there(name: str) -> None:
+    """FLA ignores them: so do we, and say so at the caller's line."""
+    p = make(1, 3, H=1, K=4, V=6, state=False, v_first=True)
+    value: Any = {"A_log": torch.zeros(1), "dt_bias": torch.zeros(1, 4), "lower_bound": -5.0}[name]
+    rows = p.keywords
+    calls: list[Callable[..., Any]] = [kda.chunk_kda, kda.fused_recurrent_kda, kda.prefill, kda.decode, kda.decode_mtp]
+    calls += [kda.segment_map] if p.tensors["q"].device.type == "cpu" else []
+    for function in calls:
+        with pytest.warns(UserWarning, match=f"^{name}: expected use_gate_in_kernel=True with it") as caught:
+            result = function(**rows, **{name: value})
+        assert caught[0].filename == __file__ and len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = function(**rows)
+        first, second = (x[0] if isinstance(x, tuple) else x for x in (result, expected))
+        assert same_bits(first, second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of safe_gate it is the promise
+        kda.chunk_kda(**rows, safe_gate=True, lower_bound=-5.0)
+
+
+# ---- fused_recurrent_kda_fwd ----
+
+
+def one_by_one(p: Problem, n: int, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Request n from a K-first state in float64: outputs, and the states after each token."""
+    o, _, states = oracle(p.map(lambda x: x[n : n + 1].double()).having(initial_state=state[None].double()))
+    return o[0], [s[0] for s in states[0][1:]]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accepted", [None, [1, 3, 2]])
+def test_a_slot_for_every_token(accepted: list[int] | None, dtype: torch.dtype) -> None:
+    p = make(3, 3, 1, 2, 16, 24, state=False).having(state_v_first=None)
+    pool = torch.randn(12, 2, 16, 24).to(dtype)
+    slots = torch.tensor([[4, 0, 7], [2, 11, 3], [-1, -1, -1]])
+    count = None if accepted is None else torch.tensor(accepted)
+    expected, given, out = pool.double(), pool.clone(), torch.full_like(p.tensors["v"], 7.0)
+    more = {"ssm_state_indices": slots, "num_accepted_tokens": count, "out": out}
+    o, state = kda.fused_recurrent_kda_fwd(**p.keywords, initial_state=given, **more)
+    assert o is out and state is given
+    for n in range(2):
+        start = slots[n, 0 if accepted is None else accepted[n] - 1]
+        want, states = one_by_one(p, n, pool[start])
+        assert_close({"o": want}, {"o": o[n]})
+        for slot, s in zip(slots[n], states, strict=True):
+            expected[slot] = s
+    assert not o[2].any()
+    assert_close({"final_state": expected}, {"final_state": state})
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_slot_for_every_request(in_place: bool, packed: bool) -> None:
+    p = make(3, 1, 1, 2, 16, 24, state=False).having(state_v_first=None)
+    pool, slots = torch.randn(6, 2, 16, 24), torch.tensor([4, 0, 5])
+    expected = [one_by_one(p, n, pool[slot]) for n, slot in enumerate(slots)]
+    if packed:
+        p = p.map(lambda x: x.transpose(0, 1).contiguous()).having(cu_seqlens=torch.arange(4))
+    given = pool.clone()
+    more = {"inplace_final_state": in_place, "output_final_state": not in_place}
+    o, state = kda.fused_recurrent_kda_fwd(**p.keywords, initial_state=given, ssm_state_indices=slots, **more)
+    assert_close({"o": torch.cat([x for x, _ in expected])}, {"o": o.flatten(0, 1)})
+    states = torch.stack([s[0] for _, s in expected])
+    assert_close({"final_state": states}, {"final_state": state[slots] if in_place else state})
+    assert state is given if in_place else same_bits(given, pool)
+    untouched = torch.tensor([1, 2, 3])
+    assert same_bits(given[untouched], pool[untouched])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("state", ["in place", "kept", "none"])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_rows_without_slots(state: str, v_first: bool) -> None:
+    p = make(2, 5, 1, 2, 16, 24, gate="softplus", beta="sigmoid", v_first=v_first, state=state != "none")
+    expected = kda.fused_recurrent_kda(**p.keywords, output_final_state=True)
+    given = p.tensors.get("initial_state")
+    before = None if given is None else given.clone()
+    more = {"inplace_final_state": state == "in place", "output_final_state": True}
+    o, final = kda.fused_recurrent_kda_fwd(**p.keywords, **more)
+    assert_close({"o": expected[0], "final_state": expected[1]}, {"o": o, "final_state": final})
+    if before is not None:
+        assert (final is given) == (state == "in place") and same_bits(given, before) == (state == "kept")
+    more["output_final_state"] = False
+    assert kda.fused_recurrent_kda_fwd(**p.keywords, **more)[1] is (given if state == "in place" else None)
+
+
+def test_what_fused_recurrent_kda_fwd_refuses() -> None:
+    p = make(2, 2, 1, 1, 4, 6)
+    pool = p.tensors["initial_state"]
+    slots, many = torch.tensor([0, 1]), torch.tensor([[0, 1], [1, 0]])
+
+    def refused(sentence: str, **more: Any) -> None:
+        with pytest.raises(ValueError, match=sentence):
+            kda.fused_recurrent_kda_fwd(**{**p.keywords, **more})
+
+    refused("^initial_state: expected a tensor with inplace_final_state=True, got None", initial_state=None)
+    refused("^ssm_state_indices: expected .N, S., a slot for every token", ssm_state_indices=slots)
+    refused("^ssm_state_indices: expected a tensor of integers", ssm_state_indices=slots.float())
+    refused("^ssm_state_indices: ", ssm_state_indices=many[:, :1])
+    refused("^ssm_state_indices: ", ssm_state_indices=many + 1)
+    refused("^inplace_final_state: expected True", ssm_state_indices=many, inplace_final_state=False)
+    refused("^num_accepted_tokens: expected None without ssm_state_indices", num_accepted_tokens=slots)
+    refused("^initial_state: expected shape", initial_state=pool[..., :3])
+    refused("^q: expected a torch tensor", q=p.tensors["q"].numpy())
+    refused("^out: ", out=torch.zeros(1))
+    one = {n: p.tensors[n][:, :1] for n in ("q", "k", "v", "g", "beta")} | {"inplace_final_state": False}
+    refused("^ssm_state_indices: expected slots below 2, got 2", **one, ssm_state_indices=slots + 1)
+    with pytest.raises(TypeError, match="no_such_option"):
+        kda.fused_recurrent_kda_fwd(**p.keywords, no_such_option=1)
 
 
 @pytest.mark.cuda
