@@ -109,6 +109,8 @@ class Reader {
     out.data = empty ? nullptr : static_cast<char*>((*view).data_ptr()) + (*view).byte_offset();
   }
   int32_t integer(const char* name) {
+    if (used_ < count_ && args_[used_].type_index() == ffi::TypeIndex::kTVMFFIBool)
+      value_error(std::string(name) + ": expected an integer, got " + (args_[used_].cast<bool>() ? "True" : "False"));
     const auto value = scalar<int64_t>(name, "an integer");
     if (value != static_cast<int32_t>(value))
       value_error(std::string(name) + ": expected an integer of 32 bits, got " + std::to_string(value));
@@ -285,7 +287,7 @@ void read(Reader& r, kda_segment_map_args& a) {
 void read(Reader& r, kda_segment_merge_args& a) {
   r.tensor("M", a.M), r.tensor("b", a.b), r.tensor("h0", a.h0), r.tensor("states", a.states);
   a.state_layout = r.integer("state_layout");
-  a.reverse = r.integer("reverse");
+  a.reverse = r.flag("reverse");
 }
 
 void read(Reader& r, kda_gate_args& a) {
@@ -305,7 +307,7 @@ void read(Reader& r, kda_conv_args& a) {
   r.tensor("x", a.x), r.tensor("weight", a.weight), r.tensor("bias", a.bias), r.tensor("cu_seqlens", a.cu_seqlens);
   r.tensor("initial_state", a.initial_state), r.tensor("final_state", a.final_state);
   r.tensor("state_indices", a.state_indices), r.tensor("has_initial_state", a.has_initial_state), r.tensor("y", a.y);
-  a.silu = r.integer("silu");
+  a.silu = r.flag("silu");
   a.first_valid_slot = r.integer("first_valid_slot");
 }
 
@@ -314,7 +316,7 @@ void read(Reader& r, kda_conv_backward_args& a) {
   r.tensor("initial_state", a.initial_state), r.tensor("dy", a.dy), r.tensor("d_final_state", a.d_final_state);
   r.tensor("dx", a.dx), r.tensor("dweight", a.dweight), r.tensor("dbias", a.dbias);
   r.tensor("d_initial_state", a.d_initial_state);
-  a.silu = r.integer("silu");
+  a.silu = r.flag("silu");
 }
 
 void read(Reader& r, kda_stage& s) {

@@ -31,15 +31,20 @@ _BINDING = "_binding.so"
 
 
 def _directory() -> Path:
-    """Where the libraries are: ``KDA_LIBRARY_DIR`` (a build tree), or beside this file (an installed wheel)."""
+    """Where the libraries are: ``KDA_LIBRARY_DIR`` (a build tree) if it is set, else beside this file (an installed
+    wheel)."""
     import kda
 
-    folders = [os.environ.get("KDA_LIBRARY_DIR"), *kda.__path__]
-    for folder in folders:
-        if folder and (Path(folder) / _BINDING).exists():
+    if chosen := os.environ.get("KDA_LIBRARY_DIR"):
+        if not (Path(chosen) / _BINDING).is_file():
+            got = "which holds none" if Path(chosen).is_dir() else "where there is no folder"
+            raise ImportError(f"KDA_LIBRARY_DIR: expected a folder with {_BINDING}, got {chosen!a}, {got}")
+        return Path(chosen)
+    for folder in kda.__path__:
+        if (Path(folder) / _BINDING).is_file():
             return Path(folder)
     raise ImportError(
-        f"kda: {_BINDING} was not found in {[f for f in folders if f]}; install the wheel or set KDA_LIBRARY_DIR"
+        f"kda: {_BINDING} was not found in {list(kda.__path__)}; install the wheel or set KDA_LIBRARY_DIR"
     )
 
 

@@ -48,11 +48,25 @@ def gate_parameters_ignored(**given: Any) -> None:
         warnings.warn(f"{names[0]}: {wanted}", UserWarning, stacklevel=level)
 
 
+def check_flag(name: str, x: Any) -> None:
+    """0 and 1 are flags, too, and so are those of NumPy. None, text and other numbers are slips."""
+    if type(x) is not bool and type(x).__name__ not in ("bool_", "bool") and not (type(x) is int and x in (0, 1)):
+        raise ValueError(f"{name}: expected True or False, got {ascii(x) if isinstance(x, str) else x!r:.40}")
+
+
 def make_options(
     A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool,
     beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
 ) -> tuple[int, int, bool, int, float, float]:  # fmt: skip
     """The fields of :class:`Options`, checked, as a plain tuple (which is made faster)."""
+    if type(l2norm) is not bool or type(use_gate) is not bool or type(beta_sigmoid) is not bool:
+        check_flag("use_qk_l2norm_in_kernel", l2norm)
+        check_flag("use_gate_in_kernel", use_gate)
+        check_flag("use_beta_sigmoid_in_kernel", beta_sigmoid)
+        l2norm = bool(l2norm)
+    if type(neg_eigval) is not bool or type(v_first) is not bool:
+        check_flag("allow_neg_eigval", neg_eigval)
+        check_flag("state_v_first", v_first)
     if neg_eigval and not beta_sigmoid:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
     if scale is None:

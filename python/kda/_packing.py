@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,24 @@ class Layout(NamedTuple):
     kept: Tensor | None  # the tokens that are not padding, which the offsets count, among all B * T; None: all
 
 
+def integer(name: str, x: Any) -> int:
+    """Of Python, NumPy or a tensor, but nothing that is rounded to one."""
+    try:
+        if not isinstance(x, bool):
+            return index(x)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}: expected an integer, got {x!r}")
+
+
 def offsets_of(name: str, x: Tensor | Sequence[int]) -> list[int]:
     """Offsets read on the host."""
     if isinstance(x, Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"{name}: expected [N + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
-    cu = [int(i) for i in (x.tolist() if isinstance(x, Tensor) else x)]
+    given = x.tolist() if isinstance(x, Tensor) else x
+    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+        raise ValueError(f"{name}: expected a tensor or a sequence of integers, got {given!r}")
+    cu = [integer(f"{name}[{n}]", i) for n, i in enumerate(given)]
     if not cu or cu[0] != 0:
         raise ValueError(f"{name}: expected offsets from 0 on, got {cu[:1]}")
     for n, (a, b) in enumerate(pairwise(cu), 1):

@@ -122,6 +122,8 @@ def _with_names_of_python(text: str, names: dict[str, str]) -> str:
 
 def _what_is_wrong(name: str, arguments: dict[str, Any], takes: Takes) -> str | None:
     x, leader = arguments.get(name), takes.leader
+    if isinstance(x, str) and not _works(str.encode, x):
+        return f"text that UTF-8 can hold, got {x!a}"
     if x is None and name not in takes.required:
         return None
     torch_only = leader is not None and is_torch(arguments[leader])
@@ -168,4 +170,4 @@ def _works(function: Any, x: Any) -> bool:
 
 def _short(x: Any) -> str:
     x = x.array if isinstance(x, View) else x
-    return repr(x) if x is None or isinstance(x, str | int | float) else type(x).__name__
+    return ascii(x) if x is None or isinstance(x, str | int | float) else type(x).__name__

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ._lib import library
 from ._options import Options
-from ._packing import offsets_of
+from ._packing import integer, offsets_of
 from .autograd import apply, chunks_between_states, first_derivatives, plain, run_backward, run_forward
 from .segment import run_segment_merge
 
@@ -62,7 +62,7 @@ class Context:
         if self.rank < 0:
             raise ValueError("group: expected one that this rank is a member of, got another")
         cu = offsets_of("cu_seqlens", cu_seqlens)
-        total = cu[-1] if tokens is None else tokens
+        total = cu[-1] if tokens is None else integer("tokens", tokens)
         if total < cu[-1]:
             raise ValueError(f"tokens: expected at least cu_seqlens[-1] = {cu[-1]}, got {tokens}")
         if total % self.ranks:
@@ -279,6 +279,6 @@ def conv_halo(x: Tensor, cp_context: Context, width: int) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 3 or tuple(x.shape[:2]) != (1, cp_context.tokens):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x: expected [1, {cp_context.tokens}, D], this rank's window of the tokens, got {got}")
-    if width < 1:
+    if integer("width", width) < 1:
         raise ValueError(f"width: expected >= 1, got {width}")
     return apply(HaloFunction, x, cp_context, width - 1)

@@ -63,7 +63,7 @@ def prefill_f32(
     """
     K = shape_of("q", q, 4)[3]
     B, HV, T, V = shape_of("v", v, 4)
-    if chunk_size not in (32, 64):
+    if chunk_size not in (32, 64) or not hasattr(chunk_size, "__index__"):
         raise ValueError(f"chunk_size: expected 32 or 64, got {chunk_size}")
     if scale == 0:
         raise ValueError("scale: expected a number other than 0, got 0")

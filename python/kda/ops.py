@@ -713,11 +713,11 @@ def implementations(op: str) -> Sequence[str]:
     >>> kda.implementations("backward")
     ['cpu_chunk', 'reference']
     """
+    if not isinstance(op, str) or op not in _OPERATORS:
+        raise ValueError(f"op: expected one of {', '.join(_OPERATORS)}, got {op!a}")
     names: list[str] = []
     while name := library().implementation(op, len(names)):
         names.append(str(name))
-    if not names:
-        raise ValueError(f"op: expected one of {', '.join(_OPERATORS)}, got {op!r}")
     return names
 
 

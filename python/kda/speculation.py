@@ -8,13 +8,14 @@ and errors these functions share.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import is_torch, new_like, shape_of
 from ._lib import library
-from ._options import make_options
+from ._options import check_flag, make_options
 from ._refusal import in_sentences
 from ._tracking import check_serving, mark_written
 from .ops import _WITH_GRADIENTS, _compiling, _gate_parameters, _no_gate_parameters
@@ -64,9 +65,22 @@ class Conv(NamedTuple):
     indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: it has no state
 
 
-def _check_size(name: str, size: Any) -> None:
-    if not hasattr(size, "__index__") or size < 0:
-        raise ValueError(f"{name}: expected a number of at least 0, got {size!r}")
+def _check_size(name: str, size: Any, low: int = 0, high: float = math.inf) -> None:
+    if isinstance(size, bool) or not hasattr(size, "__index__") or not low <= size <= high:
+        wanted = f"a number of at least {low}" if high == math.inf else f"{low}..{high}"
+        raise ValueError(f"{name}: expected {wanted}, got {size!r}")
+
+
+def _check_device(device: Any) -> None:
+    if _arrays.torch is None:
+        if device not in (None, "cpu"):
+            raise ValueError(f"device: expected None or 'cpu' where torch is missing, got {device!r}")
+        return
+    try:
+        _arrays.torch.empty(0, device=device)
+    except Exception as error:
+        got = f"{device!r}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"device: expected one that torch has here, got {got}") from None
 
 
 def new_records(
@@ -79,10 +93,18 @@ def new_records(
     >>> list(kda.new_records(2, 8, 1, 1, 16, 32).u.shape)
     [2, 8, 1, 32]
     """
-    for name, size in {"slots": slots, "entries": entries, "H": H, "HV": HV, "K": K, "V": V}.items():
+    for name, size in {"slots": slots, "entries": entries}.items():
         _check_size(name, size)
+    for name, size in {"H": H, "HV": HV}.items():
+        _check_size(name, size, 1)
+    for name, size in {"K": K, "V": V}.items():
+        _check_size(name, size, 1, 256)
+    if HV % H:
+        raise ValueError(f"HV: expected a multiple of H = {H}, got {HV}")
     if layers is not None:
         _check_size("layers", layers)
+    check_flag("ring", ring)
+    _check_device(device)
     lead = (slots, entries) if layers is None else (layers, slots, entries)
     if _arrays.torch is not None:
         tensors = [_arrays.torch.zeros(*lead, *s, device=device) for s in ((HV, V), (H, K), (HV, K))]
@@ -472,9 +494,7 @@ class DraftBuffer:
         self, slots: int, max_tokens: int, H: int, HV: int, K: int, V: int, *, entries: int | None = None,
         device: Any = None,
     ) -> None:  # fmt: skip
-        _check_size("max_tokens", max_tokens)
-        if not 1 <= max_tokens <= 16:
-            raise ValueError(f"max_tokens: expected 1..16, got {max_tokens!r}")
+        _check_size("max_tokens", max_tokens, 1, 16)
         entries = 2 * max_tokens if entries is None else entries
         _check_size("entries", entries)
         if entries < 2 * max_tokens:
@@ -504,16 +524,36 @@ class DraftBuffer:
             flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
         except ValueError as error:
             raise _about_slots(error) from None
-        self.reset(slots)
+        self._forget(slots)
 
     def reset(self, slots: Any) -> None:
-        """Forgets what is recorded for ``slots``: a new request begins there. Negative ones are padding."""
-        shape_of("slots", slots, 1)
+        """Forgets what is recorded for ``slots``: a new request begins there. Either their numbers, ``[N]`` int32 or
+        int64, negative ones being padding, or a mask ``[slots]`` bool, True where one begins. On a GPU a number beyond
+        the last slot is not seen, and does nothing."""
+        (N,), S = shape_of("slots", slots, 1), self.records.ring_count.shape[0]
+        kind = str(slots.dtype).removeprefix("torch.")
+        if kind not in ("int32", "int64", "bool"):
+            raise ValueError(f"slots: expected int32 or int64 numbers of slots, or a bool mask of all {S}, got {kind}")
+        if kind == "bool" and N != S:
+            raise ValueError(f"slots: expected a mask of all {S} slots, or their numbers, got a mask of {N}")
+        known = not is_torch(slots) or slots.device.type == "cpu"
+        if kind != "bool" and N and known and not _compiling() and (highest := int(slots.max())) >= S:
+            raise ValueError(f"slots: expected numbers below {S}, got {highest}")
+        self._forget(slots)
+
+    def _forget(self, slots: Any) -> None:
         count = self.records.ring_count
-        if is_torch(count):  # no synchronisation: padding marks a slot that does not exist
-            slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[0]
-            forgotten = count.new_zeros(beyond + 1)
-            forgotten.index_fill_(0, _arrays.torch.where(slots < 0, beyond, slots.clamp(max=beyond)).long(), 1)
-            count.masked_fill_(forgotten[:-1] == 1, 0)
-        else:
-            count[slots[slots >= 0]] = 0
+        if not is_torch(count):
+            slots = _arrays.numpy.asarray(slots)
+            count[slots if slots.dtype == bool else slots[slots >= 0]] = 0
+            return
+        if not is_torch(slots):
+            slots = _arrays.numpy.array(slots)  # torch warns of read-only memory, which it would only read
+        slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[0]
+        if slots.dtype == _arrays.torch.bool:
+            count.masked_fill_(slots, 0)
+            return
+        # No synchronisation: padding marks a slot that does not exist.
+        forgotten = count.new_zeros(beyond + 1)
+        forgotten.index_fill_(0, _arrays.torch.where(slots < 0, beyond, slots.clamp(max=beyond)).long(), 1)
+        count.masked_fill_(forgotten[:-1] == 1, 0)

@@ -156,7 +156,7 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kda", "info"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "KDA_LIBRARY_DIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "KDA_LIBRARY_DIR": ""},
         capture_output=True,
         text=True,
     )
