@@ -104,9 +104,11 @@ def _read_on_host(
     at, kept = torch.arange(B * T, device=device), None
     if attention_mask is not None:
         mask = _padding(attention_mask.to(device)[:, attention_mask.shape[1] - T :])
-        if not bool(mask.all()):
+        if mask is not None:
             at = kept = mask.flatten().nonzero().flatten()
             cu = F.pad(mask.sum(1).cumsum(0), (1, 0))
+    if not given and seq_idx is None and position_ids is None:
+        return Layout(None if kept is None else cu, kept)
     rows = begins = _begins(cu, len(at))  # bool, of each token: whether a sequence begins there
     name = ""  # of what says so
 
@@ -139,12 +141,13 @@ def _read_on_host(
 _read: Any = torch.compiler.disable(_read_on_host)
 
 
-def _padding(mask: Tensor) -> Tensor:
-    """As bool. Other numbers than 0 and 1 mean something else to whoever made them."""
+def _padding(mask: Tensor) -> Tensor | None:
+    """As bool, None without padding. Other numbers than 0 and 1 mean something else to whoever made them."""
     strange = (mask != 0) & (mask != 1)
-    if bool(strange.any()):
+    wrong, full = torch.stack([strange.any(), (mask != 0).all()]).tolist()  # waits for a GPU once
+    if wrong:
         raise ValueError(f"attention_mask: expected 0 for padding and 1 elsewhere, got {mask[strange][0].item()}")
-    return mask.bool()
+    return None if full else mask.bool()
 
 
 def _agreed(given: Mapping[str, Tensor], T: int) -> Tensor:

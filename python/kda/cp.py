@@ -29,7 +29,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 class Context:
     """Where the tokens of this rank lie among those of all. Made by every rank of the group from the same arguments,
-    and passed as ``cp_context`` to :func:`kda.chunk_kda`.
+    and passed as ``cp_context`` to :func:`kda.chunk_kda`, or to the whole layer, :class:`kda.nn.KimiDeltaAttention`.
 
     Args:
         cu_seqlens: ``[N + 1]`` integers, a tensor or a sequence: offsets of the sequences among the tokens of all
@@ -263,6 +263,9 @@ class HaloFunction(torch.autograd.Function):
         return dx.to(ctx.dtype), None, None
 
 
+_apply: Any = torch.compiler.disable(apply)
+
+
 def conv_halo(x: Tensor, cp_context: Context, width: int) -> Tensor:
     """The raw rows in front of this rank's window that a causal convolution of ``width`` taps needs: its initial state,
     one per sequence of the window. Gradients go back to the ranks that own the rows.
@@ -281,4 +284,5 @@ def conv_halo(x: Tensor, cp_context: Context, width: int) -> Tensor:
         raise ValueError(f"x: expected [1, {cp_context.tokens}, D], this rank's window of the tokens, got {got}")
     if integer("width", width) < 1:
         raise ValueError(f"width: expected >= 1, got {width}")
-    return apply(HaloFunction, x, cp_context, width - 1)
+    halo: Tensor = _apply(HaloFunction, x, cp_context, width - 1)
+    return halo

