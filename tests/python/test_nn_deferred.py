@@ -149,7 +149,7 @@ def whole(parameters: dict[str, torch.Tensor], config: dict[str, Any]) -> KimiDe
     return plain
 
 
-def fsdp2(config: dict[str, Any], every_module: bool) -> None:
+def sharded(config: dict[str, Any], every_module: bool, **more: Any) -> KimiDeltaAttention:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -157,11 +157,30 @@ def fsdp2(config: dict[str, Any], every_module: bool) -> None:
     for m in layer.modules():
         if every_module and isinstance(m, nn.Linear | RMSNormGated | ShortConvolution):
             fully_shard(m, mesh=mesh)
-    fully_shard(layer, mesh=mesh)
+    fully_shard(layer, mesh=mesh, **more)
     fill(layer)
     assert layer.A_log._no_weight_decay
+    return layer
+
+
+def fsdp2(config: dict[str, Any], every_module: bool) -> None:
+    layer = sharded(config, every_module)
     plain = whole({n: p.full_tensor() for n, p in layer.named_parameters()}, config)
     train_and_serve(layer, plain)
+
+
+def fsdp2_computing_in_bfloat16() -> None:
+    """FSDP casts what a layer is given, but not what is in a cache: of that it would be a copy that moves on."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    layer = sharded({}, False, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    x, cache = tokens(2, 20, 48), layer.new_cache(2)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        pieces = torch.cat([layer(piece, cache=cache)[0] for piece in x.split([15, 1, 4], 1)], 1)
+    assert expected.dtype == torch.bfloat16
+    assert cache.state.abs().max() > 0
+    assert relative(expected, pieces) < 0.02
 
 
 def fsdp1(config: dict[str, Any], use_orig_params: bool) -> None:
@@ -181,6 +200,7 @@ def run_rank(rank: int, folder: str) -> None:
         for choice in (True, False):
             fsdp2(config, choice)
             fsdp1(config, choice)
+    fsdp2_computing_in_bfloat16()
     dist.destroy_process_group()
 
 
