@@ -18,7 +18,8 @@ function(kda_compile_options)
   endforeach()
 endfunction()
 
-# With all addresses known, a call needs no detour through the linker's stubs: that pays for most of the canaries.
+# Canaries cost nothing that can be measured at K = 128, and 3 % of decode where rows have tails, K = 100. With all addresses
+# known, a call needs no detour through the linker's stubs: in a tiny call that pays for most of them.
 kda_compile_options(-fstack-protector-strong -fno-plt)
 
 # Copies that know the size of what they write to: glibc's, which warn where the compiler does not optimise. Some systems
