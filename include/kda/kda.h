@@ -83,6 +83,7 @@ typedef struct kda_exec {
 } kda_exec;
 
 typedef enum kda_gate_form {
+  /* Right for any A_log, also where exp(A_log) is beyond float32. At g + dt_bias = 0 a bounded gate is lower_bound / 2. */
   KDA_GATE_LOG = 0,        /* g is the natural-log decay itself, <= 0, -inf allowed */
   KDA_GATE_SOFTPLUS = 1,   /* g <- -exp(A_log) * softplus(g + dt_bias) */
   KDA_GATE_LOWER_BOUND = 2 /* g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); A_log may be absent (then 1) */

@@ -89,6 +89,42 @@ TEST(Beta, OfLargeLogitsHasAGradient) {
       }
 }
 
+// ---- one rounding ----
+
+// 1 + 2^-11 lies in the middle of two numbers of float16. What is 2^-34 above it belongs to the upper one, and a float knows
+// nothing of that.
+TEST(Range, TheOracleRoundsOnce) {
+  for (const double side : {1.0, -1.0}) {
+    const Tensor x(KDA_F16, {1, 1, 1}, {side * 0x1p-14}), weight(KDA_F32, {1, 2}, {0, 0x1p-20}), y(KDA_F16, {1, 1, 1});
+    const Tensor bias(KDA_F32, {1}, {side < 0 ? 1 + 3 * 0x1p-11 : 1 + 0x1p-11});
+    kda_conv_args a = KDA_CONV_ARGS_INIT;
+    a.x = x, a.weight = weight, a.bias = bias, a.y = y;
+    run(a, {.impl = "reference"});
+    EXPECT_EQ(y.get(0), 1 + 0x1p-10);
+  }
+}
+
+// float64 has its own range: rates beyond e^709, rows whose squares are beyond 1e308.
+TEST(Range, TheOracleInFloat64) {
+  for (const double A : {750.0, 1000.0, -800.0}) {
+    const Tensor x(KDA_F64, {1, 1, 3}, {1 - A, -3 - A, 0}), A_log(KDA_F64, {1}, {A}), g(KDA_F64, {1, 1, 3});
+    kda_gate_args a = KDA_GATE_ARGS_INIT;
+    a.x = x, a.A_log = A_log, a.g = g, a.gate_form = KDA_GATE_LOWER_BOUND, a.lower_bound = -5;
+    run(a, {.impl = "reference"});
+    EXPECT_EQ(g.get(2), -2.5) << A;
+    a.gate_form = KDA_GATE_SOFTPLUS, a.lower_bound = 0;
+    run(a, {.impl = "reference"});
+    for (int64_t i = 0; i < 2 && A > 0; ++i) EXPECT_NEAR(g.get(i) / -std::exp(A + x.get(i)), 1, 1e-12) << A;
+  }
+  Case c{.name = "huge", .T = 1, .K = 4, .V = 1, .dtype = KDA_F64, .g_dtype = KDA_F64, .beta_dtype = KDA_F64};
+  c.state_dtype = KDA_F64, c.qk_l2norm = true, c.scale = 1, c.h0 = c.dhT = false;
+  Inputs in(c);
+  in.q.fill(1e200), in.k.fill(1e300);
+  const ForwardOutputs out(in, false, true);
+  run(forward_args(in, out), {.impl = "reference"});
+  EXPECT_NEAR(out.o.get(0), in.beta.get(0) * in.v.get(0), 1e-12);
+}
+
 // ---- decays of nearly 0 ----
 
 // Gradients of strong gates are small beside what goes from a key to the state behind it; that is none of theirs.
@@ -192,6 +228,43 @@ TEST_P(Edges, Decode) {
     run(decode_args(in, got, got, o), {.impl = impl.c_str()});
     EXPECT_TRUE(close(exact_o, o, budget(o.dtype()))) << impl;
     EXPECT_TRUE(close(exact.h, got.h, budget(got.h.dtype()))) << impl;
+  }
+}
+// The gate's own gradient may be any number, the one that comes to it is right to 1e-5 beside others of its chunk. Head by
+// head: each has a rate of its own.
+TEST_P(Edges, Backward) {
+  Case c = the_case();
+  if (c.gates != Gates::kEdges) GTEST_SKIP() << "Norms has the gradients of rows";
+  c.T = 3, c.dtype = c.g_dtype = c.beta_dtype = KDA_F32;
+  const Inputs in(c);
+  const BackwardOutputs exact(in, true);
+  run(backward_args(in, exact), {.impl = "reference"});
+  const auto near = [](double got, double want, double slopes) {
+    const double budget = 1e-5 * slopes + 1e-3 * std::abs(want) + 1e-30;
+    return budget < 3e38 && std::abs(want) < 3e38 ? std::abs(got - want) <= budget : !std::isnan(got);
+  };
+  for (const std::string& impl : cpu_implementations("backward")) {
+    const BackwardOutputs got(in);
+    run(backward_args(in, got), {.impl = impl.c_str()});
+    for (int64_t hv = 0; hv < c.HV; ++hv) {
+      SCOPED_TRACE(impl + ", A_log " + std::to_string(in.A_log.get(hv)));
+      double slopes = 0;  // of A_log
+      for (int64_t t = 0; t < in.T; ++t)
+        for (int64_t k = 0; k < c.K; ++k) {
+          const int64_t i = (t * c.HV + hv) * c.K + k;
+          const auto number = [](double x) { return static_cast<float>(x); };
+          const GateElement e{number(std::min(in.A_log.get(hv), 10000.0)), number(in.g.get(i)),
+                              number(in.dt_bias.get(hv * c.K + k)), 1};
+          const GateElement::Values of_one = e.values(c.gate_form, c.lower_bound);
+          const bool gone = of_one.g < -110;  // the decay is 0, and so is its gradient
+          if (!gone) slopes += static_cast<double>(std::abs(of_one.dA_log));
+          const double slope = gone ? 0 : static_cast<double>(std::abs(of_one.dx));
+          EXPECT_TRUE(near(got.dg.get(i), exact.dg.get(i), slope))
+              << got.dg.get(i) << ", expected " << exact.dg.get(i) << "; x " << e.x << ", dt_bias " << e.bias;
+        }
+      EXPECT_TRUE(near(got.dA_log.get(hv), exact.dA_log.get(hv), slopes))
+          << got.dA_log.get(hv) << ", expected " << exact.dA_log.get(hv) << ", slopes " << slopes;
+    }
   }
 }
 INSTANTIATE_TEST_SUITE_P(Cases, Edges, testing::ValuesIn(edge_names()), [](const auto& info) { return info.param; });

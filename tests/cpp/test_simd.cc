@@ -160,6 +160,18 @@ TEST(Scalar, ToSixteenBits) {
   }
 }
 
+// From float64, in one step: beside the middle of two halves as well, where a float on the way would end at the wrong one.
+TEST(Scalar, RoundedToOddFirst) {
+  for (const float x : interesting_floats())
+    for (const double beside : {0.0, 0x1p-40, -0x1p-40}) {
+      const double exact = static_cast<double>(x) * (1 + beside);
+      ASSERT_TRUE(same(decode(float_to_bf16(rounded_to_odd(exact)), 7, 8), nearest(exact, 7, 8))) << exact;
+      ASSERT_TRUE(same(decode(float_to_f16(rounded_to_odd(exact)), 10, 5), nearest(exact, 10, 5))) << exact;
+    }
+  EXPECT_EQ(float_to_f16(rounded_to_odd(1e300)), 0x7c00);
+  EXPECT_EQ(float_to_bf16(rounded_to_odd(-1e-300)), 0x8000);
+}
+
 TEST(Scalar, SizesAndNames) {
   const std::pair<int32_t, int64_t> sizes[] = {{KDA_F32, 4}, {KDA_BF16, 2}, {KDA_F16, 2}, {KDA_F64, 8}, {KDA_I32, 4},
                                                {KDA_I64, 8}, {KDA_BOOL, 1}, {0, 0},       {8, 0}};

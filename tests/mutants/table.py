@@ -16,6 +16,8 @@ FORWARD = numerics("Forward", "ForwardSaved")
 BACKWARD = numerics("Backward")
 DECODE = numerics("Decode")
 GATE = ("test_numerics", "All/GateTest.*:GateAccuracy.*")
+RANGE = ("test_range", "Gates.*:Range.*")
+STRONG = ("test_range", "StrongGates.*")
 CHECKPOINTS = ("test_numerics", "All/Checkpoints.*")
 ORACLE = ("test_oracle", "*")
 PADDING = ("test_edges", "Padding.Forward")
@@ -263,7 +265,7 @@ MUTANTS = [
             "gemm<Acc::kDecay>(K, V, L, c.qG.columns(), s.D, s.dS, {c.ell, s.dS});",
             "gemm<Acc::kAdd>(K, V, L, c.qG.columns(), s.D, s.dS);",
         ),
-        ("backward: 2 of 2 sigmoid forgotten", "factor * sg * (1.0f - sg)", "sg * (1.0f - sg)"),
+        ("backward: 2 of 2 sigmoid forgotten", "beta_slope(a.in.beta_form, b)", "beta_slope(KDA_BETA_SIGMOID, b)"),
         ("backward: l2norm backward dropped", "splat(normalised ? -r * dot(y, dy, padded(K)) / scale : 0)", "splat(0)"),
         (
             "backward: one value head of a group lost",
@@ -321,7 +323,7 @@ MUTANTS = [
             "hn::IfThenElse(hn::Lt(z, splat(0)), e, splat(1))",
             "hn::IfThenElse(hn::Lt(z, splat(0)), splat(1), e)",
         ),
-        ("gate: dA_log without z", "dA_log = hn::Mul(dx, z);", "dA_log = dx;"),
+        ("gate: dA_log without z", "dA_log = hn::Mul(at_most_1000(y), slope);", "dA_log = slope;"),
         (
             "gate: A_log left out of the bounded gate",
             "return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));",
@@ -332,6 +334,28 @@ MUTANTS = [
             "{2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}",
             "{2.0f / 3, 2.0f}",
         ),
+    ),
+    *mutants(
+        SIMD,
+        RANGE,
+        ("gate: every rate a usual one", "return !(A_log >= -64 && A_log <= 16);", "return false;"),
+        ("gate: gradient beside -inf", "hn::AndNot(hn::IsNaN(z), hn::Eq(dg, splat(0)))", "hn::Lt(splat(0), splat(0))"),
+        ("gate: rates without h twice", "hn::Mul(hn::Mul(z, h), h)", "hn::Mul(z, h)"),
+        (
+            "gate: small softplus apart from the rate",
+            "return hn::Lt(z, splat(-16));",
+            "return hn::Lt(z, splat(-1000));",
+        ),
+    ),
+    *mutants(
+        GRADIENTS,
+        STRONG,
+        ("backward: write part of the last row kept in dG", "if (i < L - 1) {", "{"),
+    ),
+    *mutants(
+        REFERENCE,
+        RANGE,
+        ("oracle: squares that overflow", "return sum < INFINITY ? ", "return true ? "),
     ),
     *mutants(
         GATES,
@@ -526,7 +550,7 @@ MUTANTS = [
             "y += get(weight, c, j) * xx[t + j];",
             "y += get(weight, c, j) * xx[t + weight.shape[1] - 1 - j];",
         ),
-        ("oracle: silu slope without x", "sg + y * sg * (1 - sg)", "sg + sg * (1 - sg)"),
+        ("oracle: silu slope without x", "slope = y * sigmoid_slope(y)", "slope = sigmoid_slope(y)"),
     ),
     *mutants(
         REFERENCE,
