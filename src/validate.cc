@@ -216,8 +216,7 @@ bool any_f64(const kda_conv_inputs& conv) { return any_f64({&conv.x, &conv.weigh
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
   if (!present(cu_seqlens)) return;
-  // (With a stride of 0 all are the same number, however many.)
-  const int64_t N = std::min<int64_t>(cu_seqlens.shape[0] - 1, cu_seqlens.stride[0] ? INT64_MAX : 1);
+  const int64_t N = cu_seqlens.shape[0] - 1;
   if (const int64_t first = int_at(cu_seqlens, 0)) invalid("cu_seqlens[0]: expected 0, got ", first);
   for (int64_t n = 0; n < N; ++n) {
     const int64_t begin = int_at(cu_seqlens, n), end = int_at(cu_seqlens, n + 1);

@@ -452,6 +452,7 @@ TEST(Abi, Enums) {
   EXPECT_EQ(KDA_UNSUPPORTED, 2);
   EXPECT_EQ(KDA_CUDA_ERROR, 3);
   EXPECT_EQ(KDA_INTERNAL_ERROR, 4);
+  EXPECT_EQ(KDA_OUT_OF_MEMORY, 5);
   EXPECT_EQ(KDA_F32, 1);
   EXPECT_EQ(KDA_BF16, 2);
   EXPECT_EQ(KDA_F16, 3);
@@ -489,6 +490,7 @@ TEST(Abi, StatusNames) {
   EXPECT_STREQ(kda_status_name(KDA_UNSUPPORTED), "KDA_UNSUPPORTED");
   EXPECT_STREQ(kda_status_name(KDA_CUDA_ERROR), "KDA_CUDA_ERROR");
   EXPECT_STREQ(kda_status_name(KDA_INTERNAL_ERROR), "KDA_INTERNAL_ERROR");
+  EXPECT_STREQ(kda_status_name(KDA_OUT_OF_MEMORY), "KDA_OUT_OF_MEMORY");
   EXPECT_STREQ(kda_status_name(static_cast<kda_status>(99)), "an unknown kda_status");
 }
 

@@ -1,5 +1,6 @@
 // What every operator refuses: structs of another size, tensors that are absent, of the wrong rank, size, dtype, stride
 // or alignment, memory that overlaps, wrong options of exec. One loop over the tensors of each args struct.
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -126,6 +127,44 @@ TYPED_TEST(Contract, WorkspaceTooSmall) {
   x.args.exec.workspace = workspace.data(), x.args.exec.workspace_bytes = least;
   x.args.exec.num_threads = 4;  // one thread's share is enough, whoever else was wished for
   EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
+}
+
+// Memory for one tensor, far from all others. (Nothing is read before the call is refused.)
+struct Apart {
+  static constexpr size_t kBytes = 1 << 16;
+  Apart() : data(static_cast<char*>(std::aligned_alloc(256, kBytes))) { std::memset(data, 0, kBytes); }
+  ~Apart() { std::free(data); }
+  Apart(const Apart&) = delete;
+  char* data;
+};
+
+// Wherever the workspace meets a tensor, in any operator, on either device.
+TYPED_TEST(Contract, WorkspaceOverATensor) {
+  const Apart memory;
+  const size_t count = Legal<TypeParam>().fields().size();
+  for (size_t i = 0; i < count; ++i)
+    for (const int32_t device : {KDA_CPU, KDA_CUDA}) {
+      Legal<TypeParam> x;
+      const Workspace workspace = workspace_for(x.args);
+      const Field f = x.fields()[i];
+      const bool pool = std::is_same_v<TypeParam, kda_flush_verify_args> && !std::strcmp(f.name, "hT");
+      if (!f.t->data || pool) continue;  // (the pool is h0 itself: one cannot move without the other)
+      if (std::is_same_v<TypeParam, kda_flush_verify_args> && !std::strcmp(f.name, "h0"))
+        for (const Field& other : x.fields())
+          if (!std::strcmp(other.name, "hT")) other.t->data = memory.data + 4096;
+      f.t->data = memory.data + 4096;
+      x.args.exec.device = device;
+      const std::string sentence =
+          std::string("exec.workspace: expected memory of its own, got memory that overlaps ") + f.name;
+      for (const size_t offset : {0, 4096 - 256, 4096}) {  // to its first byte, or from it
+        x.args.exec.workspace = memory.data + offset;
+        x.args.exec.workspace_bytes = 4096 - offset + 1;
+        expect_refused(x, sentence);
+      }
+      x.args.exec.workspace_bytes = 0;  // none at all
+      EXPECT_EQ(std::string(call(x.args) == KDA_OK ? "" : kda_last_error()).find("got memory that overlaps"),
+                std::string::npos);
+    }
 }
 
 // Neither built for CUDA, nor with a driver or a device: each implementation says what is missing.
@@ -305,6 +344,21 @@ kda_tensor& field(Legal<Args>& x, const std::string& name) {
     if (f.name == name) return *f.t;
   ADD_FAILURE() << name;
   return *x.fields().front().t;
+}
+
+// Between the slots of a pool a workspace is as good as anywhere.
+TEST(Aliasing, WorkspaceBetweenSlots) {
+  Legal<kda_decode_args> x;
+  const int64_t slots = x.args.states.hT.shape[0], pitch = 8192;
+  char* memory = static_cast<char*>(std::aligned_alloc(256, slots * pitch));
+  std::memset(memory, 0, slots * pitch);
+  x.args.states.hT.data = memory, x.args.states.hT.stride[0] = pitch / sizeof(float);
+  x.args.exec.workspace = memory + 4096, x.args.exec.workspace_bytes = 4096;
+  EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
+  x.args.exec.workspace_bytes = 4097;
+  EXPECT_EQ(call(x.args), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "exec.workspace: expected memory of its own, got memory that overlaps hT");
+  std::free(memory);
 }
 
 // The output `a` is moved onto the first bytes of `b`, which has another shape or starts elsewhere.

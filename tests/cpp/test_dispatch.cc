@@ -2,6 +2,7 @@
 // the oracle's bits (float64 rounded once) tell it from the others.
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 #include "speculation_calls.h"
 
@@ -167,6 +168,25 @@ TEST_F(Dispatch, UnknownOrForeignNameInTheArgument) {
     EXPECT_NE(error.find(cpu_implementations(op).front()), std::string::npos) << error;
     EXPECT_NE(error.find(std::string(", got ") + args.exec.impl), std::string::npos) << error;
   });
+}
+
+// In a process of its own: the name is read once.
+TEST(Isa, GarbageIsRefused) {
+  const char* name = std::getenv("KDA_CPU_ISA");
+  if (!name || std::strcmp(name, "garbage")) GTEST_SKIP() << "KDA_CPU_ISA is not garbage";
+  const char* sentence = "KDA_CPU_ISA: expected one of avx512, avx2, sse4, baseline, got garbage";
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(kda_info(), nullptr);
+    EXPECT_STREQ(kda_last_error(), sentence);
+    const Inputs in(find_case("gva_2"));
+    ForwardOutputs out(in, false);
+    kda_forward_args args = forward_args(in, out);
+    for (const char* impl : {static_cast<const char*>(nullptr), "reference"}) {
+      args.exec.impl = impl;
+      EXPECT_EQ(call(args), KDA_INVALID_ARGUMENT);
+      EXPECT_STREQ(kda_last_error(), sentence);
+    }
+  }
 }
 
 // The instruction set asked for is the one in use, unless the machine has only less: else the reruns under KDA_CPU_ISA
