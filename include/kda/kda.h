@@ -242,7 +242,7 @@ typedef struct kda_conv_backward_args {
  * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
  * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of snapshots.
  * Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU, without conv, it runs without a workspace,
- * too: as fast up to 4 tokens a sequence, for which it asks for none. */
+ * too: as fast up to 4 tokens a sequence on V-first or f32 states, for which it asks for none. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;

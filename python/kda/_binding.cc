@@ -397,9 +397,10 @@ void read(Reader& r, kda_prefill_f32_args& a) {
   a.scale = r.number("scale");
 }
 
-// At most four tokens a request; whatever a wrong call holds.
-bool decodes_few(const kda_inputs& in) {
+// At most four tokens a request, and states that are worked on where they are or V-first; whatever a wrong call holds.
+bool decodes_few(const kda_inputs& in, const kda_states& s) {
   const int64_t T = in.q.shape[1];
+  if (in.state_layout != KDA_STATE_V_FIRST && (s.h0.dtype != KDA_F32 || s.hT.dtype != KDA_F32)) return false;
   return T <= 4 || (in.cu_seqlens.ndim == 1 && T / 4 < in.cu_seqlens.shape[0] - 1);
 }
 
@@ -430,7 +431,7 @@ struct Call {
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
     // Decode of few tokens needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small step.
     if constexpr (std::is_same_v<Args, kda_decode_args>)
-      if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0 && decodes_few(args.in)) return;
+      if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0 && decodes_few(args.in, args.states)) return;
     uint64_t bytes = 0;
     check(workspace(&args, &bytes));
     if (!bytes) return;

@@ -362,9 +362,12 @@ Recurrence recurrence_of(const DecodeProblem& p) {
 }
 Recurrence recurrence_of(const ForwardProblem& p) { return {p, p.args.in, p.args.states, p.args.o}; }
 
-// Shared: the convolved rows. A few tokens of each request take no memory.
+// Shared: the convolved rows. A few tokens of each request take none of their own.
 Workspace plan(const DecodeProblem& p) {
-  const bool few = p.tokens() <= kFewTokens * p.N;
+  const kda_states& s = p.args.states;
+  const bool in_place = present(s.hT) && s.hT.dtype == KDA_F32 && s.h0.dtype == KDA_F32;
+  // (K-first states that pass through scratch do so at half the speed in narrow strips.)
+  const bool few = p.tokens() <= kFewTokens * p.N && (in_place || p.args.in.state_layout == KDA_STATE_V_FIRST);
   return {present(p.args.conv.x) ? conv_front_bytes(p.args.conv) : 0,
           few ? 0 : KDA_ISA_CALL(recurrent_scratch_bytes)(recurrence_of(p))};
 }
