@@ -299,8 +299,8 @@ MUTANTS = [
         ),
         (
             "decode: output before the correction",
-            "x.o[i][column] = sum_lanes(out) + x.kq[i] * u;",
-            "x.o[i][column] = sum_lanes(out);",
+            "x.o.row(i)[column] = sum_lanes(out) + x.kq[i] * u;",
+            "x.o.row(i)[column] = sum_lanes(out);",
         ),
         ("decode: forgotten beta", "const float u = x.beta[i] * (", "const float u = ("),
         ("decode: forgotten beta, K-first", "hn::Mul(load(u + d), splat(x.beta[i]))", "load(u + d)"),
