@@ -153,21 +153,21 @@ def forward_only(*args: Any, chunk_kda: Any = kda.nn.ops.chunk_kda, **options: A
 @pytest.mark.parametrize(
     ("function", "stand_in", "refusing"),
     [
-        ("ops.chunk_kda", forward_only, ["train"]),
-        ("ops.prefill", refuse, ["serve"]),
-        ("ops.decode", refuse, ["serve"]),
-        ("causal_conv1d_update", refuse, ["serve"]),
-        ("verify_kvbuffer", refuse, ["serve"]),
-        ("flush_verify_kvbuffer", refuse, ["serve"]),
-        ("flush_kvbuffer", refuse, ["serve"]),
-        ("ops.prefill", None, []),
+        ("nn.ops.chunk_kda", forward_only, ["train"]),
+        ("nn.ops.prefill", refuse, ["serve"]),
+        ("nn.ops.decode", refuse, ["serve"]),
+        ("_modules.causal_conv1d_update", refuse, ["serve"]),
+        ("_caches.verify_kvbuffer", refuse, ["serve"]),
+        ("_caches.flush_verify_kvbuffer", refuse, ["serve"]),
+        ("_caches.flush_kvbuffer", refuse, ["serve"]),
+        ("nn.ops.prefill", None, []),
     ],
 )
 def test_probes_find_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, place: Place, function: str, stand_in: Any, refusing: list[str]
 ) -> None:
     if stand_in:
-        monkeypatch.setattr(f"kda.nn.{function}", stand_in)
+        monkeypatch.setattr(f"kda.{function}", stand_in)
     found = []
     for what, probe in PROBES.items():
         try:
