@@ -58,7 +58,7 @@ def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = N
     for name in suspects:
         if wrong := _what_is_wrong(name, arguments, takes):
             return ValueError(f"{name}: expected {wrong}")
-    if isinstance(error, AttributeError):
+    if isinstance(error, AttributeError) and error.name:
         for name in [n for n in arguments if n in takes.arrays or "." in n]:
             if arguments[name] is error.obj:
                 return ValueError(f"{name}: expected an array with {error.name}, got {_short(error.obj)}")
