@@ -26,12 +26,13 @@ def check_serving(instead: str, *arrays: Any) -> None:
     of small models notice two: does one require gradients? ``instead`` names the function that has them."""
     lost = _grad_enabled()
     for x in arrays:
-        if isinstance(x, Tensor):
-            if x.is_neg() or (lost and x.requires_grad):
-                check_views(x)
-                raise LostGradients(instead)
-        elif x is not None and type(x) is not ndarray:
+        if x is None or type(x) is ndarray:  # first: to ask whether one is a tensor takes longer
+            continue
+        if not isinstance(x, Tensor):
             check_views(x)
+        elif x.is_neg() or (lost and x.requires_grad):
+            check_views(x)
+            raise LostGradients(instead)
 
 
 def mark_written(*arrays: Any) -> None:
