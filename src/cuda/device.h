@@ -307,7 +307,6 @@ struct TokenKeys {
   }
   // Its halves: this thread's share of the products, of all its channels or of some, and the rest.
   __device__ Products products(const Tokens& x, int from = 0, int to = kPerThread) {
-    rate_ = expf(moderate(A_log_));
 #pragma unroll
     for (int i = from; i < to; ++i) {
       pin(raw_q_[i]), pin(raw_k_[i]);  // not looked at before the state is asked for
@@ -318,11 +317,12 @@ struct TokenKeys {
   // again(by_q, by_k): the sums of shrunk(by_q, by_k).
   template <class Again>
   __device__ void finish(const Tokens& x, Products all, const Again& again) {
+    const float rate = expf(moderate(A_log_));  // here, as A_log is needed until here: one register fewer than two
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       float g = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
-      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate_ * softplus(softplus_input(A_log_, g));
-      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate_ * bounded_input(A_log_, g));
+      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(softplus_input(A_log_, g));
+      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * bounded_input(A_log_, g));
       alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
     beta = activated_beta(x.beta_form, value_of(x.beta_dtype, raw_beta_));
@@ -364,7 +364,7 @@ struct TokenKeys {
   int first_;
   const char *from_q_, *from_k_, *from_g_, *from_beta_, *from_bias_, *from_A_;
   unsigned raw_q_[kPerThread], raw_k_[kPerThread], raw_g_[kPerThread], raw_beta_;
-  float bias_[kPerThread], A_log_, rate_;
+  float bias_[kPerThread], A_log_;
 };
 
 // The slot that a request is likely to have, for hints: -1: none.
