@@ -67,11 +67,11 @@ struct Portions {
 
 // Activated inputs of some tokens of one head, and a strip of its state.
 struct Tokens {
-  Matrix k, alpha, alpha_k, alpha_q;  // [steps][K]
-  Matrix v, o;                        // [steps][columns]  of the value columns at hand; K-first: v, then u
-  float *beta, *kq;                   // [steps]
-  float* bias;                        // [K]
-  float* strip;                       // [columns][K] or [K][columns]
+  Matrix k, alpha, alpha_k, alpha_q;     // [steps][K]
+  Matrix v, o;                           // [steps][columns]  of the value columns at hand; K-first: v, then u
+  float *beta = nullptr, *kq = nullptr;  // [steps]
+  float* bias = nullptr;                 // [K]
+  float* strip = nullptr;                // [columns][K] or [K][columns]
 
   Tokens(Arena arena, int64_t K, const Portions& x, uint64_t* bytes = nullptr) {
     const int64_t Kp = padded(K), Vp = padded(x.columns);
