@@ -92,7 +92,7 @@ struct RecurrentTask {
   const Sequence& s;
   int64_t hv;
   Gate gate;
-  const Tokens& x;
+  const Tokens x;
   const Portions& portions;
   Start start;
   Snapshots snapshots;
@@ -135,7 +135,8 @@ struct RecurrentTask {
   // A row of a V-first state through tokens first .. first+n-1; `from` and `to` may be the same memory. The last state is not written
   // when nobody wants it. One row at a time: the machine overlaps rows by itself, and memory sees one plain stream (four
   // rows in step ran at half the speed).
-  HWY_INLINE void advance_row(const float* from, float* to, int64_t first, int64_t n, int64_t column, bool write) {
+  HWY_INLINE void advance_row(const Tokens& x, const float* from, float* to, int64_t first, int64_t n, int64_t column,
+                              bool write) {
     const int64_t Kp = padded(r.d.K);
     for (int64_t i = first; i < first + n; ++i) {
       const float *k = x.k.row(i), *alpha = x.alpha.row(i), *alpha_k = x.alpha_k.row(i), *alpha_q = x.alpha_q.row(i);
@@ -159,11 +160,13 @@ struct RecurrentTask {
   // V columns, whole groups of kVectors vectors, of a K-first state through tokens first .. first+n-1. A few rows at a
   // time over all columns: memory sees one plain stream (down four vectors of columns it took a quarter longer).
   template <int kVectors>
-  HWY_INLINE void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t first,
-                                  int64_t n, int64_t V, bool write) {
+  HWY_INLINE void advance_columns(const Tokens& x, const float* from, int64_t from_pitch, float* to, int64_t to_pitch,
+                                  int64_t first, int64_t n, int64_t V, bool write) {
     const int64_t N = lanes(), K = r.d.K;
     for (int64_t i = first; i < first + n; ++i) {
       float *u = x.v.row(i), *o = x.o.row(i);
+      const float *keys = x.k.row(i), *alphas = x.alpha.row(i), *alpha_ks = x.alpha_k.row(i),
+                  *alpha_qs = x.alpha_q.row(i);
       zero(o, V);
       for (int64_t k0 = 0; k0 < K; k0 += kRows) {
         const int64_t k1 = std::min(K, k0 + kRows);
@@ -173,7 +176,7 @@ struct RecurrentTask {
           Vec read[kVectors], out[kVectors];
           for (int j = 0; j < kVectors; ++j) read[j] = load(u + d + j * N), out[j] = load(o + d + j * N);
           for (int64_t k = k0; k < k1; ++k) {
-            const Vec alpha_k = splat(x.alpha_k.row(i)[k]), alpha_q = splat(x.alpha_q.row(i)[k]);
+            const Vec alpha_k = splat(alpha_ks[k]), alpha_q = splat(alpha_qs[k]);
             for (int j = 0; j < kVectors; ++j) {
               const Vec S = load(from + k * from_pitch + d + j * N);
               read[j] = hn::NegMulAdd(S, alpha_k, read[j]);
@@ -189,7 +192,7 @@ struct RecurrentTask {
       }
       if (i + 1 == first + n && !write) return;
       for (int64_t k = 0; k < K; ++k) {
-        const Vec alpha = splat(x.alpha.row(i)[k]), key = splat(x.k.row(i)[k]);
+        const Vec alpha = splat(alphas[k]), key = splat(keys[k]);
         for (int64_t d = 0; d < V; d += N) {
           const Vec S = hn::Mul(load(from + k * from_pitch + d), alpha);
           store(hn::MulAdd(load(u + d), key, S), to + k * to_pitch + d);
@@ -199,17 +202,18 @@ struct RecurrentTask {
     }
   }
 
-  void advance_columns(const float* from, int64_t from_pitch, float* to, int64_t to_pitch, int64_t first, int64_t n,
-                       int64_t V, bool write) {
-    if (V % (4 * lanes()) == 0) advance_columns<4>(from, from_pitch, to, to_pitch, first, n, V, write);
-    else if (V % (2 * lanes()) == 0) advance_columns<2>(from, from_pitch, to, to_pitch, first, n, V, write);
-    else advance_columns<1>(from, from_pitch, to, to_pitch, first, n, V, write);
+  void advance_columns(const Tokens& x, const float* from, int64_t from_pitch, float* to, int64_t to_pitch,
+                       int64_t first, int64_t n, int64_t V, bool write) {
+    if (V % (4 * lanes()) == 0) advance_columns<4>(x, from, from_pitch, to, to_pitch, first, n, V, write);
+    else if (V % (2 * lanes()) == 0) advance_columns<2>(x, from, from_pitch, to, to_pitch, first, n, V, write);
+    else advance_columns<1>(x, from, from_pitch, to, to_pitch, first, n, V, write);
   }
 
   // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. x.strip holds it where the state cannot be worked
   // on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
   void run_strip(int64_t v0, int64_t V) {
-    float* const scratch = x.strip;
+    const Tokens tokens = x;  // which no store can change: else its pointers are read again for every row of the state
+    float* const scratch = tokens.strip;
     const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
     const int64_t K = r.d.K, width = v_first ? padded(K) : portions.columns;
     const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
@@ -250,10 +254,10 @@ struct RecurrentTask {
         if (v_first) {
           for (int64_t i = 0; i < rows; ++i) {
             if (t == 0 && j == 0 && read_in_place) prefetch(from + (i + kPrefetchRows) * from_pitch);
-            advance_row(from + i * from_pitch, to + i * to_pitch, j, steps, i, write);
+            advance_row(tokens, from + i * from_pitch, to + i * to_pitch, j, steps, i, write);
           }
         } else {
-          advance_columns(from, from_pitch, to, to_pitch, j, steps, width, write);
+          advance_columns(tokens, from, from_pitch, to, to_pitch, j, steps, width, write);
         }
         from = to, from_pitch = to_pitch;
         if (const int64_t row = snaps ? snapshots.row(t + j) : -1; row >= 0)

@@ -11,16 +11,21 @@ class Subnormals {
   Subnormals(const Subnormals&) = delete;
   Subnormals& operator=(const Subnormals&) = delete;
 #if defined(__SSE__)
-  ~Subnormals() { _mm_setcsr(saved_); }
+  ~Subnormals() {
+    if (changed_) _mm_setcsr(saved_);
+  }
 
  protected:
   static constexpr unsigned kFlush = 0x8040;  // operands and results
-  Subnormals(bool changed, unsigned flush) : saved_(_mm_getcsr()) {
-    if (changed) _mm_setcsr((saved_ & ~kFlush) | flush);
+  Subnormals(bool changed, unsigned flush) : changed_(changed) {
+    if (!changed) return;
+    saved_ = _mm_getcsr();
+    _mm_setcsr((saved_ & ~kFlush) | flush);
   }
 
  private:
-  unsigned saved_;
+  bool changed_;
+  unsigned saved_ = 0;
 #else
 
  protected:
