@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from numpy import ndarray
+
 from . import _arrays
 from ._arrays import check_views, is_torch, new_like, without_views
 from ._lib import _OPERATORS, library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, gate_parameters_ignored, make_options
 from ._refusal import refusal
-from ._tracking import check_serving, mark_written
+from ._tracking import check_serving, check_step, mark_written
 from ._views import again
 
 torch: Any = _arrays.torch
@@ -521,7 +523,8 @@ def decode(
 
             compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
             return out
-        check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out)
+        check = check_serving if type(q) is ndarray else check_step
+        check(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out)
         library().decode(
             *call,
             state,
@@ -549,7 +552,7 @@ def _serving_call(
     """The binding's arguments for ``kda_inputs``. Decode steps of small models notice every microsecond here."""
     if use_gate:
         A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q)
-    else:
+    elif A_log is not None or dt_bias is not None or lower_bound is not None:
         A_log, dt_bias = _no_gate_parameters(A_log, dt_bias, lower_bound)
     options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options)
