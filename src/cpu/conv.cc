@@ -15,7 +15,7 @@
 #ifndef KDA_CPU_CONV_GRADIENTS
 #define KDA_CPU_CONV_GRADIENTS
 namespace kda::cpu {
-constexpr int64_t kConvTile = 512;  // channels of a task: its rows and weights stay in L1
+constexpr int64_t kConvTile = 256;  // channels of a task: its rows and weights stay in L1
 
 struct ConvGradients {
   Conv conv;

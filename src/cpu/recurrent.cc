@@ -22,9 +22,9 @@ constexpr int64_t kSteps = 16;  // tokens taken in one pass over the state, at m
 constexpr int64_t kStrip = 32;  // V-first: rows of a state that pass through L1 together, at most
 // Without memory from the workspace, tasks make do with what a thread of 64 KiB has on its stack: fewer tokens, narrower
 // strips. No bit depends on that. Steps of decode are short enough to lose nothing.
-constexpr int64_t kSmallTokens = 4096, kSmallStrip = 4096;       // floats
-constexpr int64_t kSmallScratch = (4096 + 4096) * 4 + 3 * 1024;  // bytes, with the rest of it
-constexpr int64_t kFewTokens = 4;                                // of a request: these fit at K = 128, V-first
+constexpr int64_t kSmallTokens = 2304, kSmallStrip = 4096;                     // floats
+constexpr int64_t kSmallScratch = (kSmallTokens + kSmallStrip) * 4 + 5 * 512;  // bytes, with the rest of it
+constexpr int64_t kFewTokens = 4;  // of a request: these just fit at K = 128, V-first
 
 // What forward and decode have in common here.
 struct Recurrence {

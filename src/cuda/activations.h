@@ -30,17 +30,19 @@ __device__ inline float moderate(float A_log) { return fminf(fmaxf(A_log, -kMost
 // e^rest. Where that is beyond e^+-80, only what is 0 or infinite after it matters. A NaN stays.
 __device__ inline float exp_rest(float rest) { return expf(rest > 80 ? 80 : rest < -80 ? -80 : rest); }
 
+__device__ inline bool is_moderate(float A_log) { return fabsf(A_log) <= kMostLog; }
+
 // What takes the place of z in sigmoid(exp(moderate(A_log)) z): sigmoid(0) is 1/2 for any A_log.
 __device__ inline float bounded_input(float A_log, float z) {
-  return fabsf(A_log) <= kMostLog ? z : z * exp_rest(A_log - moderate(A_log));
+  return is_moderate(A_log) ? z : z * exp_rest(A_log - moderate(A_log));
 }
 
 // And in exp(moderate(A_log)) softplus(z), for the decay of that. With a rest above 0 the decay is more than 0 only where
 // softplus is e^z; with one below, it is less than 1 only where softplus is z.
 __device__ inline float softplus_input(float A_log, float z) {
-  if (fabsf(A_log) <= kMostLog) return z;
-  const float rest = A_log - moderate(A_log);
-  return rest > 0 ? z + rest : z * exp_rest(rest);
+  if (is_moderate(A_log)) return z;
+  if (A_log > 0) return z + A_log - kMostLog;  // in this order: they may cancel
+  return z * exp_rest(A_log + kMostLog);
 }
 
 }  // namespace kda::cuda

@@ -318,26 +318,28 @@ struct TokenKeys {
   template <class Again>
   __device__ void finish(const Tokens& x, Products all, const Again& again) {
     const float rate = expf(moderate(A_log_));  // here, as A_log is needed until here: one register fewer than two
+    float z[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) z[i] = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
+    if (!is_moderate(A_log_)) [[unlikely]]
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i)
+        z[i] = x.gate_form == KDA_GATE_SOFTPLUS ? softplus_input(A_log_, z[i]) : bounded_input(A_log_, z[i]);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      float g = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
-      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(softplus_input(A_log_, g));
-      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * bounded_input(A_log_, g));
+      float g = z[i];
+      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
+      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * g);
       alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
     beta = activated_beta(x.beta_form, value_of(x.beta_dtype, raw_beta_));
-    float q_factor = x.scale, k_factor = 1;
-    if (x.qk_l2norm) {
-      bool huge_q = false, huge_k = false;
-      if (is_huge(all.qq + all.kk)) [[unlikely]] {
-        huge_q = is_huge(all.qq), huge_k = is_huge(all.kk);
-        all = again(huge_q ? kShrink : 1.0f, huge_k ? kShrink : 1.0f);
-      }
-      q_factor *= inverse_norm(all.qq, huge_q), k_factor = inverse_norm(all.kk, huge_k);
+    if (!x.qk_l2norm) return scale_rows(x.scale, 1, all.qk);
+    if (is_huge(all.qq + all.kk)) [[unlikely]] {
+      const bool huge_q = is_huge(all.qq), huge_k = is_huge(all.kk);
+      all = again(huge_q ? kShrink : 1.0f, huge_k ? kShrink : 1.0f);
+      return scale_rows(x.scale * inverse_norm(all.qq, huge_q), inverse_norm(all.kk, huge_k), all.qk);
     }
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) q[i] *= q_factor, k[i] *= k_factor;
-    qk = all.qk * q_factor * k_factor;
+    scale_rows(x.scale * inverse_norm(all.qq, false), inverse_norm(all.kk, false), all.qk);
   }
 
   // Products of rows that are multiplied first, and stay so.
@@ -348,6 +350,11 @@ struct TokenKeys {
   }
 
  private:
+  __device__ void scale_rows(float q_factor, float k_factor, float product) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) q[i] *= q_factor, k[i] *= k_factor;
+    qk = product * q_factor * k_factor;
+  }
   __device__ Products share_of_products(int from, int to) const {
     Products mine{};
 #pragma unroll

@@ -102,8 +102,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     name: lambda name=name: (calls.function(name), calls.BASES[name]())  # type: ignore[misc]
     for name in ("causal_conv1d_update", "segment_map", "segment_merge", "prefill_f32", *STAGES)
 }
-# What they do before backward runs on GPUs; segments and half of the stages do not either.
-ON_CUDA = tuple(name for name in CALLS if not name.startswith(("bwd_", "cumsum_backward", "segment_")))
+# Those of calls.BASES have their tensors on the CPU, but for the convolution.
+ON_CUDA = tuple(name for name in CALLS if name == "causal_conv1d_update" or name not in calls.BASES)
 
 
 def tensors(keywords: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

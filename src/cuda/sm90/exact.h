@@ -25,7 +25,6 @@ class ExactScores {
     const HeadGate& head;
     int32_t form;
     float rate, most, factor, shift[4];
-    bool wild;
     __device__ Gate(const Tokens& x, const HeadGate& head) : head(head), form(x.gate_form) {
       const float a = head.rate();
       const bool softplus = form == KDA_GATE_SOFTPLUS, given = !softplus && form != KDA_GATE_LOWER_BOUND;
@@ -34,21 +33,19 @@ class ExactScores {
       most = kMost * ptx::reciprocal(rate);
 #pragma unroll
       for (int e = 0; e < 4; ++e) shift[e] = given ? 0 : head.bias[e] * factor;
-      wild = !given && head.is_wild(shift);
     }
     // In two steps, so that special functions of two rows can take turns.
     struct Part {
       float x[4], e[4];
     };
+    template <bool kWild>
     __device__ void begin(const float (&x)[4], Part& y) const {
       const bool softplus = form == KDA_GATE_SOFTPLUS;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y.x[e] = fmaf(factor, x[e], shift[e]);
-      if (wild) [[unlikely]]
-#pragma unroll
-        for (int e = 0; e < 4; ++e) y.x[e] = factor * head.input(x[e], e, softplus);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) y.e[e] = ptx::exp2(softplus ? -fabsf(y.x[e]) : y.x[e]);
+      for (int e = 0; e < 4; ++e) {
+        y.x[e] = kWild ? factor * head.input(x[e], e, softplus) : fmaf(factor, x[e], shift[e]);
+        y.e[e] = ptx::exp2(softplus ? -fabsf(y.x[e]) : y.x[e]);
+      }
     }
     __device__ void end(const Part& y, float (&x)[4]) const {
       if (form == KDA_GATE_SOFTPLUS) {

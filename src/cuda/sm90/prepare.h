@@ -204,6 +204,7 @@ class Preparation {
     float by_q[4] = {}, by_k[4] = {};
   };
   // Gates and norms of the warp's rows; products for the latter fill the time that special functions take.
+  template <bool kWild>
   __device__ __forceinline__ void gates(Scores& scores, Norms& norms, unsigned rows) const {
     const typename Scores::Gate gate(call_.x, gate_);
     const unsigned r = at_.lane % 8, from = at_.address + (at_.lane / 8 % 2 ? Stage::k : Stage::q) +
@@ -214,13 +215,13 @@ class Preparation {
       if constexpr (kWideGate) at_.load_wide(own, x);
       else four_of<T>(ptx::load_shared2(at_.address + Bench::columns + own), x);
     };
-    load(at_.own(0)), gate.begin(x, part), load(at_.own(1));
+    load(at_.own(0)), gate.template begin<kWild>(x, part), load(at_.own(1));
     for_rows(at_, [&](unsigned i, unsigned own, unsigned, unsigned after) {
       unsigned a[4];  // 16 channels
       ptx::load_matrices(a, (from ^ i % 4 << 5) + i / 4 * kHalf);
       float y[4];
       gate.end(part, y);
-      gate.begin(x, part);  // of the next row
+      gate.template begin<kWild>(x, part);  // of the next row
       load(after);
       ptx::mma<T>(norms.by_q, a, a[0], a[2]);
       ptx::mma<T>(norms.by_k, a, a[1], a[3]);
@@ -242,7 +243,9 @@ class Preparation {
     const bool queries = !kSkipsQueries || now.queries;
     Scores scores(at_, stage);
     Norms norms;
-    gates(scores, norms, rows);
+    if (gate_.is_wild(call_.x)) [[unlikely]]
+      gates<true>(scores, norms, rows);
+    else gates<false>(scores, norms, rows);
     const unsigned bad = share_factors(norms, rows, queries);
     scores.share_totals();
     if (chore(turn) == kShareChore) ring().wait_empty(number);
@@ -339,13 +342,14 @@ class Preparation {
     const float sum = all.qq + all.kk;
     return sum - sum != 0 ? min(bad, row) : bad;
   }
-  // Products of the warp's rows once more, of huge ones after they are shrunk.
+  // Products of the warp's huge rows, after they are shrunk.
   __device__ void shrink(Products& all, float& by_q, float& by_k, bool queries) const {
     by_q = is_huge(all.qq) ? kShrink : 1, by_k = is_huge(all.kk) ? kShrink : 1;
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
       const unsigned owner = 4 * i + i / 2, own = at_.address + at_.own(i);
       const float q_by = __shfl_sync(kAll, by_q, owner), k_by = __shfl_sync(kAll, by_k, owner);
+      if (q_by == 1 && k_by == 1) continue;
       float q[4] = {}, k[4];
       if (queries) four_of<T>(ptx::load_shared2(own + Stage::q), q);
       four_of<T>(ptx::load_shared2(own + Stage::k), k);

@@ -92,11 +92,14 @@ struct HeadGate {
     for (int e = 0; e < 4; ++e) bias[e] = reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[lane * 4 + e];
   }
   __device__ float rate() const { return __expf(moderate(log)); }
-  // Whether A_log has a rest, or `shift`, which is a product with bias and may cancel against one with x, is so large that
-  // its rounding would count: then input() takes the place of x, and 0 that of shift. In one lane or more.
-  __device__ bool is_wild(const float (&shift)[4]) const {
-    const float most = fmaxf(fmaxf(fabsf(shift[0]), fabsf(shift[1])), fmaxf(fabsf(shift[2]), fabsf(shift[3])));
-    return __any_sync(kAll, !(fabsf(log) <= kMostLog && most < 1024));
+  // Whether A_log has a rest, or a product with bias, which may cancel against one with x, is so large that its rounding
+  // would count: then input() takes the place of x, and 0 that of bias. In one lane or more.
+  __device__ bool is_wild(const Tokens& x) const {
+    float most = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) most = fmaxf(most, fabsf(bias[e]));
+    const float product = most * (x.gate_form == KDA_GATE_SOFTPLUS ? 1 : rate());
+    return __any_sync(kAll, !(is_moderate(log) && product < 700));
   }
   // Not inf, which rows that are not there would multiply with 0.
   __device__ float input(float x, unsigned e, bool softplus) const {
@@ -176,25 +179,20 @@ class AnchoredScores {
   struct Gate {
     const HeadGate& head;
     float bound, rate, shift[4];
-    bool wild;
     __device__ Gate(const Tokens& x, const HeadGate& head) : head(head), bound(x.lower_bound * kLog2e) {
       rate = -kLog2e * head.rate();
 #pragma unroll
       for (int e = 0; e < 4; ++e) shift[e] = head.bias[e] * rate;
-      wild = head.is_wild(shift);
     }
     // sigmoid in two steps, so that special functions of two rows can take turns.
     struct Part {
       float x[4];
     };
+    template <bool kWild>
     __device__ void begin(const float (&x)[4], Part& y) const {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y.x[e] = fmaf(rate, x[e], shift[e]);
-      if (wild) [[unlikely]]
-#pragma unroll
-        for (int e = 0; e < 4; ++e) y.x[e] = rate * head.input(x[e], e, false);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) y.x[e] = ptx::exp2(y.x[e]);
+      for (int e = 0; e < 4; ++e)
+        y.x[e] = ptx::exp2(kWild ? rate * head.input(x[e], e, false) : fmaf(rate, x[e], shift[e]));
     }
     __device__ void end(const Part& y, float (&x)[4]) const {
 #pragma unroll
