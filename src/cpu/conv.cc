@@ -15,7 +15,8 @@
 #ifndef KDA_CPU_CONV_GRADIENTS
 #define KDA_CPU_CONV_GRADIENTS
 namespace kda::cpu {
-constexpr int64_t kConvTile = 256;  // channels of a task: its rows and weights stay in L1
+constexpr int64_t kConvTile = 512;  // channels of a task: its rows and weights stay in L1
+constexpr int64_t kSumsBytes = (kMaxConvWidth + 1) * (kConvTile + 16) * sizeof(float);  // of a task's weights and bias
 
 struct ConvGradients {
   Conv conv;
@@ -379,17 +380,20 @@ void backward_tokens(const ConvGradients& g, const Taps& taps, const Sequence& s
     for (; t < b + W - 1; ++t) edge(t);
 }
 
-// `sums` is null or gets W + 1 rows of n.
+// `sums` is null or gets W + 1 rows of n, for which `memory` has kSumsBytes.
 void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int64_t c0, int64_t n, float* sums,
-                         int64_t sums_pitch) {
+                         int64_t sums_pitch, void* memory) {
+  static_assert(sizeof(Sums) == kSumsBytes);
   Taps taps;
   taps.load(g.conv, c0, n);
-  alignas(64) Sums block = {};
+  auto* const block = sums ? static_cast<Sums*>(memory) : nullptr;
+  if (sums) std::memset(block, 0, sizeof(Sums));
   with_types(g.conv, [&](auto W, auto dtype) {
     for (ConvPieces i(g.conv, first, end, sequence_of(g.conv, first)); i.next();)
-      backward_tokens<W, dtype>(g, taps, i.s, i.a, i.b, c0, n, sums ? &block : nullptr);
+      backward_tokens<W, dtype>(g, taps, i.s, i.a, i.b, c0, n, block);
   });
-  for (int64_t j = 0; sums && j <= g.conv.width(); ++j) std::memcpy(sums + j * sums_pitch, block[j], n * sizeof(float));
+  for (int64_t j = 0; sums && j <= g.conv.width(); ++j)
+    std::memcpy(sums + j * sums_pitch, (*block)[j], n * sizeof(float));
 }
 
 // A sequence without tokens passes its state through.
@@ -432,9 +436,10 @@ int wanted(const Conv& c, const kda_exec& exec, int64_t tasks, int64_t rows) {
 template <class F>
 void for_tiles(const Conv& c, int64_t N, int threads, const F& f) {
   const int64_t tiles = tiles_of(c);
-  parallel_for(N * tiles, threads, [&](int64_t task, int) {
-    const int64_t c0 = task % tiles * kConvTile;
-    f(task / tiles, c0, std::min(kConvTile, c.channels() - c0));
+  parallel_for(N * tiles, threads, [&](int64_t task, int thread) {
+    const int64_t c0 = task % tiles * kConvTile, n = std::min(kConvTile, c.channels() - c0);
+    if constexpr (requires { f(task, c0, n, thread); }) f(task / tiles, c0, n, thread);
+    else f(task / tiles, c0, n);
   });
 }
 
@@ -474,29 +479,37 @@ int64_t block_tokens(const ConvDims& d) {
 bool wants_sums(const kda_conv_backward_args& a) { return present(a.dweight) || present(a.dbias); }
 int64_t blocks_of(const ConvDims& d) { return d.B * d.T > 0 ? divide_up(d.B * d.T, block_tokens(d)) : 0; }
 
+// Shared: the sums of all blocks. Of a thread: those of the block at hand.
 Workspace plan(const ConvBackwardProblem& p) {
-  return {wants_sums(p.args) ? blocks_of(p) * (p.W + 1) * p.D * sizeof(float) : 0, 0};
+  if (!wants_sums(p.args)) return {0, 0};
+  return {blocks_of(p) * (p.W + 1) * p.D * sizeof(float), kSumsBytes};
+}
+int64_t tasks_of(const ConvBackwardProblem& p) {
+  const Conv c = conv_of(p);
+  return std::min(blocks_of(p) * tiles_of(c), 2 * c.tokens() * c.channels() / 16384 + 1);
 }
 
 }  // namespace
 
-uint64_t conv_backward_workspace(const ConvBackwardProblem& p) { return plan(p).bytes(1); }
+uint64_t conv_backward_workspace(const ConvBackwardProblem& p) {
+  return plan(p).bytes(wanted_threads(p.args.exec, tasks_of(p)));
+}
 
 void conv_backward(const ConvBackwardProblem& p) {
   const kda_conv_backward_args& a = p.args;
   const ConvGradients g{conv_of(p), a.dy, a.d_final_state, a.dx, a.d_initial_state};
   const Conv& c = g.conv;
   const int64_t tokens = c.tokens(), end = c.end(), blocks = blocks_of(p), each = block_tokens(p);
-  plan(p).threads(a.exec, 1);  // refuses a workspace that is too small
+  const Workspace workspace = plan(p);
+  const int threads = workspace.threads(a.exec, tasks_of(p));
   float* sums = wants_sums(a) ? static_cast<float*>(a.exec.workspace) : nullptr;
   const auto block_fn = KDA_ISA_CALL(conv_backward_block);
   const auto zero_fn = KDA_ISA_CALL(zero_block);
   const auto empty_fn = KDA_ISA_CALL(conv_backward_empty);
-  const int threads = wanted(c, a.exec, blocks * tiles_of(c), 2 * tokens);
-  for_tiles(c, blocks, threads, [&](int64_t i, int64_t c0, int64_t n) {
+  for_tiles(c, blocks, threads, [&](int64_t i, int64_t c0, int64_t n, int thread) {
     const int64_t first = i * each, stop = std::min(tokens, first + each);
     block_fn(g, first, std::min(stop, std::max(first, end)), c0, n, sums ? sums + i * (p.W + 1) * p.D + c0 : nullptr,
-             p.D);
+             p.D, workspace.of_thread(a.exec, thread));
     if (stop > end && present(a.dx)) zero_fn(a.dx, std::max(first, end), stop, c0, n);
   });
   if (present(a.d_initial_state))

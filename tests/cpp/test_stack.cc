@@ -48,7 +48,7 @@ size_t stack_of(const std::function<kda_status()>& call) {
 }
 
 // The thread itself, its guard page and libraries' thread-local variables take a part of the 64 KiB.
-constexpr size_t kMost = kSmall - (12 << 10);
+constexpr size_t kMost = kSmall - (10 << 10);
 
 template <class Args>
 void fits(Args args, const std::string& what, const char* impl = nullptr, bool with_workspace = true) {
