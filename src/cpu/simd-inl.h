@@ -301,6 +301,7 @@ struct Gate {
   // where the gate is -inf.
   HWY_INLINE void backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
     is_wide() ? wide_backward(z, dg, dx, dA_log) : usual_backward(z, dg, dx, dA_log);
+    if (std::isnan(A_log)) return;
     const auto none = hn::AndNot(hn::IsNaN(z), hn::Eq(dg, splat(0)));
     dx = hn::IfThenZeroElse(none, dx), dA_log = hn::IfThenZeroElse(none, dA_log);
   }

@@ -257,12 +257,15 @@ inline Place place_of(const kda_tensor& t, int dim, int64_t i) {
   return {rows, t.shape[dim], i / of_row, i / inner % t.shape[dim]};
 }
 
-// Of stages and gradients nothing is promised within a row and head that such a number is in.
+// Of stages and gradients nothing is promised within a row and head that such a number is in. prefill_f32 is made of stages
+// on CUDA: there such a number also reaches the earlier tokens of its chunk.
 template <class Args>
 Tainted tainted_by(Args& a) {
   Tainted found;
+  constexpr bool kOfStagesOnCuda = std::is_same_v<Args, kda_prefill_f32_args>;
   if constexpr (
-      requires { a.at; } || requires { a.d_o; } || requires { a.dweight; }) {
+      kOfStagesOnCuda || requires { a.at; } || requires { a.d_o; } || requires { a.dweight; }) {
+    if (kOfStagesOnCuda && a.exec.device != KDA_CUDA) return found;
     for (const Field& f : all_fields(a)) {
       if (f.t->ndim < 2 || tensor_size(*f.t) == 0) continue;
       const Place p = place_of(*f.t, head_dim(a, f), 0);

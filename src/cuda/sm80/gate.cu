@@ -148,7 +148,7 @@ struct WideGate {
     return -multiplied(small ? 1 : softplus(z), 1, small ? A_log + z : A_log);
   }
   __device__ Gradients backward(float z, float dg) const {
-    if (dg == 0 && z == z) return {0, 0};
+    if (dg == 0 && z == z && A_log == A_log) return {0, 0};
     if (form == KDA_GATE_SOFTPLUS) {
       const bool small = z < kSmall;
       const float exponent = small ? A_log + z : A_log;
