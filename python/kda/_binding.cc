@@ -36,7 +36,7 @@ void check(kda_status status) {
   throw ffi::Error(kind, kda_last_error(), "");
 }
 
-std::atomic<uint32_t> all_flags = 0;  // of every call of this process
+std::atomic<uint32_t> all_flags = 0;       // of every call of this process
 thread_local bool gpu_is_assumed = false;  // by explain and workspace of this thread: see kda_assume_gpu
 
 [[noreturn]] void value_error(const std::string& text) { throw ffi::Error("ValueError", text, ""); }
