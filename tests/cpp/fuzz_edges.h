@@ -258,24 +258,28 @@ inline Place place_of(const kda_tensor& t, int dim, int64_t i) {
 }
 
 // Of stages and gradients nothing is promised within a row and head that such a number is in. prefill_f32 is made of stages
-// on CUDA: there such a number also reaches the earlier tokens of its chunk.
+// on CUDA: there such a number also reaches the earlier tokens of its chunk. Of the gate's gradient this holds for dg alone
+// (infinity times a slope of 0 is 0 or NaN): an infinite input has slopes that are known.
 template <class Args>
 Tainted tainted_by(Args& a) {
   Tainted found;
-  constexpr bool kOfStagesOnCuda = std::is_same_v<Args, kda_prefill_f32_args>;
+  constexpr bool kOfStagesOnCuda = std::is_same_v<Args, kda_prefill_f32_args>,
+                 kOfGate = std::is_same_v<Args, kda_gate_backward_args>;
   if constexpr (
-      kOfStagesOnCuda || requires { a.at; } || requires { a.d_o; } || requires { a.dweight; }) {
+      kOfStagesOnCuda || kOfGate || requires { a.at; } || requires { a.d_o; } || requires { a.dweight; }) {
     if (kOfStagesOnCuda && a.exec.device != KDA_CUDA) return found;
     for (const Field& f : all_fields(a)) {
       if (f.t->ndim < 2 || tensor_size(*f.t) == 0) continue;
       const Place p = place_of(*f.t, head_dim(a, f), 0);
       found.heads = std::max(found.heads, p.heads);
-      if (!std::strcmp(f.name, "v") || !std::strcmp(f.name, "G") || !std::strcmp(f.name, "dy")) found.rows = p.rows;
+      const auto is = [&](const char* name) { return !std::strcmp(f.name, name); };
+      if (is("v") || is("G") || is("dy") || (kOfGate && is("dg"))) found.rows = p.rows;
     }
     found.rows = std::max<int64_t>(found.rows, 1), found.any.resize(found.rows * found.heads);
     for (const Field& f : all_fields(a))
       for (int64_t i = 0; f.t->dtype <= KDA_F64 && f.t->ndim && i < tensor_size(*f.t); ++i)
-        if (!std::isfinite(get(*f.t, i)) && (!f.output || role(a, f) != Role::kNone)) {
+        if (!std::isfinite(get(*f.t, i)) && (!f.output || role(a, f) != Role::kNone) &&
+            (!kOfGate || !std::strcmp(f.name, "dg"))) {
           const Place p = place_of(*f.t, head_dim(a, f), i);
           found.mark(p.row, p.rows, p.head, p.heads);
         }

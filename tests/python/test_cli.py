@@ -285,7 +285,7 @@ def test_gpu_suite_wants_every_implementation_checked(
 def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And what has passed at this source is not run again, but stays in the record."""
     suite, ran = gpu_suite(), list[str]()
-    for name in ("gtest", "pytest", "example", "kda_check"):
+    for name in ("gtest", "pytest", "fuzz", "example", "kda_check"):
         monkeypatch.setattr(suite, name, lambda *_, name=name, **__: ran.append(name) or {"ran": 1, "exit": 0})
     before = {"cpp": {"ran": 7, "exit": 0}, "c example": {"ran": 1, "exit": 1}}
     found = suite.tests(tmp_path, before, ["cpp", "c example", "python -m kda check"])
@@ -297,7 +297,7 @@ def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatc
     }
     ran.clear()
     assert set(suite.tests(tmp_path, {}, suite.TESTS)) == set(suite.TESTS)
-    assert sorted(ran) == ["example", "gtest", "gtest", "kda_check", "pytest", "pytest"]
+    assert sorted(ran) == ["example", "fuzz", "gtest", "gtest", "kda_check", "pytest", "pytest"]
 
 
 def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -255,7 +255,8 @@ def test_workspace_size() -> None:
     p = make(1, 70, v_first=True, state=False)
     sizes = [kda.workspace_size(**p.keywords, num_threads=n) for n in (1, 2, 3)]
     assert 0 < sizes[0] < sizes[1] < sizes[2], "a share for each thread"
-    assert kda.workspace_size(**p.keywords, impl="cpu_recurrent") == 0
+    rows = [kda.workspace_size(**p.keywords, impl="cpu_recurrent", num_threads=n) for n in (1, 2)]
+    assert 0 < rows[0] < rows[1] < sizes[0], "of a token's rows alone"
     arrays = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in p.keywords.items()}
     assert kda.workspace_size(**arrays, num_threads=1) == sizes[0]
     with pytest.raises(ValueError, match=r"^g: "):
