@@ -62,9 +62,10 @@ inline Noise cancelled(const kda_gate_backward_args& a, const std::vector<Field>
   for (int64_t i = 0; i < tensor_size(dx); ++i) {
     const double size = std::abs(get(dx, i)), bias = a.dt_bias.ndim ? get(a.dt_bias, i % (HV * K)) : 0;
     const double z = std::abs(get(a.x, i) + bias), rate = a.A_log.ndim ? std::exp(get(a.A_log, i / K % HV)) : 1;
+    const double gate = rate == 0 || z == 0 ? 0 : rate * z;  // also of infinity
     of_bias[i % (HV * K)] += size;
-    of_A_log[i / K % HV] += rate * z > FLT_MAX ? kInf : size * std::max(1.0, z);
-    gates[i / K % HV] += rate * z;
+    of_A_log[i / K % HV] += gate > FLT_MAX ? kInf : size == 0 ? 0 : size * std::max(1.0, z);
+    gates[i / K % HV] += gate;
   }
   for (std::vector<double>* sums : {&of_A_log, &of_bias})
     for (double& x : *sums) x = x > FLT_MAX ? kInf : x * kNudge;
