@@ -1,6 +1,12 @@
 /* One token for each of three requests on the CPU, and the same call on the GPU: only the memory and two fields differ.
  *
- *   cc -Iinclude -I$CUDA/include examples/decode_gpu.c -Lbuild -lkda -L$CUDA/lib64 -lcudart -lm && ./a.out
+ *   cc examples/decode_gpu.c $(python -m kda config --cflags --libs) \
+ *     -I$CUDA/include -L$CUDA/lib64 -Wl,-rpath,$CUDA/lib64 -lcudart -lm && ./a.out
+ *
+ * or after `cmake --install`:
+ *
+ *   cc examples/decode_gpu.c $(pkg-config --cflags --libs kda) \
+ *     -I$CUDA/include -L$CUDA/lib64 -Wl,-rpath,$CUDA/lib64 -lcudart -lm && ./a.out
  */
 #include "kda/kda.h"
 

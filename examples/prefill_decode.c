@@ -1,7 +1,11 @@
 /* Prefill a prompt into a slot of a state pool, then decode token by token in place. The outputs and the final state
  * are those of one call over all tokens.
  *
- *   cc -Iinclude examples/prefill_decode.c -Lbuild -lkda -lm && ./a.out
+ *   cc examples/prefill_decode.c $(python -m kda config --cflags --libs) -lm && ./a.out
+ *
+ * That is with the wheel, or with PYTHONPATH and KDA_LIBRARY_DIR on a build tree. After `cmake --install`:
+ *
+ *   cc examples/prefill_decode.c $(pkg-config --cflags --libs kda) -lm && ./a.out
  */
 #include "kda/kda.h"
 

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 what=${1:-build}
 
 packages=(g++ cmake ninja-build libhwy-dev libgomp1 python3 python3-venv)
-if [ "$what" = test ]; then packages+=(ccache libgtest-dev clang-14 libomp-14-dev libclang-rt-14-dev binutils); fi
+if [ "$what" = test ]; then packages+=(ccache libgtest-dev clang-14 libomp-14-dev libclang-rt-14-dev binutils pkg-config); fi
 
 missing=()
 for package in "${packages[@]}"; do
@@ -17,6 +17,7 @@ for package in "${packages[@]}"; do
     ninja-build) command -v ninja > /dev/null && continue ;;
     python3-venv) python3 -c 'import ensurepip, venv' 2> /dev/null && continue ;;
     binutils) command -v nm > /dev/null && continue ;;
+    pkg-config) command -v pkg-config > /dev/null && continue ;;
   esac
   dpkg-query -W -f '${Status}' "$package" 2> /dev/null | grep -q 'ok installed' || missing+=("$package")
 done

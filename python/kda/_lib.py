@@ -29,6 +29,14 @@ _OPERATORS = (
 )
 _BINDING = "_binding.so"
 
+# The wheel brings no OpenMP runtime. torch brings one by this name, and the loader takes what is there already for
+# both: a process has one runtime, whichever comes first.
+_OPENMP = "libgomp.so"
+_NO_OPENMP = (
+    f"kda: {_OPENMP}.1, the OpenMP runtime of GCC, was not found. Debian and Ubuntu have it in the package libgomp1, "
+    "Fedora in libgomp; torch brings one, too (pip install libkda[torch])"
+)
+
 
 def _directory() -> Path:
     """Where the libraries are: ``KDA_LIBRARY_DIR`` (a build tree) if it is set, else beside this file (an installed
@@ -48,6 +56,13 @@ def _directory() -> Path:
     )
 
 
+def library_file() -> Path:
+    """For programs that are linked with it. The number in its name is that of the ABI."""
+    from ._version import __version__
+
+    return _directory() / f"libkda.so.{__version__.split('.')[0]}"
+
+
 class Library:
     """The functions of the binding, as attributes: ``forward``, ``forward_workspace``, ``forward_explain``, ..."""
 
@@ -57,7 +72,12 @@ class Library:
         # The library says what went wrong in its own class of exception.
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)
         tvm_ffi.register_error("MemoryError", MemoryError)
-        module = tvm_ffi.load_module(str(_directory() / _BINDING))
+        try:
+            module = tvm_ffi.load_module(str(_directory() / _BINDING))
+        except (OSError, RuntimeError) as error:
+            if _OPENMP in str(error):
+                raise ImportError(_NO_OPENMP) from error
+            raise
         for op in _OPERATORS:
             for verb in ("", "_workspace", "_explain"):
                 setattr(self, op + verb, module.get_function(f"kda_{op}{verb}"))

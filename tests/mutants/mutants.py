@@ -54,8 +54,9 @@ class Build:
         (self.one_isa / "cpu").mkdir(parents=True)
         (self.one_isa / "cpu/isa.h").write_text(ISA_H)
         commands = ["cmake", "--build", str(directory), "--", "-t", "commands", "kda"]
-        last = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-        self.link_command = shlex.split(last.removeprefix(": && ").removesuffix(" && :"))
+        lines = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()
+        [link] = [line for line in lines if " -shared " in line]  # the last one makes a link to the library
+        self.link_command = shlex.split(link.removeprefix(": && ").removesuffix(" && :"))
         self.commands = {}
         for entry in json.loads((directory / "compile_commands.json").read_text()):
             command = shlex.split(entry["command"])

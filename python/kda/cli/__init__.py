@@ -16,6 +16,7 @@ COMMANDS = {
     "check": "test the installed library against its float64 oracle",
     "bench": "measure the operators beside the ceilings of this machine",
     "explain": "which implementation would run a shape, and why not the others",
+    "config": "options of compilers and linkers for C and C++ programs",
 }
 
 

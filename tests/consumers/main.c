@@ -1,0 +1,3 @@
+#include "decode.h"
+
+int main(void) { return decode(); }
