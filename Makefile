@@ -26,9 +26,7 @@ setup-%:
 # The wheel, rebuilt when a source is newer. Its build tree is kept, so a small change takes seconds.
 WHEEL_SOURCES := $(shell git ls-files -co --exclude-standard include src python cmake CMakeLists.txt pyproject.toml LICENSE THIRD_PARTY_NOTICES)
 dist/.built: $(WHEEL_SOURCES)
-	rm -rf dist && mkdir -p dist
-	$(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m pip wheel -q --no-deps --no-build-isolation -w dist \
-	  -C build-dir=build/wheel . && touch $@
+	$(CUDA_ENV) tools/build_wheel.sh && touch $@
 wheel: dist/.built
 
 install: dist/.built

@@ -20,9 +20,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import _name
 from ._torch_ops import announce_when_imported
+from ._version import __version__ as __version__
 
-__version__ = "0.1.0"
+_name.check(__path__[0])
 
 if TYPE_CHECKING:
     from .convolution import causal_conv1d, causal_conv1d_update

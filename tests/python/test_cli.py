@@ -20,6 +20,7 @@ import torch
 import kda
 from benches import gpu_suite
 from kda import _lib
+from kda._version import include_directory
 from kda.cli import COMMANDS, bench, explain, main, measure, operators, peers, show
 from kda.cli.arrays import Source
 from kda.cli.problems import Problem, common
@@ -152,7 +153,8 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     """In a copy of the package, as an installed wheel has the library beside it."""
     import shutil
 
-    shutil.copytree(kda.__path__[0], tmp_path / "kda", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(kda.__path__[0], tmp_path / "kda", ignore=shutil.ignore_patterns("*.so*", "__pycache__"))
+    shutil.copytree(include_directory(), tmp_path / "kda/include", dirs_exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", "kda", "info"],
         cwd=tmp_path,

@@ -14,7 +14,8 @@ import pytest
 from source_hash import source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = ("README.md", "CHANGELOG.md", "HACKING.md", "python/README.md")
+DOCUMENTS = [*(ROOT / page for page in PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{path.name}-{i}")
     for path in DOCUMENTS
@@ -67,12 +68,14 @@ def test_record_belongs_to_this_source(record: Path) -> None:
         warnings.warn(f"{record.name} was measured on another version of include/ and src/", stacklevel=1)
 
 
-def test_versions_agree() -> None:
+def test_the_version_is_written_once() -> None:
+    """In kda.h. What else needs it reads it there: the package, pyproject.toml and CMake."""
     import kda
 
     header = (ROOT / "include/kda/kda.h").read_text()
     numbers = [re.search(rf"KDA_VERSION_{part} (\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
     version = ".".join(m.group(1) for m in numbers if m)
     assert kda.__version__ == kda.info()["version"] == version
-    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"project(kda VERSION {version}" in (ROOT / "CMakeLists.txt").read_text()
+    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *(ROOT / "python/kda").glob("*.py")]
+    assert [p.name for p in sources if f'"{version}"' in p.read_text() or f"VERSION {version}" in p.read_text()] == []
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()

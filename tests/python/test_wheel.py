@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import tvm_ffi
 
-from kda._lib import _directory
+from kda._lib import _directory, library_file
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = ("libkda.so", "_binding.so")
+LIBRARIES = (library_file().name, "_binding.so")
 
 # A source or object by its absolute path: what __FILE__ and debug information leave behind.
 PATH = re.compile(rb"(?<![\w./$-])/(?:[\w.+-]+/)+[\w.+-]+\.(?:h|hpp|cuh|cc|cu|cpp|c|o|a)\b")
@@ -36,7 +36,7 @@ def readelf(what: str, library: str) -> str:
 
 def wheel() -> importlib.metadata.Distribution:
     try:
-        return importlib.metadata.distribution("kda")
+        return importlib.metadata.distribution("libkda")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the wheel is not installed")
 
@@ -65,7 +65,7 @@ def test_stacks_and_copies_are_guarded(library: str) -> None:
 def test_libraries_are_found_beside_each_other_and_nowhere_else(library: str) -> None:
     dynamic = readelf("dynamic", library)
     paths = re.findall(r"\((?:RPATH|RUNPATH)\) .*\[(.*)\]", dynamic)
-    assert paths == {"libkda.so": [], "_binding.so": ["$ORIGIN"]}[library]
+    assert paths == (["$ORIGIN"] if library == "_binding.so" else [])
     needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", dynamic)
     assert len(needed) > 3 and not any("/" in name for name in needed)
 
@@ -83,7 +83,7 @@ def test_libraries_name_no_file_of_the_machine_that_built_them(library: str) -> 
 def test_no_file_of_the_wheel_names_a_folder_of_ours() -> None:
     """What pip adds when it installs is not the wheel's."""
     installed = [f for f in wheel().files or [] if f.suffix != ".pyc" and f.name != "direct_url.json"]
-    assert {"libkda.so", "_binding.so", "METADATA", "ops.py"} <= {f.name for f in installed}
+    assert {*LIBRARIES, "kda.h", "kdaConfig.cmake", "kda.pc", "METADATA", "ops.py"} <= {f.name for f in installed}
     for file in installed:
         content = file.read_binary()
         assert [folder for folder in folders() if folder.encode() in content] == [], file

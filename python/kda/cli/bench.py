@@ -284,7 +284,7 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: expected a file in a folder that exists, got {path}")
     if options.plot:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--plot: needs matplotlib, which is not installed; `pip install kda[cli]` brings it")
+            raise ImportError("--plot: needs matplotlib, which is not installed; `pip install libkda[cli]` brings it")
         if options.plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {options.plot}")
 

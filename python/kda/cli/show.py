@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 try:
     import rich
-except ImportError:  # an extra of the wheel: pip install kda[cli]
+except ImportError:  # an extra of the wheel: pip install libkda[cli]
     rich = None  # type: ignore[assignment]
 
 STYLES = {"ok": "green", "FAILED": "bold red", "skipped": "yellow", "*": "bold green"}

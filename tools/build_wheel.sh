@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Builds dist/libkda-*.whl for every Linux whose glibc and libstdc++ are as new as those of this machine's compiler need.
+# Its build tree is kept, so a small change takes seconds. KDA_CUDA and CUDACXX are as for CMake.
+#
+# auditwheel would put a copy of libgomp into the wheel, under a name of its own: beside torch's it would be a second
+# OpenMP runtime in the process. It is left out. torch and libkda ask for it by the same name, libgomp.so.1: the one that is
+# loaded first, torch's where torch is installed, serves both.
+# libtvm_ffi is that of the package apache-tvm-ffi.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+raw=build/wheel-raw
+
+rm -rf dist "$raw"
+python -m pip wheel -q --no-deps --no-build-isolation -w "$raw" -C build-dir=build/wheel .
+python -m auditwheel repair --exclude libgomp.so.1 --exclude libtvm_ffi.so -w dist "$raw"/*.whl 2> "$raw/log" ||
+  { cat "$raw/log" >&2; exit 1; }
+case $(echo dist/*) in
+  dist/libkda-*-py3-none-manylinux*.whl) ;;
+  *) echo "build_wheel: expected one wheel for manylinux, got $(echo dist/*)" >&2; exit 1 ;;
+esac
+python -m twine check --strict dist/*.whl
