@@ -54,8 +54,8 @@ def test_tables_of_addresses_are_read_only_and_no_stack_is_code(library: str) ->
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_stacks_and_copies_are_guarded(library: str) -> None:
-    """The compiler's canaries, and a function of glibc in the form that knows the size of what it writes to. (The binding
-    calls no function that has such a form.)"""
+    """The compiler's canaries, and a function of glibc in the form that knows the size of what it writes to. (The
+    binding calls no function that has such a form.)"""
     symbols = readelf("dyn-syms", library)
     assert "__stack_chk_fail@" in symbols
     assert library == "_binding.so" or re.search(r"\b__(?!stack)\w+_chk@", symbols)
