@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import _name
 from ._torch_ops import announce_when_imported
-from ._version import __version__ as __version__
 
 _name.check(__path__[0])
 
 if TYPE_CHECKING:
+    from ._version import __version__ as __version__
     from .convolution import causal_conv1d, causal_conv1d_update
     from .float32 import prefill_f32
     from .ops import (
@@ -107,6 +107,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("nn", "cp", "stages"):
         value = importlib.import_module(f".{name}", __name__)
+    elif name == "__version__":
+        value = importlib.import_module("._version", __name__).__version__
     elif name in __all__:
         value = getattr(importlib.import_module(f".{_MODULES.get(name, 'ops')}", __name__), name)
     else:
@@ -116,7 +118,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "cp", "nn", "stages"])
+    return sorted({*globals(), *__all__, "__version__", "cp", "nn", "stages"})
 
 
 announce_when_imported()

@@ -291,7 +291,7 @@ def test_windows_of_ranks_are_the_whole(windows, ranks, name):
     want, parts = run_layer(CASES[name]), [w[name] for w in windows(ranks)]
     for n, x in want.items():
         got = torch.cat([p[n] for p in parts], 1) if n in ("o", "x") else sum(p[n] for p in parts)
-        # dA_log is one number a head, a sum over all tokens and channels that cancels: the whole is 1.3e-5 from float64.
+        # dA_log is one sum a head over all tokens and channels, which cancels: the whole is 1.3e-5 from float64.
         allowed = 0.02 if CASES[name].autocast else 5e-5 if n == "A_log" else 1e-5
         assert relative(x, got) < allowed, n
 
