@@ -1,5 +1,14 @@
 # CUDA, according to KDA_CUDA. Sets KDA_WITH_CUDA; kda_add_cuda(target) adds the kernels.
 set(KDA_WITH_CUDA OFF)
+if(NOT KDA_CUDA MATCHES "^(ON|AUTO|OFF)$")
+  message(FATAL_ERROR "kda: KDA_CUDA: expected ON, AUTO or OFF, got ${KDA_CUDA}")
+endif()
+
+# What kernels are compiled for. The compiler proper runs once for each "arch", the assembler for each "code".
+set(KDA_CUDA_PORTABLE arch=compute_80,code=[compute_80,sm_80] arch=compute_90,code=[sm_90,sm_100])
+set(KDA_CUDA_HOPPER arch=compute_90a,code=[compute_90a,sm_90a])
+set(KDA_CUDA_NAMES "sm_80 (and PTX), sm_90, sm_90a, sm_100")
+
 if(NOT KDA_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
@@ -15,17 +24,13 @@ if(NOT KDA_CUDA STREQUAL "OFF")
     endforeach()
     set(CMAKE_CUDA_STANDARD 20)
     find_package(CUDAToolkit REQUIRED)
-    message(STATUS "kda: CUDA kernels with nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+    message(STATUS "kda: CUDA kernels for ${KDA_CUDA_NAMES}, with nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
   elseif(KDA_CUDA STREQUAL "ON")
     message(FATAL_ERROR "kda: KDA_CUDA=ON but no nvcc was found (set CUDACXX, or KDA_CUDA=OFF)")
   else()
     message(STATUS "kda: no nvcc found, building for the CPU only (set CUDACXX, or KDA_CUDA=ON to insist)")
   endif()
 endif()
-
-# What kernels are compiled for. The compiler proper runs once for each "arch", the assembler for each "code".
-set(KDA_CUDA_PORTABLE arch=compute_80,code=[compute_80,sm_80] arch=compute_90,code=[sm_90,sm_100])
-set(KDA_CUDA_HOPPER arch=compute_90a,code=[compute_90a,sm_90a])
 
 function(kda_cuda_code target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
@@ -45,7 +50,7 @@ endfunction()
 function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
-  target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"sm_80 (and PTX), sm_90, sm_90a, sm_100\"")
+  target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
   kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE}"
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu

@@ -26,5 +26,10 @@ kda_compile_options(-fstack-protector-strong -fno-plt)
 # define another level. The host code of .cu files copies nothing.
 add_compile_options("$<$<AND:$<COMPILE_LANGUAGE:C,CXX>,$<NOT:$<CONFIG:Debug>>>:-U_FORTIFY_SOURCE;-D_FORTIFY_SOURCE=2>")
 
-# __FILE__ and debug information. The last that fits counts: the build folder is often inside the source's.
-kda_compile_options(-ffile-prefix-map=${PROJECT_SOURCE_DIR}=. -ffile-prefix-map=${PROJECT_BINARY_DIR}=build)
+# __FILE__ and debug information. A build folder inside the source's needs no word of its own; and without one, all builds
+# of a clone compile with the same options, so that ccache gives the wheel what the tests' build has compiled.
+kda_compile_options(-ffile-prefix-map=${PROJECT_SOURCE_DIR}=.)
+cmake_path(IS_PREFIX PROJECT_SOURCE_DIR ${PROJECT_BINARY_DIR} NORMALIZE inside)
+if(NOT inside)
+  kda_compile_options(-ffile-prefix-map=${PROJECT_BINARY_DIR}=build)
+endif()

@@ -12,7 +12,7 @@ PATH="$PWD/.venv/bin:$PATH"
 raw=build/wheel-raw
 
 rm -rf dist "$raw"
-python -m pip wheel -q --no-deps --no-build-isolation -w "$raw" -C build-dir=build/wheel .
+python -m pip wheel -v --no-deps --no-build-isolation -w "$raw" -C build-dir=build/wheel .
 python -m auditwheel repair --exclude libgomp.so.1 --exclude libtvm_ffi.so -w dist "$raw"/*.whl 2> "$raw/log" ||
   { cat "$raw/log" >&2; exit 1; }
 case $(echo dist/*) in

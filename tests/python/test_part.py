@@ -1,0 +1,145 @@
+"""tools/part, which runs the parts of `make test` and `make demo`, and what the build says of itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import build_report
+
+PART = Path(__file__).resolve().parents[2] / "tools/part"
+
+
+def start(folder: Path, *words: str, patience: int = 10) -> subprocess.Popen[str]:
+    """As make starts it: not the leader of the terminal's processes."""
+    return subprocess.Popen(
+        [str(PART), *words],
+        cwd=folder,
+        env={**os.environ, "KDA_PART_PATIENCE": str(patience)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *words: str, patience: int = 10) -> tuple[int, str, str]:
+    process = start(folder, *words, patience=patience)
+    printed, errors = process.communicate(timeout=60)
+    return process.returncode, printed, errors
+
+
+def alive(pid: int) -> bool:
+    """A process that has ended counts as dead, whether or not its parent has asked."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_output_and_time(tmp_path: Path) -> None:
+    status, printed, errors = run(tmp_path, "a part", "bash", "-c", "echo one; echo two >&2")
+    assert (status, errors) == (0, "")
+    assert printed.splitlines()[:3] == ["== a part", "one", "two"]
+    assert printed.splitlines()[3].startswith("== a part: ")
+    assert (tmp_path / "build/logs/a-part.log").read_text() == "one\ntwo\n"
+
+
+def test_words_keep_their_spaces(tmp_path: Path) -> None:
+    assert "two  words,*\n" in run(tmp_path, "words", "printf", "%s\n", "two  words,*")[1]
+
+
+def test_a_silent_command_is_not_silent(tmp_path: Path) -> None:
+    """The dots of pytest have no end of line, and what is said of them is a line of its own."""
+    _, printed, _ = run(tmp_path, "slow", "bash", "-c", "echo begun; printf dots; sleep 6", patience=2)
+    lines = printed.splitlines()
+    assert lines[:3] == ["== slow", "begun", "dots"]
+    assert sum(line.startswith("   .. slow, ") and line.endswith(" s: dots") for line in lines) >= 2
+
+
+def test_a_talking_command_is_left_alone(tmp_path: Path) -> None:
+    _, printed, _ = run(tmp_path, "talk", "bash", "-c", "for i in {1..8}; do echo $i; sleep 0.5; done", patience=3)
+    assert ".." not in printed
+
+
+def test_the_status_is_passed_on(tmp_path: Path) -> None:
+    status, printed, errors = run(tmp_path, "bad", "bash", "-c", "echo why; exit 7")
+    assert status == 7 and "why\n" in printed
+    assert "bad: failed" in errors and "build/logs/bad.log" in errors
+    assert run(tmp_path, "none", "/no/such/command")[0] == 127
+
+
+def test_the_command_does_not_wait_for_input(tmp_path: Path) -> None:
+    assert run(tmp_path, "input", "cat")[0] == 0
+
+
+def test_times_are_a_table(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        "first part",
+        "python3",
+        "-c",
+        "import time; start = time.process_time()\nwhile time.process_time() < 1.6: pass",
+    )
+    run(tmp_path, "second", "false")
+    rows = [line.split("\t") for line in (tmp_path / "build/times.txt").read_text().splitlines()]
+    assert [row[2:] for row in rows] == [["0", "first part"], ["1", "second"]]
+    assert int(rows[0][0]) >= 1 and int(rows[0][1]) in (2, 3), "processor time, however busy the machine"
+    assert rows[1][1] == "0"
+    status, printed, _ = run(tmp_path, "--table")
+    lines = printed.splitlines()
+    assert status == 0 and len(lines) == 4
+    assert lines[1].endswith(" s  first part") and lines[2].endswith(" s  second  (failed)")
+    assert lines[3].split()[0:3:2] == [str(sum(int(row[i]) for row in rows)) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_and_its_children(tmp_path: Path, number: signal.Signals) -> None:
+    """make passes SIGTERM on to what it runs, a terminal its Ctrl-C."""
+    code = "import subprocess; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
+    process = start(tmp_path, "long", "python3", "-c", code)
+    assert process.stdout and process.stdout.readline() == "== long\n"
+    child = int(process.stdout.readline())
+    assert alive(child)
+    begin = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode not in (0, None) and time.monotonic() - begin < 20
+    assert not alive(child)
+    assert (tmp_path / "build/times.txt").read_text().count("long") == 1
+
+
+def test_a_command_may_end_on_a_signal_in_its_own_way(tmp_path: Path) -> None:
+    code = "trap 'echo tidied; exit 5' INT; echo ready; while :; do sleep 0.1; done"
+    process = start(tmp_path, "tidy", "bash", "-c", code)
+    assert process.stdout
+    while process.stdout.readline() != "ready\n":
+        pass
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 5 and "tidied\n" in printed
+
+
+# ---- tools/build_report.py ----
+
+
+def test_kernels_are_counted_once() -> None:
+    """The stub of an instantiation, its parts, and the guards of its static variables all have its name."""
+    symbols = """
+0000000000000000 t _ZL24__device_stub__ZN1a1bEvi
+0000000000000000 t _ZL24__device_stub__ZN1a1bEvi.cold
+0000000000000030 b _ZGVZL24__device_stub__ZN1a1bEviE5__tmp
+0000000000000038 b _ZZL25__device_stub__ZN1a2bcEviiE8__handle
+0000000000000040 T _ZN3kda4cuda4gateEi
+"""
+    assert build_report.kernels(symbols) == 2
+    assert build_report.kernels("0000 T _ZN3kda4cuda4gateEi\n") == 0
+
+
+def test_seconds_are_those_of_the_last_time() -> None:
+    log = "# ninja log v5\n0\t1500\t1\ta.cu.o\tx\n100\t300\t1\tb.o\ty\n1000\t4000\t2\ta.cu.o\tz\n"
+    assert build_report.seconds(log) == {"a.cu.o": 3.0, "b.o": 0.2}
