@@ -21,6 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import _name
+from ._openmp import wait_briefly
 from ._torch_ops import announce_when_imported
 
 _name.check(__path__[0])
@@ -121,4 +122,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__", "cp", "nn", "stages"})
 
 
+wait_briefly()  # before torch is imported, if it is not
 announce_when_imported()
