@@ -1,9 +1,11 @@
-"""What a build has cost: kernels, sizes, seconds of the CUDA compiler. `make` prints it after every build.
+"""What a build has cost: CUDA kernels, the time of their compiler, sizes. `make` prints it after every build.
 
-    python tools/build_report.py build/release [--wheel dist/*.whl] [--record docs/results/build.json]
+    python tools/build_report.py build/release [--wheel dist/*.whl]
+    python tools/build_report.py build/release --wheel dist/*.whl --measure --record docs/results/build.json
 
-Seconds are those of the last time each file was compiled, as ninja logged them, added up over the files; files that
-are compiled side by side share the cores. What ccache finds takes none: CCACHE_RECACHE=1 makes it compile all the same.
+What is printed of time is what ninja's clock said when each file was last compiled: files that are compiled side by
+side share the cores, and what ccache finds takes none. --measure compiles them again, without ccache, and counts the
+processor's time instead, which depends little on what else runs: twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,57 +39,87 @@ def seconds(log: str) -> dict[str, float]:
     return {output: (int(end) - int(start)) / 1000 for start, end, _, output, _ in lines}
 
 
+def processor_seconds(command: list[str], folder: Path) -> float:
+    """Of a compiler and the programs it starts."""
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, env={**os.environ, "CCACHE_DISABLE": "1"}
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{shlex.join(command)}: failed")
+    return usage.ru_utime + usage.ru_stime
+
+
 class Build:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cache = (folder / "CMakeCache.txt").read_text()
+        # Objects of a build with CUDA outlast a later one without.
+        with_cuda = self.setting("KDA_CUDA") != "OFF"
+        self.objects = sorted((folder / "CMakeFiles").glob("kda_cuda_*/**/*.cu.o")) if with_cuda else []
 
     def setting(self, name: str) -> str:
         found = re.search(rf"^{name}:\w+=(.*)$", self.cache, re.M)
         return found[1] if found else ""
 
-    def cuda_files(self) -> dict[str, dict[str, float]]:
-        """Kernels and seconds of each. Objects of a build with CUDA outlast a later one without."""
-        if self.setting("KDA_CUDA") == "OFF":
-            return {}
+    def clock_seconds(self) -> list[float]:
         times = seconds((self.folder / ".ninja_log").read_text())
-        files = {}
-        for path in sorted((self.folder / "CMakeFiles").glob("kda_cuda_*/**/*.cu.o")):
-            nm = subprocess.run(["nm", str(path)], capture_output=True, text=True, check=True)
-            took = times.get(str(path.relative_to(self.folder)), 0.0)
-            files["/".join(path.parts[-2:]).removesuffix(".o")] = {
-                "kernels": kernels(nm.stdout),
-                "seconds": round(took, 1),
-            }
-        return files
+        return [times.get(str(path.relative_to(self.folder)), 0.0) for path in self.objects]
 
-    def report(self, wheel: Path | None) -> dict[str, Any]:
-        files = self.cuda_files()
-        total = {name: sum(f[name] for f in files.values()) for name in ("kernels", "seconds")}
-        mib = {"libkda.so": self.folder / "lib/libkda.so", **({"wheel": wheel} if wheel else {})}
+    def measured_seconds(self) -> list[float]:
+        entries = json.loads((self.folder / "compile_commands.json").read_text())
+        commands = {entry["output"]: shlex.split(entry["command"]) for entry in entries}
+
+        def measure(path: Path) -> float:
+            command = commands[str(path.relative_to(self.folder))]
+            command[command.index("-o") + 1] = "/dev/null"
+            return processor_seconds(command, self.folder)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(measure, self.objects))
+
+    def report(self, wheel: Path | None, measure: bool) -> dict[str, Any]:
+        files = {}
+        times = self.measured_seconds() if measure else self.clock_seconds()
+        for path, took in zip(self.objects, times, strict=True):
+            nm = subprocess.run(["nm", str(path)], capture_output=True, text=True, check=True)
+            name = "/".join(path.parts[-2:]).removesuffix(".o")
+            files[name] = {"kernels": kernels(nm.stdout), "seconds": round(took, 1)}
+        sizes = {"libkda.so": self.folder / "lib/libkda.so", **({"wheel": wheel} if wheel else {})}
         return {
             "source_hash": source_hash(Path(self.setting("CMAKE_HOME_DIRECTORY"))),
-            "cores": os.cpu_count(),
-            "cuda": {"kernels": total["kernels"], "seconds": round(total["seconds"]), "files": files},
-            "mib": {name: round(path.stat().st_size / MIB, 1) for name, path in mib.items()},
+            "seconds_are": "of the processor" if measure else "of the clock",
+            "kernels": sum(f["kernels"] for f in files.values()),
+            "seconds": round(sum(f["seconds"] for f in files.values())),
+            "mib": {name: round(path.stat().st_size / MIB, 1) for name, path in sizes.items()},
+            "files": files,
         }
+
+
+def show(result: dict[str, Any]) -> None:
+    files = result["files"]
+    if not files:
+        print("CUDA: none compiled (KDA_CUDA=ON compiles it)")
+    else:
+        print(
+            f"CUDA: {result['kernels']} kernels in {len(files)} files, {result['seconds']} s {result['seconds_are']} "
+            "to compile them, added up"
+        )
+    for name, file in sorted(files.items(), key=lambda item: -item[1]["seconds"]):
+        print(f"  {name:30} {file['kernels']:4} kernels {file['seconds']:7.1f} s")
+    print(", ".join(f"{name} {size} MiB" for name, size in result["mib"].items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a build has cost.")
     parser.add_argument("build", type=Path)
     parser.add_argument("--wheel", type=Path)
-    parser.add_argument("--record", type=Path, help="write it there, too")
+    parser.add_argument("--measure", action="store_true", help="compile CUDA again, for the time of the processor")
+    parser.add_argument("--record", type=Path, help="write the result there, too")
     options = parser.parse_args()
-    result = Build(options.build).report(options.wheel)
-    cuda = result["cuda"]
-    if cuda["files"]:
-        print(f"CUDA: {cuda['kernels']} kernels in {len(cuda['files'])} files, {cuda['seconds']} s of compiling")
-        for name, file in sorted(cuda["files"].items(), key=lambda f: -f[1]["seconds"]):
-            print(f"  {name:28} {file['kernels']:4.0f} kernels {file['seconds']:7.1f} s")
-    else:
-        print("CUDA: none compiled (KDA_CUDA=ON compiles it)")
-    print(", ".join(f"{name} {size} MiB" for name, size in result["mib"].items()))
+    result = Build(options.build.resolve()).report(options.wheel, options.measure)
+    show(result)
     if options.record:
         options.record.write_text(json.dumps(result, indent=1) + "\n")
 
