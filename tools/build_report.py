@@ -68,13 +68,14 @@ class Build:
         return [times.get(str(path.relative_to(self.folder)), 0.0) for path in self.objects]
 
     def measured_seconds(self) -> list[float]:
-        entries = json.loads((self.folder / "compile_commands.json").read_text())
-        commands = {entry["output"]: shlex.split(entry["command"]) for entry in entries}
+        commands = {}
+        for entry in json.loads((self.folder / "compile_commands.json").read_text()):
+            command = shlex.split(entry["command"])
+            output = command.index("-o") + 1
+            commands[command[output]] = [*command[:output], "/dev/null", *command[output + 1 :]]
 
         def measure(path: Path) -> float:
-            command = commands[str(path.relative_to(self.folder))]
-            command[command.index("-o") + 1] = "/dev/null"
-            return processor_seconds(command, self.folder)
+            return processor_seconds(commands[str(path.relative_to(self.folder))], self.folder)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(measure, self.objects))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,7 +13,8 @@ import pytest
 
 import build_report
 
-PART = Path(__file__).resolve().parents[2] / "tools/part"
+ROOT = Path(__file__).resolve().parents[2]
+PART = ROOT / "tools/part"
 
 
 def start(folder: Path, *words: str, patience: int = 10) -> subprocess.Popen[str]:
@@ -122,6 +124,35 @@ def test_a_command_may_end_on_a_signal_in_its_own_way(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 5 and "tidied\n" in printed
+
+
+# ---- the Makefile ----
+
+
+def plan(*words: str, **settings: str) -> str:
+    """What make would run, from the beginning."""
+    inherited = ("KDA_CUDA", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    command = ["make", "--dry-run", "--always-make", *words]
+    done = subprocess.run(command, cwd=ROOT, env={**environment, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cuda_is_compiled_where_it_is_asked_for() -> None:
+    for value in ("ON", "OFF"):
+        for text in (plan("demo", KDA_CUDA=value), plan("demo", f"KDA_CUDA={value}")):
+            assert f"wheel (KDA_CUDA={value})" in text and f"build/wheel-cuda-{value}" in text
+    text = plan("test", KDA_CUDA="OFF")
+    assert "wheel (KDA_CUDA=ON)" in text and "-DKDA_CUDA=ON" in text, "tests always compile it"
+    assert "-DKDA_CUDA=OFF" in plan("build", "KDA_CUDA=OFF"), "unless the command itself says otherwise"
+
+
+def test_every_long_command_is_a_part() -> None:
+    text = plan("test").replace("\\\n", " ")
+    for line in text.splitlines():
+        if re.search(r"ctest|pytest|cmake|pip|mypy|ruff|clang-format|setup", line):
+            assert line.startswith("tools/part "), line
 
 
 # ---- tools/build_report.py ----
