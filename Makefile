@@ -16,7 +16,7 @@ CORES := $(shell nproc)
 
 # CUDA takes two cores ten minutes to compile. Tests always compile it, the wheel where a GPU can run it. KDA_CUDA=ON or
 # OFF, in the environment or after make, decides for the wheel.
-GPU = $(wildcard /dev/nvidia0)$(shell nvidia-smi -L 2> /dev/null | grep -o '^GPU 0')
+GPU := $(wildcard /dev/nvidia0)$(shell nvidia-smi -L 2> /dev/null | grep -o '^GPU 0')
 ifneq ($(filter test build test-cpp,$(MAKECMDGOALS)),)
 export KDA_CUDA := ON
 else
