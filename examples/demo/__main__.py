@@ -35,7 +35,9 @@ QUICK_MODEL = {"width": 64, "layers": 2, "heads": 1, "head_dim": 64, "hidden": 1
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of training, and 80 steps at least (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, help="train for so many steps instead: the same every time")
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see whether everything runs")
     for what in PROBES:

@@ -18,6 +18,7 @@ from .model import LanguageModel
 
 BATCH, LENGTH = 4, 512  # windows in a step, bytes in a window
 PEAK_RATE, WARMUP_STEPS, FINAL_RATE = 5e-3, 40, 0.02  # the last as a part of the first
+FEWEST_STEPS = 80  # 38 of them, in a minute of a busy machine, are no better than counting pairs of bytes
 CHECKS = 10  # validations during training
 CHECK_WINDOWS = 16
 
@@ -84,14 +85,14 @@ def train(
     seconds: float,
     steps: int | None,
 ) -> History:
-    """Trains for ``steps``, or for ``seconds`` if that is None."""
+    """Trains for ``steps``, or if that is None for ``seconds``, and ``FEWEST_STEPS`` at least."""
     history, optimizer, start = History(), optimizer_of(model), time.perf_counter()
     windows = torch.Generator().manual_seed(0)
     model.train()
     with Reporter(console) as report:
         while True:
             step, elapsed = len(history.losses), time.perf_counter() - start
-            progress = min(1.0, step / steps if steps else elapsed / seconds)
+            progress = min(1.0, step / steps if steps else min(elapsed / seconds, step / FEWEST_STEPS))
             if len(history.validation) <= progress * CHECKS:
                 history.validation.append((step, evaluate(model, held_out, autocast, CHECK_WINDOWS)))
             if history.losses:
