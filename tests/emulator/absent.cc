@@ -1,0 +1,75 @@
+// Implementations of the registry whose kernels the emulator does not run yet. They decline every call. One that follows
+// leaves this list for that of CMakeLists.txt; README.md says what each of them needs for that.
+#include "cuda/cuda.h"
+#include "error.h"
+
+namespace kda::cuda {
+namespace {
+
+constexpr char kReason[] = "is not emulated";
+
+[[noreturn]] void never() { throw Error(KDA_INTERNAL_ERROR, "a kernel that is not emulated was chosen"); }
+
+}  // namespace
+
+#define KDA_DECLINES(function, Problem) \
+  const char* function(const Problem&) { return kReason; }
+#define KDA_NEVER(function, Problem) \
+  void function(const Problem&) { never(); }
+#define KDA_NO_WORKSPACE(function, Problem) \
+  uint64_t function(const Problem&) { never(); }
+
+KDA_DECLINES(gate_why_not, GateProblem)
+KDA_DECLINES(gate_why_not, GateBackwardProblem)
+KDA_NEVER(gate, GateProblem)
+KDA_NEVER(gate_backward, GateBackwardProblem)
+KDA_NO_WORKSPACE(gate_backward_workspace, GateBackwardProblem)
+
+KDA_DECLINES(forward_chunk_sm90_why_not, ForwardProblem)
+KDA_NEVER(forward_chunk_sm90, ForwardProblem)
+KDA_NO_WORKSPACE(forward_chunk_sm90_workspace, ForwardProblem)
+KDA_DECLINES(forward_sm90_form, ForwardProblem)
+KDA_DECLINES(forward_segments_sm90_why_not, ForwardProblem)
+KDA_DECLINES(forward_segments_sm90_unsuited, ForwardProblem)
+KDA_NEVER(forward_segments_sm90, ForwardProblem)
+KDA_NO_WORKSPACE(forward_segments_sm90_workspace, ForwardProblem)
+
+KDA_DECLINES(decode_why_not, DecodeProblem)
+KDA_NEVER(decode, DecodeProblem)
+KDA_DECLINES(decode_sweep_why_not, DecodeProblem)
+KDA_DECLINES(decode_sweep_unsuited, DecodeProblem)
+KDA_NEVER(decode_sweep, DecodeProblem)
+
+KDA_DECLINES(speculation_why_not, VerifyProblem)
+KDA_DECLINES(speculation_why_not, FlushProblem)
+KDA_DECLINES(speculation_why_not, FlushVerifyProblem)
+KDA_NEVER(verify, VerifyProblem)
+KDA_NEVER(flush, FlushProblem)
+KDA_NEVER(flush_verify, FlushVerifyProblem)
+KDA_DECLINES(speculation_mma_why_not, VerifyProblem)
+KDA_DECLINES(flush_registers_why_not, FlushProblem)
+KDA_DECLINES(speculation_mma_why_not, FlushVerifyProblem)
+KDA_DECLINES(speculation_recurrent_why_not, VerifyProblem)
+KDA_DECLINES(speculation_recurrent_why_not, FlushVerifyProblem)
+KDA_NEVER(verify_mma, VerifyProblem)
+KDA_NEVER(flush_verify_mma, FlushVerifyProblem)
+KDA_NEVER(verify_recurrent, VerifyProblem)
+KDA_NEVER(flush_registers, FlushProblem)
+KDA_NEVER(flush_verify_recurrent, FlushVerifyProblem)
+
+KDA_DECLINES(conv_why_not, ConvProblem)
+KDA_DECLINES(conv_why_not, ConvBackwardProblem)
+KDA_NEVER(conv, ConvProblem)
+KDA_NEVER(conv_backward, ConvBackwardProblem)
+KDA_NO_WORKSPACE(conv_backward_workspace, ConvBackwardProblem)
+
+KDA_DECLINES(stage_why_not, StageProblem<kda_stage_chunk_intra_args>)
+KDA_DECLINES(stage_why_not, StageProblem<kda_stage_recompute_w_u_args>)
+KDA_NEVER(stage, StageProblem<kda_stage_chunk_intra_args>)
+KDA_NEVER(stage, StageProblem<kda_stage_recompute_w_u_args>)
+
+KDA_DECLINES(prefill_f32_why_not, PrefillF32Problem)
+KDA_NEVER(prefill_f32, PrefillF32Problem)
+KDA_NO_WORKSPACE(prefill_f32_workspace, PrefillF32Problem)
+
+}  // namespace kda::cuda

@@ -1,0 +1,19 @@
+// bf16 as kernels use it.
+#pragma once
+#include "cuda_runtime.h"
+#include "dtype.h"
+
+struct alignas(2) __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float x) : bits(kda::float_to_bf16(x)) {}
+  operator float() const { return kda::bf16_to_float(bits); }
+};
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
+inline float __bfloat162float(__nv_bfloat16 x) { return x; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 x) { return {x.x, x.y}; }
