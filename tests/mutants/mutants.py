@@ -6,8 +6,9 @@
 Each mutant is one substitution in one file (table.py). The translation units it reaches are compiled as
 compile_commands.json says (for one instruction set only, and with -O1: seconds count). The build's own command for
 libkda.so, CUDA included, links them in place of the right ones, and the tests of that family run against the result.
-One mutant per core at a time. Exit status 0: all of them failed, as they should, and the unmutated library built the
-same way passed.
+Those of CUDA kernels run on the emulator (tests/emulator), which is linked into its tests: there the program takes the
+place of the library. One mutant per core at a time. Exit status 0: all of them failed, as they should, and the
+unmutated library built the same way passed.
 """
 
 import json
@@ -21,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from table import MUTANTS, UNITS, Mutant
+from table import EMULATOR, MUTANTS, UNITS, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -45,6 +46,22 @@ def units_of(mutant: Mutant) -> list[str]:
     return UNITS.get(mutant.file, [mutant.file])
 
 
+class Target:
+    """What mutated units are linked into, by the build's own commands."""
+
+    def __init__(self, directory: pathlib.Path, name: str) -> None:
+        commands = ["cmake", "--build", str(directory), "--", "-t", "commands", name]
+        lines = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()
+        link = [line for line in lines if " -o " in line][-1]  # behind it comes what makes a link to the library
+        self.link_command = shlex.split(link.removeprefix(": && ").removesuffix(" && :"))
+        self.file = pathlib.Path(self.link_command[self.link_command.index("-o") + 1]).name
+        self.commands = {}
+        for entry in json.loads((directory / "compile_commands.json").read_text()):
+            command = shlex.split(entry["command"])
+            if command[command.index("-o") + 1] in self.link_command:
+                self.commands[entry["file"]] = command
+
+
 class Build:
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory = directory
@@ -53,44 +70,41 @@ class Build:
         self.one_isa = self.work / "one_isa"
         (self.one_isa / "cpu").mkdir(parents=True)
         (self.one_isa / "cpu/isa.h").write_text(ISA_H)
-        commands = ["cmake", "--build", str(directory), "--", "-t", "commands", "kda"]
-        lines = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()
-        [link] = [line for line in lines if " -shared " in line]  # the last one makes a link to the library
-        self.link_command = shlex.split(link.removeprefix(": && ").removesuffix(" && :"))
-        self.commands = {}
-        for entry in json.loads((directory / "compile_commands.json").read_text()):
-            command = shlex.split(entry["command"])
-            if command[command.index("-o") + 1] in self.link_command:
-                self.commands[entry["file"]] = command
+        self.library, self.emulator = Target(directory, "kda"), Target(directory, EMULATOR)
 
-    def compile(self, unit: str, overlay: pathlib.Path) -> pathlib.Path:
+    def target_of(self, tests: tuple[str, str]) -> Target:
+        return self.emulator if tests[0] == EMULATOR else self.library
+
+    def compile(self, target: Target, unit: str, overlay: pathlib.Path) -> pathlib.Path:
         """`unit` with the files in `overlay` in front of those in src/."""
         source = ROOT / unit
         relative = pathlib.Path(unit).relative_to("src")
-        target = overlay / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            shutil.copy(source, target)
+        changed = overlay / relative
+        changed.parent.mkdir(parents=True, exist_ok=True)
+        if not changed.exists():
+            shutil.copy(source, changed)
         output = overlay / relative.with_suffix(".o")
-        command = [a for a in self.commands[str(source)] if not a.startswith(("-O", "-W", "-DHWY_DISABLED_TARGETS"))]
+        command = [a for a in target.commands[str(source)] if not a.startswith(("-O", "-W", "-DHWY_DISABLED_TARGETS"))]
         command[command.index("-o") + 1] = str(output)
-        command[command.index("-c") + 1] = str(target)
+        command[command.index("-c") + 1] = str(changed)
         command[1:1] = [f"-I{overlay}", "-O1", "-w"]
         if relative.parts[0] == "cpu":
             command[1:1] = [*ONE_TARGET, f"-I{self.one_isa}"]
         self.execute(CCACHE + command)
         return output
 
-    def link(self, objects: dict[str, pathlib.Path], library: pathlib.Path) -> None:
+    def link(self, target: Target, objects: dict[str, pathlib.Path], overlay: pathlib.Path) -> pathlib.Path:
         """`objects`, by their units, instead of those of the build."""
-        command = self.link_command.copy()
-        command[command.index("-o") + 1] = str(library)
+        command = target.link_command.copy()
+        output = overlay / target.file
+        command[command.index("-o") + 1] = str(output)
         for unit in objects:
-            compiled = self.commands[str(ROOT / unit)]
+            compiled = target.commands[str(ROOT / unit)]
             command.remove(compiled[compiled.index("-o") + 1])
         # In front of the others: of an inline function that several objects hold, the linker takes the first.
         command[1:1] = map(str, objects.values())
         self.execute(command)
+        return output
 
     def execute(self, command: list[str]) -> None:
         subprocess.run(
@@ -100,11 +114,16 @@ class Build:
     def overlay(self, name: str) -> pathlib.Path:
         return self.work / "".join(c if c.isalnum() else "_" for c in name)
 
-    def run(self, library: pathlib.Path, tests: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(self, linked: pathlib.Path, tests: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+        """`linked`: the program of these tests, or a library that takes the place of its own."""
         program, chosen = tests
+        environment, path = ENVIRONMENT, linked
+        if program != EMULATOR:
+            environment = ENVIRONMENT | {"LD_PRELOAD": str(linked)}
+            path = self.directory / "tests/cpp" / program
         return subprocess.run(
-            [str(self.directory / "tests/cpp" / program), f"--gtest_filter={chosen}"],
-            env=ENVIRONMENT | {"LD_PRELOAD": str(library)},
+            [str(path), f"--gtest_filter={chosen}"],
+            env=environment,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -113,16 +132,20 @@ class Build:
 
 def check_unmutated(build: Build, mutants: list[Mutant], pool: ThreadPoolExecutor) -> None:
     """Built the same way but not mutated, everything passes: otherwise the rest would prove nothing."""
-    units = sorted({unit for m in mutants for unit in units_of(m)})
     overlay = build.overlay("unmutated")
-    library = overlay / "libkda.so"
+    linked = {}
     try:
-        objects = list(pool.map(lambda unit: build.compile(unit, overlay), units))
-        build.link(dict(zip(units, objects, strict=True)), library)
+        for target in (build.library, build.emulator):
+            units = sorted({unit for m in mutants if build.target_of(m.tests) is target for unit in units_of(m)})
+            if not units:
+                continue
+            objects = list(pool.map(lambda unit, target=target: build.compile(target, unit, overlay), units))
+            linked[target.file] = build.link(target, dict(zip(units, objects, strict=True)), overlay)
     except subprocess.CalledProcessError as error:
         sys.exit(f"{error.stdout}the unmutated library is not built")
     families = sorted({m.tests for m in mutants})
-    for (program, chosen), result in zip(families, pool.map(lambda f: build.run(library, f), families), strict=True):
+    results = pool.map(lambda f: build.run(linked[build.target_of(f).file], f), families)
+    for (program, chosen), result in zip(families, results, strict=True):
         if "[==========] 0 tests" in result.stdout:
             sys.exit(f"no test matches {chosen} in {program}")
         if result.returncode:
@@ -146,11 +169,12 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
         for other in (ROOT / mutant.file).parent.glob("*.h"):
             if other.name != path.name:
                 shutil.copy(other, path.parent)
-    library = overlay / "libkda.so"
+    target = build.target_of(mutant.tests)
     result, details = "SURVIVED", ""
     try:
-        build.link({unit: build.compile(unit, overlay) for unit in units_of(mutant)}, library)
-        if build.run(library, mutant.tests).returncode:
+        objects = {unit: build.compile(target, unit, overlay) for unit in units_of(mutant)}
+        linked = build.link(target, objects, overlay)
+        if build.run(linked, mutant.tests).returncode:
             result = "caught"
             shutil.rmtree(overlay)  # a library with all CUDA kernels each; that of a survivor is kept to look at
     except subprocess.CalledProcessError as error:

@@ -44,6 +44,21 @@ LONG_MEMORY = ("test_drift", "*SpeculationDrift*/flush_slow")
 SEGMENT_MAPS = ("test_segment", ":".join(f"All/SegmentMap.EqualsTheOracle/*_{c}" for c in CASES))
 SEGMENT_MERGE = ("test_segment", "SegmentMerge.*")
 
+# CUDA kernels, on the emulator.
+EMULATOR = "test_emulator"
+
+
+def emulated(*tests: str) -> tuple[str, str]:
+    return EMULATOR, ":".join(f"All/{t}" for t in tests)
+
+
+CUDA_CHUNK = emulated(
+    "ForwardChunkOnCuda.IsTheOracle/bound_33",
+    "ForwardChunkOnCuda.IsTheOracle/bound_packed",
+    "ForwardOnCuda.IsTheOracle/cuda_chunk_state_K_first",
+)
+CUDA_STAGES = emulated("StagesOnCuda.EachIsItsOracle/gva_2", "StagesOnCuda.EachIsItsOracle/K128_V128")
+
 CHUNK = "src/cpu/chunk-inl.h"
 CHUNK_FORWARD = "src/cpu/chunk_forward.cc"
 CHUNK_BACKWARD = "src/cpu/chunk_backward.cc"
@@ -69,6 +84,11 @@ REFERENCE_BACKWARD = "src/reference/backward.cc"
 REFERENCE_CONV = "src/reference/conv.cc"
 REFERENCE_SEGMENT = "src/reference/segment.cc"
 REFERENCE_DRAFTS = "src/reference/speculation.cc"
+CUDA_FORWARD_CHUNK = "src/cuda/sm80/forward_chunk.cu"
+CUDA_PREPARE = "src/cuda/sm80/chunk_prepare.h"
+CUDA_SCAN = "src/cuda/sm80/chunk_scan.h"
+CUDA_STAGES_H = "src/cuda/sm80/stages.h"
+CUDA_STAGE_FWD_O = "src/cuda/sm80/stage_fwd_o.cu"
 # A header's mutant is compiled into the units that its tests run.
 UNITS = {
     CHUNK: [CHUNK_FORWARD],
@@ -80,6 +100,9 @@ UNITS = {
     STAGES_INL: [STAGES_FORWARD, STAGES_BACKWARD],
     CONV_ROWS: [CONV, RECURRENT, DRAFT_KERNELS],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
+    CUDA_PREPARE: [CUDA_FORWARD_CHUNK],
+    CUDA_SCAN: [CUDA_FORWARD_CHUNK],
+    CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
 }
 
 
@@ -705,6 +728,82 @@ MUTANTS = [
             "oracle: newest entry applied first",
             "for (auto e = entries.rbegin(); e != entries.rend(); ++e)",
             "for (auto e = entries.begin(); e != entries.end(); ++e)",
+        ),
+    ),
+    *mutants(
+        CUDA_PREPARE,
+        CUDA_CHUNK,
+        (
+            "cuda_chunk: rows are read before they came",
+            "  ptx::wait_for_copies<0>();\n",
+            "",
+        ),
+        (
+            "cuda_chunk: factors are read before they are there",
+            "  __syncthreads();  // factors are there",
+            "  // factors are there",
+        ),
+        (
+            "cuda_chunk: T is read before all lanes wrote theirs",
+            "    __syncwarp();\n",
+            "",
+        ),
+        (
+            "cuda_chunk: scores with tokens behind",
+            "if (column > i()) return 0;",
+            "if (column > i() + 1) return 0;",
+        ),
+        (
+            "cuda_chunk: decays of tokens that are none",
+            "gamma[e] = !is_real() ? 0.0f : step",
+            "gamma[e] = step",
+        ),
+        (
+            "cuda_chunk: a chunk goes to the sequence before",
+            "p.T, n)) <= row;",
+            "p.T, n)) < row;",
+        ),
+    ),
+    *mutants(
+        CUDA_SCAN,
+        CUDA_CHUNK,
+        (
+            "cuda_chunk: an image is read before it came",
+            "ptx::wait_for_copies<1>();",
+            "ptx::wait_for_copies<2>();",
+        ),
+        (
+            "cuda_chunk: an image comes to where one is read",
+            "kMostWarps = 8, kStages = 3;",
+            "kMostWarps = 8, kStages = 2;",
+        ),
+        (
+            "cuda_chunk: warps do not wait for each other's copies",
+            "    __syncthreads();  // the image is in shared memory",
+            "    // the image is in shared memory",
+        ),
+        (
+            "cuda_chunk: keys of other channels in the state",
+            "ptx::mma<__half>(S[2], first, k[0].z, k[1].z)",
+            "ptx::mma<__half>(S[2], first, k[0].w, k[1].w)",
+        ),
+    ),
+    *mutants(
+        CUDA_STAGES_H,
+        CUDA_STAGES,
+        (
+            "cuda_stage: operands are read before they came",
+            "  ptx::wait_for_copies<0>();\n  __syncthreads();  // what came",
+            "  __syncthreads();  // what came",
+        ),
+    ),
+    *mutants(
+        CUDA_STAGE_FWD_O,
+        CUDA_STAGES,
+        (
+            "cuda_stage: o leaves before it is there",
+            "  __syncthreads();  // o is there",
+            "  // o is there",
         ),
     ),
 ]
