@@ -11,6 +11,13 @@ PYTHON := .venv/bin/python
 export GOMP_SPINCOUNT := 1000
 CPP := $(shell git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.c')
 
+# One name for the compiler: ccache tells g++ from c++, and pip would choose another one than CMake does.
+ifeq ($(origin CC),default)
+export CC := gcc
+endif
+ifeq ($(origin CXX),default)
+export CXX := g++
+endif
 export PYTHONUNBUFFERED := 1
 CORES := $(shell nproc)
 
