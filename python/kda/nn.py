@@ -18,12 +18,16 @@ from torch.nn import functional as F
 
 from . import ops
 from ._caches import DraftCache, KDACache
+from ._checkpoints import from_published, own_names, to_published
 from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu
 from ._packing import find_layout
 from ._recompute import old_state
 from .speculation import Conv
 
-__all__ = ["DraftCache", "KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu"]
+__all__ = [
+    "DraftCache", "KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu",
+    "from_published", "to_published",
+]  # fmt: skip
 
 # Without gradients, pieces of up to this many tokens run through the token recurrence, longer ones through the chunks.
 DECODE_TOKENS = 8
@@ -72,6 +76,11 @@ class KimiDeltaAttention(nn.Module):
         safe_gate: needs ``lower_bound`` in ``[-5, 0)`` and starts ``A_log`` from zero. Nothing else here depends on it.
         layer_idx: the key of this layer's cache in ``past_key_values``.
         norm_eps: of the output norm.
+        use_full_rank_gate: the output gate ``g_proj`` is one linear map, as in Kimi K3 and Ling-3, not two through
+            ``head_v_dim`` channels.
+        use_full_rank_decay: the same of ``f_proj``, as in Ling-3.
+        gate_bias: a bias at the end of ``g_proj``. If None, the low-rank one has it, as in FLA. No published checkpoint
+            has: say False for Kimi-Linear and GLM-5, or it starts from zero when one is loaded.
         device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for.
 
     Made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then ``reset_parameters``
@@ -110,6 +119,9 @@ class KimiDeltaAttention(nn.Module):
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
         *,
+        use_full_rank_gate: bool = False,
+        use_full_rank_decay: bool = False,
+        gate_bias: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -121,21 +133,17 @@ class KimiDeltaAttention(nn.Module):
         self.mode, self.layer_idx = mode, layer_idx
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
-        if mode not in ("chunk", "fused_recurrent"):
-            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
-        if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5):
-            raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
-        if self.num_v_heads < 1 or self.num_v_heads % num_heads:
-            raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
-        if use_short_conv and conv_size not in (1, 2, 3, 4):
-            raise ValueError(f"conv_size: expected 1..4, got {conv_size}")
-        if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
-            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
+        self._check_sizes(head_dim, expand_v)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias, **factory)
+
+        def projection(outputs: int, full_rank: bool, bias: bool) -> nn.Module:
+            if full_rank:
+                return linear(hidden_size, outputs, bias)
+            return nn.Sequential(linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, outputs, bias))
 
         self.q_proj = linear(hidden_size, self.key_dim)
         self.k_proj = linear(hidden_size, self.key_dim)
@@ -145,16 +153,30 @@ class KimiDeltaAttention(nn.Module):
             self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias, **factory)
             self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias, **factory)
         gate_dim = self.num_v_heads * head_dim
-        self.f_proj = nn.Sequential(linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, gate_dim))
+        self.f_proj = projection(gate_dim, use_full_rank_decay, False)
         self.b_proj = linear(hidden_size, self.num_v_heads)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32, device=device))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32, device=device))
-        self.g_proj = nn.Sequential(
-            linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, self.value_dim, bias=True)
+        self.g_proj = projection(
+            self.value_dim, use_full_rank_gate, not use_full_rank_gate if gate_bias is None else gate_bias
         )
         self.o_norm = RMSNormGated(self.head_v_dim, norm_eps, **factory)
         self.o_proj = linear(self.value_dim, hidden_size)
         self.reset_parameters()
+
+    def _check_sizes(self, head_dim: int, expand_v: float) -> None:
+        if self.mode not in ("chunk", "fused_recurrent"):
+            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {self.mode!r}")
+        if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5):
+            raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
+        if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
+            raise ValueError(
+                f"num_v_heads: expected a multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
+            )
+        if self.use_short_conv and self.conv_size not in (1, 2, 3, 4):
+            raise ValueError(f"conv_size: expected 1..4, got {self.conv_size}")
+        if self.safe_gate and (self.lower_bound is None or not -5 <= self.lower_bound < 0):
+            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {self.lower_bound}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -179,6 +201,17 @@ class KimiDeltaAttention(nn.Module):
         module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark_parameters()
         return module
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Takes the names and shapes of published checkpoints, too."""
+        given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        given = {name[len(prefix) :]: x for name, x in given.items()}
+        own = own_names(given)
+        low_rank = given.get("g_b_proj.weight")
+        if low_rank is not None and "1.bias" in self.g_proj.state_dict():  # zeros make it the same layer
+            own.setdefault("g_proj.1.bias", low_rank.new_zeros(low_rank.shape[0]))
+        state_dict.update({prefix + name: x for name, x in own.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def new_cache(self, batch_size: int) -> KDACache:
         """A cache for ``batch_size`` new sequences, on the device of the weights."""

@@ -52,10 +52,15 @@ def model(p: dict[str, Tensor], x: Tensor, layer: KimiDeltaAttention) -> Tensor:
             y = torch.stack(rows)
         return y * torch.sigmoid(y)
 
+    def projection(name: str) -> Tensor:
+        if f"{name}.weight" in p:
+            return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0)
+        return x @ p[f"{name}.0.weight"].T @ p[f"{name}.1.weight"].T + p.get(f"{name}.1.bias", 0)
+
     q, k, v = branch("q").view(T, H, K), branch("k").view(T, H, K), branch("v").view(T, HV, V)
     q = q / torch.sqrt((q * q).sum(-1, keepdim=True) + 1e-6)
     k = k / torch.sqrt((k * k).sum(-1, keepdim=True) + 1e-6)
-    z = (x @ p["f_proj.0.weight"].T @ p["f_proj.1.weight"].T + p["dt_bias"]).view(T, HV, K)
+    z = (projection("f_proj") + p["dt_bias"]).view(T, HV, K)
     a = torch.exp(p["A_log"])[:, None]
     log_decay = -a * F.softplus(z) if layer.lower_bound is None else layer.lower_bound * torch.sigmoid(a * z)
     beta = torch.sigmoid(x @ p["b_proj.weight"].T) * (2 if layer.allow_neg_eigval else 1)
@@ -70,8 +75,7 @@ def model(p: dict[str, Tensor], x: Tensor, layer: KimiDeltaAttention) -> Tensor:
         heads.append(torch.stack(outputs))
     o = torch.stack(heads, 1)
     o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + layer.o_norm.eps) * p["o_norm.weight"]
-    gate = x @ p["g_proj.0.weight"].T @ p["g_proj.1.weight"].T + p["g_proj.1.bias"]
-    return (o * torch.sigmoid(gate).view(T, HV, V)).reshape(T, HV * V) @ p["o_proj.weight"].T
+    return (o * torch.sigmoid(projection("g_proj")).view(T, HV, V)).reshape(T, HV * V) @ p["o_proj.weight"].T
 
 
 def float64_parameters(layer: KimiDeltaAttention) -> dict[str, Tensor]:

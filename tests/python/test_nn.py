@@ -23,6 +23,9 @@ CONFIGS = {
     "no_convolution": {"use_short_conv": False},
     "narrow_biased_convolution": {"conv_size": 3, "conv_bias": True},
     "recurrent": {"mode": "fused_recurrent"},
+    "full_rank_gate": {"use_full_rank_gate": True},
+    "full_ranks": {"use_full_rank_gate": True, "use_full_rank_decay": True, "gate_bias": True, "expand_v": 2},
+    "no_gate_bias": {"gate_bias": False},
     "odd_heads": {"head_dim": 20, "expand_v": 0.6, "num_heads": 3, "num_v_heads": 3},
 }
 

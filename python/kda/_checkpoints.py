@@ -1,0 +1,184 @@
+"""The KDA layers of published checkpoints: their names and shapes from those of :mod:`kda.nn`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What checkpoints call the two maps of a low-rank projection.
+LOW_RANK = {"f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"}
+IN_FORGET_GATE = ("f_", "A_log", "dt_bias")  # begin the names that transformers keeps in a module of that name
+CONVOLUTIONS = [f"{x}_conv1d.weight" for x in "qkv"]
+CONVOLUTION_BIASES = [f"{x}_conv1d.bias" for x in "qkv"]
+ALWAYS = ["A_log", "dt_bias", "o_norm.weight", *(f"{x}_proj.weight" for x in "qkvbo")]
+GATE_BIASES = ("g_proj.bias", "g_proj.1.bias")
+
+
+class Form(NamedTuple):
+    """What tells the checkpoints of a model from others. ``A_log`` is ``[1, 1, H, 1]``, or flat with zeros behind it
+    up to a multiple of ``pad``."""
+
+    full_rank_f: bool
+    full_rank_g: bool
+    four_dimensions: bool = False
+    pad: int = 1
+    in_transformers: bool = True
+
+
+# By the model_type of the checkpoint's config.json.
+FORMS = {
+    "kimi_linear": Form(False, False, four_dimensions=True),
+    "kimi_k3": Form(False, True, pad=128, in_transformers=False),
+    "glm5_next": Form(False, False),
+    "bailing_hybrid": Form(True, True),
+}
+
+
+def from_published(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """A layer of a published checkpoint, or of a model of transformers, as a state dict of ``KimiDeltaAttention``.
+
+    Every number stays as it is, in its dtype; most tensors are the ones given, or views of them. ``load_state_dict``
+    of the layer renames by itself. This function also takes one layer out of a checkpoint, and says more of one that
+    it does not understand.
+
+    Args:
+        state_dict: tensors by name, of Kimi-Linear, Kimi K3, GLM-5, Ling-3, FLA or this library.
+        prefix: what stands before the layer's names, as ``"model.layers.0.self_attn."``. Others are left out.
+
+    Raises:
+        ValueError: names that are unknown or missing, all of them in the sentence; shapes that do not fit each other.
+
+    >>> import torch
+    >>> from kda.nn import KimiDeltaAttention, from_published, to_published
+    >>> layer = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32, gate_bias=False)
+    >>> published = to_published(layer.state_dict(), "kimi_linear", "layers.0.")
+    >>> "layers.0.f_a_proj.weight" in published, list(published["layers.0.A_log"].shape)
+    (True, [1, 1, 2, 1])
+    >>> layer.load_state_dict(from_published(published, "layers.0."))
+    <All keys matched successfully>
+    """
+    own = own_names({name[len(prefix) :]: x for name, x in state_dict.items() if name.startswith(prefix)})
+    _check_names(own, prefix)
+    return own
+
+
+def to_published(
+    state_dict: Mapping[str, Tensor], model_type: str, prefix: str = "", *, in_transformers: bool = False
+) -> dict[str, Tensor]:
+    """A state dict of ``KimiDeltaAttention`` with the names and shapes of a published checkpoint.
+
+    Args:
+        state_dict: of one layer.
+        model_type: ``"kimi_linear"``, ``"kimi_k3"``, ``"glm5_next"``, ``"bailing_hybrid"`` (Ling-3).
+        prefix: put before every name.
+        in_transformers: the names of the modules of transformers, which differ from those of the checkpoints that it
+            reads and writes: one convolution for q, k and v, and a module ``forget_gate``.
+
+    Raises:
+        ValueError: a layer that such a checkpoint has no place for, as one with a bias of the output gate that is not
+            zero.
+    """
+    form = _find_form(model_type, in_transformers)
+    own = dict(state_dict)
+    _check_names(own, "")
+    _check_form(own, form, model_type)
+    for name in GATE_BIASES:
+        own.pop(name, None)
+    A_log = own["A_log"]
+    if form.four_dimensions:
+        own["A_log"] = A_log.reshape(1, 1, -1, 1)
+    elif A_log.numel() % form.pad:
+        own["A_log"] = torch.cat([A_log, A_log.new_zeros(-A_log.numel() % form.pad)])
+    if in_transformers:
+        own["conv1d.weight"] = torch.cat([own.pop(name) for name in CONVOLUTIONS])
+    return {prefix + _published_name(name, in_transformers): x for name, x in own.items()}
+
+
+def own_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames and reshapes what is known, and leaves the rest as it is."""
+    own: dict[str, Tensor] = {}
+    for name, x in given.items():
+        module, _, rest = name.removeprefix("forget_gate.").partition(".")
+        new = LOW_RANK.get(module, module) + (f".{rest}" if rest else "")
+        if new in own:
+            raise ValueError(f"state_dict: expected one tensor for {new}, got {name} and another name of it")
+        own[new] = x
+    sizes = [own[f"{x}_proj.weight"].shape[0] for x in "qkv" if f"{x}_proj.weight" in own]
+    packed = own.get("conv1d.weight")
+    if packed is not None and len(sizes) == 3:
+        if packed.shape[0] != sum(sizes):
+            raise ValueError(f"conv1d.weight: expected {sum(sizes)} channels of q, k and v, got {packed.shape[0]}")
+        del own["conv1d.weight"]
+        own.update(zip(CONVOLUTIONS, packed.split(sizes), strict=True))
+    for name in ("A_log", "dt_bias"):
+        if name in own and own[name].ndim != 1:
+            own[name] = own[name].reshape(-1)
+    if "A_log" in own and "b_proj.weight" in own:
+        own["A_log"] = _without_padding(own["A_log"], own["b_proj.weight"].shape[0])
+    return own
+
+
+def _without_padding(A_log: Tensor, heads: int) -> Tensor:
+    """Kimi K3 keeps the 96 numbers of its heads in a tensor of 128. What is behind them must be zero: other numbers
+    would mean heads that nothing else knows of."""
+    if A_log.numel() <= heads:
+        return A_log
+    if not A_log.is_meta and bool(A_log[heads:].any()):
+        raise ValueError(f"A_log: expected {heads} numbers, as b_proj.weight has rows, and zeros, got {A_log.numel()}")
+    return A_log[:heads]
+
+
+def _published_name(name: str, in_transformers: bool) -> str:
+    for published, own in LOW_RANK.items():
+        if name.startswith(own + "."):
+            name = published + name.removeprefix(own)
+    return f"forget_gate.{name}" if in_transformers and name.startswith(IN_FORGET_GATE) else name
+
+
+def _check_names(own: Mapping[str, Tensor], prefix: str) -> None:
+    wanted = list(ALWAYS)
+    for module in ("f_proj", "g_proj"):
+        full = f"{module}.weight" in own
+        wanted += [f"{module}.weight"] if full else [f"{module}.0.weight", f"{module}.1.weight"]
+    bias = "g_proj.bias" if "g_proj.weight" in own else "g_proj.1.bias"
+    known = {*wanted, *CONVOLUTIONS, *CONVOLUTION_BIASES, bias}
+    for names in (CONVOLUTIONS, CONVOLUTION_BIASES):
+        wanted += names if any(name in own for name in names) else []
+    missing = [f"{name} ({other})" if (other := _other(name)) else name for name in wanted if name not in own]
+    unknown = [name for name in own if name not in known]
+    if missing or unknown:
+        said = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        where = f" that begin with {prefix!r}" if prefix else ""
+        raise ValueError(f"state_dict: expected the names of a KDA layer{where}, got {'; '.join(said)}")
+
+
+def _other(name: str) -> str:
+    """What a checkpoint might call it."""
+    published = _published_name(name, False)
+    return "" if published == name else published
+
+
+def _find_form(model_type: str, in_transformers: bool) -> Form:
+    if model_type not in FORMS:
+        raise ValueError(f"model_type: expected one of {', '.join(FORMS)}, got {model_type!r}")
+    form = FORMS[model_type]
+    if in_transformers and not form.in_transformers:
+        raise ValueError(f"in_transformers: expected False for {model_type}, which transformers has not, got True")
+    return form
+
+
+def _check_form(own: Mapping[str, Tensor], form: Form, model_type: str) -> None:
+    for module, keyword, full in (
+        ("f_proj", "use_full_rank_decay", form.full_rank_f),
+        ("g_proj", "use_full_rank_gate", form.full_rank_g),
+    ):
+        if (f"{module}.weight" in own) != full:
+            raise ValueError(f"{module}: expected that of a layer with {keyword}={full} for {model_type}, got another")
+    if CONVOLUTIONS[0] not in own or CONVOLUTION_BIASES[0] in own:
+        raise ValueError(f"state_dict: expected convolutions without biases for {model_type}, got others or none")
+    for name in GATE_BIASES:
+        if name in own and bool(own[name].any()):
+            raise ValueError(f"{name}: expected zeros (or gate_bias=False) for {model_type}, got other numbers")
