@@ -23,6 +23,9 @@ class KDACache:
 
     Both are zero for a new sequence. The layer overwrites them and never allocates new ones. So a function that
     backward runs again (``torch.utils.checkpoint``) may use no cache that was made outside of it; this is refused.
+
+    ``torch.save`` writes the two tensors, and ``torch.load`` reads them with ``weights_only=True``, its default, once
+    :mod:`kda.nn` is imported. ``copy.deepcopy`` makes a copy that goes its own way.
     """
 
     # No dataclass: FSDP would hand a copy of one to the layer, with tensors cast to another dtype.
@@ -33,8 +36,50 @@ class KDACache:
     def __repr__(self) -> str:
         return f"KDACache(conv={self.conv}, state={self.state})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"conv": self.conv, "state": self.state}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__init__(saved["conv"], saved["state"])  # type: ignore[misc]
+
     def check_first_run(self) -> None:
         check_first_run("past_key_values", self.made_in)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Beam search: sequence ``i`` goes on from ``rows[i]``. ``rows`` is ``[N]`` integers, any of them often or not
+        at all; the two tensors stay where they are. Drafts of a :class:`DraftCache` must be flushed first."""
+        self.check_first_run()
+        if rows.shape != self.state.shape[:1]:
+            raise ValueError(f"rows: expected shape {list(self.state.shape[:1])}, got {list(rows.shape)}")
+        chosen = self.select(rows)
+        self.state.copy_(chosen.state)
+        if self.conv is not None and chosen.conv is not None:
+            self.conv.copy_(chosen.conv)
+
+    def select(self, rows: Tensor) -> KDACache:
+        """A new cache of the sequences at ``rows``, ``[M]`` integers from 0 on, in their order."""
+        if rows.ndim != 1 or rows.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"rows: expected int32 or int64 of one dimension, got {rows.dtype} of {rows.ndim}")
+        conv, rows = self.conv, rows.to(self.state.device)
+        return KDACache(None if conv is None else conv.index_select(0, rows), self.state.index_select(0, rows))
+
+    def repeat(self, times: int) -> KDACache:
+        """A new cache in which ``times`` copies of every sequence stand side by side, as for beams of one prompt."""
+        if times < 0:
+            raise ValueError(f"times: expected 0 or more, got {times}")
+        return self.select(torch.arange(self.state.shape[0], device=self.state.device).repeat_interleave(times))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """:meth:`reorder`, by transformers' name, as the next two are: they change the cache itself."""
+        self.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen = self.select(indices)
+        self.conv, self.state = chosen.conv, chosen.state
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        repeated = self.repeat(repeats)
+        self.conv, self.state = repeated.conv, repeated.state
 
     def reset(self, rows: Any = None) -> None:
         """Forget all sequences, or those at ``rows`` (an index, a slice, or an index tensor)."""
@@ -45,6 +90,10 @@ class KDACache:
     def memory_bytes(self) -> int:
         """Bytes of the two tensors: the same after any number of tokens."""
         return sum(x.numel() * x.element_size() for x in (self.conv, self.state) if x is not None)
+
+
+# Such a file holds two tensors and nothing that runs.
+torch.serialization.add_safe_globals([KDACache])
 
 
 class DraftCache:
