@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from . import ops
 from ._caches import DraftCache, KDACache
 from ._checkpoints import from_published, own_names, to_published
+from ._foreign_caches import find_foreign, read_foreign, write_foreign
 from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu
 from ._packing import find_layout
 from ._recompute import old_state
@@ -258,9 +259,10 @@ class KimiDeltaAttention(nn.Module):
             hidden_states: ``[B, T, hidden_size]``, of the parameters' dtype, or any under autocast.
             attention_mask: ``[B, T]`` or longer (the last ``T`` columns count), bool or numbers, 0 for padding on
                 either side and 1 elsewhere: padding is skipped, its outputs are zero. Not looked at beside offsets.
-            past_key_values: the cache, or a dict of caches by ``layer_idx``. A :class:`DraftCache` needs
-                ``torch.no_grad()``, neither padding nor packed documents. What backward runs again, as
-                ``torch.utils.checkpoint`` does, may use no cache from outside: say ``use_cache=False``.
+            past_key_values: the cache, or a dict of caches by ``layer_idx``, or a cache object of FLA or transformers,
+                in which the entry ``layer_idx`` is read and replaced. A :class:`DraftCache` needs ``torch.no_grad()``,
+                neither padding nor packed documents. What backward runs again, as ``torch.utils.checkpoint`` does, may
+                use no cache from outside: say ``use_cache=False``.
             use_cache: make the cache if there is none, of one state a document.
             output_attentions: ignored, like the keywords of :data:`IGNORED_KEYWORDS`.
             cache: another name of ``past_key_values``.
@@ -310,6 +312,8 @@ class KimiDeltaAttention(nn.Module):
             o = self._draft(x, g, beta, found)
         else:
             o = self._attend((*self._qkv(x, found, cu, cp_context), g, beta), found, cu, cp_context, T)
+        if isinstance(found, KDACache) and not isinstance(held, KDACache | MutableMapping):
+            write_foreign(find_foreign(held, self), found, T)
         o = self.o_norm(o, _heads(self.g_proj(x), self.num_v_heads))
         o = self.o_proj(o.flatten(2))
         if kept is not None:
@@ -349,9 +353,7 @@ class KimiDeltaAttention(nn.Module):
                 held[self.layer_idx] = self.new_cache(N)
             cache = held.get(self.layer_idx)
         else:
-            raise NotImplementedError(
-                f"past_key_values: expected a KDACache or a dict of them by layer_idx, got {type(held).__name__}"
-            )
+            return held, read_foreign(find_foreign(held, self), N)
         kept = cache.cache if isinstance(cache, DraftCache) else cache
         if kept is not None and kept.state.shape[0] != N:
             raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
