@@ -124,6 +124,17 @@ def test_pieces_equal_one_forward(kind, gradients, config):
     assert not state.requires_grad
 
 
+@kinds
+def test_compiled_without_graph_breaks(kind):
+    torch._dynamo.reset()
+    layer, x, held = make(layer_idx=1), tokens(1, 20, 48), like(kind)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        o = torch.cat([compiled(piece, past_key_values=held)[0] for piece in x.split([12, 1, 7], 1)], 1)
+    assert relative(layer(x)[0], o) < 3e-6
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("short", [True, False])
 def test_states_that_others_hold_stay_as_they_are(short):
     """FLA's layers make new states, so a copy of the entries is a copy of the cache."""
