@@ -30,8 +30,9 @@ import torch
 
 import kda
 import kda.stages
+from kda._flops import forward_flop
 from kda.cli.arrays import Source
-from kda.cli.measure import forward_flop, machine, medians
+from kda.cli.measure import machine, medians
 from kda.cli.peers import naive_chunk
 from kda.cli.problems import Problem, common
 

@@ -6,6 +6,7 @@ Importing ``tvm_ffi`` takes about 0.3 s, and it imports torch where torch is ins
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,38 @@ class Library:
         raise AttributeError(name)
 
 
+class _Recorded:
+    """The library for a profiler of torch: it lists what runs in here as ``libkda::forward`` and the like. Eager calls
+    pass no dispatcher that would; operators of ``torch.ops.kda`` have an entry of their own around this one."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(_library, name)
+        if name not in _OPERATORS:
+            return function
+
+        def call(*arguments: Any) -> Any:
+            with sys.modules["torch"]._C._profiler._RecordFunctionFast(f"libkda::{name}"):
+                return function(*arguments)
+
+        return call
+
+
 _library: Library | None = None
+_recorded: Any = _Recorded()
+
+
+def _profiling() -> bool:  # of torch; without it there is no such profiler
+    return False
 
 
 def library() -> Library:
-    global _library
     if _library is None:
-        _library = Library()
-    return _library
+        _load()
+    return _recorded if _profiling() else _library  # type: ignore[return-value]
+
+
+def _load() -> None:
+    global _library, _profiling
+    _library = Library()
+    if (torch := sys.modules.get("torch")) is not None:  # tvm_ffi imports it where it is installed
+        _profiling = torch._C._autograd._profiler_enabled

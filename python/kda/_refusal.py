@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ._arrays import View, is_torch, torch
+from ._dispatch import is_wrapper, transform_refusal
 from ._tracking import LostGradients
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +48,8 @@ def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = N
     for name in ("records", "last", "conv"):  # tuples of arrays
         if hasattr(fields := arguments.pop(name, None), "_asdict"):
             arguments |= {f"{name}.{field}": x for field, x in fields._asdict().items()}
+    if (transform := transform_refusal()) is not None and _inside_transforms(arguments):
+        return transform
     if isinstance(error, LostGradients):
         culprits = [name for name, x in arguments.items() if is_torch(x) and x.requires_grad]
         return ValueError(f"{culprits[0]}: {error}") if culprits else error
@@ -58,11 +61,19 @@ def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = N
     for name in suspects:
         if wrong := _what_is_wrong(name, arguments, takes):
             return ValueError(f"{name}: expected {wrong}")
+        if named and is_torch(x := arguments.get(name)) and is_wrapper(x):
+            wanted = "expected a tensor with memory here (docs/contract.md says which functions take others)"
+            return ValueError(f"{name}: {wanted}, got a {type(x).__name__}")
     if isinstance(error, AttributeError) and error.name:
         for name in [n for n in arguments if n in takes.arrays or "." in n]:
             if arguments[name] is error.obj:
                 return ValueError(f"{name}: expected an array with {error.name}, got {_short(error.obj)}")
     return error
+
+
+def _inside_transforms(arguments: dict[str, Any]) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(wrapped(x) for x in arguments.values() if is_torch(x))
 
 
 def in_sentences(function: F, takes: Takes | None = None) -> F:

@@ -58,7 +58,14 @@ def mark_written(*arrays: Any) -> None:
     """Raises the version counters of the torch tensors among them, as torch's own operators in place do: backward then
     refuses to read what a graph saved before. To be called behind the write: a refused call writes nothing. Tensors of
     inference mode have no counter, and no graph saves them."""
-    if len(arrays) == 2 and isinstance(arrays[0], Tensor) and isinstance(arrays[1], Tensor):  # decode: no list
-        _increment_version(arrays)
-    else:
-        _increment_version([x for x in arrays if isinstance(x, Tensor)])
+    _increment_version([x for x in arrays if isinstance(x, Tensor)])
+
+
+def mark_step(state: Any, out: Any) -> None:
+    """``mark_written`` of a decode step: no list, and no question that the usual arrays do not need."""
+    if type(state) is ndarray and type(out) is ndarray:
+        return
+    try:
+        _increment_version((state, out))
+    except (TypeError, RuntimeError):  # not both are torch tensors
+        mark_written(state, out)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 
 from ._arrays import View, is_torch, without_views
+from ._dispatch import needs_dispatch, through_operators
 from ._refusal import Takes, refusal
 
 _RECORDS = {"records.u", "records.k", "records.alpha"}
@@ -53,11 +54,26 @@ def again(function: Callable[..., Any], error: Exception, arguments: dict[str, A
         written = _WRITTEN.get(function.__name__, set())
         if arguments.get("update_state") is False:
             written = written - {"state"}
+        if needs_dispatch(given):
+            return through_operators(function, given)
         if views := with_views(error, given, written):
             return without_views(function(**views))
         raise refusal(error, arguments, takes) from None
     finally:
         del error, arguments  # the frame of an exception keeps what it holds, so it must not hold the exception
+
+
+def with_operators(function: Callable[..., Any], error: Exception, arguments: dict[str, Any]) -> Any:
+    """:func:`again` for a function that takes tensors of torch alone: they need no views."""
+    try:
+        arguments.pop("error", None)
+        given = {name: x for name, x in arguments.items() if name in inspect.signature(function).parameters}
+        given |= given.pop("kwargs", {})
+        if needs_dispatch(given):
+            return through_operators(function, given)
+        raise refusal(error, arguments) from None
+    finally:
+        del error, arguments
 
 
 def with_views(error: Exception, arguments: dict[str, Any], written: Set[str] = frozenset()) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ._dispatch import refuse_batched_gradients, transform_refusal
 from ._lib import library
 from ._options import CHUNK, H_EVERY, Options
 
@@ -45,6 +46,7 @@ def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[...,
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        refuse_batched_gradients(gradients)
         kept = ctx.saved_tensors  # once: activation checkpointing recomputes them
         with torch.no_grad():
             results = backward(ctx, kept, *gradients)
@@ -55,11 +57,15 @@ def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[...,
     return call
 
 
+def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
+    wanted = "expected reverse mode, by torch.autograd.grad or backward() (kda has no forward derivatives)"
+    raise NotImplementedError(f"forward mode: {wanted}, got a dual tensor")
+
+
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply``; it is for reverse mode alone."""
-    if torch._C._are_functorch_transforms_active():
-        wanted = "expected none of its transforms around this function (torch.autograd.grad works)"
-        raise NotImplementedError(f"torch.func: {wanted}, got one")
+    if (refused := transform_refusal()) is not None:
+        raise refused
     return function.apply(*arguments)
 
 
@@ -169,6 +175,8 @@ def chunks_between_states(inputs: Sequence[Tensor | None], disable_recompute: bo
 class KDAFunction(torch.autograd.Function):
     """chunk_kda, and fused_recurrent_kda with ``recurrent``."""
 
+    jvp = staticmethod(refuse_forward_mode)
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
@@ -197,6 +205,8 @@ class KDAFunction(torch.autograd.Function):
 
 
 class GateFunction(torch.autograd.Function):
+    jvp = staticmethod(refuse_forward_mode)
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, form: int, lower_bound: float,
@@ -260,6 +270,8 @@ def run_conv_backward(
 
 
 class ConvFunction(torch.autograd.Function):
+    jvp = staticmethod(refuse_forward_mode)
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,

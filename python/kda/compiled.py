@@ -18,6 +18,7 @@ Importing this module registers them, those of ``compiled_stages`` too; ``_torch
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -47,9 +48,25 @@ def define_in(there: Any, name: str, signature: str, run: Any, fake: Any, instea
     operator = getattr(getattr(torch.ops, there.ns), name).default
     for device in ("CPU", "CUDA"):
         there.impl(name, _marking(operator, run), device)
-    torch.library.register_fake(f"{there.ns}::{name}", fake, lib=there)
+    torch.library.register_fake(f"{there.ns}::{name}", _of_one_kind(operator, fake), lib=there)
     if instead is not None:
         there.impl(name, _refusing(operator, instead), "Autograd", with_keyset=True)
+
+
+def _of_one_kind(operator: Any, fake: Any) -> Any:
+    """``fake``, unless some tensors are meta and some are not: torch would take it for all, and compute nothing."""
+    names = [a.name for a in operator._schema.arguments]
+
+    @functools.wraps(fake)
+    def check_and_fake(*values: Any, **options: Any) -> Any:
+        tensors = {n: x for n, x in (*zip(names, values, strict=False), *options.items()) if isinstance(x, Tensor)}
+        on_meta = [n for n, x in tensors.items() if x.is_meta]
+        if on_meta and len(on_meta) < len(tensors):
+            other = next(x.device for x in tensors.values() if not x.is_meta)
+            raise ValueError(f"{on_meta[0]}: expected device {other} like the other tensors, got meta")
+        return fake(*values, **options)
+
+    return check_and_fake
 
 
 def _marking(operator: Any, run: Any) -> Any:
@@ -171,7 +188,8 @@ def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    tensors, saved = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+    kept = ctx.saved_tensors  # once: activation checkpointing recomputes them
+    tensors, saved = kept[:9], kept[9:]
     if d_o is None:
         d_o = torch.zeros_like(tensors[2])
     if not ctx.final_state:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ._arrays import check_views, is_torch, new_like, sequences, shape_of
+from ._dispatch import dispatched
 from ._lib import library
 from ._refusal import in_sentences_of
 from ._tracking import check_serving, mark_written
-from .ops import _compiling, _dense
+from .ops import _dense
 
 
 @in_sentences_of(leader="x")
@@ -64,7 +65,7 @@ def causal_conv1d(
     x, weight = _dense(x), _dense(weight)
     if output_final_state:
         _state_shape(x, weight, cu_seqlens)  # refuses what has none
-    if _compiling():
+    if dispatched():
         from .compiled import conv
 
         return conv(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
@@ -116,7 +117,7 @@ def causal_conv1d_update(
     if out is None:
         out = new_like(x)
     slots = (state_indices, has_initial_state)
-    if _compiling():
+    if dispatched():
         from .compiled import run_in_place
 
         run_in_place(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ._arrays import new_like, shape_of
+from ._dispatch import dispatched
 from ._lib import library
 from ._options import STATE_K_FIRST, STATE_V_FIRST
 from ._refusal import in_sentences_of
 from ._tracking import check_serving, mark_written
-from .ops import _compiling
 
 
 @in_sentences_of(h0="initial_state", hT="final_state", chunk="chunk_size")
@@ -72,7 +72,7 @@ def prefill_f32(
     u = new_like(v, (B, HV, chunks, chunk_size, V)) if u is None else u
     o = new_like(v) if o is None else o
     run: Any = run_prefill_f32
-    if _compiling():
+    if dispatched():
         from . import compiled_stages
 
         run = compiled_stages.prefill_f32

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ._arrays import new_like, sequences, shape_of
+from ._dispatch import dispatched
 from ._lib import library
 from ._refusal import in_sentences_of
 from ._tracking import check_serving
-from .ops import _compiling, _serving_call
+from .ops import _serving_call
 
 _WITH_GRADIENTS = "kda.chunk_kda, with a cp_context for segments on several ranks"
 
@@ -73,7 +74,7 @@ def segment_map(
         q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
     )  # fmt: skip
-    if _compiling():
+    if dispatched():
         from .compiled import segment_map as compiled_segment_map
 
         maps = compiled_segment_map(call, d_o, "M" in want, "b" in want, impl, num_threads)
@@ -137,7 +138,7 @@ def segment_merge(
     [0.0, 1.0, 1.5]
     """
     shape_of("M", M, 4)
-    if _compiling():
+    if dispatched():
         from .compiled import segment_merge as compiled_segment_merge
 
         return compiled_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)

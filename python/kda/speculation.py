@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import is_torch, new_like, shape_of
+from ._dispatch import dispatched
 from ._lib import library
 from ._options import check_flag, make_options
 from ._refusal import in_sentences
@@ -218,7 +219,7 @@ def decode_mtp(
     )  # fmt: skip
     rest = (first_valid_slot, out, impl, num_threads)
     more = (*_fields("conv", conv, Conv), snapshots, snapshot_slots, accepted)
-    if _compiling():
+    if dispatched():
         from .compiled import run_in_place
 
         run_in_place("decode_mtp", *arguments, state, state_indices, has_initial_state, *rest, *more, update_state)
@@ -289,7 +290,7 @@ def verify_kvbuffer(
         state_indices, has_initial_state, first_valid_slot, *_fields("conv", conv, Conv), out,
         *_fields("records", records, Records), parents, impl, num_threads,
     )  # fmt: skip
-    if _compiling():
+    if dispatched():
         from .compiled import run_in_place
 
         run_in_place("verify", *arguments, state, *rest)
@@ -345,7 +346,7 @@ def flush_kvbuffer(
         state, state_indices, *_fields("records", records, Records, False), accept_len, parents, conv_x, conv_state,
         conv_indices, int(not state_v_first), first_valid_slot, impl, num_threads,
     )  # fmt: skip
-    if _compiling():
+    if dispatched():
         from .compiled import run_in_place
 
         run_in_place("flush", *arguments)
@@ -444,7 +445,7 @@ def flush_verify_kvbuffer(
         first_valid_slot, *_fields("conv", conv, Conv), out, *_fields("last", last, Records), accept_len, last_parents,
         last_conv_x, *_fields("records", records, Records, False), parents, max_tokens, impl, num_threads,
     )  # fmt: skip
-    if _compiling():
+    if dispatched():
         from .compiled import run_in_place
 
         run_in_place("flush_verify", *arguments, state, state_indices, *rest)

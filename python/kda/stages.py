@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._arrays import is_torch, new_like, sequences, shape_of
+from ._dispatch import dispatched
 from ._lib import library
 from ._options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
 from ._refusal import in_sentences_of
@@ -40,7 +41,7 @@ def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | No
     if scale == 0:
         raise ValueError("scale: expected a number other than 0, got 0")
     arguments = (cu, 0.0 if scale is None else scale, STATE_V_FIRST if v_first else STATE_K_FIRST, *tensors, impl)
-    if _compiling():
+    if dispatched():
         from .compiled_stages import run
 
         return run(stage, *arguments)

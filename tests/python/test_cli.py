@@ -19,7 +19,7 @@ import torch
 
 import kda
 from benches import gpu_suite
-from kda import _lib
+from kda import _flops, _lib
 from kda._version import include_directory
 from kda.cli import COMMANDS, bench, explain, main, measure, operators, peers, show
 from kda.cli.arrays import Source
@@ -599,10 +599,10 @@ sys.exit(main(["bench", *{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")
 
 
 def test_work() -> None:
-    assert measure.forward_flop(128, 128) == 141_312
-    assert measure.training_flop(128, 128) == 141_312 + 98_304 + 278_528
-    assert measure.segment_map_flop(128, 128) == 131_072 + 20_480 + 20_480 + 2_048
-    assert measure.prefill_f32_flop(128, 128) == 141_312 + 20_480
+    assert _flops.forward_flop(128, 128) == 141_312
+    assert _flops.training_flop(128, 128) == 141_312 + 98_304 + 278_528
+    assert _flops.segment_map_flop(128, 128) == 131_072 + 20_480 + 20_480 + 2_048
+    assert _flops.prefill_f32_flop(128, 128) == 141_312 + 20_480
     assert bench._conv_bytes(Problem(B=2, T=3, H=1, HV=2)) == 2 * 2 * 3 * 512 * 2
 
 

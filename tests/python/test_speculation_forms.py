@@ -33,7 +33,7 @@ from drafting import (
     separate,
     tokens,
 )  # fmt: skip
-from support import Problem, Tensor, assert_close, far_memory, same_bits
+from support import Problem, Tensor, assert_close, far_memory, same_bits, take_operators
 
 # ---- the convolution in front ----
 
@@ -361,7 +361,7 @@ def test_operators_are_proper(monkeypatch: pytest.MonkeyPatch) -> None:
     p, h0 = drafts(3)
     following, conv = convolved(p, 4, True)
     calls: list[tuple[str, tuple[Any, ...]]] = []
-    monkeypatch.setattr(kda.speculation, "_compiling", lambda: True)
+    take_operators(monkeypatch)
     monkeypatch.setattr(kda.compiled, "run_in_place", lambda name, *a: calls.append((name, a)))
     loop(p, following, conv, h0, torch.zeros(REQUESTS, 3, *h0.shape[1:]), torch.cat([h0, h0[:1]]))
     assert {name for name, _ in calls} == {"decode_mtp", "verify", "flush", "flush_verify"}

@@ -17,9 +17,8 @@ import kda.speculation
 import kda.stages
 from drafting import alike, drafts, int32
 from serving_calls import CALLS, ON_CUDA, tensors
-from support import Tensor, make, oracle
+from support import Tensor, make, oracle, take_operators
 
-MODULES = (kda.ops, kda.speculation, kda.convolution, kda.float32, kda.segment, kda.stages)
 every_call = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.cuda if n in ON_CUDA else ()) for n in CALLS]
 )
@@ -29,8 +28,7 @@ every_call = pytest.mark.parametrize(
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Straight to the library, or to the operators that graphs hold."""
     if request.param == "operators":
-        for module in MODULES:
-            monkeypatch.setattr(module, "_compiling", lambda: True)
+        take_operators(monkeypatch)
     return str(request.param)
 
 

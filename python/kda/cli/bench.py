@@ -120,12 +120,12 @@ def _gate(p: Problem, new: Source) -> Callable[[], object]:
 
 
 def _flop(of: str) -> Callable[[Problem], float]:
-    """Of every token and value head, by a function of measure.py."""
+    """Of every token and value head, by a function of kda._flops."""
 
     def work(p: Problem) -> float:
-        from . import measure
+        from .. import _flops
 
-        flop: float = getattr(measure, f"{of}_flop")(p.K, p.V)
+        flop: float = getattr(_flops, f"{of}_flop")(p.K, p.V)
         return p.B * p.T * p.HV * flop
 
     return work

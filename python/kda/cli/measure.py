@@ -33,29 +33,6 @@ def note_once(notes: list[str], note: str) -> None:
         notes.append(note)
 
 
-def forward_flop(K: int, V: int) -> int:
-    """Of the chunked forward per token and value head, two a multiply-add: three products with the state (kG S, qG S,
-    kg^T v_new); four among the C = 64 tokens of a chunk (two scores, the solve, Aqk v_new), of whose 16-token blocks a
-    triangle of 10 in 16 is computed; and the diagonal blocks of the solve."""
-    return 6 * K * V + 160 * (K + V) + 2048
-
-
-def training_flop(K: int, V: int) -> int:
-    """Forward, the forward again but for its outputs, and backward: six products with states, eight in the chunk."""
-    again = 4 * K * V + 160 * K + 80 * V + 2048
-    return forward_flop(K, V) + again + 12 * K * V + 320 * (K + V)
-
-
-def segment_map_flop(K: int, V: int) -> int:
-    """Of M and b: the forward's recurrence on a state K columns wider, without outputs."""
-    return 4 * K * (K + V) + 160 * K + 80 * (K + V) + 2048
-
-
-def prefill_f32_flop(K: int, V: int) -> int:
-    """Forward, and two more solves for w and u."""
-    return forward_flop(K, V) + 80 * (K + V)
-
-
 def medians(
     calls: Mapping[str, Call],
     repeats: int,

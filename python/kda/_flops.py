@@ -1,0 +1,107 @@
+"""What the operators compute, for ``torch.utils.flop_counter`` and the benches: matrix products and the convolution,
+two a multiply-add, as PyTorch counts its own. Gates and norms, element by element, count nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def forward_flop(K: int, V: int) -> int:
+    """Of the chunked forward per token and value head, two a multiply-add: three products with the state (kG S, qG S,
+    kg^T v_new); four among the C = 64 tokens of a chunk (two scores, the solve, Aqk v_new), of whose 16-token blocks a
+    triangle of 10 in 16 is computed; and the diagonal blocks of the solve."""
+    return 6 * K * V + 160 * (K + V) + 2048
+
+
+def recurrent_flop(K: int, V: int) -> int:
+    """Of the token recurrence: three products with the state (S^T k, k u^T, S^T q)."""
+    return 6 * K * V
+
+
+def again_flop(K: int, V: int) -> int:
+    """Of the forward again but for its outputs, for a backward that was left no intermediate values."""
+    return 4 * K * V + 160 * K + 80 * V + 2048
+
+
+def backward_flop(K: int, V: int) -> int:
+    """Six products with states, eight in the chunk."""
+    return 12 * K * V + 320 * (K + V)
+
+
+def training_flop(K: int, V: int) -> int:
+    """Forward, the forward again, and backward."""
+    return forward_flop(K, V) + again_flop(K, V) + backward_flop(K, V)
+
+
+def segment_map_flop(K: int, V: int) -> int:
+    """Of M and b: the forward's recurrence on a state K columns wider, without outputs."""
+    return 4 * K * (K + V) + 160 * K + 80 * (K + V) + 2048
+
+
+def prefill_f32_flop(K: int, V: int) -> int:
+    """Forward, and two more solves for w and u."""
+    return forward_flop(K, V) + 80 * (K + V)
+
+
+# ---- formulas of operators, which are given shapes for tensors, in the order of their schemas ----
+
+_OUT = 18  # of those in place: behind eight tensors, six options and four arguments about states
+
+
+def _per_token(q: Any, v: Any, flop: Callable[[int, int], int]) -> int:
+    B, T, HV, V = v
+    return int(B * T * HV * flop(q[3], V))
+
+
+def _forward(*a: Any, out_shape: Any) -> int:
+    recurrent = a[17]
+    return _per_token(a[0], a[2], recurrent_flop if recurrent else forward_flop)
+
+
+def _backward(*a: Any, out_shape: Any) -> int:
+    everything_kept = a[18] is not None  # v_new and the scores; else there is a state now and then, or nothing
+    again = 0 if everything_kept else _per_token(a[0], a[2], again_flop)
+    return again + _per_token(a[0], a[2], backward_flop)
+
+
+def _prefill(*a: Any, out_shape: Any) -> int:
+    return _per_token(a[3], a[_OUT], forward_flop)
+
+
+def _decode(*a: Any, out_shape: Any) -> int:
+    return _per_token(a[3], a[_OUT], recurrent_flop)
+
+
+def _conv(x: Any, weight: Any, *_: Any, out_shape: Any) -> int:
+    B, T, D = x
+    return int(2 * B * T * D * weight[1])
+
+
+def _conv_backward(x: Any, weight: Any, *a: Any, out_shape: Any) -> int:
+    wanted = a[-1]
+    return _conv(x, weight, out_shape=None) * (bool(wanted[0]) + bool(wanted[1]))
+
+
+@functools.cache
+def formulas() -> dict[Any, Any]:
+    """By operator, known to every ``FlopCounterMode`` from now on."""
+    import torch
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    ours = {
+        "forward": _forward,
+        "backward": _backward,
+        "prefill": _prefill,
+        "decode": _decode,
+        "decode_mtp": _decode,
+        "conv": _conv,
+        "conv_backward": _conv_backward,
+        "conv_update": _conv,
+    }
+    operators = {getattr(torch.ops.kda, name): formula for name, formula in ours.items()}
+    for operator, formula in operators.items():
+        register: Any = register_flop_formula(operator)
+        register(formula)
+    return {operator: flop_registry[operator] for operator in operators}
