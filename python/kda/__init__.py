@@ -10,9 +10,9 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
 Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
 of ``fla.ops.kda``; so has :func:`fused_recurrent_kda_fwd`, for engines. Serving: :func:`prefill` and :func:`decode`
 work in place on a pool of states; :class:`DraftBuffer`, and the functions it is made of, serve drafts from one.
-``kda.nn`` has the layer of Kimi-Linear, ``kda.cp`` context parallelism over ``torch.distributed``, ``kda.stages`` the
-single steps of the chunked form. Importing this package is cheap: torch and the compiled library are loaded by the
-first function that needs them.
+``kda.nn`` has the layer of Kimi-Linear, ``kda.cp`` context and ``kda.tp`` tensor parallelism over
+``torch.distributed``, ``kda.stages`` the single steps of the chunked form. Importing this package is cheap: torch and
+the compiled library are loaded by the first function that needs them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "cp", "stages"):
+    if name in ("nn", "cp", "stages", "tp"):
         value = importlib.import_module(f".{name}", __name__)
     elif name == "__version__":
         value = importlib.import_module("._version", __name__).__version__
@@ -119,7 +119,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__", "cp", "nn", "stages"})
+    return sorted({*globals(), *__all__, "__version__", "cp", "nn", "stages", "tp"})
 
 
 wait_briefly()  # before torch is imported, if it is not

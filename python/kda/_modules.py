@@ -10,6 +10,19 @@ from ._recompute import check_first_run, old_state
 from .convolution import causal_conv1d, causal_conv1d_update
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that tensor parallelism has spread (see ``kda.tp``), or the parameter. What all
+    ranks have alike is used by each for other heads: its gradient is the sum of theirs."""
+    if not hasattr(parameter, "to_local"):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(parameter, DTensor)
+    gradient = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    # redistribute does nothing here; in backward it sums what the gradient still has in parts
+    return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=gradient)
+
+
 def causal_conv_silu(
     x: Tensor,
     weight: Tensor,
@@ -96,8 +109,8 @@ class ShortConvolution(nn.Conv1d):
         made_in: int = -1,
     ) -> Tensor:
         """Arguments and result of :func:`causal_conv_silu`."""
-        weight = self.weight.squeeze(1)
-        return causal_conv_silu(x, weight, self.bias, state, cu_seqlens, initial_state=initial_state, made_in=made_in)
+        weight, bias = local(self.weight).squeeze(1), None if self.bias is None else local(self.bias)
+        return causal_conv_silu(x, weight, bias, state, cu_seqlens, initial_state=initial_state, made_in=made_in)
 
 
 class RMSNormGated(nn.Module):
@@ -129,7 +142,7 @@ class RMSNormGated(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(wide)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight).to(wide)
         return (y * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ from . import ops
 from ._caches import DraftCache, KDACache
 from ._checkpoints import from_published, own_names, to_published
 from ._foreign_caches import find_foreign, read_foreign, write_foreign
-from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu
+from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu, local
 from ._packing import find_layout
 from ._recompute import old_state
 from .speculation import Conv
@@ -366,6 +366,9 @@ class KimiDeltaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, HV, V]``."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if q.shape[-1] != self.key_dim:
+            wanted = "expected all heads of this layer, or kda.tp.HeadParallel, which cuts all its parameters alike"
+            raise ValueError(f"q_proj: {wanted}, got {q.shape[-1]} of {self.key_dim} channels")
         if self.use_short_conv:
             sizes = [self.key_dim, self.key_dim, self.value_dim]
             states: Any = (None, None, None)
@@ -392,16 +395,16 @@ class KimiDeltaAttention(nn.Module):
             heads = (_heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads))
             return cache.run(raw, None, (*heads, g, beta), **self._options())
         parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([part.weight.squeeze(1) for part in parts])
-        biases = [part.bias for part in parts if part.bias is not None]
+        weight = torch.cat([local(part.weight).squeeze(1) for part in parts])
+        biases = [local(part.bias) for part in parts if part.bias is not None]
         bias = torch.cat(biases) if biases else None
         conv = Conv(raw, weight, bias, cache.cache.conv)
         return cache.run(raw, conv, (None, None, None, g, beta), **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {
-            "A_log": self.A_log.float() if self.A_log.dtype.itemsize < 4 else self.A_log,
-            "dt_bias": self.dt_bias.float() if self.dt_bias.dtype.itemsize < 4 else self.dt_bias,
+            "A_log": local(self.A_log.float() if self.A_log.dtype.itemsize < 4 else self.A_log),
+            "dt_bias": local(self.dt_bias.float() if self.dt_bias.dtype.itemsize < 4 else self.dt_bias),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,

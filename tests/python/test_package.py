@@ -129,7 +129,7 @@ def test_docstrings(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["kda", "kda.cp", "kda.ops", "kda.stages", *sorted({f"kda.{m}" for m in _MODULES.values()})]
+    "module", ["kda", "kda.cp", "kda.ops", "kda.stages", "kda.tp", *sorted({f"kda.{m}" for m in _MODULES.values()})]
 )
 def test_examples_in_docstrings(module: str) -> None:
     result = run_examples(importlib.import_module(module))

@@ -1,0 +1,87 @@
+"""Tensor parallelism over heads: ranks together compute what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from kda.tp import HeadParallel
+from layer_model import make, relative, tokens
+from tp_ranks import CASES, run_layer, run_rank
+
+RANKS = 2
+Results = list[dict[str, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, (RANKS, str(folder)), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def limit(case: str, of: str) -> float:
+    """float64 shows that they are the same sums. In float32 matrix products of half the width round otherwise, and
+    gradients of the gate, sums over all tokens of terms of either sign, show that most."""
+    if case == "float64":
+        return 1e-14
+    if of in ("d A_log", "d dt_bias"):
+        return 4e-6
+    return 1e-6 if of.startswith(("d ", "x")) else 3e-7
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process(name: str, ranks: Results) -> None:
+    expected = run_layer(CASES[name])
+    for results in ranks:
+        got = results[name]
+        assert set(got) == set(expected)
+        errors = {n: relative(x, got[n]) for n, x in expected.items()}
+        wrong = {n: error for n, error in errors.items() if not error < limit(name, n)}
+        assert not wrong
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_names_and_marks_stay(mesh: Any) -> None:
+    layer = make()
+    names = list(layer.state_dict())
+    parallelize_module(layer, mesh, HeadParallel())
+    assert sorted(layer.state_dict()) == sorted(names)
+    assert all(hasattr(p, "to_local") for p in layer.parameters()), "optimizers mix them with no plain tensors"
+    assert layer.A_log._no_weight_decay and layer.dt_bias._no_weight_decay  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_cut(mesh: Any) -> None:
+    with pytest.raises(TypeError, match=r"^HeadParallel: expected a KimiDeltaAttention, got Linear"):
+        parallelize_module(nn.Linear(2, 2), mesh, HeadParallel())
+
+    class Three:
+        ndim = 1
+
+        def size(self) -> int:
+            return 3
+
+    with pytest.raises(ValueError, match=r"^HeadParallel: expected ranks that divide 2 heads, got 3"):
+        HeadParallel()._apply(make(), Three())  # type: ignore[arg-type]
+
+
+def test_a_plan_for_the_projections_alone_is_refused() -> None:
+    layer = make()
+    layer.q_proj = nn.Linear(48, 16, bias=False)  # what one of two ranks has of it
+    with pytest.raises(ValueError, match=r"^q_proj: expected all heads .* kda\.tp\.HeadParallel.*, got 16 of 32"):
+        layer(tokens(1, 3, 48))
