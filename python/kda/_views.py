@@ -19,6 +19,7 @@ import numpy
 from ._arrays import View, is_torch, without_views
 from ._dispatch import needs_dispatch, through_operators
 from ._refusal import Takes, refusal
+from ._shards import has_shards, on_shards
 
 _RECORDS = {"records.u", "records.k", "records.alpha"}
 _WRITTEN: dict[str, set[str]] = {  # by the function that writes them
@@ -54,6 +55,8 @@ def again(function: Callable[..., Any], error: Exception, arguments: dict[str, A
         written = _WRITTEN.get(function.__name__, set())
         if arguments.get("update_state") is False:
             written = written - {"state"}
+        if has_shards(given):
+            return on_shards(function, given)
         if needs_dispatch(given):
             return through_operators(function, given)
         if views := with_views(error, given, written):
@@ -69,6 +72,8 @@ def with_operators(function: Callable[..., Any], error: Exception, arguments: di
         arguments.pop("error", None)
         given = {name: x for name, x in arguments.items() if name in inspect.signature(function).parameters}
         given |= given.pop("kwargs", {})
+        if has_shards(given):
+            return on_shards(function, given)
         if needs_dispatch(given):
             return through_operators(function, given)
         raise refusal(error, arguments) from None

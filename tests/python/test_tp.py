@@ -11,20 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import kda
 from kda.tp import HeadParallel
 from layer_model import make, relative, tokens
-from tp_ranks import CASES, run_layer, run_rank
+from support import make as make_problem
+from tp_ranks import CASES, CUTS, FUNCTIONS, run_function, run_layer, run_rank
 
 RANKS = 2
 Results = list[dict[str, dict[str, Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what ranks have computed."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(run_rank, (RANKS, str(folder)), nprocs=RANKS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Results:
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
@@ -49,6 +58,17 @@ def test_ranks_equal_one_process(name: str, ranks: Results) -> None:
         assert not wrong
 
 
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_shards(name: str, cut: str, folder: Path) -> None:
+    expected = run_function(name, cut)
+    for rank in range(RANKS):
+        got = torch.load(folder / f"functions_{rank}.pt")[f"{name} {cut}"]
+        assert set(got) == set(expected)
+        wrong = {n: e for n, x in expected.items() if not (e := relative(x, got[n])) < 3e-7}
+        assert not wrong
+
+
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Any]:
     """Of this process alone."""
@@ -64,6 +84,22 @@ def test_names_and_marks_stay(mesh: Any) -> None:
     assert sorted(layer.state_dict()) == sorted(names)
     assert all(hasattr(p, "to_local") for p in layer.parameters()), "optimizers mix them with no plain tensors"
     assert layer.A_log._no_weight_decay and layer.dt_bias._no_weight_decay  # type: ignore[attr-defined]
+
+
+def test_shards_that_are_refused(mesh: Any) -> None:
+    p = make_problem(1, 3, state=False)
+    cut = {n: distribute_tensor(x, mesh, [Shard(2)]) for n, x in p.tensors.items()}
+    plain = "got a Tensor"
+    with pytest.raises(ValueError, match=f"^k: expected a DTensor like the others, {plain}"):
+        kda.chunk_kda(**cut | {"k": p.tensors["k"]})
+    with pytest.raises(ValueError, match=r"^k: expected \[Shard\(dim=2\)\] on the mesh of q, got \[Shard\(dim=0\)\]"):
+        kda.chunk_kda(**cut | {"k": distribute_tensor(p.tensors["k"], mesh, [Shard(0)])})
+    with pytest.raises(ValueError, match=r"^q: expected Shard\(0\), Shard\(2\) of heads .*, got S\w*\(.*1\)"):
+        kda.chunk_kda(**{n: distribute_tensor(x, mesh, [Shard(1)]) for n, x in p.tensors.items()})
+    with pytest.raises(ValueError, match=r"^q: expected a tensor of this rank, as to_local\(\) gives it, got"):
+        kda.decode(**cut)
+    with pytest.raises(ValueError, match=r"^x: expected a tensor of this rank, as to_local\(\) gives it, got"):
+        kda.causal_conv1d(cut["q"][:, :, 0], torch.ones(16, 4))
 
 
 def test_what_cannot_be_cut(mesh: Any) -> None:

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import kda
 from kda.nn import DraftCache
 from kda.tp import HeadParallel
 from layer_model import make, tokens
+from support import make as make_problem
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,11 +56,39 @@ def run_layer(config: dict[str, Any], mesh: Any = None) -> dict[str, Tensor]:
     return {n: x * 1 for n, x in results.items()}  # waits for what is still under way between ranks
 
 
+# ---- functions of DTensors ----
+
+FUNCTIONS = {"chunk_kda": kda.chunk_kda, "fused_recurrent_kda": kda.fused_recurrent_kda}
+CUTS = {
+    "heads": {**dict.fromkeys(("q", "k", "v", "g", "beta"), 2), "initial_state": 1, "A_log": 0, "dt_bias": 0},
+    "batch": dict.fromkeys(("q", "k", "v", "g", "beta", "initial_state"), 0),
+    "nothing": {},
+}
+
+
+def run_function(name: str, cut: str, mesh: Any = None) -> dict[str, Tensor]:
+    """Outputs and all gradients; a batch of 3 is cut unevenly."""
+    p = make_problem(3, 70, 2, 2, 8, 24, gate="softplus", beta="sigmoid")
+    tensors = {n: x.clone() for n, x in p.tensors.items()}
+    if mesh is not None:
+        dims = CUTS[cut]
+        tensors = {
+            n: distribute_tensor(x, mesh, [Shard(dims[n]) if n in dims else Replicate()]) for n, x in tensors.items()
+        }
+    for x in tensors.values():
+        x.requires_grad_()
+    o, state = FUNCTIONS[name](**tensors, **p.options, output_final_state=True)
+    (o.square().sum() + state.square().sum()).backward()
+    return {"o": whole(o).detach(), "state": whole(state).detach()} | {n: whole(x.grad) for n, x in tensors.items()}
+
+
 def run_rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (ranks,))
     torch.save({n: run_layer(config, mesh) for n, config in CASES.items()}, Path(folder) / f"{rank}.pt")
+    results = {f"{n} {cut}": run_function(n, cut, mesh) for n in FUNCTIONS for cut in CUTS}
+    torch.save({n: {m: x * 1 for m, x in r.items()} for n, r in results.items()}, Path(folder) / f"functions_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
