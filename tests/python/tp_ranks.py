@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recurrent": {"mode": "fused_recurrent", "lower_bound": -5.0, "conv_size": 3},
     "no_convolution": {"use_short_conv": False, "allow_neg_eigval": True},
     "width_one": {"conv_size": 1},
+    "full_rank": {"use_full_rank_gate": True, "use_full_rank_decay": True},
     "float64": {"num_v_heads": 4, "conv_bias": True, "dtype": torch.float64},
 }
 
