@@ -240,13 +240,7 @@ using SomeArgs =
                    kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
                    kda_segment_merge_args, kda_stage_chunk_intra_args, kda_stage_delta_h_args,
                    kda_stage_bwd_wy_dqkg_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
-struct Names {
-  template <class Args>
-  static std::string GetName(int) {
-    return op_name<Args>();
-  }
-};
-TYPED_TEST_SUITE(Threads, SomeArgs, Names);
+TYPED_TEST_SUITE(Threads, SomeArgs, OperatorNames);
 
 // More than the machine could start, which would end the process.
 TYPED_TEST(Threads, WhateverIsAsked) {

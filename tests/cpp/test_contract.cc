@@ -14,22 +14,9 @@ namespace {
 
 template <class Args>
 struct Contract : testing::Test {};
-using AllArgs =
-    testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
-                   kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
-                   kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
-                   kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args, kda_stage_bwd_local_args,
-                   kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args, kda_stage_bwd_intra_args,
-                   kda_stage_cumsum_backward_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
 template <class Args>
 constexpr bool kIsConv = std::is_same_v<Args, kda_conv_args> || std::is_same_v<Args, kda_conv_backward_args>;
-struct Names {
-  template <class Args>
-  static std::string GetName(int) {
-    return op_name<Args>();
-  }
-};
-TYPED_TEST_SUITE(Contract, AllArgs, Names);
+TYPED_TEST_SUITE(Contract, AllArgs, OperatorNames);
 
 // Without this, a refusal below could have another reason than the one it tests.
 TYPED_TEST(Contract, LegalCallRuns) {

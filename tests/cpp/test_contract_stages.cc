@@ -23,13 +23,7 @@ template <class Args>
 struct EveryStage : testing::Test {};
 using AllStages =
     testing::Types<Cumsum, Intra, Recompute, Scan, Output, Local, ReverseScan, Wide, Pairs, CumsumBackward>;
-struct Names {
-  template <class Args>
-  static std::string GetName(int) {
-    return op_name<Args>();
-  }
-};
-TYPED_TEST_SUITE(EveryStage, AllStages, Names);
+TYPED_TEST_SUITE(EveryStage, AllStages, OperatorNames);
 
 TYPED_TEST(EveryStage, Options) {
   for (const int32_t layout : {-1, 2})

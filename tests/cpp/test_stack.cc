@@ -72,20 +72,7 @@ Case largest(std::vector<int64_t> lengths, int32_t dtype, int32_t state_layout) 
 
 template <class Args>
 struct Stack : testing::Test {};
-using AllArgs =
-    testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
-                   kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
-                   kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
-                   kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args, kda_stage_bwd_local_args,
-                   kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args, kda_stage_bwd_intra_args,
-                   kda_stage_cumsum_backward_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
-struct Names {
-  template <class Args>
-  static std::string GetName(int) {
-    return op_name<Args>();
-  }
-};
-TYPED_TEST_SUITE(Stack, AllArgs, Names);
+TYPED_TEST_SUITE(Stack, AllArgs, OperatorNames);
 
 TYPED_TEST(Stack, OfAThreadOf64KiB) {
   for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST}) {
