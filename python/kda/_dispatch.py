@@ -10,12 +10,14 @@ from typing import Any
 
 from ._arrays import is_torch, torch
 
-_compiling: Any = (lambda: False) if torch is None else torch.compiler.is_compiling
+compiling: Any = (lambda: False) if torch is None else torch.compiler.is_compiling
 modes: Any = (lambda: 0) if torch is None else torch._C._len_torch_dispatch_stack
 
 
 def dispatched() -> bool:
-    if _compiling() or modes():
+    if compiling():
+        return True
+    if modes():
         _tell_counters()
         return True
     return False
@@ -23,8 +25,6 @@ def dispatched() -> bool:
 
 def _tell_counters() -> None:
     """A ``FlopCounterMode`` copies the formulas when it is made, which may be before ours are there."""
-    if _compiling():
-        return
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     for mode in _get_current_dispatch_mode_stack():

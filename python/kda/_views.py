@@ -48,17 +48,12 @@ def again(function: Callable[..., Any], error: Exception, arguments: dict[str, A
     """What ``function`` returns for ``arguments``, its ``locals()`` when it failed with ``error``, if views of some are
     all it needs. Else raises what :func:`refusal` makes of the error."""
     try:
-        arguments.pop("error", None)
-        parameters = inspect.signature(function).parameters
-        given = {name: x for name, x in arguments.items() if name in parameters}
-        given |= given.pop("kwargs", {})
+        given = _given(function, arguments)
+        if other := _other_way(given):
+            return other(function, given)
         written = _WRITTEN.get(function.__name__, set())
         if arguments.get("update_state") is False:
             written = written - {"state"}
-        if has_shards(given):
-            return on_shards(function, given)
-        if needs_dispatch(given):
-            return through_operators(function, given)
         if views := with_views(error, given, written):
             return without_views(function(**views))
         raise refusal(error, arguments, takes) from None
@@ -69,16 +64,27 @@ def again(function: Callable[..., Any], error: Exception, arguments: dict[str, A
 def with_operators(function: Callable[..., Any], error: Exception, arguments: dict[str, Any]) -> Any:
     """:func:`again` for a function that takes tensors of torch alone: they need no views."""
     try:
-        arguments.pop("error", None)
-        given = {name: x for name, x in arguments.items() if name in inspect.signature(function).parameters}
-        given |= given.pop("kwargs", {})
-        if has_shards(given):
-            return on_shards(function, given)
-        if needs_dispatch(given):
-            return through_operators(function, given)
+        given = _given(function, arguments)
+        if other := _other_way(given):
+            return other(function, given)
         raise refusal(error, arguments) from None
     finally:
         del error, arguments
+
+
+def _given(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of its ``locals()``, what ``function`` was called with."""
+    arguments.pop("error", None)
+    parameters = inspect.signature(function).parameters
+    given = {name: x for name, x in arguments.items() if name in parameters}
+    return given | given.pop("kwargs", {})
+
+
+def _other_way(given: dict[str, Any]) -> Callable[..., Any] | None:
+    """How to make a call with tensors whose memory is elsewhere or nowhere; None if there are none."""
+    if has_shards(given):
+        return on_shards
+    return through_operators if needs_dispatch(given) else None
 
 
 def with_views(error: Exception, arguments: dict[str, Any], written: Set[str] = frozenset()) -> dict[str, Any] | None:

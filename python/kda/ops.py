@@ -13,14 +13,13 @@ from numpy import ndarray
 
 from . import _arrays
 from ._arrays import check_views, is_torch, new_like, without_views
-from ._dispatch import dispatched, is_wrapper, modes
+from ._dispatch import compiling, dispatched, is_wrapper, modes
 from ._lib import _OPERATORS, library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, gate_parameters_ignored, make_options
 from ._tracking import check_serving, check_step, mark_step, mark_written
 from ._views import again, with_operators
 
 torch: Any = _arrays.torch
-_compiling: Any = (lambda: False) if torch is None else torch.compiler.is_compiling
 
 
 def _gate_parameters(A_log: Any, dt_bias: Any, v: Any, q: Any) -> tuple[Any, Any]:
@@ -40,7 +39,7 @@ def _gate_parameters(A_log: Any, dt_bias: Any, v: Any, q: Any) -> tuple[Any, Any
 
 
 def _no_gate_parameters(A_log: Any, dt_bias: Any, lower_bound: float | None) -> tuple[None, None]:
-    if (A_log is not None or dt_bias is not None or lower_bound is not None) and not _compiling():
+    if (A_log is not None or dt_bias is not None or lower_bound is not None) and not compiling():
         gate_parameters_ignored(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
     return None, None
 
@@ -163,7 +162,7 @@ def chunk_kda(
             return forward(*call, output_final_state, h_every, False, impl)
         return apply(KDAFunction, *call, output_final_state, h_every, False, impl)
     except Exception as error:
-        if _compiling():
+        if compiling():
             raise
         return with_operators(chunk_kda, error, locals())
 
@@ -223,7 +222,7 @@ def fused_recurrent_kda(
             return forward(*call, output_final_state, h_every, True, impl)
         return apply(KDAFunction, *call, output_final_state, h_every, True, impl)
     except Exception as error:
-        if _compiling():
+        if compiling():
             raise
         return again(fused_recurrent_kda, error, locals())
 
@@ -280,7 +279,7 @@ def _training_call(
     else:
         A_log, dt_bias = _no_gate_parameters(A_log, dt_bias, None if bounded else lower_bound)
     options = Options(*make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first))
-    if not _compiling():
+    if not compiling():
         check_views(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if torch is not None:
         A_log, dt_bias = _single(A_log), _single(dt_bias)
@@ -322,7 +321,7 @@ def _check_copy(cu: Any, copy: Any) -> None:
         raise ValueError(f"cu_seqlens_cpu: expected shape {list(cu.shape)} like cu_seqlens, got {list(copy.shape)}")
     on_cpu = is_torch(cu) and is_torch(copy) and cu.device.type == copy.device.type == "cpu"
     on_cpu = on_cpu and not is_wrapper(cu) and not is_wrapper(copy)  # of fake tensors nobody knows the values
-    if on_cpu and not _compiling() and bool((cu != copy).any()):
+    if on_cpu and not compiling() and bool((cu != copy).any()):
         raise ValueError(f"cu_seqlens_cpu: expected {cu.tolist()} like cu_seqlens, got {copy.tolist()}")
 
 
@@ -429,7 +428,7 @@ def prefill(
         if dispatched():
             from .compiled import prefill as compiled_prefill
 
-            if workspace is not None and _compiling():
+            if workspace is not None and compiling():
                 raise ValueError("workspace: expected None under torch.compile, got an array")
             compiled_prefill(
                 call,
@@ -453,7 +452,7 @@ def prefill(
         mark_written(state, out, checkpoints, workspace)
         return out
     except Exception as error:
-        if _compiling():
+        if compiling():
             raise
         return again(prefill, error, locals())
 
@@ -519,7 +518,7 @@ def decode(
         )  # fmt: skip
         if out is None:
             out = new_like(v)
-        if (_compiling() or modes()) and dispatched():  # the call itself is most of what this costs
+        if (compiling() or modes()) and dispatched():  # the call itself is most of what this costs
             from .compiled import decode as compiled_decode
 
             compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
@@ -541,7 +540,7 @@ def decode(
         mark_step(state, out)
         return out
     except Exception as error:
-        if _compiling():
+        if compiling():
             raise
         return again(decode, error, locals())
 
@@ -594,7 +593,7 @@ def fused_kda_gate(
             raise ValueError(f"g: expected shape [..., HV, K] with HV and K >= 1, got {list(g.shape)}")
         HV, K = g.shape[-2:]
         form = gate_form(A_log, lower_bound)
-        if not _compiling():
+        if not compiling():
             check_views(g, A_log, dt_bias)
         A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g)
         bound = lower_bound if form == GATE_LOWER_BOUND else 0.0
@@ -617,7 +616,7 @@ def fused_kda_gate(
 
         return apply(GateFunction, x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
     except Exception as error:
-        if _compiling():
+        if compiling():
             raise
         return again(fused_kda_gate, error, locals())
 

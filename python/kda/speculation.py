@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import is_torch, new_like, shape_of
-from ._dispatch import dispatched
+from ._dispatch import compiling, dispatched
 from ._lib import library
 from ._options import check_flag, make_options
 from ._refusal import in_sentences
 from ._tracking import check_serving, mark_written
-from .ops import _WITH_GRADIENTS, _compiling, _gate_parameters, _no_gate_parameters
+from .ops import _WITH_GRADIENTS, _gate_parameters, _no_gate_parameters
 
 
 class Records(NamedTuple):
@@ -155,7 +155,7 @@ def _arguments(
     options = make_options(A_log, scale, lower_bound, l2norm, use_gate, beta_sigmoid, neg_eigval, v_first)
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
-    if not _compiling():
+    if not compiling():
         check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out, *fields)
     return (q, k, v, g, beta, A_log, dt_bias, cu, *options), out
 
@@ -538,7 +538,7 @@ class DraftBuffer:
         if kind == "bool" and N != S:
             raise ValueError(f"slots: expected a mask of all {S} slots, or their numbers, got a mask of {N}")
         known = not is_torch(slots) or slots.device.type == "cpu"
-        if kind != "bool" and N and known and not _compiling() and (highest := int(slots.max())) >= S:
+        if kind != "bool" and N and known and not compiling() and (highest := int(slots.max())) >= S:
             raise ValueError(f"slots: expected numbers below {S}, got {highest}")
         self._forget(slots)
 

@@ -27,12 +27,11 @@ from __future__ import annotations
 from typing import Any
 
 from ._arrays import is_torch, new_like, sequences, shape_of
-from ._dispatch import dispatched
+from ._dispatch import compiling, dispatched
 from ._lib import library
 from ._options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
 from ._refusal import in_sentences_of
 from ._tracking import check_serving, mark_written
-from .ops import _compiling
 
 _in_sentences = in_sentences_of(h0="initial_state", hT="output_final_state", dhT="d_final_state", dh0="d_final_state")
 
@@ -218,7 +217,7 @@ def bwd_intra(
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Adds the share of pairs inside a chunk to ``dq, dk, dbeta, dG``, in place, and returns them."""
     _run("bwd_intra", cu_seqlens, None, False, impl, q, k, G, beta, dAqk, dAkk, dq, dk, dbeta, dG)
-    if not _compiling():
+    if not compiling():
         mark_written(dq, dk, dbeta, dG)
     return dq, dk, dbeta, dG
 

@@ -45,8 +45,8 @@ def implementations_here(op: str) -> list[str]:
 def take_operators(patch: pytest.MonkeyPatch) -> None:
     """Calls go to the registered operators, as in a trace."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("kda.") and hasattr(module, "_compiling"):
-            patch.setattr(module, "_compiling", lambda: True)
+        if name.startswith("kda.") and hasattr(module, "compiling"):
+            patch.setattr(module, "compiling", lambda: True)
 
 
 class _Finder(doctest.DocTestFinder):
