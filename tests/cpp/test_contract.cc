@@ -157,7 +157,7 @@ TYPED_TEST(Contract, WorkspaceOverATensor) {
 // Neither built for CUDA, nor with a driver or a device: each implementation says what is missing.
 TYPED_TEST(Contract, CudaDeviceThatIsNotThere) {
   setenv("CUDA_VISIBLE_DEVICES", "", 1);  // should there be one
-  const std::string op = Names::GetName<TypeParam>(0);
+  const std::string op = OperatorNames::GetName<TypeParam>(0);
   refuses<TypeParam>(
       "no implementation takes this call: ", [](auto& x) { x.args.exec.device = KDA_CUDA; }, KDA_UNSUPPORTED);
   const std::string error = kda_last_error();
@@ -169,7 +169,7 @@ TYPED_TEST(Contract, CudaDeviceThatIsNotThere) {
 }
 
 TYPED_TEST(Contract, ForcedButCannot) {
-  const std::string first = cpu_implementations(Names::GetName<TypeParam>(0).c_str()).front();
+  const std::string first = cpu_implementations(OperatorNames::GetName<TypeParam>(0).c_str()).front();
   refuses<TypeParam>(
       first + " was forced but float64 runs on `reference` only",
       [&](auto& x) {
