@@ -8,6 +8,7 @@ With KDA_TEST_DEVICE=cuda: the tests marked ``cuda``, with all tensors there.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -18,6 +19,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import kda
+
+# A shell that runs the suite in the background has it ignore Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "kda",
