@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "cuda/runtime.h"
-#include "problem.h"
 
 namespace kda::cuda {
 

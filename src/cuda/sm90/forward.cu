@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kMeasuring)
 template <class T, class Scores, bool kWideGate>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                 const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
+                 const __grid_constant__ States states, const __grid_constant__ View v_new,
                  const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles,
                  const __grid_constant__ StateTiles state_tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());

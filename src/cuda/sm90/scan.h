@@ -213,20 +213,20 @@ class Scan {
 #pragma unroll
       for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
   }
-  // Likewise two channels at a time, where they lie side by side: Pair is float2, or two bf16.
+  // Likewise for f32, two channels at a time, where they lie side by side.
   __device__ bool in_pairs(const TypedView& t) const {
     const auto address =
         reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride0) | t.stride1 | t.stride2;
-    return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % (2 * size_of(t.dtype)) == 0;
+    return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % 8 == 0;
   }
-  template <class Pair, class F>
+  template <class F>
   __device__ void pairs(const TypedView& t, unsigned row, unsigned hv, const F& f) const {
-    char* const first = t.at(row, hv, 0) + channel(0) / 2 * sizeof(Pair);
+    char* const first = t.at(row, hv, 0) + channel(0) * 4;
     char* const columns[2] = {first + column(0) * uint64_t{t.stride2}, first + column(1) * uint64_t{t.stride2}};
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<Pair*>(columns[i] + 4 * sizeof(Pair) * j));
+      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + 32 * j));
   }
   // A first state: the thread's elements of it.
   __device__ void fetch(const Sequence& s, unsigned hv, float (&state)[64]) const {
@@ -236,7 +236,7 @@ class Scan {
     const TypedView& h0 = call_.states.h0;
     const auto row = static_cast<unsigned>(s.slot);
     if (h0.dtype == KDA_F32 && in_pairs(h0))
-      pairs<float2>(h0, row, hv, [&](int i, const float2* x) {
+      pairs(h0, row, hv, [&](int i, const float2* x) {
         const float2 two = *x;
         state[i] = two.x, state[i + 1] = two.y;
       });
@@ -262,13 +262,9 @@ class Scan {
       if (row < 0) continue;
       const auto slot = static_cast<unsigned>(row);
       const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
-      if (to.dtype == KDA_BF16 && in_pairs(to))
-        pairs<unsigned>(to, slot, hv,
-                        [&](int i, unsigned* x) { *x = ptx::pack<__nv_bfloat16>(value(i), value(i + 1)); });
-      else if (to.dtype == KDA_BF16)
+      if (to.dtype == KDA_BF16)
         elements<__nv_bfloat16>(to, slot, hv, [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
-      else if (in_pairs(to))
-        pairs<float2>(to, slot, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
+      else if (in_pairs(to)) pairs(to, slot, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
       else elements<float>(to, slot, hv, [&](int i, float* x) { *x = value(i); });
     }
   }
@@ -538,14 +534,12 @@ class Scan {
   __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
     const uint2 first = ptx::load_shared2(corrections());
     const unsigned row = t + lane_ % 4 * 2;
-    const unsigned size = size_of(call_.v_new.dtype);
-    char* to =
-        reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * size;
+    char* to = reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * 4;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
-      char* place = to + i * static_cast<uint64_t>(call_.v_new.stride1) + c * 8 * size;
-      if (row + i < length) store_element(place, call_.v_new.dtype, U[j] * unit_[c]);
+      float* place = reinterpret_cast<float*>(to + i * static_cast<uint64_t>(call_.v_new.stride1)) + c * 8;
+      if (row + i < length) *place = U[j] * unit_[c];
     }
   }
 

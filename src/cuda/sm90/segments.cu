@@ -24,7 +24,7 @@ static_assert(kScanRegisters + kIdleRegisters <= 256);
 template <class T, class Scores, bool kWideGate>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     segments_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                    const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
+                    const __grid_constant__ States states, const __grid_constant__ View v_new,
                     const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
