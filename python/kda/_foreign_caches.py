@@ -75,7 +75,10 @@ class TransformersCache:
         self.held.update_recurrent_state(state.transpose(-1, -2), self.index)
 
 
-def find_foreign(held: Any, layer: KimiDeltaAttention) -> FLACache | TransformersCache:
+ForeignCache = FLACache | TransformersCache
+
+
+def find_foreign(held: Any, layer: KimiDeltaAttention) -> ForeignCache:
     """By the methods of ``held``, as FLA's cache is one of transformers', too."""
     update = getattr(held, "update", None) if hasattr(held, "__getitem__") else None
     if update is not None and "recurrent_state" in inspect.signature(update).parameters:
@@ -88,7 +91,7 @@ def find_foreign(held: Any, layer: KimiDeltaAttention) -> FLACache | Transformer
     )
 
 
-def read_foreign(foreign: FLACache | TransformersCache, N: int) -> KDACache:
+def read_foreign(foreign: ForeignCache, N: int) -> KDACache:
     """What is held, as a cache for one call; zeros if nothing is."""
     # Nothing tells a cache that a recomputed function made itself from one that its first run has moved on.
     check_first_run("past_key_values", -1)
@@ -106,7 +109,7 @@ def read_foreign(foreign: FLACache | TransformersCache, N: int) -> KDACache:
     return KDACache(conv, state)
 
 
-def write_foreign(foreign: FLACache | TransformersCache, cache: KDACache, tokens: int) -> None:
+def write_foreign(foreign: ForeignCache, cache: KDACache, tokens: int) -> None:
     conv = cache.conv
     foreign.write(None if conv is None else F.pad(conv, (1, 0)), cache.state, tokens)
 

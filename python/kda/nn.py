@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from . import ops
 from ._caches import DraftCache, KDACache
 from ._checkpoints import from_published, own_names, to_published
-from ._foreign_caches import find_foreign, read_foreign, write_foreign
+from ._foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
 from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu, local
 from ._packing import find_layout
 from ._recompute import old_state
@@ -298,7 +298,7 @@ class KimiDeltaAttention(nn.Module):
             self._check_window(hidden_states, cp_context, held, use_cache)
             offsets = {"cp_context": cp_context.cu_seqlens, **offsets}
         cu, kept = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
-        held, found = self._find_cache(held, bool(use_cache), B if cu is None else cu.shape[0] - 1)
+        held, found, foreign = self._find_cache(held, bool(use_cache), B if cu is None else cu.shape[0] - 1)
 
         x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
@@ -312,8 +312,8 @@ class KimiDeltaAttention(nn.Module):
             o = self._draft(x, g, beta, found)
         else:
             o = self._attend((*self._qkv(x, found, cu, cp_context), g, beta), found, cu, cp_context, T)
-        if isinstance(found, KDACache) and not isinstance(held, KDACache | MutableMapping):
-            write_foreign(find_foreign(held, self), found, T)
+        if foreign is not None and isinstance(found, KDACache):
+            write_foreign(foreign, found, T)
         o = self.o_norm(o, _heads(self.g_proj(x), self.num_v_heads))
         o = self.o_proj(o.flatten(2))
         if kept is not None:
@@ -339,8 +339,11 @@ class KimiDeltaAttention(nn.Module):
                 f" tokens, got {list(hidden_states.shape)}"
             )
 
-    def _find_cache(self, held: Any, use_cache: bool, N: int) -> tuple[Any, KDACache | DraftCache | None]:
-        """What to hand back as past_key_values, and this layer's cache."""
+    def _find_cache(
+        self, held: Any, use_cache: bool, N: int
+    ) -> tuple[Any, KDACache | DraftCache | None, ForeignCache | None]:
+        """What to hand back as past_key_values, this layer's cache, and where its numbers go after the call, if that is
+        a cache of another library."""
         cache: KDACache | DraftCache | None
         if held is None:
             held = cache = self.new_cache(N) if use_cache else None
@@ -353,13 +356,14 @@ class KimiDeltaAttention(nn.Module):
                 held[self.layer_idx] = self.new_cache(N)
             cache = held.get(self.layer_idx)
         else:
-            return held, read_foreign(find_foreign(held, self), N)
+            foreign = find_foreign(held, self)
+            return held, read_foreign(foreign, N), foreign
         kept = cache.cache if isinstance(cache, DraftCache) else cache
         if kept is not None and kept.state.shape[0] != N:
             raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
         if kept is not None:
             kept.check_first_run()
-        return held, cache
+        return held, cache, None
 
     def _qkv(
         self, x: Tensor, cache: KDACache | None, cu_seqlens: Tensor | None, cp_context: Any
