@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._recompute import check_first_run, old_state
+from ._shards import own_part
 from .convolution import causal_conv1d, causal_conv1d_update
 
 
-def local(parameter: Tensor) -> Tensor:
+def local(parameter: Any) -> Tensor:
     """This rank's part of a parameter that tensor parallelism has spread (see ``kda.tp``), or the parameter. What all
     ranks have alike is used by each for other heads: its gradient is the sum of theirs."""
-    if not hasattr(parameter, "to_local"):
-        return parameter
-    from torch.distributed.tensor import DTensor, Partial
-
-    assert isinstance(parameter, DTensor)
-    gradient = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-    # redistribute does nothing here; in backward it sums what the gradient still has in parts
-    return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=gradient)
+    spread = hasattr(parameter, "to_local")
+    part: Tensor = own_part(parameter, [p.is_replicate() for p in parameter.placements]) if spread else parameter
+    return part
 
 
 def causal_conv_silu(

@@ -78,17 +78,24 @@ def _placements(by: list[str | None], dims: _Dims) -> list[Any]:
 
 def _part(name: str, x: Any, q: Any, by: list[str | None]) -> Any:
     """This rank's. Of what ranks share but use for other rows, the gradient is the sum of theirs."""
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(x, DTensor):  # cu_seqlens, the same on every rank
         return x
     wanted = _placements(by, _ARGUMENTS.get(name, _Dims(None, None)))
     if x.device_mesh != q.device_mesh or list(x.placements) != wanted:
         raise ValueError(f"{name}: expected {wanted} on the mesh of q, got {list(x.placements)} on {x.device_mesh}")
-    shared = [p.is_replicate() and what is not None for p, what in zip(wanted, by, strict=True)]
-    gradient = [Partial() if s else p for p, s in zip(wanted, shared, strict=True)]
+    return own_part(x, [p.is_replicate() and what is not None for p, what in zip(wanted, by, strict=True)])
+
+
+def own_part(x: Any, shared: list[bool]) -> Any:
+    """This rank's part of a DTensor. Along the ``shared`` dimensions of the mesh each rank uses it for something else,
+    and its gradient is the sum of theirs."""
+    from torch.distributed.tensor import Partial
+
+    gradient = [Partial() if s else p for p, s in zip(x.placements, shared, strict=True)]
     # redistribute does nothing here; in backward it sums what the gradient still has in parts
-    return x.redistribute(placements=wanted).to_local(grad_placements=gradient)
+    return x.redistribute(placements=x.placements).to_local(grad_placements=gradient)
 
 
 def _joined(x: Any, mesh: Any, by: list[str | None], dims: _Dims, shape: tuple[int, ...], batch_of: Any = None) -> Any:
