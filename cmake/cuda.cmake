@@ -52,6 +52,9 @@ function(kda_add_cuda target)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
   kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE}"
+    src/cuda/sm80/backward_chunk.cu
+    src/cuda/sm80/backward_recurrent.cu
+    src/cuda/sm80/backward_sums.cu
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
@@ -63,11 +66,13 @@ function(kda_add_cuda target)
     src/cuda/sm80/speculation.cu
     src/cuda/sm80/speculation_mma.cu
     src/cuda/sm80/speculation_recurrent.cu
+    src/cuda/sm80/stage_backward.cu
     src/cuda/sm80/stage_chunk_intra.cu
     src/cuda/sm80/stage_cumsum.cu
     src/cuda/sm80/stage_delta_h.cu
     src/cuda/sm80/stage_fwd_o.cu)
   kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}"
+    src/cuda/sm90/backward.cu
     src/cuda/sm90/forward.cu
     src/cuda/sm90/segments.cu)
 endfunction()

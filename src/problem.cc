@@ -75,7 +75,7 @@ ForwardProblem validate(const kda_forward_args* raw) {
     invalid("checkpoint_every: expected 0 without checkpoints, got ", a.checkpoint_every);
   }
   check_h(a.h, a.h_every, d, a.in, tensors, true, kStates);
-  if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kSingles, true, " like v");
+  if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kStates, true, " like v");
   if (present(a.Aqk)) tensors.check("Aqk", a.Aqk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
   if (present(a.Akk)) tensors.check("Akk", a.Akk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
   check_memory(tensors, a.exec, d);
@@ -107,15 +107,18 @@ BackwardProblem validate(const kda_backward_args* raw) {
   if (present(a.h0)) check_state("h0", a.h0, d.N, d, a.in, tensors, false);
   tensors.check("d_o", a.d_o, v, 4, kFloats, false, " like v");
   if (present(a.dhT)) check_state("dhT", a.dhT, d.N, d, a.in, tensors, false);
-  check_h(a.h, a.h_every, d, a.in, tensors, false, kSingles);
-  const int saved = present(a.v_new) + present(a.Aqk) + present(a.Akk);
-  if (saved) {
-    if (saved != 3 || !present(a.h) || a.h_every != 1)
-      invalid("v_new, Aqk, Akk: expected all three with h of every chunk, or none, got ", saved,
+  check_h(a.h, a.h_every, d, a.in, tensors, false, kStates);
+  const int scores = present(a.Aqk) + present(a.Akk);
+  if (present(a.v_new) || scores) {
+    if (!present(a.v_new) || scores == 1 || !present(a.h) || a.h_every != 1)
+      invalid("v_new, Aqk, Akk: expected all three, or v_new alone, with h of every chunk, or none, got ",
+              present(a.v_new) + scores,
               !present(a.h)    ? " without h"
               : a.h_every != 1 ? str(" with h_every ", a.h_every)
                                : "");
-    tensors.check("v_new", a.v_new, v, 4, kSingles, false, " like v");
+    tensors.check("v_new", a.v_new, v, 4, kStates, false, " like v");
+  }
+  if (scores) {
     tensors.check("Aqk", a.Aqk, A, 4, kSingles, false, " ([B,T,HV,C])");
     tensors.check("Akk", a.Akk, A, 4, kSingles, false, " ([B,T,HV,C])");
   }

@@ -64,10 +64,19 @@ std::span<const Implementation<ForwardProblem>> implementations() {
 template <>
 std::span<const Implementation<BackwardProblem>> implementations() {
   static constexpr Implementation<BackwardProblem> table[] = {
-      {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-       cpu::chunk_backward_workspace, cpu::chunk_backward},
-      {"reference", "float64 reverse mode of the token recurrence; allocates", on_cpu, no_workspace,
-       reference::backward},
+#if KDA_WITH_CUDA
+    {"cuda_chunk_sm90", "cuda_chunk's scan, and the rest by wgmma from tiles of the copy engine, for Hopper",
+     cuda::backward_chunk_sm90_why_not, cuda::backward_chunk_sm90_workspace, cuda::backward_chunk_sm90,
+     cuda::backward_chunk_too_rough},
+    {"cuda_chunk", "chunks on tensor cores: forward again, a reverse scan, the rest in parallel, for sm_80 and newer",
+     cuda::backward_chunk_why_not, cuda::backward_chunk_workspace, cuda::backward_chunk,
+     cuda::backward_chunk_too_rough},
+    {"cuda_recurrent", "token by token in f32, any size, slow, for sm_80 and newer", cuda::backward_recurrent_why_not,
+     cuda::backward_recurrent_workspace, cuda::backward_recurrent},
+#endif
+    {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
+     cpu::chunk_backward_workspace, cpu::chunk_backward},
+    {"reference", "float64 reverse mode of the token recurrence; allocates", on_cpu, no_workspace, reference::backward},
   };
   return table;
 }

@@ -156,7 +156,7 @@ typedef struct kda_forward_args {
   kda_tensor checkpoints;      /* [slots,HV,V,K] out, optional: f32 or bf16 */
   kda_tensor checkpoint_slots; /* [N,M] i32, with checkpoints */
   kda_tensor h;                /* [NT,HV,V,K] (or K-first) out, optional: f32 or bf16 */
-  kda_tensor v_new;            /* [B,T,HV,V]  out, optional: f32 */
+  kda_tensor v_new;            /* [B,T,HV,V]  out, optional: f32 or bf16 */
   kda_tensor Aqk, Akk;         /* [B,T,HV,C]  out, optional: f32 */
   int32_t checkpoint_every;    /* tokens, a multiple of C */
   int32_t h_every;             /* chunks from one row of h to the next; 0 = 1 */
@@ -166,7 +166,8 @@ typedef struct kda_forward_args {
  * `in`, h0 as given to kda_forward (no pools). Every gradient is optional and overwritten, never accumulated into; sums
  * over tokens and heads are done in f32 in a fixed order. Of what kda_forward can save, give it
  *   h alone, of any h_every: h_every chunks at a time are computed again, and the workspace does not grow with T;
- *   h (h_every = 1), v_new, Aqk, Akk: nothing is computed again;
+ *   h (h_every = 1), v_new, Aqk, Akk: nothing is computed again on the CPU;
+ *   h (h_every = 1), V-first, and v_new: nothing is computed again on CUDA, where nothing else that is saved counts;
  *   nothing: whole sequences are computed again, and the workspace holds every chunk of the longest. */
 typedef struct kda_backward_args {
   uint64_t struct_size; /* sizeof(kda_backward_args) */
@@ -175,7 +176,7 @@ typedef struct kda_backward_args {
   kda_tensor h0;                 /* [N,HV,V,K] in, optional */
   kda_tensor d_o;                /* [B,T,HV,V] in: bf16, f16 or f32 */
   kda_tensor dhT;                /* [N,HV,V,K] in, optional: f32 or bf16 */
-  kda_tensor h, v_new, Aqk, Akk; /* in, optional: f32, as kda_forward wrote them */
+  kda_tensor h, v_new, Aqk, Akk; /* in, optional: as kda_forward wrote them */
   kda_tensor dq, dk;             /* [B,T,H,K]  out */
   kda_tensor dv;                 /* [B,T,HV,V] out */
   kda_tensor dg;                 /* [B,T,HV,K] out: of the gate input (for GATE_LOG, of the natural-log decay) */

@@ -99,16 +99,27 @@ def state_shape(v: Tensor, K: int, cu: Tensor | None, options: Options) -> tuple
     return (N, HV, K, V) if options.state_layout else (N, HV, V, K)
 
 
-def saved_shapes(v: Tensor, K: int, cu: Tensor | None, options: Options, h_every: int) -> tuple[tuple[int, ...], ...]:
-    """What forward leaves for backward: nothing if ``h_every`` is 0; ``h``, a state every ``h_every`` chunks; if that
-    is 1 also ``v_new``, ``Aqk`` and ``Akk``, and backward computes nothing again."""
-    if h_every == 0:
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def saved_kinds(
+    v: Tensor, K: int, cu: Tensor | None, options: Options, h_every: int
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and dtypes of what forward leaves for backward: nothing if ``h_every`` is 0; ``h``, a state every
+    ``h_every`` chunks; if that is 1 also ``v_new``, ``Aqk`` and ``Akk``, and backward computes nothing again. On CUDA
+    ``h`` and ``v_new`` in bf16 if ``h_every`` is 1, where backward takes them (V-first, 16 bits), else nothing."""
+    if h_every == 0 or (v.is_cuda and (h_every > 1 or options.state_layout or v.dtype == torch.float32)):
         return ()
     B, T, HV, _ = v.shape
     N, *state = state_shape(v, K, cu, options)
     tokens = CHUNK * h_every
     h = (B * ((T + tokens - 1) // tokens) if cu is None else T // tokens + N, *state)
-    return (h, tuple(v.shape), (B, T, HV, CHUNK), (B, T, HV, CHUNK)) if h_every == 1 else (h,)
+    v_new, scores = tuple(v.shape), (B, T, HV, CHUNK)
+    if v.is_cuda:
+        return ((h, torch.bfloat16), (v_new, torch.bfloat16))
+    wide = wide_dtype(v)
+    return ((h, wide), (v_new, wide), (scores, wide), (scores, wide)) if h_every == 1 else ((h, wide),)
 
 
 def run_forward(
@@ -116,21 +127,18 @@ def run_forward(
     h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, h_every: int, recurrent: bool,
     impl: str | None, has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
-    """(o, hT, saved), see :func:`saved_shapes`; the recurrent form saves nothing."""
-    if h_every and q.is_cuda:  # rather now than after the forward of a whole model
-        wanted = "gradients: expected tensors on the CPU (there is no backward on CUDA yet) or torch.no_grad()"
-        raise NotImplementedError(f"{wanted}, got {q.device}")
+    """(o, hT, saved), see :func:`saved_kinds`; the recurrent form saves nothing."""
     K = q.shape[3]
     o = _in_large_pages(torch.empty_like(v, memory_format=torch.contiguous_format))
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    hT = v.new_empty(state_shape(v, K, cu, options), dtype=wide) if final_state else None
+    hT = v.new_empty(state_shape(v, K, cu, options), dtype=wide_dtype(q)) if final_state else None
     if recurrent:
         library().decode(q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, impl, 0, None)
         return o, hT, ()
-    saved = tuple(_in_large_pages(v.new_empty(s, dtype=wide)) for s in saved_shapes(v, K, cu, options, h_every))
+    kinds = saved_kinds(v, K, cu, options, h_every)
+    saved = tuple(_in_large_pages(v.new_empty(shape, dtype=dtype)) for shape, dtype in kinds)
     library().forward(
         q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, has_initial_state, 0, o, None, None,
-        *four(saved), 0, h_every, impl, 0, None,
+        *four(saved), 0, h_every if saved else 0, impl, 0, None,
     )  # fmt: skip
     return o, hT, saved
 

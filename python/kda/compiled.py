@@ -121,13 +121,13 @@ def _forward_fake(
     lower_bound: float, scale: float, final_state: bool, h_every: int, recurrent: bool, impl: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options = Options(gate_form, beta_form, qk_l2norm, state_layout, lower_bound, scale)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shapes = [
-        autograd.state_shape(v, q.shape[3], cu, options) if final_state else (0,),
-        *(() if recurrent else autograd.saved_shapes(v, q.shape[3], cu, options, h_every)),
+    none = ((0,), torch.float32)
+    kinds = [
+        (autograd.state_shape(v, q.shape[3], cu, options), autograd.wide_dtype(q)) if final_state else none,
+        *(() if recurrent else autograd.saved_kinds(v, q.shape[3], cu, options, h_every)),
     ]
-    shapes += [(0,)] * (5 - len(shapes))
-    return (v.new_empty(v.shape), *(v.new_empty(s, dtype=wide if len(s) > 1 else torch.float32) for s in shapes))
+    kinds += [none] * (5 - len(kinds))
+    return (v.new_empty(v.shape), *(v.new_empty(shape, dtype=dtype) for shape, dtype in kinds))
 
 
 _define(
@@ -180,7 +180,7 @@ def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.options = inputs[9:15]
     ctx.final_state, h_every, recurrent = inputs[15:18]
     ctx.h_every = 0 if recurrent else h_every
-    saved = len(autograd.saved_shapes(inputs[2], inputs[0].shape[3], cu, Options(*ctx.options), ctx.h_every))
+    saved = len(autograd.saved_kinds(inputs[2], inputs[0].shape[3], cu, Options(*ctx.options), ctx.h_every))
     ctx.save_for_backward(*tensors, cu, *output[2 : 2 + saved])
     ctx.wanted = [x is not None and x.requires_grad for x in tensors]
     ctx.mark_non_differentiable(*output[2:])

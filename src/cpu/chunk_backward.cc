@@ -89,6 +89,9 @@ struct BackwardScratch : Gradients {
 };
 
 // Chunks of a segment. Nothing is computed again where forward saved everything: segments of one chunk.
+// Did forward keep all that pass 1 computes? (Without scores v_new is of no use here.)
+inline bool all_saved(const BackwardProblem& p) { return present(p.args.Aqk); }
+
 inline int64_t segment_chunks(const BackwardProblem& p) {
   return present(p.args.h) ? std::min<int64_t>(p.args.h_every, p.max_chunks()) : p.max_chunks();
 }
@@ -143,7 +146,7 @@ struct BackwardTask {
     const kda_backward_args& a = p.args;
     const KeptChunk here = s.use((t - first) / kChunk);
     const int64_t L = std::min(kChunk, seq.length - t);
-    if (present(a.v_new)) {
+    if (all_saved(p)) {
       load_first_state(t, here.S);
       load_inputs(t);
     }
@@ -152,8 +155,8 @@ struct BackwardTask {
       const int64_t token = seq.t0 + t + i;
       prefetch_row(a.d_o, seq.b, token, hv);
       load_row(a.d_o.dtype, at(a.d_o, seq.b, token, hv), p.V, s.D.row(i));
-      if (present(a.v_new)) {
-        load_row(KDA_F32, at(a.v_new, seq.b, token, hv), p.V, here.v_new.row(i));
+      if (all_saved(p)) {
+        load_row(a.v_new.dtype, at(a.v_new, seq.b, token, hv), p.V, here.v_new.row(i));
         load_row(KDA_F32, at(a.Aqk, seq.b, token, hv), kChunk, here.Aqk.row(i));
         load_row(KDA_F32, at(a.Akk, seq.b, token, hv), kChunk, here.Akk.row(i));
       } else {
@@ -272,7 +275,7 @@ struct BackwardTask {
     const int64_t segment = segment_chunks(p) * kChunk;
     for (int64_t end = seq.length; end > 0;) {
       const int64_t first = (end - 1) / segment * segment;
-      if (!present(a.v_new)) recompute(first, end);
+      if (!all_saved(p)) recompute(first, end);
       for (int64_t t = (end - 1) / kChunk * kChunk; t >= first; t -= kChunk) chunk_backward(first, t);
       end = first;
     }

@@ -77,7 +77,8 @@ struct ForwardSteps : ForwardHead {
     for (int64_t i = 0; i < c.L; ++i) {
       const int64_t token = seq.t0 + t + i;
       store_row(a.o.dtype, o.row(i), c.V, at(a.o, seq.b, token, hv) + v0 * dtype_size(a.o.dtype));
-      if (present(a.v_new)) store_row(KDA_F32, c.v.row(i), c.V, at(a.v_new, seq.b, token, hv) + v0 * sizeof(float));
+      if (present(a.v_new))
+        store_row(a.v_new.dtype, c.v.row(i), c.V, at(a.v_new, seq.b, token, hv) + v0 * dtype_size(a.v_new.dtype));
       if (v0) continue;  // scores do not depend on V: the first tile writes them
       if (present(a.Aqk)) store_row(KDA_F32, c.Aqk.row(i), kChunk, at(a.Aqk, seq.b, token, hv));
       if (present(a.Akk)) store_row(KDA_F32, c.Akk.row(i), kChunk, at(a.Akk, seq.b, token, hv));

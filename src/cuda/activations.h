@@ -4,6 +4,7 @@
 // exp takes A_log from -64 to 64 only, its moderate part, and the rest goes into z: bit for bit nothing changes where there is
 // no rest.
 #pragma once
+#include <cuda_runtime.h>
 
 namespace kda::cuda {
 

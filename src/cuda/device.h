@@ -91,6 +91,11 @@ __device__ float spread_sums(const float (&x)[kCount]) {
 // at once, which waits for it, and loads or computes where it is used first, again and again under conditions.
 __device__ inline void pin(unsigned& x) { asm volatile("" : "+r"(x)); }
 __device__ inline void pin(int32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ inline void pin(float& x) {
+  unsigned bits = __float_as_uint(x);
+  pin(bits);
+  x = __uint_as_float(bits);
+}
 __device__ inline void pin(const char*& x) {
   asm volatile("" : "+l"(x));
   __builtin_assume(__isGlobal(x));  // as it was known before

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/runtime.h"
+#include "problem.h"
 
 namespace kda::cuda {
 

@@ -250,7 +250,8 @@ TEST(BackwardRefuses, Arguments) {
 }
 
 TEST(BackwardRefuses, PartOfTheSaved) {
-  const std::string expected = "v_new, Aqk, Akk: expected all three with h of every chunk, or none, got ";
+  const std::string expected =
+      "v_new, Aqk, Akk: expected all three, or v_new alone, with h of every chunk, or none, got ";
   for (int missing = 0; missing < 3; ++missing)
     backward_refuses(expected + "2", [&](B& x) {
       kda_tensor* saved[] = {&x.args.v_new, &x.args.Aqk, &x.args.Akk};

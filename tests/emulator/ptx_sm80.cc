@@ -53,18 +53,18 @@ struct Fragments {
   float d[4];
 };
 
-// d [16,8] += a [16,kDepth] b [kDepth,8]. value(x, e): element e of those that register x holds. Sums are rounded once;
-// the hardware's are somewhat less exact.
-template <unsigned kDepth, class Value>
+// d [16,8] += a [16,kDepth] b [kDepth,8], with kPairs elements a register. value(x, e): element e of those that register x
+// holds. Sums are rounded once; the hardware's are somewhat less exact.
+template <unsigned kDepth, unsigned kPairs, class Value>
 void multiply(void* const* all, const Value& value) {
-  constexpr unsigned kPairs = kDepth == 16 ? 2 : 1;  // elements of a register
+  constexpr unsigned kSteps = kDepth / 4 / kPairs;  // registers of a row of a
   float a[16][kDepth], b[8][kDepth];
   for (unsigned l = 0; l < 32; ++l) {
     const Fragments& own = emulator::of<Fragments>(all, l);
     const unsigned i = l / 4, j = l % 4 * kPairs;
     for (unsigned e = 0; e < kPairs; ++e) {
-      for (unsigned r = 0; r < 4; ++r) a[i + r % 2 * 8][j + e + r / 2 * kDepth / 2] = value(own.a[r], e);
-      for (unsigned r = 0; r < 2; ++r) b[i][j + e + r * kDepth / 2] = value(own.b[r], e);
+      for (unsigned r = 0; r < 2 * kSteps; ++r) a[i + r % 2 * 8][j + e + r / 2 * 4 * kPairs] = value(own.a[r], e);
+      for (unsigned r = 0; r < kSteps; ++r) b[i][j + e + r * 4 * kPairs] = value(own.b[r], e);
     }
   }
   for (unsigned l = 0; l < 32; ++l)
@@ -78,13 +78,14 @@ void multiply(void* const* all, const Value& value) {
 }
 void multiply_f16(void* const* all) {
   const float* values = f16_values().data();
-  multiply<16>(all, [values](unsigned x, unsigned e) { return values[e ? x >> 16 : x & 0xffff]; });
+  multiply<16, 2>(all, [values](unsigned x, unsigned e) { return values[e ? x >> 16 : x & 0xffff]; });
 }
+template <unsigned kDepth>
 void multiply_bf16(void* const* all) {
-  multiply<16>(all, [](unsigned x, unsigned e) { return __uint_as_float(e ? x & 0xffff0000u : x << 16); });
+  multiply<kDepth, 2>(all, [](unsigned x, unsigned e) { return __uint_as_float(e ? x & 0xffff0000u : x << 16); });
 }
 void multiply_tf32(void* const* all) {
-  multiply<8>(all, [](unsigned x, unsigned) { return __uint_as_float(x & ~0x1fffu); });
+  multiply<8, 1>(all, [](unsigned x, unsigned) { return __uint_as_float(x & ~0x1fffu); });
 }
 
 void by_warp(const char* what, float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
@@ -121,7 +122,10 @@ void mma_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   by_warp("mma of f16", d, a, b0, b1, multiply_f16);
 }
 void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  by_warp("mma of bf16", d, a, b0, b1, multiply_bf16);
+  by_warp("mma of bf16", d, a, b0, b1, multiply_bf16<16>);
+}
+void mma8(float (&d)[4], const unsigned (&a)[2], unsigned b) {
+  by_warp("mma of bf16, 8 deep", d, {a[0], a[1], 0, 0}, b, 0, multiply_bf16<8>);
 }
 void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   by_warp("mma of tf32", d, a, b0, b1, multiply_tf32);

@@ -212,6 +212,60 @@ TEST_F(OnCuda, GarbageLengthsLeadNowhere) {
       }
 }
 
+// ---- training ----
+
+constexpr double kOfTraining = 0.02;  // relative: what is shown is which tokens were meant
+
+TEST_F(OnCuda, GarbageOffsetsOfBackward) {
+  Random random(600);
+  for (const int64_t size : {17, 64})
+    for (int round = 0; round < kRounds && !HasFailure(); ++round) {
+      SCOPED_TRACE(testing::Message() << size << " " << round);
+      Inputs in({.name = "offsets",
+                 .HV = 8,
+                 .K = size,
+                 .V = size,
+                 .lengths = {70, 0, 33, 2},
+                 .tail = 40,
+                 .dtype = KDA_BF16,
+                 .gate_divisor = 10});
+      spoil_offsets(in.cu_seqlens, in.T, random);
+      BackwardOutputs exact(in, true);
+      std::vector<Tensor> kept;
+      run(meant(backward_args(in, exact), kept), {.impl = "reference"});
+      for (const char* impl : takers("backward", backward_args(in, BackwardOutputs(in)))) {
+        SCOPED_TRACE(impl);
+        BackwardOutputs got(in);
+        run_on_cuda(backward_args(in, got), impl);
+        if (HasFatalFailure()) return;
+        for (size_t i = 0; i < got.tensors().size(); ++i)
+          if (const Tensor& t = *got.tensors()[i].tensor)
+            expect_close(*exact.tensors()[i].tensor, t, got.tensors()[i].name, kOfTraining);
+      }
+    }
+}
+
+// Lengths that the host would refuse: there are no more rows of h than these.
+TEST_F(OnCuda, GarbageLengthsOfBackward) {
+  Random random(700);
+  for (const int64_t size : {17, 64})
+    for (int round = 0; round < kRounds && !HasFailure(); ++round) {
+      SCOPED_TRACE(testing::Message() << size << " " << round);
+      Inputs in(
+          {.name = "lengths", .HV = 2, .K = size, .V = size, .lengths = {70, 0, 33, 2}, .tail = 90, .dtype = KDA_BF16});
+      ForwardOutputs saved(in, false);
+      saved.h = Tensor(KDA_BF16, in.state_shape(in.h_rows(1))), saved.h_every = 1;
+      saved.v_new = Tensor(KDA_BF16, {in.B, in.T, in.c.HV, in.c.V});
+      for (int64_t i = 0; i < saved.h.size(); ++i) saved.h.set(i, 1);
+      for (int64_t i = 0; i < saved.v_new.size(); ++i) saved.v_new.set(i, 1);
+      spoil(in.cu_seqlens, random);
+      BackwardOutputs got(in);
+      for (const char* impl : takers("backward", backward_args(in, got))) run_on_cuda(backward_args(in, got), impl);
+      if (size == 64) run_on_cuda(backward_args(in, got, &saved), "cuda_chunk");
+      for (const Named& t : got.tensors()) EXPECT_TRUE(t.tensor->margins_intact()) << t.name;
+    }
+}
+
 // Ten tokens of a request with parents, or slots of snapshots, for four: the others are left out, and the rows of other
 // requests are not taken for theirs.
 TEST_F(OnCuda, GarbageLengthsStayInTheirRow) {

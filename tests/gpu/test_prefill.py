@@ -227,24 +227,6 @@ def test_turns_change_no_bit(B: int) -> None:
     assert same_bits(torch.cat([x for x, _ in parts], 2), o) and same_bits(torch.cat([x for _, x in parts], 1), state)
 
 
-# ---- gradients ----
-
-
-@only_cuda
-@pytest.mark.parametrize("function", TRAINING, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_are_refused_in_words(function: Any, compiled: bool) -> None:
-    p, _ = drafts(5)
-    call = HERE.call(p)
-    q = call["q"].clone().requires_grad_()
-    torch._dynamo.reset()
-    run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-    with pytest.raises(Exception, match=r"there is no backward on CUDA yet\) or torch\.no_grad\(\), got cuda:0"):
-        run(**{**call, "q": q})
-    with torch.no_grad():
-        assert same_bits(run(**{**call, "q": q})[0], function(**call)[0])
-
-
 # ---- the device: graphs, streams, refusals ----
 
 

@@ -1,4 +1,4 @@
-// The stages of the forward on the GPU, one by one against the float64 oracle on the CPU, and put together against
+// The stages on the GPU, one by one against the float64 oracle on the CPU, and those of the forward put together against
 // kda_forward's. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
 #include <algorithm>
 #include <limits>
@@ -60,7 +60,7 @@ StageTensors tensors_of(const Inputs& in, Store store) {
 template <class F>
 void for_each_stage(const StageTensors& t, const F& fn) {
   for_each_forward_stage(t, fn);
-  fn(t.args<kda_stage_recompute_w_u_args>());
+  for_each_backward_stage(t, fn);
 }
 
 class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
@@ -80,6 +80,9 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
       const Tensor& like = t[ours[i].name];
       out.emplace_back(ours[i].name, Tensor(like.dtype(), like.shape(), c.layout));
       reference.emplace_back(ours[i].name, Tensor(KDA_F64, like.shape()));
+      if (std::is_same_v<Args, kda_stage_bwd_intra_args>)  // it adds to them
+        for (Tensor* x : {&out.back().second, &reference.back().second})
+          for (int64_t e = 0; e < like.size(); ++e) x->set(e, like.get(e));
       *ours[i].t = out.back().second, *theirs[i].t = reference.back().second;
     }
     run_on_cuda(a, kImpl, shift);

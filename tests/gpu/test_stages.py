@@ -1,4 +1,4 @@
-"""kda.stages of the forward and kda.prefill_f32 with CUDA tensors: numbers of the float64 oracle, and what is promised
+"""kda.stages and kda.prefill_f32 with CUDA tensors: numbers of the float64 oracle, and what is promised
 of launches, graphs and streams."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 
 import kda
 import kda.compiled_stages
-from drafting import NAN
 from kda import stages
 from places import (
     DEVICE,
@@ -24,7 +23,7 @@ from places import (
     only_cuda,
     without_synchronisation,
 )
-from support import Problem, Tensor, make, same_bits, wild
+from support import Problem, Tensor, cotangents, make, same_bits, wild
 
 TOKENWISE = ("q", "k", "v", "g", "beta")
 PLAIN: dict[str, Any] = {"l2norm": False}  # keys of length 1 by themselves, decays and activated beta
@@ -40,6 +39,24 @@ def by_stages(place: Place, p: Problem) -> dict[str, Tensor]:
     assert same_bits(again[0], w) and same_bits(again[1], u) and same_bits(again[3], kg)
     h, v_new, last = stages.delta_h(kg, w, u, G, x.get("initial_state"), True, **state, **how)
     return {"o": stages.fwd_o(q, v_new, G, Aqk, h, **state, **how), "state": last}
+
+
+def gradients_by_stages(place: Place, p: Problem) -> dict[str, Tensor]:
+    x, state, scale = place(p.tensors), {"state_v_first": p.options["state_v_first"]}, p.tensors["q"].shape[3] ** -0.5
+    how: dict[str, Any] = {"impl": place.impl, "cu_seqlens": place(p.options.get("cu_seqlens"))}
+    q, k, v, g, beta = (x[n] for n in TOKENWISE)
+    d_o, d_state = map(place, cotangents(p))
+    G = stages.cumsum(g, **how)
+    w, u, qG, kg, Aqk, Akk_inv = stages.chunk_intra(q, k, v, G, beta, **how)
+    h, v_new, _ = stages.delta_h(kg, w, u, G, x.get("initial_state"), **state, **how)
+    dAqk, dv_local = stages.bwd_local(v_new, d_o, Aqk, scale, **how)
+    dh, dh0, dv_new = stages.bwd_delta_h(qG, kg, w, G, d_o, dv_local, d_state, scale, **state, **how)
+    dq, dk, dv, dbeta, dG, dAkk = stages.bwd_wy_dqkg(
+        q, k, v, v_new, G, beta, Akk_inv, h, d_o, dh, dv_new, scale, **state, **how
+    )
+    dq, dk, dbeta, dG = stages.bwd_intra(q, k, G, beta, dAqk, dAkk, dq, dk, dbeta, dG, **how)
+    dg = stages.cumsum_backward(dG, g, **how)
+    return {"dq": dq, "dk": dk, "dv": dv, "dbeta": dbeta, "dg": dg, "dinitial_state": dh0}
 
 
 def near(expected: dict[str, Tensor], got: dict[str, Tensor], budget: float) -> None:
@@ -60,6 +77,15 @@ def test_stages_are_forward(dtype: torch.dtype, budget: float, K: int, V: int, v
     for sizes in ({"B": 2, "T": 150}, {"lengths": [65, 0, 9, 64], "tail": 3}):
         p = make(H=2, G=2, K=K, V=V, dtype=dtype, v_first=v_first, **PLAIN, **sizes)
         near(by_stages(ORACLE, p), by_stages(HERE, p), budget)
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize(("K", "V"), [(1, 5), (60, 100), (64, 64), (128, 128)])
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 5e-5), (torch.bfloat16, 2e-2)])
+def test_stages_are_backward(dtype: torch.dtype, budget: float, K: int, V: int, v_first: bool) -> None:
+    for sizes in ({"B": 2, "T": 150}, {"lengths": [65, 0, 9, 64], "tail": 3}):
+        p = make(H=2, G=2, K=K, V=V, dtype=dtype, v_first=v_first, **PLAIN, **sizes)
+        near(gradients_by_stages(ORACLE, p), gradients_by_stages(HERE, p), budget)
 
 
 @pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 5e-4), (torch.bfloat16, 8e-3)])
@@ -183,10 +209,3 @@ def test_arrays_of_another_device_are_named(name: str) -> None:
     else:
         with pytest.raises(ValueError, match=rf"^{name}: expected device cuda:0 .*got cpu"):
             stages.chunk_intra(**{**call, name: call[name].cpu()})
-
-
-@only_cuda
-def test_stages_of_the_backward_are_refused_in_words() -> None:
-    x = torch.full((1, 70, 2, 8), NAN, device=DEVICE)
-    with pytest.raises(NotImplementedError, match="no implementation takes this call: cpu_chunk: runs on the CPU only"):
-        stages.cumsum_backward(x)

@@ -57,7 +57,15 @@ CUDA_CHUNK = emulated(
     "ForwardChunkOnCuda.IsTheOracle/bound_packed",
     "ForwardOnCuda.IsTheOracle/cuda_chunk_state_K_first",
 )
-CUDA_STAGES = emulated("StagesOnCuda.EachIsItsOracle/gva_2", "StagesOnCuda.EachIsItsOracle/K128_V128")
+CUDA_BACKWARD = emulated(
+    *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_{c}" for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed"))
+)
+CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
+CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_chunk")
+CUDA_RECURRENT_BACKWARD = emulated(
+    *(f"BackwardOnCuda.IsTheOracle/cuda_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
+)
+CUDA_STAGES = emulated(*(f"StagesOnCuda.EachIsItsOracle/{c}" for c in ("gva_2", "K128_V128", "gates_slow")))
 
 CHUNK = "src/cpu/chunk-inl.h"
 CHUNK_FORWARD = "src/cpu/chunk_forward.cc"
@@ -87,7 +95,15 @@ REFERENCE_DRAFTS = "src/reference/speculation.cc"
 CUDA_FORWARD_CHUNK = "src/cuda/sm80/forward_chunk.cu"
 CUDA_PREPARE = "src/cuda/sm80/chunk_prepare.h"
 CUDA_SCAN = "src/cuda/sm80/chunk_scan.h"
+CUDA_BACKWARD_CHUNK = "src/cuda/sm80/backward_chunk.cu"
+CUDA_BACKWARD_RECURRENT = "src/cuda/sm80/backward_recurrent.cu"
+CUDA_BACKWARD_SUMS = "src/cuda/sm80/backward_sums.cu"
+CUDA_REVERSE = "src/cuda/sm80/chunk_reverse.h"
+CUDA_WIDE = "src/cuda/sm80/backward_wide.h"
+CUDA_WIDE_MATH = "src/cuda/wide.h"
+CUDA_BETA_H = "src/cuda/sm80/backward_beta.h"
 CUDA_STAGES_H = "src/cuda/sm80/stages.h"
+CUDA_STAGE_BACKWARD = "src/cuda/sm80/stage_backward.cu"
 CUDA_STAGE_FWD_O = "src/cuda/sm80/stage_fwd_o.cu"
 # A header's mutant is compiled into the units that its tests run.
 UNITS = {
@@ -102,6 +118,10 @@ UNITS = {
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
     CUDA_PREPARE: [CUDA_FORWARD_CHUNK],
     CUDA_SCAN: [CUDA_FORWARD_CHUNK],
+    CUDA_REVERSE: [CUDA_BACKWARD_CHUNK],
+    CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
+    CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
+    CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
     CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
 }
 
@@ -745,7 +765,7 @@ MUTANTS = [
         ),
         (
             "cuda_chunk: T is read before all lanes wrote theirs",
-            "    __syncwarp();\n",
+            "    __syncwarp();      // all columns are staged\n",
             "",
         ),
         (
@@ -786,6 +806,117 @@ MUTANTS = [
             "cuda_chunk: keys of other channels in the state",
             "ptx::mma<__half>(S[2], first, k[0].z, k[1].z)",
             "ptx::mma<__half>(S[2], first, k[0].w, k[1].w)",
+        ),
+    ),
+    *mutants(
+        CUDA_REVERSE,
+        CUDA_BACKWARD,
+        (
+            "cuda backward: dS is kept before odd chunks",
+            "(c % 2 || c + 1 == which.chunks)",
+            "(c % 2 == 0 || c + 1 == which.chunks)",
+        ),
+        (
+            "cuda backward: keys decayed from the start, not to the end",
+            "own + In::kg + (b * kPairs",
+            "own + In::kG + (b * kPairs",
+        ),
+        ("cuda backward: one image for all chunks", "next_ -= step_, to_", "to_"),
+        (
+            "cuda backward: dO without the scale",
+            "dO[t][e] *= e % 2 ? scale.y : scale.x;",
+            "dO[t][e] *= e % 2 ? 1 : scale.x;",
+        ),
+        ("cuda backward: an image comes to where one is read", "unsigned image = at_;", "unsigned image = after(at_);"),
+        (
+            "cuda backward: warps do not wait for each other's copies",
+            "    __syncthreads();  // the image is in shared memory",
+            "    // the image is in shared memory",
+        ),
+    ),
+    *mutants(
+        CUDA_REVERSE,
+        CUDA_BACKWARD_SIZES,
+        ("cuda backward: no units", "      state.choose_units(dO);\n", ""),
+    ),
+    *mutants(
+        CUDA_WIDE_MATH,
+        CUDA_BACKWARD,
+        ("cuda backward: a step between anchors is 0", "exp2(kClamps ? fmaxf(step, kDeep) : step)", "exp2(step)"),
+        ("cuda backward: nothing from behind the chunk", "behind[hh] = fmaf(sum * f, f, behind[hh]);", ""),
+        (
+            "cuda backward: no state in the gates' sums",
+            "behind[hh] = fmaf(SdS[hh], ptx::exp2(kClamps ? whole_[hh] : decay[hh]), behind[hh]);",
+            "",
+        ),
+        ("cuda backward: sums of gates end at eight tokens", "after[hh] += __shfl_sync(kAll, P, 0, 4);", ""),
+        ("cuda backward: tokens behind the end decay", "KDA_GATE_LOG ? 0.0f : -INFINITY", "KDA_GATE_LOG ? 0.0f : 0.0f"),
+        ("cuda backward: an anchor at a block's end", "else if (n % kOf == 0) anchor = total;", ""),
+        (
+            "cuda backward: dA of the rows above",
+            "ptx::mma<bf16>(W[2 * r], k_[o], b[0], b[1])",
+            "ptx::mma<bf16>(W[2 * r], q_[o], b[0], b[1])",
+        ),
+    ),
+    *mutants(
+        CUDA_WIDE,
+        CUDA_BACKWARD,
+        ("cuda backward: the diagonal of B", "8 * x + 2 * j() + e % 2 + of_B >", "8 * x + 2 * j() + e % 2 >"),
+        ("cuda backward: no projection through the norm", "if (x_.qk_l2norm) sum_dots(), apply_norms();", ""),
+        ("cuda backward: value heads are not added", "if (!first) x[0] += kept.x, x[1]", "if (!first) x[1]"),
+        (
+            "cuda backward: dA is written where a piece is read",
+            "    __syncthreads();  // nobody reads a piece any more",
+            "    // nobody reads a piece any more",
+        ),
+        (
+            "cuda backward: a piece is read before it came",
+            "wait_for_copies<kPieces - 2>",
+            "wait_for_copies<kPieces - 1>",
+        ),
+        (
+            "cuda backward: gates are read before they are there",
+            "    __syncthreads();  // they are there, in f32\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_BETA_H,
+        CUDA_BETA,
+        ("cuda backward: betas of about 0 are not looked at", "kLeastBeta = 0x1p-30f", "kLeastBeta = 0"),
+        ("cuda backward: dbeta without later tokens", "all = fmaf(-of.kk, value(places_.dv, KDA_BF16, j), all);", ""),
+    ),
+    *mutants(
+        CUDA_BACKWARD_RECURRENT,
+        CUDA_RECURRENT_BACKWARD,
+        (
+            "cuda_recurrent backward: dv is read before it is there",
+            "    __syncthreads();  // u and dv are there",
+            "    // u and dv are there",
+        ),
+        (
+            "cuda_recurrent backward: keys meet the state undecayed",
+            "m_.alpha[k] * from[at] * m_.k[k]",
+            "from[at] * m_.k[k]",
+        ),
+        ("cuda_recurrent backward: dS undecayed", "dS_[at] = m_.alpha[k] * before;", "dS_[at] = before;"),
+    ),
+    *mutants(
+        CUDA_STAGE_BACKWARD,
+        CUDA_STAGES,
+        ("cuda_stage backward: the diagonal of dAkk", "j < i ? -sum", "j <= i ? -sum"),
+        ("cuda_stage backward: dh of the chunk before", "first_row + c, hv);", "first_row + c + 1, hv);"),
+        ("cuda_stage backward: pairs without later rows", "j = i + 1; j < at.rows", "j = i + 2; j < at.rows"),
+        (
+            "cuda_stage backward: sums to the chunk's start",
+            "for (int i = at.rows; i-- > 0;) {",
+            "for (int i = 0; i < at.rows; ++i) {",
+        ),
+        ("cuda_stage backward: the last row without S dS", "fmaf(ptx::exp2(G(last, k0 + own)), m_.SdS[own],", "(0 +"),
+        (
+            "cuda_stage backward: operands are read before they are there",
+            "    __syncthreads();  // the operands are there\n",
+            "",
         ),
     ),
     *mutants(

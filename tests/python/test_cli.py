@@ -146,7 +146,8 @@ def test_a_device_that_is_not_there(command: str, cli: Callable[..., str]) -> No
 
 
 def test_bench_knows_where_operators_run(cli: Callable[..., str]) -> None:
-    assert "--device: expected cpu for training, got cuda" in cli("bench", "training", "--device", "cuda", status=2)
+    sentence = "--device: expected cpu for segment_map, got cuda"
+    assert sentence in cli("bench", "prefill", "segment_map", "--device", "cuda", status=2)
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
@@ -448,7 +449,8 @@ def test_explain_asks_for_batch_invariance(cli: Callable[..., str], monkeypatch:
         ("decode --impl cuda_decode", "cuda"),
         ("decode --impl reference", "cpu"),
         ("decode --device cpu", "cpu"),
-        ("backward", "cpu"),
+        ("backward", "cuda"),
+        ("segment_map", "cpu"),
     ],
 )
 def test_explain_asks_about_the_gpu(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kda
-from support import kernels_of, on_cpu, with_gradients
+from support import kernels_of, on_cpu
 
 Tensor = torch.Tensor
 SEEDS = range(int(os.environ.get("KDA_FUZZ_SEEDS", 40)))
@@ -291,7 +291,6 @@ def test_forward(seed: int) -> None:
         assert_near(name, r, x, budget_of(name, c.dtypes), c.floor, f"seed {seed}, {impl}")
 
 
-@pytest.mark.skipif(not with_gradients(), reason="there is no backward on CUDA yet")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_backward(seed: int) -> None:
     source = Source(10000 + seed)

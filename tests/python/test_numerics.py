@@ -24,10 +24,12 @@ from support import (
     identical_keys,
     implementations_here,
     make,
+    on_tensor_cores,
     oracle,
     recurrence,
     reference,
     rel_rmse,
+    rounded,
     run,
     same_bits,
     saturated,
@@ -210,7 +212,10 @@ def test_any_shape(p: Problem, name: str, keep: bool) -> None:
     more = {"disable_recompute": keep} if name == "chunk_kda" else {}
     # Gradients of A_log and dt_bias are sums that may cancel by chance: 0.008 for the former.
     slack = {**dict.fromkeys(BUDGETS, 2.0), "dA_log": 80.0, "ddt_bias": 10.0}
-    assert_close(reference(p), run(getattr(kda, name), p, **more), slack, name)
+    got = run(getattr(kda, name), p, **more)
+    if on_tensor_cores(p):
+        slack = {n: max(slack[n], 2 * rounded(n, x.dtype)) for n, x in got.items()}
+    assert_close(reference(p), got, slack, name)
 
 
 # ---- equal things are equal ----

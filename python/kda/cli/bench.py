@@ -18,6 +18,7 @@ from . import INTERRUPTED, problems, show
 from .problems import BYTES, Problem, combinations, given_sizes, natural, size_arguments
 
 if TYPE_CHECKING:
+    from . import prefill
     from .arrays import Source
 
 # numpy, torch and the library are imported where they are used: --threads must be set before that.
@@ -160,7 +161,14 @@ BENCHES = {
         {"FLA naive_chunk_kda": (_NAIVE, "naive_chunk")},
         devices=("cpu", "cuda"),  # there with other cases and peers: prefill.py
     ),
-    "training": Bench(_training, _flop("training"), "GFLOP/s", (Problem(T=512), Problem(T=4096)), needs_torch=True),
+    "training": Bench(
+        _training,
+        _flop("training"),
+        "GFLOP/s",
+        (Problem(T=512), Problem(T=4096)),
+        devices=("cpu", "cuda"),  # there with other cases and peers: training.py
+        needs_torch=True,
+    ),
     "prefill_f32": Bench(
         _prefill_f32,
         _flop("prefill_f32"),
@@ -259,7 +267,7 @@ def run(options: argparse.Namespace) -> int:
     _print(record, notes)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
-    if options.plot and any(record.get(part) for part in ("rows", "prefill", "prefill_f32", "serving")):
+    if options.plot and any(record.get(part) for part in ("rows", "prefill", "prefill_f32", "training", "serving")):
         from .plot import draw
 
         draw(record, options.plot)
@@ -421,8 +429,33 @@ def _measure_prefill_f32(
             record["prefill_f32"] += some
 
 
+def _measure_training(
+    given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
+) -> None:
+    from . import training
+
+    cases, found = training.sweep(given), list[dict[str, Any]]()
+    try:
+        with show.Progress(len(cases), lines=True) as progress:
+
+            def started(case: prefill.Case) -> None:
+                progress.label(f"{training.name_of(case)}, {case.gate}")
+                progress.step()
+
+            how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "started": started}
+            for some in training.measured(cases, notes, **how):
+                found += some
+    finally:
+        record["training"] = training.compared(found)
+
+
 # What has a way of its own on a GPU.
-_ON_GPU = {"prefill": _measure_prefill, "prefill_f32": _measure_prefill_f32, "decode": _measure_serving}
+_ON_GPU = {
+    "prefill": _measure_prefill,
+    "prefill_f32": _measure_prefill_f32,
+    "decode": _measure_serving,
+    "training": _measure_training,
+}
 
 
 def _print(record: dict[str, Any], notes: list[str]) -> None:
@@ -437,6 +470,8 @@ def _print(record: dict[str, Any], notes: list[str]) -> None:
         _print_prefill(record)
     if "prefill_f32" in record:
         _print_prefill_f32(record)
+    if "training" in record:
+        _print_training(record)
     if "serving" in record:
         _print_serving(record)
     for note in notes:
@@ -505,6 +540,23 @@ def _print_prefill_f32(record: dict[str, Any]) -> None:
         rows.append(["" if sizes == last else sizes, label(r), f"{r['ms']:.3f}", *found])
         last = sizes
     show.table(["problem", "what", "ms", "ratio", "difference"], rows)
+
+
+def _print_training(record: dict[str, Any]) -> None:
+    from .prefill import over
+    from .training import label
+    from .training_peers import PEERS
+
+    print()
+    rows, last = [], None
+    for r in record["training"]:
+        case = f"{r['case']}, {r['gate']}"
+        times = [f"{r[key]:.3f}" for key in ("forward_ms", "backward_ms", "ms")]
+        ratios = [f"{ratio:.2f}" if (ratio := r[over(peer.name)]) else "" for peer in PEERS]
+        rows.append(["" if case == last else case, label(r), *times, f"{r['peak_gib']:.3f}", *ratios])
+        last = case
+    columns = ["case", "what", "forward ms", "backward ms", "both ms", "peak GiB"]
+    show.table([*columns, *(f"over {peer.name}" for peer in PEERS)], rows)
 
 
 def _time(ms: float) -> str:

@@ -1,6 +1,6 @@
 """The chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines; below them, for
-prefill on a GPU, marks of each case, in float32 bars of times; for decode and rounds of speculation there, curves over
-the batch size."""
+prefill on a GPU, marks of each case, in float32 bars of times; for training there, bars of forward and backward; for
+decode and rounds of speculation, curves over the batch size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import prefill, prefill_f32
+from . import prefill, prefill_f32, training
 from .problems import Problem
 from .serving import about, label
 
@@ -23,6 +23,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     parts = {"rows": (_bars, 0.42 * (len(record["rows"]) + 3))}
     parts["prefill"] = (_marks, 0.24 * len(_gates_of(record)) + 0.5 * len(set(_gates_of(record))) + 1)
     parts["prefill_f32"] = (_times, 0.3 * (len(record.get("prefill_f32", [])) + 4))
+    parts["training"] = (_steps, 0.22 * (len(record.get("training", [])) + 5))
     parts["serving"] = (_curves, 2.5 * _lines_of(_panels(record)) + 2)
     parts = {name: part for name, part in parts.items() if record.get(name)}
     heights = [height for _, height in parts.values()]
@@ -43,8 +44,7 @@ def _bars(figure: Any, record: dict[str, Any]) -> None:
     for axis, unit, rows in zip(axes, units, panels, strict=True):
         labels = [f"{r['operator']}: {Problem(**r['problem']).sizes}" for r in rows]
         labels = [x if r["contender"] == "kda" else r["contender"] for x, r in zip(labels, rows, strict=True)]
-        colors = ["tab:blue" if r["contender"] == "kda" else "silver" for r in rows]
-        bars = axis.barh(range(len(rows)), [r["rate"] for r in rows], color=colors)
+        bars = axis.barh(range(len(rows)), [r["rate"] for r in rows], color=_colors(rows))
         axis.bar_label(bars, [f"{r['rate']:.3g}" for r in rows], padding=3)
         axis.set_yticks(range(len(rows)), labels)
         axis.invert_yaxis()
@@ -89,13 +89,31 @@ def _marks(figure: Any, record: dict[str, Any]) -> None:
 def _times(figure: Any, record: dict[str, Any]) -> None:
     """A bar for each row of float32 prefill."""
     axis, rows = figure.subplots(), record["prefill_f32"]
-    colors = ["tab:blue" if r["contender"] == "kda" else "silver" for r in rows]
-    bars = axis.barh(range(len(rows)), [r["ms"] for r in rows], color=colors)
+    bars = axis.barh(range(len(rows)), [r["ms"] for r in rows], color=_colors(rows))
+    _name(axis, bars, rows, [f"{Problem(**r['problem']).sizes}: {prefill_f32.label(r)}" for r in rows])
+    axis.set_xlabel("ms")
+
+
+def _steps(figure: Any, record: dict[str, Any]) -> None:
+    """A bar for each row of training: forward, and pale behind it backward."""
+    axis, rows = figure.subplots(), record["training"]
+    forward, backward = ([r[f"{name}_ms"] for r in rows] for name in ("forward", "backward"))
+    axis.barh(range(len(rows)), forward, color=_colors(rows))
+    bars = axis.barh(range(len(rows)), backward, left=forward, color=_colors(rows), alpha=0.5)
+    _name(axis, bars, rows, [f"{r['case']}, {r['gate']}: {training.label(r)}" for r in rows])
+    axis.margins(y=0.01)
+    axis.set_xlabel("ms of forward and, paler, backward")
+
+
+def _colors(rows: list[dict[str, Any]]) -> list[str]:
+    return ["tab:blue" if r["contender"] == "kda" else "silver" for r in rows]
+
+
+def _name(axis: Any, bars: Any, rows: list[dict[str, Any]], labels: list[str]) -> None:
+    """Whose bars they are, from top to bottom, and their milliseconds."""
     axis.bar_label(bars, [f"{r['ms']:.3g}" for r in rows], padding=3)
-    labels = [f"{Problem(**r['problem']).sizes}: {prefill_f32.label(r)}" for r in rows]
     axis.set_yticks(range(len(rows)), labels, fontsize="small")
     axis.invert_yaxis()
-    axis.set_xlabel("ms")
     axis.margins(x=0.12)
     axis.spines[["top", "right"]].set_visible(False)
 

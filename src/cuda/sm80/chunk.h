@@ -15,6 +15,10 @@ static_assert(kChunk % kRows == 0, "states are kept between chunks");
 //   T, Aqk  [block of 8 tokens][lane]: token i, earlier tokens 2 j and 2 j + 1 of blocks 0, 1, 2, 3
 // kG is negated, T has beta inside, Aqk and qG have no scale: they are of q made about as long as 1, and `scale` of each
 // token has the rest.
+//
+// A mirrored image, for the reverse scan, has every 8x8 matrix of kG, qG, kg, T and Aqk transposed: kG and qG lie as kg does
+// above and the other way round, and T and Aqk have
+//   T, Aqk  [block of 8 tokens][lane]: token i, later tokens 2 j and 2 j + 1 of blocks 0, 1, 2, 3
 template <int kK>
 struct Image {
   static constexpr int kOperand = kRows * kK * 2, kScores = kRows * kRows * 2;

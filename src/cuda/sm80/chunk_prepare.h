@@ -52,13 +52,14 @@ struct ChunkPlace {
   unsigned b, t0, rows;
 };
 
-// The last sequence that begins at a row of images up to this one: 32 at a time, by a warp.
-__device__ inline unsigned packed_sequence(const ForwardProblem& p, const Pass& pass, unsigned row) {
+// The last sequence whose first_row is up to this one: 32 at a time, by a warp.
+template <class FirstRow>
+__device__ unsigned packed_sequence(const ForwardProblem& p, unsigned row, const FirstRow& first_row) {
   const unsigned lane = threadIdx.x % 32;
   unsigned first = 0, end = static_cast<unsigned>(p.N);
   while (end - first > 1) {
     const unsigned step = (end - first + 31) / 32, n = first + lane * step;
-    const bool before = n < end && pass.first_row(packed_at(p.args.in.cu_seqlens, p.T, n)) <= row;
+    const bool before = n < end && first_row(packed_at(p.args.in.cu_seqlens, p.T, n)) <= row;
     const unsigned last = 31 - __clz(static_cast<int>(__ballot_sync(kAll, before) | 1));
     first += last * step, end = min(end, first + step);
   }
@@ -66,7 +67,8 @@ __device__ inline unsigned packed_sequence(const ForwardProblem& p, const Pass& 
 }
 
 __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass, unsigned row) {
-  const unsigned n = pass.packed ? packed_sequence(p, pass, row) : pass.by_span.quotient(row);
+  const unsigned n = pass.packed ? packed_sequence(p, row, [&](const Sequence& s) { return pass.first_row(s); })
+                                 : pass.by_span.quotient(row);
   const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
   const unsigned first = pass.first_row(s), c = pass.first + row - first;
   if (!s.live || row < first || c >= pass.end_of(s)) return {};
@@ -237,6 +239,7 @@ class Preparation {
   }
 
   // Operands, and scores with earlier blocks.
+  template <bool kMirrored>
   __device__ void write_operands(char* image) {
     uint4* to = reinterpret_cast<uint4*>(image) + w() * (kSteps / 2) * 32 + lane();
 #pragma unroll 1
@@ -250,8 +253,11 @@ class Preparation {
         const uint2 before = factor(w(), s), after = factor(4 + w(), s);
         const uint2 x = scaled(ka, {before.x ^ 0x80008000u, before.y ^ 0x80008000u});
         const uint2 y = scaled(qa, before), z = scaled(ks, after);
-        kG[2 * half] = x.x, kG[2 * half + 1] = x.y, qG[2 * half] = y.x, qG[2 * half + 1] = y.y;
-        kg[2 * half] = ptx::transposed(z.x), kg[2 * half + 1] = ptx::transposed(z.y);
+        const auto turned = [](unsigned matrix) { return kMirrored ? ptx::transposed(matrix) : matrix; };
+        kG[2 * half] = turned(x.x), kG[2 * half + 1] = turned(x.y);
+        qG[2 * half] = turned(y.x), qG[2 * half + 1] = turned(y.y);
+        kg[2 * half] = kMirrored ? z.x : ptx::transposed(z.x),
+               kg[2 * half + 1] = kMirrored ? z.y : ptx::transposed(z.y);
 #pragma unroll
         for (int c = 0; c < 3; ++c) {
           if (c >= w()) continue;
@@ -270,6 +276,7 @@ class Preparation {
   }
 
   // Lane 4 i + j has columns 2 j and 2 j + 1 of each block, in row i of q, then of k.
+  template <bool kMirrored>
   __device__ void write_scores(char* image) const {
     unsigned Aqk[4] = {};
 #pragma unroll
@@ -282,10 +289,17 @@ class Preparation {
       const unsigned to = shared_ + m_.A + (c * kBlockRows + 2 * j()) * m_.kAStride + row() * 4;
       ptx::store_shared_f32(to, beta_ * A[2]), ptx::store_shared_f32(to + m_.kAStride, beta_ * A[3]);
     }
-    store(reinterpret_cast<uint4*>(image + Out::Aqk) + w() * 32 + lane(), Aqk);
+    if constexpr (kMirrored) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        reinterpret_cast<unsigned*>(image + Out::Aqk)[(c * 32 + lane()) * 4 + w()] = ptx::transposed(Aqk[c]);
+    } else {
+      store(reinterpret_cast<uint4*>(image + Out::Aqk) + w() * 32 + lane(), Aqk);
+    }
   }
 
   // One warp: column `lane` of T, row by row: X_i = e_i - sum_(j<i) A_ij X_j, where each X_j is taken from all rows below.
+  template <bool kMirrored>
   __device__ void invert(char* image) const {
     float X[kRows];
 #pragma unroll
@@ -308,10 +322,20 @@ class Preparation {
     for (int r = 0; r < kRows; ++r)
       ptx::store_shared16(staged + r / 8 * 512 + r % 8 * 64 + own,
                           __half_as_ushort(__float2half_rn(r < static_cast<int>(lane()) ? 0.0f : X[r] * beta)));
-    __syncwarp();
+    __syncwarp();      // all columns are staged
+    unsigned T[4][4];  // blocks of rows, of columns
 #pragma unroll
-    for (int b = 0; b < 4; ++b)
-      reinterpret_cast<uint4*>(image + Out::T)[b * 32 + lane()] = ptx::load_shared4(staged + b * 512 + lane() * 16);
+    for (int b = 0; b < 4; ++b) {
+      const uint4 row = ptx::load_shared4(staged + b * 512 + lane() * 16);
+      T[b][0] = row.x, T[b][1] = row.y, T[b][2] = row.z, T[b][3] = row.w;
+    }
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      unsigned x[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = kMirrored ? ptx::transposed(T[c][b]) : T[b][c];
+      store(reinterpret_cast<uint4*>(image + Out::T) + b * 32 + lane(), x);
+    }
   }
 
  private:
@@ -409,7 +433,7 @@ class Preparation {
   float block_[3][4] = {}, scores_[3][4] = {};  // of each level; with each block
 };
 
-template <int kK>
+template <int kK, bool kMirrored>
 __global__ void __launch_bounds__(kPrepareThreads, 6)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ Pass pass, const __grid_constant__ PrepareMemory m, int bytes_at_once,
@@ -433,10 +457,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 6)
   __syncthreads();  // decayed rows and the blocks' totals are there
   chunk.multiply_out(image);
   __syncthreads();  // factors are there, and totals are no longer read
-  chunk.write_operands(image);
-  chunk.write_scores(image);
+  chunk.template write_operands<kMirrored>(image);
+  chunk.template write_scores<kMirrored>(image);
   __syncthreads();  // A is there, and the rows are no longer read
-  if (threadIdx.x < 32) chunk.invert(image);
+  if (threadIdx.x < 32) chunk.template invert<kMirrored>(image);
 }
 
 }  // namespace kda::cuda

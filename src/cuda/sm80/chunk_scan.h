@@ -17,7 +17,8 @@
 namespace kda::cuda {
 
 constexpr int kWarpColumns = 16, kMostWarps = 8, kStages = 3;
-constexpr int kExponentStep = 16, kMostSteps = 4;
+constexpr int kExponentStep = 16, kMostSteps = 7;
+constexpr float kMostFloat = 3.4028235e38f;
 
 // Lane 4 i + j has columns row_column() and that + 2 of the warp's, which are rows i and i + 8 of S^T: so columns
 // 4 j .. 4 j + 3 of a token are in one lane when V is transposed in, and O out.
@@ -173,7 +174,7 @@ struct ColumnState {
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const char* from = at.first + r * 2 * at.column + s * 16 * at.channel;
+        const char* from = at.first + r * 2 * at.column + s * 16 * (at.wide ? sizeof(T) : at.channel);
         float four[4];
         if (at.wide) {
           const float4 whole = load_four(reinterpret_cast<const T*>(from));
@@ -192,7 +193,7 @@ struct ColumnState {
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        char* to = at.first + r * 2 * at.column + s * 16 * at.channel;
+        char* to = at.first + r * 2 * at.column + s * 16 * (at.wide ? sizeof(T) : at.channel);
         const float back = power_of_two(x[r]);
         const float(&a)[4] = S[2 * s], (&b)[4] = S[2 * s + 1];
         const float four[4] = {a[2 * r] * back, a[2 * r + 1] * back, b[2 * r] * back, b[2 * r + 1] * back};
@@ -247,7 +248,13 @@ struct ColumnState {
   // 0: so that a call that goes on from there has the bits of one that never stopped.
   __device__ void decay(const unsigned ell) {
     const bool small = __any_sync(kAll, x[0] < 0 || x[1] < 0);
-    if (small) multiply(x[0] < 0 ? 0x1p-64f : 1.0f, x[1] < 0 ? 0x1p-64f : 1.0f);
+    const int e[2] = {min(x[0], 0), min(x[1], 0)};
+    if (small) multiply(power_of_two(e[0]), power_of_two(e[1]));
+    only_decay(ell);
+    if (small) multiply(power_of_two(-e[0]), power_of_two(-e[1]));
+  }
+  // The same, whatever becomes small.
+  __device__ void only_decay(const unsigned ell) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const float4 four = ptx::load_shared_f32x4(ell + (s * 16 + threadIdx.x % 4 * 4) * 4);
@@ -258,15 +265,11 @@ struct ColumnState {
         one = ptx::multiply_flushed(one, decays[e % 4]);
       }
     }
-    if (small) multiply(x[0] < 0 ? 0x1p64f : 1.0f, x[1] < 0 ? 0x1p64f : 1.0f);
   }
 
   // Tiles 2 s and 2 s + 1 as an operand.
   __device__ void operand(unsigned (&a)[4], int s) const { pack_tiles(a, S[2 * s], S[2 * s + 1]); }
 
- private:
-  static constexpr int kZero = -1000;
-  static constexpr float kMostFloat = 3.4028235e38f;
   // The lane's two columns.
   __device__ void multiply(float first, float second) {
 #pragma unroll
@@ -274,21 +277,47 @@ struct ColumnState {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[t][e] = ptx::multiply_flushed(S[t][e], e < 2 ? first : second);
   }
+
+ private:
+  static constexpr int kZero = -1000;
   __device__ static int exponent_of(float x) { return x > 0 ? (__float_as_int(x) >> 23) - 127 : kZero; }
 };
 
-// Asks for an image, all warps together.
+// Asks for an image, all warps together, kWarps of them: all addresses are a register and a constant.
+template <int kK, int kWarps>
+__device__ void ask_image_of(unsigned to, const char* from) {
+  constexpr int kAtOnce = kWarps * 512, kRounds = Image<kK>::bytes / kAtOnce;
+  to += threadIdx.x * 16, from += threadIdx.x * 16;
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) ptx::copy16(to + i * kAtOnce, from + i * kAtOnce);
+  if (threadIdx.x * 16 < Image<kK>::bytes % kAtOnce) ptx::copy16(to + kRounds * kAtOnce, from + kRounds * kAtOnce);
+}
 template <int kK>
 __device__ void ask_image(unsigned to, const char* from) {
-  constexpr int kAtOnce = 4, kGroup = kAtOnce * 512;  // of a warp
-  static_assert(Image<kK>::ell % kGroup == 0);
-  const unsigned lane = threadIdx.x % 32 * 16, warps = blockDim.x / 32;
-  for (unsigned group = threadIdx.x / 32; group < Image<kK>::ell / kGroup; group += warps)
+  switch (blockDim.x / 32) {
+    case 1: ask_image_of<kK, 1>(to, from); break;
+    case 2: ask_image_of<kK, 2>(to, from); break;
+    case 4: ask_image_of<kK, 4>(to, from); break;
+    default: ask_image_of<kK, kMostWarps>(to, from);
+  }
+}
+
+// S += the rows of `operand` by those of the first 16 tokens, and of the others.
+template <int kK>
+__device__ void add_rows(ColumnState<kK>& state, const unsigned (&first)[4], const unsigned (&second)[4],
+                         unsigned operand) {
+  constexpr int kPairs = kK / 32;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      ptx::copy16(to + group * kGroup + lane + i * 512, from + group * kGroup + lane + i * 512);
-  for (unsigned i = Image<kK>::ell + threadIdx.x * 16; i < Image<kK>::bytes; i += blockDim.x * 16)
-    ptx::copy16(to + i, from + i);
+  for (int four = 0; four < kPairs; ++four) {
+    uint4 k[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) k[b] = ptx::load_shared4(operand + (b * kPairs + four) * 512);
+    float(*S)[4] = state.S + 4 * four;
+    ptx::mma<__half>(S[0], first, k[0].x, k[1].x), ptx::mma<__half>(S[1], first, k[0].y, k[1].y);
+    ptx::mma<__half>(S[2], first, k[0].z, k[1].z), ptx::mma<__half>(S[3], first, k[0].w, k[1].w);
+    ptx::mma<__half>(S[0], second, k[2].x, k[3].x), ptx::mma<__half>(S[1], second, k[2].y, k[3].y);
+    ptx::mma<__half>(S[2], second, k[2].z, k[3].z), ptx::mma<__half>(S[3], second, k[2].w, k[3].w);
+  }
 }
 
 // One chunk: V becomes R, and O of the chunk is left without `scale`; U as well.
@@ -324,25 +353,16 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
   unsigned first[4], second[4];  // tokens 0 .. 15, and the others
   pack_tiles(first, U[0], U[1]), pack_tiles(second, U[2], U[3]);
   state.decay(image + In::ell);
-#pragma unroll
-  for (int four = 0; four < kPairs; ++four) {
-    uint4 k[4];
-#pragma unroll
-    for (int b = 0; b < 4; ++b) k[b] = ptx::load_shared4(own + In::kg + (b * kPairs + four) * 512);
-    float(*S)[4] = state.S + 4 * four;
-    ptx::mma<__half>(S[0], first, k[0].x, k[1].x), ptx::mma<__half>(S[1], first, k[0].y, k[1].y);
-    ptx::mma<__half>(S[2], first, k[0].z, k[1].z), ptx::mma<__half>(S[3], first, k[0].w, k[1].w);
-    ptx::mma<__half>(S[0], second, k[2].x, k[3].x), ptx::mma<__half>(S[1], second, k[2].y, k[3].y);
-    ptx::mma<__half>(S[2], second, k[2].z, k[3].z), ptx::mma<__half>(S[3], second, k[2].w, k[3].w);
-  }
+  add_rows<kK>(state, first, second, own + In::kg);
   if (all_finite) add_triangle(O, U, own + In::Aqk);
 }
 
 // Where states are between passes, [N][HV][V][K] in f32, and what else a launch is told.
 struct ScanPlaces {
   TypedView v_new, between;
-  bool wide;     // states of the caller have four channels an access
-  bool aligned;  // rows of v, o and v_new lie at multiples of 8 bytes
+  bool wide;       // states of the caller have four channels an access
+  bool h_v_first;  // h is V-first and has four channels an access, whatever the other states do: backward's own
+  bool aligned;    // rows of v, o and v_new lie at multiples of 8 bytes
 };
 
 template <int kK>
@@ -356,6 +376,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const Place at(blocks);
   const unsigned hv = pass.first_head + at.hv, columns = blockDim.x / 32 * kWarpColumns, v0 = at.tile * columns;
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
+    if (!x.o.data) return;
     const unsigned v = v0 + threadIdx.x % columns;
     for (t += threadIdx.x / columns; t < end; t += 2)  // two threads a column
       store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), hv) + v * size_of(x.o_dtype), x.o_dtype,
@@ -403,7 +424,9 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   ColumnState<kK> state;
   const bool v_first = a.in.state_layout == KDA_STATE_V_FIRST;
-  const auto place = [&](const TypedView& t, int64_t row) { return ColumnPlace(t, v_first, places.wide, row, hv, v); };
+  const auto place = [&](const TypedView& t, int64_t row, bool own = false) {
+    return ColumnPlace(t, v_first || own, places.wide || own, row, hv, v);
+  };
   const auto between = [&] { return ColumnPlace(places.between, true, true, s.n, hv, v); };
   if (pass.first) state.load(between());
   else if (s.initial) state.load(place(states.h0, s.slot));
@@ -413,7 +436,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     for (int i = 0; i < 3; ++i) {
       const TypedView& to = states.kept[i];
       const int64_t row = to.data ? row_of(static_cast<Kept>(i), p, s, t, first_h) : -1;
-      if (row >= 0) state.store(place(to, row));
+      if (row >= 0) state.store(place(to, row, i == kBefore && places.h_v_first));
     }
   };
 
@@ -445,11 +468,13 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       const float2 scale = ptx::load_shared_f32x2(image + In::scale + (t * 8 + lane % 4 * 2) * 4);
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[t][e] *= (e % 2 ? scale.y : scale.x) * up[e / 2];
-      store_values(x.o.at(b, t0 + own, hv) + own_v * size_of(x.o_dtype), O[t], x.o_dtype, real, places.aligned);
+      store_values(x.o.at(b, t0 + own, hv) + own_v * size_of(x.o_dtype), O[t], x.o_dtype, real && x.o.data,
+                   places.aligned);
       if (places.v_new.data) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) U[t][e] *= up[e / 2];
-        store_values(places.v_new.at(b, t0 + own, hv) + own_v * 4, U[t], KDA_F32, real, places.aligned);
+        store_values(places.v_new.at(b, t0 + own, hv) + own_v * size_of(places.v_new.dtype), U[t], places.v_new.dtype,
+                     real, places.aligned);
       }
     }
   }

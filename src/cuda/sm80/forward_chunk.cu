@@ -7,82 +7,34 @@
 // 256. The workspace is images of all chunks if they fit kMostWorkspace; if not, the heads take turns, or, where few
 // sequences are long, all heads together some chunks at a time, with the states in between in the workspace as well.
 #include "cuda/cuda.h"
-#include "cuda/launch.h"
-#include "cuda/sm80/chunk_prepare.h"
-#include "cuda/sm80/chunk_scan.h"
+#include "cuda/sm80/chunk_launch.h"
 
 namespace kda::cuda {
 namespace {
 
 constexpr int64_t kMostWorkspace = int64_t{1} << 30;
-constexpr int64_t kEnough = 32;  // pairs of sequence and head that keep the scan busy: 256 warps of V = 128
-
-// How a call is cut into pairs of launches.
-struct Plan {
-  int64_t heads, span, rows;  // of a pass: heads, chunks of a sequence, rows of images
-  int64_t passes;             // over chunks
-  bool packed;
-  int64_t image_bytes, state_bytes;
-
-  explicit Plan(const ForwardProblem& p) {
-    const int64_t image = p.K == 64 ? Image<64>::bytes : Image<128>::bytes, most = kMostWorkspace / image;
-    const int64_t chunks = std::max<int64_t>((p.T + kRows - 1) / kRows, 1);
-    heads = p.HV, span = chunks, packed = p.varlen, rows = packed ? p.T / kRows + p.N : p.N * chunks;
-    if (rows * heads > most) {
-      heads = std::max<int64_t>(most / rows, 1);
-      if (heads * p.N < std::min(p.N * p.HV, kEnough)) {
-        heads = p.HV, span = std::clamp<int64_t>(most / (p.N * heads), 1, chunks);
-        packed = false, rows = p.N * span;
-      }
-    }
-    if (p.T == 0) rows = 0;
-    passes = (chunks + span - 1) / span;
-    image_bytes = rows * heads * image;
-    state_bytes = passes > 1 ? p.N * p.HV * p.V * p.K * 4 : 0;
-  }
-};
-
-// Whether rows are at multiples of `bytes`.
-bool rows_at(int64_t bytes, std::initializer_list<const kda_tensor*> tensors) {
-  for (const kda_tensor* t : tensors) {
-    if (!present(*t)) continue;
-    if (reinterpret_cast<uintptr_t>(t->data) % bytes) return false;
-    for (int i = 0; i < 3; ++i)
-      if (t->shape[i] > 1 && t->stride[i] * dtype_size(t->dtype) % bytes) return false;
-  }
-  return true;
-}
 
 template <int kK>
-void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass) {
+void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass, char* images, bool h_v_first) {
   const kda_forward_args& a = p.args;
   const Tokens tokens(p, a.in, a.o);
-  char* images = static_cast<char*>(a.exec.workspace);
-  if (plan.rows > 0) {
-    const PrepareMemory memory(kK, tokens);
-    const auto inputs = {&a.in.q, &a.in.k, &a.in.g};
-    const int at_once = rows_at(16, inputs) ? 16 : rows_at(8, inputs) ? 8 : 0;
-    launch<prepare_kernel<kK>>(a.exec, dim3(static_cast<unsigned>(plan.rows * pass.heads)), kPrepareThreads,
-                               memory.bytes, p, tokens, pass, memory, at_once, images);
-  }
+  launch_prepare<kK, false>(p, plan, pass, tokens, images);
 
-  // All columns of a head share images where there are heads enough; else warps spread over the GPU.
-  int64_t columns = p.V;
-  while (columns > kWarpColumns && 2 * p.N * pass.heads * (p.V / columns) <= multiprocessors(a.exec.device_id))
-    columns /= 2;
+  const int64_t columns = scan_columns(p, pass), tiles = p.V / columns;
   Dims part = p;
   part.HV = pass.heads, part.H = 1;
-  const int64_t tiles = p.V / columns;
-  const ScanPlaces places{view_of(a.v_new),
-                          TypedView{View{.data = images + plan.image_bytes,
-                                         .stride0 = p.HV * p.V * p.K * 4,
-                                         .stride1 = static_cast<uint32_t>(p.V * p.K * 4),
-                                         .stride2 = static_cast<uint32_t>(p.K * 4)}},
+  const ScanPlaces places{view_of(a.v_new), between_passes(p, images + plan.image_bytes),
                           wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h}),
-                          rows_at(8, {&a.in.v, &a.o, &a.v_new})};
+                          h_v_first, rows_at(8, {&a.in.v, &a.o, &a.v_new})};
   launch<scan_kernel<kK>>(a.exec, Blocks::grid(part, tiles, 1), static_cast<int>(columns / kWarpColumns * 32),
                           kStages * Image<kK>::bytes, p, tokens, States(a), places, pass, Blocks(part, tiles),
                           static_cast<const char*>(images));
+}
+
+void run(const ForwardProblem& p, const Plan& plan, char* images, bool h_v_first) {
+  each_pass(p, plan, false, [&](const Pass& pass) {
+    p.K == 64 ? launch_pass<64>(p, plan, pass, images, h_v_first) : launch_pass<128>(p, plan, pass, images, h_v_first);
+  });
 }
 
 }  // namespace
@@ -96,7 +48,7 @@ const char* forward_chunk_why_not(const ForwardProblem& p) {
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
-  const Plan plan(p);
+  const Plan plan(p, kMostWorkspace);
   if (plan.rows * plan.heads > INT32_MAX) return "takes at most 2^31 chunks";
   return grid_why_not(p, p.V / kWarpColumns, 1);
 }
@@ -106,19 +58,24 @@ const char* forward_chunk_too_rough(const ForwardProblem& p) {
 }
 
 uint64_t forward_chunk_workspace(const ForwardProblem& p) {
-  const Plan plan(p);
+  const Plan plan(p, kMostWorkspace);
   return static_cast<uint64_t>(plan.image_bytes + plan.state_bytes);
 }
 
 void forward_chunk(const ForwardProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Plan plan(p);
-  for (int64_t head = 0; head < p.HV; head += plan.heads)
-    for (int64_t first = 0; first < plan.passes * plan.span; first += plan.span) {
-      const Pass pass(p, head, std::min(plan.heads, p.HV - head), first, plan.span, plan.packed);
-      p.K == 64 ? launch_pass<64>(p, plan, pass) : launch_pass<128>(p, plan, pass);
-    }
+  const Plan plan(p, kMostWorkspace);
+  run(p, plan, static_cast<char*>(p.args.exec.workspace), false);
+}
+
+uint64_t forward_again_memory(const ForwardProblem& p, int64_t most_bytes) {
+  const Plan plan(p, most_bytes);
+  return static_cast<uint64_t>(plan.image_bytes + plan.state_bytes);
+}
+
+void forward_again(const ForwardProblem& p, int64_t most_bytes, char* memory) {
+  run(p, Plan(p, most_bytes), memory, true);
 }
 
 }  // namespace kda::cuda

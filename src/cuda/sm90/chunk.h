@@ -97,7 +97,7 @@ struct Call {
   const ForwardProblem& p;
   const Tokens& x;
   const States& states;
-  const View& v_new;
+  const TypedView& v_new;
   const Tiles* tiles;
   const StateTiles* state_tiles = nullptr;  // of whole heads
 };

@@ -15,12 +15,16 @@ void with_type(const ForwardProblem& p, const Run& run) {
   if (p.args.in.q.dtype == KDA_F16) run.template operator()<__half>();
   else run.template operator()<__nv_bfloat16>();
 }
-// run.operator()<T, Scores, kWideGate>(): see Preparation.
+// run.operator()<T, Scores, kWideGate, kTraining>(): see Preparation and Scan.
 template <class Run>
 void with_preparation(const ForwardProblem& p, const Run& run) {
+  const auto by_use = [&]<class T, class Scores, bool kWideGate>() {
+    if (present(p.args.h) || present(p.args.v_new)) run.template operator()<T, Scores, kWideGate, true>();
+    else run.template operator()<T, Scores, kWideGate, false>();
+  };
   const auto by_gate = [&]<class T, class Scores>() {
-    if (p.args.in.g.dtype == KDA_F32) run.template operator()<T, Scores, true>();
-    else run.template operator()<T, Scores, false>();
+    if (p.args.in.g.dtype == KDA_F32) by_use.template operator()<T, Scores, true>();
+    else by_use.template operator()<T, Scores, false>();
   };
   with_type(p, [&]<class T>() {
     if (anchored(p)) by_gate.template operator()<T, AnchoredScores>();

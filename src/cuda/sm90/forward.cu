@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(kMeasuring)
   shares.measure(p);
 }
 
-template <class T, class Scores, bool kWideGate>
+template <class T, class Scores, bool kWideGate, bool kTraining>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                 const __grid_constant__ States states, const __grid_constant__ View v_new,
+                 const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                  const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles,
                  const __grid_constant__ StateTiles state_tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
@@ -52,7 +52,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   if (group == 0) {
     ptx::take_registers<kScanRegisters>();
     ptx::wait_barrier(planned, 0);  // the first stretches are known
-    PairScan<T>(call, memory, shares, pair).run();
+    PairScan<T, kTraining>(call, memory, shares, pair).run();
   } else {
     ptx::give_registers<kPreparerRegisters>();
     Preparation preparation(call, memory, group - 1);
@@ -109,10 +109,10 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   shares.place(a.exec.workspace);
   if (shares.measures()) launch<measure_kernel>(a.exec, dim3(1), static_cast<int>(kMeasuring), 0, p, shares);
   else if (shares.flags) KDA_CUDA(cudaMemsetAsync(shares.flags, 0, shares.flag_bytes(), stream_of(a.exec)));
-  with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
-    launch<chunk_kernel<T, Scores, kWideGate>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
-                                               static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a),
-                                               view_of(a.v_new), shares, Tiles(p), StateTiles(p));
+  with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
+    launch<chunk_kernel<T, Scores, kWideGate, kTraining>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
+                                                          static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o),
+                                                          States(a), view_of(a.v_new), shares, Tiles(p), StateTiles(p));
   });
 }
 

@@ -294,9 +294,9 @@ class PairSource {
   bool live_, initial_, loads_, plans_work_, others_ = false, ended_ = false;
 };
 
-template <class T>
-class PairScan : public Scan<T> {
-  using Base = Scan<T>;
+template <class T, bool kTraining>
+class PairScan : public Scan<T, kTraining> {
+  using Base = Scan<T, kTraining>;
   using Base::S_, Base::unit_, Base::lane_, Base::call_, Base::ring_, Base::warp_;
 
  public:

@@ -38,7 +38,8 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
 
 // Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many
 // warps each one releases chunks of scan().
-template <class T, bool kValues = true, unsigned kWarpsOfEach = 1>
+// kTraining: states before chunks, or U, may be kept. (That code stands in the inner loop, so others have kernels without it.)
+template <class T, bool kTraining, bool kValues = true, unsigned kWarpsOfEach = 1>
 class Scan {
  public:
   __device__ Scan(const Call& call, unsigned memory)
@@ -61,6 +62,9 @@ class Scan {
  protected:
   static constexpr unsigned kWarps = 4;
   static constexpr unsigned kBarrier = kScannerBarrier + !kValues;
+  // A state is stored while the first products run; in pairs in front of them, as ptxas makes products there wait for each other
+  // (C7518).
+  static constexpr bool kStoresUnderProducts = kTraining && kWarpsOfEach > 1;
 
   // Where the item's outputs and U of its first token, column 0, go: in shared memory for those who want it.
   struct Place {
@@ -69,19 +73,15 @@ class Scan {
 
   struct Nothing {};
   // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring. begun(): once, while the first products run.
-  template <class Begun>
-  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
-                                       const Begun& begun) {
-    if (call_.v_new.data) scan<true>(item, first, end, number, begun);
-    else scan<false>(item, first, end, number, begun);
-  }
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
     scan(item, first, end, number, Nothing{});
   }
-  template <bool kCorrections, class Begun>
+  template <class Begun>
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
                                        const Begun& begun) {
-    const bool keeps = call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data;
+    // What training's forward leaves behind is stored within the inner loop; other states are rare.
+    const bool eights = kTraining && corrections_in_eights() && befores_in_eights();
+    const bool keeps = call_.states.kept[kCheckpoint].data || (kTraining && call_.states.kept[kBefore].data && !eights);
     unsigned out[2][4];  // of the chunk before
     const unsigned begin =
         first - number * kRows;  // where chunk 0 would be: what follows from a chunk's number is uniform
@@ -90,9 +90,7 @@ class Scan {
       const bool again = prepared();
       unsigned stop = end / kRows * kRows;
       if (t == stop) ring_.wait_full(number), clear_values(ring_.stage(number), end - t), stop = end;
-      // (The sequence is looked up again, and here alone: registers are scarce in between.)
-      if (keeps && t % kChunk == 0 && !again)
-        keep(sequence_at(call_.p, call_.p.args.in, call_.p.args.states, opaque(item.n)), item.hv, t);
+      if (keeps && t % kChunk == 0 && !again) keep_within(item, t, eights);
       if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
@@ -101,6 +99,8 @@ class Scan {
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there is no room for them
         const unsigned n = uniform(number), stage = ring_.stage(n);
+        const bool stores_state = kTraining && eights && t % kChunk == 0 && !again;
+        if (!kStoresUnderProducts && stores_state) store_before(t);
         if (!full) ring_.wait_full(number);
         went = chunk<true>(
             stage, t % kChunk == 0, again, out,
@@ -109,6 +109,7 @@ class Scan {
                 if (t == first && !again) [[unlikely]]
                   begun();
               }
+              if (kStoresUnderProducts && stores_state) store_before(t);
               // Outputs that have been stored are read: after the vote all know it.
               if (stores()) ptx::wait_for_bulk_reads<0>();
             },
@@ -116,7 +117,10 @@ class Scan {
               if (t > first) stage_outputs(out);
             },
             [&](const float(&U)[kRows / 2]) {
-              if (kCorrections) store_corrections(t, end, U);
+              if (kTraining && !eights && call_.v_new.data) store_corrections(t, end, U);
+            },
+            [&](const unsigned(&U)[2][4]) {
+              if (kTraining && eights) store_corrections(t, end, U);
             },
             [&] {
               if (t > first) store_outputs(to, n * kRows);
@@ -154,7 +158,7 @@ class Scan {
         if (!full) ring_.wait_full(number);
         went = chunk<false>(
             stage, number * kRows % kChunk == 0, again, none, [] {}, [] {}, [](const float(&)[kRows / 2]) {},
-            [&] { full = ring_.is_full(number + 1); },
+            [](const unsigned(&)[2][4]) {}, [&] { full = ring_.is_full(number + 1); },
             [&] {
               __syncwarp();  // all lanes have read the stage
               if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
@@ -213,12 +217,13 @@ class Scan {
 #pragma unroll
       for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
   }
-  // Likewise for f32, two channels at a time, where they lie side by side.
-  __device__ bool in_pairs(const TypedView& t) const {
+  // Do so many channels lie side by side, at multiples of as many?
+  __device__ bool in_groups(const TypedView& t, unsigned channels) const {
     const auto address =
         reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride0) | t.stride1 | t.stride2;
-    return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % 8 == 0;
+    return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % (channels * size_of(t.dtype)) == 0;
   }
+  // Likewise two channels of f32 at a time.
   template <class F>
   __device__ void pairs(const TypedView& t, unsigned row, unsigned hv, const F& f) const {
     char* const first = t.at(row, hv, 0) + channel(0) * 4;
@@ -235,7 +240,7 @@ class Scan {
     if (!s.initial) return;
     const TypedView& h0 = call_.states.h0;
     const auto row = static_cast<unsigned>(s.slot);
-    if (h0.dtype == KDA_F32 && in_pairs(h0))
+    if (h0.dtype == KDA_F32 && in_groups(h0, 2))
       pairs(h0, row, hv, [&](int i, const float2* x) {
         const float2 two = *x;
         state[i] = two.x, state[i + 1] = two.y;
@@ -254,18 +259,76 @@ class Scan {
   }
   // The state after t tokens goes where it is wanted.
   __device__ void keep(const Sequence& s, unsigned hv, unsigned t) {
-    const unsigned first_h = call_.states.kept[kBefore].data ? first_h_row(call_.p, static_cast<unsigned>(s.n)) : 0;
 #pragma unroll 1
-    for (int kind = 0; kind < 3; ++kind) {
+    for (int kind = kFinal; kind <= kCheckpoint; ++kind) {
       const TypedView& to = call_.states.kept[kind];
-      const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, first_h) : -1;
-      if (row < 0) continue;
-      const auto slot = static_cast<unsigned>(row);
-      const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
-      if (to.dtype == KDA_BF16)
-        elements<__nv_bfloat16>(to, slot, hv, [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
-      else if (in_pairs(to)) pairs(to, slot, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
-      else elements<float>(to, slot, hv, [&](int i, float* x) { *x = value(i); });
+      const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, 0) : -1;
+      if (row >= 0) store_state(to, static_cast<unsigned>(row), hv);
+    }
+  }
+  // Likewise, in front of a chunk. (The sequence is looked up again, and here alone: registers are scarce in between.)
+  __device__ void keep_within(const Item& item, unsigned t, bool but_before) {
+#pragma unroll 1
+    for (int kind = kCheckpoint; kind <= (kTraining ? kBefore : kCheckpoint); ++kind) {
+      const TypedView& to = call_.states.kept[kind];
+      if (!to.data || (kind == kBefore && but_before)) continue;
+      const auto sequence = [&] { return sequence_at(call_.p, call_.p.args.in, call_.p.args.states, opaque(item.n)); };
+      const int64_t row = kind == kBefore ? row_before(t) : row_of(kCheckpoint, call_.p, sequence(), t, 0);
+      if (row >= 0) store_state(to, static_cast<unsigned>(row), item.hv);
+    }
+  }
+  // As row_of() tells, for a token that is not behind the last one.
+  __device__ int64_t row_before(unsigned t) const {
+    const kda_forward_args& a = call_.p.args;
+    const unsigned chunk = t / unsigned{kChunk}, every = static_cast<unsigned>(a.h_every);
+    if (every != 1 && chunk % every != 0) return -1;
+    const unsigned row = ptx::load_shared(place_at() + 12) + (every == 1 ? chunk : chunk / every);
+    return row < a.h.shape[0] ? row : -1;
+  }
+  __device__ bool befores_in_eights() const {
+    const TypedView& to = call_.states.kept[kBefore];
+    return to.data && to.dtype == KDA_BF16 && in_groups(to, 8);
+  }
+  __device__ void store_before(unsigned t) const {
+    const int64_t row = row_before(t);
+    if (row >= 0)
+      store_eights(call_.states.kept[kBefore], static_cast<unsigned>(row), ptx::load_shared(place_at() + 8));
+  }
+  __device__ void store_state(const TypedView& to, unsigned row, unsigned hv) const {
+    const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
+    if (to.dtype == KDA_BF16 && in_groups(to, 8)) store_eights(to, row, hv);
+    else if (to.dtype == KDA_BF16)
+      elements<__nv_bfloat16>(to, row, hv, [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
+    else if (in_groups(to, 2)) pairs(to, row, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
+    else elements<float>(to, row, hv, [&](int i, float* x) { *x = value(i); });
+  }
+  // Of four lanes, lane q: the q-th of each one's four.
+  __device__ uint4 exchanged(unsigned (&x)[4]) const {
+    const auto exchange = [&](unsigned& lower, unsigned& upper, unsigned lanes) {
+      const bool is_upper = lane_ & lanes;
+      const unsigned other = __shfl_xor_sync(kAll, is_upper ? lower : upper, lanes);
+      (is_upper ? lower : upper) = other;
+    };
+    exchange(x[0], x[1], 1), exchange(x[2], x[3], 1), exchange(x[0], x[2], 2), exchange(x[1], x[3], 2);
+    return make_uint4(x[0], x[1], x[2], x[3]);
+  }
+  // In bf16, eight channels an access. The four lanes of a column have two channels each of every eight: they exchange them, so
+  // that lane q has all of the q-th of four eights. (Stores of four bytes take as long as half of the scan.)
+  __device__ void store_eights(const TypedView& to, unsigned row, unsigned hv) const {
+    const unsigned q = lane_ % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      char* const own = to.at(row, hv, column(i)) + q * 16;
+#pragma unroll
+      for (int j = 0; j < 16; j += 4) {
+        unsigned x[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float* two = S_ + 4 * (j + m) + 2 * i;
+          x[m] = ptx::pack<__nv_bfloat16>(two[0] * unit_[i], two[1] * unit_[i]);
+        }
+        *reinterpret_cast<uint4*>(own + 16 * j) = exchanged(x);
+      }
     }
   }
 
@@ -407,13 +470,13 @@ class Scan {
 
   // ---- a chunk ----
 
-  // meanwhile(), voted(), behind(): work for the time of the first, second and last products; corrections(): what sees U; read():
-  // when nobody needs the stage any more.
+  // meanwhile(), voted(), behind(): work for the time of the first, second and last products; corrections(): what sees U, and what
+  // sees it in units and fp16, for the time of the last products; read(): when nobody needs the stage any more.
   // Returns false, and has done nothing, if units do not fit. again: they do.
-  template <bool kOutputs, class Meanwhile, class Voted, class Corrections, class Behind, class Read>
+  template <bool kOutputs, class Meanwhile, class Voted, class Corrections, class Packed, class Behind, class Read>
   __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
                                         const Meanwhile& meanwhile, const Voted& voted, const Corrections& corrections,
-                                        const Behind& behind, const Read& read) {
+                                        const Packed& packed_corrections, const Behind& behind, const Read& read) {
     unsigned v[2][4];
     load_values(stage, v);
     unsigned left[8][4];
@@ -471,6 +534,7 @@ class Scan {
       for (int k = 0; k < 2; ++k)
         ptx::wgmma<__half, false>(O, R[k], ptx::further(T_beta, Stage::Aqk - Stage::T + 32 * k), k > 0);
     ptx::commit_products();
+    packed_corrections(R);
     behind();
     ptx::wait_for_products<0>();
     read();
@@ -524,22 +588,51 @@ class Scan {
   __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ % kWarps * 8; }
   __device__ void remember(const Sequence& s, unsigned hv) const {
     __syncwarp();  // nobody reads that of the item before
-    ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, 0));
-    if (call_.v_new.data) {
+    const unsigned first_h =
+        kTraining && call_.states.kept[kBefore].data ? first_h_row(call_.p, static_cast<unsigned>(s.n)) : 0;
+    ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, first_h));
+    if (kTraining && call_.v_new.data) {
       const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
       ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
     }
     __syncwarp();  // it is there
   }
+  // Eight columns an access: rows of bf16 at multiples of 16 bytes.
+  __device__ bool corrections_in_eights() const {
+    const TypedView& to = call_.v_new;
+    const auto address =
+        reinterpret_cast<uintptr_t>(to.data) | static_cast<uintptr_t>(to.stride0) | to.stride1 | to.stride2;
+    return to.dtype == KDA_BF16 && address % 16 == 0;
+  }
+  // Transposed, a lane has four bytes of each eighth token, and exchanged, 16 of one.
+  __device__ void store_corrections(unsigned t, unsigned length, const unsigned (&U)[2][4]) const {
+    const uint2 first = ptx::load_shared2(corrections());
+    const unsigned token = t + lane_ % 4 * 8 + lane_ / 4;
+    char* const to =
+        reinterpret_cast<char* const&>(first) + token * static_cast<uint64_t>(call_.v_new.stride1) + first_column() * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      unsigned x[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float2 two = floats_of<__half>(U[m / 2][m % 2 * 2 + i]);
+        x[m] = ptx::transposed(ptx::pack<__nv_bfloat16>(two.x * unit_[i], two.y * unit_[i]));
+      }
+      const uint4 eight = exchanged(x);
+      if (token < length) *reinterpret_cast<uint4*>(to + i * 16) = eight;
+    }
+  }
   __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
     const uint2 first = ptx::load_shared2(corrections());
     const unsigned row = t + lane_ % 4 * 2;
-    char* to = reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * 4;
+    const unsigned size = size_of(call_.v_new.dtype);
+    char* to =
+        reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * size;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
-      float* place = reinterpret_cast<float*>(to + i * static_cast<uint64_t>(call_.v_new.stride1)) + c * 8;
-      if (row + i < length) *place = U[j] * unit_[c];
+      char* place = to + i * static_cast<uint64_t>(call_.v_new.stride1) + c * 8 * size;
+      if (row + i < length) store_element(place, call_.v_new.dtype, U[j] * unit_[c]);
     }
   }
 

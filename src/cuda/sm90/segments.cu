@@ -21,10 +21,10 @@ constexpr int kMapRegisters = 144, kPreparerRegisters = 256 - kMapRegisters;
 constexpr int kScanRegisters = 216, kIdleRegisters = 40;
 static_assert(kScanRegisters + kIdleRegisters <= 256);
 
-template <class T, class Scores, bool kWideGate>
+template <class T, class Scores, bool kWideGate, bool kTraining>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     segments_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                    const __grid_constant__ States states, const __grid_constant__ View v_new,
+                    const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                     const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
@@ -54,18 +54,19 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
       ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
     if (kind == Task::kZeros && group == 0)
-      SegmentScan<T>(call, segments, memory).zero_outputs(task.item(), task.sequence(), task.first, task.end);
+      SegmentScan<T, kTraining>(call, segments, memory)
+          .zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {
       ptx::take_registers<kMapRegisters>();
-      SegmentScan<T>(call, segments, memory).map();
+      SegmentScan<T, kTraining>(call, segments, memory).map();
     }
     ptx::take_registers<kScanRegisters>();  // where there are maps, those of M leave theirs
-    SegmentScan<T>(call, segments, memory).outputs();
+    SegmentScan<T, kTraining>(call, segments, memory).outputs();
   } else if (group == 1) {
     if (maps) {
       ptx::take_registers<kMapRegisters>();
-      SegmentScan<T, false>(call, segments, memory).map();
+      SegmentScan<T, false, false>(call, segments, memory).map();
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
@@ -152,8 +153,8 @@ void forward_segments_sm90(const ForwardProblem& p) {
   const int64_t pairs = (int64_t{segments.cut.total} + p.varlen) * p.HV;
   if (pairs == 0) return;
   KDA_CUDA(cudaMemsetAsync(segments.flags, 0, Segments::flag_bytes(p, segments.cut), stream_of(a.exec)));
-  with_preparation(p, [&]<class T, class Scores, bool kWideGate>() {
-    launch<segments_kernel<T, Scores, kWideGate>>(
+  with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
+    launch<segments_kernel<T, Scores, kWideGate, kTraining>>(
         a.exec, dim3(static_cast<unsigned>(2 * pairs)), static_cast<int>(kThreads), static_cast<int>(Shared::bytes), p,
         Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments, Tiles(p));
   });

@@ -170,9 +170,9 @@ class TaskSource {
 // ---- the scan of a segment ----
 
 // Where M is made, too, its warps release chunks as well: where not, those of b do so for them.
-template <class T, bool kValues = true>
-class SegmentScan : public Scan<T, kValues, 2> {
-  using Base = Scan<T, kValues, 2>;
+template <class T, bool kTraining, bool kValues = true>
+class SegmentScan : public Scan<T, kTraining, kValues, 2> {
+  using Base = Scan<T, kTraining, kValues, 2>;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
   static constexpr unsigned kReadBarrier = kScannerBarrier + 2;  // of both warpgroups
 

@@ -43,6 +43,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   else return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
 }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+using std::isinf;
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
@@ -91,18 +92,28 @@ T shuffle(const char* what, unsigned mask, T x, unsigned source, Where where) {
 
 }  // namespace kda::emulator
 
+// `width`: lanes of a group, a power of two; groups exchange nothing.
 template <class T>
-T __shfl_sync(unsigned mask, T x, unsigned source, kda::emulator::Where where = kda::emulator::Where::current()) {
-  return kda::emulator::shuffle("__shfl_sync", mask, x, source % 32, where);
+T __shfl_sync(unsigned mask, T x, unsigned source, unsigned width = 32,
+              kda::emulator::Where where = kda::emulator::Where::current()) {
+  const unsigned group = kda::emulator::own_lane() / width * width;
+  return kda::emulator::shuffle("__shfl_sync", mask, x, group + source % width, where);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T x, unsigned bits, kda::emulator::Where where = kda::emulator::Where::current()) {
   return kda::emulator::shuffle("__shfl_xor_sync", mask, x, (kda::emulator::own_lane() ^ bits) % 32, where);
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T x, unsigned by, kda::emulator::Where where = kda::emulator::Where::current()) {
+T __shfl_up_sync(unsigned mask, T x, unsigned by, unsigned width = 32,
+                 kda::emulator::Where where = kda::emulator::Where::current()) {
   const unsigned lane = kda::emulator::own_lane();
-  return kda::emulator::shuffle("__shfl_up_sync", mask, x, lane >= by ? lane - by : lane, where);
+  return kda::emulator::shuffle("__shfl_up_sync", mask, x, lane % width >= by ? lane - by : lane, where);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T x, unsigned by, unsigned width = 32,
+                   kda::emulator::Where where = kda::emulator::Where::current()) {
+  const unsigned lane = kda::emulator::own_lane();
+  return kda::emulator::shuffle("__shfl_down_sync", mask, x, lane % width + by < width ? lane + by : lane, where);
 }
 unsigned __ballot_sync(unsigned mask, int predicate, kda::emulator::Where where = kda::emulator::Where::current());
 inline int __any_sync(unsigned mask, int predicate, kda::emulator::Where where = kda::emulator::Where::current()) {

@@ -46,6 +46,7 @@ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, __half>) mma_f16(d, a, b0, b1);
   else mma_bf16(d, a, b0, b1);
 }
+void mma8(float (&d)[4], const unsigned (&a)[2], unsigned b);
 void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 // ---- numbers ----

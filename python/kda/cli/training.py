@@ -1,0 +1,177 @@
+"""Forward and backward on a CUDA device, ours and peers': which cases, times in CUDA graphs, memory, and how they
+compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import kda
+from kda._arrays import torch
+
+from . import measure, prefill, training_peers
+from .arrays import DeviceSource
+from .measure import Call
+from .operators import forced
+from .prefill import Case, Inputs
+from .problems import Problem, combinations
+
+SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
+    {"H": 12, "T": 8192},
+    {"H": 32, "T": 8192},
+    {"H": 64, "T": 8192},
+    {"H": 32, "lengths": (1024,) * 8},
+    {"H": 16, "HV": 32, "T": 8192},
+    {"H": 32, "T": 8192, "K": 64, "V": 64},
+)
+ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # the others: strong ones
+PORTABLE = "cuda_chunk"
+LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+
+
+class Step(NamedTuple):
+    """Calls of a case, which return tensors. ``forward`` leaves behind what backward needs."""
+
+    forward: Callable[[], Sequence[Any]]
+    both: Callable[[], Sequence[Any]]
+
+
+# Contender, implementation, what forward keeps for backward, and what makes a Step of the inputs.
+Contender = tuple[str, "str | None", "str | None", Callable[[Inputs], Step]]
+
+
+def sweep(given: dict[str, list[Any]]) -> list[Case]:
+    """All combinations of the sizes, or what is listed above."""
+    found: list[Case] = []
+    if given:
+        gates = given.get("gate", ["lower_bound"])
+        if "log" in gates:
+            raise ValueError("--gate: expected lower_bound or softplus for training on cuda, got log")
+        for p in combinations(Problem(H=32, T=8192), given | {"gate": gates}):
+            found += [Case(p, gate) for gate in (["softplus"] if p.gate == "softplus" else ["strong", "slow"])]
+        return found
+    for sizes in SHAPES:
+        p = Problem(**sizes, gate="lower_bound")
+        found += [Case(p, "strong")]
+        if name_of(found[-1]) in ALL_GATES:
+            found += [Case(p, "slow"), Case(replace(p, gate="softplus"), "softplus")]
+    return found
+
+
+def name_of(case: Case) -> str:
+    p = case.problem
+    sizes = f" K{p.K} V{p.V}" if (p.K, p.V) != (128, 128) else ""
+    return case.name + sizes + (f" {p.dtype}" if p.dtype != "bfloat16" else "")
+
+
+def gradient_of_outputs(inputs: Inputs) -> Any:
+    """Always the same."""
+    return DeviceSource(prefill.DEVICE, seed=1).normal(inputs.problem.dtype, *inputs.x["v"].shape)
+
+
+def by_autograd(inputs: Inputs, function: Callable[..., Any]) -> Step:
+    """Of a function as :func:`kda.chunk_kda` is one."""
+    x, d_o = inputs.x, gradient_of_outputs(inputs)
+    leaves = [x[name].requires_grad_() for name in LEAVES]
+
+    def forward() -> Any:
+        return function(**x)[0]
+
+    def both() -> Sequence[Any]:
+        o = forward()
+        return [o, *torch.autograd.grad(o, leaves, d_o)]
+
+    return Step(lambda: [forward()], both)
+
+
+def prepare_kda(inputs: Inputs, impl: str | None, saved: bool) -> Step:
+    def chunk_kda(**x: Any) -> Any:
+        return kda.chunk_kda(**x, disable_recompute=saved)
+
+    # Backward runs in threads of torch: only the environment reaches them.
+    step = by_autograd(inputs, chunk_kda)
+    return Step(*(_forced(impl, call) for call in step))
+
+
+def _forced(impl: str | None, call: Call) -> Any:
+    def run() -> Any:
+        with forced(impl):
+            return call()
+
+    return run
+
+
+def _ours(impl: str | None) -> list[Contender]:
+    """The library's choice, and its code for every GPU; or ``impl`` alone. Forward takes that of the same name, too."""
+    kept = {"h, v_new": True, "nothing": False}
+    names = [impl] if impl else [None, PORTABLE]
+    return [("kda", n, what, partial(prepare_kda, impl=n, saved=kept[what])) for n in names for what in kept]
+
+
+def peak_bytes(both: Callable[[], Sequence[Any]]) -> int:
+    """What a step takes at most, beside its inputs and what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = both()
+    torch.cuda.synchronize()
+    own = sum(x.numel() * x.element_size() for x in results)
+    peak: int = torch.cuda.max_memory_allocated() - before - own
+    return peak
+
+
+def measured(
+    cases: Sequence[Case],
+    notes: list[str],
+    *,
+    impl: str | None = None,
+    repeats: int = 7,
+    started: Callable[[Case], object] = lambda case: None,
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows, as they come. Why one is missing goes to ``notes``; ``started`` is called before each case."""
+    contenders = [*_ours(impl), *((peer.name, None, None, peer.prepare) for peer in training_peers.PEERS)]
+    for case in cases:
+        started(case)
+        yield [row for contender in contenders for row in _row(case, contender, notes, repeats)]
+
+
+def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    name, implementation, kept, prepare = contender
+    row: dict[str, Any] = {"case": name_of(case), "gate": case.gate, "contender": name}
+    row |= {"implementation": implementation, "kept": kept, "problem": asdict(case.problem)}
+    try:
+        step = prepare(Inputs(case))
+        step.both()  # compiles and tunes
+        row["peak_gib"] = peak_bytes(step.both) / 2**30
+        row["ms"] = measure.graph_milliseconds(step.both, repeats=repeats, flush=True)
+        row["forward_ms"] = measure.graph_milliseconds(step.forward, repeats=repeats, flush=True)
+        row["backward_ms"] = row["ms"] - row["forward_ms"]
+    except Exception as error:  # an implementation declines the case, a peer is absent or breaks
+        reason = measure.reason(error, f"{name_of(case)}, {case.gate}: ")
+        measure.note_once(notes, f"no row of {label(row)}: {reason}")
+        return
+    yield row
+
+
+def rows(cases: Sequence[Case], notes: list[str], **how: Any) -> list[dict[str, Any]]:
+    return compared(row for some in measured(cases, notes, **how) for row in some)
+
+
+def compared(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With how many times as fast as the peers each row is, forward and backward together."""
+    found = list(found)
+    times = {(r["case"], r["gate"], r["contender"]): r["ms"] for r in found}
+    for r in found:
+        for peer in training_peers.PEERS:
+            ms = times.get((r["case"], r["gate"], peer.name))
+            r[prefill.over(peer.name)] = ms / r["ms"] if ms and r["contender"] != peer.name else None
+    return found
+
+
+def label(row: dict[str, Any]) -> str:
+    if row["contender"] != "kda":
+        return str(row["contender"])
+    name = f"kda ({row['implementation']})" if row["implementation"] else "kda"
+    return f"{name}, {row['kept']} saved"

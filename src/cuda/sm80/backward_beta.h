@@ -1,0 +1,121 @@
+// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (backward_wide.h), which is 0 / 0 here: so what beta is a
+// factor of is computed again, token by token, for the rows that need it:
+//   e_i = v_i - S^T kG_i - sum over j < i of (k_i D(j,i) k_j) v_new_j                      v_new_i = beta_i e_i
+//   x_i = sum over j >= i of (s q_j D(i,j) k_i) dO_j + dS^T kg_i - sum over j > i of (k_j D(i,j) k_i) dv_j    dv_i = beta_i x_i
+//   dbeta_i = x_i . e_i
+// D(j,i) is the decay of the tokens behind j through i. Slow, and seldom: a block goes through its chunk for each such token.
+#pragma once
+#include "cuda/sm80/backward_wide.h"
+
+namespace kda::cuda {
+
+constexpr float kLeastBeta = 0x1p-30f;
+constexpr int kBetaThreads = 128;  // one a channel, and one a value column
+
+// A row of a chunk, as a thread sees it: channel c of keys, column c of values.
+template <int kK>
+class BetaRow {
+  using Keys = TokenKeys<1, kBetaThreads>;
+
+ public:
+  __device__ BetaRow(const Tokens& x, const WidePlaces& places, const ChunkPlace& at, unsigned h, unsigned hv, int V,
+                     Products* sums, float* keys)
+      : x_(x), places_(places), at_(at), h_(h), hv_(hv), V_(V), sums_(sums), keys_(keys) {}
+
+  __device__ float dbeta(unsigned i, unsigned h_row) {
+    const Keys own = token(i);
+    const float e = value(x_.v, x_.qkv_dtype, i) - before(own, i, h_row), x = behind(own, i, h_row);
+    return sum({x * e, 0, 0}).qq;
+  }
+
+ private:
+  __device__ static unsigned c() { return threadIdx.x; }
+  __device__ Products sum(const Products& mine) const {
+    __syncthreads();  // nobody reads the sums before, or the keys
+    const Products all[1] = {mine};
+    return block_sums<kBetaThreads>(all, sums_);
+  }
+  __device__ Keys token(unsigned j) const {
+    Keys keys;
+    keys.locate(x_, at_.b, at_.t0 + j, hv_, h_);
+    keys.fetch<false>(x_);
+    keys.activate(x_, [this](const Products(&mine)[1], bool) { return sum(mine[0]); });
+    return keys;
+  }
+  __device__ float value(const View& t, int32_t dtype, unsigned j) const {
+    if (c() >= static_cast<unsigned>(V_)) return 0;
+    return value_of(dtype, load_raw<false>(t.at(at_.b, at_.t0 + j, hv_) + c() * size_of(dtype), dtype));
+  }
+  // The column's product of a state with a key.
+  __device__ float of_state(const TypedView& states, unsigned h_row, float key) const {
+    __syncthreads();  // nobody reads the keys before
+    if (c() < unsigned{kK}) keys_[c()] = key;
+    __syncthreads();  // the keys are there
+    float sum = 0;
+    if (c() < static_cast<unsigned>(V_)) {
+      const char* row = states.at(h_row, hv_, c());
+      for (int k = 0; k < kK; ++k)
+        sum =
+            fmaf(value_of(states.dtype, load_raw<false>(row + k * size_of(states.dtype), states.dtype)), keys_[k], sum);
+    }
+    return sum;
+  }
+  // What the tokens before row i, and the state before the chunk, have at its key.
+  __device__ float before(const Keys& own, unsigned i, unsigned h_row) const {
+    float k = own.k[0] * own.alpha[0], all = 0;
+    for (unsigned j = i; j-- > 0;) {
+      const Keys other = token(j);
+      all = fmaf(sum({k * other.k[0], 0, 0}).qq, value(places_.v_new, places_.v_new.dtype, j), all);
+      k *= other.alpha[0];
+    }
+    return all + of_state(places_.h, h_row, k);
+  }
+  // The gradient of what row i wrote, from its own output on.
+  __device__ float behind(const Keys& own, unsigned i, unsigned h_row) const {
+    float k = own.k[0], all = own.qk * value(places_.d_o, places_.d_o.dtype, i);
+    for (unsigned j = i + 1; j < at_.rows; ++j) {
+      const Keys other = token(j);
+      k *= other.alpha[0];
+      const Products of = sum({k * other.q[0], k * other.k[0], 0});
+      all = fmaf(of.qq, value(places_.d_o, places_.d_o.dtype, j), all);
+      all = fmaf(-of.kk, value(places_.dv, KDA_BF16, j), all);
+    }
+    return all + of_state(places_.dh, h_row, k);
+  }
+
+  const Tokens& x_;
+  const WidePlaces& places_;
+  const ChunkPlace at_;
+  const unsigned h_, hv_;
+  const int V_;
+  Products* sums_;
+  float* keys_;
+};
+
+// A block a chunk of a value head.
+template <int kK>
+__global__ void __launch_bounds__(kBetaThreads)
+    small_beta_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                      const __grid_constant__ WidePlaces places, const __grid_constant__ WideRows rows,
+                      const Divisor by_HV, const Divisor by_group) {
+  __shared__ Products sums[kBetaThreads / 32];
+  __shared__ float keys[kK];
+  wait_for_stream();
+  const unsigned row = by_HV.quotient(blockIdx.x), hv = blockIdx.x - row * by_HV.divisor;
+  unsigned h_row = 0;
+  const ChunkPlace at = wide_chunk_at(p, rows, row, h_row);
+  const auto beta_input = [&](unsigned i) {
+    return value_of(x.beta_dtype, load_raw<false>(x.beta.at(at.b, at.t0 + i, hv), x.beta_dtype));
+  };
+  const auto is_small = [&](unsigned i) { return fabsf(activated_beta(x.beta_form, beta_input(i))) < kLeastBeta; };
+  const unsigned lane = threadIdx.x % 32;  // of each warp: they all look at all of them
+  if (!__any_sync(kAll, (lane < at.rows && is_small(lane)) || (lane + 32 < at.rows && is_small(lane + 32)))) return;
+  BetaRow<kK> of(x, places, at, by_group.quotient(hv), hv, static_cast<int>(p.V), sums, keys);
+  for (unsigned i = 0; i < at.rows; ++i) {
+    if (!is_small(i)) continue;
+    const float dbeta = of.dbeta(i, h_row) * beta_slope(x.beta_form, beta_input(i));
+    if (threadIdx.x == 0) store_element(places.dbeta.at(at.b, at.t0 + i, hv), places.dbeta.dtype, dbeta);
+  }
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,101 @@
+// The plan of a backward by chunks: what a call does, and where its workspace has what. Implementations share all launches but
+// those of the forward that leaves h and v_new, and of the wide kernel.
+//
+// Images are of as many chunks at a time as fit kMostImages; all else in the workspace is there once: per token and value
+// head, at K = V = 128, 1,280 bytes, 512 of them where h and v_new were saved, and 256 more where dv of the caller is not
+// such rows of bf16, and for what is converted.
+#pragma once
+#include "cuda/sm80/chunk_launch.h"
+#include "cuda/wide_call.h"
+
+namespace kda::cuda {
+
+constexpr int64_t kMostImages = int64_t{64} << 20;
+
+// A dense tensor in the workspace.
+inline kda_tensor dense(char* data, int32_t dtype, std::initializer_list<int64_t> shape) {
+  kda_tensor t{};
+  t.data = data, t.dtype = dtype, t.ndim = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), t.shape);
+  for (int i = t.ndim - 1, step = 1; i >= 0; --i)
+    t.stride[i] = i + 1 < t.ndim ? t.stride[i + 1] * t.shape[i + 1] : step;
+  return t;
+}
+
+// Rows of bf16 at multiples of 16 bytes, each of its own.
+inline bool is_plain(const kda_tensor& t) {
+  for (int i = 0; i + 1 < t.ndim; ++i)
+    if (t.shape[i] > 1 && t.stride[i] <= 0) return false;
+  return t.dtype == KDA_BF16 && rows_at(16, {&t});
+}
+
+// Blocks of the portable wide kernel: two of K = 64 share an SM.
+inline int64_t wide_blocks(int64_t K, int SMs) { return K == 64 ? 2 * SMs : SMs; }
+
+// What a call does, and where its workspace has what.
+struct BackwardPlan {
+  ForwardProblem forward{};  // of the same tokens, from the same states, with h and v_new of the workspace
+  bool wide;                 // more is wanted than dv and dh0
+  bool saved;                // h and v_new are the caller's
+  bool sums, own_dv;
+  kda_tensor h, v_new, dh, dv{};
+  kda_tensor q, k, d_o;  // the caller's or, where those are not as the wide kernel takes them, converted
+  uint64_t images = 0, partial = 0, scratch = 0, bytes = 0;  // where each begins; their end
+  int SMs;
+  WideRows rows;
+
+  // again: bytes of workspace of the forward that leaves h and v_new.
+  template <class Again>
+  BackwardPlan(const BackwardProblem& p, const Again& again) : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
+    const kda_backward_args& a = p.args;
+    static_cast<Dims&>(forward) = p;
+    forward.args.exec = a.exec, forward.args.in = a.in, forward.args.states.h0 = a.h0, forward.args.h_every = 1;
+    sums = present(a.dA_log) || present(a.d_dt_bias);
+    wide = sums || present(a.dq) || present(a.dk) || present(a.dg) || present(a.dbeta);
+    own_dv = wide && (!present(a.dv) || !is_plain(a.dv));
+    saved = present(a.v_new) && a.in.state_layout == KDA_STATE_V_FIRST;
+    const int64_t h_rows = rows.rows;
+    const auto place = [&](int64_t size) {
+      const uint64_t at = bytes;
+      bytes += static_cast<uint64_t>((size + 255) / 256 * 256);
+      return at;
+    };
+    const auto tensor = [&](bool is_there, std::initializer_list<int64_t> shape) {
+      int64_t size = 2;
+      for (const int64_t n : shape) size *= n;
+      return is_there ? dense(static_cast<char*>(a.exec.workspace) + place(size), KDA_BF16, shape) : kda_tensor{};
+    };
+    dh = tensor(wide, {h_rows, p.HV, p.V, p.K}), dv = tensor(own_dv, {p.B, p.T, p.HV, p.V});
+    const auto converted = [&](const kda_tensor& t) {
+      return !wide || is_plain(t) ? t : tensor(true, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]});
+    };
+    q = converted(a.in.q), k = converted(a.in.k), d_o = converted(a.d_o);
+    h = saved ? converted(a.h) : tensor(wide, {h_rows, p.HV, p.V, p.K});
+    v_new = saved ? converted(a.v_new) : tensor(wide, {p.B, p.T, p.HV, p.V});
+    forward.args.h = h, forward.args.v_new = v_new;
+    const uint64_t of_images = forward_again_memory(forward, kMostImages);
+    images = place(static_cast<int64_t>(wide && !saved ? std::max<uint64_t>(of_images, again(*this)) : of_images));
+    if (sums) partial = place(h_rows * p.HV * (p.K + p.K / 16) * 4);
+    if (wide && p.group() > 1) scratch = place(wide_blocks(p.K, SMs) * 2 * kChunk * p.K * 4);
+    rows.h_rows = static_cast<unsigned>(saved ? std::min<int64_t>(a.h.shape[0], h_rows) : h_rows);
+  }
+
+  // dv as the wide kernel takes it.
+  const kda_tensor& plain_dv(const kda_backward_args& a) const { return own_dv ? dv : a.dv; }
+};
+
+// As the wide kernels take it.
+WidePlaces wide_places(const BackwardProblem& p, const BackwardPlan& plan);
+Tokens wide_tokens(const BackwardProblem& p, const BackwardPlan& plan);
+// Heads that UsualGate does not do for: they need no other kernel.
+bool may_be_unusual(const kda_inputs& in);
+void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan);
+
+// All launches of a call. again: forward, for h and v_new; wide: the wide kernel of all heads.
+struct BackwardSteps {
+  void (*again)(const BackwardProblem& p, const BackwardPlan& plan);
+  void (*wide)(const BackwardProblem& p, const BackwardPlan& plan);
+};
+void run_backward(const BackwardProblem& p, const BackwardPlan& plan, const BackwardSteps& steps);
+
+}  // namespace kda::cuda

@@ -1,0 +1,307 @@
+// kda_backward on the GPU: every implementation that takes a case, against the float64 oracle at math.md's gates, and what is
+// promised to the bit.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+
+#include "calls.h"
+#include "chunk_cases.h"
+#include "on_cuda.h"
+#include "promises.h"
+
+namespace kda::test {
+namespace {
+
+constexpr char kHopper[] = "cuda_chunk_sm90", kChunked[] = "cuda_chunk", kRecurrent[] = "cuda_recurrent";
+
+// Of math.md 8. Token by token in f32, those of the CPU (tests/cpp/test_numerics.cc).
+double gate_of(const std::string& output, const std::string& impl, const Tensor& t) {
+  if (impl == kRecurrent && t.dtype() == KDA_F32)
+    return output == "dg" ? 5e-5 : output == "dA_log" || output == "d_dt_bias" ? 3e-4 : 1e-5;
+  static const std::map<std::string, double> all = {{"dq", 0.006},     {"dk", 0.006},       {"dv", 0.008},
+                                                    {"dh0", 0.008},    {"dg", 0.010},       {"dbeta", 0.010},
+                                                    {"dA_log", 0.008}, {"d_dt_bias", 0.008}};
+  return all.at(output);
+}
+
+// RMS within math.md's gate; and no element off by more than `most` of what is usual: in all, in its row, in its
+// column, or where both are large. (Few tokens behind a large state have gradients that are hundreds of times those of others,
+// channels that decay slowly those of fast ones, and heads of a large A_log those of a small one.) What is beyond f32 in the
+// oracle may be anything.
+testing::AssertionResult close_by_rows(const Tensor& expected, const Tensor& got, double gate, double most) {
+  const kda_tensor& view = got;
+  const int64_t width = view.ndim > 1 ? view.shape[view.ndim - 1] : 1;
+  const int64_t columns = view.ndim > 3 ? width * view.shape[2] : view.ndim > 2 ? width : 1;
+  std::vector<double> of_row(got.size() / width), of_column(columns);
+  double all = 0, wrong = 0;
+  const auto beyond = [](double x) { return !(std::abs(x) <= std::numeric_limits<float>::max()); };
+  for (int64_t i = 0; i < got.size(); ++i) {
+    const double x = expected.get(i), d = got.get(i) - x;
+    if (beyond(x)) continue;
+    if (!std::isfinite(d))
+      return testing::AssertionFailure() << "element " << i << ": expected " << x << ", got " << got.get(i);
+    all += x * x, wrong += d * d, of_row[i / width] += x * x, of_column[i % columns] += x * x;
+  }
+  const double count = std::max<int64_t>(got.size(), 1);
+  if (std::sqrt(wrong) > gate * std::sqrt(all) + 1e-8)
+    return testing::AssertionFailure() << "relative RMS error " << std::sqrt(wrong / all) << ", gate " << gate;
+  for (int64_t i = 0; i < got.size(); ++i) {
+    const double x = expected.get(i);
+    const double mean = all / count, row = of_row[i / width] / width,
+                 column = of_column[i % columns] / (count / columns);
+    const double usual = std::sqrt(std::max({mean, row, column, row * column / (mean + 1e-300), x * x / 64}));
+    if (!beyond(x) && std::abs(got.get(i) - x) > most * usual + 1e-6)
+      return testing::AssertionFailure() << "element " << i << " (" << i / width << ", " << i % width << "): expected "
+                                         << x << ", got " << got.get(i) << ", off by more than " << most * usual;
+  }
+  return testing::AssertionSuccess();
+}
+
+struct On {
+  const char* impl;
+  Case c;
+};
+void PrintTo(const On& on, std::ostream* out) { *out << on.impl << ", " << on.c.name; }
+
+// The case as the kernels of Hopper take it.
+Case hopper(Case c) {
+  c.K = c.V = 128, c.dtype = c.g_dtype = KDA_BF16;
+  return c;
+}
+
+// Those of forward; with heads enough: sums over all channels, as dbeta and dA_log are, may cancel by chance. (Of eight numbers
+// dA_log 8.7e-3 was seen, where dg was 4.1e-3 off.)
+std::vector<On> everywhere() {
+  std::vector<On> all;
+  const auto add = [&](Case c, const char* prefix) {
+    c.name = prefix + c.name;
+    if (const int64_t times = (c.A_log ? 16 : 8) / c.HV; times > 1) c.H *= times, c.HV *= times;
+    // Gradients there are beyond f32, or sums of such.
+    if (c.gates != Gates::kEdges || c.gate_form != KDA_GATE_LOWER_BOUND)
+      all.push_back({kChunked, c}), all.push_back({kHopper, hopper(c)});
+  };
+  for (const Case& c : chunk_cases()) add(c, "");
+  for (Case c : cases()) {  // those of the CPU in sizes of tensor cores
+    c.K = c.K <= 64 ? 64 : 128, c.V = c.V <= 64 ? 64 : 128;
+    add(c, "cpu_");
+  }
+  for (const Case& c : cases()) all.push_back({kRecurrent, c});
+  return all;
+}
+
+// How much worse a gradient may be because of the data. With one key for all tokens and beta near 2, dv is what is left of
+// sums over a chunk that alternate: of operands of 11 bits 4e-2 was seen. Rates of all sizes leave one head of sixteen.
+double conditioning(const Case& c, const std::string& output) {
+  if (c.keys == Keys::kIdentical) return c.betas == Betas::kNearTwo ? 10 : output == "dbeta" ? 3 : 2;
+  return c.gates == Gates::kEdges && output == "dA_log" ? 2 : 1;
+}
+
+// Of the RMS gate, for a single element: of a million of them the worst was off by 10 gates, in dg, whose terms cancel, by 44.
+double most_of(const std::string& output) { return output == "dg" ? 64 : 16; }
+
+void expect_gradients(BackwardOutputs& exact, BackwardOutputs& got, const Case& c, const char* impl) {
+  for (size_t i = 0; i < got.tensors().size(); ++i)
+    if (const Tensor& t = *got.tensors()[i].tensor) {
+      const std::string name = got.tensors()[i].name;
+      const double gate = gate_of(name, impl, t) * conditioning(c, name);
+      EXPECT_TRUE(close_by_rows(*exact.tensors()[i].tensor, t, gate, most_of(name) * gate)) << name;
+      EXPECT_EQ(t.unwritten(), exact.tensors()[i].tensor->unwritten()) << name;
+      EXPECT_TRUE(t.margins_intact()) << name;
+    }
+}
+
+template <class Args>
+bool takes(const char* impl, const Args& args) {
+  const std::vector<const char*> all = takers("backward", args);
+  return std::any_of(all.begin(), all.end(), [&](const char* name) { return !std::strcmp(name, impl); });
+}
+
+class BackwardOnCuda : public OnCuda, public testing::WithParamInterface<On> {};
+
+TEST_P(BackwardOnCuda, IsTheOracle) {
+  const auto& [impl, c] = GetParam();
+  const Inputs in(c);
+  BackwardOutputs exact(in, true), got(in);
+  if (!takes(impl, backward_args(in, got))) GTEST_SKIP() << "declines";
+  run(backward_args(in, exact), {.impl = "reference"});
+  run_on_cuda(backward_args(in, got), impl);
+  if (HasFatalFailure()) return;
+  expect_gradients(exact, got, c, impl);
+}
+
+// From h and v_new that forward kept in bf16: the bits of computing them again.
+TEST_P(BackwardOnCuda, FromSaved) {
+  const auto& [impl, c] = GetParam();
+  if (impl == std::string(kRecurrent)) GTEST_SKIP() << "takes nothing that was saved";
+  const Inputs in(c);
+  ForwardOutputs saved(in, false);
+  saved.h = Tensor(KDA_BF16, in.state_shape(in.h_rows(1)), c.layout), saved.h_every = 1;
+  saved.v_new = Tensor(KDA_BF16, {in.B, in.T, c.HV, c.V}, c.layout);
+  BackwardOutputs expected(in), got(in);
+  if (!takes(impl, backward_args(in, got))) GTEST_SKIP() << "declines";
+  // By the forward that computes them again.
+  const bool on_hopper = impl == std::string(kHopper) && c.state_layout == KDA_STATE_V_FIRST;
+  run_on_cuda(forward_args(in, saved), on_hopper ? nullptr : kChunked);
+  run_on_cuda(backward_args(in, expected), impl);
+  run_on_cuda(backward_args(in, got, &saved), impl);
+  for (size_t i = 0; i < got.tensors().size(); ++i)
+    if (const Tensor& t = *got.tensors()[i].tensor) {
+      EXPECT_EQ(t.bits(), expected.tensors()[i].tensor->bits()) << got.tensors()[i].name;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BackwardOnCuda, testing::ValuesIn(everywhere()),
+                         [](const auto& info) { return info.param.impl + ("_" + info.param.c.name); });
+
+// ---- promises ----
+
+class BackwardPromiseOnCuda : public OnCuda, public testing::WithParamInterface<const char*> {
+ protected:
+  const char* const impl = GetParam();
+  Case sized(Case c) const {
+    if (impl == std::string(kChunked)) c.K = c.V = 64;
+    if (impl == std::string(kHopper)) c = hopper(c), c.layout = Layout::kDense;
+    return c;
+  }
+  Results results(const Inputs& in) const {
+    BackwardOutputs out(in);
+    run_on_cuda(backward_args(in, out), impl);
+    Results all;
+    for (const auto& [name, t] : out.tensors())
+      if (*t) all[name] = std::move(*t);
+    return all;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, BackwardPromiseOnCuda, testing::Values(kHopper, kChunked, kRecurrent),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(BackwardPromiseOnCuda, AgainTheSameBits) {
+  for (const char* name : {"gva_4_bf16", "softplus_bias", "packed"}) {
+    const Inputs in(sized(find_case(name)));
+    const Results first = results(in);
+    for (int i = 0; i < 3; ++i) expect_same(results(in), first, name);
+  }
+}
+
+// A sequence of a packed row alone has the bits it has among others.
+TEST_P(BackwardPromiseOnCuda, CompanyChangesNoBit) {
+  const Inputs in(
+      sized({.name = "packing", .HV = 2, .K = 20, .V = 40, .lengths = {1, 64, 17, 0, 65, 130, 15}, .tail = 3}));
+  const Results all = results(in);
+  for (int64_t n = 0; n < in.N; ++n) expect_same(results(row_of(in, n)), part(all, in, n), "alone");
+}
+
+// Each gradient alone is the one of all together: skipping the others skips nothing that it needs.
+TEST_P(BackwardPromiseOnCuda, OneAtATime) {
+  for (const char* name : {"softplus_bias", "gva_2"}) {
+    const Inputs in(sized(find_case(name)));
+    const Results all = results(in);
+    for (const auto& [wanted, expected] : all) {
+      BackwardOutputs out(in);
+      Tensor* got = nullptr;
+      for (const auto& [output, t] : out.tensors())
+        if (output == wanted) got = t;
+        else *t = Tensor();
+      run_on_cuda(backward_args(in, out), impl);
+      EXPECT_EQ(got->bits(), expected.bits()) << wanted << " of " << name;
+    }
+  }
+}
+
+TEST_P(BackwardPromiseOnCuda, NaNInOneSequenceReachesNoOther) {
+  for (const char* victim : {"q", "k", "v", "g", "beta", "h0", "d_o", "dhT"}) {
+    Inputs in(sized({.name = "nan", .HV = 2, .K = 20, .V = 40, .lengths = {65, 3, 70}}));
+    const Results clean = results(in);
+    spoil(in, victim, 1, std::nan(""));
+    const Results spoilt = results(in);
+    EXPECT_NE(part(spoilt, in, 1), part(clean, in, 1)) << victim;
+    for (const int64_t n : {0, 2}) expect_same(part(spoilt, in, n), part(clean, in, n), victim);
+  }
+}
+
+TEST_P(BackwardPromiseOnCuda, NaNInOneHeadReachesNoOther) {
+  for (const char* victim : {"v", "g", "beta", "h0", "d_o", "dhT"}) {
+    Inputs in(sized({.name = "nan_head", .T = 70, .H = 2, .HV = 4, .K = 20, .V = 40}));
+    const Results clean = results(in);
+    spoil_head(in, victim, 2, std::nan(""));
+    const Results spoilt = results(in);
+    for (const int64_t hv : {0, 1, 3}) expect_same(head(spoilt, in, hv), head(clean, in, hv), victim);
+  }
+}
+
+// Units: of values, of their gradients and of states.
+TEST_P(BackwardPromiseOnCuda, ValuesOfAnySize) {
+  const auto multiply = [](Tensor& t, double factor) {
+    for (int64_t i = 0; i < t.size(); ++i) t.set(i, t.get(i) * factor);
+  };
+  struct Scales {
+    double v, d_o, dhT;
+  };
+  for (const Scales& s : {Scales{1e-18, 1e18, 1e18},
+                          {1e18, 1e-18, 1e-18},
+                          {1, 1e30, 1e30},
+                          {1, 1e-30, 1e-30},
+                          {1e-6, 1, 1e6},
+                          {1, 1e6, 1}}) {
+    SCOPED_TRACE(testing::Message() << "v times " << s.v << ", d_o times " << s.d_o << ", dhT times " << s.dhT);
+    Inputs in(
+        sized({.name = "sizes", .T = 80, .H = 8, .HV = 8, .K = 20, .V = 40, .dtype = KDA_BF16, .gate_divisor = 10}));
+    multiply(in.v, s.v), multiply(in.h0, s.v), multiply(in.d_o, s.d_o), multiply(in.dhT, s.dhT);
+    BackwardOutputs exact(in, true), got(in);
+    run(backward_args(in, exact), {.impl = "reference"});
+    run_on_cuda(backward_args(in, got), impl);
+    for (size_t i = 0; i < got.tensors().size(); ++i)
+      if (const Tensor& t = *got.tensors()[i].tensor) {
+        const std::string name = got.tensors()[i].name;
+        EXPECT_TRUE(close_by_rows(*exact.tensors()[i].tensor, t, gate_of(name, "", t), 40 * gate_of(name, "", t)))
+            << name;
+      }
+  }
+}
+
+// Where beta is 0, or so small that v_new and dv are, dbeta is what other formulas than elsewhere give.
+TEST_P(BackwardPromiseOnCuda, SomeBetasAreZero) {
+  const Case c = sized({.name = "betas", .T = 70, .H = 2, .HV = 2, .K = 20, .V = 40, .gate_divisor = 10});
+  Inputs in(c);
+  for (int64_t i = 0; i < in.beta.size(); i += 9) in.beta.set(i, i % 2 ? 0 : 1e-20);
+  BackwardOutputs exact(in, true), got(in);
+  run(backward_args(in, exact), {.impl = "reference"});
+  run_on_cuda(backward_args(in, got), impl);
+  const double gate = gate_of("dbeta", impl, got.dbeta);
+  EXPECT_TRUE(close_by_rows(exact.dbeta, got.dbeta, gate, 8 * gate));
+}
+
+// Gates' inputs of tokens behind the end are none, whatever is added to them.
+TEST_P(BackwardPromiseOnCuda, BiasesOfAnySize) {
+  Case c = sized(find_case("lower_bound"));
+  c.H = c.HV = 8, c.T = 70;
+  Inputs in(c);
+  for (int64_t i = 0; i < in.dt_bias.size(); i += 3) in.dt_bias.set(i, i % 2 ? 1e36 : -1e36);
+  BackwardOutputs exact(in, true), got(in);
+  run(backward_args(in, exact), {.impl = "reference"});
+  run_on_cuda(backward_args(in, got), impl);
+  for (const auto& [expected, t] : {std::pair{&exact.dk, &got.dk}, {&exact.dq, &got.dq}, {&exact.dg, &got.dg}})
+    EXPECT_TRUE(close_by_rows(*expected, *t, 0.01, 0.64));
+}
+
+// Of no rows, sums are 0.
+TEST_P(BackwardPromiseOnCuda, NoRows) {
+  Case c = sized(find_case("softplus_bias"));
+  c.B = 0;
+  const Inputs in(c);
+  BackwardOutputs got(in);
+  run_on_cuda(backward_args(in, got), impl);
+  for (int64_t i = 0; i < got.dA_log.size(); ++i) EXPECT_EQ(got.dA_log.get(i), 0);
+  for (int64_t i = 0; i < got.d_dt_bias.size(); ++i) EXPECT_EQ(got.d_dt_bias.get(i), 0);
+}
+
+TEST_P(BackwardPromiseOnCuda, WorkspaceIsChecked) {
+  const Inputs in(sized(find_case("packed")));
+  const BackwardOutputs out(in);
+  expect_workspace_is_checked(backward_args(in, out), impl);
+}
+
+}  // namespace
+}  // namespace kda::test

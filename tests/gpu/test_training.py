@@ -1,0 +1,215 @@
+"""chunk_kda and fused_recurrent_kda with gradients, and the layer in training, with CUDA tensors: against the float64
+oracle, and what is promised to the bit. tests/python has more of it, for both devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import kda
+from kda.nn import KimiDeltaAttention
+from places import DEVICE, FORMS, HERE, LARGE, all_same, only_cuda, without_synchronisation
+from support import Problem, Tensor, assert_close, cotangents, make, reference, rounded, run, same_bits
+
+FUNCTIONS = [kda.chunk_kda, kda.fused_recurrent_kda]
+SIZES = {"H": 2, "G": 2, "K": 20, "V": 36, "T": 130}
+# Sums over all channels of few heads may cancel: of a head, dA_log is one number.
+SLACK = {"dA_log": 4.0, "dbeta": 1.5}
+
+
+def problem(**changes: Any) -> Problem:
+    return make(**{**SIZES, **changes})
+
+
+def here(function: Callable[..., Any], p: Problem, **more: Any) -> dict[str, Tensor]:
+    d_o, d_state = cotangents(p)
+    return run(function, HERE(p), grads=(HERE(d_o), HERE(d_state)), **more)
+
+
+def expect_gradients(function: Callable[..., Any], p: Problem, what: Any, **more: Any) -> None:
+    q = p.tensors["q"]
+    on_tensor_cores = DEVICE.type == "cuda" and q.dtype != torch.float32 and q.shape[3] in (64, 128)
+    got = {n: x.cpu() for n, x in here(function, p, **more).items()}
+    slack = {n: SLACK.get(n, 1.0) * (rounded(n, x.dtype) if on_tensor_cores else 1.0) for n, x in got.items()}
+    assert_close(reference(p), got, slack, str(what), rows=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_forms(function: Callable[..., Any], form: str) -> None:
+    for sizes in ({}, LARGE):
+        expect_gradients(function, problem(**{**FORMS[form], **sizes}), (form, sizes))
+
+
+@pytest.mark.parametrize("sizes", [{}, LARGE], ids=["any", "tensor_cores"])
+def test_packed(sizes: dict[str, Any]) -> None:
+    for lengths in ([1, 64, 0, 33, 130], [70], [3] * 40):
+        p = problem(lengths=lengths, tail=9, dtype=torch.bfloat16, gate="lower_bound", **sizes)
+        expect_gradients(kda.chunk_kda, p, lengths)
+
+
+@pytest.mark.parametrize("G", [1, 2, 4, 8])
+def test_shared_heads(G: int) -> None:
+    for B in (1, 3):
+        expect_gradients(kda.chunk_kda, problem(G=G, B=B, dtype=torch.bfloat16, **LARGE), (G, B))
+
+
+def test_what_is_saved_changes_no_bit() -> None:
+    for sizes in ({}, LARGE):
+        p = problem(dtype=torch.bfloat16, **sizes)
+        got = [here(kda.chunk_kda, p, disable_recompute=saved) for saved in (False, True)]
+        assert all_same(*got)
+
+
+def test_the_same_bits_again() -> None:
+    p = problem(dtype=torch.bfloat16, gate="lower_bound", T=300, **LARGE)
+    first = here(kda.chunk_kda, p)
+    for _ in range(20):
+        assert all_same(here(kda.chunk_kda, p), first)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    p = problem(dtype=torch.bfloat16, **LARGE)
+
+    def checkpointed(**keywords: Any) -> Any:
+        names = [n for n, x in keywords.items() if isinstance(x, Tensor)]
+        others = {n: x for n, x in keywords.items() if not isinstance(x, Tensor)}
+
+        def call(*tensors: Tensor) -> Any:
+            return kda.chunk_kda(**dict(zip(names, tensors, strict=True)), **others)
+
+        return checkpoint(call, *(keywords[n] for n in names), use_reentrant=reentrant)
+
+    def gradients(function: Callable[..., Any]) -> dict[str, Tensor]:
+        leaves = {n: x.detach().clone().requires_grad_() for n, x in HERE(p).tensors.items()}
+        outputs = function(**leaves, **p.options, output_final_state=True)
+        torch.autograd.backward(outputs, [HERE(d) for d in cotangents(p)])
+        return {n: x.grad for n, x in leaves.items() if x.grad is not None}
+
+    assert all_same(gradients(checkpointed), gradients(kda.chunk_kda))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_compiled(function: Callable[..., Any]) -> None:
+    p = problem(dtype=torch.bfloat16, **LARGE)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert all_same(here(compiled, p), here(function, p))
+
+
+def small_layer() -> KimiDeltaAttention:
+    torch.manual_seed(1)
+    return KimiDeltaAttention(hidden_size=128, num_heads=2, head_dim=64, layer_idx=0).to(DEVICE, torch.bfloat16)
+
+
+def step(layer: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    y = layer(x)
+    loss = (y[0] if isinstance(y, tuple) else y).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_layer_learns() -> None:
+    layer, x = small_layer(), torch.randn(2, 100, 128, device=DEVICE).bfloat16()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    losses = [float(step(layer, x, optimizer)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+@only_cuda
+def test_a_step_as_a_graph() -> None:
+    """Forward, backward and optimizer, captured once and replayed with new data, give what eager steps give."""
+    eager, graphed = small_layer(), small_layer()
+    batches = [torch.randn(2, 100, 128, device=DEVICE).bfloat16() for _ in range(6)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (eager, graphed)]
+    x = batches[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(graphed, x, optimizers[1])
+    torch.cuda.current_stream().wait_stream(side)
+    step(eager, batches[0], optimizers[0])
+    graph = torch.cuda.CUDAGraph()
+    optimizers[1].zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step(graphed, x, optimizers[1])
+    for batch in batches[1:]:
+        x.copy_(batch)
+        graph.replay()
+        step(eager, batch, optimizers[0])
+    for a, b in zip(eager.parameters(), graphed.parameters(), strict=True):
+        assert same_bits(a, b)
+
+
+@only_cuda
+def test_a_graph_takes_new_lengths() -> None:
+    """cu_seqlens are read by the kernels: a captured backward runs on other lengths as an eager one does."""
+    p = HERE(
+        make(lengths=[60, 70, 70], dtype=torch.bfloat16, **{**SIZES, **LARGE, "T": 200}).having(initial_state=None)
+    )
+    leaves = {n: x.requires_grad_() for n, x in p.tensors.items() if x.is_floating_point()}
+    call = {**p.keywords, **leaves}
+    d_o = torch.randn_like(call["v"])
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(kda.chunk_kda(**call)[0], list(leaves.values()), d_o))
+
+    gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gradients()
+    for lengths in ([0, 1, 199], [64, 64, 64], [200, 0, 0]):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        call["cu_seqlens"].copy_(ends)
+        graph.replay()
+        for a, b in zip(got, gradients(), strict=True):
+            assert same_bits(a, b)
+
+
+@only_cuda
+def test_nothing_waits() -> None:
+    p = HERE(problem(dtype=torch.bfloat16, **LARGE))
+    leaves = {n: x.requires_grad_() for n, x in p.tensors.items()}
+    o, _ = kda.chunk_kda(**p.keywords)
+    d_o = torch.randn_like(o)
+    with without_synchronisation():
+        torch.autograd.grad(kda.chunk_kda(**p.keywords)[0], list(leaves.values()), d_o, allow_unused=True)
+
+
+def test_autocast() -> None:
+    """As a layer under autocast calls: projections in bf16, decays in f32."""
+    p = problem(dtype=torch.bfloat16, gate="log", beta="activated", **LARGE)
+    expect_gradients(kda.chunk_kda, p, "decays in f32")
+
+
+@only_cuda
+def test_memory_of_a_step() -> None:
+    """Beside inputs, outputs and gradients, for 8 heads of 2,048 tokens: h and v_new take 12 MiB, the states' gradients
+    8, images of chunks 15."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 2048, 8, 128, device=DEVICE).bfloat16().requires_grad_() for _ in range(4))
+    beta = torch.randn(1, 2048, 8, device=DEVICE).bfloat16().requires_grad_()
+    A_log, bias = torch.zeros(8, device=DEVICE), torch.zeros(8 * 128, device=DEVICE)
+    inputs = (q, k, v, g, beta)
+    call = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+
+    def peak() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        o, _ = kda.chunk_kda(*inputs, A_log=A_log, dt_bias=bias, **call, disable_recompute=True)
+        d = torch.autograd.grad(o, inputs, torch.ones_like(o))
+        torch.cuda.synchronize()
+        own = sum(x.numel() * x.element_size() for x in (o, *d, o))
+        return torch.cuda.max_memory_allocated() - before - own
+
+    peak()
+    assert peak() < 40 << 20
