@@ -192,7 +192,7 @@ TEST(ForwardRefuses, Saved) {
   forward_refuses("h_every: expected >= 0, got -1", [](F& x) { x.args.h_every = -1; });
   forward_refuses("h_every: expected 0 without h, got 2", [](F& x) { x.args.h = {}, x.args.h_every = 2; });
   forward_refuses("h: expected float32 or bfloat16, got float16", [](F& x) { x.args.h.dtype = KDA_F16; });
-  forward_refuses("v_new: expected float32, got bfloat16", [](F& x) { x.args.v_new.dtype = KDA_BF16; });
+  forward_refuses("v_new: expected float32 or bfloat16, got float16", [](F& x) { x.args.v_new.dtype = KDA_F16; });
   forward_refuses("Aqk: expected shape [1,9,2,64] ([B,T,HV,C]), got [1,9,2,63]",
                   [](F& x) { set_last(x.args.Aqk, 63); });
   forward_refuses("Akk: expected float32, got float16", [](F& x) { x.args.Akk.dtype = KDA_F16; });
@@ -262,7 +262,7 @@ TEST(BackwardRefuses, PartOfTheSaved) {
   backward_refuses("h_every: expected >= 0, got -2", [](B& x) { x.args.h_every = -2; });
   backward_refuses("h_every: expected 0 without h, got 1", [](B& x) { x.args.h = {}, x.args.h_every = 1; });
   backward_refuses("args.reserved: expected 0, got 1", [](B& x) { x.args.reserved = 1; });
-  backward_refuses("h: expected float32, got bfloat16", [](B& x) { x.args.h.dtype = KDA_BF16; });
+  backward_refuses("h: expected float32 or bfloat16, got float16", [](B& x) { x.args.h.dtype = KDA_F16; });
   backward_refuses("h: expected at least 2 rows, one every 64 tokens, got 1", [](B& x) { x.args.h.shape[0] = 1; });
 }
 
