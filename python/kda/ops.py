@@ -713,7 +713,7 @@ def implementations(op: str) -> Sequence[str]:
     """Names of the implementations of ``op`` (forward, backward, decode, ..), in order of preference.
 
     >>> import kda
-    >>> kda.implementations("backward")
+    >>> kda.implementations("backward")[-2:]  # a library with CUDA has its own before these
     ['cpu_chunk', 'reference']
     """
     if not isinstance(op, str) or op not in _OPERATORS:
