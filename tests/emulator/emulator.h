@@ -17,10 +17,10 @@ namespace kda::emulator {
 using Where = std::source_location;  // in the kernel
 
 // The GPU that the CUDA runtime tells of. It has few SMs, so that kernels that spread over them run in blocks of the usual
-// size, or as many as KDA_EMULATOR_SMS says.
+// size, or as many as KDA_EMULATOR_SMS says. It is one of sm_90, or, with KDA_EMULATOR_ARCH=80, of sm_80.
 struct Gpu {
-  int major = 8, minor = 0, multiprocessors = 4;
-  int shared_memory_of_block = 163 << 10;
+  int major, minor, multiprocessors;
+  int shared_memory_of_block;
 };
 const Gpu& gpu();
 
@@ -49,8 +49,10 @@ struct SharedVariable {
 // Ends the launch.
 [[noreturn]] void fail(const std::string& what, Where where);
 
-// Meets `count` threads of the block; 0: all that have not ended.
-void meet(unsigned barrier, unsigned count, Where where);
+// Meets `count` threads of the block; 0: all that have not ended. Of all of them, was every `x` true?
+bool meet(unsigned barrier, unsigned count, Where where, bool x = true);
+// Says only that it is here, where others wait.
+void arrive_at_meeting(unsigned barrier, unsigned count, Where where);
 
 // All lanes of a warp meet, each with operands of its own; the last one to come computes what all of them get.
 void together(const char* what, void* operands, void (*compute)(void* const* all), Where where);
@@ -58,6 +60,8 @@ template <class Operands>
 void together(const char* what, Operands& own, void (*compute)(void* const* all), Where where) {
   together(what, static_cast<void*>(&own), compute, where);
 }
+// Likewise, the four warps of a warpgroup.
+void together_in_group(const char* what, void* operands, void (*compute)(void* const* all), Where where);
 // What lane l gave, or gets.
 template <class Operands>
 Operands& of(void* const* all, unsigned lane) {
@@ -68,16 +72,51 @@ void sync_warp(Where where);
 
 // ---- shared memory ----
 
-// A 32-bit address of it, and back.
+// A 32-bit address of it.
 unsigned shared_address(const void* pointer);
-// Checked accesses, of whole ones of the hardware: alignment, bounds, races, bytes that nobody wrote or that are on their
-// way. by_warp: by any lane of the warp, in an instruction of all.
-void load(void* to, unsigned from, unsigned bytes, Where where, bool by_warp = false);
+// Checked accesses, as wide as the hardware's: alignment, bounds, races, bytes that were never written or are on their way.
+// wants: all of it is needed. (Products may have rows without a use. What was never written is NaN there.)
+void load(void* to, unsigned from, unsigned bytes, Where where, bool wants = true);
 void store(unsigned to, const void* from, unsigned bytes, Where where);
 
 // Asynchronous copies: `bytes` come, what is left of `size` becomes zeros, and nothing does before it is waited for.
 void copy(unsigned to, const void* from, unsigned size, unsigned bytes, Where where);
 void commit_copies();
 void wait_for_copies(unsigned groups);
+
+// ---- of Hopper: mbarriers, and what the async proxy does ----
+
+void init_mbarrier(unsigned barrier, unsigned arrivals, Where where);
+// So many arrivals, after `bytes` more have been promised.
+void arrive(unsigned barrier, unsigned times, unsigned bytes, Where where);
+bool is_phase_over(unsigned barrier, unsigned parity, Where where);
+void wait_for_phase(unsigned barrier, unsigned parity, Where where);
+// For a loop that polls: another thread goes on. Returns false.
+bool let_others_go_on();
+
+// The copy engine brings some bytes, for the mbarrier that counts all of a copy's when they are there.
+void bring(unsigned to, const void* from, unsigned bytes, unsigned barrier, Where where);
+void count_bytes(unsigned barrier, unsigned bytes, Where where);
+// It reads what it brings to another place: until that is there.
+void look_async(void* to, unsigned from, unsigned bytes, unsigned barrier, Where where);
+// It reads from here on, until the thread waits; a product, until the warp does.
+void take_away(void* to, unsigned from, unsigned bytes, Where where);
+void read_for_product(void* to, unsigned from, unsigned bytes, Where where);
+void commit_bulk();
+void wait_for_bulk(unsigned groups);
+void commit_products(Where where);
+void wait_for_products(unsigned groups, Where where);
+// What the thread knows of, the async proxy sees.
+void fence_for_async();
+
+// Blocks of a cluster: all kernels that ask have two. Their blocks are there at the same time.
+unsigned rank(Where where);
+unsigned rank_bits();  // of addresses
+unsigned address_in(unsigned address, unsigned rank);
+void arrive_at_cluster(Where where);
+void wait_for_cluster(Where where);
+// Flags in global memory, for which threads wait by looking again and again: acquired and released.
+unsigned look_at(const unsigned* flag, Where where);
+void change(unsigned* flag, unsigned x);
 
 }  // namespace kda::emulator

@@ -21,7 +21,7 @@ struct Rows {
 template <bool kTransposed>
 void load_rows(unsigned (&x)[4], unsigned from, Where where) {
   Rows own{.from = from, .row = {}, .got = {}};
-  emulator::load(own.row, from, sizeof own.row, where, true);
+  emulator::load(own.row, from, sizeof own.row, where, false);
   const auto exchange = [](void* const* all) {
     for (unsigned l = 0; l < 32; ++l)
       for (unsigned i = 0; i < 4; ++i) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda.h"
 #include "cuda_runtime.h"
 
 namespace {
@@ -54,6 +55,13 @@ cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult*) {
+  const bool known = std::string(name) == "cuTensorMapEncodeTiled";
+  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
+  return cudaSuccess;
+}
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return result(posix_memalign(memory, 256, bytes) ? cudaErrorMemoryAllocation : cudaSuccess);
 }
@@ -64,6 +72,9 @@ cudaError_t cudaFree(void* memory) {
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
   std::memset(memory, value, bytes);
   return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  return cudaMemset(memory, value, bytes);
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   if (bytes) std::memcpy(to, from, bytes);

@@ -1,6 +1,7 @@
 #include "shared_memory.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "cuda_runtime.h"
@@ -9,9 +10,11 @@
 namespace kda::emulator {
 namespace {
 
-// Addresses of dynamic memory begin here, so that 0 is none; those of other variables, from where they are.
-constexpr unsigned kFirst = 1024, kOthers = 1u << 31;
-constexpr int kPoison = 0xff;  // NaN in every format
+constexpr uint16_t kPoison = 0xfff7;  // NaN in every format, and none that arithmetic makes
+void poison(char* first, size_t bytes) {
+  for (size_t i = 0; i + sizeof kPoison <= bytes; i += sizeof kPoison) std::memcpy(first + i, &kPoison, sizeof kPoison);
+}
+constexpr uint32_t kAllLanes = ~0u;
 
 }  // namespace
 
@@ -20,18 +23,27 @@ std::string text_of(Where where) {
   return str(file.substr(file.rfind('/') + 1), ":", where.line());
 }
 
-void SharedMemory::begin_launch(unsigned threads, size_t bytes) {
-  memory_ = shared_variables().front()(), bytes_ = bytes, warps_ = (threads + 31) / 32, block_ = 0;
-  const size_t grains = (bytes + kGrain - 1) / kGrain;
-  grains_.assign(grains, {}), reads_.assign(grains * warps_, {});
-  close_shared_variables_behind(bytes);
+SharedMemory::SharedMemory(const Order& order, unsigned first_thread, size_t bytes)
+    : order_(order),
+      first_thread_(first_thread),
+      memory_(shared_variables().front()()),
+      bytes_(bytes),
+      kept_(bytes),
+      grains_((bytes + kGrain - 1) / kGrain),
+      reads_(1),
+      several_(1) {
+  poison(kept_.data(), bytes);
 }
 
-void SharedMemory::begin_block() {
-  for (const auto& variable : shared_variables()) std::memset(variable(), kPoison, bytes_);
-  ++block_;
-  clocks_.assign(warps_, 1);
-  seen_.assign(warps_, std::vector<uint32_t>(warps_, 0));
+void SharedMemory::take_variables() {
+  for (const auto& variable : shared_variables())
+    if (variable() != memory_) poison(variable(), bytes_);
+  std::memcpy(memory_, kept_.data(), bytes_);
+  has_variables_ = true;
+}
+void SharedMemory::leave_variables() {
+  std::memcpy(kept_.data(), memory_, bytes_);
+  has_variables_ = false;
 }
 
 unsigned SharedMemory::address_of(const void* pointer) {
@@ -47,107 +59,152 @@ unsigned SharedMemory::address_of(const void* pointer) {
 char* SharedMemory::at(unsigned address, unsigned bytes, Where where) const {
   if (address % bytes) fail(str("address ", address, " is no multiple of ", bytes), where);
   if (address >= kOthers / 2) return memory_ + static_cast<ptrdiff_t>(address) - static_cast<ptrdiff_t>(kOthers);
-  const unsigned offset = address - kFirst;  // a huge one below kFirst
+  const unsigned offset = (address & kOffset) - kFirst;  // a huge one below kFirst
   if (offset >= bytes_ || bytes > bytes_ - offset)
-    fail(str(bytes, " bytes at ", static_cast<int64_t>(address) - kFirst, " of shared memory, which has ", bytes_),
+    fail(str(bytes, " bytes at ", static_cast<int64_t>(address & kOffset) - kFirst, " of shared memory, which has ",
+             bytes_),
          where);
-  return memory_ + offset;
+  return (has_variables_ ? memory_ : const_cast<char*>(kept_.data())) + offset;
 }
 
-SharedMemory::Grain& SharedMemory::grain(unsigned index) {
-  Grain& g = grains_[index];
-  if (g.block != block_) {
-    g = Grain{}, g.block = block_;
-    std::fill_n(reads_.begin() + static_cast<ptrdiff_t>(index) * warps_, warps_, Access{});
+std::string SharedMemory::name_of(unsigned thread) const {
+  return order_.is_engine(thread) ? "the copy engine" : str("thread ", thread - first_thread_);
+}
+std::string SharedMemory::byte(unsigned address) const {
+  return str(" byte ", (address & kOffset) - kFirst, " of shared memory, ");
+}
+
+bool SharedMemory::is_after(const Read& r, unsigned thread) const {
+  if (!r.several) return order_.after(thread, r.warp, r.lanes, r.time);
+  for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
+    const auto lane = static_cast<unsigned>(std::countr_zero(lanes));
+    if (!order_.after(thread, r.warp, 1u << lane, several_[r.several][lane])) return false;
   }
-  return g;
+  return true;
 }
 
-// Does what `lane` of `thread`'s warp does now come after an access of a warp?
-bool SharedMemory::ordered(unsigned warp, const Access& access, unsigned thread, unsigned lane) const {
-  const unsigned own = thread / 32;
-  return warp == own ? access.lane == lane || access.clock < clocks_[own] : access.clock < seen_[own][warp];
-}
-
-void SharedMemory::check_expected(const Grain& g, const char* what, unsigned address, Where where) const {
-  if (g.expected)
-    fail(str(what, " byte ", address - kFirst, " of shared memory, where a copy from ", text_of(g.write.where),
-             " is on its way that thread ", g.writer, " has not waited for"),
-         where);
-}
-
-void SharedMemory::check_writer(const Grain& g, const char* what, unsigned address, unsigned thread, unsigned lane,
+void SharedMemory::check_writer(const Grain& g, const char* what, unsigned address, unsigned thread, bool async,
                                 Where where) const {
-  check_expected(g, what, address, where);
-  if (g.written && !ordered(g.writer / 32, g.write, thread, lane))
-    fail(str(what, " byte ", address - kFirst, " of shared memory, which thread ", g.writer, " wrote at ",
-             text_of(g.write.where), " without a barrier in between"),
+  if (g.expected)
+    fail(str(what, byte(address), "where a copy from ", text_of(g.write.where), " is on its way that ",
+             name_of(g.write.thread), " has not waited for"),
          where);
+  if (!g.written) return;
+  const unsigned warp = g.write.thread / kLanes, lane = 1u << g.write.thread % kLanes;
+  const auto says = [&](const char* lacks) {
+    fail(str(what, byte(address), "which ", name_of(g.write.thread), " wrote at ", text_of(g.write.where), " without ",
+             lacks, " in between"),
+         where);
+  };
+  if (!order_.after(thread, warp, lane, g.write.time)) says("a barrier");
+  if (async && !order_.is_engine(g.write.thread) && !order_.after(thread, warp, lane, g.write.time, true))
+    says("a fence for the async proxy");
 }
 
-// Only what goes through addresses is recorded: where bytes have changed, somebody else wrote them.
-bool SharedMemory::is_poison(unsigned address, unsigned bytes) const {
-  const char* from = memory_ + (address - kFirst);
-  return std::all_of(from, from + bytes, [](char c) { return c == static_cast<char>(kPoison); });
+// Only accesses by address are recorded. Where bytes nearby have changed without a recorded write, pointers wrote a struct there,
+// and not all of its members need be set.
+bool SharedMemory::is_poison(unsigned address) const {
+  const char* from = has_variables_ ? memory_ : kept_.data();
+  return std::memcmp(from + ((address & kOffset) - kFirst), &kPoison, sizeof kPoison) == 0;
+}
+void SharedMemory::check_written(const Grain& g, unsigned address, Where where) {
+  if (g.written || !is_poison(address)) return;
+  constexpr unsigned kNearby = 128;
+  const unsigned first = (address & kOffset) / kNearby * kNearby;
+  for (unsigned i = 0; i < kNearby; i += kGrain)
+    if (first + i - kFirst + kGrain <= bytes_ && !grain(first + i).written && !is_poison(first + i)) return;
+  fail(str("reads", byte(address), "which nobody wrote"), where);
 }
 
-void SharedMemory::read(unsigned address, unsigned bytes, unsigned thread, bool by_warp, Where where) {
+// To what lanes of that warp have read of the same grain.
+void SharedMemory::add_to(Read& r, unsigned thread, uint32_t lanes, Where where) {
+  const Time now = order_.now();
+  if (!r.several && (r.time == now || r.lanes == lanes || is_after(r, thread))) {
+    r.lanes = r.time == now ? r.lanes | lanes : lanes;
+    r.time = now, r.where = where;
+    return;
+  }
+  if (!r.several) {
+    r.several = static_cast<uint32_t>(several_.size());
+    several_.emplace_back(kLanes, r.time);
+  }
+  r.lanes |= lanes, r.where = where;
+  for (; lanes; lanes &= lanes - 1) several_[r.several][static_cast<unsigned>(std::countr_zero(lanes))] = now;
+}
+void SharedMemory::add_read(Grain& g, unsigned thread, uint32_t lanes, Where where) {
+  const unsigned warp = thread / kLanes;
+  for (uint32_t i = g.reads; i; i = reads_[i].next)
+    if (reads_[i].warp == warp) return add_to(reads_[i], thread, lanes, where);
+  reads_.push_back({.time = order_.now(), .lanes = lanes, .several = 0, .next = g.reads, .warp = warp, .where = where});
+  g.reads = static_cast<uint32_t>(reads_.size() - 1);
+}
+
+void SharedMemory::read(unsigned address, unsigned bytes, unsigned thread, bool wants, Where where) {
   if (address >= kOthers / 2) return;
-  const unsigned lane = by_warp ? kSeveral : thread % 32;
-  const unsigned width = std::min(bytes, 4u);  // half of an f32 may well be what poison is
   for (unsigned i = 0; i < bytes; i += kGrain) {
-    const unsigned index = (address - kFirst + i) / kGrain;
-    const Grain& g = grain(index);
-    check_writer(g, "reads", address + i, thread, lane, where);
-    if (!g.written && is_poison(address + i / width * width, width))
-      fail(str("reads byte ", address + i - kFirst, " of shared memory, which nobody wrote"), where);
-    Access& known = read_of(index, thread / 32);
-    const uint32_t clock = clocks_[thread / 32];
-    const bool several = known.clock == clock && known.lane != lane;
-    known = {clock, static_cast<uint8_t>(several ? kSeveral : lane), where};
+    Grain& g = grain(address + i);
+    check_writer(g, "reads", address + i, thread, false, where);
+    if (wants) check_written(g, address + i, where);
+    add_read(g, thread, 1u << thread % kLanes, where);
   }
 }
 
-void SharedMemory::take(unsigned address, unsigned bytes, unsigned thread, bool expected, const char* what,
-                        Where where) {
-  const unsigned lane = thread % 32;
+void SharedMemory::take(unsigned address, unsigned bytes, const Writer& by, const char* what, Where where) {
+  const unsigned warp = by.thread / kLanes;
   for (unsigned i = 0; i < bytes; i += kGrain) {
-    const unsigned index = (address - kFirst + i) / kGrain;
-    Grain& g = grain(index);
-    check_writer(g, what, address + i, thread, lane, where);
-    for (unsigned warp = 0; warp < warps_; ++warp)
-      if (const Access& known = read_of(index, warp); known.clock && !ordered(warp, known, thread, lane))
-        fail(str(what, " byte ", address + i - kFirst, " of shared memory, which warp ", warp, " read at ",
-                 text_of(known.where), " without a barrier in between"),
+    Grain& g = grain(address + i);
+    const bool same = by.again && g.written && !g.expected && g.write.thread / kLanes == warp;
+    if (!same) check_writer(g, what, address + i, by.thread, by.engine, where);
+    if (g.leaving) fail(str(what, byte(address + i), "which a copy or a product still reads"), where);
+    for (uint32_t r = g.reads; r; r = reads_[r].next)
+      if (!is_after(reads_[r], by.thread) && !(by.again && reads_[r].warp == warp))
+        fail(str(what, byte(address + i), "which ",
+                 reads_[r].warp * kLanes == order_.engine() ? "the copy engine"
+                                                            : str("warp ", reads_[r].warp - first_thread_ / kLanes),
+                 " read at ", text_of(reads_[r].where), " without a barrier in between"),
              where);
-    g.writer = static_cast<uint16_t>(thread), g.written = !expected, g.expected = expected;
-    g.write = {clocks_[thread / 32], static_cast<uint8_t>(lane), where};
+    g.reads = 0;  // what comes after this write comes after them
+    g.written = true, g.expected = false;
+    g.write = {order_.now(), static_cast<uint16_t>(by.engine ? by.engine : by.thread), where};
   }
 }
-void SharedMemory::write(unsigned address, unsigned bytes, unsigned thread, Where where) {
-  if (address < kOthers / 2) take(address, bytes, thread, false, "writes", where);
+void SharedMemory::write(unsigned address, unsigned bytes, unsigned thread, bool again, Where where) {
+  if (address < kOthers / 2) take(address, bytes, {thread, again}, "writes", where);
+}
+void SharedMemory::write_async(unsigned address, unsigned bytes, unsigned thread, unsigned engine, Where where) {
+  if (address < kOthers / 2) take(address, bytes, {thread, false, engine}, "copies to", where);
 }
 
 void SharedMemory::expect(unsigned address, unsigned bytes, unsigned thread, Where where) {
-  std::memset(at(address, bytes, where), kPoison, bytes);
-  if (address < kOthers / 2) take(address, bytes, thread, true, "copies to", where);
+  poison(at(address, bytes, where), bytes);
+  if (address >= kOthers / 2) return;
+  take(address, bytes, {thread}, "copies to", where);
+  for (unsigned i = 0; i < bytes; i += kGrain) grain(address + i).expected = true;
 }
-
-void SharedMemory::receive(unsigned address, unsigned bytes, unsigned thread) {
+void SharedMemory::receive(unsigned address, unsigned bytes) {
   if (address >= kOthers / 2) return;
   for (unsigned i = 0; i < bytes; i += kGrain) {
-    Grain& g = grain((address - kFirst + i) / kGrain);
-    g.expected = false, g.written = true, g.write.clock = clocks_[thread / 32];
+    Grain& g = grain(address + i);
+    g.expected = false, g.write.time = order_.now();
   }
 }
 
-void SharedMemory::sync_warps(const std::vector<unsigned>& warps) {
-  std::vector<uint32_t> together(warps_, 0);
-  for (const unsigned w : warps) {
-    for (unsigned other = 0; other < warps_; ++other) together[other] = std::max(together[other], seen_[w][other]);
+void SharedMemory::begin_async_read(unsigned address, unsigned bytes, unsigned thread, bool wants, Where where) {
+  if (address >= kOthers / 2) return;
+  for (unsigned i = 0; i < bytes; i += kGrain) {
+    Grain& g = grain(address + i);
+    check_writer(g, "reads", address + i, thread, true, where);
+    if (wants) check_written(g, address + i, where);
+    ++g.leaving;
   }
-  for (const unsigned w : warps) together[w] = ++clocks_[w];
-  for (const unsigned w : warps) seen_[w] = together;
+}
+void SharedMemory::end_async_read(unsigned address, unsigned bytes, unsigned thread, bool by_warp, Where where) {
+  if (address >= kOthers / 2) return;
+  for (unsigned i = 0; i < bytes; i += kGrain) {
+    Grain& g = grain(address + i);
+    --g.leaving;
+    add_read(g, thread, by_warp ? kAllLanes : 1u << thread % kLanes, where);
+  }
 }
 
 }  // namespace kda::emulator

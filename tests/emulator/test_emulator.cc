@@ -4,50 +4,15 @@
 #include <algorithm>
 #include <cstdlib>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "cuda/ptx/sm80.h"
+#include "run_kernel.h"
 
 namespace kda::test {
 namespace {
 
 namespace ptx = cuda::ptx;
-
-KDA_EMULATED_SHARED_MEMORY
-float4* memory() {
-  extern __shared__ float4 dynamic[];
-  return dynamic;
-}
-unsigned shared() { return ptx::shared_address(memory()); }
-
-// Launches two blocks; what went wrong in one of them.
-template <class... Params, class... Args>
-std::string run(unsigned threads, unsigned bytes, void (*kernel)(Params...), Args... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = 2, config.blockDim = threads, config.dynamicSmemBytes = bytes;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
-  return error == cudaSuccess ? "" : cudaGetErrorString(cudaGetLastError());
-}
-// In several orders of warps and lanes.
-template <class... Params, class... Args>
-std::set<std::string> run_often(unsigned threads, unsigned bytes, void (*kernel)(Params...), Args... args) {
-  std::set<std::string> all;
-  for (uint64_t seed = 1; seed <= 5; ++seed) {
-    emulator::set_seed(seed);
-    all.insert(run(threads, bytes, kernel, args...));
-  }
-  emulator::set_seed(1);
-  return all;
-}
-const std::set<std::string> kFine = {""};
-
-testing::AssertionResult says(const std::set<std::string>& all, const char* what) {
-  for (const std::string& one : all)
-    if (one.find(what) == std::string::npos)
-      return testing::AssertionFailure() << "\"" << one << "\" says nothing of \"" << what << "\"";
-  return testing::AssertionSuccess();
-}
 
 // ---- barriers ----
 
@@ -224,7 +189,7 @@ TEST(Emulator, RefusesWhatNoGpuTakes) {
   EXPECT_NE(run(32, (48 << 10) + 1, nothing), "") << "it was not asked for";
   ASSERT_EQ(cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, 160 << 10), cudaSuccess);
   EXPECT_EQ(run(32, 160 << 10, nothing), "");
-  EXPECT_EQ(cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, 164 << 10),
+  EXPECT_EQ(cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, 228 << 10),
             cudaErrorInvalidValue);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
 }

@@ -2,6 +2,7 @@
 
 #include "cuda/ptx/sm80.h"
 #include "ptx_kernels.h"
+#include "ptx_launch.h"
 
 namespace kda::test {
 namespace {
@@ -61,30 +62,22 @@ __global__ void mma_kernel(const unsigned* a, const unsigned* b, float* d) {
 }
 __global__ void mma_tf32_kernel(const unsigned* a, const unsigned* b, float* d) { multiply(a, b, d, ptx::mma_tf32); }
 
-// Not by <<<>>>, which only nvcc reads: these kernels run in tests/emulator, too. A failure is cudaGetLastError()'s.
-template <class... Params, class... Args>
-void launch(int blocks, int threads, void (*kernel)(Params...), Args... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(static_cast<unsigned>(threads));
-  static_cast<void>(cudaLaunchKernelEx(&config, kernel, args...));
-}
-
 }  // namespace
 
 void compute(int n, const float* x, const float* y, float* z, unsigned* packed) {
-  launch((n + 127) / 128, 128, compute_kernel, n, x, y, z, packed);
+  launch({(n + 127) / 128, 128}, compute_kernel, n, x, y, z, packed);
 }
 void copy_asynchronously(const void* from, void* to) {
-  launch(1, 32, copy_kernel, static_cast<const uint4*>(from), static_cast<uint4*>(to));
+  launch({1, 32}, copy_kernel, static_cast<const uint4*>(from), static_cast<uint4*>(to));
 }
 void load_matrices(const void* matrices, unsigned* x) {
-  launch(1, 32, load_kernel, static_cast<const uint4*>(matrices), x);
+  launch({1, 32}, load_kernel, static_cast<const uint4*>(matrices), x);
 }
 void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d) {
   const auto kernel = dtype == KDA_F16    ? mma_kernel<__half>
                       : dtype == KDA_BF16 ? mma_kernel<__nv_bfloat16>
                                           : mma_tf32_kernel;
-  launch(1, 32, kernel, static_cast<const unsigned*>(a), static_cast<const unsigned*>(b), d);
+  launch({1, 32}, kernel, static_cast<const unsigned*>(a), static_cast<const unsigned*>(b), d);
 }
 
 }  // namespace kda::test

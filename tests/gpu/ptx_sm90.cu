@@ -2,6 +2,7 @@
 #include "cuda/sm90/scores.h"
 #include "cuda/sm90/tiles.h"
 #include "ptx_kernels.h"
+#include "ptx_launch.h"
 
 namespace kda::test {
 namespace {
@@ -295,39 +296,42 @@ __global__ void places_kernel(unsigned* square, unsigned* own) {
 
 }  // namespace
 
-void watch_barrier(const void* from, char* seen) { watch_kernel<<<1, 1>>>(from, seen); }
-void meet_by_two_ways(char* seen) { ways_kernel<<<1, 64>>>(seen); }
-void meet_by_arrival(char* seen) { arrival_kernel<<<1, 64>>>(seen); }
-void elect_twice(char* elected) { elect_kernel<<<1, 64>>>(elected); }
-void vote(int cases, const char* x, char* all) { vote_kernel<<<1, 128>>>(cases, x, all); }
+void watch_barrier(const void* from, char* seen) { launch({1, 1}, watch_kernel, from, seen); }
+void meet_by_two_ways(char* seen) { launch({1, 64}, ways_kernel, seen); }
+void meet_by_arrival(char* seen) { launch({1, 64}, arrival_kernel, seen); }
+void elect_twice(char* elected) { launch({1, 64}, elect_kernel, elected); }
+void vote(int cases, const char* x, char* all) { launch({1, 128}, vote_kernel, cases, x, all); }
 void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
-  bulk_kernel<<<1, 128>>>(count, static_cast<const uint4*>(from), static_cast<uint4*>(seen), static_cast<uint4*>(to));
+  launch({1, 128}, bulk_kernel, count, static_cast<const uint4*>(from), static_cast<uint4*>(seen),
+         static_cast<uint4*>(to));
 }
 void load_tile(const kda_tensor& from, const Corner& at, void* seen) {
-  load_kernel<<<1, kTileBytes / 16, kTileBytes + 8>>>(cuda::sm90::Tiles::map(from), at, static_cast<uint4*>(seen));
+  launch({1, kTileBytes / 16, kTileBytes + 8}, load_kernel, cuda::sm90::Tiles::map(from), at,
+         static_cast<uint4*>(seen));
 }
 void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes) {
-  cluster_kernel<<<2, 128, kMemory + 16>>>(static_cast<const uint4*>(from), cuda::sm90::Tiles::map(tile), at,
-                                           static_cast<uint4*>(seen), notes);
+  launch({2, 128, kMemory + 16}, cluster_kernel, static_cast<const uint4*>(from), cuda::sm90::Tiles::map(tile), at,
+         static_cast<uint4*>(seen), notes);
 }
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
-  store_kernel<<<1, kTileBytes / 16, kTileBytes>>>(cuda::sm90::Tiles::map(to), at, static_cast<const uint4*>(tile));
+  launch({1, kTileBytes / 16, kTileBytes}, store_kernel, cuda::sm90::Tiles::map(to), at,
+         static_cast<const uint4*>(tile));
 }
 void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen) {
   using cuda::sm90::StateTiles;
-  states_kernel<<<2, 128, StateTiles::kWarpBytes + 8>>>(StateTiles::map(from), StateTiles::map(to), at, seen);
+  launch({2, 128, StateTiles::kWarpBytes + 8}, states_kernel, StateTiles::map(from), StateTiles::map(to), at, seen);
 }
 void store_matrices(const unsigned* x, void* matrices) {
-  store_matrices_kernel<<<1, 32>>>(x, static_cast<uint4*>(matrices));
+  launch({1, 32}, store_matrices_kernel, x, static_cast<uint4*>(matrices));
 }
 void compute_larger(int32_t dtype, int n, const unsigned* x, const unsigned* y, unsigned* z) {
   const auto kernel = dtype == KDA_F16 ? larger_kernel<__half> : larger_kernel<__nv_bfloat16>;
-  kernel<<<(n + 127) / 128, 128>>>(n, x, y, z);
+  launch({(n + 127) / 128, 128}, kernel, n, x, y, z);
 }
 void multiply_by_warpgroup(int32_t dtype, const Product& p, const void* a, const void* b, bool accumulate, float* d) {
   const auto kernel = dtype == KDA_F16 ? kernel_of<__half>(p) : kernel_of<__nv_bfloat16>(p);
-  kernel<<<1, 128, 32 * 1024>>>(a, static_cast<const uint4*>(b), accumulate, d);
+  launch({1, 128, 32 * 1024}, kernel, a, static_cast<const uint4*>(b), accumulate, d);
 }
-void find_places(unsigned* square, unsigned* own) { places_kernel<<<1, 128>>>(square, own); }
+void find_places(unsigned* square, unsigned* own) { launch({1, 128}, places_kernel, square, own); }
 
 }  // namespace kda::test

@@ -60,6 +60,9 @@ CUDA_CHUNK = emulated(
 CUDA_BACKWARD = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_{c}" for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed"))
 )
+CUDA_BACKWARD_HOPPER = emulated(
+    *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_{c}" for c in ("bound_33", "bound_short_packed"))
+)
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
 CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_chunk")
 CUDA_RECURRENT_BACKWARD = emulated(
@@ -102,6 +105,9 @@ CUDA_REVERSE = "src/cuda/sm80/chunk_reverse.h"
 CUDA_WIDE = "src/cuda/sm80/backward_wide.h"
 CUDA_WIDE_MATH = "src/cuda/wide.h"
 CUDA_BETA_H = "src/cuda/sm80/backward_beta.h"
+CUDA_HOPPER_BACKWARD = "src/cuda/sm90/backward.cu"
+CUDA_HOPPER_MULTIPLIER = "src/cuda/sm90/wide_multiplier.h"
+CUDA_HOPPER_HELPERS = "src/cuda/sm90/wide_helpers.h"
 CUDA_STAGES_H = "src/cuda/sm80/stages.h"
 CUDA_STAGE_BACKWARD = "src/cuda/sm80/stage_backward.cu"
 CUDA_STAGE_FWD_O = "src/cuda/sm80/stage_fwd_o.cu"
@@ -122,6 +128,8 @@ UNITS = {
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
     CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
+    CUDA_HOPPER_MULTIPLIER: [CUDA_HOPPER_BACKWARD],
+    CUDA_HOPPER_HELPERS: [CUDA_HOPPER_BACKWARD],
     CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
 }
 
@@ -877,6 +885,46 @@ MUTANTS = [
         (
             "cuda backward: gates are read before they are there",
             "    __syncthreads();  // they are there, in f32\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MULTIPLIER,
+        CUDA_BACKWARD_HOPPER,
+        (
+            "Hopper's backward: scores are read before all warps have written theirs",
+            "      at_.wait(KDA_AT(scores_full), n_);\n",
+            "",
+        ),
+        (
+            "Hopper's backward: a tile is released while products read it",
+            "    ptx::wait_for_products<0>();\n    ptx::settle(accumulators<64>",
+            "    ptx::settle(accumulators<64>",
+        ),
+        (
+            "Hopper's backward: TMA does not see dq and dk",
+            "    ptx::fence_shared_for_async();  // copies read them\n",
+            "",
+        ),
+        ("Hopper's backward: norms are read before they are there", "      at_.wait_norms(n_);\n", ""),
+    ),
+    *mutants(
+        CUDA_HOPPER_HELPERS,
+        CUDA_BACKWARD_HOPPER,
+        (
+            "Hopper's backward: tiles come to where others are read",
+            "        at_.wait(KDA_AT(big_read), n);\n",
+            "",
+        ),
+        (
+            "Hopper's backward: tiles come to where others leave",
+            "      ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+        ("Hopper's backward: rows behind the end stay", "clear(at_.raw(n), max(rows, first_));", ""),
+        (
+            "Hopper's backward: one lane says that all have written",
+            "      __syncwarp();  // all tokens' are there\n",
             "",
         ),
     ),

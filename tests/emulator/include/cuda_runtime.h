@@ -17,7 +17,9 @@
 #define __host__
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __align__(bytes) alignas(bytes)
+#define __cluster_dims__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __forceinline__ inline
 // The one storage class that goes with `extern` and is static in a function by itself. All threads of a block are fibers
 // of one thread of the host.
 #define __shared__ thread_local
@@ -123,6 +125,15 @@ inline int __all_sync(unsigned mask, int predicate, kda::emulator::Where where =
   return __ballot_sync(mask, predicate, where) == ~0u;
 }
 unsigned __reduce_add_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
+unsigned __reduce_max_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
+unsigned __reduce_min_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
+unsigned __reduce_or_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
+
+inline unsigned atomicAdd(unsigned* to, unsigned x) {
+  const unsigned before = *to;
+  *to += x;
+  return before;
+}
 
 // ---- kinds of memory ----
 

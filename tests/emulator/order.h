@@ -1,0 +1,54 @@
+// Happens-before: a vector clock for each thread. Each thread knows, for each other thread, up to which time the other's accesses
+// come before its own. It learns this where both meet (barriers, __syncwarp()) or from an mbarrier at which the other has
+// arrived. Shuffles and products tell nothing, as the PTX manual has it.
+//
+// Time advances when a thread tells others something. Accesses in between happen at the same time.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace kda::emulator {
+
+constexpr unsigned kLanes = 32;
+
+class Order {
+ public:
+  using Time = uint32_t;
+  // [a time for each thread, then for each warp: a lower bound of its threads'][the same for what the async proxy sees]
+  using Times = std::vector<Time>;
+  using Known = std::shared_ptr<const Times>;  // or nullptr
+
+  // Of so many warps. One more is the copy engine, whose lanes copy for mbarriers of their own.
+  void begin(unsigned warps);
+  unsigned engine() const { return warps_ * kLanes; }
+  bool is_engine(unsigned thread) const { return thread >= engine(); }
+  Time now() const { return now_; }
+
+  // Did an access by some lanes of a warp happen before what `thread` does now? async: and does the async proxy see it?
+  bool after(unsigned thread, unsigned warp, uint32_t lanes, Time access, bool async = false) const;
+
+  // Each of these threads learns what any of them knows or has done.
+  void meet(std::span<const unsigned> threads);
+  // What `by` knows and has done is told to `to`, too.
+  void tell(Times& to, unsigned by);
+  void learn(unsigned thread, const Known& what);
+  // From now on the async proxy sees what the thread knows or has done (fence.proxy.async).
+  void show_async(unsigned thread);
+
+ private:
+  using Own = std::shared_ptr<Times>;
+  Times& own(unsigned thread);
+  size_t half() const { return size_t{warps_ + 1} * (kLanes + 1); }
+  static void join(Times& to, const Times& from);
+
+  unsigned warps_ = 0;
+  Time now_ = 1;
+  std::vector<Own> known_;  // of each thread; shared while it is the same
+  Own told_;                // the last result of learn(), of `before_` and `heard_`
+  Own before_;
+  Known heard_;
+};
+
+}  // namespace kda::emulator

@@ -1,0 +1,277 @@
+#include "wave.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <numeric>
+#include <utility>
+
+#include "cuda_runtime.h"
+#include "error.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace kda::emulator {
+
+Wave* wave = nullptr;
+
+Wave::Wave(const Launch& launch, unsigned cluster, const std::vector<uint3>& blocks,
+           const std::function<void()>& thread, Random& random, Stacks& stacks)
+    : thread_(thread),
+      random_(random),
+      stacks_(stacks),
+      size_(launch.block),
+      threads_(size_.x * size_.y * size_.z),
+      padded_((threads_ + kLanes - 1) / kLanes * kLanes),
+      cluster_(cluster) {
+  const auto count = static_cast<unsigned>(blocks.size());
+  order_.begin(count * padded_ / kLanes);
+  blocks_.reserve(count);
+  for (unsigned i = 0; i < count; ++i)
+    blocks_.push_back({.index = blocks[i],
+                       .cluster = i / cluster * cluster,
+                       .running = threads_,
+                       .memory = SharedMemory(order_, i * padded_, launch.shared_bytes),
+                       .barriers = {},
+                       .mbarriers = {}});
+  stacks_.prepare(size_t{count} * threads_);
+  fibers_.resize(size_t{count} * padded_), warps_.resize(fibers_.size() / kLanes);
+  close_shared_variables_behind(launch.shared_bytes);
+  for (unsigned i = 0; i < count; ++i) begin_block(i);
+  wave = this;
+}
+Wave::~Wave() { wave = nullptr; }
+
+void Wave::begin_block(unsigned i) {
+  for (unsigned t = 0; t < threads_; ++t) {
+    Fiber& f = fibers_[i * padded_ + t];
+    f.context = stacks_.begin(i * threads_ + t, entry);
+    f.index = {t % size_.x, t / size_.x % size_.y, t / size_.x / size_.y};
+  }
+  for (unsigned t = threads_; t < padded_; ++t) fibers_[i * padded_ + t].ended = true;
+  for (unsigned w = i * padded_ / kLanes; w < (i + 1) * padded_ / kLanes; ++w)
+    warps_[w].ready = lanes_of(w), warps_[w].rotation = random_.below(kLanes);
+}
+
+std::string Wave::run() {
+  blocks_[0].memory.take_variables();
+  current_ = random_.below(warps_.size()) * kLanes;
+  host_ = thread_context();
+  if (pick()) switch_fiber(host_, fibers_[current_].context);
+  return std::exchange(failure_, {});
+}
+
+void Wave::entry() {
+  fiber_has_begun();
+  try {
+    wave->thread_();
+    if (wave->fiber().bulk.all.size() > 1) wave->fail("ends before its bulk copies are waited for", {});
+  } catch (const Failure& failure) {
+    wave->failure_ = failure.what;
+    wave->leave();
+  }
+  wave->end_thread();
+}
+
+// Back to the host. All fibers stay where they are.
+void Wave::leave() {
+  switch_fiber(fiber().context, host_, true);
+  std::abort();
+}
+
+void Wave::fail(const std::string& what, Where where) {
+  const uint3 t = fiber().index;
+  const std::string number = size_.y * size_.z > 1 ? str(t.x, ",", t.y, ",", t.z) : str(t.x);
+  throw Failure{str(place(), ", thread ", number, ", ", text_of(where), ": ", what)};
+}
+
+std::string Wave::place() const {
+  const uint3 b = blocks_[own()].index;
+  return str("block ", b.x, ",", b.y, ",", b.z);
+}
+
+unsigned Wave::lanes_of(unsigned warp) const {
+  const unsigned n = std::min(threads_ - warp * kLanes % padded_, kLanes);
+  return n == kLanes ? ~0u : (1u << n) - 1;
+}
+
+Block& Wave::block_of(unsigned address) {
+  const unsigned rank = address >> 24 & 0x7f;
+  return blocks_[blocks_[own()].cluster + (address >> 31 ? this->rank() : rank % cluster_)];
+}
+
+// ---- which thread runs ----
+
+// Chooses the next thread: a lane of the running warp while it has some, or of any warp. false: there is none.
+bool Wave::pick() {
+  const auto count = static_cast<unsigned>(warps_.size());
+  unsigned w = current_ / kLanes;
+  if (!warps_[w].ready || random_.below(16) == 0) {
+    w = random_.below(count);
+    for (unsigned tried = 0; !warps_[w].ready; w = (w + 1) % count)
+      if (++tried > count) return false;
+  }
+  const Warp& warp = warps_[w];
+  const int turn = static_cast<int>(warp.rotation);
+  const unsigned lane = static_cast<unsigned>(std::countr_zero(std::rotr(warp.ready, turn)) + turn) % kLanes;
+  become(w * kLanes + lane);
+  return true;
+}
+
+void Wave::become(unsigned thread) {
+  current_ = thread;
+  threadIdx = fibers_[thread].index, blockIdx = blocks_[own()].index;
+  if (own() == active_) return;
+  blocks_[active_].memory.leave_variables();
+  blocks_[active_ = own()].memory.take_variables();
+}
+
+// The running fiber cannot go on for now, or has ended.
+void Wave::go_on(bool ends) {
+  Context& from = fiber().context;
+  bool found = pick();
+  if (!found && !spinning_.empty() && !looked_) wake(spinning_), looked_ = true, found = pick();
+  if (found) {
+    if (Context& next = fiber().context; &next != &from) switch_fiber(from, next, ends);
+    return;
+  }
+  const bool all = std::all_of(blocks_.begin(), blocks_.end(), [](const Block& b) { return b.running == 0; });
+  if (!all) failure_ = str(place(), ": deadlock: ", who_waits());
+  leave();
+}
+
+void Wave::wait(std::vector<unsigned>& list, const char* what, unsigned number, Where where) {
+  Fiber& own = fiber();
+  list.push_back(current_);
+  own.waits = what, own.number = number, own.where = where;
+  stop();
+  go_on();
+  own.waits = nullptr;
+}
+void Wave::wake(std::vector<unsigned>& list) {
+  for (const unsigned t : std::exchange(list, {})) set_ready(t);
+  looked_ = false;
+}
+
+void Wave::give_way() {
+  const unsigned own = current_, first = random_.below(fibers_.size());
+  for (unsigned i = 0; i < fibers_.size(); ++i) {
+    const auto next = static_cast<unsigned>((first + i) % fibers_.size());
+    if (!(warps_[next / kLanes].ready >> next % kLanes & 1) || next == own) continue;
+    become(next);
+    return switch_fiber(fibers_[own].context, fibers_[next].context);
+  }
+}
+
+void Wave::end_thread() {
+  fiber().ended = true;
+  stop();
+  Block& own = block();
+  --own.running;
+  for (auto& [number, b] : own.barriers)  // that of all threads waits for one less
+    if (!b.count && own.running && b.arrived == own.running) release(b, number);
+  go_on(true);
+  std::abort();
+}
+
+std::string Wave::who_waits() const {
+  if (blocks_.size() == 1) return who_waits(0);
+  std::string all;
+  for (unsigned i = 0; i < blocks_.size(); ++i)
+    all += str(i ? "; block " : "block ", blocks_[i].index.x, ": ", who_waits(i));
+  return all;
+}
+std::string Wave::who_waits(unsigned block) const {
+  const Fiber* fibers = &fibers_[block * padded_];
+  std::string all;
+  for (unsigned first = 0, t = 1; t <= threads_; ++t) {
+    const Fiber &a = fibers[first], &b = fibers[std::min(t, threads_ - 1)];
+    if (t < threads_ && a.ended == b.ended && a.waits == b.waits && a.number == b.number &&
+        a.where.line() == b.where.line())
+      continue;
+    const std::string what = a.waits ? str(a.waits, a.number ? str(" ", a.number) : "") : "";
+    all += str(all.empty() ? "" : ", ", "threads ", first, " to ", t - 1, " ",
+               a.ended ? "have ended" : str("wait at ", what, " in ", text_of(a.where)));
+    first = t;
+  }
+  return all;
+}
+
+// ---- meetings ----
+
+void Wave::release(Barrier& b, unsigned number) {
+  std::map<unsigned, unsigned> lanes;
+  for (const unsigned t : b.waiting) lanes[t / kLanes] |= 1u << t % kLanes;
+  for (const auto& [w, here] : lanes) {
+    unsigned alive = 0;
+    for (unsigned l = 0; l < kLanes; ++l) alive |= unsigned{!fibers_[w * kLanes + l].ended} << l;
+    if (here != alive)
+      fail(str("some lanes only of warp ", w - own() * padded_ / kLanes, " meet at barrier ", number), fiber().where);
+  }
+  if (!b.waiting.empty()) order_.meet(b.waiting);
+  if (!b.told.empty()) {
+    const auto known = std::make_shared<const Order::Times>(std::exchange(b.told, {}));
+    for (const unsigned t : b.waiting) order_.learn(t, known);
+  }
+  b.result = std::exchange(b.all, true);
+  wake(b.waiting), b.count = b.arrived = 0;
+}
+
+bool Wave::meet(unsigned barrier, unsigned count, bool waits, bool x, Where where) {
+  if (barrier >= 16) fail(str("there is no barrier ", barrier), where);
+  if (count % kLanes || count > threads_) fail(str("a barrier of ", count, " threads of ", threads_), where);
+  Barrier& b = block().barriers[barrier];
+  if (b.arrived && b.count != count)
+    fail(str("threads meet at barrier ", barrier, " in different numbers: ", b.count, " and ", count), where);
+  b.count = count, ++b.arrived, b.all &= x;
+  fiber().where = where;
+  const bool last = b.arrived == (count ? count : block().running);
+  if (!waits) order_.tell(b.told, current_);
+  else if (last) b.waiting.push_back(current_);
+  if (last) release(b, barrier);
+  else if (waits) wait(b.waiting, "barrier", barrier, where);
+  return b.result;
+}
+
+void Wave::meet_cluster(bool waits, Where where) {
+  Barrier& b = cluster_barriers_[block().cluster];
+  if (!waits) {
+    ++b.arrived, order_.tell(b.told, current_);
+    unsigned running = 0;
+    for (unsigned i = 0; i < cluster_; ++i) running += blocks_[block().cluster + i].running;
+    if (b.arrived != running) return;
+    b.arrived = 0, ++b.count, b.known = std::make_shared<const Order::Times>(std::exchange(b.told, {}));
+    return wake(b.waiting);
+  }
+  while (fiber().clusters == b.count) wait(b.waiting, "the cluster's barrier", 0, where);
+  ++fiber().clusters;
+  order_.learn(current_, b.known);
+}
+
+void Wave::together(const char* what, void* operands, void (*compute)(void* const*), Where where, bool group) {
+  const unsigned size = group ? 4 * kLanes : kLanes, which = current_ / size;
+  Meeting& m = group ? groups_[which] : warps_[which].meeting;
+  if (m.arrived && m.compute != compute) fail(str("other lanes of the warp are not at ", what), where);
+  m.operands.resize(size);
+  m.compute = compute, m.operands[current_ % size] = operands;
+  if (++m.arrived < size) {
+    Fiber& own = fiber();
+    own.waits = what, own.number = 0, own.where = where;
+    stop();
+    go_on();
+    own.waits = nullptr;
+    return;
+  }
+  compute(m.operands.data());
+  m.arrived = 0;
+  for (unsigned w = which * size / kLanes; w < (which + 1) * size / kLanes; ++w) warps_[w].ready = ~0u;
+}
+
+void Wave::order_warp() {
+  unsigned lanes[kLanes];
+  std::iota(lanes, lanes + kLanes, current_ / kLanes * kLanes);
+  order_.meet(lanes);
+}
+
+}  // namespace kda::emulator

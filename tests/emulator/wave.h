@@ -1,0 +1,197 @@
+// Blocks that run at the same time: one alone, or, for a kernel with clusters, whose blocks may wait for each other, all of the grid.
+#pragma once
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "emulator.h"
+#include "fiber.h"
+#include "order.h"
+#include "shared_memory.h"
+
+namespace kda::emulator {
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15 + 1) {}
+  unsigned below(size_t n) {
+    state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
+    return static_cast<unsigned>((state_ >> 32) * n >> 32);
+  }
+  template <class T>
+  void shuffle(std::vector<T>& x) {
+    for (size_t i = x.size(); i > 1; --i) std::swap(x[i - 1], x[below(i)]);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+// Bytes of shared memory that a copy or a product reads.
+struct Range {
+  unsigned from, bytes;
+  Where where;
+};
+// A cp.async that has not been waited for.
+struct Copy {
+  unsigned to, size;
+  unsigned char bytes[16];
+};
+// Groups of what flies, the last one not committed.
+template <class T>
+struct Groups {
+  std::deque<std::vector<T>> all{1};
+  void add(const T& x) { all.back().push_back(x); }
+  void commit() { all.emplace_back(); }
+  // Ends all groups but the last `but` that are committed.
+  template <class End>
+  void wait(unsigned but, const End& end) {
+    for (; all.size() > but + 1; all.pop_front())
+      for (const T& x : all.front()) end(x);
+  }
+};
+
+struct Fiber {
+  Context context;
+  uint3 index;
+  bool ended = false;
+  const char* waits = nullptr;     // for what,
+  unsigned number = 0;             // which of them, if they have numbers,
+  Where where{};                   // and there
+  unsigned clusters = 0;           // how often it has met its cluster
+  const unsigned* flag = nullptr;  // looked at last, and what it said
+  unsigned seen = 0;
+  Groups<Copy> copies;
+  Groups<Range> bulk;
+};
+
+// Threads that meet. An instruction is what it computes.
+struct Meeting {
+  unsigned arrived = 0;
+  void (*compute)(void* const*) = nullptr;
+  std::vector<void*> operands;
+};
+struct Warp {
+  unsigned ready = 0;     // lanes that can go on
+  unsigned rotation = 0;  // lane that goes first
+  Meeting meeting;
+  Groups<Range> products;
+};
+struct Barrier {
+  unsigned count = 0, arrived = 0;  // count 0: all threads
+  bool all = true;
+  bool result = true;  // of the last time
+  std::vector<unsigned> waiting;
+  Order::Times told;  // by threads that only arrive
+  Order::Known known;
+};
+struct Mbarrier {
+  unsigned count, pending;
+  int64_t bytes = 0;
+  unsigned phase = 0;
+  Order::Times told;
+  Order::Known known;  // of phases that are over
+  std::vector<unsigned> waiting;
+  unsigned by;  // the thread that made it, and when
+  Order::Time made;
+  unsigned engine;  // its lane of the copy engine
+};
+
+struct Block {
+  uint3 index;
+  unsigned cluster;  // its first block
+  unsigned running;
+  SharedMemory memory;
+  std::map<unsigned, Barrier> barriers;
+  std::map<unsigned, Mbarrier> mbarriers;
+};
+
+class Wave {
+ public:
+  Wave(const Launch& launch, unsigned cluster, const std::vector<uint3>& blocks, const std::function<void()>& thread,
+       Random& random, Stacks& stacks);
+  ~Wave();
+  Wave(const Wave&) = delete;
+  // What went wrong, or "".
+  std::string run();
+
+  [[noreturn]] void fail(const std::string& what, Where where);
+  // Meets threads of the block at a barrier; waits: or only says that it is here.
+  bool meet(unsigned barrier, unsigned count, bool waits, bool x, Where where);
+  // Of the warp's lanes, or of the four warps of a warpgroup.
+  void together(const char* what, void* operands, void (*compute)(void* const*), Where where, bool group = false);
+  void meet_cluster(bool waits, Where where);
+  // Waits until wake(list).
+  void wait(std::vector<unsigned>& list, const char* what, unsigned number, Where where);
+  void wake(std::vector<unsigned>& list);
+  // For a thread that polls what has not changed: waits until another thread tells something, or no thread can go on.
+  void spin(Where where) { wait(spinning_, "a flag", 0, where); }
+  // Another thread of any warp goes on, if one can.
+  void give_way();
+  void wake_spinning() { wake(spinning_); }
+  // By the last lane of a warp: its lanes' accesses are ordered.
+  void order_warp();
+
+  Order& order() { return order_; }
+  unsigned next_engine() { return engines_++ % kLanes; }
+  std::map<const unsigned*, Order::Known>& flags() { return flags_; }  // in global memory: what they tell
+  Fiber& fiber() { return fibers_[current_]; }
+  Warp& warp() { return warps_[current_ / kLanes]; }
+  Warp& warp(unsigned i) { return warps_[i]; }
+  unsigned thread() const { return current_; }  // of all of the wave
+  unsigned rank() const { return own() - blocks_[own()].cluster; }
+  unsigned cluster() const { return cluster_; }
+  Block& block() { return blocks_[own()]; }
+  // The block of the cluster whose memory has that address.
+  Block& block_of(unsigned address);
+
+ private:
+  unsigned own() const { return current_ / padded_; }
+  unsigned lanes_of(unsigned warp) const;
+  void begin_block(unsigned i);
+  void set_ready(unsigned thread) { warps_[thread / kLanes].ready |= 1u << thread % kLanes; }
+  void stop() { warps_[current_ / kLanes].ready &= ~(1u << current_ % kLanes); }
+  void release(Barrier& b, unsigned number);
+  void go_on(bool ends = false);
+  bool pick();
+  void become(unsigned thread);
+  [[noreturn]] void leave();
+  [[noreturn]] void end_thread();
+  static void entry();
+  std::string place() const;
+  std::string who_waits() const;
+  std::string who_waits(unsigned block) const;
+
+  const std::function<void()>& thread_;
+  Random& random_;
+  Stacks& stacks_;
+  const dim3 size_;
+  const unsigned threads_, padded_, cluster_;  // of a block; with whole warps; blocks
+  Order order_;
+  std::vector<Block> blocks_;
+  Context host_;
+  std::vector<Fiber> fibers_;
+  std::vector<Warp> warps_;
+  std::map<unsigned, Meeting> groups_;            // of four warps
+  std::map<unsigned, Barrier> cluster_barriers_;  // by the cluster's first block
+  std::map<const unsigned*, Order::Known> flags_;
+  std::vector<unsigned> spinning_;
+  bool looked_ = false;  // they have polled again since the last wake()
+  unsigned engines_ = 0;
+  unsigned current_ = 0, active_ = 0;  // thread; block that has the variables
+  std::string failure_;
+};
+
+// The one that runs.
+extern Wave* wave;
+
+// What a thread throws to end the launch: or to begin again, with clusters.
+struct Failure {
+  std::string what;
+};
+constexpr char kNeedsClusters[] = "asks for its rank in a cluster";
+
+}  // namespace kda::emulator
