@@ -1,4 +1,4 @@
-"""What the library says of a call of decode or of the speculative functions, instead of running it."""
+"""What the library says of a call of decode, of the speculative functions or of a backward, instead of running it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ _INPUTS = (
     "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
 )  # fmt: skip
 
+_TRAINING = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state", "lower_bound", "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+    "cu_seqlens", "safe_gate",
+)  # fmt: skip
+
 
 def explain_call(op: str, keywords: dict[str, Any]) -> str:
     """Of the operator's function with these keywords."""
@@ -34,6 +40,35 @@ def explain_call(op: str, keywords: dict[str, Any]) -> str:
         if views := with_views(error, bound.arguments):
             return explain_call(op, views)
         raise refusal(error, dict(bound.arguments)) from None
+
+
+def explain_backward(keywords: dict[str, Any]) -> str:
+    """Of the backward of :func:`kda.chunk_kda` with these keywords: all inputs want gradients, all outputs have one."""
+    import torch
+
+    from . import autograd, ops
+
+    bound = inspect.signature(ops.chunk_kda).bind(**keywords)
+    bound.apply_defaults()
+    a = bound.arguments
+    if a["kwargs"]:
+        raise TypeError(f"chunk_kda: unexpected arguments {sorted(a['kwargs'])}")
+    if a["cp_context"] is not None:
+        raise ValueError("cp_context: expected None, as each rank chooses for its own window, got a context")
+    try:
+        call = ops._training_call(*(a[name] for name in _TRAINING))
+        K, h_every = call.q.shape[3], 1 if a["disable_recompute"] else autograd.H_EVERY
+        kinds = autograd.saved_kinds(call.v, K, call.cu, call.options, h_every)
+        saved = [call.v.new_empty(shape, dtype=dtype) for shape, dtype in kinds]
+        states = autograd.state_shape(call.v, K, call.cu, call.options)
+        dhT = call.v.new_empty(states, dtype=autograd.wide_dtype(call.q)) if a["output_final_state"] else None
+        d_o = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+        _, arguments = autograd.backward_call(*call, saved, h_every, d_o, dhT, [True] * 8, a["impl"])
+        return str(library().backward_explain(*arguments))
+    except Exception as error:
+        if views := with_views(error, a):
+            return explain_backward(views)
+        raise refusal(error, dict(a)) from None
 
 
 def _for_the_binding(op: str, a: dict[str, Any]) -> tuple[Any, ...]:

@@ -153,22 +153,29 @@ def plain(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def run_backward(
+def backward_call(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], h_every: int, d_o: Tensor,
     dhT: Tensor | None, wanted: Sequence[bool], impl: str | None = None,
-) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted."""
+) -> tuple[list[Tensor | None], tuple[Any, ...]]:  # fmt: skip
+    """Places for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and what the library
+    is called with."""
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
     grads = [
         _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format)) if w and x is not None else None
         for x, w in zip(inputs, wanted, strict=True)
     ]
     d_o, dhT = plain(d_o), None if dhT is None else plain(dhT)
-    library().backward(
+    return grads, (
         q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *four(saved), *grads, h_every if saved else 0,
         impl, 0, None,
     )  # fmt: skip
+
+
+def run_backward(*arguments: Any, **options: Any) -> list[Tensor | None]:
+    """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted: see :func:`backward_call`."""
+    grads, call = backward_call(*arguments, **options)
+    library().backward(*call)
     return grads
 
 

@@ -77,7 +77,6 @@ def chunk_kda(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """Chunked KDA with autograd: prefill, and the training forward. Signature and semantics of FLA's ``chunk_kda``.
-    There are no gradients on GPUs yet.
 
     Args:
         q, k: ``[B, T, H, K]``, bfloat16, float16 or float32.
@@ -92,8 +91,9 @@ def chunk_kda(
         use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(sum of squares + 1e-6)`` first.
         allow_neg_eigval: ``2 * sigmoid(beta)`` instead of ``sigmoid(beta)``.
         safe_gate: a promise that ``lower_bound <= g``; checked like FLA's, and not needed here: every gate is exact.
-        disable_recompute: keep what backward would compute again: per value head ``K*V/16 + 4*V + 512`` bytes a token
-            instead of ``K*V/128`` (a state every 512 tokens).
+        disable_recompute: keep what backward would compute again. On the CPU: per value head ``K*V/16 + 4*V + 512``
+            bytes a token instead of ``K*V/128`` (a state every 512 tokens). On a GPU: ``K*V/32 + 2*V`` bytes for 16-bit
+            inputs with ``state_v_first``, else nothing, as without it.
         return_intermediate_states: also return the state before every 64-token chunk; only under
             ``torch.inference_mode()``.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
@@ -661,7 +661,7 @@ def _forward_arguments(
     )  # fmt: skip
 
 
-_EXPLAINED = ("forward", "decode", "verify", "flush", "flush_verify")
+_EXPLAINED = ("forward", "backward", "decode", "verify", "flush", "flush_verify")
 
 
 def explain(
@@ -679,10 +679,12 @@ def explain(
     chosen one. Nothing is computed.
 
     Args:
-        op: the function whose call it is: ``"forward"`` (:func:`prefill`), ``"decode"`` (:func:`decode` and
-            :func:`kda.decode_mtp`), ``"verify"`` (:func:`kda.verify_kvbuffer`), ``"flush"``
-            (:func:`kda.flush_kvbuffer`) or ``"flush_verify"`` (:func:`kda.flush_verify_kvbuffer`).
+        op: the function whose call it is: ``"forward"`` (:func:`prefill`), ``"backward"`` (of :func:`chunk_kda`, with
+            gradients of all that goes in and comes out), ``"decode"`` (:func:`decode` and :func:`kda.decode_mtp`),
+            ``"verify"`` (:func:`kda.verify_kvbuffer`), ``"flush"`` (:func:`kda.flush_kvbuffer`) or ``"flush_verify"``
+            (:func:`kda.flush_verify_kvbuffer`).
         q, k, v, g, beta, state, ...: arguments of that function, by keyword what comes later there; all of a flush.
+            ``chunk_kda`` has no ``state``: there it is ``initial_state``.
 
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
@@ -697,9 +699,11 @@ def explain(
     if op not in _EXPLAINED:
         raise ValueError(f"op: expected one of {', '.join(_EXPLAINED)}, got {op!r}")
     if op != "forward":
-        from ._explain import explain_call
+        from ._explain import explain_backward, explain_call
 
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        if op == "backward":
+            return explain_backward(inputs | ({} if state is None else {"initial_state": state}) | kwargs)
         if op == "flush":  # has none of these
             inputs = {name: x for name, x in inputs.items() if x is not None}
         return explain_call(op, {**inputs, "state": state, **kwargs})

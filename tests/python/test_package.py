@@ -184,7 +184,61 @@ def test_explain_says_which_and_why_not(op: str, monkeypatch: pytest.MonkeyPatch
     assert wide[-1].startswith("* reference")
     assert all("float64" in line for line in wide[:-1] if not line.startswith("- cuda"))
     with pytest.raises(ValueError, match=r"^op: "):
-        kda.explain(**p.keywords, op="backward")
+        kda.explain(**p.keywords, op="segment")
+
+
+def training_call(**more: Any) -> dict[str, Any]:
+    p = make(2, 70, state=False)
+    tensors = {n: x for n, x in p.keywords.items() if n in ("q", "k", "v", "g", "beta")}
+    return tensors | {"output_final_state": True} | more
+
+
+def test_explain_of_a_backward() -> None:
+    lines = kda.explain(**training_call(), op="backward").splitlines()
+    assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations("backward"))
+    for impl in cpu_implementations("backward"):
+        lines = kda.explain(**training_call(impl=impl), op="backward").splitlines()
+        assert [line[2:].split(":")[0] for line in lines if line[0] == "*"] == [impl]
+    with pytest.raises(TypeError, match="no_such_option"):
+        kda.explain(**training_call(no_such_option=1), op="backward")
+    with pytest.raises(ValueError, match=r"^beta: expected .*"):
+        kda.explain(**training_call(beta=torch.zeros(2, 70, 3)), op="backward")
+    with pytest.raises(ValueError, match=r"^cp_context: expected None"):
+        kda.explain(**training_call(cp_context=object()), op="backward")
+
+
+@pytest.mark.parametrize("disable_recompute", [False, True])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_explain_hands_over_what_a_backward_does(
+    v_first: bool, disable_recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is given the same, but for what the memory holds."""
+    calls: list[tuple[Any, ...]] = []
+    real = _lib.library()
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("backward", "backward_explain"):
+                return getattr(real, name)
+            return lambda *arguments: calls.append(arguments) or getattr(real, name)(*arguments)
+
+    monkeypatch.setattr(_lib, "_library", Library())
+    A_log = torch.zeros(2)
+    inputs = training_call(use_gate_in_kernel=True, A_log=A_log, disable_recompute=disable_recompute)
+    inputs |= {"state_v_first": v_first, "initial_state": torch.zeros(2, 2, *((24, 16) if v_first else (16, 24)))}
+    kda.explain(**inputs, op="backward")
+    for x in inputs.values():
+        if isinstance(x, torch.Tensor):
+            x.requires_grad_()
+    o, state = kda.chunk_kda(**inputs)
+    (o.sum() + state.sum()).backward()
+    explained, called = calls
+    assert len(called) == len(explained) > 30
+    for a, b in zip(called, explained, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        else:
+            assert a == b
 
 
 @pytest.mark.parametrize("ring", [False, True])
