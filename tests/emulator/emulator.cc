@@ -47,16 +47,12 @@ std::string run(const Launch& launch, const std::function<void()>& thread) {
   for (unsigned z = 0; z < launch.grid.z; ++z)
     for (unsigned y = 0; y < launch.grid.y; ++y)
       for (unsigned x = 0; x < launch.grid.x; ++x) blocks.push_back({x, y, z});
-  std::vector<size_t> order(blocks.size());
-  std::iota(order.begin(), order.end(), 0);
-  random.shuffle(order);
-  for (const size_t i : order) {
-    const std::string failure = Wave(launch, 1, {blocks[i]}, thread, random, stacks).run();
-    if (i == order[0] && failure.find(kNeedsClusters) != std::string::npos)
-      return Wave(launch, 2, blocks, thread, random, stacks).run();
-    if (!failure.empty()) return failure;
-  }
-  return "";
+  std::vector<uint3> shuffled = blocks;
+  random.shuffle(shuffled);
+  Wave alone(launch, 1, std::move(shuffled), thread, random, stacks);
+  const std::string failure = alone.run();
+  if (alone.is_beyond_first() || failure.find(kNeedsClusters) == std::string::npos) return failure;
+  return Wave(launch, 2, std::move(blocks), thread, random, stacks).run();
 }
 
 void fail(const std::string& what, Where where) { wave->fail(what, where); }

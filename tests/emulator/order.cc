@@ -7,7 +7,8 @@ namespace kda::emulator {
 
 void Order::begin(unsigned warps) {
   warps_ = warps, now_ = 1;
-  known_.assign(size_t{warps + 1} * kLanes, std::make_shared<Times>(2 * half(), 0));
+  nothing_ = std::make_shared<Times>(2 * half(), 0);
+  known_.assign(size_t{warps + 1} * kLanes, nothing_);
   told_.reset(), before_.reset(), heard_.reset();
 }
 

@@ -24,6 +24,8 @@ class Order {
   void begin(unsigned warps);
   unsigned engine() const { return warps_ * kLanes; }
   bool is_engine(unsigned thread) const { return thread >= engine(); }
+  // Another thread begins in its place.
+  void forget(unsigned thread) { known_[thread] = nothing_; }
   Time now() const { return now_; }
 
   // Did an access by some lanes of a warp happen before what `thread` does now? async: and does the async proxy see it?
@@ -45,6 +47,7 @@ class Order {
 
   unsigned warps_ = 0;
   Time now_ = 1;
+  Own nothing_;
   std::vector<Own> known_;  // of each thread; shared while it is the same
   Own told_;                // the last result of learn(), of `before_` and `heard_`
   Own before_;

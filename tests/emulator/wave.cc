@@ -16,49 +16,84 @@ namespace kda::emulator {
 
 Wave* wave = nullptr;
 
-Wave::Wave(const Launch& launch, unsigned cluster, const std::vector<uint3>& blocks,
-           const std::function<void()>& thread, Random& random, Stacks& stacks)
+namespace {
+
+unsigned slots(unsigned cluster, size_t blocks) {
+  if (cluster == 1) return 1;
+  const unsigned most = std::max<unsigned>(static_cast<unsigned>(gpu().multiprocessors) / cluster, 1) * cluster;
+  return static_cast<unsigned>(std::min<size_t>(most, blocks));
+}
+
+}  // namespace
+
+Wave::Wave(const Launch& launch, unsigned cluster, std::vector<uint3> blocks, const std::function<void()>& thread,
+           Random& random, Stacks& stacks)
     : thread_(thread),
       random_(random),
       stacks_(stacks),
       size_(launch.block),
+      shared_bytes_(launch.shared_bytes),
       threads_(size_.x * size_.y * size_.z),
       padded_((threads_ + kLanes - 1) / kLanes * kLanes),
-      cluster_(cluster) {
-  const auto count = static_cast<unsigned>(blocks.size());
-  order_.begin(count * padded_ / kLanes);
-  blocks_.reserve(count);
-  for (unsigned i = 0; i < count; ++i)
-    blocks_.push_back({.index = blocks[i],
-                       .cluster = i / cluster * cluster,
-                       .running = threads_,
-                       .memory = SharedMemory(order_, i * padded_, launch.shared_bytes),
-                       .barriers = {},
-                       .mbarriers = {}});
-  stacks_.prepare(size_t{count} * threads_);
-  fibers_.resize(size_t{count} * padded_), warps_.resize(fibers_.size() / kLanes);
-  close_shared_variables_behind(launch.shared_bytes);
-  for (unsigned i = 0; i < count; ++i) begin_block(i);
+      cluster_(cluster),
+      slots_(slots(cluster, blocks.size())),
+      order_of_blocks_(std::move(blocks)),
+      blocks_(slots_),
+      fibers_(size_t{slots_} * padded_),
+      warps_(fibers_.size() / kLanes) {
+  order_.begin(slots_ * padded_ / kLanes);
+  stacks_.prepare(size_t{slots_} * threads_);
+  close_shared_variables_behind(shared_bytes_);
   wave = this;
 }
 Wave::~Wave() { wave = nullptr; }
 
-void Wave::begin_block(unsigned i) {
-  for (unsigned t = 0; t < threads_; ++t) {
-    Fiber& f = fibers_[i * padded_ + t];
-    f.context = stacks_.begin(i * threads_ + t, entry);
+// The next block of the grid, where one has ended.
+void Wave::begin_block(unsigned slot) {
+  blocks_[slot].reset(new Block{.index = order_of_blocks_[next_++],
+                                .running = threads_,
+                                .memory = SharedMemory(order_, slot * padded_, shared_bytes_),
+                                .barriers = {},
+                                .mbarriers = {}});
+  for (unsigned t = 0; t < padded_; ++t) {
+    Fiber& f = fibers_[slot * padded_ + t] = {};
+    f.ended = t >= threads_;
+    if (f.ended) continue;
+    f.context = stacks_.begin(slot * threads_ + t, entry);
     f.index = {t % size_.x, t / size_.x % size_.y, t / size_.x / size_.y};
+    order_.forget(slot * padded_ + t);
   }
-  for (unsigned t = threads_; t < padded_; ++t) fibers_[i * padded_ + t].ended = true;
-  for (unsigned w = i * padded_ / kLanes; w < (i + 1) * padded_ / kLanes; ++w)
+  for (unsigned w = slot * padded_ / kLanes; w < (slot + 1) * padded_ / kLanes; ++w) {
+    warps_[w] = {};
     warps_[w].ready = lanes_of(w), warps_[w].rotation = random_.below(kLanes);
+  }
+  if (slot == active_) blocks_[slot]->memory.take_variables();
+}
+
+bool Wave::is_over(unsigned first_slot) const {
+  for (unsigned i = first_slot; i < first_slot + cluster_; ++i)
+    if (blocks_[i] && blocks_[i]->running) return false;
+  return true;
+}
+
+// Clusters that are left, where there is room. false: there are none.
+bool Wave::begin_blocks() {
+  bool any = false;
+  for (unsigned slot = 0; slot + cluster_ <= slots_ && next_ + cluster_ <= order_of_blocks_.size(); slot += cluster_) {
+    if (!is_over(slot)) continue;
+    for (unsigned i = 0; i < cluster_; ++i) begin_block(slot + i);
+    cluster_barriers_.erase(slot);
+    any = true;
+  }
+  return any;
 }
 
 std::string Wave::run() {
-  blocks_[0].memory.take_variables();
-  current_ = random_.below(warps_.size()) * kLanes;
   host_ = thread_context();
-  if (pick()) switch_fiber(host_, fibers_[current_].context);
+  while (failure_.empty() && begin_blocks()) {
+    current_ = random_.below(warps_.size()) * kLanes;
+    if (pick()) switch_fiber(host_, fibers_[current_].context);
+  }
   return std::exchange(failure_, {});
 }
 
@@ -87,7 +122,7 @@ void Wave::fail(const std::string& what, Where where) {
 }
 
 std::string Wave::place() const {
-  const uint3 b = blocks_[own()].index;
+  const uint3 b = blocks_[own()]->index;
   return str("block ", b.x, ",", b.y, ",", b.z);
 }
 
@@ -98,7 +133,7 @@ unsigned Wave::lanes_of(unsigned warp) const {
 
 Block& Wave::block_of(unsigned address) {
   const unsigned rank = address >> 24 & 0x7f;
-  return blocks_[blocks_[own()].cluster + (address >> 31 ? this->rank() : rank % cluster_)];
+  return *blocks_[own() / cluster_ * cluster_ + (address >> 31 ? this->rank() : rank % cluster_)];
 }
 
 // ---- which thread runs ----
@@ -121,10 +156,10 @@ bool Wave::pick() {
 
 void Wave::become(unsigned thread) {
   current_ = thread;
-  threadIdx = fibers_[thread].index, blockIdx = blocks_[own()].index;
+  threadIdx = fibers_[thread].index, blockIdx = blocks_[own()]->index;
   if (own() == active_) return;
-  blocks_[active_].memory.leave_variables();
-  blocks_[active_ = own()].memory.take_variables();
+  blocks_[active_]->memory.leave_variables();
+  blocks_[active_ = own()]->memory.take_variables();
 }
 
 // The running fiber cannot go on for now, or has ended.
@@ -136,7 +171,7 @@ void Wave::go_on(bool ends) {
     if (Context& next = fiber().context; &next != &from) switch_fiber(from, next, ends);
     return;
   }
-  const bool all = std::all_of(blocks_.begin(), blocks_.end(), [](const Block& b) { return b.running == 0; });
+  const bool all = std::all_of(blocks_.begin(), blocks_.end(), [](const auto& b) { return b->running == 0; });
   if (!all) failure_ = str(place(), ": deadlock: ", who_waits());
   leave();
 }
@@ -171,6 +206,7 @@ void Wave::end_thread() {
   --own.running;
   for (auto& [number, b] : own.barriers)  // that of all threads waits for one less
     if (!b.count && own.running && b.arrived == own.running) release(b, number);
+  if (is_over(current_ / padded_ / cluster_ * cluster_) && next_ < order_of_blocks_.size()) leave();
   go_on(true);
   std::abort();
 }
@@ -179,7 +215,7 @@ std::string Wave::who_waits() const {
   if (blocks_.size() == 1) return who_waits(0);
   std::string all;
   for (unsigned i = 0; i < blocks_.size(); ++i)
-    all += str(i ? "; block " : "block ", blocks_[i].index.x, ": ", who_waits(i));
+    all += str(i ? "; block " : "block ", blocks_[i]->index.x, ": ", who_waits(i));
   return all;
 }
 std::string Wave::who_waits(unsigned block) const {
@@ -235,11 +271,12 @@ bool Wave::meet(unsigned barrier, unsigned count, bool waits, bool x, Where wher
 }
 
 void Wave::meet_cluster(bool waits, Where where) {
-  Barrier& b = cluster_barriers_[block().cluster];
+  const unsigned first = own() / cluster_ * cluster_;
+  Barrier& b = cluster_barriers_[first];
   if (!waits) {
     ++b.arrived, order_.tell(b.told, current_);
     unsigned running = 0;
-    for (unsigned i = 0; i < cluster_; ++i) running += blocks_[block().cluster + i].running;
+    for (unsigned i = 0; i < cluster_; ++i) running += blocks_[first + i]->running;
     if (b.arrived != running) return;
     b.arrived = 0, ++b.count, b.known = std::make_shared<const Order::Times>(std::exchange(b.told, {}));
     return wake(b.waiting);

@@ -1,4 +1,5 @@
-// Blocks that run at the same time: one alone, or, for a kernel with clusters, whose blocks may wait for each other, all of the grid.
+// A grid that runs: one block after another, or, for a kernel with clusters, whose blocks may wait for each other, as many at a time
+// as the GPU has SMs.
 #pragma once
 #include <deque>
 #include <functional>
@@ -102,8 +103,7 @@ struct Mbarrier {
 
 struct Block {
   uint3 index;
-  unsigned cluster;  // its first block
-  unsigned running;
+  unsigned running;  // threads
   SharedMemory memory;
   std::map<unsigned, Barrier> barriers;
   std::map<unsigned, Mbarrier> mbarriers;
@@ -111,7 +111,8 @@ struct Block {
 
 class Wave {
  public:
-  Wave(const Launch& launch, unsigned cluster, const std::vector<uint3>& blocks, const std::function<void()>& thread,
+  // Blocks begin in that order. cluster: how many of them are one.
+  Wave(const Launch& launch, unsigned cluster, std::vector<uint3> blocks, const std::function<void()>& thread,
        Random& random, Stacks& stacks);
   ~Wave();
   Wave(const Wave&) = delete;
@@ -142,16 +143,19 @@ class Wave {
   Warp& warp() { return warps_[current_ / kLanes]; }
   Warp& warp(unsigned i) { return warps_[i]; }
   unsigned thread() const { return current_; }  // of all of the wave
-  unsigned rank() const { return own() - blocks_[own()].cluster; }
+  unsigned rank() const { return own() % cluster_; }
   unsigned cluster() const { return cluster_; }
-  Block& block() { return blocks_[own()]; }
+  Block& block() { return *blocks_[own()]; }
+  bool is_beyond_first() const { return next_ > slots_; }  // have more than the first blocks begun?
   // The block of the cluster whose memory has that address.
   Block& block_of(unsigned address);
 
  private:
   unsigned own() const { return current_ / padded_; }
   unsigned lanes_of(unsigned warp) const;
-  void begin_block(unsigned i);
+  void begin_block(unsigned slot);
+  bool begin_blocks();
+  bool is_over(unsigned first_slot) const;
   void set_ready(unsigned thread) { warps_[thread / kLanes].ready |= 1u << thread % kLanes; }
   void stop() { warps_[current_ / kLanes].ready &= ~(1u << current_ % kLanes); }
   void release(Barrier& b, unsigned number);
@@ -169,9 +173,12 @@ class Wave {
   Random& random_;
   Stacks& stacks_;
   const dim3 size_;
-  const unsigned threads_, padded_, cluster_;  // of a block; with whole warps; blocks
+  const size_t shared_bytes_;
+  const unsigned threads_, padded_, cluster_, slots_;  // of a block; with whole warps; blocks: of a cluster, at a time
   Order order_;
-  std::vector<Block> blocks_;
+  const std::vector<uint3> order_of_blocks_;
+  unsigned next_ = 0;                           // block
+  std::vector<std::unique_ptr<Block>> blocks_;  // by slot
   Context host_;
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
