@@ -69,6 +69,7 @@ lint:
 	$(PART) "ruff" .venv/bin/ruff check -q .
 	$(PART) "ruff format" .venv/bin/ruff format -q --check .
 	$(PART) "mypy" .venv/bin/mypy
+	$(PART) "rules of the house" $(PYTHON) tools/lint_house.py
 
 build: | build-dir
 	$(PART) "configure release" env $(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --preset release -DKDA_CUDA=$(KDA_CUDA) \

@@ -9,7 +9,9 @@ cd "$(dirname "$0")/.."
 what=${1:-build}
 
 packages=(g++ cmake ninja-build libhwy-dev libgomp1 python3 python3-venv)
-if [ "$what" = test ]; then packages+=(ccache libgtest-dev clang-14 libomp-14-dev libclang-rt-14-dev binutils pkg-config); fi
+if [ "$what" = test ]; then
+  packages+=(ccache libgtest-dev clang-14 libomp-14-dev libclang-rt-14-dev binutils pkg-config)
+fi
 
 missing=()
 for package in "${packages[@]}"; do
@@ -29,7 +31,8 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
   echo "setup: installing ${missing[*]}"
   "${as_root[@]}" apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" > /dev/null
+  DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" \
+    > /dev/null
 fi
 
 # The environment is complete when the stamp holds the requirements it was made from.
@@ -37,7 +40,8 @@ stamp=.venv/kda-requirements.txt
 if ! cmp -s tools/requirements.txt "$stamp"; then
   echo "setup: making .venv (torch is the large part)"
   python3 -m venv .venv
-  # The lists name each file by its hash: nothing else gets in. First the build of torch for CPUs, where pip is offered it.
+  # The lists name each file by its hash: nothing else gets in. First the build of torch for CPUs, where pip is offered
+  # it.
   install=(.venv/bin/pip install --no-deps --require-hashes --progress-bar off --disable-pip-version-check)
   "${install[@]}" -r tools/requirements-local.txt || echo "setup: so torch comes from the index, with CUDA"
   "${install[@]}" -r tools/requirements.txt

@@ -429,7 +429,8 @@ struct Call {
 
   // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
-    // Decode of few tokens needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small step.
+    // Decode of few tokens needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small
+    // step.
     if constexpr (std::is_same_v<Args, kda_decode_args>)
       if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0 && decodes_few(args.in, args.states)) return;
     uint64_t bytes = 0;

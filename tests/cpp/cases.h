@@ -200,8 +200,8 @@ inline std::vector<Case> cases() {
   return all;
 }
 
-// All of f32's range, in what is multiplied or squared before anything bounds it. Not among those above: gradients of some
-// are infinite.
+// All of f32's range, in what is multiplied or squared before anything bounds it. Not among those above: gradients of
+// some are infinite.
 inline std::vector<Case> edge_cases() {
   const auto gates = [](const char* name, int32_t form, float lower_bound, int32_t dtype) {
     Case c{

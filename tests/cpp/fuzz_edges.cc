@@ -1,5 +1,5 @@
-// Seeded calls of all operators at the edges: numbers at the ends of their range, thread counts that make no sense, small
-// stacks, forks, memory that overlaps.
+// Seeded calls of all operators at the edges: numbers at the ends of their range, thread counts that make no sense,
+// small stacks, forks, memory that overlaps.
 //   fuzz_edges [calls] [seed] [first] [cpu|cuda] [seconds]      a failure prints the arguments that repeat it
 // What a call gives is compared with the float64 oracle, and to the bit with the same call made elsewhere. On CUDA all
 // tensors are copied to the device and back.
@@ -98,7 +98,8 @@ kda_status run(Args a) {
 
 template <class Args>
 Promise promise(Args& a) {
-  // docs/numerics.md: o and states on CUDA, where the operands of tensor cores have 11 bits; on the CPU float32 throughout.
+  // docs/numerics.md: o and states on CUDA, where the operands of tensor cores have 11 bits; on the CPU float32
+  // throughout.
   Promise p = on_cuda ? Promise{5e-3, 0x1p10, 0} : Promise{1e-4, 16, 0};
   if constexpr (kReadsRounded<Args>)  // a state in 16 bits may be rounded up here and down there
     if (a.states.h0.dtype == KDA_BF16) p.gate = 0.02;

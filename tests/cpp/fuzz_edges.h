@@ -8,8 +8,8 @@
 
 namespace kda::test {
 
-// What a number of a tensor does to a result. In `kLinear` and `kRecurrent` ones it is a factor, and that of a recurrence
-// makes it grow. What comes of gates and normalised rows is bounded, so float32 promises them at any value.
+// What a number of a tensor does to a result. In `kLinear` and `kRecurrent` ones it is a factor, and that of a
+// recurrence makes it grow. What comes of gates and normalised rows is bounded, so float32 promises them at any value.
 enum class Role { kNone, kRawGate, kLogGate, kNormalised, kLinear, kRecurrent };
 
 template <class Args>
@@ -152,14 +152,15 @@ bool has_subnormals_and_infinities(Args& a) {
   return subnormal && infinite;
 }
 
-// How far a result may be: `gate` of its size, or `noise` of what it changes by when all inputs do by kNudge of theirs (it is
-// a small difference then), or what underflowed. Beside all that its own store is rounded.
+// How far a result may be: `gate` of its size, or `noise` of what it changes by when all inputs do by kNudge of theirs
+// (it is a small difference then), or what underflowed. Beside all that its own store is rounded.
 struct Promise {
   double gate, noise, underflow;
 };
 constexpr double kNudge = 0x1p-20;
 
-// The call with float64 inputs, each off by kNudge at most. A gate's sum x + dt_bias may cancel, but is exact to its last bit.
+// The call with float64 inputs, each off by kNudge at most. A gate's sum x + dt_bias may cancel, but is exact to its
+// last bit.
 template <class Args>
 Args nudged(Args a, Arena& into, Random& random) {
   into.clear();
@@ -203,8 +204,8 @@ struct Sums {
   int64_t at = 0;
 };
 
-// Adds element i, which `noise` may take beyond the dtype, and says no if one of the two is finite only. What is beyond the
-// dtype counts as infinite, and where float64 is not finite any such number is right.
+// Adds element i, which `noise` may take beyond the dtype, and says no if one of the two is finite only. What is beyond
+// the dtype counts as infinite, and where float64 is not finite any such number is right.
 inline bool add(Sums& sums, int64_t i, double ref, double x, double nudge, double noise, int32_t dtype) {
   const double most = largest_of(dtype);
   if (!std::isfinite(ref)) return !std::isfinite(x);
@@ -229,7 +230,8 @@ struct Tainted {
   int64_t rows = 0, heads = 0;
   std::vector<bool> any;
 
-  // The same of a tensor that may have fewer heads than the call has value heads, or other rows (packed states; sums over all).
+  // The same of a tensor that may have fewer heads than the call has value heads, or other rows (packed states; sums
+  // over all).
   template <class F>
   void each(int64_t row, int64_t row_count, int64_t head, int64_t head_count, const F& f) {
     const int64_t group = heads / head_count, first = row_count == rows ? row : 0;
@@ -257,9 +259,9 @@ inline Place place_of(const kda_tensor& t, int dim, int64_t i) {
   return {rows, t.shape[dim], i / of_row, i / inner % t.shape[dim]};
 }
 
-// Of stages and gradients nothing is promised within a row and head that such a number is in. prefill_f32 is made of stages
-// on CUDA: there such a number also reaches the earlier tokens of its chunk. Of the gate's gradient this holds for dg alone
-// (infinity times a slope of 0 is 0 or NaN): an infinite input has slopes that are known.
+// Of stages and gradients nothing is promised within a row and head that such a number is in. prefill_f32 is made of
+// stages on CUDA: there such a number also reaches the earlier tokens of its chunk. Of the gate's gradient this holds
+// for dg alone (infinity times a slope of 0 is 0 or NaN): an infinite input has slopes that are known.
 template <class Args>
 Tainted tainted_by(Args& a) {
   Tainted found;

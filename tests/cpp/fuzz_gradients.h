@@ -1,5 +1,5 @@
-// Gradients of gates are small differences of large sums: dg of a token is what q dq and k dk of all after it leave, and what
-// rounds there is no smaller where the decay is strong. How much that is.
+// Gradients of gates are small differences of large sums: dg of a token is what q dq and k dk of all after it leave,
+// and what rounds there is no smaller where the decay is strong. How much that is.
 #pragma once
 #include <map>
 
@@ -52,8 +52,8 @@ inline Noise cancelled(const kda_backward_args& a, const std::vector<Field>&, co
   return noise;
 }
 
-// Sums of a gate's gradients round as large as their terms are, and are lost if those are beyond float32, or the gate is. A
-// gradient that underflows is multiplied by the gate.
+// Sums of a gate's gradients round as large as their terms are, and are lost if those are beyond float32, or the gate
+// is. A gradient that underflows is multiplied by the gate.
 inline Noise cancelled(const kda_gate_backward_args& a, const std::vector<Field>&,
                        const std::vector<kda_tensor>& expected, Arena&) {
   const int64_t HV = a.x.shape[1], K = a.x.shape[2];

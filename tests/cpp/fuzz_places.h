@@ -1,4 +1,5 @@
-// Where a call may run: in a thread with a small stack, in a forked child. A call that crashes or hangs says how to repeat it.
+// Where a call may run: in a thread with a small stack, in a forked child. A call that crashes or hangs says how to
+// repeat it.
 #pragma once
 #include <pthread.h>
 #include <signal.h>

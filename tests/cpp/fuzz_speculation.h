@@ -1,5 +1,5 @@
-// Legal random calls of speculative decoding, for fuzz.cc to break. What lives on the device is garbage now and then: that
-// is legal.
+// Legal random calls of speculative decoding, for fuzz.cc to break. What lives on the device is garbage now and then:
+// that is legal.
 #pragma once
 #include "fuzz_calls.h"
 

@@ -1,5 +1,5 @@
-// The gate alone, element by element, over all of float32's range of A_log, x and dt_bias: forms that say what is right in
-// long double, whose exponents reach far beyond.
+// The gate alone, element by element, over all of float32's range of A_log, x and dt_bias: forms that say what is right
+// in long double, whose exponents reach far beyond.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -80,8 +80,8 @@ struct GateEdges {
     return a;
   }
 
-  // 1e-4 of each number, and what a subnormal factor is rounded by (a slope, which dA_log multiplies with lb a z < 500).
-  // Beyond float32 there is infinity.
+  // 1e-4 of each number, and what a subnormal factor is rounded by (a slope, which dA_log multiplies with lb a z <
+  // 500). Beyond float32 there is infinity.
   static bool near(double got, long double expected, const GateElement& e, double parts = 1) {
     constexpr double kMost = std::numeric_limits<float>::max(), kLeast = 1e-37;
     const double want = static_cast<double>(expected);

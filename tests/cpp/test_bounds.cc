@@ -1,5 +1,5 @@
-// Calls whose sizes no memory bounds: strides of 0 and empty tensors. No size wraps, and nothing runs for longer than there
-// is something to do. And how many threads a call starts, whatever it asks for.
+// Calls whose sizes no memory bounds: strides of 0 and empty tensors. No size wraps, and nothing runs for longer than
+// there is something to do. And how many threads a call starts, whatever it asks for.
 #include <chrono>
 #include <cstdlib>
 #include <locale>

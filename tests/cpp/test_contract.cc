@@ -234,8 +234,8 @@ TYPED_TEST(Contract, NegativeSize) {
   });
 }
 
-// Sizes are told by q and v (x, in the gate operators, and the width by weight) and by the pools; every other tensor has
-// to agree.
+// Sizes are told by q and v (x, in the gate operators, and the width by weight) and by the pools; every other tensor
+// has to agree.
 template <class Args>
 bool leads_stage(const std::string& name) {  // stages that have neither q nor v
   const std::string op = op_name<Args>();

@@ -150,8 +150,8 @@ TEST_P(SpeculationDrift, StaysWhereItIs) {
   EXPECT_GT(early, 0);
 }
 
-// f32: math.md 10 has 1.8e-7 after 64 rounds; measured 2.5e-7, and with the long memory 2.5e-6, both as in plain decode. A
-// state in bf16 is rounded once a flush (6.5e-3 in 64 rounds), on a ring once in several rounds.
+// f32: math.md 10 has 1.8e-7 after 64 rounds; measured 2.5e-7, and with the long memory 2.5e-6, both as in plain
+// decode. A state in bf16 is rounded once a flush (6.5e-3 in 64 rounds), on a ring once in several rounds.
 INSTANTIATE_TEST_SUITE_P(All, SpeculationDrift,
                          testing::Values(Speculation{"flush", Way::kVerifyThenFlush, KDA_F32, 1, 2e-6},
                                          Speculation{"flush_slow", Way::kVerifyThenFlush, KDA_F32, 2e-3, 5e-6},

@@ -1,4 +1,4 @@
-// The promises of architecture.md 4, one test each, bit for bit, for every implementation and operator.
+// The promises of docs/numerics.md, one test each, bit for bit, for every implementation and operator.
 #include <cmath>
 #include <limits>
 

@@ -91,8 +91,8 @@ TEST(Beta, OfLargeLogitsHasAGradient) {
 
 // ---- one rounding ----
 
-// 1 + 2^-11 lies in the middle of two numbers of float16. What is 2^-34 above it belongs to the upper one, and a float knows
-// nothing of that.
+// 1 + 2^-11 lies in the middle of two numbers of float16. What is 2^-34 above it belongs to the upper one, and a float
+// knows nothing of that.
 TEST(Range, TheOracleRoundsOnce) {
   for (const double side : {1.0, -1.0}) {
     const Tensor x(KDA_F16, {1, 1, 1}, {side * 0x1p-14}), weight(KDA_F32, {1, 2}, {0, 0x1p-20}), y(KDA_F16, {1, 1, 1});
@@ -230,8 +230,8 @@ TEST_P(Edges, Decode) {
     EXPECT_TRUE(close(exact.h, got.h, budget(got.h.dtype()))) << impl;
   }
 }
-// The gate's own gradient may be any number, the one that comes to it is right to 1e-5 beside others of its chunk. Head by
-// head: each has a rate of its own.
+// The gate's own gradient may be any number, the one that comes to it is right to 1e-5 beside others of its chunk. Head
+// by head: each has a rate of its own.
 TEST_P(Edges, Backward) {
   Case c = the_case();
   if (c.gates != Gates::kEdges) GTEST_SKIP() << "Norms has the gradients of rows";

@@ -83,8 +83,8 @@ INSTANTIATE_TEST_SUITE_P(All, SegmentMap, testing::ValuesIn(params()), name_of);
 
 // ---- composition ----
 
-// One row of tokens cut into segments, as packed sequences: their maps, merged, are the map of the whole, and carry h0 to
-// hT and dhT to dh0.
+// One row of tokens cut into segments, as packed sequences: their maps, merged, are the map of the whole, and carry h0
+// to hT and dhT to dh0.
 void expect_composition(const Case& whole_case, const std::vector<int64_t>& lengths) {
   Case c = whole_case;
   for (const int64_t length : lengths) c.T += length;

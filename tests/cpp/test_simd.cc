@@ -160,7 +160,8 @@ TEST(Scalar, ToSixteenBits) {
   }
 }
 
-// From float64, in one step: beside the middle of two halves as well, where a float on the way would end at the wrong one.
+// From float64, in one step: beside the middle of two halves as well, where a float on the way would end at the wrong
+// one.
 TEST(Scalar, RoundedToOddFirst) {
   for (const float x : interesting_floats())
     for (const double beside : {0.0, 0x1p-40, -0x1p-40}) {

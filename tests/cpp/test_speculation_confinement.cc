@@ -1,5 +1,5 @@
-// What verify, flush and flush_verify keep apart: NaN stays in its request and head, what nobody owns does not matter, and
-// what is not to be written is not, in memory that would fault.
+// What verify, flush and flush_verify keep apart: NaN stays in its request and head, what nobody owns does not matter,
+// and what is not to be written is not, in memory that would fault.
 #include <sys/mman.h>
 
 #include <cmath>

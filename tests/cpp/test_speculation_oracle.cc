@@ -1,6 +1,6 @@
 // Speculation is plain decode: every output of verify is that of decode after the tokens before it, and a flush leaves
-// the state of decode. The oracle to the last bits of float64, the CPU kernels to f32. And what is equal to the bit: all
-// layers in one flush and one layer after the other, flush_verify and a flush followed by a verify.
+// the state of decode. The oracle to the last bits of float64, the CPU kernels to f32. And what is equal to the bit:
+// all layers in one flush and one layer after the other, flush_verify and a flush followed by a verify.
 #include "speculation_truth.h"
 
 namespace kda::test {

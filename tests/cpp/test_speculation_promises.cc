@@ -1,4 +1,4 @@
-// The promises of architecture.md 4 for verify, flush and flush_verify, bit for bit.
+// The promises of docs/numerics.md for verify, flush and flush_verify, bit for bit.
 #include <cmath>
 
 #include "speculation_promises.h"

@@ -1,7 +1,7 @@
 // A serving engine in small: requests arrive with a prompt (kda_forward, from the longest prefix that an earlier prompt
-// left as a checkpoint), draft, have some of their drafts accepted, leave, and come back to life from a state set aside,
-// in slots that others left full of numbers. Thousands of random rounds, in each of the ways to speculate, on q, k and v
-// or on the raw rows of a convolution; every output is that of plain decode in float64.
+// left as a checkpoint), draft, have some of their drafts accepted, leave, and come back to life from a state set
+// aside, in slots that others left full of numbers. Thousands of random rounds, in each of the ways to speculate, on q,
+// k and v or on the raw rows of a convolution; every output is that of plain decode in float64.
 #include <cmath>
 #include <optional>
 

@@ -1,5 +1,5 @@
-// How much stack a call takes: every operator runs in a thread of 64 KiB (docs/contract.md), whatever its sizes are. The
-// stack is painted before the call; what has lost its paint was used.
+// How much stack a call takes: every operator runs in a thread of 64 KiB (docs/contract.md), whatever its sizes are.
+// The stack is painted before the call; what has lost its paint was used.
 #include <pthread.h>
 #include <sys/mman.h>
 

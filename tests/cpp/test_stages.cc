@@ -68,8 +68,8 @@ struct Whole {
   int32_t stored, wide, inverse;
 };
 
-// bf16 in between: math.md 8. With f32, what kda_forward and kda_backward are held to; of a cumulative gate of thousands
-// fewer digits are left than of single ones.
+// bf16 in between: math.md 8. With f32, what kda_forward and kda_backward are held to; of a cumulative gate of
+// thousands fewer digits are left than of single ones.
 double budget(const std::string& output, const Whole& how, const Case& c) {
   if (how.wide == KDA_F64) return 1e-11;
   if (how.stored == KDA_F32) {

@@ -1,7 +1,8 @@
 // Of Hopper: mbarriers, the copy engine, memory of products, blocks of a cluster.
 //
-// The copy engine brings at once what it is asked for. It does so as a thread of its own, which others learn of from the mbarrier
-// alone: an access without a wait is found by that. What it takes away, and what products read, is being read until the wait.
+// The copy engine brings at once what it is asked for. It does so as a thread of its own, which others learn of from
+// the mbarrier alone: an access without a wait is found by that. What it takes away, and what products read, is being
+// read until the wait.
 #include <cstring>
 #include <memory>
 

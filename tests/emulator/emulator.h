@@ -1,8 +1,8 @@
-// Runs CUDA kernels on a CPU: a fiber a thread, one block after another. What is here is what the headers in include/ are
-// made of; kernels and tests see those.
+// Runs CUDA kernels on a CPU: a fiber a thread, one block after another. What is here is what the headers in include/
+// are made of; kernels and tests see those.
 //
-// A kernel that does what no GPU promises to be harmless fails, and the launch that ran it says why and where. See README.md
-// for what is looked for.
+// A kernel that does what no GPU promises to be harmless fails, and the launch that ran it says why and where. See
+// README.md for what is looked for.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace kda::emulator {
 
 using Where = std::source_location;  // in the kernel
 
-// The GPU that the CUDA runtime tells of. It has few SMs, so that kernels that spread over them run in blocks of the usual
-// size, or as many as KDA_EMULATOR_SMS says. It is one of sm_90, or, with KDA_EMULATOR_ARCH=80, of sm_80.
+// The GPU that the CUDA runtime tells of. It has few SMs, so that kernels that spread over them run in blocks of the
+// usual size, or as many as KDA_EMULATOR_SMS says. It is one of sm_90, or, with KDA_EMULATOR_ARCH=80, of sm_80.
 struct Gpu {
   int major, minor, multiprocessors;
   int shared_memory_of_block;
@@ -34,8 +34,8 @@ struct Launch {
 // Runs thread() in every thread of every block. Returns what went wrong, or "".
 std::string run(const Launch& launch, const std::function<void()>& thread);
 
-// What kernels declare as `extern __shared__ float4 dynamic[]` is defined by this, once for each namespace of kernels: of one
-// without a name, in each of its units.
+// What kernels declare as `extern __shared__ float4 dynamic[]` is defined by this, once for each namespace of kernels:
+// of one without a name, in each of its units.
 #define KDA_EMULATED_SHARED_MEMORY                                                        \
   alignas(1024) thread_local float4 dynamic[kda::emulator::kMostShared / sizeof(float4)]; \
   const kda::emulator::SharedVariable shared_variable([] { return reinterpret_cast<char*>(dynamic); });
@@ -74,8 +74,8 @@ void sync_warp(Where where);
 
 // A 32-bit address of it.
 unsigned shared_address(const void* pointer);
-// Checked accesses, as wide as the hardware's: alignment, bounds, races, bytes that were never written or are on their way.
-// wants: all of it is needed. (Products may have rows without a use. What was never written is NaN there.)
+// Checked accesses, as wide as the hardware's: alignment, bounds, races, bytes that were never written or are on their
+// way. wants: all of it is needed. (Products may have rows without a use. What was never written is NaN there.)
 void load(void* to, unsigned from, unsigned bytes, Where where, bool wants = true);
 void store(unsigned to, const void* from, unsigned bytes, Where where);
 

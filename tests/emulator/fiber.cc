@@ -11,8 +11,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// Registers that a call keeps go to one stack and come from the other. (The signal mask that swapcontext() saves as well
-// costs two system calls.)
+// Registers that a call keeps go to one stack and come from the other. (The signal mask that swapcontext() saves as
+// well costs two system calls.)
 extern "C" void kda_emulator_switch(void** from, void* to);
 asm(R"(
   .text

@@ -1,6 +1,6 @@
-// Happens-before: a vector clock for each thread. Each thread knows, for each other thread, up to which time the other's accesses
-// come before its own. It learns this where both meet (barriers, __syncwarp()) or from an mbarrier at which the other has
-// arrived. Shuffles and products tell nothing, as the PTX manual has it.
+// Happens-before: a vector clock for each thread. Each thread knows, for each other thread, up to which time the
+// other's accesses come before its own. It learns this where both meet (barriers, __syncwarp()) or from an mbarrier at
+// which the other has arrived. Shuffles and products tell nothing, as the PTX manual has it.
 //
 // Time advances when a thread tells others something. Accesses in between happen at the same time.
 #pragma once

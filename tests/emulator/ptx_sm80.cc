@@ -1,5 +1,5 @@
-// What instructions of whole warps do (include/cuda/ptx/sm80.h). Fragments are those of the PTX manual, "Matrix fragments for
-// mma.m16n8k16" and ".m16n8k8".
+// What instructions of whole warps do (include/cuda/ptx/sm80.h). Fragments are those of the PTX manual, "Matrix
+// fragments for mma.m16n8k16" and ".m16n8k8".
 #include "cuda/ptx/sm80.h"
 
 #include <array>
@@ -53,8 +53,8 @@ struct Fragments {
   float d[4];
 };
 
-// d [16,8] += a [16,kDepth] b [kDepth,8], with kPairs elements a register. value(x, e): element e of those that register x
-// holds. Sums are rounded once; the hardware's are somewhat less exact.
+// d [16,8] += a [16,kDepth] b [kDepth,8], with kPairs elements a register. value(x, e): element e of those that
+// register x holds. Sums are rounded once; the hardware's are somewhat less exact.
 template <unsigned kDepth, unsigned kPairs, class Value>
 void multiply(void* const* all, const Value& value) {
   constexpr unsigned kSteps = kDepth / 4 / kPairs;  // registers of a row of a

@@ -1,4 +1,5 @@
-// Runs kernels of the emulator's own tests, and looks at what went wrong. Included once a unit: shared memory is its own.
+// Runs kernels of the emulator's own tests, and looks at what went wrong. Included once a unit: shared memory is its
+// own.
 #pragma once
 #include <gtest/gtest.h>
 

@@ -101,8 +101,8 @@ void SharedMemory::check_writer(const Grain& g, const char* what, unsigned addre
     says("a fence for the async proxy");
 }
 
-// Only accesses by address are recorded. Where bytes nearby have changed without a recorded write, pointers wrote a struct there,
-// and not all of its members need be set.
+// Only accesses by address are recorded. Where bytes nearby have changed without a recorded write, pointers wrote a
+// struct there, and not all of its members need be set.
 bool SharedMemory::is_poison(unsigned address) const {
   const char* from = has_variables_ ? memory_ : kept_.data();
   return std::memcmp(from + ((address & kOffset) - kFirst), &kPoison, sizeof kPoison) == 0;

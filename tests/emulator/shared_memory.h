@@ -1,5 +1,6 @@
-// The shared memory of a block, and for each of its bytes which threads accessed it. So an access is found that is not ordered
-// with another one (order.h), or that reads what was never written or is still on its way, in whatever order threads run.
+// The shared memory of a block, and for each of its bytes which threads accessed it. So an access is found that is not
+// ordered with another one (order.h), or that reads what was never written or is still on its way, in whatever order
+// threads run.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -74,8 +75,8 @@ class SharedMemory {
   std::string byte(unsigned address) const;
   bool is_poison(unsigned address) const;
 
-  // Addresses of dynamic memory begin at kFirst, so that 0 is none, in blocks of a cluster with their rank above kOffset; those
-  // of other variables, from where they are.
+  // Addresses of dynamic memory begin at kFirst, so that 0 is none, in blocks of a cluster with their rank above
+  // kOffset; those of other variables, from where they are.
   static constexpr unsigned kFirst = 1024, kOthers = 1u << 31, kOffset = (1u << 24) - 1;
 
   const Order& order_;

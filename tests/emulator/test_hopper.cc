@@ -1,4 +1,5 @@
-// What the emulator finds in kernels for Hopper that are wrong in one way each, and does not in the same kernels put right.
+// What the emulator finds in kernels for Hopper that are wrong in one way each, and does not in the same kernels put
+// right.
 #include <cstring>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// A grid that runs: one block after another, or, for a kernel with clusters, whose blocks may wait for each other, as many at a time
-// as the GPU has SMs.
+// A grid that runs: one block after another, or, for a kernel with clusters, whose blocks may wait for each other, as
+// many at a time as the GPU has SMs.
 #pragma once
 #include <deque>
 #include <functional>

@@ -71,8 +71,8 @@ class DeviceMemory {
   void* data_ = nullptr;
 };
 
-// Runs with copies of all tensors on the device, and copies all of them back. They begin `shift` elements behind addresses
-// that fit any access. Operators that need a workspace get one that is poison.
+// Runs with copies of all tensors on the device, and copies all of them back. They begin `shift` elements behind
+// addresses that fit any access. Operators that need a workspace get one that is poison.
 template <class Args>
 void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
   std::map<void*, std::pair<int64_t, int64_t>> sizes;  // by place on the host: views of the same place stay so

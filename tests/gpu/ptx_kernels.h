@@ -20,8 +20,8 @@ void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d);
 
 // ---- Hopper (ptx_sm90.cu) ----
 
-// What a thread sees of an mbarrier for three arrivals: has the phase of parity 0 ended, and that of parity 1? 2 more if a
-// look that does not wait says so, too.
+// What a thread sees of an mbarrier for three arrivals: has the phase of parity 0 ended, and that of parity 1? 2 more
+// if a look that does not wait says so, too.
 constexpr int kSights = 18;
 void watch_barrier(const void* from, char* seen);
 // A warp writes 7, and another one sees it behind a barrier to which both come by ways of their own; seen [32].
@@ -43,18 +43,18 @@ struct Corner {
 void load_tile(const kda_tensor& from, const Corner& at, void* seen);
 // The other way round.
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile);
-// Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff, and the first one then 1024 bytes of `from`
-// behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's only, and sends a 5. There
-// an mbarrier waits for these bytes, two arrivals of the first block and one of the other. seen [2,6144]: both memories; notes
-// [2,5]: a block's rank, what the other's memory says of its own, has the phase of its mbarrier ended, and by a look that does not wait,
-// and what was sent, or 7?
+// Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff, and the first one then 1024 bytes of
+// `from` behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's
+// only, and sends a 5. There an mbarrier waits for these bytes, two arrivals of the first block and one of the other.
+// seen [2,6144]: both memories; notes [2,5]: a block's rank, what the other's memory says of its own, has the phase of
+// its mbarrier ended, and by a look that does not wait, and what was sent, or 7?
 void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes);
 // 16 columns of a head's state, from 16 * first on, of f32 [slots,HV,128,128], and the slot where they go.
 struct Columns {
   unsigned first, hv, slot, to;
 };
-// Two blocks of a cluster. The first one copies these columns to its own shared memory and the next 16 to the other's only: four
-// boxes each, seen [2,2048]. Each stores what it has.
+// Two blocks of a cluster. The first one copies these columns to its own shared memory and the next 16 to the other's
+// only: four boxes each, seen [2,2048]. Each stores what it has.
 void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen);
 // Registers of 32 lanes x [4,32] to four 8x8 matrices.
 void store_matrices(const unsigned* x, void* matrices);

@@ -1,5 +1,5 @@
-// kda_backward on the GPU: every implementation that takes a case, against the float64 oracle at math.md's gates, and what is
-// promised to the bit.
+// kda_backward on the GPU: every implementation that takes a case, against the float64 oracle at math.md's gates, and
+// what is promised to the bit.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -27,9 +27,9 @@ double gate_of(const std::string& output, const std::string& impl, const Tensor&
 }
 
 // RMS within math.md's gate; and no element off by more than `most` of what is usual: in all, in its row, in its
-// column, or where both are large. (Few tokens behind a large state have gradients that are hundreds of times those of others,
-// channels that decay slowly those of fast ones, and heads of a large A_log those of a small one.) What is beyond f32 in the
-// oracle may be anything.
+// column, or where both are large. (Few tokens behind a large state have gradients that are hundreds of times those of
+// others, channels that decay slowly those of fast ones, and heads of a large A_log those of a small one.) What is
+// beyond f32 in the oracle may be anything.
 testing::AssertionResult close_by_rows(const Tensor& expected, const Tensor& got, double gate, double most) {
   const kda_tensor& view = got;
   const int64_t width = view.ndim > 1 ? view.shape[view.ndim - 1] : 1;
@@ -71,8 +71,8 @@ Case hopper(Case c) {
   return c;
 }
 
-// Those of forward; with heads enough: sums over all channels, as dbeta and dA_log are, may cancel by chance. (Of eight numbers
-// dA_log 8.7e-3 was seen, where dg was 4.1e-3 off.)
+// Those of forward; with heads enough: sums over all channels, as dbeta and dA_log are, may cancel by chance. (Of eight
+// numbers dA_log 8.7e-3 was seen, where dg was 4.1e-3 off.)
 std::vector<On> everywhere() {
   std::vector<On> all;
   const auto add = [&](Case c, const char* prefix) {
@@ -91,14 +91,16 @@ std::vector<On> everywhere() {
   return all;
 }
 
-// How much worse a gradient may be because of the data. With one key for all tokens and beta near 2, dv is what is left of
-// sums over a chunk that alternate: of operands of 11 bits 4e-2 was seen. Rates of all sizes leave one head of sixteen.
+// How much worse a gradient may be because of the data. With one key for all tokens and beta near 2, dv is what is left
+// of sums over a chunk that alternate: of operands of 11 bits 4e-2 was seen. Rates of all sizes leave one head of
+// sixteen.
 double conditioning(const Case& c, const std::string& output) {
   if (c.keys == Keys::kIdentical) return c.betas == Betas::kNearTwo ? 10 : output == "dbeta" ? 3 : 2;
   return c.gates == Gates::kEdges && output == "dA_log" ? 2 : 1;
 }
 
-// Of the RMS gate, for a single element: of a million of them the worst was off by 10 gates, in dg, whose terms cancel, by 44.
+// Of the RMS gate, for a single element: of a million of them the worst was off by 10 gates, in dg, whose terms cancel,
+// by 44.
 double most_of(const std::string& output) { return output == "dg" ? 64 : 16; }
 
 void expect_gradients(BackwardOutputs& exact, BackwardOutputs& got, const Case& c, const char* impl) {

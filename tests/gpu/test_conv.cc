@@ -1,5 +1,5 @@
-// kda_conv and kda_conv_backward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
-// shapes, every path through the kernels: compute-sanitizer runs them as well.
+// kda_conv and kda_conv_backward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is
+// promised to the bit. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
 #include <cmath>
 #include <limits>
 

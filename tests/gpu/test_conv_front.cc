@@ -1,5 +1,5 @@
-// The convolution in front of other kernels: whoever calls cuda/conv.h gets the bits of kda_conv, along a chain or a tree,
-// and the states it leaves.
+// The convolution in front of other kernels: whoever calls cuda/conv.h gets the bits of kda_conv, along a chain or a
+// tree, and the states it leaves.
 #include "conv_calls.h"
 #include "conv_front.h"
 #include "on_cuda.h"

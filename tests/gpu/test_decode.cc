@@ -1,5 +1,5 @@
-// kda_decode, kda_verify, kda_flush and kda_flush_verify on the GPU through the C ABI, against the float64 oracle on the
-// CPU. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
+// kda_decode, kda_verify, kda_flush and kda_flush_verify on the GPU through the C ABI, against the float64 oracle on
+// the CPU. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
 #include "on_cuda.h"
 #include "speculation_calls.h"
 
@@ -213,8 +213,8 @@ TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
   }
 }
 
-// Large usual calls have other blocks, in kernels of their own. Of many requests all have the tokens of the first one here, and
-// but for one they are padding.
+// Large usual calls have other blocks, in kernels of their own. Of many requests all have the tokens of the first one
+// here, and but for one they are padding.
 class LargeOnCuda : public OnCuda {
  protected:
   static constexpr int64_t kMany = 1200, kLive = 1111;

@@ -1,5 +1,5 @@
-// kda_forward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit. Small
-// shapes, every path through the kernels: compute-sanitizer runs them as well.
+// kda_forward on the GPU through the C ABI, against the float64 oracle on the CPU, and what is promised to the bit.
+// Small shapes, every path through the kernels: compute-sanitizer runs them as well.
 #include <algorithm>
 #include <cmath>
 #include <set>
@@ -74,8 +74,8 @@ std::vector<On> everywhere() {
   return all;
 }
 
-// What products of f16 operands are held to (math.md 8 allows 0.005), and what where keys are all the same. Most of a state
-// is 0 where gates have all sizes, and the largest error is held against the mean of what is there.
+// What products of f16 operands are held to (math.md 8 allows 0.005), and what where keys are all the same. Most of a
+// state is 0 where gates have all sizes, and the largest error is held against the mean of what is there.
 double least_budget(const char* impl, const Case& c) {
   if (!is_chunked(impl)) return 0;
   if (c.gates == Gates::kEdges || c.keys == Keys::kAnyLength) return 0.003;

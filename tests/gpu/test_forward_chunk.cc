@@ -223,7 +223,8 @@ TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
   }
 }
 
-// Nor who loads and stores states: where those on the way are wanted, threads do, and the copy engine where they are not.
+// Nor who loads and stores states: where those on the way are wanted, threads do, and the copy engine where they are
+// not.
 TEST_P(ForwardChunkPromise, StatesOnTheWayChangeNoBit) {
   for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2},
                                               std::vector<int64_t>(30, 20), std::vector<int64_t>(20, 90)}) {

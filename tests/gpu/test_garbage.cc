@@ -1,5 +1,5 @@
-// Numbers that live on the device, where nobody checks them: lengths, parents, cursors, offsets and indices of any value.
-// Each means what docs/contract.md says, and none leads outside a tensor: compute-sanitizer runs these as well.
+// Numbers that live on the device, where nobody checks them: lengths, parents, cursors, offsets and indices of any
+// value. Each means what docs/contract.md says, and none leads outside a tensor: compute-sanitizer runs these as well.
 #include <algorithm>
 #include <cstring>
 #include <limits>

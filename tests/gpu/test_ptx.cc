@@ -1,5 +1,6 @@
 // The instructions that src/cuda/ptx names, one or two at a time, against plain arithmetic on the host: what they
-// compute, where their operands lie, and what they leave alone. Here those of sm_80 and newer, which tests/emulator has as well.
+// compute, where their operands lie, and what they leave alone. Here those of sm_80 and newer, which tests/emulator has
+// as well.
 #include <bit>
 #include <cmath>
 

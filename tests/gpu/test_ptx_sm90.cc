@@ -1,5 +1,5 @@
-// The instructions of Hopper that src/cuda/ptx names, against plain arithmetic on the host (see test_ptx.cc), and the places
-// in shared memory that they agree on.
+// The instructions of Hopper that src/cuda/ptx names, against plain arithmetic on the host (see test_ptx.cc), and the
+// places in shared memory that they agree on.
 #include <cmath>
 #include <set>
 

@@ -1,5 +1,5 @@
-// All of float32's range on the GPU: gates by themselves, element by element, and norms of rows of any length. Whole calls
-// with both are cases of test_forward, test_forward_chunk and test_decode.
+// All of float32's range on the GPU: gates by themselves, element by element, and norms of rows of any length. Whole
+// calls with both are cases of test_forward, test_forward_chunk and test_decode.
 #include <cmath>
 
 #include "calls.h"

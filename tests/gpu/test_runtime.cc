@@ -1,5 +1,5 @@
-// What src/cuda/runtime.cc makes of devices that are not here: too old, too few, none, without a driver. The functions of
-// the CUDA runtime that it calls are those below.
+// What src/cuda/runtime.cc makes of devices that are not here: too old, too few, none, without a driver. The functions
+// of the CUDA runtime that it calls are those below.
 #include "cuda/runtime.h"
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// The stages on the GPU, one by one against the float64 oracle on the CPU, and those of the forward put together against
-// kda_forward's. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
+// The stages on the GPU, one by one against the float64 oracle on the CPU, and those of the forward put together
+// against kda_forward's. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
 #include <algorithm>
 #include <limits>
 
@@ -42,8 +42,8 @@ std::vector<Case> cuda_cases() {
   return all;
 }
 
-// What is in f32: kWide; all but q, k, v and what is not stored in 16 bits: kMixed; only G, Akk_inv, beta, the states of
-// sequences: kNarrow, where kernels multiply in bf16.
+// What is in f32: kWide; all but q, k, v and what is not stored in 16 bits: kMixed; only G, Akk_inv, beta, the states
+// of sequences: kNarrow, where kernels multiply in bf16.
 enum class Store { kWide, kMixed, kNarrow };
 
 StageTensors tensors_of(const Inputs& in, Store store) {

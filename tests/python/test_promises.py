@@ -1,4 +1,4 @@
-"""The numerical promises of docs/architecture.md as Python sees them: gradients, and training functions as a whole.
+"""The numerical promises of docs/numerics.md as Python sees them: gradients, and training functions as a whole.
 tests/cpp/test_promises.cc has the operators one by one."""
 
 from __future__ import annotations

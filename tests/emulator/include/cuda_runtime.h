@@ -20,8 +20,8 @@
 #define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
-// The one storage class that goes with `extern` and is static in a function by itself. All threads of a block are fibers
-// of one thread of the host.
+// The one storage class that goes with `extern` and is static in a function by itself. All threads of a block are
+// fibers of one thread of the host.
 #define __shared__ thread_local
 #define __builtin_assume(condition) static_cast<void>(0)
 

@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that src/cuda and tests/gpu call, on the emulated GPU (runtime.cc): memory is the host's,
-// and whatever is asked for is done when the call returns.
+// The part of the CUDA runtime that src/cuda and tests/gpu call, on the emulated GPU (runtime.cc): memory is the
+// host's, and whatever is asked for is done when the call returns.
 #pragma once
 #include <cstddef>
 

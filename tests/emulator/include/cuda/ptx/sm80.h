@@ -1,5 +1,5 @@
-// The functions of src/cuda/ptx/sm80.h on the emulated GPU: the same names and signatures, with what each instruction does
-// to registers and shared memory written out. tests/gpu/test_ptx.cc holds both to the same arithmetic.
+// The functions of src/cuda/ptx/sm80.h on the emulated GPU: the same names and signatures, with what each instruction
+// does to registers and shared memory written out. tests/gpu/test_ptx.cc holds both to the same arithmetic.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

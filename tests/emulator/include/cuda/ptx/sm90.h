@@ -1,5 +1,5 @@
-// The functions of src/cuda/ptx/sm90.h on the emulated GPU: the same names and signatures. tests/gpu/test_ptx_sm90.cc holds both to
-// the same arithmetic.
+// The functions of src/cuda/ptx/sm90.h on the emulated GPU: the same names and signatures. tests/gpu/test_ptx_sm90.cc
+// holds both to the same arithmetic.
 #pragma once
 #include <cuda.h>
 
