@@ -1,5 +1,5 @@
-// The causal convolution: which rows belong to a sequence, which of them a token's taps read, and how far states roll on.
-// Shared by all implementations, on the host and in kernels.
+// The causal convolution: which rows belong to a sequence, which of them a token's taps read, and how far states roll
+// on. Shared by all implementations, on the host and in kernels.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -41,8 +41,8 @@ KDA_BOTH inline ConvRows rows_until(const kda_tensor& parents, int64_t keep, int
   return rows;
 }
 
-// A convolution, whoever asks for it: kda_conv, or decode and verify with raw rows. Sequence n has slot indices[n] (or n)
-// of state; without a state there, or with has_state[n] = 0, it starts from zeros.
+// A convolution, whoever asks for it: kda_conv, or decode and verify with raw rows. Sequence n has slot indices[n] (or
+// n) of state; without a state there, or with has_state[n] = 0, it starts from zeros.
 struct Conv : kda_conv_inputs {
   kda_tensor cu_seqlens, has_state;
   kda_tensor parents;  // absent: a chain

@@ -29,7 +29,8 @@ template <class... Args>
   throw Error(KDA_INVALID_ARGUMENT, str(args...));
 }
 
-// What came from outside (a name, an environment variable) for a sentence: one line of printable ASCII, other bytes as \xNN.
+// What came from outside (a name, an environment variable) for a sentence: one line of printable ASCII, other bytes as
+// \xNN.
 std::string printable(std::string_view text);
 
 }  // namespace kda

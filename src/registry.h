@@ -22,7 +22,8 @@ template <class P>
 std::span<const Implementation<P>> implementations();
 
 // The forced implementation (exec.impl, else KDA_IMPL where it names one of this operator's), or the first that does
-// not decline, and suits if any does. Throws KDA_UNSUPPORTED with every reason, KDA_INVALID_ARGUMENT for a name nobody has.
+// not decline, and suits if any does. Throws KDA_UNSUPPORTED with every reason, KDA_INVALID_ARGUMENT for a name nobody
+// has.
 template <class P>
 const Implementation<P>& choose(const P& problem);
 

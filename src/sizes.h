@@ -1,6 +1,6 @@
 // How large the sizes of a call may be. Memory bounds only what a tensor has of its own: with strides of 0, or where
-// another size is 0, shapes may hold any number. Past validate() every product of sizes that this library forms (counts of
-// tasks, offsets, bytes of workspace) stays below 2^63, so none is checked again.
+// another size is 0, shapes may hold any number. Past validate() every product of sizes that this library forms (counts
+// of tasks, offsets, bytes of workspace) stays below 2^63, so none is checked again.
 #pragma once
 #include <cstdint>
 #include <initializer_list>

@@ -38,10 +38,6 @@ SUFFIXES = (*CPP, ".py", ".sh", ".txt", ".cmake", "")
 GENERATED = ("tools/requirements.txt", "tools/requirements-local.txt", "tools/nvcc.txt")
 OWN_TEST = "tests/python/test_lint_house.py"  # its texts refer to nothing on purpose
 
-# Sources whose comments wait for the next run on a GPU: a record names the source that it measured.
-NOT_YET = ("include/", "src/")
-NOT_YET_NAMED = ("src/cuda/wide.h",)
-
 # Why they may be longer. A function that is gone, or short enough by now, has to leave the list.
 LONG_FUNCTIONS = {
     "src/cuda/sm80/decode.cu: decode_kernel": "one straight sequence; its steps are lambdas over the same registers",
@@ -484,9 +480,8 @@ def check_tree(root: Path, long_functions: dict[str, str]) -> Iterator[Finding]:
         yield from check_page(path, tree.page(path), tree)
     for path in filter(is_source, tree.files):
         text = (root / path).read_text()
-        if not path.startswith(NOT_YET):
-            yield from check_columns(path, text)
-        if path != OWN_TEST and path not in NOT_YET_NAMED:
+        yield from check_columns(path, text)
+        if path != OWN_TEST:
             yield from check_names(path, list(enumerate(text.splitlines(), 1)), tree)
         if path.startswith("src/cuda/") and path.endswith((".cu", ".h")):
             yield from check_functions(path, text, exceptions)

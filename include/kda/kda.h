@@ -83,7 +83,8 @@ typedef struct kda_exec {
 } kda_exec;
 
 typedef enum kda_gate_form {
-  /* Right for any A_log, also where exp(A_log) is beyond float32. At g + dt_bias = 0 a bounded gate is lower_bound / 2. */
+  /* Right for any A_log, also where exp(A_log) is beyond float32. At g + dt_bias = 0 a bounded gate is
+   * lower_bound / 2. */
   KDA_GATE_LOG = 0,        /* g is the natural-log decay itself, <= 0, -inf allowed */
   KDA_GATE_SOFTPLUS = 1,   /* g <- -exp(A_log) * softplus(g + dt_bias) */
   KDA_GATE_LOWER_BOUND = 2 /* g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); A_log may be absent (then 1) */
@@ -109,7 +110,8 @@ typedef struct kda_inputs {
   kda_tensor A_log;      /* [HV]        f32, or absent; only with SOFTPLUS (needed) and LOWER_BOUND */
   kda_tensor dt_bias;    /* [HV,K]      f32, or absent; only with SOFTPLUS and LOWER_BOUND */
   kda_tensor cu_seqlens; /* [N+1]       i32 or i64, or absent: sequence n is tokens cu[n] .. cu[n+1]-1 of the one row.
-                            cu[0] = 0, never decreasing, cu[N] <= T; rows of o and of gradients from cu[N] on are zeroed */
+                            cu[0] = 0, never decreasing, cu[N] <= T; rows of o and of gradients from cu[N] on are
+                            zeroed */
   int32_t gate_form;     /* kda_gate_form */
   int32_t beta_form;     /* kda_beta_form */
   int32_t qk_l2norm;     /* not 0: q and k are divided by sqrt(sum of squares + 1e-6) first */
@@ -139,14 +141,15 @@ typedef struct kda_states {
  * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
  * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M.
  *
- * Saved for backward, or wanted for their own sake: h is the state before every h_every-th chunk (0, h_every, 2 h_every,
- * ..), v_new the corrections u_t, Aqk and Akk the chunk scores (row t holds the C columns of its chunk; what the formulas leave out is 0):
+ * Saved for backward, or wanted for their own sake: h is the state before every h_every-th chunk (0, h_every, 2
+ * h_every, ..), v_new the corrections u_t, Aqk and Akk the chunk scores (row t holds the C columns of its chunk; what
+ * the formulas leave out is 0):
  *     Aqk[i,j] = scale  * sum_d q_id k_jd exp(g_j+1 + .. + g_i)_d    j <= i
  *     Akk[i,j] = beta_i * sum_d k_id k_jd exp(g_j+1 + .. + g_i)_d    j <  i
- * Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / (C h_every)) rows of h after those
- * of the sequences before it. h needs room for all of them: N * ceil(T / (C h_every)) without cu_seqlens; with, at most
- * T / (C h_every) + N.
- * Rows of these four tensors that belong to no token, or to a padded sequence, are left alone. */
+ * Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / (C h_every)) rows of h after
+ * those of the sequences before it. h needs room for all of them: N * ceil(T / (C h_every)) without cu_seqlens; with,
+ * at most T / (C h_every) + N. Rows of these four tensors that belong to no token, or to a padded sequence, are left
+ * alone. */
 typedef struct kda_forward_args {
   uint64_t struct_size; /* sizeof(kda_forward_args) */
   kda_exec exec;
@@ -241,9 +244,9 @@ typedef struct kda_conv_backward_args {
  *   to snapshots: the one after token t of sequence n to slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
  *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
  * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
- * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of snapshots.
- * Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU, without conv, it runs without a workspace,
- * too: as fast up to 4 tokens a sequence on V-first or f32 states, for which it asks for none. */
+ * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of
+ * snapshots. Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU, without conv, it runs
+ * without a workspace, too: as fast up to 4 tokens a sequence on V-first or f32 states, for which it asks for none. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
@@ -258,13 +261,12 @@ typedef struct kda_decode_args {
 
 /* ---- speculative decoding: kda_verify, kda_flush, kda_flush_verify --------------------------------------------------
  * Verify computes the outputs of draft tokens from a state it does not change and records, per token, what a later
- * flush needs to apply the accepted ones: 1.5 KB a head instead of the 64 KB of a state (K = V = 128).
- * Records live in slots of R entries. Without a ring, entry t belongs to token t of the request. With ring_first and
- * ring_count a slot is a ring: ring_count[slot] committed entries from ring_first[slot] on, not yet applied to the
- * state, and the new tokens after them, all positions modulo R.
- * Indices of states, conv states and records must be different for live requests; on the CPU they are checked, on CUDA an
- * index >= slots is treated as padding. A request with a negative index of records has none: verify records nothing,
- * flush applies nothing and rolls no conv state on. */
+ * flush needs to apply the accepted ones: 1.5 KB a head instead of the 64 KB of a state (K = V = 128). Records live in
+ * slots of R entries. Without a ring, entry t belongs to token t of the request. With ring_first and ring_count a slot
+ * is a ring: ring_count[slot] committed entries from ring_first[slot] on, not yet applied to the state, and the new
+ * tokens after them, all positions modulo R. Indices of states, conv states and records must be different for live
+ * requests; on the CPU they are checked, on CUDA an index >= slots is treated as padding. A request with a negative
+ * index of records has none: verify records nothing, flush applies nothing and rolls no conv state on. */
 typedef struct kda_records {
   kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
   kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
@@ -289,9 +291,9 @@ typedef struct kda_verify_args {
 
 /* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the first
  * accept_len[n] tokens after them (with parents: the path that ends in token accept_len[n] - 1). accept_len is clamped
- * to 0..R less the committed entries, and to the tokens of parents and of conv_x, if given. Nothing to apply: nothing is
- * written. One layer, or all of a model in one call: then state, records and conv tensors have a leading dimension of
- * layers, and share indices and lengths. */
+ * to 0..R less the committed entries, and to the tokens of parents and of conv_x, if given. Nothing to apply: nothing
+ * is written. One layer, or all of a model in one call: then state, records and conv tensors have a leading dimension
+ * of layers, and share indices and lengths. */
 typedef struct kda_flush_args {
   uint64_t struct_size; /* sizeof(kda_flush_args) */
   kda_exec exec;
@@ -309,8 +311,9 @@ typedef struct kda_flush_args {
 
 /* A flush of the last round and a verify of the next in one pass: the state is read once and written once. With a ring
  * it is written only when the ring runs full: accepted tokens become committed entries (the cursors are written), and
- * once less than room for two rounds is left, the committed are applied and the ring starts again. accept_len is clamped
- * as in flush, to the tokens of last_parents and of last_conv_x; on a ring also to what leaves room for the new drafts. */
+ * once less than room for two rounds is left, the committed are applied and the ring starts again. accept_len is
+ * clamped as in flush, to the tokens of last_parents and of last_conv_x; on a ring also to what leaves room for the new
+ * drafts. */
 typedef struct kda_flush_verify_args {
   uint64_t struct_size; /* sizeof(kda_flush_verify_args) */
   kda_exec exec;
@@ -363,8 +366,9 @@ typedef struct kda_segment_merge_args {
  *   cumsum, recompute_w_u, delta_h (unless forward's are kept), bwd_local, bwd_delta_h, bwd_wy_dqkg, bwd_intra,
  *   cumsum_backward
  *
- * The caller does the rest: q, k come normalised, g and beta activated (kda_gate), and at the end dq, dk are summed over
- * the value heads of a query/key head, then go through the backward of the norm; dg and dbeta through their activations'.
+ * The caller does the rest: q, k come normalised, g and beta activated (kda_gate), and at the end dq, dk are summed
+ * over the value heads of a query/key head, then go through the backward of the norm; dg and dbeta through their
+ * activations'.
  *
  * In a chunk of L <= C tokens, i and j its rows, S the state before it, dS the gradient of the state after it:
  *   G_i = sum_(j<=i) max(g_j log2(e), -160)    log2 of the decay from the chunk's start through token i
@@ -523,10 +527,11 @@ typedef struct kda_stage_cumsum_backward_args {
 } kda_stage_cumsum_backward_args;
 
 /* ---- kda_prefill_f32: whole prompts in f32, heads before tokens -----------------------------------------------------
- * The (w, u) form of kda_forward on activated inputs, with w and u themselves as outputs. For chunk n of `chunk` tokens:
+ * The (w, u) form of kda_forward on activated inputs, with w and u themselves as outputs. For chunk n of `chunk`
+ * tokens:
  *   w = (I + Akk)^-1 beta k E    u = (I + Akk)^-1 beta v    v_new = u - w S
- * o and hT are those of kda_forward, whatever the chunk. Any K and V in 1..256; (K, V, chunk) of (64,64,32), (64,64,64),
- * (128,128,32) and (128,128,64) fill tiles of tensor cores. T need not be a multiple of the chunk. */
+ * o and hT are those of kda_forward, whatever the chunk. Any K and V in 1..256; (K, V, chunk) of (64,64,32),
+ * (64,64,64), (128,128,32) and (128,128,64) fill tiles of tensor cores. T need not be a multiple of the chunk. */
 typedef struct kda_prefill_f32_args {
   uint64_t struct_size; /* sizeof(kda_prefill_f32_args) */
   kda_exec exec;
@@ -688,13 +693,14 @@ KDA_API kda_status kda_stage_bwd_intra_explain(const kda_stage_bwd_intra_args* a
 KDA_API kda_status kda_stage_cumsum_backward_explain(const kda_stage_cumsum_backward_args* args, const char** text);
 KDA_API kda_status kda_prefill_f32_explain(const kda_prefill_f32_args* args, const char** text);
 
-/* A GPU of which kda_..._explain and kda_..._workspace of this thread tell instead of the machine's, which need not have
- * one: its compute capability as 10 * major + minor (80, 86, 89, 90, 100, 103 or 120) and its SMs. Calls that would run on
- * CUDA are refused meanwhile. capability = 0 ends it. KDA_UNSUPPORTED: the library was built without CUDA. */
+/* A GPU of which kda_..._explain and kda_..._workspace of this thread tell instead of the machine's, which need not
+ * have one: its compute capability as 10 * major + minor (80, 86, 89, 90, 100, 103 or 120) and its SMs. Calls that
+ * would run on CUDA are refused meanwhile. capability = 0 ends it. KDA_UNSUPPORTED: the library was built without
+ * CUDA. */
 KDA_API kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors);
 
-/* The implementations of an operator ("forward", "verify", .., the function's name without kda_), in order of preference:
- * the index-th name, or NULL past the end (or for an unknown operator). */
+/* The implementations of an operator ("forward", "verify", .., the function's name without kda_), in order of
+ * preference: the index-th name, or NULL past the end (or for an unknown operator). */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
 
 KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */

@@ -59,8 +59,8 @@ struct Chunk : StateTile {
   }
 };
 
-// What is left of a chunk once its inputs are loaded, activated and scored: all that the recurrence over chunks reads. In
-// memory of its own it can be prepared by one thread while others still work on the chunks before it (team.h).
+// What is left of a chunk once its inputs are loaded, activated and scored: all that the recurrence over chunks reads.
+// In memory of its own it can be prepared by one thread while others still work on the chunks before it (team.h).
 struct PreparedChunk {
   Matrix qG, kG, kg;  // [C][K]
   Matrix v;           // [C][V]
@@ -182,8 +182,8 @@ inline void decayed_operands(const Chunk& c) {
 
 // ---- scores ----
 
-// Pairs inside block b .. b+15, one by one: w is k_j decayed to the current row. Two columns at a time share the loads of
-// a row.
+// Pairs inside block b .. b+15, one by one: w is k_j decayed to the current row. Two columns at a time share the loads
+// of a row.
 HWY_NOINLINE inline void block_scores(const Chunk& c, int64_t b) {
   const int64_t n = std::min(kBlock, c.L - b), Kp = padded(c.K);
   const Matrix q = c.q.from(b, 0), k = c.k.from(b, 0), alpha = c.alpha.from(b, 0);

@@ -245,7 +245,8 @@ struct BackwardTask {
     }
   }
 
-  // Gradient of the raw row x, given y = scale r x and dy, its gradient: r (scale dy - y (y . dy) / scale). Clobbers dy.
+  // Gradient of the raw row x, given y = scale r x and dy, its gradient: r (scale dy - y (y . dy) / scale). Clobbers
+  // dy.
   static void store_qk(const kda_tensor& out, float* dy, const float* y, float r, float scale, bool normalised,
                        int64_t b, int64_t token, int64_t h, int64_t K) {
     if (!present(out)) return;

@@ -1,6 +1,6 @@
-// Chunked forward on the CPU (math.md 4.7, direct form). One task = one sequence and value head; its chunks run one after
-// the other with the state in scratch. Everything in between is f32 in the thread's share of the workspace. Heads too
-// long for one thread are done by all of them (team.h).
+// Chunked forward on the CPU (math.md 4.7, direct form). One task = one sequence and value head; its chunks run one
+// after the other with the state in scratch. Everything in between is f32 in the thread's share of the workspace. Heads
+// too long for one thread are done by all of them (team.h).
 //
 // Per chunk of L tokens, 2 FLOP a multiply-add:
 //   scores  Aqk, Akk        2 L^2 K           v_new  kG S, solve     2 L K V + L^2 V

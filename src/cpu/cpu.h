@@ -45,8 +45,8 @@ uint64_t conv_front_bytes(const kda_conv_inputs& in);
 kda_tensor conv_front_output(const kda_conv_inputs& in, void* memory);
 void conv_front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z,
                 const kda_exec& exec);
-// Rolls slot `slot` of state [slots,D,W-1] on by the first m tokens of request n, which begin at token t0 of row b of x;
-// with `parents`, by the path that ends in token m - 1. Nothing happens for m <= 0 or a slot outside the pool.
+// Rolls slot `slot` of state [slots,D,W-1] on by the first m tokens of request n, which begin at token t0 of row b of
+// x; with `parents`, by the path that ends in token m - 1. Nothing happens for m <= 0 or a slot outside the pool.
 void conv_roll(const kda_tensor& state, int64_t slot, const kda_tensor& x, const kda_tensor& parents, int64_t n,
                int64_t b, int64_t t0, int64_t m);
 void prefill_f32(const PrefillF32Problem& p);

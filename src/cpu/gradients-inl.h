@@ -64,8 +64,9 @@ struct GradientSteps {
       store(hn::Sub(hn::Mul(load(q.row(i)), dqi), hn::Mul(by, load(kG.row(i)))), dG.row(i));
       store(hn::Mul(by, E), y.row(i));
     }
-    // The write part of dk: F runs backwards; its share of dG goes to the row and, summed, to the last row. (Of the last row
-    // itself the two cancel, and are left out: beside a decay that is nearly 0 their rounding would be all there is.)
+    // The write part of dk: F runs backwards; its share of dG goes to the row and, summed, to the last row. (Of the
+    // last row itself the two cancel, and are left out: beside a decay that is nearly 0 their rounding would be all
+    // there is.)
     Vec F = splat(1), last = hn::Zero(kF32);
     for (int64_t i = L - 1; i >= 0; --i) {
       const Vec dki = hn::Mul(load(dk.row(i)), F), kdk = hn::Mul(load(k.row(i)), dki);

@@ -1,7 +1,7 @@
 // kda_prefill_f32 on the CPU: the chunked forward of chunk_forward.cc with heads before tokens, chunks of 32 or 64, and
 //   w = (I + Akk)^-1 beta kG      u = (I + Akk)^-1 beta v
-// stored where they are wanted. v_new is solved for directly, not taken as u - w S: so o and hT do not depend on what is
-// wanted, and with chunks of 64 they have the bits of kda_forward. One task = one row, value head and tile of V.
+// stored where they are wanted. v_new is solved for directly, not taken as u - w S: so o and hT do not depend on what
+// is wanted, and with chunks of 64 they have the bits of kda_forward. One task = one row, value head and tile of V.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/prefill_f32.cc"
 #include <hwy/foreach_target.h>

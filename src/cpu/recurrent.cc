@@ -2,7 +2,7 @@
 // state is read once and written once per call (per 16 tokens), everything else is small and stays in L1.
 //
 // Per token, with the decay folded into the vectors, so that one pass over the old state gives both products:
-//   read = S^T (alpha k)      out = S^T (alpha q)      u = beta (v - read)      o = out + (k . q) u       (q carries scale)
+//   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    (q carries scale)
 //   S <- Diag(alpha) S + k u^T
 // V-first: S is rows of K numbers, one per value column. K-first: strips of four vectors of columns.
 // Value columns are independent, so neither grouping nor threads change a bit.
@@ -20,8 +20,8 @@
 namespace kda::cpu {
 constexpr int64_t kSteps = 16;  // tokens taken in one pass over the state, at most
 constexpr int64_t kStrip = 32;  // V-first: rows of a state that pass through L1 together, at most
-// Without memory from the workspace, tasks make do with what a thread of 64 KiB has on its stack: fewer tokens, narrower
-// strips. No bit depends on that. Steps of decode are short enough to lose nothing.
+// Without memory from the workspace, tasks make do with what a thread of 64 KiB has on its stack: fewer tokens,
+// narrower strips. No bit depends on that. Steps of decode are short enough to lose nothing.
 constexpr int64_t kSmallTokens = 2304, kSmallStrip = 4096;                     // floats
 constexpr int64_t kSmallScratch = (kSmallTokens + kSmallStrip) * 4 + 5 * 512;  // bytes, with the rest of it
 constexpr int64_t kFewTokens = 4;  // of a request: these just fit at K = 128, V-first
@@ -132,9 +132,9 @@ struct RecurrentTask {
     for (int64_t d = 0; d < r.d.K; d += 16) __builtin_prefetch(row + d);
   }
 
-  // A row of a V-first state through tokens first .. first+n-1; `from` and `to` may be the same memory. The last state is not written
-  // when nobody wants it. One row at a time: the machine overlaps rows by itself, and memory sees one plain stream (four
-  // rows in step ran at half the speed).
+  // A row of a V-first state through tokens first .. first+n-1; `from` and `to` may be the same memory. The last state
+  // is not written when nobody wants it. One row at a time: the machine overlaps rows by itself, and memory sees one
+  // plain stream (four rows in step ran at half the speed).
   HWY_INLINE void advance_row(const Tokens& x, const float* from, float* to, int64_t first, int64_t n, int64_t column,
                               bool write) {
     const int64_t Kp = padded(r.d.K);
@@ -209,8 +209,8 @@ struct RecurrentTask {
     else advance_columns<1>(x, from, from_pitch, to, to_pitch, first, n, V, write);
   }
 
-  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. x.strip holds it where the state cannot be worked
-  // on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
+  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. x.strip holds it where the state cannot be
+  // worked on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
   void run_strip(int64_t v0, int64_t V) {
     const Tokens tokens = x;  // which no store can change: else its pointers are read again for every row of the state
     float* const scratch = tokens.strip;

@@ -213,8 +213,8 @@ inline float dot(const float* x, const float* y, int64_t n) {
   return sum_lanes(sum);
 }
 
-// e^x for -inf <= x <= 88, at most 1 ulp off: 2^n times a Taylor polynomial on [-ln 2 / 2, ln 2 / 2]. Results below 2^-126
-// are 0. NaN gives 0: callers that can meet one put it back.
+// e^x for -inf <= x <= 88, at most 1 ulp off: 2^n times a Taylor polynomial on [-ln 2 / 2, ln 2 / 2]. Results below
+// 2^-126 are 0. NaN gives 0: callers that can meet one put it back.
 HWY_INLINE Vec exp_number(Vec x) {
   const hn::RebindToSigned<F32> di;
   const Vec n = hn::Round(hn::Mul(x, splat(1.44269504f)));
@@ -262,8 +262,8 @@ HWY_INLINE Vec sigmoid_slope(Vec x) {
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Div(e, hn::Mul(one_e, one_e)));
 }
 
-// log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 atanh(s), s = e / (2 + e) <= 1/3. The series is cut where the
-// next term is below 2e-8.
+// log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 atanh(s), s = e / (2 + e) <= 1/3. The series is cut where
+// the next term is below 2e-8.
 HWY_INLINE Vec log1p(Vec e) {
   const Vec s = hn::Div(e, hn::Add(splat(2), e)), z = hn::Mul(s, s);
   Vec p = splat(2.0f / 13);
@@ -277,9 +277,9 @@ HWY_INLINE Vec softplus(Vec x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);
 }
 
-// The gate of a head (math.md 2.1). A product with a = exp(A_log) may be in f32 where a is not, or where the other factor is
-// not: with an A_log above 16 or below -64 exponents are added before exp, and h = exp(exponent / 2) multiplies twice. What
-// does so keeps subnormals (is_wide()).
+// The gate of a head (math.md 2.1). A product with a = exp(A_log) may be in f32 where a is not, or where the other
+// factor is not: with an A_log above 16 or below -64 exponents are added before exp, and h = exp(exponent / 2)
+// multiplies twice. What does so keeps subnormals (is_wide()).
 struct Gate {
   int32_t form;
   float lower_bound;
@@ -297,8 +297,8 @@ struct Gate {
     if (form == KDA_GATE_SOFTPLUS) return hn::Mul(splat(-a), softplus(z));
     return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
   }
-  // From the gradient dg of the gate to that of its input, and to this element's share of dA_log. A dg of 0 has none, also
-  // where the gate is -inf.
+  // From the gradient dg of the gate to that of its input, and to this element's share of dA_log. A dg of 0 has none,
+  // also where the gate is -inf.
   HWY_INLINE void backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
     is_wide() ? wide_backward(z, dg, dx, dA_log) : usual_backward(z, dg, dx, dA_log);
     if (std::isnan(A_log)) return;
@@ -333,8 +333,8 @@ struct Gate {
   // Where softplus(z) and sigmoid(z) are e^z to 6e-8, it joins the exponent.
   static HWY_INLINE hn::Mask<F32> is_small(Vec z) { return hn::Lt(z, splat(-16)); }
   HWY_INLINE Vec exponent(Vec z) const { return hn::IfThenElse(is_small(z), hn::Add(splat(A_log), z), splat(A_log)); }
-  // x e^exponent dg, in an order in which what overflows on the way does so in the end: h h dg with h < 1, else dg h h or
-  // h dg h. h is not 0: x may be infinite.
+  // x e^exponent dg, in an order in which what overflows on the way does so in the end: h h dg with h < 1, else dg h h
+  // or h dg h. h is not 0: x may be infinite.
   static HWY_INLINE Vec multiplied(Vec x, Vec exponent, Vec dg) {
     const Vec least = hn::IfThenElse(hn::Lt(exponent, splat(-174)), splat(-174), exponent);
     const Vec h = exp(hn::Mul(least, splat(0.5f)));

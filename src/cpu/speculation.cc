@@ -2,8 +2,8 @@
 // state is read once and, where a flush applies something, written once; tokens and records stay in L1 and L2.
 //
 // Decays between two tokens are ordered products of alpha in [0, 1]: exact for every gate, and no quotient anywhere.
-// Verify, per draft t, walking back from its parent to the oldest committed entry, with x and y the key and query decayed
-// to where the walk stands:
+// Verify, per draft t, walking back from its parent to the oldest committed entry, with x and y the key and query
+// decayed to where the walk stands:
 //   A[t,i] = x . k_i     P[t,i] = y . k_i     and at its end kG_t = x, qG_t = y
 //   u_t = beta_t (v_t - S^T kG_t - sum_i A[t,i] u_i)        o_t = S^T qG_t + sum_i P[t,i] u_i + (q_t . k_t) u_t
 // Flush, walking back from the newest accepted token, with f the product of all younger alpha:
@@ -278,8 +278,8 @@ struct SpeculationTask {
     }
   }
 
-  // S^T kG and S^T qG from rows of K numbers, after what is to be flushed into them. Each sum has one order, whatever the
-  // grouping of rows and tokens.
+  // S^T kG and S^T qG from rows of K numbers, after what is to be flushed into them. Each sum has one order, whatever
+  // the grouping of rows and tokens.
   void run_rows(float* S, int64_t pitch, int64_t V, bool in_place, int64_t v0) {
     constexpr int kPair = HWY_TARGET == HWY_AVX3 ? 2 : 1;
     for (int64_t i = 0; i < V;) {

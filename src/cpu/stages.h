@@ -1,4 +1,5 @@
-// How the stages are cut into tasks: by chunk and head, or, where the state is carried, by sequence, head and tile of V.
+// How the stages are cut into tasks: by chunk and head, or, where the state is carried, by sequence, head and tile of
+// V.
 #pragma once
 #include <algorithm>
 

@@ -3,9 +3,9 @@
 // the state) by any thread, a group ahead of the recurrence over chunks, which runs on tiles of columns of the state:
 // those are independent. So nothing is computed twice, and every number in the order in which one thread would.
 //
-// The alternative, running segments of the head at once and joining them by their maps S_out = M S_in + b (math.md 6.2),
-// costs 1.9 times the arithmetic (maps, then the segments again), which two threads cannot win back; and its bits would
-// depend on the number of segments.
+// The alternative, running segments of the head at once and joining them by their maps S_out = M S_in + b (math.md
+// 6.2), costs 1.9 times the arithmetic (maps, then the segments again), which two threads cannot win back; and its bits
+// would depend on the number of segments.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -63,8 +63,9 @@ void wait_until(const F& done) {
 // prepare(chunk, thread) for every chunk, scan(first, end, tile, thread) for every group of chunks on every tile of
 // columns. Slot i % (kTeamGroups group) holds chunk i.
 //
-// Threads take tickets, no barrier stops them all. Phase p of the tickets scans group p - 2 and prepares group p. Whatever
-// a ticket waits for has an earlier ticket, so some thread is at work on it: there is always one that does not wait.
+// Threads take tickets, no barrier stops them all. Phase p of the tickets scans group p - 2 and prepares group p.
+// Whatever a ticket waits for has an earlier ticket, so some thread is at work on it: there is always one that does not
+// wait.
 template <class Prepare, class Scan>
 void run_as_team(int64_t chunks, int64_t group, int64_t tiles, int threads, const Prepare& prepare, const Scan& scan) {
   const int64_t groups = (chunks + group - 1) / group, tickets = tiles + group;

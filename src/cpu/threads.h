@@ -6,8 +6,8 @@
 
 namespace kda::cpu {
 
-// How many threads a call gets: what it asks for, or what OpenMP would use, but no more than there are tasks, and of more
-// than 64 not more than there are processors.
+// How many threads a call gets: what it asks for, or what OpenMP would use, but no more than there are tasks, and of
+// more than 64 not more than there are processors.
 int wanted_threads(const kda_exec& exec, int64_t tasks);
 
 // body(context, thread) with thread = 0 .. threads-1 at once; returns when all are done. Where the machine starts fewer

@@ -1,8 +1,8 @@
 // The nonlinear functions of gates.
 //
-// exp(A_log) softplus(z) and exp(A_log) z are products of which one factor may be beyond f32 where the other is as small. So
-// exp takes A_log from -64 to 64 only, its moderate part, and the rest goes into z: bit for bit nothing changes where there is
-// no rest.
+// exp(A_log) softplus(z) and exp(A_log) z are products of which one factor may be beyond f32 where the other is as
+// small. So exp takes A_log from -64 to 64 only, its moderate part, and the rest goes into z: bit for bit nothing
+// changes where there is no rest.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -38,8 +38,8 @@ __device__ inline float bounded_input(float A_log, float z) {
   return is_moderate(A_log) ? z : z * exp_rest(A_log - moderate(A_log));
 }
 
-// And in exp(moderate(A_log)) softplus(z), for the decay of that. With a rest above 0 the decay is more than 0 only where
-// softplus is e^z; with one below, it is less than 1 only where softplus is z.
+// And in exp(moderate(A_log)) softplus(z), for the decay of that. With a rest above 0 the decay is more than 0 only
+// where softplus is e^z; with one below, it is less than 1 only where softplus is z.
 __device__ inline float softplus_input(float A_log, float z) {
   if (is_moderate(A_log)) return z;
   if (A_log > 0) return z + A_log - kMostLog;  // in this order: they may cancel

@@ -1,5 +1,6 @@
-// The causal convolution of neighbouring channels, for kda_conv and for kernels that take raw rows (kda_conv_inputs): one
-// function convolve() whoever asks, so that a convolution fused into another kernel has the bits of kda_conv in front.
+// The causal convolution of neighbouring channels, for kda_conv and for kernels that take raw rows (kda_conv_inputs):
+// one function convolve() whoever asks, so that a convolution fused into another kernel has the bits of kda_conv in
+// front.
 //
 // A chain of tokens moves a window of the last rows on, which is the state in the end:
 //   ConvWeights<1> weights;   weights.fetch(in.weight, in.bias, d);
@@ -24,8 +25,8 @@ namespace kda::cuda {
 constexpr int kTaps = kMaxConvWidth;
 constexpr int kPast = kTaps - 1;  // rows before a token
 
-// y = bias + sum_(j >= first) w_j xx_j, oldest first, then y sigmoid(y). What lies in front of `first` may be NaN. The last
-// product is one that the compiler may not contract with a sum of the caller's.
+// y = bias + sum_(j >= first) w_j xx_j, oldest first, then y sigmoid(y). What lies in front of `first` may be NaN. The
+// last product is one that the compiler may not contract with a sum of the caller's.
 __device__ inline float convolve(const float (&w)[kTaps], float bias, const float (&xx)[kTaps], int first, bool silu) {
   float y = bias;
 #pragma unroll
@@ -45,8 +46,8 @@ __device__ inline int64_t place_of(const kda_tensor& t, int64_t i, int64_t j, in
   return i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
 }
 
-// As they lie in memory: all of 16 bits, or of f32 the first half, and its second half. (Two loads to one register, each
-// under a condition, wait for each other; these do not.)
+// As they lie in memory: all of 16 bits, or of f32 the first half, and its second half. (Two loads to one register,
+// each under a condition, wait for each other; these do not.)
 struct RawElement {
   uint16_t low = 0, high = 0;
 };

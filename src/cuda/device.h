@@ -17,8 +17,8 @@ constexpr unsigned kAll = 0xffffffffu;
 // Bytes of an element.
 __host__ __device__ inline unsigned size_of(int32_t dtype) { return dtype == KDA_F32 ? 4 : 2; }
 
-// A tensor [a,b,c,..] as kernels address it: strides in bytes, so that an address is a multiply-add for each index. (With
-// 64-bit strides in elements, addresses were half of all instructions.)
+// A tensor [a,b,c,..] as kernels address it: strides in bytes, so that an address is a multiply-add for each index.
+// (With 64-bit strides in elements, addresses were half of all instructions.)
 struct View {
   char* data = nullptr;  // nullptr: absent
   int64_t stride0 = 0;
@@ -69,8 +69,8 @@ __device__ float sum_over(float x) {
   return x;
 }
 
-// Sums of kCount numbers over lanes that differ in bits kStep and below (32 or eight of them): in lane l of L the one of
-// number l kCount / L. Each exchange halves the numbers; the order is that of sum_over.
+// Sums of kCount numbers over lanes that differ in bits kStep and below (32 or eight of them): in lane l of L the one
+// of number l kCount / L. Each exchange halves the numbers; the order is that of sum_over.
 template <int kCount, int kStep = 16>
 __device__ float spread_sums(const float (&x)[kCount]) {
   if constexpr (kCount == 1) {
@@ -87,8 +87,8 @@ __device__ float spread_sums(const float (&x)[kCount]) {
   }
 }
 
-// x is asked for, or computed, here and used behind. Else the compiler turns what is loaded under a condition into a value
-// at once, which waits for it, and loads or computes where it is used first, again and again under conditions.
+// x is asked for, or computed, here and used behind. Else the compiler turns what is loaded under a condition into a
+// value at once, which waits for it, and loads or computes where it is used first, again and again under conditions.
 __device__ inline void pin(unsigned& x) { asm volatile("" : "+r"(x)); }
 __device__ inline void pin(int32_t& x) { asm volatile("" : "+r"(x)); }
 __device__ inline void pin(float& x) {
@@ -101,9 +101,9 @@ __device__ inline void pin(const char*& x) {
   __builtin_assume(__isGlobal(x));  // as it was known before
 }
 
-// An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each other
-// are all in flight before the first value is asked for.
-// kNarrow: known to have 16 bits. (Of two loads to one register, each under a condition, the second waits for the first.)
+// An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each
+// other are all in flight before the first value is asked for. kNarrow: known to have 16 bits. (Of two loads to one
+// register, each under a condition, the second waits for the first.)
 template <bool kNarrow>
 __device__ unsigned load_raw(const char* from, int32_t dtype) {
   if (kNarrow) return *reinterpret_cast<const uint16_t*>(from);
@@ -180,8 +180,9 @@ __device__ int64_t end_of_sequences(const Lengths& cu_seqlens, int64_t N, int64_
   return within(int_at(cu_seqlens, N), 0, T);
 }
 
-// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody reads
-// any more. Of a block with fewer threads than others, x are a thread's channels one by one: the order is that of more.
+// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody
+// reads any more. Of a block with fewer threads than others, x are a thread's channels one by one: the order is that of
+// more.
 struct Products {
   float qq, kk, qk;
 };
@@ -253,8 +254,8 @@ struct TokenKeys {
   __device__ void fetch(const Tokens& x) {
     fetch_keys<kNarrow>(x), fetch_gate<kNarrow>(x);
   }
-  // kIf: if it is there, each load by its own predicate. Behind a branch one scoreboard serves all loads that are on their
-  // way, and who waits for an index in front of it waits for all.
+  // kIf: if it is there, each load by its own predicate. Behind a branch one scoreboard serves all loads that are on
+  // their way, and who waits for an index in front of it waits for all.
   template <bool kNarrow, bool kIf = false>
   __device__ void fetch_keys(const Tokens& x, bool there = true) {
 #pragma unroll
@@ -509,8 +510,8 @@ struct alignas(kCount * sizeof(T)) Neighbours {
   T x[kCount];
 };
 
-// kRows neighbouring columns of a head's K-first state, in the registers that Rows has them in: an access is a channel of
-// all of them, and the four threads of a warp that have the channel read what lies side by side. V and addresses are
+// kRows neighbouring columns of a head's K-first state, in the registers that Rows has them in: an access is a channel
+// of all of them, and the four threads of a warp that have the channel read what lies side by side. V and addresses are
 // multiples of kRows, K is kElements * 8.
 template <int kRows>
 struct Columns {

@@ -46,7 +46,8 @@ __device__ inline float front_value(const kda_conv_inputs& conv, const kda_tenso
 // Of tokens of a chain, at most kMax, four channels from d on: for rows and a state of 16 bits that four_wide_front().
 template <int kMax>
 struct FrontFour {
-  // Of so many tokens the first ones need the state and no rows before, the others these alone: past is one or the other.
+  // Of so many tokens the first ones need the state and no rows before, the others these alone: past is one or the
+  // other.
   static constexpr bool kEither = kMax >= kPast;
   ConvWeights<4> weights;
   uint2 past[kPast], before[kEither ? 1 : kPast], rows[kMax];
@@ -111,8 +112,8 @@ inline bool four_wide_front(const kda_conv_inputs& conv) {
          four_wide_weights(conv.weight, conv.bias) && four_wide_rows(conv.x) && four_wide_state(conv.state);
 }
 
-// The convolution in front of all drafts of a block, in shared memory (in floats): q and k of draft t at keys + t stride,
-// its values at v + t columns.
+// The convolution in front of all drafts of a block, in shared memory (in floats): q and k of draft t at keys + t
+// stride, its values at v + t columns.
 struct FrontMemory {
   bool given, by_four;
   int keys, stride, v, columns;
@@ -160,8 +161,8 @@ class FrontDrafts {
   FrontFour<kMost> four_;
 };
 
-// Rolls the state on by the tokens of the call, or by accepted ones: a launch of its own, so that nobody reads the state
-// while it moves. Nothing happens in calls without a convolution.
+// Rolls the state on by the tokens of the call, or by accepted ones: a launch of its own, so that nobody reads the
+// state while it moves. Nothing happens in calls without a convolution.
 void roll_convolution(const DecodeProblem& p);
 void roll_convolution(const FlushProblem& p);
 void roll_convolution(const FlushVerifyProblem& p);

@@ -1,18 +1,19 @@
 // The gate and its gradient (math.md 2.1, 5.2), of one element:
 //   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log += dg g
 //   lower bound  g = lb sigmoid(a z)       dx = a lb s (1 - s) dg         dA_log += dx z         z = x + dt_bias
-// s (1 - s) is e / (1 + e)^2 with e = exp(-|a z|), and dx z is taken as (dx / a) (a z): neither 1 - s nor 0 inf loses a gradient
-// that is there. A gradient dg of 0 is one of 0, also where g is -inf.
+// s (1 - s) is e / (1 + e)^2 with e = exp(-|a z|), and dx z is taken as (dx / a) (a z): neither 1 - s nor 0 inf loses a
+// gradient that is there. A gradient dg of 0 is one of 0, also where g is -inf.
 //
-// Where a factor may be beyond f32 and the product is not (A_log above 16, or below -64), exponents are added before exp, and
-// h = exp(exponent / 2) multiplies twice.
+// Where a factor may be beyond f32 and the product is not (A_log above 16, or below -64), exponents are added before
+// exp, and h = exp(exponent / 2) multiplies twice.
 #pragma once
 #include "cuda/activations.h"
 #include "kda/kda.h"
 
 namespace kda::cuda {
 
-// The first f32 below -126 log(2): where the logarithm of a decay is this or less, the decay is 0 in f32, and so is its gradient.
+// The first f32 below -126 log(2): where the logarithm of a decay is this or less, the decay is 0 in f32, and so is its
+// gradient.
 constexpr float kGone = -87.336548f;
 
 struct Gradients {
@@ -63,7 +64,8 @@ struct WideGate {
 
  private:
   static constexpr float kSmall = -16;  // below, softplus(z) and sigmoid(z) are exp(z) to 6e-8
-  // x exp(exponent) dg, in an order in which what overflows on the way does so in the end. h is not 0: x may be infinite.
+  // x exp(exponent) dg, in an order in which what overflows on the way does so in the end. h is not 0: x may be
+  // infinite.
   __device__ static float multiplied(float x, float dg, float exponent) {
     const float h = expf((exponent < -174 ? -174 : exponent) / 2);
     return h < 1 ? x * h * h * dg : x > 1 ? x * dg * h * h : x * h * dg * h;

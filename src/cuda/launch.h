@@ -83,15 +83,16 @@ __device__ inline void wait_for_stream() {
   cudaGridDependencySynchronize();
 #endif
 }
-// From here on the next kernel in the stream may start, once every block is here or done: when a block has asked for its
-// part of the state. Blocks that start earlier only take issue slots and memory from those they wait for.
+// From here on the next kernel in the stream may start, once every block is here or done: when a block has asked for
+// its part of the state. Blocks that start earlier only take issue slots and memory from those they wait for.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-// Hints, also before wait_for_stream(): memory comes to the L2 cache, where what the kernel before still writes reaches it.
+// Hints, also before wait_for_stream(): memory comes to the L2 cache, where what the kernel before still writes reaches
+// it.
 __device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // Of neighbouring memory; not of so much that it would be for somebody else.
 __device__ inline void prefetch(const void* at, uint64_t bytes) {
@@ -102,12 +103,14 @@ __device__ inline void prefetch(const void* at, uint64_t bytes) {
                "r"((static_cast<unsigned>(end - first) + 15) & ~15u));
 #endif
 }
-// How much of the states hints are given for, in KB an SM: `all` where there is no more, else `some`. That keeps memory busy
-// while the kernel before ends; more takes its time from that, which still writes. Numbers are by what was measured.
+// How much of the states hints are given for, in KB an SM: `all` where there is no more, else `some`. That keeps memory
+// busy while the kernel before ends; more takes its time from that, which still writes. Numbers are by what was
+// measured.
 struct HintedStates {
   int all, some;
 };
-// Whose blocks give hints: about as many as the GPU has at a time, and of states the first ones, `tiles` of which have one.
+// Whose blocks give hints: about as many as the GPU has at a time, and of states the first ones, `tiles` of which have
+// one.
 inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t tiles, int blocks_of_SM,
                       HintedStates states, int device_id) {
   const int64_t SMs = multiprocessors(device_id), state = d.K * d.V * dtype_size(state_dtype);

@@ -1,11 +1,11 @@
-// The mathematics of the wide kernels of backward (math.md 5), which sm80/backward_wide.h and sm90/backward_wide.h share: all
-// gradients of a chunk of 64 tokens but dv and dh0, from the state S before it, the gradient dS of the state after it, v_new
-// and dv.
+// The mathematics of the wide kernels of backward (math.md 5), which sm80/backward_wide.h and sm90/wide_multiplier.h
+// share: all gradients of a chunk of 64 tokens but dv and dh0, from the state S before it, the gradient dS of the state
+// after it, v_new and dv.
 //
-// A warp owns 16 channels and all 64 tokens, so that decays, operands of scores, sums over tokens and the gate's gradient are
-// its own, in the layout of accumulators [channel][token]: lane 4 c + j has channels c and c + 8, tokens 8 n + 2 j and + 1.
-// With G_i the sum of log2 gates through token i and R_w of block w of 8 or 16 tokens that through the end of its first half
-// (the anchor):
+// A warp owns 16 channels and all 64 tokens, so that decays, operands of scores, sums over tokens and the gate's
+// gradient are its own, in the layout of accumulators [channel][token]: lane 4 c + j has channels c and c + 8, tokens 8
+// n + 2 j and + 1. With G_i the sum of log2 gates through token i and R_w of block w of 8 or 16 tokens that through the
+// end of its first half (the anchor):
 //   u_i = G_i - R_w(i)    q^ = q 2^u    k^ = k 2^u    kc = k 2^-u                             rounded to bf16, once
 //   dA = s tril(dO v_new^T)    B = -strict_tril(dv v_new^T)                                   bf16, in shared memory
 //   accQ = s 2^R_0 (S dO^T)    accR = -2^R_0 (S dv^T)    accW = 2^(G_last - R_last) (dS v_new^T)
@@ -13,12 +13,13 @@
 //   for blocks o from the last on,  in rows of blocks <= o: * 2^(R_o+1 - R_o);  accW += q^_o dA + k^_o B
 //   dq = 2^u accQ    dk = 2^u accR + 2^-u accW    dG = q^ accQ + k^ accR - kc accW
 //   dg_t = sum over i >= t of dG_i, and what comes in from behind the chunk: 2^G_last rowsum(S dS) + sum_i kc_i accW_i
-// dG is made of the rounded operands that also made accQ, accR and accW: so what cancels in its sums cancels there, too.
+// dG is made of the rounded operands that also made accQ, accR and accW: so what cancels in its sums cancels there,
+// too.
 //
-// Blocks have 16 tokens where no token decays by more than 2^-7.3 (a bounded gate), else 8, and a token decays by 2^-25 at
-// most but in 2^G_last: what lies behind such a decay is below f32's last digit of what lies before it. From anchor to anchor
-// that may be 2^-200, which is none in f32, while a token before the one anchor and one behind the other may be neighbours: such
-// factors multiply in two parts.
+// Blocks have 16 tokens where no token decays by more than 2^-7.3 (a bounded gate), else 8, and a token decays by 2^-25
+// at most but in 2^G_last: what lies behind such a decay is below f32's last digit of what lies before it. From anchor
+// to anchor that may be 2^-200, which is none in f32, while a token before the one anchor and one behind the other may
+// be neighbours: such factors multiply in two parts.
 #pragma once
 #include "cuda/device.h"
 #include "cuda/gate.h"
@@ -26,8 +27,9 @@
 
 namespace kda::cuda {
 
-// The gate of a head, in powers of two, its form known and its A_log of usual size (Gate::does_for). A bounded gate's bound is
-// kLeastBound or more. (It stands in a kernel 64 times: instructions that do not fit their cache are waited for.)
+// The gate of a head, in powers of two, its form known and its A_log of usual size (Gate::does_for). A bounded gate's
+// bound is kLeastBound or more. (It stands in a kernel 64 times: instructions that do not fit their cache are waited
+// for.)
 constexpr float kLeastBound = -5;
 template <int32_t kForm>
 class UsualGate {
@@ -95,15 +97,16 @@ __device__ inline float no_decay(int32_t form) { return form == KDA_GATE_LOG ? 0
 // Two bf16 of a register.
 __device__ inline float2 two(unsigned x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)}; }
 
-// Numbers that the compiler does not know: 0, and the mask of a register's upper half. What is computed from them it does not take
-// for what has been computed before, and so keeps nothing of that in registers that are not there.
+// Numbers that the compiler does not know: 0, and the mask of a register's upper half. What is computed from them it
+// does not take for what has been computed before, and so keeps nothing of that in registers that are not there.
 struct Unknown {
   float zero = 0;
   unsigned upper = 0xffff0000u;
 };
 
 // What a warp has of a chunk. Memory, the kernel's, tells where shared memory has what:
-//   own(x, tile, pair)   16 channels of tokens 16 pair .. + 15 of q or k, of n = 2 pair and channels c, c + 8, then the next n
+//   own(x, tile, pair)   16 channels of tokens 16 pair .. + 15 of q or k, of n = 2 pair and channels c, c + 8, then
+//                        the next n
 //   norms_of(n)          of the lane's two tokens: factors that make q, k as long as 1, of q, k
 //   scores(matrix, row, piece)   where eight neighbouring elements of dA or B are
 //   step(w, c)           where step w, not the first, of the warp's channel c may be; kTakesSteps: not in registers
@@ -220,8 +223,8 @@ class WideWarp {
     for (int o = kBlocks - 1; o >= 0; --o) multiply_rows_above(memory, o);
   }
 
-  // dG takes the place of accW, dq and dk those of accQ and accR. sum(n, of_q, of_k): y . dy of the lane's two tokens, of its
-  // two channels.
+  // dG takes the place of accW, dq and dk those of accQ and accR. sum(n, of_q, of_k): y . dy of the lane's two tokens,
+  // of its two channels.
   template <class Sum>
   __device__ void finish(const Unknown& unknown, const Sum& sum) {
     const auto two = [&](unsigned x) {

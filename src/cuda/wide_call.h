@@ -1,4 +1,5 @@
-// What the wide kernels of a call are given: where everything is, which chunks there are, and which heads a kernel takes.
+// What the wide kernels of a call are given: where everything is, which chunks there are, and which heads a kernel
+// takes.
 #pragma once
 #include "cuda/forward.h"
 #include "cuda/gate.h"

@@ -1,5 +1,5 @@
-// One instruction each: what sm_80 and newer have and the language has no name for. Numbers of shared memory are addresses
-// in its window (shared_address). Fragments are those of the PTX manual, "Matrix fragments for mma.m16n8k16".
+// One instruction each: what sm_80 and newer have and the language has no name for. Numbers of shared memory are
+// addresses in its window (shared_address). Fragments are those of the PTX manual, "Matrix fragments for mma.m16n8k16".
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

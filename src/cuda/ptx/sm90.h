@@ -1,5 +1,5 @@
-// One instruction each, of Hopper (sm_90a): mbarriers, bulk copies, products of a warpgroup. Numbers of shared memory are
-// addresses in its window (shared_address).
+// One instruction each, of Hopper (sm_90a): mbarriers, bulk copies, products of a warpgroup. Numbers of shared memory
+// are addresses in its window (shared_address).
 #pragma once
 #include <cuda.h>
 
@@ -9,7 +9,9 @@
 
 namespace kda::cuda::ptx {
 
-// ---- mbarriers: 8 bytes of shared memory that count arrivals and bytes; phases alternate in parity, the first is 0 ----
+// ---- mbarriers: 8 bytes of shared memory that count arrivals and bytes ----
+//
+// Phases alternate in parity, the first is 0.
 
 __device__ inline void init_barrier(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -63,8 +65,8 @@ __device__ inline void sync_cluster() {
 // Likewise in two steps, behind which nothing but barriers of fence_barriers() is known: it waits for no memory.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored in
-// its own shared memory; with the scope of the cluster they would wait for all memory.)
+// arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored
+// in its own shared memory; with the scope of the cluster they would wait for all memory.)
 __device__ inline void arrive_at(unsigned barrier, unsigned times = 1) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
@@ -76,7 +78,8 @@ __device__ inline unsigned load_shared_at(unsigned from) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
-// A number to another block's shared memory, with 4 of the bytes that the barrier there expects; both as address_in() tells.
+// A number to another block's shared memory, with 4 of the bytes that the barrier there expects; both as address_in()
+// tells.
 __device__ inline void send(unsigned to, unsigned x, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(x),
                "r"(barrier)
@@ -111,8 +114,8 @@ __device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {
 
 // ---- bulk copies of neighbouring bytes, multiples of 16, by one thread ----
 
-// One of a warp's lanes, always the same, by all of them: if a lane's number told it, there would be a loop around each copy, for
-// the compiler knows no other way to have one lane alone.
+// One of a warp's lanes, always the same, by all of them: if a lane's number told it, there would be a loop around each
+// copy, for the compiler knows no other way to have one lane alone.
 __device__ inline bool elect() {
   unsigned x;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(x));
@@ -265,9 +268,9 @@ __device__ void wait_for_products() {
 
 // How 16-byte pieces of rows of 128 or 64 bytes are swizzled: bits 4.. of an address ^ bits 7..
 enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
-// A matrix in shared memory, in bytes: from eight rows to the next eight (stride); of matrices whose rows are channels of
-// the contraction (kTransposed), from as many columns as a row holds to the next (leading). (In clusters, addresses say in
-// their upper bits whose memory it is.)
+// A matrix in shared memory, in bytes: from eight rows to the next eight (stride); of matrices whose rows are channels
+// of the contraction (kTransposed), from as many columns as a row holds to the next (leading). (In clusters, addresses
+// say in their upper bits whose memory it is.)
 __device__ inline uint64_t matrix_at(unsigned address, unsigned leading, unsigned stride, Swizzle swizzle) {
   return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
          static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;

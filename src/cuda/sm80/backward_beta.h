@@ -1,9 +1,11 @@
-// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (backward_wide.h), which is 0 / 0 here: so what beta is a
-// factor of is computed again, token by token, for the rows that need it:
+// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (backward_wide.h), which is 0 / 0 here: so what beta
+// is a factor of is computed again, token by token, for the rows that need it:
 //   e_i = v_i - S^T kG_i - sum over j < i of (k_i D(j,i) k_j) v_new_j                      v_new_i = beta_i e_i
-//   x_i = sum over j >= i of (s q_j D(i,j) k_i) dO_j + dS^T kg_i - sum over j > i of (k_j D(i,j) k_i) dv_j    dv_i = beta_i x_i
+//   x_i = sum over j >= i of (s q_j D(i,j) k_i) dO_j + dS^T kg_i - sum over j > i of (k_j D(i,j) k_i) dv_j
+//   dv_i = beta_i x_i
 //   dbeta_i = x_i . e_i
-// D(j,i) is the decay of the tokens behind j through i. Slow, and seldom: a block goes through its chunk for each such token.
+// D(j,i) is the decay of the tokens behind j through i. Slow, and seldom: a block goes through its chunk for each such
+// token.
 #pragma once
 #include "cuda/sm80/backward_wide.h"
 

@@ -1,9 +1,9 @@
-// The plan of a backward by chunks: what a call does, and where its workspace has what. Implementations share all launches but
-// those of the forward that leaves h and v_new, and of the wide kernel.
+// The plan of a backward by chunks: what a call does, and where its workspace has what. Implementations share all
+// launches but those of the forward that leaves h and v_new, and of the wide kernel.
 //
-// Images are of as many chunks at a time as fit kMostImages; all else in the workspace is there once: per token and value
-// head, at K = V = 128, 1,280 bytes, 512 of them where h and v_new were saved, and 256 more where dv of the caller is not
-// such rows of bf16, and for what is converted.
+// Images are of as many chunks at a time as fit kMostImages; all else in the workspace is there once: per token and
+// value head, at K = V = 128, 1,280 bytes, 512 of them where h and v_new were saved, and 256 more where dv of the
+// caller is not such rows of bf16, and for what is converted.
 #pragma once
 #include "cuda/sm80/chunk_launch.h"
 #include "cuda/wide_call.h"

@@ -1,15 +1,17 @@
-// Backward token by token (math.md 3), for sm_80 and newer: any K and V, everything in f32. For what tensor cores do not take,
-// and for f32 inputs, whose gradients they would round; slow, as each token reads and writes whole states.
+// Backward token by token (math.md 3), for sm_80 and newer: any K and V, everything in f32. For what tensor cores do
+// not take, and for f32 inputs, whose gradients they would round; slow, as each token reads and writes whole states.
 //
-// A block takes a value head of a sequence: first forward, where it keeps the state before every 64 tokens; then from the last
-// 16 tokens to the first ones, for which it goes forward again from there, and then back. With S the state before a token, in
-// memory, S' = Diag(alpha) S, and dS the gradient of the state after it:
-//   e = v - S'^T k    u = beta e    dS += q dO^T    dq = scale (S' + k u^T) dO    du = dS^T k    dv = beta du    dbeta = du . e
-//   dS' = dS - k dv^T    dk = dS u - S' dv    dg = alpha rowsum(dS' S)    dS <- Diag(alpha) dS'          q has the scale inside
+// A block takes a value head of a sequence: first forward, where it keeps the state before every 64 tokens; then from
+// the last 16 tokens to the first ones, for which it goes forward again from there, and then back. With S the state
+// before a token, in memory, S' = Diag(alpha) S, and dS the gradient of the state after it:
+//   e = v - S'^T k    u = beta e    dS += q dO^T    dq = scale (S' + k u^T) dO
+//   du = dS^T k    dv = beta du    dbeta = du . e
+//   dS' = dS - k dv^T    dk = dS u - S' dv    dg = alpha rowsum(dS' S)    dS <- Diag(alpha) dS'
+// where q has the scale inside.
 // A warp has every eighth channel, its lanes value columns; sums over channels meet in shared memory.
 //
-// dq, dk and dg are left in f32 for each value head: two more kernels add heads up, go through norms and gates, and a last
-// one adds what A_log and dt_bias get, all in a fixed order.
+// dq, dk and dg are left in f32 for each value head: two more kernels add heads up, go through norms and gates, and a
+// last one adds what A_log and dt_bias get, all in a fixed order.
 #include "cuda/cuda.h"
 #include "cuda/forward.h"
 #include "cuda/sm80/backward_sums.h"

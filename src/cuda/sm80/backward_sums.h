@@ -51,8 +51,8 @@ __device__ inline void zero_tail(const TypedView& t, const ForwardProblem& p, un
       store_element(t.at(0, static_cast<unsigned>(token), i / width) + i % width * size_of(t.dtype), t.dtype, 0);
 }
 
-// dA_log and d_dt_bias from sums [rows][HV][K + parts]: of each channel, then `parts` of dA_log. Rows are added in order. Of no
-// rows they are 0.
+// dA_log and d_dt_bias from sums [rows][HV][K + parts]: of each channel, then `parts` of dA_log. Rows are added in
+// order. Of no rows they are 0.
 void launch_gate_sums(const BackwardProblem& p, const float* sums, int64_t rows, int parts);
 
 }  // namespace kda::cuda

@@ -1,10 +1,10 @@
-// The wide kernel of backward for sm_80 and newer: the mathematics of wide.h with products by mma.sync, and memory that comes
-// by cp.async. Chunks do not depend on each other. dbeta_i = (dv_i . v_new_i) / beta_i^2 is the diagonal of dv v_new^T (where
-// beta is about 0: backward_beta.h).
+// The wide kernel of backward for sm_80 and newer: the mathematics of wide.h with products by mma.sync, and memory that
+// comes by cp.async. Chunks do not depend on each other. dbeta_i = (dv_i . v_new_i) / beta_i^2 is the diagonal of dv
+// v_new^T (where beta is about 0: backward_beta.h).
 //
-// A block of 16 channels a warp goes through chunks; the value heads of a q/k head follow one another: their dq and dk are
-// added in that order. Products with states go through 16 columns of values (a piece) at a time, three pieces in shared
-// memory. In their place are, behind the products, dA, B, the gates' inputs, and gradients on their way out.
+// A block of 16 channels a warp goes through chunks; the value heads of a q/k head follow one another: their dq and dk
+// are added in that order. Products with states go through 16 columns of values (a piece) at a time, three pieces in
+// shared memory. In their place are, behind the products, dA, B, the gates' inputs, and gradients on their way out.
 #pragma once
 #include "cuda/wide.h"
 #include "cuda/wide_call.h"
@@ -148,7 +148,8 @@ class WideChunk {
     ptx::commit_copies();
   }
 
-  // Lengths of q and k; a warp takes every eighth row. Rows behind the chunk's end have zeros, and so do all their operands.
+  // Lengths of q and k; a warp takes every eighth row. Rows behind the chunk's end have zeros, and so do all their
+  // operands.
   __device__ void normalise() const {
 #pragma unroll 1
     for (unsigned row = warp_; row < kChunk; row += M::kWarps) {

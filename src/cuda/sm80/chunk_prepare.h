@@ -1,13 +1,13 @@
 // The first kernel of cuda_chunk: a block makes the image of one chunk of one value head (chunk.h).
 //
-// Warp w has the block of tokens 8 w .. 8 w + 7; lane 4 i + j of it has token i and channels 4 j .. 4 j + 3 of every 16: as
-// products want their operands, so that rows of q, then rows of k, times columns of k, go from registers to scores. With P_i
-// the sum of log2 gates from the block's first token through i, and Pt of all its tokens:
+// Warp w has the block of tokens 8 w .. 8 w + 7; lane 4 i + j of it has token i and channels 4 j .. 4 j + 3 of every
+// 16: as products want their operands, so that rows of q, then rows of k, times columns of k, go from registers to
+// scores. With P_i the sum of log2 gates from the block's first token through i, and Pt of all its tokens:
 //   a_i = 2^P_i    s_j = 2^(Pt - P_j)    b(u,w) = 2^(Pt of blocks u .. w-1)
 //   qG = q a b(0,w)    kG = k a b(0,w)    kg = k s b(w+1,4)    ell = b(0,4)
 //   scores of block w with an earlier block c:  (q a b(c+1,w)) . (k s)
-//   scores inside a block: of rows and columns in the two halves of 8, of each 4, of each 2, by the decays between them and
-//   the border b, the last token of the first half: 2^(P_i - P_b) and 2^(P_b - P_j); and q_i . k_i itself
+//   scores inside a block: of rows and columns in the two halves of 8, of each 4, of each 2, by the decays between them
+//   and the border b, the last token of the first half: 2^(P_i - P_b) and 2^(P_b - P_j); and q_i . k_i itself
 // All factors are at most 1: exact for any gate, in f16, and no token has a part in the scores of those before it.
 //
 // Then T = (I + Akk)^-1 diag(beta) in f32, by forward substitution, a column a lane of one warp.
@@ -76,8 +76,8 @@ __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass,
           min(static_cast<unsigned>(s.length) - c * kRows, unsigned{kRows})};
 }
 
-// Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows; 0: an element, for
-// rows that lie anywhere, which are there at once.
+// Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows; 0: an element,
+// for rows that lie anywhere, which are there at once.
 template <int kK, int kBytes>
 __device__ void ask_rows(const View& t, int32_t dtype, const ChunkPlace& at, unsigned head, unsigned to,
                          unsigned stride) {
@@ -298,7 +298,8 @@ class Preparation {
     }
   }
 
-  // One warp: column `lane` of T, row by row: X_i = e_i - sum_(j<i) A_ij X_j, where each X_j is taken from all rows below.
+  // One warp: column `lane` of T, row by row: X_i = e_i - sum_(j<i) A_ij X_j, where each X_j is taken from all rows
+  // below.
   template <bool kMirrored>
   __device__ void invert(char* image) const {
     float X[kRows];
@@ -402,8 +403,8 @@ class Preparation {
     if (apart == 0) return e < 2 ? qk_ : 0;
     return apart >= 4 ? block_[0][e] : apart >= 2 ? block_[1][e] : block_[2][e];
   }
-  // Products of the own block with the factors of each level: rows and columns of a level are different tokens, so that one
-  // tile is both. What is of no use in them is left out by write_scores().
+  // Products of the own block with the factors of each level: rows and columns of a level are different tokens, so that
+  // one tile is both. What is of no use in them is left out by write_scores().
   __device__ void score_block(const float (&q)[4], const float (&k)[4], const float (&P)[4], const float (&gamma)[4]) {
     float f[3][4];
 #pragma unroll

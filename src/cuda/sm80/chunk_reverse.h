@@ -1,8 +1,8 @@
-// The reverse scan of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, the last first, dS
-// in its registers: the gradient of the state. With mirrored images (chunk.h), per chunk of 32 tokens:
+// The reverse scan of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, the last
+// first, dS in its registers: the gradient of the state. With mirrored images (chunk.h), per chunk of 32 tokens:
 //   dU = Aqk^T dO + kg dS    dv = T^T dU    dS <- Diag(ell) dS + qG^T dO - kG^T dv      T has beta inside, dO the scale
-// What the scan (chunk_scan.h) has for S, V, R, U it has for dS, dO, dU, dv: registers, units of columns, stages. The maps
-// are the scan's own, transposed, so the same bounds hold for f16.
+// What the scan (chunk_scan.h) has for S, V, R, U it has for dS, dO, dU, dv: registers, units of columns, stages. The
+// maps are the scan's own, transposed, so the same bounds hold for f16.
 //
 // Left behind for the rest of backward: dv, and dS after every 64 tokens.
 //
@@ -25,22 +25,22 @@ __device__ inline void add_mirrored_triangle(float (&to)[4][4], const float (&fr
   for (int b = 0; b < 4; ++b) ptx::mma<__half>(to[b], second, x[b].z, x[b].w);
 }
 
-// dS. Units are chosen for two chunks at a time: S and V of the scan's bounds are below 2^7 before them, and |R| and |U|
-// below 2^16 in both.
+// dS. Units are chosen for two chunks at a time: S and V of the scan's bounds are below 2^7 before them, and |R| and
+// |U| below 2^16 in both.
 template <int kK>
 struct GradientState : ColumnState<kK> {
   using ColumnState<kK>::S;
   using ColumnState<kK>::x;
 
-  // As it is in memory. What would be subnormal there is 0: a pass or a call that goes on from memory has the bits of one
-  // that never stopped.
+  // As it is in memory. What would be subnormal there is 0: a pass or a call that goes on from memory has the bits of
+  // one that never stopped.
   __device__ void leave_units() {
     this->multiply(power_of_two(x[0]), power_of_two(x[1]));
     x[0] = x[1] = 0;
   }
 
-  // Whether dO is in range of the units: below 2^7, and with a number in each column of each lane that is no subnormal of
-  // f16. Where it is not, nothing is known of how small dS has become, either.
+  // Whether dO is in range of the units: below 2^7, and with a number in each column of each lane that is no subnormal
+  // of f16. Where it is not, nothing is known of how small dS has become, either.
   __device__ bool suits(const float (&dO)[4][4]) const {
     bool suits = true;
 #pragma unroll
@@ -85,7 +85,8 @@ struct GradientState : ColumnState<kK> {
   }
 };
 
-// One chunk: dv is left, and the state is dS before it. What needs no result of the chunk is done while others wait for one.
+// One chunk: dv is left, and the state is dS before it. What needs no result of the chunk is done while others wait for
+// one.
 template <int kK>
 __device__ void apply_reversed(GradientState<kK>& state, unsigned image, const float (&dO)[4][4], float (&dv)[4][4]) {
   using In = Image<kK>;

@@ -1,12 +1,13 @@
-// The second kernel of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, the state in
-// its registers. With images of chunks (chunk.h), per chunk of 32 tokens:
+// The second kernel of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, the state
+// in its registers. With images of chunks (chunk.h), per chunk of 32 tokens:
 //   R = V - kG S    U = T R    O = qG S + Aqk U    S <- Diag(ell) S + kg^T U          T has beta inside
-// all of it transposed: S^T [16][K] is an accumulator, two neighbouring tiles of an accumulator, rounded to f16 and packed,
-// are the first operand of the next product, and nothing but images goes through shared memory.
+// all of it transposed: S^T [16][K] is an accumulator, two neighbouring tiles of an accumulator, rounded to f16 and
+// packed, are the first operand of the next product, and nothing but images goes through shared memory.
 //
-// Range of f16: each column has a power of two 2^x, and its registers hold V, S, R, U and O times 2^-x. x is a multiple of
-// 16, chosen anew in each chunk by what is largest in the column of S before it and of V in it: that is within [2^-9, 2^7)
-// then. So it seldom changes, and when it does S is rescaled exactly. |R| and |U| stay below 2^15 then with |k| <= 1.
+// Range of f16: each column has a power of two 2^x, and its registers hold V, S, R, U and O times 2^-x. x is a multiple
+// of 16, chosen anew in each chunk by what is largest in the column of S before it and of V in it: that is within
+// [2^-9, 2^7) then. So it seldom changes, and when it does S is rescaled exactly. |R| and |U| stay below 2^15 then with
+// |k| <= 1.
 //
 // The warps of a block, 1 to 8, share images: three stages of shared memory, one barrier a chunk.
 #pragma once
@@ -244,8 +245,8 @@ struct ColumnState {
     multiply(half[0], half[1]), multiply(half[0], half[1]);
   }
 
-  // S <- Diag(ell) S. What becomes so small beside the largest of its column that S itself, in memory, could be subnormal is
-  // 0: so that a call that goes on from there has the bits of one that never stopped.
+  // S <- Diag(ell) S. What becomes so small beside the largest of its column that S itself, in memory, could be
+  // subnormal is 0: so that a call that goes on from there has the bits of one that never stopped.
   __device__ void decay(const unsigned ell) {
     const bool small = __any_sync(kAll, x[0] < 0 || x[1] < 0);
     const int e[2] = {min(x[0], 0), min(x[1], 0)};

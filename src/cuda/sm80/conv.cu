@@ -1,15 +1,16 @@
 // The causal convolution (math.md 7.6), for sm_80 and newer:
 //   y_t = bias + sum_j w_j xx_(t+j),  j = 0 .. W-1,  then y_t sigmoid(y_t)        xx = state ++ x
 //
-// Bytes: x is read and y written; a state, 2 (W-1) elements a channel and sequence, counts where sequences are short.
-// A thread has kVector neighbouring channels: four where W = 4 and all strides and addresses allow it, else one. The window
-// of the last W-1 rows is in registers. Blocks are of two kinds:
+// Bytes: x is read and y written; a state, 2 (W-1) elements a channel and sequence, counts where sequences are short. A
+// thread has kVector neighbouring channels: four where W = 4 and all strides and addresses allow it, else one. The
+// window of the last W-1 rows is in registers. Blocks are of two kinds:
 //
-//   heads   one sequence each: its first W-1 tokens, which are those that read the state, and its final state. One thread
-//           reads and writes a channel of a slot, so states roll in place without a second launch. Calls of one token
-//           (decode) have nothing else: all loads of a thread are in flight together, the state's behind its index.
-//   bodies  all other tokens, `run` of them a warp, of however many sequences, and the rows that belong to nobody. A thread
-//           has kGroup tokens in flight.
+//   heads   one sequence each: its first W-1 tokens, which are those that read the state, and its final state. One
+//           thread reads and writes a channel of a slot, so states roll in place without a second launch. Calls of one
+//           token (decode) have nothing else: all loads of a thread are in flight together, the state's behind its
+//           index.
+//   bodies  all other tokens, `run` of them a warp, of however many sequences, and the rows that belong to none. A
+//           thread has kGroup tokens in flight.
 //
 // Every y comes from convolve(), and no sum is cut: bits depend on neither kind, nor on kVector and `run`.
 #include "cuda/conv.h"
@@ -113,8 +114,8 @@ __device__ void head(const Params& p, unsigned block) {
   store_state<kVector>(p.final_state, s.slot, d, window.past);
 }
 
-// Tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have fewer than kGroup of
-// them: its last row is loaded in the place of the others.
+// Tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have fewer than
+// kGroup of them: its last row is loaded in the place of the others.
 template <class T, int kVector, class Silu>
 __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Window<T, kVector>& window, Silu silu) {

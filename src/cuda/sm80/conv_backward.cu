@@ -1,13 +1,13 @@
 // Gradients of the causal convolution (math.md 7.6), for sm_80 and newer:
 //   dy_t <- dz_t silu'(y_t),  dxx_i = sum_j w_j dy_(i-j),  dw_j = sum_t dy_t xx_(t+j),  dbias = sum_t dy_t
 //
-// Bytes: x and dz are read, dx is written; y is computed again. A warp has 32 kVector channels (conv.cu) of a run of tokens,
-// of however many sequences, with the last three rows of xx and of dy in registers. dxx_i needs dy up to i: the dx of a run's
-// last tokens needs dy of the W-1 after it, which their own warp computes, too.
+// Bytes: x and dz are read, dx is written; y is computed again. A warp has 32 kVector channels (conv.cu) of a run of
+// tokens, of however many sequences, with the last three rows of xx and of dy in registers. dxx_i needs dy up to i: the
+// dx of a run's last tokens needs dy of the W-1 after it, which their own warp computes, too.
 //
-// Sums have three levels without atomics: a warp adds its tokens in order, a block its warps, and a second kernel the blocks.
-// Runs depend on the number of tokens alone, and so does every bit. A third kernel has the gradients of states that no
-// token follows.
+// Sums have three levels without atomics: a warp adds its tokens in order, a block its warps, and a second kernel the
+// blocks. Runs depend on the number of tokens alone, and so does every bit. A third kernel has the gradients of states
+// that no token follows.
 #include "cuda/conv.h"
 #include "cuda/cuda.h"
 #include "cuda/runtime.h"
@@ -31,7 +31,8 @@ struct Params {
   int64_t run;
 };
 
-// What a thread knows of its channels. Rows are numbered as if W were 4, so dx of a token always comes three tokens later.
+// What a thread knows of its channels. Rows are numbered as if W were 4, so dx of a token always comes three tokens
+// later.
 template <class T, int kVector>
 struct Gradients {
   using Row = Channels<T, kVector>;

@@ -1,17 +1,17 @@
 // Decode: the token recurrence (recurrence.h) over a state pool, for sm_80 and newer, in two shapes.
 //
 // Bytes: the state is read once and written once a call, 128 KiB a head at K = V = 128 in f32; everything else is about
-// 1 KB a token. A block takes some value columns of a head, eight lanes a column, and activates q, k and the gate, a thread
-// a channel, while its part of the state is on its way.
+// 1 KB a token. A block takes some value columns of a head, eight lanes a column, and activates q, k and the gate, a
+// thread a channel, while its part of the state is on its way.
 //
-// `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads in
-// flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels in both
-// layouts, so the bits are the same, too.
-// `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and works on
-// some columns while the next are on their way. For large calls but the usual one: kernels that know that are faster.
+// `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads
+// in flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels
+// in both layouts, so the bits are the same, too. `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has
+// a whole head, prepares the token once, and works on some columns while the next are on their way. For large calls but
+// the usual one: kernels that know that are faster.
 //
-// Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the call,
-// and T tokens are T calls of one.
+// Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the
+// call, and T tokens are T calls of one.
 #include <type_traits>
 
 #include "cuda/cuda.h"
@@ -108,8 +108,8 @@ __device__ decltype(auto) known(const Params& p, int32_t K, int32_t state_dtype)
   else return (p);
 }
 
-// What a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..: usual calls,
-// with states of this dtype.
+// What a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..: usual
+// calls, with states of this dtype.
 enum class Calls { kAny, kPlain, kUsualF32, kUsualBf16 };
 constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || calls == Calls::kUsualBf16; }
 
@@ -278,9 +278,9 @@ void launch_direct(const DecodeProblem& p) {
                                                                    Params(p, Blocks(p, tiles, hints)));
 }
 
-// Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address for
-// every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4 KB of an
-// f32 state: memory is fastest when all that is on its way lies close together.
+// Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address
+// for every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4
+// KB of an f32 state: memory is fastest when all that is on its way lies close together.
 template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
   constexpr bool kColumns = kAccess == Access::kColumns;

@@ -1,5 +1,5 @@
-// A state gets what is recorded: S <- f S, then S <- S + w_i u_i, oldest first; w_i = k_i decayed from i to the end, f the
-// decay of all (products in f64). Whichever kernel does it, the bits are the same.
+// A state gets what is recorded: S <- f S, then S <- S + w_i u_i, oldest first; w_i = k_i decayed from i to the end, f
+// the decay of all (products in f64). Whichever kernel does it, the bits are the same.
 #pragma once
 #include "cuda/sm80/parts.h"
 #include "cuda/tile.h"

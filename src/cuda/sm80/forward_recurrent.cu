@@ -1,8 +1,8 @@
-// Forward token by token with the state in registers (recurrence.h), for sm_80 and newer: any K and V, both layouts, any
-// gate, as exact as decode, whose bits it has. It keeps no chunk scores, and every token waits for the one before.
+// Forward token by token with the state in registers (recurrence.h), for sm_80 and newer: any K and V, both layouts,
+// any gate, as exact as decode, whose bits it has. It keeps no chunk scores, and every token waits for the one before.
 //
-// A block takes 16 or 32 value columns of a head and all tokens of a sequence, kGroup at a time; a thread has a channel of
-// each of them:
+// A block takes 16 or 32 value columns of a head and all tokens of a sequence, kGroup at a time; a thread has a channel
+// of each of them:
 //   1 q.q, k.k and q.k of the group, over the block                                                  barrier: sums
 //   2 its keys, decays and values, activated, to shared memory; the next group is asked for          barrier: group
 //   3 token by token, without a barrier: a column of the state is in eight lanes of a warp

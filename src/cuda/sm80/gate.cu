@@ -1,16 +1,16 @@
-// The gate activation alone (math.md 2.1), forward and backward, for sm_80 and newer. Formulas, and what keeps them exact,
-// are in gate.h.
+// The gate activation alone (math.md 2.1), forward and backward, for sm_80 and newer. Formulas, and what keeps them
+// exact, are in gate.h.
 //
 // Bytes: forward reads x and writes g, backward reads x, dg and writes dx; everything else is small. Both are bound by
 // memory, forward by about as much arithmetic (two MUFU and 25 FMA an element), hence the fast exp and division.
 //
-// A thread owns W neighbouring channels of a head (4 where K, strides and addresses allow, else 1) and every kLanes-th row
-// of its block, of which it has kUnroll in flight: one load at a time would leave most of the bandwidth unused.
+// A thread owns W neighbouring channels of a head (4 where K, strides and addresses allow, else 1) and every kLanes-th
+// row of its block, of which it has kUnroll in flight: one load at a time would leave most of the bandwidth unused.
 // Grid: (block of rows, head). Block: (K / W rounded up to whole warps, kLanes).
 //
 // Backward sums in two levels without atomics: each block adds up its lanes in order and writes its sums of dA_log and
-// d_dt_bias to the workspace, then one block per head adds the blocks in order. The number of rows of a block is a function
-// of M alone, so the bits are too.
+// d_dt_bias to the workspace, then one block per head adds the blocks in order. The number of rows of a block is a
+// function of M alone, so the bits are too.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -137,8 +137,8 @@ struct Parts<FlushProblem> {
   static int64_t step(const kda_tensor& t) { return t.ndim == 5 ? t.stride[0] * dtype_size(t.dtype) : 0; }
 };
 
-// Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no convolution
-// inside, and no ring (or, if asked for, rings, or a usual_front())?
+// Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no
+// convolution inside, and no ring (or, if asked for, rings, or a usual_front())?
 template <class P>
 bool is_usual(const Parts<P>& x, bool ring = false, bool front = false) {
   if constexpr (kVerifies<P>) {
@@ -147,8 +147,8 @@ bool is_usual(const Parts<P>& x, bool ring = false, bool front = false) {
   }
   return are_chains(x.requests, ring);
 }
-// What a kernel sees of a call; kUsual: a copy in which the compiler knows that it is_usual(). Code for other calls would
-// lie between the instructions that run, and kernels wait for instructions, too.
+// What a kernel sees of a call; kUsual: a copy in which the compiler knows that it is_usual(). Code for other calls
+// would lie between the instructions that run, and kernels wait for instructions, too.
 template <bool kUsual, bool kRing = false, bool kFront = false, class P>
 __device__ decltype(auto) seen(const Parts<P>& call, int K) {
   if constexpr (kUsual) {
@@ -183,8 +183,8 @@ __device__ Sequence drafts_of(const Parts<P>& x, int64_t n) {
   return sequence_at(x.sizes.varlen, x.cu_seqlens, x.sizes.T, n);
 }
 
-// Where a request's records of one head are: of entry 0, and bytes from one entry to the next. Numbers alone: a copy of a
-// tensor, or a reference to one of two, would live in local memory.
+// Where a request's records of one head are: of entry 0, and bytes from one entry to the next. Numbers alone: a copy of
+// a tensor, or a reference to one of two, would live in local memory.
 struct Entries {
   char *u = nullptr, *k = nullptr, *alpha = nullptr;
   uint32_t u_step = 0, k_step = 0, alpha_step = 0;
@@ -203,8 +203,8 @@ struct Entries {
   __device__ float& alpha_at(int entry, int c) const { return element(alpha, alpha_step, entry, c); }
 };
 
-// What is to be done to the state before drafts see it: entries from `newest` back. `apply`: and written. If not, they are
-// the committed entries of a ring.
+// What is to be done to the state before drafts see it: entries from `newest` back. `apply`: and written. If not, they
+// are the committed entries of a ring.
 struct Before {
   Window window;
   Entries entries;

@@ -1,10 +1,10 @@
-// kda_prefill_f32 as stages in f32 (3 x tf32): the scores and all that needs no state, the scan, the outputs. o and hT do not
-// depend on the chunk, so these work on chunks of 64; w and u of chunks of 32 are another launch of the first kernel. No
-// decay is ever divided by another: exponents are sums of steps.
+// kda_prefill_f32 as stages in f32 (3 x tf32): the scores and all that needs no state, the scan, the outputs. o and hT
+// do not depend on the chunk, so these work on chunks of 64; w and u of chunks of 32 are another launch of the first
+// kernel. No decay is ever divided by another: exponents are sums of steps.
 //
-// K = V of 64 or 128 and whole chunks: the scan makes the outputs as well, with the same bits. What is between the kernels is
-// in the workspace: kg, w, u, Aqk by token, and then qG and the last G of each chunk, else G, v_new and S before each chunk.
-// Buffers of the caller serve as w and u, if they can.
+// K = V of 64 or 128 and whole chunks: the scan makes the outputs as well, with the same bits. What is between the
+// kernels is in the workspace: kg, w, u, Aqk by token, and then qG and the last G of each chunk, else G, v_new and S
+// before each chunk. Buffers of the caller serve as w and u, if they can.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_prefill_f32.h"

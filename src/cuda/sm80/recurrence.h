@@ -1,7 +1,8 @@
-// The token recurrence with a state in registers, eight lanes a value column. With the decay folded into the vectors, one
-// pass over the old state gives both products:
+// The token recurrence with a state in registers, eight lanes a value column. With the decay folded into the vectors,
+// one pass over the old state gives both products:
 //   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
-// Decode and forward share it, and with it the order of every sum: T tokens of one are T tokens of the other, to the bit.
+// Decode and forward share it, and with it the order of every sum: T tokens of one are T tokens of the other, to the
+// bit.
 #pragma once
 #include "cuda/device.h"
 

@@ -1,14 +1,14 @@
 // Speculative decoding (math.md 7) for sm_80 and newer, any K and V, both layouts: verify, flush, and both in one pass.
 //
 // Bytes: verify reads a state, a flush reads and writes it, both in one pass the same once; records are 1.5 KB a token
-// and head at K = V = 128. A block takes some value columns of a head, eight lanes a column and kRows columns a thread, all
-// in registers. What does not depend on the column (drafts' keys, decays and scores) every block computes for itself while its
-// part of the state is on its way.
+// and head at K = V = 128. A block takes some value columns of a head, eight lanes a column and kRows columns a thread,
+// all in registers. What does not depend on the column (drafts' keys, decays and scores) every block computes for
+// itself while its part of the state is on its way.
 //
-// Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the formulas),
-// and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request depend on nothing
-// else in the call, and flush_verify has those of flush, then verify. What a ring holds committed but not applied, verify
-// applies in registers only.
+// Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the
+// formulas), and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request
+// depend on nothing else in the call, and flush_verify has those of flush, then verify. What a ring holds committed but
+// not applied, verify applies in registers only.
 #include "cuda/front.h"
 #include "cuda/sm80/parts.h"
 
@@ -287,8 +287,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A ring's cursors, once no block reads the old ones: in a launch of its own. What they follow from is not of the kernel
-// before, which belongs to the same call and waited for it: only the stores have to wait for that kernel's end.
+// A ring's cursors, once no block reads the old ones: in a launch of its own. What they follow from is not of the
+// kernel before, which belongs to the same call and waited for it: only the stores have to wait for that kernel's end.
 __global__ void cursor_kernel(const unsigned N, const __grid_constant__ Sizes sizes,
                               const __grid_constant__ FlushVerifyRequests requests,
                               const __grid_constant__ Lengths cu_seqlens) {

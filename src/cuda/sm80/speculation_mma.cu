@@ -1,25 +1,26 @@
 // Speculative decoding (math.md 7) with tensor cores, for sm_80 and newer, K = 64 or 128, V-first.
 //
 // Bytes: verify reads a state, a flush reads and writes it, both in one pass the same once; records are 1.5 KB a token
-// and head at K = V = 128. All else must hide behind that: a block takes 32 to 128 value columns of a head and prepares what
-// does not depend on the column (drafts' keys, decays, scores) once, while its part of the state comes to shared memory
-// asynchronously; blocks of an SM are in different phases and keep the memory busy for one another.
+// and head at K = V = 128. All else must hide behind that: a block takes 32 to 128 value columns of a head and prepares
+// what does not depend on the column (drafts' keys, decays, scores) once, while its part of the state comes to shared
+// memory asynchronously; blocks of an SM are in different phases and keep the memory busy for one another.
 //
 //   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t, products of alpha walking back over the path
 //   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i: the same walk stopped at i
 //   X = kG S, O = qG S   [T,V]: products of 16 rows (8 drafts' kG, then their qG) with the state: m16n8k8 in tf32
 //   u_t = beta_t (v_t - X_t - sum_i A[t,i] u_i)    o_t = O_t + (k_t . q_t) u_t + sum_i P[t,i] u_i
 //
-// A number is the sum of two in tf32, big + small; three products (small * small is left out) give 21 bits. A bf16 state is
-// one tf32 and needs two. Sums over K go in four quarters, each an accumulator of its own, added in one order: the bits
-// of a column are the same whether one warp adds up all quarters of it or each has a warp. They depend on nothing else.
+// A number is the sum of two in tf32, big + small; three products (small * small is left out) give 21 bits. A bf16
+// state is one tf32 and needs two. Sums over K go in four quarters, each an accumulator of its own, added in one order:
+// the bits of a column are the same whether one warp adds up all quarters of it or each has a warp. They depend on
+// nothing else.
 //
-// Recorded tokens come first (entries.h): those of the last round to the state in memory, too; what a ring holds committed
-// but not applied in registers only. The bits are those of a flush before.
+// Recorded tokens come first (entries.h): those of the last round to the state in memory, too; what a ring holds
+// committed but not applied in registers only. The bits are those of a flush before.
 //
-// Threads: a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a column. Four warps
-// a block need the fewest instructions, eight the least time. The usual verify has few enough registers for three blocks of
-// eight.
+// Threads: a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a column. Four
+// warps a block need the fewest instructions, eight the least time. The usual verify has few enough registers for three
+// blocks of eight.
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -30,7 +31,8 @@ namespace {
 constexpr int kMaxColumns = 128;  // of a block
 constexpr int kQuarters = 4;
 
-// Where things are in shared memory, in floats behind the tile of the state. Strides keep fragments free of bank conflicts.
+// Where things are in shared memory, in floats behind the tile of the state. Strides keep fragments free of bank
+// conflicts.
 struct Memory {
   int drafts, columns;  // drafts: there is room for
   int keys_stride, scores;
@@ -202,8 +204,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
       store_element(to, tokens.o_dtype, 0);
     }
   };
-  // All addresses that need nothing from memory are ready before the wait for the kernel before, and drafts are asked for
-  // before the wait for the slot.
+  // All addresses that need nothing from memory are ready before the wait for the kernel before, and drafts are asked
+  // for before the wait for the slot.
   Draft<kPerLane, kMaxDrafts> drafts[kPerWarp];
   const char* from_v = nullptr;
   unsigned values[kMaxDrafts];       // of the thread's column, if they are not in shared memory

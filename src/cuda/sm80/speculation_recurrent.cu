@@ -1,17 +1,17 @@
-// Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest way
-// from the state to the outputs, and the fewest instructions for up to four drafts, or on a ring for up to eight.
+// Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest
+// way from the state to the outputs, and the fewest instructions for up to four drafts, or on a ring for up to eight.
 //
-// A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of the
-// state are on their way to registers, eight lanes a column, and walk back from it over the drafts before:
+// A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of
+// the state are on their way to registers, eight lanes a column, and walk back from it over the drafts before:
 //   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t
 //   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i
 // Then two products with the state a draft, and what a column of them needs fits one lane:
 //   u_t = beta_t (v_t - S^T kG_t - sum_i A[t,i] u_i)    o_t = S^T qG_t + sum_i P[t,i] u_i + (k_t . q_t) u_t
-// Records to apply come first (entries.h). What a ring holds committed, but not yet to be written to the state, are drafts
-// before the first: the walk goes on over them.
+// Records to apply come first (entries.h). What a ring holds committed, but not yet to be written to the state, are
+// drafts before the first: the walk goes on over them.
 //
-// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call, nor on what a kernel
-// knows of it (`Call`).
+// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call, nor on what a
+// kernel knows of it (`Call`).
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -21,8 +21,9 @@ namespace {
 
 constexpr int kFewWarps = 4, kManyWarps = 8;  // of a block: each draft has one
 
-// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over, or that
-// it is and is_large(); then that it is usual, or so and of one draft, but for rings; or but for a convolution in front.
+// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over,
+// or that it is and is_large(); then that it is usual, or so and of one draft, but for rings; or but for a convolution
+// in front.
 enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing, kFront };
 constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall, int kWarps>
@@ -33,8 +34,8 @@ constexpr int kRegisters = 128;                        // of a thread
 template <int kWarps>
 constexpr int kBlocks = 65536 / kRegisters / (kWarps * 32);  // of an SM
 
-// A thread's columns lie so far apart that what a warp asks for in turn lies side by side, column by column: where the call
-// is known. (Kernels for any call have no registers for that, and with eight drafts it costs more than it saves.)
+// A thread's columns lie so far apart that what a warp asks for in turn lies side by side, column by column: where the
+// call is known. (Kernels for any call have no registers for that, and with eight drafts it costs more than it saves.)
 template <bool kUsual, int kWarps>
 constexpr int kStepOf = (kUsual && kWarps == kFewWarps) ? 32 / kRowLanes : 1;
 template <int kRows, int kStep>
@@ -80,7 +81,8 @@ __host__ __device__ Memory memory_of(const Parts<P>& x, int K, int columns) {
   return Memory(K, columns, drafts, x.sizes, x.requests.records.ring);
 }
 
-// Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight lanes.
+// Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight
+// lanes.
 template <int kK, int kRows>
 __device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK / kRowLanes]) {
   float even[2 * kRows] = {}, odd[2 * kRows] = {};  // two chains each
@@ -243,8 +245,9 @@ struct Walk {
   }
 };
 
-// When a block waits for its entries: before it asks for the state, after that, or when the drafts are activated. Which is
-// best was measured: the sooner the state is asked for the better for one block, but it then overtakes others' entries.
+// When a block waits for its entries: before it asks for the state, after that, or when the drafts are activated. Which
+// is best was measured: the sooner the state is asked for the better for one block, but it then overtakes others'
+// entries.
 enum class Wait { kBeforeState, kBehindState, kBehindDrafts };
 template <int kRows, int kSteps, Call kCall>
 constexpr Wait kWait = kRows == 4 && (on_ring(kCall) || kCall == Call::kLarge) ? Wait::kBeforeState
@@ -279,8 +282,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   };
   const int T = kDrafts == 1 ? 1 : static_cast<int>(x.sizes.T), t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
-  // Warps without a draft ask for the last one, too: see TokenKeys::fetch_keys. (Elsewhere it had better wait for the drafts: a
-  // state that is asked for sooner overtakes those of other blocks, for 1.03 to 1.16 of the time.)
+  // Warps without a draft ask for the last one, too: see TokenKeys::fetch_keys. (Elsewhere it had better wait for the
+  // drafts: a state that is asked for sooner overtakes those of other blocks, for 1.03 to 1.16 of the time.)
   constexpr bool kNoBranch = kUsual && kFlushes<P> && kSteps == 2;
   draft.locate(tokens, at.n, static_cast<unsigned>(kNoBranch ? min(t, T - 1) : t), at.hv, at.h);
   // A thread's values: of column thread % kColumns, and some drafts.

@@ -1,12 +1,13 @@
-// F2 and F3: the scores of a chunk, the inverse of its triangle, and what follows from both without a state. A block has a
-// chunk of a value head.
+// F2 and F3: the scores of a chunk, the inverse of its triangle, and what follows from both without a state. A block
+// has a chunk of a value head.
 //
-// Scores, for any gate (math.md 4.4 c). On level h = 1, 2, 4, .. 32 the rows of the second half of every 2 h meet the columns
-// of its first half. Between them lies the first row of the second half, the anchor a:
+// Scores, for any gate (math.md 4.4 c). On level h = 1, 2, 4, .. 32 the rows of the second half of every 2 h meet the
+// columns of its first half. Between them lies the first row of the second half, the anchor a:
 //   2^(G_i - G_j) = 2^(G_i - G_a) 2^(G_a - G_j)
-// so every row of q and k is scaled once a level by a factor in [0, 1], in f32, and the products are those of matrices. The
-// exponents are sums of steps G_t - G_(t-1) of one sign: nothing cancels. In f32, where products of matrices are dear, each
-// pair of eight neighbouring rows, which a warp has in registers, is for itself in place of the levels below 8.
+// so every row of q and k is scaled once a level by a factor in [0, 1], in f32, and the products are those of matrices.
+// The exponents are sums of steps G_t - G_(t-1) of one sign: nothing cancels. In f32, where products of matrices are
+// dear, each pair of eight neighbouring rows, which a warp has in registers, is for itself in place of the levels below
+// 8.
 //
 //   levels    a warp scales its eight rows                             barrier: tiles q, k
 //             a block of 16 x 16 scores and one of q, k: its products  barrier: tiles are read
@@ -29,8 +30,8 @@ constexpr int kScoreStride = kStride<float>;  // of 64 x 64 numbers in f32
 template <class E>
 constexpr int first_half = sizeof(E) == 4 ? kGroup : 1;
 
-// f32: scores of each warp's own rows, below the diagonal. Columns j and 6 - j are eight entries together: from row j + 1 on those
-// of column j, before them those of column 6 - j, from its row 7 - j on. Column 3 has four, of q and of k.
+// f32: scores of each warp's own rows, below the diagonal. Columns j and 6 - j are eight entries together: from row j +
+// 1 on those of column j, before them those of column 6 - j, from its row 7 - j on. Column 3 has four, of q and of k.
 struct Nearest {
   float of_q[kWarps][3][kGroup], of_k[kWarps][3][kGroup], middle[kWarps][kGroup];
 };
@@ -312,8 +313,8 @@ __device__ void store_nearest(Smem<E>& shared, float scale) {
   else put_k(r, 3, middle);
 }
 
-// What a warp has of the levels: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight columns of
-// the block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
+// What a warp has of the levels: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight
+// columns of the block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
 template <class E>
 struct Scores {
   Sum diagonal, largest;
@@ -350,7 +351,8 @@ struct Scores {
         else if (on_level(half, g + i / 2 * 8, n * 8 + 2 * t + i % 2)) diagonal.x[n][i] += all.x[n][i];
   }
 
-  // Akk with its beta, Aqk with the scale; of a diagonal block what lies below the diagonal, or what the neighbours have not.
+  // Akk with its beta, Aqk with the scale; of a diagonal block what lies below the diagonal, or what the neighbours
+  // have not.
   __device__ void store(Smem<E>& shared, float scale) const {
     float* to = of_k ? shared.Akk : shared.Aqk;
     const auto put = [&](int i, int j, float x) { to[i * kScoreStride + j] = x * (of_k ? shared.beta[i] : scale); };
@@ -511,8 +513,8 @@ __device__ inline void multiply_by_beta(float* T, const float* beta) {
 
 // ---- w and u ----
 
-// T beta x, x a tile, to slice s of y, whose chunks are `skip` apart if that is told. A warp has two rows of 16 x 16 blocks,
-// the first or second and the last or last but one: five blocks of T whichever. In 16 bits by way of a tile.
+// T beta x, x a tile, to slice s of y, whose chunks are `skip` apart if that is told. A warp has two rows of 16 x 16
+// blocks, the first or second and the last or last but one: five blocks of T whichever. In 16 bits by way of a tile.
 template <class E>
 __device__ void multiply(const IntraCall& p, const unsigned char* x, const Rows& y, int64_t skip, const ChunkAt& chunk,
                          int hv, int s, int n, Smem<E>& shared) {

@@ -1,6 +1,6 @@
-// F4: v_new = u - w S, then S <- Diag(ell) S + kg^T v_new, chunk after chunk. Columns of a state are independent: a block has
-// kColumns of a value head's, and all chunks of a sequence. A warp has rows 16 w .. (and 128 + 16 w ..) of S in registers,
-// in f32; a copy, rounded to E, is in shared memory for the products and for h.
+// F4: v_new = u - w S, then S <- Diag(ell) S + kg^T v_new, chunk after chunk. Columns of a state are independent: a
+// block has kColumns of a value head's, and all chunks of a sequence. A warp has rows 16 w .. (and 128 + 16 w ..) of S
+// in registers, in f32; a copy, rounded to E, is in shared memory for the products and for h.
 //
 // A chunk:
 //   1 wait for w, u, kg; ask for the next chunk's, if there is room for two       barrier: all is there, and S
@@ -9,15 +9,17 @@
 //
 // Shared memory at K = 128 in bf16: S 18, w 17, kg 17, u 9 KiB, the last three twice.
 //
-// With outputs, for prefill_f32, o = scale qG S + Aqk v_new is made here as well, and neither h nor v_new leaves the block:
+// With outputs, for prefill_f32, o = scale qG S + Aqk v_new is made here as well, and neither h nor v_new leaves the
+// block:
 //   1 ask for Aqk, and for the next qG and u; w S and qG S, operands of S serve both; v_new in place of u
 //                                                             barrier: v_new, kg, Aqk are there; S, w, qG are read
-//   2 ask for the next kg and the w after the next; S in registers and Aqk v_new, operands of v_new serve both; its copy; o
+//   2 ask for the next kg and the w after the next; S in registers and Aqk v_new, operands of v_new serve both; its
+//     copy; o
 //                                                             barrier: v_new, kg, Aqk are read; S, w, u, qG are there
 // Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come. Their rows begin at
-// multiples of 128 bytes, as copies like it: pieces of rows change places, in place of gaps between rows. Eight warps have
-// larger products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o: the same
-// bits.
+// multiples of 128 bytes, as copies like it: pieces of rows change places, in place of gaps between rows. Eight warps
+// have larger products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o:
+// the same bits.
 //
 // Shared memory at K = 128: S 17, v_new and u 20, Aqk 16, five tiles 160 KiB.
 #include "cuda/cuda.h"
@@ -38,16 +40,16 @@ enum Room : int32_t {
 // In f32 the copy of S has lines of V whatever the layout of states.
 template <class E>
 constexpr bool by_lines = sizeof(E) == 4;
-// Up to K = 128, without outputs, it and v_new are split before they are read, and 16 warps share the work: of two, each has
-// half of the channels of w S and half of the columns of the state. (A block alone on an SM waits for each of its own
-// instructions.)
+// Up to K = 128, without outputs, it and v_new are split before they are read, and 16 warps share the work: of two,
+// each has half of the channels of w S and half of the columns of the state. (A block alone on an SM waits for each of
+// its own instructions.)
 template <class E, int kTiles>
 constexpr bool splits = by_lines<E>&& kTiles == 1;
 template <class E, int kTiles>
 constexpr int block_of = splits<E, kTiles> ? 2 * kThreads : kThreads;
 
-// With outputs: warps that share the rows of a state. Of 32 columns a warp has 16; of 16 it has all, and half of the warps
-// make w S, half qG S.
+// With outputs: warps that share the rows of a state. Of 32 columns a warp has 16; of 16 it has all, and half of the
+// warps make w S, half qG S.
 constexpr int row_warps(int columns) { return columns == 32 ? kWarps / 2 : kWarps; }
 constexpr int kPlaces = 5;  // for tiles w, qG, kg
 
@@ -89,7 +91,8 @@ struct Memory {
   }
 };
 
-// Rows of kColumns numbers in f32 on their way to shared memory, a few lines at a time; twist(line): where pieces of a line are.
+// Rows of kColumns numbers in f32 on their way to shared memory, a few lines at a time; twist(line): where pieces of a
+// line are.
 template <int kColumns>
 struct Pieces {
   static constexpr int kAcross = kColumns / 4, kLines = kThreads / kAcross, kCount = kRows / kLines;
@@ -329,7 +332,8 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       return Pieces<kRows>(p.Aqk, chunk, hv, 0, shared + m.Aqk, kRows, M::twist);
     };
 
-    // Rows of v_new and o, whose terms of Aqk v_new are more and more: each scheduler has two warps with five steps together.
+    // Rows of v_new and o, whose terms of Aqk v_new are more and more: each scheduler has two warps with five steps
+    // together.
     constexpr bool kBoth = kColumns == 32;  // a warp makes v_new and o
     const bool second = warp >= kWarps / 2;
     const int i0 = (kBoth && second ? 3 - warp % 4 : warp % 4) * 16;
@@ -348,8 +352,8 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
         ptx::wait_for_copies<2>();
         __syncthreads();  // w, u, qG and the copy of S are there
       }
-      // Copies are asked for between the products, so that neither waits for all of the others. Behind the last chunk it is
-      // that one again, and nobody reads it.
+      // Copies are asked for between the products, so that neither waits for all of the others. Behind the last chunk
+      // it is that one again, and nobody reads it.
       const int next = min(i + 1, count - 1), after = min(i + 2, count - 1);
       const unsigned number = 3 * i;
       Chains wS[2];  // of even and of odd steps

@@ -1,5 +1,5 @@
-// F5: o = scale q E S + Aqk v_new. A block has a chunk of a value head and a slice of its columns; a warp 16 rows and half
-// of the columns. All it needs is asked for at once; other blocks of the SM compute meanwhile.
+// F5: o = scale q E S + Aqk v_new. A block has a chunk of a value head and a slice of its columns; a warp 16 rows and
+// half of the columns. All it needs is asked for at once; other blocks of the SM compute meanwhile.
 //
 // Shared memory in bf16: q E 17, S 34, Aqk 17, v_new 17 KiB: two blocks an SM.
 #include "cuda/cuda.h"

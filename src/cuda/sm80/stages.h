@@ -1,8 +1,8 @@
 // What the kernels of the stages share (math.md 4): tensors, chunks, tiles in shared memory and their products.
 //
-// A tile has up to 64 rows of 256 bytes: `slice_of<E>` channels, 128 in bf16, 64 in f32. Larger sizes go slice by slice,
-// smaller ones are padded with zeros. E says how products are computed: operands in bf16, or in f32 as the sums of two
-// tf32 (three products, 22 bits). All sums are in f32.
+// A tile has up to 64 rows of 256 bytes: `slice_of<E>` channels, 128 in bf16, 64 in f32. Larger sizes go slice by
+// slice, smaller ones are padded with zeros. E says how products are computed: operands in bf16, or in f32 as the sums
+// of two tf32 (three products, 22 bits). All sums are in f32.
 #pragma once
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -17,8 +17,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRows = static_cast<int>(kChunk);
 template <class E>
 constexpr int slice_of = 256 / sizeof(E);  // channels of a tile
-// Elements from row to row, so that what a warp reads at once lies in different banks: 16 bytes of eight rows, in f32 four
-// numbers of eight rows, or, of tiles [k][m] and [k][n], eight numbers of four rows.
+// Elements from row to row, so that what a warp reads at once lies in different banks: 16 bytes of eight rows, in f32
+// four numbers of eight rows, or, of tiles [k][m] and [k][n], eight numbers of four rows.
 template <class E>
 constexpr int kStride = slice_of<E> + 16 / sizeof(E);
 template <class E>
@@ -61,8 +61,8 @@ inline Rows rows_of(const kda_tensor& t, int batch, int token, int head) {
 inline Rows rows_of(const kda_tensor& t) { return rows_of(t, 0, 1, 2); }          // of tokens
 inline Rows lines_of_states(const kda_tensor& t) { return rows_of(t, 0, 2, 1); }  // b: the row, t: the line
 
-// Kernels made for wide rows of the dtype they mostly have are half as long: what a longer one leaves out by branches comes
-// through the instruction cache all the same.
+// Kernels made for wide rows of the dtype they mostly have are half as long: what a longer one leaves out by branches
+// comes through the instruction cache all the same.
 template <class E, class... R>
 __device__ void set_known(R&... rows) {
   ((rows.wide = true, rows.dtype = dtype_of<E>), ...);
@@ -82,7 +82,8 @@ inline const char* stage_why_not(const kda_exec& exec, bool f64, int64_t blocks)
   return blocks < int64_t{1} << 31 ? nullptr : "takes at most 2^31 blocks";
 }
 
-// Products are in f32 unless all of these are in bf16: tensors that no call lacks, so that no bit depends on what is wanted.
+// Products are in f32 unless all of these are in bf16: tensors that no call lacks, so that no bit depends on what is
+// wanted.
 inline bool is_exact(std::initializer_list<const kda_tensor*> tensors) {
   for (const kda_tensor* t : tensors)
     if (t->dtype != KDA_BF16) return true;
@@ -104,8 +105,8 @@ __device__ inline ChunkAt anew(ChunkAt at) {
   return at;
 }
 
-// All chunks of a call, one a block. With cu_seqlens sequence n has numbers from cu[n] / 64 + n on: they rise with n and
-// leave room for its chunks. What belongs to nobody comes last, as one sequence more.
+// All chunks of a call, one a block. With cu_seqlens sequence n has numbers from cu[n] / 64 + n on: they rise with n
+// and leave room for its chunks. What belongs to nobody comes last, as one sequence more.
 struct Chunks {
   int64_t T, N, per_row, count;
   kda_tensor cu_seqlens;
@@ -302,8 +303,8 @@ __device__ inline void zero_rows(const Rows& x, const ChunkAt& at, int64_t h, in
 
 // ---- products: 16 x 16 += 16 x 16 times 16 x 16, by a warp ----
 
-// Fragments of mma.m16n8k16, and of two neighbours of n: lane 4 g + t has, of a result, rows g and g + 8, columns 2 t and
-// 2 t + 1 of each half: sum[half][0], [1] of the first row, [2], [3] of the second.
+// Fragments of mma.m16n8k16, and of two neighbours of n: lane 4 g + t has, of a result, rows g and g + 8, columns 2 t
+// and 2 t + 1 of each half: sum[half][0], [1] of the first row, [2], [3] of the second.
 struct Sum {
   float x[2][4] = {};
   __device__ void scale(float by) {
@@ -413,8 +414,8 @@ struct Math<bf16> {
   }
 };
 
-// Two steps of mma.m16n8k8 each, of which lane 4 g + t has channels t, t + 4, t + 8 and t + 12: lanes read neighbours at
-// once, and any order of channels does if a and b have the same. What many warps read is split once, into two tiles.
+// Two steps of mma.m16n8k8 each, of which lane 4 g + t has channels t, t + 4, t + 8 and t + 12: lanes read neighbours
+// at once, and any order of channels does if a and b have the same. What many warps read is split once, into two tiles.
 template <>
 struct Math<float> {
   using Accurate = Chains;  // of the larger parts, and of the rests
@@ -551,8 +552,8 @@ struct Math<float> {
   __device__ static float4 four(const float* from, int step) {
     return {from[0], from[step], from[2 * step], from[3 * step]};
   }
-  // Rounded to 11 bits, and the rest, of which tensor cores cut off what is beyond 11 bits: its sign is anybody's, so that
-  // errors do not add up. A NaN is in the rest.
+  // Rounded to 11 bits, and the rest, of which tensor cores cut off what is beyond 11 bits: its sign is anybody's, so
+  // that errors do not add up. A NaN is in the rest.
   __device__ static void split(float x, unsigned& big, unsigned& small) {
     big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));

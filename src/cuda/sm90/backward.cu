@@ -1,8 +1,8 @@
-// Backward by chunks on Hopper: the steps of cuda_chunk (sm80/backward_chunk.cu), with the forward of Hopper for h and v_new, and
-// a wide kernel whose tiles the copy engine brings and whose large products a warpgroup makes (wgmma).
+// Backward by chunks on Hopper: the steps of cuda_chunk (sm80/backward_chunk.cu), with the forward of Hopper for h and
+// v_new, and a wide kernel whose tiles the copy engine brings and whose large products a warpgroup makes (wgmma).
 //
-// A block of three warpgroups stays on an SM and goes through its share of items, a chunk of a value head each: two multiply
-// (wide_multiplier.h), the warps of the third help (wide_helpers.h).
+// A block of three warpgroups stays on an SM and goes through its share of items, a chunk of a value head each: two
+// multiply (wide_multiplier.h), the warps of the third help (wide_helpers.h).
 #include "cuda/cuda.h"
 #include "cuda/sm80/backward_plan.h"
 #include "cuda/sm90/wide_helpers.h"

@@ -14,9 +14,9 @@ constexpr unsigned kPreparers = 2;  // warpgroups of a block that prepare
 // Named barriers: of the first warpgroups; when outputs are there.
 constexpr unsigned kPreparerBarrier = 1, kScannerBarrier = 3, kOutputBarrier = 6;
 
-// Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row are
-// swizzled as wgmma wants it (Swizzle::k128). Eight rows begin at multiples of 1024 bytes, so that a piece's place within
-// its row is its number ^ row % 8.
+// Rows of 128 channels lie as two halves, of 64 channels in 128 bytes each, kHalf bytes apart; 16-byte pieces of a row
+// are swizzled as wgmma wants it (Swizzle::k128). Eight rows begin at multiples of 1024 bytes, so that a piece's place
+// within its row is its number ^ row % 8.
 constexpr unsigned kHalf = 8192, kRowBytes = 128, kTileBytes = kRows * kRowBytes;  // the latter: of a half of a chunk
 
 // The operands of a chunk.
@@ -80,8 +80,8 @@ __device__ inline unsigned char* shared_memory() {
   return memory;
 }
 
-// x, of which the compiler knows nothing: what is computed from it is computed again in every round of a loop, instead of
-// waiting in registers that are not there.
+// x, of which the compiler knows nothing: what is computed from it is computed again in every round of a loop, instead
+// of waiting in registers that are not there.
 __device__ inline unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -102,8 +102,9 @@ struct Call {
   const StateTiles* state_tiles = nullptr;  // of whole heads
 };
 
-// A ring of stages: chunks are counted over all that a pair of blocks scans (and with them the states that the copy engine brings
-// in front of a head's chunks). Each block scans 64 columns, and has every second chunk prepared by the other: see pair.h.
+// A ring of stages: chunks are counted over all that a pair of blocks scans (and with them the states that the copy
+// engine brings in front of a head's chunks). Each block scans 64 columns, and has every second chunk prepared by the
+// other: see pair.h.
 struct Ring {
   unsigned memory;  // address of shared memory
   __device__ unsigned stage(unsigned chunk) const { return memory + Shared::stages + chunk % kStages * Stage::bytes; }
@@ -121,16 +122,16 @@ struct Ring {
   __device__ void open(unsigned warps = 1) const {
     for (unsigned i = 0; i < kStages; ++i) release(i, warps);
   }
-  // By one thread, before fence_barriers(). readers: scanning warps of both blocks. kGroup threads fill a stage and one asks for
-  // v; with that alone the other block's comes.
+  // By one thread, before fence_barriers(). readers: scanning warps of both blocks. kGroup threads fill a stage and one
+  // asks for v; with that alone the other block's comes.
   __device__ void start(unsigned readers) const {
     for (unsigned i = 0; i < kStages; ++i)
       ptx::init_barrier(full(i), 1 + (i % 2 == ptx::rank() ? kGroup : 0)), ptx::init_barrier(empty(i), readers);
   }
 };
 
-// Which pair of a call a cluster is, by all threads of its blocks: number(), by one of them, tells it, and it comes while the blocks
-// meet. Barriers of both are known then.
+// Which pair of a call a cluster is, by all threads of its blocks: number(), by one of them, tells it, and it comes
+// while the blocks meet. Barriers of both are known then.
 template <class Number>
 __device__ void meet(unsigned memory, const Number& number) {
   const unsigned pair = memory + Shared::pair, known = memory + Shared::known;

@@ -1,11 +1,12 @@
 // Scores for any gate. With G the sum of log2 alpha, row i among the eight of warp w and column j among those of o,
 //   G_i - G_j = (G_i - R_w) + (R_w - B_w) + (B_w - R_o) + (R_o - G_j)
-// where B_w is G before w's rows and R_w, their anchor, G after the fourth of them, both rounded to whole numbers. The outer
-// two are in operands, as in AnchoredScores; the inner two, powers of two and so exact in bf16, multiply operands in
-// registers. Where w = o the outer two are all there is.
+// where B_w is G before w's rows and R_w, their anchor, G after the fourth of them, both rounded to whole numbers. The
+// outer two are in operands, as in AnchoredScores; the inner two, powers of two and so exact in bf16, multiply operands
+// in registers. Where w = o the outer two are all there is.
 //
-// For that a token decays by 2^-25 at most. Entries with such a step in between are then too large, by less than f32 rounding
-// of others, and kG, qG and kg, in fp16, are 0 as they should be; ell has what is given. So exponents are bounded:
+// For that a token decays by 2^-25 at most. Entries with such a step in between are then too large, by less than f32
+// rounding of others, and kG, qG and kg, in fp16, are 0 as they should be; ell has what is given. So exponents are
+// bounded:
 //   G_i - R_w: -100.5 .. 75.5    R_o - G_j: -75.5 .. 100.5    R_w - B_w: -101 .. 1
 //   B_w - R_o: -101 .. 1 and what the rows in between add; it counts as 0 below -126, when the entry is below 2^-25
 // -inf is a decay to 0, nothing is divided, and what is above the diagonal, where numbers are large, is not used.
@@ -59,8 +60,8 @@ class ExactScores {
         for (int e = 0; e < 4; ++e) x[e] = y.x[e];
       }
     }
-    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial, to 9.2e-6 of itself; to 2.8e-6 where
-    // it is small, and errors of slow decays add up.
+    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial, to 9.2e-6 of itself; to 2.8e-6
+    // where it is small, and errors of slow decays add up.
     __device__ static float softplus(float x, float e) {
       float p = -0.035237316f;
       p = fmaf(p, e, 0.14823328f);

@@ -1,8 +1,8 @@
-// Chunked forward for Hopper: pairs of blocks, one per SM, of three warpgroups each: one carries 64 columns of a state, two
-// prepare chunks.
+// Chunked forward for Hopper: pairs of blocks, one per SM, of three warpgroups each: one carries 64 columns of a state,
+// two prepare chunks.
 //
-// Chunks of 32 tokens go from the preparation (prepare.h) to the scans (scan.h) of both blocks through rings of stages in
-// shared memory: mbarriers say when a stage is full and when it is empty again. What a pair works on is in pair.h.
+// Chunks of 32 tokens go from the preparation (prepare.h) to the scans (scan.h) of both blocks through rings of stages
+// in shared memory: mbarriers say when a stage is full and when it is empty again. What a pair works on is in pair.h.
 #include "cuda/cuda.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/pair.h"

@@ -1,6 +1,6 @@
-// T diag(beta) with T = (I + Akk)^-1, by one warp. The four blocks of eight rows on the diagonal by forward substitution in
-// f32. What is below two of them, first of eight rows and then of sixteen, is (T22 A21) T11, on tensor cores, where A is -Akk.
-// Factors there are sums of two f16: with one, equal keys would lose all digits.
+// T diag(beta) with T = (I + Akk)^-1, by one warp. The four blocks of eight rows on the diagonal by forward
+// substitution in f32. What is below two of them, first of eight rows and then of sixteen, is (T22 A21) T11, on tensor
+// cores, where A is -Akk. Factors there are sums of two f16: with one, equal keys would lose all digits.
 #pragma once
 #include "cuda/sm90/scores.h"
 
@@ -74,7 +74,8 @@ __device__ inline void invert(const Bench& at, unsigned stage) {
   ptx::store_shared4(T + Bench::square(lane % 16, 16 + lane / 16 * kBlock), zeros);
   __syncwarp();  // operands are there
 
-  // Of a lane: rows i and i + 8 of left operands and results, columns j and the next; of right operands the other way round.
+  // Of a lane: rows i and i + 8 of left operands and results, columns j and the next; of right operands the other way
+  // round.
   const unsigned i = lane / 4, j = lane % 4 * 2;
   const auto A_right = [&](unsigned rows, unsigned columns) {
     const unsigned from = at.address + Bench::A + ((rows + j) * kStrideA + columns + i) * 4;

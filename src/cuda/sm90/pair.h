@@ -1,15 +1,15 @@
-// Pairs of blocks: a cluster of two works on one value head at a time. Each block scans 64 of its columns and prepares every
-// second chunk, for both: the other's copy of a chunk's operands goes from shared memory to shared memory.
+// Pairs of blocks: a cluster of two works on one value head at a time. Each block scans 64 of its columns and prepares
+// every second chunk, for both: the other's copy of a chunk's operands goes from shared memory to shared memory.
 //
-// All work lies on a line, in spans of 64 tokens: the value heads of the first sequence, one behind the other, then those of
-// the next; before the spans of each there is a place for its states, which take about as long as a span to load and store.
-// Pairs have equal shares of the line, and so some heads are in two of them. Of such a head the pair that has its beginning
-// does that first; the next one does the rest last, from the state that the other left. Nobody waits but for a pair with a
-// lower number, and numbers are given to running pairs, so that all need not be resident. Splits are between spans, and
-// change no bit.
+// All work lies on a line, in spans of 64 tokens: the value heads of the first sequence, one behind the other, then
+// those of the next; before the spans of each there is a place for its states, which take about as long as a span to
+// load and store. Pairs have equal shares of the line, and so some heads are in two of them. Of such a head the pair
+// that has its beginning does that first; the next one does the rest last, from the state that the other left. Nobody
+// waits but for a pair with a lower number, and numbers are given to running pairs, so that all need not be resident.
+// Splits are between spans, and change no bit.
 //
-// Where the copy engine may bring states (StateTiles), one comes to a stage of its own in front of a head's chunks. There the
-// scan exchanges it for the final state of the head before, which leaves from there.
+// Where the copy engine may bring states (StateTiles), one comes to a stage of its own in front of a head's chunks.
+// There the scan exchanges it for the final state of the head before, which leaves from there.
 #pragma once
 #include "cuda/sm90/prepare.h"
 #include "cuda/sm90/scan.h"
@@ -214,8 +214,9 @@ class Stretches {
   bool splits_;
 };
 
-// A stretch as the scan needs it: planned by a preparer, in shared memory. When a chunk is full, the stretches of that and of
-// the next four chunks are there, and at most the next eleven; that before may be asked for, too: room for 16 is enough.
+// A stretch as the scan needs it: planned by a preparer, in shared memory. When a chunk is full, the stretches of that
+// and of the next four chunks are there, and at most the next eleven; that before may be asked for, too: room for 16 is
+// enough.
 struct alignas(16) Work {
   unsigned n, hv, b, t0, first, end;  // tokens first .. end - 1 of the sequence
   unsigned slot;
@@ -233,8 +234,8 @@ struct alignas(16) Work {
 };
 static_assert(BenchLayout::end + Work::kCount * sizeof(Work) <= BenchLayout::bytes);
 
-// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan, and states may come to stages in
-// front of those of a stretch's chunks.
+// The chunks of one preparer of a pair: of four, one. The first preparer also plans for the scan, and states may come
+// to stages in front of those of a stretch's chunks.
 class PairSource {
  public:
   static constexpr bool kMaps = false, kBringsStates = true;
@@ -348,8 +349,8 @@ class PairScan : public Scan<T, kTraining> {
     const int64_t end = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T);
     for (unsigned hv = pair_; hv < p.HV; hv += shares_.pairs) Base::zero_outputs({0, hv}, Sequence{}, end, p.T);
   }
-  // The state of stretch i has come to a stage. That of the one before takes its place, if its head ends there, and leaves: a
-  // thread has the same elements of both, so that it waits for no other.
+  // The state of stretch i has come to a stage. That of the one before takes its place, if its head ends there, and
+  // leaves: a thread has the same elements of both, so that it waits for no other.
   __device__ void exchange(unsigned number, unsigned i, float (&first)[64]) const {
     const bool stores = call_.state_tiles->stores && i > 0 && !Work::at(i - 1).gives;
     const unsigned warps = ring_.stage(number) + warp_ % Base::kWarps * StateTiles::kWarpBytes;

@@ -4,9 +4,9 @@
 // sums in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
 // reads (or other lanes of its warp, before): g with decays, all of them with operands of scores. v goes to the stage.
 //   norms, gates, decays of the warp's rows      barrier: decays of all rows are known, and the stage is empty
-//   kG, qG, kg into it, score operands                                barrier: operands are there
-//   scores; Aqk into the stage, Akk on the bench                      barrier: Akk is there, and the rest of the bench is free
-//   the next chunk is fetched; one warp inverts I + Akk               the stage is full
+//   kG, qG, kg into it, score operands                      barrier: operands are there
+//   scores; Aqk into the stage, Akk on the bench            barrier: Akk is there, and the rest of the bench is free
+//   the next chunk is fetched; one warp inverts I + Akk     the stage is full
 #pragma once
 #include "cuda/sm90/invert.h"
 #include "cuda/sm90/scores.h"
@@ -36,8 +36,8 @@ struct alignas(16) Plan {
   }
 };
 
-// kWideGate: g is f32, else it has the type of q, k and v. Source: next(call, plan), by one thread, tells the preparer's next
-// chunk: it prepares one of four. kMaps: some chunks are for maps of segments, for which q is not read.
+// kWideGate: g is f32, else it has the type of q, k and v. Source: next(call, plan), by one thread, tells the
+// preparer's next chunk: it prepares one of four. kMaps: some chunks are for maps of segments, for which q is not read.
 template <class T, class Scores, bool kWideGate, class Source>
 class Preparation {
  public:
@@ -105,13 +105,15 @@ class Preparation {
 
   // ---- chunks ----
 
-  // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk before.)
+  // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk
+  // before.)
   __device__ unsigned chore(unsigned turn) const { return at_.chore(turn); }
   static constexpr unsigned kInvertChore = 0, kShareChore = 1, kBetaChore = 2, kPlanChore = 2;
   static constexpr unsigned kFetchChore = 0;  // around the chunk before, that warp's was kShareChore
 
-  // Raw q, k and g of a chunk to the bench, and beta. Rows behind the chunk's come along. The copy engine does one thing behind
-  // another, and copies to the other block take it long: so the warp that will ask for those asks for all raw rows before.
+  // Raw q, k and g of a chunk to the bench, and beta. Rows behind the chunk's come along. The copy engine does one
+  // thing behind another, and copies to the other block take it long: so the warp that will ask for those asks for all
+  // raw rows before.
   __device__ void fetch(const Plan& plan, unsigned turn) {
     const Tokens& x = call_.x;
     if (plan.begins) gate_.load(x, plan.hv, at_.lane);
@@ -180,8 +182,8 @@ class Preparation {
     const unsigned hv = uniform(now.hv), row = uniform(now.b), number = uniform(now.number);
     const bool mine = chore(at_.turn) == kShareChore;
     if (mine) ring().wait_empty(number);
-    // Both scans have read what the stages had before. (Until then nobody goes on: to who waits for the next phase of an
-    // mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
+    // Both scans have read what the stages had before. (Until then nobody goes on: to who waits for the next phase of
+    // an mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
     at_.sync();
     next = known_plan(at_.turn + 1);
     if (!mine || !ptx::elect()) return;
@@ -229,9 +231,9 @@ class Preparation {
     });
   }
 
-  // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer rows.
-  // now: the chunk's plan. (Where its tokens are is looked up once more for v: until then registers have no room for that.)
-  // next: becomes the plan of what comes behind it.
+  // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer
+  // rows. now: the chunk's plan. (Where its tokens are is looked up once more for v: until then registers have no room
+  // for that.) next: becomes the plan of what comes behind it.
   __device__ bool prepare(const Plan& now, Plan& next) {
     at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
     const unsigned turn = at_.turn;

@@ -1,15 +1,16 @@
 // The scan: a warpgroup carries 64 value columns of a head's state from chunk to chunk, in registers.
 //
-// It works on transposes: S^T is 64 columns x 128 channels, and so every left operand is in registers, the right ones in a
-// stage. The accumulators of 16 columns, rounded and packed in pairs, are the left operand of the next product.
+// It works on transposes: S^T is 64 columns x 128 channels, and so every left operand is in registers, the right ones
+// in a stage. The accumulators of 16 columns, rounded and packed in pairs, are the left operand of the next product.
 //   [R^T | O^T] = S^T [kG; qG]^T     R^T = V^T - R^T
 //   U^T = R^T (T diag(beta))^T       S^T = S^T diag(ell) + U^T kg       O^T += U^T Aqk^T
 //
-// Operands are fp16, which has 11 bits where bf16 has 8, but whose numbers end at 65504 and thin out below 2^-14. All is
-// linear in a column of (v, S), so a column is worked on in units of a power of 2^16, from 2^-112 to 2^112, that keeps the
-// larger of |S| and |v| between 2^-9 and 2^7 where it is chosen: every 64 tokens, by these numbers alone (so that a call may
-// be split there), and in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16
-// until the next choice. Precision is that of fp16 down to 2^-5 of the largest |S|.
+// Operands are fp16, which has 11 bits where bf16 has 8, but whose numbers end at 65504 and thin out below 2^-14. All
+// is linear in a column of (v, S), so a column is worked on in units of a power of 2^16, from 2^-112 to 2^112, that
+// keeps the larger of |S| and |v| between 2^-9 and 2^7 where it is chosen: every 64 tokens, by these numbers alone (so
+// that a call may be split there), and in between when a v is too large. With |k| <= 1 and beta <= 2, |S| and |U| stay
+// below 2^7 (sqrt(128) + 64 * 2) 2 < 2^16 until the next choice. Precision is that of fp16 down to 2^-5 of the largest
+// |S|.
 #pragma once
 #include "cuda/sm90/tiles.h"
 
@@ -36,9 +37,9 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach: for how many
-// warps each one releases chunks of scan().
-// kTraining: states before chunks, or U, may be kept. (That code stands in the inner loop, so others have kernels without it.)
+// Of 64 columns: the pair's other block has the others. kValues: else v is 0, whatever is in the stage. kWarpsOfEach:
+// for how many warps each one releases chunks of scan(). kTraining: states before chunks, or U, may be kept. (That code
+// stands in the inner loop, so others have kernels without it.)
 template <class T, bool kTraining, bool kValues = true, unsigned kWarpsOfEach = 1>
 class Scan {
  public:
@@ -62,8 +63,8 @@ class Scan {
  protected:
   static constexpr unsigned kWarps = 4;
   static constexpr unsigned kBarrier = kScannerBarrier + !kValues;
-  // A state is stored while the first products run; in pairs in front of them, as ptxas makes products there wait for each other
-  // (C7518).
+  // A state is stored while the first products run; in pairs in front of them, as ptxas makes products there wait for
+  // each other (C7518).
   static constexpr bool kStoresUnderProducts = kTraining && kWarpsOfEach > 1;
 
   // Where the item's outputs and U of its first token, column 0, go: in shared memory for those who want it.
@@ -72,7 +73,8 @@ class Scan {
   };
 
   struct Nothing {};
-  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring. begun(): once, while the first products run.
+  // Tokens first .. end - 1 of an item, in chunks `number` and on of the ring. begun(): once, while the first products
+  // run.
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
     scan(item, first, end, number, Nothing{});
   }
@@ -190,7 +192,8 @@ class Scan {
   }
   __device__ bool prepared() const { return bad(); }
 
-  // Of the thread: columns first_column() + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one more of each.
+  // Of the thread: columns first_column() + lane_ / 4 and 8 more, i = 0 and 1; channels 8 j + 2 (lane_ % 4) and one
+  // more of each.
   __device__ unsigned column(int i) const { return first_column() + lane_ / 4 + 8 * i; }
   __device__ unsigned channel(int j) const { return 8 * j + lane_ % 4 * 2; }
 
@@ -312,8 +315,8 @@ class Scan {
     exchange(x[0], x[1], 1), exchange(x[2], x[3], 1), exchange(x[0], x[2], 2), exchange(x[1], x[3], 2);
     return make_uint4(x[0], x[1], x[2], x[3]);
   }
-  // In bf16, eight channels an access. The four lanes of a column have two channels each of every eight: they exchange them, so
-  // that lane q has all of the q-th of four eights. (Stores of four bytes take as long as half of the scan.)
+  // In bf16, eight channels an access. The four lanes of a column have two channels each of every eight: they exchange
+  // them, so that lane q has all of the q-th of four eights. (Stores of four bytes take as long as half of the scan.)
   __device__ void store_eights(const TypedView& to, unsigned row, unsigned hv) const {
     const unsigned q = lane_ % 4;
 #pragma unroll
@@ -470,9 +473,9 @@ class Scan {
 
   // ---- a chunk ----
 
-  // meanwhile(), voted(), behind(): work for the time of the first, second and last products; corrections(): what sees U, and what
-  // sees it in units and fp16, for the time of the last products; read(): when nobody needs the stage any more.
-  // Returns false, and has done nothing, if units do not fit. again: they do.
+  // meanwhile(), voted(), behind(): work for the time of the first, second and last products; corrections(): what sees
+  // U, and what sees it in units and fp16, for the time of the last products; read(): when nobody needs the stage any
+  // more. Returns false, and has done nothing, if units do not fit. again: they do.
   template <bool kOutputs, class Meanwhile, class Voted, class Corrections, class Packed, class Behind, class Read>
   __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
                                         const Meanwhile& meanwhile, const Voted& voted, const Corrections& corrections,

@@ -38,7 +38,8 @@ struct Bench : BenchLayout {
 
   __device__ Bench(unsigned address, unsigned group) : address(address), group(group) {}
 
-  // Which of the chores around a chunk is the warp's. (0 and 3 have no time: those warps invert this chunk, or the one before.)
+  // Which of the chores around a chunk is the warp's. (0 and 3 have no time: those warps invert this chunk, or the one
+  // before.)
   __device__ unsigned chore(unsigned turn) const { return (warp - turn) % 4; }
   __device__ bool stores_ell() const { return chore(turn) == 1; }
   // Of all four warps.
@@ -92,8 +93,8 @@ struct HeadGate {
     for (int e = 0; e < 4; ++e) bias[e] = reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[lane * 4 + e];
   }
   __device__ float rate() const { return __expf(moderate(log)); }
-  // Whether A_log has a rest, or a product with bias, which may cancel against one with x, is so large that its rounding
-  // would count: then input() takes the place of x, and 0 that of bias. In one lane or more.
+  // Whether A_log has a rest, or a product with bias, which may cancel against one with x, is so large that its
+  // rounding would count: then input() takes the place of x, and 0 that of bias. In one lane or more.
   __device__ bool is_wild(const Tokens& x) const {
     float most = 0;
 #pragma unroll
@@ -108,11 +109,11 @@ struct HeadGate {
   }
 };
 
-// work(i, own, next, after) for the warp's rows i, where the last three are the lane's places of rows i, i + 1 and i + 2 in a
-// tile (behind the last row those of the first again: what comes from there is for nothing). What work() does is to be spread
-// over rows, so that neither loads nor special functions are waited for.
-// A loop, and what is known of a row waits in shared memory, not in registers: an SM's cache holds 32 KB of instructions, and
-// where the ways of all warps through a chunk do not fit, each of them comes too slowly.
+// work(i, own, next, after) for the warp's rows i, where the last three are the lane's places of rows i, i + 1 and i +
+// 2 in a tile (behind the last row those of the first again: what comes from there is for nothing). What work() does is
+// to be spread over rows, so that neither loads nor special functions are waited for. A loop, and what is known of a
+// row waits in shared memory, not in registers: an SM's cache holds 32 KB of instructions, and where the ways of all
+// warps through a chunk do not fit, each of them comes too slowly.
 template <class Work>
 __device__ __forceinline__ void for_rows(const Bench& at, const Work& work) {
   constexpr unsigned kOdd =
@@ -128,8 +129,8 @@ __device__ __forceinline__ void for_rows(const Bench& at, const Work& work) {
   }
 }
 
-// Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and
-// kc = k 2^-G over the raw rows and G, where G is from an anchor: `first` before the warp's rows, and what the bench has of
+// Of the warp's rows, from the raw ones on the bench: kG, qG and kg into the stage, and k^ = k 2^G, q^ = q 2^G and kc =
+// k 2^-G over the raw rows and G, where G is from an anchor: `first` before the warp's rows, and what the bench has of
 // each. Without kQueries, no qG and q^.
 template <class T, bool kQueries>
 __device__ void store_operands(const Bench& at, unsigned stage, const float (&first)[4], const float (&to_anchor)[4],
@@ -169,8 +170,8 @@ __device__ void store_operands(const Bench& at, unsigned stage, const float (&fi
   });
 }
 
-// Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15, does
-// for all scores: k^ = k 2^(G - G_15), kc = k 2^(G_15 - G), and all factors are normal numbers (of f32 and bf16).
+// Gates with a lower bound of -5 or more: 16 tokens decay by 2^-115.4 at most, so that one anchor, the end of row 15,
+// does for all scores: k^ = k 2^(G - G_15), kc = k 2^(G_15 - G), and all factors are normal numbers (of f32 and bf16).
 class AnchoredScores {
  public:
   static constexpr bool kTakesDiagonal = false;  // its own products have it

@@ -1,11 +1,12 @@
 // Few heads and long sequences on Hopper: sequences are cut into pieces, which are scanned at once (math.md 6).
 //
-// A pair of blocks (pair.h) has a piece of a head of a sequence. It makes the map of that, [b | M], and when those of all
-// pieces before are there, too, it has the state in front of the next piece, and goes on with that, with outputs. Who has the
-// first piece needs no map and begins with outputs; who has the last one has nothing to do.
+// A pair of blocks (pair.h) has a piece of a head of a sequence. It makes the map of that, [b | M], and when those of
+// all pieces before are there, too, it has the state in front of the next piece, and goes on with that, with outputs.
+// Who has the first piece needs no map and begins with outputs; who has the last one has nothing to do.
 //
-// Nobody waits but for pairs with lower numbers, and numbers are given to running pairs, so that all need not be resident.
-// Lengths of packed sequences are known on the device alone: grids have room for any, and pairs that find no work end.
+// Nobody waits but for pairs with lower numbers, and numbers are given to running pairs, so that all need not be
+// resident. Lengths of packed sequences are known on the device alone: grids have room for any, and pairs that find no
+// work end.
 #include "cuda/cuda.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/segments.h"
@@ -123,8 +124,8 @@ Cut cut_of(const ForwardProblem& p) {
   const Cost cost(p);
   const int64_t each = Choice(cost).chunks;
   int64_t lead = Cost::lead(each);
-  // The last piece had better be shorter than others, as its pair passes through one map more, but only by two chunks. (Numbers
-  // of pieces of packed sequences need a first one that is as long as others.)
+  // The last piece had better be shorter than others, as its pair passes through one map more, but only by two chunks.
+  // (Numbers of pieces of packed sequences need a first one that is as long as others.)
   if (!p.varlen) lead = std::clamp<int64_t>(cost.chunks - (cost.pieces(each) - 1) * each + 2, 2, lead) / 2 * 2;
   return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows);
 }

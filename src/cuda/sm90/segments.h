@@ -1,17 +1,17 @@
 // A call cut into segments: where their maps are, and the scan over them.
 //
-// The state behind a segment is M S + b, S the state before it (math.md 6). Columns of the state are independent, so the
-// ordinary scan makes both: b is the state from zeros, M the one from the identity where v is 0. The first segment of a
-// sequence begins with the initial state: its b is the state behind it, and it needs no M.
+// The state behind a segment is M S + b, S the state before it (math.md 6). Columns of the state are independent, so
+// the ordinary scan makes both: b is the state from zeros, M the one from the identity where v is 0. The first segment
+// of a sequence begins with the initial state: its b is the state behind it, and it needs no M.
 #pragma once
 #include "cuda/sm90/pair.h"
 
 namespace kda::cuda::sm90 {
 
-// Sequences cut behind `lead` tokens and then every `tokens` tokens, which are not more. Pieces of all sequences are numbered so
-// that nobody has to count those of the sequences before: with cu_seqlens, pieces of sequence n from token t0 on have numbers
-// from t0 / tokens + n on. Some numbers belong to nobody.
-// With all that tells a pair its task: its first chunk waits for each 64 bytes of parameters, and for divisions.
+// Sequences cut behind `lead` tokens and then every `tokens` tokens, which are not more. Pieces of all sequences are
+// numbered so that nobody has to count those of the sequences before: with cu_seqlens, pieces of sequence n from token
+// t0 on have numbers from t0 / tokens + n on. Some numbers belong to nobody. With all that tells a pair its task: its
+// first chunk waits for each 64 bytes of parameters, and for divisions.
 struct Cut {
   unsigned lead, tokens;
   unsigned total;  // pieces
@@ -58,8 +58,8 @@ struct Cut {
 
 // ---- in the workspace ----
 
-// M^T lies as the scan multiplies by it: two halves of 64 rows; of a half, leading bf16 and the rest of each number as tiles of
-// 128 channels.
+// M^T lies as the scan multiplies by it: two halves of 64 rows; of a half, leading bf16 and the rest of each number as
+// tiles of 128 channels.
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
 static_assert(kMapBytes / 2 <= Stage::bytes);
 
@@ -148,8 +148,8 @@ struct alignas(16) Task {
 };
 static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
-// The chunks of one preparer of a pair, of four one: those of a map, and of the piece behind it. What a plan needs follows from the
-// chunk's number and the task.
+// The chunks of one preparer of a pair, of four one: those of a map, and of the piece behind it. What a plan needs
+// follows from the chunk's number and the task.
 class TaskSource {
  public:
   static constexpr bool kMaps = true, kBringsStates = false;
@@ -198,8 +198,8 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     share(segments_.flag(item.hv, task.number), 1);
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
   }
-  // Outputs: of a sequence's first piece and the one behind it, or of the one behind a piece whose map has been made. (One way for
-  // both: instructions that run for the first time are what a short call waits for.)
+  // Outputs: of a sequence's first piece and the one behind it, or of the one behind a piece whose map has been made.
+  // (One way for both: instructions that run for the first time are what a short call waits for.)
   __device__ __forceinline__ void outputs() {
     const Task task = Task::here();
     const Item item = task.item();
@@ -244,10 +244,10 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     }
   };
 
-  // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared. All of
-  // that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its own, the chunk may
-  // still be on its way to the other block, whose warps alone know when it is there.) Behind kReadBarrier no warp of b and M reads
-  // it any more, and nothing comes before those of b release it.
+  // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared.
+  // All of that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its
+  // own, the chunk may still be on its way to the other block, whose warps alone know when it is there.) Behind
+  // kReadBarrier no warp of b and M reads it any more, and nothing comes before those of b release it.
   __device__ void store_map(char* to) const {
     const unsigned half = ptx::rank() ^ 1;  // chunks() is even, so that it is the rank of who has prepared the chunk
     const unsigned stage = map_stage(0, half);
@@ -279,12 +279,14 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     }
   }
 
-  // Maps come into the ring's stages, two into each pair of them in turn, the last one to that of the second next chunk.
+  // Maps come into the ring's stages, two into each pair of them in turn, the last one to that of the second next
+  // chunk.
   __device__ unsigned map_stage(unsigned before_last, unsigned half) const {
     return ring_.stage(chunks() + 2 + before_last % 2 * 2 + half);
   }
   __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
-  // The last chunks of the map that are in two of the ring's stages: those of the next two chunks, or of the two behind them.
+  // The last chunks of the map that are in two of the ring's stages: those of the next two chunks, or of the two behind
+  // them.
   __device__ void release_two(unsigned behind) const {
     for (unsigned i = 0; lane_ == 0 && i < 2; ++i) ring_.release(chunks() - kStages + 2 * behind + i);
   }
@@ -299,8 +301,9 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     };
     if (last == 1) release_two(0);
     if (threadIdx.x < 32) {
-      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's own: when
-      // both blocks have made theirs, both have all chunks, and no copy between them reads the stages to which maps come.
+      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's
+      // own: when both blocks have made theirs, both have all chunks, and no copy between them reads the stages to
+      // which maps come.
       for (unsigned i = lane_; i <= last; i += 32)
         while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }

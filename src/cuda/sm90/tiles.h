@@ -69,9 +69,10 @@ struct Tiles {
   }
 };
 
-// First and final states, where those of a call are f32 and V-first, with rows at multiples of 16 bytes: they come to a stage of the
-// ring and leave from it. A scanning warp's 16 columns are four boxes, behind each other, of 32 channels. A box's rows are columns
-// 0, 8, 1, 9, ..: accesses of a warp are to every second one, so that with the swizzle no two of its lanes meet in a bank.
+// First and final states, where those of a call are f32 and V-first, with rows at multiples of 16 bytes: they come to a
+// stage of the ring and leave from it. A scanning warp's 16 columns are four boxes, behind each other, of 32 channels.
+// A box's rows are columns 0, 8, 1, 9, ..: accesses of a warp are to every second one, so that with the swizzle no two
+// of its lanes meet in a bank.
 struct StateTiles {
   static constexpr unsigned kColumns = 16, kChannels = kRowBytes / 4, kBoxes = kSize / kChannels;
   static constexpr unsigned kBoxBytes = kColumns * kRowBytes, kWarpBytes = kBoxes * kBoxBytes, kBytes = 4 * kWarpBytes;
@@ -89,7 +90,8 @@ struct StateTiles {
     if (stores) hT = map(to);
   }
 
-  // Where an element of a warp's 16 columns is, in bytes; and 8 i columns and 8 j channels further than one of the first.
+  // Where an element of a warp's 16 columns is, in bytes; and 8 i columns and 8 j channels further than one of the
+  // first.
   KDA_BOTH static constexpr unsigned place(unsigned column, unsigned channel) {
     const unsigned row = column % 8 * 2 + column / 8;
     return channel / kChannels * kBoxBytes + row * kRowBytes + ((channel % kChannels / 4 ^ row % 8) << 4) +
@@ -124,7 +126,8 @@ struct StateTiles {
         CU_TENSOR_MAP_SWIZZLE_128B);
   }
 };
-// Of a warp's accumulators, eight bytes a lane: is further() right, and are those of 16 lanes, which come at once, in all banks?
+// Of a warp's accumulators, eight bytes a lane: is further() right, and are those of 16 lanes, which come at once, in
+// all banks?
 constexpr bool are_state_places_right() {
   for (unsigned j = 0; j < 16; ++j)
     for (unsigned i = 0; i < 2; ++i)

@@ -1,4 +1,5 @@
-// The warps that help those that multiply: one copies, two make norms an item ahead, one adds up what the norms' gradients need.
+// The warps that help those that multiply: one copies, two make norms an item ahead, one adds up what the norms'
+// gradients need.
 #pragma once
 #include "cuda/sm90/wide_memory.h"
 
@@ -47,7 +48,8 @@ class WideItems {
   ChunkPlace at_{};
 };
 
-// Brings all tiles, and takes away dq, dk and dg. q, k and g come an item ahead, the others as soon as those before are read.
+// Brings all tiles, and takes away dq, dk and dg. q, k and g come an item ahead, the others as soon as those before are
+// read.
 class WideProducer {
  public:
   __device__ WideProducer(const WideCall& call, WidePlace at) : call_(call), at_(at), items_(call) {}
@@ -101,7 +103,8 @@ class WideProducer {
     for (unsigned i = 0; i < 2; ++i) ptx::copy_tile(to + i * half, map, 64 * i, head, item.t0, item.b, barrier);
   }
 
-  // dq and dk are those of the q/k head behind its last value head. A packed sequence's last tokens may have others behind them.
+  // dq and dk are those of the q/k head behind its last value head. A packed sequence's last tokens may have others
+  // behind them.
   __device__ void store(unsigned n, const WideItem& item) const {
     const WidePlaces& to = call_.places;
     const bool keys = item.last;
@@ -206,8 +209,8 @@ class WideNorms {
   const unsigned first_, lane_;
 };
 
-// With y = r x, dx = r (dy - y (y . dy)): r and -r (y . dy) of each token, y . dy over all channels and the value heads of a q/k
-// head. A lane has two tokens.
+// With y = r x, dx = r (dy - y (y . dy)): r and -r (y . dy) of each token, y . dy over all channels and the value heads
+// of a q/k head. A lane has two tokens.
 class WideFactors {
  public:
   __device__ WideFactors(const WideCall& call, WidePlace at) : call_(call), at_(at) {}

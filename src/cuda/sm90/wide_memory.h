@@ -1,4 +1,5 @@
-// What the roles of the wide kernel on Hopper share: a block's shared memory, its barriers, and the items that it works on.
+// What the roles of the wide kernel on Hopper share: a block's shared memory, its barriers, and the items that it works
+// on.
 #pragma once
 #include <cstddef>
 

@@ -1,8 +1,8 @@
 // The warps that multiply: 16 channels each, all 64 tokens of an item (wide.h).
 //
-// Products with states and dA, B are wgmma of a warpgroup (64 channels; dA by the one, B by the other), and fly while gates and
-// operands are made; products of pairs are mma.sync, whose left operands are the warp's own registers. There is no barrier of the
-// block in the loop, mbarriers only.
+// Products with states and dA, B are wgmma of a warpgroup (64 channels; dA by the one, B by the other), and fly while
+// gates and operands are made; products of pairs are mma.sync, whose left operands are the warp's own registers. There
+// is no barrier of the block in the loop, mbarriers only.
 #pragma once
 #include "cuda/sm90/wide_memory.h"
 
