@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint16_t kPoison = 0xfff7;  // NaN in every format, and none that arithmetic makes
 void poison(char* first, size_t bytes) {
-  for (size_t i = 0; i + sizeof kPoison <= bytes; i += sizeof kPoison) std::memcpy(first + i, &kPoison, sizeof kPoison);
+  std::fill_n(reinterpret_cast<uint16_t*>(first), bytes / sizeof kPoison, kPoison);
 }
 constexpr uint32_t kAllLanes = ~0u;
 
@@ -35,9 +35,11 @@ SharedMemory::SharedMemory(const Order& order, unsigned first_thread, size_t byt
   poison(kept_.data(), bytes);
 }
 
+void SharedMemory::begin_variables() {
+  for (const auto& variable : shared_variables()) poison(variable(), bytes_);
+  has_variables_ = true;
+}
 void SharedMemory::take_variables() {
-  for (const auto& variable : shared_variables())
-    if (variable() != memory_) poison(variable(), bytes_);
   std::memcpy(memory_, kept_.data(), bytes_);
   has_variables_ = true;
 }

@@ -34,6 +34,7 @@ class SharedMemory {
   void end_async_read(unsigned address, unsigned bytes, unsigned thread, bool by_warp, Where where);
 
   // The variables of CUDA's language are those of one block at a time.
+  void begin_variables();
   void take_variables();
   void leave_variables();
 

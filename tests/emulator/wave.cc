@@ -67,7 +67,7 @@ void Wave::begin_block(unsigned slot) {
     warps_[w] = {};
     warps_[w].ready = lanes_of(w), warps_[w].rotation = random_.below(kLanes);
   }
-  if (slot == active_) blocks_[slot]->memory.take_variables();
+  if (slot == active_) blocks_[slot]->memory.begin_variables();
 }
 
 bool Wave::is_over(unsigned first_slot) const {
@@ -138,14 +138,21 @@ Block& Wave::block_of(unsigned address) {
 
 // ---- which thread runs ----
 
-// Chooses the next thread: a lane of the running warp while it has some, or of any warp. false: there is none.
+// Chooses the next thread: a lane of the running warp while it has some, then of a warp of the block, then of any.
+// false: there is none. (Another block is expensive: it brings its shared memory.)
 bool Wave::pick() {
-  const auto count = static_cast<unsigned>(warps_.size());
+  const auto count = static_cast<unsigned>(warps_.size()), of_block = padded_ / kLanes;
   unsigned w = current_ / kLanes;
   if (!warps_[w].ready || random_.below(16) == 0) {
-    w = random_.below(count);
-    for (unsigned tried = 0; !warps_[w].ready; w = (w + 1) % count)
-      if (++tried > count) return false;
+    const unsigned first = own() * of_block;
+    const auto find = [&](unsigned from, unsigned n) {
+      const unsigned start = random_.below(n);
+      for (unsigned i = 0; i < n; ++i)
+        if (w = from + (start + i) % n; warps_[w].ready) return true;
+      return false;
+    };
+    const bool elsewhere = count > of_block && random_.below(64) == 0;
+    if (!(!elsewhere && find(first, of_block)) && !find(0, count)) return false;
   }
   const Warp& warp = warps_[w];
   const int turn = static_cast<int>(warp.rotation);
