@@ -432,7 +432,6 @@ class Scan {
   __device__ void prepare(unsigned stage, bool first) {
     unsigned v[2][4], first_bad[2] = {kRows, kRows};
     load_values(stage, v);
-    __syncwarp();  // all lanes have read what others overwrite
 #pragma unroll
     for (unsigned j = 0; kValues && j < 16; ++j) {
       const Pair<T> two = pair_of<T>(v[j / 8][j / 2 % 4]);
@@ -517,7 +516,8 @@ class Scan {
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
 #pragma unroll
-    for (int j = 0; j < 16; ++j) ptx::arrive_in_registers(ell[j].x, ell[j].y);  // S waits until they are on their way
+    for (int j = 0; j < 16; ++j)
+      asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until they are on their way
 #pragma unroll
     for (int j = 0; j < 16; ++j)
       S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
