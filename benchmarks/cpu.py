@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The CPU figures of the README, measured in one run: prefill, training, decode, overheads, beside the machine's own
-ceilings and FLA's naive PyTorch formulation. Nothing else should run on the machine meanwhile.
+"""The CPU figures of the README, measured in one run: prefill, training, decode and overheads, next to the machine's
+own ceilings and FLA's naive PyTorch formulation. Nothing else should run on the machine at the same time.
 
     cmake --preset release && cmake --build --preset release
     KDA_LIBRARY_DIR=build/release/lib PYTHONPATH=python python benchmarks/cpu.py --out docs/results
@@ -8,9 +8,9 @@ ceilings and FLA's naive PyTorch formulation. Nothing else should run on the mac
 The naive formulation is FLA's file fla/ops/kda/naive.py, given with --naive (it needs einops); without it that row is
 left out. Times are medians over repetitions that alternate between the things compared.
 
-Training is measured twice: as the system comes, where glibc gives the memory of every step back and faults it in again
-in the next, and in a process whose malloc keeps it (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_). PyTorch's guide to
-performance on CPUs advises such an allocator in general.
+Training is measured twice. First on the system's defaults, where glibc returns the memory of every step and
+page-faults it in again in the next. Then in a process whose malloc keeps the memory (MALLOC_TRIM_THRESHOLD_,
+MALLOC_MMAP_THRESHOLD_). PyTorch's guide to performance on CPUs recommends such an allocator in general.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def training_with_kept_memory(threads: int) -> dict[str, Any]:
 
 
 def decode(threads: int) -> dict[str, Any]:
-    N, H = 1024, 8  # 1024 states of 512 KiB: 512 MiB, far beyond the caches
+    N, H = 1024, 8  # 1024 states of 512 KiB: 512 MiB, much more than the caches
     x = common(Problem(B=N, T=1, H=H, K=128, V=128), Source())
     del x["state_v_first"]
     indices = torch.randperm(N, generator=torch.Generator().manual_seed(1)).int()
@@ -116,7 +116,7 @@ def decode(threads: int) -> dict[str, Any]:
         )
         for name, pool in pools.items()
     }
-    # The ceiling beside it, in turns and over the same pages: reading and writing the whole pool in place.
+    # The ceiling next to it, in turns and over the same pages: reading and writing the whole pool in place.
     calls["multiplied in place"] = lambda: pools["V-first"].mul_(1.0)
     bytes_moved = 2 * pools["V-first"].numel() * 4
     seconds = medians(calls, 15)
@@ -128,8 +128,8 @@ def decode(threads: int) -> dict[str, Any]:
 
 
 def speculation(threads: int) -> dict[str, Any]:
-    """A round of drafting, of which half is accepted, beside a state kept after every draft and the accepted one copied
-    back; and verify alone."""
+    """A round of drafting, half of it accepted, next to a decode that keeps a state after every draft and copies the
+    accepted one back; and verify alone."""
     N, H, T = 256, 8, 4
     pool = torch.randn(N, H, 128, 128)
     accept_len = (torch.arange(N) % T + 1).int()
@@ -182,8 +182,8 @@ def speculation(threads: int) -> dict[str, Any]:
 
 
 def other_operators(threads: int) -> dict[str, Any]:
-    """Beside prefill of the same tokens: float32 prefill, the map of the whole sequence, the stages of the forward one
-    after the other, and the convolution in front."""
+    """Next to prefill of the same tokens: float32 prefill, the map of the whole sequence, the stages of the forward
+    one after another, and the convolution before q, k and v."""
     p = Problem(B=1, T=4096, H=8, K=128, V=128)
     x = common(p, Source())
     out, state = torch.empty_like(x["v"]), torch.zeros(p.B, p.H, p.V, p.K)

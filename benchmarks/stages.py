@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The stages of the forward and prefill_f32 on a GPU, beside the bytes they must move, FLA's stages (Triton) where FLA
-can be imported, and FLA's naive chunked formulation in PyTorch for prefill_f32. Medians of CUDA graphs that find
-nothing in the L2 cache; all in one run, on the same inputs.
+"""The stages of the forward and prefill_f32 on a GPU, next to the bytes that they must move, FLA's stages (Triton) if
+FLA can be imported, and FLA's naive chunked formulation in PyTorch for prefill_f32. Times are medians of CUDA graphs
+that find nothing in the L2 cache, all in one run and on the same inputs.
 
     KDA_LIBRARY_DIR=build/release/lib PYTHONPATH=python python benchmarks/stages.py [--out record.json]
 """
@@ -41,7 +41,7 @@ def bytes_of(*tensors: Any) -> int:
 
 
 def ours(x: dict[str, torch.Tensor], scale: float) -> dict[str, tuple[Call, int]]:
-    """Each stage, and its bytes."""
+    """Returns for each stage a call and its bytes."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
     G = stages.cumsum(g)
     w, u, qG, kg, Aqk, Akk_inv = stages.chunk_intra(q, k, v, G, beta, scale)
@@ -73,7 +73,7 @@ def of_fla(x: dict[str, torch.Tensor], scale: float) -> dict[str, Call]:
         scan = importlib.import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
         output = importlib.import_module("fla.ops.gla.chunk").chunk_gla_fwd_o_gk
         log2e = importlib.import_module("fla.ops.utils.constant").RCP_LN2
-    except Exception as error:  # whatever a foreign package does when it is imported
+    except Exception as error:  # a foreign package may raise anything when it is imported
         print(f"no rows of FLA: {type(error).__name__}: {error}")
         return {}
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
@@ -97,7 +97,7 @@ def stage_rows(bandwidth: float) -> list[dict[str, Any]]:
         x["beta"] = torch.rand(B, T, HV, device="cuda").bfloat16()
         grouped = (
             x if H == HV else x | {n: x[n].repeat_interleave(HV // H, 2) for n in "qk"}
-        )  # FLA's stages take no groups
+        )  # FLA's stages do not support groups
         theirs = of_fla(grouped, K**-0.5)
         for name, (call, count) in ours(x, K**-0.5).items():
             time = graph_milliseconds(call, flush=True)

@@ -1,6 +1,7 @@
-# What C and C++ users need: the library, its header, find_package(kda) with the target kda::kda, and kda.pc. All of it may
-# be moved as a whole. In the wheel, which scikit-build-core makes, it lies inside the Python package and the library
-# beside the binding. A wheel has no links: there the name libkda.so is left out, and linkers get the file's own.
+# What C and C++ users need: the library, its header, find_package(kda) with the target kda::kda, and kda.pc. All of
+# it may be moved as a whole. In the wheel, which scikit-build-core makes, it lies inside the Python package, and the
+# library beside the binding. A wheel has no links: there the name libkda.so is left out, and linkers get the name of
+# the file itself.
 include(CMakePackageConfigHelpers)
 if(SKBUILD)
   set(KDA_INSTALL_ROOT kda)
@@ -30,7 +31,7 @@ install(EXPORT kda NAMESPACE kda:: FILE kdaConfig.cmake DESTINATION ${KDA_INSTAL
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/kdaConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/kdaConfigVersion.cmake DESTINATION ${KDA_INSTALL_DATA}/cmake/kda)
 
-# kda.pc says where things are, seen from its own folder.
+# kda.pc names places relative to its own folder.
 function(kda_relative variable path from)
   cmake_path(SET path NORMALIZE /x/${path})
   cmake_path(SET from NORMALIZE /x/${from})

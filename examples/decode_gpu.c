@@ -36,7 +36,7 @@ static void check_cuda(cudaError_t status) {
   exit(1);
 }
 
-/* A dense tensor of up to four dimensions; trailing sizes of 0 are not there. */
+/* A dense tensor of up to four dimensions; trailing sizes of 0 do not count. */
 static kda_tensor tensor(void* data, int32_t dtype, int64_t s0, int64_t s1, int64_t s2, int64_t s3) {
   kda_tensor t = {data, dtype, 0, {s0, s1, s2, s3}, {0}};
   while (t.ndim < 4 && t.shape[t.ndim]) ++t.ndim;
@@ -48,7 +48,7 @@ static kda_tensor tensor(void* data, int32_t dtype, int64_t s0, int64_t s1, int6
   return t;
 }
 
-/* `s` may be an address on the device: only addresses are taken here. */
+/* `s` may be an address on the device: this function only computes addresses from it. */
 static void decode(Step* s, int32_t device) {
   kda_decode_args args = KDA_DECODE_ARGS_INIT;
   args.in.q = tensor(s->q, KDA_F32, N, 1, H, K);
@@ -65,7 +65,7 @@ static void decode(Step* s, int32_t device) {
   args.states.state_indices = tensor(s->slots, KDA_I32, N, 0, 0, 0);
   args.o = tensor(s->o, KDA_F32, N, 1, H, V);
   args.exec.device = device;
-  args.exec.stream = NULL; /* of CUDA, the default one; the call is asynchronous */
+  args.exec.stream = NULL; /* CUDA's default stream; the call is asynchronous */
   check(kda_decode(&args));
 }
 
@@ -73,7 +73,7 @@ static void fill(float* x, size_t n) {
   for (size_t i = 0; i < n; ++i) x[i] = (float)rand() / (float)RAND_MAX * 2 - 1;
 }
 
-/* As a share of the largest value. */
+/* Relative to the largest value. */
 static double largest_difference(const float* x, const float* y, size_t n) {
   double difference = 0, value = 0;
   for (size_t i = 0; i < n; ++i) {

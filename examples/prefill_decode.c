@@ -3,7 +3,7 @@
  *
  *   cc examples/prefill_decode.c $(python -m kda config --cflags --libs) -lm && ./a.out
  *
- * That is with the wheel, or with PYTHONPATH and KDA_LIBRARY_DIR on a build tree. After `cmake --install`:
+ * This needs the wheel, or PYTHONPATH and KDA_LIBRARY_DIR for a build tree. After `cmake --install`:
  *
  *   cc examples/prefill_decode.c $(pkg-config --cflags --libs kda) -lm && ./a.out
  */
@@ -15,7 +15,7 @@
 
 enum { kPrompt = 100, kGenerated = 8, kTokens = kPrompt + kGenerated, H = 2, K = 64, V = 64, kSlots = 4 };
 
-/* All of a model's layer that these calls need, for one request. */
+/* All that these calls need of a model's layer, for one request. */
 static float q[kTokens * H * K], k[kTokens * H * K], v[kTokens * H * V], gate[kTokens * H * K], beta[kTokens * H];
 static float A_log[H], dt_bias[H * K];
 static float o_whole[kTokens * H * V], o_steps[kTokens * H * V];
@@ -27,7 +27,7 @@ static void check(kda_status status) {
   exit(1);
 }
 
-/* A dense f32 tensor of up to four dimensions; trailing sizes of 0 are not there. */
+/* A dense f32 tensor of up to four dimensions; trailing sizes of 0 do not count. */
 static kda_tensor f32(float* data, int64_t s0, int64_t s1, int64_t s2, int64_t s3) {
   const int64_t sizes[4] = {s0, s1, s2, s3};
   kda_tensor t = {0};
@@ -53,7 +53,7 @@ static kda_inputs tokens(int first, int count) {
   in.beta = f32(beta + first * H, 1, count, H, 0);
   in.A_log = f32(A_log, H, 0, 0, 0);
   in.dt_bias = f32(dt_bias, H, K, 0, 0);
-  in.gate_form = KDA_GATE_SOFTPLUS; /* gate and beta as the projections leave them, q and k not normalised */
+  in.gate_form = KDA_GATE_SOFTPLUS; /* raw gate and beta from the projections, q and k not normalised */
   in.beta_form = KDA_BETA_SIGMOID;
   in.qk_l2norm = 1;
   return in;
@@ -79,7 +79,7 @@ static void fill(float* x, int n, double scale) {
   for (int i = 0; i < n; ++i) x[i] = (float)(scale * random_normal());
 }
 
-/* As a share of the largest value. */
+/* Relative to the largest value. */
 static double largest_difference(const float* x, const float* y, int n) {
   double difference = 0, value = 0;
   for (int i = 0; i < n; ++i) {

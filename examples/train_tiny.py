@@ -1,4 +1,4 @@
-"""One layer learns to recall: it reads pairs of a key and its value, then every key again, in another order.
+"""One layer learns to recall: it reads pairs of a key and its value, then all keys again in another order.
 
 python examples/train_tiny.py
 """
@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from kda.nn import KimiDeltaAttention
 
-KEYS = VALUES = 32  # of each there are so many; tokens 0..31 are keys, 32..63 values
+KEYS = VALUES = 32  # the number of each; tokens 0..31 are keys, 32..63 values
 PAIRS = 12  # per sequence, of distinct keys
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens ``k v k v ... | k k ...`` and, for each key of the second part, the value it stood before."""
+    """Tokens ``k v k v ... | k k ...`` and, for each key of the second part, the value that followed it in the
+    first."""
     keys = torch.rand(size, KEYS).argsort(1)[:, :PAIRS]
     values = torch.randint(KEYS, KEYS + VALUES, (size, PAIRS))
     order = torch.rand(size, PAIRS).argsort(1)

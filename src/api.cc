@@ -51,7 +51,8 @@ void refuse_assumed_gpu() {
 #endif
 }
 
-// On CUDA. The CPU's implementations make do with less than they ask for, and say themselves what is too little.
+// For calls on CUDA. CPU implementations make do with less than they ask for, and report themselves what is too
+// little.
 void check_workspace(const kda_exec& exec, uint64_t needed) {
   if (exec.workspace_bytes < needed)
     invalid("exec.workspace_bytes: expected at least ", needed, ", got ", exec.workspace_bytes);
@@ -66,7 +67,7 @@ std::string sizes_text(const P& p) {
   else return str("M = ", p.args.x.shape[0], ", HV = ", p.args.x.shape[1], ", K = ", p.args.x.shape[2]);
 }
 
-// Only the reference allocates. Sizes may be so large that containers refuse them themselves.
+// Only the reference allocates. Sizes may be so large that containers themselves refuse them.
 template <class P>
 void run_in_memory(const Implementation<P>& impl, const P& problem, const char* op) {
   const auto refuse = [&] {
@@ -196,7 +197,7 @@ const char* kda_version(void) {
   return KDA_TEXT(KDA_VERSION_MAJOR) "." KDA_TEXT(KDA_VERSION_MINOR) "." KDA_TEXT(KDA_VERSION_PATCH);
 }
 
-// (Of the thread, not of the process: a fork in the middle of making it would leave nobody to end that.)
+// (There is one text per thread. With one per process, a fork while it is made would leave no thread to finish it.)
 const char* kda_info(void) {
   const kda_status status = kda::guard([] { kda::last_info = kda::info_text(); });
   return status == KDA_OK ? kda::last_info.c_str() : nullptr;

@@ -12,7 +12,7 @@ std::string shape_text(const int64_t* shape, int ndim) {
 
 namespace {
 
-// Names float64, which only `reference` takes, where nothing else is allowed.
+// Names float64, which only `reference` takes, only where nothing else is allowed.
 std::string dtypes_text(unsigned allowed) {
   std::string text;
   if (allowed != bit(KDA_F64)) allowed &= ~bit(KDA_F64);
@@ -26,7 +26,7 @@ Extent extent(const char* name, const kda_tensor& t) {
   __int128 lo = 0, hi = size;
   for (int i = 0; i < t.ndim; ++i)
     if (t.shape[i] == 0) return {0, 0};
-  // (In bytes a single product could pass 2^127.)
+  // (Counted in bytes, a single product could pass 2^127.)
   constexpr __int128 kLimit = __int128{1} << 61;
   bool within = true;
   for (int i = 0; within && i < t.ndim; ++i) {
@@ -41,7 +41,8 @@ Extent extent(const char* name, const kda_tensor& t) {
   return {base + static_cast<uintptr_t>(lo), base + static_cast<uintptr_t>(hi)};
 }
 
-// Bytes one period of a tensor spans, if it repeats with this pitch (bytes) without running into itself; else -1.
+// Returns the bytes that one period of a tensor spans, if it repeats with this pitch (bytes) without running into
+// itself; else -1.
 int64_t span_within(const kda_tensor& t, int64_t pitch) {
   const int64_t size = dtype_size(t.dtype);
   int64_t span = size;
@@ -54,8 +55,8 @@ int64_t span_within(const kda_tensor& t, int64_t pitch) {
   return span <= pitch ? span : -1;
 }
 
-// May a and b share memory, whose ranges overlap? Exact for interleaved slices of one buffer (q, k, v cut from a fused
-// projection: the same row pitch, different columns); otherwise errs towards yes.
+// May a and b, whose ranges overlap, share memory? Exact for interleaved slices of one buffer (q, k, v cut from a
+// fused projection: the same row pitch, different columns); otherwise errs towards yes.
 bool may_overlap(const kda_tensor& a, const Extent& ea, const kda_tensor& b, const Extent& eb) {
   for (int i = 0; i < a.ndim; ++i) {
     if (a.shape[i] <= 1 || a.stride[i] == 0) continue;
@@ -70,7 +71,7 @@ bool may_overlap(const kda_tensor& a, const Extent& ea, const kda_tensor& b, con
 }
 
 bool writes_overlap_themselves(const kda_tensor& t) {
-  // Dimensions from the smallest stride up must each step over all that the smaller ones span.
+  // From the smallest stride up, each dimension must step over all that the smaller ones span.
   int64_t span = 1;
   for (unsigned done = 0;;) {
     int next = -1;
@@ -123,7 +124,7 @@ void Tensors::check_storage(const char* name, const kda_tensor& t, unsigned dtyp
   seen_[count_++] = {name, &t, e, output};
 }
 
-// Kernels write anywhere in the workspace, whatever they need of it.
+// Kernels write anywhere in the workspace, however little of it they need.
 void Tensors::check_workspace(const kda_exec& exec) const {
   if (exec.workspace_bytes == 0) return;
   constexpr uint64_t kLimit = uint64_t{1} << 62;

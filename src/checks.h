@@ -1,4 +1,4 @@
-// Tools of the contract: checks of single tensors and of memory shared between them, in sentences.
+// Tools of the contract: they check single tensors and the memory that tensors share. Errors are sentences.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -33,12 +33,12 @@ class Tensors {
   // The same for tensors whose last dimension need not be dense.
   void check_any_stride(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes,
                         bool output, const char* like = "");
-  // Everything but the shape.
+  // Checks everything but the shape.
   void check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output);
-  // No output may share memory with any other tensor (h0 and hT may be the very same view, and so may initial_state and
-  // final_state), and none with the workspace.
+  // Checks that no output shares memory with any other tensor, and no tensor with the workspace. Exceptions, as the
+  // very same view: hT or snapshots may be h0, and final_state may be initial_state.
   void check_aliasing(const kda_exec& exec) const;
-  // Has any output an element?
+  // Does any output have an element?
   bool write() const;
 
  private:
@@ -54,7 +54,7 @@ class Tensors {
   bool any_stride_ = false;
 };
 
-// What can be said of a tensor before knowing whether it is there: rank and sizes in range, no data without a rank.
+// Checks what must hold even for an absent tensor: rank and sizes are in range, and there is no data without a rank.
 void check_absent_is_empty(const char* name, const kda_tensor& t);
 
 void check_range(const char* name, int32_t value, int32_t first, int32_t last);

@@ -1,5 +1,5 @@
-// The causal convolution: which rows belong to a sequence, which of them a token's taps read, and how far states roll
-// on. Shared by all implementations, on the host and in kernels.
+// The causal convolution: which rows belong to a sequence, which of them a token's taps read, and how far states
+// advance. Shared by all implementations, on the host and in kernels.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace kda {
 
-// The inputs of a sequence are xx = state ++ x: keep = W-1 rows of state, oldest first, then its tokens. Token t is row
-// t + keep. The row before a token is that of the token before it, or with parents ([N,T] i32) of its parent: stepping
-// past the root of a tree enters the state from its newest row backwards.
+// The inputs of a sequence are xx = state ++ x: keep = W-1 rows of state, oldest first, then its tokens. Token t is
+// row t + keep. The row before a token is that of the token before it or, with parents ([N,T] i32), that of its
+// parent. A step past the root of a tree leads into the state, newest row first.
 KDA_BOTH inline int64_t row_before(const kda_tensor& parents, int64_t keep, int64_t n, int64_t row) {
   const int64_t t = row - keep;
   if (t < 0 || !present(parents) || t >= parents.shape[1]) return row - 1;
@@ -41,14 +41,14 @@ KDA_BOTH inline ConvRows rows_until(const kda_tensor& parents, int64_t keep, int
   return rows;
 }
 
-// A convolution, whoever asks for it: kda_conv, or decode and verify with raw rows. Sequence n has slot indices[n] (or
-// n) of state; without a state there, or with has_state[n] = 0, it starts from zeros.
+// A convolution of kda_conv, or of decode and verify with raw rows. Sequence n has slot indices[n] (or n) of state.
+// Without a state there, or with has_state[n] = 0, it starts from zeros.
 struct Conv : kda_conv_inputs {
   kda_tensor cu_seqlens, has_state;
   kda_tensor parents;  // absent: a chain
   kda_tensor y;
   bool silu;
-  int64_t first_slot, end_slot;  // others are padding: y is zeroed
+  int64_t first_slot, end_slot;  // slots outside are padding: y is zeroed
 
   KDA_BOTH int64_t tokens() const { return x.shape[0] * x.shape[1]; }
   KDA_BOTH int64_t channels() const { return x.shape[2]; }
@@ -57,7 +57,7 @@ struct Conv : kda_conv_inputs {
 
   // Where the tokens of sequence n are, and nothing else.
   KDA_BOTH Sequence span(int64_t n) const { return span_of(cu_seqlens, x, n); }
-  // And the rest: its slot, whether it is padding, whether its state is read.
+  // Fills in the rest: its slot, whether it is padding, whether its state is read.
   KDA_BOTH void place(Sequence& s) const {
     const bool known = !present(has_state) || int_at(has_state, s.n);
     s.slot = slot_of(indices, s.n);
@@ -79,7 +79,7 @@ struct Conv : kda_conv_inputs {
     }
     return lo;
   }
-  // Of the tokens that belong to a sequence.
+  // The end of the tokens that belong to a sequence.
   KDA_BOTH int64_t end() const {
     const int64_t T = x.shape[1];
     return present(cu_seqlens) ? std::clamp<int64_t>(int_at(cu_seqlens, sequences()), 0, T) : tokens();
@@ -104,20 +104,21 @@ inline Conv conv_of(const ConvBackwardProblem& p) {
   return {{a.x, a.weight, a.bias, a.initial_state, {}}, a.cu_seqlens, {}, {}, {}, a.silu != 0, 0, 0};
 }
 
-// In front of decode and verify. No slot is padding.
+// The convolution in front of decode and verify. No slot is padding.
 inline Conv conv_of(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents,
                     const kda_tensor& y) {
   return {in, cu_seqlens, {}, parents, y, true, INT64_MIN, INT64_MAX};
 }
 
-// Tokens first .. end-1 of all, cut into pieces of sequences: while (pieces.next()) tokens a .. b-1 of s.
+// Tokens first .. end-1 of the call, cut into pieces of sequences. After each next() that returns true, the piece is
+// tokens a .. b-1 of s.
 struct ConvPieces {
   const Conv& c;
   int64_t token, end, n;
   Sequence s{};
   int64_t a = 0, b = 0;
 
-  // Token `first` is one of sequence n.
+  // Token `first` belongs to sequence n.
   KDA_BOTH ConvPieces(const Conv& c, int64_t first, int64_t end, int64_t n) : c(c), token(first), end(end), n(n) {}
   KDA_BOTH bool next() {
     while (n < c.sequences() && token < end) {
@@ -134,8 +135,8 @@ struct ConvPieces {
 
 // ---- the state of a request, once its tokens are decoded or its drafts accepted ----
 
-// The tokens of request n that the state rolls on by: those of b, t0, length; slot: of the state. Nothing to do without
-// tokens, and where the slot is not one.
+// The tokens by which the state of request n advances, in b, t0 and length, and the slot of that state. There is
+// nothing to do without tokens, or if the slot is not in the pool.
 KDA_BOTH inline Sequence roll_of(const DecodeProblem& p, int64_t n) {
   Sequence s = sequence_at(p, n);
   s.slot = slot_of(p.args.conv.indices, n);

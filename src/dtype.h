@@ -62,8 +62,8 @@ inline uint16_t float_to_f16(float x) {
   return sign | static_cast<uint16_t>((m - (112u << 23) + 0xfff + ((m >> 13) & 1)) >> 13);
 }
 
-// A float whose rounding to 16 bits is that of x: toward 0, and odd where it is not x. Rounded to nearest twice, a
-// number beside the middle of two halves could end at the wrong one.
+// Returns a float that rounds to the same 16 bits as x: x rounded toward 0, and made odd where it is not x. With two
+// roundings to nearest, a number close to the middle between two 16-bit numbers could end at the wrong one.
 inline float rounded_to_odd(double x) {
   const float nearest = static_cast<float>(x);
   if (x != x || nearest == x) return nearest;

@@ -15,7 +15,7 @@ struct Error : std::runtime_error {
   kda_status status;
 };
 
-// Sentences are the same in every locale: a global one would group digits.
+// Sentences are the same in every locale: the global locale might group digits.
 template <class... Args>
 std::string str(const Args&... args) {
   std::ostringstream out;
@@ -29,8 +29,8 @@ template <class... Args>
   throw Error(KDA_INVALID_ARGUMENT, str(args...));
 }
 
-// What came from outside (a name, an environment variable) for a sentence: one line of printable ASCII, other bytes as
-// \xNN.
+// Makes text from outside (a name, an environment variable) fit for a sentence: one line of printable ASCII, other
+// bytes as \xNN.
 std::string printable(std::string_view text);
 
 }  // namespace kda

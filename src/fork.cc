@@ -9,7 +9,7 @@ namespace {
 
 std::atomic<bool> in_child{false};
 
-// Fails without memory only; then nothing is known of forks, as if there were none.
+// Registration fails only without memory. Forks then go unnoticed.
 [[maybe_unused]] const int registered =
     pthread_atfork(nullptr, nullptr, [] { in_child.store(true, std::memory_order_relaxed); });
 

@@ -1,5 +1,5 @@
-// A forked process has one thread, whatever its parent had: pools of threads and CUDA's context are not there any more,
-// though what remembers them in memory is.
+// A forked process has one thread, however many its parent had. Thread pools and CUDA's context are gone, although the
+// memory that describes them is still there.
 #pragma once
 
 namespace kda {

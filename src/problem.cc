@@ -13,7 +13,8 @@ namespace {
   invalid("h: expected at least ", expected, " rows, one every ", h_every * kChunk, " tokens, got ", got);
 }
 
-// h and h_every, which becomes at least 1. How many rows packed sequences have, their lengths tell: validate_data.
+// Checks h and h_every, which becomes at least 1. How many rows packed sequences have depends on their lengths: see
+// validate_data.
 void check_h(const kda_tensor& h, int32_t& h_every, const Dims& d, const kda_inputs& in, Tensors& tensors, bool output,
              unsigned dtypes) {
   if (h_every < 0) invalid("h_every: expected >= 0, got ", h_every);
@@ -25,7 +26,7 @@ void check_h(const kda_tensor& h, int32_t& h_every, const Dims& d, const kda_inp
   check_state("h", h, rows, d, in, tensors, output, dtypes);
 }
 
-// M, HV, K of the gate operators.
+// Checks the inputs of the gate operators. Returns M, HV and K.
 Shape check_gate_inputs(const kda_tensor& x, const kda_tensor& A_log, const kda_tensor& dt_bias, int32_t form,
                         float lower_bound, Tensors& tensors) {
   for (const auto& [name, t] : {std::pair{"x", &x}, {"A_log", &A_log}, {"dt_bias", &dt_bias}})

@@ -9,7 +9,7 @@
 
 namespace kda {
 
-// What also runs inside CUDA kernels: there is one reading of indices and lengths.
+// Marks functions that CUDA kernels call, too, so that host and device read indices and lengths in the same way.
 #if defined(__CUDACC__)
 #define KDA_BOTH __host__ __device__
 #else
@@ -128,8 +128,8 @@ KDA_BOTH inline int32_t index_at(const kda_tensor& t, int64_t i, int64_t j = 0) 
   return static_cast<const int32_t*>(t.data)[i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0)];
 }
 
-// Integer tensors without their sizes. A kernel waits for every 64 bytes of its parameters that it reads, and a
-// kda_tensor has 100: it is given these, and reads nothing of what a call does not have.
+// An integer tensor without its sizes. A kernel waits for every 64 bytes of its parameters that it reads, and a
+// kda_tensor has 100. So kernels are given these instead, and read nothing of tensors that the call does not have.
 template <class T>
 struct Strided {
   T* data = nullptr;   // nullptr: absent
@@ -163,7 +163,7 @@ KDA_BOTH inline int64_t int_at(const Lengths& t, int64_t i) {
                             : static_cast<const int32_t*>(t.data)[i * t.stride];
 }
 
-// By value: std::clamp takes addresses, and kernels would put numbers into local memory.
+// Takes numbers by value: std::clamp takes their addresses, for which kernels would put them into local memory.
 KDA_BOTH constexpr int64_t within(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
 }
@@ -180,7 +180,7 @@ struct Sequence {
   bool live;                 // false: padded, o is zeroed and no state touched
   bool initial;              // read h0
 };
-// Its tokens alone, of one row of T. Lengths: Lengths or a tensor.
+// Finds only the tokens of sequence n, in one row of T tokens. `Lengths` is the struct Lengths or a tensor.
 template <class Lengths>
 KDA_BOTH Sequence packed_at(const Lengths& cu_seqlens, int64_t T, int64_t n) {
   const int64_t t0 = within(int_at(cu_seqlens, n), 0, T);
@@ -195,11 +195,11 @@ KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, int64_
   return sequence_at(d.varlen, in.cu_seqlens, d.T, n);
 }
 
-// What tells a sequence's states.
+// Says where the states of sequences are, and whether sequences start from them.
 enum class Initial : int32_t { kZeros, kStates, kSome };  // kSome: as has_initial_state says
 struct StateSlots {
   Index indices;
-  uint32_t slots = UINT32_MAX;  // of the pool; without one, any
+  uint32_t slots = UINT32_MAX;  // of the pool; without a pool any slot will do
   int32_t first_valid = 0;
   Initial initial = Initial::kZeros;
 };
@@ -214,7 +214,7 @@ KDA_BOTH inline StateSlots slots_of(const kda_states& s) {
   return {index_of(s.state_indices), count_slots(pool), s.first_valid_slot, initial};
 }
 using Flags = Strided<const uint8_t>;
-// With `slot` from slot_of: what kernels ask for before all else.
+// `slot` comes from slot_of. Kernels load it before everything else.
 KDA_BOTH inline void find_states(Sequence& s, const StateSlots& states, const Flags& has_initial, int64_t slot) {
   s.slot = slot;
   if (states.indices.data) s.live = slot >= states.first_valid && slot < int64_t{states.slots};
@@ -229,7 +229,7 @@ KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const 
   return s;
 }
 
-// Decode: where a sequence's states before and after its tokens are.
+// Decode: where the states before and after a sequence's tokens are.
 struct Start {
   kda_tensor states;
   int64_t row;
@@ -245,7 +245,7 @@ struct SnapshotRows {
     const int64_t slot = slots[t];
     return slot >= first_valid ? slot : -1;
   }
-  // Of the state to start from, with what `accepted` holds.
+  // The row of the state to start from, for the value that `accepted` holds.
   KDA_BOTH int64_t start_row(int64_t accepted) const { return row(within(accepted, 1, count) - 1); }
 };
 struct Snapshots : SnapshotRows {

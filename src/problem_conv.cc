@@ -10,7 +10,7 @@ void check_all_absent_are_empty(std::initializer_list<std::pair<const char*, con
   for (const auto& [name, t] : tensors) check_absent_is_empty(name, *t);
 }
 
-// Sizes from x, weight and cu_seqlens, which both operators take alike.
+// Checks x, weight and cu_seqlens, which both operators take alike. Returns the sizes from them.
 ConvDims check_conv_inputs(const kda_tensor& x, const kda_tensor& weight, const kda_tensor& bias,
                            const kda_tensor& cu_seqlens, Tensors& tensors) {
   check_all_absent_are_empty({{"x", &x}, {"weight", &weight}, {"bias", &bias}, {"cu_seqlens", &cu_seqlens}});

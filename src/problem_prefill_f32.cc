@@ -7,7 +7,7 @@
 namespace kda {
 namespace {
 
-// Tokens before heads: the other order of the same memory.
+// The same memory with tokens before heads.
 kda_tensor tokens_first(kda_tensor t) {
   std::swap(t.shape[1], t.shape[2]);
   std::swap(t.stride[1], t.stride[2]);

@@ -5,8 +5,8 @@
 namespace kda {
 
 struct PrefillF32Problem : Dims {
-  kda_inputs in;              // the same memory as [B,T,H,K], as the kernels of kda_forward read it
-  kda_tensor o;               // and as [B,T,HV,V]
+  kda_inputs in;              // the same memory, tokens before heads: [B,T,H,K], as kernels of kda_forward read it
+  kda_tensor o;               // likewise [B,T,HV,V]
   kda_prefill_f32_args args;  // chunk is 32 or 64
 };
 

@@ -178,7 +178,7 @@ constexpr const char* rank_text(Kind kind) {
   }
 }
 
-// Sizes of the call, each from the first tensor that has it, and who that is.
+// Sizes of the call, each from the first tensor that has it, and the names of those tensors.
 struct Sizes {
   const char *tokens = nullptr, *H_from = nullptr, *HV_from = nullptr, *K_from = nullptr, *V_from = nullptr;
 
@@ -217,12 +217,12 @@ void check_operand(const char* name, const kda_tensor& t, Kind kind, unsigned dt
   }
 }
 
-// Packed sequences have as many chunks as their lengths say: validate_data.
+// How many chunks packed sequences have depends on their lengths: see validate_data.
 void check_chunks(const char* name, const kda_tensor& t, int64_t chunks) {
   if (t.shape[0] < chunks) invalid(name, ": expected at least ", chunks, " rows, one a chunk, got ", t.shape[0]);
 }
 
-// What the table does not say.
+// Checks what the tables do not say.
 template <StageArgs Args>
 void check_together(const Args&) {}
 template <>

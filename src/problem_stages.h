@@ -1,4 +1,5 @@
-// The stages' part of the contract: one table of operands an args struct; everything else follows from the tables.
+// The stages' part of the contract: one table of operands for each args struct. Everything else follows from the
+// tables.
 #pragma once
 #include <span>
 
@@ -52,7 +53,7 @@ void validate_data(const StageProblem<Args>& p);
 template <StageArgs Args>
 bool has_f64(const StageProblem<Args>& p);
 
-// zero(tensor) for every output with a row a token: those that no sequence owns are zeroed.
+// Calls zero(tensor) for every output that has a row a token, to zero the rows that no sequence owns.
 template <StageArgs Args, class F>
 void for_each_tail(const StageProblem<Args>& p, const F& zero) {
   if (!p.varlen) return;

@@ -282,7 +282,7 @@ std::span<const Implementation<PrefillF32Problem>> implementations() {
 
 namespace {
 
-// Until f returns true.
+// Calls f for every table, until f returns true.
 template <class F>
 bool for_each_table(F&& f) {
   bool found = false;
@@ -328,12 +328,12 @@ const Implementation<P>* find(std::string_view name) {
   return nullptr;
 }
 
-// Who is forced, if anyone. KDA_IMPL may hold several names, comma separated, since one name rarely fits every
-// operator; an operator none of them belongs to chooses freely. exec.impl is meant for this call and must belong to its
-// operator.
+// Returns the forced implementation, or nullptr. KDA_IMPL may hold several names, separated by commas, since one name
+// rarely fits every operator; an operator to which none of them belongs chooses freely. exec.impl is meant for this
+// call and must belong to its operator.
 template <class P>
 const Implementation<P>* forced(const P& problem) {
-  cpu::isa_name();  // refuses a wrong KDA_CPU_ISA, whoever is to run
+  cpu::isa_name();  // refuses a wrong KDA_CPU_ISA, whatever is to run
   if (const char* name = problem.args.exec.impl; name && *name) {
     if (const auto* impl = find<P>(name)) return impl;
     std::string known;
@@ -351,7 +351,7 @@ const Implementation<P>* forced(const P& problem) {
   return found;
 }
 
-// The first that can and suits, else the first that can, else nullptr.
+// Returns the first that can and suits, else the first that can, else nullptr.
 template <class P>
 const Implementation<P>* best(const P& problem) {
   const Implementation<P>* able = nullptr;

@@ -14,16 +14,16 @@ struct Implementation {
   const char* (*why_not)(const P&);  // a reason to decline a legal problem, or nullptr
   uint64_t (*workspace)(const P&);   // bytes
   void (*run)(const P&);
-  const char* (*unsuited)(const P&) = nullptr;  // why another that can is faster, or nullptr
+  const char* (*unsuited)(const P&) = nullptr;  // why another one that can is better, or nullptr
   const char* (*form)(const P&) = nullptr;      // which of its forms runs, if it has several
 };
 
 template <class P>
 std::span<const Implementation<P>> implementations();
 
-// The forced implementation (exec.impl, else KDA_IMPL where it names one of this operator's), or the first that does
-// not decline, and suits if any does. Throws KDA_UNSUPPORTED with every reason, KDA_INVALID_ARGUMENT for a name nobody
-// has.
+// Returns the forced implementation (exec.impl, else KDA_IMPL if it names one of this operator). If none is forced,
+// returns the first that does not decline, preferably one that suits. Throws KDA_UNSUPPORTED with every reason, or
+// KDA_INVALID_ARGUMENT for an unknown name.
 template <class P>
 const Implementation<P>& choose(const P& problem);
 

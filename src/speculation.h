@@ -6,9 +6,9 @@ namespace kda {
 
 constexpr int64_t kMaxDrafts = 16;  // tokens of a request that verify takes
 
-// The tokens before a draft, as entries of one request's records: indices w = 0 .. committed-1 are the committed
-// entries of its ring, oldest first, committed + t is draft token t. Whatever the device-side numbers hold, entries lie
-// inside the slot and every walk ends.
+// The tokens before a draft, as entries of one request's records. Indices w = 0 .. committed-1 are the committed
+// entries of its ring, oldest first, and committed + t is draft token t. Whatever the numbers on the device are,
+// entries lie inside the slot and every walk ends.
 struct Window {
   int first = 0, committed = 0, R = 0;
   Index parents{};  // absent: a chain
@@ -28,9 +28,9 @@ struct Window {
     return p < 0 ? committed - 1 : committed + p;
   }
 };
-constexpr int64_t kMaxRecordEntries = int64_t{1} << 30;  // of a slot: any two of them fit an int
+constexpr int64_t kMaxRecordEntries = int64_t{1} << 30;  // of a slot: the sum of any two fits an int
 
-// What tells a request's records. Without records there are no slots, and no entries.
+// Says where the records of requests are. Without records there are no slots, and no entries.
 struct RecordSlots {
   Index indices;
   uint32_t slots = 0;
@@ -50,7 +50,7 @@ KDA_BOTH inline Cursors cursors_of(const kda_records& r) {
   return {strided<int32_t>(r.ring_first), strided<int32_t>(r.ring_count)};
 }
 
-// Of a request with its records in `slot` (negative: none), where `reserved` entries are wanted for drafts.
+// The window of a request with its records in `slot` (negative: none), where `reserved` entries are kept for drafts.
 KDA_BOTH inline Window window_of(const RecordSlots& r, const Cursors& cursors, int64_t slot, const Index& parents,
                                  int64_t reserved) {
   Window w;
@@ -65,10 +65,10 @@ inline Window window_of(const kda_records& r, int64_t slot, const kda_tensor& pa
   return window_of(slots_of(r), cursors_of(r), slot, index_rows(parents).row(n), reserved);
 }
 
-// The slot of a request's records, or a negative number; `slot`: as it was given.
+// The slot of a request's records, or a negative number if it has none. `slot` is the index as given.
 KDA_BOTH inline int64_t record_slot(const RecordSlots& r, int64_t slot) { return slot < int64_t{r.slots} ? slot : -1; }
 
-// ---- what tells everything about a call's requests, first what every one of them needs ----
+// ---- the requests of a call: in each struct, what every request needs comes first ----
 
 struct VerifyRequests {
   StateSlots states;
@@ -91,7 +91,7 @@ struct FlushRequests {
 };
 struct FlushVerifyRequests {
   StateSlots states;
-  RecordSlots records, last;  // with a ring the same
+  RecordSlots records, last;  // the same with a ring
   Index accept_len;
   int32_t most;  // accepted drafts
   bool tree, last_tree;
@@ -137,7 +137,7 @@ KDA_BOTH inline FlushVerifyRequests requests_of(const FlushVerifyProblem& p) {
           index_rows(a.last_parents)};
 }
 
-// Are all drafts chains, from states that are there, with rings or without?
+// Are all drafts chains that start from stored states, and do all records have a ring (`ring`) or none (not `ring`)?
 template <class Requests>
 bool are_chains(const Requests& r, bool ring) {
   bool are = r.states.initial == Initial::kStates;
@@ -145,7 +145,7 @@ bool are_chains(const Requests& r, bool ring) {
   if constexpr (requires { r.last; }) are = are && r.last.ring == ring && !r.last_tree;
   return are;
 }
-// Of such a call: with that for the compiler to know.
+// The requests of such a call, with these facts as constants for the compiler.
 template <class Requests>
 KDA_BOTH Requests known_chains(Requests r, bool ring) {
   r.states.initial = Initial::kStates;
@@ -154,7 +154,7 @@ KDA_BOTH Requests known_chains(Requests r, bool ring) {
   return r;
 }
 
-// What the index vectors of a call hold for a request, unchecked: kernels ask for all of it before they wait for any.
+// What the index vectors of a call hold for a request, unchecked. Kernels load all of it before they wait for any.
 struct Indices {
   int32_t state = 0, records = 0, last = 0, accepted = 0;
 };
@@ -175,12 +175,12 @@ KDA_BOTH inline Indices indices_of(const FlushVerifyRequests& r, int64_t n) {
           .accepted = r.accept_len[n]};
 }
 
-// What flush_verify does with request n's last round. With a ring, accepted drafts become committed entries until less
-// than room for two more rounds is left; then, and always without a ring, they are applied to the state.
+// What flush_verify does with request n's last round. With a ring, accepted drafts become committed entries as long as
+// there is room for two more rounds. Without that room, and always without a ring, they are applied to the state.
 struct Commit {
-  Window window;      // of the last round,
-  int64_t slot = -1;  // whose records are here
-  int accepted = 0;   // of its drafts
+  Window window;      // of the last round
+  int64_t slot = -1;  // of the records of the last round
+  int accepted = 0;   // drafts of the last round
   bool apply = true;
   Window next{};  // of this round
 };
@@ -213,7 +213,7 @@ inline void store_cursors(const kda_records& ring, int64_t slot, const Window& n
   store_cursors(slots_of(ring), cursors_of(ring), slot, next);
 }
 
-// One layer of a tensor that holds all.
+// One layer of a tensor that holds all layers.
 KDA_BOTH inline kda_tensor layer_of(kda_tensor t, int64_t layer) {
   t.data = static_cast<char*>(t.data) + layer * t.stride[0] * dtype_size(t.dtype);
   --t.ndim;
@@ -224,14 +224,14 @@ KDA_BOTH inline kda_tensor layer_of(kda_tensor t, int64_t layer) {
 // What is to be done for one request of a call.
 struct Request {
   Sequence s{};
-  Window flush{};          // of the entries to apply,
-  int newest = -1;         // from here back; -1: none
-  int64_t last_slot = -1;  // of their records
+  Window flush{};          // of the entries to apply
+  int newest = -1;         // the newest entry to apply; -1: none
+  int64_t last_slot = -1;  // of the records of these entries
   Window verify{};
   int64_t slot = -1;  // of this round's records
 };
 
-// s: from sequence_at, without states.
+// s comes from sequence_at, without states.
 KDA_BOTH inline Request request_of(const VerifyRequests& requests, Sequence s, const Indices& at) {
   Request r;
   find_states(s, requests.states, requests.has_initial, at.state);
@@ -267,7 +267,7 @@ KDA_BOTH inline Request request_of(const FlushVerifyRequests& requests, Sequence
   return r;
 }
 
-// Of tokens, if the call has any.
+// The tokens of request n, if the call has any.
 KDA_BOTH inline Sequence tokens_of(const FlushProblem&, int64_t n) { return {n, 0, 0, 0, 0, false, false}; }
 template <class P>
 KDA_BOTH Sequence tokens_of(const P& p, int64_t n) {

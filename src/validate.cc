@@ -28,7 +28,7 @@ void check_sizes(const char* name, const Dims& d, int64_t layers) {
 
 namespace {
 
-// `heads` that a task is one of.
+// Checks memory and the number of tasks, of which each sequence has `heads`. Returns true if nothing is written.
 bool finish(const Tensors& tensors, const kda_exec& exec, int64_t layers, int64_t N, int64_t heads) {
   tensors.check_aliasing(exec);
   if (!tensors.write()) return true;
@@ -228,7 +228,7 @@ void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
 void check_cu_seqlens(const Dims& d, const kda_inputs& in) { check_cu_seqlens(in.cu_seqlens, d.T); }
 
 void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots) {
-  // With a stride of 0 all rows are the same: two say what any number of them would.
+  // With a stride of 0 all rows are the same: two of them show all that any number would.
   const int64_t rows = std::min<int64_t>(indices.shape[0], indices.stride[0] ? INT64_MAX : 2);
   const int64_t columns = indices.ndim > 1 ? indices.shape[1] : 1, count = rows * columns;
   auto at = [&](int64_t i) { return int_at(indices, i / columns, i % columns); };
@@ -241,8 +241,8 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
         if (at(i) == at(j) && at(i) >= first_valid) repeated(at(i));
     return;
   }
-  // A bit a slot, for a window of slots at a time: no allocation, whatever the size of the pool. The next window begins
-  // with the smallest slot beyond this one, so that none is empty.
+  // One bit per slot, for a window of slots at a time: no allocation, whatever the size of the pool. The next window
+  // begins with the smallest slot in use beyond this one, so that none is empty.
   constexpr int64_t kWindow = int64_t{1} << 17;
   std::bitset<kWindow> seen;
   for (int64_t begin = first_valid, next; begin < slots; begin = next) {

@@ -11,27 +11,28 @@ namespace kda {
 void check_exec(const kda_exec& e);
 void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form);
 
-// The bounds of sizes.h, as soon as B, T, N and HV are known; `name`: of a tensor that has them.
+// Checks the bounds of sizes.h, once B, T, N and HV are known. `name` is a tensor that has them.
 void check_sizes(const char* name, const Dims& d, int64_t layers = 1);
-// Memory that tensors share, with each other or with the workspace; sets d.idle.
+// Checks the memory that tensors share, with each other or with the workspace. Sets d.idle.
 void check_memory(const Tensors& tensors, const kda_exec& exec, Dims& d, int64_t layers = 1);
 void check_memory(const Tensors& tensors, const kda_exec& exec, ConvDims& d);
 
-// cu_seqlens, and with it d.varlen and d.N.
+// Checks cu_seqlens, and sets d.varlen and d.N.
 void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors);
 
-// Sizes of the call, from q, v and cu_seqlens.
+// Checks the inputs. Returns the sizes of the call, from q, v and cu_seqlens.
 Dims check_inputs(const kda_inputs& in, Tensors& tensors);
 
-// The same for operators that can convolve raw rows: without conv.x as above; with it in.q, in.k, in.v are given the
-// shapes and strides that slices of the convolved rows will have (no data: slice_convolved).
+// The same for operators that can convolve raw rows. Without conv.x it does as above. With conv.x it gives in.q, in.k
+// and in.v the shapes and strides that slices of the convolved rows will have, but no data: see slice_convolved.
 Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& o, bool state_out, Tensors& tensors);
 
 // [rows,HV,V,K] or [rows,HV,K,V].
 void check_state(const char* name, const kda_tensor& t, int64_t rows, const Dims& d, const kda_inputs& in,
                  Tensors& tensors, bool output, unsigned dtypes = kStates);
 int64_t rows_of(const char* name, const kda_tensor& t);
-// A pool has any number of slots; states are one if there are state_indices, or if the operator has other ones.
+// A pool has any number of slots. States are a pool if there are state_indices, or if the operator has other indices
+// (`pool`).
 void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors, bool pool = false);
 
 template <class P, class Args>

@@ -1,11 +1,11 @@
-"""What a build has cost: CUDA kernels, the time of their compiler, sizes. `make` prints it after every build.
+"""Reports what a build has cost: CUDA kernels, compile times, sizes. `make` prints it after every build.
 
     python tools/build_report.py build/release [--wheel dist/*.whl]
     python tools/build_report.py build/release --wheel dist/*.whl --measure --record docs/results/build.json
 
-What is printed of time is what ninja's clock said when each file was last compiled: files that are compiled side by
-side share the cores, and what ccache finds takes none. --measure compiles them again, without ccache, and counts the
-processor's time instead, which depends little on what else runs: twenty minutes on two cores.
+Printed times are by ninja's clock, from when each file was last compiled: files that are compiled at the same time
+share the cores, and files that ccache finds take no time. --measure compiles them again, without ccache, and counts
+processor time instead, which depends little on what else runs. It takes twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ MIB = 1 << 20
 
 
 def kernels(symbols: str) -> int:
-    """How many kernels an object launches, by its symbols: each instantiation has a stub on the host, and the length of
-    that name stands before it."""
+    """Counts the kernels that an object launches, by its symbols: each instantiation has a stub on the host, and the
+    length of the stub's name precedes it."""
     found = re.findall(r"(\d+)(__device_stub__\w+)", symbols)
     return len({name[: int(length)] for length, name in found})
 
 
 def seconds(log: str) -> dict[str, float]:
-    """Of each output, from the text of ninja's log: start and end in ms, a time stamp, the output, a hash."""
+    """Seconds by output, from the text of ninja's log. Its columns are start and end in ms, a time stamp, the output,
+    a hash."""
     lines = [line.split("\t") for line in log.splitlines() if not line.startswith("#")]
     return {output: (int(end) - int(start)) / 1000 for start, end, _, output, _ in lines}
 
 
 def processor_seconds(command: list[str], folder: Path) -> float:
-    """Of a compiler and the programs it starts."""
+    """Processor time of a compiler and the programs that it starts."""
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, env={**os.environ, "CCACHE_DISABLE": "1"}
     )
@@ -55,7 +56,7 @@ class Build:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cache = (folder / "CMakeCache.txt").read_text()
-        # Objects of a build with CUDA outlast a later one without.
+        # Objects of a build with CUDA remain in a later build without it.
         with_cuda = self.setting("KDA_CUDA") != "OFF"
         self.objects = sorted((folder / "CMakeFiles").glob("kda_cuda_*/**/*.cu.o")) if with_cuda else []
 

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Builds dist/libkda-*.whl for every Linux whose glibc and libstdc++ are as new as those of this machine's compiler
-# need. Its build tree is kept, so a small change takes seconds. KDA_CUDA and CUDACXX are as for CMake.
+# Builds dist/libkda-*.whl for every Linux whose glibc and libstdc++ are as new as this machine's compiler requires.
+# The build tree is kept, so a small change takes seconds. KDA_CUDA and CUDACXX are as for CMake.
 #
-# auditwheel would put a copy of libgomp into the wheel, under a name of its own: beside torch's it would be a second
-# OpenMP runtime in the process. It is left out. torch and libkda ask for it by the same name, libgomp.so.1: the one
-# that is loaded first, torch's where torch is installed, serves both.
-# libtvm_ffi is that of the package apache-tvm-ffi.
+# auditwheel would put a copy of libgomp into the wheel, under its own name: next to torch's it would be a second
+# OpenMP runtime in the process. So it is left out. torch and libkda both need libgomp.so.1. The one that is loaded
+# first, torch's where torch is installed, serves both. libtvm_ffi is that of the package apache-tvm-ffi.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

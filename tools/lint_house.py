@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The rules of the house that no formatter knows: sentences, line lengths, references, long functions.
+"""Checks rules of the house that formatters do not know: sentences, line lengths, references, long functions.
 
-    tools/lint_house.py               # file:line and the reason, one a line; fails if there is any
-    tools/lint_house.py --averages    # before that the mean words a sentence of each page
+    tools/lint_house.py               # file:line and the reason, one per line; fails if there is any
+    tools/lint_house.py --averages    # first prints the mean words per sentence of each page
 
 - pages: no sentence above 35 words; a kernel's page has at most 20 words a sentence on average
 - pages and sources: no line above 120 columns
-- pages and sources: what is referred to exists: links and their anchors, sections (math.md 4), pages, files
-- src/cuda: no function above 120 lines, but for those in LONG_FUNCTIONS
+- pages and sources: every reference exists: links and their anchors, sections (math.md 4), pages, files
+- src/cuda: no function above 120 lines, except for those in LONG_FUNCTIONS
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MOST_WORDS = 35  # of a sentence
-MOST_WORDS_ON_AVERAGE = 20  # of a sentence, in a kernel's page
+MOST_WORDS = 35  # in a sentence
+MOST_WORDS_ON_AVERAGE = 20  # in a sentence of a kernel's page
 MOST_COLUMNS = 120
-MOST_LINES = 120  # of a function
+MOST_LINES = 120  # in a function
 
 FOLDERS = ("docs", "src", "include", "python", "tests", "tools", "examples", "benchmarks", "cmake")
 PAGES = ("README.md", "HACKING.md", "CHANGELOG.md", "docs/**/*.md")
@@ -36,9 +36,9 @@ SOURCES = ("src", "include", "python", "tests", "tools")
 CPP = (".h", ".c", ".cc", ".cu")
 SUFFIXES = (*CPP, ".py", ".sh", ".txt", ".cmake", "")
 GENERATED = ("tools/requirements.txt", "tools/requirements-local.txt", "tools/nvcc.txt")
-OWN_TEST = "tests/python/test_lint_house.py"  # its texts refer to nothing on purpose
+OWN_TEST = "tests/python/test_lint_house.py"  # its texts contain broken references on purpose
 
-# Why they may be longer. A function that is gone, or short enough by now, has to leave the list.
+# Reasons for longer functions. An entry must leave the list when its function is gone or short enough.
 LONG_FUNCTIONS = {
     "src/cuda/sm80/decode.cu: decode_kernel": "one straight sequence; its steps are lambdas over the same registers",
     "src/cuda/sm80/speculation_mma.cu: mma_kernel": "to be split: seven phases without names",
@@ -58,7 +58,7 @@ class Finding:
 
 
 class Lines:
-    """Numbered lines as one text, which knows the number of the line at an offset."""
+    """Numbered lines as one text, with the line number for any offset."""
 
     def __init__(self, lines: list[tuple[int, str]]) -> None:
         self.text = "\n".join(line for _, line in lines)
@@ -86,7 +86,7 @@ FORMULA = re.compile(r"(?<![\w$])\$(?![\s$])[^$\n]+?(?<!\s)\$(?![\w$])")
 
 @dataclass
 class Text:
-    """A paragraph, a list's item, or a table's cell."""
+    """A paragraph, a list item, or a table cell."""
 
     lines: list[tuple[int, str]]
     is_cell: bool = False
@@ -99,17 +99,17 @@ class Page:
     text: str
     texts: list[Text] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)
-    lines: list[tuple[int, str]] = field(default_factory=list)  # outside of blocks of code and formulas
+    lines: list[tuple[int, str]] = field(default_factory=list)  # outside of code blocks and formulas
     output: set[int] = field(default_factory=set)  # numbers of lines that a command has printed
 
     def __post_init__(self) -> None:
         open_text: Text | None = None
-        indent = 0  # of the list's item that we are in
+        indent = 0  # of the current list item
         for number, line in self.lines_outside_of_blocks():
             depth = len(line) - len(line.lstrip())
             if open_text is None and depth == 0:
                 indent = 0
-            # Behind a blank line or a heading, by four more than the text around it: a block of code.
+            # After a blank line or a heading, indented by four more than the text around it: a code block.
             if open_text is None and depth >= indent + 4 and not ITEM.match(line[indent:]):
                 continue
             if line.strip():
@@ -133,7 +133,7 @@ class Page:
                 open_text.lines.append((number, line))
 
     def lines_outside_of_blocks(self) -> Iterator[tuple[int, str]]:
-        """Without fenced code, comments and formulas, for which there is an empty line."""
+        """The numbered lines, with empty lines in place of fenced code, comments and formulas."""
         fence = language = ""
         end = ""  # of a comment or formula
         for number, line in enumerate(self.text.splitlines(), 1):
@@ -168,19 +168,19 @@ class Page:
         return found
 
     def has_section(self, name: str) -> bool:
-        """4.4, the number of a heading; or B4, the name of a step."""
+        """``name`` is 4.4, the number of a heading, or B4, the name of a step."""
         if name[0].isdigit():
             return any(re.match(rf"{re.escape(name)}\.?\s", heading) for heading in self.headings)
         return re.search(rf"\b{name}\b", self.text) is not None
 
     def links(self) -> Iterator[tuple[int, str]]:
-        """Their targets. In a page without definitions [x][y] is text: K[i][j]."""
+        """The targets of links. In a page without definitions [x][y] is text: K[i][j]."""
         bare = CODE.sub(lambda m: "x" * len(m[0]), self.prose.text)
         defined = {m[1].lower() for m in DEFINITION.finditer(bare)}
         yield from ((self.prose.number(m.start()), m[2]) for m in DEFINITION.finditer(bare))
         for outer in LINK.finditer(bare):
             number = self.prose.number(outer.start())
-            for link in (outer, *LINK.finditer(outer[1])):  # around an image, perhaps
+            for link in (outer, *LINK.finditer(outer[1])):  # perhaps around an image
                 if link[2] is not None:
                     yield number, link[2]
                 elif defined and (link[3] or link[1]).lower() not in defined:
@@ -188,26 +188,26 @@ class Page:
 
 
 def slug_of(heading: str) -> str:
-    """GitHub's: of the text as it is shown, in lower case, without punctuation, with hyphens for blanks."""
+    """GitHub's anchor of a heading: the text as shown, in lower case, without punctuation, with hyphens for blanks."""
     shown = LINK.sub(r"\1", heading)
     return re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
 
 
 # ---- sentences ----
 
-# A single dot (".." goes on), perhaps what closes quotes or brackets, and a blank or the end. 3.5 and .5 have none.
+# A single dot (".." goes on), perhaps closing quotes or brackets, and a blank or the end. 3.5 and .5 have none.
 END = re.compile(r"(?<![.\s])[.!?][)\]\"'”*]*(?=\s|$)")
 ABBREVIATIONS = ("e.g.", "i.e.", "vs.", "cf.", "approx.", "resp.", "Fig.", "Eq.", "Sec.", "No.")
 
 
 def without_targets(text: str) -> str:
-    """Of links the words. Keeps line breaks."""
+    """Replaces links by their words. Keeps line breaks."""
     return LINK.sub(lambda m: m[1] + "\n" * (m[0].count("\n") - m[1].count("\n")), text)
 
 
 def readable(text: str) -> str:
-    """Of links the words; a formula or piece of code as one word, for it is looked at as one thing. Keeps line breaks,
-    too."""
+    """Replaces links by their words, and a formula or piece of code by one word, since it is read as one thing. Keeps
+    line breaks, too."""
 
     def one_word(match: re.Match[str]) -> str:
         return "x" + "\n" * match[0].count("\n")
@@ -221,7 +221,7 @@ def words(sentence: str) -> int:
 
 
 def sentences(text: Text) -> Iterator[tuple[int, str]]:
-    """Each with the number of the line in which it begins."""
+    """Each sentence, with the number of the line in which it begins."""
     numbers = [number for number, _ in text.lines]
     whole = Lines(list(zip(numbers, readable("\n".join(line for _, line in text.lines)).split("\n"), strict=True)))
     start = 0
@@ -235,7 +235,7 @@ def sentences(text: Text) -> Iterator[tuple[int, str]]:
 
 
 def average(page: Page) -> float:
-    """Words a sentence. Cells do not count: one that says "forward" is no sentence, and would make up for long ones."""
+    """Words per sentence. Cells do not count: one that says "forward" is no sentence, and would offset long ones."""
     counts = [words(s) for text in page.texts if not text.is_cell for _, s in sentences(text)]
     return sum(counts) / len(counts) if counts else 0.0
 
@@ -254,9 +254,9 @@ def check_sentences(path: str, page: Page) -> Iterator[Finding]:
 
 
 def may_be_long(path: str, page: Page, number: int, line: str) -> bool:
-    """What a command has printed is shown as it is: broken, it would be something else. (Commands can be broken.) A row
-    of a table cannot be broken; only those of docs/experiments have six cells of text, so they alone may be long. And
-    the definition of a link ends where its address ends."""
+    """Output that a command has printed must be shown as it is, so it may be long. (Commands can be broken.) A table
+    row cannot be broken. Only the rows of docs/experiments have six cells of text, so only these may be long. And the
+    definition of a link ends where its address ends."""
     is_row = path.startswith("docs/experiments/") and ROW.match(line) is not None
     return number in page.output or is_row or DEFINITION.match(line) is not None
 
@@ -279,7 +279,7 @@ PAGE_NAME = re.compile(ALONE + r"(?:\.\./)*([A-Za-z_][\w./-]*\.md)\b(#[\w-]+)?")
 FILE_NAME = re.compile(ALONE + r"((?:[\w-]+/)*[\w-]+\.(?:cc|cu|h|py))\b")
 FOLDER_NAME = re.compile(rf"((?:{'|'.join(FOLDERS)})/[\w./-]*[\w-])/?")
 IN_A_FILE = re.compile(r"(?<=\.\w{1})::?[\w:.~\[\]-]+$|(?<=\.\w{2})::?[\w:.~\[\]-]+$")  # x.h:function, x.py::test
-FOREIGN = re.compile(r"fla/.*|(?:.*/)?(?:\w+_)?x\.\w+")  # other projects' files, and names that stand for any
+FOREIGN = re.compile(r"fla/.*|(?:.*/)?(?:\w+_)?x\.\w+")  # other projects' files, and placeholder names
 NUMBER = r"(?:\d+(?:\.\d+)?|[A-Z]\d+)"
 NUMBERS = rf"{NUMBER}(?:(?:,\s+|\s+and\s+|\s+to\s+|\.\.){NUMBER}(?![\w.]*\w))*"
 SECTIONS = re.compile(rf"([A-Za-z_][\w/-]*\.md)\s+(?://\s*|#\s*)?({NUMBERS})\b")  # math.md 4.4, B1
@@ -287,7 +287,7 @@ SECTIONS = re.compile(rf"([A-Za-z_][\w/-]*\.md)\s+(?://\s*|#\s*)?({NUMBERS})\b")
 
 @dataclass
 class Tree:
-    """The names of all files, and the pages that are referred to."""
+    """The names of all files, and the pages that references lead to."""
 
     root: Path
     files: frozenset[str]
@@ -300,12 +300,12 @@ class Tree:
 
     @cached_property
     def endings(self) -> frozenset[str]:
-        """Of all paths: scan.h, sm90/scan.h, .."""
+        """The ends of all paths: kda.h, kda/kda.h, .."""
         parts = (PurePosixPath(f).parts for f in self.files)
         return frozenset("/".join(p[i:]) for p in parts for i in range(len(p)))
 
     def has(self, name: str, folder: PurePosixPath) -> bool:
-        """A path in the tree or beside the file that names it, or the end of one."""
+        """True for a path in the tree, a path next to the file that names it, or the end of a path."""
         return name in self.endings or (self.root / name).exists() or (self.root / folder / name).exists()
 
     def page(self, path: str) -> Page:
@@ -342,8 +342,8 @@ def check_links(path: str, page: Page, tree: Tree) -> Iterator[Finding]:
 
 
 def names_of_files(path: str, text: str) -> Iterator[tuple[int, str]]:
-    """With their offsets. In a page they are in backticks. In C++ only comments are looked at, as `at.h` is code;
-    elsewhere all of the text, but there a name needs a folder."""
+    """File names with their offsets. In a page they are in backticks. In C++ only comments are searched, because
+    `at.h` is code. Elsewhere all text is searched, but a name needs a folder."""
     if path.endswith(".md"):
         for code in CODE.finditer(text):
             name = IN_A_FILE.sub("", code[2])
@@ -358,7 +358,7 @@ def names_of_files(path: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def check_names(path: str, lines: list[tuple[int, str]], tree: Tree) -> Iterator[Finding]:
-    """Sections of pages (math.md 4), and names of pages and files, in the lines of a page or source."""
+    """Checks sections of pages (math.md 4), and names of pages and files, in the lines of a page or source."""
     whole = Lines([(number, ADDRESS.sub("", line)) for number, line in lines])
     folder = PurePosixPath(path).parent
 
@@ -389,7 +389,7 @@ NOT_CODE = re.compile(
 )
 TYPE = re.compile(r"\b(?:class|struct|union|enum|namespace|extern)\b")
 TYPE_NAME = re.compile(r"\b(?:class|struct|union)\s+(?:__\w+__\s+)*(\w+)")
-# With parentheses that are not those of the function's parameters.
+# With parentheses other than those of the function's parameters.
 SPECIFIER = re.compile(r"\b(?:__launch_bounds__|__cluster_dims__|alignas|requires|noexcept|explicit|decltype)\s*\(")
 TEMPLATE = re.compile(r"^\s*template\s*<")
 ACCESS = re.compile(r"\b(?:public|private|protected):")
@@ -401,7 +401,7 @@ def blank(match: re.Match[str]) -> str:
 
 
 def without(head: str, opening: re.Pattern[str], brackets: str) -> str:
-    """Without each bracket that `opening` finds, and all up to the one that closes it."""
+    """Removes each bracket that `opening` finds, and everything up to the closing one."""
     while match := opening.search(head):
         depth, end = 1, match.end()
         while depth and end < len(head):
@@ -412,14 +412,14 @@ def without(head: str, opening: re.Pattern[str], brackets: str) -> str:
 
 
 def functions(text: str) -> Iterator[tuple[int, int, str]]:
-    """First line, number of lines and name of each function that has a body, from the beginning of its declaration to
-    its last brace. Lambdas belong to their function. Knows as much of C++ as clang-format leaves to be known."""
+    """First line, number of lines and name of each function with a body, from the beginning of its declaration to its
+    last brace. Lambdas belong to their function. Understands C++ as formatted by clang-format."""
     code = ACCESS.sub(blank, NOT_CODE.sub(blank, text))
     scopes: list[tuple[str, int, str]] = []  # kind; offset and name of its declaration
-    start = 0  # of the declaration that we are in
+    start = 0  # of the current declaration
     for match in re.finditer(r"[{};]", code):
         at = match.start()
-        if scopes and scopes[-1][0] != "scope":  # in a body or a list: only where it ends counts
+        if scopes and scopes[-1][0] != "scope":  # in a body or a list: only its end matters
             if match[0] == "{":
                 scopes.append(("inner", at, ""))
             elif match[0] == "}":
@@ -448,13 +448,13 @@ def functions(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def check_functions(path: str, text: str, exceptions: dict[str, str]) -> Iterator[Finding]:
-    """Takes the exceptions that it needs out of the list."""
+    """Removes the exceptions that it needs from the list."""
     for line, length, name in functions(text):
         if length > MOST_LINES and not exceptions.pop(f"{path}: {name}", ""):
             yield Finding(path, line, f"{name} has {length} lines, at most {MOST_LINES}")
 
 
-# ---- all of it ----
+# ---- the whole tree ----
 
 
 def page_paths(root: Path) -> list[str]:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Writes tools/*.txt from tools/*.in: every package that is installed, each by version and by the hashes of its files.
+"""Writes tools/*.txt from tools/*.in: every package that is installed, with its version and the hashes of its files.
 
     python3 -m venv /tmp/pins && /tmp/pins/bin/pip install -U pip    # 23.3 or newer, which downloads nothing for this
     /tmp/pins/bin/python tools/pin_requirements.py
 
-What the requirements draw in is resolved as this machine's pip is configured: run it where that offers CI's build of
-torch, which is for CPUs only. Such a build has a version of its own, as 2.13.0+cpu, and goes to a list of its own. (In
-one list pip would prefer the index's file, of gigabytes: it knows the hash of that before it has it.) Of the index come
-the wheels for Linux, for the Pythons and machines below; the libraries of CUDA that its torch needs are in no list.
+Dependencies are resolved as this machine's pip is configured: run it where that offers CI's build of torch, which is
+for CPUs only. Such a build has its own version, such as 2.13.0+cpu, and goes to a separate list. (In one list pip
+would prefer the index's file, of gigabytes, because it knows that file's hash before downloading it.) From the index
+come the wheels for Linux, for the Pythons and machines below. The libraries of CUDA that its torch needs are in no
+list.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Pins = list[tuple[str, str]]  # name==version, SHA-256 of a file
 
 
 def resolve(*arguments: str) -> Pins:
-    """What pip would install."""
+    """The packages that pip would install."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         options = ["-q", "--dry-run", "--ignore-installed", "--only-binary=:all:", f"--report={report}"]
@@ -43,7 +44,7 @@ def resolve(*arguments: str) -> Pins:
 
 
 def of_the_index(pins: Iterable[str], python: str, machine: str) -> Pins:
-    """The same versions for another Python and machine, from the index alone."""
+    """The same versions for another Python and machine, only from the index."""
     tags = [*(f"manylinux_2_{n}" for n in range(5, 37)), "manylinux1", "manylinux2010", "manylinux2014"]
     platforms = [f"--platform={tag}_{machine}" for tag in tags]
     return resolve("--isolated", "install", "--no-deps", f"--python-version={python}", *platforms, *pins)

@@ -2,8 +2,8 @@
 # Sets up what a fresh Debian machine lacks, once; later runs find it done and take a second.
 #   tools/setup.sh build    compiler, CMake, Highway, the Python environment .venv: enough for the wheel and the demo
 #   tools/setup.sh test     that, and what the tests need: GoogleTest, clang for ThreadSanitizer, nvcc
-# With KDA_CUDA=ON, nvcc comes for the wheel, too.
-# Debian packages are installed where we may (root, or sudo without a password); otherwise their names are printed.
+# With KDA_CUDA=ON, nvcc is installed for the wheel, too. Debian packages are installed where that is permitted (root,
+# or sudo without a password); otherwise their names are printed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-build}
@@ -40,17 +40,17 @@ stamp=.venv/kda-requirements.txt
 if ! cmp -s tools/requirements.txt "$stamp"; then
   echo "setup: making .venv (torch is the large part)"
   python3 -m venv .venv
-  # The lists name each file by its hash: nothing else gets in. First the build of torch for CPUs, where pip is offered
-  # it.
+  # The lists name each file by its hash, so nothing else gets in. The build of torch for CPUs comes first, where pip
+  # is offered it.
   install=(.venv/bin/pip install --no-deps --require-hashes --progress-bar off --disable-pip-version-check)
   "${install[@]}" -r tools/requirements-local.txt || echo "setup: so torch comes from the index, with CUDA"
   "${install[@]}" -r tools/requirements.txt
-  # The index's torch wants NVIDIA's libraries, too; the other finds that nothing is missing.
+  # The index's torch needs NVIDIA's libraries, too; with the other build nothing is missing.
   .venv/bin/pip install -q --disable-pip-version-check "$(grep '^torch==' tools/requirements.in)"
   cp tools/requirements.txt "$stamp"
 fi
 
-# Every test run compiles the CUDA kernels: where the machine has no nvcc, it comes from PyPI (270 MB). CMake looks for
+# Every test run compiles the CUDA kernels. If the machine has no nvcc, it comes from PyPI (270 MB). CMake looks for
 # lib64 and for a libcudart.so without a number.
 if [ "$what" = test ] || [ "${KDA_CUDA:-}" = ON ]; then with_cuda=yes; else with_cuda=; fi
 if [ "$with_cuda" ] && ! command -v nvcc > /dev/null && [ -z "${CUDACXX:-}" ] && [ ! -x /usr/local/cuda/bin/nvcc ]; then

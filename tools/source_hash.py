@@ -1,5 +1,5 @@
 """SHA-256 of what decides how kernels behave: every file under include/ and src/, for the CPU without those under
-src/cuda. Ties a record of measurements to the source it was made from."""
+src/cuda. It ties a record of measurements to the source that was measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def source_hash(root: Path = ROOT, *, cuda: bool = True) -> str:
 
 
 def folder_hashes(root: Path = ROOT) -> dict[str, str]:
-    """Of the files right in each folder under include/ and src/: to tell which have changed."""
+    """Hashes of the files directly in each folder under include/ and src/, to tell which folders have changed."""
     folders: dict[Path, list[Path]] = {}
     for path in files_of(root):
         folders.setdefault(path.parent, []).append(path)

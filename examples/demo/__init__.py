@@ -2,6 +2,6 @@
 
 import os
 
-# Before torch loads OpenMP. Its threads spin for each other some milliseconds at every barrier; on cores shared with
-# other programs that made a training step ten times as long. Sleeping early costs next to nothing on idle ones.
+# Set before torch loads OpenMP. Its threads spin for some milliseconds at every barrier. On cores shared with other
+# programs that made a training step ten times as long. Sleeping early costs almost nothing on idle cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

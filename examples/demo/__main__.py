@@ -1,9 +1,9 @@
 """The demonstration, in one to two minutes: ``python -m examples.demo`` from the root of the repository.
 
-Trains a small byte-level language model of ``kda.nn`` layers on the English text that comes with Python, saves and
-loads it, reads a long held-out prompt, goes on writing with a state of constant size, writes the same again by guessing
-several bytes at a time, and checks that reading at once, in pieces and byte by byte agree. Training, and serving, which
-is all that follows it, run each on the GPU if they can. What it writes goes to ``demo_out/``.
+Trains a small byte-level language model of ``kda.nn`` layers on the English text that comes with Python, then saves
+and loads it. Reads a long held-out prompt, continues it with a state of constant size, and writes the same again by
+guessing several bytes at a time. Checks that reading at once, in pieces and byte by byte agree. Training, and
+serving, which is everything after training, each run on the GPU if they can. Results go to ``demo_out/``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def readable(data: bytes) -> str:
-    """Text that no terminal stumbles over."""
+    """Text without characters that disturb a terminal."""
     text = data.decode(errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
@@ -62,7 +62,7 @@ def main() -> int:
     def say(name: str, text: str) -> None:
         console.print(f"  [dim]{name:<10}[/] {text}")
 
-    # ---- where, and what ----
+    # ---- devices, text, model ----
     about = kda.info()
     console.print(f"\n[bold]kda {about['version']}[/]   a language model of Kimi Delta Attention, from nothing\n")
     torch.manual_seed(0)

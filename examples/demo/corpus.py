@@ -1,7 +1,7 @@
-"""English text that comes with Python, and how well counting bytes predicts it.
+"""English text that comes with Python, and how well byte counts predict it.
 
-The text is the documentation that ``help()`` shows for keywords and topics, and the docstrings of the standard library.
-Both grow with every Python version, so nothing here depends on their length.
+The text is the documentation that ``help()`` shows for keywords and topics, and the docstrings of the standard
+library. Both grow with every Python version, so nothing here depends on their length.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT = 0.05  # of the text, its end
-SHORTEST = 200  # characters of a docstring that is prose and not a phrase
+HELD_OUT = 0.05  # fraction of the text, at its end
+SHORTEST = 200  # characters of a docstring that is prose and not just a phrase
 SKIP = {"dist-packages", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 
 
@@ -46,13 +46,13 @@ def docstrings() -> Iterator[str]:
 
 
 def load(quick: bool = False) -> tuple[Tensor, Tensor]:
-    """Bytes to train on and held-out bytes, as int64. ``quick`` leaves the docstrings out, which take seconds to find.
+    """Returns training and held-out bytes, as int64. ``quick`` omits the docstrings, which take seconds to find.
 
-    A paragraph is kept where it stands first and nowhere else: topics quote each other, and a model must not meet in
-    the held-out text what it learnt by heart.
+    A paragraph is kept only where it first appears: topics quote each other, and the held-out text must not contain
+    what the model has learnt by heart.
     """
     documents = topics() + ([] if quick else list(docstrings()))
-    random.Random(0).shuffle(documents)  # or the end would be of another kind than the rest
+    random.Random(0).shuffle(documents)  # otherwise the end would differ in kind from the rest
     seen: set[str] = set()
     kept = []
     for document in documents:
@@ -72,10 +72,11 @@ def load(quick: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def counting_losses(train: Tensor, held_out: Tensor) -> dict[str, float]:
-    """Nats per byte on the held-out text of the unigram and the bigram model counted on the training text.
+    """Nats per byte on the held-out text, for unigram and bigram models counted on the training text.
 
-    The bigram backs off to the unigram, and that to the uniform distribution, each with the weight of one observation:
-    these are losses of models that predict, comparable with a neural network's, and not entropies of a sample.
+    The bigram model backs off to the unigram model, and that to the uniform distribution, each with the weight of one
+    observation. So these are losses of predicting models, comparable with a neural network's, and not entropies of a
+    sample.
     """
     once = torch.bincount(train, minlength=256).double()
     unigram = (once + 1 / 256) / (once.sum() + 1)

@@ -1,4 +1,5 @@
-"""Where the demonstration trains and where it serves: each on the GPU if it runs there, and otherwise on the CPU."""
+"""Chooses where the demonstration trains and where it serves: each on the GPU if it runs there, otherwise on the
+CPU."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ PROBES: dict[str, Callable[[Config, Place], None]] = {"train": train_once, "serv
 
 
 def choose(what: str, config: Config, forced: str | None = None) -> Place:
-    """Where to do ``what`` of PROBES with the model of ``config``; "cpu" or "cuda" can be ``forced``."""
+    """Returns where to do ``what`` of PROBES with the model of ``config``; "cpu" or "cuda" can be ``forced``."""
     if forced == "cpu":
         return Place("cpu", torch.float32, "as asked for")
     why = "there is no CUDA device"
@@ -60,9 +61,9 @@ def choose(what: str, config: Config, forced: str | None = None) -> Place:
             place = Place("cuda", dtype, gpu + refused)
             try:
                 PROBES[what](config, place)
-                torch.cuda.synchronize()  # where an asynchronous failure surfaces
+                torch.cuda.synchronize()  # asynchronous failures appear here
                 return place
-            except RuntimeError as error:  # NotImplementedError, the library's refusal, is one
+            except RuntimeError as error:  # includes NotImplementedError, the library's refusal
                 sentence = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 refused = f" does not {what} in {name_of(dtype)}: {sentence}"
         why = gpu + refused

@@ -38,7 +38,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor, caches: Caches | None = None) -> Tensor:
-        """``[B, T]`` bytes to the logits ``[B, T, 256]`` of the bytes after them; caches are updated in place."""
+        """From bytes ``[B, T]`` to the logits ``[B, T, 256]`` of the bytes that follow; caches are updated in place."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, caches)
@@ -48,5 +48,5 @@ class LanguageModel(nn.Module):
         return {i: block.attention.new_cache(batch_size) for i, block in enumerate(self.blocks)}
 
     def draft_caches(self, caches: dict[int, KDACache], max_tokens: int, fused: bool) -> dict[int, DraftCache]:
-        """For speculative decoding on top of ``caches``."""
+        """Caches for speculative decoding on top of ``caches``."""
         return {i: DraftCache(b.attention, caches[i], max_tokens, fused=fused) for i, b in enumerate(self.blocks)}

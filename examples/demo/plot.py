@@ -1,4 +1,4 @@
-"""The plot of the loss."""
+"""Plots the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 
 from .training import History
 
-matplotlib.use("Agg")  # no display is needed
+matplotlib.use("Agg")  # needs no display
 
 
 def plot_losses(history: History, losses: dict[str, float], path: Path) -> None:

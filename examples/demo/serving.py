@@ -1,4 +1,4 @@
-"""Using the trained model: saving and loading, prefill, greedy and speculative decode, agreement, and the checks."""
+"""Uses the trained model: saving and loading, prefill, greedy and speculative decode, agreement, and the checks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from kda.nn import KDACache
 
 from .model import LanguageModel
 
-DRAFTS = 8  # tokens of a round of speculative decoding, the one that is certain included
+DRAFTS = 8  # tokens in a round of speculative decoding, including the one that is certain
 
-# By the dtype of the activations: how far logits read in several ways may differ (RMS, relative), and how small a lead,
-# in logits, is a tie. Rounding every activation to bfloat16 moves the logits of the trained model by 0.002, single ones
-# by up to 0.07, so that two ways of rounding may turn round a lead of twice 0.07. Convolutions that forget their last
-# inputs, one state that is lost between pieces, or 1 % of all states lost at every token, make it 0.012 and more.
+# By the dtype of the activations: how much logits read in several ways may differ (RMS, relative), and the lead in
+# logits below which two bytes are tied. Rounding every activation to bfloat16 moves the logits of the trained model
+# by 0.002, single ones by up to 0.07, so two ways of rounding may reverse a lead of twice 0.07. Convolutions that
+# forget their last inputs, one state lost between pieces, or 1 % of all states lost at every token, make the
+# difference 0.012 and more.
 TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.01, 0.2)}
 
 
 def clock(tokens: Tensor) -> float:
-    """Seconds, once the device of ``tokens`` has done what it was given."""
+    """Seconds on the clock, after the device of ``tokens`` has finished its work."""
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)
     return time.perf_counter()
@@ -36,8 +37,8 @@ def state_bytes(caches: dict[int, KDACache]) -> int:
 
 @torch.no_grad()
 def write(model: LanguageModel, prompt: Tensor, length: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Prefill of ``prompt`` ``[1, T]``, then ``length`` greedy bytes. Returns them, the lead of each following byte
-    over the second best, in logits, and measurements."""
+    """Prefill of ``prompt`` ``[1, T]``, then ``length`` greedy bytes. Returns the bytes, the lead of each following
+    byte over the second best, in logits, and measurements."""
     if prompt.is_cuda:
         model(prompt, model.new_caches(1))  # not measured: the first call loads kernels
     caches = model.new_caches(1)
@@ -65,7 +66,7 @@ def write(model: LanguageModel, prompt: Tensor, length: int) -> tuple[Tensor, Te
 
 
 def guess(text: bytes, length: int, longest: int = 8, shortest: int = 3) -> bytes:
-    """What followed the last time that ``text`` ended as it ends now: at most ``length`` bytes."""
+    """What followed the last time that the current end of ``text`` occurred: at most ``length`` bytes."""
     for n in range(longest, shortest - 1, -1):
         start = text.rfind(text[-n:], 0, len(text) - 1)
         if start >= 0:
@@ -77,7 +78,8 @@ def guess(text: bytes, length: int, longest: int = 8, shortest: int = 3) -> byte
 def speculate(
     model: LanguageModel, prompt: Tensor, length: int, max_tokens: int, fused: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The greedy bytes of :func:`write` by guessing several and keeping those that the model would have written."""
+    """Writes the greedy bytes of :func:`write` by guessing several and keeping those that the model would have
+    written."""
     caches = model.new_caches(1)
     following = int(model(prompt, caches)[:, -1].argmax(-1))
     drafts = model.draft_caches(caches, max_tokens, fused)
@@ -86,7 +88,7 @@ def speculate(
     while len(text) < end:
         tokens = [following, *guess(bytes(text) + bytes([following]), max_tokens - 1)]
         best = model(torch.tensor([tokens], device=prompt.device), drafts).argmax(-1)[0].tolist()
-        right = 1  # the first is no guess
+        right = 1  # the first is not a guess
         while right < len(tokens) and tokens[right] == best[right - 1]:
             right += 1
         accept_len = torch.tensor([right], dtype=torch.int32, device=prompt.device)
@@ -107,14 +109,14 @@ def speculate(
 
 
 def same_or_tied(new: Tensor, other: Tensor, margins: Tensor, tolerance: float) -> bool:
-    """Whether two texts are equal up to the first byte where the model itself was of two minds."""
+    """Whether two texts are equal up to the first byte where the model's two best choices are tied."""
     differs = (new != other)[0].nonzero()
     return not len(differs) or (bool(differs[0]) and margins[differs[0] - 1].item() < tolerance)
 
 
 @torch.no_grad()
 def agreement(model: LanguageModel, tokens: Tensor) -> dict[str, float]:
-    """Logits of all ``tokens`` read at once, in pieces of odd sizes, and one at a time."""
+    """Compares the logits of ``tokens`` read at once, in pieces of odd sizes, and one at a time."""
     T = tokens.shape[1]
     sizes = [size for size in (1, 63, 100, 513, 2) if size < T // 8]
     sizes.append(T - sum(sizes))
@@ -138,14 +140,14 @@ def agreement(model: LanguageModel, tokens: Tensor) -> dict[str, float]:
 class Served:
     new: Tensor  # [1, T], written greedily
     measured: dict[str, Any]
-    drafting: dict[str, dict[str, Any]]  # by whether flush and verify are two calls or fused
+    drafting: dict[str, dict[str, Any]]  # key: whether flush and verify are two calls or fused
     differences: dict[str, float]
     checks: dict[str, bool]
 
 
 def serve(model: LanguageModel, prompt: Tensor, length: int, dtype: torch.dtype) -> Served:
-    """Reads ``prompt`` ``[1, T]``, writes ``length`` bytes, and compares the ways to do so; ``dtype`` is that of the
-    activations."""
+    """Reads ``prompt`` ``[1, T]``, writes ``length`` bytes, and compares the ways to do both; ``dtype`` is that of
+    the activations."""
     most, tie = TOLERANCES[dtype]
     new, margins, measured = write(model, prompt, length)
     differences = agreement(model, torch.cat([prompt, new], 1))
@@ -161,7 +163,7 @@ def serve(model: LanguageModel, prompt: Tensor, length: int, dtype: torch.dtype)
 
 
 def save_and_load(model: LanguageModel, path: Path, tokens: Tensor) -> tuple[LanguageModel, bool]:
-    """The model as read back from ``path``, and whether its logits are the same bits."""
+    """The model as loaded again from ``path``, and whether its logits have the same bits."""
     torch.save({"config": model.config, "state": model.state_dict()}, path)
     stored = torch.load(path, map_location="cpu", weights_only=True)
     loaded = LanguageModel(**stored["config"]).eval()

@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from .model import LanguageModel
 
 BATCH, LENGTH = 4, 512  # windows in a step, bytes in a window
-PEAK_RATE, WARMUP_STEPS, FINAL_RATE = 5e-3, 40, 0.02  # the last as a part of the first
-FEWEST_STEPS = 80  # 38 of them, in a minute of a busy machine, are no better than counting pairs of bytes
+PEAK_RATE, WARMUP_STEPS, FINAL_RATE = 5e-3, 40, 0.02  # the last relative to the first
+FEWEST_STEPS = 80  # 38 steps, in a minute of a busy machine, are no better than counting byte pairs
 CHECKS = 10  # validations during training
 CHECK_WINDOWS = 16
 
 
 @dataclass
 class History:
-    """Losses in nats per byte, against the bytes seen."""
+    """Losses in nats per byte, and the number of bytes seen."""
 
     losses: list[float] = field(default_factory=list)  # of every step
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss on a few held-out windows)
@@ -51,7 +51,7 @@ def loss_of(model: LanguageModel, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, tokens: Tensor, autocast: Autocast, windows: int | None = None) -> float:
-    """Mean loss on ``tokens``, cut into windows; with ``windows`` on about so many of them, evenly spread."""
+    """Mean loss on ``tokens``, split into windows; with ``windows``, on about that many of them, evenly distributed."""
     every = tokens[: (len(tokens) - 1) // LENGTH * LENGTH + 1].unfold(0, LENGTH + 1, LENGTH)
     if windows:
         every = every[:: max(1, len(every) // windows)]
@@ -60,7 +60,7 @@ def evaluate(model: LanguageModel, tokens: Tensor, autocast: Autocast, windows: 
 
 
 def optimizer_of(model: LanguageModel) -> torch.optim.Optimizer:
-    """AdamW that decays matrices, not the gate's biases and the norms."""
+    """AdamW with weight decay for matrices, but not for the gate's biases and the norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -85,7 +85,7 @@ def train(
     seconds: float,
     steps: int | None,
 ) -> History:
-    """Trains for ``steps``, or if that is None for ``seconds``, and ``FEWEST_STEPS`` at least."""
+    """Trains for ``steps``, or if that is None for ``seconds``, but at least ``FEWEST_STEPS``."""
     history, optimizer, start = History(), optimizer_of(model), time.perf_counter()
     windows = torch.Generator().manual_seed(0)
     model.train()
@@ -116,7 +116,7 @@ def train(
 
 
 class Reporter:
-    """A progress bar on a terminal; elsewhere a line for every tenth of the way."""
+    """A progress bar on a terminal; elsewhere a line for every tenth of the training."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.tenths = console, 0

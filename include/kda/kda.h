@@ -39,7 +39,7 @@ extern "C" {
 typedef enum kda_status {
   KDA_OK = 0,
   KDA_INVALID_ARGUMENT = 1, /* the call breaks the contract; kda_last_error() names the argument, expected, got */
-  KDA_UNSUPPORTED = 2,      /* a legal call that no (or not the forced) implementation takes; lists each reason */
+  KDA_UNSUPPORTED = 2,      /* a legal call that no implementation (or not the forced one) takes; lists each reason */
   KDA_CUDA_ERROR = 3,       /* the CUDA runtime failed; the sentence holds its error */
   KDA_INTERNAL_ERROR = 4,   /* a bug in this library */
   KDA_OUT_OF_MEMORY = 5     /* `reference`, which allocates, found no memory; outputs may be written in part */
@@ -57,8 +57,9 @@ typedef enum kda_dtype {
 
 typedef enum kda_device { KDA_CPU = 0, KDA_CUDA = 1 } kda_device;
 
-/* A view of memory the caller owns. Strides are in elements; the last dimension is dense (stride 1), other strides are
- * free for inputs. Data is aligned to its element. Outputs may not overlap anything but where a struct says so. */
+/* A view of memory that the caller owns. Strides are in elements. The last dimension is dense (stride 1), the other
+ * strides of inputs are free. Data is aligned to the size of its elements. Outputs may not overlap anything, except
+ * where a struct says so. */
 #define KDA_MAX_NDIM 5
 typedef struct kda_tensor {
   void* data;
@@ -68,26 +69,26 @@ typedef struct kda_tensor {
   int64_t stride[KDA_MAX_NDIM];
 } kda_tensor;
 
-#define KDA_BATCH_INVARIANT 1u /* bits of a sequence depend on nothing else in the call. CPU: always, at no cost. */
+#define KDA_BATCH_INVARIANT 1u /* a sequence's bits depend on nothing else in the call. CPU: always, at no cost */
 
 /* Where and how to run. */
 typedef struct kda_exec {
   int32_t device;           /* kda_device: where every tensor of the call lives */
   int32_t device_id;        /* CUDA ordinal; 0 on the CPU */
   void* stream;             /* CUDA: cudaStream_t, NULL = legacy default stream. CPU: NULL */
-  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0. Apart from every tensor */
-  uint64_t workspace_bytes; /* CUDA: all that was asked for. CPU: one thread's share or more, then fewer threads run */
-  const char* impl;    /* force this implementation; NULL: environment variable KDA_IMPL, else the first that can */
-  int32_t num_threads; /* CPU threads at most; 0 = what OpenMP would use. Never changes a bit of the result */
-  uint32_t flags;      /* KDA_BATCH_INVARIANT */
+  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0. Overlaps no tensor */
+  uint64_t workspace_bytes; /* CUDA: all of them. CPU: at least one thread's share; if not all, fewer threads run */
+  const char* impl;         /* implementation to force; NULL: environment variable KDA_IMPL, else the first that can */
+  int32_t num_threads;      /* most CPU threads; 0 = as many as OpenMP would use. Never changes a bit of the result */
+  uint32_t flags;           /* KDA_BATCH_INVARIANT */
 } kda_exec;
 
 typedef enum kda_gate_form {
-  /* Right for any A_log, also where exp(A_log) is beyond float32. At g + dt_bias = 0 a bounded gate is
+  /* The gates are right for any A_log, even where exp(A_log) exceeds float32. At g + dt_bias = 0 a bounded gate is
    * lower_bound / 2. */
   KDA_GATE_LOG = 0,        /* g is the natural-log decay itself, <= 0, -inf allowed */
   KDA_GATE_SOFTPLUS = 1,   /* g <- -exp(A_log) * softplus(g + dt_bias) */
-  KDA_GATE_LOWER_BOUND = 2 /* g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); A_log may be absent (then 1) */
+  KDA_GATE_LOWER_BOUND = 2 /* g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); without A_log, exp(A_log) = 1 */
 } kda_gate_form;
 
 typedef enum kda_beta_form {
@@ -107,7 +108,7 @@ typedef struct kda_inputs {
   kda_tensor v;          /* [B,T,HV,V] */
   kda_tensor g;          /* [B,T,HV,K]  bf16, f16 or f32: gate, see gate_form */
   kda_tensor beta;       /* [B,T,HV]    bf16, f16 or f32, see beta_form; any strides */
-  kda_tensor A_log;      /* [HV]        f32, or absent; only with SOFTPLUS (needed) and LOWER_BOUND */
+  kda_tensor A_log;      /* [HV]        f32, or absent; needed with SOFTPLUS, allowed with LOWER_BOUND */
   kda_tensor dt_bias;    /* [HV,K]      f32, or absent; only with SOFTPLUS and LOWER_BOUND */
   kda_tensor cu_seqlens; /* [N+1]       i32 or i64, or absent: sequence n is tokens cu[n] .. cu[n+1]-1 of the one row.
                             cu[0] = 0, never decreasing, cu[N] <= T; rows of o and of gradients from cu[N] on are
@@ -121,9 +122,9 @@ typedef struct kda_inputs {
 } kda_inputs;
 
 /* Where the states of forward and decode come from and go to. Without state_indices, h0 and hT are [N,HV,V,K] (or
- * [N,HV,K,V], see state_layout), both optional: no h0 starts from zeros, no hT wants no final state. With state_indices
- * they are pools [slots,HV,V,K] of any slot stride: sequence n reads slot state_indices[n] of h0 and writes that slot
- * of hT. h0 and hT may be the same tensor (in place).
+ * [N,HV,K,V], see state_layout), both optional: without h0 sequences start from zeros, without hT no final state is
+ * written. With state_indices they are pools [slots,HV,V,K] of any slot stride: sequence n reads slot state_indices[n]
+ * of h0 and writes that slot of hT. h0 and hT may be the same tensor (in place).
  *
  * state_indices[n] < first_valid_slot marks a padded sequence: its rows of o are zeroed, no state is touched. Two live
  * sequences may not share a slot. has_initial_state[n] == 0 starts sequence n from zeros, whatever its slot holds. On
@@ -141,15 +142,15 @@ typedef struct kda_states {
  * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
  * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M.
  *
- * Saved for backward, or wanted for their own sake: h is the state before every h_every-th chunk (0, h_every, 2
- * h_every, ..), v_new the corrections u_t, Aqk and Akk the chunk scores (row t holds the C columns of its chunk; what
- * the formulas leave out is 0):
+ * Outputs that backward takes, or that are useful by themselves: h holds the state before every h_every-th chunk (0,
+ * h_every, 2 h_every, ..), v_new the corrections u_t, Aqk and Akk the scores of the chunks (row t holds the C columns
+ * of its chunk; elements that the formulas leave out are 0):
  *     Aqk[i,j] = scale  * sum_d q_id k_jd exp(g_j+1 + .. + g_i)_d    j <= i
  *     Akk[i,j] = beta_i * sum_d k_id k_jd exp(g_j+1 + .. + g_i)_d    j <  i
- * Sequences are cut into chunks from their own start; sequence n owns the ceil(len_n / (C h_every)) rows of h after
- * those of the sequences before it. h needs room for all of them: N * ceil(T / (C h_every)) without cu_seqlens; with,
- * at most T / (C h_every) + N. Rows of these four tensors that belong to no token, or to a padded sequence, are left
- * alone. */
+ * Each sequence is cut into chunks from its own start. Sequence n owns ceil(len_n / (C h_every)) rows of h, after
+ * those of the sequences before it. h needs room for all of them: N * ceil(T / (C h_every)) rows without cu_seqlens,
+ * at most T / (C h_every) + N rows with it. Rows of these four tensors that belong to no token, or to a padded
+ * sequence, are not written. */
 typedef struct kda_forward_args {
   uint64_t struct_size; /* sizeof(kda_forward_args) */
   kda_exec exec;
@@ -166,11 +167,12 @@ typedef struct kda_forward_args {
 } kda_forward_args;
 
 /* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
- * `in`, h0 as given to kda_forward (no pools). Every gradient is optional and overwritten, never accumulated into; sums
- * over tokens and heads are done in f32 in a fixed order. Of what kda_forward can save, give it
+ * `in` and h0 are as given to kda_forward (no pools). Every gradient is optional and overwritten, never accumulated
+ * into. Sums over tokens and heads are formed in f32 in a fixed order. Give it one of these sets of what kda_forward
+ * can save:
  *   h alone, of any h_every: h_every chunks at a time are computed again, and the workspace does not grow with T;
  *   h (h_every = 1), v_new, Aqk, Akk: nothing is computed again on the CPU;
- *   h (h_every = 1), V-first, and v_new: nothing is computed again on CUDA, where nothing else that is saved counts;
+ *   h (h_every = 1), V-first, and v_new: nothing is computed again on CUDA, which uses no other saved tensor;
  *   nothing: whole sequences are computed again, and the workspace holds every chunk of the longest. */
 typedef struct kda_backward_args {
   uint64_t struct_size; /* sizeof(kda_backward_args) */
@@ -182,30 +184,30 @@ typedef struct kda_backward_args {
   kda_tensor h, v_new, Aqk, Akk; /* in, optional: as kda_forward wrote them */
   kda_tensor dq, dk;             /* [B,T,H,K]  out */
   kda_tensor dv;                 /* [B,T,HV,V] out */
-  kda_tensor dg;                 /* [B,T,HV,K] out: of the gate input (for GATE_LOG, of the natural-log decay) */
-  kda_tensor dbeta;              /* [B,T,HV]   out: of the beta input */
+  kda_tensor dg;                 /* [B,T,HV,K] out: gradient of the gate input (GATE_LOG: of the natural-log decay) */
+  kda_tensor dbeta;              /* [B,T,HV]   out: gradient of the beta input */
   kda_tensor dA_log;             /* [HV]       out: f32 */
   kda_tensor d_dt_bias;          /* [HV,K]     out: f32 */
-  kda_tensor dh0;                /* [N,HV,V,K] out: f32 or bf16; may be wanted without h0 */
+  kda_tensor dh0;                /* [N,HV,V,K] out: f32 or bf16; allowed without h0 */
   int32_t h_every;               /* as given to kda_forward; 0 = 1 */
   int32_t reserved;              /* 0 */
 } kda_backward_args;
 
 /* ---- the causal convolution in front -------------------------------------------------------------------------------
- * y_t = bias + sum_j weight[:,j] x_(t-W+1+j), in f32, then z_t = y_t sigmoid(y_t) rounded to the dtype of x. Decode and
- * verify take the raw packed rows instead of q, k, v (in.q, in.k, in.v are absent): D = 2 H K + HV V channels, q heads
- * first, then k, then v; g says HV and K, o says V, and D the rest. The bits are those of kda_conv followed by the
- * operator without it. */
+ * y_t = bias + sum_j weight[:,j] x_(t-W+1+j), in f32, then z_t = y_t sigmoid(y_t) rounded to the dtype of x. Decode
+ * and verify take the raw packed rows instead of q, k, v (in.q, in.k, in.v are absent): D = 2 H K + HV V channels, q
+ * heads first, then k, then v. HV and K are those of g, V is that of o, and H follows from D. The bits are those of
+ * kda_conv followed by the operator without it. */
 typedef struct kda_conv_inputs {
   kda_tensor x;       /* [B,T,D]       raw, bf16, f16 or f32, the dtype of q; absent: no convolution */
   kda_tensor weight;  /* [D,W]         W = 2..4; bf16, f16 or f32; weight[:,W-1] belongs to the current token */
   kda_tensor bias;    /* [D]           optional */
   kda_tensor state;   /* [slots,D,W-1] in and out: the last raw rows, oldest first; bf16, f16 or f32; any strides */
-  kda_tensor indices; /* [N] i32       the slot of each sequence, optional (row n); < 0 or >= slots: no state */
+  kda_tensor indices; /* [N] i32       the slot of each sequence, optional (else row n); < 0 or >= slots: no state */
 } kda_conv_inputs;
 
-/* kda_conv: whole prompts. SiLU is optional here. xx = state ++ x are the inputs of a sequence; the final state is the
- * last W-1 rows of xx. weight, bias and states are bf16, f16 or f32, each on its own. Slots as in kda_states. */
+/* kda_conv: whole prompts, with SiLU or without. xx = state ++ x are the inputs of a sequence; the final state is the
+ * last W-1 rows of xx. weight, bias and states may each be bf16, f16 or f32. Slots are as in kda_states. */
 typedef struct kda_conv_args {
   uint64_t struct_size; /* sizeof(kda_conv_args) */
   kda_exec exec;
@@ -213,8 +215,8 @@ typedef struct kda_conv_args {
   kda_tensor weight;            /* [D,W], W = 2..4 */
   kda_tensor bias;              /* [D], optional */
   kda_tensor cu_seqlens;        /* [N+1] i32 or i64, as in kda_inputs */
-  kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices, any strides; optional: zeros */
-  kda_tensor final_state;       /* like initial_state, which it may be; optional */
+  kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices, any strides; optional, else zeros */
+  kda_tensor final_state;       /* like initial_state, and may be the same tensor; optional */
   kda_tensor state_indices;     /* [N] i32, optional; < first_valid_slot: padding, y is zeroed */
   kda_tensor has_initial_state; /* [N] bool, optional; needs initial_state */
   kda_tensor y;                 /* [B,T,D] out, in the dtype of x */
@@ -238,42 +240,44 @@ typedef struct kda_conv_backward_args {
 } kda_conv_backward_args;
 
 /* ---- kda_decode: the token recurrence over a state pool -------------------------------------------------------------
- * Tuned for 1..16 tokens a sequence, right for any number. The states after its tokens go
- *   to hT, which may be h0 (in place): the last one;
- *   nowhere, without hT and snapshots: the pool stays as it is;
- *   to snapshots: the one after token t of sequence n to slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
- *   without snapshot_slots to row [n][t]. The last snapshot has the bits of hT.
- * accepted: sequence n starts from what an earlier call left as snapshot accepted[n] - 1 (clamped to 1..S): in slot
- * snapshot_slots[n][accepted[n]-1] of h0 (skipped: zeros), or without snapshot_slots in row [n][accepted[n]-1] of
- * snapshots. Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU, without conv, it runs
- * without a workspace, too: as fast up to 4 tokens a sequence on V-first or f32 states, for which it asks for none. */
+ * Tuned for 1..16 tokens a sequence, correct for any number. Where the states after the tokens go:
+ *   hT, which may be h0 (in place), gets the last one;
+ *   snapshots gets the one after token t of sequence n in slot snapshot_slots[n][t] (< first_valid_slot: skipped), or
+ *   without snapshot_slots in row [n][t]. The last snapshot has the bits of hT;
+ *   without hT and snapshots the pool stays as it is.
+ * With accepted, sequence n starts from snapshot accepted[n] - 1 of an earlier call (accepted[n] is clamped to 1..S):
+ * from slot snapshot_slots[n][accepted[n]-1] of h0 (skipped: from zeros), or without snapshot_slots from row
+ * [n][accepted[n]-1] of snapshots. Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU
+ * decode without conv needs no workspace. With up to 4 tokens a sequence, on V-first or f32 states, it is as fast
+ * without one and asks for none. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
   kda_inputs in;
   kda_states states;
   kda_tensor o;              /* [B,T,HV,V] out: bf16, f16 or f32 */
-  kda_conv_inputs conv;      /* optional; its state is rolled on by the tokens of the call */
+  kda_conv_inputs conv;      /* optional; the tokens of the call advance its state */
   kda_tensor snapshots;      /* [slots,HV,V,K] with snapshot_slots, else [N,S,HV,V,K]; optional; may be h0 */
   kda_tensor snapshot_slots; /* [N,S] i32, S >= tokens of a sequence */
   kda_tensor accepted;       /* [N] i32, optional */
 } kda_decode_args;
 
 /* ---- speculative decoding: kda_verify, kda_flush, kda_flush_verify --------------------------------------------------
- * Verify computes the outputs of draft tokens from a state it does not change and records, per token, what a later
+ * Verify computes the outputs of draft tokens from a state that it does not change. Per token it records what a later
  * flush needs to apply the accepted ones: 1.5 KB a head instead of the 64 KB of a state (K = V = 128). Records live in
  * slots of R entries. Without a ring, entry t belongs to token t of the request. With ring_first and ring_count a slot
- * is a ring: ring_count[slot] committed entries from ring_first[slot] on, not yet applied to the state, and the new
- * tokens after them, all positions modulo R. Indices of states, conv states and records must be different for live
- * requests; on the CPU they are checked, on CUDA an index >= slots is treated as padding. A request with a negative
- * index of records has none: verify records nothing, flush applies nothing and rolls no conv state on. */
+ * is a ring: it holds ring_count[slot] committed entries from ring_first[slot] on, which are not yet applied to the
+ * state, and the new tokens after them, all positions modulo R. Live requests must have different indices of states,
+ * of conv states and of records. On the CPU these are checked; on CUDA an index >= slots is treated as padding. A
+ * request with a negative index of records has none: verify records nothing, flush applies nothing and leaves its conv
+ * state alone. */
 typedef struct kda_records {
   kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
   kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
   kda_tensor alpha;   /* [slots,R,HV,K] f32: decays exp(g) of the single tokens */
-  kda_tensor indices; /* [N] i32: the slot of each request, optional (row n) */
+  kda_tensor indices; /* [N] i32: the slot of each request, optional (else row n) */
   kda_tensor ring_first,
-      ring_count; /* [slots] i32, optional, both: clamped to the slot; only flush_verify writes them */
+      ring_count; /* [slots] i32, optional, both or none: clamped to the slot; only flush_verify writes them */
 } kda_records;
 
 /* Drafts are a chain, or with `parents` a tree: parents[n][t] < t is the token before t, negative for a child of the
@@ -283,26 +287,26 @@ typedef struct kda_verify_args {
   kda_exec exec;
   kda_inputs in;        /* at most 16 tokens a request; cu_seqlens for requests of different lengths */
   kda_states states;    /* h0 is read; no hT */
-  kda_conv_inputs conv; /* optional; its state is read, and rolled on by the flush */
+  kda_conv_inputs conv; /* optional; its state is read here, and advanced by the flush */
   kda_tensor o;         /* [B,T,HV,V] out */
   kda_records records;  /* out, optional (needed with a ring): at least as many entries as tokens */
   kda_tensor parents;   /* [N,T] i32, optional */
 } kda_verify_args;
 
-/* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the first
- * accept_len[n] tokens after them (with parents: the path that ends in token accept_len[n] - 1). accept_len is clamped
- * to 0..R less the committed entries, and to the tokens of parents and of conv_x, if given. Nothing to apply: nothing
- * is written. One layer, or all of a model in one call: then state, records and conv tensors have a leading dimension
- * of layers, and share indices and lengths. */
+/* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the
+ * first accept_len[n] tokens after them (with parents: the path that ends in token accept_len[n] - 1). accept_len is
+ * clamped to 0..R less the committed entries, and to the tokens of parents and of conv_x, if given. If there is
+ * nothing to apply, nothing is written. A call flushes one layer, or all layers of a model: then state, records and
+ * conv tensors have a leading dimension of layers, and all layers share indices and lengths. */
 typedef struct kda_flush_args {
   uint64_t struct_size; /* sizeof(kda_flush_args) */
   kda_exec exec;
   kda_tensor state;         /* [slots,HV,V,K] or [layers,slots,HV,V,K], f32 or bf16, in and out */
-  kda_tensor state_indices; /* [N] i32, optional (row n); < first_valid_slot or >= slots: nothing happens */
+  kda_tensor state_indices; /* [N] i32, optional (else row n); < first_valid_slot or >= slots: nothing happens */
   kda_records records;      /* in: [slots,R,..] or [layers,slots,R,..] */
   kda_tensor accept_len;    /* [N] i32 */
   kda_tensor parents;       /* [N,T] i32, optional: as given to verify */
-  kda_tensor conv_x;        /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, to roll conv_state on by */
+  kda_tensor conv_x;        /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, which advance conv_state */
   kda_tensor conv_state;    /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x */
   kda_tensor conv_indices;  /* [N] i32, optional */
   int32_t state_layout;
@@ -310,31 +314,32 @@ typedef struct kda_flush_args {
 } kda_flush_args;
 
 /* A flush of the last round and a verify of the next in one pass: the state is read once and written once. With a ring
- * it is written only when the ring runs full: accepted tokens become committed entries (the cursors are written), and
- * once less than room for two rounds is left, the committed are applied and the ring starts again. accept_len is
- * clamped as in flush, to the tokens of last_parents and of last_conv_x; on a ring also to what leaves room for the new
+ * it is written only when the ring runs full. Accepted tokens become committed entries (the cursors are written). Once
+ * there is no room left for two rounds, the committed entries are applied and the ring starts again. accept_len is
+ * clamped as in flush, to the tokens of last_parents and of last_conv_x; with a ring also to leave room for the new
  * drafts. */
 typedef struct kda_flush_verify_args {
   uint64_t struct_size; /* sizeof(kda_flush_verify_args) */
   kda_exec exec;
   kda_inputs in;           /* the new drafts */
   kda_states states;       /* h0 and hT: the same pool */
-  kda_conv_inputs conv;    /* optional; its state is rolled on by the accepted rows of last_conv_x first */
+  kda_conv_inputs conv;    /* optional; the accepted rows of last_conv_x advance its state first */
   kda_tensor o;            /* [B,T,HV,V] out */
-  kda_records last;        /* in: of the last round; absent with a ring */
+  kda_records last;        /* in: those of the last round; absent with a ring */
   kda_tensor accept_len;   /* [N] i32: of the last round */
   kda_tensor last_parents; /* [N,T'] i32, optional */
   kda_tensor last_conv_x;  /* [N,T',D] with conv */
-  kda_records records;     /* out: of this round, in memory of its own; with a ring in and out */
+  kda_records records;     /* out: those of this round, in memory of its own; with a ring in and out */
   kda_tensor parents;      /* [N,T] i32, optional */
   int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0 (not with cu_seqlens): T */
   int32_t reserved;        /* 0 */
 } kda_flush_verify_args;
 
 /* ---- segment maps ---------------------------------------------------------------------------------------------------
- * The state after a sequence is affine in the state before it: S_out = M S_in + b; and so is the gradient of the state
- * before it in that of the state after: dS_in = M^T dS_out + d. For long sequences cut into parts, and for context
- * parallelism. Of an empty sequence M = I and b = d = 0. M and b do not depend on q, and d not on v; all are given. */
+ * The state after a sequence is an affine function of the state before it: S_out = M S_in + b. The gradient of the
+ * state before it is an affine function of the gradient of the state after it: dS_in = M^T dS_out + d. Maps serve long
+ * sequences that are cut into parts, and context parallelism. An empty sequence has M = I and b = d = 0. M and b do
+ * not depend on q, and d not on v, but all inputs are given. */
 typedef struct kda_segment_map_args {
   uint64_t struct_size; /* sizeof(kda_segment_map_args) */
   kda_exec exec;
@@ -366,20 +371,21 @@ typedef struct kda_segment_merge_args {
  *   cumsum, recompute_w_u, delta_h (unless forward's are kept), bwd_local, bwd_delta_h, bwd_wy_dqkg, bwd_intra,
  *   cumsum_backward
  *
- * The caller does the rest: q, k come normalised, g and beta activated (kda_gate), and at the end dq, dk are summed
- * over the value heads of a query/key head, then go through the backward of the norm; dg and dbeta through their
- * activations'.
+ * The caller does the rest. Before the stages it normalises q and k and activates g (kda_gate) and beta. At the end it
+ * sums dq and dk over the value heads of a query/key head and puts them through the backward of the norm, dg and dbeta
+ * through the backward of their activations.
  *
- * In a chunk of L <= C tokens, i and j its rows, S the state before it, dS the gradient of the state after it:
+ * For a chunk of L <= C tokens with rows i and j, S the state before it, dS the gradient of the state after it:
  *   G_i = sum_(j<=i) max(g_j log2(e), -160)    log2 of the decay from the chunk's start through token i
  *   E_i = 2^G_i    F_i = 2^(G_(L-1) - G_i)    ell = 2^G_(L-1)    R_ij = 2^(G_i - G_j), j <= i    kG = k E
  *   Akk[i,j] = beta_i sum_d k_id k_jd R_ijd, j < i
- * 2^-160 is 0 in f32: a gate of -inf is a decay of 0, and G stays finite. Where you bring a G of your own, it must be
- * finite and may not rise. Only differences of G in one chunk are exponentiated, never -G: no factor exceeds 1.
+ * 2^-160 is 0 in f32: a gate of -inf is a decay of 0, and G stays finite. A G of your own must be finite and may not
+ * rise. Only differences of G within one chunk are exponentiated, never -G, so no factor exceeds 1.
  *
- * Matrices of a chunk are [B,T,HV,C]: the row of a token holds its C columns. Above the diagonal (in Akk, dAkk: on it,
- * too) they are written as 0 and never read. States of chunks, h and dh, are [NT,HV,V,K] (or K-first), as h of
- * kda_forward with h_every = 1. In every output rows of tokens from cu_seqlens[N] on are zeroed. */
+ * Matrices of a chunk are [B,T,HV,C]: the row of a token holds the C columns of its chunk. Above the diagonal, and in
+ * Akk and dAkk also on it, they are written as 0 and never read. States of chunks, h and dh, are [NT,HV,V,K] (or
+ * K-first), like h of kda_forward with h_every = 1. The rows of tokens from cu_seqlens[N] on are zeroed in every
+ * output. */
 typedef struct kda_stage {
   kda_tensor cu_seqlens; /* [N+1] i32 or i64, or absent, as in kda_inputs */
   float scale;           /* 0 = K^-0.5; ignored where no formula has it */
@@ -400,7 +406,7 @@ typedef struct kda_stage_chunk_intra_args {
   uint64_t struct_size; /* sizeof(kda_stage_chunk_intra_args) */
   kda_exec exec;
   kda_stage at;
-  kda_tensor q, k;    /* [B,T,H,K]  in: bf16, f16 or f32, like every tensor of a stage whose dtype is not told */
+  kda_tensor q, k;    /* [B,T,H,K]  in: bf16, f16 or f32, like every tensor of a stage whose dtype is not given */
   kda_tensor v;       /* [B,T,HV,V] in */
   kda_tensor G;       /* [B,T,HV,K] in: f32 */
   kda_tensor beta;    /* [B,T,HV]   in; any strides */
@@ -410,7 +416,7 @@ typedef struct kda_stage_chunk_intra_args {
   kda_tensor qG, kg;  /* [B,T,HV,K] out, optional: q E, k F */
 } kda_stage_chunk_intra_args;
 
-/* F3: the optional outputs of chunk_intra once more, from Akk_inv: the same bits. */
+/* F3: the optional outputs of chunk_intra again, from Akk_inv, with the same bits. */
 typedef struct kda_stage_recompute_w_u_args {
   uint64_t struct_size; /* sizeof(kda_stage_recompute_w_u_args) */
   kda_exec exec;
@@ -451,7 +457,7 @@ typedef struct kda_stage_fwd_o_args {
   kda_tensor o;     /* [B,T,HV,V]  out */
 } kda_stage_fwd_o_args;
 
-/* B1: dAqk = scale tril(d_o v_new^T), dv_local = Aqk^T d_o. No tensor tells K here: scale may not be 0. */
+/* B1: dAqk = scale tril(d_o v_new^T), dv_local = Aqk^T d_o. No tensor here has K, so scale may not be 0. */
 typedef struct kda_stage_bwd_local_args {
   uint64_t struct_size; /* sizeof(kda_stage_bwd_local_args) */
   kda_exec exec;
@@ -479,7 +485,8 @@ typedef struct kda_stage_bwd_delta_h_args {
 /* B3: x = T^T dv_new, y = x S^T;
  *   dq = scale (d_o S^T) E    dk = (v_new dS^T) F - beta y E    dv = beta x    dbeta = x.v - kG.y
  *   dAkk = -strict_tril(x v_new^T)
- *   dG = q dq - k (v_new dS^T) F - beta kG y, and to its last row ell (S.dS) + the sum over rows of k (v_new dS^T) F
+ *   dG = q dq - k (v_new dS^T) F - beta kG y
+ *   dG_(L-1) += ell (S.dS) + the sum over rows of k (v_new dS^T) F
  * where . sums over channels (over V in S.dS). */
 typedef struct kda_stage_bwd_wy_dqkg_args {
   uint64_t struct_size; /* sizeof(kda_stage_bwd_wy_dqkg_args) */
@@ -496,10 +503,10 @@ typedef struct kda_stage_bwd_wy_dqkg_args {
   kda_tensor dv;          /* [B,T,HV,V]  out */
   kda_tensor dbeta;       /* [B,T,HV]    out: f32; any strides */
   kda_tensor dG;          /* [B,T,HV,K]  out: f32 */
-  kda_tensor dAkk;        /* [B,T,HV,C]  out: f32; of Akk without its beta */
+  kda_tensor dAkk;        /* [B,T,HV,C]  out: f32; gradient of Akk without its beta */
 } kda_stage_bwd_wy_dqkg_args;
 
-/* B4: adds the pairs' share to dq, dk, dG, dbeta:
+/* B4: adds what pairs of tokens contribute to dq, dk, dG, dbeta:
  *   p_i = sum_(j<=i) dAqk_ij k_j R_ij    r_i = sum_(j<i) dAkk_ij k_j R_ij
  *   c_j = sum_(i>=j) dAqk_ij q_i R_ij + sum_(i>j) dAkk_ij beta_i k_i R_ij
  *   dq += p    dk += beta r + c    dbeta += k.r    dG += q p + k (beta r - c) */
@@ -527,11 +534,12 @@ typedef struct kda_stage_cumsum_backward_args {
 } kda_stage_cumsum_backward_args;
 
 /* ---- kda_prefill_f32: whole prompts in f32, heads before tokens -----------------------------------------------------
- * The (w, u) form of kda_forward on activated inputs, with w and u themselves as outputs. For chunk n of `chunk`
+ * The (w, u) form of kda_forward on activated inputs, with w and u themselves as outputs. For each chunk of `chunk`
  * tokens:
  *   w = (I + Akk)^-1 beta k E    u = (I + Akk)^-1 beta v    v_new = u - w S
- * o and hT are those of kda_forward, whatever the chunk. Any K and V in 1..256; (K, V, chunk) of (64,64,32),
- * (64,64,64), (128,128,32) and (128,128,64) fill tiles of tensor cores. T need not be a multiple of the chunk. */
+ * o and hT are those of kda_forward, for either size of chunk. K and V may be anything in 1..256; (K, V, chunk) of
+ * (64,64,32), (64,64,64), (128,128,32) and (128,128,64) fill tiles of tensor cores. T need not be a multiple of the
+ * chunk. */
 typedef struct kda_prefill_f32_args {
   uint64_t struct_size; /* sizeof(kda_prefill_f32_args) */
   kda_exec exec;
@@ -541,7 +549,7 @@ typedef struct kda_prefill_f32_args {
   kda_tensor beta; /* [B,HV,T]    in, activated; any strides */
   kda_tensor h0;   /* [B,HV,V,K]  in, optional (or K-first) */
   kda_tensor o;    /* [B,HV,T,V]  out */
-  kda_tensor w;    /* [B,HV,ceil(T/chunk),chunk,K] out, optional; rows behind the last token are zeroed */
+  kda_tensor w;    /* [B,HV,ceil(T/chunk),chunk,K] out, optional; rows after the last token are zeroed */
   kda_tensor u;    /* [B,HV,ceil(T/chunk),chunk,V] out, optional; the same */
   kda_tensor hT;   /* [B,HV,V,K]  out, optional; may be h0 */
   int32_t chunk;   /* 32 or 64; 0 = 64 */
@@ -577,7 +585,7 @@ typedef struct kda_gate_backward_args {
   float lower_bound;
 } kda_gate_backward_args;
 
-/* Initialisers: all zero but struct_size, and no warning about fields that are left out. */
+/* Initialisers: everything is zero but struct_size. They give no warning about fields that are left out. */
 #ifdef __cplusplus
 extern "C++" {
 template <class Args>
@@ -641,8 +649,8 @@ KDA_API kda_status kda_stage_bwd_intra(const kda_stage_bwd_intra_args* args);
 KDA_API kda_status kda_stage_cumsum_backward(const kda_stage_cumsum_backward_args* args);
 KDA_API kda_status kda_prefill_f32(const kda_prefill_f32_args* args);
 
-/* Bytes of workspace the call needs: a function of shapes, strides, dtypes, options, num_threads and device only. Reads
- * no tensor data, so any non-NULL pointers do. */
+/* The bytes of workspace that the call needs: a function of shapes, strides, dtypes, options, num_threads and device
+ * only. No tensor data is read, so any non-NULL pointers will do. */
 KDA_API kda_status kda_forward_workspace(const kda_forward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_backward_workspace(const kda_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_decode_workspace(const kda_decode_args* args, uint64_t* bytes);
@@ -693,21 +701,21 @@ KDA_API kda_status kda_stage_bwd_intra_explain(const kda_stage_bwd_intra_args* a
 KDA_API kda_status kda_stage_cumsum_backward_explain(const kda_stage_cumsum_backward_args* args, const char** text);
 KDA_API kda_status kda_prefill_f32_explain(const kda_prefill_f32_args* args, const char** text);
 
-/* A GPU of which kda_..._explain and kda_..._workspace of this thread tell instead of the machine's, which need not
- * have one: its compute capability as 10 * major + minor (80, 86, 89, 90, 100, 103 or 120) and its SMs. Calls that
- * would run on CUDA are refused meanwhile. capability = 0 ends it. KDA_UNSUPPORTED: the library was built without
- * CUDA. */
+/* Makes kda_..._explain and kda_..._workspace on this thread describe an assumed GPU instead of the machine's, which
+ * need not have one. The assumed GPU has the given compute capability, 10 * major + minor (80, 86, 89, 90, 100, 103 or
+ * 120), and number of SMs. Meanwhile calls that would run on CUDA are refused. capability = 0 ends it.
+ * KDA_UNSUPPORTED: the library was built without CUDA. */
 KDA_API kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors);
 
-/* The implementations of an operator ("forward", "verify", .., the function's name without kda_), in order of
- * preference: the index-th name, or NULL past the end (or for an unknown operator). */
+/* The index-th implementation, in order of preference, of an operator ("forward", "verify", .., the name of the
+ * function without kda_): its name, or NULL past the end (or for an unknown operator). */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
 
 KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */
 KDA_API const char* kda_status_name(kda_status status); /* "KDA_OK", ... */
 KDA_API const char* kda_version(void);                  /* "0.1.0" */
-/* Lines "key: value": version, CPU instruction set, CUDA. Valid until the next call on this thread; NULL where the
- * environment variable KDA_CPU_ISA names no instruction set, as kda_last_error() then says. */
+/* Lines "key: value": version, CPU instruction set, CUDA. Valid until the next call on this thread. NULL if the
+ * environment variable KDA_CPU_ISA names no instruction set; kda_last_error() then says so. */
 KDA_API const char* kda_info(void);
 
 #ifdef __cplusplus

@@ -7,12 +7,13 @@ Per sequence and value head, for every token, with a state ``S`` of shape ``[K, 
     S = S + outer(k, u)
     o = scale * S.T @ q                   # reads the updated state
 
-Training: :func:`chunk_kda`, :func:`fused_recurrent_kda`, :func:`fused_kda_gate` have the names, keywords and semantics
-of ``fla.ops.kda``; so has :func:`fused_recurrent_kda_fwd`, for engines. Serving: :func:`prefill` and :func:`decode`
-work in place on a pool of states; :class:`DraftBuffer`, and the functions it is made of, serve drafts from one.
-``kda.nn`` has the layer of Kimi-Linear, ``kda.cp`` context and ``kda.tp`` tensor parallelism over
-``torch.distributed``, ``kda.stages`` the single steps of the chunked form. Importing this package is cheap: torch and
-the compiled library are loaded by the first function that needs them.
+Training: :func:`chunk_kda`, :func:`fused_recurrent_kda` and :func:`fused_kda_gate` have the names, keywords and
+semantics of ``fla.ops.kda``. So has :func:`fused_recurrent_kda_fwd`, which serving engines call. Serving:
+:func:`prefill` and :func:`decode` update a pool of states in place. :class:`DraftBuffer`, and the functions that it
+is built from, verify drafts (speculative tokens) from such a pool. ``kda.nn`` has the layer of Kimi-Linear,
+``kda.cp`` context parallelism and ``kda.tp`` tensor parallelism over ``torch.distributed``, and ``kda.stages`` the
+single steps of the chunked form. Importing this package is cheap: torch and the compiled library are loaded by the
+first function that needs them.
 """
 
 from __future__ import annotations

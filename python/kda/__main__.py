@@ -5,7 +5,7 @@ import sys
 
 from ._name import check
 
-check(os.path.dirname(__file__))  # where `import kda` is another project's, which says nothing
+check(os.path.dirname(__file__))  # a conflict with another project's kda is silent in `import kda`
 
 from .cli import main  # noqa: E402
 

@@ -1,7 +1,7 @@
-"""What the functions without autograd need of an array library: new arrays beside given ones.
+"""Creates arrays like given ones, for the functions without autograd.
 
-Inputs are anything with DLPack. Outputs are torch tensors for torch inputs and NumPy arrays otherwise, unless the
-caller brings them (``out=``).
+Inputs are any arrays with DLPack. Outputs are torch tensors for torch inputs and NumPy arrays otherwise, unless the
+caller passes them (``out=``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def shape_of(name: str, x: Any, ndim: int) -> Any:
 
 
 def sequences(B: int, cu: Any) -> int:
-    """How many there are in B rows, or packed into one."""
+    """The number of sequences in B rows, or packed into one row."""
     if cu is None:
         return B
     if len(cu.shape) != 1 or cu.shape[0] < 1:
@@ -45,8 +45,8 @@ def sequences(B: int, cu: Any) -> int:
 def new_like(
     x: Any, shape: Any = None, dtype: Any = None, blame: str = "out: expected an array to write to, got None"
 ) -> Any:
-    """An uninitialised array beside ``x``, of its shape and dtype unless others are named. If none can be made here,
-    ``blame`` says what the caller could have done."""
+    """An uninitialised array on the device of ``x``, with its shape and dtype unless others are given. If none can be
+    made here, the error begins with ``blame``, which says what the caller could have done."""
     if is_torch(x):
         if shape is None:
             return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -59,7 +59,7 @@ def new_like(
         made = numpy.empty(x.shape if shape is None else shape, dtype=numpy.dtype(wanted))
     except TypeError:
         raise ValueError(f"{blame} (made here are torch tensors for torch tensors, else NumPy arrays)") from None
-    if made.dtype.kind == "V":  # of ml_dtypes
+    if made.dtype.kind == "V":  # a dtype of ml_dtypes
         from ._views import share_numpy
 
         return View(made, share_numpy)
@@ -67,8 +67,8 @@ def new_like(
 
 
 class View:
-    """An array that the binding cannot read itself, with a tensor of the binding on its memory, as ``share`` makes one
-    (see ``_views``)."""
+    """An array that the binding cannot read itself, with a tensor of the binding on the same memory. ``share`` makes
+    that tensor (see ``_views``)."""
 
     def __init__(self, array: Any, share: Callable[[Any], Any]) -> None:
         self.array, self._share, self._tensor = array, share, share(array)
@@ -77,7 +77,7 @@ class View:
 
     def reshape(self, *shape: Any) -> View:
         if not hasattr(self.array, "reshape"):
-            raise AttributeError("no reshape", name="reshape", obj=self)  # refusal says whose
+            raise AttributeError("no reshape", name="reshape", obj=self)  # refusal names the argument
         return View(self.array.reshape(*shape), self._share)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -91,7 +91,7 @@ class View:
 
 
 def without_views(result: Any) -> Any:
-    """With the arrays themselves in place of their views."""
+    """``result`` with the arrays themselves in place of their views."""
     if isinstance(result, View):
         return result.array
     if isinstance(result, tuple):
@@ -101,12 +101,12 @@ def without_views(result: Any) -> Any:
 
 
 class Unfamiliar(ValueError):
-    """An array of neither torch nor NumPy, which may be one that nobody may write."""
+    """The array is neither torch's nor NumPy's, and may be read-only."""
 
 
 def check_views(*arrays: Any) -> None:
-    """torch's floating point tensors can carry a pending sign flip that DLPack does not show. Part of every call, so it
-    leaves to ``refusal`` to say which one does."""
+    """Refuses negated views: torch's floating point tensors can carry a pending sign flip that DLPack does not show.
+    This runs in every call, so it leaves it to ``refusal`` to say which argument is one."""
     for x in arrays:
         if x is not None and type(x) is not ndarray:
             if isinstance(x, Tensor):

@@ -1,5 +1,5 @@
-// Python binding: translates DLPack tensors and scalars into the args structs of kda.h. No checks of its own beyond
-// what the structs cannot express (devices, unknown dtypes, numbers out of range); the contract is the library's.
+// Python binding: translates DLPack tensors and scalars into the args structs of kda.h. It checks only what the
+// structs cannot express (devices, unknown dtypes, numbers out of range); the library checks the contract.
 //
 // Every operator has three functions, kda_<op>, kda_<op>_workspace, kda_<op>_explain, with the same positional
 // arguments, listed by the read() overloads below and passed in that order by _lib.py. An absent tensor or name is
@@ -37,7 +37,7 @@ void check(kda_status status) {
 }
 
 std::atomic<uint32_t> all_flags = 0;       // of every call of this process
-thread_local bool gpu_is_assumed = false;  // by explain and workspace of this thread: see kda_assume_gpu
+thread_local bool gpu_is_assumed = false;  // in explain and workspace of this thread: see kda_assume_gpu
 
 [[noreturn]] void value_error(const std::string& text) { throw ffi::Error("ValueError", text, ""); }
 
@@ -61,7 +61,7 @@ std::string device_name(DLDevice d) {
                                      : "DLPack device type " + std::to_string(d.device_type));
 }
 
-// An argument of another type than its name wants, in Python's words.
+// Names the type of an argument that is not what its name wants, in Python's words.
 std::string what(ffi::AnyView arg) {
   if (const auto text = arg.try_cast<ffi::String>()) return std::string("'").append(*text).append("'");
   const std::string key = arg.GetTypeKey();
@@ -74,7 +74,7 @@ std::string what(ffi::AnyView arg) {
   return key;
 }
 
-// A C string ends where a name holds a 0.
+// Refuses a name with a 0 inside, where a C string would end.
 const char* name_of(const char* argument, const ffi::String& text) {
   if (text.size() != std::strlen(text.c_str()))
     value_error(std::string(argument) + ": expected a name, got one with a character 0 behind '" + text.c_str() + "'");
@@ -86,7 +86,7 @@ class Reader {
  public:
   Reader(const TVMFFIAny* args, int32_t count) : args_(reinterpret_cast<const ffi::AnyView*>(args)), count_(count) {}
 
-  // True: the same view as `twin`, which is cheaper than to translate it twice.
+  // True stands for the same view as `twin`: cheaper than translating it twice.
   void tensor(const char* name, kda_tensor& out, const kda_tensor* twin = nullptr) {
     const ffi::AnyView arg = next();
     if (arg.type_index() == ffi::TypeIndex::kTVMFFINone) return;
@@ -117,7 +117,7 @@ class Reader {
     return static_cast<int32_t>(value);
   }
   bool flag(const char* name) { return scalar<bool>(name, "True or False"); }
-  // Refuses what float32 rounds to infinity, or to 0, which stands for the default in kda.h.
+  // Refuses numbers that float32 rounds to infinity, or to 0, which stands for the default in kda.h.
   float number(const char* name) {
     const auto value = scalar<double>(name, "a number");
     const bool too_large = std::isfinite(value) && std::abs(value) > std::numeric_limits<float>::max();
@@ -129,7 +129,7 @@ class Reader {
     return static_cast<float>(value);
   }
 
-  // Last: implementation name, threads, workspace (None: allocated here for the call).
+  // These come last: implementation name, threads, workspace (None: allocated here for the call).
   void exec(kda_exec& e) {
     const ffi::AnyView impl = next();
     if (impl.type_index() != ffi::TypeIndex::kTVMFFINone) {
@@ -145,7 +145,7 @@ class Reader {
       if (!view) value_error(std::string("workspace: expected a tensor, got ") + what(memory));
       if ((*view).ndim() != 1 || !(*view).IsContiguous()) value_error("workspace: expected one dense dimension");
       check_device("workspace", (*view).device());
-      const DLDataType dtype = (*view).dtype();  // any: bytes are bytes
+      const DLDataType dtype = (*view).dtype();  // any dtype: only the bytes count
       e.workspace_bytes = static_cast<uint64_t>((*view).shape()[0]) * dtype.bits * dtype.lanes / 8;
       e.workspace = e.workspace_bytes ? static_cast<char*>((*view).data_ptr()) + (*view).byte_offset() : nullptr;
       has_workspace_ = true;
@@ -235,7 +235,7 @@ void read(Reader& r, kda_conv_inputs& c) {
   r.tensor("conv.state", c.state), r.tensor("conv.indices", c.indices);
 }
 
-// Follows everything else, and only where it is wanted: plain decode steps are short.
+// Follows all other arguments, and only where it is wanted, so that plain decode steps stay short.
 void read_more(Reader& r, kda_decode_args& a) {
   read(r, a.conv);
   r.tensor("snapshots", a.snapshots), r.tensor("snapshot_slots", a.snapshot_slots), r.tensor("accepted", a.accepted);
@@ -397,7 +397,8 @@ void read(Reader& r, kda_prefill_f32_args& a) {
   a.scale = r.number("scale");
 }
 
-// At most four tokens a request, and states that are worked on where they are or V-first; whatever a wrong call holds.
+// At most four tokens a request, and states that are updated where they are or stored V-first. Must be safe for
+// invalid calls, too.
 bool decodes_few(const kda_inputs& in, const kda_states& s) {
   const int64_t T = in.q.shape[1];
   if (in.state_layout != KDA_STATE_V_FIRST && (s.h0.dtype != KDA_F32 || s.hT.dtype != KDA_F32)) return false;
@@ -422,15 +423,15 @@ struct Call {
     reader.end();
   }
 
-  // explain and workspace answer for a GPU that is assumed; the tensors are the CPU's, and nobody reads them.
+  // explain and workspace answer for the assumed GPU; the tensors are on the CPU and are never read.
   void assume() {
     if (gpu_is_assumed) args.exec.device = KDA_CUDA;
   }
 
   // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
-    // Decode of few tokens needs none on the CPU (kda.h). To ask would be to validate twice, a twentieth of a small
-    // step.
+    // Decode of few tokens needs no workspace on the CPU (kda.h). Asking would validate the call twice, which takes a
+    // twentieth of a small step.
     if constexpr (std::is_same_v<Args, kda_decode_args>)
       if (reader.device().device_type == kDLCPU && args.conv.x.ndim == 0 && decodes_few(args.in, args.states)) return;
     uint64_t bytes = 0;

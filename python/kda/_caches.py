@@ -21,14 +21,15 @@ class KDACache:
         (``D = 2 * key_dim + value_dim``), in the dtype of their weights; None without short convolutions.
     state: ``[N, HV, V, K]`` float32, the recurrent state.
 
-    Both are zero for a new sequence. The layer overwrites them and never allocates new ones. So a function that
-    backward runs again (``torch.utils.checkpoint``) may use no cache that was made outside of it; this is refused.
+    Both are zero for a new sequence. The layer overwrites them in place and never allocates new ones. So a function
+    that backward runs again (``torch.utils.checkpoint``) must not use a cache that was made outside of it; this is
+    refused.
 
     ``torch.save`` writes the two tensors, and ``torch.load`` reads them with ``weights_only=True``, its default, once
-    :mod:`kda.nn` is imported. ``copy.deepcopy`` makes a copy that goes its own way.
+    :mod:`kda.nn` is imported. ``copy.deepcopy`` makes an independent copy.
     """
 
-    # No dataclass: FSDP would hand a copy of one to the layer, with tensors cast to another dtype.
+    # Not a dataclass: FSDP would pass the layer a copy of one, with tensors cast to another dtype.
     def __init__(self, conv: Tensor | None, state: Tensor) -> None:
         self.conv, self.state = conv, state
         self.made_in = current_backward()
@@ -46,8 +47,9 @@ class KDACache:
         check_first_run("past_key_values", self.made_in)
 
     def reorder(self, rows: Tensor) -> None:
-        """Beam search: sequence ``i`` goes on from ``rows[i]``. ``rows`` is ``[N]`` integers, any of them often or not
-        at all; the two tensors stay where they are. Drafts of a :class:`DraftCache` must be flushed first."""
+        """For beam search: sequence ``i`` continues from ``rows[i]``. ``rows`` is ``[N]`` integers; a row may appear
+        several times or not at all. The two tensors stay where they are. Drafts of a :class:`DraftCache` must be
+        flushed first."""
         self.check_first_run()
         if rows.shape != self.state.shape[:1]:
             raise ValueError(f"rows: expected shape {list(self.state.shape[:1])}, got {list(rows.shape)}")
@@ -57,7 +59,7 @@ class KDACache:
             self.conv.copy_(chosen.conv)
 
     def select(self, rows: Tensor) -> KDACache:
-        """A new cache of the sequences at ``rows``, ``[M]`` integers from 0 on, in their order."""
+        """A new cache of the sequences at ``rows``, ``[M]`` non-negative integers, in their order."""
         if rows.ndim != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"rows: expected int32 or int64 of one dimension, got {rows.dtype} of {rows.ndim}")
         conv, rows = self.conv, rows.to(self.state.device)
@@ -70,7 +72,7 @@ class KDACache:
         return self.select(torch.arange(self.state.shape[0], device=self.state.device).repeat_interleave(times))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """:meth:`reorder`, by transformers' name, as the next two are: they change the cache itself."""
+        """:meth:`reorder` under transformers' name. This method and the next two change the cache in place."""
         self.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -92,22 +94,22 @@ class KDACache:
         return sum(x.numel() * x.element_size() for x in (self.conv, self.state) if x is not None)
 
 
-# Such a file holds two tensors and nothing that runs.
+# Safe to load: such a file holds two tensors and no code.
 torch.serialization.add_safe_globals([KDACache])
 
 
 class DraftCache:
-    """Speculative decoding over a :class:`KDACache`: the layer takes what it is given for drafts.
+    """Speculative decoding over a :class:`KDACache`: tokens given to the layer with this cache are drafts.
 
-    A call with it computes the outputs of all drafts and leaves the cache as it is, but for records of a few vectors a
-    token; then :meth:`accept` says how many of them stay. Drafts of which nobody says so are dropped.
+    A call computes the outputs of all drafts and leaves the cache unchanged; it only records a few vectors per token.
+    Then :meth:`accept` says how many drafts stay. Drafts that are not accepted before the next call are dropped.
 
     Args:
         layer: a :class:`KimiDeltaAttention`.
-        cache: its cache, from :meth:`KimiDeltaAttention.new_cache`, which comes to hold what is accepted.
-        max_tokens: drafts of a call at most, 1 to 16.
-        fused: accepted drafts are applied by the next call, in one pass with its own work, or by :meth:`flush`; else at
-            once by :meth:`accept`.
+        cache: the layer's cache, from :meth:`KimiDeltaAttention.new_cache`. Accepted tokens go into it.
+        max_tokens: the most drafts in a call, 1 to 16.
+        fused: the next call applies the accepted drafts in the same pass as its own work, or :meth:`flush` does. If
+            False, :meth:`accept` applies them at once.
 
     >>> import torch
     >>> from kda.nn import DraftCache, KimiDeltaAttention
@@ -131,7 +133,7 @@ class DraftCache:
         self.records: list[Records] = [
             new_records(N, max_tokens, layer.num_heads, HV, K, V, device=cache.state.device) for _ in range(1 + fused)
         ]
-        self._rows: Tensor | None = None  # of the last call, before the convolution
+        self._rows: Tensor | None = None  # raw rows of the last call, before the convolution
         self._accept_len = torch.zeros(N, dtype=torch.int32, device=cache.state.device)
 
     def accept(self, accept_len: Tensor) -> None:
@@ -155,11 +157,11 @@ class DraftCache:
         self._accept_len.zero_()
 
     def memory_bytes(self) -> int:
-        """Bytes of the records, apart from those of the cache."""
+        """Bytes of the records; those of the cache are not included."""
         return sum(x.numel() * x.element_size() for r in self.records for x in (r.u, r.k, r.alpha))
 
     def run(self, raw: Tensor, conv: Conv | None, inputs: tuple[Any, Any, Any, Any, Any], **options: Any) -> Tensor:
-        """The drafts' outputs, for the layer: from ``raw`` and ``conv``, or from q, k, v among ``inputs``."""
+        """For the layer: the drafts' outputs, from ``raw`` and ``conv``, or from q, k, v among ``inputs``."""
         if raw.shape[1] > self.max_tokens:
             raise ValueError(
                 f"hidden_states: expected at most max_tokens = {self.max_tokens} drafts, got {raw.shape[1]}"

@@ -1,4 +1,4 @@
-"""The KDA layers of published checkpoints: their names and shapes from those of :mod:`kda.nn`, and back."""
+"""Translates the KDA layers of published checkpoints: their names and shapes to those of :mod:`kda.nn`, and back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What checkpoints call the two maps of a low-rank projection.
+# The names in checkpoints of the two maps of a low-rank projection.
 LOW_RANK = {"f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"}
-IN_FORGET_GATE = ("f_", "A_log", "dt_bias")  # begin the names that transformers keeps in a module of that name
+IN_FORGET_GATE = ("f_", "A_log", "dt_bias")  # prefixes of the names that transformers keeps in a module forget_gate
 CONVOLUTIONS = [f"{x}_conv1d.weight" for x in "qkv"]
 CONVOLUTION_BIASES = [f"{x}_conv1d.bias" for x in "qkv"]
 ALWAYS = ["A_log", "dt_bias", "o_norm.weight", *(f"{x}_proj.weight" for x in "qkvbo")]
@@ -18,8 +18,8 @@ GATE_BIASES = ("g_proj.bias", "g_proj.1.bias")
 
 
 class Form(NamedTuple):
-    """What tells the checkpoints of a model from others. ``A_log`` is ``[1, 1, H, 1]``, or flat with zeros behind it
-    up to a multiple of ``pad``."""
+    """How the checkpoints of a model differ from others. ``A_log`` is ``[1, 1, H, 1]``, or flat and padded with zeros
+    to a multiple of ``pad``."""
 
     full_rank_f: bool
     full_rank_g: bool
@@ -28,7 +28,7 @@ class Form(NamedTuple):
     in_transformers: bool = True
 
 
-# By the model_type of the checkpoint's config.json.
+# Keys are the model_type in the checkpoint's config.json.
 FORMS = {
     "kimi_linear": Form(False, False, four_dimensions=True),
     "kimi_k3": Form(False, True, pad=128, in_transformers=False),
@@ -38,18 +38,18 @@ FORMS = {
 
 
 def from_published(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """A layer of a published checkpoint, or of a model of transformers, as a state dict of ``KimiDeltaAttention``.
+    """Translates a layer of a published checkpoint, or of transformers, to a state dict of ``KimiDeltaAttention``.
 
-    Every number stays as it is, in its dtype; most tensors are the ones given, or views of them. ``load_state_dict``
-    of the layer renames by itself. This function also takes one layer out of a checkpoint, and says more of one that
-    it does not understand.
+    Every number stays as it is, in its dtype; most tensors are the given ones, or views of them. ``load_state_dict``
+    of the layer renames by itself. This function can also extract one layer from a checkpoint, and its errors say
+    more about a layer that it does not understand.
 
     Args:
         state_dict: tensors by name, of Kimi-Linear, Kimi K3, GLM-5, Ling-3, FLA or this library.
-        prefix: what stands before the layer's names, as ``"model.layers.0.self_attn."``. Others are left out.
+        prefix: what precedes the layer's names, such as ``"model.layers.0.self_attn."``. Other names are left out.
 
     Raises:
-        ValueError: names that are unknown or missing, all of them in the sentence; shapes that do not fit each other.
+        ValueError: names are unknown or missing (the message lists all of them), or shapes do not fit each other.
 
     >>> import torch
     >>> from kda.nn import KimiDeltaAttention, from_published, to_published
@@ -68,18 +68,18 @@ def from_published(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[s
 def to_published(
     state_dict: Mapping[str, Tensor], model_type: str, prefix: str = "", *, in_transformers: bool = False
 ) -> dict[str, Tensor]:
-    """A state dict of ``KimiDeltaAttention`` with the names and shapes of a published checkpoint.
+    """Gives a state dict of ``KimiDeltaAttention`` the names and shapes of a published checkpoint.
 
     Args:
-        state_dict: of one layer.
+        state_dict: the state dict of one layer.
         model_type: ``"kimi_linear"``, ``"kimi_k3"``, ``"glm5_next"``, ``"bailing_hybrid"`` (Ling-3).
         prefix: put before every name.
-        in_transformers: the names of the modules of transformers, which differ from those of the checkpoints that it
+        in_transformers: use the module names of transformers, which differ from those in the checkpoints that it
             reads and writes: one convolution for q, k and v, and a module ``forget_gate``.
 
     Raises:
-        ValueError: a layer that such a checkpoint has no place for, as one with a bias of the output gate that is not
-            zero.
+        ValueError: such a checkpoint has no place for the layer, for example for an output gate with a bias that is
+            not zero.
     """
     form = _find_form(model_type, in_transformers)
     own = dict(state_dict)
@@ -122,8 +122,8 @@ def own_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_padding(A_log: Tensor, heads: int) -> Tensor:
-    """Kimi K3 keeps the 96 numbers of its heads in a tensor of 128. What is behind them must be zero: other numbers
-    would mean heads that nothing else knows of."""
+    """Removes padding: Kimi K3 keeps the 96 numbers of its heads in a tensor of 128. The rest must be zero, since
+    other numbers would mean heads that appear nowhere else."""
     if A_log.numel() <= heads:
         return A_log
     if not A_log.is_meta and bool(A_log[heads:].any()):
@@ -156,7 +156,7 @@ def _check_names(own: Mapping[str, Tensor], prefix: str) -> None:
 
 
 def _other(name: str) -> str:
-    """What a checkpoint might call it."""
+    """The name of the same tensor in a checkpoint, empty if it is the same."""
     published = _published_name(name, False)
     return "" if published == name else published
 

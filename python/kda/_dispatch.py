@@ -1,7 +1,7 @@
-"""Calls that torch has to see. Eager calls go straight to the binding; these take the registered operators (see
-``compiled``): those that are traced, those under a mode of torch's dispatcher (``FakeTensorMode``, ``FlopCounterMode``,
-selective checkpointing), and those with tensors that have no memory to read here. ``again`` finds the last when a call
-has failed, so that others do not pay for the question."""
+"""Finds calls that torch has to see. Eager calls go straight to the binding. The registered operators (see
+``compiled``) take calls that are traced, calls under a mode of torch's dispatcher (``FakeTensorMode``,
+``FlopCounterMode``, selective checkpointing), and calls with tensors that have no memory to read here. ``again``
+looks for such tensors only after a call has failed, so other calls do not pay for the check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dispatched() -> bool:
 
 
 def _tell_counters() -> None:
-    """A ``FlopCounterMode`` copies the formulas when it is made, which may be before ours are there."""
+    """A ``FlopCounterMode`` copies the formulas when it is made, which may be before ours are registered."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     for mode in _get_current_dispatch_mode_stack():
@@ -51,13 +51,13 @@ def tensors_of(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_wrapper(x: Any) -> bool:
-    """A fake tensor, or another whose class answers for it; data is elsewhere, or nowhere."""
+    """A fake tensor, or another whose class handles its operators; its data is elsewhere, or nowhere."""
     return bool(type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
 def needs_dispatch(arguments: dict[str, Any]) -> bool:
-    """Does a failed call have tensors that the binding cannot read but the operators take? A call that is part meta and
-    part not would compute nothing: it is left to ``refusal``."""
+    """Does a failed call have tensors that the binding cannot read but the operators accept? A call with some meta
+    tensors and some others would compute nothing, so it is left to ``refusal``."""
     if torch is None or modes():
         return False
     tensors = tensors_of(arguments).values()
@@ -68,7 +68,7 @@ def through_operators(function: Callable[..., Any], arguments: dict[str, Any]) -
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Through(TorchDispatchMode):
-        """Changes nothing; calls under a mode take the operators."""
+        """Changes nothing; under any mode, calls go to the operators."""
 
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return operator(*args, **(kwargs or {}))
@@ -94,7 +94,7 @@ _TRANSFORMS = {
 
 
 def transform_refusal() -> NotImplementedError | None:
-    """What to say inside one of torch.func's transforms."""
+    """The error for a call inside one of torch.func's transforms, else None."""
     if torch is None or not torch._C._are_functorch_transforms_active():
         return None
     kind = torch._C._functorch.peek_interpreter_stack().key().name
@@ -103,7 +103,7 @@ def transform_refusal() -> NotImplementedError | None:
 
 
 def refuse_batched_gradients(gradients: Iterable[Any]) -> None:
-    """``is_grads_batched``, and ``torch.autograd.functional.jacobian(vectorize=True)``."""
+    """Refuses ``is_grads_batched``, and ``torch.autograd.functional.jacobian(vectorize=True)``."""
     if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients):
         wanted = "expected False (vectorize=False for jacobians), and torch.autograd.grad once for each gradient"
         raise NotImplementedError(f"is_grads_batched: {wanted}, got True")

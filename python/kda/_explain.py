@@ -1,4 +1,4 @@
-"""What the library says of a call of decode, of the speculative functions or of a backward, instead of running it."""
+"""Explains a call of decode, of the speculative functions or of a backward instead of running it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._views import with_views
 from .speculation import Conv, Records
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "decode": speculation.decode_mtp,  # which has all that kda.decode has
+    "decode": speculation.decode_mtp,  # which has all of kda.decode's arguments
     "verify": speculation.verify_kvbuffer,
     "flush": speculation.flush_kvbuffer,
     "flush_verify": speculation.flush_verify_kvbuffer,
@@ -31,7 +31,7 @@ _TRAINING = (
 
 
 def explain_call(op: str, keywords: dict[str, Any]) -> str:
-    """Of the operator's function with these keywords."""
+    """Explains a call of the operator's function with these keywords."""
     bound = inspect.signature(FUNCTIONS[op]).bind(**keywords)
     bound.apply_defaults()
     try:
@@ -43,7 +43,8 @@ def explain_call(op: str, keywords: dict[str, Any]) -> str:
 
 
 def explain_backward(keywords: dict[str, Any]) -> str:
-    """Of the backward of :func:`kda.chunk_kda` with these keywords: all inputs want gradients, all outputs have one."""
+    """Explains the backward of :func:`kda.chunk_kda` with these keywords: all inputs require gradients, all outputs
+    have one."""
     import torch
 
     from . import autograd, ops
@@ -72,8 +73,8 @@ def explain_backward(keywords: dict[str, Any]) -> str:
 
 
 def _for_the_binding(op: str, a: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments that the function would call the library with. It does not come here itself: it is compiled by
-    torch and counts microseconds."""
+    """The arguments that the function would call the library with. The function does not use this itself: torch
+    compiles it, and every microsecond counts there."""
 
     def values(*names: str) -> tuple[Any, ...]:
         return tuple(a[name] for name in names)

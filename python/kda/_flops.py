@@ -1,5 +1,6 @@
-"""What the operators compute, for ``torch.utils.flop_counter`` and the benches: matrix products and the convolution,
-two a multiply-add, as PyTorch counts its own. Gates and norms, element by element, count nothing."""
+"""Counts what the operators compute, for ``torch.utils.flop_counter`` and the benches: matrix products and the
+convolution, two operations a multiply-add, as PyTorch counts its own. Elementwise work (gates, norms) does not
+count."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from typing import Any
 
 
 def forward_flop(K: int, V: int) -> int:
-    """Of the chunked forward per token and value head, two a multiply-add: three products with the state (kG S, qG S,
-    kg^T v_new); four among the C = 64 tokens of a chunk (two scores, the solve, Aqk v_new), of whose 16-token blocks a
-    triangle of 10 in 16 is computed; and the diagonal blocks of the solve."""
+    """The chunked forward per token and value head, at two a multiply-add: three products with the state (kG S, qG S,
+    kg^T v_new); four among the C = 64 tokens of a chunk (two scores, the solve, Aqk v_new), of whose 16-token blocks
+    a triangle of 10 in 16 is computed; and the diagonal blocks of the solve."""
     return 6 * K * V + 160 * (K + V) + 2048
 
 
 def recurrent_flop(K: int, V: int) -> int:
-    """Of the token recurrence: three products with the state (S^T k, k u^T, S^T q)."""
+    """The token recurrence: three products with the state (S^T k, k u^T, S^T q)."""
     return 6 * K * V
 
 
 def again_flop(K: int, V: int) -> int:
-    """Of the forward again but for its outputs, for a backward that was left no intermediate values."""
+    """The forward again without its outputs, for a backward that was given no intermediate values."""
     return 4 * K * V + 160 * K + 80 * V + 2048
 
 
@@ -36,7 +37,7 @@ def training_flop(K: int, V: int) -> int:
 
 
 def segment_map_flop(K: int, V: int) -> int:
-    """Of M and b: the forward's recurrence on a state K columns wider, without outputs."""
+    """M and b: the forward's recurrence on a state K columns wider, without outputs."""
     return 4 * K * (K + V) + 160 * K + 80 * (K + V) + 2048
 
 
@@ -45,9 +46,9 @@ def prefill_f32_flop(K: int, V: int) -> int:
     return forward_flop(K, V) + 80 * (K + V)
 
 
-# ---- formulas of operators, which are given shapes for tensors, in the order of their schemas ----
+# ---- formulas of operators: they get shapes in place of tensors, in the order of the schemas ----
 
-_OUT = 18  # of those in place: behind eight tensors, six options and four arguments about states
+_OUT = 18  # position of `out` in place: after eight tensors, six options and four arguments about states
 
 
 def _per_token(q: Any, v: Any, flop: Callable[[int, int], int]) -> int:
@@ -61,7 +62,7 @@ def _forward(*a: Any, out_shape: Any) -> int:
 
 
 def _backward(*a: Any, out_shape: Any) -> int:
-    everything_kept = a[18] is not None  # v_new and the scores; else there is a state now and then, or nothing
+    everything_kept = a[18] is not None  # v_new and the scores; otherwise a few states, or nothing
     again = 0 if everything_kept else _per_token(a[0], a[2], again_flop)
     return again + _per_token(a[0], a[2], backward_flop)
 
@@ -86,7 +87,7 @@ def _conv_backward(x: Any, weight: Any, *a: Any, out_shape: Any) -> int:
 
 @functools.cache
 def formulas() -> dict[Any, Any]:
-    """By operator, known to every ``FlopCounterMode`` from now on."""
+    """The formulas by operator. Afterwards every new ``FlopCounterMode`` knows them."""
     import torch
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 

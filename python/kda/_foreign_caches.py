@@ -1,9 +1,10 @@
-"""The cache objects of FLA and of transformers, as far as the layer calls them. Neither package is imported.
+"""Adapters for the cache objects of FLA and of transformers, as far as the layer uses them. Neither package is
+imported.
 
-Both hold what a :class:`KDACache` does, in other forms. FLA has a ``recurrent_state`` ``[N, HV, V, K]`` and a
-``conv_state`` ``[N, D, W]`` of each of q, k, v. transformers has a state ``[N, HV, K, V]`` and one ``[N, D, W]`` of all
-three. Of the ``W`` inputs a convolution reads ``W - 1`` again. Only these are kept here; the oldest column is written
-as zeros.
+Both hold the content of a :class:`KDACache` in other forms. FLA has a ``recurrent_state`` ``[N, HV, V, K]`` and a
+``conv_state`` ``[N, D, W]`` each for q, k and v. transformers has a state ``[N, HV, K, V]`` and one ``[N, D, W]`` for
+all three. A convolution reads only ``W - 1`` of the ``W`` inputs again. Only these are kept here; the oldest column
+is written as zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class FLACache:
         entry = self.held[self.index] if len(self.held) > self.index else None
         if entry is None or entry["recurrent_state"] is None:
             return None
-        # FLA replaces states and never writes into them, so others may hold the old one.
+        # FLA replaces states and never writes into them, so other references to the old one may exist.
         state = entry["recurrent_state"].clone()
         return (torch.cat(list(entry["conv_state"]), 1) if self.layer.use_short_conv else None), state
 
@@ -43,7 +44,7 @@ class FLACache:
 
 
 class TransformersCache:
-    """``get_conv_state`` and ``get_recurrent_state`` give None before the first call, ``update_...`` copies."""
+    """``get_conv_state`` and ``get_recurrent_state`` return None before the first call; ``update_...`` copies."""
 
     def __init__(self, held: Any, layer: KimiDeltaAttention) -> None:
         self.held, self.layer, self.index = held, layer, _index(layer)
@@ -79,7 +80,7 @@ ForeignCache = FLACache | TransformersCache
 
 
 def find_foreign(held: Any, layer: KimiDeltaAttention) -> ForeignCache:
-    """By the methods of ``held``, as FLA's cache is one of transformers', too."""
+    """Decides by the methods of ``held``, because FLA's cache is also a cache of transformers."""
     update = getattr(held, "update", None) if hasattr(held, "__getitem__") else None
     if update is not None and "recurrent_state" in inspect.signature(update).parameters:
         return FLACache(held, layer)
@@ -92,8 +93,8 @@ def find_foreign(held: Any, layer: KimiDeltaAttention) -> ForeignCache:
 
 
 def read_foreign(foreign: ForeignCache, N: int) -> KDACache:
-    """What is held, as a cache for one call; zeros if nothing is."""
-    # Nothing tells a cache that a recomputed function made itself from one that its first run has moved on.
+    """The content of the cache, as a cache for one call; zeros if it is empty."""
+    # A cache that a recomputed function made itself cannot be told from one that its first run has advanced.
     check_first_run("past_key_values", -1)
     cache, found = foreign.layer.new_cache(N), foreign.read()
     if found is None:

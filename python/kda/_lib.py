@@ -1,4 +1,4 @@
-"""Loads libkda and its binding, once, when a function first needs them.
+"""Loads libkda and its binding once, when a function first needs them.
 
 Importing ``tvm_ffi`` takes about 0.3 s, and it imports torch where torch is installed; ``import kda`` does neither.
 """
@@ -30,8 +30,8 @@ _OPERATORS = (
 )
 _BINDING = "_binding.so"
 
-# The wheel brings no OpenMP runtime. torch brings one by this name, and the loader takes what is there already for
-# both: a process has one runtime, whichever comes first.
+# The wheel brings no OpenMP runtime. torch brings one with this name, and the loader reuses for both what is already
+# loaded: a process has one runtime, whichever comes first.
 _OPENMP = "libgomp.so"
 _NO_OPENMP = (
     f"kda: {_OPENMP}.1, the OpenMP runtime of GCC, was not found. Debian and Ubuntu have it in the package libgomp1, "
@@ -40,8 +40,8 @@ _NO_OPENMP = (
 
 
 def _directory() -> Path:
-    """Where the libraries are: ``KDA_LIBRARY_DIR`` (a build tree) if it is set, else beside this file (an installed
-    wheel)."""
+    """The folder of the libraries: ``KDA_LIBRARY_DIR`` (a build tree) if it is set, else the folder of this file (an
+    installed wheel)."""
     import kda
 
     if chosen := os.environ.get("KDA_LIBRARY_DIR"):
@@ -58,7 +58,7 @@ def _directory() -> Path:
 
 
 def library_file() -> Path:
-    """For programs that are linked with it. The number in its name is that of the ABI."""
+    """The library file, for programs that link with it. The number in its name is that of the ABI."""
     from ._version import __version__
 
     return _directory() / f"libkda.so.{__version__.split('.')[0]}"
@@ -70,7 +70,7 @@ class Library:
     def __init__(self) -> None:
         import tvm_ffi
 
-        # The library says what went wrong in its own class of exception.
+        # Errors of these kinds become Python's exceptions of the same name.
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)
         tvm_ffi.register_error("MemoryError", MemoryError)
         try:
@@ -92,8 +92,8 @@ class Library:
 
 
 class _Recorded:
-    """The library for a profiler of torch: it lists what runs in here as ``libkda::forward`` and the like. Eager calls
-    pass no dispatcher that would; operators of ``torch.ops.kda`` have an entry of their own around this one."""
+    """The library under a torch profiler, which then lists calls as ``libkda::forward`` and the like. Eager calls
+    pass no dispatcher that would record them; operators of ``torch.ops.kda`` have their own entry around this one."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(_library, name)
@@ -111,7 +111,7 @@ _library: Library | None = None
 _recorded: Any = _Recorded()
 
 
-def _profiling() -> bool:  # of torch; without it there is no such profiler
+def _profiling() -> bool:  # torch's profiler; without torch it cannot be on
     return False
 
 

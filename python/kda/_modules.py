@@ -14,8 +14,8 @@ from .convolution import causal_conv1d, causal_conv1d_update
 
 
 def local(parameter: Any) -> Tensor:
-    """This rank's part of a parameter that tensor parallelism has spread (see ``kda.tp``), or the parameter. What all
-    ranks have alike is used by each for other heads: its gradient is the sum of theirs."""
+    """This rank's part of a parameter that tensor parallelism has distributed (see ``kda.tp``), or the parameter
+    itself. Ranks use a replicated parameter for different heads: its gradient is the sum of theirs."""
     spread = hasattr(parameter, "to_local")
     part: Tensor = own_part(parameter, [p.is_replicate() for p in parameter.placements]) if spread else parameter
     return part
@@ -34,14 +34,14 @@ def causal_conv_silu(
     """:func:`kda.causal_conv1d` with the state held by the caller.
 
     Args:
-        x, weight, bias, cu_seqlens: ``[B, T, D]``, ``[D, W]``, ``[D]``, ``[N + 1]``, as there.
-        state: ``[N, D, W - 1]``, the inputs before the first token, oldest first; overwritten with the last ``W - 1``
-            inputs, bit for bit, without gradients. Zeros, kept by nobody, if None. Refused where backward runs a
-            function again (``torch.utils.checkpoint``).
-        initial_state: the same without a state, but never written, and with gradients.
+        x, weight, bias, cu_seqlens: ``[B, T, D]``, ``[D, W]``, ``[D]``, ``[N + 1]``, as in :func:`kda.causal_conv1d`.
+        state: ``[N, D, W - 1]``, the inputs before the first token, oldest first. It is overwritten with the last
+            ``W - 1`` inputs, bit for bit, without gradients. If None, zeros are used and nothing is kept. Refused
+            where backward runs a function again (``torch.utils.checkpoint``).
+        initial_state: like ``state`` but never written, and with gradients; for calls without a state.
         made_in: the backward pass that made the state, see :class:`KDACache`.
 
-    A width of 1, which remembers nothing, is taken as well.
+    A width of 1, which remembers nothing, is accepted as well.
     """
     if state is not None:
         check_first_run("state", made_in)
@@ -134,7 +134,7 @@ class RMSNormGated(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start with a weight of ones."""
+        """Sets the weight to ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Another project is named ``kda`` in the index of Python packages, and is imported by that name, too. Where both are
-installed their files lie in one folder, and some of either are overwritten."""
+"""Detects a conflict: another project in the Python package index is named ``kda`` and is imported by that name, too.
+If both are installed, their files lie in one folder, and some of either are overwritten."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 
 
 def check(package: str) -> None:
-    """``package`` is our folder: pip records what else it put there beside it. (Asking ``importlib.metadata`` would
-    take longer than all the rest of ``import kda``.)"""
+    """Raises an error if another distribution shares ``package``, our folder: pip keeps its records beside it.
+    (Asking ``importlib.metadata`` would take longer than all the rest of ``import kda``.)"""
     try:
         names = os.listdir(os.path.dirname(package))
     except OSError:  # frozen into a program: no such folder
@@ -23,6 +23,6 @@ def check(package: str) -> None:
 
 
 def _is_record(name: str) -> bool:
-    """As kda-1.0.dist-info, kda.egg-info or kda-1.0-py3.11.egg-info."""
+    """Names such as kda-1.0.dist-info, kda.egg-info or kda-1.0-py3.11.egg-info."""
     stem, _, kind = name.lower().rpartition(".")
     return kind in ("dist-info", "egg-info") and stem.split("-")[0] == "kda"

@@ -1,4 +1,4 @@
-"""How the threads of OpenMP wait for work. Why, and what it changes: docs/shared_cpu.md."""
+"""Sets how OpenMP's threads wait for work. docs/shared_cpu.md says why, and what it changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def wait_briefly() -> None:
-    """Threads without work sleep soon, unless the user has said how they wait. OpenMP's library reads that once, when
-    torch or ours loads it."""
+    """Lets threads without work sleep soon, unless the user has chosen how they wait. The OpenMP runtime reads the
+    setting once, when torch or libkda loads it."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

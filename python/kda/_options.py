@@ -1,4 +1,4 @@
-"""Keywords of the Python functions as the numbers of kda.h, in one place."""
+"""Translates keywords of the Python functions into the numbers of kda.h, in one place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 CHUNK = 64
 
-# Chunks between the states that training's forward leaves for backward: 8 cost 1/8 of what a state a chunk would, and
-# that many recomputed chunks stay in the cache.
+# Training's forward keeps a state for backward every H_EVERY chunks. At 8 they take 1/8 of the memory of a state per
+# chunk, and that many recomputed chunks stay in the cache.
 H_EVERY = 8
 
 GATE_LOG, GATE_SOFTPLUS, GATE_LOWER_BOUND = 0, 1, 2
@@ -37,8 +37,8 @@ def gate_form(A_log: Any, lower_bound: float | None) -> int:
 
 
 def gate_parameters_ignored(**given: Any) -> None:
-    """Parameters of the gate without ``use_gate_in_kernel``: FLA ignores them in silence. Python shows a warning once
-    for every line of the caller."""
+    """Warns of gate parameters without ``use_gate_in_kernel``, which FLA ignores silently. Python shows the warning
+    once for every line of the caller."""
     names = [name for name, x in given.items() if x is not None]
     if names:
         level, frame = 1, sys._getframe()
@@ -49,7 +49,7 @@ def gate_parameters_ignored(**given: Any) -> None:
 
 
 def check_flag(name: str, x: Any) -> None:
-    """0 and 1 are flags, too, and so are those of NumPy. None, text and other numbers are slips."""
+    """0 and 1 count as flags, too, and so do NumPy's. None, text and other numbers are mistakes."""
     if type(x) is not bool and type(x).__name__ not in ("bool_", "bool") and not (type(x) is int and x in (0, 1)):
         raise ValueError(f"{name}: expected True or False, got {ascii(x) if isinstance(x, str) else x!r:.40}")
 
@@ -58,7 +58,7 @@ def make_options(
     A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool,
     beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
 ) -> tuple[int, int, bool, int, float, float]:  # fmt: skip
-    """The fields of :class:`Options`, checked, as a plain tuple (which is made faster)."""
+    """The fields of :class:`Options`, checked, as a plain tuple (which is faster to make)."""
     if l2norm is not False and l2norm is not True:  # (type() would take twice as long)
         check_flag("use_qk_l2norm_in_kernel", l2norm)
         l2norm = bool(l2norm)
@@ -73,7 +73,7 @@ def make_options(
     if neg_eigval and not beta_sigmoid:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
     if scale is None:
-        scale = 0.0  # the library's K ** -0.5
+        scale = 0.0  # the library's default, K ** -0.5
     elif scale == 0:
         raise ValueError("scale: expected a finite number other than 0, got 0")
     return (

@@ -1,4 +1,4 @@
-"""Which tokens belong together: what trainers call the boundaries of documents, and padding, as offsets of one row."""
+"""Turns what trainers pass for document boundaries and padding into offsets of sequences in one row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 
 class Layout(NamedTuple):
-    cu_seqlens: Tensor | None  # offsets of the sequences, all rows one after the other; None: every row is a sequence
-    kept: Tensor | None  # the tokens that are not padding, which the offsets count, among all B * T; None: all
+    cu_seqlens: Tensor | None  # offsets of the sequences, rows one after another; None: every row is a sequence
+    kept: Tensor | None  # indices in all B * T of the tokens that are not padding, which the offsets count; None: all
 
 
 def integer(name: str, x: Any) -> int:
-    """Of Python, NumPy or a tensor, but nothing that is rounded to one."""
+    """An integer of Python, NumPy or a tensor; nothing that would have to be rounded."""
     try:
         if not isinstance(x, bool):
             return index(x)
@@ -28,7 +28,7 @@ def integer(name: str, x: Any) -> int:
 
 
 def offsets_of(name: str, x: Tensor | Sequence[int]) -> list[int]:
-    """Offsets read on the host."""
+    """Checks offsets and reads them on the host."""
     if isinstance(x, Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"{name}: expected [N + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
     given = x.tolist() if isinstance(x, Tensor) else x
@@ -50,9 +50,9 @@ def find_layout(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
 ) -> Layout:
-    """One layout of all that was given. What says the same twice must agree.
+    """Finds the one layout that all arguments describe. Arguments that say the same thing must agree.
 
-    Offsets alone are taken as they are; all else is read on the host, which waits for a GPU.
+    Offsets alone are used as they are; everything else is read on the host, which waits for a GPU.
     """
     B, T, _ = hidden_states.shape
     given = {name: x for name, x in offsets.items() if x is not None}
@@ -62,7 +62,7 @@ def find_layout(
     _check_shapes(B, T, seq_idx, position_ids, None if given else attention_mask)
     if first is not None:
         attention_mask = None
-    if T <= 1:  # no boundary within a row, and a token decoded waits for nothing
+    if T <= 1:  # there is no boundary within a row, and decoding must not wait
         seq_idx = position_ids = None
     alone = seq_idx is None and position_ids is None and all(x is first for x in given.values())
     if attention_mask is None and (alone or (first is not None and _cannot_wait(hidden_states))):
@@ -100,7 +100,7 @@ def _read_on_host(
     attention_mask: Tensor | None,
 ) -> Layout:
     (B, T, _), device = hidden_states.shape, hidden_states.device
-    cu = torch.arange(B + 1, device=device) * T  # of the rows
+    cu = torch.arange(B + 1, device=device) * T  # offsets of the rows
     at, kept = torch.arange(B * T, device=device), None
     if attention_mask is not None:
         mask = _padding(attention_mask.to(device)[:, attention_mask.shape[1] - T :])
@@ -109,14 +109,14 @@ def _read_on_host(
             cu = F.pad(mask.sum(1).cumsum(0), (1, 0))
     if not given and seq_idx is None and position_ids is None:
         return Layout(None if kept is None else cu, kept)
-    rows = begins = _begins(cu, len(at))  # bool, of each token: whether a sequence begins there
-    name = ""  # of what says so
+    rows = begins = _begins(cu, len(at))  # bool per token: whether a sequence begins there
+    name = ""  # the argument that the boundaries come from
 
     if given:
         name = next(iter(given))
         cu = _agreed(given, T).to(device)
         begins = _begins(cu, len(at))
-    end = int(cu[-1])  # beyond are tokens of no sequence
+    end = int(cu[-1])  # tokens beyond belong to no sequence
     if seq_idx is not None:
         number = seq_idx.to(device).flatten()[at]
         if bool((number < 0).any()):
@@ -142,7 +142,8 @@ _read: Any = torch.compiler.disable(_read_on_host)
 
 
 def _padding(mask: Tensor) -> Tensor | None:
-    """As bool, None without padding. Other numbers than 0 and 1 mean something else to whoever made them."""
+    """The mask as bool, or None without padding. Numbers other than 0 and 1 mean something else to the caller and are
+    refused."""
     strange = (mask != 0) & (mask != 1)
     wrong, full = torch.stack([strange.any(), (mask != 0).all()]).tolist()  # waits for a GPU once
     if wrong:
@@ -168,10 +169,10 @@ def _begins(cu: Tensor, tokens: int) -> Tensor:
 
 
 def _restarts(position: Tensor, at: Tensor, rows: Tensor, counted: bool) -> Tensor:
-    """bool, of each token: whether its position does not go beyond that of the token before, in the same row.
+    """bool per token: whether its position is not above that of the token before it in the same row.
 
-    ``counted``: nothing else tells documents apart, so positions must go up by one. Where padding was taken out they
-    may have counted it.
+    ``counted``: nothing else separates documents, so positions must go up by one. Positions may have counted padding
+    that was taken out.
     """
     position = position.long()
     step = position.diff()

@@ -1,9 +1,9 @@
-"""States that are overwritten in place, where backward runs a forward again.
+"""Refuses states that are overwritten in place where backward runs a forward again.
 
-``torch.utils.checkpoint`` (selective or not, reentrant or not) and its like throw away what a function computed and run
-it again in backward. A state that the first run has moved on is no longer what that run started from: the second one
-would compute other gradients and move the state on once more. Nothing here could tell which of several calls runs
-again, so this is refused; a state that the function itself makes is new in every run, and right.
+``torch.utils.checkpoint`` (selective or not, reentrant or not) and similar tools discard what a function computed and
+run it again in backward. A state that the first run has advanced is no longer the one that run started from: the
+second run would compute other gradients and advance the state once more. Nothing here can tell which of several calls
+runs again, so this is refused. A state that the function itself makes is new in every run, which is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def current_backward() -> int:
 
 
 def check_first_run(name: str, made_in: int) -> None:
-    """``made_in``: the backward pass in which the state was made, -1 for none."""
+    """Refuses a state from outside of a recomputation. ``made_in``: the backward pass in which the state was made, -1
+    for none."""
     running = current_backward()
     if running not in (-1, made_in):
         raise ValueError(
@@ -28,7 +29,7 @@ def check_first_run(name: str, made_in: int) -> None:
 
 
 def old_state(state: Tensor, made_in: int) -> Tensor:
-    """A copy that backward can read after the state has moved on."""
+    """A copy that backward can read after the state has advanced."""
     if torch.compiler.is_compiling():
         from . import compiled  # noqa: F401  # registers the operator
 

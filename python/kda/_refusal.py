@@ -1,5 +1,6 @@
-"""Sentences for what goes wrong before the library can say it, or is said of C's names. A public function that fails
-asks here what to raise; only then are its arguments looked at one by one, so calls that succeed pay nothing."""
+"""Error messages for what goes wrong before the library can report it, or what it reports with names of C. A public
+function that fails asks here what to raise. Only then are its arguments examined one by one, so calls that succeed
+pay nothing."""
 
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ _FLAGS = {
 
 
 class Takes(NamedTuple):
-    """What a function takes."""
+    """What a function takes, by kind."""
 
     arrays: set[str]
-    required: set[str]  # of these
+    required: set[str]  # subset of arrays
     flags: set[str]
     numbers: set[str]
-    names: dict[str, str]  # of C -> of Python, where they differ
-    leader: str | None  # an argument that is a torch tensor only if all are: those of functions with autograd
+    names: dict[str, str]  # from C's names to Python's, where they differ
+    leader: str | None  # an argument of functions with autograd: if it is a torch tensor, all arrays must be
 
 
 def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = None) -> Exception:
-    """What to raise instead of ``error``, which may not name an argument, or not by the name it has in Python.
-    ``arguments`` are the ``locals()`` of the function that caught it; ``takes`` is known for those without q."""
+    """The exception to raise instead of ``error``, which may name no argument, or not by its name in Python.
+    ``arguments`` are the ``locals()`` of the function that caught it; ``takes`` is passed for functions without q."""
     arguments.pop("error", None)  # the frame keeps this dict: with its own error in it, both would outlive their use
     arguments = {**arguments, **arguments.get("kwargs", {})}
     for name in ("records", "last", "conv"):  # tuples of arrays
@@ -77,7 +78,7 @@ def _inside_transforms(arguments: dict[str, Any]) -> bool:
 
 
 def in_sentences(function: F, takes: Takes | None = None) -> F:
-    """For functions that need not count microseconds: what goes wrong in one names its arguments."""
+    """Makes the errors of a function name its arguments; for functions where microseconds do not matter."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -99,7 +100,7 @@ def in_sentences(function: F, takes: Takes | None = None) -> F:
 
 
 def in_sentences_of(leader: str | None = None, **names: str) -> Callable[[F], F]:
-    """:func:`in_sentences` for functions whose arrays are what their signature calls ``Any``. ``leader`` and ``names``
+    """:func:`in_sentences` for functions whose signature annotates all arrays as ``Any``. ``leader`` and ``names``
     are those of :class:`Takes`."""
 
     def decorate(function: F) -> F:
@@ -116,7 +117,7 @@ def in_sentences_of(leader: str | None = None, **names: str) -> Callable[[F], F]
 
 
 def _takes(arguments: dict[str, Any]) -> Takes:
-    """The functions that share :func:`kda.prefill`'s names, and the gate."""
+    """For functions with :func:`kda.prefill`'s names, and the gate."""
     required = _REQUIRED - {"q", "k", "v"} if "conv.x" in arguments else _REQUIRED
     state = "state" if "state" in arguments else "initial_state"
     names = {"h0": state, "hT": state, "o": "out", "h": "cu_seqlens_cpu"}

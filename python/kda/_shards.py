@@ -1,6 +1,6 @@
-"""``DTensor`` arguments of ``chunk_kda`` and ``fused_recurrent_kda``, cut by rows of the batch or by heads: each rank
-computes its own, and nothing is sent but the sums of gradients that ranks share. ``again`` comes here when a call with
-them has failed, so that others do not pay for the question."""
+"""Handles ``DTensor`` arguments of ``chunk_kda`` and ``fused_recurrent_kda``, sharded by rows of the batch or by
+heads. Each rank computes its own part, and only sums of gradients that ranks share are communicated. ``again`` comes
+here after a call with them has failed, so other calls do not pay for the check."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def _placements(by: list[str | None], dims: _Dims) -> list[Any]:
 
 
 def _part(name: str, x: Any, q: Any, by: list[str | None]) -> Any:
-    """This rank's. Of what ranks share but use for other rows, the gradient is the sum of theirs."""
+    """This rank's part of an argument. If ranks share it but use it for different rows, its gradient is the sum of
+    theirs."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(x, DTensor):  # cu_seqlens, the same on every rank
@@ -89,12 +90,12 @@ def _part(name: str, x: Any, q: Any, by: list[str | None]) -> Any:
 
 
 def own_part(x: Any, shared: list[bool]) -> Any:
-    """This rank's part of a DTensor. Along the ``shared`` dimensions of the mesh each rank uses it for something else,
-    and its gradient is the sum of theirs."""
+    """This rank's part of a DTensor. Along the ``shared`` dimensions of the mesh each rank uses it for something
+    else, and its gradient is the sum of theirs."""
     from torch.distributed.tensor import Partial
 
     gradient = [Partial() if s else p for p, s in zip(x.placements, shared, strict=True)]
-    # redistribute does nothing here; in backward it sums what the gradient still has in parts
+    # redistribute does nothing here; in backward it sums the parts of the gradient
     return x.redistribute(placements=x.placements).to_local(grad_placements=gradient)
 
 

@@ -1,5 +1,5 @@
-"""The stages' tensors by name, in the order of the args structs and of the binding: ``?`` is optional, and what stands
-behind ``->`` is written."""
+"""The stages' tensors by name, in the order of the args structs and of the binding: ``?`` marks optional ones, and
+those after ``->`` are written."""
 
 from __future__ import annotations
 

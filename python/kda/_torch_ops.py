@@ -1,7 +1,8 @@
-"""``torch.ops.kda`` and ``torch.ops.kda_prefill`` from ``import kda`` on, whether torch comes before or after it.
+"""Provides ``torch.ops.kda`` and ``torch.ops.kda_prefill`` after ``import kda``, whether torch is imported before or
+after it.
 
-Registering the operators takes 20 ms and the import of torch, so it waits for the first look into a namespace: of a
-program that names an operator, or of ``torch.export.load``.
+Registering the operators takes 20 ms and the import of torch, so it waits for the first look-up in a namespace: by a
+program that names an operator, or by ``torch.export.load``.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ _NAMESPACES = ("kda", "kda_prefill")
 
 
 def announce_when_imported() -> None:
-    """Now, if torch is there already."""
+    """Announces them at once if torch is already imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         sys.meta_path.insert(0, _Finder())
-    elif hasattr(torch, "ops"):  # else it is being imported, or a stand-in for it
+    elif hasattr(torch, "ops"):  # otherwise it is being imported, or is a stand-in
         _announce(torch)
 
 
 def _announce(torch: Any) -> None:
     class Namespace(torch._ops._OpNamespace):  # type: ignore[misc]
-        __module__ = torch._ops._OpNamespace.__module__  # exported programs name their operators by it
+        __module__ = torch._ops._OpNamespace.__module__  # exported programs name their operators by this module
 
         def __getattr__(self, name: str) -> Any:
             if not name.startswith("__"):
-                importlib.import_module("kda.compiled")  # which comes here itself: then it is there, if unfinished
+                importlib.import_module("kda.compiled")  # it comes back here: by then the module exists, if unfinished
             return super().__getattr__(name)
 
     for name in _NAMESPACES:
@@ -36,7 +37,7 @@ def _announce(torch: Any) -> None:
 
 
 class _Finder:
-    """Finds torch as the others do, and has it announce the namespaces at the end of its import."""
+    """Finds torch as the other finders do, and announces the namespaces at the end of its import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
@@ -52,7 +53,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            del loader.exec_module  # its own again
+            del loader.exec_module  # restores its own
             execute(module)
             sys.meta_path.remove(self)
             _announce(module)

@@ -1,5 +1,5 @@
-"""What torch's autograd must be told of calls that it does not see: which tensors they write, and whose gradients would
-end in them."""
+"""Tells torch's autograd about calls that it does not see: which tensors they write, and which gradients would get
+lost in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _increment_version: Any = (lambda tensors: None) if torch is None else torch._C.
 
 
 class LostGradients(ValueError):
-    """Of the first argument that requires gradients. ``refusal`` says which one that is."""
+    """Raised for the first argument that requires gradients. ``refusal`` says which one that is."""
 
     def __init__(self, instead: str) -> None:
         wanted = f"expected torch.no_grad() or a tensor without requires_grad (for gradients there is {instead})"
@@ -22,11 +22,12 @@ class LostGradients(ValueError):
 
 
 def check_serving(instead: str, *arrays: Any) -> None:
-    """``check_views`` of all that a function without gradients reads and writes, and in the same loop, for decode steps
-    of small models notice two: does one require gradients? ``instead`` names the function that has them."""
+    """Runs ``check_views`` on all that a function without gradients reads and writes, and asks in the same loop
+    whether one requires gradients: decode steps of small models notice a second loop. ``instead`` names the function
+    that has gradients."""
     lost = _grad_enabled()
     for x in arrays:
-        if x is None or type(x) is ndarray:  # first: to ask whether one is a tensor takes longer
+        if x is None or type(x) is ndarray:  # first: asking whether it is a tensor takes longer
             continue
         if not isinstance(x, Tensor):
             check_views(x)
@@ -38,7 +39,7 @@ def check_serving(instead: str, *arrays: Any) -> None:
 def check_step(
     instead: str, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, state: Any, out: Any
 ) -> None:  # fmt: skip
-    """``check_serving`` of a decode step, without a loop, which takes half as long as the questions in it."""
+    """``check_serving`` for a decode step, without a loop: the loop alone takes half as long as the checks in it."""
     try:
         wrong = q.is_neg() or k.is_neg() or v.is_neg() or g.is_neg() or beta.is_neg() or out.is_neg()
         wrong = wrong or (state is not None and state.is_neg())
@@ -55,17 +56,17 @@ def check_step(
 
 
 def mark_written(*arrays: Any) -> None:
-    """Raises the version counters of the torch tensors among them, as torch's own operators in place do: backward then
-    refuses to read what a graph saved before. To be called behind the write: a refused call writes nothing. Tensors of
-    inference mode have no counter, and no graph saves them."""
+    """Raises the version counters of the torch tensors among the arrays, as torch's own in-place operators do:
+    backward then refuses to read what a graph saved before. Call it after the write, since a refused call writes
+    nothing. Tensors of inference mode have no counter, and no graph saves them."""
     _increment_version([x for x in arrays if isinstance(x, Tensor)])
 
 
 def mark_step(state: Any, out: Any) -> None:
-    """``mark_written`` of a decode step: no list, and no question that the usual arrays do not need."""
+    """``mark_written`` for a decode step: no list, and no check that the usual arrays do not need."""
     if type(state) is ndarray and type(out) is ndarray:
         return
     try:
         _increment_version((state, out))
-    except (TypeError, RuntimeError):  # not both are torch tensors
+    except (TypeError, RuntimeError):  # at least one is not a torch tensor
         mark_written(state, out)

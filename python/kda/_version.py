@@ -1,5 +1,5 @@
-"""The version, read where it is written: in ``kda.h``, which the wheel has in this folder, and the source tree beside
-``python``."""
+"""Reads the version from where it is written: ``kda.h``, which is in this folder in the wheel, and beside ``python``
+in the source tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def include_directory() -> str:
-    """For ``#include <kda/kda.h>``."""
+    """The folder for ``#include <kda/kda.h>``."""
     places = [os.path.join(_HERE, "include"), os.path.join(os.path.dirname(os.path.dirname(_HERE)), "include")]
     for place in places:
         if os.path.isfile(os.path.join(place, "kda", "kda.h")):

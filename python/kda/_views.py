@@ -1,8 +1,8 @@
-"""Arrays that cannot be passed to the binding as they are: those of libraries other than torch and NumPy, and NumPy's
-that are read-only or of a dtype that it does not export. A call that fails on one is made again with views of them,
-so calls with torch tensors and plain NumPy arrays pay nothing. Nothing is copied.
+"""Passes arrays to the binding that it cannot take as they are: those of libraries other than torch and NumPy, and
+NumPy arrays that are read-only or of a dtype that NumPy does not export. A call that fails on one is repeated with
+views of such arrays, so calls with torch tensors and plain NumPy arrays pay nothing. Nothing is copied.
 
-DLPack said nothing of read-only memory before version 1.0, and the binding asks for none of its newer versions: an
+DLPack could not express read-only memory before version 1.0, and the binding does not ask for a newer version. So an
 array that its owner never lets anyone write is refused here where a call would write it.
 """
 
@@ -22,7 +22,7 @@ from ._refusal import Takes, refusal
 from ._shards import has_shards, on_shards
 
 _RECORDS = {"records.u", "records.k", "records.alpha"}
-_WRITTEN: dict[str, set[str]] = {  # by the function that writes them
+_WRITTEN: dict[str, set[str]] = {  # by function: the arguments that it writes
     "prefill": {"state", "checkpoints", "out", "workspace"},
     "decode": {"state", "out"},
     "decode_mtp": {"state", "conv.state", "snapshots", "out"},
@@ -35,8 +35,8 @@ _WRITTEN: dict[str, set[str]] = {  # by the function that writes them
 }
 
 _VERSIONED = b"dltensor_versioned"
-_FLAGS_AT = 24  # in a DLManagedTensorVersioned: behind its version, its owner and its deleter
-_DTYPE_AT = 20  # in a DLTensor: behind its address, its device and the number of dimensions
+_FLAGS_AT = 24  # in a DLManagedTensorVersioned: after its version, its context and its deleter
+_DTYPE_AT = 20  # in a DLTensor: after its address, its device and the number of dimensions
 _READ_ONLY = 1
 _BFLOAT = 4
 _is_valid, _pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
@@ -45,8 +45,8 @@ _pointer.restype = ctypes.c_void_p
 
 
 def again(function: Callable[..., Any], error: Exception, arguments: dict[str, Any], takes: Takes | None = None) -> Any:
-    """What ``function`` returns for ``arguments``, its ``locals()`` when it failed with ``error``, if views of some are
-    all it needs. Else raises what :func:`refusal` makes of the error."""
+    """Runs ``function`` again if views of some arguments are all that it needs, and returns the result. Otherwise
+    raises what :func:`refusal` makes of the error. ``arguments`` are its ``locals()`` when it failed with ``error``."""
     try:
         given = _given(function, arguments)
         if other := _other_way(given):
@@ -58,11 +58,11 @@ def again(function: Callable[..., Any], error: Exception, arguments: dict[str, A
             return without_views(function(**views))
         raise refusal(error, arguments, takes) from None
     finally:
-        del error, arguments  # the frame of an exception keeps what it holds, so it must not hold the exception
+        del error, arguments  # an exception's frame keeps its variables, so they must not hold the exception
 
 
 def with_operators(function: Callable[..., Any], error: Exception, arguments: dict[str, Any]) -> Any:
-    """:func:`again` for a function that takes tensors of torch alone: they need no views."""
+    """:func:`again` for a function that accepts only torch tensors, which need no views."""
     try:
         given = _given(function, arguments)
         if other := _other_way(given):
@@ -73,7 +73,7 @@ def with_operators(function: Callable[..., Any], error: Exception, arguments: di
 
 
 def _given(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of its ``locals()``, what ``function`` was called with."""
+    """The arguments that ``function`` was called with, from its ``locals()``."""
     arguments.pop("error", None)
     parameters = inspect.signature(function).parameters
     given = {name: x for name, x in arguments.items() if name in parameters}
@@ -88,7 +88,8 @@ def _other_way(given: dict[str, Any]) -> Callable[..., Any] | None:
 
 
 def with_views(error: Exception, arguments: dict[str, Any], written: Set[str] = frozenset()) -> dict[str, Any] | None:
-    """The arguments, with views where one is needed; None if none is, or the library has read all arrays."""
+    """The arguments, with views where they are needed. None if no view is needed, or if the library has read all
+    arrays."""
     if hasattr(error, "__tvm_ffi_error__"):
         return None
     views = {name: _view(name, x, written) for name, x in arguments.items()}
@@ -120,7 +121,7 @@ def _is_read_only(x: Any) -> bool:
     if isinstance(x, numpy.ndarray):
         return not x.flags.writeable
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(x, jax.Array):  # immutable, and exported without a word of that
+    if jax is not None and isinstance(x, jax.Array):  # immutable, but its export does not say so
         return True
     capsule = _capsule(x)
     if not _is_valid(capsule, _VERSIONED):
@@ -129,7 +130,7 @@ def _is_read_only(x: Any) -> bool:
 
 
 def share_numpy(x: Any) -> Any:
-    """Through the array interface: what NumPy exports by DLPack has to be writeable, and of a dtype of its own."""
+    """Shares it through the array interface: NumPy exports by DLPack only what is writeable and of a native dtype."""
     bfloat = x.dtype.name == "bfloat16"
     interface = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
     if bfloat:
@@ -152,7 +153,7 @@ def _share_other(x: Any) -> Any:
 def _capsule(x: Any) -> Any:
     try:
         return x.__dlpack__(max_version=(1, 0))
-    except TypeError:  # older than that
+    except TypeError:  # an older DLPack
         return x.__dlpack__()
 
 

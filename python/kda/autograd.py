@@ -1,4 +1,4 @@
-"""torch autograd around the kernels, for eager mode. Under torch.compile see compiled.py."""
+"""torch autograd around the kernels, for eager mode. For torch.compile see compiled.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ._options import CHUNK, H_EVERY, Options
 Tensor = torch.Tensor
 
 
-# ---- what torch may ask for ----
+# ---- requests of torch that are refused ----
 
 _NO_SECOND = "second derivatives: expected a gradient that is not differentiated again (kda has first derivatives only)"
 _NO_SECOND += ", got one in another backward"
 
 
 class _NoSecondDerivatives(torch.autograd.Function):
-    """The first ``count`` tensors as they are. Whoever differentiates them by any of all tensors comes through here."""
+    """Returns the first ``count`` tensors as they are. Differentiating them with respect to any of the tensors raises
+    an error."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -40,14 +41,15 @@ def refuse_second_derivatives(*_: Any) -> NoReturn:
 
 
 def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A ``Function.backward`` from ``backward(ctx, kept, *gradients)``, for ``create_graph=True`` as well: then its
-    results refuse to be differentiated again. torch's ``once_differentiable`` ties them to the gradients that come in
-    alone, and to copies of those: where an input has another way to the loss, nobody gets to see its error."""
+    """Makes a ``Function.backward`` from ``backward(ctx, kept, *gradients)`` that also works with
+    ``create_graph=True``: its results then refuse to be differentiated again. torch's ``once_differentiable``
+    connects the results only to the incoming gradients, and to copies of those. Where an input reaches the loss by
+    another path, its error never shows."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         refuse_batched_gradients(gradients)
-        kept = ctx.saved_tensors  # once: activation checkpointing recomputes them
+        kept = ctx.saved_tensors  # read once: activation checkpointing recomputes them
         with torch.no_grad():
             results = backward(ctx, kept, *gradients)
         if not torch.is_grad_enabled():
@@ -63,7 +65,7 @@ def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply``; it is for reverse mode alone."""
+    """``function.apply``, for reverse mode only."""
     if (refused := transform_refusal()) is not None:
         raise refused
     return function.apply(*arguments)
@@ -73,8 +75,8 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def _large_pages() -> Callable[[Tensor], Tensor]:
-    """Marks a fresh CPU tensor for pages of 2 MiB, where the system gives them to those who ask (Linux). The memory of
-    outputs is new in every step: without this a tenth of a training step goes into faults on pages of 4 KiB."""
+    """Requests pages of 2 MiB for a new CPU tensor, where the system grants them on request (Linux). The memory of
+    outputs is new in every step: without this a tenth of a training step goes into page faults on pages of 4 KiB."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     page, hugepage = 2 << 20, 14
 
@@ -106,9 +108,9 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 def saved_kinds(
     v: Tensor, K: int, cu: Tensor | None, options: Options, h_every: int
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and dtypes of what forward leaves for backward: nothing if ``h_every`` is 0; ``h``, a state every
-    ``h_every`` chunks; if that is 1 also ``v_new``, ``Aqk`` and ``Akk``, and backward computes nothing again. On CUDA
-    ``h`` and ``v_new`` in bf16 if ``h_every`` is 1, where backward takes them (V-first, 16 bits), else nothing."""
+    """Shapes and dtypes of what forward keeps for backward. Nothing if ``h_every`` is 0; otherwise ``h``, a state
+    every ``h_every`` chunks. If that is 1 also ``v_new``, ``Aqk`` and ``Akk``, and backward recomputes nothing. On
+    CUDA: ``h`` and ``v_new`` in bf16 if ``h_every`` is 1 and backward can use them (V-first, 16 bits), else nothing."""
     if h_every == 0 or (v.is_cuda and (h_every > 1 or options.state_layout or v.dtype == torch.float32)):
         return ()
     B, T, HV, _ = v.shape
@@ -127,7 +129,7 @@ def run_forward(
     h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, h_every: int, recurrent: bool,
     impl: str | None, has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
-    """(o, hT, saved), see :func:`saved_kinds`; the recurrent form saves nothing."""
+    """Returns (o, hT, saved), see :func:`saved_kinds`; the recurrent form saves nothing."""
     K = q.shape[3]
     o = _in_large_pages(torch.empty_like(v, memory_format=torch.contiguous_format))
     hT = v.new_empty(state_shape(v, K, cu, options), dtype=wide_dtype(q)) if final_state else None
@@ -148,7 +150,8 @@ def four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Gradients come as views of any kind: expanded by sum(), lazily negated by complex operations."""
+    """Copies a gradient where needed: gradients come as views of any kind, expanded by sum() or lazily negated by
+    complex operations."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -158,8 +161,8 @@ def backward_call(
     h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], h_every: int, d_o: Tensor,
     dhT: Tensor | None, wanted: Sequence[bool], impl: str | None = None,
 ) -> tuple[list[Tensor | None], tuple[Any, ...]]:  # fmt: skip
-    """Places for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and what the library
-    is called with."""
+    """Tensors for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and the arguments
+    for the library."""
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
     grads = [
         _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format)) if w and x is not None else None
@@ -180,15 +183,15 @@ def run_backward(*arguments: Any, **options: Any) -> list[Tensor | None]:
 
 
 def chunks_between_states(inputs: Sequence[Tensor | None], disable_recompute: bool) -> int:
-    """``h_every`` of a forward: 0 if nobody can ask for gradients of its inputs. To be called outside of a
-    ``Function``: in there gradients are always disabled, and ``ctx.needs_input_grad`` heeds no ``torch.no_grad()``."""
+    """``h_every`` of a forward: 0 if its inputs can have no gradients. Must be called outside of a ``Function``:
+    inside, gradients are always disabled, and ``ctx.needs_input_grad`` ignores ``torch.no_grad()``."""
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return 0
     return 1 if disable_recompute else H_EVERY
 
 
 class KDAFunction(torch.autograd.Function):
-    """chunk_kda, and fused_recurrent_kda with ``recurrent``."""
+    """Autograd of chunk_kda, and of fused_recurrent_kda with ``recurrent``."""
 
     jvp = staticmethod(refuse_forward_mode)
 

@@ -1,8 +1,8 @@
 """The kernels as registered torch operators, for torch.compile (``fullgraph=True``), export and vmap-free tracing.
 
-Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Those that write raise
-the versions of what they write; those without gradients refuse what requires them, when they are traced as well.
-Operators of the namespace ``kda``:
+Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Operators that write
+raise the versions of what they write. Operators without gradients refuse inputs that require them, also when they are
+traced. Operators of the namespace ``kda``:
 
 * ``forward(...) -> (o, hT, h, v_new, Aqk, Akk)``, functional, with autograd; what is not wanted comes back empty.
 * ``backward(...) -> gradients``, functional.
@@ -13,7 +13,7 @@ Operators of the namespace ``kda``:
 * ``old_state(state) -> copy``, refused where backward runs it again.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 
-Importing this module registers them, those of ``compiled_stages`` too; ``_torch_ops`` does so when one is looked up.
+Importing this module registers them and those of ``compiled_stages``. ``_torch_ops`` imports it at the first look-up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def define_in(there: Any, name: str, signature: str, run: Any, fake: Any, instea
 
 
 def _of_one_kind(operator: Any, fake: Any) -> Any:
-    """``fake``, unless some tensors are meta and some are not: torch would take it for all, and compute nothing."""
+    """Returns ``fake``, unless some tensors are meta and some are not: torch would treat all as meta and compute
+    nothing."""
     names = [a.name for a in operator._schema.arguments]
 
     @functools.wraps(fake)
@@ -70,7 +71,8 @@ def _of_one_kind(operator: Any, fake: Any) -> Any:
 
 
 def _marking(operator: Any, run: Any) -> Any:
-    """``run``, and what the schema says is written has a higher version then: torch does so only for its own."""
+    """``run``, after which everything that the schema marks as written has a higher version. torch does this only for
+    its own operators."""
     arguments = operator._schema.arguments
     written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
     if not any(written):
@@ -86,7 +88,7 @@ def _marking(operator: Any, run: Any) -> Any:
 
 
 def _refusing(operator: Any, instead: str) -> Any:
-    """Below autograd as it is, but that it refuses what would get no gradient. Runs in traces as well."""
+    """Leaves autograd out, but refuses inputs that would lose their gradients. Runs in traces as well."""
     names = [a.name for a in operator._schema.arguments]
 
     def refuse_or_run(keys: Any, *values: Any, **options: Any) -> Any:
@@ -188,7 +190,7 @@ def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors  # once: activation checkpointing recomputes them
+    kept = ctx.saved_tensors  # read once: activation checkpointing recomputes them
     tensors, saved = kept[:9], kept[9:]
     if d_o is None:
         d_o = torch.zeros_like(tensors[2])
@@ -569,5 +571,5 @@ _define(
     "kda.causal_conv1d",
 )
 
-# Whoever has these operators has all of them: torch.ops.kda asks for this module only.
+# Importing one part imports all: torch.ops.kda asks for this module only.
 from . import compiled_stages  # noqa: E402, F401

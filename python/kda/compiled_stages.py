@@ -2,8 +2,8 @@
 
 * ``kda::stage_<name>(cu_seqlens, scale, state_layout, tensors.., impl) -> ()`` with the tensors of the args struct in
   its order; the outputs are written.
-* ``kda_prefill::forward(q, k, v, g, beta, chunk_size) -> (o, w, u)``, functional, and with three arguments more,
-  ``w, u, o``, each a buffer to write to or None. ``kda_prefill::write`` is the latter with all three, without results.
+* ``kda_prefill::forward(q, k, v, g, beta, chunk_size) -> (o, w, u)``, functional. With three more arguments,
+  ``w, u, o``, each is a buffer to write to or None. ``kda_prefill::write`` has all three and returns nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _forward_to(
     return o, w, u
 
 
-# Returns what it was given, which an operator of a graph must not: taken apart before it is one.
+# Returns tensors that it was given. An operator in a graph must not do that, so this one is decomposed before.
 _prefill.define(
     f"forward.to({_INPUTS}, int chunk_size, Tensor(a!)? w, Tensor(b!)? u, Tensor(c!)? o, *, {_OPTIONS})"
     " -> (Tensor(c!), Tensor(a!), Tensor(b!))"

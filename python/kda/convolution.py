@@ -1,4 +1,4 @@
-"""The short causal convolution in front of the layer: with gradients, and in place on a pool of states."""
+"""The short causal convolution before the layer: with gradients, or in place on a pool of states."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def causal_conv1d(
 ) -> tuple[Any, Any]:
     """``y[t] = bias + sum_j weight[:, j] * x[t - W + 1 + j]`` per channel, then SiLU; in float32, y in the dtype of x.
 
-    With autograd for torch tensors. Takes NumPy and other DLPack arrays, too, without gradients.
+    Has autograd for torch tensors. Also accepts NumPy and other DLPack arrays, without gradients.
 
     Args:
         x: ``[B, T, D]`` bfloat16, float16 or float32; rows may be slices of a wider buffer.
-        weight: ``[D, W]``, ``W`` 2 to 4; the last column belongs to the current token. Floating point, like bias and
-            states of any dtype.
+        weight: ``[D, W]``, ``W`` 2 to 4; the last column belongs to the current token. weight, bias and states are
+            floating point of any dtype.
         bias: ``[D]``, or None.
         initial_state: ``[N, D, W - 1]``, the inputs before the first token, oldest first, any strides; zeros if None.
-            (FLA's states have a column more, the first, which nothing reads.)
+            (FLA's states have one more column, the first, which is never read.)
         activation: ``"silu"`` (or ``"swish"``), or None.
-        output_final_state: also return the last ``W - 1`` inputs, those of the initial state included.
+        output_final_state: also return the last ``W - 1`` inputs, including those of the initial state.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Outputs beyond
             ``cu_seqlens[-1]`` are zero.
         impl: force an implementation, see :func:`kda.implementations`.
@@ -46,7 +46,7 @@ def causal_conv1d(
         None.
 
     Raises:
-        ValueError: the call breaks the contract; the sentence names the argument.
+        ValueError: the call breaks the contract; the message names the argument.
 
     >>> import kda, numpy as np
     >>> x = np.array([[[1.0], [2.0], [3.0]]], np.float32)
@@ -64,7 +64,7 @@ def causal_conv1d(
         return y, last
     x, weight = _dense(x), _dense(weight)
     if output_final_state:
-        _state_shape(x, weight, cu_seqlens)  # refuses what has none
+        _state_shape(x, weight, cu_seqlens)  # refuses arrays without a shape
     if dispatched():
         from .compiled import conv
 
@@ -91,14 +91,14 @@ def causal_conv1d_update(
     impl: str | None = None,
     num_threads: int = 0,
 ) -> Any:
-    """The convolution of the next tokens, one or many, rolling ``state`` on in place. No gradients; any DLPack arrays.
+    """The convolution of the next tokens, one or many, advancing ``state`` in place. No gradients; any DLPack arrays.
 
     Args:
         x, weight, bias, activation, cu_seqlens: as in :func:`causal_conv1d`; the last dimension of x must be dense.
         state: ``[N, D, W - 1]`` of any float dtype and strides; with ``state_indices`` a pool ``[slots, D, W - 1]``.
-        state_indices: ``[N]`` int32: the slot of each sequence. ``< first_valid_slot`` marks padding: its outputs are
-            zero and no slot is touched. Two sequences may not share a slot.
-        has_initial_state: ``[N]`` bool: False starts that sequence from zeros whatever its slot holds.
+        state_indices: ``[N]`` int32: the slot of each sequence. A slot ``< first_valid_slot`` marks padding: its
+            outputs are zero and no slot is touched. Two sequences may not share a slot.
+        has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
         out: ``[B, T, D]`` in the dtype of x, written and returned; made if None.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
 

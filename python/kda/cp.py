@@ -1,9 +1,10 @@
 """Context parallelism: packed sequences whose tokens are spread over the ranks of a ``torch.distributed`` group.
 
-Every rank owns an equal window of the tokens. Only the last sequence of a window can go on in the next one, so one map
-per rank and head, ``S_out = M S_in + b`` (docs/operators/segments.md), carries everything across the borders: ranks
-exchange their maps in one all-gather, and each composes those it needs to the state that its first sequence starts
-from. Gradients go the other way with the dual maps. Nothing depends on which rank is faster: the same bits every time.
+Every rank owns an equal window of the tokens. Only the last sequence of a window can continue in the next one, so one
+map per rank and head, ``S_out = M S_in + b`` (docs/operators/segments.md), carries everything across the borders.
+Ranks exchange their maps in one all-gather, and each composes the maps that it needs into the initial state of its
+first sequence. Gradients go the other way with the dual maps. Nothing depends on which rank is faster: results have
+the same bits every time.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from .segment import run_segment_merge
 
 Tensor = torch.Tensor
 
-# torch gave it a new name.
+# Newer versions of torch have renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Context:
-    """Where the tokens of this rank lie among those of all. Made by every rank of the group from the same arguments,
-    and passed as ``cp_context`` to :func:`kda.chunk_kda`, or to the whole layer, :class:`kda.nn.KimiDeltaAttention`.
+    """Where the tokens of this rank lie among those of all ranks. Every rank of the group makes one from the same
+    arguments and passes it as ``cp_context`` to :func:`kda.chunk_kda`, or to the whole layer,
+    :class:`kda.nn.KimiDeltaAttention`.
 
     Args:
         cu_seqlens: ``[N + 1]`` integers, a tensor or a sequence: offsets of the sequences among the tokens of all
             ranks. Its values are read on the host, once.
-        group: the process group, None for the default one. Backends that gather bytes: gloo on CPUs, NCCL on GPUs.
-        tokens: of all ranks together, if more than ``cu_seqlens[-1]``: padding at the end. Divisible by the ranks.
+        group: the process group, None for the default one. Its backend must gather bytes: gloo on CPUs, NCCL on GPUs.
+        tokens: the number on all ranks together, if more than ``cu_seqlens[-1]``: the rest is padding at the end.
+            Must be divisible by the number of ranks.
 
     Attributes:
-        cu_seqlens: those of this rank's window, where the given ones were (on the CPU, int64, for a sequence).
-            Sequences without tokens here are left out.
-        tokens: of the window.  rank, ranks: in the group.
-        before: ranks before this one that hold tokens of its first sequence.  after: the same for its last sequence.
+        cu_seqlens: the offsets in this rank's window, on the device of the given ones (for a sequence on the CPU,
+            int64). Sequences without tokens here are left out.
+        tokens: the number in the window.  rank, ranks: in the group.
+        before: how many ranks before this one hold tokens of its first sequence.  after: the same for its last
+            sequence.
 
     >>> import kda.cp, os, tempfile, torch.distributed as dist
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -76,14 +80,14 @@ class Context:
         self.last = slice(inside[-2], inside[-1]) if len(inside) > 1 else slice(0, 0)
         self.sequences = len(inside) - 1
 
-        # The sequence that goes on across the border in front of each rank, as (its start, its end), or None.
+        # The sequence that crosses the border before each rank, as (its start, its end), or None.
         self._across = [_sequence_across(cu, r * P) if 0 < r < self.ranks else None for r in range(self.ranks + 1)]
         into, out_of = self._across[self.rank], self._across[self.rank + 1]
-        self.preceding = start - into[0] if into else 0  # tokens of the first sequence on ranks before
+        self.preceding = start - into[0] if into else 0  # tokens of the first sequence on earlier ranks
         self.before = self.rank - into[0] // P if into else 0
         self.after = (out_of[1] - 1) // P - self.rank if out_of else 0
         self.any_across = any(self._across)
-        # Ranks that lie within one sequence altogether pass states on; only their M counts.
+        # A rank that lies entirely within one sequence passes states on; only the M of such ranks matters.
         self.passes_on = self._passes_on(self.rank)
         self.any_passes_on = any(map(self._passes_on, range(self.ranks)))
 
@@ -98,7 +102,7 @@ class Context:
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """``[ranks, *x.shape]``: the ``x`` of every rank. Carried as bytes: not every backend knows every dtype."""
+        """``[ranks, *x.shape]``: the ``x`` of every rank, sent as bytes because not every backend knows every dtype."""
         x = x.contiguous()
         out = x.new_empty(self.ranks, *x.shape)
         if x.numel():
@@ -107,7 +111,7 @@ class Context:
 
 
 def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:
-    """The sequence with tokens on both sides of the border."""
+    """The sequence with tokens on both sides of the border, or None."""
     n = bisect_right(cu, border) - 1
     return (cu[n], cu[n + 1]) if n < len(cu) - 1 and cu[n] < border else None
 
@@ -118,9 +122,9 @@ def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:
 def _exchange(
     cp: Context, inputs: Sequence[Any], options: Options, d_o: Tensor | None, M: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """(maps, states, this rank's M): the maps of all ranks, ``[ranks, HV, K, K]``, or None if no rank passes states on,
-    and ``b`` of their last sequences, ``[ranks, HV, ..]``; with ``d_o`` the ``d`` of their first ones. ``M``: this
-    rank's, if it is known already. What no rank needs is 0."""
+    """Returns (maps, states, this rank's M). ``maps`` are those of all ranks, ``[ranks, HV, K, K]``, or None if no
+    rank passes states on. ``states`` are the ``b`` of their last sequences, ``[ranks, HV, ..]``; with ``d_o`` the
+    ``d`` of their first ones. ``M`` is this rank's, if it is already known. What no rank needs is 0."""
     q, k, v, g, beta, A_log, dt_bias = inputs
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     size = HV * K * V
@@ -142,12 +146,12 @@ def _exchange(
 
 
 def _merged(maps: Tensor | None, states: Tensor, first: int, last: int, options: Options) -> Tensor:
-    """The state after ranks ``first`` .. ``last`` of one sequence. Backwards (``last`` < ``first``) its gradient before
-    them. The map of the first counts for nothing: what comes to it is 0."""
+    """The state after ranks ``first`` .. ``last`` of one sequence. Backwards (``last`` < ``first``), the gradient of
+    the state before them. The map of the first rank is not used: it would be multiplied by 0."""
     reverse = last < first
     if first == last:
         return states[first]
-    assert maps is not None  # whoever lies between two others passes on
+    assert maps is not None  # a rank between two others passes states on
     between = slice(last, first) if reverse else slice(first + 1, last + 1)
     v_first = options.state_layout == 0
     merged = run_segment_merge(maps[between], states[between], states[first], reverse, v_first, None, 0)
@@ -155,14 +159,14 @@ def _merged(maps: Tensor | None, states: Tensor, first: int, last: int, options:
 
 
 def _one_of(sequences: int, n: int, state: Tensor) -> Tensor:
-    """States of all sequences: zeros but for sequence n."""
+    """States of all sequences: zeros except for sequence n."""
     states = state.new_zeros(sequences, *state.shape)
     states[n] = state
     return states
 
 
 class ContextParallelFunction(torch.autograd.Function):
-    """chunk_kda on the window of this rank."""
+    """Autograd of chunk_kda on the window of this rank."""
 
     @staticmethod
     def forward(
@@ -179,7 +183,7 @@ class ContextParallelFunction(torch.autograd.Function):
                 only_first = torch.arange(cp.sequences, device=q.device) == 0
         o, _, saved = run_forward(*inputs, h0, cp.cu_seqlens, options, False, h_every, False, impl, only_first)
         if h_every:
-            own = [None if x is None else x.clone() for x in (state, M)]  # not the buffers they are views of
+            own = [None if x is None else x.clone() for x in (state, M)]  # clones: they are views of larger buffers
             ctx.save_for_backward(*inputs, *own, *saved)
             ctx.cp, ctx.options, ctx.h_every = cp, options, h_every
         return o
@@ -205,7 +209,7 @@ def _chunk_kda(
     cp: Any, call: tuple[Any, ...], output_final_state: bool, return_intermediate_states: bool,
     disable_recompute: bool, impl: str | None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What :func:`kda.chunk_kda` does with a ``cp_context``."""
+    """:func:`kda.chunk_kda` with a ``cp_context``."""
     *inputs, h0, cu, options = call
     if not isinstance(cp, Context):
         raise ValueError(f"cp_context: expected a kda.cp.Context, got {type(cp).__name__}")
@@ -224,21 +228,21 @@ def _chunk_kda(
     return apply(ContextParallelFunction, *inputs, cp, options, h_every, impl), None
 
 
-chunk_kda = torch.compiler.disable(_chunk_kda)  # a graph holds no collectives of ours
+chunk_kda = torch.compiler.disable(_chunk_kda)  # graphs cannot hold our collectives
 
 
-# ---- the convolution in front ----
+# ---- the convolution before the layer ----
 
 
 class HaloFunction(torch.autograd.Function):
-    """Rows before the window for the first sequence: as many as there are, up to ``rows``, at the end."""
+    """The rows before the window that belong to the first sequence, up to ``rows``, stored at the end of the halo."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: Context, rows: int) -> Tensor:
         ctx.cp, ctx.rows, ctx.dtype = cp, rows, x.dtype
         halo = x.new_zeros(cp.sequences, x.shape[2], rows)
         if rows and cp.any_across:
-            own = min(rows, cp.tokens)  # a window may be shorter than the halo: then it takes several
+            own = min(rows, cp.tokens)  # if a window is shorter than the halo, the halo spans several
             tails = cp.gather(x[0, cp.tokens - own :])
             count = min(rows, cp.preceding)
             if count:
@@ -267,12 +271,12 @@ _apply: Any = torch.compiler.disable(apply)
 
 
 def conv_halo(x: Tensor, cp_context: Context, width: int) -> Tensor:
-    """The raw rows in front of this rank's window that a causal convolution of ``width`` taps needs: its initial state,
+    """The raw rows before this rank's window that a causal convolution of ``width`` taps needs as its initial state,
     one per sequence of the window. Gradients go back to the ranks that own the rows.
 
     Args:
-        x: ``[1, P, D]``, what goes into the convolution, this rank's window.
-        width: taps, the current token included.
+        x: ``[1, P, D]``, the input of the convolution, this rank's window.
+        width: the number of taps, including the current token.
 
     Returns:
         ``[sequences, D, width - 1]``, oldest row first; zeros where a sequence has no earlier token.

@@ -1,4 +1,4 @@
-"""Whole prompts in float32 with heads before tokens."""
+"""Prefill of whole prompts in float32, with heads before tokens."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def prefill_f32(
     """Chunked forward in float32, heads before tokens, with ``w`` and ``u`` of the chunks. No gradients; any DLPack
     arrays.
 
-    ``w = (I + Akk)^-1 beta k exp(G)`` and ``u = (I + Akk)^-1 beta v``, of which ``u - w S`` are the corrections of a
-    chunk that begins with state ``S``. They depend on the chunk size; the outputs do not.
+    ``w = (I + Akk)^-1 beta k exp(G)`` and ``u = (I + Akk)^-1 beta v``; ``u - w S`` are the corrections of a chunk
+    that begins with state ``S``. They depend on the chunk size; the outputs do not.
 
     Args:
-        q, k: ``[B, H, T, K]`` float32, normalised; any strides but the last, as for all tensors.
+        q, k: ``[B, H, T, K]`` float32, normalised. All tensors may have any strides, except that the last is dense.
         v: ``[B, HV, T, V]``.
         g: ``[B, HV, T, K]``, the natural-log decay (``<= 0``, ``-inf`` allowed).
         beta: ``[B, HV, T]``, activated.
         chunk_size: 32 or 64. Any K and V in 1..256; ``(K, V, chunk_size)`` of (64, 64, 32), (64, 64, 64),
             (128, 128, 32) and (128, 128, 64) fill tiles of tensor cores. T need not be a multiple.
-        w, u: ``[B, HV, ceil(T / chunk_size), chunk_size, K]`` and ``[.., V]``, written; made if None. Rows behind the
+        w, u: ``[B, HV, ceil(T / chunk_size), chunk_size, K]`` and ``[.., V]``, written; made if None. Rows after the
             last token are zero.
         o: ``[B, HV, T, V]``, written; made if None.
         initial_state: ``[B, HV, V, K]`` (K-first with ``state_v_first=False``); zeros if None.
-        final_state: like it, written; may be it, in place.
+        final_state: same shape, written; may be ``initial_state`` itself, to work in place.
         scale: factor of the scores, ``K ** -0.5`` by default.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
 

@@ -1,9 +1,9 @@
 """The attention layer of Kimi-Linear as a torch module, for training, prefill, cached and speculative decode.
 
-:class:`KimiDeltaAttention` has the constructor keywords and the parameters of FLA's layer of that name, so that a state
-dict goes from one to the other. :class:`KDACache` is what it remembers of each sequence: of constant size, updated in
-place; :class:`DraftCache` holds drafts on top of it. Dimensions are those of :mod:`kda.ops`; ``W`` is the width of the
-short convolution and ``D`` a channel count.
+:class:`KimiDeltaAttention` has the constructor keywords and the parameters of FLA's layer of that name, so a state
+dict of one fits the other. :class:`KDACache` is what it remembers of each sequence: of constant size, updated in
+place. :class:`DraftCache` holds drafts on top of it. Dimensions are those of :mod:`kda.ops`; ``W`` is the width of
+the short convolution and ``D`` a channel count.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
     "from_published", "to_published",
 ]  # fmt: skip
 
-# Without gradients, pieces of up to this many tokens run through the token recurrence, longer ones through the chunks.
+# Without gradients, calls of up to this many tokens use the token recurrence, longer ones the chunks.
 DECODE_TOKENS = 8
 
-# Keywords that models hand to all their layers and that change nothing here: what is returned beside the outputs, and
-# what rotary embeddings and kernels of softmax attention need. Any other that is unknown is refused.
+# Keywords that models pass to all their layers and that change nothing here: about what is returned beside the
+# outputs, and about rotary embeddings and kernels of softmax attention. Any other unknown keyword is refused.
 IGNORED_KEYWORDS = frozenset(
     {
         "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "max_seqlen", "num_items_in_batch",
@@ -62,33 +62,33 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 class KimiDeltaAttention(nn.Module):
     """The Kimi Delta Attention layer: ``[B, T, hidden_size]`` to ``[B, T, hidden_size]``.
 
-    q, k, v are projections with a short convolution and SiLU; the decay, one per key channel, is
-    ``-exp(A_log) * softplus(f_proj(x) + dt_bias)``; a sigmoid gate and an RMS norm stand before the output projection.
+    q, k, v are projections with a short convolution and SiLU. The decay, one per key channel, is
+    ``-exp(A_log) * softplus(f_proj(x) + dt_bias)``. A sigmoid gate and an RMS norm come before the output projection.
 
     Args:
-        hidden_size, num_heads: width of the model; query/key heads ``H``.
+        hidden_size, num_heads: the width of the model, and the number of query/key heads ``H``.
         head_dim, expand_v: ``K``, and ``V = head_dim * expand_v``, which must be whole; both at most 256.
-        num_v_heads: ``HV``, a multiple of ``num_heads``, which it is by default.
+        num_v_heads: ``HV``, a multiple of ``num_heads`` and by default equal to it.
         mode: ``"chunk"``, or ``"fused_recurrent"`` for the token recurrence; calls with a cache choose by length.
-        use_short_conv, conv_size, conv_bias: the convolutions, their width ``W`` (1 to 4), whether they have a
-            bias.
-        allow_neg_eigval: ``beta = 2 * sigmoid``, not ``sigmoid``.
+        use_short_conv, conv_size, conv_bias: whether there are convolutions, their width ``W`` (1 to 4), and whether
+            they have a bias.
+        allow_neg_eigval: ``beta = 2 * sigmoid`` instead of ``sigmoid``.
         lower_bound: a negative number makes the decay ``lower_bound * sigmoid(exp(A_log) * (f_proj(x) + dt_bias))``.
         safe_gate: needs ``lower_bound`` in ``[-5, 0)`` and starts ``A_log`` from zero. Nothing else here depends on it.
         layer_idx: the key of this layer's cache in ``past_key_values``.
-        norm_eps: of the output norm.
+        norm_eps: the eps of the output norm.
         use_full_rank_gate: the output gate ``g_proj`` is one linear map, as in Kimi K3 and Ling-3, not two through
             ``head_v_dim`` channels.
-        use_full_rank_decay: the same of ``f_proj``, as in Ling-3.
-        gate_bias: a bias at the end of ``g_proj``. If None, the low-rank one has it, as in FLA. No published checkpoint
-            has: say False for Kimi-Linear and GLM-5, or it starts from zero when one is loaded.
+        use_full_rank_decay: the same for ``f_proj``, as in Ling-3.
+        gate_bias: whether ``g_proj`` ends with a bias. If None, the low-rank one does, as in FLA. No published
+            checkpoint has one: pass False for Kimi-Linear and GLM-5, or the bias starts from zero when one is loaded.
         device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for.
 
-    Made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then ``reset_parameters``
-    of every module, as FSDP and others do.
+    If made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then
+    ``reset_parameters`` of every module, as FSDP and others do.
 
     Raises:
-        ValueError: sizes that do not fit each other; the sentence names the argument.
+        ValueError: sizes do not fit each other; the message names the argument.
 
     >>> import torch
     >>> from kda.nn import KimiDeltaAttention
@@ -181,8 +181,9 @@ class KimiDeltaAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start the gate: ``exp(A_log)`` from U(1, 16), ``softplus(dt_bias)`` log-uniform in [0.001, 0.1]. Modules
-        inside start their own; what transformers marks as loaded (``_is_hf_initialized``) stays."""
+        """Initialises the gate: ``exp(A_log)`` from U(1, 16), ``softplus(dt_bias)`` log-uniform in [0.001, 0.1]. The
+        modules inside initialise themselves. Parameters that transformers marks as loaded (``_is_hf_initialized``)
+        keep their values."""
         self._mark_parameters()
         loaded = [getattr(parameter, "_is_hf_initialized", False) for parameter in (self.A_log, self.dt_bias)]
         if not loaded[0] and self.safe_gate:
@@ -195,21 +196,21 @@ class KimiDeltaAttention(nn.Module):
 
     def _mark_parameters(self) -> None:
         for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]  # what FLA's and other trainers look for
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]  # FLA's and other trainers look for this
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``to_empty`` and moves off the meta device replace parameters, and the marks on them are lost."""
+        """Marks the parameters again: ``to_empty`` and moves off the meta device replace them and lose the marks."""
         module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark_parameters()
         return module
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Takes the names and shapes of published checkpoints, too."""
+        """Also accepts the names and shapes of published checkpoints."""
         given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         given = {name[len(prefix) :]: x for name, x in given.items()}
         own = own_names(given)
         low_rank = given.get("g_b_proj.weight")
-        if low_rank is not None and "1.bias" in self.g_proj.state_dict():  # zeros make it the same layer
+        if low_rank is not None and "1.bias" in self.g_proj.state_dict():  # zeros give the same layer
             own.setdefault("g_proj.1.bias", low_rank.new_zeros(low_rank.shape[0]))
         state_dict.update({prefix + name: x for name, x in own.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -218,7 +219,7 @@ class KimiDeltaAttention(nn.Module):
         """A cache for ``batch_size`` new sequences, on the device of the weights."""
         weight = self.o_proj.weight
         shape = batch_size, self.num_v_heads, self.head_v_dim, self.head_k_dim
-        # Not weight.new_zeros: of a sharded weight that would be a DTensor.
+        # Not weight.new_zeros, which would give a DTensor if the weight is sharded.
         state = torch.zeros(shape, dtype=torch.promote_types(torch.float32, weight.dtype), device=weight.device)
         if not self.use_short_conv:
             return KDACache(None, state)
@@ -245,32 +246,35 @@ class KimiDeltaAttention(nn.Module):
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any]:
-        """The calling conventions of FLA's layers and of transformers' trainers.
+        """Runs the layer, with the calling conventions of FLA's layers and of transformers' trainers.
 
-        A cache is read first and then holds the state after the last token. Without gradients this happens in place in
-        the kernels; with them the new state is copied in, and no gradient flows through the cache.
+        A cache is read first and then holds the state after the last token. Without gradients, the kernels update it
+        in place. With gradients, the new state is copied in, and no gradient flows through the cache.
 
-        Documents packed into one row keep to themselves whichever way their boundaries come. Ways given together must
-        agree; a row is one document if none is given. Offsets cost nothing. All else is read on the host: that waits
-        for a GPU, leaves a graph of ``torch.compile`` (``fullgraph=True`` refuses) and cannot be captured into a CUDA
-        graph. Beside offsets it is only compared with them, and there not even that.
+        Documents packed into one row stay separate, however their boundaries are given. Boundaries given in several
+        ways must agree; without any, a row is one document. Offsets cost nothing. The other ways are read on the
+        host, which waits for a GPU, breaks the graph of ``torch.compile`` (``fullgraph=True`` refuses) and cannot be
+        captured into a CUDA graph. If offsets are given as well, the other ways are only compared with them, and
+        inside ``torch.compile`` and CUDA graph capture they are ignored.
 
         Args:
             hidden_states: ``[B, T, hidden_size]``, of the parameters' dtype, or any under autocast.
             attention_mask: ``[B, T]`` or longer (the last ``T`` columns count), bool or numbers, 0 for padding on
-                either side and 1 elsewhere: padding is skipped, its outputs are zero. Not looked at beside offsets.
-            past_key_values: the cache, or a dict of caches by ``layer_idx``, or a cache object of FLA or transformers,
-                in which the entry ``layer_idx`` is read and replaced. A :class:`DraftCache` needs ``torch.no_grad()``,
-                neither padding nor packed documents. What backward runs again, as ``torch.utils.checkpoint`` does, may
-                use no cache from outside: say ``use_cache=False``.
-            use_cache: make the cache if there is none, of one state a document.
+                either side and 1 elsewhere. Padding is skipped, and its outputs are zero. Ignored if offsets are
+                given.
+            past_key_values: the cache, or a dict of caches by ``layer_idx``, or a cache object of FLA or
+                transformers, whose entry ``layer_idx`` is read and replaced. A :class:`DraftCache` needs
+                ``torch.no_grad()`` and allows neither padding nor packed documents. A function that backward runs
+                again, as with ``torch.utils.checkpoint``, must not use a cache from outside: pass
+                ``use_cache=False``.
+            use_cache: make a cache if there is none, with one state per document.
             output_attentions: ignored, like the keywords of :data:`IGNORED_KEYWORDS`.
-            cache: another name of ``past_key_values``.
-            cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, cu_seqlens_cpu: names of one thing, ``[N + 1]`` int32 or int64
-                offsets of sequences packed into one row (``B = 1``).
-            seq_idx: ``[B, T]``, the number of each token's document, from 0 on; where it changes another begins.
-            position_ids: ``[B, T]`` or ``[1, T]``; a document begins where they restart, that is, do not grow. Padding
-                by ``attention_mask`` does not count. Else they must go up by 1.
+            cache: another name for ``past_key_values``.
+            cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, cu_seqlens_cpu: names for the same thing, ``[N + 1]`` int32 or
+                int64 offsets of sequences packed into one row (``B = 1``).
+            seq_idx: ``[B, T]``, the number of each token's document, from 0 on. A document begins where it changes.
+            position_ids: ``[B, T]`` or ``[1, T]``. A document begins where positions restart, that is, do not grow.
+                Padding by ``attention_mask`` does not count. Elsewhere they must go up by 1.
             cp_context: a :class:`kda.cp.Context`: hidden_states are this rank's window of the tokens of all ranks.
             is_causal: True or None: a recurrence looks back only.
 
@@ -278,8 +282,8 @@ class KimiDeltaAttention(nn.Module):
             ``(o, None, past_key_values)``, with ``o`` ``[B, T, hidden_size]``.
 
         Raises:
-            ValueError: shapes that do not fit, contradictions.  TypeError: an unknown keyword.
-            NotImplementedError: a cache of a foreign type.
+            ValueError: shapes do not fit, or arguments contradict each other.  TypeError: an unknown keyword.
+            NotImplementedError: a cache of an unknown type.
         """
         _check_keywords(kwargs, is_causal)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
@@ -318,7 +322,7 @@ class KimiDeltaAttention(nn.Module):
         o = self.o_proj(o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])
-        if x is not hidden_states:  # else it would become a view, which FSDP warns of
+        if x is not hidden_states:  # otherwise o would become a view, and FSDP warns of those
             o = o.reshape(B, T, self.hidden_size)
         return o, None, held
 
@@ -342,8 +346,8 @@ class KimiDeltaAttention(nn.Module):
     def _find_cache(
         self, held: Any, use_cache: bool, N: int
     ) -> tuple[Any, KDACache | DraftCache | None, ForeignCache | None]:
-        """What to hand back as past_key_values, this layer's cache, and where its numbers go after the call, if that is
-        a cache of another library."""
+        """Returns what to pass back as past_key_values, this layer's cache, and, if that cache comes from another
+        library, where to write its numbers after the call."""
         cache: KDACache | DraftCache | None
         if held is None:
             held = cache = self.new_cache(N) if use_cache else None
@@ -368,7 +372,7 @@ class KimiDeltaAttention(nn.Module):
     def _qkv(
         self, x: Tensor, cache: KDACache | None, cu_seqlens: Tensor | None, cp_context: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, HV, V]``."""
+        """Returns q, k and v: ``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, HV, V]``."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if q.shape[-1] != self.key_dim:
             wanted = "expected all heads of this layer, or kda.tp.HeadParallel, which cuts all its parameters alike"
@@ -392,7 +396,7 @@ class KimiDeltaAttention(nn.Module):
         return _heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads)
 
     def _draft(self, x: Tensor, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
-        """``[B, T, HV, V]`` of drafts, the convolution done in the kernels."""
+        """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels."""
         raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         if not self.use_short_conv or cache.cache.conv is None:
             q, k, v = F.silu(raw).split([self.key_dim, self.key_dim, self.value_dim], -1)
@@ -420,7 +424,7 @@ class KimiDeltaAttention(nn.Module):
     def _attend(
         self, inputs: tuple[Tensor, ...], cache: KDACache | None, cu_seqlens: Tensor | None, cp_context: Any, T: int
     ) -> Tensor:
-        """The kernels on (q, k, v, g, beta); ``T`` bounds the tokens of a sequence. Returns ``[B, T, HV, V]``."""
+        """Runs the kernels on (q, k, v, g, beta); ``T`` bounds the tokens of a sequence. Returns ``[B, T, HV, V]``."""
         options = {**self._options(), "cu_seqlens": cu_seqlens}
         o: Tensor
         run: Any
@@ -435,7 +439,7 @@ class KimiDeltaAttention(nn.Module):
         run = ops.chunk_kda if self.mode == "chunk" else ops.fused_recurrent_kda
         if cache is None:
             o, _ = run(*inputs, **options)
-        else:  # backward starts again from the old state: the kernels must keep one that nobody overwrites
+        else:  # backward starts again from the old state, so the kernels get a copy that stays
             old = old_state(cache.state, cache.made_in)
             o, state = run(*inputs, **options, initial_state=old, output_final_state=True)
             cache.state.copy_(state.detach())

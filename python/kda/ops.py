@@ -1,7 +1,7 @@
-"""The public functions. Shapes: ``B`` rows of ``T`` tokens, ``N`` sequences, ``H`` query/key heads, ``HV`` value heads
-(a multiple of ``H``), ``K`` and ``V`` head sizes in 1..256. Errors are ``ValueError`` (the call breaks the contract;
-the sentence names the argument, what was expected, what came), ``NotImplementedError`` (a legal call no implementation
-takes, with every reason) and ``RuntimeError`` (CUDA)."""
+"""The public functions. Shapes: ``B`` rows of ``T`` tokens, ``N`` sequences, ``H`` query/key heads, ``HV`` value
+heads (a multiple of ``H``), and head sizes ``K`` and ``V`` in 1..256. Errors are ``ValueError`` (the call breaks the
+contract; the message names the argument, what was expected and what came), ``NotImplementedError`` (no implementation
+takes a legal call; the message gives every reason) and ``RuntimeError`` (CUDA)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ torch: Any = _arrays.torch
 
 def _gate_parameters(A_log: Any, dt_bias: Any, v: Any, q: Any) -> tuple[Any, Any]:
     """``A_log`` as ``[HV]`` and ``dt_bias`` as ``[HV, K]``; FLA stores the latter flat."""
-    # Where there is an ndim, it takes half the time of a shape.
+    # Reading ndim, where it exists, takes half as long as reading the shape.
     if A_log is not None and getattr(A_log, "ndim", 0) != 1 and len(A_log.shape) != 1:
         A_log = A_log.reshape(-1)
     if dt_bias is not None and getattr(dt_bias, "ndim", 0) != 2 and len(dt_bias.shape) != 2:
@@ -90,26 +90,29 @@ def chunk_kda(
         output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(sum of squares + 1e-6)`` first.
         allow_neg_eigval: ``2 * sigmoid(beta)`` instead of ``sigmoid(beta)``.
-        safe_gate: a promise that ``lower_bound <= g``; checked like FLA's, and not needed here: every gate is exact.
-        disable_recompute: keep what backward would compute again. On the CPU: per value head ``K*V/16 + 4*V + 512``
-            bytes a token instead of ``K*V/128`` (a state every 512 tokens). On a GPU: ``K*V/32 + 2*V`` bytes for 16-bit
-            inputs with ``state_v_first``, else nothing, as without it.
+        safe_gate: a promise that ``lower_bound <= g``. It is checked as in FLA but not needed here: any gate is
+            computed exactly.
+        disable_recompute: keep what backward would otherwise recompute. On the CPU this takes ``K*V/16 + 4*V + 512``
+            bytes per token and value head instead of ``K*V/128`` (a state every 512 tokens). On a GPU it takes
+            ``K*V/32 + 2*V`` bytes for 16-bit inputs with ``state_v_first``; in all other cases nothing is kept, as
+            without it.
         return_intermediate_states: also return the state before every 64-token chunk; only under
             ``torch.inference_mode()``.
-        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU are
-            not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
-        cu_seqlens_cpu: the same on the CPU. Only the shape of the intermediate states uses it, which on a GPU otherwise
-            waits for ``cu_seqlens``. Refused where its length, or on the CPU a value, is another.
-        cp_context: a :class:`kda.cp.Context`: the tokens are this rank's window of sequences spread over several. Then
-            ``initial_state``, ``cu_seqlens`` and all states but the outputs are refused, gradients of parameters are
-            this rank's share of their sums, and every rank has to call, forward and backward.
-        use_graph: for capture into a CUDA graph. Nothing but the intermediate states needs it: of packed sequences
-            there are then ``ceil(T / 64) + N - 1``, whatever their lengths, and those behind the last are undefined.
-        max_num_seqs: with ``use_graph``, the number of sequences in ``cu_seqlens``, empty ones at the end included.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU
+            are not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
+        cu_seqlens_cpu: a copy on the CPU. It is used only for the shape of the intermediate states, for which a call
+            on a GPU otherwise waits for ``cu_seqlens``. Refused if its length differs or, on the CPU, a value.
+        cp_context: a :class:`kda.cp.Context`: the tokens are this rank's window of sequences that are spread over
+            several ranks. ``initial_state``, ``cu_seqlens`` and all states but the outputs are then refused.
+            Gradients of parameters are this rank's share of their sums. Every rank must make the call, forward and
+            backward.
+        use_graph: for capture into a CUDA graph. Only the intermediate states need it: packed sequences then have
+            ``ceil(T / 64) + N - 1`` of them, whatever their lengths, and those after the last chunk are undefined.
+        max_num_seqs: with ``use_graph``, the number of sequences in ``cu_seqlens``, including empty ones at the end.
         A_log, dt_bias: ``[HV]`` and ``[HV, K]`` or ``[HV * K]``, float32.
         impl: force an implementation, see :func:`implementations`.
-        chunk_size: FLA's, 32 or 64. It changes no result, and the chunks here have 64 tokens.
-        transpose_state_layout: FLA's old name of ``state_v_first``.
+        chunk_size: FLA's, 32 or 64. It changes no result: chunks here always have 64 tokens.
+        transpose_state_layout: FLA's old name for ``state_v_first``.
 
     Returns:
         ``(o, final_state)`` with ``o`` ``[B, T, HV, V]`` in the dtype of q and ``final_state`` float32 or None; with
@@ -128,7 +131,7 @@ def chunk_kda(
         from .autograd import KDAFunction, apply, chunks_between_states
 
         state_v_first = _layout(state_v_first, kwargs)
-        kwargs.pop("chunk_indices", None)  # FLA's cached metadata; nothing here needs it
+        kwargs.pop("chunk_indices", None)  # FLA's cached metadata, not needed here
         _check_chunk_size(kwargs.pop("chunk_size", CHUNK), return_intermediate_states)
         if kwargs:
             raise TypeError(f"chunk_kda: unexpected arguments {sorted(kwargs)}")
@@ -191,9 +194,9 @@ def fused_recurrent_kda(
 ) -> tuple[Any, Any]:
     """KDA token by token, for short sequences. Signature and semantics of FLA's ``fused_recurrent_kda``.
 
-    Arguments and results are those of :func:`chunk_kda`; ``use_graph`` and ``max_num_seqs`` are taken and mean nothing
-    here: calls on a GPU can be captured as they are. Unlike FLA's, it has gradients (through the chunked backward).
-    Without gradients it also takes NumPy and other DLPack arrays.
+    Arguments and results are those of :func:`chunk_kda`. ``use_graph`` and ``max_num_seqs`` are accepted and have no
+    effect: calls on a GPU can be captured as they are. Unlike FLA's function, this one has gradients (through the
+    chunked backward). Without gradients it also accepts NumPy and other DLPack arrays.
 
     >>> import kda, numpy as np
     >>> x = np.ones((1, 3, 1, 2), np.float32)
@@ -203,7 +206,7 @@ def fused_recurrent_kda(
     """
     try:
         state_v_first = _layout(state_v_first, kwargs)
-        for name in ("use_graph", "max_num_seqs"):  # of FLA's chunk_kda, and nothing to this one
+        for name in ("use_graph", "max_num_seqs"):  # arguments of FLA's chunk_kda without effect here
             kwargs.pop(name, None)
         if kwargs:
             raise TypeError(f"fused_recurrent_kda: unexpected arguments {sorted(kwargs)}")
@@ -243,7 +246,7 @@ class _TrainingCall(NamedTuple):
 
 
 def _layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
-    """``state_v_first``, or what FLA's old name for it says."""
+    """``state_v_first``, or the value under FLA's old name for it."""
     if "transpose_state_layout" not in kwargs:
         return state_v_first
     if state_v_first:
@@ -253,12 +256,12 @@ def _layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
 
 
 def _single(x: Any) -> Any:
-    """Parameters of the gate in a narrower dtype, as FLA takes them; differentiable."""
+    """Converts parameters of the gate from a narrower dtype, which FLA accepts; differentiable."""
     return x.float() if is_torch(x) and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _dense(x: Any) -> Any:
-    """FLA's functions take any strides; the kernels want a dense last dimension."""
+    """Makes the last dimension dense, as the kernels need it; FLA's functions accept any strides."""
     if not is_torch(x) or x.ndim == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -305,14 +308,14 @@ def _recurrent_arrays(call: _TrainingCall, output_final_state: bool, impl: str |
 
 def _check_chunk_size(size: Any, return_intermediate_states: bool) -> None:
     if not isinstance(size, int) or size not in (32, 64):
-        # FLA's words as well, which its users' tests look for.
+        # Contains FLA's words as well, because tests of its users look for them.
         raise ValueError(f"chunk_size: expected 32 or 64 (`chunk_size` must be either 32 or 64), got {size}")
     if return_intermediate_states and size != CHUNK:
         raise NotImplementedError(f"chunk_size: expected {CHUNK} with return_intermediate_states, got {size}")
 
 
 def _check_copy(cu: Any, copy: Any) -> None:
-    """``cu_seqlens_cpu`` against ``cu_seqlens``; a GPU is not waited for."""
+    """Checks ``cu_seqlens_cpu`` against ``cu_seqlens``, without waiting for a GPU."""
     if copy is None:
         return
     if cu is None:
@@ -320,7 +323,7 @@ def _check_copy(cu: Any, copy: Any) -> None:
     if tuple(copy.shape) != tuple(cu.shape):
         raise ValueError(f"cu_seqlens_cpu: expected shape {list(cu.shape)} like cu_seqlens, got {list(copy.shape)}")
     on_cpu = is_torch(cu) and is_torch(copy) and cu.device.type == copy.device.type == "cpu"
-    on_cpu = on_cpu and not is_wrapper(cu) and not is_wrapper(copy)  # of fake tensors nobody knows the values
+    on_cpu = on_cpu and not is_wrapper(cu) and not is_wrapper(copy)  # the values of fake tensors are unknown
     if on_cpu and not compiling() and bool((cu != copy).any()):
         raise ValueError(f"cu_seqlens_cpu: expected {cu.tolist()} like cu_seqlens, got {copy.tolist()}")
 
@@ -328,10 +331,10 @@ def _check_copy(cu: Any, copy: Any) -> None:
 def _chunk_count(q: Any, cu_seqlens: Any, use_graph: bool) -> int:
     if cu_seqlens is None:
         return q.shape[0] * ((q.shape[1] + CHUNK - 1) // CHUNK)
-    if use_graph:  # whatever the offsets are
+    if use_graph:  # the same for all offsets
         return max((q.shape[1] + CHUNK - 1) // CHUNK + cu_seqlens.shape[0] - 2, 0)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    most = q.shape[1] // CHUNK + cu_seqlens.shape[0]  # offsets the library will refuse, whatever it is given
+    most = q.shape[1] // CHUNK + cu_seqlens.shape[0]  # only offsets that the library refuses can give more
     return min(max(int(((lengths + CHUNK - 1) // CHUNK).sum()), 0), most)
 
 
@@ -391,20 +394,22 @@ def prefill(
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, allow_neg_eigval, use_*: as in
-            :func:`chunk_kda`; the last dimension of q, k, v, g must be dense, other strides are free (slices of fused
+            :func:`chunk_kda`. The last dimension of q, k, v, g must be dense; other strides are free (slices of fused
             projections).
         state: ``[N, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``), read and written. With
-            ``state_indices`` a pool ``[slots, HV, V, K]`` of any slot stride. None: start from zeros, keep nothing.
-        state_indices: ``[N]`` int32: the slot of each sequence. ``< first_valid_slot`` marks padding: its outputs are
-            zero and no state is touched. Two sequences may not share a slot.
-        has_initial_state: ``[N]`` bool: False starts that sequence from zeros whatever its slot holds.
-        first_valid_slot: 0 if only negative indices are padding; 1 if slot 0 is, too.
-        checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32: after ``m * checkpoint_every``
-            tokens of sequence n, if it has that many, its state is copied to slot ``checkpoint_slots[n, m - 1]``;
-            slots ``< first_valid_slot`` are skipped.
-        checkpoint_every: tokens, a multiple of 64.
+            ``state_indices`` a pool ``[slots, HV, V, K]`` of any slot stride. If None, sequences start from zeros and
+            no state is kept.
+        state_indices: ``[N]`` int32: the slot of each sequence. A slot ``< first_valid_slot`` marks padding: its
+            outputs are zero and no state is touched. Two sequences may not share a slot.
+        has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
+        first_valid_slot: 0 if only negative indices are padding, 1 if slot 0 is padding, too.
+        checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32. After ``m * checkpoint_every``
+            tokens of sequence n, if it has that many, its state is copied to slot ``checkpoint_slots[n, m - 1]``.
+            Slots ``< first_valid_slot`` are skipped.
+        checkpoint_every: tokens between checkpoints, a multiple of 64.
         out: ``[B, T, HV, V]``, written and returned; made if None. Rows beyond ``cu_seqlens[-1]`` are zeroed.
-        workspace: scratch of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if None.
+        workspace: scratch memory of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if
+            None.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
 
     Returns:
@@ -460,7 +465,7 @@ def prefill(
 def workspace_size(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, num_threads: int = 0, **kwargs: Any
 ) -> int:
-    """Bytes of workspace that :func:`prefill` with these arguments needs: a function of shapes, options and device.
+    """Bytes of workspace that :func:`prefill` needs with these arguments: a function of shapes, options and device.
 
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
@@ -501,7 +506,7 @@ def decode(
 ) -> Any:
     """The token recurrence for a few tokens a sequence, updating ``state`` in place. No gradients; any DLPack arrays.
 
-    Arguments are those of :func:`prefill`; typically ``T = 1`` and ``N = B`` requests with their slots in
+    Arguments are those of :func:`prefill`. Typically ``T = 1``, and ``N = B`` requests have their slots in
     ``state_indices``.
 
     >>> import kda, numpy as np
@@ -518,7 +523,7 @@ def decode(
         )  # fmt: skip
         if out is None:
             out = new_like(v)
-        if (compiling() or modes()) and dispatched():  # the call itself is most of what this costs
+        if (compiling() or modes()) and dispatched():  # the call itself is most of the cost
             from .compiled import decode as compiled_decode
 
             compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
@@ -549,7 +554,7 @@ def _serving_call(
     q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, lower_bound: float | None,
     l2norm: bool, use_gate: bool, beta_sigmoid: bool, neg_eigval: bool, v_first: bool, cu: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The binding's arguments for ``kda_inputs``. Decode steps of small models notice every microsecond here."""
+    """The binding's arguments for ``kda_inputs``. Every microsecond here shows in decode steps of small models."""
     if use_gate:
         A_log, dt_bias = _gate_parameters(A_log, dt_bias, v, q)
     elif A_log is not None or dt_bias is not None or lower_bound is not None:
@@ -621,7 +626,7 @@ def fused_kda_gate(
         return again(fused_kda_gate, error, locals())
 
 
-# ---- what is there ----
+# ---- information ----
 
 
 def _forward_arguments(
@@ -636,7 +641,7 @@ def _forward_arguments(
     impl: str | None = None,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """The binding's arguments of the forward that ``prefill(q, ..., **kwargs)`` would run."""
+    """The binding's arguments for the forward that ``prefill(q, ..., **kwargs)`` would run."""
     states = [kwargs.pop(n, None) for n in ("state_indices", "has_initial_state")]
     first_valid_slot = kwargs.pop("first_valid_slot", 0)
     checkpoints, slots = kwargs.pop("checkpoints", None), kwargs.pop("checkpoint_slots", None)
@@ -675,16 +680,17 @@ def explain(
     op: str = "forward",
     **kwargs: Any,
 ) -> str:
-    """Which implementation would run with these arguments, and why not the others: one line each, ``*`` before the
-    chosen one. Nothing is computed.
+    """Explains which implementation would run with these arguments, and why not the others.
+
+    One line each, with ``*`` before the chosen one. Nothing is computed.
 
     Args:
-        op: the function whose call it is: ``"forward"`` (:func:`prefill`), ``"backward"`` (of :func:`chunk_kda`, with
-            gradients of all that goes in and comes out), ``"decode"`` (:func:`decode` and :func:`kda.decode_mtp`),
-            ``"verify"`` (:func:`kda.verify_kvbuffer`), ``"flush"`` (:func:`kda.flush_kvbuffer`) or ``"flush_verify"``
+        op: the kind of call: ``"forward"`` (:func:`prefill`), ``"backward"`` (of :func:`chunk_kda`, with gradients of
+            all inputs and outputs), ``"decode"`` (:func:`decode` and :func:`kda.decode_mtp`), ``"verify"``
+            (:func:`kda.verify_kvbuffer`), ``"flush"`` (:func:`kda.flush_kvbuffer`) or ``"flush_verify"``
             (:func:`kda.flush_verify_kvbuffer`).
-        q, k, v, g, beta, state, ...: arguments of that function, by keyword what comes later there; all of a flush.
-            ``chunk_kda`` has no ``state``: there it is ``initial_state``.
+        q, k, v, g, beta, state, ...: arguments of that function. Its later arguments are passed by keyword, and for a
+            flush all of them. ``chunk_kda`` has no ``state``: pass ``initial_state`` there.
 
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
@@ -704,7 +710,7 @@ def explain(
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         if op == "backward":
             return explain_backward(inputs | ({} if state is None else {"initial_state": state}) | kwargs)
-        if op == "flush":  # has none of these
+        if op == "flush":  # which has none of these
             inputs = {name: x for name, x in inputs.items() if x is not None}
         return explain_call(op, {**inputs, "state": state, **kwargs})
     try:
@@ -714,7 +720,7 @@ def explain(
 
 
 def implementations(op: str) -> Sequence[str]:
-    """Names of the implementations of ``op`` (forward, backward, decode, ..), in order of preference.
+    """The names of the implementations of ``op`` (forward, backward, decode, ..), in order of preference.
 
     >>> import kda
     >>> kda.implementations("backward")[-2:]  # a library with CUDA has its own before these
@@ -729,12 +735,12 @@ def implementations(op: str) -> Sequence[str]:
 
 
 def use_batch_invariant(enabled: bool = True) -> bool:
-    """Shall bits of a sequence depend on nothing else in a call, from now on and in all threads? Returns whether they
-    had to before.
+    """Sets whether the bits of a sequence must not depend on the rest of the call. Returns the previous setting.
 
-    That holds anyway, but for prefill of few long heads on Hopper: the default there cuts sequences where it suits the
-    call. Without that an H200 takes 1.1 to 2.6 times as long for them (docs/numerics.md). A workspace has the size that
-    :func:`workspace_size` says after the change.
+    The setting holds for all threads from now on. Bits do not depend on the rest anyway, except in prefill with few
+    heads and long sequences on Hopper, where the default splits sequences where it suits the call. Without these
+    splits an H200 takes 1.1 to 2.6 times as long for them (docs/numerics.md). Workspaces need the size that
+    :func:`workspace_size` returns after the change.
 
     >>> import kda
     >>> kda.use_batch_invariant(), kda.use_batch_invariant(False)

@@ -1,4 +1,4 @@
-"""FLA's decode of serving engines, under its own name: states in a pool, several tokens a request."""
+"""FLA's decode for serving engines, under its own name: states in a pool, several tokens per request."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def fused_recurrent_kda_fwd(
         initial_state: ``[N, HV, K, V]`` float32 or bfloat16, ``[N, HV, V, K]`` with ``state_v_first``; with
             ``ssm_state_indices`` a pool of any number of slots. Zeros if None.
         output_final_state: return the state after the last token. Only without ``inplace_final_state``.
-        inplace_final_state: write it over the initial one, which has to be given, and return that.
-        ssm_state_indices: integers: ``[N]``, the slot of each request, which has one token; or ``[N, S]`` with
-            ``S >= T``, in place alone: request n starts from slot ``[n, 0]``, and its state after token t goes to slot
+        inplace_final_state: write it over the initial state, which must then be given, and return that.
+        ssm_state_indices: integers. ``[N]``: the slot of each request, which has one token. ``[N, S]`` with
+            ``S >= T``, only in place: request n starts from slot ``[n, 0]``, and its state after token t goes to slot
             ``[n, t]``. Negative ones are padding.
         num_accepted_tokens: ``[N]`` integers, with ``[N, S]`` slots: request n starts from slot
             ``[n, num_accepted_tokens[n] - 1]``.
         out: ``[B, T, HV, V]``, written and returned; made if None.
 
     Returns:
-        ``(out, final_state)``: what ``initial_state`` is, or a float32 tensor, or None.
+        ``(out, final_state)``; the latter is ``initial_state``, a float32 tensor, or None.
 
     >>> import kda, torch
     >>> x, pool = torch.ones(2, 1, 1, 4) / 2, torch.zeros(3, 1, 4, 4)
@@ -107,7 +107,7 @@ def fused_recurrent_kda_fwd(
 def _copied(
     initial_state: Any, slots: Any, N: int, sizes: tuple[int, int, int], v_first: bool, q: Any
 ) -> tuple[Any, Any]:
-    """States for a call that leaves the given ones as they are, in float32 like FLA's final states, and their slots."""
+    """States in float32, like FLA's final states, for a call that must not change the given ones, and their slots."""
     HV, K, V = sizes
     if initial_state is None:
         return q.new_zeros(N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32), None
@@ -122,7 +122,7 @@ def _copied(
 
 
 def _slots(indices: Any, accepted: Any, N: int, tokens: int, in_place: bool) -> tuple[Any, bool]:
-    """The slots as int32, and is there one for every token?"""
+    """Returns the slots as int32, and whether there is one for every token."""
     if indices is None:
         if accepted is not None:
             raise ValueError("num_accepted_tokens: expected None without ssm_state_indices, got a tensor")

@@ -1,4 +1,4 @@
-"""Maps of segments: how a run of tokens takes the state before it to the state after it, and their composition."""
+"""Segment maps: how a run of tokens maps the state before it to the state after it, and their composition."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ def segment_map(
     impl: str | None = None,
     num_threads: int = 0,
 ) -> SegmentMap:
-    """The maps of every sequence as a segment of a longer one: for the states, ``S_out = M S_in + b``, and for their
-    gradients, ``dS_in = M^T dS_out + d``. No gradients of its own; any DLPack arrays.
+    """The maps of every sequence, seen as a segment of a longer one: for the states, ``S_out = M S_in + b``, and for
+    their gradients, ``dS_in = M^T dS_out + d``. Has no gradients itself; any DLPack arrays.
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, allow_neg_eigval, use_*: as in
             :func:`kda.prefill`. ``M`` and ``b`` do not depend on q, and ``d`` not on v.
         d_o: ``[B, T, HV, V]``, the gradient of the outputs; given if and only if ``d`` is wanted.
         want: which of the letters M, b and d to compute.
-        state_v_first: ``b`` and ``d`` are ``[N, HV, V, K]`` if true, else ``[N, HV, K, V]``. ``M`` is ``[N, HV, K, K]``
-            either way, its rows the channels of ``S_out``.
+        state_v_first: ``b`` and ``d`` are ``[N, HV, V, K]`` if true, else ``[N, HV, K, V]``. ``M`` is
+            ``[N, HV, K, K]`` either way; its rows are the channels of ``S_out``.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
 
     Returns:
-        ``(M, b, d)``, float32, None where not wanted. Of a sequence without tokens ``M`` is 1, ``b`` and ``d`` are 0.
+        ``(M, b, d)``, float32, None where not wanted. For a sequence without tokens ``M`` is 1, and ``b`` and ``d``
+        are 0.
 
     >>> import kda, numpy as np
     >>> x, beta = np.ones((1, 3, 1, 1), np.float32), np.full((1, 3, 1), 0.5, np.float32)
@@ -119,9 +120,10 @@ def segment_merge(
     impl: str | None = None,
     num_threads: int = 0,
 ) -> Any:
-    """The states between segments, from their maps: ``states[p + 1] = M[p] states[p] + b[p]`` from ``states[0] = h0``
-    on. In reverse ``states[p] = M[p]^T states[p + 1] + b[p]`` from ``states[P] = h0`` back: then ``b`` are the ``d`` of
-    :func:`segment_map`, and the states gradients of states. No gradients of its own; any DLPack arrays.
+    """The states between segments, from their maps: ``states[p + 1] = M[p] states[p] + b[p]``, starting from
+    ``states[0] = h0``. In reverse, ``states[p] = M[p]^T states[p + 1] + b[p]``, starting from ``states[P] = h0``:
+    then ``b`` are the ``d`` of :func:`segment_map`, and the states are gradients of states. Has no gradients itself;
+    any DLPack arrays.
 
     Args:
         M: ``[P, HV, K, K]`` float32.

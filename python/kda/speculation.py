@@ -1,9 +1,9 @@
-"""Speculative decoding: several draft tokens a request, of which the model accepts some.
+"""Speculative decoding: several draft tokens per request, of which the model accepts some.
 
-Verifying reads the state and writes none: per token it records ``u``, ``k`` and ``alpha`` (1.5 KB a head at
-``K = V = 128``, against 64 KB for a state), and the flush applies the accepted ones. Requests are rows ``[N, T, ...]``,
-or packed by ``cu_seqlens``; ``T`` is at most 16. Names follow :func:`kda.decode`, whose arguments, in-place semantics
-and errors these functions share.
+Verifying reads the state and writes none. Per token it records ``u``, ``k`` and ``alpha`` (1.5 KB a head at
+``K = V = 128``, against 64 KB for a state), and the flush applies the accepted ones. Requests are rows
+``[N, T, ...]``, or packed by ``cu_seqlens``; ``T`` is at most 16. Names follow :func:`kda.decode`. These functions
+share its arguments, in-place semantics and errors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Records(NamedTuple):
 
     Entry t of a request's slot belongs to its token t. With ``ring_first`` and ``ring_count`` a slot is a ring: that
     many committed entries from ``ring_first`` on, then those of the drafts, all positions modulo ``R``. The arrays
-    share memory with nothing else of a call, and entries that no request asks for are neither read nor written. Live
-    requests have slots of their own; one with a negative index records and applies nothing.
+    may not share memory with anything else in a call. Entries that no request uses are neither read nor written. Live
+    requests need slots of their own; a request with a negative index records and applies nothing.
 
     >>> import kda, numpy as np
     >>> records = kda.new_records(slots=4, entries=8, H=1, HV=2, K=16, V=32)
@@ -46,10 +46,10 @@ class Records(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """The causal convolution in front, fused: raw packed rows instead of q, k, v, which are None then.
+    """The causal convolution before the recurrence, fused: raw packed rows replace q, k and v, which are then None.
 
-    The bits are those of :func:`kda.causal_conv1d_update` (with SiLU) and of the function on its result. In a tree the
-    taps of a token are its ancestors. Floating point arrays, each of its own dtype; ``x`` has that of q, k and v.
+    The bits are those of :func:`kda.causal_conv1d_update` (with SiLU) followed by the function. In a tree the taps of
+    a token are its ancestors. All are floating point arrays, each with its own dtype; ``x`` has that of q, k and v.
 
     >>> import kda, numpy as np
     >>> x, g, beta = np.ones((1, 2, 16), np.float32), np.zeros((1, 2, 1, 4), np.float32), np.ones((1, 2, 1), np.float32)
@@ -88,7 +88,7 @@ def new_records(
     slots: int, entries: int, H: int, HV: int, K: int, V: int, *, ring: bool = False, layers: int | None = None,
     device: Any = None,
 ) -> Records:  # fmt: skip
-    """Zeroed records: torch tensors, or NumPy arrays where torch is missing.
+    """Returns zeroed records: torch tensors, or NumPy arrays if torch is missing.
 
     >>> import kda
     >>> list(kda.new_records(2, 8, 1, 1, 16, 32).u.shape)
@@ -191,17 +191,18 @@ def decode_mtp(
     impl: str | None = None,
     num_threads: int = 0,
 ) -> Any:
-    """:func:`kda.decode` with every choice of where states come from and go to, and with the convolution fused.
+    """:func:`kda.decode` with all choices of where states come from and go to, and with the convolution fused.
 
     Args:
         q, k, v, g, beta, state, ...: as in :func:`kda.decode`; q, k, v are None with ``conv``.
-        conv: raw packed rows to convolve first; its state is rolled on by the tokens of the call.
+        conv: raw packed rows to convolve first; the tokens of the call advance its state.
         update_state: False leaves ``state`` as it is.
         snapshots: the state after every token: ``[N, S, HV, V, K]``, or with ``snapshot_slots`` a pool
             ``[slots, HV, V, K]`` that may be ``state`` itself.
         snapshot_slots: ``[N, S]`` int32, ``S >= T``; slots ``< first_valid_slot`` are skipped.
-        accepted: ``[N]`` int32: start from what an earlier call left as snapshot ``accepted[n] - 1`` (clamped to 1..S):
-            in slot ``snapshot_slots[n, accepted[n] - 1]`` of ``state``, or in ``snapshots[n, accepted[n] - 1]``.
+        accepted: ``[N]`` int32, clamped to 1..S: start from what an earlier call left as snapshot
+            ``accepted[n] - 1``, in slot ``snapshot_slots[n, accepted[n] - 1]`` of ``state`` or in
+            ``snapshots[n, accepted[n] - 1]``.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
@@ -261,14 +262,14 @@ def verify_kvbuffer(
     impl: str | None = None,
     num_threads: int = 0,
 ) -> Any:
-    """Outputs of draft tokens from states that stay as they are; what the flush needs goes to ``records``.
+    """Outputs of draft tokens from states that stay unchanged; ``records`` receives what the flush needs.
 
     Args:
         q, k, v, g, beta, state, ...: as in :func:`kda.decode`; q, k, v are None with ``conv``.
-        records: written at entries 0..T-1 of each request's slot, or after a ring's committed entries. None: outputs
-            only.
-        conv: raw packed rows to convolve first. Its state is read; the flush rolls it on.
-        parents: ``[N, T]`` int32 for a tree of drafts: the token before t, negative for the committed text. Without it
+        records: written at entries 0..T-1 of each request's slot, or after a ring's committed entries. If None, only
+            outputs are computed.
+        conv: raw packed rows to convolve first. Its state is only read; the flush advances it.
+        parents: ``[N, T]`` int32 for a tree of drafts: the token before t, negative for the committed text. If None,
             drafts are a chain.
 
     Returns:
@@ -321,15 +322,16 @@ def flush_kvbuffer(
 
     Args:
         state: ``[slots, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``).
-        records: as :func:`verify_kvbuffer` left them. A ring's cursors are not written: set ``ring_count`` of the
-            flushed slots to 0.
-        accept_len: ``[N]`` int32: how many tokens of the chain, or with ``parents`` the path that ends in token
-            ``accept_len[n] - 1``. Clamped to 0..R; 0 (and nothing in a ring) writes nothing.
-        state_indices: ``[N]`` int32, the slot of each request; row n if None; ``< first_valid_slot``: nothing happens.
+        records: as :func:`verify_kvbuffer` left them. The cursors of a ring are not written: set ``ring_count`` of
+            the flushed slots to 0.
+        accept_len: ``[N]`` int32: how many tokens of the chain to apply, or with ``parents`` the path that ends in
+            token ``accept_len[n] - 1``. Clamped to 0..R. 0 writes nothing, unless a ring has committed entries.
+        state_indices: ``[N]`` int32, the slot of each request; row n if None. Slots ``< first_valid_slot`` are left
+            alone.
         parents: ``[N, T]`` int32, as given to the verify.
         conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, the convolution's state
-            ``[slots, D, W - 1]`` to roll on by the accepted ones (with ``parents`` those of the path), and the slot of
-            each request in it, row n if None.
+            ``[slots, D, W - 1]``, which the accepted rows (with ``parents`` those of the path) advance, and the slot
+            of each request in it, row n if None.
 
     >>> import kda, numpy as np
     >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
@@ -360,9 +362,10 @@ def flush_kvbuffer(
 def flush_kvbuffer_all_layers(state: Any, records: Records, accept_len: Any, **kwargs: Any) -> None:
     """:func:`flush_kvbuffer` for all layers of a model in one call, with the bits of a loop over layers.
 
-    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]`` (``new_records(layers=...)``; verify
-    takes one layer's slices), ``conv_x`` ``[layers, N, T, D]`` and ``conv_state`` ``[layers, slots, D, W - 1]``, of any
-    layer stride; indices, parents, lengths and ring cursors are shared. Keywords of :func:`flush_kvbuffer`.
+    ``state`` is ``[layers, slots, HV, V, K]``, records ``[layers, slots, R, ...]`` (``new_records(layers=...)``;
+    verify takes one layer's slices), ``conv_x`` ``[layers, N, T, D]`` and ``conv_state``
+    ``[layers, slots, D, W - 1]``, of any layer stride. All layers share indices, parents, lengths and ring cursors.
+    Keywords are those of :func:`flush_kvbuffer`.
 
     >>> import kda, numpy as np
     >>> pools = np.ones((3, 1, 1, 4, 4), np.float32)
@@ -411,19 +414,19 @@ def flush_verify_kvbuffer(
     """The flush of the last round and the verify of the next, in one pass over the state.
 
     Without a ring, ``last`` holds the last round's records and ``records`` receives this round's: two buffers that
-    take turns; the bits are those of :func:`flush_kvbuffer` and :func:`verify_kvbuffer`. With a ring
-    (``records.ring_count``) accepted tokens become committed entries, and the state is written only when less than
-    room for two rounds of ``max_tokens`` is left.
+    take turns. The bits are those of :func:`flush_kvbuffer` and :func:`verify_kvbuffer`. With a ring
+    (``records.ring_count``) accepted tokens become committed entries, and the state is written only when less room
+    than for two rounds of ``max_tokens`` is left.
 
     Args:
         q, k, v, g, beta, ...: the new drafts, as in :func:`verify_kvbuffer`.
         state: the pool, read, and written where something is applied.
-        records: of this round, or a ring of at least ``2 * max_tokens`` entries, whose cursors are moved on.
+        records: of this round, or a ring of at least ``2 * max_tokens`` entries, whose cursors are advanced.
         accept_len: ``[N]`` int32, of the last round; 0 in the first. Clamped to what is recorded.
         last: the last round's records, in memory of their own. Not with a ring.
         last_parents: ``[N, T']`` int32, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
-        max_tokens: with a ring, the most tokens of any round on it; 0 (not with cu_seqlens): T.
+        max_tokens: with a ring, the most tokens in any round on it. 0 means T (not with cu_seqlens).
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
@@ -462,10 +465,10 @@ def _about_slots(error: ValueError) -> ValueError:
 
 
 class DraftBuffer:
-    """Records and cursors of a serving loop, one ring a slot: nothing but a state pool and this is kept.
+    """Records and cursors for a serving loop, one ring per slot. A loop keeps only a pool of states and this.
 
-    A request is known by its slot, the same in the pool and here, whatever batch it is in (an int32 array a call,
-    negative for padding)::
+    A request is identified by its slot, the same in the pool and here, whatever batch it is in. Every call takes the
+    slots as an int32 array, negative for padding::
 
         buffer = kda.DraftBuffer(slots, max_tokens, H, HV, K, V)
         ...
@@ -475,8 +478,9 @@ class DraftBuffer:
         ...
         buffer.flush(pool, slots_of_batch, accept_len)      # the pool now holds the whole text
 
-    ``entries`` of the ring beyond two rounds save writes of the state: it is written about once in
-    ``(entries - 2 * max_tokens) / accepted`` rounds. Drafts are chains. One buffer a layer: each moves its own cursors.
+    Ring ``entries`` beyond two rounds save writes of the state: it is written about once in
+    ``(entries - 2 * max_tokens) / accepted`` rounds. Drafts are chains. Use one buffer per layer, because each
+    advances its own cursors.
 
     >>> import kda, numpy as np
     >>> x, beta = np.ones((1, 3, 1, 4), np.float32) / 2, np.ones((1, 3, 1), np.float32)
@@ -506,8 +510,8 @@ class DraftBuffer:
     def step(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, slots: Any, accept_len: Any, **options: Any
     ) -> Any:
-        """Commits the last round's ``accept_len`` tokens of each request (0 in its first) and verifies new drafts:
-        :func:`flush_verify_kvbuffer`, with its keywords (with ``conv`` also ``last_conv_x``)."""
+        """Commits the last round's ``accept_len`` tokens of each request (0 in its first) and verifies new drafts.
+        This is :func:`flush_verify_kvbuffer`, with its keywords (with ``conv`` also ``last_conv_x``)."""
         shape_of("slots", slots, 1)
         try:
             return flush_verify_kvbuffer(
@@ -518,8 +522,8 @@ class DraftBuffer:
             raise _about_slots(error) from None
 
     def flush(self, state: Any, slots: Any, accept_len: Any, **options: Any) -> None:
-        """Brings ``state`` up to date: everything committed and the last ``accept_len`` tokens. Then the slots may be
-        recycled or copied (prefix caching). Keywords of :func:`flush_kvbuffer`."""
+        """Brings ``state`` up to date with everything committed and the last ``accept_len`` tokens. Then the slots
+        may be recycled or copied (prefix caching). Keywords are those of :func:`flush_kvbuffer`."""
         shape_of("slots", slots, 1)
         try:
             flush_kvbuffer(state, self.records._replace(indices=slots), accept_len, state_indices=slots, **options)
@@ -528,9 +532,9 @@ class DraftBuffer:
         self._forget(slots)
 
     def reset(self, slots: Any) -> None:
-        """Forgets what is recorded for ``slots``: a new request begins there. Either their numbers, ``[N]`` int32 or
-        int64, negative ones being padding, or a mask ``[slots]`` bool, True where one begins. On a GPU a number beyond
-        the last slot is not seen, and does nothing."""
+        """Forgets what is recorded for ``slots``, where new requests begin. ``slots`` are their numbers, ``[N]``
+        int32 or int64, negative for padding, or a mask ``[slots]`` bool, True where a request begins. On a GPU a
+        number beyond the last slot is not detected and has no effect."""
         (N,), S = shape_of("slots", slots, 1), self.records.ring_count.shape[0]
         kind = str(slots.dtype).removeprefix("torch.")
         if kind not in ("int32", "int64", "bool"):
@@ -549,7 +553,7 @@ class DraftBuffer:
             count[slots if slots.dtype == bool else slots[slots >= 0]] = 0
             return
         if not is_torch(slots):
-            slots = _arrays.numpy.array(slots)  # torch warns of read-only memory, which it would only read
+            slots = _arrays.numpy.array(slots)  # a copy: torch warns of read-only memory even if it only reads
         slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[0]
         if slots.dtype == _arrays.torch.bool:
             count.masked_fill_(slots, 0)

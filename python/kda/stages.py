@@ -1,15 +1,17 @@
-"""The classic stages of chunked KDA one by one: for kernel work, for tests, for libraries that swap single stages.
+"""The classic stages of chunked KDA one by one: for kernel work, tests, and libraries that replace single stages.
 
-Names are those of the formulas (docs/operators/stages.md has all of them), and a name means one tensor in every stage.
-Sizes: ``q, k [B, T, H, K]``; ``g, G, w, qG, kg, dq, dk, dG, dg [B, T, HV, K]``; ``v, u, v_new, o`` and their gradients
-``[B, T, HV, V]``; ``beta, dbeta [B, T, HV]``; ``Aqk, Akk_inv, dAqk, dAkk [B, T, HV, 64]``: the row of a token holds the
-columns of its chunk; states ``[N, HV, K, V]`` and, one a chunk, ``h, dh [NT, HV, K, V]`` (``[.., V, K]`` with
-``state_v_first``). ``q`` and ``k`` come normalised, ``g`` (a natural logarithm) and ``beta`` activated.
+Names are those of the formulas (docs/operators/stages.md has all of them), and a name means the same tensor in every
+stage. Sizes: ``q, k [B, T, H, K]``; ``g, G, w, qG, kg, dq, dk, dG, dg [B, T, HV, K]``; ``v, u, v_new, o`` and their
+gradients ``[B, T, HV, V]``; ``beta, dbeta [B, T, HV]``; ``Aqk, Akk_inv, dAqk, dAkk [B, T, HV, 64]``: the row of a
+token holds the columns of its chunk; states ``[N, HV, K, V]`` and, one per chunk, ``h, dh [NT, HV, K, V]``
+(``[.., V, K]`` with ``state_v_first``). ``q`` and ``k`` must be normalised, ``g`` (a natural logarithm) and ``beta``
+activated.
 
-No gradients of their own; torch tensors, or any DLPack arrays (then NumPy arrays come back). What the classic split
-stores in 16 bits takes the dtype of the inputs. ``G``, ``Akk_inv`` (of which bfloat16 keeps nothing where one key
-repeats with beta near 2), and the gradients ``dAqk, dAkk, dq, dk, dG, dbeta`` are float32. With ``cu_seqlens``, ``h``
-and ``dh`` have ``T // 64 + N`` rows, and the sequences own the first of them. Errors are those of :mod:`kda.ops`.
+The stages have no gradients themselves. They accept torch tensors, or any DLPack arrays (and then return NumPy
+arrays). Tensors that the classic split stores in 16 bits have the dtype of the inputs. ``G``, ``Akk_inv`` (in
+bfloat16 it would lose everything where one key repeats with beta near 2) and the gradients
+``dAqk, dAkk, dq, dk, dG, dbeta`` are float32. With ``cu_seqlens``, ``h`` and ``dh`` have ``T // 64 + N`` rows, of
+which the sequences own the first ones. Errors are those of :mod:`kda.ops`.
 
 >>> import kda, numpy as np
 >>> from kda import stages
@@ -127,7 +129,8 @@ def chunk_intra(
 def recompute_w_u(
     k: Any, v: Any, beta: Any, Akk_inv: Any, G: Any, q: Any = None, *, cu_seqlens: Any = None, impl: str | None = None
 ) -> tuple[Any, Any, Any, Any]:
-    """``(w, u, qG, kg)`` again, from ``Akk_inv``: the bits of :func:`chunk_intra`. ``qG`` is None without ``q``."""
+    """``(w, u, qG, kg)`` again from ``Akk_inv``, bit for bit as in :func:`chunk_intra`. ``qG`` is None without
+    ``q``."""
     shape_of("k", k, 4)
     HV = shape_of("v", v, 4)[2]
     w, kg, u = new_like(k, _gates(k, HV)), new_like(k, _gates(k, HV)), new_like(v)
@@ -170,7 +173,7 @@ def fwd_o(
 def bwd_local(
     v_new: Any, d_o: Any, Aqk: Any, scale: float, *, cu_seqlens: Any = None, impl: str | None = None
 ) -> tuple[Any, Any]:
-    """``(dAqk, dv_local)``. No tensor here tells ``K``, so ``scale`` has no default."""
+    """``(dAqk, dv_local)``. No tensor here has the size ``K``, so ``scale`` has no default."""
     shape_of("v_new", v_new, 4)
     dAqk, dv_local = new_like(v_new, _scores(v_new), _wide(v_new)), new_like(v_new)
     _run("bwd_local", cu_seqlens, scale, False, impl, v_new, d_o, Aqk, dAqk, dv_local)
@@ -198,7 +201,7 @@ def bwd_wy_dqkg(
     q: Any, k: Any, v: Any, v_new: Any, G: Any, beta: Any, Akk_inv: Any, h: Any, d_o: Any, dh: Any, dv_new: Any,
     scale: float | None = None, *, state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
 ) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
-    """``(dq, dk, dv, dbeta, dG, dAkk)``: everything that meets a state. ``dq`` and ``dk`` are of value heads,
+    """``(dq, dk, dv, dbeta, dG, dAkk)``: all gradients that involve a state. ``dq`` and ``dk`` are per value head,
     ``[B, T, HV, K]``."""
     B, T, HV, _ = shape_of("v", v, 4)
     shape_of("k", k, 4)
@@ -215,7 +218,7 @@ def bwd_intra(
     q: Any, k: Any, G: Any, beta: Any, dAqk: Any, dAkk: Any, dq: Any, dk: Any, dbeta: Any, dG: Any, *,
     cu_seqlens: Any = None, impl: str | None = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Adds the share of pairs inside a chunk to ``dq, dk, dbeta, dG``, in place, and returns them."""
+    """Adds the contribution of pairs inside a chunk to ``dq, dk, dbeta, dG``, in place, and returns them."""
     _run("bwd_intra", cu_seqlens, None, False, impl, q, k, G, beta, dAqk, dAkk, dq, dk, dbeta, dG)
     if not compiling():
         mark_written(dq, dk, dbeta, dG)

@@ -20,11 +20,11 @@ from .nn import KimiDeltaAttention
 
 class HeadParallel(ParallelStyle):
     """A style for :class:`kda.nn.KimiDeltaAttention`: ``ColwiseParallel`` for the projections to heads,
-    ``RowwiseParallel`` for the one from them, and the parameters between them cut by heads. Tokens come in and go out
-    the same on every rank; forward has one all-reduce. Every parameter becomes a ``DTensor``, by its name; the layer's
-    counts of heads, and its caches, are those of this rank.
+    ``RowwiseParallel`` for the one from them, and the parameters between them sharded by heads. Inputs and outputs
+    are the same on every rank; forward has one all-reduce. Every parameter becomes a ``DTensor`` under its own name.
+    The layer's head counts and its caches are those of this rank.
 
-    Needs numbers of heads that the ranks of a one-dimensional mesh divide.
+    The number of ranks in the one-dimensional mesh must divide the numbers of heads.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -33,7 +33,7 @@ class HeadParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             raise ValueError(f"HeadParallel: expected a mesh of 1 dimension, got {device_mesh.ndim}")
         ranks = device_mesh.size()
-        if module.num_heads % ranks:  # then they divide the value heads as well
+        if module.num_heads % ranks:  # ranks that divide these divide the value heads, too
             raise ValueError(f"HeadParallel: expected ranks that divide {module.num_heads} heads, got {ranks}")
         _cut_parameters(module, device_mesh)
         parallelize_module(module, device_mesh, _plan(module))
@@ -44,7 +44,7 @@ class HeadParallel(ParallelStyle):
 
 
 class _Replicated(ParallelStyle):
-    """The same on every rank, as a ``DTensor``: optimizers do not mix these with plain tensors."""
+    """The same on every rank, as a ``DTensor``: optimizers cannot mix these with plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: Any, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -61,7 +61,7 @@ def _plan(layer: KimiDeltaAttention) -> dict[str, ParallelStyle]:
     for name in ("f_proj", "g_proj"):
         if isinstance(getattr(layer, name), nn.Linear):
             plan[name] = ColwiseParallel()
-        else:  # of low rank: the first half has no heads
+        else:  # low rank: the first half has no heads
             plan |= {f"{name}.0": _Replicated(), f"{name}.1": ColwiseParallel()}
     return plan | {"o_proj": RowwiseParallel()}
 

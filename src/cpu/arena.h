@@ -1,4 +1,5 @@
-// Scratch by bumping a pointer. The same constructor that hands out the buffers also measures them: give it no memory.
+// Hands out scratch memory by bumping a pointer. Without memory an arena only measures, so the constructor that hands
+// out the buffers also tells their size.
 #pragma once
 #include <cstdint>
 
@@ -11,8 +12,8 @@ class Arena {
   uint64_t bytes() const { return used_; }
 
  private:
-  // A few cache lines between buffers: those of 64 rows are multiples of 4096 bytes, and without the gap the same row
-  // of ten of them would fall into one 8-way set of L1 (backward's pairs ran 2x slower).
+  // Leaves a few cache lines between buffers. The size of 64 rows is a multiple of 4096 bytes, and without the gap
+  // the same row of ten such buffers would fall into one 8-way set of L1 (backward's pairs ran 2x slower).
   static constexpr uint64_t kGap = 5 * 64;
   char* take(int64_t bytes) {
     char* p = base_ ? base_ + used_ : nullptr;

@@ -1,8 +1,9 @@
 // One chunk of the chunked form (math.md 4), in f32, for one sequence and head. Shared by forward and backward.
 //
-// Decays only ever appear as ordered products of alpha = exp(g) in [0, 1], never as quotients or exponents of sums:
-// exact for every gate, -inf included. Scores are built dyadically (math.md 4.4 c): pairs inside a 16-token block one
-// by one with a running product; the blocks below the diagonal at levels 32 and 64 as matrix products around an anchor.
+// Decays only ever appear as ordered products of alpha = exp(g) in [0, 1], never as quotients or exponents of sums,
+// so they are exact for every gate, -inf included. Scores are built dyadically (math.md 4.4 c): pairs inside a
+// 16-token block one by one with a running product, and the blocks below the diagonal at levels 32 and 64 as matrix
+// products around an anchor.
 #if defined(KDA_CPU_CHUNK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KDA_CPU_CHUNK_INL_H_
 #undef KDA_CPU_CHUNK_INL_H_
@@ -40,7 +41,7 @@ struct Chunk : StateTile {
   Matrix alpha;                   // [C][K]
   Matrix qG, kG, kg;              // [C][K]    q E, k E, k F: decayed from the chunk's start, and to its end
   Matrix v;                       // [C][V]    becomes v_new
-  Matrix Aqk, Akk;                // [C][C]    scale and beta inside
+  Matrix Aqk, Akk;                // [C][C]    with scale in Aqk and beta in Akk
   Matrix row_q, row_k, col_k;     // [C/2][K]  decayed operands of one off-diagonal block
   Matrix col_kT;                  // [K][C/2]
   float* ell;                     // [K]       decay of the whole chunk
@@ -60,7 +61,7 @@ struct Chunk : StateTile {
 };
 
 // What is left of a chunk once its inputs are loaded, activated and scored: all that the recurrence over chunks reads.
-// In memory of its own it can be prepared by one thread while others still work on the chunks before it (team.h).
+// It has memory of its own, so one thread can prepare it while others still work on the chunks before it (team.h).
 struct PreparedChunk {
   Matrix qG, kG, kg;  // [C][K]
   Matrix v;           // [C][V]
@@ -80,13 +81,13 @@ struct PreparedChunk {
   }
 };
 
-// What the threads of a team share: the state of the head at hand, and its chunks, kTeamGroups groups of them.
+// The memory that the threads of a team share: the state of the head at hand, and kTeamGroups groups of its chunks.
 struct TeamScratch {
   int64_t K, columns_of_v, group;
   Matrix S;  // [K][V]
   char* chunks;
 
-  // columns_of_v: V where chunks are prepared with their values, 0 where who scans them loads its own columns.
+  // columns_of_v: V where chunks are prepared with their values, 0 where the scan of a tile loads its own columns.
   TeamScratch(char* memory, int64_t K, int64_t V, int64_t columns_of_v, int64_t group)
       : K(K), columns_of_v(columns_of_v), group(group) {
     Arena arena(memory);
@@ -96,7 +97,7 @@ struct TeamScratch {
   }
   uint64_t bytes;
 
-  // c works on columns v0 .. v0+columns-1 of the i-th chunk.
+  // Points c at columns v0 .. v0+columns-1 of the i-th chunk.
   void lend(Chunk& c, int64_t i, int64_t v0, int64_t columns) const {
     Arena arena(chunks + i % (kTeamGroups * group) * PreparedChunk::bytes(K, columns_of_v));
     const PreparedChunk p(arena, K, columns_of_v);
@@ -106,15 +107,15 @@ struct TeamScratch {
   }
 };
 
-// Rows of a head lie H K or HV V elements apart, too far for the hardware to see the pattern: ask for them this many
-// tokens ahead. (Always inline: g++ drops calls of functions that only prefetch, as if they had no effect.)
+// Rows of a head lie H K or HV V elements apart, too far for the hardware to see the pattern, so they are prefetched
+// this many tokens ahead. (Always inlined: g++ drops calls of functions that only prefetch, as if they had no effect.)
 constexpr int64_t kPrefetchTokens = 8;
 HWY_INLINE void prefetch_row(const kda_tensor& t, int64_t b, int64_t token, int64_t head) {
   const char* row = at(t, b, std::min(token + kPrefetchTokens, t.shape[1] - 1), head);
   for (int64_t i = 0; i < t.shape[3] * dtype_size(t.dtype); i += 64) __builtin_prefetch(row + i);
 }
 
-// Inputs of tokens t0 .. t0+L-1 of row b: activations, norms, alpha.
+// Loads the inputs of tokens t0 .. t0+L-1 of row b and computes their activations, norms and alpha.
 inline void load_chunk(Chunk& c, const kda_inputs& in, const Gate& gate, int64_t b, int64_t t0, int64_t L, int64_t h,
                        int64_t hv, int64_t v0) {
   c.L = L;
@@ -132,7 +133,7 @@ inline void load_chunk(Chunk& c, const kda_inputs& in, const Gate& gate, int64_t
   }
 }
 
-// Columns v0 .. v0+c.V-1 of the values alone.
+// Loads columns v0 .. v0+c.V-1 of the values, and nothing else.
 inline void load_values(Chunk& c, const kda_tensor& v, int64_t b, int64_t t0, int64_t L, int64_t hv, int64_t v0) {
   for (int64_t i = 0; i < L; ++i) {
     prefetch_row(v, b, t0 + i, hv);
@@ -142,8 +143,8 @@ inline void load_values(Chunk& c, const kda_tensor& v, int64_t b, int64_t t0, in
 
 // ---- decays ----
 
-// Rows first .. first+n-1: x_out_i = x_i prod alpha_t over t in (first, i], or [first, i] with kFromStart; likewise y,
-// times factor_i if given. ell, if given, receives the last product.
+// For rows first .. first+n-1: x_out_i = x_i prod alpha_t over t in (first, i], or over [first, i] with kFromStart.
+// y_out likewise, times factor_i if factor is given. ell, if given, receives the last product.
 template <bool kFromStart>
 HWY_NOINLINE void decay_rows(const Chunk& c, int64_t first, int64_t n, Matrix x, Matrix x_out, Matrix y, Matrix y_out,
                              const float* factor, float* ell) {
@@ -160,8 +161,8 @@ HWY_NOINLINE void decay_rows(const Chunk& c, int64_t first, int64_t n, Matrix x,
   }
 }
 
-// Rows first .. first+n-1: out_j = x_j prod alpha_t over t in (j, first+n] (the anchor row follows them), or
-// (j, first+n-1].
+// For rows first .. first+n-1: out_j = x_j prod alpha_t over t in (j, first+n] with kToAnchor (the anchor row follows
+// them), otherwise over (j, first+n-1].
 template <bool kToAnchor>
 HWY_NOINLINE void decay_columns(const Chunk& c, int64_t first, int64_t n, Matrix x, Matrix out) {
   for (int64_t d = 0; d < padded(c.K); d += lanes()) {
@@ -174,7 +175,7 @@ HWY_NOINLINE void decay_columns(const Chunk& c, int64_t first, int64_t n, Matrix
   }
 }
 
-// qG, kG, kg and ell.
+// Computes qG, kG, kg and ell.
 inline void decayed_operands(const Chunk& c) {
   decay_rows<true>(c, 0, c.L, c.q, c.qG, c.k, c.kG, nullptr, c.ell);
   decay_columns<false>(c, 0, c.L, c.k, c.kg);
@@ -182,8 +183,8 @@ inline void decayed_operands(const Chunk& c) {
 
 // ---- scores ----
 
-// Pairs inside block b .. b+15, one by one: w is k_j decayed to the current row. Two columns at a time share the loads
-// of a row.
+// Scores the pairs inside block b .. b+15 one by one; w is k_j decayed to the current row. Two columns at a time
+// share the loads of a row.
 HWY_NOINLINE inline void block_scores(const Chunk& c, int64_t b) {
   const int64_t n = std::min(kBlock, c.L - b), Kp = padded(c.K);
   const Matrix q = c.q.from(b, 0), k = c.k.from(b, 0), alpha = c.alpha.from(b, 0);
@@ -226,7 +227,7 @@ HWY_NOINLINE inline void block_scores(const Chunk& c, int64_t b) {
   }
 }
 
-// Rows a .. a+half-1 with columns a-half .. a-1, both decayed to the anchor token a.
+// Scores rows a .. a+half-1 against columns a-half .. a-1, both decayed to the anchor token a.
 HWY_NOINLINE inline void cross_scores(const Chunk& c, int64_t a, int64_t half) {
   const int64_t n = std::min(half, c.L - a), first = a - half;
   decay_rows<false>(c, a, n, c.q, c.row_q, c.k, c.row_k, c.beta, nullptr);
@@ -236,7 +237,7 @@ HWY_NOINLINE inline void cross_scores(const Chunk& c, int64_t a, int64_t half) {
   gemm<Acc::kSet>(n, half, c.K, c.row_k.rows(), c.col_kT, c.Akk.from(a, first));
 }
 
-// Aqk and Akk, zero above their triangles.
+// Computes Aqk and Akk, with zeros outside their triangles.
 inline void scores(const Chunk& c) {
   zero(c.Aqk.data, c.L * c.Aqk.pitch);
   zero(c.Akk.data, c.L * c.Akk.pitch);
@@ -261,8 +262,8 @@ inline void advance_state(const Chunk& c, Matrix S, Matrix next) {
 
 // ---- states ----
 
-// In scratch a state is [K][V] with zeros in the padding; outside V-first or K-first, f32 or bf16. These move columns
-// v0 .. v0+V-1 of the head's state.
+// In scratch a state is [K][V] with zeros in the padding. Outside it is V-first or K-first, in f32 or bf16. These
+// functions move columns v0 .. v0+V-1 of the head's state.
 
 inline void load_state(const StateTile& c, const kda_tensor& t, int32_t layout, int64_t slot, int64_t hv, int64_t v0,
                        Matrix S) {

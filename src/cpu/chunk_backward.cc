@@ -1,9 +1,9 @@
 // Chunked backward on the CPU (math.md 5, simplified wide stage). One task = one sequence and value head.
 //
-// A sequence is cut into segments of h_every chunks, each beginning with a state that forward left in h (without h: one
-// segment). Segments are done last to first, each in two passes:
-// Pass 1 (skipped when forward saved v_new, Aqk, Akk, too): the forward without its output, keeping every chunk of the
-//   segment (KeptChunk) in this thread's share of the workspace. With h_every of 8 that is 2 MB, which stays in cache.
+// A sequence is cut into segments of h_every chunks, each of which begins with a state that forward left in h
+// (without h there is one segment). Segments are done last to first, each in two passes:
+// Pass 1 (skipped when forward saved v_new, Aqk, Akk too): the forward without its output, keeping every chunk of the
+//   segment (KeptChunk) in this thread's share of the workspace. With h_every = 8 that is 2 MB, which stays in cache.
 // Pass 2, last chunk to first, with D = d_o, S the state before the chunk, dS the gradient of the state after it:
 //   dv_new = Aqk^T D + kg dS        x = (I + Akk)^-T dv_new
 //   dAqk = tril(D v_new^T)          dAkk = -strict_tril(x v_new^T)
@@ -13,8 +13,8 @@
 // then the pairs inside the chunk (math.md B4) on the forward's blocks, the reverse sum of dG, and the activations.
 // q carries scale throughout: with q' = scale q the formulas need no factor, and at the end dq = scale dq'.
 //
-// The pair terms of dG come once with + at row i and once with - at row j, both from the same tiles (math.md 5.2), so
-// that they cancel in the reverse sum.
+// Each pair term of dG appears once with + at row i and once with - at row j. Both come from the same tiles
+// (math.md 5.2), so that they cancel in the reverse sum.
 //
 // Memory beyond inputs, gradients and h: 3.7 KB per token of the longest segment and thread at K = V = 128, and with
 // HV > H another 8 K bytes per token and value head for dq and dk before their sum.
@@ -28,8 +28,8 @@
 #ifndef KDA_CPU_CHUNK_BACKWARD_TYPES
 #define KDA_CPU_CHUNK_BACKWARD_TYPES
 namespace kda::cpu {
-// Per (sequence, head) results that a second step adds up, and per value head dq, dk where HV > H. In the shared
-// workspace.
+// Results of each sequence and head that a second step adds up, and dq and dk of each value head where HV > H. They
+// lie in the shared workspace.
 struct BackwardPartials {
   float* dA_log;  // [N][HV], or nullptr if not wanted
   float* d_bias;  // [N][HV][K], or nullptr
@@ -65,11 +65,11 @@ struct KeptChunk {
 };
 
 struct BackwardScratch : Gradients {
-  Chunk chunk;          // its matrices are those of the kept chunk at hand, but for
-  Matrix v;             // [C][V]
+  Chunk chunk;          // its matrices are those of the kept chunk at hand, except v
+  Matrix v;             // [C][V]  its own
   Matrix dS;            // [K][V]
-  float *raw, *d_bias;  // [K]     a row of g; running sum of its gradient
-  char* kept;           // KeptChunk after KeptChunk
+  float *raw, *d_bias;  // [K]     a row of g; the running sum of its gradient
+  char* kept;           // the KeptChunks of the segment, one after the other
 
   BackwardScratch(Arena arena, int64_t K, int64_t V, char* memory, uint64_t* bytes) : chunk(arena, K, V), v(chunk.v) {
     dS = take(arena, padded(K), V);
@@ -78,7 +78,7 @@ struct BackwardScratch : Gradients {
     kept = memory ? memory + arena.bytes() : nullptr;
     if (bytes) *bytes = arena.bytes();
   }
-  // The i-th chunk of the segment becomes the chunk at hand.
+  // Makes the i-th chunk of the segment the chunk at hand.
   KeptChunk use(int64_t i) {
     Arena arena(kept + i * KeptChunk::bytes(chunk.K, chunk.V));
     const KeptChunk here(arena, chunk.K, chunk.V);
@@ -88,15 +88,15 @@ struct BackwardScratch : Gradients {
   }
 };
 
-// Chunks of a segment. Nothing is computed again where forward saved everything: segments of one chunk.
 // Did forward keep all that pass 1 computes? (Without scores v_new is of no use here.)
 inline bool all_saved(const BackwardProblem& p) { return present(p.args.Aqk); }
 
+// The chunks of a segment. Where forward saved everything, nothing is computed again and segments have one chunk.
 inline int64_t segment_chunks(const BackwardProblem& p) {
   return present(p.args.h) ? std::min<int64_t>(p.args.h_every, p.max_chunks()) : p.max_chunks();
 }
 
-// A thread's share: scratch and the chunks of the longest segment.
+// The size of a thread's share: scratch and the chunks of the longest segment.
 uint64_t backward_scratch_bytes(const BackwardProblem& p) {
   uint64_t bytes;
   BackwardScratch(Arena(), p.K, p.V, nullptr, &bytes);
@@ -141,7 +141,7 @@ struct BackwardTask {
     else if (present(a.h0)) load_state(s.chunk, a.h0, a.in.state_layout, seq.n, hv, 0, S);
   }
 
-  // The inputs of the chunk at t, and what pass 1 or the caller kept of it.
+  // Restores the inputs of the chunk at t, and what pass 1 or the caller kept of it.
   KeptChunk restore(int64_t first, int64_t t) {
     const kda_backward_args& a = p.args;
     const KeptChunk here = s.use((t - first) / kChunk);
@@ -171,7 +171,7 @@ struct BackwardTask {
   void wide_stage(const KeptChunk& kept, float* dbeta) {
     const Chunk& c = s.chunk;
     const int64_t L = c.L, K = c.K, V = c.V, Kp = padded(K), Vp = padded(V);
-    transpose(kept.S, Kp, Vp, s.ST);  // padding included: it is zero and must be so there
+    transpose(kept.S, Kp, Vp, s.ST);  // padding included: it is zero, and must be zero there too
     transpose(s.dS, Kp, Vp, s.dST);
     transpose(kept.v_new, L, Vp, s.v_newT);
 
@@ -198,8 +198,8 @@ struct BackwardTask {
     Vec A_sum = hn::Zero(kF32);
     for (int64_t i = 0; i < c.L; ++i) {
       float *dG = s.dG.row(i), *raw = s.raw, *d_bias = s.d_bias;
-      // Where alpha is 0 so is the gradient. The sum above leaves its rounding error there, and dA_log would multiply
-      // that with a gate of hundreds.
+      // Where alpha is 0, the gradient is 0 too. The sum above leaves its rounding error there, and dA_log would
+      // multiply that by a gate of hundreds.
       for (int64_t d = 0; d < Kp; d += lanes())
         store(hn::IfThenZeroElse(hn::Eq(load(c.alpha.row(i) + d), splat(0)), load(dG + d)), dG + d);
       if (a.in.gate_form != KDA_GATE_LOG) {
@@ -245,8 +245,8 @@ struct BackwardTask {
     }
   }
 
-  // Gradient of the raw row x, given y = scale r x and dy, its gradient: r (scale dy - y (y . dy) / scale). Clobbers
-  // dy.
+  // Stores the gradient of the raw row x, given y = scale r x and the gradient dy of y:
+  // r (scale dy - y (y . dy) / scale). Overwrites dy.
   static void store_qk(const kda_tensor& out, float* dy, const float* y, float r, float scale, bool normalised,
                        int64_t b, int64_t token, int64_t h, int64_t K) {
     if (!present(out)) return;
@@ -293,7 +293,8 @@ void backward_task(const BackwardProblem& p, const Sequence& seq, int64_t hv, in
   BackwardTask{p, seq, hv, first_h, gate, s, partials}.run();
 }
 
-// dq, dk of query/key head h for tokens t0 .. of row b: the sum over its value heads in ascending order, then the norm.
+// Computes dq and dk of query/key head h for tokens t0 .. t0+count-1 of row b: first the sums over its value heads in
+// ascending order, then the gradient of the norm.
 void sum_value_heads(const BackwardProblem& p, int64_t b, int64_t t0, int64_t count, int64_t h,
                      const BackwardPartials& partials) {
   const kda_inputs& in = p.args.in;

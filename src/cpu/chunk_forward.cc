@@ -1,12 +1,12 @@
 // Chunked forward on the CPU (math.md 4.7, direct form). One task = one sequence and value head; its chunks run one
-// after the other with the state in scratch. Everything in between is f32 in the thread's share of the workspace. Heads
-// too long for one thread are done by all of them (team.h).
+// after the other with the state in scratch. Everything in between is f32 in the thread's share of the workspace. All
+// threads share a head that is too long for one of them (team.h).
 //
 // Per chunk of L tokens, 2 FLOP a multiply-add:
 //   scores  Aqk, Akk        2 L^2 K           v_new  kG S, solve     2 L K V + L^2 V
 //   o       qG S, Aqk v_new 2 L K V + L^2 V   S      kg^T v_new      2 L K V
-// K = V = 128: 9.0 MFLOP a chunk. What is not multiply-adds (loads, exp, decays, transposition) is about a fifth of the
-// time.
+// At K = V = 128 that is 9.0 MFLOP a chunk. All that is not a multiply-add (loads, exp, decays, transposition) takes
+// about a fifth of the time.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/chunk_forward.cc"
 #include <hwy/foreach_target.h>
@@ -35,15 +35,15 @@ struct ForwardSteps : ForwardHead {
     return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
   }
 
-  // The chunk at t, but for what depends on the state.
+  // Prepares the chunk at t, except for what depends on the state.
   void prepare(Chunk& c, const Gate& gate, int64_t t) const {
     load_chunk(c, p.args.in, gate, seq.b, seq.t0 + t, std::min(kChunk, seq.length - t), hv / p.group(), hv, 0);
     scores(c);
     decayed_operands(c);
   }
 
-  // The rest of it, on columns v0 .. v0+c.V-1: o, and S of the next chunk. The state comes from h0 before the first
-  // chunk and goes to hT after the last.
+  // Does the rest of the chunk on columns v0 .. v0+c.V-1: o, and the S of the next chunk. S is loaded from h0 before
+  // the first chunk and stored in hT after the last one.
   void scan(const Chunk& c, Matrix S, Matrix o, int64_t t, int64_t v0) const {
     const kda_forward_args& a = p.args;
     const int32_t layout = a.in.state_layout;
@@ -71,7 +71,7 @@ struct ForwardSteps : ForwardHead {
     if (present(p.args.states.hT)) store_state(c, p.args.states.hT, p.args.in.state_layout, seq.slot, hv, v0, S);
   }
 
-  // Outputs of one chunk, and what it leaves behind for backward.
+  // Stores the outputs of one chunk, and what it leaves for backward.
   void store_chunk(const Chunk& c, Matrix o, int64_t t, int64_t v0) const {
     const kda_forward_args& a = p.args;
     for (int64_t i = 0; i < c.L; ++i) {
@@ -104,7 +104,7 @@ uint64_t forward_scratch_bytes(int64_t K, int64_t V) {
   return bytes;
 }
 
-// A head by one thread.
+// Runs a head on one thread.
 void forward_task(const ForwardHead& head, char* memory) {
   const ForwardSteps steps{head};
   const Sequence& seq = head.seq;
@@ -120,7 +120,7 @@ void forward_task(const ForwardHead& head, char* memory) {
   steps.store_last_state(s.chunk, 0, s.S);
 }
 
-// A head by all threads: chunk i, and chunks first .. end-1 on columns v0 .. v0+V-1.
+// A head on all threads: forward_prepare() does chunk i, forward_scan() chunks first .. end-1 on columns v0 .. v0+V-1.
 uint64_t forward_team_bytes(int64_t K, int64_t V, int64_t group) { return TeamScratch(nullptr, K, V, 0, group).bytes; }
 
 void forward_prepare(const ForwardHead& head, char* team, int64_t group, int64_t i, char* memory) {

@@ -1,9 +1,9 @@
 // The causal convolution (math.md 7.6), forward and backward:
 //   y_t = bias + sum_j w_j xx_(t+j),  j = 0 .. W-1,  then z_t = y_t sigmoid(y_t)        xx = state ++ x
 //   dy_t <- dz_t silu'(y_t),  dxx_i = sum_j w_j dy_(i-j),  dw_j = sum_t dy_t xx_(t+j),  dbias = sum_t dy_t
-// Channels are the vector dimension. A task is a block of tokens (of all sequences, one after the other) and a tile of
-// channels. The last W rows are kept in f32; every y comes from conv_row(), in one order, whoever asks for it.
-// Sums over tokens have two levels as in gate.cc: blocks depend on shapes only, and are added in order.
+// Channels are the vector dimension. A task is a block of tokens (of all sequences, one after the other) and a tile
+// of channels. The last W rows are kept in f32. Every y comes from conv_row(), in one order for all callers. Sums
+// over tokens have two levels as in gate.cc: blocks depend on shapes only, and are added in order.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/conv.cc"
 #include <hwy/foreach_target.h>
@@ -16,7 +16,7 @@
 #define KDA_CPU_CONV_GRADIENTS
 namespace kda::cpu {
 constexpr int64_t kConvTile = 512;  // channels of a task: its rows and weights stay in L1
-constexpr int64_t kSumsBytes = (kMaxConvWidth + 1) * (kConvTile + 16) * sizeof(float);  // of a task's weights and bias
+constexpr int64_t kSumsBytes = (kMaxConvWidth + 1) * (kConvTile + 16) * sizeof(float);  // a task's dweight and dbias
 
 struct ConvGradients {
   Conv conv;
@@ -28,10 +28,10 @@ struct ConvGradients {
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
-constexpr int kGroup = 4;                     // tokens in step
+constexpr int kGroup = 4;                     // tokens taken together
 constexpr int64_t kPitch = pitch(kConvTile);  // between rows of scratch
 
-// n elements, `stride` apart, to and from f32.
+// Move n elements that lie `stride` apart to and from f32.
 template <class T, class F>
 HWY_INLINE void gather(const T* p, int64_t stride, int64_t n, float* row, F to_float) {
   for (int64_t i = 0; i < n; ++i) row[i] = to_float(p[i * stride]);
@@ -41,7 +41,7 @@ HWY_INLINE void scatter(const float* row, int64_t n, T* p, int64_t stride, F fro
   for (int64_t i = 0; i < n; ++i) p[i * stride] = from_float(row[i]);
 }
 
-// Channels c0 .. c0+n-1 of entry i of a slot of [slots,D,W-1], whatever its strides.
+// Load and store channels c0 .. c0+n-1 of entry i of a slot of [slots,D,W-1], whatever its strides.
 inline void load_entry(const kda_tensor& state, int64_t slot, int64_t c0, int64_t n, int64_t i, float* row) {
   const void* p = at(state, slot, c0, i);
   const int64_t stride = state.stride[1];
@@ -104,14 +104,15 @@ void to_columns(int64_t K, const float (*rows)[kPitch], int64_t first, int64_t n
   }
 }
 
-// f(first, channels) for pieces of a tile: what is transposed between rows and columns stays small on the stack.
+// Calls f(first, channels) for pieces of a tile, so that what is transposed between rows and columns stays small on
+// the stack.
 constexpr int64_t kPiece = 64;
 template <class F>
 HWY_INLINE void for_pieces(int64_t n, const F& f) {
   for (int64_t i = 0; i < n; i += kPiece) f(i, std::min(kPiece, n - i));
 }
 
-// A slot of [slots,D,W-1] to and from rows, one an entry; entries without a row are left out.
+// Move a slot of [slots,D,W-1] to and from rows, one row for each entry. Entries without a row are left out.
 inline void load_slot(const kda_tensor& state, int64_t slot, int64_t c0, int64_t n,
                       float* const (&rows)[kMaxConvWidth - 1]) {
   const int64_t keep = state.shape[2];
@@ -144,7 +145,7 @@ inline void store_slot(const kda_tensor& state, const float (*rows)[kPitch], int
 // The W - 1 rows before a token, in f32, oldest first.
 using Past = float[kMaxConvWidth - 1][kPitch];
 
-// The W - 1 rows of xx that end with row `last`.
+// Loads the W - 1 rows of xx that end with row `last`.
 inline void load_past(const Conv& c, const Sequence& s, int64_t last, int64_t c0, int64_t n, Past& past) {
   const int64_t keep = c.width() - 1;
   const ConvRows rows = rows_until(c.parents, keep, s.n, last, keep);
@@ -159,7 +160,7 @@ inline void load_past(const Conv& c, const Sequence& s, int64_t last, int64_t c0
     load_slot(c.state, s.slot, c0, n, of_slot);
 }
 
-// Weights and bias of a tile, a row a tap.
+// The weights and bias of a tile, with one row of weights for each tap.
 struct Taps {
   alignas(64) float w[kMaxConvWidth][kPitch], bias[kPitch];
 
@@ -182,7 +183,7 @@ struct Taps {
   }
 };
 
-// f(first channel, whole?, channels) for the vectors of a row of n; the last may be a part of one.
+// Calls f(first channel, whole?, channels) for the vectors of a row of n; the last may be a part of a vector.
 template <class F>
 HWY_INLINE void for_vectors(int64_t n, const F& f) {
   const int64_t N = lanes(), body = n / N * N;
@@ -212,7 +213,8 @@ HWY_INLINE Vec conv_at(const Taps& taps, const Vec* xx, int64_t i) {
   return y;
 }
 
-// G tokens after `past`, which moves on by them. Loads would bound one token at a time: its taps and their inputs.
+// Convolves G tokens after `past`, which moves on by them. One token at a time would be bound by loads, of its taps
+// and their inputs.
 template <int W, int kDtype, int G>
 void conv_step(const Conv& c, const Taps& taps, const Sequence& s, int64_t t, int64_t c0, int64_t n, Past& past) {
   constexpr int64_t kSize = dtype_size(kDtype);
@@ -231,11 +233,11 @@ void conv_step(const Conv& c, const Taps& taps, const Sequence& s, int64_t t, in
   });
 }
 
-// Tokens a .. b-1 of a sequence.
+// Convolves tokens a .. b-1 of a sequence.
 template <int W, int kDtype>
 void conv_tokens(const Conv& c, const Taps& taps, const Sequence& s, int64_t a, int64_t b, int64_t c0, int64_t n) {
   alignas(64) Past past;
-  if (present(c.parents)) {  // few tokens: every one loads its own ancestors
+  if (present(c.parents)) {  // few tokens, so each loads its own ancestors
     for (int64_t t = a; t < b; ++t) {
       load_past(c, s, row_before(c.parents, W - 1, s.n, t + W - 1), c0, n, past);
       conv_step<W, kDtype, 1>(c, taps, s, t, c0, n, past);
@@ -251,7 +253,7 @@ void conv_tokens(const Conv& c, const Taps& taps, const Sequence& s, int64_t a, 
   for (; t < b; ++t) conv_step<W, kDtype, 1>(c, taps, s, t, c0, n, past);
 }
 
-// f(W, dtype of x and y) as types.
+// Calls f(W, dtype of x and y), with both as types.
 template <class F>
 void with_types(const Conv& c, const F& f) {
   const auto with_width = [&](auto W) {
@@ -268,7 +270,7 @@ void with_types(const Conv& c, const F& f) {
   }
 }
 
-// Of a token among all.
+// The sequence of a token, which is numbered among the tokens of all sequences.
 int64_t sequence_of(const Conv& c, int64_t token) {
   return present(c.cu_seqlens) ? c.packed_sequence_of(token) : token / c.x.shape[1];
 }
@@ -277,7 +279,7 @@ void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, i
   for (int64_t t = a; t < b; ++t) std::memset(token_row(y, s, t, c0), 0, n * dtype_size(y.dtype));
 }
 
-// Channels c0 .. c0+n-1 of tokens first .. end-1.
+// Convolves channels c0 .. c0+n-1 of tokens first .. end-1.
 void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n) {
   Taps taps;
   taps.load(c, c0, n);
@@ -288,7 +290,7 @@ void conv_block(const Conv& c, int64_t first, int64_t end, int64_t c0, int64_t n
   });
 }
 
-// Slot `slot` of `to` <- the rows of xx that end with row `last`. May be the slot that xx begins with.
+// Stores the rows of xx that end with row `last` in slot `slot` of `to`. That may be the slot that xx begins with.
 void conv_roll_tile(const Conv& c, const Sequence& s, int64_t last, const kda_tensor& to, int64_t slot, int64_t c0,
                     int64_t n) {
   alignas(64) Past rows;
@@ -301,8 +303,8 @@ void conv_roll_tile(const Conv& c, const Sequence& s, int64_t last, const kda_te
 // Sums over the tokens of a block: dw_j, then dbias.
 using Sums = float[kMaxConvWidth + 1][kPitch];
 
-// G tokens: dy_t silu'(y_t) from rows x and dy, added to the sums if there are any; dxx_t of each to `out` if that is
-// not null. in_past and dy_past, the rows before them, move on.
+// For G tokens: computes dy_t silu'(y_t) from rows x and dy, adds their shares to the sums if there are any, and
+// writes dxx_t of each to `out` if that is not null. in_past and dy_past, the rows before the tokens, move on.
 template <int W, int kDtype, int kOut, int G>
 void backward_step(const Taps& taps, bool with_silu, int64_t n, const char* const (&x)[G], const char* const (&dy)[G],
                    char* const (&out)[G], Past& in_past, Past& dy_past, Sums* sums) {
@@ -334,8 +336,8 @@ void backward_step(const Taps& taps, bool with_silu, int64_t n, const char* cons
   });
 }
 
-// Tokens a .. b-1 of a sequence. dxx_i needs dy up to i, so dx of the last ones needs dy of W-1 more. The block with a
-// sequence's first token also has its d_initial: rows 0 .. W-2 of dxx.
+// Gradients of tokens a .. b-1 of a sequence. dxx_i needs dy up to i, so dx of the last tokens needs dy of W-1 more.
+// The block with a sequence's first token also computes its d_initial: rows 0 .. W-2 of dxx.
 template <int W, int kDtype>
 void backward_tokens(const ConvGradients& g, const Taps& taps, const Sequence& s, int64_t a, int64_t b, int64_t c0,
                      int64_t n, Sums* sums) {
@@ -345,7 +347,8 @@ void backward_tokens(const ConvGradients& g, const Taps& taps, const Sequence& s
   alignas(64) float dxx[kPitch], d_state[kPitch];
   load_past(c, s, a + W - 2, c0, n, in_past);
 
-  // Row t of dxx at the edges: part of d_initial, or also fed by d_final, or not this block's.
+  // Computes row t of dxx at the edges. The row is a part of d_initial, or d_final is added to it, or it is another
+  // block's.
   const auto edge = [&](int64_t t) {
     const bool inside = t < s.length, state = t < W - 1;
     const bool wanted = state ? a == 0 && present(g.d_initial) : t >= a + W - 1 && present(g.dx);
@@ -380,7 +383,7 @@ void backward_tokens(const ConvGradients& g, const Taps& taps, const Sequence& s
     for (; t < b + W - 1; ++t) edge(t);
 }
 
-// `sums` is null or gets W + 1 rows of n, for which `memory` has kSumsBytes.
+// `sums` is null or receives W + 1 rows of n, for which `memory` has kSumsBytes.
 void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int64_t c0, int64_t n, float* sums,
                          int64_t sums_pitch, void* memory) {
   static_assert(sizeof(Sums) == kSumsBytes);
@@ -396,7 +399,7 @@ void conv_backward_block(const ConvGradients& g, int64_t first, int64_t end, int
     std::memcpy(sums + j * sums_pitch, (*block)[j], n * sizeof(float));
 }
 
-// A sequence without tokens passes its state through.
+// Passes the gradient of the state through, for a sequence without tokens.
 void conv_backward_empty(const ConvGradients& g, int64_t n, int64_t c0, int64_t channels) {
   alignas(64) float row[kConvTile];
   for (int64_t i = 0; i < g.conv.width() - 1; ++i) {
@@ -427,12 +430,12 @@ constexpr int64_t kMaxBlocks = 256;  // of sums
 
 int64_t tiles_of(const Conv& c) { return divide_up(c.channels(), kConvTile); }
 
-// Small calls stay on one thread: starting a team costs more than 16384 elements.
+// Small calls stay on one thread: starting a team costs more than the work on 16384 elements.
 int wanted(const Conv& c, const kda_exec& exec, int64_t tasks, int64_t rows) {
   return wanted_threads(exec, std::min(tasks, rows * c.channels() / 16384 + 1));
 }
 
-// f(n, first channel, channels) for every sequence and tile.
+// Calls f(n, first channel, channels) for every sequence and tile, with the thread as fourth argument if f takes it.
 template <class F>
 void for_tiles(const Conv& c, int64_t N, int threads, const F& f) {
   const int64_t tiles = tiles_of(c);
@@ -443,7 +446,7 @@ void for_tiles(const Conv& c, int64_t N, int threads, const F& f) {
   });
 }
 
-// y of all tokens; those of no sequence are zeroed.
+// Computes y of all tokens. Rows of y that belong to no sequence are zeroed.
 void run(const Conv& c, const kda_exec& exec) {
   const int64_t blocks = divide_up(c.tokens(), kBlockTokens), end = c.end();
   const auto block_fn = KDA_ISA_CALL(conv_block);
@@ -462,7 +465,7 @@ void conv(const ConvProblem& p) {
   const Conv c = conv_of(p);
   run(c, a.exec);
   if (!present(a.final_state)) return;
-  // After all outputs: it may be the initial state that they read.
+  // After all outputs, because final_state may be the initial state that they read.
   const auto roll = KDA_ISA_CALL(conv_roll_tile);
   for_tiles(c, p.N, wanted(c, a.exec, p.N * tiles_of(c), p.N * p.W), [&](int64_t i, int64_t c0, int64_t n) {
     const Sequence s = c.sequence(i);
@@ -472,14 +475,14 @@ void conv(const ConvProblem& p) {
 
 namespace {
 
-// Tokens a block of sums: a function of the shapes alone.
+// The tokens of a block of sums: a function of the shapes alone.
 int64_t block_tokens(const ConvDims& d) {
   return divide_up(divide_up(d.B * d.T, kMaxBlocks), kBlockTokens) * kBlockTokens;
 }
 bool wants_sums(const kda_conv_backward_args& a) { return present(a.dweight) || present(a.dbias); }
 int64_t blocks_of(const ConvDims& d) { return d.B * d.T > 0 ? divide_up(d.B * d.T, block_tokens(d)) : 0; }
 
-// Shared: the sums of all blocks. Of a thread: those of the block at hand.
+// Shared: the sums of all blocks. Per thread: those of the block at hand.
 Workspace plan(const ConvBackwardProblem& p) {
   if (!wants_sums(p.args)) return {0, 0};
   return {blocks_of(p) * (p.W + 1) * p.D * sizeof(float), kSumsBytes};

@@ -1,4 +1,4 @@
-// The CPU room: what the registry sees.
+// The implementations on the CPU, as the registry sees them.
 #pragma once
 #include <cstdint>
 
@@ -39,8 +39,8 @@ void conv_backward(const ConvBackwardProblem& p);
 uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
 
 // The convolution in front of decode and verify, with the bits of kda_conv. `z` ([B,T,D], dtype of x, dense) lies in
-// memory of conv_front_bytes(). An absent cu_seqlens: B requests of T tokens; absent parents: chains. A request without
-// a slot in the pool starts from zeros; rows of no request are zeroed.
+// memory of conv_front_bytes(). Without cu_seqlens there are B requests of T tokens; without parents each request is
+// a chain. A request without a slot in the pool starts from zeros. Rows that belong to no request are zeroed.
 uint64_t conv_front_bytes(const kda_conv_inputs& in);
 kda_tensor conv_front_output(const kda_conv_inputs& in, void* memory);
 void conv_front(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents, const kda_tensor& z,

@@ -76,7 +76,7 @@ int64_t sums_of(const kda_tensor& x) { return x.shape[1] * (1 + x.shape[2]); }
 
 Workspace plan(const GateBackwardProblem& p) { return {blocks_of(p.args.x) * sums_of(p.args.x) * sizeof(float), 0}; }
 
-// Small inputs stay on one thread: starting a team costs more than 4096 elements.
+// Small inputs stay on one thread: starting a team costs more than the work on 4096 elements.
 int64_t worthwhile(const kda_tensor& x) { return x.shape[0] * x.shape[1] * x.shape[2] / 4096 + 1; }
 
 }  // namespace

@@ -88,7 +88,7 @@ HWY_INLINE void gemm_tile(int64_t m, int64_t n, int64_t K, Scalars A, Matrix B, 
   t.store_to(C.from(m, n));
 }
 
-// Asks for rows of A, which another thread may have written: its cache is far.
+// Prefetches rows of A. Another thread may have written them, and its cache is far.
 HWY_INLINE void prefetch_scalars(int64_t rows, int64_t K, Scalars A) {
   if (A.col == 1) {
     for (int64_t i = 0; i < rows; ++i)
@@ -108,8 +108,8 @@ HWY_INLINE void gemm_columns(int64_t n, int64_t M, int64_t K, Scalars A, Matrix 
   for (; m < M; ++m) gemm_tile<kAcc, 1, N>(m, n, K, A, B, C, decay);
 }
 
-// C[M][N] from A(M, K) and B[K][N]; N is rounded up to whole vectors (scratch rows are padded).
-// One strip of B columns stays in L1 while all rows of A pass.
+// Computes C[M][N] from A(M, K) and B[K][N]. N is rounded up to whole vectors (scratch rows are padded). One strip of
+// B columns stays in L1 while all rows of A pass.
 template <Acc kAcc>
 HWY_NOINLINE void gemm(int64_t M, int64_t N, int64_t K, Scalars A, Matrix B, Matrix C, Decay decay = {}) {
   int64_t n = 0;

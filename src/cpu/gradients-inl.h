@@ -1,5 +1,5 @@
-// Gradients of one chunk (math.md 5, simplified wide stage), in f32, for one sequence and head: what backward and the
-// stages share.
+// Gradients of one chunk (math.md 5, simplified wide stage), in f32, for one sequence and head. Shared by backward
+// and the stages.
 #if defined(KDA_CPU_GRADIENTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KDA_CPU_GRADIENTS_INL_H_
 #undef KDA_CPU_GRADIENTS_INL_H_
@@ -36,7 +36,8 @@ struct GradientSteps {
   const Gradients& s;
 
   // ---- products with the states (math.md B3) ----
-  // From ST, dST, v_newT, D, x and the chunk's kG, v: dq, dk, dG, xv and dbeta, without the pairs' share; x becomes dv.
+  // Computes dq, dk, dG, xv and dbeta, without the pairs' share, from ST, dST, v_newT, D, x and the chunk's kG and v.
+  // x becomes dv.
   void wide_stage(Matrix v_new, float* dbeta) {
     const int64_t L = c.L, K = c.K, V = c.V, Kp = padded(K), Vp = padded(V);
     gemm_lower(L, V, s.x.rows(), s.v_newT, s.xv);
@@ -46,7 +47,7 @@ struct GradientSteps {
 
     for (int64_t i = 0; i < L; ++i) {
       dbeta[i] = dot(s.x.row(i), c.v.row(i), Vp) - dot(c.kG.row(i), s.y.row(i), Kp);
-      scale_row(s.x.row(i), c.beta[i], V, s.x.row(i));  // from here on beta x = dv
+      scale_row(s.x.row(i), c.beta[i], V, s.x.row(i));  // from here on x holds beta x = dv
     }
     for (int64_t d = 0; d < Kp; d += lanes()) wide_stage_channels(d);
   }
@@ -64,9 +65,9 @@ struct GradientSteps {
       store(hn::Sub(hn::Mul(load(q.row(i)), dqi), hn::Mul(by, load(kG.row(i)))), dG.row(i));
       store(hn::Mul(by, E), y.row(i));
     }
-    // The write part of dk: F runs backwards; its share of dG goes to the row and, summed, to the last row. (Of the
-    // last row itself the two cancel, and are left out: beside a decay that is nearly 0 their rounding would be all
-    // there is.)
+    // The write part of dk, with F running backwards. Its share of dG goes to the row and, summed, to the last row.
+    // (For the last row itself the two cancel and are left out: beside a decay that is nearly 0, nothing but their
+    // rounding errors would remain.)
     Vec F = splat(1), last = hn::Zero(kF32);
     for (int64_t i = L - 1; i >= 0; --i) {
       const Vec dki = hn::Mul(load(dk.row(i)), F), kdk = hn::Mul(load(k.row(i)), dki);
@@ -88,7 +89,7 @@ struct GradientSteps {
   //   dq_i += p_i                    dG_i += q_i p_i + beta_i k_i r_i                dk_j += c_j      dG_j -= k_j c_j
   // and at the end dk_i += beta_i r_i, dbeta_i += k_i . r_i, with r collected in s.y.
 
-  // One vector of channels of one block: sums of its rows, and of the column at hand.
+  // One vector of channels of one block: the sums of its rows, and of the column at hand.
   struct BlockRows {
     Vec p[kBlock], r[kBlock], beta_k[kBlock];
   };
@@ -103,8 +104,8 @@ struct GradientSteps {
     }
   };
 
-  // Pairs i > j of block b .. b+15, and the diagonal (whose two shares of dG cancel exactly and are left out). Two
-  // columns at a time share the loads and stores of a row.
+  // Adds the pairs i > j of block b .. b+15, and the diagonal (whose two shares of dG cancel exactly and are left
+  // out). Two columns at a time share the loads and stores of a row.
   void block_pairs(int64_t b) {
     const int64_t n = std::min(kBlock, c.L - b);
     const Matrix A = s.dAqk.from(b, b), X = s.xv.from(b, b);
@@ -135,7 +136,7 @@ struct GradientSteps {
     }
   }
 
-  // Token b + j of a block: by now its row sums are complete, and its column sum is.
+  // Stores the results of token b + j of a block, whose row sums and column sum are complete by now.
   HWY_INLINE void store_block_row(int64_t b, int64_t j, int64_t d, const BlockRows& rows, const Column& column) {
     const Vec diagonal = splat(s.dAqk.row(b + j)[b + j]), q = load(c.q.row(b + j) + d);
     float *dq = s.dq.row(b + j) + d, *dk = s.dk.row(b + j) + d, *dG = s.dG.row(b + j) + d, *y = s.y.row(b + j) + d;
@@ -146,8 +147,8 @@ struct GradientSteps {
     store(hn::Add(load(dG), hn::NegMulAdd(column.k, column.c, row_terms)), dG);
   }
 
-  // Rows a .. a+half-1 against columns a-half .. a-1, on the forward's tiles (math.md 5.2): dG takes its row terms and
-  // its column terms from the same tiles as the products.
+  // Adds the pairs of rows a .. a+half-1 and columns a-half .. a-1, on the forward's tiles (math.md 5.2). dG takes
+  // its row terms and its column terms from the same tiles as the products.
   void cross_pairs(int64_t a, int64_t half) {
     const int64_t n = std::min(half, c.L - a), first = a - half, Kp = padded(c.K);
     const Matrix A = s.dAqk.from(a, first), X = s.xv.from(a, first);

@@ -39,8 +39,8 @@ constexpr int kUnknown = -1;
 
 }  // namespace
 
-// No static local: a process forked while it is set would wait for its guard forever. Two threads that come first both
-// find the same.
+// Not a static local: a process that is forked while it is being set would wait for its guard forever. Two threads
+// that both come first find the same value.
 Isa isa() {
   static std::atomic<int> chosen{kUnknown};
   int known = chosen.load(std::memory_order_relaxed);

@@ -13,8 +13,8 @@ namespace kda::cpu {
 
 constexpr uint64_t align_up(uint64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// `shared` bytes for the call, then one share of `per_thread` bytes for each thread, then, if there are several, `team`
-// bytes for what they do together (team.h).
+// `shared` bytes for the call, then one share of `per_thread` bytes for each thread. If there are several threads,
+// then also `team` bytes for the work that they do together (team.h).
 struct Workspace {
   uint64_t shared, per_thread, team = 0;
 
@@ -22,7 +22,7 @@ struct Workspace {
     return align_up(shared) + threads * align_up(per_thread) + (threads > 1 ? align_up(team) : 0);
   }
 
-  // As many threads as the caller's memory has shares for.
+  // Returns as many threads as the caller's memory has shares for.
   int threads(const kda_exec& exec, int64_t tasks) const {
     if (exec.workspace_bytes < bytes(1))
       invalid("exec.workspace_bytes: expected at least ", bytes(1), " (", bytes(wanted_threads(exec, tasks)),
@@ -36,17 +36,18 @@ struct Workspace {
     return static_cast<char*>(exec.workspace) + align_up(shared) + thread * align_up(per_thread);
   }
 
-  // nullptr if the caller's memory has no room for it: then nothing is done together.
+  // Returns nullptr if the caller's memory has no room for it; then threads do not work together.
   char* of_team(const kda_exec& exec, int threads) const {
     const bool room = threads > 1 && team && exec.workspace_bytes >= bytes(threads);
     return room ? of_thread(exec, threads) : nullptr;
   }
 };
 
-// For many short tasks over memory: neighbours by one thread, so that what one asks for beyond its end serves the next.
+// For many short tasks over memory: how many neighbours a thread takes at a time, so that what a task prefetches
+// beyond its end serves the next.
 inline int64_t short_run(int64_t tasks, int threads) { return std::clamp<int64_t>(tasks / (8 * threads), 1, 8); }
 
-// fn(thread) on every thread of a team.
+// Calls fn(thread) on every thread of a team.
 template <class F>
 void on_all_threads(int threads, const F& fn) {
   const auto body = [](void* context, int thread) {
@@ -56,8 +57,8 @@ void on_all_threads(int threads, const F& fn) {
   run_team(threads, body, const_cast<F*>(&fn));
 }
 
-// fn(task, thread) for every task in 0 .. tasks-1. Tasks may run in any order on any thread: results must not depend on
-// it. Each thread takes `run` neighbours at a time.
+// Calls fn(task, thread) for every task in 0 .. tasks-1. Tasks may run in any order on any thread, so results must
+// not depend on that. Each thread takes `run` neighbours at a time.
 template <class F>
 void parallel_for(int64_t tasks, int threads, const F& fn, int64_t run = 1) {
   if (threads <= 1 || tasks <= 1) {

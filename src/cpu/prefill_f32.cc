@@ -1,7 +1,7 @@
 // kda_prefill_f32 on the CPU: the chunked forward of chunk_forward.cc with heads before tokens, chunks of 32 or 64, and
 //   w = (I + Akk)^-1 beta kG      u = (I + Akk)^-1 beta v
-// stored where they are wanted. v_new is solved for directly, not taken as u - w S: so o and hT do not depend on what
-// is wanted, and with chunks of 64 they have the bits of kda_forward. One task = one row, value head and tile of V.
+// stored if they are wanted. v_new is solved for directly, not taken as u - w S. So o and hT do not depend on what is
+// wanted, and with chunks of 64 they have the bits of kda_forward. One task = one row, value head and tile of V.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/prefill_f32.cc"
 #include <hwy/foreach_target.h>
@@ -33,7 +33,7 @@ uint64_t prefill_scratch_bytes(int64_t K, int64_t V) {
   return bytes;
 }
 
-// x <- (I + Akk)^-1 beta x, as columns from v0 on of chunk n of a buffer whose chunks have `chunk` rows.
+// x <- (I + Akk)^-1 beta x, stored as the columns from v0 on of chunk n of a buffer whose chunks have `chunk` rows.
 inline void store_solved(const Chunk& c, Matrix x, int64_t columns, const kda_tensor& buffer, int64_t n, int64_t chunk,
                          int64_t v0) {
   for (int64_t i = 0; i < c.L; ++i) scale_row(x.row(i), c.beta[i], columns, x.row(i));
@@ -98,7 +98,7 @@ uint64_t prefill_f32_workspace(const PrefillF32Problem& p) {
 void prefill_f32(const PrefillF32Problem& p) {
   const Workspace workspace = plan(p);
   const int threads = workspace.threads(p.args.exec, most_tasks(p));
-  // Fewer heads than threads: tiles of V, as in kda_forward.
+  // With fewer heads than threads V is cut into tiles, as in kda_forward.
   const int64_t heads = std::max<int64_t>(1, p.B * p.HV);
   const int64_t wanted_tiles = std::clamp<int64_t>(threads / heads, 1, (p.V + 31) / 32);
   const int64_t tile = (p.V / wanted_tiles + 15) / 16 * 16, tiles = (p.V + tile - 1) / tile;

@@ -1,5 +1,5 @@
-// Token recurrence on the CPU (math.md 3): decode over a state pool, and forward for any length. Bound by memory: the
-// state is read once and written once per call (per 16 tokens), everything else is small and stays in L1.
+// Token recurrence on the CPU (math.md 3): decode over a state pool, and forward for any length. It is bound by
+// memory: the state is read once and written once per call (per 16 tokens). Everything else is small and stays in L1.
 //
 // Per token, with the decay folded into the vectors, so that one pass over the old state gives both products:
 //   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    (q carries scale)
@@ -20,11 +20,11 @@
 namespace kda::cpu {
 constexpr int64_t kSteps = 16;  // tokens taken in one pass over the state, at most
 constexpr int64_t kStrip = 32;  // V-first: rows of a state that pass through L1 together, at most
-// Without memory from the workspace, tasks make do with what a thread of 64 KiB has on its stack: fewer tokens,
-// narrower strips. No bit depends on that. Steps of decode are short enough to lose nothing.
+// Without memory from the workspace, tasks make do with the stack of a thread that has 64 KiB of it: they take fewer
+// tokens and narrower strips. No bit depends on that, and steps of decode are short enough to lose nothing.
 constexpr int64_t kSmallTokens = 2304, kSmallStrip = 4096;                     // floats
-constexpr int64_t kSmallScratch = (kSmallTokens + kSmallStrip) * 4 + 5 * 512;  // bytes, with the rest of it
-constexpr int64_t kFewTokens = 4;  // of a request: these just fit at K = 128, V-first
+constexpr int64_t kSmallScratch = (kSmallTokens + kSmallStrip) * 4 + 5 * 512;  // bytes, with all other buffers
+constexpr int64_t kFewTokens = 4;  // tokens of a request: this many just fit at K = 128, V-first
 
 // What forward and decode have in common here.
 struct Recurrence {
@@ -45,13 +45,13 @@ namespace kda::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kPrefetchRows = 16;                       // how far ahead: 8 KiB at K = 128
 HWY_INLINE int64_t strip_columns() { return 4 * lanes(); }  // K-first, at most
-constexpr int64_t kRows = 8;                                // K-first: of a state that pass through registers together
+constexpr int64_t kRows = 8;                                // K-first: rows that pass through registers together
 
 // How much of a head a task works on at a time.
 struct Portions {
   int64_t steps;    // tokens
-  int64_t columns;  // of values: V-first rows of the state, K-first its columns
-  bool whole;       // K-first: all columns of a state that is worked on where it is
+  int64_t columns;  // value columns: rows of a V-first state, columns of a K-first one
+  bool whole;       // K-first: all columns, of a state that is worked on in place
 
   Portions(const Recurrence& r, int64_t V, bool in_place, bool small) : steps(kSteps), columns(kStrip), whole(false) {
     const int64_t K = padded(r.d.K);
@@ -127,14 +127,14 @@ struct RecurrentTask {
       store_row(r.o.dtype, x.o.row(i), V, at(r.o, s.b, s.t0 + t + i, hv) + v0 * dtype_size(r.o.dtype));
   }
 
-  // Asks for a row of the state. Past the end of a head's state its neighbour's begins.
+  // Prefetches a row of the state. A row past the end of a head's state is its neighbour's.
   HWY_INLINE void prefetch(const float* row) const {
     for (int64_t d = 0; d < r.d.K; d += 16) __builtin_prefetch(row + d);
   }
 
-  // A row of a V-first state through tokens first .. first+n-1; `from` and `to` may be the same memory. The last state
-  // is not written when nobody wants it. One row at a time: the machine overlaps rows by itself, and memory sees one
-  // plain stream (four rows in step ran at half the speed).
+  // Takes a row of a V-first state through tokens first .. first+n-1. `from` and `to` may be the same memory. Without
+  // `write` the last state is not written. Rows are taken one at a time: the machine overlaps rows by itself, and
+  // memory sees one plain stream (four rows in step ran at half the speed).
   HWY_INLINE void advance_row(const Tokens& x, const float* from, float* to, int64_t first, int64_t n, int64_t column,
                               bool write) {
     const int64_t Kp = padded(r.d.K);
@@ -157,8 +157,9 @@ struct RecurrentTask {
     }
   }
 
-  // V columns, whole groups of kVectors vectors, of a K-first state through tokens first .. first+n-1. A few rows at a
-  // time over all columns: memory sees one plain stream (down four vectors of columns it took a quarter longer).
+  // Takes V columns, whole groups of kVectors vectors, of a K-first state through tokens first .. first+n-1. A few
+  // rows at a time are taken over all columns, so that memory sees one plain stream (going down four vectors of
+  // columns took a quarter longer).
   template <int kVectors>
   HWY_INLINE void advance_columns(const Tokens& x, const float* from, int64_t from_pitch, float* to, int64_t to_pitch,
                                   int64_t first, int64_t n, int64_t V, bool write) {
@@ -209,10 +210,11 @@ struct RecurrentTask {
     else advance_columns<1>(x, from, from_pitch, to, to_pitch, first, n, V, write);
   }
 
-  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. x.strip holds it where the state cannot be
-  // worked on in place: another dtype than f32, rows that are no whole vectors, or no such state at all.
+  // Runs all tokens over value columns v0 .. v0+V-1, at most one strip. x.strip holds the strip where the state
+  // cannot be worked on in place: its dtype is not f32, its rows are not whole vectors, or there is none at all.
   void run_strip(int64_t v0, int64_t V) {
-    const Tokens tokens = x;  // which no store can change: else its pointers are read again for every row of the state
+    // A copy, which no store can change: otherwise its pointers would be read again for every row of the state.
+    const Tokens tokens = x;
     float* const scratch = tokens.strip;
     const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
     const int64_t K = r.d.K, width = v_first ? padded(K) : portions.columns;
@@ -266,13 +268,14 @@ struct RecurrentTask {
       }
       store_outputs(t, n, v0, V);
     }
-    // Nothing to do where the last write went to its place; a sequence without tokens passes its state through.
+    // There is nothing to do where the last write went to its place. A sequence without tokens passes its state
+    // through.
     if (present(hT) && (!write_in_place || s.length == 0) && from != to_of(hT, v0))
       for (int64_t i = 0; i < rows; ++i)
         store_row(hT.dtype, from + i * from_pitch, columns, address(hT, s.slot, v0, i));
   }
 
-  // Row i of the part of the head's state in slot `slot` that belongs to columns from v0 on.
+  // The address of row i of the head's state in slot `slot`, in the part that belongs to columns from v0 on.
   char* address(const kda_tensor& t, int64_t slot, int64_t v0, int64_t i) const {
     if (r.in.state_layout == KDA_STATE_V_FIRST) return at(t, slot, hv, v0 + i);
     return at(t, slot, hv, i) + v0 * dtype_size(t.dtype);
@@ -290,10 +293,10 @@ uint64_t recurrent_scratch_bytes(const Recurrence& r) {
   return bytes;
 }
 
-// Value columns v0 .. v0+V-1 of one head of one sequence, all its tokens.
+// Runs value columns v0 .. v0+V-1 of one head of one sequence over all its tokens.
 void run_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V, bool small, char* memory) {
   const Start start = r.decode ? start_of(*r.decode, s) : Start{r.states.h0, s.slot, s.initial};
-  // Whether states are read and written where they are, if their rows are whole vectors.
+  // Whether states whose rows are whole vectors are read and written in place.
   const bool in_place =
       start.initial && start.states.dtype == KDA_F32 && present(r.states.hT) && r.states.hT.dtype == KDA_F32;
   const Portions portions(r, V, in_place, small);
@@ -309,7 +312,7 @@ HWY_NOINLINE void run_task_on_stack(const Recurrence& r, const Sequence& s, int6
   run_task(r, s, hv, v0, V, true, memory);
 }
 
-// memory: recurrent_scratch_bytes, or nullptr.
+// `memory` has recurrent_scratch_bytes(), or is nullptr.
 void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V, char* memory) {
   memory ? run_task(r, s, hv, v0, V, false, memory) : run_task_on_stack(r, s, hv, v0, V);
 }
@@ -333,15 +336,16 @@ void zero_head(const kda_tensor& o, int64_t b, int64_t t0, int64_t count, int64_
                 o.shape[3] * size);
 }
 
-// Work in multiply-adds; a team of threads costs a few microseconds, about 100,000 of them.
+// The work in units of 100,000 multiply-adds. A team of threads costs about one unit, a few microseconds.
 int64_t tasks_of(const Dims& d) { return d.tokens() * d.HV * d.K * d.V * 4 / 100000 + 1; }
 
-// Each thread has a share of the workspace, or makes do with its stack where there is none.
+// Each thread has a share of the workspace, or makes do with its stack if there is none.
 void run(const Recurrence& r, const kda_exec& exec, const Workspace& workspace) {
   const Dims& d = r.d;
   const bool shares = workspace.per_thread && exec.workspace_bytes >= workspace.bytes(1);
   const int threads = shares ? workspace.threads(exec, tasks_of(d)) : wanted_threads(exec, tasks_of(d));
-  // Fewer heads than threads: cut V. Each part loads the keys again, so no finer than 64 columns (a K-first strip).
+  // With fewer heads than threads V is cut into parts. Each part loads the keys again, so none is narrower than 64
+  // columns (a K-first strip).
   const int64_t heads = std::max<int64_t>(1, d.N * d.HV);
   const int64_t parts = std::clamp<int64_t>(threads / heads, 1, (d.V + 63) / 64);
   const int64_t part = (d.V / parts + 63) / 64 * 64, tiles = (d.V + part - 1) / part;
@@ -366,11 +370,11 @@ Recurrence recurrence_of(const DecodeProblem& p) {
 }
 Recurrence recurrence_of(const ForwardProblem& p) { return {p, p.args.in, p.args.states, p.args.o}; }
 
-// Shared: the convolved rows. A few tokens of each request take none of their own.
+// Shared: the convolved rows. Calls with only a few tokens of each request need no memory per thread.
 Workspace plan(const DecodeProblem& p) {
   const kda_states& s = p.args.states;
   const bool in_place = present(s.hT) && s.hT.dtype == KDA_F32 && s.h0.dtype == KDA_F32;
-  // (K-first states that pass through scratch do so at half the speed in narrow strips.)
+  // (K-first states that pass through scratch run at half the speed in narrow strips.)
   const bool few = p.tokens() <= kFewTokens * p.N && (in_place || p.args.in.state_layout == KDA_STATE_V_FIRST);
   return {present(p.args.conv.x) ? conv_front_bytes(p.args.conv) : 0,
           few ? 0 : KDA_ISA_CALL(recurrent_scratch_bytes)(recurrence_of(p))};

@@ -3,13 +3,14 @@
 // The state after a sequence is S' = M S + b. Both come from the forward's recurrence over chunks, run on the state
 // X = [b | M] of V + K columns, from X = [0 | I], with values only in the first V of them:
 //   v_new = (I + Akk)^-1 diag(beta) ([v | 0] - kG X)         X <- Diag(ell) X + kg^T v_new
-// The gradient of the state before it is dS = M^T dS' + d. d is the backward's recurrence from dS' = 0, last chunk to
-// first; it needs no states, since with D = d_o
+// The gradient of the state before the sequence is dS = M^T dS' + d. d is the backward's recurrence from dS' = 0,
+// last chunk to first. It needs no states, because with D = d_o
 //   x = (I + Akk)^-T (Aqk^T D + kg dS)                       dS <- Diag(ell) dS + qG^T D - kG^T (beta x)
-// One task = one pass (X, or d) over one value head of one sequence. Heads too long for one thread are done by all of
-// them (team.h).
+// One task = one pass (X, or d) over one value head of one sequence. All threads share a head that is too long for
+// one of them (team.h).
 //
-// 2 FLOP a multiply-add, per chunk of L tokens beside the scores: X (V + K) (4 L K + L^2), d V (6 L K + 2 L^2).
+// Work per chunk of L tokens, beside the scores, with 2 FLOP a multiply-add: (V + K) (4 L K + L^2) for X,
+// V (6 L K + 2 L^2) for d.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/segment.cc"
 #include <hwy/foreach_target.h>
@@ -37,7 +38,7 @@ struct SegmentPass {
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {
 
-// Columns of X: b, if wanted, then M, if wanted, from a multiple of 16 on.
+// The columns of X: b, if wanted, and then M, if wanted, which begins at a multiple of 16.
 inline int64_t first_column_of_M(const SegmentMapProblem& p) { return present(p.args.b) ? padded(p.V) : 0; }
 int64_t segment_columns(const SegmentMapProblem& p, bool reverse) {
   return reverse ? p.V : first_column_of_M(p) + (present(p.args.M) ? p.K : 0);
@@ -68,13 +69,13 @@ struct SegmentSteps : SegmentPass {
     return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
   }
 
-  // X = [0 | I], or dS = 0.
+  // Sets X = [0 | I], or dS = 0.
   void begin(Matrix S) const {
     zero(S.data, padded(p.K) * S.pitch);
     for (int64_t k = 0; !reverse && present(p.args.M) && k < p.K; ++k) S.row(k)[first_column_of_M(p) + k] = 1;
   }
 
-  // The i-th chunk, but for what depends on the state. c.v becomes [v | 0], or D.
+  // Prepares the i-th chunk, except for what depends on the state. c.v becomes [v | 0], or D.
   void prepare(Chunk& c, const Gate& gate, int64_t i) const {
     const int64_t t0 = seq.t0 + token(i), L = length(i);
     c.V = !reverse && present(p.args.b) ? p.V : 0;
@@ -87,7 +88,7 @@ struct SegmentSteps : SegmentPass {
     decayed_operands(c);
   }
 
-  // X or dS beyond the chunk, on c.V of its columns.
+  // Takes X or dS over the chunk, on c.V of its columns.
   void scan(const Chunk& c, Matrix S, Matrix x) const {
     if (!reverse) {
       corrections(c, S);
@@ -111,7 +112,7 @@ struct SegmentSteps : SegmentPass {
   }
 };
 
-// A pass by one thread.
+// Runs a pass on one thread.
 void segment_task(const SegmentPass& pass, char* memory) {
   const SegmentSteps steps{pass};
   SegmentScratch s(Arena(memory), pass.p.K, steps.columns(), nullptr);
@@ -124,7 +125,8 @@ void segment_task(const SegmentPass& pass, char* memory) {
   steps.end(Arena(memory), s.S);
 }
 
-// A pass by all threads: its beginning and end, its i-th chunk, and the chunks first .. end-1 on some columns.
+// A pass on all threads: its beginning and end, the preparation of its i-th chunk, and the scan of chunks
+// first .. end-1 on some columns.
 uint64_t segment_team_bytes(int64_t K, int64_t columns, int64_t group) {
   return TeamScratch(nullptr, K, columns, columns, group).bytes;
 }
@@ -175,7 +177,7 @@ uint64_t merge_scratch_bytes(int64_t K, int64_t V) {
   return bytes;
 }
 
-// Columns v0 .. v0+V-1 of value head hv through all segments.
+// Takes columns v0 .. v0+V-1 of value head hv through all segments.
 void merge_task(const SegmentMergeProblem& p, int64_t hv, int64_t v0, int64_t V, char* memory) {
   const kda_segment_merge_args& a = p.args;
   const int32_t layout = a.state_layout;

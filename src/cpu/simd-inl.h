@@ -53,7 +53,8 @@ struct Matrix {
 
 // ---- rows ----
 
-// Without the hardware's conversions Highway's lose infinities and NaN, and truncate.
+// Whether the hardware converts f16. Where it does not, Highway's own conversions lose infinities and NaN, and
+// truncate.
 constexpr bool kHasF16 = HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3;
 
 template <int kDtype>
@@ -126,7 +127,7 @@ HWY_INLINE void store_row_as(const float* src, int64_t n, void* dst) {
   std::memcpy(bytes + body * kSize, tail, (n - body) * kSize);
 }
 
-// n elements to f32; dst is written up to padded(n), with zeros beyond n.
+// Converts n elements to f32; dst is written up to padded(n), with zeros beyond n.
 inline void load_row(int32_t dtype, const void* src, int64_t n, float* dst) {
   for (int64_t i = n; i < padded(n); ++i) dst[i] = 0;
   switch (dtype) {
@@ -136,7 +137,7 @@ inline void load_row(int32_t dtype, const void* src, int64_t n, float* dst) {
   }
 }
 
-// n elements from f32; src is readable up to padded(n).
+// Converts n elements from f32; src is readable up to padded(n).
 inline void store_row(int32_t dtype, const float* src, int64_t n, void* dst) {
   switch (dtype) {
     case KDA_F32: return store_row_as<KDA_F32>(src, n, dst);
@@ -179,8 +180,8 @@ inline void zero(float* p, int64_t n) { std::memset(p, 0, n * sizeof(float)); }
 
 HWY_INLINE float sum_lanes(Vec v) { return hn::GetLane(hn::SumOfLanes(kF32, v)); }
 
-// out[i] = the lanes of x[i] summed, for as many vectors as a vector has lanes: a tree, each level of which halves the
-// number of vectors.
+// out[i] = the sum of the lanes of x[i], for as many vectors as a vector has lanes: a tree, each level of which
+// halves the number of vectors.
 HWY_INLINE void sum_lanes_of_all(Vec* x, float* out) {
 #if HWY_TARGET != HWY_SCALAR
   const hn::RepartitionToWide<F32> pairs;
@@ -233,9 +234,10 @@ HWY_INLINE Vec exp(Vec x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);
 }
 
-// 1 / (1 + e^-x), absolutely to 1e-7, for products with x: half the instructions of sigmoid(). Adding 1.5 2^23 leaves
-// n = round(-x / ln 2) in the low bits, from where a shift adds it to the exponent of the polynomial. Below -87.3 the
-// result is subnormal, so 0 in kernels, and -inf times it is NaN like -inf sigmoid(-inf). NaN gives a number.
+// 1 / (1 + e^-x) with an absolute error of 1e-7, for products with x, at half the instructions of sigmoid(). Adding
+// 1.5 2^23 leaves n = round(-x / ln 2) in the low bits, from where a shift adds it to the exponent of the polynomial.
+// Below -87.3 the result is subnormal, so 0 in kernels, and -inf times it is NaN, like -inf sigmoid(-inf). NaN gives
+// a number.
 HWY_INLINE Vec sigmoid_factor(Vec x) {
   const hn::RebindToSigned<F32> di;
   const Vec magic = splat(12582912.0f), y = hn::Min(hn::Max(x, splat(-88)), splat(87));
@@ -249,14 +251,14 @@ HWY_INLINE Vec sigmoid_factor(Vec x) {
 }
 
 HWY_INLINE Vec silu(Vec x) { return hn::Mul(x, sigmoid_factor(x)); }
-// Its derivative, s + x s (1 - s) with s = sigmoid(x).
+// The derivative of silu(x), s + x s (1 - s) with s = sigmoid(x).
 HWY_INLINE Vec silu_slope(Vec x) {
   const Vec s = sigmoid_factor(x);
   return hn::MulAdd(hn::Mul(x, s), hn::Sub(splat(1), s), s);
 }
 
 HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(splat(1), hn::Add(splat(1), exp(hn::Neg(x)))); }
-// Its derivative, s (1 - s), from e = e^-|x|: 1 - s would lose all digits.
+// The derivative of sigmoid(x), s (1 - s), from e = e^-|x|: 1 - s would lose all digits.
 HWY_INLINE Vec sigmoid_slope(Vec x) {
   const Vec e = exp_number(hn::Neg(hn::Abs(x))), one_e = hn::Add(splat(1), e);
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Div(e, hn::Mul(one_e, one_e)));
@@ -277,9 +279,9 @@ HWY_INLINE Vec softplus(Vec x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);
 }
 
-// The gate of a head (math.md 2.1). A product with a = exp(A_log) may be in f32 where a is not, or where the other
-// factor is not: with an A_log above 16 or below -64 exponents are added before exp, and h = exp(exponent / 2)
-// multiplies twice. What does so keeps subnormals (is_wide()).
+// The gate of a head (math.md 2.1). A product with a = exp(A_log) may fit f32 where a does not, or where the other
+// factor does not. So with an A_log above 16 or below -64, exponents are added before exp, and h = exp(exponent / 2)
+// is multiplied in twice. Code that does so keeps subnormals (is_wide()).
 struct Gate {
   int32_t form;
   float lower_bound;
@@ -297,8 +299,8 @@ struct Gate {
     if (form == KDA_GATE_SOFTPLUS) return hn::Mul(splat(-a), softplus(z));
     return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
   }
-  // From the gradient dg of the gate to that of its input, and to this element's share of dA_log. A dg of 0 has none,
-  // also where the gate is -inf.
+  // Turns the gradient dg of the gate into that of its input and this element's share of dA_log. A dg of 0 gives 0
+  // for both, even where the gate is -inf.
   HWY_INLINE void backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
     is_wide() ? wide_backward(z, dg, dx, dA_log) : usual_backward(z, dg, dx, dA_log);
     if (std::isnan(A_log)) return;
@@ -325,16 +327,16 @@ struct Gate {
 
   // ---- for any A_log ----
 
-  // exp(A_log) z. With 176 for more, any z but 0 gives more than 1e30.
+  // exp(A_log) z. An A_log above 176 counts as 176, with which any z but 0 gives more than 1e30.
   HWY_INLINE Vec wide_input(Vec z) const {
     const Vec h = splat(std::exp((A_log > 176 ? 176 : A_log < -176 ? -176 : A_log) / 2));
     return hn::Mul(hn::Mul(z, h), h);
   }
-  // Where softplus(z) and sigmoid(z) are e^z to 6e-8, it joins the exponent.
+  // True where softplus(z) and sigmoid(z) are e^z to 6e-8: there z joins the exponent.
   static HWY_INLINE hn::Mask<F32> is_small(Vec z) { return hn::Lt(z, splat(-16)); }
   HWY_INLINE Vec exponent(Vec z) const { return hn::IfThenElse(is_small(z), hn::Add(splat(A_log), z), splat(A_log)); }
-  // x e^exponent dg, in an order in which what overflows on the way does so in the end: h h dg with h < 1, else dg h h
-  // or h dg h. h is not 0: x may be infinite.
+  // x e^exponent dg, multiplied in an order that overflows on the way only where the result does: h h dg with h < 1,
+  // else dg h h or h dg h. h is not 0, because x may be infinite.
   static HWY_INLINE Vec multiplied(Vec x, Vec exponent, Vec dg) {
     const Vec least = hn::IfThenElse(hn::Lt(exponent, splat(-174)), splat(-174), exponent);
     const Vec h = exp(hn::Mul(least, splat(0.5f)));
@@ -342,7 +344,7 @@ struct Gate {
     const Vec first = hn::IfThenElse(last, dg, h), second = hn::IfThenElse(hn::Or(down, last), h, dg);
     return hn::Mul(hn::Mul(hn::Mul(x, first), second), hn::IfThenElse(down, dg, h));
   }
-  // +-inf times 0 is 0 in products with a slope.
+  // Bounds y, so that +-inf times a slope of 0 is 0.
   static HWY_INLINE Vec at_most_1000(Vec y) { return hn::Max(hn::Min(y, splat(1000)), splat(-1000)); }
 
   HWY_NOINLINE Vec wide(Vec z) const {
@@ -357,14 +359,14 @@ struct Gate {
       return;
     }
     const Vec y = wide_input(z), size = hn::Abs(y), one_e = hn::Add(splat(1), exp(hn::Neg(size)));
-    // An A_log of 1000 is as good as any above.
+    // An A_log above 1000 gives what 1000 gives.
     const Vec exponent = hn::Sub(splat(A_log > 1000 ? 1000 : A_log), size);
     dx = multiplied(hn::Div(splat(lower_bound), hn::Mul(one_e, one_e)), exponent, dg);
     dA_log = hn::Mul(hn::Mul(hn::Mul(splat(lower_bound), sigmoid_slope(y)), dg), at_most_1000(y));
   }
 };
 
-// The head's exp(A_log), and dt_bias padded into `row`.
+// Returns the head's gate, with exp(A_log) and with dt_bias padded into `row`.
 inline Gate head_gate(int32_t form, float lower_bound, const kda_tensor& A_log, const kda_tensor& dt_bias, int64_t hv,
                       int64_t K, float* row) {
   if (present(dt_bias)) load_row(KDA_F32, at(dt_bias, hv), K, row);
@@ -377,7 +379,7 @@ inline float activate_beta(int32_t form, float b) {
   return (form == KDA_BETA_2SIGMOID ? 2.0f : 1.0f) / (1.0f + std::exp(-b));
 }
 
-// And its derivative by b.
+// The derivative of activate_beta() by b.
 inline float beta_slope(int32_t form, float b) {
   if (form == KDA_BETA_ACTIVATED) return 1;
   const float e = std::exp(-std::fabs(b));
@@ -392,7 +394,7 @@ inline void decay_row(const Gate& gate, float* row, int64_t n) {
 }
 
 // x <- scale * x / sqrt(sum x^2 + 1e-6), or just scale * x. Returns 1 / sqrt(..), or 1. A row whose sum of squares is
-// beyond f32 is made smaller first; eps counts for nothing in it.
+// beyond f32 is made smaller first; eps does not matter in it.
 inline float normalise_row(float* x, int64_t n, bool l2norm, float scale) {
   const float squares = l2norm ? dot(x, x, n) : 1;
   if (!(squares < std::numeric_limits<float>::infinity())) {

@@ -34,14 +34,14 @@ struct SpeculationCall {
   const Dims& d;
   int32_t layout;
   kda_tensor h0, hT;     // hT: absent where the state is only read
-  const kda_inputs* in;  // verify: nullptr without
+  const kda_inputs* in;  // nullptr without verify
   const kda_tensor* o;
   kda_records records;  // verify: absent tensors if nothing is recorded
   kda_records last;     // flush
 };
 // Sizes of the scratch.
 struct SpeculationSizes {
-  int64_t K, V, entries, drafts;  // entries: most that one request can have in its window
+  int64_t K, V, entries, drafts;  // entries: the most that one request can have in its window
 };
 }  // namespace kda::cpu
 #endif
@@ -52,8 +52,8 @@ namespace kda::cpu::HWY_NAMESPACE {
 struct SpeculationScratch {
   // flush
   Matrix w;         // [entries][K]  k_i f_i, newest first
-  float* f;         // [K]           product of all alpha,
-  double* product;  // [K]         which is computed here
+  float* f;         // [K]           product of all alpha
+  double* product;  // [K]         the same in f64, in which it is computed
   Matrix u_last;    // [entries][strip]
   // verify, rows of the window: committed entries, then drafts
   Matrix k, alpha;  // [entries + drafts][K]
@@ -127,8 +127,9 @@ struct SpeculationTask {
 
   // ---- once per head ----
 
-  // w, f: the accepted keys decayed to the end. The product of decays is kept in f64: next to 1, that of two f32 always
-  // rounds down (what is lost is the product of their distances from 1), and thousands of flushes would add it up.
+  // Computes w and f: the accepted keys decayed to the end, and the product of all decays. That product is kept in
+  // f64: close to 1, the product of two f32 always rounds down (what is lost is the product of their distances from
+  // 1), and thousands of flushes would add up the loss.
   void prepare_flush() {
     const int64_t K = c.d.K;
     for (int64_t i = 0; i < padded(K); ++i) x.f[i] = 1, x.product[i] = 1;
@@ -142,13 +143,13 @@ struct SpeculationTask {
     }
   }
 
-  // Asks for what follows a row of inputs: the next head's, most likely this thread's next task.
+  // Prefetches what follows a row of inputs: the row of the next head, which is most likely this thread's next task.
   HWY_INLINE void prefetch_next(const kda_tensor& t, const char* row) const {
     const int64_t bytes = t.shape[3] * dtype_size(t.dtype);
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + bytes + i);
   }
 
-  // The window's keys and decays, the drafts' activated inputs, A, P, kG and qG.
+  // Loads the window's keys and decays and the drafts' activated inputs, and computes A, P, kG and qG.
   void prepare_verify() {
     const kda_inputs& in = *c.in;
     const int64_t K = c.d.K, Kp = padded(K), L = drafts();
@@ -162,7 +163,7 @@ struct SpeculationTask {
     for (int64_t t = 0; t < L; ++t) {
       const int64_t token = r.s.t0 + t;
       float *q = x.q.row(t), *k = x.k.row(committed + t), *alpha = x.alpha.row(committed + t);
-      if (L > 1) {  // a single token's rows come by themselves
+      if (L > 1) {  // the rows of a single token arrive without it
         for (const kda_tensor* input : {&in.q, &in.k}) prefetch_next(*input, at(*input, r.s.b, token, h()));
         for (const kda_tensor* input : {&in.g, &in.v}) prefetch_next(*input, at(*input, r.s.b, token, hv));
       }
@@ -178,7 +179,8 @@ struct SpeculationTask {
     }
   }
 
-  // Window rows are r.verify's, or drafts alone if this request has no records.
+  // The row of the window before row w, or -1. Rows are those of r.verify, or of drafts alone if this request has no
+  // records.
   int64_t before(int64_t w) const {
     if (w < committed) return w - 1;
     const int64_t p = r.verify.parent(w - committed);
@@ -220,7 +222,7 @@ struct SpeculationTask {
     return at(t, r.s.slot, hv, i) + v0 * dtype_size(t.dtype);
   }
 
-  // Value columns v0 .. v0+V-1, at most one strip.
+  // Runs value columns v0 .. v0+V-1, at most one strip.
   void run_strip(int64_t v0, int64_t V) {
     const bool v_first = c.layout == KDA_STATE_V_FIRST;
     const int64_t K = c.d.K, rows = v_first ? V : K, columns = v_first ? K : V;
@@ -239,7 +241,7 @@ struct SpeculationTask {
         if (r.s.initial) load_row(h0.dtype, address(h0, v0, i), columns, row);
       }
     }
-    if (in_place && !r.s.initial) {  // never read from memory nobody has set
+    if (in_place && !r.s.initial) {  // never read from memory that has not been set
       S = x.strip.data, pitch = width;
       zero(S, rows * width);
     }
@@ -258,12 +260,12 @@ struct SpeculationTask {
     if (verifies) outputs(v0, V);
   }
 
-  // Asks for a row of the state. Past the end of a head's state its neighbour's begins.
+  // Prefetches a row of the state. A row past the end of a head's state is its neighbour's.
   HWY_INLINE void prefetch(const float* row) const {
     for (int64_t d = 0; d < c.d.K; d += 16) __builtin_prefetch(row + d);
   }
 
-  // The rows that come too early for run_rows to ask for them, while keys and gates are prepared.
+  // Prefetches the first rows, for which run_rows() would ask too late, while keys and gates are prepared.
   HWY_INLINE void prefetch_first(int64_t v0) const {
     if (c.layout != KDA_STATE_V_FIRST || c.h0.dtype != KDA_F32) return;
     const auto* S = reinterpret_cast<const float*>(address(c.h0, v0, 0));
@@ -278,8 +280,8 @@ struct SpeculationTask {
     }
   }
 
-  // S^T kG and S^T qG from rows of K numbers, after what is to be flushed into them. Each sum has one order, whatever
-  // the grouping of rows and tokens.
+  // Computes S^T kG and S^T qG from rows of K numbers, after flushing into them what is to be flushed. Each sum has
+  // one order, whatever the grouping of rows and tokens.
   void run_rows(float* S, int64_t pitch, int64_t V, bool in_place, int64_t v0) {
     constexpr int kPair = HWY_TARGET == HWY_AVX3 ? 2 : 1;
     for (int64_t i = 0; i < V;) {
@@ -305,7 +307,7 @@ struct SpeculationTask {
     if (t < L) dots<kStateRows, 1>(S, pitch, x, L, t, Kp, column);
   }
 
-  // Row i of the strip goes to where the state is, and comes back rounded as a call of its own would find it.
+  // Stores row i of the strip where the state is, and loads it again, rounded as a separate call would find it.
   void store_flushed(float* row, int64_t v0, int64_t i, int64_t columns) {
     store_row(c.hT.dtype, row, columns, address(c.hT, v0, i));
     load_row(c.hT.dtype, address(c.hT, v0, i), columns, row);
@@ -340,7 +342,7 @@ struct SpeculationTask {
   }
 };
 
-// Value columns v0 .. v0+V-1 of one head of one request.
+// Runs value columns v0 .. v0+V-1 of one head of one request.
 void speculation_task(const SpeculationCall& c, const Request& r, int64_t hv, int64_t v0, int64_t V,
                       const SpeculationSizes& sizes, char* memory) {
   const SpeculationScratch scratch(Arena(memory), sizes, nullptr);
@@ -389,7 +391,7 @@ Workspace plan(const P& p) {
   return {convolved_bytes(p), KDA_ISA_CALL(speculation_scratch_bytes)(sizes_of(p))};
 }
 
-// The inputs, with q, k and v convolved first where the call has raw rows.
+// Returns the inputs, with q, k and v convolved first where the call has raw rows.
 template <class P>
 kda_inputs convolved(const P& p) {
   kda_inputs in = p.args.in;
@@ -414,7 +416,7 @@ int64_t layers_of(const P&) {
   return 1;
 }
 
-// A team of threads costs a few microseconds: about 100,000 multiply-adds.
+// The work in units of 100,000 multiply-adds. A team of threads costs about one unit, a few microseconds.
 template <class P>
 int64_t tasks_of(const P& p) {
   return layers_of(p) * p.N * p.HV * p.K * p.V * (2 * sizes_of(p).drafts + 2) / 100000 + 1;

@@ -1,4 +1,4 @@
-// Operands of one chunk between the stages' tensors and scratch.
+// Moves the operands of one chunk between the stages' tensors and scratch.
 #if defined(KDA_CPU_STAGES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KDA_CPU_STAGES_INL_H_
 #undef KDA_CPU_STAGES_INL_H_
@@ -27,7 +27,7 @@ struct Stage : Gradients {
   }
 };
 
-// n columns from v0 on of the chunk's rows of one head.
+// Load and store n columns, from v0 on, of the chunk's rows of one head.
 inline void load_rows(const kda_tensor& t, const ChunkAt& where, int64_t head, int64_t n, Matrix m, int64_t v0 = 0) {
   for (int64_t i = 0; i < where.L; ++i) {
     prefetch_row(t, where.b, where.t0 + i, head);
@@ -47,7 +47,8 @@ inline void store_column(const kda_tensor& t, const ChunkAt& where, const float*
   for (int64_t i = 0; i < where.L; ++i) store_scalar(t.dtype, x[i], at(t, where.b, where.t0 + i, where.hv));
 }
 
-// A matrix of the chunk: what lies above its diagonal is not read, whatever it holds, and written as 0.
+// Load and store a matrix of the chunk. What lies above its diagonal is not read, whatever it holds, and is written
+// as 0.
 inline void load_scores(const kda_tensor& t, const ChunkAt& where, Matrix m) {
   for (int64_t i = 0; i < where.L; ++i) {
     zero(m.row(i), kChunk);
@@ -65,7 +66,7 @@ inline void scale_rows(Matrix m, int64_t rows, int64_t columns, float factor) {
   for (int64_t i = 0; i < rows; ++i) scale_row(m.row(i), factor, columns, m.row(i));
 }
 
-// alpha_i = 2^(G_i - G_(i-1)), from here on multiplied in order like everywhere else.
+// Computes alpha_i = 2^(G_i - G_(i-1)). From here on decays are multiplied in order, as everywhere else.
 inline void load_decays(const Chunk& c, const kda_tensor& G, const ChunkAt& where) {
   load_rows(G, where, where.hv, c.K, c.alpha);
   for (int64_t i = where.L - 1; i >= 0; --i)

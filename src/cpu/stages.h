@@ -52,7 +52,7 @@ Workspace stage_plan(const P& p) {
   return {p.N * sizeof(int64_t), stage_scratch_bytes(p.K, p.V)};
 }
 
-// Whichever way the stage is cut.
+// The most tasks of a stage, whichever way it is cut.
 template <class P>
 int64_t stage_tasks(const P& p) {
   return most_chunks(p, p.HV) * divide_up(p.V, 32);
@@ -70,14 +70,14 @@ int64_t* first_rows(const P& p) {
   return rows;
 }
 
-// zero(tensor, first, count) for the rows of outputs that no sequence owns.
+// Calls zero(tensor, first, count) for the rows of outputs that belong to no sequence.
 template <class P, class F>
 void zero_tails(const P& p, const F& zero) {
   const int64_t end = p.varlen ? int_at(p.in.cu_seqlens, p.N) : p.T;
   for_each_tail(p, [&](const kda_tensor& t) { zero(t, end, p.T - end); });
 }
 
-// fn(p, chunk, memory) for every chunk and value head.
+// Calls fn(p, chunk, memory) for every chunk and value head.
 template <class P, class F>
 void for_each_chunk(const P& p, const F& fn) {
   const Workspace workspace = stage_plan(p);
@@ -91,7 +91,8 @@ void for_each_chunk(const P& p, const F& fn) {
   });
 }
 
-// fn(p, scan, memory) for every sequence and value head; with fewer of them than threads, for tiles of V.
+// Calls fn(p, scan, memory) for every sequence and value head. If there are fewer of these than threads, V is cut
+// into tiles, with a call for each.
 template <class P, class F>
 void for_each_scan(const P& p, const F& fn) {
   const Workspace workspace = stage_plan(p);

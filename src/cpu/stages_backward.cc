@@ -1,5 +1,5 @@
-// The stages of the backward, B1 to B5 of math.md 5.1 in its simplified form, one task a chunk and head (the reverse
-// scan: a sequence, head and tile of V), on the pieces of the fused backward.
+// The stages of the backward, B1 to B5 of math.md 5.1 in its simplified form, made of the pieces of the fused
+// backward. One task = one chunk and head (in the reverse scan one sequence, head and tile of V).
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/stages_backward.cc"
 #include <hwy/foreach_target.h>
@@ -72,7 +72,7 @@ void stage_bwd_wy_dqkg(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p, const 
   const kda_tensor* states[] = {&a.h, &a.dh};
   const Matrix transposed[] = {s.ST, s.dST};
   for (int i = 0; i < 2; ++i) {
-    zero(s.S.data, padded(K) * s.S.pitch);  // the padding, too, which the transposed have in their sums
+    zero(s.S.data, padded(K) * s.S.pitch);  // the padding too: sums over the transposed states include it
     load_state(c, *states[i], p.in.state_layout, where.row, where.hv, 0, s.S);
     transpose(s.S, padded(K), padded(V), transposed[i]);
   }
@@ -124,7 +124,7 @@ void stage_bwd_intra(const StageProblem<kda_stage_bwd_intra_args>& p, const Chun
   store_column(a.dbeta, where, dbeta);
 }
 
-// ---- B5: dg_t = sum of dG from t on, 0 where alpha_t is ----
+// ---- B5: dg_t = sum of dG from t on, 0 where alpha_t is 0 ----
 
 void stage_cumsum_backward(const StageProblem<kda_stage_cumsum_backward_args>& p, const ChunkAt& where, char* memory) {
   const kda_stage_cumsum_backward_args& a = p.args;

@@ -1,5 +1,6 @@
-// The stages of the forward, F1 to F5 of math.md 4.2, one task a chunk and head (the scan: a sequence, head and tile of
-// V). Each loads its operands to f32 scratch, does what the fused forward does with them, and stores the result.
+// The stages of the forward, F1 to F5 of math.md 4.2. One task = one chunk and head (in the scan one sequence, head
+// and tile of V). Each stage loads its operands to f32 scratch, does what the fused forward does with them, and
+// stores the result.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/stages_forward.cc"
 #include <hwy/foreach_target.h>
@@ -35,7 +36,7 @@ void stage_cumsum(const StageProblem<kda_stage_cumsum_args>& p, const ChunkAt& w
 
 // ---- F2, F3 ----
 
-// w = T beta kG, u = T beta v, with T, v, beta and the decayed operands in place.
+// Stores qG, kg, w = T beta kG and u = T beta v. T, v, beta and the decayed operands are in place.
 template <class Args>
 void store_w_u(const Args& a, const Stage& s, const ChunkAt& where) {
   const Chunk& c = s.c;

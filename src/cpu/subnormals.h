@@ -1,4 +1,4 @@
-// What becomes of subnormal numbers.
+// Flushing subnormal numbers to zero, or keeping them.
 #pragma once
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -41,7 +41,7 @@ class FlushSubnormals : Subnormals {
   FlushSubnormals() : Subnormals(true, kFlush) {}
 };
 
-// But not where they are multiplied with a rate beyond f32.
+// Subnormals are kept where they are multiplied by a rate beyond f32.
 class KeepSubnormals : Subnormals {
  public:
   explicit KeepSubnormals(bool wanted) : Subnormals(wanted, 0) {}

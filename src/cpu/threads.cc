@@ -51,15 +51,15 @@ void run_on_own_threads(int threads, TeamBody body, void* context) {
   int started = 1;
   for (; started < std::min(threads, kMostOwnThreads); ++started) {
     starts[started] = {body, context, started};
-    if (pthread_create(&ids[started], &attributes, enter, &starts[started])) break;  // the machine starts no more
+    if (pthread_create(&ids[started], &attributes, enter, &starts[started])) break;  // no more can be started
   }
   pthread_attr_destroy(&attributes);
   body(context, 0);
   for (int i = 1; i < started; ++i) pthread_join(ids[i], nullptr);
 }
 
-// OpenMP's pool does not survive a fork: a child would wait for threads it does not have. And it ends the process if it
-// cannot start as many as it is told to, so it is asked for no more than it would use by itself.
+// OpenMP's pool does not survive a fork: a child would wait for threads it does not have. OpenMP also ends the process
+// if it cannot start as many threads as it is told to, so it is asked for no more than it would use by itself.
 bool has_pool(int threads) { return !forked() && (threads <= usual_threads() || threads <= processors()); }
 
 }  // namespace

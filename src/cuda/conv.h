@@ -1,17 +1,18 @@
-// The causal convolution of neighbouring channels, for kda_conv and for kernels that take raw rows (kda_conv_inputs):
-// one function convolve() whoever asks, so that a convolution fused into another kernel has the bits of kda_conv in
-// front.
+// The causal convolution of neighbouring channels, for kda_conv and for kernels that take raw rows (kda_conv_inputs).
+// All of them call the same function, convolve(), so a convolution fused into another kernel has the bits of kda_conv
+// in front.
 //
-// A chain of tokens moves a window of the last rows on, which is the state in the end:
+// For a chain of tokens, a window of the last rows moves along; in the end it is the state:
 //   ConvWeights<1> weights;   weights.fetch(in.weight, in.bias, d);
 //   ConvPast<1> past;         past.fetch(in.state, slot, d);  past.values(in.state.dtype, window);
 //   each token:               z = rounded(in.x.dtype, convolve(w, bias, {window, x}, kTaps - W, true))
 //   store_state<1>(in.state, slot, d, window)
-// A token of a tree, or any one alone, asks for its own taps:
+// A token of a tree, or any single token, loads its own taps:
 //   const ConvRows rows = rows_until(parents, W - 1, n, t + W - 1, W);      the same in all threads
 //   ConvTaps taps;            taps.fetch(in.x, in.state, rows, s, slot, d);
 //   z = convolved(in, weights, taps)
-// and so does a state that rolls on along a path, once nobody reads it as it was; roll_of() knows slot, s and m > 0:
+// A state that rolls on along a path does the same, once all reads of the old state are done; roll_of() gives slot, s
+// and m > 0:
 //   taps.fetch(in.x, in.state, rows_until(parents, W - 1, n, m - 1 + W - 1, W - 1), s, slot, d);
 //   taps.values(in.x, in.state, xx);  store_state<1>(in.state, slot, d, the last W-1 of xx)
 #pragma once
@@ -25,8 +26,8 @@ namespace kda::cuda {
 constexpr int kTaps = kMaxConvWidth;
 constexpr int kPast = kTaps - 1;  // rows before a token
 
-// y = bias + sum_(j >= first) w_j xx_j, oldest first, then y sigmoid(y). What lies in front of `first` may be NaN. The
-// last product is one that the compiler may not contract with a sum of the caller's.
+// y = bias + sum_(j >= first) w_j xx_j, oldest first, then y sigmoid(y). Values before `first` may be NaN. The
+// compiler may not contract the last product with a sum in the caller.
 __device__ inline float convolve(const float (&w)[kTaps], float bias, const float (&xx)[kTaps], int first, bool silu) {
   float y = bias;
 #pragma unroll
@@ -34,7 +35,7 @@ __device__ inline float convolve(const float (&w)[kTaps], float bias, const floa
   return silu ? __fmul_rn(y, sigmoid(y)) : y;
 }
 
-// As it is read after it was stored.
+// x as it reads back after it was stored.
 __device__ inline float rounded(int32_t dtype, float x) {
   if (dtype == KDA_F32) return x;
   return dtype == KDA_BF16 ? __bfloat162float(__float2bfloat16_rn(x)) : __half2float(__float2half_rn(x));
@@ -46,15 +47,15 @@ __device__ inline int64_t place_of(const kda_tensor& t, int64_t i, int64_t j, in
   return i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
 }
 
-// As they lie in memory: all of 16 bits, or of f32 the first half, and its second half. (Two loads to one register,
-// each under a condition, wait for each other; these do not.)
+// One element, or four, as they lie in memory. `low` holds all of 16-bit elements, or the first half of f32; `high`
+// holds the second half. (Two loads to one register, each under a condition, wait for each other; these do not.)
 struct RawElement {
   uint16_t low = 0, high = 0;
 };
 struct RawFour {
   uint2 low{}, high{};
 };
-// Loading does not wait: loads that follow each other are all in flight before the first value is asked for.
+// Loading does not wait: consecutive loads are all in flight before the first value is needed.
 __device__ inline void load_raw(const kda_tensor& t, int64_t at, RawElement& raw) {
   const bool wide = t.dtype == KDA_F32;
   const uint16_t* from = static_cast<const uint16_t*>(t.data) + (at << (wide ? 1 : 0));
@@ -70,7 +71,7 @@ __device__ inline void load_raw(const kda_tensor& t, int64_t at, RawFour& raw) {
 __device__ inline float value_of(int32_t dtype, const RawElement& raw) {
   return value_of(dtype, dtype == KDA_F32 ? raw.high << 16 | raw.low : raw.low);
 }
-__device__ inline float4 values_of(int32_t dtype, const uint2& x) {  // of 16 bits
+__device__ inline float4 values_of(int32_t dtype, const uint2& x) {  // four elements of 16 bits
   return {value_of(dtype, x.x & 0xffff), value_of(dtype, x.x >> 16), value_of(dtype, x.y & 0xffff),
           value_of(dtype, x.y >> 16)};
 }
@@ -93,7 +94,7 @@ __device__ inline void store_value(const kda_tensor& t, int64_t at, float x) {
     default: static_cast<__half*>(t.data)[at] = __float2half_rn(x); break;
   }
 }
-// One store. The compiler splits some assignments of such types into their elements.
+// One store: the compiler splits some assignments of such types into their elements.
 __device__ inline void store_vector(void* to, const uint2& x) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y) : "memory");
 }
@@ -120,11 +121,12 @@ __device__ inline void store_four(const kda_tensor& t, int64_t at, const float4&
 inline bool aligned_to_four(const kda_tensor& t) {
   return !present(t) || reinterpret_cast<uintptr_t>(t.data) % (4 * dtype_size(t.dtype)) == 0;
 }
-// x and y.
+// Do rows of x or y allow accesses of four channels?
 inline bool four_wide_rows(const kda_tensor& t) {
   return t.shape[2] % 4 == 0 && t.stride[0] % 4 == 0 && t.stride[1] % 4 == 0 && aligned_to_four(t);
 }
-// W = 4, the taps of a channel side by side, and so the entries of a state, or its channels.
+// Do weights, or a state, allow them? They need W = 4, with the taps of a channel side by side. In a state, either
+// the entries of a channel lie side by side, or the channels of an entry.
 inline bool four_wide_weights(const kda_tensor& weight, const kda_tensor& bias) {
   return weight.shape[1] == 4 && weight.stride[0] % 4 == 0 && aligned_to_four(weight) && aligned_to_four(bias);
 }
@@ -150,7 +152,7 @@ __device__ void store(Channels<T, kVector>* to, const Channels<T, kVector>& x) {
   else if constexpr (sizeof(x) == 8) store_vector(to, reinterpret_cast<const uint2&>(x));
   else *to = x;
 }
-// Tokens a .. b-1.
+// Zeroes tokens a .. b-1.
 template <class T, int kVector>
 __device__ void zero_tokens(const kda_tensor& y, const Sequence& s, int64_t a, int64_t b, int64_t d) {
   for (; a < b; ++a) store(channels_at<T, kVector>(y, s, a, d), {});
@@ -215,9 +217,9 @@ struct ConvPast<1> {
     for (int j = 0; j < kPast; ++j) past[j][0] = value_of(state.dtype, raw[j]);
   }
 };
-// Between loads of four: entries of four channels lie side by side, or four channels of an entry.
+// The distance between loads of four: either entries of four channels lie side by side, or four channels of an entry.
 __device__ inline int64_t entry_step(const kda_tensor& state) { return state.stride[1] == 1 ? state.stride[2] : 4; }
-// raw: those kPast loads.
+// raw: the kPast loads of four.
 template <class Raw>
 __device__ void past_of(const kda_tensor& state, const Raw (&raw)[kPast], float (&past)[kPast][4]) {
   float x[kPast * 4];  // as they lie in memory
@@ -244,7 +246,7 @@ struct ConvPast<4> {
   __device__ void values(const kda_tensor& state, float (&past)[kPast][4]) const { past_of(state, raw, past); }
 };
 
-// The last W-1 rows of `past` to a slot.
+// Stores the last W-1 rows of `past` in a slot.
 template <int kVector>
 __device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, const float (&past)[kPast][kVector]) {
   if constexpr (kVector == 1) {
@@ -272,7 +274,7 @@ struct ConvTaps {
   RawElement raw[kTaps];  // zeros where there is no row
   unsigned stored = 0;    // bit j: raw[j] is an entry of the state
 
-  // slot: anything, if it is not one the sequence starts from zeros.
+  // slot may be any number: if it is not a slot of `state`, the sequence starts from zeros.
   __device__ void fetch(const kda_tensor& x, const kda_tensor& state, const ConvRows& rows, const Sequence& s,
                         int64_t slot, int64_t d) {
     const bool initial = slot >= 0 && slot < state.shape[0];
@@ -290,7 +292,7 @@ struct ConvTaps {
   }
 };
 
-// The value of a token in front of decode and verify, as kda_conv stores it.
+// The convolved value of a token in front of decode and verify, as kda_conv stores it.
 __device__ inline float convolved(const kda_conv_inputs& in, const ConvWeights<1>& weights, const ConvTaps& taps) {
   float w[kTaps][1], bias[1], xx[kTaps];
   weights.values(in.weight, in.bias, w, bias);

@@ -28,7 +28,7 @@ struct View {
     return data + i * stride0 + static_cast<uint64_t>(j) * stride1 + static_cast<uint64_t>(k) * stride2;
   }
 };
-// With its dtype, where nobody else knows it.
+// A View with its dtype, where the dtype is not known otherwise.
 struct TypedView : View {
   int32_t dtype = KDA_F32;
 };
@@ -61,7 +61,7 @@ __device__ inline void store_element(char* to, int32_t dtype, float x) {
   }
 }
 
-// In every lane, always in the same order.
+// The sum over kLanes lanes, in every lane and always in the same order.
 template <int kLanes>
 __device__ float sum_over(float x) {
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ float sum_over(float x) {
   return x;
 }
 
-// Sums of kCount numbers over lanes that differ in bits kStep and below (32 or eight of them): in lane l of L the one
+// Sums kCount numbers over the L lanes that differ in bits kStep and below (32 or eight of them): lane l gets the sum
 // of number l kCount / L. Each exchange halves the numbers; the order is that of sum_over.
 template <int kCount, int kStep = 16>
 __device__ float spread_sums(const float (&x)[kCount]) {
@@ -87,8 +87,9 @@ __device__ float spread_sums(const float (&x)[kCount]) {
   }
 }
 
-// x is asked for, or computed, here and used behind. Else the compiler turns what is loaded under a condition into a
-// value at once, which waits for it, and loads or computes where it is used first, again and again under conditions.
+// Pins the place where x is loaded or computed; it is used only later. Otherwise the compiler turns what is loaded
+// under a condition into a value at once, which waits for the load. It also loads or computes where the value is
+// first used, again and again under conditions.
 __device__ inline void pin(unsigned& x) { asm volatile("" : "+r"(x)); }
 __device__ inline void pin(int32_t& x) { asm volatile("" : "+r"(x)); }
 __device__ inline void pin(float& x) {
@@ -98,12 +99,12 @@ __device__ inline void pin(float& x) {
 }
 __device__ inline void pin(const char*& x) {
   asm volatile("" : "+l"(x));
-  __builtin_assume(__isGlobal(x));  // as it was known before
+  __builtin_assume(__isGlobal(x));  // as the compiler knew before
 }
 
-// An element as it lies in memory, and its value. Loading does not branch and does not wait: loads that follow each
-// other are all in flight before the first value is asked for. kNarrow: known to have 16 bits. (Of two loads to one
-// register, each under a condition, the second waits for the first.)
+// An element as it lies in memory, and its value. Loading does not branch and does not wait: consecutive loads are
+// all in flight before the first value is needed. kNarrow: the element is known to have 16 bits. (If two loads go to
+// one register, each under a condition, the second waits for the first.)
 template <bool kNarrow>
 __device__ unsigned load_raw(const char* from, int32_t dtype) {
   if (kNarrow) return *reinterpret_cast<const uint16_t*>(from);
@@ -115,7 +116,7 @@ __device__ inline float value_of(int32_t dtype, unsigned raw) {
   return x;
 }
 
-// What the tokens of a call bring, and where their outputs go; in front what is read first.
+// The inputs of a call's tokens, and where their outputs go. What is read first comes first.
 struct Tokens {
   View q, k, v, g, beta;
   const char *A_log, *bias;  // f32, optional
@@ -153,14 +154,14 @@ struct Tokens {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
 
-  // The usual call, of which a kernel may know that it is one: the same bits with half of the instructions. front: q, k
-  // and v come from a convolution.
+  // Is this the usual call? A kernel that knows so gives the same bits with half of the instructions. front: q, k and
+  // v come from a convolution.
   bool usual(bool front = false) const {
     return (qkv_dtype == (front ? KDA_F32 : KDA_BF16)) & (g_dtype == KDA_BF16) & (beta_dtype == KDA_BF16) &
                (o_dtype == KDA_BF16) &&
            beta_form == KDA_BETA_SIGMOID && qk_l2norm;
   }
-  // Of a usual one: with what the compiler is to know.
+  // A copy for a usual call, with constants that the compiler then knows.
   __device__ Tokens known(int32_t K, bool front = false) const {
     Tokens x = *this;
     x.K = K, x.qkv_dtype = front ? KDA_F32 : KDA_BF16, x.g_dtype = x.beta_dtype = x.o_dtype = KDA_BF16;
@@ -174,25 +175,25 @@ __device__ inline float activated_beta(int32_t form, float x) {
   return form == KDA_BETA_SIGMOID ? sigmoid(x) : 2.0f * sigmoid(x);
 }
 
-// With cu_seqlens: tokens from here on belong to nobody.
+// With cu_seqlens: tokens from here on belong to no sequence.
 template <class Lengths>
 __device__ int64_t end_of_sequences(const Lengths& cu_seqlens, int64_t N, int64_t T) {
   return within(int_at(cu_seqlens, N), 0, T);
 }
 
-// Sums over the threads that share a token: a warp, or a block with `sums`, one for every 32 channels, that nobody
-// reads any more. Of a block with fewer threads than others, x are a thread's channels one by one: the order is that of
-// more.
+// Sums over the threads that share a token: a warp, or a block. A block needs `sums`, one for every 32 channels, and
+// all earlier reads of them must be done. In a block with fewer threads than others, x are a thread's channels one by
+// one, so that the order of the sum is that of blocks with more threads.
 struct Products {
   float qq, kk, qk;
 };
 __device__ inline Products warp_sums(const Products& x) {
   return {sum_over<32>(x.qq), sum_over<32>(x.kk), sum_over<32>(x.qk)};
 }
-// Rows whose sum of squares is beyond f32 are multiplied by this first: then it is from 2^-12 to 2^124.
+// Rows whose sum of squares overflows f32 are multiplied by this first: then the sum is from 2^-12 to 2^124.
 constexpr float kShrink = 0x1p-70f;
 __device__ inline bool is_huge(float squares) { return !(squares < INFINITY); }
-// eps counts for nothing in a shrunk row.
+// In a shrunk row, eps is too small to count.
 __device__ inline float inverse_norm(float squares, bool shrunk) { return rsqrtf(shrunk ? squares : squares + 1e-6f); }
 
 // Sums for TokenKeys::activate.
@@ -206,15 +207,15 @@ __device__ Products block_sums(const Products (&x)[kParts], Products* sums) {
     const Products mine = warp_sums(x[i]);
     if (threadIdx.x % 32 == 0) sums[(i * kThreads + threadIdx.x) / 32] = mine;
   }
-  __syncthreads();  // the sums of all warps are there
+  __syncthreads();  // the sums of all warps are in shared memory
   Products all{};
 #pragma unroll
   for (int w = 0; w < kParts * kThreads / 32; ++w) all.qq += sums[w].qq, all.kk += sums[w].kk, all.qk += sums[w].qk;
   return all;
 }
 
-// Activated q (scale inside), k, alpha and beta of one token and value head, spread over kThreads threads: number
-// `first` of them holds channels first, first + kThreads, .. in registers 0, 1, .. Zeros beyond K.
+// Activated q (scale inside), k, alpha and beta of one token and value head, spread over kThreads threads: thread
+// number `first` holds channels first, first + kThreads, .. in registers 0, 1, .. Channels beyond K are zeros.
 template <int kPerThread, int kThreads>
 struct TokenKeys {
   float q[kPerThread], k[kPerThread], alpha[kPerThread];
@@ -223,7 +224,7 @@ struct TokenKeys {
   __device__ explicit TokenKeys(int first = static_cast<int>(threadIdx.x) % kThreads) : first_(first) {}
   __device__ int channel(int i) const { return first_ + i * kThreads; }
 
-  // Addresses only.
+  // Computes addresses only.
   __device__ void locate(const Tokens& x, unsigned b, unsigned token, unsigned hv, unsigned h) {
     const unsigned own = first_ * size_of(x.qkv_dtype);
     from_q_ = x.q.at(b, token, h) + own, from_k_ = x.k.at(b, token, h) + own;
@@ -231,12 +232,12 @@ struct TokenKeys {
     from_bias_ = x.bias + hv * x.bias_stride + first_ * 4, from_A_ = x.A_log + hv * 4;
   }
 
-  // They are ready here.
+  // Makes sure that the addresses are computed by here.
   __device__ void pin_addresses() {
     pin(from_q_), pin(from_k_), pin(from_g_), pin(from_beta_), pin(from_bias_), pin(from_A_);
   }
 
-  // Hints where everything is: thread i where channels from 32 i on are.
+  // Gives hints for everything: thread i for the channels from 32 i on.
   __device__ void expect(const Tokens& x) const {
     if (first_ * 32 < x.K) {
       const int next = first_ * 31, of_qk = next * size_of(x.qkv_dtype);
@@ -249,13 +250,13 @@ struct TokenKeys {
     }
   }
 
-  // Asks for everything. kNarrow: Tokens::narrow.
+  // Issues the loads of everything. kNarrow: Tokens::narrow.
   template <bool kNarrow>
   __device__ void fetch(const Tokens& x) {
     fetch_keys<kNarrow>(x), fetch_gate<kNarrow>(x);
   }
-  // kIf: if it is there, each load by its own predicate. Behind a branch one scoreboard serves all loads that are on
-  // their way, and who waits for an index in front of it waits for all.
+  // kIf: loads only if `there`, each load with its own predicate. After a branch, one scoreboard serves all loads in
+  // flight, so a wait for an index that was loaded before waits for all of them.
   template <bool kNarrow, bool kIf = false>
   __device__ void fetch_keys(const Tokens& x, bool there = true) {
 #pragma unroll
@@ -295,10 +296,11 @@ struct TokenKeys {
     for (int i = 0; i < kPerThread; ++i) bias_[i] = other.bias_[i];
     A_log_ = other.A_log_;
   }
-  // From the convolution in front: of register i.
+  // Takes q and k of register i from the convolution in front.
   __device__ void take(int i, float q, float k) { raw_q_[i] = __float_as_uint(q), raw_k_[i] = __float_as_uint(k); }
 
-  // sum(parts, again): over the threads that share the token. again: for the same token, all have the sums of before.
+  // sum(parts, again) sums over the threads that share the token. again: it is a second sum for the same token, and
+  // all threads have the first one.
   template <int kParts = 1, class Sum>
   __device__ void activate(const Tokens& x, const Sum& sum) {
     constexpr int kChannels = kPerThread / kParts;
@@ -311,19 +313,20 @@ struct TokenKeys {
       return sum(mine, true);
     });
   }
-  // Its halves: this thread's share of the products, of all its channels or of some, and the rest.
+  // The two halves of activate(): products() makes this thread's share of the products, of all its channels or of
+  // some, and finish() does the rest.
   __device__ Products products(const Tokens& x, int from = 0, int to = kPerThread) {
 #pragma unroll
     for (int i = from; i < to; ++i) {
-      pin(raw_q_[i]), pin(raw_k_[i]);  // not looked at before the state is asked for
+      pin(raw_q_[i]), pin(raw_k_[i]);  // not used before the loads of the state are issued
       q[i] = value_of(x.qkv_dtype, raw_q_[i]), k[i] = value_of(x.qkv_dtype, raw_k_[i]);
     }
     return share_of_products(from, to);
   }
-  // again(by_q, by_k): the sums of shrunk(by_q, by_k).
+  // again(by_q, by_k) returns the sums of shrunk(by_q, by_k).
   template <class Again>
   __device__ void finish(const Tokens& x, Products all, const Again& again) {
-    const float rate = expf(moderate(A_log_));  // here, as A_log is needed until here: one register fewer than two
+    const float rate = expf(moderate(A_log_));  // not earlier: A_log is needed until here, so this saves a register
     float z[kPerThread];
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) z[i] = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
@@ -348,7 +351,7 @@ struct TokenKeys {
     scale_rows(x.scale * inverse_norm(all.qq, false), inverse_norm(all.kk, false), all.qk);
   }
 
-  // Products of rows that are multiplied first, and stay so.
+  // Multiplies the rows, for good, and returns this thread's share of their products.
   __device__ Products shrunk(float by_q, float by_k, int from = 0, int to = kPerThread) {
 #pragma unroll
     for (int i = from; i < to; ++i) q[i] *= by_q, k[i] *= by_k;
@@ -380,13 +383,13 @@ struct TokenKeys {
   float bias_[kPerThread], A_log_;
 };
 
-// The slot that a request is likely to have, for hints: -1: none.
+// The slot that a request is likely to have, for hints; -1: none.
 __device__ inline int32_t likely_slot(const Index& indices, int32_t first, uint32_t end, unsigned n) {
   const int32_t slot = indices.data ? peek(indices.data + n * indices.stride) : static_cast<int32_t>(n);
   return slot >= first && static_cast<uint32_t>(slot) < end ? slot : -1;
 }
 
-// ---- rows of a state, value columns, over eight lanes each ----
+// ---- rows of a state (its value columns), over eight lanes each ----
 
 constexpr int kRowLanes = 8;
 
@@ -395,7 +398,7 @@ __device__ inline int channel(int element) {
   return element / 4 * 32 + static_cast<int>(threadIdx.x % kRowLanes) * 4 + element % 4;
 }
 
-// Of a block's rows a thread has kRows neighbours: those from here on.
+// The first of the kRows neighbouring rows that a thread has of a block's.
 template <int kRows>
 __device__ int first_row() {
   return static_cast<int>(threadIdx.x / kRowLanes) * kRows;
@@ -432,7 +435,8 @@ __device__ inline float4 rounded_to_bf16(float4 x) {
   return make_float4(one(x.x), one(x.y), one(x.z), one(x.w));
 }
 
-// Neighbouring rows of a head's state. kWide: V-first, K and addresses multiples of four: four channels an access.
+// Neighbouring rows of a head's state. kWide: V-first, with K and addresses that are multiples of four, so that an
+// access takes four channels.
 template <bool kWide>
 struct Rows {
   char* first;
@@ -482,7 +486,7 @@ struct Rows {
   }
 };
 
-// The first `count` rows, f32 or bf16.
+// Load and store the first `count` rows, f32 or bf16.
 template <bool kWide, int kRows, int kElements>
 __device__ void load_rows(const Rows<kWide>& rows, int32_t dtype, int count, int K, float (&S)[kRows][kElements]) {
   const auto all = [&]<class T>() {
@@ -510,9 +514,9 @@ struct alignas(kCount * sizeof(T)) Neighbours {
   T x[kCount];
 };
 
-// kRows neighbouring columns of a head's K-first state, in the registers that Rows has them in: an access is a channel
-// of all of them, and the four threads of a warp that have the channel read what lies side by side. V and addresses are
-// multiples of kRows, K is kElements * 8.
+// kRows neighbouring columns of a head's K-first state, in the same registers as in Rows. An access takes one channel
+// of all these columns, and the four threads of a warp that have this channel read neighbouring memory. V and
+// addresses are multiples of kRows, K is kElements * 8.
 template <int kRows>
 struct Columns {
   char* first;
@@ -546,7 +550,7 @@ struct Columns {
   }
 };
 
-// As of Rows: all of them or none.
+// The same for Columns: all of them or none.
 template <int kRows, int kElements>
 __device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
                           float (&S)[kRows][kElements]) {
@@ -573,7 +577,7 @@ inline bool wide_rows(const Dims& d, int32_t layout, std::initializer_list<const
   if (layout != KDA_STATE_V_FIRST || d.K % 4) return false;
   return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });
 }
-// Whether Columns of up to four do.
+// Whether Columns of up to four fit all of these states.
 inline bool wide_columns(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
   if (layout != KDA_STATE_K_FIRST || (d.K != 64 && d.K != 128) || d.V % 4) return false;
   return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });

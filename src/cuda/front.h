@@ -5,19 +5,20 @@
 
 namespace kda::cuda {
 
-// What kernels need of it.
+// What kernels need to know of the convolution.
 struct Front {
   int64_t H, K, V;
   kda_conv_inputs conv;
   kda_tensor parents;
 };
 
-// The usual convolution, in a call that is else usual: everything in bf16, and four channels an access.
+// Is this the usual convolution, in a call that is usual otherwise? Everything is in bf16, and an access takes four
+// channels.
 inline bool usual_front(const kda_conv_inputs& conv, bool by_four) {
   return by_four && conv.x.dtype == KDA_BF16 && conv.weight.dtype == KDA_BF16 && conv.state.dtype == KDA_BF16 &&
          (!present(conv.bias) || conv.bias.dtype == KDA_BF16);
 }
-// Of that: with what the compiler is to know.
+// A copy for a usual one, with dtypes that the compiler then knows.
 __device__ inline kda_conv_inputs known_front(const kda_conv_inputs& given) {
   kda_conv_inputs conv = given;
   conv.x.dtype = conv.weight.dtype = conv.state.dtype = conv.bias.dtype = KDA_BF16;
@@ -32,7 +33,7 @@ struct FrontChannels {
       : q(h * d.K), k((d.H + h) * d.K), v(2 * d.H * d.K + hv * d.V) {}
 };
 
-// What kda_conv in front would have left: of one token and channel.
+// The value of one token and channel that kda_conv in front would have left.
 __device__ inline float front_value(const kda_conv_inputs& conv, const kda_tensor& parents, const Sequence& s,
                                     int64_t slot, int64_t token, int64_t d) {
   const int64_t W = conv.weight.shape[1];
@@ -43,16 +44,17 @@ __device__ inline float front_value(const kda_conv_inputs& conv, const kda_tenso
   return convolved(conv, weights, taps);
 }
 
-// Of tokens of a chain, at most kMax, four channels from d on: for rows and a state of 16 bits that four_wide_front().
+// The same for at most kMax tokens of a chain and four channels from d on. Rows and state have 16 bits, and
+// four_wide_front() holds.
 template <int kMax>
 struct FrontFour {
-  // Of so many tokens the first ones need the state and no rows before, the others these alone: past is one or the
-  // other.
+  // With so many tokens a thread, the thread of the first tokens needs the state and no rows before it; all others
+  // need only the rows before. `past` is one or the other.
   static constexpr bool kEither = kMax >= kPast;
   ConvWeights<4> weights;
   uint2 past[kPast], before[kEither ? 1 : kPast], rows[kMax];
 
-  // Asks for everything that tokens first .. first + tokens - 1 need.
+  // Issues the loads of everything that tokens first .. first + tokens - 1 need.
   __device__ void fetch(const kda_conv_inputs& conv, const Sequence& s, int64_t slot, int first, int tokens,
                         int64_t d) {
     weights.fetch(conv.weight, conv.bias, d);
@@ -112,13 +114,13 @@ inline bool four_wide_front(const kda_conv_inputs& conv) {
          four_wide_weights(conv.weight, conv.bias) && four_wide_rows(conv.x) && four_wide_state(conv.state);
 }
 
-// The convolution in front of all drafts of a block, in shared memory (in floats): q and k of draft t at keys + t
-// stride, its values at v + t columns.
+// Where the convolution in front leaves all drafts of a block in shared memory (in floats): q and k of draft t at
+// keys + t stride, its values at v + t columns.
 struct FrontMemory {
   bool given, by_four;
   int keys, stride, v, columns;
 };
-// A thread has four channels, if they can be had so, and some of the drafts.
+// A thread has some of the drafts, and four channels of them if accesses of four are possible.
 template <int kThreads, int kK, int kMaxDrafts>
 class FrontDrafts {
   static constexpr int kGroups = (2 * kK + 128) / 4;  // of channels, in a block of 128 columns or fewer
@@ -126,7 +128,7 @@ class FrontDrafts {
 
  public:
   __device__ explicit FrontDrafts(const FrontMemory& m) : m_(m) {}
-  // Asks for what lies in memory.
+  // Issues the loads from memory.
   __device__ void fetch(const Front& front, const Place& at, const Sequence& s, int T, unsigned v0) {
     if (!m_.by_four || !has_some(T)) return;
     four_.fetch(front.conv, s, slot_of(front.conv.indices, s.n), first(), tokens(T), channel(front, at, own(), v0));
@@ -161,8 +163,8 @@ class FrontDrafts {
   FrontFour<kMost> four_;
 };
 
-// Rolls the state on by the tokens of the call, or by accepted ones: a launch of its own, so that nobody reads the
-// state while it moves. Nothing happens in calls without a convolution.
+// Rolls the state on by the tokens of the call, or by the accepted ones. This is a launch of its own, so that no
+// kernel reads the state while it moves. Nothing happens in calls without a convolution.
 void roll_convolution(const DecodeProblem& p);
 void roll_convolution(const FlushProblem& p);
 void roll_convolution(const FlushVerifyProblem& p);

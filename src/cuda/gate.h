@@ -1,11 +1,11 @@
 // The gate and its gradient (math.md 2.1, 5.2), of one element:
 //   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log += dg g
 //   lower bound  g = lb sigmoid(a z)       dx = a lb s (1 - s) dg         dA_log += dx z         z = x + dt_bias
-// s (1 - s) is e / (1 + e)^2 with e = exp(-|a z|), and dx z is taken as (dx / a) (a z): neither 1 - s nor 0 inf loses a
-// gradient that is there. A gradient dg of 0 is one of 0, also where g is -inf.
+// s (1 - s) is computed as e / (1 + e)^2 with e = exp(-|a z|), and dx z as (dx / a) (a z): neither 1 - s nor 0 inf
+// loses a gradient that is not 0. A gradient dg of 0 gives gradients of 0, also where g is -inf.
 //
-// Where a factor may be beyond f32 and the product is not (A_log above 16, or below -64), exponents are added before
-// exp, and h = exp(exponent / 2) multiplies twice.
+// Where a factor may leave the range of f32 and the product does not (A_log above 16, or below -64), exponents are
+// added before exp, and h = exp(exponent / 2) multiplies twice.
 #pragma once
 #include "cuda/activations.h"
 #include "kda/kda.h"
@@ -20,7 +20,7 @@ struct Gradients {
   float dx, dA_log;
 };
 
-// With a = exp(A_log) as a factor.
+// The gate with a = exp(A_log) as a factor.
 struct Gate {
   int32_t form;
   float lower_bound, a;
@@ -40,7 +40,7 @@ struct Gate {
   __device__ static bool does_for(float A_log) { return A_log >= -64 && A_log <= 16; }
 };
 
-// For any A_log.
+// The gate for any A_log.
 struct WideGate {
   int32_t form;
   float lower_bound, A_log;
@@ -58,19 +58,19 @@ struct WideGate {
     }
     const float y = input(z), most = fminf(fabsf(y), Gate::kMostInput), e = expf(-fabsf(y));
     const float slope = lower_bound / ((1 + e) * (1 + e));
-    // (An A_log of 1000 is as good as any above.)
+    // (Any A_log above 1000 acts as 1000 does.)
     return {multiplied(slope, dg, (A_log > 1000 ? 1000 : A_log) - fabsf(y)), slope * dg * (e * copysignf(most, y))};
   }
 
  private:
   static constexpr float kSmall = -16;  // below, softplus(z) and sigmoid(z) are exp(z) to 6e-8
-  // x exp(exponent) dg, in an order in which what overflows on the way does so in the end. h is not 0: x may be
-  // infinite.
+  // x exp(exponent) dg, in an order in which a product on the way overflows only if the result does. h is not 0, as x
+  // may be infinite.
   __device__ static float multiplied(float x, float dg, float exponent) {
     const float h = expf((exponent < -174 ? -174 : exponent) / 2);
     return h < 1 ? x * h * h * dg : x > 1 ? x * dg * h * h : x * h * dg * h;
   }
-  // exp(A_log) z. With 176 for more, any z but 0 gives more than 1e30.
+  // exp(A_log) z. A_log above 176 counts as 176, where any z but 0 gives more than 1e30.
   __device__ float input(float z) const {
     const float h = expf((A_log > 176 ? 176 : A_log < -176 ? -176 : A_log) / 2);
     return z * h * h;

@@ -1,4 +1,4 @@
-// How kernels are launched, and how a block finds what it works on.
+// How kernels are launched, and how a block finds its work.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -22,10 +22,10 @@ struct Divisor {
   __device__ unsigned quotient(unsigned n) const { return (__umulhi(n, magic) + n) >> shift; }
 };
 
-// What is given before wait_for_stream().
+// Which blocks give hints before wait_for_stream().
 struct Hints {
-  unsigned blocks = 0;  // the first ones give some,
-  unsigned states = 0;  // and so many of them where states are, too
+  unsigned blocks = 0;  // the first ones give hints,
+  unsigned states = 0;  // and so many of them also for states
 };
 
 // The blocks of a call: x walks over the tiles of a request's heads, y and z over requests (of all layers).
@@ -51,7 +51,7 @@ struct LayeredBlocks : Blocks {
   using Blocks::Blocks;
 };
 
-// One block of them. The grid's last rows are no requests: with layers, of layers that are none.
+// One block of the grid. The grid's last rows may belong to no request or, with layers, to no layer.
 struct Place {
   unsigned tile, hv, h, n, layer = 0;
 
@@ -64,7 +64,7 @@ struct Place {
     layer = blocks.layer.quotient(n), n -= layer * blocks.rows;
   }
 
-  // Is the block one of the first ones? Hints would keep later ones from their work.
+  // Is this block one of the first `first` ones? In later blocks, hints would only delay the work.
   __device__ static bool is_among(unsigned first) {
     return blockIdx.z == 0 && blockIdx.y * gridDim.x + blockIdx.x < first;
   }
@@ -83,18 +83,19 @@ __device__ inline void wait_for_stream() {
   cudaGridDependencySynchronize();
 #endif
 }
-// From here on the next kernel in the stream may start, once every block is here or done: when a block has asked for
-// its part of the state. Blocks that start earlier only take issue slots and memory from those they wait for.
+// Lets the next kernel in the stream start once every block has come here or is done. A block comes here when it has
+// requested its part of the state: blocks that start earlier only take issue slots and memory from those they wait
+// for.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-// Hints, also before wait_for_stream(): memory comes to the L2 cache, where what the kernel before still writes reaches
-// it.
+// A hint, also before wait_for_stream(): it brings memory to the L2 cache, where what the previous kernel still
+// writes reaches it.
 __device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-// Of neighbouring memory; not of so much that it would be for somebody else.
+// The same for neighbouring memory, but not for so much of it that most would be for other blocks.
 __device__ inline void prefetch(const void* at, uint64_t bytes) {
 #if __CUDA_ARCH__ >= 900
   if (bytes > 128 * 1024) return;
@@ -103,14 +104,14 @@ __device__ inline void prefetch(const void* at, uint64_t bytes) {
                "r"((static_cast<unsigned>(end - first) + 15) & ~15u));
 #endif
 }
-// How much of the states hints are given for, in KB an SM: `all` where there is no more, else `some`. That keeps memory
-// busy while the kernel before ends; more takes its time from that, which still writes. Numbers are by what was
-// measured.
+// How much of the states gets hints, in KB an SM: all of them if they have at most `all`, otherwise `some`. That
+// keeps memory busy while the previous kernel ends. More would take time from that kernel, which still writes. The
+// numbers were measured.
 struct HintedStates {
   int all, some;
 };
-// Whose blocks give hints: about as many as the GPU has at a time, and of states the first ones, `tiles` of which have
-// one.
+// Which blocks give hints: about as many as the GPU runs at a time. Hints for states come from the first blocks;
+// `tiles` blocks share a state.
 inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t tiles, int blocks_of_SM,
                       HintedStates states, int device_id) {
   const int64_t SMs = multiprocessors(device_id), state = d.K * d.V * dtype_size(state_dtype);
@@ -118,14 +119,14 @@ inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t ti
   if (layers * d.N * d.HV * state <= states.all * 1024 * SMs) return {blocks, blocks};
   return {blocks, static_cast<unsigned>(states.some * 1024 * SMs * tiles / state)};
 }
-// What an index is likely to be, before wait_for_stream().
+// The likely value of an index, also before wait_for_stream().
 __device__ inline int32_t peek(const int32_t* at) {
   int32_t x;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at));
   return x;
 }
 
-// Of kernels that begin with wait_for_stream().
+// Launches a kernel that begins with wait_for_stream().
 template <auto kKernel, class... Args>
 void launch(const kda_exec& exec, dim3 grid, int threads, int shared_bytes, Args... args) {
   static std::atomic<uint64_t> allowed{0};  // devices, one bit each, where the kernel may have all shared memory

@@ -12,7 +12,8 @@ struct AssumedGpu {
 };
 thread_local AssumedGpu assumed;
 
-// Bytes that a block may have at most, by compute capability (CUDA programming guide, technical specifications).
+// Bytes of shared memory that a block may have at most, by compute capability (CUDA programming guide, technical
+// specifications).
 constexpr struct {
   int capability, shared_memory;
 } kKnownGpus[] = {{80, 163 << 10},  {86, 99 << 10},   {89, 99 << 10}, {90, 227 << 10},

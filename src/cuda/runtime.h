@@ -40,7 +40,7 @@ inline cudaStream_t stream_of(const kda_exec& exec) { return static_cast<cudaStr
 // SMs of a device.
 int multiprocessors(int device);
 
-// Bytes that a block may have, at most.
+// Bytes of shared memory that a block may have, at most.
 int shared_memory_of_block(int device);
 
 // Whether a device runs code for sm_90a.

@@ -1,4 +1,4 @@
-// Copies to shared memory that nobody waits for, and value columns of a state that come that way.
+// Asynchronous copies to shared memory, and value columns of a state that come that way.
 #pragma once
 #include "cuda/device.h"
 
@@ -7,24 +7,25 @@ namespace kda::cuda {
 __device__ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
-// Of this thread. A barrier makes what came visible to others.
+// Waits for the copies of this thread. A barrier makes their data visible to other threads.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ inline void copy_async(float* shared, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from));
 }
 
-// Rows of kK channels (one value column each), 16 channels swizzled with their neighbours so that both ways of reading
-// them are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes each.
+// Rows of kK channels, one value column each. Groups of 16 channels are swizzled with their neighbours so that both
+// ways of reading are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes
+// each.
 template <class T, int kK>
 class Tile {
  public:
-  static constexpr int kChunk = 16 / sizeof(T), kChunks = kK / kChunk;  // channels of one, chunks of a row
+  static constexpr int kChunk = 16 / sizeof(T), kChunks = kK / kChunk;  // channels of a chunk, chunks of a row
 
   __device__ explicit Tile(void* shared) : data_(static_cast<T*>(shared)) {}
   __host__ __device__ static constexpr int bytes(int rows) { return rows * kK * static_cast<int>(sizeof(T)); }
 
-  // Asks for rows that are `step` bytes apart: all kThreads threads together,
-  // multiples of 16 rows. Without `real` they become zeros.
+  // Starts copies of rows that are `step` bytes apart. All kThreads threads do it together, for a multiple of 16
+  // rows. Without `real`, the rows become zeros.
   template <int kThreads>
   __device__ void ask(const char* from, uint32_t step, int rows, bool real) const {
     constexpr int kRowsAtOnce = kThreads / kChunks;
@@ -52,7 +53,7 @@ class Tile {
   T* data_;
 };
 
-// Why states do not come through shared memory, or nullptr.
+// Why states cannot come through shared memory, or nullptr.
 inline const char* tile_why_not(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states,
                                 int64_t columns) {
   if (layout != KDA_STATE_V_FIRST) return "takes V-first states only";

@@ -1,25 +1,25 @@
 // The mathematics of the wide kernels of backward (math.md 5), which sm80/backward_wide.h and sm90/wide_multiplier.h
-// share: all gradients of a chunk of 64 tokens but dv and dh0, from the state S before it, the gradient dS of the state
-// after it, v_new and dv.
+// share. They compute all gradients of a chunk of 64 tokens except dv and dh0. Their inputs are the state S before
+// the chunk, the gradient dS of the state after it, v_new and dv.
 //
-// A warp owns 16 channels and all 64 tokens, so that decays, operands of scores, sums over tokens and the gate's
-// gradient are its own, in the layout of accumulators [channel][token]: lane 4 c + j has channels c and c + 8, tokens 8
-// n + 2 j and + 1. With G_i the sum of log2 gates through token i and R_w of block w of 8 or 16 tokens that through the
-// end of its first half (the anchor):
+// A warp owns 16 channels and all 64 tokens, so it makes decays, operands of scores, sums over tokens and the gate's
+// gradient without other warps. They have the layout of accumulators [channel][token]: lane 4 c + j has channels c
+// and c + 8, and tokens 8 n + 2 j and 8 n + 2 j + 1. G_i is the sum of log2 gates through token i. R_w is that sum
+// through the end of the first half (the anchor) of block w, a block being 8 or 16 tokens:
 //   u_i = G_i - R_w(i)    q^ = q 2^u    k^ = k 2^u    kc = k 2^-u                             rounded to bf16, once
 //   dA = s tril(dO v_new^T)    B = -strict_tril(dv v_new^T)                                   bf16, in shared memory
 //   accQ = s 2^R_0 (S dO^T)    accR = -2^R_0 (S dv^T)    accW = 2^(G_last - R_last) (dS v_new^T)
 //   for blocks o from the first on, in rows of blocks >= o: * 2^(R_o - R_o-1);  accQ += kc_o dA^T;  accR += kc_o B^T
 //   for blocks o from the last on,  in rows of blocks <= o: * 2^(R_o+1 - R_o);  accW += q^_o dA + k^_o B
 //   dq = 2^u accQ    dk = 2^u accR + 2^-u accW    dG = q^ accQ + k^ accR - kc accW
-//   dg_t = sum over i >= t of dG_i, and what comes in from behind the chunk: 2^G_last rowsum(S dS) + sum_i kc_i accW_i
-// dG is made of the rounded operands that also made accQ, accR and accW: so what cancels in its sums cancels there,
-// too.
+//   dg_t = sum over i >= t of dG_i, plus what comes in from behind the chunk: 2^G_last rowsum(S dS) + sum_i kc_i accW_i
+// dG is computed from the same rounded operands as accQ, accR and accW. So what cancels in exact sums of dG cancels
+// here, too.
 //
-// Blocks have 16 tokens where no token decays by more than 2^-7.3 (a bounded gate), else 8, and a token decays by 2^-25
-// at most but in 2^G_last: what lies behind such a decay is below f32's last digit of what lies before it. From anchor
-// to anchor that may be 2^-200, which is none in f32, while a token before the one anchor and one behind the other may
-// be neighbours: such factors multiply in two parts.
+// Blocks have 16 tokens where no token decays by more than 2^-7.3 (a bounded gate), else 8. A token's decay counts as
+// 2^-25 at least, except in 2^G_last: what lies behind such a decay is below the last f32 digit of what lies before
+// it. From anchor to anchor the decay may be 2^-200, which f32 cannot represent, although a token behind the first
+// anchor and one before the second may be neighbours. So such factors multiply in two parts.
 #pragma once
 #include "cuda/device.h"
 #include "cuda/gate.h"
@@ -27,9 +27,9 @@
 
 namespace kda::cuda {
 
-// The gate of a head, in powers of two, its form known and its A_log of usual size (Gate::does_for). A bounded gate's
-// bound is kLeastBound or more. (It stands in a kernel 64 times: instructions that do not fit their cache are waited
-// for.)
+// The gate of a head, in powers of two, for a known form and an A_log of usual size (Gate::does_for). A bounded
+// gate's bound is kLeastBound or more. (A kernel contains this code 64 times, so it must be short: warps wait for
+// instructions that do not fit the instruction cache.)
 constexpr float kLeastBound = -5;
 template <int32_t kForm>
 class UsualGate {
@@ -49,7 +49,8 @@ class UsualGate {
     if (kForm == KDA_GATE_LOWER_BOUND) return height_ * ptx::reciprocal(1 + ptx::exp2(-y));
     return height_ * softplus(y, ptx::exp2(-fabsf(y)));
   }
-  // Of the gate's input, from that of the natural logarithm of the decay. Where a token decays to nothing, it is 0.
+  // The gradient of the gate's input from dg, that of the natural logarithm of the decay. It is 0 where a token
+  // decays to nothing.
   __device__ Gradients gradient(float z, float dg) const {
     const float y = factor_ * z;
     if (kForm == KDA_GATE_LOG) return {z <= kGone ? 0 : dg, 0};
@@ -91,25 +92,26 @@ class UnusualGate {
   WideGate gate_;
 };
 
-// What stands in for a gate's input behind a sequence's end: its tokens do not decay, and have no gradient.
+// Stands in for a gate's input behind a sequence's end: such tokens do not decay and have no gradient.
 __device__ inline float no_decay(int32_t form) { return form == KDA_GATE_LOG ? 0.0f : -INFINITY; }
 
 // Two bf16 of a register.
 __device__ inline float2 two(unsigned x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)}; }
 
-// Numbers that the compiler does not know: 0, and the mask of a register's upper half. What is computed from them it
-// does not take for what has been computed before, and so keeps nothing of that in registers that are not there.
+// Numbers that the compiler does not know: 0, and the mask of a register's upper half. The compiler cannot see that
+// results computed from them equal earlier ones. So it computes them again, instead of keeping them in registers for
+// which there is no room.
 struct Unknown {
   float zero = 0;
   unsigned upper = 0xffff0000u;
 };
 
-// What a warp has of a chunk. Memory, the kernel's, tells where shared memory has what:
-//   own(x, tile, pair)   16 channels of tokens 16 pair .. + 15 of q or k, of n = 2 pair and channels c, c + 8, then
+// A warp's part of a chunk. Memory, a class of the kernel, tells where things are in shared memory:
+//   own(x, key, pair)    16 channels of tokens 16 pair .. + 15 of q or k: n = 2 pair with channels c and c + 8, then
 //                        the next n
-//   norms_of(n)          of the lane's two tokens: factors that make q, k as long as 1, of q, k
+//   norms_of(n)          of each of the lane's two tokens: the factors that make q and k as long as 1
 //   scores(matrix, row, piece)   where eight neighbouring elements of dA or B are
-//   step(w, c)           where step w, not the first, of the warp's channel c may be; kTakesSteps: not in registers
+//   step(w, c)           where step w > 0 of the warp's channel c may be; with kTakesSteps it is not in registers
 enum class Key { kQuery, kKey };
 enum class Scores { kdA, kB };
 template <class Memory, unsigned kBlockTokens>
@@ -118,7 +120,8 @@ class WideWarp {
 
  public:
   static constexpr unsigned kBlock = kBlockTokens;
-  static constexpr int kTiles = kChunk / 8, kOf = kBlock / 8, kBlocks = kTiles / kOf;  // tiles of 8 tokens, of a block
+  // Tiles of 8 tokens in a chunk and in a block; blocks in a chunk.
+  static constexpr int kTiles = kChunk / 8, kOf = kBlock / 8, kBlocks = kTiles / kOf;
   static constexpr bool kClamps = kBlock == 8, kStepsInMemory = Memory::kTakesSteps && kBlock == 8;
 
   float QR[2 * kTiles][4], W[kTiles][4];  // accQ, accR; accW
@@ -127,7 +130,8 @@ class WideWarp {
   __device__ float (&Q(int n))[4] { return QR[n]; }
   __device__ float (&R(int n))[4] { return QR[kTiles + n]; }
 
-  // u, steps between anchors and the whole decay. log2_gate(n, hh): of the lane's two tokens.
+  // Computes u, the steps between anchors and the whole decay. log2_gate(n, hh) returns the gates of the lane's two
+  // tokens.
   template <class Log2Gate>
   __device__ void decay(const Memory& memory, const Log2Gate& log2_gate) {
     const float further[2] = {j() > 0 ? 1.0f : 0.0f, j() > 1 ? 1.0f : 0.0f};
@@ -162,7 +166,7 @@ class WideWarp {
     if (kClamps) deep_ = __any_sync(kAll, deep_);
   }
 
-  // q^, k^, kc: left operands of the pairs' products.
+  // Makes q^, k^ and kc, the left operands of the pairs' products.
   __device__ void make_operands(const Memory& memory) {
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
@@ -182,7 +186,7 @@ class WideWarp {
     }
   }
 
-  // Depends on all of q^ and k^.
+  // Returns bits that depend on all of q^ and k^.
   __device__ unsigned operand_bits() const {
     unsigned bits = 0;
 #pragma unroll
@@ -190,7 +194,8 @@ class WideWarp {
     return bits;
   }
 
-  // What comes into the gates' sums from behind the chunk, from accW before the pairs. SdS: rowsum(S dS).
+  // Computes what comes into the gates' sums from behind the chunk, from accW before the pairs are added. SdS is
+  // rowsum(S dS).
   __device__ void sum_behind(const Memory& memory, const float (&SdS)[2]) {
     float decay[2] = {step(memory, kBlocks, 0), step(memory, kBlocks, 1)};
     behind[0] = behind[1] = 0;
@@ -215,7 +220,7 @@ class WideWarp {
     }
   }
 
-  // Pairs of tokens of the chunk.
+  // Adds the products of pairs of tokens of the chunk.
   __device__ void multiply_pairs(const Memory& memory, float scale) {
 #pragma unroll
     for (int o = 0; o < kBlocks; ++o) multiply_rows_below(memory, o, scale);
@@ -223,8 +228,8 @@ class WideWarp {
     for (int o = kBlocks - 1; o >= 0; --o) multiply_rows_above(memory, o);
   }
 
-  // dG takes the place of accW, dq and dk those of accQ and accR. sum(n, of_q, of_k): y . dy of the lane's two tokens,
-  // of its two channels.
+  // Replaces accW by dG, accQ by dq and accR by dk. sum(n, of_q, of_k) gets y . dy of the lane's two tokens, over its
+  // two channels.
   template <class Sum>
   __device__ void finish(const Unknown& unknown, const Sum& sum) {
     const auto two = [&](unsigned x) {
@@ -251,7 +256,8 @@ class WideWarp {
     }
   }
 
-  // The gate's gradient. run(n, hh, dg): of the natural logarithm of the lane's two tokens' decays.
+  // Computes the gate's gradient. run(n, hh, dg) gets the gradients of the natural logarithms of the decays of the
+  // lane's two tokens.
   template <class Run>
   __device__ void each_gate(const Run& run) {
     const float ahead[2] = {j() < 3 ? 1.0f : 0.0f, j() < 2 ? 1.0f : 0.0f};
@@ -275,10 +281,11 @@ class WideWarp {
 
  private:
   static constexpr float kLeast = -25;
-  static constexpr float kDeep = -126;  // below, a power of two is none in f32
+  static constexpr float kDeep = -126;  // f32 has no normal power of two below
 
   __device__ static float most(float log2_gate) { return -ptx::least(-log2_gate, -kLeast); }  // a NaN stays
-  // From the anchor of the block before to that of block w, from the chunk's start, to its end.
+  // The log2 decay from the anchor of block w - 1 to that of block w. Step 0 begins at the chunk's start, the last
+  // step ends at the chunk's end.
   __device__ float step(const Memory& memory, int w, int hh) const {
     if constexpr (kStepsInMemory) {
       if (w) return ptx::load_shared_f32(memory.step(w, c() + 8 * hh));
@@ -288,7 +295,7 @@ class WideWarp {
   __device__ void set_step(const Memory& memory, int w, int hh, float step) {
     if (kClamps) deep_ |= step < kDeep;
     if constexpr (kStepsInMemory) {
-      if (w) return ptx::store_shared_f32(memory.step(w, c() + 8 * hh), step);  // by four lanes, the same
+      if (w) return ptx::store_shared_f32(memory.step(w, c() + 8 * hh), step);  // four lanes store the same value
     }
     step_[w][hh] = step;
   }
@@ -304,7 +311,7 @@ class WideWarp {
     for (int n = first; n < last; ++n) acc[n][2 * hh] *= rest, acc[n][2 * hh + 1] *= rest;
   }
 
-  // Block o of columns, in rows of the blocks from it on: accQ += kc_o dA^T, accR += kc_o B^T.
+  // Adds block o of columns, in the rows of blocks >= o: accQ += kc_o dA^T, accR += kc_o B^T.
   __device__ void multiply_rows_below(const Memory& memory, int o, float scale) {
 #pragma unroll
     for (int hh = 0; hh < 2; ++hh) {
@@ -337,7 +344,7 @@ class WideWarp {
     }
   }
 
-  // Block o of rows, in columns of the blocks up to it: accW += q^_o dA + k^_o B.
+  // Adds block o of rows, in the columns of blocks <= o: accW += q^_o dA + k^_o B.
   __device__ void multiply_rows_above(const Memory& memory, int o) {
 #pragma unroll
     for (int hh = 0; hh < 2; ++hh) decay_tiles(W, 0, (o + 1) * kOf, hh, step(memory, o + 1, hh), 1);
@@ -370,9 +377,10 @@ class WideWarp {
   __device__ static unsigned i8() { return threadIdx.x % 32 / 8; }
   __device__ static unsigned r8() { return threadIdx.x % 8; }
 
-  float step_[kBlocks + 1][2],
-      whole_[2];  // from anchor to anchor, of the chunk's start, to its end; of all of it, as given
-  bool deep_;     // a step of any lane is below kDeep
+  // step_: from anchor to anchor, from the chunk's start and to its end. whole_: the decay of the whole chunk as
+  // given, before tokens' decays are limited.
+  float step_[kBlocks + 1][2], whole_[2];
+  bool deep_;  // a step of any lane is below kDeep
   unsigned q_[kTiles / 2][4], k_[kTiles / 2][4], kc_[kTiles / 2][4];
 };
 

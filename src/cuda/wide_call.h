@@ -1,4 +1,4 @@
-// What the wide kernels of a call are given: where everything is, which chunks there are, and which heads a kernel
+// What a call passes to the wide kernels: the places of its tensors, which chunks there are, and which heads a kernel
 // takes.
 #pragma once
 #include "cuda/forward.h"
@@ -9,8 +9,8 @@
 
 namespace kda::cuda {
 
-// Where everything comes from and goes to. Views without data are absent. q, k and the first five have rows of bf16 at
-// multiples of 16 bytes.
+// Where inputs come from and outputs go to. Views without data are absent. q, k and the first five have rows of bf16
+// at multiples of 16 bytes.
 struct WidePlaces {
   TypedView d_o, v_new, dv, h, dh;  // h, dh: [rows][HV][V][K]
   TypedView dq, dk, dg, dbeta;
@@ -19,9 +19,9 @@ struct WidePlaces {
   bool fours;      // rows of dq, dk, dg at multiples of four elements
   bool gate;       // dg, dA_log or d_dt_bias is wanted
   float* sums;     // [chunk][HV][K + K / 16] of d_dt_bias, then dA_log of each warp
-  float* scratch;  // [block][2][64 / 2][threads][..] dq and dk of earlier value heads
+  float* scratch;  // [block][2][64 / 2][threads][..]: dq and dk of earlier value heads
 };
-// Which chunk a row is: as many rows for every sequence, or packed T / 64 + N.
+// Which chunk a row is. Every sequence has the same number of rows or, packed, all have T / 64 + N together.
 struct WideRows {
   unsigned rows, heads;  // heads of q and k
   unsigned h_rows = 0;   // of h and dh
@@ -33,7 +33,7 @@ struct WideRows {
         by_chunks(std::max<int64_t>(d.max_chunks(), 1)) {}
 };
 
-// The chunk of a row: every sequence has max_chunks() rows, or packed those from t0 / 64 + n on.
+// Returns the chunk of a row. Every sequence has max_chunks() rows or, packed, its rows begin at t0 / 64 + n.
 __device__ inline ChunkPlace wide_chunk_at(const ForwardProblem& p, const WideRows& rows, unsigned row,
                                            unsigned& h_row) {
   const auto first_row = [&](const Sequence& s) {
@@ -44,11 +44,12 @@ __device__ inline ChunkPlace wide_chunk_at(const ForwardProblem& p, const WideRo
   const unsigned first = p.varlen ? first_row(s) : n * rows.by_chunks.divisor;
   const unsigned chunk = row - first, t = chunk * kChunk, length = static_cast<unsigned>(s.length);
   if (row < first || t >= length) return {};
-  h_row = min(first_h_row(p, n) + chunk, rows.h_rows - 1);  // garbage in cu_seqlens leads nowhere
+  h_row = min(first_h_row(p, n) + chunk, rows.h_rows - 1);  // garbage in cu_seqlens must not lead outside of h
   return {static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t, min(length - t, unsigned{kChunk})};
 }
 
-// Have all value heads of q/k head h a gate that UsualGate does for? The kernel of UnusualGate takes the others.
+// Whether UsualGate can compute the gates of all value heads of q/k head h. The kernel of UnusualGate takes the other
+// heads.
 __device__ inline bool is_usual(const Tokens& x, unsigned h, unsigned group) {
   if (x.gate_form == KDA_GATE_LOG) return true;
   bool usual = x.gate_form == KDA_GATE_SOFTPLUS || x.lower_bound >= kLeastBound;

@@ -19,7 +19,7 @@ struct HeadGradients {
     }
     for (int64_t c = static_cast<int64_t>(starts.size()) - 1; c >= 0; --c) {
       const int64_t first = c * kChunk, rows = std::min(kChunk, x.T - first);
-      std::vector<Vector> before(rows, starts[c]);  // before[i] = state ahead of token first + i
+      std::vector<Vector> before(rows, starts[c]);  // before[i] = state before token first + i
       for (int64_t i = 0; i + 1 < rows; ++i) {
         before[i + 1] = before[i];
         x.step(first + i, before[i + 1].data(), nullptr, nullptr);

@@ -15,7 +15,7 @@ Span span_of(const kda_tensor& x, const kda_tensor& cu_seqlens, int64_t n) {
   return {0, t0, int_at(cu_seqlens, n + 1) - t0};
 }
 
-// Channel c of a sequence with what came before it.
+// Channel c of a sequence, with its state in front.
 Vector inputs(const kda_tensor& x, const Span& s, int64_t c, const kda_tensor& state, int64_t slot, int64_t keep) {
   Vector xx;
   for (int64_t i = 0; i < keep; ++i) xx.push_back(present(state) ? get(state, slot, c, i) : 0);
@@ -88,7 +88,7 @@ void conv_backward(const ConvBackwardProblem& p) {
   if (present(a.dx)) zero_rest(a.dx, a.cu_seqlens, p.N);
 }
 
-// Channel c of the rows that a token's taps read, the newest first: the token, its ancestors, the state from its end.
+// Channel c of the rows that a token's taps read, newest first: the token, its ancestors, then the state from its end.
 Vector taps(const kda_tensor& x, const Sequence& s, const Window& window, int64_t t, int64_t c, const kda_tensor& state,
             int64_t slot, int64_t count) {
   Vector xx;

@@ -40,16 +40,16 @@ inline void set(const kda_tensor& t, double x, int64_t i, int64_t j = 0, int64_t
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 inline double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
 
-// sigmoid'(x) = s (1 - s), where 1 - s would lose all digits.
+// sigmoid'(x) = s (1 - s), computed without 1 - s, which would lose all digits.
 inline double sigmoid_slope(double x) {
   const double e = std::exp(-std::abs(x));
   return e / ((1 + e) * (1 + e));
 }
-// Of softplus(x) and sigmoid(x), also where these are 0 in float64.
+// Logarithms of softplus(x) and sigmoid(x), also where these are 0 in float64.
 inline double log_softplus(double x) { return x < -40 ? x : std::log(softplus(x)); }
 inline double log_sigmoid(double x) { return -softplus(-x); }
 
-// x exp(y), without overflow on the way. A gradient x of 0 is one of 0 for any y.
+// x exp(y), without overflow on the way. With a gradient x of 0 the result is 0 for any y but NaN.
 inline double times_exp(double x, double y) {
   const double half = std::exp(y / 2);
   return x == 0 && !std::isnan(y) ? 0 : x * half * half;
@@ -58,7 +58,7 @@ inline double times_exp(double x, double y) {
 // Gate of one element and its gradients: z = x + dt_bias. With a = exp(A_log),
 //   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log = g dg
 //   lower bound  g = lb sigmoid(y)         dx = a lb sigmoid'(y) dg       dA_log = y lb sigmoid'(y) dg      y = a z
-// where a may be beyond float64 and the products are not: so exponents are added.
+// a may be beyond float64 where the products are not, so exponents are added.
 struct Gate {
   int32_t form;
   double lower_bound;
@@ -86,7 +86,7 @@ struct Gate {
 
 inline double get_A_log(const kda_tensor& A_log, int64_t hv) { return present(A_log) ? get(A_log, hv) : 0; }
 
-// Activated inputs of one (sequence, value head): row t of q, k, g has K numbers, of v has V.
+// Activated inputs of one (sequence, value head): row t of q, k, g has K numbers, row t of v has V.
 struct Head {
   int64_t T, K, V;
   double scale;
@@ -133,7 +133,7 @@ struct Head {
       return sum;
     };
     const double sum = squares(1), shrink = 0x1p-600;
-    return sum < INFINITY ? 1 / std::sqrt(sum + 1e-6) : shrink / std::sqrt(squares(shrink));  // eps counts for nothing
+    return sum < INFINITY ? 1 / std::sqrt(sum + 1e-6) : shrink / std::sqrt(squares(shrink));  // eps is negligible
   }
 
   // One token (math.md 3). S is [K][V]; u gets the correction, o the output (either may be null).
@@ -153,13 +153,13 @@ struct Head {
   }
 };
 
-// The inputs of a call, with q, k and v convolved first where it has raw rows (rounded to their dtype, math.md 7.6).
+// The inputs of a call. If it has raw rows, q, k and v are convolved first, and rounded to their dtype (math.md 7.6).
 struct Convolved {
   kda_inputs inputs;
   std::vector<char> rows;
   Convolved(const kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& parents);
 };
-// Rolls slot `slot` of a convolution's state on by the first m tokens of s, or the path that ends in token m - 1.
+// Advances slot `slot` of a convolution's state by the first m tokens of s, or by the path that ends in token m - 1.
 void conv_roll(const kda_tensor& x, const kda_tensor& state, int64_t slot, int64_t n, const Sequence& s,
                const kda_tensor& parents, int64_t m);
 

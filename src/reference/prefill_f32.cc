@@ -5,7 +5,8 @@
 namespace kda::reference {
 namespace {
 
-// X of (I + Akk) X = beta Y for one chunk, into chunk n of a buffer: y(i, d) is token i of the chunk.
+// Solves (I + Akk) X = beta Y for one chunk and stores X as chunk n of a buffer. y(i, d) belongs to token i of the
+// chunk.
 template <class F>
 void store_solved(const Head& x, const kda_tensor& buffer, int64_t n, int64_t first, int64_t L, int64_t columns,
                   const F& y) {

@@ -1,4 +1,4 @@
-// The oracle: float64 token recurrence and its reverse mode, read like math.md 2 and 3. Slow, plain, allocates.
+// The oracle: float64 token recurrence and its reverse mode, written as in math.md 2 and 3. Slow, plain, allocates.
 #pragma once
 #include "problem.h"
 #include "problem_prefill_f32.h"

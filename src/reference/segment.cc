@@ -4,7 +4,7 @@
 namespace kda::reference {
 namespace {
 
-// dL/dS before the first token, for no gradient after the last (math.md 3 with dhT = 0). Needs no states.
+// dL/dS before the first token, with no gradient after the last one (math.md 3 with dhT = 0). Needs no states.
 Vector reverse_scan(const Head& x, const kda_tensor& d_o, const Sequence& s, int64_t hv) {
   Vector dS(x.K * x.V), du(x.V);
   for (int64_t t = x.T - 1; t >= 0; --t) {
@@ -29,7 +29,7 @@ Vector scan(const Head& x, Vector S) {
 
 }  // namespace
 
-// M: the recurrence without values takes the unit matrix to M. b: with them, it takes zeros to b.
+// The recurrence without values takes the unit matrix to M. With values it takes zeros to b.
 void segment_map(const SegmentMapProblem& p) {
   const kda_segment_map_args& a = p.args;
   const int32_t layout = a.in.state_layout;

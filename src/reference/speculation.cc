@@ -8,7 +8,7 @@
 namespace kda::reference {
 namespace {
 
-// Applies `entries` of slot `slot` of the records, newest first in the list, to S.
+// Applies `entries` of slot `slot` of the records to S. The list has the newest entry first.
 void apply(Vector& S, const Dims& d, const kda_records& r, int64_t slot, const std::vector<int64_t>& entries,
            int64_t hv) {
   for (auto e = entries.rbegin(); e != entries.rend(); ++e)

@@ -23,7 +23,7 @@ struct Mat {
   double operator()(int64_t i, int64_t j) const { return x[i * columns + j]; }
 };
 
-// Element by element, except for the product of matrices.
+// All operators work element by element, except the product of matrices.
 Mat map(const Mat& a, const std::function<double(int64_t, int64_t)>& f) { return Mat(a.rows, a.columns, f); }
 Mat operator+(const Mat& a, const Mat& b) {
   return map(a, [&](int64_t i, int64_t j) { return a(i, j) + b(i, j); });
@@ -50,7 +50,7 @@ Mat operator*(const Mat& a, const Mat& b) {
       for (int64_t j = 0; j < b.columns; ++j) c(i, j) += a(i, k) * b(k, j);
   return c;
 }
-// The triangle that counts is selected: a factor 0 would let NaN through.
+// Selects the triangle that counts: a factor of 0 would let NaN through.
 Mat lower(const Mat& a, bool strict = false) {
   return map(a, [&](int64_t i, int64_t j) { return j < i + !strict ? a(i, j) : 0; });
 }
@@ -139,7 +139,8 @@ struct Decays {
   }
 };
 
-// fn(at) for every sequence, head and chunk, chunks in order or last to first; then the tails.
+// Calls fn(at) for every sequence, head and chunk, with chunks from first to last or from last to first. Then zeroes
+// the tails.
 template <class P, class F>
 void for_each_chunk(const P& p, const F& fn, bool reverse = false) {
   int64_t first_row = 0, end = 0;
@@ -157,7 +158,7 @@ void for_each_chunk(const P& p, const F& fn, bool reverse = false) {
   for_each_tail(p, [&](const kda_tensor& t) { zero_rows(t, 0, end, p.T - end); });
 }
 
-// The state of (sequence, head) carried along the chunks: from `initial`, to `final`.
+// Carries the state of each (sequence, head) along the chunks, from `initial` to `final`.
 template <class P, class F>
 void scan(const P& p, const kda_tensor& initial, const kda_tensor& final, bool reverse, const F& fn) {
   std::vector<Mat> states;
@@ -312,7 +313,7 @@ void stage(const StageProblem<kda_stage_cumsum_backward_args>& p) {
       for (int64_t d = 0; d < p.K; ++d) sum(i, d) += sum(i + 1, d);
     if (present(a.g)) {
       const Mat g = c.gates(a.g);
-      const double least = -126 * std::log(2.0);  // e^g below is 0 in f32
+      const double least = -126 * std::log(2.0);  // below it e^g is 0 in f32
       sum = map(sum, [&](int64_t i, int64_t d) { return g(i, d) < least ? 0 : sum(i, d); });
     }
     c.store(a.dg, sum);

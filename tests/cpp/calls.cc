@@ -19,7 +19,7 @@ void fill_normal(Tensor& t, Random& random) {
   for (int64_t i = 0; i < t.size(); ++i) t.set(i, random.normal());
 }
 
-// Rows of q or k; of length 1 if nobody normalises them later.
+// Rows of q or k; of length 1 unless they are normalised later.
 void fill_rows(Tensor& t, const Case& c, bool unit, Random& random) {
   std::vector<double> row(c.K), same(c.K);
   for (double& x : same) x = random.normal();
@@ -107,7 +107,7 @@ Inputs::Inputs(const Case& c, uint64_t seed) : c(c), B(c.B), T(c.T), N(c.B) {
   if (c.dhT) fill_normal(dhT = Tensor(c.state_dtype, state_shape(N), c.layout), random);
 }
 
-// Half of the channels have a bias, and half of their inputs are as much below 0.
+// Gives half of the channels a bias, and half of their inputs the value that cancels it.
 void Inputs::cancel_bias(Random& random) {
   constexpr double kSizes[] = {3, -96, 0x1p40, -0x1p100};
   for (int64_t i = 0; i < dt_bias.size(); ++i)

@@ -21,8 +21,8 @@ struct Inputs {
   explicit Inputs(const Case& c, uint64_t seed = 0);
   kda_inputs view() const;
   int64_t begin(int64_t n) const;       // first token of sequence n within its row
-  int64_t length(int64_t n) const;      // its tokens
-  int64_t h_rows(int64_t every) const;  // states before every `every`-th chunk of all sequences together
+  int64_t length(int64_t n) const;      // its number of tokens
+  int64_t h_rows(int64_t every) const;  // states before every `every`-th chunk, of all sequences
   std::vector<int64_t> state_shape(int64_t rows) const;
   std::vector<Named> tensors();
   std::map<std::string, Bits> bits();  // of every input, to compare after a call
@@ -50,16 +50,16 @@ kda_forward_args forward_args(const Inputs& in, const ForwardOutputs& out);
 // `saved`: what forward kept; without it backward computes it again.
 kda_backward_args backward_args(const Inputs& in, const BackwardOutputs& out, const ForwardOutputs* saved = nullptr);
 
-// Decode reads and writes a pool with more slots than sequences, in an order of its own.
+// The pool that decode reads and writes: more slots than sequences, in another order.
 struct Pool {
   Tensor h, state_indices, has_initial_state;
-  std::vector<int64_t> slots;  // of each sequence
+  std::vector<int64_t> slots;  // the slot of each sequence
   Pool(const Inputs& in, int32_t dtype, int64_t spare = 3);
   Tensor rows(const Inputs& in) const;  // the states of the sequences, in their order
 };
 kda_decode_args decode_args(const Inputs& in, const Pool& h0, const Pool& hT, const Tensor& o);
 
-// Maps of the case's sequences as segments, and segments to merge.
+// The maps of the case's sequences, taken as segments; and segments to merge.
 struct SegmentOutputs {
   Tensor M, b, d;
   explicit SegmentOutputs(const Inputs& in, bool f64 = false);
@@ -69,7 +69,7 @@ kda_segment_map_args segment_map_args(const Inputs& in, const SegmentOutputs& ou
 
 struct MergeTensors {
   Tensor M, b, h0, states;
-  // P segments, of maps that do not grow.
+  // P segments whose maps do not grow.
   MergeTensors(int64_t P, int64_t HV, int64_t K, int64_t V, int32_t state_layout, Layout layout = Layout::kDense);
   int32_t state_layout;
 };

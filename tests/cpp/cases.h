@@ -12,7 +12,7 @@ namespace kda::test {
 enum class Gates {
   kLogSigmoid,  // logsigmoid(randn) / gate_divisor
   kHalfZero,    // the same, half of it 0
-  kRaw,         // randn: the gate forms with an activation
+  kRaw,         // randn, for the gate forms with an activation
   kFloor,       // `lower_bound` everywhere: the worst exponents of a bounded gate
   kWild,        // 0, -1e-4, -0.1, -5, -100, -3000 and -inf side by side
   kZero,        // no decay
@@ -33,7 +33,7 @@ struct Case {
   std::string name;
   int64_t B = 1, T = 64, H = 1, HV = 1, K = 32, V = 32;
   std::vector<int64_t> lengths =
-      {};  // packed sequences in one row, then `tail` tokens of nobody; both absent: B rows of T
+      {};  // packed sequences in one row, then `tail` tokens of no sequence; both absent: B rows of T
   int64_t tail = 0;
   int32_t cu_dtype = KDA_I32;
 
@@ -50,7 +50,7 @@ struct Case {
   Keys keys = Keys::kNormal;
   Betas betas = Betas::kRandom;
   int32_t beta_form = KDA_BETA_ACTIVATED;
-  bool qk_l2norm = false;  // if not, the data's keys are of length 1 by themselves
+  bool qk_l2norm = false;  // if not, the keys of the data already have length 1
   float scale = 0;
   bool h0 = true, dhT = true;
 };
@@ -200,8 +200,8 @@ inline std::vector<Case> cases() {
   return all;
 }
 
-// All of f32's range, in what is multiplied or squared before anything bounds it. Not among those above: gradients of
-// some are infinite.
+// Values from all of f32's range, where they are multiplied or squared before anything bounds them. Apart from the
+// cases above, because gradients of some are infinite.
 inline std::vector<Case> edge_cases() {
   const auto gates = [](const char* name, int32_t form, float lower_bound, int32_t dtype) {
     Case c{

@@ -244,7 +244,7 @@ inline ConvCase legal_conv_case() { return {.name = "legal", .D = 5, .W = 3, .le
 
 template <>
 struct Legal<kda_conv_args> {
-  explicit Legal(const Case& = legal_case())  // with pools, in an order of their own
+  explicit Legal(const Case& = legal_case())  // with pools whose slots are in another order
       : in(legal_conv_case()),
         y(KDA_F32, {in.B, in.T, in.c.D}),
         initial_state(KDA_F32, {in.N + 5, in.c.D, in.c.W - 1}),
@@ -286,8 +286,8 @@ Workspace workspace_for(Args& args) {
   return workspace;
 }
 
-// The call is refused with this status and exactly this beginning of a sentence, which names the argument, what was
-// expected and what was given; no output changed.
+// Expects that the call is refused with this status and a message that begins with exactly this sentence, which names
+// the argument, what was expected and what was given; and that no output changed.
 template <class Args>
 void expect_refused(Legal<Args>& x, const std::string& sentence, kda_status status = KDA_INVALID_ARGUMENT) {
   std::vector<Bits> before;

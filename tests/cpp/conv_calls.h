@@ -9,7 +9,7 @@ namespace kda::test {
 struct ConvCase {
   std::string name;
   int64_t B = 1, T = 40, D = 20, W = 4;
-  std::vector<int64_t> lengths = {};  // packed sequences in one row, then `tail` tokens of nobody
+  std::vector<int64_t> lengths = {};  // packed sequences in one row, then `tail` tokens of no sequence
   int64_t tail = 0;
   int32_t cu_dtype = KDA_I32;
   int32_t dtype = KDA_F32, weight_dtype = KDA_F32, state_dtype = KDA_F32;
@@ -33,7 +33,7 @@ inline std::vector<ConvCase> conv_cases() {
     add({.name = "channels_" + std::to_string(D), .B = 2, .T = 10, .D = D});
   add({.name = "blocks_start_inside",
        .D = 5,
-       .lengths = {127, 2, 126, 3, 260}});  // of 128 tokens, near sequence starts
+       .lengths = {127, 2, 126, 3, 260}});  // blocks of 128 tokens, near sequence starts
   add({.name = "short_sequences", .lengths = std::vector<int64_t>(150, 1), .cu_dtype = KDA_I64});
   add({.name = "rows_apart", .B = 3, .T = 20, .layout = Layout::kPadded});
   add({.name = "state_by_rows", .B = 3, .T = 2, .state_layout = Layout::kHeadsFirst});

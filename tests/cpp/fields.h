@@ -10,7 +10,7 @@ struct Field {
   const char* name;
   kda_tensor* t;
   bool output = false;
-  unsigned free = 0;  // bits of dimensions whose size no other tensor tells
+  unsigned free = 0;  // a bit for each dimension whose size follows from no other tensor
 };
 
 inline std::vector<Field> joined(std::vector<Field> a, const std::vector<Field>& b) {
@@ -36,7 +36,8 @@ inline std::vector<Field> fields(kda_states& s) {
           {"has_initial_state", &s.has_initial_state}};
 }
 
-// Of an operator that rolls the state on, or only reads it. They take the place of q, k and v.
+// The tensors of a convolution in front of an operator that rolls the conv state on, or only reads it. They take the
+// place of q, k and v.
 inline std::vector<Field> conv_fields(kda_conv_inputs& c, bool rolls) {
   return {{"conv.x", &c.x},
           {"conv.weight", &c.weight},
@@ -136,7 +137,7 @@ inline std::vector<Field> fields(kda_flush_verify_args& a) {
                                {"parents", &a.parents, false, 2}});
 }
 
-// On a ring: no records of the last round, no trees.
+// The tensors of a call on a ring: no records of the last round, no trees.
 inline std::vector<Field> ring_fields(kda_flush_verify_args& a) {
   return joined(fields(a.in), {{"h0", &a.states.h0},
                                {"hT", &a.states.hT, true},

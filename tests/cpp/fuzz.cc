@@ -1,8 +1,8 @@
 // Seeded fuzzing of the C ABI: mostly legal calls of all operators, most of them broken in one to three places.
 //   fuzz [calls] [seed] [first]      a failure prints the arguments that repeat it: fuzz 1 SEED CALL
 // All tensors lie in one arena, and no call is made whose tensors reach outside it (such a call is undefined by
-// contract). Whatever the library answers, what it may not write is compared byte by byte; a call that succeeds is
-// compared with the oracle.
+// contract). Whatever the library answers, all memory that it must not write is compared byte by byte; a call that
+// succeeds is compared with the oracle.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -47,7 +47,7 @@ bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random)
     case 9: t.data = all[random.below(static_cast<int64_t>(all.size()))].t->data; return false;
     default: break;
   }
-  // A value of an integer tensor; of a float tensor, one that is not a number.
+  // Changes a value: any value in an integer tensor; in a float tensor, to one that is not a number.
   if (tensor_size(t) == 0 || !t.data || !arena.holds(t) || !dtype_size(t.dtype)) return true;
   if (reinterpret_cast<uintptr_t>(t.data) % dtype_size(t.dtype)) return true;
   const int64_t i = random.below(tensor_size(t));
@@ -148,7 +148,7 @@ void compare_with_oracle(const Field& f, const kda_tensor& expected, double leas
 
 template <class Args>
 void one_call(Random& random) {
-  // Room for headers of the future: what follows args in memory is zero, or not.
+  // Room for future headers: what follows args in memory is zero, or not.
   static std::vector<uint64_t> room(65536 / 8 + 8);
   std::memset(room.data(), 0, sizeof(Args) + 256);
   Args& a = *reinterpret_cast<Args*>(room.data());
@@ -163,7 +163,7 @@ void one_call(Random& random) {
 
   const bool legal = random.chance(0.25);
   bool comparable = true;
-  // Saved states belong to the call they were saved for. The oracle does not read them, so it would not notice.
+  // Saved states belong to the call that saved them. The oracle does not read them, so it would not notice others.
   if constexpr (requires {
                   a.d_o;
                   a.h;

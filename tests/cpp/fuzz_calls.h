@@ -67,13 +67,13 @@ struct Arena {
   explicit Arena(int64_t size = kArena) : bytes(size), used(size) { clear(); }
   std::vector<char> bytes;
   int64_t used;
-  int64_t alignment = 1;  // of tensors to come, in bytes, where it is more than that of an element
+  int64_t alignment = 1;  // in bytes, of tensors taken from now on, if it exceeds an element's
 
   void clear() {
     std::memset(bytes.data(), 0xff, used);
     used = 0;
   }
-  // A poisoned tensor of random layout, aligned to its element and, unless `alignment` says so, to no more.
+  // Returns a poisoned tensor of random layout, aligned to its element and to no more unless `alignment` says so.
   kda_tensor take(int32_t dtype, const std::vector<int64_t>& shape, Random& random) {
     kda_tensor t{};
     t.dtype = dtype, t.ndim = static_cast<int32_t>(shape.size());
@@ -219,14 +219,14 @@ inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   }
 }
 
-// Different slots, or padding.
+// Slots that all differ, or padding.
 inline kda_tensor slots_of_all(int64_t N, int64_t slots, Random& random) {
   const kda_tensor t = arena.take(KDA_I32, {N}, random);
   for (int64_t n = 0; n < N; ++n) set(t, n, random.chance(0.15) ? -1.0 : static_cast<double>(slots - 1 - n));
   return t;
 }
 
-// The raw rows of the convolution instead of q, k and v.
+// The raw rows of the convolution in place of q, k and v.
 inline kda_conv_inputs random_front(const Sizes& s, kda_inputs& in, Random& random) {
   const int64_t D = 2 * s.H * s.K + s.HV * s.V, W = 2 + random.below(3), slots = s.N + random.below(3);
   in.q = in.k = in.v = {};

@@ -1,8 +1,8 @@
 // Seeded calls of all operators at the edges: numbers at the ends of their range, thread counts that make no sense,
 // small stacks, forks, memory that overlaps.
 //   fuzz_edges [calls] [seed] [first] [cpu|cuda] [seconds]      a failure prints the arguments that repeat it
-// What a call gives is compared with the float64 oracle, and to the bit with the same call made elsewhere. On CUDA all
-// tensors are copied to the device and back.
+// The results of a call are compared with the float64 oracle, and bit by bit with those of the same call made
+// elsewhere. On CUDA all tensors are copied to the device and back.
 #include <chrono>
 #include <cstdlib>
 
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kRoom = 8 << 20;      // of the arena
 constexpr int64_t kMostWork = 1200000;  // B T HV K V of a call
 constexpr uint64_t kMostScratch =
-    1 << 28;  // bytes of workspace that no call of this size may need, whatever its threads
+    1 << 28;  // bytes of workspace that no call of this size may need, with any number of threads
 
 Arena reference_arena(8 * kRoom), moved_arena(8 * kRoom), nudged_arena(8 * kRoom);
 std::vector<char> scratch;
@@ -36,7 +36,7 @@ void restore(const Bytes& bytes) { std::memcpy(arena.bytes.data(), bytes.data(),
 
 Sizes edge_sizes(Random& random) {
   Sizes s = random_sizes(random);
-  if (s.K == 1) s.l2norm = false;  // what the norm leaves of one number is rounding
+  if (s.K == 1) s.l2norm = false;  // of a single number the norm leaves nothing but rounding
   if (!random.chance(on_cuda ? 0.7 : 0.1)) return s;
   constexpr int64_t kTokens[] = {1, 8, 31, 64, 65, 130}, kHead[] = {64, 128, 128, 256};
   s.packed = random.chance(0.4), s.B = 1 + (!s.packed && random.chance(0.3)), s.N = s.B, s.cu.clear();
@@ -50,7 +50,7 @@ Sizes edge_sizes(Random& random) {
   return s;
 }
 
-// States that forward saved belong to its inputs as they are now.
+// Runs forward again, so that the saved states belong to the inputs as they are now.
 void save_again(kda_backward_args& a) {
   if (!a.h.ndim) return;
   kda_forward_args f = KDA_FORWARD_ARGS_INIT;
@@ -63,7 +63,7 @@ void save_again(kda_backward_args& a) {
 template <class Args>
 void save_again(Args&) {}
 
-// A random one of those that take the call; nullptr leaves the choice to the library.
+// Returns a random one of the implementations that take the call; nullptr leaves the choice to the library.
 template <class Args>
 const char* some_implementation(Args a, Random& random) {
   std::vector<const char*> takers{nullptr};
@@ -78,7 +78,7 @@ const char* some_implementation(Args a, Random& random) {
   return takers[random.below(std::ssize(takers))];
 }
 
-// With a workspace of its own, poisoned.
+// Runs the call with a poisoned workspace of its own.
 template <class Args>
 kda_status run(Args a) {
   uint64_t bytes = 0;
@@ -144,7 +144,7 @@ void expect_only_outputs_written(Args& a, Bytes before) {
 
 // ---- elsewhere ----
 
-// The same bits, wherever the call is made and by how many threads.
+// Expects the same bits wherever the call is made, and with any number of threads.
 template <class Args>
 void expect_same_elsewhere(Args a, const Bytes& before, const Bytes& after, Random& random) {
   constexpr int32_t kThreads[] = {0, 1, 2, 3, 17, 1000, 40000};
@@ -179,7 +179,8 @@ bool may_be_one(const std::string& a, const std::string& b) {
   return a == b || both("h0", "hT") || both("initial_state", "final_state") || both("h0", "snapshots");
 }
 
-// An output that begins where another tensor does, or a workspace that does: refused, and nothing is written.
+// Expects that an output or a workspace that begins where another tensor does is refused, and that nothing is
+// written.
 template <class Args>
 void expect_overlap_refused(Args a, Random& random) {
   std::vector<Field> all = all_fields(a);
@@ -293,7 +294,7 @@ bool runs_here(const char* op) {
   return false;
 }
 
-// True if it holds. FUZZ_ALL=1 goes on after a failure.
+// Makes call i and returns whether all holds. FUZZ_ALL=1 goes on after a failure.
 bool make_call(int64_t i, int64_t seed) {
   const Operator& op = kOperators[i % std::size(kOperators)];
   if (!runs_here(op.name)) return true;

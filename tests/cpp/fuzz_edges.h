@@ -8,8 +8,9 @@
 
 namespace kda::test {
 
-// What a number of a tensor does to a result. In `kLinear` and `kRecurrent` ones it is a factor, and that of a
-// recurrence makes it grow. What comes of gates and normalised rows is bounded, so float32 promises them at any value.
+// What the numbers of a tensor do to a result. In `kLinear` and `kRecurrent` tensors they are factors, and the
+// factors of a recurrence make it grow. Results of gates and normalised rows are bounded, so float32 promises them
+// for any value.
 enum class Role { kNone, kRawGate, kLogGate, kNormalised, kLinear, kRecurrent };
 
 template <class Args>
@@ -99,7 +100,7 @@ inline void spoil(const kda_tensor& t, Role role, Random& random) {
   else set_some(t, kSmall, random);
 }
 
-// Up to three of a call's tensors. The names of which.
+// Spoils up to three of a call's tensors and returns their names.
 template <class Args>
 std::string spoil_some(Args& a, Random& random) {
   std::vector<std::pair<Field, Role>> all;
@@ -114,7 +115,7 @@ std::string spoil_some(Args& a, Random& random) {
   return names;
 }
 
-// The first numbers of each, for whoever repeats a failing call.
+// Prints the first numbers of each tensor, when a failing call is repeated.
 template <class Args>
 void print_values(Args& a) {
   for (const Field& f : all_fields(a)) {
@@ -129,7 +130,7 @@ void print_values(Args& a) {
 
 // ---- what float32 promises ----
 
-// No number on the way to a result is larger than this, and what underflows there is multiplied by no more.
+// A bound on every number on the way to a result, and on the factors of what underflows there.
 template <class Args>
 double largest_factor(Args& a) {
   double product = 1;
@@ -140,7 +141,7 @@ double largest_factor(Args& a) {
 constexpr double kMostFactor =
     1e31;  // beyond it float32 may overflow where float64 does not: such results are not compared
 
-// A subnormal may count as 0, which makes NaN of infinity, or nothing of it.
+// A subnormal may count as 0, which turns an infinity into NaN, or into nothing.
 template <class Args>
 bool has_subnormals_and_infinities(Args& a) {
   bool subnormal = false, infinite = false;
@@ -152,15 +153,16 @@ bool has_subnormals_and_infinities(Args& a) {
   return subnormal && infinite;
 }
 
-// How far a result may be: `gate` of its size, or `noise` of what it changes by when all inputs do by kNudge of theirs
-// (it is a small difference then), or what underflowed. Beside all that its own store is rounded.
+// How far off a result may be: by `gate` times its size; or by `noise` times its change when all inputs change by
+// kNudge of their size (then it is a small difference); or by what underflowed. The rounding of its own store is
+// added to all of these.
 struct Promise {
   double gate, noise, underflow;
 };
 constexpr double kNudge = 0x1p-20;
 
-// The call with float64 inputs, each off by kNudge at most. A gate's sum x + dt_bias may cancel, but is exact to its
-// last bit.
+// Returns the call with float64 inputs, each off by kNudge at most. A gate's sum x + dt_bias may cancel, but is exact
+// to its last bit.
 template <class Args>
 Args nudged(Args a, Arena& into, Random& random) {
   into.clear();
@@ -204,8 +206,9 @@ struct Sums {
   int64_t at = 0;
 };
 
-// Adds element i, which `noise` may take beyond the dtype, and says no if one of the two is finite only. What is beyond
-// the dtype counts as infinite, and where float64 is not finite any such number is right.
+// Adds element i, which `noise` may take beyond the dtype, and returns false if only one of the two numbers is
+// finite. A number beyond the dtype counts as infinite; where float64 is not finite, any number that is not finite is
+// right.
 inline bool add(Sums& sums, int64_t i, double ref, double x, double nudge, double noise, int32_t dtype) {
   const double most = largest_of(dtype);
   if (!std::isfinite(ref)) return !std::isfinite(x);
@@ -225,13 +228,13 @@ inline int64_t inner_size(const kda_tensor& t, int dim) {
   return inner;
 }
 
-// Rows and value heads of a call that have a number which is not finite.
+// The rows and value heads of a call that hold a number which is not finite.
 struct Tainted {
   int64_t rows = 0, heads = 0;
   std::vector<bool> any;
 
-  // The same of a tensor that may have fewer heads than the call has value heads, or other rows (packed states; sums
-  // over all).
+  // Visits the rows and value heads that a row and head of a tensor stand for. The tensor may have fewer heads than
+  // the call has value heads, or other rows (packed states; sums over all).
   template <class F>
   void each(int64_t row, int64_t row_count, int64_t head, int64_t head_count, const F& f) {
     const int64_t group = heads / head_count, first = row_count == rows ? row : 0;
@@ -259,9 +262,9 @@ inline Place place_of(const kda_tensor& t, int dim, int64_t i) {
   return {rows, t.shape[dim], i / of_row, i / inner % t.shape[dim]};
 }
 
-// Of stages and gradients nothing is promised within a row and head that such a number is in. prefill_f32 is made of
-// stages on CUDA: there such a number also reaches the earlier tokens of its chunk. Of the gate's gradient this holds
-// for dg alone (infinity times a slope of 0 is 0 or NaN): an infinite input has slopes that are known.
+// Stages and gradients promise nothing within a row and head that holds such a number. prefill_f32 is made of stages
+// on CUDA: there such a number also reaches the earlier tokens of its chunk. For the gate's gradient this holds for
+// dg alone (infinity times a slope of 0 is 0 or NaN), because the slopes at an infinite input are known.
 template <class Args>
 Tainted tainted_by(Args& a) {
   Tainted found;
@@ -289,7 +292,7 @@ Tainted tainted_by(Args& a) {
   return found;
 }
 
-// `more`: what else may be off, of every element; or empty.
+// `more`: by how much else each element may be off; or empty.
 inline void expect_near(const Field& f, const kda_tensor& expected, const kda_tensor& moved, int dim, const Promise& p,
                         Tainted& tainted, const std::vector<double>& more) {
   const int64_t size = tensor_size(*f.t);
@@ -303,7 +306,7 @@ inline void expect_near(const Field& f, const kda_tensor& expected, const kda_te
     if (!add(sums, i, ref, x, std::isfinite(change) ? change : 0, noise, f.t->dtype))
       fail(str(f.name, "[", i, "]: expected ", ref, ", got ", x));
   }
-  for (const Sums& s : all) {  // M, a product of maps that shrink, is 1 at most, and made of such
+  for (const Sums& s : all) {  // M, a product of maps that shrink, is 1 at most, and so are its factors
     if (s.n == 0) continue;
     const double ref = std::sqrt(s.ref2 / s.n), error = std::sqrt(s.error2 / s.n), noise = std::sqrt(s.nudge2 / s.n);
     const double budget = p.gate * ref + p.noise * noise + std::sqrt(s.noise2 / s.n) + p.underflow +

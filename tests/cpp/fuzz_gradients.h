@@ -1,5 +1,6 @@
-// Gradients of gates are small differences of large sums: dg of a token is what q dq and k dk of all after it leave,
-// and what rounds there is no smaller where the decay is strong. How much that is.
+// Gradients of gates are small differences of large sums: dg of a token is what remains of q dq and k dk of all
+// tokens after it, and their rounding errors are no smaller where the decay is strong. Here is how large those errors
+// are.
 #pragma once
 #include <map>
 
@@ -7,14 +8,14 @@
 
 namespace kda::test {
 
-using Noise = std::map<std::string, std::vector<double>>;  // of outputs by name, of every element
+using Noise = std::map<std::string, std::vector<double>>;  // by the name of the output, for each element
 constexpr double kCancelled = 8 * kNudge;
 
 inline double activated_beta(int32_t form, double b) {
   return form == KDA_BETA_ACTIVATED ? std::abs(b) : form == KDA_BETA_2SIGMOID ? 2 : 1;
 }
 
-// The largest product of a state and a gradient of one.
+// The largest product of a state and a state's gradient.
 inline double largest_product(const kda_backward_args& a) {
   const double q = a.in.qk_l2norm ? 1 : largest(a.in.q), k = a.in.qk_l2norm ? 1 : largest(a.in.k);
   const double scale = a.in.scale != 0 ? std::abs(a.in.scale) : 1;
@@ -23,7 +24,7 @@ inline double largest_product(const kda_backward_args& a) {
   return S * dS;
 }
 
-// Of dg before the gate, and what becomes of it behind.
+// The noise of dg before the gate, and what becomes of it behind the gate.
 inline Noise cancelled(const kda_backward_args& a, const std::vector<Field>&, const std::vector<kda_tensor>&,
                        Arena& room) {
   const double least = kCancelled * largest_product(a);
@@ -44,7 +45,7 @@ inline Noise cancelled(const kda_backward_args& a, const std::vector<Field>&, co
   if (call(gate) != KDA_OK) fail(str("the oracle refuses a gate: ", kda_last_error()));
   for (int64_t i = 0; i < size; ++i) {
     const double dx = std::abs(get(gate.dx, i)), bias = a.in.dt_bias.ndim ? get(a.in.dt_bias, i % (HV * K)) : 0;
-    // By A_log the gate's slope is that by z times z, or 1 where softplus(z) is e^z.
+    // The gate's slope by A_log is its slope by z times z, or times 1 where softplus(z) is e^z.
     const double by_A_log = dx * std::max(1.0, std::abs(get(a.in.g, i) + bias));
     noise["dg"][i] = dx;
     noise["d_dt_bias"][i % (HV * K)] += dx, noise["dA_log"][i / K % HV] += by_A_log;
@@ -52,8 +53,8 @@ inline Noise cancelled(const kda_backward_args& a, const std::vector<Field>&, co
   return noise;
 }
 
-// Sums of a gate's gradients round as large as their terms are, and are lost if those are beyond float32, or the gate
-// is. A gradient that underflows is multiplied by the gate.
+// The sums of a gate's gradients have rounding errors as large as their terms, and are lost if a term or the gate is
+// beyond float32. A gradient that underflows is multiplied by the gate.
 inline Noise cancelled(const kda_gate_backward_args& a, const std::vector<Field>&,
                        const std::vector<kda_tensor>& expected, Arena&) {
   const int64_t HV = a.x.shape[1], K = a.x.shape[2];
@@ -62,7 +63,7 @@ inline Noise cancelled(const kda_gate_backward_args& a, const std::vector<Field>
   for (int64_t i = 0; i < tensor_size(dx); ++i) {
     const double size = std::abs(get(dx, i)), bias = a.dt_bias.ndim ? get(a.dt_bias, i % (HV * K)) : 0;
     const double z = std::abs(get(a.x, i) + bias), rate = a.A_log.ndim ? std::exp(get(a.A_log, i / K % HV)) : 1;
-    const double gate = rate == 0 || z == 0 ? 0 : rate * z;  // also of infinity
+    const double gate = rate == 0 || z == 0 ? 0 : rate * z;  // 0 also if the other factor is infinite
     of_bias[i % (HV * K)] += size;
     of_A_log[i / K % HV] += gate > FLT_MAX ? kInf : size == 0 ? 0 : size * std::max(1.0, z);
     gates[i / K % HV] += gate;

@@ -7,7 +7,7 @@
 
 namespace kda::test {
 
-// For whoever repeats a failing call: FUZZ_PRINT=1 fuzz 1 SEED CALL.
+// Prints a failing call when it is repeated: FUZZ_PRINT=1 fuzz 1 SEED CALL.
 template <class Args>
 void print_call(Args& a) {
   std::printf("exec: device %d, workspace %p, %llu bytes, impl %s, %d threads, flags %u\n", a.exec.device,
@@ -53,13 +53,13 @@ int64_t work(const Args& a) {
   }
 }
 
-// Does verify read a state that the same call has rounded? Then the oracle has to round, too.
+// Whether verify reads a state that the same call has rounded. Then the oracle has to round, too.
 template <class Args>
 constexpr bool kReadsRounded = requires(Args a) {
   a.last;
 };
 
-// The same call by the oracle, its outputs float64 in an arena of their own.
+// Makes the same call with the oracle, with float64 outputs in an arena of their own.
 template <class Args>
 std::optional<std::vector<kda_tensor>> oracle(Args a, Arena& into) {
   Random dense(0);
@@ -79,7 +79,7 @@ std::optional<std::vector<kda_tensor>> oracle(Args a, Arena& into) {
     *f.t = into.take(kept ? original.dtype : KDA_F64, {original.shape, original.shape + original.ndim}, dense);
     const bool readable = original.dtype >= KDA_F32 && original.dtype <= KDA_BOOL && original.data &&
                           reinterpret_cast<uintptr_t>(original.data) % dtype_size(original.dtype) == 0;
-    for (int64_t i = 0; readable && i < tensor_size(original); ++i)  // what nobody writes keeps what it holds
+    for (int64_t i = 0; readable && i < tensor_size(original); ++i)  // what is not written keeps what it holds
       set(*f.t, i, integer ? get_integer(original, i) : get(original, i));
     outputs.push_back(*f.t);
   }

@@ -25,14 +25,14 @@ namespace kda::test {
 
 constexpr unsigned kPatience = 60, kPatienceWithChild = 10;  // seconds for a call
 
-// Written where the process ends in the middle of a call.
+// Written when the process ends in the middle of a call.
 inline char how_to_repeat[256];
 
 inline void say_how_to_repeat() {
   [[maybe_unused]] const ssize_t n = write(STDOUT_FILENO, how_to_repeat, std::strlen(how_to_repeat));
 }
 
-// Signals get a stack of their own in this thread: two may have one at a time.
+// Gives signals a stack of their own in this thread. Two threads may have one at a time.
 inline void own_signal_stack(int which) {
 #ifdef KDA_FUZZ_SANITIZED
   static_cast<void>(which);
@@ -62,7 +62,7 @@ inline void catch_signals() {
   for (const int signal : caught) sigaction(signal, &action, nullptr);
 }
 
-// Sanitizers' frames are larger, and so is what they keep for a thread.
+// Whether threads may have small stacks. Sanitizers' frames are larger, and so is what they keep for a thread.
 inline bool has_small_stacks() {
 #ifdef KDA_FUZZ_SANITIZED
   return false;
@@ -86,7 +86,7 @@ inline bool in_small_stack(const std::function<void()>& f) {
   return started && !pthread_join(thread, nullptr);
 }
 
-// Does f say yes in a child, and soon?
+// Whether f returns true in a child, in time.
 inline bool in_child(const std::function<bool()>& f) {
   std::fflush(stdout);
   const pid_t child = fork();

@@ -1,5 +1,5 @@
-// Legal random calls of speculative decoding, for fuzz.cc to break. What lives on the device is garbage now and then:
-// that is legal.
+// Legal random calls of speculative decoding, for fuzz.cc to break. Numbers that live on the device are garbage now
+// and then, which is legal.
 #pragma once
 #include "fuzz_calls.h"
 
@@ -112,7 +112,7 @@ inline void build(kda_flush_verify_args& a, const Sizes& any, Random& random) {
   a.parents = random_parents(s, s.T, random);
 }
 
-// With all that any way of calling them has.
+// The fields of args, with those of every way of calling the operator.
 template <class Args>
 std::vector<Field> all_fields(Args& a) {
   return fields(a);

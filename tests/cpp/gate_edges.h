@@ -1,5 +1,5 @@
-// The gate alone, element by element, over all of float32's range of A_log, x and dt_bias: forms that say what is right
-// in long double, whose exponents reach far beyond.
+// The gate alone, element by element, over all of float32's range of A_log, x and dt_bias. The right values come from
+// formulas in long double, whose exponents reach far beyond.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -11,14 +11,14 @@ namespace kda::test {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// One element: what goes in, and what is right.
+// One element: its inputs, and the right results.
 struct GateElement {
   float A_log, x, bias, dg;
 
   struct Values {
     long double g, dx, dA_log;
   };
-  // z is rounded to float32, as every kernel has it: the gate of what is left after +-3e38 is not in question here.
+  // z is rounded to float32, as in every kernel: the gate of what remains after +-3e38 is not tested here.
   Values values(int32_t form, long double lower_bound) const {
     const long double z = x + bias, a = std::exp(static_cast<long double>(A_log));
     if (form == KDA_GATE_SOFTPLUS) {
@@ -80,8 +80,8 @@ struct GateEdges {
     return a;
   }
 
-  // 1e-4 of each number, and what a subnormal factor is rounded by (a slope, which dA_log multiplies with lb a z <
-  // 500). Beyond float32 there is infinity.
+  // The tolerance: 1e-4 of each number, plus the rounding of a subnormal factor (a slope, which dA_log multiplies
+  // with lb a z < 500). A number beyond float32 is infinity.
   static bool near(double got, long double expected, const GateElement& e, double parts = 1) {
     constexpr double kMost = std::numeric_limits<float>::max(), kLeast = 1e-37;
     const double want = static_cast<double>(expected);
@@ -103,7 +103,7 @@ struct GateEdges {
         "d_dt_bias", [&](int64_t i) { return d_dt_bias.get(i * K); }, [&](const auto& e) { return of(e).dx; });
     expect(
         "dA_log", [&](int64_t i) { return dA_log.get(i); }, [&](const auto& e) { return K * of(e).dA_log; }, 500.0 * K,
-        // Its gate is infinite in float32, so may the product be.
+        // If its gate is infinite in float32, the product may be, too.
         [&](const GateElement& e, double got) {
           return std::isinf(static_cast<float>(of(e).g)) && got == -e.dg * kInf;
         });

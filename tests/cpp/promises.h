@@ -16,9 +16,9 @@ inline std::string promise_name(const testing::TestParamInfo<Variant>& info) {
   return info.param.op + "_" + info.param.impl;
 }
 
-// Every operator but the gates (which have no sequences), with all that can be asked of it. "forward" saves everything
-// where the implementation can; "backward" recomputes; "backward_states" is given the state before every other chunk,
-// "backward_saved" all that forward can save.
+// Every operator but the gates (which have no sequences), with all outputs that it can give. "forward" saves
+// everything where the implementation can; "backward" recomputes; "backward_states" is given the state before every
+// other chunk, "backward_saved" all that forward can save.
 inline std::vector<Variant> promise_params() {
   std::vector<Variant> all;
   for (const std::string& impl : cpu_implementations("forward")) all.push_back({"forward", impl});
@@ -108,7 +108,7 @@ class PromiseBase : public testing::TestWithParam<Variant> {
       const auto step = [&](const auto& args) { run_under(args, impl, how); };
       for_each_forward_stage(t, step);
       for_each_backward_stage(t, step);
-      for (auto& [name, tensor] : t.all)  // (their dq and dk are of value heads)
+      for (auto& [name, tensor] : t.all)  // (their dq and dk have value heads)
         if (!t.is_input(name)) keep(all, (name == "dq" || name == "dk" ? name + "_hv" : name).c_str(), tensor);
     } else if (GetParam().op == "forward") {
       const bool saves = why_not(forward_args(in, ForwardOutputs(in, true)), impl).empty();
@@ -131,7 +131,7 @@ class PromiseBase : public testing::TestWithParam<Variant> {
 };
 class Promise : public PromiseBase {
  protected:
-  // Does this operator read the input?
+  // Whether this operator reads the input.
   static bool reads(const std::string& input) {
     const std::string& op = GetParam().op;
     if (op == "segment_map") return input != "h0" && input != "dhT";
@@ -139,7 +139,7 @@ class Promise : public PromiseBase {
   }
 };
 
-// Forward or decode with chosen states.
+// Runs forward or decode with chosen states.
 class StatefulPromise : public PromiseBase {
  protected:
   void run_states(const kda_inputs& view, const kda_states& states, const kda_tensor& o) {
@@ -161,7 +161,7 @@ class StatefulPromise : public PromiseBase {
     run_states(in.view(), states, o);
     return o;
   }
-  // Tokens t0 .. t1-1 of the only row, from h0 to hT.
+  // Runs tokens t0 .. t1-1 of the only row, from h0 to hT.
   void run_slice(const Inputs& in, int64_t t0, int64_t t1, const Tensor& h0, const Tensor& hT, const Tensor& o) {
     const auto slice = [&](kda_tensor t) {
       t.data = static_cast<char*>(t.data) + t0 * t.stride[1] * (t.dtype == KDA_F32 ? 4 : 2);
@@ -215,7 +215,7 @@ inline bool is_state(const std::string& name) {
   return name == "hT" || name == "dh0" || name == "M" || name == "b" || name == "d";
 }
 
-// What belongs to sequence n. Sums over all tokens do not belong to one.
+// The results that belong to sequence n. Sums over all tokens belong to none.
 inline Results part(const Results& all, const Inputs& in, int64_t n) {
   Results one;
   int64_t first_chunk = 0;
@@ -230,13 +230,13 @@ inline Results part(const Results& all, const Inputs& in, int64_t n) {
   return one;
 }
 
-// What belongs to value head hv and to no other: dq and dk are sums over the value heads of a query/key head.
+// The results that belong to value head hv alone: dq and dk are sums over the value heads of a query/key head.
 inline Results head(const Results& all, const Inputs& in, int64_t hv) {
   Results one;
   for (const auto& [name, t] : all) {
     const int64_t h = hv / (in.c.HV / in.c.H);
     const bool per_qk_head = name == "dq" || name == "dk";
-    if (per_qk_head && h != 0) continue;  // head 1's holds the spoilt one
+    if (per_qk_head && h != 0) continue;  // query/key head 1 has the spoilt value head
     one[name] = cut(t, is_state(name) || name == "h" || name == "dh" ? 1 : 2, per_qk_head ? h : hv, 1);
   }
   return one;
@@ -249,14 +249,14 @@ inline Tensor& tensor(Inputs& in, const std::string& name) {
   return in.q;
 }
 
-// One element of `name` of packed sequence n becomes x.
+// Sets one element of `name` of packed sequence n to x.
 inline void spoil(Inputs& in, const std::string& name, int64_t n, double x) {
   Tensor& t = tensor(in, name);
   const bool state = name == "h0" || name == "dhT";
   const int64_t row = t.size() / (state ? in.N : in.T);
   t.set((state ? n : in.begin(n)) * row + row / 2, x);
 }
-// One element of value head hv in the middle of the row becomes x.
+// Sets one element of value head hv in the middle of the row to x.
 inline void spoil_head(Inputs& in, const std::string& name, int64_t hv, double x) {
   Tensor& t = tensor(in, name);
   const int64_t row = t.size() / (name == "h0" ? 1 : in.T), size = row / in.c.HV;

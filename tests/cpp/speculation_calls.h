@@ -203,7 +203,7 @@ struct Drafts {
     return most;
   }
   int64_t entries() const { return s.R ? s.R : std::max<int64_t>(1, longest()); }
-  // Request n accepts its drafts but (n + shift) % (drafts + 1).
+  // Request n accepts all its drafts but (n + shift) % (drafts + 1).
   void accept(int64_t shift) {
     for (int64_t n = 0; n < in.N; ++n)
       accept_len.set(n, static_cast<double>(in.length(n) - (n + shift) % (in.length(n) + 1)));
@@ -216,7 +216,7 @@ struct Drafts {
   int64_t parent(int64_t n, int64_t t) const {
     return parents ? static_cast<int64_t>(parents.get(n * parents.shape()[1] + t)) : t - 1;
   }
-  // Draft t of request n and those before it, first one first.
+  // Draft t of request n and the drafts before it, the first one first.
   std::vector<int64_t> path(int64_t n, int64_t t) const {
     std::vector<int64_t> tokens;
     for (; t >= 0; t = parent(n, t)) tokens.insert(tokens.begin(), t);
@@ -226,8 +226,8 @@ struct Drafts {
   Tensor output() const { return output(s.c.dtype); }
 };
 
-// Slots of records in an order of their own, two more than requests. Nothing is recorded yet but what a ring has
-// committed (room for two rounds is left), which is the same in every dtype.
+// Records in slots of another order, two slots more than requests. Only what a ring has committed is recorded so far
+// (room for two rounds is left), and it is the same in every dtype.
 struct Records {
   Tensor u, k, alpha, indices, ring_first, ring_count;
   std::vector<int64_t> slots;  // of each request
@@ -316,7 +316,7 @@ inline kda_flush_args flush_args(const Drafts& d, const Tensor& pool, const Reco
   return a;
 }
 
-// `last` (of the round before, whose drafts were `before`) is not looked at with a ring.
+// `last`: the records of the round before, whose drafts were `before`; not read with a ring.
 inline kda_flush_verify_args flush_verify_args(const Drafts& before, const Drafts& d, const Tensor& pool,
                                                const Records& last, const Records& records, const Tensor& o) {
   kda_flush_verify_args a = KDA_FLUSH_VERIFY_ARGS_INIT;

@@ -1,4 +1,4 @@
-// Runs verify, flush or flush_verify on a case and gives back all that it writes, whole or of one request.
+// Runs verify, flush or flush_verify on a case and returns all that it writes, whole or of one request.
 #pragma once
 #include "promises.h"
 #include "speculation_calls.h"

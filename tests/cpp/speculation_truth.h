@@ -74,7 +74,8 @@ inline std::vector<double> output_of(const Tensor& o, const Inputs& in, int64_t 
   return part(o, ((in.cu_seqlens ? in.begin(n) : n * in.T) + t) * row, row);
 }
 
-// Within the budget relative to the whole, or of a tenth of it in every element (math.md 8: 1e-6).
+// Whether the error is within the budget relative to the whole, or within a tenth of it in every element (math.md 8:
+// 1e-6).
 inline testing::AssertionResult near(const std::vector<double>& expected, const std::vector<double>& got,
                                      double budget) {
   const Error e = compare(expected, got);

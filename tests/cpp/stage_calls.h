@@ -1,4 +1,4 @@
-// The tensors of all stages for a case, and the whole forward and backward made of them.
+// The tensors of all stages for a case, and the whole forward and backward made of the stages.
 #pragma once
 #include <cmath>
 #include <functional>
@@ -10,8 +10,8 @@
 
 namespace kda::test {
 
-// A name means one tensor in every stage. `stored`: the dtype of what the classic split keeps in 16 bits; `wide`: of
-// everything else, f32 or f64.
+// A name means one and the same tensor in every stage. `stored`: the dtype of what the classic split keeps in 16
+// bits; `wide`: of everything else, f32 or f64.
 struct StageTensors {
   const Inputs& in;
   int32_t stored, wide;
@@ -74,7 +74,7 @@ struct StageTensors {
   }
 
  private:
-  // q, k normalised, g and beta activated, as the stages want them.
+  // Normalises q and k and activates g and beta, as the stages want them.
   void activate() {
     const Case& c = in.c;
     for (const auto& [name, x] : {std::pair{"q", &in.q}, {"k", &in.k}}) {
@@ -94,7 +94,7 @@ struct StageTensors {
   }
 };
 
-// fn(args) for the stages of the forward, and those of the backward after it, in order.
+// Calls fn(args) for the stages of the forward, and (below) of the backward after it, in order.
 template <class F>
 void for_each_forward_stage(const StageTensors& t, const F& fn) {
   fn(t.args<kda_stage_cumsum_args>());
@@ -112,7 +112,8 @@ void for_each_backward_stage(const StageTensors& t, const F& fn) {
   fn(t.args<kda_stage_cumsum_backward_args>());
 }
 
-// What the caller does at the end: value heads summed, norm, beta and gate activations backward. In float64.
+// What the caller does at the end, in float64: sums value heads and goes back through the norm and the activations of
+// beta and the gate.
 inline BackwardOutputs finished(const StageTensors& t) {
   const Inputs& in = t.in;
   const Case& c = in.c;

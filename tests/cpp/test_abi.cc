@@ -494,7 +494,7 @@ TEST(Abi, StatusNames) {
   EXPECT_STREQ(kda_status_name(static_cast<kda_status>(99)), "an unknown kda_status");
 }
 
-// Every operator ends with the oracle, names are not repeated, and past the end there is nothing.
+// For every operator: the oracle is last, no name is repeated, and nothing follows the end.
 TEST(Abi, ImplementationNames) {
   for (const char* op : {"forward",
                          "backward",

@@ -1,5 +1,5 @@
-// Calls whose sizes no memory bounds: strides of 0 and empty tensors. No size wraps, and nothing runs for longer than
-// there is something to do. And how many threads a call starts, whatever it asks for.
+// Calls whose sizes no memory bounds: strides of 0 and empty tensors. No size wraps, and no call runs for longer than
+// it has something to do. Also, how many threads a call starts, whatever it asks for.
 #include <chrono>
 #include <cstdlib>
 #include <locale>
@@ -9,7 +9,7 @@
 namespace kda::test {
 namespace {
 
-constexpr double kSeconds = 30;  // of machines that are busy: what these tests are about took years
+constexpr double kSeconds = 30;  // enough for busy machines: what these tests are about took years
 
 // A tensor of any shape over the same few elements.
 kda_tensor everywhere(int32_t dtype, std::initializer_list<int64_t> shape) {
@@ -118,11 +118,11 @@ TEST(Sizes, BeyondAllMemoryAreRefused) {
   EXPECT_EQ(kda_decode(&decode), KDA_INVALID_ARGUMENT);
 }
 
-// Strides that no product with may be formed.
+// Strides that must not be multiplied.
 TEST(Sizes, StridesOfAnySize) {
   for (const int64_t stride : {INT64_MAX, INT64_MIN, INT64_MIN + 1, int64_t{1} << 61}) {
     Legal<kda_forward_args> x;
-    x.args.in.q.stride[0] = stride;  // of one row: means nothing
+    x.args.in.q.stride[0] = stride;  // of the only row: without meaning
     const Workspace workspace = workspace_for(x.args);
     EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
     x.args.in.q.stride[1] = stride;
@@ -174,7 +174,7 @@ TEST(NothingToDo, ReturnsAtOnce) {
   }
 }
 
-// Sequences without a token, many of them: the tokens belong to nobody and are zeroed.
+// Many sequences, all without tokens: the tokens belong to none of them, and their outputs are zeroed.
 TEST(NothingToDo, EmptySequences) {
   Tensor o(KDA_F32, {1, 3, 1, 16}), cu_seqlens(KDA_I32, {1 << 20});
   cu_seqlens.fill(0);
@@ -242,7 +242,7 @@ using SomeArgs =
                    kda_stage_bwd_wy_dqkg_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
 TYPED_TEST_SUITE(Threads, SomeArgs, OperatorNames);
 
-// More than the machine could start, which would end the process.
+// A call may ask for more threads than the machine could start, which would end the process.
 TYPED_TEST(Threads, WhateverIsAsked) {
   Case c = legal_case();
   c.HV = 128, c.lengths = {2, 0, 5};
@@ -298,7 +298,7 @@ TEST(Sentences, OfNamesThatAreNoText) {
   before ? setenv("KDA_IMPL", saved.c_str(), 1) : unsetenv("KDA_IMPL");
 }
 
-#if !defined(__SANITIZE_ADDRESS__)  // which ends the process itself
+#if !defined(__SANITIZE_ADDRESS__)  // it ends the process itself
 TEST(Sentences, OfMemoryThatIsNotThere) {
   float dA_log;
   kda_backward_args a = backward_of(int64_t{1} << 40, 256);  // more than there are addresses

@@ -1,4 +1,5 @@
-// What a call may not do to its process: allocate, change the floating-point mode, or get in the way of another call.
+// What a call must not do to its process: allocate, change the floating-point mode, or get in the way of another
+// call.
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -13,8 +14,8 @@ namespace {
 std::atomic<int64_t> allocations{0};
 }
 
-// Every `new` of this process, the library's included, comes through here. (Inlined, g++ warns that free() does not
-// belong to new.)
+// Every `new` of this process, the library's included, comes through here. (If this were inlined, g++ would warn that
+// free() does not belong to new.)
 [[gnu::noinline]] void* operator new(size_t size) {
   ++allocations;
   if (void* p = std::malloc(size ? size : 1)) return p;
@@ -26,7 +27,7 @@ std::atomic<int64_t> allocations{0};
 namespace kda::test {
 namespace {
 
-// `new`s during one call on one thread, after a first call has set up what is set up once.
+// Counts the `new`s during one call on one thread, after a first call for what is set up once.
 template <class Args>
 int64_t allocations_of(const Args& args) {
   EXPECT_EQ(call(args), KDA_OK) << kda_last_error();
@@ -107,7 +108,7 @@ TEST(Calls, RestoreTheFloatingPointMode) {
         const unsigned after = _mm_getcsr();
         _mm_setcsr(usual);
         EXPECT_EQ(status, KDA_OK) << kda_last_error();
-        EXPECT_EQ(after & ~0x3fu, mode & ~0x3fu);  // beside the sticky flags
+        EXPECT_EQ(after & ~0x3fu, mode & ~0x3fu);  // apart from the sticky flags
       };
       expect_kept(std::make_unique<Legal<kda_forward_args>>());
       expect_kept(std::make_unique<Legal<kda_backward_args>>());
@@ -129,7 +130,7 @@ TEST(Calls, RestoreTheFloatingPointMode) {
 }
 #endif
 
-// Where a head is long enough for all threads, too.
+// Also where a head is long enough for all threads.
 TEST(Calls, PrintNothing) {
   const Inputs in({.name = "long", .T = 700, .K = 16, .V = 64});
   ForwardOutputs out(in, true);

@@ -112,7 +112,7 @@ TYPED_TEST(Contract, WorkspaceTooSmall) {
   x.args.exec.workspace = nullptr, x.args.exec.workspace_bytes = 0;
   expect_refused(x, sentence);
   x.args.exec.workspace = workspace.data(), x.args.exec.workspace_bytes = least;
-  x.args.exec.num_threads = 4;  // one thread's share is enough, whoever else was wished for
+  x.args.exec.num_threads = 4;  // one thread's share is enough, however many were asked for
   EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
 }
 
@@ -125,7 +125,7 @@ struct Apart {
   char* data;
 };
 
-// Wherever the workspace meets a tensor, in any operator, on either device.
+// A workspace that meets a tensor anywhere is refused, in any operator, on either device.
 TYPED_TEST(Contract, WorkspaceOverATensor) {
   const Apart memory;
   const size_t count = Legal<TypeParam>().fields().size();
@@ -143,20 +143,20 @@ TYPED_TEST(Contract, WorkspaceOverATensor) {
       x.args.exec.device = device;
       const std::string sentence =
           std::string("exec.workspace: expected memory of its own, got memory that overlaps ") + f.name;
-      for (const size_t offset : {0, 4096 - 256, 4096}) {  // to its first byte, or from it
+      for (const size_t offset : {0, 4096 - 256, 4096}) {  // up to its first byte, or from it
         x.args.exec.workspace = memory.data + offset;
         x.args.exec.workspace_bytes = 4096 - offset + 1;
         expect_refused(x, sentence);
       }
-      x.args.exec.workspace_bytes = 0;  // none at all
+      x.args.exec.workspace_bytes = 0;  // no workspace at all
       EXPECT_EQ(std::string(call(x.args) == KDA_OK ? "" : kda_last_error()).find("got memory that overlaps"),
                 std::string::npos);
     }
 }
 
-// Neither built for CUDA, nor with a driver or a device: each implementation says what is missing.
+// Without CUDA in the build, without a driver or without a device, each implementation says what is missing.
 TYPED_TEST(Contract, CudaDeviceThatIsNotThere) {
-  setenv("CUDA_VISIBLE_DEVICES", "", 1);  // should there be one
+  setenv("CUDA_VISIBLE_DEVICES", "", 1);  // in case there is one
   const std::string op = OperatorNames::GetName<TypeParam>(0);
   refuses<TypeParam>(
       "no implementation takes this call: ", [](auto& x) { x.args.exec.device = KDA_CUDA; }, KDA_UNSUPPORTED);
@@ -188,7 +188,7 @@ TYPED_TEST(Contract, ForcedButCannot) {
 
 // ---- every tensor ----
 
-// Each tensor that the legal call has, broken by `break_it`, is refused by its name.
+// Breaks each tensor of the legal call with `break_it` and expects a refusal that names it.
 template <class Args>
 void for_each_tensor(const std::function<std::string(const Field&)>& break_it) {
   const size_t count = Legal<Args>().fields().size();
@@ -234,8 +234,8 @@ TYPED_TEST(Contract, NegativeSize) {
   });
 }
 
-// Sizes are told by q and v (x, in the gate operators, and the width by weight) and by the pools; every other tensor
-// has to agree.
+// The sizes follow from q and v (from x in the gate operators, the width from weight) and from the pools; every other
+// tensor has to agree.
 template <class Args>
 bool leads_stage(const std::string& name) {  // stages that have neither q nor v
   const std::string op = op_name<Args>();
@@ -333,7 +333,7 @@ kda_tensor& field(Legal<Args>& x, const std::string& name) {
   return *x.fields().front().t;
 }
 
-// Between the slots of a pool a workspace is as good as anywhere.
+// A workspace may lie between the slots of a pool.
 TEST(Aliasing, WorkspaceBetweenSlots) {
   Legal<kda_decode_args> x;
   const int64_t slots = x.args.states.hT.shape[0], pitch = 8192;
@@ -348,7 +348,8 @@ TEST(Aliasing, WorkspaceBetweenSlots) {
   std::free(memory);
 }
 
-// The output `a` is moved onto the first bytes of `b`, which has another shape or starts elsewhere.
+// Moves the output `a` onto the first bytes of `b`, which has another shape or starts elsewhere, and expects a
+// refusal.
 template <class Args>
 void refuses_overlap(const std::string& a, const std::string& b, const std::string& first, const std::string& second) {
   refuses<Args>(first + ": expected memory of its own, got memory that overlaps " + second,

@@ -1,4 +1,4 @@
-// What decode, verify, flush and flush_verify refuse of a convolution in front, and decode of snapshots.
+// What decode, verify, flush and flush_verify refuse in a convolution in front of them, and decode in snapshots.
 #include "contract.h"
 
 namespace kda::test {

@@ -1,5 +1,5 @@
 // What single arguments must be: head sizes, gates, states and pools, checkpoints, what backward needs, values of
-// cu_seqlens and slots; and the choice of implementation where none can.
+// cu_seqlens and slots; and the choice of an implementation where none takes the call.
 #include <cmath>
 #include <limits>
 
@@ -15,7 +15,7 @@ using G = Legal<kda_gate_args>;
 using V = Legal<kda_verify_args>;
 using FV = Legal<kda_flush_verify_args>;
 
-// The same break of what the operators on sequences share, refused by all of them.
+// Expects all operators on sequences to refuse the same break of what they share.
 template <class BreakIt>
 void all_refuse(const std::string& sentence, BreakIt break_it) {
   refuses<kda_forward_args>(sentence, [&](F& x) { break_it(x.args.in, x.in); });
@@ -102,7 +102,7 @@ TEST(Inputs, CuSeqlens) {
              [](kda_inputs&, Inputs& mem) { mem.cu_seqlens.set(3, 10); });
 }
 
-TEST(Inputs, CuSeqlensI64BeyondI32) {  // 2^32 + 7 would be a legal 7 if somebody cut it to 32 bits
+TEST(Inputs, CuSeqlensI64BeyondI32) {  // cut to 32 bits, 2^32 + 7 would be a legal 7
   F x{[] {
     Case c = legal_case();
     c.cu_dtype = KDA_I64;
@@ -150,7 +150,7 @@ TEST(States, Slots) {
   });
 }
 
-TEST(States, DuplicatesAmongMany) {  // another way of looking for them beyond 32 sequences
+TEST(States, DuplicatesAmongMany) {  // beyond 32 sequences they are found in another way
   Case c = legal_case();
   c.lengths.assign(40, 1), c.tail = 0;
   D x(c);

@@ -31,7 +31,7 @@ TEST_P(Conv, Backward) {
   if (!HasFatalFailure()) expect_conv_close(c, reference.tensors(), out.tensors());
 }
 
-// Each gradient alone is the one of all together.
+// Each gradient computed alone has the bits that it has among all of them.
 TEST_P(Conv, OneGradientAtATime) {
   ConvGradientOutputs all(in);
   run(conv_backward_args(in, all), {.impl = "cpu_conv"});
@@ -83,7 +83,7 @@ TEST(ConvOracle, OneChannelByHand) {  // xx = 1 2 | 3 4,  y = 0.5 + (1, 10, 100)
   EXPECT_EQ(last.values(), (std::vector<double>{2, 3}));
 }
 
-// Gradients are differences of the loss sum(dy y) + sum(d_final final).
+// Gradients equal differences of the loss sum(dy y) + sum(d_final final).
 TEST(ConvOracle, GradientsAreDifferences) {
   for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "no_silu"}) {
     ConvCase c = find_conv_case(name);
@@ -140,7 +140,7 @@ TEST(ConvPromise, SameBitsWhateverTheConditions) {
   for (const char* name : {"packed_W4", "channels_1100", "blocks_start_inside", "bf16", "short_sequences"}) {
     const ConvInputs in(find_conv_case(name)), other(find_conv_case(name), 1);
     const ConvResults expected = results(in);
-    EXPECT_FALSE(results(other) == expected) << name;  // and nothing is left of it
+    EXPECT_FALSE(results(other) == expected) << name;  // and what it leaves behind does not matter below
     for (const int threads : {1, 2, 3, 4}) EXPECT_TRUE(results(in, {.threads = threads}) == expected) << name;
     for (const unsigned char fill : {0, 0x7f}) EXPECT_TRUE(results(in, {.workspace_fill = fill}) == expected) << name;
     EXPECT_TRUE(results(in, {}, 3) == expected) << name;
@@ -205,7 +205,7 @@ TEST(ConvPromise, SplitAnywhere) {
     }
 }
 
-// NaN or infinity reaches the W outputs of its channel that read it, and its gradients no other channel.
+// NaN or infinity reaches the W outputs of its channel that read it, and in gradients no other channel.
 TEST(ConvPromise, NaNStaysInItsChannelAndWindow) {
   for (const double bad :
        {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()}) {

@@ -1,4 +1,5 @@
-// The convolution as decode, verify and flush call it (cpu.h): the bits of kda_conv, chain or tree, and rolled states.
+// The convolution as decode, verify and flush call it (cpu.h): the bits of kda_conv, along a chain or tree, and
+// rolled states.
 #include "conv_calls.h"
 #include "cpu/cpu.h"
 
@@ -59,11 +60,12 @@ ConvInputs along(const ConvInputs& in, int64_t n, const std::vector<int64_t>& pa
   return one;
 }
 
-// Every node of a tree is the last token of the chain that leads to it, and so are the states rolled on to it.
+// Every node of a tree gives what the last token of the chain that leads to it gives; so do the states rolled on to
+// it.
 TEST(ConvFront, TreesAreTheirChains) {
   for (const int64_t W : {2, 3, 4}) {
     const ConvInputs in({.name = "tree", .B = 2, .T = 8, .D = 530, .W = W});
-    // A value that is no ancestor means the token before; any negative one the committed text.
+    // A value that is no ancestor means the token before; any negative value means the committed text.
     const Tensor parents(KDA_I32, {2, 8}, {-1, 0, 0, 2, 1, -7, 4, 5, -1, 0, 9, 2, 0, 4, 2147483647.0, 3});
     const Tensor z = convolved(front_inputs(in), in, parents);
     for (int64_t n = 0; n < in.B; ++n)

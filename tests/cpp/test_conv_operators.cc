@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
 
-// The raw rows of a round, and conv states in slots of an order of their own. Request 1 has none.
+// The raw rows of a round, and conv states in slots of another order. Request 1 has none.
 struct Front {
   const Drafts& d;
   int64_t D, W;
@@ -40,7 +40,7 @@ struct Front {
   int64_t slot(int64_t n) const { return static_cast<int64_t>(indices.get(n)); }
   int64_t row(int64_t n, int64_t t) const { return (d.in.cu_seqlens ? d.in.begin(n) : n * d.in.T) + t; }
 
-  // [N,T,D]: what flush takes, of the first `tokens` drafts.
+  // The rows of the first `tokens` drafts as flush takes them: [N,T,D].
   Tensor by_request(int64_t tokens) const {
     Tensor rows(x.dtype(), {d.in.N, tokens, D}, Layout::kPadded);
     for (int64_t n = 0; n < d.in.N; ++n)
@@ -63,7 +63,7 @@ struct Front {
     }
     return to;
   }
-  // Every draft as the last token of the chain that leads to it, by kda_conv.
+  // Convolves every draft with kda_conv, as the last token of the chain that leads to it.
   Tensor convolved(const Tensor& states) const {
     Tensor z(x.dtype(), {d.in.B, d.in.T, D});
     z.fill(0);
@@ -82,7 +82,7 @@ struct Front {
       }
     return z;
   }
-  // Points q, k and v into convolved rows.
+  // Points q, k and v into the convolved rows.
   void slice(kda_inputs& in, const Tensor& z) const {
     const Case& c = d.s.c;
     const int64_t T = d.in.T;
@@ -108,7 +108,7 @@ const char* const kNames[] = {"packed", "packed_tail_i64", "padded_0", "padded_1
                               "tree",   "tree_packed",     "gva_2",    "gva_4_bf16", "K60_V100",   "state_K_first",
                               "f16",    "state_bf16",      "softplus", "ring",       "ring_tree",  "ring_packed"};
 
-// Every width where chains and trees are ragged, else the usual one.
+// Every width where chains and trees are ragged, otherwise the usual one.
 std::vector<int64_t> widths(const std::string& name) {
   if (name == "packed" || name == "tree_packed" || name == "ring_packed") return {2, 3, 4};
   return {4};
@@ -152,7 +152,7 @@ TEST(ConvDecode, IsTheConvolutionThenDecode) {
     }
 }
 
-// A text in calls of a few tokens is the text in one.
+// A text in calls of a few tokens gives what it gives in one call.
 TEST(ConvDecode, GoesOnWhereItStopped) {
   const Drafts d({.c = {.name = "text", .B = 3, .T = 9, .HV = 2, .K = 16, .V = 12}});
   Front f(d);
@@ -236,7 +236,7 @@ TEST(ConvFlush, AcceptsAtMostTheRowsThereAre) {
       for (const double m : {-1.0, kLeast}) EXPECT_EQ(bits(3, m), bits(3, 0));
       EXPECT_NE(bits(3, 3), bits(3, 2));
       if (d.s.ring) continue;            // what is left of a slot differs from request to request
-      const int64_t room = d.longest();  // of records; more rows than that help nobody
+      const int64_t room = d.longest();  // of records; more rows than that change nothing
       EXPECT_EQ(bits(room + 2, static_cast<double>(room + 1)), bits(room + 2, static_cast<double>(room)));
     }
 }
@@ -299,7 +299,7 @@ TEST(ConvFlushVerify, IsARollThenTheConvolutionThenFlushVerify) {
       const Tensor last_x = b.last.by_request(b.d.longest());
       for (const int64_t shift : {0, 1, 3}) {
         b.d.accept(shift);
-        // Nothing of a request without records is accepted: its conv state stays, too.
+        // Nothing of a request without records is accepted, so its conv state stays, too.
         const Tensor rolled = b.last.rolled(b.last.state, accepted_of(b.d, true)), z = b.front.convolved(rolled);
         const Tensor h = b.d.pool.h.clone(), expected_h = b.d.pool.h.clone(), o = b.d.output(),
                      expected_o = b.d.output(), state = b.last.state.clone();
@@ -329,8 +329,7 @@ TEST(ConvFlushVerify, TooSmallAWorkspaceLeavesTheConvState) {
   EXPECT_EQ(state.bits(), b.last.state.bits());
 }
 
-// The same whether the rows, the path or the ring end first: state, cursors and conv state move by one and the same
-// number of tokens.
+// State, cursors and conv state move by the same number of tokens, whether the rows, the path or the ring end first.
 TEST(ConvFlushVerify, AcceptsAtMostTheRowsThereAre) {
   for (const char* impl : {"cpu_flush_verify", "reference"})
     for (const char* name : {"drafts_7", "tree", "ring", "ring_packed"}) {
@@ -381,7 +380,7 @@ TEST(ConvOperators, AgreeWithTheOracle) {
   }
 }
 
-// Parents that are none: as without a convolution, each means the token before, or the committed text.
+// Invalid parents mean what they mean without a convolution: the token before, or the committed text.
 TEST(ConvOperators, ParentsAreClamped) {
   const SpeculationCase& s = find_speculation_case("tree");
   const auto bits = [&](bool garbage, bool reference) {

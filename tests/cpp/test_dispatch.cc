@@ -1,5 +1,5 @@
-// Which implementation runs: forced by exec.impl, forced by KDA_IMPL, or the first that can. kda_*_explain says so, and
-// the oracle's bits (float64 rounded once) tell it from the others.
+// Which implementation runs: forced by exec.impl, forced by KDA_IMPL, or the first that takes the call. kda_*_explain
+// says so, and the oracle's bits (float64 rounded once) tell it from the others.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -189,8 +189,8 @@ TEST(Isa, GarbageIsRefused) {
   }
 }
 
-// The instruction set asked for is the one in use, unless the machine has only less: else the reruns under KDA_CPU_ISA
-// would test nothing.
+// The instruction set asked for is the one in use, unless the machine has only lesser ones: otherwise the reruns
+// under KDA_CPU_ISA would test nothing.
 TEST(Isa, IsTheOneAskedFor) {
   const char* wanted = std::getenv("KDA_CPU_ISA");
   const std::string info = kda_info(), line = info.substr(info.find("cpu: ") + 5);

@@ -1,4 +1,4 @@
-// Legal calls at the edges: nothing to do, sequences of nobody, odd strides, offsets beyond 2^31 elements.
+// Legal calls at the edges: nothing to do, rows and slots of no sequence, odd strides, offsets beyond 2^31 elements.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -115,7 +115,7 @@ TEST(EmptyGate, NoRows) {
   }
 }
 
-// ---- rows and slots of nobody ----
+// ---- rows and slots of no sequence ----
 
 TEST(Tail, RowsPastTheLastSequenceAreZero) {
   const Inputs in({.name = "tail",
@@ -143,7 +143,8 @@ TEST(Tail, RowsPastTheLastSequenceAreZero) {
   }
 }
 
-// Sequences whose index is below first_valid_slot: o is zero, no slot is read or written, slot 0 of convention 1 least.
+// Sequences whose index is below first_valid_slot: o is zero, and no slot is read or written, least of all slot 0
+// where first_valid_slot is 1.
 template <class Args, class F>
 void expect_padding(const char* op, F args_of) {
   for (const int32_t first : {0, 1})

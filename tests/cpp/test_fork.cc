@@ -13,7 +13,7 @@ namespace {
 
 constexpr unsigned kSeconds = 60;  // a child that hangs is ended by its alarm
 
-// Forward and backward, with a head long enough for all threads, and a decode step.
+// The bits of forward and backward, with a head long enough for all threads, and of a decode step.
 std::string bits(const Inputs& in, int threads) {
   std::string all;
   ForwardOutputs out(in, true);
@@ -29,7 +29,7 @@ std::string bits(const Inputs& in, int threads) {
 
 Inputs inputs() { return Inputs({.name = "long", .T = 700, .H = 1, .HV = 2, .K = 32, .V = 64}); }
 
-// Whether a child finds `expected` with 1, 2 and more threads; `generations`: of children's children.
+// Whether a child finds `expected` with 1, 2 and more threads; `generations`: how deep children fork again.
 bool child_agrees(const Inputs& in, const std::string& expected, int generations = 1) {
   const pid_t child = fork();
   if (child == 0) {
@@ -53,7 +53,7 @@ TEST(Fork, ChildrenOfAUserRun) {
   EXPECT_TRUE(child_agrees(in, expected, 3));
 }
 
-// At any moment of a call of another thread.
+// Forks at any moment of another thread's call.
 TEST(Fork, WhileAnotherThreadIsInACall) {
   const Inputs in = inputs();
   const std::string expected = bits(in, 2);

@@ -34,7 +34,7 @@ double budget(const std::string& output, int32_t dtype) {
   return rounded.at(output);
 }
 
-// Compares all outputs: every element that the oracle writes is written, and nothing beside them.
+// Compares all outputs: every element that the oracle writes is written, and nothing else.
 void expect_close(const std::vector<Named>& reference, const std::vector<Named>& got, const Case& c) {
   for (size_t i = 0; i < got.size(); ++i) {
     if (!*got[i].tensor) continue;
@@ -89,7 +89,7 @@ TEST_P(Checkpoints, CompletedOnesInTheirSlots) {
       const Inputs in(
           {.name = "checkpoints", .HV = 2, .K = 20, .V = 36, .lengths = {130, 64, 0, 63, 256}, .state_layout = layout});
       const ForwardOutputs out(in, false), reference(in, false, true);
-      // Room for three a sequence, so that the fourth of the last one has none; -1 skips one.
+      // Room for three checkpoints a sequence, so that the fourth of the last sequence has none; -1 skips one.
       const Tensor slots(KDA_I32, {5, 3}, {5, -1, 0, 3, 6, 13, 7, 8, 9, 10, 11, 12, 1, 2, 4}, Layout::kPadded);
       const std::set<int64_t> written = every == 64 ? std::set<int64_t>{5, 3, 1, 2, 4} : std::set<int64_t>{5, 1, 2};
       const Tensor got(every == 64 ? KDA_F32 : KDA_BF16, in.state_shape(15), Layout::kPadded);
@@ -154,7 +154,7 @@ TEST_P(Backward, FromSaved) {
   if (!HasFatalFailure()) check(&saved);
 }
 
-// From states before every few chunks: the gradients of recomputing everything, bit for bit.
+// Starting from states before every few chunks gives the gradients of recomputing everything, bit for bit.
 TEST_P(Backward, FromStates) {
   const char* impl = GetParam().impl.c_str();
   BackwardOutputs expected(in);
@@ -171,7 +171,8 @@ TEST_P(Backward, FromStates) {
   }
 }
 
-// Each gradient alone is the one of all together, bit for bit: skipping the others skips nothing it needs.
+// Each gradient computed alone has the bits that it has among all of them: skipping the others skips nothing it
+// needs.
 TEST_P(Backward, OneAtATime) {
   BackwardOutputs all(in);
   const std::vector<Named> expected = all.tensors();

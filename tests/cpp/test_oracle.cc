@@ -173,7 +173,7 @@ TEST_P(Gradients, EqualCentralDifferences) {
   const ForwardOutputs out(in, false, true);
   BackwardOutputs gradients(in, true);
   run(backward_args(in, gradients), {.impl = "reference"});
-  // dh0 may be wanted without h0: then it is the gradient at zeros.
+  // dh0 may be wanted without h0: then it is the gradient at a state of zeros.
   if (!in.h0) in.h0 = Tensor(KDA_F64, in.state_shape(in.N), std::vector<double>(out.hT.size(), 0));
 
   const std::vector<std::pair<Tensor*, Tensor*>> pairs = {

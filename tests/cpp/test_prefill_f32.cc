@@ -9,7 +9,7 @@
 namespace kda::test {
 namespace {
 
-// The f32 cases of rows of equal length on activated inputs, with heads before tokens in one way of storing them.
+// The f32 cases with rows of equal length and activated inputs; some with heads stored before tokens.
 std::vector<Case> f32_cases() {
   std::vector<Case> all;
   for (Case c : cases()) {
@@ -20,7 +20,7 @@ std::vector<Case> f32_cases() {
   }
   for (const int64_t T : {31, 32, 33, 96}) all.push_back({.name = "prefill_tokens_" + std::to_string(T), .T = T});
   all.push_back({.name = "prefill_gva", .B = 2, .T = 70, .H = 2, .HV = 6, .K = 20, .V = 36});
-  for (const int64_t size : {64, 128})  // those of tensor cores
+  for (const int64_t size : {64, 128})  // sizes that fit tensor cores
     all.push_back({.name = "prefill_" + std::to_string(size),
                    .B = 2,
                    .T = 130,
@@ -77,7 +77,7 @@ TEST_P(PrefillF32, AgainstTheOracle) {
   }
 }
 
-// So all that is promised of kda_forward is promised here.
+// Therefore all promises of kda_forward hold here, too.
 TEST_P(PrefillF32, ChunksOf64HaveTheBitsOfForward) {
   const ForwardOutputs forward(in, false);
   run(forward_args(in, forward), {.impl = "cpu_chunk"});
@@ -145,7 +145,7 @@ TEST_P(PrefillF32, CorrectionsFollowFromTheBuffers) {
 INSTANTIATE_TEST_SUITE_P(All, PrefillF32, testing::ValuesIn(f32_cases()),
                          [](const testing::TestParamInfo<Case>& info) { return info.param.name; });
 
-// The state of one call is the next one's, in place, at any multiple of the chunk.
+// A call goes on in place from the state of the call before, at any multiple of the chunk.
 TEST(PrefillF32Details, ContinuesInPlace) {
   const Inputs in({.name = "continued", .B = 2, .T = 160, .HV = 2, .K = 20, .V = 36, .layout = Layout::kHeadsFirst});
   for (const int32_t chunk : {32, 64}) {

@@ -13,7 +13,7 @@ TEST_P(Promise, RunToRunDeterminism) {
   for (const char* name : {"gva_4_bf16", "softplus_bias", "packed", "K128_V128"}) {
     const Inputs in(find_case(name));
     const Results first = results(in, {});
-    // Two inputs in turn, so that nothing left over from the call before can matter.
+    // Two inputs alternate, so that nothing left over from the call before can matter.
     const Inputs other(find_case(name), 1);
     for (int i = 0; i < 3; ++i) {
       EXPECT_NE(results(other, {}), first);
@@ -30,15 +30,15 @@ TEST_P(Promise, ThreadCountChangesNoBit) {
   }
 }
 
-// More than once: on a busy machine the threads of a team may run one after the other. The memory they use is the same
-// each time, which is what AddressSanitizer looks at, and these are half of this program's time there.
+// Several runs, because on a busy machine the threads of a team may run one after the other. AddressSanitizer gets
+// fewer: the memory that threads use is the same each time, and these runs are half of this program's time there.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int kTeams[] = {2, 10};
 #else
 constexpr int kTeams[] = {2, 3, 10, 2, 10};
 #endif
 
-// Heads that one thread would take too long for are done by all of them: alone, and beside shorter ones.
+// All threads work together on a head that would take one thread too long: alone, and beside shorter heads.
 TEST_P(Promise, LongHeadsChangeNoBit) {
   for (const auto& lengths : {std::vector<int64_t>{1290}, {3, 1290, 64, 0, 700}, {700, 0, 2000, 650, 1}}) {
     const Inputs in({.name = "long", .HV = lengths.size() == 1 ? 1 : 2, .K = 20, .V = 100, .lengths = lengths});
@@ -66,7 +66,7 @@ TEST_P(Promise, OutputContentChangesNoBit) {
   for (const char* name : {"softplus_bias", "packed_tail_i64"}) {
     const Inputs in(find_case(name));
     Results zeros = results(in, {.output_fill = 0}), ones = results(in, {.output_fill = 0xff});
-    if (!in.c.lengths.empty())  // what is saved has rows no token owns, and those stay as they were
+    if (!in.c.lengths.empty())  // saved tensors have rows of no token, which stay as they were
       for (const char* saved : {"v_new", "Aqk", "Akk"}) zeros.erase(saved), ones.erase(saved);
     expect_same(zeros, ones, name);
   }
@@ -107,7 +107,7 @@ TEST_P(Promise, BatchInvariantFlagIsFreeOnTheCpu) {
   expect_same(results(in, {.flags = KDA_BATCH_INVARIANT}), results(in, {}), "packed");
 }
 
-// More tokens after a sequence's end are no concern of its outputs.
+// Tokens after a sequence's end do not change its outputs.
 TEST_P(Promise, PaddingInvariance) {
   const Case c{.name = "padding", .HV = 2, .K = 20, .V = 40, .lengths = {70, 33}, .tail = 60};
   const Inputs padded(c);
@@ -124,7 +124,7 @@ TEST_P(Promise, NaNInOneSequenceReachesNoOther) {
       const Results clean = results(in, {});
       spoil(in, victim, 1, bad);
       const Results spoilt = results(in, {});
-      EXPECT_EQ(part(spoilt, in, 1) != part(clean, in, 1), reads(victim)) << victim;  // it did something where it was
+      EXPECT_EQ(part(spoilt, in, 1) != part(clean, in, 1), reads(victim)) << victim;  // it had an effect where it was
       for (const int64_t n : {0, 2}) expect_same(part(spoilt, in, n), part(clean, in, n), victim);
     }
 }
@@ -140,7 +140,7 @@ TEST_P(Promise, NaNInOneHeadReachesNoOther) {
   }
 }
 
-// The gate operators: repeated, on any number of threads, on any workspace.
+// The gate operators give the same bits when repeated, on any number of threads, with any workspace.
 TEST(GatePromise, SameBits) {
   for (const std::string& impl : cpu_implementations("gate_backward"))
     for (const int32_t form : {KDA_GATE_SOFTPLUS, KDA_GATE_LOWER_BOUND}) {
@@ -169,7 +169,7 @@ INSTANTIATE_TEST_SUITE_P(All, Promise, testing::ValuesIn(promise_params()), prom
 
 // ---- forward and decode alone ----
 
-// What a token is given reaches no earlier token: outputs before it keep their bits.
+// The inputs of a token reach no earlier token: outputs before it keep their bits.
 TEST_P(StatefulPromise, Causality) {
   for (const int64_t t : {1, 15, 16, 33, 63, 64, 100, 129})
     for (const char* victim : {"q", "k", "v", "g", "beta"}) {
@@ -220,7 +220,7 @@ TEST_P(StatefulPromise, RecycledSlotIsIgnored) {
   EXPECT_EQ(dirty.rows(in).bits(), clean.rows(in).bits());
 }
 
-// Slots of nobody are neither read nor written, whatever they hold.
+// Unused slots are neither read nor written, whatever they hold.
 TEST_P(StatefulPromise, UnusedSlotsDoNotMatter) {
   const Inputs in({.name = "unused", .HV = 2, .K = 20, .V = 40, .lengths = {65, 3, 70}});
   Pool poisoned(in, KDA_F32), zeros(in, KDA_F32);
@@ -262,7 +262,7 @@ TEST_P(StatefulPromise, SharedHeadsEqualRepeatedHeads) {
   EXPECT_EQ(run_o(repeated).bits(), run_o(shared).bits());
 }
 
-// No h0 is an h0 of zeros, also after a call that had another.
+// No h0 is the same as an h0 of zeros, even after a call that had another one.
 TEST_P(StatefulPromise, NoInitialStateIsZeros) {
   Inputs in({.name = "zeros", .T = 67, .HV = 2, .K = 20, .V = 40});
   const Bits other = run_o(in).bits();

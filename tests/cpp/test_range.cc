@@ -46,7 +46,7 @@ TEST(Gates, AreSoBackward) {
       });
 }
 
-// Raw gates beyond float16's range, in float16: the gradient of A_log is what the other channels have.
+// Raw gates beyond float16's range, in float16: the gradient of A_log is that of the other channels.
 TEST(Gates, OfInfinityLeaveTheGradientOfALogAlone) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   for (const std::string& impl : everyone("gate_backward"))
@@ -67,7 +67,7 @@ TEST(Gates, OfInfinityLeaveTheGradientOfALogAlone) {
 
 // ---- beta ----
 
-// dbeta of logits: s (1 - s) by float64, where 1 - s has no digits left.
+// dbeta of logits against s (1 - s) in float64, where 1 - s has no digits left.
 TEST(Beta, OfLargeLogitsHasAGradient) {
   for (const int32_t form : {KDA_BETA_SIGMOID, KDA_BETA_2SIGMOID})
     for (const std::string& impl : everyone("backward"))
@@ -91,8 +91,8 @@ TEST(Beta, OfLargeLogitsHasAGradient) {
 
 // ---- one rounding ----
 
-// 1 + 2^-11 lies in the middle of two numbers of float16. What is 2^-34 above it belongs to the upper one, and a float
-// knows nothing of that.
+// 1 + 2^-11 lies in the middle of two numbers of float16. A number 2^-34 above it rounds to the upper one, and a
+// float cannot hold that difference.
 TEST(Range, TheOracleRoundsOnce) {
   for (const double side : {1.0, -1.0}) {
     const Tensor x(KDA_F16, {1, 1, 1}, {side * 0x1p-14}), weight(KDA_F32, {1, 2}, {0, 0x1p-20}), y(KDA_F16, {1, 1, 1});
@@ -127,7 +127,7 @@ TEST(Range, TheOracleInFloat64) {
 
 // ---- decays of nearly 0 ----
 
-// Gradients of strong gates are small beside what goes from a key to the state behind it; that is none of theirs.
+// Gradients of strong gates are small beside what goes from a key to the state behind it, which is no part of them.
 TEST(StrongGates, HaveExactGradients) {
   for (const int64_t T : {1, 2, 3, 64, 66})
     for (const double decay : {-5.0, -12.0, -25.0})
@@ -230,8 +230,8 @@ TEST_P(Edges, Decode) {
     EXPECT_TRUE(close(exact.h, got.h, budget(got.h.dtype()))) << impl;
   }
 }
-// The gate's own gradient may be any number, the one that comes to it is right to 1e-5 beside others of its chunk. Head
-// by head: each has a rate of its own.
+// The gate's own gradient may be any number; the gradient that comes to the gate is right to 1e-5 beside others of
+// its chunk. Compared head by head: each has a rate of its own.
 TEST_P(Edges, Backward) {
   Case c = the_case();
   if (c.gates != Gates::kEdges) GTEST_SKIP() << "Norms has the gradients of rows";

@@ -60,8 +60,8 @@ TEST_P(SegmentMap, AnySubset) {
   }
 }
 
-// b is the final state from zeros, d the gradient of the initial state for none of the final one: bit for bit those of
-// the chunked forward and backward.
+// b is the final state from zeros; d is the gradient of the initial state without one of the final state. Both have,
+// bit for bit, the values of the chunked forward and backward.
 TEST_P(SegmentMap, EqualsForwardAndBackward) {
   SegmentOutputs out(in);
   run(segment_map_args(in, out), {.impl = impl()});
@@ -83,8 +83,8 @@ INSTANTIATE_TEST_SUITE_P(All, SegmentMap, testing::ValuesIn(params()), name_of);
 
 // ---- composition ----
 
-// One row of tokens cut into segments, as packed sequences: their maps, merged, are the map of the whole, and carry h0
-// to hT and dhT to dh0.
+// One row of tokens is cut into segments, as packed sequences. Their maps, merged, are the map of the whole, and
+// carry h0 to hT and dhT to dh0.
 void expect_composition(const Case& whole_case, const std::vector<int64_t>& lengths) {
   Case c = whole_case;
   for (const int64_t length : lengths) c.T += length;

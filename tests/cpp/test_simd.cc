@@ -18,7 +18,7 @@ struct Simd {
   void (*store_row)(int32_t dtype, const float* src, int64_t n, void* dst);
   void (*map)(const char* function, const float* x, float* y, int64_t n);  // n: whole vectors of 16
   void (*transpose)(const float* src, int64_t rows, int64_t columns, float* dst);
-  void (*sums)(const float* src, int64_t n, float* sums);  // of n rows of as many floats as a vector has
+  void (*sums)(const float* src, int64_t n, float* sums);  // of n rows, each as long as a vector
   int64_t (*lanes)();
   void (*product)(const char* kind, int64_t M, int64_t N, int64_t K, const float* A, const float* B, float* C);
 };
@@ -48,7 +48,7 @@ void product_all(const char* kind, int64_t M, int64_t N, int64_t K, const float*
   if (k == "set transposed") gemm<Acc::kSet>(M, N, K, a.columns(), b, c);
   if (k == "add") gemm<Acc::kAdd>(M, N, K, a.rows(), b, c);
   if (k == "sub") gemm<Acc::kSub>(M, N, K, a.rows(), b, c);
-  if (k == "decay") gemm<Acc::kDecay>(M, N, K, a.rows(), b, c, {B, c});  // the factors: the first row of B
+  if (k == "decay") gemm<Acc::kDecay>(M, N, K, a.rows(), b, c, {B, c});  // the first row of B holds the factors
   if (k == "lower") add_triangle<Triangle::kLower>(M, N, a.rows(), b, c);
   if (k == "upper") add_triangle<Triangle::kUpper>(M, N, a.rows(), b, c);
   if (k == "solve lower") solve_triangle<Triangle::kLower>(M, N, a.rows(), c);
@@ -160,8 +160,8 @@ TEST(Scalar, ToSixteenBits) {
   }
 }
 
-// From float64, in one step: beside the middle of two halves as well, where a float on the way would end at the wrong
-// one.
+// From float64 in one step, right also beside the middle between two float16 numbers, where a float in between would
+// lead to the wrong one.
 TEST(Scalar, RoundedToOddFirst) {
   for (const float x : interesting_floats())
     for (const double beside : {0.0, 0x1p-40, -0x1p-40}) {
@@ -181,7 +181,8 @@ TEST(Scalar, SizesAndNames) {
 
 // ---- vector conversions ----
 
-// NaN may carry any payload; all else has one right pattern. Kernels run with subnormals flushed, so that counts too.
+// NaN may carry any payload; every other number has one right pattern. Kernels run with subnormals flushed, so the
+// stores have to be right in that mode, too.
 void expect_stores(const Named& isa, int32_t dtype) {
   const std::vector<float> x = interesting_floats();
   std::vector<uint16_t> got(x.size());
@@ -295,7 +296,7 @@ TEST(Vector, ActivationsAtTheEdges) {
         EXPECT_TRUE(right) << function << " of " << x[i] << " is " << y[i] << " with " << isa.name;
       }
     };
-    // Above 88 exp gives up (inf), which nothing that calls it notices: decays are <= 1.
+    // Above 88 exp gives up (inf), which does not matter where it is used: decays are <= 1.
     expect("exp", [](double v) { return v > 88 ? kInf : std::exp(v); });
     expect("sigmoid", [](double v) { return 1 / (1 + (v < -88 ? kInf : std::exp(-v))); });
     expect("softplus", [](double v) { return std::max(v, 0.0) + std::log1p(std::exp(-std::abs(v))); });

@@ -1,5 +1,5 @@
-// kda_decode with snapshots: the state after each token, to the bit that of a call which ends there; and starting from
-// one of an earlier call's.
+// kda_decode with snapshots: the state after each token has the bits of a call that ends there; and calls that start
+// from a snapshot of an earlier call.
 #include <limits>
 
 #include "speculation_calls.h"
@@ -7,7 +7,7 @@
 namespace kda::test {
 namespace {
 
-// In slots of a pool, in an order of their own, or in rows [N,S].
+// Snapshots in the slots of a pool, in another order, or in rows [N,S].
 struct Shots {
   bool pool;
   int64_t S;
@@ -131,7 +131,8 @@ TEST(Snapshots, SlotsBelowTheFirstValidOneAreSkipped) {
   EXPECT_TRUE(some.h.margins_intact());
 }
 
-// Round after round from the snapshot of what was accepted: plain decode of the accepted tokens, bit for bit.
+// Round after round starts from the snapshot of what was accepted: the result is plain decode of the accepted tokens,
+// bit for bit.
 TEST(Snapshots, ARoundStartsFromWhatWasAccepted) {
   for (const char* impl : {"cpu_recurrent", "reference"})
     for (const bool pool : {false, true})
@@ -158,7 +159,7 @@ TEST(Snapshots, ARoundStartsFromWhatWasAccepted) {
           ASSERT_EQ(o.bits(), expected.bits()) << name << " " << round;
           for (int64_t n = 0; n < d.in.N; ++n) {
             const int64_t m = 1 + random.below(d.in.T);
-            // Beyond 1..S on either side is clamped to it.
+            // A number outside 1..S is clamped to it.
             const double far = m == 1 ? -2147483648.0 : m == shots.S ? 2147483647.0 : static_cast<double>(m);
             accepted.set(n, random.chance(0.5) ? far : static_cast<double>(m));
             const int64_t size = text.size() / text.shape()[0];
@@ -169,7 +170,7 @@ TEST(Snapshots, ARoundStartsFromWhatWasAccepted) {
       }
 }
 
-// Without state_indices the first slot tells padding; a start from a skipped slot is one from zeros.
+// Without state_indices the first slot tells what is padding; a start from a skipped slot is a start from zeros.
 TEST(Snapshots, SkippedSlotsAsPaddingAndAsStart) {
   for (const char* impl : {"cpu_recurrent", "reference"}) {
     const Drafts d(find_speculation_case("drafts_4"));
@@ -191,7 +192,7 @@ TEST(Snapshots, SkippedSlotsAsPaddingAndAsStart) {
   }
 }
 
-TEST(Snapshots, AcceptedWithoutNewSnapshots) {  // one more call from the pool they are in, to hT
+TEST(Snapshots, AcceptedWithoutNewSnapshots) {  // one more call that starts from their pool and writes hT
   const Drafts d(find_speculation_case("drafts_4"));
   const Shots shots(d, true, KDA_F32, 0);
   const Tensor o = d.output(), from(KDA_I32, {2}, {3, 1}), again = d.output(), expected = d.output();

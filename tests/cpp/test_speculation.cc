@@ -21,7 +21,7 @@ class Speculation : public testing::TestWithParam<SpeculationCase> {
     for (size_t i = 0; i < 3; ++i)
       expect_close(*expected.tensors()[i].tensor, *got.tensors()[i].tensor, got.tensors()[i].name, least);
   }
-  // Slots of nobody, and of requests that apply nothing, keep every bit.
+  // Unused slots, and slots of requests that apply nothing, keep every bit.
   void expect_kept(const Pool& before, const Pool& after, const std::vector<bool>& written) {
     for (int64_t slot = 0; slot < before.h.shape()[0]; ++slot) {
       const auto owner = std::find(before.slots.begin(), before.slots.end(), slot) - before.slots.begin();

@@ -1,5 +1,5 @@
-// What verify, flush and flush_verify keep apart: NaN stays in its request and head, what nobody owns does not matter,
-// and what is not to be written is not, in memory that would fault.
+// What verify, flush and flush_verify keep apart: NaN stays in its request and head; what no request owns does not
+// matter; and what must not be written is not written, shown in memory that would fault.
 #include <sys/mman.h>
 
 #include <cmath>
@@ -37,7 +37,7 @@ TEST_P(SpeculationPromise, NaNInOneRequestReachesNoOther) {
         }
         const Results spoilt = results(r);
         const bool read = recorded ? op != Op::kVerify || s.ring : op != Op::kFlush || what == "state";
-        const bool folds = op != Op::kFlushVerify || !s.ring;  // else nothing is folded: the ring has room
+        const bool folds = op != Op::kFlushVerify || !s.ring;  // otherwise nothing is folded: the ring has room
         if (!recorded || !s.ring || (folds && r.last.count(1))) {
           EXPECT_EQ(of(spoilt, r, 1) != of(clean, r, 1), read || what == "state") << name << " " << victim;
         }
@@ -64,7 +64,7 @@ TEST_P(SpeculationPromise, NaNInOneHeadReachesNoOther) {
       const Results spoilt = results(r);
       for (int64_t hv = 0; hv < HV; ++hv)
         for (const auto& [part, out] : clean) {
-          if (part == "k" || out.view().ndim < 4) continue;  // of all heads
+          if (part == "k" || out.view().ndim < 4) continue;  // shared by all heads
           const int heads = part == "state" ? 1 : 2;
           if (hv + 1 == HV) continue;
           EXPECT_EQ(spoilt.at(part).bits(heads, hv, 1), out.bits(heads, hv, 1)) << name << " " << victim;
@@ -130,7 +130,7 @@ class ReadOnly {
     void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     ASSERT_NE(p, MAP_FAILED);
     pages_.emplace_back(p, size);
-    // Elements one by one: what lies between them belongs to nobody.
+    // Copies elements one by one: what lies between them is not the tensor's.
     int64_t count = 1;
     for (int i = 0; i < t.ndim; ++i) count *= t.shape[i];
     for (int64_t i = 0; i < count; ++i) {
@@ -173,12 +173,12 @@ TEST_P(SpeculationPromise, InputsAreNeverWritten) {
   }
 }
 
-// Nothing accepted, or padding, or no records: the state is not written, not even with what it holds.
+// With nothing accepted, with padding or without records the state is not written, not even with its own value.
 TEST_P(SpeculationPromise, NothingToApplyWritesNoState) {
   for (const char* name : {"packed", "state_bf16", "state_K_first", "state_bf16_K_first", "K128_V128", "K60_V100",
                            "padded_0", "padded_1", "padded_all", "recordless", "ring"}) {
     SpeculationCase s = find_speculation_case(name);
-    const bool some = s.padded.empty() && s.recordless.empty();  // else those who could are left out
+    const bool some = s.padded.empty() && s.recordless.empty();  // if not, requests that could are padded
     if (!some) {
       s.padded.clear();
       for (int64_t n = 0; n < s.c.B; ++n)

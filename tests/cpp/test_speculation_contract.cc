@@ -1,4 +1,5 @@
-// What verify, flush and flush_verify refuse beside what every operator does (test_contract.cc): a sentence each.
+// What verify, flush and flush_verify refuse beside what every operator does (test_contract.cc), each with a
+// sentence.
 #include "contract.h"
 
 namespace kda::test {
@@ -172,7 +173,7 @@ TEST(FlushRefuses, Records) {
 }
 
 TEST(FlushRefuses, Layers) {
-  const auto in_layers = [](kda_tensor& t, int64_t layers) {  // of the same memory: inputs may
+  const auto in_layers = [](kda_tensor& t, int64_t layers) {  // all in the same memory, which inputs may share
     std::copy_backward(t.shape, t.shape + 4, t.shape + 5), std::copy_backward(t.stride, t.stride + 4, t.stride + 5);
     t.shape[0] = layers, t.stride[0] = t.stride[1] * t.shape[1], t.ndim = 5;
   };
@@ -280,7 +281,7 @@ TEST(FlushVerifyRefuses, RingsOfRows) {
   EXPECT_EQ(call(a), KDA_OK) << kda_last_error();
 }
 
-// The size of the workspace is a matter of shapes: no memory is looked at, but h0 and hT are the same.
+// The size of the workspace depends on shapes alone: no memory is read, but h0 and hT are the same.
 TEST(FlushVerifyWorkspace, ReadsNoData) {
   FV x;
   uint64_t real = 0, fake = 0;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
 
-// Implementations, so that both are held to it.
+// Implementations that belong together: the kernels and the oracle have to pass the same tests.
 struct Who {
   const char *name, *verify, *flush, *flush_verify;
 };
@@ -19,7 +19,7 @@ void PrintTo(const Who& w, std::ostream* out) { *out << w.name; }
 class SpeculationGarbage : public testing::TestWithParam<Who> {
  protected:
   const Who w = GetParam();
-  // Bits of all that the three operators write for these numbers.
+  // The bits of all that the three operators write for these numbers.
   Bits all_bits(const Drafts& d, const Drafts& next, const Records& recorded) {
     const Tensor o = d.output(), flushed = d.pool.h.clone(), both = d.pool.h.clone(), both_o = d.output();
     Records verified = recorded.clone(), records = d.s.ring ? recorded.clone() : Records(next);
@@ -81,7 +81,7 @@ TEST_P(SpeculationGarbage, AcceptLengthsOnARingAreClampedToWhatIsLeft) {
     x.d.accept_len.fill(m);
     return bits_of(x);
   };
-  const Bits none = with(0), most = with(23 - 7);  // flush_verify keeps room for its own drafts besides
+  const Bits none = with(0), most = with(23 - 7);  // flush_verify also keeps room for its own drafts
   for (const double m : {-1.0, kLeast}) EXPECT_EQ(with(m), none) << m;
   for (const double m : {17.0, 1e6, kMost}) EXPECT_EQ(with(m), most) << m;
 }
@@ -112,7 +112,7 @@ TEST_P(SpeculationGarbage, CursorsAreWrapped) {
       const Records records = x.records.clone();
       run(verify_args(x.d, records, o), {.impl = w.verify});
       run(flush_args(x.d, state, x.records), {.impl = w.flush});
-      bits_of(x);  // in range, too
+      bits_of(x);  // also in range
       return Bits{o.bits().bytes + state.bits().bytes};
     };
     EXPECT_EQ(outputs(23, 6), outputs(0, 6));

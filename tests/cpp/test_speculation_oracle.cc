@@ -1,6 +1,6 @@
-// Speculation is plain decode: every output of verify is that of decode after the tokens before it, and a flush leaves
-// the state of decode. The oracle to the last bits of float64, the CPU kernels to f32. And what is equal to the bit:
-// all layers in one flush and one layer after the other, flush_verify and a flush followed by a verify.
+// Speculation is plain decode: every output of verify is that of decode after the tokens before it, and a flush
+// leaves the state of decode; the oracle to the last bits of float64, the CPU kernels to f32. Also what is equal to
+// the bit: all layers in one flush and one layer after the other, flush_verify and a flush followed by a verify.
 #include "speculation_truth.h"
 
 namespace kda::test {
@@ -15,7 +15,8 @@ class SpeculationIs : public testing::TestWithParam<Backend> {
   void flush(const Drafts& d, const Tensor& pool, const Records& records) {
     run(flush_args(d, pool, records), {.impl = b.flush});
   }
-  // Every draft is the end of the chain that leads to it, and so is the state flushed up to it.
+  // Expects that every draft gives what the end of the chain that leads to it gives, and so does the state flushed up
+  // to it.
   void expect_chains(Drafts& d) {
     const Records records(d, b.dtype);
     const Tensor o = d.output(b.dtype);
@@ -59,8 +60,9 @@ TEST_P(SpeculationIs, DecodeAlongEveryBranchOfATree) {
     }
 }
 
-// A slot keeps committed entries, drafts are written after them and some of those given up; the end of the slot is
-// passed again and again. The host moves the cursors; a flush folds what is committed when the slot is nearly full.
+// A slot keeps committed entries; drafts are written after them, and some of the drafts are given up. The end of the
+// slot is passed again and again. The host moves the cursors; a flush folds what is committed when the slot is nearly
+// full.
 TEST_P(SpeculationIs, DecodeOnARing) {
   Random random(5);
   for (const int64_t R : {4, 5, 7, 16, 33})

@@ -16,7 +16,7 @@ constexpr int64_t kPrompts = 3, kPromptTokens = 200, kPrefixes = kPromptTokens /
 
 enum class Way { kVerifyThenFlush, kFlushVerify, kRing };
 
-// Records of all slots, at the disposal of any call.
+// Records of all slots, which any call may use.
 struct Buffers {
   Tensor u, k, alpha;
   Buffers(const Case& c, int32_t dtype, int64_t R)
@@ -46,7 +46,7 @@ class Engine {
         last_x_(b.dtype, {kRows, kMostTokens, D_}) {
     for (Tensor* t : {&weight_, &bias_})
       for (int64_t i = 0; i < t->size(); ++i) t->set(i, 0.5 * random_.normal());
-    for (Tensor* t : {&first_, &count_}) t->fill(1000000);  // nobody's: anything
+    for (Tensor* t : {&first_, &count_}) t->fill(1000000);  // cursors of no request: any number
     for (int64_t i = 0; i < kRows; ++i) requests_.emplace_back();
     for (int64_t i = 0; i < kPrompts; ++i) {
       Case c = c_;
@@ -59,7 +59,7 @@ class Engine {
   void round() {
     arrive_and_leave();
     Case c = c_;
-    c.name = std::to_string(random_.bits());  // of the data
+    c.name = std::to_string(random_.bits());  // the seed of the data
     for (int64_t i = 0; i < kRows; ++i) c.lengths.push_back(random_.below(kMostTokens + 1));
     Inputs in(c);
     Tensor x(b_.dtype, {1, in.T, D_}), rows(b_.dtype, {kRows, kMostTokens, D_});
@@ -190,7 +190,7 @@ class Engine {
     for (int64_t i = 0; i < D_ * kPast; ++i) past_.set(slot * D_ * kPast + i, past[i % kPast * D_ + i / kPast]);
   }
 
-  // A request's text so far goes into its state, so that the slot alone is all there is to keep.
+  // Moves a request's text so far into its state, so that only its slot has to be kept.
   void settle(Request& r) {
     const Tensor slot(KDA_I32, {1}, {static_cast<double>(r.slot)}), m(KDA_I32, {1}, {static_cast<double>(r.accepted)});
     Tensor rows(b_.dtype, {1, kMostTokens, D_});
@@ -229,12 +229,12 @@ class Engine {
     }
   }
 
-  // A request with the first tokens of a prompt. Of those, whole chunks may be known already.
+  // Begins a request with the first tokens of a prompt. Whole chunks of them may be known already.
   Request prefill(int64_t slot) {
     const int64_t prompt = random_.below(kPrompts), length = 1 + random_.below(kPromptTokens);
     const Inputs& text = prompts_[prompt];
     const auto prefix = [&](int64_t chunks) { return prompt * kPrefixes + chunks - 1; };
-    if (random_.chance(0.1)) kept_[prefix(1 + random_.below(kPrefixes))] = false;  // somebody needed the memory
+    if (random_.chance(0.1)) kept_[prefix(1 + random_.below(kPrefixes))] = false;  // as if the memory was needed
     int64_t known = std::min(length, kPrefixes * 64) / 64;
     while (known > 0 && !kept_[prefix(known)]) --known;
     prefixes += known > 0;

@@ -27,7 +27,7 @@ void* run_job(void* job) {
   return nullptr;
 }
 
-// Bytes of a thread that makes the call.
+// The bytes of stack that a thread needs to make the call.
 size_t stack_of(const std::function<kda_status()>& call) {
   void* memory = mmap(nullptr, kPainted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const auto* bytes = static_cast<const unsigned char*>(memory);
@@ -100,7 +100,7 @@ TEST(StackOfDecode, WithoutAWorkspace) {
         }
 }
 
-// The forward that is not the first.
+// The forward implementation that is not the default.
 TEST(StackOfForward, CpuRecurrent) {
   for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST})
     for (const int32_t dtype : {KDA_F32, KDA_BF16}) {
@@ -121,7 +121,7 @@ TEST(StackOfConv, WidestTile) {
     }
 }
 
-// And a thread that has no more.
+// Runs decode in a thread that has no more stack.
 TEST(StackOfDecode, InAThreadThatIsSmall) {
   const Legal<kda_decode_args> x(largest({1, 1}, KDA_F32, KDA_STATE_V_FIRST));
   pthread_attr_t attributes;

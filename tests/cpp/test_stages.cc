@@ -11,7 +11,7 @@ std::string case_name(const testing::TestParamInfo<Case>& info) { return info.pa
 
 // ---- one stage ----
 
-// The same operands for the implementation and the oracle; the oracle's outputs are float64.
+// Gives the implementation and the oracle the same operands; the oracle's outputs are float64.
 template <class Args>
 void expect_stage(const StageTensors& t, Args a, double budget, const std::string& what) {
   Args r = a;
@@ -50,7 +50,7 @@ TEST_P(Stages, EachAgainstItsOracle) {
   for (const int32_t stored : {KDA_F32, KDA_BF16}) {
     const StageTensors t(in, stored, KDA_F32);
     const auto check = [&](const auto& a) {
-      // Sums over G of thousands lose digits; the pairs of dG cancel.
+      // Where G is in the thousands, sums over it lose digits; the pairs of dG cancel.
       expect_stage(t, a, 5e-5, c.name + (stored == KDA_F32 ? ", f32" : ", bf16"));
       run(a, {.impl = "reference"});
     };
@@ -68,8 +68,8 @@ struct Whole {
   int32_t stored, wide, inverse;
 };
 
-// bf16 in between: math.md 8. With f32, what kda_forward and kda_backward are held to; of a cumulative gate of
-// thousands fewer digits are left than of single ones.
+// With bf16 in between: math.md 8. With f32: the budgets of kda_forward and kda_backward, but a cumulative gate in
+// the thousands keeps fewer digits than single gates.
 double budget(const std::string& output, const Whole& how, const Case& c) {
   if (how.wide == KDA_F64) return 1e-11;
   if (how.stored == KDA_F32) {
@@ -120,7 +120,7 @@ class WholeOfStages : public testing::TestWithParam<Case> {
 // The formulas themselves: the oracle's stages are the token recurrence and its reverse mode.
 TEST_P(WholeOfStages, OracleInFloat64) { check({"reference", KDA_F64, KDA_F64, KDA_F64}); }
 TEST_P(WholeOfStages, StoredAsF32) { check({"cpu_chunk", KDA_F32, KDA_F32, KDA_F32}); }
-// Of Akk_inv in bf16 nothing is left with one key over and over and beta near 2 (hT off by 120 %; 1.6 % with f32).
+// With one key over and over and beta near 2, bf16 leaves nothing of Akk_inv (hT off by 120 %; 1.6 % with f32).
 TEST_P(WholeOfStages, StoredAsBf16) {
   check({"cpu_chunk", KDA_BF16, KDA_F32, c.keys == Keys::kIdentical ? KDA_F32 : KDA_BF16});
 }
@@ -147,7 +147,7 @@ TEST(StageDetails, RecomputedBitsAreTheSame) {
   }
 }
 
-// Optional outputs change nothing of the others.
+// Optional outputs do not change the others.
 TEST(StageDetails, OptionalOutputsAreOptional) {
   const Inputs in(find_case("packed"));
   const StageTensors all(in, KDA_F32, KDA_F32), few(in, KDA_F32, KDA_F32);

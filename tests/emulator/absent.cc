@@ -1,5 +1,6 @@
-// Implementations of the registry whose kernels the emulator does not run yet. They decline every call. One that
-// follows leaves this list for that of CMakeLists.txt; README.md says what each of them needs for that.
+// Implementations of the registry whose kernels the emulator does not run yet. They decline every call. One that the
+// emulator learns to run moves from this list to that of CMakeLists.txt; README.md says what each of them needs for
+// that.
 #include "cuda/cuda.h"
 #include "error.h"
 

@@ -1,8 +1,8 @@
-// Of Hopper: mbarriers, the copy engine, memory of products, blocks of a cluster.
+// What Hopper adds: mbarriers, the copy engine, memory of products, blocks of a cluster.
 //
-// The copy engine brings at once what it is asked for. It does so as a thread of its own, which others learn of from
-// the mbarrier alone: an access without a wait is found by that. What it takes away, and what products read, is being
-// read until the wait.
+// The copy engine brings at once what it is asked for. It does so as a thread of its own, and other threads learn of
+// its writes from the mbarrier alone: this finds an access without a wait. What the engine takes away, and what
+// products read, counts as being read until the wait.
 #include <cstring>
 #include <memory>
 
@@ -21,7 +21,7 @@ Mbarrier& mbarrier_at(unsigned barrier, Where where) {
   if (found == all.end()) fail(str("there is no mbarrier at ", barrier & kOffset), where);
   return found->second;
 }
-// Its init happened before.
+// The mbarrier, whose init must have happened before.
 Mbarrier& known_mbarrier_at(unsigned barrier, Where where) {
   Mbarrier& b = mbarrier_at(barrier, where);
   if (!wave->order().after(wave->thread(), b.by / kLanes, 1u << b.by % kLanes, b.made))

@@ -103,7 +103,7 @@ void copy(unsigned to, const void* from, unsigned size, unsigned bytes, Where wh
   wave->fiber().copies.add(c);
 }
 void commit_copies() { wave->fiber().copies.commit(); }
-// Copies arrive now and no sooner: a read before sees poison, and fails.
+// Copies arrive now and no sooner: an earlier read sees poison, and fails.
 void wait_for_copies(unsigned groups) {
   SharedMemory& memory = wave->block().memory;
   wave->fiber().copies.wait(groups, [&](const Copy& c) {
@@ -137,7 +137,7 @@ unsigned __ballot_sync(unsigned mask, int predicate, kda::emulator::Where where)
 
 namespace {
 
-// What all lanes give, two by two.
+// Joins what all lanes give, two by two.
 unsigned reduce(const char* what, unsigned mask, unsigned x, unsigned (*join)(unsigned, unsigned),
                 kda::emulator::Where where) {
   using kda::emulator::of;

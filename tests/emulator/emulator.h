@@ -1,8 +1,8 @@
-// Runs CUDA kernels on a CPU: a fiber a thread, one block after another. What is here is what the headers in include/
-// are made of; kernels and tests see those.
+// Runs CUDA kernels on a CPU: each thread is a fiber, and one block runs after another. The headers in include/ are
+// made of what is here; kernels and tests see those headers.
 //
-// A kernel that does what no GPU promises to be harmless fails, and the launch that ran it says why and where. See
-// README.md for what is looked for.
+// A kernel that does what no GPU promises to be harmless fails, and its launch says why and where. README.md lists
+// what is looked for.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,15 +16,15 @@ namespace kda::emulator {
 
 using Where = std::source_location;  // in the kernel
 
-// The GPU that the CUDA runtime tells of. It has few SMs, so that kernels that spread over them run in blocks of the
-// usual size, or as many as KDA_EMULATOR_SMS says. It is one of sm_90, or, with KDA_EMULATOR_ARCH=80, of sm_80.
+// The GPU that the CUDA runtime reports. It has few SMs, so that kernels that spread over them run in blocks of the
+// usual size, or as many as KDA_EMULATOR_SMS says. Its architecture is sm_90, or sm_80 with KDA_EMULATOR_ARCH=80.
 struct Gpu {
   int major, minor, multiprocessors;
   int shared_memory_of_block;
 };
 const Gpu& gpu();
 
-// The order of blocks, warps and lanes. From KDA_EMULATOR_SEED at first.
+// Sets the seed for the order of blocks, warps and lanes. At first it is KDA_EMULATOR_SEED.
 void set_seed(uint64_t seed);
 
 struct Launch {
@@ -34,8 +34,8 @@ struct Launch {
 // Runs thread() in every thread of every block. Returns what went wrong, or "".
 std::string run(const Launch& launch, const std::function<void()>& thread);
 
-// What kernels declare as `extern __shared__ float4 dynamic[]` is defined by this, once for each namespace of kernels:
-// of one without a name, in each of its units.
+// Defines what kernels declare as `extern __shared__ float4 dynamic[]`, once for each namespace of kernels; for one
+// without a name, in each of its units.
 #define KDA_EMULATED_SHARED_MEMORY                                                        \
   alignas(1024) thread_local float4 dynamic[kda::emulator::kMostShared / sizeof(float4)]; \
   const kda::emulator::SharedVariable shared_variable([] { return reinterpret_cast<char*>(dynamic); });
@@ -49,18 +49,18 @@ struct SharedVariable {
 // Ends the launch.
 [[noreturn]] void fail(const std::string& what, Where where);
 
-// Meets `count` threads of the block; 0: all that have not ended. Of all of them, was every `x` true?
+// Meets `count` threads of the block; 0: all that have not ended. Returns whether every `x` was true.
 bool meet(unsigned barrier, unsigned count, Where where, bool x = true);
-// Says only that it is here, where others wait.
+// Only arrives, at a barrier where others wait.
 void arrive_at_meeting(unsigned barrier, unsigned count, Where where);
 
-// All lanes of a warp meet, each with operands of its own; the last one to come computes what all of them get.
+// All lanes of a warp meet, each with operands of its own; the last one to arrive computes what all of them get.
 void together(const char* what, void* operands, void (*compute)(void* const* all), Where where);
 template <class Operands>
 void together(const char* what, Operands& own, void (*compute)(void* const* all), Where where) {
   together(what, static_cast<void*>(&own), compute, where);
 }
-// Likewise, the four warps of a warpgroup.
+// The same for the four warps of a warpgroup.
 void together_in_group(const char* what, void* operands, void (*compute)(void* const* all), Where where);
 // What lane l gave, or gets.
 template <class Operands>
@@ -72,14 +72,16 @@ void sync_warp(Where where);
 
 // ---- shared memory ----
 
-// A 32-bit address of it.
+// The 32-bit address of a place in shared memory.
 unsigned shared_address(const void* pointer);
-// Checked accesses, as wide as the hardware's: alignment, bounds, races, bytes that were never written or are on their
-// way. wants: all of it is needed. (Products may have rows without a use. What was never written is NaN there.)
+// Checked accesses, as wide as the hardware's: alignment, bounds, races, bytes that were never written or are on
+// their way. wants: all bytes are needed. (Products may have rows without a use, where bytes that were never written
+// are NaN.)
 void load(void* to, unsigned from, unsigned bytes, Where where, bool wants = true);
 void store(unsigned to, const void* from, unsigned bytes, Where where);
 
-// Asynchronous copies: `bytes` come, what is left of `size` becomes zeros, and nothing does before it is waited for.
+// Asynchronous copies: `bytes` bytes arrive, the rest of `size` becomes zeros, and nothing arrives before it is
+// waited for.
 void copy(unsigned to, const void* from, unsigned size, unsigned bytes, Where where);
 void commit_copies();
 void wait_for_copies(unsigned groups);
@@ -87,35 +89,35 @@ void wait_for_copies(unsigned groups);
 // ---- of Hopper: mbarriers, and what the async proxy does ----
 
 void init_mbarrier(unsigned barrier, unsigned arrivals, Where where);
-// So many arrivals, after `bytes` more have been promised.
+// Arrives `times` times, after `bytes` more have been promised.
 void arrive(unsigned barrier, unsigned times, unsigned bytes, Where where);
 bool is_phase_over(unsigned barrier, unsigned parity, Where where);
 void wait_for_phase(unsigned barrier, unsigned parity, Where where);
-// For a loop that polls: another thread goes on. Returns false.
+// For a loop that polls: lets another thread go on. Returns false.
 bool let_others_go_on();
 
-// The copy engine brings some bytes, for the mbarrier that counts all of a copy's when they are there.
+// The copy engine brings some bytes of a copy; the mbarrier counts all bytes of the copy once they are there.
 void bring(unsigned to, const void* from, unsigned bytes, unsigned barrier, Where where);
 void count_bytes(unsigned barrier, unsigned bytes, Where where);
-// It reads what it brings to another place: until that is there.
+// The copy engine reads what it brings to another place, until it is there.
 void look_async(void* to, unsigned from, unsigned bytes, unsigned barrier, Where where);
-// It reads from here on, until the thread waits; a product, until the warp does.
+// The copy engine reads from here on, until the thread waits; a product reads until the warp waits.
 void take_away(void* to, unsigned from, unsigned bytes, Where where);
 void read_for_product(void* to, unsigned from, unsigned bytes, Where where);
 void commit_bulk();
 void wait_for_bulk(unsigned groups);
 void commit_products(Where where);
 void wait_for_products(unsigned groups, Where where);
-// What the thread knows of, the async proxy sees.
+// Shows the async proxy what the thread knows of.
 void fence_for_async();
 
-// Blocks of a cluster: all kernels that ask have two. Their blocks are there at the same time.
+// Blocks of a cluster: every kernel that asks has clusters of two. Its blocks are there at the same time.
 unsigned rank(Where where);
 unsigned rank_bits();  // of addresses
 unsigned address_in(unsigned address, unsigned rank);
 void arrive_at_cluster(Where where);
 void wait_for_cluster(Where where);
-// Flags in global memory, for which threads wait by looking again and again: acquired and released.
+// Flags in global memory that threads poll: looks acquire, changes release.
 unsigned look_at(const unsigned* flag, Where where);
 void change(unsigned* flag, unsigned x);
 

@@ -1,10 +1,10 @@
-// Fibers: stacks of their own, between which one thread of the host switches by itself (x86-64).
+// Fibers: stacks of their own. One thread of the host switches between them by itself (x86-64).
 #pragma once
 #include <cstddef>
 
 namespace kda::emulator {
 
-// Where somebody goes on: a fiber, or the thread itself.
+// A place to continue at: a fiber, or the thread itself.
 struct Context {
   void* stack_pointer = nullptr;
   const void* stack = nullptr;  // its lowest byte
@@ -12,13 +12,14 @@ struct Context {
   void* fake_stack = nullptr;  // AddressSanitizer's
 };
 
-// Stacks for fibers, each with a page in front that nobody may touch. A program has one of them: it keeps its memory.
+// Stacks for fibers, each with an inaccessible page in front. A program has one object of these: it keeps its memory.
 class Stacks {
  public:
   ~Stacks();
-  // At least so many, of which nobody is in use. Waste of fibers that never ended is cleared away.
+  // Prepares at least `count` stacks, none of which is in use. What fibers that never ended left behind is cleared
+  // away.
   void prepare(size_t count);
-  // A fiber that begins with entry(), which must not return.
+  // Makes a fiber that begins with entry(), which must not return.
   Context begin(size_t index, void (*entry)()) const;
 
  private:
@@ -30,9 +31,9 @@ class Stacks {
 // The context of the running thread, to come back to.
 Context thread_context();
 
-// Goes on in `to`, until somebody switches back to `from`. ends: nobody will.
+// Continues in `to`, until a switch back to `from`. ends: there will be none.
 void switch_fiber(Context& from, Context& to, bool ends = false);
-// Each fiber says first that it has begun.
+// Every fiber calls this first.
 void fiber_has_begun();
 
 }  // namespace kda::emulator

@@ -19,7 +19,7 @@ void Order::join(Times& to, const Times& from) {
   for (size_t i = 0, n = from.size(); i < n; ++i) a[i] = std::max(a[i], b[i]);
 }
 
-// To be written to.
+// The times of a thread, to be written to.
 Order::Times& Order::own(unsigned thread) {
   Own& known = known_[thread];
   if (known.use_count() > 1) known = std::make_shared<Times>(*known);
@@ -40,7 +40,7 @@ void Order::meet(std::span<const unsigned> threads) {
   const Own first = known_[threads.front()];
   const auto same = std::count_if(threads.begin(), threads.end(), [&](unsigned t) { return known_[t] == first; });
   Own together = first;
-  // `first` itself is one more.
+  // The variable `first` holds one more reference, `together` another.
   if (same != static_cast<ptrdiff_t>(threads.size()) || first.use_count() != same + 2) {
     together = std::make_shared<Times>(*first);
     const Times* last = first.get();
@@ -56,7 +56,7 @@ void Order::meet(std::span<const unsigned> threads) {
 }
 
 void Order::tell(Times& to, unsigned by) {
-  if (is_engine(by)) {  // which does what it is told, and learns nothing
+  if (is_engine(by)) {  // it does what it is told, and learns nothing
     if (to.empty()) to.assign(2 * half(), 0);
   } else {
     join(to, *known_[by]);

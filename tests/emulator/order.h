@@ -20,20 +20,21 @@ class Order {
   using Times = std::vector<Time>;
   using Known = std::shared_ptr<const Times>;  // or nullptr
 
-  // Of so many warps. One more is the copy engine, whose lanes copy for mbarriers of their own.
+  // Begins with so many warps. One more warp is the copy engine, whose lanes copy for mbarriers of their own.
   void begin(unsigned warps);
   unsigned engine() const { return warps_ * kLanes; }
   bool is_engine(unsigned thread) const { return thread >= engine(); }
-  // Another thread begins in its place.
+  // Another thread begins in the place of this one.
   void forget(unsigned thread) { known_[thread] = nothing_; }
   Time now() const { return now_; }
 
-  // Did an access by some lanes of a warp happen before what `thread` does now? async: and does the async proxy see it?
+  // Whether an access by some lanes of a warp happened before what `thread` does now; async: and whether the async
+  // proxy sees it.
   bool after(unsigned thread, unsigned warp, uint32_t lanes, Time access, bool async = false) const;
 
   // Each of these threads learns what any of them knows or has done.
   void meet(std::span<const unsigned> threads);
-  // What `by` knows and has done is told to `to`, too.
+  // Adds what `by` knows and has done to `to`.
   void tell(Times& to, unsigned by);
   void learn(unsigned thread, const Known& what);
   // From now on the async proxy sees what the thread knows or has done (fence.proxy.async).

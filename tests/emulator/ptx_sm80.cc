@@ -17,7 +17,7 @@ struct Rows {
   unsigned got[4];  // registers
 };
 
-// Every lane reads the row that it names; then rows become registers.
+// Every lane reads the row that it names; then the rows become registers.
 template <bool kTransposed>
 void load_rows(unsigned (&x)[4], unsigned from, Where where) {
   Rows own{.from = from, .row = {}, .got = {}};
@@ -38,7 +38,7 @@ void load_rows(unsigned (&x)[4], unsigned from, Where where) {
 
 // ---- products ----
 
-// From 16 bits of f16: by far the most frequent operation here.
+// Numbers by the 16 bits of an f16: converting those is by far the most frequent operation here.
 const std::vector<float>& f16_values() {
   static const std::vector<float> values = [] {
     std::vector<float> all(1 << 16);

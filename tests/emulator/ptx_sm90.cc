@@ -51,7 +51,7 @@ unsigned swizzled(unsigned address, unsigned bytes_of_row) {
   return address ^ (address >> 7 & (bytes_of_row / 16 - 1)) << 4;
 }
 
-// Pieces of 16 bytes of a box: run(address, memory); memory is nullptr outside of the tensor.
+// Calls run(address, memory) for the 16-byte pieces of a box; memory is nullptr outside of the tensor.
 template <class Run>
 void each_piece(unsigned shared, const CUtensorMap& map, const Corner& corner, Where where, const Run& run) {
   if (shared % (map.swizzled ? 1024 / 8 : 128)) emulator::fail("a box at no multiple of 128", where);
@@ -134,7 +134,7 @@ void store_box(const CUtensorMap& map, const Corner& corner, unsigned from, Wher
 
 namespace {
 
-// Registers become rows, and every lane stores the row that it names.
+// The registers become rows, and every lane stores the row that it names.
 template <bool kTransposed>
 void store_rows(unsigned to, const unsigned (&x)[4], Where where) {
   struct Rows {

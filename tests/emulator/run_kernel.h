@@ -1,5 +1,5 @@
-// Runs kernels of the emulator's own tests, and looks at what went wrong. Included once a unit: shared memory is its
-// own.
+// Runs kernels of the emulator's own tests, and looks at what went wrong. Each unit that includes this has shared
+// memory of its own.
 #pragma once
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ float4* memory() {
 }
 unsigned shared() { return cuda::ptx::shared_address(memory()); }
 
-// Launches two blocks; what went wrong in one of them.
+// Launches two blocks and returns what went wrong in one of them.
 template <class... Params, class... Args>
 std::string run(unsigned threads, unsigned bytes, void (*kernel)(Params...), Args... args) {
   cudaLaunchConfig_t config{};
@@ -26,7 +26,7 @@ std::string run(unsigned threads, unsigned bytes, void (*kernel)(Params...), Arg
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? "" : cudaGetErrorString(cudaGetLastError());
 }
-// In several orders of warps and lanes.
+// Runs a kernel in several orders of warps and lanes.
 template <class... Params, class... Args>
 std::set<std::string> run_often(unsigned threads, unsigned bytes, void (*kernel)(Params...), Args... args) {
   std::set<std::string> all;

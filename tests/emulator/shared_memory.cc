@@ -52,7 +52,7 @@ unsigned SharedMemory::address_of(const void* pointer) {
   const auto distance = [&](const char* from) { return static_cast<const char*>(pointer) - from; };
   for (const auto& variable : shared_variables())
     if (const auto offset = distance(variable()); offset >= 0 && offset < static_cast<ptrdiff_t>(kMostShared)) {
-      memory_ = variable();  // of all of them, the kernel has this one
+      memory_ = variable();  // of all variables, the kernel uses this one
       return static_cast<unsigned>(offset) + kFirst;
     }
   return static_cast<unsigned>(distance(memory_) + kOthers);
@@ -61,7 +61,7 @@ unsigned SharedMemory::address_of(const void* pointer) {
 char* SharedMemory::at(unsigned address, unsigned bytes, Where where) const {
   if (address % bytes) fail(str("address ", address, " is no multiple of ", bytes), where);
   if (address >= kOthers / 2) return memory_ + static_cast<ptrdiff_t>(address) - static_cast<ptrdiff_t>(kOthers);
-  const unsigned offset = (address & kOffset) - kFirst;  // a huge one below kFirst
+  const unsigned offset = (address & kOffset) - kFirst;  // wraps to a huge number below kFirst
   if (offset >= bytes_ || bytes > bytes_ - offset)
     fail(str(bytes, " bytes at ", static_cast<int64_t>(address & kOffset) - kFirst, " of shared memory, which has ",
              bytes_),
@@ -118,7 +118,7 @@ void SharedMemory::check_written(const Grain& g, unsigned address, Where where) 
   fail(str("reads", byte(address), "which nobody wrote"), where);
 }
 
-// To what lanes of that warp have read of the same grain.
+// Adds a read to the reads of the same grain by lanes of that warp.
 void SharedMemory::add_to(Read& r, unsigned thread, uint32_t lanes, Where where) {
   const Time now = order_.now();
   if (!r.several && (r.time == now || r.lanes == lanes || is_after(r, thread))) {

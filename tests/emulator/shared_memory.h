@@ -1,6 +1,6 @@
-// The shared memory of a block, and for each of its bytes which threads accessed it. So an access is found that is not
-// ordered with another one (order.h), or that reads what was never written or is still on its way, in whatever order
-// threads run.
+// The shared memory of a block, and for each of its bytes which threads accessed it. This finds an access that is not
+// ordered with another one (order.h), or that reads what was never written or is still on its way, whatever the order
+// in which threads run.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -13,27 +13,27 @@ namespace kda::emulator {
 
 class SharedMemory {
  public:
-  // Of the block whose first thread has that number, with so many bytes of dynamic memory.
+  // The memory of the block that begins with this thread, with so many bytes of dynamic memory.
   SharedMemory(const Order& order, unsigned first_thread, size_t bytes);
 
   unsigned address_of(const void* pointer);
   // Where an address is, after its alignment and bounds are checked.
   char* at(unsigned address, unsigned bytes, Where where) const;
 
-  // Of a thread. What is wrong fails the launch. wants: needs all of it.
+  // Accesses of a thread. What is wrong fails the launch. wants: all bytes are needed.
   void read(unsigned address, unsigned bytes, unsigned thread, bool wants, Where where);
-  // again: what is there already. Lanes of a warp may all write the same, and what others of them read.
+  // again: the same bytes are there already. Lanes of a warp may all write the same, even what others of them read.
   void write(unsigned address, unsigned bytes, unsigned thread, bool again, Where where);
-  // A thread's own copy (cp.async) is on its way there, and has come.
+  // A thread's own copy (cp.async) is on its way there (expect), and has arrived (receive).
   void expect(unsigned address, unsigned bytes, unsigned thread, Where where);
   void receive(unsigned address, unsigned bytes);
-  // The copy engine, its lane, writes what `thread` has asked for.
+  // Lane `engine` of the copy engine writes what `thread` has asked for.
   void write_async(unsigned address, unsigned bytes, unsigned thread, unsigned engine, Where where);
-  // The copy engine or a product reads from now on, for `thread`; and has read. by_warp: for all of its lanes.
+  // The copy engine or a product begins to read, for `thread`, and ends. by_warp: for all lanes of its warp.
   void begin_async_read(unsigned address, unsigned bytes, unsigned thread, bool wants, Where where);
   void end_async_read(unsigned address, unsigned bytes, unsigned thread, bool by_warp, Where where);
 
-  // The variables of CUDA's language are those of one block at a time.
+  // The variables of CUDA's language hold the memory of one block at a time.
   void begin_variables();
   void take_variables();
   void leave_variables();
@@ -46,7 +46,8 @@ class SharedMemory {
     uint16_t thread = 0;
     Where where{};
   };
-  // By lanes of a warp, at that time, or, if there are `several`, at times of their own. The grain's next one follows.
+  // A read by lanes of a warp, at that time or, if there are `several`, at times of their own. next: the grain's next
+  // read.
   struct Read {
     Time time;
     uint32_t lanes, several, next;
@@ -76,16 +77,16 @@ class SharedMemory {
   std::string byte(unsigned address) const;
   bool is_poison(unsigned address) const;
 
-  // Addresses of dynamic memory begin at kFirst, so that 0 is none, in blocks of a cluster with their rank above
-  // kOffset; those of other variables, from where they are.
+  // Addresses of dynamic memory begin at kFirst, so that 0 is none; in a cluster they have the block's rank above
+  // kOffset. Addresses of other variables are distances from memory_, plus kOthers.
   static constexpr unsigned kFirst = 1024, kOthers = 1u << 31, kOffset = (1u << 24) - 1;
 
   const Order& order_;
   unsigned first_thread_;
-  char* memory_ = nullptr;  // the variable that the kernel has
+  char* memory_ = nullptr;  // the variable that the kernel uses
   size_t bytes_;
   bool has_variables_ = false;
-  std::vector<char> kept_;  // while another block has the variables
+  std::vector<char> kept_;  // its bytes while another block has the variables
   std::vector<Grain> grains_;
   std::vector<Read> reads_;
   std::vector<std::vector<Time>> several_;
@@ -95,7 +96,7 @@ std::string text_of(Where where);  // file:line
 
 // Where the running thread of the host has each variable of KDA_EMULATED_SHARED_MEMORY.
 const std::vector<char* (*)()>& shared_variables();
-// AddressSanitizer reports accesses behind the first bytes of any of them.
+// Makes AddressSanitizer report accesses behind the first bytes of any of them.
 void close_shared_variables_behind(size_t bytes);
 
 }  // namespace kda::emulator

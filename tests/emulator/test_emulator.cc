@@ -1,4 +1,5 @@
-// What the emulator must find, in kernels that are wrong in one way each, and must not, in the same kernels put right.
+// What the emulator must find in kernels that are wrong in one way each, and must not find in the same kernels put
+// right.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +32,7 @@ TEST(Emulator, FindsWhatABarrierWouldOrder) {
   EXPECT_TRUE(says(run_often(64, 256, pass_on, false, out.data()), " of shared memory, which "));
 }
 
-// The same the other way round: who writes again what others may still read.
+// The other way round: a thread writes again what others may still read.
 __global__ void write_again(bool barrier) {
   ptx::store_shared(shared() + threadIdx.x * 4, 1);
   __syncthreads();
@@ -58,7 +59,7 @@ TEST(Emulator, OrdersLanesBySyncwarp) {
   for (const int how : {0, 1}) EXPECT_TRUE(says(run_often(64, 256, pass_on_in_warp, how), "shared memory, which "));
 }
 
-// Warps 0 and 1 meet, then 1 and 2: what 0 wrote comes before what 2 reads. `skip`: warp 0 goes its own way.
+// Warps 0 and 1 meet, then 1 and 2: what 0 wrote comes before what 2 reads. `skip`: warp 0 meets no other warp.
 __global__ void meet_in_pairs(bool skip) {
   const unsigned warp = threadIdx.x / 32;
   if (warp == 0) ptx::store_shared(shared() + threadIdx.x * 4, 5);
@@ -72,12 +73,12 @@ TEST(Emulator, OrdersByNamedBarriers) {
   EXPECT_TRUE(says(run_often(96, 128, meet_in_pairs, true), "of shared memory, which "));
 }
 
-// ---- who never comes ----
+// ---- threads that never come ----
 
 __global__ void wait_for_nobody(int how) {
   if (how == 0 && threadIdx.x < 32) __syncthreads();           // fine: the others have ended
   if (how == 1) ptx::sync_some(threadIdx.x < 32 ? 1 : 2, 64);  // two barriers
-  if (how == 2 && threadIdx.x % 32 < 31) __syncwarp();         // a lane less
+  if (how == 2 && threadIdx.x % 32 < 31) __syncwarp();         // one lane is missing
   if (how == 3) threadIdx.x % 2 ? __syncwarp() : static_cast<void>(__any_sync(~0u, 1));
 }
 
@@ -160,7 +161,7 @@ TEST(Emulator, FindsWhatNobodyWrote) {
   EXPECT_NE(run(1, 64, load_from, 8).find("reads byte 8 of shared memory, which nobody wrote"), std::string::npos);
 }
 
-// What pointers do is AddressSanitizer's to find, which ends the process.
+// Accesses by pointers are for AddressSanitizer to find, which ends the process.
 [[maybe_unused]] __global__ void write_at(unsigned offset) { reinterpret_cast<volatile char*>(memory())[offset] = 1; }
 [[maybe_unused]] __global__ void write_global(volatile char* at) { *at = 1; }
 

@@ -1,5 +1,5 @@
-// What the emulator finds in kernels for Hopper that are wrong in one way each, and does not in the same kernels put
-// right.
+// What the emulator finds in kernels for Hopper that are wrong in one way each, and does not find in the same kernels
+// put right.
 #include <cstring>
 #include <vector>
 
@@ -17,7 +17,7 @@ constexpr char kRace[] = " of shared memory, which ", kProxy[] = "without a fenc
 // Shared memory of these kernels: data, then mbarriers.
 constexpr unsigned kData = 8192, kBytes = kData + 64;
 unsigned barrier(unsigned i = 0) { return shared() + kData + 8 * i; }
-// By thread 0, for so many arrivals each.
+// Thread 0 makes two mbarriers, for so many arrivals each.
 void make_barriers(unsigned first, unsigned second = 1) {
   if (threadIdx.x == 0) ptx::init_barrier(barrier(0), first), ptx::init_barrier(barrier(1), second);
   ptx::fence_barriers();
@@ -121,9 +121,9 @@ __global__ void take_out(int how) {
   ptx::store_shared(shared() + threadIdx.x * 4, threadIdx.x);
   if (how != 1) ptx::fence_shared_for_async();
   __syncthreads();
-  if (how == 1) ptx::fence_shared_for_async();  // thread 0's, behind the barrier, is as good
+  if (how == 1) ptx::fence_shared_for_async();  // a fence of thread 0 behind the barrier is as good
   if (how == 2) {
-    ptx::store_shared(shared() + threadIdx.x * 4, 1);  // but not one before
+    ptx::store_shared(shared() + threadIdx.x * 4, 1);  // but not a fence before the write
     __syncthreads();
   }
   if (threadIdx.x == 0) {
@@ -213,7 +213,7 @@ TEST(EmulatorOfHopper, BlocksOfAClusterMeet) {
   EXPECT_FALSE(run_often(32, kBytes, send_over, 2).count("")) << "nothing waits";
 }
 
-// Blocks wait for a flag of the block before.
+// Blocks wait for a flag of the block before them.
 __global__ void wait_for_flags(unsigned* flags, bool sets) {
   ptx::rank();
   if (blockIdx.x > 0)

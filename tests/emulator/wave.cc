@@ -48,7 +48,7 @@ Wave::Wave(const Launch& launch, unsigned cluster, std::vector<uint3> blocks, co
 }
 Wave::~Wave() { wave = nullptr; }
 
-// The next block of the grid, where one has ended.
+// Begins the next block of the grid, where one has ended.
 void Wave::begin_block(unsigned slot) {
   blocks_[slot].reset(new Block{.index = order_of_blocks_[next_++],
                                 .running = threads_,
@@ -76,7 +76,7 @@ bool Wave::is_over(unsigned first_slot) const {
   return true;
 }
 
-// Clusters that are left, where there is room. false: there are none.
+// Begins clusters that are left, where there is room. Returns false if there are none.
 bool Wave::begin_blocks() {
   bool any = false;
   for (unsigned slot = 0; slot + cluster_ <= slots_ && next_ + cluster_ <= order_of_blocks_.size(); slot += cluster_) {
@@ -109,7 +109,7 @@ void Wave::entry() {
   wave->end_thread();
 }
 
-// Back to the host. All fibers stay where they are.
+// Goes back to the host. All fibers stay where they are.
 void Wave::leave() {
   switch_fiber(fiber().context, host_, true);
   std::abort();
@@ -138,8 +138,8 @@ Block& Wave::block_of(unsigned address) {
 
 // ---- which thread runs ----
 
-// Chooses the next thread: a lane of the running warp while it has some, then of a warp of the block, then of any.
-// false: there is none. (Another block is expensive: it brings its shared memory.)
+// Chooses the next thread: a lane of the running warp while one of them is ready, then of a warp of the block, then
+// of any. Returns false if there is none. (Another block is expensive: it brings its shared memory.)
 bool Wave::pick() {
   const auto count = static_cast<unsigned>(warps_.size()), of_block = padded_ / kLanes;
   unsigned w = current_ / kLanes;
@@ -169,7 +169,7 @@ void Wave::become(unsigned thread) {
   blocks_[active_ = own()]->memory.take_variables();
 }
 
-// The running fiber cannot go on for now, or has ended.
+// Switches to another thread, where the running fiber cannot go on for now, or has ended.
 void Wave::go_on(bool ends) {
   Context& from = fiber().context;
   bool found = pick();
@@ -211,7 +211,7 @@ void Wave::end_thread() {
   stop();
   Block& own = block();
   --own.running;
-  for (auto& [number, b] : own.barriers)  // that of all threads waits for one less
+  for (auto& [number, b] : own.barriers)  // the barrier of all threads waits for one less
     if (!b.count && own.running && b.arrived == own.running) release(b, number);
   if (is_over(current_ / padded_ / cluster_ * cluster_) && next_ < order_of_blocks_.size()) leave();
   go_on(true);

@@ -41,7 +41,7 @@ struct Copy {
   unsigned to, size;
   unsigned char bytes[16];
 };
-// Groups of what flies, the last one not committed.
+// Groups of operations on their way, the last group not committed.
 template <class T>
 struct Groups {
   std::deque<std::vector<T>> all{1};
@@ -69,7 +69,7 @@ struct Fiber {
   Groups<Range> bulk;
 };
 
-// Threads that meet. An instruction is what it computes.
+// Threads that meet at an instruction, which is known by what it computes.
 struct Meeting {
   unsigned arrived = 0;
   void (*compute)(void* const*) = nullptr;
@@ -111,18 +111,18 @@ struct Block {
 
 class Wave {
  public:
-  // Blocks begin in that order. cluster: how many of them are one.
+  // Blocks begin in this order. cluster: how many of them make one cluster.
   Wave(const Launch& launch, unsigned cluster, std::vector<uint3> blocks, const std::function<void()>& thread,
        Random& random, Stacks& stacks);
   ~Wave();
   Wave(const Wave&) = delete;
-  // What went wrong, or "".
+  // Runs the grid. Returns what went wrong, or "".
   std::string run();
 
   [[noreturn]] void fail(const std::string& what, Where where);
-  // Meets threads of the block at a barrier; waits: or only says that it is here.
+  // Meets threads of the block at a barrier; without `waits` only arrives there.
   bool meet(unsigned barrier, unsigned count, bool waits, bool x, Where where);
-  // Of the warp's lanes, or of the four warps of a warpgroup.
+  // Meets the warp's lanes, or the four warps of a warpgroup.
   void together(const char* what, void* operands, void (*compute)(void* const*), Where where, bool group = false);
   void meet_cluster(bool waits, Where where);
   // Waits until wake(list).
@@ -130,10 +130,10 @@ class Wave {
   void wake(std::vector<unsigned>& list);
   // For a thread that polls what has not changed: waits until another thread tells something, or no thread can go on.
   void spin(Where where) { wait(spinning_, "a flag", 0, where); }
-  // Another thread of any warp goes on, if one can.
+  // Lets another thread of any warp go on, if one can.
   void give_way();
   void wake_spinning() { wake(spinning_); }
-  // By the last lane of a warp: its lanes' accesses are ordered.
+  // Orders the accesses of a warp's lanes; its last lane calls this.
   void order_warp();
 
   Order& order() { return order_; }
@@ -142,11 +142,11 @@ class Wave {
   Fiber& fiber() { return fibers_[current_]; }
   Warp& warp() { return warps_[current_ / kLanes]; }
   Warp& warp(unsigned i) { return warps_[i]; }
-  unsigned thread() const { return current_; }  // of all of the wave
+  unsigned thread() const { return current_; }  // among all of the wave
   unsigned rank() const { return own() % cluster_; }
   unsigned cluster() const { return cluster_; }
   Block& block() { return *blocks_[own()]; }
-  bool is_beyond_first() const { return next_ > slots_; }  // have more than the first blocks begun?
+  bool is_beyond_first() const { return next_ > slots_; }  // whether more than the first blocks have begun
   // The block of the cluster whose memory has that address.
   Block& block_of(unsigned address);
 
@@ -174,7 +174,8 @@ class Wave {
   Stacks& stacks_;
   const dim3 size_;
   const size_t shared_bytes_;
-  const unsigned threads_, padded_, cluster_, slots_;  // of a block; with whole warps; blocks: of a cluster, at a time
+  // Threads of a block; the same with whole warps; blocks of a cluster; blocks at a time.
+  const unsigned threads_, padded_, cluster_, slots_;
   Order order_;
   const std::vector<uint3> order_of_blocks_;
   unsigned next_ = 0;                           // block
@@ -192,10 +193,10 @@ class Wave {
   std::string failure_;
 };
 
-// The one that runs.
+// The wave that runs.
 extern Wave* wave;
 
-// What a thread throws to end the launch: or to begin again, with clusters.
+// What a thread throws to end the launch, or to begin it again with clusters.
 struct Failure {
   std::string what;
 };

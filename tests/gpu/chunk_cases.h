@@ -52,7 +52,7 @@ inline std::vector<Case> chunk_cases() {
   add({.name = "beta_zero", .T = 70, .betas = Betas::kZero});
   add({.name = "no_h0", .T = 70, .scale = 0.5f, .h0 = false});
   for (const Case& c : edge_cases()) add(c);
-  // Heads enough for a pair of blocks to have several.
+  // Enough heads for a pair of blocks to have several.
   const std::vector<int64_t> any = {1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2};
   add(raw({.name = "bound_short", .H = 2, .HV = 16, .lengths = any, .tail = 7}));
   add(softplus({.name = "softplus_short", .H = 16, .HV = 16, .lengths = std::vector<int64_t>(12, 20)}));

@@ -1,5 +1,5 @@
 """``pytest.mark.usefixtures("kernels")`` runs a test with the kernels that the library chooses, and again with those
-that take everything."""
+that accept any call."""
 
 from __future__ import annotations
 

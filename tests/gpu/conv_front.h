@@ -4,12 +4,12 @@
 
 namespace kda::test {
 
-// z [B,T,D], dtype of x: every token by its own taps; cu_seqlens and parents may be absent.
+// Computes z [B,T,D], in the dtype of x, each token by its own taps; cu_seqlens and parents may be absent.
 void convolve_tokens(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& parents,
                      const kda_tensor& z);
-// The same for chains, with the window of a sequence moving on, and its state after the last token.
+// The same for chains: the window of a sequence moves on, and its state after the last token is stored.
 void convolve_and_roll(const kda_conv_inputs& in, const kda_tensor& cu_seqlens, const kda_tensor& z);
-// Every state rolls on by the path that ends in token m - 1.
+// Rolls every state on by the path that ends in token m - 1.
 void roll_states(const kda_tensor& x, const kda_tensor& state, const kda_tensor& parents, int64_t m);
 
 }  // namespace kda::test

@@ -33,7 +33,7 @@ class DeviceRoom {
 
 template <class Args>
 kda_status run_on_cuda(Args a, Arena& arena, uint64_t workspace_bytes) {
-  constexpr int64_t kBehind = 4096;  // of the workspace, which is to stay poison
+  constexpr int64_t kBehind = 4096;  // bytes behind the workspace, which must stay poison
   static DeviceRoom tensors, room;
   // On the device tensors are aligned as they are here, to 16 bytes at most.
   char* copy = tensors.poisoned(arena.used + 16) + reinterpret_cast<uintptr_t>(arena.bytes.data()) % 16;

@@ -26,7 +26,7 @@ std::vector<Field> tensors(Args& a) {
   return fields(a);
 }
 
-// From the first element to the last, gaps between rows included.
+// Bytes from the first element to the last, gaps between rows included.
 inline int64_t bytes_of(const kda_tensor& t) {
   int64_t last = 0;
   for (int i = 0; i < t.ndim; ++i) {
@@ -36,8 +36,8 @@ inline int64_t bytes_of(const kda_tensor& t) {
   return (last + 1) * dtype_size(t.dtype);
 }
 
-// Memory on the device, poison at first, between canaries. Where KDA_TEST_EXACT_MEMORY is set there are none:
-// compute-sanitizer sees by itself who reads or writes beyond an allocation.
+// Memory on the device, poison at first, between canaries. Where KDA_TEST_EXACT_MEMORY is set there are no canaries:
+// compute-sanitizer itself finds accesses beyond an allocation.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -51,7 +51,7 @@ class DeviceMemory {
     ASSERT_EQ(cudaMalloc(&data_, std::max<int64_t>(before_ + bytes_ + behind_, 1)), cudaSuccess);
     ASSERT_EQ(cudaMemset(data_, 0xff, before_ + bytes_ + behind_), cudaSuccess);
   }
-  // As many bytes as were asked for, from the host and back.
+  // Copies as many bytes as were asked for, from the host and back.
   void fill(const void* host) { ASSERT_EQ(cudaMemcpy(begin(), host, bytes_, cudaMemcpyHostToDevice), cudaSuccess); }
   void back(void* host) const {
     ASSERT_EQ(cudaMemcpy(host, begin(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
@@ -75,7 +75,7 @@ class DeviceMemory {
 // addresses that fit any access. Operators that need a workspace get one that is poison.
 template <class Args>
 void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
-  std::map<void*, std::pair<int64_t, int64_t>> sizes;  // by place on the host: views of the same place stay so
+  std::map<void*, std::pair<int64_t, int64_t>> sizes;  // by place on the host: views of a place share the copy
   for (const Field& f : tensors(args))
     if (f.t->ndim) {
       auto& [bytes, skipped] = sizes[f.t->data];
@@ -101,8 +101,8 @@ void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
   for (const auto& [host, copy] : copies) ASSERT_NO_FATAL_FAILURE(copy.back(host));
 }
 
-// The call with tensors on the device, at addresses that fit any access: to ask about. (Those on the host fit their
-// element and no more: then the kernels for aligned rows decline.)
+// Returns the call with tensors on the device, at addresses that fit any access: for questions about the call.
+// (Tensors on the host fit their element and no more: then the kernels for aligned rows decline.)
 template <class Args>
 Args on_device(Args args) {
   std::map<void*, void*> places;
@@ -132,7 +132,7 @@ std::vector<const char*> takers(const char* op, const Args& on_host) {
   return all;
 }
 
-// Less memory than the implementation asks for, or none: refused, and nothing is launched.
+// Expects a refusal without a launch for less memory than the implementation asks for, or none.
 template <class Args>
 void expect_workspace_is_checked(const Args& on_host, const char* impl) {
   Args args = on_device(on_host);
@@ -149,7 +149,7 @@ void expect_workspace_is_checked(const Args& on_host, const char* impl) {
   }
 }
 
-// What drafts and decode are held to.
+// The budgets of drafts and decode.
 inline double budget(int32_t dtype) { return dtype == KDA_F32 ? 1e-5 : 0.003; }
 inline void expect_close(const Tensor& expected, const Tensor& got, const char* name, double least = 0) {
   EXPECT_TRUE(close(expected, got, std::max(least, budget(got.dtype())))) << name;

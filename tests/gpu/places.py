@@ -1,4 +1,5 @@
-"""Where the tests of this folder run: on KDA_TEST_DEVICE ("cuda" if not set); as the oracle, in float64 on the CPU."""
+"""Where the tests of this folder run: on KDA_TEST_DEVICE ("cuda" if not set), and at the oracle, in float64 on the
+CPU."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """``place(x)`` is a copy of x there: of a tensor, or of all tensors in a dict, Problem or Records."""
+    """``place(x)`` is a copy of x in that place: of a tensor, or of all tensors in a dict, Problem or Records."""
 
     device: torch.device
-    dtype: torch.dtype | None = None  # of all floating point numbers; their own if None
+    dtype: torch.dtype | None = None  # of all floating point numbers; None keeps their own
     impl: str | None = None
 
     def __call__(self, x: Any) -> Any:
@@ -64,9 +65,9 @@ ORACLE = Place(torch.device("cpu"), torch.float64, "reference")
 def matches(
     scenario: Callable[..., dict[str, Tensor]], *args: Any, what: Any = "", rounding: float = 1.0, **more: Any
 ) -> dict[str, Tensor]:
-    """What scenario(place, *args, **more) gives here is what the oracle gives, and NaN is where the oracle has it:
-    float32 to 1e-5 times ``rounding``, bf16 to 0.003, f16 to 6e-4, or 0.003 where ``rounding`` is not 1. Outputs have
-    names that begin with "o"."""
+    """Asserts that scenario(place, *args, **more) gives the same here as at the oracle, and NaN in the same elements:
+    float32 to 1e-5 times ``rounding``, bf16 to 0.003, f16 to 6e-4, or 0.003 where ``rounding`` is not 1. Names of
+    outputs must begin with "o"."""
     expected, got = (scenario(place, *args, **more) for place in (ORACLE, HERE))
     for name, x in got.items():
         close(expected[name], x, f"{what} {name}", rounding)
@@ -83,13 +84,13 @@ def close(expected: Tensor, x: Tensor, what: str, rounding: float = 1.0) -> None
 
 
 def all_same(a: Any, b: Any) -> bool:
-    """The same bits in all tensors of two lists or dicts."""
+    """Do all tensors of two lists or dicts have the same bits?"""
     pairs = zip(*(x.values() if isinstance(x, dict) else x for x in (a, b)), strict=True)
     return all(same_bits(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def extreme(p: Problem) -> Problem:
-    """Raw inputs of the gate that are infinite, or as good as that."""
+    """Raw inputs of the gate that are infinite, or have the same effect."""
     g, random = p.tensors["g"].clone(), torch.rand(p.tensors["g"].shape, generator=torch.Generator().manual_seed(3))
     for bound, value in ((0.4, -torch.inf), (0.3, 3e4), (0.2, -3e4), (0.1, torch.inf)):
         g[random < bound] = value
@@ -97,8 +98,8 @@ def extreme(p: Problem) -> Problem:
 
 
 def packed(p: Problem) -> Problem:
-    """q, k, v as slices of one row a token, as a fused projection leaves them, and g and beta of another; the rest of
-    the rows is NaN."""
+    """Makes q, k, v slices of one row per token, as a fused projection leaves them, and g and beta slices of another;
+    the rest of the rows is NaN."""
 
     def slices(names: str) -> dict[str, Tensor]:
         x = [p.tensors[n if n != "b" else "beta"] for n in names]
@@ -114,12 +115,12 @@ def packed(p: Problem) -> Problem:
 
 
 def flood(p: Problem, n: int) -> Problem:
-    """Request n with NaN in v."""
+    """The problem with NaN in v of request n."""
     return p.having(v=p.tensors["v"].index_fill(0, torch.tensor([n], device=p.tensors["v"].device), torch.nan))
 
 
 def spaced(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A view with the numbers of x, with NaN between its rows and before and behind each, and all of that memory."""
+    """A view with the numbers of x, with NaN between its rows and before and after them, and all of that memory."""
     memory = torch.full((*x.shape[:-1], x.shape[-1] + 5), torch.nan, dtype=x.dtype, device=x.device)
     view = memory[..., 3:-2].copy_(x)
     return view, memory
@@ -127,7 +128,7 @@ def spaced(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def without_synchronisation() -> Iterator[None]:
-    """torch's own waits raise."""
+    """Inside, torch's own waits raise an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -137,7 +138,7 @@ def without_synchronisation() -> Iterator[None]:
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The call as a graph. It ran once before."""
+    """The call as a graph, captured after one run."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -150,8 +151,8 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def far_pool(near: Tensor, slots: int = 3) -> Tensor:
-    """A pool with the rows of ``near``, whose last slot begins beyond 2^31 elements. Only the rows that a test writes
-    hold anything."""
+    """A pool with the shape of ``near``, whose last slot begins beyond 2^31 elements. Only rows that a test writes
+    are defined."""
     stride = (1 << 31) // (slots - 1) + 4096
     try:
         memory = torch.empty((slots - 1) * stride + near[0].numel(), dtype=near.dtype, device=near.device)

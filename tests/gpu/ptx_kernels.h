@@ -1,5 +1,5 @@
-// Kernels that use the wrappers of src/cuda/ptx, one or two each. All pointers are to the device. None of them hangs:
-// where one would wait for an mbarrier, it gives up after a while, and its results are wrong.
+// Kernels that use the wrappers of src/cuda/ptx, one or two each. All pointers are to the device. No kernel hangs:
+// one that waits for an mbarrier gives up after a while, and its results are wrong.
 #pragma once
 #include "kda/kda.h"
 
@@ -7,77 +7,79 @@ namespace kda::test {
 
 // ---- sm_80 and newer (ptx_sm80.cu) ----
 
-// Of n pairs: exp2(x), reciprocal(x), inverse_root(x), least(x, y), multiply_flushed(x, y): z [5,n]; both packed as f16
-// and as bf16: packed [2,n].
+// For n pairs: exp2(x), reciprocal(x), inverse_root(x), least(x, y), multiply_flushed(x, y) in z [5,n]; both numbers
+// packed as f16 and as bf16 in packed [2,n].
 void compute(int n, const float* x, const float* y, float* z, unsigned* packed);
-// Thread i < 32 has 16 bytes of 0xff, and copies there: by copy16 i bytes for i <= 16, and 16 without saying so; by
-// copy8 0 to 8, and 8 without saying so; the last four nothing.
+// Each thread i < 32 has 16 bytes of 0xff, and copies there: with copy16 i bytes for i <= 16, then 16 by default;
+// with copy8 0 to 8 bytes, then 8 by default; the last four threads copy nothing.
 void copy_asynchronously(const void* from, void* to);
-// Registers of 32 lanes, x [3,4,32]: four 8x8 matrices loaded, loaded transposed, loaded and then transposed.
+// The registers of 32 lanes, x [3,4,32]: four 8x8 matrices loaded, loaded transposed, loaded and then transposed.
 void load_matrices(const void* matrices, unsigned* x);
 // d [16,8] += a b^T. f16 and bf16: a and b have 16 columns; f32, taken as tf32: 8.
 void multiply_by_warp(int32_t dtype, const void* a, const void* b, float* d);
 
 // ---- Hopper (ptx_sm90.cu) ----
 
-// What a thread sees of an mbarrier for three arrivals: has the phase of parity 0 ended, and that of parity 1? 2 more
-// if a look that does not wait says so, too.
+// What a thread sees of an mbarrier for three arrivals: whether the phase of parity 0 has ended, and whether that of
+// parity 1 has; plus 2 if a look that does not wait says so, too.
 constexpr int kSights = 18;
 void watch_barrier(const void* from, char* seen);
-// A warp writes 7, and another one sees it behind a barrier to which both come by ways of their own; seen [32].
+// A warp writes 7, and another warp sees it behind a barrier that the two reach on different paths; seen [32].
 void meet_by_two_ways(char* seen);
-// The same, where the first one only arrives.
+// The same, where the first warp only arrives.
 void meet_by_arrival(char* seen);
 // Which lanes of two warps are elected, twice; elected [2,2,32].
 void elect_twice(char* elected);
 // Two halves of 128 threads each vote on x [cases,128]; all [cases,128].
 void vote(int cases, const char* x, char* all);
-// 16 * count bytes to 2048 of shared memory that were 0xff; all of these to `seen`; of their complement 16 * count
-// bytes, from byte 16 on, to `to`.
+// Copies 16 * count bytes to 2048 bytes of shared memory that were 0xff, and all of these to `seen`; then 16 * count
+// bytes of their complement, from byte 16 on, to `to`.
 void copy_bulk(unsigned count, const void* from, void* seen, void* to);
 // Where a tile of a tensor [B,T,heads,128] begins.
 struct Corner {
   unsigned channel, head, token, b;
 };
-// A tile of 32 tokens x 64 channels: its 4096 bytes as they lie in shared memory.
+// Loads a tile of 32 tokens x 64 channels; seen: its 4096 bytes as they lie in shared memory.
 void load_tile(const kda_tensor& from, const Corner& at, void* seen);
 // The other way round.
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile);
-// Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff, and the first one then 1024 bytes of
-// `from` behind 4096. It copies these to the other's, 1024 bytes further, and a tile to the beginning of the other's
-// only, and sends a 5. There an mbarrier waits for these bytes, two arrivals of the first block and one of the other.
-// seen [2,6144]: both memories; notes [2,5]: a block's rank, what the other's memory says of its own, has the phase of
-// its mbarrier ended, and by a look that does not wait, and what was sent, or 7?
+// Two blocks of a cluster. Each has 6144 bytes of shared memory that were 0xff; the first block has 1024 bytes of
+// `from` behind byte 4096. The first block copies these to the other's memory, 1024 bytes further, and a tile to the
+// beginning of the other's memory only, and sends a 5. An mbarrier there waits for these bytes, two arrivals of the
+// first block and one of the other. seen [2,6144]: both memories. notes [2,5]: a block's rank; the rank that the
+// other's memory holds; whether the phase of its own mbarrier has ended, and the same by a look that does not wait;
+// and what was sent, or 7.
 void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes);
-// 16 columns of a head's state, from 16 * first on, of f32 [slots,HV,128,128], and the slot where they go.
+// 16 columns of a head's state in f32 [slots,HV,128,128], from column 16 * first on, and the slot where they go.
 struct Columns {
   unsigned first, hv, slot, to;
 };
-// Two blocks of a cluster. The first one copies these columns to its own shared memory and the next 16 to the other's
-// only: four boxes each, seen [2,2048]. Each stores what it has.
+// Two blocks of a cluster. The first block copies these columns to its own shared memory and the next 16 to the
+// other's only: four boxes each, seen [2,2048]. Each block stores what it has.
 void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen);
-// Registers of 32 lanes x [4,32] to four 8x8 matrices.
+// Stores the registers of 32 lanes x [4,32] as four 8x8 matrices.
 void store_matrices(const unsigned* x, void* matrices);
-// Of n pairs of pairs: z [2,n] with larger<T, false>, then larger<T, true>.
+// For n pairs of pairs: z [2,n] holds larger<T, false>, then larger<T, true>.
 void compute_larger(int32_t dtype, int n, const unsigned* x, const unsigned* y, unsigned* z);
 
 // Products by a warpgroup: d [64,N] = or += a b^T.
 struct Product {
   unsigned N;
   bool transposed;     // in shared memory, rows of b are channels of the contraction
-  unsigned row_bytes;  // there
-  bool shared;         // a is there as well
-  // Channels of the contraction: for several instructions and, where rows are of 128 bytes, two parts of b.
+  unsigned row_bytes;  // in shared memory
+  bool shared;         // a is in shared memory as well
+  // Channels of the contraction: enough for several instructions and, where rows are of 128 bytes, for two parts of
+  // b.
   static constexpr unsigned depth(bool transposed, unsigned row_bytes) {
     return transposed || row_bytes == 64 ? 32 : 128;
   }
   unsigned depth() const { return depth(transposed, row_bytes); }
 };
-// a: rows, or like b as it is to lie in shared memory.
+// a: its rows, or, like b, its image in shared memory.
 void multiply_by_warpgroup(int32_t dtype, const Product& p, const void* a, const void* b, bool accumulate, float* d);
 
-// Where the Hopper forward has 16-bit elements, in bytes. square [32,32]: of T and Aqk; own [8,128,2]: of rows of a
-// thread's warp the thread's four channels, within half a tile, and which half.
+// Where the Hopper forward has 16-bit elements, in bytes. square [32,32]: those of T and Aqk; own [8,128,2]: the four
+// channels of a thread in rows of its warp, as a place within half a tile, and which half.
 void find_places(unsigned* square, unsigned* own);
 
 }  // namespace kda::test

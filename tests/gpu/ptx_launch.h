@@ -9,7 +9,7 @@ struct Shape {
   size_t shared_bytes = 0;
 };
 
-// A failure is cudaGetLastError()'s.
+// cudaGetLastError() tells of a failure.
 template <class... Params, class... Args>
 void launch(const Shape& shape, void (*kernel)(Params...), Args... args) {
   cudaLaunchConfig_t config{};

@@ -46,7 +46,7 @@ __global__ void load_kernel(const uint4* rows, unsigned* x) {
   }
 }
 
-// Rows of eight registers, whatever a register holds.
+// For rows of eight registers, whatever a register holds.
 template <class Multiply>
 __device__ void multiply(const unsigned* a, const unsigned* b, float* d, const Multiply& multiply) {
   const unsigned i = threadIdx.x / 4, j = threadIdx.x % 4;

@@ -21,7 +21,7 @@ class OnDevice {
   OnDevice(const OnDevice&) = delete;
   ~OnDevice() { cudaDeviceSynchronize(); }  // a kernel may still read it
   operator T*() const { return reinterpret_cast<T*>(memory_.begin()); }
-  // When the kernels before are done.
+  // The data, once the kernels before are done.
   std::vector<T> back() const {
     std::vector<T> x(size_);
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
@@ -60,7 +60,7 @@ std::vector<T> counted(size_t size) {
   std::iota(x.begin(), x.end(), T{1});
   return x;
 }
-// -4 .. 3: sums of their products are exact.
+// Numbers from -4 to 3: sums of their products are exact.
 inline std::vector<float> whole(size_t size, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<float> x(size);
@@ -76,7 +76,7 @@ inline std::vector<float> product(const std::vector<float>& a, const std::vector
   return d;
 }
 
-// What lanes have of four 8x8 matrices.
+// The registers of lanes that hold four 8x8 matrices.
 inline std::vector<unsigned> registers(const std::vector<uint16_t>& x, bool transposed) {
   std::vector<unsigned> all;
   for (unsigned i = 0; i < 4 * 32; ++i) {

@@ -1,4 +1,4 @@
-"""Rounds of speculation at a place: on the device under test, or at the oracle."""
+"""Rounds of speculation in a place: on the device under test, or at the oracle."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from support import Problem, Tensor, same_bits
 
 
 def records_of(place: Place, p: Problem, entries: int, **more: Any) -> kda.Records:
-    """Full of NaN."""
+    """Records full of NaN."""
     moved: kda.Records = place(records_for(p, entries, **more))
     return moved
 
 
 def verify(place: Place, p: Problem, pool: Tensor, records: kda.Records | None, **more: Any) -> Tensor:
-    """From and to memory of the place."""
+    """Verifies from and to memory of the place."""
     o: Tensor = kda.verify_kvbuffer(**place.call(p, **more), state=pool, records=records)
     return o
 
@@ -56,11 +56,11 @@ def rounds(
     o_next = flush_verify(place, following, fused, b, m, a, slices=slices, **last)
     assert same_bits(verify(place, following, pool, c), o_next) and same_records(b, c), "one call, or two"
     results = {"o": o, "state": pool, "fused": fused} | dict(zip("uka", a[:3], strict=True))
-    # Where a written state is rounded, now and then to the other neighbour, a round that begins there is another.
+    # A written state is rounded, sometimes to the other neighbour, and then a round that begins there differs.
     return results if h0.dtype == torch.bfloat16 else {**results, "o_next": o_next, "u_next": b.u}
 
 
 def two(T: int, **sizes: Any) -> tuple[Problem, Problem, Tensor]:
-    """Two rounds' drafts, and states."""
+    """Two rounds of drafts, and states."""
     (p, h0), (following, _) = drafts(T, **sizes), drafts(T, seed=1, **sizes)
     return p, following, h0

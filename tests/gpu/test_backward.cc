@@ -16,7 +16,7 @@ namespace {
 
 constexpr char kHopper[] = "cuda_chunk_sm90", kChunked[] = "cuda_chunk", kRecurrent[] = "cuda_recurrent";
 
-// Of math.md 8. Token by token in f32, those of the CPU (tests/cpp/test_numerics.cc).
+// The gates of math.md 8; token by token in f32 those of the CPU (tests/cpp/test_numerics.cc).
 double gate_of(const std::string& output, const std::string& impl, const Tensor& t) {
   if (impl == kRecurrent && t.dtype() == KDA_F32)
     return output == "dg" ? 5e-5 : output == "dA_log" || output == "d_dt_bias" ? 3e-4 : 1e-5;
@@ -26,10 +26,10 @@ double gate_of(const std::string& output, const std::string& impl, const Tensor&
   return all.at(output);
 }
 
-// RMS within math.md's gate; and no element off by more than `most` of what is usual: in all, in its row, in its
-// column, or where both are large. (Few tokens behind a large state have gradients that are hundreds of times those of
-// others, channels that decay slowly those of fast ones, and heads of a large A_log those of a small one.) What is
-// beyond f32 in the oracle may be anything.
+// The RMS error is within math.md's gate, and no element is off by more than `most` of what is usual: in all, in its
+// row, in its column, or where both are large. (A few tokens behind a large state have gradients that are hundreds of
+// times those of others; so have channels that decay slowly beside fast ones, and heads of a large A_log beside those
+// of a small one.) Where the oracle is beyond f32, any number will do.
 testing::AssertionResult close_by_rows(const Tensor& expected, const Tensor& got, double gate, double most) {
   const kda_tensor& view = got;
   const int64_t width = view.ndim > 1 ? view.shape[view.ndim - 1] : 1;
@@ -71,19 +71,19 @@ Case hopper(Case c) {
   return c;
 }
 
-// Those of forward; with heads enough: sums over all channels, as dbeta and dA_log are, may cancel by chance. (Of eight
-// numbers dA_log 8.7e-3 was seen, where dg was 4.1e-3 off.)
+// The cases of forward, with enough heads: sums over all channels, such as dbeta and dA_log, may cancel by chance.
+// (In a dA_log of eight numbers an error of 8.7e-3 was seen, where dg was off by 4.1e-3.)
 std::vector<On> everywhere() {
   std::vector<On> all;
   const auto add = [&](Case c, const char* prefix) {
     c.name = prefix + c.name;
     if (const int64_t times = (c.A_log ? 16 : 8) / c.HV; times > 1) c.H *= times, c.HV *= times;
-    // Gradients there are beyond f32, or sums of such.
+    // The gradients of cases left out here are beyond f32, or sums of such.
     if (c.gates != Gates::kEdges || c.gate_form != KDA_GATE_LOWER_BOUND)
       all.push_back({kChunked, c}), all.push_back({kHopper, hopper(c)});
   };
   for (const Case& c : chunk_cases()) add(c, "");
-  for (Case c : cases()) {  // those of the CPU in sizes of tensor cores
+  for (Case c : cases()) {  // the cases of the CPU in sizes of tensor cores
     c.K = c.K <= 64 ? 64 : 128, c.V = c.V <= 64 ? 64 : 128;
     add(c, "cpu_");
   }
@@ -91,16 +91,16 @@ std::vector<On> everywhere() {
   return all;
 }
 
-// How much worse a gradient may be because of the data. With one key for all tokens and beta near 2, dv is what is left
-// of sums over a chunk that alternate: of operands of 11 bits 4e-2 was seen. Rates of all sizes leave one head of
-// sixteen.
+// How much worse a gradient may be because of the data. With one key for all tokens and beta near 2, dv is what is
+// left of alternating sums over a chunk: with operands of 11 bits an error of 4e-2 was seen. Rates of all sizes leave
+// one head of sixteen.
 double conditioning(const Case& c, const std::string& output) {
   if (c.keys == Keys::kIdentical) return c.betas == Betas::kNearTwo ? 10 : output == "dbeta" ? 3 : 2;
   return c.gates == Gates::kEdges && output == "dA_log" ? 2 : 1;
 }
 
-// Of the RMS gate, for a single element: of a million of them the worst was off by 10 gates, in dg, whose terms cancel,
-// by 44.
+// How many RMS gates a single element may be off: of a million elements the worst was off by 10 gates; in dg, whose
+// terms cancel, by 44.
 double most_of(const std::string& output) { return output == "dg" ? 64 : 16; }
 
 void expect_gradients(BackwardOutputs& exact, BackwardOutputs& got, const Case& c, const char* impl) {
@@ -133,7 +133,7 @@ TEST_P(BackwardOnCuda, IsTheOracle) {
   expect_gradients(exact, got, c, impl);
 }
 
-// From h and v_new that forward kept in bf16: the bits of computing them again.
+// With h and v_new that forward kept in bf16 the bits are those of computing them again.
 TEST_P(BackwardOnCuda, FromSaved) {
   const auto& [impl, c] = GetParam();
   if (impl == std::string(kRecurrent)) GTEST_SKIP() << "takes nothing that was saved";
@@ -143,7 +143,7 @@ TEST_P(BackwardOnCuda, FromSaved) {
   saved.v_new = Tensor(KDA_BF16, {in.B, in.T, c.HV, c.V}, c.layout);
   BackwardOutputs expected(in), got(in);
   if (!takes(impl, backward_args(in, got))) GTEST_SKIP() << "declines";
-  // By the forward that computes them again.
+  // Saved by the forward that backward would use to compute them again.
   const bool on_hopper = impl == std::string(kHopper) && c.state_layout == KDA_STATE_V_FIRST;
   run_on_cuda(forward_args(in, saved), on_hopper ? nullptr : kChunked);
   run_on_cuda(backward_args(in, expected), impl);
@@ -195,7 +195,8 @@ TEST_P(BackwardPromiseOnCuda, CompanyChangesNoBit) {
   for (int64_t n = 0; n < in.N; ++n) expect_same(results(row_of(in, n)), part(all, in, n), "alone");
 }
 
-// Each gradient alone is the one of all together: skipping the others skips nothing that it needs.
+// Each gradient computed alone has the bits that it has among all of them: skipping the others skips nothing that it
+// needs.
 TEST_P(BackwardPromiseOnCuda, OneAtATime) {
   for (const char* name : {"softplus_bias", "gva_2"}) {
     const Inputs in(sized(find_case(name)));
@@ -233,7 +234,7 @@ TEST_P(BackwardPromiseOnCuda, NaNInOneHeadReachesNoOther) {
   }
 }
 
-// Units: of values, of their gradients and of states.
+// Tests the units of values, of their gradients and of states.
 TEST_P(BackwardPromiseOnCuda, ValuesOfAnySize) {
   const auto multiply = [](Tensor& t, double factor) {
     for (int64_t i = 0; i < t.size(); ++i) t.set(i, t.get(i) * factor);
@@ -263,7 +264,7 @@ TEST_P(BackwardPromiseOnCuda, ValuesOfAnySize) {
   }
 }
 
-// Where beta is 0, or so small that v_new and dv are, dbeta is what other formulas than elsewhere give.
+// Where beta is 0 or so small that v_new and dv are, too, dbeta comes from other formulas than elsewhere.
 TEST_P(BackwardPromiseOnCuda, SomeBetasAreZero) {
   const Case c = sized({.name = "betas", .T = 70, .H = 2, .HV = 2, .K = 20, .V = 40, .gate_divisor = 10});
   Inputs in(c);
@@ -275,7 +276,7 @@ TEST_P(BackwardPromiseOnCuda, SomeBetasAreZero) {
   EXPECT_TRUE(close_by_rows(exact.dbeta, got.dbeta, gate, 8 * gate));
 }
 
-// Gates' inputs of tokens behind the end are none, whatever is added to them.
+// Tokens behind the end have no gate inputs, whatever bias would be added to them.
 TEST_P(BackwardPromiseOnCuda, BiasesOfAnySize) {
   Case c = sized(find_case("lower_bound"));
   c.H = c.HV = 8, c.T = 70;
@@ -288,7 +289,7 @@ TEST_P(BackwardPromiseOnCuda, BiasesOfAnySize) {
     EXPECT_TRUE(close_by_rows(*expected, *t, 0.01, 0.64));
 }
 
-// Of no rows, sums are 0.
+// Sums over no rows are 0.
 TEST_P(BackwardPromiseOnCuda, NoRows) {
   Case c = sized(find_case("softplus_bias"));
   c.B = 0;

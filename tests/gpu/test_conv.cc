@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kImpl[] = "cuda_conv";
 
-// Beside those of the CPU: rows that 4-wide accesses fit, and runs of as many tokens as a warp ever gets.
+// The cases of the CPU, rows that fit 4-wide accesses, and runs of as many tokens as a warp ever gets.
 std::vector<ConvCase> cuda_cases() {
   std::vector<ConvCase> all = conv_cases();
   for (const int64_t D : {4, 124, 128, 132})
@@ -54,7 +54,7 @@ TEST_P(ConvOnCuda, Forward) {
   expect_conv_close(c, reference.tensors(), out.tensors());
 }
 
-// In the dtype of x it is exact.
+// The final state is exact in the dtype of x.
 TEST_P(ConvOnCuda, FinalState) {
   if (c.dtype != c.state_dtype) GTEST_SKIP();
   ConvOutputs exact(in), out(in);
@@ -78,7 +78,7 @@ TEST_P(ConvOnCuda, Backward) {
   }
 }
 
-// Each gradient alone is the one of all together.
+// Each gradient computed alone has the bits that it has among all of them.
 TEST_P(ConvOnCuda, OneGradientAtATime) {
   ConvGradientOutputs all(in);
   run_on_cuda(conv_backward_args(in, all), kImpl);
@@ -130,7 +130,7 @@ TEST_F(ConvPromiseOnCuda, NeighboursDoNotMatter) {
   }
 }
 
-// One call, or two in place with the state carried between: the same bits, whichever kind of block has a token.
+// One call, or two in place with the state carried between: the same bits, whichever kind of block handles a token.
 TEST_F(ConvPromiseOnCuda, SplitAnywhere) {
   for (const int64_t W : {2, 3, 4})
     for (const int64_t split : {0, 1, 2, 3, 4, 5, 11, 64, 137, 138, 139, 140}) {
@@ -151,7 +151,7 @@ TEST_F(ConvPromiseOnCuda, SplitAnywhere) {
     }
 }
 
-// Channels alone, or four a thread: the same bits.
+// One channel a thread, or four: the same bits.
 TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
   for (const int32_t dtype : {KDA_F32, KDA_BF16, KDA_F16}) {
     const ConvInputs in({.name = "wide", .B = 2, .T = 50, .D = 132, .dtype = dtype, .state_dtype = dtype});
@@ -173,7 +173,7 @@ TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
 }
 
 // Rows apart from one another, states as [N,D,W-1] and as [N,W-1,D], with and without gaps, and addresses that fit an
-// element only: what four channels an access do not fit.
+// element only: all that accesses of four channels do not fit.
 TEST_F(ConvPromiseOnCuda, AnyStrides) {
   constexpr int64_t N = 2, T = 5;
   Random random(0);
@@ -266,7 +266,8 @@ TEST_F(ConvPromiseOnCuda, NaNStaysInItsChannelAndWindow) {
       }
 }
 
-// A pool in an order of its own, with padding and slots that hold NaN; in place, and from one pool to another.
+// A pool with its slots in another order, with padding and slots that hold NaN; in place, and from one pool to
+// another.
 TEST_F(ConvPromiseOnCuda, PoolsTouchOnlyTheirSlots) {
   for (const int32_t state_dtype : {KDA_F32, KDA_BF16})
     for (const int first_valid : {0, 1})

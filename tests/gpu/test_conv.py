@@ -1,5 +1,5 @@
-"""kda.causal_conv1d and kda.causal_conv1d_update with CUDA tensors: numbers of the float64 oracle, gradients, and what
-is promised to the bit."""
+"""kda.causal_conv1d and kda.causal_conv1d_update with CUDA tensors: numbers of the float64 oracle, gradients, and
+bitwise promises."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def whole(place: Place, p: Call, **more: Any) -> dict[str, Tensor]:
 
 
 def update(place: Place, p: Call, **more: Any) -> dict[str, Tensor]:
-    """On a copy of the pool."""
+    """Runs on a copy of the pool."""
     call = place({**p, **more})
     return {"o": kda.causal_conv1d_update(**call, impl=place.impl), "state": call["state"]}
 
 
 def gradients(place: Place, p: Call) -> dict[str, Tensor]:
-    """Of everything, for a loss that differs from element to element."""
+    """Gradients of everything, for a loss that differs from element to element."""
     leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in place(p).items()}
     state = leaves.pop("state", None)
     y, last = kda.causal_conv1d(initial_state=state, **leaves, output_final_state=True, impl=place.impl)
@@ -121,7 +121,7 @@ def test_large_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_of_wider_rows(dtype: torch.dtype) -> None:
-    """At any offset, so that rows are aligned to their elements only; states by rows and by channels."""
+    """Slices at any offset, so that rows are only aligned to their elements; states by rows and by channels."""
     for W in (3, 4):
         p = HERE(inputs(T=9, W=W, dtype=dtype))
         expected = update(HERE, p)
@@ -169,7 +169,7 @@ BEYOND = [9, 10, 2**31 - 1]  # a pool of 9 slots
 
 
 def padded(place: Place, p: Call, slots: list[int], **more: Any) -> dict[str, Tensor]:
-    """The oracle refuses slots beyond the pool."""
+    """With the oracle, slots beyond the pool become -1, because it refuses them."""
     at = slots if place is HERE else [s if s < 9 else -1 for s in slots]
     return update(place, p, state_indices=int32(*at), **more)
 
@@ -178,7 +178,8 @@ def padded(place: Place, p: Call, slots: list[int], **more: Any) -> dict[str, Te
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
 @pytest.mark.parametrize("T", [1, 3, 20])
 def test_padding_in_a_poisoned_pool(T: int, first_valid_slot: int, nowhere: list[int]) -> None:
-    """Padded rows are zeros and touch nothing; a slot without an initial state is not read, nor are those of nobody."""
+    """Padded rows are zeros and touch nothing. A slot without an initial state is not read, and unused slots are not
+    either."""
     for index in nowhere:
         slots = [7, first_valid_slot - 1, 1, index, 5, 2]
         live = [n for n, s in enumerate(slots) if first_valid_slot <= s < 9]
@@ -195,7 +196,7 @@ def test_padding_in_a_poisoned_pool(T: int, first_valid_slot: int, nowhere: list
         assert same_bits(got["state"][nobodys].cpu(), pool[nobodys])
 
 
-# ---- promises to the bit ----
+# ---- bitwise promises ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,7 +278,7 @@ def test_compiled_equals_eager() -> None:
 @only_cuda
 @pytest.mark.parametrize("T", [1, 12])
 def test_graphs(T: int) -> None:
-    """Captured once, replayed with whatever the memory holds then."""
+    """Captured once, replayed with new content of the memory."""
     N, slots = 6, 9
     p = HERE(inputs(B=N, T=T, D=300, dtype=torch.bfloat16))
     p |= HERE({"state_indices": torch.arange(N).int(), "has_initial_state": torch.ones(N, dtype=torch.bool)})

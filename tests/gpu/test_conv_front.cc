@@ -1,5 +1,5 @@
-// The convolution in front of other kernels: whoever calls cuda/conv.h gets the bits of kda_conv, along a chain or a
-// tree, and the states it leaves.
+// The convolution in front of other kernels: with cuda/conv.h they get the bits of kda_conv, along a chain or a tree,
+// and the states that kda_conv leaves.
 #include "conv_calls.h"
 #include "conv_front.h"
 #include "on_cuda.h"
@@ -80,12 +80,13 @@ TEST_F(ConvFrontOnCuda, RequestsWithoutASlotStartFromZeros) {
   EXPECT_EQ(state.bits(0, 2, 1), expected.final_state.bits(0, 1, 1));
 }
 
-// Every node of a tree is the last token of the chain that leads to it, and so are the states rolled on to it.
+// Every node of a tree gives what the last token of the chain that leads to it gives; so do the states rolled on to
+// it.
 TEST_F(ConvFrontOnCuda, TreesAreTheirChains) {
   for (const int64_t W : {2, 3, 4}) {
     const ConvInputs in({.name = "tree", .B = 2, .T = 8, .D = 70, .W = W});
     const int64_t D = in.c.D, slot = D * (W - 1);
-    // A value that is no ancestor means the token before; any negative one the committed text.
+    // A value that is no ancestor means the token before; any negative value means the committed text.
     const Tensor parents(KDA_I32, {2, 8}, {-1, 0, 0, 2, 1, -7, 4, 5, -1, 0, 9, 2, 0, 4, 2147483647.0, 3});
     const ConvOutputs tree(in);
     Copies at;

@@ -21,7 +21,7 @@ std::vector<SpeculationCase> cuda_cases() {
   all.push_back(
       {.c = {.name = "many_K_first", .B = 147, .T = 2, .HV = 2, .K = 9, .V = 65, .state_layout = KDA_STATE_K_FIRST},
        .padded = {3}});
-  // What there are kernels for that know the call: decode, one draft, few, more, also on rings.
+  // Calls that have kernels of their own: decode, one draft, few, more, also on rings.
   const auto usual = [&](const char* name, int64_t T, int64_t K, int64_t V, int32_t state, int32_t layout) {
     SpeculationCase s = find_speculation_case("softplus");
     s.c.name = name, s.c.B = 5, s.c.T = T, s.c.HV = 4, s.c.K = K, s.c.V = V, s.padded = {3};
@@ -49,7 +49,7 @@ std::vector<SpeculationCase> cuda_cases() {
   }
   usual("usual_ring_large", 6, 128, 128, KDA_F32, KDA_STATE_V_FIRST);
   all.back().c.B = 128, all.back().ring = true, all.back().R = 20;
-  // What comes through shared memory and goes to tensor cores.
+  // Calls whose data comes through shared memory and goes to tensor cores.
   const auto staged = [&](const char* name, const char* like, int64_t K, int64_t V, int32_t state = KDA_F32) {
     SpeculationCase s = find_speculation_case(like);
     s.c.name = name, s.c.K = K, s.c.V = V, s.c.state_layout = KDA_STATE_V_FIRST, s.c.state_dtype = state;
@@ -106,7 +106,7 @@ TEST_P(TokensOnCuda, Decode) {
     if (HasFatalFailure()) return;
     expect_close(exact_o, o, "o");
     expect_close(exact.h, got.h, "state");
-    // Whoever runs: the size of a call decides that, and must not change a bit.
+    // The same bits by every implementation: the size of a call decides which one runs, and must not change a bit.
     bits.push_back(got.h.bits());
     EXPECT_EQ(bits.back(), bits.front());
 
@@ -122,7 +122,7 @@ TEST_P(TokensOnCuda, Decode) {
 }
 
 TEST_P(TokensOnCuda, Verify) {
-  // With flags, even if all are true, no call is a usual one.
+  // A call with flags is no usual one, even if all flags are true.
   if (s.c.h0) d.pool.has_initial_state = Tensor();
   Records exact(d, KDA_F64);
   const Tensor exact_o = d.output(KDA_F64);
@@ -193,7 +193,7 @@ TEST_P(TokensOnCuda, FlushVerify) {
 INSTANTIATE_TEST_SUITE_P(All, TokensOnCuda, testing::ValuesIn(cuda_cases()),
                          [](const auto& info) { return info.param.c.name; });
 
-// Without these the tests above would hold general kernels to the oracle twice, and others not at all.
+// Without these kernels the tests above would compare general kernels with the oracle twice, and others not at all.
 TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
   for (const SpeculationCase& s : cuda_cases()) {
     if (s.c.name != "staged_1" && s.c.name != "staged_1_bf16") continue;
@@ -213,8 +213,8 @@ TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
   }
 }
 
-// Large usual calls have other blocks, in kernels of their own. Of many requests all have the tokens of the first one
-// here, and but for one they are padding.
+// Large usual calls have other blocks, in kernels of their own. Here all of many requests have the tokens of the
+// first one, and all but one are padding.
 class LargeOnCuda : public OnCuda {
  protected:
   static constexpr int64_t kMany = 1200, kLive = 1111;

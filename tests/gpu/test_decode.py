@@ -1,4 +1,4 @@
-"""kda.decode and kda.decode_mtp with CUDA tensors: numbers of the float64 oracle, and what is promised to the bit."""
+"""kda.decode and kda.decode_mtp with CUDA tensors: numbers of the float64 oracle, and bitwise promises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def decode(place: Place, p: Problem, pool: Tensor | None, **more: Any) -> dict[str, Tensor]:
-    """One call on a copy of the pool."""
+    """Runs one call on a copy of the pool."""
     call = place.call(p, state=pool, **more)
     o = kda.decode(**call)
     return {"o": o} if pool is None else {"o": o, "state": call["state"]}
@@ -76,7 +76,7 @@ def test_infinite_gates(gate: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_of_a_fused_projection(dtype: torch.dtype) -> None:
-    """Of odd offsets, so that no row is aligned to more than an element."""
+    """Slices at odd offsets, so that rows are only aligned to their elements."""
     for sizes in ({"K": 30, "V": 5}, LARGE):
         p, h0 = drafts(3, dtype=dtype, gate="log", **sizes)
         matches(decode, p, h0, slices=True)
@@ -93,7 +93,7 @@ def test_any_dtype_of_outputs() -> None:
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("dtype", POOLS)
 def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
-    """Rows of states, snapshots and outputs need not lie side by side, nor begin anywhere in particular."""
+    """Rows of states, snapshots and outputs need not be adjacent, nor aligned."""
     p, h0 = drafts(3, K=64, V=30, v_first=v_first, dtype=torch.bfloat16)
     dense = [HERE(h0.to(dtype)), HERE(torch.zeros(3, 3, *h0.shape[1:], dtype=dtype)), HERE(p.tensors["v"])]
     views, memories = zip(*map(spaced, dense), strict=True)
@@ -105,7 +105,7 @@ def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lengths", [[4, 0, 1, 16, 0, 40], [0, 0, 3], [0], [1] * 50])
 def test_packed_requests(lengths: list[int], index: torch.dtype) -> None:
-    """Some are empty, and rows follow that belong to nobody."""
+    """Some are empty, and rows that belong to no request follow."""
     p = make(lengths=lengths, tail=3, H=1, G=2, K=64, V=30, gate="softplus", beta="sigmoid", v_first=True)
     p = p.having(initial_state=None, cu_seqlens=p.options["cu_seqlens"].to(index))
     h0 = torch.randn(len(lengths), 2, 30, 64, generator=torch.Generator().manual_seed(5))
@@ -129,7 +129,7 @@ def test_nothing_to_do(N: int, T: int) -> None:
 
 
 def padded(place: Place, p: Problem, pool: Tensor, slots: list[int], **more: Any) -> dict[str, Tensor]:
-    """The oracle refuses slots beyond the pool."""
+    """With the oracle, slots beyond the pool become -1, because it refuses them."""
     at = slots if place is HERE else [s if s < len(pool) else -1 for s in slots]
     return decode(place, p, pool, state_indices=int32(*at), **more)
 
@@ -141,8 +141,8 @@ BEYOND = [9, 10, 2**31 - 1]  # a pool of 9 slots
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
 @pytest.mark.parametrize("pool_dtype", POOLS)
 def test_padding_in_a_poisoned_pool(pool_dtype: torch.dtype, first_valid_slot: int, nowhere: list[int]) -> None:
-    """Padded rows are zeros and touch nothing; a slot without an initial state is not read, nor are those of nobody.
-    The device, unlike the CPU, takes indices beyond the pool, and for padding."""
+    """Padded rows are zeros and touch nothing. A slot without an initial state is not read, and unused slots are not
+    either. Unlike the CPU, the device accepts indices beyond the pool, as padding."""
     usual = {"dtype": torch.bfloat16}
     forms = [(3, {}), (1, usual), (1, {**usual, "v_first": False})]
     for index, (T, form) in product(nowhere, forms):
@@ -168,7 +168,8 @@ def test_padding_in_a_poisoned_pool(pool_dtype: torch.dtype, first_valid_slot: i
 @pytest.mark.parametrize("form", ["decays", "bf16", "bf16_bounded_k_first"])
 @pytest.mark.parametrize("pool_dtype", POOLS)
 def test_snapshots(form: str, pool_dtype: torch.dtype) -> None:
-    """In rows of their own: those of the oracle, and to the bit the states of plain decode with the tokens so far."""
+    """Snapshots in separate rows: those of the oracle, and bitwise the states of plain decode with the tokens so
+    far."""
     T, S = 4, 6
     p, h0 = drafts(T, K=64, V=64, **FORMS[form])
     h0 = h0.to(pool_dtype)
@@ -189,7 +190,7 @@ def test_snapshots(form: str, pool_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pool_dtype", POOLS)
 def test_snapshots_in_slots_of_the_pool(pool_dtype: torch.dtype) -> None:
-    """Some not wanted; the next round starts from those of what was accepted, clamped to 1..S."""
+    """Some are not wanted. The next round starts from the accepted ones, with lengths clamped to 1..S."""
     T, S = 4, 5
     (p, h0), following = drafts(T, K=64, V=64), drafts(T, K=64, V=64, seed=1)[0]
     pool = torch.full((30, *h0.shape[1:]), NAN, dtype=pool_dtype)
@@ -218,7 +219,7 @@ def test_snapshots_in_slots_of_the_pool(pool_dtype: torch.dtype) -> None:
         call = HERE.call(following, state=h0.to(pool_dtype), accepted=int32(*given))
         assert same_bits(kda.decode_mtp(**call, snapshots=rows), plain["o"])
         assert same_bits(call["state"], plain["state"]) and same_bits(rows[:, T - 1], plain["state"])
-    skipped = HERE(int32(1, 3, 2))  # of requests 1 and 2: they start from zeros
+    skipped = HERE(int32(1, 3, 2))  # for requests 1 and 2, which then start from zeros
     o = kda.decode_mtp(**HERE.call(following), state=state.clone(), accepted=skipped, **more)
     assert same_bits(o[1:], decode(HERE, tokens(following, slice(1, 3)), None)["o"])
 
@@ -233,7 +234,7 @@ def test_accepted_beyond_all_snapshots() -> None:
     assert same_bits(*o)
 
 
-# ---- promises to the bit ----
+# ---- bitwise promises ----
 
 USUAL: dict[str, Any] = {"dtype": torch.bfloat16, "H": 2, "G": 2, "K": 64, "V": 64}
 
@@ -244,8 +245,8 @@ USUAL: dict[str, Any] = {"dtype": torch.bfloat16, "H": 2, "G": 2, "K": 64, "V": 
 @pytest.mark.parametrize("V", [64, 128])
 @pytest.mark.parametrize("K", [64, 128])
 def test_usual_calls_have_the_bits_of_others(K: int, V: int, v_first: bool, pool: torch.dtype, gate: str) -> None:
-    """One token, all of it in bf16, with the activations inside, has kernels of its own on the device, for each layout.
-    The same numbers in a call that has one thing more, or has it otherwise, go through others."""
+    """One token, entirely in bf16, with the activations inside, has its own kernels on the device, for each layout.
+    The same numbers in a call with one more or one other argument use other kernels."""
     p, h0 = drafts(2, **{**USUAL, "K": K, "V": V, "v_first": v_first, "gate": gate})
     both, h0 = p.having(g=p.tensors["g"].bfloat16()), h0.to(pool)
     p = tokens(both, slice(None), slice(1))
@@ -256,7 +257,7 @@ def test_usual_calls_have_the_bits_of_others(K: int, V: int, v_first: bool, pool
     assert all_same(decode(HERE, p, h0, has_initial_state=ones), usual), "flags"
     assert all_same(decode(HERE, p, h0, slices=True), usual), "inputs of odd addresses"
 
-    # Others.
+    # Other kernels.
     out = torch.full_like(v, NAN)
     assert all_same(decode(HERE, p.map(Tensor.float), h0, out=out), usual), "inputs in float32"
     in_f32 = decode(HERE, p, h0, out=out.float())
@@ -276,7 +277,7 @@ def test_usual_calls_have_the_bits_of_others(K: int, V: int, v_first: bool, pool
         then = decode(HERE, tokens(both, slice(None), slice(1, 2)), usual["state"])
         assert same_bits(together["o"][:, 1:], then["o"]) and same_bits(together["state"], then["state"]), "two tokens"
 
-    # The other layout (the CPU has other sums there), more heads, and many more: other kernels again.
+    # The other layout (where the CPU adds in another order), more heads, and many more: other kernels again.
     turned = decode(HERE, p.having(state_v_first=not v_first), h0.mT.contiguous())
     same = same_bits(turned["o"], usual["o"]) and same_bits(turned["state"].mT, usual["state"])
     assert same or DEVICE.type == "cpu", "the other layout"
@@ -286,7 +287,7 @@ def test_usual_calls_have_the_bits_of_others(K: int, V: int, v_first: bool, pool
         assert same_bits(many["o"][-3:], usual["o"][[2, 0, 1]]) and same_bits(many["state"], usual["state"]), padding
         assert not many["o"][:-3].any(), "padding"
 
-    # States that are not there are zeros.
+    # Absent states are zeros.
     zeros = decode(HERE, p, torch.zeros_like(h0))
     assert same_bits(decode(HERE, p, None)["o"], zeros["o"]), "no states"
     poisoned = h0.index_fill(0, torch.tensor([1]), NAN)
@@ -298,7 +299,7 @@ def test_usual_calls_have_the_bits_of_others(K: int, V: int, v_first: bool, pool
 @pytest.mark.parametrize("form", ["decays", "bf16_bounded_k_first", "one_group_of_8"])
 @pytest.mark.parametrize("sizes", [LARGE, {"K": 30, "V": 100}])
 def test_company_changes_no_bit(form: str, sizes: dict[str, int]) -> None:
-    """A request alone, in a batch, elsewhere in it, among padding, in two runs; and its tokens one a call."""
+    """A request alone, in a batch, elsewhere in it, among padding, in two runs; and its tokens one per call."""
     N, T = 70, 3
     p, h0 = drafts(T, N=N, **{**FORMS[form], **sizes})
     whole = decode(HERE, p, h0)
@@ -317,7 +318,7 @@ def test_company_changes_no_bit(form: str, sizes: dict[str, int]) -> None:
         o.append(kda.decode(**HERE.call(tokens(p, slice(None), slice(t, t + 1))), state=state))
     assert same_bits(torch.cat(o, 1), whole["o"]) and same_bits(state, whole["state"])
 
-    # So many heads that another kernel takes calls of one token.
+    # With this many heads another kernel runs calls of one token.
     many, state = [-1] * 300 + [7], HERE(h0)
     for t in range(T):
         one = tokens(p, [max(n, 0) for n in many], slice(t, t + 1))
@@ -368,7 +369,7 @@ def engine(p: Problem, N: int, slots: int) -> tuple[dict[str, Any], Tensor]:
 
 
 def shuffle(call: dict[str, Any], slots: int) -> None:
-    """New numbers and indices in the memory of a call, some of them padding; nothing waits for the device."""
+    """Writes new numbers and indices into the memory of a call, with some padding, without waiting for the device."""
     for name in ("q", "k", "v", "g", "beta"):
         call[name].normal_()
     N = len(call["state_indices"])
@@ -379,7 +380,7 @@ def shuffle(call: dict[str, Any], slots: int) -> None:
 @only_cuda
 @pytest.mark.parametrize(("T", "impl"), [(3, None), (1, "cuda_decode"), (1, "cuda_decode_sweep")])
 def test_graphs(T: int, impl: str | None) -> None:
-    """Captured once, replayed with whatever the memory holds then."""
+    """Captured once, replayed with new content of the memory."""
     p, _ = drafts(T, N=6, K=64, V=64, dtype=torch.bfloat16)
     call, pool = engine(p, 6, 9)
     call["impl"] = impl

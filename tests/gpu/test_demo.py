@@ -1,4 +1,4 @@
-"""The demonstration's serving, of a model that was trained on the CPU."""
+"""The demonstration's serving of a model that was trained on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trained() -> LanguageModel:
 
 @pytest.fixture
 def there(trained: LanguageModel) -> LanguageModel:
-    """A copy of the trained model."""
+    """A copy of the trained model on the device."""
     return deepcopy(trained).to(DEVICE)
 
 
@@ -50,7 +50,7 @@ def test_serves_what_it_learnt(there: LanguageModel, place: Place, tmp_path: Pat
 @by_dtype
 @torch.no_grad()
 def test_logits_are_those_of_the_cpu(trained: LanguageModel, there: LanguageModel, place: Place) -> None:
-    """At the demonstration's length, which other kernels may read than short ones."""
+    """At the demonstration's length, which may use other kernels than short texts."""
     tokens = torch.randint(256, (1, 4096), generator=torch.Generator().manual_seed(0))
     expected = trained(tokens)
     with place.autocast():

@@ -1,5 +1,5 @@
-"""What surrounds calls of prefill, decode and speculation on the device: a second one, threads, torch.compile, memory,
-and the first call of a process."""
+"""Calls of prefill, decode and speculation in context: a second device, threads, torch.compile, memory, and the first
+call of a process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_two_devices() -> None:
     assert same_bits(o.cpu(), kda.decode(**other).cpu()), "whichever is current"
 
 
-# ---- several at once ----
+# ---- concurrent calls ----
 
 
 def served(p: Problem, h0: Tensor, seed: int) -> list[Tensor]:
@@ -107,8 +107,8 @@ def test_compiled_equals_eager() -> None:
 
 @only_cuda
 def test_nothing_is_allocated() -> None:
-    """Neither for a call nor for a shape: 60 of them, outputs given. Other processes may use the GPU's memory
-    meanwhile, but not each time."""
+    """Neither a call nor a new shape allocates memory: 60 shapes, with outputs given. Other processes may use the
+    GPU's memory in the meantime, but not every time."""
     free: list[int] = []
     while len(free) < 2 or (free[-1] < free[-2] and len(free) < 8):
         for T in range(1, 16, 4):

@@ -20,7 +20,7 @@ struct On {
 void PrintTo(const On& on, std::ostream* out) { *out << on.impl << ", " << on.c.name; }
 bool is_chunked(const char* impl) { return std::string(impl) == kChunked; }
 
-// Beside those of the CPU: sizes in between, and calls of so many columns that a thread takes two.
+// The cases of the CPU, sizes in between, and calls of so many columns that a thread takes two.
 std::vector<Case> recurrent_cases() {
   std::vector<Case> all = cases();
   all.push_back({.name = "K61_V37", .B = 2, .T = 70, .HV = 2, .K = 61, .V = 37, .layout = Layout::kPadded});
@@ -39,7 +39,7 @@ std::vector<Case> recurrent_cases() {
   return all;
 }
 
-// Those of the CPU in sizes of tensor cores.
+// A case of the CPU in sizes of tensor cores.
 Case wide(Case c) {
   c.K = c.K <= 64 ? 64 : 128, c.V = c.V <= 64 ? 64 : 128;
   return c;
@@ -74,8 +74,8 @@ std::vector<On> everywhere() {
   return all;
 }
 
-// What products of f16 operands are held to (math.md 8 allows 0.005), and what where keys are all the same. Most of a
-// state is 0 where gates have all sizes, and the largest error is held against the mean of what is there.
+// The budgets of products of f16 operands (math.md 8 allows 0.005), and those where all keys are the same. Where
+// gates have all sizes, most of a state is 0, and the largest error is compared with the mean of what is there.
 double least_budget(const char* impl, const Case& c) {
   if (!is_chunked(impl)) return 0;
   if (c.gates == Gates::kEdges || c.keys == Keys::kAnyLength) return 0.003;
@@ -124,13 +124,13 @@ TEST_P(ForwardOnCuda, IsDecodeToTheBit) {
   EXPECT_EQ(forward.hT.bits(), tokens.hT.bits());
 }
 
-// In place on a pool, some of its sequences padding; memory that no wide access fits, or only the least of them.
+// In place on a pool, with some sequences as padding; in memory that fits no wide access, or only the least wide one.
 TEST_P(ForwardOnCuda, InPlaceOnAPool) {
   const auto args = [&](const Pool& pool, const Tensor& o) {
     const kda_decode_args decode = decode_args(in, pool, pool, o);
     kda_forward_args a = KDA_FORWARD_ARGS_INIT;
     a.in = decode.in, a.states = decode.states, a.o = o;
-    a.states.first_valid_slot = static_cast<int32_t>(pool.slots.back()) + (in.N > 1);  // the last one's is the lowest
+    a.states.first_valid_slot = static_cast<int32_t>(pool.slots.back()) + (in.N > 1);  // the last slot is the lowest
     return a;
   };
   const Pool exact(in, KDA_F64);
@@ -167,7 +167,7 @@ class ForwardPromiseOnCuda : public OnCuda, public testing::WithParamInterface<c
   const char* const impl = GetParam();
   bool chunked() const { return is_chunked(impl); }
   Case sized(Case c) const { return chunked() ? wide(c) : c; }
-  // Of what the implementation is held to.
+  // Compares within the budget of the implementation.
   void expect_near(const Tensor& expected, const Tensor& got, const char* name) const {
     expect_close(expected, got, name, chunked() ? 0.002 : 0);
   }
@@ -240,7 +240,7 @@ TEST_P(ForwardPromiseOnCuda, CompanyChangesNoBit) {
   }
 }
 
-// What a token is given reaches no earlier token, be it NaN.
+// The inputs of a token reach no earlier token, not even NaN.
 TEST_P(ForwardPromiseOnCuda, NothingReachesThePast) {
   for (const char* victim : {"q", "k", "v", "g", "beta"})
     for (const int64_t t : {0, 1, 4, 15, 17, 31, 32, 45, 63, 64, 69}) {
@@ -262,7 +262,7 @@ TEST_P(ForwardPromiseOnCuda, NothingReachesThePast) {
 
 // ---- states on the way ----
 
-// Those of sequences that are padding, and u of their tokens, stay as they are.
+// States saved of sequences that are padding, and u of their tokens, stay as they are.
 TEST_P(ForwardPromiseOnCuda, NothingIsSavedOfPadding) {
   const Case c = sized({.name = "saved", .HV = 2, .K = 20, .V = 36, .lengths = {64, 70, 128, 3}, .tail = 5});
   const Inputs in(c);
@@ -292,7 +292,7 @@ TEST_P(ForwardPromiseOnCuda, CheckpointsInTheirSlots) {
                              .lengths = {130, 64, 0, 256, 63},
                              .state_layout = layout}));
       const ForwardOutputs out(in, false), reference(in, false, true);
-      // Room for three a sequence, so that the fourth of one has none; -1 skips one.
+      // Room for three checkpoints a sequence, so that the fourth of one sequence has none; -1 skips one.
       const Tensor slots(KDA_I32, {5, 3}, {5, -1, 0, 3, 6, 13, 7, 8, 9, 10, 11, 12, 1, 2, 4});
       const std::set<int64_t> written =
           every == 64 ? std::set<int64_t>{5, 3, 10, 11, 12} : std::set<int64_t>{5, 10, 11};
@@ -314,9 +314,9 @@ TEST_P(ForwardPromiseOnCuda, CheckpointsInTheirSlots) {
     }
 }
 
-// ---- numbers that nobody checks ----
+// ---- numbers that are not checked ----
 
-// Offsets that never fall mean what is left of them within the row; whatever they are, nothing else is written.
+// Offsets that never fall mean the part of them that lies within the row; whatever they are, nothing else is written.
 TEST_P(ForwardPromiseOnCuda, AnyLengths) {
   Inputs in(sized(find_case("packed")));
   Random random(5);

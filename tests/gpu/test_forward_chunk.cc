@@ -16,7 +16,7 @@ std::vector<const char*> chunked(const kda_forward_args& args) {
   return all;
 }
 
-// Those of them whose bits depend on the sequence alone.
+// Those of these implementations whose bits depend on the sequence alone.
 std::vector<const char*> invariant(kda_forward_args args) {
   args.exec.flags = KDA_BATCH_INVARIANT;
   return chunked(args);
@@ -81,7 +81,7 @@ class ForwardChunkPromise : public OnCuda, public testing::WithParamInterface<co
   }
 };
 
-// At multiples of 64, with the f32 state carried; large and small numbers included.
+// Splits at multiples of 64, with the f32 state carried, change no bit; large and small numbers included.
 TEST_P(ForwardChunkPromise, SplitsChangeNoBit) {
   for (const double size : {1.0, 1e-6, 1e6}) {
     Case c = named(GetParam());
@@ -162,7 +162,7 @@ TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
   }
 }
 
-// Large and small numbers, and two runs: to the bit.
+// Large and small numbers against the oracle; two runs have the same bits.
 TEST_P(ForwardChunkPromise, SizesAndRuns) {
   for (const double size : {1e-6, 1e6}) {
     Case c = named(GetParam());
@@ -185,7 +185,8 @@ TEST_P(ForwardChunkPromise, SizesAndRuns) {
   }
 }
 
-// Nor do pairs of blocks that share heads: they do where there are more heads than pairs, and none where there is one.
+// Pairs of blocks that share heads change no bit either. They share heads where there are more heads than pairs, and
+// none where there is one head.
 TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
   int blocks = 0;
   ASSERT_EQ(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0), cudaSuccess);
@@ -201,7 +202,7 @@ TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
     for (const char* impl : invariant(forward_args(in, all))) {
       SCOPED_TRACE(impl);
       run_on_cuda(forward_args(in, all), impl);
-      // Those at the borders of shares are somewhere among them.
+      // The sequences at the borders of shares are somewhere among these.
       for (int64_t n = 0; n < in.N; n += varlen || n < 8 ? 1 : 13) {
         const int64_t begin = varlen ? in.begin(n) : 0, length = varlen ? in.length(n) : in.T, row = varlen ? 0 : n;
         const Tensor o(c.dtype, {1, in.T, c.HV, c.V}), hT(KDA_F32, in.state_shape(1));
@@ -223,8 +224,8 @@ TEST_P(ForwardChunkPromise, SharedHeadsChangeNoBit) {
   }
 }
 
-// Nor who loads and stores states: where those on the way are wanted, threads do, and the copy engine where they are
-// not.
+// Nor does it matter what loads and stores states: threads do where states on the way are wanted, the copy engine
+// where they are not.
 TEST_P(ForwardChunkPromise, StatesOnTheWayChangeNoBit) {
   for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2},
                                               std::vector<int64_t>(30, 20), std::vector<int64_t>(20, 90)}) {
@@ -245,7 +246,7 @@ TEST_P(ForwardChunkPromise, StatesOnTheWayChangeNoBit) {
   }
 }
 
-// Offsets that fall, of more sequences than a warp has lanes: pairs that wait for others end, too.
+// Offsets that fall, of more sequences than a warp has lanes: pairs that wait for others still end.
 TEST_F(OnCuda, FallingLengthsEnd) {
   Case c = wide({.name = "falling", .HV = 2, .dtype = KDA_BF16});
   c.lengths.assign(40, 100);
@@ -328,7 +329,8 @@ TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
   }
 }
 
-// Whoever needs one: segments their maps, pairs the states of heads they share, cuda_chunk its images.
+// Every implementation that needs a workspace checks it: segments need one for their maps, pairs for the states of
+// heads they share, cuda_chunk for its images.
 TEST_F(OnCuda, ForwardChecksItsWorkspace) {
   Case c = wide({.name = "workspace", .T = 700, .H = 3, .HV = 3, .dtype = KDA_BF16});
   const Inputs in(c);
@@ -354,7 +356,7 @@ class ForwardChunkChoice : public OnCuda {
     ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
     if (device.major != 9 || device.multiProcessorCount < 64) GTEST_SKIP() << "the device is no Hopper";
   }
-  // What kda_forward_explain says of the implementation that would run.
+  // The implementation that would run, as kda_forward_explain says.
   static std::string chosen(const Case& c, uint32_t flags = 0) {
     const Inputs in(wide(c));
     const ForwardOutputs out(in, false);
@@ -367,7 +369,7 @@ class ForwardChunkChoice : public OnCuda {
   }
 };
 
-// Few long heads are cut into segments, but not where bits may depend on the sequence alone.
+// Few long heads are cut into segments, but not where bits may depend on nothing but the sequence.
 TEST_F(ForwardChunkChoice, Segments) {
   const auto name = [](int64_t T, uint32_t flags) {
     const std::string line = chosen({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}, flags);

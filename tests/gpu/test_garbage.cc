@@ -1,5 +1,6 @@
-// Numbers that live on the device, where nobody checks them: lengths, parents, cursors, offsets and indices of any
-// value. Each means what docs/contract.md says, and none leads outside a tensor: compute-sanitizer runs these as well.
+// Numbers that live on the device, where they are not checked: lengths, parents, cursors, offsets and indices of any
+// value. Each means what docs/contract.md says, and none leads outside a tensor: compute-sanitizer runs these as
+// well.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -22,13 +23,13 @@ double anything(Random& random) {
 void spoil(Tensor& t, Random& random) {
   for (int64_t i = 0; t && i < t.size(); ++i) t.set(i, anything(random));
 }
-// Some of them: below all slots, or beyond them.
+// Moves some of the indices below all slots, or beyond them.
 void spoil_indices(Tensor& t, int64_t slots, Random& random) {
   const double nowhere[] = {-1, -7, kLeast, static_cast<double>(slots), slots + 1.0, slots + 1000.0, kMost};
   for (int64_t i = 0; t && i < t.size(); ++i)
     if (random.chance(0.4)) t.set(i, nowhere[random.below(std::size(nowhere))]);
 }
-// Offsets that never fall, of sequences as long as they like.
+// Makes offsets that never fall, of sequences of any length.
 void spoil_offsets(Tensor& t, int64_t T, Random& random) {
   std::vector<double> offsets;
   for (int64_t i = 0; i < t.size(); ++i) offsets.push_back(static_cast<double>(random.below(2 * T) - T / 2));
@@ -214,7 +215,7 @@ TEST_F(OnCuda, GarbageLengthsLeadNowhere) {
 
 // ---- training ----
 
-constexpr double kOfTraining = 0.02;  // relative: what is shown is which tokens were meant
+constexpr double kOfTraining = 0.02;  // relative: the tests show which tokens were meant
 
 TEST_F(OnCuda, GarbageOffsetsOfBackward) {
   Random random(600);
@@ -266,8 +267,8 @@ TEST_F(OnCuda, GarbageLengthsOfBackward) {
     }
 }
 
-// Ten tokens of a request with parents, or slots of snapshots, for four: the others are left out, and the rows of other
-// requests are not taken for theirs.
+// Requests have up to ten tokens by their offsets, but parents, or slots of snapshots, for four: the other tokens are
+// left out, and the rows of other requests are not taken for theirs.
 TEST_F(OnCuda, GarbageLengthsStayInTheirRow) {
   for (const int64_t size : {17, 64}) {
     Drafts d({.c = {.name = "row", .K = size, .V = size, .lengths = {4, 2, 4}}, .R = 16, .tree = true});

@@ -91,7 +91,7 @@ struct Twin {
     });
     return std::sqrt(difference / count) / (std::sqrt(norm / count) + 1e-8);
   }
-  // Nothing but the elements changed: padding still holds what was there.
+  // Whether nothing but the elements changed: padding still holds what was there.
   bool padding_intact() const {
     std::vector<char> restored = data;
     const int64_t size = kda::dtype_size(dtype_);

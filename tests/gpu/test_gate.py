@@ -1,4 +1,4 @@
-"""kda_gate with CUDA tensors through torch: streams, autograd, torch.compile, and what has no kernel yet."""
+"""kda_gate with CUDA tensors through torch: streams, autograd, torch.compile, and calls without a kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_runs_on_torchs_current_stream() -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # whoever does not wait on this stream reads x before it is doubled
+        torch.cuda._sleep(100_000_000)  # a kernel that does not wait on this stream reads x before it is doubled
         y = kda.fused_kda_gate(x * 2 / 2, A_log, dt_bias)
     stream.synchronize()
     assert torch.equal(y, expected)

@@ -1,5 +1,5 @@
 """Each implementation of decode, verify, flush and flush_verify by name, for every number of tokens and of accepted
-ones: the numbers of the float64 oracle, or why it does not take the call, in words."""
+ones: it gives the numbers of the float64 oracle, or says why it does not take the call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_by_name(op: str, T: int) -> None:
 
 @pytest.mark.parametrize("op", DECODING)
 def test_tensors_elsewhere(op: str) -> None:
-    """The CPU's kernels take none of a device, and the device's none of the CPU."""
+    """The CPU's kernels take no tensors of a device, and the device's none of the CPU."""
     p, following, h0 = two(1)
     for name in kernels_of(op, "cpu" if DEVICE.type == "cuda" else "cuda"):
         with pytest.raises(NotImplementedError, match=rf"^{name} was forced but runs on (the CPU|CUDA tensors) only"):

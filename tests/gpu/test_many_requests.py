@@ -1,4 +1,4 @@
-"""More requests, or requests and layers, than a grid has rows of (65,535): each is served, and nothing behind the last
+"""More requests, or requests and layers, than a grid has rows (65,535): each is served, and nothing after the last
 one is touched."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MANY: dict[str, Any] = {"H": 1, "G": 1, "l2norm": False, "v_first": True, "dtype
 
 
 def many(few: Tensor, count: int = N) -> Tensor:
-    """Request n is that of n modulo their number."""
+    """Request n is a copy of request n modulo their number."""
     return torch.cat([few] * -(-count // len(few)))[:count]
 
 
 def roomy(
     shape: tuple[int, ...], behind: int, x: float = NAN, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """A tensor, and as many rows behind it as the grid has and nobody needs: x everywhere."""
+    """A tensor, and the ``behind`` unused rows that follow it in memory: all x."""
     memory = torch.full((shape[0] + behind, *shape[1:]), x, dtype=dtype, device=DEVICE)
     return memory[: shape[0]], memory[shape[0] :]
 

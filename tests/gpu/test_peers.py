@@ -1,5 +1,6 @@
-"""kda.prefill beside FLA, FlashKDA and cuDNN where they are installed, or in the folder of KDA_PEERS: the same outputs
-and final states but for rounding, theirs and ours. (How far each is from float64: ``python -m kda bench prefill``.)"""
+"""kda.prefill against FLA, FlashKDA and cuDNN where they are installed or in the folder of KDA_PEERS: the same
+outputs and final states, except for rounding on both sides. (``python -m kda bench prefill`` shows how far each is
+from float64.)"""
 
 from __future__ import annotations
 

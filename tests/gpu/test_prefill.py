@@ -1,5 +1,5 @@
 """kda.prefill, and chunk_kda and fused_recurrent_kda without gradients, with CUDA tensors: numbers of the float64
-oracle, and what is promised to the bit. tests/python has more of it, for both devices."""
+oracle, and bitwise promises. tests/python has more, for both devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENWISE = ("q", "k", "v", "g", "beta")
 
 
 def prefill(place: Place, p: Problem, pool: Tensor | None, **more: Any) -> dict[str, Tensor]:
-    """One call on copies of the pool and of the checkpoints."""
+    """Runs one call on copies of the pool and of the checkpoints."""
     call = place.call(p, state=pool, **more)
     o = kda.prefill(**call)
     return {"o": o} | {n: call[n] for n in ("state", "checkpoints") if call.get(n) is not None}
@@ -47,7 +47,7 @@ def trained(place: Place, p: Problem, function: Any, **more: Any) -> dict[str, T
 
 
 def prompts(lengths: list[int], tail: int = 0, **changes: Any) -> tuple[Problem, Tensor]:
-    """Packed, without their states, and the states."""
+    """Packed prompts without their states, and the states."""
     p = make(lengths=lengths, tail=tail, **{**SIZES, **changes})
     return p.having(initial_state=None), p.tensors["initial_state"]
 
@@ -60,7 +60,7 @@ def prompts(lengths: list[int], tail: int = 0, **changes: Any) -> tuple[Problem,
 def test_forms(form: str, pool: torch.dtype) -> None:
     for sizes in ({}, LARGE):
         p, h0 = drafts(130, **{**FORMS[form], **sizes})
-        # Where operands of 16 bits are multiplied as such, states have their rounding, too.
+        # If products have 16-bit operands, states have their rounding, too.
         rounding = 200.0 if DEVICE.type == "cuda" and sizes and p.tensors["q"].dtype != torch.float32 else 1.0
         matches(prefill, p, h0.to(pool), what=sizes, rounding=rounding)
         if pool == torch.float32:
@@ -110,7 +110,7 @@ def test_any_dtype_of_outputs() -> None:
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("dtype", POOLS)
 def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
-    """Rows of states, checkpoints and outputs need not lie side by side, nor begin anywhere in particular."""
+    """Rows of states, checkpoints and outputs need not be adjacent, nor aligned."""
     p, h0 = prompts([70, 130], K=64, V=30, v_first=v_first, dtype=torch.bfloat16)
     dense = [HERE(h0.to(dtype)), HERE(torch.zeros(3, *h0.shape[1:], dtype=dtype)), HERE(p.tensors["v"])]
     views, memories = zip(*map(spaced, dense), strict=True)
@@ -123,7 +123,7 @@ def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g"])
 def test_rows_that_share_memory(name: str, dim: int) -> None:
-    """Of all tokens, or all heads: expanded tensors have a stride of zero."""
+    """Rows shared by all tokens, or all heads: expanded tensors have a stride of zero."""
     p, h0 = drafts(130, **{**FORMS["bf16_bounded_k_first"], **LARGE})
     call, (shared, dense) = HERE.call(p), (HERE(h0), HERE(h0))
     x = call.pop(name).narrow(dim, 0, 1).expand(p.tensors[name].shape)
@@ -131,13 +131,13 @@ def test_rows_that_share_memory(name: str, dim: int) -> None:
     assert same_bits(kda.prefill(**call, **{name: x.contiguous()}, state=dense), o) and same_bits(dense, shared)
 
 
-# Sequences of one chunk or less, of about three, of any: with their heads more than a GPU works on at a time.
+# Sequences of at most one chunk, of about three, of any length; with their heads more than a GPU works on at a time.
 SHORT = {"one": [20] * 44, "three": [90, 96] * 12, "any": [1, 63, 64, 65, 0, 200, 33, 96, 5, 128, 31, 2]}
 BOUNDED = {**LARGE, "dtype": torch.bfloat16, "gate": "lower_bound"}
 
 
 def pool_of(rows: Tensor, gaps: tuple[int, int, int], first: int) -> tuple[Tensor, Tensor]:
-    """A pool with these rows, and its memory: NaN between heads, columns and channels, and in front of all."""
+    """A pool with these rows, and its memory: NaN between heads, columns and channels, and before everything."""
     shape = [n + gap for n, gap in zip(rows.shape[1:], gaps, strict=True)]
     memory = rows.new_full((first + len(rows) * shape[0] * shape[1] * shape[2],), NAN)
     view = memory[first:].view(len(rows), *shape)[:, : rows.shape[1], : rows.shape[2], : rows.shape[3]]
@@ -158,7 +158,7 @@ def test_ways_to_states(lengths: str, dtype: torch.dtype) -> None:
     rounding = 200.0 if DEVICE.type == "cuda" else 1.0
     expected = matches(prefill, p, rows, rounding=rounding, **more)
     call = HERE.call(p, **more)
-    # Columns apart by 16 bytes more; heads and slots, too; addresses that fit nothing but an element.
+    # Gaps of 16 bytes between columns; gaps between heads and slots, too; addresses aligned only to an element.
     for gaps, first in (((0, 0, 16 // rows.itemsize), 0), ((1, 1, 0), 0), ((0, 0, 1), 0), ((0, 0, 0), 1)):
         pool, memory = pool_of(HERE(rows), gaps, first)
         o, margins = kda.prefill(**call, state=pool), memory.numel() - pool.numel()
@@ -171,7 +171,7 @@ def test_ways_to_states(lengths: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lengths", SHORT)
 def test_states_need_not_be_wanted(lengths: str) -> None:
-    """Neither the first nor the final ones: the others have the same bits, and those of a pool."""
+    """If the first or final states are not wanted, other results keep their bits, which are also those of a pool."""
     p, h0 = prompts(SHORT[lengths], tail=9, **{**BOUNDED, "H": 4, "G": 2})
     for initial in (h0, None):
         call, pool = HERE.call(p, initial_state=initial), HERE(h0 if initial is not None else torch.zeros_like(h0))
@@ -181,20 +181,20 @@ def test_states_need_not_be_wanted(lengths: str) -> None:
         assert same_bits(kda.prefill(**HERE.call(p), state=pool), o) and same_bits(pool, final)
     expected, got = (trained(place, p, kda.chunk_kda) for place in (ORACLE, HERE))
     close(expected["state"], got["state"], "state", 200.0 if DEVICE.type == "cuda" else 1.0)
-    # Of so many outputs one is further off than others may be elsewhere, if by no more than numerics.md allows.
+    # Among so many outputs, one has a larger error than is allowed elsewhere, but within what numerics.md allows.
     o = got["o"].cpu()
     assert rel_rmse(expected["o"], o) < 0.003
     assert_close({"o": expected["o"]}, {"o": o})
 
 
-# ---- promises to the bit ----
+# ---- bitwise promises ----
 
 
 @pytest.mark.parametrize("form", ["decays", "bf16_bounded_k_first", "one_group_of_8"])
 @pytest.mark.parametrize("sizes", [LARGE, {"K": 30, "V": 100}, {"K": 200, "V": 40}])
 def test_recurrent_prefill_is_decode(form: str, sizes: dict[str, int]) -> None:
-    """Of as many tokens, however they come: a row each, packed, a call a token. So many heads, too, that other blocks
-    take them."""
+    """Prefill equals decode of the same tokens, however they come: in rows, packed, or one token per call. With many
+    heads, too, where other blocks process them."""
     recurrent = {"impl": "cuda_recurrent" if DEVICE.type == "cuda" else "cpu_recurrent"}
     for N in (2, 90):
         p, h0 = drafts(21, N=N, **{**FORMS[form], **sizes})
@@ -212,7 +212,7 @@ def test_recurrent_prefill_is_decode(form: str, sizes: dict[str, int]) -> None:
 @only_cuda
 @pytest.mark.parametrize("B", [1, 32])
 def test_turns_change_no_bit(B: int) -> None:
-    """So many tokens and heads that cuda_chunk cannot have images of all chunks at once, and fewer."""
+    """With so many tokens and heads that cuda_chunk cannot hold images of all chunks at once, and with fewer."""
     shape = (B, 65536 // B, 24)
     q, k, v, g = (torch.randn(*shape, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     beta = torch.rand(shape, device=DEVICE)
@@ -240,7 +240,8 @@ def engine(index: torch.dtype) -> tuple[dict[str, Any], Tensor, Tensor]:
 
 
 def shuffle(call: dict[str, Any]) -> None:
-    """New numbers, lengths and slots in the memory of a call, some of them padding; nothing waits for the device."""
+    """Writes new numbers, lengths and slots into the memory of a call, with some padding, without waiting for the
+    device."""
     for name in TOKENWISE:
         call[name].normal_()
     N, T = len(call["state_indices"]), call["v"].shape[1]
@@ -253,7 +254,7 @@ def shuffle(call: dict[str, Any]) -> None:
 @only_cuda
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_graphs(index: torch.dtype) -> None:
-    """Captured once, replayed with whatever the memory holds then."""
+    """Captured once, replayed with new content of the memory."""
     call, pool, kept = engine(index)
     graph = captured(lambda: kda.prefill(**call, state=pool, checkpoints=kept))
     eager_pool, eager_kept = pool.clone(), kept.clone()
@@ -290,7 +291,7 @@ def test_runs_on_torchs_current_stream() -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # whoever does not wait on this stream reads v before it is itself
+        torch.cuda._sleep(100_000_000)  # a kernel that does not wait on this stream reads v before it is computed
         o = kda.prefill(**{**call, "v": call["v"] * 2 / 2}, state=state)
     stream.synchronize()
     assert same_bits(o, expected["o"]) and same_bits(state, expected["state"])
@@ -316,7 +317,7 @@ def test_two_streams_at_once() -> None:
 
 @only_cuda
 def test_two_inputs_in_turn() -> None:
-    """A launch begins while the one before it ends: in place on one pool, in turn with decode."""
+    """A launch begins while the one before it ends: in place on one pool, alternating with decode."""
     p, h0 = drafts(70, N=40, **LARGE)
     token = p.having(**{n: p.tensors[n][:, :1] for n in TOKENWISE})
     prompt, step = HERE.call(p), HERE.call(token)

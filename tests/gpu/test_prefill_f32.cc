@@ -9,7 +9,7 @@ namespace {
 
 constexpr char kImpl[] = "cuda_stages";
 
-// The f32 cases of rows of equal length on activated inputs.
+// The f32 cases with rows of equal length and activated inputs.
 std::vector<Case> f32_cases() {
   std::vector<Case> all;
   for (Case c : cases()) {
@@ -20,7 +20,7 @@ std::vector<Case> f32_cases() {
   }
   for (const int64_t T : {31, 32, 33, 96}) all.push_back({.name = "tokens_" + std::to_string(T) + "_more", .T = T});
   all.push_back({.name = "groups", .B = 2, .T = 70, .H = 2, .HV = 6, .K = 20, .V = 36});
-  // Whole chunks, one value head for each key and more: kernels that know their sizes.
+  // Whole chunks, one value head for each key head and more: these run kernels that know their sizes.
   for (const int64_t size : {64, 128})
     for (const int32_t layout : {KDA_STATE_K_FIRST, KDA_STATE_V_FIRST})
       all.push_back({.name = "whole_" + std::to_string(size) + (layout == KDA_STATE_K_FIRST ? "_k_first" : "_v_first"),
@@ -127,7 +127,8 @@ TEST_P(PrefillF32OnCuda, WantedOrNotChangesNoBit) {
 INSTANTIATE_TEST_SUITE_P(All, PrefillF32OnCuda, testing::ValuesIn(f32_cases()),
                          [](const auto& info) { return info.param.name; });
 
-// The state of one call is the next one's, in place, at any multiple of 64 tokens; o and hT do not depend on the chunk.
+// A call goes on in place from the state of the call before, at any multiple of 64 tokens; o and hT do not depend on
+// the chunk.
 void continues_in_place(int64_t K, int64_t V, int64_t T) {
   SCOPED_TRACE(K);
   SCOPED_TRACE(T);

@@ -1,5 +1,5 @@
-"""Prefill kernels whose blocks wait for one another end, with the same bits, whoever else runs on the GPU and whatever
-their workspace held before. And sequences that are long."""
+"""Prefill kernels whose blocks wait for one another finish, with the same bits, whatever else runs on the GPU and
+whatever their workspace held before. Also long sequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens(H: int, T: int, seed: int = 0, slow: bool = False) -> dict[str, Any]:
 
 
 def run(call: dict[str, Any], state: Tensor, **more: Any) -> list[Tensor]:
-    """In place on a copy of the state."""
+    """Runs in place on a copy of the state."""
     state = state.clone()
     return [kda.prefill(**call, state=state, **more), state]
 
@@ -46,7 +46,7 @@ def states(H: int) -> Tensor:
 @only_cuda
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_several_at_once(impl: str) -> None:
-    """Four streams with a call of their own size each: blocks of one keep those of another from an SM."""
+    """Four streams, each with a call of another size: blocks of one call keep those of another from an SM."""
     calls = [(HERE(tokens(H, T, seed=H)), states(H)) for H, T in ((96, 1024), (64, 512), (12, 2048), (3, 4096))]
     alone = [run(call, state, impl=impl) for call, state in calls]
     streams = [torch.cuda.Stream() for _ in calls]
@@ -64,7 +64,8 @@ def test_several_at_once(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("busy", [0.75, 1.0])
 def test_beside_a_kernel_that_holds_most_of_the_gpu(impl: str, busy: float) -> None:
-    """Blocks that take a whole SM find few of them, or none for a while: one of cuda_recurrent is on the others."""
+    """Blocks that take a whole SM find few free ones, or none for a while, because cuda_recurrent occupies the
+    others."""
     blocks = int(torch.cuda.get_device_properties(DEVICE).multi_processor_count * busy)
     other, others = HERE(tokens(max(blocks // 8, 1), 3000)), torch.cuda.Stream()
     calls = [(HERE(tokens(H, 1024, seed=H)), states(H)) for H in (96, 40, 5)]
@@ -81,9 +82,9 @@ def test_beside_a_kernel_that_holds_most_of_the_gpu(impl: str, busy: float) -> N
 
 @only_cuda
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("H", [8, 96])  # with many heads, pairs of blocks of cuda_chunk_sm90 hand states on
+@pytest.mark.parametrize("H", [8, 96])  # with many heads, pairs of blocks of cuda_chunk_sm90 pass states on
 def test_workspace_may_hold_anything(impl: str, H: int) -> None:
-    """What a launch left that was aborted, or one of another size: replays of a graph heed none of it."""
+    """Content left by an aborted launch, or by one of another size, has no effect on replays of a graph."""
     call, state = HERE(tokens(H, 1500)), states(H)
     need = kda.workspace_size(**call, state=state, impl=impl)
     workspace = torch.zeros(need, dtype=torch.uint8, device=DEVICE)
@@ -110,7 +111,7 @@ def test_workspace_may_hold_anything(impl: str, H: int) -> None:
 @only_cuda
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_a_thousand_calls_in_turn(impl: str) -> None:
-    """Each on the workspace of the one before, with other numbers: whoever reads too early has those."""
+    """Each uses the workspace of the one before, with other numbers: a block that reads too early gets the old ones."""
     calls = [(HERE(tokens(H, 300, seed=seed)), states(H)) for seed, H in enumerate((6, 6, 9))]
     need = max(kda.workspace_size(**call, state=state, impl=impl) for call, state in calls)
     workspace = torch.empty(need, dtype=torch.uint8, device=DEVICE)
@@ -126,7 +127,7 @@ def test_a_thousand_calls_in_turn(impl: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS if DEVICE.type == "cuda" else [None])
 def test_slow_gates_of_65536_tokens(impl: str | None) -> None:
-    """Errors of rounding add up longest where nothing decays."""
+    """Rounding errors accumulate longest where nothing decays."""
     call = tokens(1, 65536, slow=True)
     expected, state = (torch.zeros(1, 1, 128, 128, dtype=dtype) for dtype in (torch.float64, torch.float32))
     o = kda.prefill(**ORACLE(call), state=expected, impl="reference")
@@ -137,7 +138,7 @@ def test_slow_gates_of_65536_tokens(impl: str | None) -> None:
 
 @only_cuda
 def test_a_million_tokens() -> None:
-    """One head, against the CPU; and the default for few long heads."""
+    """One head, against the CPU; and the default for a few heads with long sequences."""
     call, state = tokens(1, 1 << 20), torch.zeros(1, 1, 128, 128)
     expected = [kda.prefill(**call, state=state), state]
     got = run(HERE(call), torch.zeros(1, 1, 128, 128, device=DEVICE))
@@ -148,7 +149,7 @@ def test_a_million_tokens() -> None:
 
 @pytest.mark.skipif(not HOPPER, reason="about the default on Hopper")
 def test_batch_invariant_prefill_is_not_cut() -> None:
-    """Few long heads: the default cuts them, and may then differ from what it gives beside others."""
+    """Few heads with long sequences: the default splits them, so results may differ from those next to other heads."""
     call, state, other = HERE(tokens(2, 4096)), states(2), HERE(tokens(64, 4096, seed=1))
 
     def chosen() -> str:

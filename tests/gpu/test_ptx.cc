@@ -38,7 +38,7 @@ TEST_F(PtxOnCuda, Numbers) {
     for (size_t f = 0; f < 5; ++f) {
       const float e = expected[f], g = got[f * n + i];
       const double error = f < 3 ? std::fabs(e) * 0x1p-21 : 0;
-      // A zero's sign counts where there is one at all.
+      // The sign of a zero counts, except for least.
       const bool same = std::isnan(e)             ? std::isnan(g)
                         : std::isinf(e) || e == 0 ? g == e && (f == 3 || std::signbit(g) == std::signbit(e))
                                                   : std::fabs(double{g} - e) <= error;
@@ -83,7 +83,7 @@ TEST_F(PtxOnCuda, ProductsOfAWarp) {
     const std::vector<float> a = whole(16 * depth, 1), b = whole(8 * depth, 2);
     const OnDevice d(c);
     if (dtype == KDA_F32) {
-      // As many bits as do not count.
+      // Sets the bits that do not count.
       const auto spoiled = [](std::vector<float> x) {
         for (float& one : x) one = std::bit_cast<float>(std::bit_cast<unsigned>(one) | 0x1fff);
         return x;

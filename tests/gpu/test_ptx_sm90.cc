@@ -12,7 +12,7 @@ namespace {
 
 // ---- places ----
 
-// Of column c of a row of 16-bit numbers in swizzled rows of so many bytes: 128 or 64.
+// The place of a column in a row of 16-bit numbers, in swizzled rows of 128 or 64 bytes.
 unsigned place(unsigned row, unsigned column, unsigned row_bytes) {
   const unsigned pieces = row_bytes / 16, twist = row / (8 / pieces) % pieces;
   return row * row_bytes + (column / 8 ^ twist) * 16 + column % 8 * 2;
@@ -93,7 +93,7 @@ TEST_F(PtxOnHopper, OneLaneIsElected) {
 
 TEST_F(PtxOnHopper, VotesOfSomeWarps) {
   std::vector<char> x, expected;
-  for (const int against : {-1, 0, 37, 64, 127, 128}) {  // 128: everybody
+  for (const int against : {-1, 0, 37, 64, 127, 128}) {  // 128: all threads
     for (int i = 0; i < 128; ++i) x.push_back(against < 128 && i != against);
     for (int i = 0; i < 128; ++i) expected.push_back(against < 0 || (against < 128 && i / 64 != against / 64));
   }
@@ -116,7 +116,7 @@ TEST_F(PtxOnHopper, BulkCopies) {
 
 constexpr unsigned kB = 2, kT = 40, kHeads = 3, kTile = 32;
 
-// Number of an element of [B,T,heads,128].
+// The number of an element of [B,T,heads,128].
 size_t element(const Corner& at, unsigned row, unsigned column) {
   return ((at.b * kT + at.token + row) * kHeads + at.head) * size_t{128} + at.channel + column;
 }
@@ -125,7 +125,7 @@ kda_tensor view(uint16_t* data) {
   t.data = data;
   return t;
 }
-// Places of a tile's first token: all its rows are the tensor's, some, none.
+// Places of a tile's first token: all, some or none of its rows are the tensor's.
 const unsigned kTokens[] = {0, 3, 8, 20, 39, 40, 100};
 
 TEST_F(PtxOnHopper, TilesAreLoaded) {
@@ -177,7 +177,7 @@ TEST_F(PtxOnHopper, TilesAreStored) {
   }
 }
 
-// With gaps behind rows, heads and slots; from a slot that is not there come zeros.
+// States with gaps behind rows, heads and slots; a slot that does not exist gives zeros.
 TEST_F(PtxOnHopper, StatesComeAndLeave) {
   constexpr unsigned kSlots = 3, kHV = 2, kRow = 132, kHead = 128 * kRow + 4, kSlot = kHV * kHead + 8;
   const auto states = [](float* data) {
@@ -236,7 +236,8 @@ TEST_F(PtxOnHopper, LargerMagnitudes) {
   }
 }
 
-// x [rows,columns] in shared memory: as many columns as rows of so many bytes hold, then the next ones of all rows.
+// x [rows,columns] as it lies in shared memory: as many columns as rows of `row_bytes` hold, then the next columns of
+// all rows.
 std::vector<uint16_t> image(int32_t dtype, const std::vector<float>& x, size_t columns, unsigned row_bytes) {
   std::vector<uint16_t> bits(x.size());
   const size_t rows = x.size() / columns, wide = row_bytes / 2;

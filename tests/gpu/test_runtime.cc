@@ -116,7 +116,7 @@ TEST(Runtime, FailuresAreSentences) {
   }
 }
 
-// CUDA fails in a fork of a process that has used it: what it says itself tells nobody why.
+// CUDA fails in a fork of a process that has used it, and its own message does not say why.
 TEST(Runtime, ForkedProcessesAreTold) {
   machine = {.lost = true, .devices = {{9, 0}}};
   EXPECT_EQ(reason(KDA_CUDA), "found no CUDA driver or no device") << "this process is no fork";

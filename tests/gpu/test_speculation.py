@@ -79,7 +79,7 @@ def test_sizes(K: int, v_first: bool) -> None:
 
 @pytest.mark.parametrize("gate", ["log", "minus_30", "none", "softplus", "lower_bound"])
 def test_gates_whose_products_underflow(gate: str) -> None:
-    """Decays between tokens are products, never quotients of products that may be 0."""
+    """Decays between tokens are products, never quotients of products, which may be 0."""
     raw = gate in ("softplus", "lower_bound")
     p, following, h0 = two(16, gate=gate if raw else "log", K=64, V=64)
     change: dict[str, Callable[[Problem], Problem]] = {
@@ -91,7 +91,7 @@ def test_gates_whose_products_underflow(gate: str) -> None:
 
 @pytest.mark.parametrize("T", [2, 9, 16])
 def test_trees_are_their_chains(T: int) -> None:
-    """Every token's output is that of plain decode along its path; so is the state of a flush that ends there."""
+    """Every token's output is that of plain decode along its path; so is the state after a flush that ends there."""
     (p, h0), parents = drafts(T, K=64, V=30), random_trees(3, T, T)
     parents[1], parents[2] = -1, torch.arange(-1, T - 1)  # all of them first tokens; a chain
     records, pool = records_of(HERE, p, T), HERE(h0)
@@ -111,7 +111,7 @@ def test_trees_are_their_chains(T: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_of_a_fused_projection(dtype: torch.dtype) -> None:
-    """Of odd offsets, so that no row is aligned to more than an element."""
+    """Slices at odd offsets, so that rows are only aligned to their elements."""
     for sizes in ({"K": 30, "V": 5}, LARGE):
         p, following, h0 = two(4, dtype=dtype, gate="log", **sizes)
         got = matches(rounds, p, following, h0, int32(4, 0, 2), slices=True)
@@ -121,7 +121,7 @@ def test_slices_of_a_fused_projection(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("dtype", POOLS)
 def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
-    """Rows of states, records and outputs need not lie side by side, nor begin anywhere in particular."""
+    """Rows of states, records and outputs need not be adjacent, nor aligned."""
     p, following, h0 = two(4, K=64, V=30, v_first=v_first, dtype=torch.bfloat16)
     recorded = [*records_of(HERE, p, 4)[:3], *records_of(HERE, p, 4)[:3]]
     dense = [HERE(h0.to(dtype)), HERE(p.tensors["v"]), *recorded]
@@ -139,8 +139,8 @@ def test_memory_with_gaps(dtype: torch.dtype, v_first: bool) -> None:
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
 @pytest.mark.parametrize("tree", [False, True])
 def test_packed_requests_padding_and_poison(index: torch.dtype, first_valid_slot: int, tree: bool) -> None:
-    """Empty requests, rows of nobody, padding, a recycled slot, a request without records. What nobody names holds NaN
-    before and the same NaN after; the device takes indices beyond the pool for padding."""
+    """Empty requests, rows without a request, padding, a recycled slot, a request without records. Unused memory
+    holds NaN before and the same NaN after. The device treats indices beyond the pool as padding."""
     lengths, slots = [4, 0, 3, 1, 16, 2, 5], [7, first_valid_slot - 1, 1, -3, 5, 2, 3]
     homes = [0, 1, 8, 2, -1, 3, 5]  # of records
     p = make(lengths=lengths, tail=3, H=1, G=2, K=64, V=30, gate="softplus", beta="sigmoid", v_first=True)
@@ -175,7 +175,7 @@ def test_packed_requests_padding_and_poison(index: torch.dtype, first_valid_slot
     assert same_bits(got["unwritten"].cpu(), pool) and same_bits(got["state"], got["fused"])
     start = pool.clone()
     start[1] = 0
-    for slot in [slots[4], slots[5], *(s for s in range(9) if s not in slots)]:  # no records; none accepted; nobody's
+    for slot in [slots[4], slots[5], *(s for s in range(9) if s not in slots)]:  # no records; none accepted; unused
         assert same_bits(got["state"][slot].cpu(), start[slot])
     ends = np.cumsum([0, *lengths])
     for o in (got["o"][0], got["o_next"][0]):
@@ -233,8 +233,8 @@ def test_clamped_cursors() -> None:
 @pytest.mark.parametrize("entries", [8, 13, 40])
 @pytest.mark.parametrize("dtype", POOLS)
 def test_rings_of_a_serving_loop(entries: int, dtype: torch.dtype) -> None:
-    """Around the ring again and again: outputs of plain decode, states written in the rounds in which the oracle
-    writes them, and its cursors. A bfloat16 pool is rounded whenever it is written."""
+    """Around the ring again and again: outputs of plain decode, states written in the same rounds as by the oracle,
+    and its cursors. A bfloat16 pool is rounded whenever it is written."""
     T, rng, places = 4, np.random.default_rng(entries), (ORACLE, HERE)
     slots, sizes = int32(5, -1, 0, 2), {"N": 4, "K": 64, "V": 30}
     live, (p, h0) = [0, 2, 3], drafts(T, **sizes)
@@ -281,7 +281,7 @@ def test_rings_of_a_serving_loop(entries: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("first", [0, 5, 12])
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_ring_by_hand(first: int, tree: bool) -> None:
-    """Committed entries in front of a chain or a tree, around the end of the slot."""
+    """Committed entries before a chain or a tree, across the end of the slot."""
     T, R = 4, 13
     (p, following, h0), trees = two(T, K=64, V=30), {"parents": random_trees(3, T)} if tree else {}
 
@@ -302,13 +302,13 @@ def test_a_ring_by_hand(first: int, tree: bool) -> None:
 # ---- a long text ----
 
 
-ROUNDS, MOST, TEXTS = 10_000, 6, 2  # of them, drafts of each, requests
+ROUNDS, MOST, TEXTS = 10_000, 6, 2  # number of rounds, drafts of each, requests
 
 
 @cache
 def long_text(size: int, dtype: torch.dtype) -> tuple[Problem, Tensor, Tensor, dict[int, Tensor]]:
-    """Drafts of all rounds, the states before, how many are accepted, and the oracle's states after some rounds. The
-    memory is long: half of the gates are 0, the others small."""
+    """Drafts of all rounds, the states before them, how many are accepted, and the oracle's states after some rounds.
+    Memory is long: half of the gates are 0, the others small."""
     p, h0 = drafts(MOST * ROUNDS, N=TEXTS, K=size, V=size, gate="log", decay=10.0)
     p, h0 = half_masked(p), h0.to(dtype)
     accepted = torch.from_numpy(np.random.default_rng(0).integers(0, MOST + 1, (ROUNDS, TEXTS))).int()
@@ -327,7 +327,7 @@ def long_text(size: int, dtype: torch.dtype) -> tuple[Problem, Tensor, Tensor, d
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("way", ["verify_flush", "flush_verify", "ring"])
 def test_ten_thousand_rounds_do_not_drift(way: str, size: int, dtype: torch.dtype) -> None:
-    """At most 10 times the error of one round, however many there were."""
+    """The error is at most 10 times that of one round, however many there were."""
     p, h0, accepted, exact = long_text(size, dtype)
     here, pool, lengths, errors = HERE(p), HERE(h0), HERE(accepted), []
     turns = [records_of(HERE, p, MOST, slots=TEXTS) for _ in range(2)]

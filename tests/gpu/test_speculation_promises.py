@@ -1,5 +1,4 @@
-"""Verify, flush and flush_verify with CUDA tensors: what is promised to the bit, graphs, streams, large memory,
-refusals."""
+"""Verify, flush and flush_verify with CUDA tensors: bitwise promises, graphs, streams, large memory, refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from support import Tensor, same_bits
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# ---- promises to the bit ----
+# ---- bitwise promises ----
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
     ],
 )
 def test_company_changes_no_bit(T: int, sizes: dict[str, Any]) -> None:
-    """A request alone, in a batch, elsewhere in it, among padding (then blocks are larger), in two runs."""
+    """A request alone, in a batch, elsewhere in it, among padding (where blocks are larger), in two runs."""
     N = 40
     p, following, h0 = two(T, N=N, **sizes)
     trees, accepted = random_trees(N, T), torch.arange(N).int() % (T + 1)
@@ -120,7 +119,7 @@ def test_nothing_to_do(N: int, T: int) -> None:
 
 
 def shuffle(call: dict[str, Any], slots: int, T: int) -> None:
-    """New numbers in the memory of a call; some requests are padding. Nothing waits for the device."""
+    """Writes new numbers into the memory of a call, with padding in some requests, without waiting for the device."""
     for name in ("q", "k", "v", "g", "beta"):
         call[name].normal_()
     N = len(call["state_indices"])
@@ -130,7 +129,8 @@ def shuffle(call: dict[str, Any], slots: int, T: int) -> None:
 
 
 def one_of_each(memory: dict[str, Any]) -> list[Tensor]:
-    """verify, flush, flush_verify with two buffers, and a step of a ring, on one memory; returns what they wrote."""
+    """Runs verify, flush, flush_verify with two buffers, and a step of a ring, on one memory; returns what they
+    wrote."""
     call, pool, ring_pool, a, b, ring = (memory[n] for n in ("call", "pool", "ring_pool", "a", "b", "ring"))
     inputs = {n: x for n, x in call.items() if n not in ("parents", "accept_len")}
     parents, m, at = call["parents"], call["accept_len"], call["state_indices"]
@@ -153,7 +153,7 @@ def memory_of(N: int, T: int, slots: int, seed: int = 0, **sizes: Any) -> dict[s
 
 @only_cuda
 def test_graphs() -> None:
-    """Captured once, replayed with whatever the memory holds then."""
+    """Captured once, replayed with new content of the memory."""
     slots, T = 9, 4
     captive, eager = (memory_of(5, T, slots, K=64, V=64, dtype=torch.bfloat16) for _ in range(2))
     start, results = HERE(captive), []
@@ -184,8 +184,8 @@ def given_tensors(x: Any) -> list[Tensor]:
 @pytest.mark.parametrize("sizes", [LARGE, {"K": 20, "V": 36}])
 @pytest.mark.parametrize(("T", "N"), [(1, 3), (4, 3), (4, 70), (9, 3)])
 def test_rounds_on_a_ring_without_a_pause(T: int, N: int, sizes: dict[str, Any], told: str) -> None:
-    """Kernels start, and some read, while those before them still run: they read what they would after a pause. How
-    many drafts are accepted is told before all rounds, or between each two of them."""
+    """Kernels start, and some read, while earlier ones still run: they must read what they would after a pause. The
+    numbers of accepted drafts are written before all rounds, or between consecutive rounds."""
     p, h0 = drafts(T, N=N, dtype=torch.bfloat16, **sizes)
     accepted, m = torch.randint(T + 1, (16, N), device=DEVICE).int(), HERE(alike(0, N))
     call, start = HERE.call(p, state_indices=torch.randperm(N).int()), HERE(h0)
@@ -254,7 +254,7 @@ def test_two_streams_at_once() -> None:
 @only_cuda
 @pytest.mark.parametrize("far", ["float32", "bfloat16", "layers", "u", "k", "alpha"])
 def test_slots_beyond_2_31_elements(far: str) -> None:
-    """Of the pool, of all layers' pools, of each array of the records."""
+    """In the pool, in all layers' pools, in each array of the records."""
     p, following, h0 = two(2, N=1, K=64, V=64)
     h0, at = h0.to(torch.bfloat16 if far == "bfloat16" else torch.float32), {"state_indices": int32(2)}
     expected = rounds(HERE, p, following, h0, int32(2))

@@ -1,6 +1,6 @@
-"""The call that most make, bfloat16 chains without a ring or a convolution, has kernels that know it: the numbers of
-the float64 oracle, and the bits of the same call made so that others take it. The same of such chains on a ring, and
-with a convolution in front."""
+"""The most common call, bfloat16 chains without a ring or a convolution, has specialised kernels. They give the
+numbers of the float64 oracle, and the bits of the same call in a form that other kernels take. The same holds for
+such chains on a ring, and with a convolution before them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def served(
     place: Place, p: Problem, following: Problem, h0: Tensor, m: Tensor, slots: list[int] | None = None,
     lost: int | None = None, gap: int = 0, ring: bool = False, chain: bool = False, flags: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Verify, flush, and in one call the same flush and a verify of the next drafts: outputs of all rows, then what is
-    kept of those that have a slot. ``lost``: a row without records; ``gap``: between rows of the states; ``ring``: with
-    nothing committed; ``chain``: as parents."""
+    """Verify, flush, and in one call the same flush and a verify of the next drafts. Returns outputs of all rows,
+    then the kept data of rows with a slot. ``lost``: a row without records; ``gap``: elements between rows of the
+    states; ``ring``: a ring with nothing committed; ``chain``: pass a chain as parents."""
     N, T, K = *p.tensors["g"].shape[:2], h0.shape[-1]
     homes = list(range(N)) if slots is None else slots
     live = [n for n in range(N) if homes[n] >= 0]
@@ -78,7 +78,7 @@ def test_numbers_and_bits(T: int, shape: str, pool: torch.dtype) -> None:
 
     def numbers(place: Place, lost: int | None = None) -> dict[str, Tensor]:
         got = served(place, p, following, h0, m, slots, lost)
-        # Where a written state is rounded, now and then to the other neighbour, a round that begins there is another.
+        # A written state is rounded, sometimes to the other neighbour, and then a round that begins there differs.
         return {n: x for n, x in got.items() if pool == torch.float32 or n not in ("o_next", "u1")}
 
     matches(numbers)
@@ -94,7 +94,7 @@ def test_numbers_and_bits(T: int, shape: str, pool: torch.dtype) -> None:
 
 
 def padded(got: dict[str, Tensor], slots: list[int]) -> dict[str, Tensor]:
-    """What ``served`` gives when rows without a slot are padding."""
+    """The result of ``served`` when rows without a slot are padding."""
     live = torch.tensor(slots, device=DEVICE) >= 0
     return {n: x.where(live[:, None, None, None], 0) if n in ("o", "o_next") else x[live] for n, x in got.items()}
 
@@ -105,8 +105,9 @@ def padded(got: dict[str, Tensor], slots: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("T", [2, 5, 6, 8])
 def test_convolution_in_front(T: int, bias: bool, by_channel: bool, shape: str, pool: torch.dtype) -> None:
-    """All of it in bfloat16: the bits of the operator in front, and of the same call made so that others take it."""
-    N = 210 if T == 6 else 5  # so many that blocks have all columns of a head
+    """Everything in bfloat16: the bits of the operator before the call, and of the same call in a form that other
+    kernels take."""
+    N = 210 if T == 6 else 5  # with so many rows, blocks have all columns of a head
     p, _, h0 = usual(T, N, **SHAPES[shape])
     rows, given = convolved(p, 4, bias)
     entries = given.state.contiguous() if by_channel else given.state
@@ -132,7 +133,7 @@ def test_convolution_in_front(T: int, bias: bool, by_channel: bool, shape: str, 
 @pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64, "gate": "lower_bound"}, {"K": 64, "V": 128}])
 @pytest.mark.parametrize("T", [1, 2, 4, 8])
 def test_company_changes_no_bit(T: int, sizes: dict[str, Any], pool: torch.dtype) -> None:
-    """Of few rows, of some, and of so many that blocks have all columns of a head."""
+    """For few rows, for some, and for so many that blocks have all columns of a head."""
     N = 840 if T in (1, 4) else 320
     p, following, h0 = usual(T, N, **sizes)
     m, h0 = torch.arange(N).int() % (T + 1), h0.to(pool)
@@ -150,7 +151,7 @@ def test_company_changes_no_bit(T: int, sizes: dict[str, Any], pool: torch.dtype
 def test_later_drafts_change_nothing(
     T: int, fewer: tuple[int, ...], sizes: dict[str, Any], pool: torch.dtype
 ) -> None:  # fmt: skip
-    """They do not lie on a token's path; but calls of up to four have kernels of their own."""
+    """They are not on a token's path; but calls of up to four drafts have their own kernels."""
     p, _, h0 = usual(T, 3, **sizes)
     records = records_of(HERE, p, T)
     o = verify(HERE, p, HERE(h0.to(pool)), records)
@@ -164,8 +165,8 @@ def test_later_drafts_change_nothing(
 def around_rings(
     place: Place, calls: list[Problem], start: Tensor, slots: list[int], rows: list[int], wide: bool = False
 ) -> dict[str, Tensor]:
-    """Some rounds of these rows on rings that begin anywhere, until states have been written; row n accepts n drafts at
-    most. ``wide``: gates in float32."""
+    """Some rounds of these rows on rings that begin anywhere, until states have been written; row n accepts at most n
+    drafts. ``wide``: gates in float32."""
     T, size = calls[0].tensors["g"].shape[1], len(start)
     mine = [tokens(p, rows) for p in calls]
     if wide:
@@ -183,7 +184,7 @@ def around_rings(
 
 
 def in_slots(h0: Tensor, slots: list[int], size: int, pool: torch.dtype) -> Tensor:
-    """A pool of NaN, but for these states."""
+    """A pool with these states, and NaN elsewhere."""
     start = torch.full((size, *h0.shape[1:]), NAN, dtype=pool)
     live = [n for n, slot in enumerate(slots) if slot >= 0]
     start[[slots[n] for n in live]] = h0[live].to(pool)
@@ -200,7 +201,7 @@ def test_rings(T: int, shape: str, pool: torch.dtype) -> None:
     start, every = in_slots(h0, slots, 13, pool), list(range(N))
     expected = around_rings(HERE, calls, start, slots, every)
     oracle = around_rings(ORACLE, calls, start, slots, every)
-    if pool == torch.float32:  # a rounded state, now and then to the other neighbour, is where another round begins
+    if pool == torch.float32:  # a state rounded to the other neighbour changes the rounds that start there
         for name, x in expected.items():
             if "ring" not in name:
                 close(oracle[name], x, name)
@@ -215,7 +216,7 @@ def test_rings(T: int, shape: str, pool: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [LARGE, {"K": 64, "V": 64, "gate": "lower_bound"}, {"K": 64, "V": 128}])
 @pytest.mark.parametrize("T", [1, 4, 8])
 def test_company_on_rings_changes_no_bit(T: int, sizes: dict[str, Any], pool: torch.dtype) -> None:
-    """Of few rows, of some, and of so many that blocks have all columns of a head."""
+    """For few rows, for some, and for so many that blocks have all columns of a head."""
     N = 320
     (*calls, h0), slots = usual(T, N, **sizes), [(7 * n + 3) % 331 if n != 1 else -1 for n in range(N)]
     start = in_slots(h0, slots, 331, pool)

@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kImpl[] = "cuda_stage";
 
-// Beside those of the CPU: sizes of a slice, one less, one more, and several.
+// The cases of the CPU, and sizes of a slice, one less, one more, and several slices.
 std::vector<Case> cuda_cases() {
   std::vector<Case> all = cases();
   for (const int64_t K : {16, 64, 65, 128, 136, 256})
@@ -42,8 +42,8 @@ std::vector<Case> cuda_cases() {
   return all;
 }
 
-// What is in f32: kWide; all but q, k, v and what is not stored in 16 bits: kMixed; only G, Akk_inv, beta, the states
-// of sequences: kNarrow, where kernels multiply in bf16.
+// Which tensors are in f32. kWide: all. kMixed: q, k, v and all that is not stored in 16 bits. kNarrow: only G,
+// Akk_inv, beta and the states of sequences, so that kernels multiply in bf16.
 enum class Store { kWide, kMixed, kNarrow };
 
 StageTensors tensors_of(const Inputs& in, Store store) {
@@ -68,7 +68,7 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
   StagesOnCuda() : c(GetParam()), in(c) {}
   bool conditioned_badly() const { return c.keys == Keys::kIdentical; }
 
-  // The same operands for the kernel and the oracle; the oracle's outputs are float64.
+  // Gives the kernel and the oracle the same operands; the oracle's outputs are float64.
   template <class Args>
   void expect_stage(const StageTensors& t, Args a, int64_t shift) {
     if (why_not(on_device(a), kImpl).find("is not emulated") != std::string::npos) return;  // by tests/emulator, so far
@@ -107,7 +107,7 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
   const Inputs in;
 };
 
-// On what the oracle's earlier stages left. Memory that no wide access fits, too.
+// Runs each stage on what the oracle's earlier stages left, also in memory that fits no wide access.
 TEST_P(StagesOnCuda, EachIsItsOracle) {
   for (const Store store : {Store::kWide, Store::kMixed, Store::kNarrow}) {
     SCOPED_TRACE(static_cast<int>(store));
@@ -129,7 +129,7 @@ TEST_P(StagesOnCuda, TogetherAreForward) {
     const StageTensors t = tensors_of(in, store);
     for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
     if (HasFatalFailure()) return;
-    // q and k were rounded after the norm; of wild gates' sums fewer digits are left.
+    // q and k were rounded after the norm; the sums of wild gates keep fewer digits.
     const bool in_bf16 = t["v"].dtype() == KDA_BF16;
     const double wide = c.gates == Gates::kWild ? 5e-4 : 2e-5, narrow = conditioned_badly() ? 0.08 : 0.008;
     for (const auto& [name, expected] : {std::pair{"o", &exact.o}, {"hT", &exact.hT}}) {
@@ -225,7 +225,7 @@ TEST_F(StageDetailsOnCuda, MinusInfinityIsClamped) {
   EXPECT_TRUE(std::isnan(t["G"].get(4)));
 }
 
-// On the device nobody checks cu_seqlens: whatever they hold, nothing but outputs is written.
+// cu_seqlens are not checked on the device: whatever they hold, nothing but outputs is written.
 TEST_F(StageDetailsOnCuda, GarbageInLengthsDoesNoHarm) {
   const Inputs in({.name = "garbage", .HV = 2, .K = 20, .V = 36, .lengths = {64, 70, 3, 0, 130}, .tail = 9});
   const int64_t huge = int64_t{1} << 40;

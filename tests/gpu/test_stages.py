@@ -1,5 +1,5 @@
-"""kda.stages and kda.prefill_f32 with CUDA tensors: numbers of the float64 oracle, and what is promised
-of launches, graphs and streams."""
+"""kda.stages and kda.prefill_f32 with CUDA tensors: numbers of the float64 oracle, and promises about launches,
+graphs and streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from places import (
 from support import Problem, Tensor, cotangents, make, same_bits, wild
 
 TOKENWISE = ("q", "k", "v", "g", "beta")
-PLAIN: dict[str, Any] = {"l2norm": False}  # keys of length 1 by themselves, decays and activated beta
+PLAIN: dict[str, Any] = {"l2norm": False}  # keys that already have length 1, decays and activated beta
 
 
 def by_stages(place: Place, p: Problem) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ def test_the_torch_operator() -> None:
 @only_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs(dtype: torch.dtype) -> None:
-    """Captured once, replayed with whatever the memory holds then."""
+    """Captured once, replayed with new content of the memory."""
     p = make(lengths=[65, 0, 9, 64, 200], tail=30, H=2, G=2, K=128, V=128, dtype=dtype, **PLAIN)
     x = {n: HERE(p.tensors[n]) for n in TOKENWISE}
     cu = HERE(p.options["cu_seqlens"])
@@ -177,7 +177,7 @@ def test_runs_on_torchs_current_stream() -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # whoever does not wait on this stream reads v before it is itself
+        torch.cuda._sleep(100_000_000)  # a kernel that does not wait on this stream reads v before it is computed
         got = kda.prefill_f32(*x[:2], x[2] * 2 / 2, *x[3:], 64)
     stream.synchronize()
     assert all_same(expected, got)

@@ -1,5 +1,5 @@
 """chunk_kda and fused_recurrent_kda with gradients, and the layer in training, with CUDA tensors: against the float64
-oracle, and what is promised to the bit. tests/python has more of it, for both devices."""
+oracle, and bitwise promises. tests/python has more, for both devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import Problem, Tensor, assert_close, cotangents, make, reference, 
 
 FUNCTIONS = [kda.chunk_kda, kda.fused_recurrent_kda]
 SIZES = {"H": 2, "G": 2, "K": 20, "V": 36, "T": 130}
-# Sums over all channels of few heads may cancel: of a head, dA_log is one number.
+# Sums over all channels of few heads may cancel: dA_log has one number per head.
 SLACK = {"dA_log": 4.0, "dbeta": 1.5}
 
 
@@ -151,7 +151,7 @@ def test_a_step_as_a_graph() -> None:
 
 @only_cuda
 def test_a_graph_takes_new_lengths() -> None:
-    """cu_seqlens are read by the kernels: a captured backward runs on other lengths as an eager one does."""
+    """Kernels read cu_seqlens, so a captured backward works with other lengths as an eager one does."""
     p = HERE(
         make(lengths=[60, 70, 70], dtype=torch.bfloat16, **{**SIZES, **LARGE, "T": 200}).having(initial_state=None)
     )
@@ -186,15 +186,15 @@ def test_nothing_waits() -> None:
 
 
 def test_autocast() -> None:
-    """As a layer under autocast calls: projections in bf16, decays in f32."""
+    """Called like a layer under autocast: projections in bf16, decays in f32."""
     p = problem(dtype=torch.bfloat16, gate="log", beta="activated", **LARGE)
     expect_gradients(kda.chunk_kda, p, "decays in f32")
 
 
 @only_cuda
 def test_memory_of_a_step() -> None:
-    """Beside inputs, outputs and gradients, for 8 heads of 2,048 tokens: h and v_new take 12 MiB, the states' gradients
-    8, images of chunks 15."""
+    """Besides inputs, outputs and gradients, for 8 heads of 2,048 tokens: h and v_new take 12 MiB, the states'
+    gradients 8, images of chunks 15."""
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 2048, 8, 128, device=DEVICE).bfloat16().requires_grad_() for _ in range(4))
     beta = torch.randn(1, 2048, 8, device=DEVICE).bfloat16().requires_grad_()

@@ -26,7 +26,7 @@ from table import EMULATOR, MUTANTS, UNITS, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-ONE_ISA = ROOT / "tests/one_isa"  # every kernel file asks for its function of the one that is compiled here
+ONE_ISA = ROOT / "tests/one_isa"  # here every kernel file asks for the one instruction set that is compiled
 ONE_TARGET = ["-DHWY_COMPILE_ONLY_STATIC", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-maes", "-mpclmul"]
 # These headers are half of what a kernel takes to compile: compiled once, with -O0, they leave 1.2 s of the 3.7 of -O1.
 HEADERS = "".join(
@@ -39,7 +39,7 @@ CCACHE = [ccache] if (ccache := shutil.which("ccache")) else []
 # The cores are busy with other mutants, and a test that has failed need not go on.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GTEST_FAIL_FAST": "1", "GTEST_BRIEF": "1"}
 TIMEOUT_S = 120
-# What ccache asks of who precompiles headers: no unit of ours has a macro that changes them, or the time.
+# ccache needs this for precompiled headers: no unit of ours has a macro that changes them, or the time.
 COMPILE_ENVIRONMENT = os.environ | {"CCACHE_SLOPPINESS": "pch_defines,time_macros"}
 
 
@@ -48,12 +48,12 @@ def units_of(mutant: Mutant) -> list[str]:
 
 
 class Target:
-    """What mutated units are linked into, by the build's own commands."""
+    """The program or library that mutated units are linked into, by the build's own commands."""
 
     def __init__(self, directory: pathlib.Path, name: str) -> None:
         commands = ["cmake", "--build", str(directory), "--", "-t", "commands", name]
         lines = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()
-        link = [line for line in lines if " -o " in line][-1]  # behind it comes what makes a link to the library
+        link = [line for line in lines if " -o " in line][-1]  # the commands behind it make a link to the library
         self.link_command = shlex.split(link.removeprefix(": && ").removesuffix(" && :"))
         self.file = pathlib.Path(self.link_command[self.link_command.index("-o") + 1]).name
         self.commands = {}
@@ -78,7 +78,7 @@ class Build:
         return self.emulator if tests[0] == EMULATOR else self.library
 
     def compile(self, target: Target, unit: str, overlay: pathlib.Path) -> pathlib.Path:
-        """`unit` with the files in `overlay` in front of those in src/."""
+        """Compiles `unit`, with the files in `overlay` in front of those in src/."""
         source = ROOT / unit
         relative = pathlib.Path(unit).relative_to("src")
         changed = overlay / relative
@@ -93,7 +93,7 @@ class Build:
         return output
 
     def precompile(self) -> None:
-        """Where the compiler finds that this does not fit a unit, it reads the headers themselves."""
+        """Precompiles the headers. If the result does not fit a unit, the compiler reads the headers themselves."""
         output = self.headers.with_suffix(".h.gch")
         options = [*ONE_TARGET, "-x", "c++-header"]
         self.execute(CCACHE + self.compiler(self.library, KERNEL, self.headers, output, options))
@@ -101,7 +101,7 @@ class Build:
     def compiler(
         self, target: Target, unit: str, source: pathlib.Path, output: pathlib.Path, options: list[str]
     ) -> list[str]:
-        """The build's command for `unit`, for `source` instead."""
+        """The build's command for `unit`, applied to `source` instead."""
         command = target.commands[str(ROOT / unit)]
         command = [a for a in command if not a.startswith(("-O", "-W", "-DHWY_DISABLED_TARGETS"))]
         command[command.index("-o") + 1] = str(output)
@@ -109,7 +109,7 @@ class Build:
         return [command[0], *options, "-O0", "-w", *command[1:]]
 
     def link(self, target: Target, objects: dict[str, pathlib.Path], overlay: pathlib.Path) -> pathlib.Path:
-        """`objects`, by their units, instead of those of the build."""
+        """Links `objects`, by their units, instead of those of the build."""
         command = target.link_command.copy()
         output = overlay / target.file
         command[command.index("-o") + 1] = str(output)
@@ -136,7 +136,7 @@ class Build:
         return self.work / "".join(c if c.isalnum() else "_" for c in name)
 
     def run(self, linked: pathlib.Path, tests: tuple[str, str]) -> subprocess.CompletedProcess[str]:
-        """`linked`: the program of these tests, or a library that takes the place of its own."""
+        """Runs tests. `linked`: their program, or a library that takes the place of the program's own."""
         program, chosen = tests
         environment, path = ENVIRONMENT, linked
         if program != EMULATOR:
@@ -186,7 +186,7 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
     path = overlay / pathlib.Path(mutant.file).relative_to("src")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    if path.suffix == ".h":  # headers look for others beside themselves first
+    if path.suffix == ".h":  # a header looks for others beside itself first
         for other in (ROOT / mutant.file).parent.glob("*.h"):
             if other.name != path.name:
                 shutil.copy(other, path.parent)
@@ -197,7 +197,7 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
         linked = build.link(target, objects, overlay)
         if build.run(linked, mutant.tests).returncode:
             result = "caught"
-            shutil.rmtree(overlay)  # a library with all CUDA kernels each; that of a survivor is kept to look at
+            shutil.rmtree(overlay)  # it has a library with all CUDA kernels; a survivor's is kept to look at
     except subprocess.CalledProcessError as error:
         result, details = "NOT BUILT", error.stdout
     except subprocess.TimeoutExpired:  # not caught: the machine may have been too busy for any library
@@ -206,7 +206,7 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
 
 
 def mutate(mutants: list[Mutant]) -> list[str]:
-    """The changed text of each one's file."""
+    """The changed text of each mutant's file."""
     texts, misfits = [], []
     for m in mutants:
         text = (ROOT / m.file).read_text()

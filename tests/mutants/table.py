@@ -874,8 +874,8 @@ MUTANTS = [
         ("cuda backward: value heads are not added", "if (!first) x[0] += kept.x, x[1]", "if (!first) x[1]"),
         (
             "cuda backward: dA is written where a piece is read",
-            "    __syncthreads();  // nobody reads a piece any more",
-            "    // nobody reads a piece any more",
+            "    __syncthreads();  // all reads of pieces are done",
+            "    // all reads of pieces are done",
         ),
         (
             "cuda backward: a piece is read before it came",

@@ -1,4 +1,4 @@
-"""What tests of the benches that need a GPU have in common: they run on the CPU, and so do stand-ins of peers."""
+"""Helpers for tests of the benches that need a GPU: they run on the CPU, with stand-ins for peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kda.cli import arrays, bench, main, measure, peers
 
 
 def believe_in_gpu(monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[..., float]) -> None:
-    """The command finds a GPU, on which ``milliseconds`` is how calls are timed, and no folder of peers."""
+    """Makes the command believe in a GPU on which ``milliseconds`` times calls, without a folder of peers."""
     monkeypatch.setattr(measure, "graph_milliseconds", milliseconds)
     monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(measure, "machine", lambda device: {
@@ -29,8 +29,7 @@ def believe_in_gpu(monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[..., 
 
 
 def command(capsys: pytest.CaptureFixture[str], name: str) -> Callable[..., str]:
-    """Calls ``python -m kda bench name`` with words of the command line, expects a status, and returns what is
-    printed."""
+    """Calls ``python -m kda bench name`` with words of the command line, expects a status, and returns the output."""
 
     def call(*words: str, status: int = 0) -> str:
         assert main(["bench", name, *words]) == status
@@ -40,13 +39,13 @@ def command(capsys: pytest.CaptureFixture[str], name: str) -> Callable[..., str]
 
 
 def tool(name: str) -> ModuleType:
-    """The functions of one of tools/."""
+    """The functions of a program in tools/."""
     path = Path(__file__).resolve().parents[2] / "tools" / name
     found = ModuleType(name)
     found.__file__ = str(path)
     paths = sys.path[:]
     exec(compile(path.read_text(), path, "exec"), found.__dict__)
-    sys.path[:] = paths  # processes started later would import kda from the sources that it put in front
+    sys.path[:] = paths  # it put the sources in front, and processes started later would import kda from there
     return found
 
 
@@ -55,7 +54,7 @@ def gpu_suite() -> ModuleType:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
-    """An importable module of these functions, in packages that are empty otherwise."""
+    """Makes a module of these functions importable, in packages that are otherwise empty."""
     parts = module.split(".")
     for i in range(1, len(parts) + 1):
         name = ".".join(parts[:i])

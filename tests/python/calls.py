@@ -1,4 +1,4 @@
-"""A good call of the convolution, of the maps of segments, of each stage and of the float32 prefill."""
+"""A valid call of the convolution, of segment maps, of each stage and of the float32 prefill."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 PYTHONPATH=python KDA_LIBRARY_DIR=build/lib python -m pytest tests/python
 
-With KDA_TEST_DEVICE=cuda: the tests marked ``cuda``, with all tensors there.
+With KDA_TEST_DEVICE=cuda, it runs the tests marked ``cuda``, with all tensors on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, settings
 
 import kda
 
-# A shell that runs the suite in the background has it ignore Ctrl-C, and so would the programs that tests interrupt.
+# A shell that runs the suite in the background makes it ignore Ctrl-C, and the programs that tests interrupt would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _tensors_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test makes is on the device."""
+    """Tests make all their tensors on the device."""
     if DEVICE.type == "cpu":
         yield
         return
@@ -61,7 +62,7 @@ def _nothing_forced_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``force("cpu_chunk", "reference")``: operators that have one of them must use it, in backward as well."""
+    """``force("cpu_chunk", "reference")``: operators that have one of these must use it, in backward as well."""
 
     def set_names(*names: str) -> None:
         known = {

@@ -1,4 +1,4 @@
-"""One rank's part of the layer in test_nn_keywords.py, with a context; results go to files."""
+"""One rank's part of the layer in test_nn_keywords.py, with a context. Results go to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import kda.cp
 from kda.nn import KimiDeltaAttention
 from layer_model import make, tokens
 
-TOKENS = 96  # of all ranks together
+TOKENS = 96  # on all ranks together
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ CASES = {
 
 
 def run_layer(case: Case, cp: Any = None) -> dict[str, Tensor]:
-    """Outputs, and gradients of x and of every parameter, of this rank's window or of everything."""
+    """Outputs, and gradients of x and of every parameter, for this rank's window or for everything."""
     layer, x, d_o = case.layer(), tokens(1, TOKENS, 48), tokens(1, TOKENS, 48, seed=2)
     keywords: dict[str, Any] = {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0)}
     if cp is not None:

@@ -1,4 +1,4 @@
-"""What every process of test_cp.py runs: the cases, and one rank's part of them. Results go to files."""
+"""Run by every process of test_cp.py: the cases, and one rank's part of them. Results go to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import kda.cp
 from support import Problem, Tensor, make
 
 TOKENWISE = ("q", "k", "v", "g", "beta")
-TOKENS = 240  # of all ranks together, divisible by 2, 3 and 4
+TOKENS = 240  # on all ranks together, divisible by 2, 3 and 4
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ CASES = {
     "across": Case([50, 0, 130, 1, 59], {**FUSED, "G": 2}),
     "across_v_first": Case([50, 0, 130, 1, 59], {**FUSED, "v_first": True, "V": 40}),
     "spans": Case([10, 220, 10], {"gate": "lower_bound", "beta": "2sigmoid"}),
-    "borders": Case([20] * 12),  # no sequence goes on across a border of 2, 3 or 4 windows
+    "borders": Case([20] * 12),  # no sequence crosses a border of 2, 3 or 4 windows
     "many": Case([7, 33, 41, 0, 0, 19, 50, 3, 47, 40], FUSED),
     "tail": Case([100, 100], FUSED),
     "ranks_of_padding": Case([30, 20], FUSED),
@@ -60,7 +60,7 @@ CASES = {
 
 
 def chunk(p: Problem, shard: slice, keywords: dict[str, Any]) -> dict[str, Tensor]:
-    """{"o", "dq", ..} of some of the tokens."""
+    """{"o", "dq", ..} for some of the tokens."""
     leaves = {n: (x[:, shard] if n in TOKENWISE else x).detach().clone().requires_grad_() for n, x in p.tensors.items()}
     o, state = kda.chunk_kda(**leaves, **{**p.options, **keywords})
     assert state is None
@@ -71,7 +71,7 @@ def chunk(p: Problem, shard: slice, keywords: dict[str, Any]) -> dict[str, Tenso
 
 # ---- the convolution ----
 
-CONVOLUTIONS = [  # tokens of all ranks, lengths, width
+CONVOLUTIONS = [  # tokens on all ranks, lengths, width
     (240, [240], 4),
     (240, [50, 0, 130, 1, 59], 4),
     (240, [20] * 12, 4),
@@ -85,7 +85,7 @@ CONVOLUTIONS = [  # tokens of all ranks, lengths, width
 
 
 def convolution(x: Tensor, weight: Tensor, lengths: list[int], halo: Tensor | None) -> Tensor:
-    """Causal, depthwise, of packed sequences, each with the rows in front of it: ``[N, D, W - 1]``, or zeros."""
+    """Causal depthwise convolution of packed sequences, each with the rows before it: ``[N, D, W - 1]``, or zeros."""
     D, W = weight.shape
     outputs, start = [], 0
     for n, length in enumerate(lengths):
@@ -115,7 +115,7 @@ def convolved(tokens: int, lengths: list[int], width: int, dtype: torch.dtype, c
 
 
 def convolution_in_front(cp: Any = None) -> dict[str, Tensor]:
-    """q, k and v from kda.causal_conv1d, as in the layer."""
+    """The layer's q, k and v from kda.causal_conv1d."""
     random = torch.Generator().manual_seed(1)
     H, K, V, lengths = 2, 16, 20, CASES["many"].lengths
     D = 2 * H * K + H * V
@@ -156,7 +156,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
         cp = kda.cp.Context(cu, tokens=TOKENS)
         shard = slice(rank * cp.tokens, (rank + 1) * cp.tokens)
         if rank % 2:
-            time.sleep(0.01)  # whoever comes late changes nothing
+            time.sleep(0.01)  # late ranks change nothing
         keywords = {**case.keywords, "cp_context": cp}
         results[name] = {**chunk(p, shard, keywords), "cu_seqlens": cp.cu_seqlens}
         results[f"{name} again"] = chunk(p, shard, keywords)
@@ -169,7 +169,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
             results[f"convolution {i} {dtype}"] = convolved(tokens, lengths, width, dtype, cp)
     ends = [0, *torch.tensor(CASES["many"].lengths).cumsum(0).tolist()]
     results["convolution in front"] = convolution_in_front(kda.cp.Context(ends, tokens=TOKENS))
-    group = dist.new_group(list(reversed(range(ranks))))  # ranks of a group in another order than those of the world
+    group = dist.new_group(list(reversed(range(ranks))))  # the group orders the ranks differently from the world
     cp = kda.cp.Context([0, TOKENS], group=group)
     p = CASES["one"].problem
     p.options.pop("cu_seqlens")

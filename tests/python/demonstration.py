@@ -1,4 +1,5 @@
-"""A model of examples/demo that knows a sentence by heart: with leads that no rounding turns round."""
+"""A model of examples/demo that knows a sentence by heart: its choices lead so far that rounding cannot reverse
+them."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ SENTENCE = b"The quick brown fox jumps over the lazy dog, again and again. "
 
 
 def sentences(length: int) -> Tensor:
-    """``[1, length]`` bytes of the sentence over and over."""
+    """``[1, length]`` bytes that repeat the sentence."""
     return torch.tensor([list(SENTENCE) * (length // len(SENTENCE) + 1)])[:, :length]
 
 
 def trained_model(steps: int = 40) -> LanguageModel:
-    """On the CPU in float32."""
+    """A model trained on the CPU in float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LanguageModel(**CONFIG)

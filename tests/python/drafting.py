@@ -1,4 +1,4 @@
-"""Calls with drafts, the records they need, and plain decode of the same tokens: helpers of the speculation tests."""
+"""Helpers of the speculation tests: calls with drafts, the records they need, and plain decode of the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {"H": 1, "G": 2, "K": 20, "V": 36, "gate": "softplus", "beta": "sigmoid"
 
 
 def drafts(T: int, N: int = REQUESTS, seed: int = 0, **changes: Any) -> tuple[Problem, Tensor]:
-    """A call of T tokens a request without states, and the states."""
+    """A call with T tokens per request, without states, and the states."""
     p = make(B=N, T=T, seed=seed, **{**SIZES, **changes})
     return p.having(initial_state=None), p.tensors["initial_state"]
 
@@ -30,19 +30,19 @@ def alike(m: int, N: int = REQUESTS) -> Tensor:
 
 
 def tokens(p: Problem, *which: Any) -> Problem:
-    """Part of the rows and tokens."""
+    """The call for some of the rows and tokens."""
     return p.having(**{n: p.tensors[n][which] for n in ("q", "k", "v", "g", "beta")})
 
 
 def random_trees(N: int, T: int, seed: int = 0) -> Tensor:
-    """Every token hangs on any before it, or on the committed text."""
+    """Every token follows a random earlier one, or the committed text."""
     rng = np.random.default_rng(seed)
     return torch.tensor([[int(rng.integers(-1, t)) if t else -1 for t in range(T)] for _ in range(N)]).int()
 
 
 def decoded(p: Problem, h0: Tensor, parents: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Plain decode of one token a call, in float32: outputs, and the states before all and after every token. A token
-    goes on from the state of its parent."""
+    """Plain decode of one token a call, in float32: outputs, and the states before all tokens and after each. A token
+    continues from the state of its parent."""
     p, states, o = p.map(Tensor.float), [h0.float()], []
     for t in range(p.tensors["q"].shape[1]):
         before = [t - 1] * len(h0) if parents is None else parents[:, t].clamp(-1).tolist()
@@ -73,17 +73,17 @@ def layout(p: Problem) -> dict[str, Any]:
 
 
 def near(o: Tensor, expected: Tensor, state: Tensor | None = None, expected_state: Tensor | None = None) -> None:
-    """float32 to 1e-5; bfloat16 outputs to 0.003."""
+    """Asserts that float32 agrees to 1e-5, and bfloat16 outputs to 0.003."""
     assert_close({"o": expected}, {"o": o}, slack=0.6 if o.dtype == torch.bfloat16 else 1)
     if state is not None and expected_state is not None:
         assert_close({"final_state": expected_state}, {"final_state": state})
 
 
-# ---- a convolution in front ----
+# ---- a convolution before the recurrence ----
 
 
 def convolved(p: Problem, W: int, bias: bool, seed: int = 0) -> tuple[Problem, kda.Conv]:
-    """Raw rows instead of q, k, v, over a pool with one slot more than requests, and in another order."""
+    """The call with raw rows instead of q, k, v, over a pool with one slot more than requests, in another order."""
     (H, K), (HV, V), random = p.tensors["q"].shape[2:], p.tensors["v"].shape[2:], torch.Generator().manual_seed(seed)
     (N, T), D, dtype = p.tensors["q"].shape[:2], 2 * H * K + HV * V, p.tensors["q"].dtype
     weight, b = torch.randn(D, W, generator=random), torch.randn(D, generator=random) if bias else None
@@ -100,7 +100,7 @@ def rolled(conv: kda.Conv, m: int) -> Tensor:
 
 
 def separate(p: Problem, conv: kda.Conv, like: Problem) -> Problem:
-    """The call without the fused convolution: the operator kda.causal_conv1d_update in front."""
+    """The call without the fused convolution: with the operator kda.causal_conv1d_update before it."""
     y = kda.causal_conv1d_update(conv.x, conv.state.clone(), conv.weight, conv.bias, state_indices=conv.indices)
     sizes = [like.tensors[n].shape[2] * like.tensors[n].shape[3] for n in "qkv"]
     parts = y.split(sizes, 2)

@@ -14,7 +14,7 @@ from kda.nn import KimiDeltaAttention
 def make(seed: int = 0, **config) -> KimiDeltaAttention:
     torch.manual_seed(seed)
     layer = KimiDeltaAttention(**{"hidden_size": 48, "num_heads": 2, "head_dim": 16, **config})
-    with torch.no_grad():  # away from where layers start: norms of 1 hide a missing weight, long memory hides the decay
+    with torch.no_grad():  # unlike initial values: norms of 1 hide a missing weight, long memory hides the decay
         layer.o_norm.weight.uniform_(0.5, 1.5)
         layer.A_log.add_(0.3 * torch.randn_like(layer.A_log))
         layer.dt_bias.add_(torch.randn_like(layer.dt_bias))
@@ -33,7 +33,7 @@ def relative(expected: Tensor, got: Tensor) -> float:
     return float((expected - got).square().mean().sqrt() / (expected.square().mean().sqrt() + 1e-30))
 
 
-# ---- the model of the layer: one sequence, float64, nothing but formulas ----
+# ---- the model of the layer: one sequence, float64, only formulas ----
 
 
 def model(p: dict[str, Tensor], x: Tensor, layer: KimiDeltaAttention) -> Tensor:
@@ -83,6 +83,6 @@ def float64_parameters(layer: KimiDeltaAttention) -> dict[str, Tensor]:
 
 
 def documents(p: dict[str, Tensor], x: Tensor, layer: KimiDeltaAttention, lengths: list[int]) -> Tensor:
-    """:func:`model` of each document of a packed row ``[1, T, hidden_size]``; tokens beyond them give zeros."""
+    """:func:`model` of each document of a packed row ``[1, T, hidden_size]``; tokens after the last one give zeros."""
     pieces = x[0].split([*lengths, x.shape[1] - sum(lengths)])
     return torch.cat([*(model(p, piece, layer) for piece in pieces[:-1] if len(piece)), 0 * pieces[-1]])[None]

@@ -1,4 +1,4 @@
-"""One small call of every function that has no gradients, for tests of what autograd is told about them."""
+"""One small call of every function without gradients, for tests of what autograd is told about them."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ CALLS: dict[str, Callable[[], Call]] = {
     name: lambda name=name: (calls.function(name), calls.BASES[name]())  # type: ignore[misc]
     for name in ("causal_conv1d_update", "segment_map", "segment_merge", "prefill_f32", *STAGES)
 }
-# Those of calls.BASES have their tensors on the CPU, but for the convolution.
+# calls.BASES have their tensors on the CPU, except for the convolution.
 ON_CUDA = tuple(name for name in CALLS if name == "causal_conv1d_update" or name not in calls.BASES)
 
 
 def tensors(keywords: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """By the names that refusals give them."""
+    """All tensors, by the names that error messages give them."""
     for name, x in keywords.items():
         if isinstance(x, Tensor):
             yield name, x

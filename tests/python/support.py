@@ -1,5 +1,5 @@
-"""Data recipes, the gates of docs/numerics.md, and an oracle that shares nothing with the library: the token recurrence
-in float64 PyTorch, whose gradients are autograd's."""
+"""Data recipes, the gates of docs/numerics.md, and an oracle that shares no code with the library: the token
+recurrence in float64 PyTorch, with autograd's gradients."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ DECODING = ("decode", "verify", "flush", "flush_verify")
 
 
 def kernels_of(op: str, device: str) -> list[str]:
-    """Implementations but the oracle, in the library's order. The last one takes any call."""
+    """Implementations except for the oracle, in the library's order. The last one takes any call."""
     names = [name for name in kda.implementations(op) if name != "reference"]
     return [name for name in names if name.startswith("cuda") == (device == "cuda")]
 
 
 def implementations_here(op: str) -> list[str]:
-    """Those that take any call (of float32 and 16 bits) with the tensors that tests make."""
+    """Implementations that take any call (in float32 and 16 bits) with the tensors that tests make."""
     return cpu_implementations(op) if on_cpu() else kernels_of(op, "cuda")[-1:]
 
 
 def take_operators(patch: pytest.MonkeyPatch) -> None:
-    """Calls go to the registered operators, as in a trace."""
+    """Sends calls to the registered operators, as in a trace."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kda.") and hasattr(module, "compiling"):
             patch.setattr(module, "compiling", lambda: True)
@@ -58,7 +58,7 @@ class _Finder(doctest.DocTestFinder):
 
 
 def run_examples(module: ModuleType) -> doctest.TestResults:
-    """Of the docstrings."""
+    """Runs the examples in docstrings."""
     runner = doctest.DocTestRunner()
     for test in _Finder().find(module, module.__name__):
         runner.run(test)
@@ -66,12 +66,12 @@ def run_examples(module: ModuleType) -> doctest.TestResults:
 
 
 def on_cpu() -> bool:
-    """Where tests make their tensors."""
+    """Do tests make their tensors on the CPU?"""
     return torch.get_default_device().type == "cpu"
 
 
 def far_memory(elements: int) -> Tensor:
-    """float32 zeros: on the CPU address space, for pages that nobody touches take no memory."""
+    """float32 zeros: on the CPU only address space, because pages that are never touched take no memory."""
     try:
         if not on_cpu():
             return torch.zeros(elements)
@@ -88,7 +88,7 @@ def far_memory(elements: int) -> Tensor:
 class Problem:
     """One call of chunk_kda or fused_recurrent_kda: ``f(**problem.keywords)``."""
 
-    tensors: dict[str, Tensor]  # q, k, v, g, beta and, if there, A_log, dt_bias, initial_state
+    tensors: dict[str, Tensor]  # q, k, v, g, beta and, if present, A_log, dt_bias, initial_state
     options: dict[str, Any]
 
     @property
@@ -97,7 +97,7 @@ class Problem:
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of the sequences that cu_seqlens cuts the row into; empty without it."""
+        """Lengths of the sequences into which cu_seqlens divides the row; empty without it."""
         cu = self.options.get("cu_seqlens")
         return [] if cu is None else (cu[1:] - cu[:-1]).tolist()
 
@@ -106,7 +106,7 @@ class Problem:
         return len(self.lengths) if "cu_seqlens" in self.options else self.tensors["q"].shape[0]
 
     def having(self, **changes: Any) -> Problem:
-        """A copy with other tensors or options; None removes."""
+        """A copy with other tensors or options; None removes one."""
         tensors = {**self.tensors, **{n: x for n, x in changes.items() if n in (*GRADIENTS,)}}
         options = {**self.options, **{n: x for n, x in changes.items() if n not in GRADIENTS}}
         return replace(
@@ -140,7 +140,7 @@ def make(
     seed: int = 0,
 ) -> Problem:
     """Normal q, k, v; decays, or raw inputs of the gates "softplus" and "lower_bound". ``lengths`` packs sequences
-    into one row, ``tail`` adds rows behind them."""
+    into one row, ``tail`` adds rows after them."""
     random = torch.Generator().manual_seed(seed)
     if lengths is not None:
         B, T = 1, sum(lengths) + tail
@@ -187,7 +187,7 @@ def uniform(p: Problem) -> Problem:
 
 
 def half_masked(p: Problem) -> Problem:
-    """(i) half of the gates 0: channels that never decay beside others that do."""
+    """(i) half of the gates 0: some channels never decay, next to others that do."""
     keep = torch.rand(p.tensors["g"].shape, generator=torch.Generator().manual_seed(2)) < 0.5
     return p.having(g=p.tensors["g"] * keep)
 
@@ -233,7 +233,7 @@ def gate(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Equally long sequences -> (o, states): states[t] is K-first, ahead of token t; states[T] is the last."""
+    """Sequences of equal length -> (o, states): states[t] is K-first, before token t; states[T] is the last."""
     o, states = [], [S]
     for t in range(q.shape[1]):
         S = g[:, t, :, :, None].exp() * S
@@ -245,7 +245,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
 
 
 def oracle(p: Problem) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
-    """(o, final_state, states of every row or sequence), from tensors of any dtype, computed in theirs."""
+    """(o, final_state, states of every row or sequence), from tensors of any dtype, computed in that dtype."""
     t, opt = p.tensors, p.options
     q, k, v, g, beta = (t[n] for n in ("q", "k", "v", "g", "beta"))
     G, K, v_first = v.shape[2] // q.shape[2], q.shape[3], opt.get("state_v_first", False)
@@ -302,13 +302,13 @@ def run(
     grads: tuple[Tensor, Tensor] | None = None,
     **more: Any,
 ) -> dict[str, Tensor]:
-    """{"o", "final_state", and "dq", ... of every tensor of the problem}."""
+    """{"o", "final_state", and "dq", ... for every tensor of the problem}."""
     leaves = {n: x.detach().clone().requires_grad_(backward) for n, x in p.tensors.items()}
     o, final_state = function(**leaves, **p.options, output_final_state=True, **more)
     results = {"o": o.detach(), "final_state": final_state.detach()}
     if backward:
         d_o, d_state = cotangents(p) if grads is None else grads
-        # Of no tokens at all the oracle's results depend on nothing.
+        # Without any tokens, the oracle's results depend on nothing.
         pairs = [(x, d.to(x)) for x, d in ((o, d_o), (final_state, d_state)) if x.requires_grad]
         outputs, seeds = zip(*pairs, strict=True) if pairs else ((), ())
         d = torch.autograd.grad(outputs, list(leaves.values()), seeds, allow_unused=True, materialize_grads=True)
@@ -317,7 +317,7 @@ def run(
 
 
 def reference(p: Problem, backward: bool = True) -> dict[str, Tensor]:
-    """What ``run`` should give, in float64, from the same rounded inputs."""
+    """What ``run`` should return, in float64, from the same rounded inputs."""
     return run(kda_oracle, p.map(Tensor.double), backward, cotangents(p))
 
 
@@ -326,8 +326,8 @@ def rel_rmse(reference: Tensor, x: Tensor) -> float:
     return float((reference - x).square().mean().sqrt() / (reference.square().mean().sqrt() + 1e-8))
 
 
-# Relative RMS errors allowed. bfloat16: docs/numerics.md. float32: nothing on the way is rounded to 16 bits on a
-# CPU; gradients of the gate are small differences of large sums.
+# Relative RMS errors allowed. bfloat16: docs/numerics.md. float32: on a CPU no intermediate result is rounded to 16
+# bits; gradients of the gate are small differences of large sums.
 BUDGETS = {
     "o": (0.005, 1e-5),
     "final_state": (0.005, 1e-5),
@@ -348,13 +348,13 @@ def budget(name: str, dtype: torch.dtype) -> float:
 
 
 def rounded(name: str, dtype: torch.dtype) -> float:
-    """By how much the budget of a result is more where operands of products have 16 bits: a float32 result, too, is
-    held to the budget of bfloat16 then. (float16 has no bounds that gradients could keep.)"""
+    """The factor by which the budget of a result grows if operands of products have 16 bits: then a float32 result is
+    held to the budget of bfloat16, too. (float16 has no bounds that gradients could keep.)"""
     return BUDGETS[name][0] / budget(name, dtype)
 
 
 def on_tensor_cores(p: Problem) -> bool:
-    """Does backward multiply operands of 16 bits?"""
+    """Does backward multiply 16-bit operands?"""
     q = p.tensors["q"]
     return (
         not on_cpu()
@@ -370,8 +370,9 @@ def assert_close(
     what: str = "",
     rows: bool = False,
 ) -> None:
-    """RMS within the budget of each result, and no single element far off (the max-norm gate): of what is usual in the
-    whole result, or with ``rows`` in its row. (Few tokens behind a large state have gradients unlike the others'.)"""
+    """Asserts that RMS errors are within the budget of each result, and that no single element is far off (the
+    max-norm gate). That is relative to the usual size in the whole result, or with ``rows`` in its row. (Few tokens
+    after a large state have gradients unlike those of other tokens.)"""
     problems = []
     for name, x in got.items():
         factor = slack.get(name, 1.0) if isinstance(slack, dict) else slack
@@ -394,7 +395,7 @@ def assert_close(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """torch.equal with NaNs equal to themselves."""
+    """torch.equal, but NaNs equal each other."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return (
         a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))

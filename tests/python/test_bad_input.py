@@ -1,5 +1,5 @@
-"""Whatever comes in: a right answer, or a ValueError, NotImplementedError or TypeError that names the argument with
-nothing written. Every kind of bad argument one by one, and two at a time at random."""
+"""Any input gives a right answer, or a ValueError, NotImplementedError or TypeError that names the argument, with
+nothing written. Tests every kind of bad argument one by one, and two at a time at random."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES |= {"has_initial_state", "workspace", "checkpoints", "checkpoint_slots", "
 
 
 def base(name: str) -> dict[str, Any]:
-    """A good call of each function."""
+    """A valid call of each function."""
     p = make(H=1, G=2, K=4, V=6, gate="softplus", beta="sigmoid", v_first=True, lengths=[3, 0, 66], tail=1, scale=0.5)
     kw = p.keywords
     if name == "fused_kda_gate":
@@ -52,7 +52,8 @@ def bits(x: Any) -> bytes:
 
 
 def right_answer(name: str, kw: dict[str, Any], state: Any, o: Any, final_state: Any) -> None:
-    """Against the oracle with the same odd arguments; if it cannot make sense of them, neither should the library."""
+    """Compares with the oracle on the same odd arguments; if the oracle cannot handle them, neither should the
+    library."""
 
     def double(x: Any) -> Any:
         if isinstance(x, np.ndarray):
@@ -82,13 +83,14 @@ def right_answer(name: str, kw: dict[str, Any], state: Any, o: Any, final_state:
 
 
 def sentence(e: Exception, names: set[str]) -> None:
-    """One of these arguments, what was expected, what came. Of a legal call that nothing takes: the reasons."""
+    """Checks that the message names one of these arguments, what was expected and what came. For a legal call that no
+    implementation takes, it must give the reasons."""
     if not isinstance(e, NotImplementedError):
         assert re.match(rf"({'|'.join(names)})(\[\d+\])?: expected [^,].*, got .", str(e)), f"not about {names}: {e!r}"
 
 
 def attempt(name: str, kw: dict[str, Any], changed: dict[str, str]) -> None:
-    """One call. ``changed``: argument -> how."""
+    """Makes one call. ``changed``: argument -> kind of change."""
     written = [x for x in (kw.get("state"), kw.get("out"), kw.get("checkpoints")) if isinstance(x, Tensor)]
     before, state = [bits(x) for x in written], kw.get("state")
     state = (
@@ -103,7 +105,7 @@ def attempt(name: str, kw: dict[str, Any], changed: dict[str, str]) -> None:
         result = getattr(kda, name)(**kw, **more)
     except REFUSALS as e:
         assert [bits(x) for x in written] == before, f"something was written before: {e}"
-        # Of two sizes (or dtypes of q and k) that do not fit, the library cannot know which one is wrong.
+        # If two sizes (or dtypes of q and k) do not fit, the library cannot know which one is wrong.
         anyone = set(changed.values()) & SIZES or "q" in changed
         sentence(e, NAMES if anyone else set(changed))
         return
@@ -153,7 +155,7 @@ SIZES |= {"six_dimensions"}
 
 
 def misaligned(x: Tensor) -> np.ndarray:
-    """torch cannot make one, others can."""
+    """torch cannot make such an array, others can."""
     memory = np.zeros(x.numel() * x.element_size() + 1, np.uint8)[1:]
     array = memory.view(x.numpy().dtype).reshape(x.shape)
     array[...] = x.numpy()
@@ -172,8 +174,8 @@ ONE_BY_ONE = [
 
 
 def unsettled(argument: str, change: str) -> bool:
-    """What the CPU refuses and a device does not see: of several requests in one slot any may be the last to write, and
-    in a pool without slots all are padding."""
+    """Cases that the CPU refuses and a device does not detect: with several requests in one slot any may be the last
+    to write, and in a pool without slots all are padding."""
     shared = change == "expanded" and argument.endswith("indices")
     return (shared or (argument, change) == ("state", "empty")) and not on_cpu()
 
@@ -191,7 +193,7 @@ def test_one_bad_tensor(name: str, argument: str, change: str) -> None:
 
 
 class OnlyDLPack:
-    """Enough of an array wherever nothing has to be reshaped or made like it."""
+    """Enough of an array if nothing has to be reshaped or made like it."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -326,7 +328,7 @@ def test_one_bad_option(name: str, option: str, value: Any) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("offsets", OPTIONS["cu_seqlens"][:7])
 def test_intermediate_states_of_impossible_sequences(offsets: Tensor) -> None:
-    """How many there are, these offsets tell."""
+    """The number of states follows from these offsets."""
     kw = base("chunk_kda")
     for more in ({"cu_seqlens": offsets}, {"cu_seqlens_cpu": offsets}):
         try:
@@ -398,7 +400,7 @@ def test_two_bad_arguments(data: st.DataObject) -> None:
         try:
             kw[argument] = CHANGES[change](kw[argument])
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, IndexError, ValueError):
-            continue  # a change of something changed already
+            continue  # changes something that was already changed
         changed[argument] = change if argument not in changed else "longer"
     if data.draw(st.booleans()):
         option = data.draw(st.sampled_from(["scale", "cu_seqlens"] if name != "fused_kda_gate" else ["lower_bound"]))

@@ -1,4 +1,4 @@
-"""Whatever comes in, as in test_bad_input.py: the convolution, maps of segments, stages and the float32 prefill."""
+"""Any input, as in test_bad_input.py, for the convolution, segment maps, stages and the float32 prefill."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from test_bad_input import CHANGES, MAY_WORK, REFUSALS, SIZES, STRANGE, bits, se
 
 
 def results(name: str, kw: dict[str, Any]) -> list[np.ndarray]:
-    """In float64, and without what nobody wrote: states of chunks that no sequence has."""
+    """Results in float64, with zeros for what is never written: states of chunks that no sequence has."""
     r = function(name)(**kw)
     r = r if isinstance(r, tuple) else (r,)
     return [torch.as_tensor(x).detach().double().nan_to_num().numpy() for x in r if x is not None]
 
 
 def plain(x: Any) -> Any:
-    """The same numbers without anything odd about them."""
+    """The same numbers in a plain dense array."""
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(np.ascontiguousarray(x))
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
@@ -129,7 +129,7 @@ def test_one_bad_option(name: str, option: str, value: Any) -> None:
     with pytest.raises(REFUSALS) as e:
         function(name)(**kw)
     assert [bits(kw[n]) for n in WRITTEN.get(name, ())] == before
-    sentence(e.value, set(kw) if option == "cu_seqlens" else {option})  # which tells the rows of states
+    sentence(e.value, set(kw) if option == "cu_seqlens" else {option})  # it decides the rows of states
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -167,7 +167,7 @@ def test_shared_memory(name: str, written: str, other: str) -> None:
 
 
 def test_gradients_of_the_convolution() -> None:
-    """Those that come from torch: any strides, expanded, or none at all."""
+    """Gradients from torch: with any strides, expanded, or absent."""
     kw = convolution(update=False)
     leaves = {n: kw[n].requires_grad_() for n in ("x", "weight", "bias", "initial_state")}
     for d_y in (torch.ones(()).expand(1, 10, 6), torch.ones(1, 10, 12)[..., ::2], torch.ones(6, 10, 1).transpose(0, 2)):

@@ -1,5 +1,5 @@
-"""Bad arguments of the functions for speculative decoding: a sentence that names the Python argument with nothing
-written, or the answer that plain copies of the same arguments give."""
+"""Bad arguments of the functions for speculative decoding give a message that names the Python argument, with nothing
+written, or the answer for plain copies of the same arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs() -> dict[str, Any]:
 
 
 def front(kw: dict[str, Any]) -> dict[str, Any]:
-    """Raw rows in place of q, k, v."""
+    """Replaces q, k, v by raw rows."""
     conv = kda.Conv(torch.ones(N, T, 20), torch.ones(20, 4), torch.ones(20), torch.ones(4, 20, 3), int32(3, 0, 1))
     return {**kw, "q": None, "k": None, "v": None, "conv": conv}
 
@@ -89,7 +89,7 @@ GOOD: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 def flat(kw: dict[str, Any]) -> dict[str, Any]:
-    """Fields of tuples by their names in messages, copies of all arrays."""
+    """Fields of tuples by their names in messages, with copies of all arrays."""
     all_fields: dict[str, Any] = {}
     for n, x in kw.items():
         all_fields |= {f"{n}.{f}": y for f, y in x._asdict().items()} if hasattr(x, "_asdict") else {n: x}
@@ -105,7 +105,7 @@ def call(name: str, kw: dict[str, Any]) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """A dense copy; what cannot be one stays as it is, to be refused."""
+    """A dense copy; if that is impossible, the object itself, to be refused."""
     if isinstance(x, OnlyDLPack):
         x = x.x
     if isinstance(x, np.ndarray) and x.dtype != object:
@@ -116,13 +116,13 @@ def plain(x: Any) -> Any:
 
 
 def contents(kw: dict[str, Any]) -> dict[str, bytes]:
-    """Of all that a call may write."""
+    """The bytes of everything that a call may write."""
     arrays = {n: kw.get(n) for n in WRITTEN}
     return {n: bits(x.x if isinstance(x, OnlyDLPack) else x) for n, x in arrays.items()}
 
 
 def attempt(case: str, changes: dict[str, Any], names: set[str] | None = None) -> None:
-    """One call; a refusal is about one of ``names``, else of what was changed."""
+    """Makes one call; an error must be about one of ``names``, by default about what was changed."""
     name, good = GOOD[case]
     kw, copies = {**flat(good()), **changes}, {**flat(good()), **{n: plain(x) for n, x in changes.items()}}
     before = contents(kw)
@@ -154,11 +154,11 @@ def test_one_bad_array(case: str, argument: str) -> None:
             continue  # torch cannot make one
         if unsettled(argument, change):
             continue
-        # Of two sizes or dtypes that do not fit, the library cannot know which one is wrong.
+        # If two sizes or dtypes do not fit, the library cannot know which one is wrong.
         attempt(case, {argument: changed}, {*good} if change in SIZES or argument in ("q", "conv.x") else None)
 
 
-# ---- bad options, and what fits nothing else ----
+# ---- bad options, and arguments that fit nothing else ----
 
 
 SENTENCES: list[tuple[str, dict[str, Any], str]] = [
@@ -200,7 +200,7 @@ SENTENCES: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-VALUES: list[tuple[str, dict[str, Any], str]] = [  # which nobody looks at on a device
+VALUES: list[tuple[str, dict[str, Any], str]] = [  # not checked on a device
     ("verify", {"records.indices": int32(1, 1, 0)}, "records.indices: expected every live slot once"),
     ("verify", {"records.indices": int32(1, 4, 0)}, "records.indices: expected"),
     ("decode_mtp", {"snapshot_slots": torch.zeros(N, T).int()}, "snapshot_slots: expected every live slot once"),
@@ -235,7 +235,7 @@ def test_one_bad_option(case: str) -> None:
 
 @on_cuda
 def test_tuples() -> None:
-    """Something else where records or a convolution are expected."""
+    """Something else in place of records or a convolution."""
     for case, argument in (
         ("verify", "records"),
         ("flush", "records"),
@@ -300,7 +300,7 @@ def test_overlapping_memory(case: str, argument: str, overlapping: Callable[[dic
 
 @on_cuda
 def test_buffer() -> None:
-    """The slots are called so here; a refused call moves no cursor."""
+    """Errors call the argument slots; a refused call moves no cursor."""
     kw = {n: x for n, x in inputs().items() if n != "state_indices"}
     kw["accept_len"] = int32(0, 0, 0)
     buffer = kda.DraftBuffer(4, T, 1, 2, 4, 6)

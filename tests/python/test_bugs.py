@@ -1,4 +1,4 @@
-"""Bugs that other KDA kernels had in the field (bugs.md lists all 44 and what covers each)."""
+"""Bugs that other KDA kernels had in practice (bugs.md lists all 44 and what covers each)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_bug_02_two_inputs_in_turn(function: Callable[..., Any]) -> None:
 
 @serving
 def test_bug_03_state_layout(op: Callable[..., Tensor]) -> None:
-    """K = V, so that no shape tells: one token k = e1, v = 5 e2 must land in [v = 2, k = 1], or [k, v] K-first."""
+    """With K = V shapes do not reveal the layout: one token k = e1, v = 5 e2 must land in [v = 2, k = 1], or [k, v]
+    K-first."""
     one = torch.zeros(1, 1, 1, 4)
     q, k, v = one.clone(), one.clone(), one.clone()
     k[..., 1], v[..., 2] = 1, 5
@@ -73,7 +74,7 @@ def test_bug_03_state_layout(op: Callable[..., Tensor]) -> None:
         state = torch.zeros(1, 1, 4, 4)
         op(q, k, v, one, torch.ones(1, 1, 1), state, state_v_first=v_first)
         assert state[0, 0][index] == 5 and state.sum() == 5
-    # Short prompts hide it; a carried asymmetric state does not.
+    # Short prompts hide the bug; a carried asymmetric state does not.
     p, h0 = stateless(make(1, 150, 1, 1, 16, 16, v_first=True))
     whole, state = h0.clone(), h0.clone()
     o = op(**p.keywords, state=whole)
@@ -93,7 +94,7 @@ def test_bug_04_nan_stays_where_it_is(op: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("op", [kda.prefill, kda.decode], ids=lambda f: f.__name__)
 def test_bug_06_tokens_beyond_2_31_elements(op: Callable[..., Tensor]) -> None:
-    """Four tokens 2^30 elements apart, in inputs and output."""
+    """Four tokens 2^30 elements apart, in inputs and outputs."""
     p, h0 = stateless(make(1, 4, 1, 2, 4, 6, v_first=True))
     stride = 2**30 + 2048
     memory, far, at = far_memory(3 * stride + 2**16), {}, 0
@@ -122,7 +123,7 @@ def test_bug_06_gradients_of_tokens_beyond_2_31_elements() -> None:
 
 @pytest.mark.cuda
 def test_bug_07_changing_slots_and_lengths() -> None:
-    """A thousand steps over one pool, other sequences in other rows each time, against a pool of plain copies."""
+    """A thousand steps over one pool, with other sequences in other rows each time, against a pool of plain copies."""
     random, slots = torch.Generator().manual_seed(0), 6
     p, h0 = stateless(make(6, 200, 1, 2, 4, 6, gate="softplus", v_first=True))
     inputs = {n: p.tensors[n] for n in ("q", "k", "v", "g", "beta")}
@@ -176,7 +177,7 @@ def test_bug_17_gradients_of_saturated_gates_are_finite(gate: str) -> None:
 
 @pytest.mark.parametrize("size", [2.0**7, 2.0**13])
 def test_bug_18_gate_gradient_from_large_gradients(size: float) -> None:
-    """Powers of two, so that bfloat16 rounds nothing on the way to the kernel."""
+    """Powers of two, so that bfloat16 rounds nothing before the kernel."""
     p = make(1, 200, 1, 2, 32, 32, dtype=torch.bfloat16, gate="lower_bound")
 
     def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +199,7 @@ def test_bug_19_unbounded_gates(function: Callable[..., Any]) -> None:
 
 @serving
 def test_bug_20_cumulative_gates_that_underflow(op: Callable[..., Tensor]) -> None:
-    """Sixteen tokens of g = -30: exp of their sum is 0 in float32, every ratio that matters is not."""
+    """Sixteen tokens of g = -30: exp of their sum is 0 in float32, but every ratio that matters is not."""
     p = saturated(make(1, 16, 1, 2, 32, 32, v_first=True), -30.0)
     expected = reference(p, backward=False)
     p, state = stateless(p)
@@ -218,7 +219,7 @@ def test_bug_21_the_two_gates_are_two_formulas() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("remainder", range(64))
 def test_bug_22_partial_chunks(remainder: int) -> None:
-    """Rows that pad a chunk must not see the gate or sigmoid: sigmoid(0) and gate(0) are not 0."""
+    """Rows that pad a chunk must not go through the gate or sigmoid: sigmoid(0) and gate(0) are not 0."""
     for lengths in ([64 + remainder, remainder], [remainder]):
         p = make(H=1, G=1, K=8, V=8, gate="softplus", beta="sigmoid", lengths=lengths)
         assert_close(reference(p), run(kda.chunk_kda, p), {"dA_log": 10, "ddt_bias": 10})
@@ -287,7 +288,7 @@ def test_bug_35_grouped_values_are_repeated_heads(function: Callable[..., Any], 
 
 @training
 def test_bug_33_gradients_through_a_split(function: Callable[..., Any]) -> None:
-    """Two calls joined by the state have the gradients of one, segment by segment."""
+    """Two calls joined by the state have the same gradients as one, segment by segment."""
     p = make(1, 150, 1, 2, 16, 24, gate="softplus")
 
     def split(**kw: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""More of bugs.md: what the convolution, maps of segments, stages and the float32 prefill can show on a CPU."""
+"""More of bugs.md: what the convolution, segment maps, stages and the float32 prefill can show on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ all_of_them = pytest.mark.parametrize("name", BASES)
 
 
 def call(name: str, kw: dict[str, Any]) -> list[Tensor]:
-    """What comes back and what is written, copied. What nobody writes is 0: states of chunks that no sequence has."""
+    """Copies of what is returned and what is written. What is never written becomes 0: states of chunks that no
+    sequence has."""
     r = function(name)(**kw)
     own = [kw[n] for n in WRITTEN.get(name, ())]
     tensors = [*(r if isinstance(r, tuple) else (r,)), *own]
@@ -35,7 +36,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @all_of_them
 def test_bug_02_43_same_bits_from_any_thread(name: str) -> None:
-    """In turn, at once, and with any number of threads inside."""
+    """One after another, at the same time, and with any number of threads inside."""
     expected = call(name, BASES[name]())
     with ThreadPoolExecutor(4) as pool:
         assert all(equal(expected, x) for x in pool.map(lambda _: call(name, BASES[name]()), range(40)))
@@ -54,7 +55,7 @@ def test_bug_42_inputs_are_unchanged(name: str) -> None:
 
 @all_of_them
 def test_bug_34_nothing_is_read_beyond_a_row(name: str) -> None:
-    """Every float array a slice of a wider one full of NaN."""
+    """Every float array is a slice of a wider one full of NaN."""
 
     def padded(x: Tensor) -> Tensor:
         return torch.full((*x.shape[:-1], x.shape[-1] + 5), math.nan)[..., : x.shape[-1]].copy_(x)
@@ -117,7 +118,7 @@ def test_bug_06_stages_and_float32_prefill_of_tokens_beyond_2_31_elements() -> N
 
 @pytest.mark.parametrize("where", ["x", "initial_state"])
 def test_bug_04_nan_of_one_sequence_or_channel_in_the_convolution(where: str) -> None:
-    """And a slot that is taken anew does not see what it held."""
+    """A slot that is reused must not see its old content either."""
     kw = {"x": torch.randn(1, 9, 6), "weight": torch.randn(6, 4), "initial_state": torch.randn(3, 6, 3)}
     kw["cu_seqlens"] = torch.tensor([0, 4, 5, 9])
     y, last = kda.causal_conv1d(**kw, output_final_state=True)
@@ -168,7 +169,7 @@ def test_bug_15_16_20_stages_and_float32_prefill_with_saturated_gates() -> None:
 def test_bug_40_new_offsets_in_the_same_memory(name: str) -> None:
     cu = BASES[name]()["cu_seqlens"]
     before = call(name, BASES[name]() | {"cu_seqlens": cu})
-    cu[1:] -= 1  # and as many chunks
+    cu[1:] -= 1  # and the same number of chunks
     after = call(name, BASES[name]() | {"cu_seqlens": cu})
     assert equal(after, call(name, BASES[name]() | {"cu_seqlens": cu.clone()})) and not equal(before, after)
 

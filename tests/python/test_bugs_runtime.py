@@ -1,4 +1,4 @@
-"""More of bugs.md: drift over long contexts, memory, metadata, threads. And the table itself."""
+"""More of bugs.md: drift over long contexts, memory, metadata, threads; and the table itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ HERE = Path(__file__).parent
 
 
 def find_test(test: str) -> bool:
-    """`test_x.py::test_name` beside this file, `gpu/test_x.py::test_name` and `cpp/test_x.cc:Suite.Name` above it."""
+    """`test_x.py::test_name` is in this folder; `gpu/test_x.py::test_name` and `cpp/test_x.cc:Suite.Name` are in the
+    one above."""
     file, _, name = test.replace("::", ":").partition(":")
     path = HERE.parent / file if "/" in file else HERE / file
     if not path.is_file():
@@ -40,7 +41,7 @@ def find_test(test: str) -> bool:
 
 
 def marked(test: str) -> bool:
-    """Does it run with CUDA tensors?"""
+    """Does the test run with CUDA tensors?"""
     file, _, name = test.partition("::")
     module = importlib.import_module(file.removesuffix(".py"))
     marks = [getattr(x, "pytestmark", None) for x in (module, getattr(module, name))]
@@ -69,7 +70,8 @@ def test_the_table_is_complete_and_true() -> None:
 
 
 def drift(tokens: list[int], chunked: bool, beta: str = "sigmoid") -> tuple[list[float], float]:
-    """Errors of float32 states after so many tokens of bfloat16 inputs with slow gates, and the largest step of |S|."""
+    """Errors of float32 states after each number of tokens, for bfloat16 inputs with slow gates, and the largest
+    change of |S|."""
     T = tokens[-1]
     p = make(1, T, 1, 1, 8, 8, dtype=torch.bfloat16, gate="lower_bound", beta=beta, v_first=True, state=False)
     p = p.having(dt_bias=torch.full((8,), -9.0), A_log=torch.zeros(1))  # g about -5 sigmoid(-9): 1600 tokens of memory
@@ -88,7 +90,8 @@ def drift(tokens: list[int], chunked: bool, beta: str = "sigmoid") -> tuple[list
 @pytest.mark.parametrize("beta", ["sigmoid", "2sigmoid"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bug_30_logits_in_bfloat16_do_not_drift(chunked: bool, beta: str) -> None:
-    """beta stays in float32 between its sigmoid and the state: the error is float32's, and as small at the end."""
+    """beta stays in float32 between its sigmoid and the state: the error is float32's, and as small at the end as at
+    the start."""
     errors, size = drift([1024, 8192, 32768], chunked, beta)
     assert size > 0.1 and max(errors) < 1e-5 and errors[-1] < 4 * errors[0] + 1e-7, errors
 
@@ -104,7 +107,7 @@ def test_bug_31_states_after_a_million_tokens(chunked: bool) -> None:
 
 
 def test_bug_37_nothing_is_compiled_at_run_time(tmp_path: Path) -> None:
-    """No compiler on PATH, no HOME to cache in: the first call works and writes no file."""
+    """Without a compiler on PATH and without HOME for a cache, the first call works and writes no file."""
     code = """
 import torch, kda
 x = torch.randn(1, 70, 2, 8, requires_grad=True)
@@ -129,7 +132,7 @@ def test_bug_38_workspace_is_bounded_and_nothing_is_kept() -> None:
     problems = [make(1, 200 + i, 4, 1, 64, 64, dtype=torch.bfloat16, gate="softplus", seed=1) for i in range(60)]
     run(kda.chunk_kda, problems[-1])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for p in problems:  # a cache of one workspace per shape would hold 60 of them
+    for p in problems:  # a cache with one workspace per shape would hold 60 of them
         run(kda.chunk_kda, p)
         kda.decode(**p.having(initial_state=None, state_v_first=True).keywords)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024, "KiB"
@@ -174,7 +177,7 @@ def test_bug_42_inputs_are_unchanged(op: Callable[..., Tensor]) -> None:
 @on_cuda
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda", "prefill", "decode"])
 def test_bug_44_scale_is_used(name: str) -> None:
-    """Doubling it doubles o (exactly: a power of two) and leaves states alone; the default is K^-0.5."""
+    """Doubling it doubles o (exactly, as it is a power of two) and does not change states; the default is K^-0.5."""
     p = make(1, 70, 1, 2, 36, 24, v_first=True)
     results = {}
     for scale in (None, 36**-0.5, 0.25, 0.5, -0.5):
@@ -193,7 +196,8 @@ def test_bug_44_scale_is_used(name: str) -> None:
 
 
 def test_bug_43_calls_from_several_threads() -> None:
-    """Each its own workspace (or none), all at once, with errors in between: every result is that of a lone call."""
+    """Each with its own workspace (or none), all at the same time, with errors in between: every result is that of a
+    lone call."""
     problems = [make(1, 150 + i, 2, 1, 16, 16, gate="softplus", seed=i, v_first=True) for i in range(4)]
     expected = [run(kda.chunk_kda, p) for p in problems]
 
@@ -226,7 +230,8 @@ def test_bug_24_no_state_after_a_call_with_one() -> None:
 
 @on_cuda
 def test_bug_32_quantised_states_are_refused() -> None:
-    """An int8 state without error feedback ruins a model; there is none here, and none is taken for something else."""
+    """An int8 state without error feedback ruins a model; there is none here, and none is mistaken for something
+    else."""
     p = make(1, 5, v_first=True).having(initial_state=None)
     for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float16, torch.int32):
         state: Any = torch.zeros(1, 2, 24, 16).to(dtype)

@@ -1,4 +1,4 @@
-"""python -m kda: every command at tiny sizes, its exit status, and wrong arguments as sentences."""
+"""python -m kda: every command at tiny sizes, its exit status, and messages for wrong arguments."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the seconds that ceilings take."""
+    """Skips the seconds that ceilings take."""
     monkeypatch.setattr(measure, "ceilings", lambda device: {"GFLOP/s": 100.0, "GB/s": 10.0})
 
 
 def rows(table: str) -> list[list[str]]:
-    """Cells of a plain table."""
+    """The cells of a plain table."""
     lines = table.splitlines()
     rule = next(i for i, line in enumerate(lines) if re.fullmatch(r"-+(  +-+)+", line))
     columns = [m.span() for m in re.finditer("-+", lines[rule])]
@@ -151,7 +151,7 @@ def test_bench_knows_where_operators_run(cli: Callable[..., str]) -> None:
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
-    """In a copy of the package, as an installed wheel has the library beside it."""
+    """In a copy of the package, because an installed wheel has the library next to it."""
     import shutil
 
     shutil.copytree(kda.__path__[0], tmp_path / "kda", ignore=shutil.ignore_patterns("*.so*", "__pycache__"))
@@ -193,7 +193,7 @@ def test_check(cli: Callable[..., str]) -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Results of every implementation but the oracle are changed."""
+    """Changes the results of every implementation except the oracle."""
     entry = operators.OPERATORS[op]
 
     def call(x: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def test_gpu_suite_wants_every_implementation_checked(
 
 
 def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And what has passed at this source is not run again, but stays in the record."""
+    """What has passed at this source is not run again, but stays in the record."""
     suite, ran = gpu_suite(), list[str]()
     for name in ("gtest", "pytest", "fuzz", "example", "kda_check"):
         monkeypatch.setattr(suite, name, lambda *_, name=name, **__: ran.append(name) or {"ran": 1, "exit": 0})
@@ -304,12 +304,13 @@ def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a record, under `earlier`: rows and tests, the newest of each, with what has changed since."""
+    """A record keeps rows and tests of other sources under `earlier`, the newest of each, with what has changed
+    since."""
     suite = gpu_suite()
     row = {"what": "decode", "B": 1, "us": 2.5, "over_peer": None}
     stream = {"what": "y = 2 x", "gb_per_s": 4000.0}
     path, hashes = tmp_path / "a-gpu.json", {"src": "1", "src/cuda": "1"}
-    monkeypatch.setenv("KDA_LIBRARY_DIR", "")  # which main() sets
+    monkeypatch.setenv("KDA_LIBRARY_DIR", "")  # main() sets it
     monkeypatch.setattr(suite, "device", lambda: {"name": "A GPU"})
     monkeypatch.setattr(suite, "folder_hashes", lambda: dict(hashes))
     monkeypatch.setattr(suite, "source_hash", lambda: "".join(hashes.values()))
@@ -403,11 +404,11 @@ def test_explain_says_why_not(cli: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("op", operators.OPERATORS)
 def test_explain_computes_nothing(op: str, cli: Callable[..., str]) -> None:
-    """A million tokens would take a while."""
+    """A million tokens would take long."""
     before = _lib.library()
     drafts = "verify" in op or op == "flush"
     cli("explain", op, *(("--B", "65536", "--T", "16") if drafts else ("--B", "1", "--T", "1048576")), "--H", "1")
-    if not op.startswith("conv"):  # to which K and V are channels, as many as you like
+    if not op.startswith("conv"):  # there K and V are channels, and may be any number
         cli("explain", op, "--K", "300", "--V", "300", status=2)
     assert _lib.library() is before, "and the library is itself again"
 
@@ -456,7 +457,7 @@ def test_explain_asks_for_batch_invariance(cli: Callable[..., str], monkeypatch:
 def test_explain_asks_about_the_gpu(
     words: str, device: str, cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If there is one, which runs what is asked about."""
+    """The GPU is the default, if there is one and something that is asked about runs there."""
     if device == "cuda" and "cuda_decode" not in kda.implementations("decode"):
         pytest.skip("built without CUDA")
     real = explain.Source
@@ -473,7 +474,7 @@ def test_explain_asks_about_the_gpu(
 
 
 def test_bench(tmp_path: Path) -> None:
-    """As a user calls it, ceilings and files included."""
+    """As a user calls it, with ceilings and files."""
     record, chart = tmp_path / "bench.json", tmp_path / "bench.png"
     words = ["bench", *TINY, "--B", "2", "--threads", "1", "--json", str(record), "--plot", str(chart)]
     done = run(*words)
@@ -533,7 +534,7 @@ def naive_recurrent_kda(q, k, v, g, beta, initial_state, output_final_state):
 
 @pytest.fixture
 def fla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A package of FLA's name with this text as its ``fla.ops.kda.naive``."""
+    """A package with FLA's name and this text as its ``fla.ops.kda.naive``."""
 
     def install(text: str) -> None:
         for name in [n for n in sys.modules if n.split(".")[0] == "fla"]:
@@ -570,7 +571,7 @@ def test_a_peer_that_cannot_be_imported(cli: Callable[..., str], fla: Callable[[
 
 
 def test_peers_get_what_the_kernels_compute() -> None:
-    """Activated inputs without gate, norm and sigmoid inside give the outputs of the raw ones with them."""
+    """Activated inputs without gate, norm and sigmoid inside give the same outputs as raw inputs with them."""
     for gate, beta in (("log", "activated"), ("softplus", "sigmoid"), ("lower_bound", "2sigmoid")):
         x = common(Problem(B=1, T=70, H=2, K=16, V=24, dtype="float32", gate=gate, beta=beta), Source())
         torch.testing.assert_close(kda.prefill(**peers.activated(x)), kda.prefill(**x), rtol=1e-4, atol=1e-5)
@@ -579,7 +580,7 @@ def test_peers_get_what_the_kernels_compute() -> None:
 @pytest.mark.usefixtures("quick")
 def test_plot_without_matplotlib(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(bench, "_measure", fails)  # it says so before it measures
+    monkeypatch.setattr(bench, "_measure", fails)  # the message comes before measuring
     assert "--plot: needs matplotlib, which is not installed" in cli("bench", "--plot", "x.png", status=2)
 
 
@@ -647,7 +648,7 @@ def test_plain_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("rich", [True, False])
 def test_on_a_terminal(rich: bool) -> None:
-    """Progress is drawn, with rich and without it; the table is there and keeps its brackets."""
+    """Progress is drawn, with rich and without it; the table appears and keeps its brackets."""
     code = f"""
 import sys
 if not {rich}:

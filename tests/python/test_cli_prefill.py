@@ -78,7 +78,7 @@ def test_sweep_of_some() -> None:
 
 
 def test_gates() -> None:
-    """What the names promise."""
+    """The gates are what their names say."""
     p = Problem(T=100, **TINY, gate="lower_bound")
     for gate in ("strong", "slow"):
         x = prefill.Inputs(Case(p, gate)).x
@@ -149,7 +149,7 @@ def test_a_contender_that_breaks(cli: Callable[..., str], monkeypatch: pytest.Mo
 
 
 def test_time_for_fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases of QUICK in their order, behind each what is tuned by then; none after its time."""
+    """The cases of QUICK in their order, each followed by the cases that share its tuning; none after time is up."""
     cases = prefill.sweep({})
     order = [(c.name, c.gate) for c in prefill._tuned_first(cases, few=True)]
     assert [name for name in order if name in prefill.QUICK.items()] == [*prefill.QUICK.items()]
@@ -204,7 +204,7 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row | expected == row and json.dumps(row) for row in rows)
 
 
-# ---- what peers are called with: stand-ins of their signatures that call kda ----
+# ---- the calls of peers: stand-ins with their signatures that call kda ----
 
 
 OPTIONS = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
@@ -225,7 +225,7 @@ def fla_chunk(
 
 
 def tensor(address: Any, dtype: torch.dtype, *shape: int) -> Any:
-    """The memory at an address."""
+    """The memory at an address, as a tensor."""
     size = torch.empty(0, dtype=dtype).element_size() * torch.Size(shape).numel()
     at = address.value if isinstance(address, ctypes.c_void_p) else address
     return torch.frombuffer((ctypes.c_char * size).from_address(at), dtype=dtype).view(shape)

@@ -23,7 +23,7 @@ HERE = [name for name in kda.implementations("prefill_f32") if not name.startswi
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command believes in a GPU; calls run once and take two milliseconds, those of torch ten."""
+    """The command believes in a GPU; calls run once and take two milliseconds, torch's take ten."""
 
     def run_once(call: Any, repeats: int, flush: bool) -> float:
         assert flush and torch.get_float32_matmul_precision() == "highest"
@@ -51,7 +51,7 @@ def test_sweep() -> None:
 @pytest.mark.parametrize("chunk_size", prefill_f32.CHUNKS)
 @pytest.mark.parametrize("sizes", [{}, {"T": 128, "B": 2}, {"T": 1}, {"HV": 6, "B": 2}, {"layout": "K-first"}])
 def test_torch_computes_the_same(sizes: dict[str, Any], chunk_size: int) -> None:
-    """As the float64 oracle, from steps of other magnitudes as well."""
+    """Agrees with the float64 oracle, also from steps of other sizes."""
     x = problems.heads_first(replace(TINY, **{"HV": 0} | sizes), arrays.DeviceSource("cpu"))
     del x["final_state"]
     x["chunk_size"] = chunk_size
@@ -113,7 +113,7 @@ def test_what_differs_is_not_timed(cli: Callable[..., str], monkeypatch: pytest.
 
 
 def test_without_graphs(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those of torch only."""
+    """Only torch's calls run without graphs."""
     graph = measure.graph_milliseconds
 
     def refuses(call: Any, repeats: int, flush: bool) -> float:

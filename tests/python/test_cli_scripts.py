@@ -1,4 +1,4 @@
-"""python -m kda for scripts: JSON, pipes that close, progress in files, interruptions, GPUs that are not here."""
+"""python -m kda for scripts: JSON, pipes that close, progress in files, interruptions, GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> Non
     assert found["interrupted"] and [row["operator"] for row in found["rows"]] == ["gate"]
 
 
-# ---- GPUs that are not here ----
+# ---- GPUs that are not present ----
 
 
 @with_cuda
@@ -150,7 +150,7 @@ def test_gpus_that_nobody_has() -> None:
 
 @with_cuda
 def test_calls_that_run_ignore_it() -> None:
-    """An assumed GPU is only talked of: calls on the CPU run as ever, in this thread, too."""
+    """An assumed GPU only affects explanations: calls on the CPU run as usual, in this thread, too."""
     code = """
 import numpy as np, kda
 from kda._lib import library

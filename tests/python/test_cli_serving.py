@@ -26,7 +26,7 @@ SMALL = Problem(B=3, T=4, H=2, K=16, V=24)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command believes in a GPU; calls run once, each layer takes a microsecond."""
+    """The command believes in a GPU; calls run once, and each layer takes a microsecond."""
 
     def run_once(call: Callable[[], object], repeats: int) -> float:
         call()
@@ -50,7 +50,7 @@ def test_sweep() -> None:
 
 
 def test_sweep_of_everything() -> None:
-    """What is asked for where nothing is."""
+    """The default sweep."""
     found = serving.sweep({})
     assert len(found) == len(set(found)) == 105
     usual = {(p.HV, p.B, p.T) for p in found if p == Problem(B=p.B, T=p.T, H=p.HV)}
@@ -152,7 +152,7 @@ def test_one_table_over_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
         ("kda flush (cpu_flush)", None, None),
         ("kda flush_verify (cpu_flush_verify)", 6.0, None),
         ("kda verify + flush", 2.0, None),
-        ("kda ring verify", pytest.approx(30 / 8 * 3), pytest.approx(5 / 8 * 3)),  # of three rounds
+        ("kda ring verify", pytest.approx(30 / 8 * 3), pytest.approx(5 / 8 * 3)),  # three rounds
         ("kda conv + verify", None, None),
         ("kda verify with conv", None, pytest.approx(12 / 9)),
         ("SGLang snapshots + scatter", 1.0, None),
@@ -160,7 +160,8 @@ def test_one_table_over_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_over_the_plain_form() -> None:
-    """The fastest implementation of it: of usual states, or without the trick."""
+    """The comparison is with the fastest implementation of the plain form: with usual states, or without the
+    optimisation."""
 
     def row(operator: str, name: str | None, us: float, **options: Any) -> dict[str, Any]:
         x = {"operator": operator, "contender": "kda", "implementation": name, "us": us}
@@ -201,7 +202,7 @@ def test_layers() -> None:
 
 @pytest.mark.parametrize(("T", "rounds"), [(1, 15), (3, 4), (6, 3)])
 def test_a_ring_writes_the_state_once(T: int, rounds: int) -> None:
-    """It ends with what so many plain rounds leave, and a round before nothing has been written."""
+    """At its end the ring leaves what as many plain rounds leave, and until the last round nothing has been written."""
     p = replace(SMALL, T=T, dtype="float32", state_dtype="float32")
     assert serving_calls.ring_rounds(p) == rounds
     layers, plain = serving.Layers(p), serving.Layers(p)
@@ -232,7 +233,7 @@ def test_a_convolution_inside_or_in_front() -> None:
 
 
 def test_chart_of_everything() -> None:
-    """Every row is a point, in a panel of its sizes, in the style of its label."""
+    """Every row is a point, in the panel for its sizes, in the style for its label."""
     names = [("kda", operator, f"impl {n}") for operator in serving.OPERATORS for n in (1, 2)]
     names += [(peer.name, "decode" if peer.one_token else "verify + flush", None) for peer in serving_peers.PEERS]
     record: dict[str, Any] = {"serving": []}
@@ -269,7 +270,7 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ratios == [None, pytest.approx(15 / 8)], "of 8 and of 15 layers in the same time"
 
 
-# ---- what peers are called with: stand-ins of their signatures that call kda ----
+# ---- the calls of peers: stand-ins with their signatures that call kda ----
 
 
 OPTIONS = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
@@ -346,7 +347,7 @@ def test_peers_compute_the_same(T: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Driver(ModuleType):
-    """Takes launches down."""
+    """Records launches."""
 
     def __init__(self) -> None:
         super().__init__("cuda.bindings.driver")

@@ -33,7 +33,7 @@ BEFORE, PEAK = 1000, 1 << 30
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command believes in a GPU; calls run once. Forward takes two milliseconds, all of ours six, all of others
-    twelve. A GiB of memory is taken at most."""
+    twelve. Peak memory is one GiB."""
 
     def run_once(call: Callable[[], Any], repeats: int, flush: bool) -> float:
         assert flush
@@ -157,7 +157,7 @@ def test_a_contender_that_breaks(cli: Callable[..., str], monkeypatch: pytest.Mo
 
 
 def test_peak_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From what there is before to the most since then, without what is returned."""
+    """From the memory in use before to the peak since then, without what is returned."""
     order = []
 
     def memory(name: str, result: int | None = None) -> None:
@@ -235,7 +235,7 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0].keys() == {"what", "peak_gib", *expected}
 
 
-# ---- what peers are called with: stand-ins of their signatures that call kda ----
+# ---- the calls of peers: stand-ins with their signatures that call kda ----
 
 
 def fla_chunk(
@@ -253,7 +253,7 @@ def fla_chunk(
 def read(
     q: int, k: int, v: int, g: int, beta: int, cu_seqlens: int, initial_state: int, tokens: int, N: int, H: int
 ) -> dict[str, Any]:
-    """What both launchers get: normalized keys, activated gates, empty states."""
+    """The inputs of both launchers: normalised keys, activated gates, zero states."""
     shape = (1, tokens, H, 128)
     x = {name: tensor(a, torch.bfloat16, *shape) for name, a in {"q": q, "k": k, "v": v}.items()}
     x |= {"g": tensor(g, torch.float32, *shape), "beta": tensor(beta, torch.float32, *shape[:3])}
@@ -323,7 +323,7 @@ def test_peers_compute_the_same(sizes: dict[str, Any], gate: str, monkeypatch: p
     for found in (step.forward(), step.both()):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-2, atol=1e-2)
     d = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), found[1:], strict=True))
-    torch.testing.assert_close(d["v"], expected[3], rtol=1e-2, atol=1e-2)  # the others are of activated inputs
+    torch.testing.assert_close(d["v"], expected[3], rtol=1e-2, atol=1e-2)  # the other gradients are of activated inputs
     assert {name: x.dtype for name, x in d.items()} == {
         **dict.fromkeys("qkv", torch.bfloat16), **dict.fromkeys(("g", "beta", "initial_state"), torch.float32)
     }  # fmt: skip

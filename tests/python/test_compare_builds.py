@@ -19,7 +19,7 @@ SMALL = {"B": 3, "T": 1, "H": 2, "K": 16, "V": 24}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run once; all layers of decode take a millisecond, a prefill two."""
+    """Calls run once; all layers of decode take one millisecond, a prefill two."""
 
     def run_once(call: Callable[[], object], repeats: int, flush: bool) -> float:
         call()
@@ -53,7 +53,7 @@ def answers(capsys: pytest.CaptureFixture[str], *requests: str) -> list[dict[str
 
 
 def test_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time for a row, and again for an empty line; why there is none, and then the next row."""
+    """A time for a row, and another for an empty line; a reason if there is no time, and then the next row."""
     case = Case(Problem(lengths=(3, 4), H=2, K=16, V=24, gate="lower_bound"), "slow")
     monkeypatch.setattr(prefill, "sweep", lambda given, names: [case])
     row, ring = json.dumps(["decode", SMALL]), json.dumps(["ring decode", SMALL])

@@ -1,4 +1,4 @@
-"""The operators under torch.compile: registered as torch wants them, and the same bits as in eager mode."""
+"""The operators under torch.compile: registered as torch requires, and with the same bits as in eager mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiled(function: Callable[..., Any], backend: str = "aot_eager", **more: A
 
 
 def operands(p: Problem) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The operators' inputs and options (the flat A_log and dt_bias that the Python functions hand over)."""
+    """The operators' inputs and options (with the flat A_log and dt_bias that the Python functions pass)."""
     t, opt, (HV, K) = p.tensors, p.options, p.tensors["g"].shape[2:]
     bias = t["dt_bias"].view(HV, K) if "dt_bias" in t else None
     flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
@@ -45,7 +45,7 @@ def operands(p: Problem) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "log": lambda: make(2, 5, 1, 2, 4, 6),
     "softplus_v_first": lambda: make(1, 70, 1, 1, 4, 6, gate="softplus", beta="sigmoid", v_first=True),
-    # No tail, and lengths that fill all T / 64 + N rows of h: opcheck compares the rest, too, which nobody writes.
+    # No tail, and lengths that fill all T / 64 + N rows of h: opcheck also compares the rest, which is never written.
     "lower_bound_varlen": lambda: make(K=4, V=6, gate="lower_bound", beta="2sigmoid", lengths=[1, 65, 1]),
     "no_A_log_no_state": lambda: make(1, 5, K=4, V=6, gate="lower_bound", state=False).having(A_log=None, dt_bias=None),
     "bfloat16": lambda: make(1, 5, K=4, V=6, dtype=torch.bfloat16, gate="softplus"),
@@ -62,7 +62,7 @@ def test_forward_is_a_proper_operator(problem: str, final_state: bool, h_every: 
     h0 = p.tensors["initial_state"].clone().requires_grad_() if "initial_state" in p.tensors else None
     run_options = (final_state, h_every, recurrent, None)
     arguments = (*inputs, h0, p.options.get("cu_seqlens"), *options, *run_options)
-    # With fewer gradients wanted the graph is another one.
+    # With fewer gradients wanted the graph differs.
     torch.library.opcheck(ops.forward.default, arguments, test_utils=OPCHECKS)
     fewer = tuple(x.detach() if isinstance(x, Tensor) and i not in (0, 3) else x for i, x in enumerate(arguments))
     torch.library.opcheck(ops.forward.default, fewer, test_utils=OPCHECKS)
@@ -164,7 +164,7 @@ def test_some_gradients(function: Callable[..., Any], wanted: tuple[str, ...]) -
 
 
 def test_inside_a_model() -> None:
-    """Between other operations, their gradients included; inductor generates the code around the operator."""
+    """Between other operations, including their gradients; inductor generates the code around the operator."""
     torch.manual_seed(0)
     x, weight = torch.randn(2, 70, 32), (torch.randn(32, 5 * 32) / 6).requires_grad_()
 
@@ -184,7 +184,7 @@ def test_inside_a_model() -> None:
 @pytest.mark.parametrize("op", [kda.prefill, kda.decode], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_serving(op: Callable[..., Tensor], backend: str) -> None:
-    """State, checkpoints and out are written in place, and what follows in the graph sees it."""
+    """State, checkpoints and out are written in place, and later operations of the graph see that."""
     p = make(H=1, G=2, K=8, V=12, gate="softplus", beta="sigmoid", v_first=True, lengths=[3, 66, 0])
     h0, indices = p.tensors["initial_state"], torch.tensor([2, -1, 0], dtype=torch.int32)
     p, has = p.having(initial_state=None), torch.tensor([True, False, False])

@@ -1,6 +1,7 @@
-"""Programs of others, in C and C++, get the library in each way that docs/c.md names: with the flags of ``python -m kda
-config``, of pkg-config and of CMake's ``find_package``, from the wheel and from ``cmake --install``; and from source by
-``FetchContent``. Each is built and run. The examples are compiled by the very commands in their comments."""
+"""Other projects' programs, in C and C++, get the library in each way that docs/c.md names: with the flags of
+``python -m kda config``, of pkg-config and of CMake's ``find_package``, from the wheel and from ``cmake --install``;
+and from source by ``FetchContent``. Each program is built and run. The examples are compiled by exactly the commands
+in their comments."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PRINTS = f"kda {kda.__version__}\n"
 
 
 def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
-    here = str(Path(sys.executable).parent)  # where `python` is this one
+    here = str(Path(sys.executable).parent)  # where `python` is this interpreter
     environment = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", **environment}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}"
@@ -34,7 +35,7 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> st
 
 
 def shell(command: str, folder: Path, **environment: str) -> str:
-    """In ``folder``, where the sources seem to be, too; the program is left there."""
+    """Runs a command in ``folder``, which also seems to hold the sources; the program stays there."""
     for name in ("examples", "tests"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -74,7 +75,7 @@ def test_the_command_in_the_comment_of_prefill_decode(tmp_path: Path) -> None:
 
 
 def cuda_toolkit() -> Path | None:
-    """The one that CMake would find, or that tools/setup.sh brings."""
+    """The toolkit that CMake would find, or that tools/setup.sh installs."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     places = [Path(nvcc).resolve().parent.parent, *ROOT.glob(".venv/lib/python3*/site-packages/nvidia/cu13")]
     return next((p for p in places if (p / "include/cuda_runtime_api.h").exists() and (p / "lib64").exists()), None)
@@ -119,8 +120,8 @@ def source_distribution(folder: Path) -> Path:
 
 
 def fetch_content(archive: Path, build: Path) -> str:
-    """Without optimisation, for the CPU, in a folder that is kept: that takes a minute at first. Here
-    only whether it can be built is asked; other tests ask what the kernels compute."""
+    """Built without optimisation, for the CPU, in a folder that is kept: the first build takes a minute. This only
+    tests whether it can be built; other tests check what the kernels compute."""
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     quick = ["-DKDA_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
     given = [f"-DKDA_ARCHIVE={archive}", f"-DKDA_ARCHIVE_SHA256={digest}", "-DKDA_INSTALL=ON", *quick]
@@ -133,7 +134,7 @@ def test_fetch_content_and_what_is_installed_from_it(tmp_path: Path) -> None:
     build, first, prefix = ROOT / "build/consumers", tmp_path / "first", tmp_path / "moved"
     assert fetch_content(source_distribution(tmp_path), build) == PRINTS
     run("cmake", "--install", build, "--prefix", first)
-    first.rename(prefix)  # nothing in it may name the folder it was made in
+    first.rename(prefix)  # installed files must not name the folder that they were made in
     [pc] = prefix.rglob("kda.pc")
     library = pc.parent.parent / "libkda.so"
     assert library.is_symlink() and library.resolve().name == library_file().name

@@ -1,4 +1,4 @@
-"""kda.causal_conv1d: against torch's convolution, its gradients, states, compiled, in place, and refused."""
+"""kda.causal_conv1d: against torch's convolution, its gradients, states, compiled, in place, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = [3, 0, 1, 2, 140, 4]
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, silu: bool) -> Tensor:
-    """One row of tokens, by torch in the dtype of its arguments."""
+    """One row of tokens, computed by torch in the dtype of its arguments."""
     keep = weight.shape[1] - 1
     past = x.new_zeros(x.shape[0], x.shape[2], keep) if state is None else state
     y = F.conv1d(torch.cat([past, x.transpose(1, 2)], 2), weight[:, None], bias, groups=weight.shape[0])

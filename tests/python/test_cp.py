@@ -1,4 +1,5 @@
-"""Context parallelism: 2, 3 and 4 processes give what one does, gradients too, wherever sequences cross borders."""
+"""Context parallelism: 2, 3 and 4 processes give what one does, including gradients, wherever sequences cross
+borders."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ RANKS = (2, 3, 4)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each of so many processes computed; they are started once."""
+    """The results of this many processes, which are started once."""
     folder = tmp_path_factory.mktemp("cp")
     done: dict[int, list[dict[str, Any]]] = {}
 
@@ -35,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[di
 
 
 def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Windows one after the other; gradients of parameters summed."""
+    """Windows one after another; gradients of parameters summed."""
     return {
         n: torch.cat([p[n] for p in parts], 1) if n == "o" or n[1:] in (*TOKENWISE, "x") else sum(p[n] for p in parts)  # type: ignore[misc]
         for n in parts[0]
@@ -80,7 +81,7 @@ def test_same_bits_every_time(results: Callable[[int], list[dict[str, Any]]], ra
 def test_sequences_within_a_window_are_those_of_one_process(
     results: Callable[[int], list[dict[str, Any]]], ranks: int
 ) -> None:
-    """Nothing of other ranks touches them, to the bit."""
+    """Other ranks do not affect them, to the bit."""
     p = CASES["borders"].problem
     expected, got = chunk(p, slice(None), {}), together([r["borders"] for r in results(ranks)])
     assert all(same_bits(expected[n], got[n]) for n in expected)
@@ -117,7 +118,7 @@ def test_group_of_its_own(results: Callable[[int], list[dict[str, Any]]], ranks:
     assert all(same_bits(expected[n], got[n]) for n in expected)
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 @pytest.fixture

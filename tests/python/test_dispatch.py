@@ -205,7 +205,7 @@ def test_forward_mode() -> None:
             kda.chunk_kda(**p.keywords | {"q": q})
 
 
-# ---- modes that look ----
+# ---- modes that observe ----
 
 
 def test_flops() -> None:
@@ -245,7 +245,7 @@ def test_flops_of_convolutions() -> None:
 
 
 def test_flops_of_the_first_call() -> None:
-    """Of a process whose counter is older than our formulas."""
+    """The first call of a process whose counter is older than our formulas."""
     code = """
 import torch, kda
 from torch.utils.flop_counter import FlopCounterMode

@@ -43,7 +43,7 @@ def test_example_runs(code: str) -> None:
 def test_command_prints_this(
     words: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The text, with ``...`` for anything; numbers may differ."""
+    """The output is this text, with ``...`` for anything; numbers may differ."""
     from kda.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_record_belongs_to_this_source(record: Path) -> None:
 
 
 def test_the_version_is_written_once() -> None:
-    """In kda.h. What else needs it reads it there: the package, pyproject.toml and CMake."""
+    """The version is in kda.h. The package, pyproject.toml and CMake read it from there."""
     import kda
 
     header = (ROOT / "include/kda/kda.h").read_text()

@@ -1,6 +1,6 @@
-"""A serving engine in small: requests arrive with prompts, find prefixes of them in a cache, draft, have some drafts
-accepted, sit out rounds, fork and leave, in slots full of NaN that others left. Every way to speculate serves the same
-requests; every output of every draft is that of plain decode, token by token."""
+"""A small serving engine. Requests arrive with prompts, find prefixes of them in a cache, draft, have some drafts
+accepted, miss rounds, fork and leave, in slots full of NaN from earlier requests. Every way to speculate serves the
+same requests. Every output of every draft must be that of plain decode, token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import kda
 from support import Tensor, assert_close, same_bits
 
 NAN = float("nan")
-TOKENS, ROWS, SLOTS = 5, 4, 7  # most tokens of a request in a round, requests in a batch, requests there can be
+TOKENS, ROWS, SLOTS = 5, 4, 7  # most tokens of a request in a round, requests in a batch, requests at most
 VOCABULARY, EVERY = 30, 64
 H, HV, K, V = 1, 2, 9, 6
 D = 2 * H * K + HV * V
@@ -29,7 +29,7 @@ def int32(values: list[int]) -> Tensor:
 
 
 class Model:
-    """One layer: rows of a table for every token, and the recurrence, perhaps with a convolution in front."""
+    """One layer: a table with rows for every token, and the recurrence, optionally after a convolution."""
 
     def __init__(self, conv: bool) -> None:
         torch.manual_seed(1)
@@ -39,13 +39,13 @@ class Model:
         self.options = {**gate, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
 
     def inputs(self, tokens: Tensor, x: Tensor) -> dict[str, Any]:
-        """``tokens`` [B, T]; ``x``: their rows, or what the convolution made of them."""
+        """``tokens`` [B, T]; ``x``: their rows, or the result of the convolution."""
         q, k, v = x.split((H * K, H * K, HV * V), 2)
         parts = {"q": q.unflatten(2, (H, K)), "k": k.unflatten(2, (H, K)), "v": v.unflatten(2, (HV, V))}
         return {**parts, "g": self.g[tokens], "beta": self.beta[tokens], **self.options}
 
     def run(self, op: Any, sequences: list[list[int]], states: Tensor, tails: Tensor, **more: Any) -> Tensor:
-        """``op`` on packed sequences, a state each; all in place."""
+        """Runs ``op`` on packed sequences, one state each, all in place."""
         cu = torch.tensor([0, *accumulate(map(len, sequences))])
         tokens = torch.tensor([*chain(*sequences)]).long()[None]
         x = self.x[tokens]
@@ -64,20 +64,20 @@ class Batch:
     slots: Tensor  # negative: padding
     lengths: list[int]
     cu: Tensor | None
-    rows: Tensor  # [ROWS, TOKENS, D], raw, of each request
+    rows: Tensor  # [ROWS, TOKENS, D], raw rows of each request
 
 
 class Way:
-    """A pool of states and what else it takes. Whatever belongs to nobody is NaN, or a number that means nothing."""
+    """A pool of states and whatever else the way needs. Unused memory is NaN, or a meaningless number."""
 
     sits_out = True  # drafts of a request that is not in the next batch may wait for their flush
-    exact = False  # the bits of plain decode
+    exact = False  # has the bits of plain decode
 
     def __init__(self, model: Model, v_first: bool = True) -> None:
         self.model, self.v_first = model, v_first
         self.pool = torch.full((SLOTS, *STATE) if v_first else (SLOTS, HV, K, V), NAN)
         self.tails = torch.full((SLOTS, D, 3), NAN)
-        self.accepted = torch.full((SLOTS,), 77, dtype=torch.int32)  # of the last round, not flushed yet
+        self.accepted = torch.full((SLOTS,), 77, dtype=torch.int32)  # in the last round, not flushed yet
         self.rows = torch.full((SLOTS, TOKENS, D), NAN)  # of the last round
 
     def start(self, slot: int, state: Tensor, tail: Tensor) -> None:
@@ -101,7 +101,7 @@ class Way:
         return {**inputs, **options}
 
     def last_round(self, b: Batch) -> dict[str, Any]:
-        """Of the rows of this batch; those of padding mean nothing."""
+        """The last round for the rows of this batch; rows of padding are meaningless."""
         rows = {} if self.model.weight is None else {"last_conv_x": self.rows[b.slots.clamp(0).long()]}
         return {"accept_len": self.accepted[b.slots.clamp(0).long()], **rows}
 
@@ -184,7 +184,7 @@ class Ring(Way):
 
 
 class Snapshots(Way):
-    """decode_mtp keeps the state after every draft, and goes on from one of them: no flush, and no records."""
+    """decode_mtp keeps the state after every draft, and continues from one of them: no flush, and no records."""
 
     exact = True
 
@@ -200,7 +200,7 @@ class Snapshots(Way):
     def speculate(self, b: Batch) -> Tensor:
         at, call = b.slots.clamp(0).long(), self.call(b)
         kept = torch.where(b.slots[:, None] >= 0, self.kept[at], -1)
-        if "conv" in call:  # which decode rolls on by all drafts
+        if "conv" in call:  # which decode advances by all drafts
             call["conv"] = call["conv"]._replace(state=self.tails.clone())
         more = {"snapshots": self.pool, "snapshot_slots": kept, "accepted": self.accepted[at], "update_state": False}
         out: Tensor = kda.decode_mtp(**call, state_indices=b.slots, **more)
@@ -227,17 +227,17 @@ class Snapshots(Way):
 class Request:
     slot: int
     text: list[int]  # all tokens known; all but the last have been fed
-    state: Tensor  # after these, by plain decode
+    state: Tensor  # after the tokens that have been fed, by plain decode
     tail: Tensor
     chance: random.Random = field(repr=False)
 
     def follower(self, text: list[int]) -> int:
-        """What followed the last token the last time."""
+        """What followed the previous occurrence of the last token."""
         before = [i for i, x in enumerate(text[:-1]) if x == text[-1]]
         return text[before[-1] + 1] if before else 0
 
     def token(self) -> int:
-        """The model's choice: mostly what n-grams would expect."""
+        """The model's choice: mostly what n-grams would predict."""
         return self.follower(self.text) if self.chance.random() < 0.8 else self.chance.randrange(VOCABULARY)
 
     def drafts(self, n: int) -> list[int]:
@@ -248,7 +248,7 @@ class Request:
 
 
 class World:
-    """Schedules, decides on tokens, and knows the truth. The random numbers are the same whatever the ways do."""
+    """Schedules, decides on tokens, and knows the right results. Its random numbers do not depend on the ways."""
 
     def __init__(self, conv: bool, seed: int) -> None:
         self.model, self.chance = Model(conv), random.Random(seed)
@@ -258,17 +258,17 @@ class World:
         self.prompts = [[self.chance.randrange(VOCABULARY) for _ in range(200)] for _ in range(3)]
         self.cache: dict[tuple[int, ...], int] = {}
         self.checkpoints = torch.full((12, *STATE), NAN)
-        self.waiting: set[int] = set()  # slots whose drafts nobody flushed yet
+        self.waiting: set[int] = set()  # slots whose drafts are not flushed yet
         self.counts = dict.fromkeys(("outputs", "accepted", "hits", "forks", "settled"), 0)
 
-    # ---- coming and going ----
+    # ---- arriving and leaving ----
 
     def tail_after(self, tokens: list[int]) -> Tensor:
         rows = torch.cat([torch.zeros(3, D), self.model.x[torch.tensor(tokens).long()]])
         return rows[-3:].t().contiguous()
 
     def arrive(self, slot: int) -> None:
-        """Prefill of a prompt from the longest prefix that is in the cache; leaves checkpoints for others."""
+        """Prefills a prompt from its longest prefix in the cache; leaves checkpoints for later requests."""
         prompt = self.chance.choice(self.prompts)[: self.chance.randrange(1, 200)]
         prompt = prompt + [self.chance.randrange(VOCABULARY) for _ in range(self.chance.randrange(1, 20))]
         fed = prompt[:-1]
@@ -298,7 +298,7 @@ class World:
             way.start(request.slot, request.state, request.tail)
 
     def settle(self, requests: list[Request], ways: list[Way]) -> None:
-        """The pool now holds the text, and nothing else is needed to go on from it."""
+        """Afterwards the pool holds the text, and nothing else is needed to continue from it."""
         slots = int32([r.slot for r in requests])
         for way in ways:
             way.settle(slots)
@@ -342,7 +342,7 @@ class World:
             if out and not way.sits_out:
                 self.settle(out, [way])
 
-        dense = self.chance.random() < 0.3  # as many tokens for all, or packed, some requests with none
+        dense = self.chance.random() < 0.3  # equally many tokens for all, or packed, some requests without any
         T = self.chance.randrange(1, TOKENS + 1)
         lengths = [T if dense else self.chance.randrange(0, TOKENS + 1) for _ in batch]
         nobody = Request(-1, [0], torch.zeros(STATE), torch.zeros(D, 3), self.chance)
@@ -388,7 +388,7 @@ def test_serving(conv: bool) -> None:
     for _ in range(rounds):
         world.round()
     world.settle(world.requests, world.ways)
-    # The world was lively: requests drafted, were right now and then, found prefixes, forked.
+    # The run was varied: requests drafted, were right now and then, found prefixes, forked.
     counts = world.counts
     assert counts["outputs"] > 4 * rounds and 0.3 < counts["accepted"] / counts["outputs"] < 0.9
     assert min(counts["hits"], counts["forks"]) > rounds / 50

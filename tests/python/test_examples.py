@@ -1,5 +1,5 @@
-"""The examples run. The demonstration chooses where to train and where to serve, each for itself; what it checks of the
-serving in bfloat16, it does on the CPU, too."""
+"""The examples run. The demonstration chooses separately where to train and where to serve. Its checks of serving in
+bfloat16 run on the CPU, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ON_CPU, ON_CPU_BF16 = (Place("cpu", dtype, "a test") for dtype in (torch.float32
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Two that spin for each other on a busy machine take ten times as long."""
+    """Two threads that spin for each other on a busy machine take ten times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,12 +65,12 @@ def test_quick_demonstration(tmp_path: Path) -> None:
         assert figures["record_bytes"] < figures["snapshot_bytes"]
 
 
-# ---- where: with a GPU that is not there ----
+# ---- devices: with a pretended GPU ----
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``gpu(train=..., serve=...)``: there is a GPU, and on it these, by dtype, go wrong."""
+    """``gpu(train=..., serve=...)``: pretends that there is a GPU, where these fail for these dtypes."""
 
     def pretend(**errors: dict[torch.dtype, Exception]) -> None:
         def probe(config: device.Config, place: Place, what: str) -> None:
@@ -177,13 +177,13 @@ def test_probes_find_what_is_missing(
     assert found == refusing
 
 
-# ---- serving elsewhere, and in bfloat16 ----
+# ---- serving on another device, and in bfloat16 ----
 
 
 def test_what_follows_training_is_done_where_it_is_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There, in bfloat16, is the same CPU, which torch also takes under another name."""
+    """The other place, in bfloat16, is the same CPU, which torch also accepts under another name."""
     from examples.demo import __main__ as demo
 
     places = {"train": ON_CPU, "serve": Place("cpu:0", torch.bfloat16, "another place")}

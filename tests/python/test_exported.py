@@ -1,4 +1,4 @@
-"""The operators of torch.ops after ``import kda`` alone, and exported models in a process that knows nothing else."""
+"""The operators of torch.ops after only ``import kda``, and exported models in a process that knows nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer as a program, what goes into it, and what comes out."""
+    """A layer as a program, its inputs, and its outputs."""
     folder = tmp_path_factory.mktemp("exported")
     torch.manual_seed(0)
     layer, x = KimiDeltaAttention(hidden_size=32, num_heads=2, head_dim=16), torch.randn(1, 70, 32)
@@ -55,14 +55,14 @@ def test_every_operator_is_there(order: str) -> None:
 
 
 def test_import_registers_nothing_yet() -> None:
-    """That takes 20 ms, and kda is imported by programs that need none of it."""
+    """Registering takes 20 ms, and programs that need no operators import kda, too."""
     loaded = "print([m for m in sys.modules if m.startswith('kda.compiled') or m == 'tvm_ffi'])"
     for order in ORDERS[:2]:
         assert run(f"import sys\n{order}\n{loaded}") == "[]"
 
 
 def test_torch_is_imported_as_ever() -> None:
-    """The hook leaves no trace in what found and loaded it, and works after an import that failed."""
+    """The hook leaves no trace in the finder and the loader, and works after an import that failed."""
     code = """
 import sys, kda
 hooks = lambda: [f for f in sys.meta_path if type(f).__module__.startswith("kda")]

@@ -118,7 +118,7 @@ def test_chunk_size() -> None:
 @both
 @pytest.mark.parametrize("lengths", [None, [3, 0, 66, 0]])
 def test_graphs(function: Callable[..., Any], lengths: list[int] | None) -> None:
-    """Nothing depends on use_graph but how many intermediate states there are."""
+    """use_graph affects only the number of intermediate states."""
     p = make(1, 69, lengths=lengths)
     expected = run(function, p, backward=False)
     for sequences in (None, 4):
@@ -152,7 +152,7 @@ def test_contradictory_offsets_on_the_cpu() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", "lower_bound"])
 def test_parameters_of_a_gate_that_is_not_there(name: str) -> None:
-    """FLA ignores them: so do we, and say so at the caller's line."""
+    """FLA ignores them. So does kda, but with a warning at the caller's line."""
     p = make(1, 3, H=1, K=4, V=6, state=False, v_first=True)
     value: Any = {"A_log": torch.zeros(1), "dt_bias": torch.zeros(1, 4), "lower_bound": -5.0}[name]
     rows = p.keywords
@@ -168,7 +168,7 @@ def test_parameters_of_a_gate_that_is_not_there(name: str) -> None:
         first, second = (x[0] if isinstance(x, tuple) else x for x in (result, expected))
         assert same_bits(first, second)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of safe_gate it is the promise
+        warnings.simplefilter("error")  # lower_bound is the promise of safe_gate
         kda.chunk_kda(**rows, safe_gate=True, lower_bound=-5.0)
 
 
@@ -477,7 +477,7 @@ def test_expanded_gradients(function: Callable[..., Any]) -> None:
 
 @both
 def test_lazily_negated_gradients(function: Callable[..., Any]) -> None:
-    """What autograd hands to backward can be a view with a pending sign, too: right, or an error."""
+    """Autograd can also pass backward a view with a pending sign: the result must be right, or an error."""
     p = make(1, 20)
     leaves = {n: x.clone().requires_grad_() for n, x in p.tensors.items()}
     o, _ = function(**leaves, **p.options)

@@ -1,4 +1,4 @@
-"""A process that has used the library forks, as data loaders and servers do, and its child uses it, too."""
+"""A process that has used the library forks, as data loaders and servers do, and its child uses the library, too."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ import pytest
 
 import kda
 
-SECONDS = 60  # a child that hangs is killed then
+SECONDS = 60  # after that a hanging child is killed
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 512, 4, 32), dtype=np.float32)
 CALL = (X, X, X, -np.abs(X), np.full((2, 512, 4), 0.5, np.float32))
@@ -45,11 +45,11 @@ def check_children(generations=1):
     want = outputs().tobytes()
     reader = []
     thread = threading.Thread(target=lambda: reader.extend(queue.get() for _ in range(generations)), daemon=True)
-    thread.start()  # what children put is more than a pipe holds
+    thread.start()  # children put more than a pipe holds
     run_children(queue, generations)
     thread.join(SECONDS)
     assert reader == [want] * generations
-    assert outputs().tobytes() == want  # the parent goes on
+    assert outputs().tobytes() == want  # the parent continues
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of forks with threads
@@ -76,8 +76,8 @@ def test_while_another_thread_is_in_a_call():
 
 
 def test_after_torch_has_used_its_threads():
-    """In a process of its own: torch's OpenMP may be the one that the library uses. (Of torch itself the child calls
-    nothing that would start threads: that hangs.)"""
+    """In a separate process, because torch's OpenMP may be the one that the library uses. (The child itself calls
+    nothing in torch that would start threads: that hangs.)"""
     pytest.importorskip("torch")
     script = """
         import os, torch

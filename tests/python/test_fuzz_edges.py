@@ -1,6 +1,7 @@
-"""Calls at the edges: shapes, strides, numbers at the ends of their range; against float64 formulations written here.
+"""Calls at the edges: shapes, strides, numbers at the ends of their range. The expected results are float64
+formulations written here.
 
-Each test is one seed. KDA_FUZZ_SEEDS=2000 makes more of them, and ``-k 'forward and 17]'`` repeats one.
+Each test is one seed. KDA_FUZZ_SEEDS=2000 runs more of them, and ``-k 'forward and 17]'`` repeats one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ SIZES = (1, 3, 7, 16, 17, 33, 60, 64, 128)
 HEADS = ((1, 1), (1, 3), (2, 2), (2, 4))
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 MAGNITUDES = (1e-30, 1e-20, 1e-10, 1e10, 1e20, 1e30)
-OF_F16 = (1e-3, 1e2)  # it holds no others
+OF_F16 = (1e-3, 1e2)  # float16 holds no others
 MOST = torch.finfo(torch.float32).max
 
-# docs/numerics.md: relative RMS errors. Where nothing is rounded to 16 bits on a CPU, a fiftieth of them.
+# docs/numerics.md: relative RMS errors. On a CPU, where nothing is rounded to 16 bits, a fiftieth of these.
 GATES = {"o": 5e-3, "final_state": 5e-3, "q": 6e-3, "k": 6e-3, "v": 8e-3, "initial_state": 8e-3, "g": 1e-2} | {
     "beta": 1e-2,
     "A_log": 8e-3,
@@ -47,7 +48,8 @@ class Source:
         return values[self.rng.integers(len(values))]
 
     def tensor(self, x: Any, dtype: torch.dtype) -> Tensor:
-        """Dense, a slice of a wider buffer, or with its second and third dimension swapped in memory."""
+        """A tensor that is dense, a slice of a wider buffer, or has its second and third dimension swapped in
+        memory."""
         t = torch.tensor(np.asarray(x, np.float32)).to(dtype)
         if t.ndim >= 3 and self.chance(0.3):
             return t.transpose(1, 2).contiguous().transpose(1, 2)
@@ -64,12 +66,12 @@ class Source:
         return float(self.one_of(OF_F16 if dtype == torch.float16 else MAGNITUDES))
 
     def any_float(self, *shape: int) -> Any:
-        """All of float32 whose sums are float32, too."""
+        """Any float32 numbers whose sums are float32, too."""
         x = self.rng.integers(0, 1 << 32, shape, np.uint64).astype(np.uint32).view(np.float32)
         return np.where(np.isnan(x), np.float32(0), np.clip(x, -MOST / 2, MOST / 2))
 
     def offsets(self, T: int) -> list[int] | None:
-        """Of sequences packed into one row, empty ones and a tail behind the last among them."""
+        """Offsets of sequences packed into one row, with empty ones and a tail after the last."""
         if self.chance(0.6):
             return None
         return [0, *sorted(int(x) for x in self.rng.integers(0, T + 1, self.rng.integers(1, 4)))]
@@ -79,7 +81,7 @@ class Source:
 
 
 def product_of_softplus(A_log: Tensor, z: Tensor) -> Tensor:
-    """``exp(A_log) softplus(z)``, whichever of the two is beyond float64."""
+    """``exp(A_log) softplus(z)``, even if one of the two is beyond float64."""
     far = z < -30
     softplus = torch.logaddexp(z.masked_fill(far, 0), z.new_zeros(()))
     return (A_log + torch.where(far, z, softplus.log())).clamp(max=600).exp()
@@ -109,7 +111,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
 
 
 def expected(tensors: dict[str, Tensor], options: dict[str, Any], states: Tensor) -> tuple[Tensor, Tensor]:
-    """o and the final states, K-first, of float64 tensors."""
+    """o and the final states, K-first, from float64 tensors."""
     q, k, v, g, beta = (tensors[n] for n in ("q", "k", "v", "g", "beta"))
     if options["use_qk_l2norm_in_kernel"]:
         q, k = normalised(q), normalised(k)
@@ -138,8 +140,8 @@ def expected(tensors: dict[str, Tensor], options: dict[str, Any], states: Tensor
 
 
 def assert_near(name: str, ref: Tensor, got: Tensor, budget: float, floor: float | Tensor, what: str) -> None:
-    """Within `budget` of its RMS, or `floor`. What is beyond the dtype counts as infinite, and where float64
-    is not finite any such number is right."""
+    """Asserts an error within `budget` of the RMS, or `floor`. Numbers beyond the dtype count as infinite. Where
+    float64 is not finite, any number that is not finite is right."""
     assert got.shape == ref.shape, f"{what} {name}: shape {list(got.shape)}, expected {list(ref.shape)}"
     if got.numel() == 0:
         return
@@ -196,7 +198,7 @@ def gates(source: Source, shape: tuple[int, ...], backward: bool) -> tuple[dict[
 
 
 class Call:
-    """Tensors and options of a forward or a decode; no number on the way is beyond float32."""
+    """Tensors and options of a forward or a decode; no intermediate number exceeds float32."""
 
     def __init__(self, source: Source, lengths: tuple[int, ...], backward: bool = False) -> None:
         T = source.one_of(lengths)
@@ -211,7 +213,7 @@ class Call:
         def scaled(name: str, *shape: int, most: float = 1.0) -> Tensor:
             factor = source.magnitude(dtype) if name == big else 1.0
             if name == "k" and not norm:
-                factor = min(factor, 1.0)  # it would grow with every token
+                factor = min(factor, 1.0)  # otherwise it would grow with every token
             self.largest *= max(1.0, factor) if name == "v" or not norm else 1.0
             return source.tensor(source.uniform(*shape, most=most * factor), dtype)
 
@@ -255,7 +257,7 @@ class Call:
 
 
 def left_of_sums(c: Call, h0: Tensor, factor: float) -> dict[str, Tensor]:
-    """Gradients of gates are small differences of large sums, whatever the decay: how far off that leaves them."""
+    """How far off gradients of gates may be: they are small differences of large sums, whatever the decay."""
     t, opt = c.doubles(), c.options
     q, k = (1.0 if opt["use_qk_l2norm_in_kernel"] else float(t[n].abs().max()) for n in ("q", "k"))
     beta = 2.0 if opt["use_beta_sigmoid_in_kernel"] else float(t["beta"].abs().max())
@@ -343,7 +345,7 @@ def test_decode(seed: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gate(seed: int) -> None:
-    """Each number by itself, over all of float32."""
+    """Each number separately, over the whole range of float32."""
     source = Source(30000 + seed)
     HV, K = source.one_of((1, 3)), source.one_of(SIZES)
     shape = (source.one_of((0, 1, 5, 40)), HV, K)
@@ -357,7 +359,7 @@ def test_gate(seed: int) -> None:
     X, A, b = (y.double() for y in given)
     ref = gate(X, A, b, bound)
     got = kda.fused_kda_gate(*given, lower_bound=bound).double()
-    # float32 has A_log and exp's argument to their last bits, and what goes into a sigmoid as well.
+    # float32 has A_log and exp's argument to their last bits, and the argument of a sigmoid as well.
     z, rate = X + b.reshape(HV, K), A.reshape(-1, 1).abs().clamp(max=1e3)
     inside = (A.reshape(-1, 1).clamp(-700, 700).exp() * z).abs().clamp(max=110) if bound else z.abs().clamp(max=1e3)
     # What underflows is multiplied by exp(A_log), unless that is large.

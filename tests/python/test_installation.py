@@ -1,5 +1,5 @@
-"""The installed wheel in processes of its own: without torch; beside torch, with one OpenMP runtime in either order;
-without any; mixed up with the other project that is named kda."""
+"""The installed wheel in separate processes: without torch; with torch, with one OpenMP runtime in either order;
+without any; mixed with the other project named kda."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, interpreter: Path = Path(sys.executable), **environment: str) -> str:
-    """What a new process prints, of an ImportError the sentence."""
+    """What a new process prints; for an ImportError its message."""
     done = subprocess.run([interpreter, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0 or "ImportError: " in done.stderr, done.stderr
     return done.stdout if done.returncode == 0 else done.stderr.rsplit("ImportError: ", 1)[1]
@@ -34,7 +34,7 @@ def python(code: str, interpreter: Path = Path(sys.executable), **environment: s
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Path:
-    """The interpreter of an environment that has the wheel and what it requires, and no more: links to what is here."""
+    """The interpreter of an environment with only the wheel and its requirements: links to what is installed here."""
     wheel()
     venv.create(tmp_path / "venv")
     [packages] = (tmp_path / "venv").glob("lib/python3*/site-packages")
@@ -77,7 +77,7 @@ USE = {
 
 @pytest.mark.parametrize("order", [("torch", "kda"), ("kda", "torch"), ("libkda", "torch", "kda")], ids="-".join)
 def test_one_openmp_runtime(order: tuple[str, ...]) -> None:
-    """Of the last order the library comes before torch; `kda` has the binding import torch first."""
+    """In the last order the library is loaded before torch; `kda` makes the binding import torch first."""
     printed = python("\n".join([RUNTIMES, *(USE[name] for name in order), "print(len(runtimes()))"]))
     assert printed == "1\n"
 
@@ -112,7 +112,7 @@ def test_the_other_kda_in_the_same_folder_is_named(record: str, tmp_path: Path) 
 
 
 def test_our_code_is_not_run_from_a_package_of_the_other_kda(tmp_path: Path) -> None:
-    """Where the other was installed last, `import kda` is theirs, and only a command of ours can say so."""
+    """If the other was installed last, `import kda` imports theirs, and only a command of ours can say so."""
     copy = tmp_path / "kda"
     shutil.copytree(Path(kda.__file__).parent, copy, ignore=shutil.ignore_patterns("*.so*", "__pycache__"))
     (copy / "__init__.py").write_text("__version__ = '0.3.0'\n")

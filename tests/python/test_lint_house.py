@@ -15,7 +15,7 @@ SCRIPT = Path(lint_house.__file__)
 
 
 def findings(root: Path, files: dict[str, str], long_functions: dict[str, str] | None = None) -> list[str]:
-    """What the lint says about a tree of these files."""
+    """What the lint reports about a tree of these files."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def findings(root: Path, files: dict[str, str], long_functions: dict[str, str] |
 
 
 def counts(page: str) -> list[int]:
-    """Words of each sentence."""
+    """The number of words in each sentence."""
     return [lint_house.words(s) for text in Page(page).texts for _, s in sentences(text)]
 
 

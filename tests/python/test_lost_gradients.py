@@ -1,4 +1,4 @@
-"""Functions without gradients refuse what requires them, rather than to give outputs that train nothing."""
+"""Functions without gradients refuse tensors that require them, because their outputs would train nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_tensor_of_every_call(name: str, form: str) -> None:  # noqa: F811
 
 
 def test_parameters_of_the_gate() -> None:
-    """Where q, k, v come from elsewhere, and of any shape that is taken."""
+    """When q, k, v do not require gradients, and for every shape that is accepted."""
     p = make(1, 1, 2, 1, 8, 8, gate="softplus", state=False)
     for name in ("A_log", "dt_bias"):
         parameter = torch.nn.Parameter(p.tensors[name].clone())

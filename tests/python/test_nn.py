@@ -14,7 +14,7 @@ import kda
 from kda.nn import DraftCache, KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
 from layer_model import float64_parameters, make, model, relative, tokens
 
-# What changes the arithmetic of the layer, each at a size at which chunks, heads and channels do not coincide.
+# Options that change the arithmetic of the layer, each at a size where chunks, heads and channels do not coincide.
 CONFIGS = {
     "kimi_linear": {},
     "grouped_values": {"num_v_heads": 4, "expand_v": 2},
@@ -286,7 +286,7 @@ def test_padding_is_skipped(side):
     for n, length in enumerate(lengths):
         mask[n, T - length :] = side == "left"
         mask[n, :length] |= side == "right"
-    x[mask == 0] = math.nan  # whatever padding holds
+    x[mask == 0] = math.nan  # padding may hold anything
     leaf = x.clone().requires_grad_()
     o, _, _ = layer(leaf, attention_mask=mask)
     o.sum().backward()
@@ -445,7 +445,7 @@ def test_forward_refuses():
     "options", [{}, {"use_short_conv": False}, {"num_v_heads": 4, "expand_v": 0.5, "conv_bias": True}]
 )
 def test_drafts_equal_decode(fused, options):
-    """Any number of accepted drafts, of every sequence its own; the wrong ones leave no trace."""
+    """Any number of accepted drafts, different for each sequence; wrong drafts leave no trace."""
     torch.manual_seed(0)
     N, prompt = 3, 7
     layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32, **options), torch.randn(N, 60, 64)
@@ -467,7 +467,7 @@ def test_drafts_equal_decode(fused, options):
                 torch.testing.assert_close(o[n, :m], expected[n, at[n] : at[n] + m], atol=1e-5, rtol=1e-4)
                 at[n] += m
             drafts.accept(torch.tensor(accepted, dtype=torch.int32))
-        layer(x[:, :3], cache=drafts)  # nobody accepts these
+        layer(x[:, :3], cache=drafts)  # these are never accepted
         drafts.flush()
         for n in range(N):
             own, whole = layer.new_cache(1), x[n : n + 1, : prompt + at[n]]

@@ -30,7 +30,8 @@ def same(a: KDACache, b: KDACache) -> bool:
 
 @configs
 def test_a_beam_search_equals_the_float64_model(config):
-    """Two prompts, three beams each; every step beams go on from others, and each must be its own whole history."""
+    """Two prompts, three beams each. In every step beams continue from others, and each must match its own whole
+    history."""
     layer, prompts = make(**config), tokens(2, 9, 48)
     cache = prefilled(layer, prompts).repeat(3)
     histories = [prompts[i // 3] for i in range(6)]
@@ -143,7 +144,7 @@ def test_a_new_process_reads_the_file_after_importing_kda_nn(tmp_path: Path):
 
 
 def test_a_cache_made_in_a_backward_pass_is_usable_from_a_file(tmp_path: Path):
-    """Its number of a backward pass means nothing elsewhere."""
+    """The number of a backward pass means nothing in another process."""
     layer, made = make(), []
     x = tokens(1, 2, 48).requires_grad_()
     x.register_hook(lambda g: made.append(prefilled(layer, tokens(1, 9, 48))))

@@ -1,4 +1,4 @@
-"""kda.nn in functions that backward runs again: right, or refused where a cache has moved on meanwhile."""
+"""kda.nn in functions that backward runs again: right, or refused if a cache has advanced in the meantime."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def used_cache(layer: KimiDeltaAttention) -> KDACache:
 
 
 def twice(layer: KimiDeltaAttention, x: Tensor) -> Tensor:
-    """A cache that the function makes by itself."""
+    """Uses a cache that the function makes itself."""
     cache = layer.new_cache(1)
     first, _, _ = layer(x[:, :12], cache=cache)
     return torch.cat([first, layer(x[:, 12:], cache=cache)[0]], 1)
@@ -62,7 +62,8 @@ def twice(layer: KimiDeltaAttention, x: Tensor) -> Tensor:
 
 @kinds
 def test_what_the_function_makes_itself_is_right(kind):
-    """Against the float64 model; the cache carries values, no gradients, so its second half starts from constants."""
+    """Against the float64 model. The cache carries values but no gradients, so its second half starts from
+    constants."""
     layer, x = make(), tokens(1, 20, 48)
     p, x64 = float64_parameters(layer), x.double().requires_grad_()
     model(p, x64[0], layer).square().sum().backward()
@@ -85,7 +86,7 @@ def test_a_cache_from_outside_is_refused(kind, how):
     run = functools.partial(layer, **{name if name in ("cache", "past_key_values") else "cache": held})
     with pytest.raises(ValueError, match=REFUSED):
         gradients(layer, lambda x: checkpoint(lambda x: run(x)[0], x, **kind), x)
-    assert relative(once.state, cache.state) < 1e-6  # moved on once, by the first run
+    assert relative(once.state, cache.state) < 1e-6  # advanced once, by the first run
     assert cache.conv is None or torch.equal(once.conv, cache.conv)
 
 
@@ -117,7 +118,7 @@ def test_a_state_of_the_convolution_from_outside_is_refused(kind):
 
 
 def test_without_checkpoints_a_cache_may_be_used_with_gradients():
-    """Also in several pieces before one backward, and in a backward pass that made it."""
+    """Also in several pieces before one backward, and with a cache made in a backward pass."""
     layer, x = make(), tokens(1, 20, 48)
     cache, again = used_cache(layer), used_cache(layer)
     want = gradients(layer, lambda x: layer(x, cache=cache)[0], x)
@@ -128,7 +129,7 @@ def test_without_checkpoints_a_cache_may_be_used_with_gradients():
     made = []
     x.requires_grad_().register_hook(lambda g: made.append(used_cache(layer)))
     x.sum().backward()
-    layer(tokens(1, 3, 48), cache=made[0])  # no backward pass runs any more
+    layer(tokens(1, 3, 48), cache=made[0])  # no backward pass is running any more
 
 
 def test_the_operator_is_a_proper_one():
@@ -144,7 +145,8 @@ def test_the_operator_is_a_proper_one():
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("outside", ["checkpoint", "compile"])
 def test_compiled(reentrant, outside):
-    """A compiled layer in a checkpoint, which runs no Python of it again, and a checkpoint in a compiled function."""
+    """A compiled layer in a checkpoint, where none of its Python runs again, and a checkpoint in a compiled
+    function."""
     layer, x = make(), tokens(1, 20, 48)
     cache = used_cache(layer)
 

@@ -15,7 +15,7 @@ from torch import nn
 from kda.nn import KimiDeltaAttention, RMSNormGated, ShortConvolution
 from layer_model import float64_parameters, model, relative, tokens
 
-SIZES: dict[str, Any] = {"hidden_size": 48, "num_heads": 3, "head_dim": 16}  # heads that two ranks do not halve
+SIZES: dict[str, Any] = {"hidden_size": 48, "num_heads": 3, "head_dim": 16}  # two ranks cannot divide these heads
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"conv_bias": True},
@@ -31,7 +31,7 @@ def on_meta(**config: Any) -> KimiDeltaAttention:
 
 
 def fill(module: nn.Module) -> None:
-    """What torchtitan and FSDP1 do, in memory that holds no zeros by luck."""
+    """What torchtitan and FSDP1 do, in memory that is not zero by luck."""
     module.to_empty(device="cpu")
     with torch.no_grad():
         for p in module.parameters():
@@ -42,7 +42,7 @@ def fill(module: nn.Module) -> None:
 
 
 def check(layer: KimiDeltaAttention, parameters: dict[str, torch.Tensor]) -> None:
-    """Every parameter is where it starts."""
+    """Every parameter has its initial distribution."""
     for name, p in parameters.items():
         assert p.isfinite().all(), name
         if name not in ("A_log", "dt_bias", "o_norm.weight"):
@@ -131,7 +131,7 @@ def train_and_serve(layer: nn.Module, plain: KimiDeltaAttention) -> None:
 
 
 def losses_of(layer: nn.Module) -> torch.Tensor:
-    """Of a few steps; all ranks have the same tokens, so that averaged gradients are those of one process."""
+    """Losses of a few steps. All ranks have the same tokens, so averaged gradients are those of one process."""
     optimizer, losses = torch.optim.AdamW(layer.parameters(), 1e-2), []
     for _ in range(4):
         loss = (layer(tokens(2, 20, 48))[0] - tokens(2, 20, 48, seed=5)).square().mean()
@@ -170,7 +170,8 @@ def fsdp2(config: dict[str, Any], every_module: bool) -> None:
 
 
 def fsdp2_computing_in_bfloat16() -> None:
-    """FSDP casts what a layer is given, but not what is in a cache: of that it would be a copy that moves on."""
+    """FSDP casts a layer's arguments, but not the content of a cache: a cast would be a copy, and only that would
+    advance."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     layer = sharded({}, False, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

@@ -1,5 +1,5 @@
 """kda.nn with the cache objects of FLA and transformers: stand-ins with the methods that their layers call, and
-transformers' own where it is installed."""
+transformers' own if it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layer_model import make, relative, tokens
 
 
 class LikeFLA:
-    """What FLA 0.6's layer and models call of their cache."""
+    """The methods of the cache that FLA 0.6's layer and models call."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any] | None] = []
@@ -46,7 +46,7 @@ class LikeFLA:
 
 
 class Slot:
-    """A layer of a cache of transformers 5: buffers that stay, written by copies."""
+    """A layer in a cache of transformers 5: its buffers stay, and are written by copies."""
 
     def __init__(self) -> None:
         self.conv: Tensor | None = None
@@ -204,7 +204,7 @@ def test_refusals_of_transformers_caches():
 
 
 def test_transformers_own_cache_in_turns_with_its_own_layer():
-    """One cache, of which kda's layer and transformers' take turns to compute the next tokens."""
+    """kda's layer and transformers' take turns to compute the next tokens with one cache."""
     pytest.importorskip("transformers.models.kimi_linear")
     from transformers import DynamicCache
     from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
@@ -224,5 +224,5 @@ def test_transformers_own_cache_in_turns_with_its_own_layer():
             ours = turn in (0, 2, 3, 6)
             o.append(layer(piece, past_key_values=held)[0] if ours else theirs(piece, cache=held))
             if turn == 3:
-                held.reorder_cache(torch.tensor([0, 1]))  # puts the state into another order in memory
+                held.reorder_cache(torch.tensor([0, 1]))  # changes the order of the state in memory
         assert relative(theirs(x), torch.cat(o, 1)) < 5e-6

@@ -1,4 +1,4 @@
-"""kda.nn: what trainers say about documents and padding, by every name, and what is refused."""
+"""kda.nn: how trainers pass documents and padding, under every name, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "seq_idx": {"seq_idx": SEQ_IDX},
     "numbers_with_gaps": {"seq_idx": 7 * SEQ_IDX.long() + 3},
     "collator": {**FLASH, "position_ids": POSITIONS, "seq_idx": SEQ_IDX},
-    "model_counts_on": {**FLASH, "position_ids": torch.arange(T)[None]},  # positions that a model makes by itself
+    "model_counts_on": {**FLASH, "position_ids": torch.arange(T)[None]},  # positions that a model makes itself
     "all_ones": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, T)},
 }
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[Tensor, Tensor]:
-    """Outputs and gradients of x, each document by itself, in float64."""
+    """Outputs and gradients of x, each document separately, in float64."""
     layer, x = make(), tokens(1, T, 48).double().requires_grad_()
     o = documents(float64_parameters(layer), x, layer, LENGTHS)
     (dx,) = torch.autograd.grad(o, x, tokens(1, T, 48, seed=2).double())
@@ -83,7 +83,7 @@ def test_rows_may_hold_documents_of_their_own():
 @pytest.mark.parametrize("fill", [0, 1])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_counts_in_no_document(side, fill):
-    """Positions as transformers makes them from a mask, and a packed row with padding behind it."""
+    """Positions as transformers makes them from a mask, and a packed row followed by padding."""
     layer, x = make(), tokens(2, 30, 48)
     mask = torch.ones(2, 30).long()
     mask[0, :11] = 0
@@ -127,7 +127,7 @@ def test_one_token_needs_no_positions():
 
 
 def naive_layout(mask: Tensor, numbers: Tensor) -> tuple[list[int], list[int]]:
-    """Offsets and tokens kept, token by token."""
+    """Offsets, and the tokens kept, computed token by token."""
     kept, begins = [], []
     for b, row in enumerate(mask.tolist()):
         last = None
@@ -142,7 +142,7 @@ def naive_layout(mask: Tensor, numbers: Tensor) -> tuple[list[int], list[int]]:
 
 
 def counted(mask: Tensor, numbers: Tensor) -> Tensor:
-    """Positions of the tokens kept within each document, and 1 for padding."""
+    """Positions of the kept tokens within each document, and 1 for padding."""
     positions = torch.ones_like(numbers)
     for b, row in enumerate(mask.tolist()):
         seen: dict[int, int] = {}
@@ -157,7 +157,7 @@ def test_layouts_are_those_of_a_token_by_token_search():
     for _ in range(200):
         B, n = choose.randint(1, 3), choose.randint(2, 12)
         mask = torch.tensor([[choose.random() < 0.8 for _ in range(n)] for _ in range(B)])
-        mask[:, 0] = True  # a row of padding alone is a sequence of its own only while rows are sequences
+        mask[:, 0] = True  # a row of only padding is a sequence only while rows are sequences
         numbers = torch.tensor([[choose.random() < 0.2 for _ in range(n)] for _ in range(B)]).cumsum(1)
         positions, x = counted(mask, numbers), torch.zeros(B, n, 1)
         want, kept = naive_layout(mask, numbers)
@@ -171,7 +171,7 @@ def test_layouts_are_those_of_a_token_by_token_search():
             assert (torch.arange(B * n) if layout.kept is None else layout.kept).tolist() == kept
 
 
-# ---- what is refused, and what is not ----
+# ---- refused and accepted calls ----
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_compiled(expected):
         assert relative(expected[0], whole(x, **WAYS[name])[0]) < 3e-6
     broken = torch.compile(layer, backend="aot_eager")
     assert relative(expected[0], broken(x, position_ids=POSITIONS)[0]) < 3e-6
-    torch._dynamo.reset()  # else the graphs in pieces are found again
+    torch._dynamo.reset()  # otherwise the graphs in pieces are found again
     with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(x, position_ids=POSITIONS)
 
@@ -262,7 +262,7 @@ RANKS = (2, 3)
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each of so many processes computed; they are started once."""
+    """The results of this many processes, which are started once."""
     folder, done = tmp_path_factory.mktemp("cp_layer"), {}
 
     def of(ranks: int) -> list[dict[str, Any]]:
@@ -291,7 +291,8 @@ def test_windows_of_ranks_are_the_whole(windows, ranks, name):
     want, parts = run_layer(CASES[name]), [w[name] for w in windows(ranks)]
     for n, x in want.items():
         got = torch.cat([p[n] for p in parts], 1) if n in ("o", "x") else sum(p[n] for p in parts)
-        # dA_log is one sum a head over all tokens and channels, which cancels: the whole is 1.3e-5 from float64.
+        # dA_log is one sum per head over all tokens and channels, with cancellation: one process is 1.3e-5 from
+        # float64.
         allowed = 0.02 if CASES[name].autocast else 5e-5 if n == "A_log" else 1e-5
         assert relative(x, got) < allowed, n
 

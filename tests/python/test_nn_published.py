@@ -1,6 +1,7 @@
-"""kda.nn with the KDA layers of published checkpoints: names, shapes and numbers, both ways, and what they mean.
+"""kda.nn with the KDA layers of published checkpoints: names, shapes and numbers, in both directions, and their
+meaning.
 
-Facts read in checkpoints' headers and in transformers 5.24 (kimi_linear, glm5_next, bailing_hybrid).
+Facts are from checkpoints' headers and from transformers 5.24 (kimi_linear, glm5_next, bailing_hybrid).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def packed(published: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def small(name: str, H: int = 3, D: int = 16, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random numbers; matrices and convolutions in ``dtype``, what stays float32 in checkpoints in float32."""
+    """Random numbers: matrices and convolutions in ``dtype``, and what stays float32 in checkpoints in float32."""
     published = {}
     for i, (key, shape) in enumerate(published_shapes(name, 48, H, D).items()):
         x = 0.3 * tokens(*shape, seed=i)
@@ -65,7 +66,7 @@ def small_layer(name: str, **more: Any) -> KimiDeltaAttention:
 
 
 def by_hand(published: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For the float64 model, which has the names of FLA."""
+    """Parameters for the float64 model, under FLA's names."""
     names = {"f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"}
     own = {
         names.get(key.split(".")[0], key.split(".")[0]) + key[len(key.split(".")[0]) :]: x
@@ -138,7 +139,7 @@ def test_a_layer_with_a_gate_bias_starts_it_from_zero():
         empty = small_layer("kimi_linear", gate_bias=None)
     empty.load_state_dict(published, assign=True)
     assert torch.equal(empty(x)[0], small_loaded(published)(x)[0])
-    biased = {**published, "g_b_proj.bias": tokens(48)}  # not published, but plain
+    biased = {**published, "g_b_proj.bias": tokens(48)}  # not published, but a plausible variant
     layer.load_state_dict(biased)
     assert torch.equal(layer.g_proj[1].bias, biased["g_b_proj.bias"])
 
@@ -211,7 +212,7 @@ def test_layers_that_a_checkpoint_has_no_place_for():
 
 
 def theirs(name: str) -> torch.nn.Module:
-    """The layer of transformers, small."""
+    """The layer of transformers, at a small size."""
     if name == "kimi_linear":
         from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig as Config
         from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention as Layer

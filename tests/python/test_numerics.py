@@ -62,7 +62,7 @@ def test_the_oracle_reproduces_a_computation_by_hand() -> None:
 
 
 def reference_problem(gate_form: str, beta: str, **changes: Any) -> Problem:
-    # scale and lower_bound are float32 in the C ABI: numbers that float32 holds keep float64 results exact.
+    # scale and lower_bound are float32 in the C ABI: numbers that are exact in float32 keep float64 results exact.
     sizes: dict[str, Any] = {"B": 2, "T": 20, "H": 2, "G": 2, "K": 3, "V": 5, "scale": 0.25}
     return make(**{**sizes, "gate": gate_form, "beta": beta, **changes}).map(Tensor.double)
 
@@ -77,7 +77,7 @@ def test_the_reference_is_the_oracle_to_1e_10(
     p = reference_problem(gate_form, beta, v_first=v_first, lengths=lengths, l2norm=not v_first)
     expected = reference(p)
     for function in (kda.chunk_kda, kda.fused_recurrent_kda):
-        for impl in ("reference", None):  # float64 leaves no other choice
+        for impl in ("reference", None):  # float64 has no other implementation
             assert_close(expected, run(function, p, impl=impl), what=function.__name__)
 
 
@@ -125,7 +125,7 @@ def times(p: Problem, factor: float) -> Problem:
     return p.having(g=factor * p.tensors["g"])
 
 
-RECIPES: dict[str, tuple[Callable[[], Problem], float | dict[str, float]]] = {  # and how much worse they may be
+RECIPES: dict[str, tuple[Callable[[], Problem], float | dict[str, float]]] = {  # and how much worse errors may be
     "rand": (lambda: uniform(make(1, 200, 1, 2, 60, 64)), 1),
     "decay_0.1": (lambda: make(1, 200, 1, 2, 64, 60, decay=0.1), 1),
     "decay_10": (lambda: make(1, 200, 1, 2, 64, 60, decay=10), 1),
@@ -140,7 +140,7 @@ RECIPES: dict[str, tuple[Callable[[], Problem], float | dict[str, float]]] = {  
     "largest_heads": (lambda: make(1, 70, 1, 1, 256, 256, gate="lower_bound"), 1),
     "odd_heads": (lambda: make(1, 70, 1, 1, 100, 3, gate="softplus"), 1),
     "long": (lambda: make(1, 1000, 1, 1, 32, 32, decay=10), 1),
-    # The gradient of a gate of -3000 is 0; what is left instead is multiplied by 3000 in dA_log. The gate is 0.008.
+    # The gradient of a gate of -3000 is 0; its remaining error is multiplied by 3000 in dA_log. The gate is 0.008.
     "wild_softplus": (
         lambda: times(make(1, 200, 1, 2, 32, 32, gate="softplus"), 1000),
         {"dg": 10, "ddt_bias": 80, "dA_log": 80},
@@ -185,7 +185,7 @@ def problems(draw: st.DrawFn) -> Problem:
         dtype=draw(st.sampled_from(DTYPES)),
         gate=draw(st.sampled_from(GATES)),
         beta=draw(st.sampled_from(BETAS)),
-        l2norm=K > 1 and draw(st.booleans()),  # one number divided by its size has no gradient left to compare
+        l2norm=K > 1 and draw(st.booleans()),  # a single number divided by its size has no gradient left to compare
         scale=draw(st.sampled_from([None, 0.3, 1.0, -2.0])),
         state=draw(st.booleans()),
         v_first=draw(st.booleans()),
@@ -234,7 +234,7 @@ def test_disable_recompute_changes_no_bit(gate_form: str) -> None:
 
 
 def test_disable_recompute_keeps_what_it_says() -> None:
-    """Beside the inputs, per token and value head K*V/16 + 4*V + 512 bytes; without it K*V/128."""
+    """Besides the inputs, K*V/16 + 4*V + 512 bytes per token and value head; without it K*V/128."""
     p = make(2, 1024, 1, 2, 32, 48)
     sizes = []
     for keep in (False, True):
@@ -254,7 +254,7 @@ def test_disable_recompute_keeps_what_it_says() -> None:
 
 
 def test_backward_needs_memory_linear_in_tokens() -> None:
-    """From states every 512 tokens its workspace does not grow with T at all."""
+    """Backward starts from states every 512 tokens, so its workspace does not grow with T at all."""
     from kda._lib import library
 
     def workspace(T: int, h_every: int) -> int:
@@ -286,7 +286,7 @@ def test_state_layouts_agree(name: str) -> None:
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
 @pytest.mark.parametrize("form", ["activations", "norm"])
 def test_fused_equals_separate(name: str, form: str) -> None:
-    """Gate, beta and norm inside the kernel or in front of it: 1e-5, gradients included."""
+    """Gate, beta and norm inside the kernel or before it: 1e-5, including gradients."""
     p = make(2, 100, 1, 2, 20, 36, gate="softplus", beta="2sigmoid")
 
     def separate(**kw: Any) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ OPERATORS = _OPERATORS
 
 
 def python(code: str, **environment: str) -> str:
-    """Standard output of a fresh interpreter."""
+    """Standard output of a new interpreter."""
     environment = {**{n: v for n, v in os.environ.items() if n != "KDA_IMPL"}, **environment}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -42,13 +42,13 @@ def test_import_loads_nothing_else() -> None:
 
 
 def test_import_is_fast() -> None:
-    """0.1 s at most; the best of five, since other processes may be at work."""
+    """At most 0.1 s; the best of five, because other processes may be running."""
     code = "import time; t = time.perf_counter(); import kda; print(time.perf_counter() - t)"
     assert min(float(python(code)) for _ in range(5)) <= 0.1
 
 
 def test_without_torch_numpy_arrays_work() -> None:
-    """torch is optional: an import that fails, as where it is not installed."""
+    """torch is optional: its import fails here, as where it is not installed."""
     code = """
 import sys
 sys.modules["torch"] = None
@@ -115,7 +115,7 @@ except ImportError as e:
 
 @pytest.mark.parametrize("name", kda.__all__)
 def test_docstrings(name: str) -> None:
-    """Every function says what it does; those on tensors name each argument and give shapes."""
+    """Every function says what it does; functions on tensors name each argument and give shapes."""
     function = getattr(kda, name)
     text = inspect.getdoc(function) or ""
     assert len(text.splitlines()[0]) > 20 and ">>> " in text, "a sentence and an example"
@@ -136,7 +136,7 @@ def test_examples_in_docstrings(module: str) -> None:
     assert result.failed == 0 and (result.attempted > 0 or module == "kda")
 
 
-# ---- what is there ----
+# ---- information ----
 
 
 def test_info() -> None:
@@ -212,7 +212,7 @@ def test_explain_of_a_backward() -> None:
 def test_explain_hands_over_what_a_backward_does(
     v_first: bool, disable_recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library is given the same, but for what the memory holds."""
+    """The library gets the same arguments, except for the content of memory."""
     calls: list[tuple[Any, ...]] = []
     real = _lib.library()
 
@@ -267,7 +267,7 @@ def test_explain_of_drafts(op: str, ring: bool) -> None:
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_explain_hands_over_what_the_function_does(op: str, flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every argument in its place: the library is given the same."""
+    """Every argument is in its place: the library gets the same ones."""
     calls: list[tuple[Any, ...]] = []
 
     class Library:
@@ -348,7 +348,7 @@ def test_refusals_say_why(name: str) -> None:
 
 
 def test_a_forced_implementation_that_cannot_says_why() -> None:
-    """(Left alone, a call on CPU tensors always finds one: `reference` takes everything.)"""
+    """(A call on CPU tensors that forces nothing always finds one: `reference` takes everything.)"""
     p = make(1, 70, state=False, v_first=True)
     pool = torch.zeros(1, 2, 24, 16)
     more: dict[str, Any] = {"checkpoints": pool, "checkpoint_slots": torch.zeros(1, 1).int()}

@@ -1,4 +1,4 @@
-"""tools/part, which runs the parts of `make test` and `make demo`, and what the build says of itself."""
+"""tools/part, which runs the parts of `make test` and `make demo`, and what the build reports about itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART = ROOT / "tools/part"
 
 
 def start(folder: Path, *words: str, patience: int = 10) -> subprocess.Popen[str]:
-    """As make starts it: not the leader of the terminal's processes."""
+    """Starts it as make does: not as the leader of the terminal's processes."""
     return subprocess.Popen(
         [str(PART), *words],
         cwd=folder,
@@ -36,7 +36,7 @@ def run(folder: Path, *words: str, patience: int = 10) -> tuple[int, str, str]:
 
 
 def alive(pid: int) -> bool:
-    """A process that has ended counts as dead, whether or not its parent has asked."""
+    """A process that has ended counts as dead, whether or not its parent has waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def test_words_keep_their_spaces(tmp_path: Path) -> None:
 
 
 def test_a_silent_command_is_not_silent(tmp_path: Path) -> None:
-    """The dots of pytest have no end of line, and what is said of them is a line of its own."""
+    """The dots of pytest have no end of line, but the line about them must be separate."""
     _, printed, _ = run(tmp_path, "slow", "bash", "-c", "echo begun; printf dots; sleep 6", patience=2)
     lines = printed.splitlines()
     assert lines[:3] == ["== slow", "begun", "dots"]
@@ -130,7 +130,7 @@ def test_a_command_may_end_on_a_signal_in_its_own_way(tmp_path: Path) -> None:
 
 
 def plan(*words: str, **settings: str) -> str:
-    """What make would run, from the beginning."""
+    """What make would run, starting from nothing."""
     inherited = ("KDA_CUDA", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     command = ["make", "--dry-run", "--always-make", *words]
@@ -159,7 +159,7 @@ def test_every_long_command_is_a_part() -> None:
 
 
 def test_kernels_are_counted_once() -> None:
-    """The stub of an instantiation, its parts, and the guards of its static variables all have its name."""
+    """The stub of an instantiation, its parts, and the guards of its static variables all contain its name."""
     symbols = """
 0000000000000000 t _ZL24__device_stub__ZN1a1bEvi
 0000000000000000 t _ZL24__device_stub__ZN1a1bEvi.cold

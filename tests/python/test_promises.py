@@ -1,5 +1,5 @@
-"""The numerical promises of docs/numerics.md as Python sees them: gradients, and training functions as a whole.
-tests/cpp/test_promises.cc has the operators one by one."""
+"""The numerical promises of docs/numerics.md in Python: gradients, and training functions as a whole.
+tests/cpp/test_promises.cc tests the operators one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_run_to_run(function: Callable[..., Any], gate: str, keep: bool) -> None
     more = {"disable_recompute": keep} if function is kda.chunk_kda else {}
     first = run(function, p, **more)
     for i in range(10):
-        make(1, 10, seed=i)  # the allocator hands out other memory
+        make(1, 10, seed=i)  # so that the allocator returns other memory
         assert equal(first, run(function, p, **more))
 
 
@@ -46,7 +46,7 @@ def test_run_to_run(function: Callable[..., Any], gate: str, keep: bool) -> None
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("lengths", [None, [150, 0, 3, 64, 1]])
 def test_threads(function: Callable[..., Any], gate: str, lengths: list[int] | None, restored_threads: None) -> None:
-    """libkda uses the OpenMP that torch brings, so torch.set_num_threads is its default number of threads."""
+    """libkda uses torch's OpenMP, so torch.set_num_threads sets its default number of threads."""
     p = make(3, 150, 1, 3, 32, 100, gate=gate, beta="sigmoid", lengths=lengths)
     results, workspaces = [], []
     for threads in (1, 2, 4):
@@ -58,7 +58,7 @@ def test_threads(function: Callable[..., Any], gate: str, lengths: list[int] | N
 
 
 def row(p: Problem, results: dict[str, Tensor], b: int) -> tuple[Problem, dict[str, Tensor]]:
-    """Row b as a problem of its own, and its part of the results."""
+    """Row b as a separate problem, and its part of the results."""
     batched = (*TOKENWISE, "initial_state")
     own = {n: x[b : b + 1] for n, x in results.items() if n in ("o", "final_state") or n[1:] in batched}
     return p.having(**{n: p.tensors[n][b : b + 1] for n in batched}), own
@@ -73,7 +73,7 @@ def grads_of_row(p: Problem, b: int) -> tuple[Tensor, Tensor]:
 @both
 @pytest.mark.parametrize("gate", GATES)
 def test_batch_invariance(function: Callable[..., Any], gate: str) -> None:
-    """A row's outputs and gradients are what it gets alone. (dA_log and d dt_bias sum over the batch.)"""
+    """A row's outputs and gradients are those that it gets alone. (dA_log and d dt_bias sum over the batch.)"""
     p = make(4, 130, 1, 2, 32, 40, dtype=torch.bfloat16, gate=gate)
     together = run(function, p)
     for b in range(4):
@@ -85,7 +85,7 @@ def test_batch_invariance(function: Callable[..., Any], gate: str) -> None:
 @pytest.mark.cuda
 @both
 def test_packing_invariance(function: Callable[..., Any]) -> None:
-    """B rows, or the same sequences packed into one, in any order, with a tail behind them."""
+    """B rows, or the same sequences packed into one, in any order, followed by a tail."""
     p = make(4, 130, 1, 2, 32, 40, gate="softplus")
     together, order = run(function, p), [2, 0, 3, 1]
     packed = p.having(
@@ -153,7 +153,7 @@ def test_nan_stays_in_its_head(function: Callable[..., Any]) -> None:
 @both
 @pytest.mark.parametrize("split", [64, 128, 192])
 def test_chunk_split_invariance(function: Callable[..., Any], split: int) -> None:
-    """One call is two calls split at a multiple of 64 with the float32 state carried over, bit for bit."""
+    """One call equals two calls split at a multiple of 64 with the float32 state carried over, bit for bit."""
     p = make(1, 230, 1, 2, 32, 40, dtype=torch.bfloat16, gate="softplus", beta="sigmoid")
     o, final_state = function(**p.keywords, output_final_state=True)
     head, tail = ({n: p.tensors[n][:, s] for n in TOKENWISE} for s in (slice(split), slice(split, None)))
@@ -191,7 +191,7 @@ def test_the_future_changes_nothing(function: Callable[..., Any]) -> None:
 
 
 def test_batch_invariant_is_what_it_is_anyway() -> None:
-    """The switch is of the process and says what it was; on the CPU it changes no bit and no workspace."""
+    """The switch is per process and returns its old value; on the CPU it changes no bit and no workspace."""
     p = make(2, 150, 2, 2, 32, 40)
     before = run(kda.chunk_kda, p)
     assert not kda.use_batch_invariant()

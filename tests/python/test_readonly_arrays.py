@@ -1,6 +1,6 @@
-"""Memory that nobody may write: taken as an input, refused where a call writes. And arrays of other libraries.
+"""Read-only memory: accepted as an input, refused where a call writes. And arrays of other libraries.
 
-Right values: the recurrence in float64, in NumPy.
+The expected values are from the recurrence in float64, in NumPy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def inputs(T: int = 3) -> dict[str, Any]:
 
 
 def recurrence(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> tuple[Any, Any]:
-    """(o, state after), states V-first."""
+    """Returns (o, state after), states V-first."""
     q, k, v, g, beta, S = (np.asarray(x).astype(np.float64) for x in (q, k, v, g, beta, state))
     o = np.zeros_like(v)
     for t in range(q.shape[1]):
@@ -48,7 +48,7 @@ def zeros() -> Any:
 
 
 class Exporter:
-    """An array of some other library, in the DLPack that it has."""
+    """An array of another library, with the DLPack version that it supports."""
 
     def __init__(self, x: Any) -> None:
         self.x, self.shape, self.dtype = x, x.shape, str(x.dtype)
@@ -101,7 +101,7 @@ def test_an_input(kind: str, name: str, tmp_path: Path) -> None:
 
 
 def test_all_inputs_at_once_and_their_slices() -> None:
-    """broadcast_to has strides of 0, and a slice of a frozen buffer has rows of the buffer."""
+    """broadcast_to gives strides of 0, and a slice of a frozen buffer has rows of the buffer."""
     wide = frozen(np.random.default_rng(1).standard_normal((N, 3, H, 3 * D)).astype(np.float32))
     q, k, v = (wide[..., i * D : (i + 1) * D] for i in range(3))
     g = np.broadcast_to(np.float32(-0.5), (N, 3, H, D))[..., :]
@@ -215,7 +215,7 @@ def test_outputs_of_other_functions(of: str) -> None:
 
 
 def test_bfloat16_of_ml_dtypes() -> None:
-    """A dtype of NumPy that NumPy does not export."""
+    """A NumPy dtype that NumPy does not export."""
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x = {name: y if name == "beta" else y.astype(bfloat16) for name, y in inputs().items()}
     want, after = recurrence(**x, state=zeros())

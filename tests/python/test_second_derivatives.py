@@ -1,4 +1,4 @@
-"""There are first derivatives only: whoever differentiates a gradient hears so, whatever other way there is."""
+"""There are first derivatives only: differentiating a gradient raises an error, whatever other path there is."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_gradient_that_came_in(name: str, form: str) -> None:
 
 @every_function
 def test_first_derivatives_with_create_graph(name: str, form: str) -> None:
-    """The same bits; and what lies beside the layer may be differentiated twice."""
+    """The results have the same bits, and operations outside of the layer may be differentiated twice."""
     run, tensors = FUNCTIONS[name]()
     leaves = leaves_of(tensors, *tensors)
     plain = torch.autograd.grad(run(**leaves), list(leaves.values()))
@@ -128,7 +128,7 @@ def test_activation_checkpointing_unpacks_once() -> None:
 
 @every_function
 def test_compiled(name: str) -> None:
-    """torch says it there, by what a graph saves: a tensor that was given as it is, here."""
+    """In compiled graphs torch raises the error; for an input that a graph saves as it is, kda does."""
     run, tensors = FUNCTIONS[name]()
     first = "A_log" if name == "fused_kda_gate" else next(iter(tensors))
     leaves = leaves_of(tensors, first)

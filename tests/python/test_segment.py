@@ -1,4 +1,4 @@
-"""kda.segment_map and kda.segment_merge: against the float64 recurrence and its autograd, composed, and refused."""
+"""kda.segment_map and kda.segment_merge: against the float64 recurrence and its autograd, composed, and refusals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GATES = ("log", "softplus", "lower_bound")
 
 
 def maps(p: Problem, **more: Any) -> Any:
-    """The maps of the problem's sequences, d included."""
+    """The maps of the problem's sequences, including d."""
     keywords = p.having(initial_state=None).keywords
     return kda.segment_map(**keywords, d_o=cotangents(p)[0], want="Mbd", **more)
 
 
 def expected_maps(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """From the recurrence in float64: it is affine in h0, and autograd gives its transpose."""
+    """From the recurrence in float64: it is affine in h0, and autograd gives the transpose."""
     p64 = p.map(Tensor.double)
     v = p64.tensors["v"]
     N, HV, K, V = p.sequences, v.shape[2], p.tensors["q"].shape[3], v.shape[3]
@@ -68,7 +68,7 @@ def test_wild_gates() -> None:
 
 
 def test_segments_compose() -> None:
-    """Cut into segments of any lengths, a sequence keeps its final state and the gradient of its initial one."""
+    """Divided into segments of any lengths, a sequence keeps its final state and the gradient of its initial one."""
     whole = make(1, 240, 1, 2, 20, 36, gate="softplus", v_first=True)
     d_o, dhT = cotangents(whole)
     for ends in ([0, 240], [0, 64, 128, 240], [0, 1, 1, 100, 239, 240]):
@@ -81,7 +81,7 @@ def test_segments_compose() -> None:
         o, hT = o.detach(), hT.detach()
         assert rel_rmse(hT[0], kda.segment_merge(M, b, h0[0])[-1]) < 1e-5
         assert rel_rmse(dh0[0], kda.segment_merge(M, d, dhT[0], reverse=True)[0]) < 1e-5
-        # Each segment from the state that the merge gives it: the outputs of the whole.
+        # Each segment, started from its state in the merge, gives its outputs of the whole sequence.
         states = kda.segment_merge(M, b, h0[0])
         pieces = [
             kda.chunk_kda(

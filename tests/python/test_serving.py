@@ -36,7 +36,7 @@ def serving_problem(lengths: list[int], tail: int = 0, **changes: Any) -> tuple[
 
 
 def new_pool(slots: int, like: Tensor, pad: int = 7) -> Tensor:
-    """NaN everywhere, ``pad`` elements between the slots."""
+    """NaN everywhere, with ``pad`` elements between the slots."""
     size = like[0].numel()
     return torch.full((slots, size + pad), NAN, dtype=like.dtype)[:, :size].view(slots, *like.shape[1:])
 
@@ -46,7 +46,7 @@ def int32(*values: int) -> Tensor:
 
 
 def sequence(p: Problem, first: int, last: int) -> Problem:
-    """Tokens first .. last-1 as a call of its own."""
+    """Tokens first .. last-1 as a separate call."""
     cut = {n: x[:, first:last] for n, x in p.tensors.items() if n in ("q", "k", "v", "g", "beta")}
     return p.having(**cut, cu_seqlens=None)
 
@@ -116,7 +116,7 @@ def test_recycled_slots(op: Callable[..., Tensor]) -> None:
 @both
 def test_no_state_is_zeros(op: Callable[..., Tensor]) -> None:
     p, h0 = serving_problem([5, 70, 3])
-    op(**p.keywords, state=h0)  # a call with states in between: nothing of it may be left
+    op(**p.keywords, state=h0)  # a call with states in between: nothing of it may remain
     zeros = torch.zeros_like(h0)
     assert same_bits(op(**p.keywords), op(**p.keywords, state=zeros)) and zeros.any()
 
@@ -126,7 +126,7 @@ def test_layouts(op: Callable[..., Tensor]) -> None:
     p, h0 = serving_problem([5, 70, 0])
     state, turned = h0.clone(), h0.transpose(-1, -2).contiguous()
     o = op(**p.keywords, state=state)
-    # K-first sums in another order.
+    # K-first adds in another order.
     assert_close({"o": o}, {"o": op(**p.having(state_v_first=False).keywords, state=turned)})
     assert_close({"final_state": state}, {"final_state": turned.transpose(-1, -2)})
 
@@ -142,7 +142,7 @@ def test_checkpoints_are_the_states_of_the_prefixes(impl: str | None, every: int
     p, h0 = serving_problem(lengths, tail=2, v_first=v_first)
     M = 4
     slots = torch.arange(3, 3 + len(lengths) * M, dtype=torch.int32).view(-1, M)
-    slots[4, 0] = -1  # somebody does not want his first
+    slots[4, 0] = -1  # one sequence does not want its first checkpoint
     checkpoints = new_pool(3 + slots.numel(), h0)
     untouched = checkpoints.clone()
     state = h0.clone()
@@ -162,7 +162,7 @@ def test_checkpoints_are_the_states_of_the_prefixes(impl: str | None, every: int
 @on_cuda
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
 def test_130_tokens_give_the_checkpoint_after_128(first_valid_slot: int) -> None:
-    """The contract of SGLang's prefix cache; slot 0 is skipped where it means padding; beyond M nothing is written."""
+    """The contract of SGLang's prefix cache. Slot 0 is skipped if it means padding, and nothing is written beyond M."""
     p, h0 = serving_problem([130])
     pool, more = new_pool(4, h0), {"first_valid_slot": first_valid_slot}
     kda.prefill(**p.keywords, state=h0.clone(), checkpoints=pool, checkpoint_slots=int32(0, 2).view(1, 2), **more)
@@ -191,7 +191,7 @@ def test_checkpoints_in_bfloat16_and_without_states() -> None:
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_of_fused_projections(op: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    """q, k, v, g cut from one row of a projection, beta a column slice with a row stride, out with one, too."""
+    """q, k, v, g are slices of one row of a projection, beta is a column slice with a row stride, and so is out."""
     p, h0 = serving_problem([5, 70, 1], tail=2, dtype=dtype, K=24, V=40)
     t, sizes = p.tensors, {n: p.tensors[n][0, 0].numel() for n in "qkvg"}
     fused = torch.full((1, 78, sum(sizes.values()) + 9), NAN, dtype=dtype)
@@ -215,7 +215,7 @@ def test_workspace() -> None:
     memory = torch.full((size // 4 + 128,), NAN)
     start = -memory.data_ptr() % 256 // 4
     workspace, beyond = memory[start : start + size // 4], memory[start + size // 4 :].clone()
-    for _ in range(2):  # poisoned at first, then full of what the first call left
+    for _ in range(2):  # with poisoned memory at first, then with what the first call left
         assert same_bits(kda.prefill(**p.keywords, state=h0.clone(), workspace=workspace), expected)
     assert same_bits(memory[start + size // 4 :], beyond)
     one = kda.workspace_size(**p.keywords, state=h0, num_threads=1)
@@ -230,7 +230,7 @@ def test_workspace() -> None:
 
 @on_cuda
 def test_workspace_of_bytes() -> None:
-    """What everybody allocates for a number of bytes."""
+    """A workspace of uint8, the usual way to allocate a number of bytes."""
     p, h0 = serving_problem([5])
     memory = torch.empty(kda.workspace_size(**p.keywords, state=h0) + 256, dtype=torch.uint8)
     workspace = memory[-memory.data_ptr() % 256 :]
@@ -281,7 +281,7 @@ def test_any_mix_of_lengths_is_each_alone(impl: str | None) -> None:
 @pytest.mark.parametrize("op_name", ["prefill", "decode"])
 @pytest.mark.parametrize("splits", [[64, 128], [64, 192], [1, 2], [63, 65], [17, 100, 101], [129]])
 def test_chunked_prefill(op_name: str, splits: list[int]) -> None:
-    """At multiples of 64 bit for bit, and for the recurrence anywhere; elsewhere within the gates."""
+    """Bit for bit at multiples of 64, and anywhere for the recurrence; elsewhere within the gates."""
     op = getattr(kda, op_name)
     p, h0 = serving_problem([200])
     whole, state = h0.clone(), h0.clone()
@@ -316,7 +316,7 @@ def test_threads_change_no_bit(op: Callable[..., Tensor], threads: int) -> None:
 
 
 class Exchanged:
-    """Some library's array: DLPack, a shape, and a dtype with a name."""
+    """An array of another library: DLPack, a shape, and a dtype with a name."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
@@ -374,7 +374,7 @@ def test_gate_of_numpy_arrays() -> None:
 
 @on_cuda
 def test_serving_is_training_forward() -> None:
-    """The same numbers whichever door one comes in by."""
+    """The same numbers from either function."""
     p, h0 = serving_problem([5, 70, 1])
     trained, final_state = kda.chunk_kda(**p.keywords, initial_state=h0, output_final_state=True)
     state = h0.clone()

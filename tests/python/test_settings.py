@@ -1,4 +1,4 @@
-"""Settings and arguments that were taken without a word although they meant nothing, or something else."""
+"""Settings and arguments that used to be accepted silently although they meant nothing, or something else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = {"q": X, "k": X, "v": X, "g": -X, "beta": BETA}
 
 
 def says(code: str, **environment: str | bytes) -> str:
-    """What a new process prints of an exception."""
+    """What a new process prints about an exception."""
     code = f"import kda, numpy as np\ntry: {code}\nexcept Exception as e: print(type(e).__name__, ascii(str(e)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
@@ -34,7 +34,7 @@ def says(code: str, **environment: str | bytes) -> str:
 
 
 def test_a_library_folder_that_is_none(tmp_path: Path) -> None:
-    """Beside the package there may be a library: a test run would measure that one instead."""
+    """There may be a library next to the package: a test run would measure that one instead."""
     wanted = "ImportError 'KDA_LIBRARY_DIR: expected a folder with _binding.so, got "
     missing = says("kda.info()", KDA_LIBRARY_DIR=str(tmp_path / "missing"))
     assert missing.startswith(wanted.replace("'", '"')) and missing.endswith("missing', where there is no folder\"")
@@ -119,7 +119,7 @@ def test_flags_of_records() -> None:
 
 def buffer(of: str) -> Any:
     made = kda.DraftBuffer(6, 2, 1, 1, 8, 8, entries=8)
-    if of == "numpy":  # as where torch is missing
+    if of == "numpy":  # as without torch
         made.records = kda.Records(*(None if x is None else x.numpy() for x in made.records))
     made.records.ring_count[:] = 4
     return made

@@ -1,5 +1,5 @@
-"""Speculative decoding is plain decode: outputs and flushed states are what ``kda.decode`` gives token by token; what
-the library promises to the bit is compared to the bit."""
+"""Speculative decoding is plain decode: outputs and flushed states are what ``kda.decode`` gives token by token. What
+the library promises to the bit is compared bit for bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_decode_goes_on_after_every_commit() -> None:
 
 @pytest.mark.parametrize("gates", ["wild", "minus_30", "none"])
 def test_gates_whose_products_underflow(gates: str) -> None:
-    """Decays between tokens are products, never quotients of products that may be 0."""
+    """Decays between tokens are products, never quotients of products, which may be 0."""
     p, h0 = drafts(16, gate="log", beta="activated")
     change: dict[str, Callable[[], Problem]] = {
         "wild": lambda: wild(p),
@@ -123,8 +123,8 @@ def test_scale_is_used() -> None:
 @pytest.mark.parametrize("entries", [5, 8, 21])
 @pytest.mark.parametrize("tree", [False, True])
 def test_rings(entries: int, tree: bool) -> None:
-    """Cursors moved by hand, past the end of the slot again and again: drafts given up, committed tokens taken back,
-    and where little room is left, or branches of a tree were accepted, a flush."""
+    """Cursors moved by hand, past the end of the slot again and again: drafts dropped, committed tokens taken back,
+    and a flush if little room is left or branches of a tree were accepted."""
     T, rng = 4, np.random.default_rng(entries)
     p, pool = drafts(T)
     ring = records_for(p, entries, ring=True)
@@ -167,7 +167,7 @@ def test_a_ring_is_written_only_when_it_runs_full() -> None:
         expected, states = decoded(p, plain)
         near(o, expected)
         plain = states[2]
-    # 12 entries: with 8 committed, no room for two rounds of 3 would be left.
+    # 12 entries: with 8 committed, there would be no room for two rounds of 3.
     assert written == [False] * 4 + [True] + [False] * 3
     assert buffer.records.ring_count.tolist() == [6, 6] and buffer.records.ring_first.tolist() == [8, 8]
     buffer.flush(pool, slots, alike(2, 2))
@@ -176,11 +176,11 @@ def test_a_ring_is_written_only_when_it_runs_full() -> None:
 
 
 def test_copies_of_a_slot_are_flushed_first() -> None:
-    """A state whose ring is not empty is old; after a flush the slot alone is all there is to copy. The ring of the
-    slot copied to begins anew."""
+    """A state whose ring is not empty is old. After a flush only the slot must be copied, and the ring of the target
+    slot is reset."""
     (p, h0), m = drafts(3, N=1), int32(2)
     buffer, pool = kda.DraftBuffer(2, 3, 1, 2, 20, 36, entries=16), torch.cat([h0, h0])
-    buffer.step(**p.keywords, state=pool, slots=int32(1), accept_len=int32(0))  # somebody was in slot 1
+    buffer.step(**p.keywords, state=pool, slots=int32(1), accept_len=int32(0))  # slot 1 was used by another request
     buffer.step(**p.keywords, state=pool, slots=int32(1), accept_len=int32(3))
     buffer.step(**p.keywords, state=pool, slots=int32(0), accept_len=int32(0))
     assert same_bits(pool[0], h0[0]) and buffer.records.ring_count.tolist() == [0, 3]
@@ -194,13 +194,13 @@ def test_copies_of_a_slot_are_flushed_first() -> None:
     near(o, decoded(following, plain.expand(2, -1, -1, -1))[0])
 
 
-# ---- padding, poison, and neighbours ----
+# ---- padding, poison, and other requests ----
 
 
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
 @pytest.mark.parametrize("packed", [False, True])
 def test_nobodys_memory_is_neither_read_nor_written(first_valid_slot: int, packed: bool) -> None:
-    """Padded rows are zeros; slots and entries of nobody hold NaN before and the same NaN after."""
+    """Padded rows are zeros; unused slots and entries hold NaN before and the same NaN after."""
     N, T = 6, 4
     p, h0 = drafts(T, N=N)
     lengths = [4, 0, 3, 1, 4, 2] if packed else [T] * N
@@ -247,7 +247,7 @@ def test_nobodys_memory_is_neither_read_nor_written(first_valid_slot: int, packe
         else:
             assert same_bits(pool[slot], before[slot])
 
-    # The same for both in one call, and for decode_mtp.
+    # The same for flush and verify in one call, and for decode_mtp.
     more: dict[str, Any] = {"records": records_for(call, T, slots=9)._replace(indices=int32(*homes)), **shared}
     kda.flush_verify_kvbuffer(
         **call.keywords, state=before, last=records, accept_len=int32(*accepted), out=out.fill_(NAN), **more
@@ -268,7 +268,7 @@ def test_neighbours_and_threads_change_no_bit(v_first: bool) -> None:
     parents, accepted = random_trees(5, 7), int32(3, 0, 7, 5, 1)
 
     def results(rows: slice, threads: int = 0) -> tuple[Tensor, ...]:
-        """Of the rows alone."""
+        """All results for these rows alone."""
         first, second = (tokens(r, rows) for r in rounds)
         N, more = len(h0[rows]), {"num_threads": threads}
         a, b, ring = records_for(p, 7, N), records_for(p, 7, N), records_for(p, 20, N, ring=True)

@@ -1,5 +1,5 @@
-"""Speculative decoding with all that surrounds it: the convolution in front, states kept in other places, all layers at
-once, memory of any shape, NumPy, threads of the caller, torch.compile."""
+"""Speculative decoding in all its forms: with the convolution, with states in other places, for all layers at once,
+with memory of any shape, NumPy, threads of the caller, torch.compile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from drafting import (
 )  # fmt: skip
 from support import Problem, Tensor, assert_close, far_memory, same_bits, take_operators
 
-# ---- the convolution in front ----
+# ---- with the convolution ----
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ def test_states_of_decode_mtp(dtype: torch.dtype, v_first: bool) -> None:
         kda.decode(**tokens(p, slice(None), slice(t + 1)).keywords, state=alone)
         assert same_bits(kept[:, t], alone), "the state of a call with the tokens so far"
 
-    # The same in slots of the pool itself; some not wanted.
+    # The same in slots of the pool itself, some of them skipped.
     pool = torch.full((30, *h0.shape[1:]), NAN, dtype=dtype)
     homes, slots = int32(29, 7, 0), torch.arange(1, 1 + REQUESTS * S).view(REQUESTS, S).int() + 7
     slots[1, 2] = -1
@@ -188,7 +188,7 @@ def test_all_layers_are_a_loop_over_layers() -> None:
 
 @pytest.mark.cuda
 def test_slices_and_inputs() -> None:
-    """Slices of wider rows, before, between and after which nobody reads or writes; inputs stay as they are."""
+    """Slices of wider rows: memory before, between and after them is not read or written. Inputs stay as they are."""
     p, h0 = drafts(3, dtype=torch.bfloat16, K=17, V=5)
     wide = {n: torch.full((*x.shape[:-1], x.shape[-1] + 3), NAN, dtype=x.dtype) for n, x in p.tensors.items()}
     cut = {n: wide[n][..., 1:-2].copy_(x) for n, x in p.tensors.items()}
@@ -208,7 +208,7 @@ def test_slices_and_inputs() -> None:
 
 
 def test_slots_beyond_2_31_elements() -> None:
-    """Of states and of records; address space only."""
+    """Both of states and of records; only address space is used."""
     p, h0 = drafts(2, N=1)
     stride = 2**30 + 4096
     memory = far_memory(2 * stride + 2**16)
@@ -265,7 +265,7 @@ def test_numpy(change: Callable[[Any], Any]) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(("N", "T"), [(0, 3), (3, 0), (3, 3)])
 def test_nothing_to_do(N: int, T: int) -> None:
-    """No requests, none with tokens, none with anything accepted."""
+    """No requests, requests without tokens, or nothing accepted."""
     p, h0 = drafts(T, N=N)
     if T and N:  # packed, all sequences empty
         p = tokens(p, slice(0, 1)).having(cu_seqlens=torch.zeros(N + 1, dtype=torch.int64))
@@ -284,7 +284,7 @@ def test_nothing_to_do(N: int, T: int) -> None:
 
 @pytest.mark.cuda
 def test_new_values_in_the_same_metadata() -> None:
-    """Nothing is remembered of an array but what it holds now."""
+    """Only the current content of an array counts."""
     p, h0 = drafts(4)
     slots, m, parents = int32(0, 1, 2), alike(0), random_trees(REQUESTS, 4)
     records, pool = records_for(p, 4), h0.clone()

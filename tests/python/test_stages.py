@@ -1,5 +1,5 @@
-"""kda.stages put together: the whole forward and backward against the float64 recurrence and its autograd; the stages
-as torch operators; kda.prefill_f32 and torch.ops.kda_prefill."""
+"""kda.stages put together: the whole forward and backward against the float64 recurrence and its autograd. Also the
+stages as torch operators, kda.prefill_f32 and torch.ops.kda_prefill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 
 
 def activated(p: Problem, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What stages take, as differentiable functions of what kda.chunk_kda takes: q, k, v, g, beta."""
+    """The inputs of the stages, as differentiable functions of those of kda.chunk_kda: q, k, v, g, beta."""
     q, k, v, g, beta = (leaves[n] for n in ("q", "k", "v", "g", "beta"))
     if p.options["use_qk_l2norm_in_kernel"]:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -48,7 +48,7 @@ def activated(p: Problem, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def forward(x: tuple[Tensor, ...], h0: Any, scale: float, how: dict[str, Any], packed: dict[str, Any]) -> Any:
-    """(o, final_state), and what backward wants."""
+    """(o, final_state), and what backward needs."""
     q, k, v, g, beta = x
     G = stages.cumsum(g, **packed)
     w, u, _, kg, Aqk, Akk_inv = stages.chunk_intra(q, k, v, G, beta, scale, **packed)
@@ -76,7 +76,7 @@ def backward(
 
 
 def whole(p: Problem, impl: str | None = None) -> dict[str, Tensor]:
-    """What support.run gives of kda.chunk_kda, by stages."""
+    """The results that support.run gives for kda.chunk_kda, computed by stages."""
     leaves = {n: x.detach().clone().requires_grad_() for n, x in p.tensors.items()}
     h0 = leaves.pop("initial_state", None)
     x = activated(p, leaves)
@@ -93,7 +93,7 @@ def whole(p: Problem, impl: str | None = None) -> dict[str, Tensor]:
     return results | ({} if h0 is None else {"dinitial_state": dh0})
 
 
-# ---- the whole of them ----
+# ---- all stages together ----
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -108,7 +108,7 @@ def test_forward_and_backward(gate: str, v_first: bool, lengths: list[int] | Non
 
 @pytest.mark.parametrize("recipe", [wild, saturated])
 def test_extreme_gates(recipe: Any) -> None:
-    """-inf, -3000 and 0 side by side: G is a sum of clamped steps, of which a few digits less are left."""
+    """-inf, -3000 and 0 side by side: G is a sum of clamped steps, which keeps a few digits less."""
     p = recipe(make(1, 200, 2, K=20, V=36))
     assert_close(reference(p), whole(p), slack=50)
 
@@ -117,7 +117,7 @@ def test_extreme_gates(recipe: Any) -> None:
 def test_stored_as_bfloat16(gate: str) -> None:
     p = make(1, 200, 2, 2, 64, 64, dtype=torch.bfloat16, gate=gate, l2norm=False)
     results = {n: x.bfloat16() for n, x in whole(p).items()}  # held to its gates
-    assert_close(reference(p), results, slack=1.5)  # which are for one rounding, and here stages round, too
+    assert_close(reference(p), results, slack=1.5)  # the gates assume one rounding, and here stages round, too
 
 
 def test_no_tokens_and_no_state() -> None:
@@ -232,7 +232,7 @@ def test_stages_are_proper_operators(lengths: list[int] | None) -> None:
         whole(p)
     assert set(calls) == set(STAGES)
     for stage, arguments in calls.items():
-        # What opcheck compares must not be memory that nobody writes.
+        # opcheck must not compare memory that is never written.
         filled = tuple(a.nan_to_num(0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments)
         torch.library.opcheck(getattr(dispatch, f"stage_{stage}").default, filled, test_utils=OPCHECKS)
 

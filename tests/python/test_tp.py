@@ -26,7 +26,7 @@ Results = list[dict[str, dict[str, Tensor]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With what ranks have computed."""
+    """The folder with the results of the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(run_rank, (RANKS, str(folder)), nprocs=RANKS)
     return folder
@@ -38,8 +38,8 @@ def ranks(folder: Path) -> Results:
 
 
 def limit(case: str, of: str) -> float:
-    """float64 shows that they are the same sums. In float32 matrix products of half the width round otherwise, and
-    gradients of the gate, sums over all tokens of terms of either sign, show that most."""
+    """float64 shows that the sums are the same. In float32, matrix products of half the width round differently.
+    Gradients of the gate, sums over all tokens of terms of either sign, show that most."""
     if case == "float64":
         return 1e-14
     if of in ("d A_log", "d dt_bias"):
@@ -71,7 +71,7 @@ def test_functions_of_shards(name: str, cut: str, folder: Path) -> None:
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Any]:
-    """Of this process alone."""
+    """A mesh of only this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""How the threads of OpenMP wait: docs/shared_cpu.md. Each time in a fresh process: they are told when they start."""
+"""How the threads of OpenMP wait: docs/shared_cpu.md. Each test runs a new process, because the setting is read at
+start."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ print({name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLIC
 
 
 def run(imports: str, **settings: str) -> tuple[str, str]:
-    """What it prints, and what OpenMP's library says of itself when it is loaded."""
+    """What the process prints, and what the OpenMP runtime reports about itself when it is loaded."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(
         [sys.executable, "-c", f"import os\n{imports}\nimport numpy as np\n{CALL}"],

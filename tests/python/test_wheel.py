@@ -1,7 +1,7 @@
-"""What is shipped: hardened libraries that name nothing of the machine that built them, and the licences of what is in
-them. And what it is made with: every requirement by version and hash.
+"""What is shipped: hardened libraries that name no folder of the machine that built them, and the licences of
+everything in them. And what it is made with: every requirement by version and hash.
 
-The libraries are those that the other tests use, of the installed wheel or of a build tree."""
+The libraries are those that the other tests use, from the installed wheel or a build tree."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kda._lib import _directory, library_file
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (library_file().name, "_binding.so")
 
-# A source or object by its absolute path: what __FILE__ and debug information leave behind.
+# A source or object by its absolute path, which __FILE__ and debug information leave behind.
 PATH = re.compile(rb"(?<![\w./$-])/(?:[\w.+-]+/)+[\w.+-]+\.(?:h|hpp|cuh|cc|cu|cpp|c|o|a)\b")
 
 
 def folders() -> list[str]:
-    """Of this machine, which may have built what is tested. (libcudart names /tmp itself.)"""
+    """Folders of this machine, which may have built what is tested. (libcudart itself names /tmp.)"""
     temporary = tempfile.gettempdir()
     return [f"{ROOT}/", f"{Path.home()}/", f"{Path(tvm_ffi.__file__).parent}/", f"{temporary}/pip-", f"{temporary}/tmp"]
 
@@ -54,8 +54,8 @@ def test_tables_of_addresses_are_read_only_and_no_stack_is_code(library: str) ->
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_stacks_and_copies_are_guarded(library: str) -> None:
-    """The compiler's canaries, and a function of glibc in the form that knows the size of what it writes to. (The
-    binding calls no function that has such a form.)"""
+    """Libraries have the compiler's canaries, and call a function of glibc in the form that knows the size of its
+    target. (The binding calls no function that has such a form.)"""
     symbols = readelf("dyn-syms", library)
     assert "__stack_chk_fail@" in symbols
     assert library == "_binding.so" or re.search(r"\b__(?!stack)\w+_chk@", symbols)
@@ -81,7 +81,7 @@ def test_libraries_name_no_file_of_the_machine_that_built_them(library: str) -> 
 
 
 def test_no_file_of_the_wheel_names_a_folder_of_ours() -> None:
-    """What pip adds when it installs is not the wheel's."""
+    """Files that pip adds when it installs do not belong to the wheel."""
     installed = [f for f in wheel().files or [] if f.suffix != ".pyc" and f.name != "direct_url.json"]
     assert {*LIBRARIES, "kda.h", "kdaConfig.cmake", "kda.pc", "METADATA", "ops.py"} <= {f.name for f in installed}
     for file in installed:
@@ -104,7 +104,7 @@ def test_the_wheel_has_the_licences_of_what_is_in_it() -> None:
 
 
 def pins(name: str) -> list[str]:
-    """The lines of a list, each a version and at least one hash."""
+    """The lines of a list, each with a version and at least one hash."""
     text = (ROOT / "tools" / name).read_text()
     found = re.findall(r"^([\w.-]+==[\w.+]+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+$", text, re.M)
     assert len(found) == text.count("=="), "and nothing else"
@@ -113,7 +113,7 @@ def pins(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["requirements", "nvcc"])
 def test_requirements_are_pinned(name: str) -> None:
-    """pip refuses a list where a hash is missing; it cannot know whether the list is what was asked for."""
+    """pip refuses a list where a hash is missing, but it cannot know whether the list is the intended one."""
     asked = re.findall(r"^[^#\n]+", (ROOT / f"tools/{name}.in").read_text(), re.M)
     assert asked and set(asked) <= set(pins(f"{name}.txt"))
 

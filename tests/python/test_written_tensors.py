@@ -1,4 +1,5 @@
-"""Every tensor that a call writes has a higher version then, so that autograd refuses to use what it saved before."""
+"""Every tensor that a call writes has a higher version afterwards, so that autograd refuses to use what it saved
+before."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ every_call = pytest.mark.parametrize(
 
 @pytest.fixture(params=["eager", "operators"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Straight to the library, or to the operators that graphs hold."""
+    """Calls go straight to the library, or to the operators that graphs hold."""
     if request.param == "operators":
         take_operators(monkeypatch)
     return str(request.param)
@@ -111,7 +112,7 @@ def test_a_refused_call_has_written_nothing() -> None:
 @pytest.mark.parametrize("written_in", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_of_inference_mode(name: str, written_in: Callable[[], Any], form: str) -> None:
-    """They have no version, and graphs do not save them."""
+    """Such tensors have no version, and graphs do not save them."""
     with torch.inference_mode():
         function, keywords = CALLS[name]()
     with written_in():

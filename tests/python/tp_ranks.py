@@ -1,4 +1,4 @@
-"""One rank's part of the tensor-parallel layer and functions in test_tp.py; results go to files."""
+"""One rank's part of the tensor-parallel layer and functions in test_tp.py. Results go to files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_layer(config: dict[str, Any], mesh: Any = None) -> dict[str, Tensor]:
     norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     results |= {"norm": whole(norm)} | {f"new {n}": whole(p).detach() for n, p in layer.named_parameters()}
-    return {n: x * 1 for n, x in results.items()}  # waits for what is still under way between ranks
+    return {n: x * 1 for n, x in results.items()}  # waits for unfinished communication between ranks
 
 
 # ---- functions of DTensors ----
@@ -68,7 +68,7 @@ CUTS = {
 
 
 def run_function(name: str, cut: str, mesh: Any = None) -> dict[str, Tensor]:
-    """Outputs and all gradients; a batch of 3 is cut unevenly."""
+    """Outputs and all gradients; a batch of 3 is divided unevenly."""
     p = make_problem(3, 70, 2, 2, 8, 24, gate="softplus", beta="sigmoid")
     tensors = {n: x.clone() for n, x in p.tensors.items()}
     if mesh is not None:

@@ -1,5 +1,5 @@
-"""The command ``python -m kda``. Each command is a module here with ``arguments(parser)`` and ``run(options)``, whose
-result is the exit status. Nothing of this is loaded by ``import kda``."""
+"""The command ``python -m kda``. Each command is a module here with ``arguments(parser)`` and ``run(options)``, which
+returns the exit status. ``import kda`` loads nothing of this."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: done. 1: the check failed, or no implementation takes the call. 2: wrong arguments, said in a sentence. 130:
-    interrupted. 141: the reader of standard output has gone."""
+    """Returns 0: done. 1: the check failed, or no implementation takes the call. 2: wrong arguments; the message says
+    which. 130: interrupted. 141: the reader of standard output is gone."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="python -m kda",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a broken pipe can be caught
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return BROKEN_PIPE
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         print(f"python -m kda {name}: {error}", file=sys.stderr)

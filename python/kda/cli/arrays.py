@@ -14,7 +14,7 @@ def cuda_device() -> bool:
 
 
 class Source:
-    """Makes arrays of a device: of random numbers, or without a seed of memory that nobody reads."""
+    """Makes arrays on a device: random numbers, or without a seed uninitialised memory that is never read."""
 
     def __init__(self, device: str = "cpu", seed: int | None = 0) -> None:
         if device == "cuda" and not cuda_device():
@@ -28,15 +28,15 @@ class Source:
         return self._array(self.random.standard_normal(shape, dtype=np.float32), dtype)
 
     def unit(self, dtype: str, *shape: int) -> Any:
-        """In (0, 1): activated beta."""
+        """Numbers in (0, 1), such as activated beta."""
         return self._changed(lambda x: 1 / (1 + np.exp(-x)), dtype, shape)
 
     def log_unit(self, dtype: str, *shape: int) -> Any:
-        """Logarithms of numbers in (0, 1): activated decays."""
+        """Logarithms of numbers in (0, 1), such as activated decays."""
         return self._changed(lambda x: -np.logaddexp(0, -x), dtype, shape)
 
     def keys(self, dtype: str, *shape: int) -> Any:
-        """Rows of a length near 1."""
+        """Rows with a length near 1."""
         return self._changed(lambda x: x / shape[-1] ** 0.5, dtype, shape)
 
     def nan(self, dtype: str, *shape: int) -> Any:
@@ -64,7 +64,7 @@ class Source:
 
 
 class DeviceSource(Source):
-    """Draws on the device itself: the host would take minutes for what fills a GPU's memory."""
+    """Draws on the device itself: the host would take minutes to fill a GPU's memory."""
 
     def __init__(self, device: str, seed: int = 0) -> None:
         super().__init__(device, seed)
@@ -83,7 +83,7 @@ class DeviceSource(Source):
         return torch.nn.functional.logsigmoid(self.normal("float32", *shape)).to(getattr(torch, dtype))
 
     def slots(self, count: int, of: int) -> Any:
-        """Different ones at random, not slot 0."""
+        """Distinct random slots, never slot 0."""
         return 1 + torch.randperm(of - 1, generator=self.generator, device=self.device)[:count].int()
 
 
@@ -109,7 +109,7 @@ def widen(x: Any) -> Any:
 
 
 def to_numpy(x: Any) -> Any:
-    """float64, for comparing."""
+    """As float64, for comparisons."""
     return x.detach().double().cpu().numpy() if is_torch(x) else np.asarray(x, np.float64)
 
 

@@ -1,6 +1,6 @@
-"""Measures operators on this machine, beside peers that are installed and the machine's own ceilings: a large matrix
-product, and reading and writing memory. Times are medians over repetitions that alternate between the things compared.
-Nothing else should run meanwhile."""
+"""Measures operators on this machine, next to installed peers and to the machine's own ceilings: a large matrix
+product, and reading and writing memory. Times are medians over repetitions that alternate between the things
+compared. Nothing else should run at the same time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from . import prefill
     from .arrays import Source
 
-# numpy, torch and the library are imported where they are used: --threads must be set before that.
+# numpy, torch and the library are imported only where they are used: --threads must be set before that.
 
 
 @dataclass(frozen=True)
 class Bench:
     prepare: Callable[[Problem, Source], Callable[[], object]]  # makes the inputs and returns the call to time
-    work: Callable[[Problem], float]  # what the call does, in units of the ceiling it is held against:
+    work: Callable[[Problem], float]  # what the call does, in the unit of the ceiling that it is compared with:
     unit: str  # "GFLOP/s" or "GB/s"
     problems: tuple[Problem, ...]
     peers: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> module it needs, function of peers.py
@@ -67,7 +67,7 @@ def _verify(p: Problem, new: Source) -> Callable[[], object]:
 
 
 def _flush(p: Problem, new: Source) -> Callable[[], object]:
-    """All drafts accepted, which takes the longest."""
+    """With all drafts accepted, which takes the longest."""
     import kda
 
     x, records = problems.serving(p, new), kda.Records(**problems.records(p, new))
@@ -77,7 +77,7 @@ def _flush(p: Problem, new: Source) -> Callable[[], object]:
 
 
 def _flush_verify(p: Problem, new: Source) -> Callable[[], object]:
-    """All of the last drafts accepted; two buffers in turn."""
+    """With all of the last drafts accepted; two buffers take turns."""
     import kda
 
     x, (last, records) = problems.serving(p, new), (kda.Records(**problems.records(p, new)) for _ in range(2))
@@ -93,7 +93,7 @@ def _segment_map(p: Problem, new: Source) -> Callable[[], object]:
 
 
 def _conv(p: Problem, new: Source) -> Callable[[], object]:
-    """In place on a state, with outputs to write to: nothing is made for the call."""
+    """In place on a state, with a given output: the call allocates nothing."""
     import kda
 
     x = problems.convolution(p, new)
@@ -121,7 +121,7 @@ def _gate(p: Problem, new: Source) -> Callable[[], object]:
 
 
 def _flop(of: str) -> Callable[[Problem], float]:
-    """Of every token and value head, by a function of kda._flops."""
+    """The work for all tokens and value heads, from a function of kda._flops."""
 
     def work(p: Problem) -> float:
         from .. import _flops
@@ -133,7 +133,7 @@ def _flop(of: str) -> Callable[[Problem], float]:
 
 
 def _state_bytes(p: Problem) -> float:
-    """Every state is read and written once."""
+    """Bytes if every state is read and written once."""
     return 2 * p.N * p.HV * p.K * p.V * BYTES[p.state_dtype]
 
 
@@ -151,7 +151,7 @@ def _conv_bytes(p: Problem) -> float:
 
 _NAIVE = "fla.ops.kda.naive"
 
-# A new operator is one entry.
+# To add an operator, add one entry.
 BENCHES = {
     "prefill": Bench(
         _prefill,
@@ -159,14 +159,14 @@ BENCHES = {
         "GFLOP/s",
         (Problem(T=512), Problem(T=4096)),
         {"FLA naive_chunk_kda": (_NAIVE, "naive_chunk")},
-        devices=("cpu", "cuda"),  # there with other cases and peers: prefill.py
+        devices=("cpu", "cuda"),  # on CUDA with other cases and peers: prefill.py
     ),
     "training": Bench(
         _training,
         _flop("training"),
         "GFLOP/s",
         (Problem(T=512), Problem(T=4096)),
-        devices=("cpu", "cuda"),  # there with other cases and peers: training.py
+        devices=("cpu", "cuda"),  # on CUDA with other cases and peers: training.py
         needs_torch=True,
     ),
     "prefill_f32": Bench(
@@ -174,7 +174,7 @@ BENCHES = {
         _flop("prefill_f32"),
         "GFLOP/s",
         (Problem(T=4096, dtype="float32"),),
-        devices=("cpu", "cuda"),  # there beside torch: prefill_f32.py
+        devices=("cpu", "cuda"),  # on CUDA beside torch: prefill_f32.py
         only={"dtype": "float32", "gate": "log", "beta": "activated"},
     ),
     "segment_map": Bench(_segment_map, _flop("segment_map"), "GFLOP/s", (Problem(T=4096),)),
@@ -184,7 +184,7 @@ BENCHES = {
         "GB/s",
         (Problem(B=1, T=1), Problem(B=32, T=1), Problem(B=1024, T=1)),
         {"FLA naive_recurrent_kda": (_NAIVE, "naive_recurrent")},
-        devices=("cpu", "cuda"),  # there with rounds of speculation and other peers: serving.py
+        devices=("cpu", "cuda"),  # on CUDA with rounds of speculation and other peers: serving.py
         most_tokens=16,
     ),
     "verify": Bench(_verify, _state_bytes_read, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> int:
     notes += missing(modules)
     absent = {m for m in modules if any(f" {m}:" in note for note in notes)}
 
-    Source(options.device)  # says what is wrong with the device before anything is measured
+    Source(options.device)  # reports a problem with the device before anything is measured
     record: dict[str, Any] = {"command": " ".join(["python -m kda", *sys.argv[1:]]), **machine(options.device)}
     record |= {"ceilings": {}, "rows": []}
     status = 0
@@ -285,7 +285,7 @@ def _best_device(operators: list[str]) -> str:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """What would go wrong after minutes of measuring is said before."""
+    """Reports problems with output files now, not after minutes of measuring."""
     for name in ("json", "plot"):
         path = getattr(options, name)
         if path and not path.absolute().parent.is_dir():
@@ -298,7 +298,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _problems(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
-    """The operator's own, with every combination of the given values put in."""
+    """The operator's own problems, in every combination with the given values."""
     given = {name: [v for v in values if name != "T" or v <= bench.most_tokens] for name, values in given.items()}
     given = {name: values for name, values in given.items() if values} | {n: [v] for n, v in bench.only.items()}
     return list(dict.fromkeys(x for p in bench.problems for x in combinations(p, given)))
@@ -325,13 +325,13 @@ def _measure_rows(
         for name, p in rows:
             progress.label(f"{name}: {p.sizes}")
             record["rows"] += _measure(name, p, options, absent, notes, progress)
-        measure_ceilings()  # again: what disturbed it may be gone
+        measure_ceilings()  # again: a disturbance may have passed
 
 
 def _measure(
     name: str, p: Problem, options: argparse.Namespace, absent: set[str], notes: list[str], progress: show.Progress
 ) -> list[dict[str, Any]]:
-    """A row for kda, then one for each peer."""
+    """Returns a row for kda, then one for each peer."""
     from . import peers
     from .arrays import Source
     from .measure import medians, synchronizer
@@ -344,7 +344,7 @@ def _measure(
         try:
             call = getattr(peers, function)(p, Source(options.device))
             call()
-        except Exception as error:  # a peer may not take this shape
+        except Exception as error:  # a peer may not support this shape
             notes.append(f"no row of {peer} for {p.sizes}: {type(error).__name__}: {error}")
         else:
             calls[peer] = call
@@ -374,7 +374,7 @@ def _measure(
 def _measure_serving(
     given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
 ) -> None:
-    """Decode and rounds of speculation on the GPU."""
+    """Measures decode and rounds of speculation on the GPU."""
     from . import serving
 
     swept = serving.sweep(given)
@@ -449,7 +449,7 @@ def _measure_training(
         record["training"] = training.compared(found)
 
 
-# What has a way of its own on a GPU.
+# Operators that are measured in another way on a GPU.
 _ON_GPU = {
     "prefill": _measure_prefill,
     "prefill_f32": _measure_prefill_f32,

@@ -1,6 +1,6 @@
-"""Tests the installed library: every operator, with every implementation, gate, dtype and state layout, on small random
-problems against the float64 oracle (the implementation `reference`, from the same rounded inputs). An error is
-RMS(x - oracle) / RMS(oracle). Exit status 1 if one is beyond what is allowed."""
+"""Tests the installed library: every operator, with every implementation, gate, dtype and state layout, on small
+random problems against the float64 oracle (the implementation `reference`, on the same rounded inputs). An error is
+RMS(x - oracle) / RMS(oracle). The exit status is 1 if any error is larger than allowed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .arrays import Source, copy, cuda_device, dtype_name, to_numpy, widen
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DTYPES, GATES, LAYOUTS, Problem
 
-# What rounding results to their dtype costs at most (half a unit in the last place, RMS over an interval): nobody can
-# be asked to do better.
+# The most that rounding results to their dtype can cost (half a unit in the last place, RMS over an interval). No
+# implementation can be required to do better.
 ROUNDING = {"bfloat16": 2.0**-8 / 3**0.5, "float16": 2.0**-11 / 3**0.5}
 
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one case with one implementation."""
+    """The result of one case with one implementation."""
 
     case: Case
     implementation: str
@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: an error is null where elements are not finite."""
+        """For JSON, which has no infinity: the error is null if elements are not finite."""
         errors = {
             name: {"error": error if np.isfinite(error) else None, "allowed": allowed}
             for name, (error, allowed) in self.errors.items()
@@ -114,7 +114,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def check(case: Case, implementations: list[str], seed: int) -> Iterator[Result]:
-    """One result for each implementation."""
+    """Yields one result for each implementation."""
     entry = OPERATORS[case.op]
     expected: dict[str, Any] | None = None
     for name in implementations:
@@ -148,7 +148,8 @@ def _why_not(case: Case, implementation: str) -> str:
 
 
 def compare(case: Case, implementation: str, expected: dict[str, Any], got: dict[str, Any]) -> Result:
-    """RMS errors within what is allowed, and no element farther off than 8 times that, of what is usual in its row."""
+    """Checks that RMS errors are within what is allowed, and that no element is off by more than 8 times that,
+    relative to the usual size in its row."""
     errors, problems = {}, []
     narrow = device_of(implementation) == "cuda" and case.problem.dtype == "bfloat16"
     in_bf16 = OPERATORS[case.op].in_bf16 if narrow else 0.0
@@ -174,7 +175,8 @@ def compare(case: Case, implementation: str, expected: dict[str, Any], got: dict
 
 
 def _print(results: list[Result]) -> None:
-    """A row for each operator, implementation and dtype: how many cases, and the error closest to what is allowed."""
+    """Prints a row for each operator, implementation and dtype: the number of cases, and the error closest to its
+    limit."""
     groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for r in results:
         groups.setdefault((r.case.op, r.implementation), {}).setdefault(r.case.problem.dtype, []).append(r)

@@ -1,4 +1,5 @@
-"""Options of compilers and linkers for C and C++ programs that use the library, and where find_package(kda) looks."""
+"""Prints options of compilers and linkers for C and C++ programs that use the library, and where find_package(kda)
+looks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from kda._lib import library_file
 from kda._version import include_directory
 
-# In the wheel; a program of a build tree or of `cmake --install` has no use for this command.
+# The folder in the wheel; programs that use a build tree or `cmake --install` do not need this command.
 _CMAKE = "lib/cmake/kda"
 
 

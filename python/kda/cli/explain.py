@@ -1,5 +1,5 @@
-"""Which implementation of an operator would run a call of these sizes and options, and why not the others: one line
-each, `*` before the chosen one. Nothing is computed. Exit status 1 if none takes the call."""
+"""Shows which implementation of an operator would run a call of these sizes and options, and why not the others: one
+line each, `*` before the chosen one. Nothing is computed. The exit status is 1 if none takes the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole
 
-# Compute capability (times ten) and multiprocessors, by the vendors' data sheets.
+# Compute capability (times ten) and multiprocessors, from the vendors' data sheets.
 GPUS = {"a100": (80, 108), "rtx4090": (89, 128), "h100": (90, 132), "h200": (90, 132), "b200": (100, 148)}
 ARCHITECTURES = {f"sm_{capability}": capability for capability in (80, 86, 89, 90, 100, 103, 120)}
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _gpu(device: str, sms: int | None) -> tuple[int, int] | None:
-    """Compute capability (times ten) and SMs of a GPU that need not be here."""
+    """Compute capability (times ten) and SMs of a GPU, which need not be present."""
     if device in ARCHITECTURES:
         if sms is None:
             raise ValueError(f"--sms: expected how many multiprocessors a GPU of {device} has, got none")
@@ -109,7 +109,7 @@ def _gpu(device: str, sms: int | None) -> tuple[int, int] | None:
 
 
 def _implementations(text: str) -> list[dict[str, Any]]:
-    """Of the lines that the library explains a call with."""
+    """Parses the lines with which the library explains a call."""
     found = []
     for line in text.splitlines():
         name, _, reason = line[2:].partition(": ")
@@ -118,7 +118,7 @@ def _implementations(text: str) -> list[dict[str, Any]]:
 
 
 def _best_device(op: str, impl: str | None) -> str:
-    """A user of a GPU asks about the GPU, unless nothing that is asked about runs there."""
+    """The GPU if there is one, unless nothing that is asked about runs there."""
     names = kda.implementations(op) if impl is None else [impl]
     return "cuda" if cuda_device() and any(device_of(name) == "cuda" for name in names) else "cpu"
 
@@ -137,7 +137,7 @@ def assuming(gpu: tuple[int, int] | None) -> Iterator[None]:
 
 @contextmanager
 def batch_invariant(enabled: bool) -> Iterator[None]:
-    """Inside, calls ask for bits that depend on nothing else; not enabled, it changes nothing."""
+    """Inside, calls are batch invariant. With ``enabled=False`` nothing changes."""
     before = enabled and kda.use_batch_invariant()
     try:
         yield
@@ -148,8 +148,8 @@ def batch_invariant(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def explaining(found: dict[str, tuple[str, int | None]]) -> Iterator[None]:
-    """Inside, calls of the library run nothing and leave here what it says about them: each operator, its ``_explain``
-    and its ``_workspace`` take the same arguments."""
+    """Inside, calls of the library run nothing and store in ``found`` what it says about them: an operator's
+    ``_explain`` and ``_workspace`` take the same arguments as the operator."""
     real = _lib.library()
 
     class Explaining:

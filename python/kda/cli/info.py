@@ -1,4 +1,4 @@
-"""Version, CPU instruction set, CUDA, and the implementations of each operator in order of preference."""
+"""Shows version, CPU instruction set, CUDA, and the implementations of each operator in order of preference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing, the ceilings of the machine, and counts of work: for ``python -m kda bench`` and for benchmarks/."""
+"""Timing, the ceilings of the machine, and information about it: for ``python -m kda bench`` and for benchmarks/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Call = Callable[[], object]
 
 
 def reason(error: Exception, where: str = "") -> str:
-    """Why there is no row: what is absent or declines says it by itself; of what breaks the type, and ``where``."""
+    """Why a row is missing. If something is absent or declines the call, the error's own text; otherwise ``where``
+    and the error's type, too."""
     if isinstance(error, (ImportError, FileNotFoundError, NotImplementedError)):
         return str(error)
     return f"{where}{type(error).__name__}: {error}"
@@ -41,9 +42,9 @@ def medians(
     synchronize: Call = lambda: None,
     tick: Call = lambda: None,
 ) -> dict[str, float]:
-    """Seconds of each call. The calls take turns, so that a slow moment of the machine hits all of them. Calls of less
-    than 5 ms are timed in batches; one that took ``seconds`` altogether stops after three turns. ``tick`` is called
-    after every turn of every call."""
+    """Seconds of each call. The calls take turns, so that a slow moment of the machine affects all of them. Calls
+    shorter than 5 ms are timed in batches; one that took ``seconds`` altogether stops after three turns. ``tick`` is
+    called after every turn of every call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     batch = dict.fromkeys(calls, 1)
 
@@ -67,7 +68,7 @@ def medians(
 
 
 def thread_count() -> int:
-    """What OpenMP uses unless told otherwise."""
+    """The number of threads that OpenMP uses unless told otherwise."""
     words = os.environ.get("OMP_NUM_THREADS", "").split(",")
     return int(words[0]) if words[0].strip().isdecimal() else len(os.sched_getaffinity(0))
 
@@ -80,7 +81,7 @@ def cpu_name() -> str:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What a record of measurements says of where it was made."""
+    """What a record of measurements says about the machine."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "cpu": cpu_name(),
@@ -104,13 +105,14 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 
 def graph_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> float:
-    """Median time of a call on the current CUDA device, from a graph: what the host takes to launch is not in it. The
-    graph repeats the call until it lasts 2 ms; with ``flush`` it is one call, which finds nothing in the L2 cache."""
+    """Median time of a call on the current CUDA device, from a graph, so that launches by the host are not included.
+    The graph repeats the call until it lasts 2 ms. With ``flush`` it is one call, which finds nothing in the L2
+    cache."""
     timed = _timer(flush)
 
     def captured(count: int) -> Any:
         graph = torch.cuda.CUDAGraph()
-        # The outer stream is that of before again even if the capture fails.
+        # The current stream as the outer context: it is current again afterwards even if the capture fails.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             for _ in range(count):
                 call()
@@ -119,7 +121,7 @@ def graph_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> 
     def replay(graph: Any) -> float:
         return timed(graph.replay)
 
-    call()  # what is compiled or tuned on the first call is by now
+    call()  # compiles and tunes what the first call does
     torch.cuda.synchronize()
     graph, count = captured(1), 1
     once = [replay(graph) for _ in range(2)][1]
@@ -131,14 +133,15 @@ def graph_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> 
 
 
 def stream_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) -> float:
-    """The same for a call that no graph can hold: where the host is late, waiting for its launches is in it."""
+    """The same for a call that a graph cannot hold; includes waiting for launches if the host is slow."""
     timed = _timer(flush)
     timed(call)  # warms up
     return statistics.median(timed(call) for _ in range(repeats))
 
 
 def _timer(flush: bool) -> Callable[[Call], float]:
-    """What tells a call's milliseconds on the current stream, with nothing in the L2 cache if ``flush``."""
+    """Returns a function that measures the milliseconds of a call on the current stream; ``flush`` empties the L2
+    cache first."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flushed = torch.empty(256 << 20 if flush else 0, dtype=torch.uint8, device="cuda")
 
@@ -155,16 +158,16 @@ def _timer(flush: bool) -> Callable[[Call], float]:
 
 
 def stream_bandwidth() -> float:
-    """GB/s of y = 2 x over 1 GiB on the current CUDA device, bytes read plus bytes written: what a memory-bound kernel
-    can hope for. (The copy engine behind y.copy_(x) is slower.)"""
+    """GB/s of y = 2 x over 1 GiB on the current CUDA device, bytes read plus bytes written: the most that a
+    memory-bound kernel can hope for. (The copy engine behind y.copy_(x) is slower.)"""
     x = torch.ones(1 << 28, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.numel() * 4 / graph_milliseconds(lambda: torch.mul(x, 2, out=y), flush=True) * 1e-6
 
 
 def ceilings(device: str = "cpu") -> dict[str, float]:
-    """What other software reaches here: GFLOP/s of a large float32 matrix product (bfloat16 on a GPU), and GB/s, read
-    and write together, of negating in place a buffer far beyond the caches."""
+    """The rates that other software reaches here: GFLOP/s of a large float32 matrix product (bfloat16 on a GPU), and
+    GB/s, read and write together, of negating in place a buffer much larger than the caches."""
     return {"GFLOP/s": max(map(_best, _products(device))), "GB/s": _best(_stream(device))}
 
 
@@ -175,7 +178,7 @@ class _Work(NamedTuple):
 
 
 def _best(work: _Work, seconds: float = 0.7) -> float:
-    """Giga a second, of the best of many short runs: a ceiling is what the machine does while nothing disturbs."""
+    """Giga-units per second of the best of many short runs: a ceiling is what the machine does when undisturbed."""
     shortest, end = math.inf, time.perf_counter() + seconds
     work.call()
     while time.perf_counter() < end or shortest == math.inf:
@@ -188,7 +191,7 @@ def _best(work: _Work, seconds: float = 0.7) -> float:
 
 
 def _products(device: str) -> list[_Work]:
-    """The libraries of NumPy and torch differ in what they know of a processor: the better one counts."""
+    """NumPy's and torch's libraries differ in how well they know a processor: the better one counts."""
     n = 8192 if device == "cuda" else 1024
     works = []
     if device == "cpu":
@@ -205,7 +208,7 @@ def _products(device: str) -> list[_Work]:
 
 
 def _stream(device: str) -> _Work:
-    """NumPy and threads of Python on the CPU: its loops release the interpreter, and use one thread each."""
+    """On the CPU, NumPy in Python threads: its loops release the interpreter lock, and use one thread each."""
     size = 1 << 27  # floats: 512 MiB
     if device == "cuda":
         return _Work(8 * size, torch.ones(size, device=device).neg_, torch.cuda.synchronize)

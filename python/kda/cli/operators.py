@@ -1,5 +1,5 @@
-"""The operators of the library as check and explain see them: inputs, a call through the public function, and how far
-each result may be from the oracle. A new operator is one entry of ``OPERATORS``."""
+"""The operators of the library for check and explain: inputs, a call through the public function, and how far each
+result may be from the oracle. To add an operator, add one entry to ``OPERATORS``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Operator:
     layouts: tuple[str, ...] = LAYOUTS
     dtypes: tuple[str, ...] = DTYPES
     needs_torch: bool = False
-    in_bf16: float = 0.0  # allowed on CUDA with bfloat16 inputs, where products are in that as well
+    in_bf16: float = 0.0  # allowed on CUDA with bfloat16 inputs, where products are in bfloat16 as well
 
 
 def _prefill(x: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _decode(x: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(x: dict[str, Any], name: str) -> tuple[dict[str, Any], Any]:
-    """The keywords, and apart from them the records of this name."""
+    """Separates the keywords into those that are not records, and the records of this name."""
     fields = {f: x[f"{name}_{f}"] for f in kda.Records._fields if f"{name}_{f}" in x}
     rest = {n: a for n, a in x.items() if n not in {f"{name}_{f}" for f in fields}}
     return rest, kda.Records(**fields) if fields else None
@@ -131,7 +131,7 @@ def _prefill_f32(x: dict[str, Any]) -> dict[str, Any]:
     return {"o": o, "w": w, "u": u, "state": x["final_state"]}
 
 
-# What each of kda.stages returns.
+# The results of each function of kda.stages.
 _STAGES = {
     "cumsum": "G",
     "chunk_intra": "w u qG kg Aqk Akk_inv",
@@ -153,16 +153,16 @@ def _stage(name: str, x: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(_STAGES[name].split(), results if isinstance(results, tuple) else (results,), strict=True))
 
 
-# Chunks and their borders at a size every kernel takes; and odd sizes with empty and short sequences.
+# Chunks and their borders at a size that every kernel supports; and odd sizes with empty and short sequences.
 _CHUNKS = Problem(B=2, T=81, H=1, HV=2, K=64, V=64)
 _PACKED = Problem(H=2, HV=4, K=20, V=36, beta="2sigmoid", lengths=(70, 0, 1, 65))
 _ODD = Problem(B=2, T=70, H=2, HV=4, K=20, V=36)
-# With heads enough that the gradient of A_log, one number a head, does not cancel by chance.
+# With enough heads that the gradient of A_log, one number per head, does not cancel by chance.
 _TRAINED = replace(_CHUNKS, H=8, HV=16), _PACKED
 _STEP = Problem(B=3, T=5, H=1, HV=2, K=64, V=64)
 _STEPS = _STEP, Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
-# What models call, as some CUDA kernels take nothing else: K = V = 128, one token, few drafts. Prompts so long that
-# cuda_segments_sm90 cuts them into three pieces.
+# What models call, because some CUDA kernels accept nothing else: K = V = 128, one token, few drafts. The prompts are
+# so long that cuda_segments_sm90 splits them into three pieces.
 _PROMPTS = Problem(B=2, T=300, H=1), Problem(H=1, HV=2, lengths=(300, 70))
 _FEW = Problem(B=4, T=3, H=1, HV=2)
 _DRAFTS = (*_STEPS, _FEW, *(replace(p, drafts=d) for p, d in ((_STEP, "tree"), (_STEP, "ring"), (_FEW, "ring"))))
@@ -285,7 +285,7 @@ def known(implementation: str | None, ops: Iterable[str]) -> None:
 
 @contextmanager
 def forced(name: str | None) -> Iterator[None]:
-    """Operators that have an implementation of this name use it, in backward as well."""
+    """Forces the implementation of this name in operators that have one, in backward as well."""
     before = os.environ.get("KDA_IMPL")
     if name is not None:
         os.environ["KDA_IMPL"] = name
@@ -303,6 +303,6 @@ def device_of(implementation: str) -> str:
 
 
 def implementations_on(device: str, operator: str, impl: str | None) -> list[str]:
-    """Of the operator, those on the device; ``impl`` alone if it is one of the operator's."""
+    """The implementations of the operator on the device; ``impl`` alone if it is one of them."""
     names = kda.implementations(operator)
     return [n for n in names if n == impl] or [n for n in names if device_of(n) == device]

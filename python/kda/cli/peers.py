@@ -1,4 +1,4 @@
-"""Other implementations to measure beside ours, where they are installed."""
+"""Other implementations to measure next to ours, where they are installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _folder: Path | None = None
 
 
 def add_folder(folder: Path | None) -> None:
-    """Peers are looked for there too, and in its ``sgl/``: in the folder given, or that of the variable KDA_PEERS."""
+    """Makes a folder, and its ``sgl/``, a place to look for peers: the given one, or that of the variable KDA_PEERS."""
     global _folder
     if folder is None and os.environ.get("KDA_PEERS"):
         folder = Path(os.environ["KDA_PEERS"])
@@ -41,7 +41,7 @@ def file_of_peers(name: str) -> Path:
 
 
 def missing(modules: set[str]) -> list[str]:
-    """Sentences on those of these modules that cannot be imported."""
+    """One sentence for each of these modules that cannot be imported."""
     sentences = []
     for name in sorted(modules):
         if importlib.util.find_spec(name.split(".")[0]) is None:
@@ -49,14 +49,14 @@ def missing(modules: set[str]) -> list[str]:
             continue
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a foreign package does when it is imported
+        except Exception as error:  # a foreign package may raise anything when it is imported
             sentences.append(f"no rows of {name}: importing it fails with {type(error).__name__}: {error}")
     return sentences
 
 
 def activated(x: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of :func:`kda.cli.problems.common` as formulations take them that have no gate, norm or sigmoid: they
-    are spared those."""
+    """The inputs of :func:`kda.cli.problems.common` for formulations without gate, norm and sigmoid. These are
+    computed here, so the time of such a formulation does not include them."""
     import torch
 
     normalized = {n: torch.nn.functional.normalize(x[n].float(), dim=-1).to(x[n].dtype) for n in "qk"}

@@ -1,6 +1,6 @@
-"""The chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines; below them, for
-prefill on a GPU, marks of each case, in float32 bars of times; for training there, bars of forward and backward; for
-decode and rounds of speculation, curves over the batch size."""
+"""Draws the chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines. Below them,
+for prefill on a GPU: marks for each case, and in float32 bars of times. For training on a GPU: bars of forward and
+backward. For decode and rounds of speculation: curves over the batch size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from . import prefill, prefill_f32, training
 from .problems import Problem
 from .serving import about, label
 
-COLUMNS = 4  # of panels of decode
-COLORS = [f"C{i}" for i in range(10) if i != 7]  # grey is the peers'
+COLUMNS = 4  # of panels for decode
+COLORS = [f"C{i}" for i in range(10) if i != 7]  # without grey, which marks peers
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -37,7 +37,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def _bars(figure: Any, record: dict[str, Any]) -> None:
-    """A panel for each unit, its ceiling a dashed line."""
+    """Draws a panel for each unit, its ceiling as a dashed line."""
     units = list(dict.fromkeys(row["unit"] for row in record["rows"]))
     panels = [[row for row in record["rows"] if row["unit"] == unit] for unit in units]
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[len(rows) + 1.5 for rows in panels])[:, 0]
@@ -58,13 +58,13 @@ def _bars(figure: Any, record: dict[str, Any]) -> None:
 
 
 def _gates_of(record: dict[str, Any]) -> list[str]:
-    """Of each case of prefill."""
+    """The gate of each case of prefill."""
     return [gate for _, gate in dict.fromkeys((row["case"], row["gate"]) for row in record.get("prefill", []))]
 
 
 def _marks(figure: Any, record: dict[str, Any]) -> None:
-    """A panel for each kind of gates, a line for each case: the share of the memory's rate that its bytes make, by
-    contender. Ours are coloured."""
+    """Draws a panel for each kind of gate, and a line for each case: the fraction of the memory rate at which its
+    bytes move, by contender. Ours are coloured."""
     rows, gates = record["prefill"], _gates_of(record)
     kinds, names = list(dict.fromkeys(gates)), list(dict.fromkeys(map(prefill.label, record["prefill"])))
     heights = [gates.count(gate) + 2 for gate in kinds]
@@ -87,7 +87,7 @@ def _marks(figure: Any, record: dict[str, Any]) -> None:
 
 
 def _times(figure: Any, record: dict[str, Any]) -> None:
-    """A bar for each row of float32 prefill."""
+    """Draws a bar for each row of float32 prefill."""
     axis, rows = figure.subplots(), record["prefill_f32"]
     bars = axis.barh(range(len(rows)), [r["ms"] for r in rows], color=_colors(rows))
     _name(axis, bars, rows, [f"{Problem(**r['problem']).sizes}: {prefill_f32.label(r)}" for r in rows])
@@ -95,7 +95,7 @@ def _times(figure: Any, record: dict[str, Any]) -> None:
 
 
 def _steps(figure: Any, record: dict[str, Any]) -> None:
-    """A bar for each row of training: forward, and pale behind it backward."""
+    """Draws a bar for each row of training: forward, with a paler bar for backward behind it."""
     axis, rows = figure.subplots(), record["training"]
     forward, backward = ([r[f"{name}_ms"] for r in rows] for name in ("forward", "backward"))
     axis.barh(range(len(rows)), forward, color=_colors(rows))
@@ -110,7 +110,7 @@ def _colors(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _name(axis: Any, bars: Any, rows: list[dict[str, Any]], labels: list[str]) -> None:
-    """Whose bars they are, from top to bottom, and their milliseconds."""
+    """Labels the bars from top to bottom, and adds their milliseconds."""
     axis.bar_label(bars, [f"{r['ms']:.3g}" for r in rows], padding=3)
     axis.set_yticks(range(len(rows)), labels, fontsize="small")
     axis.invert_yaxis()
@@ -119,14 +119,14 @@ def _name(axis: Any, bars: Any, rows: list[dict[str, Any]], labels: list[str]) -
 
 
 def _panels(record: dict[str, Any]) -> list[Problem]:
-    """One for all batch sizes of a problem; first those of the usual options, one token before several."""
+    """One panel for all batch sizes of a problem; the usual options come first, one token before several."""
     problems = dict.fromkeys(replace(Problem(**row["problem"]), B=1) for row in record.get("serving", []))
     return sorted(problems, key=lambda p: (p.layers, p.options != Problem().options, p.options, p.T, p.HV))
 
 
 def _curves(figure: Any, record: dict[str, Any]) -> None:
-    """The share of the memory's rate that a layer's bytes make. Ours have a colour an operator, and are dotted but for
-    its first implementation; peers are grey, with a marker each."""
+    """Draws the fraction of the memory rate at which a layer's bytes move. Ours have a colour per operator, dotted
+    except for its first implementation; peers are grey, with a marker each."""
     from matplotlib.lines import Line2D
 
     panels, rows = _panels(record), [(Problem(**row["problem"]), row) for row in record["serving"]]
@@ -159,7 +159,7 @@ def _lines_of(panels: list[Problem]) -> int:
 
 
 def _styles(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By label, ours first."""
+    """Line styles by label, ours first."""
     ours = {label(row): row["operator"] for row in rows if row["contender"] == "kda"}
     peers = dict.fromkeys(label(row) for row in rows if row["contender"] != "kda")
     operators = list(dict.fromkeys(ours.values()))

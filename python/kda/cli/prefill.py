@@ -1,4 +1,4 @@
-"""Prefill on a CUDA device, ours and peers': which cases, times in a CUDA graph, errors, and how they compare."""
+"""Prefill on a CUDA device, ours and the peers': which cases, times in a CUDA graph, errors, and how they compare."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .operators import implementations_on
 from .problems import BYTES, Problem, combinations
 
 DEVICE = "cuda"
-SLOW_CHANNEL, SLOW_DECAY = 5, -0.001  # of every head, in nats a token, as trained models have
-CHECKED_HEADS = 4  # heads do not know of each other: the first ones tell the error of all
+SLOW_CHANNEL, SLOW_DECAY = 5, -0.001  # in every head, in nats a token, as trained models have
+CHECKED_HEADS = 4  # heads are independent: the error of the first ones represents all
 
 
 @dataclass(frozen=True)
 class Case:
     problem: Problem
-    gate: str  # "strong": every channel decays by about 2.5 nats a token; "slow": the same but for one channel a head;
+    gate: str  # "strong": every channel decays by about 2.5 nats a token; "slow": all but one channel a head do;
     # "softplus": without a lower bound
 
     @property
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def tuning(self) -> tuple[Any, ...]:
-        """Cases that have this in common share what FLA finds out on its first call, which takes it a minute."""
+        """FLA tunes itself on its first call, which takes a minute. Cases with the same key share the result."""
         return self.problem.H, self.problem.HV, bool(self.problem.lengths), self.problem.gate
 
 
@@ -89,8 +89,8 @@ QUICK = {  # and the gate with which FLA is measured first, where its time is sh
 
 
 def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = False) -> list[Case]:
-    """All combinations of the sizes, or what is listed above; of those the ones of these names, as H64T8192, H12* or
-    H96*slow."""
+    """All combinations of the sizes, or the cases listed above; of those, only the ones with these names, such as
+    H64T8192, H12* or H96*slow."""
     found: list[Case] = []
     if given:
         gates = given.get("gate", ["lower_bound"])
@@ -119,7 +119,7 @@ def _called(case: Case, name: str) -> bool:
 
 
 class Inputs:
-    """Of a case; always the same ones."""
+    """The inputs of a case, always the same ones."""
 
     def __init__(self, case: Case) -> None:
         p, new = case.problem, DeviceSource(DEVICE)
@@ -127,7 +127,7 @@ class Inputs:
         self.x["A_log"] *= 0.1
         self.x["dt_bias"] *= 0.1
         if case.gate == "slow":
-            share = SLOW_DECAY / self.x["lower_bound"]  # of the bound, a sigmoid
+            share = SLOW_DECAY / self.x["lower_bound"]  # as a fraction of the bound: a sigmoid
             raw = math.log(share / (1 - share)) / self.x["A_log"].exp() - self.x["dt_bias"][:, SLOW_CHANNEL]
             self.x["g"][..., SLOW_CHANNEL] = raw.to(self.x["g"].dtype)
         self.state = (0.1 * problems.states(p, new, p.N).float()).to(getattr(torch, p.state_dtype))
@@ -137,12 +137,12 @@ class Inputs:
 
 
 def least_bytes(p: Problem) -> float:
-    """Inputs read once, outputs written once, states read and written."""
+    """Bytes if inputs are read once, outputs written once, and states read and written."""
     tokens = p.B * p.T * (2 * p.H * p.K + p.HV * (p.K + 2 * p.V + 1)) * BYTES[p.dtype]
     return tokens + 2 * p.N * p.HV * p.K * p.V * BYTES[p.state_dtype]
 
 
-# Contender, implementation, and what makes of the inputs a call that returns the outputs and the states.
+# Contender, implementation, and a function that turns the inputs into a call that returns the outputs and the states.
 Contender = tuple[str, "str | None", Callable[[Inputs], Callable[[], Any]]]
 
 
@@ -174,7 +174,7 @@ def _oracle(case: Case) -> tuple[Any, Any]:
 
 
 def _error(x: Any, expected: Any, axis: int) -> float:
-    """Relative, of the heads that the oracle has: root mean squares."""
+    """Relative error of the heads that the oracle has: root mean squares."""
     x = x.narrow(axis, 0, expected.shape[axis]).double().cpu()
     return float((x - expected).norm() / expected.norm())
 
@@ -192,7 +192,7 @@ def _rows(
                 expected = _oracle(case)
                 row |= {"error_o": _error(out, expected[0], 2), "error_state": _error(state, expected[1], 1)}
             ms = measure.graph_milliseconds(call, repeats=repeats, flush=True)
-        except Exception as error:  # an implementation declines the case, a peer is absent or breaks
+        except Exception as error:  # an implementation declines the case, a peer is absent or fails
             reason = measure.reason(error, f"{case.name}, {case.gate}: ")
             measure.note_once(notes, f"no row of {contender}{f' ({name})' if name else ''}: {reason}")
             continue
@@ -202,7 +202,7 @@ def _rows(
 
 
 def rows(cases: Sequence[Case], bandwidth: float, notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    """What :func:`measured` measures, :func:`compared`."""
+    """All rows of :func:`measured`, with the comparisons of :func:`compared`."""
     return compared(cases, chain.from_iterable(measured(cases, bandwidth, notes, **how)))
 
 
@@ -217,10 +217,11 @@ def measured(
     seconds: float = math.inf,
     started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows, as they come: of each case those of kda with every implementation that takes it (or with ``impl``), then
-    those of the peers. Why one is missing goes to ``notes``. ``few``: FLA, which tunes itself, only for QUICK and what
-    is tuned with it, and no case that begins later than ``seconds``. ``bandwidth`` is that of
-    :func:`kda.cli.measure.stream_bandwidth`; ``started`` is called before each case."""
+    """Yields rows as they are measured. For each case: kda with every implementation that takes it (or with
+    ``impl``), then the peers. The reason for a missing row goes to ``notes``. With ``few``, FLA, which tunes itself,
+    is measured only for QUICK and the cases that share its tuning, and for no case that begins later than
+    ``seconds``. ``bandwidth`` is that of :func:`kda.cli.measure.stream_bandwidth`; ``started`` is called before each
+    case."""
     begin = time.monotonic()
     peers: list[Contender] = [(peer.name, None, peer.prepare) for peer in prefill_peers.PEERS]
     tuned = [peer for peer in peers if peer[0] == prefill_peers.TUNED]
@@ -238,7 +239,7 @@ def measured(
 
 
 def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
-    """Those for which FLA is measured, in this order: behind each of QUICK what needs no tuning any more."""
+    """The cases for which FLA is measured, in this order: after each of QUICK, the cases that need no more tuning."""
     if not few:
         return list(cases)
     quick = [c for called in QUICK.items() for c in cases if (c.name, c.gate) == called]
@@ -246,8 +247,8 @@ def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
 
 
 def compared(cases: Sequence[Case], found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the order of the cases, with how many times as fast as the peers each row is, and how many times as slow as
-    with strong gates."""
+    """Rows in the order of the cases, each with how many times as fast as the peers it is, and how many times as slow
+    as with strong gates."""
     order = {(case.name, case.gate): n for n, case in enumerate(cases)}
     found = sorted(found, key=lambda row: order[row["case"], row["gate"]])
     times = {(r["case"], r["gate"], r["contender"], r["implementation"]): r["ms"] for r in found}
@@ -261,7 +262,7 @@ def compared(cases: Sequence[Case], found: Iterable[dict[str, Any]]) -> list[dic
 
 
 def over(peer: str) -> str:
-    """The key of a row."""
+    """The key in a row."""
     return f"over_{peer.lower()}"
 
 

@@ -1,5 +1,5 @@
-"""Float32 prefill on a CUDA device, beside the same in torch's own operations: which problems, times in a CUDA graph,
-and how they compare."""
+"""Float32 prefill on a CUDA device, next to the same in torch's own operations: which problems, times in a CUDA
+graph, and how they compare."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .operators import implementations_on
 from .problems import Problem, combinations
 
 DEVICE = "cuda"
-CHUNKS = (64, 32)  # all that there are
+CHUNKS = (64, 32)  # all that exist
 TORCH_CHUNK = 64
-MOST = 1e-4  # by which results may differ from torch's: root mean squares, relative
+MOST = 1e-4  # results may differ from torch's by this much: root mean squares, relative
 
 FIXED = {"dtype": "float32", "state_dtype": "float32", "gate": "log", "beta": "activated"}
 SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
@@ -33,7 +33,7 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
 
 
 def sweep(given: dict[str, list[Any]]) -> list[Problem]:
-    """All combinations of the sizes, or what is listed above."""
+    """All combinations of the sizes, or the problems listed above."""
     fixed = {name: [value] for name, value in FIXED.items()}
     if given:
         return combinations(Problem(H=32), given | fixed)
@@ -43,14 +43,14 @@ def sweep(given: dict[str, list[Any]]) -> list[Problem]:
 def in_torch(
     q: Any, k: Any, v: Any, g: Any, beta: Any, chunk_size: int, initial_state: Any, state_v_first: bool
 ) -> tuple[Any, ...]:
-    """``kda.prefill_f32`` in batched operations of torch, but for the states, which go from chunk to chunk. In the
-    letters of docs/notation.md, G being the sum of g from the chunk's first token on:
+    """``kda.prefill_f32`` in batched torch operations, except for the states, which go from chunk to chunk. With the
+    letters of docs/notation.md, and G as the sum of g from the chunk's first token:
 
         w = (I + Akk)^-1 beta kG      u = (I + Akk)^-1 beta v      v_new = u - w S      o = scale qG S + Aqk v_new
         S <- exp(G_last) S + kg^T v_new
 
-    A score's decay is that from the middle of the chunk to its row times that from its column to the middle. One of
-    them rises: g may add up to 88 in half a chunk, not more.
+    The decay of a score is the decay from the middle of the chunk to its row times that from its column to the
+    middle. One of the two grows: g may add up to 88 in half a chunk, not more.
 
     Returns ``(o, final state, w, u)``.
     """
@@ -85,7 +85,7 @@ def in_torch(
 
 
 def _kda(x: dict[str, Any], chunk_size: int, impl: str) -> Callable[[], tuple[Any, ...]]:
-    """Into buffers made before."""
+    """Writes into buffers that exist before the call."""
     given = x | {"chunk_size": chunk_size, "final_state": torch.empty_like(x["initial_state"]), "impl": impl}
     buffers = dict(zip("owu", kda.prefill_f32(**given), strict=True))
 
@@ -97,7 +97,7 @@ def _kda(x: dict[str, Any], chunk_size: int, impl: str) -> Callable[[], tuple[An
 
 
 def _difference(got: Sequence[Any], expected: Sequence[Any]) -> float:
-    """Of the results that differ most."""
+    """The error of the result that differs most."""
     worst = 0.0
     for name, a, b in zip(("o", "the final state", "w", "u"), got, expected, strict=True):
         error = float((a - b).norm() / b.norm())
@@ -109,7 +109,7 @@ def _difference(got: Sequence[Any], expected: Sequence[Any]) -> float:
 
 @contextmanager
 def _no_tf32() -> Iterator[None]:
-    """torch's products are in float32."""
+    """Inside, torch's products are in float32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -119,7 +119,7 @@ def _no_tf32() -> Iterator[None]:
 
 
 def _milliseconds(call: Call, notes: list[str], repeats: int) -> dict[str, Any]:
-    """Of torch, which may call what no graph can hold."""
+    """Milliseconds of torch, which may call what a graph cannot hold."""
     try:
         return {"timed": "graph", "ms": measure.graph_milliseconds(call, repeats=repeats, flush=True)}
     except RuntimeError as error:
@@ -142,7 +142,7 @@ def _rows(p: Problem, names: Sequence[str], notes: list[str], repeats: int) -> l
                 row |= {"timed": "graph", "ms": measure.graph_milliseconds(call, repeats=repeats, flush=True)}
             else:
                 row |= {"difference": None} | _milliseconds(theirs, notes, repeats)
-        except Exception as error:  # an implementation declines the problem, there is no memory
+        except Exception as error:  # an implementation declines the problem, or memory runs out
             notes.append(f"no row of {label(row)} for {p.sizes}: {measure.reason(error)}")
             continue
         found.append({"problem": asdict(p), **row})
@@ -153,7 +153,7 @@ def _rows(p: Problem, names: Sequence[str], notes: list[str], repeats: int) -> l
 
 
 def rows(swept: Sequence[Problem], notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    """All that :func:`measured` measures."""
+    """All rows of :func:`measured`."""
     return list(chain.from_iterable(measured(swept, notes, **how)))
 
 
@@ -165,9 +165,9 @@ def measured(
     repeats: int = 7,
     started: Callable[[Problem], object] = lambda p: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows, as they come: of each problem those of kda with every implementation that takes it (or with ``impl``) and
-    every chunk size, if they agree with torch's results, then that of torch. Why one is missing goes to ``notes``;
-    ``started`` is called before each problem."""
+    """Yields rows as they are measured. For each problem: kda with every implementation that takes it (or with
+    ``impl``) and every chunk size, if the results agree with torch's, then torch. The reason for a missing row goes
+    to ``notes``; ``started`` is called before each problem."""
     names = implementations_on(DEVICE, "prefill_f32", impl)
     with torch.inference_mode(), _no_tf32():
         for p in swept:

@@ -1,9 +1,9 @@
-"""Prefill of other projects on a GPU, called as their own engines call them: everything from raw gates, logits of beta
-and q and k as they are, from one state to another.
+"""Prefill of other projects on a GPU, called as their own engines call them: each call starts from raw gates, logits
+of beta, and q and k without the norm, and goes from one state to another.
 
-They come from the module path and from the folder of ``--peers``: the packages ``fla`` and ``cudnn`` (of which the
-module that launches its fused Hopper kernel is enough), and ``libfkda.so``, a C function around FlashKDA's launcher.
-What is not there is left out.
+The packages ``fla`` and ``cudnn`` (only the module that launches its fused Hopper kernel is needed), and
+``libfkda.so``, a C function around FlashKDA's launcher, come from the module path and from the folder of ``--peers``.
+What is missing is left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _pointer(x: Any) -> ctypes.c_void_p:
 def _fla(inputs: Inputs) -> Call:
     chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
     x = inputs.x | {"dt_bias": inputs.x["dt_bias"].flatten(), "safe_gate": "lower_bound" in inputs.x}
-    if "cu_seqlens" in x:  # the same tensor in every call: what it derives from one is kept
+    if "cu_seqlens" in x:  # the same tensor in every call: FLA caches what it derives from one
         x["cu_seqlens"] = x["cu_seqlens"].long()
     return lambda: chunk_kda(**x, initial_state=inputs.state, output_final_state=True)
 
@@ -59,7 +59,7 @@ def _flashkda(inputs: Inputs) -> Call:
     function = ctypes.CDLL(str(file_of_peers("libfkda.so"))).fkda_fwd
     p, x = inputs.problem, inputs.x
     tokens = p.B * p.T
-    most = -(-tokens // CHUNK) + p.N  # a sequence ends in a tile of its own
+    most = -(-tokens // CHUNK) + p.N  # a sequence ends in its own tile
     tiles = most if p.lengths else p.N * -(-p.T // CHUNK)
     tile = 3 * CHUNK * SIZE * 2 + SIZE * 4 + 2 * CHUNK * CHUNK * 2
     offsets = x["cu_seqlens"].long() if p.lengths else None
@@ -83,7 +83,7 @@ def _flashkda(inputs: Inputs) -> Call:
 
 
 def _cudnn(inputs: Inputs) -> Call:
-    """It takes g and beta in float32: as its own engine does, they are converted."""
+    """cuDNN takes g and beta in float32, so they are converted, as its own engine does."""
     _bounded(inputs.problem)
     host = importlib.import_module("cudnn.linear_attention.hopper.cuda_host")
     p, x = inputs.problem, inputs.x

@@ -34,8 +34,8 @@ class Problem:
     layout: str = "V-first"
     lengths: tuple[int, ...] = ()  # of sequences packed into one row
     checkpoint_every: int = 0
-    drafts: str = "chain"  # of the tokens of a step: what becomes of them
-    layers: int = 0  # of a pass on a GPU; 0: enough to fill the L2 cache many times
+    drafts: str = "chain"  # what becomes of the tokens of a step
+    layers: int = 0  # in a pass on a GPU; 0: enough to fill the L2 cache many times
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HV", self.HV or self.H)
@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def N(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.lengths) or self.B
 
     @property
@@ -63,13 +63,13 @@ class Problem:
 
 
 def combinations(p: Problem, given: dict[str, list[Any]]) -> list[Problem]:
-    """``p`` with every combination of the given values put in. HV follows H unless it is given itself."""
+    """``p`` in every combination with the given values. HV follows H unless it is given itself."""
     changes = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     return list(dict.fromkeys(replace(p, **({"HV": 0} if "H" in c else {}) | c) for c in changes))
 
 
 def common(p: Problem, new: Source) -> dict[str, Any]:
-    """What ``kda.chunk_kda``, ``kda.prefill`` and ``kda.decode`` take alike."""
+    """The inputs that ``kda.chunk_kda``, ``kda.prefill`` and ``kda.decode`` share."""
     raw = p.gate != "log"
     x = {
         "q": new.normal(p.dtype, p.B, p.T, p.H, p.K),
@@ -116,7 +116,8 @@ def serving(p: Problem, new: Source) -> dict[str, Any]:
 
 
 def steps(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.decode``, or of ``kda.decode_mtp`` from one of the snapshots that it writes anew."""
+    """Inputs of ``kda.decode``, or of ``kda.decode_mtp``, which starts from one of the snapshots and overwrites
+    them."""
     x = serving(p, new)
     if p.drafts == "snapshots":
         x["snapshots"] = new.normal(p.state_dtype, p.N, *states_shape(p, p.T))
@@ -125,8 +126,8 @@ def steps(p: Problem, new: Source) -> dict[str, Any]:
 
 
 def records(p: Problem, new: Source, prefix: str = "") -> dict[str, Any]:
-    """Room for a record of each of p.T drafts, with numbers in it that a verify might have left; in a ring, with three
-    committed ones before them, across its end."""
+    """A record for each of p.T drafts, filled with numbers that a verify might have left. A ring also has three
+    committed entries before them, across its end."""
     entries = 2 * p.T + 3 if p.drafts == "ring" else p.T
     x = {
         f"{prefix}u": new.normal("float32", p.N, entries, p.HV, p.V),
@@ -139,7 +140,7 @@ def records(p: Problem, new: Source, prefix: str = "") -> dict[str, Any]:
 
 
 def tree(p: Problem, new: Source) -> Any:
-    """Two branches from the committed text, and each next token behind the one before the last."""
+    """A tree of drafts: two branches from the committed text, and every next token follows the one before the last."""
     return new.integers([[t - 2 for t in range(p.T)]] * p.N)
 
 
@@ -150,7 +151,7 @@ def drafts(p: Problem, new: Source) -> dict[str, Any]:
 
 
 def accepted(p: Problem, new: Source) -> Any:
-    """0, 1, .. drafts."""
+    """0, 1, .. accepted drafts."""
     return new.integers([n % (p.T + 1) for n in range(p.N)])
 
 
@@ -170,13 +171,13 @@ def flushing_drafts(p: Problem, new: Source) -> dict[str, Any]:
 
 
 def training(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.chunk_kda``, and the gradients that come back to it."""
+    """Inputs of ``kda.chunk_kda``, and the gradients of its results."""
     x = common(p, new) | {"initial_state": states(p, new, p.N), "d_o": new.normal(p.dtype, p.B, p.T, p.HV, p.V)}
     return x | {"d_final_state": states(p, new, p.N)}
 
 
 def gate(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.fused_kda_gate``, and the gradient that comes back to it."""
+    """Inputs of ``kda.fused_kda_gate``, and the gradient of its result."""
     x = {"g": new.normal(p.dtype, p.B, p.T, p.HV, p.K), "A_log": new.normal("float32", p.HV)}
     x |= {"dt_bias": new.normal("float32", p.HV, p.K), "lower_bound": -5.0 if p.gate == "lower_bound" else None}
     return x | {"d_g": new.normal("float32", p.B, p.T, p.HV, p.K)}
@@ -188,13 +189,13 @@ def segments(p: Problem, new: Source) -> dict[str, Any]:
 
 
 def merging(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.segment_merge``: a segment a sequence."""
+    """Inputs of ``kda.segment_merge``: one segment per sequence."""
     x = {"M": new.keys("float32", p.N, p.HV, p.K, p.K), "b": new.normal("float32", *states_shape(p, p.N))}
     return x | {"h0": new.normal(p.state_dtype, *states_shape(p, 1)[1:]), "state_v_first": p.layout == "V-first"}
 
 
 def convolution(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.causal_conv1d`` in front of q, k and v, and the gradients that come back to it."""
+    """Inputs of ``kda.causal_conv1d`` before q, k and v, and the gradients of its results."""
     D = 2 * p.H * p.K + p.HV * p.V
     x = {"x": new.normal(p.dtype, p.B, p.T, D), "weight": new.normal("float32", D, 4), "bias": new.normal(p.dtype, D)}
     x |= {"initial_state": new.normal(p.dtype, p.N, D, 3), "d_y": new.normal(p.dtype, p.B, p.T, D)}
@@ -202,7 +203,7 @@ def convolution(p: Problem, new: Source) -> dict[str, Any]:
 
 
 def heads_first(p: Problem, new: Source) -> dict[str, Any]:
-    """Inputs of ``kda.prefill_f32``, the state in place."""
+    """Inputs of ``kda.prefill_f32``, with the state in place."""
     x = {"q": new.normal("float32", p.B, p.H, p.T, p.K), "k": new.keys("float32", p.B, p.H, p.T, p.K)}
     x |= {"v": new.normal("float32", p.B, p.HV, p.T, p.V), "g": new.log_unit("float32", p.B, p.HV, p.T, p.K)}
     state = new.normal("float32", *states_shape(p, p.B))
@@ -210,7 +211,7 @@ def heads_first(p: Problem, new: Source) -> dict[str, Any]:
     return x | {"chunk_size": 32, "state_v_first": p.layout == "V-first"}
 
 
-# Shapes of the stages' tensors; those that are not here are [B, T, HV, K].
+# Shapes of the stages' tensors; those not listed are [B, T, HV, K].
 _STAGE_SHAPES = {
     **dict.fromkeys(("q", "k"), "keys"),
     **dict.fromkeys(("v", "u", "v_new", "d_o", "dv_local", "dv_new"), "values"),
@@ -252,8 +253,8 @@ def stage(name: str, p: Problem, new: Source) -> dict[str, Any]:
 
 
 def size_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    """Options named like the fields of :class:`Problem`; absent ones are not in the namespace. ``many``: some take
-    several values, sizes also as 1,2,3."""
+    """Adds options named like the fields of :class:`Problem`; absent ones are not in the namespace. With ``many``,
+    some take several values, and sizes also as 1,2,3."""
     sizes = {"B": "rows", "T": "tokens of a row", "H": "query/key heads", "HV": "value heads, as many as H by default"}
     sizes |= {"K": "key size, 1..256", "V": "value size, 1..256"}
     if many:
@@ -281,7 +282,7 @@ def whole(text: str) -> int:
 
 
 class _Flat(argparse.Action):
-    """Of lists one."""
+    """Flattens lists into one."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, [v for group in values for v in group])

@@ -17,7 +17,7 @@ from .serving_calls import OPERATORS, Layers, least_bytes
 
 BASELINE = {True: "SGLang fused_sigmoid", False: "SGLang snapshots + scatter"}  # for one token, for several
 
-USUAL: dict[str, list[Any]] = {"H": [32], "B": [1, 8, 32, 128]}  # what is not said otherwise
+USUAL: dict[str, list[Any]] = {"H": [32], "B": [1, 8, 32, 128]}  # where nothing else is given
 EVERYTHING: tuple[dict[str, list[Any]], ...] = (  # unless sizes are given; one token comes with each
     {"T": [2, 3, 4, 6], "B": [2**i for i in range(8)]},
     {"T": [2, 3, 4, 6], "H": [64]},
@@ -29,7 +29,7 @@ EVERYTHING: tuple[dict[str, list[Any]], ...] = (  # unless sizes are given; one 
 
 
 def sweep(given: dict[str, list[Any]]) -> list[Problem]:
-    """One token, and as many as asked for, in every combination with the other sizes."""
+    """One token, and the given numbers of tokens, in every combination with the other sizes."""
     found: list[Problem] = []
     for sizes in (given,) if given else EVERYTHING:
         tokens = [1, *(t for t in sizes.get("T", []) if t <= 16)]
@@ -40,14 +40,14 @@ def sweep(given: dict[str, list[Any]]) -> list[Problem]:
 def rows(
     p: Problem, bandwidth: float, notes: list[str], *, impl: str | None = None, repeats: int = 7
 ) -> list[dict[str, Any]]:
-    """Those of kda with every implementation that takes the problem (or with ``impl``), then those of the peers. Why
-    one is missing goes to ``notes``. ``bandwidth`` is that of :func:`kda.cli.measure.stream_bandwidth`."""
+    """Rows of kda with every implementation that takes the problem (or with ``impl``), then those of the peers. The
+    reason for a missing row goes to ``notes``. ``bandwidth`` is that of :func:`kda.cli.measure.stream_bandwidth`."""
     layers = Layers(p)
     found: list[dict[str, Any]] = []
     for operator, contender, name, prepare in _contenders(p, impl):
         try:
             ms = measure.graph_milliseconds(prepare(layers), repeats=repeats)
-        except Exception as error:  # an implementation declines the problem, a peer is absent or breaks
+        except Exception as error:  # an implementation declines the problem, a peer is absent or fails
             what = f" {operator}{f' ({name})' if name else ''}" if contender == "kda" else ""
             measure.note_once(notes, f"no row of {contender}{what}: {measure.reason(error)}")
             continue
@@ -60,7 +60,7 @@ def rows(
 
 
 def compare(found: list[dict[str, Any]]) -> None:
-    """Puts into each row how many times faster it is than the baseline, and than our plain form of it."""
+    """Adds to each row how many times faster it is than the baseline, and than our plain form of it."""
     times: dict[tuple[Problem, str], float] = {}  # of the fastest implementation
     for r in found:
         key = Problem(**r["problem"]), r["operator"] if r["contender"] == "kda" else r["contender"]
@@ -79,7 +79,7 @@ def _plain(p: Problem) -> Problem:
     return replace(p, state_dtype=Problem.state_dtype, layout=Problem.layout)
 
 
-# Operator, contender, implementation, and what makes the call of all layers.
+# Operator, contender, implementation, and a function that makes the call of all layers.
 _Contender = tuple[str, str, "str | None", Callable[[Layers], Call]]
 
 
@@ -104,6 +104,6 @@ def label(row: dict[str, Any]) -> str:
 
 
 def about(p: Problem) -> str:
-    """Sizes, and of the options what is unlike the usual."""
+    """Sizes, and the options that differ from the usual ones."""
     usual = Problem().options.split(", ")
     return ", ".join([p.sizes, *(option for option in p.options.split(", ") if option not in usual)])

@@ -1,5 +1,5 @@
-"""Calls of decode and of rounds of speculation that :mod:`kda.cli.serving` times: a pass through the layers of a model
-one after another, each with a pool of its own, so that no state is in the L2 cache when it is asked for."""
+"""Calls of decode and of rounds of speculation for :mod:`kda.cli.serving` to time. A call passes through the layers
+of a model one after another, each with its own pool, so that no state is in the L2 cache when it is needed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .measure import Call, in_turn
 from .problems import BYTES, Problem
 
 DEVICE = "cuda"
-STATES = 512 << 20  # bytes of states that a pass touches, at least: several times an L2 cache
+STATES = 512 << 20  # least bytes of states that a pass touches: several times an L2 cache
 RING = 16  # entries, or room for four rounds
 TAPS = 4  # of the convolution
 
 
 class Layers:
-    """What a pass visits: per layer a pool of states and the inputs of B requests, whose slots are random."""
+    """What a pass visits: for each layer a pool of states and the inputs of B requests with random slots."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
@@ -31,13 +31,13 @@ class Layers:
         self.new, slots = DeviceSource(DEVICE), 2 * p.B + 1
         self.pools = problems.states(p, self.new, self.count * slots).unflatten(0, (self.count, slots))
         self.slots = self.new.slots(p.B, slots)
-        self.accept_len = self.new.integers([p.T] * p.B)  # all of them, which takes the longest
+        self.accept_len = self.new.integers([p.T] * p.B)  # all drafts, which takes the longest
         self.shared = problems.common(replace(p, B=self.count * p.B), self.new)
         self.x = {n: self.shared.pop(n).unflatten(0, (self.count, p.B)) for n in ("q", "k", "v", "g", "beta")}
         self.out = self.new.normal(p.dtype, self.count, p.B, p.T, p.HV, p.V)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Of each layer its number, and the keywords that kda's functions share."""
+        """For each layer: its number, and the keywords that kda's functions share."""
         given = self.shared | {"state_indices": self.slots}
         for n, state in enumerate(self.pools):
             yield n, {name: x[n] for name, x in self.x.items()} | given | {"state": state, "out": self.out[n]}
@@ -47,13 +47,13 @@ class Layers:
         return kda.new_records(p.B, p.T, p.H, p.HV, p.K, p.V, layers=self.count, device=DEVICE)
 
     def new_rings(self) -> list[kda.Records]:
-        """One a layer, each with cursors of its own."""
+        """One ring per layer, each with its own cursors."""
         p = self.p
         sizes = (p.B, ring_entries(p), p.H, p.HV, p.K, p.V)
         return [kda.new_records(*sizes, ring=True, device=DEVICE) for _ in range(self.count)]
 
     def new_convolutions(self) -> list[kda.Conv]:
-        """One a layer: q, k and v side by side are its rows."""
+        """One per layer; a row is q, k and v side by side."""
         rows = torch.cat([self.x[name].flatten(3) for name in "qkv"], -1)
         dtype, D = self.p.dtype, rows.shape[-1]
         weights = self.new.normal(dtype, self.count, D, TAPS)
@@ -62,7 +62,7 @@ class Layers:
 
 
 def state_bytes(p: Problem) -> int:
-    """Of a request."""
+    """Bytes of states of a request."""
     return p.HV * p.K * p.V * BYTES[p.state_dtype]
 
 
@@ -71,18 +71,18 @@ def ring_entries(p: Problem) -> int:
 
 
 def ring_rounds(p: Problem) -> int:
-    """From one write of the state to the next: with the last of them, less than room for two more is left."""
+    """Rounds from one write of the state to the next: after the last of them, less than room for two more is left."""
     return ring_entries(p) // p.T - 1
 
 
 def least_bytes(operator: str, p: Problem) -> float:
-    """What a layer must read and write, on a ring in an average round. A round that leaves the state up to date could
-    do without records and snapshots."""
+    """Bytes that a layer must read and write, on a ring in an average round. A round that leaves the state up to date
+    could do without records and snapshots."""
     state, D = p.B * state_bytes(p), 2 * p.H * p.K + p.HV * p.V
     tokens = p.B * p.T * (D + p.HV * (p.K + p.V + 1)) * BYTES[p.dtype]
     records = p.B * p.T * (p.H * p.K + p.HV * (p.K + p.V)) * 4
     convolved = state + tokens + records + D * (TAPS + p.B * (TAPS - 1)) * BYTES[p.dtype]  # weights and the last rows
-    rounds = ring_rounds(p)  # the i-th reads the records of i rounds
+    rounds = ring_rounds(p)  # round i reads the records of i rounds
     ring = (1 + 1 / rounds) * state + tokens + (1 + (rounds + 1) / 2) * records
     special: dict[str, float] = {"verify": state + tokens + records, "flush": 2 * state + records}
     special |= {"conv + verify": convolved, "verify with conv": convolved, "ring decode": ring, "ring verify": ring}
@@ -122,7 +122,7 @@ def _flush_verify(layers: Layers, impl: str | None) -> Call:
 
 
 def _ring(layers: Layers, impl: str | None) -> Call:
-    """From an empty ring to the write of the state, which leaves it empty."""
+    """All rounds from an empty ring to the write of the state, which leaves the ring empty."""
     rings, given = layers.new_rings(), {"accept_len": layers.accept_len, "impl": impl}
     in_turn([partial(kda.verify_kvbuffer, **x, records=rings[n]) for n, x in layers])()  # what the first round accepts
     one = in_turn([partial(kda.flush_verify_kvbuffer, **x, **given, records=rings[n]) for n, x in layers])
@@ -130,7 +130,7 @@ def _ring(layers: Layers, impl: str | None) -> Call:
 
 
 def _conv_and_verify(layers: Layers, impl: str | None) -> Call:
-    """What the convolution leaves is read at once: one buffer for all layers."""
+    """The output of the convolution is read at once, so all layers share one buffer."""
     p, records, calls = layers.p, layers.new_records(), list[Call]()
     convolutions = layers.new_convolutions()
     y = torch.empty_like(convolutions[0].x)
@@ -153,7 +153,7 @@ def _verify_with_conv(layers: Layers, impl: str | None) -> Call:
 
 
 def _recorded(layers: Layers) -> kda.Records:
-    """As a verify leaves them."""
+    """Records as a verify leaves them."""
     records = layers.new_records()
     _verify(layers, None, records)()
     return records
@@ -165,15 +165,15 @@ def _of_layer(records: kda.Records, n: int) -> kda.Records:
 
 @dataclass(frozen=True)
 class Operator:
-    prepare: Callable[..., Call]  # of layers and the name of an implementation makes the call of all layers
-    one_token: bool = False  # for T = 1; else for a round of drafts
-    each: str = ""  # measured with each implementation of this operator of the library, else with what that chooses
-    plain: str = ""  # the one that does the same without the trick
-    part: bool = False  # of a round, not to be held against a whole one
-    rounds: Callable[[Problem], int] = lambda p: 1  # that the call makes
+    prepare: Callable[..., Call]  # from layers and the name of an implementation to the call of all layers
+    one_token: bool = False  # for T = 1; otherwise for a round of drafts
+    each: str = ""  # measured with each of the library's implementations of this operator, else with the default
+    plain: str = ""  # the operator that does the same without the optimisation
+    part: bool = False  # of a round; not compared with a whole one
+    rounds: Callable[[Problem], int] = lambda p: 1  # in the call
 
 
-# A new row of the table is one entry.
+# To add a row to the table, add one entry.
 OPERATORS = {
     "decode": Operator(_decode, one_token=True, each="decode"),
     "ring decode": Operator(_ring, one_token=True, plain="decode", rounds=ring_rounds),

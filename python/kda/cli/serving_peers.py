@@ -1,8 +1,8 @@
 """Kernels of other projects for decode and rounds of speculation on a GPU, called as their own engines call them.
 
-They come from the module path and from the folder of ``--peers``: the packages ``fla`` and ``sglang`` (the latter also
-from its ``sgl/``), ``libsglpd.so``, a C function around SGLang's CUDA kernel, and ``cubin/``, cuLA's kernels compiled
-ahead of time. What is not there is left out.
+The packages ``fla`` and ``sglang`` (the latter also from ``sgl/`` in the folder of ``--peers``), ``libsglpd.so``, a C
+function around SGLang's CUDA kernel, and ``cubin/``, cuLA's kernels compiled ahead of time, come from the module path
+and from that folder. What is missing is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _usual(p: Problem) -> None:
 
 
 def _tokens(layers: Layers) -> dict[str, Any]:
-    """Requests packed into one row."""
+    """Inputs with all requests packed into one row."""
     return {name: x.flatten(1, 2).unsqueeze(1) for name, x in layers.x.items()}
 
 
@@ -59,7 +59,7 @@ def _fla(layers: Layers) -> Call:
 
 
 def _sglang(layers: Layers, n: int, x: dict[str, Any], offsets: Any, **more: Any) -> Call:
-    """A call for layer n of the kernel that decodes, or verifies drafts and keeps the state after each."""
+    """A call for layer n of the kernel that decodes, or that verifies drafts and keeps the state after each."""
     return partial(
         _import(f"{_SGLANG}.attention.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"),
         A_log=layers.shared["A_log"],
@@ -91,7 +91,7 @@ def _sglang_decode(layers: Layers) -> Call:
 
 
 def _sglang_snapshots(layers: Layers) -> Call:
-    """The state after each draft is kept, and in one launch for all layers the accepted one copied to the pool."""
+    """Keeps the state after each draft, then copies the accepted one to the pool, in one launch for all layers."""
     scatter = _import(f"{_SGLANG}.mamba.mamba_state_scatter_triton", "fused_mamba_state_scatter_with_mask")
     p, x, offsets = layers.p, _tokens(layers), _offsets(layers)
     rows = torch.arange(p.B, dtype=torch.int32, device=layers.slots.device)
@@ -151,8 +151,8 @@ def _sglang_packed_cuda(layers: Layers) -> Call:
 
 
 class _Kernel:
-    """One of cuLA's, in ``cubin/NAME.cubin``, with its name and its shared memory in ``NAME.json``. All its parameters
-    are pointers: sizes and strides are compiled in."""
+    """One of cuLA's kernels, from ``cubin/NAME.cubin``; ``NAME.json`` has its name and shared memory. All its
+    parameters are pointers: sizes and strides are compiled in."""
 
     _loaded: ClassVar[dict[Path, Any]] = {}
 
@@ -184,8 +184,8 @@ class _Kernel:
 
 
 def _cula(layers: Layers, kind: str) -> Call:
-    """Verify with records, and its flush in one launch for all layers. Tiles are those of its own tables for the H200,
-    value columns a block for ``shuffle``, blocks a head for ``tensor_core``."""
+    """Verify with records, and its flush in one launch for all layers. Tiles are from its own tables for the H200:
+    value columns per block for ``shuffle``, blocks per head for ``tensor_core``."""
     p = layers.p
     heads = p.B * p.HV
     if kind == "shuffle":
@@ -197,7 +197,7 @@ def _cula(layers: Layers, kind: str) -> Call:
     flush = _Kernel(f"flush_T{p.T}_HV{p.HV}_B{p.B}")  # for pools of 2 B + 1 slots
     records = [layers.pools.new_empty(layers.count, p.B, p.T, p.HV, 128) for _ in range(3)]
     x, shared, pools = layers.x, layers.shared, layers.pools
-    # A launch of its flush reaches 2^31 elements of the pools.
+    # One launch of its flush can address 2^31 elements of the pools.
     part = min(layers.count, (2**31 - 1) // pools[0].numel())
 
     def run() -> None:
@@ -215,7 +215,7 @@ def _cula(layers: Layers, kind: str) -> Call:
 @dataclass(frozen=True)
 class Peer:
     name: str
-    one_token: bool  # decode; else a round of speculation
+    one_token: bool  # decode; otherwise a round of speculation
     make: Callable[[Layers], Call]
 
     def prepare(self, layers: Layers) -> Call:

@@ -1,4 +1,4 @@
-"""Tables and progress for people: with rich on a terminal, else plain text, which is what files and pipes get."""
+"""Tables and progress for people: with rich on a terminal, otherwise plain text, which files and pipes get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _pretty(stream: TextIO) -> bool:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column is flush left; of the others, those are flush right whose cells begin with digits."""
+    """Prints a table. The first column is left-aligned; another is right-aligned if its cells begin with digits."""
     cells = [list(row) for row in rows]
     right = [i > 0 and all(not c[i] or c[i][0].isdigit() for c in cells) for i in range(len(columns))]
     if _pretty(sys.stdout):
@@ -41,13 +41,13 @@ def _rich_table(columns: Sequence[str], rows: list[list[str]], right: list[bool]
     out = Table(box=SIMPLE)
     for name, flush_right in zip(columns, right, strict=True):
         out.add_column(name, justify="right" if flush_right else "left")
-    for row in rows:  # Text: brackets are no markup
+    for row in rows:  # as Text, in which brackets are not markup
         out.add_row(*(Text(cell, style=STYLES.get(cell.split(":")[0], "")) for cell in row))
     Console().print(out)
 
 
 class Progress:
-    """A bar on standard error while a terminal looks on. Otherwise nothing, or with ``lines`` a line for each label."""
+    """A bar on standard error if that is a terminal. Otherwise nothing, or with ``lines`` one line per label."""
 
     def __init__(self, total: int, lines: bool = False) -> None:
         self.total, self.done, self.what, self.lines = total, 0, "", lines and not sys.stderr.isatty()

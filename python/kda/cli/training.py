@@ -1,4 +1,4 @@
-"""Forward and backward on a CUDA device, ours and peers': which cases, times in CUDA graphs, memory, and how they
+"""Forward and backward on a CUDA device, ours and the peers': which cases, times in CUDA graphs, memory, and how they
 compare."""
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
     {"H": 16, "HV": 32, "T": 8192},
     {"H": 32, "T": 8192, "K": 64, "V": 64},
 )
-ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # the others: strong ones
+ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # all others: only strong ones
 PORTABLE = "cuda_chunk"
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
 class Step(NamedTuple):
-    """Calls of a case, which return tensors. ``forward`` leaves behind what backward needs."""
+    """Calls of a case, which return tensors. ``forward`` keeps what backward needs."""
 
     forward: Callable[[], Sequence[Any]]
     both: Callable[[], Sequence[Any]]
 
 
-# Contender, implementation, what forward keeps for backward, and what makes a Step of the inputs.
+# Contender, implementation, what forward keeps for backward, and a function that makes a Step of the inputs.
 Contender = tuple[str, "str | None", "str | None", Callable[[Inputs], Step]]
 
 
 def sweep(given: dict[str, list[Any]]) -> list[Case]:
-    """All combinations of the sizes, or what is listed above."""
+    """All combinations of the sizes, or the cases listed above."""
     found: list[Case] = []
     if given:
         gates = given.get("gate", ["lower_bound"])
@@ -67,12 +67,12 @@ def name_of(case: Case) -> str:
 
 
 def gradient_of_outputs(inputs: Inputs) -> Any:
-    """Always the same."""
+    """The gradient of the outputs, always the same."""
     return DeviceSource(prefill.DEVICE, seed=1).normal(inputs.problem.dtype, *inputs.x["v"].shape)
 
 
 def by_autograd(inputs: Inputs, function: Callable[..., Any]) -> Step:
-    """Of a function as :func:`kda.chunk_kda` is one."""
+    """The Step of a function like :func:`kda.chunk_kda`."""
     x, d_o = inputs.x, gradient_of_outputs(inputs)
     leaves = [x[name].requires_grad_() for name in LEAVES]
 
@@ -90,7 +90,7 @@ def prepare_kda(inputs: Inputs, impl: str | None, saved: bool) -> Step:
     def chunk_kda(**x: Any) -> Any:
         return kda.chunk_kda(**x, disable_recompute=saved)
 
-    # Backward runs in threads of torch: only the environment reaches them.
+    # Backward runs in torch's threads, which only the environment reaches.
     step = by_autograd(inputs, chunk_kda)
     return Step(*(_forced(impl, call) for call in step))
 
@@ -104,14 +104,15 @@ def _forced(impl: str | None, call: Call) -> Any:
 
 
 def _ours(impl: str | None) -> list[Contender]:
-    """The library's choice, and its code for every GPU; or ``impl`` alone. Forward takes that of the same name, too."""
+    """The library's choice, and its code for every GPU; or ``impl`` alone. Forward uses the implementation of that
+    name, too."""
     kept = {"h, v_new": True, "nothing": False}
     names = [impl] if impl else [None, PORTABLE]
     return [("kda", n, what, partial(prepare_kda, impl=n, saved=kept[what])) for n in names for what in kept]
 
 
 def peak_bytes(both: Callable[[], Sequence[Any]]) -> int:
-    """What a step takes at most, beside its inputs and what it returns."""
+    """Peak memory of a step beyond its inputs and what it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -130,7 +131,8 @@ def measured(
     repeats: int = 7,
     started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows, as they come. Why one is missing goes to ``notes``; ``started`` is called before each case."""
+    """Yields rows as they are measured. The reason for a missing row goes to ``notes``; ``started`` is called before
+    each case."""
     contenders = [*_ours(impl), *((peer.name, None, None, peer.prepare) for peer in training_peers.PEERS)]
     for case in cases:
         started(case)
@@ -148,7 +150,7 @@ def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> It
         row["ms"] = measure.graph_milliseconds(step.both, repeats=repeats, flush=True)
         row["forward_ms"] = measure.graph_milliseconds(step.forward, repeats=repeats, flush=True)
         row["backward_ms"] = row["ms"] - row["forward_ms"]
-    except Exception as error:  # an implementation declines the case, a peer is absent or breaks
+    except Exception as error:  # an implementation declines the case, a peer is absent or fails
         reason = measure.reason(error, f"{name_of(case)}, {case.gate}: ")
         measure.note_once(notes, f"no row of {label(row)}: {reason}")
         return
@@ -160,7 +162,7 @@ def rows(cases: Sequence[Case], notes: list[str], **how: Any) -> list[dict[str, 
 
 
 def compared(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With how many times as fast as the peers each row is, forward and backward together."""
+    """Adds to each row how many times as fast as the peers it is, forward and backward together."""
     found = list(found)
     times = {(r["case"], r["gate"], r["contender"]): r["ms"] for r in found}
     for r in found:

@@ -1,4 +1,4 @@
-"""Forward and backward of other projects on a GPU. They come from where those of :mod:`kda.cli.prefill_peers` do."""
+"""Forward and backward of other projects on a GPU, from the same places as those of :mod:`kda.cli.prefill_peers`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _fla(inputs: Inputs) -> Step:
 
     chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
     inputs.x |= {"dt_bias": inputs.x["dt_bias"].flatten(), "safe_gate": "lower_bound" in inputs.x}
-    if "cu_seqlens" in inputs.x:  # the same tensor in every call: what it derives from one is kept
+    if "cu_seqlens" in inputs.x:  # the same tensor in every call: FLA caches what it derives from one
         inputs.x["cu_seqlens"] = inputs.x["cu_seqlens"].long()
     return by_autograd(inputs, chunk_kda)
 
 
 def _cudnn(inputs: Inputs) -> Step:
-    """Its kernels have no gradients of the norm, the gate and the sigmoid: it gets what comes behind those."""
+    """Its kernels have no gradients of the norm, the gate and the sigmoid, so it gets q, k, g and beta after those."""
     from .training import Step, gradient_of_outputs
 
     p = inputs.problem

@@ -1,5 +1,6 @@
-// One instruction each: what sm_80 and newer have and the language has no name for. Numbers of shared memory are
-// addresses in its window (shared_address). Fragments are those of the PTX manual, "Matrix fragments for mma.m16n8k16".
+// Functions of one instruction each, which sm_80 and newer have and the language has no name for. Numbers that stand
+// for shared memory are addresses in its window (shared_address). Fragments are those of the PTX manual, "Matrix
+// fragments for mma.m16n8k16".
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,7 +13,7 @@ __device__ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// ---- copies to shared memory that nobody waits for; `bytes` come, what is left of the access becomes zeros ----
+// ---- asynchronous copies to shared memory: `bytes` are copied, the rest of the access becomes zeros ----
 
 __device__ inline void copy16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -24,13 +25,14 @@ __device__ inline void copy8(unsigned to, const void* from, unsigned bytes = 8) 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kGroups groups of this thread are there. A barrier makes them visible to others.
+// Waits until all but the last kGroups groups of this thread have arrived. A barrier makes them visible to other
+// threads.
 template <int kGroups>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
-// Meets other threads of the block, `count` of them in whole warps; number 0 is __syncthreads()'s.
+// Synchronises `count` threads of the block, in whole warps. Barrier number 0 is that of __syncthreads().
 __device__ inline void sync_some(int number, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(count) : "memory");
 }
@@ -125,7 +127,7 @@ __device__ inline float multiply_flushed(float x, float y) {
   return z;
 }
 
-// threadIdx.x. It is asked for anew each time: it takes a register only from there on.
+// threadIdx.x, read anew by each call: it takes a register only from there on.
 __device__ inline unsigned thread() {
   unsigned x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

@@ -1,5 +1,5 @@
-// One instruction each, of Hopper (sm_90a): mbarriers, bulk copies, products of a warpgroup. Numbers of shared memory
-// are addresses in its window (shared_address).
+// Functions of one Hopper instruction (sm_90a) each: mbarriers, bulk copies, products of a warpgroup. Numbers that
+// stand for shared memory are addresses in its window (shared_address).
 #pragma once
 #include <cuda.h>
 
@@ -25,7 +25,7 @@ __device__ inline void arrive(unsigned barrier, unsigned times = 1) {
 __device__ inline void arrive_expecting(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Has the phase ended? At once, and after having waited for a while.
+// Has the phase ended? is_phase_over() answers at once, has_phase_ended() after having waited for a while.
 #define KDA_PHASE(look)                        \
   unsigned done;                               \
   asm volatile(                                \
@@ -52,21 +52,21 @@ __device__ inline unsigned rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
   return x;
 }
-// Where shared memory of this block's `address` is in block `rank`.
+// The address in block `rank` of the shared memory that is at `address` in this block.
 __device__ inline unsigned address_in(unsigned address, unsigned rank) {
   unsigned x;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(address), "r"(rank));
   return x;
 }
-// Of all threads of all of its blocks.
+// Synchronises all threads of all blocks of the cluster.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Likewise in two steps, behind which nothing but barriers of fence_barriers() is known: it waits for no memory.
+// The same in two steps. Afterwards only barriers of fence_barriers() are known: this does not wait for memory.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// arrive() and arrive_expecting() at a barrier that address_in() tells. (They order what this block has read and stored
-// in its own shared memory; with the scope of the cluster they would wait for all memory.)
+// arrive() and arrive_expecting() at a barrier whose address comes from address_in(). (They order what this block has
+// read and stored in its own shared memory; with the scope of the cluster they would wait for all memory.)
 __device__ inline void arrive_at(unsigned barrier, unsigned times = 1) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
@@ -78,8 +78,8 @@ __device__ inline unsigned load_shared_at(unsigned from) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
-// A number to another block's shared memory, with 4 of the bytes that the barrier there expects; both as address_in()
-// tells.
+// Sends a number to another block's shared memory, with 4 of the bytes that the barrier there expects. Both addresses
+// come from address_in().
 __device__ inline void send(unsigned to, unsigned x, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(x),
                "r"(barrier)
@@ -91,15 +91,15 @@ __device__ inline void send(unsigned to, unsigned x, unsigned barrier) {
 __device__ inline void sync_threads(unsigned barrier, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Likewise, of warps that come to it by different ways through the program.
+// The same for warps that reach the barrier on different paths through the program.
 __device__ inline void sync_ways(unsigned barrier, unsigned threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Arrives, where others wait by sync_threads().
+// Arrives without waiting; others wait in sync_threads().
 __device__ inline void arrive_threads(unsigned barrier, unsigned threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Likewise; of all of them, was every `x` true?
+// Synchronises as sync_ways() does. Was `x` true in all of the threads?
 __device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {
   unsigned all;
   asm volatile(
@@ -114,8 +114,8 @@ __device__ inline bool all_threads(unsigned barrier, unsigned threads, bool x) {
 
 // ---- bulk copies of neighbouring bytes, multiples of 16, by one thread ----
 
-// One of a warp's lanes, always the same, by all of them: if a lane's number told it, there would be a loop around each
-// copy, for the compiler knows no other way to have one lane alone.
+// Picks one lane of a warp, always the same one; all lanes call it. If the lane were picked by its number, there
+// would be a loop around each copy, as the compiler knows no other way to have one lane alone.
 __device__ inline bool elect() {
   unsigned x;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(x));
@@ -127,8 +127,8 @@ __device__ inline void copy_bulk_to_shared(unsigned to, const void* from, unsign
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// A tile of a tensor of four dimensions; `map`, where the tensor is and how large its tiles are, is a parameter of the
-// kernel. What is outside of the tensor is zero.
+// Copies a tile of a tensor of four dimensions. `map` says where the tensor is and how large its tiles are, and is a
+// parameter of the kernel. What is outside of the tensor becomes zero.
 __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
                                  unsigned barrier) {
   asm volatile(
@@ -141,7 +141,7 @@ __device__ inline void copy_tile(unsigned to, const CUtensorMap& map, unsigned x
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// A copy to the same places of shared memory in blocks of the cluster, a bit of `ranks` each.
+// Copies to the same place of shared memory in several blocks of the cluster, one for each bit of `ranks`.
 __device__ inline void copy_tile_to(unsigned ranks, unsigned to, const CUtensorMap& map, unsigned x, unsigned y,
                                     unsigned z, unsigned w, unsigned barrier) {
   asm volatile(
@@ -150,14 +150,14 @@ __device__ inline void copy_tile_to(unsigned ranks, unsigned to, const CUtensorM
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
       : "memory");
 }
-// From shared memory to the tensor; what would be outside of it is left out.
+// Copies from shared memory to the tensor; what would be outside of it is left out.
 __device__ inline void store_tile(const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
                                   unsigned from) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
                "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
                : "memory");
 }
-// Likewise of tensors of five dimensions.
+// The same for tensors of five dimensions.
 __device__ inline void copy_box(unsigned to, const CUtensorMap& map, unsigned x, unsigned y, unsigned z, unsigned w,
                                 unsigned u, unsigned barrier) {
   asm volatile(
@@ -185,14 +185,15 @@ __device__ inline void copy_bulk_to_global(void* to, unsigned from, unsigned byt
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
-// From this block's shared memory to another's; `to` and `barrier` are there (address_in).
+// Copies from this block's shared memory to another block's, where `to` and `barrier` are (address_in).
 __device__ inline void copy_bulk_between(unsigned to, unsigned from, unsigned bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "r"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 __device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kGroups groups of this thread are written; _reads: until their sources may be overwritten.
+// Waits until all but the last kGroups groups of this thread are written; _reads: until their sources may be
+// overwritten.
 template <int kGroups>
 __device__ void wait_for_bulk() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
@@ -202,7 +203,7 @@ __device__ void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 
-// ---- between what threads store and what copies and matrix units (the "async proxy") read, and back ----
+// ---- fences between stores of threads and reads by copies and matrix units (the "async proxy"), and back ----
 
 __device__ inline void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void fence_global_for_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
@@ -232,14 +233,15 @@ __device__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Of registers to four 8x8 matrices, transposed; addresses as for load_matrices().
+// Stores registers as four 8x8 matrices, transposed; addresses as for load_matrices().
 __device__ inline void store_transposed(unsigned to, const unsigned (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
-// Of two pairs of numbers, the larger magnitudes, with any sign. kNaN: NaN if one is, else only if both are.
+// The larger magnitudes of two pairs of numbers, with any sign. kNaN: the result is NaN if one of them is, otherwise
+// only if both are.
 template <class T, bool kNaN>
 __device__ unsigned larger(unsigned x, unsigned y) {
   unsigned z;
@@ -254,11 +256,11 @@ __device__ unsigned larger(unsigned x, unsigned y) {
 
 // ---- wgmma: d (64 x N) += or = a (64 x 16) b (16 x N), in f32, by the four warps of a warpgroup together ----
 //
-// Lane 4 i + j of warp w has, of d, rows 16 w + i and 16 w + i + 8, columns 8 n + 2 j and 8 n + 2 j + 1:
-// d[4 n], d[4 n + 1] of the first row, d[4 n + 2], d[4 n + 3] of the second. Two neighbouring n, rounded and packed in
-// pairs, are the fragment of an a.
+// Lane 4 i + j of warp w has rows 16 w + i and 16 w + i + 8 of d, columns 8 n + 2 j and 8 n + 2 j + 1. The first row
+// is in d[4 n], d[4 n + 1], the second in d[4 n + 2], d[4 n + 3]. Two neighbouring n, rounded and packed in pairs,
+// are the fragment of an a.
 
-// Orders accumulators and shared memory that this warpgroup wrote before products that use them.
+// Orders this warpgroup's writes to accumulators and shared memory before the products that use them.
 __device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kGroups>
@@ -268,14 +270,14 @@ __device__ void wait_for_products() {
 
 // How 16-byte pieces of rows of 128 or 64 bytes are swizzled: bits 4.. of an address ^ bits 7..
 enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
-// A matrix in shared memory, in bytes: from eight rows to the next eight (stride); of matrices whose rows are channels
-// of the contraction (kTransposed), from as many columns as a row holds to the next (leading). (In clusters, addresses
-// say in their upper bits whose memory it is.)
+// A matrix in shared memory. stride: the bytes from eight rows to the next eight. leading: if the rows are channels
+// of the contraction (kTransposed), the bytes from as many columns as a row holds to the next ones. (In clusters, the
+// upper bits of an address say whose memory it is.)
 __device__ inline uint64_t matrix_at(unsigned address, unsigned leading, unsigned stride, Swizzle swizzle) {
   return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
          static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
-// The same matrix so many bytes further.
+// The same matrix, `bytes` further on.
 __device__ inline uint64_t further(uint64_t matrix, unsigned bytes) {
   return (matrix & ~uint64_t{0xffffffff}) | (static_cast<unsigned>(matrix) + (bytes >> 4));
 }
@@ -354,7 +356,7 @@ __device__ void wgmma_shared(float (&d)[16], uint64_t a, uint64_t b, bool accumu
 #undef KDA_WGMMA
 }
 
-// Likewise in bf16, N = 64 and 128. kTransposed: the rows of a are channels of the contraction.
+// The same in bf16, N = 64 and 128. kTransposed: the rows of a are channels of the contraction.
 template <bool kTransposed>
 __device__ void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
@@ -387,14 +389,14 @@ __device__ void wgmma_shared(float (&d)[64], uint64_t a, uint64_t b, bool accumu
         "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)));
 }
-// x is an accumulator that products have left: no use of it moves in front of this.
+// x is an accumulator whose products are done. No use of it moves before this point.
 template <int kCount>
 __device__ void settle(float (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Four 8x8 matrices of registers, as load_matrices() takes them.
+// Stores registers as four 8x8 matrices, in the order in which load_matrices() loads them.
 __device__ inline void store_matrices(unsigned to, const unsigned (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])

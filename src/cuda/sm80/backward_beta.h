@@ -1,18 +1,18 @@
-// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (backward_wide.h), which is 0 / 0 here: so what beta
-// is a factor of is computed again, token by token, for the rows that need it:
+// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (backward_wide.h), which is 0 / 0 here. So what
+// beta multiplies is computed again, token by token, for the rows that need it:
 //   e_i = v_i - S^T kG_i - sum over j < i of (k_i D(j,i) k_j) v_new_j                      v_new_i = beta_i e_i
 //   x_i = sum over j >= i of (s q_j D(i,j) k_i) dO_j + dS^T kg_i - sum over j > i of (k_j D(i,j) k_i) dv_j
 //   dv_i = beta_i x_i
 //   dbeta_i = x_i . e_i
-// D(j,i) is the decay of the tokens behind j through i. Slow, and seldom: a block goes through its chunk for each such
-// token.
+// D(j,i) is the decay of the tokens behind j through i. This is slow, but seldom needed: a block goes through its
+// chunk for each such token.
 #pragma once
 #include "cuda/sm80/backward_wide.h"
 
 namespace kda::cuda {
 
 constexpr float kLeastBeta = 0x1p-30f;
-constexpr int kBetaThreads = 128;  // one a channel, and one a value column
+constexpr int kBetaThreads = 128;  // one for each channel, and for each value column
 
 // A row of a chunk, as a thread sees it: channel c of keys, column c of values.
 template <int kK>
@@ -33,7 +33,7 @@ class BetaRow {
  private:
   __device__ static unsigned c() { return threadIdx.x; }
   __device__ Products sum(const Products& mine) const {
-    __syncthreads();  // nobody reads the sums before, or the keys
+    __syncthreads();  // all reads of the sums before, and of the keys, are done
     const Products all[1] = {mine};
     return block_sums<kBetaThreads>(all, sums_);
   }
@@ -50,7 +50,7 @@ class BetaRow {
   }
   // The column's product of a state with a key.
   __device__ float of_state(const TypedView& states, unsigned h_row, float key) const {
-    __syncthreads();  // nobody reads the keys before
+    __syncthreads();  // all reads of the keys before are done
     if (c() < unsigned{kK}) keys_[c()] = key;
     __syncthreads();  // the keys are there
     float sum = 0;
@@ -62,7 +62,7 @@ class BetaRow {
     }
     return sum;
   }
-  // What the tokens before row i, and the state before the chunk, have at its key.
+  // What the tokens before row i and the state before the chunk hold at its key.
   __device__ float before(const Keys& own, unsigned i, unsigned h_row) const {
     float k = own.k[0] * own.alpha[0], all = 0;
     for (unsigned j = i; j-- > 0;) {
@@ -94,7 +94,7 @@ class BetaRow {
   float* keys_;
 };
 
-// A block a chunk of a value head.
+// A block has a chunk of a value head.
 template <int kK>
 __global__ void __launch_bounds__(kBetaThreads)
     small_beta_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kBetaThreads)
     return value_of(x.beta_dtype, load_raw<false>(x.beta.at(at.b, at.t0 + i, hv), x.beta_dtype));
   };
   const auto is_small = [&](unsigned i) { return fabsf(activated_beta(x.beta_form, beta_input(i))) < kLeastBeta; };
-  const unsigned lane = threadIdx.x % 32;  // of each warp: they all look at all of them
+  const unsigned lane = threadIdx.x % 32;  // every warp looks at all tokens
   if (!__any_sync(kAll, (lane < at.rows && is_small(lane)) || (lane + 32 < at.rows && is_small(lane + 32)))) return;
   BetaRow<kK> of(x, places, at, by_group.quotient(hv), hv, static_cast<int>(p.V), sums, keys);
   for (unsigned i = 0; i < at.rows; ++i) {

@@ -1,7 +1,7 @@
 // Backward by chunks on tensor cores (math.md 5), for sm_80 and newer: K and V of 64 or 128, any gate.
 //
-//   forward again   the two kernels of cuda_chunk, without o: the state before every 64 tokens, and v_new, in bf16; not
-//                   where the caller saved them so
+//   forward again   the two kernels of cuda_chunk, without o: the state before every 64 tokens, and v_new, in bf16;
+//                   left out where the caller saved them so
 //   convert         q, k, d_o, and h and v_new of the caller, where rows are not of bf16 at multiples of 16 bytes
 //   prepare         images of chunks of 32, mirrored (chunk.h)
 //   reverse         chunks from the last to the first: dv, dh0, the gradient of the state after every 64 tokens (bf16)
@@ -64,7 +64,7 @@ void launch_small_betas(const BackwardProblem& p, const BackwardPlan& plan) {
                                 Divisor(p.group()));
 }
 
-// To dense rows of bf16.
+// Converts to dense rows of bf16.
 __global__ void __launch_bounds__(256)
     convert_kernel(const __grid_constant__ TypedView from, const __grid_constant__ View to, unsigned rows,
                    unsigned heads, unsigned width) {
@@ -81,7 +81,7 @@ void convert(const kda_exec& exec, const kda_tensor& from, const kda_tensor& to)
                          static_cast<unsigned>(from.shape[2]), static_cast<unsigned>(from.shape[3]));
 }
 
-// Tokens of no sequence: dq, dk, dg, dbeta.
+// Zeroes dq, dk, dg and dbeta of tokens of no sequence.
 __global__ void __launch_bounds__(128)
     zero_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ WidePlaces places) {
   wait_for_stream();

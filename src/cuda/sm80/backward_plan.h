@@ -1,9 +1,9 @@
-// The plan of a backward by chunks: what a call does, and where its workspace has what. Implementations share all
-// launches but those of the forward that leaves h and v_new, and of the wide kernel.
+// The plan of a backward by chunks: what a call does, and the layout of its workspace. Implementations share all
+// launches except the forward that leaves h and v_new, and the wide kernel.
 //
-// Images are of as many chunks at a time as fit kMostImages; all else in the workspace is there once: per token and
-// value head, at K = V = 128, 1,280 bytes, 512 of them where h and v_new were saved, and 256 more where dv of the
-// caller is not such rows of bf16, and for what is converted.
+// Images in the workspace are of as many chunks at a time as fit kMostImages. All else is there once: 1,280 bytes per
+// token and value head at K = V = 128, or 512 where h and v_new were saved; 256 more where the caller's dv is not
+// plain (is_plain); and what converted tensors need.
 #pragma once
 #include "cuda/sm80/chunk_launch.h"
 #include "cuda/wide_call.h"
@@ -22,7 +22,7 @@ inline kda_tensor dense(char* data, int32_t dtype, std::initializer_list<int64_t
   return t;
 }
 
-// Rows of bf16 at multiples of 16 bytes, each of its own.
+// Whether t has rows of bf16 at multiples of 16 bytes, each at a place of its own.
 inline bool is_plain(const kda_tensor& t) {
   for (int i = 0; i + 1 < t.ndim; ++i)
     if (t.shape[i] > 1 && t.stride[i] <= 0) return false;
@@ -32,19 +32,19 @@ inline bool is_plain(const kda_tensor& t) {
 // Blocks of the portable wide kernel: two of K = 64 share an SM.
 inline int64_t wide_blocks(int64_t K, int SMs) { return K == 64 ? 2 * SMs : SMs; }
 
-// What a call does, and where its workspace has what.
+// What a call does, and the layout of its workspace.
 struct BackwardPlan {
   ForwardProblem forward{};  // of the same tokens, from the same states, with h and v_new of the workspace
   bool wide;                 // more is wanted than dv and dh0
   bool saved;                // h and v_new are the caller's
   bool sums, own_dv;
   kda_tensor h, v_new, dh, dv{};
-  kda_tensor q, k, d_o;  // the caller's or, where those are not as the wide kernel takes them, converted
+  kda_tensor q, k, d_o;  // the caller's, or converted where the wide kernel does not take those
   uint64_t images = 0, partial = 0, scratch = 0, bytes = 0;  // where each begins; their end
   int SMs;
   WideRows rows;
 
-  // again: bytes of workspace of the forward that leaves h and v_new.
+  // again(plan) returns the bytes of workspace of the forward that leaves h and v_new.
   template <class Again>
   BackwardPlan(const BackwardProblem& p, const Again& again) : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
     const kda_backward_args& a = p.args;
@@ -84,14 +84,15 @@ struct BackwardPlan {
   const kda_tensor& plain_dv(const kda_backward_args& a) const { return own_dv ? dv : a.dv; }
 };
 
-// As the wide kernels take it.
+// The places and tokens of a call, as the wide kernels take them.
 WidePlaces wide_places(const BackwardProblem& p, const BackwardPlan& plan);
 Tokens wide_tokens(const BackwardProblem& p, const BackwardPlan& plan);
-// Heads that UsualGate does not do for: they need no other kernel.
+// Whether there may be heads that UsualGate cannot compute, and the launch of the kernel that takes these. They need
+// no other one.
 bool may_be_unusual(const kda_inputs& in);
 void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan);
 
-// All launches of a call. again: forward, for h and v_new; wide: the wide kernel of all heads.
+// All launches of a call. again: the forward, for h and v_new; wide: the wide kernel of all heads.
 struct BackwardSteps {
   void (*again)(const BackwardProblem& p, const BackwardPlan& plan);
   void (*wide)(const BackwardProblem& p, const BackwardPlan& plan);

@@ -1,17 +1,19 @@
-// Backward token by token (math.md 3), for sm_80 and newer: any K and V, everything in f32. For what tensor cores do
-// not take, and for f32 inputs, whose gradients they would round; slow, as each token reads and writes whole states.
+// Backward token by token (math.md 3), for sm_80 and newer: any K and V, everything in f32. It is for what the
+// kernels on tensor cores do not take, and for f32 inputs, whose gradients these would round. It is slow, because
+// each token reads and writes whole states.
 //
-// A block takes a value head of a sequence: first forward, where it keeps the state before every 64 tokens; then from
-// the last 16 tokens to the first ones, for which it goes forward again from there, and then back. With S the state
-// before a token, in memory, S' = Diag(alpha) S, and dS the gradient of the state after it:
+// A block takes a value head of a sequence. First it goes forward and keeps the state before every 64 tokens. Then it
+// takes 16 tokens at a time, from the last to the first: it goes forward again from a kept state, and then back. S is
+// the state before a token, in memory, S' = Diag(alpha) S, and dS the gradient of the state after the token:
 //   e = v - S'^T k    u = beta e    dS += q dO^T    dq = scale (S' + k u^T) dO
 //   du = dS^T k    dv = beta du    dbeta = du . e
 //   dS' = dS - k dv^T    dk = dS u - S' dv    dg = alpha rowsum(dS' S)    dS <- Diag(alpha) dS'
-// where q has the scale inside.
-// A warp has every eighth channel, its lanes value columns; sums over channels meet in shared memory.
+// q has the scale inside.
 //
-// dq, dk and dg are left in f32 for each value head: two more kernels add heads up, go through norms and gates, and a
-// last one adds what A_log and dt_bias get, all in a fixed order.
+// A warp has every eighth channel, and its lanes have value columns. Sums over channels meet in shared memory.
+//
+// The kernel leaves dq, dk and dg in f32 for each value head. Two more kernels add heads up and go through norms and
+// gates, and a last one adds up the gradients of A_log and dt_bias, all in a fixed order.
 #include "cuda/cuda.h"
 #include "cuda/forward.h"
 #include "cuda/sm80/backward_sums.h"
@@ -88,7 +90,7 @@ class RecurrentHead {
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  // work(k, v, place in a state): of all elements, the same ones of a thread each time.
+  // Calls work(k, v, place in a state) for all elements; a thread has the same ones each time.
   template <class Work>
   __device__ void each(const Work& work) const {
     for (int k = warp(); k < K_; k += kWarps)
@@ -115,12 +117,12 @@ class RecurrentHead {
   }
   __device__ float* row_of(float* rows, int token) const { return rows + ((b_ * T_ + t0_ + token) * HV_ + hv_) * K_; }
   __device__ Products sum(const Products& mine) const {
-    __syncthreads();  // nobody reads the sums before
+    __syncthreads();  // all reads of the sums before are done
     const Products all[1] = {mine};
     return block_sums<kThreads>(all, m_.sums);
   }
 
-  // Keys, decays and beta of a token, for all.
+  // Computes keys, decays and beta of a token, for all threads.
   __device__ void activate(int token, int i) {
     TokenKeys<1, kThreads> keys;
     keys.locate(x_, static_cast<unsigned>(b_), static_cast<unsigned>(t0_ + token), hv_, h_);
@@ -133,7 +135,7 @@ class RecurrentHead {
     __syncthreads();  // everything is there
   }
 
-  // sum over k of f(k, v, place) of each column: to the thread of that column.
+  // Returns the sum over k of f(k, v, place) of each column to the thread of that column.
   template <class F>
   __device__ float column_sums(const F& f) {
     for (int v = lane(); v < V_; v += 32) {
@@ -149,7 +151,7 @@ class RecurrentHead {
     return sum;
   }
 
-  // From the state before a token to that after it; e and beta stay in place i.
+  // Goes from the state before a token to that after it, and leaves e and beta in place i.
   __device__ void advance(int token, int i, const float* from, float* to) {
     activate(token, i);
     const float Sk = column_sums([&](int k, int, int at) { return m_.alpha[k] * from[at] * m_.k[k]; });
@@ -159,7 +161,7 @@ class RecurrentHead {
     each([&](int k, int v, int at) { to[at] = m_.alpha[k] * from[at] + m_.k[k] * m_.u[v]; });
   }
 
-  // dS from after a token to before it, and its gradients.
+  // Takes dS from after a token to before it, and writes the token's gradients.
   __device__ void retreat(int token, int i) {
     const float* S = states_ + i * int64_t{K_} * V_;
     activate(token, i);
@@ -178,7 +180,7 @@ class RecurrentHead {
       store_element(places_.dbeta.at(b, t, hv_), places_.dbeta.dtype, dbeta * beta_slope(x_.beta_form, z));
     }
     for (int k = warp(); k < K_; k += kWarps) retreat_channel(k, S, token);
-    __syncthreads();  // nobody reads the token's rows any more
+    __syncthreads();  // all reads of the token's rows are done
   }
   __device__ void retreat_channel(int k, const float* S, int token) {
     float dq = 0, dk = 0, dalpha = 0;
@@ -215,12 +217,13 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_stream();
   for (unsigned item = blockIdx.x; item < p.N * p.HV; item += gridDim.x) {
     const unsigned n = by_HV.quotient(item), hv = item - n * by_HV.divisor;
-    __syncthreads();  // nobody reads what the item before left
+    __syncthreads();  // all reads of what the item before left are done
     RecurrentHead(p, x, places, memory, sequence_at(p, p.args.in, n), by_group.quotient(hv), hv).run();
   }
 }
 
-// dq and dk of a token and head of q and k: the value heads' in their order, through the norm. A warp has one.
+// dq and dk of a token and q/k head: adds those of the value heads in their order, and takes the sums through the
+// norm. A warp has one token and head.
 __global__ void __launch_bounds__(128)
     keys_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x, const float* dq,
                 const float* dk, const __grid_constant__ TypedView to_q, const __grid_constant__ TypedView to_k) {
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(128)
   through(x.q, dq, to_q), through(x.k, dk, to_k);
 }
 
-// dg through the gate, and its sums: a block has 64 tokens of a head, a thread a channel.
+// Takes dg through the gate and adds it up: a block has 64 tokens of a head, a thread a channel.
 __global__ void __launch_bounds__(kThreads)
     gates_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x, const float* dg,
                  const __grid_constant__ TypedView to, float* sums) {
@@ -301,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
   own[K] = of_A;
 }
 
-// Tokens of no sequence: dv and dbeta.
+// Zeroes dv and dbeta of tokens of no sequence.
 __global__ void __launch_bounds__(128)
     zero_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ TypedView dv,
                 const __grid_constant__ TypedView dbeta) {
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(128)
   zero_tail(dbeta, p, static_cast<unsigned>(p.HV), 1);
 }
 
-// Where the workspace has what.
+// What a call does, and the layout of its workspace.
 struct RecurrentPlan {
   ForwardProblem forward{};
   bool keys, gates, sums;

@@ -5,7 +5,7 @@
 
 namespace kda::cuda {
 
-// Of activated_beta: s (1 - s) whatever z is.
+// The slope of activated_beta: s (1 - s), for any z.
 __device__ inline float beta_slope(int32_t form, float z) {
   if (form == KDA_BETA_ACTIVATED) return 1;
   const float e = __expf(-fabsf(z)), w = __fdividef(1.0f, 1.0f + e);
@@ -26,14 +26,14 @@ struct HeadGate {
     };
     bias[0] = of(first), bias[1] = of(second);
   }
-  // As forward has it.
+  // The log2 of the decay, as forward computes it.
   __device__ float log2(float x, int i) const {
     float g = x + bias[i];
     if (form == KDA_GATE_SOFTPLUS) g = -rate * softplus(softplus_input(A_log, g));
     else if (form == KDA_GATE_LOWER_BOUND) g = lower_bound * sigmoid(rate * bounded_input(A_log, g));
     return g * kLog2e;
   }
-  // dg: of the natural logarithm of the decay. Where a token decays to nothing, it is 0.
+  // dg: of the natural logarithm of the decay. It counts as 0 where a token decays to nothing.
   __device__ Gradients gradient(float x, float dg, int i) const {
     if (form == KDA_GATE_LOG) return {x <= kGone ? 0 : dg, 0};
     if (log2(x, i) < -126) dg = 0;
@@ -43,7 +43,7 @@ struct HeadGate {
   }
 };
 
-// Gradients of tokens of no sequence: 0. Blocks and threads share them.
+// Zeroes the gradients of tokens of no sequence. Blocks and threads share the work.
 __device__ inline void zero_tail(const TypedView& t, const ForwardProblem& p, unsigned heads, unsigned width) {
   if (!t.data) return;
   for (int64_t token = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T) + blockIdx.x; token < p.T; token += gridDim.x)
@@ -51,8 +51,8 @@ __device__ inline void zero_tail(const TypedView& t, const ForwardProblem& p, un
       store_element(t.at(0, static_cast<unsigned>(token), i / width) + i % width * size_of(t.dtype), t.dtype, 0);
 }
 
-// dA_log and d_dt_bias from sums [rows][HV][K + parts]: of each channel, then `parts` of dA_log. Rows are added in
-// order. Of no rows they are 0.
+// Computes dA_log and d_dt_bias from sums [rows][HV][K + parts]: of each channel, then `parts` of dA_log. Rows are
+// added in order. Without rows the results are 0.
 void launch_gate_sums(const BackwardProblem& p, const float* sums, int64_t rows, int parts);
 
 }  // namespace kda::cuda

@@ -1,10 +1,11 @@
-// The wide kernel of backward for sm_80 and newer: the mathematics of wide.h with products by mma.sync, and memory that
-// comes by cp.async. Chunks do not depend on each other. dbeta_i = (dv_i . v_new_i) / beta_i^2 is the diagonal of dv
-// v_new^T (where beta is about 0: backward_beta.h).
+// The wide kernel of backward for sm_80 and newer: the mathematics of wide.h with products by mma.sync and copies by
+// cp.async. Chunks do not depend on each other. dbeta_i = (dv_i . v_new_i) / beta_i^2 comes from the diagonal of
+// dv v_new^T (where beta is about 0: backward_beta.h).
 //
-// A block of 16 channels a warp goes through chunks; the value heads of a q/k head follow one another: their dq and dk
-// are added in that order. Products with states go through 16 columns of values (a piece) at a time, three pieces in
-// shared memory. In their place are, behind the products, dA, B, the gates' inputs, and gradients on their way out.
+// A block, with a warp for every 16 channels, goes through chunks. The value heads of a q/k head follow one another,
+// and their dq and dk are added in that order. Products with states take 16 columns of values (a piece) at a time,
+// with three pieces in shared memory. After the products, dA, B, the gates' inputs, and gradients on their way out
+// take their place.
 #pragma once
 #include "cuda/wide.h"
 #include "cuda/wide_call.h"
@@ -22,12 +23,12 @@ struct WideMemory {
   static constexpr int kScoreStride = kChunk * 2 + 16;  // of dA and B
   static constexpr int kStagedStride = kK * 4 + 16;  // of f32: tokens 2 apart and neighbouring channels differ in banks
   static constexpr int q = 0, k = q + kChunk * kTokenStride, pieces = k + kChunk * kTokenStride;
-  // In a piece.
+  // Offsets in a piece.
   static constexpr int d_o = 0, v_new = d_o + kChunk * kPieceStride, dv = v_new + kChunk * kPieceStride,
                        S = dv + kChunk * kPieceStride, dS = S + kPiece * kTokenStride,
                        piece_bytes = dS + kPiece * kTokenStride;
   static constexpr int end_of_pieces = pieces + kPieces * piece_bytes;
-  // In their place, when the last one was read.
+  // In place of the pieces, when the last one has been read.
   static constexpr int dA = pieces, B = dA + kChunk * kScoreStride;
   static constexpr int staged = B + kChunk * kScoreStride;  // f32 [64][K]: gates' inputs, gradients on their way out
   static constexpr int dots = pieces;                       // f32 [warp][64][2], in place of dA and B
@@ -55,7 +56,7 @@ struct WideMemory {
   }
 };
 
-// Four neighbouring elements. wide: at a multiple of four.
+// Writes four neighbouring elements. wide: at a multiple of four.
 __device__ inline void write_four(char* to, int32_t dtype, const float4& x, bool wide) {
   if (!wide) {
     const unsigned size = size_of(dtype);
@@ -83,7 +84,7 @@ class WideChunk {
                        int V)
       : x_(x), places_(places), m_{shared}, at_(at), h_(h), V_(V), warp_(__shfl_sync(kAll, threadIdx.x / 32, 0)) {}
 
-  // Asks for q and k.
+  // Starts the copies of q and k.
   __device__ void ask_keys() {
     constexpr int kEights = kK / 8;
 #pragma unroll 2
@@ -94,10 +95,10 @@ class WideChunk {
     }
   }
 
-  // Inputs of the gates, in f32, by the whole block: they are there behind it.
+  // Loads the gates' inputs in f32, by the whole block. They are in shared memory when it returns.
   __device__ void stage_gates(unsigned hv) const {
     const unsigned size = size_of(x_.g_dtype), pieces = kK * size / 16;  // of a row, 16 bytes each
-    // What has 16 bits comes to the second half of its row.
+    // Inputs of 16 bits first go to the second half of their row.
     const unsigned to = m_.shared + M::staged + (size == 2 ? kK * 2 : 0);
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < at_.rows * pieces; i += M::kThreads) {
@@ -137,7 +138,8 @@ class WideChunk {
     __syncthreads();  // they are there, in f32
   }
 
-  // And for columns 16 piece .. + 15 of what value head hv has; states of row h_row.
+  // Starts the copies of columns 16 piece .. 16 piece + 15 of the tensors of value head hv, and of its states in row
+  // h_row.
   __device__ void ask_piece(int piece, unsigned hv, unsigned h_row) {
     if (piece * kPiece < V_) {
       const unsigned to = m_.shared + M::pieces + piece % kPieces * M::piece_bytes;
@@ -148,8 +150,8 @@ class WideChunk {
     ptx::commit_copies();
   }
 
-  // Lengths of q and k; a warp takes every eighth row. Rows behind the chunk's end have zeros, and so do all their
-  // operands.
+  // Computes the factors that make q and k as long as 1; a warp takes every kWarps-th row. Rows behind the chunk's
+  // end are zeros, and so are all their operands.
   __device__ void normalise() const {
 #pragma unroll 1
     for (unsigned row = warp_; row < kChunk; row += M::kWarps) {
@@ -177,7 +179,7 @@ class WideChunk {
     }
   }
 
-  // beta of the chunk's tokens.
+  // Loads beta of the chunk's tokens, and its slope.
   __device__ void take_beta(unsigned hv) const {
     for (unsigned row = threadIdx.x; row < kChunk; row += M::kThreads) {
       float2 two{1, 0};
@@ -189,19 +191,19 @@ class WideChunk {
     }
   }
 
-  // Products with states, dA and B, a piece of columns after another.
+  // Computes products with states, dA and B, one piece of columns after another.
   __device__ void multiply_states(unsigned hv, unsigned h_row) {
     clear();
     for (int piece = 0; piece < kPieces - 1; ++piece) ask_piece(piece, hv, h_row);
 #pragma unroll 1
     for (int piece = 0; piece * kPiece < V_; ++piece) {
       ptx::wait_for_copies<kPieces - 2>();
-      __syncthreads();  // the piece is in shared memory, and nobody reads the one before
+      __syncthreads();  // the piece is in shared memory, and all reads of the one before are done
       ask_piece(piece + kPieces - 1, hv, h_row);
       add_piece(m_.shared + M::pieces + piece % kPieces * M::piece_bytes);
     }
     ptx::wait_for_copies<0>();
-    __syncthreads();  // nobody reads a piece any more: dA and B take their place
+    __syncthreads();  // all reads of pieces are done: dA and B take their place
   }
 
   __device__ void write_scores(unsigned hv) {
@@ -231,7 +233,7 @@ class WideChunk {
     }
   }
 
-  // u and so on, from the gates that are staged.
+  // Computes u and the steps from the staged gates.
   __device__ void decay(const Gate& gate, const float (&bias)[2]) {
     own_.decay(m_, [&](int n, int hh) {
       const float2 z = staged(n, hh);
@@ -239,7 +241,7 @@ class WideChunk {
     });
   }
 
-  // From dA and B, which are there: dq, dk, dG of the value head.
+  // Computes dq, dk and dG of the value head, from dA and B in shared memory.
   __device__ void multiply_pairs() {
     own_.make_operands(m_);
     float SdS[2];
@@ -251,7 +253,7 @@ class WideChunk {
     own_.finish(places_.unknown, [](int, const float(&)[2], const float(&)[2]) {});
   }
 
-  // The gate's gradient and its sums, from the gates' inputs that are staged.
+  // Computes the gate's gradient and its sums from the staged inputs of the gates.
   __device__ void write_gates(const Gate& gate, const float (&bias)[2], unsigned hv, float* sums) {
     float of_bias[2] = {}, of_A = 0;
     own_.each_gate([&](int n, int hh, float2 dg) {
@@ -271,7 +273,7 @@ class WideChunk {
     if (lane() == 0) sums[kK + warp_] = of_A;
   }
 
-  // dq and dk of several value heads: first + second + ..
+  // Adds dq and dk of several value heads: first + second + ..
   __device__ void add_heads(float4* scratch, bool first, bool last) {
 #pragma unroll
     for (int n = 0; n < 2 * kTiles; ++n) {
@@ -282,7 +284,7 @@ class WideChunk {
     }
   }
 
-  // Through the norm: with y = r x, dx = r (dy - y (y . dy)).
+  // Takes dq and dk through the norm, and writes them: with y = r x, dx = r (dy - y (y . dy)).
   __device__ void write_keys() {
     if (x_.qk_l2norm) sum_dots(), apply_norms();
     write_accumulators(places_.dq, 0), write_accumulators(places_.dk, kTiles);
@@ -298,11 +300,12 @@ class WideChunk {
   __device__ static unsigned j() { return Warp::j(); }
   __device__ static unsigned i8() { return threadIdx.x % 32 / 8; }
   __device__ static unsigned r8() { return threadIdx.x % 8; }
-  // Whether job makes B, and which 16 rows of it: the rows of a warp's scheduler add up to as many for each.
+  // Whether a job makes B, and which 16 rows it makes. The block rows are of different lengths: this order gives all
+  // schedulers the same work.
   __device__ bool is_B(int job) const { return kJobs == 2 ? job : warp_ / 4; }
   __device__ unsigned block_row(int job) const { return is_B(job) ? warp_ % 4 : 3 - warp_ % 4; }
 
-  // Eight elements of a token from c on; behind the chunk's end, zeros.
+  // Starts the copy of eight elements of a token from c on; behind the chunk's end, zeros.
   __device__ void ask_row(unsigned to, const View& t, unsigned row, unsigned head, unsigned c) const {
     const bool real = row < at_.rows;
     ptx::copy16(to, t.at(at_.b, at_.t0 + (real ? row : 0), head) + c * 2, real ? 16 : 0);
@@ -334,7 +337,7 @@ class WideChunk {
       for (int i = 0; i < 32; ++i) scores_[job][i / 8][i / 4 % 2][i % 4] = 0;
   }
 
-  // 16 columns of values: one step of every product.
+  // Adds 16 columns of values: one step of every product.
   __device__ void add_piece(unsigned piece) {
     // Left operand: 16 channels of a state, by its columns; right ones: 16 tokens, by columns.
     const unsigned state = piece + M::S + (i8() / 2 * 8 + r8()) * M::kTokenStride + (2 * warp_ + i8() % 2) * 16;
@@ -368,7 +371,7 @@ class WideChunk {
     }
   }
 
-  // From the diagonal of the diagonal block of dv v_new^T.
+  // Writes dbeta from the diagonal of a diagonal block of dv v_new^T.
   __device__ void write_dbeta(const float (&d)[2][4], unsigned first, unsigned hv) const {
     if (!places_.dbeta.data) return;
 #pragma unroll
@@ -381,7 +384,7 @@ class WideChunk {
     }
   }
 
-  // Numbers of the lane's channel c or c + 8 of tokens 8 n + 2 j and the next, in what is staged.
+  // The address of the staged number of the lane's channel c + 8 hh and token 8 n + 2 j + e.
   __device__ unsigned staged_at(int n, int hh, int e) const {
     return m_.shared + M::staged + (2 * j() + 8 * n + e) * M::kStagedStride + (16 * warp_ + c() + 8 * hh) * 4;
   }
@@ -391,7 +394,7 @@ class WideChunk {
   __device__ void stage(int n, int hh, float first, float second) const {
     ptx::store_shared_f32(staged_at(n, hh, 0), first), ptx::store_shared_f32(staged_at(n, hh, 1), second);
   }
-  // Of all warps, to a tensor of tokens.
+  // Writes what all warps have staged to a tensor of tokens.
   __device__ void write_staged(const TypedView& t, unsigned head) const {
     __syncthreads();  // all warps have staged their channels
     const unsigned size = size_of(t.dtype);
@@ -402,7 +405,7 @@ class WideChunk {
       write_four(t.at(at_.b, at_.t0 + row, head) + four * 4 * size, t.dtype, x, places_.fours);
     }
   }
-  // Tiles from `first` on: dq or dk. Nobody reads what was staged before, and behind it nobody does.
+  // Writes dq or dk: the tiles from `first` on. No thread reads staged numbers when it is called or when it returns.
   __device__ void write_accumulators(const TypedView& t, int first) {
     if (!t.data) return;
 #pragma unroll
@@ -410,10 +413,10 @@ class WideChunk {
 #pragma unroll
       for (int hh = 0; hh < 2; ++hh) stage(n, hh, own_.QR[first + n][2 * hh], own_.QR[first + n][2 * hh + 1]);
     write_staged(t, h_);
-    __syncthreads();  // nobody reads what is staged
+    __syncthreads();  // all reads of what is staged are done
   }
 
-  // y . dy of each token, of q and of k, over all channels.
+  // Computes y . dy of each token, of q and of k, over all channels.
   __device__ void sum_dots() {
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
@@ -431,7 +434,7 @@ class WideChunk {
           sums[0] = fmaf(x.x * norm.x, Q[2 * hh], sums[0]), sums[1] = fmaf(y.x * norm.y, R[2 * hh], sums[1]);
           sums[2] = fmaf(x.y * norm.z, Q[2 * hh + 1], sums[2]), sums[3] = fmaf(y.y * norm.w, R[2 * hh + 1], sums[3]);
         }
-        // Over the lanes of a token: each has one of the four then.
+        // Add over the lanes of a token. Then each lane has one of the four sums.
         const bool second = c() % 2, of_k = c() / 2 % 2;
         const float a = (second ? sums[2] : sums[0]) + __shfl_xor_sync(kAll, second ? sums[0] : sums[2], 4);
         const float b = (second ? sums[3] : sums[1]) + __shfl_xor_sync(kAll, second ? sums[1] : sums[3], 4);
@@ -448,7 +451,7 @@ class WideChunk {
       for (int w = 0; w < M::kWarps; ++w) dot += ptx::load_shared_f32(m_.shared + M::dots + w * kChunk * 8 + i * 4);
       ptx::store_shared_f32(m_.shared + M::factors + i * 4, dot);
     }
-    __syncthreads();  // and those of all channels
+    __syncthreads();  // the sums over all channels are there
   }
   __device__ void apply_norms() {
 #pragma unroll
@@ -494,11 +497,11 @@ __device__ void run_head(WideChunk<kK, Gate>& chunk, const Tokens& x, const Wide
   chunk.multiply_states(hv, h_row);
   if (first) chunk.normalise();
   chunk.write_scores(hv);
-  chunk.stage_gates(hv);  // behind which dA, B and norms are there, too
+  chunk.stage_gates(hv);  // after its barriers dA, B and norms are there, too
   chunk.decay(gate, bias);
   chunk.multiply_pairs();
   if (places.gate) chunk.write_gates(gate, bias, hv, sums);
-  __syncthreads();  // nobody reads dA, B and what is staged
+  __syncthreads();  // all reads of dA, B and what is staged are done
 }
 
 template <int kK, class Gate>
@@ -511,7 +514,7 @@ __global__ void __launch_bounds__(WideMemory<kK>::kThreads, 1)
   const auto group = static_cast<unsigned>(p.group());
   const auto HV = static_cast<unsigned>(p.HV);
   constexpr bool kUsual = !std::is_same_v<Gate, UnusualGate>;
-  if (!kUsual) {  // seldom is there anything to do
+  if (!kUsual) {  // there is seldom anything to do
     bool any = false;
     for (unsigned h = threadIdx.x % 32; h < rows.heads; h += 32) any |= !is_usual(x, h, group);
     if (!__any_sync(kAll, any)) return;
@@ -527,7 +530,7 @@ __global__ void __launch_bounds__(WideMemory<kK>::kThreads, 1)
       continue;
     }
     WideChunk<kK, Gate> chunk(x, places, ptx::shared_address(dynamic), at, h, static_cast<int>(p.V));
-    __syncthreads();  // nobody reads the item before
+    __syncthreads();  // all reads of the item before are done
     chunk.ask_keys();
     for (unsigned i = 0; i < group; ++i) {
       run_head(chunk, x, places, h * group + i, h_row, i == 0, sums ? sums + i * (kK + M::kWarps) : nullptr);

@@ -15,7 +15,7 @@ struct Plan {
   bool packed;
   int64_t image_bytes, state_bytes;
 
-  // `most`: bytes of images at a time.
+  // most_bytes: of images at a time.
   Plan(const ForwardProblem& p, int64_t most_bytes) {
     const int64_t image = p.K == 64 ? Image<64>::bytes : Image<128>::bytes, most = most_bytes / image;
     const int64_t chunks = std::max<int64_t>((p.T + kRows - 1) / kRows, 1);
@@ -45,7 +45,7 @@ inline bool rows_at(int64_t bytes, std::initializer_list<const kda_tensor*> tens
   return true;
 }
 
-// Images of a pass.
+// Makes the images of a pass.
 template <int kK, bool kMirrored>
 void launch_prepare(const ForwardProblem& p, const Plan& plan, const Pass& pass, const Tokens& tokens, char* images) {
   if (plan.rows == 0) return;
@@ -56,8 +56,8 @@ void launch_prepare(const ForwardProblem& p, const Plan& plan, const Pass& pass,
                                         kPrepareThreads, memory.bytes, p, tokens, pass, memory, at_once, images);
 }
 
-// Value columns of a block of the scan: all of a head's, which share images, where there are heads enough; else warps
-// spread over the GPU.
+// Value columns of a block of the scan. With enough heads, they are all columns of a head, which share images;
+// otherwise warps spread over the GPU.
 inline int64_t scan_columns(const ForwardProblem& p, const Pass& pass) {
   int64_t columns = p.V;
   while (columns > kWarpColumns && 2 * p.N * pass.heads * (p.V / columns) <= multiprocessors(p.args.exec.device_id))
@@ -73,7 +73,7 @@ inline TypedView between_passes(const ForwardProblem& p, char* data) {
                .stride2 = static_cast<uint32_t>(p.K * 4)}};
 }
 
-// run(pass): of all of them, in order or from the last to the first.
+// Calls run(pass) for all passes, in order or from the last to the first.
 template <class Run>
 void each_pass(const ForwardProblem& p, const Plan& plan, bool reversed, const Run& run) {
   for (int64_t head = 0; head < p.HV; head += plan.heads)
@@ -83,8 +83,8 @@ void each_pass(const ForwardProblem& p, const Plan& plan, bool reversed, const R
     }
 }
 
-// For backward: forward, with images and states between passes at `memory`, of which o may be absent and h is V-first
-// whatever the other states are. Bytes of that, and the call.
+// For backward: the bytes that forward needs at `memory` for images and states between passes, and forward itself. o
+// may be absent, and h is V-first whatever the other states are.
 uint64_t forward_again_memory(const ForwardProblem& p, int64_t most_bytes);
 void forward_again(const ForwardProblem& p, int64_t most_bytes, char* memory);
 

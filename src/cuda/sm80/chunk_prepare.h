@@ -1,16 +1,17 @@
 // The first kernel of cuda_chunk: a block makes the image of one chunk of one value head (chunk.h).
 //
-// Warp w has the block of tokens 8 w .. 8 w + 7; lane 4 i + j of it has token i and channels 4 j .. 4 j + 3 of every
-// 16: as products want their operands, so that rows of q, then rows of k, times columns of k, go from registers to
-// scores. With P_i the sum of log2 gates from the block's first token through i, and Pt of all its tokens:
+// Warp w has the block of tokens 8 w .. 8 w + 7. Its lane 4 i + j has token i and channels 4 j .. 4 j + 3 of every
+// 16. This is the layout of operands, so rows of q, then rows of k, times columns of k, go from registers to scores.
+// P_i is the sum of log2 gates from the block's first token through i, and Pt that of all its tokens:
 //   a_i = 2^P_i    s_j = 2^(Pt - P_j)    b(u,w) = 2^(Pt of blocks u .. w-1)
 //   qG = q a b(0,w)    kG = k a b(0,w)    kg = k s b(w+1,4)    ell = b(0,4)
 //   scores of block w with an earlier block c:  (q a b(c+1,w)) . (k s)
-//   scores inside a block: of rows and columns in the two halves of 8, of each 4, of each 2, by the decays between them
-//   and the border b, the last token of the first half: 2^(P_i - P_b) and 2^(P_b - P_j); and q_i . k_i itself
-// All factors are at most 1: exact for any gate, in f16, and no token has a part in the scores of those before it.
+//   scores inside a block: rows and columns are in the two halves of 8, of each 4, of each 2. They have the decays from
+//   the border b, the last token of the first half: 2^(P_i - P_b) and 2^(P_b - P_j). And q_i . k_i itself
+// All factors are at most 1. So scores are exact for any gate, in f16, and no token affects the scores of those
+// before it.
 //
-// Then T = (I + Akk)^-1 diag(beta) in f32, by forward substitution, a column a lane of one warp.
+// Then T = (I + Akk)^-1 diag(beta) in f32, by forward substitution, in one warp with a column for each lane.
 #pragma once
 #include "cuda/ptx/sm80.h"
 #include "cuda/sm80/chunk.h"
@@ -19,7 +20,7 @@ namespace kda::cuda {
 
 constexpr int kPrepareThreads = 128, kBlockRows = 8;
 constexpr float kLog2e = 1.44269504f;
-constexpr float kLeastStep = -160;  // of a log2 gate: 0 in f32
+constexpr float kLeastStep = -160;  // of a log2 gate: the decay is 0 in f32
 
 // Where things are in shared memory, in bytes. Rows are so far apart that eight of them are free of bank conflicts.
 struct PrepareMemory {
@@ -47,12 +48,12 @@ struct PrepareMemory {
   static int stride(int K, int32_t dtype) { return static_cast<int>(size_of(dtype)) * (K + 16); }
 };
 
-// Tokens t0 .. t0 + rows - 1 of row b; no rows: nothing.
+// Tokens t0 .. t0 + rows - 1 of row b; without rows there is no chunk.
 struct ChunkPlace {
   unsigned b, t0, rows;
 };
 
-// The last sequence whose first_row is up to this one: 32 at a time, by a warp.
+// Returns the last sequence whose first_row is at most `row`. A warp tries 32 at a time.
 template <class FirstRow>
 __device__ unsigned packed_sequence(const ForwardProblem& p, unsigned row, const FirstRow& first_row) {
   const unsigned lane = threadIdx.x % 32;
@@ -76,8 +77,8 @@ __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass,
           min(static_cast<unsigned>(s.length) - c * kRows, unsigned{kRows})};
 }
 
-// Asks for the rows of a chunk; zeros behind them. kBytes at a time, always the same piece of some rows; 0: an element,
-// for rows that lie anywhere, which are there at once.
+// Starts the copies of a chunk's rows, with zeros behind them. A thread copies kBytes at a time, always the same
+// piece of some rows. kBytes 0 is for rows that lie anywhere: elements are copied one by one, and are there at once.
 template <int kK, int kBytes>
 __device__ void ask_rows(const View& t, int32_t dtype, const ChunkPlace& at, unsigned head, unsigned to,
                          unsigned stride) {
@@ -106,7 +107,7 @@ __device__ void ask_rows(const View& t, int32_t dtype, const ChunkPlace& at, uns
   }
 }
 
-// Four neighbours in shared memory.
+// Loads four neighbours from shared memory.
 __device__ inline void load_four(float (&x)[4], unsigned from, int32_t dtype) {
   if (dtype == KDA_F32) {
     const float4 four = ptx::load_shared_f32x4(from);
@@ -151,7 +152,7 @@ class Preparation {
     q_step_ = 16 * size_of(x.qkv_dtype), g_step_ = 16 * size_of(x.g_dtype);
   }
 
-  // Asks for everything there is.
+  // Starts the copies of all inputs.
   template <int kBytes>
   __device__ void ask(unsigned h) {
     ask_rows<kK, kBytes>(x_.q, x_.qkv_dtype, at_, h, shared_ + m_.q, m_.q_stride);
@@ -172,7 +173,7 @@ class Preparation {
     if (j() == 0) ptx::store_shared_f32(shared_ + m_.beta + row() * 4, beta_);
   }
 
-  // Lengths of q and k, and what is left of the scale.
+  // Computes the lengths of q and k, their factors, and what is left of the scale.
   __device__ void normalise(char* image) {
     Products all = products([](float(&)[4], float(&)[4]) {});
     float scale = x_.scale;
@@ -195,7 +196,7 @@ class Preparation {
     if (j() == 0) reinterpret_cast<float*>(image + Out::scale)[row()] = scale;
   }
 
-  // Decays of the own block, its scores, and what others need to know of it.
+  // Computes the decays of the warp's own block, its scores, and what other blocks need of it.
   __device__ void decay() {
 #pragma unroll 1
     for (int s = 0; s < kSteps; ++s) {
@@ -221,7 +222,7 @@ class Preparation {
     }
   }
 
-  // Factors between blocks: a thread a channel.
+  // Computes the factors between blocks: a thread has a channel.
   __device__ void multiply_out(char* image) const {
     const unsigned c = threadIdx.x;
     if (c >= kK) return;
@@ -238,7 +239,7 @@ class Preparation {
     reinterpret_cast<float*>(image + Out::ell)[c] = ptx::exp2(Pt01 + Pt23);
   }
 
-  // Operands, and scores with earlier blocks.
+  // Writes the operands, and computes scores with earlier blocks.
   template <bool kMirrored>
   __device__ void write_operands(char* image) {
     uint4* to = reinterpret_cast<uint4*>(image) + w() * (kSteps / 2) * 32 + lane();
@@ -298,8 +299,8 @@ class Preparation {
     }
   }
 
-  // One warp: column `lane` of T, row by row: X_i = e_i - sum_(j<i) A_ij X_j, where each X_j is taken from all rows
-  // below.
+  // Computes T in one warp: column `lane`, row by row. X_i = e_i - sum_(j<i) A_ij X_j, where each X_j is subtracted
+  // from all rows below.
   template <bool kMirrored>
   __device__ void invert(char* image) const {
     float X[kRows];
@@ -316,7 +317,7 @@ class Preparation {
         for (int e = 0; e < 4; ++e)
           if (r + e > c) X[r + e] = fmaf(-a[e], X[c], X[r + e]);
       }
-    // To the order of operands, where the rows of q were.
+    // Bring T into the order of operands, where the rows of q were.
     const float beta = ptx::load_shared_f32(shared_ + m_.beta + lane() * 4);
     const unsigned staged = shared_ + m_.q, own = lane() / 8 * 4 + lane() % 8 / 2 * 16 + lane() % 2 * 2;
 #pragma unroll
@@ -346,14 +347,14 @@ class Preparation {
   __device__ static unsigned j() { return threadIdx.x % 4; }
   __device__ static unsigned row() { return threadIdx.x / 4; }
   __device__ bool is_real() const { return row() < at_.rows; }
-  // Bytes from a block to the next.
+  // Bytes from one block to the next.
   __device__ unsigned g_block() const { return kBlockRows * m_.g_stride; }
   __device__ uint2 factor(unsigned f, int s) const {
     return ptx::load_shared2(shared_ + m_.factors + (f * kK + s * 16 + j() * 4) * 2);
   }
   __device__ static void store(uint4* to, const unsigned (&x)[4]) { *to = make_uint4(x[0], x[1], x[2], x[3]); }
 
-  // Of the own row, after change(q, k) of four channels each.
+  // Products of the own row, after change(q, k) of four channels each.
   template <class Change>
   __device__ Products products(const Change& change) const {
     Products mine{};
@@ -386,7 +387,7 @@ class Preparation {
       gamma[e] = !is_real() ? 0.0f : step < kLeastStep ? kLeastStep : step;  // a NaN stays
     }
   }
-  // Over the tokens of a block, from the first on.
+  // Adds up over the tokens of a block, from the first on.
   __device__ static void sum_up(float (&x)[4]) {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
@@ -403,8 +404,8 @@ class Preparation {
     if (apart == 0) return e < 2 ? qk_ : 0;
     return apart >= 4 ? block_[0][e] : apart >= 2 ? block_[1][e] : block_[2][e];
   }
-  // Products of the own block with the factors of each level: rows and columns of a level are different tokens, so that
-  // one tile is both. What is of no use in them is left out by write_scores().
+  // Products of the own block with the factors of each level. Rows and columns of a level are different tokens, so
+  // one tile serves as both. write_scores() leaves out the elements that have no use.
   __device__ void score_block(const float (&q)[4], const float (&k)[4], const float (&P)[4], const float (&gamma)[4]) {
     float f[3][4];
 #pragma unroll

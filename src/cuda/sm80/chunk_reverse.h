@@ -1,18 +1,19 @@
-// The reverse scan of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, the last
-// first, dS in its registers: the gradient of the state. With mirrored images (chunk.h), per chunk of 32 tokens:
+// The reverse scan of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, from the
+// last to the first, with dS, the gradient of the state, in its registers. With mirrored images (chunk.h), per chunk
+// of 32 tokens:
 //   dU = Aqk^T dO + kg dS    dv = T^T dU    dS <- Diag(ell) dS + qG^T dO - kG^T dv      T has beta inside, dO the scale
-// What the scan (chunk_scan.h) has for S, V, R, U it has for dS, dO, dU, dv: registers, units of columns, stages. The
-// maps are the scan's own, transposed, so the same bounds hold for f16.
+// dS, dO, dU and dv are treated as the scan (chunk_scan.h) treats S, V, R and U: registers, units of columns, stages.
+// The maps are the scan's own, transposed, so the same bounds hold for f16.
 //
-// Left behind for the rest of backward: dv, and dS after every 64 tokens.
+// It leaves for the rest of backward: dv, and dS after every 64 tokens.
 //
-// One warp is all that works on a chunk, so its instructions are the time: dO and dv in bf16 have code of their own.
+// Only one warp works on a chunk, so the time is that of its instructions: dO and dv in bf16 have code of their own.
 #pragma once
 #include "cuda/sm80/chunk_scan.h"
 
 namespace kda::cuda {
 
-// to += A^T from, of tokens; A is triangular and its image mirrored.
+// to += A^T from, over tokens; A is triangular and its image mirrored.
 __device__ inline void add_mirrored_triangle(float (&to)[4][4], const float (&from)[4][4], unsigned A) {
   unsigned first[4], second[4];
   pack_tiles(first, from[0], from[1]), pack_tiles(second, from[2], from[3]);
@@ -25,22 +26,22 @@ __device__ inline void add_mirrored_triangle(float (&to)[4][4], const float (&fr
   for (int b = 0; b < 4; ++b) ptx::mma<__half>(to[b], second, x[b].z, x[b].w);
 }
 
-// dS. Units are chosen for two chunks at a time: S and V of the scan's bounds are below 2^7 before them, and |R| and
-// |U| below 2^16 in both.
+// dS. Units are chosen for two chunks at a time: S and V of the scan's bounds are below 2^7 before the two, and both
+// |R| and |U| are below 2^16 in them.
 template <int kK>
 struct GradientState : ColumnState<kK> {
   using ColumnState<kK>::S;
   using ColumnState<kK>::x;
 
-  // As it is in memory. What would be subnormal there is 0: a pass or a call that goes on from memory has the bits of
-  // one that never stopped.
+  // Gives dS the form that it has in memory. Numbers that would be subnormal there become 0, so that a pass or a call
+  // that goes on from memory has the same bits as one that never stopped.
   __device__ void leave_units() {
     this->multiply(power_of_two(x[0]), power_of_two(x[1]));
     x[0] = x[1] = 0;
   }
 
-  // Whether dO is in range of the units: below 2^7, and with a number in each column of each lane that is no subnormal
-  // of f16. Where it is not, nothing is known of how small dS has become, either.
+  // Whether dO is in the range of the units: below 2^7, and with a number in each column of each lane that is not
+  // subnormal in f16. If it is not, it is also unknown how small dS has become.
   __device__ bool suits(const float (&dO)[4][4]) const {
     bool suits = true;
 #pragma unroll
@@ -51,7 +52,7 @@ struct GradientState : ColumnState<kK> {
     return __all_sync(kAll, suits);
   }
 
-  // For dS as it is in memory, and dO. NaN does not count, nor does an infinity of dO.
+  // Chooses units for dO, and for dS as it is in memory. A NaN does not count, nor does an infinity of dO.
   __device__ void choose_units(const float (&dO)[4][4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -76,7 +77,7 @@ struct GradientState : ColumnState<kK> {
   }
 
  private:
-  // Of the lane's numbers in its column r.
+  // The largest of the lane's numbers in its column r.
   __device__ static float most_of(const float (&dO)[4][4], int r) {
     float most = 0;
 #pragma unroll
@@ -85,8 +86,8 @@ struct GradientState : ColumnState<kK> {
   }
 };
 
-// One chunk: dv is left, and the state is dS before it. What needs no result of the chunk is done while others wait for
-// one.
+// Applies one chunk: leaves dv, and dS before the chunk in `state`. Instructions that need no result of the chunk
+// fill the time in which others wait for one.
 template <int kK>
 __device__ void apply_reversed(GradientState<kK>& state, unsigned image, const float (&dO)[4][4], float (&dv)[4][4]) {
   using In = Image<kK>;
@@ -125,7 +126,7 @@ struct ReversePlaces {
   bool v_first, wide;  // dhT, dh0: layout; four channels an access
   bool aligned;        // rows of d_o and dv lie at multiples of 8 bytes
 
-  // One dv, and all in bf16.
+  // Whether there is one dv, and all is in bf16.
   __device__ bool plain() const {
     return aligned && d_o.dtype == KDA_BF16 && (dv[0].data == nullptr) != (dv[1].data == nullptr) &&
            (dv[0].data ? dv[0] : dv[1]).dtype == KDA_BF16;
@@ -143,10 +144,10 @@ class ReversedImages {
     if (left_ > 0) --left_, ask_image<kK>(to_, next_), next_ -= step_, to_ = after(to_);
     ptx::commit_copies();
   }
-  // Waits for the next one, and asks for the one after that which is under way.
+  // Waits for the next image, and starts the copy of the one behind that which is under way.
   __device__ unsigned take() {
     ptx::wait_for_copies<1>();
-    __syncthreads();  // the image is in shared memory, and nobody reads the one before
+    __syncthreads();  // the image is in shared memory, and all reads of the one before are done
     ask();
     const unsigned image = at_;
     at_ = after(at_);
@@ -164,7 +165,7 @@ class ReversedImages {
   unsigned left_, shared_, to_, at_;
 };
 
-// The lane's four columns of a chunk's tokens token, token + 8, ..: of d_o or dv.
+// The lane's four columns of d_o or dv, in a chunk's tokens token, token + 8, ..
 template <bool kPlain>
 struct ChunkRows {
   char* first;  // nullptr: absent
@@ -197,7 +198,8 @@ struct ReversedChunks {
   unsigned first, end, chunks;
 };
 
-// Takes dS through the chunks. kept: where it goes to in bf16, of the sequence's first 64 tokens; `rows` of it.
+// Takes dS through the chunks. kept: where dS of the sequence's first 64 tokens goes, in bf16; there are kept_rows
+// such places.
 template <int kK, bool kPlain>
 __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& which, ReversedImages<kK>& images,
                                ChunkRows<kPlain> d_o, ChunkRows<kPlain> (&dv_to)[2], int left, ColumnPlace kept,
@@ -247,12 +249,12 @@ __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& w
   }
 }
 
-// Zeros for tokens of no sequence.
+// Writes zeros for tokens of no sequence.
 __device__ inline void clear_gradients(const ForwardProblem& p, const TypedView& dv, unsigned hv, unsigned v0,
                                        unsigned columns) {
   const int64_t end = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T);
   const unsigned v = v0 + threadIdx.x % columns;
-  for (int64_t t = end + threadIdx.x / columns; t < p.T; t += 2)  // two threads a column
+  for (int64_t t = end + threadIdx.x / columns; t < p.T; t += 2)  // two threads for each column
     store_element(dv.at(0, static_cast<unsigned>(t), hv) + v * size_of(dv.dtype), dv.dtype, 0);
 }
 
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
   const unsigned end = pass.end_of(s);
   const ReversedChunks which{pass.first, end, (length + kRows - 1) / kRows};
-  if (pass.first && pass.first >= end) return;  // its last chunk is in a later pass, which was before this one
+  if (pass.first && pass.first >= end) return;  // its last chunk is before this pass, in one that runs later
 
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
   const int64_t row = int64_t{pass.first_row(s)} - pass.first + end - 1;  // of its last image here

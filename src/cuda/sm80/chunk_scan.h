@@ -1,13 +1,13 @@
-// The second kernel of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, the state
-// in its registers. With images of chunks (chunk.h), per chunk of 32 tokens:
+// The second kernel of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, with the
+// state in its registers. With images of chunks (chunk.h), per chunk of 32 tokens:
 //   R = V - kG S    U = T R    O = qG S + Aqk U    S <- Diag(ell) S + kg^T U          T has beta inside
-// all of it transposed: S^T [16][K] is an accumulator, two neighbouring tiles of an accumulator, rounded to f16 and
-// packed, are the first operand of the next product, and nothing but images goes through shared memory.
+// All of it is transposed: S^T [16][K] is an accumulator. Two neighbouring tiles of an accumulator, rounded to f16
+// and packed, are the first operand of the next product. So only images go through shared memory.
 //
-// Range of f16: each column has a power of two 2^x, and its registers hold V, S, R, U and O times 2^-x. x is a multiple
-// of 16, chosen anew in each chunk by what is largest in the column of S before it and of V in it: that is within
-// [2^-9, 2^7) then. So it seldom changes, and when it does S is rescaled exactly. |R| and |U| stay below 2^15 then with
-// |k| <= 1.
+// Range of f16: each column has a power of two 2^x, and its registers hold V, S, R, U and O times 2^-x. x is a
+// multiple of 16. It is chosen anew in each chunk, so that the largest number of the column, of S before the chunk
+// and of V in it, is within [2^-9, 2^7). So x seldom changes, and when it does, S is rescaled exactly. Then |R| and
+// |U| stay below 2^15 with |k| <= 1.
 //
 // The warps of a block, 1 to 8, share images: three stages of shared memory, one barrier a chunk.
 #pragma once
@@ -21,22 +21,22 @@ constexpr int kWarpColumns = 16, kMostWarps = 8, kStages = 3;
 constexpr int kExponentStep = 16, kMostSteps = 7;
 constexpr float kMostFloat = 3.4028235e38f;
 
-// Lane 4 i + j has columns row_column() and that + 2 of the warp's, which are rows i and i + 8 of S^T: so columns
-// 4 j .. 4 j + 3 of a token are in one lane when V is transposed in, and O out.
+// Lane 4 i + j has the warp's columns row_column() and row_column() + 2, which are rows i and i + 8 of S^T. So
+// columns 4 j .. 4 j + 3 of a token are in one lane when V is transposed on its way in, and O on its way out.
 __device__ inline unsigned row_column() { return threadIdx.x % 32 / 8 * 4 + threadIdx.x / 4 % 2; }
 
-// 2^e, and 2^-e.
+// 2^e.
 __device__ inline float power_of_two(int e) { return __int_as_float((127 + e) << 23); }
 
-// The same for pairs of f32: their halves one after the other.
+// ptx::transposed() for pairs of f32: their halves one after the other.
 __device__ inline float2 transposed(float x, float y) {
   const unsigned a = __float_as_uint(x), b = __float_as_uint(y);
   const unsigned low = ptx::transposed(__byte_perm(a, b, 0x5410)), high = ptx::transposed(__byte_perm(a, b, 0x7632));
   return {__uint_as_float(__byte_perm(low, high, 0x5410)), __uint_as_float(__byte_perm(low, high, 0x7632))};
 }
 
-// Eight tokens of the warp's columns in memory, each lane's four columns of its token, and as tiles of accumulators.
-// `aligned`: at multiples of 8 bytes.
+// Eight tokens of the warp's columns: in memory, where a lane has four columns of its token, and as tiles of
+// accumulators. `aligned`: at multiples of 8 bytes.
 __device__ inline uint4 load_values(const char* from, bool f32, bool aligned) {
   uint4 x{};
   if (aligned) {
@@ -72,7 +72,7 @@ __device__ inline void take_values(float (&tile)[4], const uint4& raw, int32_t d
     tile[0] = x.x, tile[1] = x.y, tile[2] = y.x, tile[3] = y.y;
   }
 }
-// `real`: the lane's token is one.
+// `real`: the lane's token exists.
 __device__ inline void store_values(char* to, const float (&tile)[4], int32_t dtype, bool real, bool aligned) {
   if (dtype == KDA_F32) {
     const float2 first = transposed(tile[0], tile[1]), second = transposed(tile[2], tile[3]);
@@ -122,7 +122,7 @@ __device__ inline void pack_tiles(unsigned (&a)[4], const float (&first)[4], con
   a[2] = ptx::pack<__half>(second[0], second[1]), a[3] = ptx::pack<__half>(second[2], second[3]);
 }
 
-// to += from A^T, of tokens; A is triangular.
+// to += from A^T, over tokens; A is triangular.
 __device__ inline void add_triangle(float (&to)[4][4], const float (&from)[4][4], unsigned A) {
   unsigned first[4], second[4];
   pack_tiles(first, from[0], from[1]), pack_tiles(second, from[2], from[3]);
@@ -135,13 +135,13 @@ __device__ inline void add_triangle(float (&to)[4][4], const float (&from)[4][4]
   for (int b = 2; b < 4; ++b) ptx::mma<__half>(to[b], second, x[b].z, x[b].w);
 }
 
-// The same where `from` has numbers that are none in f16: what they do, they do to their own token and those after it.
-// (In a product 0 times NaN reaches those before.)
+// The same where `from` has numbers that f16 cannot represent: they affect only their own token and those after it.
+// (In a product 0 times NaN would reach those before.)
 constexpr float kMostValue = 65504;
 template <bool kFresh>  // `to` was 0
 __device__ void mend(float (&to)[4][4], const float (&from)[4][4], unsigned A) {
   float rest[4][4];
-  int first[2] = {kRows, kRows};  // such token of the lane's columns
+  int first[2] = {kRows, kRows};  // the first such token in the lane's columns
 #pragma unroll
   for (int t = 0; t < 4; ++t)
 #pragma unroll
@@ -215,7 +215,7 @@ struct ColumnState {
     else store_as<__nv_bfloat16>(at);
   }
 
-  // x for a chunk with these values.
+  // Chooses x for a chunk with these values.
   __device__ void choose_exponents(const float (&V)[4][4]) {
     int change[2];
 #pragma unroll
@@ -225,7 +225,7 @@ struct ColumnState {
       for (int t = 0; t < kK / 8; ++t) of_S = fmaxf(of_S, fmaxf(fabsf(S[t][2 * r]), fabsf(S[t][2 * r + 1])));
 #pragma unroll
       for (int t = 0; t < 4; ++t) of_V = fmaxf(of_V, fmaxf(fabsf(V[t][2 * r]), fabsf(V[t][2 * r + 1])));
-      if (of_V > kMostFloat) {  // an infinity is for its own token and those after it
+      if (of_V > kMostFloat) {  // an infinity affects only its own token and those after it
         of_V = 0;
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -245,8 +245,8 @@ struct ColumnState {
     multiply(half[0], half[1]), multiply(half[0], half[1]);
   }
 
-  // S <- Diag(ell) S. What becomes so small beside the largest of its column that S itself, in memory, could be
-  // subnormal is 0: so that a call that goes on from there has the bits of one that never stopped.
+  // S <- Diag(ell) S. A number that becomes so small beside the largest of its column that it could be subnormal in
+  // memory becomes 0. So a call that goes on from there has the same bits as one that never stopped.
   __device__ void decay(const unsigned ell) {
     const bool small = __any_sync(kAll, x[0] < 0 || x[1] < 0);
     const int e[2] = {min(x[0], 0), min(x[1], 0)};
@@ -254,7 +254,7 @@ struct ColumnState {
     only_decay(ell);
     if (small) multiply(power_of_two(-e[0]), power_of_two(-e[1]));
   }
-  // The same, whatever becomes small.
+  // The same, however small numbers become.
   __device__ void only_decay(const unsigned ell) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -271,7 +271,7 @@ struct ColumnState {
   // Tiles 2 s and 2 s + 1 as an operand.
   __device__ void operand(unsigned (&a)[4], int s) const { pack_tiles(a, S[2 * s], S[2 * s + 1]); }
 
-  // The lane's two columns.
+  // Multiplies the lane's two columns.
   __device__ void multiply(float first, float second) {
 #pragma unroll
     for (int t = 0; t < kK / 8; ++t)
@@ -284,7 +284,7 @@ struct ColumnState {
   __device__ static int exponent_of(float x) { return x > 0 ? (__float_as_int(x) >> 23) - 127 : kZero; }
 };
 
-// Asks for an image, all warps together, kWarps of them: all addresses are a register and a constant.
+// Starts the copy of an image, by all kWarps warps together: all addresses are a register and a constant.
 template <int kK, int kWarps>
 __device__ void ask_image_of(unsigned to, const char* from) {
   constexpr int kAtOnce = kWarps * 512, kRounds = Image<kK>::bytes / kAtOnce;
@@ -303,7 +303,7 @@ __device__ void ask_image(unsigned to, const char* from) {
   }
 }
 
-// S += the rows of `operand` by those of the first 16 tokens, and of the others.
+// S += the product of the rows of `operand` with those of the first 16 tokens, and with those of the others.
 template <int kK>
 __device__ void add_rows(ColumnState<kK>& state, const unsigned (&first)[4], const unsigned (&second)[4],
                          unsigned operand) {
@@ -321,7 +321,7 @@ __device__ void add_rows(ColumnState<kK>& state, const unsigned (&first)[4], con
   }
 }
 
-// One chunk: V becomes R, and O of the chunk is left without `scale`; U as well.
+// Applies one chunk. `R` holds V at first, then R. U and O are left, O without `scale`.
 template <int kK>
 __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4][4], float (&U)[4][4],
                             float (&O)[4][4]) {
@@ -362,7 +362,7 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
 struct ScanPlaces {
   TypedView v_new, between;
   bool wide;       // states of the caller have four channels an access
-  bool h_v_first;  // h is V-first and has four channels an access, whatever the other states do: backward's own
+  bool h_v_first;  // h is backward's own: V-first, with four channels an access, whatever the other states are
   bool aligned;    // rows of v, o and v_new lie at multiples of 8 bytes
 };
 
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (!x.o.data) return;
     const unsigned v = v0 + threadIdx.x % columns;
-    for (t += threadIdx.x / columns; t < end; t += 2)  // two threads a column
+    for (t += threadIdx.x / columns; t < end; t += 2)  // two threads for each column
       store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), hv) + v * size_of(x.o_dtype), x.o_dtype,
                     0);
   };
@@ -402,7 +402,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns, own_v = v + lane % 4 * 4;
 
   const unsigned shared = ptx::shared_address(dynamic);
-  const int64_t first_row = int64_t{pass.first_row(s)} - pass.first;  // of the sequence's first chunk, were it here
+  // The row of the sequence's first chunk, as if it were here.
+  const int64_t first_row = int64_t{pass.first_row(s)} - pass.first;
   const auto ask = [&](unsigned c) {
     if (c < end)
       ask_image<kK>(shared + (c - pass.first) % kStages * In::bytes,
@@ -457,7 +458,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       for (int e = 0; e < 4; ++e) R[t][e] *= down[e / 2];
 
     ptx::wait_for_copies<1>();
-    __syncthreads();  // the image is in shared memory, and nobody reads the one before
+    __syncthreads();  // the image is in shared memory, and all reads of the one before are done
     ask(c + 2);
     const unsigned image = shared + (c - pass.first) % kStages * In::bytes;
     apply_chunk(state, image, R, U, O);

@@ -1,18 +1,19 @@
 // The causal convolution (math.md 7.6), for sm_80 and newer:
 //   y_t = bias + sum_j w_j xx_(t+j),  j = 0 .. W-1,  then y_t sigmoid(y_t)        xx = state ++ x
 //
-// Bytes: x is read and y written; a state, 2 (W-1) elements a channel and sequence, counts where sequences are short. A
-// thread has kVector neighbouring channels: four where W = 4 and all strides and addresses allow it, else one. The
+// Bytes: x is read and y written; a state, 2 (W-1) elements a channel and sequence, counts where sequences are short.
+// A thread has kVector neighbouring channels: four where W = 4 and all strides and addresses allow it, else one. The
 // window of the last W-1 rows is in registers. Blocks are of two kinds:
 //
-//   heads   one sequence each: its first W-1 tokens, which are those that read the state, and its final state. One
-//           thread reads and writes a channel of a slot, so states roll in place without a second launch. Calls of one
-//           token (decode) have nothing else: all loads of a thread are in flight together, the state's behind its
+//   heads   one sequence each: its first W-1 tokens, the only ones that read the state, and its final state. One thread
+//           reads and writes a channel of a slot, so states roll in place without a second launch. Calls of one token
+//           (decode) have no other blocks: all loads of a thread are in flight together, those of the state after its
 //           index.
-//   bodies  all other tokens, `run` of them a warp, of however many sequences, and the rows that belong to none. A
+//   bodies  all other tokens, `run` of them a warp, from any number of sequences, and the rows that belong to none. A
 //           thread has kGroup tokens in flight.
 //
-// Every y comes from convolve(), and no sum is cut: bits depend on neither kind, nor on kVector and `run`.
+// Every y comes from convolve(), and no sum is split: bits depend neither on the kind of block, nor on kVector and
+// `run`.
 #include "cuda/conv.h"
 #include "cuda/cuda.h"
 #include "cuda/runtime.h"
@@ -21,14 +22,14 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kThreads = 64, kWarps = kThreads / 32;  // small blocks: one token of one sequence needs many SMs
-constexpr int kGroup = 8;                             // tokens a thread asks for at once
+constexpr int kGroup = 8;                             // tokens that a thread loads at once
 constexpr int kMaxGroups = 8;                         // of a warp's run: 3 of 64 rows are read twice
 constexpr int kFullSm = 32;                           // warps of bodies an SM gets before their runs grow
 
 struct Params {
   Conv conv;
   kda_tensor final_state;
-  unsigned heads, head_tiles;  // blocks; of them a sequence
+  unsigned heads, head_tiles;  // blocks for heads; how many of them a sequence has
   unsigned body_tiles;         // warps side by side: 32 kVector channels each
   unsigned run;                // tokens of a warp
 };
@@ -41,7 +42,7 @@ struct Window {
 
   __device__ explicit Window(const Conv& c) : first(kVector == 1 ? kTaps - static_cast<int>(c.width()) : 0) {}
 
-  // y of the token whose row this is, which becomes the last of the past.
+  // y of the token that has this row; the row becomes the last one of the past.
   template <class Silu>
   __device__ Channels<T, kVector> next(const Channels<T, kVector>& row, Silu silu) {
     Channels<T, kVector> y;
@@ -70,7 +71,7 @@ __device__ void head(const Params& p, unsigned block) {
   if (d >= c.channels()) return;
   const int keep = static_cast<int>(c.width()) - 1;
 
-  // Everything but the state is asked for before anybody waits for the slot.
+  // The loads of everything but the state are issued before the thread waits for the slot.
   Sequence s = c.span(n);
   const int tokens = static_cast<int>(min(s.length, static_cast<int64_t>(keep)));
   ConvWeights<kVector> weights;
@@ -114,8 +115,8 @@ __device__ void head(const Params& p, unsigned block) {
   store_state<kVector>(p.final_state, s.slot, d, window.past);
 }
 
-// Tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have fewer than
-// kGroup of them: its last row is loaded in the place of the others.
+// Convolves tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have
+// fewer than kGroup tokens: its last row is then loaded in place of the missing ones.
 template <class T, int kVector, class Silu>
 __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Window<T, kVector>& window, Silu silu) {
@@ -157,7 +158,7 @@ __device__ void body(const Params& p, unsigned block) {
   Window<T, kVector> window(c);
   weights.values(c.weight, c.bias, window.w, window.bias);
   for (ConvPieces i(c, first, stop, n); i.next();) {
-    const int64_t a = max(i.a, c.width() - 1);  // those before are the heads'
+    const int64_t a = max(i.a, c.width() - 1);  // earlier ones belong to heads
     if (a >= i.b) continue;
     if (!i.s.live) zero_tokens<T, kVector>(c.y, i.s, a, i.b, d);
     else if (c.silu) convolve_tokens(c, i.s, a, i.b, d, window, std::true_type());
@@ -166,7 +167,7 @@ __device__ void body(const Params& p, unsigned block) {
   if (present(c.cu_seqlens)) zero_tokens<T, kVector>(c.y, {}, max(static_cast<int64_t>(first), c.end()), stop, d);
 }
 
-// So many registers that all loads of a group are in flight together, in as many warps as can be.
+// Leaves a thread enough registers for all loads of a group to be in flight together, in as many warps as possible.
 template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ? 8 : 10)
     conv_kernel(const __grid_constant__ Params p) {
@@ -184,7 +185,7 @@ void launch(const ConvProblem& p) {
   q.head_tiles = static_cast<unsigned>(divide_up(vectors, kThreads));
   q.heads = static_cast<unsigned>(p.N) * q.head_tiles;
   q.body_tiles = static_cast<unsigned>(divide_up(vectors, 32));
-  // Without cu_seqlens the heads may have been all there is to do.
+  // Without cu_seqlens, heads may be all there is to do.
   const int64_t tokens = present(c.cu_seqlens) || p.T >= p.W ? p.B * p.T : 0;
   const int64_t full = int64_t{kFullSm} * multiprocessors(p.args.exec.device_id);
   q.run = kGroup * static_cast<unsigned>(std::clamp<int64_t>(tokens * q.body_tiles / (full * kGroup), 1, kMaxGroups));

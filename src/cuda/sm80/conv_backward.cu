@@ -2,12 +2,12 @@
 //   dy_t <- dz_t silu'(y_t),  dxx_i = sum_j w_j dy_(i-j),  dw_j = sum_t dy_t xx_(t+j),  dbias = sum_t dy_t
 //
 // Bytes: x and dz are read, dx is written; y is computed again. A warp has 32 kVector channels (conv.cu) of a run of
-// tokens, of however many sequences, with the last three rows of xx and of dy in registers. dxx_i needs dy up to i: the
-// dx of a run's last tokens needs dy of the W-1 after it, which their own warp computes, too.
+// tokens, from any number of sequences, with the last three rows of xx and of dy in registers. dxx_i needs dy up to
+// i: the dx of a run's last tokens needs dy of the W-1 tokens after the run, which are therefore computed twice.
 //
 // Sums have three levels without atomics: a warp adds its tokens in order, a block its warps, and a second kernel the
-// blocks. Runs depend on the number of tokens alone, and so does every bit. A third kernel has the gradients of states
-// that no token follows.
+// blocks. Runs depend only on the number of tokens, and so does every bit. A third kernel makes the gradients of
+// states that no token follows.
 #include "cuda/conv.h"
 #include "cuda/cuda.h"
 #include "cuda/runtime.h"
@@ -16,11 +16,11 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int64_t kMinRun = 64;     // tokens of a warp: the three behind it count twice
+constexpr int64_t kMinRun = 64;     // tokens of a warp: the three after them count twice
 constexpr int64_t kMaxRuns = 1024;  // 256 blocks for the second kernel to add
 constexpr int kSums = kTaps + 1;    // dw_j, then dbias
 template <class T>
-constexpr int kGroup = 8 / sizeof(T);  // tokens a thread asks for at once
+constexpr int kGroup = 8 / sizeof(T);  // tokens that a thread loads at once
 
 struct Params {
   Conv conv;
@@ -48,7 +48,8 @@ struct Gradients {
       xx[0][i] = xx[1][i], xx[1][i] = xx[2][i], xx[2][i] = static_cast<float>(row.x[i]);
     }
   }
-  // dxx of the row three before the token's own. Behind the last token (not inside) dz is 0, whatever y would be.
+  // Makes dxx of the row three before the token's own. After the last token (not `inside`) dz is 0, whatever y would
+  // be.
   __device__ void next(const Row& x, const Row& dz, bool inside, bool summed, float (&dxx)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -75,7 +76,7 @@ struct Gradients {
   }
 };
 
-// Tokens a .. b-1 of a sequence; with its first token, d_initial: rows 0 .. W-2 of dxx.
+// Does tokens a .. b-1 of a sequence. The first token also brings d_initial: rows 0 .. W-2 of dxx.
 template <class T, int kVector>
 __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Gradients<T, kVector>& g) {
@@ -92,8 +93,8 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
       g.dy[j][i] = 0;
     }
   for (int64_t t = max(a - kPast, int64_t{0}); t < a; ++t) g.move_on(*row(c.x, t));
-  // Any row: of the state or of a token, in front of the piece, inside or behind it, fed by d_final or not. What is in
-  // states is rare enough to be taken an element at a time.
+  // Does any row: of the state or of a token; before, inside or after tokens a .. b-1; with d_final added or not.
+  // Elements of states are rare enough to be taken one at a time.
   const auto edge = [&](int64_t t) {
     const bool inside = t < s.length;
     float dxx[kVector];
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(const __grid_cons
   }
 }
 
-// A channel a thread adds the blocks in order.
+// Adds the blocks in order, a channel a thread.
 __global__ void sum_kernel(const __grid_constant__ Params p) {
   const int64_t d = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x, D = p.conv.channels();
   const int first = kTaps - static_cast<int>(p.conv.width()), j = static_cast<int>(blockIdx.y);
@@ -183,7 +184,7 @@ __global__ void sum_kernel(const __grid_constant__ Params p) {
   static_cast<float*>(to.data)[d * to.stride[0] + (j < kTaps ? j - first : 0)] = sum;
 }
 
-// The state of a sequence without tokens is passed on.
+// Passes on the gradient of the state of a sequence without tokens.
 __global__ void empty_kernel(const __grid_constant__ Params p) {
   const int64_t n = blockIdx.x, d = blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (d >= p.conv.channels() || p.conv.span(n).length > 0) return;

@@ -1,17 +1,19 @@
 // Decode: the token recurrence (recurrence.h) over a state pool, for sm_80 and newer, in two shapes.
 //
-// Bytes: the state is read once and written once a call, 128 KiB a head at K = V = 128 in f32; everything else is about
-// 1 KB a token. A block takes some value columns of a head, eight lanes a column, and activates q, k and the gate, a
-// thread a channel, while its part of the state is on its way.
+// Bytes: a call reads the state once and writes it once, 128 KiB a head at K = V = 128 in f32; everything else is
+// about 1 KB a token. A block takes some value columns of a head, eight lanes a column. It activates q, k and the
+// gate, a thread a channel, while its part of the state is on its way.
 //
-// `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, all loads
-// in flight before anything is waited for. The shortest way for small calls. A lane of a column has the same channels
-// in both layouts, so the bits are the same, too. `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has
-// a whole head, prepares the token once, and works on some columns while the next are on their way. For large calls but
-// the usual one: kernels that know that are faster.
+// `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, with all
+// loads in flight before the first wait. This is the shortest way for small calls. A lane of a column has the same
+// channels in both layouts, so the bits are the same, too.
 //
-// Columns are independent and every sum has one order in both: the bits of a request depend on nothing else in the
-// call, and T tokens are T calls of one.
+// `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and
+// works on some columns while the next are on their way. It is for large calls, except for the usual one: kernels
+// that know the usual call are faster.
+//
+// Columns are independent, and every sum has one order in both shapes: the bits of a request depend on nothing else
+// in the call, and T tokens have the bits of T calls of one.
 #include <type_traits>
 
 #include "cuda/cuda.h"
@@ -26,7 +28,7 @@ namespace {
 constexpr int kThreads = kTokenThreads;
 constexpr int kFewThreads = kThreads / 2;  // of a block, in large calls
 
-// What kernels read of a call, in front what all calls have: a block waits for every 64 bytes of it that it reads.
+// What kernels read of a call. What all calls have comes first: a block waits for every 64 bytes of it that it reads.
 struct Params {
   Blocks blocks;
   Tokens tokens;
@@ -40,19 +42,19 @@ struct Params {
   Flags has_initial;
   Lengths cu_seqlens;
 
-  // Snapshots by slot, or (`sequence`: bytes from one to the next) by row.
+  // Snapshots by slot, or by row of a sequence (`sequence`: bytes from one sequence to the next).
   TypedView snapshots;
   int64_t sequence;
   IndexRows snapshot_slots;
   Index accepted;
-  int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; rows there are to start from, and to write
+  int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; how many rows there are to start from, and to write
   Front front;
 
   Params(const DecodeProblem& p, const Blocks& blocks) : Params(p, p.args, blocks) {}
 
   __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
   __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
-  // Of a usual call: with what the compiler is to know.
+  // A copy for a usual call, with constants that the compiler then knows.
   __device__ Params known(int32_t K, int32_t state_dtype) const {
     Params x = *this;
     x.tokens = tokens.known(K);
@@ -91,9 +93,10 @@ bool plain(const DecodeProblem& p) {
   return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
 }
 
-// What nearly all calls of a model are: one token, of the dtypes and forms that Tokens::known knows, with states of one
-// dtype that lie alike before and after. Kernels for these and no others have less than half of the instructions: code
-// for other calls lies between those that run, and comes through the instruction cache with them.
+// Is the call like nearly all calls of a model? These have one token, the dtypes and forms that Tokens::known knows,
+// and states of one dtype that lie alike before and after. Kernels for these calls only have less than half of the
+// instructions: code for other calls would lie between those that run, and come through the instruction cache with
+// them.
 bool usual(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
   const TypedView h0 = view_of(a.states.h0), hT = view_of(a.states.hT);
@@ -108,8 +111,8 @@ __device__ decltype(auto) known(const Params& p, int32_t K, int32_t state_dtype)
   else return (p);
 }
 
-// What a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..: usual
-// calls, with states of this dtype.
+// Which calls a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..:
+// usual calls, with states of this dtype.
 enum class Calls { kAny, kPlain, kUsualF32, kUsualBf16 };
 constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || calls == Calls::kUsualBf16; }
 
@@ -119,7 +122,7 @@ enum class Access { kAny, kRows, kColumns };
 template <Access kAccess, int kRows>
 using States = std::conditional_t<kAccess == Access::kColumns, Columns<kRows>, Rows<kAccess == Access::kRows>>;
 
-// Blocks of an SM, as many as registers allow without spills.
+// Blocks of an SM: as many as registers allow without spills.
 constexpr int blocks_of(Calls calls, int elements, int rows, int threads) {
   if (threads == kFewThreads) return 20;
   if (are_usual(calls)) return (elements * rows > 32 ? 5 : 8) - (calls == Calls::kUsualBf16 && rows == 4);
@@ -140,7 +143,7 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
   const int v0 = static_cast<int>(at.tile) * kColumns + first_row<kRows>();
-  // That are there, of the thread's.
+  // How many of the thread's columns exist.
   const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
     char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * size_of(x.o_dtype);
@@ -153,8 +156,8 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
     const float zeros[kRows] = {};
     for (; t < end; ++t) store_outputs(static_cast<unsigned>(b), static_cast<unsigned>(t), zeros);
   };
-  // All addresses that need nothing from memory are ready before the wait for the kernel before, and the first token's
-  // inputs are asked for before the wait for the slot.
+  // All addresses that need nothing from memory are ready before the wait for the previous kernel, and the loads of
+  // the first token's inputs are issued before the wait for the slot.
   TokenKeys<kPerThread, kBlock> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
@@ -187,7 +190,7 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
     if (kPlain && kAccess != Access::kAny && at.is_among(p.blocks.hints.blocks)) {
-      // Of many small blocks one a head does it for all.
+      // With many small blocks, one block of a head gives the hints for all.
       if (kBlock > kFewThreads || at.tile == 0) {
         keys.expect(x);
         if (threadIdx.x == 0) prefetch(from_v);
@@ -247,7 +250,7 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
     if (t) locate(b, t0 + t);
     if (front) convolve(s, t);  // while the state is on its way
     else if (t) fetch();
-    // Its barrier: the last token's keys are no longer read, either.
+    // After its barrier, the last token's keys are no longer read, either.
     constexpr int kParts = kBlock == kFewThreads ? 2 : 1;
     static_assert(kParts == 1 || kPerThread == 2);
     keys.template activate<kParts>(x, [&](const Products(&mine)[kParts], bool again) {
@@ -278,9 +281,9 @@ void launch_direct(const DecodeProblem& p) {
                                                                    Params(p, Blocks(p, tiles, hints)));
 }
 
-// Many columns a thread share the reading of keys; few of them spread a small call over all SMs, and keep an address
-// for every channel. Of a K-first state they are also what a thread reads at once. In large usual calls a block has 4
-// KB of an f32 state: memory is fastest when all that is on its way lies close together.
+// With many columns a thread, reads of keys are shared; with few, a small call spreads over all SMs, and threads keep
+// an address for every channel. In a K-first state, the columns are also what a thread reads at once. In large usual
+// calls a block has 4 KB of an f32 state: memory is fastest when all that is on its way lies close together.
 template <Access kAccess, Calls kCalls>
 void launch_direct(const DecodeProblem& p) {
   constexpr bool kColumns = kAccess == Access::kColumns;
@@ -307,7 +310,7 @@ void launch_direct(const DecodeProblem& p) {
   else if constexpr (kAccess != Access::kColumns) launch_direct<kAccess, Calls::kAny>(p);
 }
 
-// ---- a head a block ----
+// ---- one head a block ----
 
 template <class T, int kK>
 __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
@@ -353,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
   find_states(s, p.slots, p.has_initial, slot);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
-  // Of bf16 too little would be on its way in registers alone. (In f32 this costs 8 %.)
+  // In bf16, loads to registers alone would keep too little on its way. (In f32 this costs 8 %.)
   if (sizeof(T) == 2 && threadIdx.x == 0 && s.initial) {
     const Rows<true> all(p.h0, static_cast<unsigned>(s.slot), at.hv, 0);
     prefetch(all.first, V * static_cast<uint64_t>(all.row));
@@ -379,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
     let_next_start();
     if (!first) locate(b, t0 + t), fetch();
     if (s.length > 0) {
-      // Its barrier: the last token is no longer read.
+      // After its barrier, the last token is no longer read.
       keys.activate(x, [&](const Products(&mine)[1], bool again) {
         if (again) __syncthreads();  // the sums are read
         return block_sums<kThreads>(mine, sums);

@@ -1,5 +1,5 @@
-// A state gets what is recorded: S <- f S, then S <- S + w_i u_i, oldest first; w_i = k_i decayed from i to the end, f
-// the decay of all (products in f64). Whichever kernel does it, the bits are the same.
+// Adds recorded tokens to a state: S <- f S, then S <- S + w_i u_i, oldest first. w_i is k_i decayed from i to the
+// end, and f the decay of all (products in f64). The bits are the same in every kernel that does it.
 #pragma once
 #include "cuda/sm80/parts.h"
 #include "cuda/tile.h"
@@ -11,7 +11,8 @@ struct EntryMemory {
   int columns, entries, w_stride;
   int f, w, alpha, u, end;
 
-  // From `start` on, for `entries` at most and some value columns. alphas: with their decays, too.
+  // From `start` on, with room for at most `entries` entries of `columns` value columns. alphas: also for their
+  // decays.
   __host__ __device__ EntryMemory(int K, int columns, int entries, int start, bool alphas = false)
       : columns(columns), entries(entries), w_stride(K) {
     f = (start + 3) / 4 * 4;                        // [K]
@@ -22,13 +23,13 @@ struct EntryMemory {
   }
 };
 
-// The next entries from w back, of a thread's channel.
+// The next entries from w back, in a thread's channel.
 struct EntryChannel {
   static constexpr int kAtOnce = 4;
   float key[kAtOnce], alpha[kAtOnce];
   int count = 0;
 
-  // Asks for them.
+  // Issues their loads.
   __device__ void fetch(const Before& b, int c, int& w) {
     count = 0;
 #pragma unroll
@@ -42,8 +43,8 @@ struct EntryChannel {
   }
 };
 
-// w_i of all entries from the newest back, and f: a thread a channel c, whose first entries are there and from w on are
-// not.
+// Computes w_i of all entries from the newest back, and f, with one thread for each channel c. Its first entries are
+// in x; those from w back are still to be loaded.
 __device__ inline void prepare_entries(const Before& b, EntryChannel& x, int w, int c, const EntryMemory& m,
                                        float* shared) {
   double product = 1;

@@ -1,12 +1,12 @@
 // Forward by chunks of 32 tokens on tensor cores (math.md 4), for sm_80 and newer: K and V of 64 or 128, any gate.
 //
-//   prepare   a block a chunk of a head: all that does not depend on the state, as f16 operands in the workspace
-//   scan      a warp 16 value columns of a head, the state in registers: five products a chunk
+//   prepare   a block for each chunk of a head: all that does not depend on the state, as f16 operands in the workspace
+//   scan      a warp for 16 value columns of a head, with the state in registers: five products a chunk
 //
-// Per token and head at K = V = 128 in bf16: prepare reads 770 bytes and writes 916, the scan reads those and 256 and
-// writes
-// 256. The workspace is images of all chunks if they fit kMostWorkspace; if not, the heads take turns, or, where few
-// sequences are long, all heads together some chunks at a time, with the states in between in the workspace as well.
+// Per token and head at K = V = 128 in bf16, prepare reads 770 bytes and writes 916. The scan reads those and 256
+// more, and writes 256. The workspace is images of all chunks if they fit kMostWorkspace. If not, the heads take
+// turns, or, where few sequences are long, all heads together take some chunks at a time. Then the states in between
+// are in the workspace as well.
 #include "cuda/cuda.h"
 #include "cuda/sm80/chunk_launch.h"
 

@@ -1,12 +1,13 @@
 // Forward token by token with the state in registers (recurrence.h), for sm_80 and newer: any K and V, both layouts,
-// any gate, as exact as decode, whose bits it has. It keeps no chunk scores, and every token waits for the one before.
+// any gate. It is as exact as decode, and has the same bits. It keeps no chunk scores, and every token waits for the
+// one before.
 //
-// A block takes 16 or 32 value columns of a head and all tokens of a sequence, kGroup at a time; a thread has a channel
-// of each of them:
+// A block takes 16 or 32 value columns of a head and all tokens of a sequence, kGroup at a time; a thread has a
+// channel of each token:
 //   1 q.q, k.k and q.k of the group, over the block                                                  barrier: sums
-//   2 its keys, decays and values, activated, to shared memory; the next group is asked for          barrier: group
+//   2 its keys, decays and values, activated, to shared memory; loads of the next group start        barrier: group
 //   3 token by token, without a barrier: a column of the state is in eight lanes of a warp
-// Between groups, at multiples of 64 tokens and at the end, the state goes where it is wanted.
+// Between groups, at multiples of 64 tokens and at the end, the state is stored where it is wanted.
 //
 // Shared memory at K = 128: 17 KiB, nearly all of it keys and decays.
 #include "cuda/cuda.h"
@@ -41,11 +42,11 @@ class Group {
   static constexpr int kValues = kGroup * kColumns / kThreads;  // of a thread
 
  public:
-  // Asks for tokens from t on.
+  // Starts the loads of tokens from t on.
   __device__ void fetch(const Tokens& x, const Part& part, unsigned t) {
     x.narrow ? fetch_as<true>(x, part, t) : fetch_as<false>(x, part, t);
   }
-  // And once for what all tokens share.
+  // Loads, once, what all tokens share.
   __device__ void fetch_parameters(const Tokens& x) {
     keys_[0].fetch_parameters(x);
 #pragma unroll
@@ -76,7 +77,7 @@ class Group {
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) all.qq += sums[0][w], all.kk += sums[1][w], all.qk += sums[2][w];
       keys_[j].finish(x, all, [&](float by_q, float by_k) {
-        __syncthreads();  // those of the token before are read
+        __syncthreads();  // the sums of the token before are read
         return block_sums<kThreads>({keys_[j].shrunk(by_q, by_k)}, shared.again);
       });
       shared.keys[j].template store<TokenKeys<kPerThread, kThreads>, kPerThread>(keys_[j]);
@@ -92,7 +93,7 @@ class Group {
  private:
   template <bool kNarrow>
   __device__ void fetch_as(const Tokens& x, const Part& part, unsigned t) {
-    // Behind the last token comes the last again, for nobody.
+    // Behind the last token the last one is loaded again, and not used.
     const auto token = [&](unsigned j) { return part.t0 + min(t + j, part.length - 1); };
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
@@ -190,11 +191,11 @@ void launch_forward(const ForwardProblem& p) {
                                                   Tokens(p, a.in, a.o), States(a), view_of(a.v_new), Blocks(p, tiles));
 }
 
-// Two columns a thread share the reading of keys; one spreads a small call over all SMs.
+// With two columns a thread reads keys once for both; one column spreads a small call over all SMs.
 template <bool kWide>
 void launch_forward(const ForwardProblem& p) {
   const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 2 * multiprocessors(p.args.exec.device_id);
-  constexpr int kManyOfLargest = kWide ? 2 : 1;  // with an address for every channel
+  constexpr int kManyOfLargest = kWide ? 2 : 1;  // 1 where every channel needs an address
   if (p.K <= 64) few ? launch_forward<kWide, 8, 1>(p) : launch_forward<kWide, 8, 2>(p);
   else if (p.K > 128) few ? launch_forward<kWide, 32, 1>(p) : launch_forward<kWide, 32, kManyOfLargest>(p);
   else few ? launch_forward<kWide, 16, 1>(p) : launch_forward<kWide, 16, 2>(p);

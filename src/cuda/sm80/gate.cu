@@ -116,7 +116,7 @@ struct Place {
   float A_log;
   bool active;
 };
-// work(gate), with the gate that does for the head.
+// Calls work(gate) with the gate that suits the head.
 template <class Work>
 __device__ void with_gate(const Params& p, const Place& at, const Work& work) {
   if (Gate::does_for(at.A_log)) work(Gate{p.form, p.lower_bound, p.A_log ? expf(at.A_log) : 1.0f});

@@ -30,7 +30,7 @@ KDA_BOTH const kda_tensor& state_of(const P& p) {
 
 constexpr int64_t kMaxEntries = 64;  // that shared memory has room for
 
-// Most entries that a flush may find.
+// The most entries that a flush may find.
 inline int64_t ring_entries(const kda_records& r) { return present(r.ring_count) ? r.u.shape[r.u.ndim - 3] : 0; }
 inline int64_t entries_of(const VerifyProblem& p) { return ring_entries(p.args.records); }
 inline int64_t entries_of(const FlushProblem& p) {
@@ -57,7 +57,7 @@ int64_t room_of(const P& p) {
   return std::min({p.T, kMaxDrafts, entries, tree});
 }
 
-// Of a call with drafts: T, and what else decides where things are in shared memory.
+// For a call with drafts: T, and what else decides the layout of shared memory.
 struct Sizes {
   uint32_t T;
   uint8_t entries;              // to apply, at most
@@ -72,7 +72,7 @@ struct Sizes {
         by_four(!present(p.args.parents) && four_wide_front(p.args.conv)) {}
 };
 
-// What kernels read of a call, in front what all calls have: a block waits for every 64 bytes of it that it reads.
+// What kernels read of a call. What all calls have comes first: a block waits for every 64 bytes of it that it reads.
 template <class P>
 struct Parts;
 template <>
@@ -137,8 +137,8 @@ struct Parts<FlushProblem> {
   static int64_t step(const kda_tensor& t) { return t.ndim == 5 ? t.stride[0] * dtype_size(t.dtype) : 0; }
 };
 
-// Is the call as most are: dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no
-// convolution inside, and no ring (or, if asked for, rings, or a usual_front())?
+// Is the call a usual one? It has dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no
+// convolution inside, and no ring. (On request, it has rings, or a usual_front(), instead.)
 template <class P>
 bool is_usual(const Parts<P>& x, bool ring = false, bool front = false) {
   if constexpr (kVerifies<P>) {
@@ -147,8 +147,8 @@ bool is_usual(const Parts<P>& x, bool ring = false, bool front = false) {
   }
   return are_chains(x.requests, ring);
 }
-// What a kernel sees of a call; kUsual: a copy in which the compiler knows that it is_usual(). Code for other calls
-// would lie between the instructions that run, and kernels wait for instructions, too.
+// What a kernel sees of a call. kUsual: a copy in which the compiler knows that the call is_usual(). Code for other
+// calls would lie between the instructions that run, and kernels wait for instructions, too.
 template <bool kUsual, bool kRing = false, bool kFront = false, class P>
 __device__ decltype(auto) seen(const Parts<P>& call, int K) {
   if constexpr (kUsual) {
@@ -166,7 +166,7 @@ __device__ decltype(auto) seen(const Parts<P>& call, int K) {
   }
 }
 
-// indices_of by loads that stay in front of others, and see what the L2 cache has.
+// indices_of with loads that stay before other loads and see what the L2 cache has.
 template <class Requests>
 __device__ Indices peek_indices(const Requests& r, unsigned n) {
   const auto at = [n](const Index& x) { return x.data ? peek(x.data + n * x.stride) : static_cast<int32_t>(n); };
@@ -183,8 +183,8 @@ __device__ Sequence drafts_of(const Parts<P>& x, int64_t n) {
   return sequence_at(x.sizes.varlen, x.cu_seqlens, x.sizes.T, n);
 }
 
-// Where a request's records of one head are: of entry 0, and bytes from one entry to the next. Numbers alone: a copy of
-// a tensor, or a reference to one of two, would live in local memory.
+// Where a request's records of one head are: the addresses of entry 0, and the bytes from one entry to the next.
+// These are numbers only, as a copy of a tensor, or a reference to one of two, would live in local memory.
 struct Entries {
   char *u = nullptr, *k = nullptr, *alpha = nullptr;
   uint32_t u_step = 0, k_step = 0, alpha_step = 0;
@@ -203,8 +203,8 @@ struct Entries {
   __device__ float& alpha_at(int entry, int c) const { return element(alpha, alpha_step, entry, c); }
 };
 
-// What is to be done to the state before drafts see it: entries from `newest` back. `apply`: and written. If not, they
-// are the committed entries of a ring.
+// What happens to the state before drafts see it: entries from `newest` back are added. `apply`: the state is also
+// written. If not, they are the committed entries of a ring.
 struct Before {
   Window window;
   Entries entries;
@@ -244,7 +244,7 @@ __device__ const View& state_at(const Parts<P>& x, const Place&) {
   return x.state;
 }
 
-// Hints where a block's columns of a state, and entries to apply, are likely to be.
+// Gives hints for a block's columns of a state and for entries to apply, where they are likely to be.
 template <class P, int kThreads>
 __device__ void expect_states(const Parts<P>& x, const Place& at, const Hints& hints, unsigned columns, int entries,
                               int K) {

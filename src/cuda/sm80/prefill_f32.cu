@@ -1,10 +1,11 @@
-// kda_prefill_f32 as stages in f32 (3 x tf32): the scores and all that needs no state, the scan, the outputs. o and hT
-// do not depend on the chunk, so these work on chunks of 64; w and u of chunks of 32 are another launch of the first
-// kernel. No decay is ever divided by another: exponents are sums of steps.
+// kda_prefill_f32 as stages in f32 (3 x tf32): first the scores and everything else that needs no state, then the
+// scan, then the outputs. o and hT do not depend on the size of chunks, so the stages work on chunks of 64; w and u
+// of chunks of 32 take another launch of the first kernel. No decay is ever divided by another: exponents are sums of
+// steps.
 //
-// K = V of 64 or 128 and whole chunks: the scan makes the outputs as well, with the same bits. What is between the
-// kernels is in the workspace: kg, w, u, Aqk by token, and then qG and the last G of each chunk, else G, v_new and S
-// before each chunk. Buffers of the caller serve as w and u, if they can.
+// With K = V of 64 or 128 and whole chunks, the scan makes the outputs as well, with the same bits. The workspace
+// holds what the kernels pass on: kg, w, u, Aqk by token, and then, in this case, qG and the last G of each chunk;
+// otherwise G, v_new and S before each chunk. Buffers of the caller serve as w and u, if they can.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_prefill_f32.h"
@@ -83,7 +84,7 @@ void prefill_f32(const PrefillF32Problem& p) {
   const bool v_first = a.state_layout == KDA_STATE_V_FIRST;
   // Elements from one chunk of w or u to the next: anything if there is only one.
   const auto skip_of = [&](const kda_tensor& t) { return t.shape[2] > 1 ? t.stride[2] : a.chunk * t.stride[3]; };
-  const auto by_token = [&](const kda_tensor& t) {  // chunks of 64, one behind the other
+  const auto by_token = [&](const kda_tensor& t) {  // chunks of 64, one after the other
     return present(t) && a.chunk == kChunk && skip_of(t) == kChunk * t.stride[3];
   };
   bool shared = by_token(a.w) && by_token(a.u);

@@ -1,14 +1,13 @@
 // The token recurrence with a state in registers, eight lanes a value column. With the decay folded into the vectors,
 // one pass over the old state gives both products:
 //   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
-// Decode and forward share it, and with it the order of every sum: T tokens of one are T tokens of the other, to the
-// bit.
+// Decode and forward share it, and with it the order of every sum: T tokens have the same bits in both.
 #pragma once
 #include "cuda/device.h"
 
 namespace kda::cuda {
 
-constexpr int kTokenThreads = 128;  // that activate a token together: their number decides the order of its sums
+constexpr int kTokenThreads = 128;  // these activate a token together: their number decides the order of its sums
 template <int kRows>
 constexpr int kTile = kTokenThreads / kRowLanes* kRows;  // value columns of a block
 
@@ -29,7 +28,7 @@ struct alignas(16) Prepared {
   }
 };
 
-// One token in kRows columns of a thread: u and o, in all lanes of a column.
+// Applies one token to kRows columns of a thread. u and o are in all lanes of a column.
 template <int kElements, int kRows>
 __device__ void apply_token(const Prepared<kElements>& x, float beta, float qk, const float (&v)[kRows],
                             float (&S)[kRows][kElements], float (&u)[kRows], float (&o)[kRows]) {

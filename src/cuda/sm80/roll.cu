@@ -1,4 +1,4 @@
-// The state of the convolution in front of decode and drafts rolls on: by the tokens of a decode, or by the accepted
+// Rolls on the state of the convolution in front of decode and drafts: by the tokens of a decode, or by the accepted
 // ones of a flush. A thread has a channel of a request (and layer).
 #include "cuda/cuda.h"
 #include "cuda/front.h"

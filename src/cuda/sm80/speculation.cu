@@ -1,14 +1,14 @@
 // Speculative decoding (math.md 7) for sm_80 and newer, any K and V, both layouts: verify, flush, and both in one pass.
 //
-// Bytes: verify reads a state, a flush reads and writes it, both in one pass the same once; records are 1.5 KB a token
-// and head at K = V = 128. A block takes some value columns of a head, eight lanes a column and kRows columns a thread,
-// all in registers. What does not depend on the column (drafts' keys, decays and scores) every block computes for
-// itself while its part of the state is on its way.
+// Bytes: verify reads a state; a flush reads and writes it; both in one pass also read and write it once. Records are
+// 1.5 KB a token and head at K = V = 128. A block takes some value columns of a head, eight lanes a column and kRows
+// columns a thread, all in registers. What does not depend on the column (drafts' keys, decays and scores) is
+// computed by every block for itself, while its part of the state is on its way.
 //
 // Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the
 // formulas), and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request
-// depend on nothing else in the call, and flush_verify has those of flush, then verify. What a ring holds committed but
-// not applied, verify applies in registers only.
+// depend on nothing else in the call, and flush_verify has those of flush, then verify. Verify applies committed
+// entries of a ring, which the state does not have yet, in registers only.
 #include "cuda/front.h"
 #include "cuda/sm80/parts.h"
 
@@ -20,12 +20,12 @@ template <int kRows>
 constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
 constexpr int kEntries = 4;                         // entries flushed at once
 
-// Shared memory, kK = channels rounded up: the flush's and the verify's part in turns.
+// Shared memory, kK = channels rounded up. The flush and the verify have a part each, used in turn.
 template <int kK>
 struct alignas(16) FlushMemory {
   float w[kEntries][kK], f[kK];
 };
-// Dynamic.
+// Dynamic shared memory.
 struct VerifyMemory {
   float *k, *alpha, *kG, *qG;  // [drafts][kK]
   float *A, *P;                // [drafts][drafts] in the order of the walk back
@@ -117,13 +117,13 @@ __device__ void flush_columns(const Before& b, int K, int columns, float (&S)[kR
   }
 }
 
-// What the convolution in front leaves of a draft.
+// What the convolution in front leaves for a draft.
 template <class P>
 __device__ float draft_value(const P& p, const Request& r, int t, int64_t d) {
   return front_value(p.args.conv, p.args.parents, r.s, slot_of(p.args.conv.indices, r.s.n), t, d);
 }
 
-// The drafts' keys, decays, scores and decayed operands.
+// Computes the drafts' keys, decays, scores and decayed operands.
 template <int kElements, class P>
 __device__ void prepare(const P& p, const Tokens& x, const Request& r, const Place& at, int drafts,
                         const Entries& record, bool recorded, bool record_k, const VerifyMemory& m, int room) {
@@ -135,7 +135,7 @@ __device__ void prepare(const P& p, const Tokens& x, const Request& r, const Pla
     key.template fetch_gate<false>(x);
     if (present(p.args.conv.x)) {
       const FrontChannels first(p, at.h, at.hv);
-      float *q = m.qG + t * kK, *k = m.k + t * kK;  // on their way
+      float *q = m.qG + t * kK, *k = m.k + t * kK;  // these rows hold q and k for a moment
 #pragma unroll 1
       for (int c = lane; c < x.K; c += 32) {
         q[c] = draft_value(p, r, t, first.q + c);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (at.layer >= layers_of(p)) return;  // the grid's last rows
   const int K = static_cast<int>(p.K);
   const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
-  const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // that are there, of the thread's
+  const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // how many of the thread's columns exist
   const bool leads = threadIdx.x % kRowLanes == 0;
   const auto store_output = [&](int64_t b, int64_t t, int row, float o) {
     if (!leads || row >= columns) return;
@@ -287,8 +287,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A ring's cursors, once no block reads the old ones: in a launch of its own. What they follow from is not of the
-// kernel before, which belongs to the same call and waited for it: only the stores have to wait for that kernel's end.
+// Stores a ring's cursors once no block reads the old ones: in a launch of its own. The values that they follow from
+// do not come from the kernel before, which belongs to the same call and waited for them: only the stores have to
+// wait for that kernel's end.
 __global__ void cursor_kernel(const unsigned N, const __grid_constant__ Sizes sizes,
                               const __grid_constant__ FlushVerifyRequests requests,
                               const __grid_constant__ Lengths cu_seqlens) {
@@ -318,7 +319,7 @@ void launch_sized(const P& p) {
                                                          LayeredBlocks(p, tiles), room);
 }
 
-// Many columns a thread share the reading of keys; few of them spread a small call over all SMs.
+// With many columns a thread, reads of keys are shared; with few, a small call spreads over all SMs.
 template <class P>
 void launch_all(const P& p) {
   if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;

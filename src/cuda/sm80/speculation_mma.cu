@@ -1,9 +1,10 @@
 // Speculative decoding (math.md 7) with tensor cores, for sm_80 and newer, K = 64 or 128, V-first.
 //
-// Bytes: verify reads a state, a flush reads and writes it, both in one pass the same once; records are 1.5 KB a token
-// and head at K = V = 128. All else must hide behind that: a block takes 32 to 128 value columns of a head and prepares
-// what does not depend on the column (drafts' keys, decays, scores) once, while its part of the state comes to shared
-// memory asynchronously; blocks of an SM are in different phases and keep the memory busy for one another.
+// Bytes: verify reads a state; a flush reads and writes it; both in one pass also read and write it once. Records are
+// 1.5 KB a token and head at K = V = 128. Everything else must hide behind that. A block takes 32 to 128 value
+// columns of a head and prepares what does not depend on the column (drafts' keys, decays, scores) once, while its
+// part of the state comes to shared memory asynchronously. The blocks of an SM are in different phases and keep the
+// memory busy for one another.
 //
 //   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t, products of alpha walking back over the path
 //   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i: the same walk stopped at i
@@ -11,16 +12,16 @@
 //   u_t = beta_t (v_t - X_t - sum_i A[t,i] u_i)    o_t = O_t + (k_t . q_t) u_t + sum_i P[t,i] u_i
 //
 // A number is the sum of two in tf32, big + small; three products (small * small is left out) give 21 bits. A bf16
-// state is one tf32 and needs two. Sums over K go in four quarters, each an accumulator of its own, added in one order:
-// the bits of a column are the same whether one warp adds up all quarters of it or each has a warp. They depend on
-// nothing else.
+// state is one tf32 number and needs two products. Sums over K are made in four quarters, each with its own
+// accumulator, added in one order: the bits of a column are the same whether one warp adds up all its quarters or
+// each quarter has a warp. They depend on nothing else.
 //
-// Recorded tokens come first (entries.h): those of the last round to the state in memory, too; what a ring holds
-// committed but not applied in registers only. The bits are those of a flush before.
+// Recorded tokens are applied first (entries.h): those of the last round also to the state in memory, those that a
+// ring holds committed but not applied in registers only. The bits are those of a separate flush before.
 //
-// Threads: a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a column. Four
-// warps a block need the fewest instructions, eight the least time. The usual verify has few enough registers for three
-// blocks of eight.
+// Threads: first, a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a
+// column. Four warps a block need the fewest instructions, eight the least time. The usual verify has few enough
+// registers for three blocks of eight warps.
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -34,7 +35,7 @@ constexpr int kQuarters = 4;
 // Where things are in shared memory, in floats behind the tile of the state. Strides keep fragments free of bank
 // conflicts.
 struct Memory {
-  int drafts, columns;  // drafts: there is room for
+  int drafts, columns;  // drafts: how many there is room for
   int keys_stride, scores;
   FrontMemory front;
   EntryMemory entries;
@@ -44,13 +45,13 @@ struct Memory {
       : drafts(drafts),
         columns(columns),
         keys_stride(2 * K + 4),
-        // Before: [drafts][K] pairs k, alpha; then kG, qG; then X and O of all parts of K.
+        // In front of the scores: [drafts][K] pairs k, alpha; then kG, qG; then X and O of all parts of K.
         scores(std::max(drafts * keys_stride, kMaxColumns * 2 * drafts)),
         front{sizes.front,
               sizes.by_four,
               0,
               keys_stride,
-              (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4,  // before: A, P; beta, ancestors
+              (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4,  // in front: A, P; beta, ancestors
               columns},
         entries(K, columns, sizes.entries, front.v + (front.given ? drafts * columns : 0)),
         floats(this->entries.end) {}
@@ -76,14 +77,14 @@ struct Split {
   }
 };
 
-// c += a b, where lanes hold b of two steps' rows (i = 0: the first). Without small_b all of b is big.
+// c += a b, where lanes hold the rows of b for two steps (i = 0: the first). Without small_b all of b is in `big`.
 __device__ inline void mma3(float (&c)[4], const Split& a, const Split& b, int i, bool small_b) {
   if (small_b) mma(c, a.big, b.small[2 * i], b.small[2 * i + 1]);
   mma(c, a.small, b.big[2 * i], b.big[2 * i + 1]);
   mma(c, a.big, b.big[2 * i], b.big[2 * i + 1]);
 }
 
-// Accumulators of all slices of eight drafts and of a warp's columns, eight a tile.
+// Accumulators of a warp: all slices of eight drafts, and all its columns, eight a tile.
 template <int kSlices, int kTiles>
 struct Sums {
   float sum[kSlices][kTiles][4];
@@ -169,7 +170,7 @@ struct Draft {
   }
 };
 
-// What a kernel knows of its call: nothing, that it is_usual(), or so with a convolution in front.
+// What a kernel knows of its call: nothing, that it is_usual(), or that it is usual with a convolution in front.
 enum class Call { kAny, kUsual, kFront };
 
 // Blocks that an SM has registers for.
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   extern __shared__ float4 dynamic[];
   constexpr bool kUsual = kCall != Call::kAny;
   const auto& x = seen<kUsual, false, kCall == Call::kFront>(call, kK);
-  // Of the usual call the same, of which the compiler knows most.
+  // A usual call has the same layout, but the compiler knows most of it.
   const Memory m = kUsual ? Memory(kK, kMaxDrafts, memory.columns, x.sizes) : memory;
   const Tile<State, kK> tile(dynamic);
   float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + Tile<State, kK>::bytes(m.columns));
@@ -204,12 +205,12 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
       store_element(to, tokens.o_dtype, 0);
     }
   };
-  // All addresses that need nothing from memory are ready before the wait for the kernel before, and drafts are asked
-  // for before the wait for the slot.
+  // All addresses that need nothing from memory are ready before the wait for the previous kernel, and the loads of
+  // drafts are issued before the wait for the slot.
   Draft<kPerLane, kMaxDrafts> drafts[kPerWarp];
   const char* from_v = nullptr;
   unsigned values[kMaxDrafts];       // of the thread's column, if they are not in shared memory
-  const bool front = m.front.given;  // q, k and v come from a convolution, which leaves them there
+  const bool front = m.front.given;  // q, k and v come from a convolution, which leaves them in shared memory
   int T = 0;
   const auto locate = [&](unsigned b, unsigned t0) {
 #pragma unroll
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   const auto fetch = [&]<bool kNarrow>() {
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i) {
-      // (Of blocks that flush, the state had better be asked for when drafts are there, as entries come before it.)
+      // (In blocks that flush, the state had better be requested once the drafts are there, as entries come first.)
       constexpr bool kIf = !kFlushes<P>;
       const bool is_there = drafts[i].t < T;
       if (!kIf && !is_there) continue;
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
   const auto place_of = [&](const View& t) { return t.at(static_cast<unsigned>(r.s.slot), at.hv, v0); };
 
-  // Entries are asked for before the state, which takes longer and is not needed as soon.
+  // Entries are requested before the state, which takes longer and is not needed as soon.
   const Before before = before_drafts<P>(x, at, r, v0);
   const int own_channel = thread - (kThreads - kK);  // the last threads: the first have drafts
   EntryChannel entry_channel;
@@ -321,13 +322,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   // Powers of two: groups of columns, parts of K.
   const int log_groups = __ffs(m.columns / kWarpColumns) - 1, parts = kWarps >> log_groups;
   const int part = warp >> log_groups, column0 = (warp - (part << log_groups)) * kWarpColumns;
-  const int n = lane / 4, j = lane % 4;  // of fragments
+  const int n = lane / 4, j = lane % 4;  // this lane's place in fragments
   Sums<kSlices, kTiles> all{};
   const auto multiply = [&]<bool kApply>() {
     constexpr int kSteps = kK / kQuarters / 16;
     const State* columns = tile.lane(column0 + n, j);
     const int twist = tile.twist(n);
-    const int row = kSlices == 1 ? min(n, m.drafts - 1) : n;  // rows beyond the drafts are nobody's
+    const int row = kSlices == 1 ? min(n, m.drafts - 1) : n;  // rows beyond the drafts are not used
     const float* keys = shared + row * m.keys_stride + 8 * j;
     const float* u = shared + m.entries.u + column0;
     constexpr int kNear = 4;  // entries whose u stay in registers
@@ -339,7 +340,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
     char* to = nullptr;
     if constexpr (kFlushes<P>)
       to = place_of(x.state) + static_cast<uint64_t>(column0 + n) * x.state.stride2 + 4 * j * sizeof(State);
-    const int quarters = parts == kQuarters ? 1 : 2;  // of a half, here
+    const int quarters = parts == kQuarters ? 1 : 2;  // quarters of a half that this warp does
     const int halves = parts == 1 ? 2 : 1;
 #pragma unroll 1
     for (int i = 0, quarter = part * halves * quarters; i < halves; ++i, quarter += quarters) {
@@ -387,7 +388,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {
               const Split state(S[i]);
-              constexpr bool kSmall = sizeof(State) == 4 || kApply;  // a bf16 state is big
+              constexpr bool kSmall = sizeof(State) == 4 || kApply;  // a bf16 state has no small part
               mma3(one.sum[slice][i], low, state, 0, kSmall), mma3(one.sum[slice][i], high, state, 1, kSmall);
             }
           }
@@ -461,7 +462,7 @@ void launch_sized(const P& p, const Parts<P>& x, int room) {
   const Memory m = memory_of(columns);
   // If all blocks run at once, those of the next kernel run beside them, and more hints would delay them.
   const HintedStates hinted{64, heads * tiles > 3 * multiprocessors(device) ? 64 : 0};
-  constexpr int kHinting = kFlushes<P> ? 1000 : 2;  // of an SM: of entries, all blocks give hints
+  constexpr int kHinting = kFlushes<P> ? 1000 : 2;  // blocks of an SM that give hints: all of them for entries
   launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kCall, P>>(
       p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes_of(m),
       Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, tiles, kHinting, hinted, device)), m, x);
@@ -479,7 +480,7 @@ void launch_mma(const P& p) {
     if (usual) return launch_sized<State, kK, 8, 8, Call::kUsual>(p, x, room);
     if constexpr (!kFlushes<P>)
       if (front) return launch_sized<State, kK, 8, 8, Call::kFront>(p, x, room);
-    // Many blocks of four warps, unless there are too few of them: not enough heads, or shared memory.
+    // Many blocks of four warps, unless there would be too few of them, for lack of heads or of shared memory.
     const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
     const bool many = kFlushes<P> ? heads >= 4 * SMs && room <= 4 : heads >= 2 * SMs || room <= 4;
     if constexpr (kK == 128)

@@ -1,17 +1,19 @@
-// Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. The shortest
-// way from the state to the outputs, and the fewest instructions for up to four drafts, or on a ring for up to eight.
+// Chains of few drafts (math.md 7) from a state in registers, for sm_80 and newer, K = 64 or 128, V-first. This is
+// the shortest way from the state to the outputs, with the fewest instructions for up to four drafts, or on a ring
+// for up to eight.
 //
-// A block takes 32 to 128 value columns of a head. Its warps, four or eight, activate a draft each while the first of
-// the state are on their way to registers, eight lanes a column, and walk back from it over the drafts before:
+// A block takes 32 to 128 value columns of a head. Each of its four or eight warps activates a draft while the first
+// columns of the state are on their way to registers, eight lanes a column. It then walks back from its draft over
+// the drafts before:
 //   kG_t, qG_t   k_t, q_t decayed from the drafts' start through t
 //   A[t,i], P[t,i]   k_t, q_t decayed from i through t, times k_i
-// Then two products with the state a draft, and what a column of them needs fits one lane:
+// Then each draft takes two products with the state, and what a column of them needs fits one lane:
 //   u_t = beta_t (v_t - S^T kG_t - sum_i A[t,i] u_i)    o_t = S^T qG_t + sum_i P[t,i] u_i + (k_t . q_t) u_t
-// Records to apply come first (entries.h). What a ring holds committed, but not yet to be written to the state, are
-// drafts before the first: the walk goes on over them.
+// Records to apply come first (entries.h). Entries that a ring holds committed, but that are not written to the state
+// yet, act as drafts before the first one: the walk goes on over them.
 //
-// Sums over K have one order whatever the size of a block is: bits depend on nothing else in the call, nor on what a
-// kernel knows of it (`Call`).
+// Sums over K have one order, whatever the size of a block is: bits depend neither on anything else in the call nor
+// on what a kernel knows of it (`Call`).
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -21,9 +23,9 @@ namespace {
 
 constexpr int kFewWarps = 4, kManyWarps = 8;  // of a block: each draft has one
 
-// What a kernel knows of its call: nothing, that it is_usual(), that it is and has one draft, with none to walk over,
-// or that it is and is_large(); then that it is usual, or so and of one draft, but for rings; or but for a convolution
-// in front.
+// What a kernel knows of its call. kAny: nothing. kUsual: that it is_usual(). kOneDraft: that it is usual with one
+// draft, and none to walk over. kLarge: that it is usual and is_large(). kRing and kOneOnRing: that it is usual, or
+// usual with one draft, except for rings. kFront: that it is usual, except for a convolution in front.
 enum class Call { kAny, kUsual, kOneDraft, kLarge, kRing, kOneOnRing, kFront };
 constexpr bool on_ring(Call call) { return call == Call::kRing || call == Call::kOneOnRing; }
 template <Call kCall, int kWarps>
@@ -34,8 +36,8 @@ constexpr int kRegisters = 128;                        // of a thread
 template <int kWarps>
 constexpr int kBlocks = 65536 / kRegisters / (kWarps * 32);  // of an SM
 
-// A thread's columns lie so far apart that what a warp asks for in turn lies side by side, column by column: where the
-// call is known. (Kernels for any call have no registers for that, and with eight drafts it costs more than it saves.)
+// Where the call is known, a thread's columns lie so far apart that consecutive loads of a warp take neighbouring
+// columns. (Kernels for any call have no registers for that, and with eight drafts it costs more than it saves.)
 template <bool kUsual, int kWarps>
 constexpr int kStepOf = (kUsual && kWarps == kFewWarps) ? 32 / kRowLanes : 1;
 template <int kRows, int kStep>
@@ -53,7 +55,7 @@ constexpr int kVectors = 4;  // of kK floats, in PreparedDraft
 
 // Where things are in shared memory, in floats.
 struct Memory {
-  int drafts, before;  // there is room for, and for those before one of them that are not applied
+  int drafts, before;  // there is room for so many drafts, and so many tokens before one of them that are not applied
   int v, factors, scores;
   FrontMemory front;
   EntryMemory entries;  // those that are not applied have k in place of w
@@ -70,18 +72,19 @@ struct Memory {
         entries(K, columns, sizes.entries, scores + 2 * drafts * before, true),  // in front: -A, P, [drafts][before]
         end(entries.end) {}
 
-  // Of draft t with what lies `steps` before it, 1 the nearest; which: 0 -A, 1 P.
+  // The score of draft t with the token `steps` before it, 1 the nearest; which: 0 -A, 1 P.
   __device__ int score(int which, int t, int steps) const { return scores + (which * drafts + t) * before + steps - 1; }
 };
 
-// Of a kernel's call. For the usual one there is room for all drafts it may have: nearly all offsets are constants.
+// The layout for a kernel's call. A usual call has room for all drafts it may have, so nearly all offsets are
+// constants.
 template <Call kCall, int kWarps, class P>
 __host__ __device__ Memory memory_of(const Parts<P>& x, int K, int columns) {
   const int drafts = kCall == Call::kAny ? static_cast<int>(x.sizes.T) : kMost<kCall, kWarps>;
   return Memory(K, columns, drafts, x.sizes, x.requests.records.ring);
 }
 
-// Products of a draft with kRows columns of a thread: with kG of each column, then with qG, spread over the eight
+// Products of a draft with kRows columns of a thread: first kG with each column, then qG, spread over the eight
 // lanes.
 template <int kK, int kRows>
 __device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK / kRowLanes]) {
@@ -104,15 +107,15 @@ __device__ float products(const PreparedDraft<kK>& x, const float (&S)[kRows][kK
   return spread_sums<2 * kRows, kRowLanes / 2>(even);
 }
 
-// ---- entries to apply, in front of a block's drafts ----
+// ---- entries to apply, before a block's drafts ----
 
 template <int kThreads, int kK, int kColumns>
 struct BlockEntries {
   const Before& before;
   int count = 0;
 
-  // Asks for all of them: u, and of a thread's channel k, in place of w, and alpha. They come to shared memory, so that
-  // the state can be asked for at once: it takes the registers.
+  // Starts the copies of all entries: u, and k (in place of w) and alpha of a thread's channel. They go to shared
+  // memory so that the state, which takes the registers, can be requested at once.
   __device__ BlockEntries(const Before& before, const EntryMemory& m, float* shared) : before(before) {
     const int column = static_cast<int>(threadIdx.x), c = own_channel();
     for (int w = before.newest; w >= 0 && count < m.entries; w = before.window.before(w), ++count) {
@@ -123,7 +126,8 @@ struct BlockEntries {
       copy_async(shared + m.alpha + count * kK + c, &before.entries.alpha_at(entry, c));
     }
   }
-  // w and f of those to apply; the others stay as they came. A barrier behind this makes all visible to all.
+  // Makes w and f of the entries to apply; the others stay as they came. A barrier after this makes all of it visible
+  // to all threads.
   __device__ void prepare(const EntryMemory& m, float* shared) {
     if (!count) return;
     wait_for_copies();
@@ -172,7 +176,7 @@ __device__ void load_state(const Rows<true>& from, float (&S)[kRows][kK / kRowLa
 #pragma unroll
   for (int row = 0; row < kRows; ++row) from.template load<State>(row * kStep, kK, S[row]);
 }
-// S becomes what lies in memory then.
+// Stores S, which becomes what memory then holds.
 template <class State, int kK, int kStep, int kRows>
 __device__ void store_state(const Rows<true>& to, float (&S)[kRows][kK / kRowLanes]) {
 #pragma unroll
@@ -215,15 +219,16 @@ __global__ void __launch_bounds__(kFewWarps * 32, kBlocks<kFewWarps>)
 
 // ---- drafts ----
 
-// One draft on its way back to the start, in a warp: kPerLane channels a lane.
+// A draft on its way back to the start, in a warp with kPerLane channels a lane.
 template <int kPerLane, int kAtOnce>
 struct Walk {
-  float k[kPerLane], q[kPerLane];  // decayed from what comes next through the draft
+  float k[kPerLane], q[kPerLane];  // decayed from the next token of the walk through the draft
   const Memory& m;
   float* shared;
   int t, steps = 0;
 
-  // Over `count` tokens, kAtOnce at most, from the one with these k and alpha; the others are `next` floats apart.
+  // Walks over `count` tokens, at most kAtOnce: the first one has these k and alpha, and the others are `next` floats
+  // apart.
   __device__ void over(int count, const float* from_k, const float* from_alpha, int next) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     float sums[2 * kAtOnce] = {};
@@ -245,9 +250,9 @@ struct Walk {
   }
 };
 
-// When a block waits for its entries: before it asks for the state, after that, or when the drafts are activated. Which
-// is best was measured: the sooner the state is asked for the better for one block, but it then overtakes others'
-// entries.
+// When a block waits for its entries: before it requests the state, after that, or when the drafts are activated.
+// Which is best was measured: an early request of the state is better for one block, but it then overtakes the
+// entries of other blocks.
 enum class Wait { kBeforeState, kBehindState, kBehindDrafts };
 template <int kRows, int kSteps, Call kCall>
 constexpr Wait kWait = kRows == 4 && (on_ring(kCall) || kCall == Call::kLarge) ? Wait::kBeforeState
@@ -282,11 +287,12 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   };
   const int T = kDrafts == 1 ? 1 : static_cast<int>(x.sizes.T), t = warp;  // this warp's draft
   TokenKeys<kPerLane, 32> draft(lane);
-  // Warps without a draft ask for the last one, too: see TokenKeys::fetch_keys. (Elsewhere it had better wait for the
-  // drafts: a state that is asked for sooner overtakes those of other blocks, for 1.03 to 1.16 of the time.)
+  // Warps without a draft load the last one, too: see TokenKeys::fetch_keys. (In other kernels the request of the
+  // state had better wait for the drafts: a state that is requested sooner overtakes the drafts of other blocks,
+  // which takes 1.03 to 1.16 of the time.)
   constexpr bool kNoBranch = kUsual && kFlushes<P> && kSteps == 2;
   draft.locate(tokens, at.n, static_cast<unsigned>(kNoBranch ? min(t, T - 1) : t), at.hv, at.h);
-  // A thread's values: of column thread % kColumns, and some drafts.
+  // A thread's values belong to column thread % kColumns and to some of the drafts.
   constexpr int kAtOnce = kThreads / kColumns;
   const char* from_v = tokens.v.at(at.n, static_cast<unsigned>(thread / kColumns), at.hv) +
                        (v0 + threadIdx.x % kColumns) * size_of(tokens.qkv_dtype);
@@ -296,7 +302,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   }
   wait_for_stream();
   if (at.n >= blocks.rows) return;  // the grid's last rows
-  // (Of blocks of two steps the compiler would ask for indices last.)
+  // (In blocks of two steps, the compiler would load indices last.)
   Indices indices = kFlushes<P> && kSteps == 2 ? peek_indices(x.requests, at.n) : indices_of(x.requests, at.n);
   pin(indices.state), pin(indices.records);
   if (kFlushes<P>) pin(indices.last), pin(indices.accepted);
@@ -315,10 +321,10 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
   if (!r.s.live) return zero_outputs(at.n, 0, T);
 
-  // Everything is asked for before anything is waited for: entries first, the state last, which takes longest.
+  // Everything is requested before the first wait: entries first, the state last, as it takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries<kThreads, kK, kColumns> entries(before, m.entries, shared);
-  // The state is on its way to the L2 cache while entries are waited for. (In smaller calls this costs up to 6 %.)
+  // The state comes to the L2 cache while the block waits for entries. (In smaller calls this costs up to 6 %.)
   if (kCall == Call::kLarge && thread == kThreads - 1)
     prefetch(x.state.at(static_cast<unsigned>(r.s.slot), at.hv, v0), kColumns * uint64_t{x.state.stride2});
   if (front) {  // before the state takes the registers
@@ -382,7 +388,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
   }
   __syncthreads();  // drafts, scores, values, w and u are in shared memory
 
-  // Of the eight lanes of kRows columns the first four have u, the others o.
+  // The first four of the eight lanes that share kRows columns have u, the others o.
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number
   const int own = lane % kRowLanes;
   const bool first = own % kLanes == 0, has_u = own < 4;
@@ -395,7 +401,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kWarps>)
         store_state<State, kK, kStep>(from, S);  // where it came from
       }
     }
-    // All products first: one by one with what follows, they cost registers that are not there.
+    // All products are made first: each together with what follows it would need more registers than there are.
     float sum[kDrafts], u[kDrafts];
 #pragma unroll
     for (int t = 0; t < kDrafts; ++t) {
@@ -441,14 +447,14 @@ template <class P>
 int64_t columns_of(const P& p) {
   return layers_of(p) * p.N * p.HV * p.V;
 }
-// So large that blocks had better be small, if they flush.
+// Is the call so large that blocks which flush had better be small?
 template <class P>
 bool is_large(const P& p) {
   if constexpr (!kVerifies<P> || !kFlushes<P>) return false;
   else return !present(p.args.records.ring_count) && columns_of(p) >= 1600 * multiprocessors(p.args.exec.device_id);
 }
 
-// Columns of a block: as many as leave no SM idle. launch<State, kK, kWarps, kRows, kSteps>()
+// Chooses the columns of a block, as many as leave no SM idle, and calls launch<State, kK, kWarps, kRows, kSteps>().
 template <class P, class Launch>
 void by_size(const P& p, const Launch& launch) {
   const int64_t columns = columns_of(p), SMs = multiprocessors(p.args.exec.device_id);
@@ -460,7 +466,7 @@ void by_size(const P& p, const Launch& launch) {
         if (columns <= 128 * SMs || p.V % 128) return launch.template operator()<State, kK, kManyWarps, 2, 1>();
         return launch.template operator()<State, kK, kManyWarps, 4, 1>();
       }
-    // Drafts are prepared once for both steps. (A flush had better be short.)
+    // Drafts are prepared once for both steps. (A flush alone had better be short.)
     if constexpr (kVerifies<P>)
       if (many && !is_large(p)) return launch.template operator()<State, kK, kFewWarps, 4, 2>();
     if (few) return launch.template operator()<State, kK, kFewWarps, 2, 1>();
@@ -480,11 +486,11 @@ void launch_recurrent(const P& p) {
   by_size(p, [&]<class State, int kK, int kWarps, int kRows, int kSteps>() {
     constexpr int kColumns = kTile<kWarps, kRows> * kSteps;
     const int64_t tiles = p.V / kColumns;
-    // Blocks of two steps that flush would rather not share memory with hints of more.
+    // Blocks of two steps that flush are better off without hints for more states beside their own loads.
     constexpr HintedStates kHinted{64, kFlushes<P> && kSteps == 2 ? 0 : 32};
     const Hints hints = hints_of(p, 1, state_of(p).dtype, tiles, kBlocks<kWarps>, kHinted, p.args.exec.device_id);
     const auto with = [&]<Call kCall>() {
-      // Eight drafts of four columns a thread have registers only where the call is known.
+      // With eight drafts, four columns a thread have registers only where the call is known.
       constexpr int kHalf = kCall == Call::kAny && kWarps == kManyWarps && kRows == 4 ? 2 : 1;
       const int bytes = memory_of<kCall, kWarps>(x, kK, kColumns).end * static_cast<int>(sizeof(float));
       launch<recurrent_kernel<State, kK, kWarps, kRows / kHalf, kSteps * kHalf, kCall, P>>(
@@ -509,7 +515,7 @@ template <class P>
 const char* why_not(const P& p) {
   if (const char* reason = wide_why_not(p)) return reason;
   if (p.varlen || present(p.args.parents)) return "takes chains of the same number of drafts";
-  // With more drafts tensor cores are faster, but for what a ring holds committed.
+  // With more drafts tensor cores are faster, except for entries that a ring holds committed.
   const bool ring = kFlushes<P> && present(p.args.records.ring_count);
   if (p.T > (ring ? kManyWarps : kFewWarps)) return ring ? "takes at most 8 drafts" : "takes at most 4 drafts";
   if (present(p.args.records.u) && p.args.records.u.shape[1] < p.T) return "needs records for all drafts";

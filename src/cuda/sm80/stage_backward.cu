@@ -22,7 +22,7 @@ struct Place {
 };
 using Part = float[4][4];
 
-// sum += a b, of 64 x depth by depth x 64: a(row, k) and b(k, column) from anywhere, zeros where there is nothing.
+// sum += a b, of 64 x depth by depth x 64: a(row, k) and b(k, column) read from anywhere, and give 0 beyond the data.
 template <class A, class B>
 __device__ void multiply(Operands& m, Part& sum, int depth, const A& a, const B& b) {
   const Place at;
@@ -97,7 +97,7 @@ struct BackwardCall {
   __device__ StateRows state(const Rows& x, int64_t row, int hv) const { return {x, row, hv, K, V, v_first}; }
 };
 
-// The chunk and head of a block; tokens of nobody get zeros in `outputs`.
+// Finds the chunk and head of a block; tokens of no sequence get zeros in `outputs`.
 struct Output {
   const Rows* x;
   int n;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ 
     }
     __syncthreads();  // dS of the chunk before is there
   }
-  __syncthreads();  // also where there was no chunk
+  __syncthreads();  // dS is there, also where there was no chunk
   each([&](int k, int v) { dh0.store(k, v0 + v, m.dS[k][v]); });
 }
 
@@ -217,7 +217,7 @@ class StateProducts {
   __device__ StateProducts(const BackwardCall& p, WideMemory& m, const ChunkAt& at, int hv, int64_t row)
       : p_(p), m_(m), at_(at), hv_(hv), S_(p.state(p.h, row, hv)), dS_(p.state(p.dh, row, hv)) {}
 
-  // x, dv, and x's share of dbeta.
+  // Computes x, dv, and x's share of dbeta.
   __device__ void solve() {
     const TokenRows T = p_.scores(p_.Akk_inv, at_, hv_), dv_new = p_.values(p_.dv_new, at_, hv_);
     const TokenRows v = p_.values(p_.v, at_, hv_);
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads) wide_kernel(const __grid_constant__ 
   if (!find(p, {{&p.dq, p.K}, {&p.dk, p.K}, {&p.dG, p.K}, {&p.dv, p.V}, {&p.dbeta, 1}, {&p.dAkk, kRows}}, at, hv))
     return;
   const int64_t row = p.chunks.first_row(at.n) + at.index;
-  if (row >= p.h_rows) return;  // cu_seqlens that nobody checked
+  if (row >= p.h_rows) return;  // cu_seqlens are not checked
   StateProducts chunk(p, *reinterpret_cast<WideMemory*>(dynamic), at, hv, row);
   chunk.solve();
   chunk.write_scores();
@@ -361,7 +361,7 @@ __device__ void fetch_pairs(const BackwardCall& p, PairMemory& m, const ChunkAt&
   __syncthreads();  // the channels are there
 }
 
-// Row i of a channel: dq, dk and dG get their share; what dbeta gets.
+// Adds the share of row i of a channel to dq, dk and dG, and returns that of dbeta.
 __device__ float add_pairs(const BackwardCall& p, const PairMemory& m, const ChunkAt& at, int hv, int i, int c,
                            int k0) {
   const float G = m.G[i][c], q = m.q[i][c], k = m.k[i][c];
@@ -435,7 +435,7 @@ void start(const kda_exec& exec, const BackwardCall& c, int64_t blocks, int byte
   if (blocks) launch<kKernel>(exec, dim3(static_cast<unsigned>(blocks)), kThreads, bytes, c);
 }
 
-// What every stage tells of a call.
+// What all stages' calls have in common.
 template <StageArgs Args>
 BackwardCall call_of(const StageProblem<Args>& p) {
   BackwardCall c{.chunks = Chunks(p, p.in.cu_seqlens)};
@@ -444,7 +444,7 @@ BackwardCall call_of(const StageProblem<Args>& p) {
   c.scale = p.in.scale, c.v_first = p.in.state_layout == KDA_STATE_V_FIRST;
   return c;
 }
-// [B,T,HV] as rows of one.
+// [B,T,HV] as rows of one element.
 Rows column_of(const kda_tensor& t) {
   kda_tensor wide = t;
   wide.ndim = 4, wide.shape[3] = 1, wide.stride[3] = 1;

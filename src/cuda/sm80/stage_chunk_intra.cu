@@ -4,14 +4,14 @@
 // Scores, for any gate (math.md 4.4 c). On level h = 1, 2, 4, .. 32 the rows of the second half of every 2 h meet the
 // columns of its first half. Between them lies the first row of the second half, the anchor a:
 //   2^(G_i - G_j) = 2^(G_i - G_a) 2^(G_a - G_j)
-// so every row of q and k is scaled once a level by a factor in [0, 1], in f32, and the products are those of matrices.
-// The exponents are sums of steps G_t - G_(t-1) of one sign: nothing cancels. In f32, where products of matrices are
-// dear, each pair of eight neighbouring rows, which a warp has in registers, is for itself in place of the levels below
-// 8.
+// So every row of q and k is scaled once a level by a factor in [0, 1], in f32, and the products are those of
+// matrices. The exponents are sums of steps G_t - G_(t-1) of one sign, so nothing cancels. In f32, products of
+// matrices are expensive. There each pair of the eight neighbouring rows that a warp has in registers is computed by
+// itself, in place of the levels below 8.
 //
 //   levels    a warp scales its eight rows                             barrier: tiles q, k
 //             a block of 16 x 16 scores and one of q, k: its products  barrier: tiles are read
-//   inverse   T of 16 x 16 blocks by forward substitution, a column a lane; then twice T21 = -T22 (A21 T11), in f32
+//   inverse   T of 16 x 16 blocks by forward substitution, one column a lane; then twice T21 = -T22 (A21 T11), in f32
 //   outputs   qG and kg; kG to a tile; w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
 //
 // Shared memory: four tiles and the steps' sums, 77 KiB; two blocks an SM.
@@ -30,15 +30,16 @@ constexpr int kScoreStride = kStride<float>;  // of 64 x 64 numbers in f32
 template <class E>
 constexpr int first_half = sizeof(E) == 4 ? kGroup : 1;
 
-// f32: scores of each warp's own rows, below the diagonal. Columns j and 6 - j are eight entries together: from row j +
-// 1 on those of column j, before them those of column 6 - j, from its row 7 - j on. Column 3 has four, of q and of k.
+// f32: scores of each warp's own rows, below the diagonal. Columns j and 6 - j have eight entries together: entry
+// i > j is row i of column j, and the entries before are those of column 6 - j, from its row 7 - j on. Column 3 has
+// four entries of q and four of k.
 struct Nearest {
   float of_q[kWarps][3][kGroup], of_k[kWarps][3][kGroup], middle[kWarps][kGroup];
 };
 
 template <class E>
 struct Smem {
-  // Of each warp's rows: the step into the first, and those into the others together.
+  // For each warp's rows: the step into the first one, and the sum of those into the others.
   float first[kWarps][slice_of<E>], rest[kWarps][slice_of<E>];
   float beta[kRows], diagonal[kRows];  // diagonal: of q k^T
   Nearest nearest;
@@ -70,7 +71,7 @@ struct Group {
 
   __device__ Group() : warp(static_cast<int>(threadIdx.x) / 32), c(static_cast<int>(threadIdx.x % 32) * kPerLane<E>) {}
 
-  // Slice s. Behind the last row: zeros.
+  // Loads slice s, with zeros behind the last row.
   __device__ void load(const IntraCall& p, const ChunkAt& at, int hv, int s) {
     const int channel = s * slice_of<E> + c, i0 = warp * kGroup;
     const int64_t t = at.t0 + i0, h = hv / p.group;
@@ -94,7 +95,7 @@ struct Group {
         before[j] = x;
       }
   }
-  // Adds numbers of these channels; all steps of warps begin .. end - 1.
+  // Adds numbers of these channels to a sum; add_steps() adds all steps of warps begin .. end - 1.
   __device__ void add_from(const float* from, float (&sum)[kPerLane<E>]) const {
     if constexpr (kPerLane<E> == 4) {
       const float4 x = load_four(from + c);
@@ -121,7 +122,7 @@ struct Group {
   // x 2^exponent of a row.
   __device__ uint2 scaled(uint2 x, const float (&exponent)[kPerLane<E>]) const {
     if constexpr (sizeof(E) == 2)
-      asm volatile("" : "+r"(x.x), "+r"(x.y));  // unpacked each time: there are no registers
+      asm volatile("" : "+r"(x.x), "+r"(x.y));  // unpacked each time: there are no registers for it
     float y[kPerLane<E>];
     unpack<E>(x, y);
 #pragma unroll
@@ -137,7 +138,7 @@ struct Group {
   __device__ void put(unsigned char* tile, int r, uint2 x, int stride = kStride<E>) const {
     *reinterpret_cast<uint2*>(tile + place(r, stride)) = x;
   }
-  // A row of second halves, and one of first halves.
+  // Writes a row of second halves; put_column() writes one of first halves.
   __device__ void put_row(Smem<E>& shared, int r, const float (&exponent)[kPerLane<E>]) const {
     put(shared.q, r, scaled(q(shared, r), exponent)), put(shared.k, r, scaled(k[r], exponent));
   }
@@ -156,7 +157,7 @@ struct Group {
 #pragma unroll
       for (int j = 0; j < kPerLane<E>; ++j) decay[r][j] = ptx::exp2(step[r][j]);
   }
-  // Of the warp's rows below row j: f(i, the lane's part of q_i k_j, that of k_i k_j), with their decays.
+  // Calls f(i, the lane's part of q_i k_j, that of k_i k_j), with their decays, for the warp's rows i below row j.
   template <class F>
   __device__ void column(const Smem<E>& shared, const float (&decay)[kGroup][kPerLane<E>], int j, const F& f) const {
     float x[kPerLane<E>];
@@ -174,13 +175,14 @@ struct Group {
     }
   }
 
-  // 0, of which the compiler does not know it: else it has sums of all levels ready before the loop over them, and no
-  // registers for them.
+  // Sets a sum to 0, without the compiler's knowledge. Otherwise it would compute sums of all levels before the loop
+  // over them, and there are no registers for those.
   __device__ static void start(float (&sum)[kPerLane<E>]) {
 #pragma unroll
     for (int j = 0; j < kPerLane<E>; ++j) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum[j]));
   }
-  // The tiles of a level inside the warp's rows, and of one with halves of `size` warps.
+  // Writes the tiles of a level inside the warp's rows; the second function, those of a level with halves of `size`
+  // warps.
   template <int kHalf>
   __device__ void put_level(Smem<E>& shared) const {
 #pragma unroll
@@ -229,7 +231,7 @@ struct Group {
     return spread_sums(dots);
   }
 
-  // Slice s of G.
+  // Stores slice s of G.
   __device__ void store_sums(const IntraCall& p, const ChunkAt& chunk, int hv, int s, const Smem<E>& shared) const {
     const ChunkAt at = anew(chunk);
     const int channel = s * slice_of<E> + c;
@@ -246,7 +248,7 @@ struct Group {
     }
   }
 
-  // kG for w; qG and kg to memory.
+  // Writes kG to its tile, for w, and qG and kg to memory.
   __device__ void put_decayed(const IntraCall& p, const ChunkAt& chunk, int hv, int s, Smem<E>& shared) const {
     const ChunkAt at = anew(chunk);
     const int size = p.chunk / kGroup, begin = warp / size * size, channel = s * slice_of<E> + c;
@@ -275,7 +277,7 @@ struct Group {
 
 // ---- scores ----
 
-// Those of a warp's own rows: entry r of eight is lane 4 r's.
+// Adds to the scores of a warp's own rows: lane 4 r has entry r of eight.
 template <class E>
 __device__ void add_nearest(const Group<E>& group, Smem<E>& shared, bool first) {
   const int w = group.warp, r = static_cast<int>(threadIdx.x % 32) / 4;
@@ -293,7 +295,7 @@ __device__ void add_nearest(const Group<E>& group, Smem<E>& shared, bool first) 
   group.column(shared, decay, 3, [&](int i, float x, float y) { by_q[i - 4] = x, by_q[i] = y; });
   add(shared.nearest.middle[w][r], spread_sums(by_q));
 }
-// To where they belong, with the scale and beta.
+// Stores these scores where they belong, with the scale and beta.
 template <class E>
 __device__ void store_nearest(Smem<E>& shared, float scale) {
   if (threadIdx.x % 4) return;
@@ -313,15 +315,17 @@ __device__ void store_nearest(Smem<E>& shared, float scale) {
   else put_k(r, 3, middle);
 }
 
-// What a warp has of the levels: of q k^T if it is even, else of k k^T. Pair i of warps has diagonal block i, eight
-// columns of the block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the largest.
+// A warp's part of the levels: of q k^T if the warp is even, else of k k^T. Pair i of warps has diagonal block i,
+// eight columns of the block (i | 1, i & -2) of the second largest level, and the block (2 + i / 2, i % 2) of the
+// largest.
 template <class E>
 struct Scores {
   Sum diagonal, largest;
   float second[4] = {};
   bool of_k = threadIdx.x / 32 % 2;
   int pair = static_cast<int>(threadIdx.x) / 64;
-  // Has a product of a diagonal block on level `half` that element? Rows of second halves, columns of first halves.
+  // Whether level `half` has that element of a diagonal block: its row is in a second half, its column in the first
+  // half.
   __device__ static bool on_level(int half, int row, int column) {
     return first_half<E> == kGroup ? row >= kGroup && column < kGroup
                                    : (row & -2 * half) == (column & -2 * half) && row & half && !(column & half);
@@ -351,8 +355,8 @@ struct Scores {
         else if (on_level(half, g + i / 2 * 8, n * 8 + 2 * t + i % 2)) diagonal.x[n][i] += all.x[n][i];
   }
 
-  // Akk with its beta, Aqk with the scale; of a diagonal block what lies below the diagonal, or what the neighbours
-  // have not.
+  // Stores Akk with its beta, and Aqk with the scale. Of a diagonal block these are the elements below the diagonal,
+  // or those that the neighbours do not have.
   __device__ void store(Smem<E>& shared, float scale) const {
     float* to = of_k ? shared.Akk : shared.Aqk;
     const auto put = [&](int i, int j, float x) { to[i * kScoreStride + j] = x * (of_k ? shared.beta[i] : scale); };
@@ -369,7 +373,8 @@ struct Scores {
   }
 };
 
-// Asks for q of slice s, loads the rest of it; the next barrier, after wait_for_copies(), ends it.
+// Starts the copy of q of slice s, loads the rest of the slice, and waits for its copies. All is there after the next
+// barrier.
 template <class E>
 __device__ void load_slice(const IntraCall& p, const ChunkAt& chunk, int hv, int s, bool with_q, Group<E>& group,
                            Smem<E>& shared) {
@@ -418,7 +423,7 @@ __device__ void put_scores(const IntraCall& p, const ChunkAt& at, int hv, Group<
 
 // ---- the inverse: T = (I + Akk)^-1 ----
 
-// x[row] y[.. + 0 .. kCount - 1] of 16 m .. n terms.
+// sum[j] += x[m] y[m][j] for m of begin .. end - 1.
 template <int kCount>
 __device__ void dot_rows(const float* x, const float* y, int begin, int end, float (&sum)[kCount]) {
 #pragma unroll 4
@@ -493,7 +498,7 @@ __device__ inline void load_matrix(const Rows& x, const ChunkAt& at, int hv, flo
     for (int k = 0; k < 4; ++k) to[i * kScoreStride + j + k] = j + k <= i ? y[k] : 0.0f;
   }
 }
-// To what a tensor of that dtype holds of them.
+// Rounds the numbers to what a tensor of that dtype holds.
 __device__ inline void round_matrix(int32_t dtype, float* x) {
   if (dtype == KDA_F32) return;
   for (int e = static_cast<int>(threadIdx.x); e < kRows * kRows; e += kThreads) {
@@ -502,7 +507,7 @@ __device__ inline void round_matrix(int32_t dtype, float* x) {
   }
 }
 
-// T beta in place of T.
+// Replaces T by T beta.
 __device__ inline void multiply_by_beta(float* T, const float* beta) {
   for (int e = static_cast<int>(threadIdx.x) * 4; e < kRows * kRows; e += kThreads * 4) {
     auto& x = *reinterpret_cast<float4*>(T + e / kRows * kScoreStride + e % kRows);
@@ -513,8 +518,9 @@ __device__ inline void multiply_by_beta(float* T, const float* beta) {
 
 // ---- w and u ----
 
-// T beta x, x a tile, to slice s of y, whose chunks are `skip` apart if that is told. A warp has two rows of 16 x 16
-// blocks, the first or second and the last or last but one: five blocks of T whichever. In 16 bits by way of a tile.
+// Stores T beta x, for a tile x, to slice s of y, whose chunks are `skip` bytes apart unless it is 0. A warp has two
+// rows of 16 x 16 blocks, the first or second and the last or last but one: five blocks of T either way. Results in
+// 16 bits go through a tile.
 template <class E>
 __device__ void multiply(const IntraCall& p, const unsigned char* x, const Rows& y, int64_t skip, const ChunkAt& chunk,
                          int hv, int s, int n, Smem<E>& shared) {
@@ -618,7 +624,7 @@ __global__ void __launch_bounds__(kThreads, 2) intra_kernel(const __grid_constan
   }
   multiply_by_beta(shared.T, shared.beta);
 
-  // Slices of v come to where q was, in f32 every other one to `out`, which nobody else needs there.
+  // Slices of v go to where q was. In f32 every other one goes to `out`, which has no other use there.
   constexpr int kTiles = sizeof(E) == 4 ? 2 : 1;
   const int count_v = p.u.data ? slices(p.V, slice_of<E>) : 0;
   const auto v_tile = [&](int s) { return s % kTiles == kTiles - 1 ? shared.v : shared.out; };

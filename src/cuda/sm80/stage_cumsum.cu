@@ -1,5 +1,5 @@
-// F1: G_i = sum_(j<=i) max(g_j log2(e), -160), from each chunk's start. A block has a chunk of a value head, a thread a
-// channel; 16 tokens are asked for at a time. Nothing but bytes counts here.
+// F1: G_i = sum_(j<=i) max(g_j log2(e), -160), from each chunk's start. A block has a chunk of a value head, a thread
+// a channel; 16 tokens are loaded at a time. Only bytes count here.
 #include "cuda/cuda.h"
 #include "cuda/sm80/stages.h"
 #include "problem_stages.h"

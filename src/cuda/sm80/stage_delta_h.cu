@@ -1,6 +1,6 @@
 // F4: v_new = u - w S, then S <- Diag(ell) S + kg^T v_new, chunk after chunk. Columns of a state are independent: a
-// block has kColumns of a value head's, and all chunks of a sequence. A warp has rows 16 w .. (and 128 + 16 w ..) of S
-// in registers, in f32; a copy, rounded to E, is in shared memory for the products and for h.
+// block has kColumns of those of a value head, and all chunks of a sequence. A warp has rows 16 w .. (and 128 +
+// 16 w ..) of S in registers, in f32; a copy, rounded to E, is in shared memory for the products and for h.
 //
 // A chunk:
 //   1 wait for w, u, kg; ask for the next chunk's, if there is room for two       barrier: all is there, and S
@@ -16,10 +16,10 @@
 //   2 ask for the next kg and the w after the next; S in registers and Aqk v_new, operands of v_new serve both; its
 //     copy; o
 //                                                             barrier: v_new, kg, Aqk are read; S, w, u, qG are there
-// Tiles w, qG, kg, w, .. go round five places, so that each but Aqk has a phase or more to come. Their rows begin at
-// multiples of 128 bytes, as copies like it: pieces of rows change places, in place of gaps between rows. Eight warps
-// have larger products and more registers than 16. Every sum has the terms and the order it has in delta_h and fwd_o:
-// the same bits.
+// Tiles w, qG, kg, w, .. go round five places, so that each copy but that of Aqk has a phase or more to arrive. Their
+// rows begin at multiples of 128 bytes, which suits copies; so pieces of rows change places, and there are no gaps
+// between rows. Eight warps have larger products and more registers than 16. Every sum has the terms and the order
+// that it has in delta_h and fwd_o, and so the same bits.
 //
 // Shared memory at K = 128: S 17, v_new and u 20, Aqk 16, five tiles 160 KiB.
 #include "cuda/cuda.h"
@@ -40,16 +40,16 @@ enum Room : int32_t {
 // In f32 the copy of S has lines of V whatever the layout of states.
 template <class E>
 constexpr bool by_lines = sizeof(E) == 4;
-// Up to K = 128, without outputs, it and v_new are split before they are read, and 16 warps share the work: of two,
-// each has half of the channels of w S and half of the columns of the state. (A block alone on an SM waits for each of
-// its own instructions.)
+// Up to K = 128, without outputs, the copy of S and v_new are split before they are read, and 16 warps share the
+// work: each warp of a pair has half of the channels of w S and half of the columns of the state. (A block alone on
+// an SM waits for each of its own instructions.)
 template <class E, int kTiles>
 constexpr bool splits = by_lines<E>&& kTiles == 1;
 template <class E, int kTiles>
 constexpr int block_of = splits<E, kTiles> ? 2 * kThreads : kThreads;
 
-// With outputs: warps that share the rows of a state. Of 32 columns a warp has 16; of 16 it has all, and half of the
-// warps make w S, half qG S.
+// With outputs: the number of warps that share the rows of a state. Of 32 columns a warp has 16. Of 16 columns it
+// has all, and half of the warps make w S, half qG S.
 constexpr int row_warps(int columns) { return columns == 32 ? kWarps / 2 : kWarps; }
 constexpr int kPlaces = 5;  // for tiles w, qG, kg
 
@@ -57,9 +57,10 @@ constexpr int kPlaces = 5;  // for tiles w, qG, kg
 struct Memory {
   Room room;
   int S_stride, w_stride, kg_stride, u_stride;
-  int S_rest, v_rest, parts;  // split: how far behind a number of S its rest is; where those of v_new, and sums begin
-  int w, kg, u, step;         // the first, and from one chunk's to the next's; with outputs from one place to the next
-  int Aqk, u_step;            // with outputs
+  // Split: how far behind a number of S its rest is; where the rests of v_new begin, and where sums do.
+  int S_rest, v_rest, parts;
+  int w, kg, u, step;  // the first, and from one chunk's to the next's; with outputs from one place to the next
+  int Aqk, u_step;     // with outputs
   int bytes;
 
   template <class E, int kTiles>
@@ -115,7 +116,7 @@ __device__ void ask_all(const Pieces<kColumns>& pieces) {
 #pragma unroll
   for (int i = 0; i < pieces.kCount; ++i) pieces.ask(i);
 }
-// Step `step` of `steps` that ask for all of both, or of three; the first and the rest are a group each.
+// Step `step` of `steps`, which together start all copies of two or three; the first and the rest are a group each.
 template <int kFirst, int... kRest>
 __device__ void ask_some(int step, int steps, const Pieces<kFirst>& first, const Pieces<kRest>&... rest) {
   constexpr int kAll = Pieces<kFirst>::kCount + (Pieces<kRest>::kCount + ...);
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   const auto row_of = [&](int tile) { return (warp % kRowWarps + kRowWarps * tile) * 16; };  // of S
   const int own0 = warp / kRowWarps * kOwn * 16;
 
-  // f(k, v, number) for all of S that this thread has.
+  // Calls f(k, v, number) for all of S that this thread has.
   Sum S[kTiles][kOwn];
   const auto for_each = [&](const auto& f) {
     const int t = static_cast<int>(threadIdx.x % 4);
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   const auto state_at = [&](const Rows& x, int64_t row) {
     return p.v_first ? x.at(row, v0, hv) : x.at(row, 0, hv) + v0 * x.size();
   };
-  // To memory, from the registers.
+  // Stores S to memory, from the registers.
   [[maybe_unused]] const auto store_S = [&](char* to) {
     if (p.v_first) {
       for_each([&](int k, int v, float y) {
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
     if constexpr (kTwice) return M::load_b_split(v_new, rest, m.u_stride, t, v);
     else return M::load_b(v_new, m.u_stride, t, v);
   };
-  // In f32, as it lies in memory, between registers and where w, kg and u will be or were.
+  // The state in f32, as it lies in memory, on its way to or from registers: where w, kg and u will be or were.
   constexpr int kMost = kOutputs ? kSize : kTiles * 128, kPad = 4;
   float* const whole = reinterpret_cast<float*>(shared + m.w);
   const auto whole_at = [&](int k, int v) -> float& {
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
   }
   put_S();
 
-  // Asks for the parts of a chunk.
+  // Starts the copies of the parts of a chunk.
   const int count = static_cast<int>((s.length + kRows - 1) / kRows);
   const auto chunk_at = [&](int i) {
     chunk.t0 = s.t0 + int64_t{i} * kRows;
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
       return Pieces<kRows>(p.Aqk, chunk, hv, 0, shared + m.Aqk, kRows, M::twist);
     };
 
-    // Rows of v_new and o, whose terms of Aqk v_new are more and more: each scheduler has two warps with five steps
+    // Rows of v_new and o. Later rows have more terms of Aqk v_new: each scheduler has two warps with five steps
     // together.
     constexpr bool kBoth = kColumns == 32;  // a warp makes v_new and o
     const bool second = warp >= kWarps / 2;
@@ -352,8 +353,8 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
         ptx::wait_for_copies<2>();
         __syncthreads();  // w, u, qG and the copy of S are there
       }
-      // Copies are asked for between the products, so that neither waits for all of the others. Behind the last chunk
-      // it is that one again, and nobody reads it.
+      // Copies start between the products, so that neither waits for all of the others. Behind the last chunk that
+      // chunk is copied again, and not read.
       const int next = min(i + 1, count - 1), after = min(i + 2, count - 1);
       const unsigned number = 3 * i;
       Chains wS[2];  // of even and of odd steps
@@ -416,7 +417,7 @@ __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, siz
     ptx::wait_for_copies<0>();
   } else {
     const int64_t first_row = p.h.data ? p.chunks.first_row(s.n) : 0;
-    const int twin = warp / kWarps;                                      // of two warps, which
+    const int twin = warp / kWarps;                                      // which of two warps
     const int i0 = warp % 4 * 16, column0 = warp / 4 % 2 * kParts * 16;  // of v_new
 #pragma unroll 1
     for (int i = 0, asked = 0; i < count; ++i) {

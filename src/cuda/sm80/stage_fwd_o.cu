@@ -1,5 +1,5 @@
-// F5: o = scale q E S + Aqk v_new. A block has a chunk of a value head and a slice of its columns; a warp 16 rows and
-// half of the columns. All it needs is asked for at once; other blocks of the SM compute meanwhile.
+// F5: o = scale q E S + Aqk v_new. A block has a chunk of a value head and a slice of its columns; a warp has 16 rows
+// and half of the columns. All copies start at once; other blocks of the SM compute meanwhile.
 //
 // Shared memory in bf16: q E 17, S 34, Aqk 17, v_new 17 KiB: two blocks an SM.
 #include "cuda/cuda.h"
@@ -21,7 +21,7 @@ struct Smem {
   alignas(16) unsigned char v[kTileBytesAcross<E>];
 };
 
-// q E of slice s, rows of a warp and channels of a lane.
+// Computes q E of slice s: rows of a warp, channels of a lane.
 template <class E>
 __device__ void put_q(const OutputCall& p, const ChunkAt& at, int hv, int s, unsigned char* tile) {
   constexpr int kGroup = kRows / kWarps;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kSize ? 3 : 2) output_kernel(const _
   auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
   using M = Math<E>;
   constexpr int kSlice = slice_of<E>, kPairs = kSlice / 32;  // 16 columns each, of a warp
-  constexpr int kAhead = kSize ? 1 : 2;                      // with three blocks an SM, others go on
+  constexpr int kAhead = kSize ? 1 : 2;                      // with three blocks an SM, the others run
   wait_for_stream();
   const auto tiles = static_cast<unsigned>(slices(p.V, kSlice)), HV = static_cast<unsigned>(p.HV);
   const int v0 = static_cast<int>(blockIdx.x % tiles) * kSlice;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kSize ? 3 : 2) output_kernel(const _
   if constexpr (kSize != 0) at.rows = kRows;
   if (!at.owned) return v0 ? void() : zero_rows(p.o, at, hv, p.V);
   const int64_t row = p.chunks.first_row(at.n) + at.index;
-  if (row >= p.h_rows) return;  // cu_seqlens that nobody checked
+  if (row >= p.h_rows) return;  // cu_seqlens are not checked
 
   stage<E, kRows, kRows>(tokens_of(p.Aqk, at, hv, 0, kRows), shared.A, kStride<E>);
   stage<E, kRows, kSlice>(tokens_of(p.v_new, at, hv, v0, p.V), shared.v, kStrideAcross<E>);

@@ -17,8 +17,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRows = static_cast<int>(kChunk);
 template <class E>
 constexpr int slice_of = 256 / sizeof(E);  // channels of a tile
-// Elements from row to row, so that what a warp reads at once lies in different banks: 16 bytes of eight rows, in f32
-// four numbers of eight rows, or, of tiles [k][m] and [k][n], eight numbers of four rows.
+// Elements from one row to the next, so that what a warp reads at once lies in different banks: 16 bytes of eight
+// rows, in f32 four numbers of eight rows, or, in tiles [k][m] and [k][n], eight numbers of four rows.
 template <class E>
 constexpr int kStride = slice_of<E> + 16 / sizeof(E);
 template <class E>
@@ -41,7 +41,7 @@ struct Rows {
   char* data = nullptr;  // nullptr: absent
   int64_t batch = 0, token = 0, head = 0;
   int32_t dtype = KDA_F32;
-  bool wide = false;  // every row begins at 16 bytes and is a multiple of them
+  bool wide = false;  // rows begin at multiples of 16 bytes and have a multiple of 16 bytes
 
   __device__ char* at(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * token + h * head; }
   __host__ __device__ int size() const { return dtype == KDA_F32 ? 4 : 2; }  // of an element
@@ -61,13 +61,13 @@ inline Rows rows_of(const kda_tensor& t, int batch, int token, int head) {
 inline Rows rows_of(const kda_tensor& t) { return rows_of(t, 0, 1, 2); }          // of tokens
 inline Rows lines_of_states(const kda_tensor& t) { return rows_of(t, 0, 2, 1); }  // b: the row, t: the line
 
-// Kernels made for wide rows of the dtype they mostly have are half as long: what a longer one leaves out by branches
-// comes through the instruction cache all the same.
+// Kernels made for wide rows of their usual dtype are half as long. Code for other rows, though a branch skips it,
+// would come through the instruction cache all the same.
 template <class E, class... R>
 __device__ void set_known(R&... rows) {
   ((rows.wide = true, rows.dtype = dtype_of<E>), ...);
 }
-// Those that are there.
+// Whether all of them that are present are wide rows of dtype_of<E>.
 template <class E>
 bool are_known(std::initializer_list<const Rows*> all) {
   for (const Rows* x : all)
@@ -82,8 +82,8 @@ inline const char* stage_why_not(const kda_exec& exec, bool f64, int64_t blocks)
   return blocks < int64_t{1} << 31 ? nullptr : "takes at most 2^31 blocks";
 }
 
-// Products are in f32 unless all of these are in bf16: tensors that no call lacks, so that no bit depends on what is
-// wanted.
+// Products are in f32 unless all of these are in bf16. They are tensors that every call has, so that no bit depends
+// on which outputs are wanted.
 inline bool is_exact(std::initializer_list<const kda_tensor*> tensors) {
   for (const kda_tensor* t : tensors)
     if (t->dtype != KDA_BF16) return true;
@@ -96,17 +96,17 @@ inline bool is_exact(std::initializer_list<const kda_tensor*> tensors) {
 struct ChunkAt {
   int64_t n, b, t0, index;  // chunk `index` of sequence n
   int rows;
-  bool owned;  // false: tokens of nobody, outputs are zeroed
+  bool owned;  // false: tokens of no sequence, whose outputs are zeroed
 };
 
-// The same; addresses with it are computed anew where they are needed, and take no registers until then.
+// The same chunk; addresses made from it are computed anew where they are needed, and take no registers until then.
 __device__ inline ChunkAt anew(ChunkAt at) {
   asm volatile("" : "+l"(at.t0), "+l"(at.b));
   return at;
 }
 
-// All chunks of a call, one a block. With cu_seqlens sequence n has numbers from cu[n] / 64 + n on: they rise with n
-// and leave room for its chunks. What belongs to nobody comes last, as one sequence more.
+// All chunks of a call, one for each block. With cu_seqlens sequence n has numbers from cu[n] / 64 + n on: they rise
+// with n and leave room for its chunks. Tokens of no sequence come last, as one sequence more.
 struct Chunks {
   int64_t T, N, per_row, count;
   kda_tensor cu_seqlens;
@@ -127,7 +127,7 @@ struct Chunks {
     return {n, 0, end, T - end, n, false, false};
   }
   bool whole() const { return !varlen && T % kChunk == 0; }  // no chunk has fewer rows
-  // Is there one of that number?
+  // Whether there is a chunk of that number, which is then described in `at`.
   __device__ bool find(int64_t number, ChunkAt& at) const {
     if (!varlen) at.n = number / per_row, at.index = number % per_row;
     else {
@@ -146,7 +146,7 @@ struct Chunks {
     at.b = s.b, at.t0 = s.t0 + t, at.rows = static_cast<int>(min(s.length - t, kChunk)), at.owned = s.live;
     return true;
   }
-  // Its row of h: the same in all threads of a warp.
+  // The row of h of a sequence's first chunk: the same in all threads of a warp.
   __device__ int64_t first_row(int64_t n) const {
     if (!varlen) return n * per_row;
     unsigned rows = 0;
@@ -161,7 +161,7 @@ __device__ inline float load_element(const char* from, int32_t dtype) {
   return value_of(dtype, load_raw<false>(from, dtype));
 }
 
-// The 8 bytes of a lane of a tile's row.
+// The 8 bytes that a lane has of a tile's row.
 template <class E>
 __device__ uint2 packed(const float (&x)[kPerLane<E>]) {
   if constexpr (sizeof(E) == 4) return {__float_as_uint(x[0]), __float_as_uint(x[1])};
@@ -174,7 +174,7 @@ __device__ void unpack(uint2 from, float (&x)[kPerLane<E>]) {
     x[0] = __uint_as_float(from.x << 16), x[1] = __uint_as_float(from.x & 0xffff0000u),
     x[2] = __uint_as_float(from.y << 16), x[3] = __uint_as_float(from.y & 0xffff0000u);
 }
-// Channels c .. of a row of n; zeros beyond.
+// Loads channels from c on of a row of n; zeros beyond.
 template <int kCount>
 __device__ void load_values(const Rows& x, const char* row, int c, int n, float (&to)[kCount]) {
   if (x.wide && x.dtype == KDA_F32) {
@@ -188,7 +188,7 @@ __device__ void load_values(const Rows& x, const char* row, int c, int n, float 
     }
   } else {
 #pragma unroll 1
-    for (int i = 0; i < kCount; ++i) {  // rolled up, for it is not in a hurry, and there are many of it
+    for (int i = 0; i < kCount; ++i) {  // not unrolled: it need not be fast, and there are many copies of it
       const float one = c + i < n ? load_element(row + (c + i) * x.size(), x.dtype) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kCount; ++j) to[j] = i == j ? one : i ? to[j] : 0.0f;
@@ -226,8 +226,8 @@ __device__ inline Matrix tokens_of(const Rows& x, const ChunkAt& at, int64_t h, 
   return {x.at(at.b, at.t0, h) + c0 * x.size(), x.token, at.rows, n - c0, x.dtype, x.wide};
 }
 
-// Asks for kLines x kColumns of it, or brings them: then a barrier, with wait_for_copies() before it, ends it. Zeros
-// beyond lines and n.
+// Starts the copies of kLines x kColumns of the matrix, or stores them at once. They are there after
+// wait_for_copies() and a barrier. Zeros beyond lines and n.
 template <class E, int kLines, int kColumns, int kBlock = kThreads>
 __device__ void stage(const Matrix& m, void* tile, int stride) {
   E* to = static_cast<E*>(tile);
@@ -236,7 +236,7 @@ __device__ void stage(const Matrix& m, void* tile, int stride) {
                   kStep = kBlock / kPieces;  // kStep: lines at once
     const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces * kPiece;
     const char* from = m.from + first * m.step + c * static_cast<int>(sizeof(E));
-    __builtin_assume(first < kStep);  // as threadIdx.x < kBlock: lines that are known to be there are not asked about
+    __builtin_assume(first < kStep);  // as threadIdx.x < kBlock: saves the checks of lines that are known to exist
 #pragma unroll(kLines == kRows ? 8 : 4)
     for (int line0 = 0; line0 < kLines; line0 += kStep, from += kStep * m.step) {
       const int line = first + line0;
@@ -260,7 +260,7 @@ __device__ inline void arrived() {
   __syncthreads();  // what came, and what was written, is there for all
 }
 
-// kLines x kColumns of a tile to x, line i at to(i), of which `lines` and n are real.
+// Stores kLines x kColumns of a tile to x, line i at to(i). Only `lines` lines and n columns are real.
 template <class E, int kLines, int kColumns, int kBlock = kThreads, class F>
 __device__ void unstage(const void* tile, int stride, const Rows& x, int lines, int n, const F& to) {
   const E* from = static_cast<const E*>(tile);
@@ -285,7 +285,7 @@ __device__ void unstage(const void* tile, int stride, const Rows& x, int lines, 
   }
 }
 
-// Two neighbours of a row, columns c and c + 1 of n.
+// Stores two neighbours of a row, columns c and c + 1 of n.
 __device__ inline void store_pair(const Rows& x, char* row, int c, int n, float y, float z) {
   if (x.wide && x.dtype == KDA_F32) {
     if (c < n) *reinterpret_cast<float2*>(row + c * 4) = {y, z};
@@ -303,7 +303,7 @@ __device__ inline void zero_rows(const Rows& x, const ChunkAt& at, int64_t h, in
 
 // ---- products: 16 x 16 += 16 x 16 times 16 x 16, by a warp ----
 
-// Fragments of mma.m16n8k16, and of two neighbours of n: lane 4 g + t has, of a result, rows g and g + 8, columns 2 t
+// Fragments of mma.m16n8k16, of two neighbours in n. Of a result, lane 4 g + t has rows g and g + 8, and columns 2 t
 // and 2 t + 1 of each half: sum[half][0], [1] of the first row, [2], [3] of the second.
 struct Sum {
   float x[2][4] = {};
@@ -320,7 +320,7 @@ __device__ inline Sum sum_of(const Sum& x, const Sum& y) {
   return sum;
 }
 
-// A sum as one, and as two that do not wait for one another.
+// A sum as one chain, and as two that do not wait for each other.
 struct Chain {
   Sum x;
   __device__ const Sum& sum() const { return x; }
@@ -344,7 +344,7 @@ struct Math<bf16> {
     A big, small;
   };
 
-  // Rows m0 .. of a tile [m][k]; of a tile [k][m].
+  // Loads rows from m0 on of a tile [m][k]; of a tile [k][m].
   __device__ static A load_a(const void* tile, int stride, int m0, int k0) {
     A a;
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -357,7 +357,7 @@ struct Math<bf16> {
     ptx::load_transposed(a.x, at(tile, stride, k0 + lane % 8 + lane / 16 * 8, m0 + lane / 8 % 2 * 8));
     return a;
   }
-  // Columns n0 .. of a tile [k][n]; of a tile [n][k].
+  // Loads columns from n0 on of a tile [k][n]; of a tile [n][k].
   __device__ static B load_b(const void* tile, int stride, int k0, int n0) {
     B b;
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -370,7 +370,7 @@ struct Math<bf16> {
     ptx::load_matrices(b.x, at(tile, stride, n0 + lane % 8 + lane / 16 * 8, k0 + lane / 8 % 2 * 8));
     return b;
   }
-  // Of numbers in f32.
+  // Loads from a tile of numbers in f32.
   __device__ static Exact load_exact(const float* tile, int stride, int m0, int k0) {
     Exact a;
     const float* from = tile + (m0 + static_cast<int>(threadIdx.x % 32) / 4) * stride + k0 + threadIdx.x % 4 * 2;
@@ -383,7 +383,7 @@ struct Math<bf16> {
     }
     return a;
   }
-  // Above the diagonal nothing is left, whatever it holds.
+  // Clears what is above the diagonal, whatever it holds.
   __device__ static void keep_lower(A& a) {
     const int g = static_cast<int>(threadIdx.x % 32) / 4, t = static_cast<int>(threadIdx.x % 4);
     const unsigned mask = (2 * t <= g ? 0xffffu : 0) | (2 * t + 1 <= g ? 0xffff0000u : 0);
@@ -414,8 +414,9 @@ struct Math<bf16> {
   }
 };
 
-// Two steps of mma.m16n8k8 each, of which lane 4 g + t has channels t, t + 4, t + 8 and t + 12: lanes read neighbours
-// at once, and any order of channels does if a and b have the same. What many warps read is split once, into two tiles.
+// A product is two steps of mma.m16n8k8. Lane 4 g + t has channels t, t + 4, t + 8 and t + 12. So lanes read
+// neighbours at once; any order of channels will do if a and b have the same. What many warps read is split once,
+// into two tiles.
 template <>
 struct Math<float> {
   using Accurate = Chains;  // of the larger parts, and of the rests
@@ -441,8 +442,8 @@ struct Math<float> {
     const float* from = at(tile, stride, k0 + own(), m0 + group());
     return split_a(four(from, 4 * stride), four(from + 8, 4 * stride));
   }
-  // Of tiles without gaps between rows, which begin at multiples of 128 bytes. Pieces of 16 bytes change places within
-  // these: piece p of row i is at p ^ twist(i), of what is read transposed at p ^ twist_across(i).
+  // For tiles without gaps between rows, which begin at multiples of 128 bytes. Pieces of 16 bytes change places
+  // within these: piece p of row i is at p ^ twist(i), or at p ^ twist_across(i) where the tile is read transposed.
   __device__ static int twist(int row) { return row & 7; }
   __device__ static int twist_across(int row) { return (row & 3) << 1; }
   __device__ static A load_a_twisted(const void* tile, int stride, int m0, int k0) {
@@ -475,7 +476,7 @@ struct Math<float> {
     for (int i = 0; i < 8; ++i) split(__uint_as_float(x[i]), b.big[i], b.small[i]);
     return b;
   }
-  // Of numbers that were split, the rest `apart` bytes behind them.
+  // Loads numbers that were split, whose rests are `apart` bytes behind them.
   __device__ static B load_b_split(const void* tiles, int apart, int stride, int k0, int n0) {
     const float *from = at(tiles, stride, k0 + own(), n0 + group()), *rest = from + apart / 4;
     return b_of(four(from, 4 * stride), four(from + 8, 4 * stride), four(rest, 4 * stride), four(rest + 8, 4 * stride));
@@ -508,7 +509,8 @@ struct Math<float> {
       if (channel > row) a.big[i] = a.small[i] = 0;
     }
   }
-  // Tensor cores cut off what a sum has no room for: fewer additions to the larger one are less of that, too.
+  // Tensor cores cut off what a sum has no room for. With fewer additions to the larger sum less is cut off, so the
+  // rests have a sum of their own.
   __device__ static void add(Sum& sum, Sum& of_rests, const A& a, const B& b) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -539,7 +541,7 @@ struct Math<float> {
   __device__ static const float* at(const void* tile, int stride, int row, int column) {
     return static_cast<const float*>(tile) + row * stride + column;
   }
-  // Eight by four numbers of 32 bits come as eight by eight of 16 bits.
+  // Eight by four numbers of 32 bits are loaded as eight by eight of 16 bits.
   __device__ static void load_columns(unsigned (&x)[8], const void* tile, int stride, int n0, int k0) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const float* from = at(tile, stride, n0 + lane % 8, k0 + lane / 8 * 4);
@@ -552,8 +554,8 @@ struct Math<float> {
   __device__ static float4 four(const float* from, int step) {
     return {from[0], from[step], from[2 * step], from[3 * step]};
   }
-  // Rounded to 11 bits, and the rest, of which tensor cores cut off what is beyond 11 bits: its sign is anybody's, so
-  // that errors do not add up. A NaN is in the rest.
+  // Splits x into what is rounded to 11 bits, and the rest, of which tensor cores cut off what is beyond 11 bits. The
+  // rest has either sign, so that errors do not add up. A NaN is in the rest.
   __device__ static void split(float x, unsigned& big, unsigned& small) {
     big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
@@ -584,7 +586,7 @@ struct Math<float> {
   }
 };
 
-// f(row, column, x, y) for both numbers of every pair of a lane: columns `column` and `column` + 1 of 16 x 16.
+// Calls f(row, column, x, y) for every pair of a lane: columns `column` and `column` + 1 of 16 x 16.
 template <class F>
 __device__ void for_each_pair(const Sum& sum, const F& f) {
   const int g = static_cast<int>(threadIdx.x % 32) / 4, t = static_cast<int>(threadIdx.x % 4);
@@ -616,8 +618,8 @@ struct IntraCall {
   Rows ends;  // out, optional: G of the last row of chunks [B,chunks,HV,K], all of which are whole
   int32_t HV, group, K, V;
   int32_t chunk;  // of T, w, u, qG, kg: 32 or 64
-  int64_t w_skip,
-      u_skip;  // bytes from one chunk of w or u to the next, all of whose rows are written then; 0: by token
+  // Bytes from one chunk of w or u to the next; all rows of a chunk are written then. 0: chunks follow by token.
+  int64_t w_skip, u_skip;
   float scale;
   bool steps, solve;
 };

@@ -1,8 +1,8 @@
-// Backward by chunks on Hopper: the steps of cuda_chunk (sm80/backward_chunk.cu), with the forward of Hopper for h and
-// v_new, and a wide kernel whose tiles the copy engine brings and whose large products a warpgroup makes (wgmma).
+// Backward by chunks on Hopper: the steps of cuda_chunk (sm80/backward_chunk.cu), with Hopper's forward for h and
+// v_new, and a wide kernel that copies tiles by TMA and makes its large products by wgmma.
 //
-// A block of three warpgroups stays on an SM and goes through its share of items, a chunk of a value head each: two
-// multiply (wide_multiplier.h), the warps of the third help (wide_helpers.h).
+// A block of three warpgroups stays on an SM and goes through its share of items, each of which is a chunk of a value
+// head. Two warpgroups multiply (wide_multiplier.h), the warps of the third help (wide_helpers.h).
 #include "cuda/cuda.h"
 #include "cuda/sm80/backward_plan.h"
 #include "cuda/sm90/wide_helpers.h"
@@ -57,7 +57,7 @@ void launch_usual(const BackwardProblem& p, const BackwardPlan& plan) {
   else launch_wide<UsualGate<KDA_GATE_LOG>>(p, plan);
 }
 
-// ---- forward again, whose outputs nobody wants: they go where dv will be ----
+// ---- forward again: its outputs are not needed and go where dv will be ----
 
 ForwardProblem again_problem(const BackwardProblem& p, const BackwardPlan& plan) {
   ForwardProblem again = plan.forward;

@@ -1,11 +1,11 @@
-// The warps that help those that multiply: one copies, two make norms an item ahead, one adds up what the norms'
+// The helper warps of the wide kernel: one copies, two compute norms an item ahead, one adds up what the norms'
 // gradients need.
 #pragma once
 #include "cuda/sm90/wide_memory.h"
 
 namespace kda::cuda::sm90 {
 
-// A block's share of all items, in order: chunks of one head, then of the next. By a whole warp.
+// A block's share of all items, in order: chunks of one head, then of the next. A whole warp uses it.
 class WideItems {
  public:
   __device__ WideItems(const WideCall& call) : call_(call), group_(static_cast<unsigned>(call.p.group())) {
@@ -14,7 +14,7 @@ class WideItems {
     left_ = static_cast<unsigned>((blockIdx.x + 1) * all / gridDim.x) - first;
     h_ = first / call.rows.rows, row_ = first - h_ * call.rows.rows;
   }
-  // The next one; without rows if there is none.
+  // Returns the next item, without rows if there is none.
   __device__ WideItem next() {
     while (left_) {
       if (i_ == 0) at_ = wide_chunk_at(call_.p, call_.rows, row_, h_row_);
@@ -48,8 +48,8 @@ class WideItems {
   ChunkPlace at_{};
 };
 
-// Brings all tiles, and takes away dq, dk and dg. q, k and g come an item ahead, the others as soon as those before are
-// read.
+// Copies all tiles in, and dq, dk and dg out. q, k and g come an item ahead, the others as soon as those of the item
+// before have been read.
 class WideProducer {
  public:
   __device__ WideProducer(const WideCall& call, WidePlace at) : call_(call), at_(at), items_(call) {}
@@ -73,7 +73,8 @@ class WideProducer {
   }
 
  private:
-  // Tells who the n-th item is, and asks for its q, k and g. Nobody reads the item before the last any more.
+  // Describes the n-th item and starts the copies of its q, k and g. All reads of item n - 2 in the same place are
+  // done.
   __device__ void publish(unsigned n, const WideItem& item) const {
     if (!ptx::elect()) return;
     const unsigned to = at_.item(n), bar = at_.raw_full(n), raw = at_.raw(n);
@@ -103,8 +104,8 @@ class WideProducer {
     for (unsigned i = 0; i < 2; ++i) ptx::copy_tile(to + i * half, map, 64 * i, head, item.t0, item.b, barrier);
   }
 
-  // dq and dk are those of the q/k head behind its last value head. A packed sequence's last tokens may have others
-  // behind them.
+  // Stores dg and, behind the last value head of a q/k head, dq and dk: only then are they complete. Behind a packed
+  // sequence's last tokens there may be tokens of another one, so short chunks are stored row by row.
   __device__ void store(unsigned n, const WideItem& item) const {
     const WidePlaces& to = call_.places;
     const bool keys = item.last;
@@ -138,7 +139,7 @@ class WideProducer {
   WideItems items_;
 };
 
-// Lengths of q and k of 32 tokens, an item ahead; and what is to be there behind a chunk's end: nothing.
+// Computes the norms of q and k of 32 tokens, an item ahead, and clears their rows behind a chunk's end.
 class WideNorms {
  public:
   __device__ WideNorms(const WideCall& call, WidePlace at, unsigned half)
@@ -158,7 +159,7 @@ class WideNorms {
   }
 
  private:
-  // Rows from here on, to the end of this warp's.
+  // Clears this warp's rows from `from` on.
   __device__ void clear(unsigned raw, unsigned from) const {
     const unsigned none = __float_as_uint(no_decay(call_.x.gate_form)) >> 16, g = none | none << 16;
 #pragma unroll 1
@@ -209,8 +210,8 @@ class WideNorms {
   const unsigned first_, lane_;
 };
 
-// With y = r x, dx = r (dy - y (y . dy)): r and -r (y . dy) of each token, y . dy over all channels and the value heads
-// of a q/k head. A lane has two tokens.
+// With y = r x, dx = r (dy - y (y . dy)). Computes r and -r (y . dy) of each token, with y . dy over all channels and
+// the value heads of a q/k head. A lane has two tokens.
 class WideFactors {
  public:
   __device__ WideFactors(const WideCall& call, WidePlace at) : call_(call), at_(at) {}

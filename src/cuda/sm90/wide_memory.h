@@ -8,28 +8,28 @@
 
 namespace kda::cuda::sm90 {
 
-constexpr unsigned kWideWarps = 8;                                     // that multiply: 16 channels each
-constexpr unsigned kWideThreads = 32 * kWideWarps + kGroup;            // and a warpgroup that helps
+constexpr unsigned kWideWarps = 8;                                     // multipliers: 16 channels each
+constexpr unsigned kWideThreads = 32 * kWideWarps + kGroup;            // and a warpgroup of helpers
 constexpr unsigned kMultiplierRegisters = 240, kHelperRegisters = 24;  // all that the pool of 168 x 384 has
 static_assert(kMultiplierRegisters * 2 + kHelperRegisters == 168 * 3);
-constexpr unsigned kMultiplierBarrier = 1;  // named: of the warps that multiply
+constexpr unsigned kMultiplierBarrier = 1;  // named barrier of the multipliers
 
-// Shared memory, each tile swizzled (Swizzle::k128): 64 channels, or value columns, in a row of 128 bytes.
+// Shared memory. Each tile is swizzled (Swizzle::k128): 64 channels or value columns in a row of 128 bytes.
 struct WideHalf {
   unsigned char bytes[kChunk][kRowBytes];
 };
 struct WideTile {  // 64 tokens
   WideHalf halves[2];
 };
-struct WideState {  // a row a value column
+struct WideState {  // a row for each value column
   unsigned char halves[2][kSize][kRowBytes];
 };
 
 // What a block works on: a chunk of a value head. The value heads of a q/k head follow one another.
 struct WideItem {
-  unsigned b, t0, rows, hv;  // rows 0: there is no more
+  unsigned b, t0, rows, hv;  // rows 0: no more items
   unsigned h, h_row, row;    // of q and k; of states; of sums
-  unsigned first, last;      // of the q/k head's value heads
+  unsigned first, last;      // flags: first, last of the q/k head's value heads
 };
 
 struct alignas(1024) WideShared {
@@ -37,15 +37,16 @@ struct alignas(1024) WideShared {
     WideTile q, k, g;
   };
   Raw raw[2];             // of two items; dq, dk, dg take their places
-  WideHalf d_o_dv[2][2];  // of each half of the columns d_o and dv: together one operand of 128 rows
+  WideHalf d_o_dv[2][2];  // d_o and dv of each half of the columns: together one operand of 128 rows
   WideTile v_new;
   WideState S, dS;
-  WideHalf dA, B;           // [64][64]. Right of the diagonal's blocks: sums that warps hand to others
+  WideHalf dA, B;           // [64][64]. Right of the diagonal's blocks: sums that warps pass to others
   float2 norms[2][kChunk];  // of two items: factors that make q and k as long as 1
   float4 factors[kChunk];   // r and -r (y . dy), of q and of k
   float bias[kSize];
   WideItem items[2];
-  // mbarriers: what is there. big_read: d_o .. dS have been read; staged: dq, dk, dg are in place of q, k, g.
+  // mbarriers. .._full: that part is there; big_read: d_o .. dS have been read; staged: dq, dk, dg are in place of q,
+  // k, g.
   uint64_t raw_full[2], norms_full[2], big_full, big_read, scores_full, dots_full, factors_full, staged;
   unsigned unused;
 };
@@ -55,12 +56,12 @@ static_assert(sizeof(WideShared) <= 227 * 1024, "what a block of Hopper may have
 constexpr unsigned kWideHalf = sizeof(WideHalf), kStateHalf = kSize * kRowBytes;
 constexpr unsigned kBigBytes = 3 * sizeof(WideTile) + 2 * sizeof(WideState);
 
-// Where piece p (8 channels) of a row is, halves of `half` bytes.
+// The offset of a piece (8 channels) of a row in a tile with halves of `half` bytes.
 __device__ inline unsigned swizzled(unsigned row, unsigned piece, unsigned half) {
   return piece / 8 * half + row * kRowBytes + ((piece % 8 ^ row % 8) << 4);
 }
 
-// Shared memory by address, as of the n-th item.
+// Addresses in shared memory, for the n-th item.
 struct WidePlace {
   unsigned base;
   __device__ unsigned raw(unsigned n) const { return base + KDA_AT(raw) + n % 2 * sizeof(WideShared::Raw); }
@@ -72,7 +73,7 @@ struct WidePlace {
   __device__ void wait_norms(unsigned n) const { ptx::wait_barrier(norms_full(n), n / 2 % 2); }
   __device__ void wait(unsigned barrier, unsigned n) const { ptx::wait_barrier(base + barrier, n % 2); }
   __device__ unsigned field(unsigned n, unsigned offset) const { return ptx::load_shared(item(n) + offset); }
-  // y . dy of a pair of tokens, by warp w: of q, of k, of q, of k.
+  // y . dy of a pair of tokens, from warp w: of q and k of the first, of q and k of the second.
   __device__ unsigned dots(unsigned w, unsigned pair) const {
     return base + (w / 4 ? KDA_AT(B) : KDA_AT(dA)) + swizzled(pair, 4 + w % 4, 0);
   }
@@ -91,7 +92,7 @@ struct WidePlace {
 };
 #define KDA_FIELD(place, n, name) (place).field(n, static_cast<unsigned>(offsetof(WideItem, name)))
 
-// What the copy engine knows: boxes of 64 channels of 64 tokens, or of 128 columns of a state.
+// The TMA descriptors: boxes of 64 channels of 64 tokens, or of 128 columns of a state.
 struct WideMaps {
   CUtensorMap q{}, k{}, g{}, d_o{}, v_new{}, dv{}, h{}, dh{}, dq{}, dk{}, dg{};
 

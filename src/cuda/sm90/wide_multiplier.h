@@ -1,14 +1,15 @@
-// The warps that multiply: 16 channels each, all 64 tokens of an item (wide.h).
+// The multipliers of the wide kernel: each warp has 16 channels and all 64 tokens of an item (wide.h).
 //
-// Products with states and dA, B are wgmma of a warpgroup (64 channels; dA by the one, B by the other), and fly while
-// gates and operands are made; products of pairs are mma.sync, whose left operands are the warp's own registers. There
-// is no barrier of the block in the loop, mbarriers only.
+// Products with states, and dA and B, are wgmma of a warpgroup (64 channels; one warpgroup makes dA, the other B).
+// Those with states run while gates and operands are made. Products of pairs are mma.sync, whose left operands are
+// the warp's own registers. The loop has no barrier of the block, only mbarriers, and a named barrier where a chunk
+// is short.
 #pragma once
 #include "cuda/sm90/wide_memory.h"
 
 namespace kda::cuda::sm90 {
 
-// Where a warp finds what wide.h asks for.
+// Tells where a warp finds the data that wide.h needs.
 struct WideView {
   static constexpr bool kTakesSteps = true;
   unsigned base, raw, norms;
@@ -26,7 +27,7 @@ struct WideView {
     return raw + static_cast<unsigned>(offsetof(WideShared::Raw, g)) + own_place(16 * pair, kWideHalf);
   }
   __device__ float4 norms_of(int n) const { return ptx::load_shared_f32x4(norms + (8 * n + threadIdx.x % 4 * 2) * 8); }
-  // Where the warp's dots will be.
+  // Steps are kept where the warp's dots will be.
   __device__ unsigned step(unsigned w, unsigned c) const {
     return WidePlace{base}.dots(warp(), (w - 1) * 4 + c / 4) + c % 4 * 4;
   }
@@ -78,7 +79,7 @@ class WideMultiplier {
     if (lane() == 0) ptx::arrive(at_.base + barrier);
   }
 
-  // The gate of the item's value head, and betas of the lane's tokens on the diagonal of B, as they lie in memory.
+  // Takes the gate of the item's value head and, unconverted, betas of the lane's tokens on the diagonal of B.
   __device__ void take_head(unsigned (&betas)[2]) {
     const Tokens& x = call_.x;
     const unsigned hv = field(offsetof(WideItem, hv));
@@ -101,7 +102,7 @@ class WideMultiplier {
     __syncwarp();  // biases are there
   }
 
-  // dA or B, and behind them the products with states. rowsum(S dS) meanwhile.
+  // Computes dA or B, then starts the products with states. rowsum(S dS) is computed meanwhile.
   __device__ void multiply() {
     at_.wait(KDA_AT(big_full), n_);
     if (rows_ < kChunk) clear_tail();
@@ -144,7 +145,7 @@ class WideMultiplier {
     own_.sum_behind(view, SdS);
   }
 
-  // What came along behind the chunk's end is other tokens'.
+  // Clears the rows behind the chunk's end: they came with data of other tokens.
   __device__ void clear_tail() const {
 #pragma unroll 1
     for (unsigned i = rows_ * 16 + threadIdx.x; i < kChunk * 16; i += 32 * kWideWarps) {
@@ -172,7 +173,7 @@ class WideMultiplier {
     ptx::store_shared_f32(at_.state_dots(warp_, c() + 8), c() % 2 ? d[1][3] + d[3][3] : d[1][2] + d[3][2]);
   }
 
-  // 16 rows of dA or B by each warp. What is right of the diagonal's blocks nobody reads.
+  // Each warp writes 16 rows of dA or B. Nothing reads scores right of the diagonal's blocks.
   __device__ void write_scores(const unsigned (&betas)[2]) {
     const unsigned w4 = warp_ % 4;
     const float scale = group() ? -1.0f : call_.x.scale;
@@ -199,7 +200,8 @@ class WideMultiplier {
       }
     arrive(KDA_AT(scores_full));
   }
-  // From the diagonal of dv v_new^T: two tiles, of which the lane has one element of rows c and c + 8 each.
+  // Writes dbeta from the diagonal of dv v_new^T. d has two tiles, in which the lane has one element each of rows c
+  // and c + 8.
   __device__ void write_dbeta(const float* d, const unsigned (&betas)[2]) const {
     const TypedView& to = call_.places.dbeta;
     if (!to.data) return;
@@ -228,11 +230,12 @@ class WideMultiplier {
       return make_float2(gate_.log2(z.x + biases[hh]), gate_.log2(z.y + biases[hh]));
     });
     own_.make_operands(view);
-    // So that they are rounded here, and not where they are needed, until when they take twice as many registers.
+    // Makes the compiler round the operands here, not where they are needed: until then they take twice as many
+    // registers.
     if (own_.operand_bits() == 0x12345678) ptx::store_shared(at_.base + KDA_AT(unused), 0);
   }
 
-  // Over the eight lanes of a token: a lane has q or k of the first or the second token then.
+  // Adds y . dy over the eight lanes of a token. Then a lane has that of q or k, of the first or the second token.
   __device__ void finish() {
     const unsigned dots = at_.dots(warp_, j()) + 4 * (c() % 4);
     own_.finish(call_.places.unknown, [&](int n, const float(&of_q)[2], const float(&of_k)[2]) {
@@ -243,12 +246,12 @@ class WideMultiplier {
       const bool second = c() / 2 % 2;
       float sum = (second ? sums[1] : sums[0]) + __shfl_xor_sync(kAll, second ? sums[0] : sums[1], 8);
       sum += __shfl_xor_sync(kAll, sum, 16);
-      ptx::store_shared_f32((n % 2 ? dots ^ 64 : dots) + 512 * n, sum);  // twice: a branch would cut the code in pieces
+      ptx::store_shared_f32((n % 2 ? dots ^ 64 : dots) + 512 * n, sum);  // by two lanes: a branch would split the code
     });
     arrive(KDA_AT(dots_full));
   }
 
-  // The gate's gradient in place of its input, and its sums.
+  // Writes the gate's gradient in place of its input, and adds up its sums.
   __device__ void write_gates(const WideView& view) {
     float of_bias[2] = {}, of_A = 0;
     const float biases[2] = {bias(0), bias(1)};
@@ -274,7 +277,7 @@ class WideMultiplier {
     if (lane() == 0) sums[kSize + warp_] = of_A;
   }
 
-  // dq and dk of several value heads: first + second + ..
+  // Adds dq and dk of several value heads: first + second + ..
   __device__ void add_heads() {
     if (call_.p.group() == 1) return;
     const bool first = field(offsetof(WideItem, first)), last = field(offsetof(WideItem, last));
@@ -289,7 +292,7 @@ class WideMultiplier {
     }
   }
 
-  // Through the norm, in place of q and k.
+  // Takes dq and dk through the norm and writes them in place of q and k.
   __device__ void write_keys(const WideView& view) {
     at_.wait(KDA_AT(factors_full), n_);
 #pragma unroll

@@ -26,6 +26,6 @@ inline __half2 __hmul2(__half2 a, __half2 b) {
 inline float __low2float(__half2 x) { return x.x; }
 inline float __high2float(__half2 x) { return x.y; }
 inline __half2 __float2half2_rn(float x) { return {__half(x), __half(x)}; }
-// Is it so for both? u: also where they cannot be compared.
+// Whether the comparison holds for both; u: also where the numbers cannot be compared.
 inline bool __hblt2(__half2 a, __half2 b) { return float{a.x} < float{b.x} && float{a.y} < float{b.y}; }
 inline bool __hbltu2(__half2 a, __half2 b) { return !(float{a.x} >= float{b.x}) && !(float{a.y} >= float{b.y}); }

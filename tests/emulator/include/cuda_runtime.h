@@ -20,12 +20,12 @@
 #define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
-// The one storage class that goes with `extern` and is static in a function by itself. All threads of a block are
+// The only storage class that goes with `extern` and is static in a function by itself. All threads of a block are
 // fibers of one thread of the host.
 #define __shared__ thread_local
 #define __builtin_assume(condition) static_cast<void>(0)
 
-// ---- who a thread is ----
+// ---- indices of a thread ----
 
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
@@ -75,7 +75,7 @@ void __syncwarp(unsigned mask = ~0u, kda::emulator::Where where = kda::emulator:
 
 namespace kda::emulator {
 
-void check_mask(unsigned mask, Where where);  // of all lanes
+void check_mask(unsigned mask, Where where);  // accepts the mask of all lanes alone
 unsigned own_lane();
 
 template <class T>

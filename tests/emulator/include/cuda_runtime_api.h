@@ -56,7 +56,7 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDriverGetVersion(int* version);
-// Of the driver's functions, cuTensorMapEncodeTiled.
+// Finds one function of the driver: cuTensorMapEncodeTiled.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                              unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 
@@ -68,5 +68,5 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaDeviceSynchronize();
 
 cudaError_t cudaGetLastError();
-// Of a kernel that failed: what the last one did wrong.
+// For a kernel that failed: what the last one did wrong.
 const char* cudaGetErrorString(cudaError_t error);

@@ -12,7 +12,7 @@ using emulator::Where;
 
 inline unsigned shared_address(const void* shared) { return emulator::shared_address(shared); }
 
-// ---- copies to shared memory that nobody waits for; `bytes` come, what is left of the access becomes zeros ----
+// ---- asynchronous copies to shared memory; `bytes` bytes arrive, the rest of the access becomes zeros ----
 
 inline void copy16(unsigned to, const void* from, unsigned bytes = 16, Where where = Where::current()) {
   emulator::copy(to, from, 16, bytes, where);

@@ -72,7 +72,7 @@ void copy_bulk_to_shared(unsigned to, const void* from, unsigned bytes, unsigned
 void copy_bulk_to_global(void* to, unsigned from, unsigned bytes, Where where = Where::current());
 void copy_bulk_between(unsigned to, unsigned from, unsigned bytes, unsigned barrier, Where where = Where::current());
 
-// A corner of a tile, of as many dimensions as the map has.
+// The corner of a tile, in as many dimensions as the map has.
 struct Corner {
   unsigned at[5];
 };
@@ -107,7 +107,7 @@ inline void store_box(const CUtensorMap& map, unsigned x, unsigned y, unsigned z
   store_box(map, {{x, y, z, w, u}}, from, where);
 }
 inline void commit_bulk() { emulator::commit_bulk(); }
-// What is written is so at once.
+// Writes are done at once.
 template <int kGroups>
 void wait_for_bulk() {
   emulator::wait_for_bulk(kGroups);
@@ -138,7 +138,7 @@ void give_registers() {}
 void store_matrices(unsigned to, const unsigned (&x)[4], Where where = Where::current());
 void store_transposed(unsigned to, const unsigned (&x)[4], Where where = Where::current());
 
-// Of two halves of registers, the larger magnitude, with the sign of their product.
+// For both halves of the registers: the larger magnitude, with the sign of their product.
 template <class T, bool kNaN>
 unsigned larger(unsigned x, unsigned y) {
   const auto of_half = [](unsigned a, unsigned b) -> unsigned {
@@ -172,7 +172,7 @@ inline uint64_t further(uint64_t matrix, unsigned bytes) {
 struct WarpgroupProduct {
   float* d;
   unsigned columns;
-  const unsigned* a;  // or nullptr, and
+  const unsigned* a;  // or nullptr: then it is at shared_a
   uint64_t shared_a, b;
   bool accumulate, f16, transposed_a, transposed_b;
   Where where;
