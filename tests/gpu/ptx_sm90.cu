@@ -1,5 +1,5 @@
 #include "cuda/cuda.h"
-#include "cuda/sm90/scores.h"
+#include "cuda/sm90/scratch.h"
 #include "cuda/sm90/tiles.h"
 #include "ptx_kernels.h"
 #include "ptx_launch.h"
@@ -10,7 +10,7 @@ namespace {
 namespace ptx = cuda::ptx;
 using cuda::sm90::shared_memory;
 
-// A poll may sleep for a while by itself.
+// Polls until the phase ends, or gives up. A poll may sleep for a while by itself.
 __device__ bool waited(unsigned barrier, unsigned parity) {
   for (int polls = 0; polls < 1 << 12; ++polls)
     if (ptx::has_phase_ended(barrier, parity)) return true;
@@ -140,7 +140,7 @@ __global__ void __cluster_dims__(2) cluster_kernel(const uint4* from, const __gr
     for (unsigned i = 0; i < 5; ++i) notes[rank * 5 + i] = found[i];
   }
   ptx::arrive_at_cluster();
-  ptx::wait_for_cluster();  // nobody reads the memory of a block that has ended
+  ptx::wait_for_cluster();  // the memory of a block must not be read after its end
 }
 
 __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at,
@@ -186,7 +186,7 @@ __global__ void __cluster_dims__(2)
     });
     ptx::commit_bulk(), ptx::wait_for_bulk<0>();
   }
-  ptx::sync_cluster();  // nobody copies to a block that has ended
+  ptx::sync_cluster();  // nothing may be copied to a block that has ended
 }
 
 __global__ void store_matrices_kernel(const unsigned* x, uint4* rows) {
@@ -211,7 +211,7 @@ __device__ void store_image(unsigned char* to, const uint4* from, unsigned bytes
   for (unsigned i = threadIdx.x; i < bytes / 16; i += 128) reinterpret_cast<uint4*>(to)[i] = from[i];
 }
 
-// A matrix of so many rows in shared memory.
+// A matrix of kRows rows in shared memory.
 template <unsigned kRows, unsigned kRowBytes, bool kTransposed = false>
 struct Matrix {
   static constexpr unsigned kPart = kRows * kRowBytes, kSteps = kRowBytes / 32;
@@ -225,7 +225,7 @@ struct Matrix {
   }
 };
 
-// f(register, element) for all of the thread's elements of d.
+// Calls f(register, element) for all of the thread's elements of d.
 template <unsigned N, class F>
 __device__ void elements(const F& f) {
   const unsigned row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
@@ -286,10 +286,10 @@ auto kernel_of(const Product& p) {
 // ---- places ----
 
 __global__ void places_kernel(unsigned* square, unsigned* own) {
-  using cuda::sm90::Bench, cuda::sm90::kHalf;
-  const Bench at(0, 0);
+  using cuda::sm90::Scratch, cuda::sm90::kHalf;
+  const Scratch at(0, 0);
   const unsigned thread = threadIdx.x;
-  for (unsigned i = thread; i < 32 * 32; i += 128) square[i] = Bench::square(i / 32, i % 32);
+  for (unsigned i = thread; i < 32 * 32; i += 128) square[i] = Scratch::square(i / 32, i % 32);
   for (unsigned i = 0; i < 8; ++i)
     own[(i * 128 + thread) * 2] = at.own(i) % kHalf, own[(i * 128 + thread) * 2 + 1] = at.own(i) / kHalf;
 }

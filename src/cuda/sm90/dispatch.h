@@ -1,21 +1,23 @@
-// Which kernels of the Hopper forward a call's types and gates ask for.
+// Which kernels of the Hopper forward a call's types and gates need.
 #pragma once
-#include "cuda/sm90/exact.h"
-#include "cuda/sm90/prepare.h"
+#include "cuda/sm90/producer.h"
+#include "cuda/sm90/scores_any_gate.h"
+#include "cuda/sm90/scores_bounded.h"
 
 namespace kda::cuda::sm90 {
 
+// Is one anchor a chunk enough for the call's gates?
 inline bool anchored(const ForwardProblem& p) {
   return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
 }
 
-// run.operator()<T>(), with the type of q, k and v.
+// Calls run.operator()<T>() with the type of q, k and v.
 template <class Run>
 void with_type(const ForwardProblem& p, const Run& run) {
   if (p.args.in.q.dtype == KDA_F16) run.template operator()<__half>();
   else run.template operator()<__nv_bfloat16>();
 }
-// run.operator()<T, Scores, kWideGate, kTraining>(): see Preparation and Scan.
+// Calls run.operator()<T, Scores, kWideGate, kTraining>(): see Producer and Consumer.
 template <class Run>
 void with_preparation(const ForwardProblem& p, const Run& run) {
   const auto by_use = [&]<class T, class Scores, bool kWideGate>() {
@@ -27,8 +29,8 @@ void with_preparation(const ForwardProblem& p, const Run& run) {
     else by_use.template operator()<T, Scores, false>();
   };
   with_type(p, [&]<class T>() {
-    if (anchored(p)) by_gate.template operator()<T, AnchoredScores>();
-    else by_gate.template operator()<T, ExactScores>();
+    if (anchored(p)) by_gate.template operator()<T, BoundedScores>();
+    else by_gate.template operator()<T, AnyGateScores>();
   });
 }
 

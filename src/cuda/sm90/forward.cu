@@ -1,8 +1,9 @@
-// Chunked forward for Hopper: pairs of blocks, one per SM, of three warpgroups each: one carries 64 columns of a state,
-// two prepare chunks.
+// Chunked forward for Hopper, in CTA pairs. Each CTA has an SM to itself and three warpgroups: the consumer carries
+// 64 columns of a state, and two producers prepare chunks.
 //
-// Chunks of 32 tokens go from the preparation (prepare.h) to the scans (scan.h) of both blocks through rings of stages
-// in shared memory: mbarriers say when a stage is full and when it is empty again. What a pair works on is in pair.h.
+// Chunks of 32 tokens go from producers (producer.h) to the consumers (consumer.h) of both CTAs, through rings of
+// stages in shared memory. mbarriers say when a stage is full and when it is empty again. What a pair works on:
+// schedule.h and pair.h.
 #include "cuda/cuda.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/pair.h"
@@ -12,33 +13,33 @@ namespace {
 
 using namespace sm90;
 
-// Of what a block of three warpgroups starts with, 168 a thread.
-constexpr int kScanRegisters = 216, kPreparerRegisters = 144;
-static_assert(kScanRegisters + kPreparers * kPreparerRegisters <= 3 * 168);
-constexpr unsigned kThreads = (1 + kPreparers) * kGroup;
+// Registers of a thread, in place of the 168 with which each of three warpgroups starts.
+constexpr int kConsumerRegisters = 216, kProducerRegisters = 144;
+static_assert(kConsumerRegisters + kProducers * kProducerRegisters <= 3 * 168);
+constexpr unsigned kThreads = (1 + kProducers) * kGroup;
 
 __global__ void __launch_bounds__(kMeasuring)
-    measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Shares shares) {
+    measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Schedule schedule) {
   wait_for_stream();
   let_next_start();
-  shares.measure(p);
+  schedule.measure(p);
 }
 
 template <class T, class Scores, bool kWideGate, bool kTraining>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
-                 const __grid_constant__ Shares given, const __grid_constant__ Tiles tiles,
+                 const __grid_constant__ Schedule given, const __grid_constant__ Tiles tiles,
                  const __grid_constant__ StateTiles state_tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles, &state_tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, PairSource>;
+  using Warpgroup = Producer<T, Scores, kWideGate, PairSource>;
   const Ring ring{memory};
   const unsigned planned = memory + Shared::planned;
-  // What comes first is done by a warp each: barriers, hints, the pair's number.
+  // Three warps do what comes first: mbarriers, hints, the pair's number.
   if (threadIdx.x == 0) {
     ring.start(8);
-    Preparation::start(memory);
+    Warpgroup::start(memory);
     ptx::init_barrier(planned, 1);
     expect_pair(memory);
     ptx::fence_barriers();
@@ -47,20 +48,20 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   wait_for_stream();
   meet(memory, [&] { return given.number(); });
   const unsigned pair = known_pair(memory);
-  const Shares shares = given.known(p);
-  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  const Schedule schedule = given.known(p);
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows that it is uniform
   if (group == 0) {
-    ptx::take_registers<kScanRegisters>();
-    ptx::wait_barrier(planned, 0);  // the first stretches are known
-    PairScan<T, kTraining>(call, memory, shares, pair).run();
+    ptx::take_registers<kConsumerRegisters>();
+    ptx::wait_barrier(planned, 0);  // the first work items are planned
+    PairConsumer<T, kTraining>(call, memory, schedule, pair).run();
   } else {
-    ptx::give_registers<kPreparerRegisters>();
-    Preparation preparation(call, memory, group - 1);
-    preparation.plan({Stretches(p, shares, pair), group - 1});
+    ptx::give_registers<kProducerRegisters>();
+    Warpgroup producer(call, memory, group - 1);
+    producer.plan({HeadScheduler(p, schedule, pair), group - 1});
     if (threadIdx.x == kGroup) ptx::arrive(planned);
-    preparation.run();
+    producer.run();
   }
-  ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
+  ptx::sync_cluster();  // no CTA ends while the other one copies to it, or arrives at its mbarriers
 }
 
 // Do rows fit accesses of 16 bytes?
@@ -98,21 +99,21 @@ const char* forward_sm90_form(const ForwardProblem& p) {
 }
 
 uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p) {
-  return Shares(p, multiprocessors(p.args.exec.device_id)).bytes();
+  return Schedule(p, multiprocessors(p.args.exec.device_id)).bytes();
 }
 
 void forward_chunk_sm90(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  Shares shares(p, multiprocessors(a.exec.device_id));
-  if (shares.pairs == 0) return;
-  shares.place(a.exec.workspace);
-  if (shares.measures()) launch<measure_kernel>(a.exec, dim3(1), static_cast<int>(kMeasuring), 0, p, shares);
-  else if (shares.flags) KDA_CUDA(cudaMemsetAsync(shares.flags, 0, shares.flag_bytes(), stream_of(a.exec)));
+  Schedule schedule(p, multiprocessors(a.exec.device_id));
+  if (schedule.pairs == 0) return;
+  schedule.place(a.exec.workspace);
+  if (schedule.measures()) launch<measure_kernel>(a.exec, dim3(1), static_cast<int>(kMeasuring), 0, p, schedule);
+  else if (schedule.flags) KDA_CUDA(cudaMemsetAsync(schedule.flags, 0, schedule.flag_bytes(), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
-    launch<chunk_kernel<T, Scores, kWideGate, kTraining>>(a.exec, dim3(2 * shares.pairs), static_cast<int>(kThreads),
-                                                          static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o),
-                                                          States(a), view_of(a.v_new), shares, Tiles(p), StateTiles(p));
+    launch<chunk_kernel<T, Scores, kWideGate, kTraining>>(
+        a.exec, dim3(2 * schedule.pairs), static_cast<int>(kThreads), static_cast<int>(Shared::bytes), p,
+        Tokens(p, a.in, a.o), States(a), view_of(a.v_new), schedule, Tiles(p), StateTiles(p));
   });
 }
 

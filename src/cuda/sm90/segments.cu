@@ -1,12 +1,13 @@
-// Few heads and long sequences on Hopper: sequences are cut into pieces, which are scanned at once (math.md 6).
+// Forward for few heads and long sequences on Hopper: sequences are cut into segments, which CTA pairs scan at once
+// (math.md 6).
 //
-// A pair of blocks (pair.h) has a piece of a head of a sequence. It makes the map of that, [b | M], and when those of
-// all pieces before are there, too, it has the state in front of the next piece, and goes on with that, with outputs.
-// Who has the first piece needs no map and begins with outputs; who has the last one has nothing to do.
+// A CTA pair (pair.h) has a segment of a value head. It makes the segment's map, [b | M]. When the maps of all
+// segments before are there, too, the pair has the state in front of the next segment, and makes the outputs of that.
+// The pair with the first segment needs no map and begins with outputs. The pair with the last one has nothing to do.
 //
-// Nobody waits but for pairs with lower numbers, and numbers are given to running pairs, so that all need not be
-// resident. Lengths of packed sequences are known on the device alone: grids have room for any, and pairs that find no
-// work end.
+// A pair waits only for pairs with lower numbers, and running pairs draw their numbers in order, so not all pairs
+// need to be resident. Lengths of packed sequences are known on the device alone: grids have room for any, and pairs
+// that find no work end.
 #include "cuda/cuda.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/segments.h"
@@ -16,11 +17,12 @@ namespace {
 
 using namespace sm90;
 
-constexpr unsigned kThreads = (2 + kPreparers) * kGroup;
-// Of 128 a thread: of who makes b and M, of who prepares, and of outputs, when M has been made.
-constexpr int kMapRegisters = 144, kPreparerRegisters = 256 - kMapRegisters;
-constexpr int kScanRegisters = 216, kIdleRegisters = 40;
-static_assert(kScanRegisters + kIdleRegisters <= 256);
+constexpr unsigned kThreads = (2 + kProducers) * kGroup;
+// Registers of a thread, which starts with 128: in the consumers that make b and M, and in producers. When M has been
+// made: in the consumer that makes outputs, and in the one that has made M.
+constexpr int kMapRegisters = 144, kProducerRegisters = 256 - kMapRegisters;
+constexpr int kConsumerRegisters = 216, kIdleRegisters = 40;
+static_assert(kConsumerRegisters + kIdleRegisters <= 256);
 
 template <class T, class Scores, bool kWideGate, bool kTraining>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
@@ -29,11 +31,11 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
                     const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Call call{p, x, states, v_new, &tiles};
-  using Preparation = Preparation<T, Scores, kWideGate, TaskSource>;
-  // What comes first is done by a warp each: barriers, hints, the pair's number.
+  using Warpgroup = Producer<T, Scores, kWideGate, TaskSource>;
+  // Three warps do what comes first: mbarriers, hints, the pair's number.
   if (threadIdx.x == 0) {
     Ring{memory}.start(16);
-    Preparation::start(memory);
+    Warpgroup::start(memory);
     for (const unsigned i : {0u, 1u}) ptx::init_barrier(memory + Shared::maps + i * 8, 1);
     expect_pair(memory);
     ptx::fence_barriers();
@@ -45,71 +47,73 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     const Task task(segments.cut, known_pair(memory));
     if (threadIdx.x == 0) task.share();
   }
-  __syncthreads();  // the task is here
+  __syncthreads();  // the task is there
   const unsigned kind = uniform(Task::shared().kind);
-  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows it is one
+  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows that it is uniform
   const bool maps = kind == Task::kMaps;
   if (kind < Task::kBegins) {
     const Task& task = Task::shared();
-    // (So that garbage in cu_seqlens lets nobody wait forever.)
+    // (The map counts as ready, so that garbage in cu_seqlens lets no pair wait forever.)
     if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
       ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
     if (kind == Task::kZeros && group == 0)
-      SegmentScan<T, kTraining>(call, segments, memory)
+      SegmentConsumer<T, kTraining>(call, segments, memory)
           .zero_outputs(task.item(), task.sequence(), task.first, task.end);
   } else if (group == 0) {
     if (maps) {
       ptx::take_registers<kMapRegisters>();
-      SegmentScan<T, kTraining>(call, segments, memory).map();
+      SegmentConsumer<T, kTraining>(call, segments, memory).map();
     }
-    ptx::take_registers<kScanRegisters>();  // where there are maps, those of M leave theirs
-    SegmentScan<T, kTraining>(call, segments, memory).outputs();
+    ptx::take_registers<kConsumerRegisters>();  // where maps are made, the warps of M give theirs back
+    SegmentConsumer<T, kTraining>(call, segments, memory).outputs();
   } else if (group == 1) {
     if (maps) {
       ptx::take_registers<kMapRegisters>();
-      SegmentScan<T, false, false>(call, segments, memory).map();
+      SegmentConsumer<T, false, false>(call, segments, memory).map();
     }
     ptx::give_registers<kIdleRegisters>();
   } else {
-    ptx::give_registers<kPreparerRegisters>();
-    Preparation preparation(call, memory, group - 2);
-    preparation.plan(TaskSource(group - 2));
-    preparation.run();
+    ptx::give_registers<kProducerRegisters>();
+    Warpgroup producer(call, memory, group - 2);
+    producer.plan(TaskSource(group - 2));
+    producer.run();
   }
-  ptx::sync_cluster();  // nobody copies to a block that has ended, or arrives there
+  ptx::sync_cluster();  // no CTA ends while the other one copies to it, or arrives at its mbarriers
 }
 
 // ---- how long segments are ----
 
-// What a call takes, in cycles, about. Sequences count as equally long: lengths of packed ones are not known here.
+// About how many cycles a call takes. Sequences count as equally long, because lengths of packed ones are not known
+// here.
 struct Cost {
-  static constexpr int64_t kMap = 2900, kScan = 2220;  // of a chunk, by a pair
-  static constexpr int64_t kBegin = 13000;             // until a first piece is where maps are
-  static constexpr int64_t kPass = 2300;               // of a map, in front of the scan
+  static constexpr int64_t kMap = 2900, kScan = 2220;  // for a chunk of a map, for a chunk with outputs; by a pair
+  static constexpr int64_t kBegin = 13000;             // until a first segment is where maps are
+  static constexpr int64_t kPass = 2300;               // to apply a map, in front of outputs
   static constexpr int64_t kTurn = 12000;              // from the last chunk of a map to the first with outputs
-  static constexpr int64_t kMost = 64;        // pieces of a sequence: each passes through the maps of all before it
-  int64_t pairs, heads, chunks, most_chunks;  // of a sequence: on average, at most
+  static constexpr int64_t kMost = 64;                 // segments of a sequence: each applies the maps of all before it
+  int64_t pairs, heads, chunks, most_chunks;           // the latter two of a sequence: on average, at most
 
   explicit Cost(const ForwardProblem& p)
       : pairs(std::max(multiprocessors(p.args.exec.device_id) / 2, 1)),
         heads(p.N * p.HV),
         chunks(divide_up(p.B * p.T, kRows * p.N)),
         most_chunks(divide_up(p.T, kRows)) {}
+  // Cycles of a call whose sequences are not cut.
   int64_t whole() const { return std::max(chunks, divide_up(heads * chunks, pairs)) * kScan; }
-  // The first piece takes no longer than the map of another.
+  // Chunks of the first segment, which takes no longer than the map of another.
   static int64_t lead(int64_t each) { return std::max(each, (each * kMap - kBegin + kScan) / (2 * kScan) * 2); }
   int64_t pieces(int64_t each) const { return 1 + divide_up(std::max<int64_t>(chunks - lead(each), 0), each); }
-  // Cut into pieces of so many chunks.
+  // Cycles of a call whose sequences are cut into segments of so many chunks.
   int64_t cut(int64_t each) const {
     const int64_t count = pieces(each);
     return divide_up(heads * (count - 1), pairs) * (each * (kMap + kScan) + kTurn + (count - 2) * kPass);
   }
 };
 
-// The best length of pieces, if there are to be several.
+// The best length of segments, if there are to be several.
 struct Choice {
-  static constexpr int64_t kLeast = kStages;  // chunks: a map's stages are all those of the ring
-  int64_t chunks, cycles = INT64_MAX;         // of a piece; of the call
+  static constexpr int64_t kLeast = kStages;  // chunks, so that those of a map fill all stages of the ring
+  int64_t chunks, cycles = INT64_MAX;         // of a segment; of the call
   explicit Choice(const Cost& cost) : chunks(std::max(2 * divide_up(cost.most_chunks, 2 * Cost::kMost), kLeast)) {
     for (int64_t count = 3, least = chunks; count <= Cost::kMost; ++count) {
       const int64_t share = 2 * ((count - 1) * Cost::kScan + Cost::kMap);
@@ -124,8 +128,8 @@ Cut cut_of(const ForwardProblem& p) {
   const Cost cost(p);
   const int64_t each = Choice(cost).chunks;
   int64_t lead = Cost::lead(each);
-  // The last piece had better be shorter than others, as its pair passes through one map more, but only by two chunks.
-  // (Numbers of pieces of packed sequences need a first one that is as long as others.)
+  // The last segment is better two chunks shorter than others, but not more, because its pair applies one map more.
+  // (Numbers of segments of packed sequences need a first one that is as long as others.)
   if (!p.varlen) lead = std::clamp<int64_t>(cost.chunks - (cost.pieces(each) - 1) * each + 2, 2, lead) / 2 * 2;
   return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows);
 }

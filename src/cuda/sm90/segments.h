@@ -1,24 +1,28 @@
-// A call cut into segments: where their maps are, and the scan over them.
+// A call cut into segments: where their maps are, and the consumers that make maps and outputs.
 //
-// The state behind a segment is M S + b, S the state before it (math.md 6). Columns of the state are independent, so
-// the ordinary scan makes both: b is the state from zeros, M the one from the identity where v is 0. The first segment
-// of a sequence begins with the initial state: its b is the state behind it, and it needs no M.
+// The state behind a segment is M S + b, where S is the state before it (math.md 6). Columns of a state are
+// independent, so the ordinary scan makes both terms: b is the state of a scan that starts from zeros, M that of a
+// scan that starts from the identity, with v = 0. The two are the segment's map. The first segment of a sequence
+// begins with the initial state: its b is the state behind it, and it needs no M.
 #pragma once
 #include "cuda/sm90/pair.h"
 
 namespace kda::cuda::sm90 {
 
-// Sequences cut behind `lead` tokens and then every `tokens` tokens, which are not more. Pieces of all sequences are
-// numbered so that nobody has to count those of the sequences before: with cu_seqlens, pieces of sequence n from token
-// t0 on have numbers from t0 / tokens + n on. Some numbers belong to nobody. With all that tells a pair its task: its
-// first chunk waits for each 64 bytes of parameters, and for divisions.
+// How sequences are cut: behind `lead` tokens, and then every `tokens` tokens. With cu_seqlens `lead` is not less
+// than `tokens`. Segments of all sequences are numbered so that those of the sequences before need not be counted:
+// with cu_seqlens, the segments of sequence n, which begins at token t0, have numbers from t0 / tokens + n on. Some
+// numbers have no segment.
+//
+// This is all that a pair needs to find its task, and no more: its first chunk waits for each 64 bytes of parameters,
+// and for divisions.
 struct Cut {
   unsigned lead, tokens;
-  unsigned total;  // pieces
+  unsigned total;  // numbers of segments
   unsigned N, T;
   bool varlen;
-  Divisor heads, group, each,
-      length;  // HV; value heads of a key head; pieces of a sequence, without cu_seqlens; `tokens`
+  // HV; value heads of a key head; segments of a sequence, without cu_seqlens; `tokens`.
+  Divisor heads, group, each, length;
   Lengths cu_seqlens;
   StateSlots states;
   Flags has_initial;
@@ -38,15 +42,15 @@ struct Cut {
         has_initial(strided<const uint8_t>(p.args.states.has_initial_state)) {
     total = static_cast<unsigned>(p.varlen ? p.T / tokens + p.N : p.N * each.divisor);
   }
-  // With cu_seqlens: where sequence n begins, or tokens of nobody.
+  // With cu_seqlens: where sequence n begins or, for n = N, the rows behind the last sequence.
   __device__ unsigned start(unsigned n) const { return static_cast<unsigned>(within(int_at(cu_seqlens, n), 0, T)); }
-  // The number of the first piece of sequence n.
+  // The number of the first segment of sequence n.
   __device__ unsigned first(unsigned n) const { return varlen ? length.quotient(start(n)) + n : n * each.divisor; }
-  // The sequence whose pieces number i is among, if anybody's: by a warp.
+  // Finds the sequence that has segment i, if there is one. By a warp.
   __device__ unsigned sequence(unsigned i) const {
     if (!varlen) return each.quotient(i);
     unsigned from = 0;
-    for (unsigned count = N; count > 1;) {  // the last one that begins at i or before
+    for (unsigned count = N; count > 1;) {  // the last sequence whose first number is i or less
       const unsigned step = (count + 31) / 32, offset = threadIdx.x % 32 * step;
       const bool before = offset < count && first(from + offset) <= i;
       const unsigned skipped = (31 - __clz(__ballot_sync(kAll, before) | 1)) * step;
@@ -58,19 +62,23 @@ struct Cut {
 
 // ---- in the workspace ----
 
-// M^T lies as the scan multiplies by it: two halves of 64 rows; of a half, leading bf16 and the rest of each number as
-// tiles of 128 channels.
+// M^T lies as the consumer multiplies by it, in two halves of 64 rows. A half has the leading bf16 of all numbers,
+// then the rests, as tiles of 128 channels.
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
 static_assert(kMapBytes / 2 <= Stage::bytes);
 
+// The maps of a call's segments, and flags that say when they are there.
 struct Segments {
   Cut cut;
-  unsigned maps;  // of a head: of all pieces but the last of each sequence, which those of sequence n come behind n of
+  unsigned maps;  // of a head: the last segment of each sequence has none; see place()
   char* M;        // [HV][maps]
-  float4* b;      // [HV][maps][16][256 threads of a pair's scan]
-  unsigned* flags;                       // [HV][pieces]: how many quarters of a map are there; then
-  unsigned* taken;                       // how many pairs have a number
-  static constexpr unsigned kWhole = 4;  // of a map: two blocks, b and M
+  float4* b;      // [HV][maps][16][256 consumer threads of a pair]
+  // [HV][numbers of segments]: how many quarters of a map are there, up to kWhole. Protects the map: consumers add
+  // what they have stored, and other pairs wait for kWhole before they read. Then `taken`: how many pairs have a
+  // number.
+  unsigned* flags;
+  unsigned* taken;
+  static constexpr unsigned kWhole = 4;  // quarters of a map: b and M of both CTAs
 
   static unsigned maps_of(const ForwardProblem& p, const Cut& cut) {
     return static_cast<unsigned>(p.varlen ? p.T / cut.tokens : p.N * (cut.each.divisor - 1));
@@ -87,29 +95,33 @@ struct Segments {
     flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * 2 * kMapBytes);
     taken = flags + p.HV * uint64_t{cut.total};
   }
-  // Piece `number` is one of sequence n. (Garbage in cu_seqlens leads to maps of others, at worst.)
+  // Where the map of segment `number` of sequence n is. Each of the n sequences before has one segment without a map.
+  // (Garbage in cu_seqlens leads to other maps, at worst.)
   __device__ uint64_t place(unsigned hv, unsigned n, unsigned number) const {
     return uint64_t{hv} * maps + min(number - n, maps - 1);
   }
   __device__ char* map(unsigned hv, unsigned n, unsigned number) const { return M + place(hv, n, number) * kMapBytes; }
   __device__ unsigned* flag(unsigned hv, unsigned number) const { return flags + uint64_t{hv} * cut.total + number; }
-  // By one thread: the pair's number.
+  // Returns the pair's number; one thread of the pair calls it.
   __device__ unsigned number() const { return atomicAdd(taken, 1); }
-  // States lie as the scan's threads have them: the first four elements of a thread, 4 kB to the next four.
+  // Where this thread's elements of b are: the first four; the next four are 4 kB further.
   __device__ float4* offset(unsigned hv, unsigned n, unsigned number) const {
     return b + place(hv, n, number) * (kMapBytes / 16) + ptx::rank() * kGroup + threadIdx.x % kGroup;
   }
 };
 
-// What a pair works on, a piece of a sequence for one value head: found out by a warp, for all, in shared memory.
+// What a CTA pair works on: a segment of a sequence, for one value head. One warp finds it for all threads, in shared
+// memory.
 struct alignas(16) Task {
-  unsigned number, index;     // of the piece: among all, among its sequence's
+  unsigned number, index;     // of the segment: among all, among those of its sequence
   unsigned n, hv, h, b;       // sequence, heads, row
   unsigned t0, length, slot;  // of the sequence
-  unsigned first, end, then;  // tokens first .. end - 1 of the sequence; where the piece behind it ends
-  unsigned mapped;            // chunks of a map
+  unsigned first, end, then;  // tokens first .. end - 1 of the sequence; where the next segment ends
+  unsigned mapped;            // chunks of the segment's map
+  // What there is to do. kZeros: outputs of tokens that belong to no state. kBegins: a first segment's outputs, then
+  // those of the next one. kMaps: a map, then the next segment's outputs.
   enum Kind : unsigned { kNothing, kZeros, kBegins, kMaps };
-  unsigned kind;  // what there is to do; kZeros: outputs of nobody's state
+  unsigned kind;
   bool initial;
 
   __device__ Task(const Cut& cut, unsigned pair) : number(cut.heads.quotient(pair)) {
@@ -129,7 +141,7 @@ struct alignas(16) Task {
     then = static_cast<unsigned>(min(behind + cut.tokens, s.length));
     mapped = index ? cut.tokens / kRows : 0;
     if (index == 0) kind = s.live ? kBegins : kZeros;
-    else if (begin >= s.length) kind = kNothing;  // nobody's number
+    else if (begin >= s.length) kind = kNothing;  // a number without a segment
     else kind = !s.live ? kZeros : behind >= s.length ? kNothing : kMaps;
   }
   __device__ void share() const { shared() = *this; }
@@ -148,8 +160,8 @@ struct alignas(16) Task {
 };
 static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
-// The chunks of one preparer of a pair, of four one: those of a map, and of the piece behind it. What a plan needs
-// follows from the chunk's number and the task.
+// The chunks of one producer of a CTA pair, one in four: those of the pair's segment, then those of the next one.
+// What a plan needs follows from the chunk's number and the task.
 class TaskSource {
  public:
   static constexpr bool kMaps = true, kBringsStates = false;
@@ -167,30 +179,31 @@ class TaskSource {
   unsigned number_;  // of the next chunk in the ring
 };
 
-// ---- the scan of a segment ----
+// ---- the consumers of a segment ----
 
-// Where M is made, too, its warps release chunks as well: where not, those of b do so for them.
+// Makes b of a segment and then outputs or, without kValues, M. While M is made, its warps release chunks, too;
+// otherwise the warps of b do so for them.
 template <class T, bool kTraining, bool kValues = true>
-class SegmentScan : public Scan<T, kTraining, kValues, 2> {
-  using Base = Scan<T, kTraining, kValues, 2>;
+class SegmentConsumer : public Consumer<T, kTraining, kValues, 2> {
+  using Base = Consumer<T, kTraining, kValues, 2>;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
-  static constexpr unsigned kReadBarrier = kScannerBarrier + 2;  // of both warpgroups
+  static constexpr unsigned kReadBarrier = NamedBarrier::kMapsAreRead;  // of both consumers
 
  public:
-  __device__ SegmentScan(const Call& call, const Segments& segments, unsigned memory)
+  __device__ SegmentConsumer(const Call& call, const Segments& segments, unsigned memory)
       : Base(call, memory), segments_(segments) {}
 
-  // b of a piece, or M where there are no values.
+  // Makes b of a segment or, without values, M.
   __device__ __forceinline__ void map() {
     if (lane_ == 0) ring_.open();
-    // No column of M grows, most shrink: in these units they stay large enough for long.
+    // No column of M grows, and most shrink: in these units they stay large enough for long.
     unit_[0] = unit_[1] = kValues ? 1 : 0x1p-6f;
 #pragma unroll
     for (int i = 0; i < 64; ++i)
       S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
-    // The last stages stay as they are: maps will come there.
+    // Warps of b do not release the last stages: maps will come there.
     this->template scan_state<kValues ? kStages : 0>(chunks());
-    ptx::sync_ways(kReadBarrier, 2 * kGroup);  // nobody reads those stages any more
+    ptx::sync_ways(kReadBarrier, 2 * kGroup);  // all reads of those stages are done
     const Task task = Task::here();
     const Item item = task.item();
     if constexpr (kValues) store(segments_.offset(item.hv, item.n, task.number));
@@ -198,8 +211,8 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     share(segments_.flag(item.hv, task.number), 1);
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // M has been copied: maps may come to that stage
   }
-  // Outputs: of a sequence's first piece and the one behind it, or of the one behind a piece whose map has been made.
-  // (One way for both: instructions that run for the first time are what a short call waits for.)
+  // Makes outputs: of a sequence's first segment and the next one, or of the segment behind one whose map has been
+  // made. (Both cases run the same code: a short call waits for instructions that run for the first time.)
   __device__ __forceinline__ void outputs() {
     const Task task = Task::here();
     const Item item = task.item();
@@ -225,18 +238,18 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
 
  private:
   __device__ __forceinline__ void finish() {
-    const Task& task = Task::shared();  // in registers there is no room for it
+    const Task& task = Task::shared();  // there are no registers for it
     if (task.then == task.length) Base::keep(task.sequence(), task.hv, task.then);
     Base::finish_outputs();
   }
   __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
-  // What the warpgroup has stored.
+  // Tells other pairs that the warpgroup has stored so many quarters of a map.
   __device__ void share(unsigned* flag, unsigned quarters) const {
-    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it
+    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it is stored
     if (threadIdx.x % kGroup == 0) ptx::add_release(flag, quarters);
   }
 
-  // Two numbers as two bf16 each, the leading one and the rest: 16 bits of them together, in the range of f32.
+  // Two numbers, each as two bf16, the leading one and the rest: together 16 bits, in the range of f32.
   struct Split {
     unsigned leading, rest;
     __device__ Split(float x, float y) : leading(ptx::pack<__nv_bfloat16>(x, y)) {
@@ -244,12 +257,14 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     }
   };
 
-  // By way of a stage, where the last map will come to: of two, the one with a chunk that the other block has prepared.
-  // All of that has arrived, as warps have read it, and this block sends nothing from there. (From the other one, its
-  // own, the chunk may still be on its way to the other block, whose warps alone know when it is there.) Behind
-  // kReadBarrier no warp of b and M reads it any more, and nothing comes before those of b release it.
+  // Stores M by way of a stage: of the two to which the last map will come, the one with a chunk that the other CTA
+  // has prepared. That chunk has arrived, because warps have read it, and this CTA sends nothing from there. (The
+  // other stage has a chunk of this CTA, which may still be on its way to the other CTA; only warps there know when
+  // it has arrived.) Behind kReadBarrier all reads of the stage by warps of b and M are done, and nothing comes to it
+  // before the warps of b release it.
   __device__ void store_map(char* to) const {
-    const unsigned half = ptx::rank() ^ 1;  // chunks() is even, so that it is the rank of who has prepared the chunk
+    // The rank of the CTA that has prepared the chunk, because chunks() is even.
+    const unsigned half = ptx::rank() ^ 1;
     const unsigned stage = map_stage(0, half);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -259,7 +274,7 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
       ptx::store_shared(at, x.leading), ptx::store_shared(at + kRestOfMap, x.rest);
     }
     ptx::fence_shared_for_async();
-    ptx::sync_threads(Base::kBarrier, kGroup);  // all of it is there
+    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M is in the stage
     if (threadIdx.x % kGroup > 0) return;
     ptx::copy_bulk_to_global(to + ptx::rank() * (kMapBytes / 2), stage, kMapBytes / 2);
     ptx::commit_bulk();
@@ -279,18 +294,18 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     }
   }
 
-  // Maps come into the ring's stages, two into each pair of them in turn, the last one to that of the second next
-  // chunk.
+  // Maps come to the ring's stages. Each takes two stages, and two pairs of stages take turns. The last map leaves
+  // the stages of the next two chunks free.
   __device__ unsigned map_stage(unsigned before_last, unsigned half) const {
     return ring_.stage(chunks() + 2 + before_last % 2 * 2 + half);
   }
   __device__ unsigned map_barrier(unsigned i) const { return ring_.memory + Shared::maps + i % 2 * 8; }
-  // The last chunks of the map that are in two of the ring's stages: those of the next two chunks, or of the two behind
-  // them.
+  // Releases the map's last chunks in two of the ring's stages: in those of the next two chunks (behind = 0), or of
+  // the two after them (1).
   __device__ void release_two(unsigned behind) const {
     for (unsigned i = 0; lane_ == 0 && i < 2; ++i) ring_.release(chunks() - kStages + 2 * behind + i);
   }
-  // The state behind pieces first .. first + last of an item.
+  // Makes the state behind segments first .. first + last of a value head.
   __device__ __forceinline__ void pass_all(const Item& item, unsigned first, unsigned last) {
     const auto fetch = [&](unsigned i) {  // by one thread
       const char* from = segments_.map(item.hv, item.n, first + i);
@@ -301,32 +316,33 @@ class SegmentScan : public Scan<T, kTraining, kValues, 2> {
     };
     if (last == 1) release_two(0);
     if (threadIdx.x < 32) {
-      // They are made by pairs with lower numbers, at about the same time, without waiting. The last one is the pair's
-      // own: when both blocks have made theirs, both have all chunks, and no copy between them reads the stages to
+      // Pairs with lower numbers make the maps at about the same time, without waiting. The last map is this pair's
+      // own: when both CTAs have made theirs, both have all chunks, and no copy between them reads the stages to
       // which maps come.
       for (unsigned i = lane_; i <= last; i += 32)
         while (ptx::load_acquire(segments_.flag(item.hv, first + i)) < Segments::kWhole) {
         }
-      __syncwarp();  // all are there
+      __syncwarp();  // all maps are there
       ptx::fence_global_for_async();
       if (ptx::elect())
         for (unsigned i = 1; i <= min(last, 2u); ++i) fetch(i);
     }
-    ptx::sync_threads(kScannerBarrier, kGroup);  // all are there
+    ptx::sync_threads(NamedBarrier::kConsumer, kGroup);  // all maps are there
     unit_[0] = unit_[1] = 1;
     load(segments_.offset(item.hv, item.n, first), S_);
     for (unsigned i = 1; i <= last; ++i) {
       pass(segments_.offset(item.hv, item.n, first + i), i, last);
-      ptx::sync_threads(kScannerBarrier, kGroup);  // all have read the map
+      ptx::sync_threads(NamedBarrier::kConsumer, kGroup);  // all threads have read the map
       if (threadIdx.x < 32 && i + 2 <= last && ptx::elect()) fetch(i + 2);
       if (i + 1 == last) release_two(0);
     }
     release_two(1);
   }
-  // S <- M S + b. Of the product of two sums only that of both rests is left out: 2^-16 of it.
+  // Applies a map: S <- M S + b. M and S are sums of two bf16. From their product only that of both rests is left
+  // out, 2^-16 of it.
   __device__ void pass(const float4* offset, unsigned i, unsigned last) {
     float b[64];
-    load(offset, b);  // comes in the meantime
+    load(offset, b);  // comes while the products run
     unsigned leading[8][4], rest[8][4];
 #pragma unroll
     for (int j = 0; j < 32; ++j) {

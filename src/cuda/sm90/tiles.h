@@ -1,15 +1,15 @@
-// What the copy engine knows. q, k, v, g and o: tiles of 64 channels of a chunk's rows, swizzled like the stages.
-// States: boxes of 32 channels of 16 columns.
+// Tensor maps for TMA. q, k, v, g and o are copied as tiles of 64 channels of a chunk's rows, swizzled like the
+// stages; states as boxes of 32 channels of 16 columns.
 #pragma once
 #include <cuda.h>
 
 #include <iterator>
 
-#include "cuda/sm90/chunk.h"
+#include "cuda/sm90/pipeline.h"
 
 namespace kda::cuda::sm90 {
 
-// Of the driver, which this library is not linked to.
+// Finds cuTensorMapEncodeTiled in the driver, to which this library is not linked.
 inline decltype(&cuTensorMapEncodeTiled) map_encoder() {
   static const auto found = [] {
     void* entry = nullptr;
@@ -22,7 +22,7 @@ inline decltype(&cuTensorMapEncodeTiled) map_encoder() {
 }
 template <unsigned kRank>
 struct MapShape {
-  cuuint64_t sizes[kRank], strides[kRank - 1];  // innermost first; the latter in bytes
+  cuuint64_t sizes[kRank], strides[kRank - 1];  // innermost first; strides in bytes
   cuuint32_t box[kRank];
 };
 template <unsigned kRank>
@@ -36,17 +36,18 @@ CUtensorMap make_map(CUtensorMapDataType type, void* data, const MapShape<kRank>
     throw Error(KDA_CUDA_ERROR, str("CUDA: cuTensorMapEncodeTiled failed (", static_cast<int>(result), ")"));
   return map;
 }
-// In bytes. A dimension of one has no stride, whatever the tensor says.
+// A stride in bytes. A dimension of size one has none, whatever the tensor says.
 inline cuuint64_t map_stride(const kda_tensor& t, int i) {
   return t.shape[i] > 1 ? static_cast<cuuint64_t>(t.stride[i]) * dtype_size(t.dtype) : 16;
 }
 
+// The tensor maps of a call's tokens.
 struct Tiles {
   enum { kQuery, kKey, kGate, kValue, kOutput };
   CUtensorMap maps[5]{};
 
   explicit Tiles(const ForwardProblem& p) {
-    if (p.B * p.T == 0) return;  // nobody copies anything
+    if (p.B * p.T == 0) return;  // nothing will be copied
     const kda_inputs& in = p.args.in;
     maps[kQuery] = map(in.q), maps[kKey] = map(in.k), maps[kValue] = map(in.v);
     if (in.g.dtype == in.q.dtype) maps[kGate] = map(in.g);
@@ -63,21 +64,21 @@ struct Tiles {
                        CU_TENSOR_MAP_SWIZZLE_128B);
   }
 
-  // Hints: by threads i, the first of which each have a map; also before wait_for_stream().
+  // Hints that map i, if there is one, will be used; thread i calls it. It may come before wait_for_stream().
   __device__ void prefetch(unsigned i) const {
     if (i < std::size(maps)) ptx::prefetch_map(maps[i]);
   }
 };
 
-// First and final states, where those of a call are f32 and V-first, with rows at multiples of 16 bytes: they come to a
-// stage of the ring and leave from it. A scanning warp's 16 columns are four boxes, behind each other, of 32 channels.
-// A box's rows are columns 0, 8, 1, 9, ..: accesses of a warp are to every second one, so that with the swizzle no two
-// of its lanes meet in a bank.
+// The tensor maps of first and final states, where those of a call are f32 and V-first, with rows at multiples of 16
+// bytes. They come to a stage of the ring and leave from it. The 16 columns of a consumer warp are four boxes of 32
+// channels, one behind the other. A box's rows are columns 0, 8, 1, 9, ..: a warp accesses every second row at a
+// time, so that with the swizzle no two of its lanes use the same bank.
 struct StateTiles {
   static constexpr unsigned kColumns = 16, kChannels = kRowBytes / 4, kBoxes = kSize / kChannels;
   static constexpr unsigned kBoxBytes = kColumns * kRowBytes, kWarpBytes = kBoxes * kBoxBytes, kBytes = 4 * kWarpBytes;
   static_assert(kBytes == kSize / 2 * kSize * 4 && kBytes <= Stage::bytes);
-  CUtensorMap h0{}, hT{};  // without h0, zeros come from outside of hT
+  CUtensorMap h0{}, hT{};  // without h0, zeros are read from outside of hT
   bool used = false, stores = false;
 
   explicit StateTiles(const ForwardProblem& p) {
@@ -90,8 +91,8 @@ struct StateTiles {
     if (stores) hT = map(to);
   }
 
-  // Where an element of a warp's 16 columns is, in bytes; and 8 i columns and 8 j channels further than one of the
-  // first.
+  // Where an element of a warp's 16 columns is, in bytes. further(): where the element is that lies 8 i columns and 8
+  // j channels behind one of the first ones.
   KDA_BOTH static constexpr unsigned place(unsigned column, unsigned channel) {
     const unsigned row = column % 8 * 2 + column / 8;
     return channel / kChannels * kBoxBytes + row * kRowBytes + ((channel % kChannels / 4 ^ row % 8) << 4) +
@@ -126,13 +127,13 @@ struct StateTiles {
         CU_TENSOR_MAP_SWIZZLE_128B);
   }
 };
-// Of a warp's accumulators, eight bytes a lane: is further() right, and are those of 16 lanes, which come at once, in
-// all banks?
+// Checks the places of a warp's accumulators, eight bytes a lane: is further() right, and do those of 16 lanes, which
+// are accessed at once, lie in all banks?
 constexpr bool are_state_places_right() {
   for (unsigned j = 0; j < 16; ++j)
     for (unsigned i = 0; i < 2; ++i)
       for (unsigned first = 0; first < 32; first += 16) {
-        unsigned banks = 0;  // in twos
+        unsigned banks = 0;  // pairs of banks
         for (unsigned lane = first; lane < first + 16; ++lane) {
           const unsigned at = StateTiles::further(StateTiles::place(lane / 4, lane % 4 * 2), j, i);
           if (at != StateTiles::place(lane / 4 + 8 * i, 8 * j + lane % 4 * 2)) return false;

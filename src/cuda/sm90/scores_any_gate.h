@@ -1,25 +1,27 @@
-// Scores for any gate. With G the sum of log2 alpha, row i among the eight of warp w and column j among those of o,
+// Exact scores for any gate. With G the sum of log2 alpha, row i one of the eight rows of warp w, and column j one of
+// those of warp o,
 //   G_i - G_j = (G_i - R_w) + (R_w - B_w) + (B_w - R_o) + (R_o - G_j)
-// where B_w is G before w's rows and R_w, their anchor, G after the fourth of them, both rounded to whole numbers. The
-// outer two are in operands, as in AnchoredScores; the inner two, powers of two and so exact in bf16, multiply operands
-// in registers. Where w = o the outer two are all there is.
+// B_w is G before the rows of w. R_w, their anchor, is G after the fourth of them. Both are rounded to whole numbers.
+// The two outer terms are in operands, as in BoundedScores. The two inner ones make powers of two, which are exact in
+// bf16 and multiply operands in registers. Where w = o there are only the outer terms.
 //
-// For that a token decays by 2^-25 at most. Entries with such a step in between are then too large, by less than f32
-// rounding of others, and kG, qG and kg, in fp16, are 0 as they should be; ell has what is given. So exponents are
-// bounded:
+// For this, a token's decay is limited to 2^-25. Entries with a smaller step in between become too large, but by less
+// than the f32 rounding of other entries. kG, qG and kg, in fp16, are 0 as they should be, and ell has decays as
+// given. So exponents are bounded:
 //   G_i - R_w: -100.5 .. 75.5    R_o - G_j: -75.5 .. 100.5    R_w - B_w: -101 .. 1
-//   B_w - R_o: -101 .. 1 and what the rows in between add; it counts as 0 below -126, when the entry is below 2^-25
-// -inf is a decay to 0, nothing is divided, and what is above the diagonal, where numbers are large, is not used.
+//   B_w - R_o: -101 .. 1 and what the rows in between add; it counts as 0 below -126, where the entry is below 2^-25
+// -inf is a decay to 0, and nothing is divided. What is above the diagonal, where numbers are large, is not used.
 #pragma once
-#include "cuda/sm90/scores.h"
+#include "cuda/sm90/operands.h"
 
 namespace kda::cuda::sm90 {
 
-class ExactScores {
+// The scores of a chunk, with an anchor every eight rows.
+class AnyGateScores {
  public:
-  static constexpr bool kTakesDiagonal = true;  // where decays are fast it is most of an output, and bf16 is coarse
+  static constexpr bool kTakesDiagonal = true;  // with fast decays it is most of an output, and bf16 is too coarse
   static constexpr bool kSkipsQueries = false;
-  static constexpr float kMost = 25;  // of -log2 alpha, for all but ell
+  static constexpr float kMost = 25;  // limit of -log2 alpha, for all but ell
 
   // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
   struct Gate {
@@ -60,8 +62,8 @@ class ExactScores {
         for (int e = 0; e < 4; ++e) x[e] = y.x[e];
       }
     }
-    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial, to 9.2e-6 of itself; to 2.8e-6
-    // where it is small, and errors of slow decays add up.
+    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial with a relative error of
+    // 9.2e-6; where it is small, 2.8e-6, because errors of slow decays add up.
     __device__ static float softplus(float x, float e) {
       float p = -0.035237316f;
       p = fmaf(p, e, 0.14823328f);
@@ -73,9 +75,10 @@ class ExactScores {
     }
   };
 
-  __device__ ExactScores(const Bench& at, unsigned stage) : at_(at), stage_(stage) {}
+  __device__ AnyGateScores(const Scratch& at, unsigned stage) : at_(at), stage_(stage) {}
 
-  // The warp's rows in order; x: of the gate. Behind the last row nothing decays.
+  // Adds the decays of a row, for the warp's rows in order. x: what the gate makes. Behind the last row, where `real`
+  // is false, nothing decays.
   __device__ void decay(const Gate& gate, const float (&x)[4], bool real, unsigned own) {
     const float rate = real ? gate.rate : 0;
 #pragma unroll
@@ -85,29 +88,29 @@ class ExactScores {
     }
     at_.store_wide(own, G_);
   }
-  // Of the lane's channels: no NaN?
+  // Are the lane's channels free of NaN?
   __device__ bool is_fine() const {
     const float sum = (G_[0] + G_[1]) + (G_[2] + G_[3]);
     return sum == sum;
   }
   __device__ void share_totals() const {
     const unsigned place = (at_.warp * kSize + at_.lane * 4) * 4;
-    ptx::store_shared_f32x4(at_.address + Bench::totals + place, make_float4(G_[0], G_[1], G_[2], G_[3]));
-    ptx::store_shared_f32x4(at_.address + Bench::given + place,
+    ptx::store_shared_f32x4(at_.address + Scratch::totals + place, make_float4(G_[0], G_[1], G_[2], G_[3]));
+    ptx::store_shared_f32x4(at_.address + Scratch::given + place,
                             make_float4(total_[0], total_[1], total_[2], total_[3]));
   }
 
-  // Operands of the scan and of scores, from the raw rows on the bench.
+  // Makes operands of the consumer and of scores, from the raw rows in scratch memory.
   template <class T>
   __device__ void tiles() {
     const unsigned lane = at_.lane;
     float total[4][4], G[4] = {}, anchor[4], first[4], decay[4];
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w) {
-      load_four(at_.address + Bench::totals + (w * kSize + lane * 4) * 4, total[w]);
+      load_four(at_.address + Scratch::totals + (w * kSize + lane * 4) * 4, total[w]);
       if (w < 3 && w < at_.warp) add(G, total[w]);
     }
-    // G is before the warp's rows; `first` that, from the anchor on.
+    // Here G is that before the warp's rows; `first` is the same, counted from the anchor.
     at_.load_wide(at_.own(3), anchor);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -117,7 +120,7 @@ class ExactScores {
     }
     to_start_[0] = ptx::pack<__nv_bfloat16>(decay[0], decay[1]);
     to_start_[1] = ptx::pack<__nv_bfloat16>(decay[2], decay[3]);
-    // G before the rows of each warp behind, and at the end.
+    // Then G before the rows of each later warp, and at the end.
 #pragma unroll
     for (unsigned w = 1; w < 4; ++w) {
       if (w <= at_.warp) continue;
@@ -134,11 +137,11 @@ class ExactScores {
     if (at_.stores_ell()) store_ell();
   }
 
-  // [q; k] of the warp's rows times k of their own, and of each warp's before.
+  // Multiplies [q; k] of the warp's rows by k of the same rows, and of the rows of each warp before.
   __device__ void run() const {
-    // Aqk is zero where nothing else comes.
+    // Aqk is zero where no product comes.
     ptx::store_shared4(stage_ + Stage::Aqk + at_.warp * 512 + at_.lane * 16, make_uint4(0, 0, 0, 0));
-    const unsigned mine = at_.address + Bench::totals + at_.warp * kSize * 4;  // nobody reads totals any more
+    const unsigned mine = at_.address + Scratch::totals + at_.warp * kSize * 4;  // all reads of totals are done
     ptx::store_shared2(mine + at_.lane * 8, make_uint2(to_start_[0], to_start_[1]));
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
     const unsigned from =
@@ -148,8 +151,8 @@ class ExactScores {
     for (int j = 0; j < 8; ++j) ptx::load_matrices(rows[j], (from ^ j % 4 << 5) + j / 4 * kHalf);
     load_keys(k, at_.warp);
     const unsigned i = at_.lane / 4, c = at_.lane % 4 * 2;
-    const float beta = at_.factor(Bench::kBeta, 8 * at_.warp + i);
-    const float diagonal = at_.factor(Bench::kDiagonal, 8 * at_.warp + i);
+    const float beta = at_.factor(Scratch::kBeta, 8 * at_.warp + i);
+    const float diagonal = at_.factor(Scratch::kDiagonal, 8 * at_.warp + i);
     __syncwarp();  // zeros and decays are there
     float d[4];
     multiply(d, rows, k);
@@ -173,9 +176,9 @@ class ExactScores {
   }
 
  private:
-  // Powers of two from the anchor of o to the rows of w.
+  // Where powers of two from the anchor of warp o to the rows of warp w are.
   __device__ unsigned decays(unsigned w, unsigned o) const {
-    return at_.address + Bench::decays + (w * (w - 1) / 2 + o) * kSize * 2;
+    return at_.address + Scratch::decays + (w * (w - 1) / 2 + o) * kSize * 2;
   }
 
   __device__ static void add(float (&x)[4], const float (&y)[4]) {
@@ -186,15 +189,15 @@ class ExactScores {
     float ell[4] = {}, total[4];
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w)
-      load_four(at_.address + Bench::given + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
+      load_four(at_.address + Scratch::given + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
     ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
                             make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
   }
 
-  // Right operands: of keys of a warp's rows; and powers of two of the same channels.
+  // Load right operands: keys of a warp's rows; powers of two of the same channels.
   __device__ void load_keys(unsigned (&k)[4][4], unsigned warp) const {
     const unsigned r = at_.lane % 8, m = at_.lane / 8;
-    const unsigned from = at_.address + Bench::columns + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
+    const unsigned from = at_.address + Scratch::columns + (8 * warp + r) * kRowBytes + ((m ^ r) << 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) ptx::load_matrices(k[j], (from ^ j % 2 << 6) + j / 2 * kHalf);
   }
@@ -208,7 +211,7 @@ class ExactScores {
     x = reinterpret_cast<const unsigned&>(product);
   }
 
-  // d = [q; k] k^T of eight rows each, as two sums that need not wait for each other.
+  // d = [q; k] k^T of eight rows each, as two sums that do not wait for each other.
   __device__ static void multiply(float (&d)[4], const unsigned (&rows)[8][4], const unsigned (&k)[4][4]) {
     float other[4];
 #pragma unroll
@@ -221,15 +224,15 @@ class ExactScores {
 #pragma unroll
     for (int e = 0; e < 4; ++e) d[e] += other[e];
   }
-  // Entries of Aqk and Akk in columns of warp `other`. What is not below the diagonal of Akk is not read.
+  // Stores entries of Aqk and Akk in columns of warp `other`. What is not below the diagonal of Akk is not read.
   __device__ void store(const float (&d)[4], unsigned other, float beta) const {
     const unsigned i = 8 * at_.warp + at_.lane / 4, j = at_.lane % 4;
-    ptx::store_shared(stage_ + Stage::Aqk + Bench::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
-    ptx::store_shared_f32x2(at_.address + Bench::A + (i * kStrideA + 8 * other + 2 * j) * 4,
+    ptx::store_shared(stage_ + Stage::Aqk + Scratch::square(i, 8 * other) + j * 4, ptx::pack<__half>(d[0], d[1]));
+    ptx::store_shared_f32x2(at_.address + Scratch::A + (i * kStrideA + 8 * other + 2 * j) * 4,
                             make_float2(-d[2] * beta, -d[3] * beta));
   }
 
-  const Bench& at_;
+  const Scratch& at_;
   const unsigned stage_;
   float G_[4] = {}, total_[4] = {};  // from the warp's first row on
   unsigned to_start_[2];             // powers of two from the start of the warp's rows to their anchor

@@ -1,32 +1,34 @@
-// The preparation: a warpgroup turns raw tokens into the operands of the scan (Stage), every second chunk of a block.
+// The producer: a warpgroup that turns raw tokens into the operands of the consumer (Stage). Each of the two
+// producers of a CTA prepares every second one of the CTA's chunks.
 //
-// Warp w has rows 8 w .. 8 w + 7 of a chunk and a lane four neighbouring channels, so that decays along the rows are
-// sums in registers. Raw q, k and g are fetched a chunk earlier, onto the bench, where a lane overwrites what it alone
-// reads (or other lanes of its warp, before): g with decays, all of them with operands of scores. v goes to the stage.
-//   norms, gates, decays of the warp's rows      barrier: decays of all rows are known, and the stage is empty
-//   kG, qG, kg into it, score operands                      barrier: operands are there
-//   scores; Aqk into the stage, Akk on the bench            barrier: Akk is there, and the rest of the bench is free
-//   the next chunk is fetched; one warp inverts I + Akk     the stage is full
+// Warp w has rows 8 w .. 8 w + 7 of a chunk, and a lane has four neighbouring channels, so decays along the rows are
+// sums in registers. Raw q, k and g are fetched a chunk ahead, into scratch memory. There a lane overwrites what it
+// alone reads, or what other lanes of its warp have read before: g with decays, all three with operands of scores. v
+// goes to the stage.
+//   norms, gates, decays of the warp's rows                  barrier: decays of all rows are known, the stage is empty
+//   kG, qG and kg to the stage, score operands to scratch    barrier: operands are there
+//   scores: Aqk to the stage, Akk to scratch                 barrier: Akk is there, the rest of the scratch is free
+//   one warp inverts I + Akk; the next chunk is fetched      mbarrier: the stage is full
 #pragma once
-#include "cuda/sm90/invert.h"
-#include "cuda/sm90/scores.h"
+#include "cuda/sm90/inverse.h"
+#include "cuda/sm90/operands.h"
 #include "cuda/sm90/tiles.h"
 
 namespace kda::cuda::sm90 {
 
-// A chunk to prepare: planned by one thread for all, a chunk ahead, in shared memory.
+// A chunk to prepare. One thread plans it for all, a chunk ahead, in shared memory.
 struct alignas(16) Plan {
   unsigned hv, h, b, token;  // value and query/key head; tokens token .. token + rows - 1 of row b
-  unsigned rows, fine;       // the latter: up to the first that has a NaN
+  unsigned rows, fine;       // all; those before the first with a NaN
   unsigned number;           // of the chunk in the ring; kNone: there are no more
-  bool begins;               // its head is not that of the preparer's chunk before
+  bool begins;               // its head is not that of this producer's last chunk
   bool queries;              // q is wanted, too
-  bool state;                // instead of a chunk the state of head hv in row b of h0 comes to the stage; kNone: zeros
+  bool state;                // in place of a chunk, the state of head hv in row b of h0 comes; b is kNone: zeros
   static constexpr unsigned kNone = ~0u;
 
   __device__ bool any() const { return number != kNone; }
   __device__ bool is_chunk() const { return any() && !state; }
-  // Chunk `chunk` of a sequence of `length` tokens from t0 on.
+  // Describes chunk `chunk` of a sequence of `length` tokens from t0 on.
   __device__ void set(unsigned head, unsigned key_head, unsigned row, unsigned t0, unsigned length, unsigned chunk) {
     hv = head, h = key_head, b = row;
     token = t0 + chunk * kRows, rows = fine = min(length - chunk * kRows, kRows);
@@ -36,35 +38,37 @@ struct alignas(16) Plan {
   }
 };
 
-// kWideGate: g is f32, else it has the type of q, k and v. Source: next(call, plan), by one thread, tells the
-// preparer's next chunk: it prepares one of four. kMaps: some chunks are for maps of segments, for which q is not read.
+// Prepares chunks, one of four in the ring. kWideGate: g is f32, otherwise it has the type of q, k and v. Source: its
+// next(call, plan), which one thread calls, plans the producer's next chunk. Source::kMaps: some chunks are for maps
+// of segments, for which q is not read.
 template <class T, class Scores, bool kWideGate, class Source>
-class Preparation {
+class Producer {
  public:
-  static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which the copy engine brings
+  static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which TMA brings
   static constexpr bool kSkipsQueries = Source::kMaps && Scores::kSkipsQueries;
   static constexpr bool kBringsStates = Source::kBringsStates;
 
-  __device__ Preparation(const Call& call, unsigned memory, unsigned group)
-      : call_(call), memory_(memory), at_(bench(memory, group), group) {}
+  __device__ Producer(const Call& call, unsigned memory, unsigned group)
+      : call_(call), memory_(memory), at_(scratch(memory, group), group) {}
 
-  // By one thread, before fence_barriers().
+  // Initialises the mbarriers of raw rows, by one thread, before fence_barriers().
   __device__ static void start(unsigned memory) {
-    for (unsigned i = 0; i < kPreparers; ++i) ptx::init_barrier(bench(memory, i) + Bench::raw, 1);
+    for (unsigned i = 0; i < kProducers; ++i) ptx::init_barrier(scratch(memory, i) + Scratch::raw, 1);
   }
+  // Plans the first chunk.
   __device__ void plan(const Source& source) {
     if (threadIdx.x % kGroup > 0) return;
     plans().source = source, plans().head = Plan::kNone;
     make_plan(plan(0));
   }
   __device__ void run() {
-    at_.sync();  // the first chunk is known
+    at_.sync();  // the first plan is there
     Plan now = known_plan(0);
     for (bool fetched = false; now.any(); ++at_.turn) {
       const bool state = kBringsStates && now.state;
       if (!fetched && !state) fetch(now, at_.turn);
-      // Planning takes a while: it is for a warp that has not just inverted.
-      if (chore(at_.turn) == kPlanChore && at_.lane == 0) make_plan(plan(at_.turn + 1));
+      // Planning takes a while, so it is left to a warp that has not just inverted.
+      if (role(at_.turn) == WarpRole::kPlan && at_.lane == 0) make_plan(plan(at_.turn + 1));
       Plan next;
       if (state) bring_state(next);
       else
@@ -79,20 +83,20 @@ class Preparation {
     unsigned head;  // of the last plan
     Plan turns[2];
   };
-  static_assert(sizeof(Plans) <= BenchLayout::kPlanBytes);
+  static_assert(sizeof(Plans) <= ScratchLayout::kPlanBytes);
 
-  __device__ static unsigned bench(unsigned memory, unsigned group) {
-    return memory + Shared::benches + group * Bench::bytes;
+  __device__ static unsigned scratch(unsigned memory, unsigned group) {
+    return memory + Shared::scratch + group * Scratch::bytes;
   }
   __device__ Ring ring() const { return {memory_}; }
   __device__ Plans& plans() const {
-    return *reinterpret_cast<Plans*>(shared_memory() + bench(0, at_.group) + Bench::plans);
+    return *reinterpret_cast<Plans*>(shared_memory() + scratch(0, at_.group) + Scratch::plans);
   }
   __device__ Plan& plan(unsigned turn) const { return plans().turns[turn % 2]; }
-  // One that has been made, in registers: each load takes a while.
+  // Returns a plan that has been made, in registers, because each load takes a while.
   __device__ Plan known_plan(unsigned turn) const {
     static_assert(sizeof(Plan) == 2 * sizeof(uint4));
-    const unsigned from = at_.address + Bench::plans + offsetof(Plans, turns) + turn % 2 * sizeof(Plan);
+    const unsigned from = at_.address + Scratch::plans + offsetof(Plans, turns) + turn % 2 * sizeof(Plan);
     const uint4 halves[2] = {ptx::load_shared4(from), ptx::load_shared4(from + sizeof(uint4))};
     return reinterpret_cast<const Plan&>(halves);
   }
@@ -105,27 +109,23 @@ class Preparation {
 
   // ---- chunks ----
 
-  // Which of the chores around a chunk is the warp's. (That with none before the scores is still inverting the chunk
-  // before.)
-  __device__ unsigned chore(unsigned turn) const { return at_.chore(turn); }
-  static constexpr unsigned kInvertChore = 0, kShareChore = 1, kBetaChore = 2, kPlanChore = 2;
-  static constexpr unsigned kFetchChore = 0;  // around the chunk before, that warp's was kShareChore
+  __device__ WarpRole role(unsigned turn) const { return at_.role(turn); }
 
-  // Raw q, k and g of a chunk to the bench, and beta. Rows behind the chunk's come along. The copy engine does one
-  // thing behind another, and copies to the other block take it long: so the warp that will ask for those asks for all
-  // raw rows before.
+  // Fetches raw q, k and g of a chunk to scratch memory, and beta to registers. Rows behind the chunk's come along.
+  // TMA does one request after another, and copies to the other CTA take long. So the warp that will ask for those
+  // asks for all raw rows first.
   __device__ void fetch(const Plan& plan, unsigned turn) {
     const Tokens& x = call_.x;
     if (plan.begins) gate_.load(x, plan.hv, at_.lane);
     if (kWideGate) fetch_wide_gate(plan);
-    if (chore(turn) == kBetaChore) {
+    if (role(turn) == WarpRole::kPlan) {
       beta_ = 0;
       if (at_.lane < plan.rows)
         beta_ = load_raw<false>(x.beta.at(plan.b, plan.token + at_.lane, plan.hv), x.beta_dtype);
     }
-    if (chore(turn) != kFetchChore) return;
+    if (role(turn) != WarpRole::kInvert) return;  // in the chunk before, its role was kCopy
     const unsigned hv = uniform(plan.hv), h = uniform(plan.h), token = uniform(plan.token), b = uniform(plan.b),
-                   barrier = at_.address + Bench::raw;
+                   barrier = at_.address + Scratch::raw;
     const bool queries = !kSkipsQueries || plan.queries;
     if (!ptx::elect()) return;
     ptx::arrive_expecting(barrier, (kRawTensors - !queries) * 2 * kTileBytes);
@@ -135,30 +135,30 @@ class Preparation {
     };
     if (queries) ask(Tiles::kQuery, h, Stage::q);
     ask(Tiles::kKey, h, Stage::k);
-    if (!kWideGate) ask(Tiles::kGate, hv, Bench::columns);
+    if (!kWideGate) ask(Tiles::kGate, hv, Scratch::columns);
   }
-  // An f32 gate, to where decays will be: by the lanes that read it.
+  // Fetches an f32 gate to where decays will be. Each lane fetches what it will read.
   __device__ void fetch_wide_gate(const Plan& p) const {
     const View& g = call_.x.g;
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
       const unsigned row = 8 * at_.warp + i, bytes = row < p.fine ? 8 : 0, to = at_.address + at_.own(i);
       const char* from = g.at(p.b, p.token + row, p.hv) + at_.lane * 16;
-      ptx::copy8(to + Bench::columns, from, bytes), ptx::copy8(to + Bench::wide, from + 8, bytes);
+      ptx::copy8(to + Scratch::columns, from, bytes), ptx::copy8(to + Scratch::wide, from + 8, bytes);
     }
     ptx::commit_copies();
   }
-  // No rows of the chunk from this one on: of the lane's.
+  // Clears the lane's part of the chunk from row `rows` on.
   __device__ void clear(unsigned rows) const {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
       if (8 * at_.warp + i < rows) continue;
-      for (const unsigned tile : {Stage::q, Stage::k, Bench::columns, Bench::wide})
+      for (const unsigned tile : {Stage::q, Stage::k, Scratch::columns, Scratch::wide})
         ptx::store_shared2(at_.address + tile + at_.own(i), make_uint2(0, 0));
     }
   }
-  // v to the stages of both blocks, which are full when it is there, and the rest of what the other's waits for;
-  // and that, piece by piece. By a warp's first lane.
+  // Asks for v in the stages of both CTAs, by one lane of a warp. `full` of the other CTA then also expects the
+  // operands, which share() sends.
   __device__ void fetch_values(unsigned hv, unsigned first, unsigned row, unsigned number, unsigned stage) const {
     const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
     const unsigned head = uniform(hv), token = uniform(first), b = uniform(row);
@@ -169,6 +169,7 @@ class Preparation {
     ptx::arrive_expecting_at(ptx::address_in(full, other), Stage::end + kTileBytes);
     ptx::copy_tile_to(1 << other, v, map, 64 * other, head, token, b, full);
   }
+  // Sends bytes first .. end - 1 of a stage to the same stage of the other CTA, by one lane of a warp.
   __device__ void share(unsigned number, unsigned stage, unsigned first, unsigned end) const {
     const unsigned from = stage + first, other = ptx::rank() ^ 1;
     if (!ptx::elect()) return;
@@ -176,14 +177,15 @@ class Preparation {
                            ptx::address_in(ring().full(number), other));
   }
 
-  // Instead of a chunk, a first state to the stages of both blocks, half of the columns to each: by one warp.
+  // Brings, in place of a chunk, a first state to the stages of both CTAs, half of the columns to each. By one warp.
   __device__ void bring_state(Plan& next) {
     const Plan& now = plan(at_.turn);
     const unsigned hv = uniform(now.hv), row = uniform(now.b), number = uniform(now.number);
-    const bool mine = chore(at_.turn) == kShareChore;
+    const bool mine = role(at_.turn) == WarpRole::kCopy;
     if (mine) ring().wait_empty(number);
-    // Both scans have read what the stages had before. (Until then nobody goes on: to who waits for the next phase of
-    // an mbarrier, the one before this one looks the same.) And the next plan is there; this one may be overwritten.
+    // Both consumers have read what the stages had before, the next plan is there, and this one may be overwritten.
+    // (No thread goes on before the stages are read: if it then waited for the next phase of an mbarrier, it could
+    // not tell that from the phase before this one.)
     at_.sync();
     next = known_plan(at_.turn + 1);
     if (!mine || !ptx::elect()) return;
@@ -195,7 +197,7 @@ class Preparation {
 #pragma unroll 1
     for (unsigned i = 0; i < StateTiles::kBytes / StateTiles::kBoxBytes; ++i) {
       const unsigned to = stage + i * StateTiles::kBoxBytes, channel = i % StateTiles::kBoxes * StateTiles::kChannels,
-                     eights = i / StateTiles::kBoxes * 2;  // of columns; a block has eight of them
+                     eights = i / StateTiles::kBoxes * 2;  // of columns; a CTA has eight of them
       ptx::copy_box(to, map, channel, eights + 8 * rank, 0, hv, row, full);
       ptx::copy_box_to(1 << other, to, map, channel, eights + 8 * other, 0, hv, row, full);
     }
@@ -205,7 +207,7 @@ class Preparation {
   struct Norms {
     float by_q[4] = {}, by_k[4] = {};
   };
-  // Gates and norms of the warp's rows; products for the latter fill the time that special functions take.
+  // Makes gates and norms of the warp's rows. The products for norms fill the time that special functions take.
   template <bool kWild>
   __device__ __forceinline__ void gates(Scores& scores, Norms& norms, unsigned rows) const {
     const typename Scores::Gate gate(call_.x, gate_);
@@ -215,7 +217,7 @@ class Preparation {
     typename Scores::Gate::Part part;
     const auto load = [&](unsigned own) {
       if constexpr (kWideGate) at_.load_wide(own, x);
-      else four_of<T>(ptx::load_shared2(at_.address + Bench::columns + own), x);
+      else four_of<T>(ptx::load_shared2(at_.address + Scratch::columns + own), x);
     };
     load(at_.own(0)), gate.template begin<kWild>(x, part), load(at_.own(1));
     for_rows(at_, [&](unsigned i, unsigned own, unsigned, unsigned after) {
@@ -231,14 +233,14 @@ class Preparation {
     });
   }
 
-  // A chunk that was fetched. Returns whether the next one is; if not, this one is to be fetched again, with fewer
-  // rows. now: the chunk's plan. (Where its tokens are is looked up once more for v: until then registers have no room
-  // for that.) next: becomes the plan of what comes behind it.
+  // Prepares a chunk that has been fetched, and fetches the next one. Returns false if this one must be fetched again
+  // instead, with fewer rows. now: the chunk's plan. (For v its coordinates are loaded once more: until then there
+  // are no registers for them.) next: becomes the plan of what comes behind the chunk.
   __device__ bool prepare(const Plan& now, Plan& next) {
-    at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there is no room for them in between
+    at_.lane = ptx::thread() % 32;  // addresses are computed again in each chunk: there are no registers to keep them
     const unsigned turn = at_.turn;
     const unsigned rows = uniform(now.fine), number = uniform(now.number), stage = ring().stage(number);
-    ptx::wait_barrier(at_.address + Bench::raw, phase_++ % 2);
+    ptx::wait_barrier(at_.address + Scratch::raw, phase_++ % 2);
     if (kWideGate) ptx::wait_for_copies<0>();
     if (rows < kRows) clear(rows);
     __syncwarp();  // norms read rows that other lanes have cleared
@@ -250,7 +252,7 @@ class Preparation {
     else gates<false>(scores, norms, rows);
     const unsigned bad = share_factors<false>(norms, rows, queries);
     scores.share_totals();
-    if (chore(turn) == kShareChore) ring().wait_empty(number);
+    if (role(turn) == WarpRole::kCopy) ring().wait_empty(number);
     // The barrier also says that totals and factors of all rows are there, and that the stage may be written to.
     if (!at_.sync_all(scores.is_fine() && bad == kRows)) {
       const unsigned first = first_bad(share_factors_again(rows, queries));
@@ -263,12 +265,12 @@ class Preparation {
     at_.sync();  // tiles are there
     scores.run();
     ptx::fence_shared_for_async();
-    const Plan place = known_plan(turn);  // may be overwritten then
-    at_.sync();                           // Akk is there; nobody reads tiles any more
-    // While one warp inverts, for which the next chunk will wait, the others have time.
+    const Plan place = known_plan(turn);  // behind the barrier it may be overwritten
+    at_.sync();                           // Akk is there; all reads of tiles are done
+    // The others have time while one warp inverts. The next chunk will wait for that warp.
     next = known_plan(turn + 1);
-    const unsigned mine = chore(turn);
-    if (mine == kInvertChore) {
+    const WarpRole mine = role(turn);
+    if (mine == WarpRole::kInvert) {
       invert(at_, stage);
       ptx::fence_shared_for_async();
       __syncwarp();  // T is there
@@ -276,16 +278,16 @@ class Preparation {
     }
     ptx::arrive(ring().full(number));
     if (kBringsStates ? next.is_chunk() : next.any()) fetch(next, turn + 1);
-    if (mine == kShareChore) {
+    if (mine == WarpRole::kCopy) {
       fetch_values(place.hv, place.token, place.b, number, stage);
       share(number, stage, 0, Stage::T), share(number, stage, Stage::Aqk, Stage::end);
     }
     return true;
   }
 
-  // ---- NaN: the tokens before it are as if there were none ----
+  // ---- NaN: the tokens before it keep their values ----
 
-  // The first row of all warps that has one, among those that gates or `bad` of a lane know of.
+  // Returns the first row of all warps that has a NaN, according to gates or to `bad` of any lane.
   __device__ unsigned first_bad(unsigned bad) const {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
@@ -295,20 +297,20 @@ class Preparation {
       if (sum != sum) bad = min(bad, 8 * at_.warp + i);
     }
     bad = __reduce_min_sync(kAll, bad);
-    if (at_.lane == 0) ptx::store_shared(at_.address + Bench::bad + at_.warp * 4, bad);
-    at_.sync();  // those of all warps are there
-    const uint4 of_warps = ptx::load_shared4(at_.address + Bench::bad);
+    if (at_.lane == 0) ptx::store_shared(at_.address + Scratch::bad + at_.warp * 4, bad);
+    at_.sync();  // the rows of all warps are there
+    const uint4 of_warps = ptx::load_shared4(at_.address + Scratch::bad);
     return min(min(of_warps.x, of_warps.y), min(of_warps.z, of_warps.w));
   }
-  // No rows of the chunk from the first bad one on.
+  // Takes the rows from the first bad one on out of the chunk's plan.
   __device__ bool forget_rows(unsigned rows) const {
-    ptx::fence_shared_for_async();  // raw rows will overwrite what is on the bench
-    at_.sync();                     // all know which rows are bad
+    ptx::fence_shared_for_async();  // raw rows will overwrite what is in scratch memory
+    at_.sync();                     // all threads know which rows are bad
     if (threadIdx.x % kGroup == 0) plan(at_.turn).fine = rows;
-    at_.sync();  // all will clear them
+    at_.sync();  // the plan is changed: all threads will clear those rows
     return false;
   }
-  // Their outputs, and the state behind them.
+  // Makes the outputs of those rows and the state behind them NaN.
   __device__ void spoil(const Plan& now, unsigned stage) const {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i)
@@ -318,30 +320,30 @@ class Preparation {
     if (at_.stores_ell()) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
   }
 
-  // Norms of the warp's rows, and beta of all, by one warp. Returns a row the lane has seen a NaN in, or kRows. Without
-  // kShrinks a row whose squares are beyond f32 counts as one.
+  // Stores norms of the warp's rows for all warps; one warp stores beta of all rows. Returns a row in which the lane
+  // has seen a NaN, or kRows. Without kShrinks, a row whose squares overflow f32 counts as one with a NaN.
   template <bool kShrinks>
   __device__ unsigned share_factors(const Norms& norms, unsigned rows, bool queries) const {
     const Tokens& x = call_.x;
     unsigned bad = kRows;
-    if (chore(at_.turn) == kBetaChore) {
+    if (role(at_.turn) == WarpRole::kPlan) {
       const float beta = activated_beta(x.beta_form, value_of(x.beta_dtype, beta_));
-      at_.store_factor(Bench::kBeta, at_.lane, at_.lane < rows ? beta : 0);
+      at_.store_factor(Scratch::kBeta, at_.lane, at_.lane < rows ? beta : 0);
       if (at_.lane < rows && beta != beta) bad = at_.lane;
     }
-    // Row i's elements are in one of four lanes.
+    // Of the four lanes with row i of the products, one has its diagonal element.
     const unsigned i = at_.lane / 4, row = 8 * at_.warp + i;
     const auto of_row = [&](float even, float odd) { return i % 2 ? odd : even; };
     Products all{queries ? of_row(norms.by_q[0], norms.by_q[1]) : 0, of_row(norms.by_k[2], norms.by_k[3]),
                  of_row(norms.by_k[0], norms.by_k[1])};
-    float q = 1, k = 1, by_q = 1, by_k = 1;  // the latter: of shrunk rows
+    float q = 1, k = 1, by_q = 1, by_k = 1;  // by_q, by_k: factors of shrunk rows
     if (x.qk_l2norm) {
       if (kShrinks) shrink(all, by_q, by_k, queries);
       q = ptx::inverse_root(all.qq + (by_q < 1 ? 0 : 1e-6f)), k = ptx::inverse_root(all.kk + (by_k < 1 ? 0 : 1e-6f));
     }
     if (at_.lane % 4 != i / 2) return bad;
     at_.store_norms(row, q * by_q, k * by_k);
-    if (Scores::kTakesDiagonal) at_.store_factor(Bench::kDiagonal, row, q * k * all.qk);
+    if (Scores::kTakesDiagonal) at_.store_factor(Scratch::kDiagonal, row, q * k * all.qk);
     const float sum = all.qq + all.kk;
     return sum - sum != 0 ? min(bad, row) : bad;
   }
@@ -360,7 +362,7 @@ class Preparation {
     }
     return share_factors<true>(norms, rows, queries);
   }
-  // Products of the warp's huge rows, after they are shrunk.
+  // Makes the products of the warp's huge rows again, after they are shrunk.
   __device__ void shrink(Products& all, float& by_q, float& by_k, bool queries) const {
     by_q = is_huge(all.qq) ? kShrink : 1, by_k = is_huge(all.kk) ? kShrink : 1;
 #pragma unroll 1
@@ -384,9 +386,9 @@ class Preparation {
 
   const Call& call_;
   const unsigned memory_;
-  Bench at_;
+  Scratch at_;
   unsigned phase_ = 0;  // how often raw rows have come
-  unsigned beta_;       // of row at_.lane, raw: of one warp
+  unsigned beta_;       // of row at_.lane, raw: in the warp that plans
   HeadGate gate_;
 };
 

@@ -1,0 +1,327 @@
+// The consumer: a warpgroup that carries 64 value columns of a head's state from chunk to chunk, in registers.
+//
+// It works on transposes: S^T is 64 columns x 128 channels, so every left operand is in registers and every right one
+// in a stage. The accumulators of 16 columns, rounded and packed in pairs, are the left operand of the next product.
+//   [R^T | O^T] = S^T [kG; qG]^T     R^T = V^T - R^T
+//   U^T = R^T (T diag(beta))^T       S^T = S^T diag(ell) + U^T kg       O^T += U^T Aqk^T
+// Columns of (v, S) have scales of their own: column_scale.h.
+#pragma once
+#include "cuda/sm90/column_scale.h"
+#include "cuda/sm90/tiles.h"
+
+namespace kda::cuda::sm90 {
+
+// Scans chunks and stores their outputs. It has 64 of the columns; the consumer of the pair's other CTA has the
+// others. kValues: if false, v is 0, whatever is in the stage. kWarpsOfEach: for how many warps each warp releases
+// chunks of scan(). kTraining: states before chunks, or U, may be kept. (That code stands in the inner loop, so other
+// calls have kernels without it.)
+template <class T, bool kTraining, bool kValues = true, unsigned kWarpsOfEach = 1>
+class Consumer : public ColumnScale<T, kTraining, kValues> {
+  using Base = ColumnScale<T, kTraining, kValues>;
+
+ public:
+  __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
+
+  // Stores zeros as outputs of tokens that belong to no state.
+  __device__ void zero_outputs(const Item& item, const Sequence& s, int64_t first, int64_t end) const {
+    const View& o = call_.x.o;
+    const unsigned v = first_column() + lane_ % 16;
+    for (int64_t t = s.t0 + first + lane_ / 16; t < s.t0 + end; t += 2)
+      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), item.hv) + v * sizeof(T),
+                    call_.x.o_dtype, 0);
+  }
+
+ protected:
+  using Base::bad, Base::set_bad, Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
+  using Base::column, Base::channel, Base::first_column, Base::place, Base::place_at;
+  using Base::load_values, Base::clear_values, Base::keep_within, Base::store_before, Base::befores_in_eights,
+      Base::exchanged;
+  using Base::S_, Base::unit_, Base::lane_, Base::warp_, Base::ring_, Base::call_, Base::kWarps;
+  using typename Base::Place;
+  static constexpr unsigned kBarrier = NamedBarrier::kConsumer + !kValues;
+  // A state before a chunk is stored while the first products run. In PairConsumer it is stored in front of them,
+  // because ptxas makes the products there wait for each other (C7518).
+  static constexpr bool kStoresUnderProducts = kTraining && kWarpsOfEach > 1;
+
+  struct Nothing {};
+  // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring. begun() is called once,
+  // while the first products run.
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number) {
+    scan(item, first, end, number, Nothing{});
+  }
+  template <class Begun>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& begun) {
+    // What a forward for training keeps is stored within the inner loop; other states are rare.
+    const bool eights = kTraining && corrections_in_eights() && befores_in_eights();
+    const bool keeps = call_.states.kept[kCheckpoint].data || (kTraining && call_.states.kept[kBefore].data && !eights);
+    unsigned out[2][4];  // outputs of the chunk before
+    const unsigned begin =
+        first - number * kRows;  // the token of chunk 0: what follows from a chunk's number is uniform
+    // Rare work stays out of the inner loop, so that its code fits the instruction cache.
+    for (unsigned t = first; t < end;) {
+      const bool again = prepared();
+      unsigned stop = end / kRows * kRows;
+      if (t == stop) ring_.wait_full(number), clear_values(ring_.stage(number), end - t), stop = end;
+      if (keeps && t % kChunk == 0 && !again) keep_within(item, t, eights);
+      if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
+      if (again) stop = min(stop, t + kRows);
+      const Place at = place();
+      const Place to{uniform(at.b), uniform(at.t0 + begin - kRows), uniform(at.hv)};
+      bool went, full = false;
+      do {
+        lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
+        const unsigned n = uniform(number), stage = ring_.stage(n);
+        const bool stores_state = kTraining && eights && t % kChunk == 0 && !again;
+        if (!kStoresUnderProducts && stores_state) store_before(t);
+        if (!full) ring_.wait_full(number);
+        went = chunk<true>(
+            stage, t % kChunk == 0, again, out,
+            [&] {
+              if constexpr (!std::is_same_v<Begun, Nothing>) {
+                if (t == first && !again) [[unlikely]]
+                  begun();
+              }
+              if (kStoresUnderProducts && stores_state) store_before(t);
+              // TMA has read the output tile. All warps know that after the vote, and may write to it.
+              if (stores()) ptx::wait_for_bulk_reads<0>();
+            },
+            [&] {
+              if (t > first) stage_outputs(out);
+            },
+            [&](const float(&U)[kRows / 2]) {
+              if (kTraining && !eights && call_.v_new.data) store_corrections(t, end, U);
+            },
+            [&](const unsigned(&U)[2][4]) {
+              if (kTraining && eights) store_corrections(t, end, U);
+            },
+            [&] {
+              if (t > first) store_outputs(to, n * kRows);
+              full = ring_.is_full(number + 1);
+            },
+            [&] {
+              __syncwarp();  // all lanes have read the stage
+              if (lane_ == 0) ring_.release(number, kWarpsOfEach);
+            });
+        if (!went) break;
+        t += kRows, ++number;
+      } while (t < stop);
+      lane_ = opaque(lane_);
+      if (!went) prepare(opaque(ring_.stage(number)), t % kChunk == 0);
+      else if (again) spoil(out);
+    }
+    if (end <= first) return;
+    const unsigned last = (end - first - 1) / kRows * kRows + first;
+    ptx::wait_for_bulk_reads<0>();
+    ptx::sync_threads(kBarrier, kGroup);  // TMA has read the outputs of the chunk before
+    stage_outputs(out);
+    if (end - last == kRows) store_outputs(place(), last);
+    else store_rows(last, end - last);
+  }
+  // Scans the first chunks of the ring, all of 32 tokens, for the state alone. The last kHeld chunks are not
+  // released.
+  template <unsigned kHeld>
+  __device__ __forceinline__ void scan_state(unsigned chunks) {
+    for (unsigned number = 0; number < chunks;) {
+      const bool again = prepared();
+      unsigned none[2][4];
+      bool went, full = false;
+      do {
+        lane_ = opaque(lane_);
+        const unsigned stage = uniform(ring_.stage(number));
+        if (!full) ring_.wait_full(number);
+        went = chunk<false>(
+            stage, number * kRows % kChunk == 0, again, none, [] {}, [] {}, [](const float(&)[kRows / 2]) {},
+            [](const unsigned(&)[2][4]) {}, [&] { full = ring_.is_full(number + 1); },
+            [&] {
+              __syncwarp();  // all lanes have read the stage
+              if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+            });
+        if (!went) break;
+        ++number;
+      } while (!again && number < chunks);
+      lane_ = opaque(lane_);
+      if (!went) prepare(opaque(ring_.stage(number)), number * kRows % kChunk == 0);
+      else if (again) spoil(none);
+    }
+  }
+  // Waits until TMA has read all outputs: before the CTA ends, or uses the memory for something else.
+  __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
+
+  // Where a token's outputs of eight of the warp's columns are in the output tile.
+  __device__ unsigned staged(unsigned token, unsigned piece) const {
+    return ring_.memory + Shared::out + token * kRowBytes + ((warp_ % kWarps * 2 + piece ^ token % 8) << 4);
+  }
+  // Is this the warp that stores the outputs of all warps?
+  __device__ bool stores() const { return warp_ % kWarps == 0; }
+
+  // ---- a chunk ----
+
+  // Scans one chunk. meanwhile(), voted() and behind() do other work while the first, second and last products run.
+  // corrections() gets U in units, in f32. packed_corrections() gets it in fp16, while the last products run. read()
+  // is called when all reads of the stage are done. first: the chunk is at a multiple of 64 tokens. Returns false,
+  // and has done nothing, if the units do not fit. again: they do.
+  template <bool kOutputs, class Meanwhile, class Voted, class Corrections, class Packed, class Behind, class Read>
+  __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
+                                        const Meanwhile& meanwhile, const Voted& voted, const Corrections& corrections,
+                                        const Packed& packed_corrections, const Behind& behind, const Read& read) {
+    unsigned v[2][4];
+    load_values(stage, v);
+    unsigned left[8][4];
+    pack(left);
+    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
+    float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
+    ptx::commit_products();
+    meanwhile();
+    // All warps of the group make each product together, so all must know whether one of them has to go back.
+    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, v, first));
+    ptx::wait_for_products<0>();
+    if (!fine) return false;
+
+    float2 ell[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+    unsigned R[2][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 two = floats_of<T>(v[j / 4][j % 4]);
+      const float scale = inverse(unit_[j % 2]);
+      R[j / 4][j % 4] = kValues
+                            ? ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]))
+                            : ptx::pack<__half>(both[2 * j], both[2 * j + 1]) ^ 0x80008000;  // both signs
+    }
+    float U[kRows / 2];
+    const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
+    ptx::commit_products();
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until the products are on their way
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+    voted();
+    ptx::wait_for_products<0>();
+    corrections(U);
+
+#pragma unroll
+    for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
+    float O[kRows / 2];
+    const uint64_t kg = ptx::matrix_at(stage + Stage::kg, kHalf, 1024, ptx::Swizzle::k128);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kg, k * 16 * kRowBytes), true);
+    if constexpr (kOutputs)
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        ptx::wgmma<__half, false>(O, R[k], ptx::further(T_beta, Stage::Aqk - Stage::T + 32 * k), k > 0);
+    ptx::commit_products();
+    packed_corrections(R);
+    behind();
+    ptx::wait_for_products<0>();
+    read();
+    if constexpr (kOutputs) {
+      const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
+                                         (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
+    }
+    return true;
+  }
+
+  // ---- outputs ----
+
+  // Puts outputs into the output tile, by all warps, when TMA has read those of the chunk before.
+  __device__ void stage_outputs(const unsigned (&out)[2][4]) const {
+    const unsigned to = staged(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * kRowBytes, out[j]);
+    ptx::fence_shared_for_async();
+    if (!stores()) ptx::arrive_threads(NamedBarrier::kOutputsAreThere, kGroup);
+  }
+  // Stores the output tile by TMA: the whole chunk from token t on, the columns of all warps.
+  __device__ void store_outputs(const Place& at, unsigned t) const {
+    if (!stores()) return;
+    ptx::sync_threads(NamedBarrier::kOutputsAreThere, kGroup);  // outputs of all warps are there
+    const unsigned row = at.t0 + t;
+    if (!ptx::elect()) return;
+    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, row, at.b, staged(0, 0));
+    ptx::commit_bulk();
+  }
+  // Stores the first `count` rows of the output tile; each warp stores its own columns.
+  __device__ void store_rows(unsigned t, unsigned count) const {
+    if (stores()) ptx::sync_threads(NamedBarrier::kOutputsAreThere, kGroup);  // the others have arrived
+    __syncwarp();                                                             // outputs are there
+    const Place at = place();
+    const unsigned piece = lane_ % 2;
+#pragma unroll 1
+    for (unsigned row = lane_ / 2; row < count; row += 16)
+      *reinterpret_cast<uint4*>(call_.x.o.at(at.b, at.t0 + t + row, at.hv) + first_column() * sizeof(T) + piece * 16) =
+          ptx::load_shared4(staged(row, piece));
+    __syncwarp();  // all reads of the outputs are done
+  }
+
+  // Where the address of U is in shared memory.
+  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ % kWarps * 8; }
+  // Stores the place() of a value head and the address of U of its first token, column 0.
+  __device__ void remember(const Sequence& s, unsigned hv) const {
+    __syncwarp();  // all reads of the last place are done
+    const unsigned first_h =
+        kTraining && call_.states.kept[kBefore].data ? first_h_row(call_.p, static_cast<unsigned>(s.n)) : 0;
+    ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, first_h));
+    if (kTraining && call_.v_new.data) {
+      const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
+      ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
+    }
+    __syncwarp();  // the new place is there
+  }
+  // Can U be stored eight columns at a time: is it bf16, with rows at multiples of 16 bytes?
+  __device__ bool corrections_in_eights() const {
+    const TypedView& to = call_.v_new;
+    const auto address =
+        reinterpret_cast<uintptr_t>(to.data) | static_cast<uintptr_t>(to.stride0) | to.stride1 | to.stride2;
+    return to.dtype == KDA_BF16 && address % 16 == 0;
+  }
+  // Stores U, eight columns an access. Transposed, a lane has four bytes of each eighth token; exchanged, it has 16
+  // bytes of one token.
+  __device__ void store_corrections(unsigned t, unsigned length, const unsigned (&U)[2][4]) const {
+    const uint2 first = ptx::load_shared2(corrections());
+    const unsigned token = t + lane_ % 4 * 8 + lane_ / 4;
+    char* const to =
+        reinterpret_cast<char* const&>(first) + token * static_cast<uint64_t>(call_.v_new.stride1) + first_column() * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      unsigned x[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float2 two = floats_of<__half>(U[m / 2][m % 2 * 2 + i]);
+        x[m] = ptx::transposed(ptx::pack<__nv_bfloat16>(two.x * unit_[i], two.y * unit_[i]));
+      }
+      const uint4 eight = exchanged(x);
+      if (token < length) *reinterpret_cast<uint4*>(to + i * 16) = eight;
+    }
+  }
+  // Stores U element by element.
+  __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
+    const uint2 first = ptx::load_shared2(corrections());
+    const unsigned row = t + lane_ % 4 * 2;
+    const unsigned size = size_of(call_.v_new.dtype);
+    char* to =
+        reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * size;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
+      char* place = to + i * static_cast<uint64_t>(call_.v_new.stride1) + c * 8 * size;
+      if (row + i < length) store_element(place, call_.v_new.dtype, U[j] * unit_[c]);
+    }
+  }
+};
+
+}  // namespace kda::cuda::sm90
