@@ -285,6 +285,11 @@ NUMBERS = rf"{NUMBER}(?:(?:,\s+|\s+and\s+|\s+to\s+|\.\.){NUMBER}(?![\w.]*\w))*"
 SECTIONS = re.compile(rf"([A-Za-z_][\w/-]*\.md)\s+(?://\s*|#\s*)?({NUMBERS})\b")  # math.md 4.4, B1
 
 
+def is_ours(path: Path) -> bool:
+    """Not what tools leave behind."""
+    return not any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
 @dataclass
 class Tree:
     """The names of all files, and the pages that references lead to."""
@@ -294,7 +299,7 @@ class Tree:
 
     @classmethod
     def at(cls, root: Path) -> Tree:
-        below = [p for folder in FOLDERS for p in (root / folder).rglob("*") if "__pycache__" not in p.parts]
+        below = [p for folder in FOLDERS for p in (root / folder).rglob("*") if is_ours(p.relative_to(root))]
         files = (p for p in [*root.iterdir(), *below] if p.is_file())
         return cls(root, frozenset(p.relative_to(root).as_posix() for p in files))
 
