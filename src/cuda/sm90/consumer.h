@@ -202,7 +202,7 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
     ptx::commit_products();
 #pragma unroll
     for (int j = 0; j < 16; ++j)
-      asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until the products are on their way
+      ptx::arrive_in_registers(ell[j].x, ell[j].y);  // S waits until the products are on their way
 #pragma unroll
     for (int j = 0; j < 16; ++j)
       S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
