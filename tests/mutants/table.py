@@ -923,12 +923,12 @@ MUTANTS = [
         CUDA_FORWARD_HOPPER,
         (
             "Hopper's forward: one lane releases what others still read",
-            "__syncwarp();  // all lanes have read the stage\n              if (lane_ == 0) ring_",
+            "__syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_",
             "if (lane_ == 0) ring_",
         ),
         (
             "Hopper's forward: outputs are overwritten while TMA reads them",
-            "              if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "        if (stores()) ptx::wait_for_bulk_reads<0>();\n",
             "",
         ),
     ),
