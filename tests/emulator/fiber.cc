@@ -61,13 +61,13 @@ void Stacks::prepare(size_t count) {
     for (size_t i = 0; i < count; ++i)
       if (mprotect(memory_ + i * kStep + kPage, kStack, PROT_READ | PROT_WRITE)) throw std::bad_alloc();
   }
-#if defined(__SANITIZE_ADDRESS__)
-  for (size_t i = 0; i < count_; ++i) __asan_unpoison_memory_region(memory_ + i * kStep + kPage, kStack);
-#endif
 }
 
 Context Stacks::begin(size_t index, void (*entry)()) const {
   char* stack = memory_ + index * kStep + kPage;
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(stack, kStack);  // what the last fiber there has left
+#endif
   // Six registers and the address to return to. Behind that the stack is as it is where a function begins.
   auto** top = reinterpret_cast<void**>(stack + kStack - 16);
   *top = reinterpret_cast<void*>(entry);

@@ -16,8 +16,7 @@ struct Context {
 class Stacks {
  public:
   ~Stacks();
-  // Prepares at least `count` stacks, none of which is in use. What fibers that never ended left behind is cleared
-  // away.
+  // Prepares at least `count` stacks, none of which is in use.
   void prepare(size_t count);
   // Makes a fiber that begins with entry(), which must not return.
   Context begin(size_t index, void (*entry)()) const;
