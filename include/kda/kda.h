@@ -624,7 +624,8 @@ constexpr Args kda_args_init() {
 #define KDA_STAGE_CUMSUM_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_stage_cumsum_backward_args)
 #define KDA_PREFILL_F32_ARGS_INIT KDA_ARGS_INIT(kda_prefill_f32_args)
 
-/* Run. The status says what went wrong; kda_last_error() says it in a sentence. On an error nothing was written. */
+/* Run. The status says what went wrong; kda_last_error() says it in a sentence. On an error nothing was
+ * written, except that KDA_OUT_OF_MEMORY and KDA_CUDA_ERROR may leave outputs written in part. */
 KDA_API kda_status kda_forward(const kda_forward_args* args);
 KDA_API kda_status kda_backward(const kda_backward_args* args);
 KDA_API kda_status kda_decode(const kda_decode_args* args);

@@ -16,7 +16,7 @@
 // Each pair term of dG appears once with + at row i and once with - at row j. Both come from the same tiles
 // (math.md 5.2), so that they cancel in the reverse sum.
 //
-// Memory beyond inputs, gradients and h: 3.7 KB per token of the longest segment and thread at K = V = 128, and with
+// Memory beyond inputs, gradients and h: 4.2 KB per token of the longest segment and thread at K = V = 128, and with
 // HV > H another 8 K bytes per token and value head for dq and dk before their sum.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/chunk_backward.cc"

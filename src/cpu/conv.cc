@@ -2,7 +2,7 @@
 //   y_t = bias + sum_j w_j xx_(t+j),  j = 0 .. W-1,  then z_t = y_t sigmoid(y_t)        xx = state ++ x
 //   dy_t <- dz_t silu'(y_t),  dxx_i = sum_j w_j dy_(i-j),  dw_j = sum_t dy_t xx_(t+j),  dbias = sum_t dy_t
 // Channels are the vector dimension. A task is a block of tokens (of all sequences, one after the other) and a tile
-// of channels. The last W rows are kept in f32. Every y comes from conv_row(), in one order for all callers. Sums
+// of channels. The last W - 1 rows are kept in f32. Every y comes from conv_at(), in one order for all callers. Sums
 // over tokens have two levels as in gate.cc: blocks depend on shapes only, and are added in order.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/conv.cc"

@@ -4,7 +4,7 @@
 //
 // For a chain of tokens, a window of the last rows moves along; in the end it is the state:
 //   ConvWeights<1> weights;   weights.fetch(in.weight, in.bias, d);
-//   ConvPast<1> past;         past.fetch(in.state, slot, d);  past.values(in.state.dtype, window);
+//   ConvPast<1> past;         past.fetch(in.state, slot, d);  past.values(in.state, window);
 //   each token:               z = rounded(in.x.dtype, convolve(w, bias, {window, x}, kTaps - W, true))
 //   store_state<1>(in.state, slot, d, window)
 // A token of a tree, or any single token, loads its own taps:
@@ -116,7 +116,8 @@ __device__ inline void store_four(const kda_tensor& t, int64_t at, const float4&
   store_vector(static_cast<uint16_t*>(t.data) + at, raw);
 }
 
-// ---- kVector channels from d on: one of any layout, or four where four_wide_conv() ----
+// ---- kVector channels from d on: one of any layout, or four where four_wide_rows(), four_wide_weights() and
+// four_wide_state() allow it ----
 
 inline bool aligned_to_four(const kda_tensor& t) {
   return !present(t) || reinterpret_cast<uintptr_t>(t.data) % (4 * dtype_size(t.dtype)) == 0;

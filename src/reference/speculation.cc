@@ -48,7 +48,6 @@ void verify_head(const Dims& d, const kda_inputs& in, const Sequence& s, int64_t
   }
 }
 
-// Layer `layer` of a tensor with a leading dimension of layers.
 }  // namespace
 
 void verify(const VerifyProblem& p) {

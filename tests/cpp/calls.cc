@@ -234,7 +234,7 @@ Pool::Pool(const Inputs& in, int32_t dtype, int64_t spare)
       has_initial_state(KDA_BOOL, {in.N}) {
   const int64_t row = in.h0 ? in.h0.size() / std::max<int64_t>(1, in.N) : 0;
   for (int64_t n = 0; n < in.N; ++n) {
-    slots.push_back(in.N + spare - 1 - n);  // backwards, so that a slot is never its sequence
+    slots.push_back(in.N + spare - 1 - n);  // backwards, so that hardly any slot is its sequence
     state_indices.set(n, static_cast<double>(slots[n]));
     has_initial_state.set(n, in.c.h0);
     for (int64_t i = 0; i < row; ++i) h.set(slots[n] * row + i, in.h0.get(n * row + i));

@@ -106,7 +106,7 @@ struct Draft {
     return reinterpret_cast<float2*>(shared + draft * m.keys_stride) + key.channel(i);
   }
 
-  // From convolve_drafts.
+  // What FrontDrafts has left in shared memory.
   __device__ void take(const Memory& m, const float* shared) {
     const float* row = shared + t * m.keys_stride;
 #pragma unroll
