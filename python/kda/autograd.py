@@ -175,9 +175,9 @@ def backward_call(
     )  # fmt: skip
 
 
-def run_backward(*arguments: Any, **options: Any) -> list[Tensor | None]:
+def run_backward(*arguments: Any) -> list[Tensor | None]:
     """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted: see :func:`backward_call`."""
-    grads, call = backward_call(*arguments, **options)
+    grads, call = backward_call(*arguments)
     library().backward(*call)
     return grads
 

@@ -13,8 +13,6 @@
 namespace kda::emulator {
 namespace {
 
-constexpr unsigned kOffset = (1u << 24) - 1;
-
 Mbarrier& mbarrier_at(unsigned barrier, Where where) {
   auto& all = wave->block_of(barrier).mbarriers;
   const auto found = all.find(barrier & kOffset);
@@ -143,11 +141,11 @@ void fence_for_async() { wave->order().show_async(wave->thread()); }
 // ---- blocks ----
 
 unsigned rank(Where where) {
-  if (wave->cluster() == 1) fail(kNeedsClusters, where);
+  if (wave->cluster() == 1) wave->ask_for_clusters(where);
   return wave->rank();
 }
-unsigned rank_bits() { return wave->rank() << 24; }
-unsigned address_in(unsigned address, unsigned rank) { return (address & kOffset) | rank << 24; }
+unsigned rank_bits() { return wave->rank() << kRankShift; }
+unsigned address_in(unsigned address, unsigned rank) { return (address & kOffset) | rank << kRankShift; }
 void arrive_at_cluster(Where where) { wave->meet_cluster(false, where); }
 void wait_for_cluster(Where where) { wave->meet_cluster(true, where); }
 

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <numeric>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -51,7 +50,7 @@ std::string run(const Launch& launch, const std::function<void()>& thread) {
   random.shuffle(shuffled);
   Wave alone(launch, 1, std::move(shuffled), thread, random, stacks);
   const std::string failure = alone.run();
-  if (alone.is_beyond_first() || failure.find(kNeedsClusters) == std::string::npos) return failure;
+  if (!alone.needs_clusters()) return failure;
   return Wave(launch, 2, std::move(blocks), thread, random, stacks).run();
 }
 

@@ -6,6 +6,21 @@
 #include <cstring>
 #include <vector>
 
+#include "f16_values.h"
+
+namespace kda::emulator {
+
+const std::vector<float>& f16_values() {
+  static const std::vector<float> values = [] {
+    std::vector<float> all(1 << 16);
+    for (unsigned i = 0; i < all.size(); ++i) all[i] = f16_to_float(static_cast<uint16_t>(i));
+    return all;
+  }();
+  return values;
+}
+
+}  // namespace kda::emulator
+
 namespace kda::cuda::ptx {
 namespace {
 
@@ -38,16 +53,6 @@ void load_rows(unsigned (&x)[4], unsigned from, Where where) {
 
 // ---- products ----
 
-// Numbers by the 16 bits of an f16: converting those is by far the most frequent operation here.
-const std::vector<float>& f16_values() {
-  static const std::vector<float> values = [] {
-    std::vector<float> all(1 << 16);
-    for (unsigned i = 0; i < all.size(); ++i) all[i] = f16_to_float(static_cast<uint16_t>(i));
-    return all;
-  }();
-  return values;
-}
-
 struct Fragments {
   unsigned a[4], b[2];
   float d[4];
@@ -77,7 +82,7 @@ void multiply(void* const* all, const Value& value) {
     }
 }
 void multiply_f16(void* const* all) {
-  const float* values = f16_values().data();
+  const float* values = emulator::f16_values().data();
   multiply<16, 2>(all, [values](unsigned x, unsigned e) { return values[e ? x >> 16 : x & 0xffff]; });
 }
 template <unsigned kDepth>

@@ -1,12 +1,12 @@
 // What instructions of Hopper do (include/cuda/ptx/sm90.h).
 #include "cuda/ptx/sm90.h"
 
-#include <array>
 #include <cstring>
 #include <vector>
 
 #include "cuda_runtime.h"
 #include "error.h"
+#include "f16_values.h"
 
 namespace kda::cuda::sm90 {
 
@@ -54,7 +54,7 @@ unsigned swizzled(unsigned address, unsigned bytes_of_row) {
 // Calls run(address, memory) for the 16-byte pieces of a box; memory is nullptr outside of the tensor.
 template <class Run>
 void each_piece(unsigned shared, const CUtensorMap& map, const Corner& corner, Where where, const Run& run) {
-  if (shared % (map.swizzled ? 1024 / 8 : 128)) emulator::fail("a box at no multiple of 128", where);
+  if (shared % 128) emulator::fail("a box at no multiple of 128", where);
   const unsigned row_bytes = map.box[0] * map.element;
   unsigned row = 0;
   for (unsigned u = 0; u < map.box[4]; ++u)
@@ -164,14 +164,7 @@ namespace {
 
 constexpr unsigned kDepth = 16;
 
-float number(unsigned bits, bool f16) {
-  static const std::vector<float> values = [] {
-    std::vector<float> all(1 << 16);
-    for (unsigned i = 0; i < all.size(); ++i) all[i] = f16_to_float(static_cast<uint16_t>(i));
-    return all;
-  }();
-  return f16 ? values[bits] : __uint_as_float(bits << 16);
-}
+float number(unsigned bits, bool f16) { return f16 ? emulator::f16_values()[bits] : __uint_as_float(bits << 16); }
 
 // x [rows, 16] of a matrix in shared memory. Rows, or columns if it is transposed, are of 128 or 64 bytes.
 void read_matrix(float* x, unsigned rows, uint64_t matrix, bool transposed, bool f16, Where where) {

@@ -11,6 +11,9 @@
 
 namespace kda::emulator {
 
+// Addresses of dynamic memory: an offset, and above it the rank of the block in its cluster.
+constexpr unsigned kRankShift = 24, kOffset = (1u << kRankShift) - 1;
+
 class SharedMemory {
  public:
   // The memory of the block that begins with this thread, with so many bytes of dynamic memory.
@@ -79,7 +82,7 @@ class SharedMemory {
 
   // Addresses of dynamic memory begin at kFirst, so that 0 is none; in a cluster they have the block's rank above
   // kOffset. Addresses of other variables are distances from memory_, plus kOthers.
-  static constexpr unsigned kFirst = 1024, kOthers = 1u << 31, kOffset = (1u << 24) - 1;
+  static constexpr unsigned kFirst = 1024, kOthers = 1u << 31;
 
   const Order& order_;
   unsigned first_thread_;

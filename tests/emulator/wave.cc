@@ -121,6 +121,11 @@ void Wave::fail(const std::string& what, Where where) {
   throw Failure{str(place(), ", thread ", number, ", ", text_of(where), ": ", what)};
 }
 
+void Wave::ask_for_clusters(Where where) {
+  needs_clusters_ = next_ == 1;
+  fail("asks for its rank in a cluster", where);
+}
+
 std::string Wave::place() const {
   const uint3 b = blocks_[own()]->index;
   return str("block ", b.x, ",", b.y, ",", b.z);
@@ -132,8 +137,8 @@ unsigned Wave::lanes_of(unsigned warp) const {
 }
 
 Block& Wave::block_of(unsigned address) {
-  const unsigned rank = address >> 24 & 0x7f;
-  return *blocks_[own() / cluster_ * cluster_ + (address >> 31 ? this->rank() : rank % cluster_)];
+  const unsigned rank = address >> kRankShift & 0x7f;
+  return *blocks_[first_of_cluster() + (address >> 31 ? this->rank() : rank % cluster_)];
 }
 
 // ---- which thread runs ----
@@ -184,8 +189,11 @@ void Wave::go_on(bool ends) {
 }
 
 void Wave::wait(std::vector<unsigned>& list, const char* what, unsigned number, Where where) {
-  Fiber& own = fiber();
   list.push_back(current_);
+  stop_at(what, number, where);
+}
+void Wave::stop_at(const char* what, unsigned number, Where where) {
+  Fiber& own = fiber();
   own.waits = what, own.number = number, own.where = where;
   stop();
   go_on();
@@ -213,7 +221,7 @@ void Wave::end_thread() {
   --own.running;
   for (auto& [number, b] : own.barriers)  // the barrier of all threads waits for one less
     if (!b.count && own.running && b.arrived == own.running) release(b, number);
-  if (is_over(current_ / padded_ / cluster_ * cluster_) && next_ < order_of_blocks_.size()) leave();
+  if (is_over(first_of_cluster()) && next_ < order_of_blocks_.size()) leave();
   go_on(true);
   std::abort();
 }
@@ -278,7 +286,7 @@ bool Wave::meet(unsigned barrier, unsigned count, bool waits, bool x, Where wher
 }
 
 void Wave::meet_cluster(bool waits, Where where) {
-  const unsigned first = own() / cluster_ * cluster_;
+  const unsigned first = first_of_cluster();
   Barrier& b = cluster_barriers_[first];
   if (!waits) {
     ++b.arrived, order_.tell(b.told, current_);
@@ -299,14 +307,7 @@ void Wave::together(const char* what, void* operands, void (*compute)(void* cons
   if (m.arrived && m.compute != compute) fail(str("other lanes of the warp are not at ", what), where);
   m.operands.resize(size);
   m.compute = compute, m.operands[current_ % size] = operands;
-  if (++m.arrived < size) {
-    Fiber& own = fiber();
-    own.waits = what, own.number = 0, own.where = where;
-    stop();
-    go_on();
-    own.waits = nullptr;
-    return;
-  }
+  if (++m.arrived < size) return stop_at(what, 0, where);
   compute(m.operands.data());
   m.arrived = 0;
   for (unsigned w = which * size / kLanes; w < (which + 1) * size / kLanes; ++w) warps_[w].ready = ~0u;

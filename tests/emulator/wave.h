@@ -146,18 +146,22 @@ class Wave {
   unsigned rank() const { return own() % cluster_; }
   unsigned cluster() const { return cluster_; }
   Block& block() { return *blocks_[own()]; }
-  bool is_beyond_first() const { return next_ > slots_; }  // whether more than the first blocks have begun
+  // Ends the launch, which a grid of clusters can run from the beginning if this was its first block.
+  [[noreturn]] void ask_for_clusters(Where where);
+  bool needs_clusters() const { return needs_clusters_; }
   // The block of the cluster whose memory has that address.
   Block& block_of(unsigned address);
 
  private:
   unsigned own() const { return current_ / padded_; }
+  unsigned first_of_cluster() const { return own() / cluster_ * cluster_; }
   unsigned lanes_of(unsigned warp) const;
   void begin_block(unsigned slot);
   bool begin_blocks();
   bool is_over(unsigned first_slot) const;
   void set_ready(unsigned thread) { warps_[thread / kLanes].ready |= 1u << thread % kLanes; }
   void stop() { warps_[current_ / kLanes].ready &= ~(1u << current_ % kLanes); }
+  void stop_at(const char* what, unsigned number, Where where);  // until the thread is ready again
   void release(Barrier& b, unsigned number);
   void go_on(bool ends = false);
   bool pick();
@@ -187,6 +191,7 @@ class Wave {
   std::map<unsigned, Barrier> cluster_barriers_;  // by the cluster's first block
   std::map<const unsigned*, Order::Known> flags_;
   std::vector<unsigned> spinning_;
+  bool needs_clusters_ = false;
   bool looked_ = false;  // they have polled again since the last wake()
   unsigned engines_ = 0;
   unsigned current_ = 0, active_ = 0;  // thread; block that has the variables
@@ -196,10 +201,9 @@ class Wave {
 // The wave that runs.
 extern Wave* wave;
 
-// What a thread throws to end the launch, or to begin it again with clusters.
+// What a thread throws to end the launch.
 struct Failure {
   std::string what;
 };
-constexpr char kNeedsClusters[] = "asks for its rank in a cluster";
 
 }  // namespace kda::emulator
