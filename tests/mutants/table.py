@@ -61,8 +61,10 @@ CUDA_BACKWARD = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_{c}" for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed"))
 )
 CUDA_BACKWARD_HOPPER = emulated(
-    *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_{c}" for c in ("bound_33", "bound_short_packed"))
+    *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_{c}" for c in ("bound_33", "softplus_17", "bound_short_packed"))
 )
+CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
+CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
 CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_chunk")
 CUDA_RECURRENT_BACKWARD = emulated(
@@ -105,6 +107,11 @@ CUDA_REVERSE = "src/cuda/sm80/chunk_reverse.h"
 CUDA_WIDE = "src/cuda/sm80/backward_wide.h"
 CUDA_WIDE_MATH = "src/cuda/wide.h"
 CUDA_BETA_H = "src/cuda/sm80/backward_beta.h"
+CUDA_HOPPER_FORWARD = "src/cuda/sm90/forward.cu"
+CUDA_HOPPER_SEGMENTS = "src/cuda/sm90/segments.cu"
+CUDA_HOPPER_PRODUCER = "src/cuda/sm90/producer.h"
+CUDA_HOPPER_CONSUMER = "src/cuda/sm90/consumer.h"
+CUDA_HOPPER_MAPS = "src/cuda/sm90/segments.h"
 CUDA_HOPPER_BACKWARD = "src/cuda/sm90/backward.cu"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/sm90/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/sm90/wide_helpers.h"
@@ -128,6 +135,9 @@ UNITS = {
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
     CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
+    CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD],
+    CUDA_HOPPER_CONSUMER: [CUDA_HOPPER_FORWARD],
+    CUDA_HOPPER_MAPS: [CUDA_HOPPER_SEGMENTS],
     CUDA_HOPPER_MULTIPLIER: [CUDA_HOPPER_BACKWARD],
     CUDA_HOPPER_HELPERS: [CUDA_HOPPER_BACKWARD],
     CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
@@ -889,6 +899,54 @@ MUTANTS = [
         ),
     ),
     *mutants(
+        CUDA_HOPPER_PRODUCER,
+        CUDA_FORWARD_HOPPER,
+        (
+            "Hopper's forward: wgmma does not see the tiles",
+            "    ptx::fence_shared_for_async();\n    at_.sync();  // tiles are there",
+            "    at_.sync();  // tiles are there",
+        ),
+        (
+            "Hopper's forward: raw rows come to where scores are read",
+            "    at_.sync();                           // Akk is there; all reads of tiles are done\n",
+            "",
+        ),
+        (
+            "Hopper's forward: a stage is written to while it is read",
+            "    if (role(turn) == WarpRole::kCopy) ring().wait_empty(number);\n",
+            "",
+        ),
+        ("Hopper's forward: T is sent before all lanes have written it", "      __syncwarp();  // T is there\n", ""),
+    ),
+    *mutants(
+        CUDA_HOPPER_CONSUMER,
+        CUDA_FORWARD_HOPPER,
+        (
+            "Hopper's forward: one lane releases what others still read",
+            "__syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_",
+            "if (lane_ == 0) ring_",
+        ),
+        (
+            "Hopper's forward: outputs are overwritten while TMA reads them",
+            "        if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MAPS,
+        CUDA_SEGMENTS_HOPPER,
+        (
+            "segments: a map comes to where one is read",
+            "      ptx::sync_threads(NamedBarrier::kConsumer, kGroup);  // all threads have read the map\n",
+            "",
+        ),
+        (
+            "segments: TMA does not see a map",
+            "    ptx::fence_shared_for_async();\n    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M",
+            "    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M",
+        ),
+    ),
+    *mutants(
         CUDA_HOPPER_MULTIPLIER,
         CUDA_BACKWARD_HOPPER,
         (
@@ -907,6 +965,11 @@ MUTANTS = [
             "",
         ),
         ("Hopper's backward: norms are read before they are there", "      at_.wait_norms(n_);\n", ""),
+        (
+            "Hopper's backward: dots come to where other lanes read steps",
+            "    __syncwarp();  // all lanes have read their steps, whose places dots take\n",
+            "",
+        ),
     ),
     *mutants(
         CUDA_HOPPER_HELPERS,

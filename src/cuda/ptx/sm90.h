@@ -395,6 +395,8 @@ __device__ void settle(float (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
+// x and y are there before anything that follows.
+__device__ inline void arrive_in_registers(float& x, float& y) { asm volatile("" : "+f"(x), "+f"(y)); }
 
 // Stores registers as four 8x8 matrices, in the order in which load_matrices() loads them.
 __device__ inline void store_matrices(unsigned to, const unsigned (&x)[4]) {

@@ -23,7 +23,9 @@ struct Plan {
     if (rows * heads > most) {
       heads = std::max<int64_t>(most / rows, 1);
       if (heads * p.N < std::min(p.N * p.HV, kEnough)) {
-        heads = p.HV, span = std::clamp<int64_t>(most / (p.N * heads), 1, chunks);
+        // An even number: scans choose units at multiples of 64 tokens and where a pass begins, which must be one of
+        // them.
+        heads = p.HV, span = std::min<int64_t>(std::max<int64_t>(most / (p.N * heads) / 2 * 2, 2), chunks);
         packed = false, rows = p.N * span;
       }
     }

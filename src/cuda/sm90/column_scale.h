@@ -142,6 +142,7 @@ class ColumnScale : public StateIo<kTraining> {
   __device__ void prepare(unsigned stage, bool first) {
     unsigned v[2][4], first_bad[2] = {kRows, kRows};
     load_values(stage, v);
+    __syncwarp();  // all lanes have read what others overwrite
 #pragma unroll
     for (unsigned j = 0; kValues && j < 16; ++j) {
       const Pair<T> two = pair_of<T>(v[j / 8][j / 2 % 4]);

@@ -75,35 +75,29 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
         const bool stores_state = kTraining && eights && t % kChunk == 0 && !again;
         if (!kStoresUnderProducts && stores_state) store_before(t);
         if (!full) ring_.wait_full(number);
-        went = chunk<true>(
-            stage, t % kChunk == 0, again, out,
-            [&] {
-              if constexpr (!std::is_same_v<Begun, Nothing>) {
-                if (t == first && !again) [[unlikely]]
-                  begun();
-              }
-              if (kStoresUnderProducts && stores_state) store_before(t);
-              // TMA has read the output tile. All warps know that after the vote, and may write to it.
-              if (stores()) ptx::wait_for_bulk_reads<0>();
-            },
-            [&] {
-              if (t > first) stage_outputs(out);
-            },
-            [&](const float(&U)[kRows / 2]) {
-              if (kTraining && !eights && call_.v_new.data) store_corrections(t, end, U);
-            },
-            [&](const unsigned(&U)[2][4]) {
-              if (kTraining && eights) store_corrections(t, end, U);
-            },
-            [&] {
-              if (t > first) store_outputs(to, n * kRows);
-              full = ring_.is_full(number + 1);
-            },
-            [&] {
-              __syncwarp();  // all lanes have read the stage
-              if (lane_ == 0) ring_.release(number, kWarpsOfEach);
-            });
+        Chunk<true> x;
+        start_state_products(stage, x);
+        if constexpr (!std::is_same_v<Begun, Nothing>) {
+          if (t == first && !again) [[unlikely]]
+            begun();
+        }
+        if (kStoresUnderProducts && stores_state) store_before(t);
+        // TMA has read the output tile. All warps know that after the vote, and may write to it.
+        if (stores()) ptx::wait_for_bulk_reads<0>();
+        went = vote(x, t % kChunk == 0, again);
         if (!went) break;
+        start_corrections(stage, x);
+        if (t > first) stage_outputs(out);
+        ptx::wait_for_products<0>();
+        if (kTraining && !eights && call_.v_new.data) store_corrections(t, end, x.U);
+        start_update(stage, x);
+        if (kTraining && eights) store_corrections(t, end, x.R);
+        if (t > first) store_outputs(to, n * kRows);
+        full = ring_.is_full(number + 1);
+        ptx::wait_for_products<0>();
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0) ring_.release(number, kWarpsOfEach);
+        round_outputs(x, out);
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
@@ -130,14 +124,17 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
         lane_ = opaque(lane_);
         const unsigned stage = uniform(ring_.stage(number));
         if (!full) ring_.wait_full(number);
-        went = chunk<false>(
-            stage, number * kRows % kChunk == 0, again, none, [] {}, [] {}, [](const float(&)[kRows / 2]) {},
-            [](const unsigned(&)[2][4]) {}, [&] { full = ring_.is_full(number + 1); },
-            [&] {
-              __syncwarp();  // all lanes have read the stage
-              if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
-            });
+        Chunk<false> x;
+        start_state_products(stage, x);
+        went = vote(x, number * kRows % kChunk == 0, again);
         if (!went) break;
+        start_corrections(stage, x);
+        ptx::wait_for_products<0>();
+        start_update(stage, x);
+        full = ring_.is_full(number + 1);
+        ptx::wait_for_products<0>();
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);
@@ -155,85 +152,82 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
   // Is this the warp that stores the outputs of all warps?
   __device__ bool stores() const { return warp_ % kWarps == 0; }
 
-  // ---- a chunk ----
+  // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
 
-  // Scans one chunk. meanwhile(), voted() and behind() do other work while the first, second and last products run.
-  // corrections() gets U in units, in f32. packed_corrections() gets it in fp16, while the last products run. read()
-  // is called when all reads of the stage are done. first: the chunk is at a multiple of 64 tokens. Returns false,
-  // and has done nothing, if the units do not fit. again: they do.
-  template <bool kOutputs, class Meanwhile, class Voted, class Corrections, class Packed, class Behind, class Read>
-  __device__ __forceinline__ bool chunk(unsigned stage, bool first, bool again, unsigned (&out)[2][4],
-                                        const Meanwhile& meanwhile, const Voted& voted, const Corrections& corrections,
-                                        const Packed& packed_corrections, const Behind& behind, const Read& read) {
-    unsigned v[2][4];
-    load_values(stage, v);
-    unsigned left[8][4];
-    pack(left);
-    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
+  template <bool kOutputs>
+  struct Chunk {
+    unsigned v[2][4], left[8][4];              // left: S^T in units, packed
     float both[kOutputs ? kRows : kRows / 2];  // S^T kG^T, then S^T qG^T
+    float U[kRows / 2], O[kRows / 2];
+    unsigned R[2][4];  // V - kG S; from start_update() on U, in fp16
+  };
+
+  template <bool kOutputs>
+  __device__ __forceinline__ void start_state_products(unsigned stage, Chunk<kOutputs>& x) const {
+    load_values(stage, x.v);
+    pack(x.left);
+    const uint64_t kG = ptx::matrix_at(stage + Stage::k, 16, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      ptx::wgmma<__half, false>(both, left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
+      ptx::wgmma<__half, false>(x.both, x.left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
-    meanwhile();
-    // All warps of the group make each product together, so all must know whether one of them has to go back.
-    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(left, v, first));
+  }
+  // Do the units fit? If not, the state is what it was. All warps of the group make each product together, so all must
+  // know whether one of them has to go back. first: the chunk is at a multiple of 64 tokens; again: they fit.
+  template <bool kOutputs>
+  __device__ __forceinline__ bool vote(const Chunk<kOutputs>& x, bool first, bool again) const {
+    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(x.left, x.v, first));
     ptx::wait_for_products<0>();
-    if (!fine) return false;
-
+    return fine;
+  }
+  // Starts U = T R. The state decays meanwhile.
+  template <bool kOutputs>
+  __device__ __forceinline__ void start_corrections(unsigned stage, Chunk<kOutputs>& x) {
     float2 ell[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
-    unsigned R[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 two = floats_of<T>(v[j / 4][j % 4]);
+      const float2 two = floats_of<T>(x.v[j / 4][j % 4]);
       const float scale = inverse(unit_[j % 2]);
-      R[j / 4][j % 4] = kValues
-                            ? ptx::pack<__half>(fmaf(two.x, scale, -both[2 * j]), fmaf(two.y, scale, -both[2 * j + 1]))
-                            : ptx::pack<__half>(both[2 * j], both[2 * j + 1]) ^ 0x80008000;  // both signs
+      x.R[j / 4][j % 4] =
+          kValues ? ptx::pack<__half>(fmaf(two.x, scale, -x.both[2 * j]), fmaf(two.y, scale, -x.both[2 * j + 1]))
+                  : ptx::pack<__half>(x.both[2 * j], x.both[2 * j + 1]) ^ 0x80008000;  // both signs
     }
-    float U[kRows / 2];
     const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64);
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(U, R[k], ptx::further(T_beta, 32 * k), k > 0);
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(x.U, x.R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
 #pragma unroll
     for (int j = 0; j < 16; ++j)
-      asm volatile("" : "+f"(ell[j].x), "+f"(ell[j].y));  // S waits until the products are on their way
+      ptx::arrive_in_registers(ell[j].x, ell[j].y);  // S waits until the products are on their way
 #pragma unroll
     for (int j = 0; j < 16; ++j)
       S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
-    voted();
-    ptx::wait_for_products<0>();
-    corrections(U);
-
+  }
+  // Starts S += kg^T U and, for outputs, Aqk U.
+  template <bool kOutputs>
+  __device__ __forceinline__ void start_update(unsigned stage, Chunk<kOutputs>& x) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
-    float O[kRows / 2];
+    for (int j = 0; j < 8; ++j) x.R[j / 4][j % 4] = ptx::pack<__half>(x.U[2 * j], x.U[2 * j + 1]);
     const uint64_t kg = ptx::matrix_at(stage + Stage::kg, kHalf, 1024, ptx::Swizzle::k128);
+    const uint64_t Aqk = ptx::matrix_at(stage + Stage::Aqk, 16, 512, ptx::Swizzle::k64);
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kg, k * 16 * kRowBytes), true);
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, x.R[k], ptx::further(kg, k * 16 * kRowBytes), true);
     if constexpr (kOutputs)
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        ptx::wgmma<__half, false>(O, R[k], ptx::further(T_beta, Stage::Aqk - Stage::T + 32 * k), k > 0);
+      for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(x.O, x.R[k], ptx::further(Aqk, 32 * k), k > 0);
     ptx::commit_products();
-    packed_corrections(R);
-    behind();
-    ptx::wait_for_products<0>();
-    read();
-    if constexpr (kOutputs) {
-      const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
+  }
+  __device__ __forceinline__ void round_outputs(const Chunk<true>& x, unsigned (&out)[2][4]) const {
+    const float scale[2] = {call_.x.scale * unit_[0], call_.x.scale * unit_[1]};
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        out[j / 4][j % 4] = ptx::pack<T>((O[2 * j] + both[16 + 2 * j]) * scale[j % 2],
-                                         (O[2 * j + 1] + both[16 + 2 * j + 1]) * scale[j % 2]);
-    }
-    return true;
+    for (int j = 0; j < 8; ++j)
+      out[j / 4][j % 4] = ptx::pack<T>((x.O[2 * j] + x.both[16 + 2 * j]) * scale[j % 2],
+                                       (x.O[2 * j + 1] + x.both[16 + 2 * j + 1]) * scale[j % 2]);
   }
 
   // ---- outputs ----

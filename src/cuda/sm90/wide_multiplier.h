@@ -238,6 +238,7 @@ class WideMultiplier {
   // Adds y . dy over the eight lanes of a token. Then a lane has that of q or k, of the first or the second token.
   __device__ void finish() {
     const unsigned dots = at_.dots(warp_, j()) + 4 * (c() % 4);
+    __syncwarp();  // all lanes have read their steps, whose places dots take
     own_.finish(call_.places.unknown, [&](int n, const float(&of_q)[2], const float(&of_k)[2]) {
       float sums[2];
 #pragma unroll
