@@ -74,5 +74,6 @@ function(kda_add_cuda target)
   kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}"
     src/cuda/sm90/backward.cu
     src/cuda/sm90/forward.cu
+    src/cuda/sm90/reverse.cu
     src/cuda/sm90/segments.cu)
 endfunction()

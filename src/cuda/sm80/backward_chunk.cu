@@ -18,7 +18,7 @@ namespace kda::cuda {
 namespace {
 
 template <int kK>
-void launch_reverse(const BackwardProblem& problem, const BackwardPlan& all) {
+void launch_reverse_of(const BackwardProblem& problem, const BackwardPlan& all) {
   const kda_backward_args& a = problem.args;
   const ForwardProblem& p = all.forward;
   const Plan plan(p, kMostImages);
@@ -121,13 +121,17 @@ void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan) {
   p.K == 64 ? launch_wide<64, UnusualGate>(p, plan) : launch_wide<128, UnusualGate>(p, plan);
 }
 
+void launch_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
+  p.K == 64 ? launch_reverse_of<64>(p, plan) : launch_reverse_of<128>(p, plan);
+}
+
 void run_backward(const BackwardProblem& p, const BackwardPlan& plan, const BackwardSteps& steps) {
   const kda_backward_args& a = p.args;
   if (plan.wide && !plan.saved) steps.again(p, plan);
-  p.K == 64 ? launch_reverse<64>(p, plan) : launch_reverse<128>(p, plan);
+  convert(a.exec, a.in.q, plan.q), convert(a.exec, a.in.k, plan.k), convert(a.exec, a.d_o, plan.d_o);
+  steps.reverse(p, plan);
   if (!plan.wide) return;
   if (plan.rows.rows) {
-    convert(a.exec, a.in.q, plan.q), convert(a.exec, a.in.k, plan.k), convert(a.exec, a.d_o, plan.d_o);
     if (plan.saved) convert(a.exec, a.h, plan.h), convert(a.exec, a.v_new, plan.v_new);
     steps.wide(p, plan);
     if (may_be_unusual(a.in)) launch_unusual(p, plan);
@@ -161,19 +165,20 @@ const char* backward_chunk_too_rough(const BackwardProblem& p) {
   return p.args.in.q.dtype == KDA_F32 ? "multiplies operands of 16 bits, where q, k and v have 32" : nullptr;
 }
 
-uint64_t backward_chunk_workspace(const BackwardProblem& p) {
-  return BackwardPlan(p, [](const BackwardPlan&) { return uint64_t{0}; }).bytes;
+static BackwardPlan plan_of(const BackwardProblem& p) {
+  return {p, [](const BackwardPlan& plan) { return forward_again_memory(plan.forward, kMostImages); }};
 }
+
+uint64_t backward_chunk_workspace(const BackwardProblem& p) { return plan_of(p).bytes; }
 
 void backward_chunk(const BackwardProblem& p) {
   if (p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   if (p.N + p.varlen == 0) return launch_gate_sums(p, nullptr, 0, 0);
-  const BackwardPlan plan(p, [](const BackwardPlan&) { return uint64_t{0}; });
   const auto again = [](const BackwardProblem& problem, const BackwardPlan& of) {
     forward_again(of.forward, kMostImages, static_cast<char*>(problem.args.exec.workspace) + of.images);
   };
-  run_backward(p, plan, {again, p.K == 64 ? launch_usual<64> : launch_usual<128>});
+  run_backward(p, plan_of(p), {again, launch_reverse, p.K == 64 ? launch_usual<64> : launch_usual<128>});
 }
 
 }  // namespace kda::cuda

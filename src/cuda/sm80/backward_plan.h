@@ -44,9 +44,9 @@ struct BackwardPlan {
   int SMs;
   WideRows rows;
 
-  // again(plan) returns the bytes of workspace of the forward that leaves h and v_new.
-  template <class Again>
-  BackwardPlan(const BackwardProblem& p, const Again& again) : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
+  // scans(plan) returns the bytes of workspace of the scans: the forward that leaves h and v_new, and the reverse one.
+  template <class Scans>
+  BackwardPlan(const BackwardProblem& p, const Scans& scans) : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
     const kda_backward_args& a = p.args;
     static_cast<Dims&>(forward) = p;
     forward.args.exec = a.exec, forward.args.in = a.in, forward.args.states.h0 = a.h0, forward.args.h_every = 1;
@@ -73,8 +73,7 @@ struct BackwardPlan {
     h = saved ? converted(a.h) : tensor(wide, {h_rows, p.HV, p.V, p.K});
     v_new = saved ? converted(a.v_new) : tensor(wide, {p.B, p.T, p.HV, p.V});
     forward.args.h = h, forward.args.v_new = v_new;
-    const uint64_t of_images = forward_again_memory(forward, kMostImages);
-    images = place(static_cast<int64_t>(wide && !saved ? std::max<uint64_t>(of_images, again(*this)) : of_images));
+    images = place(static_cast<int64_t>(scans(*this)));
     if (sums) partial = place(h_rows * p.HV * (p.K + p.K / 16) * 4);
     if (wide && p.group() > 1) scratch = place(wide_blocks(p.K, SMs) * 2 * kChunk * p.K * 4);
     rows.h_rows = static_cast<unsigned>(saved ? std::min<int64_t>(a.h.shape[0], h_rows) : h_rows);
@@ -92,9 +91,13 @@ Tokens wide_tokens(const BackwardProblem& p, const BackwardPlan& plan);
 bool may_be_unusual(const kda_inputs& in);
 void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan);
 
+// The reverse scan of cuda_chunk.
+void launch_reverse(const BackwardProblem& p, const BackwardPlan& plan);
+
 // All launches of a call. again: the forward, for h and v_new; wide: the wide kernel of all heads.
 struct BackwardSteps {
   void (*again)(const BackwardProblem& p, const BackwardPlan& plan);
+  void (*reverse)(const BackwardProblem& p, const BackwardPlan& plan);
   void (*wide)(const BackwardProblem& p, const BackwardPlan& plan);
 };
 void run_backward(const BackwardProblem& p, const BackwardPlan& plan, const BackwardSteps& steps);

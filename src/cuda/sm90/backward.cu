@@ -1,10 +1,12 @@
 // Backward by chunks on Hopper: the steps of cuda_chunk (sm80/backward_chunk.cu), with Hopper's forward for h and
-// v_new, and a wide kernel that copies tiles by TMA and makes its large products by wgmma.
+// v_new, Hopper's reverse scan (reverse.cu), and a wide kernel that copies tiles by TMA and makes its large products by
+// wgmma.
 //
 // A block of three warpgroups stays on an SM and goes through its share of items, each of which is a chunk of a value
 // head. Two warpgroups multiply (wide_multiplier.h), the warps of the third help (wide_helpers.h).
 #include "cuda/cuda.h"
 #include "cuda/sm80/backward_plan.h"
+#include "cuda/sm90/reverse.h"
 #include "cuda/sm90/wide_helpers.h"
 #include "cuda/sm90/wide_multiplier.h"
 
@@ -73,7 +75,7 @@ bool on_hopper(const ForwardProblem& p) {
 }
 uint64_t again_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem again = again_problem(p, plan);
-  if (!on_hopper(again)) return 0;
+  if (!on_hopper(again)) return forward_again_memory(plan.forward, kMostImages);
   return by_segments(again) ? forward_segments_sm90_workspace(again) : forward_chunk_sm90_workspace(again);
 }
 void run_again(const BackwardProblem& p, const BackwardPlan& plan) {
@@ -84,8 +86,16 @@ void run_again(const BackwardProblem& p, const BackwardPlan& plan) {
   by_segments(again) ? forward_segments_sm90(again) : forward_chunk_sm90(again);
 }
 
+void scan_reversed(const BackwardProblem& p, const BackwardPlan& plan) {
+  takes_reverse(p, plan) ? run_reverse(p, plan) : launch_reverse(p, plan);
+}
+
 BackwardPlan plan_of(const BackwardProblem& p) {
-  return {p, [&](const BackwardPlan& plan) { return again_workspace(p, plan); }};
+  return {p, [&](const BackwardPlan& plan) {
+            const uint64_t reverse =
+                takes_reverse(p, plan) ? reverse_workspace(p, plan) : forward_again_memory(plan.forward, kMostImages);
+            return plan.wide && !plan.saved ? std::max(again_workspace(p, plan), reverse) : reverse;
+          }};
 }
 
 bool fits_copies(const kda_tensor& t) { return !present(t) || is_plain(t); }
@@ -110,7 +120,7 @@ void backward_chunk_sm90(const BackwardProblem& p) {
   if (p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   if (p.N + p.varlen == 0) return launch_gate_sums(p, nullptr, 0, 0);
-  run_backward(p, plan_of(p), {run_again, launch_usual});
+  run_backward(p, plan_of(p), {run_again, scan_reversed, launch_usual});
 }
 
 }  // namespace kda::cuda

@@ -33,13 +33,16 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
   return pair_of<T>(ptx::larger<T, kNaN>(even, odd) & 0x7fff7fff);
 }
 
-// Chooses and checks the scales of a thread's columns. kValues: if false, v is 0, whatever is in the stage.
-template <class T, bool kTraining, bool kValues>
+// Chooses and checks the scales of a thread's columns. kValues: if false, v is 0, whatever is in the stage. kReversed:
+// the state is dS, v is dO and counts times the call's scale, and chunks come from the last to the first.
+template <class T, bool kTraining, bool kValues, bool kReversed>
 class ColumnScale : public StateIo<kTraining> {
   using Base = StateIo<kTraining>;
 
  protected:
-  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::column, Base::first_column, Base::values;
+  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::column, Base::first_column, Base::values;
+  // What fits() looks at: v as given or, reversed, as the operand in units that it becomes.
+  using Operand = std::conditional_t<kReversed, __half, T>;
 
   __device__ ColumnScale(const Call& call, unsigned memory) : Base(call, memory) { set_bad(0); }
 
@@ -51,8 +54,9 @@ class ColumnScale : public StateIo<kTraining> {
   __device__ void choose_units(const unsigned (&v)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Pair<T> values = values_of(v, i);
+      const Pair<T> values = values_of<T>(v, i);
       float most = inverse(unit_[i]) * fmaxf(__low2float(values), __high2float(values));
+      if constexpr (kReversed) most *= call_.x.scale;
 #pragma unroll
       for (int j = 0; j < 32; ++j) most = fmaxf(most, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
@@ -98,22 +102,32 @@ class ColumnScale : public StateIo<kTraining> {
 #pragma unroll
     for (int j = 0; j < 2; ++j) ptx::load_transposed(v[j], from + j * 16 * kRowBytes);
   }
+  // Makes dO times the scale, in units, of the dO of load_values().
+  __device__ void scale_values(const unsigned (&v)[2][4], unsigned (&scaled)[2][4]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 two = floats_of<T>(v[j / 4][j % 4]);
+      const float scale = inverse(unit_[j % 2]) * call_.x.scale;
+      scaled[j / 4][j % 4] = ptx::pack<__half>(two.x * scale, two.y * scale);
+    }
+  }
   // The largest magnitudes of v in the thread's column i; NaN if there is one.
-  __device__ static Pair<T> values_of(const unsigned (&v)[2][4], int i) {
-    return largest<T, true>({v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]});
+  template <class Number>
+  __device__ static Pair<Number> values_of(const unsigned (&v)[2][4], int i) {
+    return largest<Number, true>({v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]});
   }
   // Are these magnitudes below so many units? (Zeros are.)
-  __device__ bool are_below(const Pair<T>& values, int i, float units) const {
+  __device__ bool are_below(const Pair<Operand>& values, int i, float units) const {
     if constexpr (!kValues) return true;
-    float limit = units * unit_[i];
+    float limit = kReversed ? units : units * unit_[i];
     if constexpr (std::is_same_v<T, __half>) limit = fmaxf(limit, 0x1p-24f);  // the smallest number of fp16
-    const unsigned two = ptx::pack<T>(limit, limit);
-    return __hblt2(values, pair_of<T>(two));
+    const unsigned two = ptx::pack<Operand>(limit, limit);
+    return __hblt2(values, pair_of<Operand>(two));
   }
-  // Do the units fit S_, packed, and v, and is no v infinite or NaN? first: at a multiple of 64 tokens; elsewhere
-  // only v is checked.
+  // Do the units fit S_, packed, and v, and is no v infinite or NaN? v: as operands (Operand). first: at a multiple of
+  // 64 tokens; elsewhere only v is checked.
   __device__ bool fits(const unsigned (&packed)[8][4], const unsigned (&v)[2][4], bool first) const {
-    const Pair<T> values[2] = {values_of(v, 0), values_of(v, 1)};
+    const Pair<Operand> values[2] = {values_of<Operand>(v, 0), values_of<Operand>(v, 1)};
     bool fits = are_below(values[0], 0, 0x1p7f) & are_below(values[1], 1, 0x1p7f);
     if (!first) return fits;
     const __half2 most = __float2half2_rn(0x1p7f), least = __float2half2_rn(0x1p-9f);
@@ -137,10 +151,10 @@ class ColumnScale : public StateIo<kTraining> {
   }
 
   // Prepares a chunk for which units did not fit: chooses others if they are needed, and puts zeros in place of v
-  // that is not finite. 0 times such a v is not 0: it would show in all tokens of the column, also in those before
-  // it. spoil() comes after the chunk.
+  // that is not finite. 0 times such a v is not 0: it would show in all tokens of the column, also in those that the
+  // scan reaches before it. spoil() comes after the chunk.
   __device__ void prepare(unsigned stage, bool first) {
-    unsigned v[2][4], first_bad[2] = {kRows, kRows};
+    unsigned v[2][4], bad[2] = {kNoBad, kNoBad};  // for each column: the bad token that the scan reaches first
     load_values(stage, v);
     __syncwarp();  // all lanes have read what others overwrite
 #pragma unroll
@@ -149,46 +163,51 @@ class ColumnScale : public StateIo<kTraining> {
       const float y = j % 2 ? __high2float(two) : __low2float(two);
       if (y - y == 0) continue;
       const unsigned i = j / 2 % 2, token = j / 4 * 8 + lane_ % 4 * 2 + j % 2, piece = column(i) % 64 / 8;
-      first_bad[i] = min(first_bad[i], token);
+      bad[i] = earlier(bad[i], kReversed ? token + 1 : token);
       ptx::store_shared16(values(stage) + token * kRowBytes + ((piece ^ token % 8) << 4) + column(i) % 8 * 2, 0);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      first_bad[i] = min(first_bad[i], __shfl_xor_sync(kAll, first_bad[i], 1)),
-      first_bad[i] = min(first_bad[i], __shfl_xor_sync(kAll, first_bad[i], 2));
+      bad[i] = earlier(bad[i], __shfl_xor_sync(kAll, bad[i], 1)),
+      bad[i] = earlier(bad[i], __shfl_xor_sync(kAll, bad[i], 2));
     ptx::fence_shared_for_async();  // copies will overwrite them
     __syncwarp();                   // zeros are there
     load_values(stage, v);
     unsigned packed[8][4];
     pack(packed);
-    if (!__all_sync(kAll, fits(packed, v, first))) choose_units(v);
-    set_bad(1u << 15 | first_bad[1] << 8 | first_bad[0]);
+    unsigned scaled[2][4];
+    if (kReversed) scale_values(v, scaled);
+    if (!__all_sync(kAll, fits(packed, kReversed ? scaled : v, first))) choose_units(v);
+    set_bad(1u << 15 | bad[1] << 8 | bad[0]);
   }
   // Makes outputs and the state NaN from the first token on whose v was not finite.
   __device__ void spoil(unsigned (&out)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const unsigned from = bad() >> 8 * i & 0x7f;
+      const auto spoilt = [&](unsigned token) { return kReversed ? token < from : token >= from; };
 #pragma unroll
       for (unsigned j = i; j < 8; j += 2) {
         const unsigned token = j / 2 * 8 + lane_ % 4 * 2;
-        if (token >= from) out[j / 4][j % 4] = 0x7fff7fff;
-        else if (token + 1 >= from) out[j / 4][j % 4] |= 0x7fff0000;
+        if (spoilt(kReversed ? token + 1 : token)) out[j / 4][j % 4] = 0x7fff7fff;
+        else if (spoilt(kReversed ? token : token + 1)) out[j / 4][j % 4] |= kReversed ? 0x7fff : 0x7fff0000;
       }
 #pragma unroll
       for (int j = 0; j < 32; ++j)
-        if (from < kRows) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
+        if (from != kNoBad) S_[j / 2 * 4 + 2 * i + j % 2] = __int_as_float(0x7fffffff);
     }
     set_bad(0);
   }
 
-  // For a chunk that needed prepare(): the first token that was not finite in each of the thread's columns, a byte
-  // each, and bit 15. Otherwise 0.
+  // For a chunk that needed prepare(): the first token that was not finite in each of the thread's columns or,
+  // reversed, the token behind the last one, a byte each; and bit 15. Otherwise 0.
   __device__ unsigned bad() const { return ptx::load_shared16(ring_.memory + Shared::bad_values + ptx::thread() * 2); }
   __device__ void set_bad(unsigned x) const {
     ptx::store_shared16(ring_.memory + Shared::bad_values + ptx::thread() * 2, static_cast<unsigned short>(x));
   }
   __device__ bool prepared() const { return bad(); }
+  static constexpr unsigned kNoBad = kReversed ? 0 : kRows;  // no such token
+  __device__ static unsigned earlier(unsigned a, unsigned b) { return kReversed ? max(a, b) : min(a, b); }
 };
 
 }  // namespace kda::cuda::sm90

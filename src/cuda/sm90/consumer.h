@@ -6,8 +6,7 @@
 //   U^T = R^T (T diag(beta))^T       S^T = S^T diag(ell) + U^T kg       O^T += U^T Aqk^T
 // Columns of (v, S) have scales of their own: column_scale.h.
 #pragma once
-#include "cuda/sm90/column_scale.h"
-#include "cuda/sm90/tiles.h"
+#include "cuda/sm90/outputs.h"
 
 namespace kda::cuda::sm90 {
 
@@ -16,33 +15,19 @@ namespace kda::cuda::sm90 {
 // chunks of scan(). kTraining: states before chunks, or U, may be kept. (That code stands in the inner loop, so other
 // calls have kernels without it.)
 template <class T, bool kTraining, bool kValues = true, unsigned kWarpsOfEach = 1>
-class Consumer : public ColumnScale<T, kTraining, kValues> {
-  using Base = ColumnScale<T, kTraining, kValues>;
+class Consumer : public Outputs<T, kTraining, kValues> {
+  using Base = Outputs<T, kTraining, kValues>;
 
  public:
   __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
-  // Stores zeros as outputs of tokens that belong to no state.
-  __device__ void zero_outputs(const Item& item, const Sequence& s, int64_t first, int64_t end) const {
-    const View& o = call_.x.o;
-    const unsigned v = first_column() + lane_ % 16;
-    for (int64_t t = s.t0 + first + lane_ / 16; t < s.t0 + end; t += 2)
-      store_element(o.at(static_cast<unsigned>(s.b), static_cast<unsigned>(t), item.hv) + v * sizeof(T),
-                    call_.x.o_dtype, 0);
-  }
-
  protected:
   using Base::bad, Base::set_bad, Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
   using Base::column, Base::channel, Base::first_column, Base::place, Base::place_at;
-  using Base::load_values, Base::clear_values, Base::keep_within, Base::store_before, Base::befores_in_eights,
-      Base::exchanged;
+  using Base::load_values, Base::clear_values, Base::keep_within, Base::store_before, Base::befores_in_eights;
   using Base::S_, Base::unit_, Base::lane_, Base::warp_, Base::ring_, Base::call_, Base::kWarps;
+  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_rows, Base::corrections, Base::kBarrier;
   using typename Base::Place;
-  static constexpr unsigned kBarrier = NamedBarrier::kConsumer + !kValues;
-  // A state before a chunk is stored while the first products run. In PairConsumer it is stored in front of them,
-  // because ptxas makes the products there wait for each other (C7518).
-  static constexpr bool kStoresUnderProducts = kTraining && kWarpsOfEach > 1;
-
   struct Nothing {};
   // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring. begun() is called once,
   // while the first products run.
@@ -72,8 +57,7 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
         const unsigned n = uniform(number), stage = ring_.stage(n);
-        const bool stores_state = kTraining && eights && t % kChunk == 0 && !again;
-        if (!kStoresUnderProducts && stores_state) store_before(t);
+        const bool stores_state = kTraining && eights && t % kChunk == 0;
         if (!full) ring_.wait_full(number);
         Chunk<true> x;
         start_state_products(stage, x);
@@ -81,18 +65,18 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
           if (t == first && !again) [[unlikely]]
             begun();
         }
-        if (kStoresUnderProducts && stores_state) store_before(t);
         // TMA has read the output tile. All warps know that after the vote, and may write to it.
         if (stores()) ptx::wait_for_bulk_reads<0>();
         went = vote(x, t % kChunk == 0, again);
         if (!went) break;
-        start_corrections(stage, x);
+        start_corrections(stage, x, stores_state);
         if (t > first) stage_outputs(out);
         ptx::wait_for_products<0>();
         if (kTraining && !eights && call_.v_new.data) store_corrections(t, end, x.U);
         start_update(stage, x);
-        if (kTraining && eights) store_corrections(t, end, x.R);
         if (t > first) store_outputs(to, n * kRows);
+        if (stores_state) store_before(t, x.left, stage);
+        if (kTraining && eights) store_corrections(t, end, x.R, stage);
         full = ring_.is_full(number + 1);
         ptx::wait_for_products<0>();
         __syncwarp();  // all lanes have read the stage
@@ -142,16 +126,6 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
       else if (again) spoil(none);
     }
   }
-  // Waits until TMA has read all outputs: before the CTA ends, or uses the memory for something else.
-  __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
-
-  // Where a token's outputs of eight of the warp's columns are in the output tile.
-  __device__ unsigned staged(unsigned token, unsigned piece) const {
-    return ring_.memory + Shared::out + token * kRowBytes + ((warp_ % kWarps * 2 + piece ^ token % 8) << 4);
-  }
-  // Is this the warp that stores the outputs of all warps?
-  __device__ bool stores() const { return warp_ % kWarps == 0; }
-
   // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
 
   template <bool kOutputs>
@@ -181,9 +155,9 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
     ptx::wait_for_products<0>();
     return fine;
   }
-  // Starts U = T R. The state decays meanwhile.
+  // Starts U = T R. The state decays meanwhile. packs: `left` becomes what store_before() takes.
   template <bool kOutputs>
-  __device__ __forceinline__ void start_corrections(unsigned stage, Chunk<kOutputs>& x) {
+  __device__ __forceinline__ void start_corrections(unsigned stage, Chunk<kOutputs>& x, bool packs = false) {
     float2 ell[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
@@ -200,6 +174,7 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
 #pragma unroll
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(x.U, x.R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
+    if (kTraining && packs) Base::pack_before(x.left);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
       ptx::arrive_in_registers(ell[j].x, ell[j].y);  // S waits until the products are on their way
@@ -230,52 +205,6 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
                                        (x.O[2 * j + 1] + x.both[16 + 2 * j + 1]) * scale[j % 2]);
   }
 
-  // ---- outputs ----
-
-  // Puts outputs into the output tile, by all warps, when TMA has read those of the chunk before.
-  __device__ void stage_outputs(const unsigned (&out)[2][4]) const {
-    const unsigned to = staged(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) ptx::store_transposed(to + j * 16 * kRowBytes, out[j]);
-    ptx::fence_shared_for_async();
-    if (!stores()) ptx::arrive_threads(NamedBarrier::kOutputsAreThere, kGroup);
-  }
-  // Stores the output tile by TMA: the whole chunk from token t on, the columns of all warps.
-  __device__ void store_outputs(const Place& at, unsigned t) const {
-    if (!stores()) return;
-    ptx::sync_threads(NamedBarrier::kOutputsAreThere, kGroup);  // outputs of all warps are there
-    const unsigned row = at.t0 + t;
-    if (!ptx::elect()) return;
-    ptx::store_tile(call_.tiles->maps[Tiles::kOutput], first_column(), at.hv, row, at.b, staged(0, 0));
-    ptx::commit_bulk();
-  }
-  // Stores the first `count` rows of the output tile; each warp stores its own columns.
-  __device__ void store_rows(unsigned t, unsigned count) const {
-    if (stores()) ptx::sync_threads(NamedBarrier::kOutputsAreThere, kGroup);  // the others have arrived
-    __syncwarp();                                                             // outputs are there
-    const Place at = place();
-    const unsigned piece = lane_ % 2;
-#pragma unroll 1
-    for (unsigned row = lane_ / 2; row < count; row += 16)
-      *reinterpret_cast<uint4*>(call_.x.o.at(at.b, at.t0 + t + row, at.hv) + first_column() * sizeof(T) + piece * 16) =
-          ptx::load_shared4(staged(row, piece));
-    __syncwarp();  // all reads of the outputs are done
-  }
-
-  // Where the address of U is in shared memory.
-  __device__ unsigned corrections() const { return ring_.memory + Shared::corrections + warp_ % kWarps * 8; }
-  // Stores the place() of a value head and the address of U of its first token, column 0.
-  __device__ void remember(const Sequence& s, unsigned hv) const {
-    __syncwarp();  // all reads of the last place are done
-    const unsigned first_h =
-        kTraining && call_.states.kept[kBefore].data ? first_h_row(call_.p, static_cast<unsigned>(s.n)) : 0;
-    ptx::store_shared4(place_at(), make_uint4(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv, first_h));
-    if (kTraining && call_.v_new.data) {
-      const char* to = call_.v_new.at(static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), hv);
-      ptx::store_shared2(corrections(), reinterpret_cast<const uint2&>(to));
-    }
-    __syncwarp();  // the new place is there
-  }
   // Can U be stored eight columns at a time: is it bf16, with rows at multiples of 16 bytes?
   __device__ bool corrections_in_eights() const {
     const TypedView& to = call_.v_new;
@@ -283,23 +212,32 @@ class Consumer : public ColumnScale<T, kTraining, kValues> {
         reinterpret_cast<uintptr_t>(to.data) | static_cast<uintptr_t>(to.stride0) | to.stride1 | to.stride2;
     return to.dtype == KDA_BF16 && address % 16 == 0;
   }
-  // Stores U, eight columns an access. Transposed, a lane has four bytes of each eighth token; exchanged, it has 16
-  // bytes of one token.
-  __device__ void store_corrections(unsigned t, unsigned length, const unsigned (&U)[2][4]) const {
-    const uint2 first = ptx::load_shared2(corrections());
-    const unsigned token = t + lane_ % 4 * 8 + lane_ / 4;
-    char* const to =
-        reinterpret_cast<char* const&>(first) + token * static_cast<uint64_t>(call_.v_new.stride1) + first_column() * 2;
+  // Stores U, eight columns an access, by way of the warp's part of spare(): a row of 32 bytes for each token.
+  __device__ __forceinline__ void store_corrections(unsigned t, unsigned length, const unsigned (&U)[2][4],
+                                                    unsigned stage) const {
+    const unsigned own = Base::spare(stage);
+    const auto at = [&](unsigned token, unsigned piece) { return own + token * 32 + ((piece ^ token / 4 % 2) << 4); };
+    const unsigned left = at(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int j = 0; j < 2; ++j) {
       unsigned x[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const float2 two = floats_of<__half>(U[m / 2][m % 2 * 2 + i]);
-        x[m] = ptx::transposed(ptx::pack<__nv_bfloat16>(two.x * unit_[i], two.y * unit_[i]));
+        const float2 two = floats_of<__half>(U[j][m]);
+        x[m] = ptx::pack<__nv_bfloat16>(two.x * unit_[m % 2], two.y * unit_[m % 2]);
       }
-      const uint4 eight = exchanged(x);
-      if (token < length) *reinterpret_cast<uint4*>(to + i * 16) = eight;
+      ptx::store_transposed(left + j * 16 * 32, x);
+    }
+    __syncwarp();  // all lanes have stored theirs
+    const unsigned token = lane_ / 2, found = at(token, lane_ % 2);
+    const uint4 eight[2] = {ptx::load_shared4(found), ptx::load_shared4(found + 16 * 32)};
+    ptx::fence_shared_for_async();  // copies will overwrite them
+    const uint2 first = ptx::load_shared2(corrections());
+    char* const to = reinterpret_cast<char* const&>(first) + (first_column() + lane_ % 2 * 8) * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned row = t + token + 16 * i;
+      if (row < length) *reinterpret_cast<uint4*>(to + row * static_cast<uint64_t>(call_.v_new.stride1)) = eight[i];
     }
   }
   // Stores U element by element.

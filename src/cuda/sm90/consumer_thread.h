@@ -19,6 +19,8 @@ class ConsumerThread {
   // The warp's first column; where v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
   __device__ static unsigned values(unsigned stage) { return stage + Stage::v; }
+  // A kilobyte for the warp: part of a chunk's v, which no warp reads after the vote on scales.
+  __device__ unsigned spare(unsigned stage) const { return values(stage) + warp_ % kWarps * 1024; }
   // The thread has columns first_column() + lane_ / 4 (i = 0) and 8 more (i = 1), and in each of them channels 8 j +
   // 2 (lane_ % 4) and one more, for each j.
   __device__ unsigned column(int i) const { return first_column() + lane_ / 4 + 8 * i; }

@@ -5,18 +5,14 @@
 // stages in shared memory. mbarriers say when a stage is full and when it is empty again. What a pair works on:
 // schedule.h and pair.h.
 #include "cuda/cuda.h"
+#include "cuda/sm90/consumer.h"
 #include "cuda/sm90/dispatch.h"
-#include "cuda/sm90/pair.h"
+#include "cuda/sm90/pair_kernel.h"
 
 namespace kda::cuda {
 namespace {
 
 using namespace sm90;
-
-// Registers of a thread, in place of the 168 with which each of three warpgroups starts.
-constexpr int kConsumerRegisters = 216, kProducerRegisters = 144;
-static_assert(kConsumerRegisters + kProducers * kProducerRegisters <= 3 * 168);
-constexpr unsigned kThreads = (1 + kProducers) * kGroup;
 
 __global__ void __launch_bounds__(kMeasuring)
     measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Schedule schedule) {
@@ -26,42 +22,13 @@ __global__ void __launch_bounds__(kMeasuring)
 }
 
 template <class T, class Scores, bool kWideGate, bool kTraining>
-__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                  const __grid_constant__ Schedule given, const __grid_constant__ Tiles tiles,
                  const __grid_constant__ StateTiles state_tiles) {
-  const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new, &tiles, &state_tiles};
-  using Warpgroup = Producer<T, Scores, kWideGate, PairSource>;
-  const Ring ring{memory};
-  const unsigned planned = memory + Shared::planned;
-  // Three warps do what comes first: mbarriers, hints, the pair's number.
-  if (threadIdx.x == 0) {
-    ring.start(8);
-    Warpgroup::start(memory);
-    ptx::init_barrier(planned, 1);
-    expect_pair(memory);
-    ptx::fence_barriers();
-  }
-  tiles.prefetch(threadIdx.x - 32), state_tiles.prefetch(threadIdx.x - 32);
-  wait_for_stream();
-  meet(memory, [&] { return given.number(); });
-  const unsigned pair = known_pair(memory);
-  const Schedule schedule = given.known(p);
-  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows that it is uniform
-  if (group == 0) {
-    ptx::take_registers<kConsumerRegisters>();
-    ptx::wait_barrier(planned, 0);  // the first work items are planned
-    PairConsumer<T, kTraining>(call, memory, schedule, pair).run();
-  } else {
-    ptx::give_registers<kProducerRegisters>();
-    Warpgroup producer(call, memory, group - 1);
-    producer.plan({HeadScheduler(p, schedule, pair), group - 1});
-    if (threadIdx.x == kGroup) ptx::arrive(planned);
-    producer.run();
-  }
-  ptx::sync_cluster();  // no CTA ends while the other one copies to it, or arrives at its mbarriers
+  run_pair<Producer<T, Scores, kWideGate, PairSource<false>>, Consumer<T, kTraining>>(
+      {p, x, states, v_new, &tiles, &state_tiles}, given);
 }
 
 // Do rows fit accesses of 16 bytes?
@@ -102,17 +69,24 @@ uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p) {
   return Schedule(p, multiprocessors(p.args.exec.device_id)).bytes();
 }
 
+sm90::Schedule sm90::schedule_of(const ForwardProblem& p) {
+  const kda_exec& exec = p.args.exec;
+  Schedule schedule(p, multiprocessors(exec.device_id));
+  if (schedule.pairs == 0) return schedule;
+  schedule.place(exec.workspace);
+  if (schedule.measures()) launch<measure_kernel>(exec, dim3(1), static_cast<int>(kMeasuring), 0, p, schedule);
+  else if (schedule.flags) KDA_CUDA(cudaMemsetAsync(schedule.flags, 0, schedule.flag_bytes(), stream_of(exec)));
+  return schedule;
+}
+
 void forward_chunk_sm90(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  Schedule schedule(p, multiprocessors(a.exec.device_id));
+  const Schedule schedule = schedule_of(p);
   if (schedule.pairs == 0) return;
-  schedule.place(a.exec.workspace);
-  if (schedule.measures()) launch<measure_kernel>(a.exec, dim3(1), static_cast<int>(kMeasuring), 0, p, schedule);
-  else if (schedule.flags) KDA_CUDA(cudaMemsetAsync(schedule.flags, 0, schedule.flag_bytes(), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
     launch<chunk_kernel<T, Scores, kWideGate, kTraining>>(
-        a.exec, dim3(2 * schedule.pairs), static_cast<int>(kThreads), static_cast<int>(Shared::bytes), p,
+        a.exec, dim3(2 * schedule.pairs), static_cast<int>(kPairThreads), static_cast<int>(Shared::bytes), p,
         Tokens(p, a.in, a.o), States(a), view_of(a.v_new), schedule, Tiles(p), StateTiles(p));
   });
 }

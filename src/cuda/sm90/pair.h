@@ -7,17 +7,18 @@
 // Where TMA may bring states (StateTiles), one comes to a stage of its own in front of a head's chunks. There the
 // consumer exchanges it for the final state of the head before, which leaves from there.
 #pragma once
-#include "cuda/sm90/consumer.h"
 #include "cuda/sm90/producer.h"
 #include "cuda/sm90/schedule.h"
 
 namespace kda::cuda::sm90 {
 
 // The chunks of one producer of a CTA pair: one in four. The first producer also plans the consumer's work items. A
-// state may come to a stage in front of those of a work item's chunks.
+// state may come to a stage in front of those of a work item's chunks. kReversed_: chunks come from the last to the
+// first, and a work item's spans count from the head's end.
+template <bool kReversed_>
 class PairSource {
  public:
-  static constexpr bool kMaps = false, kBringsStates = true;
+  static constexpr bool kMaps = false, kBringsStates = true, kReversed = kReversed_;
   __device__ PairSource(const HeadScheduler& scheduler, unsigned group)
       : scheduler_(scheduler), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
 
@@ -34,20 +35,21 @@ class PairSource {
         return;
       }
       if (n_ != now.item.n) enter(call.p, now.item.n);
-      const unsigned first = now.first * unsigned{kChunk}, end = min(length_, now.end * unsigned{kChunk});
+      const TokenRange tokens(now, length_, kReversed);
       // Padding and empty sequences are left to PairConsumer::finish(), which goes through all work items again.
-      if (!live_ || end <= first) {
+      if (!live_ || tokens.end <= tokens.first) {
         others_ = true;
         continue;
       }
-      count_ = states + (end - first + kRows - 1) / kRows, first_ = now.first * (kChunk / kRows), hv_ = now.item.hv;
+      count_ = states + (tokens.end - tokens.first + kRows - 1) / kRows, hv_ = now.item.hv;
+      first_ = kReversed ? (tokens.end - 1) / kRows : tokens.first / kRows;
       h_ = Plan::key_head(call.p, hv_), loads_ = initial_ && !now.takes;
-      if (plans_work_) plan_work(call, now, first, end);
+      if (plans_work_) plan_work(call, now, tokens.first, tokens.end);
     }
     const unsigned i = number_ - begin_;
     p.state = i < states;
     if (p.state) p.hv = hv_, p.b = loads_ ? slot_ : Plan::kNone;
-    else p.set(hv_, h_, b_, t0_, length_, first_ + i - states);
+    else p.set(hv_, h_, b_, t0_, length_, kReversed ? first_ + states - i : first_ + i - states);
     p.number = number_;
     number_ += kStages;
   }
@@ -69,15 +71,15 @@ class PairSource {
 
   HeadScheduler scheduler_;
   unsigned number_, begin_ = 0, count_ = 0;    // of the next stage; of the work item's first; the work item's stages
-  unsigned first_, hv_, h_, works_ = 0;        // the work item's first chunk, heads; work items so far
+  unsigned first_, hv_, h_, works_ = 0;        // the work item's chunk that comes first, heads; work items so far
   unsigned n_ = ~0u, b_, t0_, length_, slot_;  // the sequence
   bool live_, initial_, loads_, plans_work_, others_ = false, ended_ = false;
 };
 
-// The consumer of a CTA pair: goes through the pair's work items, and passes states on between them.
-template <class T, bool kTraining>
-class PairConsumer : public Consumer<T, kTraining> {
-  using Base = Consumer<T, kTraining>;
+// The consumer of a CTA pair: goes through the pair's work items, and passes states on between them. Base: the consumer
+// of a work item's chunks.
+template <class Base>
+class PairConsumer : public Base {
   using Base::S_, Base::unit_, Base::lane_, Base::call_, Base::ring_, Base::warp_;
 
  public:
@@ -121,9 +123,10 @@ class PairConsumer : public Consumer<T, kTraining> {
     HeadScheduler scheduler(p, schedule_, pair_);
     for (WorkItem now; others && scheduler.next(p, now);) {
       const Sequence s = sequence_at(p, p.args.in, p.args.states, now.item.n);
-      const int64_t first = now.first * kChunk, end = min(s.length, now.end * kChunk);
-      if (!s.live) Base::zero_outputs(now.item, s, first, end);
-      else if (s.length == 0) Base::load(s, now.item.hv), Base::keep(s, now.item.hv, 0);
+      if (!s.live) {
+        const TokenRange tokens(now, static_cast<unsigned>(s.length), false);
+        Base::zero_outputs(now.item, s, tokens.first, tokens.end);
+      } else if (s.length == 0) Base::load(s, now.item.hv), Base::keep(s, now.item.hv, 0);
     }
     if (!p.varlen) return;
     const int64_t end = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T);

@@ -40,7 +40,7 @@ struct alignas(16) Plan {
 
 // Prepares chunks, one of four in the ring. kWideGate: g is f32, otherwise it has the type of q, k and v. Source: its
 // next(call, plan), which one thread calls, plans the producer's next chunk. Source::kMaps: some chunks are for maps
-// of segments, for which q is not read.
+// of segments, for which q is not read. Source::kReversed: they are for the reverse scan.
 template <class T, class Scores, bool kWideGate, class Source>
 class Producer {
  public:
@@ -310,12 +310,13 @@ class Producer {
     at_.sync();  // the plan is changed: all threads will clear those rows
     return false;
   }
-  // Makes the outputs of those rows and the state behind them NaN.
+  // Makes the outputs of those rows and the state behind them NaN; reversed, all outputs of the chunk and the state
+  // before it.
   __device__ void spoil(const Plan& now, unsigned stage) const {
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i)
-      if (8 * at_.warp + i >= now.fine && 8 * at_.warp + i < now.rows)
-        ptx::store_shared2(stage + at_.own(i) + Stage::q, make_uint2(~0u, ~0u));
+      if (Source::kReversed || (8 * at_.warp + i >= now.fine && 8 * at_.warp + i < now.rows))
+        ptx::store_shared2(stage + at_.own(i) + (Source::kReversed ? Stage::kg : Stage::q), make_uint2(~0u, ~0u));
     const float nan = __int_as_float(0x7fffffff);
     if (at_.stores_ell()) ptx::store_shared_f32x4(stage + Stage::ell + at_.lane * 16, make_float4(nan, nan, nan, nan));
   }

@@ -171,6 +171,17 @@ struct WorkItem {
   bool takes, gives;  // takes the state from the pair before; gives it to the next
 };
 
+// The tokens first .. end - 1 of a work item, in a sequence of `length` tokens. reversed: its spans count from the end.
+struct TokenRange {
+  unsigned first, end;
+  __device__ TokenRange(const WorkItem& work, unsigned length, bool reversed) {
+    const unsigned spans = (length + unsigned{kChunk} - 1) / unsigned{kChunk};
+    const unsigned before = reversed ? spans - min(spans, work.end) : work.first;
+    const unsigned behind = reversed ? spans - min(spans, work.first) : work.end;
+    first = before * unsigned{kChunk}, end = min(length, behind * unsigned{kChunk});
+  }
+};
+
 // The work items of a CTA pair, in the order in which it does them: first the head that begins in its share and ends
 // behind it, then whole heads, last the head that begins before its share.
 class HeadScheduler {

@@ -5,6 +5,7 @@
 // scan that starts from the identity, with v = 0. The two are the segment's map. The first segment of a sequence
 // begins with the initial state: its b is the state behind it, and it needs no M.
 #pragma once
+#include "cuda/sm90/consumer.h"
 #include "cuda/sm90/pair.h"
 
 namespace kda::cuda::sm90 {
@@ -164,7 +165,7 @@ static_assert(sizeof(Task) <= Shared::kTaskBytes);
 // What a plan needs follows from the chunk's number and the task.
 class TaskSource {
  public:
-  static constexpr bool kMaps = true, kBringsStates = false;
+  static constexpr bool kMaps = true, kBringsStates = false, kReversed = false;
   __device__ explicit TaskSource(unsigned group) : number_(ptx::rank() + 2 * group) {}
   __device__ void next(const Call&, Plan& p) {
     const Task& task = Task::shared();

@@ -106,10 +106,51 @@ class StateIo : public ConsumerThread {
     const TypedView& to = call_.states.kept[kBefore];
     return to.data && to.dtype == KDA_BF16 && in_groups(to, 8);
   }
-  __device__ void store_before(unsigned t) const {
+  // Packs S as bf16, in units; store_before() stores it. Between the two S may change.
+  __device__ void pack_before(unsigned (&packed)[8][4]) const {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__nv_bfloat16>(S_[2 * i], S_[2 * i + 1]);
+  }
+  // Stores the packed state before token t, by way of the warp's part of spare(): there a lane leaves two channels of
+  // every eight, and finds eight neighbouring ones. (Stores of four bytes take as long as half of the scan, exchanges
+  // by shuffles 1.5 times as long as this: docs/experiments/cuda_backward.md.)
+  __device__ __forceinline__ void store_before(unsigned t, const unsigned (&packed)[8][4], unsigned stage) const {
     const int64_t row = row_before(t);
-    if (row >= 0)
-      store_eights(call_.states.kept[kBefore], static_cast<unsigned>(row), ptx::load_shared(place_at() + 8));
+    const TypedView& to = call_.states.kept[kBefore];
+    const unsigned own = spare(stage), column = lane_ / 8, piece = lane_ % 8;
+    const unsigned left = own + lane_ % 8 * kRowBytes, found = own + column * kRowBytes + ((piece ^ column) << 4);
+    char* const first =
+        to.at(static_cast<unsigned>(row), ptx::load_shared(place_at() + 8), first_column() + column) + piece * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const __nv_bfloat162 unit = __float2bfloat162_rn(unit_[i]);
+      uint4 eight[2][2];  // of columns `column` and 4 more; of the first and the last 64 channels
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int four = 0; four < 2; ++four) {
+          unsigned x[4];
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const int j = 8 * half + 4 * four + m;
+            const __nv_bfloat162 two =
+                __hmul2(reinterpret_cast<const __nv_bfloat162&>(packed[j / 2][j % 2 * 2 + i]), unit);
+            x[m] = reinterpret_cast<const unsigned&>(two);
+          }
+          ptx::store_matrices(left + ((4 * four + lane_ / 8 ^ lane_ % 8) << 4), x);
+        }
+        __syncwarp();  // all lanes have stored theirs
+#pragma unroll
+        for (int c = 0; c < 2; ++c) eight[c][half] = ptx::load_shared4((found ^ c * 64) + c * 4 * kRowBytes);
+        __syncwarp();  // all lanes have loaded theirs
+      }
+      if (row < 0) continue;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *reinterpret_cast<uint4*>(first + (8 * i + 4 * c) * uint64_t{to.stride2} + half * 128) = eight[c][half];
+    }
   }
   __device__ void store_state(const TypedView& to, unsigned row, unsigned hv) const {
     const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };

@@ -16,6 +16,7 @@ struct alignas(4) __nv_bfloat162 {
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
+inline __nv_bfloat162 __float2bfloat162_rn(float x) { return __floats2bfloat162_rn(x, x); }
 inline float2 __bfloat1622float2(__nv_bfloat162 x) { return {x.x, x.y}; }
 inline float __low2float(__nv_bfloat162 x) { return x.x; }
 inline float __high2float(__nv_bfloat162 x) { return x.y; }

@@ -1,0 +1,13 @@
+// The reverse scan of the backward on Hopper, in CTA pairs (reverse.cu).
+#pragma once
+#include "cuda/sm80/backward_plan.h"
+
+namespace kda::cuda::sm90 {
+
+// Whether the reverse scan of Hopper takes a call; cuda_chunk's takes all.
+bool takes_reverse(const BackwardProblem& p, const BackwardPlan& plan);
+uint64_t reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan);
+// Leaves dv, dh0 and the gradients of states after every 64 tokens. q, k and d_o of the plan are there.
+void run_reverse(const BackwardProblem& p, const BackwardPlan& plan);
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,169 @@
+// The consumer of the reverse scan: a warpgroup that carries 64 value columns of dS, the gradient of a head's state,
+// from the last chunk to the first, in registers.
+//
+// It is the consumer of the forward (consumer.h), mirrored: what the producer makes is the same, v is dO, outputs are
+// dv, and all maps are transposed.
+//   dU^T = (s dO)^T Aqk + dS^T kg^T     dv^T = dU^T T diag(beta)
+//   dS^T = dS^T diag(ell) + (s dO)^T qG - dv^T kG
+// s is the scale. Columns of (s dO, dS) have scales of their own, with the bounds of (v, S): the maps are transposed,
+// so they have the same norms, and s q is no longer than k.
+//
+// For the rest of backward it leaves dS behind every 64 tokens, as the forward leaves S before them.
+#pragma once
+#include "cuda/sm90/outputs.h"
+
+namespace kda::cuda::sm90 {
+
+// Scans chunks and stores dv. It has 64 of the columns; the consumer of the pair's other CTA has the others.
+template <class T>
+class ReverseConsumer : public Outputs<T, true, true, true> {
+  using Base = Outputs<T, true, true, true>;
+
+ public:
+  __device__ ReverseConsumer(const Call& call, unsigned memory) : Base(call, memory) {}
+
+ protected:
+  using Base::channel, Base::place;
+  using Base::load_values, Base::clear_values, Base::scale_values, Base::store_before;
+  using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack;
+  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
+  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_rows, Base::kBarrier;
+  using typename Base::Place;
+
+  // Scans tokens end - 1 .. first of a value head, in chunks `number` and on of the ring. first is a multiple of 64;
+  // so is end, if it is not the sequence's. begun(): as in Consumer.
+  template <class Begun>
+  __device__ __forceinline__ void scan(const Item&, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& begun) {
+    if (end <= first) return;
+    const bool keeps = call_.states.kept[kBefore].data;
+    unsigned out[2][4];  // outputs of the chunk before
+    const unsigned last = (end - 1) / kRows * kRows;
+    const unsigned begin = last + number * kRows;  // the token of chunk 0: see Consumer::scan()
+    unsigned t = last, left = (end - first + kRows - 1) / kRows;
+    bool pending = false;  // are there outputs of the chunk before?
+    if (end - last < kRows) ring_.wait_full(number), clear_values(ring_.stage(number), end - last);
+    while (left > 0) {
+      const bool again = prepared(), partial = end - t < kRows;
+      const unsigned stop = again || partial ? left - 1 : 0;
+      const Place at = place();
+      const Place to{uniform(at.b), uniform(at.t0 + begin + kRows), uniform(at.hv)};
+      bool went, full = false;
+      do {
+        lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
+        const unsigned n = uniform(number), stage = ring_.stage(n);
+        const bool stores_state = keeps && is_span_end(t, last);
+        if (!full) ring_.wait_full(number);
+        Chunk x;
+        start_state_products(stage, x);
+        if (t == last && !again) [[unlikely]]
+          begun();
+        // TMA has read the output tile. All warps know that after the vote, and may write to it.
+        if (stores()) ptx::wait_for_bulk_reads<0>();
+        went = vote(x, is_span_end(t, last), again);
+        if (!went) break;
+        start_values(stage, x, stores_state);
+        if (pending) stage_outputs(out);
+        ptx::wait_for_products<0>();
+        start_update(stage, x);
+        if (pending) store_outputs(to, 0 - n * kRows);
+        if (stores_state) store_before(t, x.left, stage), ptx::fence_shared_for_async();  // copies will overwrite it
+        full = ring_.is_full(number + 1);
+        round_outputs(x, out);
+        ptx::wait_for_products<0>();
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0) ring_.release(number);
+        pending = true;
+        t -= kRows, ++number, --left;
+      } while (left > stop);
+      lane_ = opaque(lane_);
+      if (!went) prepare(opaque(ring_.stage(number)), is_span_end(t, last));
+      else if (again) spoil(out);
+      if (went && partial) store_last(out, last, end - last), pending = false;
+    }
+    if (pending) store_last(out, first, kRows);
+  }
+
+ private:
+  // Is the chunk from token t on the last one of 64 tokens?
+  __device__ static bool is_span_end(unsigned t, unsigned last) { return t % kChunk == kRows || t == last; }
+
+  // Stores `count` rows of outputs, from token t on, when those of the chunk before have been read.
+  __device__ void store_last(const unsigned (&out)[2][4], unsigned t, unsigned count) const {
+    ptx::wait_for_bulk_reads<0>();
+    ptx::sync_threads(kBarrier, kGroup);  // TMA has read the outputs of the chunk before
+    stage_outputs(out);
+    if (count == kRows) store_outputs(place(), t);
+    else store_rows(t, count);
+  }
+
+  // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
+
+  struct Chunk {
+    unsigned left[8][4], D[2][4];  // dS^T and (s dO)^T in units, packed
+    float dU[kRows / 2], dv[kRows / 2];
+  };
+
+  __device__ __forceinline__ void start_state_products(unsigned stage, Chunk& x) const {
+    unsigned v[2][4];
+    load_values(stage, v), scale_values(v, x.D);
+    pack(x.left);
+    const uint64_t Aqk = ptx::matrix_at(stage + Stage::Aqk, 64, 512, ptx::Swizzle::k64);
+    const uint64_t kg = ptx::matrix_at(stage + Stage::kg, 16, 1024, ptx::Swizzle::k128);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(x.dU, x.D[k], ptx::further(Aqk, k * 16 * 64), k > 0);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      ptx::wgmma<__half, false>(x.dU, x.left[k], ptx::further(kg, k / 4 * kHalf + k % 4 * 32), true);
+    ptx::commit_products();
+  }
+  // Do the units fit? As in Consumer.
+  __device__ __forceinline__ bool vote(const Chunk& x, bool first, bool again) const {
+    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(x.left, x.D, first));
+    ptx::wait_for_products<0>();
+    return fine;
+  }
+  // Starts dv = T^T dU. dS decays meanwhile. packs: `left` becomes what store_before() takes.
+  __device__ __forceinline__ void start_values(unsigned stage, Chunk& x, bool packs) {
+    float2 ell[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+    unsigned R[2][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(x.dU[2 * j], x.dU[2 * j + 1]);
+    const uint64_t T_beta = ptx::matrix_at(stage + Stage::T, 64, 512, ptx::Swizzle::k64);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(x.dv, R[k], ptx::further(T_beta, k * 16 * 64), k > 0);
+    ptx::commit_products();
+    if (packs) Base::pack_before(x.left);
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      ptx::arrive_in_registers(ell[j].x, ell[j].y);  // dS waits until the products are on their way
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+  }
+  // Starts dS += qG^T s dO - kG^T dv.
+  __device__ __forceinline__ void start_update(unsigned stage, Chunk& x) {
+    unsigned R[2][4];  // -dv
+#pragma unroll
+    for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(x.dv[2 * j], x.dv[2 * j + 1]) ^ 0x80008000;
+    const uint64_t kG = ptx::matrix_at(stage + Stage::k, kHalf, 1024, ptx::Swizzle::k128);
+    ptx::fence_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, true>(S_, x.D[k], ptx::further(kG, Stage::q - Stage::k + k * 16 * kRowBytes), true);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kG, k * 16 * kRowBytes), true);
+    ptx::commit_products();
+  }
+  __device__ __forceinline__ void round_outputs(const Chunk& x, unsigned (&out)[2][4]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      out[j / 4][j % 4] = ptx::pack<T>(x.dv[2 * j] * unit_[j % 2], x.dv[2 * j + 1] * unit_[j % 2]);
+  }
+};
+
+}  // namespace kda::cuda::sm90
