@@ -28,8 +28,11 @@ __device__ inline int64_t row_of(Kept to, const ForwardProblem& p, const Sequenc
   const bool last = t == s.length;
   if (to == kFinal) return last ? s.slot : -1;
   if (to == kBefore) {
-    const int64_t tokens = kChunk * a.h_every, row = first_h + t / tokens;
-    return !last && t % tokens == 0 && row < a.h.shape[0] ? row : -1;
+    const auto every = static_cast<unsigned>(min(a.h_every, int64_t{INT32_MAX}));
+    const unsigned chunk = t / unsigned{kChunk};
+    if (last || t % unsigned{kChunk} != 0 || (every != 1 && chunk % every != 0)) return -1;
+    const int64_t row = int64_t{first_h} + (every == 1 ? chunk : chunk / every);
+    return row < a.h.shape[0] ? row : -1;
   }
   const auto every = static_cast<unsigned>(a.checkpoint_every);
   if (t == 0 || t % every != 0 || t / every > a.checkpoint_slots.shape[1]) return -1;

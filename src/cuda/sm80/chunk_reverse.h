@@ -133,66 +133,6 @@ struct ReversePlaces {
   }
 };
 
-// Images of a sequence's chunks, the last first, in stages of shared memory.
-template <int kK>
-class ReversedImages {
- public:
-  __device__ ReversedImages(const char* last, int64_t step, unsigned count, unsigned shared)
-      : next_(last), step_(step), left_(count), shared_(shared), to_(shared), at_(shared) {}
-
-  __device__ void ask() {
-    if (left_ > 0) --left_, ask_image<kK>(to_, next_), next_ -= step_, to_ = after(to_);
-    ptx::commit_copies();
-  }
-  // Waits for the next image, and starts the copy of the one behind that which is under way.
-  __device__ unsigned take() {
-    ptx::wait_for_copies<1>();
-    __syncthreads();  // the image is in shared memory, and all reads of the one before are done
-    ask();
-    const unsigned image = at_;
-    at_ = after(at_);
-    return image;
-  }
-
- private:
-  static constexpr unsigned kBytes = Image<kK>::bytes;
-  __device__ unsigned after(unsigned stage) const {
-    return stage == shared_ + (kStages - 1) * kBytes ? shared_ : stage + kBytes;
-  }
-
-  const char* next_;
-  int64_t step_;
-  unsigned left_, shared_, to_, at_;
-};
-
-// The lane's four columns of d_o or dv, in a chunk's tokens token, token + 8, ..
-template <bool kPlain>
-struct ChunkRows {
-  char* first;  // nullptr: absent
-  uint32_t stride;
-  int32_t dtype;
-  bool aligned;
-
-  __device__ ChunkRows(const TypedView& view, bool aligned, unsigned b, unsigned t, unsigned hv, unsigned v)
-      : stride(view.stride1), dtype(kPlain ? KDA_BF16 : view.dtype), aligned(kPlain || aligned) {
-    first = view.data ? view.at(b, t + threadIdx.x % 32 / 4, hv) + (v + threadIdx.x % 4 * 4) * size_of(dtype) : nullptr;
-  }
-  __device__ char* row(int t) const { return first + uint64_t{stride} * (t * 8u); }
-  __device__ void go_back() { first -= uint64_t{stride} * unsigned{kRows}; }
-  // `left`: tokens from the lane's first on.
-  __device__ void load(uint4 (&raw)[4], int left) const {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      raw[t] = {};
-      if (t * 8 < left) raw[t] = load_values(row(t), dtype == KDA_F32, aligned);
-    }
-  }
-  __device__ void store(const float (&tiles)[4][4], int left) const {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) store_values(row(t), tiles[t], dtype, t * 8 < left, aligned);
-  }
-};
-
 // Chunks end - 1, end - 2, .. first of a sequence of `chunks`.
 struct ReversedChunks {
   unsigned first, end, chunks;
@@ -201,7 +141,7 @@ struct ReversedChunks {
 // Takes dS through the chunks. kept: where dS of the sequence's first 64 tokens goes, in bf16; there are kept_rows
 // such places.
 template <int kK, bool kPlain>
-__device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& which, ReversedImages<kK>& images,
+__device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& which, ImageStages<kK>& images,
                                ChunkRows<kPlain> d_o, ChunkRows<kPlain> (&dv_to)[2], int left, ColumnPlace kept,
                                int64_t kept_step, unsigned kept_rows) {
   const unsigned lane = threadIdx.x % 32;
@@ -213,7 +153,7 @@ __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& w
     float dO[4][4], dv[4][4] = {};
 #pragma unroll
     for (int t = 0; t < 4; ++t) take_values(dO[t], raw[t], d_o.dtype);
-    if (c > which.first) d_o.go_back(), d_o.load(raw, kRows);  // only a sequence's last chunk is short
+    if (c > which.first) d_o.template go_to<-1>(), d_o.load(raw, kRows);  // only a sequence's last chunk is short
 
     const unsigned image = images.take();
 #pragma unroll
@@ -244,7 +184,7 @@ __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& w
       for (int e = 0; e < 4; ++e) dv[t][e] *= up[e / 2];
 #pragma unroll
     for (int i = 0; i < (kPlain ? 1 : 2); ++i)
-      if (kPlain || dv_to[i].first) dv_to[i].store(dv, left), dv_to[i].go_back();
+      if (kPlain || dv_to[i].first) dv_to[i].store(dv, left), dv_to[i].template go_to<-1>();
     left = kRows;
   }
 }
@@ -280,8 +220,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
   const int64_t row = int64_t{pass.first_row(s)} - pass.first + end - 1;  // of its last image here
-  ReversedImages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, pass.heads * int64_t{In::bytes},
-                        end - pass.first, ptx::shared_address(dynamic));
+  ImageStages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, -pass.heads * int64_t{In::bytes},
+                     end - pass.first, ptx::shared_address(dynamic));
   in.ask(), in.ask();
 
   GradientState<kK> state;
@@ -295,7 +235,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     const int left = static_cast<int>(length - last) - static_cast<int>(threadIdx.x % 32 / 4);
     const auto scan = [&]<bool kPlain>() {
       const auto rows_of = [&](const TypedView& t) {
-        return ChunkRows<kPlain>(t, places.aligned, b, t0 + last, hv, v);
+        return ChunkRows<kPlain>(t, t.dtype, places.aligned, b, t0 + last, hv, v);
       };
       ChunkRows<kPlain> dv[2] = {rows_of(kPlain && !places.dv[0].data ? places.dv[1] : places.dv[0]),
                                  rows_of(places.dv[1])};

@@ -358,13 +358,122 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
   if (all_finite) add_triangle(O, U, own + In::Aqk);
 }
 
+// Images of a sequence's chunks, one after another, in stages of shared memory. step: bytes from an image to the next.
+template <int kK>
+class ImageStages {
+ public:
+  __device__ ImageStages(const char* first, int64_t step, unsigned count, unsigned shared)
+      : next_(first), step_(step), left_(count), shared_(shared), to_(shared), at_(shared) {}
+
+  __device__ void ask() {
+    if (left_ > 0) --left_, ask_image<kK>(to_, next_), next_ += step_, to_ = after(to_);
+    ptx::commit_copies();
+  }
+  // Waits for the next image, and starts the copy of the one behind that which is under way.
+  __device__ unsigned take() {
+    ptx::wait_for_copies<1>();
+    __syncthreads();  // the image is in shared memory, and all reads of the one before are done
+    ask();
+    const unsigned image = at_;
+    at_ = after(at_);
+    return image;
+  }
+
+ private:
+  static constexpr unsigned kBytes = Image<kK>::bytes;
+  __device__ unsigned after(unsigned stage) const {
+    return stage == shared_ + (kStages - 1) * kBytes ? shared_ : stage + kBytes;
+  }
+
+  const char* next_;
+  int64_t step_;
+  unsigned left_, shared_, to_, at_;
+};
+
+// The lane's four columns of a tensor of values, in a chunk's tokens token, token + 8, .. kPlain: in bf16, with rows at
+// multiples of 8 bytes.
+template <bool kPlain>
+struct ChunkRows {
+  char* first;  // nullptr: absent
+  uint32_t stride;
+  int32_t dtype;
+  bool aligned;
+
+  __device__ ChunkRows(const View& view, int32_t dtype_, bool aligned_, unsigned b, unsigned t, unsigned hv, unsigned v)
+      : stride(view.stride1), dtype(kPlain ? KDA_BF16 : dtype_), aligned(kPlain || aligned_) {
+    first = view.data ? view.at(b, t + threadIdx.x % 32 / 4, hv) + (v + threadIdx.x % 4 * 4) * size_of(dtype) : nullptr;
+  }
+  __device__ char* row(int t) const { return first + uint64_t{stride} * (t * 8u); }
+  // Goes so many chunks on.
+  template <int kChunks>
+  __device__ void go_to() {
+    first += static_cast<int64_t>(stride) * (kChunks * kRows);
+  }
+  // `left`: tokens from the lane's first on.
+  __device__ void load(uint4 (&raw)[4], int left) const {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      raw[t] = {};
+      if (t * 8 < left) raw[t] = load_values(row(t), dtype == KDA_F32, aligned);
+    }
+  }
+  __device__ void store(const float (&tiles)[4][4], int left) const {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) store_values(row(t), tiles[t], dtype, t * 8 < left, aligned);
+  }
+};
+
 // Where states are between passes, [N][HV][V][K] in f32, and what else a launch is told.
 struct ScanPlaces {
   TypedView v_new, between;
   bool wide;       // states of the caller have four channels an access
   bool h_v_first;  // h is backward's own: V-first, with four channels an access, whatever the other states are
   bool aligned;    // rows of v, o and v_new lie at multiples of 8 bytes
+
+  // Whether all of them are in bf16.
+  __device__ bool plain(const Tokens& x) const {
+    return aligned && x.qkv_dtype == KDA_BF16 && (!x.o.data || x.o_dtype == KDA_BF16) &&
+           (!v_new.data || v_new.dtype == KDA_BF16);
+  }
 };
+
+// Takes a state through chunks first .. end - 1 of a sequence. left: tokens from the lane's first on. keep(c) stores the
+// state before chunk c where it is wanted.
+template <int kK, bool kPlain, class Keep>
+__device__ void scan_chunks(ColumnState<kK>& state, unsigned first, unsigned end, ImageStages<kK>& images,
+                            ChunkRows<kPlain> v, ChunkRows<kPlain> o, ChunkRows<kPlain> v_new, int left,
+                            const Keep& keep) {
+  const unsigned lane = threadIdx.x % 32;
+  uint4 raw[4];
+  v.load(raw, left);
+#pragma unroll 1
+  for (unsigned c = first; c < end; ++c, left -= kRows) {
+    if (c % 2 == 0) keep(c);
+    float R[4][4], U[4][4] = {}, O[4][4] = {};
+#pragma unroll
+    for (int t = 0; t < 4; ++t) take_values(R[t], raw[t], v.dtype);
+    v.template go_to<1>(), v.load(raw, left - kRows);
+    state.choose_exponents(R);
+    const float down[2] = {power_of_two(-state.x[0]), power_of_two(-state.x[1])};
+    const float up[2] = {power_of_two(state.x[0]), power_of_two(state.x[1])};
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) R[t][e] *= down[e / 2];
+
+    const unsigned image = images.take();
+    apply_chunk(state, image, R, U, O);
+
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float2 scale = ptx::load_shared_f32x2(image + Image<kK>::scale + (t * 8 + lane % 4 * 2) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) O[t][e] *= (e % 2 ? scale.y : scale.x) * up[e / 2], U[t][e] *= up[e / 2];
+    }
+    if (o.first) o.store(O, left), o.template go_to<1>();
+    if (v_new.first) v_new.store(U, left), v_new.template go_to<1>();
+  }
+}
 
 template <int kK>
 __global__ void __launch_bounds__(kMostWarps * 32)
@@ -398,31 +507,11 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   const unsigned end = pass.end_of(s);
   if (pass.first && pass.first >= end) return;  // another pass had its last chunk
 
-  const unsigned lane = threadIdx.x % 32, token = lane / 4;  // of each eight
-  const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns, own_v = v + lane % 4 * 4;
-
-  const unsigned shared = ptx::shared_address(dynamic);
-  // The row of the sequence's first chunk, as if it were here.
-  const int64_t first_row = int64_t{pass.first_row(s)} - pass.first;
-  const auto ask = [&](unsigned c) {
-    if (c < end)
-      ask_image<kK>(shared + (c - pass.first) % kStages * In::bytes,
-                    images + ((first_row + c) * pass.heads + at.hv) * int64_t{In::bytes});
-    ptx::commit_copies();
-  };
-  uint4 raw[4];
-  const auto fetch = [&](unsigned c) {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const unsigned own = c * kRows + t * 8 + token;
-      raw[t] = {};
-      if (own < length)
-        raw[t] =
-            load_values(x.v.at(b, t0 + own, hv) + own_v * size_of(x.qkv_dtype), x.qkv_dtype == KDA_F32, places.aligned);
-    }
-  };
-  ask(pass.first), ask(pass.first + 1);
-  fetch(pass.first);
+  const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
+  const int64_t row = int64_t{pass.first_row(s)};  // of its first image here
+  ImageStages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, pass.heads * int64_t{In::bytes},
+                     end - pass.first, ptx::shared_address(dynamic));
+  in.ask(), in.ask();
 
   ColumnState<kK> state;
   const bool v_first = a.in.state_layout == KDA_STATE_V_FIRST;
@@ -442,44 +531,18 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     }
   };
 
-#pragma unroll 1
-  for (unsigned c = pass.first; c < end; ++c) {
-    if (c * kRows % kChunk == 0) keep(c * kRows);
-    float R[4][4], U[4][4] = {}, O[4][4] = {};
-#pragma unroll
-    for (int t = 0; t < 4; ++t) take_values(R[t], raw[t], x.qkv_dtype);
-    fetch(c + 1);
-    state.choose_exponents(R);
-    const float down[2] = {power_of_two(-state.x[0]), power_of_two(-state.x[1])};
-    const float up[2] = {power_of_two(state.x[0]), power_of_two(state.x[1])};
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) R[t][e] *= down[e / 2];
-
-    ptx::wait_for_copies<1>();
-    __syncthreads();  // the image is in shared memory, and all reads of the one before are done
-    ask(c + 2);
-    const unsigned image = shared + (c - pass.first) % kStages * In::bytes;
-    apply_chunk(state, image, R, U, O);
-
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const unsigned own = c * kRows + t * 8 + token;
-      const bool real = own < length;
-      const float2 scale = ptx::load_shared_f32x2(image + In::scale + (t * 8 + lane % 4 * 2) * 4);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) O[t][e] *= (e % 2 ? scale.y : scale.x) * up[e / 2];
-      store_values(x.o.at(b, t0 + own, hv) + own_v * size_of(x.o_dtype), O[t], x.o_dtype, real && x.o.data,
-                   places.aligned);
-      if (places.v_new.data) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) U[t][e] *= up[e / 2];
-        store_values(places.v_new.at(b, t0 + own, hv) + own_v * size_of(places.v_new.dtype), U[t], places.v_new.dtype,
-                     real, places.aligned);
-      }
-    }
-  }
+  const unsigned t = pass.first * kRows;
+  const auto scan = [&]<bool kPlain>() {
+    const auto rows_of = [&](const View& view, int32_t dtype) {
+      return ChunkRows<kPlain>(view, dtype, places.aligned, b, t0 + t, hv, v);
+    };
+    scan_chunks<kK, kPlain>(state, pass.first, end, in, rows_of(x.v, x.qkv_dtype), rows_of(x.o, x.o_dtype),
+                            rows_of(places.v_new, places.v_new.dtype),
+                            static_cast<int>(length - t) - static_cast<int>(threadIdx.x % 32 / 4),
+                            [&](unsigned c) { keep(c * kRows); });
+  };
+  if (places.plain(x)) scan.template operator()<true>();
+  else scan.template operator()<false>();
   if (end * kRows < length) state.store(between());
   else keep(length);
 }
