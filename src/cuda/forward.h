@@ -28,7 +28,7 @@ __device__ inline int64_t row_of(Kept to, const ForwardProblem& p, const Sequenc
   const bool last = t == s.length;
   if (to == kFinal) return last ? s.slot : -1;
   if (to == kBefore) {
-    const auto every = static_cast<unsigned>(min(a.h_every, int64_t{INT32_MAX}));
+    const auto every = static_cast<unsigned>(a.h_every < INT32_MAX ? a.h_every : INT32_MAX);
     const unsigned chunk = t / unsigned{kChunk};
     if (last || t % unsigned{kChunk} != 0 || (every != 1 && chunk % every != 0)) return -1;
     const int64_t row = int64_t{first_h} + (every == 1 ? chunk : chunk / every);

@@ -1,12 +1,12 @@
-"""kda.prefill against FLA, FlashKDA and cuDNN where they are installed or in the folder of KDA_PEERS: the same
-outputs and final states, except for rounding on both sides. (``python -m kda bench prefill`` shows how far each is
-from float64.)"""
+"""kda.prefill against FLA, FlashKDA and cuDNN, and gradients of kda.chunk_kda against FLA's, where they are installed
+or in the folder of KDA_PEERS: the same results, except for rounding on both sides. (``python -m kda bench prefill``
+shows how far each is from float64.)"""
 
 from __future__ import annotations
 
 import pytest
 
-from kda.cli import peers, prefill, prefill_peers
+from kda.cli import peers, prefill, prefill_peers, training, training_peers
 from kda.cli.problems import Problem
 from places import only_cuda
 from support import rel_rmse
@@ -34,3 +34,22 @@ def test_same_outputs(peer: prefill_peers.Peer, case: prefill.Case) -> None:
     for name, x, y in zip(("o", "state"), ours, theirs, strict=True):
         difference = rel_rmse(x, y.view_as(x))
         assert difference < TOLERANCE, f"{name} of {peer.name}, {case.name}, {case.gate}: {difference:.1e}"
+
+
+# The bounds of FLA's own tests.
+GRADIENTS = {"dq": 0.008, "dk": 0.008, "dv": 0.008, "dg": 0.02, "dbeta": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["nothing_saved", "saved"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.gate}".replace(" ", "_"))
+def test_same_gradients(case: prefill.Case, saved: bool) -> None:
+    peers.add_folder(None)
+    [fla] = [peer for peer in training_peers.PEERS if peer.name == "FLA"]
+    try:
+        theirs = fla.prepare(prefill.Inputs(case)).both()
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    ours = training.prepare_kda(prefill.Inputs(case), None, saved).both()
+    for name, x, y in zip(("o", *(f"d{n}" for n in training.LEAVES)), ours, theirs, strict=True):
+        difference = rel_rmse(x, y.view_as(x))
+        assert difference < GRADIENTS.get(name, TOLERANCE), f"{name}, {case.name}, {case.gate}: {difference:.1e}"
