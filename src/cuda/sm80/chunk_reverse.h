@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
   const int64_t row = int64_t{pass.first_row(s)} - pass.first + end - 1;  // of its last image here
-  ImageStages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, -pass.heads * int64_t{In::bytes},
+  ImageStages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, -int64_t{pass.heads} * In::bytes,
                      end - pass.first, ptx::shared_address(dynamic));
   in.ask(), in.ask();
 
