@@ -64,21 +64,15 @@ void launch_small_betas(const BackwardProblem& p, const BackwardPlan& plan) {
                                 Divisor(p.group()));
 }
 
-// Converts to dense rows of bf16.
 __global__ void __launch_bounds__(256)
-    convert_kernel(const __grid_constant__ TypedView from, const __grid_constant__ View to, unsigned rows,
+    convert_kernel(const __grid_constant__ TypedView from, const __grid_constant__ TypedView to, unsigned rows,
                    unsigned heads, unsigned width) {
   wait_for_stream();
-  const unsigned row = blockIdx.x, b = row / rows, t = row % rows, size = size_of(from.dtype);
+  const unsigned row = blockIdx.x, b = row / rows, t = row % rows;
   for (unsigned i = threadIdx.x; i < heads * width; i += blockDim.x)
-    store_element(to.at(b, t, i / width) + i % width * 2, KDA_BF16,
-                  value_of(from.dtype, load_raw<false>(from.at(b, t, i / width) + i % width * size, from.dtype)));
-}
-void convert(const kda_exec& exec, const kda_tensor& from, const kda_tensor& to) {
-  if (from.data == to.data || from.shape[0] * from.shape[1] == 0) return;
-  launch<convert_kernel>(exec, dim3(static_cast<unsigned>(from.shape[0] * from.shape[1])), 256, 0, view_of(from),
-                         static_cast<View>(view_of(to)), static_cast<unsigned>(from.shape[1]),
-                         static_cast<unsigned>(from.shape[2]), static_cast<unsigned>(from.shape[3]));
+    store_element(
+        to.at(b, t, i / width) + i % width * size_of(to.dtype), to.dtype,
+        value_of(from.dtype, load_raw<false>(from.at(b, t, i / width) + i % width * size_of(from.dtype), from.dtype)));
 }
 
 // Zeroes dq, dk, dg and dbeta of tokens of no sequence.
@@ -119,6 +113,13 @@ bool may_be_unusual(const kda_inputs& in) {
 }
 void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan) {
   p.K == 64 ? launch_wide<64, UnusualGate>(p, plan) : launch_wide<128, UnusualGate>(p, plan);
+}
+
+void convert(const kda_exec& exec, const kda_tensor& from, const kda_tensor& to) {
+  if (from.data == to.data || from.shape[0] * from.shape[1] == 0) return;
+  launch<convert_kernel>(exec, dim3(static_cast<unsigned>(from.shape[0] * from.shape[1])), 256, 0, view_of(from),
+                         view_of(to), static_cast<unsigned>(from.shape[1]), static_cast<unsigned>(from.shape[2]),
+                         static_cast<unsigned>(from.shape[3]));
 }
 
 void launch_reverse(const BackwardProblem& p, const BackwardPlan& plan) {

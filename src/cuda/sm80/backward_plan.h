@@ -52,7 +52,7 @@ struct BackwardPlan {
     forward.args.exec = a.exec, forward.args.in = a.in, forward.args.states.h0 = a.h0, forward.args.h_every = 1;
     sums = present(a.dA_log) || present(a.d_dt_bias);
     wide = sums || present(a.dq) || present(a.dk) || present(a.dg) || present(a.dbeta);
-    own_dv = wide && (!present(a.dv) || !is_plain(a.dv));
+    own_dv = !present(a.dv) || !is_plain(a.dv);
     saved = present(a.v_new) && a.in.state_layout == KDA_STATE_V_FIRST;
     const int64_t h_rows = rows.rows;
     const auto place = [&](int64_t size) {
@@ -67,7 +67,7 @@ struct BackwardPlan {
     };
     dh = tensor(wide, {h_rows, p.HV, p.V, p.K}), dv = tensor(own_dv, {p.B, p.T, p.HV, p.V});
     const auto converted = [&](const kda_tensor& t) {
-      return !wide || is_plain(t) ? t : tensor(true, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]});
+      return is_plain(t) ? t : tensor(true, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]});
     };
     q = converted(a.in.q), k = converted(a.in.k), d_o = converted(a.d_o);
     h = saved ? converted(a.h) : tensor(wide, {h_rows, p.HV, p.V, p.K});
@@ -90,6 +90,9 @@ Tokens wide_tokens(const BackwardProblem& p, const BackwardPlan& plan);
 // no other one.
 bool may_be_unusual(const kda_inputs& in);
 void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan);
+
+// Converts a tensor to the dtype of another one of the same shape, if they are not the same.
+void convert(const kda_exec& exec, const kda_tensor& from, const kda_tensor& to);
 
 // The reverse scan of cuda_chunk.
 void launch_reverse(const BackwardProblem& p, const BackwardPlan& plan);

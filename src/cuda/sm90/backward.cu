@@ -87,13 +87,13 @@ void run_again(const BackwardProblem& p, const BackwardPlan& plan) {
 }
 
 void scan_reversed(const BackwardProblem& p, const BackwardPlan& plan) {
-  takes_reverse(p, plan) ? run_reverse(p, plan) : launch_reverse(p, plan);
+  takes_reverse(p) ? run_reverse(p, plan) : launch_reverse(p, plan);
 }
 
 BackwardPlan plan_of(const BackwardProblem& p) {
   return {p, [&](const BackwardPlan& plan) {
             const uint64_t reverse =
-                takes_reverse(p, plan) ? reverse_workspace(p, plan) : forward_again_memory(plan.forward, kMostImages);
+                takes_reverse(p) ? reverse_workspace(p, plan) : forward_again_memory(plan.forward, kMostImages);
             return plan.wide && !plan.saved ? std::max(again_workspace(p, plan), reverse) : reverse;
           }};
 }

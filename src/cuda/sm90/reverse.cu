@@ -35,13 +35,8 @@ ForwardProblem mirrored(const BackwardProblem& p, const BackwardPlan& plan) {
 
 }  // namespace
 
-bool sm90::takes_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
-  const kda_backward_args& a = p.args;
-  // A dv that is not plain is rounded once, from f32, by cuda_chunk's scan alone.
-  const kda_tensor& dv = plan.plain_dv(a);
-  const bool writes = present(dv) && is_plain(dv) && !(plan.own_dv && present(a.dv));
-  return a.in.q.dtype == KDA_BF16 && is_plain(plan.q) && is_plain(plan.k) && is_plain(plan.d_o) && is_plain(a.in.g) &&
-         writes && (p.B * p.T / kChunk + p.N + 1) * p.HV <= INT32_MAX / 2;
+bool sm90::takes_reverse(const BackwardProblem& p) {
+  return p.args.in.q.dtype == KDA_BF16 && (p.B * p.T / kChunk + p.N + 1) * p.HV <= INT32_MAX / 2;
 }
 
 uint64_t sm90::reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
@@ -60,6 +55,7 @@ void sm90::run_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
   };
   if (anchored(x)) start.template operator()<BoundedScores>();
   else start.template operator()<AnyGateScores>();
+  if (plan.own_dv && present(p.args.dv)) convert(a.exec, plan.dv, p.args.dv);
 }
 
 }  // namespace kda::cuda
