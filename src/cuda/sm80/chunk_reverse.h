@@ -141,7 +141,7 @@ struct ReversedChunks {
 // Takes dS through the chunks. kept: where dS of the sequence's first 64 tokens goes, in bf16; there are kept_rows
 // such places.
 template <int kK, bool kPlain>
-__device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& which, ImageStages<kK>& images,
+__device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& which, ImageStages<kK, true>& images,
                                ChunkRows<kPlain> d_o, ChunkRows<kPlain> (&dv_to)[2], int left, ColumnPlace kept,
                                int64_t kept_step, unsigned kept_rows) {
   const unsigned lane = threadIdx.x % 32;
@@ -153,7 +153,7 @@ __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& w
     float dO[4][4], dv[4][4] = {};
 #pragma unroll
     for (int t = 0; t < 4; ++t) take_values(dO[t], raw[t], d_o.dtype);
-    if (c > which.first) d_o.template go_to<-1>(), d_o.load(raw, kRows);  // only a sequence's last chunk is short
+    if (c > which.first) d_o.go_back(), d_o.load(raw, kRows);  // only a sequence's last chunk is short
 
     const unsigned image = images.take();
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& w
       for (int e = 0; e < 4; ++e) dv[t][e] *= up[e / 2];
 #pragma unroll
     for (int i = 0; i < (kPlain ? 1 : 2); ++i)
-      if (kPlain || dv_to[i].first) dv_to[i].store(dv, left), dv_to[i].template go_to<-1>();
+      if (kPlain || dv_to[i].first) dv_to[i].store(dv, left), dv_to[i].go_back();
     left = kRows;
   }
 }
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
   const int64_t row = int64_t{pass.first_row(s)} - pass.first + end - 1;  // of its last image here
-  ImageStages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, -int64_t{pass.heads} * In::bytes,
-                     end - pass.first, ptx::shared_address(dynamic));
+  ImageStages<kK, true> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, pass.heads * int64_t{In::bytes},
+                           end - pass.first, ptx::shared_address(dynamic));
   in.ask(), in.ask();
 
   GradientState<kK> state;

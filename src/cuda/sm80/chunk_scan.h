@@ -358,15 +358,16 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
   if (all_finite) add_triangle(O, U, own + In::Aqk);
 }
 
-// Images of a sequence's chunks, one after another, in stages of shared memory. step: bytes from an image to the next.
-template <int kK>
+// Images of a sequence's chunks, one after another, in stages of shared memory. step: bytes from a chunk's image to that
+// of the chunk behind it. kReversed: the first image is the last chunk's.
+template <int kK, bool kReversed>
 class ImageStages {
  public:
   __device__ ImageStages(const char* first, int64_t step, unsigned count, unsigned shared)
       : next_(first), step_(step), left_(count), shared_(shared), to_(shared), at_(shared) {}
 
   __device__ void ask() {
-    if (left_ > 0) --left_, ask_image<kK>(to_, next_), next_ += step_, to_ = after(to_);
+    if (left_ > 0) --left_, ask_image<kK>(to_, next_), next_ += kReversed ? -step_ : step_, to_ = after(to_);
     ptx::commit_copies();
   }
   // Waits for the next image, and starts the copy of the one behind that which is under way.
@@ -404,11 +405,8 @@ struct ChunkRows {
     first = view.data ? view.at(b, t + threadIdx.x % 32 / 4, hv) + (v + threadIdx.x % 4 * 4) * size_of(dtype) : nullptr;
   }
   __device__ char* row(int t) const { return first + uint64_t{stride} * (t * 8u); }
-  // Goes so many chunks on.
-  template <int kChunks>
-  __device__ void go_to() {
-    first += static_cast<int64_t>(stride) * (kChunks * kRows);
-  }
+  __device__ void go_on() { first += uint64_t{stride} * unsigned{kRows}; }
+  __device__ void go_back() { first -= uint64_t{stride} * unsigned{kRows}; }
   // `left`: tokens from the lane's first on.
   __device__ void load(uint4 (&raw)[4], int left) const {
 #pragma unroll
@@ -440,7 +438,7 @@ struct ScanPlaces {
 // Takes a state through chunks first .. end - 1 of a sequence. left: tokens from the lane's first on. keep(c) stores the
 // state before chunk c where it is wanted.
 template <int kK, bool kPlain, class Keep>
-__device__ void scan_chunks(ColumnState<kK>& state, unsigned first, unsigned end, ImageStages<kK>& images,
+__device__ void scan_chunks(ColumnState<kK>& state, unsigned first, unsigned end, ImageStages<kK, false>& images,
                             ChunkRows<kPlain> v, ChunkRows<kPlain> o, ChunkRows<kPlain> v_new, int left,
                             const Keep& keep) {
   const unsigned lane = threadIdx.x % 32;
@@ -452,7 +450,7 @@ __device__ void scan_chunks(ColumnState<kK>& state, unsigned first, unsigned end
     float R[4][4], U[4][4] = {}, O[4][4] = {};
 #pragma unroll
     for (int t = 0; t < 4; ++t) take_values(R[t], raw[t], v.dtype);
-    v.template go_to<1>(), v.load(raw, left - kRows);
+    v.go_on(), v.load(raw, left - kRows);
     state.choose_exponents(R);
     const float down[2] = {power_of_two(-state.x[0]), power_of_two(-state.x[1])};
     const float up[2] = {power_of_two(state.x[0]), power_of_two(state.x[1])};
@@ -470,8 +468,8 @@ __device__ void scan_chunks(ColumnState<kK>& state, unsigned first, unsigned end
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[t][e] *= (e % 2 ? scale.y : scale.x) * up[e / 2], U[t][e] *= up[e / 2];
     }
-    if (o.first) o.store(O, left), o.template go_to<1>();
-    if (v_new.first) v_new.store(U, left), v_new.template go_to<1>();
+    if (o.first) o.store(O, left), o.go_on();
+    if (v_new.first) v_new.store(U, left), v_new.go_on();
   }
 }
 
@@ -509,8 +507,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
   const int64_t row = int64_t{pass.first_row(s)};  // of its first image here
-  ImageStages<kK> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, pass.heads * int64_t{In::bytes},
-                     end - pass.first, ptx::shared_address(dynamic));
+  ImageStages<kK, false> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, pass.heads * int64_t{In::bytes},
+                            end - pass.first, ptx::shared_address(dynamic));
   in.ask(), in.ask();
 
   ColumnState<kK> state;
