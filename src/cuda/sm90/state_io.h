@@ -112,8 +112,8 @@ class StateIo : public ConsumerThread {
     for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__nv_bfloat16>(S_[2 * i], S_[2 * i + 1]);
   }
   // Stores the packed state before token t, by way of the warp's part of spare(): there a lane leaves two channels of
-  // every eight, and finds eight neighbouring ones. (Stores of four bytes take as long as half of the scan, exchanges
-  // by shuffles 1.5 times as long as this: docs/experiments/cuda_backward.md.)
+  // every eight, and finds eight neighbouring ones. (Stores of four bytes take as long as half of the scan. What else
+  // was tried: docs/experiments/cuda_backward.md.)
   __device__ __forceinline__ void store_before(unsigned t, const unsigned (&packed)[8][4], unsigned stage) const {
     const int64_t row = row_before(t);
     const TypedView& to = call_.states.kept[kBefore];
