@@ -71,6 +71,18 @@ Case hopper(Case c) {
   return c;
 }
 
+// So few heads and so many tokens that with 132 SMs the scans go by segments, with gates so slow that an error lasts.
+// 970 tokens end with less than half of 64, 1,000 with more.
+std::vector<Case> long_cases() {
+  Case slow{.name = "segments_970", .T = 970, .HV = 2, .gates = Gates::kHalfZero, .gate_divisor = 10};
+  Case k_first = slow, packed = slow, bounded = slow;
+  k_first.name = "segments_1000_k_first", k_first.T = 1000, k_first.H = 2, k_first.state_layout = KDA_STATE_K_FIRST;
+  packed.name = "segments_packed", packed.HV = 1, packed.lengths = {1450, 3, 1500}, packed.tail = 9;
+  bounded.name = "segments_bounded", bounded.T = 1024, bounded.HV = 1, bounded.gate_form = KDA_GATE_LOWER_BOUND;
+  bounded.gates = Gates::kRaw, bounded.lower_bound = -0.05f, bounded.gate_divisor = 1, bounded.h0 = false;
+  return {slow, k_first, packed, bounded};
+}
+
 // The cases of forward, with enough heads: sums over all channels, such as dbeta and dA_log, may cancel by chance.
 // (In a dA_log of eight numbers an error of 8.7e-3 was seen, where dg was off by 4.1e-3.)
 std::vector<On> everywhere() {
@@ -88,6 +100,7 @@ std::vector<On> everywhere() {
     add(c, "cpu_");
   }
   for (const Case& c : cases()) all.push_back({kRecurrent, c});
+  for (const Case& c : long_cases()) all.push_back({kHopper, hopper(c)});
   return all;
 }
 

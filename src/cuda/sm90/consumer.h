@@ -11,14 +11,15 @@
 namespace kda::cuda::sm90 {
 
 // Scans chunks and stores their outputs. It has 64 of the columns; the consumer of the pair's other CTA has the
-// others. kValues: if false, v is 0, whatever is in the stage. kWarpsOfEach: for how many warps each warp releases
+// others. kValues_: if false, v is 0, whatever is in the stage. kWarpsOfEach: for how many warps each warp releases
 // chunks of scan(). kTraining: states before chunks, or U, may be kept. (That code stands in the inner loop, so other
 // calls have kernels without it.)
-template <class T, bool kTraining, bool kValues = true, unsigned kWarpsOfEach = 1>
-class Consumer : public Outputs<T, kTraining, kValues> {
-  using Base = Outputs<T, kTraining, kValues>;
+template <class T, bool kTraining, bool kValues_ = true, unsigned kWarpsOfEach = 1>
+class Consumer : public Outputs<T, kTraining, kValues_> {
+  using Base = Outputs<T, kTraining, kValues_>;
 
  public:
+  static constexpr bool kValues = kValues_, kReversed = false;
   __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:

@@ -44,6 +44,7 @@ struct alignas(16) Plan {
 template <class T, class Scores, bool kWideGate, class Source>
 class Producer {
  public:
+  using Chunks = Source;
   static constexpr unsigned kRawTensors = kWideGate ? 2 : 3;  // which TMA brings
   static constexpr bool kSkipsQueries = Source::kMaps && Scores::kSkipsQueries;
   static constexpr bool kBringsStates = Source::kBringsStates;

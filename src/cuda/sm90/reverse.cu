@@ -1,11 +1,12 @@
-// The reverse scan on Hopper: the forward's kernel of CTA pairs, mirrored. Chunks of a head come from the last to the
-// first, and the consumer carries dS (reverse_consumer.h). All else is the forward's own: producers, ring, schedule,
-// states.
+// The reverse scan on Hopper: the forward's kernels of CTA pairs and of segments, mirrored. Chunks of a head come from
+// the last to the first, and the consumer carries dS (reverse_consumer.h). All else is the forward's own: producers,
+// ring, schedule, maps, states.
 #include "cuda/cuda.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/pair_kernel.h"
 #include "cuda/sm90/reverse.h"
 #include "cuda/sm90/reverse_consumer.h"
+#include "cuda/sm90/segments_kernel.h"
 
 namespace kda::cuda {
 namespace {
@@ -21,6 +22,16 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
       {p, x, states, {}, &tiles, &state_tiles}, given);
 }
 
+template <class Scores>
+__global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
+    reverse_segments_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                            const __grid_constant__ States states, const __grid_constant__ Segments segments,
+                            const __grid_constant__ Tiles tiles) {
+  using T = __nv_bfloat16;
+  run_segments<Producer<T, Scores, false, TaskSource<true>>, ReverseConsumer<T, true, 2>, ReverseConsumer<T, false, 2>>(
+      {p, x, states, {}, &tiles}, segments);
+}
+
 // The scan as the problem of a forward: v is dO and o is dv, the first state is dhT and the last dh0, h is dh.
 ForwardProblem mirrored(const BackwardProblem& p, const BackwardPlan& plan) {
   const kda_backward_args& a = p.args;
@@ -33,6 +44,32 @@ ForwardProblem mirrored(const BackwardProblem& p, const BackwardPlan& plan) {
   return x;
 }
 
+bool in_segments(const ForwardProblem& mirrored) {
+  return !forward_segments_sm90_why_not(mirrored) && !forward_segments_sm90_unsuited(mirrored);
+}
+
+template <class Scores>
+void launch_pairs(const ForwardProblem& x) {
+  const kda_forward_args& a = x.args;
+  const Schedule schedule = schedule_of(x);
+  if (schedule.pairs == 0) return;
+  launch<reverse_kernel<Scores>>(a.exec, dim3(2 * schedule.pairs), static_cast<int>(kPairThreads),
+                                 static_cast<int>(Shared::bytes), x, Tokens(x, a.in, a.o), States(a), schedule,
+                                 Tiles(x), StateTiles(x));
+}
+
+template <class Scores>
+void launch_segments(const ForwardProblem& x) {
+  const kda_forward_args& a = x.args;
+  const Segments segments(x, cut_of(x, true), a.exec.workspace);
+  const int64_t pairs = (int64_t{segments.cut.total} + x.varlen) * x.HV;
+  if (pairs == 0) return;
+  KDA_CUDA(cudaMemsetAsync(segments.flags, 0, Segments::flag_bytes(x, segments.cut), stream_of(a.exec)));
+  launch<reverse_segments_kernel<Scores>>(a.exec, dim3(static_cast<unsigned>(2 * pairs)),
+                                          static_cast<int>(kSegmentThreads), static_cast<int>(Shared::bytes), x,
+                                          Tokens(x, a.in, a.o), States(a), segments, Tiles(x));
+}
+
 }  // namespace
 
 bool sm90::takes_reverse(const BackwardProblem& p) {
@@ -40,22 +77,20 @@ bool sm90::takes_reverse(const BackwardProblem& p) {
 }
 
 uint64_t sm90::reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
-  return Schedule(plan.forward, multiprocessors(p.args.exec.device_id)).bytes();
+  const ForwardProblem x = mirrored(p, plan);
+  return in_segments(x) ? Segments::bytes(x, cut_of(x, true))
+                        : Schedule(x, multiprocessors(p.args.exec.device_id)).bytes();
 }
 
 void sm90::run_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem x = mirrored(p, plan);
-  const kda_forward_args& a = x.args;
-  const Schedule schedule = schedule_of(x);
-  if (schedule.pairs == 0) return;
-  const auto start = [&]<class Scores>() {
-    launch<reverse_kernel<Scores>>(a.exec, dim3(2 * schedule.pairs), static_cast<int>(kPairThreads),
-                                   static_cast<int>(Shared::bytes), x, Tokens(x, a.in, a.o), States(a), schedule,
-                                   Tiles(x), StateTiles(x));
+  const auto with_scores = [&](const auto& start) {
+    if (anchored(x)) start.template operator()<BoundedScores>();
+    else start.template operator()<AnyGateScores>();
   };
-  if (anchored(x)) start.template operator()<BoundedScores>();
-  else start.template operator()<AnyGateScores>();
-  if (plan.own_dv && present(p.args.dv)) convert(a.exec, plan.dv, p.args.dv);
+  if (in_segments(x)) with_scores([&]<class Scores>() { launch_segments<Scores>(x); });
+  else with_scores([&]<class Scores>() { launch_pairs<Scores>(x); });
+  if (plan.own_dv && present(p.args.dv)) convert(p.args.exec, plan.dv, p.args.dv);
 }
 
 }  // namespace kda::cuda

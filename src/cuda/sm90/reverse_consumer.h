@@ -14,12 +14,14 @@
 
 namespace kda::cuda::sm90 {
 
-// Scans chunks and stores dv. It has 64 of the columns; the consumer of the pair's other CTA has the others.
-template <class T>
-class ReverseConsumer : public Outputs<T, true, true, true> {
-  using Base = Outputs<T, true, true, true>;
+// Scans chunks and stores dv. It has 64 of the columns; the consumer of the pair's other CTA has the others. kValues_
+// and kWarpsOfEach: as in Consumer.
+template <class T, bool kValues_ = true, unsigned kWarpsOfEach = 1>
+class ReverseConsumer : public Outputs<T, true, kValues_, true> {
+  using Base = Outputs<T, true, kValues_, true>;
 
  public:
+  static constexpr bool kValues = kValues_, kReversed = true;
   __device__ ReverseConsumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:
@@ -32,9 +34,12 @@ class ReverseConsumer : public Outputs<T, true, true, true> {
 
   // Scans tokens end - 1 .. first of a value head, in chunks `number` and on of the ring. first is a multiple of 64;
   // so is end, if it is not the sequence's. begun(): as in Consumer.
-  template <class Begun>
+  struct Nothing {
+    __device__ void operator()() const {}
+  };
+  template <class Begun = Nothing>
   __device__ __forceinline__ void scan(const Item&, unsigned first, unsigned end, unsigned& number,
-                                       const Begun& begun) {
+                                       const Begun& begun = {}) {
     if (end <= first) return;
     const bool keeps = call_.states.kept[kBefore].data;
     unsigned out[2][4];  // outputs of the chunk before
@@ -55,7 +60,7 @@ class ReverseConsumer : public Outputs<T, true, true, true> {
         const bool stores_state = keeps && is_span_end(t, last);
         if (!full) ring_.wait_full(number);
         Chunk x;
-        start_state_products(stage, x);
+        start_state_products<true>(stage, x);
         if (t == last && !again) [[unlikely]]
           begun();
         // TMA has read the output tile. All warps know that after the vote, and may write to it.
@@ -72,7 +77,7 @@ class ReverseConsumer : public Outputs<T, true, true, true> {
         round_outputs(x, out);
         ptx::wait_for_products<0>();
         __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0) ring_.release(number);
+        if (lane_ == 0) ring_.release(number, kWarpsOfEach);
         pending = true;
         t -= kRows, ++number, --left;
       } while (left > stop);
@@ -82,6 +87,38 @@ class ReverseConsumer : public Outputs<T, true, true, true> {
       if (went && partial) store_last(out, last, end - last), pending = false;
     }
     if (pending) store_last(out, first, kRows);
+  }
+  // Scans the first chunks of the ring, all of 32 tokens, for dS alone: as in Consumer. Their last token is the last one
+  // of 64.
+  template <unsigned kHeld>
+  __device__ __forceinline__ void scan_state(unsigned chunks) {
+    for (unsigned number = 0; number < chunks;) {
+      const bool again = prepared();
+      unsigned none[2][4];
+      bool went, full = false;
+      do {
+        lane_ = opaque(lane_);
+        const unsigned stage = uniform(ring_.stage(number));
+        if (!full) ring_.wait_full(number);
+        Chunk x;
+        start_state_products<false>(stage, x);
+        went = vote(x, number * kRows % kChunk == 0, again);
+        if (!went) break;
+        if (kValues) add_scores(stage, x);
+        start_values(stage, x, false);
+        load_operand(opaque(stage), x.D);  // again: there are no registers to keep it
+        ptx::wait_for_products<0>();
+        start_update(stage, x);
+        full = ring_.is_full(number + 1);
+        ptx::wait_for_products<0>();
+        __syncwarp();  // all lanes have read the stage
+        if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+        ++number;
+      } while (!again && number < chunks);
+      lane_ = opaque(lane_);
+      if (!went) prepare(opaque(ring_.stage(number)), number * kRows % kChunk == 0);
+      else if (again) spoil(none);
+    }
   }
 
  private:
@@ -104,19 +141,39 @@ class ReverseConsumer : public Outputs<T, true, true, true> {
     float dU[kRows / 2], dv[kRows / 2];
   };
 
-  __device__ __forceinline__ void start_state_products(unsigned stage, Chunk& x) const {
+  __device__ __forceinline__ void load_operand(unsigned stage, unsigned (&D)[2][4]) const {
     unsigned v[2][4];
-    load_values(stage, v), scale_values(v, x.D);
+    load_values(stage, v);
+    if constexpr (kValues) scale_values(v, D);
+    else
+      for (int j = 0; j < 8; ++j) D[j / 4][j % 4] = 0;
+  }
+  // kScores: dO Aqk is in this product, too; otherwise add_scores() comes behind it.
+  template <bool kScores>
+  __device__ __forceinline__ void start_state_products(unsigned stage, Chunk& x) const {
+    load_operand(stage, x.D);
     pack(x.left);
-    const uint64_t Aqk = ptx::matrix_at(stage + Stage::Aqk, 64, 512, ptx::Swizzle::k64);
     const uint64_t kg = ptx::matrix_at(stage + Stage::kg, 16, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
-#pragma unroll
-    for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(x.dU, x.D[k], ptx::further(Aqk, k * 16 * 64), k > 0);
+    if constexpr (kScores) multiply_by_scores(stage, x, false);
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      ptx::wgmma<__half, false>(x.dU, x.left[k], ptx::further(kg, k / 4 * kHalf + k % 4 * 32), true);
+      ptx::wgmma<__half, false>(x.dU, x.left[k], ptx::further(kg, k / 4 * kHalf + k % 4 * 32), kScores || k > 0);
     ptx::commit_products();
+  }
+  __device__ __forceinline__ void multiply_by_scores(unsigned stage, Chunk& x, bool accumulate) const {
+    const uint64_t Aqk = ptx::matrix_at(stage + Stage::Aqk, 64, 512, ptx::Swizzle::k64);
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      ptx::wgmma<__half, true>(x.dU, x.D[k], ptx::further(Aqk, k * 16 * 64), accumulate || k > 0);
+  }
+  // Where maps are made there are no registers for this product beside those of the state.
+  __device__ __forceinline__ void add_scores(unsigned stage, Chunk& x) const {
+    load_operand(opaque(stage), x.D);
+    ptx::fence_products();
+    multiply_by_scores(stage, x, true);
+    ptx::commit_products();
+    ptx::wait_for_products<0>();
   }
   // Do the units fit? As in Consumer.
   __device__ __forceinline__ bool vote(const Chunk& x, bool first, bool again) const {
@@ -153,7 +210,7 @@ class ReverseConsumer : public Outputs<T, true, true, true> {
     const uint64_t kG = ptx::matrix_at(stage + Stage::k, kHalf, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; kValues && k < 2; ++k)
       ptx::wgmma<__half, true>(S_, x.D[k], ptx::further(kG, Stage::q - Stage::k + k * 16 * kRowBytes), true);
 #pragma unroll
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(S_, R[k], ptx::further(kG, k * 16 * kRowBytes), true);

@@ -1,84 +1,22 @@
 // Forward for few heads and long sequences on Hopper: sequences are cut into segments, which CTA pairs scan at once
-// (math.md 6).
-//
-// A CTA pair (pair.h) has a segment of a value head. It makes the segment's map, [b | M]. When the maps of all
-// segments before are there, too, the pair has the state in front of the next segment, and makes the outputs of that.
-// The pair with the first segment needs no map and begins with outputs. The pair with the last one has nothing to do.
-//
-// A pair waits only for pairs with lower numbers, and running pairs draw their numbers in order, so not all pairs
-// need to be resident. Lengths of packed sequences are known on the device alone: grids have room for any, and pairs
-// that find no work end.
+// (math.md 6): segments_kernel.h.
 #include "cuda/cuda.h"
+#include "cuda/sm90/consumer.h"
 #include "cuda/sm90/dispatch.h"
-#include "cuda/sm90/segments.h"
+#include "cuda/sm90/segments_kernel.h"
 
 namespace kda::cuda {
 namespace {
 
 using namespace sm90;
 
-constexpr unsigned kThreads = (2 + kProducers) * kGroup;
-// Registers of a thread, which starts with 128: in the consumers that make b and M, and in producers. When M has been
-// made: in the consumer that makes outputs, and in the one that has made M.
-constexpr int kMapRegisters = 144, kProducerRegisters = 256 - kMapRegisters;
-constexpr int kConsumerRegisters = 216, kIdleRegisters = 40;
-static_assert(kConsumerRegisters + kIdleRegisters <= 256);
-
 template <class T, class Scores, bool kWideGate, bool kTraining>
-__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
     segments_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                     const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                     const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
-  const unsigned memory = ptx::shared_address(shared_memory());
-  const Call call{p, x, states, v_new, &tiles};
-  using Warpgroup = Producer<T, Scores, kWideGate, TaskSource>;
-  // Three warps do what comes first: mbarriers, hints, the pair's number.
-  if (threadIdx.x == 0) {
-    Ring{memory}.start(16);
-    Warpgroup::start(memory);
-    for (const unsigned i : {0u, 1u}) ptx::init_barrier(memory + Shared::maps + i * 8, 1);
-    expect_pair(memory);
-    ptx::fence_barriers();
-  }
-  tiles.prefetch(threadIdx.x - 32);
-  wait_for_stream();
-  meet(memory, [&] { return segments.number(); });
-  if (threadIdx.x < 32) {
-    const Task task(segments.cut, known_pair(memory));
-    if (threadIdx.x == 0) task.share();
-  }
-  __syncthreads();  // the task is there
-  const unsigned kind = uniform(Task::shared().kind);
-  const unsigned group = __shfl_sync(kAll, threadIdx.x / kGroup, 0);  // so that the compiler knows that it is uniform
-  const bool maps = kind == Task::kMaps;
-  if (kind < Task::kBegins) {
-    const Task& task = Task::shared();
-    // (The map counts as ready, so that garbage in cu_seqlens lets no pair wait forever.)
-    if (threadIdx.x == 0 && ptx::rank() == 0 && task.number < segments.cut.total)
-      ptx::add_release(segments.flag(task.hv, task.number), Segments::kWhole);
-    if (kind == Task::kZeros && group == 0)
-      SegmentConsumer<T, kTraining>(call, segments, memory)
-          .zero_outputs(task.item(), task.sequence(), task.first, task.end);
-  } else if (group == 0) {
-    if (maps) {
-      ptx::take_registers<kMapRegisters>();
-      SegmentConsumer<T, kTraining>(call, segments, memory).map();
-    }
-    ptx::take_registers<kConsumerRegisters>();  // where maps are made, the warps of M give theirs back
-    SegmentConsumer<T, kTraining>(call, segments, memory).outputs();
-  } else if (group == 1) {
-    if (maps) {
-      ptx::take_registers<kMapRegisters>();
-      SegmentConsumer<T, false, false>(call, segments, memory).map();
-    }
-    ptx::give_registers<kIdleRegisters>();
-  } else {
-    ptx::give_registers<kProducerRegisters>();
-    Warpgroup producer(call, memory, group - 2);
-    producer.plan(TaskSource(group - 2));
-    producer.run();
-  }
-  ptx::sync_cluster();  // no CTA ends while the other one copies to it, or arrives at its mbarriers
+  run_segments<Producer<T, Scores, kWideGate, TaskSource<false>>, Consumer<T, kTraining, true, 2>,
+               Consumer<T, false, false, 2>>({p, x, states, v_new, &tiles}, segments);
 }
 
 // ---- how long segments are ----
@@ -124,17 +62,18 @@ struct Choice {
   }
 };
 
-Cut cut_of(const ForwardProblem& p) {
+}  // namespace
+
+Cut sm90::cut_of(const ForwardProblem& p, bool reversed) {
   const Cost cost(p);
   const int64_t each = Choice(cost).chunks;
   int64_t lead = Cost::lead(each);
   // The last segment is better two chunks shorter than others, but not more, because its pair applies one map more.
   // (Numbers of segments of packed sequences need a first one that is as long as others.)
   if (!p.varlen) lead = std::clamp<int64_t>(cost.chunks - (cost.pieces(each) - 1) * each + 2, 2, lead) / 2 * 2;
-  return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows);
+  else if (reversed) lead += kChunk / kRows;  // see Cut
+  return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows, reversed);
 }
-
-}  // namespace
 
 const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
   if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
@@ -149,19 +88,19 @@ const char* forward_segments_sm90_unsuited(const ForwardProblem& p) {
   return Choice(cost).cycles < cost.whole() / 10 * 9 ? nullptr : "sequences in one piece are as fast";
 }
 
-uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segments::bytes(p, cut_of(p)); }
+uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segments::bytes(p, cut_of(p, false)); }
 
 void forward_segments_sm90(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  const Segments segments(p, cut_of(p), a.exec.workspace);
+  const Segments segments(p, cut_of(p, false), a.exec.workspace);
   const int64_t pairs = (int64_t{segments.cut.total} + p.varlen) * p.HV;
   if (pairs == 0) return;
   KDA_CUDA(cudaMemsetAsync(segments.flags, 0, Segments::flag_bytes(p, segments.cut), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
     launch<segments_kernel<T, Scores, kWideGate, kTraining>>(
-        a.exec, dim3(static_cast<unsigned>(2 * pairs)), static_cast<int>(kThreads), static_cast<int>(Shared::bytes), p,
-        Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments, Tiles(p));
+        a.exec, dim3(static_cast<unsigned>(2 * pairs)), static_cast<int>(kSegmentThreads),
+        static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments, Tiles(p));
   });
 }
 

@@ -4,8 +4,10 @@
 // independent, so the ordinary scan makes both terms: b is the state of a scan that starts from zeros, M that of a
 // scan that starts from the identity, with v = 0. The two are the segment's map. The first segment of a sequence
 // begins with the initial state: its b is the state behind it, and it needs no M.
+//
+// For the reverse scan all of this is mirrored: dS is the state, and segments follow one another from the end of a
+// sequence to its beginning.
 #pragma once
-#include "cuda/sm90/consumer.h"
 #include "cuda/sm90/pair.h"
 
 namespace kda::cuda::sm90 {
@@ -15,33 +17,41 @@ namespace kda::cuda::sm90 {
 // with cu_seqlens, the segments of sequence n, which begins at token t0, have numbers from t0 / tokens + n on. Some
 // numbers have no segment.
 //
+// Reversed, positions take the place of tokens: they count from a sequence's end, rounded up to a multiple of 64. So
+// cuts are at multiples of 64 tokens, and a sequence may have 63 positions more than tokens. For that, with cu_seqlens,
+// `lead` is 64 longer.
+//
 // This is all that a pair needs to find its task, and no more: its first chunk waits for each 64 bytes of parameters,
 // and for divisions.
 struct Cut {
   unsigned lead, tokens;
   unsigned total;  // numbers of segments
   unsigned N, T;
-  bool varlen;
+  bool varlen, reversed;
   // HV; value heads of a key head; segments of a sequence, without cu_seqlens; `tokens`.
   Divisor heads, group, each, length;
   Lengths cu_seqlens;
   StateSlots states;
   Flags has_initial;
 
-  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens)
+  Cut(const ForwardProblem& p, unsigned lead, unsigned tokens, bool reversed)
       : lead(lead),
         tokens(tokens),
         N(static_cast<unsigned>(p.N)),
         T(static_cast<unsigned>(p.T)),
         varlen(p.varlen),
+        reversed(reversed),
         heads(p.HV),
         group(p.group()),
-        each(1 + (std::max<int64_t>(p.T - lead, 0) + tokens - 1) / tokens),
+        each(1 + divide_up(std::max<int64_t>(positions(p.T, reversed) - lead, 0), tokens)),
         length(tokens),
         cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
         states(slots_of(p.args.states)),
         has_initial(strided<const uint8_t>(p.args.states.has_initial_state)) {
     total = static_cast<unsigned>(p.varlen ? p.T / tokens + p.N : p.N * each.divisor);
+  }
+  KDA_BOTH static int64_t positions(int64_t tokens, bool reversed) {
+    return reversed ? (tokens + kChunk - 1) / kChunk * kChunk : tokens;
   }
   // With cu_seqlens: where sequence n begins or, for n = N, the rows behind the last sequence.
   __device__ unsigned start(unsigned n) const { return static_cast<unsigned>(within(int_at(cu_seqlens, n), 0, T)); }
@@ -117,7 +127,8 @@ struct alignas(16) Task {
   unsigned number, index;     // of the segment: among all, among those of its sequence
   unsigned n, hv, h, b;       // sequence, heads, row
   unsigned t0, length, slot;  // of the sequence
-  unsigned first, end, then;  // tokens first .. end - 1 of the sequence; where the next segment ends
+  unsigned first, end, then;  // positions first .. end - 1 of the sequence; where the next segment ends
+  unsigned span;              // positions of the sequence
   unsigned mapped;            // chunks of the segment's map
   // What there is to do. kZeros: outputs of tokens that belong to no state. kBegins: a first segment's outputs, then
   // those of the next one. kMaps: a map, then the next segment's outputs.
@@ -128,7 +139,7 @@ struct alignas(16) Task {
   __device__ Task(const Cut& cut, unsigned pair) : number(cut.heads.quotient(pair)) {
     hv = pair - number * cut.heads.divisor, h = cut.group.quotient(hv);
     if (number >= cut.total) {  // the rows behind the last sequence
-      n = cut.N, t0 = cut.start(n), length = end = then = cut.T - t0;
+      n = cut.N, t0 = cut.start(n), length = span = end = then = cut.T - t0;
       index = b = slot = first = mapped = 0, kind = kZeros, initial = false;
       return;
     }
@@ -138,18 +149,21 @@ struct alignas(16) Task {
     b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
     slot = static_cast<unsigned>(s.slot), initial = s.initial;
     const int64_t behind = cut.lead + int64_t{index} * cut.tokens, begin = index ? behind - cut.tokens : 0;
-    first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, s.length));
-    then = static_cast<unsigned>(min(behind + cut.tokens, s.length));
+    const int64_t all = Cut::positions(s.length, cut.reversed);
+    span = static_cast<unsigned>(all);
+    first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, all));
+    then = static_cast<unsigned>(min(behind + cut.tokens, all));
     mapped = index ? cut.tokens / kRows : 0;
     if (index == 0) kind = s.live ? kBegins : kZeros;
-    else if (begin >= s.length) kind = kNothing;  // a number without a segment
-    else kind = !s.live ? kZeros : behind >= s.length ? kNothing : kMaps;
+    else if (begin >= all) kind = kNothing;  // a number without a segment
+    else kind = !s.live ? kZeros : behind >= all ? kNothing : kMaps;
   }
   __device__ void share() const { shared() = *this; }
   __device__ static Task& shared() { return *reinterpret_cast<Task*>(shared_memory() + Shared::task); }
   __device__ static Task here() {
     Task x = shared();
-    for (unsigned* of_all : {&x.number, &x.index, &x.n, &x.hv, &x.end, &x.then}) *of_all = uniform(*of_all);
+    for (unsigned* of_all : {&x.number, &x.index, &x.n, &x.hv, &x.length, &x.end, &x.then, &x.span})
+      *of_all = uniform(*of_all);
     return x;
   }
   __device__ Item item() const { return {n, hv}; }
@@ -162,16 +176,23 @@ struct alignas(16) Task {
 static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
 // The chunks of one producer of a CTA pair, one in four: those of the pair's segment, then those of the next one.
-// What a plan needs follows from the chunk's number and the task.
+// What a plan needs follows from the chunk's number and the task. (Reversed maps need q: b has gradients of outputs.)
+template <bool kReversed_>
 class TaskSource {
  public:
-  static constexpr bool kMaps = true, kBringsStates = false, kReversed = false;
+  static constexpr bool kMaps = !kReversed_, kBringsStates = false, kReversed = kReversed_;
   __device__ explicit TaskSource(unsigned group) : number_(ptx::rank() + 2 * group) {}
   __device__ void next(const Call&, Plan& p) {
     const Task& task = Task::shared();
-    const unsigned chunk = task.first / kRows + number_;
-    if (chunk * kRows >= task.then) return;
-    p.set(task.hv, task.h, task.b, task.t0, task.then, chunk);
+    if constexpr (kReversed) {
+      const unsigned last = (min(task.length, task.span - task.first) - 1) / kRows;
+      if (task.length == 0 || number_ > last || (last - number_) * kRows < task.span - task.then) return;
+      p.set(task.hv, task.h, task.b, task.t0, task.length, last - number_);
+    } else {
+      const unsigned chunk = task.first / kRows + number_;
+      if (chunk * kRows >= task.then) return;
+      p.set(task.hv, task.h, task.b, task.t0, task.then, chunk);
+    }
     p.number = number_, p.queries = number_ >= task.mapped;
     number_ += kStages;
   }
@@ -183,11 +204,10 @@ class TaskSource {
 // ---- the consumers of a segment ----
 
 // Makes b of a segment and then outputs or, without kValues, M. While M is made, its warps release chunks, too;
-// otherwise the warps of b do so for them.
-template <class T, bool kTraining, bool kValues = true>
-class SegmentConsumer : public Consumer<T, kTraining, kValues, 2> {
-  using Base = Consumer<T, kTraining, kValues, 2>;
-  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
+// otherwise the warps of b do so for them. Base: the consumer of chunks.
+template <class Base>
+class SegmentConsumer : public Base {
+  using Base::kValues, Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
   static constexpr unsigned kReadBarrier = NamedBarrier::kMapsAreRead;  // of both consumers
 
  public:
@@ -227,7 +247,8 @@ class SegmentConsumer : public Consumer<T, kTraining, kValues, 2> {
     }
     Base::remember(task.sequence(), task.hv);
     for (;;) {
-      Base::scan(item, first, end, chunk);
+      if constexpr (Base::kReversed) Base::scan(item, task.span - end, min(task.length, task.span - first), chunk);
+      else Base::scan(item, first, end, chunk);
       const bool last = end == task.then;
       if (!last) store(segments_.offset(task.hv, task.n, task.number));
       if (first == 0) share(segments_.flag(task.hv, task.number), Segments::kWhole / 2);
@@ -240,7 +261,7 @@ class SegmentConsumer : public Consumer<T, kTraining, kValues, 2> {
  private:
   __device__ __forceinline__ void finish() {
     const Task& task = Task::shared();  // there are no registers for it
-    if (task.then == task.length) Base::keep(task.sequence(), task.hv, task.then);
+    if (task.then == task.span) Base::keep(task.sequence(), task.hv, task.length);
     Base::finish_outputs();
   }
   __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
@@ -368,5 +389,8 @@ class SegmentConsumer : public Consumer<T, kTraining, kValues, 2> {
 
   const Segments& segments_;
 };
+
+// How a call is cut. reversed: for the reverse scan. (Defined in segments.cu.)
+Cut cut_of(const ForwardProblem& p, bool reversed);
 
 }  // namespace kda::cuda::sm90
