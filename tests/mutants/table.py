@@ -820,6 +820,8 @@ MUTANTS = [
             "    __syncthreads();  // the image is in shared memory",
             "    // the image is in shared memory",
         ),
+        ("cuda_chunk: one image for all chunks", "next_ += kReversed ? -step_ : step_, to_", "to_"),
+        ("cuda_chunk: the image behind the next one", "unsigned image = at_;", "unsigned image = after(at_);"),
         (
             "cuda_chunk: keys of other channels in the state",
             "ptx::mma<__half>(S[2], first, k[0].z, k[1].z)",
@@ -839,17 +841,11 @@ MUTANTS = [
             "own + In::kg + (b * kPairs",
             "own + In::kG + (b * kPairs",
         ),
-        ("cuda backward: one image for all chunks", "next_ -= step_, to_", "to_"),
+        ("cuda backward: begins before the last image", "- pass.first + end - 1;", "- pass.first + end - 2;"),
         (
             "cuda backward: dO without the scale",
             "dO[t][e] *= e % 2 ? scale.y : scale.x;",
             "dO[t][e] *= e % 2 ? 1 : scale.x;",
-        ),
-        ("cuda backward: an image comes to where one is read", "unsigned image = at_;", "unsigned image = after(at_);"),
-        (
-            "cuda backward: warps do not wait for each other's copies",
-            "    __syncthreads();  // the image is in shared memory",
-            "    // the image is in shared memory",
         ),
     ),
     *mutants(

@@ -358,8 +358,8 @@ __device__ void apply_chunk(ColumnState<kK>& state, unsigned image, float (&R)[4
   if (all_finite) add_triangle(O, U, own + In::Aqk);
 }
 
-// Images of a sequence's chunks, one after another, in stages of shared memory. step: bytes from a chunk's image to that
-// of the chunk behind it. kReversed: the first image is the last chunk's.
+// Images of a sequence's chunks, one after another, in stages of shared memory. step: bytes from a chunk's image to
+// that of the chunk behind it. kReversed: the first image is the last chunk's.
 template <int kK, bool kReversed>
 class ImageStages {
  public:
@@ -435,8 +435,8 @@ struct ScanPlaces {
   }
 };
 
-// Takes a state through chunks first .. end - 1 of a sequence. left: tokens from the lane's first on. keep(c) stores the
-// state before chunk c where it is wanted.
+// Takes a state through chunks first .. end - 1 of a sequence. left: tokens from the lane's first on. keep(c) stores
+// the state before chunk c where it is wanted.
 template <int kK, bool kPlain, class Keep>
 __device__ void scan_chunks(ColumnState<kK>& state, unsigned first, unsigned end, ImageStages<kK, false>& images,
                             ChunkRows<kPlain> v, ChunkRows<kPlain> o, ChunkRows<kPlain> v_new, int left,

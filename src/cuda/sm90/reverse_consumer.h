@@ -88,8 +88,8 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
     }
     if (pending) store_last(out, first, kRows);
   }
-  // Scans the first chunks of the ring, all of 32 tokens, for dS alone: as in Consumer. Their last token is the last one
-  // of 64.
+  // Scans the first chunks of the ring, all of 32 tokens, for dS alone: as in Consumer. Their last token is the last
+  // one of 64.
   template <unsigned kHeld>
   __device__ __forceinline__ void scan_state(unsigned chunks) {
     for (unsigned number = 0; number < chunks;) {

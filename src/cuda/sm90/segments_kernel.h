@@ -19,7 +19,8 @@ constexpr int kMapRegisters = 144, kSegmentProducerRegisters = 256 - kMapRegiste
 constexpr int kOutputRegisters = 216, kIdleRegisters = 40;
 static_assert(kOutputRegisters + kIdleRegisters <= 256);
 
-// Warpgroup: the producer, with a TaskSource. Scan: the consumer that makes b and outputs; MapScan: the one that makes M.
+// Warpgroup: the producer, with a TaskSource. Scan: the consumer that makes b and outputs; MapScan: the one that makes
+// M.
 template <class Warpgroup, class Scan, class MapScan>
 __device__ __forceinline__ void run_segments(const Call& call, const Segments& segments) {
   const unsigned memory = ptx::shared_address(shared_memory());
