@@ -71,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
         given.setdefault("dtype", "float32")  # NumPy has no bfloat16
     if "lengths" in given:
         given["lengths"] = tuple(given["lengths"])
+    if "checkpoint_every" in given and options.op != "forward":
+        raise ValueError(f"--checkpoint-every: expected forward, which keeps copies of states, got {options.op}")
     kinds = [kind for kind in DRAFTS if kind in {"chain", *(p.drafts for p in entry.checked)}]
     if given.get("drafts", "chain") not in kinds:
         raise ValueError(f"--drafts: expected {' or '.join(kinds)} for {options.op}, got {given['drafts']}")
