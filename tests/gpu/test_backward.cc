@@ -273,6 +273,84 @@ TEST_P(BackwardPromiseOnCuda, NaNInOneHeadReachesNoOther) {
   }
 }
 
+// dv and dh0, which the reverse scan leaves, have the same bits whatever else is wanted: in every layout, also where dv
+// is converted, and where two blocks share a head (on the emulated GPU head 4 of the first sequence).
+TEST_P(BackwardPromiseOnCuda, SharedHeads) {
+  for (const bool usual : {true, false}) {
+    SCOPED_TRACE(usual);
+    Case c = sized({.name = "shared", .H = 5, .HV = 5, .K = 20, .V = 40, .lengths = {200, 0, 40}, .tail = 2});
+    if (!usual)
+      c.state_dtype = KDA_BF16, c.state_layout = KDA_STATE_K_FIRST, c.gate_form = KDA_GATE_SOFTPLUS,
+      c.gates = Gates::kRaw, c.A_log = c.dt_bias = true;
+    const Inputs in(c);
+    BackwardOutputs exact(in, true), all(in), got(in);
+    run(backward_args(in, exact), {.impl = "reference"});
+    for (const auto& [name, t] : got.tensors())
+      if (name != std::string("dv") && name != std::string("dh0")) *t = Tensor();
+    if (!usual) all.dv = Tensor(KDA_F32, all.dv.shape()), got.dv = Tensor(KDA_F32, got.dv.shape());
+    run_on_cuda(backward_args(in, got), impl);
+    if (HasFatalFailure()) return;
+    expect_gradients(exact, got, c, impl);
+    run_on_cuda(backward_args(in, all), impl);
+    EXPECT_EQ(got.dv.bits(), all.dv.bits());
+    EXPECT_EQ(got.dh0.bits(), all.dh0.bits());
+  }
+}
+
+// What is not a number in d_o reaches dv of its token and of those before it, but of no later one and in no other
+// column; in q, k, g or beta all columns of its head, and later tokens only within 32 tokens.
+TEST_P(BackwardPromiseOnCuda, NaNReachesNoLaterToken) {
+  if (impl != std::string(kHopper)) GTEST_SKIP() << "is not asked for that";
+  const Case c = sized({.name = "nan_later", .T = 102, .H = 4, .HV = 4, .gate_divisor = 10});
+  const int64_t row = c.HV * c.V, column = 67;
+  const auto wanted = [&](const Inputs& in) {
+    BackwardOutputs out(in);
+    for (const auto& [name, t] : out.tensors())
+      if (name != std::string("dv") && name != std::string("dh0")) *t = Tensor();
+    run_on_cuda(backward_args(in, out), impl);
+    return out;
+  };
+  const BackwardOutputs clean = wanted(Inputs(c));
+  struct Victim {
+    const char* name;
+    int64_t token;
+    double x;
+  };
+  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN(), kInf = std::numeric_limits<double>::infinity();
+  for (const auto& [victim, token, x] : {Victim{"d_o", 5, kNaN},
+                                         {"d_o", 40, -kInf},
+                                         {"d_o", 77, kInf},
+                                         {"d_o", 101, kNaN},
+                                         {"q", 70, kNaN},
+                                         {"k", 33, kNaN},
+                                         {"beta", 100, kNaN}}) {
+    SCOPED_TRACE(victim + (" of token " + std::to_string(token)));
+    const bool one_column = victim == std::string("d_o");
+    Inputs in(c);
+    for (const auto& [name, tensor] : in.tensors())
+      if (name == std::string(victim)) tensor->set(token * (tensor->size() / in.T) + (one_column ? column : 0), x);
+    const BackwardOutputs got = wanted(in);
+    int64_t wrong = 0, finite = 0;
+    for (int64_t i = 0; i < in.T * row; ++i) {
+      const double expected = clean.dv.get(i), y = got.dv.get(i);
+      const bool reached = one_column ? i % row == column : i % row < c.V;
+      if (!reached) wrong += y != expected;
+      else if (i / row <= token) finite += !std::isnan(y);
+      else if (one_column || i / row / 32 > token / 32)
+        wrong += !(std::abs(y - expected) <= 0.02 * std::max(1.0, std::abs(expected)));
+    }
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(finite, 0);
+    for (int64_t i = 0; i < got.dh0.size(); ++i) {
+      const bool reached = one_column ? i / c.K == column : i < got.dh0.size() / c.HV;
+      if (reached) finite += !std::isnan(got.dh0.get(i));
+      else wrong += got.dh0.get(i) != clean.dh0.get(i);
+    }
+    EXPECT_EQ(wrong, 0) << "dh0";
+    EXPECT_EQ(finite, 0) << "dh0";
+  }
+}
+
 // Tests the units of values, of their gradients and of states.
 TEST_P(BackwardPromiseOnCuda, ValuesOfAnySize) {
   const auto multiply = [](Tensor& t, double factor) {

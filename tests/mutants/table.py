@@ -63,6 +63,9 @@ CUDA_BACKWARD = emulated(
 CUDA_BACKWARD_HOPPER = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_{c}" for c in ("bound_33", "softplus_17", "bound_short_packed"))
 )
+CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_bound_33")
+CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_chunk_sm90")
+CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_chunk_sm90")
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
@@ -113,6 +116,11 @@ CUDA_HOPPER_PRODUCER = "src/cuda/sm90/producer.h"
 CUDA_HOPPER_CONSUMER = "src/cuda/sm90/consumer.h"
 CUDA_HOPPER_MAPS = "src/cuda/sm90/segments.h"
 CUDA_HOPPER_BACKWARD = "src/cuda/sm90/backward.cu"
+CUDA_HOPPER_REVERSE = "src/cuda/sm90/reverse.cu"
+CUDA_HOPPER_REVERSE_CONSUMER = "src/cuda/sm90/reverse_consumer.h"
+CUDA_HOPPER_PAIR = "src/cuda/sm90/pair.h"
+CUDA_HOPPER_UNITS = "src/cuda/sm90/column_scale.h"
+CUDA_HOPPER_STATES = "src/cuda/sm90/state_io.h"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/sm90/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/sm90/wide_helpers.h"
 CUDA_STAGES_H = "src/cuda/sm80/stages.h"
@@ -135,11 +143,15 @@ UNITS = {
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
     CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
-    CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD],
+    CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_CONSUMER: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_MAPS: [CUDA_HOPPER_SEGMENTS],
     CUDA_HOPPER_MULTIPLIER: [CUDA_HOPPER_BACKWARD],
     CUDA_HOPPER_HELPERS: [CUDA_HOPPER_BACKWARD],
+    CUDA_HOPPER_REVERSE_CONSUMER: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_PAIR: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_UNITS: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
     CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
 }
 
@@ -984,6 +996,141 @@ MUTANTS = [
         (
             "Hopper's backward: one lane says that all have written",
             "      __syncwarp();  // all tokens' are there\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_REVERSE_CONSUMER,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: the update takes dv with its own sign",
+            "x.dv[2 * j + 1]) ^ 0x80008000;",
+            "x.dv[2 * j + 1]);",
+        ),
+        (
+            "Hopper's reverse scan: no qG^T dO in the update",
+            "ptx::wgmma<__half, true>(S_, x.D[k], ptx::further(kG, Stage::q - Stage::k + k * 16 * kRowBytes), true);",
+            ";",
+        ),
+        (
+            "Hopper's reverse scan: T is not transposed",
+            "ptx::wgmma<__half, true>(x.dv, R[k], ptx::further(T_beta, k * 16 * 64), k > 0);",
+            "ptx::wgmma<__half, false>(x.dv, R[k],"
+            " ptx::further(ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64), 32 * k), k > 0);",
+        ),
+        (
+            "Hopper's reverse scan: states are kept when they have decayed",
+            "    if (packs) Base::pack_before(x.left);\n",
+            "    for (int j = 0; packs && j < 32; ++j) x.left[j / 4][j % 4] ="
+            " ptx::pack<__nv_bfloat16>(S_[2 * j] * ell[j / 2].x, S_[2 * j + 1] * ell[j / 2].y);\n",
+        ),
+        (
+            "Hopper's reverse scan: spans end one chunk off",
+            "return t % kChunk == kRows ||",
+            "return t % kChunk == 0 ||",
+        ),
+        (
+            "Hopper's reverse scan: one lane releases what others still read",
+            "        __syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_.release(number, kWarps",
+            "        if (lane_ == 0) ring_.release(number, kWarps",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_REVERSE_CONSUMER,
+        CUDA_REVERSE_SHARED,
+        (
+            "Hopper's reverse scan: outputs are overwritten while TMA reads them",
+            "        if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+        (
+            "Hopper's reverse scan: outputs of a partial chunk are stored twice",
+            "store_last(out, last, end - last), pending = false;",
+            "store_last(out, last, end - last);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_UNITS,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: dO without the scale",
+            "const float scale = inverse(unit_[j % 2]) * call_.x.scale;",
+            "const float scale = inverse(unit_[j % 2]);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_UNITS,
+        CUDA_REVERSE_NAN,
+        (
+            "Hopper's reverse scan: states come to where zeros were stored behind a sequence",
+            "    ptx::fence_shared_for_async();  // copies will overwrite them\n"
+            "    __syncwarp();                   // zeros are there\n  }",
+            "    __syncwarp();                   // zeros are there\n  }",
+        ),
+        (
+            "Hopper's reverse scan: states come to where zeros took the place of NaN",
+            "    ptx::fence_shared_for_async();  // copies will overwrite them\n"
+            "    __syncwarp();                   // zeros are there\n    load",
+            "    __syncwarp();                   // zeros are there\n    load",
+        ),
+        (
+            "Hopper's reverse scan: the first bad token in place of the last",
+            "return kReversed ? max(a, b) : min(a, b);",
+            "return min(a, b);",
+        ),
+        (
+            "Hopper's reverse scan: the bad token itself",
+            "earlier(bad[i], kReversed ? token + 1 : token)",
+            "earlier(bad[i], token)",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: chunks go forwards",
+            "kReversed ? first_ + states - i : first_ + i - states",
+            "first_ + i - states",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_REVERSE_SHARED,
+        (
+            "Hopper's reverse scan: spans of shared heads count from the beginning",
+            "const TokenRange tokens(now, length_, kReversed);",
+            "const TokenRange tokens(now, length_, false);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: states are read before all lanes have left theirs",
+            "        __syncwarp();  // all lanes have stored theirs\n",
+            "",
+        ),
+        (
+            "Hopper's reverse scan: states come to where others are read",
+            "        __syncwarp();  // all lanes have loaded theirs\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PRODUCER,
+        CUDA_REVERSE_NAN,
+        (
+            "Hopper's reverse scan: a NaN of k spoils no outputs of its chunk",
+            "(Source::kReversed ? Stage::kg : Stage::q)",
+            "Stage::q",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_REVERSE,
+        CUDA_REVERSE_SHARED,
+        (
+            "Hopper's reverse scan: dv is not converted",
+            "  if (plan.own_dv && present(p.args.dv)) convert(p.args.exec, plan.dv, p.args.dv);\n",
             "",
         ),
     ),
