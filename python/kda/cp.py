@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._lib import library
 from ._options import Options
@@ -36,7 +37,8 @@ class Context:
     Args:
         cu_seqlens: ``[N + 1]`` integers, a tensor or a sequence: offsets of the sequences among the tokens of all
             ranks. Its values are read on the host, once.
-        group: the process group, None for the default one. Its backend must gather bytes: gloo on CPUs, NCCL on GPUs.
+        group: the process group, None for the default one, or a ``DeviceMesh`` of one dimension, such as
+            ``mesh["cp"]``. Its backend must gather bytes: gloo on CPUs, NCCL on GPUs.
         tokens: the number on all ranks together, if more than ``cu_seqlens[-1]``: the rest is padding at the end.
             Must be divisible by the number of ranks.
 
@@ -57,11 +59,14 @@ class Context:
     """
 
     def __init__(
-        self, cu_seqlens: Tensor | Sequence[int], group: dist.ProcessGroup | None = None, tokens: int | None = None
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        tokens: int | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: expected torch.distributed to be initialised, got no process group")
-        self.group = group
+        self.group = group = _process_group(group)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("group: expected one that this rank is a member of, got another")
@@ -108,6 +113,20 @@ class Context:
         if x.numel():
             _all_gather(out.flatten().view(torch.uint8), x.flatten().view(torch.uint8), group=self.group)
         return out
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = f", {', '.join(group.mesh_dim_names)}" if group.mesh_dim_names else ""
+        raise ValueError(f'group: expected a mesh of 1 dimension, such as mesh["cp"], got one of {group.ndim}{names}')
+    members = group.mesh.tolist()
+    if members != sorted(members):  # torch sorts the ranks of a group, so its windows would not be those of the mesh
+        raise ValueError(f"group: expected a mesh whose ranks go up, got {members}")
+    if group.get_coordinate() is None:
+        raise ValueError("group: expected one that this rank is a member of, got another")
+    return group.get_group()
 
 
 def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:

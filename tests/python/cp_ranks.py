@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import kda
 import kda.cp
@@ -137,6 +138,33 @@ def convolution_in_front(cp: Any = None) -> dict[str, Tensor]:
     return {"o": o.detach(), "dx": dx, "dweight": dweight}
 
 
+# ---- groups and meshes ----
+
+
+def whole_sequence(group: Any) -> tuple[int, dict[str, Tensor]]:
+    """This rank's number in the group, and its window of the case "one"."""
+    cp = kda.cp.Context([0, TOKENS], group=group)
+    p = CASES["one"].problem
+    p.options.pop("cu_seqlens")
+    return cp.rank, chunk(p, slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens), {"cp_context": cp})
+
+
+def groups(ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks), mesh_dim_names=("dp", "cp"))
+    results: dict[str, Any] = {
+        "group": whole_sequence(dist.new_group()),
+        "mesh": whole_sequence(DeviceMesh("cpu", list(range(ranks)))),
+        "dimension of a mesh": whole_sequence(mesh["cp"]),
+    }
+    for name, members in (("not a member", [0]), ("falling", list(reversed(range(ranks))))):
+        mesh = DeviceMesh("cpu", members)
+        try:
+            results[name] = kda.cp.Context([0, 8 * len(members)], mesh).rank
+        except ValueError as error:
+            results[name] = str(error)
+    return results
+
+
 # ---- one process ----
 
 
@@ -169,11 +197,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
             results[f"convolution {i} {dtype}"] = convolved(tokens, lengths, width, dtype, cp)
     ends = [0, *torch.tensor(CASES["many"].lengths).cumsum(0).tolist()]
     results["convolution in front"] = convolution_in_front(kda.cp.Context(ends, tokens=TOKENS))
-    group = dist.new_group(list(reversed(range(ranks))))  # the group orders the ranks differently from the world
-    cp = kda.cp.Context([0, TOKENS], group=group)
-    p = CASES["one"].problem
-    p.options.pop("cu_seqlens")
-    results["group"] = (cp.rank, chunk(p, slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens), {"cp_context": cp}))
+    results |= groups(ranks)
     torch.save(results, Path(folder) / f"{ranks}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 import kda
 import kda.cp
@@ -109,13 +110,34 @@ def test_the_convolution_in_front(results: Callable[[int], list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_group_of_its_own(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
-    """Windows follow the ranks of the group, not those of the world."""
-    parts = dict(r["group"] for r in results(ranks))
-    assert sorted(parts) == list(range(ranks))
+@pytest.mark.parametrize("group", ["group", "mesh"])
+def test_group_of_its_own(results: Callable[[int], list[dict[str, Any]]], ranks: int, group: str) -> None:
+    parts = [r[group] for r in results(ranks)]
+    assert [rank for rank, _ in parts] == list(range(ranks))
     expected = together([r["one"] for r in results(ranks)])
-    got = together([parts[rank] for rank in range(ranks)])
+    got = together([part for _, part in parts])
     assert all(same_bits(expected[n], got[n]) for n in expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_dimension_of_a_mesh(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    """Windows follow the ranks of the group, not those of the world: four ranks are two groups of two here."""
+    size = 3 if ranks == 3 else 2
+    expected = together([r["one"] for r in results(size)])
+    for first in range(0, ranks, size):
+        parts = [r["dimension of a mesh"] for r in results(ranks)[first : first + size]]
+        assert [rank for rank, _ in parts] == list(range(size))
+        got = together([part for _, part in parts])
+        assert all(same_bits(expected[n], got[n]) for n in expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_meshes_refused(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    parts = results(ranks)
+    other = "group: expected one that this rank is a member of, got another"
+    assert [r["not a member"] for r in parts] == [0, *[other] * (ranks - 1)]
+    falling = f"group: expected a mesh whose ranks go up, got {list(reversed(range(ranks)))}"
+    assert [r["falling"] for r in parts] == [falling] * ranks
 
 
 # ---- refusals ----
@@ -155,6 +177,16 @@ def test_one_rank_is_one_process(alone: None) -> None:
 def test_context_refuses(alone: None, cu: Any, keywords: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match="^" + sentence):
         kda.cp.Context(cu, **keywords)
+
+
+def test_a_mesh_has_one_dimension(alone: None) -> None:
+    assert kda.cp.Context([0, 8], init_device_mesh("cpu", (1,))).ranks == 1
+    for names, more in ((None, ""), (("dp", "cp"), ", dp, cp")):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+        with pytest.raises(ValueError) as refused:
+            kda.cp.Context([0, 8], mesh)
+        assert str(refused.value) == f'group: expected a mesh of 1 dimension, such as mesh["cp"], got one of 2{more}'
+    assert kda.cp.Context([0, 8], mesh["cp"]).group is mesh.get_group("cp")
 
 
 def test_windows_must_be_equal(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
