@@ -1,7 +1,8 @@
 """Context parallelism: packed sequences whose tokens are spread over the ranks of a ``torch.distributed`` group.
 
-Every rank owns an equal window of the tokens. Only the last sequence of a window can continue in the next one, so one
-map per rank and head, ``S_out = M S_in + b`` (docs/operators/segments.md), carries everything across the borders.
+Every rank owns a window of the tokens, in the order of the ranks. Only the last sequence of a window can continue in
+the next one, so one map per rank and head, ``S_out = M S_in + b`` (docs/operators/segments.md), carries everything
+across the borders.
 Ranks exchange their maps in one all-gather, and each composes the maps that it needs into the initial state of its
 first sequence. Gradients go the other way with the dual maps. Nothing depends on which rank is faster: results have
 the same bits every time.
@@ -9,12 +10,14 @@ the same bits every time.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._lib import library
 from ._options import Options
@@ -36,16 +39,24 @@ class Context:
     Args:
         cu_seqlens: ``[N + 1]`` integers, a tensor or a sequence: offsets of the sequences among the tokens of all
             ranks. Its values are read on the host, once.
-        group: the process group, None for the default one. Its backend must gather bytes: gloo on CPUs, NCCL on GPUs.
+        group: the process group, None for the default one, or a ``DeviceMesh`` of one dimension, such as
+            ``mesh["cp"]``. Its backend must gather bytes: gloo on CPUs, NCCL on GPUs.
         tokens: the number on all ranks together, if more than ``cu_seqlens[-1]``: the rest is padding at the end.
-            Must be divisible by the number of ranks.
+        windows: how many tokens the ranks hold; 0 is allowed. Either ``[ranks]`` integers, the same on every rank, or
+            one integer, this rank's own number. One integer costs an all-gather, which also compares ``cu_seqlens``
+            and ``tokens`` of all ranks. None for equal windows: the number of ranks must then divide that of tokens.
 
     Attributes:
         cu_seqlens: the offsets in this rank's window, on the device of the given ones (for a sequence on the CPU,
             int64). Sequences without tokens here are left out.
-        tokens: the number in the window.  rank, ranks: in the group.
+        tokens: the number in the window.  start: of those before it.  windows: the numbers of all ranks, a list.
+        rank, ranks: in the group.
         before: how many ranks before this one hold tokens of its first sequence.  after: the same for its last
             sequence.
+
+    Raises:
+        ValueError: arguments that are not as above, windows that do not add up to the tokens, or no such group. What
+            the all-gather compares is refused on all ranks alike.
 
     >>> import kda.cp, os, tempfile, torch.distributed as dist
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -57,43 +68,80 @@ class Context:
     """
 
     def __init__(
-        self, cu_seqlens: Tensor | Sequence[int], group: dist.ProcessGroup | None = None, tokens: int | None = None
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        tokens: int | None = None,
+        windows: int | Sequence[int] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: expected torch.distributed to be initialised, got no process group")
-        self.group = group
+        self.group = group = _process_group(group)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("group: expected one that this rank is a member of, got another")
         cu = offsets_of("cu_seqlens", cu_seqlens)
         total = cu[-1] if tokens is None else integer("tokens", tokens)
+        self.windows = self._sizes(windows, cu, total)
         if total < cu[-1]:
             raise ValueError(f"tokens: expected at least cu_seqlens[-1] = {cu[-1]}, got {tokens}")
-        if total % self.ranks:
-            raise ValueError(f"tokens: expected a number divisible by the {self.ranks} ranks, got {total}")
-        self.tokens = P = total // self.ranks
-        start, end = self.rank * P, (self.rank + 1) * P
-        inside = sorted({0, *(x - start for x in cu if start < x < end), min(max(cu[-1] - start, 0), P)})
+        starts = list(accumulate(self.windows, initial=0))
+        self.tokens = P = self.windows[self.rank]
+        self.start, end = starts[self.rank : self.rank + 2]
+        inside = sorted({0, *(x - self.start for x in cu if self.start < x < end), min(max(cu[-1] - self.start, 0), P)})
         like = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.empty(0, dtype=torch.int64)
         self.cu_seqlens = torch.tensor(inside, dtype=like.dtype, device=like.device)
         self.first = slice(inside[0], inside[1]) if len(inside) > 1 else slice(0, 0)
         self.last = slice(inside[-2], inside[-1]) if len(inside) > 1 else slice(0, 0)
         self.sequences = len(inside) - 1
 
-        # The sequence that crosses the border before each rank, as (its start, its end), or None.
-        self._across = [_sequence_across(cu, r * P) if 0 < r < self.ranks else None for r in range(self.ranks + 1)]
-        into, out_of = self._across[self.rank], self._across[self.rank + 1]
-        self.preceding = start - into[0] if into else 0  # tokens of the first sequence on earlier ranks
-        self.before = self.rank - into[0] // P if into else 0
-        self.after = (out_of[1] - 1) // P - self.rank if out_of else 0
-        self.any_across = any(self._across)
+        # Only ranks with tokens count from here on: this one is at `place` among them.
+        self.holders = [rank for rank, n in enumerate(self.windows) if n]
+        self.place = bisect_left(self.holders, self.rank)
+        self.starts = [starts[rank] for rank in self.holders]
+        # The sequence that crosses each border, as (its start, its end), or None.
+        across = [_sequence_across(cu, x) for x in (*self.starts, total)]
+        into, out_of = across[self.place : self.place + 2] if P else (None, None)
+        self.preceding = self.start - into[0] if into else 0  # tokens of the first sequence on earlier ranks
+        self.before = self.place - bisect_right(self.starts, into[0]) + 1 if into else 0
+        self.after = bisect_left(self.starts, out_of[1]) - 1 - self.place if out_of else 0
+        self.any_across = any(across)
         # A rank that lies entirely within one sequence passes states on; only the M of such ranks matters.
-        self.passes_on = self._passes_on(self.rank)
-        self.any_passes_on = any(map(self._passes_on, range(self.ranks)))
+        self.passes_on = into is not None and into == out_of
+        self.any_passes_on = any(x is not None and x == y for x, y in pairwise(across))
 
-    def _passes_on(self, rank: int) -> bool:
-        into, out_of = self._across[rank], self._across[rank + 1]
-        return into is not None and into == out_of
+    def _sizes(self, windows: Any, cu: list[int], total: int) -> list[int]:
+        """The numbers of tokens of all ranks."""
+        if windows is None:
+            if total % self.ranks:
+                raise ValueError(
+                    f"tokens: expected a number divisible by the {self.ranks} ranks, or windows, got {total}"
+                )
+            return [total // self.ranks] * self.ranks
+        given = windows.tolist() if hasattr(windows, "tolist") else windows  # of tensors and NumPy's arrays
+        if isinstance(given, Sequence):
+            sizes = [integer(f"windows[{rank}]", n) for rank, n in enumerate(given)]
+        else:
+            sizes = self._gather_sizes(integer("windows", given), cu, total)
+        if len(sizes) != self.ranks:
+            raise ValueError(f"windows: expected one for each of the {self.ranks} ranks, got {len(sizes)}")
+        for rank, n in enumerate(sizes):
+            if n < 0:
+                raise ValueError(f"windows[{rank}]: expected >= 0, got {n}")
+        if sum(sizes) != total:
+            raise ValueError(
+                f"windows: expected {total} tokens together (cu_seqlens[-1], or tokens with padding), got {sum(sizes)}"
+            )
+        return sizes
+
+    def _gather_sizes(self, own: int, cu: list[int], total: int) -> list[int]:
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, (own, cu, total), group=self.group)
+        for rank, given in enumerate(everyone):
+            for name, x, wanted in zip(("cu_seqlens", "tokens"), given[1:], everyone[0][1:], strict=True):
+                if x != wanted:
+                    raise ValueError(f"{name}: expected the same on every rank, got others on rank {rank} than on 0")
+        return [n for n, *_ in everyone]
 
     def __repr__(self) -> str:
         return (
@@ -102,12 +150,27 @@ class Context:
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """``[ranks, *x.shape]``: the ``x`` of every rank, sent as bytes because not every backend knows every dtype."""
+        """``[ranks with tokens, *x.shape]``: their ``x``, sent as bytes because not every backend knows every dtype.
+        Every rank must call it."""
         x = x.contiguous()
         out = x.new_empty(self.ranks, *x.shape)
         if x.numel():
             _all_gather(out.flatten().view(torch.uint8), x.flatten().view(torch.uint8), group=self.group)
-        return out
+        return out if len(self.holders) == self.ranks else torch.stack([out[rank] for rank in self.holders])
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = f", {', '.join(group.mesh_dim_names)}" if group.mesh_dim_names else ""
+        raise ValueError(f'group: expected a mesh of 1 dimension, such as mesh["cp"], got one of {group.ndim}{names}')
+    members = group.mesh.tolist()
+    if members != sorted(members):  # torch sorts the ranks of a group, so its windows would not be those of the mesh
+        raise ValueError(f"group: expected a mesh whose ranks go up, got {members}")
+    if group.get_coordinate() is None:
+        raise ValueError("group: expected one that this rank is a member of, got another")
+    return group.get_group()
 
 
 def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:
@@ -122,9 +185,9 @@ def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:
 def _exchange(
     cp: Context, inputs: Sequence[Any], options: Options, d_o: Tensor | None, M: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Returns (maps, states, this rank's M). ``maps`` are those of all ranks, ``[ranks, HV, K, K]``, or None if no
-    rank passes states on. ``states`` are the ``b`` of their last sequences, ``[ranks, HV, ..]``; with ``d_o`` the
-    ``d`` of their first ones. ``M`` is this rank's, if it is already known. What no rank needs is 0."""
+    """Returns (maps, states, this rank's M). ``maps`` are those of all ranks with tokens, ``[places, HV, K, K]``, or
+    None if no rank passes states on. ``states`` are the ``b`` of their last sequences, ``[places, HV, ..]``; with
+    ``d_o`` the ``d`` of their first ones. ``M`` is this rank's, if it is already known. What no rank needs is 0."""
     q, k, v, g, beta, A_log, dt_bias = inputs
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     size = HV * K * V
@@ -146,8 +209,8 @@ def _exchange(
 
 
 def _merged(maps: Tensor | None, states: Tensor, first: int, last: int, options: Options) -> Tensor:
-    """The state after ranks ``first`` .. ``last`` of one sequence. Backwards (``last`` < ``first``), the gradient of
-    the state before them. The map of the first rank is not used: it would be multiplied by 0."""
+    """The state after places ``first`` .. ``last`` of one sequence. Backwards (``last`` < ``first``), the gradient of
+    the state before them. The map of the first place is not used: it would be multiplied by 0."""
     reverse = last < first
     if first == last:
         return states[first]
@@ -178,7 +241,7 @@ class ContextParallelFunction(torch.autograd.Function):
         if cp.any_across:
             maps, states, M = _exchange(cp, inputs, options, None, None)
             if cp.before:  # the other sequences start from zeros and never read h0
-                state = _merged(maps, states, cp.rank - cp.before, cp.rank - 1, options)
+                state = _merged(maps, states, cp.place - cp.before, cp.place - 1, options)
                 h0 = state.expand(cp.sequences, *state.shape)
                 only_first = torch.arange(cp.sequences, device=q.device) == 0
         o, _, saved = run_forward(*inputs, h0, cp.cu_seqlens, options, False, h_every, False, impl, only_first)
@@ -198,7 +261,7 @@ class ContextParallelFunction(torch.autograd.Function):
         if cp.any_across:
             maps, states, _ = _exchange(cp, inputs, options, d_o, M)
             if cp.after:
-                dhT = _one_of(cp.sequences, -1, _merged(maps, states, cp.rank + cp.after, cp.rank + 1, options))
+                dhT = _one_of(cp.sequences, -1, _merged(maps, states, cp.place + cp.after, cp.place + 1, options))
         grads = run_backward(
             *inputs, h0, cp.cu_seqlens, options, saved, ctx.h_every, d_o, dhT, (*ctx.needs_input_grad[:7], False)
         )  # fmt: skip
@@ -242,11 +305,15 @@ class HaloFunction(torch.autograd.Function):
         ctx.cp, ctx.rows, ctx.dtype = cp, rows, x.dtype
         halo = x.new_zeros(cp.sequences, x.shape[2], rows)
         if rows and cp.any_across:
-            own = min(rows, cp.tokens)  # if a window is shorter than the halo, the halo spans several
-            tails = cp.gather(x[0, cp.tokens - own :])
+            sizes = [min(rows, cp.windows[rank]) for rank in cp.holders]
+            own = x.new_zeros(max(sizes), x.shape[2])  # the last rows of this window, behind zeros if it is shorter
+            tail = x[0, max(cp.tokens - len(own), 0) :]
+            own[len(own) - len(tail) :] = tail
+            tails = cp.gather(own)
             count = min(rows, cp.preceding)
-            if count:
-                halo[0, :, rows - count :] = tails[: cp.rank].flatten(0, 1)[-count:].T
+            if count:  # if windows are shorter than the halo, it spans several
+                earlier = [tails[place, len(own) - sizes[place] :] for place in range(cp.place - cp.before, cp.place)]
+                halo[0, :, rows - count :] = torch.cat(earlier)[-count:].T
         return halo
 
     @staticmethod
@@ -260,10 +327,11 @@ class HaloFunction(torch.autograd.Function):
             if count:
                 own[rows - count :] = d_halo[0, :, rows - count :].T
             everyone = cp.gather(own)
-            for rank in range(cp.rank + 1, min(cp.ranks, cp.rank + 1 + (rows + P - 1) // P)):
-                at = (rank - cp.rank) * P - rows  # row i of that rank's halo is token at + i of this window
+            for place in range(cp.place + 1, len(cp.starts)):
+                at = cp.starts[place] - rows - cp.start  # row i of that rank's halo is token at + i of this window
                 first, last = max(at, 0), min(at + rows, P)
-                dx[0, first:last] += everyone[rank, first - at : last - at]
+                if first < last:
+                    dx[0, first:last] += everyone[place, first - at : last - at]
         return dx.to(ctx.dtype), None, None
 
 

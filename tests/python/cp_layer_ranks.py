@@ -25,6 +25,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     autocast: bool = False
     checkpointed: bool = False
+    windows: dict[int, list[int]] = field(default_factory=dict)  # by the number of ranks; equal ones otherwise
 
     def layer(self) -> KimiDeltaAttention:
         return make(**self.config)
@@ -39,6 +40,9 @@ CASES = {
     "no_convolution": Case([50, 46], {"use_short_conv": False}),
     "autocast": Case([10, 86], autocast=True),
     "checkpointed": Case([10, 86], checkpointed=True),
+    "unequal": Case([20, 0, 50, 1, 25], {"num_v_heads": 4}, windows={2: [1, 95], 3: [71, 2, 23]}),
+    "without_tokens": Case([10, 86], {"conv_bias": True}, windows={2: [0, 96], 3: [40, 0, 56]}),
+    "unequal_checkpointed": Case([10, 86], checkpointed=True, windows={2: [96, 0], 3: [0, 12, 84]}),
 }
 
 
@@ -47,7 +51,7 @@ def run_layer(case: Case, cp: Any = None) -> dict[str, Tensor]:
     layer, x, d_o = case.layer(), tokens(1, TOKENS, 48), tokens(1, TOKENS, 48, seed=2)
     keywords: dict[str, Any] = {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0)}
     if cp is not None:
-        own = slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens)
+        own = slice(cp.start, cp.start + cp.tokens)
         x, d_o, keywords = x[:, own], d_o[:, own], {"cp_context": cp}
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.autocast):
@@ -64,7 +68,8 @@ def run_layer_rank(rank: int, ranks: int, folder: str) -> None:
     store = f"file://{folder}/store_{ranks}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     contexts = {
-        n: kda.cp.Context([0, *torch.tensor(c.lengths).cumsum(0).tolist()], tokens=TOKENS) for n, c in CASES.items()
+        n: kda.cp.Context([0, *torch.tensor(c.lengths).cumsum(0).tolist()], tokens=TOKENS, windows=c.windows.get(ranks))
+        for n, c in CASES.items()
     }
     torch.save({n: run_layer(case, contexts[n]) for n, case in CASES.items()}, Path(folder) / f"{ranks}_{rank}.pt")
     dist.barrier()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import kda
 import kda.cp
@@ -59,6 +60,24 @@ CASES = {
 }
 
 
+# Windows of ranks, without tokens or with few: of TOKENS, and of the 12 tokens of a convolution.
+UNEQUAL = {
+    2: [[240, 0], [0, 240], [100, 140], [1, 239], [235, 5]],
+    3: [[100, 0, 140], [0, 240, 0], [99, 1, 140], [0, 3, 237], [50, 189, 1]],
+    4: [[100, 0, 0, 140], [97, 1, 2, 140]],
+}
+UNEQUAL_CASES = ("one_fused", "across", "across_v_first", "spans", "many", "tail", "empty", "kept", "bf16", "f64")
+SHORT = {
+    2: [[12, 0], [1, 11], [10, 2]],
+    3: [[0, 12, 0], [9, 1, 2], [5, 1, 6], [2, 0, 10]],
+    4: [[8, 1, 1, 2], [0, 5, 0, 7]],
+}
+
+
+def window(cp: Any) -> slice:
+    return slice(cp.start, cp.start + cp.tokens)
+
+
 def chunk(p: Problem, shard: slice, keywords: dict[str, Any]) -> dict[str, Tensor]:
     """{"o", "dq", ..} for some of the tokens."""
     leaves = {n: (x[:, shard] if n in TOKENWISE else x).detach().clone().requires_grad_() for n, x in p.tensors.items()}
@@ -93,7 +112,9 @@ def convolution(x: Tensor, weight: Tensor, lengths: list[int], halo: Tensor | No
         rows = torch.cat([before, x[:, start : start + length].transpose(1, 2)], 2)
         outputs.append(F.conv1d(rows, weight[:, None], groups=D).transpose(1, 2) if length else x[:, :0])
         start += length
-    return torch.cat([*outputs, torch.zeros_like(x[:, start:])], 1)
+    # Backward goes through the halo of a rank without tokens, too: the others wait for it.
+    rest = 0 * x[:, start:] if halo is None else 0 * x[:, start:] + 0 * halo.sum()
+    return torch.cat([*outputs, rest], 1)
 
 
 def convolution_inputs(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +126,7 @@ def convolution_inputs(tokens: int, width: int, dtype: torch.dtype) -> tuple[Ten
 def convolved(tokens: int, lengths: list[int], width: int, dtype: torch.dtype, cp: Any = None) -> dict[str, Tensor]:
     x, weight, dy = convolution_inputs(tokens, width, dtype)
     if cp is not None:
-        shard = slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens)
+        shard = window(cp)
         x, dy, lengths = x[:, shard], dy[:, shard], cp.cu_seqlens.diff().tolist()
     x, weight = x.clone().requires_grad_(), weight.requires_grad_()
     halo = None if cp is None else kda.cp.conv_halo(x, cp, width)
@@ -123,7 +144,7 @@ def convolution_in_front(cp: Any = None) -> dict[str, Tensor]:
     g, beta = -torch.rand(1, TOKENS, H, K, generator=random), torch.rand(1, TOKENS, H, generator=random)
     packed: dict[str, Any] = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
     if cp is not None:
-        shard = slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens)
+        shard = window(cp)
         x, g, beta, d_o = (t[:, shard] for t in (x, g, beta, d_o))
         packed = {"cp_context": cp}
     x, weight = x.clone().requires_grad_(), weight.requires_grad_()
@@ -135,6 +156,84 @@ def convolution_in_front(cp: Any = None) -> dict[str, Tensor]:
     o, _ = kda.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **packed)
     dx, dweight = torch.autograd.grad(o, (x, weight), d_o)
     return {"o": o.detach(), "dx": dx, "dweight": dweight}
+
+
+# ---- groups and meshes ----
+
+
+def whole_sequence(group: Any) -> tuple[int, dict[str, Tensor]]:
+    """This rank's number in the group, and its window of the case "one"."""
+    cp = kda.cp.Context([0, TOKENS], group=group)
+    p = CASES["one"].problem
+    p.options.pop("cu_seqlens")
+    return cp.rank, chunk(p, window(cp), {"cp_context": cp})
+
+
+def groups(ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks), mesh_dim_names=("dp", "cp"))
+    results: dict[str, Any] = {
+        "group": whole_sequence(dist.new_group()),
+        "mesh": whole_sequence(DeviceMesh("cpu", list(range(ranks)))),
+        "dimension of a mesh": whole_sequence(mesh["cp"]),
+    }
+    for name, members in (("not a member", [0]), ("falling", list(reversed(range(ranks))))):
+        mesh = DeviceMesh("cpu", members)
+        try:
+            results[name] = kda.cp.Context([0, 8 * len(members)], mesh).rank
+        except ValueError as error:
+            results[name] = str(error)
+    return results
+
+
+# ---- unequal windows ----
+
+
+def offsets(lengths: list[int]) -> list[int]:
+    return [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
+
+
+def unequal(rank: int, ranks: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for sizes in UNEQUAL[ranks]:
+        for name in UNEQUAL_CASES:
+            case, p = CASES[name], CASES[name].problem
+            cp = kda.cp.Context(p.options.pop("cu_seqlens"), tokens=TOKENS, windows=sizes)
+            keywords = {**case.keywords, "cp_context": cp}
+            results[f"{name} {sizes}"] = {**chunk(p, window(cp), keywords), "cu_seqlens": cp.cu_seqlens}
+            results[f"{name} {sizes} again"] = chunk(p, window(cp), keywords)
+        # the same context from this rank's own number
+        cp = kda.cp.Context(offsets(CASES["many"].lengths), windows=sizes[rank])
+        results[f"in front {sizes}"] = convolution_in_front(cp)
+        results[f"context {sizes}"] = (cp.windows, cp.start, cp.tokens)
+    for sizes in SHORT[ranks]:
+        for i, (tokens, lengths, width) in enumerate(CONVOLUTIONS):
+            if tokens == sum(sizes):
+                cp = kda.cp.Context(offsets(lengths), tokens=tokens, windows=sizes)
+                results[f"convolution {i} {sizes}"] = convolved(tokens, lengths, width, torch.float32, cp)
+    return results
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # arguments of the last rank, of the others; the sentence
+    ({"cu_seqlens": [0, 3, 8]}, {"cu_seqlens": [0, 8]}, "cu_seqlens: expected the same on every rank, got others on"),
+    ({"cu_seqlens": [0, 3, 8]}, {"cu_seqlens": [0, 4, 8]}, "cu_seqlens: expected the same on every rank, got others"),
+    ({"tokens": 9}, {"tokens": 8}, "tokens: expected the same on every rank, got others on rank"),
+    ({"windows": 7}, {"windows": 0}, "windows: expected 8 tokens together (cu_seqlens[-1], or tokens with padding)"),
+    ({"windows": 9}, {"windows": 0}, "windows: expected 8 tokens together (cu_seqlens[-1], or tokens with padding)"),
+    ({"windows": -1}, {"windows": 9}, "windows["),
+    ({"tokens": 7, "windows": 7}, {"tokens": 7, "windows": 0}, "tokens: expected at least cu_seqlens[-1] = 8, got 7"),
+]
+
+
+def refusals(last: bool) -> list[str]:
+    """What every rank says to arguments that only together are wrong."""
+    sentences = []
+    for of_last, of_others, _ in REFUSED:
+        try:
+            kda.cp.Context(**{"cu_seqlens": [0, 8], "windows": 8 if last else 0, **(of_last if last else of_others)})
+            sentences.append("accepted")
+        except ValueError as error:
+            sentences.append(str(error))
+    return sentences
 
 
 # ---- one process ----
@@ -154,7 +253,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
         p = case.problem
         cu = p.options.pop("cu_seqlens", torch.zeros(1, dtype=torch.int64))
         cp = kda.cp.Context(cu, tokens=TOKENS)
-        shard = slice(rank * cp.tokens, (rank + 1) * cp.tokens)
+        shard = window(cp)
         if rank % 2:
             time.sleep(0.01)  # late ranks change nothing
         keywords = {**case.keywords, "cp_context": cp}
@@ -164,16 +263,13 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
             part = {n: x[:, shard] if n in TOKENWISE else x for n, x in p.tensors.items()}
             results[f"{name} without gradients"] = kda.chunk_kda(**part, **p.options, **keywords)[0]
     for i, (tokens, lengths, width) in enumerate(CONVOLUTIONS):
-        cp = kda.cp.Context([0, *torch.tensor(lengths).cumsum(0).tolist()], tokens=tokens)
+        cp = kda.cp.Context(offsets(lengths), tokens=tokens)
         for dtype in (torch.float32, torch.bfloat16):
             results[f"convolution {i} {dtype}"] = convolved(tokens, lengths, width, dtype, cp)
-    ends = [0, *torch.tensor(CASES["many"].lengths).cumsum(0).tolist()]
-    results["convolution in front"] = convolution_in_front(kda.cp.Context(ends, tokens=TOKENS))
-    group = dist.new_group(list(reversed(range(ranks))))  # the group orders the ranks differently from the world
-    cp = kda.cp.Context([0, TOKENS], group=group)
-    p = CASES["one"].problem
-    p.options.pop("cu_seqlens")
-    results["group"] = (cp.rank, chunk(p, slice(cp.rank * cp.tokens, (cp.rank + 1) * cp.tokens), {"cp_context": cp}))
+    results["convolution in front"] = convolution_in_front(kda.cp.Context(offsets(CASES["many"].lengths)))
+    results |= groups(ranks)
+    results |= unequal(rank, ranks)
+    results["refusals"] = refusals(rank == ranks - 1)
     torch.save(results, Path(folder) / f"{ranks}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -11,10 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 import kda
 import kda.cp
-from cp_ranks import CASES, CONVOLUTIONS, TOKENS, TOKENWISE, chunk, convolution_in_front, convolved, run_rank
+from cp_ranks import (
+    CASES,
+    CONVOLUTIONS,
+    REFUSED,
+    SHORT,
+    TOKENS,
+    TOKENWISE,
+    UNEQUAL,
+    UNEQUAL_CASES,
+    chunk,
+    convolution_in_front,
+    convolved,
+    run_rank,
+)
 from support import Tensor, make, rel_rmse, same_bits
 
 RANKS = (2, 3, 4)
@@ -109,13 +123,107 @@ def test_the_convolution_in_front(results: Callable[[int], list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_group_of_its_own(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
-    """Windows follow the ranks of the group, not those of the world."""
-    parts = dict(r["group"] for r in results(ranks))
-    assert sorted(parts) == list(range(ranks))
+@pytest.mark.parametrize("group", ["group", "mesh"])
+def test_group_of_its_own(results: Callable[[int], list[dict[str, Any]]], ranks: int, group: str) -> None:
+    parts = [r[group] for r in results(ranks)]
+    assert [rank for rank, _ in parts] == list(range(ranks))
     expected = together([r["one"] for r in results(ranks)])
-    got = together([parts[rank] for rank in range(ranks)])
+    got = together([part for _, part in parts])
     assert all(same_bits(expected[n], got[n]) for n in expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_dimension_of_a_mesh(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    """Windows follow the ranks of the group, not those of the world: four ranks are two groups of two here."""
+    size = 3 if ranks == 3 else 2
+    expected = together([r["one"] for r in results(size)])
+    for first in range(0, ranks, size):
+        parts = [r["dimension of a mesh"] for r in results(ranks)[first : first + size]]
+        assert [rank for rank, _ in parts] == list(range(size))
+        got = together([part for _, part in parts])
+        assert all(same_bits(expected[n], got[n]) for n in expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_meshes_refused(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    parts = results(ranks)
+    other = "group: expected one that this rank is a member of, got another"
+    assert [r["not a member"] for r in parts] == [0, *[other] * (ranks - 1)]
+    falling = f"group: expected a mesh whose ranks go up, got {list(reversed(range(ranks)))}"
+    assert [r["falling"] for r in parts] == [falling] * ranks
+
+
+# ---- unequal windows ----
+
+WINDOWS = [(ranks, sizes) for ranks in RANKS for sizes in UNEQUAL[ranks]]
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), WINDOWS)
+@pytest.mark.parametrize("name", UNEQUAL_CASES)
+def test_unequal_windows(
+    results: Callable[[int], list[dict[str, Any]]], ranks: int, sizes: list[int], name: str
+) -> None:
+    p = CASES[name].problem
+    expected = chunk(p, slice(None), CASES[name].keywords)
+    parts = [r[f"{name} {sizes}"] for r in results(ranks)]
+    assert [part["o"].shape[1] for part in parts] == sizes
+    got = together(parts)
+    allowed = 6e-3 if p.tensors["q"].dtype == torch.bfloat16 else 1e-5
+    for n, x in expected.items():
+        assert got[n].shape == x.shape and rel_rmse(x, got[n]) <= allowed, f"{n}: {rel_rmse(x, got[n]):.1e}"
+    for r, part in zip(results(ranks), parts, strict=True):
+        assert all(same_bits(x, part[n]) for n, x in r[f"{name} {sizes} again"].items())
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("name", UNEQUAL_CASES)
+def test_ranks_without_tokens_change_no_bit(
+    results: Callable[[int], list[dict[str, Any]]], ranks: int, name: str
+) -> None:
+    expected = [r[f"{name} [100, 140]"] for r in results(2)]
+    got = [r[f"{name} {[100, *[0] * (ranks - 2), 140]}"] for r in results(ranks)]
+    for part, like in zip((got[0], got[-1]), expected, strict=True):
+        assert all(same_bits(x, part[n]) for n, x in like.items())
+    for part in got[1:-1]:
+        assert part["cu_seqlens"].tolist() == [0] and not any(x.abs().sum() for x in part.values())
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), WINDOWS)
+def test_unequal_windows_behind_a_convolution(
+    results: Callable[[int], list[dict[str, Any]]], ranks: int, sizes: list[int]
+) -> None:
+    expected, got = convolution_in_front(), together([r[f"in front {sizes}"] for r in results(ranks)])
+    for n, x in expected.items():
+        assert got[n].shape == x.shape and rel_rmse(x, got[n]) <= 1e-5, f"{n}: {rel_rmse(x, got[n]):.1e}"
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), WINDOWS)
+def test_each_rank_gives_its_own_number(
+    results: Callable[[int], list[dict[str, Any]]], ranks: int, sizes: list[int]
+) -> None:
+    for rank, r in enumerate(results(ranks)):
+        assert r[f"context {sizes}"] == (sizes, sum(sizes[:rank]), sizes[rank])
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(ranks, sizes) for ranks in RANKS for sizes in SHORT[ranks]])
+def test_windows_shorter_than_the_convolution(
+    results: Callable[[int], list[dict[str, Any]]], ranks: int, sizes: list[int]
+) -> None:
+    for i, (tokens, lengths, width) in enumerate(CONVOLUTIONS):
+        if tokens == sum(sizes):
+            expected = convolved(tokens, lengths, width, torch.float32)
+            parts = [r[f"convolution {i} {sizes}"] for r in results(ranks)]
+            got = {n: torch.cat([part[n] for part in parts], 1) for n in ("y", "dx")}
+            got["dweight"] = torch.stack([part["dweight"] for part in parts]).sum(0)
+            assert all(rel_rmse(x, got[n]) <= 1e-6 for n, x in expected.items()), (lengths, width)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_ranks_refuse(results: Callable[[int], list[dict[str, Any]]], ranks: int) -> None:
+    first, *others = [r["refusals"] for r in results(ranks)]
+    assert all(sentences == first for sentences in others)
+    for sentence, (_, _, expected) in zip(first, REFUSED, strict=True):
+        assert sentence.startswith(expected), sentence
 
 
 # ---- refusals ----
@@ -157,10 +265,42 @@ def test_context_refuses(alone: None, cu: Any, keywords: dict[str, Any], sentenc
         kda.cp.Context(cu, **keywords)
 
 
-def test_windows_must_be_equal(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_has_one_dimension(alone: None) -> None:
+    assert kda.cp.Context([0, 8], init_device_mesh("cpu", (1,))).ranks == 1
+    for names, more in ((None, ""), (("dp", "cp"), ", dp, cp")):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+        with pytest.raises(ValueError) as refused:
+            kda.cp.Context([0, 8], mesh)
+        assert str(refused.value) == f'group: expected a mesh of 1 dimension, such as mesh["cp"], got one of 2{more}'
+    assert kda.cp.Context([0, 8], mesh["cp"]).group is mesh.get_group("cp")
+
+
+@pytest.mark.parametrize(
+    ("windows", "sentence"),
+    [
+        (None, "tokens: expected a number divisible by the 3 ranks, or windows, got 10"),
+        ([], "windows: expected one for each of the 3 ranks, got 0"),
+        ([4, 6], "windows: expected one for each of the 3 ranks, got 2"),
+        ([4, 6, 0, 0], "windows: expected one for each of the 3 ranks, got 4"),
+        ([4, -1, 7], r"windows\[1\]: expected >= 0, got -1"),
+        ([4, 2.5, 3], r"windows\[1\]: expected an integer, got 2\.5"),
+        (torch.tensor([4.0, 6.0, 0.0]), r"windows\[0\]: expected an integer, got 4\.0"),
+        ([4, 5, 0], r"windows: expected 10 tokens together \(cu_seqlens\[-1\], or tokens with padding\), got 9"),
+        ([4, 5, 2], r"windows: expected 10 tokens together \(cu_seqlens\[-1\], or tokens with padding\), got 11"),
+        (2.5, r"windows: expected an integer, got 2\.5"),
+        (True, "windows: expected an integer, got True"),
+    ],
+)
+def test_windows_refused(alone: None, monkeypatch: pytest.MonkeyPatch, windows: Any, sentence: str) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    with pytest.raises(ValueError, match=r"^tokens: expected a number divisible by the 3 ranks, got 10"):
-        kda.cp.Context([0, 10])
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        kda.cp.Context([0, 10], windows=windows)
+
+
+def test_windows_of_any_integers(alone: None) -> None:
+    for windows in (8, [8], (8,), torch.tensor(8), torch.tensor([8]), torch.tensor([8]).numpy()):
+        context = kda.cp.Context([0, 8], windows=windows)  # type: ignore[arg-type]
+        assert (context.windows, context.start, context.tokens) == ([8], 0, 8)
 
 
 @pytest.mark.parametrize(
