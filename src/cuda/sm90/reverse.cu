@@ -73,7 +73,10 @@ void launch_segments(const ForwardProblem& x) {
 }  // namespace
 
 bool sm90::takes_reverse(const BackwardProblem& p) {
-  return p.args.in.q.dtype == KDA_BF16 && (p.B * p.T / kChunk + p.N + 1) * p.HV <= INT32_MAX / 2;
+  const kda_inputs& in = p.args.in;
+  // Units of (s dO, dS) are right for |q| <= 1, which the norm grants, and are chosen as if s were positive.
+  return in.q.dtype == KDA_BF16 && in.qk_l2norm && in.scale >= 0 &&
+         (p.B * p.T / kChunk + p.N + 1) * p.HV <= INT32_MAX / 2;
 }
 
 uint64_t sm90::reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
