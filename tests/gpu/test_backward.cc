@@ -65,8 +65,8 @@ struct On {
 };
 void PrintTo(const On& on, std::ostream* out) { *out << on.impl << ", " << on.c.name; }
 
-// The case as the kernels of Hopper take it. Its reverse scan wants the norm inside: three cases are left to the scan for
-// every GPU.
+// The case as the kernels of Hopper take it. Its reverse scan wants the norm inside: three cases are left to the scan
+// for every GPU.
 Case hopper(Case c) {
   c.K = c.V = 128, c.dtype = c.g_dtype = KDA_BF16;
   c.qk_l2norm |= c.name != "positive" && c.name != "some_zero" && c.name != "no_h0";

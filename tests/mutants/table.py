@@ -1031,8 +1031,8 @@ MUTANTS = [
         ),
         (
             "Hopper's reverse scan: one lane releases what others still read",
-            "        __syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_.release(number, kWarps",
-            "        if (lane_ == 0) ring_.release(number, kWarps",
+            "__syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_.release(number, kWarps",
+            "if (lane_ == 0) ring_.release(number, kWarps",
         ),
     ),
     *mutants(
