@@ -82,6 +82,8 @@ class KimiDeltaAttention(nn.Module):
         use_full_rank_decay: the same for ``f_proj``, as in Ling-3.
         gate_bias: whether ``g_proj`` ends with a bias. If None, the low-rank one does, as in FLA. No published
             checkpoint has one: pass False for Kimi-Linear and GLM-5, or the bias starts from zero when one is loaded.
+        disable_recompute: keep what backward would otherwise compute again, as in :func:`kda.chunk_kda`; for
+            ``mode="chunk"``.
         device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for.
 
     If made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then
@@ -123,6 +125,7 @@ class KimiDeltaAttention(nn.Module):
         use_full_rank_gate: bool = False,
         use_full_rank_decay: bool = False,
         gate_bias: bool | None = None,
+        disable_recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -131,7 +134,7 @@ class KimiDeltaAttention(nn.Module):
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
         self.head_v_dim = round(head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.mode, self.layer_idx = mode, layer_idx
+        self.mode, self.layer_idx, self.disable_recompute = mode, layer_idx, disable_recompute
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
         self._check_sizes(head_dim, expand_v)
@@ -168,6 +171,8 @@ class KimiDeltaAttention(nn.Module):
     def _check_sizes(self, head_dim: int, expand_v: float) -> None:
         if self.mode not in ("chunk", "fused_recurrent"):
             raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {self.mode!r}")
+        if self.disable_recompute and self.mode != "chunk":
+            raise ValueError(f"disable_recompute: expected mode='chunk' with it, got {self.mode!r}")
         if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5):
             raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
         if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
@@ -430,13 +435,15 @@ class KimiDeltaAttention(nn.Module):
         run: Any
         if cp_context is not None:
             run, options = ops.chunk_kda, {**self._options(), "cp_context": cp_context}
-            o, _ = run(*inputs, **options)
+            o, _ = run(*inputs, **options, disable_recompute=self.disable_recompute)
             return o
         if cache is not None and not torch.is_grad_enabled():
             run = ops.decode if T <= DECODE_TOKENS else ops.prefill
             o = run(*inputs, cache.state, **options)
             return o
         run = ops.chunk_kda if self.mode == "chunk" else ops.fused_recurrent_kda
+        if self.disable_recompute:
+            options["disable_recompute"] = True
         if cache is None:
             o, _ = run(*inputs, **options)
         else:  # backward starts again from the old state, so the kernels get a copy that stays

@@ -739,8 +739,8 @@ def use_batch_invariant(enabled: bool = True) -> bool:
 
     The setting holds for all threads from now on. Bits do not depend on the rest anyway, except in prefill and
     training with few heads and long sequences on Hopper, where the default splits sequences where it suits the call.
-    Without these splits an H200 takes 1.2 to 2.6 times as long for such a prefill (docs/numerics.md). Workspaces need the size that
-    :func:`workspace_size` returns after the change.
+    Without these splits an H200 takes 1.2 to 2.6 times as long for such a prefill (docs/numerics.md). Workspaces need
+    the size that :func:`workspace_size` returns after the change.
 
     >>> import kda
     >>> kda.use_batch_invariant(), kda.use_batch_invariant(False)

@@ -26,6 +26,7 @@ CONFIGS = {
     "full_rank_gate": {"use_full_rank_gate": True},
     "full_ranks": {"use_full_rank_gate": True, "use_full_rank_decay": True, "gate_bias": True, "expand_v": 2},
     "no_gate_bias": {"gate_bias": False},
+    "kept_for_backward": {"disable_recompute": True},
     "odd_heads": {"head_dim": 20, "expand_v": 0.6, "num_heads": 3, "num_v_heads": 3},
 }
 
@@ -49,6 +50,16 @@ def test_output_and_every_gradient_equal_the_float64_model(config):
         assert parameter.grad is not None, name
         assert float(p[name].grad.abs().max()) > 0, name
         assert relative(p[name].grad, parameter.grad) < 5e-5, name
+
+
+def test_the_layer_keeps_more_for_backward_if_asked_to():
+    def bytes_kept(**config):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+            make(**config)(tokens(1, 128, 48).requires_grad_())
+        return sum(kept)
+
+    assert bytes_kept(disable_recompute=True) > bytes_kept()
 
 
 def test_in_float64_the_layer_is_the_model_and_passes_gradcheck():
@@ -410,6 +421,10 @@ def test_rms_norm_gated():
     ("config", "sentence"),
     [
         ({"mode": "parallel"}, "mode: expected 'chunk' or 'fused_recurrent', got 'parallel'"),
+        (
+            {"mode": "fused_recurrent", "disable_recompute": True},
+            "disable_recompute: expected mode='chunk' with it, got 'fused_recurrent'",
+        ),
         ({"head_dim": 10, "expand_v": 0.33}, "expand_v: expected a whole number"),
         ({"num_heads": 4, "num_v_heads": 6}, "num_v_heads: expected a multiple of num_heads = 4, got 6"),
         ({"conv_size": 5}, r"conv_size: expected 1\.\.4, got 5"),
