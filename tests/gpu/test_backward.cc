@@ -358,7 +358,7 @@ TEST_P(BackwardPromiseOnCuda, NaNReachesNoLaterToken) {
 TEST_P(BackwardPromiseOnCuda, ScalesAndQueriesOfAnySize) {
   for (const bool negative : {true, false}) {
     SCOPED_TRACE(negative);
-    Case c = sized({.name = "sizes", .T = 128, .H = 2, .HV = 2, .K = 20, .V = 40, .dhT = false, .gate_divisor = 10});
+    Case c = sized({.name = "sizes", .T = 128, .H = 2, .HV = 2, .K = 20, .V = 40, .gate_divisor = 10, .dhT = false});
     if (negative) c.scale = -0.1f, c.qk_l2norm = true;
     else c.gates = Gates::kZero, c.qk_l2norm = false;
     Inputs in(c);
