@@ -38,6 +38,9 @@ const char* forward_segments_sm90_why_not(const ForwardProblem& p);
 const char* forward_segments_sm90_unsuited(const ForwardProblem& p);
 void forward_segments_sm90(const ForwardProblem& p);
 uint64_t forward_segments_sm90_workspace(const ForwardProblem& p);
+inline bool forward_by_segments(const ForwardProblem& p) {  // whether they take the call and are faster
+  return !forward_segments_sm90_why_not(p) && !forward_segments_sm90_unsuited(p);
+}
 
 const char* decode_why_not(const DecodeProblem& p);
 void decode(const DecodeProblem& p);

@@ -167,7 +167,7 @@ const char* backward_chunk_too_rough(const BackwardProblem& p) {
 }
 
 static BackwardPlan plan_of(const BackwardProblem& p) {
-  return {p, [](const BackwardPlan& plan) { return forward_again_memory(plan.forward, kMostImages); }};
+  return {p, false, [](const BackwardPlan& plan) { return forward_again_memory(plan.forward, kMostImages); }};
 }
 
 uint64_t backward_chunk_workspace(const BackwardProblem& p) { return plan_of(p).bytes; }

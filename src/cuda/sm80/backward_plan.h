@@ -44,15 +44,18 @@ struct BackwardPlan {
   int SMs;
   WideRows rows;
 
-  // scans(plan) returns the bytes of workspace of the scans: the forward that leaves h and v_new, and the reverse one.
+  // plain_scan: the reverse scan takes plain tensors alone, as the wide kernel does. scans(plan) returns the bytes of
+  // workspace of the scans: the forward that leaves h and v_new, and the reverse one.
   template <class Scans>
-  BackwardPlan(const BackwardProblem& p, const Scans& scans) : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
+  BackwardPlan(const BackwardProblem& p, bool plain_scan, const Scans& scans)
+      : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
     const kda_backward_args& a = p.args;
     static_cast<Dims&>(forward) = p;
     forward.args.exec = a.exec, forward.args.in = a.in, forward.args.states.h0 = a.h0, forward.args.h_every = 1;
     sums = present(a.dA_log) || present(a.d_dt_bias);
     wide = sums || present(a.dq) || present(a.dk) || present(a.dg) || present(a.dbeta);
-    own_dv = !present(a.dv) || !is_plain(a.dv);
+    const bool plain = wide || plain_scan;
+    own_dv = plain && (!present(a.dv) || !is_plain(a.dv));
     saved = present(a.v_new) && a.in.state_layout == KDA_STATE_V_FIRST;
     const int64_t h_rows = rows.rows;
     const auto place = [&](int64_t size) {
@@ -67,7 +70,7 @@ struct BackwardPlan {
     };
     dh = tensor(wide, {h_rows, p.HV, p.V, p.K}), dv = tensor(own_dv, {p.B, p.T, p.HV, p.V});
     const auto converted = [&](const kda_tensor& t) {
-      return is_plain(t) ? t : tensor(true, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]});
+      return !plain || is_plain(t) ? t : tensor(true, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]});
     };
     q = converted(a.in.q), k = converted(a.in.k), d_o = converted(a.d_o);
     h = saved ? converted(a.h) : tensor(wide, {h_rows, p.HV, p.V, p.K});

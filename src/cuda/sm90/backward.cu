@@ -67,23 +67,20 @@ ForwardProblem again_problem(const BackwardProblem& p, const BackwardPlan& plan)
   again.args.exec.impl = nullptr;
   return again;
 }
-bool by_segments(const ForwardProblem& p) {
-  return !forward_segments_sm90_why_not(p) && !forward_segments_sm90_unsuited(p);
-}
 bool on_hopper(const ForwardProblem& p) {
   return p.args.in.state_layout == KDA_STATE_V_FIRST && !forward_chunk_sm90_why_not(p);
 }
 uint64_t again_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem again = again_problem(p, plan);
   if (!on_hopper(again)) return forward_again_memory(plan.forward, kMostImages);
-  return by_segments(again) ? forward_segments_sm90_workspace(again) : forward_chunk_sm90_workspace(again);
+  return forward_by_segments(again) ? forward_segments_sm90_workspace(again) : forward_chunk_sm90_workspace(again);
 }
 void run_again(const BackwardProblem& p, const BackwardPlan& plan) {
   ForwardProblem again = again_problem(p, plan);
   char* workspace = static_cast<char*>(p.args.exec.workspace) + plan.images;
   if (!on_hopper(again)) return forward_again(plan.forward, kMostImages, workspace);
   again.args.exec.workspace = workspace;
-  by_segments(again) ? forward_segments_sm90(again) : forward_chunk_sm90(again);
+  forward_by_segments(again) ? forward_segments_sm90(again) : forward_chunk_sm90(again);
 }
 
 void scan_reversed(const BackwardProblem& p, const BackwardPlan& plan) {
@@ -91,7 +88,7 @@ void scan_reversed(const BackwardProblem& p, const BackwardPlan& plan) {
 }
 
 BackwardPlan plan_of(const BackwardProblem& p) {
-  return {p, [&](const BackwardPlan& plan) {
+  return {p, takes_reverse(p), [&](const BackwardPlan& plan) {
             const uint64_t reverse =
                 takes_reverse(p) ? reverse_workspace(p, plan) : forward_again_memory(plan.forward, kMostImages);
             return plan.wide && !plan.saved ? std::max(again_workspace(p, plan), reverse) : reverse;

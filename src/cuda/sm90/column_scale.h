@@ -41,6 +41,7 @@ class ColumnScale : public StateIo<kTraining> {
 
  protected:
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::column, Base::first_column, Base::values;
+  static constexpr unsigned kBarrier = NamedBarrier::kConsumer + !kValues;
   // What fits() looks at: v as given or, reversed, as the operand in units that it becomes.
   using Operand = std::conditional_t<kReversed, __half, T>;
 
@@ -148,6 +149,15 @@ class ColumnScale : public StateIo<kTraining> {
       fits = fits & __hbltu2(both[i], most) & (reached & 0x11111111) == 0x11111111;
     }
     return fits;
+  }
+
+  // Do the units fit in all warps? They make each product together, so all must know whether one of them has to go
+  // back. Then the state is what it was. again: they fit.
+  __device__ __forceinline__ bool vote(const unsigned (&packed)[8][4], const unsigned (&v)[2][4], bool first,
+                                       bool again) const {
+    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(packed, v, first));
+    ptx::wait_for_products<0>();
+    return fine;
   }
 
   // Prepares a chunk for which units did not fit: chooses others if they are needed, and puts zeros in place of v

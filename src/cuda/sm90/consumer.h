@@ -27,7 +27,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
   using Base::column, Base::channel, Base::first_column, Base::place, Base::place_at;
   using Base::load_values, Base::clear_values, Base::keep_within, Base::store_before, Base::befores_in_eights;
   using Base::S_, Base::unit_, Base::lane_, Base::warp_, Base::ring_, Base::call_, Base::kWarps;
-  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_rows, Base::corrections, Base::kBarrier;
+  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote, Base::corrections;
   using typename Base::Place;
   struct Nothing {};
   // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring. begun() is called once,
@@ -68,7 +68,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
         }
         // TMA has read the output tile. All warps know that after the vote, and may write to it.
         if (stores()) ptx::wait_for_bulk_reads<0>();
-        went = vote(x, t % kChunk == 0, again);
+        went = vote(x.left, x.v, t % kChunk == 0, again);
         if (!went) break;
         start_corrections(stage, x, stores_state);
         if (t > first) stage_outputs(out);
@@ -91,11 +91,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
     }
     if (end <= first) return;
     const unsigned last = (end - first - 1) / kRows * kRows + first;
-    ptx::wait_for_bulk_reads<0>();
-    ptx::sync_threads(kBarrier, kGroup);  // TMA has read the outputs of the chunk before
-    stage_outputs(out);
-    if (end - last == kRows) store_outputs(place(), last);
-    else store_rows(last, end - last);
+    store_last(out, last, end - last);
   }
   // Scans the first chunks of the ring, all of 32 tokens, for the state alone. The last kHeld chunks are not
   // released.
@@ -111,7 +107,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
         if (!full) ring_.wait_full(number);
         Chunk<false> x;
         start_state_products(stage, x);
-        went = vote(x, number * kRows % kChunk == 0, again);
+        went = vote(x.left, x.v, number * kRows % kChunk == 0, again);
         if (!went) break;
         start_corrections(stage, x);
         ptx::wait_for_products<0>();
@@ -148,20 +144,11 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
       ptx::wgmma<__half, false>(x.both, x.left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
   }
-  // Do the units fit? If not, the state is what it was. All warps of the group make each product together, so all must
-  // know whether one of them has to go back. first: the chunk is at a multiple of 64 tokens; again: they fit.
-  template <bool kOutputs>
-  __device__ __forceinline__ bool vote(const Chunk<kOutputs>& x, bool first, bool again) const {
-    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(x.left, x.v, first));
-    ptx::wait_for_products<0>();
-    return fine;
-  }
   // Starts U = T R. The state decays meanwhile. packs: `left` becomes what store_before() takes.
   template <bool kOutputs>
   __device__ __forceinline__ void start_corrections(unsigned stage, Chunk<kOutputs>& x, bool packs = false) {
     float2 ell[16];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+    Base::load_decays(stage, ell);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float2 two = floats_of<T>(x.v[j / 4][j % 4]);
@@ -176,12 +163,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(x.U, x.R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
     if (kTraining && packs) Base::pack_before(x.left);
-#pragma unroll
-    for (int j = 0; j < 16; ++j)
-      ptx::arrive_in_registers(ell[j].x, ell[j].y);  // S waits until the products are on their way
-#pragma unroll
-    for (int j = 0; j < 16; ++j)
-      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+    Base::decay(ell);
   }
   // Starts S += kg^T U and, for outputs, Aqk U.
   template <bool kOutputs>

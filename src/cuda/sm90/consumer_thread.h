@@ -37,6 +37,20 @@ class ConsumerThread {
     return {x.x, x.y, x.z};
   }
 
+  // Loads decays of the thread's channels over a chunk, and applies them when the products in front are on their way.
+  __device__ __forceinline__ void load_decays(unsigned stage, float2 (&ell)[16]) const {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+  }
+  __device__ __forceinline__ void decay(float2 (&ell)[16]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      ptx::arrive_in_registers(ell[j].x, ell[j].y);  // S waits until the products are on their way
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+  }
+
   const Call& call_;
   const Ring ring_;
   const unsigned warp_;

@@ -17,6 +17,12 @@ void with_type(const ForwardProblem& p, const Run& run) {
   if (p.args.in.q.dtype == KDA_F16) run.template operator()<__half>();
   else run.template operator()<__nv_bfloat16>();
 }
+// Calls run.operator()<Scores>() with the scores that the call's gates need.
+template <class Run>
+void with_scores(const ForwardProblem& p, const Run& run) {
+  if (anchored(p)) run.template operator()<BoundedScores>();
+  else run.template operator()<AnyGateScores>();
+}
 // Calls run.operator()<T, Scores, kWideGate, kTraining>(): see Producer and Consumer.
 template <class Run>
 void with_preparation(const ForwardProblem& p, const Run& run) {
@@ -28,10 +34,7 @@ void with_preparation(const ForwardProblem& p, const Run& run) {
     if (p.args.in.g.dtype == KDA_F32) by_use.template operator()<T, Scores, true>();
     else by_use.template operator()<T, Scores, false>();
   };
-  with_type(p, [&]<class T>() {
-    if (anchored(p)) by_gate.template operator()<T, BoundedScores>();
-    else by_gate.template operator()<T, AnyGateScores>();
-  });
+  with_type(p, [&]<class T>() { with_scores(p, [&]<class Scores>() { by_gate.template operator()<T, Scores>(); }); });
 }
 
 }  // namespace kda::cuda::sm90

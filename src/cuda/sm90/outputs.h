@@ -22,10 +22,9 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
 
  protected:
   using Base::Base;
-  using Base::first_column, Base::place, Base::place_at, Base::lane_, Base::warp_, Base::ring_, Base::call_,
-      Base::kWarps;
+  using Base::kBarrier, Base::first_column, Base::place, Base::place_at, Base::lane_, Base::warp_, Base::ring_,
+      Base::call_, Base::kWarps;
   using typename Base::Place;
-  static constexpr unsigned kBarrier = NamedBarrier::kConsumer + !kValues;
 
   // Waits until TMA has read all outputs: before the CTA ends, or uses the memory for something else.
   __device__ void finish_outputs() const { ptx::wait_for_bulk_reads<0>(); }
@@ -65,6 +64,15 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
       *reinterpret_cast<uint4*>(call_.x.o.at(at.b, at.t0 + t + row, at.hv) + first_column() * sizeof(T) + piece * 16) =
           ptx::load_shared4(staged(row, piece));
     __syncwarp();  // all reads of the outputs are done
+  }
+
+  // Stores the last outputs of a scan, `count` rows from token t on.
+  __device__ void store_last(const unsigned (&out)[2][4], unsigned t, unsigned count) const {
+    ptx::wait_for_bulk_reads<0>();
+    ptx::sync_threads(kBarrier, kGroup);  // TMA has read the outputs of the chunk before
+    stage_outputs(out);
+    if (count == kRows) store_outputs(place(), t);
+    else store_rows(t, count);
   }
 
   // Where the address of U is in shared memory.

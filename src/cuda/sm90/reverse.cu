@@ -44,10 +44,6 @@ ForwardProblem mirrored(const BackwardProblem& p, const BackwardPlan& plan) {
   return x;
 }
 
-bool in_segments(const ForwardProblem& mirrored) {
-  return !forward_segments_sm90_why_not(mirrored) && !forward_segments_sm90_unsuited(mirrored);
-}
-
 template <class Scores>
 void launch_pairs(const ForwardProblem& x) {
   const kda_forward_args& a = x.args;
@@ -61,13 +57,12 @@ void launch_pairs(const ForwardProblem& x) {
 template <class Scores>
 void launch_segments(const ForwardProblem& x) {
   const kda_forward_args& a = x.args;
-  const Segments segments(x, cut_of(x, true), a.exec.workspace);
-  const int64_t pairs = (int64_t{segments.cut.total} + x.varlen) * x.HV;
+  const Segments segments = segments_of(x, true);
+  const unsigned pairs = segments.pairs(x);
   if (pairs == 0) return;
-  KDA_CUDA(cudaMemsetAsync(segments.flags, 0, Segments::flag_bytes(x, segments.cut), stream_of(a.exec)));
-  launch<reverse_segments_kernel<Scores>>(a.exec, dim3(static_cast<unsigned>(2 * pairs)),
-                                          static_cast<int>(kSegmentThreads), static_cast<int>(Shared::bytes), x,
-                                          Tokens(x, a.in, a.o), States(a), segments, Tiles(x));
+  launch<reverse_segments_kernel<Scores>>(a.exec, dim3(2 * pairs), static_cast<int>(kSegmentThreads),
+                                          static_cast<int>(Shared::bytes), x, Tokens(x, a.in, a.o), States(a), segments,
+                                          Tiles(x));
 }
 
 }  // namespace
@@ -81,18 +76,14 @@ bool sm90::takes_reverse(const BackwardProblem& p) {
 
 uint64_t sm90::reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem x = mirrored(p, plan);
-  return in_segments(x) ? Segments::bytes(x, cut_of(x, true))
-                        : Schedule(x, multiprocessors(p.args.exec.device_id)).bytes();
+  return forward_by_segments(x) ? Segments::bytes(x, cut_of(x, true))
+                                : Schedule(x, multiprocessors(p.args.exec.device_id)).bytes();
 }
 
 void sm90::run_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem x = mirrored(p, plan);
-  const auto with_scores = [&](const auto& start) {
-    if (anchored(x)) start.template operator()<BoundedScores>();
-    else start.template operator()<AnyGateScores>();
-  };
-  if (in_segments(x)) with_scores([&]<class Scores>() { launch_segments<Scores>(x); });
-  else with_scores([&]<class Scores>() { launch_pairs<Scores>(x); });
+  with_scores(x,
+              [&]<class Scores>() { forward_by_segments(x) ? launch_segments<Scores>(x) : launch_pairs<Scores>(x); });
   if (plan.own_dv && present(p.args.dv)) convert(p.args.exec, plan.dv, p.args.dv);
 }
 

@@ -6,7 +6,7 @@
 //   dU^T = (s dO)^T Aqk + dS^T kg^T     dv^T = dU^T T diag(beta)
 //   dS^T = dS^T diag(ell) + (s dO)^T qG - dv^T kG
 // s is the scale. Columns of (s dO, dS) have scales of their own, with the bounds of (v, S): the maps are transposed,
-// so they have the same norms, and s q is no longer than k.
+// so they have the same norms, and q is no longer than 1 (takes_reverse()).
 //
 // For the rest of backward it leaves dS behind every 64 tokens, as the forward leaves S before them.
 #pragma once
@@ -29,14 +29,14 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
   using Base::load_values, Base::clear_values, Base::scale_values, Base::store_before;
   using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
-  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_rows, Base::kBarrier;
+  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote;
   using typename Base::Place;
 
-  // Scans tokens end - 1 .. first of a value head, in chunks `number` and on of the ring. first is a multiple of 64;
-  // so is end, if it is not the sequence's. begun(): as in Consumer.
   struct Nothing {
     __device__ void operator()() const {}
   };
+  // Scans tokens end - 1 .. first of a value head, in chunks `number` and on of the ring. first is a multiple of 64;
+  // so is end, if it is not the sequence's. begun(): as in Consumer.
   template <class Begun = Nothing>
   __device__ __forceinline__ void scan(const Item&, unsigned first, unsigned end, unsigned& number,
                                        const Begun& begun = {}) {
@@ -65,7 +65,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
           begun();
         // TMA has read the output tile. All warps know that after the vote, and may write to it.
         if (stores()) ptx::wait_for_bulk_reads<0>();
-        went = vote(x, is_span_end(t, last), again);
+        went = vote(x.left, x.D, is_span_end(t, last), again);
         if (!went) break;
         start_values(stage, x, stores_state);
         if (pending) stage_outputs(out);
@@ -102,7 +102,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
         if (!full) ring_.wait_full(number);
         Chunk x;
         start_state_products<false>(stage, x);
-        went = vote(x, number * kRows % kChunk == 0, again);
+        went = vote(x.left, x.D, number * kRows % kChunk == 0, again);
         if (!went) break;
         if (kValues) add_scores(stage, x);
         start_values(stage, x, false);
@@ -124,15 +124,6 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
  private:
   // Is the chunk from token t on the last one of 64 tokens?
   __device__ static bool is_span_end(unsigned t, unsigned last) { return t % kChunk == kRows || t == last; }
-
-  // Stores `count` rows of outputs, from token t on, when those of the chunk before have been read.
-  __device__ void store_last(const unsigned (&out)[2][4], unsigned t, unsigned count) const {
-    ptx::wait_for_bulk_reads<0>();
-    ptx::sync_threads(kBarrier, kGroup);  // TMA has read the outputs of the chunk before
-    stage_outputs(out);
-    if (count == kRows) store_outputs(place(), t);
-    else store_rows(t, count);
-  }
 
   // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
 
@@ -175,17 +166,10 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
     ptx::commit_products();
     ptx::wait_for_products<0>();
   }
-  // Do the units fit? As in Consumer.
-  __device__ __forceinline__ bool vote(const Chunk& x, bool first, bool again) const {
-    const bool fine = ptx::all_threads(kBarrier, kGroup, again || fits(x.left, x.D, first));
-    ptx::wait_for_products<0>();
-    return fine;
-  }
   // Starts dv = T^T dU. dS decays meanwhile. packs: `left` becomes what store_before() takes.
   __device__ __forceinline__ void start_values(unsigned stage, Chunk& x, bool packs) {
     float2 ell[16];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+    Base::load_decays(stage, ell);
     unsigned R[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) R[j / 4][j % 4] = ptx::pack<__half>(x.dU[2 * j], x.dU[2 * j + 1]);
@@ -195,12 +179,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(x.dv, R[k], ptx::further(T_beta, k * 16 * 64), k > 0);
     ptx::commit_products();
     if (packs) Base::pack_before(x.left);
-#pragma unroll
-    for (int j = 0; j < 16; ++j)
-      ptx::arrive_in_registers(ell[j].x, ell[j].y);  // dS waits until the products are on their way
-#pragma unroll
-    for (int j = 0; j < 16; ++j)
-      S_[4 * j] *= ell[j].x, S_[4 * j + 1] *= ell[j].y, S_[4 * j + 2] *= ell[j].x, S_[4 * j + 3] *= ell[j].y;
+    Base::decay(ell);
   }
   // Starts dS += qG^T s dO - kG^T dv.
   __device__ __forceinline__ void start_update(unsigned stage, Chunk& x) {

@@ -75,6 +75,14 @@ Cut sm90::cut_of(const ForwardProblem& p, bool reversed) {
   return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows, reversed);
 }
 
+Segments sm90::segments_of(const ForwardProblem& p, bool reversed) {
+  const kda_exec& exec = p.args.exec;
+  const Segments segments(p, cut_of(p, reversed), exec.workspace);
+  if (segments.pairs(p) > 0)
+    KDA_CUDA(cudaMemsetAsync(segments.flags, 0, Segments::flag_bytes(p, segments.cut), stream_of(exec)));
+  return segments;
+}
+
 const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
   if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
   if (p.N == 0) return "needs a sequence to cut";
@@ -93,14 +101,13 @@ uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segme
 void forward_segments_sm90(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
-  const Segments segments(p, cut_of(p, false), a.exec.workspace);
-  const int64_t pairs = (int64_t{segments.cut.total} + p.varlen) * p.HV;
+  const Segments segments = segments_of(p, false);
+  const unsigned pairs = segments.pairs(p);
   if (pairs == 0) return;
-  KDA_CUDA(cudaMemsetAsync(segments.flags, 0, Segments::flag_bytes(p, segments.cut), stream_of(a.exec)));
   with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
-    launch<segments_kernel<T, Scores, kWideGate, kTraining>>(
-        a.exec, dim3(static_cast<unsigned>(2 * pairs)), static_cast<int>(kSegmentThreads),
-        static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments, Tiles(p));
+    launch<segments_kernel<T, Scores, kWideGate, kTraining>>(a.exec, dim3(2 * pairs), static_cast<int>(kSegmentThreads),
+                                                             static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o),
+                                                             States(a), view_of(a.v_new), segments, Tiles(p));
   });
 }
 

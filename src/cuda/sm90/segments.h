@@ -106,6 +106,10 @@ struct Segments {
     flags = reinterpret_cast<unsigned*>(M + p.HV * uint64_t{maps} * 2 * kMapBytes);
     taken = flags + p.HV * uint64_t{cut.total};
   }
+  // CTA pairs of the call. With cu_seqlens there are some for the rows behind the last sequence.
+  unsigned pairs(const ForwardProblem& p) const {
+    return static_cast<unsigned>((int64_t{cut.total} + p.varlen) * p.HV);
+  }
   // Where the map of segment `number` of sequence n is. Each of the n sequences before has one segment without a map.
   // (Garbage in cu_seqlens leads to other maps, at worst.)
   __device__ uint64_t place(unsigned hv, unsigned n, unsigned number) const {
@@ -390,7 +394,9 @@ class SegmentConsumer : public Base {
   const Segments& segments_;
 };
 
-// How a call is cut. reversed: for the reverse scan. (Defined in segments.cu.)
+// How a call is cut, and its segments, with flags cleared in the call's stream. reversed: for the reverse scan.
+// (Defined in segments.cu.)
 Cut cut_of(const ForwardProblem& p, bool reversed);
+Segments segments_of(const ForwardProblem& p, bool reversed);
 
 }  // namespace kda::cuda::sm90
