@@ -139,6 +139,25 @@ TEST_P(ForwardChunkPromise, VanishedStates) {
   }
 }
 
+// Behind tokens whose columns are zero, the state too, values may be of any size.
+TEST_P(ForwardChunkPromise, HugeValuesBehindZeros) {
+  Case c = named(GetParam());
+  c.B = 1, c.T = 150, c.lengths = {}, c.tail = 0, c.state_dtype = KDA_F32;
+  Inputs in(c);
+  const double factor = c.dtype == KDA_F16 ? 1e4 : 1e7;
+  for (int64_t i = 0; i < in.v.size(); ++i) in.v.set(i, i < 64 * c.HV * c.V ? 0 : in.v.get(i) * factor);
+  for (int64_t i = 0; i < in.h0.size(); ++i) in.h0.set(i, 0);
+  const Tensor exact_o(KDA_F64, {1, c.T, c.HV, c.V}), exact_h(KDA_F64, in.state_shape(1));
+  run(slice(in, 0, c.T, in.h0, exact_h, exact_o), {.impl = "reference"});
+  const Tensor o(c.dtype, {1, c.T, c.HV, c.V}), h(KDA_F32, in.state_shape(1));
+  for (const char* impl : chunked(slice(in, 0, c.T, in.h0, h, o))) {
+    SCOPED_TRACE(impl);
+    run_on_cuda(slice(in, 0, c.T, in.h0, h, o), impl);
+    expect_close(exact_o, o, "o", kGate);
+    expect_close(exact_h, h, "hT", kGate);
+  }
+}
+
 // A sequence of a packed row alone has the bits it has among others.
 TEST_P(ForwardChunkPromise, CompanyChangesNoBit) {
   Case c = named(GetParam());

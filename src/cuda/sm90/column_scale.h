@@ -51,22 +51,32 @@ class ColumnScale : public StateIo<kTraining> {
   __device__ static float inverse(float unit) { return __uint_as_float(0x7f000000u - __float_as_uint(unit)); }
   static constexpr int kMostUnit = 112;  // the largest exponent
   __device__ static float power(int exponent) { return __uint_as_float(static_cast<unsigned>(127 + exponent) << 23); }
-  // Chooses the units of the thread's columns, and changes S_ accordingly.
+  static constexpr int kNoExponent = -1000, kNotFinite = 128;
+  // The exponent of x >= 0, rounded to fp16 as operands are; of 0 kNoExponent.
+  __device__ static int exponent_of(float x) {
+    unsigned bits = __float_as_uint(x);
+    bits += 0xfff + (bits >> 13 & 1);
+    return x == 0 ? kNoExponent : static_cast<int>(bits >> 23) - 127;
+  }
+  // Chooses the units of the thread's columns, and changes S_ accordingly. Exponents of v and of S_ meet as integers:
+  // in units of 2^-112, which are those of a column of zeros, a v may be too large for f32.
   __device__ void choose_units(const unsigned (&v)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Pair<T> values = values_of<T>(v, i);
-      float most = inverse(unit_[i]) * fmaxf(__low2float(values), __high2float(values));
-      if constexpr (kReversed) most *= call_.x.scale;
+      float given = fmaxf(__low2float(values), __high2float(values)), most = 0;
+      if constexpr (kReversed) given *= fabsf(call_.x.scale);
 #pragma unroll
       for (int j = 0; j < 32; ++j) most = fmaxf(most, fabsf(S_[j / 2 * 4 + 2 * i + j % 2]));
-      most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      unsigned bits = __float_as_uint(most);
-      bits += 0xfff + (bits >> 13 & 1);  // rounded to fp16, as the operands are
-      const int exponent = static_cast<int>(bits >> 23) - 127;
-      if (exponent == 128) continue;  // not finite
       const int before = static_cast<int>(__float_as_uint(unit_[i]) >> 23) - 127;
-      int unit = most == 0 ? -kMostUnit : (exponent + before + 9 + 256) / 16 * 16 - 256;  // rounded down
+      int exponent = max(exponent_of(most) + before, exponent_of(given));
+      bool finite = exponent_of(most) < kNotFinite;
+      for (const unsigned other : {1u, 2u}) {
+        exponent = max(exponent, __shfl_xor_sync(kAll, exponent, other));
+        finite = __shfl_xor_sync(kAll, unsigned{finite}, other) && finite;
+      }
+      if (!finite) continue;
+      int unit = (exponent + 9 + 1024) / 16 * 16 - 1024;  // rounded down
       unit = max(min(unit, kMostUnit), -kMostUnit);
       unit_[i] = power(unit);
       const int half = (before - unit) / 2;  // a single factor may be out of range
