@@ -59,8 +59,9 @@ void launch_usual(const BackwardProblem& p, const BackwardPlan& plan) {
 
 template <int kK>
 void launch_small_betas(const BackwardProblem& p, const BackwardPlan& plan) {
-  launch<small_beta_kernel<kK>>(p.args.exec, dim3(plan.rows.rows * static_cast<unsigned>(p.HV)), kBetaThreads, 0,
-                                plan.forward, Tokens(p, p.args.in, {}), wide_places(p, plan), plan.rows, Divisor(p.HV),
+  const auto blocks = static_cast<unsigned>((p.HV + kBetaHeads - 1) / kBetaHeads);
+  launch<small_beta_kernel<kK>>(p.args.exec, dim3(plan.rows.rows * blocks), kBetaThreads, 0, plan.forward,
+                                Tokens(p, p.args.in, {}), wide_places(p, plan), plan.rows, Divisor(blocks),
                                 Divisor(p.group()));
 }
 
