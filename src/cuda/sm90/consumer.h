@@ -25,9 +25,9 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
  protected:
   using Base::bad, Base::set_bad, Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
   using Base::column, Base::channel, Base::first_column, Base::place, Base::place_at;
-  using Base::load_values, Base::clear_values, Base::keep_within, Base::store_before, Base::befores_in_eights;
+  using Base::load_values, Base::clear_values, Base::keep_within, Base::sends_U, Base::stage_U;
   using Base::S_, Base::unit_, Base::lane_, Base::warp_, Base::ring_, Base::call_, Base::kWarps;
-  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote, Base::corrections;
+  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote;
   using typename Base::Place;
   struct Nothing {};
   // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring. begun() is called once,
@@ -39,9 +39,11 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
   __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
                                        const Begun& begun) {
     // What a forward for training keeps is stored within the inner loop; other states are rare.
-    const bool eights = kTraining && corrections_in_eights() && befores_in_eights();
+    const bool eights = kTraining && Base::befores_have_room(first, end) && Base::befores_in_eights();
+    char* before = eights ? Base::before_at(first) : nullptr;
     const bool keeps = call_.states.kept[kCheckpoint].data || (kTraining && call_.states.kept[kBefore].data && !eights);
-    unsigned out[2][4];  // outputs of the chunk before
+    unsigned out[2][4];      // outputs of the chunk before
+    unsigned kept = number;  // the first chunk whose v is not released, because U may not have left
     const unsigned begin =
         first - number * kRows;  // the token of chunk 0: what follows from a chunk's number is uniform
     // Rare work stays out of the inner loop, so that its code fits the instruction cache.
@@ -51,6 +53,14 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
       if (t == stop) ring_.wait_full(number), clear_values(ring_.stage(number), end - t), stop = end;
       if (keeps && t % kChunk == 0 && !again) keep_within(item, t, eights);
       if (keeps) stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
+      const bool plain = Base::is_plain();
+      if (kTraining && eights && !plain) {
+        if (t % kChunk == 0) Base::template store_before<true>(before);
+        stop = min(stop, (t / unsigned{kChunk} + 1) * unsigned{kChunk});
+      }
+      // Uniform: otherwise the compiler makes products wait for each other.
+      const bool stores_before = kTraining && __all_sync(kAll, eights && plain);
+      const unsigned odd = kTraining ? uniform(begin / kRows % 2) : 0;
       if (again) stop = min(stop, t + kRows);
       const Place at = place();
       const Place to{uniform(at.b), uniform(at.t0 + begin - kRows), uniform(at.hv)};
@@ -58,7 +68,6 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
         const unsigned n = uniform(number), stage = ring_.stage(n);
-        const bool stores_state = kTraining && eights && t % kChunk == 0;
         if (!full) ring_.wait_full(number);
         Chunk<true> x;
         start_state_products(stage, x);
@@ -70,19 +79,21 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
         if (stores()) ptx::wait_for_bulk_reads<0>();
         went = vote(x.left, x.v, t % kChunk == 0, again);
         if (!went) break;
-        start_corrections(stage, x, stores_state);
+        if (stores_before && n % 2 == odd) Base::template store_before<false>(before);
+        if (sends_U() && number - kept == 2) release_values(kept++);
+        start_corrections(stage, x);
         if (t > first) stage_outputs(out);
         ptx::wait_for_products<0>();
-        if (kTraining && !eights && call_.v_new.data) store_corrections(t, end, x.U);
+        if (kTraining && !sends_U() && call_.v_new.data) store_corrections(t, end, x.U);
         start_update(stage, x);
-        if (t > first) store_outputs(to, n * kRows);
-        if (stores_state) store_before(t, x.left, stage);
-        if (kTraining && eights) store_corrections(t, end, x.R, stage);
+        if (sends_U()) stage_U(stage, x.U, plain);
+        if (t > first) store_outputs(to, n * kRows, ring_.stage(n - 1));
         full = ring_.is_full(number + 1);
         ptx::wait_for_products<0>();
         __syncwarp();  // all lanes have read the stage
         if (lane_ == 0) ring_.release(number, kWarpsOfEach);
         round_outputs(x, out);
+        if (kTraining && t % kChunk == 0) before += call_.states.kept[kBefore].stride0;
         t += kRows, ++number;
       } while (t < stop);
       lane_ = opaque(lane_);
@@ -91,7 +102,11 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
     }
     if (end <= first) return;
     const unsigned last = (end - first - 1) / kRows * kRows + first;
-    store_last(out, last, end - last);
+    store_last(out, last, end - last, ring_.stage(number - 1));
+    if (!sends_U()) return;
+    ptx::wait_for_bulk_reads<0>();
+    __syncwarp();  // all lanes know it
+    for (; kept < number; ++kept) release_values(kept);
   }
   // Scans the first chunks of the ring, all of 32 tokens, for the state alone. The last kHeld chunks are not
   // released.
@@ -115,7 +130,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
         full = ring_.is_full(number + 1);
         ptx::wait_for_products<0>();
         __syncwarp();  // all lanes have read the stage
-        if (lane_ == 0 && number + kHeld < chunks) ring_.release(number);
+        if (lane_ == 0 && number + kHeld < chunks) Base::release(number);
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);
@@ -123,6 +138,11 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
       else if (again) spoil(none);
     }
   }
+  // Releases v of a chunk whose U has left, by the warp that has waited for that.
+  __device__ void release_values(unsigned number) const {
+    if (stores() && lane_ == 0) ring_.release_values(number);
+  }
+
   // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
 
   template <bool kOutputs>
@@ -144,9 +164,9 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
       ptx::wgmma<__half, false>(x.both, x.left[k], ptx::further(kG, k / 4 * kHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
   }
-  // Starts U = T R. The state decays meanwhile. packs: `left` becomes what store_before() takes.
+  // Starts U = T R. The state decays meanwhile.
   template <bool kOutputs>
-  __device__ __forceinline__ void start_corrections(unsigned stage, Chunk<kOutputs>& x, bool packs = false) {
+  __device__ __forceinline__ void start_corrections(unsigned stage, Chunk<kOutputs>& x) {
     float2 ell[16];
     Base::load_decays(stage, ell);
 #pragma unroll
@@ -162,7 +182,6 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
 #pragma unroll
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, false>(x.U, x.R[k], ptx::further(T_beta, 32 * k), k > 0);
     ptx::commit_products();
-    if (kTraining && packs) Base::pack_before(x.left);
     Base::decay(ell);
   }
   // Starts S += kg^T U and, for outputs, Aqk U.
@@ -188,48 +207,11 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
                                        (x.O[2 * j + 1] + x.both[16 + 2 * j + 1]) * scale[j % 2]);
   }
 
-  // Can U be stored eight columns at a time: is it bf16, with rows at multiples of 16 bytes?
-  __device__ bool corrections_in_eights() const {
-    const TypedView& to = call_.v_new;
-    const auto address =
-        reinterpret_cast<uintptr_t>(to.data) | static_cast<uintptr_t>(to.stride0) | to.stride1 | to.stride2;
-    return to.dtype == KDA_BF16 && address % 16 == 0;
-  }
-  // Stores U, eight columns an access, by way of the warp's part of spare(): a row of 32 bytes for each token.
-  __device__ __forceinline__ void store_corrections(unsigned t, unsigned length, const unsigned (&U)[2][4],
-                                                    unsigned stage) const {
-    const unsigned own = Base::spare(stage);
-    const auto at = [&](unsigned token, unsigned piece) { return own + token * 32 + ((piece ^ token / 4 % 2) << 4); };
-    const unsigned left = at(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      unsigned x[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float2 two = floats_of<__half>(U[j][m]);
-        x[m] = ptx::pack<__nv_bfloat16>(two.x * unit_[m % 2], two.y * unit_[m % 2]);
-      }
-      ptx::store_transposed(left + j * 16 * 32, x);
-    }
-    __syncwarp();  // all lanes have stored theirs
-    const unsigned token = lane_ / 2, found = at(token, lane_ % 2);
-    const uint4 eight[2] = {ptx::load_shared4(found), ptx::load_shared4(found + 16 * 32)};
-    ptx::fence_shared_for_async();  // copies will overwrite them
-    const uint2 first = ptx::load_shared2(corrections());
-    char* const to = reinterpret_cast<char* const&>(first) + (first_column() + lane_ % 2 * 8) * 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned row = t + token + 16 * i;
-      if (row < length) *reinterpret_cast<uint4*>(to + row * static_cast<uint64_t>(call_.v_new.stride1)) = eight[i];
-    }
-  }
   // Stores U element by element.
   __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
-    const uint2 first = ptx::load_shared2(corrections());
-    const unsigned row = t + lane_ % 4 * 2;
-    const unsigned size = size_of(call_.v_new.dtype);
-    char* to =
-        reinterpret_cast<char* const&>(first) + row * static_cast<uint64_t>(call_.v_new.stride1) + column(0) * size;
+    const Place at = place();
+    const unsigned row = t + lane_ % 4 * 2, size = size_of(call_.v_new.dtype);
+    char* const to = call_.v_new.at(at.b, at.t0 + row, at.hv) + column(0) * size;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;

@@ -19,12 +19,10 @@ class ConsumerThread {
   // The warp's first column; where v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
   __device__ static unsigned values(unsigned stage) { return stage + Stage::v; }
-  // A kilobyte for the warp: part of a chunk's v, which no warp reads after the vote on scales.
-  __device__ unsigned spare(unsigned stage) const { return values(stage) + warp_ % kWarps * 1024; }
-  // The thread has columns first_column() + lane_ / 4 (i = 0) and 8 more (i = 1), and in each of them channels 8 j +
-  // 2 (lane_ % 4) and one more, for each j.
+  // The thread has columns first_column() + lane_ / 4 (i = 0) and 8 more (i = 1), and in each of them the channels in
+  // two places of a stage, position(j) and one more, for each j. (Which channels these are: StateIo::channel().)
   __device__ unsigned column(int i) const { return first_column() + lane_ / 4 + 8 * i; }
-  __device__ unsigned channel(int j) const { return 8 * j + lane_ % 4 * 2; }
+  __device__ unsigned position(int j) const { return 8 * j + lane_ % 4 * 2; }
 
   // Where the outputs of a work item go. This is in shared memory, where a warp looks it up when it needs it. A
   // fourth number is the row of h of the sequence's first state, if states before chunks are kept.
@@ -40,7 +38,7 @@ class ConsumerThread {
   // Loads decays of the thread's channels over a chunk, and applies them when the products in front are on their way.
   __device__ __forceinline__ void load_decays(unsigned stage, float2 (&ell)[16]) const {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + channel(j) * 4);
+    for (int j = 0; j < 16; ++j) ell[j] = ptx::load_shared_f32x2(stage + Stage::ell + position(j) * 4);
   }
   __device__ __forceinline__ void decay(float2 (&ell)[16]) {
 #pragma unroll

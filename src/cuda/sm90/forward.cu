@@ -26,9 +26,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                  const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                  const __grid_constant__ Schedule given, const __grid_constant__ Tiles tiles,
-                 const __grid_constant__ StateTiles state_tiles) {
-  run_pair<Producer<T, Scores, kWideGate, PairSource<false>>, Consumer<T, kTraining>>(
-      {p, x, states, v_new, &tiles, &state_tiles}, given);
+                 const __grid_constant__ StateTiles state_tiles, const __grid_constant__ SavedTiles saved) {
+  run_pair<Producer<T, Scores, kWideGate, PairSource<false, kTraining>>, Consumer<T, kTraining>>(
+      {p, x, states, v_new, &tiles, &saved, &state_tiles}, given);
 }
 
 // Do rows fit accesses of 16 bytes?
@@ -87,7 +87,7 @@ void forward_chunk_sm90(const ForwardProblem& p) {
   with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
     launch<chunk_kernel<T, Scores, kWideGate, kTraining>>(
         a.exec, dim3(2 * schedule.pairs), static_cast<int>(kPairThreads), static_cast<int>(Shared::bytes), p,
-        Tokens(p, a.in, a.o), States(a), view_of(a.v_new), schedule, Tiles(p), StateTiles(p));
+        Tokens(p, a.in, a.o), States(a), view_of(a.v_new), schedule, Tiles(p), StateTiles(p), SavedTiles(a.v_new));
   });
 }
 

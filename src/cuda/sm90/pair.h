@@ -15,10 +15,11 @@ namespace kda::cuda::sm90 {
 // The chunks of one producer of a CTA pair: one in four. The first producer also plans the consumer's work items. A
 // state may come to a stage in front of those of a work item's chunks. kReversed_: chunks come from the last to the
 // first, and a work item's spans count from the head's end.
-template <bool kReversed_>
+// kKeeps_: states and U may be kept.
+template <bool kReversed_, bool kKeeps_>
 class PairSource {
  public:
-  static constexpr bool kMaps = false, kBringsStates = true, kReversed = kReversed_;
+  static constexpr bool kMaps = false, kBringsStates = true, kReversed = kReversed_, kKeeps = kKeeps_;
   __device__ PairSource(const HeadScheduler& scheduler, unsigned group)
       : scheduler_(scheduler), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
 
@@ -89,7 +90,7 @@ class PairConsumer : public Base {
   // To be called when the first work items are planned (Shared::planned).
   __device__ __forceinline__ void run() {
     unsigned number = 0, i = 0;  // of the stage, of the work item
-    if (lane_ == 0) ring_.open();
+    if (lane_ == 0) Base::open();
     const bool by_stages = call_.state_tiles->used;
     float first[64];  // state of a work item: comes while that of the one before is stored
     const auto come = [&](unsigned i) {

@@ -6,6 +6,7 @@ namespace kda::cuda::sm90 {
 
 // What a call works on: parameters of its kernel.
 struct Tiles;
+struct SavedTiles;
 struct StateTiles;
 struct Call {
   const ForwardProblem& p;
@@ -13,6 +14,7 @@ struct Call {
   const States& states;
   const TypedView& v_new;
   const Tiles* tiles;
+  const SavedTiles* saved;
   const StateTiles* state_tiles = nullptr;  // for first and final states of heads
 };
 
@@ -25,24 +27,38 @@ struct Ring {
   __device__ unsigned full(unsigned chunk) const { return memory + Shared::full + chunk % kStages * 8; }
   // Only that of the CTA that prepares the chunk is used.
   __device__ unsigned empty(unsigned chunk) const { return memory + Shared::empty + chunk % kStages * 8; }
+  __device__ unsigned values_empty(unsigned chunk) const { return memory + Shared::values_empty + chunk % kStages * 8; }
   __device__ void wait_full(unsigned chunk) const { ptx::wait_barrier(full(chunk), chunk / kStages % 2); }
   __device__ bool is_full(unsigned chunk) const { return ptx::is_phase_over(full(chunk), chunk / kStages % 2); }
   // Waits until all consumers have read what the stage had before.
   __device__ void wait_empty(unsigned chunk) const { ptx::wait_barrier(empty(chunk), chunk / kStages % 2); }
+  // The same of U in the place of v.
+  __device__ void wait_values_empty(unsigned chunk) const {
+    ptx::wait_barrier(values_empty(chunk), chunk / kStages % 2);
+  }
   // Says that a consumer warp has read a chunk. One thread of the warp calls it, and arrives for `warps` warps.
-  // open() does so for all stages, before the first chunks.
+  // release_values() says that U has left. open() does so for all stages, before the first chunks; keeps: by a warp
+  // that also calls release_values().
   __device__ void release(unsigned chunk, unsigned warps = 1) const {
     ptx::arrive_at(ptx::address_in(empty(chunk), chunk % 2), warps);
   }
-  __device__ void open(unsigned warps = 1) const {
-    for (unsigned i = 0; i < kStages; ++i) release(i, warps);
+  __device__ void release_values(unsigned chunk) const {
+    ptx::arrive_at(ptx::address_in(values_empty(chunk), chunk % 2));
+  }
+  __device__ void open(unsigned warps, bool keeps) const {
+    for (unsigned i = 0; i < kStages; ++i) {
+      release(i, warps);
+      if (keeps) release_values(i);
+    }
   }
   // Initialises the mbarriers, by one thread, before fence_barriers(). readers: consumer warps of both CTAs. For a
   // chunk of this CTA kGroup threads fill the stage and one asks for v; for one of the other CTA only the latter
   // arrives.
   __device__ void start(unsigned readers) const {
-    for (unsigned i = 0; i < kStages; ++i)
-      ptx::init_barrier(full(i), 1 + (i % 2 == ptx::rank() ? kGroup : 0)), ptx::init_barrier(empty(i), readers);
+    for (unsigned i = 0; i < kStages; ++i) {
+      ptx::init_barrier(full(i), 1 + (i % 2 == ptx::rank() ? kGroup : 0));
+      ptx::init_barrier(empty(i), readers), ptx::init_barrier(values_empty(i), 2);
+    }
   }
 };
 

@@ -17,19 +17,20 @@ template <class Scores>
 __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
     reverse_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                    const __grid_constant__ States states, const __grid_constant__ Schedule given,
-                   const __grid_constant__ Tiles tiles, const __grid_constant__ StateTiles state_tiles) {
-  run_pair<Producer<__nv_bfloat16, Scores, false, PairSource<true>>, ReverseConsumer<__nv_bfloat16>>(
-      {p, x, states, {}, &tiles, &state_tiles}, given);
+                   const __grid_constant__ Tiles tiles, const __grid_constant__ StateTiles state_tiles,
+                   const __grid_constant__ SavedTiles saved) {
+  run_pair<Producer<__nv_bfloat16, Scores, false, PairSource<true, true>>, ReverseConsumer<__nv_bfloat16>>(
+      {p, x, states, {}, &tiles, &saved, &state_tiles}, given);
 }
 
 template <class Scores>
 __global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
     reverse_segments_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                             const __grid_constant__ States states, const __grid_constant__ Segments segments,
-                            const __grid_constant__ Tiles tiles) {
+                            const __grid_constant__ Tiles tiles, const __grid_constant__ SavedTiles saved) {
   using T = __nv_bfloat16;
-  run_segments<Producer<T, Scores, false, TaskSource<true>>, ReverseConsumer<T, true, 2>, ReverseConsumer<T, false, 2>>(
-      {p, x, states, {}, &tiles}, segments);
+  run_segments<Producer<T, Scores, false, TaskSource<true, true>>, ReverseConsumer<T, true, 2>,
+               ReverseConsumer<T, false, 2>>({p, x, states, {}, &tiles, &saved}, segments);
 }
 
 // The scan as the problem of a forward: v is dO and o is dv, the first state is dhT and the last dh0, h is dh.
@@ -51,7 +52,7 @@ void launch_pairs(const ForwardProblem& x) {
   if (schedule.pairs == 0) return;
   launch<reverse_kernel<Scores>>(a.exec, dim3(2 * schedule.pairs), static_cast<int>(kPairThreads),
                                  static_cast<int>(Shared::bytes), x, Tokens(x, a.in, a.o), States(a), schedule,
-                                 Tiles(x), StateTiles(x));
+                                 Tiles(x), StateTiles(), SavedTiles());
 }
 
 template <class Scores>
@@ -62,16 +63,15 @@ void launch_segments(const ForwardProblem& x) {
   if (pairs == 0) return;
   launch<reverse_segments_kernel<Scores>>(a.exec, dim3(2 * pairs), static_cast<int>(kSegmentThreads),
                                           static_cast<int>(Shared::bytes), x, Tokens(x, a.in, a.o), States(a), segments,
-                                          Tiles(x));
+                                          Tiles(x), SavedTiles());
 }
 
 }  // namespace
 
 bool sm90::takes_reverse(const BackwardProblem& p) {
   const kda_inputs& in = p.args.in;
-  // Units of (s dO, dS) are right for |q| <= 1, which the norm grants, and are chosen as if s were positive.
-  return in.q.dtype == KDA_BF16 && in.qk_l2norm && in.scale >= 0 &&
-         (p.B * p.T / kChunk + p.N + 1) * p.HV <= INT32_MAX / 2;
+  // Units of (s dO, dS) are right for |q| <= 1, which the norm grants.
+  return in.q.dtype == KDA_BF16 && in.qk_l2norm && (p.B * p.T / kChunk + p.N + 1) * p.HV <= INT32_MAX / 2;
 }
 
 uint64_t sm90::reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan) {

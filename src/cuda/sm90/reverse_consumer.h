@@ -26,7 +26,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
 
  protected:
   using Base::channel, Base::place;
-  using Base::load_values, Base::clear_values, Base::scale_values, Base::store_before;
+  using Base::load_values, Base::clear_values, Base::scale_values;
   using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
   using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote;
@@ -35,29 +35,39 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
   struct Nothing {
     __device__ void operator()() const {}
   };
+
   // Scans tokens end - 1 .. first of a value head, in chunks `number` and on of the ring. first is a multiple of 64;
   // so is end, if it is not the sequence's. begun(): as in Consumer.
   template <class Begun = Nothing>
   __device__ __forceinline__ void scan(const Item&, unsigned first, unsigned end, unsigned& number,
                                        const Begun& begun = {}) {
     if (end <= first) return;
-    const bool keeps = call_.states.kept[kBefore].data;
+    const bool keeps = Base::befores_have_room(first, end);
+    char* before = keeps ? Base::before_at(end - 1) : nullptr;
     unsigned out[2][4];  // outputs of the chunk before
     const unsigned last = (end - 1) / kRows * kRows;
     const unsigned begin = last + number * kRows;  // the token of chunk 0: see Consumer::scan()
     unsigned t = last, left = (end - first + kRows - 1) / kRows;
+    const unsigned first_number = uniform(number);
     bool pending = false;  // are there outputs of the chunk before?
     if (end - last < kRows) ring_.wait_full(number), clear_values(ring_.stage(number), end - last);
     while (left > 0) {
       const bool again = prepared(), partial = end - t < kRows;
-      const unsigned stop = again || partial ? left - 1 : 0;
+      const bool plain = Base::is_plain();
+      unsigned stop = again || partial ? left - 1 : 0;
+      if (keeps && !plain) {  // rare: as in Consumer
+        if (is_span_end(t, last)) Base::template store_before<true>(before);
+        stop = max(stop, left - (t % kChunk == 0 ? 1 : min(left, 2u)));
+      }
+      // Uniform: otherwise the compiler makes products wait for each other.
+      const bool stores_before = __all_sync(kAll, keeps && plain);
+      const unsigned odd = uniform(begin / kRows % 2);
       const Place at = place();
       const Place to{uniform(at.b), uniform(at.t0 + begin + kRows), uniform(at.hv)};
       bool went, full = false;
       do {
         lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
         const unsigned n = uniform(number), stage = ring_.stage(n);
-        const bool stores_state = keeps && is_span_end(t, last);
         if (!full) ring_.wait_full(number);
         Chunk x;
         start_state_products<true>(stage, x);
@@ -67,26 +77,27 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
         if (stores()) ptx::wait_for_bulk_reads<0>();
         went = vote(x.left, x.D, is_span_end(t, last), again);
         if (!went) break;
-        start_values(stage, x, stores_state);
+        if (stores_before && (n % 2 != odd || n == first_number)) Base::template store_before<false>(before);
+        start_values(stage, x);
         if (pending) stage_outputs(out);
         ptx::wait_for_products<0>();
         start_update(stage, x);
-        if (pending) store_outputs(to, 0 - n * kRows);
-        if (stores_state) store_before(t, x.left, stage), ptx::fence_shared_for_async();  // copies will overwrite it
+        if (pending) store_outputs(to, 0 - n * kRows, stage);
         full = ring_.is_full(number + 1);
         round_outputs(x, out);
         ptx::wait_for_products<0>();
         __syncwarp();  // all lanes have read the stage
         if (lane_ == 0) ring_.release(number, kWarpsOfEach);
+        if (is_span_end(t, last)) before -= call_.states.kept[kBefore].stride0;
         pending = true;
         t -= kRows, ++number, --left;
       } while (left > stop);
       lane_ = opaque(lane_);
       if (!went) prepare(opaque(ring_.stage(number)), is_span_end(t, last));
       else if (again) spoil(out);
-      if (went && partial) store_last(out, last, end - last), pending = false;
+      if (went && partial) store_last(out, last, end - last, 0), pending = false;
     }
-    if (pending) store_last(out, first, kRows);
+    if (pending) store_last(out, first, kRows, 0);
   }
   // Scans the first chunks of the ring, all of 32 tokens, for dS alone: as in Consumer. Their last token is the last
   // one of 64.
@@ -105,7 +116,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
         went = vote(x.left, x.D, number * kRows % kChunk == 0, again);
         if (!went) break;
         if (kValues) add_scores(stage, x);
-        start_values(stage, x, false);
+        start_values(stage, x);
         load_operand(opaque(stage), x.D);  // again: there are no registers to keep it
         ptx::wait_for_products<0>();
         start_update(stage, x);
@@ -166,8 +177,8 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
     ptx::commit_products();
     ptx::wait_for_products<0>();
   }
-  // Starts dv = T^T dU. dS decays meanwhile. packs: `left` becomes what store_before() takes.
-  __device__ __forceinline__ void start_values(unsigned stage, Chunk& x, bool packs) {
+  // Starts dv = T^T dU. dS decays meanwhile.
+  __device__ __forceinline__ void start_values(unsigned stage, Chunk& x) {
     float2 ell[16];
     Base::load_decays(stage, ell);
     unsigned R[2][4];
@@ -178,7 +189,6 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
 #pragma unroll
     for (int k = 0; k < 2; ++k) ptx::wgmma<__half, true>(x.dv, R[k], ptx::further(T_beta, k * 16 * 64), k > 0);
     ptx::commit_products();
-    if (packs) Base::pack_before(x.left);
     Base::decay(ell);
   }
   // Starts dS += qG^T s dO - kG^T dv.

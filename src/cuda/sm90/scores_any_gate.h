@@ -101,7 +101,7 @@ class AnyGateScores {
   }
 
   // Makes operands of the consumer and of scores, from the raw rows in scratch memory.
-  template <class T>
+  template <class T, bool kKeeps>
   __device__ void tiles() {
     const unsigned lane = at_.lane;
     float total[4][4], G[4] = {}, anchor[4], first[4], decay[4];
@@ -133,8 +133,8 @@ class AnyGateScores {
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
-    store_operands<T, true>(at_, stage_, first, to_anchor, from_anchor);
-    if (at_.stores_ell()) store_ell();
+    store_operands<T, kKeeps, true>(at_, stage_, first, to_anchor, from_anchor);
+    if (at_.stores_ell()) store_ell<kKeeps>();
   }
 
   // Multiplies [q; k] of the warp's rows by k of the same rows, and of the rows of each warp before.
@@ -185,13 +185,15 @@ class AnyGateScores {
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] += y[e];
   }
+  template <bool kKeeps>
   __device__ void store_ell() const {
     float ell[4] = {}, total[4];
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w)
       load_four(at_.address + Scratch::given + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
-    ptx::store_shared_f32x4(stage_ + Stage::ell + at_.lane * 16,
-                            make_float4(ptx::exp2(ell[0]), ptx::exp2(ell[1]), ptx::exp2(ell[2]), ptx::exp2(ell[3])));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) ell[e] = ptx::exp2(ell[e]);
+    at_.store_ell<kKeeps>(stage_ + Stage::ell, ell);
   }
 
   // Load right operands: keys of a warp's rows; powers of two of the same channels.

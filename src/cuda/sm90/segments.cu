@@ -14,9 +14,10 @@ template <class T, class Scores, bool kWideGate, bool kTraining>
 __global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
     segments_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                     const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
-                    const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles) {
-  run_segments<Producer<T, Scores, kWideGate, TaskSource<false>>, Consumer<T, kTraining, true, 2>,
-               Consumer<T, false, false, 2>>({p, x, states, v_new, &tiles}, segments);
+                    const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles,
+                    const __grid_constant__ SavedTiles saved) {
+  run_segments<Producer<T, Scores, kWideGate, TaskSource<false, kTraining>>, Consumer<T, kTraining, true, 2>,
+               Consumer<T, false, false, 2>>({p, x, states, v_new, &tiles, &saved}, segments);
 }
 
 // ---- how long segments are ----
@@ -105,9 +106,9 @@ void forward_segments_sm90(const ForwardProblem& p) {
   const unsigned pairs = segments.pairs(p);
   if (pairs == 0) return;
   with_preparation(p, [&]<class T, class Scores, bool kWideGate, bool kTraining>() {
-    launch<segments_kernel<T, Scores, kWideGate, kTraining>>(a.exec, dim3(2 * pairs), static_cast<int>(kSegmentThreads),
-                                                             static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o),
-                                                             States(a), view_of(a.v_new), segments, Tiles(p));
+    launch<segments_kernel<T, Scores, kWideGate, kTraining>>(
+        a.exec, dim3(2 * pairs), static_cast<int>(kSegmentThreads), static_cast<int>(Shared::bytes), p,
+        Tokens(p, a.in, a.o), States(a), view_of(a.v_new), segments, Tiles(p), SavedTiles(a.v_new));
   });
 }
 

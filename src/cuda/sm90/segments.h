@@ -73,7 +73,7 @@ struct Cut {
 
 // ---- in the workspace ----
 
-// M^T lies as the consumer multiplies by it, in two halves of 64 rows. A half has the leading bf16 of all numbers,
+// M^T lies as the consumer multiplies by it, in two halves of 64 rows, with channels in the places of a stage. A half has the leading bf16 of all numbers,
 // then the rests, as tiles of 128 channels.
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
 static_assert(kMapBytes / 2 <= Stage::bytes);
@@ -181,10 +181,11 @@ static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
 // The chunks of one producer of a CTA pair, one in four: those of the pair's segment, then those of the next one.
 // What a plan needs follows from the chunk's number and the task. (Reversed maps need q: b has gradients of outputs.)
-template <bool kReversed_>
+// kKeeps_: states and U may be kept.
+template <bool kReversed_, bool kKeeps_>
 class TaskSource {
  public:
-  static constexpr bool kMaps = !kReversed_, kBringsStates = false, kReversed = kReversed_;
+  static constexpr bool kMaps = !kReversed_, kBringsStates = false, kReversed = kReversed_, kKeeps = kKeeps_;
   __device__ explicit TaskSource(unsigned group) : number_(ptx::rank() + 2 * group) {}
   __device__ void next(const Call&, Plan& p) {
     const Task& task = Task::shared();
@@ -220,12 +221,12 @@ class SegmentConsumer : public Base {
 
   // Makes b of a segment or, without values, M.
   __device__ __forceinline__ void map() {
-    if (lane_ == 0) ring_.open();
+    if (lane_ == 0) Base::open();
     // No column of M grows, and most shrink: in these units they stay large enough for long.
     unit_[0] = unit_[1] = kValues ? 1 : 0x1p-6f;
 #pragma unroll
     for (int i = 0; i < 64; ++i)
-      S_[i] = !kValues && Base::column(i / 2 % 2) == Base::channel(i / 4) + i % 2 ? 0x1p6f : 0;
+      S_[i] = !kValues && Base::column(i / 2 % 2) == Base::position(i / 4) + i % 2 ? 0x1p6f : 0;
     // Warps of b do not release the last stages: maps will come there.
     this->template scan_state<kValues ? kStages : 0>(chunks());
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // all reads of those stages are done
@@ -246,7 +247,7 @@ class SegmentConsumer : public Base {
       pass_all(item, task.number - task.index, task.index);
       chunk = chunks(), first = end, end = task.then;
     } else {
-      if (lane_ == 0) ring_.open(2);
+      if (lane_ == 0) Base::open(2);
       Base::load(task.sequence(), task.hv);
     }
     Base::remember(task.sequence(), task.hv);
@@ -329,7 +330,7 @@ class SegmentConsumer : public Base {
   // Releases the map's last chunks in two of the ring's stages: in those of the next two chunks (behind = 0), or of
   // the two after them (1).
   __device__ void release_two(unsigned behind) const {
-    for (unsigned i = 0; lane_ == 0 && i < 2; ++i) ring_.release(chunks() - kStages + 2 * behind + i);
+    for (unsigned i = 0; lane_ == 0 && i < 2; ++i) Base::release(chunks() - kStages + 2 * behind + i);
   }
   // Makes the state behind segments first .. first + last of a value head.
   __device__ __forceinline__ void pass_all(const Item& item, unsigned first, unsigned last) {

@@ -54,6 +54,11 @@ struct Half {  // half of the channels of k and of q
   Tile k, q;
 };
 
+// Where channels lie in a stage, and so in a consumer's accumulators, which in one place have 32 m + 8 j + 2 q + e (j, q
+// < 4, e < 2), j running through registers and q through four lanes. In kernels that keep states (kKeeps) that place has
+// channel 32 m + 8 q + 2 j + e. So a lane has eight neighbouring channels, and stores them in bf16 at once. In other
+// kernels places are channels.
+
 // A stage of the ring: the operands of a chunk. In their place it may have a head's first state (StateTiles), or half
 // of a segment's map.
 struct alignas(1024) StageMemory {
@@ -127,8 +132,11 @@ struct alignas(1024) SharedMemory {
   // before the stage is filled. A lane of each consumer warp of both CTAs arrives: 8 arrivals, or 16 in the kernel
   // with segments. Only the barrier in the CTA that prepares the chunk is used.
   uint64_t full[kStages], empty[kStages];
+  // values_empty: v of the stage, in whose place U leaves, is empty, too. Only calls that keep U by TMA use it. A lane
+  // of the warp that stores outputs arrives in both CTAs: 2 arrivals. A warp of the producer waits for it before it
+  // asks for v. Like that of `empty`, the barrier is that of the CTA that prepares the chunk.
+  uint64_t values_empty[kStages];
   uint4 places[4];                        // for each consumer warp: where outputs go
-  uint2 corrections[4];                   // for each consumer warp, an address: where U goes
   unsigned short bad_values[2 * kGroup];  // for each consumer thread: ColumnScale::bad()
   unsigned pair;                          // the CTA pair's number
   // mbarrier: `pair` is there. The CTA's first thread arrives and expects the 4 bytes, which CTA 0 of the pair sends.
@@ -149,7 +157,7 @@ struct alignas(1024) SharedMemory {
 struct Shared {
   static constexpr unsigned full = offsetof(SharedMemory, full), empty = offsetof(SharedMemory, empty);
   static constexpr unsigned places = offsetof(SharedMemory, places);
-  static constexpr unsigned corrections = offsetof(SharedMemory, corrections);
+  static constexpr unsigned values_empty = offsetof(SharedMemory, values_empty);
   static constexpr unsigned bad_values = offsetof(SharedMemory, bad_values);
   static constexpr unsigned pair = offsetof(SharedMemory, pair), known = offsetof(SharedMemory, known);
   static constexpr unsigned planned = offsetof(SharedMemory, planned), maps = offsetof(SharedMemory, maps);

@@ -5,11 +5,16 @@
 
 namespace kda::cuda::sm90 {
 
-// A thread's part in loads and stores of states. kTraining: states before chunks may be kept.
+// A thread's part in loads and stores of states. kTraining: states before chunks may be kept, and channels have other
+// places in a stage (shared_memory.h).
 template <bool kTraining>
 class StateIo : public ConsumerThread {
  protected:
   using ConsumerThread::ConsumerThread;
+
+  // The channel in position(j), which is offset(j) behind that in position(0).
+  __device__ static constexpr unsigned offset(int j) { return kTraining ? j / 4 * 32 + j % 4 * 2 : j * 8; }
+  __device__ unsigned channel(int j) const { return (kTraining ? 8 : 2) * (lane_ % 4) + offset(j); }
 
   struct Address {  // of a state's element, by column and channel
     char* first;
@@ -46,7 +51,7 @@ class StateIo : public ConsumerThread {
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + 32 * j));
+      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + offset(j) * 4));
   }
   // Loads the thread's elements of a sequence's first state.
   __device__ void fetch(const Sequence& s, unsigned hv, float (&state)[64]) const {
@@ -99,57 +104,47 @@ class StateIo : public ConsumerThread {
     const unsigned chunk = t / unsigned{kChunk}, every = static_cast<unsigned>(a.h_every);
     if (every != 1 && chunk % every != 0) return -1;
     const unsigned row = ptx::load_shared(place_at() + 12) + (every == 1 ? chunk : chunk / every);
-    return row < a.h.shape[0] ? row : -1;
+    return row < a.h.shape[0] ? int64_t{row} : -1;
   }
-  // Can states before chunks be stored eight channels at a time?
+  // Is there room for the states before tokens first .. end - 1? (With garbage in cu_seqlens there may be none.)
+  __device__ bool befores_have_room(unsigned first, unsigned end) const {
+    return call_.states.kept[kBefore].data && end > first && row_before(first) >= 0 && row_before(end - 1) >= 0;
+  }
+  // Is that all of them, in dense bf16, V-first, so that the inner loop can store them?
   __device__ bool befores_in_eights() const {
     const TypedView& to = call_.states.kept[kBefore];
-    return to.data && to.dtype == KDA_BF16 && in_groups(to, 8);
+    return to.dtype == KDA_BF16 && in_groups(to, 8) && to.stride2 == kColumnBytes && call_.p.args.h_every == 1;
   }
-  // Packs S as bf16, in units; store_before() stores it. Between the two S may change.
-  __device__ void pack_before(unsigned (&packed)[8][4]) const {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) packed[i / 4][i % 4] = ptx::pack<__nv_bfloat16>(S_[2 * i], S_[2 * i + 1]);
-  }
-  // Stores the packed state before token t, by way of the warp's part of spare(): there a lane leaves two channels of
-  // every eight, and finds eight neighbouring ones. (Stores of four bytes take as long as half of the scan. What else
-  // was tried: docs/experiments/cuda_backward.md.)
-  __device__ __forceinline__ void store_before(unsigned t, const unsigned (&packed)[8][4], unsigned stage) const {
-    const int64_t row = row_before(t);
+  // Where the thread's part of the state before token t begins.
+  __device__ char* before_at(unsigned t) const {
     const TypedView& to = call_.states.kept[kBefore];
-    const unsigned own = spare(stage), column = lane_ / 8, piece = lane_ % 8;
-    const unsigned left = own + lane_ % 8 * kRowBytes, found = own + column * kRowBytes + ((piece ^ column) << 4);
-    char* const first =
-        to.at(static_cast<unsigned>(row), ptx::load_shared(place_at() + 8), first_column() + column) + piece * 16;
+    return to.at(static_cast<unsigned>(row_before(t)), ptx::load_shared(place_at() + 8), column(0)) + channel(0) * 2;
+  }
+  // Are the units of the warp's columns 1, as they mostly are?
+  __device__ bool is_plain() const { return __all_sync(kAll, unit_[0] == 1 && unit_[1] == 1); }
+  // Stores a state there. kUnits: false if is_plain(); then it is done within the inner loop, while products run that do
+  // not change the state. (The loop's code hardly fits the instruction cache, so that for units stays out of it. What
+  // else was tried: docs/experiments/cuda_backward.md.)
+  template <bool kUnits>
+  __device__ __forceinline__ void store_before(char* to) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const __nv_bfloat162 unit = __float2bfloat162_rn(unit_[i]);
-      uint4 eight[2][2];  // of columns `column` and 4 more; of the first and the last 64 channels
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int four = 0; four < 2; ++four) {
-          unsigned x[4];
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            const int j = 8 * half + 4 * four + m;
-            const __nv_bfloat162 two =
-                __hmul2(reinterpret_cast<const __nv_bfloat162&>(packed[j / 2][j % 2 * 2 + i]), unit);
-            x[m] = reinterpret_cast<const unsigned&>(two);
-          }
-          ptx::store_matrices(left + ((4 * four + lane_ / 8 ^ lane_ % 8) << 4), x);
-        }
-        __syncwarp();  // all lanes have stored theirs
-#pragma unroll
-        for (int c = 0; c < 2; ++c) eight[c][half] = ptx::load_shared4((found ^ c * 64) + c * 4 * kRowBytes);
-        __syncwarp();  // all lanes have loaded theirs
+      for (int j = 0; j < 16; j += 4) {
+        unsigned x[4];
+        pack_eight<kUnits>(i, j, x);
+        *reinterpret_cast<uint4*>(to + i * 8 * kColumnBytes + 16 * j) = make_uint4(x[0], x[1], x[2], x[3]);
       }
-      if (row < 0) continue;
+  }
+  static constexpr unsigned kColumnBytes = kSize * 2;  // of a dense state in bf16
+  // Packs what the thread has of its column i in positions j to j + 3, as bf16; kUnits: times the unit.
+  template <bool kUnits = true>
+  __device__ __forceinline__ void pack_eight(int i, int j, unsigned (&x)[4]) const {
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          *reinterpret_cast<uint4*>(first + (8 * i + 4 * c) * uint64_t{to.stride2} + half * 128) = eight[c][half];
+    for (int m = 0; m < 4; ++m) {
+      const float* two = S_ + 4 * (j + m) + 2 * i;
+      const float unit = kUnits ? unit_[i] : 1;
+      x[m] = ptx::pack<__nv_bfloat16>(two[0] * unit, two[1] * unit);
     }
   }
   __device__ void store_state(const TypedView& to, unsigned row, unsigned hv) const {
@@ -170,10 +165,10 @@ class StateIo : public ConsumerThread {
     exchange(x[0], x[1], 1), exchange(x[2], x[3], 1), exchange(x[0], x[2], 2), exchange(x[1], x[3], 2);
     return make_uint4(x[0], x[1], x[2], x[3]);
   }
-  // Stores a state in bf16, eight channels an access. The four lanes of a column have two channels each of every
-  // eight. They exchange them, so that lane q has all of the q-th of four eights. (Stores of four bytes take as long
-  // as half of the scan.)
-  __device__ void store_eights(const TypedView& to, unsigned row, unsigned hv) const {
+  // Stores a state in bf16, eight channels an access. Without kTraining the four lanes of a column have two channels
+  // each of every eight. They exchange them, so that lane q has all of the q-th of four eights. (Stores of four bytes
+  // take as long as half of the scan.)
+  __device__ __forceinline__ void store_eights(const TypedView& to, unsigned row, unsigned hv) const {
     const unsigned q = lane_ % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -181,12 +176,8 @@ class StateIo : public ConsumerThread {
 #pragma unroll
       for (int j = 0; j < 16; j += 4) {
         unsigned x[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const float* two = S_ + 4 * (j + m) + 2 * i;
-          x[m] = ptx::pack<__nv_bfloat16>(two[0] * unit_[i], two[1] * unit_[i]);
-        }
-        *reinterpret_cast<uint4*>(own + 16 * j) = exchanged(x);
+        pack_eight(i, j, x);
+        *reinterpret_cast<uint4*>(own + 16 * j) = kTraining ? make_uint4(x[0], x[1], x[2], x[3]) : exchanged(x);
       }
     }
   }

@@ -1,4 +1,4 @@
-// Tensor maps for TMA. q, k, v, g and o are copied as tiles of 64 channels of a chunk's rows, swizzled like the
+// Tensor maps for TMA. q, k, v, g, o and U are copied as tiles of 64 channels of a chunk's rows, swizzled like the
 // stages; states as boxes of 32 channels of 16 columns.
 #pragma once
 #include <cuda.h>
@@ -70,6 +70,28 @@ struct Tiles {
   }
 };
 
+// The tensor map of U, which leaves as outputs do, from the place of v in a stage. Where it is not used, threads store
+// U element by element.
+struct SavedTiles {
+  CUtensorMap U{};
+  bool used = false;
+
+  SavedTiles() = default;
+  explicit SavedTiles(const kda_tensor& v_new) : used(fits(v_new)) {
+    if (used) U = Tiles::map(v_new);
+  }
+
+  // Is it bf16, with rows at multiples of 16 bytes?
+  static bool fits(const kda_tensor& t) {
+    if (!present(t) || t.dtype != KDA_BF16 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
+    bool fits = true;
+    for (int i = 0; i < 4; ++i) fits = fits && t.shape[i] > 0 && t.shape[i] <= UINT32_MAX;
+    for (int i = 0; i < 3; ++i)
+      fits = fits && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 && map_stride(t, i) < uint64_t{1} << 40;
+    return fits;
+  }
+};
+
 // The tensor maps of first and final states, where those of a call are f32 and V-first, with rows at multiples of 16
 // bytes. They come to a stage of the ring and leave from it. The 16 columns of a consumer warp are four boxes of 32
 // channels, one behind the other. A box's rows are columns 0, 8, 1, 9, ..: a warp accesses every second row at a
@@ -81,11 +103,13 @@ struct StateTiles {
   CUtensorMap h0{}, hT{};  // without h0, zeros are read from outside of hT
   bool used = false, stores = false;
 
+  StateTiles() = default;
   explicit StateTiles(const ForwardProblem& p) {
     const kda_forward_args& a = p.args;
     const kda_tensor &from = a.states.h0, &to = a.states.hT;
     if (!(present(from) || present(to)) || !fits(p, from) || !fits(p, to)) return;
     if (present(a.checkpoints) || present(a.h)) return;  // states within a head are rare, and stored by threads
+    if (present(a.v_new)) return;                        // kernels that keep states have another order of channels
     used = true, stores = present(to);
     h0 = map(present(from) ? from : to);
     if (stores) hT = map(to);
