@@ -44,7 +44,14 @@ __device__ inline ChunkPlace wide_chunk_at(const ForwardProblem& p, const WideRo
   const unsigned first = p.varlen ? first_row(s) : n * rows.by_chunks.divisor;
   const unsigned chunk = row - first, t = chunk * kChunk, length = static_cast<unsigned>(s.length);
   if (row < first || t >= length) return {};
-  h_row = min(first_h_row(p, n) + chunk, rows.h_rows - 1);  // garbage in cu_seqlens must not lead outside of h
+  h_row = row;
+  if (p.varlen) {  // only there may be rows without tokens
+    unsigned before = 0;
+    for (unsigned m = threadIdx.x % 32; m < n; m += 32)
+      before += (static_cast<unsigned>(packed_at(p.args.in.cu_seqlens, p.T, m).length) + kChunk - 1) / kChunk;
+    h_row = __reduce_add_sync(kAll, before) + chunk;
+  }
+  h_row = min(h_row, rows.h_rows - 1);  // garbage in cu_seqlens must not lead outside of h
   return {static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t, min(length - t, unsigned{kChunk})};
 }
 

@@ -984,7 +984,7 @@ MUTANTS = [
         CUDA_BACKWARD_HOPPER,
         (
             "Hopper's backward: tiles come to where others are read",
-            "        at_.wait(KDA_AT(big_read), n);\n",
+            "      if (n) at_.wait(KDA_AT(big_read), n - 1);\n",
             "",
         ),
         (

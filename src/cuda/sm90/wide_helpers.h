@@ -8,10 +8,10 @@ namespace kda::cuda::sm90 {
 // A block's share of all items, in order: chunks of one head, then of the next. A whole warp uses it.
 class WideItems {
  public:
-  __device__ WideItems(const WideCall& call) : call_(call), group_(static_cast<unsigned>(call.p.group())) {
-    const uint64_t all = uint64_t{call.rows.rows} * call.rows.heads;
-    const auto first = static_cast<unsigned>(blockIdx.x * all / gridDim.x);
-    left_ = static_cast<unsigned>((blockIdx.x + 1) * all / gridDim.x) - first;
+  __device__ WideItems(const WideCall& call) : call_(call), group_(static_cast<unsigned>(call.p.HV) / call.rows.heads) {
+    const unsigned all = call.rows.rows * call.rows.heads, share = all / gridDim.x, more = all % gridDim.x;
+    const unsigned first = blockIdx.x * share + min(blockIdx.x, more);
+    left_ = share + (blockIdx.x < more);
     h_ = first / call.rows.rows, row_ = first - h_ * call.rows.rows;
   }
   // Returns the next item, without rows if there is none.
@@ -54,21 +54,19 @@ class WideProducer {
  public:
   __device__ WideProducer(const WideCall& call, WidePlace at) : call_(call), at_(at), items_(call) {}
 
+  // Looks for an item while multipliers work at the one before. As registers are few, an item's description stays in
+  // shared memory until its gradients are stored.
   __device__ void run() {
-    WideItem now = items_.next();
-    publish(0, now);
-    if (now.rows) ask_big(now);
-    for (unsigned n = 0; now.rows; ++n) {
-      const WideItem next = items_.next();
-      publish(n + 1, next);
-      if (next.rows) {
-        at_.wait(KDA_AT(big_read), n);
-        ask_big(next);
-      }
-      at_.wait(KDA_AT(staged), n);
-      store(n, now);
-      now = next;
+    unsigned n = 0;
+    for (;; ++n) {
+      const WideItem item = items_.next();
+      if (n > 1) store(n - 2);
+      publish(n, item);
+      if (!item.rows) break;
+      if (n) at_.wait(KDA_AT(big_read), n - 1);
+      ask_big(item);
     }
+    if (n) store(n - 1);
     if (ptx::elect()) ptx::wait_for_bulk<0>();
   }
 
@@ -106,31 +104,36 @@ class WideProducer {
 
   // Stores dg and, behind the last value head of a q/k head, dq and dk: only then are they complete. Behind a packed
   // sequence's last tokens there may be tokens of another one, so short chunks are stored row by row.
-  __device__ void store(unsigned n, const WideItem& item) const {
+  __device__ void store(unsigned n) const {
+    at_.wait(KDA_AT(staged), n);
     const WidePlaces& to = call_.places;
-    const bool keys = item.last;
-    if (item.rows == kChunk || !call_.p.varlen) {
-      if (!ptx::elect()) return;
-      if (keys && to.dq.data) store_tile(call_.maps.dq, item, item.h, at_.raw(n) + offsetof(WideShared::Raw, q));
-      if (keys && to.dk.data) store_tile(call_.maps.dk, item, item.h, at_.raw(n) + offsetof(WideShared::Raw, k));
-      if (to.dg.data) store_tile(call_.maps.dg, item, item.hv, at_.raw(n) + offsetof(WideShared::Raw, g));
-      ptx::commit_bulk();
-      ptx::wait_for_bulk_reads<0>();
+    const unsigned rows = KDA_FIELD(at_, n, rows), h = KDA_FIELD(at_, n, h), hv = KDA_FIELD(at_, n, hv);
+    const bool keys = KDA_FIELD(at_, n, last);
+    if (rows == kChunk || !call_.p.varlen) {
+      if (ptx::elect()) {
+        if (keys && to.dq.data) store_tile(call_.maps.dq, n, h, at_.raw(n) + offsetof(WideShared::Raw, q));
+        if (keys && to.dk.data) store_tile(call_.maps.dk, n, h, at_.raw(n) + offsetof(WideShared::Raw, k));
+        if (to.dg.data) store_tile(call_.maps.dg, n, hv, at_.raw(n) + offsetof(WideShared::Raw, g));
+        ptx::commit_bulk();
+        ptx::wait_for_bulk_reads<0>();
+      }
     } else {
-      if (keys && to.dq.data) store_rows(to.dq, item, item.h, at_.raw(n) + offsetof(WideShared::Raw, q));
-      if (keys && to.dk.data) store_rows(to.dk, item, item.h, at_.raw(n) + offsetof(WideShared::Raw, k));
-      if (to.dg.data) store_rows(to.dg, item, item.hv, at_.raw(n) + offsetof(WideShared::Raw, g));
+      if (keys && to.dq.data) store_rows(to.dq, n, rows, h, at_.raw(n) + offsetof(WideShared::Raw, q));
+      if (keys && to.dk.data) store_rows(to.dk, n, rows, h, at_.raw(n) + offsetof(WideShared::Raw, k));
+      if (to.dg.data) store_rows(to.dg, n, rows, hv, at_.raw(n) + offsetof(WideShared::Raw, g));
       ptx::fence_shared_for_async();  // copies will overwrite what has been read
-      __syncwarp();                   // all lanes have read
     }
+    __syncwarp();  // all lanes have read
   }
-  __device__ static void store_tile(const CUtensorMap& map, const WideItem& item, unsigned head, unsigned from) {
-    for (unsigned i = 0; i < 2; ++i) ptx::store_tile(map, 64 * i, head, item.t0, item.b, from + i * kWideHalf);
+  __device__ void store_tile(const CUtensorMap& map, unsigned n, unsigned head, unsigned from) const {
+    const unsigned t0 = KDA_FIELD(at_, n, t0), b = KDA_FIELD(at_, n, b);
+    for (unsigned i = 0; i < 2; ++i) ptx::store_tile(map, 64 * i, head, t0, b, from + i * kWideHalf);
   }
-  __device__ static void store_rows(const View& to, const WideItem& item, unsigned head, unsigned from) {
+  __device__ void store_rows(const View& to, unsigned n, unsigned rows, unsigned head, unsigned from) const {
+    const unsigned t0 = KDA_FIELD(at_, n, t0), b = KDA_FIELD(at_, n, b);
 #pragma unroll 1
-    for (unsigned i = threadIdx.x % 32; i < item.rows * 16; i += 32)
-      *reinterpret_cast<uint4*>(to.at(item.b, item.t0 + i / 16, head) + i % 16 * 16) =
+    for (unsigned i = threadIdx.x % 32; i < rows * 16; i += 32)
+      *reinterpret_cast<uint4*>(to.at(b, t0 + i / 16, head) + i % 16 * 16) =
           ptx::load_shared4(from + swizzled(i / 16, i % 16, kWideHalf));
   }
 
