@@ -992,6 +992,11 @@ MUTANTS = [
             "      ptx::wait_for_bulk_reads<0>();\n",
             "",
         ),
+        (
+            "Hopper's backward: dbeta is computed before its diagonal is there",
+            "    at_.wait(KDA_AT(scores_full), n);\n",
+            "",
+        ),
         ("Hopper's backward: rows behind the end stay", "clear(at_.raw(n), max(rows, first_));", ""),
         (
             "Hopper's backward: one lane says that all have written",

@@ -214,7 +214,7 @@ class WideNorms {
 };
 
 // With y = r x, dx = r (dy - y (y . dy)). Computes r and -r (y . dy) of each token, with y . dy over all channels and
-// the value heads of a q/k head. A lane has two tokens.
+// the value heads of a q/k head. A lane has two tokens. Before that it computes dbeta, while multipliers make operands.
 class WideFactors {
  public:
   __device__ WideFactors(const WideCall& call, WidePlace at) : call_(call), at_(at) {}
@@ -226,6 +226,7 @@ class WideFactors {
       at_.wait_raw(n);
       if (!KDA_FIELD(at_, n, rows)) return;
       if (KDA_FIELD(at_, n, first)) sum = {};
+      if (call_.places.dbeta.data) write_dbeta(n);
       at_.wait(KDA_AT(dots_full), n);
 #pragma unroll 1
       for (unsigned w = 0; w < kWideWarps; ++w) {
@@ -243,6 +244,23 @@ class WideFactors {
   }
 
  private:
+  // Writes dbeta from the diagonal of dv v_new^T.
+  __device__ void write_dbeta(unsigned n) const {
+    const Tokens& x = call_.x;
+    const TypedView& to = call_.places.dbeta;
+    const auto at = [&](const View& t, unsigned row) {
+      return t.at(KDA_FIELD(at_, n, b), KDA_FIELD(at_, n, t0) + row, KDA_FIELD(at_, n, hv));
+    };
+    at_.wait(KDA_AT(scores_full), n);
+#pragma unroll 1
+    for (unsigned row = threadIdx.x % 32; row < KDA_FIELD(at_, n, rows); row += 32) {
+      const float z = value_of(x.beta_dtype, load_raw<false>(at(x.beta, row), x.beta_dtype));
+      const float beta = activated_beta(x.beta_form, z);
+      const float dot = ptx::load_shared_f32(at_.base + KDA_AT(diagonal) + row * 4);
+      store_element(at(to, row), to.dtype, dot / beta / beta * beta_slope(x.beta_form, z));
+    }
+  }
+
   const WideCall& call_;
   const WidePlace at_;
 };

@@ -44,6 +44,7 @@ struct alignas(1024) WideShared {
   float2 norms[2][kChunk];  // of two items: factors that make q and k as long as 1
   float4 factors[kChunk];   // r and -r (y . dy), of q and of k
   float bias[kSize];
+  float diagonal[kChunk];  // of dv v_new^T
   WideItem items[2];
   // mbarriers. .._full: that part is there; big_read: d_o .. dS have been read; staged: dq, dk, dg are in place of q,
   // k, g.

@@ -52,10 +52,9 @@ class WideMultiplier {
       rows_ = field(offsetof(WideItem, rows));
       if (!rows_) return;
       const WideView view{at_.base, at_.raw(n_), at_.norms(n_)};
-      unsigned betas[2];
-      take_head(betas);
+      take_head();
       multiply();
-      write_scores(betas);
+      write_scores();
       at_.wait_norms(n_);
       make_operands(view);
       finish_products(view);
@@ -79,18 +78,10 @@ class WideMultiplier {
     if (lane() == 0) ptx::arrive(at_.base + barrier);
   }
 
-  // Takes the gate of the item's value head and, unconverted, betas of the lane's tokens on the diagonal of B.
-  __device__ void take_head(unsigned (&betas)[2]) {
+  // Takes the gate of the item's value head.
+  __device__ void take_head() {
     const Tokens& x = call_.x;
     const unsigned hv = field(offsetof(WideItem, hv));
-    if (group() && c() / 2 == j()) {
-      const unsigned b = field(offsetof(WideItem, b)), t0 = field(offsetof(WideItem, t0));
-#pragma unroll
-      for (unsigned hh = 0; hh < 2; ++hh) {
-        const unsigned row = 16 * (warp_ % 4) + 8 * hh + c();
-        betas[hh] = load_raw<false>(x.beta.at(b, t0 + (row < rows_ ? row : 0), hv), x.beta_dtype);
-      }
-    }
     if (hv == head_) return;
     head_ = hv;
     gate_ = Gate(x, x.A_log ? *reinterpret_cast<const float*>(x.A_log + hv * 4) : 0.0f);
@@ -143,6 +134,9 @@ class WideMultiplier {
     const float SdS[2] = {ptx::load_shared_f32(at_.state_dots(warp_, c())),
                           ptx::load_shared_f32(at_.state_dots(warp_, c() + 8))};
     own_.sum_behind(view, SdS);
+    __syncwarp();  // all lanes have read
+    // Until the gate's gradient there are no registers for these sums. They take the place of rowsum(S dS).
+    for (unsigned hh = 0; hh < 2; ++hh) ptx::store_shared_f32(at_.state_dots(warp_, c() + 8 * hh), own_.behind[hh]);
   }
 
   // Clears the rows behind the chunk's end: they came with data of other tokens.
@@ -174,13 +168,13 @@ class WideMultiplier {
   }
 
   // Each warp writes 16 rows of dA or B. Nothing reads scores right of the diagonal's blocks.
-  __device__ void write_scores(const unsigned (&betas)[2]) {
+  __device__ void write_scores() {
     const unsigned w4 = warp_ % 4;
     const float scale = group() ? -1.0f : call_.x.scale;
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w)
       if (w == w4) {
-        if (group() && c() / 2 == j()) write_dbeta(scores_ + 8 * w, betas);
+        if (group() && c() / 2 == j()) keep_diagonal(scores_ + 8 * w);
 #pragma unroll
         for (unsigned x = 0; x < 2; ++x)
 #pragma unroll
@@ -200,21 +194,11 @@ class WideMultiplier {
       }
     arrive(KDA_AT(scores_full));
   }
-  // Writes dbeta from the diagonal of dv v_new^T. d has two tiles, in which the lane has one element each of rows c
-  // and c + 8.
-  __device__ void write_dbeta(const float* d, const unsigned (&betas)[2]) const {
-    const TypedView& to = call_.places.dbeta;
-    if (!to.data) return;
-    const Tokens& x = call_.x;
-    const unsigned b = field(offsetof(WideItem, b)), t0 = field(offsetof(WideItem, t0));
-#pragma unroll
-    for (unsigned hh = 0; hh < 2; ++hh) {
-      const unsigned row = 16 * (warp_ % 4) + 8 * hh + c();
-      if (row >= rows_) continue;
-      const float z = value_of(x.beta_dtype, betas[hh]), beta = activated_beta(x.beta_form, z);
-      const float dot = c() % 2 ? d[4 * hh + 2 * hh + 1] : d[4 * hh + 2 * hh];
-      store_element(to.at(b, t0 + row, head_), to.dtype, dot / beta / beta * beta_slope(x.beta_form, z));
-    }
+  // Leaves the diagonal of dv v_new^T for dbeta. d has two tiles, in which the lane has one element each of rows c and
+  // c + 8.
+  __device__ void keep_diagonal(const float* d) const {
+    const unsigned to = at_.base + KDA_AT(diagonal) + (16 * (warp_ % 4) + c()) * 4;
+    ptx::store_shared_f32(to, c() % 2 ? d[1] : d[0]), ptx::store_shared_f32(to + 32, c() % 2 ? d[7] : d[6]);
   }
 
   __device__ float bias(int hh) const {
@@ -259,6 +243,7 @@ class WideMultiplier {
     unsigned raw[kTiles / 2][4], out[4];
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) ptx::load_transposed(raw[pair], view.own_gates(pair));
+    for (unsigned hh = 0; hh < 2; ++hh) own_.behind[hh] = ptx::load_shared_f32(at_.state_dots(warp_, c() + 8 * hh));
     own_.each_gate([&](int n, int hh, float2 dg) {
       const float2 z = two(raw[n / 2][n % 2 * 2 + hh]);
       const Gradients first = gate_.gradient(z.x + biases[hh], dg.x), second = gate_.gradient(z.y + biases[hh], dg.y);
@@ -280,8 +265,8 @@ class WideMultiplier {
 
   // Adds dq and dk of several value heads: first + second + ..
   __device__ void add_heads() {
-    if (call_.p.group() == 1) return;
     const bool first = field(offsetof(WideItem, first)), last = field(offsetof(WideItem, last));
+    if (first && last) return;
     float4* scratch = reinterpret_cast<float4*>(call_.places.scratch) +
                       blockIdx.x * uint64_t{2 * kTiles * 32 * kWideWarps} + threadIdx.x;
 #pragma unroll
