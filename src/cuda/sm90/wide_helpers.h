@@ -85,16 +85,18 @@ class WideProducer {
     ask_tile(raw + offsetof(WideShared::Raw, k), kWideHalf, call_.maps.k, item, item.h, bar);
     ask_tile(raw + offsetof(WideShared::Raw, g), kWideHalf, call_.maps.g, item, item.hv, bar);
   }
+  // The first products need no states, which come last.
   __device__ void ask_big(const WideItem& item) const {
     if (!ptx::elect()) return;
-    const unsigned bar = at_.base + KDA_AT(big_full);
-    ptx::arrive_expecting(bar, kBigBytes);
+    const unsigned bar = at_.base + KDA_AT(values_full), states = at_.base + KDA_AT(states_full);
+    ptx::arrive_expecting(bar, kValuesBytes), ptx::arrive_expecting(states, kStatesBytes);
     ask_tile(at_.base + KDA_AT(d_o_dv), 2 * kWideHalf, call_.maps.d_o, item, item.hv, bar);
     ask_tile(at_.base + KDA_AT(v_new), kWideHalf, call_.maps.v_new, item, item.hv, bar);
     ask_tile(at_.base + KDA_AT(d_o_dv) + kWideHalf, 2 * kWideHalf, call_.maps.dv, item, item.hv, bar);
     for (unsigned half = 0; half < 2; ++half) {
-      ptx::copy_tile(at_.base + KDA_AT(S) + half * kStateHalf, call_.maps.h, 64 * half, 0, item.hv, item.h_row, bar);
-      ptx::copy_tile(at_.base + KDA_AT(dS) + half * kStateHalf, call_.maps.dh, 64 * half, 0, item.hv, item.h_row, bar);
+      ptx::copy_tile(at_.base + KDA_AT(S) + half * kStateHalf, call_.maps.h, 64 * half, 0, item.hv, item.h_row, states);
+      ptx::copy_tile(at_.base + KDA_AT(dS) + half * kStateHalf, call_.maps.dh, 64 * half, 0, item.hv, item.h_row,
+                     states);
     }
   }
   __device__ static void ask_tile(unsigned to, unsigned half, const CUtensorMap& map, const WideItem& item,

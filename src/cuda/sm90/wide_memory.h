@@ -48,14 +48,14 @@ struct alignas(1024) WideShared {
   WideItem items[2];
   // mbarriers. .._full: that part is there; big_read: d_o .. dS have been read; staged: dq, dk, dg are in place of q,
   // k, g.
-  uint64_t raw_full[2], norms_full[2], big_full, big_read, scores_full, dots_full, factors_full, staged;
+  uint64_t raw_full[2], norms_full[2], values_full, states_full, big_read, scores_full, dots_full, factors_full, staged;
   unsigned unused;
 };
 static_assert(sizeof(WideShared) <= 227 * 1024, "what a block of Hopper may have");
 #define KDA_AT(member) static_cast<unsigned>(offsetof(WideShared, member))
 
 constexpr unsigned kWideHalf = sizeof(WideHalf), kStateHalf = kSize * kRowBytes;
-constexpr unsigned kBigBytes = 3 * sizeof(WideTile) + 2 * sizeof(WideState);
+constexpr unsigned kValuesBytes = 3 * sizeof(WideTile), kStatesBytes = 2 * sizeof(WideState);
 
 // The offset of a piece (8 channels) of a row in a tile with halves of `half` bytes.
 __device__ inline unsigned swizzled(unsigned row, unsigned piece, unsigned half) {
@@ -85,7 +85,8 @@ struct WidePlace {
 
   __device__ void start_barriers() const {
     for (const unsigned n : {0u, 1u}) ptx::init_barrier(raw_full(n), 1), ptx::init_barrier(norms_full(n), 2);
-    ptx::init_barrier(base + KDA_AT(big_full), 1), ptx::init_barrier(base + KDA_AT(big_read), kWideWarps);
+    ptx::init_barrier(base + KDA_AT(values_full), 1), ptx::init_barrier(base + KDA_AT(states_full), 1);
+    ptx::init_barrier(base + KDA_AT(big_read), kWideWarps);
     ptx::init_barrier(base + KDA_AT(scores_full), kWideWarps), ptx::init_barrier(base + KDA_AT(dots_full), kWideWarps);
     ptx::init_barrier(base + KDA_AT(factors_full), 1), ptx::init_barrier(base + KDA_AT(staged), kWideWarps);
     ptx::fence_barriers();

@@ -95,7 +95,7 @@ class WideMultiplier {
 
   // Computes dA or B, then starts the products with states. rowsum(S dS) is computed meanwhile.
   __device__ void multiply() {
-    at_.wait(KDA_AT(big_full), n_);
+    at_.wait(KDA_AT(values_full), n_);
     if (rows_ < kChunk) clear_tail();
     const auto at = [&](unsigned member) { return ptx::matrix_at(at_.base + member, 0, 1024, ptx::Swizzle::k128); };
     const uint64_t both = at(KDA_AT(d_o_dv)), v_new = at(KDA_AT(v_new));
@@ -106,6 +106,7 @@ class WideMultiplier {
       ptx::wgmma_shared<false>(scores_, ptx::further(left, k / 4 * 2 * kWideHalf + k % 4 * 32),
                                ptx::further(v_new, k / 4 * kWideHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
+    at_.wait(KDA_AT(states_full), n_);
     multiply_diagonal();
     ptx::wait_for_products<0>();
     ptx::settle(scores_);
