@@ -180,14 +180,15 @@ class WideNorms {
   __device__ void write_norms(unsigned n, unsigned row) const {
     float2 factor{1, 1};
     if (call_.x.qk_l2norm) {
-      float2 squares = sums(at_.raw(n), row, 1, 1);
+      float2 squares = sums<false>(at_.raw(n), row, 1, 1);
       const bool huge_q = is_huge(squares.x), huge_k = is_huge(squares.y);
       const float by_q = huge_q ? kShrink : 1.0f, by_k = huge_k ? kShrink : 1.0f;
-      if (__any_sync(kAll, huge_q || huge_k)) squares = sums(at_.raw(n), row, by_q, by_k);
+      if (__any_sync(kAll, huge_q || huge_k)) squares = sums<true>(at_.raw(n), row, by_q, by_k);
       factor = {inverse_norm(squares.x, huge_q) * by_q, inverse_norm(squares.y, huge_k) * by_k};
     }
     if (lane_ < 8) ptx::store_shared_f32x2(at_.norms(n) + row * 8, factor);
   }
+  template <bool kShrinks>
   __device__ float2 sums(unsigned raw, unsigned row, float by_q, float by_k) const {
     float2 sum{0, 0};
 #pragma unroll 1
@@ -195,17 +196,19 @@ class WideNorms {
       const unsigned from = raw + swizzled(row, lane_ / 8 * 4 + p, kWideHalf);
       const uint4 q = ptx::load_shared4(from + offsetof(WideShared::Raw, q)),
                   k = ptx::load_shared4(from + offsetof(WideShared::Raw, k));
-      add(sum.x, q, by_q), add(sum.y, k, by_k);
+      add<kShrinks>(sum.x, q, by_q), add<kShrinks>(sum.y, k, by_k);
     }
     sum.x += __shfl_xor_sync(kAll, sum.x, 8), sum.y += __shfl_xor_sync(kAll, sum.y, 8);
     sum.x += __shfl_xor_sync(kAll, sum.x, 16), sum.y += __shfl_xor_sync(kAll, sum.y, 16);
     return sum;
   }
+  template <bool kShrinks>
   __device__ static void add(float& sum, const uint4& x, float by) {
     const unsigned all[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (const unsigned one : all) {
-      const float2 y = two(one), z = {y.x * by, y.y * by};
+      float2 z = two(one);
+      if (kShrinks) z.x *= by, z.y *= by;
       sum = fmaf(z.x, z.x, fmaf(z.y, z.y, sum));
     }
   }

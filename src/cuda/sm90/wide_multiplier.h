@@ -296,10 +296,8 @@ class WideMultiplier {
           const int r = 2 * half + hh;
           const float2 x = two(q[r]), y = two(k[r]);
           const float(&Q)[4] = own_.Q(n), (&R)[4] = own_.R(n);
-          q[r] = ptx::pack<bf16>(fmaf(x.x * f[0].x, f[0].y, Q[2 * hh] * f[0].x),
-                                 fmaf(x.y * f[1].x, f[1].y, Q[2 * hh + 1] * f[1].x));
-          k[r] = ptx::pack<bf16>(fmaf(y.x * f[0].z, f[0].w, R[2 * hh] * f[0].z),
-                                 fmaf(y.y * f[1].z, f[1].w, R[2 * hh + 1] * f[1].z));
+          q[r] = ptx::pack<bf16>(fmaf(x.x, f[0].y, Q[2 * hh]) * f[0].x, fmaf(x.y, f[1].y, Q[2 * hh + 1]) * f[1].x);
+          k[r] = ptx::pack<bf16>(fmaf(y.x, f[0].w, R[2 * hh]) * f[0].z, fmaf(y.y, f[1].w, R[2 * hh + 1]) * f[1].z);
         }
       }
       ptx::store_transposed(
