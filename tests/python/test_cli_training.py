@@ -83,7 +83,32 @@ def test_sweep_of_sizes(cli: Callable[..., str]) -> None:
         for K in (" K64 V128", "") for dtype in ("", " float16") for gate in ("strong", "slow")
     ]  # fmt: skip
     assert "--gate: expected lower_bound or softplus for training on cuda, got log" in cli("--gate", "log", status=2)
-    assert "--rows, --quick: expected prefill on cuda" in cli("--quick", status=2)
+    assert "--quick: expected prefill on cuda" in cli("--quick", status=2)
+
+
+def test_sweep_of_some(cli: Callable[..., str]) -> None:
+    assert names(training.sweep({}, ["h32 T8192", "H12*softplus"])) == [
+        "H12 T8192, softplus", *(f"H32 T8192, {gate}" for gate in ("strong", "slow", "softplus"))
+    ]  # fmt: skip
+    assert names(training.sweep({}, ["*K64*"])) == ["H32 T8192 K64 V64, strong"]
+    assert names(training.sweep({"H": [2], "T": [70, 80]}, ["H2T80slow"])) == ["H2 T80, slow"]
+    assert "--rows: expected some of H12T8192, " in cli("--rows", "H7", status=2)
+    text = cli(*SIZES, "--rows", "*slow")
+    assert "H2 T70 K16 V24, slow" in text and "strong" not in text
+
+
+def test_few_cases_of_a_peer_that_tunes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*training.TUNED} < {training.name_of(case) for case in training.sweep({})}
+    monkeypatch.setattr(training_peers, "PEERS", (
+        training_peers.Peer("FLA", slow_peer), training_peers.Peer("cuDNN", slow_peer)
+    ))  # fmt: skip
+    cases = training.sweep({"H": [1, 2], "T": [70], "K": [16], "V": [24]})
+    monkeypatch.setattr(training, "TUNED", ("H2 T70 K16 V24",))
+    for few in (False, True):
+        found = list(training.measured(cases, notes := [], few=few))
+        peers = [[row["contender"] for row in rows if row["contender"] != "kda"] for rows in found]
+        assert peers == [["cuDNN"] if few and case.problem.H == 1 else ["FLA", "cuDNN"] for case in cases]
+        assert notes == []
 
 
 def test_command(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -221,8 +246,9 @@ def test_chart_of_everything() -> None:
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(Problem(lengths=(3, 4), **TINY, gate="lower_bound"), "slow")
-    monkeypatch.setattr(training, "sweep", lambda given: [case])
-    rows = gpu_suite().training_timings(notes := [])
+    monkeypatch.setattr(training, "sweep", lambda given, names: [case] * len(names))
+    rows, again = gpu_suite().training_timings(notes := [], ["one", "two"])
+    assert [row["what"] for row in again] == [row["what"] for row in rows]
     assert all(note.startswith("no row of") for note in notes)
     labels = ("kda, h, v_new saved", "kda, nothing saved", "kda (cpu_chunk), h, v_new saved")
     assert [row["what"] for row in rows] == [

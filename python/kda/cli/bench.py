@@ -205,7 +205,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=natural, default=7, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="of kernels to measure beside ours on cuda")
-    parser.add_argument("--rows", nargs="+", default=[], metavar="CASE", help="of prefill on cuda, as H64T8192 or H12*")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="CASE", help="on cuda, as H64T8192 or H12*")
     parser.add_argument("--quick", action="store_true", help="a few cases of prefill on cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a record")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .png, .svg or .pdf; needs matplotlib")
@@ -238,8 +238,10 @@ def run(options: argparse.Namespace) -> int:
     if torch is None:
         given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
     special = [name for name in names if options.device == "cuda" and name in _ON_GPU]
-    if (options.rows or options.quick) and "prefill" not in special:
-        raise ValueError("--rows, --quick: expected prefill on cuda with them")
+    if options.quick and "prefill" not in special:
+        raise ValueError("--quick: expected prefill on cuda with it")
+    if options.rows and not {"prefill", "training"} & {*special}:
+        raise ValueError("--rows: expected prefill or training on cuda with it")
     rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
@@ -390,12 +392,16 @@ def _measure_serving(
         serving.compare(record["serving"])
 
 
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name for word in options.rows for name in word.split(",")]
+
+
 def _measure_prefill(
     given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
 ) -> None:
     from . import prefill
 
-    cases = prefill.sweep(given, [name for word in options.rows for name in word.split(",")], options.quick)
+    cases = prefill.sweep(given, _names(options), options.quick)
     how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "few": options.quick}
     found: list[dict[str, Any]] = []
     try:
@@ -434,7 +440,7 @@ def _measure_training(
 ) -> None:
     from . import training
 
-    cases, found = training.sweep(given), list[dict[str, Any]]()
+    cases, found = training.sweep(given, _names(options)), list[dict[str, Any]]()
     try:
         with show.Progress(len(cases), lines=True) as progress:
 

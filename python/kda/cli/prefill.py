@@ -107,16 +107,23 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = 
                 found.append(Case(replace(p, gate="softplus"), "softplus"))
         if quick:
             found = [case for case in found if case.name in QUICK]
+    return named(found, names)
+
+
+def named(
+    cases: Sequence[Case], names: Sequence[str], name_of: Callable[[Case], str] = lambda case: case.name
+) -> list[Case]:
+    """The cases that one of ``names`` matches, or all if there are none."""
+
+    def called(case: Case, name: str) -> bool:
+        words = [x.replace(" ", "").lower() for x in (name, name_of(case), name_of(case) + case.gate)]
+        return any(fnmatch.fnmatchcase(word, words[0]) for word in words[1:])
+
     for name in names:
-        if not any(_called(case, name) for case in found):
-            known = ", ".join(dict.fromkeys(case.name.replace(" ", "") for case in found))
+        if not any(called(case, name) for case in cases):
+            known = ", ".join(dict.fromkeys(name_of(case).replace(" ", "") for case in cases))
             raise ValueError(f"--rows: expected some of {known}, or patterns of them, got {name}")
-    return [case for case in found if not names or any(_called(case, name) for name in names)]
-
-
-def _called(case: Case, name: str) -> bool:
-    words = [text.replace(" ", "").lower() for text in (name, case.name, case.name + case.gate)]
-    return any(fnmatch.fnmatchcase(word, words[0]) for word in words[1:])
+    return [case for case in cases if not names or any(called(case, name) for name in names)]
 
 
 class Inputs:

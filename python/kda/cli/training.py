@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import kda
 from kda._arrays import torch
 
-from . import measure, prefill, training_peers
+from . import measure, prefill, prefill_peers, training_peers
 from .arrays import DeviceSource
 from .measure import Call
 from .operators import forced
@@ -28,6 +28,7 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
     {"H": 32, "T": 8192, "K": 64, "V": 64},
 )
 ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # all others: only strong ones
+TUNED = ("H32 T8192",)  # where FLA, which tunes itself, is measured if there is little time
 PORTABLE = "cuda_chunk"
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
@@ -43,8 +44,9 @@ class Step(NamedTuple):
 Contender = tuple[str, "str | None", "str | None", Callable[[Inputs], Step]]
 
 
-def sweep(given: dict[str, list[Any]]) -> list[Case]:
-    """All combinations of the sizes, or the cases listed above."""
+def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
+    """All combinations of the sizes, or the cases listed above; of those, only the ones with these names, such as
+    H64T8192, H12* or H32*softplus."""
     found: list[Case] = []
     if given:
         gates = given.get("gate", ["lower_bound"])
@@ -52,13 +54,12 @@ def sweep(given: dict[str, list[Any]]) -> list[Case]:
             raise ValueError("--gate: expected lower_bound or softplus for training on cuda, got log")
         for p in combinations(Problem(H=32, T=8192), given | {"gate": gates}):
             found += [Case(p, gate) for gate in (["softplus"] if p.gate == "softplus" else ["strong", "slow"])]
-        return found
-    for sizes in SHAPES:
+    for sizes in SHAPES if not given else ():
         p = Problem(**sizes, gate="lower_bound")
         found += [Case(p, "strong")]
         if name_of(found[-1]) in ALL_GATES:
             found += [Case(p, "slow"), Case(replace(p, gate="softplus"), "softplus")]
-    return found
+    return prefill.named(found, names, name_of)
 
 
 def name_of(case: Case) -> str:
@@ -130,14 +131,16 @@ def measured(
     *,
     impl: str | None = None,
     repeats: int = 7,
+    few: bool = False,
     started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields rows as they are measured. The reason for a missing row goes to ``notes``; ``started`` is called before
-    each case."""
+    """Yields the rows of one case after the other. The reason for a missing row goes to ``notes``; ``started`` is
+    called before each case. With ``few``, FLA is measured only for TUNED."""
     contenders = [*_ours(impl), *((peer.name, None, None, peer.prepare) for peer in training_peers.PEERS)]
     for case in cases:
         started(case)
-        yield [row for contender in contenders for row in _row(case, contender, notes, repeats)]
+        left_out = prefill_peers.TUNED if few and name_of(case) not in TUNED else None
+        yield [row for c in contenders if c[0] != left_out for row in _row(case, c, notes, repeats)]
 
 
 def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> Iterator[dict[str, Any]]:
@@ -157,10 +160,6 @@ def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> It
         measure.note_once(notes, f"no row of {label(row)}: {reason}")
         return
     yield row
-
-
-def rows(cases: Sequence[Case], notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    return compared(row for some in measured(cases, notes, **how) for row in some)
 
 
 def compared(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
