@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "cuda/launch_plans.h"
 #include "cuda/runtime.h"
 #include "problem.h"
 
@@ -104,12 +105,6 @@ __device__ inline void prefetch(const void* at, uint64_t bytes) {
                "r"((static_cast<unsigned>(end - first) + 15) & ~15u));
 #endif
 }
-// How much of the states gets hints, in KB an SM: all of them if they have at most `all`, otherwise `some`. That
-// keeps memory busy while the previous kernel ends. More would take time from that kernel, which still writes. The
-// numbers were measured.
-struct HintedStates {
-  int all, some;
-};
 // Which blocks give hints: about as many as the GPU runs at a time. Hints for states come from the first blocks;
 // `tiles` blocks share a state.
 inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t tiles, int blocks_of_SM,
