@@ -58,10 +58,14 @@ function(kda_add_cuda target)
     src/cuda/sm80/conv.cu
     src/cuda/sm80/conv_backward.cu
     src/cuda/sm80/decode.cu
+    src/cuda/sm80/flush_registers.cu
     src/cuda/sm80/forward_chunk.cu
     src/cuda/sm80/forward_recurrent.cu
     src/cuda/sm80/gate.cu
     src/cuda/sm80/prefill_f32.cu
+    src/cuda/sm80/recurrent_flush_verify.cu
+    src/cuda/sm80/recurrent_ring.cu
+    src/cuda/sm80/recurrent_verify.cu
     src/cuda/sm80/roll.cu
     src/cuda/sm80/speculation.cu
     src/cuda/sm80/speculation_mma.cu

@@ -147,7 +147,7 @@ bool are_chains(const Requests& r, bool ring) {
 }
 // The requests of such a call, with these facts as constants for the compiler.
 template <class Requests>
-KDA_BOTH Requests known_chains(Requests r, bool ring) {
+KDA_BOTH Requests fast_chains(Requests r, bool ring) {
   r.states.initial = Initial::kStates;
   if constexpr (requires { r.records; }) r.records.ring = ring, r.tree = false;
   if constexpr (requires { r.last; }) r.last.ring = ring, r.last_tree = false;

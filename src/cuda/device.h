@@ -154,15 +154,15 @@ struct Tokens {
     return view_why_not({&in.q, &in.k, &in.v, &in.g, &in.beta, &o});
   }
 
-  // Is this the usual call? A kernel that knows so gives the same bits with half of the instructions. front: q, k and
-  // v come from a convolution.
-  bool usual(bool front = false) const {
+  // Is the call on the fast path, as far as its tokens are concerned? A kernel that knows so gives the same bits with
+  // half of the instructions. front: q, k and v come from a convolution.
+  bool on_fast_path(bool front = false) const {
     return (qkv_dtype == (front ? KDA_F32 : KDA_BF16)) & (g_dtype == KDA_BF16) & (beta_dtype == KDA_BF16) &
                (o_dtype == KDA_BF16) &&
            beta_form == KDA_BETA_SIGMOID && qk_l2norm;
   }
-  // A copy for a usual call, with constants that the compiler then knows.
-  __device__ Tokens known(int32_t K, bool front = false) const {
+  // A copy for such a call, with constants that the compiler then knows.
+  __device__ Tokens fast_copy(int32_t K, bool front = false) const {
     Tokens x = *this;
     x.K = K, x.qkv_dtype = front ? KDA_F32 : KDA_BF16, x.g_dtype = x.beta_dtype = x.o_dtype = KDA_BF16;
     x.beta_form = KDA_BETA_SIGMOID, x.qk_l2norm = x.narrow = 1;
@@ -442,6 +442,7 @@ struct Rows {
   char* first;
   uint32_t row, channel_step;  // bytes from one row, and from one channel, to the next
 
+  Rows() = default;
   __device__ Rows(const View& t, unsigned slot, unsigned hv, unsigned v) requires kWide : first(t.at(slot, hv, v)),
                                                                                           row(t.stride2),
                                                                                           channel_step(0) {}
@@ -509,6 +510,30 @@ __device__ void store_rows(const Rows<kWide>& rows, int32_t dtype, int count, in
   else all.template operator()<__nv_bfloat16>();
 }
 
+// The same for rows of any kind. wide: they are such as Rows<true> are.
+struct AnyRows : Rows<false> {
+  bool wide;
+
+  __device__ AnyRows(const TypedView& t, int32_t layout, unsigned slot, unsigned hv, unsigned v, bool wide)
+      : Rows<false>(t, layout, slot, hv, v), wide(wide) {}
+  __device__ const Rows<false>& narrow() const { return *this; }
+  __device__ Rows<true> widened() const {
+    Rows<true> rows;
+    rows.first = first, rows.row = row, rows.channel_step = 0;
+    return rows;
+  }
+};
+template <int kRows, int kElements>
+__device__ void load_rows(const AnyRows& rows, int32_t dtype, int count, int K, float (&S)[kRows][kElements]) {
+  if (rows.wide) load_rows(rows.widened(), dtype, count, K, S);
+  else load_rows(rows.narrow(), dtype, count, K, S);
+}
+template <int kRows, int kElements>
+__device__ void store_rows(const AnyRows& rows, int32_t dtype, int count, int K, const float (&S)[kRows][kElements]) {
+  if (rows.wide) store_rows(rows.widened(), dtype, count, K, S);
+  else store_rows(rows.narrow(), dtype, count, K, S);
+}
+
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T)) Neighbours {
   T x[kCount];
@@ -516,7 +541,7 @@ struct alignas(kCount * sizeof(T)) Neighbours {
 
 // kRows neighbouring columns of a head's K-first state, in the same registers as in Rows. An access takes one channel
 // of all these columns, and the four threads of a warp that have this channel read neighbouring memory. V and
-// addresses are multiples of kRows, K is kElements * 8.
+// addresses are multiples of kRows.
 template <int kRows>
 struct Columns {
   char* first;
@@ -530,18 +555,20 @@ struct Columns {
     return *reinterpret_cast<Neighbours<T, kRows>*>(first + static_cast<unsigned>(c) * uint64_t{channel_step});
   }
   template <class T, int kElements>
-  __device__ void load(float (&S)[kRows][kElements]) const {
+  __device__ void load(int K, float (&S)[kRows][kElements]) const {
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
+      if (channel(e) >= K) continue;
       const Neighbours<T, kRows> all = at<T>(channel(e));
 #pragma unroll
       for (int row = 0; row < kRows; ++row) S[row][e] = static_cast<float>(all.x[row]);
     }
   }
   template <class T, int kElements>
-  __device__ void store(const float (&S)[kRows][kElements]) const {
+  __device__ void store(int K, const float (&S)[kRows][kElements]) const {
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
+      if (channel(e) >= K) continue;
       Neighbours<T, kRows> all;
 #pragma unroll
       for (int row = 0; row < kRows; ++row) all.x[row] = static_cast<T>(S[row][e]);
@@ -552,18 +579,18 @@ struct Columns {
 
 // The same for Columns: all of them or none.
 template <int kRows, int kElements>
-__device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
+__device__ void load_rows(const Columns<kRows>& columns, int32_t dtype, int count, int K,
                           float (&S)[kRows][kElements]) {
   if (count == 0) return;
-  if (dtype == KDA_F32) columns.template load<float>(S);
-  else columns.template load<__nv_bfloat16>(S);
+  if (dtype == KDA_F32) columns.template load<float>(K, S);
+  else columns.template load<__nv_bfloat16>(K, S);
 }
 template <int kRows, int kElements>
-__device__ void store_rows(const Columns<kRows>& columns, int32_t dtype, int count, int /*K*/,
+__device__ void store_rows(const Columns<kRows>& columns, int32_t dtype, int count, int K,
                            const float (&S)[kRows][kElements]) {
   if (count == 0) return;
-  if (dtype == KDA_F32) columns.template store<float>(S);
-  else columns.template store<__nv_bfloat16>(S);
+  if (dtype == KDA_F32) columns.template store<float>(K, S);
+  else columns.template store<__nv_bfloat16>(K, S);
 }
 
 // Does every row begin at a multiple of so many elements? (An absent tensor's do.)
@@ -579,7 +606,7 @@ inline bool wide_rows(const Dims& d, int32_t layout, std::initializer_list<const
 }
 // Whether Columns of up to four fit all of these states.
 inline bool wide_columns(const Dims& d, int32_t layout, std::initializer_list<const kda_tensor*> states) {
-  if (layout != KDA_STATE_K_FIRST || (d.K != 64 && d.K != 128) || d.V % 4) return false;
+  if (layout != KDA_STATE_K_FIRST || d.V % 4) return false;
   return std::all_of(states.begin(), states.end(), [](const kda_tensor* t) { return rows_aligned(*t, 4); });
 }
 

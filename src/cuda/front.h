@@ -12,14 +12,13 @@ struct Front {
   kda_tensor parents;
 };
 
-// Is this the usual convolution, in a call that is usual otherwise? Everything is in bf16, and an access takes four
-// channels.
-inline bool usual_front(const kda_conv_inputs& conv, bool by_four) {
+// May a call with this convolution be on the fast path? Everything is in bf16, and an access takes four channels.
+inline bool on_fast_path(const kda_conv_inputs& conv, bool by_four) {
   return by_four && conv.x.dtype == KDA_BF16 && conv.weight.dtype == KDA_BF16 && conv.state.dtype == KDA_BF16 &&
          (!present(conv.bias) || conv.bias.dtype == KDA_BF16);
 }
-// A copy for a usual one, with dtypes that the compiler then knows.
-__device__ inline kda_conv_inputs known_front(const kda_conv_inputs& given) {
+// A copy for such a call, with dtypes that the compiler then knows.
+__device__ inline kda_conv_inputs fast_copy(const kda_conv_inputs& given) {
   kda_conv_inputs conv = given;
   conv.x.dtype = conv.weight.dtype = conv.state.dtype = conv.bias.dtype = KDA_BF16;
   return conv;
@@ -121,45 +120,49 @@ struct FrontMemory {
   int keys, stride, v, columns;
 };
 // A thread has some of the drafts, and four channels of them if accesses of four are possible.
+// kK: K if it is known, else 0.
 template <int kThreads, int kK, int kMaxDrafts>
 class FrontDrafts {
-  static constexpr int kGroups = (2 * kK + 128) / 4;  // of channels, in a block of 128 columns or fewer
+  static constexpr int kGroups = (2 * 128 + 128) / 4;  // of channels, K and columns being at most 128
   static constexpr int kParts = kThreads / kGroups, kMost = (kMaxDrafts + kParts - 1) / kParts;
 
  public:
-  __device__ explicit FrontDrafts(const FrontMemory& m) : m_(m) {}
+  __device__ FrontDrafts(const FrontMemory& m, int K) : m_(m), K_(K) {}
   // Issues the loads from memory.
   __device__ void fetch(const Front& front, const Place& at, const Sequence& s, int T, unsigned v0) {
     if (!m_.by_four || !has_some(T)) return;
-    four_.fetch(front.conv, s, slot_of(front.conv.indices, s.n), first(), tokens(T), channel(front, at, own(), v0));
+    four_.fetch(front.conv, s, slot_of(front.conv.indices, s.n), first(), tokens(T),
+                channel(front, at, K(), own(), v0));
   }
   __device__ void values(const Front& front, const Place& at, const Sequence& s, int T, unsigned v0,
                          float* shared) const {
     const auto place = [&](int t, int c) {
-      return shared + (c < 2 * kK ? m_.keys + t * m_.stride + c : m_.v + t * m_.columns + (c - 2 * kK));
+      return shared + (c < 2 * K() ? m_.keys + t * m_.stride + c : m_.v + t * m_.columns + (c - 2 * K()));
     };
     if (m_.by_four) {
-      const int step = own() < 2 * kK ? m_.stride : m_.columns;
+      const int step = own() < 2 * K() ? m_.stride : m_.columns;
       if (has_some(T)) four_.values(front.conv, first(), tokens(T), place(first(), own()), step);
       return;
     }
     const int64_t slot = slot_of(front.conv.indices, s.n);
     for (int t = 0; t < T; ++t)
-      for (int c = static_cast<int>(threadIdx.x); c < 2 * kK + m_.columns; c += kThreads)
-        *place(t, c) = front_value(front.conv, front.parents, s, slot, t, channel(front, at, c, v0));
+      for (int c = static_cast<int>(threadIdx.x); c < 2 * K() + m_.columns; c += kThreads)
+        *place(t, c) = front_value(front.conv, front.parents, s, slot, t, channel(front, at, K(), c, v0));
   }
 
  private:
-  __device__ static int64_t channel(const Front& front, const Place& at, int c, unsigned v0) {
+  __device__ int K() const { return kK ? kK : K_; }
+  __device__ static int64_t channel(const Front& front, const Place& at, int K, int c, unsigned v0) {
     const FrontChannels first(front, at.h, at.hv);
-    return c < kK ? first.q + c : c < 2 * kK ? first.k + (c - kK) : first.v + v0 + (c - 2 * kK);
+    return c < K ? first.q + c : c < 2 * K ? first.k + (c - K) : first.v + v0 + (c - 2 * K);
   }
   __device__ static int own() { return static_cast<int>(threadIdx.x) % kGroups * 4; }
   __device__ static int first() { return static_cast<int>(threadIdx.x) / kGroups * kMost; }
   __device__ static int tokens(int T) { return min(T - first(), kMost); }
-  __device__ bool has_some(int T) const { return own() < 2 * kK + m_.columns && first() < T; }
+  __device__ bool has_some(int T) const { return own() < 2 * K() + m_.columns && first() < T; }
 
   const FrontMemory& m_;
+  const int K_;
   FrontFour<kMost> four_;
 };
 

@@ -13,6 +13,11 @@ __device__ inline void copy_async(float* shared, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from));
 }
 
+// Copies 16 bytes or, without `real`, writes zeros.
+__device__ inline void copy_async(unsigned shared, const char* from, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(real ? 16 : 0));
+}
+
 // Rows of kK channels, one value column each. Groups of 16 channels are swizzled with their neighbours so that both
 // ways of reading are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes
 // each.
@@ -37,8 +42,22 @@ class Tile {
     const uint64_t next = real ? kRowsAtOnce * static_cast<uint64_t>(step) : 0;
 #pragma unroll 4
     for (int i = 0; i < rows / kRowsAtOnce; ++i) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(real ? 16 : 0));
+      copy_async(to, source, real);
       to += kRowsAtOnce * kK * static_cast<int>(sizeof(T)), source += next;
+    }
+  }
+  // The same for rows of K channels, f32 or bf16, in a tile of floats. Rows in bf16 come through registers, a few at a
+  // time.
+  template <int kThreads>
+  __device__ void ask_any(const char* from, int32_t dtype, uint32_t step, int rows, bool real, int K) const {
+    const int c = static_cast<int>(threadIdx.x) % kChunks * kChunk;
+    if (c >= K) return;
+#pragma unroll 4
+    for (int row = static_cast<int>(threadIdx.x) / kChunks; row < rows; row += kThreads / kChunks) {
+      const char* source = real ? from + row * static_cast<uint64_t>(step) : from;
+      T* to = data_ + at(row, c);
+      if (real && dtype == KDA_BF16) store_four(to, load_four(reinterpret_cast<const __nv_bfloat16*>(source) + c));
+      else copy_async(shared_address(to), real ? source + c * sizeof(T) : source, real);
     }
   }
   // For walking along rows whose numbers differ by multiples of four: channels 16 i + 4 j .. + 3 of row + 4 m are at

@@ -9,8 +9,8 @@
 // channels in both layouts, so the bits are the same, too.
 //
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and
-// works on some columns while the next are on their way. It is for large calls, except for the usual one: kernels
-// that know the usual call are faster.
+// works on some columns while the next are on their way. It is for large calls, except on the fast path, whose kernels
+// are faster.
 //
 // Columns are independent, and every sum has one order in both shapes: the bits of a request depend on nothing else
 // in the call, and T tokens have the bits of T calls of one.
@@ -27,6 +27,11 @@ namespace {
 
 constexpr int kThreads = kTokenThreads;
 constexpr int kFewThreads = kThreads / 2;  // of a block, in large calls
+constexpr int kWideK = 128;                // on the fast path
+
+// How states are read and written. kAny: an element at a time. kRows: V-first, four channels of a column at a time.
+// kColumns: K-first, some columns of a channel. kGiven: as each call says.
+enum class Access { kAny, kRows, kColumns, kGiven };
 
 // What kernels read of a call. What all calls have comes first: a block waits for every 64 bytes of it that it reads.
 struct Params {
@@ -49,15 +54,16 @@ struct Params {
   Index accepted;
   int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; how many rows there are to start from, and to write
   Front front;
+  Access access;
 
-  Params(const DecodeProblem& p, const Blocks& blocks) : Params(p, p.args, blocks) {}
+  explicit Params(const DecodeProblem& p) : Params(p, p.args) {}
 
   __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
   __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
-  // A copy for a usual call, with constants that the compiler then knows.
-  __device__ Params known(int32_t K, int32_t state_dtype) const {
+  // A copy for a call on the fast path, with constants that the compiler then knows.
+  __device__ Params fast_copy(int32_t state_dtype) const {
     Params x = *this;
-    x.tokens = tokens.known(K);
+    x.tokens = tokens.fast_copy(kWideK);
     x.hT.stride0 = h0.stride0, x.hT.stride1 = h0.stride1, x.hT.stride2 = h0.stride2;
     x.h0.dtype = x.hT.dtype = state_dtype;
     x.T = 1, x.N = blocks.rows, x.varlen = false;
@@ -65,8 +71,8 @@ struct Params {
   }
 
  private:
-  Params(const DecodeProblem& p, const kda_decode_args& a, const Blocks& blocks)
-      : blocks(blocks),
+  Params(const DecodeProblem& p, const kda_decode_args& a)
+      : blocks(p, 1),
         tokens(p, a.in, a.o),
         slots(slots_of(a.states)),
         h0(view_of(a.states.h0)),
@@ -85,66 +91,117 @@ struct Params {
         S(by_slot(a) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1]),
         start_rows(by_slot(a) ? a.states.h0.shape[0] : a.snapshots.shape[1]),
         snapshot_rows(a.snapshots.shape[by_slot(a) ? 0 : 1]),
-        front{p.H, p.K, p.V, a.conv, {}} {}
+        front{p.H, p.K, p.V, a.conv, {}},
+        access(access_of(p)) {}
   static bool by_slot(const kda_decode_args& a) { return present(a.snapshot_slots); }
+  static Access access_of(const DecodeProblem& p) {
+    const kda_decode_args& a = p.args;
+    const std::initializer_list<const kda_tensor*> states = {&a.states.h0, &a.states.hT, &a.snapshots};
+    if (wide_rows(p, a.in.state_layout, states)) return Access::kRows;
+    return wide_columns(p, a.in.state_layout, states) ? Access::kColumns : Access::kAny;
+  }
 };
 
-bool plain(const DecodeProblem& p) {
-  return !present(p.args.snapshots) && !present(p.args.accepted) && !present(p.args.conv.x);
-}
-
-// Is the call like nearly all calls of a model? These have one token, the dtypes and forms that Tokens::known knows,
-// and states of one dtype that lie alike before and after. Kernels for these calls only have less than half of the
+// Is the call on the fast path? It has one token, the dtypes and forms that Tokens::on_fast_path() names, K = 128 and
+// states of one dtype that lie alike before and after. Kernels for these calls have less than half of the
 // instructions: code for other calls would lie between those that run, and come through the instruction cache with
 // them.
-bool usual(const DecodeProblem& p) {
-  const kda_decode_args& a = p.args;
-  const TypedView h0 = view_of(a.states.h0), hT = view_of(a.states.hT);
-  return plain(p) && !p.varlen && p.T == 1 && (p.K == 64 || p.K == 128) && p.V % 64 == 0 && h0.data && hT.data &&
-         h0.dtype == hT.dtype && h0.stride0 == hT.stride0 && h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 &&
-         Tokens(p, a.in, a.o).usual();
+bool on_fast_path(const DecodeProblem& p, const Params& x) {
+  const TypedView &h0 = x.h0, &hT = x.hT;
+  return !x.snapshots.data && !x.accepted.data && !present(p.args.conv.x) && !p.varlen && p.T == 1 && p.K == kWideK &&
+         p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype && h0.stride0 == hT.stride0 &&
+         h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
+         (x.access == Access::kRows || (x.access == Access::kColumns && h0.dtype == KDA_F32));
 }
 
-template <bool kUsual>
-__device__ decltype(auto) known(const Params& p, int32_t K, int32_t state_dtype) {
-  if constexpr (kUsual) return p.known(K, state_dtype);
+// What a kernel is compiled for. On the fast path (`fast`), calls are on_fast_path(), with states of dtype `state`.
+// elements: the channels of a thread in a column, of which K may leave some unused. rows: the columns of a thread.
+struct Traits {
+  bool fast;
+  Access access;
+  int32_t state;
+  int elements, rows, threads = kTokenThreads;
+
+  constexpr int columns() const { return threads / kRowLanes * rows; }  // of a block
+};
+constexpr Traits fast(Access access, int32_t state, int rows, int threads = kTokenThreads) {
+  return {true, access, state, kWideK / kRowLanes, rows, threads};
+}
+constexpr Traits general(int elements, int rows) { return {false, Access::kGiven, -1, elements, rows}; }
+// The same as a type. nvcc repeats a kernel's template arguments in code for the host, where it has no name for the
+// type of a value.
+template <bool kFast, Access kAccess, int32_t kState, int kElements, int kRows, int kBlock>
+struct TraitsType {
+  static constexpr Traits kValue{kFast, kAccess, kState, kElements, kRows, kBlock};
+};
+template <Traits kCall>
+using TypeOf = TraitsType<kCall.fast, kCall.access, kCall.state, kCall.elements, kCall.rows, kCall.threads>;
+
+template <Traits kCall>
+__device__ decltype(auto) fast_copy(const Params& p) {
+  if constexpr (kCall.fast) return p.fast_copy(kCall.state);
   else return (p);
 }
 
-// Which calls a kernel takes. kPlain: neither snapshots, nor a start from one, nor a convolution in front. kUsual..:
-// usual calls, with states of this dtype.
-enum class Calls { kAny, kPlain, kUsualF32, kUsualBf16 };
-constexpr bool are_usual(Calls calls) { return calls == Calls::kUsualF32 || calls == Calls::kUsualBf16; }
-
-// How states are read and written: kAny: an element at a time. kRows: V-first, some channels of a column at a time.
-// kColumns: K-first, some columns of a channel.
-enum class Access { kAny, kRows, kColumns };
-template <Access kAccess, int kRows>
-using States = std::conditional_t<kAccess == Access::kColumns, Columns<kRows>, Rows<kAccess == Access::kRows>>;
-
-// Blocks of an SM: as many as registers allow without spills.
-constexpr int blocks_of(Calls calls, int elements, int rows, int threads) {
-  if (threads == kFewThreads) return 20;
-  if (are_usual(calls)) return (elements * rows > 32 ? 5 : 8) - (calls == Calls::kUsualBf16 && rows == 4);
-  if (elements * rows > 32) return calls == Calls::kPlain && elements == 16 ? 4 : 1;
-  if (calls == Calls::kAny) return elements == 32 ? 2 : rows == 2 ? 3 : 4;
-  return rows > 1 || elements == 32 ? 4 : 5;
+// Calls act() with kCall.rows columns of a state from v on, as they are accessed.
+template <Traits kCall, class Act>
+__device__ void with_columns(const Params& p, const TypedView& state, unsigned slot, unsigned hv, unsigned v,
+                             const Act& act) {
+  const auto with = [&]<class Columns>() {
+    Columns columns(state, p.layout, slot, hv, v);
+    act(columns);
+  };
+  constexpr bool kGiven = kCall.access == Access::kGiven;
+  const Access access = kGiven ? p.access : kCall.access;
+  if (access == Access::kRows) with.template operator()<Rows<true>>();
+  else if (access == Access::kColumns) with.template operator()<Columns<kCall.rows>>();
+  else with.template operator()<Rows<false>>();
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock>
-__global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kBlock))
+// Blocks of an SM: as many as registers allow without spills.
+constexpr int blocks_of_SM(Traits call) {
+  if (call.threads == kFewThreads) return 20;
+  if (call.fast) return (call.elements * call.rows > 32 ? 5 : 8) - (call.state == KDA_BF16 && call.rows == 4);
+  return call.elements == 32 ? 2 : 3;
+}
+
+// Gives hints for a block's columns of a state.
+template <Traits kCall>
+__device__ void expect_columns(const Params& p, const Place& at) {
+  constexpr bool kKFirst = kCall.access == Access::kColumns;
+  // A block's part of a K-first state is some lines of every channel.
+  const bool known = kCall.fast || p.access == Access::kRows;
+  const bool hint = known && at.is_among(p.blocks.hints.states) && p.h0.data &&
+                    (kKFirst ? threadIdx.x < kCall.elements * 8 : threadIdx.x == 0);
+  const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
+  if (slot < 0) return;
+  const unsigned from = at.tile * kCall.columns();
+  const unsigned all = kCall.fast ? kCall.columns() : min(p.V - from, static_cast<unsigned>(kCall.columns()));
+  if constexpr (kKFirst) {
+    const Columns<kCall.rows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
+    for (unsigned byte = 0; byte < all * size_of(p.h0.dtype); byte += 128)
+      prefetch(states.first + threadIdx.x * uint64_t{states.channel_step} + byte);
+  } else {
+    const Rows<true> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
+    prefetch(states.first, all * static_cast<uint64_t>(states.row));
+  }
+}
+
+template <class Call>
+__global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValue))
     decode_kernel(const __grid_constant__ Params params) {
-  constexpr bool kPlain = kCalls != Calls::kAny, kUsual = are_usual(kCalls);
-  const auto& p = known<kUsual>(params, kElements * 8, kCalls == Calls::kUsualBf16 ? KDA_BF16 : KDA_F32);
+  constexpr Traits kCall = Call::kValue;
+  constexpr int kElements = kCall.elements, kRows = kCall.rows, kBlock = kCall.threads, kColumns = kCall.columns();
+  const auto& p = fast_copy<kCall>(params);
   __builtin_assume(threadIdx.x < kBlock);
-  constexpr int kPerThread = (kElements * 8 + kBlock - 1) / kBlock, kColumns = kBlock / kRowLanes * kRows;
+  constexpr int kPerThread = (kElements * 8 + kBlock - 1) / kBlock;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kTokenThreads / 32];
   const Tokens& x = p.tokens;
   const Place at(p.blocks);
   const int v0 = static_cast<int>(at.tile) * kColumns + first_row<kRows>();
   // How many of the thread's columns exist.
-  const int columns = kUsual ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
+  const int columns = kCall.fast ? kRows : min(max(static_cast<int>(p.V) - v0, 0), kRows);
   const auto store_outputs = [&](unsigned b, unsigned t, const float(&o)[kRows]) {
     char* to = x.o.at(b, t, at.hv) + static_cast<unsigned>(v0) * size_of(x.o_dtype);
 #pragma unroll
@@ -173,7 +230,7 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
           row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype) : 0;
   };
   const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
-  const bool front = !kPlain && present(p.front.conv.x);
+  const bool front = !kCall.fast && present(p.front.conv.x);
   const auto convolve = [&](const Sequence& s, int64_t t) {
     const FrontChannels first(p.front, at.h, at.hv);
     const int64_t slot = slot_of(p.front.conv.indices, s.n);
@@ -189,25 +246,13 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
   };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if (kPlain && kAccess != Access::kAny && at.is_among(p.blocks.hints.blocks)) {
+    if ((kCall.fast || !front) && at.is_among(p.blocks.hints.blocks)) {
       // With many small blocks, one block of a head gives the hints for all.
       if (kBlock > kFewThreads || at.tile == 0) {
         keys.expect(x);
         if (threadIdx.x == 0) prefetch(from_v);
       }
-      // A block's part of a K-first state is some lines of every channel.
-      const bool hint = at.is_among(p.blocks.hints.states) && p.h0.data &&
-                        (kAccess == Access::kColumns ? threadIdx.x < kElements * 8 : threadIdx.x == 0);
-      const int32_t slot = hint ? likely_slot(p.slots.indices, p.slots.first_valid, p.slots.slots, at.n) : -1;
-      if (slot >= 0) {
-        const unsigned from = at.tile * kColumns;
-        const unsigned all = kUsual ? kColumns : min(p.V - from, static_cast<unsigned>(kColumns));
-        const States<kAccess, kRows> states(p.h0, p.layout, static_cast<unsigned>(slot), at.hv, from);
-        if constexpr (kAccess == Access::kRows) prefetch(states.first, all * static_cast<uint64_t>(states.row));
-        if constexpr (kAccess == Access::kColumns)
-          for (unsigned byte = 0; byte < all * size_of(p.h0.dtype); byte += 128)
-            prefetch(states.first + threadIdx.x * uint64_t{states.channel_step} + byte);
-      }
+      expect_columns<kCall>(p, at);
     }
   }
   const int32_t* index = p.slots.indices.data ? &p.slots.indices[at.n] : nullptr;
@@ -220,29 +265,31 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
   if (p.varlen) locate(b, t0);
   if (s.length > 0 && !front) fetch();
   find_states(s, p.slots, p.has_initial, slot);
-  if constexpr (!kPlain) find_padding(s, p.slots, p.snapshot_slots.row(at.n));
+  if constexpr (!kCall.fast) find_padding(s, p.slots, p.snapshot_slots.row(at.n));
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
   float S[kRows][kElements] = {};
-  const auto load = [&](const TypedView& from, int64_t row, int64_t offset = 0) {
-    States<kAccess, kRows> rows(from, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
-    rows.first += offset;
-    load_rows(rows, from.dtype, columns, x.K, S);
+  const auto load = [&](const TypedView& from, int64_t row, int64_t offset) {
+    const auto at_v = static_cast<unsigned>(v0);
+    with_columns<kCall>(p, from, static_cast<unsigned>(row), at.hv, at_v, [&](auto& rows) {
+      rows.first += offset;
+      load_rows(rows, from.dtype, columns, x.K, S);
+    });
   };
-  const auto store = [&](const TypedView& to, int64_t row, int64_t offset = 0) {
-    States<kAccess, kRows> rows(to, p.layout, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0));
-    rows.first += offset;
-    store_rows(rows, to.dtype, columns, x.K, S);
+  const auto store = [&](const TypedView& to, int64_t row, int64_t offset) {
+    const auto at_v = static_cast<unsigned>(v0);
+    with_columns<kCall>(p, to, static_cast<unsigned>(row), at.hv, at_v, [&](auto& rows) {
+      rows.first += offset;
+      store_rows(rows, to.dtype, columns, x.K, S);
+    });
   };
-  const bool by_slot = !kPlain && p.snapshot_slots.data;
-  const auto sequence = [&] { return by_slot ? 0 : at.n * p.sequence; };
-  if (kPlain || !p.accepted.data) {
-    if (s.initial) load(p.h0, s.slot);
+  const auto sequence = [&] { return p.snapshot_slots.data ? 0 : at.n * p.sequence; };  // bytes to its snapshots
+  if (kCall.fast || !p.accepted.data) {
+    if (s.initial) load(p.h0, s.slot, 0);
   } else {
     const int64_t row = p.snapshot_rows_of(at.n).start_row(p.accepted[at.n]);
-    const bool there = row >= 0 && row < p.start_rows;
-    if (there && by_slot) load(p.h0, row);
-    if (there && !by_slot) load(p.snapshots, row, sequence());
+    const bool by_slot = p.snapshot_slots.data;
+    if (row >= 0 && row < p.start_rows) load(by_slot ? p.h0 : p.snapshots, row, sequence());
   }
   let_next_start();
 
@@ -264,58 +311,56 @@ __global__ void __launch_bounds__(kBlock, blocks_of(kCalls, kElements, kRows, kB
     for (int row = 0; row < kRows; ++row) v[row] = value_of(x.qkv_dtype, values[row]);
     apply_token(prepared, keys.beta, keys.qk, v, S, u, o);
     store_outputs(b, t0 + t, o);
-    if constexpr (!kPlain) {
+    if constexpr (!kCall.fast) {
       const int64_t row = p.snapshots.data ? p.snapshot_rows_of(at.n).row(t) : -1;
       if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
     }
   }
-  if (kUsual || p.hT.data) store(p.hT, s.slot);
+  if (kCall.fast || p.hT.data) store(p.hT, s.slot, 0);
 }
 
-template <Access kAccess, Calls kCalls, int kElements, int kRows, int kBlock = kTokenThreads>
-void launch_direct(const DecodeProblem& p) {
-  const int64_t tiles = divide_up(p.V, kBlock / kRowLanes * kRows);
-  const int blocks = blocks_of(kCalls, kElements, kRows, kBlock);
-  const Hints hints = hints_of(p, 1, p.args.states.h0.dtype, tiles, blocks, {28, 28}, p.args.exec.device_id);
-  launch<decode_kernel<kAccess, kCalls, kElements, kRows, kBlock>>(p.args.exec, Blocks::grid(p, tiles, 1), kBlock, 0,
-                                                                   Params(p, Blocks(p, tiles, hints)));
+DecodePlan plan_of(const DecodeProblem& p, const Params& x) {
+  const bool fast = on_fast_path(p, x);
+  const DecodeCall call{p.N * p.HV,
+                        p.K,
+                        p.V,
+                        fast ? FastPath::kPlain : FastPath::kNone,
+                        p.args.states.h0.dtype == KDA_BF16,
+                        p.args.in.state_layout == KDA_STATE_K_FIRST};
+  return decode_plan(call, multiprocessors(p.args.exec.device_id));
 }
 
-// With many columns a thread, reads of keys are shared; with few, a small call spreads over all SMs, and threads keep
-// an address for every channel. In a K-first state, the columns are also what a thread reads at once. In large usual
-// calls a block has 4 KB of an f32 state: memory is fastest when all that is on its way lies close together.
-template <Access kAccess, Calls kCalls>
-void launch_direct(const DecodeProblem& p) {
-  constexpr bool kColumns = kAccess == Access::kColumns;
-  constexpr int kFew = kColumns ? 2 : 1, kMany = kColumns ? 4 : 2;
-  const int64_t SMs = multiprocessors(p.args.exec.device_id);
-  const bool few = p.N * p.HV * divide_up(p.V, kTile<kFew>) <= 5 * SMs;
-  const auto sized = [&]<int kElements, int kRows>() {
-    if constexpr (kCalls == Calls::kUsualF32 && !kColumns && kElements == 16)
-      if (p.N * p.HV * p.V >= 1920 * SMs) return launch_direct<kAccess, kCalls, kElements, 1, kFewThreads>(p);
-    few ? launch_direct<kAccess, kCalls, kElements, kFew>(p) : launch_direct<kAccess, kCalls, kElements, kRows>(p);
-  };
-  if (p.K <= 64) return sized.template operator()<8, 4>();
-  if (p.K <= 128) return sized.template operator()<16, kMany>();
-  if constexpr (!are_usual(kCalls) && !kColumns) sized.template operator()<32, kAccess == Access::kRows ? 2 : 1>();
+template <Traits kCall>
+void launch_kernel(const DecodeProblem& p, Params x, const DecodePlan& plan) {
+  const int64_t tiles = divide_up(p.V, kCall.columns());
+  const Hints hints =
+      hints_of(p, 1, p.args.states.h0.dtype, tiles, blocks_of_SM(kCall), plan.hinted, p.args.exec.device_id);
+  x.blocks = Blocks(p, tiles, hints);
+  launch<decode_kernel<TypeOf<kCall>>>(p.args.exec, Blocks::grid(p, tiles, 1), kCall.threads, 0, x);
 }
 
-template <Access kAccess>
-void launch_direct(const DecodeProblem& p) {
-  if constexpr (kAccess != Access::kAny)
-    if (usual(p))
-      return p.args.states.h0.dtype == KDA_F32 ? launch_direct<kAccess, Calls::kUsualF32>(p)
-                                               : launch_direct<kAccess, Calls::kUsualBf16>(p);
-  if (plain(p)) launch_direct<kAccess, Calls::kPlain>(p);
-  else if constexpr (kAccess != Access::kColumns) launch_direct<kAccess, Calls::kAny>(p);
+void launch_direct(const DecodeProblem& p, const Params& x, const DecodePlan& plan) {
+  if (plan.path == FastPath::kNone)
+    return p.K > 128 ? launch_kernel<general(32, 1)>(p, x, plan) : launch_kernel<general(16, 2)>(p, x, plan);
+  const bool many = plan.rows > 1;
+  if (p.args.in.state_layout == KDA_STATE_K_FIRST)
+    plan.rows == 4 ? launch_kernel<fast(Access::kColumns, KDA_F32, 4)>(p, x, plan)
+                   : launch_kernel<fast(Access::kColumns, KDA_F32, 2)>(p, x, plan);
+  else if (p.args.states.h0.dtype == KDA_BF16)
+    many ? launch_kernel<fast(Access::kRows, KDA_BF16, 2)>(p, x, plan)
+         : launch_kernel<fast(Access::kRows, KDA_BF16, 1)>(p, x, plan);
+  else if (plan.warps == 2) launch_kernel<fast(Access::kRows, KDA_F32, 1, kFewThreads)>(p, x, plan);
+  else
+    many ? launch_kernel<fast(Access::kRows, KDA_F32, 2)>(p, x, plan)
+         : launch_kernel<fast(Access::kRows, KDA_F32, 1)>(p, x, plan);
 }
 
 // ---- one head a block ----
 
-template <class T, int kK>
+template <class T>
 __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
   __builtin_assume(threadIdx.x < kThreads);
-  constexpr int kElements = kK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
+  constexpr int kElements = kWideK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kThreads / 32];
   __shared__ float values[kMaxSize];
@@ -372,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
         if (v < V && (s.initial || !first)) {
-          from.template load<T>(static_cast<int>(v) + row, kK, S[row]);
+          from.template load<T>(static_cast<int>(v) + row, x.K, S[row]);
         } else {
 #pragma unroll
           for (int e = 0; e < kElements; ++e) S[row][e] = 0;
@@ -406,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
       }
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, kK, S[row]);
+        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, x.K, S[row]);
     };
     // The next columns are on their way while these are worked on.
 #pragma unroll 1
@@ -419,9 +464,9 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
   }
 }
 
-template <class T, int kK>
+template <class T>
 void launch_sweep(const DecodeProblem& p) {
-  launch<sweep_kernel<T, kK>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p, Blocks(p, 1)));
+  launch<sweep_kernel<T>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p));
 }
 
 }  // namespace
@@ -435,15 +480,13 @@ const char* decode_why_not(const DecodeProblem& p) {
   if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
   return grid_why_not(p, divide_up(p.V, 8), 1);
 }
+std::string decode_form(const DecodeProblem& p) { return text(plan_of(p, Params(p))); }
 
 void decode(const DecodeProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const kda_decode_args& a = p.args;
-  if (wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.snapshots})) launch_direct<Access::kRows>(p);
-  else if (plain(p) && wide_columns(p, a.in.state_layout, {&a.states.h0, &a.states.hT}))
-    launch_direct<Access::kColumns>(p);
-  else launch_direct<Access::kAny>(p);
+  const Params x(p);
+  launch_direct(p, x, plan_of(p, x));
   roll_convolution(p);
 }
 
@@ -465,7 +508,7 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
 
 const char* decode_sweep_unsuited(const DecodeProblem& p) {
   if (p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id)) return "has too few heads for a GPU of this size";
-  return usual(p) ? "is slower than the kernels that know the usual call" : nullptr;
+  return on_fast_path(p, Params(p)) ? "is slower than the fast path" : nullptr;
 }
 
 void decode_sweep(const DecodeProblem& p) {
@@ -473,8 +516,7 @@ void decode_sweep(const DecodeProblem& p) {
   const DeviceGuard device(p.args.exec.device_id);
   const kda_states& states = p.args.states;
   const bool bf16 = (present(states.h0) ? states.h0 : states.hT).dtype == KDA_BF16;
-  if (p.K == 64) bf16 ? launch_sweep<__nv_bfloat16, 64>(p) : launch_sweep<float, 64>(p);
-  else bf16 ? launch_sweep<__nv_bfloat16, 128>(p) : launch_sweep<float, 128>(p);
+  bf16 ? launch_sweep<__nv_bfloat16>(p) : launch_sweep<float>(p);
 }
 
 }  // namespace kda::cuda

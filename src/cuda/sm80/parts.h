@@ -84,6 +84,7 @@ struct Parts<VerifyProblem> {
   VerifyRequests requests;
   Lengths cu_seqlens;
   Front front;
+  int32_t K, state_dtype;
 
   explicit Parts(const VerifyProblem& p)
       : tokens(p, p.args.in, p.args.o),
@@ -92,7 +93,9 @@ struct Parts<VerifyProblem> {
         sizes(p),
         requests(requests_of(p)),
         cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
-        front{p.H, p.K, p.V, p.args.conv, p.args.parents} {}
+        front{p.H, p.K, p.V, p.args.conv, p.args.parents},
+        K(static_cast<int32_t>(p.K)),
+        state_dtype(p.args.states.h0.dtype) {}
 };
 template <>
 struct Parts<FlushVerifyProblem> {
@@ -103,6 +106,7 @@ struct Parts<FlushVerifyProblem> {
   FlushVerifyRequests requests;
   Lengths cu_seqlens;
   Front front;
+  int32_t K, state_dtype;
 
   explicit Parts(const FlushVerifyProblem& p)
       : tokens(p, p.args.in, p.args.o),
@@ -112,7 +116,9 @@ struct Parts<FlushVerifyProblem> {
         sizes(p),
         requests(requests_of(p)),
         cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
-        front{p.H, p.K, p.V, p.args.conv, p.args.parents} {}
+        front{p.H, p.K, p.V, p.args.conv, p.args.parents},
+        K(static_cast<int32_t>(p.K)),
+        state_dtype(p.args.states.h0.dtype) {}
 };
 template <>
 struct Parts<FlushProblem> {
@@ -123,6 +129,7 @@ struct Parts<FlushProblem> {
   } layer;
   int32_t layers, entries;  // to apply, at most
   FlushRequests requests;
+  int32_t K, state_dtype;
 
   explicit Parts(const FlushProblem& p)
       : state(view_of(p.args.state, lead(p))),
@@ -130,34 +137,47 @@ struct Parts<FlushProblem> {
         layer{step(p.args.state), step(p.args.records.u), step(p.args.records.k), step(p.args.records.alpha)},
         layers(static_cast<int32_t>(p.layers)),
         entries(static_cast<int32_t>(entries_of(p))),
-        requests(requests_of(p)) {}
+        requests(requests_of(p)),
+        K(static_cast<int32_t>(p.K)),
+        state_dtype(p.args.state.dtype) {}
 
  private:
   static int lead(const FlushProblem& p) { return p.args.state.ndim - 4; }
   static int64_t step(const kda_tensor& t) { return t.ndim == 5 ? t.stride[0] * dtype_size(t.dtype) : 0; }
 };
 
-// Is the call a usual one? It has dtypes and forms that are Tokens::usual(), chains of the same number of drafts, no
-// convolution inside, and no ring. (On request, it has rings, or a usual_front(), instead.)
+// Is the call on the fast path in this form? It has dtypes and forms that Tokens::on_fast_path() names, chains of the
+// same number of drafts from stored states, and K = 128. A convolution or rings it has only in their own forms.
 template <class P>
-bool is_usual(const Parts<P>& x, bool ring = false, bool front = false) {
+bool on_fast_path(const Parts<P>& x, FastPath form) {
   if constexpr (kVerifies<P>) {
-    if (!x.tokens.usual(front) || x.sizes.varlen || x.sizes.front != front) return false;
-    if (front && !usual_front(x.front.conv, x.sizes.by_four)) return false;
+    const bool conv = form == FastPath::kConv;
+    if (!x.tokens.on_fast_path(conv) || x.sizes.varlen || x.sizes.front != conv) return false;
+    if (conv && !on_fast_path(x.front.conv, x.sizes.by_four)) return false;
   }
-  return are_chains(x.requests, ring);
+  return x.K == 128 && are_chains(x.requests, form == FastPath::kRing);
 }
-// What a kernel sees of a call. kUsual: a copy in which the compiler knows that the call is_usual(). Code for other
-// calls would lie between the instructions that run, and kernels wait for instructions, too.
-template <bool kUsual, bool kRing = false, bool kFront = false, class P>
-__device__ decltype(auto) seen(const Parts<P>& call, int K) {
-  if constexpr (kUsual) {
+// The form of the fast path that a call has, if a kernel knows it.
+template <class P>
+FastPath fast_path_of(const Parts<P>& x) {
+  if (on_fast_path(x, FastPath::kPlain)) return FastPath::kPlain;
+  if constexpr (std::is_same_v<P, VerifyProblem>)
+    if (on_fast_path(x, FastPath::kConv)) return FastPath::kConv;
+  if constexpr (std::is_same_v<P, FlushVerifyProblem>)
+    if (on_fast_path(x, FastPath::kRing)) return FastPath::kRing;
+  return FastPath::kNone;
+}
+// What a kernel sees of a call. kFast: a copy in which the compiler knows that the call is on the fast path. Code for
+// other calls would lie between the instructions that run, and kernels wait for instructions, too.
+template <bool kFast, bool kRing = false, bool kConv = false, class P>
+__device__ decltype(auto) fast_copy(const Parts<P>& call) {
+  if constexpr (kFast) {
     Parts<P> x = call;
-    x.requests = known_chains(call.requests, kRing);
+    x.requests = fast_chains(call.requests, kRing);
     if constexpr (kVerifies<P>) {
-      x.tokens = call.tokens.known(K, kFront);
-      x.sizes.varlen = false, x.sizes.front = x.sizes.by_four = kFront;
-      if constexpr (kFront) x.front.K = K, x.front.conv = known_front(call.front.conv);
+      x.tokens = call.tokens.fast_copy(128, kConv);
+      x.sizes.varlen = false, x.sizes.front = x.sizes.by_four = kConv;
+      if constexpr (kConv) x.front.K = 128, x.front.conv = fast_copy(call.front.conv);
       if constexpr (!kFlushes<P>) x.sizes.entries = 0;
     }
     return x;

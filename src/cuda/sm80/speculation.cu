@@ -1,7 +1,7 @@
 // Speculative decoding (math.md 7) for sm_80 and newer, any K and V, both layouts: verify, flush, and both in one pass.
 //
 // Bytes: verify reads a state; a flush reads and writes it; both in one pass also read and write it once. Records are
-// 1.5 KB a token and head at K = V = 128. A block takes some value columns of a head, eight lanes a column and kRows
+// 1.5 KB a token and head at K = V = 128. A block takes 32 value columns of a head, eight lanes a column and two
 // columns a thread, all in registers. What does not depend on the column (drafts' keys, decays and scores) is
 // computed by every block for itself, while its part of the state is on its way.
 //
@@ -16,9 +16,9 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-template <int kRows>
-constexpr int kTile = kThreads / kRowLanes* kRows;  // value columns of a block
-constexpr int kEntries = 4;                         // entries flushed at once
+constexpr int kRows = 2;                             // value columns of a thread
+constexpr int kTile = kThreads / kRowLanes * kRows;  // of a block
+constexpr int kEntries = 4;                          // entries flushed at once
 
 // Shared memory, kK = channels rounded up. The flush and the verify have a part each, used in turn.
 template <int kK>
@@ -45,7 +45,7 @@ struct VerifyMemory {
 
 // S <- Diag(f) S + sum_i w_i u_i, walking back from the newest entry: w_i = k_i f_i with f the product of all younger
 // alpha.
-template <int kElements, int kRows>
+template <int kElements>
 __device__ void flush_columns(const Before& b, int K, int columns, float (&S)[kRows][kElements]) {
   constexpr int kK = kElements * 8, kOwn = (kK + kThreads - 1) / kThreads;
   __shared__ FlushMemory<kK> memory;
@@ -195,17 +195,17 @@ __device__ void prepare(const P& p, const Tokens& x, const Request& r, const Pla
   __syncthreads();  // scores and decayed operands are in shared memory
 }
 
-template <class P, bool kWide, int kElements, int kRows>
+template <class P, int kElements>
 __global__ void __launch_bounds__(kThreads, 2)
     speculation_kernel(const __grid_constant__ P p, const __grid_constant__ Parts<P> x, const LayeredBlocks blocks,
-                       const int room) {
+                       const int room, const bool wide) {
   wait_for_stream();
   extern __shared__ float4 dynamic[];
   constexpr int kK = kElements * 8;
   const Place at(blocks);
   if (at.layer >= layers_of(p)) return;  // the grid's last rows
   const int K = static_cast<int>(p.K);
-  const int v0 = static_cast<int>(at.tile) * kTile<kRows> + first_row<kRows>();
+  const int v0 = static_cast<int>(at.tile) * kTile + first_row<kRows>();
   const int columns = min(max(static_cast<int>(p.V) - v0, 0), kRows);  // how many of the thread's columns exist
   const bool leads = threadIdx.x % kRowLanes == 0;
   const auto store_output = [&](int64_t b, int64_t t, int row, float o) {
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Request r = request_of(x.requests, drafts_of(x, at.n), indices_of(x.requests, at.n));
   if (!r.s.live) return zero_outputs(r.s.b, r.s.t0, r.s.t0 + r.s.length);
   const TypedView state{state_at(x, at), state_of(p).dtype};
-  const Rows<kWide> rows(state, layout_of(p), static_cast<unsigned>(r.s.slot), at.hv, static_cast<unsigned>(v0));
+  const AnyRows rows(state, layout_of(p), static_cast<unsigned>(r.s.slot), at.hv, static_cast<unsigned>(v0), wide);
 
   float S[kRows][kElements] = {};
   if (r.s.initial) load_rows(rows, state.dtype, columns, K, S);
@@ -246,13 +246,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Tokens& tokens = x.tokens;
     const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
     if (drafts == 0) return;
-    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, kTile<kRows>);
-    for (int i = threadIdx.x; i < drafts * kTile<kRows>; i += kThreads) {
-      const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile<kRows>),
-                     v = at.tile * kTile<kRows> + i % kTile<kRows>;
+    const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, kTile);
+    for (int i = threadIdx.x; i < drafts * kTile; i += kThreads) {
+      const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile), v = at.tile * kTile + i % kTile;
       const char* from = tokens.v.at(static_cast<unsigned>(r.s.b), t, at.hv) + v * size_of(tokens.qkv_dtype);
       if (present(p.args.conv.x))
-        m.v[i] = v < p.V ? draft_value(p, r, i / kTile<kRows>, FrontChannels(p, at.h, at.hv).v + v) : 0.0f;
+        m.v[i] = v < p.V ? draft_value(p, r, i / kTile, FrontChannels(p, at.h, at.hv).v + v) : 0.0f;
       else m.v[i] = value_of(tokens.qkv_dtype, v < p.V ? load_raw<false>(from, tokens.qkv_dtype) : 0);
     }
     Entries record;
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     prepare<kElements>(p, tokens, r, at, drafts, record, at.tile == 0 && r.slot >= 0,
                        at.h * blocks.group.divisor == at.hv, m, room);
     for (int t = 0; t < drafts; ++t) {
-      const int own = t * kTile<kRows> + first_row<kRows>();
+      const int own = t * kTile + first_row<kRows>();
       float u[kRows], out[kRows];
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
@@ -270,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       int w = t;
       for (int i = 0; (w = r.verify.parent(w)) >= 0; ++i) {
         const float A = m.A[t * room + i], P_ = m.P[t * room + i];
-        const float* before = m.u + w * kTile<kRows> + first_row<kRows>();
+        const float* before = m.u + w * kTile + first_row<kRows>();
 #pragma unroll
         for (int row = 0; row < kRows; ++row)
           u[row] = fmaf(-A, before[row], u[row]), out[row] = fmaf(P_, before[row], out[row]);
@@ -308,30 +307,22 @@ __global__ void cursor_kernel(const unsigned N, const __grid_constant__ Sizes si
   if (r.s.live) store_cursors(requests.records, requests.cursors, r.slot, r.verify);
 }
 
-template <bool kWide, int kElements, int kRows, class P>
+template <int kElements, class P>
 void launch_sized(const P& p) {
-  const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
+  const int64_t tiles = (p.V + kTile - 1) / kTile;
   int room = 0;
   if constexpr (kVerifies<P>) room = static_cast<int>(room_of(p));
-  const int64_t floats = kVerifies<P> ? VerifyMemory::floats(kElements * 8, room, kTile<kRows>) : 0;
-  launch<speculation_kernel<P, kWide, kElements, kRows>>(p.args.exec, Blocks::grid(p, tiles, layers_of(p)), kThreads,
-                                                         static_cast<int>(floats * sizeof(float)), p, Parts<P>(p),
-                                                         LayeredBlocks(p, tiles), room);
+  const int64_t floats = kVerifies<P> ? VerifyMemory::floats(kElements * 8, room, kTile) : 0;
+  launch<speculation_kernel<P, kElements>>(p.args.exec, Blocks::grid(p, tiles, layers_of(p)), kThreads,
+                                           static_cast<int>(floats * sizeof(float)), p, Parts<P>(p),
+                                           LayeredBlocks(p, tiles), room, wide_rows(p, layout_of(p), {&state_of(p)}));
 }
 
-// With many columns a thread, reads of keys are shared; with few, a small call spreads over all SMs.
 template <class P>
 void launch_all(const P& p) {
   if ((p.N + p.varlen) * p.HV * layers_of(p) == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const bool few = layers_of(p) * p.N * p.HV * p.V < int64_t{128} * multiprocessors(p.args.exec.device_id);
-  const auto sized = [&]<bool kWide>() {
-    if (p.K <= 64) few ? launch_sized<kWide, 8, 1>(p) : launch_sized<kWide, 8, 4>(p);
-    else if (p.K <= 128) few ? launch_sized<kWide, 16, 1>(p) : launch_sized<kWide, 16, 2>(p);
-    else few ? launch_sized<kWide, 32, 1>(p) : launch_sized<kWide, 32, 2>(p);
-  };
-  if (wide_rows(p, layout_of(p), {&state_of(p)})) sized.template operator()<true>();
-  else sized.template operator()<false>();
+  p.K <= 128 ? launch_sized<16>(p) : launch_sized<32>(p);
 }
 
 template <class P>

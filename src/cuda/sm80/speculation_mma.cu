@@ -19,9 +19,8 @@
 // Recorded tokens are applied first (entries.h): those of the last round also to the state in memory, those that a
 // ring holds committed but not applied in registers only. The bits are those of a separate flush before.
 //
-// Threads: first, a warp has some drafts; then 16 or 32 columns and K or a part of it; in the end a thread has a
-// column. Four warps a block need the fewest instructions, eight the least time. The usual verify has few enough
-// registers for three blocks of eight warps.
+// Threads: first, a warp has a draft or two; then 16 columns and K or a part of it; in the end a thread has a column.
+// On its fast path verify has few enough registers for three blocks of eight warps.
 #include "cuda/front.h"
 #include "cuda/sm80/entries.h"
 #include "cuda/tile.h"
@@ -29,8 +28,34 @@
 namespace kda::cuda {
 namespace {
 
+constexpr int kWarps = MmaPlan::kWarps, kThreads = kWarps * 32;
 constexpr int kMaxColumns = 128;  // of a block
+constexpr int kMostK = 128, kPerLane = kMostK / 32;
 constexpr int kQuarters = 4;
+constexpr int kWarpColumns = kMaxColumns / kWarps, kTiles = kWarpColumns / 8;
+
+// What a kernel is compiled for. On the fast path (`fast`) its calls are on_fast_path(), with K = 128 and states of
+// dtype `state`, and perhaps a convolution in front (`conv`). A general kernel takes any call with at most max_drafts
+// drafts; from K on, channels are zeros, or not read.
+struct Traits {
+  bool fast;
+  int32_t state;
+  int max_drafts;
+  bool conv = false;
+};
+constexpr int32_t kAnyState = -1;
+constexpr Traits general(int max_drafts) { return {false, kAnyState, max_drafts}; }
+// The same as a type. nvcc repeats a kernel's template arguments in code for the host, where it has no name for the
+// type of a value.
+template <bool kFast, int32_t kState, int kMaxDrafts, bool kConv>
+struct TraitsType {
+  static constexpr Traits kValue{kFast, kState, kMaxDrafts, kConv};
+};
+template <Traits kCall>
+using TypeOf = TraitsType<kCall.fast, kCall.state, kCall.max_drafts, kCall.conv>;
+// What shared memory holds of a state: general kernels convert.
+template <Traits kCall>
+using Element = std::conditional_t<kCall.state == KDA_BF16, __nv_bfloat16, float>;
 
 // Where things are in shared memory, in floats behind the tile of the state. Strides keep fragments free of bank
 // conflicts.
@@ -41,11 +66,11 @@ struct Memory {
   EntryMemory entries;
   int floats;
 
-  __host__ __device__ Memory(int K, int drafts, int columns, const Sizes& sizes)
+  __host__ __device__ Memory(int drafts, int columns, const Sizes& sizes)
       : drafts(drafts),
         columns(columns),
-        keys_stride(2 * K + 4),
-        // In front of the scores: [drafts][K] pairs k, alpha; then kG, qG; then X and O of all parts of K.
+        keys_stride(2 * kMostK + 4),
+        // In front of the scores: [drafts][kMostK] pairs k, alpha; then kG, qG; then X and O of all parts of K.
         scores(std::max(drafts * keys_stride, kMaxColumns * 2 * drafts)),
         front{sizes.front,
               sizes.by_four,
@@ -53,7 +78,7 @@ struct Memory {
               keys_stride,
               (scores + 2 * drafts * drafts + 2 * drafts + 3) / 4 * 4,  // in front: A, P; beta, ancestors
               columns},
-        entries(K, columns, sizes.entries, front.v + (front.given ? drafts * columns : 0)),
+        entries(kMostK, columns, sizes.entries, front.v + (front.given ? drafts * columns : 0)),
         floats(this->entries.end) {}
 };
 
@@ -85,7 +110,7 @@ __device__ inline void mma3(float (&c)[4], const Split& a, const Split& b, int i
 }
 
 // Accumulators of a warp: all slices of eight drafts, and all its columns, eight a tile.
-template <int kSlices, int kTiles>
+template <int kSlices>
 struct Sums {
   float sum[kSlices][kTiles][4];
   __device__ Sums& operator+=(const Sums& other) {
@@ -97,7 +122,7 @@ struct Sums {
 };
 
 // One draft, in registers of a warp: activated, then walked back to the start.
-template <int kPerLane, int kMaxDrafts>
+template <int kMaxDrafts>
 struct Draft {
   TokenKeys<kPerLane, 32> key{static_cast<int>(threadIdx.x % 32)};
   int t;
@@ -107,10 +132,14 @@ struct Draft {
   }
 
   // What FrontDrafts has left in shared memory.
-  __device__ void take(const Memory& m, const float* shared) {
+  __device__ void take(const Memory& m, const float* shared, int K) {
     const float* row = shared + t * m.keys_stride;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) key.take(i, row[key.channel(i)], row[kPerLane * 32 + key.channel(i)]);
+    for (int i = 0; i < kPerLane; ++i) {
+      const int c = key.channel(i);
+      const bool real = K == kMostK || c < K;
+      key.take(i, real ? row[c] : 0.0f, real ? row[K + c] : 0.0f);
+    }
     __syncwarp();  // the row is read: k and alpha will lie there
   }
 
@@ -120,9 +149,10 @@ struct Draft {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) *pair(m, shared, t, i) = make_float2(key.k[i], key.alpha[i]);
   }
-  __device__ void record(const Entries& to, int entry, bool k_too) const {
+  __device__ void record(const Entries& to, int entry, bool k_too, int K) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
+      if (K != kMostK && key.channel(i) >= K) continue;
       to.alpha_at(entry, key.channel(i)) = key.alpha[i];
       if (k_too) to.k_at(entry, key.channel(i)) = key.k[i];
     }
@@ -170,29 +200,47 @@ struct Draft {
   }
 };
 
-// What a kernel knows of its call: nothing, that it is_usual(), or that it is usual with a convolution in front.
-enum class Call { kAny, kUsual, kFront };
+template <Traits kCall>
+__device__ bool holds_bf16(int32_t dtype) {
+  return (kCall.state == kAnyState ? dtype : kCall.state) == KDA_BF16;
+}
+template <Traits kCall>
+__device__ size_t bytes_of_state(int32_t dtype) {
+  return holds_bf16<kCall>(dtype) ? 2 : 4;
+}
+// Stores four channels of a column from c on, and returns what memory then holds.
+template <Traits kCall>
+__device__ float4 store_rounded(char* column, int c, int32_t dtype, float4 x) {
+  if (!holds_bf16<kCall>(dtype)) {
+    store_four(reinterpret_cast<float*>(column) + c, x);
+    return x;
+  }
+  const float4 rounded = rounded_to_bf16(x);
+  store_four(reinterpret_cast<__nv_bfloat16*>(column) + c, rounded);
+  return rounded;
+}
 
 // Blocks that an SM has registers for.
-template <int kMaxDrafts, int kWarps, Call kCall, class P>
-constexpr int kBlocks = kWarps == 4 || (kCall != Call::kAny && !kFlushes<P>) ? 3
-                        : kMaxDrafts == 8                                    ? 2
-                                                                             : 1;
+template <class P>
+constexpr int blocks_of_SM(Traits call) {
+  return call.fast && !kFlushes<P> ? 3 : call.max_drafts == 8 ? 2 : 1;
+}
 
-template <class State, int kK, int kMaxDrafts, int kWarps, Call kCall, class P>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall, P>)
+template <class Call, class P>
+__global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
     mma_kernel(const __grid_constant__ Blocks blocks, const __grid_constant__ Memory memory,
                const __grid_constant__ Parts<P> call) {
   extern __shared__ float4 dynamic[];
-  constexpr bool kUsual = kCall != Call::kAny;
-  const auto& x = seen<kUsual, false, kCall == Call::kFront>(call, kK);
-  // A usual call has the same layout, but the compiler knows most of it.
-  const Memory m = kUsual ? Memory(kK, kMaxDrafts, memory.columns, x.sizes) : memory;
-  const Tile<State, kK> tile(dynamic);
-  float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + Tile<State, kK>::bytes(m.columns));
-  constexpr int kThreads = kWarps * 32, kWarpColumns = kMaxColumns / kWarps, kTiles = kWarpColumns / 8;
-  constexpr int kPerLane = kK / 32, kSlices = kMaxDrafts / 8;
+  constexpr Traits kCall = Call::kValue;
+  constexpr int kMaxDrafts = kCall.max_drafts, kSlices = kMaxDrafts / 8;
   constexpr int kPerWarp = kMaxDrafts / kWarps;  // drafts of a warp
+  const auto& x = fast_copy<kCall.fast, false, kCall.conv>(call);
+  // A call on the fast path has the same layout, but the compiler knows most of it.
+  const Memory m = kCall.fast ? Memory(kMaxDrafts, memory.columns, x.sizes) : memory;
+  using State = Element<kCall>;
+  const Tile<State, kMostK> tile(dynamic);
+  float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + tile.bytes(m.columns));
+  const int K = kCall.fast ? kMostK : x.K;
   const Tokens& tokens = x.tokens;
   const Place at(blocks);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -207,7 +255,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   };
   // All addresses that need nothing from memory are ready before the wait for the previous kernel, and the loads of
   // drafts are issued before the wait for the slot.
-  Draft<kPerLane, kMaxDrafts> drafts[kPerWarp];
+  Draft<kMaxDrafts> drafts[kPerWarp];
   const char* from_v = nullptr;
   unsigned values[kMaxDrafts];       // of the thread's column, if they are not in shared memory
   const bool front = m.front.given;  // q, k and v come from a convolution, which leaves them in shared memory
@@ -219,7 +267,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
       drafts[i].key.locate(tokens, b, t0 + static_cast<unsigned>(drafts[i].t), at.hv, at.h);
     }
     from_v = tokens.v.at(b, t0, at.hv) + own_v * size_of(tokens.qkv_dtype);
-    if (kCall == Call::kUsual) {
+    if (kCall.fast && !kCall.conv) {
 #pragma unroll
       for (auto& draft : drafts) draft.key.pin_addresses();
       pin(from_v);
@@ -235,7 +283,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
         if (drafts[i].t < most) drafts[i].key.expect(tokens);
       if (lane == 0 && warp < most) prefetch(from_v + warp * tokens.v.stride1);
     }
-    expect_states<P, kThreads>(x, at, blocks.hints, static_cast<unsigned>(m.columns), m.entries.entries, kK);
+    expect_states<P, kThreads>(x, at, blocks.hints, static_cast<unsigned>(m.columns), m.entries.entries, K);
   }
   wait_for_stream();
   if (!there) return;  // the grid's last rows
@@ -273,29 +321,30 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
 
   // Entries are requested before the state, which takes longer and is not needed as soon.
   const Before before = before_drafts<P>(x, at, r, v0);
-  const int own_channel = thread - (kThreads - kK);  // the last threads: the first have drafts
+  const int own_channel = thread - (kThreads - kMostK);  // the last threads: the first have drafts
+  const bool has_channel = own_channel >= 0 && (kCall.fast || own_channel < K);
   EntryChannel entry_channel;
   int next = before.newest;
-  if (own_channel >= 0) entry_channel.fetch(before, own_channel, next);
+  if (has_channel) entry_channel.fetch(before, own_channel, next);
   int entries = 0;
   for (int w = before.newest; w >= 0 && entries < m.entries.entries; w = before.window.before(w), ++entries)
     if (thread < m.columns)
       copy_async(shared + m.entries.u + entries * m.columns + thread,
                  &before.entries.u_at(before.window.entry(w), thread));
-  FrontDrafts<kThreads, kK, kMaxDrafts> convolution(m.front);
-
+  FrontDrafts<kThreads, kCall.fast ? kMostK : 0, kMaxDrafts> convolution(m.front, K);
   if (front) convolution.fetch(x.front, at, r.s, T, v0);
 
-  tile.template ask<kThreads>(place_of(x.state), x.state.stride2, m.columns, r.s.initial);
+  if constexpr (kCall.fast) tile.template ask<kThreads>(place_of(x.state), x.state.stride2, m.columns, r.s.initial);
+  else tile.template ask_any<kThreads>(place_of(x.state), x.state_dtype, x.state.stride2, m.columns, r.s.initial, K);
   let_next_start();
-  if (entries && own_channel >= 0) prepare_entries(before, entry_channel, next, own_channel, m.entries, shared);
+  if (entries && has_channel) prepare_entries(before, entry_channel, next, own_channel, m.entries, shared);
 
   if (front) {
     convolution.values(x.front, at, r.s, T, v0, shared);
     __syncthreads();  // q, k and v of all drafts are in shared memory
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
-      if (drafts[i].t < T) drafts[i].take(m, shared);
+      if (drafts[i].t < T) drafts[i].take(m, shared, K);
   }
 
   Entries record;
@@ -305,7 +354,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
     if (drafts[i].t >= T) continue;
     drafts[i].activate(tokens, m, shared);
     if (at.tile == 0 && r.slot >= 0)
-      drafts[i].record(record, r.verify.entry(r.verify.token(drafts[i].t)), at.h * blocks.group.divisor == at.hv);
+      drafts[i].record(record, r.verify.entry(r.verify.token(drafts[i].t)), at.h * blocks.group.divisor == at.hv, K);
   }
   __syncthreads();  // keys and decays of all drafts are in shared memory
 #pragma unroll
@@ -323,9 +372,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   const int log_groups = __ffs(m.columns / kWarpColumns) - 1, parts = kWarps >> log_groups;
   const int part = warp >> log_groups, column0 = (warp - (part << log_groups)) * kWarpColumns;
   const int n = lane / 4, j = lane % 4;  // this lane's place in fragments
-  Sums<kSlices, kTiles> all{};
+  Sums<kSlices> all{};
   const auto multiply = [&]<bool kApply>() {
-    constexpr int kSteps = kK / kQuarters / 16;
+    const int steps = K / kQuarters / 16;
     const State* columns = tile.lane(column0 + n, j);
     const int twist = tile.twist(n);
     const int row = kSlices == 1 ? min(n, m.drafts - 1) : n;  // rows beyond the drafts are not used
@@ -339,43 +388,43 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
       for (int i = 0; i < kTiles; ++i) near[e][i] = e < entries ? u[e * m.columns + 8 * i + n] : 0.0f;
     char* to = nullptr;
     if constexpr (kFlushes<P>)
-      to = place_of(x.state) + static_cast<uint64_t>(column0 + n) * x.state.stride2 + 4 * j * sizeof(State);
+      to = place_of(x.state) + static_cast<uint64_t>(column0 + n) * x.state.stride2 +
+           4 * j * bytes_of_state<kCall>(x.state_dtype);
     const int quarters = parts == kQuarters ? 1 : 2;  // quarters of a half that this warp does
     const int halves = parts == 1 ? 2 : 1;
 #pragma unroll 1
     for (int i = 0, quarter = part * halves * quarters; i < halves; ++i, quarter += quarters) {
-      Sums<kSlices, kTiles> half{};
+      Sums<kSlices> half{};
 #pragma unroll 1
-      for (int group = quarter * kSteps; group < (quarter + quarters) * kSteps; group += kSteps) {
-        Sums<kSlices, kTiles> one{};
+      for (int group = quarter * steps; group < (quarter + quarters) * steps; group += steps) {
+        Sums<kSlices> one{};
 #pragma unroll
-        for (int step = group; step < group + kSteps; ++step) {
+        for (int step = group; step < group + steps; ++step) {
           float4 S[kTiles];  // of this lane: four channels of four columns
 #pragma unroll
-          for (int i = 0; i < kTiles; ++i) S[i] = load_four(columns + i * 8 * kK + (step ^ twist) * 16);
+          for (int i = 0; i < kTiles; ++i) S[i] = load_four(columns + i * 8 * kMostK + (step ^ twist) * 16);
           if constexpr (kApply) {
             const int c = step * 16 + 4 * j;
             const float4 f = load_four(shared + m.entries.f + c);
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) S[i] = S[i] * f;
             for (int e = entries - 1; e >= kNear; --e) {
-              const float4 w = load_four(shared + m.entries.w + e * kK + c);
+              const float4 w = load_four(shared + m.entries.w + e * kMostK + c);
 #pragma unroll
               for (int i = 0; i < kTiles; ++i) S[i] = fma(u[e * m.columns + 8 * i + n], w, S[i]);
             }
 #pragma unroll
             for (int e = kNear - 1; e >= 0; --e) {
               if (e >= entries) continue;
-              const float4 w = load_four(shared + m.entries.w + e * kK + c);
+              const float4 w = load_four(shared + m.entries.w + e * kMostK + c);
 #pragma unroll
               for (int i = 0; i < kTiles; ++i) S[i] = fma(near[e][i], w, S[i]);
             }
             if (kFlushes<P> && before.apply) {
 #pragma unroll
               for (int i = 0; i < kTiles; ++i) {
-                if constexpr (sizeof(State) == 2) S[i] = rounded_to_bf16(S[i]);
-                store_four(reinterpret_cast<State*>(to + static_cast<uint64_t>(8 * i) * x.state.stride2) + step * 16,
-                           S[i]);
+                S[i] = store_rounded<kCall>(to + static_cast<uint64_t>(8 * i) * x.state.stride2, step * 16,
+                                            x.state_dtype, S[i]);
               }
             }
           }
@@ -388,8 +437,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {
               const Split state(S[i]);
-              constexpr bool kSmall = sizeof(State) == 4 || kApply;  // a bf16 state has no small part
-              mma3(one.sum[slice][i], low, state, 0, kSmall), mma3(one.sum[slice][i], high, state, 1, kSmall);
+              const bool small = kApply || !holds_bf16<kCall>(x.state_dtype);  // a bf16 state has no small part
+              mma3(one.sum[slice][i], low, state, 0, small), mma3(one.sum[slice][i], high, state, 1, small);
             }
           }
         }
@@ -436,7 +485,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
     float rest = v - whole(t), o = whole(m.drafts + t);
 #pragma unroll
     for (int i = 0; i < t; ++i) {
-      if (!kUsual && !(ancestors >> i & 1)) continue;
+      if (!kCall.fast && !(ancestors >> i & 1)) continue;
       rest = fmaf(-A[i], u[i], rest), o = fmaf(P_[i], u[i], o);
     }
     u[t] = beta[t] * rest;
@@ -446,26 +495,34 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks<kMaxDrafts, kWarps, kCall
   }
 }
 
-template <class State, int kK, int kMaxDrafts, int kWarps, Call kCall, class P>
-void launch_sized(const P& p, const Parts<P>& x, int room) {
+// Shared memory of a block with so many columns.
+template <class State>
+int bytes_of(const Memory& m) {
+  return Tile<State, kMostK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
+}
+
+template <class P>
+MmaPlan plan_of(const P& p, const Parts<P>& x) {
+  MmaCall call{p.N * p.HV, p.V, room_of(p), fast_path_of(x)};
+  // Kernels on rings are those of few drafts; a bf16 state with a convolution has none.
+  const bool known = call.fast == FastPath::kPlain || (call.fast == FastPath::kConv && x.state_dtype == KDA_F32);
+  if (!known || call.room > 8) call.fast = FastPath::kNone;
   const int device = p.args.exec.device_id, most = shared_memory_of_block(device);
-  const int64_t heads = p.N * p.HV, enough = 3 * multiprocessors(device) / 2;
-  const auto memory_of = [&](int columns) {
-    return Memory(kK, kCall == Call::kAny ? room : kMaxDrafts, columns, x.sizes);
-  };
-  const auto bytes_of = [](const Memory& m) {
-    return Tile<State, kK>::bytes(m.columns) + m.floats * static_cast<int>(sizeof(float));
-  };
-  int columns = p.V % kMaxColumns ? 64 : kMaxColumns;
-  while (columns > 32 && (heads * (p.V / columns) < enough || bytes_of(memory_of(columns)) > most)) columns /= 2;
-  const int64_t tiles = p.V / columns;
-  const Memory m = memory_of(columns);
-  // If all blocks run at once, those of the next kernel run beside them, and more hints would delay them.
-  const HintedStates hinted{64, heads * tiles > 3 * multiprocessors(device) ? 64 : 0};
+  return mma_plan(call, multiprocessors(device), [&](int64_t columns) {
+    const bool general = call.fast == FastPath::kNone, two_bytes = !general && x.state_dtype == KDA_BF16;
+    const Memory m(general ? static_cast<int>(call.room) : 8, static_cast<int>(columns), x.sizes);
+    return (two_bytes ? bytes_of<__nv_bfloat16>(m) : bytes_of<float>(m)) <= most;
+  });
+}
+
+template <Traits kCall, class P>
+void launch_kernel(const P& p, const Parts<P>& x, const MmaPlan& plan) {
+  const int64_t tiles = p.V / plan.columns;
+  const Memory m(kCall.fast ? kCall.max_drafts : static_cast<int>(room_of(p)), static_cast<int>(plan.columns), x.sizes);
   constexpr int kHinting = kFlushes<P> ? 1000 : 2;  // blocks of an SM that give hints: all of them for entries
-  launch<mma_kernel<State, kK, kMaxDrafts, kWarps, kCall, P>>(
-      p.args.exec, Blocks::grid(p, tiles, 1), kWarps * 32, bytes_of(m),
-      Blocks(p, tiles, hints_of(p, 1, state_of(p).dtype, tiles, kHinting, hinted, device)), m, x);
+  const Hints hints = hints_of(p, 1, x.state_dtype, tiles, kHinting, plan.hinted, p.args.exec.device_id);
+  launch<mma_kernel<TypeOf<kCall>, P>>(p.args.exec, Blocks::grid(p, tiles, 1), kThreads, bytes_of<Element<kCall>>(m),
+                                       Blocks(p, tiles, hints), m, x);
 }
 
 template <class P>
@@ -473,29 +530,22 @@ void launch_mma(const P& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Parts<P> x(p);
-  const int room = static_cast<int>(room_of(p));
-  const bool usual = is_usual(x), front = is_usual(x, false, true);
-  const auto sized = [&]<class State, int kK>() {
-    if (room > 8) return launch_sized<State, kK, 16, 8, Call::kAny>(p, x, room);
-    if (usual) return launch_sized<State, kK, 8, 8, Call::kUsual>(p, x, room);
-    if constexpr (!kFlushes<P>)
-      if (front) return launch_sized<State, kK, 8, 8, Call::kFront>(p, x, room);
-    // Many blocks of four warps, unless there would be too few of them, for lack of heads or of shared memory.
-    const int64_t SMs = multiprocessors(p.args.exec.device_id), heads = p.N * p.HV;
-    const bool many = kFlushes<P> ? heads >= 4 * SMs && room <= 4 : heads >= 2 * SMs || room <= 4;
-    if constexpr (kK == 128)
-      if (many) return launch_sized<State, kK, 8, 4, Call::kAny>(p, x, room);
-    launch_sized<State, kK, 8, 8, Call::kAny>(p, x, room);
-  };
-  const bool bf16 = p.args.states.h0.dtype == KDA_BF16;
-  if (p.K == 64) bf16 ? sized.template operator()<__nv_bfloat16, 64>() : sized.template operator()<float, 64>();
-  else bf16 ? sized.template operator()<__nv_bfloat16, 128>() : sized.template operator()<float, 128>();
+  const MmaPlan plan = plan_of(p, x);
+  const bool f32 = x.state_dtype == KDA_F32;
+  if (plan.max_drafts == 16) return launch_kernel<general(16)>(p, x, plan);
+  if (plan.path == FastPath::kNone) return launch_kernel<general(8)>(p, x, plan);
+  if constexpr (!kFlushes<P>)
+    if (plan.path == FastPath::kConv) return launch_kernel<Traits{true, KDA_F32, 8, true}>(p, x, plan);
+  f32 ? launch_kernel<Traits{true, KDA_F32, 8}>(p, x, plan) : launch_kernel<Traits{true, KDA_BF16, 8}>(p, x, plan);
 }
 
 }  // namespace
 
 const char* speculation_mma_why_not(const VerifyProblem& p) { return wide_why_not(p); }
 const char* speculation_mma_why_not(const FlushVerifyProblem& p) { return wide_why_not(p); }
+
+std::string mma_form(const VerifyProblem& p) { return text(plan_of(p, Parts<VerifyProblem>(p))); }
+std::string mma_form(const FlushVerifyProblem& p) { return text(plan_of(p, Parts<FlushVerifyProblem>(p))); }
 
 void verify_mma(const VerifyProblem& p) { launch_mma(p); }
 void flush_verify_mma(const FlushVerifyProblem& p) {
