@@ -88,7 +88,7 @@ std::span<const Implementation<DecodeProblem>> implementations() {
     {"cuda_decode_sweep", "one token, a head a block, the next columns on their way, for sm_80 and newer",
      cuda::decode_sweep_why_not, no_workspace, cuda::decode_sweep, cuda::decode_sweep_unsuited},
     {"cuda_decode", "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not,
-     no_workspace, cuda::decode},
+     no_workspace, cuda::decode, nullptr, cuda::decode_form},
 #endif
     {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64,
      cpu::decode_workspace, cpu::decode},
@@ -102,9 +102,9 @@ std::span<const Implementation<VerifyProblem>> implementations() {
   static constexpr Implementation<VerifyProblem> table[] = {
 #if KDA_WITH_CUDA
     {"cuda_verify_recurrent", "chains of few drafts, one after another from a state in registers, for sm_80 and newer",
-     cuda::speculation_recurrent_why_not, no_workspace, cuda::verify_recurrent},
+     cuda::speculation_recurrent_why_not, no_workspace, cuda::verify_recurrent, nullptr, cuda::recurrent_form},
     {"cuda_verify_mma", "drafts as matrix products on tensor cores (3 x tf32), for sm_80 and newer",
-     cuda::speculation_mma_why_not, no_workspace, cuda::verify_mma},
+     cuda::speculation_mma_why_not, no_workspace, cuda::verify_mma, nullptr, cuda::mma_form},
     {"cuda_verify", "drafts from a state in registers, for sm_80 and newer", cuda::speculation_why_not, no_workspace,
      cuda::verify},
 #endif
@@ -121,7 +121,7 @@ std::span<const Implementation<FlushProblem>> implementations() {
   static constexpr Implementation<FlushProblem> table[] = {
 #if KDA_WITH_CUDA
     {"cuda_flush_registers", "rank-m update of wide states in registers, for sm_80 and newer",
-     cuda::flush_registers_why_not, no_workspace, cuda::flush_registers},
+     cuda::flush_registers_why_not, no_workspace, cuda::flush_registers, nullptr, cuda::recurrent_form},
     {"cuda_flush", "rank-m update in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
      no_workspace, cuda::flush},
 #endif
@@ -137,9 +137,9 @@ std::span<const Implementation<FlushVerifyProblem>> implementations() {
   static constexpr Implementation<FlushVerifyProblem> table[] = {
 #if KDA_WITH_CUDA
     {"cuda_flush_verify_recurrent", "flush, then chains of few drafts one after another, for sm_80 and newer",
-     cuda::speculation_recurrent_why_not, no_workspace, cuda::flush_verify_recurrent},
+     cuda::speculation_recurrent_why_not, no_workspace, cuda::flush_verify_recurrent, nullptr, cuda::recurrent_form},
     {"cuda_flush_verify_mma", "flush, then drafts on tensor cores (3 x tf32), one pass, for sm_80 and newer",
-     cuda::speculation_mma_why_not, no_workspace, cuda::flush_verify_mma},
+     cuda::speculation_mma_why_not, no_workspace, cuda::flush_verify_mma, nullptr, cuda::mma_form},
     {"cuda_flush_verify", "flush and verify in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
      no_workspace, cuda::flush_verify},
 #endif

@@ -15,7 +15,7 @@ struct Implementation {
   uint64_t (*workspace)(const P&);   // bytes
   void (*run)(const P&);
   const char* (*unsuited)(const P&) = nullptr;  // why another one that can is better, or nullptr
-  const char* (*form)(const P&) = nullptr;      // which of its forms runs, if it has several
+  std::string (*form)(const P&) = nullptr;      // how it would run the call, if it has several ways
 };
 
 template <class P>

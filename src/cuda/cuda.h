@@ -33,7 +33,7 @@ void forward_recurrent(const ForwardProblem& p);
 const char* forward_chunk_sm90_why_not(const ForwardProblem& p);
 void forward_chunk_sm90(const ForwardProblem& p);
 uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p);
-const char* forward_sm90_form(const ForwardProblem& p);
+std::string forward_sm90_form(const ForwardProblem& p);
 const char* forward_segments_sm90_why_not(const ForwardProblem& p);
 const char* forward_segments_sm90_unsuited(const ForwardProblem& p);
 void forward_segments_sm90(const ForwardProblem& p);
@@ -43,6 +43,7 @@ inline bool forward_by_segments(const ForwardProblem& p) {  // whether they take
 }
 
 const char* decode_why_not(const DecodeProblem& p);
+std::string decode_form(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
 const char* decode_sweep_why_not(const DecodeProblem& p);
 const char* decode_sweep_unsuited(const DecodeProblem& p);
@@ -59,6 +60,11 @@ const char* flush_registers_why_not(const FlushProblem& p);
 const char* speculation_mma_why_not(const FlushVerifyProblem& p);
 const char* speculation_recurrent_why_not(const VerifyProblem& p);
 const char* speculation_recurrent_why_not(const FlushVerifyProblem& p);
+std::string mma_form(const VerifyProblem& p);
+std::string mma_form(const FlushVerifyProblem& p);
+std::string recurrent_form(const VerifyProblem& p);
+std::string recurrent_form(const FlushProblem& p);
+std::string recurrent_form(const FlushVerifyProblem& p);
 void verify_mma(const VerifyProblem& p);
 void flush_verify_mma(const FlushVerifyProblem& p);
 void verify_recurrent(const VerifyProblem& p);

@@ -17,6 +17,8 @@ constexpr char kReason[] = "is not emulated";
   const char* function(const Problem&) { return kReason; }
 #define KDA_NEVER(function, Problem) \
   void function(const Problem&) { never(); }
+#define KDA_NO_FORM(function, Problem) \
+  std::string function(const Problem&) { never(); }
 #define KDA_NO_WORKSPACE(function, Problem) \
   uint64_t function(const Problem&) { never(); }
 
@@ -27,6 +29,7 @@ KDA_NEVER(gate_backward, GateBackwardProblem)
 KDA_NO_WORKSPACE(gate_backward_workspace, GateBackwardProblem)
 
 KDA_DECLINES(decode_why_not, DecodeProblem)
+KDA_NO_FORM(decode_form, DecodeProblem)
 KDA_NEVER(decode, DecodeProblem)
 KDA_DECLINES(decode_sweep_why_not, DecodeProblem)
 KDA_DECLINES(decode_sweep_unsuited, DecodeProblem)
@@ -43,6 +46,11 @@ KDA_DECLINES(flush_registers_why_not, FlushProblem)
 KDA_DECLINES(speculation_mma_why_not, FlushVerifyProblem)
 KDA_DECLINES(speculation_recurrent_why_not, VerifyProblem)
 KDA_DECLINES(speculation_recurrent_why_not, FlushVerifyProblem)
+KDA_NO_FORM(mma_form, VerifyProblem)
+KDA_NO_FORM(mma_form, FlushVerifyProblem)
+KDA_NO_FORM(recurrent_form, VerifyProblem)
+KDA_NO_FORM(recurrent_form, FlushProblem)
+KDA_NO_FORM(recurrent_form, FlushVerifyProblem)
 KDA_NEVER(verify_mma, VerifyProblem)
 KDA_NEVER(flush_verify_mma, FlushVerifyProblem)
 KDA_NEVER(verify_recurrent, VerifyProblem)

@@ -60,7 +60,7 @@ const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
   return nullptr;
 }
 
-const char* forward_sm90_form(const ForwardProblem& p) {
+std::string forward_sm90_form(const ForwardProblem& p) {
   return anchored(p) ? "scores from one anchor a chunk, which bounded gates allow"
                      : "scores from an anchor every eight tokens, exact for any gate";
 }
