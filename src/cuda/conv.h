@@ -94,17 +94,8 @@ __device__ inline void store_value(const kda_tensor& t, int64_t at, float x) {
     default: static_cast<__half*>(t.data)[at] = __float2half_rn(x); break;
   }
 }
-// One store: the compiler splits some assignments of such types into their elements.
-__device__ inline void store_vector(void* to, const uint2& x) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y) : "memory");
-}
-__device__ inline void store_vector(void* to, const uint4& x) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
-               : "memory");
-}
 __device__ inline void store_four(const kda_tensor& t, int64_t at, const float4& x) {
-  if (t.dtype == KDA_F32) return store_vector(static_cast<float*>(t.data) + at, reinterpret_cast<const uint4&>(x));
+  if (t.dtype == KDA_F32) return ptx::store_global(static_cast<float*>(t.data) + at, reinterpret_cast<const uint4&>(x));
   uint2 raw;
   if (t.dtype == KDA_BF16) {
     const __nv_bfloat162 lo = __floats2bfloat162_rn(x.x, x.y), hi = __floats2bfloat162_rn(x.z, x.w);
@@ -113,7 +104,7 @@ __device__ inline void store_four(const kda_tensor& t, int64_t at, const float4&
     const __half2 lo = __floats2half2_rn(x.x, x.y), hi = __floats2half2_rn(x.z, x.w);
     raw = {reinterpret_cast<const unsigned&>(lo), reinterpret_cast<const unsigned&>(hi)};
   }
-  store_vector(static_cast<uint16_t*>(t.data) + at, raw);
+  ptx::store_global(static_cast<uint16_t*>(t.data) + at, raw);
 }
 
 // ---- kVector channels from d on: one of any layout, or four where four_wide_rows(), four_wide_weights() and
@@ -149,8 +140,8 @@ __device__ Channels<T, kVector>* channels_at(const kda_tensor& t, const Sequence
 }
 template <class T, int kVector>
 __device__ void store(Channels<T, kVector>* to, const Channels<T, kVector>& x) {
-  if constexpr (sizeof(x) == 16) store_vector(to, reinterpret_cast<const uint4&>(x));
-  else if constexpr (sizeof(x) == 8) store_vector(to, reinterpret_cast<const uint2&>(x));
+  if constexpr (sizeof(x) == 16) ptx::store_global(to, reinterpret_cast<const uint4&>(x));
+  else if constexpr (sizeof(x) == 8) ptx::store_global(to, reinterpret_cast<const uint2&>(x));
   else *to = x;
 }
 // Zeroes tokens a .. b-1.

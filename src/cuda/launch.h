@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/launch_plans.h"
+#include "cuda/ptx/sm80.h"
 #include "cuda/runtime.h"
 #include "problem.h"
 
@@ -95,7 +96,7 @@ __device__ inline void let_next_start() {
 
 // A hint, also before wait_for_stream(): it brings memory to the L2 cache, where what the previous kernel still
 // writes reaches it.
-__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ inline void prefetch(const void* at) { ptx::prefetch(at); }
 // The same for neighbouring memory, but not for so much of it that most would be for other blocks.
 __device__ inline void prefetch(const void* at, uint64_t bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -115,11 +116,7 @@ inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t ti
   return {blocks, static_cast<unsigned>(states.some * 1024 * SMs * tiles / state)};
 }
 // The likely value of an index, also before wait_for_stream().
-__device__ inline int32_t peek(const int32_t* at) {
-  int32_t x;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at));
-  return x;
-}
+__device__ inline int32_t peek(const int32_t* at) { return ptx::peek(at); }
 
 // Launches a kernel that begins with wait_for_stream().
 template <auto kKernel, class... Args>

@@ -4,19 +4,7 @@
 
 namespace kda::cuda {
 
-__device__ inline unsigned shared_address(const void* shared) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
-// Waits for the copies of this thread. A barrier makes their data visible to other threads.
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ inline void copy_async(float* shared, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from));
-}
-
-// Copies 16 bytes or, without `real`, writes zeros.
-__device__ inline void copy_async(unsigned shared, const char* from, bool real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(real ? 16 : 0));
-}
+__device__ inline void copy_async(float* shared, const float* from) { ptx::copy4(ptx::shared_address(shared), from); }
 
 // Rows of kK channels, one value column each. Groups of 16 channels are swizzled with their neighbours so that both
 // ways of reading are free of bank conflicts: a row with eight lanes, and 16 channels of eight rows with four lanes
@@ -37,12 +25,12 @@ class Tile {
     static_assert(kRowsAtOnce % 4 == 0, "a thread's rows have one twist");
     const int chunk = static_cast<int>(threadIdx.x) % kChunks;
     const int row = static_cast<int>(threadIdx.x) / kChunks;
-    unsigned to = shared_address(data_ + at(row, chunk * kChunk));
+    unsigned to = ptx::shared_address(data_ + at(row, chunk * kChunk));
     const char* source = real ? from + row * static_cast<uint64_t>(step) + chunk * 16 : from;
     const uint64_t next = real ? kRowsAtOnce * static_cast<uint64_t>(step) : 0;
 #pragma unroll 4
     for (int i = 0; i < rows / kRowsAtOnce; ++i) {
-      copy_async(to, source, real);
+      ptx::copy16(to, source, real ? 16 : 0);
       to += kRowsAtOnce * kK * static_cast<int>(sizeof(T)), source += next;
     }
   }
@@ -57,7 +45,7 @@ class Tile {
       const char* source = real ? from + row * static_cast<uint64_t>(step) : from;
       T* to = data_ + at(row, c);
       if (real && dtype == KDA_BF16) store_four(to, load_four(reinterpret_cast<const __nv_bfloat16*>(source) + c));
-      else copy_async(shared_address(to), real ? source + c * sizeof(T) : source, real);
+      else ptx::copy16(ptx::shared_address(to), real ? source + c * sizeof(T) : source, real ? 16 : 0);
     }
   }
   // For walking along rows whose numbers differ by multiples of four: channels 16 i + 4 j .. + 3 of row + 4 m are at

@@ -17,8 +17,6 @@ constexpr char kReason[] = "is not emulated";
   const char* function(const Problem&) { return kReason; }
 #define KDA_NEVER(function, Problem) \
   void function(const Problem&) { never(); }
-#define KDA_NO_FORM(function, Problem) \
-  std::string function(const Problem&) { never(); }
 #define KDA_NO_WORKSPACE(function, Problem) \
   uint64_t function(const Problem&) { never(); }
 
@@ -27,35 +25,6 @@ KDA_DECLINES(gate_why_not, GateBackwardProblem)
 KDA_NEVER(gate, GateProblem)
 KDA_NEVER(gate_backward, GateBackwardProblem)
 KDA_NO_WORKSPACE(gate_backward_workspace, GateBackwardProblem)
-
-KDA_DECLINES(decode_why_not, DecodeProblem)
-KDA_NO_FORM(decode_form, DecodeProblem)
-KDA_NEVER(decode, DecodeProblem)
-KDA_DECLINES(decode_sweep_why_not, DecodeProblem)
-KDA_DECLINES(decode_sweep_unsuited, DecodeProblem)
-KDA_NEVER(decode_sweep, DecodeProblem)
-
-KDA_DECLINES(speculation_why_not, VerifyProblem)
-KDA_DECLINES(speculation_why_not, FlushProblem)
-KDA_DECLINES(speculation_why_not, FlushVerifyProblem)
-KDA_NEVER(verify, VerifyProblem)
-KDA_NEVER(flush, FlushProblem)
-KDA_NEVER(flush_verify, FlushVerifyProblem)
-KDA_DECLINES(speculation_mma_why_not, VerifyProblem)
-KDA_DECLINES(flush_registers_why_not, FlushProblem)
-KDA_DECLINES(speculation_mma_why_not, FlushVerifyProblem)
-KDA_DECLINES(speculation_recurrent_why_not, VerifyProblem)
-KDA_DECLINES(speculation_recurrent_why_not, FlushVerifyProblem)
-KDA_NO_FORM(mma_form, VerifyProblem)
-KDA_NO_FORM(mma_form, FlushVerifyProblem)
-KDA_NO_FORM(recurrent_form, VerifyProblem)
-KDA_NO_FORM(recurrent_form, FlushProblem)
-KDA_NO_FORM(recurrent_form, FlushVerifyProblem)
-KDA_NEVER(verify_mma, VerifyProblem)
-KDA_NEVER(flush_verify_mma, FlushVerifyProblem)
-KDA_NEVER(verify_recurrent, VerifyProblem)
-KDA_NEVER(flush_registers, FlushProblem)
-KDA_NEVER(flush_verify_recurrent, FlushVerifyProblem)
 
 KDA_DECLINES(conv_why_not, ConvProblem)
 KDA_DECLINES(conv_why_not, ConvBackwardProblem)

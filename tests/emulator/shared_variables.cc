@@ -8,6 +8,11 @@ namespace kda::cuda {
 
 KDA_EMULATED_SHARED_MEMORY
 
+namespace recurrent {
+
+KDA_EMULATED_SHARED_MEMORY
+
+}  // namespace recurrent
 }  // namespace kda::cuda
 
 namespace kda::emulator {

@@ -63,6 +63,9 @@ CUDA_BACKWARD = emulated(
 CUDA_BACKWARD_HOPPER = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_{c}" for c in ("bound_33", "softplus_17", "bound_short_packed"))
 )
+CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
+CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
+CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
 CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_bound_33")
 CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_chunk_sm90")
 CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_chunk_sm90")
@@ -110,6 +113,10 @@ CUDA_REVERSE = "src/cuda/sm80/chunk_reverse.h"
 CUDA_WIDE = "src/cuda/sm80/backward_wide.h"
 CUDA_WIDE_MATH = "src/cuda/wide.h"
 CUDA_BETA_H = "src/cuda/sm80/backward_beta.h"
+CUDA_DECODE = "src/cuda/sm80/decode.cu"
+CUDA_FEW_DRAFTS = "src/cuda/sm80/recurrent_kernel.h"
+CUDA_FEW_DRAFTS_ENTRIES = "src/cuda/sm80/recurrent_entries.h"
+CUDA_MMA = "src/cuda/sm80/speculation_mma.cu"
 CUDA_HOPPER_FORWARD = "src/cuda/sm90/forward.cu"
 CUDA_HOPPER_SEGMENTS = "src/cuda/sm90/segments.cu"
 CUDA_HOPPER_PRODUCER = "src/cuda/sm90/producer.h"
@@ -143,6 +150,8 @@ UNITS = {
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
     CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
+    CUDA_FEW_DRAFTS: ["src/cuda/sm80/recurrent_verify.cu", "src/cuda/sm80/recurrent_ring.cu"],
+    CUDA_FEW_DRAFTS_ENTRIES: ["src/cuda/sm80/flush_registers.cu", "src/cuda/sm80/recurrent_flush_verify.cu"],
     CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_CONSUMER: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_MAPS: [CUDA_HOPPER_SEGMENTS],
@@ -1195,5 +1204,46 @@ MUTANTS = [
             "  __syncthreads();  // o is there",
             "  // o is there",
         ),
+    ),
+    *mutants(
+        CUDA_DECODE,
+        CUDA_DECODE_TESTS,
+        (
+            "cuda decode: tokens of the request before",
+            "    keys.locate(x, b, t, at.hv, at.h);\n    from_v = x.v.at(b, t, at.hv) + static_cast",
+            "    keys.locate(x, b ? b - 1 : b, t, at.hv, at.h);\n    from_v = x.v.at(b, t, at.hv) + static_cast",
+        ),
+        (
+            "cuda decode: K-first states as V-first",
+            "? Access::kColumns : Access::kAny",
+            "? Access::kRows : Access::kAny",
+        ),
+    ),
+    *mutants(
+        CUDA_FEW_DRAFTS,
+        CUDA_DRAFTS,
+        ("cuda drafts: scores undecayed", "        k[e] *= alpha_i, q[e] *= alpha_i;\n", ""),
+        ("cuda drafts: u of the drafts before is added", "which ? sum : -sum;", "sum;"),
+        (
+            "cuda drafts: committed entries are no tokens",
+            "committed = !kMayCommit || before.apply ? 0",
+            "committed = true ? 0",
+        ),
+    ),
+    *mutants(
+        CUDA_FEW_DRAFTS_ENTRIES,
+        CUDA_DRAFTS,
+        ("cuda drafts: entries keep what lay behind K", "= shared[m.alpha + count * kMostK + c] = 0;", "= NAN;"),
+        ("cuda drafts: entries undecayed", "*= static_cast<float>(product);", "*= 1.0f;"),
+    ),
+    *mutants(
+        CUDA_MMA,
+        CUDA_MORE_DRAFTS,
+        (
+            "cuda mma: channels from K on are multiplied",
+            "steps = K / kQuarters / 16;",
+            "steps = kMostK / kQuarters / 16;",
+        ),
+        ("cuda mma: drafts that are no ancestors", "if (!kCall.fast && !(ancestors >> i & 1)) continue;", ""),
     ),
 ]

@@ -24,6 +24,9 @@ __device__ inline void copy16(unsigned to, const void* from, unsigned bytes) {
 __device__ inline void copy8(unsigned to, const void* from, unsigned bytes = 8) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+__device__ inline void copy4(unsigned to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but the last kGroups groups of this thread have arrived. A barrier makes them visible to other
 // threads.
@@ -31,6 +34,8 @@ template <int kGroups>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
+// Waits for all copies of this thread, committed or not.
+__device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Synchronises `count` threads of the block, in whole warps. Barrier number 0 is that of __syncthreads().
 __device__ inline void sync_some(int number, int count) {
@@ -138,6 +143,27 @@ __device__ inline unsigned thread() {
 __device__ inline unsigned block() {
   unsigned x;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
+// ---- global memory ----
+
+// One store: the compiler splits some assignments of such types into their elements.
+__device__ inline void store_global(void* to, const uint2& x) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ inline void store_global(void* to, const uint4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+// A hint: brings 128 bytes to the L2 cache, where what is still written reaches them.
+__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// What the L2 cache has. The load stays before other loads.
+__device__ inline int32_t peek(const int32_t* at) {
+  int32_t x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at));
   return x;
 }
 

@@ -3,7 +3,6 @@
 #include "cuda/sm80/recurrent_entries.h"
 
 namespace kda::cuda::recurrent {
-namespace {
 
 template <class Call, class BlockShape>
 __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(BlockShape::kValue))
@@ -38,6 +37,8 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
   apply_entries<kStep, kColumns>(shared, m, entries.count, row0, S);
   store_state<kCall.state, kStep>(state, x.state_dtype, K, S);
 }
+
+namespace {
 
 template <Traits kCall, Shape kShape>
 void launch_shape(const FlushProblem& p, const Parts<FlushProblem>& x, const DraftPlan& plan) {

@@ -105,7 +105,7 @@ struct BlockEntries {
   template <Traits kCall, Shape kShape>
   __device__ void prepare(const Before& before, const EntryMemory& m, float* shared) const {
     if (!count) return;
-    wait_for_copies();
+    ptx::wait_for_all_copies();
     const int c = own_channel<kShape>();
     if (!before.apply || c < 0) return;
     double product = 1;

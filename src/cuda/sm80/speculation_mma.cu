@@ -82,12 +82,6 @@ struct Memory {
         floats(this->entries.end) {}
 };
 
-__device__ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Four numbers as operands: x itself, of which tensor cores take the upper 19 bits, and the rest.
 struct Split {
   unsigned big[4], small[4];
@@ -104,9 +98,9 @@ struct Split {
 
 // c += a b, where lanes hold the rows of b for two steps (i = 0: the first). Without small_b all of b is in `big`.
 __device__ inline void mma3(float (&c)[4], const Split& a, const Split& b, int i, bool small_b) {
-  if (small_b) mma(c, a.big, b.small[2 * i], b.small[2 * i + 1]);
-  mma(c, a.small, b.big[2 * i], b.big[2 * i + 1]);
-  mma(c, a.big, b.big[2 * i], b.big[2 * i + 1]);
+  if (small_b) ptx::mma_tf32(c, a.big, b.small[2 * i], b.small[2 * i + 1]);
+  ptx::mma_tf32(c, a.small, b.big[2 * i], b.big[2 * i + 1]);
+  ptx::mma_tf32(c, a.big, b.big[2 * i], b.big[2 * i + 1]);
 }
 
 // Accumulators of a warp: all slices of eight drafts, and all its columns, eight a tile.
@@ -365,7 +359,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
   for (int i = 0; i < kPerWarp; ++i)
     if (drafts[i].t < T) drafts[i].store(m, shared);
 
-  wait_for_copies();
+  ptx::wait_for_all_copies();
   __syncthreads();  // the state, w, u, kG, qG and scores are in shared memory
 
   // Powers of two: groups of columns, parts of K.

@@ -20,11 +20,15 @@ inline void copy16(unsigned to, const void* from, unsigned bytes = 16, Where whe
 inline void copy8(unsigned to, const void* from, unsigned bytes = 8, Where where = Where::current()) {
   emulator::copy(to, from, 8, bytes, where);
 }
+inline void copy4(unsigned to, const void* from, Where where = Where::current()) {
+  emulator::copy(to, from, 4, 4, where);
+}
 inline void commit_copies() { emulator::commit_copies(); }
 template <int kGroups>
 void wait_for_copies() {
   emulator::wait_for_copies(kGroups);
 }
+inline void wait_for_all_copies() { emulator::commit_copies(), emulator::wait_for_copies(0); }
 
 inline void sync_some(int number, int count, Where where = Where::current()) {
   if (count <= 0) emulator::fail("a barrier of no threads", where);
@@ -68,6 +72,14 @@ inline float multiply_flushed(float x, float y) { return flushed(flushed(x) * fl
 
 inline unsigned thread() { return threadIdx.x; }
 inline unsigned block() { return blockIdx.x; }
+
+// ---- global memory ----
+
+inline void store_global(void* to, const uint2& x) { *static_cast<uint2*>(to) = x; }
+inline void store_global(void* to, const uint4& x) { *static_cast<uint4*>(to) = x; }
+
+inline void prefetch(const void*) {}
+inline int32_t peek(const int32_t* at) { return *at; }
 
 // ---- shared memory by address ----
 
