@@ -213,8 +213,10 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
     const float zeros[kRows] = {};
     for (; t < end; ++t) store_outputs(static_cast<unsigned>(b), static_cast<unsigned>(t), zeros);
   };
-  // All addresses that need nothing from memory are ready before the wait for the previous kernel, and the loads of
-  // the first token's inputs are issued before the wait for the slot.
+
+  // ---- addresses and hints, while the kernel before still runs ----
+
+  // The loads of the first token's inputs are issued before the wait for the slot.
   TokenKeys<kPerThread, kBlock> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
@@ -255,6 +257,9 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
       expect_columns<kCall>(p, at);
     }
   }
+
+  // ---- requests: the slot, the first token, the state ----
+
   const int32_t* index = p.slots.indices.data ? &p.slots.indices[at.n] : nullptr;
   wait_for_stream();
   if (at.n >= p.blocks.rows) return;  // the grid's last rows
@@ -292,6 +297,8 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
     if (row >= 0 && row < p.start_rows) load(by_slot ? p.h0 : p.snapshots, row, sequence());
   }
   let_next_start();
+
+  // ---- tokens, one after another ----
 
   for (unsigned t = 0; t < s.length; ++t) {
     if (t) locate(b, t0 + t);
@@ -373,6 +380,9 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
       for (unsigned v = threadIdx.x; v < V; v += kThreads) store_element(to + v * size_of(x.o_dtype), x.o_dtype, 0);
     }
   };
+
+  // ---- requests: the token, before the slot is known ----
+
   TokenKeys<1, kThreads> keys(static_cast<int>(threadIdx.x));
   const char* from_v;
   const auto locate = [&](unsigned b, unsigned t) {
@@ -400,6 +410,8 @@ __global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constan
   if (s.length > 0) fetch();
   find_states(s, p.slots, p.has_initial, slot);
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
+
+  // ---- the sweep: columns in registers, while the next are on their way ----
 
   // In bf16, loads to registers alone would keep too little on its way. (In f32 this costs 8 %.)
   if (sizeof(T) == 2 && threadIdx.x == 0 && s.initial) {

@@ -141,6 +141,9 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int row0 = first_row_of<kRows, kStep>();
   const unsigned v0 = at.tile * kColumns;
+
+  // ---- addresses and hints, while the kernel before still runs ----
+
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
     if (thread >= kColumns) return;
     for (; t < end; ++t) {
@@ -165,6 +168,9 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
   }
   wait_for_stream();
   if (at.n >= blocks.rows) return;  // the grid's last rows
+
+  // ---- requests: indices, drafts, entries and the state, before the first wait ----
+
   // (In blocks of two steps, the compiler would load indices last.)
   Indices indices = kFlushes<P> && kShape.steps == 2 ? peek_indices(x.requests, at.n) : indices_of(x.requests, at.n);
   pin(indices.state), pin(indices.records);
@@ -184,7 +190,7 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
   const Request r = request_of(x.requests, {.n = at.n, .b = at.n, .length = T, .live = true}, indices);
   if (!r.s.live) return zero_outputs(at.n, 0, T);
 
-  // Everything is requested before the first wait: entries first, the state last, as it takes longest.
+  // Entries come first and the state last, as it takes longest.
   const Before before = before_drafts<P>(x, at, r, v0);
   BlockEntries entries;
   entries.request<kCall, kShape>(before, m.entries, shared, K);
@@ -204,6 +210,8 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
   constexpr bool kLate = kFlushes<P> && kRows == 4 && kEntries == Wait::kBehindDrafts;
   if (!kLate) let_next_start();
   if constexpr (kEntries == Wait::kBehindState) entries.prepare<kCall, kShape>(before, m.entries, shared);
+
+  // ---- activation: keys, decays and values of all drafts go to shared memory, and to records ----
 
   auto* prepared = reinterpret_cast<PreparedDraft*>(shared);
   if (front) {
@@ -240,6 +248,9 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
   if (kLate) let_next_start();
   if constexpr (kDrafts > 1 || kMayCommit)
     __syncthreads();  // keys and decays of drafts and entries are in shared memory
+
+  // ---- the walk back: scores, and keys and queries as the state sees them ----
+
   const int committed = !kMayCommit || before.apply ? 0 : entries.count;
   if (t < T) {
     Walk<kShape.warps> walk{.m = m, .shared = shared, .t = t};
@@ -254,6 +265,8 @@ __global__ void __launch_bounds__(BlockShape::kValue.threads(), blocks_of_SM(Blo
       prepared[t].kG[draft.channel(e)] = walk.k[e], prepared[t].qG[draft.channel(e)] = walk.q[e];
   }
   __syncthreads();  // drafts, scores, values, w and u are in shared memory
+
+  // ---- columns: apply entries, multiply, finish u and o ----
 
   // The first four of the eight lanes that share kRows columns have u, the others o.
   constexpr int kLanes = kRowLanes / (2 * kRows);  // of each number

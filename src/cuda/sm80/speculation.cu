@@ -228,6 +228,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const TypedView state{state_at(x, at), state_of(p).dtype};
   const AnyRows rows(state, layout_of(p), static_cast<unsigned>(r.s.slot), at.hv, static_cast<unsigned>(v0), wide);
 
+  // ---- the state, with entries ----
+
   float S[kRows][kElements] = {};
   if (r.s.initial) load_rows(rows, state.dtype, columns, K, S);
   const Before before = before_drafts<P>(x, at, r, static_cast<unsigned>(v0));
@@ -246,6 +248,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Tokens& tokens = x.tokens;
     const int drafts = static_cast<int>(min(r.s.length, static_cast<int64_t>(room)));
     if (drafts == 0) return;
+
+    // ---- drafts: keys, decays and scores, then u and o one after another ----
+
     const VerifyMemory m(reinterpret_cast<float*>(dynamic), kK, room, kTile);
     for (int i = threadIdx.x; i < drafts * kTile; i += kThreads) {
       const unsigned t = static_cast<unsigned>(r.s.t0 + i / kTile), v = at.tile * kTile + i % kTile;

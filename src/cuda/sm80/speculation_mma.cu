@@ -247,8 +247,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
       store_element(to, tokens.o_dtype, 0);
     }
   };
-  // All addresses that need nothing from memory are ready before the wait for the previous kernel, and the loads of
-  // drafts are issued before the wait for the slot.
+
+  // ---- addresses and hints, while the kernel before still runs ----
+
   Draft<kMaxDrafts> drafts[kPerWarp];
   const char* from_v = nullptr;
   unsigned values[kMaxDrafts];       // of the thread's column, if they are not in shared memory
@@ -283,6 +284,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
   if (!there) return;  // the grid's last rows
   const int64_t N = blocks.rows - varlen;
   if (varlen && at.n == N) return zero_outputs(0, end_of_sequences(x.cu_seqlens, N, x.sizes.T), x.sizes.T);
+
+  // ---- requests: indices, drafts, entries and the state, before the first wait ----
+
   Indices indices = indices_of(x.requests, at.n);
   pin(indices.state), pin(indices.records);
   const Sequence sequence = drafts_of(x, at.n);
@@ -333,6 +337,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
   let_next_start();
   if (entries && has_channel) prepare_entries(before, entry_channel, next, own_channel, m.entries, shared);
 
+  // ---- activation and the walk back: scores, and keys and queries as the state sees them ----
+
   if (front) {
     convolution.values(x.front, at, r.s, T, v0, shared);
     __syncthreads();  // q, k and v of all drafts are in shared memory
@@ -361,6 +367,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
 
   ptx::wait_for_all_copies();
   __syncthreads();  // the state, w, u, kG, qG and scores are in shared memory
+
+  // ---- products X and O: a warp has some columns, and K or a part of it ----
 
   // Powers of two: groups of columns, parts of K.
   const int log_groups = __ffs(m.columns / kWarpColumns) - 1, parts = kWarps >> log_groups;
@@ -443,6 +451,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of_SM<P>(Call::kValue))
   };
   if (entries) multiply.template operator()<true>();
   else multiply.template operator()<false>();
+
+  // ---- outputs: a thread has a column ----
 
   __syncthreads();           // kG and qG are read
   float* products = shared;  // [parts][kG of all drafts, then qG][columns]
