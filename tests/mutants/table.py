@@ -70,6 +70,7 @@ CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_bound
 CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_chunk_sm90")
 CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_chunk_sm90")
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
+CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk_sm90")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
 CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_chunk")
@@ -127,6 +128,7 @@ CUDA_HOPPER_REVERSE = "src/cuda/sm90/reverse.cu"
 CUDA_HOPPER_REVERSE_CONSUMER = "src/cuda/sm90/reverse_consumer.h"
 CUDA_HOPPER_PAIR = "src/cuda/sm90/pair.h"
 CUDA_HOPPER_UNITS = "src/cuda/sm90/column_scale.h"
+CUDA_HOPPER_OUTPUTS = "src/cuda/sm90/outputs.h"
 CUDA_HOPPER_STATES = "src/cuda/sm90/state_io.h"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/sm90/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/sm90/wide_helpers.h"
@@ -160,6 +162,7 @@ UNITS = {
     CUDA_HOPPER_REVERSE_CONSUMER: [CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_PAIR: [CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_UNITS: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
     CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
 }
@@ -934,6 +937,20 @@ MUTANTS = [
             "",
         ),
         ("Hopper's forward: T is sent before all lanes have written it", "      __syncwarp();  // T is there\n", ""),
+        (
+            "Hopper's forward: v comes to where U leaves",
+            "    if (Source::kKeeps && call_.saved->used) ring().wait_values_empty(number);\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_OUTPUTS,
+        CUDA_FORWARD_HOPPER,
+        (
+            "Hopper's forward: v is released while other warps read U",
+            "    if (sends_U()) ptx::sync_threads(Base::kBarrier, kGroup);  // those of U, too, of all warps\n",
+            "",
+        ),
     ),
     *mutants(
         CUDA_HOPPER_CONSUMER,
@@ -1034,9 +1051,12 @@ MUTANTS = [
         ),
         (
             "Hopper's reverse scan: states are kept when they have decayed",
-            "    if (packs) Base::pack_before(x.left);\n",
-            "    for (int j = 0; packs && j < 32; ++j) x.left[j / 4][j % 4] ="
-            " ptx::pack<__nv_bfloat16>(S_[2 * j] * ell[j / 2].x, S_[2 * j + 1] * ell[j / 2].y);\n",
+            "        if (stores_before && (n % 2 != odd || n == first_number))"
+            " Base::template store_before<false>(before);\n"
+            "        start_values(stage, x);\n",
+            "        start_values(stage, x);\n"
+            "        if (stores_before && (n % 2 != odd || n == first_number))"
+            " Base::template store_before<false>(before);\n",
         ),
         (
             "Hopper's reverse scan: spans end one chunk off",
@@ -1059,8 +1079,8 @@ MUTANTS = [
         ),
         (
             "Hopper's reverse scan: outputs of a partial chunk are stored twice",
-            "store_last(out, last, end - last), pending = false;",
-            "store_last(out, last, end - last);",
+            "store_last(out, last, end - last, 0), pending = false;",
+            "store_last(out, last, end - last, 0);",
         ),
     ),
     *mutants(
@@ -1120,14 +1140,18 @@ MUTANTS = [
         CUDA_HOPPER_STATES,
         CUDA_REVERSE_HOPPER,
         (
-            "Hopper's reverse scan: states are read before all lanes have left theirs",
-            "        __syncwarp();  // all lanes have stored theirs\n",
-            "",
+            "Hopper's reverse scan: states are stored in the order of the stage",
+            "(kTraining ? 8 : 2) * (lane_ % 4)",
+            "2 * (lane_ % 4)",
         ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_REVERSE_SIZES,
         (
-            "Hopper's reverse scan: states come to where others are read",
-            "        __syncwarp();  // all lanes have loaded theirs\n",
-            "",
+            "Hopper's reverse scan: states are stored in units",
+            "pack_eight<kUnits>(i, j, x);",
+            "pack_eight<false>(i, j, x);",
         ),
     ),
     *mutants(
@@ -1137,6 +1161,11 @@ MUTANTS = [
             "Hopper's reverse scan: a NaN of k spoils no outputs of its chunk",
             "(Source::kReversed ? Stage::kg : Stage::q)",
             "Stage::q",
+        ),
+        (
+            "Hopper's reverse scan: NaN comes where other lanes have yet to store",
+            "    __syncwarp();  // the warp's rows are there, and ell\n",
+            "",
         ),
     ),
     *mutants(
