@@ -61,7 +61,8 @@ __device__ __forceinline__ void for_rows(const Scratch& at, const Work& work) {
 // Makes operands of the warp's rows from the raw rows in scratch memory. kG, qG and kg go to the stage. k^ = k 2^G,
 // q^ = q 2^G and kc = k 2^-G take the place of the raw rows and G. In these three, G counts from an anchor: it is
 // `first` before the warp's rows, plus what scratch memory has for each row. to_anchor and from_anchor are decays
-// from the chunk's start to the anchor, and on to the chunk's end. Without kQueries there are no qG and q^. kKeeps: see Scratch::store_channels().
+// from the chunk's start to the anchor, and on to the chunk's end. Without kQueries there are no qG and q^. kKeeps: see
+// Scratch::store_channels().
 template <class T, bool kKeeps, bool kQueries>
 __device__ void store_operands(const Scratch& at, unsigned stage, const float (&first)[4], const float (&to_anchor)[4],
                                const float (&from_anchor)[4]) {

@@ -73,8 +73,8 @@ struct Cut {
 
 // ---- in the workspace ----
 
-// M^T lies as the consumer multiplies by it, in two halves of 64 rows, with channels in the places of a stage. A half has the leading bf16 of all numbers,
-// then the rests, as tiles of 128 channels.
+// M^T lies as the consumer multiplies by it, in two halves of 64 rows, with channels in the places of a stage. A half
+// has the leading bf16 of all numbers, then the rests, as tiles of 128 channels.
 constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
 static_assert(kMapBytes / 2 <= Stage::bytes);
 

@@ -54,10 +54,10 @@ struct Half {  // half of the channels of k and of q
   Tile k, q;
 };
 
-// Where channels lie in a stage, and so in a consumer's accumulators, which in one place have 32 m + 8 j + 2 q + e (j, q
-// < 4, e < 2), j running through registers and q through four lanes. In kernels that keep states (kKeeps) that place has
-// channel 32 m + 8 q + 2 j + e. So a lane has eight neighbouring channels, and stores them in bf16 at once. In other
-// kernels places are channels.
+// The order of channels in a stage. An accumulator of wgmma gives a lane two neighbouring places of every eight: lane q
+// of four has places 32 m + 8 j + 2 q + e, for all m and j < 4, e < 2. In kernels that keep states (kKeeps) that place
+// has channel 32 m + 8 q + 2 j + e. So a lane has eight neighbouring channels of every 32, which it stores at once in
+// bf16. In other kernels places are channels.
 
 // A stage of the ring: the operands of a chunk. In their place it may have a head's first state (StateTiles), or half
 // of a segment's map.

@@ -122,9 +122,9 @@ class StateIo : public ConsumerThread {
   }
   // Are the units of the warp's columns 1, as they mostly are?
   __device__ bool is_plain() const { return __all_sync(kAll, unit_[0] == 1 && unit_[1] == 1); }
-  // Stores a state there. kUnits: false if is_plain(); then it is done within the inner loop, while products run that do
-  // not change the state. (The loop's code hardly fits the instruction cache, so that for units stays out of it. What
-  // else was tried: docs/experiments/cuda_backward.md.)
+  // Stores a state there. kUnits: false if is_plain(). Then it is done within the inner loop, whose code hardly fits
+  // the instruction cache; the code for units stays out of it. (What else was tried:
+  // docs/experiments/cuda_backward.md.)
   template <bool kUnits>
   __device__ __forceinline__ void store_before(char* to) const {
 #pragma unroll
