@@ -115,8 +115,8 @@ double conditioning(const Case& c, const std::string& output) {
 }
 
 // How many RMS gates a single element may be off: of a million elements the worst was off by 10 gates; in dg, whose
-// terms cancel, by 44.
-double most_of(const std::string& output) { return output == "dg" ? 64 : 16; }
+// terms cancel, by 44, and by 64 in a chunk of one token, with v_new rounded in one way or the other.
+double most_of(const std::string& output) { return output == "dg" ? 72 : 16; }
 
 void expect_gradients(BackwardOutputs& exact, BackwardOutputs& got, const Case& c, const char* impl) {
   for (size_t i = 0; i < got.tensors().size(); ++i)

@@ -1141,8 +1141,8 @@ MUTANTS = [
         CUDA_REVERSE_HOPPER,
         (
             "Hopper's reverse scan: states are stored in the order of the stage",
-            "(kTraining ? 8 : 2) * (lane_ % 4)",
-            "2 * (lane_ % 4)",
+            "return kOrder.run * (lane_ % 4)",
+            "return 2 * (lane_ % 4)",
         ),
     ),
     *mutants(
@@ -1150,8 +1150,8 @@ MUTANTS = [
         CUDA_REVERSE_SIZES,
         (
             "Hopper's reverse scan: states are stored in units",
-            "pack_eight<kUnits>(i, j, x);",
-            "pack_eight<false>(i, j, x);",
+            "kUnits ? unit_[i] : 1",
+            "1",
         ),
     ),
     *mutants(

@@ -36,8 +36,8 @@ __device__ Pair<T> largest(const unsigned (&x)[kCount]) {
 // Chooses and checks the scales of a thread's columns. kValues: if false, v is 0, whatever is in the stage. kReversed:
 // the state is dS, v is dO and counts times the call's scale, and chunks come from the last to the first.
 template <class T, bool kTraining, bool kValues, bool kReversed>
-class ColumnScale : public StateIo<kTraining> {
-  using Base = StateIo<kTraining>;
+class ColumnScale : public StateIo<kTraining, order_of(kTraining, kReversed)> {
+  using Base = StateIo<kTraining, order_of(kTraining, kReversed)>;
 
  protected:
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::column, Base::first_column, Base::values;

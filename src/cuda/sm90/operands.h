@@ -61,9 +61,9 @@ __device__ __forceinline__ void for_rows(const Scratch& at, const Work& work) {
 // Makes operands of the warp's rows from the raw rows in scratch memory. kG, qG and kg go to the stage. k^ = k 2^G,
 // q^ = q 2^G and kc = k 2^-G take the place of the raw rows and G. In these three, G counts from an anchor: it is
 // `first` before the warp's rows, plus what scratch memory has for each row. to_anchor and from_anchor are decays
-// from the chunk's start to the anchor, and on to the chunk's end. Without kQueries there are no qG and q^. kKeeps: see
-// Scratch::store_channels().
-template <class T, bool kKeeps, bool kQueries>
+// from the chunk's start to the anchor, and on to the chunk's end. Without kQueries there are no qG and q^. kOrder: of
+// channels in the stage.
+template <class T, Order kOrder, bool kQueries>
 __device__ void store_operands(const Scratch& at, unsigned stage, const float (&first)[4], const float (&to_anchor)[4],
                                const float (&from_anchor)[4]) {
   uint2 raw_q{}, raw_k;
@@ -95,9 +95,9 @@ __device__ void store_operands(const Scratch& at, unsigned stage, const float (&
     ptx::store_shared2(at.address + ScratchLayout::columns + own, pack_four<__nv_bfloat16>(column));
 #pragma unroll
     for (int e = 0; e < 4; ++e) k[e] *= to_anchor[e], q[e] *= to_anchor[e], column[e] *= from_anchor[e];
-    at.store_channels<kKeeps>(stage + own + Stage::k, pack_four<__half>(k));
-    if (kQueries) at.store_channels<kKeeps>(stage + own + Stage::q, pack_four<__half>(q));
-    at.store_channels<kKeeps>(stage + own + Stage::kg, pack_four<__half>(column));
+    at.store_channels<kOrder>(stage + own + Stage::k, pack_four<__half>(k));
+    if (kQueries) at.store_channels<kOrder>(stage + own + Stage::q, pack_four<__half>(q));
+    at.store_channels<kOrder>(stage + own + Stage::kg, pack_four<__half>(column));
   });
 }
 

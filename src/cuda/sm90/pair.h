@@ -15,11 +15,12 @@ namespace kda::cuda::sm90 {
 // The chunks of one producer of a CTA pair: one in four. The first producer also plans the consumer's work items. A
 // state may come to a stage in front of those of a work item's chunks. kReversed_: chunks come from the last to the
 // first, and a work item's spans count from the head's end.
-// kKeeps_: states and U may be kept.
-template <bool kReversed_, bool kKeeps_>
+// kKeeps: states may be kept, as always by the reverse scan.
+template <bool kReversed_, bool kKeeps>
 class PairSource {
  public:
-  static constexpr bool kMaps = false, kBringsStates = true, kReversed = kReversed_, kKeeps = kKeeps_;
+  static constexpr bool kMaps = false, kBringsStates = true, kReversed = kReversed_, kKeepsU = kKeeps && !kReversed_;
+  static constexpr Order kOrder = order_of(kKeeps, kReversed_);
   __device__ PairSource(const HeadScheduler& scheduler, unsigned group)
       : scheduler_(scheduler), number_(ptx::rank() + 2 * group), plans_work_(group == 0) {}
 

@@ -41,7 +41,7 @@ struct alignas(16) Plan {
 // Prepares chunks, one of four in the ring. kWideGate: g is f32, otherwise it has the type of q, k and v. Source: its
 // next(call, plan), which one thread calls, plans the producer's next chunk. Source::kMaps: some chunks are for maps
 // of segments, for which q is not read. Source::kReversed: they are for the reverse scan.
-// Source::kKeeps: states and U may be kept, so channels have other places in a stage, and U may leave from there.
+// Source::kOrder: of channels in a stage. Source::kKeepsU: U may leave from there.
 template <class T, class Scores, bool kWideGate, class Source>
 class Producer {
  public:
@@ -165,7 +165,7 @@ class Producer {
     const unsigned full = ring().full(number), v = stage + Stage::v, rank = ptx::rank(), other = rank ^ 1;
     const unsigned head = uniform(hv), token = uniform(first), b = uniform(row);
     const CUtensorMap& map = call_.tiles->maps[Tiles::kValue];
-    if (Source::kKeeps && call_.saved->used) ring().wait_values_empty(number);
+    if (Source::kKeepsU && call_.saved->used) ring().wait_values_empty(number);
     if (!ptx::elect()) return;
     ptx::arrive_expecting(full, kTileBytes);
     ptx::copy_tile(v, map, 64 * rank, head, token, b, full);
@@ -261,8 +261,8 @@ class Producer {
       const unsigned first = first_bad(share_factors_again(rows, queries));
       if (first < rows) return forget_rows(first);
     }
-    if (queries) scores.template tiles<T, Source::kKeeps>();
-    else if constexpr (kSkipsQueries) scores.template tiles<T, Source::kKeeps, false>();
+    if (queries) scores.template tiles<T, Source::kOrder>();
+    else if constexpr (kSkipsQueries) scores.template tiles<T, Source::kOrder, false>();
     if (now.fine < now.rows) spoil(now, stage);
     ptx::fence_shared_for_async();
     at_.sync();  // tiles are there

@@ -101,7 +101,7 @@ class AnyGateScores {
   }
 
   // Makes operands of the consumer and of scores, from the raw rows in scratch memory.
-  template <class T, bool kKeeps>
+  template <class T, Order kOrder>
   __device__ void tiles() {
     const unsigned lane = at_.lane;
     float total[4][4], G[4] = {}, anchor[4], first[4], decay[4];
@@ -133,8 +133,8 @@ class AnyGateScores {
     float to_anchor[4], from_anchor[4];  // decays from the chunk's start to the anchor, and on to its end
 #pragma unroll
     for (int e = 0; e < 4; ++e) to_anchor[e] = ptx::exp2(anchor[e]), from_anchor[e] = ptx::exp2(G[e] - anchor[e]);
-    store_operands<T, kKeeps, true>(at_, stage_, first, to_anchor, from_anchor);
-    if (at_.stores_ell()) store_ell<kKeeps>();
+    store_operands<T, kOrder, true>(at_, stage_, first, to_anchor, from_anchor);
+    if (at_.stores_ell()) store_ell<kOrder>();
   }
 
   // Multiplies [q; k] of the warp's rows by k of the same rows, and of the rows of each warp before.
@@ -185,7 +185,7 @@ class AnyGateScores {
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] += y[e];
   }
-  template <bool kKeeps>
+  template <Order kOrder>
   __device__ void store_ell() const {
     float ell[4] = {}, total[4];
 #pragma unroll
@@ -193,7 +193,7 @@ class AnyGateScores {
       load_four(at_.address + Scratch::given + (w * kSize + at_.lane * 4) * 4, total), add(ell, total);
 #pragma unroll
     for (int e = 0; e < 4; ++e) ell[e] = ptx::exp2(ell[e]);
-    at_.store_ell<kKeeps>(stage_ + Stage::ell, ell);
+    at_.store_ell<kOrder>(stage_ + Stage::ell, ell);
   }
 
   // Load right operands: keys of a warp's rows; powers of two of the same channels.

@@ -57,7 +57,7 @@ class BoundedScores {
   }
 
   // Makes operands of the consumer and of scores, from the raw rows in scratch memory.
-  template <class T, bool kKeeps, bool kQueries = true>
+  template <class T, Order kOrder, bool kQueries = true>
   __device__ void tiles() const {
     const unsigned lane = at_.lane;
     float total[4][4], first[4], to_anchor[4],
@@ -72,9 +72,9 @@ class BoundedScores {
       first[e] = fmaf(before[2], total[2][e], fmaf(before[0], total[0][e], before[1] * total[1][e]));
     }
     if (at_.stores_ell())
-      at_.store_ell<kKeeps>(stage_ + Stage::ell, {to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
+      at_.store_ell<kOrder>(stage_ + Stage::ell, {to_anchor[0] * from_anchor[0], to_anchor[1] * from_anchor[1],
                                                   to_anchor[2] * from_anchor[2], to_anchor[3] * from_anchor[3]});
-    store_operands<T, kKeeps, kQueries>(at_, stage_, first, to_anchor, from_anchor);
+    store_operands<T, kOrder, kQueries>(at_, stage_, first, to_anchor, from_anchor);
   }
 
   // Makes the product [k^; q^] kc^T: warps 0 and 1 have Akk, 2 and 3 have Aqk.

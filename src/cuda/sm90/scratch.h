@@ -55,22 +55,23 @@ struct Scratch : ScratchLayout {
     return (first ^ i << 4) + i * kRowBytes;
   }
   // Stores four numbers of 16 bits where the consumer expects the lane's channels: in place of own(i) in a tile of the
-  // stage. kKeeps: in two parts, 16 bytes apart (shared_memory.h). The upper lanes store them in the other order, as
-  // their part of a row has the same banks as that of the lower lanes.
-  template <bool kKeeps>
+  // stage. If their order is not as given, they are two parts, 16 bytes apart. The upper lanes store these the other
+  // way round, as their half of a row has the banks of the lower lanes' half.
+  template <Order kOrder>
   __device__ void store_channels(unsigned own, uint2 four) const {
-    if constexpr (!kKeeps) return ptx::store_shared2(own, four);
+    if constexpr (kOrder.run == 2) return ptx::store_shared2(own, four);
     const bool upper = lane / 16;
     // Within a half of a row: bits 4 to 6 the piece, which row numbers change alike in both places.
-    const unsigned natural = lane % 16 * 8, placed = lane % 16 / 8 * 64 + lane % 2 * 32 + lane % 8 / 2 * 4;
-    const unsigned to = own ^ natural ^ placed ^ upper << 4;
+    const unsigned given = lane % 16 * 8, placed = kOrder.place(lane % 16 * 4) * 2;
+    const unsigned to = own ^ given ^ placed ^ upper << 4;
     ptx::store_shared(to, upper ? four.y : four.x), ptx::store_shared(to ^ 16, upper ? four.x : four.y);
   }
   // The same of ell, in f32.
-  template <bool kKeeps>
+  template <Order kOrder>
   __device__ void store_ell(unsigned to, const float (&ell)[4]) const {
-    if constexpr (!kKeeps) return ptx::store_shared_f32x4(to + lane * 16, make_float4(ell[0], ell[1], ell[2], ell[3]));
-    const unsigned place = to + (lane / 8 * 32 + lane % 2 * 16 + lane % 8 / 2 * 2) * 4;
+    if constexpr (kOrder.run == 2)
+      return ptx::store_shared_f32x4(to + lane * 16, make_float4(ell[0], ell[1], ell[2], ell[3]));
+    const unsigned place = to + kOrder.place(lane * 4) * 4;
     ptx::store_shared_f32x2(place, make_float2(ell[0], ell[1]));
     ptx::store_shared_f32x2(place + 32, make_float2(ell[2], ell[3]));
   }

@@ -181,11 +181,13 @@ static_assert(sizeof(Task) <= Shared::kTaskBytes);
 
 // The chunks of one producer of a CTA pair, one in four: those of the pair's segment, then those of the next one.
 // What a plan needs follows from the chunk's number and the task. (Reversed maps need q: b has gradients of outputs.)
-// kKeeps_: states and U may be kept.
-template <bool kReversed_, bool kKeeps_>
+// kKeeps: states may be kept, as always by the reverse scan.
+template <bool kReversed_, bool kKeeps>
 class TaskSource {
  public:
-  static constexpr bool kMaps = !kReversed_, kBringsStates = false, kReversed = kReversed_, kKeeps = kKeeps_;
+  static constexpr bool kMaps = !kReversed_, kBringsStates = false, kReversed = kReversed_,
+                        kKeepsU = kKeeps && !kReversed_;
+  static constexpr Order kOrder = order_of(kKeeps, kReversed_);
   __device__ explicit TaskSource(unsigned group) : number_(ptx::rank() + 2 * group) {}
   __device__ void next(const Call&, Plan& p) {
     const Task& task = Task::shared();

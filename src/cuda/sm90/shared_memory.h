@@ -55,9 +55,23 @@ struct Half {  // half of the channels of k and of q
 };
 
 // The order of channels in a stage. An accumulator of wgmma gives a lane two neighbouring places of every eight: lane q
-// of four has places 32 m + 8 j + 2 q + e, for all m and j < 4, e < 2. In kernels that keep states (kKeeps) that place
-// has channel 32 m + 8 q + 2 j + e. So a lane has eight neighbouring channels of every 32, which it stores at once in
-// bf16. In other kernels places are channels.
+// of four has places 8 j + 2 q and one more, for each j. So that a lane has runs of `run` neighbouring channels, which
+// it stores at once, channels have other places: in blocks of 4 run channels, the q-th run has the places of lane q.
+//   kAsGiven    places are channels
+//   kRunsOfFour for the forward that keeps states: blocks of 16, which a step of wgmma adds up in whatever order, so
+//               that results keep their bits
+//   kRunsOfEight for the reverse scan, whose accesses are then of 16 bytes
+struct Order {
+  unsigned run;
+  // The place of an even channel.
+  KDA_BOTH constexpr unsigned place(unsigned channel) const {
+    return channel / (4 * run) * (4 * run) + channel % run / 2 * 8 + channel % (4 * run) / run * 2;
+  }
+  // How many channels the one in place 8 j + 2 q is behind that in place 2 q.
+  KDA_BOTH constexpr unsigned offset(unsigned j) const { return j / (run / 2) * (4 * run) + j % (run / 2) * 2; }
+};
+constexpr Order kAsGiven{2}, kRunsOfFour{4}, kRunsOfEight{8};
+constexpr Order order_of(bool keeps, bool reversed) { return reversed ? kRunsOfEight : keeps ? kRunsOfFour : kAsGiven; }
 
 // A stage of the ring: the operands of a chunk. In their place it may have a head's first state (StateTiles), or half
 // of a segment's map.

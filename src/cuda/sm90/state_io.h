@@ -5,16 +5,16 @@
 
 namespace kda::cuda::sm90 {
 
-// A thread's part in loads and stores of states. kTraining: states before chunks may be kept, and channels have other
-// places in a stage (shared_memory.h).
-template <bool kTraining>
+// A thread's part in loads and stores of states. kTraining: states before chunks may be kept. kOrder: of channels in a
+// stage.
+template <bool kTraining, Order kOrder>
 class StateIo : public ConsumerThread {
  protected:
   using ConsumerThread::ConsumerThread;
 
-  // The channel in position(j), which is offset(j) behind that in position(0).
-  __device__ static constexpr unsigned offset(int j) { return kTraining ? j / 4 * 32 + j % 4 * 2 : j * 8; }
-  __device__ unsigned channel(int j) const { return (kTraining ? 8 : 2) * (lane_ % 4) + offset(j); }
+  static constexpr int kRun = kOrder.run / 2;  // positions of a run of channels
+  // The channel in position(j).
+  __device__ unsigned channel(int j) const { return kOrder.run * (lane_ % 4) + kOrder.offset(j); }
 
   struct Address {  // of a state's element, by column and channel
     char* first;
@@ -51,7 +51,7 @@ class StateIo : public ConsumerThread {
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + offset(j) * 4));
+      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + kOrder.offset(j) * 4));
   }
   // Loads the thread's elements of a sequence's first state.
   __device__ void fetch(const Sequence& s, unsigned hv, float (&state)[64]) const {
@@ -127,25 +127,30 @@ class StateIo : public ConsumerThread {
   // docs/experiments/cuda_backward.md.)
   template <bool kUnits>
   __device__ __forceinline__ void store_before(char* to) const {
+    store_runs<kUnits>(to, 8 * kColumnBytes);
+  }
+  // Stores a state in bf16, a run of channels an access. behind: bytes from the first of the thread's columns to the
+  // other one.
+  template <bool kUnits>
+  __device__ __forceinline__ void store_runs(char* to, uint64_t behind) const {
+    using Run = std::conditional_t<kRun == 4, uint4, uint2>;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < 16; j += 4) {
-        unsigned x[4];
-        pack_eight<kUnits>(i, j, x);
-        *reinterpret_cast<uint4*>(to + i * 8 * kColumnBytes + 16 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+      for (int j = 0; j < 16; j += kRun) {
+        alignas(sizeof(Run)) unsigned x[kRun];
+#pragma unroll
+        for (int m = 0; m < kRun; ++m) x[m] = pack_two<kUnits>(i, j + m);
+        *reinterpret_cast<Run*>(to + i * behind + 16 * j) = reinterpret_cast<const Run&>(x);
       }
   }
   static constexpr unsigned kColumnBytes = kSize * 2;  // of a dense state in bf16
-  // Packs what the thread has of its column i in positions j to j + 3, as bf16; kUnits: times the unit.
+  // Packs what the thread has of its column i in position j, as bf16; kUnits: times the unit.
   template <bool kUnits = true>
-  __device__ __forceinline__ void pack_eight(int i, int j, unsigned (&x)[4]) const {
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float* two = S_ + 4 * (j + m) + 2 * i;
-      const float unit = kUnits ? unit_[i] : 1;
-      x[m] = ptx::pack<__nv_bfloat16>(two[0] * unit, two[1] * unit);
-    }
+  __device__ __forceinline__ unsigned pack_two(int i, int j) const {
+    const float* two = S_ + 4 * j + 2 * i;
+    const float unit = kUnits ? unit_[i] : 1;
+    return ptx::pack<__nv_bfloat16>(two[0] * unit, two[1] * unit);
   }
   __device__ void store_state(const TypedView& to, unsigned row, unsigned hv) const {
     const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
@@ -165,10 +170,12 @@ class StateIo : public ConsumerThread {
     exchange(x[0], x[1], 1), exchange(x[2], x[3], 1), exchange(x[0], x[2], 2), exchange(x[1], x[3], 2);
     return make_uint4(x[0], x[1], x[2], x[3]);
   }
-  // Stores a state in bf16, eight channels an access. Without kTraining the four lanes of a column have two channels
-  // each of every eight. They exchange them, so that lane q has all of the q-th of four eights. (Stores of four bytes
-  // take as long as half of the scan.)
+  // Stores a state in bf16. Where places are channels, the four lanes of a column have two channels each of every
+  // eight, and exchange them, so that lane q has all of the q-th of four eights. (Stores of four bytes take as long as
+  // half of the scan.)
   __device__ __forceinline__ void store_eights(const TypedView& to, unsigned row, unsigned hv) const {
+    if constexpr (kRun > 1)
+      return store_runs<true>(to.at(row, hv, column(0)) + channel(0) * 2, 8 * uint64_t{to.stride2});
     const unsigned q = lane_ % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -176,8 +183,9 @@ class StateIo : public ConsumerThread {
 #pragma unroll
       for (int j = 0; j < 16; j += 4) {
         unsigned x[4];
-        pack_eight(i, j, x);
-        *reinterpret_cast<uint4*>(own + 16 * j) = kTraining ? make_uint4(x[0], x[1], x[2], x[3]) : exchanged(x);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) x[m] = pack_two(i, j + m);
+        *reinterpret_cast<uint4*>(own + 16 * j) = exchanged(x);
       }
     }
   }
