@@ -939,7 +939,7 @@ MUTANTS = [
         ("Hopper's forward: T is sent before all lanes have written it", "      __syncwarp();  // T is there\n", ""),
         (
             "Hopper's forward: v comes to where U leaves",
-            "    if (Source::kKeeps && call_.saved->used) ring().wait_values_empty(number);\n",
+            "    if (Source::kKeepsU && call_.saved->used) ring().wait_values_empty(number);\n",
             "",
         ),
     ),
