@@ -70,6 +70,7 @@ CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_bound
 CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_chunk_sm90")
 CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_chunk_sm90")
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
+CUDA_FORWARD_PACKED = emulated("ForwardChunkPromise.CompanyChangesNoBit/bound_heads")
 CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk_sm90")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
@@ -161,7 +162,7 @@ UNITS = {
     CUDA_HOPPER_HELPERS: [CUDA_HOPPER_BACKWARD],
     CUDA_HOPPER_REVERSE_CONSUMER: [CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_PAIR: [CUDA_HOPPER_REVERSE],
-    CUDA_HOPPER_UNITS: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
     CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
@@ -1060,8 +1061,8 @@ MUTANTS = [
         ),
         (
             "Hopper's reverse scan: spans end one chunk off",
-            "return t % kChunk == kRows ||",
-            "return t % kChunk == 0 ||",
+            "n % 2 != odd || n == first_number",
+            "n % 2 == odd || n == first_number",
         ),
         (
             "Hopper's reverse scan: one lane releases what others still read",
@@ -1094,19 +1095,17 @@ MUTANTS = [
     ),
     *mutants(
         CUDA_HOPPER_UNITS,
+        CUDA_FORWARD_PACKED,
+        (
+            "Hopper's forward: states come to where zeros were stored behind a sequence",
+            "    ptx::fence_shared_for_async();  // copies will overwrite them\n"
+            "    __syncwarp();                   // zeros are there\n  }",
+            "    __syncwarp();                   // zeros are there\n  }",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_UNITS,
         CUDA_REVERSE_NAN,
-        (
-            "Hopper's reverse scan: states come to where zeros were stored behind a sequence",
-            "    ptx::fence_shared_for_async();  // copies will overwrite them\n"
-            "    __syncwarp();                   // zeros are there\n  }",
-            "    __syncwarp();                   // zeros are there\n  }",
-        ),
-        (
-            "Hopper's reverse scan: states come to where zeros took the place of NaN",
-            "    ptx::fence_shared_for_async();  // copies will overwrite them\n"
-            "    __syncwarp();                   // zeros are there\n    load",
-            "    __syncwarp();                   // zeros are there\n    load",
-        ),
         (
             "Hopper's reverse scan: the first bad token in place of the last",
             "return kReversed ? max(a, b) : min(a, b);",
