@@ -353,6 +353,16 @@ TEST_P(BackwardPromiseOnCuda, NaNReachesNoLaterToken) {
   }
 }
 
+// Tests what the reverse scan itself returns.
+void expect_scan(const Inputs& in, const char* impl) {
+  BackwardOutputs exact(in, true), got(in);
+  run(backward_args(in, exact), {.impl = "reference"});
+  run_on_cuda(backward_args(in, got), impl);
+  if (testing::Test::HasFatalFailure()) return;
+  EXPECT_TRUE(close_by_rows(exact.dv, got.dv, 0.01, 0.4));
+  EXPECT_TRUE(close_by_rows(exact.dh0, got.dh0, 0.01, 0.4));
+}
+
 // The reverse scan chooses units for dO times the scale, and multiplies by q. Neither a negative scale nor queries that
 // are longer than 1, all of one direction, take its operands out of f16.
 TEST_P(BackwardPromiseOnCuda, ScalesAndQueriesOfAnySize) {
@@ -365,12 +375,8 @@ TEST_P(BackwardPromiseOnCuda, ScalesAndQueriesOfAnySize) {
     for (int64_t i = 0; i < in.d_o.size(); ++i) in.d_o.set(i, negative ? in.d_o.get(i) * 1e6 : 1356);
     for (int64_t i = 0; !negative && i < in.q.size(); ++i) in.q.set(i, 1), in.k.set(i, 1 / 11.3);
     for (int64_t i = 0; !negative && i < in.beta.size(); ++i) in.beta.set(i, 0.001);
-    BackwardOutputs exact(in, true), got(in);
-    run(backward_args(in, exact), {.impl = "reference"});
-    run_on_cuda(backward_args(in, got), impl);
+    expect_scan(in, impl);
     if (HasFatalFailure()) return;
-    EXPECT_TRUE(close_by_rows(exact.dv, got.dv, 0.01, 0.4));
-    EXPECT_TRUE(close_by_rows(exact.dh0, got.dh0, 0.01, 0.4));
   }
 }
 
@@ -381,12 +387,7 @@ TEST_P(BackwardPromiseOnCuda, HugeGradientsBeforeZeros) {
   Inputs in(c);
   const int64_t some = 86 * in.d_o.size() / 150;
   for (int64_t i = 0; i < in.d_o.size(); ++i) in.d_o.set(i, i < some ? in.d_o.get(i) * 1e7 : 0);
-  BackwardOutputs exact(in, true), got(in);
-  run(backward_args(in, exact), {.impl = "reference"});
-  run_on_cuda(backward_args(in, got), impl);
-  if (HasFatalFailure()) return;
-  EXPECT_TRUE(close_by_rows(exact.dv, got.dv, 0.01, 0.4));
-  EXPECT_TRUE(close_by_rows(exact.dh0, got.dh0, 0.01, 0.4));
+  expect_scan(in, impl);
 }
 
 // Tests the units of values, of their gradients and of states.

@@ -8,9 +8,7 @@ namespace {
 template <Traits kCall>
 void launch_fast(const FlushVerifyProblem& p, const Parts<FlushVerifyProblem>& x, const DraftPlan& plan) {
   if (plan.shape.crowded) launch_shape<kCall, Shape{4, 4, 1, true}>(p, x, plan);
-  else if (plan.shape.steps == 2) launch_shape<kCall, Shape{4, 4, 2}>(p, x, plan);
-  else if (plan.shape.rows == 4) launch_shape<kCall, Shape{4, 4}>(p, x, plan);
-  else launch_shape<kCall, Shape{4, 2}>(p, x, plan);
+  else launch_up_to_four<kCall>(p, x, plan);
 }
 
 }  // namespace

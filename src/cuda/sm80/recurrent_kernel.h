@@ -333,6 +333,14 @@ void launch_shape(const P& p, const Parts<P>& x, const DraftPlan& plan) {
       p.args.exec, Blocks::grid(p, tiles, 1), kShape.threads(), bytes, Blocks(p, tiles, hints), x);
 }
 
+// On the fast path, with up to four drafts.
+template <Traits kCall, class P>
+void launch_up_to_four(const P& p, const Parts<P>& x, const DraftPlan& plan) {
+  if (plan.shape.steps == 2) launch_shape<kCall, Shape{4, 4, 2}>(p, x, plan);
+  else if (plan.shape.rows == 4) launch_shape<kCall, Shape{4, 4}>(p, x, plan);
+  else launch_shape<kCall, Shape{4, 2}>(p, x, plan);
+}
+
 // Calls of each form, each with their kernels in a file of their own. (The ring's take up to eight drafts, with an f32
 // state, and up to four with a bf16 state.)
 void launch(const VerifyProblem& p, const Parts<VerifyProblem>& x, const DraftPlan& plan);

@@ -5,12 +5,6 @@ namespace kda::cuda::recurrent {
 namespace {
 
 template <Traits kCall>
-void launch_few(const FlushVerifyProblem& p, const Parts<FlushVerifyProblem>& x, const DraftPlan& plan) {
-  if (plan.shape.steps == 2) launch_shape<kCall, Shape{4, 4, 2}>(p, x, plan);
-  else if (plan.shape.rows == 4) launch_shape<kCall, Shape{4, 4}>(p, x, plan);
-  else launch_shape<kCall, Shape{4, 2}>(p, x, plan);
-}
-template <Traits kCall>
 void launch_many(const FlushVerifyProblem& p, const Parts<FlushVerifyProblem>& x, const DraftPlan& plan) {
   if (plan.shape.rows == 4) launch_shape<kCall, Shape{8, 4}>(p, x, plan);
   else if (plan.shape.rows == 2) launch_shape<kCall, Shape{8, 2}>(p, x, plan);
@@ -23,8 +17,10 @@ constexpr Traits on_ring(int32_t state, int max_drafts) { return {true, state, m
 void launch_on_ring(const FlushVerifyProblem& p, const Parts<FlushVerifyProblem>& x, const DraftPlan& plan) {
   if (p.T > 4) launch_many<on_ring(KDA_F32, 8)>(p, x, plan);
   else if (x.state_dtype == KDA_F32)
-    p.T == 1 ? launch_few<on_ring(KDA_F32, 1)>(p, x, plan) : launch_few<on_ring(KDA_F32, 4)>(p, x, plan);
-  else p.T == 1 ? launch_few<on_ring(KDA_BF16, 1)>(p, x, plan) : launch_few<on_ring(KDA_BF16, 4)>(p, x, plan);
+    p.T == 1 ? launch_up_to_four<on_ring(KDA_F32, 1)>(p, x, plan) : launch_up_to_four<on_ring(KDA_F32, 4)>(p, x, plan);
+  else
+    p.T == 1 ? launch_up_to_four<on_ring(KDA_BF16, 1)>(p, x, plan)
+             : launch_up_to_four<on_ring(KDA_BF16, 4)>(p, x, plan);
 }
 
 }  // namespace kda::cuda::recurrent

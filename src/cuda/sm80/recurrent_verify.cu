@@ -4,16 +4,10 @@
 namespace kda::cuda::recurrent {
 namespace {
 
-template <Traits kCall>
-void launch_fast(const VerifyProblem& p, const Parts<VerifyProblem>& x, const DraftPlan& plan) {
-  if (plan.shape.steps == 2) launch_shape<kCall, Shape{4, 4, 2}>(p, x, plan);
-  else if (plan.shape.rows == 4) launch_shape<kCall, Shape{4, 4}>(p, x, plan);
-  else launch_shape<kCall, Shape{4, 2}>(p, x, plan);
-}
 template <int32_t kState>
 void launch_fast(const VerifyProblem& p, const Parts<VerifyProblem>& x, const DraftPlan& plan) {
-  if (plan.path == FastPath::kConv) launch_fast<Traits{true, kState, 4, false, true}>(p, x, plan);
-  else launch_fast<Traits{true, kState, 4}>(p, x, plan);
+  if (plan.path == FastPath::kConv) launch_up_to_four<Traits{true, kState, 4, false, true}>(p, x, plan);
+  else launch_up_to_four<Traits{true, kState, 4}>(p, x, plan);
 }
 
 }  // namespace

@@ -23,10 +23,10 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
   __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:
-  using Base::bad, Base::set_bad, Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
-  using Base::column, Base::channel, Base::first_column, Base::place, Base::place_at;
+  using Base::column, Base::place;
   using Base::load_values, Base::clear_values, Base::keep_within, Base::sends_U, Base::stage_U;
-  using Base::S_, Base::unit_, Base::lane_, Base::warp_, Base::ring_, Base::call_, Base::kWarps;
+  using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
+  using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
   using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote;
   using typename Base::Place;
   struct Nothing {};

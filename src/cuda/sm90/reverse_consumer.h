@@ -25,9 +25,9 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
   __device__ ReverseConsumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:
-  using Base::channel, Base::place;
   using Base::load_values, Base::clear_values, Base::scale_values;
-  using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack;
+  using Base::place;
+  using Base::prepared, Base::prepare, Base::spoil, Base::pack;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
   using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote;
   using typename Base::Place;

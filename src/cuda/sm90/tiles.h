@@ -41,6 +41,15 @@ inline cuuint64_t map_stride(const kda_tensor& t, int i) {
   return t.shape[i] > 1 ? static_cast<cuuint64_t>(t.stride[i]) * dtype_size(t.dtype) : 16;
 }
 
+// Do the first `count` dimensions have elements, and strides that TMA takes: multiples of 16 bytes, below 2^40?
+inline bool takes_strides(const kda_tensor& t, int count) {
+  bool takes = true;
+  for (int i = 0; i < count; ++i)
+    takes = takes && t.shape[i] > 0 && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 &&
+            map_stride(t, i) < uint64_t{1} << 40;
+  return takes;
+}
+
 // The tensor maps of a call's tokens.
 struct Tiles {
   enum { kQuery, kKey, kGate, kValue, kOutput };
@@ -84,10 +93,8 @@ struct SavedTiles {
   // Is it bf16, with rows at multiples of 16 bytes?
   static bool fits(const kda_tensor& t) {
     if (!present(t) || t.dtype != KDA_BF16 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
-    bool fits = true;
-    for (int i = 0; i < 4; ++i) fits = fits && t.shape[i] > 0 && t.shape[i] <= UINT32_MAX;
-    for (int i = 0; i < 3; ++i)
-      fits = fits && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 && map_stride(t, i) < uint64_t{1} << 40;
+    bool fits = t.shape[3] > 0 && takes_strides(t, 3);
+    for (int i = 0; i < 4; ++i) fits = fits && t.shape[i] <= UINT32_MAX;
     return fits;
   }
 };
@@ -133,12 +140,8 @@ struct StateTiles {
 
   static bool fits(const ForwardProblem& p, const kda_tensor& t) {
     if (!present(t)) return true;
-    bool fits = t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= kSize &&
-                t.shape[0] <= INT32_MAX && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-    for (int i = 0; i < 3; ++i)
-      fits = fits && t.shape[i] > 0 && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 &&
-             map_stride(t, i) < uint64_t{1} << 40;
-    return fits;
+    return t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= kSize &&
+           t.shape[0] <= INT32_MAX && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && takes_strides(t, 3);
   }
   // [slots, HV, V, K]
   static CUtensorMap map(const kda_tensor& t) {
