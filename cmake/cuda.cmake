@@ -51,33 +51,34 @@ function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
+  # Folders whose names begin with hopper_ hold kernels for Hopper alone. All others run from sm_80 on.
   kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE}"
-    src/cuda/sm80/backward_chunk.cu
-    src/cuda/sm80/backward_recurrent.cu
-    src/cuda/sm80/backward_sums.cu
-    src/cuda/sm80/conv.cu
-    src/cuda/sm80/conv_backward.cu
-    src/cuda/sm80/decode.cu
-    src/cuda/sm80/flush_registers.cu
-    src/cuda/sm80/forward_chunk.cu
-    src/cuda/sm80/forward_recurrent.cu
-    src/cuda/sm80/gate.cu
-    src/cuda/sm80/prefill_f32.cu
-    src/cuda/sm80/recurrent_flush_verify.cu
-    src/cuda/sm80/recurrent_ring.cu
-    src/cuda/sm80/recurrent_verify.cu
-    src/cuda/sm80/roll.cu
-    src/cuda/sm80/speculation.cu
-    src/cuda/sm80/speculation_mma.cu
-    src/cuda/sm80/speculation_recurrent.cu
-    src/cuda/sm80/stage_backward.cu
-    src/cuda/sm80/stage_chunk_intra.cu
-    src/cuda/sm80/stage_cumsum.cu
-    src/cuda/sm80/stage_delta_h.cu
-    src/cuda/sm80/stage_fwd_o.cu)
+    src/cuda/backward/chunk.cu
+    src/cuda/backward/recurrent.cu
+    src/cuda/backward/sums.cu
+    src/cuda/conv/backward.cu
+    src/cuda/conv/conv.cu
+    src/cuda/decode/decode.cu
+    src/cuda/drafts/flush_registers.cu
+    src/cuda/drafts/general.cu
+    src/cuda/drafts/mma.cu
+    src/cuda/drafts/recurrent.cu
+    src/cuda/drafts/recurrent_flush_verify.cu
+    src/cuda/drafts/recurrent_ring.cu
+    src/cuda/drafts/recurrent_verify.cu
+    src/cuda/drafts/roll.cu
+    src/cuda/gate/gate.cu
+    src/cuda/prefill/chunk.cu
+    src/cuda/prefill/recurrent.cu
+    src/cuda/stages/backward.cu
+    src/cuda/stages/chunk_intra.cu
+    src/cuda/stages/cumsum.cu
+    src/cuda/stages/delta_h.cu
+    src/cuda/stages/fwd_o.cu
+    src/cuda/stages/prefill_f32.cu)
   kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}"
-    src/cuda/sm90/backward.cu
-    src/cuda/sm90/forward.cu
-    src/cuda/sm90/reverse.cu
-    src/cuda/sm90/segments.cu)
+    src/cuda/hopper_backward/chunk.cu
+    src/cuda/hopper_backward/reverse.cu
+    src/cuda/hopper_prefill/pairs.cu
+    src/cuda/hopper_prefill/segments.cu)
 endfunction()

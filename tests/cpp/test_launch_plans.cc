@@ -1,7 +1,7 @@
 // How decode and drafts are launched: the plan on either side of each threshold, for a GPU of 132 SMs.
 #include <gtest/gtest.h>
 
-#include "cuda/launch_plans.h"
+#include "cuda/call/launch_plans.h"
 
 namespace kda::cuda {
 namespace {

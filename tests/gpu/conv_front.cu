@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/conv.h"
+#include "cuda/conv/conv.h"
 
 namespace kda::test {
 namespace {

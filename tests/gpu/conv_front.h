@@ -1,4 +1,4 @@
-// Kernels that use cuda/conv.h the way decode, verify and flush can. All tensors are on the device.
+// Kernels that use cuda/conv/conv.h the way decode, verify and flush can. All tensors are on the device.
 #pragma once
 #include "kda/kda.h"
 

@@ -1,6 +1,6 @@
 #include "cuda/cuda.h"
-#include "cuda/sm90/scratch.h"
-#include "cuda/sm90/tiles.h"
+#include "cuda/hopper_prefill/scratch.h"
+#include "cuda/hopper_prefill/tiles.h"
 #include "ptx_kernels.h"
 #include "ptx_launch.h"
 

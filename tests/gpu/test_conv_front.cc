@@ -1,5 +1,5 @@
-// The convolution in front of other kernels: with cuda/conv.h they get the bits of kda_conv, along a chain or a tree,
-// and the states that kda_conv leaves.
+// The convolution in front of other kernels: with cuda/conv/conv.h they get the bits of kda_conv, along a chain or a
+// tree, and the states that kda_conv leaves.
 #include "conv_calls.h"
 #include "conv_front.h"
 #include "on_cuda.h"

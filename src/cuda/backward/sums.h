@@ -1,0 +1,58 @@
+// What the kernels of kda_backward share: the gate of a head, sums over chunks, tokens of no sequence.
+#pragma once
+#include "cuda/call/device.h"
+#include "cuda/gate/gate.h"
+
+namespace kda::cuda {
+
+// The slope of activated_beta: s (1 - s), for any z.
+__device__ inline float beta_slope(int32_t form, float z) {
+  if (form == KDA_BETA_ACTIVATED) return 1;
+  const float e = __expf(-fabsf(z)), w = __fdividef(1.0f, 1.0f + e);
+  return e * w * w * (form == KDA_BETA_2SIGMOID ? 2 : 1);
+}
+
+// The gate of a head, for two channels.
+struct HeadGate {
+  static constexpr float kLog2e = 1.44269504f;
+  int32_t form;
+  float lower_bound, A_log, rate, bias[2];
+
+  __device__ HeadGate(const Tokens& x, unsigned hv, unsigned first, unsigned second)
+      : form(x.gate_form), lower_bound(x.lower_bound) {
+    A_log = x.A_log ? *reinterpret_cast<const float*>(x.A_log + hv * 4) : 0.0f, rate = expf(moderate(A_log));
+    const auto of = [&](unsigned c) {
+      return x.bias ? *reinterpret_cast<const float*>(x.bias + hv * x.bias_stride + c * 4) : 0.0f;
+    };
+    bias[0] = of(first), bias[1] = of(second);
+  }
+  // The log2 of the decay, as forward computes it.
+  __device__ float log2(float x, int i) const {
+    float g = x + bias[i];
+    if (form == KDA_GATE_SOFTPLUS) g = -rate * softplus(softplus_input(A_log, g));
+    else if (form == KDA_GATE_LOWER_BOUND) g = lower_bound * sigmoid(rate * bounded_input(A_log, g));
+    return g * kLog2e;
+  }
+  // dg: of the natural logarithm of the decay. It counts as 0 where a token decays to nothing.
+  __device__ Gradients gradient(float x, float dg, int i) const {
+    if (form == KDA_GATE_LOG) return {x <= kGone ? 0 : dg, 0};
+    if (log2(x, i) < -126) dg = 0;
+    const float z = x + bias[i];
+    return Gate::does_for(A_log) ? Gate{form, lower_bound, rate}.backward(z, dg)
+                                 : WideGate{form, lower_bound, A_log}.backward(z, dg);
+  }
+};
+
+// Zeroes the gradients of tokens of no sequence. Blocks and threads share the work.
+__device__ inline void zero_tail(const TypedView& t, const ForwardProblem& p, unsigned heads, unsigned width) {
+  if (!t.data) return;
+  for (int64_t token = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T) + blockIdx.x; token < p.T; token += gridDim.x)
+    for (unsigned i = threadIdx.x; i < heads * width; i += blockDim.x)
+      store_element(t.at(0, static_cast<unsigned>(token), i / width) + i % width * size_of(t.dtype), t.dtype, 0);
+}
+
+// Computes dA_log and d_dt_bias from sums [rows][HV][K + parts]: of each channel, then `parts` of dA_log. Rows are
+// added in order. Without rows the results are 0.
+void launch_gate_sums(const BackwardProblem& p, const float* sums, int64_t rows, int parts);
+
+}  // namespace kda::cuda

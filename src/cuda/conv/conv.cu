@@ -1,0 +1,217 @@
+// The causal convolution (math.md 7.6), for sm_80 and newer:
+//   y_t = bias + sum_j w_j xx_(t+j),  j = 0 .. W-1,  then y_t sigmoid(y_t)        xx = state ++ x
+//
+// Bytes: x is read and y written; a state, 2 (W-1) elements a channel and sequence, counts where sequences are short.
+// A thread has kVector neighbouring channels: four where W = 4 and all strides and addresses allow it, else one. The
+// window of the last W-1 rows is in registers. Blocks are of two kinds:
+//
+//   heads   one sequence each: its first W-1 tokens, the only ones that read the state, and its final state. One thread
+//           reads and writes a channel of a slot, so states roll in place without a second launch. Calls of one token
+//           (decode) have no other blocks: all loads of a thread are in flight together, those of the state after its
+//           index.
+//   bodies  all other tokens, `run` of them a warp, from any number of sequences, and the rows that belong to none. A
+//           thread has kGroup tokens in flight.
+//
+// Every y comes from convolve(), and no sum is split: bits depend neither on the kind of block, nor on kVector and
+// `run`.
+#include "cuda/conv/conv.h"
+#include "cuda/cuda.h"
+#include "cuda/runtime.h"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kThreads = 64, kWarps = kThreads / 32;  // small blocks: one token of one sequence needs many SMs
+constexpr int kGroup = 8;                             // tokens that a thread loads at once
+constexpr int kMaxGroups = 8;                         // of a warp's run: 3 of 64 rows are read twice
+constexpr int kFullSm = 32;                           // warps of bodies an SM gets before their runs grow
+
+struct Params {
+  Conv conv;
+  kda_tensor final_state;
+  unsigned heads, head_tiles;  // blocks for heads; how many of them a sequence has
+  unsigned body_tiles;         // warps side by side: 32 kVector channels each
+  unsigned run;                // tokens of a warp
+};
+
+// The rows before a token, and those channels' weights.
+template <class T, int kVector>
+struct Window {
+  float w[kTaps][kVector], bias[kVector], past[kPast][kVector];
+  int first;  // tap
+
+  __device__ explicit Window(const Conv& c) : first(kVector == 1 ? kTaps - static_cast<int>(c.width()) : 0) {}
+
+  // y of the token that has this row; the row becomes the last one of the past.
+  template <class Silu>
+  __device__ Channels<T, kVector> next(const Channels<T, kVector>& row, Silu silu) {
+    Channels<T, kVector> y;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float taps[kTaps] = {w[0][i], w[1][i], w[2][i], w[3][i]};
+      const float xx[kTaps] = {past[0][i], past[1][i], past[2][i], static_cast<float>(row.x[i])};
+      y.x[i] = static_cast<T>(convolve(taps, bias[i], xx, first, silu));
+    }
+    move_on(row);
+    return y;
+  }
+  __device__ void move_on(const Channels<T, kVector>& row) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      past[0][i] = past[1][i], past[1][i] = past[2][i], past[2][i] = static_cast<float>(row.x[i]);
+    }
+  }
+};
+
+template <class T, int kVector>
+__device__ void head(const Params& p, unsigned block) {
+  const Conv& c = p.conv;
+  const int64_t n = block / p.head_tiles;
+  const int64_t d = (block % p.head_tiles * kThreads + threadIdx.x) * static_cast<int64_t>(kVector);
+  if (d >= c.channels()) return;
+  const int keep = static_cast<int>(c.width()) - 1;
+
+  // The loads of everything but the state are issued before the thread waits for the slot.
+  Sequence s = c.span(n);
+  const int tokens = static_cast<int>(min(s.length, static_cast<int64_t>(keep)));
+  ConvWeights<kVector> weights;
+  weights.fetch(c.weight, c.bias, d);
+  const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, 0, d);
+  Channels<T, kVector> x[kPast] = {}, last[kPast] = {};
+#pragma unroll
+  for (int t = 0; t < kPast; ++t)
+    if (t < tokens) x[t] = from[t * (c.x.stride[1] / kVector)];
+  const bool longer = s.length > keep;  // than the tokens of this block
+  if (longer) {
+    from = channels_at<T, kVector>(c.x, s, s.length - kPast, d);
+#pragma unroll
+    for (int j = 0; j < kPast; ++j)
+      if (j >= kPast - keep) last[j] = from[j * (c.x.stride[1] / kVector)];
+  }
+
+  c.place(s);
+  Channels<T, kVector>* to = channels_at<T, kVector>(c.y, s, 0, d);
+  const int64_t step = c.y.stride[1] / kVector;
+  if (!s.live) {
+    for (int t = 0; t < tokens; ++t) store(to + t * step, {});
+    return;
+  }
+  ConvPast<kVector> state;
+  if (s.initial) state.fetch(c.state, s.slot, d);
+  Window<T, kVector> window(c);
+  weights.values(c.weight, c.bias, window.w, window.bias);
+  state.values(c.state, window.past);
+  const auto outputs = [&](auto silu) {
+#pragma unroll
+    for (int t = 0; t < kPast; ++t)
+      if (t < tokens) store(to + t * step, window.next(x[t], silu));
+  };
+  if (c.silu) outputs(std::true_type());
+  else outputs(std::false_type());
+  if (!present(p.final_state)) return;
+#pragma unroll
+  for (int j = 0; j < kPast; ++j)
+    if (longer) window.move_on(last[j]);
+  store_state<kVector>(p.final_state, s.slot, d, window.past);
+}
+
+// Convolves tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have
+// fewer than kGroup tokens: its last row is then loaded in place of the missing ones.
+template <class T, int kVector, class Silu>
+__device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int64_t b, int64_t d,
+                                Window<T, kVector>& window, Silu silu) {
+  const int64_t x_step = c.x.stride[1] / kVector, y_step = c.y.stride[1] / kVector;
+  const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, a, d);
+  Channels<T, kVector>* to = channels_at<T, kVector>(c.y, s, a, d);
+#pragma unroll
+  for (int age = kPast; age > 0; --age)
+    window.move_on(age < c.width() ? *(from - age * x_step) : Channels<T, kVector>{});
+  const auto group = [&](auto whole, int count) {
+    Channels<T, kVector> rows[kGroup];
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+      rows[g] = *from;
+      if (whole || g + 1 < count) from += x_step;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+      const Channels<T, kVector> y = window.next(rows[g], silu);
+      if (whole || g < count) store(to, y);
+      to += y_step;
+    }
+  };
+  int left = static_cast<int>(b - a);
+  for (; left >= kGroup; left -= kGroup) group(std::true_type(), kGroup);
+  if (left > 0) group(std::false_type(), left);
+}
+
+template <class T, int kVector>
+__device__ void body(const Params& p, unsigned block) {
+  const Conv& c = p.conv;
+  const unsigned warp = block * kWarps + threadIdx.x / 32, first = warp / p.body_tiles * p.run;
+  const int64_t d = (warp % p.body_tiles * 32 + threadIdx.x % 32) * static_cast<int64_t>(kVector);
+  const int64_t stop = min(static_cast<int64_t>(first) + p.run, c.tokens());
+  if (d >= c.channels() || first >= stop) return;
+  ConvWeights<kVector> weights;
+  weights.fetch(c.weight, c.bias, d);
+  const int64_t n = present(c.cu_seqlens) ? c.packed_sequence_of(first) : first / static_cast<unsigned>(c.x.shape[1]);
+  Window<T, kVector> window(c);
+  weights.values(c.weight, c.bias, window.w, window.bias);
+  for (ConvPieces i(c, first, stop, n); i.next();) {
+    const int64_t a = max(i.a, c.width() - 1);  // earlier ones belong to heads
+    if (a >= i.b) continue;
+    if (!i.s.live) zero_tokens<T, kVector>(c.y, i.s, a, i.b, d);
+    else if (c.silu) convolve_tokens(c, i.s, a, i.b, d, window, std::true_type());
+    else convolve_tokens(c, i.s, a, i.b, d, window, std::false_type());
+  }
+  if (present(c.cu_seqlens)) zero_tokens<T, kVector>(c.y, {}, max(static_cast<int64_t>(first), c.end()), stop, d);
+}
+
+// Leaves a thread enough registers for all loads of a group to be in flight together, in as many warps as possible.
+template <class T, int kVector>
+__global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ? 8 : 10)
+    conv_kernel(const __grid_constant__ Params p) {
+  if (blockIdx.x < p.heads) head<T, kVector>(p, blockIdx.x);
+  else body<T, kVector>(p, blockIdx.x - p.heads);
+}
+
+template <class T>
+void launch(const ConvProblem& p) {
+  Params q{conv_of(p), p.args.final_state, 0, 0, 0, 0};
+  const Conv& c = q.conv;
+  const bool wide = four_wide_rows(c.x) && four_wide_rows(c.y) && four_wide_weights(c.weight, c.bias) &&
+                    four_wide_state(c.state) && four_wide_state(q.final_state);
+  const int64_t vectors = wide ? p.D / 4 : p.D;
+  q.head_tiles = static_cast<unsigned>(divide_up(vectors, kThreads));
+  q.heads = static_cast<unsigned>(p.N) * q.head_tiles;
+  q.body_tiles = static_cast<unsigned>(divide_up(vectors, 32));
+  // Without cu_seqlens, heads may be all there is to do.
+  const int64_t tokens = present(c.cu_seqlens) || p.T >= p.W ? p.B * p.T : 0;
+  const int64_t full = int64_t{kFullSm} * multiprocessors(p.args.exec.device_id);
+  q.run = kGroup * static_cast<unsigned>(std::clamp<int64_t>(tokens * q.body_tiles / (full * kGroup), 1, kMaxGroups));
+  const unsigned blocks = q.heads + static_cast<unsigned>(divide_up(divide_up(tokens, q.run) * q.body_tiles, kWarps));
+  if (blocks == 0) return;
+  const auto kernel = wide ? conv_kernel<T, 4> : conv_kernel<T, 1>;
+  kernel<<<blocks, kThreads, 0, stream_of(p.args.exec)>>>(q);
+  KDA_CUDA(cudaGetLastError());
+}
+
+}  // namespace
+
+const char* conv_why_not(const ConvProblem& p) {
+  if (const char* reason = device_why_not(p.args.exec)) return reason;
+  if (has_f64(p)) return "float64 runs on `reference` only";
+  const int64_t heads = p.N * divide_up(p.D, kThreads), bodies = divide_up(p.B * p.T, kGroup) * divide_up(p.D, 32);
+  return std::max(p.B * p.T, heads + bodies) < int64_t{1} << 31 ? nullptr : "takes at most 2^31 tokens, or warps";
+}
+
+void conv(const ConvProblem& p) {
+  const DeviceGuard device(p.args.exec.device_id);
+  switch (p.args.x.dtype) {
+    case KDA_F32: return launch<float>(p);
+    case KDA_BF16: return launch<__nv_bfloat16>(p);
+    default: return launch<__half>(p);
+  }
+}
+
+}  // namespace kda::cuda

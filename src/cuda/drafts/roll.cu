@@ -1,0 +1,58 @@
+// Rolls on the state of the convolution in front of decode and drafts: by the tokens of a decode, or by the accepted
+// ones of a flush. A thread has a channel of a request (and layer).
+#include "cuda/call/launch.h"
+#include "cuda/conv/front.h"
+#include "cuda/cuda.h"
+#include "speculation.h"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+struct Rolled {
+  kda_tensor x, state, parents;
+  bool layered;  // x and state have a leading dimension
+  unsigned layers;
+};
+
+template <class P>
+__global__ void roll_kernel(const __grid_constant__ P p, const __grid_constant__ Rolled r, const LayeredBlocks blocks) {
+  let_next_start();
+  wait_for_stream();
+  const Place at(blocks);
+  if (at.layer >= r.layers) return;  // the grid's last rows
+  const kda_tensor x = r.layered ? layer_of(r.x, at.layer) : r.x;
+  const kda_tensor state = r.layered ? layer_of(r.state, at.layer) : r.state;
+  const int64_t d = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x, keep = state.shape[2];
+  if (at.n >= p.N || d >= x.shape[2]) return;
+  const Sequence s = roll_of(p, at.n);
+  if (s.length <= 0 || s.slot < 0 || s.slot >= state.shape[0]) return;
+  ConvTaps taps;
+  taps.fetch(x, state, rows_until(r.parents, keep, at.n, s.length - 1 + keep, keep), s, s.slot, d);
+  float xx[kTaps];
+  taps.values(x, state, xx);
+  store_state<1>(state, s.slot, d, {{xx[1]}, {xx[2]}, {xx[3]}});
+}
+
+template <class P>
+void roll(const P& p, const Rolled& r) {
+  if (!present(r.x) || !present(r.state) || p.N * r.layers == 0) return;
+  const DeviceGuard device(p.args.exec.device_id);
+  const int64_t D = r.x.shape[r.x.ndim - 1];
+  dim3 grid = Blocks::grid(p, 1, r.layers);
+  grid.x = static_cast<unsigned>((D + kThreads - 1) / kThreads);
+  launch<roll_kernel<P>>(p.args.exec, grid, kThreads, 0, p, r, LayeredBlocks(p, 1));
+}
+
+}  // namespace
+
+void roll_convolution(const DecodeProblem& p) { roll(p, {p.args.conv.x, p.args.conv.state, {}, false, 1}); }
+void roll_convolution(const FlushProblem& p) {
+  roll(p, {p.args.conv_x, p.args.conv_state, p.args.parents, p.args.conv_x.ndim == 4, static_cast<unsigned>(p.layers)});
+}
+void roll_convolution(const FlushVerifyProblem& p) {
+  roll(p, {p.args.last_conv_x, p.args.conv.state, p.args.last_parents, false, 1});
+}
+
+}  // namespace kda::cuda
