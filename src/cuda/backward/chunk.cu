@@ -12,6 +12,7 @@
 #include "cuda/backward/chunk_reverse.h"
 #include "cuda/backward/plan.h"
 #include "cuda/backward/wide_kernel.h"
+#include "cuda/call/state_rows.h"
 #include "cuda/cuda.h"
 
 namespace kda::cuda {

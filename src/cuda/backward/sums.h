@@ -1,6 +1,6 @@
 // What the kernels of kda_backward share: the gate of a head, sums over chunks, tokens of no sequence.
 #pragma once
-#include "cuda/call/device.h"
+#include "cuda/call/token.h"
 #include "cuda/gate/gate.h"
 
 namespace kda::cuda {

@@ -21,7 +21,7 @@
 // it. From anchor to anchor the decay may be 2^-200, which f32 cannot represent, although a token behind the first
 // anchor and one before the second may be neighbours. So such factors multiply in two parts.
 #pragma once
-#include "cuda/call/device.h"
+#include "cuda/call/token.h"
 #include "cuda/gate/gate.h"
 #include "cuda/ptx/sm80.h"
 

@@ -1,6 +1,7 @@
 // What kernels of kda_forward share: where states come from, and which of them are kept.
 #pragma once
-#include "cuda/call/device.h"
+#include "cuda/call/view.h"
+#include "cuda/call/warp.h"
 
 namespace kda::cuda {
 

@@ -17,7 +17,9 @@
 //   taps.values(in.x, in.state, xx);  store_state<1>(in.state, slot, d, the last W-1 of xx)
 #pragma once
 #include "convolution.h"
-#include "cuda/call/device.h"
+#include "cuda/call/launch.h"
+#include "cuda/call/state_rows.h"
+#include "cuda/call/view.h"
 #include "cuda/gate/activations.h"
 
 namespace kda::cuda {

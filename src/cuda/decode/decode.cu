@@ -16,8 +16,9 @@
 // in the call, and T tokens have the bits of T calls of one.
 #include <type_traits>
 
-#include "cuda/call/device.h"
 #include "cuda/call/launch.h"
+#include "cuda/call/state_rows.h"
+#include "cuda/call/token.h"
 #include "cuda/conv/front.h"
 #include "cuda/cuda.h"
 #include "cuda/decode/recurrence.h"

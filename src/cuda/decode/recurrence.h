@@ -3,7 +3,8 @@
 //   read = S^T (alpha k)    out = S^T (alpha q)    u = beta (v - read)    o = out + (k . q) u    S <- alpha S + k u^T
 // Decode and forward share it, and with it the order of every sum: T tokens have the same bits in both.
 #pragma once
-#include "cuda/call/device.h"
+#include "cuda/call/state_rows.h"
+#include "cuda/call/warp.h"
 
 namespace kda::cuda {
 

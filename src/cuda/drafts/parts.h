@@ -2,8 +2,9 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda/call/device.h"
 #include "cuda/call/launch.h"
+#include "cuda/call/state_rows.h"
+#include "cuda/call/token.h"
 #include "cuda/conv/front.h"
 #include "cuda/cuda.h"
 #include "speculation.h"

@@ -1,5 +1,6 @@
 // How the warpgroups of a CTA pair work together: the ring of stages between them, and the pair's number.
 #pragma once
+#include "cuda/call/token.h"
 #include "cuda/hopper_prefill/shared_memory.h"
 
 namespace kda::cuda::sm90 {

@@ -7,6 +7,7 @@
 // more, and writes 256. The workspace is images of all chunks if they fit kMostWorkspace. If not, the heads take
 // turns, or, where few sequences are long, all heads together take some chunks at a time. Then the states in between
 // are in the workspace as well.
+#include "cuda/call/state_rows.h"
 #include "cuda/cuda.h"
 #include "cuda/prefill/chunk_launch.h"
 

@@ -1,7 +1,7 @@
 // What the two kernels of cuda_chunk share: images of chunks in the workspace, and which chunks a pair of launches
 // takes.
 #pragma once
-#include "cuda/call/device.h"
+#include "cuda/call/token.h"
 
 namespace kda::cuda {
 

@@ -11,6 +11,7 @@
 //
 // The warps of a block, 1 to 8, share images: three stages of shared memory, one barrier a chunk.
 #pragma once
+#include "cuda/call/state_rows.h"
 #include "cuda/call/states.h"
 #include "cuda/prefill/chunk_image.h"
 #include "cuda/ptx/sm80.h"

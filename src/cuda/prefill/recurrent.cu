@@ -10,7 +10,9 @@
 // Between groups, at multiples of 64 tokens and at the end, the state is stored where it is wanted.
 //
 // Shared memory at K = 128: 17 KiB, nearly all of it keys and decays.
+#include "cuda/call/state_rows.h"
 #include "cuda/call/states.h"
+#include "cuda/call/token.h"
 #include "cuda/cuda.h"
 #include "cuda/decode/recurrence.h"
 

@@ -4,8 +4,8 @@
 // slice, smaller ones are padded with zeros. E says how products are computed: operands in bf16, or in f32 as the sums
 // of two tf32 (three products, 22 bits). All sums are in f32.
 #pragma once
-#include "cuda/call/device.h"
 #include "cuda/call/launch.h"
+#include "cuda/call/token.h"
 #include "cuda/ptx/sm80.h"
 #include "problem.h"
 

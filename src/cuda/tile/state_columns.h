@@ -1,6 +1,6 @@
 // Asynchronous copies to shared memory, and value columns of a state that come that way.
 #pragma once
-#include "cuda/call/device.h"
+#include "cuda/call/state_rows.h"
 
 namespace kda::cuda {
 
