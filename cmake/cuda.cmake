@@ -59,6 +59,7 @@ function(kda_add_cuda target)
     src/cuda/conv/backward.cu
     src/cuda/conv/conv.cu
     src/cuda/decode/decode.cu
+    src/cuda/decode/sweep.cu
     src/cuda/drafts/flush_registers.cu
     src/cuda/drafts/general.cu
     src/cuda/drafts/mma.cu

@@ -177,6 +177,8 @@ kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {
 
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }
 
+const char* kda_current_name(const char* op, const char* name) { return kda::current_name(op, name); }
+
 const char* kda_last_error(void) { return kda::last_error.c_str(); }
 
 const char* kda_status_name(kda_status status) {

@@ -41,22 +41,26 @@ template <>
 std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_segments_sm90", "segments of few long sequences at once, joined by their maps, for Hopper",
-     cuda::forward_segments_sm90_why_not, cuda::forward_segments_sm90_workspace, cuda::forward_segments_sm90,
-     cuda::forward_segments_sm90_unsuited, cuda::forward_sm90_form},
-    {"cuda_chunk_sm90", "chunks of 32 tokens, prepared and scanned by pairs of blocks, for Hopper",
-     cuda::forward_chunk_sm90_why_not, cuda::forward_chunk_sm90_workspace, cuda::forward_chunk_sm90, nullptr,
-     cuda::forward_sm90_form},
-    {"cuda_chunk", "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::forward_chunk_why_not,
-     cuda::forward_chunk_workspace, cuda::forward_chunk, cuda::forward_chunk_too_rough},
-    {"cuda_recurrent", "token by token with the state in registers, for sm_80 and newer",
-     cuda::forward_recurrent_why_not, no_workspace, cuda::forward_recurrent},
+    {"cuda_hopper_prefill_segments", "cuda_segments_sm90", "src/cuda/hopper_prefill/segments.cu",
+     "segments of few long sequences at once, joined by their maps, for Hopper", cuda::hopper_prefill_segments_why_not,
+     cuda::hopper_prefill_segments_workspace, cuda::hopper_prefill_segments, cuda::hopper_prefill_segments_unsuited,
+     cuda::hopper_prefill_form},
+    {"cuda_hopper_prefill_pairs", "cuda_chunk_sm90", "src/cuda/hopper_prefill/pairs.cu",
+     "chunks of 32 tokens, prepared and scanned by pairs of blocks, for Hopper", cuda::hopper_prefill_pairs_why_not,
+     cuda::hopper_prefill_pairs_workspace, cuda::hopper_prefill_pairs, nullptr, cuda::hopper_prefill_form},
+    {"cuda_prefill_chunk", "cuda_chunk", "src/cuda/prefill/chunk.cu",
+     "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::prefill_chunk_why_not,
+     cuda::prefill_chunk_workspace, cuda::prefill_chunk, cuda::prefill_chunk_too_rough},
+    {"cuda_prefill_recurrent", "cuda_recurrent", "src/cuda/prefill/recurrent.cu",
+     "token by token with the state in registers, for sm_80 and newer", cuda::prefill_recurrent_why_not, no_workspace,
+     cuda::prefill_recurrent},
 #endif
-    {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-     cpu::chunk_forward_workspace, cpu::chunk_forward},
-    {"cpu_recurrent", "token by token, SIMD and threads", cpu::recurrent_forward_why_not,
-     cpu::recurrent_forward_workspace, cpu::recurrent_forward},
-    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::forward},
+    {"cpu_chunk", nullptr, "src/cpu/chunk_forward.cc", "chunks of 64 tokens as matrix products, SIMD and threads",
+     cpu_without_f64, cpu::chunk_forward_workspace, cpu::chunk_forward},
+    {"cpu_recurrent", nullptr, "src/cpu/recurrent.cc", "token by token, SIMD and threads",
+     cpu::recurrent_forward_why_not, cpu::recurrent_forward_workspace, cpu::recurrent_forward},
+    {"reference", nullptr, "src/reference/forward.cc", "float64 token recurrence, the specification; allocates", on_cpu,
+     no_workspace, reference::forward},
   };
   return table;
 }
@@ -65,18 +69,22 @@ template <>
 std::span<const Implementation<BackwardProblem>> implementations() {
   static constexpr Implementation<BackwardProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_chunk_sm90", "cuda_chunk's scan, and the rest by wgmma from tiles of the copy engine, for Hopper",
-     cuda::backward_chunk_sm90_why_not, cuda::backward_chunk_sm90_workspace, cuda::backward_chunk_sm90,
+    {"cuda_hopper_backward_chunk", "cuda_chunk_sm90", "src/cuda/hopper_backward/chunk.cu",
+     "the scan of cuda_backward_chunk, and the rest by wgmma from tiles of the copy engine, for Hopper",
+     cuda::hopper_backward_chunk_why_not, cuda::hopper_backward_chunk_workspace, cuda::hopper_backward_chunk,
      cuda::backward_chunk_too_rough},
-    {"cuda_chunk", "chunks on tensor cores: forward again, a reverse scan, the rest in parallel, for sm_80 and newer",
+    {"cuda_backward_chunk", "cuda_chunk", "src/cuda/backward/chunk.cu",
+     "chunks on tensor cores: forward again, a reverse scan, the rest in parallel, for sm_80 and newer",
      cuda::backward_chunk_why_not, cuda::backward_chunk_workspace, cuda::backward_chunk,
      cuda::backward_chunk_too_rough},
-    {"cuda_recurrent", "token by token in f32, any size, slow, for sm_80 and newer", cuda::backward_recurrent_why_not,
+    {"cuda_backward_recurrent", "cuda_recurrent", "src/cuda/backward/recurrent.cu",
+     "token by token in f32, any size, slow, for sm_80 and newer", cuda::backward_recurrent_why_not,
      cuda::backward_recurrent_workspace, cuda::backward_recurrent},
 #endif
-    {"cpu_chunk", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-     cpu::chunk_backward_workspace, cpu::chunk_backward},
-    {"reference", "float64 reverse mode of the token recurrence; allocates", on_cpu, no_workspace, reference::backward},
+    {"cpu_chunk", nullptr, "src/cpu/chunk_backward.cc", "chunks of 64 tokens as matrix products, SIMD and threads",
+     cpu_without_f64, cpu::chunk_backward_workspace, cpu::chunk_backward},
+    {"reference", nullptr, "src/reference/backward.cc", "float64 reverse mode of the token recurrence; allocates",
+     on_cpu, no_workspace, reference::backward},
   };
   return table;
 }
@@ -85,14 +93,17 @@ template <>
 std::span<const Implementation<DecodeProblem>> implementations() {
   static constexpr Implementation<DecodeProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_decode_sweep", "one token, a head a block, the next columns on their way, for sm_80 and newer",
-     cuda::decode_sweep_why_not, no_workspace, cuda::decode_sweep, cuda::decode_sweep_unsuited},
-    {"cuda_decode", "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not,
-     no_workspace, cuda::decode, nullptr, cuda::decode_form},
+    {"cuda_decode_sweep", nullptr, "src/cuda/decode/sweep.cu",
+     "one token, a head a block, the next columns on their way, for sm_80 and newer", cuda::decode_sweep_why_not,
+     no_workspace, cuda::decode_sweep, cuda::decode_sweep_unsuited},
+    {"cuda_decode", nullptr, "src/cuda/decode/decode.cu",
+     "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not, no_workspace,
+     cuda::decode, nullptr, cuda::decode_form},
 #endif
-    {"cpu_recurrent", "token by token, one pass over the state, SIMD and threads", cpu_without_f64,
-     cpu::decode_workspace, cpu::decode},
-    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace, reference::decode},
+    {"cpu_recurrent", nullptr, "src/cpu/recurrent.cc", "token by token, one pass over the state, SIMD and threads",
+     cpu_without_f64, cpu::decode_workspace, cpu::decode},
+    {"reference", nullptr, "src/reference/forward.cc", "float64 token recurrence, the specification; allocates", on_cpu,
+     no_workspace, reference::decode},
   };
   return table;
 }
@@ -101,17 +112,20 @@ template <>
 std::span<const Implementation<VerifyProblem>> implementations() {
   static constexpr Implementation<VerifyProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_verify_recurrent", "chains of few drafts, one after another from a state in registers, for sm_80 and newer",
-     cuda::speculation_recurrent_why_not, no_workspace, cuda::verify_recurrent, nullptr, cuda::recurrent_form},
-    {"cuda_verify_mma", "drafts as matrix products on tensor cores (3 x tf32), for sm_80 and newer",
-     cuda::speculation_mma_why_not, no_workspace, cuda::verify_mma, nullptr, cuda::mma_form},
-    {"cuda_verify", "drafts from a state in registers, for sm_80 and newer", cuda::speculation_why_not, no_workspace,
-     cuda::verify},
+    {"cuda_drafts_recurrent", "cuda_verify_recurrent", "src/cuda/drafts/recurrent.cu",
+     "chains of few drafts, one after another from a state in registers, for sm_80 and newer",
+     cuda::drafts_recurrent_why_not, no_workspace, cuda::drafts_recurrent, nullptr, cuda::drafts_recurrent_form},
+    {"cuda_drafts_mma", "cuda_verify_mma", "src/cuda/drafts/mma.cu",
+     "drafts as matrix products on tensor cores (3 x tf32), for sm_80 and newer", cuda::drafts_mma_why_not,
+     no_workspace, cuda::drafts_mma, nullptr, cuda::drafts_mma_form},
+    {"cuda_drafts_general", "cuda_verify", "src/cuda/drafts/general.cu",
+     "drafts from a state in registers, for sm_80 and newer", cuda::drafts_general_why_not, no_workspace,
+     cuda::drafts_general},
 #endif
-    {"cpu_verify", "drafts from a frozen state, one pass over it, SIMD and threads", cpu_without_f64,
-     cpu::verify_workspace, cpu::verify},
-    {"reference", "float64, token recurrence on copies of the state; allocates", on_cpu, no_workspace,
-     reference::verify},
+    {"cpu_verify", nullptr, "src/cpu/speculation.cc", "drafts from a frozen state, one pass over it, SIMD and threads",
+     cpu_without_f64, cpu::verify_workspace, cpu::verify},
+    {"reference", nullptr, "src/reference/speculation.cc",
+     "float64, token recurrence on copies of the state; allocates", on_cpu, no_workspace, reference::verify},
   };
   return table;
 }
@@ -120,14 +134,17 @@ template <>
 std::span<const Implementation<FlushProblem>> implementations() {
   static constexpr Implementation<FlushProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_flush_registers", "rank-m update of wide states in registers, for sm_80 and newer",
-     cuda::flush_registers_why_not, no_workspace, cuda::flush_registers, nullptr, cuda::recurrent_form},
-    {"cuda_flush", "rank-m update in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
-     no_workspace, cuda::flush},
+    {"cuda_drafts_flush_registers", "cuda_flush_registers", "src/cuda/drafts/flush_registers.cu",
+     "rank-m update of wide states in registers, for sm_80 and newer", cuda::drafts_flush_registers_why_not,
+     no_workspace, cuda::drafts_flush_registers, nullptr, cuda::drafts_flush_registers_form},
+    {"cuda_drafts_general", "cuda_flush", "src/cuda/drafts/general.cu",
+     "rank-m update in one pass over the state, for sm_80 and newer", cuda::drafts_general_why_not, no_workspace,
+     cuda::drafts_general},
 #endif
-    {"cpu_flush", "rank-m update in one pass over the state, SIMD and threads", cpu_without_f64, cpu::flush_workspace,
-     cpu::flush},
-    {"reference", "float64, recorded tokens applied one by one; allocates", on_cpu, no_workspace, reference::flush},
+    {"cpu_flush", nullptr, "src/cpu/speculation.cc", "rank-m update in one pass over the state, SIMD and threads",
+     cpu_without_f64, cpu::flush_workspace, cpu::flush},
+    {"reference", nullptr, "src/reference/speculation.cc", "float64, recorded tokens applied one by one; allocates",
+     on_cpu, no_workspace, reference::flush},
   };
   return table;
 }
@@ -136,16 +153,21 @@ template <>
 std::span<const Implementation<FlushVerifyProblem>> implementations() {
   static constexpr Implementation<FlushVerifyProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_flush_verify_recurrent", "flush, then chains of few drafts one after another, for sm_80 and newer",
-     cuda::speculation_recurrent_why_not, no_workspace, cuda::flush_verify_recurrent, nullptr, cuda::recurrent_form},
-    {"cuda_flush_verify_mma", "flush, then drafts on tensor cores (3 x tf32), one pass, for sm_80 and newer",
-     cuda::speculation_mma_why_not, no_workspace, cuda::flush_verify_mma, nullptr, cuda::mma_form},
-    {"cuda_flush_verify", "flush and verify in one pass over the state, for sm_80 and newer", cuda::speculation_why_not,
-     no_workspace, cuda::flush_verify},
+    {"cuda_drafts_recurrent", "cuda_flush_verify_recurrent", "src/cuda/drafts/recurrent.cu",
+     "flush, then chains of few drafts one after another, for sm_80 and newer", cuda::drafts_recurrent_why_not,
+     no_workspace, cuda::drafts_recurrent, nullptr, cuda::drafts_recurrent_form},
+    {"cuda_drafts_mma", "cuda_flush_verify_mma", "src/cuda/drafts/mma.cu",
+     "flush, then drafts on tensor cores (3 x tf32), one pass, for sm_80 and newer", cuda::drafts_mma_why_not,
+     no_workspace, cuda::drafts_mma, nullptr, cuda::drafts_mma_form},
+    {"cuda_drafts_general", "cuda_flush_verify", "src/cuda/drafts/general.cu",
+     "flush and verify in one pass over the state, for sm_80 and newer", cuda::drafts_general_why_not, no_workspace,
+     cuda::drafts_general},
 #endif
-    {"cpu_flush_verify", "flush and verify in one pass over the state, SIMD and threads", cpu_without_f64,
-     cpu::flush_verify_workspace, cpu::flush_verify},
-    {"reference", "float64, flush, then verify; allocates", on_cpu, no_workspace, reference::flush_verify},
+    {"cpu_flush_verify", nullptr, "src/cpu/speculation.cc",
+     "flush and verify in one pass over the state, SIMD and threads", cpu_without_f64, cpu::flush_verify_workspace,
+     cpu::flush_verify},
+    {"reference", nullptr, "src/reference/speculation.cc", "float64, flush, then verify; allocates", on_cpu,
+     no_workspace, reference::flush_verify},
   };
   return table;
 }
@@ -153,10 +175,10 @@ std::span<const Implementation<FlushVerifyProblem>> implementations() {
 template <>
 std::span<const Implementation<SegmentMapProblem>> implementations() {
   static constexpr Implementation<SegmentMapProblem> table[] = {
-      {"cpu_segment", "chunks of 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-       cpu::segment_map_workspace, cpu::segment_map},
-      {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
-       reference::segment_map},
+      {"cpu_segment", nullptr, "src/cpu/segment.cc", "chunks of 64 tokens as matrix products, SIMD and threads",
+       cpu_without_f64, cpu::segment_map_workspace, cpu::segment_map},
+      {"reference", nullptr, "src/reference/segment.cc", "float64 token recurrence, the specification; allocates",
+       on_cpu, no_workspace, reference::segment_map},
   };
   return table;
 }
@@ -164,9 +186,10 @@ std::span<const Implementation<SegmentMapProblem>> implementations() {
 template <>
 std::span<const Implementation<SegmentMergeProblem>> implementations() {
   static constexpr Implementation<SegmentMergeProblem> table[] = {
-      {"cpu_segment", "matrix products, SIMD and threads", cpu_without_f64, cpu::segment_merge_workspace,
-       cpu::segment_merge},
-      {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::segment_merge},
+      {"cpu_segment", nullptr, "src/cpu/segment.cc", "matrix products, SIMD and threads", cpu_without_f64,
+       cpu::segment_merge_workspace, cpu::segment_merge},
+      {"reference", nullptr, "src/reference/segment.cc", "float64, the specification; allocates", on_cpu, no_workspace,
+       reference::segment_merge},
   };
   return table;
 }
@@ -175,10 +198,12 @@ template <>
 std::span<const Implementation<GateProblem>> implementations() {
   static constexpr Implementation<GateProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_gate", "elementwise kernel for sm_80 and newer", cuda::gate_why_not, no_workspace, cuda::gate},
+    {"cuda_gate", nullptr, "src/cuda/gate/gate.cu", "elementwise kernel for sm_80 and newer", cuda::gate_why_not,
+     no_workspace, cuda::gate},
 #endif
-    {"cpu_gate", "SIMD and threads", cpu_without_f64, no_workspace, cpu::gate},
-    {"reference", "float64, the specification", on_cpu, no_workspace, reference::gate},
+    {"cpu_gate", nullptr, "src/cpu/gate.cc", "SIMD and threads", cpu_without_f64, no_workspace, cpu::gate},
+    {"reference", nullptr, "src/reference/forward.cc", "float64, the specification", on_cpu, no_workspace,
+     reference::gate},
   };
   return table;
 }
@@ -187,11 +212,13 @@ template <>
 std::span<const Implementation<GateBackwardProblem>> implementations() {
   static constexpr Implementation<GateBackwardProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_gate", "elementwise kernel and a two-level reduction, for sm_80 and newer", cuda::gate_why_not,
-     cuda::gate_backward_workspace, cuda::gate_backward},
+    {"cuda_gate", nullptr, "src/cuda/gate/gate.cu", "elementwise kernel and a two-level reduction, for sm_80 and newer",
+     cuda::gate_why_not, cuda::gate_backward_workspace, cuda::gate_backward},
 #endif
-    {"cpu_gate", "SIMD and threads", cpu_without_f64, cpu::gate_backward_workspace, cpu::gate_backward},
-    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::gate_backward},
+    {"cpu_gate", nullptr, "src/cpu/gate.cc", "SIMD and threads", cpu_without_f64, cpu::gate_backward_workspace,
+     cpu::gate_backward},
+    {"reference", nullptr, "src/reference/backward.cc", "float64, the specification; allocates", on_cpu, no_workspace,
+     reference::gate_backward},
   };
   return table;
 }
@@ -200,11 +227,14 @@ template <>
 std::span<const Implementation<ConvProblem>> implementations() {
   static constexpr Implementation<ConvProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_conv", "channels over threads, a sequence's first tokens beside its state, for sm_80 and newer",
-     cuda::conv_why_not, no_workspace, cuda::conv},
+    {"cuda_conv", nullptr, "src/cuda/conv/conv.cu",
+     "channels over threads, a sequence's first tokens beside its state, for sm_80 and newer", cuda::conv_why_not,
+     no_workspace, cuda::conv},
 #endif
-    {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace, cpu::conv},
-    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv},
+    {"cpu_conv", nullptr, "src/cpu/conv.cc", "channels as vectors, SIMD and threads", cpu_without_f64, no_workspace,
+     cpu::conv},
+    {"reference", nullptr, "src/reference/conv.cc", "float64, the specification; allocates", on_cpu, no_workspace,
+     reference::conv},
   };
   return table;
 }
@@ -213,69 +243,76 @@ template <>
 std::span<const Implementation<ConvBackwardProblem>> implementations() {
   static constexpr Implementation<ConvBackwardProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_conv", "channels over threads and a three-level reduction, for sm_80 and newer", cuda::conv_why_not,
+    {"cuda_conv_backward", "cuda_conv", "src/cuda/conv/backward.cu",
+     "channels over threads and a three-level reduction, for sm_80 and newer", cuda::conv_backward_why_not,
      cuda::conv_backward_workspace, cuda::conv_backward},
 #endif
-    {"cpu_conv", "channels as vectors, SIMD and threads", cpu_without_f64, cpu::conv_backward_workspace,
-     cpu::conv_backward},
-    {"reference", "float64, the specification; allocates", on_cpu, no_workspace, reference::conv_backward},
+    {"cpu_conv", nullptr, "src/cpu/conv.cc", "channels as vectors, SIMD and threads", cpu_without_f64,
+     cpu::conv_backward_workspace, cpu::conv_backward},
+    {"reference", nullptr, "src/reference/conv.cc", "float64, the specification; allocates", on_cpu, no_workspace,
+     reference::conv_backward},
   };
   return table;
 }
 
 namespace {
 
-template <StageArgs Args>
+// A stage's row on CUDA, and the files of this row and of the CPU's.
+struct StageRows {
+  const char *cuda, *cuda_file, *cpu_file;
+};
+
+template <StageArgs Args, const StageRows& kRows>
 std::span<const Implementation<StageProblem<Args>>> stage_table() {
-  static constexpr Implementation<StageProblem<Args>> cpu{
-      "cpu_chunk", "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads", cpu_without_f64,
-      cpu::stage_workspace, cpu::stage};
-  static constexpr Implementation<StageProblem<Args>> oracle{
-      "reference", "float64, chunk by chunk as the formulas read; allocates", on_cpu, no_workspace, reference::stage};
+  static constexpr Implementation<StageProblem<Args>> table[] = {
 #if KDA_WITH_CUDA
-  if constexpr (requires(const StageProblem<Args>& p) { cuda::stage(p); }) {
-    static constexpr Implementation<StageProblem<Args>> table[] = {
-        {"cuda_stage", "a chunk and head a block (the scan: a sequence, head and tile of V), for sm_80 and newer",
-         cuda::stage_why_not, no_workspace, cuda::stage},
-        cpu,
-        oracle};
-    return table;
-  }
+    {kRows.cuda, "cuda_stage", kRows.cuda_file,
+     "a chunk and head a block (the scan: a sequence, head and tile of V), for sm_80 and newer", cuda::stage_why_not,
+     no_workspace, cuda::stage},
 #endif
-  static constexpr Implementation<StageProblem<Args>> table[] = {cpu, oracle};
+    {"cpu_chunk", nullptr, kRows.cpu_file,
+     "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads", cpu_without_f64,
+     cpu::stage_workspace, cpu::stage},
+    {"reference", nullptr, "src/reference/stages.cc", "float64, chunk by chunk as the formulas read; allocates", on_cpu,
+     no_workspace, reference::stage},
+  };
   return table;
 }
 
 }  // namespace
 
-#define KDA_STAGE(stage)                                                                      \
-  template <>                                                                                 \
-  std::span<const Implementation<StageProblem<kda_stage_##stage##_args>>> implementations() { \
-    return stage_table<kda_stage_##stage##_args>();                                           \
+// The names of its files: src/cuda/stages/<on_cuda>.cu, src/cpu/stages_<on_cpu>.cc.
+#define KDA_STAGE(stage, on_cuda, on_cpu)                                                                \
+  static constexpr StageRows rows_of_##stage{"cuda_stages_" #on_cuda, "src/cuda/stages/" #on_cuda ".cu", \
+                                             "src/cpu/stages_" #on_cpu ".cc"};                           \
+  template <>                                                                                            \
+  std::span<const Implementation<StageProblem<kda_stage_##stage##_args>>> implementations() {            \
+    return stage_table<kda_stage_##stage##_args, rows_of_##stage>();                                     \
   }
-KDA_STAGE(cumsum)
-KDA_STAGE(chunk_intra)
-KDA_STAGE(recompute_w_u)
-KDA_STAGE(delta_h)
-KDA_STAGE(fwd_o)
-KDA_STAGE(bwd_local)
-KDA_STAGE(bwd_delta_h)
-KDA_STAGE(bwd_wy_dqkg)
-KDA_STAGE(bwd_intra)
-KDA_STAGE(cumsum_backward)
+KDA_STAGE(cumsum, cumsum, forward)
+KDA_STAGE(chunk_intra, chunk_intra, forward)
+KDA_STAGE(recompute_w_u, chunk_intra, forward)
+KDA_STAGE(delta_h, delta_h, forward)
+KDA_STAGE(fwd_o, fwd_o, forward)
+KDA_STAGE(bwd_local, backward, backward)
+KDA_STAGE(bwd_delta_h, backward, backward)
+KDA_STAGE(bwd_wy_dqkg, backward, backward)
+KDA_STAGE(bwd_intra, backward, backward)
+KDA_STAGE(cumsum_backward, backward, backward)
 #undef KDA_STAGE
 
 template <>
 std::span<const Implementation<PrefillF32Problem>> implementations() {
   static constexpr Implementation<PrefillF32Problem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_stages", "stages of chunks of 64 tokens on tensor cores (3 x tf32), for sm_80 and newer",
-     cuda::prefill_f32_why_not, cuda::prefill_f32_workspace, cuda::prefill_f32},
+    {"cuda_stages_prefill_f32", "cuda_stages", "src/cuda/stages/prefill_f32.cu",
+     "stages of chunks of 64 tokens on tensor cores (3 x tf32), for sm_80 and newer", cuda::stages_prefill_f32_why_not,
+     cuda::stages_prefill_f32_workspace, cuda::stages_prefill_f32},
 #endif
-    {"cpu_chunk", "chunks of 32 or 64 tokens as matrix products, SIMD and threads", cpu_without_f64,
-     cpu::prefill_f32_workspace, cpu::prefill_f32},
-    {"reference", "float64 token recurrence, the specification; allocates", on_cpu, no_workspace,
-     reference::prefill_f32},
+    {"cpu_chunk", nullptr, "src/cpu/prefill_f32.cc", "chunks of 32 or 64 tokens as matrix products, SIMD and threads",
+     cpu_without_f64, cpu::prefill_f32_workspace, cpu::prefill_f32},
+    {"reference", nullptr, "src/reference/prefill_f32.cc", "float64 token recurrence, the specification; allocates",
+     on_cpu, no_workspace, reference::prefill_f32},
   };
   return table;
 }
@@ -313,19 +350,18 @@ bool for_each_table(F&& f) {
   return found;
 }
 
-bool known_anywhere(std::string_view name) {
-  return for_each_table([&](const char*, auto table) {
-    for (const auto& impl : table)
-      if (name == impl.name) return true;
-    return false;
-  });
+// The implementation of a table that has the name or, if there is none, had it.
+template <class P>
+const Implementation<P>* find(std::span<const Implementation<P>> table, std::string_view name) {
+  for (const auto& impl : table)
+    if (name == impl.name) return &impl;
+  for (const auto& impl : table)
+    if (impl.former_name && name == impl.former_name) return &impl;
+  return nullptr;
 }
 
-template <class P>
-const Implementation<P>* find(std::string_view name) {
-  for (const auto& impl : implementations<P>())
-    if (name == impl.name) return &impl;
-  return nullptr;
+bool known_anywhere(std::string_view name) {
+  return for_each_table([&](const char*, auto table) { return find(table, name) != nullptr; });
 }
 
 // Returns the forced implementation, or nullptr. KDA_IMPL may hold several names, separated by commas, since one name
@@ -335,7 +371,7 @@ template <class P>
 const Implementation<P>* forced(const P& problem) {
   cpu::isa_name();  // refuses a wrong KDA_CPU_ISA, whatever is to run
   if (const char* name = problem.args.exec.impl; name && *name) {
-    if (const auto* impl = find<P>(name)) return impl;
+    if (const auto* impl = find(implementations<P>(), name)) return impl;
     std::string known;
     for (const auto& impl : implementations<P>()) known += str(known.empty() ? "" : ", ", impl.name);
     invalid("exec.impl: expected one of ", known, ", got ", printable(name));
@@ -346,7 +382,7 @@ const Implementation<P>* forced(const P& problem) {
     const std::string_view name = rest.substr(0, rest.find(','));
     rest.remove_prefix(std::min(rest.size(), name.size() + 1));
     if (!known_anywhere(name)) invalid("KDA_IMPL: expected names of implementations, got ", printable(name));
-    if (!found) found = find<P>(name);
+    if (!found) found = find(implementations<P>(), name);
   }
   return found;
 }
@@ -393,7 +429,7 @@ std::string explain(const P& problem) {
                 unsuited ? impl.unsuited(problem)
                 : runs   ? impl.description
                          : reason,
-                runs && impl.form ? str("; ", impl.form(problem)) : "", "\n");
+                runs && impl.form ? str("; ", impl.form(problem)) : "", " [", impl.file, "]\n");
   }
   return text;
 }
@@ -407,6 +443,17 @@ const char* implementation_name(const char* op, int32_t index) {
       return true;
     });
   return name;
+}
+
+const char* current_name(const char* op, const char* name) {
+  const char* current = nullptr;
+  if (op && name)
+    for_each_table([&](const char* table_op, auto table) {
+      if (std::strcmp(op, table_op)) return false;
+      if (const auto* impl = find(table, name)) current = impl->name;
+      return true;
+    });
+  return current;
 }
 
 #define KDA_INSTANTIATE(P)                            \

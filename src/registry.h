@@ -10,6 +10,8 @@ namespace kda {
 template <class P>
 struct Implementation {
   const char* name;
+  const char* former_name;  // accepted, too; nullptr: none
+  const char* file;         // where it begins, from the root of the source tree
   const char* description;
   const char* (*why_not)(const P&);  // a reason to decline a legal problem, or nullptr
   uint64_t (*workspace)(const P&);   // bytes
@@ -32,5 +34,8 @@ std::string explain(const P& problem);
 
 // For listing without a problem; nullptr past the end or for an unknown operator.
 const char* implementation_name(const char* op, int32_t index);
+
+// The name of the operator's implementation that has or had this name; nullptr: none.
+const char* current_name(const char* op, const char* name);
 
 }  // namespace kda

@@ -676,8 +676,9 @@ KDA_API kda_status kda_stage_bwd_intra_workspace(const kda_stage_bwd_intra_args*
 KDA_API kda_status kda_stage_cumsum_backward_workspace(const kda_stage_cumsum_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_prefill_f32_workspace(const kda_prefill_f32_args* args, uint64_t* bytes);
 
-/* One line per implementation: "* name: description" for the one that would run, "- name: why not" or "- name: can,
- * comes later" for the others. The text is valid until the next explain on this thread. */
+/* One line per implementation: "* name: description [file]" for the one that would run, "- name: why not [file]" or
+ * "- name: can, comes later in the order [file]" for the others. file: where its code begins, in the source tree. The
+ * text is valid until the next explain on this thread. */
 KDA_API kda_status kda_forward_explain(const kda_forward_args* args, const char** text);
 KDA_API kda_status kda_backward_explain(const kda_backward_args* args, const char** text);
 KDA_API kda_status kda_decode_explain(const kda_decode_args* args, const char** text);
@@ -711,6 +712,10 @@ KDA_API kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors);
 /* The index-th implementation, in order of preference, of an operator ("forward", "verify", .., the name of the
  * function without kda_): its name, or NULL past the end (or for an unknown operator). */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
+
+/* The name of the operator's implementation that has or had this name, or NULL. Former names are accepted wherever a
+ * name is (docs/architecture.md has them). */
+KDA_API const char* kda_current_name(const char* op, const char* name);
 
 KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */
 KDA_API const char* kda_status_name(kda_status status); /* "KDA_OK", ... */

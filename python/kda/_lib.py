@@ -82,10 +82,16 @@ class Library:
         for op in _OPERATORS:
             for verb in ("", "_workspace", "_explain"):
                 setattr(self, op + verb, module.get_function(f"kda_{op}{verb}"))
+        self._module = module
         self.info = module.get_function("kda_info")
         self.implementation = module.get_function("kda_implementation")
         self.assume_gpu = module.get_function("kda_assume_gpu")
         self.use_batch_invariant = module.get_function("kda_use_batch_invariant")
+
+    def current_name(self, op: str, name: str) -> str:
+        """The name of the implementation that has or had this one; empty: there is none. Looked up when it is called,
+        because builds to compare with may be older than the function."""
+        return str(self._module.get_function("kda_current_name")(op, name))
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: every attribute is set in __init__
         raise AttributeError(name)

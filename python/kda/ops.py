@@ -682,7 +682,8 @@ def explain(
 ) -> str:
     """Explains which implementation would run with these arguments, and why not the others.
 
-    One line each, with ``*`` before the chosen one. Nothing is computed.
+    One line each, with ``*`` before the chosen one, and in brackets the file of the source tree where its code begins.
+    Nothing is computed.
 
     Args:
         op: the kind of call: ``"forward"`` (:func:`prefill`), ``"backward"`` (of :func:`chunk_kda`, with gradients of
@@ -695,12 +696,12 @@ def explain(
     >>> import kda, numpy as np
     >>> x = np.zeros((1, 70, 1, 4), np.float32)
     >>> [line for line in kda.explain(x, x, x, x, x[..., 0]).splitlines() if line[0] == "*"]
-    ['* cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads']
+    ['* cpu_chunk: chunks of 64 tokens as matrix products, SIMD and threads [src/cpu/chunk_forward.cc]']
     >>> pool, records = np.zeros((1, 1, 4, 4), np.float32), kda.new_records(1, 3, 1, 1, 4, 4)
     >>> accept_len = np.array([2], np.int32)
     >>> text = kda.explain(state=pool, records=records, accept_len=accept_len, op="flush")
     >>> [line for line in text.splitlines() if line[0] == "*"]
-    ['* cpu_flush: rank-m update in one pass over the state, SIMD and threads']
+    ['* cpu_flush: rank-m update in one pass over the state, SIMD and threads [src/cpu/speculation.cc]']
     """
     if op not in _EXPLAINED:
         raise ValueError(f"op: expected one of {', '.join(_EXPLAINED)}, got {op!r}")

@@ -14,65 +14,66 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
-const char* forward_chunk_why_not(const ForwardProblem& p);
-const char* forward_chunk_too_rough(const ForwardProblem& p);
-uint64_t forward_chunk_workspace(const ForwardProblem& p);
-void forward_chunk(const ForwardProblem& p);
+const char* hopper_prefill_segments_why_not(const ForwardProblem& p);
+const char* hopper_prefill_segments_unsuited(const ForwardProblem& p);
+uint64_t hopper_prefill_segments_workspace(const ForwardProblem& p);
+void hopper_prefill_segments(const ForwardProblem& p);
+inline bool forward_by_segments(const ForwardProblem& p) {  // whether they take the call and are faster
+  return !hopper_prefill_segments_why_not(p) && !hopper_prefill_segments_unsuited(p);
+}
+const char* hopper_prefill_pairs_why_not(const ForwardProblem& p);
+uint64_t hopper_prefill_pairs_workspace(const ForwardProblem& p);
+void hopper_prefill_pairs(const ForwardProblem& p);
+std::string hopper_prefill_form(const ForwardProblem& p);  // of both
+const char* prefill_chunk_why_not(const ForwardProblem& p);
+const char* prefill_chunk_too_rough(const ForwardProblem& p);
+uint64_t prefill_chunk_workspace(const ForwardProblem& p);
+void prefill_chunk(const ForwardProblem& p);
+const char* prefill_recurrent_why_not(const ForwardProblem& p);
+void prefill_recurrent(const ForwardProblem& p);
+
+const char* hopper_backward_chunk_why_not(const BackwardProblem& p);
+uint64_t hopper_backward_chunk_workspace(const BackwardProblem& p);
+void hopper_backward_chunk(const BackwardProblem& p);
 const char* backward_chunk_why_not(const BackwardProblem& p);
 const char* backward_chunk_too_rough(const BackwardProblem& p);
 uint64_t backward_chunk_workspace(const BackwardProblem& p);
 void backward_chunk(const BackwardProblem& p);
-const char* backward_chunk_sm90_why_not(const BackwardProblem& p);
-uint64_t backward_chunk_sm90_workspace(const BackwardProblem& p);
-void backward_chunk_sm90(const BackwardProblem& p);
 const char* backward_recurrent_why_not(const BackwardProblem& p);
 uint64_t backward_recurrent_workspace(const BackwardProblem& p);
 void backward_recurrent(const BackwardProblem& p);
-const char* forward_recurrent_why_not(const ForwardProblem& p);
-void forward_recurrent(const ForwardProblem& p);
-const char* forward_chunk_sm90_why_not(const ForwardProblem& p);
-void forward_chunk_sm90(const ForwardProblem& p);
-uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p);
-std::string forward_sm90_form(const ForwardProblem& p);
-const char* forward_segments_sm90_why_not(const ForwardProblem& p);
-const char* forward_segments_sm90_unsuited(const ForwardProblem& p);
-void forward_segments_sm90(const ForwardProblem& p);
-uint64_t forward_segments_sm90_workspace(const ForwardProblem& p);
-inline bool forward_by_segments(const ForwardProblem& p) {  // whether they take the call and are faster
-  return !forward_segments_sm90_why_not(p) && !forward_segments_sm90_unsuited(p);
-}
 
-const char* decode_why_not(const DecodeProblem& p);
-std::string decode_form(const DecodeProblem& p);
-void decode(const DecodeProblem& p);
 const char* decode_sweep_why_not(const DecodeProblem& p);
 const char* decode_sweep_unsuited(const DecodeProblem& p);
 void decode_sweep(const DecodeProblem& p);
+const char* decode_why_not(const DecodeProblem& p);
+std::string decode_form(const DecodeProblem& p);
+void decode(const DecodeProblem& p);
 
-const char* speculation_why_not(const VerifyProblem& p);
-const char* speculation_why_not(const FlushProblem& p);
-const char* speculation_why_not(const FlushVerifyProblem& p);
-void verify(const VerifyProblem& p);
-void flush(const FlushProblem& p);
-void flush_verify(const FlushVerifyProblem& p);
-const char* speculation_mma_why_not(const VerifyProblem& p);
-const char* flush_registers_why_not(const FlushProblem& p);
-const char* speculation_mma_why_not(const FlushVerifyProblem& p);
-const char* speculation_recurrent_why_not(const VerifyProblem& p);
-const char* speculation_recurrent_why_not(const FlushVerifyProblem& p);
-std::string mma_form(const VerifyProblem& p);
-std::string mma_form(const FlushVerifyProblem& p);
-std::string recurrent_form(const VerifyProblem& p);
-std::string recurrent_form(const FlushProblem& p);
-std::string recurrent_form(const FlushVerifyProblem& p);
-void verify_mma(const VerifyProblem& p);
-void flush_verify_mma(const FlushVerifyProblem& p);
-void verify_recurrent(const VerifyProblem& p);
-void flush_registers(const FlushProblem& p);
-void flush_verify_recurrent(const FlushVerifyProblem& p);
+const char* drafts_recurrent_why_not(const VerifyProblem& p);
+const char* drafts_recurrent_why_not(const FlushVerifyProblem& p);
+std::string drafts_recurrent_form(const VerifyProblem& p);
+std::string drafts_recurrent_form(const FlushVerifyProblem& p);
+void drafts_recurrent(const VerifyProblem& p);
+void drafts_recurrent(const FlushVerifyProblem& p);
+const char* drafts_flush_registers_why_not(const FlushProblem& p);
+std::string drafts_flush_registers_form(const FlushProblem& p);
+void drafts_flush_registers(const FlushProblem& p);
+const char* drafts_mma_why_not(const VerifyProblem& p);
+const char* drafts_mma_why_not(const FlushVerifyProblem& p);
+std::string drafts_mma_form(const VerifyProblem& p);
+std::string drafts_mma_form(const FlushVerifyProblem& p);
+void drafts_mma(const VerifyProblem& p);
+void drafts_mma(const FlushVerifyProblem& p);
+const char* drafts_general_why_not(const VerifyProblem& p);
+const char* drafts_general_why_not(const FlushProblem& p);
+const char* drafts_general_why_not(const FlushVerifyProblem& p);
+void drafts_general(const VerifyProblem& p);
+void drafts_general(const FlushProblem& p);
+void drafts_general(const FlushVerifyProblem& p);
 
 const char* conv_why_not(const ConvProblem& p);
-const char* conv_why_not(const ConvBackwardProblem& p);
+const char* conv_backward_why_not(const ConvBackwardProblem& p);
 void conv(const ConvProblem& p);
 void conv_backward(const ConvBackwardProblem& p);
 uint64_t conv_backward_workspace(const ConvBackwardProblem& p);
@@ -98,9 +99,9 @@ void stage(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
 void stage(const StageProblem<kda_stage_bwd_intra_args>& p);
 void stage(const StageProblem<kda_stage_cumsum_backward_args>& p);
 
-const char* prefill_f32_why_not(const PrefillF32Problem& p);
-void prefill_f32(const PrefillF32Problem& p);
-uint64_t prefill_f32_workspace(const PrefillF32Problem& p);
+const char* stages_prefill_f32_why_not(const PrefillF32Problem& p);
+void stages_prefill_f32(const PrefillF32Problem& p);
+uint64_t stages_prefill_f32_workspace(const PrefillF32Problem& p);
 
 // For explain and workspace of this thread: see kda_assume_gpu.
 void assume_gpu(int capability, int multiprocessors);

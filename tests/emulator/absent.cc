@@ -27,7 +27,7 @@ KDA_NEVER(gate_backward, GateBackwardProblem)
 KDA_NO_WORKSPACE(gate_backward_workspace, GateBackwardProblem)
 
 KDA_DECLINES(conv_why_not, ConvProblem)
-KDA_DECLINES(conv_why_not, ConvBackwardProblem)
+KDA_DECLINES(conv_backward_why_not, ConvBackwardProblem)
 KDA_NEVER(conv, ConvProblem)
 KDA_NEVER(conv_backward, ConvBackwardProblem)
 KDA_NO_WORKSPACE(conv_backward_workspace, ConvBackwardProblem)
@@ -37,8 +37,8 @@ KDA_DECLINES(stage_why_not, StageProblem<kda_stage_recompute_w_u_args>)
 KDA_NEVER(stage, StageProblem<kda_stage_chunk_intra_args>)
 KDA_NEVER(stage, StageProblem<kda_stage_recompute_w_u_args>)
 
-KDA_DECLINES(prefill_f32_why_not, PrefillF32Problem)
-KDA_NEVER(prefill_f32, PrefillF32Problem)
-KDA_NO_WORKSPACE(prefill_f32_workspace, PrefillF32Problem)
+KDA_DECLINES(stages_prefill_f32_why_not, PrefillF32Problem)
+KDA_NEVER(stages_prefill_f32, PrefillF32Problem)
+KDA_NO_WORKSPACE(stages_prefill_f32_workspace, PrefillF32Problem)
 
 }  // namespace kda::cuda

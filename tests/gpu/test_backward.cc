@@ -14,7 +14,8 @@
 namespace kda::test {
 namespace {
 
-constexpr char kHopper[] = "cuda_chunk_sm90", kChunked[] = "cuda_chunk", kRecurrent[] = "cuda_recurrent";
+constexpr char kHopper[] = "cuda_hopper_backward_chunk", kChunked[] = "cuda_backward_chunk",
+               kRecurrent[] = "cuda_backward_recurrent";
 
 // The gates of math.md 8; token by token in f32 those of the CPU (tests/cpp/test_numerics.cc).
 double gate_of(const std::string& output, const std::string& impl, const Tensor& t) {
@@ -160,7 +161,7 @@ TEST_P(BackwardOnCuda, FromSaved) {
   if (!takes(impl, backward_args(in, got))) GTEST_SKIP() << "declines";
   // Saved by the forward that backward would use to compute them again.
   const bool on_hopper = impl == std::string(kHopper) && c.state_layout == KDA_STATE_V_FIRST;
-  run_on_cuda(forward_args(in, saved), on_hopper ? nullptr : kChunked);
+  run_on_cuda(forward_args(in, saved), on_hopper ? nullptr : "cuda_prefill_chunk");
   run_on_cuda(backward_args(in, expected), impl);
   run_on_cuda(backward_args(in, got, &saved), impl);
   for (size_t i = 0; i < got.tensors().size(); ++i)

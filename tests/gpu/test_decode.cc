@@ -205,11 +205,11 @@ TEST_F(OnCuda, AlignedStatesHaveKernelsOfTheirOwn) {
     };
     const Tensor o = d.output();
     EXPECT_TRUE(has(takers("decode", decode_args(d.in, d.pool, d.pool, o)), "cuda_decode_sweep"));
-    EXPECT_TRUE(has(takers("flush", flush_args(d, d.pool.h, records)), "cuda_flush_registers"));
+    EXPECT_TRUE(has(takers("flush", flush_args(d, d.pool.h, records)), "cuda_drafts_flush_registers"));
     const auto verify = takers("verify", verify_args(d, records, o));
-    EXPECT_TRUE(has(verify, "cuda_verify_recurrent") && has(verify, "cuda_verify_mma"));
+    EXPECT_TRUE(has(verify, "cuda_drafts_recurrent") && has(verify, "cuda_drafts_mma"));
     const auto both = takers("flush_verify", flush_verify_args(d, d, d.pool.h, last, records, o));
-    EXPECT_TRUE(has(both, "cuda_flush_verify_recurrent") && has(both, "cuda_flush_verify_mma"));
+    EXPECT_TRUE(has(both, "cuda_drafts_recurrent") && has(both, "cuda_drafts_mma"));
   }
 }
 
@@ -278,7 +278,7 @@ TEST_F(LargeOnCuda, FlushVerifyHasTheBitsOfSmallCalls) {
     large.states.state_indices = slots, large.accept_len = accepted;
     large.records.indices = large.last.indices = entries;
     repeat(large.in);
-    run_on_cuda(small, "cuda_flush_verify_recurrent"), run_on_cuda(large, "cuda_flush_verify_recurrent");
+    run_on_cuda(small, "cuda_drafts_recurrent"), run_on_cuda(large, "cuda_drafts_recurrent");
     if (HasFatalFailure()) return;
     EXPECT_EQ(many.h.bits(), few.h.bits());
     EXPECT_NE(many.h.bits(), d.pool.h.bits());

@@ -10,7 +10,7 @@
 namespace kda::test {
 namespace {
 
-constexpr char kRecurrent[] = "cuda_recurrent", kChunked[] = "cuda_chunk";
+constexpr char kRecurrent[] = "cuda_prefill_recurrent", kChunked[] = "cuda_prefill_chunk";
 
 // Implementations differ in what they take and in how exact they are.
 struct On {

@@ -12,7 +12,7 @@ namespace {
 // Implementations in chunks that take the call.
 std::vector<const char*> chunked(const kda_forward_args& args) {
   std::vector<const char*> all = takers("forward", args);
-  std::erase_if(all, [](const char* name) { return std::string(name) == "cuda_recurrent"; });
+  std::erase_if(all, [](const char* name) { return std::string(name) == "cuda_prefill_recurrent"; });
   return all;
 }
 
@@ -349,7 +349,7 @@ TEST_P(ForwardChunkPromise, PoolsAndCheckpoints) {
 }
 
 // Every implementation that needs a workspace checks it: segments need one for their maps, pairs for the states of
-// heads they share, cuda_chunk for its images.
+// heads they share, cuda_prefill_chunk for its images.
 TEST_F(OnCuda, ForwardChecksItsWorkspace) {
   Case c = wide({.name = "workspace", .T = 700, .H = 3, .HV = 3, .dtype = KDA_BF16});
   const Inputs in(c);
@@ -394,9 +394,9 @@ TEST_F(ForwardChunkChoice, Segments) {
     const std::string line = chosen({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}, flags);
     return line.substr(0, line.find(':'));
   };
-  EXPECT_EQ(name(4096, 0), "cuda_segments_sm90");
-  EXPECT_EQ(name(4096, KDA_BATCH_INVARIANT), "cuda_chunk_sm90");
-  EXPECT_EQ(name(100, 0), "cuda_chunk_sm90");
+  EXPECT_EQ(name(4096, 0), "cuda_hopper_prefill_segments");
+  EXPECT_EQ(name(4096, KDA_BATCH_INVARIANT), "cuda_hopper_prefill_pairs");
+  EXPECT_EQ(name(100, 0), "cuda_hopper_prefill_pairs");
 }
 
 TEST_F(ForwardChunkChoice, ExplainSaysWhichScores) {

@@ -262,7 +262,7 @@ TEST_F(OnCuda, GarbageLengthsOfBackward) {
       spoil(in.cu_seqlens, random);
       BackwardOutputs got(in);
       for (const char* impl : takers("backward", backward_args(in, got))) run_on_cuda(backward_args(in, got), impl);
-      if (size == 64) run_on_cuda(backward_args(in, got, &saved), "cuda_chunk");
+      if (size == 64) run_on_cuda(backward_args(in, got, &saved), "cuda_backward_chunk");
       for (const Named& t : got.tensors()) EXPECT_TRUE(t.tensor->margins_intact()) << t.name;
     }
 }

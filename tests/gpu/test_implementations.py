@@ -22,7 +22,7 @@ SHAPES = {**TILED, "any": {}, "k_first": {**LARGE, "v_first": False}}
 
 
 def takes(op: str, name: str, shape: str, T: int) -> bool:
-    few = {"cuda_decode_sweep": 1, "cuda_verify_recurrent": 4, "cuda_flush_verify_recurrent": 4}
+    few = {"cuda_decode_sweep": 1, "cuda_drafts_recurrent": 4}
     return name == kernels_of(op, DEVICE.type)[-1] or (shape in TILED and few.get(name, T) >= T)
 
 

@@ -82,8 +82,8 @@ def test_sizes(K: int, v_first: bool) -> None:
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_chunks_on_tensor_cores(dtype: torch.dtype, v_first: bool) -> None:
-    """cuda_chunk by name: packed prompts with checkpoints, and a long one."""
-    chunked = Place(DEVICE, impl="cuda_chunk")
+    """cuda_prefill_chunk by name: packed prompts with checkpoints, and a long one."""
+    chunked = Place(DEVICE, impl="cuda_prefill_chunk")
     for lengths in ([65, 0, 9, 200], [3200]):
         for K, V in ((64, 64), (64, 128), (128, 64), (128, 128)):
             p, h0 = prompts(lengths, tail=2, K=K, V=V, v_first=v_first, dtype=dtype)
@@ -195,7 +195,7 @@ def test_states_need_not_be_wanted(lengths: str) -> None:
 def test_recurrent_prefill_is_decode(form: str, sizes: dict[str, int]) -> None:
     """Prefill equals decode of the same tokens, however they come: in rows, packed, or one token per call. With many
     heads, too, where other blocks process them."""
-    recurrent = {"impl": "cuda_recurrent" if DEVICE.type == "cuda" else "cpu_recurrent"}
+    recurrent = {"impl": "cuda_prefill_recurrent" if DEVICE.type == "cuda" else "cpu_recurrent"}
     for N in (2, 90):
         p, h0 = drafts(21, N=N, **{**FORMS[form], **sizes})
         call = HERE.call(p)
@@ -212,7 +212,7 @@ def test_recurrent_prefill_is_decode(form: str, sizes: dict[str, int]) -> None:
 @only_cuda
 @pytest.mark.parametrize("B", [1, 32])
 def test_turns_change_no_bit(B: int) -> None:
-    """With so many tokens and heads that cuda_chunk cannot hold images of all chunks at once, and with fewer."""
+    """With more tokens and heads than cuda_prefill_chunk can hold images of at once, and with fewer."""
     shape = (B, 65536 // B, 24)
     q, k, v, g = (torch.randn(*shape, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     beta = torch.rand(shape, device=DEVICE)
@@ -220,8 +220,8 @@ def test_turns_change_no_bit(B: int) -> None:
     def run(heads: slice) -> tuple[Tensor, Tensor]:
         inputs = [x[:, :, heads] for x in (q, k, v, -g.abs() / 10, beta)]
         state = torch.ones(B, inputs[0].shape[2], 128, 128, device=DEVICE)
-        assert kda.workspace_size(*inputs, state, impl="cuda_chunk") < 2**30 + 2**25
-        return kda.prefill(*inputs, state, use_qk_l2norm_in_kernel=True, impl="cuda_chunk"), state
+        assert kda.workspace_size(*inputs, state, impl="cuda_prefill_chunk") < 2**30 + 2**25
+        return kda.prefill(*inputs, state, use_qk_l2norm_in_kernel=True, impl="cuda_prefill_chunk"), state
 
     (o, state), parts = run(slice(None)), [run(slice(0, 12)), run(slice(12, 24))]
     assert same_bits(torch.cat([x for x, _ in parts], 2), o) and same_bits(torch.cat([x for _, x in parts], 1), state)

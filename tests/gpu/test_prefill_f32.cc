@@ -7,7 +7,7 @@
 namespace kda::test {
 namespace {
 
-constexpr char kImpl[] = "cuda_stages";
+constexpr char kImpl[] = "cuda_stages_prefill_f32";
 
 // The f32 cases with rows of equal length and activated inputs.
 std::vector<Case> f32_cases() {

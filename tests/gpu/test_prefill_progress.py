@@ -14,7 +14,8 @@ from places import DEVICE, HERE, ORACLE, all_same, captured, only_cuda
 from support import Tensor, rel_rmse, same_bits
 
 HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
-IMPLEMENTATIONS = ["cuda_chunk", "cuda_chunk_sm90", "cuda_segments_sm90"] if HOPPER else ["cuda_chunk"]
+IMPLEMENTATIONS = ["cuda_prefill_chunk"]
+IMPLEMENTATIONS += ["cuda_hopper_prefill_pairs", "cuda_hopper_prefill_segments"] if HOPPER else []
 
 
 def tokens(H: int, T: int, seed: int = 0, slow: bool = False) -> dict[str, Any]:
@@ -64,17 +65,17 @@ def test_several_at_once(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("busy", [0.75, 1.0])
 def test_beside_a_kernel_that_holds_most_of_the_gpu(impl: str, busy: float) -> None:
-    """Blocks that take a whole SM find few free ones, or none for a while, because cuda_recurrent occupies the
+    """Blocks that take a whole SM find few free ones, or none for a while, because cuda_prefill_recurrent occupies the
     others."""
     blocks = int(torch.cuda.get_device_properties(DEVICE).multi_processor_count * busy)
     other, others = HERE(tokens(max(blocks // 8, 1), 3000)), torch.cuda.Stream()
     calls = [(HERE(tokens(H, 1024, seed=H)), states(H)) for H in (96, 40, 5)]
     alone = [run(call, state, impl=impl) for call, state in calls]
     idle = states(other["q"].shape[2])
-    expected = run(other, idle, impl="cuda_recurrent")
+    expected = run(other, idle, impl="cuda_prefill_recurrent")
     torch.cuda.synchronize()
     with torch.cuda.stream(others):
-        beside = run(other, idle, impl="cuda_recurrent")
+        beside = run(other, idle, impl="cuda_prefill_recurrent")
     together = [run(call, state, impl=impl) for call, state in calls]
     torch.cuda.synchronize()
     assert all_same(beside, expected) and all(all_same(a, b) for a, b in zip(together, alone, strict=True))
@@ -82,7 +83,7 @@ def test_beside_a_kernel_that_holds_most_of_the_gpu(impl: str, busy: float) -> N
 
 @only_cuda
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("H", [8, 96])  # with many heads, pairs of blocks of cuda_chunk_sm90 pass states on
+@pytest.mark.parametrize("H", [8, 96])  # with many heads, pairs of blocks of cuda_hopper_prefill_pairs pass states on
 def test_workspace_may_hold_anything(impl: str, H: int) -> None:
     """Content left by an aborted launch, or by one of another size, has no effect on replays of a graph."""
     call, state = HERE(tokens(H, 1500)), states(H)
@@ -155,9 +156,9 @@ def test_batch_invariant_prefill_is_not_cut() -> None:
     def chosen() -> str:
         return next(line for line in kda.explain(**call, state=state).splitlines() if line[0] == "*")
 
-    assert "cuda_segments_sm90" in chosen() and not kda.use_batch_invariant()
+    assert "cuda_hopper_prefill_segments" in chosen() and not kda.use_batch_invariant()
     try:
-        assert "cuda_chunk_sm90" in chosen()
+        assert "cuda_hopper_prefill_pairs" in chosen()
         among = {n: torch.cat([call[n], other[n]], 2) for n in ("q", "k", "v", "g", "beta")}
         gate = {n: torch.cat([call[n], other[n]]) for n in ("A_log", "dt_bias")}
         o, h = run(call, state)

@@ -9,7 +9,7 @@
 namespace kda::test {
 namespace {
 
-constexpr char kImpl[] = "cuda_stage";
+constexpr char kImpl[] = "cuda_stage";  // the former name of all of them
 
 // The cases of the CPU, and sizes of a slice, one less, one more, and several slices.
 std::vector<Case> cuda_cases() {

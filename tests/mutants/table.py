@@ -55,28 +55,34 @@ def emulated(*tests: str) -> tuple[str, str]:
 CUDA_CHUNK = emulated(
     "ForwardChunkOnCuda.IsTheOracle/bound_33",
     "ForwardChunkOnCuda.IsTheOracle/bound_packed",
-    "ForwardOnCuda.IsTheOracle/cuda_chunk_state_K_first",
+    "ForwardOnCuda.IsTheOracle/cuda_prefill_chunk_state_K_first",
 )
 CUDA_BACKWARD = emulated(
-    *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_{c}" for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed"))
+    *(
+        f"BackwardOnCuda.IsTheOracle/cuda_backward_chunk_{c}"
+        for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed")
+    )
 )
 CUDA_BACKWARD_HOPPER = emulated(
-    *(f"BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_{c}" for c in ("bound_33", "softplus_17", "bound_short_packed"))
+    *(
+        f"BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_{c}"
+        for c in ("bound_33", "softplus_17", "bound_short_packed")
+    )
 )
 CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
 CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
 CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
-CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_chunk_sm90_bound_33")
-CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_chunk_sm90")
-CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_chunk_sm90")
+CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_bound_33")
+CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_hopper_backward_chunk")
+CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_hopper_backward_chunk")
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
 CUDA_FORWARD_PACKED = emulated("ForwardChunkPromise.CompanyChangesNoBit/bound_heads")
-CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk_sm90")
+CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_hopper_backward_chunk")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
-CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_chunk")
-CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_chunk")
+CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_backward_chunk")
+CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_backward_chunk")
 CUDA_RECURRENT_BACKWARD = emulated(
-    *(f"BackwardOnCuda.IsTheOracle/cuda_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
+    *(f"BackwardOnCuda.IsTheOracle/cuda_backward_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
 )
 CUDA_STAGES = emulated(*(f"StagesOnCuda.EachIsItsOracle/{c}" for c in ("gva_2", "K128_V128", "gates_slow")))
 
@@ -116,6 +122,7 @@ CUDA_WIDE = "src/cuda/backward/wide_kernel.h"
 CUDA_WIDE_MATH = "src/cuda/backward/wide.h"
 CUDA_BETA_H = "src/cuda/backward/beta.h"
 CUDA_DECODE = "src/cuda/decode/decode.cu"
+CUDA_DECODE_PARAMS = "src/cuda/decode/params.h"
 CUDA_FEW_DRAFTS = "src/cuda/drafts/recurrent_kernel.h"
 CUDA_FEW_DRAFTS_ENTRIES = "src/cuda/drafts/recurrent_entries.h"
 CUDA_MMA = "src/cuda/drafts/mma.cu"
@@ -153,6 +160,7 @@ UNITS = {
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
     CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
+    CUDA_DECODE_PARAMS: [CUDA_DECODE, "src/cuda/decode/sweep.cu"],
     CUDA_FEW_DRAFTS: ["src/cuda/drafts/recurrent_verify.cu", "src/cuda/drafts/recurrent_ring.cu"],
     CUDA_FEW_DRAFTS_ENTRIES: ["src/cuda/drafts/flush_registers.cu", "src/cuda/drafts/recurrent_flush_verify.cu"],
     CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
@@ -797,32 +805,32 @@ MUTANTS = [
         CUDA_PREPARE,
         CUDA_CHUNK,
         (
-            "cuda_chunk: rows are read before they came",
+            "cuda_prefill_chunk: rows are read before they came",
             "  ptx::wait_for_copies<0>();\n",
             "",
         ),
         (
-            "cuda_chunk: factors are read before they are there",
+            "cuda_prefill_chunk: factors are read before they are there",
             "  __syncthreads();  // factors are there",
             "  // factors are there",
         ),
         (
-            "cuda_chunk: T is read before all lanes wrote theirs",
+            "cuda_prefill_chunk: T is read before all lanes wrote theirs",
             "    __syncwarp();      // all columns are staged\n",
             "",
         ),
         (
-            "cuda_chunk: scores with tokens behind",
+            "cuda_prefill_chunk: scores with tokens behind",
             "if (column > i()) return 0;",
             "if (column > i() + 1) return 0;",
         ),
         (
-            "cuda_chunk: decays of tokens that are none",
+            "cuda_prefill_chunk: decays of tokens that are none",
             "gamma[e] = !is_real() ? 0.0f : step",
             "gamma[e] = step",
         ),
         (
-            "cuda_chunk: a chunk goes to the sequence before",
+            "cuda_prefill_chunk: a chunk goes to the sequence before",
             "p.T, n)) <= row;",
             "p.T, n)) < row;",
         ),
@@ -831,24 +839,24 @@ MUTANTS = [
         CUDA_SCAN,
         CUDA_CHUNK,
         (
-            "cuda_chunk: an image is read before it came",
+            "cuda_prefill_chunk: an image is read before it came",
             "ptx::wait_for_copies<1>();",
             "ptx::wait_for_copies<2>();",
         ),
         (
-            "cuda_chunk: an image comes to where one is read",
+            "cuda_prefill_chunk: an image comes to where one is read",
             "kMostWarps = 8, kStages = 3;",
             "kMostWarps = 8, kStages = 2;",
         ),
         (
-            "cuda_chunk: warps do not wait for each other's copies",
+            "cuda_prefill_chunk: warps do not wait for each other's copies",
             "    __syncthreads();  // the image is in shared memory",
             "    // the image is in shared memory",
         ),
-        ("cuda_chunk: one image for all chunks", "next_ += kReversed ? -step_ : step_, to_", "to_"),
-        ("cuda_chunk: the image behind the next one", "unsigned image = at_;", "unsigned image = after(at_);"),
+        ("cuda_prefill_chunk: one image for all chunks", "next_ += kReversed ? -step_ : step_, to_", "to_"),
+        ("cuda_prefill_chunk: the image behind the next one", "unsigned image = at_;", "unsigned image = after(at_);"),
         (
-            "cuda_chunk: keys of other channels in the state",
+            "cuda_prefill_chunk: keys of other channels in the state",
             "ptx::mma<__half>(S[2], first, k[0].z, k[1].z)",
             "ptx::mma<__half>(S[2], first, k[0].w, k[1].w)",
         ),
@@ -1186,31 +1194,31 @@ MUTANTS = [
         CUDA_BACKWARD_RECURRENT,
         CUDA_RECURRENT_BACKWARD,
         (
-            "cuda_recurrent backward: dv is read before it is there",
+            "cuda_backward_recurrent: dv is read before it is there",
             "    __syncthreads();  // u and dv are there",
             "    // u and dv are there",
         ),
         (
-            "cuda_recurrent backward: keys meet the state undecayed",
+            "cuda_backward_recurrent: keys meet the state undecayed",
             "m_.alpha[k] * from[at] * m_.k[k]",
             "from[at] * m_.k[k]",
         ),
-        ("cuda_recurrent backward: dS undecayed", "dS_[at] = m_.alpha[k] * before;", "dS_[at] = before;"),
+        ("cuda_backward_recurrent: dS undecayed", "dS_[at] = m_.alpha[k] * before;", "dS_[at] = before;"),
     ),
     *mutants(
         CUDA_STAGE_BACKWARD,
         CUDA_STAGES,
-        ("cuda_stage backward: the diagonal of dAkk", "j < i ? -sum", "j <= i ? -sum"),
-        ("cuda_stage backward: dh of the chunk before", "first_row + c, hv);", "first_row + c + 1, hv);"),
-        ("cuda_stage backward: pairs without later rows", "j = i + 1; j < at.rows", "j = i + 2; j < at.rows"),
+        ("cuda_stages_backward: the diagonal of dAkk", "j < i ? -sum", "j <= i ? -sum"),
+        ("cuda_stages_backward: dh of the chunk before", "first_row + c, hv);", "first_row + c + 1, hv);"),
+        ("cuda_stages_backward: pairs without later rows", "j = i + 1; j < at.rows", "j = i + 2; j < at.rows"),
         (
-            "cuda_stage backward: sums to the chunk's start",
+            "cuda_stages_backward: sums to the chunk's start",
             "for (int i = at.rows; i-- > 0;) {",
             "for (int i = 0; i < at.rows; ++i) {",
         ),
-        ("cuda_stage backward: the last row without S dS", "fmaf(ptx::exp2(G(last, k0 + own)), m_.SdS[own],", "(0 +"),
+        ("cuda_stages_backward: the last row without S dS", "fmaf(ptx::exp2(G(last, k0 + own)), m_.SdS[own],", "(0 +"),
         (
-            "cuda_stage backward: operands are read before they are there",
+            "cuda_stages_backward: operands are read before they are there",
             "    __syncthreads();  // the operands are there\n",
             "",
         ),
@@ -1219,7 +1227,7 @@ MUTANTS = [
         CUDA_STAGES_H,
         CUDA_STAGES,
         (
-            "cuda_stage: operands are read before they came",
+            "cuda_stages_fwd_o: operands are read before they came",
             "  ptx::wait_for_copies<0>();\n  __syncthreads();  // what came",
             "  __syncthreads();  // what came",
         ),
@@ -1228,7 +1236,7 @@ MUTANTS = [
         CUDA_STAGE_FWD_O,
         CUDA_STAGES,
         (
-            "cuda_stage: o leaves before it is there",
+            "cuda_stages_fwd_o: o leaves before it is there",
             "  __syncthreads();  // o is there",
             "  // o is there",
         ),
@@ -1241,6 +1249,10 @@ MUTANTS = [
             "    keys.locate(x, b, t, at.hv, at.h);\n    from_v = x.v.at(b, t, at.hv) + static_cast",
             "    keys.locate(x, b ? b - 1 : b, t, at.hv, at.h);\n    from_v = x.v.at(b, t, at.hv) + static_cast",
         ),
+    ),
+    *mutants(
+        CUDA_DECODE_PARAMS,
+        CUDA_DECODE_TESTS,
         (
             "cuda decode: K-first states as V-first",
             "? Access::kColumns : Access::kAny",

@@ -125,8 +125,8 @@ def test_info(cli: Callable[..., str]) -> None:
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
         (
             "bench --impl nobody",
-            "--impl: expected one of cuda_segments_sm90, cuda_chunk_sm90, cuda_chunk, cuda_recurrent, cpu_chunk,"
-            " cpu_recurrent, reference",
+            "--impl: expected one of cuda_hopper_prefill_segments, cuda_hopper_prefill_pairs, cuda_prefill_chunk,"
+            " cuda_prefill_recurrent, cpu_chunk, cpu_recurrent, reference",
         ),
         ("bench gate --json /nowhere/x.json", "--json: expected a file in a folder that exists, got /nowhere/x.json"),
         ("bench gate --plot /nowhere/x.png", "--plot: expected a file in a folder that exists, got /nowhere/x.png"),
@@ -395,7 +395,7 @@ def test_explain_is_what_the_library_says(cli: Callable[..., str]) -> None:
 
 
 def test_explain_says_why_not(cli: Callable[..., str]) -> None:
-    assert "- cpu_recurrent: keeps no checkpoints\n" in cli(
+    assert "- cpu_recurrent: keeps no checkpoints [src/cpu/recurrent.cc]\n" in cli(
         "explain", "forward", "--lengths", "100", "0", "200", "--checkpoint-every", "64", "--device", "cpu"
     )
     assert "* reference: " in cli("explain", "decode", "--dtype", "float64", "--device", "cpu")

@@ -126,9 +126,9 @@ def test_forced_and_packed(cli: Callable[..., str], monkeypatch: pytest.MonkeyPa
     text = cli("--impl", "cpu_recurrent", "--rows", "H2*")
     assert "H2 3 lengths, 73, strong  kda (cpu_recurrent)" in text and "H2 2 x 64, slow" in text
     assert "reference" not in text.split("error against")[0]
-    if "cuda_chunk" in kda.implementations("forward"):
-        text = cli("--impl", "cuda_chunk")
-        assert "no row of kda (cuda_chunk): " in text, "it declines the CPU"
+    if "cuda_prefill_chunk" in kda.implementations("forward"):
+        text = cli("--impl", "cuda_prefill_chunk")
+        assert "no row of kda (cuda_prefill_chunk): " in text, "it declines the CPU"
 
 
 def test_refusals(cli: Callable[..., str]) -> None:

@@ -92,9 +92,9 @@ def test_command(cli: Callable[..., str], tmp_path: Path) -> None:
 def test_forced(cli: Callable[..., str]) -> None:
     text = cli(*SIZES, "--impl", "reference")
     assert "kda (reference), chunks of 32" in text and "cpu_chunk" not in text
-    if "cuda_stages" in kda.implementations("prefill_f32"):
-        text = cli(*SIZES, "--impl", "cuda_stages")
-        assert "no row of kda (cuda_stages), chunks of 64 for B 1, T 70, H 2, K 16, V 24: " in text
+    if "cuda_stages_prefill_f32" in kda.implementations("prefill_f32"):
+        text = cli(*SIZES, "--impl", "cuda_stages_prefill_f32")
+        assert "no row of kda (cuda_stages_prefill_f32), chunks of 64 for B 1, T 70, H 2, K 16, V 24: " in text
         assert "torch, chunks of 64" in text
 
 

@@ -51,7 +51,7 @@ def test_info_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "forward", "--T", "100", "--H", "2", "--checkpoint-every", "64", "--device", "cpu"]
     text, record = output(capsys, *words), json.loads(output(capsys, *words, "--json"))
-    lines = [f"{'*' if x['chosen'] else '-'} {x['name']}: {x['text']}" for x in record["implementations"]]
+    lines = [f"{'*' if x['chosen'] else '-'} {x['name']}: {x['text']} [{x['file']}]" for x in record["implementations"]]
     assert text.splitlines()[1:-1] == lines
     assert text.splitlines()[-1] == f"workspace: {record['workspace_bytes']} bytes"
     assert record["operator"] == "forward" and record["problem"]["T"] == 100 and record["device"] == "cpu"
@@ -124,7 +124,7 @@ def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureF
     record = json.loads(output(capsys, *words))
     chosen = {x["name"]: x["chosen"] for x in record["implementations"]}
     hopper = device in ("h100", "h200")
-    assert chosen["cuda_chunk_sm90"] == hopper and chosen["cuda_chunk"] == (not hopper)
+    assert chosen["cuda_hopper_prefill_pairs"] == hopper and chosen["cuda_prefill_chunk"] == (not hopper)
     assert record["multiprocessors"] == (GPUS[device][1] if device in GPUS else 50)
     assert f"{record['compute_capability']:.1f}" in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3")
     assert "cpu" in output(capsys, "explain", "forward", "--device", "cpu").splitlines()[0], "and it is over"
@@ -133,7 +133,7 @@ def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureF
 @with_cuda
 def test_few_long_sequences_run_by_segments_where_there_are_sms(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "forward", "--T", "65536", "--H", "12", "--device", "sm_90", "--sms"]
-    for sms, name in ((132, "cuda_segments_sm90"), (12, "cuda_chunk_sm90")):
+    for sms, name in ((132, "cuda_hopper_prefill_segments"), (12, "cuda_hopper_prefill_pairs")):
         assert f"* {name}: " in output(capsys, *words, str(sms)), f"{sms} SMs"
 
 

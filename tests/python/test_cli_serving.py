@@ -108,8 +108,9 @@ def test_forced(cli: Callable[..., str]) -> None:
     text = cli(*sizes, "--impl", "cpu_verify")
     assert "kda verify (cpu_verify)" in text and "kda verify (reference)" not in text
     assert "kda flush (cpu_flush)" in text, "an operator that has none of that name takes its own"
-    if "cuda_verify" in kda.implementations("verify"):
-        assert "no row of kda verify (cuda_verify): " in cli(*sizes, "--impl", "cuda_verify"), "it declines the CPU"
+    if "cuda_drafts_general" in kda.implementations("verify"):
+        text = cli(*sizes, "--impl", "cuda_drafts_general")
+        assert "no row of kda verify (cuda_drafts_general): " in text, "it declines the CPU"
 
 
 def test_without_peers(cli: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

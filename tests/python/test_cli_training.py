@@ -162,9 +162,9 @@ def test_what_is_saved_and_forced(cli: Callable[..., str], monkeypatch: pytest.M
     text = cli(*SIZES, "--impl", "reference")
     assert {*forced} == {"reference"}
     assert "kda (reference), h, v_new saved" in text and "kda (reference), nothing" in text and "cpu_chunk" not in text
-    if "cuda_chunk" in kda.implementations("backward"):
-        text = cli(*SIZES, "--impl", "cuda_chunk")
-        assert "no row of kda (cuda_chunk), nothing saved: " in text, "it declines the CPU"
+    if "cuda_backward_chunk" in kda.implementations("backward"):
+        text = cli(*SIZES, "--impl", "cuda_backward_chunk")
+        assert "no row of kda (cuda_backward_chunk), nothing saved: " in text, "it declines the CPU"
 
 
 def test_without_peers(cli: Callable[..., str], tmp_path: Path) -> None:

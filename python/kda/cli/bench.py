@@ -200,7 +200,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default")
     size_arguments(parser, many=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where all of OPERATOR run there, else cpu")
-    parser.add_argument("--impl", metavar="NAME", help="force an implementation, see `python -m kda info`")
+    parser.add_argument("--impl", metavar="NAME,..", help="force implementations, see `python -m kda info`")
     parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
     parser.add_argument("--repeats", type=natural, default=7, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")

@@ -17,7 +17,7 @@ from kda._arrays import torch
 
 from . import show
 from .arrays import Source, copy, cuda_device, dtype_name, to_numpy, widen
-from .operators import OPERATORS, device_of, forced, known
+from .operators import OPERATORS, current, device_of, forced, known
 from .problems import DTYPES, GATES, LAYOUTS, Problem
 
 # The most that rounding results to their dtype can cost (half a unit in the last place, RMS over an interval). No
@@ -73,9 +73,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name in options.impl or ():
-        known(name, options.op)
-    wanted = {op: [n for n in kda.implementations(op) if n in (options.impl or [n])] for op in options.op}
+    impl = ",".join(options.impl or ())
+    known(impl or None, options.op)
+    wanted = {op: [n for n in kda.implementations(op) if not impl or n in current(op, impl)] for op in options.op}
     cases = list(_cases(options))
     results: list[Result] = []
     with show.Progress(sum(len(wanted[case.op]) for case in cases)) as progress:

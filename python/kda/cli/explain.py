@@ -1,5 +1,6 @@
 """Shows which implementation of an operator would run a call of these sizes and options, and why not the others: one
-line each, `*` before the chosen one. Nothing is computed. The exit status is 1 if none takes the call."""
+line each, `*` before the chosen one, and in brackets the file where its code begins. Nothing is computed. The exit
+status is 1 if none takes the call."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sms", type=natural, metavar="N", help="multiprocessors of a GPU named by its architecture")
     parser.add_argument("--json", action="store_true", help="for scripts, on standard output")
-    parser.add_argument("--impl", metavar="NAME", help="force an implementation, see `python -m kda info`")
+    parser.add_argument("--impl", metavar="NAME,..", help="force implementations, see `python -m kda info`")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,14 +115,15 @@ def _implementations(text: str) -> list[dict[str, Any]]:
     """Parses the lines with which the library explains a call."""
     found = []
     for line in text.splitlines():
-        name, _, reason = line[2:].partition(": ")
-        found.append({"name": name, "chosen": line[0] == "*", "text": reason})
+        name, _, reason = line[2:].removesuffix("]").partition(": ")
+        reason, _, file = reason.rpartition(" [")
+        found.append({"name": name, "chosen": line[0] == "*", "text": reason, "file": file})
     return found
 
 
 def _best_device(op: str, impl: str | None) -> str:
     """The GPU if there is one, unless nothing that is asked about runs there."""
-    names = kda.implementations(op) if impl is None else [impl]
+    names = kda.implementations(op) if impl is None else impl.split(",")
     return "cuda" if cuda_device() and any(device_of(name) == "cuda" for name in names) else "cpu"
 
 

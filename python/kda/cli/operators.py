@@ -4,13 +4,14 @@ result may be from the oracle. To add an operator, add one entry to ``OPERATORS`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import kda
+from kda import _lib
 
 from . import problems
 from .problems import DTYPES, GATES, LAYOUTS, Problem
@@ -162,7 +163,7 @@ _TRAINED = replace(_CHUNKS, H=8, HV=16), _PACKED
 _STEP = Problem(B=3, T=5, H=1, HV=2, K=64, V=64)
 _STEPS = _STEP, Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
 # What models call, because some CUDA kernels accept nothing else: K = V = 128, one token, few drafts. The prompts are
-# so long that cuda_segments_sm90 splits them into three pieces.
+# so long that cuda_hopper_prefill_segments splits them into three pieces.
 _PROMPTS = Problem(B=2, T=300, H=1), Problem(H=1, HV=2, lengths=(300, 70))
 _FEW = Problem(B=4, T=3, H=1, HV=2)
 _DRAFTS = (*_STEPS, _FEW, *(replace(p, drafts=d) for p, d in ((_STEP, "tree"), (_STEP, "ring"), (_FEW, "ring"))))
@@ -276,16 +277,23 @@ OPERATORS = {
 }  # fmt: skip
 
 
-def known(implementation: str | None, ops: Iterable[str]) -> None:
-    """Refuses a name that no implementation of these operators has."""
-    names = dict.fromkeys(name for op in ops for name in kda.implementations(op))
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"--impl: expected one of {', '.join(names)}, got {implementation}")
+def current(op: str, impl: str) -> list[str]:
+    """The operator's implementations among these names, which commas separate and which may be former ones."""
+    names = (_lib.library().current_name(op, name) for name in impl.split(","))
+    return [name for name in names if name]
+
+
+def known(impl: str | None, ops: Sequence[str]) -> None:
+    """Refuses a name that no implementation of these operators has or had."""
+    for name in impl.split(",") if impl is not None else ():
+        if not any(current(op, name) for op in ops):
+            names = dict.fromkeys(n for op in ops for n in kda.implementations(op))
+            raise ValueError(f"--impl: expected one of {', '.join(names)}, got {name}")
 
 
 @contextmanager
 def forced(name: str | None) -> Iterator[None]:
-    """Forces the implementation of this name in operators that have one, in backward as well."""
+    """Forces the implementation of this name in operators that have one, in backward as well. Commas separate names."""
     before = os.environ.get("KDA_IMPL")
     if name is not None:
         os.environ["KDA_IMPL"] = name
@@ -303,6 +311,6 @@ def device_of(implementation: str) -> str:
 
 
 def implementations_on(device: str, operator: str, impl: str | None) -> list[str]:
-    """The implementations of the operator on the device; ``impl`` alone if it is one of them."""
-    names = kda.implementations(operator)
-    return [n for n in names if n == impl] or [n for n in names if device_of(n) == device]
+    """The implementations of the operator on the device; ``impl`` alone if it is one of its names."""
+    chosen = current(operator, impl)[:1] if impl else []
+    return chosen or [n for n in kda.implementations(operator) if device_of(n) == device]

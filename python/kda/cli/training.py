@@ -29,7 +29,7 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
 )
 ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # all others: only strong ones
 TUNED = ("H32 T8192",)  # where FLA, which tunes itself, is measured if there is little time
-PORTABLE = "cuda_chunk"
+PORTABLE = "cuda_prefill_chunk,cuda_backward_chunk"
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
@@ -106,8 +106,8 @@ def _forced(impl: str | None, call: Call) -> Any:
 
 
 def _ours(impl: str | None) -> list[Contender]:
-    """The library's choice, and its code for every GPU; or ``impl`` alone. Forward uses the implementation of that
-    name, too."""
+    """The library's choice, and its code for every GPU; or ``impl`` alone, in forward and backward where they have
+    an implementation of that name."""
     kept = {"h, v_new": True, "nothing": False}
     names = [impl] if impl else [None, PORTABLE]
     return [("kda", n, what, partial(prepare_kda, impl=n, saved=kept[what])) for n in names for what in kept]

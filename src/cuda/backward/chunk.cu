@@ -1,7 +1,7 @@
 // Backward by chunks on tensor cores (math.md 5), for sm_80 and newer: K and V of 64 or 128, any gate.
 //
-//   forward again   the two kernels of cuda_chunk, without o: the state before every 64 tokens, and v_new, in bf16;
-//                   left out where the caller saved them so
+//   forward again   the two kernels of cuda_prefill_chunk, without o: the state before every 64 tokens, and v_new, in
+//                   bf16; left out where the caller saved them so
 //   convert         q, k, d_o, and h and v_new of the caller, where rows are not of bf16 at multiples of 16 bytes
 //   prepare         images of chunks of 32, mirrored (chunk_image.h)
 //   reverse         chunks from the last to the first: dv, dh0, the gradient of the state after every 64 tokens (bf16)

@@ -1,6 +1,6 @@
-// The reverse scan of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, from the
-// last to the first, with dS, the gradient of the state, in its registers. With mirrored images (chunk_image.h), per
-// chunk of 32 tokens:
+// The reverse scan of cuda_backward_chunk: a warp takes 16 value columns of a head through all chunks of a sequence,
+// from the last to the first, with dS, the gradient of the state, in its registers. With mirrored images
+// (chunk_image.h), per chunk of 32 tokens:
 //   dU = Aqk^T dO + kg dS    dv = T^T dU    dS <- Diag(ell) dS + qG^T dO - kG^T dv      T has beta inside, dO the scale
 // dS, dO, dU and dv are treated as the scan (chunk_scan.h) treats S, V, R and U: registers, units of columns, stages.
 // The maps are the scan's own, transposed, so the same bounds hold for f16.

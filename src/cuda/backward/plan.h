@@ -97,7 +97,7 @@ void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan);
 // Converts a tensor to the dtype of another one of the same shape, if they are not the same.
 void convert(const kda_exec& exec, const kda_tensor& from, const kda_tensor& to);
 
-// The reverse scan of cuda_chunk.
+// The reverse scan of cuda_backward_chunk.
 void launch_reverse(const BackwardProblem& p, const BackwardPlan& plan);
 
 // All launches of a call. again: the forward, for h and v_new; wide: the wide kernel of all heads.

@@ -223,7 +223,7 @@ void launch(const ConvBackwardProblem& p) {
 
 }  // namespace
 
-const char* conv_why_not(const ConvBackwardProblem& p) {
+const char* conv_backward_why_not(const ConvBackwardProblem& p) {
   if (const char* reason = device_why_not(p.args.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (p.D > int64_t{65535} * 128) return "takes at most 65535 times 128 channels";

@@ -1,26 +1,19 @@
-// Decode: the token recurrence (recurrence.h) over a state pool, for sm_80 and newer, in two shapes.
+// `cuda_decode`: the token recurrence (recurrence.h) over a state pool, for sm_80 and newer: any K and V, both layouts,
+// any number of tokens. Large calls off the fast path are faster in sweep.cu.
 //
 // Bytes: a call reads the state once and writes it once, 128 KiB a head at K = V = 128 in f32; everything else is
 // about 1 KB a token. A block takes some value columns of a head, eight lanes a column. It activates q, k and the
 // gate, a thread a channel, while its part of the state is on its way.
 //
-// `cuda_decode` (any K and V, both layouts, any T): states go straight to registers, kRows columns a thread, with all
-// loads in flight before the first wait. This is the shortest way for small calls. A lane of a column has the same
-// channels in both layouts, so the bits are the same, too.
+// States go straight to registers, kRows columns a thread, with all loads in flight before the first wait. This is the
+// shortest way for small calls. A lane of a column has the same channels in both layouts, so the bits are the same.
 //
-// `cuda_decode_sweep` (K = 64 or 128, V-first, one token): a block has a whole head, prepares the token once, and
-// works on some columns while the next are on their way. It is for large calls, except on the fast path, whose kernels
-// are faster.
-//
-// Columns are independent, and every sum has one order in both shapes: the bits of a request depend on nothing else
-// in the call, and T tokens have the bits of T calls of one.
+// Columns are independent, and every sum has one order, in sweep.cu as well: the bits of a request depend on nothing
+// else in the call, and T tokens have the bits of T calls of one.
 #include <type_traits>
 
-#include "cuda/call/launch.h"
-#include "cuda/call/state_rows.h"
-#include "cuda/call/token.h"
-#include "cuda/conv/front.h"
 #include "cuda/cuda.h"
+#include "cuda/decode/params.h"
 #include "cuda/decode/recurrence.h"
 
 namespace kda::cuda {
@@ -28,92 +21,6 @@ namespace {
 
 constexpr int kThreads = kTokenThreads;
 constexpr int kFewThreads = kThreads / 2;  // of a block, in large calls
-constexpr int kWideK = 128;                // on the fast path
-
-// How states are read and written. kAny: an element at a time. kRows: V-first, four channels of a column at a time.
-// kColumns: K-first, some columns of a channel. kGiven: as each call says.
-enum class Access { kAny, kRows, kColumns, kGiven };
-
-// What kernels read of a call. What all calls have comes first: a block waits for every 64 bytes of it that it reads.
-struct Params {
-  Blocks blocks;
-  Tokens tokens;
-  StateSlots slots;
-  TypedView h0, hT;
-  int64_t T;
-  uint32_t N, V;
-  int32_t layout;
-  bool varlen;
-
-  Flags has_initial;
-  Lengths cu_seqlens;
-
-  // Snapshots by slot, or by row of a sequence (`sequence`: bytes from one sequence to the next).
-  TypedView snapshots;
-  int64_t sequence;
-  IndexRows snapshot_slots;
-  Index accepted;
-  int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; how many rows there are to start from, and to write
-  Front front;
-  Access access;
-
-  explicit Params(const DecodeProblem& p) : Params(p, p.args) {}
-
-  __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
-  __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
-  // A copy for a call on the fast path, with constants that the compiler then knows.
-  __device__ Params fast_copy(int32_t state_dtype) const {
-    Params x = *this;
-    x.tokens = tokens.fast_copy(kWideK);
-    x.hT.stride0 = h0.stride0, x.hT.stride1 = h0.stride1, x.hT.stride2 = h0.stride2;
-    x.h0.dtype = x.hT.dtype = state_dtype;
-    x.T = 1, x.N = blocks.rows, x.varlen = false;
-    return x;
-  }
-
- private:
-  Params(const DecodeProblem& p, const kda_decode_args& a)
-      : blocks(p, 1),
-        tokens(p, a.in, a.o),
-        slots(slots_of(a.states)),
-        h0(view_of(a.states.h0)),
-        hT(view_of(a.states.hT)),
-        T(p.T),
-        N(static_cast<uint32_t>(p.N)),
-        V(static_cast<uint32_t>(p.V)),
-        layout(a.in.state_layout),
-        varlen(p.varlen),
-        has_initial(strided<const uint8_t>(a.states.has_initial_state)),
-        cu_seqlens(lengths_of(a.in.cu_seqlens)),
-        snapshots(view_of(a.snapshots, present(a.snapshots) ? a.snapshots.ndim - 4 : 0)),
-        sequence(a.snapshots.stride[0] * dtype_size(a.snapshots.dtype)),
-        snapshot_slots(index_rows(a.snapshot_slots)),
-        accepted(index_of(a.accepted)),
-        S(by_slot(a) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1]),
-        start_rows(by_slot(a) ? a.states.h0.shape[0] : a.snapshots.shape[1]),
-        snapshot_rows(a.snapshots.shape[by_slot(a) ? 0 : 1]),
-        front{p.H, p.K, p.V, a.conv, {}},
-        access(access_of(p)) {}
-  static bool by_slot(const kda_decode_args& a) { return present(a.snapshot_slots); }
-  static Access access_of(const DecodeProblem& p) {
-    const kda_decode_args& a = p.args;
-    const std::initializer_list<const kda_tensor*> states = {&a.states.h0, &a.states.hT, &a.snapshots};
-    if (wide_rows(p, a.in.state_layout, states)) return Access::kRows;
-    return wide_columns(p, a.in.state_layout, states) ? Access::kColumns : Access::kAny;
-  }
-};
-
-// Is the call on the fast path? It has one token, the dtypes and forms that Tokens::on_fast_path() names, K = 128 and
-// states of one dtype that lie alike before and after. Kernels for these calls have less than half of the
-// instructions: code for other calls would lie between those that run, and come through the instruction cache with
-// them.
-bool on_fast_path(const DecodeProblem& p, const Params& x) {
-  const TypedView &h0 = x.h0, &hT = x.hT;
-  return !x.snapshots.data && !x.accepted.data && !present(p.args.conv.x) && !p.varlen && p.T == 1 && p.K == kWideK &&
-         p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype && h0.stride0 == hT.stride0 &&
-         h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
-         (x.access == Access::kRows || (x.access == Access::kColumns && h0.dtype == KDA_F32));
-}
 
 // What a kernel is compiled for. On the fast path (`fast`), calls are on_fast_path(), with states of dtype `state`.
 // elements: the channels of a thread in a column, of which K may leave some unused. rows: the columns of a thread.
@@ -139,14 +46,14 @@ template <Traits kCall>
 using TypeOf = TraitsType<kCall.fast, kCall.access, kCall.state, kCall.elements, kCall.rows, kCall.threads>;
 
 template <Traits kCall>
-__device__ decltype(auto) fast_copy(const Params& p) {
+__device__ decltype(auto) fast_copy(const DecodeParams& p) {
   if constexpr (kCall.fast) return p.fast_copy(kCall.state);
   else return (p);
 }
 
 // Calls act() with kCall.rows columns of a state from v on, as they are accessed.
 template <Traits kCall, class Act>
-__device__ void with_columns(const Params& p, const TypedView& state, unsigned slot, unsigned hv, unsigned v,
+__device__ void with_columns(const DecodeParams& p, const TypedView& state, unsigned slot, unsigned hv, unsigned v,
                              const Act& act) {
   const auto with = [&]<class Columns>() {
     Columns columns(state, p.layout, slot, hv, v);
@@ -168,7 +75,7 @@ constexpr int blocks_of_SM(Traits call) {
 
 // Gives hints for a block's columns of a state.
 template <Traits kCall>
-__device__ void expect_columns(const Params& p, const Place& at) {
+__device__ void expect_columns(const DecodeParams& p, const Place& at) {
   constexpr bool kKFirst = kCall.access == Access::kColumns;
   // A block's part of a K-first state is some lines of every channel.
   const bool known = kCall.fast || p.access == Access::kRows;
@@ -190,7 +97,7 @@ __device__ void expect_columns(const Params& p, const Place& at) {
 
 template <class Call>
 __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValue))
-    decode_kernel(const __grid_constant__ Params params) {
+    decode_kernel(const __grid_constant__ DecodeParams params) {
   constexpr Traits kCall = Call::kValue;
   constexpr int kElements = kCall.elements, kRows = kCall.rows, kBlock = kCall.threads, kColumns = kCall.columns();
   const auto& p = fast_copy<kCall>(params);
@@ -327,7 +234,7 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
   if (kCall.fast || p.hT.data) store(p.hT, s.slot, 0);
 }
 
-DecodePlan plan_of(const DecodeProblem& p, const Params& x) {
+DecodePlan plan_of(const DecodeProblem& p, const DecodeParams& x) {
   const bool fast = on_fast_path(p, x);
   const DecodeCall call{p.N * p.HV,
                         p.K,
@@ -339,7 +246,7 @@ DecodePlan plan_of(const DecodeProblem& p, const Params& x) {
 }
 
 template <Traits kCall>
-void launch_kernel(const DecodeProblem& p, Params x, const DecodePlan& plan) {
+void launch_kernel(const DecodeProblem& p, DecodeParams x, const DecodePlan& plan) {
   const int64_t tiles = divide_up(p.V, kCall.columns());
   const Hints hints =
       hints_of(p, 1, p.args.states.h0.dtype, tiles, blocks_of_SM(kCall), plan.hinted, p.args.exec.device_id);
@@ -347,7 +254,7 @@ void launch_kernel(const DecodeProblem& p, Params x, const DecodePlan& plan) {
   launch<decode_kernel<TypeOf<kCall>>>(p.args.exec, Blocks::grid(p, tiles, 1), kCall.threads, 0, x);
 }
 
-void launch_direct(const DecodeProblem& p, const Params& x, const DecodePlan& plan) {
+void launch_direct(const DecodeProblem& p, const DecodeParams& x, const DecodePlan& plan) {
   if (plan.path == FastPath::kNone)
     return p.K > 128 ? launch_kernel<general(32, 1)>(p, x, plan) : launch_kernel<general(16, 2)>(p, x, plan);
   const bool many = plan.rows > 1;
@@ -363,125 +270,6 @@ void launch_direct(const DecodeProblem& p, const Params& x, const DecodePlan& pl
          : launch_kernel<fast(Access::kRows, KDA_F32, 1)>(p, x, plan);
 }
 
-// ---- one head a block ----
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, 4) sweep_kernel(const __grid_constant__ Params p) {
-  __builtin_assume(threadIdx.x < kThreads);
-  constexpr int kElements = kWideK / kRowLanes, kRows = 2, kStep = kTile<kRows>;
-  __shared__ Prepared<kElements> prepared;
-  __shared__ Products sums[kThreads / 32];
-  __shared__ float values[kMaxSize];
-  const Tokens& x = p.tokens;
-  const Place at(p.blocks);
-  const unsigned V = p.V;
-  const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
-    for (; t < end; ++t) {
-      char* to = x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv);
-      for (unsigned v = threadIdx.x; v < V; v += kThreads) store_element(to + v * size_of(x.o_dtype), x.o_dtype, 0);
-    }
-  };
-
-  // ---- requests: the token, before the slot is known ----
-
-  TokenKeys<1, kThreads> keys(static_cast<int>(threadIdx.x));
-  const char* from_v;
-  const auto locate = [&](unsigned b, unsigned t) {
-    keys.locate(x, b, t, at.hv, at.h);
-    from_v = x.v.at(b, t, at.hv) + threadIdx.x * size_of(x.qkv_dtype);
-  };
-  unsigned raw[kMaxSize / kThreads];
-  const auto fetch_as = [&]<bool kNarrow>() {
-    keys.template fetch<kNarrow>(x);
-#pragma unroll
-    for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
-      raw[i] = threadIdx.x + i * kThreads < V
-                   ? load_raw<kNarrow>(from_v + i * kThreads * size_of(x.qkv_dtype), x.qkv_dtype)
-                   : 0;
-  };
-  const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
-  if (!p.varlen) locate(at.n, 0);
-  wait_for_stream();
-  if (at.n >= p.blocks.rows) return;  // the grid's last rows
-  if (p.varlen && at.n == p.N) return zero_outputs(0, end_of_sequences(p.cu_seqlens, p.N, p.T), p.T);
-  const int64_t slot = slot_of(p.slots.indices, at.n);
-  Sequence s = p.sequence_at(at.n);
-  const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
-  if (p.varlen) locate(b, t0);
-  if (s.length > 0) fetch();
-  find_states(s, p.slots, p.has_initial, slot);
-  if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
-
-  // ---- the sweep: columns in registers, while the next are on their way ----
-
-  // In bf16, loads to registers alone would keep too little on its way. (In f32 this costs 8 %.)
-  if (sizeof(T) == 2 && threadIdx.x == 0 && s.initial) {
-    const Rows<true> all(p.h0, static_cast<unsigned>(s.slot), at.hv, 0);
-    prefetch(all.first, V * static_cast<uint64_t>(all.row));
-  }
-  // Each token is a sweep over the state; in most calls there is one.
-  const auto state = static_cast<unsigned>(s.slot), row0 = static_cast<unsigned>(first_row<kRows>());
-  for (unsigned t = 0; t == 0 || t < s.length; ++t) {
-    const bool first = t == 0;
-    const Rows<true> from(first ? p.h0 : p.hT, state, at.hv, row0);
-    const Rows<true> to(p.hT, state, at.hv, row0);
-    float S[2][kRows][kElements];
-    const auto load = [&](unsigned v, float(&S)[kRows][kElements]) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row)
-        if (v < V && (s.initial || !first)) {
-          from.template load<T>(static_cast<int>(v) + row, x.K, S[row]);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kElements; ++e) S[row][e] = 0;
-        }
-    };
-    load(0, S[0]);
-    let_next_start();
-    if (!first) locate(b, t0 + t), fetch();
-    if (s.length > 0) {
-      // After its barrier, the last token is no longer read.
-      keys.activate(x, [&](const Products(&mine)[1], bool again) {
-        if (again) __syncthreads();  // the sums are read
-        return block_sums<kThreads>(mine, sums);
-      });
-      prepared.template store<decltype(keys), 1>(keys);
-#pragma unroll
-      for (unsigned i = 0; i < kMaxSize / kThreads; ++i)
-        if (threadIdx.x + i * kThreads < V) values[threadIdx.x + i * kThreads] = value_of(x.qkv_dtype, raw[i]);
-    }
-    __syncthreads();  // the token's keys and values are in shared memory
-    char* to_o = x.o.at(b, t0 + t, at.hv) + row0 * size_of(x.o_dtype);
-    const auto finish = [&](unsigned v, float(&S)[kRows][kElements]) {
-      if (s.length > 0) {
-        float mine[kRows], u[kRows], o[kRows];
-#pragma unroll
-        for (int row = 0; row < kRows; ++row) mine[row] = values[v + row0 + row];
-        apply_token(prepared, keys.beta, keys.qk, mine, S, u, o);
-#pragma unroll
-        for (int row = 0; row < kRows; ++row)
-          if (threadIdx.x % kRowLanes == 0) store_element(to_o + (v + row) * size_of(x.o_dtype), x.o_dtype, o[row]);
-      }
-#pragma unroll
-      for (int row = 0; row < kRows; ++row)
-        if (p.hT.data) to.template store<T>(static_cast<int>(v) + row, x.K, S[row]);
-    };
-    // The next columns are on their way while these are worked on.
-#pragma unroll 1
-    for (unsigned v = 0; v < V; v += 2 * kStep) {
-      load(v + kStep, S[1]);
-      finish(v, S[0]);
-      load(v + 2 * kStep, S[0]);
-      finish(v + kStep, S[1]);
-    }
-  }
-}
-
-template <class T>
-void launch_sweep(const DecodeProblem& p) {
-  launch<sweep_kernel<T>>(p.args.exec, Blocks::grid(p, 1, 1), kThreads, 0, Params(p));
-}
-
 }  // namespace
 
 const char* decode_why_not(const DecodeProblem& p) {
@@ -493,43 +281,14 @@ const char* decode_why_not(const DecodeProblem& p) {
   if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
   return grid_why_not(p, divide_up(p.V, 8), 1);
 }
-std::string decode_form(const DecodeProblem& p) { return text(plan_of(p, Params(p))); }
+std::string decode_form(const DecodeProblem& p) { return text(plan_of(p, DecodeParams(p))); }
 
 void decode(const DecodeProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const Params x(p);
+  const DecodeParams x(p);
   launch_direct(p, x, plan_of(p, x));
   roll_convolution(p);
-}
-
-const char* decode_sweep_why_not(const DecodeProblem& p) {
-  const kda_decode_args& a = p.args;
-  const kda_states& states = a.states;
-  if (const char* reason = decode_why_not(p)) return reason;
-  if (present(a.snapshots) || present(a.accepted)) return "has no snapshots";
-  if (present(a.conv.x)) return "has no convolution in front";
-  if ((p.K != 64 && p.K != 128) || p.V % 64 || !wide_rows(p, a.in.state_layout, {&states.h0, &states.hT}))
-    return "takes V-first states of K = 64 or 128 and V a multiple of 64";
-  if (present(states.h0) && present(states.hT) && states.h0.dtype != states.hT.dtype)
-    return "takes states of one dtype";
-  // Between tokens the state is in memory.
-  if (p.varlen ? !present(states.hT) || states.hT.dtype != KDA_F32 : p.T > 1)
-    return "takes one token a sequence (with cu_seqlens: a final state in float32)";
-  return nullptr;
-}
-
-const char* decode_sweep_unsuited(const DecodeProblem& p) {
-  if (p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id)) return "has too few heads for a GPU of this size";
-  return on_fast_path(p, Params(p)) ? "is slower than the fast path" : nullptr;
-}
-
-void decode_sweep(const DecodeProblem& p) {
-  if ((p.N + p.varlen) * p.HV == 0) return;
-  const DeviceGuard device(p.args.exec.device_id);
-  const kda_states& states = p.args.states;
-  const bool bf16 = (present(states.h0) ? states.h0 : states.hT).dtype == KDA_BF16;
-  bf16 ? launch_sweep<__nv_bfloat16>(p) : launch_sweep<float>(p);
 }
 
 }  // namespace kda::cuda

@@ -56,12 +56,34 @@ void launch_fast(const FlushProblem& p, const Parts<FlushProblem>& x, const Draf
   else launch_shape<kCall, Shape{4, 2}>(p, x, plan);
 }
 
-}  // namespace
-
 void launch(const FlushProblem& p, const Parts<FlushProblem>& x, const DraftPlan& plan) {
   if (plan.path == FastPath::kNone) launch_shape<general(0), kGeneralFlush>(p, x, plan);
   else if (x.state_dtype == KDA_F32) launch_fast<KDA_F32>(p, x, plan);
   else launch_fast<KDA_BF16>(p, x, plan);
 }
 
+DraftPlan plan_of(const FlushProblem& p, const Parts<FlushProblem>& x) {
+  const DraftCall call{p.layers * p.N * p.HV * p.V, p.V, 0, true, fast_path_of(x)};
+  return draft_plan(call, multiprocessors(p.args.exec.device_id));
+}
+
+}  // namespace
 }  // namespace kda::cuda::recurrent
+
+namespace kda::cuda {
+
+const char* drafts_flush_registers_why_not(const FlushProblem& p) { return wide_why_not(p); }
+
+std::string drafts_flush_registers_form(const FlushProblem& p) {
+  return text(recurrent::plan_of(p, Parts<FlushProblem>(p)));
+}
+
+void drafts_flush_registers(const FlushProblem& p) {
+  if (p.layers * p.N * p.HV == 0) return;
+  const DeviceGuard device(p.args.exec.device_id);
+  const Parts<FlushProblem> x(p);
+  recurrent::launch(p, x, recurrent::plan_of(p, x));
+  roll_convolution(p);
+}
+
+}  // namespace kda::cuda

@@ -346,16 +346,16 @@ void store_cursors(const FlushVerifyProblem& p) {
                         static_cast<unsigned>(p.N), Sizes(p), requests_of(p), lengths_of(p.args.in.cu_seqlens));
 }
 
-const char* speculation_why_not(const VerifyProblem& p) { return why_not(p); }
-const char* speculation_why_not(const FlushProblem& p) { return why_not(p); }
-const char* speculation_why_not(const FlushVerifyProblem& p) { return why_not(p); }
+const char* drafts_general_why_not(const VerifyProblem& p) { return why_not(p); }
+const char* drafts_general_why_not(const FlushProblem& p) { return why_not(p); }
+const char* drafts_general_why_not(const FlushVerifyProblem& p) { return why_not(p); }
 
-void verify(const VerifyProblem& p) { launch_all(p); }
-void flush(const FlushProblem& p) {
+void drafts_general(const VerifyProblem& p) { launch_all(p); }
+void drafts_general(const FlushProblem& p) {
   launch_all(p);
   roll_convolution(p);
 }
-void flush_verify(const FlushVerifyProblem& p) {
+void drafts_general(const FlushVerifyProblem& p) {
   roll_convolution(p);
   launch_all(p);
   store_cursors(p);

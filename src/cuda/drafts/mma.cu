@@ -545,14 +545,14 @@ void launch_mma(const P& p) {
 
 }  // namespace
 
-const char* speculation_mma_why_not(const VerifyProblem& p) { return wide_why_not(p); }
-const char* speculation_mma_why_not(const FlushVerifyProblem& p) { return wide_why_not(p); }
+const char* drafts_mma_why_not(const VerifyProblem& p) { return wide_why_not(p); }
+const char* drafts_mma_why_not(const FlushVerifyProblem& p) { return wide_why_not(p); }
 
-std::string mma_form(const VerifyProblem& p) { return text(plan_of(p, Parts<VerifyProblem>(p))); }
-std::string mma_form(const FlushVerifyProblem& p) { return text(plan_of(p, Parts<FlushVerifyProblem>(p))); }
+std::string drafts_mma_form(const VerifyProblem& p) { return text(plan_of(p, Parts<VerifyProblem>(p))); }
+std::string drafts_mma_form(const FlushVerifyProblem& p) { return text(plan_of(p, Parts<FlushVerifyProblem>(p))); }
 
-void verify_mma(const VerifyProblem& p) { launch_mma(p); }
-void flush_verify_mma(const FlushVerifyProblem& p) {
+void drafts_mma(const VerifyProblem& p) { launch_mma(p); }
+void drafts_mma(const FlushVerifyProblem& p) {
   roll_convolution(p);
   launch_mma(p);
   store_cursors(p);

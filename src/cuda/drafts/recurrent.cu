@@ -1,4 +1,4 @@
-// Few drafts, and a flush, from a state in registers: which calls they take, and how they are launched.
+// Few drafts from a state in registers: which calls they take, and how they are launched.
 #include "cuda/drafts/recurrent_kernel.h"
 
 namespace kda::cuda {
@@ -8,8 +8,7 @@ using recurrent::Memory;
 
 template <class P>
 DraftPlan plan_of(const P& p, const Parts<P>& x) {
-  DraftCall call{layers_of(p) * p.N * p.HV * p.V, p.V, 0, kFlushes<P>, fast_path_of(x)};
-  if constexpr (kVerifies<P>) call.T = p.T;
+  DraftCall call{p.N * p.HV * p.V, p.V, p.T, kFlushes<P>, fast_path_of(x)};
   if (call.T > 4 && x.state_dtype == KDA_BF16) call.fast = FastPath::kNone;
   return draft_plan(call, multiprocessors(p.args.exec.device_id));
 }
@@ -38,23 +37,16 @@ void launch_recurrent(const P& p) {
 
 }  // namespace
 
-const char* speculation_recurrent_why_not(const VerifyProblem& p) { return why_not(p); }
-const char* speculation_recurrent_why_not(const FlushVerifyProblem& p) { return why_not(p); }
-const char* flush_registers_why_not(const FlushProblem& p) { return wide_why_not(p); }
+const char* drafts_recurrent_why_not(const VerifyProblem& p) { return why_not(p); }
+const char* drafts_recurrent_why_not(const FlushVerifyProblem& p) { return why_not(p); }
 
-std::string recurrent_form(const VerifyProblem& p) { return text(plan_of(p, Parts<VerifyProblem>(p))); }
-std::string recurrent_form(const FlushProblem& p) { return text(plan_of(p, Parts<FlushProblem>(p))); }
-std::string recurrent_form(const FlushVerifyProblem& p) { return text(plan_of(p, Parts<FlushVerifyProblem>(p))); }
-
-void verify_recurrent(const VerifyProblem& p) { launch_recurrent(p); }
-void flush_registers(const FlushProblem& p) {
-  if (p.layers * p.N * p.HV == 0) return;
-  const DeviceGuard device(p.args.exec.device_id);
-  const Parts<FlushProblem> x(p);
-  recurrent::launch(p, x, plan_of(p, x));
-  roll_convolution(p);
+std::string drafts_recurrent_form(const VerifyProblem& p) { return text(plan_of(p, Parts<VerifyProblem>(p))); }
+std::string drafts_recurrent_form(const FlushVerifyProblem& p) {
+  return text(plan_of(p, Parts<FlushVerifyProblem>(p)));
 }
-void flush_verify_recurrent(const FlushVerifyProblem& p) {
+
+void drafts_recurrent(const VerifyProblem& p) { launch_recurrent(p); }
+void drafts_recurrent(const FlushVerifyProblem& p) {
   roll_convolution(p);
   launch_recurrent(p);
   store_cursors(p);

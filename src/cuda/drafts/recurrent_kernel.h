@@ -344,7 +344,6 @@ void launch_up_to_four(const P& p, const Parts<P>& x, const DraftPlan& plan) {
 // Calls of each form, each with their kernels in a file of their own. (The ring's take up to eight drafts, with an f32
 // state, and up to four with a bf16 state.)
 void launch(const VerifyProblem& p, const Parts<VerifyProblem>& x, const DraftPlan& plan);
-void launch(const FlushProblem& p, const Parts<FlushProblem>& x, const DraftPlan& plan);
 void launch(const FlushVerifyProblem& p, const Parts<FlushVerifyProblem>& x, const DraftPlan& plan);
 void launch_on_ring(const FlushVerifyProblem& p, const Parts<FlushVerifyProblem>& x, const DraftPlan& plan);
 

@@ -1,5 +1,6 @@
-// Backward by chunks on Hopper: the steps of cuda_chunk (backward/chunk.cu), with Hopper's forward for h and v_new,
-// Hopper's reverse scan (reverse.cu), and a wide kernel that copies tiles by TMA and makes its large products by wgmma.
+// Backward by chunks on Hopper: the steps of cuda_backward_chunk (backward/chunk.cu), with Hopper's forward for h and
+// v_new, Hopper's reverse scan (reverse.cu), and a wide kernel that copies tiles by TMA and makes its large products by
+// wgmma.
 //
 // A block of three warpgroups stays on an SM and goes through its share of items, each of which is a chunk of a value
 // head. Two warpgroups multiply (wide_multiplier.h), the warps of the third help (wide_helpers.h).
@@ -67,19 +68,19 @@ ForwardProblem again_problem(const BackwardProblem& p, const BackwardPlan& plan)
   return again;
 }
 bool on_hopper(const ForwardProblem& p) {
-  return p.args.in.state_layout == KDA_STATE_V_FIRST && !forward_chunk_sm90_why_not(p);
+  return p.args.in.state_layout == KDA_STATE_V_FIRST && !hopper_prefill_pairs_why_not(p);
 }
 uint64_t again_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem again = again_problem(p, plan);
   if (!on_hopper(again)) return forward_again_memory(plan.forward, kMostImages);
-  return forward_by_segments(again) ? forward_segments_sm90_workspace(again) : forward_chunk_sm90_workspace(again);
+  return forward_by_segments(again) ? hopper_prefill_segments_workspace(again) : hopper_prefill_pairs_workspace(again);
 }
 void run_again(const BackwardProblem& p, const BackwardPlan& plan) {
   ForwardProblem again = again_problem(p, plan);
   char* workspace = static_cast<char*>(p.args.exec.workspace) + plan.images;
   if (!on_hopper(again)) return forward_again(plan.forward, kMostImages, workspace);
   again.args.exec.workspace = workspace;
-  forward_by_segments(again) ? forward_segments_sm90(again) : forward_chunk_sm90(again);
+  forward_by_segments(again) ? hopper_prefill_segments(again) : hopper_prefill_pairs(again);
 }
 
 void scan_reversed(const BackwardProblem& p, const BackwardPlan& plan) {
@@ -98,7 +99,7 @@ bool fits_copies(const kda_tensor& t) { return !present(t) || is_plain(t); }
 
 }  // namespace
 
-const char* backward_chunk_sm90_why_not(const BackwardProblem& p) {
+const char* hopper_backward_chunk_why_not(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;
   if (const char* reason = backward_chunk_why_not(p)) return reason;
   if (!is_hopper(a.exec.device_id)) return "needs compute capability 9.0 (Hopper)";
@@ -110,9 +111,9 @@ const char* backward_chunk_sm90_why_not(const BackwardProblem& p) {
   return nullptr;
 }
 
-uint64_t backward_chunk_sm90_workspace(const BackwardProblem& p) { return plan_of(p).bytes; }
+uint64_t hopper_backward_chunk_workspace(const BackwardProblem& p) { return plan_of(p).bytes; }
 
-void backward_chunk_sm90(const BackwardProblem& p) {
+void hopper_backward_chunk(const BackwardProblem& p) {
   if (p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   if (p.N + p.varlen == 0) return launch_gate_sums(p, nullptr, 0, 0);

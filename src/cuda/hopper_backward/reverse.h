@@ -4,8 +4,8 @@
 
 namespace kda::cuda::sm90 {
 
-// Whether this scan takes a call that cuda_chunk_sm90 takes; cuda_chunk's takes all. Which gradients are wanted does
-// not matter, because each must have the same bits in any case.
+// Whether this scan takes a call that cuda_hopper_backward_chunk takes; cuda_backward_chunk's takes all. Which
+// gradients are wanted does not matter, because each must have the same bits in any case.
 bool takes_reverse(const BackwardProblem& p);
 uint64_t reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan);
 // Leaves dv, dh0 and the gradients of states after every 64 tokens. q, k and d_o of the plan are there.

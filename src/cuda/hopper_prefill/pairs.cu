@@ -40,7 +40,7 @@ bool aligned(const kda_tensor& t) {
 
 }  // namespace
 
-const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
+const char* hopper_prefill_pairs_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const kda_inputs& in = a.in;
   if (const char* reason = device_why_not(a.exec)) return reason;
@@ -60,12 +60,12 @@ const char* forward_chunk_sm90_why_not(const ForwardProblem& p) {
   return nullptr;
 }
 
-std::string forward_sm90_form(const ForwardProblem& p) {
+std::string hopper_prefill_form(const ForwardProblem& p) {
   return anchored(p) ? "scores from one anchor a chunk, which bounded gates allow"
                      : "scores from an anchor every eight tokens, exact for any gate";
 }
 
-uint64_t forward_chunk_sm90_workspace(const ForwardProblem& p) {
+uint64_t hopper_prefill_pairs_workspace(const ForwardProblem& p) {
   return Schedule(p, multiprocessors(p.args.exec.device_id)).bytes();
 }
 
@@ -79,7 +79,7 @@ sm90::Schedule sm90::schedule_of(const ForwardProblem& p) {
   return schedule;
 }
 
-void forward_chunk_sm90(const ForwardProblem& p) {
+void hopper_prefill_pairs(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
   const Schedule schedule = schedule_of(p);

@@ -84,22 +84,22 @@ Segments sm90::segments_of(const ForwardProblem& p, bool reversed) {
   return segments;
 }
 
-const char* forward_segments_sm90_why_not(const ForwardProblem& p) {
-  if (const char* reason = forward_chunk_sm90_why_not(p)) return reason;
+const char* hopper_prefill_segments_why_not(const ForwardProblem& p) {
+  if (const char* reason = hopper_prefill_pairs_why_not(p)) return reason;
   if (p.N == 0) return "needs a sequence to cut";
   if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "takes no KDA_BATCH_INVARIANT: bits tell where it cuts";
   if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
   return nullptr;
 }
 
-const char* forward_segments_sm90_unsuited(const ForwardProblem& p) {
+const char* hopper_prefill_segments_unsuited(const ForwardProblem& p) {
   const Cost cost(p);
   return Choice(cost).cycles < cost.whole() / 10 * 9 ? nullptr : "sequences in one piece are as fast";
 }
 
-uint64_t forward_segments_sm90_workspace(const ForwardProblem& p) { return Segments::bytes(p, cut_of(p, false)); }
+uint64_t hopper_prefill_segments_workspace(const ForwardProblem& p) { return Segments::bytes(p, cut_of(p, false)); }
 
-void forward_segments_sm90(const ForwardProblem& p) {
+void hopper_prefill_segments(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
   const Segments segments = segments_of(p, false);

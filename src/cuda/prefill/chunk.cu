@@ -41,7 +41,7 @@ void run(const ForwardProblem& p, const Plan& plan, char* images, bool h_v_first
 
 }  // namespace
 
-const char* forward_chunk_why_not(const ForwardProblem& p) {
+const char* prefill_chunk_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   if (const char* reason = device_why_not(a.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
@@ -55,16 +55,16 @@ const char* forward_chunk_why_not(const ForwardProblem& p) {
   return grid_why_not(p, p.V / kWarpColumns, 1);
 }
 
-const char* forward_chunk_too_rough(const ForwardProblem& p) {
+const char* prefill_chunk_too_rough(const ForwardProblem& p) {
   return p.args.in.q.dtype == KDA_F32 ? "multiplies operands of 16 bits, where q, k and v have 32" : nullptr;
 }
 
-uint64_t forward_chunk_workspace(const ForwardProblem& p) {
+uint64_t prefill_chunk_workspace(const ForwardProblem& p) {
   const Plan plan(p, kMostWorkspace);
   return static_cast<uint64_t>(plan.image_bytes + plan.state_bytes);
 }
 
-void forward_chunk(const ForwardProblem& p) {
+void prefill_chunk(const ForwardProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Plan plan(p, kMostWorkspace);

@@ -1,5 +1,5 @@
-// What the two kernels of cuda_chunk share: images of chunks in the workspace, and which chunks a pair of launches
-// takes.
+// What the two kernels of cuda_prefill_chunk share: images of chunks in the workspace, and which chunks a pair of
+// launches takes.
 #pragma once
 #include "cuda/call/token.h"
 

@@ -1,4 +1,5 @@
-// How the two kernels of cuda_chunk are launched: which part of a call at a time. Forward and backward share it.
+// How the two kernels of cuda_prefill_chunk are launched: which part of a call at a time. Forward and backward share
+// it.
 #pragma once
 #include "cuda/call/launch.h"
 #include "cuda/prefill/chunk_prepare.h"

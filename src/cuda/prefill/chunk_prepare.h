@@ -1,4 +1,4 @@
-// The first kernel of cuda_chunk: a block makes the image of one chunk of one value head (chunk_image.h).
+// The first kernel of cuda_prefill_chunk: a block makes the image of one chunk of one value head (chunk_image.h).
 //
 // Warp w has the block of tokens 8 w .. 8 w + 7. Its lane 4 i + j has token i and channels 4 j .. 4 j + 3 of every
 // 16. This is the layout of operands, so rows of q, then rows of k, times columns of k, go from registers to scores.

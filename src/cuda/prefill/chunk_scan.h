@@ -1,5 +1,5 @@
-// The second kernel of cuda_chunk: a warp takes 16 value columns of a head through all chunks of a sequence, with the
-// state in its registers. With images of chunks (chunk_image.h), per chunk of 32 tokens:
+// The second kernel of cuda_prefill_chunk: a warp takes 16 value columns of a head through all chunks of a sequence,
+// with the state in its registers. With images of chunks (chunk_image.h), per chunk of 32 tokens:
 //   R = V - kG S    U = T R    O = qG S + Aqk U    S <- Diag(ell) S + kg^T U          T has beta inside
 // All of it is transposed: S^T [16][K] is an accumulator. Two neighbouring tiles of an accumulator, rounded to f16
 // and packed, are the first operand of the next product. So only images go through shared memory.

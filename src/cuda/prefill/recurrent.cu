@@ -205,7 +205,7 @@ void launch_forward(const ForwardProblem& p) {
 
 }  // namespace
 
-const char* forward_recurrent_why_not(const ForwardProblem& p) {
+const char* prefill_recurrent_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   if (const char* reason = device_why_not(a.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
@@ -216,7 +216,7 @@ const char* forward_recurrent_why_not(const ForwardProblem& p) {
   return grid_why_not(p, (p.V + 15) / 16, 1);
 }
 
-void forward_recurrent(const ForwardProblem& p) {
+void prefill_recurrent(const ForwardProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const kda_forward_args& a = p.args;

@@ -62,18 +62,18 @@ struct Workspace {
 
 }  // namespace
 
-const char* prefill_f32_why_not(const PrefillF32Problem& p) {
+const char* stages_prefill_f32_why_not(const PrefillF32Problem& p) {
   const int64_t tiles = stages::slices(static_cast<int>(p.V), stages::slice_of<float>);
   const int64_t blocks = stages::Chunks(p, {}).count * p.HV * tiles;
   if (const char* reason = stages::stage_why_not(p.args.exec, has_f64(p), blocks)) return reason;
   return grid_why_not(p, (p.V + 15) / 16, 1);
 }
 
-uint64_t prefill_f32_workspace(const PrefillF32Problem& p) {
+uint64_t stages_prefill_f32_workspace(const PrefillF32Problem& p) {
   return Workspace(p, stages::makes_outputs(p.args.exec, p), nullptr).bytes;
 }
 
-void prefill_f32(const PrefillF32Problem& p) {
+void stages_prefill_f32(const PrefillF32Problem& p) {
   const kda_prefill_f32_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
   const bool with_outputs = stages::makes_outputs(a.exec, p);
