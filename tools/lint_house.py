@@ -43,7 +43,7 @@ LONG_FUNCTIONS = {
     "src/cuda/decode/decode.cu: decode_kernel": "one straight sequence; its steps are lambdas over the same registers",
     "src/cuda/drafts/mma.cu: mma_kernel": "to be split: seven phases without names",
     "src/cuda/drafts/recurrent_kernel.h: recurrent_kernel": "to be split: requests, records, drafts, outputs",
-    "src/cuda/stages/delta_h.cu: scan_kernel": "to be split: two kernels, with and without outputs",
+    "src/cuda/stages/delta_h_kernel.h: scan_kernel": "to be split: two kernels, with and without outputs",
 }
 
 

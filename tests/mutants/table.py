@@ -140,8 +140,9 @@ CUDA_HOPPER_OUTPUTS = "src/cuda/hopper_prefill/outputs.h"
 CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/hopper_backward/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/hopper_backward/wide_helpers.h"
-CUDA_STAGES_H = "src/cuda/stages/stages.h"
+CUDA_STAGE_TILES = "src/cuda/stages/tiles.h"
 CUDA_STAGE_BACKWARD = "src/cuda/stages/backward.cu"
+CUDA_STAGE_BACKWARD_CALL = "src/cuda/stages/backward_call.h"
 CUDA_STAGE_FWD_O = "src/cuda/stages/fwd_o.cu"
 # A header's mutant is compiled into the units that its tests run.
 UNITS = {
@@ -173,7 +174,8 @@ UNITS = {
     CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
-    CUDA_STAGES_H: [CUDA_STAGE_FWD_O],
+    CUDA_STAGE_TILES: [CUDA_STAGE_FWD_O],
+    CUDA_STAGE_BACKWARD_CALL: [CUDA_STAGE_BACKWARD],
 }
 
 
@@ -1217,6 +1219,10 @@ MUTANTS = [
             "for (int i = 0; i < at.rows; ++i) {",
         ),
         ("cuda_stages_backward: the last row without S dS", "fmaf(ptx::exp2(G(last, k0 + own)), m_.SdS[own],", "(0 +"),
+    ),
+    *mutants(
+        CUDA_STAGE_BACKWARD_CALL,
+        CUDA_STAGES,
         (
             "cuda_stages_backward: operands are read before they are there",
             "    __syncthreads();  // the operands are there\n",
@@ -1224,7 +1230,7 @@ MUTANTS = [
         ),
     ),
     *mutants(
-        CUDA_STAGES_H,
+        CUDA_STAGE_TILES,
         CUDA_STAGES,
         (
             "cuda_stages_fwd_o: operands are read before they came",

@@ -2,6 +2,7 @@
 // a channel; 16 tokens are loaded at a time. Only bytes count here.
 #include "cuda/cuda.h"
 #include "cuda/stages/stages.h"
+#include "cuda/stages/tiles.h"
 #include "problem_stages.h"
 
 namespace kda::cuda {

@@ -3,7 +3,9 @@
 //
 // Shared memory in bf16: q E 17, S 34, Aqk 17, v_new 17 KiB: two blocks an SM.
 #include "cuda/cuda.h"
+#include "cuda/stages/products.h"
 #include "cuda/stages/stages.h"
+#include "cuda/stages/tiles.h"
 #include "problem_stages.h"
 
 namespace kda::cuda {
