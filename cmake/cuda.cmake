@@ -81,5 +81,6 @@ function(kda_add_cuda target)
     src/cuda/hopper_backward/chunk.cu
     src/cuda/hopper_backward/reverse.cu
     src/cuda/hopper_prefill/pairs.cu
-    src/cuda/hopper_prefill/segments.cu)
+    src/cuda/hopper_prefill/segments.cu
+    src/cuda/hopper_stages/wy_dqkg.cu)
 endfunction()

@@ -262,32 +262,60 @@ struct StageRows {
   const char *cuda, *cuda_file, *cpu_file;
 };
 
+#if KDA_WITH_CUDA
 template <StageArgs Args, const StageRows& kRows>
+constexpr Implementation<StageProblem<Args>> kStageOnCuda{
+    kRows.cuda,          "cuda_stage",
+    kRows.cuda_file,     "a chunk and head a block (the scan: a sequence, head and tile of V), for sm_80 and newer",
+    cuda::stage_why_not, no_workspace,
+    cuda::stage};
+#endif
+template <StageArgs Args, const StageRows& kRows>
+constexpr Implementation<StageProblem<Args>> kStageOnCpu{
+    "cpu_chunk",     nullptr,
+    kRows.cpu_file,  "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads",
+    cpu_without_f64, cpu::stage_workspace,
+    cpu::stage};
+template <StageArgs Args>
+constexpr Implementation<StageProblem<Args>> kStageOracle{
+    "reference", nullptr,      "src/reference/stages.cc", "float64, chunk by chunk as the formulas read; allocates",
+    on_cpu,      no_workspace, reference::stage};
+
+// first: rows in front of those of all stages.
+template <StageArgs Args, const StageRows& kRows, const Implementation<StageProblem<Args>>&... kFirst>
 std::span<const Implementation<StageProblem<Args>>> stage_table() {
   static constexpr Implementation<StageProblem<Args>> table[] = {
+    kFirst...,
 #if KDA_WITH_CUDA
-    {kRows.cuda, "cuda_stage", kRows.cuda_file,
-     "a chunk and head a block (the scan: a sequence, head and tile of V), for sm_80 and newer", cuda::stage_why_not,
-     no_workspace, cuda::stage},
+    kStageOnCuda<Args, kRows>,
 #endif
-    {"cpu_chunk", nullptr, kRows.cpu_file,
-     "a chunk and head a task (scans: a sequence, head and tile of V), SIMD and threads", cpu_without_f64,
-     cpu::stage_workspace, cpu::stage},
-    {"reference", nullptr, "src/reference/stages.cc", "float64, chunk by chunk as the formulas read; allocates", on_cpu,
-     no_workspace, reference::stage},
+    kStageOnCpu<Args, kRows>,
+    kStageOracle<Args>
   };
   return table;
 }
 
+#if KDA_WITH_CUDA
+constexpr Implementation<StageProblem<kda_stage_bwd_wy_dqkg_args>> kWyOnHopper{
+    "cuda_hopper_stages_wy_dqkg",
+    nullptr,
+    "src/cuda/hopper_stages/wy_dqkg.cu",
+    "a chunk and head a pair of CTAs, TMA and wgmma, bf16 and K = V = 128, for Hopper",
+    cuda::hopper_stages_wy_dqkg_why_not,
+    no_workspace,
+    cuda::hopper_stages_wy_dqkg};
+#endif
+
 }  // namespace
 
 // The names of its files: src/cuda/stages/<on_cuda>.cu, src/cpu/stages_<on_cpu>.cc.
-#define KDA_STAGE(stage, on_cuda, on_cpu)                                                                \
+// What follows them: rows in front.
+#define KDA_STAGE(stage, on_cuda, on_cpu, ...)                                                           \
   static constexpr StageRows rows_of_##stage{"cuda_stages_" #on_cuda, "src/cuda/stages/" #on_cuda ".cu", \
                                              "src/cpu/stages_" #on_cpu ".cc"};                           \
   template <>                                                                                            \
   std::span<const Implementation<StageProblem<kda_stage_##stage##_args>>> implementations() {            \
-    return stage_table<kda_stage_##stage##_args, rows_of_##stage>();                                     \
+    return stage_table<kda_stage_##stage##_args, rows_of_##stage __VA_OPT__(, ) __VA_ARGS__>();          \
   }
 KDA_STAGE(cumsum, cumsum, forward)
 KDA_STAGE(chunk_intra, chunk_intra, forward)
@@ -296,7 +324,11 @@ KDA_STAGE(delta_h, delta_h, forward)
 KDA_STAGE(fwd_o, fwd_o, forward)
 KDA_STAGE(bwd_local, backward, backward)
 KDA_STAGE(bwd_delta_h, backward, backward)
+#if KDA_WITH_CUDA
+KDA_STAGE(bwd_wy_dqkg, backward, backward, kWyOnHopper)
+#else
 KDA_STAGE(bwd_wy_dqkg, backward, backward)
+#endif
 KDA_STAGE(bwd_intra, backward, backward)
 KDA_STAGE(cumsum_backward, backward, backward)
 #undef KDA_STAGE

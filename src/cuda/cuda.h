@@ -98,6 +98,8 @@ void stage(const StageProblem<kda_stage_bwd_delta_h_args>& p);
 void stage(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
 void stage(const StageProblem<kda_stage_bwd_intra_args>& p);
 void stage(const StageProblem<kda_stage_cumsum_backward_args>& p);
+const char* hopper_stages_wy_dqkg_why_not(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
+void hopper_stages_wy_dqkg(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
 
 const char* stages_prefill_f32_why_not(const PrefillF32Problem& p);
 void stages_prefill_f32(const PrefillF32Problem& p);

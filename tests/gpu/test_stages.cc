@@ -9,7 +9,8 @@
 namespace kda::test {
 namespace {
 
-constexpr char kImpl[] = "cuda_stage";  // the former name of all of them
+constexpr char kImpl[] = "cuda_stage";  // the former name of all portable ones
+constexpr char kHopper[] = "cuda_hopper_stages_wy_dqkg";
 
 // The cases of the CPU, and sizes of a slice, one less, one more, and several slices.
 std::vector<Case> cuda_cases() {
@@ -49,7 +50,7 @@ enum class Store { kWide, kMixed, kNarrow };
 StageTensors tensors_of(const Inputs& in, Store store) {
   StageTensors t(in, store == Store::kWide ? KDA_F32 : KDA_BF16, KDA_F32, KDA_F32);
   if (store == Store::kNarrow)
-    for (const char* name : {"q", "k", "v", "o"}) {
+    for (const char* name : {"q", "k", "v", "o", "d_o"}) {
       Tensor& x = t.all.at(name);
       x = name == std::string("o") ? Tensor(KDA_BF16, x.shape(), in.c.layout)
                                    : Tensor(KDA_BF16, x.shape(), x.values(), in.c.layout);
@@ -70,8 +71,8 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
 
   // Gives the kernel and the oracle the same operands; the oracle's outputs are float64.
   template <class Args>
-  void expect_stage(const StageTensors& t, Args a, int64_t shift) {
-    if (why_not(on_device(a), kImpl).find("is not emulated") != std::string::npos) return;  // by tests/emulator, so far
+  void expect_stage(const StageTensors& t, Args a, int64_t shift, const char* impl = kImpl) {
+    if (why_not(on_device(a), impl).find("is not emulated") != std::string::npos) return;  // by tests/emulator, so far
     Args r = a;
     std::vector<std::pair<std::string, Tensor>> reference, out;
     std::vector<Field> ours = fields(a), theirs = fields(r);
@@ -85,7 +86,7 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
           for (int64_t e = 0; e < like.size(); ++e) x->set(e, like.get(e));
       *ours[i].t = out.back().second, *theirs[i].t = reference.back().second;
     }
-    run_on_cuda(a, kImpl, shift);
+    run_on_cuda(a, impl, shift);
     run(r, {.impl = "reference"});
     for (size_t i = 0; i < out.size(); ++i) {
       const auto& [name, x] = out[i];
@@ -103,6 +104,11 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
       EXPECT_EQ(x.unwritten(), reference[i].second.unwritten()) << name;
     }
   }
+  // Does the implementation for Hopper take the stage?
+  template <class Args>
+  static bool on_hopper(const Args& a) {
+    return std::is_same_v<Args, kda_stage_bwd_wy_dqkg_args> && why_not(on_device(a), kHopper).empty();
+  }
   const Case c;
   const Inputs in;
 };
@@ -115,6 +121,7 @@ TEST_P(StagesOnCuda, EachIsItsOracle) {
     for_each_stage(t, [&](const auto& a) {
       SCOPED_TRACE(fields(const_cast<std::remove_cvref_t<decltype(a)>&>(a)).back().name);
       for (const int64_t shift : {0, 1}) expect_stage(t, a, shift);
+      if (on_hopper(a)) expect_stage(t, a, 0, kHopper);
       run(a, {.impl = "reference"});
     });
   }
@@ -180,6 +187,7 @@ INSTANTIATE_TEST_SUITE_P(All, StagesOnCuda, testing::ValuesIn(cuda_cases()),
 // ---- details ----
 
 using StageDetailsOnCuda = OnCuda;
+using WyArgs = kda_stage_bwd_wy_dqkg_args;
 
 TEST_F(StageDetailsOnCuda, TheStateInPlace) {
   const Inputs in(find_case("packed"));
@@ -191,24 +199,75 @@ TEST_F(StageDetailsOnCuda, TheStateInPlace) {
   EXPECT_EQ(t["h0"].bits(), t["hT"].bits());
 }
 
+// Which calls the implementation for Hopper takes, and why it declines others.
+TEST_F(StageDetailsOnCuda, HopperTakesPlainCalls) {
+  const auto reason = [](
+                          const Case& c, Store store, const std::function<void(WyArgs&)>& change = [](WyArgs&) {}) {
+    const Inputs in(c);
+    const StageTensors t = tensors_of(in, store);
+    WyArgs a = on_device(t.args<WyArgs>());
+    change(a);
+    return why_not(a, kHopper);
+  };
+  const Case plain{.name = "plain", .T = 70, .HV = 2, .K = 128, .V = 128};
+  Case others = plain;
+  others.state_layout = KDA_STATE_K_FIRST, others.H = 1, others.lengths = {3, 0, 64}, others.T = 0;
+  if (reason(plain, Store::kNarrow) == "needs compute capability 9.0 (Hopper)") GTEST_SKIP();
+  EXPECT_EQ(reason(plain, Store::kNarrow), "");
+  EXPECT_EQ(reason(others, Store::kNarrow), "");
+  EXPECT_EQ(reason(plain, Store::kWide), "takes q, k, v, v_new, d_o, dv_new, h and dh in bf16");
+  others.K = 64;
+  EXPECT_EQ(reason(others, Store::kNarrow), "takes K = V = 128");
+  const auto move = [](kda_tensor& t) { t.data = static_cast<char*>(t.data) + 8; };
+  EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.dh); }),
+            "takes inputs with rows at multiples of 16 bytes");
+  EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.dG); }),
+            "takes v and outputs with rows at multiples of 16 bytes");
+}
+
+// Runs all stages by kImpl or, with `hopper`, B3 by kHopper and all others by the oracle. work(): after each stage.
+template <class F>
+void run_stages(const StageTensors& t, bool hopper, const F& work) {
+  for_each_stage(t, [&](const auto& a) {
+    if (!hopper) run_on_cuda(a, kImpl);
+    else if (std::is_same_v<std::remove_cvref_t<decltype(a)>, WyArgs>) run_on_cuda(a, kHopper);
+    else run(a, {.impl = "reference"});
+    work();
+  });
+}
+
+// Is there a GPU for the implementation for Hopper? (HopperTakesPlainCalls says what else it asks for.)
+bool has_hopper() {
+  const Inputs in({.name = "any", .T = 1, .K = 128, .V = 128});
+  const StageTensors t = tensors_of(in, Store::kNarrow);
+  return why_not(on_device(t.args<WyArgs>()), kHopper).empty();
+}
+
 // What lies above the diagonals is never read.
+void expect_triangles(const Case& c, Store store, bool hopper) {
+  const Inputs in(c);
+  const StageTensors t = tensors_of(in, store), spoilt = tensors_of(in, store);
+  run_stages(t, hopper, [] {});
+  run_stages(spoilt, hopper, [&] {
+    for (const char* name : {"Aqk", "Akk_inv"})
+      for (int64_t n = 0; n < in.N; ++n)
+        for (int64_t i = 0; i < in.length(n); ++i)
+          for (int64_t row = 0; row < in.c.HV; ++row)
+            for (int64_t j = i % 64 + 1; j < 64; ++j)
+              const_cast<Tensor&>(spoilt[name])
+                  .set(((in.begin(n) + i) * in.c.HV + row) * 64 + j, std::numeric_limits<double>::quiet_NaN());
+  });
+  for (const char* name : {"o", "hT", "w", "u", "dq", "dk", "dv", "dbeta", "dg"})
+    EXPECT_EQ(spoilt[name].bits(), t[name].bits()) << name;
+}
 TEST_F(StageDetailsOnCuda, UpperTrianglesMayHoldAnything) {
-  for (const Store store : {Store::kWide, Store::kNarrow}) {
-    const Inputs in(find_case("packed"));
-    const StageTensors t = tensors_of(in, store), spoilt = tensors_of(in, store);
-    for_each_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
-    for_each_stage(spoilt, [&](const auto& a) {
-      run_on_cuda(a, kImpl);
-      for (const char* name : {"Aqk", "Akk_inv"})
-        for (int64_t n = 0; n < in.N; ++n)
-          for (int64_t i = 0; i < in.length(n); ++i)
-            for (int64_t row = 0; row < in.c.HV; ++row)
-              for (int64_t j = i % 64 + 1; j < 64; ++j)
-                const_cast<Tensor&>(spoilt[name])
-                    .set(((in.begin(n) + i) * in.c.HV + row) * 64 + j, std::numeric_limits<double>::quiet_NaN());
-    });
-    for (const char* name : {"o", "hT", "w", "u"}) EXPECT_EQ(spoilt[name].bits(), t[name].bits()) << name;
-  }
+  for (const Store store : {Store::kWide, Store::kNarrow}) expect_triangles(find_case("packed"), store, false);
+}
+TEST_F(StageDetailsOnCuda, HopperReadsNoUpperTriangle) {
+  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+  Case c = find_case("packed");
+  c.K = c.V = 128;
+  expect_triangles(c, Store::kNarrow, true);
 }
 
 TEST_F(StageDetailsOnCuda, MinusInfinityIsClamped) {
@@ -225,21 +284,53 @@ TEST_F(StageDetailsOnCuda, MinusInfinityIsClamped) {
   EXPECT_TRUE(std::isnan(t["G"].get(4)));
 }
 
+// Lengths that are none. The call has 5 sequences and 276 tokens.
+std::vector<std::vector<double>> garbage() {
+  const auto huge = static_cast<double>(int64_t{1} << 40);
+  return {{0, 270, 3, -5, 64, 276},
+          {-1e9, 1e9, -1e9, 1e9, 0, 1},
+          {276, 276, 276, 276, 276, 276},
+          {huge, 0, -huge, 7, huge, 90}};
+}
+StageTensors tensors_with(const Inputs& in, Store store, const std::vector<double>& lengths) {
+  StageTensors t = tensors_of(in, store);
+  t.all["cu_seqlens"] = Tensor(KDA_I64, {6}, lengths);
+  return t;
+}
+
 // cu_seqlens are not checked on the device: whatever they hold, nothing but outputs is written.
 TEST_F(StageDetailsOnCuda, GarbageInLengthsDoesNoHarm) {
   const Inputs in({.name = "garbage", .HV = 2, .K = 20, .V = 36, .lengths = {64, 70, 3, 0, 130}, .tail = 9});
-  const int64_t huge = int64_t{1} << 40;
-  for (const std::vector<double>& lengths :
-       {std::vector<double>{0, 270, 3, -5, 64, 276},
-        {-1e9, 1e9, -1e9, 1e9, 0, 1},
-        {276, 276, 276, 276, 276, 276},
-        {static_cast<double>(huge), 0, static_cast<double>(-huge), 7, static_cast<double>(huge), 90}})
+  for (const std::vector<double>& lengths : garbage())
     for (const Store store : {Store::kWide, Store::kNarrow}) {
-      StageTensors t = tensors_of(in, store);
-      t.all["cu_seqlens"] = Tensor(KDA_I64, {6}, lengths);
-      for_each_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+      const StageTensors t = tensors_with(in, store, lengths);
+      run_stages(t, false, [] {});
       for (const auto& [name, x] : t.all) EXPECT_TRUE(x.margins_intact()) << name;
     }
+}
+TEST_F(StageDetailsOnCuda, HopperTakesGarbageInLengths) {
+  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+  const Inputs in({.name = "garbage", .HV = 2, .K = 128, .V = 128, .lengths = {64, 70, 3, 0, 130}, .tail = 9});
+  for (const std::vector<double>& lengths : garbage()) {
+    const StageTensors t = tensors_with(in, Store::kNarrow, lengths);
+    run_on_cuda(t.args<WyArgs>(), kHopper);
+    for (const auto& [name, x] : t.all) EXPECT_TRUE(x.margins_intact()) << name;
+  }
+}
+
+// The same call gives the same bits.
+TEST_F(StageDetailsOnCuda, HopperRepeatsItsBits) {
+  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+  const Inputs in({.name = "twice", .T = 130, .H = 1, .HV = 2, .K = 128, .V = 128});
+  const StageTensors t = tensors_of(in, Store::kNarrow);
+  run_stages(t, true, [] {});
+  std::map<std::string, Bits> first;
+  for (int i = 0; i < 3; ++i) {
+    run_on_cuda(t.args<WyArgs>(), kHopper);
+    for (const char* name : {"dq", "dk", "dv", "dbeta", "dG", "dAkk"})
+      if (i == 0) first[name] = t[name].bits();
+      else EXPECT_EQ(t[name].bits(), first[name]) << name;
+  }
 }
 
 TEST_F(StageDetailsOnCuda, NothingToDo) {

@@ -340,17 +340,17 @@ __device__ void wgmma(float (&d)[64], const unsigned (&a)[4], uint64_t b, bool a
   else KDA_WGMMA("bf16");
 #undef KDA_WGMMA
 }
-// a in shared memory, N = 32, neither transposed.
-template <class T>
+// a in shared memory, not transposed, N = 32.
+template <class T, bool kTransposed = false>
 __device__ void wgmma_shared(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
 #define KDA_WGMMA(type)                                                                                             \
   asm volatile(                                                                                                     \
       "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"                                                                     \
       "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                                   \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;}"          \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, %19;}"        \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])                    \
-      : "l"(a), "l"(b), "r"(int(accumulate)))
+      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransposed)))
   if constexpr (std::is_same_v<T, __half>) KDA_WGMMA("f16");
   else KDA_WGMMA("bf16");
 #undef KDA_WGMMA

@@ -184,9 +184,9 @@ void wgmma(float (&d)[kCount], const unsigned (&a)[4], uint64_t b, bool accumula
   WarpgroupProduct product{d, 2 * kCount, a, 0, b, accumulate, std::is_same_v<T, __half>, false, kTransposed, where};
   multiply(product);
 }
-template <class T>
+template <class T, bool kTransposed = false>
 void wgmma_shared(float (&d)[16], uint64_t a, uint64_t b, bool accumulate, Where where = Where::current()) {
-  WarpgroupProduct product{d, 32, nullptr, a, b, accumulate, std::is_same_v<T, __half>, false, false, where};
+  WarpgroupProduct product{d, 32, nullptr, a, b, accumulate, std::is_same_v<T, __half>, false, kTransposed, where};
   multiply(product);
 }
 template <bool kTransposed, int kCount>
