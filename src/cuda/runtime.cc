@@ -1,5 +1,8 @@
 #include "cuda/runtime.h"
 
+#include <cstdlib>
+#include <string>
+
 #include "cuda/cuda.h"
 
 namespace kda::cuda {
@@ -65,12 +68,15 @@ int shared_memory_of_block(int device) {
   return bytes;
 }
 
-bool is_hopper(int device) {
-  if (gpu_is_assumed()) return assumed.capability == 90;
+const char* hopper_why_not(int device) {
+  constexpr char kOther[] = "needs compute capability 9.0 (Hopper)";
+  if (gpu_is_assumed()) return assumed.capability == 90 ? nullptr : kOther;
   int major = 0, minor = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  return major == 9 && minor == 0;
+  if (major != 9 || minor != 0) return kOther;
+  const char* forced = std::getenv("CUDA_FORCE_PTX_JIT");
+  return forced && std::string(forced) == "1" ? "has no PTX, which CUDA_FORCE_PTX_JIT asks for" : nullptr;
 }
 
 std::string info() {

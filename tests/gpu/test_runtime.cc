@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,9 +101,18 @@ TEST(Runtime, NamesItsDevices) {
   machine = {.devices = {{9, 0}, {7, 5}, {9, 1}}};
   EXPECT_NE(info().find("; driver for CUDA 13.0; device 0: GPU 0 (sm_90); device 1: GPU 1 (sm_75)"), std::string::npos)
       << info();
-  EXPECT_TRUE(is_hopper(0));
-  EXPECT_FALSE(is_hopper(1) || is_hopper(2));
+  EXPECT_EQ(hopper_why_not(0), nullptr);
+  for (const int other : {1, 2}) EXPECT_STREQ(hopper_why_not(other), "needs compute capability 9.0 (Hopper)");
   EXPECT_EQ(multiprocessors(2), 102);
+}
+
+TEST(Runtime, HopperHasNoPtx) {
+  machine = {.devices = {{9, 0}}};
+  setenv("CUDA_FORCE_PTX_JIT", "1", 1);
+  EXPECT_STREQ(hopper_why_not(0), "has no PTX, which CUDA_FORCE_PTX_JIT asks for");
+  setenv("CUDA_FORCE_PTX_JIT", "0", 1);
+  EXPECT_EQ(hopper_why_not(0), nullptr);
+  unsetenv("CUDA_FORCE_PTX_JIT");
 }
 
 TEST(Runtime, FailuresAreSentences) {

@@ -299,9 +299,12 @@ def test_gpu_suite_runs_the_tests_that_are_wanted(monkeypatch: pytest.MonkeyPatc
         "c example": {"ran": 1, "exit": 0},
         "python -m kda check": {"ran": 1, "exit": 0},
     }
-    ran.clear()
-    assert set(suite.tests(tmp_path, {}, suite.TESTS)) == set(suite.TESTS)
-    assert sorted(ran) == ["example", "fuzz", "gtest", "gtest", "kda_check", "pytest", "pytest"]
+    for GPUs in (1, 2):
+        ran.clear()
+        monkeypatch.setattr(torch.cuda, "device_count", lambda GPUs=GPUs: GPUs)
+        left_out = {"python on two GPUs"} if GPUs == 1 else set()
+        assert set(suite.tests(tmp_path, {}, suite.TESTS)) == set(suite.TESTS) - left_out
+        assert sorted(ran) == ["example", "fuzz", "gtest", "gtest", "kda_check", *["pytest"] * (1 + GPUs)]
 
 
 def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ bool fits_copies(const kda_tensor& t) { return !present(t) || is_plain(t); }
 const char* hopper_backward_chunk_why_not(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;
   if (const char* reason = backward_chunk_why_not(p)) return reason;
-  if (!is_hopper(a.exec.device_id)) return "needs compute capability 9.0 (Hopper)";
+  if (const char* reason = hopper_why_not(a.exec.device_id)) return reason;
   if (p.K != kSize || p.V != kSize) return "takes K = V = 128";
   if (a.in.gate_form == KDA_GATE_LOWER_BOUND && a.in.lower_bound < kLeastBound) return "takes bounds of -5 or more";
   if (!fits_copies(a.in.g)) return "takes g in bf16, with rows at multiples of 16 bytes";

@@ -81,7 +81,7 @@ bool takes_boxes(const kda_tensor& t) { return reinterpret_cast<uintptr_t>(t.dat
 const char* hopper_stages_wy_dqkg_why_not(const Problem& p) {
   const kda_stage_bwd_wy_dqkg_args& a = p.args;
   if (const char* reason = stage_why_not(p)) return reason;
-  if (!is_hopper(a.exec.device_id)) return "needs compute capability 9.0 (Hopper)";
+  if (const char* reason = hopper_why_not(a.exec.device_id)) return reason;
   if (p.K != kSize || p.V != kSize) return "takes K = V = 128";
   for (const kda_tensor* t : {&a.q, &a.k, &a.v, &a.v_new, &a.d_o, &a.dv_new, &a.h, &a.dh})
     if (t->dtype != KDA_BF16) return "takes q, k, v, v_new, d_o, dv_new, h and dh in bf16";
