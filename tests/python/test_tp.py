@@ -38,8 +38,9 @@ def ranks(folder: Path) -> Results:
 
 
 def limit(case: str, of: str) -> float:
-    """float64 shows that the sums are the same. In float32, matrix products of half the width round differently.
-    Gradients of the gate, sums over all tokens of terms of either sign, show that most."""
+    """float64 shows that the sums are the same. In float32, matrix products of half the width round differently;
+    test_tp_mesh.py has the limits without this. Gradients of the gate, sums over all tokens of terms of either sign,
+    show that most."""
     if case == "float64":
         return 1e-14
     if of in ("d A_log", "d dt_bias"):
