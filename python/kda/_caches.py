@@ -129,9 +129,10 @@ class DraftCache:
             raise ValueError(f"max_tokens: expected 1..16, got {max_tokens}")
         self.cache, self.max_tokens, self.fused = cache, max_tokens, fused
         N, HV, V, K = cache.state.shape
+        H = HV * layer.num_heads // layer.num_v_heads  # of this rank, if several share the heads
         # With fused, two buffers take turns: one is read while the other is written.
         self.records: list[Records] = [
-            new_records(N, max_tokens, layer.num_heads, HV, K, V, device=cache.state.device) for _ in range(1 + fused)
+            new_records(N, max_tokens, H, HV, K, V, device=cache.state.device) for _ in range(1 + fused)
         ]
         self._rows: Tensor | None = None  # raw rows of the last call, before the convolution
         self._accept_len = torch.zeros(N, dtype=torch.int32, device=cache.state.device)

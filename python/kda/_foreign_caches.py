@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._caches import KDACache
+from ._plans import ranks_of_plan
 from ._recompute import check_first_run
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class FLACache:
         return (torch.cat(list(entry["conv_state"]), 1) if self.layer.use_short_conv else None), state
 
     def write(self, conv: Tensor | None, state: Tensor, tokens: int) -> None:
-        sizes = [self.layer.key_dim, self.layer.key_dim, self.layer.value_dim]
+        layer = self.layer
+        sizes = [n // ranks_of_plan(layer) for n in (layer.key_dim, layer.key_dim, layer.value_dim)]
         parts = None if conv is None else tuple(part.contiguous() for part in conv.split(sizes, 1))
         self.held.update(recurrent_state=state, conv_state=parts, layer_idx=self.index, offset=tokens)
 

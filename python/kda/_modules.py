@@ -13,11 +13,20 @@ from ._shards import own_part
 from .convolution import causal_conv1d, causal_conv1d_update
 
 
-def local(parameter: Any) -> Tensor:
+def local(parameter: Any, mesh: Any = None, by_heads: bool = True) -> Tensor:
     """This rank's part of a parameter that tensor parallelism has distributed (see ``kda.tp``), or the parameter
-    itself. Ranks use a replicated parameter for different heads: its gradient is the sum of theirs."""
-    spread = hasattr(parameter, "to_local")
-    part: Tensor = own_part(parameter, [p.is_replicate() for p in parameter.placements]) if spread else parameter
+    itself. Ranks use a replicated parameter for different heads: its gradient is the sum of theirs. With ``mesh``,
+    its ranks share the heads, but all have the whole parameter. They use parts of it (``by_heads``), or all of it."""
+    spread: Any = parameter
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        spread = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+        if by_heads:
+            return spread.redistribute(placements=[Shard(0)]).to_local()
+    elif not hasattr(parameter, "to_local"):
+        return spread
+    part: Tensor = own_part(spread, [p.is_replicate() for p in spread.placements])
     return part
 
 
@@ -105,9 +114,10 @@ class ShortConvolution(nn.Conv1d):
         *,
         initial_state: Tensor | None = None,
         made_in: int = -1,
+        mesh: Any = None,
     ) -> Tensor:
-        """Arguments and result of :func:`causal_conv_silu`."""
-        weight, bias = local(self.weight).squeeze(1), None if self.bias is None else local(self.bias)
+        """Arguments and result of :func:`causal_conv_silu`. With ``mesh``, x has the channels of this rank."""
+        weight, bias = local(self.weight, mesh).squeeze(1), None if self.bias is None else local(self.bias, mesh)
         return causal_conv_silu(x, weight, bias, state, cu_seqlens, initial_state=initial_state, made_in=made_in)
 
 
@@ -137,10 +147,14 @@ class RMSNormGated(nn.Module):
         """Sets the weight to ones."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor, *, mesh: Any = None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * local(self.weight).to(wide)
+        y = (
+            y
+            * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+            * local(self.weight, mesh, by_heads=False).to(wide)
+        )
         return (y * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -22,6 +22,7 @@ from ._checkpoints import from_published, own_names, to_published
 from ._foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
 from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu, local
 from ._packing import find_layout
+from ._plans import mesh_of_plan, ranks_of_plan
 from ._recompute import old_state
 from .speculation import Conv
 
@@ -54,8 +55,8 @@ def _check_keywords(unknown: dict[str, Any], is_causal: bool | None) -> None:
         raise ValueError("is_causal: expected True (a recurrence looks back only), got False")
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
-    y: Tensor = x.unflatten(-1, (heads, -1))  # type: ignore[no-untyped-call]
+def _heads(x: Tensor, channels: int) -> Tensor:
+    y: Tensor = x.unflatten(-1, (-1, channels))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -222,13 +223,13 @@ class KimiDeltaAttention(nn.Module):
 
     def new_cache(self, batch_size: int) -> KDACache:
         """A cache for ``batch_size`` new sequences, on the device of the weights."""
-        weight = self.o_proj.weight
-        shape = batch_size, self.num_v_heads, self.head_v_dim, self.head_k_dim
+        weight, ranks = self.o_proj.weight, ranks_of_plan(self)
+        shape = batch_size, self.num_v_heads // ranks, self.head_v_dim, self.head_k_dim
         # Not weight.new_zeros, which would give a DTensor if the weight is sharded.
         state = torch.zeros(shape, dtype=torch.promote_types(torch.float32, weight.dtype), device=weight.device)
         if not self.use_short_conv:
             return KDACache(None, state)
-        weight, channels = self.q_conv1d.weight, 2 * self.key_dim + self.value_dim
+        weight, channels = self.q_conv1d.weight, (2 * self.key_dim + self.value_dim) // ranks
         size = batch_size, channels, self.conv_size - 1
         return KDACache(torch.zeros(size, dtype=weight.dtype, device=weight.device), state)
 
@@ -312,7 +313,7 @@ class KimiDeltaAttention(nn.Module):
         x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
-        g, beta = _heads(self.f_proj(x), self.num_v_heads), self.b_proj(x)
+        g, beta = _heads(self.f_proj(x), self.head_k_dim), self.b_proj(x)
         if isinstance(found, DraftCache):
             if cu is not None or torch.is_grad_enabled():
                 raise ValueError(
@@ -323,7 +324,7 @@ class KimiDeltaAttention(nn.Module):
             o = self._attend((*self._qkv(x, found, cu, cp_context), g, beta), found, cu, cp_context, T)
         if foreign is not None and isinstance(found, KDACache):
             write_foreign(foreign, found, T)
-        o = self.o_norm(o, _heads(self.g_proj(x), self.num_v_heads))
+        o = self.o_norm(o, _heads(self.g_proj(x), self.head_v_dim), mesh=mesh_of_plan(self))
         o = self.o_proj(o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])
@@ -379,11 +380,12 @@ class KimiDeltaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v: ``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, HV, V]``."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if q.shape[-1] != self.key_dim:
-            wanted = "expected all heads of this layer, or kda.tp.HeadParallel, which cuts all its parameters alike"
-            raise ValueError(f"q_proj: {wanted}, got {q.shape[-1]} of {self.key_dim} channels")
+        ranks = ranks_of_plan(self)
+        if q.shape[-1] * ranks != self.key_dim:
+            wanted = "expected all heads of this layer, or a plan of kda.tp.HeadParallel or ColwiseParallel"
+            raise ValueError(f"q_proj: {wanted}, got {q.shape[-1]} of {self.key_dim} channels on each of {ranks} ranks")
         if self.use_short_conv:
-            sizes = [self.key_dim, self.key_dim, self.value_dim]
+            sizes, mesh = [x.shape[-1] for x in (q, k, v)], mesh_of_plan(self)
             states: Any = (None, None, None)
             more: list[dict[str, Any]] = [{}, {}, {}]
             if cp_context is not None:
@@ -393,31 +395,33 @@ class KimiDeltaAttention(nn.Module):
                 more = [{"initial_state": part} for part in halo.split(sizes, 1)]
             elif cache is not None and cache.conv is not None:
                 states, more = cache.conv.split(sizes, 1), [{"made_in": cache.made_in}] * 3
-            q = self.q_conv1d(q, states[0], cu_seqlens, **more[0])
-            k = self.k_conv1d(k, states[1], cu_seqlens, **more[1])
-            v = self.v_conv1d(v, states[2], cu_seqlens, **more[2])
+            q = self.q_conv1d(q, states[0], cu_seqlens, **more[0], mesh=mesh)
+            k = self.k_conv1d(k, states[1], cu_seqlens, **more[1], mesh=mesh)
+            v = self.v_conv1d(v, states[2], cu_seqlens, **more[2], mesh=mesh)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        return _heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads)
+        return _heads(q, self.head_k_dim), _heads(k, self.head_k_dim), _heads(v, self.head_v_dim)
 
     def _draft(self, x: Tensor, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
         """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels."""
-        raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        raw, mesh = torch.cat([q, k, v], -1), mesh_of_plan(self)
         if not self.use_short_conv or cache.cache.conv is None:
-            q, k, v = F.silu(raw).split([self.key_dim, self.key_dim, self.value_dim], -1)
-            heads = (_heads(q, self.num_heads), _heads(k, self.num_heads), _heads(v, self.num_v_heads))
+            q, k, v = F.silu(raw).split([x.shape[-1] for x in (q, k, v)], -1)
+            heads = (_heads(q, self.head_k_dim), _heads(k, self.head_k_dim), _heads(v, self.head_v_dim))
             return cache.run(raw, None, (*heads, g, beta), **self._options())
         parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([local(part.weight).squeeze(1) for part in parts])
-        biases = [local(part.bias) for part in parts if part.bias is not None]
+        weight = torch.cat([local(part.weight, mesh).squeeze(1) for part in parts])
+        biases = [local(part.bias, mesh) for part in parts if part.bias is not None]
         bias = torch.cat(biases) if biases else None
         conv = Conv(raw, weight, bias, cache.cache.conv)
         return cache.run(raw, conv, (None, None, None, g, beta), **self._options())
 
     def _options(self) -> dict[str, Any]:
+        mesh = mesh_of_plan(self)
         return {
-            "A_log": local(self.A_log.float() if self.A_log.dtype.itemsize < 4 else self.A_log),
-            "dt_bias": local(self.dt_bias.float() if self.dt_bias.dtype.itemsize < 4 else self.dt_bias),
+            "A_log": local(self.A_log.float() if self.A_log.dtype.itemsize < 4 else self.A_log, mesh),
+            "dt_bias": local(self.dt_bias.float() if self.dt_bias.dtype.itemsize < 4 else self.dt_bias, mesh),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from kda.nn import KimiDeltaAttention
 from kda.tp import HeadParallel
 from layer_model import make, tokens
-from tp_ranks import whole
+from tp_ranks import plan_of, whole
 
 MESHES = {"tp2": (1, 2), "tp4": (1, 4), "fsdp2_tp2": (2, 2)}  # ranks of FSDP2, of HeadParallel
 CASES: dict[str, dict[str, Any]] = {
@@ -77,7 +77,9 @@ def multiply_in_pieces(layer: KimiDeltaAttention, ranks: int) -> None:
     o_proj.forward = partial(rows, o_proj)
 
 
-def train(model: nn.Module, dtype: torch.dtype, batches: list[slice], averaged: int = 1) -> dict[str, Tensor]:
+def train(
+    model: nn.Module, dtype: torch.dtype, batches: list[slice], averaged: int = 1, by_plan: bool = False
+) -> dict[str, Tensor]:
     """Outputs, gradients, and the parameters after a step, for these rows of the batch, one slice after another.
     ``averaged`` is how many gradients FSDP2 takes the mean of; the sum is wanted."""
     x, d_o = (tokens(ROWS, TOKENS, 48, seed=seed).to(dtype) for seed in (1, 2))
@@ -90,6 +92,8 @@ def train(model: nn.Module, dtype: torch.dtype, batches: list[slice], averaged: 
         dx.append(own.grad / averaged)  # type: ignore[operator]
     results = {"o": torch.cat(outputs), "x": torch.cat(dx)}
     results |= {f"d {n}": whole(p.grad).clone() for n, p in model.named_parameters()}
+    if by_plan:  # optimizers refuse a mixture of meshes
+        return {n: y * 1 for n, y in results.items()}
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     results |= {"norm": whole(norm)} | {f"new {n}": whole(p).detach() for n, p in model.named_parameters()}
@@ -113,9 +117,12 @@ def in_one_process(mesh: str, name: str, dtype: torch.dtype) -> dict[str, Tensor
 # ---- one rank ----
 
 
-def spread(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def spread(model: Block, mesh: DeviceMesh, by_plan: bool = False) -> Block:
     """As a trainer does it: first the heads, then the parameters."""
-    parallelize_module(model, mesh["tp"], {"attn": HeadParallel()})
+    plan: dict[str, Any] = {"attn": HeadParallel()}
+    if by_plan:
+        plan = {f"attn.{n}": style for n, style in plan_of(model.attn).items()}
+    parallelize_module(model, mesh["tp"], plan)
     if mesh["dp"].size() > 1:
         fully_shard(model, mesh=mesh["dp"])
     return model
@@ -152,6 +159,10 @@ def run_rank(rank: int, mesh_name: str, folder: str) -> None:
     results: dict[str, Any] = {
         f"{name} {dtype}": train(spread(block(name, dtype), mesh), dtype, [own], shape[0]) for name, dtype in RUNS
     }
+    for name in CASES:
+        model = spread(block(name, torch.float64), mesh, by_plan=True)
+        results[f"{name} by plan"] = train(model, torch.float64, [own], shape[0], by_plan=True)
+        results[f"{name} heads of a cache"] = model.attn.new_cache(1).state.shape[1]
     results |= {"rows": own, "made empty": made_empty(mesh)}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()

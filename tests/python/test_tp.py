@@ -48,11 +48,12 @@ def limit(case: str, of: str) -> float:
     return 1e-6 if of.startswith(("d ", "x")) else 3e-7
 
 
+@pytest.mark.parametrize("by", ["", " by plan"])
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_equal_one_process(name: str, ranks: Results) -> None:
-    expected = run_layer(CASES[name])
+def test_ranks_equal_one_process(name: str, by: str, ranks: Results) -> None:
+    expected = run_layer(CASES[name], by_plan=bool(by))
     for results in ranks:
-        got = results[name]
+        got = results[name + by]
         assert set(got) == set(expected)
         errors = {n: relative(x, got[n]) for n, x in expected.items()}
         wrong = {n: error for n, error in errors.items() if not error < limit(name, n)}
@@ -117,8 +118,18 @@ def test_what_cannot_be_cut(mesh: Any) -> None:
         HeadParallel()._apply(make(), Three())  # type: ignore[arg-type]
 
 
-def test_a_plan_for_the_projections_alone_is_refused() -> None:
+def test_fewer_heads_without_a_plan_are_refused() -> None:
     layer = make()
     layer.q_proj = nn.Linear(48, 16, bias=False)  # what one of two ranks has of it
-    with pytest.raises(ValueError, match=r"^q_proj: expected all heads .* kda\.tp\.HeadParallel.*, got 16 of 32"):
+    wanted = (
+        r"^q_proj: expected all heads .* kda\.tp\.HeadParallel or ColwiseParallel, got 16 of 32 channels on each of 1"
+    )
+    with pytest.raises(ValueError, match=wanted):
         layer(tokens(1, 3, 48))
+
+
+@pytest.mark.parametrize("left_out", ["k_proj", "b_proj", "f_proj.1", "g_proj.1", "o_proj"])
+def test_plans_that_leave_out_a_projection_are_refused(left_out: str, ranks: Results, folder: Path) -> None:
+    for rank in range(RANKS):
+        said = torch.load(folder / f"refused_{rank}.pt")[left_out]
+        assert said.startswith(f"{left_out.split('.')[0]}: expected a style for heads as q_proj has"), said

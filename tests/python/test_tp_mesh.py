@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layer_model import relative
-from mesh_ranks import MESHES, RUNS, block, in_one_process, run_rank
+from mesh_ranks import CASES, MESHES, RUNS, block, in_one_process, run_rank
 
 Results = tuple[str, list[dict[str, Any]]]
 
@@ -36,6 +36,20 @@ def test_ranks_equal_one_process(results: Results, name: str, dtype: torch.dtype
         errors = {n: relative(x, got[n]) for n, x in own.items()}
         wrong = {n: error for n, error in errors.items() if not error < limit}
         assert not wrong
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_equal_one_process(results: Results, name: str) -> None:
+    """A plan of torch's styles, which knows only the projections."""
+    mesh, ranks = results
+    expected = in_one_process(mesh, name, torch.float64)
+    for r in ranks:
+        got = r[f"{name} by plan"]
+        assert set(got) == {n for n in expected if n in ("o", "x") or n.startswith("d ")}
+        own = {n: expected[n][r["rows"]] if n in ("o", "x") else expected[n] for n in got}
+        wrong = {n: error for n, x in own.items() if not (error := relative(x, got[n])) < 1e-14}
+        assert not wrong
+        assert r[f"{name} heads of a cache"] * MESHES[mesh][1] == block(name).attn.num_v_heads
 
 
 def test_whole_state_dicts(results: Results) -> None:

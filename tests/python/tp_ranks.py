@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import kda
-from kda.nn import DraftCache
+from kda.nn import DraftCache, KimiDeltaAttention
 from kda.tp import HeadParallel
 from layer_model import make, tokens
 from support import make as make_problem
@@ -34,12 +34,19 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def run_layer(config: dict[str, Any], mesh: Any = None) -> dict[str, Tensor]:
+def plan_of(layer: KimiDeltaAttention) -> dict[str, Any]:
+    """What users write who do not know kda.tp."""
+    last = [n if isinstance(getattr(layer, n), torch.nn.Linear) else f"{n}.1" for n in ("f_proj", "g_proj")]
+    by_columns = {n: ColwiseParallel() for n in ("q_proj", "k_proj", "v_proj", "b_proj", *last)}
+    return {**by_columns, "o_proj": RowwiseParallel()}
+
+
+def run_layer(config: dict[str, Any], mesh: Any = None, by_plan: bool = False) -> dict[str, Tensor]:
     """Outputs with and without caches and drafts, gradients, and parameters after a step of an optimizer."""
     dtype = config.get("dtype", torch.float32)
     layer = make(**{n: x for n, x in config.items() if n != "dtype"}).to(dtype)
     if mesh is not None:
-        parallelize_module(layer, mesh, HeadParallel())
+        parallelize_module(layer, mesh, plan_of(layer) if by_plan else HeadParallel())
     x, d_o = tokens(2, 70, 48).to(dtype).requires_grad_(), tokens(2, 70, 48, seed=2).to(dtype)
     o = layer(x)[0]
     (o * d_o).sum().backward()
@@ -51,10 +58,26 @@ def run_layer(config: dict[str, Any], mesh: Any = None) -> dict[str, Tensor]:
         results["step"] = layer(x[:, 40:41], cache=cache)[0]
         if config.get("conv_size") != 1 and dtype == torch.float32:  # drafts need a convolution, or none
             results["drafts"] = layer(x[:, 41:44], cache=DraftCache(layer, cache, 4))[0]
+    if by_plan:  # optimizers refuse a mixture of DTensors and others
+        return {n: x * 1 for n, x in results.items()}
     norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     results |= {"norm": whole(norm)} | {f"new {n}": whole(p).detach() for n, p in layer.named_parameters()}
     return {n: x * 1 for n, x in results.items()}  # waits for unfinished communication between ranks
+
+
+def refusals(mesh: Any) -> dict[str, str]:
+    """What the layer says to plans that leave out one projection."""
+    said = {}
+    for name in ("k_proj", "b_proj", "f_proj.1", "g_proj.1", "o_proj"):
+        layer = make()
+        parallelize_module(layer, mesh, {n: style for n, style in plan_of(layer).items() if n != name})
+        try:
+            layer(tokens(1, 5, 48))
+            said[name] = "accepted"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
 
 
 # ---- functions of DTensors ----
@@ -88,7 +111,10 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (ranks,))
-    torch.save({n: run_layer(config, mesh) for n, config in CASES.items()}, Path(folder) / f"{rank}.pt")
+    torch.save(refusals(mesh), Path(folder) / f"refused_{rank}.pt")
+    layers = {n: run_layer(config, mesh) for n, config in CASES.items()}
+    layers |= {f"{n} by plan": run_layer(config, mesh, True) for n, config in CASES.items()}
+    torch.save(layers, Path(folder) / f"{rank}.pt")
     results = {f"{n} {cut}": run_function(n, cut, mesh) for n in FUNCTIONS for cut in CUTS}
     torch.save({n: {m: x * 1 for m, x in r.items()} for n, r in results.items()}, Path(folder) / f"functions_{rank}.pt")
     dist.barrier()
