@@ -15,6 +15,7 @@ from torch.nn import functional as F
 class Layout(NamedTuple):
     cu_seqlens: Tensor | None  # offsets of the sequences, rows one after another; None: every row is a sequence
     kept: Tensor | None  # indices in all B * T of the tokens that are not padding, which the offsets count; None: all
+    real: Tensor | None = None  # where the host cannot read how many to keep, padding comes last in kept: False here
 
 
 def integer(name: str, x: Any) -> int:
@@ -67,6 +68,8 @@ def find_layout(
     alone = seq_idx is None and position_ids is None and all(x is first for x in given.values())
     if attention_mask is None and (alone or (first is not None and _cannot_wait(hidden_states))):
         return Layout(None if first is None else first.to(hidden_states.device), None)
+    if attention_mask is not None and seq_idx is None and position_ids is None and _cannot_wait(hidden_states):
+        return _padding_last(attention_mask.to(hidden_states.device)[:, attention_mask.shape[1] - T :] != 0)
     layout: Layout = _read(hidden_states, given, seq_idx, position_ids, attention_mask)
     return layout
 
@@ -89,6 +92,13 @@ def _check_shapes(
 
 def _cannot_wait(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@torch.no_grad()
+def _padding_last(mask: Tensor) -> Layout:
+    """All tokens of one row after another, then all padding, behind the last offset. No size depends on numbers."""
+    kept = torch.argsort(mask.flatten(), descending=True, stable=True)
+    return Layout(F.pad(mask.sum(1).cumsum(0), (1, 0)), kept, mask.flatten()[kept])
 
 
 @torch.no_grad()

@@ -261,7 +261,8 @@ class KimiDeltaAttention(nn.Module):
         ways must agree; without any, a row is one document. Offsets cost nothing. The other ways are read on the
         host, which waits for a GPU, breaks the graph of ``torch.compile`` (``fullgraph=True`` refuses) and cannot be
         captured into a CUDA graph. If offsets are given as well, the other ways are only compared with them, and
-        inside ``torch.compile`` and CUDA graph capture they are ignored.
+        inside ``torch.compile`` and CUDA graph capture they are ignored. A mask alone is not read there, either:
+        padding is computed and then dropped, and numbers other than 0 count as 1.
 
         Args:
             hidden_states: ``[B, T, hidden_size]``, of the parameters' dtype, or any under autocast.
@@ -307,12 +308,14 @@ class KimiDeltaAttention(nn.Module):
         if cp_context is not None:
             self._check_window(hidden_states, cp_context, held, use_cache)
             offsets = {"cp_context": cp_context.cu_seqlens, **offsets}
-        cu, kept = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
+        cu, kept, real = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
         held, found, foreign = self._find_cache(held, bool(use_cache), B if cu is None else cu.shape[0] - 1)
 
         x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
+        if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
+            x = torch.where(real[:, None], x, 0)
         g, beta = _heads(self.f_proj(x), self.head_k_dim), self.b_proj(x)
         if isinstance(found, DraftCache):
             if cu is not None or torch.is_grad_enabled():

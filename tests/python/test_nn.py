@@ -290,21 +290,32 @@ def test_no_gradient_leaks_between_packed_sequences():
     assert x.grad[:, 13:].abs().min() > 0
 
 
+def in_one_graph(layer: KimiDeltaAttention):
+    torch._dynamo.reset()
+    return torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+
+how = pytest.mark.parametrize("how", [lambda layer: layer, in_one_graph], ids=["eager", "one_graph"])
+
+
+@how
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_skipped(side):
+def test_padding_is_skipped(side, how):
     layer, lengths, T = make(), [9, 70, 1, 0], 70
+    run = how(layer)
     x, mask = tokens(4, T, 48), torch.zeros(4, T, dtype=torch.int64)
     for n, length in enumerate(lengths):
         mask[n, T - length :] = side == "left"
         mask[n, :length] |= side == "right"
     x[mask == 0] = math.nan  # padding may hold anything
     leaf = x.clone().requires_grad_()
-    o, _, _ = layer(leaf, attention_mask=mask)
+    o, _, _ = run(leaf, attention_mask=mask)
     o.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
     cache = layer.new_cache(4)
     with torch.no_grad():
-        layer(x, attention_mask=mask, cache=cache)
-        step, _, _ = layer(tokens(4, 1, 48), attention_mask=F.pad(mask, (0, 1), value=1), cache=cache)
+        run(x, attention_mask=mask, cache=cache)
+        step, _, _ = run(tokens(4, 1, 48), attention_mask=F.pad(mask, (0, 1), value=1), cache=cache)
     assert not o[mask == 0].any()
     assert not leaf.grad[mask == 0].any()
     for n, length in enumerate(lengths):
@@ -315,13 +326,14 @@ def test_padding_is_skipped(side):
             assert relative(expected[0, :-1], o[n, mask[n].bool()]) < 2e-6
 
 
-def test_a_masked_row_of_a_decode_step_keeps_its_state():
+@how
+def test_a_masked_row_of_a_decode_step_keeps_its_state(how):
     layer = make()
     cache = layer.new_cache(2)
     in_pieces(layer, tokens(2, 10, 48), [10], cache)
     conv, state = cache.conv.clone(), cache.state.clone()
     with torch.no_grad():
-        o, _, _ = layer(tokens(2, 1, 48), attention_mask=torch.tensor([[1], [0]]), cache=cache)
+        o, _, _ = how(layer)(tokens(2, 1, 48), attention_mask=torch.tensor([[1], [0]]), cache=cache)
     assert not o[1].any()
     assert torch.equal(cache.conv[1], conv[1])
     assert torch.equal(cache.state[1], state[1])

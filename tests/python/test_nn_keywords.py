@@ -253,6 +253,11 @@ def test_compiled(expected):
     torch._dynamo.reset()  # otherwise the graphs in pieces are found again
     with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(x, position_ids=POSITIONS)
+    mask = torch.ones(1, T)
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # a mask alone stays in the graph
+        whole(x, position_ids=POSITIONS, attention_mask=mask)
+    mask[:, :3] = 0
+    assert torch.equal(whole(x, attention_mask=mask)[0], layer(x, attention_mask=mask)[0])
 
 
 # ---- context parallelism ----
