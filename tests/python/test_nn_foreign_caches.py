@@ -226,3 +226,18 @@ def test_transformers_own_cache_in_turns_with_its_own_layer():
             if turn == 3:
                 held.reorder_cache(torch.tensor([0, 1]))  # changes the order of the state in memory
         assert relative(theirs(x), torch.cat(o, 1)) < 5e-6
+
+
+def test_the_cache_of_fla() -> None:
+    """Where FLA is installed: it needs Triton, so the tests do not bring it."""
+    Cache = pytest.importorskip("fla.models.utils").Cache
+    layer, x, held = make(layer_idx=1), tokens(3, 80, 48), Cache()
+    rows = torch.tensor([2, 2, 0])
+    with torch.no_grad():
+        o = run(layer, x[:, :64], [60, 1, 3], held)
+        assert relative(layer(x)[0][:, :64], o) < 3e-6
+        assert held.get_seq_length(1) == 64
+        held.reorder_cache(rows)
+        o = run(layer, x[:, 64:], [1, 15], held)
+        expected, _, _ = layer(torch.cat([x[rows, :64], x[:, 64:]], 1))
+        assert relative(expected[:, 64:], o) < 3e-6
