@@ -22,7 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._lib import library
 from ._options import Options
 from ._packing import integer, offsets_of
-from .autograd import apply, chunks_between_states, first_derivatives, plain, run_backward, run_forward
+from .autograd import (
+    apply,
+    chunks_between_states,
+    first_derivatives,
+    plain,
+    run_backward,
+    run_forward,
+    state_shape,
+    wide_dtype,
+)
 from .segment import run_segment_merge
 
 Tensor = torch.Tensor
@@ -183,15 +192,17 @@ def _sequence_across(cu: list[int], border: int) -> tuple[int, int] | None:
 
 
 def _exchange(
-    cp: Context, inputs: Sequence[Any], options: Options, d_o: Tensor | None, M: Tensor | None
+    cp: Context, inputs: Sequence[Any], options: Options, d_o: Tensor | None, M: Tensor | None, given: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Returns (maps, states, this rank's M). ``maps`` are those of all ranks with tokens, ``[places, HV, K, K]``, or
     None if no rank passes states on. ``states`` are the ``b`` of their last sequences, ``[places, HV, ..]``; with
-    ``d_o`` the ``d`` of their first ones. ``M`` is this rank's, if it is already known. What no rank needs is 0."""
+    ``d_o`` the ``d`` of their first ones. ``M`` is this rank's, if it is already known. What no rank needs is 0.
+    ``given`` is the state that the last sequence begins with, ``[HV, ..]``; with ``d_o`` the gradient of the state
+    that this rank returns for the first one. It is mapped and added: ``b + M given``, ``d + M^T given``."""
     q, k, v, g, beta, A_log, dt_bias = inputs
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     size = HV * K * V
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q)
     own = q.new_zeros(size + (HV * K * K if cp.any_passes_on else 0), dtype=wide)
     state = own[:size].view(1, HV, *((K, V) if options.state_layout else (V, K)))
     known, M = M, own[size:].view(1, HV, K, K) if cp.passes_on else None
@@ -199,8 +210,14 @@ def _exchange(
         tokens = cp.last if d_o is None else cp.first
         part = [x[:, tokens] for x in (q, k, v, g, beta)]
         b, d, d_part = (state, None, None) if d_o is None else (None, state, d_o[:, tokens])
-        wanted = M if known is None else None
+        across = q.new_empty(1, HV, K, K, dtype=wide) if M is None and given is not None else M
+        wanted = across if known is None else None
         library().segment_map(*part, A_log, dt_bias, None, *options, d_part, wanted, b, d, None, 0, None)
+        if given is not None:
+            merged = run_segment_merge(
+                across if known is None else known, state, given, d_o is not None, options.state_layout == 0, None, 0
+            )
+            state.copy_(merged[:1] if d_o is not None else merged[1:])
     if M is not None and known is not None:
         M.copy_(known)
     everyone = cp.gather(own)
@@ -229,66 +246,93 @@ def _one_of(sequences: int, n: int, state: Tensor) -> Tensor:
 
 
 class ContextParallelFunction(torch.autograd.Function):
-    """Autograd of chunk_kda on the window of this rank."""
+    """Autograd of chunk_kda on the window of this rank. ``h0`` has the states of sequences that begin in it; the first
+    one does not if earlier ranks have tokens of it."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
-        dt_bias: Tensor | None, cp: Context, options: Options, h_every: int, impl: str | None,
-    ) -> Tensor:  # fmt: skip
+        dt_bias: Tensor | None, h0: Tensor | None, cp: Context, options: Options, final_state: bool, h_every: int,
+        impl: str | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         inputs = (q, k, v, g, beta, A_log, dt_bias)
-        M = state = h0 = only_first = None
+        M = only_first = None
+        starts = None if h0 is None else h0.to(wide_dtype(q), copy=True)
         if cp.any_across:
-            maps, states, M = _exchange(cp, inputs, options, None, None)
-            if cp.before:  # the other sequences start from zeros and never read h0
+            given = starts[-1] if starts is not None and cp.after and not cp.passes_on else None
+            maps, states, M = _exchange(cp, inputs, options, None, None, given)
+            if cp.before:
                 state = _merged(maps, states, cp.place - cp.before, cp.place - 1, options)
-                h0 = state.expand(cp.sequences, *state.shape)
-                only_first = torch.arange(cp.sequences, device=q.device) == 0
-        o, _, saved = run_forward(*inputs, h0, cp.cu_seqlens, options, False, h_every, False, impl, only_first)
+                if starts is None:  # the other sequences start from zeros and never read it
+                    starts = state.expand(cp.sequences, *state.shape)
+                    only_first = torch.arange(cp.sequences, device=q.device) == 0
+                else:
+                    starts[0] = state
+        o, hT, saved = run_forward(
+            *inputs, starts, cp.cu_seqlens, options, final_state, h_every, False, impl, only_first
+        )  # fmt: skip
         if h_every:
-            own = [None if x is None else x.clone() for x in (state, M)]  # clones: they are views of larger buffers
-            ctx.save_for_backward(*inputs, *own, *saved)
+            if only_first is not None:
+                starts = state.clone()  # a view of a larger buffer
+            ctx.save_for_backward(*inputs, starts, None if M is None else M.clone(), *saved)
             ctx.cp, ctx.options, ctx.h_every = cp, options, h_every
-        return o
+            ctx.dtype = None if h0 is None else h0.dtype
+        ctx.set_materialize_grads(False)
+        return o, hT
 
     @staticmethod
     @first_derivatives
-    def backward(ctx: Any, kept: Any, d_o: Tensor) -> tuple[Any, ...]:
-        q, k, v, g, beta, A_log, dt_bias, start, M, *saved = kept
+    def backward(ctx: Any, kept: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, g, beta, A_log, dt_bias, starts, M, *saved = kept
         inputs, cp, options = (q, k, v, g, beta, A_log, dt_bias), ctx.cp, ctx.options
-        d_o, dhT = plain(d_o), None
-        h0 = None if start is None else _one_of(cp.sequences, 0, start)
+        d_o = torch.zeros_like(v) if d_o is None else plain(d_o)
+        dhT = None if dhT is None else plain(dhT).clone()
+        h0 = starts if starts is None or ctx.dtype is not None else _one_of(cp.sequences, 0, starts)
         if cp.any_across:
-            maps, states, _ = _exchange(cp, inputs, options, d_o, M)
+            given = dhT[0] if dhT is not None and cp.before else None
+            maps, states, _ = _exchange(cp, inputs, options, d_o, M, given)
             if cp.after:
-                dhT = _one_of(cp.sequences, -1, _merged(maps, states, cp.place + cp.after, cp.place + 1, options))
-        grads = run_backward(
-            *inputs, h0, cp.cu_seqlens, options, saved, ctx.h_every, d_o, dhT, (*ctx.needs_input_grad[:7], False)
-        )  # fmt: skip
-        return (*grads[:7], None, None, None, None)
+                after = _merged(maps, states, cp.place + cp.after, cp.place + 1, options)
+                if dhT is None:
+                    dhT = _one_of(cp.sequences, -1, after)
+                else:
+                    dhT[-1] += after
+        wanted = ctx.needs_input_grad[:8]
+        grads = run_backward(*inputs, h0, cp.cu_seqlens, options, saved, ctx.h_every, d_o, dhT, wanted)
+        d_h0 = grads[7]
+        if d_h0 is not None:
+            if cp.before:
+                d_h0[0] = 0  # not read: the state comes from the ranks before
+            d_h0 = d_h0.to(ctx.dtype)
+        return (*grads[:7], d_h0, None, None, None, None, None)
 
 
 def _chunk_kda(
     cp: Any, call: tuple[Any, ...], output_final_state: bool, return_intermediate_states: bool,
     disable_recompute: bool, impl: str | None,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`kda.chunk_kda` with a ``cp_context``."""
     *inputs, h0, cu, options = call
     if not isinstance(cp, Context):
         raise ValueError(f"cp_context: expected a kda.cp.Context, got {type(cp).__name__}")
-    if h0 is not None:
-        raise ValueError("initial_state: expected None with cp_context (sequences start from zeros), got a tensor")
-    if output_final_state or return_intermediate_states:
-        name = "output_final_state" if output_final_state else "return_intermediate_states"
-        raise ValueError(f"{name}: expected False with cp_context (states belong to no single rank), got True")
+    if return_intermediate_states:
+        raise ValueError("return_intermediate_states: expected False with cp_context, got True")
     if cu is not None and cu is not cp.cu_seqlens:
         raise ValueError("cu_seqlens: expected None with cp_context, which has its own, got a tensor")
     if tuple(inputs[0].shape[:2]) != (1, cp.tokens):
         raise ValueError(
             f"q: expected [1, {cp.tokens}, H, K], this rank's window of the tokens, got {list(inputs[0].shape)}"
         )
-    h_every = chunks_between_states(inputs, disable_recompute)
-    return apply(ContextParallelFunction, *inputs, cp, options, h_every, impl), None
+    shape = list(state_shape(inputs[2], inputs[0].shape[3], cp.cu_seqlens, options))
+    if h0 is not None and list(h0.shape) != shape:
+        raise ValueError(
+            f"initial_state: expected {shape}, one for each sequence in this rank's window, got {list(h0.shape)}"
+        )
+    h_every = chunks_between_states((*inputs, h0), disable_recompute)
+    result: tuple[Tensor, Tensor | None] = apply(
+        ContextParallelFunction, *inputs, h0, cp, options, output_final_state, h_every, impl
+    )
+    return result
 
 
 chunk_kda = torch.compiler.disable(_chunk_kda)  # graphs cannot hold our collectives

@@ -103,9 +103,10 @@ def chunk_kda(
         cu_seqlens_cpu: a copy on the CPU. It is used only for the shape of the intermediate states, for which a call
             on a GPU otherwise waits for ``cu_seqlens``. Refused if its length differs or, on the CPU, a value.
         cp_context: a :class:`kda.cp.Context`: the tokens are this rank's window of sequences that are spread over
-            several ranks. ``initial_state``, ``cu_seqlens`` and all states but the outputs are then refused.
-            Gradients of parameters are this rank's share of their sums. Every rank must make the call, forward and
-            backward.
+            several ranks. ``initial_state`` and the final state then have a row for each sequence of the window. A
+            sequence that begins on an earlier rank does not read its row, and one that goes on on a later rank
+            returns its state at the border. ``cu_seqlens`` and intermediate states are refused. Gradients of
+            parameters are this rank's share of their sums. Every rank must make the call, forward and backward.
         use_graph: for capture into a CUDA graph. Only the intermediate states need it: packed sequences then have
             ``ceil(T / 64) + N - 1`` of them, whatever their lengths, and those after the last chunk are undefined.
         max_num_seqs: with ``use_graph``, the number of sequences in ``cu_seqlens``, including empty ones at the end.

@@ -306,8 +306,10 @@ def test_windows_of_any_integers(alone: None) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"initial_state": torch.zeros(1, 2, 16, 24)}, "initial_state: expected None with cp_context"),
-        ({"output_final_state": True}, "output_final_state: expected False with cp_context"),
+        (
+            {"initial_state": torch.zeros(2, 2, 16, 24)},
+            r"initial_state: expected \[1, 2, 16, 24\], one for each sequence",
+        ),
         ({"cu_seqlens": torch.tensor([0, 12])}, "cu_seqlens: expected None with cp_context"),
         ({"cp_context": 3}, "cp_context: expected a kda.cp.Context, got int"),
         ({"cp_context": None, "T": 13}, r"q: expected \[1, 12, H, K\], this rank's window of the tokens, got \[1, 13"),
