@@ -36,9 +36,14 @@ def training_flop(K: int, V: int) -> int:
     return forward_flop(K, V) + again_flop(K, V) + backward_flop(K, V)
 
 
+def map_flop(K: int, columns: int) -> int:
+    """The forward's recurrence without outputs, on a state of K columns for M and V each for b and d."""
+    return 4 * K * columns + 160 * K + 80 * columns + 2048
+
+
 def segment_map_flop(K: int, V: int) -> int:
-    """M and b: the forward's recurrence on a state K columns wider, without outputs."""
-    return 4 * K * (K + V) + 160 * K + 80 * (K + V) + 2048
+    """M and b."""
+    return map_flop(K, K + V)
 
 
 def prefill_f32_flop(K: int, V: int) -> int:
@@ -75,6 +80,25 @@ def _decode(*a: Any, out_shape: Any) -> int:
     return _per_token(a[3], a[_OUT], recurrent_flop)
 
 
+def _verify(*a: Any, out_shape: Any) -> int:
+    return _per_token(a[3], a[_OUT + 5], recurrent_flop)
+
+
+def _flush_verify(*a: Any, out_shape: Any) -> int:  # what it flushes depends on numbers
+    return _per_token(a[3], a[_OUT + 4], recurrent_flop)
+
+
+def _segment_map(*a: Any, out_shape: Any) -> int:
+    (B, T, HV, V), K, d_o, want_M, want_b = a[2], a[0][3], *a[14:17]
+    columns = K * bool(want_M) + V * bool(want_b) + V * (d_o is not None)
+    return int(B * T * HV * map_flop(K, columns))
+
+
+def _segment_merge(M: Any, b: Any, *_: Any, out_shape: Any) -> int:
+    P, HV, K, _K = M
+    return int(2 * P * HV * K * (b[2] * b[3]))
+
+
 def _conv(x: Any, weight: Any, *_: Any, out_shape: Any) -> int:
     B, T, D = x
     return int(2 * B * T * D * weight[1])
@@ -97,6 +121,10 @@ def formulas() -> dict[Any, Any]:
         "prefill": _prefill,
         "decode": _decode,
         "decode_mtp": _decode,
+        "verify": _verify,
+        "flush_verify": _flush_verify,
+        "segment_map": _segment_map,
+        "segment_merge": _segment_merge,
         "conv": _conv,
         "conv_backward": _conv_backward,
         "conv_update": _conv,

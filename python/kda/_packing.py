@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._dispatch import is_wrapper
+
 
 class Layout(NamedTuple):
     cu_seqlens: Tensor | None  # offsets of the sequences, rows one after another; None: every row is a sequence
@@ -91,7 +93,9 @@ def _check_shapes(
 
 
 def _cannot_wait(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if torch.compiler.is_compiling() or x.is_meta or is_wrapper(x):
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @torch.no_grad()

@@ -315,7 +315,7 @@ class KimiDeltaAttention(nn.Module):
         if kept is not None:
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
-            x = torch.where(real[:, None], x, 0)
+            x = x.masked_fill(~real[:, None], 0)
         g, beta = _heads(self.f_proj(x), self.head_k_dim), self.b_proj(x)
         if isinstance(found, DraftCache):
             if cu is not None or torch.is_grad_enabled():

@@ -135,6 +135,21 @@ def test_shapes_of_the_layer(grad: bool) -> None:
             assert isinstance(o, FakeTensor) and tuple(o.shape) == (3, 1, 48)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_shapes_of_the_layer_with_a_mask(grad: bool, without_data: Change) -> None:
+    layer, x, mask = make_layer(), tokens(3, 20, 48).requires_grad_(grad), torch.ones(3, 20)
+    mask[1, :7] = 0
+    for name, parameter in [*layer.named_parameters()]:
+        owner = layer.get_submodule(name.rpartition(".")[0])
+        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(without_data(parameter.detach())))
+    with torch.set_grad_enabled(grad):
+        o, _, _ = layer(without_data(x), attention_mask=without_data(mask))
+    assert is_without_data(o) and tuple(o.shape) == (3, 20, 48)
+    if grad:
+        o.sum().backward()
+        assert all(is_without_data(p.grad) and p.grad.shape == p.shape for p in layer.parameters())
+
+
 def test_what_is_part_meta_is_refused() -> None:
     p = make(1, 3)
     with pytest.raises(ValueError, match=r"^k: expected a tensor on cpu or cuda, got one on meta"):
@@ -242,6 +257,25 @@ def test_flops_of_convolutions() -> None:
     once = 2 * 2 * 5 * 6 * 4
     ops = torch.ops.kda
     assert counts == {ops.conv: once, ops.conv_backward: once, ops.conv_update: once}
+
+
+def test_flops_of_drafts_and_segments() -> None:
+    p, ops, rows = make(2, 4, 2, 2, 8, 24, state=False, v_first=True), torch.ops.kda, 2 * 4 * 4
+    records = [kda.new_records(2, 4, 2, 4, 8, 24) for _ in range(2)]
+    state, accepted = torch.zeros(2, 4, 24, 8), torch.zeros(2, dtype=torch.int32)
+    more = {n: p.tensors[n] for n in ("q", "k", "v", "g", "beta")}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        kda.verify_kvbuffer(**p.keywords, state=state, records=records[0])
+        kda.flush_verify_kvbuffer(**p.keywords, state=state, records=records[1], accept_len=accepted, last=records[0])
+    counts = counter.get_flop_counts()["Global"]
+    assert counts == dict.fromkeys((ops.verify, ops.flush_verify), rows * 6 * 8 * 24)
+    with FlopCounterMode(display=False) as counter:
+        M, b, _ = kda.segment_map(**more)
+        kda.segment_map(**more, d_o=torch.randn(2, 4, 4, 24), want="d")
+        kda.segment_merge(M, b)
+    counts = counter.get_flop_counts()["Global"]
+    assert counts[ops.segment_map] == rows * (_flops.segment_map_flop(8, 24) + _flops.map_flop(8, 24))
+    assert counts[ops.segment_merge] == 2 * 2 * 4 * 8 * 8 * 24
 
 
 def test_flops_of_the_first_call() -> None:
