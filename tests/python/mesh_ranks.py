@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from kda.nn import KimiDeltaAttention
 from kda.tp import HeadParallel
 from layer_model import make, tokens
-from tp_ranks import plan_of, whole
+from tp_ranks import FUNCTIONS, plan_of, run_function, whole
 
 MESHES = {"tp2": (1, 2), "tp4": (1, 4), "fsdp2_tp2": (2, 2)}  # ranks of FSDP2, of HeadParallel
 CASES: dict[str, dict[str, Any]] = {
@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 RUNS = [(name, dtype) for name in CASES for dtype in (torch.float32, torch.float64)]
 ROWS, TOKENS = 4, 70
+CUTS_OF_FUNCTIONS = ("batch x heads", "heads x batch", "nothing x heads", "batch x batch")
 OPTIONS = StateDictOptions(full_state_dict=True)
 
 
@@ -163,6 +164,10 @@ def run_rank(rank: int, mesh_name: str, folder: str) -> None:
         model = spread(block(name, torch.float64), mesh, by_plan=True)
         results[f"{name} by plan"] = train(model, torch.float64, [own], shape[0], by_plan=True)
         results[f"{name} heads of a cache"] = model.attn.new_cache(1).state.shape[1]
+    if shape == (2, 2):
+        for name in FUNCTIONS:
+            for cut in CUTS_OF_FUNCTIONS:
+                results[f"{name} {cut}"] = {n: x * 1 for n, x in run_function(name, cut, mesh).items()}
     results |= {"rows": own, "made empty": made_empty(mesh)}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()

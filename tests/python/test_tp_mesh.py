@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from layer_model import relative
-from mesh_ranks import CASES, MESHES, RUNS, block, in_one_process, run_rank
+from mesh_ranks import CASES, CUTS_OF_FUNCTIONS, MESHES, RUNS, block, in_one_process, run_rank
+from tp_ranks import FUNCTIONS, run_function
 
 Results = tuple[str, list[dict[str, Any]]]
 
@@ -50,6 +51,18 @@ def test_plans_equal_one_process(results: Results, name: str) -> None:
         wrong = {n: error for n, x in own.items() if not (error := relative(x, got[n])) < 1e-14}
         assert not wrong
         assert r[f"{name} heads of a cache"] * MESHES[mesh][1] == block(name).attn.num_v_heads
+
+
+@pytest.mark.parametrize("cut", CUTS_OF_FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_tensors_cut_twice(results: Results, name: str, cut: str) -> None:
+    if results[0] != "fsdp2_tp2":
+        pytest.skip("this mesh has one dimension")
+    expected = run_function(name, cut)
+    for r in results[1]:
+        got = r[f"{name} {cut}"]
+        assert set(got) == set(expected)
+        assert {n: e for n, x in expected.items() if not (e := relative(x, got[n])) < 3e-7} == {}
 
 
 def test_whole_state_dicts(results: Results) -> None:

@@ -95,9 +95,10 @@ def run_function(name: str, cut: str, mesh: Any = None) -> dict[str, Tensor]:
     p = make_problem(3, 70, 2, 2, 8, 24, gate="softplus", beta="sigmoid")
     tensors = {n: x.clone() for n, x in p.tensors.items()}
     if mesh is not None:
-        dims = CUTS[cut]
+        by = [CUTS[part] for part in cut.split(" x ")]  # for each dimension of the mesh
         tensors = {
-            n: distribute_tensor(x, mesh, [Shard(dims[n]) if n in dims else Replicate()]) for n, x in tensors.items()
+            n: distribute_tensor(x, mesh, [Shard(dims[n]) if n in dims else Replicate() for dims in by])
+            for n, x in tensors.items()
         }
     for x in tensors.values():
         x.requires_grad_()
