@@ -100,12 +100,15 @@ inline void spoil(const kda_tensor& t, Role role, Random& random) {
   else set_some(t, kSmall, random);
 }
 
-// Spoils up to three of a call's tensors and returns their names.
+// Spoils up to three of a call's tensors and returns their names. `bounded`: only those that no factor grows with.
 template <class Args>
-std::string spoil_some(Args& a, Random& random) {
+std::string spoil_some(Args& a, Random& random, bool bounded) {
   std::vector<std::pair<Field, Role>> all;
-  for (const Field& f : all_fields(a))
-    if (const Role r = role(a, f); r != Role::kNone) all.emplace_back(f, r);
+  for (const Field& f : all_fields(a)) {
+    const Role r = role(a, f);
+    if (r == Role::kNone || (bounded && (r == Role::kLinear || r == Role::kRecurrent))) continue;
+    all.emplace_back(f, r);
+  }
   std::string names;
   for (int64_t n = 1 + random.below(3); n > 0 && !all.empty(); --n) {
     const auto& [f, r] = all[random.below(std::ssize(all))];
