@@ -101,7 +101,7 @@ def _cannot_wait(x: Tensor) -> bool:
 @torch.no_grad()
 def _padding_last(mask: Tensor) -> Layout:
     """All tokens of one row after another, then all padding, behind the last offset. No size depends on numbers."""
-    kept = torch.argsort(mask.flatten(), descending=True, stable=True)
+    kept = torch.argsort((~mask).flatten().byte(), stable=True)
     return Layout(F.pad(mask.sum(1).cumsum(0), (1, 0)), kept, mask.flatten()[kept])
 
 

@@ -16,7 +16,7 @@ import kda
 from kda.cli.operators import forced
 from kda.nn import KimiDeltaAttention
 from places import DEVICE, FORMS, HERE, LARGE, all_same, only_cuda, without_synchronisation
-from support import Problem, Tensor, assert_close, cotangents, make, reference, rounded, run, same_bits
+from support import Problem, Tensor, assert_close, cotangents, make, reference, rel_rmse, rounded, run, same_bits
 
 FUNCTIONS = [kda.chunk_kda, kda.fused_recurrent_kda]
 SIZES = {"H": 2, "G": 2, "K": 20, "V": 36, "T": 130}
@@ -176,6 +176,29 @@ def test_a_graph_takes_new_lengths() -> None:
         graph.replay()
         for a, b in zip(got, gradients(), strict=True):
             assert same_bits(a, b)
+
+
+@only_cuda
+def test_a_graph_takes_new_masks() -> None:
+    """The layer reads no mask while it is captured, so that the graph works with others."""
+    layer, x, mask = small_layer(), torch.randn(3, 100, 128, device=DEVICE).bfloat16(), torch.ones(3, 100).to(DEVICE)
+    d_o = torch.randn_like(x)
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(layer(x, attention_mask=mask)[0], list(layer.parameters()), d_o))
+
+    gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gradients()
+    for tokens, side in ((70, "left"), (3, "right"), (100, "left")):
+        mask.zero_()
+        mask[1:, slice(100 - tokens, None) if side == "left" else slice(tokens)] = 1
+        mask[0] = 1
+        graph.replay()
+        for a, b in zip(got, gradients(), strict=True):
+            assert rel_rmse(b.float().cpu(), a.float().cpu()) < 5e-2
 
 
 @only_cuda
