@@ -5,6 +5,7 @@
 
 #include "cpu/cpu.h"
 #include "error.h"
+#include "indices.h"
 #include "problem.h"
 #include "problem_prefill_f32.h"
 #include "problem_stages.h"
@@ -86,11 +87,12 @@ void run_in_memory(const Implementation<P>& impl, const P& problem, const char* 
 template <class Args>
 kda_status run(const Args* args, const char* op) noexcept {
   return guard([&] {
-    const auto problem = validate(args);
+    auto problem = validate(args);
     const auto& impl = choose(problem);
     if (problem.args.exec.device == KDA_CPU) validate_data(problem);
     else refuse_assumed_gpu();
     if (problem.idle) return;
+    narrow_indices(problem);
     if (problem.args.exec.device == KDA_CUDA) check_workspace(problem.args.exec, impl.workspace(problem));
     run_in_memory(impl, problem, op);
   });

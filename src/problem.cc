@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "checks.h"
 #include "validate.h"
@@ -47,11 +48,11 @@ Shape check_gate_inputs(const kda_tensor& x, const kda_tensor& A_log, const kda_
 }  // namespace
 
 ForwardProblem validate(const kda_forward_args* raw) {
-  kda_forward_args a = copy_args(raw, sizeof(kda_forward_args));
+  kda_forward_args a = copy_args(raw, offsetof(kda_forward_args, out_state_indices));
   check_exec(a.exec);
   Tensors tensors;
   Dims d = check_inputs(a.in, tensors);
-  check_states(a.states, d, a.in, tensors);
+  check_states(a.states, a.out_state_indices, d, a.in, tensors);
   for (const auto& [name, t] : {std::pair{"o", &a.o},
                                 {"checkpoints", &a.checkpoints},
                                 {"checkpoint_slots", &a.checkpoint_slots},
@@ -69,7 +70,7 @@ ForwardProblem validate(const kda_forward_args* raw) {
     if (a.checkpoint_slots.ndim != 2 || a.checkpoint_slots.shape[0] != d.N)
       invalid("checkpoint_slots: expected shape [N,M] with N = ", d.N, ", got ",
               shape_text(a.checkpoint_slots.shape, a.checkpoint_slots.ndim));
-    tensors.check_storage("checkpoint_slots", a.checkpoint_slots, bit(KDA_I32), false);
+    tensors.check_storage("checkpoint_slots", a.checkpoint_slots, kIndices, false);
     if (a.checkpoint_every < 1 || a.checkpoint_every % kChunk)
       invalid("checkpoint_every: expected a positive multiple of ", kChunk, ", got ", a.checkpoint_every);
   } else if (a.checkpoint_every) {
@@ -211,7 +212,7 @@ void check_h_rows(const Dims& d, const kda_inputs& in, const kda_tensor& h, int6
 
 void validate_data(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
-  check_states_data(p, a.in, a.states);
+  check_states_data(p, a.in, a.states, a.out_state_indices);
   check_h_rows(p, a.in, a.h, a.h_every);
   if (present(a.checkpoints))
     check_slots("checkpoint_slots", a.checkpoint_slots, a.states.first_valid_slot, a.checkpoints.shape[0]);

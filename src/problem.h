@@ -229,6 +229,18 @@ KDA_BOTH inline Sequence sequence_at(const Dims& d, const kda_inputs& in, const 
   return s;
 }
 
+// Row of hT for the state after the tokens of a live sequence; -1: it is not stored. `slot` is where the sequence's
+// state came from, `rows` are those of hT.
+KDA_BOTH inline int64_t final_row(const Index& out_state_indices, int64_t first_valid, int64_t rows, int64_t n,
+                                  int64_t slot) {
+  if (!out_state_indices.data) return slot;
+  const int64_t out = out_state_indices[n];
+  return out >= first_valid && out < rows ? out : -1;
+}
+KDA_BOTH inline int64_t final_row(const kda_tensor& out_state_indices, const kda_states& states, const Sequence& s) {
+  return final_row(index_of(out_state_indices), states.first_valid_slot, states.hT.shape[0], s.n, s.slot);
+}
+
 // Decode: where the states before and after a sequence's tokens are.
 struct Start {
   kda_tensor states;

@@ -1,4 +1,5 @@
 // The contract of the causal convolution.
+#include <cstddef>
 #include <utility>
 
 #include "validate.h"
@@ -50,7 +51,7 @@ int64_t slots_of(const char* name, const kda_tensor& t) {
 }  // namespace
 
 ConvProblem validate(const kda_conv_args* raw) {
-  const kda_conv_args a = copy_args(raw, sizeof(kda_conv_args));
+  const kda_conv_args a = copy_args(raw, offsetof(kda_conv_args, out_state_indices));
   check_exec(a.exec);
   Tensors tensors;
   ConvDims d = check_conv_inputs(a.x, a.weight, a.bias, a.cu_seqlens, tensors);
@@ -58,17 +59,24 @@ ConvProblem validate(const kda_conv_args* raw) {
                               {"final_state", &a.final_state},
                               {"state_indices", &a.state_indices},
                               {"has_initial_state", &a.has_initial_state},
+                              {"out_state_indices", &a.out_state_indices},
                               {"y", &a.y}});
-  const bool pool = present(a.state_indices);
+  const bool pool = present(a.state_indices), apart = present(a.out_state_indices);
   if (pool && !present(a.initial_state) && !present(a.final_state))
     invalid("state_indices: expected a pool initial_state or final_state with it, got neither");
-  const char* like = pool ? " ([slots,D,W-1])" : " ([N,D,W-1])";
-  for (const auto& [name, t] : {std::pair{"initial_state", &a.initial_state}, {"final_state", &a.final_state}})
-    if (present(*t)) check_conv_state(name, *t, pool ? slots_of(name, *t) : d.N, d, tensors, t == &a.final_state, like);
-  if (pool && present(a.initial_state) && present(a.final_state) && a.initial_state.shape[0] != a.final_state.shape[0])
+  if (apart && !present(a.final_state)) invalid("out_state_indices: expected a pool final_state with it, got none");
+  for (const auto& [name, t] : {std::pair{"initial_state", &a.initial_state}, {"final_state", &a.final_state}}) {
+    const bool out = t == &a.final_state, slots = pool || (out && apart);
+    if (!present(*t)) continue;
+    check_conv_state(name, *t, slots ? slots_of(name, *t) : d.N, d, tensors, out,
+                     slots ? " ([slots,D,W-1])" : " ([N,D,W-1])");
+  }
+  if (apart) tensors.check_any_stride("out_state_indices", a.out_state_indices, {d.N}, 1, kIndices, false, " ([N])");
+  else if (pool && present(a.initial_state) && present(a.final_state) &&
+           a.initial_state.shape[0] != a.final_state.shape[0])
     invalid("final_state: expected as many slots as initial_state, ", a.initial_state.shape[0], ", got ",
             a.final_state.shape[0]);
-  if (pool) tensors.check_any_stride("state_indices", a.state_indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  if (pool) tensors.check_any_stride("state_indices", a.state_indices, {d.N}, 1, kIndices, false, " ([N])");
   if (present(a.has_initial_state)) {
     if (!present(a.initial_state)) invalid("has_initial_state: expected initial_state with it, got none");
     tensors.check_any_stride("has_initial_state", a.has_initial_state, {d.N}, 1, bit(KDA_BOOL), false, " ([N])");
@@ -122,7 +130,12 @@ void validate_data(const ConvProblem& p) {
   check_cu_seqlens(a.cu_seqlens, p.T);
   if (present(a.state_indices))
     check_slots("state_indices", a.state_indices, a.first_valid_slot,
-                present(a.initial_state) ? a.initial_state.shape[0] : a.final_state.shape[0]);
+                present(a.initial_state) ? a.initial_state.shape[0] : a.final_state.shape[0],
+                present(a.final_state) && !present(a.out_state_indices));
+  if (present(a.out_state_indices))
+    check_written_slots({a.state_indices, a.out_state_indices, a.has_initial_state, p.N, a.first_valid_slot,
+                         a.final_state.shape[0],
+                         present(a.initial_state) && a.initial_state.data == a.final_state.data});
 }
 void validate_data(const ConvBackwardProblem& p) { check_cu_seqlens(p.args.cu_seqlens, p.T); }
 

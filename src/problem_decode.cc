@@ -1,4 +1,6 @@
 // The contract of decode.
+#include <cstddef>
+
 #include "dtype.h"
 #include "validate.h"
 
@@ -16,7 +18,7 @@ void check_snapshots(const kda_decode_args& a, const Dims& d, Tensors& tensors) 
         slots.shape[1] < std::max<int64_t>(1, present(snapshots) ? tokens : 1))
       invalid("snapshot_slots: expected shape [N,S] with N = ", d.N, " and S at least ", std::max<int64_t>(1, tokens),
               ", got ", shape_text(slots.shape, slots.ndim));
-    tensors.check_storage("snapshot_slots", slots, bit(KDA_I32), false);
+    tensors.check_storage("snapshot_slots", slots, kIndices, false);
   }
   if (present(snapshots)) {
     if (present(slots)) {
@@ -37,14 +39,14 @@ void check_snapshots(const kda_decode_args& a, const Dims& d, Tensors& tensors) 
     if (present(slots) && !present(a.states.h0))
       invalid("accepted: expected the pool h0 with snapshot_slots, got none");
     if (present(a.states.has_initial_state)) invalid("has_initial_state: expected none with accepted, got one");
-    tensors.check_any_stride("accepted", a.accepted, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+    tensors.check_any_stride("accepted", a.accepted, {d.N}, 1, kIndices, false, " ([N])");
   }
 }
 
 }  // namespace
 
 DecodeProblem validate(const kda_decode_args* raw) {
-  kda_decode_args a = copy_args(raw, sizeof(kda_decode_args));
+  kda_decode_args a = copy_args(raw, offsetof(kda_decode_args, out_state_indices));
   check_exec(a.exec);
   Tensors tensors;
   Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
@@ -53,7 +55,7 @@ DecodeProblem validate(const kda_decode_args* raw) {
                                 {"snapshot_slots", &a.snapshot_slots},
                                 {"accepted", &a.accepted}})
     check_absent_is_empty(name, *t);
-  check_states(a.states, d, a.in, tensors, present(a.snapshot_slots) && present(a.accepted));
+  check_states(a.states, a.out_state_indices, d, a.in, tensors, present(a.snapshot_slots) && present(a.accepted));
   tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
   check_snapshots(a, d, tensors);
   check_memory(tensors, a.exec, d);
@@ -67,7 +69,8 @@ bool has_f64(const DecodeProblem& p) {
 
 void validate_data(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
-  check_states_data(p, a.in, a.states);
+  check_states_data(p, a.in, a.states, a.out_state_indices, !present(a.accepted));
+  check_width("accepted", a.accepted);
   check_conv_data(a.conv);
   const bool slots = present(a.snapshot_slots);
   if (slots)

@@ -35,7 +35,7 @@ int64_t check_records(const kda_records& r, const char* name, const Dims& d, int
   tensors.check(names[0], r.u, shape(d.HV, d.V), ndim, kSingles, output, " ([slots,R,HV,V])");
   tensors.check(names[1], r.k, shape(d.H, d.K), ndim, kSingles, output, " ([slots,R,H,K])");
   tensors.check(names[2], r.alpha, shape(d.HV, d.K), ndim, kSingles, output, " ([slots,R,HV,K])");
-  if (present(r.indices)) tensors.check_any_stride(names[3], r.indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  if (present(r.indices)) tensors.check_any_stride(names[3], r.indices, {d.N}, 1, kIndices, false, " ([N])");
   else if (slots < d.N) invalid(names[0], ": expected at least N = ", d.N, " slots without indices, got ", slots);
   if (present(r.ring_first) != present(r.ring_count))
     invalid(names[5], ": expected together with ring_first, got ", present(r.ring_first) ? "ring_first" : "ring_count",
@@ -54,7 +54,7 @@ void check_parents(const char* name, const kda_tensor& parents, const Dims& d, i
   if (parents.ndim != 2 || parents.shape[0] != d.N || parents.shape[1] < tokens)
     invalid(name, ": expected shape [N,T] with N = ", d.N, " and T at least ", tokens, ", got ",
             shape_text(parents.shape, parents.ndim));
-  tensors.check_storage(name, parents, bit(KDA_I32), false);
+  tensors.check_storage(name, parents, kIndices, false);
 }
 
 int64_t dense_tokens(const Dims& d) { return d.varlen ? 0 : d.T; }
@@ -66,7 +66,7 @@ void check_drafts(const Dims& d, int64_t R) {
 
 void check_accept_len(const kda_tensor& t, int64_t N, Tensors& tensors) {
   check_absent_is_empty("accept_len", t);
-  tensors.check_any_stride("accept_len", t, {N}, 1, bit(KDA_I32), false, " ([N])");
+  tensors.check_any_stride("accept_len", t, {N}, 1, kIndices, false, " ([N])");
 }
 
 // ---- data ----
@@ -136,7 +136,7 @@ FlushProblem validate(const kda_flush_args* raw) {
   check_accept_len(a.accept_len, p.N, tensors);
   check_absent_is_empty("state_indices", a.state_indices);
   if (present(a.state_indices))
-    tensors.check_any_stride("state_indices", a.state_indices, {p.N}, 1, bit(KDA_I32), false, " ([N])");
+    tensors.check_any_stride("state_indices", a.state_indices, {p.N}, 1, kIndices, false, " ([N])");
   else if (a.state.shape[lead] < p.N)
     invalid("state: expected at least N = ", p.N, " slots without state_indices, got ", a.state.shape[lead]);
   p.R = check_records(a.records, "records", p, layered ? p.layers : -1, tensors, false);
@@ -161,7 +161,7 @@ FlushProblem validate(const kda_flush_args* raw) {
     if (keep < 1 || keep >= kMaxConvWidth)
       invalid("conv_state: expected W-1 in 1..", kMaxConvWidth - 1, ", got ", keep);
     if (present(a.conv_indices))
-      tensors.check_any_stride("conv_indices", a.conv_indices, {p.N}, 1, bit(KDA_I32), false, " ([N])");
+      tensors.check_any_stride("conv_indices", a.conv_indices, {p.N}, 1, kIndices, false, " ([N])");
     else if (slots < p.N)
       invalid("conv_state: expected at least N = ", p.N, " slots without conv_indices, got ", slots);
     p.T = std::min(p.T, T);
@@ -236,6 +236,7 @@ void validate_data(const VerifyProblem& p) {
   check_states_data(p, a.in, a.states);
   check_conv_data(a.conv);
   check_draft_lengths(p, a.in, present(a.records.u) ? a.records.u.shape[1] : 0, a.parents);
+  check_width("parents", a.parents);
   check_record_slots("records.indices", a.records, 0);
 }
 void validate_data(const FlushProblem& p) {
@@ -244,6 +245,7 @@ void validate_data(const FlushProblem& p) {
   if (present(a.state_indices)) check_slots("state_indices", a.state_indices, a.first_valid_slot, a.state.shape[lead]);
   check_record_slots("records.indices", a.records, lead);
   if (present(a.conv_indices)) check_slots("conv_indices", a.conv_indices, 0, a.conv_state.shape[lead]);
+  check_width("accept_len", a.accept_len), check_width("parents", a.parents);
 }
 void validate_data(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
@@ -256,6 +258,8 @@ void validate_data(const FlushVerifyProblem& p) {
               " for request ", n);
   check_record_slots("records.indices", a.records, 0);
   check_record_slots("last.indices", a.last, 0);
+  check_width("accept_len", a.accept_len);
+  check_width("parents", a.parents), check_width("last_parents", a.last_parents);
 }
 
 }  // namespace kda

@@ -63,7 +63,7 @@ void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors) {
   if (cu_seqlens.ndim != 1 || cu_seqlens.shape[0] < 1)
     invalid("cu_seqlens: expected shape [N+1], got ", shape_text(cu_seqlens.shape, cu_seqlens.ndim));
   if (d.N > kMaxSequences) invalid("cu_seqlens: expected at most 2^31 - 1 sequences, got ", d.N);
-  tensors.check_storage("cu_seqlens", cu_seqlens, bit(KDA_I32) | bit(KDA_I64), false);
+  tensors.check_storage("cu_seqlens", cu_seqlens, kIndices, false);
 }
 
 namespace {
@@ -156,7 +156,7 @@ Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor&
   const int64_t slots = conv.state.shape[0];
   tensors.check_any_stride("conv.state", conv.state, {slots, D, W - 1}, 3, kFloats, state_out, " ([slots,D,W-1])");
   if (present(conv.indices))
-    tensors.check_any_stride("conv.indices", conv.indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+    tensors.check_any_stride("conv.indices", conv.indices, {d.N}, 1, kIndices, false, " ([N])");
   else if (slots < d.N) invalid("conv.state: expected at least N = ", d.N, " slots without indices, got ", slots);
   return d;
 }
@@ -182,21 +182,29 @@ int64_t rows_of(const char* name, const kda_tensor& t) {
   return t.shape[0];
 }
 
-void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors, bool pool) {
+void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors) {
+  check_states(s, {}, d, in, tensors);
+}
+
+void check_states(const kda_states& s, const kda_tensor& out_state_indices, const Dims& d, const kda_inputs& in,
+                  Tensors& tensors, bool pool) {
   for (const auto& [name, t] : {std::pair{"h0", &s.h0},
                                 {"hT", &s.hT},
                                 {"state_indices", &s.state_indices},
-                                {"has_initial_state", &s.has_initial_state}})
+                                {"has_initial_state", &s.has_initial_state},
+                                {"out_state_indices", &out_state_indices}})
     check_absent_is_empty(name, *t);
-  const bool indexed = present(s.state_indices);
+  const bool indexed = present(s.state_indices), apart = present(out_state_indices);
   pool |= indexed;
   if (indexed && !present(s.h0) && !present(s.hT))
     invalid("state_indices: expected a pool h0 or hT with it, got neither");
   if (present(s.h0)) check_state("h0", s.h0, pool ? rows_of("h0", s.h0) : d.N, d, in, tensors, false);
-  if (present(s.hT)) check_state("hT", s.hT, pool ? rows_of("hT", s.hT) : d.N, d, in, tensors, true);
-  if (pool && present(s.h0) && present(s.hT) && s.h0.shape[0] != s.hT.shape[0])
+  if (apart && !present(s.hT)) invalid("out_state_indices: expected a pool hT with it, got none");
+  if (present(s.hT)) check_state("hT", s.hT, pool || apart ? rows_of("hT", s.hT) : d.N, d, in, tensors, true);
+  if (apart) tensors.check_any_stride("out_state_indices", out_state_indices, {d.N}, 1, kIndices, false, " ([N])");
+  else if (pool && present(s.h0) && present(s.hT) && s.h0.shape[0] != s.hT.shape[0])
     invalid("hT: expected as many slots as h0, ", s.h0.shape[0], ", got ", s.hT.shape[0]);
-  if (indexed) tensors.check_any_stride("state_indices", s.state_indices, {d.N}, 1, bit(KDA_I32), false, " ([N])");
+  if (indexed) tensors.check_any_stride("state_indices", s.state_indices, {d.N}, 1, kIndices, false, " ([N])");
   if (present(s.has_initial_state)) {
     if (!present(s.h0)) invalid("has_initial_state: expected h0 with it, got none");
     tensors.check_any_stride("has_initial_state", s.has_initial_state, {d.N}, 1, bit(KDA_BOOL), false, " ([N])");
@@ -227,7 +235,17 @@ void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
 }
 void check_cu_seqlens(const Dims& d, const kda_inputs& in) { check_cu_seqlens(in.cu_seqlens, d.T); }
 
-void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots) {
+void check_width(const char* name, const kda_tensor& indices) {
+  if (!present(indices) || indices.dtype != KDA_I64) return;
+  const int64_t columns = indices.ndim > 1 ? indices.shape[1] : 1;
+  for (int64_t i = 0; i < indices.shape[0]; ++i)
+    for (int64_t j = 0; j < columns; ++j)
+      if (const int64_t x = int_at(indices, i, j); x != static_cast<int32_t>(x))
+        invalid(name, ": expected integers of 32 bits, got ", x);
+}
+
+void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots, bool once) {
+  check_width(name, indices);
   // With a stride of 0 all rows are the same: two of them show all that any number would.
   const int64_t rows = std::min<int64_t>(indices.shape[0], indices.stride[0] ? INT64_MAX : 2);
   const int64_t columns = indices.ndim > 1 ? indices.shape[1] : 1, count = rows * columns;
@@ -235,6 +253,7 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
   auto repeated = [&](int64_t slot) { invalid(name, ": expected every live slot once, got slot ", slot, " twice"); };
   for (int64_t i = 0; i < count; ++i)
     if (at(i) >= slots) invalid(name, ": expected slots below ", slots, ", got ", at(i));
+  if (!once) return;
   if (count <= 32) {  // the usual decode step
     for (int64_t i = 0; i < count; ++i)
       for (int64_t j = 0; j < i; ++j)
@@ -261,10 +280,54 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
   }
 }
 
+void check_written_slots(const SlotPairs& p) {
+  const auto read = [&](int64_t n) { return present(p.read) ? int_at(p.read, n) : n; };
+  const auto live = [&](int64_t n) { return !present(p.read) || read(n) >= p.first_valid; };
+  const auto reads = [&](int64_t n) {
+    return p.one_pool && live(n) && (!present(p.has_initial) || int_at(p.has_initial, n));
+  };
+  const auto written = [&](int64_t n) { return live(n) ? int_at(p.written, n) : -1; };
+  check_width("out_state_indices", p.written);
+  for (int64_t n = 0; n < p.N; ++n)
+    if (written(n) >= p.slots)
+      invalid("out_state_indices: expected slots below ", p.slots, ", got ", int_at(p.written, n));
+  constexpr int64_t kWindow = int64_t{1} << 17;  // as in check_slots
+  std::bitset<kWindow> seen;
+  for (int64_t begin = p.first_valid, next; begin < p.slots; begin = next) {
+    seen.reset();
+    next = p.slots;
+    for (int64_t n = 0; n < p.N; ++n) {
+      const int64_t slot = written(n) - begin;
+      if (slot >= kWindow) next = std::min(next, written(n));
+      if (slot < 0 || slot >= kWindow) continue;
+      if (seen.test(slot)) invalid("out_state_indices: expected every live slot once, got slot ", written(n), " twice");
+      seen.set(slot);
+    }
+    for (int64_t n = 0; n < p.N; ++n) {
+      const int64_t slot = reads(n) ? read(n) - begin : -1;
+      if (slot >= 0 && slot < kWindow && seen.test(slot) && written(n) != read(n))
+        invalid("out_state_indices: expected no slot that another sequence reads, got slot ", read(n),
+                ", which sequence ", n, " reads");
+    }
+  }
+}
+
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s) {
   check_cu_seqlens(d, in);
   if (present(s.state_indices))
     check_slots("state_indices", s.state_indices, s.first_valid_slot, present(s.h0) ? s.h0.shape[0] : s.hT.shape[0]);
+}
+
+void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s, const kda_tensor& out_state_indices,
+                       bool from_h0) {
+  const bool apart = present(out_state_indices);
+  check_cu_seqlens(d, in);
+  if (present(s.state_indices))
+    check_slots("state_indices", s.state_indices, s.first_valid_slot, present(s.h0) ? s.h0.shape[0] : s.hT.shape[0],
+                present(s.hT) && !apart);
+  if (apart)
+    check_written_slots({s.state_indices, out_state_indices, s.has_initial_state, d.N, s.first_valid_slot,
+                         s.hT.shape[0], from_h0 && present(s.h0) && s.h0.data == s.hT.data});
 }
 
 void check_conv_data(const kda_conv_inputs& conv) {

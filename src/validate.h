@@ -32,8 +32,10 @@ void check_state(const char* name, const kda_tensor& t, int64_t rows, const Dims
                  Tensors& tensors, bool output, unsigned dtypes = kStates);
 int64_t rows_of(const char* name, const kda_tensor& t);
 // A pool has any number of slots. States are a pool if there are state_indices, or if the operator has other indices
-// (`pool`).
-void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors, bool pool = false);
+// (`pool`); hT is one of its own with out_state_indices.
+void check_states(const kda_states& s, const kda_tensor& out_state_indices, const Dims& d, const kda_inputs& in,
+                  Tensors& tensors, bool pool = false);
+void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors);
 
 template <class P, class Args>
 P with_dims(const Dims& d, const Args& args) {
@@ -52,9 +54,23 @@ bool any_f64(const kda_conv_inputs& conv);
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T);
 void check_cu_seqlens(const Dims& d, const kda_inputs& in);
-// Live slots lie inside the pool and are all different.
-void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots);
+// An i64 index fits in 32 bits, of which alone implementations read.
+void check_width(const char* name, const kda_tensor& indices);
+// Live slots lie inside the pool and, if `once`, are all different.
+void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots, bool once = true);
+// Slots to read and slots to write. `read` and `written` have the same memory if `one_pool`.
+struct SlotPairs {
+  const kda_tensor &read, &written;  // [N]; the first may be absent: row n
+  const kda_tensor& has_initial;     // [N], or absent
+  int64_t N, first_valid, slots;     // slots: of the pool that is written
+  bool one_pool;
+};
+// No live sequence writes a slot that another one writes or, in one pool, reads.
+void check_written_slots(const SlotPairs& pairs);
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s);
+// The same for operators with slots to write. `from_h0`: sequences start from h0, at state_indices.
+void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s, const kda_tensor& out_state_indices,
+                       bool from_h0 = true);
 void check_conv_data(const kda_conv_inputs& conv);
 
 }  // namespace kda

@@ -127,12 +127,23 @@ typedef struct kda_inputs {
  * of h0 and writes that slot of hT. h0 and hT may be the same tensor (in place).
  *
  * state_indices[n] < first_valid_slot marks a padded sequence: its rows of o are zeroed, no state is touched. Two live
- * sequences may not share a slot. has_initial_state[n] == 0 starts sequence n from zeros, whatever its slot holds. On
- * the CPU the values are checked; on CUDA they live on the device: an index >= slots is treated as padding. */
+ * sequences may share a slot only where it is not written: without hT, or with out_state_indices. has_initial_state[n]
+ * == 0 starts sequence n from zeros, whatever its slot holds. On the CPU the values are checked; on CUDA they live on
+ * the device: an index >= slots is treated as padding.
+ *
+ * Slots to read and slots to write: out_state_indices of kda_forward, kda_decode and kda_conv. With it, hT is a pool
+ * of any number of slots. Sequence n reads slot state_indices[n] of h0 (without state_indices: row n), and writes slot
+ * out_state_indices[n] of hT, which may be the slot that it reads. out_state_indices[n] < first_valid_slot writes
+ * nothing. What is padding, state_indices alone says. A slot may not be written by two live sequences, nor by one
+ * while another reads it: there is no order among sequences. The CPU refuses both; on CUDA the state is then
+ * undefined, and an index >= slots of hT writes nothing.
+ *
+ * Indices may be i32 or i64, whatever an operator takes them for: slots, accepted tokens, parents. i64 values fit in
+ * 32 bits. The CPU refuses others; on CUDA the lower half of a value counts, so that kernels read 4 bytes of each. */
 typedef struct kda_states {
   kda_tensor h0;                /* in, optional: f32 or bf16; accumulation is always f32 */
   kda_tensor hT;                /* out, optional: f32 or bf16 */
-  kda_tensor state_indices;     /* [N] i32, optional */
+  kda_tensor state_indices;     /* [N] i32 or i64, optional */
   kda_tensor has_initial_state; /* [N] bool, optional; needs h0 */
   int32_t first_valid_slot;     /* 0: negative indices are padding. 1: slot 0 is, too */
   int32_t reserved;             /* 0 */
@@ -156,14 +167,15 @@ typedef struct kda_forward_args {
   kda_exec exec;
   kda_inputs in;
   kda_states states;
-  kda_tensor o;                /* [B,T,HV,V]  out: bf16, f16 or f32 */
-  kda_tensor checkpoints;      /* [slots,HV,V,K] out, optional: f32 or bf16 */
-  kda_tensor checkpoint_slots; /* [N,M] i32, with checkpoints */
-  kda_tensor h;                /* [NT,HV,V,K] (or K-first) out, optional: f32 or bf16 */
-  kda_tensor v_new;            /* [B,T,HV,V]  out, optional: f32 or bf16 */
-  kda_tensor Aqk, Akk;         /* [B,T,HV,C]  out, optional: f32 */
-  int32_t checkpoint_every;    /* tokens, a multiple of C */
-  int32_t h_every;             /* chunks from one row of h to the next; 0 = 1 */
+  kda_tensor o;                 /* [B,T,HV,V]  out: bf16, f16 or f32 */
+  kda_tensor checkpoints;       /* [slots,HV,V,K] out, optional: f32 or bf16 */
+  kda_tensor checkpoint_slots;  /* [N,M] i32 or i64, with checkpoints */
+  kda_tensor h;                 /* [NT,HV,V,K] (or K-first) out, optional: f32 or bf16 */
+  kda_tensor v_new;             /* [B,T,HV,V]  out, optional: f32 or bf16 */
+  kda_tensor Aqk, Akk;          /* [B,T,HV,C]  out, optional: f32 */
+  int32_t checkpoint_every;     /* tokens, a multiple of C */
+  int32_t h_every;              /* chunks from one row of h to the next; 0 = 1 */
+  kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
 } kda_forward_args;
 
 /* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
@@ -203,7 +215,7 @@ typedef struct kda_conv_inputs {
   kda_tensor weight;  /* [D,W]         W = 2..4; bf16, f16 or f32; weight[:,W-1] belongs to the current token */
   kda_tensor bias;    /* [D]           optional */
   kda_tensor state;   /* [slots,D,W-1] in and out: the last raw rows, oldest first; bf16, f16 or f32; any strides */
-  kda_tensor indices; /* [N] i32       the slot of each sequence, optional (else row n); < 0 or >= slots: no state */
+  kda_tensor indices; /* [N] i32 or i64  the slot of each sequence, optional (else row n); < 0 or >= slots: no state */
 } kda_conv_inputs;
 
 /* kda_conv: whole prompts, with SiLU or without. xx = state ++ x are the inputs of a sequence; the final state is the
@@ -217,11 +229,12 @@ typedef struct kda_conv_args {
   kda_tensor cu_seqlens;        /* [N+1] i32 or i64, as in kda_inputs */
   kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices, any strides; optional, else zeros */
   kda_tensor final_state;       /* like initial_state, and may be the same tensor; optional */
-  kda_tensor state_indices;     /* [N] i32, optional; < first_valid_slot: padding, y is zeroed */
+  kda_tensor state_indices;     /* [N] i32 or i64, optional; < first_valid_slot: padding, y is zeroed */
   kda_tensor has_initial_state; /* [N] bool, optional; needs initial_state */
   kda_tensor y;                 /* [B,T,D] out, in the dtype of x */
   int32_t silu;                 /* not 0: y <- y sigmoid(y) */
   int32_t first_valid_slot;
+  kda_tensor out_state_indices; /* [N] i32 or i64, optional, with final_state: see kda_states */
 } kda_conv_args;
 
 typedef struct kda_conv_backward_args {
@@ -255,11 +268,12 @@ typedef struct kda_decode_args {
   kda_exec exec;
   kda_inputs in;
   kda_states states;
-  kda_tensor o;              /* [B,T,HV,V] out: bf16, f16 or f32 */
-  kda_conv_inputs conv;      /* optional; the tokens of the call advance its state */
-  kda_tensor snapshots;      /* [slots,HV,V,K] with snapshot_slots, else [N,S,HV,V,K]; optional; may be h0 */
-  kda_tensor snapshot_slots; /* [N,S] i32, S >= tokens of a sequence */
-  kda_tensor accepted;       /* [N] i32, optional */
+  kda_tensor o;                 /* [B,T,HV,V] out: bf16, f16 or f32 */
+  kda_conv_inputs conv;         /* optional; the tokens of the call advance its state */
+  kda_tensor snapshots;         /* [slots,HV,V,K] with snapshot_slots, else [N,S,HV,V,K]; optional; may be h0 */
+  kda_tensor snapshot_slots;    /* [N,S] i32 or i64, S >= tokens of a sequence */
+  kda_tensor accepted;          /* [N] i32 or i64, optional */
+  kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
 } kda_decode_args;
 
 /* ---- speculative decoding: kda_verify, kda_flush, kda_flush_verify --------------------------------------------------
@@ -275,7 +289,7 @@ typedef struct kda_records {
   kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
   kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
   kda_tensor alpha;   /* [slots,R,HV,K] f32: decays exp(g) of the single tokens */
-  kda_tensor indices; /* [N] i32: the slot of each request, optional (else row n) */
+  kda_tensor indices; /* [N] i32 or i64: the slot of each request, optional (else row n) */
   kda_tensor ring_first,
       ring_count; /* [slots] i32, optional, both or none: clamped to the slot; only flush_verify writes them */
 } kda_records;
@@ -290,7 +304,7 @@ typedef struct kda_verify_args {
   kda_conv_inputs conv; /* optional; its state is read here, and advanced by the flush */
   kda_tensor o;         /* [B,T,HV,V] out */
   kda_records records;  /* out, optional (needed with a ring): at least as many entries as tokens */
-  kda_tensor parents;   /* [N,T] i32, optional */
+  kda_tensor parents;   /* [N,T] i32 or i64, optional */
 } kda_verify_args;
 
 /* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the
@@ -302,13 +316,13 @@ typedef struct kda_flush_args {
   uint64_t struct_size; /* sizeof(kda_flush_args) */
   kda_exec exec;
   kda_tensor state;         /* [slots,HV,V,K] or [layers,slots,HV,V,K], f32 or bf16, in and out */
-  kda_tensor state_indices; /* [N] i32, optional (else row n); < first_valid_slot or >= slots: nothing happens */
+  kda_tensor state_indices; /* [N] i32 or i64, optional (else row n); < first_valid_slot or >= slots: no effect */
   kda_records records;      /* in: [slots,R,..] or [layers,slots,R,..] */
-  kda_tensor accept_len;    /* [N] i32 */
-  kda_tensor parents;       /* [N,T] i32, optional: as given to verify */
+  kda_tensor accept_len;    /* [N] i32 or i64 */
+  kda_tensor parents;       /* [N,T] i32 or i64, optional: as given to verify */
   kda_tensor conv_x;        /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, which advance conv_state */
   kda_tensor conv_state;    /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x */
-  kda_tensor conv_indices;  /* [N] i32, optional */
+  kda_tensor conv_indices;  /* [N] i32 or i64, optional */
   int32_t state_layout;
   int32_t first_valid_slot;
 } kda_flush_args;
@@ -326,11 +340,11 @@ typedef struct kda_flush_verify_args {
   kda_conv_inputs conv;    /* optional; the accepted rows of last_conv_x advance its state first */
   kda_tensor o;            /* [B,T,HV,V] out */
   kda_records last;        /* in: those of the last round; absent with a ring */
-  kda_tensor accept_len;   /* [N] i32: of the last round */
-  kda_tensor last_parents; /* [N,T'] i32, optional */
+  kda_tensor accept_len;   /* [N] i32 or i64: of the last round */
+  kda_tensor last_parents; /* [N,T'] i32 or i64, optional */
   kda_tensor last_conv_x;  /* [N,T',D] with conv */
   kda_records records;     /* out: those of this round, in memory of its own; with a ring in and out */
-  kda_tensor parents;      /* [N,T] i32, optional */
+  kda_tensor parents;      /* [N,T] i32 or i64, optional */
   int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0 (not with cu_seqlens): T */
   int32_t reserved;        /* 0 */
 } kda_flush_verify_args;

@@ -191,6 +191,10 @@ class Reader {
   std::string impl_;
 };
 
+// What follows all other arguments of some operators, and only where it is wanted.
+template <class Args>
+void read_more(Reader&, Args&) {}
+
 void read(Reader& r, kda_inputs& in) {
   r.tensor("q", in.q), r.tensor("k", in.k), r.tensor("v", in.v), r.tensor("g", in.g), r.tensor("beta", in.beta);
   r.tensor("A_log", in.A_log), r.tensor("dt_bias", in.dt_bias), r.tensor("cu_seqlens", in.cu_seqlens);
@@ -215,6 +219,7 @@ void read(Reader& r, kda_forward_args& a) {
   a.checkpoint_every = r.integer("checkpoint_every");
   a.h_every = r.integer("h_every");
 }
+void read_more(Reader& r, kda_forward_args& a) { r.tensor("out_state_indices", a.out_state_indices); }
 
 void read(Reader& r, kda_backward_args& a) {
   read(r, a.in);
@@ -235,13 +240,13 @@ void read(Reader& r, kda_conv_inputs& c) {
   r.tensor("conv.state", c.state), r.tensor("conv.indices", c.indices);
 }
 
-// Follows all other arguments, and only where it is wanted, so that plain decode steps stay short.
+// Plain decode steps stay short.
 void read_more(Reader& r, kda_decode_args& a) {
+  r.tensor("out_state_indices", a.out_state_indices);
+  if (!r.more()) return;
   read(r, a.conv);
   r.tensor("snapshots", a.snapshots), r.tensor("snapshot_slots", a.snapshot_slots), r.tensor("accepted", a.accepted);
 }
-template <class Args>
-void read_more(Reader&, Args&) {}
 
 void read(Reader& r, const char* const (&names)[6], kda_records& x) {
   kda_tensor* const tensors[] = {&x.u, &x.k, &x.alpha, &x.indices, &x.ring_first, &x.ring_count};
@@ -310,6 +315,7 @@ void read(Reader& r, kda_conv_args& a) {
   a.silu = r.flag("silu");
   a.first_valid_slot = r.integer("first_valid_slot");
 }
+void read_more(Reader& r, kda_conv_args& a) { r.tensor("out_state_indices", a.out_state_indices); }
 
 void read(Reader& r, kda_conv_backward_args& a) {
   r.tensor("x", a.x), r.tensor("weight", a.weight), r.tensor("bias", a.bias), r.tensor("cu_seqlens", a.cu_seqlens);

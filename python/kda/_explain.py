@@ -93,7 +93,7 @@ def _for_the_binding(op: str, a: dict[str, Any]) -> tuple[Any, ...]:
     if op == "decode":
         written = state if a["update_state"] else None
         before = (*inputs, state, written, slots, *values("has_initial_state", "first_valid_slot"), out)
-        return (*before, *last, *conv, *values("snapshots", "snapshot_slots", "accepted"))
+        return (*before, *last, None, *conv, *values("snapshots", "snapshot_slots", "accepted"))
     if op == "verify":
         before = (*inputs, state, None, slots, *values("has_initial_state", "first_valid_slot"), *conv, out)
         return (*before, *records("records", optional=True), a["parents"], *last)

@@ -229,19 +229,22 @@ _define("old_state", "(Tensor state) -> Tensor", _old_state_run, torch.clone)
 # ---- serving ----
 
 _STATES = "Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, int first_valid_slot, Tensor(b!) out"
+_WRITTEN = "Tensor? out_state_indices, bool update_state"  # the slots to write; is anything written?
 
 
 def _prefill_run(*a: Any) -> None:
-    (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads) = a
+    (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads, written, update) = a
     library().forward(
-        *inputs, state, state, indices, initial, first, out, checkpoints, slots, None, None, None, None, every, 0, impl,
-        threads, None,
+        *inputs, state, state if update else None, indices, initial, first, out, checkpoints, slots, None, None, None,
+        None, every, 0, impl, threads, None, written,
     )  # fmt: skip
 
 
 def _decode_run(*a: Any) -> None:
-    (*inputs, state, indices, initial, first, out, impl, threads) = a
-    library().decode(*inputs, state, state, indices, initial, first, out, impl, threads, None)
+    (*inputs, state, indices, initial, first, out, impl, threads, written, update) = a
+    library().decode(
+        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, written
+    )
 
 
 def _nothing(*_: Any) -> None:
@@ -251,14 +254,14 @@ def _nothing(*_: Any) -> None:
 _define(
     "prefill",
     f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, Tensor(c!)? checkpoints, Tensor? checkpoint_slots,"
-    f" int checkpoint_every, {_RUN}) -> ()",
+    f" int checkpoint_every, {_RUN}, {_WRITTEN}) -> ()",
     _prefill_run,
     _nothing,
     _WITH_GRADIENTS,
 )
 _define(
     "decode",
-    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}) -> ()",
+    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}, {_WRITTEN}) -> ()",
     _decode_run,
     _nothing,
     _WITH_GRADIENTS,
@@ -294,7 +297,7 @@ def _decode_mtp_run(*a: Any) -> None:
     (*inputs, state, indices, initial, first, out, impl, threads) = a[:-9]
     *more, update = a[-9:]
     library().decode(
-        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, *more
+        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, None, *more
     )
 
 
@@ -558,14 +561,16 @@ def conv(x: Tensor, weight: Tensor, bias: Any, state: Any, cu: Any, silu: bool, 
 
 
 def _conv_update_run(*a: Any) -> None:
-    (*call, state, indices, has_state, first, out, silu, impl, threads) = a
-    library().conv(*call, state, state, indices, has_state, out, silu, first, impl, threads, None)
+    (*call, state, indices, has_state, first, out, silu, impl, threads, written, update) = a
+    library().conv(
+        *call, state, state if update else None, indices, has_state, out, silu, first, impl, threads, None, written
+    )
 
 
 _define(
     "conv_update",
     f"({_CONV}, Tensor? cu_seqlens, Tensor(a!) state, Tensor? state_indices, Tensor? has_initial_state,"
-    f" int first_valid_slot, Tensor(b!) out, bool silu, {_RUN}) -> ()",
+    f" int first_valid_slot, Tensor(b!) out, bool silu, {_RUN}, {_WRITTEN}) -> ()",
     _conv_update_run,
     _nothing,
     "kda.causal_conv1d",

@@ -84,6 +84,8 @@ def causal_conv1d_update(
     activation: str | None = "silu",
     *,
     state_indices: Any = None,
+    out_state_indices: Any = None,
+    update_state: bool = True,
     has_initial_state: Any = None,
     cu_seqlens: Any = None,
     first_valid_slot: int = 0,
@@ -96,8 +98,7 @@ def causal_conv1d_update(
     Args:
         x, weight, bias, activation, cu_seqlens: as in :func:`causal_conv1d`; the last dimension of x must be dense.
         state: ``[N, D, W - 1]`` of any float dtype and strides; with ``state_indices`` a pool ``[slots, D, W - 1]``.
-        state_indices: ``[N]`` int32: the slot of each sequence. A slot ``< first_valid_slot`` marks padding: its
-            outputs are zero and no slot is touched. Two sequences may not share a slot.
+        state_indices, out_state_indices, update_state: the slots to read and to write, as in :func:`kda.prefill`.
         has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
         out: ``[B, T, D]`` in the dtype of x, written and returned; made if None.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
@@ -121,14 +122,16 @@ def causal_conv1d_update(
         from .compiled import run_in_place
 
         run_in_place(
-            "conv_update", x, weight, bias, cu_seqlens, state, *slots, first_valid_slot, out, silu, impl, num_threads
-        )
+            "conv_update", x, weight, bias, cu_seqlens, state, *slots, first_valid_slot, out, silu, impl, num_threads,
+            out_state_indices, update_state,
+        )  # fmt: skip
     else:
         check_serving("kda.causal_conv1d", x, weight, bias, state, out)
         library().conv(
-            x, weight, bias, cu_seqlens, state, state, *slots, out, silu, first_valid_slot, impl, num_threads, None
-        )
-        mark_written(state, out)
+            x, weight, bias, cu_seqlens, state, state if update_state else None, *slots, out, silu, first_valid_slot,
+            impl, num_threads, None, out_state_indices,
+        )  # fmt: skip
+        mark_written(state if update_state else None, out)
     return out
 
 

@@ -371,6 +371,8 @@ def prefill(
     state: Any = None,
     *,
     state_indices: Any = None,
+    out_state_indices: Any = None,
+    update_state: bool = True,
     has_initial_state: Any = None,
     cu_seqlens: Any = None,
     A_log: Any = None,
@@ -400,8 +402,12 @@ def prefill(
         state: ``[N, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``), read and written. With
             ``state_indices`` a pool ``[slots, HV, V, K]`` of any slot stride. If None, sequences start from zeros and
             no state is kept.
-        state_indices: ``[N]`` int32: the slot of each sequence. A slot ``< first_valid_slot`` marks padding: its
-            outputs are zero and no state is touched. Two sequences may not share a slot.
+        state_indices: ``[N]`` int32 or int64: the slot of each sequence. A slot ``< first_valid_slot`` marks padding:
+            its outputs are zero and no state is touched. Two sequences may share a slot only if it is not written.
+        out_state_indices: ``[N]`` int32 or int64: the slots to write, if they are not those to read. Then several
+            sequences may read one slot. A slot ``< first_valid_slot`` keeps no state of that sequence. No sequence
+            may write a slot that another one reads or writes: on the CPU that is refused.
+        update_state: False leaves ``state`` as it is.
         has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
         first_valid_slot: 0 if only negative indices are padding, 1 if slot 0 is padding, too.
         checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32. After ``m * checkpoint_every``
@@ -448,14 +454,17 @@ def prefill(
                 every,
                 impl,
                 num_threads,
+                out_state_indices,
+                update_state,
             )
             return out
         check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace)
         library().forward(
-            *call, state, state is not None, state_indices, has_initial_state, first_valid_slot, out, checkpoints,
-            checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
+            *call, state, state is not None and update_state, state_indices, has_initial_state, first_valid_slot, out,
+            checkpoints, checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
+            out_state_indices,
         )  # fmt: skip
-        mark_written(state, out, checkpoints, workspace)
+        mark_written(state if update_state else None, out, checkpoints, workspace)
         return out
     except Exception as error:
         if compiling():
@@ -489,6 +498,8 @@ def decode(
     state: Any = None,
     *,
     state_indices: Any = None,
+    out_state_indices: Any = None,
+    update_state: bool = True,
     has_initial_state: Any = None,
     cu_seqlens: Any = None,
     A_log: Any = None,
@@ -527,14 +538,17 @@ def decode(
         if (compiling() or modes()) and dispatched():  # the call itself is most of the cost
             from .compiled import decode as compiled_decode
 
-            compiled_decode(call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads)
+            compiled_decode(
+                call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads,
+                out_state_indices, update_state,
+            )  # fmt: skip
             return out
         check = check_serving if type(q) is ndarray else check_step
         check(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out)
         library().decode(
             *call,
             state,
-            state is not None,
+            state is not None and update_state,
             state_indices,
             has_initial_state,
             first_valid_slot,
@@ -542,8 +556,9 @@ def decode(
             impl,
             num_threads,
             None,
+            *(() if out_state_indices is None else (out_state_indices,)),
         )
-        mark_step(state, out)
+        mark_step(state if update_state else None, out)
         return out
     except Exception as error:
         if compiling():
@@ -644,6 +659,7 @@ def _forward_arguments(
 ) -> tuple[Any, ...]:
     """The binding's arguments for the forward that ``prefill(q, ..., **kwargs)`` would run."""
     states = [kwargs.pop(n, None) for n in ("state_indices", "has_initial_state")]
+    update, written_slots = kwargs.pop("update_state", True), kwargs.pop("out_state_indices", None)
     first_valid_slot = kwargs.pop("first_valid_slot", 0)
     checkpoints, slots = kwargs.pop("checkpoints", None), kwargs.pop("checkpoint_slots", None)
     every = kwargs.pop("checkpoint_every", CHUNK) if checkpoints is not None else 0
@@ -662,8 +678,8 @@ def _forward_arguments(
     )  # fmt: skip
     out = new_like(v) if out is None else out
     return (
-        *call, state, state, *states, first_valid_slot, out, checkpoints, slots, None, None, None, None, every,
-        0, impl, num_threads, None,
+        *call, state, state if update else None, *states, first_valid_slot, out, checkpoints, slots, None, None, None,
+        None, every, 0, impl, num_threads, None, written_slots,
     )  # fmt: skip
 
 

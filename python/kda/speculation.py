@@ -40,7 +40,7 @@ class Records(NamedTuple):
     u: Any  #: ``[slots, R, HV, V]`` float32, corrections
     k: Any  #: ``[slots, R, H, K]`` float32, keys after the norm
     alpha: Any  #: ``[slots, R, HV, K]`` float32, decays ``exp(g)``
-    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: none
+    indices: Any = None  #: ``[N]`` int32 or int64, the slot of each request; row n if None; negative: none
     ring_first: Any = None  #: ``[slots]`` int32: with ``ring_count``, a slot is a ring
     ring_count: Any = None  #: ``[slots]`` int32, committed entries that the state does not hold yet
 
@@ -63,7 +63,7 @@ class Conv(NamedTuple):
     weight: Any  #: ``[D, W]``, ``W`` = 2..4; the last column belongs to the current token
     bias: Any  #: ``[D]`` or None
     state: Any  #: ``[slots, D, W - 1]``, the last raw rows, oldest first; any strides
-    indices: Any = None  #: ``[N]`` int32, the slot of each request; row n if None; negative: it has no state
+    indices: Any = None  #: ``[N]`` int32 or int64, the slot of each request; row n if None; negative: it has no state
 
 
 def _check_size(name: str, size: Any, low: int = 0, high: float = math.inf) -> None:
@@ -199,8 +199,8 @@ def decode_mtp(
         update_state: False leaves ``state`` as it is.
         snapshots: the state after every token: ``[N, S, HV, V, K]``, or with ``snapshot_slots`` a pool
             ``[slots, HV, V, K]`` that may be ``state`` itself.
-        snapshot_slots: ``[N, S]`` int32, ``S >= T``; slots ``< first_valid_slot`` are skipped.
-        accepted: ``[N]`` int32, clamped to 1..S: start from what an earlier call left as snapshot
+        snapshot_slots: ``[N, S]`` int32 or int64, ``S >= T``; slots ``< first_valid_slot`` are skipped.
+        accepted: ``[N]`` int32 or int64, clamped to 1..S: start from what an earlier call left as snapshot
             ``accepted[n] - 1``, in slot ``snapshot_slots[n, accepted[n] - 1]`` of ``state`` or in
             ``snapshots[n, accepted[n] - 1]``.
 
@@ -227,7 +227,7 @@ def decode_mtp(
         return out
     check_serving(_WITH_GRADIENTS, snapshots)
     library().decode(
-        *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, *more
+        *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, None, *more
     )
     mark_written(out, snapshots, state if update_state else None, None if conv is None else conv.state)
     return out
@@ -269,8 +269,8 @@ def verify_kvbuffer(
         records: written at entries 0..T-1 of each request's slot, or after a ring's committed entries. If None, only
             outputs are computed.
         conv: raw packed rows to convolve first. Its state is only read; the flush advances it.
-        parents: ``[N, T]`` int32 for a tree of drafts: the token before t, negative for the committed text. If None,
-            drafts are a chain.
+        parents: ``[N, T]`` int32 or int64 for a tree of drafts: the token before t, negative for the committed text.
+            If None, drafts are a chain.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
@@ -324,11 +324,11 @@ def flush_kvbuffer(
         state: ``[slots, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``).
         records: as :func:`verify_kvbuffer` left them. The cursors of a ring are not written: set ``ring_count`` of
             the flushed slots to 0.
-        accept_len: ``[N]`` int32: how many tokens of the chain to apply, or with ``parents`` the path that ends in
-            token ``accept_len[n] - 1``. Clamped to 0..R. 0 writes nothing, unless a ring has committed entries.
-        state_indices: ``[N]`` int32, the slot of each request; row n if None. Slots ``< first_valid_slot`` are left
-            alone.
-        parents: ``[N, T]`` int32, as given to the verify.
+        accept_len: ``[N]`` int32 or int64: how many tokens of the chain to apply, or with ``parents`` the path that
+            ends in token ``accept_len[n] - 1``. Clamped to 0..R. 0 writes nothing, unless a ring has committed entries.
+        state_indices: ``[N]`` int32 or int64, the slot of each request; row n if None. Slots ``< first_valid_slot``
+            are left alone.
+        parents: ``[N, T]`` int32 or int64, as given to the verify.
         conv_x, conv_state, conv_indices: the drafts' raw rows ``[N, T, D]``, the convolution's state
             ``[slots, D, W - 1]``, which the accepted rows (with ``parents`` those of the path) advance, and the slot
             of each request in it, row n if None.
@@ -422,9 +422,9 @@ def flush_verify_kvbuffer(
         q, k, v, g, beta, ...: the new drafts, as in :func:`verify_kvbuffer`.
         state: the pool, read, and written where something is applied.
         records: of this round, or a ring of at least ``2 * max_tokens`` entries, whose cursors are advanced.
-        accept_len: ``[N]`` int32, of the last round; 0 in the first. Clamped to what is recorded.
+        accept_len: ``[N]`` int32 or int64, of the last round; 0 in the first. Clamped to what is recorded.
         last: the last round's records, in memory of their own. Not with a ring.
-        last_parents: ``[N, T']`` int32, the last round's tree. Not with a ring.
+        last_parents: ``[N, T']`` int32 or int64, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
         max_tokens: with a ring, the most tokens in any round on it. 0 means T (not with cu_seqlens).
 
@@ -468,7 +468,7 @@ class DraftBuffer:
     """Records and cursors for a serving loop, one ring per slot. A loop keeps only a pool of states and this.
 
     A request is identified by its slot, the same in the pool and here, whatever batch it is in. Every call takes the
-    slots as an int32 array, negative for padding::
+    slots as an int32 or int64 array, negative for padding::
 
         buffer = kda.DraftBuffer(slots, max_tokens, H, HV, K, V)
         ...

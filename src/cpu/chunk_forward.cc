@@ -68,7 +68,9 @@ struct ForwardSteps : ForwardHead {
     if (seq.initial) load_state(c, p.args.states.h0, p.args.in.state_layout, seq.slot, hv, v0, S);
   }
   void store_last_state(const StateTile& c, int64_t v0, Matrix S) const {
-    if (present(p.args.states.hT)) store_state(c, p.args.states.hT, p.args.in.state_layout, seq.slot, hv, v0, S);
+    const kda_forward_args& a = p.args;
+    const int64_t row = present(a.states.hT) ? final_row(a.out_state_indices, a.states, seq) : -1;
+    if (row >= 0) store_state(c, a.states.hT, a.in.state_layout, row, hv, v0, S);
   }
 
   // Stores the outputs of one chunk, and what it leaves for backward.

@@ -469,7 +469,9 @@ void conv(const ConvProblem& p) {
   const auto roll = KDA_ISA_CALL(conv_roll_tile);
   for_tiles(c, p.N, wanted(c, a.exec, p.N * tiles_of(c), p.N * p.W), [&](int64_t i, int64_t c0, int64_t n) {
     const Sequence s = c.sequence(i);
-    if (s.live) roll(c, s, s.length + p.W - 2, a.final_state, s.slot, c0, n);
+    const int64_t slot =
+        final_row(index_of(a.out_state_indices), a.first_valid_slot, a.final_state.shape[0], s.n, s.slot);
+    if (s.live && slot >= 0) roll(c, s, s.length + p.W - 2, a.final_state, slot, c0, n);
   });
 }
 

@@ -36,6 +36,7 @@ struct Recurrence {
   int64_t h_tokens = 0;              // a multiple of kSteps
   const int64_t* first_h = nullptr;  // [N] row of h where each sequence begins
   const DecodeProblem* decode = nullptr;
+  const kda_tensor* out_state_indices = nullptr;
 };
 }  // namespace kda::cpu
 #endif
@@ -96,6 +97,8 @@ struct RecurrentTask {
   const Portions& portions;
   Start start;
   Snapshots snapshots;
+  const kda_tensor& hT;  // absent where the last state is not stored
+  int64_t last;          // row of hT
 
   void load_keys(int64_t t, int64_t n) {
     const int64_t h = hv / r.d.group(), K = r.d.K, Kp = padded(K);
@@ -219,7 +222,7 @@ struct RecurrentTask {
     const bool v_first = r.in.state_layout == KDA_STATE_V_FIRST;
     const int64_t K = r.d.K, width = v_first ? padded(K) : portions.columns;
     const int64_t rows = v_first ? V : K, columns = v_first ? K : V;
-    const kda_tensor &h0 = start.states, &hT = r.states.hT;
+    const kda_tensor& h0 = start.states;
     const bool whole = columns == width;
     const bool read_in_place = start.initial && h0.dtype == KDA_F32 && whole;
     const bool write_in_place = present(hT) && hT.dtype == KDA_F32 && whole;
@@ -237,7 +240,7 @@ struct RecurrentTask {
       }
     }
     if (write_in_place) {
-      to = reinterpret_cast<float*>(address(hT, s.slot, v0, 0));
+      to = reinterpret_cast<float*>(address(hT, last, v0, 0));
       to_pitch = hT.stride[2];
     }
 
@@ -270,9 +273,8 @@ struct RecurrentTask {
     }
     // There is nothing to do where the last write went to its place. A sequence without tokens passes its state
     // through.
-    if (present(hT) && (!write_in_place || s.length == 0) && from != to_of(hT, v0))
-      for (int64_t i = 0; i < rows; ++i)
-        store_row(hT.dtype, from + i * from_pitch, columns, address(hT, s.slot, v0, i));
+    if (present(hT) && (!write_in_place || s.length == 0) && from != to_of(v0))
+      for (int64_t i = 0; i < rows; ++i) store_row(hT.dtype, from + i * from_pitch, columns, address(hT, last, v0, i));
   }
 
   // The address of row i of the head's state in slot `slot`, in the part that belongs to columns from v0 on.
@@ -280,9 +282,7 @@ struct RecurrentTask {
     if (r.in.state_layout == KDA_STATE_V_FIRST) return at(t, slot, hv, v0 + i);
     return at(t, slot, hv, i) + v0 * dtype_size(t.dtype);
   }
-  const float* to_of(const kda_tensor& t, int64_t v0) const {
-    return reinterpret_cast<const float*>(address(t, s.slot, v0, 0));
-  }
+  const float* to_of(int64_t v0) const { return reinterpret_cast<const float*>(address(hT, last, v0, 0)); }
 };
 
 uint64_t recurrent_scratch_bytes(const Recurrence& r) {
@@ -296,13 +296,15 @@ uint64_t recurrent_scratch_bytes(const Recurrence& r) {
 // Runs value columns v0 .. v0+V-1 of one head of one sequence over all its tokens.
 void run_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, int64_t V, bool small, char* memory) {
   const Start start = r.decode ? start_of(*r.decode, s) : Start{r.states.h0, s.slot, s.initial};
+  const int64_t last = present(r.states.hT) ? final_row(*r.out_state_indices, r.states, s) : -1;
+  const kda_tensor hT = last >= 0 ? r.states.hT : kda_tensor{};
   // Whether states whose rows are whole vectors are read and written in place.
-  const bool in_place =
-      start.initial && start.states.dtype == KDA_F32 && present(r.states.hT) && r.states.hT.dtype == KDA_F32;
+  const bool in_place = start.initial && start.states.dtype == KDA_F32 && present(hT) && hT.dtype == KDA_F32;
   const Portions portions(r, V, in_place, small);
   const Tokens x(Arena(memory), r.d.K, portions);
   const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, x.bias);
-  RecurrentTask task{r, s, hv, gate, x, portions, start, r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{}};
+  const Snapshots snapshots = r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{};
+  RecurrentTask task{r, s, hv, gate, x, portions, start, snapshots, hT, last};
   if (s.length <= portions.steps) task.load_keys(0, s.length);
   for (int64_t v = v0; v < v0 + V; v += portions.columns) task.run_strip(v, std::min(portions.columns, v0 + V - v));
 }
@@ -366,9 +368,13 @@ void run(const Recurrence& r, const kda_exec& exec, const Workspace& workspace) 
 }
 
 Recurrence recurrence_of(const DecodeProblem& p) {
-  return {.d = p, .in = p.args.in, .states = p.args.states, .o = p.args.o, .decode = &p};
+  const kda_decode_args& a = p.args;
+  return {.d = p, .in = a.in, .states = a.states, .o = a.o, .decode = &p, .out_state_indices = &a.out_state_indices};
 }
-Recurrence recurrence_of(const ForwardProblem& p) { return {p, p.args.in, p.args.states, p.args.o}; }
+Recurrence recurrence_of(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  return {.d = p, .in = a.in, .states = a.states, .o = a.o, .out_state_indices = &a.out_state_indices};
+}
 
 // Shared: the convolved rows. Calls with only a few tokens of each request need no memory per thread.
 Workspace plan(const DecodeProblem& p) {
@@ -399,7 +405,13 @@ void decode(const DecodeProblem& p) {
     conv_front(conv, p.args.in.cu_seqlens, {}, z, p.args.exec);
     slice_convolved(in, z.data);
   }
-  run({.d = p, .in = in, .states = p.args.states, .o = p.args.o, .decode = &p}, p.args.exec, workspace);
+  const Recurrence r{.d = p,
+                     .in = in,
+                     .states = p.args.states,
+                     .o = p.args.o,
+                     .decode = &p,
+                     .out_state_indices = &p.args.out_state_indices};
+  run(r, p.args.exec, workspace);
   for (int64_t n = 0; present(conv.x) && n < p.N; ++n) {
     const Sequence s = roll_of(p, n);
     conv_roll(conv.state, s.slot, conv.x, {}, n, s.b, s.t0, s.length);

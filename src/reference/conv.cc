@@ -47,13 +47,16 @@ void conv(const ConvProblem& p) {
       continue;
     }
     const bool initial = !present(a.has_initial_state) || int_at(a.has_initial_state, n);
+    const int64_t out = present(a.final_state) ? final_row(index_of(a.out_state_indices), a.first_valid_slot,
+                                                           a.final_state.shape[0], n, slot)
+                                               : -1;
     for (int64_t c = 0; c < p.D; ++c) {
       const Vector xx = inputs(a.x, s, c, initial ? a.initial_state : kda_tensor{}, slot, p.W - 1);
       for (int64_t t = 0; t < s.length; ++t) {
         const double y = convolved(xx, t, c, a.weight, a.bias);
         set(a.y, a.silu ? y * sigmoid(y) : y, s.b, s.t0 + t, c);
       }
-      for (int64_t i = 0; present(a.final_state) && i < p.W - 1; ++i) set(a.final_state, xx[s.length + i], slot, c, i);
+      for (int64_t i = 0; out >= 0 && i < p.W - 1; ++i) set(a.final_state, xx[s.length + i], out, c, i);
     }
   }
   zero_rest(a.y, a.cu_seqlens, p.N);

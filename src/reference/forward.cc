@@ -45,7 +45,8 @@ void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t fi
       if (slot >= a.states.first_valid_slot) store_state(p, S, a.checkpoints, layout, slot, hv);
     }
   }
-  if (present(a.states.hT)) store_state(p, S, a.states.hT, layout, s.slot, hv);
+  const int64_t row = present(a.states.hT) ? final_row(a.out_state_indices, a.states, s) : -1;
+  if (row >= 0) store_state(p, S, a.states.hT, layout, row, hv);
 }
 
 }  // namespace
@@ -85,7 +86,8 @@ void decode(const DecodeProblem& p) {
         const int64_t row = present(snapshots.states) ? snapshots.row(t) : -1;
         if (row >= 0) store_state(p, S, snapshots.states, layout, row, hv);
       }
-      if (present(a.states.hT)) store_state(p, S, a.states.hT, layout, s.slot, hv);
+      const int64_t last = present(a.states.hT) ? final_row(a.out_state_indices, a.states, s) : -1;
+      if (last >= 0) store_state(p, S, a.states.hT, layout, last, hv);
     }
     if (s.live) conv_roll(a.conv.x, a.conv.state, slot_of(a.conv.indices, n), n, s, {}, s.length);
   }

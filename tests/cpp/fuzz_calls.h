@@ -172,7 +172,26 @@ inline std::vector<int64_t> state_shape(const Sizes& s, const kda_inputs& in, in
   return {rows, s.HV, s.K, s.V};
 }
 
-inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& states, Random& random) {
+// Slots may be of either width.
+inline int32_t index_dtype(Random& random) { return random.chance(0.25) ? KDA_I64 : KDA_I32; }
+
+// Slots to write: in one pool, each sequence's own, or one that no other reads; else any order of them.
+inline kda_tensor slots_to_write(const Sizes& s, const kda_tensor& read, const kda_tensor& written, bool indexed,
+                                 Random& random) {
+  const bool one_pool = read.ndim && read.data == written.data;
+  const int64_t rows = written.shape[0];
+  kda_tensor out = arena.take(index_dtype(random), {s.N}, random);
+  for (int64_t n = 0; n < s.N; ++n) {
+    const int64_t own = one_pool && !indexed ? n : rows - 1 - n;
+    set(out, n, random.chance(0.2) ? -1.0 : static_cast<double>(own));
+  }
+  if (one_pool && rows > s.N && s.N > 0) set(out, 0, 0);  // with indices, no sequence has it
+  return out;
+}
+
+// out: if there may be slots to write.
+inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& states, Random& random,
+                          kda_tensor* out = nullptr) {
   const bool pool = random.chance(0.5);
   const int64_t rows = pool ? s.N + random.below(4) : s.N;
   const int32_t dtype = state_dtype(random);
@@ -182,7 +201,7 @@ inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& stat
   else if (needed || random.chance(0.7)) states.hT = arena.take(state_dtype(random), state_shape(s, in, rows), random);
   if (pool) {
     states.first_valid_slot = static_cast<int32_t>(random.below(2));
-    states.state_indices = arena.take(KDA_I32, {s.N}, random);
+    states.state_indices = arena.take(index_dtype(random), {s.N}, random);
     for (int64_t n = 0; n < s.N; ++n)
       set(states.state_indices, n, random.chance(0.15) ? -1.0 : static_cast<double>(rows - 1 - n));
   }
@@ -190,6 +209,9 @@ inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& stat
     states.has_initial_state = arena.take(KDA_BOOL, {s.N}, random);
     for (int64_t n = 0; n < s.N; ++n) set(states.has_initial_state, n, random.chance(0.5) ? 3 : 0);
   }
+  if (out && states.hT.ndim && random.chance(0.4)) *out = slots_to_write(s, states.h0, states.hT, pool, random);
+  const bool shared = !states.hT.ndim || (out && out->ndim && states.hT.data != states.h0.data);
+  if (pool && shared && s.N > 1 && random.chance(0.5)) set(states.state_indices, 0, static_cast<double>(rows - 2));
 }
 
 inline int64_t h_rows(const Sizes& s, int64_t every) {
@@ -202,7 +224,7 @@ inline int64_t h_rows(const Sizes& s, int64_t every) {
 
 inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   a.in = random_inputs(s, random);
-  random_states(s, a.in, a.states, random);
+  random_states(s, a.in, a.states, random, &a.out_state_indices);
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.3)) {
     a.h_every = static_cast<int32_t>(random.below(3));
@@ -213,7 +235,7 @@ inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   if (random.chance(0.2)) a.Akk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
   if (random.chance(0.2)) {
     a.checkpoints = arena.take(state_dtype(random), state_shape(s, a.in, 4), random);
-    a.checkpoint_slots = arena.take(KDA_I32, {s.N, 1}, random);
+    a.checkpoint_slots = arena.take(index_dtype(random), {s.N, 1}, random);
     for (int64_t n = 0; n < s.N; ++n) set(a.checkpoint_slots, n, n < 4 ? static_cast<double>(n) : -1);
     a.checkpoint_every = 64;
   }
@@ -221,7 +243,7 @@ inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
 
 // Slots that all differ, or padding.
 inline kda_tensor slots_of_all(int64_t N, int64_t slots, Random& random) {
-  const kda_tensor t = arena.take(KDA_I32, {N}, random);
+  const kda_tensor t = arena.take(index_dtype(random), {N}, random);
   for (int64_t n = 0; n < N; ++n) set(t, n, random.chance(0.15) ? -1.0 : static_cast<double>(slots - 1 - n));
   return t;
 }
@@ -241,7 +263,7 @@ inline kda_conv_inputs random_front(const Sizes& s, kda_inputs& in, Random& rand
 
 inline void build(kda_decode_args& a, const Sizes& s, Random& random) {
   a.in = random_inputs(s, random);
-  random_states(s, a.in, a.states, random);
+  random_states(s, a.in, a.states, random, &a.out_state_indices);
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.4)) a.conv = random_front(s, a.in, random);
   const int64_t S = std::max<int64_t>(1, s.T) + random.below(3);
@@ -252,14 +274,14 @@ inline void build(kda_decode_args& a, const Sizes& s, Random& random) {
   if (!pool) shape.insert(shape.begin() + 1, S);
   a.snapshots = filled(state_dtype(random), shape, random, 1);
   if (pool) {
-    a.snapshot_slots = arena.take(KDA_I32, {s.N, S}, random);
+    a.snapshot_slots = arena.take(index_dtype(random), {s.N, S}, random);
     for (int64_t i = 0; i < s.N * S; ++i)
       set(a.snapshot_slots, i, random.chance(0.15) ? -1.0 : static_cast<double>(slots - 1 - i));
   }
   if (random.chance(0.5)) return;
-  a.accepted = arena.take(KDA_I32, {s.N}, random);
+  a.accepted = arena.take(index_dtype(random), {s.N}, random);
   for (int64_t n = 0; n < s.N; ++n) set(a.accepted, n, static_cast<double>(random.below(S + 3) - 1));
-  a.states = {};
+  a.states = {}, a.out_state_indices = {};
   if (pool) a.states.h0 = a.snapshots;
 }
 
@@ -424,7 +446,7 @@ inline void build(kda_conv_args& a, const Sizes& s, Random& random) {
   else if (pool || random.chance(0.7)) a.final_state = arena.take(any_float(random), {rows, D, keep}, random);
   if (pool) {
     a.first_valid_slot = static_cast<int32_t>(random.below(2));
-    a.state_indices = arena.take(KDA_I32, {s.N}, random);
+    a.state_indices = arena.take(index_dtype(random), {s.N}, random);
     for (int64_t n = 0; n < s.N; ++n)
       set(a.state_indices, n, random.chance(0.15) ? -1.0 : static_cast<double>(rows - 1 - n));
   }
@@ -432,6 +454,8 @@ inline void build(kda_conv_args& a, const Sizes& s, Random& random) {
     a.has_initial_state = arena.take(KDA_BOOL, {s.N}, random);
     for (int64_t n = 0; n < s.N; ++n) set(a.has_initial_state, n, random.chance(0.5) ? 3 : 0);
   }
+  if (a.final_state.ndim && random.chance(0.4))
+    a.out_state_indices = slots_to_write(s, a.initial_state, a.final_state, pool, random);
   a.y = arena.take(s.dtype, {s.B, s.T, D}, random);
 }
 inline void build(kda_conv_backward_args& a, const Sizes& s, Random& random) {

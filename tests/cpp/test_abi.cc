@@ -63,7 +63,7 @@ TEST(Abi, States) {
 }
 
 TEST(Abi, ForwardArgs) {
-  EXPECT_EQ(sizeof(kda_forward_args), 1920u);
+  EXPECT_EQ(sizeof(kda_forward_args), 2016u);
   EXPECT_FIELD(kda_forward_args, struct_size, 0);
   EXPECT_FIELD(kda_forward_args, exec, 8);
   EXPECT_FIELD(kda_forward_args, in, 56);
@@ -77,6 +77,7 @@ TEST(Abi, ForwardArgs) {
   EXPECT_FIELD(kda_forward_args, Akk, 1816);
   EXPECT_FIELD(kda_forward_args, checkpoint_every, 1912);
   EXPECT_FIELD(kda_forward_args, h_every, 1916);
+  EXPECT_FIELD(kda_forward_args, out_state_indices, 1920);
 }
 
 TEST(Abi, BackwardArgs) {
@@ -123,7 +124,7 @@ TEST(Abi, Records) {
 }
 
 TEST(Abi, DecodeArgs) {
-  EXPECT_EQ(sizeof(kda_decode_args), 2104u);
+  EXPECT_EQ(sizeof(kda_decode_args), 2200u);
   EXPECT_FIELD(kda_decode_args, struct_size, 0);
   EXPECT_FIELD(kda_decode_args, exec, 8);
   EXPECT_FIELD(kda_decode_args, in, 56);
@@ -133,6 +134,7 @@ TEST(Abi, DecodeArgs) {
   EXPECT_FIELD(kda_decode_args, snapshots, 1816);
   EXPECT_FIELD(kda_decode_args, snapshot_slots, 1912);
   EXPECT_FIELD(kda_decode_args, accepted, 2008);
+  EXPECT_FIELD(kda_decode_args, out_state_indices, 2104);
 }
 
 TEST(Abi, VerifyArgs) {
@@ -411,7 +413,7 @@ TEST(Abi, PrefillF32Args) {
 }
 
 TEST(Abi, ConvArgs) {
-  EXPECT_EQ(sizeof(kda_conv_args), 928u);
+  EXPECT_EQ(sizeof(kda_conv_args), 1024u);
   EXPECT_FIELD(kda_conv_args, struct_size, 0);
   EXPECT_FIELD(kda_conv_args, exec, 8);
   EXPECT_FIELD(kda_conv_args, x, 56);
@@ -425,6 +427,7 @@ TEST(Abi, ConvArgs) {
   EXPECT_FIELD(kda_conv_args, y, 824);
   EXPECT_FIELD(kda_conv_args, silu, 920);
   EXPECT_FIELD(kda_conv_args, first_valid_slot, 924);
+  EXPECT_FIELD(kda_conv_args, out_state_indices, 928);
 }
 
 TEST(Abi, ConvBackwardArgs) {

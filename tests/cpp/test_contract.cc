@@ -1,5 +1,6 @@
 // What every operator refuses: structs of another size, tensors that are absent, of the wrong rank, size, dtype, stride
 // or alignment, memory that overlaps, wrong options of exec. One loop over the tensors of each args struct.
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -41,11 +42,29 @@ TYPED_TEST(Contract, NullResults) {
   EXPECT_STREQ(kda_last_error(), "text: expected a pointer, got NULL");
 }
 
+// The size that the first header gave to the struct.
+template <class Args>
+constexpr uint64_t first_size() {
+  if constexpr (requires(Args a) { a.out_state_indices; }) return offsetof(Args, out_state_indices);
+  else return sizeof(Args);
+}
+
 TYPED_TEST(Contract, StructSize) {
   const std::string expected = "args.struct_size: expected " + std::to_string(sizeof(TypeParam));
-  for (const uint64_t size : {uint64_t{0}, uint64_t{8}, sizeof(TypeParam) - 8, uint64_t{1} << 20, UINT64_MAX})
+  const uint64_t first = first_size<TypeParam>();
+  for (const uint64_t size : {uint64_t{0}, uint64_t{8}, first - 8, uint64_t{1} << 20, UINT64_MAX})
     refuses<TypeParam>(expected + " (sizeof the args struct), got " + std::to_string(size),
                        [&](auto& x) { x.args.struct_size = size; });
+}
+
+// A caller compiled against the first header: what follows its struct in memory is not read.
+TYPED_TEST(Contract, SmallerStruct) {
+  Legal<TypeParam> x;
+  const Workspace workspace = workspace_for(x.args);
+  const uint64_t first = first_size<TypeParam>();
+  x.args.struct_size = first;
+  std::memset(reinterpret_cast<char*>(&x.args) + first, 0x7f, sizeof x.args - first);
+  EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
 }
 
 // A caller compiled against a later header, with more fields at the end: zero is the default this library knows.

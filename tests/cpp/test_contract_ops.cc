@@ -128,8 +128,8 @@ TEST(States, Pools) {
   pools_refuse("h0: expected float32 or bfloat16, got float16", [](kda_states& s, auto&) { s.h0.dtype = KDA_F16; });
   pools_refuse("state_indices: expected shape [3] ([N]), got [4]",
                [](kda_states& s, auto&) { s.state_indices.shape[0] = 4; });
-  pools_refuse("state_indices: expected int32, got int64",
-               [](kda_states& s, auto&) { s.state_indices.dtype = KDA_I64; });
+  pools_refuse("state_indices: expected int32 or int64, got bool",
+               [](kda_states& s, auto&) { s.state_indices.dtype = KDA_BOOL; });
   pools_refuse("has_initial_state: expected bool, got int32",
                [](kda_states& s, auto&) { s.has_initial_state.dtype = KDA_I32; });
 }
@@ -158,6 +158,59 @@ TEST(States, DuplicatesAmongMany) {  // beyond 32 sequences they are found in an
   expect_refused(x, "state_indices: expected every live slot once, got slot 0 twice");
   x.args.states.first_valid_slot = 1;  // now both are padding
   EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
+}
+
+// Slots to write, in the legal call's pool: sequences of slots 7, 6, .. read them and write others.
+struct WrittenSlots {
+  Tensor slots;
+  explicit WrittenSlots(const std::vector<double>& values, int32_t dtype = KDA_I32)
+      : slots(dtype, {static_cast<int64_t>(values.size())}) {
+    for (size_t i = 0; i < values.size(); ++i) slots.set(static_cast<int64_t>(i), values[i]);
+  }
+};
+template <class BreakIt>
+void written_refuse(const std::string& sentence, const WrittenSlots& written, BreakIt break_it) {
+  const auto both = [&](auto& x) {
+    x.args.out_state_indices = written.slots;
+    x.args.states.hT = x.args.states.h0;
+    break_it(x.args, x);
+  };
+  refuses<kda_forward_args>(sentence, [&](F& x) { both(x); });
+  refuses<kda_decode_args>(sentence, [&](D& x) { both(x); });
+}
+
+TEST(States, SlotsToWrite) {
+  const auto nothing = [](auto&, auto&) {};
+  written_refuse("out_state_indices: expected a pool hT with it, got none", WrittenSlots({0, 1, 2}),
+                 [](auto& a, auto&) { a.states.hT = {}; });
+  written_refuse("out_state_indices: expected shape [3] ([N]), got [2]", WrittenSlots({0, 1}), nothing);
+  written_refuse("out_state_indices: expected int32 or int64, got float32", WrittenSlots({0, 1, 2}, KDA_F32), nothing);
+  written_refuse("out_state_indices: expected memory, got NULL", WrittenSlots({0, 1, 2}),
+                 [](auto& a, auto&) { a.out_state_indices.data = nullptr; });
+  written_refuse("out_state_indices: expected slots below 8, got 8", WrittenSlots({0, 8, 2}), nothing);
+  written_refuse("out_state_indices: expected every live slot once, got slot 0 twice", WrittenSlots({0, -1, 0}),
+                 nothing);
+  written_refuse("out_state_indices: expected integers of 32 bits, got 8589934592",
+                 WrittenSlots({0, 8589934592.0, 2}, KDA_I64), nothing);
+}
+
+TEST(States, NoSlotIsReadAndWrittenByTwo) {
+  for (const int many : {3, 40}) {
+    Case c = legal_case();
+    if (many > 3) c.lengths.assign(many, 1), c.tail = 0;
+    D x(c);
+    x.args.states.hT = x.args.states.h0;
+    x.args.states.has_initial_state = {};
+    const double first = x.h0.state_indices.get(0), last = x.h0.state_indices.get(many - 1);
+    WrittenSlots written(std::vector<double>(many, -1));
+    x.args.out_state_indices = written.slots;
+    written.slots.set(0, first);  // its own
+    EXPECT_EQ(call(x.args), KDA_OK) << kda_last_error();
+    written.slots.set(0, last);
+    const std::string slot = std::to_string(static_cast<int64_t>(last));
+    expect_refused(x, "out_state_indices: expected no slot that another sequence reads, got slot " + slot +
+                          ", which sequence " + std::to_string(many - 1) + " reads");
+  }
 }
 
 // ---- forward ----

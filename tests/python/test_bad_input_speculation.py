@@ -310,7 +310,7 @@ def test_buffer() -> None:
     for slots in (
         *((int32(0, 0, 1), int32(0, 4, 1)) if on_cpu() else ()),
         int32(0, 1),
-        right.long(),
+        right.to(torch.int16),
         right.float(),
         right.tolist(),
         3,

@@ -92,7 +92,7 @@ def test_serving_operators_are_proper(op: str, problem: str) -> None:
     N = state.shape[0]
     out, run_options = torch.zeros_like(p.tensors["v"]), (None, 0)
     slots, has = torch.arange(N, dtype=torch.int32), torch.ones(N, dtype=torch.bool)
-    for more in ((None, None, 0), (slots, has, 1)):
+    for more, written in (((None, None, 0), (None, True)), ((slots, has, 1), (slots.long(), True))):
         extra = (
             ((None, None, 0),) if op == "decode" else ((None, None, 0), (torch.zeros_like(state), slots.view(N, 1), 64))
         )
@@ -106,6 +106,7 @@ def test_serving_operators_are_proper(op: str, problem: str) -> None:
                 out,
                 *(checkpoints if op == "prefill" else ()),
                 *run_options,
+                *written,
             )
             torch.library.opcheck(getattr(ops, op).default, arguments, test_utils=OPCHECKS)
 

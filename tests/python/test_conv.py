@@ -181,7 +181,9 @@ def test_update_is_a_proper_operator() -> None:
     p = problem()
     slots = torch.tensor([1, 0], dtype=torch.int32)
     arguments = (p["x"], p["weight"], p["bias"], None, p["initial_state"], slots, None, 0, torch.zeros_like(p["x"]))
-    torch.library.opcheck(torch.ops.kda.conv_update.default, (*arguments, True, None, 0), test_utils=OPCHECKS)
+    for written in (None, slots):
+        call = (*arguments, True, None, 0, written, True)
+        torch.library.opcheck(torch.ops.kda.conv_update.default, call, test_utils=OPCHECKS)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

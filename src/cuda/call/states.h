@@ -27,7 +27,7 @@ __device__ inline unsigned first_h_row(const ForwardProblem& p, unsigned n) {
 __device__ inline int64_t row_of(Kept to, const ForwardProblem& p, const Sequence& s, unsigned t, unsigned first_h) {
   const kda_forward_args& a = p.args;
   const bool last = t == s.length;
-  if (to == kFinal) return last ? s.slot : -1;
+  if (to == kFinal) return last ? final_row(a.out_state_indices, a.states, s) : -1;
   if (to == kBefore) {
     const auto every = static_cast<unsigned>(a.h_every < INT32_MAX ? a.h_every : INT32_MAX);
     const unsigned chunk = t / unsigned{kChunk};

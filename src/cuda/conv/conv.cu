@@ -32,6 +32,7 @@ struct Params {
   unsigned heads, head_tiles;  // blocks for heads; how many of them a sequence has
   unsigned body_tiles;         // warps side by side: 32 kVector channels each
   unsigned run;                // tokens of a warp
+  Index out_state_indices;     // of heads
 };
 
 // The rows before a token, and those channels' weights.
@@ -109,10 +110,12 @@ __device__ void head(const Params& p, unsigned block) {
   if (c.silu) outputs(std::true_type());
   else outputs(std::false_type());
   if (!present(p.final_state)) return;
+  const int64_t slot = final_row(p.out_state_indices, c.first_slot, p.final_state.shape[0], n, s.slot);
+  if (slot < 0) return;
 #pragma unroll
   for (int j = 0; j < kPast; ++j)
     if (longer) window.move_on(last[j]);
-  store_state<kVector>(p.final_state, s.slot, d, window.past);
+  store_state<kVector>(p.final_state, slot, d, window.past);
 }
 
 // Convolves tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ?
 
 template <class T>
 void launch(const ConvProblem& p) {
-  Params q{conv_of(p), p.args.final_state, 0, 0, 0, 0};
+  Params q{conv_of(p), p.args.final_state, 0, 0, 0, 0, index_of(p.args.out_state_indices)};
   const Conv& c = q.conv;
   const bool wide = four_wide_rows(c.x) && four_wide_rows(c.y) && four_wide_weights(c.weight, c.bias) &&
                     four_wide_state(c.state) && four_wide_state(q.final_state);

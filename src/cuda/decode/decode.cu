@@ -231,7 +231,12 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
       if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
     }
   }
-  if (kCall.fast || p.hT.data) store(p.hT, s.slot, 0);
+  if constexpr (kCall.fast) {
+    store(p.hT, s.slot, 0);
+  } else if (p.hT.data) {
+    const int64_t row = final_row(p.out_state_indices, p.slots.first_valid, p.final_rows, at.n, s.slot);
+    if (row >= 0) store(p.hT, row, 0);
+  }
 }
 
 DecodePlan plan_of(const DecodeProblem& p, const DecodeParams& x) {

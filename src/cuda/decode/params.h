@@ -35,6 +35,8 @@ struct DecodeParams {
   int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; how many rows there are to start from, and to write
   Front front;
   Access access;
+  Index out_state_indices;
+  int64_t final_rows;  // slots of hT
 
   explicit DecodeParams(const DecodeProblem& p) : DecodeParams(p, p.args) {}
 
@@ -72,7 +74,9 @@ struct DecodeParams {
         start_rows(by_slot(a) ? a.states.h0.shape[0] : a.snapshots.shape[1]),
         snapshot_rows(a.snapshots.shape[by_slot(a) ? 0 : 1]),
         front{p.H, p.K, p.V, a.conv, {}},
-        access(access_of(p)) {}
+        access(access_of(p)),
+        out_state_indices(index_of(a.out_state_indices)),
+        final_rows(a.states.hT.shape[0]) {}
   static bool by_slot(const kda_decode_args& a) { return present(a.snapshot_slots); }
   static Access access_of(const DecodeProblem& p) {
     const kda_decode_args& a = p.args;
@@ -82,15 +86,15 @@ struct DecodeParams {
   }
 };
 
-// Is the call on the fast path? It has one token, the dtypes and forms that Tokens::on_fast_path() names, K = 128 and
-// states of one dtype that lie alike before and after. Kernels for these calls have less than half of the
-// instructions: code for other calls would lie between those that run, and come through the instruction cache with
-// them.
+// Is the call on the fast path? It has one token, the dtypes and forms that Tokens::on_fast_path() names, K = 128,
+// states of one dtype that lie alike before and after, and no slots to write but those that are read. Kernels for these
+// calls have less than half of the instructions: code for other calls would lie between those that run, and come
+// through the instruction cache with them.
 inline bool on_fast_path(const DecodeProblem& p, const DecodeParams& x) {
   const TypedView &h0 = x.h0, &hT = x.hT;
-  return !x.snapshots.data && !x.accepted.data && !present(p.args.conv.x) && !p.varlen && p.T == 1 && p.K == kWideK &&
-         p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype && h0.stride0 == hT.stride0 &&
-         h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
+  return !x.snapshots.data && !x.accepted.data && !x.out_state_indices.data && !present(p.args.conv.x) && !p.varlen &&
+         p.T == 1 && p.K == kWideK && p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype &&
+         h0.stride0 == hT.stride0 && h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
          (x.access == Access::kRows || (x.access == Access::kColumns && h0.dtype == KDA_F32));
 }
 

@@ -135,6 +135,7 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
   if (const char* reason = decode_why_not(p)) return reason;
   if (present(a.snapshots) || present(a.accepted)) return "has no snapshots";
   if (present(a.conv.x)) return "has no convolution in front";
+  if (present(a.out_state_indices)) return "writes the slot that it reads";
   if ((p.K != 64 && p.K != 128) || p.V % 64 || !wide_rows(p, a.in.state_layout, {&states.h0, &states.hT}))
     return "takes V-first states of K = 64 or 128 and V a multiple of 64";
   if (present(states.h0) && present(states.hT) && states.h0.dtype != states.hT.dtype)

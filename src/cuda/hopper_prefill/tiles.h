@@ -117,6 +117,7 @@ struct StateTiles {
     if (!(present(from) || present(to)) || !fits(p, from) || !fits(p, to)) return;
     if (present(a.checkpoints) || present(a.h)) return;  // states within a head are rare, and stored by threads
     if (present(a.v_new)) return;                        // kernels that keep states have another order of channels
+    if (present(a.out_state_indices)) return;            // a state leaves for the slot that it came from
     used = true, stores = present(to);
     h0 = map(present(from) ? from : to);
     if (stores) hT = map(to);
