@@ -157,7 +157,9 @@ void Tensors::check_aliasing(const kda_exec& exec) const {
       const auto pair = [&](const char* out, const char* in) {
         return !std::strcmp(seen_[i].name, out) && !std::strcmp(seen_[j].name, in);
       };
-      const bool in_place = pair("hT", "h0") || pair("snapshots", "h0") || pair("final_state", "initial_state");
+      const bool in_place = pair("hT", "h0") || pair("snapshots", "h0") || pair("final_state", "initial_state") ||
+                            pair("checkpoints", "h0") || pair("checkpoints", "initial_state") ||
+                            pair("hT", "checkpoints") || pair("final_state", "checkpoints");
       if ((in_place && same_view(a, b)) || !may_overlap(a, seen_[i].extent, b, seen_[j].extent)) continue;
       invalid(seen_[i].name, ": expected memory of its own, got memory that overlaps ", seen_[j].name,
               in_place ? " without being the same view" : "");

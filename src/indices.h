@@ -22,7 +22,7 @@ template <class P>
 void narrow_indices(P&) {}
 inline void narrow_indices(ForwardProblem& p) {
   kda_forward_args& a = p.args;
-  narrow({&a.states.state_indices, &a.out_state_indices, &a.checkpoint_slots});
+  narrow({&a.states.state_indices, &a.out_state_indices, &a.checkpoint_slots, &a.checkpoint_offset});
 }
 inline void narrow_indices(DecodeProblem& p) {
   kda_decode_args& a = p.args;
@@ -43,7 +43,7 @@ inline void narrow_indices(FlushVerifyProblem& p) {
 }
 inline void narrow_indices(ConvProblem& p) {
   kda_conv_args& a = p.args;
-  narrow({&a.state_indices, &a.out_state_indices});
+  narrow({&a.state_indices, &a.out_state_indices, &a.checkpoint_slots, &a.checkpoint_offset});
 }
 
 }  // namespace kda

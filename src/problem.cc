@@ -62,20 +62,9 @@ ForwardProblem validate(const kda_forward_args* raw) {
                                 {"Akk", &a.Akk}})
     check_absent_is_empty(name, *t);
   tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
-  if (present(a.checkpoints) != present(a.checkpoint_slots))
-    invalid("checkpoint_slots: expected together with checkpoints, got ",
-            present(a.checkpoints) ? "checkpoints" : "checkpoint_slots", " alone");
-  if (present(a.checkpoints)) {
+  check_checkpoints(a.checkpoints, a.checkpoint_slots, a.checkpoint_offset, a.checkpoint_every, d.N, tensors);
+  if (present(a.checkpoints))
     check_state("checkpoints", a.checkpoints, rows_of("checkpoints", a.checkpoints), d, a.in, tensors, true);
-    if (a.checkpoint_slots.ndim != 2 || a.checkpoint_slots.shape[0] != d.N)
-      invalid("checkpoint_slots: expected shape [N,M] with N = ", d.N, ", got ",
-              shape_text(a.checkpoint_slots.shape, a.checkpoint_slots.ndim));
-    tensors.check_storage("checkpoint_slots", a.checkpoint_slots, kIndices, false);
-    if (a.checkpoint_every < 1 || a.checkpoint_every % kChunk)
-      invalid("checkpoint_every: expected a positive multiple of ", kChunk, ", got ", a.checkpoint_every);
-  } else if (a.checkpoint_every) {
-    invalid("checkpoint_every: expected 0 without checkpoints, got ", a.checkpoint_every);
-  }
   check_h(a.h, a.h_every, d, a.in, tensors, true, kStates);
   if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kStates, true, " like v");
   if (present(a.Aqk)) tensors.check("Aqk", a.Aqk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
@@ -214,8 +203,12 @@ void validate_data(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   check_states_data(p, a.in, a.states, a.out_state_indices);
   check_h_rows(p, a.in, a.h, a.h_every);
-  if (present(a.checkpoints))
-    check_slots("checkpoint_slots", a.checkpoint_slots, a.states.first_valid_slot, a.checkpoints.shape[0]);
+  const kda_states& states = a.states;
+  const auto in_pool = [&](const kda_tensor& pool) { return present(pool) && a.checkpoints.data == pool.data; };
+  check_checkpoints_data(
+      a.checkpoints, a.checkpoint_slots, a.checkpoint_offset,
+      {states.state_indices, a.out_state_indices, states.has_initial_state, p.N, states.first_valid_slot, 0, false},
+      in_pool(states.h0), in_pool(states.hT));
 }
 void validate_data(const BackwardProblem& p) {
   check_cu_seqlens(p, p.args.in);

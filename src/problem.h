@@ -16,8 +16,9 @@ namespace kda {
 #define KDA_BOTH
 #endif
 
-constexpr int64_t kChunk = 64;     // C: tokens of a chunk
-constexpr int64_t kMaxSize = 256;  // largest K and V
+constexpr int64_t kChunk = 64;           // C: tokens of a chunk
+constexpr int64_t kCheckpointStep = 16;  // checkpoints are a multiple of it apart
+constexpr int64_t kMaxSize = 256;        // largest K and V
 constexpr int64_t kMaxConvWidth = 4;
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -239,6 +240,35 @@ KDA_BOTH inline int64_t final_row(const Index& out_state_indices, int64_t first_
 }
 KDA_BOTH inline int64_t final_row(const kda_tensor& out_state_indices, const kda_states& states, const Sequence& s) {
   return final_row(index_of(out_state_indices), states.first_valid_slot, states.hT.shape[0], s.n, s.slot);
+}
+
+// Where the checkpoints of a sequence are, in tokens of the call.
+struct CheckpointPlaces {
+  int64_t every, before;                      // before: tokens since the last multiple of `every`, when the call begins
+  KDA_BOTH int64_t number(int64_t t) const {  // of the checkpoint after t tokens, from 0 on; -1: there is none
+    return (t + before) % every == 0 ? (t + before) / every - 1 : -1;
+  }
+  KDA_BOTH int64_t place(int64_t number) const { return (number + 1) * every - before; }
+  KDA_BOTH int64_t next(int64_t t) const { return place((t + before) / every); }  // the first behind t
+};
+KDA_BOTH inline CheckpointPlaces checkpoint_places(const kda_tensor& offset, int64_t every, int64_t n) {
+  return {every, present(offset) ? within(index_at(offset, n), 0, INT32_MAX) % every : 0};
+}
+// Row of `checkpoints` where checkpoint `number` of sequence n goes; -1: nowhere.
+KDA_BOTH inline int64_t checkpoint_row(const kda_tensor& slots, int64_t first_valid, int64_t rows, int64_t n,
+                                       int64_t number) {
+  if (number < 0 || number >= slots.shape[1]) return -1;
+  const int64_t slot = index_at(slots, n, number);
+  return slot >= first_valid && slot < rows ? slot : -1;
+}
+// The same for the state after t tokens.
+KDA_BOTH inline int64_t checkpoint_row(const kda_forward_args& a, int64_t n, int64_t t) {
+  const CheckpointPlaces places = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, n);
+  return checkpoint_row(a.checkpoint_slots, a.states.first_valid_slot, a.checkpoints.shape[0], n, places.number(t));
+}
+// May there be checkpoints within chunks of 64 tokens?
+inline bool checkpoints_within_chunks(const kda_forward_args& a) {
+  return present(a.checkpoints) && (present(a.checkpoint_offset) || a.checkpoint_every % kChunk != 0);
 }
 
 // Decode: where the states before and after a sequence's tokens are.

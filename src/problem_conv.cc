@@ -60,6 +60,7 @@ ConvProblem validate(const kda_conv_args* raw) {
                               {"state_indices", &a.state_indices},
                               {"has_initial_state", &a.has_initial_state},
                               {"out_state_indices", &a.out_state_indices},
+                              {"checkpoints", &a.checkpoints},
                               {"y", &a.y}});
   const bool pool = present(a.state_indices), apart = present(a.out_state_indices);
   if (pool && !present(a.initial_state) && !present(a.final_state))
@@ -82,6 +83,11 @@ ConvProblem validate(const kda_conv_args* raw) {
     tensors.check_any_stride("has_initial_state", a.has_initial_state, {d.N}, 1, bit(KDA_BOOL), false, " ([N])");
   }
   if (a.first_valid_slot < 0) invalid("first_valid_slot: expected >= 0, got ", a.first_valid_slot);
+  check_checkpoints(a.checkpoints, a.checkpoint_slots, a.checkpoint_offset, a.checkpoint_every, d.N, tensors);
+  if (present(a.checkpoints))
+    check_conv_state("checkpoints", a.checkpoints, slots_of("checkpoints", a.checkpoints), d, tensors, true,
+                     " ([slots,D,W-1])");
+  if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
   check_conv_rows("y", a.y, a.x, tensors, true);
   check_memory(tensors, a.exec, d);
   return {d, a};
@@ -117,7 +123,7 @@ ConvBackwardProblem validate(const kda_conv_backward_args* raw) {
 
 bool has_f64(const ConvProblem& p) {
   const kda_conv_args& a = p.args;
-  return any_f64({&a.x, &a.weight, &a.bias, &a.initial_state, &a.final_state, &a.y});
+  return any_f64({&a.x, &a.weight, &a.bias, &a.initial_state, &a.final_state, &a.checkpoints, &a.y});
 }
 bool has_f64(const ConvBackwardProblem& p) {
   const kda_conv_backward_args& a = p.args;
@@ -136,6 +142,10 @@ void validate_data(const ConvProblem& p) {
     check_written_slots({a.state_indices, a.out_state_indices, a.has_initial_state, p.N, a.first_valid_slot,
                          a.final_state.shape[0],
                          present(a.initial_state) && a.initial_state.data == a.final_state.data});
+  const auto in_pool = [&](const kda_tensor& pool) { return present(pool) && a.checkpoints.data == pool.data; };
+  check_checkpoints_data(a.checkpoints, a.checkpoint_slots, a.checkpoint_offset,
+                         {a.state_indices, a.out_state_indices, a.has_initial_state, p.N, a.first_valid_slot, 0, false},
+                         in_pool(a.initial_state), in_pool(a.final_state));
 }
 void validate_data(const ConvBackwardProblem& p) { check_cu_seqlens(p.args.cu_seqlens, p.T); }
 

@@ -56,7 +56,7 @@ std::span<const Implementation<ForwardProblem>> implementations() {
      cuda::prefill_recurrent},
 #endif
     {"cpu_chunk", nullptr, "src/cpu/chunk_forward.cc", "chunks of 64 tokens as matrix products, SIMD and threads",
-     cpu_without_f64, cpu::chunk_forward_workspace, cpu::chunk_forward},
+     cpu::chunk_forward_why_not, cpu::chunk_forward_workspace, cpu::chunk_forward},
     {"cpu_recurrent", nullptr, "src/cpu/recurrent.cc", "token by token, SIMD and threads",
      cpu::recurrent_forward_why_not, cpu::recurrent_forward_workspace, cpu::recurrent_forward},
     {"reference", nullptr, "src/reference/forward.cc", "float64 token recurrence, the specification; allocates", on_cpu,

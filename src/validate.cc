@@ -213,6 +213,26 @@ void check_states(const kda_states& s, const kda_tensor& out_state_indices, cons
   if (s.reserved) invalid("states.reserved: expected 0, got ", s.reserved);
 }
 
+void check_checkpoints(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset, int32_t every,
+                       int64_t N, Tensors& tensors) {
+  for (const auto& [name, t] : {std::pair{"checkpoint_slots", &slots}, {"checkpoint_offset", &offset}})
+    check_absent_is_empty(name, *t);
+  if (present(checkpoints) != present(slots))
+    invalid("checkpoint_slots: expected together with checkpoints, got ",
+            present(checkpoints) ? "checkpoints" : "checkpoint_slots", " alone");
+  if (!present(checkpoints)) {
+    if (present(offset)) invalid("checkpoint_offset: expected none without checkpoints, got one");
+    if (every) invalid("checkpoint_every: expected 0 without checkpoints, got ", every);
+    return;
+  }
+  if (slots.ndim != 2 || slots.shape[0] != N)
+    invalid("checkpoint_slots: expected shape [N,M] with N = ", N, ", got ", shape_text(slots.shape, slots.ndim));
+  tensors.check_storage("checkpoint_slots", slots, kIndices, false);
+  if (present(offset)) tensors.check_any_stride("checkpoint_offset", offset, {N}, 1, kIndices, false, " ([N])");
+  if (every < 1 || every % kCheckpointStep)
+    invalid("checkpoint_every: expected a positive multiple of ", kCheckpointStep, ", got ", every);
+}
+
 bool any_f64(std::initializer_list<const kda_tensor*> tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
                      [](const kda_tensor* t) { return present(*t) && t->dtype == KDA_F64; });
@@ -310,6 +330,31 @@ void check_written_slots(const SlotPairs& p) {
                 ", which sequence ", n, " reads");
     }
   }
+}
+
+void check_checkpoints_data(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset,
+                            const SlotPairs& p, bool reads_pool, bool writes_pool) {
+  if (!present(checkpoints)) return;
+  check_slots("checkpoint_slots", slots, p.first_valid, checkpoints.shape[0]);
+  check_width("checkpoint_offset", offset);
+  for (int64_t n = 0; present(offset) && n < p.N; ++n)
+    if (const int64_t before = int_at(offset, n); before < 0)
+      invalid("checkpoint_offset: expected numbers >= 0, got ", before);
+  if (!reads_pool && !writes_pool) return;
+  const auto own = [&](int64_t n) { return present(p.read) ? int_at(p.read, n) : n; };
+  const auto refuse_used = [&](int64_t slot) {
+    for (int64_t n = 0; n < p.N; ++n) {
+      const bool live = !present(p.read) || own(n) >= p.first_valid;
+      const bool reads = reads_pool && (!present(p.has_initial) || int_at(p.has_initial, n)) && own(n) == slot;
+      const bool writes = writes_pool && (present(p.written) ? int_at(p.written, n) : own(n)) == slot;
+      if (live && (reads || writes))
+        invalid("checkpoint_slots: expected slots that no sequence reads or writes, got slot ", slot,
+                ", which sequence ", n, reads ? " reads" : " writes");
+    }
+  };
+  for (int64_t n = 0; n < p.N; ++n)
+    for (int64_t m = 0; m < slots.shape[1]; ++m)
+      if (const int64_t slot = int_at(slots, n, m); slot >= p.first_valid) refuse_used(slot);
 }
 
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s) {

@@ -50,6 +50,10 @@ bool any_f64(std::initializer_list<const kda_tensor*> tensors);
 bool any_f64(const kda_inputs& in);
 bool any_f64(const kda_conv_inputs& conv);
 
+// checkpoint_slots [N,M], checkpoint_offset [N] and checkpoint_every, which go with `checkpoints`.
+void check_checkpoints(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset, int32_t every,
+                       int64_t N, Tensors& tensors);
+
 // ---- data, on the CPU ----
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T);
@@ -67,6 +71,10 @@ struct SlotPairs {
 };
 // No live sequence writes a slot that another one writes or, in one pool, reads.
 void check_written_slots(const SlotPairs& pairs);
+// What a call keeps in `checkpoints`; in the pool of `pairs` if `one_pool`: then in slots that no sequence reads or
+// writes.
+void check_checkpoints_data(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset,
+                            const SlotPairs& pairs, bool reads_pool, bool writes_pool);
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s);
 // The same for operators with slots to write. `from_h0`: sequences start from h0, at state_indices.
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s, const kda_tensor& out_state_indices,

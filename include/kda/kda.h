@@ -151,7 +151,11 @@ typedef struct kda_states {
 
 /* ---- kda_forward: prefill, and the forward pass of training -------------------------------------------------------
  * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
- * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M.
+ * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M. A request
+ * that goes on has had tokens before: with checkpoint_offset its checkpoints are where offset + t is a multiple of
+ * checkpoint_every, the first after t = checkpoint_every - offset % checkpoint_every tokens of the call. `checkpoints`
+ * may be the pool of h0 or hT itself. Then no sequence may read or write the slot of a checkpoint, which the CPU
+ * checks. On CUDA only `cuda_recurrent` keeps checkpoints with an offset, or 16 m tokens apart that are not 64 m.
  *
  * Outputs that backward takes, or that are useful by themselves: h holds the state before every h_every-th chunk (0,
  * h_every, 2 h_every, ..), v_new the corrections u_t, Aqk and Akk the scores of the chunks (row t holds the C columns
@@ -173,9 +177,10 @@ typedef struct kda_forward_args {
   kda_tensor h;                 /* [NT,HV,V,K] (or K-first) out, optional: f32 or bf16 */
   kda_tensor v_new;             /* [B,T,HV,V]  out, optional: f32 or bf16 */
   kda_tensor Aqk, Akk;          /* [B,T,HV,C]  out, optional: f32 */
-  int32_t checkpoint_every;     /* tokens, a multiple of C */
+  int32_t checkpoint_every;     /* tokens, a multiple of 16 */
   int32_t h_every;              /* chunks from one row of h to the next; 0 = 1 */
   kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
+  kda_tensor checkpoint_offset; /* [N] i32 or i64, optional: tokens of the request before the call, >= 0 */
 } kda_forward_args;
 
 /* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
@@ -235,6 +240,11 @@ typedef struct kda_conv_args {
   int32_t silu;                 /* not 0: y <- y sigmoid(y) */
   int32_t first_valid_slot;
   kda_tensor out_state_indices; /* [N] i32 or i64, optional, with final_state: see kda_states */
+  kda_tensor checkpoints;       /* [slots,D,W-1] out, optional: any float, any strides; as in kda_forward */
+  kda_tensor checkpoint_slots;  /* [N,M] i32 or i64, with checkpoints */
+  kda_tensor checkpoint_offset; /* [N] i32 or i64, optional */
+  int32_t checkpoint_every;     /* tokens, a multiple of 16 */
+  int32_t reserved;             /* 0 */
 } kda_conv_args;
 
 typedef struct kda_conv_backward_args {

@@ -219,7 +219,9 @@ void read(Reader& r, kda_forward_args& a) {
   a.checkpoint_every = r.integer("checkpoint_every");
   a.h_every = r.integer("h_every");
 }
-void read_more(Reader& r, kda_forward_args& a) { r.tensor("out_state_indices", a.out_state_indices); }
+void read_more(Reader& r, kda_forward_args& a) {
+  r.tensor("out_state_indices", a.out_state_indices), r.tensor("checkpoint_offset", a.checkpoint_offset);
+}
 
 void read(Reader& r, kda_backward_args& a) {
   read(r, a.in);
@@ -315,7 +317,12 @@ void read(Reader& r, kda_conv_args& a) {
   a.silu = r.flag("silu");
   a.first_valid_slot = r.integer("first_valid_slot");
 }
-void read_more(Reader& r, kda_conv_args& a) { r.tensor("out_state_indices", a.out_state_indices); }
+void read_more(Reader& r, kda_conv_args& a) {
+  r.tensor("out_state_indices", a.out_state_indices);
+  r.tensor("checkpoints", a.checkpoints), r.tensor("checkpoint_slots", a.checkpoint_slots);
+  r.tensor("checkpoint_offset", a.checkpoint_offset);
+  a.checkpoint_every = r.integer("checkpoint_every");
+}
 
 void read(Reader& r, kda_conv_backward_args& a) {
   r.tensor("x", a.x), r.tensor("weight", a.weight), r.tensor("bias", a.bias), r.tensor("cu_seqlens", a.cu_seqlens);

@@ -19,7 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _REQUIRED = {"q", "k", "v", "g", "beta"}
 _ARRAYS = _REQUIRED | {
     "A_log", "dt_bias", "initial_state", "state", "state_indices", "out_state_indices", "has_initial_state",
-    "cu_seqlens", "cu_seqlens_cpu", "checkpoints", "checkpoint_slots", "out", "workspace", "snapshots",
+    "cu_seqlens", "cu_seqlens_cpu", "checkpoints", "checkpoint_slots", "checkpoint_offset", "out", "workspace",
+    "snapshots",
     "snapshot_slots", "accepted", "accept_len", "parents", "last_parents", "last_conv_x", "conv_x", "conv_state",
     "conv_indices",
 }  # fmt: skip

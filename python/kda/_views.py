@@ -29,7 +29,7 @@ _WRITTEN: dict[str, set[str]] = {  # by function: the arguments that it writes
     "verify_kvbuffer": {"out", *_RECORDS},
     "flush_kvbuffer": {"state", "conv_state"},
     "flush_verify_kvbuffer": {"state", "conv.state", "out", *_RECORDS, "records.ring_first", "records.ring_count"},
-    "causal_conv1d_update": {"state", "out"},
+    "causal_conv1d_update": {"state", "out", "checkpoints"},
     "prefill_f32": {"w", "u", "o", "final_state"},
     "bwd_intra": {"dq", "dk", "dbeta", "dG"},
 }

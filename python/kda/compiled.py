@@ -233,10 +233,11 @@ _WRITTEN = "Tensor? out_state_indices, bool update_state"  # the slots to write;
 
 
 def _prefill_run(*a: Any) -> None:
-    (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads, written, update) = a
+    *call, written, update, offset = a
+    (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads) = call
     library().forward(
         *inputs, state, state if update else None, indices, initial, first, out, checkpoints, slots, None, None, None,
-        None, every, 0, impl, threads, None, written,
+        None, every, 0, impl, threads, None, written, offset,
     )  # fmt: skip
 
 
@@ -254,7 +255,7 @@ def _nothing(*_: Any) -> None:
 _define(
     "prefill",
     f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, Tensor(c!)? checkpoints, Tensor? checkpoint_slots,"
-    f" int checkpoint_every, {_RUN}, {_WRITTEN}) -> ()",
+    f" int checkpoint_every, {_RUN}, {_WRITTEN}, Tensor? checkpoint_offset) -> ()",
     _prefill_run,
     _nothing,
     _WITH_GRADIENTS,
@@ -561,16 +562,19 @@ def conv(x: Tensor, weight: Tensor, bias: Any, state: Any, cu: Any, silu: bool, 
 
 
 def _conv_update_run(*a: Any) -> None:
-    (*call, state, indices, has_state, first, out, silu, impl, threads, written, update) = a
+    *call, written, update, checkpoints, slots, offset, every = a
+    (*inputs, state, indices, has_state, first, out, silu, impl, threads) = call
     library().conv(
-        *call, state, state if update else None, indices, has_state, out, silu, first, impl, threads, None, written
-    )
+        *inputs, state, state if update else None, indices, has_state, out, silu, first, impl, threads, None, written,
+        checkpoints, slots, offset, every,
+    )  # fmt: skip
 
 
 _define(
     "conv_update",
     f"({_CONV}, Tensor? cu_seqlens, Tensor(a!) state, Tensor? state_indices, Tensor? has_initial_state,"
-    f" int first_valid_slot, Tensor(b!) out, bool silu, {_RUN}, {_WRITTEN}) -> ()",
+    f" int first_valid_slot, Tensor(b!) out, bool silu, {_RUN}, {_WRITTEN}, Tensor(c!)? checkpoints,"
+    " Tensor? checkpoint_slots, Tensor? checkpoint_offset, int checkpoint_every) -> ()",
     _conv_update_run,
     _nothing,
     "kda.causal_conv1d",

@@ -7,6 +7,7 @@ from typing import Any
 from ._arrays import check_views, is_torch, new_like, sequences, shape_of
 from ._dispatch import dispatched
 from ._lib import library
+from ._options import CHUNK
 from ._refusal import in_sentences_of
 from ._tracking import check_serving, mark_written
 from .ops import _dense
@@ -89,6 +90,10 @@ def causal_conv1d_update(
     has_initial_state: Any = None,
     cu_seqlens: Any = None,
     first_valid_slot: int = 0,
+    checkpoints: Any = None,
+    checkpoint_slots: Any = None,
+    checkpoint_every: int = CHUNK,
+    checkpoint_offset: Any = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -100,6 +105,8 @@ def causal_conv1d_update(
         state: ``[N, D, W - 1]`` of any float dtype and strides; with ``state_indices`` a pool ``[slots, D, W - 1]``.
         state_indices, out_state_indices, update_state: the slots to read and to write, as in :func:`kda.prefill`.
         has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
+        checkpoints, checkpoint_slots, checkpoint_every, checkpoint_offset: the last ``W - 1`` inputs after chosen
+            tokens, to a pool like ``state`` or to ``state`` itself; as in :func:`kda.prefill`.
         out: ``[B, T, D]`` in the dtype of x, written and returned; made if None.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
 
@@ -118,20 +125,22 @@ def causal_conv1d_update(
     if out is None:
         out = new_like(x)
     slots = (state_indices, has_initial_state)
+    every = 0 if checkpoints is None else checkpoint_every
+    kept = (checkpoints, checkpoint_slots, checkpoint_offset, every)
     if dispatched():
         from .compiled import run_in_place
 
         run_in_place(
             "conv_update", x, weight, bias, cu_seqlens, state, *slots, first_valid_slot, out, silu, impl, num_threads,
-            out_state_indices, update_state,
+            out_state_indices, update_state, *kept,
         )  # fmt: skip
     else:
-        check_serving("kda.causal_conv1d", x, weight, bias, state, out)
+        check_serving("kda.causal_conv1d", x, weight, bias, state, out, checkpoints)
         library().conv(
             x, weight, bias, cu_seqlens, state, state if update_state else None, *slots, out, silu, first_valid_slot,
-            impl, num_threads, None, out_state_indices,
+            impl, num_threads, None, out_state_indices, *kept,
         )  # fmt: skip
-        mark_written(state if update_state else None, out)
+        mark_written(state if update_state else None, out, checkpoints)
     return out
 
 

@@ -388,6 +388,7 @@ def prefill(
     checkpoints: Any = None,
     checkpoint_slots: Any = None,
     checkpoint_every: int = CHUNK,
+    checkpoint_offset: Any = None,
     out: Any = None,
     workspace: Any = None,
     impl: str | None = None,
@@ -410,10 +411,15 @@ def prefill(
         update_state: False leaves ``state`` as it is.
         has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
         first_valid_slot: 0 if only negative indices are padding, 1 if slot 0 is padding, too.
-        checkpoints, checkpoint_slots: a pool like ``state``, and ``[N, M]`` int32. After ``m * checkpoint_every``
-            tokens of sequence n, if it has that many, its state is copied to slot ``checkpoint_slots[n, m - 1]``.
-            Slots ``< first_valid_slot`` are skipped.
-        checkpoint_every: tokens between checkpoints, a multiple of 64.
+        checkpoints, checkpoint_slots: a pool like ``state``, or ``state`` itself, and ``[N, M]`` int32 or int64. After
+            ``m * checkpoint_every`` tokens of sequence n, if it has that many, its state is copied to slot
+            ``checkpoint_slots[n, m - 1]``. Slots ``< first_valid_slot`` are skipped. In ``state``, no sequence may
+            read or write the slot of a checkpoint.
+        checkpoint_every: tokens between checkpoints, a multiple of 16.
+        checkpoint_offset: ``[N]`` int32 or int64, how many tokens each request has had before. Its checkpoints are
+            then at multiples of ``checkpoint_every`` of the request, not of the call, and the first of the call is
+            the one in ``checkpoint_slots[n, 0]``. Chunked kernels on GPUs keep no checkpoints with an offset, or with
+            an ``every`` that is no multiple of 64: such calls run token by token there.
         out: ``[B, T, HV, V]``, written and returned; made if None. Rows beyond ``cu_seqlens[-1]`` are zeroed.
         workspace: scratch memory of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if
             None.
@@ -456,13 +462,14 @@ def prefill(
                 num_threads,
                 out_state_indices,
                 update_state,
+                checkpoint_offset,
             )
             return out
         check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace)
         library().forward(
             *call, state, state is not None and update_state, state_indices, has_initial_state, first_valid_slot, out,
             checkpoints, checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
-            out_state_indices,
+            out_state_indices, checkpoint_offset,
         )  # fmt: skip
         mark_written(state if update_state else None, out, checkpoints, workspace)
         return out
@@ -663,6 +670,7 @@ def _forward_arguments(
     first_valid_slot = kwargs.pop("first_valid_slot", 0)
     checkpoints, slots = kwargs.pop("checkpoints", None), kwargs.pop("checkpoint_slots", None)
     every = kwargs.pop("checkpoint_every", CHUNK) if checkpoints is not None else 0
+    offset = kwargs.pop("checkpoint_offset", None)
     out = kwargs.pop("out", None)
     defaults = dict.fromkeys(("A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens")) | dict.fromkeys(
         ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"), False
@@ -679,7 +687,7 @@ def _forward_arguments(
     out = new_like(v) if out is None else out
     return (
         *call, state, state if update else None, *states, first_valid_slot, out, checkpoints, slots, None, None, None,
-        None, every, 0, impl, num_threads, None, written_slots,
+        None, every, 0, impl, num_threads, None, written_slots, offset,
     )  # fmt: skip
 
 

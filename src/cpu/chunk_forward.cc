@@ -35,9 +35,18 @@ struct ForwardSteps : ForwardHead {
     return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
   }
 
+  // Tokens of the chunk at t. It ends early where a checkpoint is; then the rows of h are where they would be.
+  int64_t length_at(int64_t t) const {
+    const kda_forward_args& a = p.args;
+    const int64_t length = std::min(kChunk, seq.length - t);
+    if (!checkpoints_within_chunks(a)) return length;
+    const int64_t next = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, seq.n).next(t) - t;
+    return std::min({length, next, present(a.h) ? kChunk - t % kChunk : kChunk});
+  }
+
   // Prepares the chunk at t, except for what depends on the state.
   void prepare(Chunk& c, const Gate& gate, int64_t t) const {
-    load_chunk(c, p.args.in, gate, seq.b, seq.t0 + t, std::min(kChunk, seq.length - t), hv / p.group(), hv, 0);
+    load_chunk(c, p.args.in, gate, seq.b, seq.t0 + t, length_at(t), hv / p.group(), hv, 0);
     scores(c);
     decayed_operands(c);
   }
@@ -55,11 +64,8 @@ struct ForwardSteps : ForwardHead {
     add_triangle<Triangle::kLower>(L, c.V, c.Aqk.rows(), c.v, o);
     store_chunk(c, o, t, v0);
     advance_state(c, S, S);
-    if (present(a.checkpoints) && end % a.checkpoint_every == 0) {
-      const int64_t m = end / a.checkpoint_every - 1;
-      const int64_t slot = m < a.checkpoint_slots.shape[1] ? int_at(a.checkpoint_slots, seq.n, m) : -1;
-      if (slot >= a.states.first_valid_slot) store_state(c, a.checkpoints, layout, slot, hv, v0, S);
-    }
+    const int64_t row = present(a.checkpoints) ? checkpoint_row(a, seq.n, end) : -1;
+    if (row >= 0) store_state(c, a.checkpoints, layout, row, hv, v0, S);
     if (end == seq.length) store_last_state(c, v0, S);
   }
 
@@ -113,7 +119,7 @@ void forward_task(const ForwardHead& head, char* memory) {
   if (!seq.live) return zero_rows(head.p.args.o, seq.b, seq.t0, seq.length, head.hv);
   ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
   const Gate gate = steps.gate(s.chunk);
-  for (int64_t t = 0; t < seq.length; t += kChunk) {
+  for (int64_t t = 0; t < seq.length; t += s.chunk.L) {
     steps.prepare(s.chunk, gate, t);
     steps.scan(s.chunk, s.S, s.o, t, 0);
   }
@@ -162,13 +168,23 @@ Workspace plan(const ForwardProblem& p) {
   // Shared: where each sequence's rows of h begin.
   const uint64_t offsets = present(p.args.h) ? p.N * sizeof(int64_t) : 0;
   const int threads = threads_of(p);
-  const uint64_t team = may_be_long(p.N, p.HV, threads, p.varlen)
+  // A head whose chunks end at checkpoints runs on one thread.
+  const uint64_t team = may_be_long(p.N, p.HV, threads, p.varlen) && !checkpoints_within_chunks(p.args)
                             ? KDA_ISA_CALL(forward_team_bytes)(p.K, p.V, team_group(threads, p.max_chunks()))
                             : 0;
   return {offsets, KDA_ISA_CALL(forward_scratch_bytes)(p.K, p.V), team};
 }
 
 }  // namespace
+
+const char* chunk_forward_why_not(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  if (a.exec.device != KDA_CPU) return "runs on the CPU only";
+  if (has_f64(p)) return "float64 runs on `reference` only";
+  if ((present(a.Aqk) || present(a.Akk)) && checkpoints_within_chunks(a))
+    return "ends chunks at checkpoints, but Aqk and Akk have chunks of 64 tokens";
+  return nullptr;
+}
 
 uint64_t chunk_forward_workspace(const ForwardProblem& p) { return plan(p).bytes(threads_of(p)); }
 

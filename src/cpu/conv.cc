@@ -464,9 +464,19 @@ void conv(const ConvProblem& p) {
   const kda_conv_args& a = p.args;
   const Conv c = conv_of(p);
   run(c, a.exec);
+  const auto roll = KDA_ISA_CALL(conv_roll_tile);
+  // Before the final states, which may take the place of the initial ones that checkpoints begin with.
+  if (present(a.checkpoints))
+    for_tiles(c, p.N, wanted(c, a.exec, p.N * tiles_of(c), p.N * p.W), [&](int64_t i, int64_t c0, int64_t n) {
+      const Sequence s = c.sequence(i);
+      const CheckpointPlaces places = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, i);
+      for (int64_t m = 0; s.live && m < a.checkpoint_slots.shape[1] && places.place(m) <= s.length; ++m) {
+        const int64_t row = checkpoint_row(a.checkpoint_slots, a.first_valid_slot, a.checkpoints.shape[0], i, m);
+        if (row >= 0) roll(c, s, places.place(m) + p.W - 2, a.checkpoints, row, c0, n);
+      }
+    });
   if (!present(a.final_state)) return;
   // After all outputs, because final_state may be the initial state that they read.
-  const auto roll = KDA_ISA_CALL(conv_roll_tile);
   for_tiles(c, p.N, wanted(c, a.exec, p.N * tiles_of(c), p.N * p.W), [&](int64_t i, int64_t c0, int64_t n) {
     const Sequence s = c.sequence(i);
     const int64_t slot =

@@ -8,6 +8,7 @@
 namespace kda::cpu {
 
 void chunk_forward(const ForwardProblem& p);
+const char* chunk_forward_why_not(const ForwardProblem& p);
 uint64_t chunk_forward_workspace(const ForwardProblem& p);
 
 void chunk_backward(const BackwardProblem& p);

@@ -56,6 +56,11 @@ void conv(const ConvProblem& p) {
         const double y = convolved(xx, t, c, a.weight, a.bias);
         set(a.y, a.silu ? y * sigmoid(y) : y, s.b, s.t0 + t, c);
       }
+      const CheckpointPlaces places = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, n);
+      for (int64_t m = 0; present(a.checkpoints) && places.place(m) <= s.length; ++m) {
+        const int64_t row = checkpoint_row(a.checkpoint_slots, a.first_valid_slot, a.checkpoints.shape[0], n, m);
+        for (int64_t i = 0; row >= 0 && i < p.W - 1; ++i) set(a.checkpoints, xx[places.place(m) + i], row, c, i);
+      }
       for (int64_t i = 0; out >= 0 && i < p.W - 1; ++i) set(a.final_state, xx[s.length + i], out, c, i);
     }
   }

@@ -39,11 +39,8 @@ void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t fi
       set(a.o, o[v], s.b, s.t0 + t, hv, v);
       if (present(a.v_new)) set(a.v_new, u[v], s.b, s.t0 + t, hv, v);
     }
-    if (present(a.checkpoints) && (t + 1) % a.checkpoint_every == 0) {
-      const int64_t m = (t + 1) / a.checkpoint_every - 1;
-      const int64_t slot = m < a.checkpoint_slots.shape[1] ? int_at(a.checkpoint_slots, s.n, m) : -1;
-      if (slot >= a.states.first_valid_slot) store_state(p, S, a.checkpoints, layout, slot, hv);
-    }
+    const int64_t kept = present(a.checkpoints) ? checkpoint_row(a, s.n, t + 1) : -1;
+    if (kept >= 0) store_state(p, S, a.checkpoints, layout, kept, hv);
   }
   const int64_t row = present(a.states.hT) ? final_row(a.out_state_indices, a.states, s) : -1;
   if (row >= 0) store_state(p, S, a.states.hT, layout, row, hv);

@@ -296,4 +296,16 @@ inline std::vector<Field> fields(kda_prefill_f32_args& a) {
           {"h0", &a.h0}, {"o", &a.o, true}, {"w", &a.w, true}, {"u", &a.u, true}, {"hT", &a.hT, true}};
 }
 
+// Tensors that calls have only where slots to write are not those to read, or where requests leave checkpoints.
+inline std::vector<Field> serving_fields(kda_forward_args& a) {
+  return {{"out_state_indices", &a.out_state_indices}, {"checkpoint_offset", &a.checkpoint_offset}};
+}
+inline std::vector<Field> serving_fields(kda_decode_args& a) { return {{"out_state_indices", &a.out_state_indices}}; }
+inline std::vector<Field> serving_fields(kda_conv_args& a) {
+  return {{"out_state_indices", &a.out_state_indices},
+          {"checkpoints", &a.checkpoints, true},
+          {"checkpoint_slots", &a.checkpoint_slots},
+          {"checkpoint_offset", &a.checkpoint_offset}};
+}
+
 }  // namespace kda::test

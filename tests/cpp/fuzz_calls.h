@@ -214,6 +214,18 @@ inline void random_states(const Sizes& s, const kda_inputs& in, kda_states& stat
   if (pool && shared && s.N > 1 && random.chance(0.5)) set(states.state_indices, 0, static_cast<double>(rows - 2));
 }
 
+// Of the first sequences, in slots of their own.
+template <class Args>
+void random_checkpoints(Args& a, const Sizes& s, const std::vector<int64_t>& shape, int32_t dtype, Random& random) {
+  a.checkpoints = arena.take(dtype, shape, random);
+  a.checkpoint_slots = arena.take(index_dtype(random), {s.N, 1}, random);
+  for (int64_t n = 0; n < s.N; ++n) set(a.checkpoint_slots, n, n < 4 ? static_cast<double>(n) : -1);
+  a.checkpoint_every = random.chance(0.5) ? 64 : static_cast<int32_t>(16 * (1 + random.below(5)));
+  if (random.chance(0.5)) return;
+  a.checkpoint_offset = arena.take(index_dtype(random), {s.N}, random);
+  for (int64_t n = 0; n < s.N; ++n) set(a.checkpoint_offset, n, static_cast<double>(random.below(200)));
+}
+
 inline int64_t h_rows(const Sizes& s, int64_t every) {
   const auto rows = [&](int64_t length) { return (length + 64 * every - 1) / (64 * every); };
   if (!s.packed) return s.B * rows(s.T);
@@ -233,12 +245,7 @@ inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   if (random.chance(0.2)) a.v_new = arena.take(KDA_F32, {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.2)) a.Aqk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
   if (random.chance(0.2)) a.Akk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
-  if (random.chance(0.2)) {
-    a.checkpoints = arena.take(state_dtype(random), state_shape(s, a.in, 4), random);
-    a.checkpoint_slots = arena.take(index_dtype(random), {s.N, 1}, random);
-    for (int64_t n = 0; n < s.N; ++n) set(a.checkpoint_slots, n, n < 4 ? static_cast<double>(n) : -1);
-    a.checkpoint_every = 64;
-  }
+  if (random.chance(0.3)) random_checkpoints(a, s, state_shape(s, a.in, 4), state_dtype(random), random);
 }
 
 // Slots that all differ, or padding.
@@ -456,6 +463,7 @@ inline void build(kda_conv_args& a, const Sizes& s, Random& random) {
   }
   if (a.final_state.ndim && random.chance(0.4))
     a.out_state_indices = slots_to_write(s, a.initial_state, a.final_state, pool, random);
+  if (random.chance(0.3)) random_checkpoints(a, s, {4, D, keep}, any_float(random), random);
   a.y = arena.take(s.dtype, {s.B, s.T, D}, random);
 }
 inline void build(kda_conv_backward_args& a, const Sizes& s, Random& random) {

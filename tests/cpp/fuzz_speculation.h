@@ -115,10 +115,11 @@ inline void build(kda_flush_verify_args& a, const Sizes& any, Random& random) {
 // The fields of args, with those of every way of calling the operator.
 template <class Args>
 std::vector<Field> all_fields(Args& a) {
-  return fields(a);
+  if constexpr (requires { serving_fields(a); }) return joined(fields(a), serving_fields(a));
+  else return fields(a);
 }
 inline std::vector<Field> all_fields(kda_decode_args& a) {
-  return joined(joined(fields(a), conv_fields(a.conv, true)), snapshot_fields(a));
+  return joined(joined(fields(a), conv_fields(a.conv, true)), joined(snapshot_fields(a), serving_fields(a)));
 }
 inline std::vector<Field> all_fields(kda_verify_args& a) { return joined(fields(a), conv_fields(a.conv, false)); }
 inline std::vector<Field> all_fields(kda_flush_verify_args& a) {

@@ -63,7 +63,7 @@ TEST(Abi, States) {
 }
 
 TEST(Abi, ForwardArgs) {
-  EXPECT_EQ(sizeof(kda_forward_args), 2016u);
+  EXPECT_EQ(sizeof(kda_forward_args), 2112u);
   EXPECT_FIELD(kda_forward_args, struct_size, 0);
   EXPECT_FIELD(kda_forward_args, exec, 8);
   EXPECT_FIELD(kda_forward_args, in, 56);
@@ -78,6 +78,7 @@ TEST(Abi, ForwardArgs) {
   EXPECT_FIELD(kda_forward_args, checkpoint_every, 1912);
   EXPECT_FIELD(kda_forward_args, h_every, 1916);
   EXPECT_FIELD(kda_forward_args, out_state_indices, 1920);
+  EXPECT_FIELD(kda_forward_args, checkpoint_offset, 2016);
 }
 
 TEST(Abi, BackwardArgs) {
@@ -413,7 +414,7 @@ TEST(Abi, PrefillF32Args) {
 }
 
 TEST(Abi, ConvArgs) {
-  EXPECT_EQ(sizeof(kda_conv_args), 1024u);
+  EXPECT_EQ(sizeof(kda_conv_args), 1320u);
   EXPECT_FIELD(kda_conv_args, struct_size, 0);
   EXPECT_FIELD(kda_conv_args, exec, 8);
   EXPECT_FIELD(kda_conv_args, x, 56);
@@ -428,6 +429,11 @@ TEST(Abi, ConvArgs) {
   EXPECT_FIELD(kda_conv_args, silu, 920);
   EXPECT_FIELD(kda_conv_args, first_valid_slot, 924);
   EXPECT_FIELD(kda_conv_args, out_state_indices, 928);
+  EXPECT_FIELD(kda_conv_args, checkpoints, 1024);
+  EXPECT_FIELD(kda_conv_args, checkpoint_slots, 1120);
+  EXPECT_FIELD(kda_conv_args, checkpoint_offset, 1216);
+  EXPECT_FIELD(kda_conv_args, checkpoint_every, 1312);
+  EXPECT_FIELD(kda_conv_args, reserved, 1316);
 }
 
 TEST(Abi, ConvBackwardArgs) {

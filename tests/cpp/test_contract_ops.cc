@@ -226,11 +226,26 @@ TEST(ForwardRefuses, Checkpoints) {
                   [](F& x) { x.args.checkpoints = {}; });
   forward_refuses("checkpoint_slots: expected shape [N,M] with N = 3, got [2,1]",
                   [](F& x) { x.args.checkpoint_slots.shape[0] = 2; });
-  for (const int32_t every : {0, -64, 1, 32, 96})
-    forward_refuses("checkpoint_every: expected a positive multiple of 64, got " + std::to_string(every),
+  for (const int32_t every : {0, -64, 1, 24, 56})
+    forward_refuses("checkpoint_every: expected a positive multiple of 16, got " + std::to_string(every),
                     [&](F& x) { x.args.checkpoint_every = every; });
   forward_refuses("checkpoint_every: expected 0 without checkpoints, got 64",
                   [](F& x) { x.args.checkpoints = x.args.checkpoint_slots = {}; });
+  Tensor offset(KDA_I32, {3}), wide(KDA_I64, {3});
+  offset.set(0, 0), offset.set(1, 0), offset.set(2, -1);
+  wide.set(0, 0), wide.set(1, 0), wide.set(2, 4294967296.0);
+  forward_refuses("checkpoint_offset: expected numbers >= 0, got -1", [&](F& x) { x.args.checkpoint_offset = offset; });
+  forward_refuses("checkpoint_offset: expected integers of 32 bits, got 4294967296",
+                  [&](F& x) { x.args.checkpoint_offset = wide; });
+  forward_refuses("checkpoint_offset: expected shape [3] ([N]), got [2]",
+                  [&](F& x) { x.args.checkpoint_offset = offset, x.args.checkpoint_offset.shape[0] = 2; });
+  forward_refuses("checkpoint_offset: expected none without checkpoints, got one", [&](F& x) {
+    x.args.checkpoints = x.args.checkpoint_slots = {}, x.args.checkpoint_every = 0;
+    x.args.checkpoint_offset = offset;
+  });
+  forward_refuses(
+      "checkpoint_slots: expected slots that no sequence reads or writes, got slot 7, which sequence 0 reads",
+      [](F& x) { x.args.checkpoints = x.args.states.h0, x.checkpoint_slots.set(0, 7); });
   forward_refuses("checkpoint_slots: expected slots below 4, got 4", [](F& x) { x.checkpoint_slots.set(1, 4); });
   forward_refuses("checkpoint_slots: expected every live slot once, got slot 2 twice",
                   [](F& x) { x.checkpoint_slots.set(0, 2), x.checkpoint_slots.set(2, 2); });

@@ -16,14 +16,17 @@
 
 namespace kda::test {
 
-inline std::vector<Field> tensors(kda_decode_args& a) { return joined(fields(a), snapshot_fields(a)); }
+inline std::vector<Field> tensors(kda_decode_args& a) {
+  return joined(joined(fields(a), snapshot_fields(a)), serving_fields(a));
+}
 inline std::vector<Field> tensors(kda_flush_verify_args& a) {
   return joined(fields(a),
                 {{"records.ring_first", &a.records.ring_first}, {"records.ring_count", &a.records.ring_count}});
 }
 template <class Args>
 std::vector<Field> tensors(Args& a) {
-  return fields(a);
+  if constexpr (requires { serving_fields(a); }) return joined(fields(a), serving_fields(a));
+  else return fields(a);
 }
 
 // Bytes from the first element to the last, gaps between rows included.

@@ -107,6 +107,7 @@ def test_serving_operators_are_proper(op: str, problem: str) -> None:
                 *(checkpoints if op == "prefill" else ()),
                 *run_options,
                 *written,
+                *((slots,) if op == "prefill" and checkpoints[0] is not None else (None,) * (op == "prefill")),
             )
             torch.library.opcheck(getattr(ops, op).default, arguments, test_utils=OPCHECKS)
 

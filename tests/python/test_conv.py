@@ -182,7 +182,12 @@ def test_update_is_a_proper_operator() -> None:
     slots = torch.tensor([1, 0], dtype=torch.int32)
     arguments = (p["x"], p["weight"], p["bias"], None, p["initial_state"], slots, None, 0, torch.zeros_like(p["x"]))
     for written in (None, slots):
-        call = (*arguments, True, None, 0, written, True)
+        kept = (
+            (None, None, None, 0)
+            if written is None
+            else (torch.zeros(2, *p["initial_state"].shape[1:]), slots.view(2, 1), slots, 16)
+        )
+        call = (*arguments, True, None, 0, written, True, *kept)
         torch.library.opcheck(torch.ops.kda.conv_update.default, call, test_utils=OPCHECKS)
 
 

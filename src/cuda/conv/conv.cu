@@ -12,6 +12,9 @@
 //   bodies  all other tokens, `run` of them a warp, from any number of sequences, and the rows that belong to none. A
 //           thread has kGroup tokens in flight.
 //
+// Checkpoints are stored by a kernel of their own, before the states that it reads roll on: a thread for each channel
+// of each.
+//
 // Every y comes from convolve(), and no sum is split: bits depend neither on the kind of block, nor on kVector and
 // `run`.
 #include "cuda/conv/conv.h"
@@ -178,6 +181,51 @@ __global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ?
   else body<T, kVector>(p, blockIdx.x - p.heads);
 }
 
+// ---- checkpoints ----
+
+struct Checkpoints {
+  kda_tensor states, slots, offset;
+  int64_t every;
+  unsigned tiles, columns;  // blocks of a checkpoint; checkpoints of a sequence, at most
+  explicit Checkpoints(const ConvProblem& p)
+      : states(p.args.checkpoints),
+        slots(p.args.checkpoint_slots),
+        offset(p.args.checkpoint_offset),
+        every(p.args.checkpoint_every),
+        tiles(static_cast<unsigned>(divide_up(p.D, kThreads))),
+        columns(static_cast<unsigned>(most(p))) {}
+  // Those that the sizes allow.
+  static int64_t most(const ConvProblem& p) {
+    const kda_conv_args& a = p.args;
+    if (!present(a.checkpoints)) return 0;
+    return std::min(a.checkpoint_slots.shape[1], p.T / a.checkpoint_every + present(a.checkpoint_offset));
+  }
+};
+
+__global__ void __launch_bounds__(kThreads)
+    checkpoint_kernel(const __grid_constant__ Conv c, const __grid_constant__ Checkpoints x) {
+  const int64_t d = int64_t{blockIdx.x % x.tiles} * kThreads + threadIdx.x;
+  const unsigned i = blockIdx.x / x.tiles, n = i / x.columns, m = i % x.columns;
+  const Sequence s = c.sequence(n);
+  const int64_t t = checkpoint_places(x.offset, x.every, n).place(m);
+  const int64_t row = s.live ? checkpoint_row(x.slots, c.first_slot, x.states.shape[0], n, m) : -1;
+  if (d >= c.channels() || t > s.length || row < 0) return;
+  const int64_t keep = c.width() - 1;
+  ConvTaps taps;
+  taps.fetch(c.x, c.state, rows_until({}, keep, n, t - 1 + keep, keep), s, s.initial ? s.slot : -1, d);
+  float xx[kTaps];
+  taps.values(c.x, c.state, xx);
+  store_state<1>(x.states, row, d, {{xx[1]}, {xx[2]}, {xx[3]}});
+}
+
+void launch_checkpoints(const ConvProblem& p) {
+  const Checkpoints x(p);
+  const unsigned blocks = static_cast<unsigned>(p.N) * x.columns * x.tiles;
+  if (blocks == 0) return;
+  checkpoint_kernel<<<blocks, kThreads, 0, stream_of(p.args.exec)>>>(conv_of(p), x);
+  KDA_CUDA(cudaGetLastError());
+}
+
 template <class T>
 void launch(const ConvProblem& p) {
   Params q{conv_of(p), p.args.final_state, 0, 0, 0, 0, index_of(p.args.out_state_indices)};
@@ -204,12 +252,14 @@ void launch(const ConvProblem& p) {
 const char* conv_why_not(const ConvProblem& p) {
   if (const char* reason = device_why_not(p.args.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
+  if (p.N * Checkpoints::most(p) * divide_up(p.D, kThreads) > INT32_MAX) return "keeps at most 2^31 checkpoints";
   const int64_t heads = p.N * divide_up(p.D, kThreads), bodies = divide_up(p.B * p.T, kGroup) * divide_up(p.D, 32);
   return std::max(p.B * p.T, heads + bodies) < int64_t{1} << 31 ? nullptr : "takes at most 2^31 tokens, or warps";
 }
 
 void conv(const ConvProblem& p) {
   const DeviceGuard device(p.args.exec.device_id);
+  launch_checkpoints(p);
   switch (p.args.x.dtype) {
     case KDA_F32: return launch<float>(p);
     case KDA_BF16: return launch<__nv_bfloat16>(p);

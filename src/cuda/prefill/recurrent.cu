@@ -7,7 +7,8 @@
 //   1 q.q, k.k and q.k of the group, over the block                                                  barrier: sums
 //   2 its keys, decays and values, activated, to shared memory; loads of the next group start        barrier: group
 //   3 token by token, without a barrier: a column of the state is in eight lanes of a warp
-// Between groups, at multiples of 64 tokens and at the end, the state is stored where it is wanted.
+// Between groups, at multiples of 64 tokens, at checkpoints and at the end, the state is stored where it is wanted. So
+// a group ends there, with fewer tokens if need be.
 //
 // Shared memory at K = 128: 17 KiB, nearly all of it keys and decays.
 #include "cuda/call/state_rows.h"
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
 #pragma unroll 1
     for (int i = 0; i < 3; ++i) {
       const TypedView& to = states.kept[i];
-      const int64_t row = to.data ? row_of(static_cast<Kept>(i), p, s, t, first_h) : -1;
+      if (!to.data) continue;
+      const int64_t row = i == kCheckpoint ? checkpoint_row(a, s.n, t) : row_of(static_cast<Kept>(i), p, s, t, first_h);
       if (row >= 0) store_rows(rows_of(to, row), to.dtype, columns, x.K, S);
     }
   };
@@ -162,17 +164,28 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
       if (row < columns && threadIdx.x % kRowLanes == 0) store_element(to + row * size_of(dtype), dtype, from[row]);
   };
 
+  // Where the group that begins with token t ends: at the latest where a state may be kept.
+  unsigned kept = part.length;  // the next checkpoint, or the end
+  const auto find_checkpoint = [&](unsigned t) {
+    if (!states.kept[kCheckpoint].data) return;
+    const int64_t next = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, s.n).next(t);
+    kept = static_cast<unsigned>(within(next, 0, part.length));
+  };
+  const auto end_of = [&](unsigned t) { return min(min(t + kGroup, t / kChunk * kChunk + kChunk), kept); };
+  find_checkpoint(0);
+
   Group<kElements, kRows> group;
   if (part.length) group.fetch(x, part, 0), group.fetch_parameters(x);
-  for (unsigned t = 0;; t = min(t + kGroup, part.length)) {
-    if (t % kChunk == 0 || t == part.length) keep(t);
+  for (unsigned t = 0, end;; t = end) {
+    if (t % kChunk == 0 || t == kept) keep(t), find_checkpoint(t);
     if (t == part.length) break;
+    end = end_of(t);
     group.share_sums(x, shared);
     __syncthreads();  // the sums of all warps are there, and the last group is no longer read
     group.share(x, shared);
-    if (t + kGroup < part.length) group.fetch(x, part, t + kGroup);
+    if (end < part.length) group.fetch(x, part, end);
     __syncthreads();  // the group is there, and the sums are no longer read
-    const unsigned tokens = min(part.length - t, kGroup);
+    const unsigned tokens = end - t;
 #pragma unroll 1
     for (unsigned j = 0; j < tokens; ++j) {
       float v[kRows], u[kRows], o[kRows];
