@@ -171,7 +171,9 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
     const int64_t next = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, s.n).next(t);
     kept = static_cast<unsigned>(within(next, 0, part.length));
   };
-  const auto end_of = [&](unsigned t) { return min(min(t + kGroup, t / kChunk * kChunk + kChunk), kept); };
+  const auto end_of = [&](unsigned t) {
+    return min(min(t + kGroup, (t / unsigned{kChunk} + 1) * unsigned{kChunk}), kept);
+  };
   find_checkpoint(0);
 
   Group<kElements, kRows> group;
