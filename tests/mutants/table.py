@@ -40,6 +40,7 @@ PREFILL_CASES = ("prefill_gva", "prefill_tokens_33", "state_K_first", "K5_V200")
 PREFILL = ("test_prefill_f32", ":".join(f"All/PrefillF32.{t}/{c}" for t in PREFILL_TESTS for c in PREFILL_CASES))
 CONV_OPERATORS = ("test_conv_operators", "*")
 SNAPSHOTS = ("test_snapshots", "*")
+SLOTS = ("test_slots", "*")
 LONG_MEMORY = ("test_drift", "*SpeculationDrift*/flush_slow")
 SEGMENT_MAPS = ("test_segment", ":".join(f"All/SegmentMap.EqualsTheOracle/*_{c}" for c in CASES))
 SEGMENT_MERGE = ("test_segment", "SegmentMerge.*")
@@ -255,7 +256,18 @@ MUTANTS = [
     *mutants(
         CHUNK_FORWARD,
         CHECKPOINTS,
-        ("forward: checkpoint of every chunk", "end % a.checkpoint_every == 0", "end % kChunk == 0"),
+        ("forward: a checkpoint a chunk late", "checkpoint_row(a, seq.n, end)", "checkpoint_row(a, seq.n, t)"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        SLOTS,
+        ("forward: the slot that was read is written", "final_row(a.out_state_indices, a.states, seq)", "seq.slot"),
+        ("forward: chunks run over checkpoints", "if (!checkpoints_within_chunks(a)) return length;", "return length;"),
+    ),
+    *mutants(
+        RECURRENT,
+        SLOTS,
+        ("decode: the slot that was read is written", "final_row(*r.out_state_indices, r.states, s)", "s.slot"),
     ),
     *mutants(
         CHUNK,
