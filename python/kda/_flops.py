@@ -46,6 +46,11 @@ def segment_map_flop(K: int, V: int) -> int:
     return map_flop(K, K + V)
 
 
+def bwd_wy_dqkg_flop(K: int, V: int) -> int:
+    """Three products with states, and two in the chunk."""
+    return 6 * K * V + 160 * V
+
+
 def prefill_f32_flop(K: int, V: int) -> int:
     """Forward, and two more solves for w and u."""
     return forward_flop(K, V) + 80 * (K + V)

@@ -118,8 +118,8 @@ def test_info(cli: Callable[..., str]) -> None:
         ),
         (
             "bench attention",
-            "operators: expected some of prefill, training, prefill_f32, segment_map, decode, verify, flush,"
-            " flush_verify, conv, gate, got attention",
+            "operators: expected some of prefill, training, prefill_f32, stages, segment_map, decode, verify,"
+            " flush, flush_verify, conv, gate, got attention",
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
@@ -610,6 +610,7 @@ def test_work() -> None:
     assert _flops.training_flop(128, 128) == 141_312 + 98_304 + 278_528
     assert _flops.segment_map_flop(128, 128) == 131_072 + 20_480 + 20_480 + 2_048
     assert _flops.prefill_f32_flop(128, 128) == 141_312 + 20_480
+    assert _flops.bwd_wy_dqkg_flop(128, 128) == 98_304 + 20_480
     assert bench._conv_bytes(Problem(B=2, T=3, H=1, HV=2)) == 2 * 2 * 3 * 512 * 2
 
 

@@ -120,6 +120,13 @@ def _gate(p: Problem, new: Source) -> Callable[[], object]:
     return lambda: kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"], x["lower_bound"])
 
 
+def _stages(p: Problem, new: Source) -> Callable[[], object]:
+    from kda import stages
+
+    x = problems.wy_dqkg(p, new)
+    return lambda: stages.bwd_wy_dqkg(**x)
+
+
 def _flop(of: str) -> Callable[[Problem], float]:
     """The work for all tokens and value heads, from a function of kda._flops."""
 
@@ -176,6 +183,14 @@ BENCHES = {
         (Problem(T=4096, dtype="float32"),),
         devices=("cpu", "cuda"),  # on CUDA beside torch: prefill_f32.py
         only={"dtype": "float32", "gate": "log", "beta": "activated"},
+    ),
+    "stages": Bench(
+        _stages,
+        _flop("bwd_wy_dqkg"),
+        "GFLOP/s",
+        (Problem(T=4096, layout="K-first"),),
+        devices=("cpu", "cuda"),  # on CUDA with other cases and beside FLA: stages.py
+        only={"gate": "log", "beta": "activated"},
     ),
     "segment_map": Bench(_segment_map, _flop("segment_map"), "GFLOP/s", (Problem(T=4096),)),
     "decode": Bench(
@@ -240,8 +255,8 @@ def run(options: argparse.Namespace) -> int:
     special = [name for name in names if options.device == "cuda" and name in _ON_GPU]
     if options.quick and "prefill" not in special:
         raise ValueError("--quick: expected prefill on cuda with it")
-    if options.rows and not {"prefill", "training"} & {*special}:
-        raise ValueError("--rows: expected prefill or training on cuda with it")
+    if options.rows and not {"prefill", "stages", "training"} & {*special}:
+        raise ValueError("--rows: expected prefill, stages or training on cuda with it")
     rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
@@ -269,7 +284,7 @@ def run(options: argparse.Namespace) -> int:
     _print(record, notes)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
-    if options.plot and any(record.get(part) for part in ("rows", "prefill", "prefill_f32", "training", "serving")):
+    if options.plot and any(record.get(part) for part in ("rows", *_ON_GPU, "serving")):
         from .plot import draw
 
         draw(record, options.plot)
@@ -455,10 +470,29 @@ def _measure_training(
         record["training"] = training.compared(found)
 
 
+def _measure_stages(
+    given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
+) -> None:
+    from . import stages
+
+    cases = stages.sweep(given, _names(options))
+    record["stages"] = []
+    with show.Progress(len(cases), lines=True) as progress:
+
+        def started(case: prefill.Case) -> None:
+            progress.label(stages.name_of(case))
+            progress.step()
+
+        how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "started": started}
+        for some in stages.measured(cases, record["stream_gb_per_s"], notes, **how):
+            record["stages"] += some
+
+
 # Operators that are measured in another way on a GPU.
 _ON_GPU = {
     "prefill": _measure_prefill,
     "prefill_f32": _measure_prefill_f32,
+    "stages": _measure_stages,
     "decode": _measure_serving,
     "training": _measure_training,
 }
@@ -476,6 +510,8 @@ def _print(record: dict[str, Any], notes: list[str]) -> None:
         _print_prefill(record)
     if "prefill_f32" in record:
         _print_prefill_f32(record)
+    if "stages" in record:
+        _print_stages(record)
     if "training" in record:
         _print_training(record)
     if "serving" in record:
@@ -546,6 +582,20 @@ def _print_prefill_f32(record: dict[str, Any]) -> None:
         rows.append(["" if sizes == last else sizes, label(r), f"{r['ms']:.3f}", *found])
         last = sizes
     show.table(["problem", "what", "ms", "ratio", "difference"], rows)
+
+
+def _print_stages(record: dict[str, Any]) -> None:
+    from .prefill import label, over
+    from .stages import FLA
+
+    print()
+    rows, last = [], None
+    for r in record["stages"]:
+        case = f"{r['stage']}, {r['case']}"
+        found = [f"{r['ms']:.4f}", f"{r['least_bytes'] / 1e6:.1f}", f"{r['share_of_stream_bandwidth']:.0%}"]
+        rows.append(["" if case == last else case, label(r), *found, f"{r[over(FLA)]:.2f}" if r[over(FLA)] else ""])
+        last = case
+    show.table(["case", "what", "ms", "MB", "of the floor", f"over {FLA}"], rows)
 
 
 def _print_training(record: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Draws the chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines. Below them,
-for prefill on a GPU: marks for each case, and in float32 bars of times. For training on a GPU: bars of forward and
-backward. For decode and rounds of speculation: curves over the batch size."""
+for prefill on a GPU: marks for each case, and in float32 bars of times. For stages on a GPU: bars of times. For
+training on a GPU: bars of forward and backward. For decode and rounds of speculation: curves over the batch size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     parts = {"rows": (_bars, 0.42 * (len(record["rows"]) + 3))}
     parts["prefill"] = (_marks, 0.24 * len(_gates_of(record)) + 0.5 * len(set(_gates_of(record))) + 1)
-    parts["prefill_f32"] = (_times, 0.3 * (len(record.get("prefill_f32", [])) + 4))
+    parts["prefill_f32"] = (_prefill_f32, 0.3 * (len(record.get("prefill_f32", [])) + 4))
+    parts["stages"] = (_stages, 0.3 * (len(record.get("stages", [])) + 4))
     parts["training"] = (_steps, 0.22 * (len(record.get("training", [])) + 5))
     parts["serving"] = (_curves, 2.5 * _lines_of(_panels(record)) + 2)
     parts = {name: part for name, part in parts.items() if record.get(name)}
@@ -86,11 +87,21 @@ def _marks(figure: Any, record: dict[str, Any]) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
 
 
-def _times(figure: Any, record: dict[str, Any]) -> None:
-    """Draws a bar for each row of float32 prefill."""
-    axis, rows = figure.subplots(), record["prefill_f32"]
+def _prefill_f32(figure: Any, record: dict[str, Any]) -> None:
+    rows = record["prefill_f32"]
+    _times(figure, rows, [f"{Problem(**r['problem']).sizes}: {prefill_f32.label(r)}" for r in rows])
+
+
+def _stages(figure: Any, record: dict[str, Any]) -> None:
+    rows = record["stages"]
+    _times(figure, rows, [f"{r['stage']}, {r['case']}: {prefill.label(r)}" for r in rows])
+
+
+def _times(figure: Any, rows: list[dict[str, Any]], labels: list[str]) -> None:
+    """Draws a bar for each row."""
+    axis = figure.subplots()
     bars = axis.barh(range(len(rows)), [r["ms"] for r in rows], color=_colors(rows))
-    _name(axis, bars, rows, [f"{Problem(**r['problem']).sizes}: {prefill_f32.label(r)}" for r in rows])
+    _name(axis, bars, rows, labels)
     axis.set_xlabel("ms")
 
 

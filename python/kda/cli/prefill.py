@@ -30,7 +30,7 @@ CHECKED_HEADS = 4  # heads are independent: the error of the first ones represen
 class Case:
     problem: Problem
     gate: str  # "strong": every channel decays by about 2.5 nats a token; "slow": all but one channel a head do;
-    # "softplus": without a lower bound
+    # "softplus": without a lower bound; "log": steps as a stage takes them
 
     @property
     def name(self) -> str:

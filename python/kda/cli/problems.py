@@ -211,6 +211,22 @@ def heads_first(p: Problem, new: Source) -> dict[str, Any]:
     return x | {"chunk_size": 32, "state_v_first": p.layout == "V-first"}
 
 
+def wy_dqkg(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.stages.bwd_wy_dqkg``, as the stages before it leave them."""
+    from kda import stages
+
+    v_first = p.layout == "V-first"
+    q, k = (new.keys(p.dtype, p.B, p.T, p.H, p.K) for _ in range(2))
+    v, d_o = (new.normal(p.dtype, p.B, p.T, p.HV, p.V) for _ in range(2))
+    beta, G = new.unit(p.dtype, p.B, p.T, p.HV), stages.cumsum(new.log_unit(p.dtype, p.B, p.T, p.HV, p.K))
+    w, u, qG, kg, Aqk, Akk_inv = stages.chunk_intra(q, k, v, G, beta)
+    h, v_new, _ = stages.delta_h(kg, w, u, G, state_v_first=v_first)
+    dv_local = stages.bwd_local(v_new, d_o, Aqk, p.K**-0.5)[1]
+    dh, _, dv_new = stages.bwd_delta_h(qG, kg, w, G, d_o, dv_local, state_v_first=v_first)
+    x = {"q": q, "k": k, "v": v, "v_new": v_new, "G": G, "beta": beta, "Akk_inv": Akk_inv, "h": h, "d_o": d_o}
+    return x | {"dh": dh, "dv_new": dv_new, "scale": p.K**-0.5, "state_v_first": v_first}
+
+
 # Shapes of the stages' tensors; those not listed are [B, T, HV, K].
 _STAGE_SHAPES = {
     **dict.fromkeys(("q", "k"), "keys"),
