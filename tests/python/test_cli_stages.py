@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kda
-from benches import believe_in_gpu, command, install
+from benches import believe_in_gpu, command, gpu_suite, install
 from kda.cli import arrays, bench, problems, stages
 from kda.cli.prefill import Case
 from kda.cli.problems import Problem
@@ -176,3 +176,14 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     p = row["problem"]
     assert (row["operator"], row["unit"], p["gate"], p["beta"]) == ("stages", "GFLOP/s", "log", "activated")
     assert row["rate"] == pytest.approx(70 * 2 * (6 * 16 * 24 + 160 * 24) / row["ms"] * 1e-6)
+
+
+def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "sweep", lambda given, names: [Case(TINY, "log")] * len(names))
+    found = [*gpu_suite().stages_timings(4000.0, notes := [], ["one", "two"])]
+    assert [[row["what"] for row in rows] for rows in found] == [[f"kda ({HERE[0]}) bwd_wy_dqkg"]] * 2
+    assert all(note.startswith("no row of FLA: ") for note in notes)
+    expected = {"case": NAME, "B": 1, "T": 70, "H": 2, "HV": 2, "K": 16, "V": 24, "ms": 2.0, "over_fla": None}
+    (row,) = found[0]
+    assert row | expected == row and json.dumps(row)
+    assert row.keys() == {"what", "least_bytes", "share_of_stream_bandwidth", *expected}
