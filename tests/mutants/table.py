@@ -86,6 +86,10 @@ CUDA_RECURRENT_BACKWARD = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_backward_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
 )
 CUDA_STAGES = emulated(*(f"StagesOnCuda.EachIsItsOracle/{c}" for c in ("gva_2", "K128_V128", "gates_slow")))
+CUDA_WY_PACKED = emulated("StagesOnCuda.EachIsItsOracle/large_packed")
+CUDA_WY_K_FIRST = emulated("StagesOnCuda.EachIsItsOracle/whole_K_first")
+CUDA_WY_IDENTICAL = emulated("StagesOnCuda.EachIsItsOracle/whole_identical")
+CUDA_WY_NAN = (EMULATOR, "StageDetailsOnCuda.HopperReadsNoUpperTriangle:StageDetailsOnCuda.HopperKeepsOthersNaNOut")
 
 CHUNK = "src/cpu/chunk-inl.h"
 CHUNK_FORWARD = "src/cpu/chunk_forward.cc"
@@ -142,6 +146,8 @@ CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/hopper_backward/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/hopper_backward/wide_helpers.h"
 CUDA_STAGE_TILES = "src/cuda/stages/tiles.h"
+CUDA_HOPPER_WY = "src/cuda/hopper_stages/wy_dqkg.cu"
+CUDA_HOPPER_WY_CHUNK = "src/cuda/hopper_stages/wy_chunk.h"
 CUDA_STAGE_BACKWARD = "src/cuda/stages/backward.cu"
 CUDA_STAGE_BACKWARD_CALL = "src/cuda/stages/backward_call.h"
 CUDA_STAGE_FWD_O = "src/cuda/stages/fwd_o.cu"
@@ -177,6 +183,7 @@ UNITS = {
     CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
     CUDA_STAGE_TILES: [CUDA_STAGE_FWD_O],
     CUDA_STAGE_BACKWARD_CALL: [CUDA_STAGE_BACKWARD],
+    CUDA_HOPPER_WY_CHUNK: [CUDA_HOPPER_WY],
 }
 
 
@@ -1257,6 +1264,61 @@ MUTANTS = [
             "cuda_stages_fwd_o: o leaves before it is there",
             "  __syncthreads();  // o is there",
             "  // o is there",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_WY_CHUNK,
+        CUDA_WY_NAN,
+        ("cuda wy: what lies above J's diagonal", "real = i >= j && i < at_.rows;", "real = i < at_.rows;"),
+        ("cuda wy: dv_new behind the chunk's end", "if (at_.rows < static_cast<int>(kChunk)) clear_tail();", ""),
+    ),
+    *mutants(
+        CUDA_HOPPER_WY_CHUNK,
+        CUDA_WY_IDENTICAL,
+        (
+            "cuda wy: J rounded to bf16",
+            "ptx::pack<bf16>(two[0] - __uint_as_float(both << 16), two[1] - __uint_as_float(both & 0xffff0000u));",
+            "0;",
+        ),
+        ("cuda wy: the other half of S dS", "first + r8, v / 8 + i8, kWideHalf));", "r8, v / 8 + i8, kWideHalf));"),
+    ),
+    *mutants(
+        CUDA_HOPPER_WY_CHUNK,
+        CUDA_WY_PACKED,
+        ("cuda wy: forgotten beta in dk", "dk = fmaf(-E, read, dk);", "dk = fmaf(-E, y, dk);"),
+        ("cuda wy: k in place of q in dG", "y = fmaf(q, dq, -fmaf", "y = fmaf(k, dq, -fmaf"),
+        ("cuda wy: the last row without S dS", "const float2 SdS = state_dots();", "const float2 SdS{0, 0};"),
+        ("cuda wy: S dS twice in the last row", "adds = n == warp_ && g() == 0;", "adds = n == warp_ && g() < 2;"),
+        (
+            "cuda wy: rows behind the chunk's end in its last row",
+            "if (is_real(r)) written[n].x += first, written[n].y += second;",
+            "written[n].x += first, written[n].y += second;",
+        ),
+        ("cuda wy: the diagonal of dAkk", "two{j < row(r) ?", "two{j <= row(r) ?"),
+        (
+            "cuda wy: dbeta of the first CTA's channels alone",
+            "= sum + ptx::load_shared_f32(buffer + own + 32 * r);",
+            "= sum;",
+        ),
+        ("cuda wy: dbeta is read before it came", "    if (rank_ == 0) ptx::wait_barrier(sent, 0);\n", ""),
+    ),
+    *mutants(
+        CUDA_HOPPER_WY_CHUNK,
+        CUDA_WY_K_FIRST,
+        (
+            "cuda wy: x is written while products read dv_new",
+            "    sync_group();  // products of all warps have read dv_new\n",
+            "",
+        ),
+        ("cuda wy: sums are written over gates", "    sync_group();  // gates have been read\n", ""),
+    ),
+    *mutants(
+        CUDA_HOPPER_WY,
+        CUDA_WY_K_FIRST,
+        (
+            "cuda wy: tiles go to a CTA that does not wait for them yet",
+            "  ptx::arrive_at_cluster();\n  ptx::wait_for_cluster();",
+            "  ",
         ),
     ),
     *mutants(
