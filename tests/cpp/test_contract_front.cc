@@ -95,7 +95,8 @@ TEST(ConvInFront, Dtypes) {
   all_refuse("conv.x: expected float32", [](auto& a, auto&) { a.conv.x.dtype = KDA_I32; });
   all_refuse("conv.weight: expected float32", [](auto& a, auto&) { a.conv.weight.dtype = KDA_BOOL; });
   all_refuse("conv.state: expected float32", [](auto& a, auto&) { a.conv.state.dtype = KDA_I64; });
-  all_refuse("conv.indices: expected int32, got int64", [](auto& a, auto&) { a.conv.indices.dtype = KDA_I64; });
+  all_refuse("conv.indices: expected int32 or int64, got bool",
+             [](auto& a, auto&) { a.conv.indices.dtype = KDA_BOOL; });
   raw_refuses<kda_flush_verify_args>("last_conv_x: expected float32, got bfloat16",
                                      [](auto& x) { x.args.last_conv_x.dtype = KDA_BF16; });
 }
@@ -242,8 +243,8 @@ TEST(SnapshotsContract, Refuses) {
   });
   shots_refuse("accepted: expected shape [3] ([N]), got [2]",
                [](Shots& x) { x.start_from_them(), x.args.accepted.shape[0] = 2; });
-  shots_refuse("accepted: expected int32, got int64",
-               [](Shots& x) { x.start_from_them(), x.args.accepted.dtype = KDA_I64; });
+  shots_refuse("accepted: expected int32 or int64, got bool",
+               [](Shots& x) { x.start_from_them(), x.args.accepted.dtype = KDA_BOOL; });
 }
 
 }  // namespace

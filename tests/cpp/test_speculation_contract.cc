@@ -114,7 +114,7 @@ TEST(VerifyRefuses, Parents) {
                  [](V& x) { x.args.parents.shape[0] = 2; });
   verify_refuses("parents: expected shape [N,T] with N = 3 and T at least 0, got [3]",
                  [](V& x) { x.args.parents.ndim = 1; });
-  verify_refuses("parents: expected int32, got int64", [](V& x) { x.args.parents.dtype = KDA_I64; });
+  verify_refuses("parents: expected int32 or int64, got bool", [](V& x) { x.args.parents.dtype = KDA_BOOL; });
   verify_refuses("parents: expected T at least 5, the tokens of request 2, got 4",
                  [](V& x) { x.args.parents.shape[1] = 4; });
   Case c = legal_case();
@@ -146,7 +146,7 @@ TEST(FlushRefuses, Sizes) {
   flush_refuses("accept_len: expected 1 dimension [N], got 0", [](F& x) { x.args.accept_len = {}; });
   flush_refuses("accept_len: expected 1 dimension [N], got 2",
                 [](F& x) { x.args.accept_len.ndim = 2, x.args.accept_len.shape[1] = 1; });
-  flush_refuses("accept_len: expected int32, got int64", [](F& x) { x.args.accept_len.dtype = KDA_I64; });
+  flush_refuses("accept_len: expected int32 or int64, got bool", [](F& x) { x.args.accept_len.dtype = KDA_BOOL; });
   flush_refuses("parents: expected shape [N,T] with N = 3 and T at least 0, got [4,5]",
                 [](F& x) { x.args.parents.shape[0] = 4; });
 }

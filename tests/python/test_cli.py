@@ -108,7 +108,7 @@ def test_info(cli: Callable[..., str]) -> None:
         ("explain forward --H 2 --HV 3", "v: expected HV a multiple of H = 2, got 3"),
         ("explain forward --dtype int8", "invalid choice: 'int8'"),
         ("explain forward --lengths 3 -1", "argument --lengths: expected a number of at least 0, got '-1'"),
-        ("explain forward --checkpoint-every 63", "checkpoint_every: expected a positive multiple of 64, got 63"),
+        ("explain forward --checkpoint-every 63", "checkpoint_every: expected a positive multiple of 16, got 63"),
         ("explain backward --checkpoint-every 64", "expected forward, which keeps copies of states, got backward"),
         ("explain forward --drafts tree", "--drafts: expected chain for forward, got tree"),
         ("explain flush --drafts snapshots", "--drafts: expected chain or tree or ring for flush, got snapshots"),
