@@ -69,7 +69,7 @@ int shared_memory_of_block(int device) {
 }
 
 const char* hopper_why_not(int device) {
-  constexpr char kOther[] = "needs compute capability 9.0 (Hopper)";
+  static constexpr char kOther[] = "needs compute capability 9.0 (Hopper)";
   if (gpu_is_assumed()) return assumed.capability == 90 ? nullptr : kOther;
   int major = 0, minor = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));

@@ -246,7 +246,8 @@ std::string why_not(Args args, const char* impl) {
   const std::string line = std::string("- ") + impl + ": ", all = text;
   const size_t at = all.find(line);
   if (at == std::string::npos) return "";
-  const std::string reason = all.substr(at + line.size(), all.find('\n', at) - at - line.size());
+  const std::string rest = all.substr(at + line.size(), all.find('\n', at) - at - line.size());
+  const std::string reason = rest.substr(0, rest.rfind(" ["));  // behind it comes the file
   return reason.starts_with("can, ") ? "" : reason;
 }
 

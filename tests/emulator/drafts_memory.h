@@ -8,4 +8,12 @@ namespace {
 KDA_EMULATED_SHARED_MEMORY
 
 }  // namespace
+
+namespace mma {
+namespace {
+
+KDA_EMULATED_SHARED_MEMORY
+
+}  // namespace
+}  // namespace mma
 }  // namespace kda::cuda

@@ -13,6 +13,11 @@ namespace recurrent {
 KDA_EMULATED_SHARED_MEMORY
 
 }  // namespace recurrent
+namespace stages {
+
+KDA_EMULATED_SHARED_MEMORY
+
+}  // namespace stages
 }  // namespace kda::cuda
 
 namespace kda::emulator {

@@ -242,7 +242,7 @@ def test_rings_of_a_serving_loop(entries: int, dtype: torch.dtype) -> None:
     start[homes] = h0[live].to(dtype)
     pools, buffers, plain = [place(start) for place in places], [], ORACLE(start[homes])
     for place in places:
-        buffers.append(kda.DraftBuffer(6, T, 1, 2, 64, 30, entries=entries))
+        buffers.append(kda.DraftBuffer(6, T, 1, 2, 64, 30, entries=entries, device=place(slots).device))
         buffers[-1].records = records_of(place, p, entries, slots=6, ring=True)
 
     def agree(expected: Tensor, x: Tensor, what: str) -> None:

@@ -174,3 +174,13 @@ def test_kernels_are_counted_once() -> None:
 def test_seconds_are_those_of_the_last_time() -> None:
     log = "# ninja log v5\n0\t1500\t1\ta.cu.o\tx\n100\t300\t1\tb.o\ty\n1000\t4000\t2\ta.cu.o\tz\n"
     assert build_report.seconds(log) == {"a.cu.o": 3.0, "b.o": 0.2}
+
+
+def test_a_record_has_no_times_of_the_clock() -> None:
+    result = {
+        "seconds": 3,
+        "seconds_are": "of the clock",
+        "kernels": 2,
+        "files": {"a.cu": {"kernels": 2, "seconds": 3.0}},
+    }
+    assert build_report.without_times(result) == {"kernels": 2, "files": {"a.cu": {"kernels": 2}}}
