@@ -167,6 +167,7 @@ _STEPS = _STEP, Problem(B=2, T=1, H=2, HV=4, K=20, V=36, beta="activated")
 _PROMPTS = Problem(B=2, T=300, H=1), Problem(H=1, HV=2, lengths=(300, 70))
 _FEW = Problem(B=4, T=3, H=1, HV=2)
 _DRAFTS = (*_STEPS, _FEW, *(replace(p, drafts=d) for p, d in ((_STEP, "tree"), (_STEP, "ring"), (_FEW, "ring"))))
+_LARGE_CHUNKS = (Problem(B=2, T=81, H=1, HV=2),)
 _SPECULATION = {"o": 3e-3} | dict.fromkeys(("state", "u", "k", "alpha", "ring_first", "ring_count"), 1e-5)
 
 OPERATORS = {
@@ -270,6 +271,7 @@ OPERATORS = {
         dict.fromkeys(results.split(), 1e-5),
         Problem(gate="log", beta="activated"),
         checked=(_CHUNKS, _ODD),
+        checked_in_bf16=_LARGE_CHUNKS if name == "bwd_wy_dqkg" else (),
         gates=GATES[:1],
         in_bf16=8e-3,
     )

@@ -260,7 +260,8 @@ def stage(name: str, p: Problem, new: Source) -> dict[str, Any]:
             x[argument] = {"scale": 0.5, "output_final_state": True}.get(argument, p.layout == "V-first")
             continue
         shape = shapes.get(_STAGE_SHAPES.get(argument, ""), (p.B, p.T, p.HV, p.K))
-        wide = argument in ("G", "dG", "dq", "dk", "dAqk", "dAkk", "dbeta", "h", "dh", "initial_state", "d_final_state")
+        wide = argument in ("G", "dG", "dq", "dk", "dAqk", "dAkk", "dbeta", "initial_state", "d_final_state")
+        wide = wide or (argument in ("h", "dh") and p.dtype != "bfloat16")
         make = {"g": new.log_unit, "G": new.log_unit, "k": new.keys}.get(argument, new.normal)
         x[argument] = make("float32" if wide else p.dtype, *shape)
         if argument == "G":  # never rises
