@@ -67,7 +67,10 @@ def names(cases: list[Case]) -> list[str]:
 def test_sweep() -> None:
     assert names(training.sweep({})) == [
         *(f"H{H} T8192, {gate}" for H in (12, 32, 64) for gate in ("strong", "slow", "softplus")),
-        *(f"{name}, strong" for name in ("H32 8 x 1024", "H16 HV32 T8192", "H32 T8192 K64 V64")),
+        *(
+            f"{name}, strong"
+            for name in ("H96 T8192", "H12 T65536", "H32 8 x 1024", "H16 HV32 T8192", "H32 T8192 K64 V64")
+        ),
     ]
     for case in training.sweep({}):
         assert case.problem.gate == ("softplus" if case.gate == "softplus" else "lower_bound")
