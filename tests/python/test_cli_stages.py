@@ -133,9 +133,9 @@ def test_bytes() -> None:
 def test_forced(cli: Callable[..., str]) -> None:
     text = cli(*SIZES, "--impl", "reference")
     assert "kda (reference)" in text and "cpu_chunk" not in text
-    if "cuda_stage" in kda.implementations("stage_bwd_wy_dqkg"):
-        text = cli(*SIZES, "--impl", "cuda_stage")
-        assert "no row of kda (cuda_stage): " in text, "it declines the CPU"
+    if "cuda_stages_backward" in kda.implementations("stage_bwd_wy_dqkg"):
+        text = cli(*SIZES, "--impl", "cuda_stages_backward")
+        assert "no row of kda (cuda_stages_backward): " in text, "it declines the CPU"
 
 
 def test_the_next_implementation_where_one_declines(monkeypatch: pytest.MonkeyPatch) -> None:
