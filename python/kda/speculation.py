@@ -555,9 +555,10 @@ class DraftBuffer:
         keeps = rows is not None and conv is not None
         if keeps and options.get("cu_seqlens") is not None:
             raise ValueError("cu_seqlens: expected None where the buffer keeps raw rows, got an array")
+        places = self._places(slots) if keeps or accept_len is None else None
         if keeps:
-            options = {"last_conv_x": _rows_at(rows, slots), **options}
-        accept_len = _rows_at(self._accepted, slots) if accept_len is None else accept_len
+            options = {"last_conv_x": _rows_at(rows, places), **options}
+        accept_len = _rows_at(self._accepted, places) if accept_len is None else accept_len
         try:
             o = flush_verify_kvbuffer(
                 q, k, v, g, beta, state, records._replace(indices=slots), accept_len, state_indices=slots,
@@ -566,7 +567,7 @@ class DraftBuffer:
         except ValueError as error:
             raise _about_slots(error) from None
         if keeps:
-            _put_rows(rows[:, : conv.x.shape[1]], slots, conv.x)
+            _put_rows(rows[:, : conv.x.shape[1]], places, conv.x)
         return o
 
     def accept(self, slots: Any, accept_len: Any) -> None:
@@ -574,7 +575,7 @@ class DraftBuffer:
         next call, whatever batches come between."""
         if (got := shape_of("accept_len", accept_len, 1)) != shape_of("slots", slots, 1):
             raise ValueError(f"accept_len: expected shape {list(slots.shape)} like slots, got {list(got)}")
-        _put_rows(self._accepted, slots, accept_len)
+        _put_rows(self._accepted, self._places(slots), accept_len)
 
     def flush(self, state: Any, slots: Any, accept_len: Any = None, **options: Any) -> None:
         """Brings ``state`` up to date with everything committed and the last round's tokens. With ``layers`` it is
@@ -585,9 +586,9 @@ class DraftBuffer:
         if self.layers is not None:  # after a round all layers have the same cursors
             records = records._replace(ring_first=self.records.ring_first[0], ring_count=self.records.ring_count[0])
         if self._rows is not None and options.get("conv_state") is not None:
-            kept = {"conv_x": _rows_at(self._rows, slots, int(self.layers is not None)), "conv_indices": slots}
-            options = {**kept, **options}
-        accept_len = _rows_at(self._accepted, slots) if accept_len is None else accept_len
+            conv_x = _rows_at(self._rows, self._places(slots), int(self.layers is not None))
+            options = {"conv_x": conv_x, "conv_indices": slots, **options}
+        accept_len = _rows_at(self._accepted, self._places(slots)) if accept_len is None else accept_len
         try:
             flush_kvbuffer(state, records, accept_len, state_indices=slots, **options)
         except ValueError as error:
@@ -616,15 +617,22 @@ class DraftBuffer:
             chosen = slots if slots.dtype == bool else slots[slots >= 0]
             count[..., chosen], accepted[chosen] = 0, 0
             return
-        if not is_torch(slots):
-            slots = _arrays.numpy.array(slots)  # a copy: torch warns of read-only memory even if it only reads
-        slots, beyond = _arrays.torch.as_tensor(slots, device=count.device), count.shape[-1]
-        if slots.dtype != _arrays.torch.bool:
-            # No synchronisation: padding marks a slot that does not exist.
-            numbers = _arrays.torch.where(slots < 0, beyond, slots.clamp(max=beyond)).long()
-            slots = accepted.new_zeros(beyond + 1).index_fill_(0, numbers, 1)[:-1] == 1
-        count.masked_fill_(slots, 0)
-        accepted.masked_fill_(slots, 0)
+        if slots.dtype in (_arrays.numpy.bool_, _arrays.torch.bool):
+            forgotten = _as_tensor(slots, count.device)
+        else:
+            forgotten = _arrays.torch.zeros_like(self._accepted).index_fill_(0, self._places(slots), 1)[:-1] == 1
+        count.masked_fill_(forgotten, 0)
+        accepted.masked_fill_(forgotten, 0)
+
+    def _places(self, slots: Any) -> Any:
+        """Where the rows of slots are in ``_accepted`` and ``_rows``. That of padding is the last one, so nothing waits
+        for a GPU."""
+        spare = self._accepted.shape[0] - 1
+        if not is_torch(self._accepted):
+            slots = _arrays.numpy.asarray(slots)
+            return _arrays.numpy.where(slots < 0, spare, slots.clip(max=spare))
+        slots = _as_tensor(slots, self._accepted.device)
+        return _arrays.torch.where(slots < 0, spare, slots.clamp(max=spare)).long()
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
@@ -635,28 +643,18 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     return numpy.zeros(shape, numpy.float32 if dtype is None else dtype)
 
 
-def _places(x: Any, slots: Any, axis: int = 0) -> Any:
-    """Where the rows of slots are in ``x``, whose last row is that of padding: nothing waits for a GPU."""
-    spare = x.shape[axis] - 1
+def _as_tensor(x: Any, device: Any) -> Any:
     if not is_torch(x):
-        slots = _arrays.numpy.asarray(slots)
-        return _arrays.numpy.where(slots < 0, spare, slots.clip(max=spare))
-    if not is_torch(slots):
-        slots = _arrays.numpy.array(slots)  # a copy: torch warns of read-only memory even if it only reads
-    slots = _arrays.torch.as_tensor(slots, device=x.device)
-    return _arrays.torch.where(slots < 0, spare, slots.clamp(max=spare)).long()
+        x = _arrays.numpy.array(x)  # a copy: torch warns of read-only memory even if it only reads
+    return _arrays.torch.as_tensor(x, device=device)
 
 
-def _rows_at(x: Any, slots: Any, axis: int = 0) -> Any:
-    places = _places(x, slots, axis)
+def _rows_at(x: Any, places: Any, axis: int = 0) -> Any:
     return x.index_select(axis, places) if is_torch(x) else x.take(places, axis)
 
 
-def _put_rows(x: Any, slots: Any, rows: Any) -> None:
-    places = _places(x, slots)
-    if not is_torch(x):
+def _put_rows(x: Any, places: Any, rows: Any) -> None:
+    if is_torch(x):
+        x.index_copy_(0, places, _as_tensor(rows, x.device).to(x.dtype))
+    else:
         x[places] = _arrays.numpy.asarray(rows)
-        return
-    if not is_torch(rows):
-        rows = _arrays.numpy.array(rows)
-    x.index_copy_(0, places, _arrays.torch.as_tensor(rows, device=x.device).to(x.dtype))
