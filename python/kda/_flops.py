@@ -115,6 +115,15 @@ def _conv_backward(x: Any, weight: Any, *a: Any, out_shape: Any) -> int:
 
 
 @functools.cache
+def _joint_linear(x: Any, weights: Any, *, out_shape: Any) -> int:
+    return int(2 * x[0] * x[1] * sum(w[0] for w in weights))
+
+
+def _joint_linear_backward(x: Any, weights: Any, dy: Any, wanted: Any, *, out_shape: Any) -> int:
+    rows = [w[0] for w in weights]
+    return int(2 * x[0] * x[1] * (wanted[0] * sum(rows) + sum(n for n, w in zip(rows, wanted[1:], strict=True) if w)))
+
+
 def formulas() -> dict[Any, Any]:
     """The formulas by operator. Afterwards every new ``FlopCounterMode`` knows them."""
     import torch
@@ -133,6 +142,8 @@ def formulas() -> dict[Any, Any]:
         "conv": _conv,
         "conv_backward": _conv_backward,
         "conv_update": _conv,
+        "joint_linear": _joint_linear,
+        "joint_linear_backward": _joint_linear_backward,
     }
     operators = {getattr(torch.ops.kda, name): formula for name, formula in ours.items()}
     for operator, formula in operators.items():

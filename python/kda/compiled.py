@@ -13,7 +13,8 @@ traced. Operators of the namespace ``kda``:
 * ``old_state(state) -> copy``, refused where backward runs it again.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 
-Importing this module registers them and those of ``compiled_stages``. ``_torch_ops`` imports it at the first look-up.
+Importing this module registers them and those of ``compiled_stages`` and ``compiled_projections``. ``_torch_ops``
+imports it at the first look-up.
 """
 
 from __future__ import annotations
@@ -581,4 +582,4 @@ _define(
 )
 
 # Importing one part imports all: torch.ops.kda asks for this module only.
-from . import compiled_stages  # noqa: E402, F401
+from . import compiled_projections, compiled_stages  # noqa: E402, F401

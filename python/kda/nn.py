@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from . import ops
+from . import _front, ops
 from ._caches import DraftCache, KDACache
 from ._checkpoints import from_published, own_names, to_published
 from ._foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
+from ._front import Rows
 from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu, local
 from ._packing import find_layout
 from ._plans import mesh_of_plan, ranks_of_plan
@@ -55,11 +55,6 @@ def _check_keywords(unknown: dict[str, Any], is_causal: bool | None) -> None:
         raise ValueError("is_causal: expected True (a recurrence looks back only), got False")
 
 
-def _heads(x: Tensor, channels: int) -> Tensor:
-    y: Tensor = x.unflatten(-1, (-1, channels))  # type: ignore[no-untyped-call]
-    return y
-
-
 class KimiDeltaAttention(nn.Module):
     """The Kimi Delta Attention layer: ``[B, T, hidden_size]`` to ``[B, T, hidden_size]``.
 
@@ -85,6 +80,10 @@ class KimiDeltaAttention(nn.Module):
             checkpoint has one: pass False for Kimi-Linear and GLM-5, or the bias starts from zero when one is loaded.
         disable_recompute: keep what backward would otherwise compute again, as in :func:`kda.chunk_kda`; for
             ``mode="chunk"``.
+        fuse_projections: put the weights of all projections of ``hidden_states`` side by side in memory, and compute
+            these projections as one matrix product, and their convolutions in one launch. Names, shapes and values of
+            parameters do not change. Projections that something has replaced, hooked, distributed or moved apart run
+            one by one, as do all of them under autocast. See :meth:`pack_weights`.
         device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for.
 
     If made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then
@@ -127,6 +126,7 @@ class KimiDeltaAttention(nn.Module):
         use_full_rank_decay: bool = False,
         gate_bias: bool | None = None,
         disable_recompute: bool = False,
+        fuse_projections: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -136,6 +136,7 @@ class KimiDeltaAttention(nn.Module):
         self.head_v_dim = round(head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         self.mode, self.layer_idx, self.disable_recompute = mode, layer_idx, disable_recompute
+        self.fuse_projections = fuse_projections
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
         self._check_sizes(head_dim, expand_v)
@@ -168,6 +169,7 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = RMSNormGated(self.head_v_dim, norm_eps, **factory)
         self.o_proj = linear(self.value_dim, hidden_size)
         self.reset_parameters()
+        self.pack_weights()
 
     def _check_sizes(self, head_dim: int, expand_v: float) -> None:
         if self.mode not in ("chunk", "fused_recurrent"):
@@ -208,7 +210,21 @@ class KimiDeltaAttention(nn.Module):
         """Marks the parameters again: ``to_empty`` and moves off the meta device replace them and lose the marks."""
         module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark_parameters()
+        self.pack_weights()
         return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.pack_weights()  # copy.deepcopy copies each weight by itself
+
+    def pack_weights(self) -> None:
+        """Puts the weights of the projections side by side, and those of the convolutions, if ``fuse_projections``.
+        This moves their memory: the parameters stay the same objects with the same values. The layer does this when
+        it is made, moved, converted or copied. Call it after something has given parameters other memory, such as
+        ``load_state_dict(assign=True)``. Without the call everything is right, but slower. Last bits of the
+        projections may change with it."""
+        if self.fuse_projections:
+            _front.pack_weights(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Also accepts the names and shapes of published checkpoints."""
@@ -316,18 +332,19 @@ class KimiDeltaAttention(nn.Module):
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
             x = x.masked_fill(~real[:, None], 0)
-        g, beta = _heads(self.f_proj(x), self.head_k_dim), self.b_proj(x)
+        rows, g, beta, gate = _front.project(self, x)
         if isinstance(found, DraftCache):
             if cu is not None or torch.is_grad_enabled():
                 raise ValueError(
                     "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
                 )
-            o = self._draft(x, g, beta, found)
+            o = self._draft(rows, g, beta, found)
         else:
-            o = self._attend((*self._qkv(x, found, cu, cp_context), g, beta), found, cu, cp_context, T)
+            qkv = _front.queries_keys_values(self, rows, found, cu, cp_context)
+            o = self._attend((*qkv, g, beta), found, cu, cp_context, T)
         if foreign is not None and isinstance(found, KDACache):
             write_foreign(foreign, found, T)
-        o = self.o_norm(o, _heads(self.g_proj(x), self.head_v_dim), mesh=mesh_of_plan(self))
+        o = self.o_norm(o, gate, mesh=mesh_of_plan(self))
         o = self.o_proj(o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])
@@ -378,46 +395,12 @@ class KimiDeltaAttention(nn.Module):
             kept.check_first_run()
         return held, cache, None
 
-    def _qkv(
-        self, x: Tensor, cache: KDACache | None, cu_seqlens: Tensor | None, cp_context: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v: ``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, HV, V]``."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        ranks = ranks_of_plan(self)
-        if q.shape[-1] * ranks != self.key_dim:
-            wanted = "expected all heads of this layer, or a plan of kda.tp.HeadParallel or ColwiseParallel"
-            raise ValueError(f"q_proj: {wanted}, got {q.shape[-1]} of {self.key_dim} channels on each of {ranks} ranks")
-        if self.use_short_conv:
-            sizes, mesh = [x.shape[-1] for x in (q, k, v)], mesh_of_plan(self)
-            states: Any = (None, None, None)
-            more: list[dict[str, Any]] = [{}, {}, {}]
-            if cp_context is not None:
-                from .cp import conv_halo
-
-                halo = conv_halo(torch.cat([q, k, v], -1), cp_context, self.conv_size)
-                more = [{"initial_state": part} for part in halo.split(sizes, 1)]
-            elif cache is not None and cache.conv is not None:
-                states, more = cache.conv.split(sizes, 1), [{"made_in": cache.made_in}] * 3
-            q = self.q_conv1d(q, states[0], cu_seqlens, **more[0], mesh=mesh)
-            k = self.k_conv1d(k, states[1], cu_seqlens, **more[1], mesh=mesh)
-            v = self.v_conv1d(v, states[2], cu_seqlens, **more[2], mesh=mesh)
-        else:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        return _heads(q, self.head_k_dim), _heads(k, self.head_k_dim), _heads(v, self.head_v_dim)
-
-    def _draft(self, x: Tensor, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
+    def _draft(self, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
         """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        raw, mesh = torch.cat([q, k, v], -1), mesh_of_plan(self)
+        raw = _front.joined(rows)
         if not self.use_short_conv or cache.cache.conv is None:
-            q, k, v = F.silu(raw).split([x.shape[-1] for x in (q, k, v)], -1)
-            heads = (_heads(q, self.head_k_dim), _heads(k, self.head_k_dim), _heads(v, self.head_v_dim))
-            return cache.run(raw, None, (*heads, g, beta), **self._options())
-        parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([local(part.weight, mesh).squeeze(1) for part in parts])
-        biases = [local(part.bias, mesh) for part in parts if part.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        conv = Conv(raw, weight, bias, cache.cache.conv)
+            return cache.run(raw, None, (*_front.queries_keys_values(self, rows), g, beta), **self._options())
+        conv = Conv(raw, *_front.conv_parameters(self), cache.cache.conv)
         return cache.run(raw, conv, (None, None, None, g, beta), **self._options())
 
     def _options(self) -> dict[str, Any]:

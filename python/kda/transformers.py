@@ -61,7 +61,7 @@ def replace_layers(model: nn.Module, *, keep_names: bool = True) -> int:
 
 
 def _like(theirs: Any, keep_names: bool) -> LayerInTransformers:
-    """The layer with the weights of transformers' layer: the same memory, except for the convolutions."""
+    """The layer with the weights of transformers' layer. It moves those of projections and convolutions."""
     if theirs.activation not in ("silu", "swish"):
         raise ValueError(f"model: expected silu as activation of its KDA layers, got {theirs.activation}")
     if hasattr(theirs, "_hf_hook"):
@@ -84,8 +84,8 @@ def _like(theirs: Any, keep_names: bool) -> LayerInTransformers:
         device="meta",
     )
     parameters = from_published(dict(theirs.named_parameters()))
-    contiguous = {name: x.detach().clone() if "conv1d" in name else x.detach() for name, x in parameters.items()}
-    layer.load_state_dict(contiguous, assign=True)
+    layer.load_state_dict({name: x.detach() for name, x in parameters.items()}, assign=True)
+    layer.pack_weights()
     for name, x in layer.named_parameters():
         x.requires_grad_(parameters[name].requires_grad)
     layer.train(theirs.training)

@@ -138,6 +138,7 @@ def test_a_layer_with_a_gate_bias_starts_it_from_zero():
     with torch.device("meta"):
         empty = small_layer("kimi_linear", gate_bias=None)
     empty.load_state_dict(published, assign=True)
+    empty.pack_weights()
     assert torch.equal(empty(x)[0], small_loaded(published)(x)[0])
     biased = {**published, "g_b_proj.bias": tokens(48)}  # not published, but a plausible variant
     layer.load_state_dict(biased)

@@ -1,0 +1,148 @@
+"""Linear maps of the same input as one matrix product.
+
+The weights stay parameters of their own modules. :func:`pack` puts their memory side by side, so that they are slices
+of one matrix. :func:`joint_linear` looks at the addresses in every call. If the weights still lie side by side, one
+product with the whole matrix computes all maps. Nothing is copied and nothing is kept, so no update of a weight can
+be missed: an optimizer's step, ``load_state_dict``, or another tensor in the place of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import autograd
+
+# Rows of the matrix are filled up to a multiple of this, so that rows of the product are aligned to 16 bytes.
+_ALIGNMENT = 8
+
+
+def is_plain(module: Any) -> bool:
+    """Is the module a linear map without a bias, which nobody has replaced, hooked, distributed or quantised?"""
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and not has_hooks(module)
+        and type(module.weight) in (nn.Parameter, Tensor)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def pack(parameters: Sequence[Any]) -> None:
+    """Puts the memory of parameters ``[n_i, ...]``, equal but for ``n_i``, side by side. Parameters that differ in
+    dtype or device, that have no memory (``meta``), or that are not plain stay as they are."""
+    first = parameters[0]
+
+    def fits(p: Any) -> bool:
+        kind = p.dtype, p.device, p.shape[1:]
+        return type(p) is nn.Parameter and kind == (first.dtype, first.device, first.shape[1:])
+
+    if first.is_meta or not all(map(fits, parameters)) or _side_by_side(parameters):
+        return
+    rows = sum(p.shape[0] for p in parameters)
+    with torch.no_grad():
+        whole = first.new_zeros((_filled(rows), *first.shape[1:]))
+        for p, part in zip(parameters, whole[:rows].split([p.shape[0] for p in parameters]), strict=True):
+            p.data = part.copy_(p)
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> bool:
+    first = weights[0]
+    at, dtype = first.data_ptr(), first.dtype
+    for w in weights:
+        if w.data_ptr() != at or w.dtype != dtype or not w.is_contiguous():
+            return False
+        at += w.nbytes
+    return at <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
+
+
+def whole_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """``[n, ..]``, the memory of all weights as one tensor without gradients, or None if they do not lie side by
+    side. n is the sum of all n_i, or that filled up to the alignment, if the memory goes on so far."""
+    if not _side_by_side(weights):
+        return None
+    first = weights[0].detach()
+    row, rows = first[0].numel(), sum(w.shape[0] for w in weights)
+    there = first.untyped_storage().nbytes() // first.itemsize - first.storage_offset()
+    filled = _filled(rows)
+    return first.as_strided((filled if filled * row <= there else rows, *first.shape[1:]), first.stride())
+
+
+def _filled(rows: int) -> int:
+    return -(-rows // _ALIGNMENT) * _ALIGNMENT
+
+
+def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``[M, n]``: x ``[M, k]`` times the transposed weights ``[n_i, k]``, with n the sum of all n_i, filled up to the
+    alignment. Columns that belong to no weight have any values."""
+    whole, rows = whole_of(weights), [w.shape[0] for w in weights]
+    filled = _filled(sum(rows))
+    if whole is not None and whole.shape[0] == filled:
+        return torch.mm(x, whole.t())
+    y = x.new_empty(x.shape[0], filled)
+    if whole is not None:
+        torch.mm(x, whole.t(), out=y[:, : sum(rows)])
+    else:
+        for w, part in zip(weights, y[:, : sum(rows)].split(rows, 1), strict=True):
+            torch.mm(x, w.detach().t(), out=part)
+    return y
+
+
+def gradients(
+    x: Tensor, weights: Sequence[Tensor], dy: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of x and of each weight, where wanted. Those of the weights may be slices of one tensor."""
+    rows = [w.shape[0] for w in weights]
+    dy = dy[:, : sum(rows)]
+    parts = dy.split(rows, 1)
+    dx = None
+    if wanted[0]:
+        whole = whole_of(weights)
+        if whole is not None:
+            dx = torch.mm(dy, whole[: sum(rows)])
+        else:
+            dx = torch.mm(parts[0], weights[0])
+            for part, w in zip(parts[1:], weights[1:], strict=True):
+                dx.addmm_(part, w)
+    if all(wanted[1:]):
+        return dx, list(torch.mm(dy.t(), x).split(rows))
+    return dx, [torch.mm(part.t(), x) if want else None for part, want in zip(parts, wanted[1:], strict=True)]
+
+
+class JointLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return product(x, weights)
+
+    @staticmethod
+    @autograd.first_derivatives
+    def backward(ctx: Any, kept: Any, dy: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = kept
+        assert dy is not None
+        dx, dweights = gradients(x, weights, dy, ctx.needs_input_grad)
+        return dx, *dweights
+
+    jvp = staticmethod(autograd.refuse_forward_mode)
+
+
+def joint_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """:func:`product` with gradients, for x ``[.., k]`` of the weights' dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        from . import compiled_projections  # noqa: F401  # registers the operator
+
+        y = torch.ops.kda.joint_linear(rows, list(weights))
+    elif torch.is_grad_enabled():
+        y = autograd.apply(JointLinear, rows, *weights)
+    else:
+        y = product(rows, weights)
+    return y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
