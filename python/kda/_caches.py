@@ -18,7 +18,8 @@ class KDACache:
     """What one layer remembers of ``N`` sequences; make it with :meth:`KimiDeltaAttention.new_cache`.
 
     conv: ``[N, D, W - 1]``, the last raw inputs of the short convolutions, oldest first, channels in the order q, k, v
-        (``D = 2 * key_dim + value_dim``), in the dtype of their weights; None without short convolutions.
+        (``D = 2 * key_dim + value_dim``), in the dtype of their weights, of any strides; None without short
+        convolutions.
     state: ``[N, HV, V, K]`` float32, the recurrent state.
 
     Both are zero for a new sequence. The layer overwrites them in place and never allocates new ones. So a function
@@ -63,7 +64,9 @@ class KDACache:
         if rows.ndim != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"rows: expected int32 or int64 of one dimension, got {rows.dtype} of {rows.ndim}")
         conv, rows = self.conv, rows.to(self.state.device)
-        return KDACache(None if conv is None else conv.index_select(0, rows), self.state.index_select(0, rows))
+        if conv is not None:  # stays as new_cache() lays it out
+            conv = conv.transpose(1, 2).index_select(0, rows).transpose(1, 2)
+        return KDACache(conv, self.state.index_select(0, rows))
 
     def repeat(self, times: int) -> KDACache:
         """A new cache in which ``times`` copies of every sequence stand side by side, as for beams of one prompt."""

@@ -114,7 +114,6 @@ def _conv_backward(x: Any, weight: Any, *a: Any, out_shape: Any) -> int:
     return _conv(x, weight, out_shape=None) * (bool(wanted[0]) + bool(wanted[1]))
 
 
-@functools.cache
 def _joint_linear(x: Any, weights: Any, *, out_shape: Any) -> int:
     return int(2 * x[0] * x[1] * sum(w[0] for w in weights))
 
@@ -124,6 +123,7 @@ def _joint_linear_backward(x: Any, weights: Any, dy: Any, wanted: Any, *, out_sh
     return int(2 * x[0] * x[1] * (wanted[0] * sum(rows) + sum(n for n, w in zip(rows, wanted[1:], strict=True) if w)))
 
 
+@functools.cache
 def formulas() -> dict[Any, Any]:
     """The formulas by operator. Afterwards every new ``FlopCounterMode`` knows them."""
     import torch

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._caches import KDACache
+from ._dispatch import dispatched
 from ._modules import ShortConvolution, causal_conv_silu, local
 from ._plans import mesh_of_plan, ranks_of_plan
 from ._projections import has_hooks, is_plain, joint_linear, pack, whole_of
@@ -155,6 +156,5 @@ def conv_parameters(layer: KimiDeltaAttention) -> tuple[Tensor, Tensor | None]:
 
 def _as_one(parameters: list[Tensor]) -> Tensor:
     """Their own memory, if they lie side by side and need no gradients; else a copy."""
-    seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    whole = None if seen else whole_of(parameters)
+    whole = None if torch.is_grad_enabled() or dispatched() else whole_of(parameters)
     return torch.cat(parameters) if whole is None else whole[: sum(p.shape[0] for p in parameters)]

@@ -246,8 +246,9 @@ class KimiDeltaAttention(nn.Module):
         if not self.use_short_conv:
             return KDACache(None, state)
         weight, channels = self.q_conv1d.weight, (2 * self.key_dim + self.value_dim) // ranks
-        size = batch_size, channels, self.conv_size - 1
-        return KDACache(torch.zeros(size, dtype=weight.dtype, device=weight.device), state)
+        size = batch_size, self.conv_size - 1, channels  # channels side by side: the GPU reads whole lines
+        conv = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        return KDACache(conv.transpose(1, 2), state)
 
     def forward(
         self,

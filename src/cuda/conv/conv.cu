@@ -75,6 +75,7 @@ __device__ void head(const Params& p, unsigned block) {
   if (d >= c.channels()) return;
   const int keep = static_cast<int>(c.width()) - 1;
 
+  wait_for_stream();
   // The loads of everything but the state are issued before the thread waits for the slot.
   Sequence s = c.span(n);
   const int tokens = static_cast<int>(min(s.length, static_cast<int64_t>(keep)));
@@ -102,6 +103,7 @@ __device__ void head(const Params& p, unsigned block) {
   }
   ConvPast<kVector> state;
   if (s.initial) state.fetch(c.state, s.slot, d);
+  let_next_start();
   Window<T, kVector> window(c);
   weights.values(c.weight, c.bias, window.w, window.bias);
   state.values(c.state, window.past);
@@ -158,6 +160,7 @@ __device__ void body(const Params& p, unsigned block) {
   const int64_t d = (warp % p.body_tiles * 32 + threadIdx.x % 32) * static_cast<int64_t>(kVector);
   const int64_t stop = min(static_cast<int64_t>(first) + p.run, c.tokens());
   if (d >= c.channels() || first >= stop) return;
+  wait_for_stream();
   ConvWeights<kVector> weights;
   weights.fetch(c.weight, c.bias, d);
   const int64_t n = present(c.cu_seqlens) ? c.packed_sequence_of(first) : first / static_cast<unsigned>(c.x.shape[1]);
@@ -242,9 +245,8 @@ void launch(const ConvProblem& p) {
   q.run = kGroup * static_cast<unsigned>(std::clamp<int64_t>(tokens * q.body_tiles / (full * kGroup), 1, kMaxGroups));
   const unsigned blocks = q.heads + static_cast<unsigned>(divide_up(divide_up(tokens, q.run) * q.body_tiles, kWarps));
   if (blocks == 0) return;
-  const auto kernel = wide ? conv_kernel<T, 4> : conv_kernel<T, 1>;
-  kernel<<<blocks, kThreads, 0, stream_of(p.args.exec)>>>(q);
-  KDA_CUDA(cudaGetLastError());
+  wide ? kda::cuda::launch<conv_kernel<T, 4>>(p.args.exec, blocks, kThreads, 0, q)
+       : kda::cuda::launch<conv_kernel<T, 1>>(p.args.exec, blocks, kThreads, 0, q);
 }
 
 }  // namespace
