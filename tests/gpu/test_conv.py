@@ -176,15 +176,16 @@ def padded(place: Place, p: Call, slots: list[int], **more: Any) -> dict[str, Te
 
 @pytest.mark.parametrize("nowhere", [[-3], pytest.param(BEYOND, marks=only_cuda)])
 @pytest.mark.parametrize("first_valid_slot", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [1, 3, 20])
-def test_padding_in_a_poisoned_pool(T: int, first_valid_slot: int, nowhere: list[int]) -> None:
+def test_padding_in_a_poisoned_pool(T: int, dtype: torch.dtype, first_valid_slot: int, nowhere: list[int]) -> None:
     """Padded rows are zeros and touch nothing. A slot without an initial state is not read, and unused slots are not
-    either."""
+    either. One token in bf16 has a kernel of its own on CUDA."""
     for index in nowhere:
         slots = [7, first_valid_slot - 1, 1, index, 5, 2]
         live = [n for n, s in enumerate(slots) if first_valid_slot <= s < 9]
-        p = inputs(B=6, T=T)
-        pool = torch.full((9, *p["state"].shape[1:]), NAN)
+        p = inputs(B=6, T=T, dtype=dtype)
+        pool = torch.full((9, *p["state"].shape[1:]), NAN, dtype=dtype)
         for n in live:
             pool[slots[n]] = p["state"][n]
         pool[1] = NAN  # recycled: without an initial state
@@ -197,6 +198,27 @@ def test_padding_in_a_poisoned_pool(T: int, first_valid_slot: int, nowhere: list
 
 
 # ---- bitwise promises ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_one_token_by_either_kernel(dtype: torch.dtype, bias: bool, activation: str | None) -> None:
+    """Calls of one token with numbers of one 16-bit dtype have a kernel of their own on CUDA. Weights in f32 lead to
+    the other one, and both layouts of the state to the same bits. Here the state is read and written in other slots."""
+    p = inputs(B=5, T=1, D=520, dtype=dtype)
+    p = HERE({**p, "bias": p["bias"] if bias else None})
+    slots = HERE({"state_indices": int32(4, 0, -1, 2, 3), "out_state_indices": int32(5, 0, 1, -1, 6)})
+    results = []
+    for wide, by_row in ((False, False), (False, True), (True, False)):
+        pool = HERE(inputs(B=7, T=1, D=520, dtype=dtype, seed=2))["state"]
+        if by_row:
+            pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+        weights = {n: x.float() if wide and x is not None else x for n, x in p.items() if n in ("weight", "bias")}
+        o = kda.causal_conv1d_update(p["x"], pool, **weights, activation=activation, **slots)
+        results.append({"o": o, "state": pool.contiguous()})
+    assert all_same(results[1], results[0])
+    assert all_same(results[2], results[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,11 +237,12 @@ def test_in_pieces_over_a_pool(dtype: torch.dtype) -> None:
         assert pool[[0, 2, 4]].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 3, 40])
-def test_company_changes_no_bit(T: int) -> None:
+def test_company_changes_no_bit(T: int, dtype: torch.dtype) -> None:
     """A sequence alone, in a batch, elsewhere in it, among padding, in two runs, and packed."""
     N = 70
-    p = HERE(inputs(B=N, T=T))
+    p = HERE(inputs(B=N, T=T, dtype=dtype))
     expected = update(HERE, p)
     assert all_same(update(HERE, p), expected)
     for order in ([0], [69], [3, 66], [-1, 5, -1, -1, 9], list(range(N))[::-1], [-1] * 300 + [7]):

@@ -18,6 +18,7 @@
 // Every y comes from convolve(), and no sum is split: bits depend neither on the kind of block, nor on kVector and
 // `run`.
 #include "cuda/conv/conv.h"
+#include "cuda/conv/step.h"
 #include "cuda/cuda.h"
 #include "cuda/runtime.h"
 
@@ -235,6 +236,7 @@ void launch(const ConvProblem& p) {
   const Conv& c = q.conv;
   const bool wide = four_wide_rows(c.x) && four_wide_rows(c.y) && four_wide_weights(c.weight, c.bias) &&
                     four_wide_state(c.state) && four_wide_state(q.final_state);
+  if (wide && is_step<T>(p)) return launch_step<T>(p);
   const int64_t vectors = wide ? p.D / 4 : p.D;
   q.head_tiles = static_cast<unsigned>(divide_up(vectors, kThreads));
   q.heads = static_cast<unsigned>(p.N) * q.head_tiles;
