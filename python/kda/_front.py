@@ -24,7 +24,7 @@ Rows = Tensor | tuple[Tensor, Tensor, Tensor]
 def pack_weights(layer: KimiDeltaAttention) -> None:
     if (maps := _joint_maps(layer)) is not None:
         pack([m.weight for m in maps])
-    if convs := _convolutions(layer):
+    if convs := convolutions(layer):
         pack([c.weight for c in convs])
         if convs[0].bias is not None:
             pack([c.bias for c in convs])
@@ -45,13 +45,17 @@ def _joint_maps(layer: KimiDeltaAttention) -> list[nn.Linear] | None:
     return maps if all(map(is_plain, maps)) else None
 
 
-def _takes_joint(x: Tensor, weight: Tensor) -> bool:
-    """Can the maps of x run as one product? Autocast and torch.func's transforms need torch's own operators."""
-    return (
-        x.dtype == weight.dtype
-        and not torch.is_autocast_enabled(x.device.type)
-        and not torch._C._are_functorch_transforms_active()
-    )
+def joint_maps(layer: KimiDeltaAttention, x: Tensor) -> list[nn.Linear] | None:
+    """The maps of x that run as one product, or None. Autocast and torch.func's transforms need torch's own."""
+    if (
+        not layer.fuse_projections
+        or x.dtype != layer.q_proj.weight.dtype
+        or layer.q_proj.weight.shape[0] != layer.key_dim
+        or torch.is_autocast_enabled(x.device.type)
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    return _joint_maps(layer)
 
 
 def _heads(x: Tensor, channels: int) -> Tensor:
@@ -62,7 +66,7 @@ def project(layer: KimiDeltaAttention, x: Tensor) -> tuple[Rows, Tensor, Tensor,
     """Returns the rows of q, k and v; the decay's input, ``[B, T, HV, K]``; the logits of beta, ``[B, T, HV]``; the
     gate's input, ``[B, T, HV, V]``."""
     K, V = layer.head_k_dim, layer.head_v_dim
-    maps = _joint_maps(layer) if layer.fuse_projections and _takes_joint(x, layer.q_proj.weight) else None
+    maps = joint_maps(layer, x)
     if maps is None:
         rows = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
         _check_ranks(layer, rows[0])
@@ -97,7 +101,7 @@ def queries_keys_values(
     cp_context: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v, ``[B, T, H, K]`` twice and ``[B, T, HV, V]``: the rows after the convolutions and SiLU."""
-    convs = _convolutions(layer)
+    convs = convolutions(layer)
     state: Tensor | None = None
     more: dict[str, Any] = {}
     if convs and cp_context is not None:
@@ -129,7 +133,7 @@ def _parts(layer: KimiDeltaAttention, rows: Tensor | tuple[Tensor, ...]) -> tupl
     return rows.split_with_sizes(_sizes(layer), -1) if isinstance(rows, Tensor) else rows
 
 
-def _convolutions(layer: KimiDeltaAttention) -> tuple[ShortConvolution, ...]:
+def convolutions(layer: KimiDeltaAttention) -> tuple[ShortConvolution, ...]:
     return (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d) if layer.use_short_conv else ()
 
 
@@ -142,13 +146,13 @@ def _convolve_each(
     each = [more] * 3 if halo is None else [{"initial_state": x} for x in halo.split_with_sizes(sizes, 1)]
     return tuple(
         conv(x, s, cu_seqlens, **m, mesh=mesh)
-        for conv, x, s, m in zip(_convolutions(layer), parts, states, each, strict=True)
+        for conv, x, s, m in zip(convolutions(layer), parts, states, each, strict=True)
     )
 
 
 def conv_parameters(layer: KimiDeltaAttention) -> tuple[Tensor, Tensor | None]:
     """The weights ``[D, W]`` and the biases ``[D]`` of all convolutions, as one tensor each."""
-    convs, mesh = _convolutions(layer), mesh_of_plan(layer)
+    convs, mesh = convolutions(layer), mesh_of_plan(layer)
     weights = [local(c.weight, mesh) for c in convs]
     biases = [local(c.bias, mesh) for c in convs if c.bias is not None]
     return _as_one(weights).squeeze(1), _as_one(biases) if biases else None

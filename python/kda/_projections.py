@@ -22,11 +22,11 @@ from ._dispatch import dispatched
 _ALIGNMENT = 64
 
 
-def is_plain(module: Any) -> bool:
-    """Is the module a linear map without a bias, which nobody has replaced, hooked, distributed or quantised?"""
+def is_plain(module: Any, bias: bool = False) -> bool:
+    """Is the module a linear map that was not replaced, hooked, distributed or quantised? ``bias``: it may have one."""
     return (
         type(module) is nn.Linear
-        and module.bias is None
+        and (bias or module.bias is None)
         and not has_hooks(module)
         and type(module.weight) in (nn.Parameter, Tensor)
     )

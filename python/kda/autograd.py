@@ -159,14 +159,15 @@ def plain(x: Tensor) -> Tensor:
 def backward_call(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], h_every: int, d_o: Tensor,
-    dhT: Tensor | None, wanted: Sequence[bool], impl: str | None = None,
+    dhT: Tensor | None, wanted: Sequence[bool], impl: str | None = None, into: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor | None], tuple[Any, ...]]:  # fmt: skip
     """Tensors for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and the arguments
-    for the library."""
+    for the library. The first of them are ``into``, the others new."""
     inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
-    grads = [
+    grads: list[Tensor | None] = [*into]
+    grads += [
         _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format)) if w and x is not None else None
-        for x, w in zip(inputs, wanted, strict=True)
+        for x, w in list(zip(inputs, wanted, strict=True))[len(into) :]
     ]
     d_o, dhT = plain(d_o), None if dhT is None else plain(dhT)
     return grads, (
@@ -271,15 +272,19 @@ def run_conv(
 
 def run_conv_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
-    d_last: Tensor | None, wanted: Sequence[bool],
+    d_last: Tensor | None, wanted: Sequence[bool], into: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of (x, weight, bias, state), None where not wanted."""
+    """Gradients of (x, weight, bias, state), None where not wanted. ``into``: where that of x is written."""
     inputs = (x, weight, bias, state)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     grads = [
-        torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device) if w and t is not None else None
+        torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device)
+        if w and t is not None and (i or into is None)
+        else None
         for i, (t, w) in enumerate(zip(inputs, wanted, strict=True))
     ]
+    if into is not None:
+        grads[0] = into
     library().conv_backward(
         x, weight, bias, cu, state, plain(dy), None if d_last is None else d_last.resolve_neg(), *grads, silu, None, 0,
         None,

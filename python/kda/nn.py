@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _front, ops
+from . import _front, _training, ops
 from ._caches import DraftCache, KDACache
 from ._checkpoints import from_published, own_names, to_published
 from ._foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
@@ -333,16 +333,11 @@ class KimiDeltaAttention(nn.Module):
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
             x = x.masked_fill(~real[:, None], 0)
-        rows, g, beta, gate = _front.project(self, x)
-        if isinstance(found, DraftCache):
-            if cu is not None or torch.is_grad_enabled():
-                raise ValueError(
-                    "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
-                )
-            o = self._draft(rows, g, beta, found)
+        whole = _training.train(self, x, cu) if found is None and cp_context is None else None
+        if whole is not None:
+            o, gate = whole
         else:
-            qkv = _front.queries_keys_values(self, rows, found, cu, cp_context)
-            o = self._attend((*qkv, g, beta), found, cu, cp_context, T)
+            o, gate = self._run(x, found, cu, cp_context, T)
         if foreign is not None and isinstance(found, KDACache):
             write_foreign(foreign, found, T)
         o = self.o_norm(o, gate, mesh=mesh_of_plan(self))
@@ -352,6 +347,20 @@ class KimiDeltaAttention(nn.Module):
         if x is not hidden_states:  # otherwise o would become a view, and FSDP warns of those
             o = o.reshape(B, T, self.hidden_size)
         return o, None, held
+
+    def _run(
+        self, x: Tensor, cache: KDACache | DraftCache | None, cu: Tensor | None, cp_context: Any, T: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the outputs before the norm and the gate's input, ``[B, T, HV, V]``."""
+        rows, g, beta, gate = _front.project(self, x)
+        if not isinstance(cache, DraftCache):
+            qkv = _front.queries_keys_values(self, rows, cache, cu, cp_context)
+            return self._attend((*qkv, g, beta), cache, cu, cp_context, T), gate
+        if cu is not None or torch.is_grad_enabled():
+            raise ValueError(
+                "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
+            )
+        return self._draft(rows, g, beta, cache), gate
 
     def _check_window(self, hidden_states: Tensor, cp_context: Any, held: Any, use_cache: bool | None) -> None:
         from .cp import Context

@@ -142,7 +142,12 @@ def test_no_weight_goes_stale(change: Callable[[KimiDeltaAttention], None], comp
 
 def test_hooks_of_a_projection_run() -> None:
     layer, seen = make(), []
-    handle = layer.k_proj.register_forward_hook(lambda module, inputs, output: seen.append(1) or output * 2)
+
+    def double(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        seen.append(1)
+        return output * 2
+
+    handle = layer.k_proj.register_forward_hook(double)
     x = tokens(1, 20, 48)
     with torch.no_grad():
         hooked = layer(x)[0]
@@ -203,6 +208,72 @@ def test_frozen_projections_get_no_gradient() -> None:
     layer(tokens(1, 20, 48))[0].sum().backward()
     assert layer.k_proj.weight.grad is None
     assert layer.q_proj.weight.grad is not None and layer.b_proj.weight.grad is not None
+
+
+def kept_bytes(layer: KimiDeltaAttention, x: Tensor) -> dict[int, int]:
+    """What backward keeps: bytes by address, so that nothing counts twice. Parameters do not count."""
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()} | {x.untyped_storage().data_ptr()}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer.o_norm = nn.Identity()  # type: ignore[assignment]  # what the norm keeps is another matter
+        layer.o_norm.forward = lambda o, gate, mesh=None: o + 0 * gate  # type: ignore[method-assign]
+        layer.o_proj = nn.Identity()  # type: ignore[assignment]
+        layer(x)
+    return kept
+
+
+def test_what_training_keeps() -> None:
+    """The joint product, and a state every 512 tokens. One by one, the parts keep q, k, v and the decay as well."""
+    x = tokens(1, 512, 48).requires_grad_()
+    layer = make()
+    columns = _projections._filled(sum(m.weight.shape[0] for m in _front._joint_maps(layer) or []))
+    kept = kept_bytes(layer, x)
+    state = layer.num_v_heads * layer.head_k_dim * layer.head_v_dim * 4
+    small = 4 * (layer.num_v_heads * (1 + layer.head_k_dim) + 5 * (2 * layer.key_dim + layer.value_dim))
+    assert sum(kept.values()) <= 512 * columns * 4 + state + small
+    single = kept_bytes(make(fuse_projections=False), x)
+    assert sum(single.values()) > 512 * 4 * (columns - 64 + 2 * layer.key_dim + layer.value_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_training_as_one_function(dtype: torch.dtype) -> None:
+    """Packed sequences, more value heads than heads, a bias of the convolution; x needs no gradient in one case."""
+    config = {"num_v_heads": 4, "expand_v": 2, "conv_bias": True}
+    layer, single = make(**config).to(dtype), make(**config, fuse_projections=False).to(dtype)
+    single.load_state_dict(layer.state_dict())
+    cu = torch.tensor([0, 1, 70, 70, 90])
+    for needed in (True, False):
+        grads = []
+        for one in (layer, single):
+            x = tokens(1, 90, 48).to(dtype).requires_grad_(needed)
+            one.zero_grad()
+            o = one(x, cu_seqlens=cu)[0]
+            assert ("LayerFunction" in graph(o)) == (one is layer)
+            o.square().sum().backward()
+            grads.append([*(p.grad for p in one.parameters()), x.grad])
+        limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
+        for a, b in zip(*grads, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or relative(b.double(), a) < limit
+
+
+def graph(o: Tensor) -> str:
+    """The names of the functions behind o."""
+    names, left, seen = [], [o.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            left += [n for n, _ in node.next_functions]
+    return " ".join(names)
 
 
 def test_autocast_takes_the_single_maps() -> None:
