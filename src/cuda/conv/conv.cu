@@ -10,7 +10,7 @@
 //           (decode) have no other blocks: all loads of a thread are in flight together, those of the state after its
 //           index.
 //   bodies  all other tokens, `run` of them a warp, from any number of sequences, and the rows that belong to none. A
-//           thread has kGroup tokens in flight.
+//           thread loads the next kGroup tokens before it computes the last ones.
 //
 // Checkpoints are stored by a kernel of their own, before the states that it reads roll on: a thread for each channel
 // of each.
@@ -125,33 +125,49 @@ __device__ void head(const Params& p, unsigned block) {
 }
 
 // Convolves tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have
-// fewer than kGroup tokens: its last row is then loaded in place of the missing ones.
+// fewer than kGroup tokens.
 template <class T, int kVector, class Silu>
 __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Window<T, kVector>& window, Silu silu) {
   const int64_t x_step = c.x.stride[1] / kVector, y_step = c.y.stride[1] / kVector;
   const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, a, d);
-  Channels<T, kVector>* to = channels_at<T, kVector>(c.y, s, a, d);
+  using Row = Channels<T, kVector>;
+  Row* to = channels_at<T, kVector>(c.y, s, a, d);
 #pragma unroll
   for (int age = kPast; age > 0; --age)
     window.move_on(age < c.width() ? *(from - age * x_step) : Channels<T, kVector>{});
-  const auto group = [&](auto whole, int count) {
-    Channels<T, kVector> rows[kGroup];
+  // Loads `count` rows, and the last of them again up to kGroup.
+  const auto load = [&](Row(&rows)[kGroup], int count, bool ends) {
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
       rows[g] = *from;
-      if (whole || g + 1 < count) from += x_step;
+      if (!ends || g + 1 < count) from += x_step;
     }
+  };
+  const auto finish = [&](const Row(&rows)[kGroup], int count) {
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
-      const Channels<T, kVector> y = window.next(rows[g], silu);
-      if (whole || g < count) store(to, y);
+      const Row y = window.next(rows[g], silu);
+      if (g < count) store(to, y);
       to += y_step;
     }
   };
   int left = static_cast<int>(b - a);
-  for (; left >= kGroup; left -= kGroup) group(std::true_type(), kGroup);
-  if (left > 0) group(std::false_type(), left);
+  Row rows[kGroup], later[kGroup];
+  if (left >= kGroup) {
+    load(rows, kGroup, false);
+    for (; left >= 2 * kGroup; left -= kGroup) {
+      load(later, kGroup, false);
+      finish(rows, kGroup);
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) rows[g] = later[g];
+    }
+    finish(rows, kGroup);
+    left -= kGroup;
+  }
+  if (left == 0) return;
+  load(rows, left, true);
+  finish(rows, left);
 }
 
 template <class T, int kVector>
@@ -177,9 +193,9 @@ __device__ void body(const Params& p, unsigned block) {
   if (present(c.cu_seqlens)) zero_tokens<T, kVector>(c.y, {}, max(static_cast<int64_t>(first), c.end()), stop, d);
 }
 
-// Leaves a thread enough registers for all loads of a group to be in flight together, in as many warps as possible.
+// Leaves a thread enough registers for the loads of a group to be in flight while it computes the group before.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ? 8 : 10)
+__global__ void __launch_bounds__(kThreads, sizeof(Channels<T, kVector>) == 16 ? 6 : 7)
     conv_kernel(const __grid_constant__ Params p) {
   if (blockIdx.x < p.heads) head<T, kVector>(p, blockIdx.x);
   else body<T, kVector>(p, blockIdx.x - p.heads);

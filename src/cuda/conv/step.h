@@ -31,8 +31,7 @@ struct StepState {
 #pragma unroll
     for (int j = 0; j < kPast; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        rows[j].x[i] = by_row ? raw[j].x[i] : raw[(kPast * i + j) / 4].x[(kPast * i + j) % 4];
+      for (int i = 0; i < 4; ++i) rows[j].x[i] = by_row ? raw[j].x[i] : raw[(kPast * i + j) / 4].x[(kPast * i + j) % 4];
   }
   __device__ void store(const kda_tensor& state, int64_t slot, unsigned d) const {
     T* to = static_cast<T*>(state.data) + place_of(state, slot, d, 0);
@@ -42,8 +41,7 @@ struct StepState {
     for (int j = 0; j < kPast; ++j) {
       Four<T> raw;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        raw.x[i] = by_row ? rows[j].x[i] : rows[(4 * j + i) % kPast].x[(4 * j + i) / kPast];
+      for (int i = 0; i < 4; ++i) raw.x[i] = by_row ? rows[j].x[i] : rows[(4 * j + i) % kPast].x[(4 * j + i) / kPast];
       kda::cuda::store(reinterpret_cast<Four<T>*>(to + j * step), raw);
     }
   }
