@@ -22,19 +22,19 @@ from ._dispatch import dispatched
 _ALIGNMENT = 64
 
 
+# These two read what nn.Module keeps directly: its __getattr__ takes ten times as long, which shows in decode steps.
 def is_plain(module: Any, bias: bool = False) -> bool:
     """Is the module a linear map that was not replaced, hooked, distributed or quantised? ``bias``: it may have one."""
-    return (
-        type(module) is nn.Linear
-        and (bias or module.bias is None)
-        and not has_hooks(module)
-        and type(module.weight) in (nn.Parameter, Tensor)
-    )
+    if type(module) is not nn.Linear or has_hooks(module):
+        return False
+    parameters = module.__dict__["_parameters"]
+    return (bias or parameters["bias"] is None) and type(parameters["weight"]) in (nn.Parameter, Tensor)
 
 
 def has_hooks(module: nn.Module) -> bool:
+    kept = module.__dict__
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        kept["_forward_hooks"] or kept["_forward_pre_hooks"] or kept["_backward_hooks"] or kept["_backward_pre_hooks"]
     )
 
 
