@@ -116,13 +116,13 @@ class Group {
 };
 
 // Blocks of an SM, as many as registers allow without spills.
-constexpr int blocks_of(int elements, int rows) { return elements * rows > 32 ? 2 : 3; }
+constexpr int blocks_of(int elements) { return elements > 16 ? 2 : 3; }
 
-template <bool kWide, int kElements, int kRows>
-__global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
+template <int kElements, int kRows>
+__global__ void __launch_bounds__(kThreads, blocks_of(kElements))
     forward_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                   const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
-                   const Blocks blocks) {
+                   const __grid_constant__ States states, const __grid_constant__ TypedView v_new, const Blocks blocks,
+                   const bool wide) {
   __shared__ Smem<kElements, kRows> shared;
   constexpr unsigned kColumns = kTile<kRows>;
   const kda_forward_args& a = p.args;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
 
   float S[kRows][kElements] = {};
   const auto rows_of = [&](const TypedView& t, int64_t row) {
-    return Rows<kWide>(t, a.in.state_layout, static_cast<unsigned>(row), at.hv, own);
+    return AnyRows(t, a.in.state_layout, static_cast<unsigned>(row), at.hv, own, wide);
   };
   if (s.initial) load_rows(rows_of(states.h0, s.slot), states.h0.dtype, columns, x.K, S);
   const unsigned first_h = states.kept[kBefore].data ? first_h_row(p, at.n) : 0;
@@ -200,22 +200,13 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements, kRows))
   }
 }
 
-template <bool kWide, int kElements, int kRows>
+template <int kElements, int kRows>
 void launch_forward(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   const int64_t tiles = (p.V + kTile<kRows> - 1) / kTile<kRows>;
-  launch<forward_kernel<kWide, kElements, kRows>>(a.exec, Blocks::grid(p, tiles, 1), kThreads, 0, p,
-                                                  Tokens(p, a.in, a.o), States(a), view_of(a.v_new), Blocks(p, tiles));
-}
-
-// With two columns a thread reads keys once for both; one column spreads a small call over all SMs.
-template <bool kWide>
-void launch_forward(const ForwardProblem& p) {
-  const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 2 * multiprocessors(p.args.exec.device_id);
-  constexpr int kManyOfLargest = kWide ? 2 : 1;  // 1 where every channel needs an address
-  if (p.K <= 64) few ? launch_forward<kWide, 8, 1>(p) : launch_forward<kWide, 8, 2>(p);
-  else if (p.K > 128) few ? launch_forward<kWide, 32, 1>(p) : launch_forward<kWide, 32, kManyOfLargest>(p);
-  else few ? launch_forward<kWide, 16, 1>(p) : launch_forward<kWide, 16, 2>(p);
+  const bool wide = wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h});
+  launch<forward_kernel<kElements, kRows>>(a.exec, Blocks::grid(p, tiles, 1), kThreads, 0, p, Tokens(p, a.in, a.o),
+                                           States(a), view_of(a.v_new), Blocks(p, tiles), wide);
 }
 
 }  // namespace
@@ -234,9 +225,11 @@ const char* prefill_recurrent_why_not(const ForwardProblem& p) {
 void prefill_recurrent(const ForwardProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
-  const kda_forward_args& a = p.args;
-  const bool wide = wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h});
-  wide ? launch_forward<true>(p) : launch_forward<false>(p);
+  // With two columns a thread reads keys once for both; one column spreads a small call over all SMs, and is all that
+  // more than 128 channels leave registers for.
+  const bool few = p.N * p.HV * ((p.V + 15) / 16) <= 2 * multiprocessors(p.args.exec.device_id);
+  if (p.K > 128) launch_forward<32, 1>(p);
+  else few ? launch_forward<16, 1>(p) : launch_forward<16, 2>(p);
 }
 
 }  // namespace kda::cuda
