@@ -15,7 +15,6 @@ constexpr float kLeastBeta = 0x1p-30f;
 constexpr int kBetaThreads = 128;  // one for each channel, and for each value column
 
 // A row of a chunk, as a thread sees it: channel c of keys, column c of values.
-template <int kK>
 class BetaRow {
   using Keys = TokenKeys<1, kBetaThreads>;
 
@@ -51,12 +50,12 @@ class BetaRow {
   // The column's product of a state with a key.
   __device__ float of_state(const TypedView& states, unsigned h_row, float key) const {
     __syncthreads();  // all reads of the keys before are done
-    if (c() < unsigned{kK}) keys_[c()] = key;
+    keys_[c()] = key;
     __syncthreads();  // the keys are there
     float sum = 0;
     if (c() < static_cast<unsigned>(V_)) {
       const char* row = states.at(h_row, hv_, c());
-      for (int k = 0; k < kK; ++k)
+      for (int k = 0; k < x_.K; ++k)
         sum =
             fmaf(value_of(states.dtype, load_raw<false>(row + k * size_of(states.dtype), states.dtype)), keys_[k], sum);
     }
@@ -121,13 +120,12 @@ __device__ inline void find_small_betas(const Tokens& x, const ChunkPlace& at, u
 
 // A block looks at a chunk of several value heads, a warp at one at a time. (With a block for each head, those that
 // find nothing took 14 us at 64 heads and 8,192 tokens, on an H200.)
-template <int kK>
-__global__ void __launch_bounds__(kBetaThreads)
+__global__ void __launch_bounds__(kBetaThreads, 5)
     small_beta_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
                       const __grid_constant__ WidePlaces places, const __grid_constant__ WideRows rows,
                       const Divisor by_blocks, const Divisor by_group) {
   __shared__ Products sums[kBetaThreads / 32];
-  __shared__ float keys[kK];
+  __shared__ float keys[kBetaThreads];
   __shared__ bool found[kBetaHeads];
   wait_for_stream();
   const unsigned row = by_blocks.quotient(blockIdx.x), HV = static_cast<unsigned>(p.HV);
@@ -146,7 +144,7 @@ __global__ void __launch_bounds__(kBetaThreads)
   for (unsigned head = 0; head < kBetaHeads; ++head) {
     if (!found[head]) continue;
     const unsigned hv = first + head;
-    BetaRow<kK> of(x, places, at, by_group.quotient(hv), hv, static_cast<int>(p.V), sums, keys);
+    BetaRow of(x, places, at, by_group.quotient(hv), hv, static_cast<int>(p.V), sums, keys);
     for (unsigned i = 0; i < at.rows; ++i) {
       if (!is_small(i, hv)) continue;
       const float dbeta = of.dbeta(i, h_row) * beta_slope(x.beta_form, beta_input(i, hv));

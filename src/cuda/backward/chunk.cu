@@ -43,27 +43,25 @@ void launch_reverse_of(const BackwardProblem& problem, const BackwardPlan& all) 
   });
 }
 
-template <int kK, class Gate>
-void launch_wide(const BackwardProblem& p, const BackwardPlan& plan) {
+template <int kK, bool kBounded>
+void launch_wide(const BackwardProblem& p, const BackwardPlan& plan, bool unusual) {
   const int64_t items = int64_t{plan.rows.rows} * plan.rows.heads, blocks = wide_blocks(kK, plan.SMs);
-  launch<wide_kernel<kK, Gate>>(p.args.exec, dim3(static_cast<unsigned>(std::min(items, blocks))),
-                                WideMemory<kK>::kThreads, WideMemory<kK>::bytes, plan.forward, wide_tokens(p, plan),
-                                wide_places(p, plan), plan.rows);
+  launch<wide_kernel<kK, kBounded>>(p.args.exec, dim3(static_cast<unsigned>(std::min(items, blocks))),
+                                    WideMemory<kK>::kThreads, WideMemory<kK>::bytes, plan.forward, wide_tokens(p, plan),
+                                    wide_places(p, plan), plan.rows, unusual);
 }
 template <int kK>
 void launch_usual(const BackwardProblem& p, const BackwardPlan& plan) {
   const kda_inputs& in = p.args.in;
-  if (in.gate_form == KDA_GATE_LOG) launch_wide<kK, UsualGate<KDA_GATE_LOG>>(p, plan);
-  else if (in.gate_form == KDA_GATE_SOFTPLUS) launch_wide<kK, UsualGate<KDA_GATE_SOFTPLUS>>(p, plan);
-  else if (in.lower_bound >= kLeastBound) launch_wide<kK, UsualGate<KDA_GATE_LOWER_BOUND>>(p, plan);
+  if (in.gate_form != KDA_GATE_LOWER_BOUND) launch_wide<kK, false>(p, plan, false);
+  else if (in.lower_bound >= kLeastBound) launch_wide<kK, true>(p, plan, false);
 }
 
-template <int kK>
 void launch_small_betas(const BackwardProblem& p, const BackwardPlan& plan) {
   const auto blocks = static_cast<unsigned>((p.HV + kBetaHeads - 1) / kBetaHeads);
-  launch<small_beta_kernel<kK>>(p.args.exec, dim3(plan.rows.rows * blocks), kBetaThreads, 0, plan.forward,
-                                Tokens(p, p.args.in, {}), wide_places(p, plan), plan.rows, Divisor(blocks),
-                                Divisor(p.group()));
+  launch<small_beta_kernel>(p.args.exec, dim3(plan.rows.rows * blocks), kBetaThreads, 0, plan.forward,
+                            Tokens(p, p.args.in, {}), wide_places(p, plan), plan.rows, Divisor(blocks),
+                            Divisor(p.group()));
 }
 
 __global__ void __launch_bounds__(256)
@@ -114,7 +112,7 @@ bool may_be_unusual(const kda_inputs& in) {
   return present(in.A_log) || (in.gate_form == KDA_GATE_LOWER_BOUND && in.lower_bound < kLeastBound);
 }
 void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan) {
-  p.K == 64 ? launch_wide<64, UnusualGate>(p, plan) : launch_wide<128, UnusualGate>(p, plan);
+  p.K == 64 ? launch_wide<64, false>(p, plan, true) : launch_wide<128, false>(p, plan, true);
 }
 
 void convert(const kda_exec& exec, const kda_tensor& from, const kda_tensor& to) {
@@ -138,7 +136,7 @@ void run_backward(const BackwardProblem& p, const BackwardPlan& plan, const Back
     if (plan.saved) convert(a.exec, a.h, plan.h), convert(a.exec, a.v_new, plan.v_new);
     steps.wide(p, plan);
     if (may_be_unusual(a.in)) launch_unusual(p, plan);
-    if (present(a.dbeta)) p.K == 64 ? launch_small_betas<64>(p, plan) : launch_small_betas<128>(p, plan);
+    if (present(a.dbeta)) launch_small_betas(p, plan);
   }
   if (p.varlen) {
     WidePlaces places{};

@@ -55,7 +55,7 @@ __device__ inline ChunkPlace wide_chunk_at(const ForwardProblem& p, const WideRo
   return {static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t, min(length - t, unsigned{kChunk})};
 }
 
-// Whether UsualGate can compute the gates of all value heads of q/k head h. The kernel of UnusualGate takes the other
+// Whether UsualGate can compute the gates of all value heads of q/k head h. A launch with UnusualGate takes the other
 // heads.
 __device__ inline bool is_usual(const Tokens& x, unsigned h, unsigned group) {
   if (x.gate_form == KDA_GATE_LOG) return true;

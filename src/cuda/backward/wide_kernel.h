@@ -13,11 +13,49 @@
 
 namespace kda::cuda {
 
+// The gate of a head. A kernel is compiled for bounded gates, whose blocks have 16 tokens, or for all others.
+// `unusual`: the launch is for the heads that UsualGate does not take.
+template <bool kBounded>
+class ChosenGate {
+ public:
+  static constexpr unsigned kBlock = 8;
+
+  __device__ ChosenGate(const Tokens& x, float A_log, bool unusual) : x_(x), A_log_(A_log), unusual_(unusual) {}
+  // Calls act with a gate that the compiler knows, so that the form is looked at once and not in every gate.
+  template <class Act>
+  __device__ void with(const Act& act) const {
+    if (unusual_) act(UnusualGate(x_, A_log_));
+    else if (x_.gate_form == KDA_GATE_LOG) act(UsualGate<KDA_GATE_LOG>(x_, A_log_));
+    else act(UsualGate<KDA_GATE_SOFTPLUS>(x_, A_log_));
+  }
+
+ private:
+  const Tokens& x_;
+  const float A_log_;
+  const bool unusual_;
+};
+template <>
+class ChosenGate<true> {
+  using Known = UsualGate<KDA_GATE_LOWER_BOUND>;
+
+ public:
+  static constexpr unsigned kBlock = Known::kBlock;
+
+  __device__ ChosenGate(const Tokens& x, float A_log, bool /*unusual*/) : gate_(x, A_log) {}
+  template <class Act>
+  __device__ void with(const Act& act) const {
+    act(gate_);
+  }
+
+ private:
+  const Known gate_;
+};
+
 // A chunk of a q/k head, as a thread sees it.
-template <int kK, class Gate>
+template <int kK, bool kBounded>
 class WideChunk {
   using M = WideMemory<kK>;
-  using Warp = WideWarp<M, Gate::kBlock>;
+  using Warp = WideWarp<M, ChosenGate<kBounded>::kBlock>;
   using bf16 = __nv_bfloat16;
   static constexpr int kTiles = Warp::kTiles;
 
@@ -176,10 +214,12 @@ class WideChunk {
   }
 
   // Computes u and the steps from the staged gates.
-  __device__ void decay(const Gate& gate, const float (&bias)[2]) {
-    own_.decay(m_, [&](int n, int hh) {
-      const float2 z = staged(n, hh);
-      return make_float2(gate.log2(z.x + bias[hh]), gate.log2(z.y + bias[hh]));
+  __device__ void decay(const ChosenGate<kBounded>& head, const float (&bias)[2]) {
+    head.with([&](const auto& gate) {
+      own_.decay(m_, [&](int n, int hh) {
+        const float2 z = staged(n, hh);
+        return make_float2(gate.log2(z.x + bias[hh]), gate.log2(z.y + bias[hh]));
+      });
     });
   }
 
@@ -196,13 +236,15 @@ class WideChunk {
   }
 
   // Computes the gate's gradient and its sums from the staged inputs of the gates.
-  __device__ void write_gates(const Gate& gate, const float (&bias)[2], unsigned hv, float* sums) {
+  __device__ void write_gates(const ChosenGate<kBounded>& head, const float (&bias)[2], unsigned hv, float* sums) {
     float of_bias[2] = {}, of_A = 0;
-    own_.each_gate([&](int n, int hh, float2 dg) {
-      const float2 z = staged(n, hh);
-      const Gradients first = gate.gradient(z.x + bias[hh], dg.x), second = gate.gradient(z.y + bias[hh], dg.y);
-      of_A += first.dA_log + second.dA_log, of_bias[hh] += first.dx + second.dx;
-      stage(n, hh, first.dx, second.dx);
+    head.with([&](const auto& gate) {
+      own_.each_gate([&](int n, int hh, float2 dg) {
+        const float2 z = staged(n, hh);
+        const Gradients first = gate.gradient(z.x + bias[hh], dg.x), second = gate.gradient(z.y + bias[hh], dg.y);
+        of_A += first.dA_log + second.dA_log, of_bias[hh] += first.dx + second.dx;
+        stage(n, hh, first.dx, second.dx);
+      });
     });
     if (places_.dg.data) write_staged(places_.dg, hv);
     if (!sums) return;
@@ -427,10 +469,10 @@ class WideChunk {
 };
 
 // A value head of a chunk. Its dq and dk stay in registers.
-template <int kK, class Gate>
-__device__ void run_head(WideChunk<kK, Gate>& chunk, const Tokens& x, const WidePlaces& places, unsigned hv,
-                         unsigned h_row, bool first, float* sums) {
-  const Gate gate(x, x.A_log ? *reinterpret_cast<const float*>(x.A_log + hv * 4) : 0.0f);
+template <int kK, bool kBounded>
+__device__ void run_head(WideChunk<kK, kBounded>& chunk, const Tokens& x, const WidePlaces& places, unsigned hv,
+                         unsigned h_row, bool unusual, bool first, float* sums) {
+  const ChosenGate<kBounded> gate(x, x.A_log ? *reinterpret_cast<const float*>(x.A_log + hv * 4) : 0.0f, unusual);
   float bias[2] = {};
   if (x.bias)
     for (int hh = 0; hh < 2; ++hh)
@@ -446,24 +488,23 @@ __device__ void run_head(WideChunk<kK, Gate>& chunk, const Tokens& x, const Wide
   __syncthreads();  // all reads of dA, B and what is staged are done
 }
 
-template <int kK, class Gate>
+template <int kK, bool kBounded>
 __global__ void __launch_bounds__(WideMemory<kK>::kThreads, 1)
     wide_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                const __grid_constant__ WidePlaces places, const __grid_constant__ WideRows rows) {
+                const __grid_constant__ WidePlaces places, const __grid_constant__ WideRows rows, const bool unusual) {
   extern __shared__ float4 dynamic[];
   using M = WideMemory<kK>;
   wait_for_stream();
   const auto group = static_cast<unsigned>(p.group());
   const auto HV = static_cast<unsigned>(p.HV);
-  constexpr bool kUsual = !std::is_same_v<Gate, UnusualGate>;
-  if (!kUsual) {  // there is seldom anything to do
+  if (!kBounded && unusual) {  // there is seldom anything to do
     bool any = false;
     for (unsigned h = threadIdx.x % 32; h < rows.heads; h += 32) any |= !is_usual(x, h, group);
     if (!__any_sync(kAll, any)) return;
   }
   for (unsigned item = blockIdx.x; item < rows.rows * rows.heads; item += gridDim.x) {
     const unsigned row = rows.by_heads.quotient(item), h = item - row * rows.heads;
-    if (is_usual(x, h, group) != kUsual) continue;
+    if (is_usual(x, h, group) == (!kBounded && unusual)) continue;
     unsigned h_row = 0;
     const ChunkPlace at = wide_chunk_at(p, rows, row, h_row);
     float* sums = places.sums ? places.sums + (row * uint64_t{HV} + h * group) * (kK + M::kWarps) : nullptr;
@@ -471,11 +512,11 @@ __global__ void __launch_bounds__(WideMemory<kK>::kThreads, 1)
       for (unsigned i = threadIdx.x; sums && i < group * (kK + M::kWarps); i += M::kThreads) sums[i] = 0;
       continue;
     }
-    WideChunk<kK, Gate> chunk(x, places, ptx::shared_address(dynamic), at, h, static_cast<int>(p.V));
+    WideChunk<kK, kBounded> chunk(x, places, ptx::shared_address(dynamic), at, h, static_cast<int>(p.V));
     __syncthreads();  // all reads of the item before are done
     chunk.ask_keys();
     for (unsigned i = 0; i < group; ++i) {
-      run_head(chunk, x, places, h * group + i, h_row, i == 0, sums ? sums + i * (kK + M::kWarps) : nullptr);
+      run_head(chunk, x, places, h * group + i, h_row, unusual, i == 0, sums ? sums + i * (kK + M::kWarps) : nullptr);
       if (group > 1)
         chunk.add_heads(reinterpret_cast<float4*>(places.scratch) +
                             blockIdx.x * uint64_t{2 * kChunk / 8 * M::kThreads} + threadIdx.x,
