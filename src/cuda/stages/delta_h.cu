@@ -15,21 +15,15 @@ bool launch_scan(const kda_exec& exec, const ScanCall& c) {  // false: the devic
   for (const Room room : {kTwo, kOne, kHalf}) {
     const Memory m = Memory::of<E, kTiles>(room, static_cast<int>(c.dims.K), kColumns, c.v_first);
     if (m.bytes > most) continue;
-    const auto start = [&]<int kSize, bool kVFirst>() {
-      launch<scan_kernel<E, kTiles, kColumns, kSize, kVFirst, false>>(
-          exec, Blocks::grid(c.dims, tiles, 1), block_of<E, kTiles>, m.bytes, c, Blocks(c.dims, tiles), m);
+    const auto start = [&]<int kSize>() {
+      launch<scan_kernel<E, kTiles, kColumns, kSize, false>>(exec, Blocks::grid(c.dims, tiles, 1), block_of<E, kTiles>,
+                                                             m.bytes, c, Blocks(c.dims, tiles), m);
     };
     if constexpr (sizeof(E) == 4 && kTiles == 1) {
       const bool known = room == kTwo && c.chunks.whole() && are_known<E>({&c.kg, &c.w, &c.u, &c.v_new, &c.h});
-      switch (known ? size_if_known(c.dims.K, c.dims.V) + c.v_first : 0) {
-        case 64: return start.template operator()<64, false>(), true;
-        case 65: return start.template operator()<64, true>(), true;
-        case 128: return start.template operator()<128, false>(), true;
-        case 129: return start.template operator()<128, true>(), true;
-        default: break;
-      }
+      if (known && size_if_known(c.dims.K, c.dims.V) == 128) return start.template operator()<128>(), true;
     }
-    return start.template operator()<0, false>(), true;
+    return start.template operator()<0>(), true;
   }
   return false;
 }
@@ -39,8 +33,8 @@ void launch_with_outputs(const kda_exec& exec, const ScanCall& c) {
   constexpr int kTiles = kSize / 16 / row_warps(kColumns);
   constexpr Memory m = Memory::with_outputs(kSize, kColumns);
   const int64_t tiles = kSize / kColumns;
-  launch<scan_kernel<float, kTiles, kColumns, kSize, false, true>>(exec, Blocks::grid(c.dims, tiles, 1), kThreads,
-                                                                   m.bytes, c, Blocks(c.dims, tiles), m);
+  launch<scan_kernel<float, kTiles, kColumns, kSize, true>>(exec, Blocks::grid(c.dims, tiles, 1), kThreads, m.bytes, c,
+                                                            Blocks(c.dims, tiles), m);
 }
 
 }  // namespace
@@ -64,11 +58,10 @@ void run(const kda_exec& exec, const ScanCall& c, bool exact) {
   if ((c.dims.N + c.dims.varlen) * c.dims.HV == 0) return;
   const bool large = c.dims.K > 128;
   const bool few = heads * ((c.dims.V + 63) / 64) < multiprocessors(exec.device_id);  // leave every SM something to do
-  const bool fits = exact   ? large ? launch_scan<float, 2, 32>(exec, c) || launch_scan<float, 2, 16>(exec, c)
-                                    : launch_scan<float, 1, 32>(exec, c)
-                      : large ? launch_scan<bf16, 2, 32>(exec, c)
-                    : few   ? launch_scan<bf16, 1, 32>(exec, c)
-                            : launch_scan<bf16, 1, 64>(exec, c);
+  bool fits;
+  if (exact) fits = large ? launch_scan<float, 2, 16>(exec, c) : launch_scan<float, 1, 32>(exec, c);
+  else if (large) fits = launch_scan<bf16, 2, 32>(exec, c);
+  else fits = few ? launch_scan<bf16, 1, 32>(exec, c) : launch_scan<bf16, 1, 64>(exec, c);
   if (!fits) throw Error(KDA_UNSUPPORTED, "the device has not enough shared memory for a block");
 }
 

@@ -29,26 +29,25 @@
 
 namespace kda::cuda::stages {
 
-template <class E, int kSize, bool kVFirst, bool kOutputs>
+template <class E, int kSize, bool kOutputs>
 __device__ auto known(const ScanCall& call) -> std::conditional_t<kSize != 0, ScanCall, const ScanCall&> {
   if constexpr (kSize != 0) {
     ScanCall p = call;
     p.dims.K = p.dims.V = kSize, p.chunks.varlen = false;
     set_known<E>(p.kg, p.w, p.u, p.v_new, p.h);
     if constexpr (kOutputs) set_known<E>(p.qG, p.Aqk), p.v_new = p.h = {}, p.o.dtype = KDA_F32;
-    else p.v_first = kVFirst;
     return p;
   } else {
     return call;
   }
 }
 
-template <class E, int kTiles, int kColumns, int kSize, bool kVFirst, bool kOutputs>
+template <class E, int kTiles, int kColumns, int kSize, bool kOutputs>
 __global__ void __launch_bounds__(kOutputs ? kThreads : block_of<E, kTiles>, sizeof(E) == 2 ? 2 : 1)
     scan_kernel(const __grid_constant__ ScanCall call, const Blocks blocks, const __grid_constant__ Memory memory) {
-  const auto& p = known<E, kSize, kVFirst, kOutputs>(call);
+  const auto& p = known<E, kSize, kOutputs>(call);
   const Memory m = kOutputs ? Memory::with_outputs(kSize, kColumns)
-                   : kSize  ? Memory::of<E, kTiles>(kTwo, kSize, kColumns, kVFirst)
+                   : kSize  ? Memory::of<E, kTiles>(kTwo, kSize, kColumns, false)
                             : memory;
   extern __shared__ float4 dynamic[];
   unsigned char* const shared = reinterpret_cast<unsigned char*>(dynamic);
