@@ -50,11 +50,11 @@ __device__ void put_q(const OutputCall& p, const ChunkAt& at, int hv, int s, uns
   }
 }
 
-template <class E, int kSize, bool kVFirst>
+template <class E, int kSize>
 __device__ auto known(const OutputCall& call) -> std::conditional_t<kSize != 0, OutputCall, const OutputCall&> {
   if constexpr (kSize != 0) {
     OutputCall p = call;
-    p.K = p.V = kSize, p.v_first = kVFirst, p.chunks.varlen = false;
+    p.K = p.V = kSize, p.chunks.varlen = false;
     set_known<E>(p.q, p.v_new, p.G, p.Aqk, p.o, p.h);
     return p;
   } else {
@@ -62,9 +62,9 @@ __device__ auto known(const OutputCall& call) -> std::conditional_t<kSize != 0, 
   }
 }
 
-template <class E, int kSize, bool kVFirst>
+template <class E, int kSize>
 __global__ void __launch_bounds__(kThreads, kSize ? 3 : 2) output_kernel(const __grid_constant__ OutputCall call) {
-  const auto& p = known<E, kSize, kVFirst>(call);
+  const auto& p = known<E, kSize>(call);
   extern __shared__ float4 dynamic[];
   auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
   using M = Math<E>;
@@ -97,15 +97,18 @@ __global__ void __launch_bounds__(kThreads, kSize ? 3 : 2) output_kernel(const _
     put_q<E>(p, anew(at), hv, c0 / kSlice, shared.q);
     arrived();
     const int channels = min(p.K - c0, kSlice);
+    const auto multiply = [&]<bool kVFirst>() {
 #pragma unroll kAhead
-    for (int c = 0; c < channels; c += 16) {
-      const auto a = M::load_a(shared.q, kStride<E>, i0, c);
+      for (int c = 0; c < channels; c += 16) {
+        const auto a = M::load_a(shared.q, kStride<E>, i0, c);
 #pragma unroll
-      for (int n = 0; n < kPairs; ++n)
-        M::add(sums[n], a,
-               p.v_first ? M::load_b_transposed(shared.S, S_stride, column0 + n * 16, c)
-                         : M::load_b(shared.S, S_stride, c, column0 + n * 16));
-    }
+        for (int n = 0; n < kPairs; ++n)
+          if constexpr (kVFirst) M::add(sums[n], a, M::load_b_transposed(shared.S, S_stride, column0 + n * 16, c));
+          else M::add(sums[n], a, M::load_b(shared.S, S_stride, c, column0 + n * 16));
+      }
+    };
+    if (p.v_first) multiply.template operator()<true>();
+    else multiply.template operator()<false>();
   }
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) sums[n].scale(p.scale);
@@ -135,16 +138,12 @@ void run(const kda_exec& exec, const OutputCall& c, bool exact) {
   const dim3 grid(static_cast<unsigned>(c.chunks.count * c.HV * tiles));
   if (grid.x == 0) return;
   const bool known = exact && c.chunks.whole() && are_known<float>({&c.q, &c.v_new, &c.G, &c.Aqk, &c.o, &c.h});
-  const auto start = [&]<class E, int kSize, bool kVFirst>() {
-    launch<output_kernel<E, kSize, kVFirst>>(exec, grid, kThreads, sizeof(Smem<E>), c);
+  const auto start = [&]<class E, int kSize>() {
+    launch<output_kernel<E, kSize>>(exec, grid, kThreads, sizeof(Smem<E>), c);
   };
-  switch (known ? size_if_known(c.K, c.V) + c.v_first : 0) {
-    case 64: return start.template operator()<float, 64, false>();
-    case 65: return start.template operator()<float, 64, true>();
-    case 128: return start.template operator()<float, 128, false>();
-    case 129: return start.template operator()<float, 128, true>();
-    default: exact ? start.template operator()<float, 0, false>() : start.template operator()<bf16, 0, false>();
-  }
+  if (known && size_if_known(c.K, c.V) == 128) start.template operator()<float, 128>();
+  else if (exact) start.template operator()<float, 0>();
+  else start.template operator()<bf16, 0>();
 }
 
 }  // namespace stages
