@@ -175,14 +175,10 @@ void run(const kda_exec& exec, const IntraCall& c, bool exact) {
   const auto start = [&]<class E, int kSize>() {
     launch<intra_kernel<E, kSize>>(exec, grid, kThreads, sizeof(Smem<E>), c);
   };
-  const auto start_known = [&]<class E>() {
-    switch (known_size<E>(c)) {
-      case 64: return start.template operator()<E, 64>();
-      case 128: return start.template operator()<E, 128>();
-      default: start.template operator()<E, 0>();
-    }
-  };
-  exact ? start_known.template operator()<float>() : start_known.template operator()<bf16>();
+  const int known = exact ? known_size<float>(c) : known_size<bf16>(c);
+  if (exact && known == 64) start.template operator()<float, 64>();
+  else if (exact) known ? start.template operator()<float, 128>() : start.template operator()<float, 0>();
+  else known == 128 ? start.template operator()<bf16, 128>() : start.template operator()<bf16, 0>();
 }
 
 namespace {
