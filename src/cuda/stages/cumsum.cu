@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kAtOnce = 16;  // tokens
 
-template <bool kNarrow>
 __global__ void __launch_bounds__(kThreads) cumsum_kernel(const __grid_constant__ CumsumCall p) {
   wait_for_stream();
   const unsigned hv = blockIdx.x % static_cast<unsigned>(p.HV);
@@ -26,11 +25,15 @@ __global__ void __launch_bounds__(kThreads) cumsum_kernel(const __grid_constant_
 #pragma unroll 1
   for (int first = 0; first < at.rows; first += kAtOnce) {
     unsigned raw[kAtOnce];
+    const auto load = [&]<bool kNarrow>() {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      raw[i] = first + i < at.rows ? load_raw<kNarrow>(from, p.g.dtype) : 0;
-      from += p.g.token;
-    }
+      for (int i = 0; i < kAtOnce; ++i) {
+        raw[i] = first + i < at.rows ? load_raw<kNarrow>(from, p.g.dtype) : 0;
+        from += p.g.token;
+      }
+    };
+    if (p.g.dtype == KDA_F32) load.template operator()<false>();
+    else load.template operator()<true>();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const float step = value_of(p.g.dtype, raw[i]) * 1.44269504f;
@@ -47,8 +50,7 @@ void run(const kda_exec& exec, const CumsumCall& c) {
   const dim3 grid(static_cast<unsigned>(c.chunks.count * c.HV));
   const int threads = (c.K + 31) / 32 * 32;
   if (grid.x == 0) return;
-  if (c.g.dtype == KDA_F32) launch<cumsum_kernel<false>>(exec, grid, threads, 0, c);
-  else launch<cumsum_kernel<true>>(exec, grid, threads, 0, c);
+  launch<cumsum_kernel>(exec, grid, threads, 0, c);
 }
 
 }  // namespace stages
