@@ -10,14 +10,30 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// The call that the state rolls on by.
+struct Call {
+  enum { kDecode, kFlush, kFlushVerify } kind;
+  union {
+    DecodeProblem decode;
+    FlushProblem flush;
+    FlushVerifyProblem flush_verify;
+  };
+  explicit Call(const DecodeProblem& p) : kind(kDecode), decode(p) {}
+  explicit Call(const FlushProblem& p) : kind(kFlush), flush(p) {}
+  explicit Call(const FlushVerifyProblem& p) : kind(kFlushVerify), flush_verify(p) {}
+
+  __device__ Sequence roll(int64_t n) const {
+    return kind == kDecode ? roll_of(decode, n) : kind == kFlush ? roll_of(flush, n) : roll_of(flush_verify, n);
+  }
+};
 struct Rolled {
   kda_tensor x, state, parents;
   bool layered;  // x and state have a leading dimension
   unsigned layers;
 };
 
-template <class P>
-__global__ void roll_kernel(const __grid_constant__ P p, const __grid_constant__ Rolled r, const LayeredBlocks blocks) {
+__global__ void roll_kernel(const __grid_constant__ Rolled r, const unsigned N, const LayeredBlocks blocks,
+                            const __grid_constant__ Call call) {
   let_next_start();
   wait_for_stream();
   const Place at(blocks);
@@ -25,8 +41,8 @@ __global__ void roll_kernel(const __grid_constant__ P p, const __grid_constant__
   const kda_tensor x = r.layered ? layer_of(r.x, at.layer) : r.x;
   const kda_tensor state = r.layered ? layer_of(r.state, at.layer) : r.state;
   const int64_t d = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x, keep = state.shape[2];
-  if (at.n >= p.N || d >= x.shape[2]) return;
-  const Sequence s = roll_of(p, at.n);
+  if (at.n >= N || d >= x.shape[2]) return;
+  const Sequence s = call.roll(at.n);
   if (s.length <= 0 || s.slot < 0 || s.slot >= state.shape[0]) return;
   ConvTaps taps;
   taps.fetch(x, state, rows_until(r.parents, keep, at.n, s.length - 1 + keep, keep), s, s.slot, d);
@@ -42,7 +58,7 @@ void roll(const P& p, const Rolled& r) {
   const int64_t D = r.x.shape[r.x.ndim - 1];
   dim3 grid = Blocks::grid(p, 1, r.layers);
   grid.x = static_cast<unsigned>((D + kThreads - 1) / kThreads);
-  launch<roll_kernel<P>>(p.args.exec, grid, kThreads, 0, p, r, LayeredBlocks(p, 1));
+  launch<roll_kernel>(p.args.exec, grid, kThreads, 0, r, static_cast<unsigned>(p.N), LayeredBlocks(p, 1), Call(p));
 }
 
 }  // namespace
