@@ -33,7 +33,7 @@ void launch_reverse_of(const BackwardProblem& problem, const BackwardPlan& all) 
   places.v_first = a.in.state_layout == KDA_STATE_V_FIRST;
   places.wide = wide_rows(p, a.in.state_layout, {&a.dhT, &a.dh0}), places.aligned = rows_at(8, {&a.d_o, &a.dv});
   each_pass(p, plan, true, [&](const Pass& pass) {
-    launch_prepare<kK, true>(p, plan, pass, tokens, images);
+    launch_prepare(p, plan, pass, tokens, true, images);
     const int64_t columns = scan_columns(p, pass), tiles = p.V / columns;
     Dims part = p;
     part.HV = pass.heads, part.H = 1;

@@ -17,10 +17,20 @@ namespace {
 constexpr int64_t kMostWorkspace = int64_t{1} << 30;
 
 template <int kK>
+void launch_prepare_of(const ForwardProblem& p, const Plan& plan, const Pass& pass, const Tokens& tokens, bool mirrored,
+                       char* images) {
+  const PrepareMemory memory(kK, tokens);
+  const auto inputs = {&p.args.in.q, &p.args.in.k, &p.args.in.g};
+  const int at_once = rows_at(16, inputs) ? 16 : rows_at(8, inputs) ? 8 : 0;
+  launch<prepare_kernel<kK>>(p.args.exec, dim3(static_cast<unsigned>(plan.rows * pass.heads)), kPrepareThreads,
+                             memory.bytes, p, tokens, pass, memory, at_once, mirrored, images);
+}
+
+template <int kK>
 void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass, char* images, bool h_v_first) {
   const kda_forward_args& a = p.args;
   const Tokens tokens(p, a.in, a.o);
-  launch_prepare<kK, false>(p, plan, pass, tokens, images);
+  launch_prepare(p, plan, pass, tokens, false, images);
 
   const int64_t columns = scan_columns(p, pass), tiles = p.V / columns;
   Dims part = p;
@@ -40,6 +50,13 @@ void run(const ForwardProblem& p, const Plan& plan, char* images, bool h_v_first
 }
 
 }  // namespace
+
+void launch_prepare(const ForwardProblem& p, const Plan& plan, const Pass& pass, const Tokens& tokens, bool mirrored,
+                    char* images) {
+  if (plan.rows == 0) return;
+  if (p.K == 64) launch_prepare_of<64>(p, plan, pass, tokens, mirrored, images);
+  else launch_prepare_of<128>(p, plan, pass, tokens, mirrored, images);
+}
 
 const char* prefill_chunk_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;

@@ -48,16 +48,9 @@ inline bool rows_at(int64_t bytes, std::initializer_list<const kda_tensor*> tens
   return true;
 }
 
-// Makes the images of a pass.
-template <int kK, bool kMirrored>
-void launch_prepare(const ForwardProblem& p, const Plan& plan, const Pass& pass, const Tokens& tokens, char* images) {
-  if (plan.rows == 0) return;
-  const PrepareMemory memory(kK, tokens);
-  const auto inputs = {&p.args.in.q, &p.args.in.k, &p.args.in.g};
-  const int at_once = rows_at(16, inputs) ? 16 : rows_at(8, inputs) ? 8 : 0;
-  launch<prepare_kernel<kK, kMirrored>>(p.args.exec, dim3(static_cast<unsigned>(plan.rows * pass.heads)),
-                                        kPrepareThreads, memory.bytes, p, tokens, pass, memory, at_once, images);
-}
+// Makes the images of a pass, mirrored for backward.
+void launch_prepare(const ForwardProblem& p, const Plan& plan, const Pass& pass, const Tokens& tokens, bool mirrored,
+                    char* images);
 
 // Value columns of a block of the scan. With enough heads, they are all columns of a head, which share images;
 // otherwise warps spread over the GPU.

@@ -240,8 +240,7 @@ class Preparation {
   }
 
   // Writes the operands, and computes scores with earlier blocks.
-  template <bool kMirrored>
-  __device__ void write_operands(char* image) {
+  __device__ void write_operands(char* image, bool mirrored) {
     uint4* to = reinterpret_cast<uint4*>(image) + w() * (kSteps / 2) * 32 + lane();
 #pragma unroll 1
     for (int pair = 0; pair < kSteps / 2; ++pair, to += 32) {
@@ -254,11 +253,9 @@ class Preparation {
         const uint2 before = factor(w(), s), after = factor(4 + w(), s);
         const uint2 x = scaled(ka, {before.x ^ 0x80008000u, before.y ^ 0x80008000u});
         const uint2 y = scaled(qa, before), z = scaled(ks, after);
-        const auto turned = [](unsigned matrix) { return kMirrored ? ptx::transposed(matrix) : matrix; };
-        kG[2 * half] = turned(x.x), kG[2 * half + 1] = turned(x.y);
-        qG[2 * half] = turned(y.x), qG[2 * half + 1] = turned(y.y);
-        kg[2 * half] = kMirrored ? z.x : ptx::transposed(z.x),
-               kg[2 * half + 1] = kMirrored ? z.y : ptx::transposed(z.y);
+        kG[2 * half] = x.x, kG[2 * half + 1] = x.y;
+        qG[2 * half] = y.x, qG[2 * half + 1] = y.y;
+        kg[2 * half] = z.x, kg[2 * half + 1] = z.y;
 #pragma unroll
         for (int c = 0; c < 3; ++c) {
           if (c >= w()) continue;
@@ -272,13 +269,14 @@ class Preparation {
           ptx::mma<__half>(scores_[c], rows, columns.x, columns.y);
         }
       }
+      if (mirrored) turn(kG), turn(qG);
+      else turn(kg);
       store(to + Out::kG / 16, kG), store(to + Out::qG / 16, qG), store(to + Out::kg / 16, kg);
     }
   }
 
   // Lane 4 i + j has columns 2 j and 2 j + 1 of each block, in row i of q, then of k.
-  template <bool kMirrored>
-  __device__ void write_scores(char* image) const {
+  __device__ void write_scores(char* image, bool mirrored) const {
     unsigned Aqk[4] = {};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -290,10 +288,10 @@ class Preparation {
       const unsigned to = shared_ + m_.A + (c * kBlockRows + 2 * j()) * m_.kAStride + row() * 4;
       ptx::store_shared_f32(to, beta_ * A[2]), ptx::store_shared_f32(to + m_.kAStride, beta_ * A[3]);
     }
-    if constexpr (kMirrored) {
+    if (mirrored) {
+      turn(Aqk);
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        reinterpret_cast<unsigned*>(image + Out::Aqk)[(c * 32 + lane()) * 4 + w()] = ptx::transposed(Aqk[c]);
+      for (int c = 0; c < 4; ++c) reinterpret_cast<unsigned*>(image + Out::Aqk)[(c * 32 + lane()) * 4 + w()] = Aqk[c];
     } else {
       store(reinterpret_cast<uint4*>(image + Out::Aqk) + w() * 32 + lane(), Aqk);
     }
@@ -301,8 +299,7 @@ class Preparation {
 
   // Computes T in one warp: column `lane`, row by row. X_i = e_i - sum_(j<i) A_ij X_j, where each X_j is subtracted
   // from all rows below.
-  template <bool kMirrored>
-  __device__ void invert(char* image) const {
+  __device__ void invert(char* image, bool mirrored) const {
     float X[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) X[r] = r == static_cast<int>(lane()) ? 1.0f : 0.0f;
@@ -335,7 +332,8 @@ class Preparation {
     for (int b = 0; b < 4; ++b) {
       unsigned x[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[c] = kMirrored ? ptx::transposed(T[c][b]) : T[b][c];
+      for (int c = 0; c < 4; ++c) x[c] = mirrored ? T[c][b] : T[b][c];
+      if (mirrored) turn(x);
       store(reinterpret_cast<uint4*>(image + Out::T) + b * 32 + lane(), x);
     }
   }
@@ -351,6 +349,11 @@ class Preparation {
   __device__ unsigned g_block() const { return kBlockRows * m_.g_stride; }
   __device__ uint2 factor(unsigned f, int s) const {
     return ptx::load_shared2(shared_ + m_.factors + (f * kK + s * 16 + j() * 4) * 2);
+  }
+  // Transposes four 8x8 matrices of the warp.
+  __device__ static void turn(unsigned (&x)[4]) {
+#pragma unroll
+    for (unsigned& matrix : x) matrix = ptx::transposed(matrix);
   }
   __device__ static void store(uint4* to, const unsigned (&x)[4]) { *to = make_uint4(x[0], x[1], x[2], x[3]); }
 
@@ -435,11 +438,12 @@ class Preparation {
   float block_[3][4] = {}, scores_[3][4] = {};  // of each level; with each block
 };
 
-template <int kK, bool kMirrored>
+// mirrored: for the reverse scan of backward.
+template <int kK>
 __global__ void __launch_bounds__(kPrepareThreads, 6)
     prepare_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
-                   const __grid_constant__ Pass pass, const __grid_constant__ PrepareMemory m, int bytes_at_once,
-                   char* images) {
+                   const __grid_constant__ Pass pass, const __grid_constant__ PrepareMemory m, const int bytes_at_once,
+                   const bool mirrored, char* images) {
   extern __shared__ float4 dynamic[];
   wait_for_stream();
   const unsigned row = pass.by_heads.quotient(blockIdx.x), hv = pass.first_head + blockIdx.x - row * pass.heads;
@@ -459,10 +463,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 6)
   __syncthreads();  // decayed rows and the blocks' totals are there
   chunk.multiply_out(image);
   __syncthreads();  // factors are there, and totals are no longer read
-  chunk.template write_operands<kMirrored>(image);
-  chunk.template write_scores<kMirrored>(image);
+  chunk.write_operands(image, mirrored);
+  chunk.write_scores(image, mirrored);
   __syncthreads();  // A is there, and the rows are no longer read
-  if (threadIdx.x < 32) chunk.template invert<kMirrored>(image);
+  if (threadIdx.x < 32) chunk.invert(image, mirrored);
 }
 
 }  // namespace kda::cuda
