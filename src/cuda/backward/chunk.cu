@@ -75,15 +75,6 @@ __global__ void __launch_bounds__(256)
         value_of(from.dtype, load_raw<false>(from.at(b, t, i / width) + i % width * size_of(from.dtype), from.dtype)));
 }
 
-// Zeroes dq, dk, dg and dbeta of tokens of no sequence.
-__global__ void __launch_bounds__(128)
-    zero_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ WidePlaces places) {
-  wait_for_stream();
-  const auto H = static_cast<unsigned>(p.H), HV = static_cast<unsigned>(p.HV), K = static_cast<unsigned>(p.K);
-  zero_tail(places.dq, p, H, K), zero_tail(places.dk, p, H, K);
-  zero_tail(places.dg, p, HV, K), zero_tail(places.dbeta, p, HV, 1);
-}
-
 }  // namespace
 
 WidePlaces wide_places(const BackwardProblem& p, const BackwardPlan& plan) {
@@ -138,11 +129,7 @@ void run_backward(const BackwardProblem& p, const BackwardPlan& plan, const Back
     if (may_be_unusual(a.in)) launch_unusual(p, plan);
     if (present(a.dbeta)) launch_small_betas(p, plan);
   }
-  if (p.varlen) {
-    WidePlaces places{};
-    places.dq = view_of(a.dq), places.dk = view_of(a.dk), places.dg = view_of(a.dg), places.dbeta = view_of(a.dbeta);
-    launch<zero_kernel>(a.exec, dim3(256), 128, 0, plan.forward, places);
-  }
+  if (p.varlen) launch_zero_tails(plan.forward, {view_of(a.dq), view_of(a.dk), {}, view_of(a.dg), view_of(a.dbeta)});
   if (plan.sums)
     launch_gate_sums(p, reinterpret_cast<const float*>(static_cast<char*>(a.exec.workspace) + plan.partial),
                      plan.rows.rows, static_cast<int>(p.K / 16));

@@ -304,15 +304,6 @@ __global__ void __launch_bounds__(kThreads)
   own[K] = of_A;
 }
 
-// Zeroes dv and dbeta of tokens of no sequence.
-__global__ void __launch_bounds__(128)
-    zero_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ TypedView dv,
-                const __grid_constant__ TypedView dbeta) {
-  wait_for_stream();
-  zero_tail(dv, p, static_cast<unsigned>(p.HV), static_cast<unsigned>(p.V));
-  zero_tail(dbeta, p, static_cast<unsigned>(p.HV), 1);
-}
-
 // What a call does, and the layout of its workspace.
 struct RecurrentPlan {
   ForwardProblem forward{};
@@ -384,7 +375,7 @@ void backward_recurrent(const BackwardProblem& p) {
   if (plan.blocks)
     launch<recurrent_kernel>(a.exec, dim3(static_cast<unsigned>(plan.blocks)), kThreads, 0, plan.forward, tokens,
                              places, Divisor(p.HV), Divisor(p.group()));
-  if (p.varlen) launch<zero_kernel>(a.exec, dim3(256), 128, 0, plan.forward, places.dv, places.dbeta);
+  if (p.varlen) launch_zero_tails(plan.forward, {{}, {}, places.dv, {}, places.dbeta});
   if (plan.keys && plan.rows)
     launch<keys_kernel>(a.exec, dim3(static_cast<unsigned>((p.B * p.T * p.H + 3) / 4)), 128, 0, plan.forward, tokens,
                         static_cast<const float*>(places.dq), static_cast<const float*>(places.dk), view_of(a.dq),

@@ -46,7 +46,27 @@ __global__ void __launch_bounds__(kShares* kColumns)
   *reinterpret_cast<float*>(dA_log.at(hv, 0, 0)) = sum;
 }
 
+// Blocks and threads share the work.
+__device__ void zero_tail(const TypedView& t, const ForwardProblem& p, unsigned heads, unsigned width) {
+  if (!t.data) return;
+  for (int64_t token = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T) + blockIdx.x; token < p.T; token += gridDim.x)
+    for (unsigned i = threadIdx.x; i < heads * width; i += blockDim.x)
+      store_element(t.at(0, static_cast<unsigned>(token), i / width) + i % width * size_of(t.dtype), t.dtype, 0);
+}
+__global__ void __launch_bounds__(128)
+    zero_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ TokenGradients of) {
+  wait_for_stream();
+  const auto H = static_cast<unsigned>(p.H), HV = static_cast<unsigned>(p.HV);
+  const auto K = static_cast<unsigned>(p.K), V = static_cast<unsigned>(p.V);
+  zero_tail(of.dq, p, H, K), zero_tail(of.dk, p, H, K), zero_tail(of.dv, p, HV, V);
+  zero_tail(of.dg, p, HV, K), zero_tail(of.dbeta, p, HV, 1);
+}
+
 }  // namespace
+
+void launch_zero_tails(const ForwardProblem& p, const TokenGradients& gradients) {
+  launch<zero_kernel>(p.args.exec, dim3(256), 128, 0, p, gradients);
+}
 
 void launch_gate_sums(const BackwardProblem& p, const float* sums, int64_t rows, int parts) {
   if (!present(p.args.dA_log) && !present(p.args.d_dt_bias)) return;

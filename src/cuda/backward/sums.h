@@ -43,13 +43,11 @@ struct HeadGate {
   }
 };
 
-// Zeroes the gradients of tokens of no sequence. Blocks and threads share the work.
-__device__ inline void zero_tail(const TypedView& t, const ForwardProblem& p, unsigned heads, unsigned width) {
-  if (!t.data) return;
-  for (int64_t token = end_of_sequences(p.args.in.cu_seqlens, p.N, p.T) + blockIdx.x; token < p.T; token += gridDim.x)
-    for (unsigned i = threadIdx.x; i < heads * width; i += blockDim.x)
-      store_element(t.at(0, static_cast<unsigned>(token), i / width) + i % width * size_of(t.dtype), t.dtype, 0);
-}
+// Zeroes the gradients of tokens of no sequence, of a packed call. Views without data are left out.
+struct TokenGradients {
+  TypedView dq, dk, dv, dg, dbeta;
+};
+void launch_zero_tails(const ForwardProblem& p, const TokenGradients& gradients);
 
 // Computes dA_log and d_dt_bias from sums [rows][HV][K + parts]: of each channel, then `parts` of dA_log. Rows are
 // added in order. Without rows the results are 0.
