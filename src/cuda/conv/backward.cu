@@ -19,8 +19,50 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int64_t kMinRun = 64;     // tokens of a warp: the three after them count twice
 constexpr int64_t kMaxRuns = 1024;  // 256 blocks for the second kernel to add
 constexpr int kSums = kTaps + 1;    // dw_j, then dbias
-template <class T>
-constexpr int kGroup = 8 / sizeof(T);  // tokens that a thread loads at once
+
+// kVector channels of rows from a token on, one row after the other, of a tensor with elements of type T.
+template <class T, int kVector>
+struct Walk {
+  static constexpr int kGroup = 8 / sizeof(T);  // tokens that a thread loads at once
+  using Row = Channels<T, kVector>;
+  Row* at;
+  int64_t step;
+
+  __device__ Walk(const kda_tensor& t, const Sequence& s, int64_t token, int64_t d)
+      : at(channels_at<T, kVector>(t, s, token, d)), step(t.stride[1] / kVector) {}
+  __device__ Row load() const { return *at; }
+  __device__ static float value(const Row& row, int i) { return static_cast<float>(row.x[i]); }
+  __device__ void put(const float (&x)[kVector]) const {
+    Row row;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) row.x[i] = static_cast<T>(x[i]);
+    store(at, row);
+  }
+  __device__ void next() { at += step; }
+};
+// The same of a tensor of any dtype, an element at a time.
+struct AnyElement {};
+template <>
+struct Walk<AnyElement, 1> {
+  static constexpr int kGroup = 4;
+  struct Row {
+    RawElement raw;
+    int32_t dtype = KDA_F32;
+  };
+  const kda_tensor& t;
+  int64_t at;
+
+  __device__ Walk(const kda_tensor& t, const Sequence& s, int64_t token, int64_t d)
+      : t(t), at(s.b * t.stride[0] + (s.t0 + token) * t.stride[1] + d) {}
+  __device__ Row load() const {
+    Row row{.dtype = t.dtype};
+    load_raw(t, at, row.raw);
+    return row;
+  }
+  __device__ static float value(const Row& row, int) { return value_of(row.dtype, row.raw); }
+  __device__ void put(const float (&x)[1]) const { store_value(t, at, x[0]); }
+  __device__ void next() { at += t.stride[1]; }
+};
 
 struct Params {
   Conv conv;
@@ -35,7 +77,8 @@ struct Params {
 // later.
 template <class T, int kVector>
 struct Gradients {
-  using Row = Channels<T, kVector>;
+  using Rows = Walk<T, kVector>;
+  using Row = typename Rows::Row;
   float w[kTaps][kVector], bias[kVector];
   float xx[kPast][kVector], dy[kPast][kVector];  // the last rows
   float sums[kSums][kVector];
@@ -45,7 +88,7 @@ struct Gradients {
   __device__ void move_on(const Row& row) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      xx[0][i] = xx[1][i], xx[1][i] = xx[2][i], xx[2][i] = static_cast<float>(row.x[i]);
+      xx[0][i] = xx[1][i], xx[1][i] = xx[2][i], xx[2][i] = Rows::value(row, i);
     }
   }
   // Makes dxx of the row three before the token's own. After the last token (not `inside`) dz is 0, whatever y would
@@ -54,8 +97,8 @@ struct Gradients {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const float taps[kTaps] = {w[0][i], w[1][i], w[2][i], w[3][i]};
-      const float in[kTaps] = {xx[0][i], xx[1][i], xx[2][i], static_cast<float>(x.x[i])};
-      float d = static_cast<float>(dz.x[i]);
+      const float in[kTaps] = {xx[0][i], xx[1][i], xx[2][i], Rows::value(x, i)};
+      float d = Rows::value(dz, i);
       if (silu) {
         const float y = convolve(taps, bias[i], in, first, false), s = sigmoid(y);
         d *= fmaf(y * s, 1.0f - s, s);
@@ -80,10 +123,12 @@ struct Gradients {
 template <class T, int kVector>
 __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Gradients<T, kVector>& g) {
-  using Row = Channels<T, kVector>;
+  using Rows = Walk<T, kVector>;
+  using Row = typename Rows::Row;
+  constexpr int kGroup = Rows::kGroup;
   const Conv& c = p.conv;
   const bool wants_dx = present(p.dx), wants_initial = a == 0 && present(p.d_initial);
-  const auto row = [&](const kda_tensor& t, int64_t token) { return channels_at<T, kVector>(t, s, token, d); };
+  const auto rows = [&](const kda_tensor& t, int64_t token) { return Rows(t, s, token, d); };
 #pragma unroll
   for (int j = 0; j < kPast; ++j)
 #pragma unroll
@@ -92,13 +137,13 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
       g.xx[j][i] = stored ? value_at(c.state, place_of(c.state, s.n, d + i, j - g.first)) : 0.0f;
       g.dy[j][i] = 0;
     }
-  for (int64_t t = max(a - kPast, int64_t{0}); t < a; ++t) g.move_on(*row(c.x, t));
+  for (int64_t t = max(a - kPast, int64_t{0}); t < a; ++t) g.move_on(rows(c.x, t).load());
   // Does any row: of the state or of a token; before, inside or after tokens a .. b-1; with d_final added or not.
   // Elements of states are rare enough to be taken one at a time.
   const auto edge = [&](int64_t t) {
     const bool inside = t < s.length;
     float dxx[kVector];
-    g.next(inside ? *row(c.x, t) : Row{}, inside ? *row(p.dy, t) : Row{}, inside, t < b, dxx);
+    g.next(inside ? rows(c.x, t).load() : Row{}, inside ? rows(p.dy, t).load() : Row{}, inside, t < b, dxx);
     if (const int64_t e = t - s.length - g.first; e >= 0 && e < kPast - g.first && present(p.d_final)) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) dxx[i] += value_at(p.d_final, place_of(p.d_final, s.n, d + i, e));
@@ -107,30 +152,20 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
 #pragma unroll
       for (int i = 0; i < kVector; ++i) store_value(p.d_initial, place_of(p.d_initial, s.n, d + i, e), dxx[i]);
     }
-    if (!wants_dx || t < a + kPast) return;
-    Row out;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(dxx[i]);
-    store(row(p.dx, t - kPast), out);
+    if (wants_dx && t >= a + kPast) rows(p.dx, t - kPast).put(dxx);
   };
   int64_t t = a;
   for (; t < min(b, a + kPast); ++t) edge(t);
-  const int64_t x_step = c.x.stride[1] / kVector, dy_step = p.dy.stride[1] / kVector,
-                dx_step = p.dx.stride[1] / kVector;
-  const Row *x = row(c.x, t), *dz = row(p.dy, t);
-  Row* dx = wants_dx ? row(p.dx, t - kPast) : nullptr;
-  for (; t + kGroup<T> <= b; t += kGroup<T>) {
-    Row xs[kGroup<T>], dzs[kGroup<T>];
+  Rows x = rows(c.x, t), dz = rows(p.dy, t), dx = rows(p.dx, t - kPast);
+  for (; t + kGroup <= b; t += kGroup) {
+    Row xs[kGroup], dzs[kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup<T>; ++i) xs[i] = *x, dzs[i] = *dz, x += x_step, dz += dy_step;
+    for (int i = 0; i < kGroup; ++i) xs[i] = x.load(), dzs[i] = dz.load(), x.next(), dz.next();
 #pragma unroll
-    for (int i = 0; i < kGroup<T>; ++i) {
+    for (int i = 0; i < kGroup; ++i) {
       float dxx[kVector];
       g.next(xs[i], dzs[i], true, true, dxx);
-      Row out;
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) out.x[v] = static_cast<T>(dxx[v]);
-      if (wants_dx) store(dx, out), dx += dx_step;
+      if (wants_dx) dx.put(dxx), dx.next();
     }
   }
   for (; t < b; ++t) edge(t);
@@ -156,7 +191,10 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(const __grid_cons
     const auto token = static_cast<unsigned>(first);
     const int64_t n = present(c.cu_seqlens) ? c.packed_sequence_of(first) : token / static_cast<unsigned>(c.x.shape[1]);
     for (ConvPieces i(c, first, stop, n); i.next();) backward_tokens(p, i.s, i.a, i.b, d, g);
-    if (present(p.dx) && present(c.cu_seqlens)) zero_tokens<T, kVector>(p.dx, {}, max(first, c.end()), stop, d);
+    if (present(p.dx) && present(c.cu_seqlens)) {
+      int64_t end = max(first, c.end());
+      for (Walk<T, kVector> dx(p.dx, {}, end, d); end < stop; ++end, dx.next()) dx.put({});
+    }
   }
   if (!p.sums) return;
 #pragma unroll
@@ -194,12 +232,23 @@ __global__ void empty_kernel(const __grid_constant__ Params p) {
   }
 }
 
+using Kernel = void (*)(const Params);
+Kernel four_wide_kernel(int32_t dtype) {
+  switch (dtype) {
+    case KDA_F32: return backward_kernel<float, 4>;
+    case KDA_BF16: return backward_kernel<__nv_bfloat16, 4>;
+    default: return backward_kernel<__half, 4>;
+  }
+}
+
 int64_t run_of(const ConvDims& d) { return std::max(kMinRun, divide_up(d.B * d.T, kMaxRuns)); }
 int64_t blocks_of(const ConvDims& d) { return divide_up(divide_up(d.B * d.T, run_of(d)), kWarps); }
 
-template <class T>
-void launch(const ConvBackwardProblem& p) {
+}  // namespace
+
+void conv_backward(const ConvBackwardProblem& p) {
   const kda_conv_backward_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
   Params q{};
   q.conv = conv_of(p);
   q.dy = a.dy, q.d_final = a.d_final_state, q.dx = a.dx, q.d_initial = a.d_initial_state;
@@ -210,7 +259,7 @@ void launch(const ConvBackwardProblem& p) {
   for (const kda_tensor* t : {&a.x, &a.dy, &a.dx}) wide = wide && (!present(*t) || four_wide_rows(*t));
   q.tiles = static_cast<unsigned>(divide_up(p.D, wide ? 128 : 32));
   const cudaStream_t stream = stream_of(a.exec);
-  const auto kernel = wide ? backward_kernel<T, 4> : backward_kernel<T, 1>;
+  const Kernel kernel = wide ? four_wide_kernel(a.x.dtype) : backward_kernel<AnyElement, 1>;
   if (q.blocks > 0) kernel<<<q.blocks * q.tiles, kThreads, 0, stream>>>(q);
   KDA_CUDA(cudaGetLastError());
   const auto channels = static_cast<unsigned>(divide_up(p.D, 128));
@@ -220,8 +269,6 @@ void launch(const ConvBackwardProblem& p) {
   empty_kernel<<<dim3(static_cast<unsigned>(p.N), channels), 128, 0, stream>>>(q);
   KDA_CUDA(cudaGetLastError());
 }
-
-}  // namespace
 
 const char* conv_backward_why_not(const ConvBackwardProblem& p) {
   if (const char* reason = device_why_not(p.args.exec)) return reason;
@@ -234,16 +281,6 @@ const char* conv_backward_why_not(const ConvBackwardProblem& p) {
 
 uint64_t conv_backward_workspace(const ConvBackwardProblem& p) {
   return present(p.args.dweight) || present(p.args.dbias) ? sizeof(float) * blocks_of(p) * kSums * p.D : 0;
-}
-
-void conv_backward(const ConvBackwardProblem& p) {
-  const kda_conv_backward_args& a = p.args;
-  const DeviceGuard device(a.exec.device_id);
-  switch (a.x.dtype) {
-    case KDA_F32: return launch<float>(p);
-    case KDA_BF16: return launch<__nv_bfloat16>(p);
-    default: return launch<__half>(p);
-  }
 }
 
 }  // namespace kda::cuda
