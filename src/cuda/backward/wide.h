@@ -85,8 +85,10 @@ class UnusualGate {
 
   __device__ UnusualGate(const Tokens& x, float A_log)
       : gate_{static_cast<int32_t>(x.gate_form), x.lower_bound, A_log} {}
-  __device__ float log2(float z) const { return gate_(z) * 1.44269504f; }
-  __device__ Gradients gradient(float z, float dg) const { return gate_.backward(z, log2(z) < -126 ? 0 : dg); }
+  // The natural logarithm of the decay, and that to base 2.
+  __device__ float log(float z) const { return gate_(z); }
+  __device__ static float log2_of(float log) { return log * 1.44269504f; }
+  __device__ Gradients gradient(float z, float dg) const { return gate_.backward(z, log2_of(log(z)) < -126 ? 0 : dg); }
 
  private:
   WideGate gate_;

@@ -51,6 +51,10 @@ class ChosenGate<true> {
   const Known gate_;
 };
 
+// Slow gates are computed in a loop, from and to local memory: unrolled, they would be more than half of a kernel.
+template <class Gate>
+constexpr bool kUnrolled = !std::is_same_v<Gate, UnusualGate>;
+
 // A chunk of a q/k head, as a thread sees it.
 template <int kK, bool kBounded>
 class WideChunk {
@@ -215,11 +219,24 @@ class WideChunk {
 
   // Computes u and the steps from the staged gates.
   __device__ void decay(const ChosenGate<kBounded>& head, const float (&bias)[2]) {
-    head.with([&](const auto& gate) {
-      own_.decay(m_, [&](int n, int hh) {
-        const float2 z = staged(n, hh);
-        return make_float2(gate.log2(z.x + bias[hh]), gate.log2(z.y + bias[hh]));
-      });
+    head.with([&]<class Gate>(const Gate& gate) {
+      if constexpr (kUnrolled<Gate>) {
+        own_.decay(m_, [&](int n, int hh) {
+          const float2 z = staged(n, hh);
+          return make_float2(gate.log2(z.x + bias[hh]), gate.log2(z.y + bias[hh]));
+        });
+      } else {
+        float2 logs[kTiles][2];
+#pragma unroll 1
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int hh = 0; hh < 2; ++hh) {
+            const float2 z = staged(n, hh);
+            logs[n][hh] = {gate.log(z.x + bias[hh]), gate.log(z.y + bias[hh])};
+          }
+        own_.decay(
+            m_, [&](int n, int hh) { return make_float2(gate.log2_of(logs[n][hh].x), gate.log2_of(logs[n][hh].y)); });
+      }
     });
   }
 
@@ -238,13 +255,23 @@ class WideChunk {
   // Computes the gate's gradient and its sums from the staged inputs of the gates.
   __device__ void write_gates(const ChosenGate<kBounded>& head, const float (&bias)[2], unsigned hv, float* sums) {
     float of_bias[2] = {}, of_A = 0;
-    head.with([&](const auto& gate) {
-      own_.each_gate([&](int n, int hh, float2 dg) {
+    head.with([&]<class Gate>(const Gate& gate) {
+      const auto add = [&](int n, int hh, float2 dg) {
         const float2 z = staged(n, hh);
         const Gradients first = gate.gradient(z.x + bias[hh], dg.x), second = gate.gradient(z.y + bias[hh], dg.y);
         of_A += first.dA_log + second.dA_log, of_bias[hh] += first.dx + second.dx;
         stage(n, hh, first.dx, second.dx);
-      });
+      };
+      if constexpr (kUnrolled<Gate>) {
+        own_.each_gate(add);
+      } else {
+        float2 all[kTiles][2];
+        own_.each_gate([&](int n, int hh, float2 dg) { all[n][hh] = dg; });
+#pragma unroll 1
+        for (int n = kTiles - 1; n >= 0; --n)
+#pragma unroll
+          for (int hh = 0; hh < 2; ++hh) add(n, hh, all[n][hh]);
+      }
     });
     if (places_.dg.data) write_staged(places_.dg, hv);
     if (!sums) return;
