@@ -65,6 +65,7 @@ std::string sizes_text(const P& p) {
     return str("B = ", p.B, ", T = ", p.T, ", N = ", p.N, ", H = ", p.H, ", HV = ", p.HV, ", K = ", p.K, ", V = ", p.V);
   else if constexpr (requires { p.D; })
     return str("B = ", p.B, ", T = ", p.T, ", N = ", p.N, ", D = ", p.D, ", W = ", p.W);
+  else if constexpr (requires { p.rows; }) return str("rows = ", p.rows, ", V = ", p.V);
   else return str("M = ", p.args.x.shape[0], ", HV = ", p.args.x.shape[1], ", K = ", p.args.x.shape[2]);
 }
 
@@ -151,6 +152,8 @@ KDA_DEFINE_OPERATOR(segment_map)
 KDA_DEFINE_OPERATOR(segment_merge)
 KDA_DEFINE_OPERATOR(gate)
 KDA_DEFINE_OPERATOR(gate_backward)
+KDA_DEFINE_OPERATOR(norm_gate)
+KDA_DEFINE_OPERATOR(norm_gate_backward)
 KDA_DEFINE_OPERATOR(conv)
 KDA_DEFINE_OPERATOR(conv_backward)
 KDA_DEFINE_OPERATOR(stage_cumsum)

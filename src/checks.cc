@@ -146,7 +146,7 @@ bool Tensors::write() const {
   return std::any_of(seen_.begin(), seen_.begin() + count_, [](const Seen& s) { return s.output; });
 }
 
-void Tensors::check_aliasing(const kda_exec& exec) const {
+void Tensors::check_aliasing(const kda_exec& exec, bool y_in_place) const {
   check_workspace(exec);
   for (int i = 0; i < count_; ++i) {
     if (!seen_[i].output) continue;
@@ -159,7 +159,8 @@ void Tensors::check_aliasing(const kda_exec& exec) const {
       };
       const bool in_place = pair("hT", "h0") || pair("snapshots", "h0") || pair("final_state", "initial_state") ||
                             pair("checkpoints", "h0") || pair("checkpoints", "initial_state") ||
-                            pair("hT", "checkpoints") || pair("final_state", "checkpoints");
+                            pair("hT", "checkpoints") || pair("final_state", "checkpoints") ||
+                            (y_in_place && (pair("y", "x") || pair("y", "gate")));
       if ((in_place && same_view(a, b)) || !may_overlap(a, seen_[i].extent, b, seen_[j].extent)) continue;
       invalid(seen_[i].name, ": expected memory of its own, got memory that overlaps ", seen_[j].name,
               in_place ? " without being the same view" : "");

@@ -20,6 +20,7 @@ constexpr int64_t kChunk = 64;           // C: tokens of a chunk
 constexpr int64_t kCheckpointStep = 16;  // checkpoints are a multiple of it apart
 constexpr int64_t kMaxSize = 256;        // largest K and V
 constexpr int64_t kMaxConvWidth = 4;
+constexpr int64_t kMaxNormSize = 8192;  // largest V of kda_norm_gate
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -73,6 +74,17 @@ struct GateBackwardProblem {
   bool idle;
 };
 
+struct NormDims {
+  int64_t rows, V;  // rows: B T HV
+  bool idle;
+};
+struct NormGateProblem : NormDims {
+  kda_norm_gate_args args;
+};
+struct NormGateBackwardProblem : NormDims {
+  kda_norm_gate_backward_args args;
+};
+
 struct ConvDims {
   int64_t B, T, N, D, W;
   bool idle;
@@ -97,6 +109,8 @@ SegmentMapProblem validate(const kda_segment_map_args* args);
 SegmentMergeProblem validate(const kda_segment_merge_args* args);
 GateProblem validate(const kda_gate_args* args);
 GateBackwardProblem validate(const kda_gate_backward_args* args);
+NormGateProblem validate(const kda_norm_gate_args* args);
+NormGateBackwardProblem validate(const kda_norm_gate_backward_args* args);
 ConvProblem validate(const kda_conv_args* args);
 ConvBackwardProblem validate(const kda_conv_backward_args* args);
 
@@ -113,6 +127,8 @@ void validate_data(const SegmentMapProblem& p);
 inline void validate_data(const SegmentMergeProblem&) {}
 inline void validate_data(const GateProblem&) {}
 inline void validate_data(const GateBackwardProblem&) {}
+inline void validate_data(const NormGateProblem&) {}
+inline void validate_data(const NormGateBackwardProblem&) {}
 
 // Element of an integer tensor of rank 1 or 2.
 KDA_BOTH inline int64_t int_at(const kda_tensor& t, int64_t i, int64_t j = 0) {
@@ -341,6 +357,8 @@ bool has_f64(const SegmentMapProblem& p);
 bool has_f64(const SegmentMergeProblem& p);
 bool has_f64(const GateProblem& p);
 bool has_f64(const GateBackwardProblem& p);
+bool has_f64(const NormGateProblem& p);
+bool has_f64(const NormGateBackwardProblem& p);
 bool has_f64(const ConvProblem& p);
 bool has_f64(const ConvBackwardProblem& p);
 

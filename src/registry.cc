@@ -224,6 +224,37 @@ std::span<const Implementation<GateBackwardProblem>> implementations() {
 }
 
 template <>
+std::span<const Implementation<NormGateProblem>> implementations() {
+  static constexpr Implementation<NormGateProblem> table[] = {
+#if KDA_WITH_CUDA
+    {"cuda_norm_gate", nullptr, "src/cuda/norm/norm_gate.cu", "rows over lanes of a warp, for sm_80 and newer",
+     cuda::norm_gate_why_not, no_workspace, cuda::norm_gate, nullptr, cuda::norm_gate_form},
+#endif
+    {"cpu_norm_gate", nullptr, "src/cpu/norm_gate.cc", "SIMD and threads", cpu_without_f64, no_workspace,
+     cpu::norm_gate},
+    {"reference", nullptr, "src/reference/norm_gate.cc", "float64, the specification", on_cpu, no_workspace,
+     reference::norm_gate},
+  };
+  return table;
+}
+
+template <>
+std::span<const Implementation<NormGateBackwardProblem>> implementations() {
+  static constexpr Implementation<NormGateBackwardProblem> table[] = {
+#if KDA_WITH_CUDA
+    {"cuda_norm_gate", nullptr, "src/cuda/norm/norm_gate.cu",
+     "rows over lanes of a warp and a two-level reduction, for sm_80 and newer", cuda::norm_gate_why_not,
+     cuda::norm_gate_backward_workspace, cuda::norm_gate_backward, nullptr, cuda::norm_gate_form},
+#endif
+    {"cpu_norm_gate", nullptr, "src/cpu/norm_gate.cc", "SIMD and threads", cpu_without_f64,
+     cpu::norm_gate_backward_workspace, cpu::norm_gate_backward},
+    {"reference", nullptr, "src/reference/norm_gate.cc", "float64, the specification; allocates", on_cpu, no_workspace,
+     reference::norm_gate_backward},
+  };
+  return table;
+}
+
+template <>
 std::span<const Implementation<ConvProblem>> implementations() {
   static constexpr Implementation<ConvProblem> table[] = {
 #if KDA_WITH_CUDA
@@ -364,6 +395,8 @@ bool for_each_table(F&& f) {
   visit("flush_verify", implementations<FlushVerifyProblem>());
   visit("gate", implementations<GateProblem>());
   visit("gate_backward", implementations<GateBackwardProblem>());
+  visit("norm_gate", implementations<NormGateProblem>());
+  visit("norm_gate_backward", implementations<NormGateBackwardProblem>());
   visit("segment_map", implementations<SegmentMapProblem>());
   visit("segment_merge", implementations<SegmentMergeProblem>());
   visit("conv", implementations<ConvProblem>());
@@ -501,6 +534,8 @@ KDA_INSTANTIATE(SegmentMapProblem)
 KDA_INSTANTIATE(SegmentMergeProblem)
 KDA_INSTANTIATE(GateProblem)
 KDA_INSTANTIATE(GateBackwardProblem)
+KDA_INSTANTIATE(NormGateProblem)
+KDA_INSTANTIATE(NormGateBackwardProblem)
 KDA_INSTANTIATE(ConvProblem)
 KDA_INSTANTIATE(ConvBackwardProblem)
 KDA_INSTANTIATE(StageProblem<kda_stage_cumsum_args>)

@@ -609,6 +609,46 @@ typedef struct kda_gate_backward_args {
   float lower_bound;
 } kda_gate_backward_args;
 
+/* ---- kda_norm_gate: the output's norm and gate ----------------------------------------------------------------------
+ * y = x / sqrt(mean of x^2 over V + eps) * weight * act(gate), in f32, rounded once. A row is V numbers with one (b, t,
+ * hv), and V is 1..8192 here. Each tensor has a dtype and row strides of its own, so that `gate` may be a slice of a
+ * packed projection. Without weight, ones take its place. y may be x or gate, as the very same view. Rows are right
+ * for any numbers of f32, also where x^2 overflows or underflows. A row of zeros with eps = 0 is NaN. */
+typedef enum kda_norm_activation {
+  KDA_NORM_NONE = 0,    /* no gate, and only then: y = x / sqrt(..) * weight */
+  KDA_NORM_SIGMOID = 1, /* act(z) = sigmoid(z) */
+  KDA_NORM_SILU = 2     /* act(z) = z sigmoid(z), also called swish */
+} kda_norm_activation;
+
+typedef struct kda_norm_gate_args {
+  uint64_t struct_size; /* sizeof(kda_norm_gate_args) */
+  kda_exec exec;
+  kda_tensor x;       /* [B,T,HV,V] bf16, f16 or f32 */
+  kda_tensor gate;    /* [B,T,HV,V] bf16, f16 or f32; absent with NONE */
+  kda_tensor weight;  /* [V]        bf16, f16 or f32, optional */
+  kda_tensor y;       /* [B,T,HV,V] out: bf16, f16 or f32; may be x or gate */
+  double eps;         /* 0..FLT_MAX; a double for the oracle, f32 elsewhere */
+  int32_t activation; /* kda_norm_activation */
+  int32_t reserved;   /* 0 */
+} kda_norm_gate_args;
+
+/* Gradients of x, gate and weight, each optional. Nothing is saved by kda_norm_gate. dweight is summed over rows in f32
+ * in an order that follows from the shape and from how rows are aligned, never from the number of threads or SMs. */
+typedef struct kda_norm_gate_backward_args {
+  uint64_t struct_size; /* sizeof(kda_norm_gate_backward_args) */
+  kda_exec exec;
+  kda_tensor x;       /* [B,T,HV,V] as given to kda_norm_gate */
+  kda_tensor gate;    /* [B,T,HV,V] */
+  kda_tensor weight;  /* [V] */
+  kda_tensor dy;      /* [B,T,HV,V] in: bf16, f16 or f32 */
+  kda_tensor dx;      /* [B,T,HV,V] out, optional: bf16, f16 or f32 */
+  kda_tensor dgate;   /* [B,T,HV,V] out, optional, with gate: bf16, f16 or f32 */
+  kda_tensor dweight; /* [V]        out, optional, with weight: f32 */
+  double eps;
+  int32_t activation;
+  int32_t reserved; /* 0 */
+} kda_norm_gate_backward_args;
+
 /* Initialisers: everything is zero but struct_size. They give no warning about fields that are left out. */
 #ifdef __cplusplus
 extern "C++" {
@@ -634,6 +674,8 @@ constexpr Args kda_args_init() {
 #define KDA_SEGMENT_MERGE_ARGS_INIT KDA_ARGS_INIT(kda_segment_merge_args)
 #define KDA_GATE_ARGS_INIT KDA_ARGS_INIT(kda_gate_args)
 #define KDA_GATE_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_gate_backward_args)
+#define KDA_NORM_GATE_ARGS_INIT KDA_ARGS_INIT(kda_norm_gate_args)
+#define KDA_NORM_GATE_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_norm_gate_backward_args)
 #define KDA_CONV_ARGS_INIT KDA_ARGS_INIT(kda_conv_args)
 #define KDA_CONV_BACKWARD_ARGS_INIT KDA_ARGS_INIT(kda_conv_backward_args)
 #define KDA_STAGE_CUMSUM_ARGS_INIT KDA_ARGS_INIT(kda_stage_cumsum_args)
@@ -660,6 +702,8 @@ KDA_API kda_status kda_segment_map(const kda_segment_map_args* args);
 KDA_API kda_status kda_segment_merge(const kda_segment_merge_args* args);
 KDA_API kda_status kda_gate(const kda_gate_args* args);
 KDA_API kda_status kda_gate_backward(const kda_gate_backward_args* args);
+KDA_API kda_status kda_norm_gate(const kda_norm_gate_args* args);
+KDA_API kda_status kda_norm_gate_backward(const kda_norm_gate_backward_args* args);
 KDA_API kda_status kda_conv(const kda_conv_args* args);
 KDA_API kda_status kda_conv_backward(const kda_conv_backward_args* args);
 KDA_API kda_status kda_stage_cumsum(const kda_stage_cumsum_args* args);
@@ -686,6 +730,8 @@ KDA_API kda_status kda_segment_map_workspace(const kda_segment_map_args* args, u
 KDA_API kda_status kda_segment_merge_workspace(const kda_segment_merge_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_workspace(const kda_gate_args* args, uint64_t* bytes);
 KDA_API kda_status kda_gate_backward_workspace(const kda_gate_backward_args* args, uint64_t* bytes);
+KDA_API kda_status kda_norm_gate_workspace(const kda_norm_gate_args* args, uint64_t* bytes);
+KDA_API kda_status kda_norm_gate_backward_workspace(const kda_norm_gate_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_conv_workspace(const kda_conv_args* args, uint64_t* bytes);
 KDA_API kda_status kda_conv_backward_workspace(const kda_conv_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_stage_cumsum_workspace(const kda_stage_cumsum_args* args, uint64_t* bytes);
@@ -713,6 +759,8 @@ KDA_API kda_status kda_segment_map_explain(const kda_segment_map_args* args, con
 KDA_API kda_status kda_segment_merge_explain(const kda_segment_merge_args* args, const char** text);
 KDA_API kda_status kda_gate_explain(const kda_gate_args* args, const char** text);
 KDA_API kda_status kda_gate_backward_explain(const kda_gate_backward_args* args, const char** text);
+KDA_API kda_status kda_norm_gate_explain(const kda_norm_gate_args* args, const char** text);
+KDA_API kda_status kda_norm_gate_backward_explain(const kda_norm_gate_backward_args* args, const char** text);
 KDA_API kda_status kda_conv_explain(const kda_conv_args* args, const char** text);
 KDA_API kda_status kda_conv_backward_explain(const kda_conv_backward_args* args, const char** text);
 KDA_API kda_status kda_stage_cumsum_explain(const kda_stage_cumsum_args* args, const char** text);

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ._version import __version__ as __version__
     from .convolution import causal_conv1d, causal_conv1d_update
     from .float32 import prefill_f32
+    from .norm import norm_gate
     from .ops import (
         chunk_kda,
         decode,
@@ -74,7 +75,7 @@ _MODULES = (
     }
     | {name: "segment" for name in ("segment_map", "segment_merge")}
     | {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
-    | {"prefill_f32": "float32", "fused_recurrent_kda_fwd": "recurrent"}
+    | {"norm_gate": "norm", "prefill_f32": "float32", "fused_recurrent_kda_fwd": "recurrent"}
 )
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "implementations",
     "info",
     "new_records",
+    "norm_gate",
     "prefill",
     "prefill_f32",
     "segment_map",

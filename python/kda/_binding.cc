@@ -118,7 +118,9 @@ class Reader {
   }
   bool flag(const char* name) { return scalar<bool>(name, "True or False"); }
   // Refuses numbers that float32 rounds to infinity, or to 0, which stands for the default in kda.h.
-  float number(const char* name) {
+  float number(const char* name) { return static_cast<float>(wide_number(name)); }
+  // The same, not rounded to f32.
+  double wide_number(const char* name) {
     const auto value = scalar<double>(name, "a number");
     const bool too_large = std::isfinite(value) && std::abs(value) > std::numeric_limits<float>::max();
     if (too_large || (value != 0 && static_cast<float>(value) == 0)) {
@@ -126,7 +128,7 @@ class Reader {
       const auto end = std::to_chars(text, text + sizeof(text), value, std::chars_format::general, 6);
       value_error(std::string(name) + ": expected a number in the range of float32, got " + std::string(text, end.ptr));
     }
-    return static_cast<float>(value);
+    return value;
   }
 
   // These come last: implementation name, threads, workspace (None: allocated here for the call).
@@ -308,6 +310,19 @@ void read(Reader& r, kda_gate_backward_args& a) {
   r.tensor("dx", a.dx), r.tensor("dA_log", a.dA_log), r.tensor("d_dt_bias", a.d_dt_bias);
   a.gate_form = r.integer("gate_form");
   a.lower_bound = r.number("lower_bound");
+}
+
+void read(Reader& r, kda_norm_gate_args& a) {
+  r.tensor("x", a.x), r.tensor("gate", a.gate), r.tensor("weight", a.weight), r.tensor("y", a.y);
+  a.eps = r.wide_number("eps");
+  a.activation = r.integer("activation");
+}
+
+void read(Reader& r, kda_norm_gate_backward_args& a) {
+  r.tensor("x", a.x), r.tensor("gate", a.gate), r.tensor("weight", a.weight), r.tensor("dy", a.dy);
+  r.tensor("dx", a.dx), r.tensor("dgate", a.dgate), r.tensor("dweight", a.dweight);
+  a.eps = r.wide_number("eps");
+  a.activation = r.integer("activation");
 }
 
 void read(Reader& r, kda_conv_args& a) {
@@ -508,6 +523,8 @@ KDA_BIND(segment_map)
 KDA_BIND(segment_merge)
 KDA_BIND(gate)
 KDA_BIND(gate_backward)
+KDA_BIND(norm_gate)
+KDA_BIND(norm_gate_backward)
 KDA_BIND(conv)
 KDA_BIND(conv_backward)
 KDA_BIND(stage_cumsum)

@@ -23,6 +23,8 @@ _OPERATORS = (
     "segment_merge",
     "gate",
     "gate_backward",
+    "norm_gate",
+    "norm_gate_backward",
     "conv",
     "conv_backward",
     "prefill_f32",

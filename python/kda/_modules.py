@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ._recompute import check_first_run, old_state
 from ._shards import own_part
 from .convolution import causal_conv1d, causal_conv1d_update
+from .norm import _form, norm_gate
 
 
 def local(parameter: Any, mesh: Any = None, by_heads: bool = True) -> Tensor:
@@ -122,7 +123,8 @@ class ShortConvolution(nn.Conv1d):
 
 
 class RMSNormGated(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension, in float32, in the dtype of x.
+    """``x / sqrt(mean(x^2) + eps) * weight * act(gate)`` over the last dimension: :func:`kda.norm_gate` with a weight.
+    ``activation`` is ``"sigmoid"``, as in this layer, or ``"silu"`` (``"swish"``).
 
     >>> import torch
     >>> from kda.nn import RMSNormGated
@@ -135,11 +137,13 @@ class RMSNormGated(nn.Module):
         hidden_size: int,
         eps: float = 1e-5,
         *,
+        activation: str = "sigmoid",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        _form(activation)  # refuses others
+        self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -148,14 +152,8 @@ class RMSNormGated(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor, *, mesh: Any = None) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = x.to(wide)
-        y = (
-            y
-            * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-            * local(self.weight, mesh, by_heads=False).to(wide)
-        )
-        return (y * torch.sigmoid(gate.to(wide))).to(x.dtype)
+        y: Tensor = norm_gate(x, gate, local(self.weight, mesh, by_heads=False), self.eps, self.activation)
+        return y
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"

@@ -30,6 +30,7 @@ _WRITTEN: dict[str, set[str]] = {  # by function: the arguments that it writes
     "flush_kvbuffer": {"state", "conv_state"},
     "flush_verify_kvbuffer": {"state", "conv.state", "out", *_RECORDS, "records.ring_first", "records.ring_count"},
     "causal_conv1d_update": {"state", "out", "checkpoints"},
+    "norm_gate": {"out"},
     "prefill_f32": {"w", "u", "o", "final_state"},
     "bwd_intra": {"dq", "dk", "dbeta", "dG"},
 }

@@ -313,3 +313,46 @@ class ConvFunction(torch.autograd.Function):
             dy = torch.zeros_like(x)
         grads = run_conv_backward(x, weight, bias, state, cu, ctx.silu, dy, d_last, ctx.needs_input_grad[:4])
         return (*grads, None, None, None, None)
+
+
+def run_norm_gate(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, form: int, impl: str | None, threads: int = 0
+) -> Tensor:
+    y = _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format))
+    library().norm_gate(x, gate, weight, y, eps, form, impl, threads, None)
+    return y
+
+
+def run_norm_gate_backward(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, dy: Tensor, eps: float, form: int, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of (x, gate, weight), None where not wanted. That of the weight is made in float32, as the kernels sum
+    it."""
+    inputs = (x, gate, weight)
+    dtypes = [None if t is None else t.dtype for t in inputs]
+    if weight is not None:
+        dtypes[2] = wide_dtype(weight)
+    grads = [
+        _in_large_pages(torch.empty(t.shape, dtype=dtype, device=t.device)) if w and t is not None else None
+        for t, dtype, w in zip(inputs, dtypes, wanted, strict=True)
+    ]
+    library().norm_gate_backward(x, gate, weight, plain(dy), *grads, eps, form, None, 0, None)
+    return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
+
+
+class NormGateFunction(torch.autograd.Function):
+    jvp = staticmethod(refuse_forward_mode)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, form: int, impl: str | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps, ctx.form = eps, form
+        return run_norm_gate(x, gate, weight, eps, form, impl)
+
+    @staticmethod
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, dy: Tensor) -> tuple[Any, ...]:
+        grads = run_norm_gate_backward(*kept, dy, ctx.eps, ctx.form, ctx.needs_input_grad[:3])
+        return (*grads, None, None, None)

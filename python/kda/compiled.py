@@ -11,10 +11,11 @@ traced. Operators of the namespace ``kda``:
 * ``conv(...) -> (y, final_state)`` with autograd, ``conv_backward(...) -> gradients``, and in place
   ``conv_update(..., state!, out!) -> ()``.
 * ``old_state(state) -> copy``, refused where backward runs it again.
+* ``norm_gate(...) -> y`` with autograd, and others of its kind: ``compiled_norm``.
 * ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 
-Importing this module registers them and those of ``compiled_stages`` and ``compiled_projections``. ``_torch_ops``
-imports it at the first look-up.
+Importing this module registers them and those of ``compiled_norm``, ``compiled_projections`` and ``compiled_stages``.
+``_torch_ops`` imports it at the first look-up.
 """
 
 from __future__ import annotations
@@ -582,4 +583,4 @@ _define(
 )
 
 # Importing one part imports all: torch.ops.kda asks for this module only.
-from . import compiled_projections, compiled_stages  # noqa: E402, F401
+from . import compiled_norm, compiled_projections, compiled_stages  # noqa: E402, F401

@@ -35,6 +35,10 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
+void norm_gate(const NormGateProblem& p);
+void norm_gate_backward(const NormGateBackwardProblem& p);
+uint64_t norm_gate_backward_workspace(const NormGateBackwardProblem& p);
+
 void conv(const ConvProblem& p);
 void conv_backward(const ConvBackwardProblem& p);
 uint64_t conv_backward_workspace(const ConvBackwardProblem& p);

@@ -14,6 +14,14 @@ void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
 uint64_t gate_backward_workspace(const GateBackwardProblem& p);
 
+const char* norm_gate_why_not(const NormGateProblem& p);
+const char* norm_gate_why_not(const NormGateBackwardProblem& p);
+std::string norm_gate_form(const NormGateProblem& p);
+std::string norm_gate_form(const NormGateBackwardProblem& p);
+void norm_gate(const NormGateProblem& p);
+void norm_gate_backward(const NormGateBackwardProblem& p);
+uint64_t norm_gate_backward_workspace(const NormGateBackwardProblem& p);
+
 const char* hopper_prefill_segments_why_not(const ForwardProblem& p);
 const char* hopper_prefill_segments_unsuited(const ForwardProblem& p);
 uint64_t hopper_prefill_segments_workspace(const ForwardProblem& p);

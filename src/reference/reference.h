@@ -15,6 +15,8 @@ void segment_map(const SegmentMapProblem& p);
 void segment_merge(const SegmentMergeProblem& p);
 void gate(const GateProblem& p);
 void gate_backward(const GateBackwardProblem& p);
+void norm_gate(const NormGateProblem& p);
+void norm_gate_backward(const NormGateBackwardProblem& p);
 void conv(const ConvProblem& p);
 void conv_backward(const ConvBackwardProblem& p);
 void prefill_f32(const PrefillF32Problem& p);

@@ -1,4 +1,4 @@
-"""A valid call of the convolution, of segment maps, of each stage and of the float32 prefill."""
+"""A valid call of the convolution, of the norm, of segment maps, of each stage and of the float32 prefill."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def convolution(update: bool) -> dict[str, Any]:
         return kw | {"initial_state": pool, "output_final_state": True}
     slots, has = torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor([True, True, False])
     return kw | {"state": pool, "state_indices": slots, "has_initial_state": has, "out": torch.full_like(x, 7.0)}
+
+
+def norm_gate() -> dict[str, Any]:
+    random = torch.Generator().manual_seed(0)
+    x, gate, weight = (torch.randn(*s, generator=random) for s in ((2, 3, 2, 6), (2, 3, 2, 6), (6,)))
+    return {"x": x, "gate": gate, "weight": weight, "activation": "silu", "out": torch.full_like(x, 7.0)}
 
 
 def segment_map() -> dict[str, Any]:
@@ -50,12 +56,14 @@ def stage(name: str) -> dict[str, Any]:
 BASES: dict[str, Callable[[], dict[str, Any]]] = {
     "causal_conv1d": lambda: convolution(update=False),
     "causal_conv1d_update": lambda: convolution(update=True),
+    "norm_gate": norm_gate,
     "segment_map": segment_map,
     "segment_merge": segment_merge,
     "prefill_f32": prefill_f32,
 } | {name: lambda name=name: stage(name) for name in STAGES}  # type: ignore[misc]
 WRITTEN = {
     "causal_conv1d_update": ("state", "out"),
+    "norm_gate": ("out",),
     "prefill_f32": ("final_state", "w", "u", "o"),
     "bwd_intra": ("dq", "dk", "dbeta", "dG"),
 }

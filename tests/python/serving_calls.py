@@ -100,7 +100,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "flush_verify_kvbuffer, ring": lambda: _flush_verify(ring=True),
 } | {
     name: lambda name=name: (calls.function(name), calls.BASES[name]())  # type: ignore[misc]
-    for name in ("causal_conv1d_update", "segment_map", "segment_merge", "prefill_f32", *STAGES)
+    for name in ("causal_conv1d_update", "norm_gate", "segment_map", "segment_merge", "prefill_f32", *STAGES)
 }
 # calls.BASES have their tensors on the CPU, except for the convolution.
 ON_CUDA = tuple(name for name in CALLS if name == "causal_conv1d_update" or name not in calls.BASES)

@@ -13,7 +13,7 @@ from serving_calls import CALLS, ON_CUDA, tensors
 from support import Tensor, make
 from test_written_tensors import form  # noqa: F401
 
-DIFFERENTIABLE = r"\(for gradients there is kda\.(chunk_kda|fused_recurrent_kda|causal_conv1d|fused_kda_gate)"
+DIFFERENTIABLE = r"\(for gradients there is kda\.(chunk_kda|fused_recurrent_kda|causal_conv1d|fused_kda_gate|norm_gate)"
 REFUSED = rf"expected torch\.no_grad\(\) or a tensor without requires_grad {DIFFERENTIABLE}.*\), got one"
 
 

@@ -42,11 +42,17 @@ def _conv() -> tuple[Function, dict[str, Tensor]]:
     return run, x
 
 
+def _norm() -> tuple[Function, dict[str, Tensor]]:
+    x = {"x": torch.randn(2, 3, 2, 5), "gate": torch.randn(2, 3, 2, 5), "weight": torch.randn(5)}
+    return lambda **tensors: kda.norm_gate(**tensors).square().sum(), x
+
+
 FUNCTIONS: dict[str, Callable[[], tuple[Function, dict[str, Tensor]]]] = {
     "chunk_kda": lambda: _layer(kda.chunk_kda),
     "fused_recurrent_kda": lambda: _layer(kda.fused_recurrent_kda),
     "fused_kda_gate": _gate,
     "causal_conv1d": _conv,
+    "norm_gate": _norm,
 }
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 

@@ -1,0 +1,125 @@
+"""The norm and gate of the layer's output: with gradients, or in a given output."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ._arrays import check_views, is_torch, new_like
+from ._dispatch import compiling, dispatched, modes
+from ._lib import library
+from ._refusal import Takes
+from ._tracking import _grad_enabled, check_serving, mark_written
+from ._views import again
+from .ops import _dense
+
+NONE, SIGMOID, SILU = range(3)  # kda_norm_activation
+_ACTIVATIONS = {"sigmoid": SIGMOID, "silu": SILU, "swish": SILU}
+_WITH_GRADIENTS = "kda.norm_gate of torch tensors alone, without out"
+_TAKES = Takes({"x", "gate", "weight", "out"}, {"x"}, set(), {"eps", "num_threads"}, {"y": "out"}, "x")
+
+
+def norm_gate(
+    x: Any,
+    gate: Any = None,
+    weight: Any = None,
+    eps: float = 1e-5,
+    activation: str = "sigmoid",
+    out: Any = None,
+    *,
+    impl: str | None = None,
+    num_threads: int = 0,
+) -> Any:
+    """``x / sqrt(mean(x ** 2) + eps) * weight * act(gate)`` over the last dimension, in float32, rounded once.
+
+    Has autograd for torch tensors. Also accepts NumPy and other DLPack arrays, without gradients.
+
+    Args:
+        x: ``[..., D]`` bfloat16, float16 or float32, D 1 to 8192. Rows may be slices of a wider buffer.
+        gate: like x, of any of these dtypes; or None for a norm without a gate.
+        weight: ``[D]`` of any of these dtypes; ones if None.
+        eps: finite, >= 0. A row of zeros with ``eps=0`` becomes NaN.
+        activation: of the gate, ``"sigmoid"`` or ``"silu"`` (or ``"swish"``); of no effect without one.
+        out: written and returned, in its own dtype; made in the dtype of x if None. It may be x or gate itself. There
+            are no gradients with it.
+        impl: force an implementation, see :func:`kda.implementations`.  num_threads: CPU threads at most, 0 for
+            OpenMP's default; of no effect where there are gradients.
+
+    Returns:
+        ``[..., D]``.
+
+    Raises:
+        ValueError: the call breaks the contract; the message names the argument.
+
+    >>> import kda, numpy as np
+    >>> x = np.array([[3.0, 3.0], [4.0, -4.0]], np.float32)
+    >>> kda.norm_gate(x, np.zeros_like(x), eps=0.0).tolist()
+    [[0.5, 0.5], [0.5, -0.5]]
+    """
+    try:
+        form = NONE if gate is None else _form(activation)
+        if len(x.shape) != 4:
+            return _of_another_rank(x, gate, weight, eps, activation, out, impl, num_threads)
+        if (compiling() or modes()) and dispatched():
+            from .compiled_norm import norm_gate as compiled_norm_gate
+
+            return compiled_norm_gate(_dense(x), _dense(gate), _dense(weight), eps, form, out, impl, num_threads)
+        if _grad_enabled() and out is None and _wants_gradients(x, gate, weight):
+            from .autograd import NormGateFunction, apply
+
+            check_views(x, gate, weight)
+            return apply(NormGateFunction, _dense(x), _dense(gate), _dense(weight), eps, form, impl)
+        y = new_like(x) if out is None else out
+        check_serving(_WITH_GRADIENTS, x, gate, weight, y)
+        library().norm_gate(x, gate, weight, y, eps, form, impl, num_threads, None)
+        if out is not None:
+            mark_written(out)
+        return y
+    except Exception as error:
+        if compiling():
+            raise
+        if "dense last dimension" in str(error):  # rare: asking first would cost every call
+            dense = _dense(x), _dense(gate), _dense(weight)
+            if any(a is not b for a, b in zip(dense, (x, gate, weight), strict=True)):
+                return norm_gate(*dense, eps, activation, out, impl=impl, num_threads=num_threads)
+        return again(norm_gate, error, locals(), _TAKES)
+
+
+def _form(activation: str) -> int:
+    form = _ACTIVATIONS.get(activation) if isinstance(activation, str) else None
+    if form is None:
+        raise ValueError(f"activation: expected 'sigmoid', 'silu' or 'swish', got {activation!r}")
+    return form
+
+
+def _wants_gradients(*arrays: Any) -> bool:
+    """Is the first a torch tensor, and does any of them require gradients?"""
+    return is_torch(arrays[0]) and any(is_torch(x) and x.requires_grad for x in arrays)
+
+
+def _of_another_rank(
+    x: Any, gate: Any, weight: Any, eps: float, activation: str, out: Any, impl: str | None, num_threads: int
+) -> Any:
+    """Calls :func:`norm_gate` with four dimensions in place of fewer or more."""
+    shape = tuple(x.shape)
+    if not shape:
+        raise ValueError("x: expected at least one dimension, got none")
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out: expected shape {list(shape)} like x, got {list(out.shape)}")
+    if gate is not None and tuple(gate.shape) != shape:
+        raise ValueError(f"gate: expected shape {list(shape)} like x, got {list(gate.shape)}")
+    y = norm_gate(
+        _four("x", x), None if gate is None else _four("gate", gate), weight, eps, activation,
+        None if out is None else _four("out", out, written=True), impl=impl, num_threads=num_threads,
+    )  # fmt: skip
+    return y.reshape(shape) if out is None else out
+
+
+def _four(name: str, x: Any, written: bool = False) -> Any:
+    """A view of four dimensions; if x is only read, else a copy where there is none."""
+    shape = tuple(x.shape)
+    if len(shape) <= 4:
+        return x.reshape((1,) * (4 - len(shape)) + shape)
+    if written and not (x.is_contiguous() if is_torch(x) else x.flags.c_contiguous):
+        raise ValueError(f"{name}: expected at most 4 dimensions, or dense memory, got shape {list(shape)}")
+    return x.reshape((math.prod(shape[:-3]), *shape[-3:]))

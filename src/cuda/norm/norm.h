@@ -1,0 +1,69 @@
+// The mathematics of the output's norm and gate (math.md 2.4), for kda_norm_gate and for kernels that have rows in
+// registers. A row's numbers are spread over lanes of a warp; all lanes come to each function together.
+//   n = x rho,  rho = (mean of x^2 + eps)^(-1/2),  y = n w act(z)
+//   dn = dy w act(z),  dx = rho (dn - n mean(dn n)),  dz = dy n w act'(z),  dw = sum over rows of dy n act(z)
+//
+// float x[8] of a row, sum_over_row() over its lanes:
+//   const RowNorm norm = norm_row(x, sum_over_row(squares_of(x)), 1.0f / V, eps, sum_over_row);   may scale x
+//   y[i] = x[i] * norm.factor * w[i] * gate_of(activation, z[i]).value
+#pragma once
+#include "cuda/call/warp.h"
+#include "cuda/gate/activations.h"
+#include "kda/kda.h"
+
+namespace kda::cuda {
+
+// n = (x scale) factor, so rho = scale factor. Rows whose mean is beyond f32, or so small that squares were lost, are
+// multiplied by a power of two before they are squared. Of all others the scale is 1, so they keep their bits. A row
+// with NaN has a factor of NaN.
+struct RowNorm {
+  float scale, factor;
+};
+constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
+
+// `squares` is the sum of x^2 over the row; again(scale) makes that of (x scale)^2, in the same order.
+template <class Again>
+__device__ RowNorm row_norm(float squares, float inverse_size, float eps, const Again& again) {
+  const float mean = fmaf(squares, inverse_size, eps);
+  RowNorm norm{1, rsqrtf(mean)};
+  const bool usual = mean >= kLeastMean && mean <= 0x1.fffffep127f;
+  if (__any_sync(kAll, !usual)) {
+    norm.scale = usual ? 1 : mean < kLeastMean ? kGrow : kShrink;
+    norm.factor = rsqrtf(fmaf(again(norm.scale), inverse_size, eps * norm.scale * norm.scale));
+  }
+  return norm;
+}
+
+template <int kCount>
+__device__ float squares_of(const float (&x)[kCount]) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum = fmaf(x[i], x[i], sum);
+  return sum;
+}
+
+// The same where each lane has all of its numbers: x becomes x scale.
+template <int kCount, class SumOverRow>
+__device__ RowNorm norm_row(float (&x)[kCount], float squares, float inverse_size, float eps, const SumOverRow& sum) {
+  return row_norm(squares, inverse_size, eps, [&](float scale) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] *= scale;
+    return sum(squares_of(x));
+  });
+}
+
+// act(z) and act'(z). 1 - sigmoid(z) would lose all digits, so the slope is made of e^-|z|.
+struct GateValue {
+  float value, slope;
+};
+__device__ inline float gate_of(int32_t activation, float z) {
+  const float s = sigmoid(z);
+  return activation == KDA_NORM_SILU ? z * s : s;
+}
+__device__ inline GateValue gate_and_slope(int32_t activation, float z) {
+  const float e = __expf(-fabsf(z)), w = __fdividef(1.0f, 1.0f + e), s = z < 0 ? e * w : w, slope = e * w * w;
+  if (activation != KDA_NORM_SILU) return {s, slope};
+  return {z * s, fmaf(z, slope, s)};
+}
+
+}  // namespace kda::cuda
