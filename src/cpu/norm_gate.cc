@@ -272,7 +272,7 @@ void norm_gate_backward(const NormGateBackwardProblem& p) {
   float* sums = present(a.dweight) ? static_cast<float*>(a.exec.workspace) : nullptr;
   const auto rows = KDA_ISA_CALL(norm_gate_backward_rows);
   parallel_for(blocks, threads, [&](int64_t block, int) { rows(p, block, sums ? sums + block * pitch : nullptr); });
-  if (!sums) return;
+  if (!present(a.dweight)) return;
   auto* dweight = static_cast<float*>(a.dweight.data);
   for (int64_t i = 0; i < p.V; ++i) dweight[i] = 0;
   for (int64_t block = 0; block < blocks; ++block)

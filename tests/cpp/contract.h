@@ -5,6 +5,7 @@
 
 #include "conv_calls.h"
 #include "fields.h"
+#include "norm_calls.h"
 #include "speculation_calls.h"
 #include "stage_calls.h"
 
@@ -240,6 +241,28 @@ struct Legal<kda_gate_backward_args> {
   kda_gate_backward_args args;
 };
 
+inline NormCase legal_norm_case() { return {.name = "legal", .B = 2, .T = 3, .HV = 2, .V = 5}; }
+
+template <>
+struct Legal<kda_norm_gate_args> {
+  explicit Legal(const Case& = legal_case()) : in(legal_norm_case()), out(in), args(norm_gate_args(in, out)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&out.y}; }
+  NormInputs in;
+  NormOutputs out;
+  kda_norm_gate_args args;
+};
+
+template <>
+struct Legal<kda_norm_gate_backward_args> {
+  explicit Legal(const Case& = legal_case()) : in(legal_norm_case()), out(in), args(norm_gate_backward_args(in, out)) {}
+  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Tensor*> outputs() { return {&out.dx, &out.dgate, &out.dweight}; }
+  NormInputs in;
+  NormOutputs out;
+  kda_norm_gate_backward_args args;
+};
+
 inline ConvCase legal_conv_case() { return {.name = "legal", .D = 5, .W = 3, .lengths = {2, 0, 5}, .tail = 2}; }
 
 template <>
@@ -319,7 +342,8 @@ using AllArgs =
                    kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
                    kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args, kda_stage_bwd_local_args,
                    kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args, kda_stage_bwd_intra_args,
-                   kda_stage_cumsum_backward_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
+                   kda_stage_cumsum_backward_args, kda_prefill_f32_args, kda_norm_gate_args, kda_norm_gate_backward_args,
+                   kda_conv_args, kda_conv_backward_args>;
 struct OperatorNames {
   template <class Args>
   static std::string GetName(int) {

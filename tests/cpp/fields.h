@@ -161,6 +161,15 @@ inline std::vector<Field> fields(kda_gate_backward_args& a) {
           {"dx", &a.dx, true}, {"dA_log", &a.dA_log, true}, {"d_dt_bias", &a.d_dt_bias, true}};
 }
 
+inline std::vector<Field> fields(kda_norm_gate_args& a) {
+  return {{"x", &a.x}, {"gate", &a.gate}, {"weight", &a.weight}, {"y", &a.y, true}};
+}
+
+inline std::vector<Field> fields(kda_norm_gate_backward_args& a) {
+  return {{"x", &a.x},         {"gate", &a.gate},         {"weight", &a.weight},         {"dy", &a.dy},
+          {"dx", &a.dx, true}, {"dgate", &a.dgate, true}, {"dweight", &a.dweight, true}};
+}
+
 inline std::vector<Field> fields(kda_conv_args& a) {
   return {{"x", &a.x},
           {"weight", &a.weight},

@@ -58,8 +58,8 @@ bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random)
 
 void break_exec(kda_exec& e, Random& random) {
   static const char* const kNames[] = {"reference",        "cpu_chunk", "cpu_recurrent", "cpu_segment", "cpu_verify",
-                                       "cpu_flush_verify", "cpu_flush", "cpu_gate",      "cpu_conv",    "",
-                                       "nobody",           "cpu_"};
+                                       "cpu_flush_verify", "cpu_flush", "cpu_gate",      "cpu_conv",    "cpu_norm_gate",
+                                       "",                 "nobody",    "cpu_"};
   switch (random.below(7)) {
     case 0: e.device = static_cast<int32_t>(random.below(4)) - 1; break;
     case 1: e.device_id = static_cast<int32_t>(random.below(3)) - 1; break;
@@ -81,8 +81,16 @@ void break_options(kda_states& s, Random& random) {
   (random.chance(0.7) ? s.first_valid_slot : s.reserved) = static_cast<int32_t>(random.below(4)) - 1;
 }
 template <class Args>
+void break_norm(Args& a, Random& random) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  constexpr double kEps[] = {0, 1e-5, 3, -1, -0.0, 1e39, kInf, -kInf, std::numeric_limits<double>::quiet_NaN()};
+  if (random.chance(0.5)) a.eps = one_of(kEps, random);
+  else (random.chance(0.7) ? a.activation : a.reserved) = static_cast<int32_t>(random.below(5)) - 1;
+}
+template <class Args>
 void break_options(Args& a, Random& random) {
   if constexpr (requires { a.in; }) return break_options(a.in, random);
+  else if constexpr (requires { a.activation; }) break_norm(a, random);
   else a.gate_form = static_cast<int32_t>(random.below(5)) - 1;
 }
 void break_options(kda_conv_args& a, Random& random) {
@@ -253,6 +261,8 @@ constexpr void (*kOperators[])(Random&) = {
     one_call<kda_prefill_f32_args>,
     one_call<kda_conv_args>,
     one_call<kda_conv_backward_args>,
+    one_call<kda_norm_gate_args>,
+    one_call<kda_norm_gate_backward_args>,
 };
 
 int main_(int argc, char** argv) {

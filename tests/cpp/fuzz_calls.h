@@ -357,6 +357,32 @@ inline void build(kda_gate_backward_args& a, const Sizes& s, Random& random) {
   if (a.dt_bias.ndim && random.chance(0.8)) a.d_dt_bias = arena.take(KDA_F32, {s.HV, s.K}, random);
 }
 
+template <class Args>
+inline void build_norm(Args& a, const Sizes& s, Random& random) {
+  constexpr int64_t kRows[] = {1, 2, 3, 8, 15, 16, 64, 72, 128, 130, 257, 300};
+  constexpr double kEps[] = {1e-5, 1e-6, 1e-2};
+  // Sizes of heads are small elsewhere; here a row may be longer than a piece.
+  const bool few = std::max<int64_t>(s.B, 1) * std::max<int64_t>(s.T, 1) * s.HV <= 20;
+  const int64_t V = few && random.chance(0.5) ? kRows[random.below(std::size(kRows))] : s.V;
+  const std::vector<int64_t> shape{s.B, s.T, s.HV, V};
+  a.x = filled(any_float(random), shape, random, 1);
+  a.activation = static_cast<int32_t>(random.below(3)), a.eps = kEps[random.below(std::size(kEps))];
+  if (a.activation != KDA_NORM_NONE) a.gate = filled(any_float(random), shape, random, 4);
+  if (random.chance(0.7)) a.weight = filled(any_float(random), {V}, random, 1);
+}
+inline void build(kda_norm_gate_args& a, const Sizes& s, Random& random) {
+  build_norm(a, s, random);
+  a.y = arena.take(any_float(random), {a.x.shape, a.x.shape + 4}, random);
+}
+inline void build(kda_norm_gate_backward_args& a, const Sizes& s, Random& random) {
+  build_norm(a, s, random);
+  const std::vector<int64_t> shape{a.x.shape, a.x.shape + 4};
+  a.dy = filled(any_float(random), shape, random, 1);
+  if (random.chance(0.9)) a.dx = arena.take(any_float(random), shape, random);
+  if (a.gate.ndim && random.chance(0.8)) a.dgate = arena.take(any_float(random), shape, random);
+  if (a.weight.ndim && random.chance(0.8)) a.dweight = arena.take(KDA_F32, {shape[3]}, random);
+}
+
 // ---- stages: every tensor by its name ----
 
 inline kda_tensor stage_tensor(const Field& f, const Sizes& s, const kda_inputs& layout, bool f32_inverse,

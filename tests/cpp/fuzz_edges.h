@@ -26,6 +26,10 @@ Role role(const Args& a, const Field& f) {
   if (is({"A_log", "dt_bias"})) return Role::kRawGate;
   if constexpr (requires { a.A_log; })
     if (name == "x") return Role::kRawGate;
+  if constexpr (requires { a.activation; }) {
+    if (name == "x") return Role::kNormalised;
+    if (name == "gate" && a.activation == KDA_NORM_SIGMOID) return Role::kRawGate;
+  }
   if constexpr (requires { a.in; }) {
     if (name == "g") return a.in.gate_form == KDA_GATE_LOG ? Role::kLogGate : Role::kRawGate;
     if (name == "beta" && a.in.beta_form != KDA_BETA_ACTIVATED) return Role::kRawGate;
@@ -193,6 +197,7 @@ int head_dim(const Args& a, const Field& f) {
   };
   if (is({"A_log", "dt_bias", "dA_log", "d_dt_bias", "weight", "bias", "dweight", "dbias"})) return 0;
   if constexpr (requires { a.chunk; }) return 1;
+  if constexpr (requires { a.activation; }) return 2;
   if constexpr (requires { a.weight; }) return is({"x", "y", "dy", "dx"}) ? 2 : 1;
   if (is({"beta", "dbeta"})) return 2;
   if (is({"conv.state", "conv_state"})) return f.t->ndim - 2;

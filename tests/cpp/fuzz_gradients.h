@@ -74,6 +74,29 @@ inline Noise cancelled(const kda_gate_backward_args& a, const std::vector<Field>
   return {{"dA_log", of_A_log}, {"d_dt_bias", of_bias}};
 }
 
+// dx of a norm is what a row's gradient has that is not along the row.
+inline Noise cancelled(const kda_norm_gate_backward_args& a, const std::vector<Field>&, const std::vector<kda_tensor>&,
+                       Arena&) {
+  const int64_t V = a.x.shape[3], size = tensor_size(a.x);
+  std::vector<double> noise(size), dn(V);
+  for (int64_t row = 0; row < size; row += V) {
+    double squares = 0, dot = 0;
+    for (int64_t i = 0; i < V; ++i) squares += get(a.x, row + i) * get(a.x, row + i);
+    const double rho = 1 / std::sqrt(squares / static_cast<double>(V) + a.eps);
+    for (int64_t i = 0; i < V; ++i) {
+      const double z = a.gate.ndim ? get(a.gate, row + i) : 0, s = 1 / (1 + std::exp(-z));
+      const double act = a.activation == KDA_NORM_NONE ? 1 : a.activation == KDA_NORM_SILU ? z * s : s;
+      dn[i] = std::abs(get(a.dy, row + i) * (a.weight.ndim ? get(a.weight, i) : 1) * act);
+      dot += dn[i] * rho * std::abs(get(a.x, row + i)) / static_cast<double>(V);
+    }
+    for (int64_t i = 0; i < V; ++i) {
+      const double of_element = kNudge * rho * (dn[i] + rho * std::abs(get(a.x, row + i)) * dot);
+      noise[row + i] = std::isnan(of_element) ? 0 : of_element;
+    }
+  }
+  return {{"dx", noise}};
+}
+
 // dG of stages, from its own terms.
 template <class Args>
 Noise cancelled(const Args& a, const std::vector<Field>& outputs, const std::vector<kda_tensor>& expected, Arena&) {

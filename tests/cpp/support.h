@@ -111,6 +111,8 @@ KDA_TEST_OPERATOR(stage_bwd_wy_dqkg)
 KDA_TEST_OPERATOR(stage_bwd_intra)
 KDA_TEST_OPERATOR(stage_cumsum_backward)
 KDA_TEST_OPERATOR(prefill_f32)
+KDA_TEST_OPERATOR(norm_gate)
+KDA_TEST_OPERATOR(norm_gate_backward)
 #undef KDA_TEST_OPERATOR
 
 // The operator's name, as kda_implementation knows it.

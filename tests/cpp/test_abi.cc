@@ -234,6 +234,35 @@ TEST(Abi, GateBackwardArgs) {
   EXPECT_FIELD(kda_gate_backward_args, lower_bound, 732);
 }
 
+TEST(Abi, NormGateArgs) {
+  EXPECT_EQ(sizeof(kda_norm_gate_args), 456u);
+  EXPECT_FIELD(kda_norm_gate_args, struct_size, 0);
+  EXPECT_FIELD(kda_norm_gate_args, exec, 8);
+  EXPECT_FIELD(kda_norm_gate_args, x, 56);
+  EXPECT_FIELD(kda_norm_gate_args, gate, 152);
+  EXPECT_FIELD(kda_norm_gate_args, weight, 248);
+  EXPECT_FIELD(kda_norm_gate_args, y, 344);
+  EXPECT_FIELD(kda_norm_gate_args, eps, 440);
+  EXPECT_FIELD(kda_norm_gate_args, activation, 448);
+  EXPECT_FIELD(kda_norm_gate_args, reserved, 452);
+}
+
+TEST(Abi, NormGateBackwardArgs) {
+  EXPECT_EQ(sizeof(kda_norm_gate_backward_args), 744u);
+  EXPECT_FIELD(kda_norm_gate_backward_args, struct_size, 0);
+  EXPECT_FIELD(kda_norm_gate_backward_args, exec, 8);
+  EXPECT_FIELD(kda_norm_gate_backward_args, x, 56);
+  EXPECT_FIELD(kda_norm_gate_backward_args, gate, 152);
+  EXPECT_FIELD(kda_norm_gate_backward_args, weight, 248);
+  EXPECT_FIELD(kda_norm_gate_backward_args, dy, 344);
+  EXPECT_FIELD(kda_norm_gate_backward_args, dx, 440);
+  EXPECT_FIELD(kda_norm_gate_backward_args, dgate, 536);
+  EXPECT_FIELD(kda_norm_gate_backward_args, dweight, 632);
+  EXPECT_FIELD(kda_norm_gate_backward_args, eps, 728);
+  EXPECT_FIELD(kda_norm_gate_backward_args, activation, 736);
+  EXPECT_FIELD(kda_norm_gate_backward_args, reserved, 740);
+}
+
 TEST(Abi, StageCumsumArgs) {
   EXPECT_EQ(sizeof(kda_stage_cumsum_args), 352u);
   EXPECT_FIELD(kda_stage_cumsum_args, struct_size, 0);
@@ -477,6 +506,9 @@ TEST(Abi, Enums) {
   EXPECT_EQ(KDA_BETA_ACTIVATED, 0);
   EXPECT_EQ(KDA_BETA_SIGMOID, 1);
   EXPECT_EQ(KDA_BETA_2SIGMOID, 2);
+  EXPECT_EQ(KDA_NORM_NONE, 0);
+  EXPECT_EQ(KDA_NORM_SIGMOID, 1);
+  EXPECT_EQ(KDA_NORM_SILU, 2);
   EXPECT_EQ(KDA_STATE_V_FIRST, 0);
   EXPECT_EQ(KDA_STATE_K_FIRST, 1);
   EXPECT_EQ(KDA_BATCH_INVARIANT, 1u);
@@ -515,6 +547,8 @@ TEST(Abi, ImplementationNames) {
                          "segment_merge",
                          "gate",
                          "gate_backward",
+                         "norm_gate",
+                         "norm_gate_backward",
                          "conv",
                          "conv_backward",
                          "stage_cumsum",

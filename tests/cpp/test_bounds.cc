@@ -101,6 +101,9 @@ TEST(Sizes, BeyondAllMemoryAreRefused) {
   kda_gate_args gate = KDA_GATE_ARGS_INIT;
   gate.x = gate.g = everywhere(KDA_F32, {0, INT64_MAX, 16}), gate.gate_form = KDA_GATE_LOWER_BOUND;
   refuses_size(gate, "x: expected M HV of at most 2^40");
+  kda_norm_gate_args norm = KDA_NORM_GATE_ARGS_INIT;
+  norm.x = norm.y = everywhere(KDA_F32, {0, INT64_MAX, 2, 16});
+  refuses_size(norm, "x: expected B T HV of at most 2^40");
   kda_conv_args conv = KDA_CONV_ARGS_INIT;
   conv.x = conv.y = everywhere(KDA_F32, {0, INT64_MAX, 16}), conv.weight = everywhere(KDA_F32, {16, 4});
   refuses_size(conv, "x: expected B T D and N D of at most 2^48");
@@ -165,6 +168,12 @@ TEST(NothingToDo, ReturnsAtOnce) {
     gate_backward.x = gate_backward.dg = gate_backward.dx = gate.x;
     gate_backward.gate_form = KDA_GATE_LOWER_BOUND, gate_backward.lower_bound = -5;
     returns_at_once(gate_backward);
+    kda_norm_gate_args norm = KDA_NORM_GATE_ARGS_INIT;
+    norm.x = norm.y = everywhere(KDA_F32, {B, 0, HV, 16});
+    returns_at_once(norm);
+    kda_norm_gate_backward_args norm_backward = KDA_NORM_GATE_BACKWARD_ARGS_INIT;
+    norm_backward.x = norm_backward.dy = norm_backward.dx = norm.x;
+    returns_at_once(norm_backward);
     kda_conv_args conv = KDA_CONV_ARGS_INIT;
     conv.x = conv.y = everywhere(KDA_F32, {B, 0, HV}), conv.weight = everywhere(KDA_F32, {HV, 4});
     returns_at_once(conv);
@@ -239,7 +248,8 @@ using SomeArgs =
     testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
                    kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
                    kda_segment_merge_args, kda_stage_chunk_intra_args, kda_stage_delta_h_args,
-                   kda_stage_bwd_wy_dqkg_args, kda_prefill_f32_args, kda_conv_args, kda_conv_backward_args>;
+                   kda_stage_bwd_wy_dqkg_args, kda_prefill_f32_args, kda_norm_gate_args,
+                   kda_norm_gate_backward_args, kda_conv_args, kda_conv_backward_args>;
 TYPED_TEST_SUITE(Threads, SomeArgs, OperatorNames);
 
 // A call may ask for more threads than the machine could start, which would end the process.

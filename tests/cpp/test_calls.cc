@@ -77,6 +77,8 @@ TEST(Calls, AllocateNothing) {
   expect_no_allocation<kda_stage_bwd_intra_args>();
   expect_no_allocation<kda_stage_cumsum_backward_args>();
   expect_no_allocation<kda_prefill_f32_args>();
+  expect_no_allocation<kda_norm_gate_args>();
+  expect_no_allocation<kda_norm_gate_backward_args>();
   expect_no_allocation<kda_conv_args>();
   expect_no_allocation<kda_conv_backward_args>();
 }
@@ -124,6 +126,8 @@ TEST(Calls, RestoreTheFloatingPointMode) {
       expect_kept(std::make_unique<Legal<kda_stage_delta_h_args>>());
       expect_kept(std::make_unique<Legal<kda_stage_bwd_wy_dqkg_args>>());
       expect_kept(std::make_unique<Legal<kda_prefill_f32_args>>());
+      expect_kept(std::make_unique<Legal<kda_norm_gate_args>>());
+      expect_kept(std::make_unique<Legal<kda_norm_gate_backward_args>>());
       expect_kept(std::make_unique<Legal<kda_conv_args>>());
       expect_kept(std::make_unique<Legal<kda_conv_backward_args>>());
     }

@@ -396,6 +396,11 @@ TEST(Aliasing, OutputOverAnythingElse) {
   refuses_overlap<kda_flush_verify_args>("records.u", "last.u", "records.u", "last.u");
   refuses_overlap<kda_flush_verify_args>("o", "last_parents", "o", "last_parents");
   refuses_overlap<kda_gate_args>("g", "x", "g", "x");
+  refuses_overlap<kda_norm_gate_args>("y", "weight", "y", "weight");
+  refuses_overlap<kda_norm_gate_backward_args>("dx", "x", "dx", "x");
+  refuses_overlap<kda_norm_gate_backward_args>("dx", "dy", "dx", "dy");
+  refuses_overlap<kda_norm_gate_backward_args>("dgate", "gate", "dgate", "gate");
+  refuses_overlap<kda_norm_gate_backward_args>("dweight", "weight", "dweight", "weight");
   refuses_overlap<kda_conv_args>("y", "x", "y", "x");
   refuses_overlap<kda_conv_args>("final_state", "x", "final_state", "x");
   refuses_overlap<kda_conv_backward_args>("dx", "dy", "dx", "dy");

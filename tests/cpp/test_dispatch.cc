@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "norm_calls.h"
 #include "speculation_calls.h"
 
 namespace kda::test {
@@ -34,6 +35,8 @@ struct Dispatch : testing::Test {
         segment(in),
         merge(2, 1, 4, 4, KDA_STATE_V_FIRST),
         gate(in, KDA_F32),
+        norm(find_norm_case("V_7")),
+        norm_out(norm),
         drafts(find_speculation_case("softplus")),
         records(drafts),
         last(drafts),
@@ -51,6 +54,8 @@ struct Dispatch : testing::Test {
     f("flush_verify", flush_verify_args(drafts, drafts, drafts.pool.h, last, records, drafts_o));
     f("gate", gate_args(in, gate));
     f("gate_backward", gate_backward_args(in, gate));
+    f("norm_gate", norm_gate_args(norm, norm_out));
+    f("norm_gate_backward", norm_gate_backward_args(norm, norm_out));
   }
   Bits forward_bits(const char* impl) {
     run(forward_args(in, forward), {.impl = impl});
@@ -65,6 +70,8 @@ struct Dispatch : testing::Test {
   SegmentOutputs segment;
   MergeTensors merge;
   GateTensors gate;
+  NormInputs norm;
+  NormOutputs norm_out;
   Drafts drafts;
   Records records, last;
   Tensor drafts_o;
