@@ -193,7 +193,7 @@ TYPED_TEST(Contract, ForcedButCannot) {
       first + " was forced but float64 runs on `reference` only",
       [&](auto& x) {
         static double memory[4096];  // stands in for a small tensor
-        for (const char* name : {"A_log", "h0", "state", "G", "dAqk", "dG", "bias"})
+        for (const char* name : {"A_log", "h0", "state", "G", "dAqk", "dG", "bias", "gate"})
           for (const Field& f : x.fields())
             if (!std::strcmp(f.name, name)) {
               f.t->dtype = KDA_F64, f.t->data = memory;

@@ -23,6 +23,7 @@ ORACLE = ("test_oracle", "*")
 PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
 CONVOLUTION = ("test_conv", "*")
+NORM = ("test_norm", "*")
 LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
 DRAFTS = ("drafts_5", "ring", "ring_packed", "ring_tree", "tree", "gva_2", "K60_V100", "state_K_first", "state_bf16")
 SPECULATION = ("test_speculation", ":".join(f"All/Speculation.*/{c}" for c in (*DRAFTS, "padded_0", "softplus")))
@@ -86,6 +87,13 @@ CUDA_RECURRENT_BACKWARD = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_backward_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
 )
 CUDA_STAGES = emulated(*(f"StagesOnCuda.EachIsItsOracle/{c}" for c in ("gva_2", "K128_V128", "gates_slow")))
+CUDA_NORM = emulated(
+    *(
+        f"NormOnCuda.IsTheOracle/{c}"
+        for c in ("V_128", "V_300", "one_row", "many_rows", "dtype_2_V_64", "huge", "minute")
+    )
+)
+CUDA_NORM_NAN = (EMULATOR, "NormPromiseOnCuda.NotFiniteStaysInItsRow")
 CUDA_WY_PACKED = emulated("StagesOnCuda.EachIsItsOracle/large_packed")
 CUDA_WY_K_FIRST = emulated("StagesOnCuda.EachIsItsOracle/whole_K_first")
 CUDA_WY_IDENTICAL = emulated("StagesOnCuda.EachIsItsOracle/whole_identical")
@@ -106,6 +114,7 @@ DRAFT_KERNELS = "src/cpu/speculation.cc"
 WINDOWS = "src/speculation.h"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
+NORM_CPU = "src/cpu/norm_gate.cc"
 CONV = "src/cpu/conv.cc"
 CONV_ROWS = "src/convolution.h"
 SPECULATION_RULES = "src/problem_speculation.cc"
@@ -113,9 +122,13 @@ PROBLEM = "src/problem.h"
 REFERENCE = "src/reference/math.h"
 REFERENCE_FORWARD = "src/reference/forward.cc"
 REFERENCE_BACKWARD = "src/reference/backward.cc"
+REFERENCE_NORM = "src/reference/norm_gate.cc"
 REFERENCE_CONV = "src/reference/conv.cc"
 REFERENCE_SEGMENT = "src/reference/segment.cc"
 REFERENCE_DRAFTS = "src/reference/speculation.cc"
+CUDA_NORM_GATE = "src/cuda/norm/norm_gate.cu"
+CUDA_NORM_MATH = "src/cuda/norm/norm.h"
+CUDA_NORM_ROWS = "src/cuda/norm/rows.h"
 CUDA_FORWARD_CHUNK = "src/cuda/prefill/chunk.cu"
 CUDA_PREPARE = "src/cuda/prefill/chunk_prepare.h"
 CUDA_SCAN = "src/cuda/prefill/chunk_scan.h"
@@ -162,6 +175,8 @@ UNITS = {
     STAGES_INL: [STAGES_FORWARD, STAGES_BACKWARD],
     CONV_ROWS: [CONV, RECURRENT, DRAFT_KERNELS],
     REFERENCE: [REFERENCE_FORWARD, REFERENCE_BACKWARD],
+    CUDA_NORM_MATH: [CUDA_NORM_GATE],
+    CUDA_NORM_ROWS: [CUDA_NORM_GATE],
     CUDA_PREPARE: [CUDA_FORWARD_CHUNK],
     CUDA_SCAN: [CUDA_FORWARD_CHUNK],
     CUDA_REVERSE: [CUDA_BACKWARD_CHUNK],
@@ -480,6 +495,39 @@ MUTANTS = [
             "gate: first block of rows not summed",
             "for (int64_t block = 0; block < blocks; ++block) sum",
             "for (int64_t block = 1; block < blocks; ++block) sum",
+        ),
+    ),
+    *mutants(
+        NORM_CPU,
+        NORM,
+        ("norm: dx without the mean", "hn::NegMulAdd(load(g.n + i), mean, load(g.dn + i))", "load(g.dn + i)"),
+        (
+            "norm: first block of rows not summed",
+            "for (int64_t block = 0; block < blocks; ++block)",
+            "for (int64_t block = 1; block < blocks; ++block)",
+        ),
+        (
+            "norm: scale of unusual rows left out",
+            "hn::Mul(hn::Mul(load(x), splat(norm.scale)), splat(norm.factor))",
+            "hn::Mul(load(x), splat(norm.factor))",
+        ),
+        ("norm: eps scaled once", "eps * scale * scale", "eps * scale"),
+        ("norm: long rows keep their last piece", "      if (p.V > kPiece) load_piece(a.x, row, first, n, x);\n", ""),
+        ("norm: sums begin with old workspace", "  if (sums) zero(sums, padded(p.V));\n", ""),
+        (
+            "norm: dz without the weight",
+            "const Vec weighted = hn::Mul(load(g.n + i), load(w + i));",
+            "const Vec weighted = load(g.n + i);",
+        ),
+    ),
+    *mutants(
+        REFERENCE_NORM,
+        NORM,
+        ("oracle: norm with eps that knows no unit", "eps / unit / unit", "eps"),
+        (
+            "oracle: norm's slope of silu without z",
+            "sigmoid(z) + z * sigmoid_slope(z)",
+            "sigmoid(z) + sigmoid_slope(z)",
         ),
     ),
     *mutants(
@@ -1365,5 +1413,55 @@ MUTANTS = [
             "steps = kMostK / kQuarters / 16;",
         ),
         ("cuda mma: drafts that are no ancestors", "if (!kCall.fast && !(ancestors >> i & 1)) continue;", ""),
+    ),
+    *mutants(
+        CUDA_NORM_GATE,
+        CUDA_NORM,
+        ("cuda norm: a row is summed over the whole warp", "x += i < lanes ? other : 0.0f;", "x += other;"),
+        (
+            "cuda norm: rows behind the last are stored",
+            "if (first + j * step + lane / p.lanes < rows) store_chunk",
+            "store_chunk",
+        ),
+        (
+            "cuda norm: the first of a warp's runs is not summed",
+            "for (unsigned i = warp * part; i < end; ++i)",
+            "for (unsigned i = warp * part + 1; i < end; ++i)",
+        ),
+        ("cuda norm: rows side by side are not summed", "dw[i] += other >= p.lanes ? more : 0.0f;", ""),
+        (
+            "cuda norm: sums of warps are read before they are there",
+            "  __syncthreads();  // the sums of all warps are in shared memory\n  for (unsigned i",
+            "  for (unsigned i",
+        ),
+        ("cuda norm: rows of the next run", "    if (row >= end) continue;\n", ""),
+        ("cuda norm: dx without the mean", "fmaf(-n[i], mean, dn[i])", "dn[i]"),
+        ("cuda norm: sums of a run begin with old workspace", "row == begin ? dw[i] : sums", "sums"),
+        (
+            "cuda norm: long rows unscaled",
+            "for (int i = 0; i < kChunkSize; ++i) x[i] *= norm.scale;\n      gate_chunk",
+            "gate_chunk",
+        ),
+    ),
+    *mutants(
+        CUDA_NORM_MATH,
+        CUDA_NORM,
+        ("cuda norm: every row a usual one", "if (__any_sync(kAll, !usual)) {", "if (false) {"),
+        ("cuda norm: slope of silu without its own", "fmaf(z, slope, s)", "s"),
+    ),
+    *mutants(
+        CUDA_NORM_MATH,
+        CUDA_NORM_NAN,
+        ("cuda norm: rows beside NaN are scaled", "usual ? 1 : mean < kLeastMean", "mean < kLeastMean"),
+    ),
+    *mutants(
+        CUDA_NORM_ROWS,
+        CUDA_NORM,
+        ("cuda norm: tokens of the batch before", "token - b * tokens.divisor", "token"),
+        (
+            "cuda norm: numbers behind a row are read",
+            "if (rows.wide && column + kChunkSize <= V)\n    return values_of",
+            "if (rows.wide)\n    return values_of",
+        ),
     ),
 ]

@@ -7,6 +7,8 @@
 //   const RowNorm norm = norm_row(x, sum_over_row(squares_of(x)), 1.0f / V, eps, sum_over_row);   may scale x
 //   y[i] = x[i] * norm.factor * w[i] * gate_of(activation, z[i]).value
 #pragma once
+#include <cuda_runtime.h>
+
 #include "cuda/call/warp.h"
 #include "cuda/gate/activations.h"
 #include "kda/kda.h"

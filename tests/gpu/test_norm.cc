@@ -1,0 +1,190 @@
+// kda_norm_gate and kda_norm_gate_backward on the GPU through the C ABI, against the float64 oracle on the CPU, and
+// what is promised to the bit. Small shapes, every path through the kernels: compute-sanitizer runs them as well.
+#include <cmath>
+#include <limits>
+
+#include "norm_calls.h"
+#include "on_cuda.h"
+
+namespace kda::test {
+namespace {
+
+constexpr char kImpl[] = "cuda_norm_gate";
+
+// The cases of the CPU, and rows in registers in each dtype: enough of them for several blocks, the last of which has
+// rows to spare.
+std::vector<NormCase> cuda_cases() {
+  std::vector<NormCase> all = norm_cases();
+  for (const int32_t dtype : {KDA_F32, KDA_BF16, KDA_F16})
+    for (const int64_t V : {8, 32, 64, 128, 256})
+      all.push_back({.name = "dtype_" + std::to_string(dtype) + "_V_" + std::to_string(V),
+                     .B = 1,
+                     .T = 47,
+                     .HV = 3,
+                     .V = V,
+                     .dtype = dtype,
+                     .gate_dtype = dtype,
+                     .weight_dtype = dtype,
+                     .out_dtype = dtype,
+                     .activation = V == 64 ? KDA_NORM_SILU : KDA_NORM_SIGMOID});
+  for (const int32_t dtype : {KDA_F32, KDA_BF16})  // more than all SMs have in flight
+    all.push_back({.name = "many_" + std::to_string(dtype),
+                   .T = 2500,
+                   .HV = 8,
+                   .V = 64,
+                   .dtype = dtype,
+                   .gate_dtype = dtype,
+                   .out_dtype = dtype});
+  all.push_back({.name = "many_V_20", .T = 2500, .HV = 8, .V = 20});
+  return all;
+}
+
+void run_both(const NormInputs& in, const NormOutputs& out, int64_t shift = 0) {
+  run_on_cuda(norm_gate_args(in, out), kImpl, shift);
+  run_on_cuda(norm_gate_backward_args(in, out), kImpl, shift);
+}
+
+class NormOnCuda : public OnCuda, public testing::WithParamInterface<NormCase> {
+ protected:
+  NormOnCuda() : c(GetParam()), in(c) {}
+  const NormCase c;
+  const NormInputs in;
+};
+
+// At addresses that fit any access, and at others. A row's bits are the same, also where another kernel makes them.
+TEST_P(NormOnCuda, IsTheOracle) {
+  NormOutputs reference(in, true), out(in), again(in), shifted(in);
+  run(norm_gate_args(in, reference), {.impl = "reference"});
+  run(norm_gate_backward_args(in, reference), {.impl = "reference"});
+  run_both(in, out), run_both(in, again), run_both(in, shifted, 1);
+  if (HasFatalFailure()) return;
+  const std::vector<Named> expected = reference.tensors();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (!*expected[i].tensor) continue;
+    const Named got = out.tensors()[i], other = shifted.tensors()[i];
+    for (const Named& n : {got, other}) {
+      EXPECT_TRUE(close(*expected[i].tensor, *n.tensor, norm_budget(c, n))) << n.name;
+      EXPECT_EQ(n.tensor->unwritten(), 0) << n.name;
+      EXPECT_TRUE(n.tensor->margins_intact()) << n.name;
+    }
+    EXPECT_EQ(got.tensor->bits(), again.tensors()[i].tensor->bits()) << got.name;
+    if (std::strcmp(got.name, "dweight")) {
+      EXPECT_EQ(got.tensor->bits(), other.tensor->bits()) << got.name;
+    }
+  }
+}
+
+// Each gradient computed alone has the bits that it has among all of them.
+TEST_P(NormOnCuda, OneGradientAtATime) {
+  NormOutputs all(in);
+  run_on_cuda(norm_gate_backward_args(in, all), kImpl);
+  const std::vector<Named> expected = all.tensors();
+  for (size_t i = 1; i < expected.size(); ++i) {
+    if (!*expected[i].tensor) continue;
+    NormOutputs one(in);
+    const std::vector<Named> got = one.tensors();
+    for (size_t j = 1; j < got.size(); ++j)
+      if (j != i) *got[j].tensor = Tensor();
+    run_on_cuda(norm_gate_backward_args(in, one), kImpl);
+    EXPECT_EQ(got[i].tensor->bits(), expected[i].tensor->bits()) << expected[i].name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, NormOnCuda, testing::ValuesIn(cuda_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+using NormPromiseOnCuda = OnCuda;
+
+// Alone, among others, and from memory with other strides.
+TEST_F(NormPromiseOnCuda, ARowAlone) {
+  for (const char* name : {"V_128", "V_300", "bf16", "huge", "minute"}) {
+    const NormCase c = find_norm_case(name);
+    const NormInputs in(c);
+    NormOutputs out(in);
+    run_both(in, out);
+    for (const int64_t row : {int64_t{0}, int64_t{4}, c.B * c.T * c.HV - 1}) {
+      NormCase one = c;
+      one.B = one.T = one.HV = 1, one.layout = Layout::kPadded;
+      NormInputs alone(one);
+      for (int64_t i = 0; i < c.V; ++i) {
+        alone.x.set(i, in.x.get(row * c.V + i)), alone.dy.set(i, in.dy.get(row * c.V + i));
+        alone.gate.set(i, in.gate.get(row * c.V + i)), alone.weight.set(i, in.weight.get(i));
+      }
+      NormOutputs got(alone);
+      run_both(alone, got);
+      for (const auto& [all, single] : {std::pair{&out.y, &got.y}, {&out.dx, &got.dx}, {&out.dgate, &got.dgate}})
+        for (int64_t i = 0; i < c.V; ++i) ASSERT_EQ(all->get(row * c.V + i), single->get(i)) << name << " " << i;
+    }
+  }
+}
+
+TEST_F(NormPromiseOnCuda, InPlace) {
+  for (const char* name : {"V_128", "V_300", "rows_apart", "silu", "huge_V_300"}) {
+    NormInputs in(find_norm_case(name)), again(in.c);
+    NormOutputs out(in);
+    run_on_cuda(norm_gate_args(in, out), kImpl);
+    kda_norm_gate_args a = norm_gate_args(in, out);
+    a.y = in.x;
+    run_on_cuda(a, kImpl);
+    EXPECT_EQ(in.x.bits(), out.y.bits()) << name;
+    a = norm_gate_args(again, out), a.y = again.gate;
+    run_on_cuda(a, kImpl);
+    EXPECT_EQ(again.gate.bits(), out.y.bits()) << name;
+  }
+}
+
+TEST_F(NormPromiseOnCuda, NotFiniteStaysInItsRow) {
+  for (const char* name : {"V_128", "V_300", "V_64"})
+    for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+      const NormCase c = find_norm_case(name);
+      NormInputs in(c);
+      NormOutputs expected(in), out(in);
+      run_both(in, expected);
+      in.x.set(4 * c.V + 1, bad), in.gate.set(6 * c.V + 2, bad), in.dy.set(8 * c.V, bad);
+      run_both(in, out);
+      for (const auto& [before, after] :
+           {std::pair{&expected.y, &out.y}, {&expected.dx, &out.dx}, {&expected.dgate, &out.dgate}})
+        for (int64_t i = 0; i < before->size(); ++i) {
+          const int64_t row = i / c.V;
+          if (row == 4 || row == 6 || row == 8) continue;
+          ASSERT_EQ(before->get(i), after->get(i)) << name << " " << i;
+        }
+      EXPECT_TRUE(!std::isnan(bad) || std::isnan(out.y.get(4 * c.V)));
+    }
+}
+
+TEST_F(NormPromiseOnCuda, WorkspaceIsChecked) {
+  for (const char* name : {"V_128", "V_300"}) {
+    const NormInputs in(find_norm_case(name));
+    const NormOutputs out(in);
+    expect_workspace_is_checked(norm_gate_backward_args(in, out), kImpl);
+  }
+}
+
+TEST_F(NormPromiseOnCuda, NoRows) {
+  NormCase c = find_norm_case("V_64");
+  c.T = 0;
+  const NormInputs in(c);
+  const NormOutputs out(in);
+  run_both(in, out);
+  for (int64_t i = 0; i < c.V; ++i) EXPECT_EQ(out.dweight.get(i), 0);  // a sum of nothing
+}
+
+// The sum over rows has one order on every GPU: its workspace follows from the number of rows alone.
+TEST_F(NormPromiseOnCuda, WorkspaceOfAnyGpu) {
+  const NormInputs in(find_norm_case("many_rows"));
+  const NormOutputs out(in);
+  uint64_t expected = 0;
+  for (const int32_t SMs : {1, 108, 132}) {
+    ASSERT_EQ(kda_assume_gpu(SMs == 108 ? 80 : 90, SMs), KDA_OK) << kda_last_error();
+    uint64_t bytes = 0;
+    const int32_t status = query(on_device(norm_gate_backward_args(in, out)), &bytes);
+    kda_assume_gpu(0, 0);
+    ASSERT_EQ(status, KDA_OK) << kda_last_error();
+    EXPECT_EQ(bytes, expected ? expected : bytes) << SMs;
+    expected = bytes;
+  }
+}
+
+}  // namespace
+}  // namespace kda::test
