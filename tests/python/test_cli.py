@@ -355,7 +355,7 @@ import sys
 sys.modules["torch"] = None
 from kda.cli import main
 ops = ["forward", "decode", "verify", "flush", "flush_verify", "segment_map", "segment_merge", "conv", "conv_backward",
-       "gate", "gate_backward", "prefill_f32", "stage_chunk_intra", "stage_bwd_intra"]
+       "gate", "gate_backward", "norm_gate", "norm_gate_backward", "prefill_f32", "stage_chunk_intra", "stage_bwd_intra"]
 sys.exit(main(["check", "--op", *ops, "--layout", "V-first", "--gate", "log", "softplus"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -364,6 +364,7 @@ sys.exit(main(["check", "--op", *ops, "--layout", "V-first", "--gate", "log", "s
     assert verdicts["forward", "cpu_chunk", "float32"] == verdicts["decode", "reference", "float16"] == "ok"
     assert verdicts["gate", "cpu_gate", "float16"] == verdicts["conv", "cpu_conv", "float16"] == "ok"
     assert verdicts["forward", "cpu_chunk", "bfloat16"] == "skipped: NumPy has no bfloat16, and torch is not installed"
+    assert verdicts["norm_gate", "cpu_norm_gate", "float32"] == "ok"
     assert verdicts["gate_backward", "cpu_gate", ""] == "skipped: needs torch, which is not installed"
 
 
@@ -412,7 +413,7 @@ def test_explain_computes_nothing(op: str, cli: Callable[..., str]) -> None:
     before = _lib.library()
     drafts = "verify" in op or op == "flush"
     cli("explain", op, *(("--B", "65536", "--T", "16") if drafts else ("--B", "1", "--T", "1048576")), "--H", "1")
-    if not op.startswith("conv"):  # there K and V are channels, and may be any number
+    if not op.startswith(("conv", "norm")):  # there K and V are channels, or V may be larger
         cli("explain", op, "--K", "300", "--V", "300", status=2)
     assert _lib.library() is before, "and the library is itself again"
 

@@ -120,6 +120,15 @@ def _gate(p: Problem, new: Source) -> Callable[[], object]:
     return lambda: kda.fused_kda_gate(x["g"], x["A_log"], x["dt_bias"], x["lower_bound"])
 
 
+def _norm(p: Problem, new: Source) -> Callable[[], object]:
+    """In a given output: the call allocates nothing."""
+    import kda
+
+    x = problems.norm(p, new)
+    out = x.pop("d_y")
+    return lambda: kda.norm_gate(**x, out=out)
+
+
 def _stages(p: Problem, new: Source) -> Callable[[], object]:
     from kda import stages
 
@@ -154,6 +163,10 @@ def _gate_bytes(p: Problem) -> float:
 
 def _conv_bytes(p: Problem) -> float:
     return 2 * p.B * p.T * (2 * p.H * p.K + p.HV * p.V) * BYTES[p.dtype]
+
+
+def _norm_bytes(p: Problem) -> float:
+    return 3 * p.B * p.T * p.HV * p.V * BYTES[p.dtype]
 
 
 _NAIVE = "fla.ops.kda.naive"
@@ -207,6 +220,7 @@ BENCHES = {
     "flush_verify": Bench(_flush_verify, _state_bytes, "GB/s", (Problem(B=256, T=4),), most_tokens=16),
     "conv": Bench(_conv, _conv_bytes, "GB/s", (Problem(H=16),), devices=("cpu", "cuda")),
     "gate": Bench(_gate, _gate_bytes, "GB/s", (Problem(H=32),), devices=("cpu", "cuda")),
+    "norm_gate": Bench(_norm, _norm_bytes, "GB/s", (Problem(H=32, T=8192),), devices=("cpu", "cuda")),
 }
 
 

@@ -127,6 +127,24 @@ def _gate_backward(x: dict[str, Any]) -> dict[str, Any]:
     return {f"d{n}": y for n, y in zip(leaves, torch.autograd.grad(g, list(leaves.values()), x["d_g"]), strict=True)}
 
 
+_NORM = ("x", "gate", "weight")
+
+
+def _norm_gate(x: dict[str, Any]) -> dict[str, Any]:
+    """With each gate, without any, and in a given output."""
+    given = {n: x[n] for n in _NORM}
+    found = {"y": kda.norm_gate(**given), "silu": kda.norm_gate(**given, activation="silu")}
+    return found | {"normalised": kda.norm_gate(x["x"]), "out": kda.norm_gate(**given, out=x["d_y"])}
+
+
+def _norm_gate_backward(x: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    leaves = {n: x[n].requires_grad_() for n in _NORM}
+    y = kda.norm_gate(**leaves, activation="silu")
+    return {f"d{n}": d for n, d in zip(leaves, torch.autograd.grad(y, list(leaves.values()), x["d_y"]), strict=True)}
+
+
 def _prefill_f32(x: dict[str, Any]) -> dict[str, Any]:
     o, w, u = kda.prefill_f32(**x)
     return {"o": o, "w": w, "u": u, "state": x["final_state"]}
@@ -252,6 +270,27 @@ OPERATORS = {
         Problem(),
         checked=(_CHUNKS,),
         gates=GATES[1:],
+        layouts=LAYOUTS[:1],
+        needs_torch=True,
+    ),
+    "norm_gate": Operator(
+        problems.norm,
+        _norm_gate,
+        dict.fromkeys(("y", "silu", "normalised", "out"), 1e-5),
+        Problem(),
+        checked=(_CHUNKS, _ODD),
+        checked_in_bf16=_LARGE_CHUNKS,
+        gates=GATES[:1],
+        layouts=LAYOUTS[:1],
+    ),
+    "norm_gate_backward": Operator(
+        problems.norm,
+        _norm_gate_backward,
+        dict.fromkeys(("dx", "dgate", "dweight"), 1e-5),
+        Problem(),
+        checked=(_CHUNKS, _ODD),
+        checked_in_bf16=_LARGE_CHUNKS,
+        gates=GATES[:1],
         layouts=LAYOUTS[:1],
         needs_torch=True,
     ),

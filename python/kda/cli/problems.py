@@ -202,6 +202,12 @@ def convolution(p: Problem, new: Source) -> dict[str, Any]:
     return x | {"d_final_state": new.normal(p.dtype, p.N, D, 3)} | packed(p, new)
 
 
+def norm(p: Problem, new: Source) -> dict[str, Any]:
+    """Inputs of ``kda.norm_gate``, and the gradient of its result."""
+    x, gate, d_y = (new.normal(p.dtype, p.B, p.T, p.HV, p.V) for _ in range(3))
+    return {"x": x, "gate": gate, "weight": new.normal("float32", p.V), "d_y": d_y}
+
+
 def heads_first(p: Problem, new: Source) -> dict[str, Any]:
     """Inputs of ``kda.prefill_f32``, with the state in place."""
     x = {"q": new.normal("float32", p.B, p.H, p.T, p.K), "k": new.keys("float32", p.B, p.H, p.T, p.K)}
