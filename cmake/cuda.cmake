@@ -70,7 +70,7 @@ function(kda_add_cuda target)
     src/cuda/drafts/recurrent_verify.cu
     src/cuda/drafts/roll.cu
     src/cuda/gate/gate.cu
-    src/cuda/norm/norm_gate.cu
+    src/cuda/norm/gate.cu
     src/cuda/prefill/chunk.cu
     src/cuda/prefill/recurrent.cu
     src/cuda/stages/backward.cu

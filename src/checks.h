@@ -37,8 +37,8 @@ class Tensors {
   // Checks everything but the shape.
   void check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output);
   // Checks that no output shares memory with any other tensor, and no tensor with the workspace. Exceptions, as the
-  // very same view: hT or snapshots may be h0, final_state may be initial_state, and checkpoints any of these. With y_in_place, y may be
-  // x or gate.
+  // very same view: hT or snapshots may be h0, final_state may be initial_state, and checkpoints any of these. With
+  // y_in_place, y may be x or gate.
   void check_aliasing(const kda_exec& exec, bool y_in_place = false) const;
   // Does any output have an element?
   bool write() const;

@@ -52,8 +52,7 @@ NormGateBackwardProblem validate(const kda_norm_gate_backward_args* raw) {
   check_exec(a.exec);
   Tensors tensors;
   NormDims d = check_norm_inputs(a.x, a.gate, a.weight, a.eps, a.activation, a.reserved, tensors);
-  for (const auto& [name, t] :
-       {std::pair{"dy", &a.dy}, {"dx", &a.dx}, {"dgate", &a.dgate}, {"dweight", &a.dweight}})
+  for (const auto& [name, t] : {std::pair{"dy", &a.dy}, {"dx", &a.dx}, {"dgate", &a.dgate}, {"dweight", &a.dweight}})
     check_absent_is_empty(name, *t);
   tensors.check("dy", a.dy, shape_of(a.x), 4, kFloats, false, " like x");
   if (present(a.dx)) tensors.check("dx", a.dx, shape_of(a.x), 4, kFloats, true, " like x");

@@ -227,7 +227,7 @@ template <>
 std::span<const Implementation<NormGateProblem>> implementations() {
   static constexpr Implementation<NormGateProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_norm_gate", nullptr, "src/cuda/norm/norm_gate.cu", "rows over lanes of a warp, for sm_80 and newer",
+    {"cuda_norm_gate", nullptr, "src/cuda/norm/gate.cu", "rows over lanes of a warp, for sm_80 and newer",
      cuda::norm_gate_why_not, no_workspace, cuda::norm_gate, nullptr, cuda::norm_gate_form},
 #endif
     {"cpu_norm_gate", nullptr, "src/cpu/norm_gate.cc", "SIMD and threads", cpu_without_f64, no_workspace,
@@ -242,7 +242,7 @@ template <>
 std::span<const Implementation<NormGateBackwardProblem>> implementations() {
   static constexpr Implementation<NormGateBackwardProblem> table[] = {
 #if KDA_WITH_CUDA
-    {"cuda_norm_gate", nullptr, "src/cuda/norm/norm_gate.cu",
+    {"cuda_norm_gate", nullptr, "src/cuda/norm/gate.cu",
      "rows over lanes of a warp and a two-level reduction, for sm_80 and newer", cuda::norm_gate_why_not,
      cuda::norm_gate_backward_workspace, cuda::norm_gate_backward, nullptr, cuda::norm_gate_form},
 #endif

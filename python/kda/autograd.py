@@ -354,5 +354,6 @@ class NormGateFunction(torch.autograd.Function):
     @staticmethod
     @first_derivatives
     def backward(ctx: Any, kept: Any, dy: Tensor) -> tuple[Any, ...]:
-        grads = run_norm_gate_backward(*kept, dy, ctx.eps, ctx.form, ctx.needs_input_grad[:3])
+        x, gate, weight = kept
+        grads = run_norm_gate_backward(x, gate, weight, dy, ctx.eps, ctx.form, ctx.needs_input_grad[:3])
         return (*grads, None, None, None)

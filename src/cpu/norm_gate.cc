@@ -205,7 +205,8 @@ void backward_rows(const NormGateBackwardProblem& p, int64_t block, float* sums)
   if (sums) zero(sums, padded(p.V));
   for_rows(a.x, p.rows, block, [&](int64_t b, int64_t t, int64_t hv) {
     BackwardRow row{at(a.x, b, t, hv), row_of(a.gate, b, t, hv), at(a.dy, b, t, hv), {}};
-    char *dx = present(a.dx) ? at(a.dx, b, t, hv) : nullptr, *dgate = present(a.dgate) ? at(a.dgate, b, t, hv) : nullptr;
+    char *dx = present(a.dx) ? at(a.dx, b, t, hv) : nullptr,
+         *dgate = present(a.dgate) ? at(a.dgate, b, t, hv) : nullptr;
     row.norm = norm_of(a.x, row.x, p.V, static_cast<float>(a.eps), g.n);
     Vec sum = hn::Zero(kF32);
     for_pieces(p.V, [&](int64_t first, int64_t count) {

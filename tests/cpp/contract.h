@@ -336,14 +336,13 @@ void refuses(const std::string& sentence, const std::function<void(Legal<Args>&)
 
 // ---- every operator, for suites of tests that are typed by it ----
 
-using AllArgs =
-    testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
-                   kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
-                   kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
-                   kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args, kda_stage_bwd_local_args,
-                   kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args, kda_stage_bwd_intra_args,
-                   kda_stage_cumsum_backward_args, kda_prefill_f32_args, kda_norm_gate_args, kda_norm_gate_backward_args,
-                   kda_conv_args, kda_conv_backward_args>;
+using AllArgs = testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
+                               kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
+                               kda_segment_merge_args, kda_stage_cumsum_args, kda_stage_chunk_intra_args,
+                               kda_stage_recompute_w_u_args, kda_stage_delta_h_args, kda_stage_fwd_o_args,
+                               kda_stage_bwd_local_args, kda_stage_bwd_delta_h_args, kda_stage_bwd_wy_dqkg_args,
+                               kda_stage_bwd_intra_args, kda_stage_cumsum_backward_args, kda_prefill_f32_args,
+                               kda_norm_gate_args, kda_norm_gate_backward_args, kda_conv_args, kda_conv_backward_args>;
 struct OperatorNames {
   template <class Args>
   static std::string GetName(int) {

@@ -166,7 +166,7 @@ inline std::vector<Field> fields(kda_norm_gate_args& a) {
 }
 
 inline std::vector<Field> fields(kda_norm_gate_backward_args& a) {
-  return {{"x", &a.x},         {"gate", &a.gate},         {"weight", &a.weight},         {"dy", &a.dy},
+  return {{"x", &a.x},         {"gate", &a.gate},         {"weight", &a.weight},        {"dy", &a.dy},
           {"dx", &a.dx, true}, {"dgate", &a.dgate, true}, {"dweight", &a.dweight, true}};
 }
 

@@ -57,9 +57,10 @@ bool break_tensor(const Field& f, const std::vector<Field>& all, Random& random)
 }
 
 void break_exec(kda_exec& e, Random& random) {
-  static const char* const kNames[] = {"reference",        "cpu_chunk", "cpu_recurrent", "cpu_segment", "cpu_verify",
-                                       "cpu_flush_verify", "cpu_flush", "cpu_gate",      "cpu_conv",    "cpu_norm_gate",
-                                       "",                 "nobody",    "cpu_"};
+  static const char* const kNames[] = {
+      "reference", "cpu_chunk", "cpu_recurrent", "cpu_segment",   "cpu_verify", "cpu_flush_verify",
+      "cpu_flush", "cpu_gate",  "cpu_conv",      "cpu_norm_gate", "",           "nobody",
+      "cpu_"};
   switch (random.below(7)) {
     case 0: e.device = static_cast<int32_t>(random.below(4)) - 1; break;
     case 1: e.device_id = static_cast<int32_t>(random.below(3)) - 1; break;

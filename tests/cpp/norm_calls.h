@@ -55,8 +55,8 @@ inline std::vector<NormCase> norm_cases() {
   add({.name = "mixed_V_300", .V = 300, .dtype = KDA_F16, .gate_dtype = KDA_BF16, .out_dtype = KDA_BF16});
   add({.name = "eps_0", .eps = 0});
   add({.name = "eps_large", .eps = 3});
-  add({.name = "huge", .scale = 1e30});    // x^2 is beyond f32
-  add({.name = "tiny", .scale = 1e-4});    // eps counts
+  add({.name = "huge", .scale = 1e30});               // x^2 is beyond f32
+  add({.name = "tiny", .scale = 1e-4});               // eps counts
   add({.name = "minute", .scale = 1e-28, .eps = 0});  // x^2 is below f32
   add({.name = "huge_V_300", .V = 300, .scale = 1e36});
   add({.name = "minute_V_300", .V = 300, .scale = 1e-28, .eps = 0});
@@ -78,7 +78,8 @@ struct NormInputs {
   explicit NormInputs(const NormCase& c, uint64_t seed = 0) : c(c) {
     const std::vector<int64_t> shape{c.B, c.T, c.HV, c.V};
     Random random(std::hash<std::string>{}(c.name) + seed);
-    const auto filled = [&](int32_t dtype, const std::vector<int64_t>& sizes, Layout layout, double mean, double scale) {
+    const auto filled = [&](int32_t dtype, const std::vector<int64_t>& sizes, Layout layout, double mean,
+                            double scale) {
       Tensor t(dtype, sizes, layout);
       for (int64_t i = 0; i < t.size(); ++i) t.set(i, mean + scale * random.normal());
       return t;

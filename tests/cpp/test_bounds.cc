@@ -244,12 +244,11 @@ TEST(Threads, NoMoreThanThereIsWork) {
 
 template <class Args>
 struct Threads : testing::Test {};
-using SomeArgs =
-    testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
-                   kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
-                   kda_segment_merge_args, kda_stage_chunk_intra_args, kda_stage_delta_h_args,
-                   kda_stage_bwd_wy_dqkg_args, kda_prefill_f32_args, kda_norm_gate_args,
-                   kda_norm_gate_backward_args, kda_conv_args, kda_conv_backward_args>;
+using SomeArgs = testing::Types<kda_forward_args, kda_backward_args, kda_decode_args, kda_verify_args, kda_flush_args,
+                                kda_flush_verify_args, kda_gate_args, kda_gate_backward_args, kda_segment_map_args,
+                                kda_segment_merge_args, kda_stage_chunk_intra_args, kda_stage_delta_h_args,
+                                kda_stage_bwd_wy_dqkg_args, kda_prefill_f32_args, kda_norm_gate_args,
+                                kda_norm_gate_backward_args, kda_conv_args, kda_conv_backward_args>;
 TYPED_TEST_SUITE(Threads, SomeArgs, OperatorNames);
 
 // A call may ask for more threads than the machine could start, which would end the process.

@@ -355,7 +355,8 @@ import sys
 sys.modules["torch"] = None
 from kda.cli import main
 ops = ["forward", "decode", "verify", "flush", "flush_verify", "segment_map", "segment_merge", "conv", "conv_backward",
-       "gate", "gate_backward", "norm_gate", "norm_gate_backward", "prefill_f32", "stage_chunk_intra", "stage_bwd_intra"]
+       "gate", "gate_backward", "norm_gate", "norm_gate_backward", "prefill_f32", "stage_chunk_intra",
+       "stage_bwd_intra"]
 sys.exit(main(["check", "--op", *ops, "--layout", "V-first", "--gate", "log", "softplus"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -71,7 +71,8 @@ __device__ inline void pair_of(int32_t dtype, unsigned raw, float& first, float&
 }
 template <bool kBf16>
 __device__ void values_of(int32_t dtype, const RawChunk& raw, float (&x)[kChunkSize]) {
-  const unsigned words[8] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w, raw.high.x, raw.high.y, raw.high.z, raw.high.w};
+  const unsigned words[8] = {raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
+                             raw.high.x, raw.high.y, raw.high.z, raw.high.w};
   if (!kBf16 && dtype == KDA_F32) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(words[i]);
@@ -84,8 +85,8 @@ template <bool kBf16>
 __device__ void store_chunk(char* row, int32_t dtype, unsigned column, const float (&x)[kChunkSize]) {
   using ptx::pack;
   if (kBf16 || dtype == KDA_BF16) {
-    const uint4 raw{pack<__nv_bfloat16>(x[0], x[1]), pack<__nv_bfloat16>(x[2], x[3]),
-                    pack<__nv_bfloat16>(x[4], x[5]), pack<__nv_bfloat16>(x[6], x[7])};
+    const uint4 raw{pack<__nv_bfloat16>(x[0], x[1]), pack<__nv_bfloat16>(x[2], x[3]), pack<__nv_bfloat16>(x[4], x[5]),
+                    pack<__nv_bfloat16>(x[6], x[7])};
     ptx::store_global(row + column * 2, raw);
   } else if (dtype == KDA_F16) {
     const uint4 raw{pack<__half>(x[0], x[1]), pack<__half>(x[2], x[3]), pack<__half>(x[4], x[5]),

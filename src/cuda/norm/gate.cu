@@ -26,15 +26,15 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;  // of a block, at most
 constexpr int kBlocksOfSM = 8;                     // that run at once
 template <bool kBf16>
 constexpr int kUnroll = kBf16 ? 2 : 1;  // f32 has as many bytes in flight
-constexpr int64_t kMinRun = 32;      // rows of a block of backward: enough to pay for its share of dw
-constexpr int64_t kMaxRuns = 2048;   // what sum_kernel adds
-constexpr int kSumWarps = 32;        // each adds a part of the runs
+constexpr int64_t kMinRun = 32;         // rows of a block of backward: enough to pay for its share of dw
+constexpr int64_t kMaxRuns = 2048;      // what sum_kernel adds
+constexpr int kSumWarps = 32;           // each adds a part of the runs
 
 struct Params {
   RowNumbers numbers;
   Rows x, gate, weight;
-  Rows y;              // forward
-  Rows dy, dx, dgate;  // backward
+  Rows y;                 // forward
+  Rows dy, dx, dgate;     // backward
   float* sums = nullptr;  // [runs][V], or null
   unsigned V, lanes;      // lanes: of a row
   float inverse_size, eps;
@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSM) lanes_kernel(const __gr
   wait_for_stream();
   float w[kChunkSize];
   weights_of(p, column, w);
-  for (unsigned first = (blockIdx.x * warps + threadIdx.x / 32) * together; first < rows; first += kUnroll<kBf16> * step) {
+  for (unsigned first = (blockIdx.x * warps + threadIdx.x / 32) * together; first < rows;
+       first += kUnroll<kBf16> * step) {
     RawChunk raw_x[kUnroll<kBf16>], raw_z[kUnroll<kBf16>];
     RowPlace places[kUnroll<kBf16>];
 #pragma unroll
@@ -295,8 +296,8 @@ __global__ void __launch_bounds__(32) chunks_backward_kernel(const __grid_consta
 }
 
 // Adds the runs: a warp a part of them, for 32 columns, and then the warps in order.
-__global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const float* sums, unsigned runs, unsigned V,
-                                                             float* dweight) {
+__global__ void __launch_bounds__(32 * kSumWarps)
+    sum_kernel(const float* sums, unsigned runs, unsigned V, float* dweight) {
   __shared__ float parts[kSumWarps][32];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
   const unsigned part = (runs + kSumWarps - 1) / kSumWarps, end = min((warp + 1) * part, runs);
