@@ -136,6 +136,24 @@ def _stages(p: Problem, new: Source) -> Callable[[], object]:
     return lambda: stages.bwd_wy_dqkg(**x)
 
 
+def _layer(p: Problem, new: Source) -> Callable[[], object]:
+    import torch
+
+    from .layer import new_layer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = new_layer(p, new.device).eval()
+    cache, x = layer.new_cache(p.B), new.normal(p.dtype, p.B, p.T, p.hidden)
+    return torch.inference_mode()(lambda: layer(x, cache=cache))
+
+
+def _layer_flop(p: Problem) -> float:
+    from .layer import product_flop
+
+    return product_flop(p) + _flop("forward")(p)
+
+
 def _flop(of: str) -> Callable[[Problem], float]:
     """The work for all tokens and value heads, from a function of kda._flops."""
 
@@ -205,6 +223,15 @@ BENCHES = {
         devices=("cpu", "cuda"),  # on CUDA with other cases and beside FLA: stages.py
         only={"gate": "log", "beta": "activated"},
     ),
+    "layer": Bench(
+        _layer,
+        _layer_flop,
+        "GFLOP/s",
+        (Problem(T=512, H=32),),
+        devices=("cpu", "cuda"),  # on CUDA with other cases, decode, training and beside peers: layer.py
+        only={"gate": "softplus", "beta": "sigmoid", "layout": "V-first", "state_dtype": "float32"},
+        needs_torch=True,
+    ),
     "segment_map": Bench(_segment_map, _flop("segment_map"), "GFLOP/s", (Problem(T=4096),)),
     "decode": Bench(
         _decode,
@@ -269,8 +296,8 @@ def run(options: argparse.Namespace) -> int:
     special = [name for name in names if options.device == "cuda" and name in _ON_GPU]
     if options.quick and "prefill" not in special:
         raise ValueError("--quick: expected prefill on cuda with it")
-    if options.rows and not {"prefill", "stages", "training"} & {*special}:
-        raise ValueError("--rows: expected prefill, stages or training on cuda with it")
+    if options.rows and not {"layer", "prefill", "stages", "training"} & {*special}:
+        raise ValueError("--rows: expected layer, prefill, stages or training on cuda with it")
     rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
@@ -502,11 +529,32 @@ def _measure_stages(
             record["stages"] += some
 
 
+def _measure_layer(
+    given: dict[str, list[Any]], record: dict[str, Any], options: argparse.Namespace, notes: list[str]
+) -> None:
+    from . import layer, measure
+
+    cases = layer.sweep(given, _names(options))
+    record["product_gflop_per_s"] = measure.ceilings(options.device)["GFLOP/s"]
+    rates = layer.Rates(record["product_gflop_per_s"], record["stream_gb_per_s"])
+    record["layer"] = []
+    with show.Progress(len(cases), lines=True) as progress:
+
+        def started(case: layer.Case) -> None:
+            progress.label(case.name)
+            progress.step()
+
+        how: dict[str, Any] = {"impl": options.impl, "repeats": options.repeats, "started": started}
+        for some in layer.measured(cases, rates, notes, **how):
+            record["layer"] += some
+
+
 # Operators that are measured in another way on a GPU.
 _ON_GPU = {
     "prefill": _measure_prefill,
     "prefill_f32": _measure_prefill_f32,
     "stages": _measure_stages,
+    "layer": _measure_layer,
     "decode": _measure_serving,
     "training": _measure_training,
 }
@@ -526,6 +574,8 @@ def _print(record: dict[str, Any], notes: list[str]) -> None:
         _print_prefill_f32(record)
     if "stages" in record:
         _print_stages(record)
+    if "layer" in record:
+        _print_layer(record)
     if "training" in record:
         _print_training(record)
     if "serving" in record:
@@ -610,6 +660,16 @@ def _print_stages(record: dict[str, Any]) -> None:
         rows.append(["" if case == last else case, label(r), *found, f"{r[over(FLA)]:.2f}" if r[over(FLA)] else ""])
         last = case
     show.table(["case", "what", "ms", "MB", "of the floor", f"over {FLA}"], rows)
+
+
+def _print_layer(record: dict[str, Any]) -> None:
+    from .layer import table, table_of_parts
+
+    print(f"a large bfloat16 matrix product: {record['product_gflop_per_s'] / 1e3:.0f} TFLOP/s")
+    for columns, cells in (table(record["layer"]), table_of_parts(record["layer"])):
+        if cells:
+            print()
+            show.table(columns, cells)
 
 
 def _print_training(record: dict[str, Any]) -> None:

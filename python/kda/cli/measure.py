@@ -139,6 +139,21 @@ def stream_milliseconds(call: Call, *, repeats: int = 9, flush: bool = False) ->
     return statistics.median(timed(call) for _ in range(repeats))
 
 
+def host_microseconds(call: Call, *, repeats: int = 30, batch: int = 2) -> float:
+    """Median time that the host needs to issue a call on the current CUDA device. A few calls in a row are timed; the
+    device waits for the host, or is behind it by less than its queue holds."""
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        return (time.perf_counter() - start) / batch
+
+    once()
+    return statistics.median(once() for _ in range(repeats)) * 1e6
+
+
 def _timer(flush: bool) -> Callable[[Call], float]:
     """Returns a function that measures the milliseconds of a call on the current stream; ``flush`` empties the L2
     cache first."""

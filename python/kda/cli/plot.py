@@ -1,6 +1,7 @@
 """Draws the chart of ``python -m kda bench --plot``: bars of rates, and the machine's ceilings as lines. Below them,
-for prefill on a GPU: marks for each case, and in float32 bars of times. For stages on a GPU: bars of times. For
-training on a GPU: bars of forward and backward. For decode and rounds of speculation: curves over the batch size."""
+for prefill on a GPU: marks for each case, and in float32 bars of times. For stages on a GPU: bars of times. For the
+layer on a GPU: bars of times, and of the shares that its parts have. For training on a GPU: bars of forward and
+backward. For decode and rounds of speculation: curves over the batch size."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import prefill, prefill_f32, training
+from . import layer, prefill, prefill_f32, training
 from .problems import Problem
 from .serving import about, label
 
@@ -24,6 +25,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     parts["prefill"] = (_marks, 0.24 * len(_gates_of(record)) + 0.5 * len(set(_gates_of(record))) + 1)
     parts["prefill_f32"] = (_prefill_f32, 0.3 * (len(record.get("prefill_f32", [])) + 4))
     parts["stages"] = (_stages, 0.3 * (len(record.get("stages", [])) + 4))
+    parts["layer"] = (_layer, 0.3 * (len(record.get("layer", [])) + 3 * len(_kinds_of_layer(record)) + 8))
     parts["training"] = (_steps, 0.22 * (len(record.get("training", [])) + 5))
     parts["serving"] = (_curves, 2.5 * _lines_of(_panels(record)) + 2)
     parts = {name: part for name, part in parts.items() if record.get(name)}
@@ -103,6 +105,43 @@ def _times(figure: Any, rows: list[dict[str, Any]], labels: list[str]) -> None:
     bars = axis.barh(range(len(rows)), [r["ms"] for r in rows], color=_colors(rows))
     _name(axis, bars, rows, labels)
     axis.set_xlabel("ms")
+
+
+def _kinds_of_layer(record: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["what"] for row in record.get("layer", [])))
+
+
+def _layer(figure: Any, record: dict[str, Any]) -> None:
+    """Draws a panel for prefill, decode and training each, with a bar for each row and the floor as a line in it.
+    Below them, a bar for each row that has parts: their shares of the sum."""
+    rows, kinds = record["layer"], _kinds_of_layer(record)
+    whole = [r for r in rows if r["parts_ms"]]
+    heights = [sum(r["what"] == kind for r in rows) + 2 for kind in kinds] + [len(whole) + 3] * bool(whole)
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, kind in zip(axes, kinds, strict=False):
+        shown = [r for r in rows if r["what"] == kind]
+        bars = axis.barh(range(len(shown)), [r["ms"] for r in shown], color=_colors(shown))
+        _name(axis, bars, shown, [f"{kind} {r['case']}: {layer.label(r)}" for r in shown])
+        ends = [n + end for n in range(len(shown)) for end in (-0.4, 0.4)]
+        floors = [r["floor_ms"] for r in shown]
+        axis.vlines(floors, ends[::2], ends[1::2], color="tab:red")
+    axes[len(kinds) - 1].set_xlabel("ms, and the floor in red")
+    if whole:
+        _shares(axes[-1], whole)
+
+
+def _shares(axis: Any, rows: list[dict[str, Any]]) -> None:
+    totals = [sum(r["parts_ms"].values()) for r in rows]
+    left = [0.0] * len(rows)
+    for part, color in zip(layer.PARTS, COLORS, strict=False):
+        shares = [r["parts_ms"][part] / total for r, total in zip(rows, totals, strict=True)]
+        axis.barh(range(len(rows)), shares, left=left, color=color, label=part)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axis.set_yticks(range(len(rows)), [f"{r['what']} {r['case']}: {layer.label(r)}" for r in rows], fontsize="small")
+    axis.invert_yaxis()
+    axis.set_xlabel("shares of the sum of the parts")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(layer.PARTS), fontsize="x-small")
 
 
 def _steps(figure: Any, record: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import kda
 from kda._arrays import torch
@@ -110,12 +110,15 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = 
     return named(found, names)
 
 
+SomeCase = TypeVar("SomeCase", bound=Case)
+
+
 def named(
-    cases: Sequence[Case], names: Sequence[str], name_of: Callable[[Case], str] = lambda case: case.name
-) -> list[Case]:
+    cases: Sequence[SomeCase], names: Sequence[str], name_of: Callable[[SomeCase], str] = lambda case: case.name
+) -> list[SomeCase]:
     """The cases that one of ``names`` matches, or all if there are none."""
 
-    def called(case: Case, name: str) -> bool:
+    def called(case: SomeCase, name: str) -> bool:
         words = [x.replace(" ", "").lower() for x in (name, name_of(case), name_of(case) + case.gate)]
         return any(fnmatch.fnmatchcase(word, words[0]) for word in words[1:])
 

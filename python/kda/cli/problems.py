@@ -36,6 +36,7 @@ class Problem:
     checkpoint_every: int = 0
     drafts: str = "chain"  # what becomes of the tokens of a step
     layers: int = 0  # in a pass on a GPU; 0: enough to fill the L2 cache many times
+    hidden: int = 2304  # channels of a model, for its whole layer; those of Kimi-Linear
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HV", self.HV or self.H)
@@ -281,7 +282,7 @@ def size_arguments(parser: argparse.ArgumentParser, many: bool = False) -> None:
     sizes = {"B": "rows", "T": "tokens of a row", "H": "query/key heads", "HV": "value heads, as many as H by default"}
     sizes |= {"K": "key size, 1..256", "V": "value size, 1..256"}
     if many:
-        sizes |= {"layers": "of a model whose decode is measured on a GPU"}
+        sizes |= {"layers": "of a model whose decode is measured on a GPU", "hidden": "channels of a model, for layer"}
     words = {"B": ["--batches"], "T": ["--tokens"], "H": ["--heads"]}
     count: dict[str, Any] = {"nargs": "+"} if many else {}
     several: dict[str, Any] = {"type": naturals, "action": _Flat, "metavar": "N"} if many else {"type": natural}
