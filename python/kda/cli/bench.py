@@ -141,7 +141,7 @@ def _layer(p: Problem, new: Source) -> Callable[[], object]:
 
     from .layer import new_layer
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layer = new_layer(p, new.device).eval()
     cache, x = layer.new_cache(p.B), new.normal(p.dtype, p.B, p.T, p.hidden)

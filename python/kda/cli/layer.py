@@ -135,11 +135,11 @@ def new_layer(p: Problem, device: str) -> Any:
 
 
 def new_weights(p: Problem) -> dict[str, Any]:
-    """The weights of all contenders, always the same ones."""
-    with torch.random.fork_rng():
+    """The weights of all contenders, always the same ones on every device."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights: dict[str, Any] = new_layer(p, DEVICE).state_dict()
-    return weights
+        weights = new_layer(p, "cpu").state_dict()
+    return {name: x.to(DEVICE) for name, x in weights.items()}
 
 
 def prepare_kda(case: Case, weights: Mapping[str, Any], inputs: Inputs) -> Calls:

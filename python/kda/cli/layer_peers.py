@@ -18,7 +18,7 @@ from .tuning import compiled_at_once
 if TYPE_CHECKING:
     from .layer import Case
 
-PROMPT = 70  # tokens before the one that decode adds
+PROMPT = 64  # tokens before the one that decode adds: one chunk, as transformers' loop takes gigabytes a chunk
 SLOW_TOKENS = 512  # the longest prompt for operations of torch in a loop
 
 Tensors = Callable[[], Sequence[Any]]
