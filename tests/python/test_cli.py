@@ -118,7 +118,7 @@ def test_info(cli: Callable[..., str]) -> None:
         ),
         (
             "bench attention",
-            "operators: expected some of prefill, training, prefill_f32, stages, segment_map, decode, verify,"
+            "operators: expected some of prefill, training, prefill_f32, stages, layer, segment_map, decode, verify,"
             " flush, flush_verify, conv, gate, got attention",
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),

@@ -297,7 +297,7 @@ def run(options: argparse.Namespace) -> int:
     if options.quick and "prefill" not in special:
         raise ValueError("--quick: expected prefill on cuda with it")
     if options.rows and not {"layer", "prefill", "stages", "training"} & {*special}:
-        raise ValueError("--rows: expected layer, prefill, stages or training on cuda with it")
+        raise ValueError("--rows: expected prefill, stages, layer or training on cuda with it")
     rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
     if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
