@@ -4,8 +4,8 @@ decode and training, the floor under them, where the time goes, and how they com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -136,10 +136,16 @@ def new_layer(p: Problem, device: str) -> Any:
 
 def new_weights(p: Problem) -> dict[str, Any]:
     """The weights of all contenders, always the same ones on every device."""
+    return {name: x.to(DEVICE) for name, x in _weights(replace(p, B=1, T=1)).items()}
+
+
+@lru_cache(1)
+def _weights(p: Problem) -> dict[str, Any]:
+    """Drawing them takes seconds; the cases of a sweep have the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights = new_layer(p, "cpu").state_dict()
-    return {name: x.to(DEVICE) for name, x in weights.items()}
+        weights: dict[str, Any] = new_layer(p, "cpu").state_dict()
+    return weights
 
 
 def prepare_kda(case: Case, weights: Mapping[str, Any], inputs: Inputs) -> Calls:
