@@ -119,7 +119,7 @@ def test_info(cli: Callable[..., str]) -> None:
         (
             "bench attention",
             "operators: expected some of prefill, training, prefill_f32, stages, layer, segment_map, decode, verify,"
-            " flush, flush_verify, conv, gate, got attention",
+            " flush, flush_verify, conv, gate, norm_gate, got attention",
         ),
         ("bench --repeats 0", "argument --repeats: expected a number of at least 1, got '0'"),
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),

@@ -307,7 +307,7 @@ def test_selective_checkpointing(policy: CheckpointPolicy) -> None:
         context_fn=lambda: create_selective_checkpoint_contexts(choose),
     )  # fmt: skip
     got = torch.autograd.grad(o.square().sum(), [x, *layer.parameters()])
-    assert {s for s in seen if "kda" in s} == {"kda.forward.default", "kda.conv.default"}
+    assert {s for s in seen if "kda" in s} == {"kda.forward.default", "kda.conv.default", "kda.norm_gate.default"}
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(expected, got, strict=True))
 
 

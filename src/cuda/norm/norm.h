@@ -10,7 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/call/warp.h"
-#include "cuda/gate/activations.h"
+#include "cuda/ptx/sm80.h"
 #include "kda/kda.h"
 
 namespace kda::cuda {
@@ -27,11 +27,11 @@ constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
 template <class Again>
 __device__ RowNorm row_norm(float squares, float inverse_size, float eps, const Again& again) {
   const float mean = fmaf(squares, inverse_size, eps);
-  RowNorm norm{1, rsqrtf(mean)};
+  RowNorm norm{1, ptx::inverse_root(mean)};
   const bool usual = mean >= kLeastMean && mean <= 0x1.fffffep127f;
   if (__any_sync(kAll, !usual)) {
     norm.scale = usual ? 1 : mean < kLeastMean ? kGrow : kShrink;
-    norm.factor = rsqrtf(fmaf(again(norm.scale), inverse_size, eps * norm.scale * norm.scale));
+    norm.factor = ptx::inverse_root(fmaf(again(norm.scale), inverse_size, eps * norm.scale * norm.scale));
   }
   return norm;
 }
@@ -54,16 +54,19 @@ __device__ RowNorm norm_row(float (&x)[kCount], float squares, float inverse_siz
   });
 }
 
-// act(z) and act'(z). 1 - sigmoid(z) would lose all digits, so the slope is made of e^-|z|.
+// act(z) and act'(z). 1 - sigmoid(z) would lose all digits, so the slope is made of e^-|z|. Subnormals on the way count
+// as 0, which is right to 2^-126 and saves a sixth of the instructions.
+constexpr float kLog2E = 1.44269504f;
 struct GateValue {
   float value, slope;
 };
 __device__ inline float gate_of(int32_t activation, float z) {
-  const float s = sigmoid(z);
+  const float s = ptx::reciprocal(1.0f + ptx::exp2(-kLog2E * z));
   return activation == KDA_NORM_SILU ? z * s : s;
 }
 __device__ inline GateValue gate_and_slope(int32_t activation, float z) {
-  const float e = __expf(-fabsf(z)), w = __fdividef(1.0f, 1.0f + e), s = z < 0 ? e * w : w, slope = e * w * w;
+  const float e = ptx::exp2(-kLog2E * fabsf(z)), w = ptx::reciprocal(1.0f + e), s = z < 0 ? e * w : w,
+              slope = e * w * w;
   if (activation != KDA_NORM_SILU) return {s, slope};
   return {z * s, fmaf(z, slope, s)};
 }
