@@ -65,6 +65,9 @@ CUDA_BACKWARD = emulated(
         for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed")
     )
 )
+CUDA_BACKWARD_UNUSUAL = emulated(
+    *(f"BackwardOnCuda.IsTheOracle/cuda_backward_chunk_{c}" for c in ("edges_softplus", "deep_bound"))
+)
 CUDA_BACKWARD_HOPPER = emulated(
     *(
         f"BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_{c}"
@@ -73,6 +76,7 @@ CUDA_BACKWARD_HOPPER = emulated(
 )
 CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
 CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
+CUDA_DRAFTS_BF16 = emulated("TokensOnCuda.Flush/usual_bf16")
 CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
 CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_bound_33")
 CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_hopper_backward_chunk")
@@ -905,6 +909,11 @@ MUTANTS = [
         ),
     ),
     *mutants(
+        CUDA_PREPARE,
+        CUDA_BACKWARD,
+        ("cuda backward: keys are not mirrored", "if (mirrored) turn(kG), turn(qG);", "if (mirrored) turn(qG);"),
+    ),
+    *mutants(
         CUDA_SCAN,
         CUDA_CHUNK,
         (
@@ -995,6 +1004,16 @@ MUTANTS = [
             "    __syncthreads();  // they are there, in f32\n",
             "",
         ),
+    ),
+    *mutants(
+        CUDA_WIDE,
+        CUDA_BACKWARD_UNUSUAL,
+        (
+            "cuda backward: no gradients of unusual gates",
+            "for (int n = kTiles - 1; n >= 0; --n)",
+            "for (int n = 0; n > 0; --n)",
+        ),
+        ("cuda backward: no launch for unusual gates", "if (unusual_) act(", "if (false) act("),
     ),
     *mutants(
         CUDA_HOPPER_PRODUCER,
@@ -1403,6 +1422,15 @@ MUTANTS = [
         CUDA_DRAFTS,
         ("cuda drafts: entries keep what lay behind K", "= shared[m.alpha + count * kMostK + c] = 0;", "= NAN;"),
         ("cuda drafts: entries undecayed", "*= static_cast<float>(product);", "*= 1.0f;"),
+    ),
+    *mutants(
+        CUDA_FEW_DRAFTS_ENTRIES,
+        CUDA_DRAFTS_BF16,
+        (
+            "cuda drafts: a state in bf16 of the lane beside",
+            "second = threadIdx.x % 2;",
+            "second = threadIdx.x % 2 == 0;",
+        ),
     ),
     *mutants(
         CUDA_MMA,
