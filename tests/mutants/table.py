@@ -76,7 +76,6 @@ CUDA_BACKWARD_HOPPER = emulated(
 )
 CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
 CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
-CUDA_DRAFTS_BF16 = emulated("TokensOnCuda.Flush/usual_bf16")
 CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
 CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_bound_33")
 CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_hopper_backward_chunk")
@@ -1422,15 +1421,6 @@ MUTANTS = [
         CUDA_DRAFTS,
         ("cuda drafts: entries keep what lay behind K", "= shared[m.alpha + count * kMostK + c] = 0;", "= NAN;"),
         ("cuda drafts: entries undecayed", "*= static_cast<float>(product);", "*= 1.0f;"),
-    ),
-    *mutants(
-        CUDA_FEW_DRAFTS_ENTRIES,
-        CUDA_DRAFTS_BF16,
-        (
-            "cuda drafts: a state in bf16 of the lane beside",
-            "second = threadIdx.x % 2;",
-            "second = threadIdx.x % 2 == 0;",
-        ),
     ),
     *mutants(
         CUDA_MMA,
