@@ -66,10 +66,10 @@ struct On {
 };
 void PrintTo(const On& on, std::ostream* out) { *out << on.impl << ", " << on.c.name; }
 
-// The case as the kernels of Hopper take it. Its reverse scan wants the norm inside: three cases are left to the scan
-// for every GPU.
+// The case as the kernels of Hopper take it, K and V aside. Its reverse scan wants the norm inside: three cases are
+// left to the scan for every GPU.
 Case hopper(Case c) {
-  c.K = c.V = 128, c.dtype = c.g_dtype = KDA_BF16;
+  c.dtype = c.g_dtype = KDA_BF16;
   c.qk_l2norm |= c.name != "positive" && c.name != "some_zero" && c.name != "no_h0";
   return c;
 }
@@ -83,7 +83,10 @@ std::vector<Case> long_cases() {
   packed.name = "segments_packed", packed.HV = 1, packed.lengths = {1450, 3, 1500}, packed.tail = 9;
   bounded.name = "segments_bounded", bounded.T = 1024, bounded.HV = 1, bounded.gate_form = KDA_GATE_LOWER_BOUND;
   bounded.gates = Gates::kRaw, bounded.lower_bound = -0.05f, bounded.gate_divisor = 1, bounded.h0 = false;
-  return {slow, k_first, packed, bounded};
+  std::vector<Case> all;
+  for (const Case& c : {slow, k_first, packed, bounded}) all.push_back(wide(c));
+  for (Case c : {slow, packed, bounded}) c.name = "K64_V64_" + c.name, c.K = c.V = 64, all.push_back(c);
+  return all;
 }
 
 // The cases of forward, with enough heads: sums over all channels, such as dbeta and dA_log, may cancel by chance.
@@ -94,13 +97,14 @@ std::vector<On> everywhere() {
     c.name = prefix + c.name;
     if (const int64_t times = (c.A_log ? 16 : 8) / c.HV; times > 1) c.H *= times, c.HV *= times;
     // The gradients of cases left out here are beyond f32, or sums of such.
-    if (c.gates != Gates::kEdges || c.gate_form != KDA_GATE_LOWER_BOUND)
-      all.push_back({kChunked, c}), all.push_back({kHopper, hopper(c)});
+    if (c.gates == Gates::kEdges && c.gate_form == KDA_GATE_LOWER_BOUND) return;
+    all.push_back({kChunked, c}), all.push_back({kHopper, hopper(c)});
   };
   for (const Case& c : chunk_cases()) add(c, "");
   for (Case c : cases()) {  // the cases of the CPU in sizes of tensor cores
     c.K = c.K <= 64 ? 64 : 128, c.V = c.V <= 64 ? 64 : 128;
     add(c, "cpu_");
+    if (c.K + c.V < 256) add(wide(c), "cpu_wide_");
   }
   for (const Case& c : cases()) all.push_back({kRecurrent, c});
   for (const Case& c : long_cases()) all.push_back({kHopper, hopper(c)});
@@ -180,7 +184,7 @@ class BackwardPromiseOnCuda : public OnCuda, public testing::WithParamInterface<
   const char* const impl = GetParam();
   Case sized(Case c) const {
     if (impl == std::string(kChunked)) c.K = c.V = 64;
-    if (impl == std::string(kHopper)) c = hopper(c), c.layout = Layout::kDense;
+    if (impl == std::string(kHopper)) c = wide(hopper(c)), c.layout = Layout::kDense;
     return c;
   }
   Results results(const Inputs& in, uint32_t flags = 0) const {

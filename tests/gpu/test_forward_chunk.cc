@@ -1,4 +1,4 @@
-// kda_forward in chunks on the GPU: K = V = 128 as tensor cores take it, every gate, against the float64 oracle at
+// kda_forward in chunks on the GPU: K and V as tensor cores take them, every gate, against the float64 oracle at
 // math.md's gates, and what is promised to the bit. Every implementation that takes a case runs it.
 #include <cmath>
 
@@ -412,7 +412,8 @@ TEST_F(ForwardChunkChoice, ExplainSaysWhichScores) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ForwardChunkPromise,
-                         testing::Values("bound_heads", "softplus_heads", "bound_f16", "wild", "log_slow"),
+                         testing::Values("bound_heads", "softplus_heads", "bound_f16", "wild", "log_slow",
+                                         "K64_V64_bound_heads", "K64_V64_softplus_heads", "K64_V64_wild"),
                          [](const auto& info) { return std::string(info.param); });
 
 }  // namespace

@@ -87,6 +87,7 @@ WidePlaces wide_places(const BackwardProblem& p, const BackwardPlan& plan) {
   places.g_wide = rows_at(16, {&a.in.g});
   places.fours = rows_aligned(a.dq, 4) && rows_aligned(a.dk, 4) && rows_aligned(a.dg, 4);
   places.gate = plan.sums || present(a.dg);
+  places.each = static_cast<uint32_t>(p.K + p.K / 16);
   places.sums = plan.sums ? reinterpret_cast<float*>(workspace + plan.partial) : nullptr;
   places.scratch = reinterpret_cast<float*>(workspace + plan.scratch);
   return places;

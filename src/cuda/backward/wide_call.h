@@ -18,7 +18,8 @@ struct WidePlaces {
   bool g_wide;     // rows of g at multiples of 16 bytes
   bool fours;      // rows of dq, dk, dg at multiples of four elements
   bool gate;       // dg, dA_log or d_dt_bias is wanted
-  float* sums;     // [chunk][HV][K + K / 16] of d_dt_bias, then dA_log of each warp
+  uint32_t each;   // K + K / 16
+  float* sums;     // [chunk][HV][each] of d_dt_bias, then dA_log of each warp
   float* scratch;  // [block][2][64 / 2][threads][..]: dq and dk of earlier value heads
 };
 // Which chunk a row is. Every sequence has the same number of rows or, packed, all have T / 64 + N together.

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 template <class Gate>
 void launch_wide(const BackwardProblem& p, const BackwardPlan& plan) {
   const kda_backward_args& a = p.args;
-  WideMaps maps;
+  WideMaps maps(p.K);
   maps.q = WideMaps::tokens(plan.q), maps.k = WideMaps::tokens(plan.k), maps.g = WideMaps::tokens(a.in.g);
   maps.d_o = WideMaps::tokens(plan.d_o), maps.v_new = WideMaps::tokens(plan.v_new);
   maps.dv = WideMaps::tokens(plan.plain_dv(a));
@@ -103,7 +103,6 @@ const char* hopper_backward_chunk_why_not(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;
   if (const char* reason = backward_chunk_why_not(p)) return reason;
   if (const char* reason = hopper_why_not(a.exec.device_id)) return reason;
-  if (p.K != kSize || p.V != kSize) return "takes K = V = 128";
   if (a.in.gate_form == KDA_GATE_LOWER_BOUND && a.in.lower_bound < kLeastBound) return "takes bounds of -5 or more";
   if (!fits_copies(a.in.g)) return "takes g in bf16, with rows at multiples of 16 bytes";
   if (!fits_copies(a.dq) || !fits_copies(a.dk) || !fits_copies(a.dg))

@@ -37,9 +37,9 @@ class WideItems {
   }
   __device__ void clear_sums() const {
     if (!call_.places.sums) return;
-    constexpr unsigned kSums = kSize + kWideWarps;
-    float* sums = call_.places.sums + (uint64_t{row_} * static_cast<unsigned>(call_.p.HV) + h_ * group_) * kSums;
-    for (unsigned i = threadIdx.x % 32; i < group_ * kSums; i += 32) sums[i] = 0;
+    const unsigned each = call_.sums();
+    float* sums = call_.places.sums + (uint64_t{row_} * static_cast<unsigned>(call_.p.HV) + h_ * group_) * each;
+    for (unsigned i = threadIdx.x % 32; i < group_ * each; i += 32) sums[i] = 0;
   }
 
   const WideCall& call_;
@@ -80,28 +80,31 @@ class WideProducer {
     ptx::store_shared(to + 12, item.hv), ptx::store_shared(to + 16, item.h), ptx::store_shared(to + 20, item.h_row);
     ptx::store_shared(to + 24, item.row), ptx::store_shared(to + 28, item.first), ptx::store_shared(to + 32, item.last);
     if (!item.rows) return ptx::arrive(bar);
-    ptx::arrive_expecting(bar, sizeof(WideShared::Raw));
-    ask_tile(raw + offsetof(WideShared::Raw, q), kWideHalf, call_.maps.q, item, item.h, bar);
-    ask_tile(raw + offsetof(WideShared::Raw, k), kWideHalf, call_.maps.k, item, item.h, bar);
-    ask_tile(raw + offsetof(WideShared::Raw, g), kWideHalf, call_.maps.g, item, item.hv, bar);
+    const bool both = call_.both_halves();
+    ptx::arrive_expecting(bar, call_.maps.raw_bytes);
+    ask_tile(raw + offsetof(WideShared::Raw, q), kWideHalf, call_.maps.q, item, item.h, bar, both);
+    ask_tile(raw + offsetof(WideShared::Raw, k), kWideHalf, call_.maps.k, item, item.h, bar, both);
+    ask_tile(raw + offsetof(WideShared::Raw, g), kWideHalf, call_.maps.g, item, item.hv, bar, both);
   }
-  // The first products need no states, which come last.
+  // The first products need no states, which come last. Where V is 64, zeros come in place of the other columns.
   __device__ void ask_big(const WideItem& item) const {
     if (!ptx::elect()) return;
     const unsigned bar = at_.base + KDA_AT(values_full), states = at_.base + KDA_AT(states_full);
-    ptx::arrive_expecting(bar, kValuesBytes), ptx::arrive_expecting(states, kStatesBytes);
+    ptx::arrive_expecting(bar, kValuesBytes), ptx::arrive_expecting(states, call_.maps.states_bytes);
     ask_tile(at_.base + KDA_AT(d_o_dv), 2 * kWideHalf, call_.maps.d_o, item, item.hv, bar);
     ask_tile(at_.base + KDA_AT(v_new), kWideHalf, call_.maps.v_new, item, item.hv, bar);
     ask_tile(at_.base + KDA_AT(d_o_dv) + kWideHalf, 2 * kWideHalf, call_.maps.dv, item, item.hv, bar);
     for (unsigned half = 0; half < 2; ++half) {
+      if (half && !call_.both_halves()) break;
       ptx::copy_tile(at_.base + KDA_AT(S) + half * kStateHalf, call_.maps.h, 64 * half, 0, item.hv, item.h_row, states);
       ptx::copy_tile(at_.base + KDA_AT(dS) + half * kStateHalf, call_.maps.dh, 64 * half, 0, item.hv, item.h_row,
                      states);
     }
   }
   __device__ static void ask_tile(unsigned to, unsigned half, const CUtensorMap& map, const WideItem& item,
-                                  unsigned head, unsigned barrier) {
-    for (unsigned i = 0; i < 2; ++i) ptx::copy_tile(to + i * half, map, 64 * i, head, item.t0, item.b, barrier);
+                                  unsigned head, unsigned barrier, bool both = true) {
+    for (unsigned i = 0; i < 2; ++i)
+      if (i == 0 || both) ptx::copy_tile(to + i * half, map, 64 * i, head, item.t0, item.b, barrier);
   }
 
   // Stores dg and, behind the last value head of a q/k head, dq and dk: only then are they complete. Behind a packed
@@ -129,14 +132,16 @@ class WideProducer {
   }
   __device__ void store_tile(const CUtensorMap& map, unsigned n, unsigned head, unsigned from) const {
     const unsigned t0 = KDA_FIELD(at_, n, t0), b = KDA_FIELD(at_, n, b);
-    for (unsigned i = 0; i < 2; ++i) ptx::store_tile(map, 64 * i, head, t0, b, from + i * kWideHalf);
+    for (unsigned i = 0; i < 2; ++i)
+      if (i == 0 || call_.both_halves()) ptx::store_tile(map, 64 * i, head, t0, b, from + i * kWideHalf);
   }
   __device__ void store_rows(const View& to, unsigned n, unsigned rows, unsigned head, unsigned from) const {
     const unsigned t0 = KDA_FIELD(at_, n, t0), b = KDA_FIELD(at_, n, b);
 #pragma unroll 1
     for (unsigned i = threadIdx.x % 32; i < rows * 16; i += 32)
-      *reinterpret_cast<uint4*>(to.at(b, t0 + i / 16, head) + i % 16 * 16) =
-          ptx::load_shared4(from + swizzled(i / 16, i % 16, kWideHalf));
+      if (i % 16 < call_.channels() / 8)
+        *reinterpret_cast<uint4*>(to.at(b, t0 + i / 16, head) + i % 16 * 16) =
+            ptx::load_shared4(from + swizzled(i / 16, i % 16, kWideHalf));
   }
 
   const WideCall& call_;
@@ -176,7 +181,7 @@ class WideNorms {
     }
     __syncwarp();  // they are cleared
   }
-  // Four lanes a token, 32 channels each.
+  // Four lanes a token, 32 channels each; K = 64 leaves nothing to two of them.
   __device__ void write_norms(unsigned n, unsigned row) const {
     float2 factor{1, 1};
     if (call_.x.qk_l2norm) {
@@ -193,6 +198,7 @@ class WideNorms {
     float2 sum{0, 0};
 #pragma unroll 1
     for (unsigned p = 0; p < 4; ++p) {
+      if (lane_ / 8 * 32 >= call_.channels()) break;
       const unsigned from = raw + swizzled(row, lane_ / 8 * 4 + p, kWideHalf);
       const uint4 q = ptx::load_shared4(from + offsetof(WideShared::Raw, q)),
                   k = ptx::load_shared4(from + offsetof(WideShared::Raw, k));
@@ -234,7 +240,7 @@ class WideFactors {
       if (call_.places.dbeta.data) write_dbeta(n);
       at_.wait(KDA_AT(dots_full), n);
 #pragma unroll 1
-      for (unsigned w = 0; w < kWideWarps; ++w) {
+      for (unsigned w = 0; w < call_.warps(); ++w) {
         const float4 x = ptx::load_shared_f32x4(at_.dots(w, lane));
         sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
       }

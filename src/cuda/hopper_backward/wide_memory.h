@@ -94,10 +94,15 @@ struct WidePlace {
 };
 #define KDA_FIELD(place, n, name) (place).field(n, static_cast<unsigned>(offsetof(WideItem, name)))
 
-// The TMA descriptors: boxes of 64 channels of 64 tokens, or of 128 columns of a state.
+// The TMA descriptors: boxes of 64 channels of 64 tokens, or of 128 columns of a state. Where K or V is 64, what lies
+// outside of tensors becomes zeros.
 struct WideMaps {
   CUtensorMap q{}, k{}, g{}, d_o{}, v_new{}, dv{}, h{}, dh{}, dq{}, dk{}, dg{};
+  unsigned raw_bytes, states_bytes;  // of q, k and g, and of S and dS: halves without channels do not come
 
+  explicit WideMaps(int64_t K)
+      : raw_bytes(static_cast<unsigned>(sizeof(WideShared::Raw) * K / kSize)),
+        states_bytes(static_cast<unsigned>(kStatesBytes * K / kSize)) {}
   static CUtensorMap tokens(const kda_tensor& t) {
     return make_map<4>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
                        {.sizes = {size(t, 3), size(t, 2), size(t, 1), size(t, 0)},
@@ -124,6 +129,11 @@ struct WideCall {
   const WidePlaces& places;
   const WideRows& rows;
   const WideMaps& maps;
+  // K; whether both halves of tiles have channels; the multipliers that have some; the sums of an item: see WidePlaces.
+  __device__ unsigned channels() const { return static_cast<unsigned>(x.K); }
+  __device__ bool both_halves() const { return channels() > kSizeHalf; }
+  __device__ unsigned warps() const { return channels() / 16; }
+  __device__ unsigned sums() const { return places.each; }
 };
 
 }  // namespace kda::cuda::sm90

@@ -3,7 +3,7 @@
 // Products with states, and dA and B, are wgmma of a warpgroup (64 channels; one warpgroup makes dA, the other B).
 // Those with states run while gates and operands are made. Products of pairs are mma.sync, whose left operands are
 // the warp's own registers. The loop has no barrier of the block, only mbarriers, and a named barrier where a chunk
-// is short.
+// is short. Where K is 64, the warps of the second warpgroup have no channels: they make B and no more.
 #pragma once
 #include "cuda/hopper_backward/wide_memory.h"
 
@@ -47,14 +47,12 @@ class WideMultiplier {
       : call_(call), at_(at), warp_(__shfl_sync(kAll, threadIdx.x / 32, 0)), gate_(call.x, 0) {}
 
   __device__ void run() {
-    for (n_ = 0;; ++n_) {
-      at_.wait_raw(n_);
-      rows_ = field(offsetof(WideItem, rows));
-      if (!rows_) return;
+    if (warp_ >= call_.warps()) return make_scores_only();
+    for (n_ = 0; take_item(); ++n_) {
       const WideView view{at_.base, at_.raw(n_), at_.norms(n_)};
       take_head();
       multiply();
-      write_scores();
+      write_scores(lane());
       at_.wait_norms(n_);
       make_operands(view);
       finish_products(view);
@@ -78,6 +76,27 @@ class WideMultiplier {
     if (lane() == 0) ptx::arrive(at_.base + barrier);
   }
 
+  // Waits for the n-th item. Returns false if there are no more.
+  __device__ bool take_item() {
+    at_.wait_raw(n_);
+    rows_ = field(offsetof(WideItem, rows));
+    return rows_ > 0;
+  }
+  // All of a warp that K = 64 leaves without channels: its part of B, and what others wait for. When the factors are
+  // there, all scores have been read, which those of the next item will overwrite.
+  __device__ void make_scores_only() {
+    for (n_ = 0; take_item(); ++n_) {
+      start_scores();
+      ptx::wait_for_products<0>();
+      ptx::settle(scores_);
+      arrive(KDA_AT(big_read));
+      write_scores(opaque(lane()));
+      arrive(KDA_AT(dots_full));
+      at_.wait(KDA_AT(factors_full), n_);
+      arrive(KDA_AT(staged));
+    }
+  }
+
   // Takes the gate of the item's value head.
   __device__ void take_head() {
     const Tokens& x = call_.x;
@@ -93,12 +112,14 @@ class WideMultiplier {
     __syncwarp();  // biases are there
   }
 
-  // Computes dA or B, then starts the products with states. rowsum(S dS) is computed meanwhile.
-  __device__ void multiply() {
+  __device__ uint64_t matrix(unsigned member) const {
+    return ptx::matrix_at(at_.base + member, 0, 1024, ptx::Swizzle::k128);
+  }
+  // Starts dA or B.
+  __device__ __forceinline__ void start_scores() {
     at_.wait(KDA_AT(values_full), n_);
     if (rows_ < kChunk) clear_tail();
-    const auto at = [&](unsigned member) { return ptx::matrix_at(at_.base + member, 0, 1024, ptx::Swizzle::k128); };
-    const uint64_t both = at(KDA_AT(d_o_dv)), v_new = at(KDA_AT(v_new));
+    const uint64_t both = matrix(KDA_AT(d_o_dv)), v_new = matrix(KDA_AT(v_new));
     const uint64_t left = ptx::further(both, group() ? kWideHalf : 0);
     ptx::fence_products();
 #pragma unroll
@@ -106,6 +127,11 @@ class WideMultiplier {
       ptx::wgmma_shared<false>(scores_, ptx::further(left, k / 4 * 2 * kWideHalf + k % 4 * 32),
                                ptx::further(v_new, k / 4 * kWideHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
+  }
+  // Computes dA or B, then starts the products with states. rowsum(S dS) is computed meanwhile.
+  __device__ void multiply() {
+    start_scores();
+    const uint64_t both = matrix(KDA_AT(d_o_dv)), v_new = matrix(KDA_AT(v_new));
     at_.wait(KDA_AT(states_full), n_);
     multiply_diagonal();
     ptx::wait_for_products<0>();
@@ -169,20 +195,20 @@ class WideMultiplier {
   }
 
   // Each warp writes 16 rows of dA or B. Nothing reads scores right of the diagonal's blocks.
-  __device__ void write_scores() {
-    const unsigned w4 = warp_ % 4;
+  __device__ void write_scores(unsigned lane) {
+    const unsigned w4 = warp_ % 4, c = lane / 4, j = lane % 4;
     const float scale = group() ? -1.0f : call_.x.scale;
 #pragma unroll
     for (unsigned w = 0; w < 4; ++w)
       if (w == w4) {
-        if (group() && c() / 2 == j()) keep_diagonal(scores_ + 8 * w);
+        if (group() && c / 2 == j) keep_diagonal(scores_ + 8 * w);
 #pragma unroll
         for (unsigned x = 0; x < 2; ++x)
 #pragma unroll
           for (unsigned e = 0; e < 4; ++e)
-            if (8 * x + 2 * j() + e % 2 + group() > 8 * (e / 2) + c()) scores_[8 * w + 4 * x + e] = 0;
+            if (8 * x + 2 * j + e % 2 + group() > 8 * (e / 2) + c) scores_[8 * w + 4 * x + e] = 0;
       }
-    const unsigned i8 = lane() / 8, row = 16 * w4 + i8 % 2 * 8 + lane() % 8;
+    const unsigned i8 = lane / 8, row = 16 * w4 + i8 % 2 * 8 + lane % 8;
     const unsigned to = at_.base + (group() ? KDA_AT(B) : KDA_AT(dA)) + row * kRowBytes;
 #pragma unroll
     for (unsigned o = 0; o < 4; ++o)
@@ -202,8 +228,9 @@ class WideMultiplier {
     ptx::store_shared_f32(to, c() % 2 ? d[1] : d[0]), ptx::store_shared_f32(to + 32, c() % 2 ? d[7] : d[6]);
   }
 
+  // Its address is computed again: there is no register to keep it.
   __device__ float bias(int hh) const {
-    return ptx::load_shared_f32(at_.base + KDA_AT(bias) + (16 * warp_ + c() + 8 * hh) * 4);
+    return ptx::load_shared_f32(at_.base + KDA_AT(bias) + (16 * warp_ + opaque(lane()) / 4 + 8 * hh) * 4);
   }
   __device__ void make_operands(const WideView& view) {
     unsigned raw[kTiles / 2][4];
@@ -254,14 +281,14 @@ class WideMultiplier {
     });
     if (!call_.places.sums) return;
     const uint64_t item = uint64_t{field(offsetof(WideItem, row))} * static_cast<unsigned>(call_.p.HV) + head_;
-    float* sums = call_.places.sums + item * (kSize + kWideWarps);
+    float* sums = call_.places.sums + item * call_.sums();
 #pragma unroll
     for (int hh = 0; hh < 2; ++hh) {
       of_bias[hh] += __shfl_xor_sync(kAll, of_bias[hh], 1), of_bias[hh] += __shfl_xor_sync(kAll, of_bias[hh], 2);
       if (j() == 0) sums[16 * warp_ + c() + 8 * hh] = of_bias[hh];
     }
     of_A = sum_over<32>(of_A);
-    if (lane() == 0) sums[kSize + warp_] = of_A;
+    if (lane() == 0) sums[call_.channels() + warp_] = of_A;
   }
 
   // Adds dq and dk of several value heads: first + second + ..

@@ -23,7 +23,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
   __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:
-  using Base::column, Base::place;
+  using Base::column, Base::has_columns, Base::place;
   using Base::load_values, Base::clear_values, Base::keep_within, Base::sends_U, Base::stage_U;
   using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
@@ -41,7 +41,8 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
     // What a forward for training keeps is stored within the inner loop; other states are rare.
     const bool eights = kTraining && Base::befores_have_room(first, end) && Base::befores_in_eights();
     char* before = eights ? Base::before_at(first) : nullptr;
-    const bool keeps = call_.states.kept[kCheckpoint].data || (kTraining && call_.states.kept[kBefore].data && !eights);
+    const bool keeps = has_columns() && (call_.states.kept[kCheckpoint].data ||
+                                         (kTraining && call_.states.kept[kBefore].data && !eights));
     unsigned out[2][4];      // outputs of the chunk before
     unsigned kept = number;  // the first chunk whose v is not released, because U may not have left
     const unsigned begin =
@@ -209,6 +210,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
 
   // Stores U element by element.
   __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
+    if (!has_columns()) return;
     const Place at = place();
     const unsigned row = t + lane_ % 4 * 2, size = size_of(call_.v_new.dtype);
     char* const to = call_.v_new.at(at.b, at.t0 + row, at.hv) + column(0) * size;

@@ -18,6 +18,10 @@ class ConsumerThread {
 
   // The warp's first column; where v is in a stage.
   __device__ unsigned first_column() const { return warp_ * 16; }
+  // Are the warpgroup's columns in the state? (V = 64 leaves all 64 of them out in one of the CTAs.) Are the channels
+  // in position(j)? In each order of channels, those below 64 have the first eight positions.
+  __device__ bool has_columns() const { return first_column() < static_cast<unsigned>(call_.p.V); }
+  __device__ bool has_channels(int j) const { return j < 8 || call_.p.K > kSizeHalf; }
   __device__ static unsigned values(unsigned stage) { return stage + Stage::v; }
   // The thread has columns first_column() + lane_ / 4 (i = 0) and 8 more (i = 1), and in each of them the channels in
   // two places of a stage, position(j) and one more, for each j. (Which channels these are: StateIo::channel().)

@@ -17,7 +17,7 @@ struct HeadGate {
   float bias[4] = {}, log = 0;
   __device__ void load(const Tokens& x, unsigned hv, unsigned lane) {
     if (x.A_log) log = *reinterpret_cast<const float*>(x.A_log + hv * 4);
-    if (!x.bias) return;
+    if (!x.bias || lane * 4 >= static_cast<unsigned>(x.K)) return;  // others stay 0
 #pragma unroll
     for (int e = 0; e < 4; ++e) bias[e] = reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[lane * 4 + e];
   }

@@ -13,6 +13,7 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
  public:
   // Stores zeros as outputs of tokens that belong to no state.
   __device__ void zero_outputs(const Item& item, const Sequence& s, int64_t first, int64_t end) const {
+    if (!has_columns()) return;
     const View& o = call_.x.o;
     const unsigned v = first_column() + lane_ % 16;
     for (int64_t t = s.t0 + first + lane_ / 16; t < s.t0 + end; t += 2)
@@ -22,8 +23,8 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
 
  protected:
   using Base::Base;
-  using Base::kBarrier, Base::first_column, Base::place, Base::place_at, Base::lane_, Base::warp_, Base::ring_,
-      Base::call_, Base::kWarps, Base::unit_, Base::values;
+  using Base::kBarrier, Base::first_column, Base::has_columns, Base::place, Base::place_at, Base::lane_, Base::warp_,
+      Base::ring_, Base::call_, Base::kWarps, Base::unit_, Base::values;
   static constexpr bool kKeepsU = kTraining && !kReversed;
   using typename Base::Place;
 
@@ -80,6 +81,7 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
     __syncwarp();                                                             // outputs are there
     const Place at = place();
     const unsigned piece = lane_ % 2;
+    if (!has_columns()) count = 0;
 #pragma unroll 1
     for (unsigned row = lane_ / 2; row < count; row += 16) {
       const unsigned token = at.t0 + t + row, bytes = first_column() * sizeof(T) + piece * 16;

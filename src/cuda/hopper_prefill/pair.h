@@ -66,8 +66,9 @@ class PairSource {
   __device__ void plan_work(const Call& call, const WorkItem& now, unsigned first, unsigned end) {
     PlannedItem::at(works_++) = {n_, hv_, b_, t0_, first, end, slot_, true, initial_, now.takes, now.gives};
     const TypedView& h0 = call.states.h0;
-    if (!initial_ || now.takes || h0.stride2 != kSize * size_of(h0.dtype)) return;
-    const unsigned bytes = kSize / 2 * h0.stride2;  // each CTA asks for a half
+    const auto K = static_cast<unsigned>(call.p.K), V = static_cast<unsigned>(call.p.V);
+    if (!initial_ || now.takes || h0.stride2 != K * size_of(h0.dtype)) return;
+    const unsigned bytes = V / 2 * h0.stride2;  // each CTA asks for a half
     prefetch(h0.at(slot_, hv_, 0) + ptx::rank() * bytes, bytes);
   }
 
@@ -92,6 +93,7 @@ class PairConsumer : public Base {
   __device__ __forceinline__ void run() {
     unsigned number = 0, i = 0;  // of the stage, of the work item
     if (lane_ == 0) Base::open();
+    if (!Base::has_columns()) return leave_out();
     const bool by_stages = call_.state_tiles->used;
     float first[64];  // state of a work item: comes while that of the one before is stored
     const auto come = [&](unsigned i) {
@@ -119,6 +121,18 @@ class PairConsumer : public Base {
   }
 
  private:
+  // Releases the stages of all work items, in the CTA that V = 64 leaves without columns.
+  __device__ void leave_out() const {
+    for (unsigned i = 0, number = 0; PlannedItem::at(i).exists; ++i) {
+      const PlannedItem& work = PlannedItem::at(i);
+      const unsigned end = number + call_.state_tiles->used + (work.end - work.first + kRows - 1) / kRows;
+      for (; number < end; ++number) {
+        ring_.wait_full(number);
+        __syncwarp();  // all lanes know that it is full
+        if (lane_ == 0) Base::release(number);
+      }
+    }
+  }
   // Does what has no chunks: padding, empty sequences, and rows behind the last sequence.
   __device__ void finish(bool others) {
     const ForwardProblem& p = call_.p;

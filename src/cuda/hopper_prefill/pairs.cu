@@ -45,7 +45,7 @@ const char* hopper_prefill_pairs_why_not(const ForwardProblem& p) {
   const kda_inputs& in = a.in;
   if (const char* reason = device_why_not(a.exec)) return reason;
   if (const char* reason = hopper_why_not(a.exec.device_id)) return reason;
-  if (p.K != kSize || p.V != kSize) return "takes K = V = 128";
+  if ((p.K != kSizeHalf && p.K != kSize) || (p.V != kSizeHalf && p.V != kSize)) return "takes K and V of 64 or 128";
   if (in.q.dtype == KDA_F32 || in.q.dtype == KDA_F64) return "takes bf16 and f16 for q, k and v";
   if (a.o.dtype != in.q.dtype) return "writes o in the dtype of q";
   if (in.g.dtype != in.q.dtype && in.g.dtype != KDA_F32) return "takes g in f32 or the dtype of q";

@@ -142,9 +142,10 @@ class Producer {
   // Fetches an f32 gate to where decays will be. Each lane fetches what it will read.
   __device__ void fetch_wide_gate(const Plan& p) const {
     const View& g = call_.x.g;
+    const unsigned rows = at_.lane * 4 < static_cast<unsigned>(call_.x.K) ? p.fine : 0;  // others become zeros
 #pragma unroll 1
     for (unsigned i = 0; i < 8; ++i) {
-      const unsigned row = 8 * at_.warp + i, bytes = row < p.fine ? 8 : 0, to = at_.address + at_.own(i);
+      const unsigned row = 8 * at_.warp + i, bytes = row < rows ? 8 : 0, to = at_.address + at_.own(i);
       const char* from = g.at(p.b, p.token + row, p.hv) + at_.lane * 16;
       ptx::copy8(to + Scratch::columns, from, bytes), ptx::copy8(to + Scratch::wide, from + 8, bytes);
     }

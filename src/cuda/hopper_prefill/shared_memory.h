@@ -10,8 +10,11 @@
 
 namespace kda::cuda::sm90 {
 
-constexpr unsigned kRows = 32;   // tokens of a chunk in these kernels; two make a chunk of the interface
-constexpr unsigned kSize = 128;  // K and V
+constexpr unsigned kRows = 32;  // tokens of a chunk in these kernels; two make a chunk of the interface
+// Channels and value columns in these kernels. K and V are this or half of it. Behind a half are zeros: TMA fills them
+// in where tensors end. Products with them change nothing, and nothing of them is loaded or stored otherwise.
+constexpr unsigned kSize = 128;
+constexpr unsigned kSizeHalf = kSize / 2;
 static_assert(kChunk % kRows == 0, "states are kept between chunks");
 
 constexpr unsigned kGroup = 128;    // threads of a warpgroup

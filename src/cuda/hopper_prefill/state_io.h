@@ -34,8 +34,9 @@ class StateIo : public ConsumerThread {
     const Address at(t, call_.p.args.in.state_layout, row, hv);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
+      if (has_channels(j))
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
+        for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
   }
   // Do groups of so many channels lie side by side, at multiples of the group's size?
   __device__ bool in_groups(const TypedView& t, unsigned channels) const {
@@ -50,14 +51,15 @@ class StateIo : public ConsumerThread {
     char* const columns[2] = {first + column(0) * uint64_t{t.stride2}, first + column(1) * uint64_t{t.stride2}};
 #pragma unroll
     for (int j = 0; j < 16; ++j)
+      if (has_channels(j))
 #pragma unroll
-      for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + kOrder.offset(j) * 4));
+        for (int i = 0; i < 2; ++i) f(4 * j + 2 * i, reinterpret_cast<float2*>(columns[i] + kOrder.offset(j) * 4));
   }
   // Loads the thread's elements of a sequence's first state.
   __device__ void fetch(const Sequence& s, unsigned hv, float (&state)[64]) const {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i] = 0;
-    if (!s.initial) return;
+    if (!s.initial || !has_columns()) return;
     const TypedView& h0 = call_.states.h0;
     const auto row = static_cast<unsigned>(s.slot);
     if (h0.dtype == KDA_F32 && in_groups(h0, 2))
@@ -108,12 +110,13 @@ class StateIo : public ConsumerThread {
   }
   // Is there room for the states before tokens first .. end - 1? (With garbage in cu_seqlens there may be none.)
   __device__ bool befores_have_room(unsigned first, unsigned end) const {
-    return call_.states.kept[kBefore].data && end > first && row_before(first) >= 0 && row_before(end - 1) >= 0;
+    return call_.states.kept[kBefore].data && has_columns() && end > first && row_before(first) >= 0 &&
+           row_before(end - 1) >= 0;
   }
   // Is that all of them, in dense bf16, V-first, so that the inner loop can store them?
   __device__ bool befores_in_eights() const {
     const TypedView& to = call_.states.kept[kBefore];
-    return to.dtype == KDA_BF16 && in_groups(to, 8) && to.stride2 == kColumnBytes && call_.p.args.h_every == 1;
+    return to.dtype == KDA_BF16 && in_groups(to, 8) && to.stride2 == column_bytes() && call_.p.args.h_every == 1;
   }
   // Where the thread's part of the state before token t begins.
   __device__ char* before_at(unsigned t) const {
@@ -127,7 +130,7 @@ class StateIo : public ConsumerThread {
   // docs/experiments/cuda_backward.md.)
   template <bool kUnits>
   __device__ __forceinline__ void store_before(char* to) const {
-    store_runs<kUnits>(to, 8 * kColumnBytes);
+    store_runs<kUnits>(to, 8 * column_bytes());
   }
   // Stores a state in bf16, a run of channels an access. behind: bytes from the first of the thread's columns to the
   // other one.
@@ -138,13 +141,14 @@ class StateIo : public ConsumerThread {
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 16; j += kRun) {
+        if (!has_channels(j)) continue;
         alignas(sizeof(Run)) unsigned x[kRun];
 #pragma unroll
         for (int m = 0; m < kRun; ++m) x[m] = pack_two<kUnits>(i, j + m);
         *reinterpret_cast<Run*>(to + i * behind + 16 * j) = reinterpret_cast<const Run&>(x);
       }
   }
-  static constexpr unsigned kColumnBytes = kSize * 2;  // of a dense state in bf16
+  __device__ unsigned column_bytes() const { return static_cast<unsigned>(call_.p.K) * 2; }  // of a dense state in bf16
   // Packs what the thread has of its column i in position j, as bf16; kUnits: times the unit.
   template <bool kUnits = true>
   __device__ __forceinline__ unsigned pack_two(int i, int j) const {
@@ -153,6 +157,7 @@ class StateIo : public ConsumerThread {
     return ptx::pack<__nv_bfloat16>(two[0] * unit, two[1] * unit);
   }
   __device__ void store_state(const TypedView& to, unsigned row, unsigned hv) const {
+    if (!has_columns()) return;
     const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
     if (to.dtype == KDA_BF16 && in_groups(to, 8)) store_eights(to, row, hv);
     else if (to.dtype == KDA_BF16)
@@ -182,6 +187,7 @@ class StateIo : public ConsumerThread {
       char* const own = to.at(row, hv, column(i)) + q * 16;
 #pragma unroll
       for (int j = 0; j < 16; j += 4) {
+        if (!has_channels(j)) continue;
         unsigned x[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) x[m] = pack_two(i, j + m);

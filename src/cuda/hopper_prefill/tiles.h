@@ -63,7 +63,7 @@ struct Tiles {
     maps[kOutput] = map(p.args.o);
   }
 
-  // [B, T, heads, 128] of 16-bit numbers.
+  // [B, T, heads, 64 or 128] of 16-bit numbers.
   static CUtensorMap map(const kda_tensor& t) {
     const auto size = [&](int i) { return static_cast<cuuint64_t>(t.shape[i]); };
     return make_map<4>(t.dtype == KDA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
@@ -141,18 +141,18 @@ struct StateTiles {
 
   static bool fits(const ForwardProblem& p, const kda_tensor& t) {
     if (!present(t)) return true;
-    return t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= kSize &&
+    return t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= p.K &&
            t.shape[0] <= INT32_MAX && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && takes_strides(t, 3);
   }
   // [slots, HV, V, K]
   static CUtensorMap map(const kda_tensor& t) {
+    const auto size = [&](int i) { return static_cast<cuuint64_t>(t.shape[i]); };
     const cuuint64_t column = map_stride(t, 2);
-    return make_map<5>(
-        CU_TENSOR_MAP_DATA_TYPE_FLOAT32, t.data,
-        {.sizes = {kSize, kSize / 8, 8, static_cast<cuuint64_t>(t.shape[1]), static_cast<cuuint64_t>(t.shape[0])},
-         .strides = {8 * column, column, map_stride(t, 1), map_stride(t, 0)},
-         .box = {kChannels, kColumns / 8, 8, 1, 1}},
-        CU_TENSOR_MAP_SWIZZLE_128B);
+    return make_map<5>(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, t.data,
+                       {.sizes = {size(3), size(2) / 8, 8, size(1), size(0)},
+                        .strides = {8 * column, column, map_stride(t, 1), map_stride(t, 0)},
+                        .box = {kChannels, kColumns / 8, 8, 1, 1}},
+                       CU_TENSOR_MAP_SWIZZLE_128B);
   }
 };
 // Checks the places of a warp's accumulators, eight bytes a lane: is further() right, and do those of 16 lanes, which
