@@ -81,6 +81,16 @@ CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_hopper_backward_
 CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_hopper_backward_chunk")
 CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_hopper_backward_chunk")
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
+CUDA_FORWARD_NARROW = emulated(
+    *(f"ForwardChunkOnCuda.IsTheOracle/K64_V64_{c}" for c in ("bound_33", "softplus_17", "bound_short_packed"))
+)
+CUDA_BACKWARD_NARROW = emulated(
+    *(
+        f"BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_K64_V64_{c}"
+        for c in ("bound_33", "softplus_17", "bound_short_packed")
+    )
+)
+CUDA_SEGMENTS_NARROW = emulated(*(f"ForwardChunkOnCuda.IsTheOracle/K64_V64_log_{c}_long" for c in ("none", "slow")))
 CUDA_FORWARD_PACKED = emulated("ForwardChunkPromise.CompanyChangesNoBit/bound_heads")
 CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_hopper_backward_chunk")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
@@ -159,6 +169,8 @@ CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
 CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
 CUDA_HOPPER_OUTPUTS = "src/cuda/hopper_prefill/outputs.h"
 CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
+CUDA_HOPPER_THREAD = "src/cuda/hopper_prefill/consumer_thread.h"
+CUDA_HOPPER_TILES = "src/cuda/hopper_prefill/tiles.h"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/hopper_backward/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/hopper_backward/wide_helpers.h"
 CUDA_STAGE_TILES = "src/cuda/stages/tiles.h"
@@ -195,10 +207,12 @@ UNITS = {
     CUDA_HOPPER_MULTIPLIER: [CUDA_HOPPER_BACKWARD],
     CUDA_HOPPER_HELPERS: [CUDA_HOPPER_BACKWARD],
     CUDA_HOPPER_REVERSE_CONSUMER: [CUDA_HOPPER_REVERSE],
-    CUDA_HOPPER_PAIR: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_PAIR: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_THREAD: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_TILES: [CUDA_HOPPER_FORWARD],
     CUDA_STAGE_TILES: [CUDA_STAGE_FWD_O],
     CUDA_STAGE_BACKWARD_CALL: [CUDA_STAGE_BACKWARD],
     CUDA_HOPPER_WY_CHUNK: [CUDA_HOPPER_WY],
@@ -1228,6 +1242,89 @@ MUTANTS = [
             "Hopper's reverse scan: spans of shared heads count from the beginning",
             "const TokenRange tokens(now, length_, kReversed);",
             "const TokenRange tokens(now, length_, false);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_THREAD,
+        CUDA_FORWARD_NARROW,
+        (
+            "Hopper's forward, V = 64: states are stored beside their columns",
+            "return first_column() < static_cast<unsigned>(call_.p.V);",
+            "return true;",
+        ),
+        (
+            "Hopper's forward, K = 64: states are stored beside their channels",
+            "return j < 8 || call_.p.K > kSizeHalf;",
+            "return true;",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_TILES,
+        CUDA_FORWARD_NARROW,
+        (
+            "Hopper's forward, K = 64: a column's state ends where the next one's does",
+            "{.sizes = {size(3), size(2) / 8,",
+            "{.sizes = {kSize, size(2) / 8,",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_FORWARD_NARROW,
+        (
+            "Hopper's forward, V = 64: the CTA without columns keeps first states",
+            "number + call_.state_tiles->used + (work.end",
+            "number + (work.end",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MAPS,
+        CUDA_SEGMENTS_NARROW,
+        (
+            "segments, V = 64: M begins from columns of the other half",
+            "Base::column(i / 2 % 2) + first ==",
+            "Base::column(i / 2 % 2) ==",
+        ),
+        (
+            "segments, V = 64: warps that leave chunks out release the last ones, too",
+            "leave_out(chunks() - kHeld)",
+            "leave_out(chunks())",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_BACKWARD_NARROW,
+        (
+            "Hopper's reverse scan, K = 64: columns of dh lie as with K = 128",
+            "return static_cast<unsigned>(call_.p.K) * 2;",
+            "return kSize * 2;",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_HELPERS,
+        CUDA_BACKWARD_NARROW,
+        (
+            "Hopper's backward, K = 64: dots of warps without channels count",
+            "w < call_.warps()",
+            "w < kWideWarps",
+        ),
+        (
+            "Hopper's backward, K = 64: rows of gradients are twice as long",
+            "if (i % 16 < call_.channels() / 8)",
+            "if (true)",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MULTIPLIER,
+        CUDA_BACKWARD_NARROW,
+        (
+            "Hopper's backward, K = 64: B is overwritten while warps with channels read it",
+            "      arrive(KDA_AT(dots_full));\n      at_.wait(KDA_AT(factors_full), n_);\n",
+            "      arrive(KDA_AT(dots_full));\n",
+        ),
+        (
+            "Hopper's backward, K = 64: parts of dA_log lie as with K = 128",
+            "sums[call_.channels() + warp_]",
+            "sums[kSize + warp_]",
         ),
     ),
     *mutants(
