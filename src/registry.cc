@@ -95,9 +95,9 @@ std::span<const Implementation<DecodeProblem>> implementations() {
 #if KDA_WITH_CUDA
     {"cuda_decode_sweep", nullptr, "src/cuda/decode/sweep.cu",
      "one token, a head a block, the next columns on their way, for sm_80 and newer", cuda::decode_sweep_why_not,
-     no_workspace, cuda::decode_sweep, cuda::decode_sweep_unsuited},
+     cuda::decode_workspace, cuda::decode_sweep, cuda::decode_sweep_unsuited},
     {"cuda_decode", nullptr, "src/cuda/decode/decode.cu",
-     "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not, no_workspace,
+     "token by token with the state in registers, for sm_80 and newer", cuda::decode_why_not, cuda::decode_workspace,
      cuda::decode, nullptr, cuda::decode_form},
 #endif
     {"cpu_recurrent", nullptr, "src/cpu/recurrent.cc", "token by token, one pass over the state, SIMD and threads",

@@ -56,6 +56,7 @@ const char* decode_sweep_unsuited(const DecodeProblem& p);
 void decode_sweep(const DecodeProblem& p);
 const char* decode_why_not(const DecodeProblem& p);
 std::string decode_form(const DecodeProblem& p);
+uint64_t decode_workspace(const DecodeProblem& p);
 void decode(const DecodeProblem& p);
 
 const char* drafts_recurrent_why_not(const VerifyProblem& p);

@@ -26,9 +26,7 @@ KDA_NEVER(gate, GateProblem)
 KDA_NEVER(gate_backward, GateBackwardProblem)
 KDA_NO_WORKSPACE(gate_backward_workspace, GateBackwardProblem)
 
-KDA_DECLINES(conv_why_not, ConvProblem)
 KDA_DECLINES(conv_backward_why_not, ConvBackwardProblem)
-KDA_NEVER(conv, ConvProblem)
 KDA_NEVER(conv_backward, ConvBackwardProblem)
 KDA_NO_WORKSPACE(conv_backward_workspace, ConvBackwardProblem)
 

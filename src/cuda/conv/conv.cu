@@ -17,6 +17,7 @@
 //
 // Every y comes from convolve(), and no sum is split: bits depend neither on the kind of block, nor on kVector and
 // `run`.
+#include "cuda/conv/call.h"
 #include "cuda/conv/conv.h"
 #include "cuda/conv/step.h"
 #include "cuda/cuda.h"
@@ -32,11 +33,10 @@ constexpr int kFullSm = 32;                           // warps of bodies an SM g
 
 struct Params {
   Conv conv;
-  kda_tensor final_state;
+  FinalStates final_states;
   unsigned heads, head_tiles;  // blocks for heads; how many of them a sequence has
   unsigned body_tiles;         // warps side by side: 32 kVector channels each
   unsigned run;                // tokens of a warp
-  Index out_state_indices;     // of heads
 };
 
 // The rows before a token, and those channels' weights.
@@ -115,13 +115,12 @@ __device__ void head(const Params& p, unsigned block) {
   };
   if (c.silu) outputs(std::true_type());
   else outputs(std::false_type());
-  if (!present(p.final_state)) return;
-  const int64_t slot = final_row(p.out_state_indices, c.first_slot, p.final_state.shape[0], n, s.slot);
+  const int64_t slot = p.final_states.slot(s);
   if (slot < 0) return;
 #pragma unroll
   for (int j = 0; j < kPast; ++j)
     if (longer) window.move_on(last[j]);
-  store_state<kVector>(p.final_state, slot, d, window.past);
+  store_state<kVector>(p.final_states.states, slot, d, window.past);
 }
 
 // Convolves tokens a .. b-1 of a sequence, a >= W-1: none of their taps is in the state. The last group may have
@@ -224,6 +223,7 @@ struct Checkpoints {
 
 __global__ void __launch_bounds__(kThreads)
     checkpoint_kernel(const __grid_constant__ Conv c, const __grid_constant__ Checkpoints x) {
+  wait_for_stream();
   const int64_t d = int64_t{blockIdx.x % x.tiles} * kThreads + threadIdx.x;
   const unsigned i = blockIdx.x / x.tiles, n = i / x.columns, m = i % x.columns;
   const Sequence s = c.sequence(n);
@@ -242,49 +242,57 @@ void launch_checkpoints(const ConvProblem& p) {
   const Checkpoints x(p);
   const unsigned blocks = static_cast<unsigned>(p.N) * x.columns * x.tiles;
   if (blocks == 0) return;
-  checkpoint_kernel<<<blocks, kThreads, 0, stream_of(p.args.exec)>>>(conv_of(p), x);
-  KDA_CUDA(cudaGetLastError());
+  launch<checkpoint_kernel>(p.args.exec, dim3(blocks), kThreads, 0, conv_of(p), x);
 }
 
 template <class T>
-void launch(const ConvProblem& p) {
-  Params q{conv_of(p), p.args.final_state, 0, 0, 0, 0, index_of(p.args.out_state_indices)};
+void launch_rows(const ConvCall& call) {
+  Params q{call.conv, call.final_states, 0, 0, 0, 0};
   const Conv& c = q.conv;
   const bool wide = four_wide_rows(c.x) && four_wide_rows(c.y) && four_wide_weights(c.weight, c.bias) &&
-                    four_wide_state(c.state) && four_wide_state(q.final_state);
-  if (wide && is_step<T>(p)) return launch_step<T>(p);
-  const int64_t vectors = wide ? p.D / 4 : p.D;
+                    four_wide_state(c.state) && four_wide_state(q.final_states.states);
+  if (wide && is_step<T>(call)) return launch_step<T>(call);
+  const int64_t vectors = wide ? c.channels() / 4 : c.channels();
   q.head_tiles = static_cast<unsigned>(divide_up(vectors, kThreads));
-  q.heads = static_cast<unsigned>(p.N) * q.head_tiles;
+  q.heads = static_cast<unsigned>(c.sequences()) * q.head_tiles;
   q.body_tiles = static_cast<unsigned>(divide_up(vectors, 32));
   // Without cu_seqlens, heads may be all there is to do.
-  const int64_t tokens = present(c.cu_seqlens) || p.T >= p.W ? p.B * p.T : 0;
-  const int64_t full = int64_t{kFullSm} * multiprocessors(p.args.exec.device_id);
+  const int64_t tokens = present(c.cu_seqlens) || c.x.shape[1] >= c.width() ? c.tokens() : 0;
+  const int64_t full = int64_t{kFullSm} * multiprocessors(call.exec.device_id);
   q.run = kGroup * static_cast<unsigned>(std::clamp<int64_t>(tokens * q.body_tiles / (full * kGroup), 1, kMaxGroups));
   const unsigned blocks = q.heads + static_cast<unsigned>(divide_up(divide_up(tokens, q.run) * q.body_tiles, kWarps));
   if (blocks == 0) return;
-  wide ? kda::cuda::launch<conv_kernel<T, 4>>(p.args.exec, blocks, kThreads, 0, q)
-       : kda::cuda::launch<conv_kernel<T, 1>>(p.args.exec, blocks, kThreads, 0, q);
+  wide ? launch<conv_kernel<T, 4>>(call.exec, dim3(blocks), kThreads, 0, q)
+       : launch<conv_kernel<T, 1>>(call.exec, dim3(blocks), kThreads, 0, q);
 }
 
 }  // namespace
+
+const char* convolution_why_not(const ConvDims& d) {
+  const int64_t heads = d.N * divide_up(d.D, kThreads), bodies = divide_up(d.B * d.T, kGroup) * divide_up(d.D, 32);
+  return std::max(d.B * d.T, heads + bodies) < int64_t{1} << 31 ? nullptr : "takes at most 2^31 tokens, or warps";
+}
 
 const char* conv_why_not(const ConvProblem& p) {
   if (const char* reason = device_why_not(p.args.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (p.N * Checkpoints::most(p) * divide_up(p.D, kThreads) > INT32_MAX) return "keeps at most 2^31 checkpoints";
-  const int64_t heads = p.N * divide_up(p.D, kThreads), bodies = divide_up(p.B * p.T, kGroup) * divide_up(p.D, 32);
-  return std::max(p.B * p.T, heads + bodies) < int64_t{1} << 31 ? nullptr : "takes at most 2^31 tokens, or warps";
+  return convolution_why_not(p);
+}
+
+void launch_convolution(const ConvCall& call) {
+  switch (call.conv.x.dtype) {
+    case KDA_F32: return launch_rows<float>(call);
+    case KDA_BF16: return launch_rows<__nv_bfloat16>(call);
+    default: return launch_rows<__half>(call);
+  }
 }
 
 void conv(const ConvProblem& p) {
-  const DeviceGuard device(p.args.exec.device_id);
+  const kda_conv_args& a = p.args;
+  const DeviceGuard device(a.exec.device_id);
   launch_checkpoints(p);
-  switch (p.args.x.dtype) {
-    case KDA_F32: return launch<float>(p);
-    case KDA_BF16: return launch<__nv_bfloat16>(p);
-    default: return launch<__half>(p);
-  }
+  launch_convolution({a.exec, conv_of(p), {a.final_state, index_of(a.out_state_indices), a.first_valid_slot}});
 }
 
 }  // namespace kda::cuda

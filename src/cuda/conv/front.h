@@ -1,4 +1,4 @@
-// The convolution in front of decode and drafts (kda_conv_inputs), for kernels.
+// The convolution in front of drafts (kda_conv_inputs), for kernels. In front of decode it is a kernel: decode/front.h.
 #pragma once
 #include "cuda/call/launch.h"
 #include "cuda/conv/conv.h"
@@ -166,9 +166,8 @@ class FrontDrafts {
   FrontFour<kMost> four_;
 };
 
-// Rolls the state on by the tokens of the call, or by the accepted ones. This is a launch of its own, so that no
-// kernel reads the state while it moves. Nothing happens in calls without a convolution.
-void roll_convolution(const DecodeProblem& p);
+// Rolls the state on by the accepted tokens. This is a launch of its own, so that no kernel reads the state while it
+// moves. Nothing happens in calls without a convolution.
 void roll_convolution(const FlushProblem& p);
 void roll_convolution(const FlushVerifyProblem& p);
 

@@ -2,14 +2,14 @@
 // channels of one sequence a thread. A state only moves: its numbers are never converted. Compared with conv_kernel a
 // thread has half the registers and a third of the instructions, which is what bounds calls of many sequences.
 #pragma once
+#include "cuda/conv/call.h"
 #include "cuda/conv/conv.h"
 
 namespace kda::cuda {
 
 struct Step {
   Conv conv;
-  kda_tensor final_state;
-  Index out_state_indices;
+  FinalStates final_states;
 };
 constexpr int kStepThreads = 128;
 
@@ -82,33 +82,33 @@ __global__ void __launch_bounds__(kStepThreads, 12) step_kernel(const __grid_con
   const StepWeights<T> weights(c, d);
   const Four<T> row = *channels_at<T, 4>(c.x, s, 0, d);
   c.place(s);
+  const int64_t slot = p.final_states.slot(s);
   StepState<T> state;
   if (s.initial) state.load(c.state, s.slot, d);
   let_next_start();
   Four<T>* to = channels_at<T, 4>(c.y, s, 0, d);
   if (!s.live) return store(to, {});
   store(to, weights.outputs(state, row, c.silu));
-  if (!present(p.final_state)) return;
-  const int64_t slot = final_row(p.out_state_indices, c.first_slot, p.final_state.shape[0], s.n, s.slot);
   if (slot < 0) return;
   state.rows[0] = state.rows[1], state.rows[1] = state.rows[2], state.rows[2] = row;
-  state.store(p.final_state, slot, d);
+  state.store(p.final_states.states, slot, d);
 }
 
 // Does the call fit, if four_wide_rows(), four_wide_weights() and four_wide_state() hold?
 template <class T>
-bool is_step(const ConvProblem& p) {
-  const kda_conv_args& a = p.args;
-  const auto alike = [&](const kda_tensor& t) { return !present(t) || t.dtype == a.x.dtype; };
-  return sizeof(T) == 2 && p.T == 1 && !present(a.cu_seqlens) && p.N <= 65535 && alike(a.weight) && alike(a.bias) &&
-         alike(a.initial_state) && alike(a.final_state);
+bool is_step(const ConvCall& call) {
+  const Conv& c = call.conv;
+  const auto alike = [&](const kda_tensor& t) { return !present(t) || t.dtype == c.x.dtype; };
+  return sizeof(T) == 2 && c.x.shape[1] == 1 && !present(c.cu_seqlens) && c.sequences() <= 65535 && alike(c.weight) &&
+         alike(c.bias) && alike(c.state) && alike(call.final_states.states);
 }
 template <class T>
-void launch_step(const ConvProblem& p) {
+void launch_step(const ConvCall& call) {
   if constexpr (sizeof(T) == 2) {
-    const Step step{conv_of(p), p.args.final_state, index_of(p.args.out_state_indices)};
-    const dim3 grid(static_cast<unsigned>(divide_up(p.D, 4 * kStepThreads)), static_cast<unsigned>(p.N));
-    if (p.N) launch<step_kernel<T>>(p.args.exec, grid, kStepThreads, 0, step);
+    const Conv& c = call.conv;
+    const dim3 grid(static_cast<unsigned>(divide_up(c.channels(), 4 * kStepThreads)),
+                    static_cast<unsigned>(c.sequences()));
+    if (grid.y) launch<step_kernel<T>>(call.exec, grid, kStepThreads, 0, Step{c, call.final_states});
   }
 }
 

@@ -10,9 +10,12 @@
 //
 // Columns are independent, and every sum has one order, in sweep.cu as well: the bits of a request depend on nothing
 // else in the call, and T tokens have the bits of T calls of one.
+//
+// A convolution in front is a launch of its own: front.h.
 #include <type_traits>
 
 #include "cuda/cuda.h"
+#include "cuda/decode/front.h"
 #include "cuda/decode/params.h"
 #include "cuda/decode/recurrence.h"
 
@@ -140,23 +143,9 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
           row < columns ? load_raw<kNarrow>(from_v + row * (kNarrow ? 2 : size_of(x.qkv_dtype)), x.qkv_dtype) : 0;
   };
   const auto fetch = [&] { x.narrow ? fetch_as.template operator()<true>() : fetch_as.template operator()<false>(); };
-  const bool front = !kCall.fast && present(p.front.conv.x);
-  const auto convolve = [&](const Sequence& s, int64_t t) {
-    const FrontChannels first(p.front, at.h, at.hv);
-    const int64_t slot = slot_of(p.front.conv.indices, s.n);
-    const auto value = [&](int64_t d) { return front_value(p.front.conv, {}, s, slot, t, d); };
-    x.narrow ? keys.template fetch_gate<true>(x) : keys.template fetch_gate<false>(x);
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int c = keys.channel(i);
-      keys.take(i, c < x.K ? value(first.q + c) : 0.0f, c < x.K ? value(first.k + c) : 0.0f);
-    }
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) values[row] = row < columns ? __float_as_uint(value(first.v + v0 + row)) : 0;
-  };
   if (!p.varlen && at.n < p.N) {
     locate(at.n, 0);
-    if ((kCall.fast || !front) && at.is_among(p.blocks.hints.blocks)) {
+    if (at.is_among(p.blocks.hints.blocks)) {
       // With many small blocks, one block of a head gives the hints for all.
       if (kBlock > kFewThreads || at.tile == 0) {
         keys.expect(x);
@@ -176,7 +165,7 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
   Sequence s = p.sequence_at(at.n);
   const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
   if (p.varlen) locate(b, t0);
-  if (s.length > 0 && !front) fetch();
+  if (s.length > 0) fetch();
   find_states(s, p.slots, p.has_initial, slot);
   if constexpr (!kCall.fast) find_padding(s, p.slots, p.snapshot_slots.row(at.n));
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
@@ -209,9 +198,6 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
   // ---- tokens, one after another ----
 
   for (unsigned t = 0; t < s.length; ++t) {
-    if (t) locate(b, t0 + t);
-    if (front) convolve(s, t);  // while the state is on its way
-    else if (t) fetch();
     // After its barrier, the last token's keys are no longer read, either.
     constexpr int kParts = kBlock == kFewThreads ? 2 : 1;
     static_assert(kParts == 1 || kPerThread == 2);
@@ -230,6 +216,7 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
       const int64_t row = p.snapshots.data ? p.snapshot_rows_of(at.n).row(t) : -1;
       if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
     }
+    if (t + 1 < s.length) locate(b, t0 + t + 1), fetch();
   }
   if constexpr (kCall.fast) {
     store(p.hT, s.slot, 0);
@@ -281,19 +268,25 @@ const char* decode_why_not(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
   if (const char* reason = device_why_not(a.exec)) return reason;
   if (has_f64(p)) return "float64 runs on `reference` only";
+  if (const char* reason = front_why_not(p)) return reason;
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT})) return reason;
   if (const char* reason = view_why_not({&a.snapshots}, present(a.snapshot_slots) ? 0 : 1)) return reason;
   return grid_why_not(p, divide_up(p.V, 8), 1);
 }
-std::string decode_form(const DecodeProblem& p) { return text(plan_of(p, DecodeParams(p))); }
+std::string decode_form(const DecodeProblem& given) {
+  return behind_front(given, [](const DecodeProblem& p) { return text(plan_of(p, DecodeParams(p))); });
+}
+uint64_t decode_workspace(const DecodeProblem& p) { return front_bytes(p); }
 
-void decode(const DecodeProblem& p) {
-  if ((p.N + p.varlen) * p.HV == 0) return;
-  const DeviceGuard device(p.args.exec.device_id);
-  const DecodeParams x(p);
-  launch_direct(p, x, plan_of(p, x));
-  roll_convolution(p);
+void decode(const DecodeProblem& given) {
+  if ((given.N + given.varlen) * given.HV == 0) return;
+  const DeviceGuard device(given.args.exec.device_id);
+  launch_front(given);
+  behind_front(given, [](const DecodeProblem& p) {
+    const DecodeParams x(p);
+    launch_direct(p, x, plan_of(p, x));
+  });
 }
 
 }  // namespace kda::cuda

@@ -3,7 +3,6 @@
 #include "cuda/call/launch.h"
 #include "cuda/call/state_rows.h"
 #include "cuda/call/token.h"
-#include "cuda/conv/front.h"
 
 namespace kda::cuda {
 
@@ -33,7 +32,6 @@ struct DecodeParams {
   IndexRows snapshot_slots;
   Index accepted;
   int64_t S, start_rows, snapshot_rows;  // snapshots of a sequence; how many rows there are to start from, and to write
-  Front front;
   Access access;
   Index out_state_indices;
   int64_t final_rows;  // slots of hT
@@ -73,7 +71,6 @@ struct DecodeParams {
         S(by_slot(a) ? a.snapshot_slots.shape[1] : a.snapshots.shape[1]),
         start_rows(by_slot(a) ? a.states.h0.shape[0] : a.snapshots.shape[1]),
         snapshot_rows(a.snapshots.shape[by_slot(a) ? 0 : 1]),
-        front{p.H, p.K, p.V, a.conv, {}},
         access(access_of(p)),
         out_state_indices(index_of(a.out_state_indices)),
         final_rows(a.states.hT.shape[0]) {}
@@ -92,9 +89,9 @@ struct DecodeParams {
 // through the instruction cache with them.
 inline bool on_fast_path(const DecodeProblem& p, const DecodeParams& x) {
   const TypedView &h0 = x.h0, &hT = x.hT;
-  return !x.snapshots.data && !x.accepted.data && !x.out_state_indices.data && !present(p.args.conv.x) && !p.varlen &&
-         p.T == 1 && p.K == kWideK && p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype &&
-         h0.stride0 == hT.stride0 && h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
+  return !x.snapshots.data && !x.accepted.data && !x.out_state_indices.data && !p.varlen && p.T == 1 && p.K == kWideK &&
+         p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype && h0.stride0 == hT.stride0 &&
+         h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
          (x.access == Access::kRows || (x.access == Access::kColumns && h0.dtype == KDA_F32));
 }
 

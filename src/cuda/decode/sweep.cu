@@ -2,6 +2,7 @@
 // token once, and works on some columns while the next are on their way. It is for large calls, except on the fast
 // path, whose kernels (decode.cu) are faster. Columns are independent, and every sum has the order that it has there.
 #include "cuda/cuda.h"
+#include "cuda/decode/front.h"
 #include "cuda/decode/params.h"
 #include "cuda/decode/recurrence.h"
 
@@ -134,7 +135,6 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
   const kda_states& states = a.states;
   if (const char* reason = decode_why_not(p)) return reason;
   if (present(a.snapshots) || present(a.accepted)) return "has no snapshots";
-  if (present(a.conv.x)) return "has no convolution in front";
   if (present(a.out_state_indices)) return "writes the slot that it reads";
   if ((p.K != 64 && p.K != 128) || p.V % 64 || !wide_rows(p, a.in.state_layout, {&states.h0, &states.hT}))
     return "takes V-first states of K = 64 or 128 and V a multiple of 64";
@@ -146,17 +146,20 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
   return nullptr;
 }
 
-const char* decode_sweep_unsuited(const DecodeProblem& p) {
-  if (p.N * p.HV < 4 * multiprocessors(p.args.exec.device_id)) return "has too few heads for a GPU of this size";
-  return on_fast_path(p, DecodeParams(p)) ? "is slower than the fast path" : nullptr;
+const char* decode_sweep_unsuited(const DecodeProblem& given) {
+  if (given.N * given.HV < 4 * multiprocessors(given.args.exec.device_id))
+    return "has too few heads for a GPU of this size";
+  const bool fast = behind_front(given, [](const DecodeProblem& p) { return on_fast_path(p, DecodeParams(p)); });
+  return fast ? "is slower than the fast path" : nullptr;
 }
 
-void decode_sweep(const DecodeProblem& p) {
-  if ((p.N + p.varlen) * p.HV == 0) return;
-  const DeviceGuard device(p.args.exec.device_id);
-  const kda_states& states = p.args.states;
+void decode_sweep(const DecodeProblem& given) {
+  if ((given.N + given.varlen) * given.HV == 0) return;
+  const DeviceGuard device(given.args.exec.device_id);
+  launch_front(given);
+  const kda_states& states = given.args.states;
   const bool bf16 = (present(states.h0) ? states.h0 : states.hT).dtype == KDA_BF16;
-  bf16 ? launch_sweep<__nv_bfloat16>(p) : launch_sweep<float>(p);
+  behind_front(given, [&](const DecodeProblem& p) { bf16 ? launch_sweep<__nv_bfloat16>(p) : launch_sweep<float>(p); });
 }
 
 }  // namespace kda::cuda

@@ -1,5 +1,5 @@
-// Rolls on the state of the convolution in front of decode and drafts: by the tokens of a decode, or by the accepted
-// ones of a flush. A thread has a channel of a request (and layer).
+// Rolls on the state of the convolution in front of drafts by the accepted ones. A thread has a channel of a request
+// (and layer).
 #include "cuda/call/launch.h"
 #include "cuda/conv/front.h"
 #include "cuda/cuda.h"
@@ -63,7 +63,6 @@ void roll(const P& p, const Rolled& r) {
 
 }  // namespace
 
-void roll_convolution(const DecodeProblem& p) { roll(p, {p.args.conv.x, p.args.conv.state, {}, false, 1}); }
 void roll_convolution(const FlushProblem& p) {
   roll(p, {p.args.conv_x, p.args.conv_state, p.args.parents, p.args.conv_x.ndim == 4, static_cast<unsigned>(p.layers)});
 }
