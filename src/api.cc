@@ -2,6 +2,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <string_view>
 
 #include "cpu/cpu.h"
 #include "error.h"
@@ -16,6 +17,8 @@
 
 namespace kda {
 namespace {
+
+constexpr const char* kOracle = "reference";
 
 thread_local std::string last_error;
 thread_local std::string last_explanation;
@@ -85,17 +88,35 @@ void run_in_memory(const Implementation<P>& impl, const P& problem, const char* 
   }
 }
 
+// The norm and gate behind an operator. Oracle follows oracle; else it is free to choose.
+struct NormBehind {
+  NormGateProblem problem;
+  const Implementation<NormGateProblem>* impl = nullptr;  // none: nothing follows
+
+  template <class P>
+  NormBehind(const P& p, const char* impl_before) {
+    if constexpr (requires { p.args.norm; }) {
+      if (!p.args.norm.apply) return;
+      problem = norm_behind(p.args.exec, p.args.o, p.args.norm);
+      problem.args.exec.impl = std::string_view(impl_before) == kOracle ? kOracle : nullptr;
+      if (!problem.idle) impl = &choose(problem);
+    }
+  }
+};
+
 template <class Args>
 kda_status run(const Args* args, const char* op) noexcept {
   return guard([&] {
     auto problem = validate(args);
     const auto& impl = choose(problem);
+    const NormBehind norm(problem, impl.name);
     if (problem.args.exec.device == KDA_CPU) validate_data(problem);
     else refuse_assumed_gpu();
     if (problem.idle) return;
     narrow_indices(problem);
     if (problem.args.exec.device == KDA_CUDA) check_workspace(problem.args.exec, impl.workspace(problem));
     run_in_memory(impl, problem, op);
+    if (norm.impl) run_in_memory(*norm.impl, norm.problem, op);
   });
 }
 

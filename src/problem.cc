@@ -69,6 +69,7 @@ ForwardProblem validate(const kda_forward_args* raw) {
   if (present(a.v_new)) tensors.check("v_new", a.v_new, {d.B, d.T, d.HV, d.V}, 4, kStates, true, " like v");
   if (present(a.Aqk)) tensors.check("Aqk", a.Aqk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
   if (present(a.Akk)) tensors.check("Akk", a.Akk, {d.B, d.T, d.HV, kChunk}, 4, kSingles, true, " ([B,T,HV,C])");
+  check_norm(a.norm, a.o, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<ForwardProblem>(d, a);
 }
@@ -167,7 +168,8 @@ GateBackwardProblem validate(const kda_gate_backward_args* raw) {
 
 bool has_f64(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
-  return any_f64(a.in) || any_f64({&a.states.h0, &a.states.hT, &a.o, &a.checkpoints, &a.h, &a.v_new, &a.Aqk, &a.Akk});
+  return any_f64(a.in) || any_f64(a.norm) ||
+         any_f64({&a.states.h0, &a.states.hT, &a.o, &a.checkpoints, &a.h, &a.v_new, &a.Aqk, &a.Akk});
 }
 bool has_f64(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;

@@ -80,6 +80,7 @@ struct NormDims {
 };
 struct NormGateProblem : NormDims {
   kda_norm_gate_args args;
+  bool keep_zeros = false;  // rows of zeros stay zeros: NaN in them becomes 0
 };
 struct NormGateBackwardProblem : NormDims {
   kda_norm_gate_backward_args args;
@@ -339,6 +340,9 @@ inline Start start_of(const DecodeProblem& p, const Sequence& s) {
   const int64_t row = last.start_row(index_at(a.accepted, s.n));
   return {from, row, row >= 0 && row < from.shape[0]};
 }
+
+// The norm and gate that follow an operator in the same call, in place on its output.
+NormGateProblem norm_behind(const kda_exec& exec, const kda_tensor& o, const kda_norm_inputs& norm);
 
 // Points in.q, in.k, in.v into convolved rows [B,T,D] (dense), where the call has conv.x.
 void slice_convolved(kda_inputs& in, void* rows);

@@ -58,20 +58,22 @@ DecodeProblem validate(const kda_decode_args* raw) {
   check_states(a.states, a.out_state_indices, d, a.in, tensors, present(a.snapshot_slots) && present(a.accepted));
   tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
   check_snapshots(a, d, tensors);
+  check_norm(a.norm, a.o, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<DecodeProblem>(d, a);
 }
 
 bool has_f64(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
-  return any_f64(a.in) || any_f64(a.conv) || any_f64({&a.states.h0, &a.states.hT, &a.o, &a.snapshots});
+  return any_f64(a.in) || any_f64(a.conv) || any_f64({&a.states.h0, &a.states.hT, &a.o, &a.snapshots}) ||
+         any_f64(a.norm);
 }
 
 void validate_data(const DecodeProblem& p) {
   const kda_decode_args& a = p.args;
   check_states_data(p, a.in, a.states, a.out_state_indices, !present(a.accepted));
   check_width("accepted", a.accepted);
-  check_conv_data(a.conv);
+  check_conv_data(a.conv, a.states);
   const bool slots = present(a.snapshot_slots);
   if (slots)
     check_slots("snapshot_slots", a.snapshot_slots, a.states.first_valid_slot,

@@ -1,3 +1,5 @@
+#include <cstddef>
+
 #include "problem.h"
 #include "speculation.h"
 #include "validate.h"
@@ -91,7 +93,7 @@ void check_record_slots(const char* name, const kda_records& r, int lead) {
 }  // namespace
 
 VerifyProblem validate(const kda_verify_args* raw) {
-  kda_verify_args a = copy_args(raw, sizeof(kda_verify_args));
+  kda_verify_args a = copy_args(raw, offsetof(kda_verify_args, norm));
   check_exec(a.exec);
   Tensors tensors;
   Dims d = check_inputs(a.in, a.conv, a.o, false, tensors);
@@ -103,6 +105,7 @@ VerifyProblem validate(const kda_verify_args* raw) {
   const int64_t R = check_records(a.records, "records", d, -1, tensors, true);
   check_drafts(d, R);
   check_parents("parents", a.parents, d, dense_tokens(d), tensors);
+  check_norm(a.norm, a.o, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<VerifyProblem>(d, a);
 }
@@ -171,7 +174,7 @@ FlushProblem validate(const kda_flush_args* raw) {
 }
 
 FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
-  kda_flush_verify_args a = copy_args(raw, sizeof(kda_flush_verify_args));
+  kda_flush_verify_args a = copy_args(raw, offsetof(kda_flush_verify_args, norm));
   check_exec(a.exec);
   Tensors tensors;
   Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
@@ -211,13 +214,14 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   check_parents("last_parents", a.last_parents, d, 0, tensors);
   check_parents("parents", a.parents, d, dense_tokens(d), tensors);
   if (ring && present(a.parents)) invalid("parents: expected none with a ring: its entries are a chain, got some");
+  check_norm(a.norm, a.o, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<FlushVerifyProblem>(d, a);
 }
 
 bool has_f64(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
-  return any_f64(a.in) || any_f64(a.conv) ||
+  return any_f64(a.in) || any_f64(a.conv) || any_f64(a.norm) ||
          any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha});
 }
 bool has_f64(const FlushProblem& p) {
@@ -226,7 +230,7 @@ bool has_f64(const FlushProblem& p) {
 }
 bool has_f64(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
-  return any_f64(a.in) || any_f64(a.conv) ||
+  return any_f64(a.in) || any_f64(a.conv) || any_f64(a.norm) ||
          any_f64(
              {&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha, &a.last.u, &a.last.k, &a.last.alpha});
 }
@@ -234,7 +238,7 @@ bool has_f64(const FlushVerifyProblem& p) {
 void validate_data(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
   check_states_data(p, a.in, a.states);
-  check_conv_data(a.conv);
+  check_conv_data(a.conv, a.states);
   check_draft_lengths(p, a.in, present(a.records.u) ? a.records.u.shape[1] : 0, a.parents);
   check_width("parents", a.parents);
   check_record_slots("records.indices", a.records, 0);
@@ -250,7 +254,7 @@ void validate_data(const FlushProblem& p) {
 void validate_data(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
   check_states_data(p, a.in, a.states);
-  check_conv_data(a.conv);
+  check_conv_data(a.conv, a.states);
   check_draft_lengths(p, a.in, a.records.u.shape[1], a.parents);
   for (int64_t n = 0; p.varlen && a.max_tokens && n < p.N; ++n)
     if (const int64_t length = sequence_at(p, a.in, n).length; length > a.max_tokens)

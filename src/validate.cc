@@ -241,6 +241,7 @@ bool any_f64(const kda_inputs& in) {
   return any_f64({&in.q, &in.v, &in.g, &in.beta, &in.A_log, &in.dt_bias});
 }  // k is like q
 bool any_f64(const kda_conv_inputs& conv) { return any_f64({&conv.x, &conv.weight, &conv.bias, &conv.state}); }
+bool any_f64(const kda_norm_inputs& norm) { return any_f64({&norm.gate, &norm.weight}); }
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
   if (!present(cu_seqlens)) return;
@@ -264,7 +265,8 @@ void check_width(const char* name, const kda_tensor& indices) {
         invalid(name, ": expected integers of 32 bits, got ", x);
 }
 
-void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots, bool once) {
+void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots, bool once,
+                 const kda_states* requests) {
   check_width(name, indices);
   // With a stride of 0 all rows are the same: two of them show all that any number would.
   const int64_t rows = std::min<int64_t>(indices.shape[0], indices.stride[0] ? INT64_MAX : 2);
@@ -274,10 +276,14 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
   for (int64_t i = 0; i < count; ++i)
     if (at(i) >= slots) invalid(name, ": expected slots below ", slots, ", got ", at(i));
   if (!once) return;
+  const auto live = [&](int64_t i) {
+    if (!requests || !present(requests->state_indices)) return true;
+    return int_at(requests->state_indices, i / columns) >= requests->first_valid_slot;
+  };
   if (count <= 32) {  // the usual decode step
     for (int64_t i = 0; i < count; ++i)
       for (int64_t j = 0; j < i; ++j)
-        if (at(i) == at(j) && at(i) >= first_valid) repeated(at(i));
+        if (at(i) == at(j) && at(i) >= first_valid && live(i) && live(j)) repeated(at(i));
     return;
   }
   // One bit per slot, for a window of slots at a time: no allocation, whatever the size of the pool. The next window
@@ -289,7 +295,7 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
     next = slots;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t slot = at(i) - begin;
-      if (slot < 0) continue;
+      if (slot < 0 || !live(i)) continue;
       if (slot >= kWindow) {
         next = std::min(next, at(i));
         continue;
@@ -375,8 +381,8 @@ void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s,
                          s.hT.shape[0], from_h0 && present(s.h0) && s.h0.data == s.hT.data});
 }
 
-void check_conv_data(const kda_conv_inputs& conv) {
-  if (present(conv.indices)) check_slots("conv.indices", conv.indices, 0, conv.state.shape[0]);
+void check_conv_data(const kda_conv_inputs& conv, const kda_states& states) {
+  if (present(conv.indices)) check_slots("conv.indices", conv.indices, 0, conv.state.shape[0], true, &states);
 }
 
 }  // namespace kda

@@ -49,10 +49,14 @@ P with_dims(const Dims& d, const Args& args) {
 bool any_f64(std::initializer_list<const kda_tensor*> tensors);
 bool any_f64(const kda_inputs& in);
 bool any_f64(const kda_conv_inputs& conv);
+bool any_f64(const kda_norm_inputs& norm);
 
 // checkpoint_slots [N,M], checkpoint_offset [N] and checkpoint_every, which go with `checkpoints`.
 void check_checkpoints(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset, int32_t every,
                        int64_t N, Tensors& tensors);
+
+// The norm of the output `o`, which was checked before.
+void check_norm(const kda_norm_inputs& norm, const kda_tensor& o, Tensors& tensors);
 
 // ---- data, on the CPU ----
 
@@ -60,8 +64,10 @@ void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T);
 void check_cu_seqlens(const Dims& d, const kda_inputs& in);
 // An i64 index fits in 32 bits, of which alone implementations read.
 void check_width(const char* name, const kda_tensor& indices);
-// Live slots lie inside the pool and, if `once`, are all different.
-void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots, bool once = true);
+// Live slots lie inside the pool and, if `once`, are all different, but for those of padding: of rows n that are not
+// live in `requests`.
+void check_slots(const char* name, const kda_tensor& indices, int64_t first_valid, int64_t slots, bool once = true,
+                 const kda_states* requests = nullptr);
 // Slots to read and slots to write. `read` and `written` have the same memory if `one_pool`.
 struct SlotPairs {
   const kda_tensor &read, &written;  // [N]; the first may be absent: row n
@@ -79,6 +85,6 @@ void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s)
 // The same for operators with slots to write. `from_h0`: sequences start from h0, at state_indices.
 void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s, const kda_tensor& out_state_indices,
                        bool from_h0 = true);
-void check_conv_data(const kda_conv_inputs& conv);
+void check_conv_data(const kda_conv_inputs& conv, const kda_states& states);
 
 }  // namespace kda

@@ -149,6 +149,18 @@ typedef struct kda_states {
   int32_t reserved;             /* 0 */
 } kda_states;
 
+/* The norm and gate of the output, in the same call. With `apply`, o has the bits that kda_norm_gate, with x = y = o,
+ * makes of the operator's o, which is rounded to its dtype first. A row of zeros, as padding has, stays zeros (or -0):
+ * whatever its gate is, and with eps = 0, too. Behind `reference` it is `reference`, else the first implementation of
+ * kda_norm_gate that can. */
+typedef struct kda_norm_inputs {
+  kda_tensor gate;    /* [B,T,HV,V] bf16, f16 or f32; absent with KDA_NORM_NONE; no output may overlap it */
+  kda_tensor weight;  /* [V]        bf16, f16 or f32, optional */
+  double eps;         /* 0..FLT_MAX */
+  int32_t activation; /* kda_norm_activation, see kda_norm_gate */
+  int32_t apply;      /* 0: no norm, and no gate and weight here */
+} kda_norm_inputs;
+
 /* ---- kda_forward: prefill, and the forward pass of training -------------------------------------------------------
  * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
  * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M. A request
@@ -181,6 +193,7 @@ typedef struct kda_forward_args {
   int32_t h_every;              /* chunks from one row of h to the next; 0 = 1 */
   kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
   kda_tensor checkpoint_offset; /* [N] i32 or i64, optional: tokens of the request before the call, >= 0 */
+  kda_norm_inputs norm;         /* optional */
 } kda_forward_args;
 
 /* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
@@ -272,7 +285,7 @@ typedef struct kda_conv_backward_args {
  * from slot snapshot_slots[n][accepted[n]-1] of h0 (skipped: from zeros), or without snapshot_slots from row
  * [n][accepted[n]-1] of snapshots. Without state_indices a skipped snapshot_slots[n][0] marks padding. On the CPU
  * decode without conv needs no workspace. With up to 4 tokens a sequence, on V-first or f32 states, it is as fast
- * without one and asks for none. */
+ * without one and asks for none. With conv, the workspace holds the convolved rows. */
 typedef struct kda_decode_args {
   uint64_t struct_size; /* sizeof(kda_decode_args) */
   kda_exec exec;
@@ -284,6 +297,7 @@ typedef struct kda_decode_args {
   kda_tensor snapshot_slots;    /* [N,S] i32 or i64, S >= tokens of a sequence */
   kda_tensor accepted;          /* [N] i32 or i64, optional */
   kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
+  kda_norm_inputs norm;         /* optional */
 } kda_decode_args;
 
 /* ---- speculative decoding: kda_verify, kda_flush, kda_flush_verify --------------------------------------------------
@@ -315,6 +329,7 @@ typedef struct kda_verify_args {
   kda_tensor o;         /* [B,T,HV,V] out */
   kda_records records;  /* out, optional (needed with a ring): at least as many entries as tokens */
   kda_tensor parents;   /* [N,T] i32 or i64, optional */
+  kda_norm_inputs norm; /* optional */
 } kda_verify_args;
 
 /* S <- Diag(decay of all) S + sum_i (k_i decayed to the end) u_i^T over the committed entries of the ring and the
@@ -357,6 +372,7 @@ typedef struct kda_flush_verify_args {
   kda_tensor parents;      /* [N,T] i32 or i64, optional */
   int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0 (not with cu_seqlens): T */
   int32_t reserved;        /* 0 */
+  kda_norm_inputs norm;    /* optional */
 } kda_flush_verify_args;
 
 /* ---- segment maps ---------------------------------------------------------------------------------------------------

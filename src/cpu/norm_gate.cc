@@ -57,6 +57,7 @@ inline const char* row_of(const kda_tensor& t, int64_t b, int64_t i, int64_t hv)
 // power of two. Of all others the scale is 1, so they keep their bits. NaN stays NaN.
 struct RowNorm {
   float scale, factor;
+  bool zeros = false;  // the row has no other numbers, but for such whose squares are 0, too
 };
 constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
 
@@ -74,10 +75,11 @@ inline float squares(const kda_tensor& t, const char* row, int64_t V, float scal
 }
 
 inline RowNorm norm_of(const kda_tensor& t, const char* row, int64_t V, float eps, float* x) {
-  const float size = static_cast<float>(V), mean = squares(t, row, V, 1, x) / size + eps;
-  if (mean >= kLeastMean && mean < std::numeric_limits<float>::infinity()) return {1, 1 / std::sqrt(mean)};
+  const float size = static_cast<float>(V), sum = squares(t, row, V, 1, x), mean = sum / size + eps;
+  const bool zeros = sum == 0;
+  if (mean >= kLeastMean && mean < std::numeric_limits<float>::infinity()) return {1, 1 / std::sqrt(mean), zeros};
   const float scale = mean < kLeastMean ? kGrow : kShrink;
-  return {scale, 1 / std::sqrt(squares(t, row, V, scale, x) / size + eps * scale * scale)};
+  return {scale, 1 / std::sqrt(squares(t, row, V, scale, x) / size + eps * scale * scale), zeros};
 }
 HWY_INLINE Vec normalised(const RowNorm& norm, const float* x) {
   return hn::Mul(hn::Mul(load(x), splat(norm.scale)), splat(norm.factor));
@@ -129,6 +131,13 @@ class Weight {
 
 // ---- forward ----
 
+// Where rows of zeros stay zeros: NaN of the gate, or of eps = 0, becomes 0. z is for the row's numbers.
+inline void keep_zeros(const kda_tensor& t, const char* row, int64_t first, int64_t n, float* z, float* y) {
+  load_piece(t, row, first, n, z);
+  for (int64_t i = 0; i < n; ++i)
+    if (z[i] == 0 && std::isnan(y[i])) y[i] = 0;
+}
+
 template <int kActivation>
 void norm_rows(const NormGateProblem& p, int64_t block) {
   const kda_norm_gate_args& a = p.args;
@@ -146,6 +155,7 @@ void norm_rows(const NormGateProblem& p, int64_t block) {
         const Vec weighted = hn::Mul(normalised(norm, x + i), load(w + i));
         store(hn::Mul(weighted, activated<kActivation>(z + i)), x + i);
       }
+      if (p.keep_zeros && norm.zeros) keep_zeros(a.x, row, first, n, z, x);
       store_row(a.y.dtype, x, n, y + first * dtype_size(a.y.dtype));
     });
   });

@@ -23,12 +23,14 @@ double slope(int32_t activation, double z) {
 struct Row {
   Vector n;
   double rho;
+  bool zeros;  // there are no other numbers
 
   // Squares of numbers far from 1 would be beyond float64, so the row is then divided by a power of two near the
   // largest of them and the root of eps.
   Row(const kda_tensor& x, int64_t b, int64_t t, int64_t h, double eps) : n(x.shape[3]) {
     double largest = 0, squares = 0;
     for (int64_t i = 0; i < std::ssize(n); ++i) n[i] = get(x, b, t, h, i), largest = std::max(largest, std::abs(n[i]));
+    zeros = largest == 0 && std::none_of(n.begin(), n.end(), [](double value) { return std::isnan(value); });
     const double size = std::max(largest, std::sqrt(eps));
     const bool ordinary = size == 0 || std::isinf(size) || std::abs(std::ilogb(size)) < 400;
     const double unit = ordinary ? 1 : std::ldexp(1.0, std::ilogb(size));
@@ -56,8 +58,10 @@ void norm_gate(const NormGateProblem& p) {
   const kda_norm_gate_args& a = p.args;
   for_rows(a.x, [&](int64_t b, int64_t t, int64_t h) {
     const Row row(a.x, b, t, h, a.eps);
-    for (int64_t i = 0; i < p.V; ++i)
-      set(a.y, row.n[i] * get_or(a.weight, 1, i) * activated(a.activation, get_or(a.gate, 0, b, t, h, i)), b, t, h, i);
+    for (int64_t i = 0; i < p.V; ++i) {
+      const double y = row.n[i] * get_or(a.weight, 1, i) * activated(a.activation, get_or(a.gate, 0, b, t, h, i));
+      set(a.y, p.keep_zeros && row.zeros && std::isnan(y) ? 0 : y, b, t, h, i);
+    }
   });
 }
 

@@ -46,6 +46,11 @@ inline std::vector<Field> conv_fields(kda_conv_inputs& c, bool rolls) {
           {"conv.indices", &c.indices}};
 }
 
+// The tensors of a norm behind an operator.
+inline std::vector<Field> norm_fields(kda_norm_inputs& n) {
+  return {{"norm.gate", &n.gate}, {"norm.weight", &n.weight}};
+}
+
 inline std::vector<Field> fields(kda_forward_args& a) {
   return joined(joined(fields(a.in), fields(a.states)), {{"o", &a.o, true},
                                                          {"checkpoints", &a.checkpoints, true},

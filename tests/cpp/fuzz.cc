@@ -86,6 +86,8 @@ void break_norm(Args& a, Random& random) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   constexpr double kEps[] = {0, 1e-5, 3, -1, -0.0, 1e39, kInf, -kInf, std::numeric_limits<double>::quiet_NaN()};
   if (random.chance(0.5)) a.eps = one_of(kEps, random);
+  else if constexpr (requires { a.apply; })
+    (random.chance(0.7) ? a.activation : a.apply) = static_cast<int32_t>(random.below(5)) - 1;
   else (random.chance(0.7) ? a.activation : a.reserved) = static_cast<int32_t>(random.below(5)) - 1;
 }
 template <class Args>
@@ -156,6 +158,13 @@ void compare_with_oracle(const Field& f, const kda_tensor& expected, double leas
 }
 
 template <class Args>
+void break_any_options(Args& a, Random& random) {
+  if constexpr (requires { a.norm; })
+    if (random.chance(0.2)) return break_norm(a.norm, random);
+  break_options(a, random);
+}
+
+template <class Args>
 void one_call(Random& random) {
   // Room for future headers: what follows args in memory is zero, or not.
   static std::vector<uint64_t> room(65536 / 8 + 8);
@@ -164,6 +173,8 @@ void one_call(Random& random) {
   a.struct_size = sizeof(Args);
   arena.clear();
   build(a, random_sizes(random), random);
+  if constexpr (requires { a.norm; })
+    if (random.chance(0.3)) a.norm = random_norm(a.o, random);
   a.exec.num_threads = random.chance(0.97) ? 1 : 2;
   uint64_t bytes = 0;
   if (query(a, &bytes) != KDA_OK) fail(std::string("a legal call was refused: ") + kda_last_error());
@@ -182,7 +193,7 @@ void one_call(Random& random) {
     const std::vector<Field> all = all_fields(a);
     if (random.chance(0.6)) comparable &= break_tensor(all[random.below(all.size())], all, random);
     else if (random.chance(0.5)) break_exec(a.exec, random);
-    else if (random.chance(0.8)) break_options(a, random);
+    else if (random.chance(0.8)) break_any_options(a, random);
     else {
       constexpr uint64_t kSizes[] = {0, 8, sizeof(Args) - 8, sizeof(Args) + 8, sizeof(Args) + 64, 65536, 65537, ~0ull};
       a.struct_size = one_of(kSizes, random);

@@ -62,8 +62,17 @@ TEST(Abi, States) {
   EXPECT_FIELD(kda_states, reserved, 388);
 }
 
+TEST(Abi, NormInputs) {
+  EXPECT_EQ(sizeof(kda_norm_inputs), 208u);
+  EXPECT_FIELD(kda_norm_inputs, gate, 0);
+  EXPECT_FIELD(kda_norm_inputs, weight, 96);
+  EXPECT_FIELD(kda_norm_inputs, eps, 192);
+  EXPECT_FIELD(kda_norm_inputs, activation, 200);
+  EXPECT_FIELD(kda_norm_inputs, apply, 204);
+}
+
 TEST(Abi, ForwardArgs) {
-  EXPECT_EQ(sizeof(kda_forward_args), 2112u);
+  EXPECT_EQ(sizeof(kda_forward_args), 2320u);
   EXPECT_FIELD(kda_forward_args, struct_size, 0);
   EXPECT_FIELD(kda_forward_args, exec, 8);
   EXPECT_FIELD(kda_forward_args, in, 56);
@@ -79,6 +88,7 @@ TEST(Abi, ForwardArgs) {
   EXPECT_FIELD(kda_forward_args, h_every, 1916);
   EXPECT_FIELD(kda_forward_args, out_state_indices, 1920);
   EXPECT_FIELD(kda_forward_args, checkpoint_offset, 2016);
+  EXPECT_FIELD(kda_forward_args, norm, 2112);
 }
 
 TEST(Abi, BackwardArgs) {
@@ -125,7 +135,7 @@ TEST(Abi, Records) {
 }
 
 TEST(Abi, DecodeArgs) {
-  EXPECT_EQ(sizeof(kda_decode_args), 2200u);
+  EXPECT_EQ(sizeof(kda_decode_args), 2408u);
   EXPECT_FIELD(kda_decode_args, struct_size, 0);
   EXPECT_FIELD(kda_decode_args, exec, 8);
   EXPECT_FIELD(kda_decode_args, in, 56);
@@ -136,10 +146,11 @@ TEST(Abi, DecodeArgs) {
   EXPECT_FIELD(kda_decode_args, snapshot_slots, 1912);
   EXPECT_FIELD(kda_decode_args, accepted, 2008);
   EXPECT_FIELD(kda_decode_args, out_state_indices, 2104);
+  EXPECT_FIELD(kda_decode_args, norm, 2200);
 }
 
 TEST(Abi, VerifyArgs) {
-  EXPECT_EQ(sizeof(kda_verify_args), 2488u);
+  EXPECT_EQ(sizeof(kda_verify_args), 2696u);
   EXPECT_FIELD(kda_verify_args, struct_size, 0);
   EXPECT_FIELD(kda_verify_args, exec, 8);
   EXPECT_FIELD(kda_verify_args, in, 56);
@@ -148,6 +159,7 @@ TEST(Abi, VerifyArgs) {
   EXPECT_FIELD(kda_verify_args, o, 1720);
   EXPECT_FIELD(kda_verify_args, records, 1816);
   EXPECT_FIELD(kda_verify_args, parents, 2392);
+  EXPECT_FIELD(kda_verify_args, norm, 2488);
 }
 
 TEST(Abi, FlushArgs) {
@@ -167,7 +179,7 @@ TEST(Abi, FlushArgs) {
 }
 
 TEST(Abi, FlushVerifyArgs) {
-  EXPECT_EQ(sizeof(kda_flush_verify_args), 3360u);
+  EXPECT_EQ(sizeof(kda_flush_verify_args), 3568u);
   EXPECT_FIELD(kda_flush_verify_args, struct_size, 0);
   EXPECT_FIELD(kda_flush_verify_args, exec, 8);
   EXPECT_FIELD(kda_flush_verify_args, in, 56);
@@ -182,6 +194,7 @@ TEST(Abi, FlushVerifyArgs) {
   EXPECT_FIELD(kda_flush_verify_args, parents, 3256);
   EXPECT_FIELD(kda_flush_verify_args, max_tokens, 3352);
   EXPECT_FIELD(kda_flush_verify_args, reserved, 3356);
+  EXPECT_FIELD(kda_flush_verify_args, norm, 3360);
 }
 
 TEST(Abi, SegmentMapArgs) {

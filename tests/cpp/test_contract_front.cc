@@ -129,6 +129,18 @@ TEST(ConvInFront, Slots) {
              [](auto&, auto& x) { x.indices.set(0, 3); });
 }
 
+// Requests that are padding leave their slots alone, and may share them.
+TEST(ConvInFront, PaddingSharesSlots) {
+  for (const char* impl : {"cpu_recurrent", "reference"}) {
+    Raw<kda_decode_args> x;
+    x.x.fill(0.5);
+    x.indices.set(0, 3);  // that of the last request
+    x.h0.state_indices.set(0, -1);
+    run(x.args, {.impl = impl});
+    for (int64_t i = 0; i < x.state.size(); ++i) EXPECT_EQ(x.state.get(i), i / 32 == 3 ? 0.5 : 0.25) << impl << i;
+  }
+}
+
 TEST(ConvInFront, Memory) {
   raw_refuses<kda_decode_args>("conv.state: expected memory of its own, got memory that overlaps conv.x",
                                [](auto& x) { x.args.conv.state.data = x.args.conv.x.data; });

@@ -39,6 +39,7 @@ struct Params {
   unsigned V, lanes;      // lanes: of a row
   float inverse_size, eps;
   int32_t activation;
+  bool keep_zeros = false;  // forward
   unsigned run, runs;
 
   template <class Args>
@@ -92,6 +93,12 @@ __device__ void gate_chunk(const Params& p, const RowNorm& norm, const float (&w
   for (int i = 0; i < kChunkSize; ++i) x[i] *= gate_of(p.activation, z[i]);
 }
 
+// Where rows of zeros stay zeros: NaN of a chunk's gate, or of eps = 0, becomes 0.
+__device__ void keep_zeros(const float (&x)[kChunkSize], float (&y)[kChunkSize]) {
+#pragma unroll
+  for (int i = 0; i < kChunkSize; ++i) y[i] = x[i] == 0 && y[i] != y[i] ? 0.0f : y[i];
+}
+
 // kBf16: x, gate and y are.
 template <bool kBf16>
 __global__ void __launch_bounds__(kThreads, kBlocksOfSM) lanes_kernel(const __grid_constant__ Params p) {
@@ -123,6 +130,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSM) lanes_kernel(const __gr
       values_of<kBf16>(p.gate.dtype, raw_z[j], z);
       const RowNorm norm = norm_row(x, sum(squares_of(x)), p.inverse_size, p.eps, sum);
       gate_chunk(p, norm, w, z, x);
+      if (p.keep_zeros && norm.zeros) {
+        values_of<kBf16>(p.x.dtype, raw_x[j], z);
+        keep_zeros(z, x);
+      }
       if (first + j * step + lane / p.lanes < rows) store_chunk<kBf16>(row_at(p.y, places[j]), p.y.dtype, column, x);
     }
   }
@@ -170,6 +181,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSM) chunks_kernel(const __g
 #pragma unroll
       for (int i = 0; i < kChunkSize; ++i) x[i] *= norm.scale;
       gate_chunk(p, norm, w, z, x);
+      if (p.keep_zeros && norm.zeros) {
+        load_some(p.x, x_row, column, p.V, z);
+        keep_zeros(z, x);
+      }
       store_some(p.y, y_row, column, p.V, x);
     });
   }
@@ -328,7 +343,7 @@ bool is_bf16(const Rows& rows) { return !rows.data || rows.dtype == KDA_BF16; }
 // Rows for forward, and for backward. Absent tensors are as good as any.
 Params params_of(const NormGateProblem& problem) {
   Params p(problem.args);
-  p.y = rows_of(problem.args.y);
+  p.y = rows_of(problem.args.y), p.keep_zeros = problem.keep_zeros;
   return p;
 }
 Params params_of(const NormGateBackwardProblem& problem) {

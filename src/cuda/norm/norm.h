@@ -20,6 +20,7 @@ namespace kda::cuda {
 // with NaN has a factor of NaN.
 struct RowNorm {
   float scale, factor;
+  bool zeros;  // the row has no other numbers, but for such whose squares are 0, too
 };
 constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
 
@@ -27,7 +28,7 @@ constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
 template <class Again>
 __device__ RowNorm row_norm(float squares, float inverse_size, float eps, const Again& again) {
   const float mean = fmaf(squares, inverse_size, eps);
-  RowNorm norm{1, ptx::inverse_root(mean)};
+  RowNorm norm{1, ptx::inverse_root(mean), squares == 0};
   const bool usual = mean >= kLeastMean && mean <= 0x1.fffffep127f;
   if (__any_sync(kAll, !usual)) {
     norm.scale = usual ? 1 : mean < kLeastMean ? kGrow : kShrink;
