@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ._version import __version__ as __version__
     from .convolution import causal_conv1d, causal_conv1d_update
     from .float32 import prefill_f32
-    from .norm import norm_gate
+    from .fused import fused_decode
+    from .norm import Norm, norm_gate
     from .ops import (
         chunk_kda,
         decode,
@@ -75,12 +76,14 @@ _MODULES = (
     }
     | {name: "segment" for name in ("segment_map", "segment_merge")}
     | {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
-    | {"norm_gate": "norm", "prefill_f32": "float32", "fused_recurrent_kda_fwd": "recurrent"}
+    | {name: "norm" for name in ("Norm", "norm_gate")}
+    | {"fused_decode": "fused", "prefill_f32": "float32", "fused_recurrent_kda_fwd": "recurrent"}
 )
 
 __all__ = [
     "Conv",
     "DraftBuffer",
+    "Norm",
     "Records",
     "causal_conv1d",
     "causal_conv1d_update",
@@ -91,6 +94,7 @@ __all__ = [
     "flush_kvbuffer",
     "flush_kvbuffer_all_layers",
     "flush_verify_kvbuffer",
+    "fused_decode",
     "fused_kda_gate",
     "fused_recurrent_kda",
     "fused_recurrent_kda_fwd",

@@ -221,8 +221,16 @@ void read(Reader& r, kda_forward_args& a) {
   a.checkpoint_every = r.integer("checkpoint_every");
   a.h_every = r.integer("h_every");
 }
+void read(Reader& r, kda_norm_inputs& n) {
+  r.tensor("norm.gate", n.gate), r.tensor("norm.weight", n.weight);
+  n.eps = r.wide_number("norm.eps");
+  n.activation = r.integer("norm.activation");
+  n.apply = r.flag("norm.apply");
+}
+
 void read_more(Reader& r, kda_forward_args& a) {
   r.tensor("out_state_indices", a.out_state_indices), r.tensor("checkpoint_offset", a.checkpoint_offset);
+  if (r.more()) read(r, a.norm);
 }
 
 void read(Reader& r, kda_backward_args& a) {
@@ -250,6 +258,7 @@ void read_more(Reader& r, kda_decode_args& a) {
   if (!r.more()) return;
   read(r, a.conv);
   r.tensor("snapshots", a.snapshots), r.tensor("snapshot_slots", a.snapshot_slots), r.tensor("accepted", a.accepted);
+  if (r.more()) read(r, a.norm);
 }
 
 void read(Reader& r, const char* const (&names)[6], kda_records& x) {
@@ -267,6 +276,7 @@ void read(Reader& r, kda_verify_args& a) {
   read(r, kRecords, a.records);
   r.tensor("parents", a.parents);
 }
+void read_more(Reader& r, kda_verify_args& a) { read(r, a.norm); }
 
 void read(Reader& r, kda_flush_args& a) {
   r.tensor("state", a.state), r.tensor("state_indices", a.state_indices);
@@ -287,6 +297,7 @@ void read(Reader& r, kda_flush_verify_args& a) {
   r.tensor("parents", a.parents);
   a.max_tokens = r.integer("max_tokens");
 }
+void read_more(Reader& r, kda_flush_verify_args& a) { read(r, a.norm); }
 
 void read(Reader& r, kda_segment_map_args& a) {
   read(r, a.in);

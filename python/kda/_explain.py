@@ -10,6 +10,7 @@ from . import speculation
 from ._lib import library
 from ._refusal import refusal
 from ._views import with_views
+from .norm import norm_fields
 from .speculation import Conv, Records
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -83,6 +84,7 @@ def _for_the_binding(op: str, a: dict[str, Any]) -> tuple[Any, ...]:
         return speculation._fields(name, a[name], Records, optional)
 
     last = (*values("impl", "num_threads"), None)
+    behind = norm_fields(a.get("norm"))
     if op == "flush":
         options = (int(not a["state_v_first"]), a["first_valid_slot"])
         rolled = values("accept_len", "parents", "conv_x", "conv_state", "conv_indices")
@@ -93,10 +95,10 @@ def _for_the_binding(op: str, a: dict[str, Any]) -> tuple[Any, ...]:
     if op == "decode":
         written = state if a["update_state"] else None
         before = (*inputs, state, written, slots, *values("has_initial_state", "first_valid_slot"), out)
-        return (*before, *last, None, *conv, *values("snapshots", "snapshot_slots", "accepted"))
+        return (*before, *last, None, *conv, *values("snapshots", "snapshot_slots", "accepted"), *behind)
     if op == "verify":
         before = (*inputs, state, None, slots, *values("has_initial_state", "first_valid_slot"), *conv, out)
-        return (*before, *records("records", optional=True), a["parents"], *last)
+        return (*before, *records("records", optional=True), a["parents"], *last, *behind)
     before = (*inputs, state, state, slots, None, a["first_valid_slot"], *conv, out, *records("last", optional=True))
     rounds = (*values("accept_len", "last_parents", "last_conv_x"), *records("records"))
-    return (*before, *rounds, *values("parents", "max_tokens"), *last)
+    return (*before, *rounds, *values("parents", "max_tokens"), *last, *behind)

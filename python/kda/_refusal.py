@@ -51,6 +51,9 @@ def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = N
     for name in ("records", "last", "conv"):  # tuples of arrays
         if hasattr(fields := arguments.pop(name, None), "_asdict"):
             arguments |= {f"{name}.{field}": x for field, x in fields._asdict().items()}
+    norm: Any = arguments.get("norm")
+    if hasattr(norm, "_asdict"):
+        arguments |= {"norm.gate": norm.gate, "norm.weight": norm.weight}
     if (transform := transform_refusal()) is not None and _inside_transforms(arguments):
         return transform
     if isinstance(error, LostGradients):
@@ -131,7 +134,12 @@ def _takes(arguments: dict[str, Any]) -> Takes:
 
 def _with_names_of_python(text: str, names: dict[str, str]) -> str:
     text = re.sub(r"\b(exec\.|h0 or (?=hT))", "", text)
-    return re.sub(r"\w+", lambda m: names.get(m[0], m[0]), text)
+
+    def name(match: re.Match[str]) -> str:  # of an argument, or of a field: conv.x
+        word = match[0]
+        return names[word] if word in names else ".".join(names.get(part, part) for part in word.split("."))
+
+    return re.sub(r"\w+(\.\w+)?", name, text)
 
 
 def _what_is_wrong(name: str, arguments: dict[str, Any], takes: Takes) -> str | None:

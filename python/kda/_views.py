@@ -25,6 +25,7 @@ _RECORDS = {"records.u", "records.k", "records.alpha"}
 _WRITTEN: dict[str, set[str]] = {  # by function: the arguments that it writes
     "prefill": {"state", "checkpoints", "out", "workspace"},
     "decode": {"state", "out"},
+    "fused_decode": {"state", "conv_state", "out"},
     "decode_mtp": {"state", "conv.state", "snapshots", "out"},
     "verify_kvbuffer": {"out", *_RECORDS},
     "flush_kvbuffer": {"state", "conv_state"},

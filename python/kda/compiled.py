@@ -234,19 +234,31 @@ _STATES = "Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, 
 _WRITTEN = "Tensor? out_state_indices, bool update_state"  # the slots to write; is anything written?
 
 
+_NORM = "Tensor? norm_gate=None, Tensor? norm_weight=None, float norm_eps=0.0, int norm_activation=0, bool norm=False"
+
+
+def _split(a: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The first ``count`` arguments, and those of the norm behind them if there is one. torch leaves out arguments
+    at the end that have their defaults."""
+    return a[:count], a[count:] if len(a) == count + 5 else ()
+
+
 def _prefill_run(*a: Any) -> None:
+    a, behind = _split(a, 27)
     *call, written, update, offset = a
     (*inputs, state, indices, initial, first, out, checkpoints, slots, every, impl, threads) = call
     library().forward(
         *inputs, state, state if update else None, indices, initial, first, out, checkpoints, slots, None, None, None,
-        None, every, 0, impl, threads, None, written, offset,
+        None, every, 0, impl, threads, None, written, offset, *behind,
     )  # fmt: skip
 
 
 def _decode_run(*a: Any) -> None:
+    a, behind = _split(a, 23)
     (*inputs, state, indices, initial, first, out, impl, threads, written, update) = a
+    more = (written, *(None,) * 8, *behind) if behind else (written,)
     library().decode(
-        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, written
+        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, *more
     )
 
 
@@ -257,14 +269,14 @@ def _nothing(*_: Any) -> None:
 _define(
     "prefill",
     f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, Tensor(c!)? checkpoints, Tensor? checkpoint_slots,"
-    f" int checkpoint_every, {_RUN}, {_WRITTEN}, Tensor? checkpoint_offset) -> ()",
+    f" int checkpoint_every, {_RUN}, {_WRITTEN}, Tensor? checkpoint_offset, {_NORM}) -> ()",
     _prefill_run,
     _nothing,
     _WITH_GRADIENTS,
 )
 _define(
     "decode",
-    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}, {_WRITTEN}) -> ()",
+    f"({_INPUTS}, Tensor? cu_seqlens, {_OPTIONS}, {_STATES}, {_RUN}, {_WRITTEN}, {_NORM}) -> ()",
     _decode_run,
     _nothing,
     _WITH_GRADIENTS,
@@ -297,15 +309,29 @@ def _records(name: str, *alias: str) -> str:
 
 
 def _decode_mtp_run(*a: Any) -> None:
+    a, behind = _split(a, 30)
     (*inputs, state, indices, initial, first, out, impl, threads) = a[:-9]
     *more, update = a[-9:]
     library().decode(
-        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, None, *more
+        *inputs,
+        state,
+        state if update else None,
+        indices,
+        initial,
+        first,
+        out,
+        impl,
+        threads,
+        None,
+        None,
+        *more,
+        *behind,
     )
 
 
 def _verify_run(*a: Any) -> None:
-    library().verify(*a[:15], None, *a[15:], None)
+    a, behind = _split(a, 33)
+    library().verify(*a[:15], None, *a[15:], None, *behind)
 
 
 def _flush_run(*a: Any) -> None:
@@ -313,13 +339,14 @@ def _flush_run(*a: Any) -> None:
 
 
 def _flush_verify_run(*a: Any) -> None:
-    library().flush_verify(*a[:15], a[14], a[15], None, *a[16:], None)
+    a, behind = _split(a, 42)
+    library().flush_verify(*a[:15], a[14], a[15], None, *a[16:], None, *behind)
 
 
 _define(
     "decode_mtp",
     f"({_ROWS}, {_OPTIONS}, {_STATES}, {_RUN}, {_conv('Tensor(c!)? conv_state')}, Tensor(d!)? snapshots,"
-    " Tensor? snapshot_slots, Tensor? accepted, bool update_state) -> ()",
+    f" Tensor? snapshot_slots, Tensor? accepted, bool update_state, {_NORM}) -> ()",
     _decode_mtp_run,
     _nothing,
     _WITH_GRADIENTS,
@@ -329,7 +356,7 @@ _define(
     f"({_ROWS}, {_OPTIONS}, Tensor state, Tensor? state_indices, Tensor? has_initial_state, int first_valid_slot,"
     f" {_conv('Tensor? conv_state')}, Tensor(a!) out,"
     f" {_records('records', 'Tensor(b!)?', 'Tensor(c!)?', 'Tensor(d!)?', 'Tensor?', 'Tensor?')}, Tensor? parents,"
-    f" {_RUN}) -> ()",
+    f" {_RUN}, {_NORM}) -> ()",
     _verify_run,
     _nothing,
     _WITH_GRADIENTS,
@@ -348,7 +375,7 @@ _define(
     f"({_ROWS}, {_OPTIONS}, Tensor(a!) state, Tensor? state_indices, int first_valid_slot,"
     f" {_conv('Tensor(b!)? conv_state')}, Tensor(c!) out, {_records('last')}, Tensor accept_len, Tensor? last_parents,"
     f" Tensor? last_conv_x, {_records('records', *(f'Tensor({c}!)?' for c in 'defgh'))}, Tensor? parents,"
-    f" int max_tokens, {_RUN}) -> ()",
+    f" int max_tokens, {_RUN}, {_NORM}) -> ()",
     _flush_verify_run,
     _nothing,
     _WITH_GRADIENTS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._arrays import check_views, is_torch, new_like
 from ._dispatch import compiling, dispatched, modes
@@ -17,6 +17,35 @@ NONE, SIGMOID, SILU = range(3)  # kda_norm_activation
 _ACTIVATIONS = {"sigmoid": SIGMOID, "silu": SILU, "swish": SILU}
 _WITH_GRADIENTS = "kda.norm_gate of torch tensors alone, without out"
 _TAKES = Takes({"x", "gate", "weight", "out"}, {"x"}, set(), {"eps", "num_threads"}, {"y": "out"}, "x")
+
+
+class Norm(NamedTuple):
+    """The norm and gate of an operator's output, in the same call: ``norm=`` of the serving functions.
+
+    The bits are those of the function followed by :func:`norm_gate` in place. A row of zeros, as padding has, stays
+    zeros (or -0), whatever its gate is.
+
+    >>> import kda, numpy as np
+    >>> x, beta = np.ones((1, 1, 1, 4), np.float32), np.ones((1, 1, 1), np.float32)
+    >>> norm = kda.Norm(gate=0 * x, eps=0.0)
+    >>> kda.decode(x, x, x, 0 * x, beta, norm=norm).tolist()
+    [[[[0.5, 0.5, 0.5, 0.5]]]]
+    """
+
+    gate: Any  #: ``[B, T, HV, V]`` bfloat16, float16 or float32, or None for a norm without a gate
+    weight: Any = None  #: ``[V]`` of any of these dtypes; ones if None
+    eps: float = 1e-5  #: finite, >= 0
+    activation: str = "sigmoid"  #: of the gate: ``"sigmoid"``, ``"silu"`` or ``"swish"``
+
+
+def norm_fields(norm: Any) -> tuple[Any, ...]:
+    """What the binding, and a registered operator, take for a norm; nothing without one."""
+    if norm is None:
+        return ()
+    if not isinstance(norm, Norm):
+        raise ValueError(f"norm: expected kda.Norm, got {type(norm).__name__}")
+    gate, weight, eps, activation = norm
+    return gate, weight, eps, NONE if gate is None else _form(activation, "norm.activation"), True
 
 
 def norm_gate(
@@ -85,10 +114,10 @@ def norm_gate(
         return again(norm_gate, error, locals(), _TAKES)
 
 
-def _form(activation: str) -> int:
+def _form(activation: str, name: str = "activation") -> int:
     form = _ACTIVATIONS.get(activation) if isinstance(activation, str) else None
     if form is None:
-        raise ValueError(f"activation: expected 'sigmoid', 'silu' or 'swish', got {activation!r}")
+        raise ValueError(f"{name}: expected 'sigmoid', 'silu' or 'swish', got {activation!r}")
     return form
 
 

@@ -389,6 +389,7 @@ def prefill(
     checkpoint_slots: Any = None,
     checkpoint_every: int = CHUNK,
     checkpoint_offset: Any = None,
+    norm: Any = None,
     out: Any = None,
     workspace: Any = None,
     impl: str | None = None,
@@ -420,6 +421,7 @@ def prefill(
             then at multiples of ``checkpoint_every`` of the request, not of the call, and the first of the call is
             the one in ``checkpoint_slots[n, 0]``. Chunked kernels on GPUs keep no checkpoints with an offset, or with
             an ``every`` that is no multiple of 64: such calls run token by token there.
+        norm: a :class:`kda.Norm`: the norm and gate of the output, in the same call.
         out: ``[B, T, HV, V]``, written and returned; made if None. Rows beyond ``cu_seqlens[-1]`` are zeroed.
         workspace: scratch memory of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if
             None.
@@ -443,6 +445,7 @@ def prefill(
         if out is None:
             out = new_like(v)
         every = checkpoint_every if checkpoints is not None else 0
+        behind = () if norm is None else _norm_fields(norm)
         if dispatched():
             from .compiled import prefill as compiled_prefill
 
@@ -463,13 +466,15 @@ def prefill(
                 out_state_indices,
                 update_state,
                 checkpoint_offset,
+                *behind,
             )
             return out
-        check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace)
+        arrays = (state, checkpoints, out, workspace, *behind[:2])
+        check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, *arrays)
         library().forward(
             *call, state, state is not None and update_state, state_indices, has_initial_state, first_valid_slot, out,
             checkpoints, checkpoint_slots, None, None, None, None, every, 0, impl, num_threads, workspace,
-            out_state_indices, checkpoint_offset,
+            out_state_indices, checkpoint_offset, *behind,
         )  # fmt: skip
         mark_written(state if update_state else None, out, checkpoints, workspace)
         return out
@@ -519,6 +524,7 @@ def decode(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
+    norm: Any = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -542,16 +548,21 @@ def decode(
         )  # fmt: skip
         if out is None:
             out = new_like(v)
+        behind = () if norm is None else _norm_fields(norm)
         if (compiling() or modes()) and dispatched():  # the call itself is most of the cost
             from .compiled import decode as compiled_decode
 
             compiled_decode(
                 call, state, state_indices, has_initial_state, first_valid_slot, out, impl, num_threads,
-                out_state_indices, update_state,
+                out_state_indices, update_state, *behind,
             )  # fmt: skip
             return out
         check = check_serving if type(q) is ndarray else check_step
         check(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, state, out)
+        more = () if out_state_indices is None else (out_state_indices,)
+        if norm is not None:
+            check_serving(_WITH_GRADIENTS, *behind[:2])
+            more = (out_state_indices, *_NO_FRONT, *behind)
         library().decode(
             *call,
             state,
@@ -563,7 +574,7 @@ def decode(
             impl,
             num_threads,
             None,
-            *(() if out_state_indices is None else (out_state_indices,)),
+            *more,
         )
         mark_step(state if update_state else None, out)
         return out
@@ -571,6 +582,15 @@ def decode(
         if compiling():
             raise
         return again(decode, error, locals())
+
+
+_NO_FRONT = (None,) * 8  # no convolution, and no snapshots: what lies between in the binding's arguments
+
+
+def _norm_fields(norm: Any) -> tuple[Any, ...]:
+    from .norm import norm_fields
+
+    return norm_fields(norm)
 
 
 def _serving_call(
@@ -670,7 +690,7 @@ def _forward_arguments(
     first_valid_slot = kwargs.pop("first_valid_slot", 0)
     checkpoints, slots = kwargs.pop("checkpoints", None), kwargs.pop("checkpoint_slots", None)
     every = kwargs.pop("checkpoint_every", CHUNK) if checkpoints is not None else 0
-    offset = kwargs.pop("checkpoint_offset", None)
+    offset, behind = kwargs.pop("checkpoint_offset", None), _norm_fields(kwargs.pop("norm", None))
     out = kwargs.pop("out", None)
     defaults = dict.fromkeys(("A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens")) | dict.fromkeys(
         ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"), False
@@ -687,7 +707,7 @@ def _forward_arguments(
     out = new_like(v) if out is None else out
     return (
         *call, state, state if update else None, *states, first_valid_slot, out, checkpoints, slots, None, None, None,
-        None, every, 0, impl, num_threads, None, written_slots, offset,
+        None, every, 0, impl, num_threads, None, written_slots, offset, *behind,
     )  # fmt: skip
 
 

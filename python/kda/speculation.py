@@ -19,6 +19,7 @@ from ._lib import library
 from ._options import check_flag, make_options
 from ._refusal import in_sentences
 from ._tracking import check_serving, mark_written
+from .norm import norm_fields
 from .ops import _WITH_GRADIENTS, _gate_parameters, _no_gate_parameters
 
 
@@ -187,6 +188,7 @@ def decode_mtp(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
+    norm: Any = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -203,6 +205,7 @@ def decode_mtp(
         accepted: ``[N]`` int32 or int64, clamped to 1..S: start from what an earlier call left as snapshot
             ``accepted[n] - 1``, in slot ``snapshot_slots[n, accepted[n] - 1]`` of ``state`` or in
             ``snapshots[n, accepted[n] - 1]``.
+        norm: a :class:`kda.Norm`: the norm and gate of the output, in the same call.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
@@ -219,16 +222,16 @@ def decode_mtp(
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     rest = (first_valid_slot, out, impl, num_threads)
-    more = (*_fields("conv", conv, Conv), snapshots, snapshot_slots, accepted)
+    more, behind = (*_fields("conv", conv, Conv), snapshots, snapshot_slots, accepted), norm_fields(norm)
     if dispatched():
         from .compiled import run_in_place
 
-        run_in_place("decode_mtp", *arguments, state, state_indices, has_initial_state, *rest, *more, update_state)
+        before = (*arguments, state, state_indices, has_initial_state)
+        run_in_place("decode_mtp", *before, *rest, *more, update_state, *behind)
         return out
-    check_serving(_WITH_GRADIENTS, snapshots)
-    library().decode(
-        *arguments, state, state if update_state else None, state_indices, has_initial_state, *rest, None, None, *more
-    )
+    check_serving(_WITH_GRADIENTS, snapshots, *behind[:2])
+    states = (state, state if update_state else None, state_indices, has_initial_state)
+    library().decode(*arguments, *states, *rest, None, None, *more, *behind)
     mark_written(out, snapshots, state if update_state else None, None if conv is None else conv.state)
     return out
 
@@ -258,6 +261,7 @@ def verify_kvbuffer(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
+    norm: Any = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -271,6 +275,7 @@ def verify_kvbuffer(
         conv: raw packed rows to convolve first. Its state is only read; the flush advances it.
         parents: ``[N, T]`` int32 or int64 for a tree of drafts: the token before t, negative for the committed text.
             If None, drafts are a chain.
+        norm: a :class:`kda.Norm`: the norm and gate of the output, in the same call.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
@@ -291,13 +296,14 @@ def verify_kvbuffer(
         state_indices, has_initial_state, first_valid_slot, *_fields("conv", conv, Conv), out,
         *_fields("records", records, Records), parents, impl, num_threads,
     )  # fmt: skip
+    behind = norm_fields(norm)
     if dispatched():
         from .compiled import run_in_place
 
-        run_in_place("verify", *arguments, state, *rest)
+        run_in_place("verify", *arguments, state, *rest, *behind)
     else:
-        check_serving(_WITH_GRADIENTS, *(records or ()))
-        library().verify(*arguments, state, None, *rest, None)
+        check_serving(_WITH_GRADIENTS, *(records or ()), *behind[:2])
+        library().verify(*arguments, state, None, *rest, None, *behind)
         mark_written(out, *(records or ())[:3])
     return out
 
@@ -407,6 +413,7 @@ def flush_verify_kvbuffer(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
+    norm: Any = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -427,6 +434,7 @@ def flush_verify_kvbuffer(
         last_parents: ``[N, T']`` int32 or int64, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
         max_tokens: with a ring, the most tokens in any round on it. 0 means T (not with cu_seqlens).
+        norm: a :class:`kda.Norm`: the norm and gate of the output, in the same call.
 
     Returns:
         ``out``, ``[N, T, HV, V]``.
@@ -448,13 +456,14 @@ def flush_verify_kvbuffer(
         first_valid_slot, *_fields("conv", conv, Conv), out, *_fields("last", last, Records), accept_len, last_parents,
         last_conv_x, *_fields("records", records, Records, False), parents, max_tokens, impl, num_threads,
     )  # fmt: skip
+    behind = norm_fields(norm)
     if dispatched():
         from .compiled import run_in_place
 
-        run_in_place("flush_verify", *arguments, state, state_indices, *rest)
+        run_in_place("flush_verify", *arguments, state, state_indices, *rest, *behind)
     else:
-        check_serving(_WITH_GRADIENTS, *records, *(last or ()), last_conv_x)
-        library().flush_verify(*arguments, state, state, state_indices, None, *rest, None)
+        check_serving(_WITH_GRADIENTS, *records, *(last or ()), last_conv_x, *behind[:2])
+        library().flush_verify(*arguments, state, state, state_indices, None, *rest, None, *behind)
         written = records._replace(indices=None)
         mark_written(state, out, *written, None if conv is None else conv.state)
     return out

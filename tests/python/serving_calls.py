@@ -56,6 +56,22 @@ def _decode_mtp() -> Call:
     return kda.decode_mtp, kw | {"conv": _conv(kw), "snapshots": snapshots, "out": out}
 
 
+def _normed() -> Call:
+    function, kw = _decode()
+    return function, kw | {"norm": kda.Norm(torch.randn(kw["v"].shape), torch.randn(kw["v"].shape[3]))}
+
+
+def _fused() -> Call:
+    kw = _pooled()
+    (B, T, HV, V), K = kw["v"].shape, kw["q"].shape[3]
+    conv = _conv(kw)
+    inputs = {n: kw[n] for n in ("g", "beta", "state", "state_indices")}
+    inputs |= {"conv_state": conv.state.new_zeros(4, conv.x.shape[2], 3)}
+    gates = {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV, K), "gate": torch.randn(B, T, HV, V)}
+    more = {"x": conv.x, "conv_weight": conv.weight, "conv_bias": conv.bias, "norm_weight": torch.randn(V)}
+    return kda.fused_decode, inputs | gates | more | {"out": torch.full((B, T, HV, V), 7.0)}
+
+
 def _verify() -> Call:
     p, h0 = drafts(3)
     return kda.verify_kvbuffer, p.keywords | {"state": h0, "records": records_for(p, 3), "out": p.tensors["v"] * 0 + 7}
@@ -92,6 +108,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "prefill": _prefill,
     "decode": _decode,
     "fused_recurrent_kda_fwd": _fla,
+    "decode, norm": _normed,
+    "fused_decode": _fused,
     "decode_mtp": _decode_mtp,
     "verify_kvbuffer": _verify,
     "flush_kvbuffer": _flush,
