@@ -16,17 +16,22 @@
 
 namespace kda::test {
 
-inline std::vector<Field> tensors(kda_decode_args& a) {
-  return joined(joined(fields(a), snapshot_fields(a)), serving_fields(a));
+inline std::vector<Field> more_fields(kda_decode_args& a) {
+  return joined(joined(conv_fields(a.conv, true), snapshot_fields(a)), serving_fields(a));
 }
-inline std::vector<Field> tensors(kda_flush_verify_args& a) {
-  return joined(fields(a),
-                {{"records.ring_first", &a.records.ring_first}, {"records.ring_count", &a.records.ring_count}});
+inline std::vector<Field> more_fields(kda_flush_verify_args& a) {
+  return {{"records.ring_first", &a.records.ring_first}, {"records.ring_count", &a.records.ring_count}};
+}
+template <class Args>
+std::vector<Field> more_fields(Args& a) {
+  if constexpr (requires { serving_fields(a); }) return serving_fields(a);
+  else return {};
 }
 template <class Args>
 std::vector<Field> tensors(Args& a) {
-  if constexpr (requires { serving_fields(a); }) return joined(fields(a), serving_fields(a));
-  else return fields(a);
+  std::vector<Field> all = joined(fields(a), more_fields(a));
+  if constexpr (requires { a.norm; }) all = joined(all, norm_fields(a.norm));
+  return all;
 }
 
 // Bytes from the first element to the last, gaps between rows included.
