@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy import ndarray
 
@@ -18,6 +18,9 @@ from ._lib import _OPERATORS, library
 from ._options import CHUNK, GATE_LOWER_BOUND, Options, gate_form, gate_parameters_ignored, make_options
 from ._tracking import check_serving, check_step, mark_step, mark_written
 from ._views import again, with_operators
+
+if TYPE_CHECKING:
+    from .norm import Norm
 
 torch: Any = _arrays.torch
 
@@ -389,7 +392,7 @@ def prefill(
     checkpoint_slots: Any = None,
     checkpoint_every: int = CHUNK,
     checkpoint_offset: Any = None,
-    norm: Any = None,
+    norm: Norm | None = None,
     out: Any = None,
     workspace: Any = None,
     impl: str | None = None,
@@ -524,7 +527,7 @@ def decode(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
-    norm: Any = None,
+    norm: Norm | None = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,

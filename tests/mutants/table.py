@@ -24,6 +24,7 @@ PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
 CONVOLUTION = ("test_conv", "*")
 NORM = ("test_norm", "*")
+NORM_BEHIND = ("test_norm_behind", "*")
 LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
 DRAFTS = ("drafts_5", "ring", "ring_packed", "ring_tree", "tree", "gva_2", "K60_V100", "state_K_first", "state_bf16")
 SPECULATION = ("test_speculation", ":".join(f"All/Speculation.*/{c}" for c in (*DRAFTS, "padded_0", "softplus")))
@@ -106,6 +107,7 @@ CUDA_NORM = emulated(
         for c in ("V_128", "V_300", "one_row", "many_rows", "dtype_2_V_64", "huge", "minute")
     )
 )
+CUDA_FUSED = emulated(*(f"FusedOnCuda.*/{c}" for c in ("usual", "packed_shared", "no_slots", "f32_W3")))
 CUDA_NORM_NAN = (EMULATOR, "NormPromiseOnCuda.NotFiniteStaysInItsRow")
 CUDA_WY_PACKED = emulated("StagesOnCuda.EachIsItsOracle/large_packed")
 CUDA_WY_K_FIRST = emulated("StagesOnCuda.EachIsItsOracle/whole_K_first")
@@ -128,6 +130,7 @@ WINDOWS = "src/speculation.h"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
 NORM_CPU = "src/cpu/norm_gate.cc"
+API = "src/api.cc"
 CONV = "src/cpu/conv.cc"
 CONV_ROWS = "src/convolution.h"
 SPECULATION_RULES = "src/problem_speculation.cc"
@@ -153,6 +156,9 @@ CUDA_WIDE = "src/cuda/backward/wide_kernel.h"
 CUDA_WIDE_MATH = "src/cuda/backward/wide.h"
 CUDA_BETA_H = "src/cuda/backward/beta.h"
 CUDA_DECODE = "src/cuda/decode/decode.cu"
+CUDA_CONV = "src/cuda/conv/conv.cu"
+CUDA_CONV_CALL = "src/cuda/conv/call.h"
+CUDA_CONV_STEP = "src/cuda/conv/step.h"
 CUDA_DECODE_PARAMS = "src/cuda/decode/params.h"
 CUDA_FEW_DRAFTS = "src/cuda/drafts/recurrent_kernel.h"
 CUDA_FEW_DRAFTS_ENTRIES = "src/cuda/drafts/recurrent_entries.h"
@@ -198,6 +204,8 @@ UNITS = {
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
     CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
+    CUDA_CONV_CALL: [CUDA_CONV],
+    CUDA_CONV_STEP: [CUDA_CONV],
     CUDA_DECODE_PARAMS: [CUDA_DECODE, "src/cuda/decode/sweep.cu"],
     CUDA_FEW_DRAFTS: ["src/cuda/drafts/recurrent_verify.cu", "src/cuda/drafts/recurrent_ring.cu"],
     CUDA_FEW_DRAFTS_ENTRIES: ["src/cuda/drafts/flush_registers.cu", "src/cuda/drafts/recurrent_flush_verify.cu"],
@@ -535,6 +543,25 @@ MUTANTS = [
             "norm: dz without the weight",
             "const Vec weighted = hn::Mul(load(g.n + i), load(w + i));",
             "const Vec weighted = load(g.n + i);",
+        ),
+    ),
+    *mutants(
+        NORM_CPU,
+        NORM_BEHIND,
+        ("norm: gates reach padding", "if (p.keep_zeros && norm.zeros) keep_zeros", "if (false) keep_zeros"),
+    ),
+    *mutants(
+        REFERENCE_NORM,
+        NORM_BEHIND,
+        ("oracle: gates of a norm reach padding", "p.keep_zeros && row.zeros && std::isnan(y)", "false"),
+    ),
+    *mutants(
+        API,
+        NORM_BEHIND,
+        (
+            "norm behind: not the oracle behind the oracle",
+            "== kOracle ? kOracle : nullptr",
+            "== kOracle ? nullptr : nullptr",
         ),
     ),
     *mutants(
@@ -1528,6 +1555,32 @@ MUTANTS = [
             "steps = kMostK / kQuarters / 16;",
         ),
         ("cuda mma: drafts that are no ancestors", "if (!kCall.fast && !(ancestors >> i & 1)) continue;", ""),
+    ),
+    *mutants(
+        CUDA_CONV_CALL,
+        CUDA_FUSED,
+        ("cuda front: padding rolls its state", "(s.length > 0 && is_live(s.n))", "s.length > 0"),
+        ("cuda front: requests without tokens roll", "(s.length > 0 && is_live(s.n))", "is_live(s.n)"),
+        ("cuda front: slots beyond the pool are written", "slot < states.shape[0] && (", "("),
+    ),
+    *mutants(
+        CUDA_CONV_STEP,
+        CUDA_FUSED,
+        ("cuda conv: one token leaves the state as it was", "state.rows[2] = row;", ""),
+    ),
+    *mutants(
+        CUDA_NORM_GATE,
+        CUDA_FUSED,
+        (
+            "cuda norm: gates reach padding",
+            "if (p.keep_zeros && norm.zeros) {\n        values_of",
+            "if (false) {\n        values_of",
+        ),
+        (
+            "cuda norm: gates reach padding in long rows",
+            "if (p.keep_zeros && norm.zeros) {\n        load_some",
+            "if (false) {\n        load_some",
+        ),
     ),
     *mutants(
         CUDA_NORM_GATE,

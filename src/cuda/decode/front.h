@@ -37,7 +37,6 @@ inline void launch_front(const DecodeProblem& p) {
   launch_convolution({a.exec,
                       conv_of(a.conv, a.in.cu_seqlens, {}, y),
                       {.states = a.conv.state,
-                       .first_valid = INT64_MIN,
                        .in_front = true,
                        .requests = requests,
                        .snapshot_slots = index_rows(a.snapshot_slots)}});
