@@ -23,7 +23,9 @@ from ._front import Rows
 from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu, local
 from ._packing import find_layout
 from ._plans import mesh_of_plan, ranks_of_plan
-from ._recompute import old_state
+from ._projections import has_hooks
+from ._recompute import check_first_run, old_state
+from .fused import fused_decode
 from .speculation import Conv
 
 __all__ = [
@@ -335,12 +337,11 @@ class KimiDeltaAttention(nn.Module):
             x = x.masked_fill(~real[:, None], 0)
         whole = _training.train(self, x, cu) if found is None and cp_context is None else None
         if whole is not None:
-            o, gate = whole
+            o = self.o_norm(*whole, mesh=mesh_of_plan(self))
         else:
-            o, gate = self._run(x, found, cu, cp_context, T)
+            o = self._run(x, found, cu, cp_context, T)
         if foreign is not None and isinstance(found, KDACache):
             write_foreign(foreign, found, T)
-        o = self.o_norm(o, gate, mesh=mesh_of_plan(self))
         o = self.o_proj(o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])
@@ -350,17 +351,45 @@ class KimiDeltaAttention(nn.Module):
 
     def _run(
         self, x: Tensor, cache: KDACache | DraftCache | None, cu: Tensor | None, cp_context: Any, T: int
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the outputs before the norm and the gate's input, ``[B, T, HV, V]``."""
+    ) -> Tensor:
+        """Returns the outputs after the norm, ``[B, T, HV, V]``."""
         rows, g, beta, gate = _front.project(self, x)
-        if not isinstance(cache, DraftCache):
+        if isinstance(cache, DraftCache):
+            if cu is not None or torch.is_grad_enabled():
+                raise ValueError(
+                    "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
+                )
+            o = self._draft(rows, g, beta, cache)
+        elif cache is not None and T <= DECODE_TOKENS and isinstance(rows, Tensor) and self._is_one_step(cache):
+            return self._step(rows, g, beta, gate, cache, cu)
+        else:
             qkv = _front.queries_keys_values(self, rows, cache, cu, cp_context)
-            return self._attend((*qkv, g, beta), cache, cu, cp_context, T), gate
-        if cu is not None or torch.is_grad_enabled():
-            raise ValueError(
-                "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
-            )
-        return self._draft(rows, g, beta, cache), gate
+            o = self._attend((*qkv, g, beta), cache, cu, cp_context, T)
+        normed: Tensor = self.o_norm(o, gate, mesh=mesh_of_plan(self))
+        return normed
+
+    def _is_one_step(self, cache: KDACache) -> bool:
+        """Can convolution, recurrence and norm be one call? Replaced and hooked parts have to be called themselves."""
+        norm, convs = self.o_norm, _front.convolutions(self)
+        return (
+            not torch.is_grad_enabled()
+            and cache.conv is not None
+            and self.conv_size > 1
+            and type(norm) is RMSNormGated
+            and not any(map(has_hooks, (norm, *convs)))
+        )
+
+    def _step(self, rows: Tensor, g: Tensor, beta: Tensor, gate: Tensor, cache: KDACache, cu: Tensor | None) -> Tensor:
+        options = self._options()
+        options.pop("use_gate_in_kernel")
+        weight, bias = _front.conv_parameters(self)
+        check_first_run("state", cache.made_in)
+        norm: Any = self.o_norm
+        o: Tensor = fused_decode(
+            rows, weight, bias, cache.conv, g, beta, options.pop("A_log"), options.pop("dt_bias"), cache.state, gate,
+            norm.weight, eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
+        )  # fmt: skip
+        return o
 
     def _check_window(self, hidden_states: Tensor, cp_context: Any, held: Any, use_cache: bool | None) -> None:
         from .cp import Context

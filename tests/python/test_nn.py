@@ -247,12 +247,16 @@ def test_with_gradients_a_cache_carries_values_but_no_gradient():
 
 
 def test_long_pieces_run_in_chunks_and_short_ones_token_by_token(monkeypatch):
-    layer, calls = make(), []
-    for name in ("prefill", "decode"):
+    """Short ones with their convolution and norm in one call, where there is a convolution."""
+    calls = []
+    for module, name in ((kda.ops, "prefill"), (kda.ops, "decode"), (kda.nn, "fused_decode")):
         run = getattr(kda, name)
-        monkeypatch.setattr(kda.ops, name, lambda *a, run=run, name=name, **k: calls.append(name) or run(*a, **k))
-    in_pieces(layer, tokens(1, 110, 48), [100, 8, 1, 1], layer.new_cache(1))
-    assert calls == ["prefill", "decode", "decode", "decode"]
+        monkeypatch.setattr(module, name, lambda *a, run=run, name=name, **k: calls.append(name) or run(*a, **k))
+    for config, step in (({}, "fused_decode"), ({"use_short_conv": False}, "decode"), ({"conv_size": 1}, "decode")):
+        layer = make(**config)
+        in_pieces(layer, tokens(1, 110, 48), [100, 8, 1, 1], layer.new_cache(1))
+        assert calls == ["prefill", *[step] * 3]
+        calls.clear()
 
 
 # ---- packed and padded sequences ----
