@@ -46,6 +46,7 @@ TYPED_TEST(Contract, NullResults) {
 template <class Args>
 constexpr uint64_t first_size() {
   if constexpr (requires(Args a) { a.out_state_indices; }) return offsetof(Args, out_state_indices);
+  else if constexpr (requires(Args a) { a.norm; }) return offsetof(Args, norm);
   else return sizeof(Args);
 }
 
