@@ -126,7 +126,12 @@ class FusedOnCuda : public OnCuda, public testing::WithParamInterface<FusedCase>
     kda_conv_args a = KDA_CONV_ARGS_INIT;
     a.x = x, a.weight = weight, a.bias = bias, a.y = y, a.initial_state = a.final_state = rows, a.silu = 1;
     a.cu_seqlens = in.cu_seqlens;
+    const Tensor exact = rows.clone(), exact_y(KDA_F64, {in.B, in.T, D});
     run_on_cuda(a, "cuda_conv");
+    a.initial_state = a.final_state = exact, a.y = exact_y;
+    run(a, {.impl = "reference"});
+    EXPECT_EQ(rows.bits(), exact.bits()) << "states only move";
+    expect_close(exact_y, y, "rows");
     for (int64_t n = 0; n < in.N; ++n)
       for (int64_t i = 0; slot_of(n) >= 0 && live(n) && in.length(n) > 0 && i < row; ++i)
         r.state.set(at(slot_of(n), i), rows.get(n * row + i));

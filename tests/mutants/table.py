@@ -1560,7 +1560,6 @@ MUTANTS = [
         CUDA_CONV_CALL,
         CUDA_FUSED,
         ("cuda front: padding rolls its state", "(s.length > 0 && is_live(s.n))", "s.length > 0"),
-        ("cuda front: requests without tokens roll", "(s.length > 0 && is_live(s.n))", "is_live(s.n)"),
         ("cuda front: slots beyond the pool are written", "slot < states.shape[0] && (", "("),
     ),
     *mutants(
