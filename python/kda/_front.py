@@ -47,9 +47,11 @@ def _joint_maps(layer: KimiDeltaAttention) -> list[nn.Linear] | None:
 
 
 def joint_maps(layer: KimiDeltaAttention, x: Tensor) -> list[nn.Linear] | None:
-    """The maps of x that run as one product, or None. Autocast and torch.func's transforms need torch's own."""
+    """The maps of x that run as one product, or None. Meta tensors, autocast and torch.func's transforms need torch's
+    own."""
     if (
         not layer.fuse_projections
+        or x.is_meta
         or x.dtype != layer.q_proj.weight.dtype
         or layer.q_proj.weight.shape[0] != layer.key_dim
         or torch.is_autocast_enabled(x.device.type)
@@ -163,4 +165,4 @@ def conv_parameters(layer: KimiDeltaAttention) -> tuple[Tensor, Tensor | None]:
 def _as_one(parameters: list[Tensor]) -> Tensor:
     """Their own memory, if they lie side by side and need no gradients; else a copy."""
     whole = None if torch.is_grad_enabled() or dispatched() else whole_of(parameters)
-    return torch.cat(parameters) if whole is None else whole[: sum(p.shape[0] for p in parameters)]
+    return torch.cat(parameters) if whole is None else whole

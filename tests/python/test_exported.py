@@ -42,7 +42,7 @@ with torch.no_grad():
 assert "kda.forward.default" in {{str(node.target) for node in program.graph.nodes}}
 print((o - tensors["want"]).abs().max().item())
 """
-    assert float(run(code)) == 0
+    assert float(run(code)) < 1e-6, "loaded weights lie apart, and products of other sizes may sum in another order"
 
 
 @pytest.mark.parametrize("order", ORDERS)
