@@ -28,13 +28,19 @@ def is_plain(module: Any, bias: bool = False) -> bool:
     if type(module) is not nn.Linear or has_hooks(module):
         return False
     parameters = module.__dict__["_parameters"]
-    return (bias or parameters["bias"] is None) and type(parameters["weight"]) in (nn.Parameter, Tensor)
+    weight = parameters.get("weight")  # FSDP1 takes it away
+    return type(weight) in (nn.Parameter, Tensor) and (bias or parameters["bias"] is None)
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Does the module have hooks, or, as accelerate and others give it, a forward of its own?"""
     kept = module.__dict__
     return bool(
-        kept["_forward_hooks"] or kept["_forward_pre_hooks"] or kept["_backward_hooks"] or kept["_backward_pre_hooks"]
+        kept["_forward_hooks"]
+        or kept["_forward_pre_hooks"]
+        or kept["_backward_hooks"]
+        or kept["_backward_pre_hooks"]
+        or "forward" in kept
     )
 
 

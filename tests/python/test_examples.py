@@ -142,20 +142,20 @@ def refuse(*_: Any, **__: Any) -> None:
     raise NO_KERNEL
 
 
-def forward_only(*args: Any, chunk_kda: Any = kda.nn.ops.chunk_kda, **options: Any) -> Any:
-    o, state = chunk_kda(*args, **options)
-    if o.requires_grad:
-        o.register_hook(refuse)
-    return o, state
+def forward_only(*args: Any, train: Any = kda.nn._training.train) -> Any:
+    whole = train(*args)
+    if whole is not None:
+        whole[0].register_hook(refuse)
+    return whole
 
 
 @pytest.mark.parametrize("place", [ON_CPU, ON_CPU_BF16], ids=lambda place: str(place.dtype))
 @pytest.mark.parametrize(
     ("function", "stand_in", "refusing"),
     [
-        ("nn.ops.chunk_kda", forward_only, ["train"]),
+        ("nn._training.train", forward_only, ["train"]),
         ("nn.ops.prefill", refuse, ["serve"]),
-        ("nn.ops.decode", refuse, ["serve"]),
+        ("nn.fused_decode nn.ops.decode", refuse, ["serve"]),  # under autocast the latter
         ("_modules.causal_conv1d_update", refuse, ["serve"]),
         ("_caches.verify_kvbuffer", refuse, ["serve"]),
         ("_caches.flush_verify_kvbuffer", refuse, ["serve"]),
@@ -166,8 +166,8 @@ def forward_only(*args: Any, chunk_kda: Any = kda.nn.ops.chunk_kda, **options: A
 def test_probes_find_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, place: Place, function: str, stand_in: Any, refusing: list[str]
 ) -> None:
-    if stand_in:
-        monkeypatch.setattr(f"kda.{function}", stand_in)
+    for name in function.split() if stand_in else ():
+        monkeypatch.setattr(f"kda.{name}", stand_in)
     found = []
     for what, probe in PROBES.items():
         try:

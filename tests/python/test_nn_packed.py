@@ -157,6 +157,19 @@ def test_hooks_of_a_projection_run() -> None:
         assert relative(layer(x)[0], hooked) < 1e-6
 
 
+def test_a_forward_of_its_own_runs() -> None:
+    layer, seen = make(), []
+    single = layer.k_proj.forward
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(1)
+        return single(x)
+
+    layer.k_proj.forward = forward  # type: ignore[method-assign]
+    assert_as_its_parameters_say(layer)
+    assert seen == [1, 1]
+
+
 def test_hooks_of_a_convolution_run() -> None:
     layer, seen = make(), []
     layer.q_conv1d.register_forward_hook(lambda *_: seen.append(1))
