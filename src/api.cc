@@ -88,20 +88,28 @@ void run_in_memory(const Implementation<P>& impl, const P& problem, const char* 
   }
 }
 
-// The norm and gate behind an operator. Oracle follows oracle; else it is free to choose.
+// The norm and gate behind an operator, if its calls can have one. Others keep no room for it on the stack.
+template <class P>
 struct NormBehind {
+  NormBehind(const P&, const char*) {}
+  void run(const char*) const {}
+};
+template <class P>
+requires requires(const P& p) { p.args.norm; }
+struct NormBehind<P> {
+  // Oracle follows oracle; else the norm is free to choose.
+  NormBehind(const P& p, const char* impl_before) {
+    if (!p.args.norm.apply) return;
+    problem = norm_behind(p.args.exec, p.args.o, p.args.norm);
+    problem.args.exec.impl = std::string_view(impl_before) == kOracle ? kOracle : nullptr;
+    if (!problem.idle) impl = &choose(problem);
+  }
+  void run(const char* op) const {
+    if (impl) run_in_memory(*impl, problem, op);
+  }
+
   NormGateProblem problem;
   const Implementation<NormGateProblem>* impl = nullptr;  // none: nothing follows
-
-  template <class P>
-  NormBehind(const P& p, const char* impl_before) {
-    if constexpr (requires { p.args.norm; }) {
-      if (!p.args.norm.apply) return;
-      problem = norm_behind(p.args.exec, p.args.o, p.args.norm);
-      problem.args.exec.impl = std::string_view(impl_before) == kOracle ? kOracle : nullptr;
-      if (!problem.idle) impl = &choose(problem);
-    }
-  }
 };
 
 template <class Args>
@@ -116,7 +124,7 @@ kda_status run(const Args* args, const char* op) noexcept {
     narrow_indices(problem);
     if (problem.args.exec.device == KDA_CUDA) check_workspace(problem.args.exec, impl.workspace(problem));
     run_in_memory(impl, problem, op);
-    if (norm.impl) run_in_memory(*norm.impl, norm.problem, op);
+    norm.run(op);
   });
 }
 
