@@ -100,6 +100,9 @@ class InBfloat16(nn.Module):
 
 def in_one_process(case: Case, device: torch.device) -> nn.Module:
     model = Stack(checkpointed=False).to(device)
+    if case.wrapper != "ddp":  # FSDP2 gathers each weight to a place of its own, so projections run one by one
+        for p in model.parameters():
+            p.data = p.detach().clone()
     return InBfloat16(model) if case.policy else model
 
 
