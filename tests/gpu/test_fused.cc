@@ -155,7 +155,9 @@ void expect_same(const auto& got, const auto& expected) {
   EXPECT_EQ(got.o.bits(), expected.o.bits());
   EXPECT_EQ(got.pool.h.bits(), expected.pool.h.bits());
   EXPECT_EQ(got.state.bits(), expected.state.bits());
-  if (expected.snapshots) EXPECT_EQ(got.snapshots.bits(), expected.snapshots.bits());
+  if (expected.snapshots) {
+    EXPECT_EQ(got.snapshots.bits(), expected.snapshots.bits());
+  }
 }
 
 TEST_P(FusedOnCuda, HasTheBitsOfItsParts) {
