@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from . import _front, autograd
 from ._dispatch import dispatched
@@ -71,9 +72,14 @@ class _Parts:
 
 
 def _decay(shape: Shape, f: Tensor, second: Tensor | None) -> Tensor:
-    _, HV, K, _ = shape.heads
     g = f if second is None else torch.mm(f, second.t())
-    return g.view(*shape.batch, HV, K) if second is not None else g.unflatten(1, (HV, K)).unflatten(0, shape.batch)
+    return g.unflatten(1, shape.heads[1:3]).unflatten(0, shape.batch)
+
+
+def _convolved_and_decay(shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts) -> tuple[Tensor, Tensor]:
+    """What backward computes again: q, k and v, ``[B, T, D]``, and the decay's input, ``[B, T, HV, K]``."""
+    convolved, _ = run_conv(parts.raw, p.conv_weight, p.conv_bias, None, cu, True, False, None)
+    return convolved, _decay(shape, parts.f, p.f_second)
 
 
 class LayerFunction(torch.autograd.Function):
@@ -86,14 +92,10 @@ class LayerFunction(torch.autograd.Function):
         p = Parameters(*parameters)  # type: ignore[arg-type]
         y = product(x, p[:6])
         parts = _Parts(shape, y, [w.shape[0] for w in p[:6]])
-        convolved, _ = run_conv(parts.raw, p.conv_weight, p.conv_bias, None, cu, True, False, None)
-        g = _decay(shape, parts.f, p.f_second)
+        convolved, g = _convolved_and_decay(shape, cu, p, parts)
         inputs = (*parts.heads(convolved), g, parts.beta, p.A_log, p.dt_bias, None)
         o, _, saved = run_forward(*inputs, cu, shape.options, False, shape.h_every, False, None)
-        gate = parts.g
-        if p.g_second is not None:
-            second = p.g_second.t()
-            gate = torch.mm(parts.g, second) if p.g_bias is None else torch.addmm(p.g_bias, parts.g, second)
+        gate = parts.g if p.g_second is None else F.linear(parts.g, p.g_second, p.g_bias)
         ctx.shape, ctx.count = shape, len(saved)
         ctx.save_for_backward(cu, x, y, *p, *saved)
         ctx.set_materialize_grads(False)
@@ -129,8 +131,7 @@ def _recurrence(
     wanted: dict[str, bool],
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Writes the gradients of the rows, the decay and beta to ``d``; returns those of parameters by name."""
-    convolved, _ = run_conv(parts.raw, p.conv_weight, p.conv_bias, None, cu, True, False, None)
-    g = _decay(shape, parts.f, p.f_second)
+    convolved, g = _convolved_and_decay(shape, cu, p, parts)
     d_convolved = torch.empty_like(convolved)
     dg = torch.empty_like(g) if p.f_second is not None else _decay(shape, d.f, None)
     grads, call = backward_call(
@@ -146,7 +147,7 @@ def _recurrence(
         found["f_second"] = torch.mm(rows.t(), parts.f) if wanted["f_second"] else None
     _, dw, db, _ = run_conv_backward(
         parts.raw, p.conv_weight, p.conv_bias, None, cu, True, d_convolved, None,
-        (True, wanted["conv_weight"], wanted["conv_bias"], False), into=d.raw,
+        (False, wanted["conv_weight"], wanted["conv_bias"], False), into=d.raw,
     )  # fmt: skip
     return {**found, "conv_weight": dw, "conv_bias": db}
 

@@ -274,13 +274,11 @@ def run_conv_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
     d_last: Tensor | None, wanted: Sequence[bool], into: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of (x, weight, bias, state), None where not wanted. ``into``: where that of x is written."""
+    """Gradients of (x, weight, bias, state), None where not wanted. That of x is ``into``, if given."""
     inputs = (x, weight, bias, state)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     grads = [
-        torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device)
-        if w and t is not None and (i or into is None)
-        else None
+        torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device) if w and t is not None else None
         for i, (t, w) in enumerate(zip(inputs, wanted, strict=True))
     ]
     if into is not None:

@@ -313,20 +313,9 @@ def _decode_mtp_run(*a: Any) -> None:
     (*inputs, state, indices, initial, first, out, impl, threads) = a[:-9]
     *more, update = a[-9:]
     library().decode(
-        *inputs,
-        state,
-        state if update else None,
-        indices,
-        initial,
-        first,
-        out,
-        impl,
-        threads,
-        None,
-        None,
-        *more,
+        *inputs, state, state if update else None, indices, initial, first, out, impl, threads, None, None, *more,
         *behind,
-    )
+    )  # fmt: skip
 
 
 def _verify_run(*a: Any) -> None:

@@ -14,15 +14,11 @@ from .compiled import _define, _library
 Tensor = torch.Tensor
 
 
-def _run(x: Tensor, weights: list[Tensor]) -> Tensor:
-    return product(x, weights)
-
-
 def _fake(x: Tensor, weights: list[Tensor]) -> Tensor:
     return x.new_empty(x.shape[0], _filled(sum(w.shape[0] for w in weights)))
 
 
-_define("joint_linear", "(Tensor x, Tensor[] weights) -> Tensor", _run, _fake)
+_define("joint_linear", "(Tensor x, Tensor[] weights) -> Tensor", product, _fake)
 
 
 def _backward_run(x: Tensor, weights: list[Tensor], dy: Tensor, wanted: list[bool]) -> list[Tensor]:
