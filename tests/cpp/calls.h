@@ -11,6 +11,24 @@ struct Named {
   Tensor* tensor;
 };
 
+// Each gradient computed alone has the bits that it has among all of them: skipping the others skips nothing it needs.
+// compute(outputs) fills what make() returns; the first `others` of its tensors() are no gradients.
+template <class Make, class Compute>
+void expect_each_alone(const Make& make, const Compute& compute, size_t others = 0) {
+  auto all = make();
+  compute(all);
+  const std::vector<Named> expected = all.tensors();
+  for (size_t i = others; i < expected.size(); ++i) {
+    if (!*expected[i].tensor) continue;
+    auto one = make();
+    const std::vector<Named> got = one.tensors();
+    for (size_t j = others; j < got.size(); ++j)
+      if (j != i) *got[j].tensor = Tensor();
+    compute(one);
+    EXPECT_EQ(got[i].tensor->bits(), expected[i].tensor->bits()) << expected[i].name;
+  }
+}
+
 // Everything a case reads, seeded by its name.
 struct Inputs {
   Case c;

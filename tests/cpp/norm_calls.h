@@ -118,6 +118,26 @@ inline kda_norm_gate_backward_args norm_gate_backward_args(const NormInputs& in,
   return a;
 }
 
+// NaN and infinities of x, the gate and dy stay in their rows, 4, 6 and 8. compute(in, out) runs forward and backward.
+template <class Compute>
+void expect_not_finite_stays(const NormCase& c, const Compute& compute) {
+  for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+    NormInputs in(c);
+    NormOutputs expected(in), out(in);
+    compute(in, expected);
+    in.x.set(4 * c.V + 1, bad), in.gate.set(6 * c.V + 2, bad), in.dy.set(8 * c.V, bad);
+    compute(in, out);
+    for (const auto& [before, after] :
+         {std::pair{&expected.y, &out.y}, {&expected.dx, &out.dx}, {&expected.dgate, &out.dgate}})
+      for (int64_t i = 0; i < before->size(); ++i) {
+        const int64_t row = i / c.V;
+        if (row == 4 || row == 6 || row == 8) continue;
+        ASSERT_EQ(before->get(i), after->get(i)) << c.name << " " << i;
+      }
+    EXPECT_TRUE(!std::isnan(bad) || std::isnan(out.y.get(4 * c.V)));
+  }
+}
+
 // Everything is computed in f32; what is kept in 16 bits is rounded once. A row of one number has no gradient but what
 // eps leaves of it, the rest of which is rounding.
 inline double norm_budget(const NormCase& c, const Named& output) {

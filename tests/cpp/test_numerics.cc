@@ -171,21 +171,9 @@ TEST_P(Backward, FromStates) {
   }
 }
 
-// Each gradient computed alone has the bits that it has among all of them: skipping the others skips nothing it
-// needs.
 TEST_P(Backward, OneAtATime) {
-  BackwardOutputs all(in);
-  const std::vector<Named> expected = all.tensors();
-  run(backward_args(in, all), {.impl = GetParam().impl.c_str()});
-  for (size_t i = 0; i < expected.size(); ++i) {
-    if (!*expected[i].tensor) continue;
-    BackwardOutputs one(in);
-    const std::vector<Named> got = one.tensors();
-    for (size_t j = 0; j < got.size(); ++j)
-      if (j != i) *got[j].tensor = Tensor();
-    run(backward_args(in, one), {.impl = GetParam().impl.c_str()});
-    EXPECT_EQ(got[i].tensor->bits(), expected[i].tensor->bits()) << expected[i].name;
-  }
+  expect_each_alone([&] { return BackwardOutputs(in); },
+                    [&](const auto& out) { run(backward_args(in, out), {.impl = GetParam().impl.c_str()}); });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Backward, testing::ValuesIn(params("backward")), name_of);

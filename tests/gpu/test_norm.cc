@@ -74,20 +74,9 @@ TEST_P(NormOnCuda, IsTheOracle) {
   }
 }
 
-// Each gradient computed alone has the bits that it has among all of them.
 TEST_P(NormOnCuda, OneGradientAtATime) {
-  NormOutputs all(in);
-  run_on_cuda(norm_gate_backward_args(in, all), kImpl);
-  const std::vector<Named> expected = all.tensors();
-  for (size_t i = 1; i < expected.size(); ++i) {
-    if (!*expected[i].tensor) continue;
-    NormOutputs one(in);
-    const std::vector<Named> got = one.tensors();
-    for (size_t j = 1; j < got.size(); ++j)
-      if (j != i) *got[j].tensor = Tensor();
-    run_on_cuda(norm_gate_backward_args(in, one), kImpl);
-    EXPECT_EQ(got[i].tensor->bits(), expected[i].tensor->bits()) << expected[i].name;
-  }
+  expect_each_alone([&] { return NormOutputs(in); },
+                    [&](const auto& out) { run_on_cuda(norm_gate_backward_args(in, out), kImpl); }, 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, NormOnCuda, testing::ValuesIn(cuda_cases()),
@@ -135,22 +124,7 @@ TEST_F(NormPromiseOnCuda, InPlace) {
 
 TEST_F(NormPromiseOnCuda, NotFiniteStaysInItsRow) {
   for (const char* name : {"V_128", "V_300", "V_64"})
-    for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
-      const NormCase c = find_norm_case(name);
-      NormInputs in(c);
-      NormOutputs expected(in), out(in);
-      run_both(in, expected);
-      in.x.set(4 * c.V + 1, bad), in.gate.set(6 * c.V + 2, bad), in.dy.set(8 * c.V, bad);
-      run_both(in, out);
-      for (const auto& [before, after] :
-           {std::pair{&expected.y, &out.y}, {&expected.dx, &out.dx}, {&expected.dgate, &out.dgate}})
-        for (int64_t i = 0; i < before->size(); ++i) {
-          const int64_t row = i / c.V;
-          if (row == 4 || row == 6 || row == 8) continue;
-          ASSERT_EQ(before->get(i), after->get(i)) << name << " " << i;
-        }
-      EXPECT_TRUE(!std::isnan(bad) || std::isnan(out.y.get(4 * c.V)));
-    }
+    expect_not_finite_stays(find_norm_case(name), [](const auto& in, const auto& out) { run_both(in, out); });
 }
 
 TEST_F(NormPromiseOnCuda, WorkspaceIsChecked) {
