@@ -8,6 +8,7 @@
 
 #include "cuda_runtime.h"
 #include "error.h"
+#include "plain_memory.h"
 #include "wave.h"
 
 namespace kda::emulator {
@@ -64,6 +65,14 @@ void arrive(unsigned barrier, unsigned times, unsigned bytes, Where where) {
   end_phase_if_complete(b);
 }
 
+void arrive_for(unsigned engine, unsigned barrier, Where where) {
+  Mbarrier& b = known_mbarrier_at(barrier, where);
+  if (!b.pending) fail(str("arrives at the mbarrier at ", barrier & kOffset, ", which waits for no more"), where);
+  --b.pending;
+  wave->order().tell(b.told, engine);
+  end_phase_if_complete(b);
+}
+
 bool is_phase_over(unsigned barrier, unsigned parity, Where where) {
   Mbarrier& b = known_mbarrier_at(barrier, where);
   if (b.phase % 2 == parity) return false;
@@ -71,8 +80,13 @@ bool is_phase_over(unsigned barrier, unsigned parity, Where where) {
   return true;
 }
 void wait_for_phase(unsigned barrier, unsigned parity, Where where) {
-  while (!is_phase_over(barrier, parity, where))
-    wave->wait(mbarrier_at(barrier, where).waiting, "the mbarrier at", barrier & kOffset, where);
+  while (!is_phase_over(barrier, parity, where)) {
+    Mbarrier& b = mbarrier_at(barrier, where);
+    const unsigned phase = b.phase;
+    wave->wait(b.waiting, "the mbarrier at", barrier & kOffset, where);
+    if (b.phase - phase > 1)
+      fail(str("the mbarrier at ", barrier & kOffset, " is two phases ahead of a thread that waits for it"), where);
+  }
 }
 
 bool let_others_go_on() {
@@ -86,6 +100,7 @@ void bring(unsigned to, const void* from, unsigned bytes, unsigned barrier, Wher
   SharedMemory& memory = wave->block_of(to).memory;
   char* at = memory.at(to, bytes, where);
   memory.write_async(to, bytes, wave->thread(), mbarrier_at(barrier, where).engine, where);
+  access_global(from, bytes, PlainMemory::Kind::kRead, where);
   std::memcpy(at, from, bytes);
 }
 void count_bytes(unsigned barrier, unsigned bytes, Where where) {
@@ -105,7 +120,7 @@ void take_away(void* to, unsigned from, unsigned bytes, Where where) {
   SharedMemory& memory = wave->block_of(from).memory;
   const char* at = memory.at(from, bytes, where);
   memory.begin_async_read(from, bytes, wave->thread(), true, where);
-  if (to) std::memcpy(to, at, bytes);
+  if (to) access_global(to, bytes, PlainMemory::Kind::kWrite, where), std::memcpy(to, at, bytes);
   wave->fiber().bulk.add({from, bytes, where});
 }
 void commit_bulk() { wave->fiber().bulk.commit(); }
@@ -141,7 +156,7 @@ void fence_for_async() { wave->order().show_async(wave->thread()); }
 // ---- blocks ----
 
 unsigned rank(Where where) {
-  if (wave->cluster() == 1) wave->ask_for_clusters(where);
+  if (wave->cluster() == 1 && !wave->is_told_clusters()) wave->ask_for_clusters(where);
   return wave->rank();
 }
 unsigned rank_bits() { return wave->rank() << kRankShift; }
@@ -153,11 +168,19 @@ unsigned look_at(const unsigned* flag, Where where) {
   Fiber& own = wave->fiber();
   if (own.flag == flag && own.seen == *flag) wave->spin(where);
   own.flag = flag, own.seen = *flag;
+  access_global(flag, sizeof *flag, PlainMemory::Kind::kAtomic, where);
   if (const auto told = wave->flags().find(flag); told != wave->flags().end())
-    wave->order().learn(wave->thread(), told->second);
+    wave->order().learn(wave->thread(), told->second), wave->block().has_acquired = true;
   return own.seen;
 }
-void change(unsigned* flag, unsigned x) {
+unsigned add_atomically(unsigned* to, unsigned x, Where where) {
+  access_global(to, sizeof *to, PlainMemory::Kind::kAtomic, where);
+  const unsigned before = *to;
+  *to += x;
+  return before;
+}
+void change(unsigned* flag, unsigned x, Where where) {
+  access_global(flag, sizeof *flag, PlainMemory::Kind::kAtomic, where);
   *flag = x;
   Order::Known& known = wave->flags()[flag];
   Order::Times told = known ? *known : Order::Times{};

@@ -1,5 +1,6 @@
 #include "emulator.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -48,10 +49,14 @@ std::string run(const Launch& launch, const std::function<void()>& thread) {
       for (unsigned x = 0; x < launch.grid.x; ++x) blocks.push_back({x, y, z});
   std::vector<uint3> shuffled = blocks;
   random.shuffle(shuffled);
-  Wave alone(launch, 1, std::move(shuffled), thread, random, stacks);
-  const std::string failure = alone.run();
-  if (!alone.needs_clusters()) return failure;
-  return Wave(launch, 2, std::move(blocks), thread, random, stacks).run();
+  if (launch.cluster < 2) {
+    Wave alone(launch, 1, std::move(shuffled), thread, random, stacks);
+    const std::string failure = alone.run();
+    if (!alone.needs_clusters()) return failure;
+  }
+  const unsigned cluster = std::max(launch.cluster, 2u);
+  if (launch.grid.x % cluster) return str("a grid of ", launch.grid.x, " blocks in clusters of ", cluster);
+  return Wave(launch, cluster, std::move(blocks), thread, random, stacks).run();
 }
 
 void fail(const std::string& what, Where where) { wave->fail(what, where); }
@@ -59,22 +64,18 @@ bool meet(unsigned barrier, unsigned count, Where where, bool x) { return wave->
 void arrive_at_meeting(unsigned barrier, unsigned count, Where where) {
   wave->meet(barrier, count, false, true, where);
 }
-void together(const char* what, void* operands, void (*compute)(void* const*), Where where) {
-  wave->together(what, operands, compute, where);
+void together(const char* what, void* operands, void (*compute)(void* const*), Where where, unsigned mask) {
+  wave->together(what, operands, compute, where, mask);
 }
 void together_in_group(const char* what, void* operands, void (*compute)(void* const*), Where where) {
-  wave->together(what, operands, compute, where, true);
+  wave->together_in_group(what, operands, compute, where);
 }
-void sync_warp(Where where) {
-  char none = 0;
+void sync_warp(Where where, unsigned mask) {
   together(
-      "__syncwarp()", none, [](void* const*) { wave->order_warp(); }, where);
+      "__syncwarp()", mask, [](void* const* all) { wave->order_lanes(first_of<unsigned>(all)); }, where, mask);
 }
 
 unsigned own_lane() { return wave->thread() % kLanes; }
-void check_mask(unsigned mask, Where where) {
-  if (mask != ~0u) fail("masks of some lanes are not emulated", where);
-}
 
 // ---- shared memory ----
 
@@ -113,10 +114,7 @@ void wait_for_copies(unsigned groups) {
 
 }  // namespace kda::emulator
 
-void __syncwarp(unsigned mask, kda::emulator::Where where) {
-  kda::emulator::check_mask(mask, where);
-  kda::emulator::sync_warp(where);
-}
+void __syncwarp(unsigned mask, kda::emulator::Where where) { kda::emulator::sync_warp(where, mask); }
 
 unsigned __ballot_sync(unsigned mask, int predicate, kda::emulator::Where where) {
   using kda::emulator::of;
@@ -124,13 +122,13 @@ unsigned __ballot_sync(unsigned mask, int predicate, kda::emulator::Where where)
     bool yes;
     unsigned all;
   } own{predicate != 0, 0};
-  kda::emulator::check_mask(mask, where);
   const auto count = [](void* const* all) {
     unsigned votes = 0;
-    for (unsigned l = 0; l < 32; ++l) votes |= unsigned{of<Own>(all, l).yes} << l;
-    for (unsigned l = 0; l < 32; ++l) of<Own>(all, l).all = votes;
+    for (unsigned l = 0; l < 32; ++l) votes |= unsigned{all[l] && of<Own>(all, l).yes} << l;
+    for (unsigned l = 0; l < 32; ++l)
+      if (all[l]) of<Own>(all, l).all = votes;
   };
-  kda::emulator::together("a vote", own, count, where);
+  kda::emulator::together("a vote", own, count, where, mask);
   return own.all;
 }
 
@@ -144,13 +142,16 @@ unsigned reduce(const char* what, unsigned mask, unsigned x, unsigned (*join)(un
     unsigned given, got;
     unsigned (*join)(unsigned, unsigned);
   } own{x, 0, join};
-  kda::emulator::check_mask(mask, where);
   const auto join_all = [](void* const* all) {
-    unsigned joined = of<Own>(all, 0).given;
-    for (unsigned l = 1; l < 32; ++l) joined = of<Own>(all, 0).join(joined, of<Own>(all, l).given);
-    for (unsigned l = 0; l < 32; ++l) of<Own>(all, l).got = joined;
+    const auto join = kda::emulator::first_of<Own>(all).join;
+    unsigned joined = 0;
+    bool any = false;
+    for (unsigned l = 0; l < 32; ++l)
+      if (all[l]) joined = any ? join(joined, of<Own>(all, l).given) : of<Own>(all, l).given, any = true;
+    for (unsigned l = 0; l < 32; ++l)
+      if (all[l]) of<Own>(all, l).got = joined;
   };
-  kda::emulator::together(what, own, join_all, where);
+  kda::emulator::together(what, own, join_all, where, mask);
   return own.got;
 }
 

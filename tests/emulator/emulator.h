@@ -30,6 +30,7 @@ void set_seed(uint64_t seed);
 struct Launch {
   dim3 grid, block;
   size_t shared_bytes = 0;
+  unsigned cluster = 0;  // blocks of a cluster; 0: as the kernel says, by asking for its rank: then they are two
 };
 // Runs thread() in every thread of every block. Returns what went wrong, or "".
 std::string run(const Launch& launch, const std::function<void()>& thread);
@@ -54,11 +55,15 @@ bool meet(unsigned barrier, unsigned count, Where where, bool x = true);
 // Only arrives, at a barrier where others wait.
 void arrive_at_meeting(unsigned barrier, unsigned count, Where where);
 
-// All lanes of a warp meet, each with operands of its own; the last one to arrive computes what all of them get.
-void together(const char* what, void* operands, void (*compute)(void* const* all), Where where);
+// The lanes of a warp that a mask names meet, each with operands of its own; the last one to arrive computes what all
+// of them get. Lanes that are not named have nullptr.
+constexpr unsigned kAllOfWarp = ~0u;
+void together(const char* what, void* operands, void (*compute)(void* const* all), Where where,
+              unsigned mask = kAllOfWarp);
 template <class Operands>
-void together(const char* what, Operands& own, void (*compute)(void* const* all), Where where) {
-  together(what, static_cast<void*>(&own), compute, where);
+void together(const char* what, Operands& own, void (*compute)(void* const* all), Where where,
+              unsigned mask = kAllOfWarp) {
+  together(what, static_cast<void*>(&own), compute, where, mask);
 }
 // The same for the four warps of a warpgroup.
 void together_in_group(const char* what, void* operands, void (*compute)(void* const* all), Where where);
@@ -67,8 +72,14 @@ template <class Operands>
 Operands& of(void* const* all, unsigned lane) {
   return *static_cast<Operands*>(all[lane]);
 }
-// Accesses of a warp's lanes to shared memory are ordered from here on.
-void sync_warp(Where where);
+// What the first lane gave that the mask names.
+template <class Operands>
+Operands& first_of(void* const* all) {
+  while (!*all) ++all;
+  return *static_cast<Operands*>(*all);
+}
+// Accesses of these lanes of a warp to shared memory are ordered from here on.
+void sync_warp(Where where, unsigned mask = kAllOfWarp);
 
 // ---- shared memory ----
 
@@ -111,7 +122,8 @@ void wait_for_products(unsigned groups, Where where);
 // Shows the async proxy what the thread knows of.
 void fence_for_async();
 
-// Blocks of a cluster: every kernel that asks has clusters of two. Its blocks are there at the same time.
+// Blocks of a cluster: without Launch::cluster every kernel that asks has clusters of two. They are there at the same
+// time.
 unsigned rank(Where where);
 unsigned rank_bits();  // of addresses
 unsigned address_in(unsigned address, unsigned rank);
@@ -119,6 +131,8 @@ void arrive_at_cluster(Where where);
 void wait_for_cluster(Where where);
 // Flags in global memory that threads poll: looks acquire, changes release.
 unsigned look_at(const unsigned* flag, Where where);
-void change(unsigned* flag, unsigned x);
+void change(unsigned* flag, unsigned x, Where where = Where::current());
+// atomicAdd: tells nothing and orders nothing. Returns what was there.
+unsigned add_atomically(unsigned* to, unsigned x, Where where);
 
 }  // namespace kda::emulator

@@ -63,6 +63,8 @@ void Stacks::prepare(size_t count) {
   }
 }
 
+bool Stacks::holds(const void* at) const { return at >= memory_ && at < memory_ + count_ * kStep; }
+
 Context Stacks::begin(size_t index, void (*entry)()) const {
   char* stack = memory_ + index * kStep + kPage;
 #if defined(__SANITIZE_ADDRESS__)

@@ -18,6 +18,7 @@ class Stacks {
   ~Stacks();
   // Prepares at least `count` stacks, none of which is in use.
   void prepare(size_t count);
+  bool holds(const void* at) const;
   // Makes a fiber that begins with entry(), which must not return.
   Context begin(size_t index, void (*entry)()) const;
 

@@ -8,8 +8,14 @@ namespace kda::emulator {
 void Order::begin(unsigned warps) {
   warps_ = warps, now_ = 1;
   nothing_ = std::make_shared<Times>(2 * half(), 0);
-  known_.assign(size_t{warps + 1} * kLanes, nothing_);
+  known_.assign(size_t{all_warps()} * kLanes, nothing_);
   told_.reset(), before_.reset(), heard_.reset();
+  fenced_.assign(known_.size(), nothing_), fences_.assign(known_.size(), {});
+}
+
+void Order::forget(unsigned thread) {
+  known_[thread] = nothing_, fenced_[thread] = nothing_;
+  fences_[thread].clear();
 }
 
 void Order::join(Times& to, const Times& from) {
@@ -29,11 +35,23 @@ Order::Times& Order::own(unsigned thread) {
 bool Order::after(unsigned thread, unsigned warp, uint32_t lanes, Time access, bool async) const {
   const bool own = thread / kLanes == warp;
   if (own && !async) lanes &= ~(1u << thread % kLanes);
-  const Time* times = known_[thread]->data() + (async ? half() : 0);
-  if (!lanes || times[size_t{warps_ + 1} * kLanes + warp] >= access) return true;
+  return has(*known_[thread], async ? half() : 0, warp, lanes, access);
+}
+bool Order::has(const Times& all, size_t first, unsigned warp, uint32_t lanes, Time access) const {
+  const Time* times = all.data() + first;
+  if (!lanes || times[size_t{all_warps()} * kLanes + warp] >= access) return true;
   for (; lanes; lanes &= lanes - 1)
     if (times[warp * kLanes + static_cast<unsigned>(std::countr_zero(lanes))] < access) return false;
   return true;
+}
+
+Order::Time Order::fence_of(unsigned thread, Time time) const {
+  const auto& all = fences_[thread];
+  const auto first = std::lower_bound(all.begin(), all.end(), time);
+  return first == all.end() ? 0 : *first;
+}
+bool Order::after_at_fence(unsigned thread, unsigned warp, uint32_t lanes, Time access) const {
+  return has(*fenced_[thread], 0, warp, lanes, access);
 }
 
 void Order::meet(std::span<const unsigned> threads) {
@@ -47,10 +65,10 @@ void Order::meet(std::span<const unsigned> threads) {
     for (const unsigned t : threads)
       if (known_[t].get() != last) last = known_[t].get(), join(*together, *last);
   }
-  std::vector<unsigned> lanes(warps_ + 1, 0);
+  std::vector<unsigned> lanes(warps_, 0);
   for (const unsigned t : threads) (*together)[t] = now_, ++lanes[t / kLanes];
   for (unsigned w = 0; w < warps_; ++w)
-    if (lanes[w] == kLanes) (*together)[size_t{warps_ + 1} * kLanes + w] = now_;
+    if (lanes[w] == kLanes) (*together)[size_t{all_warps()} * kLanes + w] = now_;
   ++now_;
   for (const unsigned t : threads) known_[t] = together;
 }

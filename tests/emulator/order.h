@@ -20,12 +20,14 @@ class Order {
   using Times = std::vector<Time>;
   using Known = std::shared_ptr<const Times>;  // or nullptr
 
-  // Begins with so many warps. One more warp is the copy engine, whose lanes copy for mbarriers of their own.
+  // Begins with so many warps. Two more are the copy engine, whose lanes copy for mbarriers of their own, and the
+  // tensor cores, whose lanes multiply for threads of their own.
   void begin(unsigned warps);
   unsigned engine() const { return warps_ * kLanes; }
+  unsigned tensor_cores() const { return engine() + kLanes; }
   bool is_engine(unsigned thread) const { return thread >= engine(); }
   // Another thread begins in the place of this one.
-  void forget(unsigned thread) { known_[thread] = nothing_; }
+  void forget(unsigned thread);
   Time now() const { return now_; }
 
   // Whether an access by some lanes of a warp happened before what `thread` does now; async: and whether the async
@@ -40,10 +42,24 @@ class Order {
   // From now on the async proxy sees what the thread knows or has done (fence.proxy.async).
   void show_async(unsigned thread);
 
+  // ---- of tensor memory ----
+
+  // The time, and later times from now on.
+  Time tick() { return now_++; }
+  // tcgen05.fence before_thread_sync and after_thread_sync.
+  void fence_before(unsigned thread) { fences_[thread].push_back(now_++); }
+  void fence_after(unsigned thread) { fenced_[thread] = known_[thread]; }
+  // When `thread` has fenced what it did until then for the first time, or 0: not yet.
+  Time fence_of(unsigned thread, Time time) const;
+  // after(), at the last fence_after() of `thread`.
+  bool after_at_fence(unsigned thread, unsigned warp, uint32_t lanes, Time access) const;
+
  private:
   using Own = std::shared_ptr<Times>;
   Times& own(unsigned thread);
-  size_t half() const { return size_t{warps_ + 1} * (kLanes + 1); }
+  unsigned all_warps() const { return warps_ + 2; }
+  size_t half() const { return size_t{all_warps()} * (kLanes + 1); }
+  bool has(const Times& times, size_t first, unsigned warp, uint32_t lanes, Time access) const;
   static void join(Times& to, const Times& from);
 
   unsigned warps_ = 0;
@@ -53,6 +69,8 @@ class Order {
   Own told_;                // the last result of learn(), of `before_` and `heard_`
   Own before_;
   Known heard_;
+  std::vector<Known> fenced_;              // what each thread knew at its last fence_after()
+  std::vector<std::vector<Time>> fences_;  // fence_before() of each thread
 };
 
 }  // namespace kda::emulator

@@ -123,7 +123,7 @@ void load_box(unsigned to, const CUtensorMap& map, const Corner& corner, unsigne
 }
 void load_box_to(unsigned ranks, unsigned to, const CUtensorMap& map, const Corner& corner, unsigned barrier,
                  Where where) {
-  for (unsigned i = 0; i < 2; ++i)
+  for (unsigned i = 0; i < 16; ++i)
     if (ranks >> i & 1) load_box(address_in(to, i), map, corner, address_in(barrier, i), where);
 }
 void store_box(const CUtensorMap& map, const Corner& corner, unsigned from, Where where) {
@@ -171,7 +171,11 @@ void read_matrix(float* x, unsigned rows, uint64_t matrix, bool transposed, bool
   const auto start = static_cast<unsigned>(matrix & 0x3fff) << 4,
              leading = static_cast<unsigned>(matrix >> 16 & 0x3fff) << 4,
              stride = static_cast<unsigned>(matrix >> 32 & 0x3fff) << 4;
-  const unsigned row_bytes = static_cast<Swizzle>(matrix >> 62) == Swizzle::k128 ? 128 : 64;
+  const auto swizzle = static_cast<Swizzle>(matrix >> 62);
+  if (swizzle != Swizzle::k128 && swizzle != Swizzle::k64) emulator::fail("a swizzle that is not emulated", where);
+  const unsigned row_bytes = swizzle == Swizzle::k128 ? 128 : 64;
+  if (start % (8 * row_bytes) >= 128) emulator::fail("a matrix that begins within eight rows", where);
+  if (stride % (8 * row_bytes)) emulator::fail(str("eight rows that are ", stride, " bytes apart"), where);
   const unsigned own = emulator::rank_bits();
   const auto read = [&](unsigned at, unsigned row, unsigned k, unsigned next_row, unsigned next_k) {
     uint16_t piece[8];

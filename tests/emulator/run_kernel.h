@@ -16,7 +16,7 @@ float4* memory() {
   extern __shared__ float4 dynamic[];
   return dynamic;
 }
-unsigned shared() { return cuda::ptx::shared_address(memory()); }
+[[maybe_unused]] unsigned shared() { return cuda::ptx::shared_address(memory()); }
 
 // Launches two blocks and returns what went wrong in one of them.
 template <class... Params, class... Args>

@@ -108,7 +108,15 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const s
   const bool fits = g.x && g.y && g.z && g.x < 1u << 31 && g.y < 1u << 16 && g.z < 1u << 16 && b.x && b.y && b.z &&
                     uint64_t{b.x} * b.y * b.z <= 1024 && config.dynamicSmemBytes <= most;
   if (!fits) return result(cudaErrorInvalidConfiguration);
-  const std::string failure = run({.grid = g, .block = b, .shared_bytes = config.dynamicSmemBytes}, thread);
+  unsigned cluster = 0;
+  for (unsigned i = 0; i < config.numAttrs; ++i)
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) {
+      const auto& of = config.attrs[i].val.clusterDim;
+      if (!of.x || of.x > 8 || of.y != 1 || of.z != 1 || g.x % of.x) return result(cudaErrorInvalidConfiguration);
+      cluster = of.x;
+    }
+  const std::string failure =
+      run({.grid = g, .block = b, .shared_bytes = config.dynamicSmemBytes, .cluster = cluster}, thread);
   if (failure.empty()) return cudaSuccess;
   last_failure = failure;
   return result(cudaErrorLaunchFailure);

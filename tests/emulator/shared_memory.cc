@@ -20,6 +20,7 @@ constexpr uint32_t kAllLanes = ~0u;
 
 std::string text_of(Where where) {
   const std::string file = where.file_name();
+  if (file.empty()) return "a pointer";
   return str(file.substr(file.rfind('/') + 1), ":", where.line());
 }
 
@@ -70,6 +71,7 @@ char* SharedMemory::at(unsigned address, unsigned bytes, Where where) const {
 }
 
 std::string SharedMemory::name_of(unsigned thread) const {
+  if (thread >= order_.tensor_cores()) return "a product or a copy";
   return order_.is_engine(thread) ? "the copy engine" : str("thread ", thread - first_thread_);
 }
 std::string SharedMemory::byte(unsigned address) const {
@@ -103,8 +105,8 @@ void SharedMemory::check_writer(const Grain& g, const char* what, unsigned addre
     says("a fence for the async proxy");
 }
 
-// Only accesses by address are recorded. Where bytes nearby have changed without a recorded write, pointers wrote a
-// struct there, and not all of its members need be set.
+// Where bytes nearby have changed without a recorded write, or by one without a place, pointers wrote a struct there,
+// and not all of its members need be set.
 bool SharedMemory::is_poison(unsigned address) const {
   const char* from = has_variables_ ? memory_ : kept_.data();
   return std::memcmp(from + ((address & kOffset) - kFirst), &kPoison, sizeof kPoison) == 0;
@@ -113,8 +115,10 @@ void SharedMemory::check_written(const Grain& g, unsigned address, Where where) 
   if (g.written || !is_poison(address)) return;
   constexpr unsigned kNearby = 128;
   const unsigned first = (address & kOffset) / kNearby * kNearby;
-  for (unsigned i = 0; i < kNearby; i += kGrain)
-    if (first + i - kFirst + kGrain <= bytes_ && !grain(first + i).written && !is_poison(first + i)) return;
+  for (unsigned i = 0; i < kNearby; i += kGrain) {
+    if (first + i - kFirst + kGrain > bytes_ || is_poison(first + i)) continue;
+    if (const Grain& other = grain(first + i); !other.written || !other.write.where.line()) return;
+  }
   fail(str("reads", byte(address), "which nobody wrote"), where);
 }
 
@@ -161,8 +165,8 @@ void SharedMemory::take(unsigned address, unsigned bytes, const Writer& by, cons
     for (uint32_t r = g.reads; r; r = reads_[r].next)
       if (!is_after(reads_[r], by.thread) && !(by.again && reads_[r].warp == warp))
         fail(str(what, byte(address + i), "which ",
-                 reads_[r].warp * kLanes == order_.engine() ? "the copy engine"
-                                                            : str("warp ", reads_[r].warp - first_thread_ / kLanes),
+                 order_.is_engine(reads_[r].warp * kLanes) ? name_of(reads_[r].warp * kLanes)
+                                                           : str("warp ", reads_[r].warp - first_thread_ / kLanes),
                  " read at ", text_of(reads_[r].where), " without a barrier in between"),
              where);
     g.reads = 0;  // what comes after this write comes after them
@@ -175,6 +179,27 @@ void SharedMemory::write(unsigned address, unsigned bytes, unsigned thread, bool
 }
 void SharedMemory::write_async(unsigned address, unsigned bytes, unsigned thread, unsigned engine, Where where) {
   if (address < kOthers / 2) take(address, bytes, {thread, false, engine}, "copies to", where);
+}
+
+bool SharedMemory::access_plainly(const void* pointer, unsigned bytes, unsigned thread, bool writes) {
+  if (bytes < kGrain) return true;
+  static thread_local const std::vector<char*> places = [] {
+    std::vector<char*> all;
+    for (const auto& variable : shared_variables()) all.push_back(variable());
+    std::sort(all.begin(), all.end());
+    return all;
+  }();
+  const char* const at = static_cast<const char*>(pointer);
+  if (at < places.front() || at >= places.back() + kMostShared) return false;
+  char* const variable = *std::prev(std::upper_bound(places.begin(), places.end(), at));
+  const auto offset = static_cast<size_t>(at - variable);
+  if (offset >= kMostShared) return false;
+  if (offset >= bytes_) return true;
+  memory_ = variable;
+  const unsigned address = static_cast<unsigned>(offset) + kFirst;
+  if (bytes > bytes_ - offset) fail(str(bytes, " bytes at ", offset, " of shared memory, which has ", bytes_), {});
+  writes ? write(address, bytes, thread, true, {}) : read(address, bytes, thread, false, {});
+  return true;
 }
 
 void SharedMemory::expect(unsigned address, unsigned bytes, unsigned thread, Where where) {

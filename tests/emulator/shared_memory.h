@@ -27,6 +27,9 @@ class SharedMemory {
   void read(unsigned address, unsigned bytes, unsigned thread, bool wants, Where where);
   // again: the same bytes are there already. Lanes of a warp may all write the same, even what others of them read.
   void write(unsigned address, unsigned bytes, unsigned thread, bool again, Where where);
+  // An access by a pointer. Returns false if it is not to dynamic memory. Single bytes are left out. Lanes of a warp
+  // may write where others of them wrote or read: whether it is the same value is not known.
+  bool access_plainly(const void* pointer, unsigned bytes, unsigned thread, bool writes);
   // A thread's own copy (cp.async) is on its way there (expect), and has arrived (receive).
   void expect(unsigned address, unsigned bytes, unsigned thread, Where where);
   void receive(unsigned address, unsigned bytes);

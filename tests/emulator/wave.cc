@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
-#include <numeric>
 #include <utility>
 
 #include "cuda_runtime.h"
@@ -40,7 +39,8 @@ Wave::Wave(const Launch& launch, unsigned cluster, std::vector<uint3> blocks, co
       order_of_blocks_(std::move(blocks)),
       blocks_(slots_),
       fibers_(size_t{slots_} * padded_),
-      warps_(fibers_.size() / kLanes) {
+      warps_(fibers_.size() / kLanes),
+      is_told_clusters_(launch.cluster != 0) {
   order_.begin(slots_ * padded_ / kLanes);
   stacks_.prepare(size_t{slots_} * threads_);
   close_shared_variables_behind(shared_bytes_);
@@ -54,7 +54,12 @@ void Wave::begin_block(unsigned slot) {
                                 .running = threads_,
                                 .memory = SharedMemory(order_, slot * padded_, shared_bytes_),
                                 .barriers = {},
-                                .mbarriers = {}});
+                                .mbarriers = {},
+                                .tensor = nullptr,
+                                .allocating = {},
+                                .tensor_blocks = 0,
+                                .number = next_ - 1,
+                                .variables = {order_, "a __shared__ variable"}});
   for (unsigned t = 0; t < padded_; ++t) {
     Fiber& f = fibers_[slot * padded_ + t] = {};
     f.ended = t >= threads_;
@@ -82,7 +87,7 @@ bool Wave::begin_blocks() {
   for (unsigned slot = 0; slot + cluster_ <= slots_ && next_ + cluster_ <= order_of_blocks_.size(); slot += cluster_) {
     if (!is_over(slot)) continue;
     for (unsigned i = 0; i < cluster_; ++i) begin_block(slot + i);
-    cluster_barriers_.erase(slot);
+    cluster_barriers_.erase(slot), pairs_.erase(slot);
     any = true;
   }
   return any;
@@ -102,11 +107,17 @@ void Wave::entry() {
   try {
     wave->thread_();
     if (wave->fiber().bulk.all.size() > 1) wave->fail("ends before its bulk copies are waited for", {});
+    wave->check_nobody_waits();
+    if (const Block& own = wave->block(); own.running == 1 && own.tensor && !own.tensor->is_empty())
+      wave->fail("is the last of its block to end, and has not freed all tensor memory", {});
   } catch (const Failure& failure) {
-    wave->failure_ = failure.what;
-    wave->leave();
+    wave->end_launch(failure.what);
   }
   wave->end_thread();
+}
+void Wave::end_launch(const std::string& failure) {
+  failure_ = failure;
+  leave();
 }
 
 // Goes back to the host. All fibers stay where they are.
@@ -138,6 +149,7 @@ unsigned Wave::lanes_of(unsigned warp) const {
 
 Block& Wave::block_of(unsigned address) {
   const unsigned rank = address >> kRankShift & 0x7f;
+  if (rank >= cluster_ && !(address >> 31)) fail(str("an address of block ", rank, " of a cluster of ", cluster_), {});
   return *blocks_[first_of_cluster() + (address >> 31 ? this->rank() : rank % cluster_)];
 }
 
@@ -214,6 +226,13 @@ void Wave::give_way() {
   }
 }
 
+// Has a lane named the running one, which is about to end? (If all lanes are named there is a deadlock, which tells
+// where each of them is.)
+void Wave::check_nobody_waits() {
+  const auto misses = [&](const Meeting& m) { return m.arrived && m.mask >> current_ % kLanes & 1; };
+  const std::deque<Meeting>& all = warps_[current_ / kLanes].of_some;
+  if (std::any_of(all.begin(), all.end(), misses)) fail("ends, while lanes of its warp wait for it by a mask", {});
+}
 void Wave::end_thread() {
   fiber().ended = true;
   stop();
@@ -301,22 +320,58 @@ void Wave::meet_cluster(bool waits, Where where) {
   order_.learn(current_, b.known);
 }
 
-void Wave::together(const char* what, void* operands, void (*compute)(void* const*), Where where, bool group) {
-  const unsigned size = group ? 4 * kLanes : kLanes, which = current_ / size;
-  Meeting& m = group ? groups_[which] : warps_[which].meeting;
+// The meeting of these lanes. Each of them must give the same mask.
+Meeting& Wave::meeting_of(const char* what, unsigned mask, Where where) {
+  Warp& warp = warps_[current_ / kLanes];
+  const unsigned lane = current_ % kLanes, first = current_ / kLanes * kLanes;
+  if (mask == kAllOfWarp && warp.of_some.empty()) return warp.meeting;
+  if (!(mask >> lane & 1)) fail(str(what, " with a mask that does not name its own lane ", lane), where);
+  for (unsigned l = 0; l < kLanes; ++l)
+    if (mask >> l & 1 && fibers_[first + l].ended) fail(str(what, " names lane ", l, ", which has ended"), where);
+  Meeting* found = nullptr;
+  const auto look = [&](Meeting& m) {
+    if (!m.arrived || !(m.mask & mask)) return;
+    if (m.mask != mask) fail(str(what, " of lanes that wait for others, with another mask"), where);
+    found = &m;
+  };
+  look(warp.meeting);
+  for (Meeting& m : warp.of_some) look(m);
+  if (found) return *found;
+  if (mask == kAllOfWarp) return warp.meeting;
+  warp.of_some.push_back({.arrived = 0, .mask = mask, .operands = {}});
+  return warp.of_some.back();
+}
+bool Wave::has_met(Meeting& m, const char* what, void* operands, void (*compute)(void* const*), unsigned size,
+                   Where where) {
   if (m.arrived && m.compute != compute) fail(str("other lanes of the warp are not at ", what), where);
-  m.operands.resize(size);
+  if (!m.arrived) m.operands.assign(size, nullptr);
   m.compute = compute, m.operands[current_ % size] = operands;
-  if (++m.arrived < size) return stop_at(what, 0, where);
+  const unsigned count = size == kLanes ? static_cast<unsigned>(std::popcount(m.mask)) : size;
+  if (++m.arrived < count) return false;
   compute(m.operands.data());
   m.arrived = 0;
-  for (unsigned w = which * size / kLanes; w < (which + 1) * size / kLanes; ++w) warps_[w].ready = ~0u;
+  return true;
 }
 
-void Wave::order_warp() {
-  unsigned lanes[kLanes];
-  std::iota(lanes, lanes + kLanes, current_ / kLanes * kLanes);
-  order_.meet(lanes);
+void Wave::together(const char* what, void* operands, void (*compute)(void* const*), Where where, unsigned mask) {
+  Meeting& m = meeting_of(what, mask, where);
+  if (!has_met(m, what, operands, compute, kLanes, where)) return stop_at(what, 0, where);
+  Warp& warp = warps_[current_ / kLanes];
+  warp.ready |= mask;
+  std::erase_if(warp.of_some, [](const Meeting& other) { return !other.arrived; });
+}
+void Wave::together_in_group(const char* what, void* operands, void (*compute)(void* const*), Where where) {
+  constexpr unsigned kSize = 4 * kLanes;
+  const unsigned which = current_ / kSize;
+  if (!has_met(groups_[which], what, operands, compute, kSize, where)) return stop_at(what, 0, where);
+  for (unsigned w = which * 4; w < which * 4 + 4; ++w) warps_[w].ready = kAllOfWarp;
+}
+
+void Wave::order_lanes(unsigned mask) {
+  unsigned lanes[kLanes], count = 0;
+  for (unsigned l = 0; l < kLanes; ++l)
+    if (mask >> l & 1) lanes[count++] = current_ / kLanes * kLanes + l;
+  order_.meet({lanes, count});
 }
 
 }  // namespace kda::emulator

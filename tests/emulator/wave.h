@@ -11,7 +11,9 @@
 #include "emulator.h"
 #include "fiber.h"
 #include "order.h"
+#include "plain_memory.h"
 #include "shared_memory.h"
+#include "tensor_memory.h"
 
 namespace kda::emulator {
 
@@ -67,19 +69,22 @@ struct Fiber {
   unsigned seen = 0;
   Groups<Copy> copies;
   Groups<Range> bulk;
+  unsigned core = 0;  // its lane of the tensor cores, once it has one
 };
 
 // Threads that meet at an instruction, which is known by what it computes.
 struct Meeting {
-  unsigned arrived = 0;
+  unsigned arrived = 0, mask = kAllOfWarp;
   void (*compute)(void* const*) = nullptr;
   std::vector<void*> operands;
 };
 struct Warp {
-  unsigned ready = 0;     // lanes that can go on
-  unsigned rotation = 0;  // lane that goes first
-  Meeting meeting;
+  unsigned ready = 0;             // lanes that can go on
+  unsigned rotation = 0;          // lane that goes first
+  Meeting meeting;                // of all lanes
+  std::deque<Meeting> of_some{};  // of the lanes of a mask each
   Groups<Range> products;
+  std::vector<unsigned> tensor_loads, tensor_stores;  // that have not been waited for
 };
 struct Barrier {
   unsigned count = 0, arrived = 0;  // count 0: all threads
@@ -88,6 +93,13 @@ struct Barrier {
   std::vector<unsigned> waiting;
   Order::Times told;  // by threads that only arrive
   Order::Known known;
+};
+// Warps of two blocks that allocate or free tensor memory together: what the first of them asked for.
+struct Pair {
+  const char* what = nullptr;  // nullptr: none waits
+  unsigned place = 0, columns = 0, rank = 0;
+  unsigned at = 0;  // what both have got
+  std::vector<unsigned> waiting;
 };
 struct Mbarrier {
   unsigned count, pending;
@@ -107,6 +119,12 @@ struct Block {
   SharedMemory memory;
   std::map<unsigned, Barrier> barriers;
   std::map<unsigned, Mbarrier> mbarriers;
+  std::unique_ptr<TensorMemory> tensor;  // once it has allocated some
+  std::vector<unsigned> allocating;      // threads that wait for columns
+  int tensor_blocks = 0;                 // how many blocks act together in its tcgen05; 0: not known yet
+  unsigned number = 0;                   // in the launch
+  bool has_acquired = false;             // what a flag told
+  PlainMemory variables;                 // __shared__ variables of a fixed size
 };
 
 class Wave {
@@ -120,10 +138,13 @@ class Wave {
   std::string run();
 
   [[noreturn]] void fail(const std::string& what, Where where);
+  // The same from where nothing may be thrown: the text is that of a Failure.
+  [[noreturn]] void end_launch(const std::string& failure);
   // Meets threads of the block at a barrier; without `waits` only arrives there.
   bool meet(unsigned barrier, unsigned count, bool waits, bool x, Where where);
-  // Meets the warp's lanes, or the four warps of a warpgroup.
-  void together(const char* what, void* operands, void (*compute)(void* const*), Where where, bool group = false);
+  // Meets lanes of the warp, or the four warps of a warpgroup.
+  void together(const char* what, void* operands, void (*compute)(void* const*), Where where, unsigned mask);
+  void together_in_group(const char* what, void* operands, void (*compute)(void* const*), Where where);
   void meet_cluster(bool waits, Where where);
   // Waits until wake(list).
   void wait(std::vector<unsigned>& list, const char* what, unsigned number, Where where);
@@ -133,19 +154,29 @@ class Wave {
   // Lets another thread of any warp go on, if one can.
   void give_way();
   void wake_spinning() { wake(spinning_); }
-  // Orders the accesses of a warp's lanes; its last lane calls this.
-  void order_warp();
+  // Orders the accesses of lanes of the warp; the last of them calls this.
+  void order_lanes(unsigned mask);
 
   Order& order() { return order_; }
   unsigned next_engine() { return engines_++ % kLanes; }
+  unsigned next_core() { return order_.tensor_cores() + cores_++ % kLanes; }
+  unsigned draw(unsigned n) { return random_.below(n); }
   std::map<const unsigned*, Order::Known>& flags() { return flags_; }  // in global memory: what they tell
   Fiber& fiber() { return fibers_[current_]; }
   Warp& warp() { return warps_[current_ / kLanes]; }
   Warp& warp(unsigned i) { return warps_[i]; }
   unsigned thread() const { return current_; }  // among all of the wave
+  unsigned thread_of_block() const { return current_ % padded_; }
   unsigned rank() const { return own() % cluster_; }
   unsigned cluster() const { return cluster_; }
   Block& block() { return *blocks_[own()]; }
+  PlainMemory& global() { return global_; }
+  bool is_stack(const void* at) const { return stacks_.holds(at); }
+  unsigned threads_of_block() const { return padded_; }
+  // Is this thread one of that block, which has not ended?
+  bool runs(unsigned thread, unsigned block) const { return blocks_[thread / padded_]->number == block; }
+  bool is_told_clusters() const { return is_told_clusters_; }
+  Pair& pair() { return pairs_[first_of_cluster()]; }
   // Ends the launch, which a grid of clusters can run from the beginning if this was its first block.
   [[noreturn]] void ask_for_clusters(Where where);
   bool needs_clusters() const { return needs_clusters_; }
@@ -162,11 +193,15 @@ class Wave {
   void set_ready(unsigned thread) { warps_[thread / kLanes].ready |= 1u << thread % kLanes; }
   void stop() { warps_[current_ / kLanes].ready &= ~(1u << current_ % kLanes); }
   void stop_at(const char* what, unsigned number, Where where);  // until the thread is ready again
+  Meeting& meeting_of(const char* what, unsigned mask, Where where);
+  // Adds a thread; returns true for the last of `size`, which has then computed.
+  bool has_met(Meeting& m, const char* what, void* operands, void (*compute)(void* const*), unsigned size, Where where);
   void release(Barrier& b, unsigned number);
   void go_on(bool ends = false);
   bool pick();
   void become(unsigned thread);
   [[noreturn]] void leave();
+  void check_nobody_waits();
   [[noreturn]] void end_thread();
   static void entry();
   std::string place() const;
@@ -189,17 +224,23 @@ class Wave {
   std::vector<Warp> warps_;
   std::map<unsigned, Meeting> groups_;            // of four warps
   std::map<unsigned, Barrier> cluster_barriers_;  // by the cluster's first block
+  std::map<unsigned, Pair> pairs_;                // the same
   std::map<const unsigned*, Order::Known> flags_;
+  PlainMemory global_{order_, "global memory"};
+  const bool is_told_clusters_;
   std::vector<unsigned> spinning_;
   bool needs_clusters_ = false;
   bool looked_ = false;  // they have polled again since the last wake()
-  unsigned engines_ = 0;
+  unsigned engines_ = 0, cores_ = 0;
   unsigned current_ = 0, active_ = 0;  // thread; block that has the variables
   std::string failure_;
 };
 
 // The wave that runs.
 extern Wave* wave;
+
+// The copy engine or a tensor core arrives at an mbarrier, and tells of nothing but what it has done.
+void arrive_for(unsigned engine, unsigned barrier, Where where);
 
 // What a thread throws to end the launch.
 struct Failure {

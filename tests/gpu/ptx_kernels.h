@@ -82,4 +82,35 @@ void multiply_by_warpgroup(int32_t dtype, const Product& p, const void* a, const
 // channels of a thread in rows of its warp, as a place within half a tile, and which half.
 void find_places(unsigned* square, unsigned* own);
 
+// ---- Blackwell (ptx_sm100.cu) ----
+
+// Four warps store x [128,columns] by columns, and load it by columns to `seen`, in so many columns at a time: 1, 2, ..
+// 128. columns: at most 128.
+void keep_by_columns(unsigned columns, unsigned at_a_time, const unsigned* x, unsigned* seen);
+// The same by fragments; at_a_time: 8, 16, .. 256 columns.
+void keep_by_fragments(unsigned columns, unsigned at_a_time, const unsigned* x, unsigned* seen);
+// Four warps store x [128,columns] by columns, and load it by fragments of eight columns: the registers of each thread,
+// seen [columns / 8,2,4,128].
+void mix_shapes(unsigned columns, const unsigned* x, unsigned* seen);
+
+// Copies 128 rows of 32 bytes, in several steps, from their image in shared memory: seen [128,8 * steps].
+struct UmmaOperand {
+  unsigned leading, stride, bytes;
+  uint64_t swizzling;
+  unsigned offsets[8];  // of each step
+};
+void copy_to_tensor(unsigned steps, const UmmaOperand& from, const void* image, unsigned* seen);
+
+// A product of one block, or of two in a cluster: d [M,N] = or += a b^T, in several steps of 32 bytes of K.
+struct UmmaCase {
+  int32_t dtype;  // of a and b; KDA_F32 is taken as tf32
+  unsigned blocks, M, N, steps;
+  bool transposed_a, transposed_b, negated_a, negated_b;
+  bool in_tensor;       // a is in tensor memory
+  unsigned first_lane;  // of d
+  UmmaOperand a, b;     // in shared memory; of two blocks, each has half of the rows
+};
+// a: its image in shared memory or, in_tensor, its rows; b: its image. Of two blocks, one image behind the other.
+void multiply_by_blocks(const UmmaCase& p, const void* a, const void* b, bool accumulate, float* d);
+
 }  // namespace kda::test

@@ -17,7 +17,9 @@
 #define __host__
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __cluster_dims__(...)
+// Clusters of two are those that the emulator sees by themselves. Others are told by an attribute of the launch; here
+// they do not compile.
+#define __cluster_dims__(x, ...) __attribute__((aligned((x) == 2 ? 16 : 3)))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
 // The only storage class that goes with `extern` and is static in a function by itself. All threads of a block are
@@ -75,7 +77,6 @@ void __syncwarp(unsigned mask = ~0u, kda::emulator::Where where = kda::emulator:
 
 namespace kda::emulator {
 
-void check_mask(unsigned mask, Where where);  // accepts the mask of all lanes alone
 unsigned own_lane();
 
 template <class T>
@@ -83,12 +84,17 @@ T shuffle(const char* what, unsigned mask, T x, unsigned source, Where where) {
   struct Own {
     T given, taken;
     unsigned source;
-  } own{x, x, source};
-  check_mask(mask, where);
+    Where where;
+  } own{x, x, source, where};
   const auto exchange = [](void* const* all) {
-    for (unsigned l = 0; l < 32; ++l) of<Own>(all, l).taken = of<Own>(all, of<Own>(all, l).source).given;
+    for (unsigned l = 0; l < 32; ++l) {
+      if (!all[l]) continue;
+      Own& lane = of<Own>(all, l);
+      if (!all[lane.source]) fail("a shuffle reads a lane that its mask does not name", lane.where);
+      lane.taken = of<Own>(all, lane.source).given;
+    }
   };
-  together(what, own, exchange, where);
+  together(what, own, exchange, where, mask);
   return own.taken;
 }
 
@@ -122,17 +128,15 @@ inline int __any_sync(unsigned mask, int predicate, kda::emulator::Where where =
   return __ballot_sync(mask, predicate, where) != 0;
 }
 inline int __all_sync(unsigned mask, int predicate, kda::emulator::Where where = kda::emulator::Where::current()) {
-  return __ballot_sync(mask, predicate, where) == ~0u;
+  return __ballot_sync(mask, predicate, where) == mask;
 }
 unsigned __reduce_add_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
 unsigned __reduce_max_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
 unsigned __reduce_min_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
 unsigned __reduce_or_sync(unsigned mask, unsigned x, kda::emulator::Where where = kda::emulator::Where::current());
 
-inline unsigned atomicAdd(unsigned* to, unsigned x) {
-  const unsigned before = *to;
-  *to += x;
-  return before;
+inline unsigned atomicAdd(unsigned* to, unsigned x, kda::emulator::Where where = kda::emulator::Where::current()) {
+  return kda::emulator::add_atomically(to, x, where);
 }
 
 // ---- kinds of memory ----

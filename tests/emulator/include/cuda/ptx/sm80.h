@@ -70,6 +70,7 @@ inline float least(float x, float y) {
 }
 inline float multiply_flushed(float x, float y) { return flushed(flushed(x) * flushed(y)); }
 
+inline float zero() { return 0; }
 inline unsigned thread() { return threadIdx.x; }
 inline unsigned block() { return blockIdx.x; }
 
