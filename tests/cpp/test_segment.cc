@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "contract.h"
+#include "segment_promises.h"
 
 namespace kda::test {
 namespace {
@@ -174,29 +175,10 @@ TEST(Composition, OfSegmentsIsTheWhole) {
 // ---- merge ----
 
 TEST(SegmentMerge, EqualsTheOracle) {
-  struct Sizes {
-    int64_t P, HV, K, V;
-  };
   for (const std::string& impl : cpu_implementations("segment_merge"))
-    for (const Sizes& s : {Sizes{0, 1, 4, 4}, {1, 1, 1, 1}, {3, 2, 60, 100}, {5, 3, 17, 200}, {2, 1, 128, 128}})
-      for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST})
-        for (const Layout storage : {Layout::kDense, Layout::kPadded})
-          for (const bool reverse : {false, true})
-            for (const int32_t h0_dtype : {0, 0 + KDA_F32, 0 + KDA_BF16}) {
-              const MergeTensors t(s.P, s.HV, s.K, s.V, layout, storage);
-              const Tensor expected(KDA_F64, t.states.shape());
-              Tensor h0;
-              kda_segment_merge_args a = segment_merge_args(t, reverse);
-              if (h0_dtype) h0 = Tensor(h0_dtype, t.h0.shape(), t.h0.values());
-              a.h0 = h0;
-              kda_segment_merge_args r = a;
-              r.states = expected;
-              run(a, {.impl = impl.c_str()});
-              run(r, {.impl = "reference"});
-              EXPECT_TRUE(close(expected, t.states, 1e-6)) << s.P << " segments, K " << s.K << ", layout " << layout;
-              EXPECT_EQ(t.states.unwritten(), 0);
-              EXPECT_TRUE(t.states.margins_intact());
-            }
+    for (const MergeSizes& s :
+         {MergeSizes{0, 1, 4, 4}, {1, 1, 1, 1}, {3, 2, 60, 100}, {5, 3, 17, 200}, {2, 1, 128, 128}})
+      expect_merge_is_the_oracle(s, [&](const auto& a, bool) { run(a, {.impl = impl.c_str()}); });
 }
 
 TEST(SegmentMerge, ThreadsChangeNoBit) {
@@ -212,20 +194,9 @@ TEST(SegmentMerge, ThreadsChangeNoBit) {
     }
 }
 
-// NaN in one head's map or state stays there.
 TEST(SegmentMerge, NaNStaysInItsHead) {
-  for (const std::string& impl : cpu_implementations("segment_merge")) {
-    const MergeTensors clean(3, 3, 8, 24, KDA_STATE_V_FIRST), spoilt(3, 3, 8, 24, KDA_STATE_V_FIRST);
-    run(segment_merge_args(clean), {.impl = impl.c_str()});
-    Tensor M = spoilt.M.clone();
-    M.set((1 * 3 + 1) * 64 + 5, std::nan(""));  // second segment, second head
-    kda_segment_merge_args a = segment_merge_args(spoilt);
-    a.M = M;
-    run(a, {.impl = impl.c_str()});
-    for (const int64_t hv : {0, 2}) EXPECT_EQ(spoilt.states.bits(1, hv, 1), clean.states.bits(1, hv, 1));
-    EXPECT_EQ(spoilt.states.bits(0, 0, 2), clean.states.bits(0, 0, 2)) << "segments before it";
-    EXPECT_NE(spoilt.states.bits(), clean.states.bits());
-  }
+  for (const std::string& impl : cpu_implementations("segment_merge"))
+    expect_nan_stays_in_its_head_of_a_merge([&](const auto& a) { run(a, {.impl = impl.c_str()}); });
 }
 
 // ---- the contract ----
@@ -313,15 +284,10 @@ TEST(Nothing, ToDo) {
   Map none;  // no output wanted
   none.args.M = none.args.b = none.args.d = none.args.d_o = {};
   run(none.args);
-  const Inputs empty({.name = "empty", .B = 0, .T = 0, .HV = 2, .K = 5, .V = 3});
-  run(segment_map_args(empty, SegmentOutputs(empty)));
-  // Sequences without tokens: nothing happens to a state.
-  const Inputs zero({.name = "zero", .HV = 2, .K = 5, .V = 3, .lengths = {0, 0}, .tail = 3});
-  const SegmentOutputs out(zero);
-  run(segment_map_args(zero, out));
-  for (int64_t i = 0; i < out.M.size(); ++i) EXPECT_EQ(out.M.get(i), i % 25 % 6 == 0 ? 1 : 0);
-  EXPECT_TRUE(out.b.bits().all(0));
-  EXPECT_TRUE(out.d.bits().all(0));
+  const auto call = [](const auto& a) { run(a); };
+  expect_no_tokens_no_change({.name = "empty", .B = 0, .T = 0, .HV = 2, .K = 5, .V = 3}, call);
+  expect_no_tokens_no_change({.name = "none", .B = 2, .T = 0, .HV = 2, .K = 5, .V = 3}, call);
+  expect_no_tokens_no_change({.name = "zero", .HV = 2, .K = 5, .V = 3, .lengths = {0, 0}, .tail = 3}, call);
 }
 
 }  // namespace
