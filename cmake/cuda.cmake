@@ -5,10 +5,11 @@ if(NOT KDA_CUDA MATCHES "^(ON|AUTO|OFF)$")
 endif()
 
 # What kernels are compiled for. The compiler proper runs once for each "arch", the assembler for each "code". There is
-# no PTX for sm_90a: no other GPU takes it, and it would be two thirds of the code for Hopper.
+# no PTX for sm_90a and sm_100a: no other GPU takes it, and it would be two thirds of the code for Hopper.
 set(KDA_CUDA_PORTABLE arch=compute_80,code=[compute_80,sm_80] arch=compute_90,code=[sm_90,sm_100])
 set(KDA_CUDA_HOPPER arch=compute_90a,code=sm_90a)
-set(KDA_CUDA_NAMES "sm_80 (and PTX), sm_90, sm_90a, sm_100")
+set(KDA_CUDA_BLACKWELL arch=compute_100a,code=sm_100a)
+set(KDA_CUDA_NAMES "sm_80 (and PTX), sm_90, sm_90a, sm_100, sm_100a")
 
 if(NOT KDA_CUDA STREQUAL "OFF")
   include(CheckLanguage)
@@ -52,7 +53,7 @@ function(kda_add_cuda target)
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
-  # Folders whose names begin with hopper_ hold kernels for Hopper alone. All others run from sm_80 on.
+  # Folders whose names begin with hopper_ or blackwell_ hold kernels for these alone. All others run from sm_80 on.
   kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE}"
     src/cuda/backward/chunk.cu
     src/cuda/backward/recurrent.cu
@@ -73,6 +74,11 @@ function(kda_add_cuda target)
     src/cuda/norm/gate.cu
     src/cuda/prefill/chunk.cu
     src/cuda/prefill/recurrent.cu
+    src/cuda/segment/chunk.cu
+    src/cuda/segment/hopper.cu
+    src/cuda/segment/map.cu
+    src/cuda/segment/merge.cu
+    src/cuda/segment/recurrent.cu
     src/cuda/stages/backward.cu
     src/cuda/stages/chunk_intra.cu
     src/cuda/stages/cumsum.cu
@@ -85,4 +91,11 @@ function(kda_add_cuda target)
     src/cuda/hopper_prefill/pairs.cu
     src/cuda/hopper_prefill/segments.cu
     src/cuda/hopper_stages/wy_dqkg.cu)
+  kda_cuda_kernels(${target} pairs "${KDA_CUDA_HOPPER};${KDA_CUDA_BLACKWELL}" src/cuda/hopper_prefill/schedule.cu)
+  kda_cuda_kernels(${target} blackwell "${KDA_CUDA_BLACKWELL}"
+    src/cuda/blackwell_prefill/blackwell_prefill.cu
+    src/cuda/blackwell_stages/bwd_delta_h.cu
+    src/cuda/blackwell_stages/delta_h.cu
+    src/cuda/blackwell_stages/fwd_o.cu
+    src/cuda/blackwell_stages/wy_dqkg.cu)
 endfunction()

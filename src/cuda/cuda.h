@@ -33,6 +33,9 @@ const char* hopper_prefill_pairs_why_not(const ForwardProblem& p);
 uint64_t hopper_prefill_pairs_workspace(const ForwardProblem& p);
 void hopper_prefill_pairs(const ForwardProblem& p);
 std::string hopper_prefill_form(const ForwardProblem& p);  // of both
+const char* blackwell_prefill_why_not(const ForwardProblem& p);
+uint64_t blackwell_prefill_workspace(const ForwardProblem& p);
+void blackwell_prefill(const ForwardProblem& p);
 const char* prefill_chunk_why_not(const ForwardProblem& p);
 const char* prefill_chunk_too_rough(const ForwardProblem& p);
 uint64_t prefill_chunk_workspace(const ForwardProblem& p);
@@ -50,6 +53,20 @@ void backward_chunk(const BackwardProblem& p);
 const char* backward_recurrent_why_not(const BackwardProblem& p);
 uint64_t backward_recurrent_workspace(const BackwardProblem& p);
 void backward_recurrent(const BackwardProblem& p);
+
+const char* segment_hopper_why_not(const SegmentMapProblem& p);
+uint64_t segment_hopper_workspace(const SegmentMapProblem& p);
+void segment_hopper(const SegmentMapProblem& p);
+const char* segment_chunk_why_not(const SegmentMapProblem& p);
+const char* segment_chunk_too_rough(const SegmentMapProblem& p);
+uint64_t segment_chunk_workspace(const SegmentMapProblem& p);
+void segment_chunk(const SegmentMapProblem& p);
+const char* segment_recurrent_why_not(const SegmentMapProblem& p);
+uint64_t segment_recurrent_workspace(const SegmentMapProblem& p);
+void segment_recurrent(const SegmentMapProblem& p);
+std::string segment_form(const SegmentMapProblem& p);  // of all three
+const char* segment_merge_why_not(const SegmentMergeProblem& p);
+void segment_merge(const SegmentMergeProblem& p);
 
 const char* decode_sweep_why_not(const DecodeProblem& p);
 const char* decode_sweep_unsuited(const DecodeProblem& p);
@@ -109,11 +126,21 @@ void stage(const StageProblem<kda_stage_bwd_intra_args>& p);
 void stage(const StageProblem<kda_stage_cumsum_backward_args>& p);
 const char* hopper_stages_wy_dqkg_why_not(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
 void hopper_stages_wy_dqkg(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
+const char* blackwell_stages_bwd_delta_h_why_not(const StageProblem<kda_stage_bwd_delta_h_args>& p);
+void blackwell_stages_bwd_delta_h(const StageProblem<kda_stage_bwd_delta_h_args>& p);
+const char* blackwell_stages_delta_h_why_not(const StageProblem<kda_stage_delta_h_args>& p);
+void blackwell_stages_delta_h(const StageProblem<kda_stage_delta_h_args>& p);
+const char* blackwell_stages_fwd_o_why_not(const StageProblem<kda_stage_fwd_o_args>& p);
+void blackwell_stages_fwd_o(const StageProblem<kda_stage_fwd_o_args>& p);
+const char* blackwell_stages_wy_dqkg_why_not(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
+void blackwell_stages_wy_dqkg(const StageProblem<kda_stage_bwd_wy_dqkg_args>& p);
 
 const char* stages_prefill_f32_why_not(const PrefillF32Problem& p);
 void stages_prefill_f32(const PrefillF32Problem& p);
 uint64_t stages_prefill_f32_workspace(const PrefillF32Problem& p);
 
+// Why kernels for Blackwell are not preferred, for which the environment can ask; or nullptr.
+const char* blackwell_unsuited();
 // For explain and workspace of this thread: see kda_assume_gpu.
 void assume_gpu(int capability, int multiprocessors);
 bool gpu_is_assumed();

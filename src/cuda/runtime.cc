@@ -68,15 +68,25 @@ int shared_memory_of_block(int device) {
   return bytes;
 }
 
-const char* hopper_why_not(int device) {
-  static constexpr char kOther[] = "needs compute capability 9.0 (Hopper)";
-  if (gpu_is_assumed()) return assumed.capability == 90 ? nullptr : kOther;
+// The same for code of one compute capability, of which there is no PTX.
+static const char* capability_why_not(int device, int capability, const char* other) {
+  if (gpu_is_assumed()) return assumed.capability == capability ? nullptr : other;
   int major = 0, minor = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (major != 9 || minor != 0) return kOther;
+  if (10 * major + minor != capability) return other;
   const char* forced = std::getenv("CUDA_FORCE_PTX_JIT");
   return forced && std::string(forced) == "1" ? "has no PTX, which CUDA_FORCE_PTX_JIT asks for" : nullptr;
+}
+const char* hopper_why_not(int device) {
+  return capability_why_not(device, 90, "needs compute capability 9.0 (Hopper)");
+}
+const char* blackwell_why_not(int device) {
+  return capability_why_not(device, 100, "needs compute capability 10.0 (Blackwell)");
+}
+const char* blackwell_unsuited() {
+  const char* wanted = std::getenv("KDA_BLACKWELL");
+  return wanted && std::string(wanted) == "1" ? nullptr : "emulated, never run on a GPU: KDA_BLACKWELL=1 chooses it";
 }
 
 std::string info() {

@@ -43,8 +43,9 @@ int multiprocessors(int device);
 // Bytes of shared memory that a block may have, at most.
 int shared_memory_of_block(int device);
 
-// Why a device does not run code for sm_90a, or nullptr.
+// Why a device does not run code for sm_90a, or for sm_100a; or nullptr.
 const char* hopper_why_not(int device);
+const char* blackwell_why_not(int device);
 
 // Why no kernel of this library runs on the call's device, or nullptr.
 const char* device_why_not(const kda_exec& exec);

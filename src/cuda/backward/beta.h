@@ -1,4 +1,4 @@
-// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (wide_kernel.h), which is 0 / 0 here. So what
+// dbeta where beta is about 0. Elsewhere it is dv . v_new / beta^2 (wide_chunk.h), which is 0 / 0 here. So what
 // beta multiplies is computed again, token by token, for the rows that need it:
 //   e_i = v_i - S^T kG_i - sum over j < i of (k_i D(j,i) k_j) v_new_j                      v_new_i = beta_i e_i
 //   x_i = sum over j >= i of (s q_j D(i,j) k_i) dO_j + dS^T kg_i - sum over j > i of (k_j D(i,j) k_i) dv_j

@@ -126,10 +126,9 @@ struct ReversePlaces {
   bool v_first, wide;  // dhT, dh0: layout; four channels an access
   bool aligned;        // rows of d_o and dv lie at multiples of 8 bytes
 
-  // Whether there is one dv, and all is in bf16.
+  // Whether there is one dv at most, and all is in bf16.
   __device__ bool plain() const {
-    return aligned && d_o.dtype == KDA_BF16 && (dv[0].data == nullptr) != (dv[1].data == nullptr) &&
-           (dv[0].data ? dv[0] : dv[1]).dtype == KDA_BF16;
+    return aligned && d_o.dtype == KDA_BF16 && !(dv[0].data && dv[1].data) && (!dv[0].data || dv[0].dtype == KDA_BF16);
   }
 };
 
@@ -184,7 +183,7 @@ __device__ void reverse_chunks(GradientState<kK>& state, const ReversedChunks& w
       for (int e = 0; e < 4; ++e) dv[t][e] *= up[e / 2];
 #pragma unroll
     for (int i = 0; i < (kPlain ? 1 : 2); ++i)
-      if (kPlain || dv_to[i].first) dv_to[i].store(dv, left), dv_to[i].go_back();
+      if (dv_to[i].first) dv_to[i].store(dv, left), dv_to[i].go_back();
     left = kRows;
   }
 }

@@ -6,21 +6,12 @@
 // plain (is_plain); and what converted tensors need.
 #pragma once
 #include "cuda/backward/wide_call.h"
+#include "cuda/call/workspace.h"
 #include "cuda/prefill/chunk_launch.h"
 
 namespace kda::cuda {
 
 constexpr int64_t kMostImages = int64_t{64} << 20;
-
-// A dense tensor in the workspace.
-inline kda_tensor dense(char* data, int32_t dtype, std::initializer_list<int64_t> shape) {
-  kda_tensor t{};
-  t.data = data, t.dtype = dtype, t.ndim = static_cast<int32_t>(shape.size());
-  std::copy(shape.begin(), shape.end(), t.shape);
-  for (int i = t.ndim - 1, step = 1; i >= 0; --i)
-    t.stride[i] = i + 1 < t.ndim ? t.stride[i + 1] * t.shape[i + 1] : step;
-  return t;
-}
 
 // Whether t has rows of bf16 at multiples of 16 bytes, each at a place of its own.
 inline bool is_plain(const kda_tensor& t) {
@@ -60,7 +51,7 @@ struct BackwardPlan {
     const int64_t h_rows = rows.rows;
     const auto place = [&](int64_t size) {
       const uint64_t at = bytes;
-      bytes += static_cast<uint64_t>((size + 255) / 256 * 256);
+      bytes += align_up(static_cast<uint64_t>(size));
       return at;
     };
     const auto tensor = [&](bool is_there, std::initializer_list<int64_t> shape) {

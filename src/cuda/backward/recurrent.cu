@@ -16,6 +16,7 @@
 // gates, and a last one adds up the gradients of A_log and dt_bias, all in a fixed order.
 #include "cuda/backward/sums.h"
 #include "cuda/call/states.h"
+#include "cuda/call/workspace.h"
 #include "cuda/cuda.h"
 
 namespace kda::cuda {
@@ -29,6 +30,7 @@ struct RecurrentPlaces {
   float* kept;          // [rows][HV][K][V]: states before every 64 tokens
   float* scratch;       // [block][kAgain + 2][K][V]: states before kAgain tokens, one more, dS
   float *dq, *dk, *dg;  // [B][T][HV][K]
+  bool only_dh0;        // which needs no states: neither kept nor scratch has any, but for dS
 };
 
 struct RecurrentMemory {
@@ -58,6 +60,8 @@ class RecurrentHead {
         h_(h),
         hv_(hv) {
     const int64_t state = int64_t{K_} * V_;
+    dS_ = places.scratch + blockIdx.x * state;
+    if (places.only_dh0) return;
     states_ = places.scratch + blockIdx.x * state * (kAgain + 2);
     current_ = states_ + kAgain * state, dS_ = current_ + state;
     kept_ = places.kept + (int64_t{first_h_row(p, static_cast<unsigned>(s.n))} * HV_ + hv) * state;
@@ -65,6 +69,7 @@ class RecurrentHead {
 
   __device__ void run() {
     const int64_t state = int64_t{K_} * V_;
+    if (places_.only_dh0) return retreat_alone();
     load(places_.h0, current_);
     for (int t = 0; t < length_; ++t) {
       if (t % kChunk == 0) copy(kept_ + t / kChunk * HV_ * state, current_);
@@ -161,6 +166,22 @@ class RecurrentHead {
     each([&](int k, int v, int at) { to[at] = m_.alpha[k] * from[at] + m_.k[k] * m_.u[v]; });
   }
 
+  // Takes dS from the last token to the first, without S, in the arithmetic of retreat().
+  __device__ void retreat_alone() {
+    load(places_.dhT, dS_);
+    for (int t = length_; t-- > 0;) {
+      activate(t, 0);
+      each([&](int k, int v, int at) { dS_[at] += m_.q[k] * m_.d_o[v]; });
+      const float du = column_sums([&](int k, int, int at) { return dS_[at] * m_.k[k]; });
+      const int own = static_cast<int>(threadIdx.x);
+      if (own < V_) m_.dv[own] = m_.beta[0] * du;
+      __syncthreads();  // dv is there
+      each([&](int k, int v, int at) { dS_[at] = m_.alpha[k] * (dS_[at] - m_.k[k] * m_.dv[v]); });
+      __syncthreads();  // all reads of the token's rows are done
+    }
+    store(places_.dh0, dS_);
+  }
+
   // Takes dS from after a token to before it, and writes the token's gradients.
   __device__ void retreat(int token, int i) {
     const float* S = states_ + i * int64_t{K_} * V_;
@@ -207,7 +228,7 @@ class RecurrentHead {
   const int length_;
   const int64_t n_, T_, HV_;
   const unsigned h_, hv_;
-  float *states_, *current_, *dS_, *kept_;
+  float *states_ = nullptr, *current_ = nullptr, *dS_, *kept_ = nullptr;
 };
 
 __global__ void __launch_bounds__(kThreads)
@@ -307,7 +328,7 @@ __global__ void __launch_bounds__(kThreads)
 // What a call does, and the layout of its workspace.
 struct RecurrentPlan {
   ForwardProblem forward{};
-  bool keys, gates, sums;
+  bool keys, gates, sums, only_dh0;
   int64_t blocks, rows;  // rows: of sums, 64 tokens each
   uint64_t kept, scratch, dq, dk, dg, partial, bytes = 0;
 
@@ -317,15 +338,16 @@ struct RecurrentPlan {
     forward.args.exec = a.exec, forward.args.in = a.in, forward.args.h_every = 1;
     sums = present(a.dA_log) || present(a.d_dt_bias), gates = sums || present(a.dg);
     keys = present(a.dq) || present(a.dk);
+    only_dh0 = !keys && !gates && !present(a.dv) && !present(a.dbeta);
     blocks = std::min<int64_t>(p.N * p.HV, SMs), rows = (p.B * p.T + kChunk - 1) / kChunk;
     const auto place = [&](int64_t floats) {
       const uint64_t at = bytes;
-      bytes += static_cast<uint64_t>((floats * 4 + 255) / 256 * 256);
+      bytes += align_up(static_cast<uint64_t>(floats) * sizeof(float));
       return at;
     };
     const int64_t state = p.K * p.V, tokens = p.B * p.T * p.HV * p.K;
-    kept = place((p.varlen ? p.T / kChunk + p.N : p.N * p.max_chunks()) * p.HV * state);
-    scratch = place(blocks * (kAgain + 2) * state);
+    kept = place(only_dh0 ? 0 : (p.varlen ? p.T / kChunk + p.N : p.N * p.max_chunks()) * p.HV * state);
+    scratch = place(blocks * (only_dh0 ? 1 : kAgain + 2) * state);
     dq = place(keys ? tokens : 0), dk = place(keys ? tokens : 0), dg = place(gates ? tokens : 0);
     partial = place(sums ? rows * p.HV * (p.K + 1) : 0);
   }
@@ -371,7 +393,8 @@ void backward_recurrent(const BackwardProblem& p) {
                                memory(true, plan.scratch),
                                memory(plan.keys, plan.dq),
                                memory(plan.keys, plan.dk),
-                               memory(plan.gates, plan.dg)};
+                               memory(plan.gates, plan.dg),
+                               plan.only_dh0};
   if (plan.blocks)
     launch<recurrent_kernel>(a.exec, dim3(static_cast<unsigned>(plan.blocks)), kThreads, 0, plan.forward, tokens,
                              places, Divisor(p.HV), Divisor(p.group()));

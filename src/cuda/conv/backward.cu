@@ -127,6 +127,7 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
   using Row = typename Rows::Row;
   constexpr int kGroup = Rows::kGroup;
   const Conv& c = p.conv;
+  const kda_tensor& in = c.rows_of(d);
   const bool wants_dx = present(p.dx), wants_initial = a == 0 && present(p.d_initial);
   const auto rows = [&](const kda_tensor& t, int64_t token) { return Rows(t, s, token, d); };
 #pragma unroll
@@ -137,13 +138,13 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
       g.xx[j][i] = stored ? value_at(c.state, place_of(c.state, s.n, d + i, j - g.first)) : 0.0f;
       g.dy[j][i] = 0;
     }
-  for (int64_t t = max(a - kPast, int64_t{0}); t < a; ++t) g.move_on(rows(c.x, t).load());
+  for (int64_t t = max(a - kPast, int64_t{0}); t < a; ++t) g.move_on(rows(in, t).load());
   // Does any row: of the state or of a token; before, inside or after tokens a .. b-1; with d_final added or not.
   // Elements of states are rare enough to be taken one at a time.
   const auto edge = [&](int64_t t) {
     const bool inside = t < s.length;
     float dxx[kVector];
-    g.next(inside ? rows(c.x, t).load() : Row{}, inside ? rows(p.dy, t).load() : Row{}, inside, t < b, dxx);
+    g.next(inside ? rows(in, t).load() : Row{}, inside ? rows(p.dy, t).load() : Row{}, inside, t < b, dxx);
     if (const int64_t e = t - s.length - g.first; e >= 0 && e < kPast - g.first && present(p.d_final)) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) dxx[i] += value_at(p.d_final, place_of(p.d_final, s.n, d + i, e));
@@ -156,7 +157,7 @@ __device__ void backward_tokens(const Params& p, const Sequence& s, int64_t a, i
   };
   int64_t t = a;
   for (; t < min(b, a + kPast); ++t) edge(t);
-  Rows x = rows(c.x, t), dz = rows(p.dy, t), dx = rows(p.dx, t - kPast);
+  Rows x = rows(in, t), dz = rows(p.dy, t), dx = rows(p.dx, t - kPast);
   for (; t + kGroup <= b; t += kGroup) {
     Row xs[kGroup], dzs[kGroup];
 #pragma unroll
@@ -182,6 +183,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(const __grid_cons
   const int lane = static_cast<int>(threadIdx.x % 32) * kVector;
   const int64_t d = static_cast<int64_t>(tile) * kChannels + lane;
   const int64_t first = (static_cast<int64_t>(block) * kWarps + warp) * p.run, stop = min(first + p.run, c.tokens());
+  wait_for_stream();
   Gradients<T, kVector> g{};
   g.first = kVector == 1 ? kTaps - static_cast<int>(c.width()) : 0, g.silu = c.silu;
   if (d < c.channels() && first < stop) {
@@ -217,6 +219,7 @@ __global__ void sum_kernel(const __grid_constant__ Params p) {
   const int first = kTaps - static_cast<int>(p.conv.width()), j = static_cast<int>(blockIdx.y);
   const kda_tensor& to = j < kTaps ? p.dweight : p.dbias;
   if (d >= D || j < first || !present(to)) return;
+  wait_for_stream();
   float sum = 0;
   for (int64_t block = 0; block < p.blocks; ++block) sum += p.sums[(block * kSums + j) * D + d];
   static_cast<float*>(to.data)[d * to.stride[0] + (j < kTaps ? j - first : 0)] = sum;
@@ -225,6 +228,7 @@ __global__ void sum_kernel(const __grid_constant__ Params p) {
 // Passes on the gradient of the state of a sequence without tokens.
 __global__ void empty_kernel(const __grid_constant__ Params p) {
   const int64_t n = blockIdx.x, d = blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  wait_for_stream();
   if (d >= p.conv.channels() || p.conv.span(n).length > 0) return;
   for (int64_t e = 0; e < p.d_initial.shape[2]; ++e) {
     const float x = present(p.d_final) ? value_at(p.d_final, place_of(p.d_final, n, d, e)) : 0.0f;
@@ -232,12 +236,14 @@ __global__ void empty_kernel(const __grid_constant__ Params p) {
   }
 }
 
-using Kernel = void (*)(const Params);
-Kernel four_wide_kernel(int32_t dtype) {
-  switch (dtype) {
-    case KDA_F32: return backward_kernel<float, 4>;
-    case KDA_BF16: return backward_kernel<__nv_bfloat16, 4>;
-    default: return backward_kernel<__half, 4>;
+void launch_tokens(const kda_exec& exec, const Params& p, bool wide) {
+  const dim3 blocks(p.blocks * p.tiles);
+  if (p.blocks == 0) return;
+  if (!wide) return launch<backward_kernel<AnyElement, 1>>(exec, blocks, kThreads, 0, p);
+  switch (p.conv.x.dtype) {
+    case KDA_F32: return launch<backward_kernel<float, 4>>(exec, blocks, kThreads, 0, p);
+    case KDA_BF16: return launch<backward_kernel<__nv_bfloat16, 4>>(exec, blocks, kThreads, 0, p);
+    default: return launch<backward_kernel<__half, 4>>(exec, blocks, kThreads, 0, p);
   }
 }
 
@@ -256,18 +262,13 @@ void conv_backward(const ConvBackwardProblem& p) {
   q.sums = present(a.dweight) || present(a.dbias) ? static_cast<float*>(a.exec.workspace) : nullptr;
   q.run = run_of(p), q.blocks = static_cast<unsigned>(blocks_of(p));
   bool wide = four_wide_weights(a.weight, a.bias);
-  for (const kda_tensor* t : {&a.x, &a.dy, &a.dx}) wide = wide && (!present(*t) || four_wide_rows(*t));
+  for (const kda_tensor* t : {&a.x, &a.x1, &a.x2, &a.dy, &a.dx}) wide = wide && (!present(*t) || four_wide_rows(*t));
   q.tiles = static_cast<unsigned>(divide_up(p.D, wide ? 128 : 32));
-  const cudaStream_t stream = stream_of(a.exec);
-  const Kernel kernel = wide ? four_wide_kernel(a.x.dtype) : backward_kernel<AnyElement, 1>;
-  if (q.blocks > 0) kernel<<<q.blocks * q.tiles, kThreads, 0, stream>>>(q);
-  KDA_CUDA(cudaGetLastError());
+  launch_tokens(a.exec, q, wide);
   const auto channels = static_cast<unsigned>(divide_up(p.D, 128));
-  if (present(a.dweight) || present(a.dbias)) sum_kernel<<<dim3(channels, kSums), 128, 0, stream>>>(q);
-  KDA_CUDA(cudaGetLastError());
+  if (present(a.dweight) || present(a.dbias)) launch<sum_kernel>(a.exec, dim3(channels, kSums), 128, 0, q);
   if (p.N == 0 || !present(a.d_initial_state) || (p.T > 0 && !present(a.cu_seqlens))) return;
-  empty_kernel<<<dim3(static_cast<unsigned>(p.N), channels), 128, 0, stream>>>(q);
-  KDA_CUDA(cudaGetLastError());
+  launch<empty_kernel>(a.exec, dim3(static_cast<unsigned>(p.N), channels), 128, 0, q);
 }
 
 const char* conv_backward_why_not(const ConvBackwardProblem& p) {

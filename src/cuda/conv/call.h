@@ -5,21 +5,21 @@
 
 namespace kda::cuda {
 
-// Where final states go. In front of decode they take the place of the initial ones, and a request that is padding or
-// has no tokens leaves its state alone: other requests may have the same slot.
-struct FinalStates {
-  kda_tensor states;  // absent: none wanted
+// Which slots final states go to. In front of decode they take the place of the initial ones, and a request that is
+// padding or has no tokens leaves its state alone: other requests may have the same slot.
+struct FinalSlots {
+  int64_t slots = 0;  // of the pool; 0: no final states are wanted
   Index out_state_indices{};
   int64_t first_valid = 0;
-  bool in_front = false;
-  StateSlots requests{};  // of decode
+  bool some_stay = false;  // may there be such requests?
+  StateSlots requests{};   // of decode
   IndexRows snapshot_slots{};
 
   // The slot for the state after the tokens of a sequence; -1: it is not stored.
   KDA_BOTH int64_t slot(const Sequence& s) const {
-    if (!present(states)) return -1;
-    const int64_t slot = final_row(out_state_indices, first_valid, states.shape[0], s.n, s.slot);
-    return slot < states.shape[0] && (!in_front || (s.length > 0 && is_live(s.n))) ? slot : -1;
+    if (slots == 0) return -1;
+    const int64_t slot = final_row(out_state_indices, first_valid, slots, s.n, s.slot);
+    return slot < slots && (!some_stay || (s.length > 0 && is_live(s.n))) ? slot : -1;
   }
 
  private:
@@ -29,6 +29,12 @@ struct FinalStates {
     find_padding(request, requests, snapshot_slots.row(n));
     return request.live;
   }
+};
+inline int64_t count_slots_of(const kda_tensor& states) { return present(states) ? states.shape[0] : 0; }
+
+struct FinalStates {
+  kda_tensor states;
+  FinalSlots slots;
 };
 
 struct ConvCall {

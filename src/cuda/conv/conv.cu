@@ -82,17 +82,19 @@ __device__ void head(const Params& p, unsigned block) {
   const int tokens = static_cast<int>(min(s.length, static_cast<int64_t>(keep)));
   ConvWeights<kVector> weights;
   weights.fetch(c.weight, c.bias, d);
-  const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, 0, d);
+  const kda_tensor& rows = c.rows_of(d);
+  const int64_t x_step = rows.stride[1] / kVector;
+  const Channels<T, kVector>* from = channels_at<T, kVector>(rows, s, 0, d);
   Channels<T, kVector> x[kPast] = {}, last[kPast] = {};
 #pragma unroll
   for (int t = 0; t < kPast; ++t)
-    if (t < tokens) x[t] = from[t * (c.x.stride[1] / kVector)];
+    if (t < tokens) x[t] = from[t * x_step];
   const bool longer = s.length > keep;  // than the tokens of this block
   if (longer) {
-    from = channels_at<T, kVector>(c.x, s, s.length - kPast, d);
+    from = channels_at<T, kVector>(rows, s, s.length - kPast, d);
 #pragma unroll
     for (int j = 0; j < kPast; ++j)
-      if (j >= kPast - keep) last[j] = from[j * (c.x.stride[1] / kVector)];
+      if (j >= kPast - keep) last[j] = from[j * x_step];
   }
 
   c.place(s);
@@ -115,7 +117,7 @@ __device__ void head(const Params& p, unsigned block) {
   };
   if (c.silu) outputs(std::true_type());
   else outputs(std::false_type());
-  const int64_t slot = p.final_states.slot(s);
+  const int64_t slot = p.final_states.slots.slot(s);
   if (slot < 0) return;
 #pragma unroll
   for (int j = 0; j < kPast; ++j)
@@ -128,8 +130,9 @@ __device__ void head(const Params& p, unsigned block) {
 template <class T, int kVector, class Silu>
 __device__ void convolve_tokens(const Conv& c, const Sequence& s, int64_t a, int64_t b, int64_t d,
                                 Window<T, kVector>& window, Silu silu) {
-  const int64_t x_step = c.x.stride[1] / kVector, y_step = c.y.stride[1] / kVector;
-  const Channels<T, kVector>* from = channels_at<T, kVector>(c.x, s, a, d);
+  const kda_tensor& x = c.rows_of(d);
+  const int64_t x_step = x.stride[1] / kVector, y_step = c.y.stride[1] / kVector;
+  const Channels<T, kVector>* from = channels_at<T, kVector>(x, s, a, d);
   using Row = Channels<T, kVector>;
   Row* to = channels_at<T, kVector>(c.y, s, a, d);
 #pragma unroll
@@ -232,7 +235,7 @@ __global__ void __launch_bounds__(kThreads)
   if (d >= c.channels() || t > s.length || row < 0) return;
   const int64_t keep = c.width() - 1;
   ConvTaps taps;
-  taps.fetch(c.x, c.state, rows_until({}, keep, n, t - 1 + keep, keep), s, s.initial ? s.slot : -1, d);
+  taps.fetch(c.rows_of(d), c.state, rows_until({}, keep, n, t - 1 + keep, keep), s, s.initial ? s.slot : -1, d);
   float xx[kTaps];
   taps.values(c.x, c.state, xx);
   store_state<1>(x.states, row, d, {{xx[1]}, {xx[2]}, {xx[3]}});
@@ -249,8 +252,9 @@ template <class T>
 void launch_rows(const ConvCall& call) {
   Params q{call.conv, call.final_states, 0, 0, 0, 0};
   const Conv& c = q.conv;
-  const bool wide = four_wide_rows(c.x) && four_wide_rows(c.y) && four_wide_weights(c.weight, c.bias) &&
-                    four_wide_state(c.state) && four_wide_state(q.final_states.states);
+  const bool wide = four_wide_rows(c.x) && four_wide_rows(c.x1) && four_wide_rows(c.x2) && four_wide_rows(c.y) &&
+                    four_wide_weights(c.weight, c.bias) && four_wide_state(c.state) &&
+                    four_wide_state(q.final_states.states);
   if (wide && is_step<T>(call)) return launch_step<T>(call);
   const int64_t vectors = wide ? c.channels() / 4 : c.channels();
   q.head_tiles = static_cast<unsigned>(divide_up(vectors, kThreads));
@@ -292,7 +296,10 @@ void conv(const ConvProblem& p) {
   const kda_conv_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
   launch_checkpoints(p);
-  launch_convolution({a.exec, conv_of(p), {a.final_state, index_of(a.out_state_indices), a.first_valid_slot}});
+  launch_convolution(
+      {a.exec,
+       conv_of(p),
+       {a.final_state, {count_slots_of(a.final_state), index_of(a.out_state_indices), a.first_valid_slot}}});
 }
 
 }  // namespace kda::cuda

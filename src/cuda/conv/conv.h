@@ -212,7 +212,20 @@ struct ConvPast<1> {
   }
 };
 // The distance between loads of four: either entries of four channels lie side by side, or four channels of an entry.
-__device__ inline int64_t entry_step(const kda_tensor& state) { return state.stride[1] == 1 ? state.stride[2] : 4; }
+KDA_BOTH inline int64_t entry_step(const kda_tensor& state) { return state.stride[1] == 1 ? state.stride[2] : 4; }
+// The numbers of four channels as they lie in memory, kPast loads of four, become rows of entries, and the reverse.
+template <class X>
+__device__ void to_rows(bool by_entry, const X (&x)[kPast * 4], X (&rows)[kPast][4]) {
+#pragma unroll
+  for (int j = 0; j < kPast; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[j][i] = by_entry ? x[4 * j + i] : x[kPast * i + j];
+}
+template <class X>
+__device__ void from_rows(bool by_entry, const X (&rows)[kPast][4], X (&x)[kPast * 4]) {
+#pragma unroll
+  for (int j = 0; j < kPast * 4; ++j) x[j] = by_entry ? rows[j / 4][j % 4] : rows[j % kPast][j / kPast];
+}
 // raw: the kPast loads of four.
 template <class Raw>
 __device__ void past_of(const kda_tensor& state, const Raw (&raw)[kPast], float (&past)[kPast][4]) {
@@ -222,11 +235,7 @@ __device__ void past_of(const kda_tensor& state, const Raw (&raw)[kPast], float 
     const float4 four = values_of(state.dtype, raw[j]);
     x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
   }
-  const bool by_entry = state.stride[1] == 1;
-#pragma unroll
-  for (int j = 0; j < kPast; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) past[j][i] = by_entry ? x[4 * j + i] : x[kPast * i + j];
+  to_rows(state.stride[1] == 1, x, past);
 }
 template <>
 struct ConvPast<4> {
@@ -250,15 +259,12 @@ __device__ void store_state(const kda_tensor& state, int64_t slot, int64_t d, co
     for (int j = 0; j < kPast; ++j)
       if (j >= first) store_value(state, at + j * state.stride[2], past[j][0]);
   } else {
-    const bool by_entry = state.stride[1] == 1;
     const int64_t at = place_of(state, slot, d, 0), step = entry_step(state);
+    float x[kPast * 4];
+    from_rows(state.stride[1] == 1, past, x);
 #pragma unroll
-    for (int j = 0; j < kPast; ++j) {
-      float x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = by_entry ? past[j][i] : past[(4 * j + i) % kPast][(4 * j + i) / kPast];
-      store_four(state, at + j * step, {x[0], x[1], x[2], x[3]});
-    }
+    for (int j = 0; j < kPast; ++j)
+      store_four(state, at + j * step, {x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]});
   }
 }
 

@@ -7,65 +7,103 @@
 
 namespace kda::cuda {
 
-struct Step {
-  Conv conv;
-  FinalStates final_states;
+// What the kernel needs of tensors: it waits for every 64 bytes of its parameters that it reads.
+template <class T>
+struct StepRows {
+  T* data;         // nullptr: absent
+  int64_t stride;  // from one sequence, or channel of weights, to the next
+  __device__ T* at(int64_t row, unsigned d = 0) const { return data + row * stride + d; }
 };
-constexpr int kStepThreads = 128;
+template <class T>
+StepRows<T> step_rows(const kda_tensor& t) {
+  return {static_cast<T*>(t.data), t.stride[0]};
+}
 
 template <class T>
 using Four = Channels<T, 4>;
 
-// The three rows of a state, of four channels. In memory they are rows, or channels of three entries.
+// A pool of states. In memory the three rows of four channels are rows, or channels of three entries.
 template <class T>
-struct StepState {
-  Four<T> rows[kPast] = {};
+struct StepPool {
+  StepRows<T> slots;
+  int64_t step;  // from one load of four to the next
+  bool by_entry;
 
-  __device__ void load(const kda_tensor& state, int64_t slot, unsigned d) {
-    const T* from = static_cast<const T*>(state.data) + place_of(state, slot, d, 0);
-    const int64_t step = entry_step(state);
+  explicit StepPool(const kda_tensor& t)
+      : slots(step_rows<T>(t)), step(entry_step(t)), by_entry(present(t) && t.stride[1] == 1) {}
+  __device__ T* at(int64_t slot, unsigned d) const { return slots.at(slot, by_entry ? d : kPast * d); }
+  __device__ void load(int64_t slot, unsigned d, T (&rows)[kPast][4]) const {
+    const T* from = at(slot, d);
+    T x[kPast * 4];
     Four<T> raw[kPast];
 #pragma unroll
     for (int j = 0; j < kPast; ++j) raw[j] = *reinterpret_cast<const Four<T>*>(from + j * step);
-    const bool by_row = state.stride[1] == 1;
+#pragma unroll
+    for (int j = 0; j < kPast * 4; ++j) x[j] = raw[j / 4].x[j % 4];
+    to_rows(by_entry, x, rows);
+  }
+  __device__ void put(int64_t slot, unsigned d, const T (&rows)[kPast][4]) const {
+    T* to = at(slot, d);
+    T x[kPast * 4];
+    from_rows(by_entry, rows, x);
 #pragma unroll
     for (int j = 0; j < kPast; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rows[j].x[i] = by_row ? raw[j].x[i] : raw[(kPast * i + j) / 4].x[(kPast * i + j) % 4];
-  }
-  __device__ void store(const kda_tensor& state, int64_t slot, unsigned d) const {
-    T* to = static_cast<T*>(state.data) + place_of(state, slot, d, 0);
-    const int64_t step = entry_step(state);
-    const bool by_row = state.stride[1] == 1;
-#pragma unroll
-    for (int j = 0; j < kPast; ++j) {
-      Four<T> raw;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) raw.x[i] = by_row ? rows[j].x[i] : rows[(4 * j + i) % kPast].x[(4 * j + i) / kPast];
-      kda::cuda::store(reinterpret_cast<Four<T>*>(to + j * step), raw);
-    }
+      store(reinterpret_cast<Four<T>*>(to + j * step), {x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]});
   }
 };
+
+template <class T>
+struct Step {
+  unsigned channels, x_end, x1_end;  // as in Conv
+  bool silu;
+  StepRows<const T> x, weight;
+  const T* bias;
+  StepRows<T> y;
+  ConvSlots slots;
+  StepPool<T> initial, last;
+  FinalSlots final_slots;
+  StepRows<const T> x1, x2;
+
+  explicit Step(const ConvCall& call)
+      : channels(static_cast<unsigned>(call.conv.channels())),
+        x_end(end_of(call.conv.x_end)),
+        x1_end(end_of(call.conv.x1_end)),
+        silu(call.conv.silu),
+        x(step_rows<const T>(call.conv.x)),
+        weight(step_rows<const T>(call.conv.weight)),
+        bias(static_cast<const T*>(call.conv.bias.data)),
+        y(step_rows<T>(call.conv.y)),
+        slots(call.conv.slots()),
+        initial(call.conv.state),
+        last(call.final_states.states),
+        final_slots(call.final_states.slots),
+        x1(step_rows<const T>(call.conv.x1)),
+        x2(step_rows<const T>(call.conv.x2)) {}
+  __device__ const StepRows<const T>& rows_of(unsigned d) const { return d < x_end ? x : d < x1_end ? x1 : x2; }
+
+ private:
+  static unsigned end_of(int64_t channel) { return static_cast<unsigned>(std::min<int64_t>(channel, UINT32_MAX)); }
+};
+constexpr int kStepThreads = 128;
 
 template <class T>
 struct StepWeights {
   Four<T> taps[4], bias{};  // taps of each channel
 
-  __device__ StepWeights(const Conv& c, unsigned d) {
-    const T* from = static_cast<const T*>(c.weight.data) + d * c.weight.stride[0];
+  __device__ StepWeights(const Step<T>& p, unsigned d) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) taps[i] = *reinterpret_cast<const Four<T>*>(from + i * c.weight.stride[0]);
-    if (present(c.bias)) bias = *reinterpret_cast<const Four<T>*>(static_cast<const T*>(c.bias.data) + d);
+    for (int i = 0; i < 4; ++i) taps[i] = *reinterpret_cast<const Four<T>*>(p.weight.at(d + i));
+    if (p.bias) bias = *reinterpret_cast<const Four<T>*>(p.bias + d);
   }
-  __device__ Four<T> outputs(const StepState<T>& past, const Four<T>& row, bool silu) const {
+  __device__ Four<T> outputs(const T (&past)[kPast][4], const Four<T>& row, bool silu) const {
     Four<T> y;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const T* w = taps[i].x;
       const float wide[kTaps] = {static_cast<float>(w[0]), static_cast<float>(w[1]), static_cast<float>(w[2]),
                                  static_cast<float>(w[3])};
-      const float xx[kTaps] = {static_cast<float>(past.rows[0].x[i]), static_cast<float>(past.rows[1].x[i]),
-                               static_cast<float>(past.rows[2].x[i]), static_cast<float>(row.x[i])};
+      const float xx[kTaps] = {static_cast<float>(past[0][i]), static_cast<float>(past[1][i]),
+                               static_cast<float>(past[2][i]), static_cast<float>(row.x[i])};
       y.x[i] = static_cast<T>(convolve(wide, static_cast<float>(bias.x[i]), xx, 0, silu));
     }
     return y;
@@ -73,25 +111,26 @@ struct StepWeights {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kStepThreads, 12) step_kernel(const __grid_constant__ Step p) {
-  const Conv& c = p.conv;
-  const unsigned d = (blockIdx.x * kStepThreads + threadIdx.x) * 4;
-  if (d >= c.channels()) return;
+__global__ void __launch_bounds__(kStepThreads, 12) step_kernel(const __grid_constant__ Step<T> p) {
+  const unsigned d = (blockIdx.x * kStepThreads + threadIdx.x) * 4, n = blockIdx.y;
+  if (d >= p.channels) return;
   wait_for_stream();
-  Sequence s = c.span(blockIdx.y);
-  const StepWeights<T> weights(c, d);
-  const Four<T> row = *channels_at<T, 4>(c.x, s, 0, d);
-  c.place(s);
-  const int64_t slot = p.final_states.slot(s);
-  StepState<T> state;
-  if (s.initial) state.load(c.state, s.slot, d);
+  const StepWeights<T> weights(p, d);
+  const Four<T> row = *reinterpret_cast<const Four<T>*>(p.rows_of(d).at(n, d));
+  Sequence s{.n = n, .length = 1};
+  p.slots.place(s);
+  T past[kPast][4] = {};
+  if (s.initial) p.initial.load(s.slot, d, past);
+  // After the loads of the state, which are waited for first.
+  const auto slot = static_cast<int>(p.final_slots.slot(s));
   let_next_start();
-  Four<T>* to = channels_at<T, 4>(c.y, s, 0, d);
+  auto* to = reinterpret_cast<Four<T>*>(p.y.at(n, d));
   if (!s.live) return store(to, {});
-  store(to, weights.outputs(state, row, c.silu));
+  store(to, weights.outputs(past, row, p.silu));
   if (slot < 0) return;
-  state.rows[0] = state.rows[1], state.rows[1] = state.rows[2], state.rows[2] = row;
-  state.store(p.final_states.states, slot, d);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) past[0][i] = past[1][i], past[1][i] = past[2][i], past[2][i] = row.x[i];
+  p.last.put(slot, d, past);
 }
 
 // Does the call fit, if four_wide_rows(), four_wide_weights() and four_wide_state() hold?
@@ -99,8 +138,9 @@ template <class T>
 bool is_step(const ConvCall& call) {
   const Conv& c = call.conv;
   const auto alike = [&](const kda_tensor& t) { return !present(t) || t.dtype == c.x.dtype; };
-  return sizeof(T) == 2 && c.x.shape[1] == 1 && !present(c.cu_seqlens) && c.sequences() <= 65535 && alike(c.weight) &&
-         alike(c.bias) && alike(c.state) && alike(call.final_states.states);
+  return sizeof(T) == 2 && c.x.shape[1] == 1 && !present(c.cu_seqlens) && c.sequences() <= 65535 &&
+         c.channels() < int64_t{1} << 30 && alike(c.weight) && alike(c.bias) && alike(c.state) &&
+         alike(call.final_states.states);
 }
 template <class T>
 void launch_step(const ConvCall& call) {
@@ -108,7 +148,7 @@ void launch_step(const ConvCall& call) {
     const Conv& c = call.conv;
     const dim3 grid(static_cast<unsigned>(divide_up(c.channels(), 4 * kStepThreads)),
                     static_cast<unsigned>(c.sequences()));
-    if (grid.y) launch<step_kernel<T>>(call.exec, grid, kStepThreads, 0, Step{c, call.final_states});
+    if (grid.y) launch<step_kernel<T>>(call.exec, grid, kStepThreads, 0, Step<T>(call));
   }
 }
 

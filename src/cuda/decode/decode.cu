@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
   constexpr int kElements = kCall.elements, kRows = kCall.rows, kBlock = kCall.threads, kColumns = kCall.columns();
   const auto& p = fast_copy<kCall>(params);
   __builtin_assume(threadIdx.x < kBlock);
-  constexpr int kPerThread = (kElements * 8 + kBlock - 1) / kBlock;
+  constexpr int kPerThread = (kElements * 8 + kBlock - 1) / kBlock, kParts = kBlock == kFewThreads ? 2 : 1;
+  static_assert(kParts == 1 || kPerThread == 2);
   __shared__ Prepared<kElements> prepared;
   __shared__ Products sums[kTokenThreads / 32];
   const Tokens& x = p.tokens;
@@ -171,27 +172,20 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
   if (!s.live) return zero_outputs(s.b, s.t0, s.t0 + s.length);
 
   float S[kRows][kElements] = {};
+  const auto with_rows = [&](const TypedView& states, int64_t row, int64_t offset, const auto& act) {
+    with_columns<kCall>(p, states, static_cast<unsigned>(row), at.hv, static_cast<unsigned>(v0),
+                        [&](auto& rows) { rows.first += offset, act(rows); });
+  };
   const auto load = [&](const TypedView& from, int64_t row, int64_t offset) {
-    const auto at_v = static_cast<unsigned>(v0);
-    with_columns<kCall>(p, from, static_cast<unsigned>(row), at.hv, at_v, [&](auto& rows) {
-      rows.first += offset;
-      load_rows(rows, from.dtype, columns, x.K, S);
-    });
+    with_rows(from, row, offset, [&](auto& rows) { load_rows(rows, from.dtype, columns, x.K, S); });
   };
   const auto store = [&](const TypedView& to, int64_t row, int64_t offset) {
-    const auto at_v = static_cast<unsigned>(v0);
-    with_columns<kCall>(p, to, static_cast<unsigned>(row), at.hv, at_v, [&](auto& rows) {
-      rows.first += offset;
-      store_rows(rows, to.dtype, columns, x.K, S);
-    });
+    with_rows(to, row, offset, [&](auto& rows) { store_rows(rows, to.dtype, columns, x.K, S); });
   };
-  const auto sequence = [&] { return p.snapshot_slots.data ? 0 : at.n * p.sequence; };  // bytes to its snapshots
   if (kCall.fast || !p.accepted.data) {
     if (s.initial) load(p.h0, s.slot, 0);
-  } else {
-    const int64_t row = p.snapshot_rows_of(at.n).start_row(p.accepted[at.n]);
-    const bool by_slot = p.snapshot_slots.data;
-    if (row >= 0 && row < p.start_rows) load(by_slot ? p.h0 : p.snapshots, row, sequence());
+  } else if (const int64_t row = p.start_row(at.n); row >= 0) {
+    load(p.snapshot_slots.data ? p.h0 : p.snapshots, row, p.first_snapshot(at.n));
   }
   let_next_start();
 
@@ -199,8 +193,6 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
 
   for (unsigned t = 0; t < s.length; ++t) {
     // After its barrier, the last token's keys are no longer read, either.
-    constexpr int kParts = kBlock == kFewThreads ? 2 : 1;
-    static_assert(kParts == 1 || kPerThread == 2);
     keys.template activate<kParts>(x, [&](const Products(&mine)[kParts], bool again) {
       if (again) __syncthreads();  // the sums are read
       return block_sums<kBlock, kParts>(mine, sums);
@@ -214,7 +206,7 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
     store_outputs(b, t0 + t, o);
     if constexpr (!kCall.fast) {
       const int64_t row = p.snapshots.data ? p.snapshot_rows_of(at.n).row(t) : -1;
-      if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, sequence());
+      if (row >= 0 && row < p.snapshot_rows) store(p.snapshots, row, p.first_snapshot(at.n));
     }
     if (t + 1 < s.length) locate(b, t0 + t + 1), fetch();
   }

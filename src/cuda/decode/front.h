@@ -34,12 +34,11 @@ inline void launch_front(const DecodeProblem& p) {
   y.stride[0] = y.shape[1] * y.shape[2], y.stride[1] = y.shape[2], y.stride[2] = 1;
   StateSlots requests = slots_of(a.states);
   requests.initial = Initial::kZeros;  // only which of them are live is asked
-  launch_convolution({a.exec,
-                      conv_of(a.conv, a.in.cu_seqlens, {}, y),
-                      {.states = a.conv.state,
-                       .in_front = true,
-                       .requests = requests,
-                       .snapshot_slots = index_rows(a.snapshot_slots)}});
+  const FinalSlots slots{.slots = a.conv.state.shape[0],
+                         .some_stay = requests.indices.data || present(a.snapshot_slots) || p.varlen || p.T == 0,
+                         .requests = requests,
+                         .snapshot_slots = index_rows(a.snapshot_slots)};
+  launch_convolution({a.exec, conv_of(a.conv, a.in.cu_seqlens, {}, y), {a.conv.state, slots}});
 }
 
 }  // namespace kda::cuda

@@ -40,6 +40,12 @@ struct DecodeParams {
 
   __device__ Sequence sequence_at(int64_t n) const { return kda::sequence_at(varlen, cu_seqlens, T, n); }
   __device__ SnapshotRows snapshot_rows_of(int64_t n) const { return {snapshot_slots.row(n), S, slots.first_valid}; }
+  // The row of the snapshot that a sequence starts from, or -1.
+  __device__ int64_t start_row(int64_t n) const {
+    const int64_t row = snapshot_rows_of(n).start_row(accepted[n]);
+    return row < start_rows ? row : -1;
+  }
+  __device__ int64_t first_snapshot(int64_t n) const { return snapshot_slots.data ? 0 : n * sequence; }  // in bytes
   // A copy for a call on the fast path, with constants that the compiler then knows.
   __device__ DecodeParams fast_copy(int32_t state_dtype) const {
     DecodeParams x = *this;

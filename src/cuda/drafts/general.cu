@@ -5,7 +5,7 @@
 // columns a thread, all in registers. What does not depend on the column (drafts' keys, decays and scores) is
 // computed by every block for itself, while its part of the state is on its way.
 //
-// Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation.cc has the
+// Decays between two tokens are ordered products of alpha in [0, 1], as on the CPU (cpu/speculation-inl.h has the
 // formulas), and those that a flush applies are multiplied in f64. Every sum has one order: the bits of a request
 // depend on nothing else in the call, and flush_verify has those of flush, then verify. Verify applies committed
 // entries of a ring, which the state does not have yet, in registers only.

@@ -228,6 +228,14 @@ __global__ void sum_kernel(const __grid_constant__ Params p, int64_t row_blocks)
   }
 }
 
+// Starts a kernel when the one in front of it has ended.
+template <auto kKernel, class... Args>
+void start(const kda_exec& exec, dim3 grid, dim3 block, const Args&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = block, config.stream = stream_of(exec);
+  KDA_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
+}
+
 Operand operand(const kda_tensor& t) { return {t.data, t.stride[0], t.stride[1], t.dtype}; }
 
 template <class Args>
@@ -279,10 +287,8 @@ void gate(const GateProblem& problem) {
   p.g = operand(a.g);
   if (p.M == 0) return;
   const DeviceGuard device(a.exec.device_id);
-  if (four_wide(p.x, p.K) && four_wide(p.g, p.K))
-    forward_kernel<4><<<grid_of(p), block_of<4>(p), 0, stream_of(a.exec)>>>(p);
-  else forward_kernel<1><<<grid_of(p), block_of<1>(p), 0, stream_of(a.exec)>>>(p);
-  KDA_CUDA(cudaGetLastError());
+  if (four_wide(p.x, p.K) && four_wide(p.g, p.K)) start<forward_kernel<4>>(a.exec, grid_of(p), block_of<4>(p), p);
+  else start<forward_kernel<1>>(a.exec, grid_of(p), block_of<1>(p), p);
 }
 
 uint64_t gate_backward_workspace(const GateBackwardProblem& problem) {
@@ -303,12 +309,10 @@ void gate_backward(const GateBackwardProblem& problem) {
   const DeviceGuard device(a.exec.device_id);
   if (p.M > 0) {
     if (four_wide(p.x, p.K) && four_wide(p.g, p.K) && four_wide(p.dx, p.K))
-      backward_kernel<4><<<grid_of(p), block_of<4>(p), 0, stream_of(a.exec)>>>(p);
-    else backward_kernel<1><<<grid_of(p), block_of<1>(p), 0, stream_of(a.exec)>>>(p);
+      start<backward_kernel<4>>(a.exec, grid_of(p), block_of<4>(p), p);
+    else start<backward_kernel<1>>(a.exec, grid_of(p), block_of<1>(p), p);
   }
-  KDA_CUDA(cudaGetLastError());
-  sum_kernel<<<p.HV, 256, 0, stream_of(a.exec)>>>(p, grid_of(p).x);
-  KDA_CUDA(cudaGetLastError());
+  start<sum_kernel>(a.exec, dim3(static_cast<unsigned>(p.HV)), 256, p, static_cast<int64_t>(grid_of(p).x));
 }
 
 }  // namespace kda::cuda

@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   else WideFactors(call, at).run();
 }
 
-template <class Gate>
-void launch_wide(const BackwardProblem& p, const BackwardPlan& plan) {
+WideMaps maps_of(const BackwardProblem& p, const BackwardPlan& plan) {
   const kda_backward_args& a = p.args;
   WideMaps maps(p.K);
+  if (p.B * p.T == 0) return maps;  // nothing will be copied
   maps.q = WideMaps::tokens(plan.q), maps.k = WideMaps::tokens(plan.k), maps.g = WideMaps::tokens(a.in.g);
   maps.d_o = WideMaps::tokens(plan.d_o), maps.v_new = WideMaps::tokens(plan.v_new);
   maps.dv = WideMaps::tokens(plan.plain_dv(a));
@@ -48,10 +48,15 @@ void launch_wide(const BackwardProblem& p, const BackwardPlan& plan) {
   if (present(a.dq)) maps.dq = WideMaps::tokens(a.dq);
   if (present(a.dk)) maps.dk = WideMaps::tokens(a.dk);
   if (present(a.dg)) maps.dg = WideMaps::tokens(a.dg);
+  return maps;
+}
+template <class Gate>
+void launch_wide(const BackwardProblem& p, const BackwardPlan& plan) {
+  const kda_backward_args& a = p.args;
   const int64_t items = int64_t{plan.rows.rows} * plan.rows.heads;
   launch<wide_kernel<Gate>>(a.exec, dim3(static_cast<unsigned>(std::min<int64_t>(items, plan.SMs))),
                             static_cast<int>(kWideThreads), static_cast<int>(sizeof(WideShared)), plan.forward,
-                            wide_tokens(p, plan), wide_places(p, plan), plan.rows, maps);
+                            wide_tokens(p, plan), wide_places(p, plan), plan.rows, maps_of(p, plan));
 }
 void launch_usual(const BackwardProblem& p, const BackwardPlan& plan) {
   if (p.args.in.gate_form == KDA_GATE_SOFTPLUS) launch_wide<UsualGate<KDA_GATE_SOFTPLUS>>(p, plan);

@@ -23,11 +23,12 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
   __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:
-  using Base::column, Base::has_columns, Base::place;
+  using Base::has_columns, Base::place;
   using Base::load_values, Base::clear_values, Base::keep_within, Base::sends_U, Base::stage_U;
   using Base::prepared, Base::prepare, Base::spoil, Base::fits, Base::pack, Base::inverse;
+  using Base::release_values, Base::store_corrections, Base::stores, Base::stage_outputs, Base::store_outputs,
+      Base::store_last, Base::vote;
   using Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_;
-  using Base::stores, Base::stage_outputs, Base::store_outputs, Base::store_last, Base::vote;
   using typename Base::Place;
   struct Nothing {};
   // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring. begun() is called once,
@@ -139,10 +140,6 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
       else if (again) spoil(none);
     }
   }
-  // Releases v of a chunk whose U has left, by the warp that has waited for that.
-  __device__ void release_values(unsigned number) const {
-    if (stores() && lane_ == 0) ring_.release_values(number);
-  }
 
   // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
 
@@ -206,20 +203,6 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
     for (int j = 0; j < 8; ++j)
       out[j / 4][j % 4] = ptx::pack<T>((x.O[2 * j] + x.both[16 + 2 * j]) * scale[j % 2],
                                        (x.O[2 * j + 1] + x.both[16 + 2 * j + 1]) * scale[j % 2]);
-  }
-
-  // Stores U element by element.
-  __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
-    if (!has_columns()) return;
-    const Place at = place();
-    const unsigned row = t + lane_ % 4 * 2, size = size_of(call_.v_new.dtype);
-    char* const to = call_.v_new.at(at.b, at.t0 + row, at.hv) + column(0) * size;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
-      char* place = to + i * static_cast<uint64_t>(call_.v_new.stride1) + c * 8 * size;
-      if (row + i < length) store_element(place, call_.v_new.dtype, U[j] * unit_[c]);
-    }
   }
 };
 

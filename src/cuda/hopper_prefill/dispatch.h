@@ -1,4 +1,4 @@
-// Which kernels of the Hopper forward a call's types and gates need.
+// Which calls the Hopper forward takes, and which of its kernels their types and gates need.
 #pragma once
 #include "cuda/hopper_prefill/producer.h"
 #include "cuda/hopper_prefill/scores_any_gate.h"
@@ -9,6 +9,33 @@ namespace kda::cuda::sm90 {
 // Is one anchor a chunk enough for the call's gates?
 inline bool anchored(const ForwardProblem& p) {
   return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
+}
+
+// Do rows fit accesses of 16 bytes?
+inline bool aligned(const kda_tensor& t) {
+  bool fits = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % 16 == 0;
+  return fits;
+}
+
+// Why CTA pairs do not take a call, on any GPU that has them; or nullptr.
+inline const char* pairs_why_not(const ForwardProblem& p) {
+  const kda_forward_args& a = p.args;
+  const kda_inputs& in = a.in;
+  if ((p.K != kSizeHalf && p.K != kSize) || (p.V != kSizeHalf && p.V != kSize)) return "takes K and V of 64 or 128";
+  if (in.q.dtype == KDA_F32 || in.q.dtype == KDA_F64) return "takes bf16 and f16 for q, k and v";
+  if (a.o.dtype != in.q.dtype) return "writes o in the dtype of q";
+  if (in.g.dtype != in.q.dtype && in.g.dtype != KDA_F32) return "takes g in f32 or the dtype of q";
+  if (has_f64(p)) return "float64 runs on `reference` only";
+  if (present(a.Aqk) || present(a.Akk)) return "saves no Aqk and Akk";
+  for (const kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &a.o})
+    if (!aligned(*t)) return "needs rows at multiples of 16 bytes";
+  if (checkpoints_within_chunks(a)) return "keeps checkpoints between chunks of 64 tokens, without an offset";
+  if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
+  if (const char* reason = Tokens::why_not(in, a.o)) return reason;
+  if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
+  if ((p.B * p.T / kChunk + p.N + 1) * p.HV > INT32_MAX / 2) return "takes at most 2^30 spans of 64 tokens and a head";
+  return nullptr;
 }
 
 // Calls run.operator()<T>() with the type of q, k and v.

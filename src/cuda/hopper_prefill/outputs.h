@@ -23,8 +23,8 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
 
  protected:
   using Base::Base;
-  using Base::kBarrier, Base::first_column, Base::has_columns, Base::place, Base::place_at, Base::lane_, Base::warp_,
-      Base::ring_, Base::call_, Base::kWarps, Base::unit_, Base::values;
+  using Base::column, Base::kBarrier, Base::first_column, Base::has_columns, Base::place, Base::place_at, Base::lane_,
+      Base::warp_, Base::ring_, Base::call_, Base::kWarps, Base::unit_, Base::values;
   static constexpr bool kKeepsU = kTraining && !kReversed;
   using typename Base::Place;
 
@@ -93,6 +93,24 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
     }
     __syncwarp();                                              // all reads of the outputs are done
     if (sends_U()) ptx::sync_threads(Base::kBarrier, kGroup);  // those of U, too, of all warps
+  }
+
+  // Stores U element by element.
+  __device__ void store_corrections(unsigned t, unsigned length, const float (&U)[kRows / 2]) const {
+    if (!has_columns()) return;
+    const Place at = place();
+    const unsigned row = t + lane_ % 4 * 2, size = size_of(call_.v_new.dtype);
+    char* const to = call_.v_new.at(at.b, at.t0 + row, at.hv) + column(0) * size;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const unsigned i = j / 4 * 8 + j % 2, c = j / 2 % 2;
+      char* place = to + i * static_cast<uint64_t>(call_.v_new.stride1) + c * 8 * size;
+      if (row + i < length) store_element(place, call_.v_new.dtype, U[j] * unit_[c]);
+    }
+  }
+  // Releases v of a chunk whose U has left, by the warp that has waited for that.
+  __device__ void release_values(unsigned number) const {
+    if (stores() && lane_ == 0) ring_.release_values(number);
   }
 
   // Stores the last outputs of a scan, `count` rows from token t on; their chunk was in `stage`.

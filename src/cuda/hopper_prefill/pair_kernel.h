@@ -10,7 +10,7 @@ constexpr int kConsumerRegisters = 216, kProducerRegisters = 144;
 static_assert(kConsumerRegisters + kProducers * kProducerRegisters <= 3 * 168);
 constexpr unsigned kPairThreads = (1 + kProducers) * kGroup;
 
-// Makes the schedule of a call, in its workspace and stream. (Defined in pairs.cu.)
+// Makes the schedule of a call, in its workspace and stream. (Defined in schedule.cu.)
 Schedule schedule_of(const ForwardProblem& p);
 
 // Warpgroup: the producer, with a PairSource; Scan: the consumer of a work item's chunks. `given`: the call's schedule.

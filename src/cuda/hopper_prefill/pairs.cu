@@ -14,13 +14,6 @@ namespace {
 
 using namespace sm90;
 
-__global__ void __launch_bounds__(kMeasuring)
-    measure_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Schedule schedule) {
-  wait_for_stream();
-  let_next_start();
-  schedule.measure(p);
-}
-
 template <class T, class Scores, bool kWideGate, bool kTraining>
 __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
     chunk_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
@@ -31,34 +24,12 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
       {p, x, states, v_new, &tiles, &saved, &state_tiles}, given);
 }
 
-// Do rows fit accesses of 16 bytes?
-bool aligned(const kda_tensor& t) {
-  bool fits = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-  for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % 16 == 0;
-  return fits;
-}
-
 }  // namespace
 
 const char* hopper_prefill_pairs_why_not(const ForwardProblem& p) {
-  const kda_forward_args& a = p.args;
-  const kda_inputs& in = a.in;
-  if (const char* reason = device_why_not(a.exec)) return reason;
-  if (const char* reason = hopper_why_not(a.exec.device_id)) return reason;
-  if ((p.K != kSizeHalf && p.K != kSize) || (p.V != kSizeHalf && p.V != kSize)) return "takes K and V of 64 or 128";
-  if (in.q.dtype == KDA_F32 || in.q.dtype == KDA_F64) return "takes bf16 and f16 for q, k and v";
-  if (a.o.dtype != in.q.dtype) return "writes o in the dtype of q";
-  if (in.g.dtype != in.q.dtype && in.g.dtype != KDA_F32) return "takes g in f32 or the dtype of q";
-  if (has_f64(p)) return "float64 runs on `reference` only";
-  if (present(a.Aqk) || present(a.Akk)) return "saves no Aqk and Akk";
-  for (const kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &a.o})
-    if (!aligned(*t)) return "needs rows at multiples of 16 bytes";
-  if (checkpoints_within_chunks(a)) return "keeps checkpoints between chunks of 64 tokens, without an offset";
-  if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
-  if (const char* reason = Tokens::why_not(in, a.o)) return reason;
-  if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
-  if ((p.B * p.T / kChunk + p.N + 1) * p.HV > INT32_MAX / 2) return "takes at most 2^30 spans of 64 tokens and a head";
-  return nullptr;
+  if (const char* reason = device_why_not(p.args.exec)) return reason;
+  if (const char* reason = hopper_why_not(p.args.exec.device_id)) return reason;
+  return pairs_why_not(p);
 }
 
 std::string hopper_prefill_form(const ForwardProblem& p) {
@@ -68,16 +39,6 @@ std::string hopper_prefill_form(const ForwardProblem& p) {
 
 uint64_t hopper_prefill_pairs_workspace(const ForwardProblem& p) {
   return Schedule(p, multiprocessors(p.args.exec.device_id)).bytes();
-}
-
-sm90::Schedule sm90::schedule_of(const ForwardProblem& p) {
-  const kda_exec& exec = p.args.exec;
-  Schedule schedule(p, multiprocessors(exec.device_id));
-  if (schedule.pairs == 0) return schedule;
-  schedule.place(exec.workspace);
-  if (schedule.measures()) launch<measure_kernel>(exec, dim3(1), static_cast<int>(kMeasuring), 0, p, schedule);
-  else if (schedule.flags) KDA_CUDA(cudaMemsetAsync(schedule.flags, 0, schedule.flag_bytes(), stream_of(exec)));
-  return schedule;
 }
 
 void hopper_prefill_pairs(const ForwardProblem& p) {

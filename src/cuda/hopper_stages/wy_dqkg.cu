@@ -2,6 +2,7 @@
 // What a CTA does is in wy_chunk.h.
 #include "cuda/cuda.h"
 #include "cuda/hopper_stages/wy_chunk.h"
+#include "cuda/stages/boxes.h"
 #include "problem_stages.h"
 
 namespace kda::cuda {
@@ -50,31 +51,13 @@ WyCall call_of(const Problem& p) {
   return c;
 }
 
-// A map of boxes of 128 bytes, of so many lines and tokens.
-CUtensorMap boxes_of(const kda_tensor& t, cuuint32_t tokens, cuuint32_t lines) {
-  const auto size = [&](int i) { return static_cast<cuuint64_t>(t.shape[i]); };
-  const bool wide = t.dtype == KDA_F32;
-  return make_map<4>(wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
-                     {.sizes = {size(3), size(2), size(1), size(0)},
-                      .strides = {map_stride(t, 2), map_stride(t, 1), map_stride(t, 0)},
-                      .box = {kRowBytes / (wide ? 4 : 2), lines, tokens, 1}},
-                     CU_TENSOR_MAP_SWIZZLE_128B);
-}
 WyMaps maps_of(const Problem& p) {
   const kda_stage_bwd_wy_dqkg_args& a = p.args;
-  const auto tokens = [](const kda_tensor& t) { return boxes_of(t, kChunk, 1); };
   const cuuint32_t lines = p.in.state_layout == KDA_STATE_V_FIRST ? kSize : kWyChannels;
-  return {tokens(a.q),
-          tokens(a.k),
-          tokens(a.G),
-          tokens(a.d_o),
-          tokens(a.v_new),
-          tokens(a.dv_new),
-          boxes_of(a.h, 1, lines),
-          boxes_of(a.dh, 1, lines)};
+  return {stages::boxes_of_tokens(a.q),        stages::boxes_of_tokens(a.k),        stages::boxes_of_tokens(a.G),
+          stages::boxes_of_tokens(a.d_o),      stages::boxes_of_tokens(a.v_new),    stages::boxes_of_tokens(a.dv_new),
+          stages::boxes_of_states(a.h, lines), stages::boxes_of_states(a.dh, lines)};
 }
-// Can TMA copy boxes of it?
-bool takes_boxes(const kda_tensor& t) { return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && takes_strides(t, 3); }
 
 }  // namespace
 
@@ -88,7 +71,7 @@ const char* hopper_stages_wy_dqkg_why_not(const Problem& p) {
   if (a.Akk_inv.dtype == KDA_F16 || a.dv.dtype == KDA_F16) return "takes Akk_inv and dv in f32 or bf16";
   if (p.B * p.T * p.HV == 0) return nullptr;
   for (const kda_tensor* t : {&a.q, &a.k, &a.G, &a.d_o, &a.v_new, &a.dv_new, &a.h, &a.dh})
-    if (!takes_boxes(*t)) return "takes inputs with rows at multiples of 16 bytes";
+    if (!stages::takes_boxes(*t)) return "takes inputs with rows at multiples of 16 bytes";
   for (const kda_tensor* t : {&a.v, &a.dq, &a.dk, &a.dv, &a.dG, &a.dAkk})
     if (!stages::rows_of(*t).wide) return "takes v and outputs with rows at multiples of 16 bytes";
   return 2 * Chunks(p, p.in.cu_seqlens).count * p.HV < int64_t{1} << 31 ? nullptr : "takes at most 2^31 blocks";

@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements))
   const auto V = static_cast<unsigned>(p.V), v0 = at.tile * kColumns;
   const unsigned own = v0 + first_row<kRows>(), columns = own < V ? min(V - own, kRows) : 0;  // of the thread
   const auto zero_outputs = [&](int64_t b, int64_t t, int64_t end) {
+    if (!x.o.data) return;
     const unsigned v = v0 + threadIdx.x % kColumns;
     for (t += threadIdx.x / kColumns; t < end && v < V; t += kThreads / kColumns)
       store_element(x.o.at(static_cast<unsigned>(b), static_cast<unsigned>(t), at.hv) + v * size_of(x.o_dtype),
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements))
 #pragma unroll
       for (int row = 0; row < kRows; ++row) v[row] = shared.v[j][first_row<kRows>() + row];
       apply_token(shared.keys[j], shared.beta[j], shared.qk[j], v, S, u, o);
-      store(x.o, x.o_dtype, t + j, o);
+      if (x.o.data) store(x.o, x.o_dtype, t + j, o);
       if (v_new.data) store(v_new, v_new.dtype, t + j, u);
     }
   }

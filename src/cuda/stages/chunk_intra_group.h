@@ -161,7 +161,7 @@ struct Group {
   // over them, and there are no registers for those.
   __device__ static void start(float (&sum)[kPerLane<E>]) {
 #pragma unroll
-    for (int j = 0; j < kPerLane<E>; ++j) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(sum[j]));
+    for (int j = 0; j < kPerLane<E>; ++j) sum[j] = ptx::zero();
   }
   // Writes the tiles of a level inside the warp's rows; the second function, those of a level with halves of `size`
   // warps.

@@ -6,6 +6,7 @@
 // With K = V of 64 or 128 and whole chunks, the scan makes the outputs as well, with the same bits. The workspace
 // holds what the kernels pass on: kg, w, u, Aqk by token, and then, in this case, qG and the last G of each chunk;
 // otherwise G, v_new and S before each chunk. Buffers of the caller serve as w and u, if they can.
+#include "cuda/call/workspace.h"
 #include "cuda/cuda.h"
 #include "cuda/stages/stages.h"
 #include "problem_prefill_f32.h"
@@ -23,7 +24,7 @@ class Memory {
     Rows x{.data = begin_ + bytes_};
     x.head = n * 4, x.token = heads * x.head, x.batch = tokens * x.token;
     x.wide = n % 4 == 0;
-    bytes_ += (batches * x.batch + 255) / 256 * 256;
+    bytes_ += align_up(static_cast<uint64_t>(batches * x.batch));
     return x;
   }
   // States [rows,HV,lines,n].
@@ -32,11 +33,11 @@ class Memory {
     x.token = n * 4, x.head = lines * x.token;
     return x;
   }
-  uint64_t bytes() const { return static_cast<uint64_t>(bytes_); }
+  uint64_t bytes() const { return bytes_; }
 
  private:
   char* begin_;
-  int64_t bytes_ = 0;
+  uint64_t bytes_ = 0;
 };
 
 struct Workspace {

@@ -140,6 +140,14 @@ struct Math<float> {
     for (int i = 0; i < 8; ++i) split(__uint_as_float(x[i / 4][i % 4]), a.big[i], a.small[i]);
     return a;
   }
+  // Of the lane's four channels in rows g and g + 8. The first two channels are step 0, the others step 1.
+  __device__ static A split_a(float4 upper, float4 lower) {
+    A a;
+    const float x[8] = {upper.x, lower.x, upper.y, lower.y, upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) split(x[i], a.big[i], a.small[i]);
+    return a;
+  }
   __device__ static A load_a_transposed(const void* tile, int stride, int k0, int m0) {
     const float* from = at(tile, stride, k0 + own(), m0 + group());
     return split_a(four(from, 4 * stride), four(from + 8, 4 * stride));
@@ -261,14 +269,6 @@ struct Math<float> {
   __device__ static void split(float x, unsigned& big, unsigned& small) {
     big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
-  }
-  // The first two channels of a lane are step 0, the others step 1.
-  __device__ static A split_a(float4 upper, float4 lower) {
-    A a;
-    const float x[8] = {upper.x, lower.x, upper.y, lower.y, upper.z, lower.z, upper.w, lower.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) split(x[i], a.big[i], a.small[i]);
-    return a;
   }
   __device__ static B split_b(float4 left, float4 right) {
     B b;
