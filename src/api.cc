@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "contract/operators.h"
 #include "cpu/cpu.h"
 #include "error.h"
 #include "indices.h"
@@ -121,7 +122,7 @@ kda_status run(const Args* args, const char* op) noexcept {
     if (problem.args.exec.device == KDA_CPU) validate_data(problem);
     else refuse_assumed_gpu();
     if (problem.idle) return;
-    narrow_indices(problem);
+    narrow_indices(problem.args);
     if (problem.args.exec.device == KDA_CUDA) check_workspace(problem.args.exec, impl.workspace(problem));
     run_in_memory(impl, problem, op);
     norm.run(op);
@@ -171,31 +172,7 @@ extern "C" {
   kda_status kda_##op##_explain(const kda_##op##_args* args, const char** text) {         \
     return kda::explain_call(args, text);                                                 \
   }
-KDA_DEFINE_OPERATOR(forward)
-KDA_DEFINE_OPERATOR(backward)
-KDA_DEFINE_OPERATOR(decode)
-KDA_DEFINE_OPERATOR(verify)
-KDA_DEFINE_OPERATOR(flush)
-KDA_DEFINE_OPERATOR(flush_verify)
-KDA_DEFINE_OPERATOR(segment_map)
-KDA_DEFINE_OPERATOR(segment_merge)
-KDA_DEFINE_OPERATOR(gate)
-KDA_DEFINE_OPERATOR(gate_backward)
-KDA_DEFINE_OPERATOR(norm_gate)
-KDA_DEFINE_OPERATOR(norm_gate_backward)
-KDA_DEFINE_OPERATOR(conv)
-KDA_DEFINE_OPERATOR(conv_backward)
-KDA_DEFINE_OPERATOR(stage_cumsum)
-KDA_DEFINE_OPERATOR(stage_chunk_intra)
-KDA_DEFINE_OPERATOR(stage_recompute_w_u)
-KDA_DEFINE_OPERATOR(stage_delta_h)
-KDA_DEFINE_OPERATOR(stage_fwd_o)
-KDA_DEFINE_OPERATOR(stage_bwd_local)
-KDA_DEFINE_OPERATOR(stage_bwd_delta_h)
-KDA_DEFINE_OPERATOR(stage_bwd_wy_dqkg)
-KDA_DEFINE_OPERATOR(stage_bwd_intra)
-KDA_DEFINE_OPERATOR(stage_cumsum_backward)
-KDA_DEFINE_OPERATOR(prefill_f32)
+KDA_FOR_EACH_OPERATOR(KDA_DEFINE_OPERATOR)
 #undef KDA_DEFINE_OPERATOR
 
 kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {

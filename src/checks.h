@@ -1,20 +1,17 @@
-// Tools of the contract: they check single tensors and the memory that tensors share. Errors are sentences.
+// Tools of the contract: they check the tensors and integers of a call by the table of its operator, and the memory
+// that tensors share. Errors are sentences.
 #pragma once
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <span>
 #include <string>
 
+#include "contract/tables.h"
 #include "error.h"
-#include "kda/kda.h"
+#include "problem.h"
 
 namespace kda {
-
-constexpr unsigned bit(int dtype) { return 1u << dtype; }
-constexpr unsigned kFloats = bit(KDA_F32) | bit(KDA_BF16) | bit(KDA_F16) | bit(KDA_F64);
-constexpr unsigned kStates = bit(KDA_F32) | bit(KDA_BF16) | bit(KDA_F64);
-constexpr unsigned kSingles = bit(KDA_F32) | bit(KDA_F64);
-constexpr unsigned kIndices = bit(KDA_I32) | bit(KDA_I64);
 
 using Shape = std::array<int64_t, KDA_MAX_NDIM>;
 
@@ -25,46 +22,110 @@ struct Extent {
   uintptr_t lo, hi;
 };
 
-// Checks tensors one by one and remembers them, so that outputs can be compared with everything else at the end.
+// The tensors of one call. Checks them one by one and remembers them, so that outputs can be compared with everything
+// else at the end. A size is known once a tensor has bound it, or validate() has set it; until then each tensor has its
+// own. Functions that take tensors or integers take members of args.
 class Tensors {
  public:
-  // `like` says where the expected shape comes from, for the message.
-  void check(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes, bool output,
-             const char* like = "");
-  // The same for tensors whose last dimension need not be dense.
-  void check_any_stride(const char* name, const kda_tensor& t, const Shape& shape, int ndim, unsigned dtypes,
-                        bool output, const char* like = "");
-  // Checks everything but the shape.
-  void check_storage(const char* name, const kda_tensor& t, unsigned dtypes, bool output);
-  // Checks that no output shares memory with any other tensor, and no tensor with the workspace. Exceptions, as the
-  // very same view: hT or snapshots may be h0, final_state may be initial_state, and checkpoints any of these. With
-  // y_in_place, y may be x or gate.
-  void check_aliasing(const kda_exec& exec, bool y_in_place = false) const;
+  template <class Args>
+  explicit Tensors(const Args& args)
+      : args_(reinterpret_cast<const char*>(&args)), rows_(operands_of<Args>().data()), row_at_(kRowAt<Args>.data()) {
+    sizes_.fill(kUnknown);
+    sizes_[static_cast<int>(Size::C)] = kChunk;
+  }
+
+  static constexpr int64_t kUnknown = -1;
+  int64_t& operator[](Size size) { return sizes_[static_cast<int>(size)]; }
+  const Operand& row(const void* member) const {
+    return rows_[row_at_[(static_cast<const char*>(member) - args_) / sizeof(int32_t)]];
+  }
+  const char* name(const void* member) const { return row(member).name; }
+  // Says where the shape of an operand comes from.
+  std::string like(const Operand& o) const;
+
+  // Checks what must hold even for an absent tensor: rank and sizes are in range, and there is no data without a rank.
+  template <class... T>
+  void check_form(const T&... tensors) const {
+    (check_form(row(&tensors).name, tensors), ...);
+  }
+  // Checks that an operand comes with those that the table says. Part of check().
+  template <class... T>
+  void check_company(const T&... tensors) const {
+    (check_company(row(&tensors), tensors), ...);
+  }
+  // Checks the number of dimensions. States have so many `rows`.
+  void check_rank(const kda_tensor& t, const char* rows = "slots") const;
+  // The same, and binds sizes that no tensor has told before.
+  void bind(const kda_tensor& t, const char* rows = "slots");
+  // Checks sizes from bind(). With `grouped`, HV is said to be a multiple of H, whatever is wrong with it.
+  void check_heads(bool grouped) const;
+  // The name of the tensor that bound a size.
+  const char* from(Size size) const { return from_[static_cast<int>(size)]; }
+  // Checks all that the table says of each: of an integer its range, of a tensor everything. One that may be absent is
+  // not checked if it is.
+  template <class... T>
+  void check(const T&... operands) {
+    (check_one(operands, row(&operands)), ...);
+  }
+  // The form of all, then all.
+  template <class... T>
+  void check_all(const T&... tensors) {
+    check_form(tensors...), check(tensors...);
+  }
+  void check_present(const kda_tensor& t) { check_tensor(t, row(&t)); }
+
+  // Checks that no output shares memory with any other tensor, and no tensor with the workspace. Where the table says
+  // so, an output may be the very same view as another one.
+  void check_aliasing(const kda_exec& exec) const;
   // Does any output have an element?
   bool write() const;
 
+  bool k_first = false;       // states are [.., K, V]
+  bool in_parts = false;      // x has x1 beside it
+  int64_t layers = kUnknown;  // of a call with a dimension of layers in front
+
  private:
+  static void check_form(const char* name, const kda_tensor& t);
+  void check_company(const Operand& o, const kda_tensor& t) const;
+  void check_one(const kda_tensor& t, const Operand& o) {
+    check_company(o, t);
+    if (present(t) || !o.optional) check_tensor(t, o);
+  }
+  void check_one(int32_t value, const Operand& o) const;
+  void check_tensor(const kda_tensor& t, const Operand& o) {
+    if (!o.checked_apart && !fits(t, o)) refuse_shape(t, o);
+    check_storage(t, o);
+  }
+  bool fits(const kda_tensor& t, const Operand& o) const;
+  [[noreturn]] void refuse_shape(const kda_tensor& t, const Operand& o) const;
+  void check_storage(const kda_tensor& t, const Operand& o);
   void check_workspace(const kda_exec& exec) const;
+  const kda_tensor& at(uint16_t offset) const { return *reinterpret_cast<const kda_tensor*>(args_ + offset); }
+  unsigned dtypes(const Operand& o) const;
+  bool leads(const Operand& o) const { return o.layered && layers != kUnknown; }
+  int64_t size(const Operand& o, int i) const { return sizes_[static_cast<int>(o.shape[i].size)]; }
+  std::string shape_of(const Operand& o, const char* rows) const;
+
   struct Seen {
-    const char* name;
+    const Operand* row;
     const kda_tensor* tensor;
     Extent extent;
-    bool output;
   };
+  const char* const args_;
+  const Operand* const rows_;
+  const uint8_t* const row_at_;
+  std::array<int64_t, kSizes + 1> sizes_;
+  std::array<const char*, kSizes + 1> from_{};
   std::array<Seen, 40> seen_;  // kda_flush_verify has the most, 31 with a convolution
   int count_ = 0;
-  bool any_stride_ = false;
 };
 
-// Checks what must hold even for an absent tensor: rank and sizes are in range, and there is no data without a rank.
-void check_absent_is_empty(const char* name, const kda_tensor& t);
-
-void check_range(const char* name, int32_t value, int32_t first, int32_t last);
+void check_exec(const kda_exec& e);
 
 // Accepts structs of older and newer headers: a shorter one is completed with zeros (defaults), a longer one must hold
-// zeros where this library knows no fields.
+// zeros where this library knows no fields. Checks exec, too.
 template <class Args>
-Args copy_args(const Args* args, uint64_t smallest) {
+Args copy_args(const Args* args, uint64_t smallest = sizeof(Args)) {
   if (!args) invalid("args: expected a pointer, got NULL");
   uint64_t size;
   std::memcpy(&size, args, sizeof size);
@@ -77,6 +138,7 @@ Args copy_args(const Args* args, uint64_t smallest) {
               kda_version(), ") does not know");
   Args copy{};
   std::memcpy(static_cast<void*>(&copy), args, std::min<uint64_t>(size, sizeof(Args)));
+  check_exec(copy.exec);
   return copy;
 }
 

@@ -41,6 +41,21 @@ KDA_BOTH inline ConvRows rows_until(const kda_tensor& parents, int64_t keep, int
   return rows;
 }
 
+// Which slots sequences have. Kernels for few tokens are given this instead of tensors (problem.h).
+struct ConvSlots {
+  Index indices;
+  Flags has_state;
+  int64_t first, end;  // slots outside are padding
+  int64_t stored;      // slots of the pool that is read; 0: none is
+
+  // Fills in the slot of a sequence, whether it is padding, whether its state is read.
+  KDA_BOTH void place(Sequence& s) const {
+    s.slot = slot_of(indices, s.n);
+    s.live = !indices.data || (s.slot >= first && s.slot < end);
+    s.initial = s.slot >= 0 && s.slot < stored && (!has_state.data || has_state[s.n]);
+  }
+};
+
 // A convolution of kda_conv, or of decode and verify with raw rows. Sequence n has slot indices[n] (or n) of state.
 // Without a state there, or with has_state[n] = 0, it starts from zeros.
 struct Conv : kda_conv_inputs {
@@ -48,22 +63,24 @@ struct Conv : kda_conv_inputs {
   kda_tensor parents;  // absent: a chain
   kda_tensor y;
   bool silu;
-  int64_t first_slot, end_slot;  // slots outside are padding: y is zeroed
+  int64_t first_slot, end_slot;                   // slots outside are padding: y is zeroed
+  int64_t x_end = INT64_MAX, x1_end = INT64_MAX;  // channels from there on are in x1, and in x2
+  kda_tensor x1{}, x2{};                          // channel d of y is d here, too: see shifted()
 
+  // The tensor that has channel d of x.
+  KDA_BOTH const kda_tensor& rows_of(int64_t d) const { return d < x_end ? x : d < x1_end ? x1 : x2; }
   KDA_BOTH int64_t tokens() const { return x.shape[0] * x.shape[1]; }
-  KDA_BOTH int64_t channels() const { return x.shape[2]; }
+  KDA_BOTH int64_t channels() const { return weight.shape[0]; }
   KDA_BOTH int64_t width() const { return weight.shape[1]; }
   KDA_BOTH int64_t sequences() const { return present(cu_seqlens) ? cu_seqlens.shape[0] - 1 : x.shape[0]; }
 
   // Where the tokens of sequence n are, and nothing else.
   KDA_BOTH Sequence span(int64_t n) const { return span_of(cu_seqlens, x, n); }
-  // Fills in the rest: its slot, whether it is padding, whether its state is read.
-  KDA_BOTH void place(Sequence& s) const {
-    const bool known = !present(has_state) || int_at(has_state, s.n);
-    s.slot = slot_of(indices, s.n);
-    s.live = !present(indices) || (s.slot >= first_slot && s.slot < end_slot);
-    s.initial = present(state) && s.slot >= 0 && s.slot < state.shape[0] && known;
+  KDA_BOTH ConvSlots slots() const {
+    const int64_t stored = present(state) ? state.shape[0] : 0;
+    return {index_of(indices), strided<const uint8_t>(has_state), first_slot, end_slot, stored};
   }
+  KDA_BOTH void place(Sequence& s) const { slots().place(s); }
   KDA_BOTH Sequence sequence(int64_t n) const {
     Sequence s = span(n);
     place(s);
@@ -86,22 +103,37 @@ struct Conv : kda_conv_inputs {
   }
 };
 
+// The tensor as if its channels were numbered from `first` on.
+inline kda_tensor shifted(kda_tensor t, int64_t first) {
+  t.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(t.data) - first * dtype_size(t.dtype));
+  return t;
+}
+inline Conv with_parts(Conv c, const kda_tensor& x1, const kda_tensor& x2) {
+  if (!present(x1)) return c;
+  c.x_end = c.x.shape[2], c.x1_end = c.x_end + x1.shape[2];
+  c.x1 = shifted(x1, c.x_end);
+  if (present(x2)) c.x2 = shifted(x2, c.x1_end);
+  return c;
+}
+
 inline Conv conv_of(const ConvProblem& p) {
   const kda_conv_args& a = p.args;
   const kda_tensor& pool = present(a.initial_state) ? a.initial_state : a.final_state;
-  return {{a.x, a.weight, a.bias, a.initial_state, a.state_indices},
-          a.cu_seqlens,
-          a.has_initial_state,
-          {},
-          a.y,
-          a.silu != 0,
-          a.first_valid_slot,
-          pool.shape[0]};
+  const Conv c = {{a.x, a.weight, a.bias, a.initial_state, a.state_indices},
+                  a.cu_seqlens,
+                  a.has_initial_state,
+                  {},
+                  a.y,
+                  a.silu != 0,
+                  a.first_valid_slot,
+                  pool.shape[0]};
+  return with_parts(c, a.x1, a.x2);
 }
 
 inline Conv conv_of(const ConvBackwardProblem& p) {
   const kda_conv_backward_args& a = p.args;
-  return {{a.x, a.weight, a.bias, a.initial_state, {}}, a.cu_seqlens, {}, {}, {}, a.silu != 0, 0, 0};
+  const Conv c = {{a.x, a.weight, a.bias, a.initial_state, {}}, a.cu_seqlens, {}, {}, {}, a.silu != 0, 0, 0};
+  return with_parts(c, a.x1, a.x2);
 }
 
 // The convolution in front of decode and verify. No slot is padding.

@@ -7,56 +7,40 @@
 namespace kda {
 namespace {
 
-// u, k, alpha: [slots,R,..], with a leading dimension of layers if `layers` >= 0. Returns R, 0 without records.
-int64_t check_records(const kda_records& r, const char* name, const Dims& d, int64_t layers, Tensors& tensors,
-                      bool output, bool cursors_out = false) {
-  static constexpr const char* kNames[2][6] = {
-      {"records.u", "records.k", "records.alpha", "records.indices", "records.ring_first", "records.ring_count"},
-      {"last.u", "last.k", "last.alpha", "last.indices", "last.ring_first", "last.ring_count"}};
-  const auto& names = kNames[std::string_view(name) == "last"];
-  const kda_tensor* const all[] = {&r.u, &r.k, &r.alpha, &r.indices, &r.ring_first, &r.ring_count};
-  for (int i = 0; i < 6; ++i) check_absent_is_empty(names[i], *all[i]);
+// u, k, alpha: [slots,R,..], with layers in front if the call has layers. Returns R, 0 without records.
+int64_t check_records(const kda_records& r, Tensors& tensors) {
+  tensors.check_form(r.u, r.k, r.alpha, r.indices, r.ring_first, r.ring_count);
   const int given = present(r.u) + present(r.k) + present(r.alpha);
-  for (int i = 0; i < 3; ++i)
-    if (given && !present(*all[i])) invalid(names[i], ": expected together with the others of u, k, alpha, got none");
+  for (const kda_tensor* t : {&r.u, &r.k, &r.alpha})
+    if (given && !present(*t)) invalid(tensors.name(t), ": expected together with the others of u, k, alpha, got none");
   if (!given) {
-    for (int i = 3; i < 6; ++i)
-      if (present(*all[i])) invalid(names[i], ": expected records with it, got none");
+    for (const kda_tensor* t : {&r.indices, &r.ring_first, &r.ring_count})
+      if (present(*t)) invalid(tensors.name(t), ": expected records with it, got none");
     return 0;
   }
-  const int lead = layers >= 0, ndim = 4 + lead;
-  if (r.u.ndim != ndim)
-    invalid(names[0], ": expected ", ndim, " dimensions ", lead ? "[layers,slots,R,HV,V]" : "[slots,R,HV,V]", ", got ",
-            r.u.ndim);
-  const int64_t slots = r.u.shape[lead], R = r.u.shape[lead + 1];
+  tensors.check_rank(r.u);
+  const Operand& u = tensors.row(&r.u);
+  const int lead = r.u.ndim - u.ndim;
+  const int64_t slots = tensors[u.shape[0].size] = r.u.shape[lead], R = tensors[u.shape[1].size] = r.u.shape[lead + 1];
   if (R < 1 || R > kMaxRecordEntries)
-    invalid(names[0], ": expected 1 to 2^30 entries a slot, got ", shape_text(r.u.shape, ndim));
-  const auto shape = [&](int64_t heads, int64_t size) {
-    return lead ? Shape{layers, slots, R, heads, size} : Shape{slots, R, heads, size};
-  };
-  tensors.check(names[0], r.u, shape(d.HV, d.V), ndim, kSingles, output, " ([slots,R,HV,V])");
-  tensors.check(names[1], r.k, shape(d.H, d.K), ndim, kSingles, output, " ([slots,R,H,K])");
-  tensors.check(names[2], r.alpha, shape(d.HV, d.K), ndim, kSingles, output, " ([slots,R,HV,K])");
-  if (present(r.indices)) tensors.check_any_stride(names[3], r.indices, {d.N}, 1, kIndices, false, " ([N])");
-  else if (slots < d.N) invalid(names[0], ": expected at least N = ", d.N, " slots without indices, got ", slots);
+    invalid(u.name, ": expected 1 to 2^30 entries a slot, got ", shape_text(r.u.shape, r.u.ndim));
+  tensors.check(r.u, r.k, r.alpha, r.indices);
+  if (const int64_t N = tensors[Size::N]; !present(r.indices) && slots < N)
+    invalid(u.name, ": expected at least N = ", N, " slots without indices, got ", slots);
   if (present(r.ring_first) != present(r.ring_count))
-    invalid(names[5], ": expected together with ring_first, got ", present(r.ring_first) ? "ring_first" : "ring_count",
-            " alone");
-  if (present(r.ring_first)) {
-    tensors.check_any_stride(names[4], r.ring_first, {slots}, 1, bit(KDA_I32), cursors_out, " ([slots])");
-    tensors.check_any_stride(names[5], r.ring_count, {slots}, 1, bit(KDA_I32), cursors_out, " ([slots])");
-  }
+    invalid(tensors.name(&r.ring_count), ": expected together with ring_first, got ",
+            present(r.ring_first) ? "ring_first" : "ring_count", " alone");
+  tensors.check(r.ring_first, r.ring_count);
   return R;
 }
 
 // [N,T']; T' may be more than the tokens of the call.
-void check_parents(const char* name, const kda_tensor& parents, const Dims& d, int64_t tokens, Tensors& tensors) {
-  check_absent_is_empty(name, parents);
-  if (!present(parents)) return;
-  if (parents.ndim != 2 || parents.shape[0] != d.N || parents.shape[1] < tokens)
-    invalid(name, ": expected shape [N,T] with N = ", d.N, " and T at least ", tokens, ", got ",
+void check_parents(const kda_tensor& parents, const Dims& d, int64_t tokens, Tensors& tensors) {
+  tensors.check_form(parents);
+  if (present(parents) && (parents.ndim != 2 || parents.shape[0] != d.N || parents.shape[1] < tokens))
+    invalid(tensors.name(&parents), ": expected shape [N,T] with N = ", d.N, " and T at least ", tokens, ", got ",
             shape_text(parents.shape, parents.ndim));
-  tensors.check_storage(name, parents, kIndices, false);
+  tensors.check(parents);
 }
 
 int64_t dense_tokens(const Dims& d) { return d.varlen ? 0 : d.T; }
@@ -64,11 +48,6 @@ int64_t dense_tokens(const Dims& d) { return d.varlen ? 0 : d.T; }
 void check_drafts(const Dims& d, int64_t R) {
   if (dense_tokens(d) > kMaxDrafts) invalid("q: expected at most ", kMaxDrafts, " tokens a request, got T = ", d.T);
   if (R && dense_tokens(d) > R) invalid("records.u: expected at least T = ", d.T, " entries a slot, got ", R);
-}
-
-void check_accept_len(const kda_tensor& t, int64_t N, Tensors& tensors) {
-  check_absent_is_empty("accept_len", t);
-  tensors.check_any_stride("accept_len", t, {N}, 1, kIndices, false, " ([N])");
 }
 
 // ---- data ----
@@ -94,36 +73,32 @@ void check_record_slots(const char* name, const kda_records& r, int lead) {
 
 VerifyProblem validate(const kda_verify_args* raw) {
   kda_verify_args a = copy_args(raw, offsetof(kda_verify_args, norm));
-  check_exec(a.exec);
-  Tensors tensors;
-  Dims d = check_inputs(a.in, a.conv, a.o, false, tensors);
-  check_states(a.states, d, a.in, tensors);
+  Tensors tensors(a);
+  Dims d = check_inputs(a.in, a.conv, a.o, tensors);
+  check_states(a.states, nullptr, tensors);
   if (!present(a.states.h0)) invalid("h0: expected the states to verify from, got none");
   if (present(a.states.hT)) invalid("hT: expected none, verify writes no state, got one");
-  check_absent_is_empty("o", a.o);
-  tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
-  const int64_t R = check_records(a.records, "records", d, -1, tensors, true);
+  tensors.check_all(a.o);
+  const int64_t R = check_records(a.records, tensors);
   check_drafts(d, R);
-  check_parents("parents", a.parents, d, dense_tokens(d), tensors);
-  check_norm(a.norm, a.o, tensors);
+  check_parents(a.parents, d, dense_tokens(d), tensors);
+  check_norm(a.norm, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<VerifyProblem>(d, a);
 }
 
 FlushProblem validate(const kda_flush_args* raw) {
   FlushProblem p{};
-  kda_flush_args& a = p.args = copy_args(raw, sizeof(kda_flush_args));
-  check_exec(a.exec);
-  Tensors tensors;
-  check_absent_is_empty("state", a.state), check_absent_is_empty("records.k", a.records.k);
+  kda_flush_args& a = p.args = copy_args(raw);
+  Tensors tensors(a);
+  tensors.check_form(a.state, a.records.k);
   const bool layered = a.state.ndim == 5;
   const int lead = layered;
   if (a.state.ndim != 4 && !layered)
     invalid("state: expected 4 dimensions [slots,HV,V,K], or 5 with layers in front, got ", a.state.ndim);
-  check_range("state_layout", a.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
-  if (a.first_valid_slot < 0) invalid("first_valid_slot: expected >= 0, got ", a.first_valid_slot);
-  check_absent_is_empty("accept_len", a.accept_len);
-  if (a.accept_len.ndim != 1) invalid("accept_len: expected 1 dimension [N], got ", a.accept_len.ndim);
+  tensors.check(a.state_layout, a.first_valid_slot);
+  tensors.check_form(a.accept_len);
+  tensors.bind(a.accept_len);
   const bool v_first = a.state_layout == KDA_STATE_V_FIRST;
   p.layers = layered ? a.state.shape[0] : 1;
   p.N = p.B = a.accept_len.shape[0];
@@ -135,37 +110,30 @@ FlushProblem validate(const kda_flush_args* raw) {
   check_sizes("state", p, p.layers);
   p.H = a.records.k.shape[lead + 2];
   if (p.H < 1 || p.HV % p.H) invalid("records.k: expected H to divide HV = ", p.HV, ", got ", p.H);
-  tensors.check_storage("state", a.state, kStates, true);
-  check_accept_len(a.accept_len, p.N, tensors);
-  check_absent_is_empty("state_indices", a.state_indices);
-  if (present(a.state_indices))
-    tensors.check_any_stride("state_indices", a.state_indices, {p.N}, 1, kIndices, false, " ([N])");
-  else if (a.state.shape[lead] < p.N)
+  if (layered) tensors.layers = p.layers;
+  tensors.k_first = !v_first;
+  tensors[Size::H] = p.H, tensors[Size::HV] = p.HV, tensors[Size::K] = p.K, tensors[Size::V] = p.V;
+  tensors.check(a.state, a.accept_len);
+  tensors.check_all(a.state_indices);
+  if (!present(a.state_indices) && a.state.shape[lead] < p.N)
     invalid("state: expected at least N = ", p.N, " slots without state_indices, got ", a.state.shape[lead]);
-  p.R = check_records(a.records, "records", p, layered ? p.layers : -1, tensors, false);
-  check_parents("parents", a.parents, p, 0, tensors);
+  p.R = check_records(a.records, tensors);
+  check_parents(a.parents, p, 0, tensors);
   p.T = present(a.parents) ? std::min(a.parents.shape[1], p.R) : p.R;
-  for (const auto& [name, t] :
-       {std::pair{"conv_x", &a.conv_x}, {"conv_state", &a.conv_state}, {"conv_indices", &a.conv_indices}})
-    check_absent_is_empty(name, *t);
-  if (present(a.conv_x) != present(a.conv_state))
-    invalid("conv_state: expected together with conv_x, got ", present(a.conv_x) ? "conv_x" : "conv_state", " alone");
-  if (present(a.conv_indices) && !present(a.conv_x)) invalid("conv_indices: expected conv_x with it, got none");
+  tensors.check_form(a.conv_x, a.conv_state, a.conv_indices);
+  tensors.check_company(a.conv_state, a.conv_indices);
   if (present(a.conv_x)) {
     const kda_tensor &x = a.conv_x, &s = a.conv_state;
     const int ndim = 3 + lead;
     if (x.ndim != ndim) invalid("conv_x: expected ", ndim, " dimensions, got ", x.ndim);
     if (s.ndim != ndim) invalid("conv_state: expected ", ndim, " dimensions, got ", s.ndim);
-    const int64_t T = x.shape[lead + 1], D = x.shape[lead + 2], slots = s.shape[lead], keep = s.shape[lead + 2];
-    tensors.check("conv_x", x, lead ? Shape{p.layers, p.N, T, D} : Shape{p.N, T, D}, ndim, kFloats, false,
-                  " ([N,T,D])");
-    tensors.check_any_stride("conv_state", s, lead ? Shape{p.layers, slots, D, keep} : Shape{slots, D, keep}, ndim,
-                             kFloats, true, " ([slots,D,W-1], D like conv_x)");
+    tensors[Size::D] = x.shape[lead + 2];
+    tensors.check(x, s);
+    const int64_t T = x.shape[lead + 1], slots = s.shape[lead], keep = s.shape[lead + 2];
     if (keep < 1 || keep >= kMaxConvWidth)
       invalid("conv_state: expected W-1 in 1..", kMaxConvWidth - 1, ", got ", keep);
-    if (present(a.conv_indices))
-      tensors.check_any_stride("conv_indices", a.conv_indices, {p.N}, 1, kIndices, false, " ([N])");
-    else if (slots < p.N)
+    tensors.check(a.conv_indices);
+    if (!present(a.conv_indices) && slots < p.N)
       invalid("conv_state: expected at least N = ", p.N, " slots without conv_indices, got ", slots);
     p.T = std::min(p.T, T);
   }
@@ -175,21 +143,19 @@ FlushProblem validate(const kda_flush_args* raw) {
 
 FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   kda_flush_verify_args a = copy_args(raw, offsetof(kda_flush_verify_args, norm));
-  check_exec(a.exec);
-  Tensors tensors;
-  Dims d = check_inputs(a.in, a.conv, a.o, true, tensors);
-  check_states(a.states, d, a.in, tensors);
+  Tensors tensors(a);
+  Dims d = check_inputs(a.in, a.conv, a.o, tensors);
+  check_states(a.states, nullptr, tensors);
   if (!present(a.states.h0) || !present(a.states.hT)) invalid("hT: expected h0 and hT, the same pool, got one of them");
   if (a.states.h0.data != a.states.hT.data) invalid("hT: expected the pool h0 itself, got another tensor");
   if (present(a.states.has_initial_state)) invalid("has_initial_state: expected none, got one");
-  check_absent_is_empty("o", a.o);
-  tensors.check("o", a.o, {d.B, d.T, d.HV, d.V}, 4, kFloats, true, " like v");
-  check_accept_len(a.accept_len, d.N, tensors);
+  tensors.check_all(a.o);
+  tensors.check_all(a.accept_len);
   const bool ring = present(a.records.ring_count);
-  const int64_t R = check_records(a.records, "records", d, -1, tensors, true, true);
+  const int64_t R = check_records(a.records, tensors);
   if (!R) invalid("records.u: expected records, got none");
   check_drafts(d, R);
-  const int64_t last = check_records(a.last, "last", d, -1, tensors, false);
+  const int64_t last = check_records(a.last, tensors);
   if (present(a.last.ring_count)) invalid("last.ring_count: expected none: a ring is given as records, got one");
   if (ring && last) invalid("last.u: expected none with a ring, which holds the last round's records, got some");
   if (!ring && !last) invalid("last.u: expected the records of the last round (or a ring), got none");
@@ -201,43 +167,22 @@ FlushVerifyProblem validate(const kda_flush_verify_args* raw) {
   const int64_t most = a.max_tokens ? a.max_tokens : dense_tokens(d);
   if (ring && R < 2 * most)
     invalid("records.u: expected a ring of at least 2 x ", most, " entries, for two rounds, got ", R);
-  if (a.reserved) invalid("args.reserved: expected 0, got ", a.reserved);
-  check_absent_is_empty("last_conv_x", a.last_conv_x);
-  if (present(a.conv.x) != present(a.last_conv_x))
-    invalid("last_conv_x: expected together with conv.x, got ", present(a.conv.x) ? "conv.x" : "last_conv_x", " alone");
-  if (present(a.last_conv_x)) {
-    const int64_t T = a.last_conv_x.ndim == 3 ? a.last_conv_x.shape[1] : 0;
-    tensors.check("last_conv_x", a.last_conv_x, {d.N, T, a.conv.x.shape[2]}, 3, bit(a.conv.x.dtype), false,
-                  " ([N,T,D], D like conv.x)");
-  }
+  tensors.check(a.reserved);
+  tensors.check_all(a.last_conv_x);
   if (ring && present(a.last_parents)) invalid("last_parents: expected none with a ring, got some");
-  check_parents("last_parents", a.last_parents, d, 0, tensors);
-  check_parents("parents", a.parents, d, dense_tokens(d), tensors);
+  check_parents(a.last_parents, d, 0, tensors);
+  check_parents(a.parents, d, dense_tokens(d), tensors);
   if (ring && present(a.parents)) invalid("parents: expected none with a ring: its entries are a chain, got some");
-  check_norm(a.norm, a.o, tensors);
+  check_norm(a.norm, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<FlushVerifyProblem>(d, a);
 }
 
-bool has_f64(const VerifyProblem& p) {
-  const kda_verify_args& a = p.args;
-  return any_f64(a.in) || any_f64(a.conv) || any_f64(a.norm) ||
-         any_f64({&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha});
-}
-bool has_f64(const FlushProblem& p) {
-  const kda_flush_args& a = p.args;
-  return any_f64({&a.state, &a.records.u, &a.records.k, &a.records.alpha, &a.conv_x, &a.conv_state});
-}
-bool has_f64(const FlushVerifyProblem& p) {
-  const kda_flush_verify_args& a = p.args;
-  return any_f64(a.in) || any_f64(a.conv) || any_f64(a.norm) ||
-         any_f64(
-             {&a.states.h0, &a.o, &a.records.u, &a.records.k, &a.records.alpha, &a.last.u, &a.last.k, &a.last.alpha});
-}
-
 void validate_data(const VerifyProblem& p) {
   const kda_verify_args& a = p.args;
-  check_states_data(p, a.in, a.states);
+  check_cu_seqlens(p, a.in);
+  if (present(a.states.state_indices))
+    check_slots("state_indices", a.states.state_indices, a.states.first_valid_slot, a.states.h0.shape[0]);
   check_conv_data(a.conv, a.states);
   check_draft_lengths(p, a.in, present(a.records.u) ? a.records.u.shape[1] : 0, a.parents);
   check_width("parents", a.parents);
@@ -253,7 +198,8 @@ void validate_data(const FlushProblem& p) {
 }
 void validate_data(const FlushVerifyProblem& p) {
   const kda_flush_verify_args& a = p.args;
-  check_states_data(p, a.in, a.states);
+  check_cu_seqlens(p, a.in);
+  check_states_data(states_of(a.states), p.N);
   check_conv_data(a.conv, a.states);
   check_draft_lengths(p, a.in, a.records.u.shape[1], a.parents);
   for (int64_t n = 0; p.varlen && a.max_tokens && n < p.N; ++n)

@@ -1,12 +1,8 @@
+// The tables of implementations, an operator after the other. How one is chosen: choose.cc.
 #include "registry.h"
-
-#include <cstdlib>
-#include <cstring>
-#include <string_view>
 
 #include "cpu/cpu.h"
 #include "cpu/stages.h"
-#include "error.h"
 #include "problem_prefill_f32.h"
 #include "problem_stages.h"
 #include "reference/reference.h"
@@ -35,12 +31,23 @@ const char* cpu_without_f64(const P& p) {
   return has_f64(p) ? "float64 runs on `reference` only" : nullptr;
 }
 
+#if KDA_WITH_CUDA
+template <class P>
+const char* unless_blackwell_is_asked_for(const P&) {
+  return cuda::blackwell_unsuited();
+}
+#endif
+
 }  // namespace
 
 template <>
 std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_blackwell_prefill", nullptr, "src/cuda/blackwell_prefill/blackwell_prefill.cu",
+     "chunks of 32 tokens by pairs of blocks, for Blackwell; emulated, never run on a GPU",
+     cuda::blackwell_prefill_why_not, cuda::blackwell_prefill_workspace, cuda::blackwell_prefill,
+     unless_blackwell_is_asked_for},
     {"cuda_hopper_prefill_segments", "cuda_segments_sm90", "src/cuda/hopper_prefill/segments.cu",
      "segments of few long sequences at once, joined by their maps, for Hopper", cuda::hopper_prefill_segments_why_not,
      cuda::hopper_prefill_segments_workspace, cuda::hopper_prefill_segments, cuda::hopper_prefill_segments_unsuited,
@@ -175,10 +182,24 @@ std::span<const Implementation<FlushVerifyProblem>> implementations() {
 template <>
 std::span<const Implementation<SegmentMapProblem>> implementations() {
   static constexpr Implementation<SegmentMapProblem> table[] = {
-      {"cpu_segment", nullptr, "src/cpu/segment.cc", "chunks of 64 tokens as matrix products, SIMD and threads",
-       cpu_without_f64, cpu::segment_map_workspace, cpu::segment_map},
-      {"reference", nullptr, "src/reference/segment.cc", "float64 token recurrence, the specification; allocates",
-       on_cpu, no_workspace, reference::segment_map},
+#if KDA_WITH_CUDA
+    {"cuda_segment_hopper", nullptr, "src/cuda/segment/hopper.cu",
+     "final states of Hopper's forward from the identity and from zeros, and its reverse scan",
+     cuda::segment_hopper_why_not, cuda::segment_hopper_workspace, cuda::segment_hopper, cuda::segment_chunk_too_rough,
+     cuda::segment_form},
+    {"cuda_segment_chunk", nullptr, "src/cuda/segment/chunk.cu",
+     "final states of the forward by chunks, and its reverse scan, on tensor cores, for sm_80 and newer",
+     cuda::segment_chunk_why_not, cuda::segment_chunk_workspace, cuda::segment_chunk, cuda::segment_chunk_too_rough,
+     cuda::segment_form},
+    {"cuda_segment_recurrent", nullptr, "src/cuda/segment/recurrent.cu",
+     "final states token by token, and the reverse, in f32, any size, for sm_80 and newer",
+     cuda::segment_recurrent_why_not, cuda::segment_recurrent_workspace, cuda::segment_recurrent, nullptr,
+     cuda::segment_form},
+#endif
+    {"cpu_segment", nullptr, "src/cpu/segment.cc", "chunks of 64 tokens as matrix products, SIMD and threads",
+     cpu_without_f64, cpu::segment_map_workspace, cpu::segment_map},
+    {"reference", nullptr, "src/reference/segment.cc", "float64 token recurrence, the specification; allocates", on_cpu,
+     no_workspace, reference::segment_map},
   };
   return table;
 }
@@ -186,10 +207,15 @@ std::span<const Implementation<SegmentMapProblem>> implementations() {
 template <>
 std::span<const Implementation<SegmentMergeProblem>> implementations() {
   static constexpr Implementation<SegmentMergeProblem> table[] = {
-      {"cpu_segment", nullptr, "src/cpu/segment.cc", "matrix products, SIMD and threads", cpu_without_f64,
-       cpu::segment_merge_workspace, cpu::segment_merge},
-      {"reference", nullptr, "src/reference/segment.cc", "float64, the specification; allocates", on_cpu, no_workspace,
-       reference::segment_merge},
+#if KDA_WITH_CUDA
+    {"cuda_segment_merge", nullptr, "src/cuda/segment/merge.cu",
+     "columns of a head a block, products on tensor cores (3 x tf32), for sm_80 and newer", cuda::segment_merge_why_not,
+     no_workspace, cuda::segment_merge},
+#endif
+    {"cpu_segment", nullptr, "src/cpu/segment.cc", "matrix products, SIMD and threads", cpu_without_f64,
+     cpu::segment_merge_workspace, cpu::segment_merge},
+    {"reference", nullptr, "src/reference/segment.cc", "float64, the specification; allocates", on_cpu, no_workspace,
+     reference::segment_merge},
   };
   return table;
 }
@@ -278,7 +304,7 @@ std::span<const Implementation<ConvBackwardProblem>> implementations() {
      "channels over threads and a three-level reduction, for sm_80 and newer", cuda::conv_backward_why_not,
      cuda::conv_backward_workspace, cuda::conv_backward},
 #endif
-    {"cpu_conv", nullptr, "src/cpu/conv.cc", "channels as vectors, SIMD and threads", cpu_without_f64,
+    {"cpu_conv", nullptr, "src/cpu/conv_backward.cc", "channels as vectors, SIMD and threads", cpu_without_f64,
      cpu::conv_backward_workspace, cpu::conv_backward},
     {"reference", nullptr, "src/reference/conv.cc", "float64, the specification; allocates", on_cpu, no_workspace,
      reference::conv_backward},
@@ -335,6 +361,42 @@ constexpr Implementation<StageProblem<kda_stage_bwd_wy_dqkg_args>> kWyOnHopper{
     cuda::hopper_stages_wy_dqkg_why_not,
     no_workspace,
     cuda::hopper_stages_wy_dqkg};
+constexpr Implementation<StageProblem<kda_stage_delta_h_args>> kDeltaHOnBlackwell{
+    "cuda_blackwell_stages_delta_h",
+    nullptr,
+    "src/cuda/blackwell_stages/delta_h.cu",
+    "a sequence, head and 64 columns of V a block, TMA and tcgen05, bf16, for Blackwell; emulated, never run on a GPU",
+    cuda::blackwell_stages_delta_h_why_not,
+    no_workspace,
+    cuda::blackwell_stages_delta_h,
+    unless_blackwell_is_asked_for};
+constexpr Implementation<StageProblem<kda_stage_bwd_delta_h_args>> kBwdDeltaHOnBlackwell{
+    "cuda_blackwell_stages_bwd_delta_h",
+    nullptr,
+    "src/cuda/blackwell_stages/bwd_delta_h.cu",
+    "a sequence, head and 64 columns of V a block, TMA and tcgen05, bf16, for Blackwell; emulated, never run on a GPU",
+    cuda::blackwell_stages_bwd_delta_h_why_not,
+    no_workspace,
+    cuda::blackwell_stages_bwd_delta_h,
+    unless_blackwell_is_asked_for};
+constexpr Implementation<StageProblem<kda_stage_fwd_o_args>> kFwdOOnBlackwell{
+    "cuda_blackwell_stages_fwd_o",
+    nullptr,
+    "src/cuda/blackwell_stages/fwd_o.cu",
+    "a chunk and head a block, TMA and tcgen05, bf16, for Blackwell; emulated, never run on a GPU",
+    cuda::blackwell_stages_fwd_o_why_not,
+    no_workspace,
+    cuda::blackwell_stages_fwd_o,
+    unless_blackwell_is_asked_for};
+constexpr Implementation<StageProblem<kda_stage_bwd_wy_dqkg_args>> kWyOnBlackwell{
+    "cuda_blackwell_stages_wy_dqkg",
+    nullptr,
+    "src/cuda/blackwell_stages/wy_dqkg.cu",
+    "warps that copy, multiply and finish chunks of heads, bf16, for Blackwell; emulated, never run on a GPU",
+    cuda::blackwell_stages_wy_dqkg_why_not,
+    no_workspace,
+    cuda::blackwell_stages_wy_dqkg,
+    unless_blackwell_is_asked_for};
 #endif
 
 }  // namespace
@@ -351,13 +413,19 @@ constexpr Implementation<StageProblem<kda_stage_bwd_wy_dqkg_args>> kWyOnHopper{
 KDA_STAGE(cumsum, cumsum, forward)
 KDA_STAGE(chunk_intra, chunk_intra, forward)
 KDA_STAGE(recompute_w_u, chunk_intra, forward)
+#if KDA_WITH_CUDA
+KDA_STAGE(delta_h, delta_h, forward, kDeltaHOnBlackwell)
+KDA_STAGE(fwd_o, fwd_o, forward, kFwdOOnBlackwell)
+#else
 KDA_STAGE(delta_h, delta_h, forward)
 KDA_STAGE(fwd_o, fwd_o, forward)
+#endif
 KDA_STAGE(bwd_local, backward, backward)
-KDA_STAGE(bwd_delta_h, backward, backward)
 #if KDA_WITH_CUDA
-KDA_STAGE(bwd_wy_dqkg, backward, backward, kWyOnHopper)
+KDA_STAGE(bwd_delta_h, backward, backward, kBwdDeltaHOnBlackwell)
+KDA_STAGE(bwd_wy_dqkg, backward, backward, kWyOnBlackwell, kWyOnHopper)
 #else
+KDA_STAGE(bwd_delta_h, backward, backward)
 KDA_STAGE(bwd_wy_dqkg, backward, backward)
 #endif
 KDA_STAGE(bwd_intra, backward, backward)
@@ -379,176 +447,5 @@ std::span<const Implementation<PrefillF32Problem>> implementations() {
   };
   return table;
 }
-
-namespace {
-
-// Calls f for every table, until f returns true.
-template <class F>
-bool for_each_table(F&& f) {
-  bool found = false;
-  const auto visit = [&](const char* op, auto table) { found = found || f(op, table); };
-  visit("forward", implementations<ForwardProblem>());
-  visit("backward", implementations<BackwardProblem>());
-  visit("decode", implementations<DecodeProblem>());
-  visit("verify", implementations<VerifyProblem>());
-  visit("flush", implementations<FlushProblem>());
-  visit("flush_verify", implementations<FlushVerifyProblem>());
-  visit("gate", implementations<GateProblem>());
-  visit("gate_backward", implementations<GateBackwardProblem>());
-  visit("norm_gate", implementations<NormGateProblem>());
-  visit("norm_gate_backward", implementations<NormGateBackwardProblem>());
-  visit("segment_map", implementations<SegmentMapProblem>());
-  visit("segment_merge", implementations<SegmentMergeProblem>());
-  visit("conv", implementations<ConvProblem>());
-  visit("conv_backward", implementations<ConvBackwardProblem>());
-  visit("stage_cumsum", implementations<StageProblem<kda_stage_cumsum_args>>());
-  visit("stage_chunk_intra", implementations<StageProblem<kda_stage_chunk_intra_args>>());
-  visit("stage_recompute_w_u", implementations<StageProblem<kda_stage_recompute_w_u_args>>());
-  visit("stage_delta_h", implementations<StageProblem<kda_stage_delta_h_args>>());
-  visit("stage_fwd_o", implementations<StageProblem<kda_stage_fwd_o_args>>());
-  visit("stage_bwd_local", implementations<StageProblem<kda_stage_bwd_local_args>>());
-  visit("stage_bwd_delta_h", implementations<StageProblem<kda_stage_bwd_delta_h_args>>());
-  visit("stage_bwd_wy_dqkg", implementations<StageProblem<kda_stage_bwd_wy_dqkg_args>>());
-  visit("stage_bwd_intra", implementations<StageProblem<kda_stage_bwd_intra_args>>());
-  visit("stage_cumsum_backward", implementations<StageProblem<kda_stage_cumsum_backward_args>>());
-  visit("prefill_f32", implementations<PrefillF32Problem>());
-  return found;
-}
-
-// The implementation of a table that has the name or, if there is none, had it.
-template <class P>
-const Implementation<P>* find(std::span<const Implementation<P>> table, std::string_view name) {
-  for (const auto& impl : table)
-    if (name == impl.name) return &impl;
-  for (const auto& impl : table)
-    if (impl.former_name && name == impl.former_name) return &impl;
-  return nullptr;
-}
-
-bool known_anywhere(std::string_view name) {
-  return for_each_table([&](const char*, auto table) { return find(table, name) != nullptr; });
-}
-
-// Returns the forced implementation, or nullptr. KDA_IMPL may hold several names, separated by commas, since one name
-// rarely fits every operator; an operator to which none of them belongs chooses freely. exec.impl is meant for this
-// call and must belong to its operator.
-template <class P>
-const Implementation<P>* forced(const P& problem) {
-  cpu::isa_name();  // refuses a wrong KDA_CPU_ISA, whatever is to run
-  if (const char* name = problem.args.exec.impl; name && *name) {
-    if (const auto* impl = find(implementations<P>(), name)) return impl;
-    std::string known;
-    for (const auto& impl : implementations<P>()) known += str(known.empty() ? "" : ", ", impl.name);
-    invalid("exec.impl: expected one of ", known, ", got ", printable(name));
-  }
-  const char* env = std::getenv("KDA_IMPL");
-  const Implementation<P>* found = nullptr;
-  for (std::string_view rest = env ? env : ""; !rest.empty();) {
-    const std::string_view name = rest.substr(0, rest.find(','));
-    rest.remove_prefix(std::min(rest.size(), name.size() + 1));
-    if (!known_anywhere(name)) invalid("KDA_IMPL: expected names of implementations, got ", printable(name));
-    if (!found) found = find(implementations<P>(), name);
-  }
-  return found;
-}
-
-// Returns the first that can and suits, else the first that can, else nullptr.
-template <class P>
-const Implementation<P>* best(const P& problem) {
-  const Implementation<P>* able = nullptr;
-  for (const auto& impl : implementations<P>()) {
-    if (impl.why_not(problem)) continue;
-    if (!impl.unsuited || !impl.unsuited(problem)) return &impl;
-    if (!able) able = &impl;
-  }
-  return able;
-}
-
-}  // namespace
-
-template <class P>
-const Implementation<P>& choose(const P& problem) {
-  if (const auto* impl = forced(problem)) {
-    const char* reason = impl->why_not(problem);
-    if (reason) throw Error(KDA_UNSUPPORTED, str(impl->name, " was forced but ", reason));
-    return *impl;
-  }
-  if (const auto* impl = best(problem)) return *impl;
-  std::string reasons;
-  for (const auto& impl : implementations<P>())
-    reasons += str(reasons.empty() ? "" : "; ", impl.name, ": ", impl.why_not(problem));
-  throw Error(KDA_UNSUPPORTED, str("no implementation takes this call: ", reasons));
-}
-
-template <class P>
-std::string explain(const P& problem) {
-  const auto* force = forced(problem);
-  const auto* chosen = force ? force : best(problem);
-  std::string text;
-  for (const auto& impl : implementations<P>()) {
-    const char* reason = impl.why_not(problem);
-    const bool runs = !reason && &impl == chosen;
-    if (!reason && !runs) reason = force ? "another one is forced" : "can, comes later in the order";
-    const bool unsuited = !impl.why_not(problem) && !runs && !force && impl.unsuited && impl.unsuited(problem);
-    text += str(runs ? "* " : "- ", impl.name, ": ", unsuited ? "can, but " : "",
-                unsuited ? impl.unsuited(problem)
-                : runs   ? impl.description
-                         : reason,
-                runs && impl.form ? str("; ", impl.form(problem)) : "", " [", impl.file, "]\n");
-  }
-  return text;
-}
-
-const char* implementation_name(const char* op, int32_t index) {
-  const char* name = nullptr;
-  if (op && index >= 0)
-    for_each_table([&](const char* table_op, auto table) {
-      if (std::strcmp(op, table_op)) return false;
-      if (index < static_cast<int32_t>(table.size())) name = table[index].name;
-      return true;
-    });
-  return name;
-}
-
-const char* current_name(const char* op, const char* name) {
-  const char* current = nullptr;
-  if (op && name)
-    for_each_table([&](const char* table_op, auto table) {
-      if (std::strcmp(op, table_op)) return false;
-      if (const auto* impl = find(table, name)) current = impl->name;
-      return true;
-    });
-  return current;
-}
-
-#define KDA_INSTANTIATE(P)                            \
-  template const Implementation<P>& choose(const P&); \
-  template std::string explain(const P&);
-KDA_INSTANTIATE(ForwardProblem)
-KDA_INSTANTIATE(BackwardProblem)
-KDA_INSTANTIATE(DecodeProblem)
-KDA_INSTANTIATE(VerifyProblem)
-KDA_INSTANTIATE(FlushProblem)
-KDA_INSTANTIATE(FlushVerifyProblem)
-KDA_INSTANTIATE(SegmentMapProblem)
-KDA_INSTANTIATE(SegmentMergeProblem)
-KDA_INSTANTIATE(GateProblem)
-KDA_INSTANTIATE(GateBackwardProblem)
-KDA_INSTANTIATE(NormGateProblem)
-KDA_INSTANTIATE(NormGateBackwardProblem)
-KDA_INSTANTIATE(ConvProblem)
-KDA_INSTANTIATE(ConvBackwardProblem)
-KDA_INSTANTIATE(StageProblem<kda_stage_cumsum_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_chunk_intra_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_recompute_w_u_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_delta_h_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_fwd_o_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_bwd_local_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_bwd_delta_h_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_bwd_wy_dqkg_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_bwd_intra_args>)
-KDA_INSTANTIATE(StageProblem<kda_stage_cumsum_backward_args>)
-KDA_INSTANTIATE(PrefillF32Problem)
-#undef KDA_INSTANTIATE
 
 }  // namespace kda

@@ -1,4 +1,5 @@
-// The named implementations of every operator, in order of preference, and the choice among them.
+// The named implementations of every operator, in order of preference (registry.cc), and the choice among them
+// (choose.cc).
 #pragma once
 #include <span>
 #include <string>

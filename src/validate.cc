@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <bitset>
 #include <cmath>
-#include <span>
 
 #include "dtype.h"
 
 namespace kda {
 
 void check_exec(const kda_exec& e) {
-  check_range("exec.device", e.device, KDA_CPU, KDA_CUDA);
+  if (e.device < KDA_CPU || e.device > KDA_CUDA) invalid("exec.device: expected 0..1, got ", e.device);
   if (e.device == KDA_CPU && e.device_id != 0) invalid("exec.device_id: expected 0 on the CPU, got ", e.device_id);
   if (e.device_id < 0) invalid("exec.device_id: expected >= 0, got ", e.device_id);
   if (e.num_threads < 0) invalid("exec.num_threads: expected >= 0, got ", e.num_threads);
@@ -46,65 +45,57 @@ void check_memory(const Tensors& tensors, const kda_exec& exec, ConvDims& d) {
   d.idle = finish(tensors, exec, 1, d.N, divide_up(d.D, 256));
 }
 
-void check_gate(int32_t form, float lower_bound, bool has_A_log, bool has_dt_bias, int32_t first_form) {
-  check_range("gate_form", form, first_form, KDA_GATE_LOWER_BOUND);
-  if (form == KDA_GATE_SOFTPLUS && !has_A_log) invalid("A_log: expected [HV] with the softplus gate, got none");
-  if (form == KDA_GATE_LOG && has_A_log) invalid("A_log: expected none when g is already the decay, got one");
-  if (form == KDA_GATE_LOG && has_dt_bias) invalid("dt_bias: expected none when g is already the decay, got one");
-  if (form == KDA_GATE_LOWER_BOUND && !(std::isfinite(lower_bound) && lower_bound < 0))
-    invalid("lower_bound: expected a finite number < 0, got ", lower_bound);
+template <class In>
+void check_gate(const In& in, Tensors& tensors) {
+  tensors.check(in.gate_form);
+  const int32_t form = in.gate_form;
+  if (form == KDA_GATE_SOFTPLUS && !present(in.A_log)) invalid("A_log: expected [HV] with the softplus gate, got none");
+  if (form == KDA_GATE_LOG && present(in.A_log)) invalid("A_log: expected none when g is already the decay, got one");
+  if (form == KDA_GATE_LOG && present(in.dt_bias))
+    invalid("dt_bias: expected none when g is already the decay, got one");
+  if (form == KDA_GATE_LOWER_BOUND && !(std::isfinite(in.lower_bound) && in.lower_bound < 0))
+    invalid("lower_bound: expected a finite number < 0, got ", in.lower_bound);
+  tensors.check(in.A_log, in.dt_bias);
+}
+template void check_gate(const kda_gate_args&, Tensors&);
+template void check_gate(const kda_gate_backward_args&, Tensors&);
+
+void check_scale(float scale) {
+  if (!std::isfinite(scale)) invalid("scale: expected a finite number, got ", scale);
 }
 
-void check_packing(const kda_tensor& cu_seqlens, Dims& d, Tensors& tensors) {
+Dims check_packing(const kda_tensor& cu_seqlens, Tensors& tensors) {
+  Dims d{};
   d.varlen = present(cu_seqlens);
-  d.N = d.varlen ? cu_seqlens.shape[0] - 1 : d.B;
-  if (!d.varlen) return;
-  if (d.B != 1) invalid("cu_seqlens: expected one row of packed sequences (B = 1), got B = ", d.B);
-  if (cu_seqlens.ndim != 1 || cu_seqlens.shape[0] < 1)
-    invalid("cu_seqlens: expected shape [N+1], got ", shape_text(cu_seqlens.shape, cu_seqlens.ndim));
-  if (d.N > kMaxSequences) invalid("cu_seqlens: expected at most 2^31 - 1 sequences, got ", d.N);
-  tensors.check_storage("cu_seqlens", cu_seqlens, kIndices, false);
+  d.B = tensors[Size::B];
+  tensors[Size::N] = d.N = d.varlen ? cu_seqlens.shape[0] - 1 : d.B;
+  if (d.varlen) {
+    if (d.B != 1) invalid("cu_seqlens: expected one row of packed sequences (B = 1), got B = ", d.B);
+    if (cu_seqlens.ndim != 1 || cu_seqlens.shape[0] < 1)
+      invalid("cu_seqlens: expected shape [N+1], got ", shape_text(cu_seqlens.shape, cu_seqlens.ndim));
+    if (d.N > kMaxSequences) invalid("cu_seqlens: expected at most 2^31 - 1 sequences, got ", d.N);
+    tensors.check(cu_seqlens);
+  }
+  d.T = tensors[Size::T], d.H = tensors[Size::H], d.HV = tensors[Size::HV];
+  d.K = tensors[Size::K], d.V = tensors[Size::V];
+  return d;
 }
 
 namespace {
 
 // raw: q, k and v have shapes, but no memory yet.
 Dims check_inputs(const kda_inputs& in, Tensors& tensors, bool raw) {
-  const std::pair<const char*, const kda_tensor*> all[] = {{"q", &in.q},
-                                                           {"k", &in.k},
-                                                           {"v", &in.v},
-                                                           {"g", &in.g},
-                                                           {"beta", &in.beta},
-                                                           {"A_log", &in.A_log},
-                                                           {"dt_bias", &in.dt_bias},
-                                                           {"cu_seqlens", &in.cu_seqlens}};
-  for (const auto& [name, t] : all) check_absent_is_empty(name, *t);
-  if (in.q.ndim != 4) invalid("q: expected 4 dimensions [B,T,H,K], got ", in.q.ndim);
-  if (in.v.ndim != 4) invalid("v: expected 4 dimensions [B,T,HV,V], got ", in.v.ndim);
-  Dims d{};
-  d.B = in.q.shape[0], d.T = in.q.shape[1], d.H = in.q.shape[2], d.K = in.q.shape[3];
-  d.HV = in.v.shape[2], d.V = in.v.shape[3];
-  if (d.K < 1 || d.K > kMaxSize) invalid("q: expected K in 1..", kMaxSize, ", got ", d.K);
-  if (d.V < 1 || d.V > kMaxSize) invalid("v: expected V in 1..", kMaxSize, ", got ", d.V);
-  if (d.H < 1) invalid("q: expected H >= 1, got ", d.H);
-  if (d.HV < 1 || d.HV % d.H) invalid("v: expected HV a multiple of H = ", d.H, ", got ", d.HV);
-
-  if (!raw) {
-    tensors.check("q", in.q, {d.B, d.T, d.H, d.K}, 4, kFloats, false);
-    tensors.check("k", in.k, {d.B, d.T, d.H, d.K}, 4, bit(in.q.dtype), false, " like q");
-    tensors.check("v", in.v, {d.B, d.T, d.HV, d.V}, 4, bit(in.q.dtype), false, " ([B,T] like q)");
-  }
-  tensors.check("g", in.g, {d.B, d.T, d.HV, d.K}, 4, kFloats, false, " ([B,T,HV,K] of q and v)");
-  tensors.check_any_stride("beta", in.beta, {d.B, d.T, d.HV}, 3, kFloats, false, " ([B,T,HV] of q and v)");
-  check_gate(in.gate_form, in.lower_bound, present(in.A_log), present(in.dt_bias), KDA_GATE_LOG);
-  if (present(in.A_log)) tensors.check("A_log", in.A_log, {d.HV}, 1, kSingles, false, " ([HV] of v)");
-  if (present(in.dt_bias))
-    tensors.check("dt_bias", in.dt_bias, {d.HV, d.K}, 2, kSingles, false, " ([HV,K] of q and v)");
-  check_packing(in.cu_seqlens, d, tensors);
+  tensors.check_form(in.q, in.k, in.v, in.g, in.beta, in.A_log, in.dt_bias, in.cu_seqlens);
+  tensors.bind(in.q), tensors.bind(in.v);
+  tensors.check_heads(true);
+  if (!raw) tensors.check(in.q, in.k, in.v);
+  tensors.check(in.g, in.beta);
+  check_gate(in, tensors);
+  const Dims d = check_packing(in.cu_seqlens, tensors);
   check_sizes("q", d);
-  check_range("beta_form", in.beta_form, KDA_BETA_ACTIVATED, KDA_BETA_2SIGMOID);
-  check_range("state_layout", in.state_layout, KDA_STATE_V_FIRST, KDA_STATE_K_FIRST);
-  if (!std::isfinite(in.scale)) invalid("scale: expected a finite number, got ", in.scale);
+  tensors.check(in.beta_form, in.state_layout);
+  tensors.k_first = in.state_layout == KDA_STATE_K_FIRST;
+  check_scale(in.scale);
   return d;
 }
 
@@ -112,25 +103,13 @@ Dims check_inputs(const kda_inputs& in, Tensors& tensors, bool raw) {
 
 Dims check_inputs(const kda_inputs& in, Tensors& tensors) { return check_inputs(in, tensors, false); }
 
-Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& o, bool state_out, Tensors& tensors) {
-  const std::pair<const char*, const kda_tensor*> all[] = {{"conv.x", &conv.x},
-                                                           {"conv.weight", &conv.weight},
-                                                           {"conv.bias", &conv.bias},
-                                                           {"conv.state", &conv.state},
-                                                           {"conv.indices", &conv.indices},
-                                                           {"o", &o},
-                                                           {"g", &in.g}};
-  for (const auto& [name, t] : all) check_absent_is_empty(name, *t);
-  if (!present(conv.x)) {
-    for (const auto& [name, t] : std::span(all, 5))
-      if (present(*t)) invalid(name, ": expected conv.x with it, got none");
-    return check_inputs(in, tensors, false);
-  }
-  for (const auto& [name, t] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
-    if (present(*t)) invalid(name, ": expected none with conv.x, which holds it, got one");
-  if (conv.x.ndim != 3) invalid("conv.x: expected 3 dimensions [B,T,D], got ", conv.x.ndim);
-  if (in.g.ndim != 4) invalid("g: expected 4 dimensions [B,T,HV,K], got ", in.g.ndim);
-  if (o.ndim != 4) invalid("o: expected 4 dimensions [B,T,HV,V], got ", o.ndim);
+Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor& o, Tensors& tensors) {
+  tensors.check_form(conv.x, conv.weight, conv.bias, conv.state, conv.indices, o, in.g);
+  tensors.check_company(conv.weight, conv.bias, conv.state, conv.indices);
+  if (!present(conv.x)) return check_inputs(in, tensors, false);
+  for (const kda_tensor* t : {&in.q, &in.k, &in.v})
+    if (present(*t)) invalid(tensors.name(t), ": expected none with conv.x, which holds it, got one");
+  tensors.check_rank(conv.x), tensors.check_rank(in.g), tensors.check_rank(o);
   const int64_t B = conv.x.shape[0], T = conv.x.shape[1], D = conv.x.shape[2];
   const int64_t HV = in.g.shape[2], K = in.g.shape[3], V = o.shape[3], most = kMaxChannels;
   if (K < 1 || K > kMaxSize) invalid("g: expected K in 1..", kMaxSize, ", got ", K);
@@ -141,7 +120,7 @@ Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor&
   const int64_t rest = D - HV * V;
   if (rest < 2 * K || rest % (2 * K))
     invalid("conv.x: expected D = 2 H K + HV V channels with K = ", K, " and HV V = ", HV * V, ", got ", D);
-  tensors.check_storage("conv.x", conv.x, kFloats, false);
+  tensors.check(conv.x);
   const int64_t H = rest / (2 * K);
   in.q = in.k = {nullptr, conv.x.dtype, 4, {B, T, H, K}, {T * D, D, K, 1}};
   in.v = {nullptr, conv.x.dtype, 4, {B, T, HV, V}, {T * D, D, V, 1}};
@@ -149,15 +128,10 @@ Dims check_inputs(kda_inputs& in, const kda_conv_inputs& conv, const kda_tensor&
   if (conv.weight.ndim != 2 || conv.weight.shape[1] < 2 || conv.weight.shape[1] > kMaxConvWidth)
     invalid("conv.weight: expected shape [D,W] with W in 2..", kMaxConvWidth, ", got ",
             shape_text(conv.weight.shape, conv.weight.ndim));
-  const int64_t W = conv.weight.shape[1];
-  tensors.check("conv.weight", conv.weight, {D, W}, 2, kFloats, false, " ([D,W])");
-  if (present(conv.bias)) tensors.check("conv.bias", conv.bias, {D}, 1, kFloats, false, " ([D])");
-  if (conv.state.ndim != 3) invalid("conv.state: expected 3 dimensions [slots,D,W-1], got ", conv.state.ndim);
-  const int64_t slots = conv.state.shape[0];
-  tensors.check_any_stride("conv.state", conv.state, {slots, D, W - 1}, 3, kFloats, state_out, " ([slots,D,W-1])");
-  if (present(conv.indices))
-    tensors.check_any_stride("conv.indices", conv.indices, {d.N}, 1, kIndices, false, " ([N])");
-  else if (slots < d.N) invalid("conv.state: expected at least N = ", d.N, " slots without indices, got ", slots);
+  tensors[Size::D] = D, tensors[Size::W] = conv.weight.shape[1];
+  tensors.check(conv.weight, conv.bias, conv.state, conv.indices);
+  if (!present(conv.indices) && conv.state.shape[0] < d.N)
+    invalid("conv.state: expected at least N = ", d.N, " slots without indices, got ", conv.state.shape[0]);
   return d;
 }
 
@@ -169,79 +143,52 @@ void slice_convolved(kda_inputs& in, void* rows) {
   }
 }
 
-void check_state(const char* name, const kda_tensor& t, int64_t rows, const Dims& d, const kda_inputs& in,
-                 Tensors& tensors, bool output, unsigned dtypes) {
-  const bool v_first = in.state_layout == KDA_STATE_V_FIRST;
-  tensors.check(name, t, {rows, d.HV, v_first ? d.V : d.K, v_first ? d.K : d.V}, 4, dtypes, output,
-                v_first ? " ([..,HV,V,K], V-first)" : " ([..,HV,K,V], K-first)");
-}
-
-int64_t rows_of(const char* name, const kda_tensor& t) {
-  check_absent_is_empty(name, t);
-  if (t.ndim != 4) invalid(name, ": expected 4 dimensions [slots,HV,V,K], got ", t.ndim);
-  return t.shape[0];
-}
-
-void check_states(const kda_states& s, const Dims& d, const kda_inputs& in, Tensors& tensors) {
-  check_states(s, {}, d, in, tensors);
-}
-
-void check_states(const kda_states& s, const kda_tensor& out_state_indices, const Dims& d, const kda_inputs& in,
-                  Tensors& tensors, bool pool) {
-  for (const auto& [name, t] : {std::pair{"h0", &s.h0},
-                                {"hT", &s.hT},
-                                {"state_indices", &s.state_indices},
-                                {"has_initial_state", &s.has_initial_state},
-                                {"out_state_indices", &out_state_indices}})
-    check_absent_is_empty(name, *t);
-  const bool indexed = present(s.state_indices), apart = present(out_state_indices);
+void check_state_pair(const StatePair& s, Tensors& tensors, bool pool) {
+  tensors.check_form(s.read, s.written, s.indices, s.has_initial);
+  if (s.out) tensors.check_form(*s.out);
+  const bool indexed = present(s.indices), apart = s.out && present(*s.out);
+  const char *read = tensors.name(&s.read), *written = tensors.name(&s.written);
   pool |= indexed;
-  if (indexed && !present(s.h0) && !present(s.hT))
-    invalid("state_indices: expected a pool h0 or hT with it, got neither");
-  if (present(s.h0)) check_state("h0", s.h0, pool ? rows_of("h0", s.h0) : d.N, d, in, tensors, false);
-  if (apart && !present(s.hT)) invalid("out_state_indices: expected a pool hT with it, got none");
-  if (present(s.hT)) check_state("hT", s.hT, pool || apart ? rows_of("hT", s.hT) : d.N, d, in, tensors, true);
-  if (apart) tensors.check_any_stride("out_state_indices", out_state_indices, {d.N}, 1, kIndices, false, " ([N])");
-  else if (pool && present(s.h0) && present(s.hT) && s.h0.shape[0] != s.hT.shape[0])
-    invalid("hT: expected as many slots as h0, ", s.h0.shape[0], ", got ", s.hT.shape[0]);
-  if (indexed) tensors.check_any_stride("state_indices", s.state_indices, {d.N}, 1, kIndices, false, " ([N])");
-  if (present(s.has_initial_state)) {
-    if (!present(s.h0)) invalid("has_initial_state: expected h0 with it, got none");
-    tensors.check_any_stride("has_initial_state", s.has_initial_state, {d.N}, 1, bit(KDA_BOOL), false, " ([N])");
-  }
-  if (s.first_valid_slot < 0) invalid("first_valid_slot: expected >= 0, got ", s.first_valid_slot);
-  if (s.reserved) invalid("states.reserved: expected 0, got ", s.reserved);
+  if (indexed && !present(s.read) && !present(s.written))
+    invalid("state_indices: expected a pool ", read, " or ", written, " with it, got neither");
+  const int64_t rows = pool ? Tensors::kUnknown : tensors[Size::N];
+  tensors[Size::kRead] = rows, tensors[Size::kWritten] = apart ? Tensors::kUnknown : rows;
+  if (apart && !tensors.row(&s.read).state) tensors.check_company(*s.out);
+  tensors.check(s.read);
+  if (apart) tensors.check_company(*s.out);
+  tensors.check(s.written);
+  if (apart) tensors.check(*s.out);
+  else if (pool && present(s.read) && present(s.written) && s.read.shape[0] != s.written.shape[0])
+    invalid(written, ": expected as many slots as ", read, ", ", s.read.shape[0], ", got ", s.written.shape[0]);
+  tensors.check(s.indices, s.has_initial, s.first_valid);
 }
 
-void check_checkpoints(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset, int32_t every,
-                       int64_t N, Tensors& tensors) {
-  for (const auto& [name, t] : {std::pair{"checkpoint_slots", &slots}, {"checkpoint_offset", &offset}})
-    check_absent_is_empty(name, *t);
-  if (present(checkpoints) != present(slots))
-    invalid("checkpoint_slots: expected together with checkpoints, got ",
-            present(checkpoints) ? "checkpoints" : "checkpoint_slots", " alone");
-  if (!present(checkpoints)) {
+void check_states(const kda_states& s, const kda_tensor* out, Tensors& tensors, bool pool) {
+  check_state_pair(states_of(s, out), tensors, pool);
+  tensors.check(s.reserved);
+}
+
+template <class Args>
+void check_checkpoints(const Args& a, Tensors& tensors) {
+  const kda_tensor &slots = a.checkpoint_slots, &offset = a.checkpoint_offset;
+  const int32_t every = a.checkpoint_every;
+  tensors.check_form(slots, offset);
+  tensors.check_company(slots);
+  if (!present(a.checkpoints)) {
     if (present(offset)) invalid("checkpoint_offset: expected none without checkpoints, got one");
     if (every) invalid("checkpoint_every: expected 0 without checkpoints, got ", every);
     return;
   }
-  if (slots.ndim != 2 || slots.shape[0] != N)
-    invalid("checkpoint_slots: expected shape [N,M] with N = ", N, ", got ", shape_text(slots.shape, slots.ndim));
-  tensors.check_storage("checkpoint_slots", slots, kIndices, false);
-  if (present(offset)) tensors.check_any_stride("checkpoint_offset", offset, {N}, 1, kIndices, false, " ([N])");
+  if (slots.ndim != 2 || slots.shape[0] != tensors[Size::N])
+    invalid("checkpoint_slots: expected shape [N,M] with N = ", tensors[Size::N], ", got ",
+            shape_text(slots.shape, slots.ndim));
+  tensors.check(slots, offset);
   if (every < 1 || every % kCheckpointStep)
     invalid("checkpoint_every: expected a positive multiple of ", kCheckpointStep, ", got ", every);
+  tensors.check(a.checkpoints);
 }
-
-bool any_f64(std::initializer_list<const kda_tensor*> tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const kda_tensor* t) { return present(*t) && t->dtype == KDA_F64; });
-}
-bool any_f64(const kda_inputs& in) {
-  return any_f64({&in.q, &in.v, &in.g, &in.beta, &in.A_log, &in.dt_bias});
-}  // k is like q
-bool any_f64(const kda_conv_inputs& conv) { return any_f64({&conv.x, &conv.weight, &conv.bias, &conv.state}); }
-bool any_f64(const kda_norm_inputs& norm) { return any_f64({&norm.gate, &norm.weight}); }
+template void check_checkpoints(const kda_forward_args&, Tensors&);
+template void check_checkpoints(const kda_conv_args&, Tensors&);
 
 void check_cu_seqlens(const kda_tensor& cu_seqlens, int64_t T) {
   if (!present(cu_seqlens)) return;
@@ -306,80 +253,79 @@ void check_slots(const char* name, const kda_tensor& indices, int64_t first_vali
   }
 }
 
-void check_written_slots(const SlotPairs& p) {
-  const auto read = [&](int64_t n) { return present(p.read) ? int_at(p.read, n) : n; };
-  const auto live = [&](int64_t n) { return !present(p.read) || read(n) >= p.first_valid; };
-  const auto reads = [&](int64_t n) {
-    return p.one_pool && live(n) && (!present(p.has_initial) || int_at(p.has_initial, n));
-  };
-  const auto written = [&](int64_t n) { return live(n) ? int_at(p.written, n) : -1; };
-  check_width("out_state_indices", p.written);
-  for (int64_t n = 0; n < p.N; ++n)
-    if (written(n) >= p.slots)
-      invalid("out_state_indices: expected slots below ", p.slots, ", got ", int_at(p.written, n));
+namespace {
+
+// The slot of sequence n, and whether it is live.
+int64_t own_slot(const StatePair& s, int64_t n) { return present(s.indices) ? int_at(s.indices, n) : n; }
+bool live(const StatePair& s, int64_t n) { return !present(s.indices) || own_slot(s, n) >= s.first_valid; }
+bool starts(const StatePair& s, int64_t n) { return !present(s.has_initial) || int_at(s.has_initial, n); }
+
+// Slots to write. `one_pool`: the pool that is written is the one that sequences start from.
+void check_written_slots(const StatePair& s, int64_t N, bool one_pool) {
+  const int64_t slots = s.written.shape[0];
+  const auto reads = [&](int64_t n) { return one_pool && live(s, n) && starts(s, n); };
+  const auto written = [&](int64_t n) { return live(s, n) ? int_at(*s.out, n) : -1; };
+  check_width("out_state_indices", *s.out);
+  for (int64_t n = 0; n < N; ++n)
+    if (written(n) >= slots) invalid("out_state_indices: expected slots below ", slots, ", got ", int_at(*s.out, n));
   constexpr int64_t kWindow = int64_t{1} << 17;  // as in check_slots
   std::bitset<kWindow> seen;
-  for (int64_t begin = p.first_valid, next; begin < p.slots; begin = next) {
+  for (int64_t begin = s.first_valid, next; begin < slots; begin = next) {
     seen.reset();
-    next = p.slots;
-    for (int64_t n = 0; n < p.N; ++n) {
+    next = slots;
+    for (int64_t n = 0; n < N; ++n) {
       const int64_t slot = written(n) - begin;
       if (slot >= kWindow) next = std::min(next, written(n));
       if (slot < 0 || slot >= kWindow) continue;
       if (seen.test(slot)) invalid("out_state_indices: expected every live slot once, got slot ", written(n), " twice");
       seen.set(slot);
     }
-    for (int64_t n = 0; n < p.N; ++n) {
-      const int64_t slot = reads(n) ? read(n) - begin : -1;
-      if (slot >= 0 && slot < kWindow && seen.test(slot) && written(n) != read(n))
-        invalid("out_state_indices: expected no slot that another sequence reads, got slot ", read(n),
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t slot = reads(n) ? own_slot(s, n) - begin : -1;
+      if (slot >= 0 && slot < kWindow && seen.test(slot) && written(n) != own_slot(s, n))
+        invalid("out_state_indices: expected no slot that another sequence reads, got slot ", own_slot(s, n),
                 ", which sequence ", n, " reads");
     }
   }
 }
 
-void check_checkpoints_data(const kda_tensor& checkpoints, const kda_tensor& slots, const kda_tensor& offset,
-                            const SlotPairs& p, bool reads_pool, bool writes_pool) {
-  if (!present(checkpoints)) return;
-  check_slots("checkpoint_slots", slots, p.first_valid, checkpoints.shape[0]);
+}  // namespace
+
+void check_states_data(const StatePair& s, int64_t N, bool from_read) {
+  const bool apart = s.out && present(*s.out);
+  if (present(s.indices))
+    check_slots("state_indices", s.indices, s.first_valid, present(s.read) ? s.read.shape[0] : s.written.shape[0],
+                present(s.written) && !apart);
+  if (apart) check_written_slots(s, N, from_read && present(s.read) && s.read.data == s.written.data);
+}
+
+template <class Args>
+void check_checkpoints_data(const Args& a, const StatePair& s, int64_t N) {
+  if (!present(a.checkpoints)) return;
+  const kda_tensor &slots = a.checkpoint_slots, &offset = a.checkpoint_offset;
+  check_slots("checkpoint_slots", slots, s.first_valid, a.checkpoints.shape[0]);
   check_width("checkpoint_offset", offset);
-  for (int64_t n = 0; present(offset) && n < p.N; ++n)
+  for (int64_t n = 0; present(offset) && n < N; ++n)
     if (const int64_t before = int_at(offset, n); before < 0)
       invalid("checkpoint_offset: expected numbers >= 0, got ", before);
+  const auto in_pool = [&](const kda_tensor& pool) { return present(pool) && a.checkpoints.data == pool.data; };
+  const bool reads_pool = in_pool(s.read), writes_pool = in_pool(s.written);
   if (!reads_pool && !writes_pool) return;
-  const auto own = [&](int64_t n) { return present(p.read) ? int_at(p.read, n) : n; };
   const auto refuse_used = [&](int64_t slot) {
-    for (int64_t n = 0; n < p.N; ++n) {
-      const bool live = !present(p.read) || own(n) >= p.first_valid;
-      const bool reads = reads_pool && (!present(p.has_initial) || int_at(p.has_initial, n)) && own(n) == slot;
-      const bool writes = writes_pool && (present(p.written) ? int_at(p.written, n) : own(n)) == slot;
-      if (live && (reads || writes))
+    for (int64_t n = 0; n < N; ++n) {
+      const bool reads = reads_pool && starts(s, n) && own_slot(s, n) == slot;
+      const bool writes = writes_pool && (present(*s.out) ? int_at(*s.out, n) : own_slot(s, n)) == slot;
+      if (live(s, n) && (reads || writes))
         invalid("checkpoint_slots: expected slots that no sequence reads or writes, got slot ", slot,
                 ", which sequence ", n, reads ? " reads" : " writes");
     }
   };
-  for (int64_t n = 0; n < p.N; ++n)
+  for (int64_t n = 0; n < N; ++n)
     for (int64_t m = 0; m < slots.shape[1]; ++m)
-      if (const int64_t slot = int_at(slots, n, m); slot >= p.first_valid) refuse_used(slot);
+      if (const int64_t slot = int_at(slots, n, m); slot >= s.first_valid) refuse_used(slot);
 }
-
-void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s) {
-  check_cu_seqlens(d, in);
-  if (present(s.state_indices))
-    check_slots("state_indices", s.state_indices, s.first_valid_slot, present(s.h0) ? s.h0.shape[0] : s.hT.shape[0]);
-}
-
-void check_states_data(const Dims& d, const kda_inputs& in, const kda_states& s, const kda_tensor& out_state_indices,
-                       bool from_h0) {
-  const bool apart = present(out_state_indices);
-  check_cu_seqlens(d, in);
-  if (present(s.state_indices))
-    check_slots("state_indices", s.state_indices, s.first_valid_slot, present(s.h0) ? s.h0.shape[0] : s.hT.shape[0],
-                present(s.hT) && !apart);
-  if (apart)
-    check_written_slots({s.state_indices, out_state_indices, s.has_initial_state, d.N, s.first_valid_slot,
-                         s.hT.shape[0], from_h0 && present(s.h0) && s.h0.data == s.hT.data});
-}
+template void check_checkpoints_data(const kda_forward_args&, const StatePair&, int64_t);
+template void check_checkpoints_data(const kda_conv_args&, const StatePair&, int64_t);
 
 void check_conv_data(const kda_conv_inputs& conv, const kda_states& states) {
   if (present(conv.indices)) check_slots("conv.indices", conv.indices, 0, conv.state.shape[0], true, &states);

@@ -141,8 +141,8 @@ typedef struct kda_inputs {
  * Indices may be i32 or i64, whatever an operator takes them for: slots, accepted tokens, parents. i64 values fit in
  * 32 bits. The CPU refuses others; on CUDA the lower half of a value counts, so that kernels read 4 bytes of each. */
 typedef struct kda_states {
-  kda_tensor h0;                /* in, optional: f32 or bf16; accumulation is always f32 */
-  kda_tensor hT;                /* out, optional: f32 or bf16 */
+  kda_tensor h0;                /* [N,HV,V,K] in, optional: f32 or bf16; accumulation is always f32 */
+  kda_tensor hT;                /* [N,HV,V,K] out, optional: f32 or bf16 */
   kda_tensor state_indices;     /* [N] i32 or i64, optional */
   kda_tensor has_initial_state; /* [N] bool, optional; needs h0 */
   int32_t first_valid_slot;     /* 0: negative indices are padding. 1: slot 0 is, too */
@@ -211,14 +211,14 @@ typedef struct kda_backward_args {
   kda_tensor h0;                 /* [N,HV,V,K] in, optional */
   kda_tensor d_o;                /* [B,T,HV,V] in: bf16, f16 or f32 */
   kda_tensor dhT;                /* [N,HV,V,K] in, optional: f32 or bf16 */
-  kda_tensor h, v_new, Aqk, Akk; /* in, optional: as kda_forward wrote them */
-  kda_tensor dq, dk;             /* [B,T,H,K]  out */
-  kda_tensor dv;                 /* [B,T,HV,V] out */
-  kda_tensor dg;                 /* [B,T,HV,K] out: gradient of the gate input (GATE_LOG: of the natural-log decay) */
-  kda_tensor dbeta;              /* [B,T,HV]   out: gradient of the beta input */
-  kda_tensor dA_log;             /* [HV]       out: f32 */
-  kda_tensor d_dt_bias;          /* [HV,K]     out: f32 */
-  kda_tensor dh0;                /* [N,HV,V,K] out: f32 or bf16; allowed without h0 */
+  kda_tensor h, v_new, Aqk, Akk; /* as kda_forward wrote them, in, optional */
+  kda_tensor dq, dk;             /* [B,T,H,K]  out, optional */
+  kda_tensor dv;                 /* [B,T,HV,V] out, optional */
+  kda_tensor dg;                 /* [B,T,HV,K] out, optional: of the gate input (GATE_LOG: of the natural-log decay) */
+  kda_tensor dbeta;              /* [B,T,HV]   out, optional: of the beta input */
+  kda_tensor dA_log;             /* [HV]       out, optional, with A_log: f32 */
+  kda_tensor d_dt_bias;          /* [HV,K]     out, optional, with dt_bias: f32 */
+  kda_tensor dh0;                /* [N,HV,V,K] out, optional: f32 or bf16; allowed without h0 */
   int32_t h_every;               /* as given to kda_forward; 0 = 1 */
   int32_t reserved;              /* 0 */
 } kda_backward_args;
@@ -230,23 +230,27 @@ typedef struct kda_backward_args {
  * kda_conv followed by the operator without it. */
 typedef struct kda_conv_inputs {
   kda_tensor x;       /* [B,T,D]       raw, bf16, f16 or f32, the dtype of q; absent: no convolution */
-  kda_tensor weight;  /* [D,W]         W = 2..4; bf16, f16 or f32; weight[:,W-1] belongs to the current token */
-  kda_tensor bias;    /* [D]           optional */
-  kda_tensor state;   /* [slots,D,W-1] in and out: the last raw rows, oldest first; bf16, f16 or f32; any strides */
-  kda_tensor indices; /* [N] i32 or i64  the slot of each sequence, optional (else row n); < 0 or >= slots: no state */
+  kda_tensor weight;  /* [D,W]         with x: W = 2..4; bf16, f16 or f32; weight[:,W-1] belongs to the current token */
+  kda_tensor bias;    /* [D]           with x, optional */
+  kda_tensor state;   /* [slots,D,W-1] with x, in and out: the last raw rows, oldest first; any float, any strides */
+  kda_tensor indices; /* [N] i32 or i64  with x, optional: slots of sequences (else row n); < 0 or >= slots: no state */
 } kda_conv_inputs;
 
 /* kda_conv: whole prompts, with SiLU or without. xx = state ++ x are the inputs of a sequence; the final state is the
- * last W-1 rows of xx. weight, bias and states may each be bf16, f16 or f32. Slots are as in kda_states. */
+ * last W-1 rows of xx. weight, bias and states may each be bf16, f16 or f32. Slots are as in kda_states.
+ *
+ * x may be in up to three tensors, such as the projections q, k and v: with x1, and x2, channels come after those of x
+ * and D is the sum of theirs. They have B, T and the dtype of x, and strides of their own. All other tensors have all
+ * D channels. The bits are those of a call with one x. */
 typedef struct kda_conv_args {
   uint64_t struct_size; /* sizeof(kda_conv_args) */
   kda_exec exec;
   kda_tensor x;                 /* [B,T,D]: bf16, f16 or f32 */
   kda_tensor weight;            /* [D,W], W = 2..4 */
   kda_tensor bias;              /* [D], optional */
-  kda_tensor cu_seqlens;        /* [N+1] i32 or i64, as in kda_inputs */
+  kda_tensor cu_seqlens;        /* [N+1] i32 or i64, optional: as in kda_inputs */
   kda_tensor initial_state;     /* [N,D,W-1], or [slots,D,W-1] with state_indices, any strides; optional, else zeros */
-  kda_tensor final_state;       /* like initial_state, and may be the same tensor; optional */
+  kda_tensor final_state;       /* [N,D,W-1] out, optional: like initial_state, and may be the same tensor */
   kda_tensor state_indices;     /* [N] i32 or i64, optional; < first_valid_slot: padding, y is zeroed */
   kda_tensor has_initial_state; /* [N] bool, optional; needs initial_state */
   kda_tensor y;                 /* [B,T,D] out, in the dtype of x */
@@ -258,6 +262,7 @@ typedef struct kda_conv_args {
   kda_tensor checkpoint_offset; /* [N] i32 or i64, optional */
   int32_t checkpoint_every;     /* tokens, a multiple of 16 */
   int32_t reserved;             /* 0 */
+  kda_tensor x1, x2;            /* [B,T,D1], [B,T,D2], optional: the channels after those of x; x2 needs x1 */
 } kda_conv_args;
 
 typedef struct kda_conv_backward_args {
@@ -267,12 +272,13 @@ typedef struct kda_conv_backward_args {
   kda_tensor initial_state;               /* [N,D,W-1] (no pool), optional */
   kda_tensor dy;                          /* [B,T,D] in, in the dtype of x */
   kda_tensor d_final_state;               /* [N,D,W-1] in, optional */
-  kda_tensor dx;                          /* [B,T,D]   out, in the dtype of x; every output is optional */
-  kda_tensor dweight;                     /* [D,W]     out: f32 */
-  kda_tensor dbias;                       /* [D]       out: f32 */
-  kda_tensor d_initial_state;             /* [N,D,W-1] out */
+  kda_tensor dx;                          /* [B,T,D]   out, optional, in the dtype of x */
+  kda_tensor dweight;                     /* [D,W]     out, optional: f32 */
+  kda_tensor dbias;                       /* [D]       out, optional, with bias: f32 */
+  kda_tensor d_initial_state;             /* [N,D,W-1] out, optional */
   int32_t silu;
-  int32_t reserved; /* 0 */
+  int32_t reserved;  /* 0 */
+  kda_tensor x1, x2; /* as given to kda_conv; dx has the gradients of all D channels */
 } kda_conv_backward_args;
 
 /* ---- kda_decode: the token recurrence over a state pool -------------------------------------------------------------
@@ -293,8 +299,8 @@ typedef struct kda_decode_args {
   kda_states states;
   kda_tensor o;                 /* [B,T,HV,V] out: bf16, f16 or f32 */
   kda_conv_inputs conv;         /* optional; the tokens of the call advance its state */
-  kda_tensor snapshots;         /* [slots,HV,V,K] with snapshot_slots, else [N,S,HV,V,K]; optional; may be h0 */
-  kda_tensor snapshot_slots;    /* [N,S] i32 or i64, S >= tokens of a sequence */
+  kda_tensor snapshots;         /* [N,S,HV,V,K] or [slots,HV,V,K] with snapshot_slots; out, optional; may be h0 */
+  kda_tensor snapshot_slots;    /* [N,S] i32 or i64, optional: S >= tokens of a sequence */
   kda_tensor accepted;          /* [N] i32 or i64, optional */
   kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
   kda_norm_inputs norm;         /* optional */
@@ -310,9 +316,9 @@ typedef struct kda_decode_args {
  * request with a negative index of records has none: verify records nothing, flush applies nothing and leaves its conv
  * state alone. */
 typedef struct kda_records {
-  kda_tensor u;       /* [slots,R,HV,V] f32: corrections */
-  kda_tensor k;       /* [slots,R,H,K]  f32: keys, normalised */
-  kda_tensor alpha;   /* [slots,R,HV,K] f32: decays exp(g) of the single tokens */
+  kda_tensor u;       /* [slots,R,HV,V] f32: corrections; absent: no records */
+  kda_tensor k;       /* [slots,R,H,K]  f32, with u: keys, normalised */
+  kda_tensor alpha;   /* [slots,R,HV,K] f32, with u: decays exp(g) of the single tokens */
   kda_tensor indices; /* [N] i32 or i64: the slot of each request, optional (else row n) */
   kda_tensor ring_first,
       ring_count; /* [slots] i32, optional, both or none: clamped to the slot; only flush_verify writes them */
@@ -345,9 +351,9 @@ typedef struct kda_flush_args {
   kda_records records;      /* in: [slots,R,..] or [layers,slots,R,..] */
   kda_tensor accept_len;    /* [N] i32 or i64 */
   kda_tensor parents;       /* [N,T] i32 or i64, optional: as given to verify */
-  kda_tensor conv_x;        /* [N,T,D] or [layers,N,T,D]: raw rows of the tokens, which advance conv_state */
-  kda_tensor conv_state;    /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x */
-  kda_tensor conv_indices;  /* [N] i32 or i64, optional */
+  kda_tensor conv_x;        /* [N,T,D] or [layers,N,T,D], optional: raw rows of the tokens, which advance conv_state */
+  kda_tensor conv_state;    /* [slots,D,W-1] or [layers,slots,D,W-1], with conv_x, in and out */
+  kda_tensor conv_indices;  /* [N] i32 or i64, optional, with conv_x */
   int32_t state_layout;
   int32_t first_valid_slot;
 } kda_flush_args;
@@ -367,7 +373,7 @@ typedef struct kda_flush_verify_args {
   kda_records last;        /* in: those of the last round; absent with a ring */
   kda_tensor accept_len;   /* [N] i32 or i64: of the last round */
   kda_tensor last_parents; /* [N,T'] i32 or i64, optional */
-  kda_tensor last_conv_x;  /* [N,T',D] with conv */
+  kda_tensor last_conv_x;  /* [N,T',D] with conv.x */
   kda_records records;     /* out: those of this round, in memory of its own; with a ring in and out */
   kda_tensor parents;      /* [N,T] i32 or i64, optional */
   int32_t max_tokens;      /* with a ring: the most tokens of any round on it; 0 (not with cu_seqlens): T */
@@ -461,7 +467,7 @@ typedef struct kda_stage_recompute_w_u_args {
   uint64_t struct_size; /* sizeof(kda_stage_recompute_w_u_args) */
   kda_exec exec;
   kda_stage at;
-  kda_tensor q, k;    /* [B,T,H,K]  in; q is needed for qG alone */
+  kda_tensor q, k;    /* [B,T,H,K]  in; q is optional without qG */
   kda_tensor v;       /* [B,T,HV,V] in */
   kda_tensor G;       /* [B,T,HV,K] in: f32 */
   kda_tensor beta;    /* [B,T,HV]   in; any strides */
@@ -614,13 +620,13 @@ typedef struct kda_gate_args {
 typedef struct kda_gate_backward_args {
   uint64_t struct_size; /* sizeof(kda_gate_backward_args) */
   kda_exec exec;
-  kda_tensor x;         /* [M,HV,K] as given to kda_gate */
-  kda_tensor A_log;     /* [HV] */
-  kda_tensor dt_bias;   /* [HV,K] */
+  kda_tensor x;         /* as given to kda_gate */
+  kda_tensor A_log;     /* as given to kda_gate */
+  kda_tensor dt_bias;   /* as given to kda_gate */
   kda_tensor dg;        /* [M,HV,K] in: gradient of g */
   kda_tensor dx;        /* [M,HV,K] out */
-  kda_tensor dA_log;    /* [HV]     out, optional: f32 */
-  kda_tensor d_dt_bias; /* [HV,K]   out, optional: f32 */
+  kda_tensor dA_log;    /* [HV]     out, optional, with A_log: f32 */
+  kda_tensor d_dt_bias; /* [HV,K]   out, optional, with dt_bias: f32 */
   int32_t gate_form;
   float lower_bound;
 } kda_gate_backward_args;
@@ -653,9 +659,9 @@ typedef struct kda_norm_gate_args {
 typedef struct kda_norm_gate_backward_args {
   uint64_t struct_size; /* sizeof(kda_norm_gate_backward_args) */
   kda_exec exec;
-  kda_tensor x;       /* [B,T,HV,V] as given to kda_norm_gate */
-  kda_tensor gate;    /* [B,T,HV,V] */
-  kda_tensor weight;  /* [V] */
+  kda_tensor x;       /* as given to kda_norm_gate */
+  kda_tensor gate;    /* as given to kda_norm_gate */
+  kda_tensor weight;  /* as given to kda_norm_gate */
   kda_tensor dy;      /* [B,T,HV,V] in: bf16, f16 or f32 */
   kda_tensor dx;      /* [B,T,HV,V] out, optional: bf16, f16 or f32 */
   kda_tensor dgate;   /* [B,T,HV,V] out, optional, with gate: bf16, f16 or f32 */

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "contract/tables_stages.h"
 #include "cpu/team.h"
 #include "problem_stages.h"
 

@@ -15,11 +15,23 @@ Span span_of(const kda_tensor& x, const kda_tensor& cu_seqlens, int64_t n) {
   return {0, t0, int_at(cu_seqlens, n + 1) - t0};
 }
 
+// Channel c of x, x1 and x2: which tensor has it, and where.
+template <class Args>
+std::pair<const kda_tensor&, int64_t> place_of(const Args& a, int64_t c) {
+  for (const kda_tensor* x : {&a.x, &a.x1}) {
+    if (c < x->shape[2]) return {*x, c};
+    c -= x->shape[2];
+  }
+  return {a.x2, c};
+}
+
 // Channel c of a sequence, with its state in front.
-Vector inputs(const kda_tensor& x, const Span& s, int64_t c, const kda_tensor& state, int64_t slot, int64_t keep) {
+template <class Args>
+Vector inputs(const Args& a, const Span& s, int64_t c, const kda_tensor& state, int64_t slot, int64_t keep) {
+  const auto [x, channel] = place_of(a, c);
   Vector xx;
   for (int64_t i = 0; i < keep; ++i) xx.push_back(present(state) ? get(state, slot, c, i) : 0);
-  for (int64_t t = 0; t < s.length; ++t) xx.push_back(get(x, s.b, s.t0 + t, c));
+  for (int64_t t = 0; t < s.length; ++t) xx.push_back(get(x, s.b, s.t0 + t, channel));
   return xx;
 }
 
@@ -51,7 +63,7 @@ void conv(const ConvProblem& p) {
                                                            a.final_state.shape[0], n, slot)
                                                : -1;
     for (int64_t c = 0; c < p.D; ++c) {
-      const Vector xx = inputs(a.x, s, c, initial ? a.initial_state : kda_tensor{}, slot, p.W - 1);
+      const Vector xx = inputs(a, s, c, initial ? a.initial_state : kda_tensor{}, slot, p.W - 1);
       for (int64_t t = 0; t < s.length; ++t) {
         const double y = convolved(xx, t, c, a.weight, a.bias);
         set(a.y, a.silu ? y * sigmoid(y) : y, s.b, s.t0 + t, c);
@@ -75,7 +87,7 @@ void conv_backward(const ConvBackwardProblem& p) {
     double dbias = 0;
     for (int64_t n = 0; n < p.N; ++n) {
       const Span s = span_of(a.x, a.cu_seqlens, n);
-      const Vector xx = inputs(a.x, s, c, a.initial_state, n, keep);
+      const Vector xx = inputs(a, s, c, a.initial_state, n, keep);
       Vector dxx(xx.size());
       for (int64_t i = 0; present(a.d_final_state) && i < keep; ++i) dxx[s.length + i] = get(a.d_final_state, n, c, i);
       for (int64_t t = 0; t < s.length; ++t) {

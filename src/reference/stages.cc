@@ -3,6 +3,7 @@
 
 #include <functional>
 
+#include "contract/tables_stages.h"
 #include "reference/math.h"
 
 namespace kda::reference {

@@ -55,7 +55,7 @@ struct Legal<kda_forward_args> : LegalStates {
     args.checkpoint_slots = checkpoint_slots;
     args.checkpoint_every = 64;
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() {
     return {&hT, &out.o, &out.hT, &out.h, &out.v_new, &out.Aqk, &out.Akk, &checkpoints};
   }
@@ -71,7 +71,7 @@ struct Legal<kda_decode_args> : LegalStates {
     args.in = in.view(), args.o = o;
     fill(args.states);
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&hT, &o}; }
   Tensor o;
   kda_decode_args args;
@@ -97,7 +97,7 @@ struct LegalDrafts {
 template <>
 struct Legal<kda_verify_args> : LegalDrafts {
   explicit Legal(const Case& c = legal_case()) : LegalDrafts(c, true), args(verify_args(drafts, records, o)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&o, &records.u, &records.k, &records.alpha}; }
   kda_verify_args args;
 };
@@ -114,7 +114,7 @@ struct Legal<kda_flush_args> : LegalDrafts {
     for (int64_t n = 0; n < in.N; ++n) conv_indices.set(n, static_cast<double>(in.N + 1 - n));
     args.conv_x = conv_x, args.conv_state = conv_state, args.conv_indices = conv_indices;
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&h0.h, &conv_state}; }
   Tensor conv_x, conv_state, conv_indices;
   kda_flush_args args;
@@ -126,7 +126,7 @@ struct Legal<kda_flush_verify_args> : LegalDrafts {
       : LegalDrafts(c), last(drafts), args(flush_verify_args(drafts, drafts, h0.h, last, records, o)) {
     last.u.fill(0.5), last.k.fill(0.5), last.alpha.fill(0.5);
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&o, &h0.h, &records.u, &records.k, &records.alpha}; }
   Records last;
   kda_flush_verify_args args;
@@ -138,7 +138,7 @@ struct Legal<kda_backward_args> {
     for (Tensor* t : {&saved.h, &saved.v_new, &saved.Aqk, &saved.Akk}) t->fill(0.5);
     args = backward_args(in, out, &saved);
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() {
     std::vector<Tensor*> all;
     for (const Named& n : out.tensors()) all.push_back(n.tensor);
@@ -153,7 +153,7 @@ struct Legal<kda_backward_args> {
 template <>
 struct Legal<kda_segment_map_args> {
   explicit Legal(const Case& c = legal_case()) : in(c), out(in), args(segment_map_args(in, out)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&out.M, &out.b, &out.d}; }
   Inputs in;
   SegmentOutputs out;
@@ -163,7 +163,7 @@ struct Legal<kda_segment_map_args> {
 template <>
 struct Legal<kda_segment_merge_args> {
   explicit Legal(const Case& c = legal_case()) : t(3, c.HV, c.K, c.V, KDA_STATE_V_FIRST), args(segment_merge_args(t)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&t.states}; }
   MergeTensors t;
   kda_segment_merge_args args;
@@ -181,7 +181,7 @@ struct Legal<Args> {
     for (const Field& f : fields())
       if (f.output && !t.both_ways(f.name)) t.all.at(f.name).poison();
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() {
     std::vector<Tensor*> all;
     for (const Field& f : fields())
@@ -215,7 +215,7 @@ struct Legal<kda_prefill_f32_args> {
     t.fill(-0.25);
     return t;
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&o, &w, &u, &hT}; }
   Tensor q, k, v, g, beta, h0, o, w, u, hT;
   kda_prefill_f32_args args;
@@ -224,7 +224,7 @@ struct Legal<kda_prefill_f32_args> {
 template <>
 struct Legal<kda_gate_args> {
   explicit Legal(const Case& c = legal_case()) : in(c), t(in, c.g_dtype), args(gate_args(in, t)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&t.g}; }
   Inputs in;
   GateTensors t;
@@ -234,7 +234,7 @@ struct Legal<kda_gate_args> {
 template <>
 struct Legal<kda_gate_backward_args> {
   explicit Legal(const Case& c = legal_case()) : in(c), t(in, c.g_dtype), args(gate_backward_args(in, t)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&t.dx, &t.dA_log, &t.d_dt_bias}; }
   Inputs in;
   GateTensors t;
@@ -246,7 +246,7 @@ inline NormCase legal_norm_case() { return {.name = "legal", .B = 2, .T = 3, .HV
 template <>
 struct Legal<kda_norm_gate_args> {
   explicit Legal(const Case& = legal_case()) : in(legal_norm_case()), out(in), args(norm_gate_args(in, out)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&out.y}; }
   NormInputs in;
   NormOutputs out;
@@ -256,7 +256,7 @@ struct Legal<kda_norm_gate_args> {
 template <>
 struct Legal<kda_norm_gate_backward_args> {
   explicit Legal(const Case& = legal_case()) : in(legal_norm_case()), out(in), args(norm_gate_backward_args(in, out)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&out.dx, &out.dgate, &out.dweight}; }
   NormInputs in;
   NormOutputs out;
@@ -281,7 +281,7 @@ struct Legal<kda_conv_args> {
     args.state_indices = state_indices, args.has_initial_state = has_initial_state;
     args.y = y, args.silu = 1;
   }
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&y, &final_state}; }
   ConvInputs in;
   Tensor y, initial_state, final_state, state_indices, has_initial_state;
@@ -291,7 +291,7 @@ struct Legal<kda_conv_args> {
 template <>
 struct Legal<kda_conv_backward_args> {
   explicit Legal(const Case& = legal_case()) : in(legal_conv_case()), out(in), args(conv_backward_args(in, out)) {}
-  std::vector<Field> fields() { return test::fields(args); }
+  std::vector<Field> fields() { return given(args); }
   std::vector<Tensor*> outputs() { return {&out.dx, &out.dweight, &out.dbias, &out.d_initial}; }
   ConvInputs in;
   ConvGradientOutputs out;

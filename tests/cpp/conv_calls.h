@@ -1,5 +1,7 @@
 // Cases of the causal convolution, their tensors, and the args structs that point at them.
 #pragma once
+#include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "calls.h"
@@ -15,7 +17,8 @@ struct ConvCase {
   int32_t dtype = KDA_F32, weight_dtype = KDA_F32, state_dtype = KDA_F32;
   Layout layout = Layout::kDense, state_layout = Layout::kDense;  // kHeadsFirst: states stored [N,W-1,D]
   bool bias = true, silu = true, state = true;
-  double scale = 1;  // of x
+  double scale = 1;                 // of x
+  std::vector<int64_t> parts = {};  // channels of x, x1 and x2, if there are more than x
 };
 inline std::ostream& operator<<(std::ostream& out, const ConvCase& c) { return out << c.name; }
 
@@ -52,6 +55,18 @@ inline std::vector<ConvCase> conv_cases() {
   add({.name = "f16", .B = 2, .D = 37, .dtype = KDA_F16, .weight_dtype = KDA_F16, .state_dtype = KDA_F16});
   add({.name = "mixed", .lengths = {30, 2, 9}, .dtype = KDA_BF16, .state_dtype = KDA_F16});
   add({.name = "mixed_weight", .lengths = {30, 2, 9}, .weight_dtype = KDA_BF16, .layout = Layout::kPadded});
+  add({.name = "parts", .B = 2, .D = 20, .parts = {5, 3, 12}});
+  add({.name = "parts_apart", .B = 2, .D = 20, .layout = Layout::kPadded, .parts = {8, 4, 8}});
+  add({.name = "parts_two", .D = 20, .W = 3, .lengths = {30, 0, 1, 9}, .tail = 3, .parts = {1, 19}});
+  add({.name = "parts_tiles", .D = 1700, .lengths = {3, 130, 2}, .parts = {513, 512, 675}});  // tiles end with parts
+  add({.name = "parts_token", .B = 3, .T = 1, .D = 40, .parts = {12, 8, 20}});
+  add({.name = "parts_bf16",
+       .B = 2,
+       .D = 48,
+       .dtype = KDA_BF16,
+       .weight_dtype = KDA_BF16,
+       .state_dtype = KDA_BF16,
+       .parts = {16, 8, 24}});
   return all;
 }
 
@@ -67,6 +82,7 @@ struct ConvInputs {
   ConvCase c;
   int64_t B, T, N;
   Tensor x, weight, bias, cu_seqlens, state, dy, d_final;
+  std::vector<Tensor> parts;  // of x, each in memory of its own; or none
 
   explicit ConvInputs(const ConvCase& c, uint64_t seed = 0) : c(c), B(c.B), T(c.T), N(c.B) {
     if (!c.lengths.empty() || c.tail) {
@@ -88,6 +104,12 @@ struct ConvInputs {
     if (c.bias) bias = filled(c.weight_dtype, {c.D}, Layout::kDense, 0.5);
     if (c.state) state = filled(c.state_dtype, {N, c.D, c.W - 1}, c.state_layout, c.scale);
     if (c.state) d_final = filled(c.state_dtype, {N, c.D, c.W - 1}, c.state_layout, 1);
+    int64_t first = 0;
+    for (const int64_t D : c.parts) {
+      Tensor part(c.dtype, {B, T, D}, c.layout);
+      for (int64_t i = 0; i < part.size(); ++i) part.set(i, x.get(i / D * c.D + first + i % D));
+      parts.push_back(std::move(part)), first += D;
+    }
   }
   int64_t begin(int64_t n) const { return cu_seqlens ? static_cast<int64_t>(cu_seqlens.get(n)) : 0; }
   int64_t length(int64_t n) const { return cu_seqlens ? c.lengths[n] : T; }
@@ -118,11 +140,18 @@ struct ConvGradientOutputs {
   }
 };
 
+template <class Args>
+void use_parts(const ConvInputs& in, Args& a) {
+  if (in.parts.empty()) return;
+  a.x = in.parts[0], a.x1 = in.parts[1];
+  if (in.parts.size() > 2) a.x2 = in.parts[2];
+}
 inline kda_conv_args conv_args(const ConvInputs& in, const ConvOutputs& out) {
   kda_conv_args a = KDA_CONV_ARGS_INIT;
   a.x = in.x, a.weight = in.weight, a.bias = in.bias, a.cu_seqlens = in.cu_seqlens, a.initial_state = in.state;
   a.y = out.y, a.final_state = out.final_state;
   a.silu = in.c.silu;
+  use_parts(in, a);
   return a;
 }
 inline kda_conv_backward_args conv_backward_args(const ConvInputs& in, const ConvGradientOutputs& out) {
@@ -131,6 +160,7 @@ inline kda_conv_backward_args conv_backward_args(const ConvInputs& in, const Con
   a.dy = in.dy, a.d_final_state = in.d_final;
   a.dx = out.dx, a.dweight = out.dweight, a.dbias = out.dbias, a.d_initial_state = out.d_initial;
   a.silu = in.c.silu;
+  use_parts(in, a);
   return a;
 }
 
@@ -143,6 +173,19 @@ inline std::vector<int64_t> path_to(const Tensor& parents, int64_t n, int64_t t)
     t = parent >= t ? t - 1 : parent;
   }
   return path;
+}
+
+// Tokens of a request along a path, as a request of its own.
+inline ConvInputs along(const ConvInputs& in, int64_t n, const std::vector<int64_t>& path) {
+  ConvCase c = in.c;
+  c.B = 1, c.T = static_cast<int64_t>(path.size());
+  ConvInputs one(c);
+  one.weight = in.weight.clone(), one.bias = in.bias.clone();
+  const int64_t slot = c.D * (c.W - 1);
+  for (int64_t i = 0; i < slot; ++i) one.state.set(i, in.state.get(n * slot + i));
+  for (int64_t i = 0; i < one.x.size(); ++i)
+    one.x.set(i, in.x.get((n * in.T + path[static_cast<size_t>(i / c.D)]) * c.D + i % c.D));
+  return one;
 }
 
 inline double conv_budget(const ConvCase& c, int32_t dtype) {
@@ -158,6 +201,109 @@ inline void expect_conv_close(const ConvCase& c, const std::vector<Named>& refer
     EXPECT_TRUE(close(*reference[i].tensor, t, sum ? kConvSumBudget : conv_budget(c, t.dtype()))) << got[i].name;
     EXPECT_EQ(t.unwritten(), 0) << got[i].name;
     EXPECT_TRUE(t.margins_intact()) << got[i].name;
+  }
+}
+
+// ---- the same on every device: call(args) runs there ----
+
+template <class Call>
+void run_conv(const ConvInputs& in, const ConvOutputs& out, const ConvGradientOutputs& gradients, const Call& call) {
+  call(conv_args(in, out));
+  call(conv_backward_args(in, gradients));
+}
+
+// Packed sequences have the bits that each has alone.
+template <class Call>
+void expect_neighbours_do_not_matter(const ConvCase& packed, const Call& call) {
+  const ConvInputs in(packed);
+  const ConvOutputs all(in);
+  const ConvGradientOutputs all_gradients(in);
+  run_conv(in, all, all_gradients, call);
+  for (int64_t n = 0; n < in.N; ++n) {
+    ConvCase c = packed;
+    c.lengths.clear(), c.tail = 0, c.T = in.length(n);
+    ConvInputs one(c);
+    one.weight = in.weight.clone(), one.bias = in.bias.clone();
+    for (const auto& [to, from] : {std::pair{&one.x, &in.x}, {&one.dy, &in.dy}})
+      for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(in.begin(n) * c.D + i));
+    for (const auto& [to, from] : {std::pair{&one.state, &in.state}, {&one.d_final, &in.d_final}})
+      for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(n * to->size() + i));
+    const ConvOutputs alone(one);
+    const ConvGradientOutputs gradients(one);
+    run_conv(one, alone, gradients, call);
+    EXPECT_EQ(alone.y.bits(), all.y.bits(1, in.begin(n), c.T)) << c << " " << n;
+    EXPECT_EQ(alone.final_state.bits(), all.final_state.bits(0, n, 1)) << c << " " << n;
+    EXPECT_EQ(gradients.dx.bits(), all_gradients.dx.bits(1, in.begin(n), c.T)) << c << " " << n;
+    EXPECT_EQ(gradients.d_initial.bits(), all_gradients.d_initial.bits(0, n, 1)) << c << " " << n;
+  }
+}
+
+// One call, or two in place with the state carried between: the same bits.
+template <class Call>
+void expect_splits_do_not_matter(int64_t D, const std::vector<int64_t>& splits, const Call& call) {
+  for (const int64_t W : {2, 3, 4})
+    for (const int64_t split : splits) {
+      const ConvInputs in({.name = "split", .T = 140, .D = D, .W = W});
+      const ConvOutputs whole(in), parts(in);
+      call(conv_args(in, whole));
+      const Tensor state = in.state.clone();
+      kda_conv_args a = conv_args(in, parts);
+      a.initial_state = a.final_state = state;  // in place
+      a.x.shape[1] = a.y.shape[1] = split;
+      call(a);
+      const int64_t offset = split * in.c.D * static_cast<int64_t>(sizeof(float));
+      a.x.data = static_cast<char*>(a.x.data) + offset, a.y.data = static_cast<char*>(a.y.data) + offset;
+      a.x.shape[1] = a.y.shape[1] = in.T - split;
+      call(a);
+      EXPECT_EQ(parts.y.bits(), whole.y.bits()) << W << " " << split;
+      EXPECT_EQ(state.bits(), whole.final_state.bits()) << W << " " << split;
+    }
+}
+
+// NaN or infinity reaches the W outputs of its channel that read it.
+template <class Call>
+void expect_bad_numbers_stay_in_their_window(const Call& call) {
+  for (const double bad :
+       {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()})
+    for (const int64_t W : {2, 3, 4})
+      for (const int64_t t : {-1, 0, 1, 13, 27}) {  // -1: the newest row of the state
+        ConvInputs in({.name = "nan", .D = 20, .W = W, .lengths = {30, 9}});
+        const int64_t d = 13;
+        if (t < 0) in.state.set(d * (W - 1) + W - 2, bad);
+        else in.x.set(t * in.c.D + d, bad);
+        const ConvOutputs out(in), reference(in, true);
+        const ConvGradientOutputs gradients(in);
+        run_conv(in, out, gradients, call);
+        run(conv_args(in, reference), {.impl = "reference"});
+        for (int64_t i = 0; i < in.c.D; ++i) EXPECT_TRUE(i == d || std::isfinite(gradients.dbias.get(i))) << i;
+        for (int64_t i = 0; i < gradients.dx.size(); ++i) {  // of a token whose outputs are all well
+          const int64_t token = i / in.c.D, last = token < 30 ? std::min<int64_t>(token + W, 30) : token + 1;
+          const bool read = i % in.c.D == d && token < t + W && last > t;
+          EXPECT_TRUE(read || std::isfinite(gradients.dx.get(i))) << W << ": " << token << " " << i % in.c.D;
+        }
+        for (int64_t i = 0; i < out.y.size(); ++i) {
+          const int64_t token = i / in.c.D, channel = i % in.c.D;
+          const bool read = channel == d && token >= t && token < std::min<int64_t>(t + W, 30);
+          EXPECT_TRUE(read || std::isfinite(out.y.get(i))) << W << ": " << token << " " << channel;
+          EXPECT_EQ(std::isnan(out.y.get(i)), std::isnan(reference.y.get(i)))
+              << W << " " << bad << ": " << token << " " << channel;
+        }
+      }
+}
+
+template <class Call>
+void expect_nothing_to_do(const Call& call) {
+  for (const ConvCase& c :
+       {ConvCase{.name = "no_tokens", .B = 2, .T = 0}, ConvCase{.name = "no_rows", .B = 0},
+        ConvCase{.name = "all_empty", .lengths = {0, 0}, .tail = 3}, ConvCase{.name = "no_sequences", .tail = 5}}) {
+    const ConvInputs in(c);
+    const ConvOutputs out(in);
+    const ConvGradientOutputs gradients(in);
+    run_conv(in, out, gradients, call);
+    EXPECT_EQ(out.final_state.bits(), in.state.bits()) << c;
+    EXPECT_EQ(gradients.d_initial.bits(), in.d_final.bits()) << c;
+    for (const Tensor* zero : {&out.y, &gradients.dx, &gradients.dweight, &gradients.dbias})
+      for (int64_t i = 0; i < zero->size(); ++i) EXPECT_EQ(zero->get(i), 0) << c;
   }
 }
 

@@ -190,7 +190,7 @@ void one_call(Random& random) {
                 })
     comparable = legal || a.h.ndim == 0;
   for (int64_t n = legal ? 0 : 1 + random.below(3); n > 0; --n) {
-    const std::vector<Field> all = all_fields(a);
+    const std::vector<Field> all = fields(a);
     if (random.chance(0.6)) comparable &= break_tensor(all[random.below(all.size())], all, random);
     else if (random.chance(0.5)) break_exec(a.exec, random);
     else if (random.chance(0.8)) break_any_options(a, random);
@@ -200,13 +200,13 @@ void one_call(Random& random) {
       if (random.chance(0.5)) room[sizeof(Args) / 8 + random.below(8)] = 1;
     }
   }
-  for (const Field& f : all_fields(a))
+  for (const Field& f : fields(a))
     if (!arena.holds(*f.t)) return void(++counts.skipped);
   if (work(a) > kWork) return void(++counts.skipped);
 
   if (std::getenv("FUZZ_PRINT")) print_call(a);
   const auto expected = comparable ? oracle(a, reference_arena) : std::nullopt;
-  const std::vector<Field> all = all_fields(a);
+  const std::vector<Field> all = fields(a);
   before.assign(arena.bytes.begin(), arena.bytes.begin() + arena.used);
   const Args passed = a;
   const char* text = nullptr;

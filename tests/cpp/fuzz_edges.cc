@@ -1,6 +1,7 @@
 // Seeded calls of all operators at the edges: numbers at the ends of their range, thread counts that make no sense,
 // small stacks, forks, memory that overlaps.
 //   fuzz_edges [calls] [seed] [first] [cpu|cuda] [seconds]      a failure prints the arguments that repeat it
+//   KDA_FUZZ_IMPL=cuda_prefill_chunk ...      only calls that this implementation takes, most in tensor cores' sizes
 // The results of a call are compared with the float64 oracle, and bit by bit with those of the same call made
 // elsewhere. On CUDA all tensors are copied to the device and back.
 #include <chrono>
@@ -15,12 +16,14 @@
 namespace kda::test {
 namespace {
 
-constexpr int64_t kRoom = 8 << 20;      // of the arena
-constexpr int64_t kMostWork = 1200000;  // B T HV K V of a call
+constexpr int64_t kRoom = 16 << 20;  // of the arena: four states of 7 slots, 2 heads, K = V = 256, and the rest
+constexpr int64_t kOracleRoom = 64 << 20;
+const char* const wanted = std::getenv("KDA_FUZZ_IMPL");  // or nullptr: any implementation
+const int64_t most_work = wanted ? 9600000 : 1200000;     // B T HV K V of a call
 constexpr uint64_t kMostScratch =
     1 << 28;  // bytes of workspace that no call of this size may need, with any number of threads
 
-Arena reference_arena(8 * kRoom), moved_arena(8 * kRoom), nudged_arena(8 * kRoom);
+Arena reference_arena(kOracleRoom), moved_arena(kOracleRoom), nudged_arena(kOracleRoom);
 std::vector<char> scratch;
 bool on_cuda = false;
 
@@ -37,17 +40,46 @@ void restore(const Bytes& bytes) { std::memcpy(arena.bytes.data(), bytes.data(),
 Sizes edge_sizes(Random& random) {
   Sizes s = random_sizes(random);
   if (s.K == 1) s.l2norm = false;  // of a single number the norm leaves nothing but rounding
-  if (!random.chance(on_cuda ? 0.7 : 0.1)) return s;
+  if (!random.chance(wanted ? 0.95 : on_cuda ? 0.7 : 0.1)) return s;
   constexpr int64_t kTokens[] = {1, 8, 31, 64, 65, 130}, kHead[] = {64, 128, 128, 256};
   s.packed = random.chance(0.4), s.B = 1 + (!s.packed && random.chance(0.3)), s.N = s.B, s.cu.clear();
   s.T = kTokens[random.below(std::size(kTokens))], s.H = 1, s.HV = 1 + random.below(2);
   s.K = s.V = kHead[random.below(std::size(kHead))];
   if (random.chance(0.5)) s.dtype = KDA_BF16;
-  while (s.B * s.T * s.HV * s.K * s.V > kMostWork) s.T = s.T / 2, s.B = 1, s.N = 1;
+  while (s.B * s.T * s.HV * s.K * s.V > most_work) s.T = s.T / 2, s.B = 1, s.N = 1;
   if (!s.packed) return s;
   s.N = 1 + random.below(4), s.cu = {0};
   for (int64_t n = 0; n < s.N; ++n) s.cu.push_back(s.cu.back() + random.below(s.T - s.cu.back() + 1));
   return s;
+}
+
+// Kernels in chunks write o in the dtype of q, and save no scores. Keys have a length of 1 at most, so that states do
+// not grow.
+void suit_wanted(kda_forward_args& a, const Sizes& s, Random& random) {
+  if (!a.in.qk_l2norm) scale_all(a.in.k, 1 / std::sqrt(0.09 * static_cast<double>(s.K)));
+  a.o = arena.take(s.dtype, {s.B, s.T, s.HV, s.V}, random);
+  if (random.chance(0.9)) a.Aqk = a.Akk = {};
+}
+template <class Args>
+void suit_wanted(Args&, const Sizes&, Random&) {}
+
+// Makes a legal call. Returns false if it found none that the implementation takes that is wanted.
+template <class Args>
+bool make_legal(Args& a, Random& random) {
+  constexpr int kTries = 40;
+  for (int i = 0; i < (wanted ? kTries : 1); ++i) {
+    a = {}, a.struct_size = sizeof a;
+    arena.clear();
+    arena.alignment = on_cuda && random.chance(0.8) ? 16 : 1;
+    const Sizes s = edge_sizes(random);
+    build(a, s, random);
+    if (wanted) suit_wanted(a, s, random);
+    if (work(a) > most_work) continue;
+    a.exec.device = on_cuda ? KDA_CUDA : KDA_CPU, a.exec.num_threads = 1, a.exec.impl = wanted;
+    uint64_t bytes = 0;
+    if (!wanted || query(a, &bytes) == KDA_OK) return true;
+  }
+  return false;
 }
 
 // Runs forward again, so that the saved states belong to the inputs as they are now.
@@ -66,6 +98,7 @@ void save_again(Args&) {}
 // Returns a random one of the implementations that take the call; nullptr leaves the choice to the library.
 template <class Args>
 const char* some_implementation(Args a, Random& random) {
+  if (wanted) return wanted;
   std::vector<const char*> takers{nullptr};
   for (int32_t i = 0; const char* name = kda_implementation(op_name<Args>(), i); ++i) {
     if (!std::string(name).starts_with(on_cuda ? "cuda_" : "cpu_")) continue;
@@ -100,12 +133,13 @@ template <class Args>
 Promise promise(Args& a) {
   // docs/numerics.md: o and states on CUDA, where the operands of tensor cores have 11 bits; on the CPU float32
   // throughout.
-  Promise p = on_cuda ? Promise{5e-3, 0x1p10, 0} : Promise{1e-4, 16, 0};
+  Promise p = on_cuda ? Promise{5e-3, 0x1p10, 0, 0.01} : Promise{1e-4, 16, 0};
   if constexpr (kReadsRounded<Args>)  // a state in 16 bits may be rounded up here and down there
     if (a.states.h0.dtype == KDA_BF16) p.gate = 0.02;
   if constexpr (requires { a.conv; })  // and so may the convolved rows
     if (dtype_size(a.conv.x.dtype) == 2) p.gate = 0.05;
-  if constexpr (std::is_same_v<Args, kda_backward_args>)  // the gates of gradients, and of sums that may cancel
+  // The gates of gradients, and of sums that may cancel.
+  if constexpr (std::is_same_v<Args, kda_backward_args> || std::is_same_v<Args, kda_segment_map_args>)
     if (on_cuda) p.gate = 0.03;
   // On CUDA decays are factors of operands in f16, where less than 2^-24 is 0.
   p.underflow = (on_cuda ? 0x1p-20 : 1000 * FLT_MIN) * largest_factor(a);
@@ -115,7 +149,7 @@ Promise promise(Args& a) {
 template <class Args>
 void expect_oracle(Args& a, const std::vector<kda_tensor>& expected, const std::vector<kda_tensor>& moved,
                    const Promise& p, Tainted tainted) {
-  std::vector<Field> outputs = all_fields(a);
+  std::vector<Field> outputs = fields(a);
   std::erase_if(outputs, [](const Field& f) { return !f.output || f.t->ndim == 0; });
   Noise noise = cancelled(a, outputs, expected, nudged_arena);
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -134,7 +168,7 @@ void expect_oracle(Args& a, const std::vector<kda_tensor>& expected, const std::
 
 template <class Args>
 void expect_only_outputs_written(Args& a, Bytes before) {
-  for (const Field& f : all_fields(a))
+  for (const Field& f : fields(a))
     for (int64_t j = 0; f.output && j < tensor_size(*f.t); ++j) {
       const char* p = element(*f.t, j);
       std::memcpy(before.data() + (p - arena.bytes.data()), p, dtype_size(f.t->dtype));
@@ -183,7 +217,7 @@ bool may_be_one(const std::string& a, const std::string& b) {
 // written.
 template <class Args>
 void expect_overlap_refused(Args a, Random& random) {
-  std::vector<Field> all = all_fields(a);
+  std::vector<Field> all = fields(a);
   std::erase_if(all, [](const Field& f) { return tensor_size(*f.t) == 0; });
   if (all.size() < 2) return;
   const Field &f = all[random.below(std::ssize(all))], &other = all[random.below(std::ssize(all))];
@@ -218,16 +252,11 @@ void expect_overlap_refused(Args a, Random& random) {
 template <class Args>
 void one_call(Random& random) {
   Args a{};
-  a.struct_size = sizeof a;
-  arena.clear();
-  arena.alignment = on_cuda && random.chance(0.8) ? 16 : 1;
-  build(a, edge_sizes(random), random);
-  if (work(a) > kMostWork) return;
+  if (!make_legal(a, random)) return;
   // Backward's products on tensor cores have f32's range, as docs/kernels/cuda_backward.md tells: factors stay small.
   const bool bounded = on_cuda && std::is_same_v<Args, kda_backward_args>;
   const std::string spoiled = random.chance(0.9) ? spoil_some(a, random, bounded) : "nothing";
   save_again(a);
-  a.exec.device = on_cuda ? KDA_CUDA : KDA_CPU, a.exec.num_threads = 1;
   a.exec.impl = some_implementation(a, random);
   if (std::getenv("FUZZ_PRINT")) print_call(a), print_values(a), std::printf("spoiled: %s\n", spoiled.c_str());
   if (!on_cuda && random.chance(0.15)) return expect_overlap_refused(a, random);
@@ -238,12 +267,13 @@ void one_call(Random& random) {
   const Bytes before = arena_bytes();
   const Promise p = promise(a);
   const Tainted tainted = tainted_by(a);
+  const bool is_beyond = largest_factor(a) > kMostFactor || has_subnormals_and_infinities(a);
   const kda_status status = run(a);
   if (status == KDA_UNSUPPORTED && !a.exec.impl && on_cuda) return;
   if (status != KDA_OK) fail(str(kda_status_name(status), ": ", kda_last_error()));
   const Bytes after = arena_bytes();
   expect_only_outputs_written(a, before);
-  if (largest_factor(a) > kMostFactor || has_subnormals_and_infinities(a)) {
+  if (is_beyond) {
     ++counts.beyond;
   } else {
     restore(before);  // what is written in place is an input
@@ -289,11 +319,26 @@ constexpr Operator kOperators[] = {
     operator_of<kda_conv_backward_args>(),
 };
 
+constexpr Operator kNorm = operator_of<kda_norm_gate_args>(),
+                   kNormBackward = operator_of<kda_norm_gate_backward_args>();
+
+const Operator& operator_with(const char* impl) {
+  const auto has = [&](const Operator& op) {
+    for (int32_t i = 0; const char* name = kda_implementation(op.name, i); ++i)
+      if (!std::strcmp(name, impl)) return true;
+    return false;
+  };
+  for (const Operator& op : kOperators)
+    if (has(op)) return op;
+  if (has(kNorm)) return kNorm;
+  if (!has(kNormBackward)) std::printf("no implementation is called %s\n", impl), std::exit(1);
+  return kNormBackward;
+}
+
 // Norms make every other call of gates. So the calls of all others keep their numbers, by which pages name them.
 const Operator& operator_of_call(int64_t i) {
-  static constexpr Operator kNorm = operator_of<kda_norm_gate_args>(),
-                            kNormBackward = operator_of<kda_norm_gate_backward_args>();
   constexpr int64_t kCount = std::size(kOperators);
+  if (wanted) return operator_with(wanted);
   const Operator& op = kOperators[i % kCount];
   if (i / kCount % 2 == 0) return op;
   return !std::strcmp(op.name, "gate") ? kNorm : !std::strcmp(op.name, "gate_backward") ? kNormBackward : op;
@@ -309,8 +354,9 @@ bool runs_here(const char* op) {
 bool make_call(int64_t i, int64_t seed) {
   const Operator& op = operator_of_call(i);
   if (!runs_here(op.name)) return true;
-  std::snprintf(how_to_repeat, sizeof how_to_repeat, "repeat with: fuzz_edges 1 %lld %lld %s\n",
-                static_cast<long long>(seed), static_cast<long long>(i), on_cuda ? "cuda" : "cpu");
+  std::snprintf(how_to_repeat, sizeof how_to_repeat, "repeat with: %s%s fuzz_edges 1 %lld %lld %s\n",
+                wanted ? "KDA_FUZZ_IMPL=" : "", wanted ? wanted : "", static_cast<long long>(seed),
+                static_cast<long long>(i), on_cuda ? "cuda" : "cpu");
   Random random(static_cast<uint64_t>(seed) << 40 ^ static_cast<uint64_t>(i));
   random.bits();
   alarm(kPatience);
@@ -347,7 +393,8 @@ int main_(int argc, char** argv) {
       static_cast<long long>(counts.elsewhere), static_cast<long long>(failed));
   // A fuzzer that compares little tests little.
   const bool telling = counts.compared > counts.calls / 2 && counts.elsewhere > counts.calls / 4;
-  return failed || (i - first >= 1000 && !telling);
+  const bool made = !wanted || counts.calls > (i - first) / 2;
+  return failed || !made || (i - first >= 1000 && !telling);
 }
 
 }  // namespace

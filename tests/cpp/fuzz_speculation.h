@@ -112,31 +112,6 @@ inline void build(kda_flush_verify_args& a, const Sizes& any, Random& random) {
   a.parents = random_parents(s, s.T, random);
 }
 
-// The fields of args, with those of every way of calling the operator.
-template <class Args>
-std::vector<Field> fields_without_norm(Args& a) {
-  if constexpr (requires { serving_fields(a); }) return joined(fields(a), serving_fields(a));
-  else return fields(a);
-}
-inline std::vector<Field> fields_without_norm(kda_decode_args& a) {
-  return joined(joined(fields(a), conv_fields(a.conv, true)), joined(snapshot_fields(a), serving_fields(a)));
-}
-inline std::vector<Field> fields_without_norm(kda_verify_args& a) {
-  return joined(fields(a), conv_fields(a.conv, false));
-}
-inline std::vector<Field> fields_without_norm(kda_flush_verify_args& a) {
-  return joined(joined(fields(a), conv_fields(a.conv, true)), {{"records.ring_first", &a.records.ring_first, true},
-                                                               {"records.ring_count", &a.records.ring_count, true},
-                                                               {"has_initial_state", &a.states.has_initial_state},
-                                                               {"last_conv_x", &a.last_conv_x}});
-}
-
-template <class Args>
-std::vector<Field> all_fields(Args& a) {
-  if constexpr (requires { a.norm; }) return joined(fields_without_norm(a), norm_fields(a.norm));
-  else return fields_without_norm(a);
-}
-
 // A norm behind the call, with an eps at which what rounding leaves of a small output stays small.
 inline kda_norm_inputs random_norm(const kda_tensor& o, Random& random) {
   kda_norm_inputs n{};

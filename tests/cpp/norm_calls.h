@@ -118,15 +118,68 @@ inline kda_norm_gate_backward_args norm_gate_backward_args(const NormInputs& in,
   return a;
 }
 
-// NaN and infinities of x, the gate and dy stay in their rows, 4, 6 and 8. compute(in, out) runs forward and backward.
-template <class Compute>
-void expect_not_finite_stays(const NormCase& c, const Compute& compute) {
+// ---- the same on every device: call(args) runs there ----
+
+template <class Call>
+void run_norm(const NormInputs& in, const NormOutputs& out, const Call& call) {
+  call(norm_gate_args(in, out));
+  call(norm_gate_backward_args(in, out));
+}
+
+// A row's bits depend neither on other rows, nor on where any of them lie.
+template <class Call>
+void expect_rows_alone(const NormCase& c, const Call& call) {
+  const NormInputs in(c);
+  NormOutputs out(in);
+  run_norm(in, out, call);
+  for (const int64_t row : {int64_t{0}, int64_t{4}, c.B * c.T * c.HV - 1}) {
+    NormCase one = c;
+    one.B = one.T = one.HV = 1, one.layout = Layout::kPadded;
+    NormInputs alone(one);
+    for (int64_t i = 0; i < c.V; ++i) {
+      alone.x.set(i, in.x.get(row * c.V + i)), alone.dy.set(i, in.dy.get(row * c.V + i));
+      alone.gate.set(i, in.gate.get(row * c.V + i)), alone.weight.set(i, in.weight.get(i));
+    }
+    NormOutputs got(alone);
+    run_norm(alone, got, call);
+    for (const auto& [all, single] : {std::pair{&out.y, &got.y}, {&out.dx, &got.dx}, {&out.dgate, &got.dgate}})
+      for (int64_t i = 0; i < c.V; ++i) ASSERT_EQ(all->get(row * c.V + i), single->get(i)) << c.name << " " << i;
+  }
+}
+
+template <class Call>
+void expect_norm_in_place(const NormCase& c, const Call& call) {
+  NormInputs in(c), again(c);
+  NormOutputs out(in);
+  call(norm_gate_args(in, out));
+  kda_norm_gate_args a = norm_gate_args(in, out);
+  a.y = in.x;
+  call(a);
+  EXPECT_EQ(in.x.bits(), out.y.bits()) << c.name;
+  a = norm_gate_args(again, out), a.y = again.gate;
+  call(a);
+  EXPECT_EQ(again.gate.bits(), out.y.bits()) << c.name;
+}
+
+template <class Call>
+void expect_no_rows_of_norm(const Call& call) {
+  NormCase c = find_norm_case("V_64");
+  c.T = 0;
+  const NormInputs in(c);
+  const NormOutputs out(in);
+  run_norm(in, out, call);
+  for (int64_t i = 0; i < c.V; ++i) EXPECT_EQ(out.dweight.get(i), 0);  // a sum of nothing
+}
+
+// NaN and infinities of x, the gate and dy stay in their rows, 4, 6 and 8.
+template <class Call>
+void expect_not_finite_stays(const NormCase& c, const Call& call) {
   for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
     NormInputs in(c);
     NormOutputs expected(in), out(in);
-    compute(in, expected);
+    run_norm(in, expected, call);
     in.x.set(4 * c.V + 1, bad), in.gate.set(6 * c.V + 2, bad), in.dy.set(8 * c.V, bad);
-    compute(in, out);
+    run_norm(in, out, call);
     for (const auto& [before, after] :
          {std::pair{&expected.y, &out.y}, {&expected.dx, &out.dx}, {&expected.dgate, &out.dgate}})
       for (int64_t i = 0; i < before->size(); ++i) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "calls.h"
 
@@ -330,6 +331,25 @@ inline kda_flush_verify_args flush_verify_args(const Drafts& before, const Draft
     a.last = last.view(), a.last_parents = before.parents, a.parents = d.parents;
   }
   return a;
+}
+
+// ---- numbers that are not checked ----
+
+constexpr double kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
+
+inline double anything(Random& random) {
+  constexpr double kValues[] = {0, 1, 2, 3, -1, -2, 4, 5, 8, 9, 22, 23, 24, 1000, -1000, kLeast, kMost};
+  return random.chance(0.5) ? kValues[random.below(std::size(kValues))]
+                            : static_cast<double>(static_cast<int32_t>(random.bits()));
+}
+
+// Every entry holds plausible numbers.
+inline Records filled(const Drafts& d) {
+  Records r(d);
+  Random random(9);
+  for (int64_t slot = 0; slot < r.u.shape()[0]; ++slot)
+    for (int64_t e = 0; e < r.R(); ++e) r.fill(slot, e, random);
+  return r;
 }
 
 }  // namespace kda::test

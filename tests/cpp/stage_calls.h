@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <map>
 #include <string>
 
@@ -151,6 +152,68 @@ inline BackwardOutputs finished(const StageTensors& t) {
     out.dA_log = std::move(gate.dA_log), out.d_dt_bias = std::move(gate.d_dt_bias);
   }
   return out;
+}
+
+// ---- the same on every device: call(args) runs there ----
+
+// After the stages of forward on t: recompute_w_u gives the bits that chunk_intra gave, with or without q; what is
+// optional changes no bit. `few` holds the same inputs.
+template <class Call>
+void expect_fewer_outputs_change_no_bit(const StageTensors& t, const StageTensors& few, const Call& call) {
+  std::map<std::string, Bits> first;
+  for (const auto& [name, x] : t.all) first[name] = x.bits();
+  kda_stage_recompute_w_u_args a = t.args<kda_stage_recompute_w_u_args>();
+  call(a);
+  for (const auto& [name, x] : t.all) EXPECT_EQ(x.bits(), first[name]) << name;
+  a.q = a.qG = {};
+  call(a);
+  for (const auto& [name, x] : t.all) EXPECT_EQ(x.bits(), first[name]) << name << " without q";
+
+  call(few.args<kda_stage_cumsum_args>());
+  kda_stage_chunk_intra_args intra = few.args<kda_stage_chunk_intra_args>();
+  intra.w = intra.u = intra.qG = intra.kg = {};
+  call(intra);
+  for (const char* name : {"Aqk", "Akk_inv"}) EXPECT_EQ(few[name].bits(), first[name]) << name;
+  call(few.args<kda_stage_recompute_w_u_args>());
+  kda_stage_delta_h_args scan = few.args<kda_stage_delta_h_args>();
+  scan.h = scan.hT = {};
+  call(scan);
+  EXPECT_EQ(few["v_new"].bits(), first["v_new"]);
+  scan = few.args<kda_stage_delta_h_args>();
+  scan.v_new = {};
+  call(scan);
+  for (const char* name : {"h", "hT"}) EXPECT_EQ(few[name].bits(), first[name]) << name;
+}
+
+template <class Call>
+void expect_the_state_in_place(const StageTensors& t, const Call& call) {
+  kda_stage_delta_h_args scan = t.args<kda_stage_delta_h_args>();
+  scan.hT = scan.h0;
+  call(scan);
+  EXPECT_EQ(t["h0"].bits(), t["hT"].bits());
+}
+
+// A gate of -inf is a decay of 0, and the G it leaves is finite and exact: -160 a step.
+template <class Call>
+void expect_minus_infinity_is_clamped(const Call& call) {
+  const Inputs in({.name = "clamped", .T = 3, .K = 2, .V = 2});
+  StageTensors t(in, KDA_F32, KDA_F32);
+  const double inf = std::numeric_limits<double>::infinity();
+  const double g[] = {-inf, 0, -1, -3000, 0, -inf}, G[] = {-160, 0, -160 - 1 / std::log(2.0), -160, 0, -320};
+  for (int i = 0; i < 6; ++i) t.all["g"].set(i, g[i]);
+  call(t.args<kda_stage_cumsum_args>());
+  EXPECT_EQ(t["G"].get(0), G[0]);
+  EXPECT_NEAR(t["G"].get(2), G[2], 1e-4);
+  EXPECT_EQ(t["G"].get(1), 0);
+  EXPECT_EQ(t["G"].get(3), -160);
+  EXPECT_EQ(t["G"].get(5), -320);
+  for (int i = 0; i < 6; ++i) t.all["dG"].set(i, i + 1.0);
+  call(t.args<kda_stage_cumsum_backward_args>());
+  const double dg[] = {0, 12, 8, 0, 5, 0};
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(t["dg"].get(i), dg[i]) << i;
+  t.all["g"].set(4, std::nan(""));
+  call(t.args<kda_stage_cumsum_args>());
+  EXPECT_TRUE(std::isnan(t["G"].get(4)));
 }
 
 }  // namespace kda::test

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "contract/operators.h"
 #include "kda/kda.h"
 
 namespace kda::test {
@@ -100,99 +101,17 @@ class Random {
   inline kda_status query(const kda_##op##_args& a, uint64_t* bytes) { return kda_##op##_workspace(&a, bytes); }  \
   inline kda_status explain(const kda_##op##_args& a, const char** text) { return kda_##op##_explain(&a, text); } \
   constexpr const char* name_of(const kda_##op##_args*) { return #op; }
-KDA_TEST_OPERATOR(stage_cumsum)
-KDA_TEST_OPERATOR(stage_chunk_intra)
-KDA_TEST_OPERATOR(stage_recompute_w_u)
-KDA_TEST_OPERATOR(stage_delta_h)
-KDA_TEST_OPERATOR(stage_fwd_o)
-KDA_TEST_OPERATOR(stage_bwd_local)
-KDA_TEST_OPERATOR(stage_bwd_delta_h)
-KDA_TEST_OPERATOR(stage_bwd_wy_dqkg)
-KDA_TEST_OPERATOR(stage_bwd_intra)
-KDA_TEST_OPERATOR(stage_cumsum_backward)
-KDA_TEST_OPERATOR(prefill_f32)
-KDA_TEST_OPERATOR(norm_gate)
-KDA_TEST_OPERATOR(norm_gate_backward)
+KDA_FOR_EACH_OPERATOR(KDA_TEST_OPERATOR)
 #undef KDA_TEST_OPERATOR
 
 // The operator's name, as kda_implementation knows it.
 template <class Args>
 constexpr const char* op_name() {
-  if constexpr (std::is_same_v<Args, kda_forward_args>) return "forward";
-  if constexpr (std::is_same_v<Args, kda_backward_args>) return "backward";
-  if constexpr (std::is_same_v<Args, kda_decode_args>) return "decode";
-  if constexpr (std::is_same_v<Args, kda_verify_args>) return "verify";
-  if constexpr (std::is_same_v<Args, kda_flush_args>) return "flush";
-  if constexpr (std::is_same_v<Args, kda_flush_verify_args>) return "flush_verify";
-  if constexpr (std::is_same_v<Args, kda_segment_map_args>) return "segment_map";
-  if constexpr (std::is_same_v<Args, kda_segment_merge_args>) return "segment_merge";
-  if constexpr (std::is_same_v<Args, kda_gate_args>) return "gate";
-  if constexpr (std::is_same_v<Args, kda_gate_backward_args>) return "gate_backward";
-  if constexpr (std::is_same_v<Args, kda_conv_args>) return "conv";
-  if constexpr (std::is_same_v<Args, kda_conv_backward_args>) return "conv_backward";
-  if constexpr (requires { name_of(static_cast<const Args*>(nullptr)); })
-    return name_of(static_cast<const Args*>(nullptr));
+  return name_of(static_cast<const Args*>(nullptr));
 }
-
-inline kda_status call(const kda_forward_args* a) { return kda_forward(a); }
-inline kda_status call(const kda_backward_args* a) { return kda_backward(a); }
-inline kda_status call(const kda_decode_args* a) { return kda_decode(a); }
-inline kda_status call(const kda_segment_map_args* a) { return kda_segment_map(a); }
-inline kda_status call(const kda_segment_merge_args* a) { return kda_segment_merge(a); }
-inline kda_status call(const kda_verify_args* a) { return kda_verify(a); }
-inline kda_status call(const kda_flush_args* a) { return kda_flush(a); }
-inline kda_status call(const kda_flush_verify_args* a) { return kda_flush_verify(a); }
-inline kda_status call(const kda_gate_args* a) { return kda_gate(a); }
-inline kda_status call(const kda_gate_backward_args* a) { return kda_gate_backward(a); }
-inline kda_status call(const kda_conv_args* a) { return kda_conv(a); }
-inline kda_status call(const kda_conv_backward_args* a) { return kda_conv_backward(a); }
 template <class Args>
 kda_status call(const Args& a) {
   return call(&a);
-}
-
-inline kda_status query(const kda_forward_args& a, uint64_t* bytes) { return kda_forward_workspace(&a, bytes); }
-inline kda_status query(const kda_backward_args& a, uint64_t* bytes) { return kda_backward_workspace(&a, bytes); }
-inline kda_status query(const kda_decode_args& a, uint64_t* bytes) { return kda_decode_workspace(&a, bytes); }
-inline kda_status query(const kda_segment_map_args& a, uint64_t* bytes) { return kda_segment_map_workspace(&a, bytes); }
-inline kda_status query(const kda_segment_merge_args& a, uint64_t* bytes) {
-  return kda_segment_merge_workspace(&a, bytes);
-}
-inline kda_status query(const kda_verify_args& a, uint64_t* bytes) { return kda_verify_workspace(&a, bytes); }
-inline kda_status query(const kda_flush_args& a, uint64_t* bytes) { return kda_flush_workspace(&a, bytes); }
-inline kda_status query(const kda_flush_verify_args& a, uint64_t* bytes) {
-  return kda_flush_verify_workspace(&a, bytes);
-}
-inline kda_status query(const kda_gate_args& a, uint64_t* bytes) { return kda_gate_workspace(&a, bytes); }
-inline kda_status query(const kda_gate_backward_args& a, uint64_t* bytes) {
-  return kda_gate_backward_workspace(&a, bytes);
-}
-inline kda_status query(const kda_conv_args& a, uint64_t* bytes) { return kda_conv_workspace(&a, bytes); }
-inline kda_status query(const kda_conv_backward_args& a, uint64_t* bytes) {
-  return kda_conv_backward_workspace(&a, bytes);
-}
-
-inline kda_status explain(const kda_forward_args& a, const char** text) { return kda_forward_explain(&a, text); }
-inline kda_status explain(const kda_backward_args& a, const char** text) { return kda_backward_explain(&a, text); }
-inline kda_status explain(const kda_decode_args& a, const char** text) { return kda_decode_explain(&a, text); }
-inline kda_status explain(const kda_segment_map_args& a, const char** text) {
-  return kda_segment_map_explain(&a, text);
-}
-inline kda_status explain(const kda_segment_merge_args& a, const char** text) {
-  return kda_segment_merge_explain(&a, text);
-}
-inline kda_status explain(const kda_verify_args& a, const char** text) { return kda_verify_explain(&a, text); }
-inline kda_status explain(const kda_flush_args& a, const char** text) { return kda_flush_explain(&a, text); }
-inline kda_status explain(const kda_flush_verify_args& a, const char** text) {
-  return kda_flush_verify_explain(&a, text);
-}
-inline kda_status explain(const kda_gate_args& a, const char** text) { return kda_gate_explain(&a, text); }
-inline kda_status explain(const kda_gate_backward_args& a, const char** text) {
-  return kda_gate_backward_explain(&a, text);
-}
-inline kda_status explain(const kda_conv_args& a, const char** text) { return kda_conv_explain(&a, text); }
-inline kda_status explain(const kda_conv_backward_args& a, const char** text) {
-  return kda_conv_backward_explain(&a, text);
 }
 
 // Workspace of the size asked for, aligned to 256 and no more, every byte `fill`, with guarded margins.

@@ -10,6 +10,10 @@ namespace {
 // Everything is computed in f32; what is kept in 16 bits is rounded once (math.md 8, the gate's row).
 // A `large` x loses as many digits again where products cancel.
 
+auto on(const char* impl) {
+  return [impl](const auto& a) { run(a, {.impl = impl}); };
+}
+
 class Conv : public testing::TestWithParam<ConvCase> {
  protected:
   Conv() : c(GetParam()), in(c) {}
@@ -147,75 +151,14 @@ TEST(ConvPromise, InputsStayAsTheyAre) {
   }
 }
 
-// Packed sequences have the bits that each has alone.
 TEST(ConvPromise, NeighboursDoNotMatter) {
-  for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "blocks_start_inside"}) {
-    const ConvInputs in(find_conv_case(name));
-    const ConvOutputs all(in);
-    const ConvGradientOutputs all_gradients(in);
-    run(conv_args(in, all), {.impl = "cpu_conv"});
-    run(conv_backward_args(in, all_gradients), {.impl = "cpu_conv"});
-    for (int64_t n = 0; n < in.N; ++n) {
-      ConvCase c = in.c;
-      c.lengths.clear(), c.tail = 0, c.T = in.length(n);
-      ConvInputs one(c);
-      one.weight = in.weight.clone(), one.bias = in.bias.clone();
-      for (const auto& [to, from] : {std::pair{&one.x, &in.x}, {&one.dy, &in.dy}})
-        for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(in.begin(n) * c.D + i));
-      for (const auto& [to, from] : {std::pair{&one.state, &in.state}, {&one.d_final, &in.d_final}})
-        for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(n * to->size() + i));
-      const ConvResults alone = results(one);
-      EXPECT_EQ(alone.y, all.y.bits(1, in.begin(n), c.T)) << name << " " << n;
-      EXPECT_EQ(alone.dx, all_gradients.dx.bits(1, in.begin(n), c.T)) << name << " " << n;
-      EXPECT_EQ(alone.final_state, all.final_state.bits(0, n, 1)) << name << " " << n;
-      EXPECT_EQ(alone.d_initial, all_gradients.d_initial.bits(0, n, 1)) << name << " " << n;
-    }
-  }
+  for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "blocks_start_inside"})
+    expect_neighbours_do_not_matter(find_conv_case(name), on("cpu_conv"));
 }
 
-// One call, or two with the state carried between: the same bits.
-TEST(ConvPromise, SplitAnywhere) {
-  for (const int64_t W : {2, 3, 4})
-    for (const int64_t split : {0, 1, 2, 3, 5, 128, 131, 140}) {
-      const ConvInputs in({.name = "split", .T = 140, .D = 530, .W = W});
-      const ConvOutputs whole(in), parts(in);
-      run(conv_args(in, whole), {.impl = "cpu_conv"});
-      const Tensor state = in.state.clone();
-      kda_conv_args a = conv_args(in, parts);
-      a.initial_state = a.final_state = state;  // in place
-      a.x.shape[1] = a.y.shape[1] = split;
-      run(a, {.impl = "cpu_conv"});
-      const int64_t offset = split * in.c.D * static_cast<int64_t>(sizeof(float));
-      a.x.data = static_cast<char*>(a.x.data) + offset, a.y.data = static_cast<char*>(a.y.data) + offset;
-      a.x.shape[1] = a.y.shape[1] = in.T - split;
-      run(a, {.impl = "cpu_conv"});
-      EXPECT_EQ(parts.y.bits(), whole.y.bits()) << W << " " << split;
-      EXPECT_EQ(state.bits(), whole.final_state.bits()) << W << " " << split;
-    }
-}
+TEST(ConvPromise, SplitAnywhere) { expect_splits_do_not_matter(530, {0, 1, 2, 3, 5, 128, 131, 140}, on("cpu_conv")); }
 
-// NaN or infinity reaches the W outputs of its channel that read it, and in gradients no other channel.
-TEST(ConvPromise, NaNStaysInItsChannelAndWindow) {
-  for (const double bad :
-       {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()}) {
-    ConvInputs in({.name = "nan", .D = 20, .lengths = {30, 9}});
-    const int64_t t = 27, d = 13;  // the last but two of its sequence
-    in.x.set(t * in.c.D + d, bad);
-    const ConvOutputs out(in), reference(in, true);
-    const ConvGradientOutputs gradients(in);
-    run(conv_args(in, out), {.impl = "cpu_conv"});
-    run(conv_args(in, reference), {.impl = "reference"});
-    run(conv_backward_args(in, gradients), {.impl = "cpu_conv"});
-    for (int64_t i = 0; i < out.y.size(); ++i) {
-      const int64_t token = i / in.c.D, channel = i % in.c.D;
-      const bool read = channel == d && token >= t && token < 30;
-      EXPECT_TRUE(read || std::isfinite(out.y.get(i))) << token << " " << channel;
-      EXPECT_EQ(std::isnan(out.y.get(i)), std::isnan(reference.y.get(i))) << bad << ": " << token << " " << channel;
-      EXPECT_TRUE(channel == d || std::isfinite(gradients.dx.get(i))) << token << " " << channel;
-    }
-    for (int64_t i = 0; i < in.c.D; ++i) EXPECT_TRUE(i == d || std::isfinite(gradients.dbias.get(i))) << i;
-  }
-}
+TEST(ConvPromise, NaNStaysInItsChannelAndWindow) { expect_bad_numbers_stay_in_their_window(on("cpu_conv")); }
 
 TEST(ConvPromise, PoolsTouchOnlyTheirSlots) {
   Legal<kda_conv_args> x;
@@ -237,6 +180,46 @@ TEST(ConvPromise, PoolsTouchOnlyTheirSlots) {
   for (int64_t i = 0; i < padded.y.size(); ++i) EXPECT_EQ(padded.y.get(i) == 0, i >= 2 * 5) << i;
 }
 
+// x in parts: the bits of one x. The cases above compare the parts with the oracle, which takes them in its own way.
+TEST(ConvPromise, PartsDoNotMatter) {
+  for (const char* name : {"parts", "parts_apart", "parts_two", "parts_tiles", "parts_token", "parts_bf16"}) {
+    const ConvInputs in(find_conv_case(name));
+    ConvCase c = in.c;
+    c.parts.clear();
+    const ConvInputs whole(c);
+    const ConvResults expected = results(whole);
+    for (const int threads : {1, 3}) EXPECT_TRUE(results(in, {.threads = threads}) == expected) << name;
+    ConvOutputs exact(whole, true), got(in, true);
+    ConvGradientOutputs gradients(whole, true), got_gradients(in, true);
+    run(conv_args(whole, exact), {.impl = "reference"}), run(conv_args(in, got), {.impl = "reference"});
+    run(conv_backward_args(whole, gradients), {.impl = "reference"});
+    run(conv_backward_args(in, got_gradients), {.impl = "reference"});
+    EXPECT_EQ(got.y.bits(), exact.y.bits()) << name;
+    EXPECT_EQ(got.final_state.bits(), exact.final_state.bits()) << name;
+    EXPECT_EQ(got_gradients.dx.bits(), gradients.dx.bits()) << name;
+    EXPECT_EQ(got_gradients.dweight.bits(), gradients.dweight.bits()) << name;
+  }
+}
+
+// A pool in place, checkpoints and x in parts.
+TEST(ConvPromise, PartsWithPoolsAndCheckpoints) {
+  const ConvInputs in({.name = "pool", .D = 20, .lengths = {40, 0, 33}, .parts = {5, 3, 12}});
+  const Tensor slots(KDA_I32, {3}, {4, 0, 2}), kept(KDA_I32, {3, 2}, {1, 3, -1, -1, 2, 0});
+  const auto made = [&](bool in_parts, const char* impl) {
+    const ConvOutputs out(in);
+    Tensor pool(KDA_F32, {5, 20, 3}), checkpoints(KDA_F32, {4, 20, 3});
+    Random random(3);
+    for (int64_t i = 0; i < pool.size(); ++i) pool.set(i, random.normal());
+    kda_conv_args a = conv_args(in, out);
+    if (!in_parts) a.x = in.x, a.x1 = a.x2 = {};
+    a.initial_state = a.final_state = pool, a.state_indices = slots;
+    a.checkpoints = checkpoints, a.checkpoint_slots = kept, a.checkpoint_every = 16;
+    run(a, {.impl = impl});
+    return std::vector{out.y.bits(), pool.bits(), checkpoints.bits()};
+  };
+  for (const char* impl : {"cpu_conv", "reference"}) EXPECT_EQ(made(true, impl), made(false, impl)) << impl;
+}
+
 // ---- refusals beside those of every operator (test_contract.cc) ----
 
 TEST(ConvRefuses, Sizes) {
@@ -251,6 +234,44 @@ TEST(ConvRefuses, Sizes) {
   both("weight: expected W in 2..4, got 5", [](auto& a) { a.weight.shape[1] = 5; });
   both("cu_seqlens: expected one row of packed sequences (B = 1), got B = 2", [](auto& a) { a.x.shape[0] = 2; });
   both("x: expected float32 or bfloat16 or float16, got int32", [](auto& a) { a.x.dtype = KDA_I32; });
+}
+
+TEST(ConvRefuses, Parts) {
+  static const Tensor more(KDA_F32, {1, 9, 2});
+  const auto both = [](const std::string& sentence, const auto& break_it) {
+    const auto with_parts = [&](auto& x) {
+      x.args.x1 = more, x.args.x.shape[2] = 3;
+      break_it(x.args);
+    };
+    refuses<kda_conv_args>(sentence, with_parts);
+    refuses<kda_conv_backward_args>(sentence, with_parts);
+  };
+  both("x2: expected x1 with it, got none", [](auto& a) { a.x2 = a.x1, a.x1 = {}; });
+  both("x1: expected 3 dimensions [B,T,D], got 2", [](auto& a) { a.x1.ndim = 2; });
+  both("x1: expected shape [1,9,2] (B and T of x), got [1,8,2]", [](auto& a) { a.x1.shape[1] = 8; });
+  both("x2: expected shape [1,9,2] (B and T of x), got [2,9,2]", [](auto& a) { a.x2 = a.x1, a.x2.shape[0] = 2; });
+  both("x1: expected D in 1..2^48, got 0", [](auto& a) { a.x1.shape[2] = 0; });
+  both("x2: expected D in 1..2^48, got 281474976710657", [](auto& a) { a.x2 = a.x1, a.x2.shape[2] = (1LL << 48) + 1; });
+  both("x: expected D in 1..2^48, got 9223372036854775807",
+       [](auto& a) { a.x.shape[1] = a.x1.shape[1] = 0, a.x.shape[2] = INT64_MAX; });
+  both("x1: expected float32, got bfloat16", [](auto& a) { a.x1.dtype = KDA_BF16; });
+  both("x1: expected a dense last dimension", [](auto& a) { a.x1.stride[2] = 2; });
+  both("weight: expected shape [6,3] ([D,W], D of x, x1 and x2), got [5,3]", [](auto& a) { a.x.shape[2] = 4; });
+  refuses<kda_conv_args>("y: expected shape [1,9,5] like x, x1 and x2, got [1,9,3]",
+                         [](auto& x) { x.args.x1 = more, x.args.x.shape[2] = 3, x.args.y.shape[2] = 3; });
+  refuses<kda_conv_args>("y: expected memory of its own, got memory that overlaps x1",
+                         [](auto& x) { x.args.x1 = more, x.args.x.shape[2] = 3, x.args.x1.data = x.args.y.data; });
+}
+
+// What was compiled before there were parts passes a smaller struct, which ends before them.
+TEST(ConvCalls, StructsWithoutParts) {
+  Legal<kda_conv_args> x;
+  Legal<kda_conv_backward_args> g;
+  x.args.struct_size = offsetof(kda_conv_args, x1), g.args.struct_size = offsetof(kda_conv_backward_args, x1);
+  x.args.x1.ndim = g.args.x1.ndim = 99;  // not theirs
+  run(x.args, {.impl = "cpu_conv"}), run(g.args, {.impl = "cpu_conv"});
+  EXPECT_EQ(x.y.unwritten(), 0);
+  EXPECT_EQ(g.out.dx.unwritten(), 0);
 }
 
 TEST(ConvRefuses, Forward) {
@@ -296,20 +317,7 @@ TEST(ConvRefuses, Backward) {
 // ---- edges ----
 
 TEST(ConvEdges, NothingToDo) {
-  for (const char* impl : {"cpu_conv", "reference"})
-    for (const ConvCase& c :
-         {ConvCase{.name = "no_tokens", .B = 2, .T = 0}, ConvCase{.name = "no_rows", .B = 0},
-          ConvCase{.name = "all_empty", .lengths = {0, 0}, .tail = 3}, ConvCase{.name = "no_sequences", .tail = 5}}) {
-      const ConvInputs in(c);
-      ConvOutputs out(in);
-      ConvGradientOutputs gradients(in);
-      run(conv_args(in, out), {.impl = impl});
-      run(conv_backward_args(in, gradients), {.impl = impl});
-      EXPECT_EQ(out.final_state.bits(), in.state.bits()) << c;
-      EXPECT_EQ(gradients.d_initial.bits(), in.d_final.bits()) << c;
-      for (const Tensor* zero : {&out.y, &gradients.dx, &gradients.dweight, &gradients.dbias})
-        for (int64_t i = 0; i < zero->size(); ++i) EXPECT_EQ(zero->get(i), 0) << c;
-    }
+  for (const char* impl : {"cpu_conv", "reference"}) expect_nothing_to_do(on(impl));
 }
 
 }  // namespace

@@ -46,20 +46,6 @@ TEST(ConvFront, RequestsWithoutASlotStartFromZeros) {
   EXPECT_EQ(got.bits(), convolved(front_inputs(in), in).bits());
 }
 
-// Tokens of a request along a path, as a request of its own.
-ConvInputs along(const ConvInputs& in, int64_t n, const std::vector<int64_t>& path) {
-  ConvCase c = in.c;
-  c.B = 1, c.T = static_cast<int64_t>(path.size());
-  ConvInputs one(c);
-  one.weight = in.weight.clone(), one.bias = in.bias.clone();
-  const int64_t slot = c.D * (c.W - 1);
-  for (int64_t i = 0; i < slot; ++i) one.state.set(i, in.state.get(n * slot + i));
-  for (size_t t = 0; t < path.size(); ++t)
-    for (int64_t d = 0; d < c.D; ++d)
-      one.x.set(static_cast<int64_t>(t) * c.D + d, in.x.get((n * in.T + path[t]) * c.D + d));
-  return one;
-}
-
 // Every node of a tree gives what the last token of the chain that leads to it gives; so do the states rolled on to
 // it.
 TEST(ConvFront, TreesAreTheirChains) {

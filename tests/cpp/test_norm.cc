@@ -17,8 +17,10 @@ class Norm : public testing::TestWithParam<NormCase> {
 };
 
 void run_both(const NormInputs& in, const NormOutputs& out, const How& how) {
-  run(norm_gate_args(in, out), how);
-  run(norm_gate_backward_args(in, out), how);
+  run_norm(in, out, [&](const auto& a) { run(a, how); });
+}
+auto on(const char* impl) {
+  return [impl](const auto& a) { run(a, {.impl = impl}); };
 }
 
 TEST_P(Norm, IsTheOracle) {
@@ -169,51 +171,20 @@ TEST(NormPromise, SameBitsWithAnyNumberOfThreadsAndOldWorkspace) {
   }
 }
 
-// A row's bits depend neither on other rows, nor on where any of them lie.
 TEST(NormPromise, ARowAlone) {
-  for (const char* name : {"V_128", "V_300", "bf16", "huge", "silu"}) {
-    const NormCase c = find_norm_case(name);
-    const NormInputs in(c);
-    NormOutputs out(in);
-    run_both(in, out, {.impl = "cpu_norm_gate"});
-    for (const int64_t row : {int64_t{0}, int64_t{4}, c.B * c.T * c.HV - 1}) {
-      NormCase one = c;
-      one.B = one.T = one.HV = 1;
-      one.layout = Layout::kPadded;
-      NormInputs alone(one);
-      for (int64_t i = 0; i < c.V; ++i) {
-        alone.x.set(i, in.x.get(row * c.V + i)), alone.dy.set(i, in.dy.get(row * c.V + i));
-        alone.gate.set(i, in.gate.get(row * c.V + i)), alone.weight.set(i, in.weight.get(i));
-      }
-      NormOutputs got(alone);
-      run_both(alone, got, {.impl = "cpu_norm_gate"});
-      for (const auto& [all, single] : {std::pair{&out.y, &got.y}, {&out.dx, &got.dx}, {&out.dgate, &got.dgate}})
-        for (int64_t i = 0; i < c.V; ++i) ASSERT_EQ(all->get(row * c.V + i), single->get(i)) << name << " " << i;
-    }
-  }
+  for (const char* name : {"V_128", "V_300", "bf16", "huge", "silu"})
+    expect_rows_alone(find_norm_case(name), on("cpu_norm_gate"));
 }
 
 TEST(NormPromise, InPlace) {
   for (const char* impl : {"cpu_norm_gate", "reference"})
-    for (const char* name : {"V_128", "V_300", "rows_apart", "silu", "huge_V_300"}) {
-      NormInputs in(find_norm_case(name)), again(in.c);
-      NormOutputs out(in);
-      run(norm_gate_args(in, out), {.impl = impl});
-      kda_norm_gate_args a = norm_gate_args(in, out);
-      a.y = in.x;
-      run(a, {.impl = impl});
-      EXPECT_EQ(in.x.bits(), out.y.bits()) << name;
-      a = norm_gate_args(again, out), a.y = again.gate;
-      run(a, {.impl = impl});
-      EXPECT_EQ(again.gate.bits(), out.y.bits()) << name;
-    }
+    for (const char* name : {"V_128", "V_300", "rows_apart", "silu", "huge_V_300"})
+      expect_norm_in_place(find_norm_case(name), on(impl));
 }
 
 TEST(NormPromise, NotFiniteStaysInItsRow) {
   for (const char* impl : {"cpu_norm_gate", "reference"})
-    for (const char* name : {"V_128", "V_300", "V_7"})
-      expect_not_finite_stays(find_norm_case(name),
-                              [&](const auto& in, const auto& out) { run_both(in, out, {.impl = impl}); });
+    for (const char* name : {"V_128", "V_300", "V_7"}) expect_not_finite_stays(find_norm_case(name), on(impl));
 }
 
 // ---- the contract ----
@@ -277,14 +248,7 @@ TEST(NormContract, InputsOfStride0) {
 }
 
 TEST(NormContract, NoRows) {
-  for (const char* impl : {"cpu_norm_gate", "reference"}) {
-    NormCase c = find_norm_case("V_64");
-    c.T = 0;
-    NormInputs in(c);
-    NormOutputs out(in);
-    run_both(in, out, {.impl = impl});
-    for (int64_t i = 0; i < c.V; ++i) EXPECT_EQ(out.dweight.get(i), 0);  // a sum of nothing
-  }
+  for (const char* impl : {"cpu_norm_gate", "reference"}) expect_no_rows_of_norm(on(impl));
 }
 
 TEST(NormContract, Float64RunsOnTheOracleAlone) {

@@ -129,48 +129,23 @@ INSTANTIATE_TEST_SUITE_P(All, WholeOfStages, testing::ValuesIn(cases()), case_na
 
 // ---- details ----
 
-// recompute_w_u gives the bits that chunk_intra gave, with or without q.
 TEST(StageDetails, RecomputedBitsAreTheSame) {
-  for (const int32_t stored : {KDA_F32, KDA_BF16, KDA_F16}) {
-    const Inputs in(find_case("gva_4_bf16"));
-    const StageTensors t(in, stored, KDA_F32);
-    for_each_forward_stage(t, [](const auto& a) { run(a); });
-    std::map<std::string, Bits> first;
-    for (const char* name : {"w", "u", "qG", "kg"}) first[name] = t[name].bits();
-    kda_stage_recompute_w_u_args a = t.args<kda_stage_recompute_w_u_args>();
-    for (const char* name : {"w", "u", "qG", "kg"}) t.all.at(name).view();
-    run(a);
-    for (const auto& [name, bits] : first) EXPECT_EQ(t[name].bits(), bits) << name;
-    a.q = a.qG = {};
-    run(a);
-    for (const auto& [name, bits] : first) EXPECT_EQ(t[name].bits(), bits) << name << " without q";
-  }
+  const auto call = [](const auto& a) { run(a); };
+  for (const char* name : {"gva_4_bf16", "packed"})
+    for (const int32_t stored : {KDA_F32, KDA_BF16, KDA_F16}) {
+      const Inputs in(find_case(name));
+      const StageTensors t(in, stored, KDA_F32), few(in, stored, KDA_F32);
+      for_each_forward_stage(t, call);
+      expect_fewer_outputs_change_no_bit(t, few, call);
+    }
 }
 
-// Optional outputs do not change the others.
-TEST(StageDetails, OptionalOutputsAreOptional) {
+TEST(StageDetails, TheStateInPlace) {
+  const auto call = [](const auto& a) { run(a); };
   const Inputs in(find_case("packed"));
-  const StageTensors all(in, KDA_F32, KDA_F32), few(in, KDA_F32, KDA_F32);
-  const auto step = [](const auto& a) { run(a); };
-  for_each_forward_stage(all, step);
-  for_each_backward_stage(all, step);
-  run(few.args<kda_stage_cumsum_args>());
-  kda_stage_chunk_intra_args intra = few.args<kda_stage_chunk_intra_args>();
-  intra.w = intra.u = intra.qG = intra.kg = {};
-  run(intra);
-  for (const char* name : {"Aqk", "Akk_inv"}) EXPECT_EQ(few[name].bits(), all[name].bits()) << name;
-  run(few.args<kda_stage_recompute_w_u_args>());
-  kda_stage_delta_h_args scan = few.args<kda_stage_delta_h_args>();
-  scan.h = scan.hT = {};
-  run(scan);
-  EXPECT_EQ(few["v_new"].bits(), all["v_new"].bits());
-  scan = few.args<kda_stage_delta_h_args>();
-  scan.v_new = {};
-  run(scan);
-  for (const char* name : {"h", "hT"}) EXPECT_EQ(few[name].bits(), all[name].bits()) << name;
-  scan.hT = scan.h0;  // in place
-  run(scan);
-  EXPECT_EQ(few["h0"].bits(), all["hT"].bits());
+  const StageTensors t(in, KDA_F32, KDA_F32);
+  for_each_forward_stage(t, call);
+  expect_the_state_in_place(t, call);
 }
 
 // What lies above the diagonals is never read.
@@ -198,26 +173,8 @@ TEST(StageDetails, UpperTrianglesMayHoldAnything) {
     EXPECT_EQ(spoilt[name].bits(), t[name].bits()) << name;
 }
 
-// A gate of -inf is a decay of 0, and the G it leaves is finite and exact: -160 a step.
 TEST(StageDetails, MinusInfinityIsClamped) {
-  const Inputs in({.name = "clamped", .T = 3, .K = 2, .V = 2});
-  StageTensors t(in, KDA_F32, KDA_F32);
-  const double inf = std::numeric_limits<double>::infinity();
-  const double g[] = {-inf, 0, -1, -3000, 0, -inf}, G[] = {-160, 0, -160 - 1 / std::log(2.0), -160, 0, -320};
-  for (int i = 0; i < 6; ++i) t.all["g"].set(i, g[i]);
-  run(t.args<kda_stage_cumsum_args>());
-  EXPECT_EQ(t["G"].get(0), G[0]);
-  EXPECT_NEAR(t["G"].get(2), G[2], 1e-4);
-  EXPECT_EQ(t["G"].get(1), 0);
-  EXPECT_EQ(t["G"].get(3), -160);
-  EXPECT_EQ(t["G"].get(5), -320);
-  for (int i = 0; i < 6; ++i) t.all["dG"].set(i, i + 1.0);
-  run(t.args<kda_stage_cumsum_backward_args>());
-  const double dg[] = {0, 12, 8, 0, 5, 0};
-  for (int i = 0; i < 6; ++i) EXPECT_EQ(t["dg"].get(i), dg[i]) << i;
-  t.all["g"].set(4, std::nan(""));
-  run(t.args<kda_stage_cumsum_args>());
-  EXPECT_TRUE(std::isnan(t["G"].get(4)));
+  expect_minus_infinity_is_clamped([](const auto& a) { run(a); });
 }
 
 }  // namespace
