@@ -30,7 +30,7 @@ import torch
 
 import kda
 import kda.stages
-from kda._flops import forward_flop
+from kda.call.flops import forward_flop
 from kda.cli.arrays import Source
 from kda.cli.measure import machine, medians
 from kda.cli.peers import naive_chunk

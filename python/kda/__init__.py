@@ -29,56 +29,50 @@ _name.check(__path__[0])
 
 if TYPE_CHECKING:
     from ._version import __version__ as __version__
+    from .arguments import Conv, Norm, Records, new_records
     from .convolution import causal_conv1d, causal_conv1d_update
+    from .draft_buffer import DraftBuffer
     from .float32 import prefill_f32
     from .fused import fused_decode
-    from .norm import Norm, norm_gate
-    from .ops import (
-        chunk_kda,
-        decode,
-        explain,
-        fused_kda_gate,
-        fused_recurrent_kda,
-        implementations,
-        info,
-        prefill,
-        use_batch_invariant,
-        workspace_size,
-    )
+    from .gate import fused_kda_gate
+    from .information import explain, implementations, info, use_batch_invariant
+    from .norm import norm_gate
     from .recurrent import fused_recurrent_kda_fwd
-    from .segment import segment_map, segment_merge
+    from .segments import segment_map, segment_merge
+    from .serving import decode, prefill, workspace_size
     from .speculation import (
-        Conv,
-        DraftBuffer,
-        Records,
         decode_mtp,
         flush_kvbuffer,
         flush_kvbuffer_all_layers,
         flush_verify_kvbuffer,
-        new_records,
         verify_kvbuffer,
     )
+    from .training import chunk_kda, fused_recurrent_kda
 
-_MODULES = (
-    {
-        name: "speculation"
-        for name in (
-            "Conv",
-            "DraftBuffer",
-            "Records",
-            "decode_mtp",
-            "flush_kvbuffer",
-            "flush_kvbuffer_all_layers",
-            "flush_verify_kvbuffer",
-            "new_records",
-            "verify_kvbuffer",
-        )
-    }
-    | {name: "segment" for name in ("segment_map", "segment_merge")}
-    | {name: "convolution" for name in ("causal_conv1d", "causal_conv1d_update")}
-    | {name: "norm" for name in ("Norm", "norm_gate")}
-    | {"fused_decode": "fused", "prefill_f32": "float32", "fused_recurrent_kda_fwd": "recurrent"}
-)
+# Where each public name is defined. Modules are imported when one of their names is first asked for.
+_HOMES = {
+    "arguments": ("Conv", "Norm", "Records", "new_records"),
+    "convolution": ("causal_conv1d", "causal_conv1d_update"),
+    "draft_buffer": ("DraftBuffer",),
+    "float32": ("prefill_f32",),
+    "fused": ("fused_decode",),
+    "gate": ("fused_kda_gate",),
+    "information": ("explain", "implementations", "info", "use_batch_invariant"),
+    "norm": ("norm_gate",),
+    "recurrent": ("fused_recurrent_kda_fwd",),
+    "segments": ("segment_map", "segment_merge"),
+    "serving": ("decode", "prefill", "workspace_size"),
+    "speculation": (
+        "decode_mtp",
+        "flush_kvbuffer",
+        "flush_kvbuffer_all_layers",
+        "flush_verify_kvbuffer",
+        "verify_kvbuffer",
+    ),
+    "training": ("chunk_kda", "fused_recurrent_kda"),
+}
+_PARTS = ("cp", "nn", "stages", "tp")  # modules with names of their own
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Conv",
@@ -113,12 +107,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "cp", "stages", "tp"):
+    if name in _PARTS:
         value = importlib.import_module(f".{name}", __name__)
     elif name == "__version__":
         value = importlib.import_module("._version", __name__).__version__
-    elif name in __all__:
-        value = getattr(importlib.import_module(f".{_MODULES.get(name, 'ops')}", __name__), name)
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # found at once from now on
@@ -126,7 +120,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__", "cp", "nn", "stages", "tp"})
+    return sorted({*globals(), *__all__, "__version__", *_PARTS})
 
 
 wait_briefly()  # before torch is imported, if it is not

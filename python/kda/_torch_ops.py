@@ -29,7 +29,9 @@ def _announce(torch: Any) -> None:
 
         def __getattr__(self, name: str) -> Any:
             if not name.startswith("__"):
-                importlib.import_module("kda.compiled")  # it comes back here: by then the module exists, if unfinished
+                importlib.import_module(
+                    "kda.operators"
+                )  # it comes back here: by then the package exists, if unfinished
             return super().__getattr__(name)
 
     for name in _NAMESPACES:

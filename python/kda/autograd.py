@@ -1,108 +1,24 @@
-"""torch autograd around the kernels, for eager mode. For torch.compile see compiled.py."""
+"""torch autograd around the kernels, for eager mode. For torch.compile see :mod:`kda.operators`."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._dispatch import refuse_batched_gradients, transform_refusal
-from ._lib import library
-from ._options import CHUNK, H_EVERY, Options
-
-Tensor = torch.Tensor
-
-
-# ---- requests of torch that are refused ----
-
-_NO_SECOND = "second derivatives: expected a gradient that is not differentiated again (kda has first derivatives only)"
-_NO_SECOND += ", got one in another backward"
-
-
-class _NoSecondDerivatives(torch.autograd.Function):
-    """Returns the first ``count`` tensors as they are. Differentiating them with respect to any of the tensors raises
-    an error."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second_derivatives()
-
-
-def refuse_second_derivatives(*_: Any) -> NoReturn:
-    raise NotImplementedError(_NO_SECOND)
-
-
-def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Makes a ``Function.backward`` from ``backward(ctx, kept, *gradients)`` that also works with
-    ``create_graph=True``: its results then refuse to be differentiated again. torch's ``once_differentiable``
-    connects the results only to the incoming gradients, and to copies of those. Where an input reaches the loss by
-    another path, its error never shows."""
-
-    @functools.wraps(backward)
-    def call(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        refuse_batched_gradients(gradients)
-        kept = ctx.saved_tensors  # read once: activation checkpointing recomputes them
-        with torch.no_grad():
-            results = backward(ctx, kept, *gradients)
-        if not torch.is_grad_enabled():
-            return results
-        return _NoSecondDerivatives.apply(len(results), *results, *kept, *gradients)
-
-    return call
-
-
-def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
-    wanted = "expected reverse mode, by torch.autograd.grad or backward() (kda has no forward derivatives)"
-    raise NotImplementedError(f"forward mode: {wanted}, got a dual tensor")
-
-
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply``, for reverse mode only."""
-    if (refused := transform_refusal()) is not None:
-        raise refused
-    return function.apply(*arguments)
-
-
-# ---- outputs ----
-
-
-def _large_pages() -> Callable[[Tensor], Tensor]:
-    """Requests pages of 2 MiB for a new CPU tensor, where the system grants them on request (Linux). The memory of
-    outputs is new in every step: without this a tenth of a training step goes into page faults on pages of 4 KiB."""
-    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    page, hugepage = 2 << 20, 14
-
-    def mark(x: Tensor) -> Tensor:
-        size = x.numel() * x.element_size()
-        if madvise is not None and size >= 2 * page and x.device.type == "cpu":
-            begin = (x.data_ptr() + page - 1) // page * page
-            end = (x.data_ptr() + size) // page * page
-            if end > begin:  # a hint: nothing depends on the answer
-                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), hugepage)
-        return x
-
-    return mark
-
-
-_in_large_pages = _large_pages()
-
-
-def state_shape(v: Tensor, K: int, cu: Tensor | None, options: Options) -> tuple[int, int, int, int]:
-    B, _, HV, V = v.shape
-    N = B if cu is None else cu.shape[0] - 1
-    return (N, HV, K, V) if options.state_layout else (N, HV, V, K)
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+from .call.derivatives import (
+    Tensor,
+    first_derivatives,
+    in_large_pages,
+    plain,
+    refuse_forward_mode,
+    state_shape,
+    wide_dtype,
+)
+from .call.inputs import TrainingCall
+from .call.library import library
+from .call.options import CHUNK, H_EVERY, Options
 
 
 def saved_kinds(
@@ -125,61 +41,57 @@ def saved_kinds(
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool, h_every: int, recurrent: bool,
-    impl: str | None, has_initial_state: Tensor | None = None,
+    call: TrainingCall, final_state: bool, h_every: int, recurrent: bool, impl: str | None,
+    has_initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
     """Returns (o, hT, saved), see :func:`saved_kinds`; the recurrent form saves nothing."""
+    q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
     K = q.shape[3]
-    o = _in_large_pages(torch.empty_like(v, memory_format=torch.contiguous_format))
+    o = in_large_pages(torch.empty_like(v, memory_format=torch.contiguous_format))
     hT = v.new_empty(state_shape(v, K, cu, options), dtype=wide_dtype(q)) if final_state else None
     if recurrent:
-        library().decode(q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, None, 0, o, impl, 0, None)
+        library().decode(q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=h0, hT=hT, o=o, impl=impl)
         return o, hT, ()
     kinds = saved_kinds(v, K, cu, options, h_every)
-    saved = tuple(_in_large_pages(v.new_empty(shape, dtype=dtype)) for shape, dtype in kinds)
+    saved = tuple(in_large_pages(v.new_empty(shape, dtype=dtype)) for shape, dtype in kinds)
+    h, v_new, Aqk, Akk = _four(saved)
     library().forward(
-        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, hT, None, has_initial_state, 0, o, None, None,
-        *four(saved), 0, h_every if saved else 0, impl, 0, None,
+        q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=h0, hT=hT, has_initial_state=has_initial_state, o=o,
+        h=h, v_new=v_new, Aqk=Aqk, Akk=Akk, h_every=h_every if saved else 0, impl=impl,
     )  # fmt: skip
     return o, hT, saved
 
 
-def four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def _four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     return (*saved, *(None,) * (4 - len(saved)))
 
 
-def plain(x: Tensor) -> Tensor:
-    """Copies a gradient where needed: gradients come as views of any kind, expanded by sum() or lazily negated by
-    complex operations."""
-    x = x.resolve_neg()
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def backward_call(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    h0: Tensor | None, cu: Tensor | None, options: Options, saved: Sequence[Tensor], h_every: int, d_o: Tensor,
-    dhT: Tensor | None, wanted: Sequence[bool], impl: str | None = None, into: Sequence[Tensor] = (),
-) -> tuple[list[Tensor | None], tuple[Any, ...]]:  # fmt: skip
-    """Tensors for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and the arguments
-    for the library. The first of them are ``into``, the others new."""
-    inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
+    call: TrainingCall, saved: Sequence[Tensor], h_every: int, d_o: Tensor, dhT: Tensor | None, wanted: Sequence[bool],
+    impl: str | None = None, into: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], dict[str, Any]]:  # fmt: skip
+    """Tensors for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and the operands.
+    The first of these tensors are ``into``, the others new."""
     grads: list[Tensor | None] = [*into]
     grads += [
-        _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format)) if w and x is not None else None
-        for x, w in list(zip(inputs, wanted, strict=True))[len(into) :]
+        in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format)) if w and x is not None else None
+        for x, w in list(zip(call.leaves(), wanted, strict=True))[len(into) :]
     ]
-    d_o, dhT = plain(d_o), None if dhT is None else plain(dhT)
-    return grads, (
-        q, k, v, g, beta, A_log, dt_bias, cu, *options, h0, d_o, dhT, *four(saved), *grads, h_every if saved else 0,
-        impl, 0, None,
-    )  # fmt: skip
+    q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
+    h, v_new, Aqk, Akk = _four(saved)
+    dq, dk, dv, dg, dbeta, dA, d_bias, dh0 = grads
+    return grads, {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu,
+        "options": options, "h0": h0, "d_o": plain(d_o), "dhT": None if dhT is None else plain(dhT), "h": h,
+        "v_new": v_new, "Aqk": Aqk, "Akk": Akk, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta, "dA_log": dA,
+        "d_dt_bias": d_bias, "dh0": dh0, "h_every": h_every if saved else 0, "impl": impl,
+    }  # fmt: skip
 
 
 def run_backward(*arguments: Any) -> list[Tensor | None]:
     """Gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted: see :func:`backward_call`."""
-    grads, call = backward_call(*arguments)
-    library().backward(*call)
+    grads, operands = backward_call(*arguments)
+    library().backward(**operands)
     return grads
 
 
@@ -197,29 +109,24 @@ class KDAFunction(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
-        dt_bias: Tensor | None, h0: Tensor | None, cu: Tensor | None, options: Options, final_state: bool,
-        h_every: int, recurrent: bool, impl: str | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        inputs = (q, k, v, g, beta, A_log, dt_bias, h0)
-        o, hT, saved = run_forward(*inputs, cu, options, final_state, h_every, recurrent, impl)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
+        """``given``: a :class:`TrainingCall`, then what :func:`run_forward` takes with it."""
+        *call_of, final_state, h_every, recurrent, impl = given
+        call = TrainingCall._make(call_of)
+        o, hT, saved = run_forward(call, final_state, h_every, recurrent, impl)
         if h_every:
-            ctx.save_for_backward(*inputs, cu, *saved)
-            ctx.options, ctx.h_every = options, h_every
+            ctx.save_for_backward(*call.leaves(), call.cu, *saved)
+            ctx.options, ctx.h_every = call.options, h_every
         ctx.set_materialize_grads(False)
         return o, hT
 
     @staticmethod
     @first_derivatives
     def backward(ctx: Any, kept: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, beta, A_log, dt_bias, h0, cu, *saved = kept
-        if d_o is None:
-            d_o = torch.zeros_like(v)
-        grads = run_backward(
-            q, k, v, g, beta, A_log, dt_bias, h0, cu, ctx.options, saved, ctx.h_every, d_o, dhT,
-            ctx.needs_input_grad[:8],
-        )  # fmt: skip
+        tensors, saved = kept[:9], kept[9:]
+        call = TrainingCall._make((*tensors, ctx.options))
+        d_o = torch.zeros_like(call.v) if d_o is None else d_o
+        grads = run_backward(call, saved, ctx.h_every, d_o, dhT, ctx.needs_input_grad[:8])
         return (*grads, None, None, None, None, None, None)
 
 
@@ -232,7 +139,9 @@ class GateFunction(torch.autograd.Function):
         dtype: torch.dtype, impl: str | None,
     ) -> Tensor:  # fmt: skip
         g = torch.empty(x.shape, dtype=dtype, device=x.device)
-        library().gate(x, A_log, dt_bias, g, form, lower_bound, impl, 0, None)
+        library().gate(
+            x=x, A_log=A_log, dt_bias=dt_bias, g=g, gate_form=form, lower_bound=lower_bound, impl=impl
+        )  # fmt: skip
         ctx.save_for_backward(x, A_log, dt_bias)
         ctx.form, ctx.lower_bound = form, lower_bound
         return g
@@ -251,41 +160,67 @@ def run_gate_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dA = None if A_log is None else torch.empty_like(A_log, memory_format=torch.contiguous_format)
     d_bias = None if dt_bias is None else torch.empty_like(dt_bias, memory_format=torch.contiguous_format)
-    library().gate_backward(x, A_log, dt_bias, dg, dx, dA, d_bias, form, lower_bound, None, 0, None)
+    library().gate_backward(
+        x=x, A_log=A_log, dt_bias=dt_bias, dg=dg, dx=dx, dA_log=dA, d_dt_bias=d_bias, gate_form=form,
+        lower_bound=lower_bound,
+    )  # fmt: skip
     return dx, dA, d_bias
 
 
-def conv_state_shape(x: Tensor, weight: Tensor, cu: Tensor | None) -> tuple[int, int, int]:
-    return (x.shape[0] if cu is None else cu.shape[0] - 1, x.shape[2], weight.shape[1] - 1)
+def conv_state_shape(x: Tensor, weight: Tensor, cu: Tensor | None, D: int = 0) -> tuple[int, int, int]:
+    return (x.shape[0] if cu is None else cu.shape[0] - 1, D or x.shape[2], weight.shape[1] - 1)
+
+
+def conv_sizes(x: Tensor, *more: Tensor | None) -> list[int]:
+    """The channels of x, and of x1 and x2 behind it."""
+    return [part.shape[2] for part in (x, *more) if part is not None]
+
+
+def conv_parts(dx: Tensor | None, x: Tensor, *more: Tensor | None) -> list[Tensor | None]:
+    """The gradients of x, x1 and x2 from that of all channels."""
+    if dx is None or not more:
+        return [dx, *(None for _ in more)]
+    parts = dx.split_with_sizes(conv_sizes(x, *more), 2)
+    return [*parts, *[None] * (1 + len(more) - len(parts))]
 
 
 def run_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
-    final_state: bool, impl: str | None,
+    final_state: bool, impl: str | None, *, more: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    """``more``: x1 and x2, or nothing."""
+    D = sum(conv_sizes(x, *more)) if more else 0
+    y = x.new_empty((*x.shape[:2], D)) if more else torch.empty_like(x, memory_format=torch.contiguous_format)
     dtype = x.dtype if state is None else state.dtype
-    last = x.new_empty(conv_state_shape(x, weight, cu), dtype=dtype) if final_state else None
-    library().conv(x, weight, bias, cu, state, last, None, None, y, silu, 0, impl, 0, None)
+    last = x.new_empty(conv_state_shape(x, weight, cu, D), dtype=dtype) if final_state else None
+    library().conv(
+        x=x, weight=weight, bias=bias, cu_seqlens=cu, initial_state=state, final_state=last, y=y, silu=silu, impl=impl,
+        **dict(zip(("x1", "x2"), more, strict=False)),
+    )  # fmt: skip
     return y, last
 
 
 def run_conv_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
-    d_last: Tensor | None, wanted: Sequence[bool], into: Tensor | None = None,
+    d_last: Tensor | None, *, wanted: Sequence[bool], into: Tensor | None = None, more: Sequence[Tensor | None] = (),
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of (x, weight, bias, state), None where not wanted. That of x is ``into``, if given."""
+    """Gradients of (x, weight, bias, state), None where not wanted. That of x is ``into``, if given, and has the
+    channels of x1 and x2, which are ``more``."""
     inputs = (x, weight, bias, state)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     grads = [
         torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device) if w and t is not None else None
         for i, (t, w) in enumerate(zip(inputs, wanted, strict=True))
     ]
+    if more and wanted[0]:
+        grads[0] = torch.empty_like(dy, dtype=x.dtype, memory_format=torch.contiguous_format)
     if into is not None:
         grads[0] = into
+    dx, dweight, dbias, d_state = grads
     library().conv_backward(
-        x, weight, bias, cu, state, plain(dy), None if d_last is None else d_last.resolve_neg(), *grads, silu, None, 0,
-        None,
+        x=x, weight=weight, bias=bias, cu_seqlens=cu, initial_state=state, dy=plain(dy),
+        d_final_state=None if d_last is None else d_last.resolve_neg(), dx=dx, dweight=dweight, dbias=dbias,
+        d_initial_state=d_state, silu=silu, **dict(zip(("x1", "x2"), more, strict=False)),
     )  # fmt: skip
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
@@ -295,29 +230,35 @@ class ConvFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
-        final_state: bool, impl: str | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None,
+        how: tuple[bool, bool, str | None], *more: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, state, cu)
-        ctx.silu = silu
+        """``how``: silu, final_state and impl of :func:`run_conv`."""
+        ctx.save_for_backward(x, weight, bias, state, cu, *more)
+        ctx.silu, final_state, impl = how
         ctx.set_materialize_grads(False)
-        return run_conv(x, weight, bias, state, cu, silu, final_state, impl)
+        return run_conv(x, weight, bias, state, cu, ctx.silu, final_state, impl, more=more)
 
     @staticmethod
     @first_derivatives
     def backward(ctx: Any, kept: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Any, ...]:
-        x, weight, bias, state, cu = kept
+        x, weight, bias, state, cu, *more = kept
+        of_x, of_weight, of_bias, of_state, _cu, _how, *of_more = ctx.needs_input_grad
+        wanted = (of_x or any(of_more), of_weight, of_bias, of_state)
         if dy is None:
-            dy = torch.zeros_like(x)
-        grads = run_conv_backward(x, weight, bias, state, cu, ctx.silu, dy, d_last, ctx.needs_input_grad[:4])
-        return (*grads, None, None, None, None)
+            dy = x.new_zeros((*x.shape[:2], sum(conv_sizes(x, *more))))
+        dx, *grads = run_conv_backward(x, weight, bias, state, cu, ctx.silu, dy, d_last, wanted=wanted, more=more)
+        dx, *d_more = conv_parts(dx, x, *more)
+        return (dx, *grads, None, None, *d_more)
 
 
 def run_norm_gate(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, form: int, impl: str | None, threads: int = 0
 ) -> Tensor:
-    y = _in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format))
-    library().norm_gate(x, gate, weight, y, eps, form, impl, threads, None)
+    y = in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format))
+    library().norm_gate(
+        x=x, gate=gate, weight=weight, y=y, eps=eps, activation=form, impl=impl, num_threads=threads
+    )  # fmt: skip
     return y
 
 
@@ -331,10 +272,13 @@ def run_norm_gate_backward(
     if weight is not None:
         dtypes[2] = wide_dtype(weight)
     grads = [
-        _in_large_pages(torch.empty(t.shape, dtype=dtype, device=t.device)) if w and t is not None else None
+        in_large_pages(torch.empty(t.shape, dtype=dtype, device=t.device)) if w and t is not None else None
         for t, dtype, w in zip(inputs, dtypes, wanted, strict=True)
     ]
-    library().norm_gate_backward(x, gate, weight, plain(dy), *grads, eps, form, None, 0, None)
+    dx, dgate, dweight = grads
+    library().norm_gate_backward(
+        x=x, gate=gate, weight=weight, dy=plain(dy), dx=dx, dgate=dgate, dweight=dweight, eps=eps, activation=form
+    )  # fmt: skip
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
 

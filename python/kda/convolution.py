@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
-from ._arrays import check_views, is_torch, new_like, sequences, shape_of
-from ._dispatch import dispatched
-from ._lib import library
-from ._options import CHUNK
-from ._refusal import in_sentences_of
-from ._tracking import check_serving, mark_written
-from .ops import _dense
+from .call.again import in_sentences_of
+from .call.arrays import check_views, is_torch, new_like, sequences, shape_of
+from .call.dispatch import dispatched
+from .call.eager import check_serving, mark_written
+from .call.inputs import dense_last
+from .call.library import library
+from .call.options import CHUNK
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _in_parts(function: F) -> F:
+    """Lets x be a tuple or list, whose second and third array the function takes as x1 and x2."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parts = args[0] if args else kwargs.get("x")
+        if not isinstance(parts, tuple | list):
+            return function(*args, **kwargs)
+        if not 1 <= len(parts) <= 3:
+            raise ValueError(f"x: expected up to three arrays, got {len(parts)}")
+        for name in ("x1", "x2"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name}: expected none with a tuple or list as x, got one")
+        kwargs |= {name: part for name, part in zip(("x", "x1", "x2"), parts, strict=False)}
+        if not args:
+            return function(**kwargs)
+        _parts, *others = args
+        return function(kwargs.pop("x"), *others, **kwargs)
+
+    return cast(F, call)
+
+
+@_in_parts
 @in_sentences_of(leader="x")
 def causal_conv1d(
     x: Any,
@@ -23,6 +50,8 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Any = None,
     *,
+    x1: Any = None,
+    x2: Any = None,
     impl: str | None = None,
 ) -> tuple[Any, Any]:
     """``y[t] = bias + sum_j weight[:, j] * x[t - W + 1 + j]`` per channel, then SiLU; in float32, y in the dtype of x.
@@ -30,7 +59,10 @@ def causal_conv1d(
     Has autograd for torch tensors. Also accepts NumPy and other DLPack arrays, without gradients.
 
     Args:
-        x: ``[B, T, D]`` bfloat16, float16 or float32; rows may be slices of a wider buffer.
+        x: ``[B, T, D]`` bfloat16, float16 or float32; rows may be slices of a wider buffer. Or a tuple or list of up to
+            three arrays, such as projections q, k and v, whose channels come one after another: D is the sum of theirs,
+            and all else has D channels. The bits are those of one x. Errors call the second and third ``x1``, ``x2``.
+        x1, x2: the same, one by one.
         weight: ``[D, W]``, ``W`` 2 to 4; the last column belongs to the current token. weight, bias and states are
             floating point of any dtype.
         bias: ``[D]``, or None.
@@ -55,27 +87,35 @@ def causal_conv1d(
     >>> y[0, :, 0].tolist(), state.tolist()
     ([1.0, 12.0, 23.0], [[[3.0]]])
     """
-    silu = _silu(activation)
+    silu, more = _silu(activation), _more(x1, x2)
     if not is_torch(x):
-        check_serving("kda.causal_conv1d of torch tensors alone", weight, bias, initial_state)
-        y = new_like(x)
-        shape = _state_shape(x, weight, cu_seqlens)
+        check_serving("kda.causal_conv1d of torch tensors alone", (weight, bias, initial_state, x1, x2))
+        y = _new_rows(x, more)
+        shape = _state_shape(x, weight, cu_seqlens, more)
         last = new_like(x if initial_state is None else initial_state, shape) if output_final_state else None
-        library().conv(x, weight, bias, cu_seqlens, initial_state, last, None, None, y, silu, 0, impl, 0, None)
+        library().conv(
+            x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state, final_state=last, y=y,
+            silu=silu, impl=impl, x1=x1, x2=x2,
+        )  # fmt: skip
         return y, last
-    x, weight = _dense(x), _dense(weight)
-    if output_final_state:
-        _state_shape(x, weight, cu_seqlens)  # refuses arrays without a shape
+    x, weight, more = dense_last(x), dense_last(weight), tuple(map(dense_last, more))
+    if output_final_state or more:
+        _state_shape(x, weight, cu_seqlens, more)  # refuses arrays without a shape
     if dispatched():
-        from .compiled import conv
+        from .operators.convolution import conv
 
-        return conv(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
-    from .autograd import ConvFunction, apply
+        return conv(
+            x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, silu=silu,
+            final_state=output_final_state, impl=impl, **dict(zip(("x1", "x2"), more, strict=False)),
+        )  # fmt: skip
+    from .autograd import ConvFunction
+    from .call.derivatives import apply
 
-    check_views(x, weight, bias, initial_state)
-    return apply(ConvFunction, x, weight, bias, initial_state, cu_seqlens, silu, output_final_state, impl)
+    check_views(x, weight, bias, initial_state, *more)
+    return apply(ConvFunction, x, weight, bias, initial_state, cu_seqlens, (silu, output_final_state, impl), *more)
 
 
+@_in_parts
 @in_sentences_of(initial_state="state", final_state="state", y="out")
 def causal_conv1d_update(
     x: Any,
@@ -94,6 +134,8 @@ def causal_conv1d_update(
     checkpoint_slots: Any = None,
     checkpoint_every: int = CHUNK,
     checkpoint_offset: Any = None,
+    x1: Any = None,
+    x2: Any = None,
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
@@ -101,7 +143,8 @@ def causal_conv1d_update(
     """The convolution of the next tokens, one or many, advancing ``state`` in place. No gradients; any DLPack arrays.
 
     Args:
-        x, weight, bias, activation, cu_seqlens: as in :func:`causal_conv1d`; the last dimension of x must be dense.
+        x, x1, x2, weight, bias, activation, cu_seqlens: as in :func:`causal_conv1d`; the last dimension of x must be
+            dense.
         state: ``[N, D, W - 1]`` of any float dtype and strides; with ``state_indices`` a pool ``[slots, D, W - 1]``.
         state_indices, out_state_indices, update_state: the slots to read and to write, as in :func:`kda.prefill`.
         has_initial_state: ``[N]`` bool: False starts that sequence from zeros, whatever its slot holds.
@@ -121,24 +164,32 @@ def causal_conv1d_update(
     >>> y.item(), pool[:, 0, 0].tolist()
     (12.0, [0.0, 0.0, 2.0])
     """
-    silu = _silu(activation)
+    silu, more = _silu(activation), _more(x1, x2)
     if out is None:
-        out = new_like(x)
-    slots = (state_indices, has_initial_state)
+        out = _new_rows(x, more)
     every = 0 if checkpoints is None else checkpoint_every
-    kept = (checkpoints, checkpoint_slots, checkpoint_offset, every)
     if dispatched():
-        from .compiled import run_in_place
+        from .call.graph import run_operator
 
-        run_in_place(
-            "conv_update", x, weight, bias, cu_seqlens, state, *slots, first_valid_slot, out, silu, impl, num_threads,
-            out_state_indices, update_state, *kept,
+        run_operator(
+            "conv_update", x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, state=state,
+            state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot,
+            out=out, silu=silu, impl=impl, num_threads=num_threads, out_state_indices=out_state_indices,
+            update_state=update_state, checkpoints=checkpoints, checkpoint_slots=checkpoint_slots,
+            checkpoint_offset=checkpoint_offset, checkpoint_every=every, x1=x1, x2=x2,
         )  # fmt: skip
     else:
-        check_serving("kda.causal_conv1d", x, weight, bias, state, out, checkpoints)
-        library().conv(
-            x, weight, bias, cu_seqlens, state, state if update_state else None, *slots, out, silu, first_valid_slot,
-            impl, num_threads, None, out_state_indices, *kept,
+        check_serving("kda.causal_conv1d", (x, weight, bias, state, out, checkpoints, x1, x2))
+        run = library().conv
+        if more or checkpoints is not None or checkpoint_slots is not None or checkpoint_offset is not None:
+            run = functools.partial(
+                run, checkpoints=checkpoints, checkpoint_slots=checkpoint_slots, checkpoint_offset=checkpoint_offset,
+                checkpoint_every=every, x1=x1, x2=x2,
+            )  # fmt: skip
+        run(
+            x, weight, bias, cu_seqlens, state, state if update_state else None, state_indices, has_initial_state,
+            y=out, silu=silu, first_valid_slot=first_valid_slot, impl=impl, num_threads=num_threads,
+            out_state_indices=out_state_indices,
         )  # fmt: skip
         mark_written(state if update_state else None, out, checkpoints)
     return out
@@ -150,6 +201,21 @@ def _silu(activation: str | None) -> bool:
     return activation is not None
 
 
-def _state_shape(x: Any, weight: Any, cu_seqlens: Any) -> tuple[int, int, int]:
-    B, _, D = shape_of("x", x, 3)
-    return sequences(B, cu_seqlens), D, shape_of("weight", weight, 2)[1] - 1
+def _more(x1: Any, x2: Any) -> tuple[Any, ...]:
+    if x1 is None and x2 is not None:
+        raise ValueError("x2: expected x1 with it, got none")
+    return () if x1 is None else (x1, x2)
+
+
+def _channels(x: Any, more: Sequence[Any]) -> int:
+    parts = {"x": x, **{name: part for name, part in zip(("x1", "x2"), more, strict=False) if part is not None}}
+    return sum(shape_of(name, part, 3)[2] for name, part in parts.items())
+
+
+def _new_rows(x: Any, more: Sequence[Any]) -> Any:
+    return new_like(x, (*shape_of("x", x, 3)[:2], _channels(x, more))) if more else new_like(x)
+
+
+def _state_shape(x: Any, weight: Any, cu_seqlens: Any, more: Sequence[Any]) -> tuple[int, int, int]:
+    B = shape_of("x", x, 3)[0]
+    return sequences(B, cu_seqlens), _channels(x, more), shape_of("weight", weight, 2)[1] - 1

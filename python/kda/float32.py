@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import new_like, shape_of
-from ._dispatch import dispatched
-from ._lib import library
-from ._options import STATE_K_FIRST, STATE_V_FIRST
-from ._refusal import in_sentences_of
-from ._tracking import check_serving, mark_written
+from ._prefill_f32 import run_prefill_f32
+from .call.again import in_sentences_of
+from .call.arrays import new_like, shape_of
+from .call.dispatch import dispatched
+from .call.eager import check_serving
 
 
 @in_sentences_of(h0="initial_state", hT="final_state", chunk="chunk_size")
@@ -73,25 +72,13 @@ def prefill_f32(
     o = new_like(v) if o is None else o
     run: Any = run_prefill_f32
     if dispatched():
-        from . import compiled_stages
+        from .operators import prefill_f32
 
-        run = compiled_stages.prefill_f32
+        run = prefill_f32.prefill_f32
     else:
-        check_serving("kda.chunk_kda", q, k, v, g, beta, initial_state, final_state, w, u, o)
+        check_serving("kda.chunk_kda", (q, k, v, g, beta, initial_state, final_state, w, u, o))
     run(
-        q, k, v, g, beta, chunk_size, w, u, o, initial_state=initial_state, final_state=final_state, scale=scale,
-        state_v_first=state_v_first, impl=impl, num_threads=num_threads,
+        q=q, k=k, v=v, g=g, beta=beta, chunk_size=chunk_size, w=w, u=u, o=o, initial_state=initial_state,
+        final_state=final_state, scale=scale, state_v_first=state_v_first, impl=impl, num_threads=num_threads,
     )  # fmt: skip
     return o, w, u
-
-
-def run_prefill_f32(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, chunk_size: int, w: Any, u: Any, o: Any, *, initial_state: Any = None,
-    final_state: Any = None, scale: float | None = None, state_v_first: bool = True, impl: str | None = None,
-    num_threads: int = 0,
-) -> None:  # fmt: skip
-    library().prefill_f32(
-        q, k, v, g, beta, initial_state, o, w, u, final_state, chunk_size,
-        STATE_V_FIRST if state_v_first else STATE_K_FIRST, 0.0 if scale is None else scale, impl, num_threads, None,
-    )  # fmt: skip
-    mark_written(o, w, u, final_state)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import new_like, shape_of
-from ._dispatch import compiling, dispatched, modes
-from ._lib import library
-from ._options import make_options
-from ._refusal import Takes
-from ._tracking import check_serving, mark_written
-from ._views import again
-from .norm import NONE, _form
-from .ops import _WITH_GRADIENTS, _gate_parameters
+from .arguments import NONE, norm_form
+from .call.again import again
+from .call.arrays import new_like, shape_of
+from .call.dispatch import dispatched
+from .call.eager import check_serving, mark_written
+from .call.errors import Takes
+from .call.inputs import WITH_GRADIENTS, gate_parameters
+from .call.library import library
+from .call.options import make_options
+from .call.tracing import compiling, modes
 
 _REQUIRED = {"x", "conv_weight", "conv_state", "g", "beta", "state"}
 _TAKES = Takes(
@@ -102,34 +103,37 @@ def fused_decode(
     ([[0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0]], [0.0, 0.0, 1.0, 0.0])
     """
     try:
-        form = NONE if gate is None else _form(activation)
+        form = NONE if gate is None else norm_form(activation)
         if out is None:
             V = shape_of("state", state, 4)[2 if state_v_first else 3]
             out = new_like(x, (*shape_of("g", g, 4)[:3], V))
-        A_log, dt_bias = _gate_parameters(A_log, dt_bias, g, g)
+        A_log, dt_bias = gate_parameters(A_log, dt_bias, g, g)
         options = make_options(
             A_log, scale, lower_bound, use_qk_l2norm_in_kernel, True, use_beta_sigmoid_in_kernel, allow_neg_eigval,
             state_v_first,
         )  # fmt: skip
         if conv_indices is None:
             conv_indices = state_indices
-        front = (x, conv_weight, conv_bias, conv_state, conv_indices, None, None, None)
-        behind = (gate, norm_weight, eps, form, True)
+        conv = (x, conv_weight, conv_bias, conv_state, conv_indices)
+        norm = (gate, norm_weight, eps, form, True)
         if (compiling() or modes()) and dispatched():
-            from .compiled import run_in_place
+            from .call.graph import run_operator
 
-            run_in_place(
-                "decode_mtp", None, None, None, g, beta, A_log, dt_bias, cu_seqlens, *options, state, state_indices,
-                None, first_valid_slot, out, impl, num_threads, *front, True, *behind,
+            run_operator(
+                "decode_mtp", q=None, k=None, v=None, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+                cu_seqlens=cu_seqlens, options=options, state=state, state_indices=state_indices,
+                has_initial_state=None, first_valid_slot=first_valid_slot, out=out, impl=impl, num_threads=num_threads,
+                conv=conv, snapshots=None, snapshot_slots=None, accepted=None, update_state=True, norm=norm,
             )  # fmt: skip
             return out
         check_serving(
-            _WITH_GRADIENTS, x, conv_weight, conv_bias, conv_state, g, beta, A_log, dt_bias, state, gate, norm_weight,
-            out,
-        )  # fmt: skip
+            WITH_GRADIENTS,
+            (x, conv_weight, conv_bias, conv_state, g, beta, A_log, dt_bias, state, gate, norm_weight, out),
+        )
         library().decode(
-            None, None, None, g, beta, A_log, dt_bias, cu_seqlens, *options, state, True, state_indices, None,
-            first_valid_slot, out, impl, num_threads, None, None, *front, *behind,
+            None, None, None, g, beta, A_log, dt_bias, cu_seqlens, options=options, h0=state, hT=True,
+            state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, impl=impl, num_threads=num_threads,
+            conv=conv, norm=norm,
         )  # fmt: skip
         mark_written(state, conv_state, out)
         return out

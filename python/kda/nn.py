@@ -2,7 +2,7 @@
 
 :class:`KimiDeltaAttention` has the constructor keywords and the parameters of FLA's layer of that name, so a state
 dict of one fits the other. :class:`KDACache` is what it remembers of each sequence: of constant size, updated in
-place. :class:`DraftCache` holds drafts on top of it. Dimensions are those of :mod:`kda.ops`; ``W`` is the width of
+place. :class:`DraftCache` holds drafts on top of it. Dimensions are those of :mod:`kda.training`; ``W`` is the width of
 the short convolution and ``D`` a channel count.
 """
 
@@ -15,18 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _front, _training, ops
-from ._caches import DraftCache, KDACache
-from ._checkpoints import from_published, own_names, to_published
-from ._foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
-from ._front import Rows
-from ._modules import RMSNormGated, ShortConvolution, causal_conv_silu, local
-from ._packing import find_layout
-from ._plans import mesh_of_plan, ranks_of_plan
-from ._projections import has_hooks
-from ._recompute import check_first_run, old_state
+from .arguments import Conv
 from .fused import fused_decode
-from .speculation import Conv
+from .layer import front, training
+from .layer.cache import KDACache
+from .layer.checkpoints import from_published, own_names, to_published
+from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_values
+from .layer.draft_cache import DraftCache, find_cache
+from .layer.foreign_caches import write_foreign
+from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
+from .layer.norm import RMSNormGated
+from .layer.packing import find_layout
+from .layer.parts import Rows, check_window, conv_parameters, convolutions, joined, new_cache, pack_weights
+from .layer.plans import local, mesh_of_plan
+from .layer.products import has_hooks
+from .layer.recompute import check_first_run
+from .layer.states import old_state
+from .serving import decode, prefill
+from .training import chunk_kda, fused_recurrent_kda
 
 __all__ = [
     "DraftCache", "KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu",
@@ -35,26 +41,6 @@ __all__ = [
 
 # Without gradients, calls of up to this many tokens use the token recurrence, longer ones the chunks.
 DECODE_TOKENS = 8
-
-# Keywords that models pass to all their layers and that change nothing here: about what is returned beside the
-# outputs, and about rotary embeddings and kernels of softmax attention. Any other unknown keyword is refused.
-IGNORED_KEYWORDS = frozenset(
-    {
-        "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "max_seqlen", "num_items_in_batch",
-        "output_hidden_states", "output_router_logits", "position_embeddings", "return_dict",
-    }
-)  # fmt: skip
-
-
-def _check_keywords(unknown: dict[str, Any], is_causal: bool | None) -> None:
-    for name in unknown:
-        if name not in IGNORED_KEYWORDS:
-            raise TypeError(
-                f"{name}: expected a keyword of KimiDeltaAttention.forward or one of those it ignores"
-                f" ({', '.join(sorted(IGNORED_KEYWORDS))}), got one it does not know"
-            )
-    if is_causal is not None and not is_causal:
-        raise ValueError("is_causal: expected True (a recurrence looks back only), got False")
 
 
 class KimiDeltaAttention(nn.Module):
@@ -85,7 +71,8 @@ class KimiDeltaAttention(nn.Module):
         fuse_projections: put the weights of all projections of ``hidden_states`` side by side in memory, and compute
             these projections as one matrix product, and their convolutions in one launch. Names, shapes and values of
             parameters do not change. Projections that something has replaced, hooked, distributed or moved apart run
-            one by one, as do all of them under autocast. See :meth:`pack_weights`.
+            one by one, as do all of them under autocast; their convolutions share a launch all the same. See
+            :meth:`pack_weights`.
         device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for.
 
     If made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then
@@ -141,7 +128,7 @@ class KimiDeltaAttention(nn.Module):
         self.fuse_projections = fuse_projections
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
-        self._check_sizes(head_dim, expand_v)
+        check_sizes(self, head_dim, expand_v)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
@@ -172,22 +159,6 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = linear(self.value_dim, hidden_size)
         self.reset_parameters()
         self.pack_weights()
-
-    def _check_sizes(self, head_dim: int, expand_v: float) -> None:
-        if self.mode not in ("chunk", "fused_recurrent"):
-            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {self.mode!r}")
-        if self.disable_recompute and self.mode != "chunk":
-            raise ValueError(f"disable_recompute: expected mode='chunk' with it, got {self.mode!r}")
-        if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5):
-            raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
-        if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
-            raise ValueError(
-                f"num_v_heads: expected a multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
-            )
-        if self.use_short_conv and self.conv_size not in (1, 2, 3, 4):
-            raise ValueError(f"conv_size: expected 1..4, got {self.conv_size}")
-        if self.safe_gate and (self.lower_bound is None or not -5 <= self.lower_bound < 0):
-            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {self.lower_bound}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -226,7 +197,7 @@ class KimiDeltaAttention(nn.Module):
         ``load_state_dict(assign=True)``. Without the call everything is right, but slower. Last bits of the
         projections may change with it."""
         if self.fuse_projections:
-            _front.pack_weights(self)
+            pack_weights(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Also accepts the names and shapes of published checkpoints."""
@@ -241,16 +212,7 @@ class KimiDeltaAttention(nn.Module):
 
     def new_cache(self, batch_size: int) -> KDACache:
         """A cache for ``batch_size`` new sequences, on the device of the weights."""
-        weight, ranks = self.o_proj.weight, ranks_of_plan(self)
-        shape = batch_size, self.num_v_heads // ranks, self.head_v_dim, self.head_k_dim
-        # Not weight.new_zeros, which would give a DTensor if the weight is sharded.
-        state = torch.zeros(shape, dtype=torch.promote_types(torch.float32, weight.dtype), device=weight.device)
-        if not self.use_short_conv:
-            return KDACache(None, state)
-        weight, channels = self.q_conv1d.weight, (2 * self.key_dim + self.value_dim) // ranks
-        size = batch_size, self.conv_size - 1, channels  # channels side by side: the GPU reads whole lines
-        conv = torch.zeros(size, dtype=weight.dtype, device=weight.device)
-        return KDACache(conv.transpose(1, 2), state)
+        return new_cache(self, batch_size)
 
     def forward(
         self,
@@ -301,7 +263,7 @@ class KimiDeltaAttention(nn.Module):
             seq_idx: ``[B, T]``, the number of each token's document, from 0 on. A document begins where it changes.
             position_ids: ``[B, T]`` or ``[1, T]``. A document begins where positions restart, that is, do not grow.
                 Padding by ``attention_mask`` does not count. Elsewhere they must go up by 1.
-            cp_context: a :class:`kda.cp.Context`: hidden_states are this rank's window of the tokens of all ranks.
+            cp_context: a :class:`kda.cp.Context`, or FLA's: hidden_states are this rank's window of all ranks' tokens.
             is_causal: True or None: a recurrence looks back only.
 
         Returns:
@@ -311,7 +273,7 @@ class KimiDeltaAttention(nn.Module):
             ValueError: shapes do not fit, or arguments contradict each other.  TypeError: an unknown keyword.
             NotImplementedError: a cache of an unknown type.
         """
-        _check_keywords(kwargs, is_causal)
+        check_keywords(kwargs, is_causal)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             raise ValueError(
                 f"hidden_states: expected shape [B, T, {self.hidden_size}], got {list(hidden_states.shape)}"
@@ -325,17 +287,16 @@ class KimiDeltaAttention(nn.Module):
             "cu_seqlens_cpu": cu_seqlens_cpu,
         }  # fmt: skip
         if cp_context is not None:
-            self._check_window(hidden_states, cp_context, held, use_cache)
+            cp_context = check_window(self, hidden_states, cp_context, held, use_cache)
             offsets = {"cp_context": cp_context.cu_seqlens, **offsets}
         cu, kept, real = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
-        held, found, foreign = self._find_cache(held, bool(use_cache), B if cu is None else cu.shape[0] - 1)
-
+        held, found, foreign = find_cache(self, held, bool(use_cache), B if cu is None else cu.shape[0] - 1)
         x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
             x = x.masked_fill(~real[:, None], 0)
-        whole = _training.train(self, x, cu) if found is None and cp_context is None else None
+        whole = training.train(self, x, cu) if found is None and cp_context is None else None
         if whole is not None:
             o = self.o_norm(*whole, mesh=mesh_of_plan(self))
         else:
@@ -353,7 +314,7 @@ class KimiDeltaAttention(nn.Module):
         self, x: Tensor, cache: KDACache | DraftCache | None, cu: Tensor | None, cp_context: Any, T: int
     ) -> Tensor:
         """Returns the outputs after the norm, ``[B, T, HV, V]``."""
-        rows, g, beta, gate = _front.project(self, x)
+        rows, g, beta, gate = front.project(self, x)
         if isinstance(cache, DraftCache):
             if cu is not None or torch.is_grad_enabled():
                 raise ValueError(
@@ -363,14 +324,14 @@ class KimiDeltaAttention(nn.Module):
         elif cache is not None and T <= DECODE_TOKENS and isinstance(rows, Tensor) and self._is_one_step(cache):
             return self._step(rows, g, beta, gate, cache, cu)
         else:
-            qkv = _front.queries_keys_values(self, rows, cache, cu, cp_context)
+            qkv = queries_keys_values(self, rows, cache, cu, cp_context)
             o = self._attend((*qkv, g, beta), cache, cu, cp_context, T)
         normed: Tensor = self.o_norm(o, gate, mesh=mesh_of_plan(self))
         return normed
 
     def _is_one_step(self, cache: KDACache) -> bool:
         """Can convolution, recurrence and norm be one call? Replaced and hooked parts have to be called themselves."""
-        norm, convs = self.o_norm, _front.convolutions(self)
+        norm, convs = self.o_norm, convolutions(self)
         return (
             not torch.is_grad_enabled()
             and cache.conv is not None
@@ -382,64 +343,21 @@ class KimiDeltaAttention(nn.Module):
     def _step(self, rows: Tensor, g: Tensor, beta: Tensor, gate: Tensor, cache: KDACache, cu: Tensor | None) -> Tensor:
         options = self._options()
         options.pop("use_gate_in_kernel")
-        weight, bias = _front.conv_parameters(self)
+        weight, bias = conv_parameters(self)
         check_first_run("state", cache.made_in)
         norm: Any = self.o_norm
         o: Tensor = fused_decode(
-            rows, weight, bias, cache.conv, g, beta, options.pop("A_log"), options.pop("dt_bias"), cache.state, gate,
-            norm.weight, eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
+            rows, weight, bias, cache.conv, g, beta, state=cache.state, gate=gate, norm_weight=norm.weight,
+            eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
         )  # fmt: skip
         return o
 
-    def _check_window(self, hidden_states: Tensor, cp_context: Any, held: Any, use_cache: bool | None) -> None:
-        from .cp import Context
-
-        if not isinstance(cp_context, Context):
-            raise ValueError(f"cp_context: expected a kda.cp.Context, got {type(cp_context).__name__}")
-        if held is not None or use_cache:
-            raise ValueError(
-                "past_key_values: expected None and use_cache=False with cp_context (states belong to no single rank)"
-            )
-        if self.mode != "chunk":
-            raise ValueError(f"mode: expected 'chunk' with cp_context, got {self.mode!r}")
-        if hidden_states.shape[:2] != (1, cp_context.tokens):
-            raise ValueError(
-                f"hidden_states: expected shape [1, {cp_context.tokens}, {self.hidden_size}], this rank's window of the"
-                f" tokens, got {list(hidden_states.shape)}"
-            )
-
-    def _find_cache(
-        self, held: Any, use_cache: bool, N: int
-    ) -> tuple[Any, KDACache | DraftCache | None, ForeignCache | None]:
-        """Returns what to pass back as past_key_values, this layer's cache, and, if that cache comes from another
-        library, where to write its numbers after the call."""
-        cache: KDACache | DraftCache | None
-        if held is None:
-            held = cache = self.new_cache(N) if use_cache else None
-        elif isinstance(held, KDACache | DraftCache):
-            cache = held
-        elif isinstance(held, MutableMapping):
-            if self.layer_idx is None:
-                raise ValueError("layer_idx: expected a number with a dict of caches, got None")
-            if use_cache and self.layer_idx not in held:
-                held[self.layer_idx] = self.new_cache(N)
-            cache = held.get(self.layer_idx)
-        else:
-            foreign = find_foreign(held, self)
-            return held, read_foreign(foreign, N), foreign
-        kept = cache.cache if isinstance(cache, DraftCache) else cache
-        if kept is not None and kept.state.shape[0] != N:
-            raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
-        if kept is not None:
-            kept.check_first_run()
-        return held, cache, None
-
     def _draft(self, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
         """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels."""
-        raw = _front.joined(rows)
+        raw = joined(rows)
         if not self.use_short_conv or cache.cache.conv is None:
-            return cache.run(raw, None, (*_front.queries_keys_values(self, rows), g, beta), **self._options())
-        conv = Conv(raw, *_front.conv_parameters(self), cache.cache.conv)
+            return cache.run(raw, None, (*queries_keys_values(self, rows), g, beta), **self._options())
+        conv = Conv(raw, *conv_parameters(self), cache.cache.conv)
         return cache.run(raw, conv, (None, None, None, g, beta), **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -461,16 +379,16 @@ class KimiDeltaAttention(nn.Module):
         """Runs the kernels on (q, k, v, g, beta); ``T`` bounds the tokens of a sequence. Returns ``[B, T, HV, V]``."""
         options = {**self._options(), "cu_seqlens": cu_seqlens}
         o: Tensor
-        run: Any
+        run: Any = chunk_kda
         if cp_context is not None:
-            run, options = ops.chunk_kda, {**self._options(), "cp_context": cp_context}
+            options = {**self._options(), "cp_context": cp_context}
             o, _ = run(*inputs, **options, disable_recompute=self.disable_recompute)
             return o
         if cache is not None and not torch.is_grad_enabled():
-            run = ops.decode if T <= DECODE_TOKENS else ops.prefill
+            run = decode if T <= DECODE_TOKENS else prefill
             o = run(*inputs, cache.state, **options)
             return o
-        run = ops.chunk_kda if self.mode == "chunk" else ops.fused_recurrent_kda
+        run = chunk_kda if self.mode == "chunk" else fused_recurrent_kda
         if self.disable_recompute:
             options["disable_recompute"] = True
         if cache is None:

@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from ._arrays import check_views, is_torch, new_like
-from ._dispatch import compiling, dispatched, modes
-from ._lib import library
-from ._refusal import Takes
-from ._tracking import _grad_enabled, check_serving, mark_written
-from ._views import again
-from .ops import _dense
+from .arguments import NONE, norm_form
+from .call.again import again
+from .call.arrays import check_views, is_torch, new_like
+from .call.dispatch import dispatched
+from .call.eager import check_serving, grad_enabled, mark_written
+from .call.errors import Takes
+from .call.inputs import NORM_WITH_GRADIENTS, dense_last
+from .call.library import library
+from .call.tracing import compiling, modes
 
-NONE, SIGMOID, SILU = range(3)  # kda_norm_activation
-_ACTIVATIONS = {"sigmoid": SIGMOID, "silu": SILU, "swish": SILU}
-_WITH_GRADIENTS = "kda.norm_gate of torch tensors alone, without out"
 _TAKES = Takes({"x", "gate", "weight", "out"}, {"x"}, set(), {"eps", "num_threads"}, {"y": "out"}, "x")
-
-
-class Norm(NamedTuple):
-    """The norm and gate of an operator's output, in the same call: ``norm=`` of the serving functions.
-
-    The bits are those of the function followed by :func:`norm_gate` in place. A row of zeros, as padding has, stays
-    zeros (or -0), whatever its gate is.
-
-    >>> import kda, numpy as np
-    >>> x, beta = np.ones((1, 1, 1, 4), np.float32), np.ones((1, 1, 1), np.float32)
-    >>> norm = kda.Norm(gate=0 * x, eps=0.0)
-    >>> kda.decode(x, x, x, 0 * x, beta, norm=norm).tolist()
-    [[[[0.5, 0.5, 0.5, 0.5]]]]
-    """
-
-    gate: Any  #: ``[B, T, HV, V]`` bfloat16, float16 or float32, or None for a norm without a gate
-    weight: Any = None  #: ``[V]`` of any of these dtypes; ones if None
-    eps: float = 1e-5  #: finite, >= 0
-    activation: str = "sigmoid"  #: of the gate: ``"sigmoid"``, ``"silu"`` or ``"swish"``
-
-
-def norm_fields(norm: Any) -> tuple[Any, ...]:
-    """What the binding, and a registered operator, take for a norm; nothing without one."""
-    if norm is None:
-        return ()
-    if not isinstance(norm, Norm):
-        raise ValueError(f"norm: expected kda.Norm, got {type(norm).__name__}")
-    gate, weight, eps, activation = norm
-    return gate, weight, eps, NONE if gate is None else _form(activation, "norm.activation"), True
 
 
 def norm_gate(
@@ -86,21 +56,24 @@ def norm_gate(
     [[0.5, 0.5], [0.5, -0.5]]
     """
     try:
-        form = NONE if gate is None else _form(activation)
+        form = NONE if gate is None else norm_form(activation)
         if len(x.shape) != 4:
             return _of_another_rank(x, gate, weight, eps, activation, out, impl, num_threads)
         if (compiling() or modes()) and dispatched():
-            from .compiled_norm import norm_gate as compiled_norm_gate
+            from .operators.norm import norm_gate as compiled_norm_gate
 
-            return compiled_norm_gate(_dense(x), _dense(gate), _dense(weight), eps, form, out, impl, num_threads)
-        if _grad_enabled() and out is None and _wants_gradients(x, gate, weight):
-            from .autograd import NormGateFunction, apply
+            return compiled_norm_gate(
+                dense_last(x), dense_last(gate), dense_last(weight), eps, form, out, impl, num_threads
+            )
+        if grad_enabled() and out is None and _wants_gradients(x, gate, weight):
+            from .autograd import NormGateFunction
+            from .call.derivatives import apply
 
             check_views(x, gate, weight)
-            return apply(NormGateFunction, _dense(x), _dense(gate), _dense(weight), eps, form, impl)
+            return apply(NormGateFunction, dense_last(x), dense_last(gate), dense_last(weight), eps, form, impl)
         y = new_like(x) if out is None else out
-        check_serving(_WITH_GRADIENTS, x, gate, weight, y)
-        library().norm_gate(x, gate, weight, y, eps, form, impl, num_threads, None)
+        check_serving(NORM_WITH_GRADIENTS, (x, gate, weight, y))
+        library().norm_gate(x, gate, weight, y=y, eps=eps, activation=form, impl=impl, num_threads=num_threads)
         if out is not None:
             mark_written(out)
         return y
@@ -108,17 +81,10 @@ def norm_gate(
         if compiling():
             raise
         if "dense last dimension" in str(error):  # rare: asking first would cost every call
-            dense = _dense(x), _dense(gate), _dense(weight)
+            dense = dense_last(x), dense_last(gate), dense_last(weight)
             if any(a is not b for a, b in zip(dense, (x, gate, weight), strict=True)):
                 return norm_gate(*dense, eps, activation, out, impl=impl, num_threads=num_threads)
         return again(norm_gate, error, locals(), _TAKES)
-
-
-def _form(activation: str, name: str = "activation") -> int:
-    form = _ACTIVATIONS.get(activation) if isinstance(activation, str) else None
-    if form is None:
-        raise ValueError(f"{name}: expected 'sigmoid', 'silu' or 'swish', got {activation!r}")
-    return form
 
 
 def _wants_gradients(*arrays: Any) -> bool:

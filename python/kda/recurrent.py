@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ._refusal import in_sentences
-from ._tracking import check_serving
-from .ops import _WITH_GRADIENTS, _dense, _layout, _single, decode, is_torch, torch
+from .call.again import in_sentences
+from .call.arrays import is_torch, torch
+from .call.eager import check_serving
+from .call.inputs import WITH_GRADIENTS, dense_last, single, state_layout_of
+from .serving import decode
 from .speculation import decode_mtp
 
 _NAMES = {"state": "initial_state", "snapshots": "initial_state", "accepted": "num_accepted_tokens"}
@@ -71,7 +73,7 @@ def fused_recurrent_kda_fwd(
     """
     if not is_torch(q):
         raise ValueError(f"q: expected a torch tensor (decode takes other arrays), got {type(q).__name__}")
-    state_v_first = _layout(state_v_first, kwargs)
+    state_v_first = state_layout_of(state_v_first, kwargs)
     if kwargs:
         raise TypeError(f"fused_recurrent_kda_fwd: unexpected arguments {sorted(kwargs)}")
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -79,8 +81,8 @@ def fused_recurrent_kda_fwd(
     if initial_state is None and (inplace_final_state or slots is not None):
         name = "inplace_final_state=True" if inplace_final_state else "ssm_state_indices"
         raise ValueError(f"initial_state: expected a tensor with {name}, got None")
-    check_serving(_WITH_GRADIENTS, q, k, v, g, beta, A_log, dt_bias, initial_state, out)
-    q, k, v, g, A_log, dt_bias = map(_dense, (q, k, v, g, _single(A_log), _single(dt_bias)))
+    check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, initial_state, out))
+    q, k, v, g, A_log, dt_bias = map(dense_last, (q, k, v, g, single(A_log), single(dt_bias)))
     options = {
         "A_log": A_log, "dt_bias": dt_bias, "scale": scale, "lower_bound": lower_bound, "cu_seqlens": cu_seqlens,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,

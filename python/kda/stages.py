@@ -11,7 +11,7 @@ The stages have no gradients themselves. They accept torch tensors, or any DLPac
 arrays). Tensors that the classic split stores in 16 bits have the dtype of the inputs. ``G``, ``Akk_inv`` (in
 bfloat16 it would lose everything where one key repeats with beta near 2) and the gradients
 ``dAqk, dAkk, dq, dk, dG, dbeta`` are float32. With ``cu_seqlens``, ``h`` and ``dh`` have ``T // 64 + N`` rows, of
-which the sequences own the first ones. Errors are those of :mod:`kda.ops`.
+which the sequences own the first ones. Errors are those of :mod:`kda.training`.
 
 >>> import kda, numpy as np
 >>> from kda import stages
@@ -28,30 +28,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import is_torch, new_like, sequences, shape_of
-from ._dispatch import compiling, dispatched
-from ._lib import library
-from ._options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
-from ._refusal import in_sentences_of
-from ._tracking import check_serving, mark_written
+from .call.again import in_sentences_of
+from .call.arrays import is_torch, new_like, sequences, shape_of
+from .call.dispatch import dispatched
+from .call.eager import check_serving, mark_written
+from .call.library import library
+from .call.options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
+from .call.tracing import compiling
 
 _in_sentences = in_sentences_of(h0="initial_state", hT="output_final_state", dhT="d_final_state", dh0="d_final_state")
 
 
-def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | None, *tensors: Any) -> None:
+def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | None, **tensors: Any) -> None:
     if scale == 0:
         raise ValueError("scale: expected a number other than 0, got 0")
-    arguments = (cu, 0.0 if scale is None else scale, STATE_V_FIRST if v_first else STATE_K_FIRST, *tensors, impl)
+    form = {"scale": 0.0 if scale is None else scale, "state_layout": STATE_V_FIRST if v_first else STATE_K_FIRST}
     if dispatched():
-        from .compiled_stages import run
+        from .call.graph import run_operator
 
-        return run(stage, *arguments)
-    check_serving("kda.chunk_kda", *tensors)
+        run_operator(f"stage_{stage}", cu_seqlens=cu, **form, **tensors, impl=impl)
+        return
+    check_serving("kda.chunk_kda", tensors.values())
     try:
-        getattr(library(), f"stage_{stage}")(*arguments, 0, None)
+        getattr(library(), f"stage_{stage}")(cu_seqlens=cu, **form, **tensors, impl=impl)
     except ValueError:
-        if is_torch(cu) and is_torch(tensors[0]) and cu.device != tensors[0].device:
-            wanted = f"expected device {tensors[0].device} like the other tensors"
+        first = next(iter(tensors.values()))
+        if is_torch(cu) and is_torch(first) and cu.device != first.device:
+            wanted = f"expected device {first.device} like the other tensors"
             raise ValueError(f"cu_seqlens: {wanted}, got {cu.device}") from None
         raise
 
@@ -99,7 +102,7 @@ def cumsum(g: Any, *, cu_seqlens: Any = None, impl: str | None = None) -> Any:
     """
     shape_of("g", g, 4)
     G = new_like(g, tuple(g.shape), _wide(g))
-    _run("cumsum", cu_seqlens, None, False, impl, g, G)
+    _run("cumsum", cu_seqlens, None, False, impl, g=g, G=G)
     return G
 
 
@@ -121,7 +124,10 @@ def chunk_intra(
     HV = shape_of("v", v, 4)[2]
     w, qG, kg = (new_like(k, _gates(k, HV)) for _ in range(3))
     u, Aqk, Akk_inv = new_like(v), new_like(k, _scores(v)), new_like(v, _scores(v), _wide(v))
-    _run("chunk_intra", cu_seqlens, scale, False, impl, q, k, v, G, beta, Aqk, Akk_inv, w, u, qG, kg)
+    _run(
+        "chunk_intra", cu_seqlens, scale, False, impl, q=q, k=k, v=v, G=G, beta=beta, Aqk=Aqk, Akk_inv=Akk_inv, w=w,
+        u=u, qG=qG, kg=kg,
+    )  # fmt: skip
     return w, u, qG, kg, Aqk, Akk_inv
 
 
@@ -135,7 +141,10 @@ def recompute_w_u(
     HV = shape_of("v", v, 4)[2]
     w, kg, u = new_like(k, _gates(k, HV)), new_like(k, _gates(k, HV)), new_like(v)
     qG = None if q is None else new_like(k, _gates(k, HV))
-    _run("recompute_w_u", cu_seqlens, None, False, impl, q, k, v, G, beta, Akk_inv, w, u, qG, kg)
+    _run(
+        "recompute_w_u", cu_seqlens, None, False, impl, q=q, k=k, v=v, G=G, beta=beta, Akk_inv=Akk_inv, w=w, u=u,
+        qG=qG, kg=kg,
+    )  # fmt: skip
     return w, u, qG, kg
 
 
@@ -151,7 +160,10 @@ def delta_h(
     h = new_like(u, _states(G, V, cu_seqlens, state_v_first, a_chunk=True), _state_dtype(u))
     v_new = new_like(u)
     hT = new_like(u, _states(G, V, cu_seqlens, state_v_first), _wide(u)) if output_final_state else None
-    _run("delta_h", cu_seqlens, None, state_v_first, impl, kg, w, u, G, initial_state, h, v_new, hT)
+    _run(
+        "delta_h", cu_seqlens, None, state_v_first, impl, kg=kg, w=w, u=u, G=G, h0=initial_state, h=h, v_new=v_new,
+        hT=hT,
+    )  # fmt: skip
     return h, v_new, hT
 
 
@@ -162,7 +174,7 @@ def fwd_o(
 ) -> Any:  # fmt: skip
     """``o = scale q 2^G h + Aqk v_new``, zero beyond ``cu_seqlens[-1]``."""
     o = new_like(v_new)
-    _run("fwd_o", cu_seqlens, scale, state_v_first, impl, q, v_new, G, Aqk, h, o)
+    _run("fwd_o", cu_seqlens, scale, state_v_first, impl, q=q, v_new=v_new, G=G, Aqk=Aqk, h=h, o=o)
     return o
 
 
@@ -176,7 +188,7 @@ def bwd_local(
     """``(dAqk, dv_local)``. No tensor here has the size ``K``, so ``scale`` has no default."""
     shape_of("v_new", v_new, 4)
     dAqk, dv_local = new_like(v_new, _scores(v_new), _wide(v_new)), new_like(v_new)
-    _run("bwd_local", cu_seqlens, scale, False, impl, v_new, d_o, Aqk, dAqk, dv_local)
+    _run("bwd_local", cu_seqlens, scale, False, impl, v_new=v_new, d_o=d_o, Aqk=Aqk, dAqk=dAqk, dv_local=dv_local)
     return dAqk, dv_local
 
 
@@ -191,8 +203,10 @@ def bwd_delta_h(
     V = shape_of("d_o", d_o, 4)[3]
     dh = new_like(d_o, _states(G, V, cu_seqlens, state_v_first, a_chunk=True), _state_dtype(d_o))
     dh0, dv_new = new_like(d_o, _states(G, V, cu_seqlens, state_v_first), _wide(d_o)), new_like(dv_local)
-    tensors = (qG, kg, w, G, d_o, dv_local, d_final_state, dh, dv_new, dh0)
-    _run("bwd_delta_h", cu_seqlens, scale, state_v_first, impl, *tensors)
+    _run(
+        "bwd_delta_h", cu_seqlens, scale, state_v_first, impl, qG=qG, kg=kg, w=w, G=G, d_o=d_o, dv_local=dv_local,
+        dhT=d_final_state, dh=dh, dv_new=dv_new, dh0=dh0,
+    )  # fmt: skip
     return dh, dh0, dv_new
 
 
@@ -208,8 +222,10 @@ def bwd_wy_dqkg(
     wide = _wide(v)
     dq, dk, dG = (new_like(v, _gates(k, HV), wide) for _ in range(3))
     dv, dbeta, dAkk = new_like(v), new_like(v, (B, T, HV), wide), new_like(v, _scores(v), wide)
-    tensors = (q, k, v, v_new, G, beta, Akk_inv, h, dh, d_o, dv_new, dq, dk, dv, dbeta, dG, dAkk)
-    _run("bwd_wy_dqkg", cu_seqlens, scale, state_v_first, impl, *tensors)
+    _run(
+        "bwd_wy_dqkg", cu_seqlens, scale, state_v_first, impl, q=q, k=k, v=v, v_new=v_new, G=G, beta=beta,
+        Akk_inv=Akk_inv, h=h, dh=dh, d_o=d_o, dv_new=dv_new, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dG=dG, dAkk=dAkk,
+    )  # fmt: skip
     return dq, dk, dv, dbeta, dG, dAkk
 
 
@@ -219,7 +235,10 @@ def bwd_intra(
     cu_seqlens: Any = None, impl: str | None = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Adds the contribution of pairs inside a chunk to ``dq, dk, dbeta, dG``, in place, and returns them."""
-    _run("bwd_intra", cu_seqlens, None, False, impl, q, k, G, beta, dAqk, dAkk, dq, dk, dbeta, dG)
+    _run(
+        "bwd_intra", cu_seqlens, None, False, impl, q=q, k=k, G=G, beta=beta, dAqk=dAqk, dAkk=dAkk, dq=dq, dk=dk,
+        dbeta=dbeta, dG=dG,
+    )  # fmt: skip
     if not compiling():
         mark_written(dq, dk, dbeta, dG)
     return dq, dk, dbeta, dG
@@ -235,5 +254,5 @@ def cumsum_backward(dG: Any, g: Any = None, *, cu_seqlens: Any = None, impl: str
     [3.0, 2.0, 1.0]
     """
     dg = new_like(dG)
-    _run("cumsum_backward", cu_seqlens, None, False, impl, g, dG, dg)
+    _run("cumsum_backward", cu_seqlens, None, False, impl, g=g, dG=dG, dg=dg)
     return dg

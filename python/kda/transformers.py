@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._checkpoints import from_published, to_published
+from .layer.checkpoints import from_published, to_published
 from .nn import KimiDeltaAttention
 
 # The KDA layers of transformers' models, and the model_type of each.

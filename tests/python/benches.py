@@ -1,7 +1,10 @@
-"""Helpers for tests of the benches that need a GPU: they run on the CPU, with stand-ins for peers."""
+"""Helpers for tests of the command. Benches that need a GPU run on the CPU, with stand-ins for peers."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 
 import kda
 from kda.cli import arrays, bench, main, measure, peers
+
+TINY = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--repeats", "3", "--device", "cpu"]
 
 
 def believe_in_gpu(monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[..., float]) -> None:
@@ -49,10 +54,6 @@ def tool(name: str) -> ModuleType:
     return found
 
 
-def gpu_suite() -> ModuleType:
-    return tool("gpu_suite")
-
-
 def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
     """Makes a module of these functions importable, in packages that are otherwise empty."""
     parts = module.split(".")
@@ -61,3 +62,21 @@ def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> N
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, function in functions.items():
         setattr(sys.modules[module], name, function)
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Calls ``python -m kda`` in a process of its own."""
+    command = [sys.executable, "-m", "kda", *words]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a plain table."""
+    lines = table.splitlines()
+    rule = next(i for i, line in enumerate(lines) if re.fullmatch(r"-+(  +-+)+", line))
+    columns = [m.span() for m in re.finditer("-+", lines[rule])]
+    body = lines[rule + 1 :]
+    body = body[: body.index("")] if "" in body else body
+    return [
+        [line[a : b if i + 1 < len(columns) else None].strip() for i, (a, b) in enumerate(columns)] for line in body
+    ]

@@ -1,4 +1,4 @@
-"""Settings of the Python suite, and the fixture that forces an implementation.
+"""Settings of the Python suite, and the fixtures that force an implementation and call the command.
 
 PYTHONPATH=python KDA_LIBRARY_DIR=build/lib python -m pytest tests/python
 
@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import kda
+from kda.cli import main, measure
 
 # A shell that runs the suite in the background makes it ignore Ctrl-C, and the programs that tests interrupt would
 # inherit that.
@@ -72,3 +73,27 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setenv("KDA_IMPL", ",".join(names))
 
     return set_names
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``cli("info")`` runs the command in this process, expects ``status`` and returns what it printed."""
+
+    def call(*words: str, status: int = 0) -> str:
+        capsys.readouterr()
+        try:
+            got = main(words)
+        except SystemExit as stop:  # argparse
+            got = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        assert got == status, out + err
+        assert "Traceback" not in out + err
+        return out + err
+
+    return call
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips the seconds that ceilings take."""
+    monkeypatch.setattr(measure, "ceilings", lambda device: {"GFLOP/s": 100.0, "GB/s": 10.0})

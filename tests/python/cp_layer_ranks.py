@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kda.cp
+from gloo import join
 from kda.nn import KimiDeltaAttention
 from layer_model import make, tokens
 
@@ -64,9 +64,7 @@ def run_layer(case: Case, cp: Any = None) -> dict[str, Tensor]:
 
 
 def run_layer_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store_{ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    join(rank, ranks, f"{folder}/store_{ranks}")
     contexts = {
         n: kda.cp.Context([0, *torch.tensor(c.lengths).cumsum(0).tolist()], tokens=TOKENS, windows=c.windows.get(ranks))
         for n, c in CASES.items()

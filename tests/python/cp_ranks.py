@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import kda
 import kda.cp
+from gloo import join
 from support import Problem, Tensor, make
 
 TOKENWISE = ("q", "k", "v", "g", "beta")
@@ -27,10 +27,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of support.make
     keywords: dict[str, Any] = field(default_factory=dict)  # of chunk_kda
     wild: bool = False
+    tokens: int = TOKENS
 
     @property
     def problem(self) -> Problem:
-        p = make(lengths=self.lengths, tail=TOKENS - sum(self.lengths), state=False, **self.options)
+        p = make(lengths=self.lengths, tail=self.tokens - sum(self.lengths), state=False, **self.options)
         if not self.wild:
             return p
         g = p.tensors["g"].clone()
@@ -240,14 +241,7 @@ def refusals(last: bool) -> list[str]:
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store_{ranks}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=120),
-    )
+    join(rank, ranks, f"{folder}/store_{ranks}")
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         p = case.problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import kda
 import kda.cp
 from cp_ranks import FUSED, TOKENS, TOKENWISE, Case, offsets, window
+from gloo import join
 from support import Tensor
 
 CASES = {
@@ -90,9 +90,7 @@ def on_this_rank(case: Case, cp: kda.cp.Context) -> dict[str, Tensor]:
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store_{ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    join(rank, ranks, f"{folder}/store_{ranks}")
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         for sizes in WINDOWS[ranks]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kda.nn import KimiDeltaAttention
+from kda.nn import KDACache, KimiDeltaAttention
 
 
 def make(seed: int = 0, **config) -> KimiDeltaAttention:
@@ -31,6 +31,12 @@ def relative(expected: Tensor, got: Tensor) -> float:
     assert got.isfinite().all()
     expected, got = expected.detach().double(), got.detach().double()
     return float((expected - got).square().mean().sqrt() / (expected.square().mean().sqrt() + 1e-30))
+
+
+def in_pieces(layer: KimiDeltaAttention, x: Tensor, sizes: list[int], cache: KDACache, **kwargs) -> Tensor:
+    assert sum(sizes) == x.shape[1]
+    with torch.no_grad():
+        return torch.cat([layer(piece, cache=cache, **kwargs)[0] for piece in x.split(sizes, 1)], 1)
 
 
 # ---- the model of the layer: one sequence, float64, only formulas ----

@@ -3,7 +3,6 @@ on others (FSDP2). Results go to files."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from gloo import join
 from kda.nn import KimiDeltaAttention
 from kda.tp import HeadParallel
 from layer_model import make, tokens
@@ -151,10 +151,8 @@ def made_empty(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def run_rank(rank: int, mesh_name: str, folder: str) -> None:
-    torch.set_num_threads(1)
     shape = MESHES[mesh_name]
-    store, limit = f"file://{folder}/store", timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=shape[0] * shape[1], timeout=limit)
+    join(rank, shape[0] * shape[1], f"{folder}/store")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     own = batches_of(shape[0])[mesh["dp"].get_local_rank()]
     results: dict[str, Any] = {

@@ -37,6 +37,11 @@ def kernels_of(op: str, device: str) -> list[str]:
     return [name for name in names if name.startswith("cuda") == (device == "cuda")]
 
 
+def general_kernels(device: str) -> str:
+    """For KDA_IMPL: of each operator of decoding the implementation that takes any call."""
+    return ",".join(names[-1] for op in DECODING if (names := kernels_of(op, device)))
+
+
 def implementations_here(op: str) -> list[str]:
     """Implementations that take any call (in float32 and 16 bits) with the tensors that tests make."""
     return cpu_implementations(op) if on_cpu() else kernels_of(op, "cuda")[-1:]

@@ -248,10 +248,10 @@ def test_a_negated_view_among_numpy_arrays(name: str) -> None:
 def test_errors_of_the_machine_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (MemoryError("no more"), RuntimeError("CUDA error: an illegal memory access")):
 
-        def fails(*_: Any, error: Exception = error) -> None:
+        def fails(*_: Any, error: Exception = error, **operands: Any) -> None:
             raise error
 
-        monkeypatch.setattr(kda.ops.library(), "decode", fails)
+        monkeypatch.setattr(kda.call.library.library(), "decode", fails)
         with pytest.raises(type(error)) as e:
             kda.decode(**base("decode"))
         assert e.value is error

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from benches import believe_in_gpu, command, gpu_suite, install
-from kda import _front
+from benches import believe_in_gpu, command, install
+from gpu_suite import timings
+from gpu_suite.record import identity
 from kda.cli import bench, layer, layer_peers, measure
 from kda.cli.layer import Case, Rates
 from kda.cli.layer_peers import Calls, FLACache, Inputs
 from kda.cli.problems import Problem
+from kda.layer import front as _front
+from kda.layer.convolution import queries_keys_values
 from kda.nn import KimiDeltaAttention
 from layer_model import relative
 
@@ -232,7 +235,7 @@ def test_bytes_of_prefill_and_decode(sizes: dict[str, int]) -> None:
     with torch.no_grad():
         cache = own.new_cache(case.problem.B)
         rows, g, beta, gate = _front.project(own, x)
-        q, k, v = _front.queries_keys_values(own, rows, cache)
+        q, k, v = queries_keys_values(own, rows, cache)
     convolution, recurrence = size(rows, q, k, v), size(q, k, v, g, beta, v)  # o is like v
     norm = size(v, gate, gate)
     expected = size(x, x) + convolution + recurrence + norm + 2 * size(cache.conv, cache.state)
@@ -311,13 +314,6 @@ def test_few(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- measuring ----
 
 
-def test_memory_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the outputs: what the device holds after a forward and did not hold before."""
-    held = iter([1000, 5000])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
-    assert layer.kept_bytes(lambda: [torch.zeros(100)]) == 4000 - 400
-
-
 def test_host_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls in a row, without waiting for the device in between."""
     monkeypatch.undo()
@@ -347,8 +343,8 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "sweep", lambda given, names: [case_of(what) for what in names])
-    suite, names = gpu_suite(), ["prefill", "decode", "training"]
-    found = [*suite.layer_timings(4000.0, notes := [], names)]
+    names = ["prefill", "decode", "training"]
+    found = [*timings.layer_timings(4000.0, notes := [], names)]
     assert [[row["what"] for row in rows] for rows in found] == [[f"kda layer, {name}"] for name in names]
     assert all(note.startswith("no row of ") for note in notes)
     expected = {"case": "B2 T70 H2 K16 V24 hidden48", "B": 2, "T": 70, "H": 2, "HV": 2, "K": 16, "V": 24, "hidden": 48}
@@ -356,8 +352,8 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for (row,) in found:
         assert json.dumps(row) and {"ms", "eager_ms", "floor_ms", "share_of_floor", "over_fla"} <= row.keys()
         slower = {name: x + 1.0 if isinstance(x, float) else x for name, x in row.items()}
-        assert suite.identity(row) == suite.identity(slower), "no measured number identifies the row"
+        assert identity(row) == identity(slower), "no measured number identifies the row"
     assert {"peak_gib", "kept_gib"} <= found[2][0].keys()
     with_fla(monkeypatch)
-    few = [*suite.layer_timings(4000.0, [], ["training"], few=True)]
+    few = [*timings.layer_timings(4000.0, [], ["training"], few=True)]
     assert [row["what"] for row in few[0]] == ["kda layer, training"]

@@ -14,7 +14,8 @@ import torch
 from matplotlib.figure import Figure
 
 import kda
-from benches import believe_in_gpu, command, gpu_suite, install
+from benches import believe_in_gpu, command, install
+from gpu_suite import timings
 from kda.cli import peers, plot, prefill, prefill_peers
 from kda.cli.prefill import Case
 from kda.cli.problems import Problem
@@ -196,7 +197,7 @@ def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         prefill, "sweep", lambda given, names: [Case(Problem(lengths=(3, 4), **TINY, gate="lower_bound"), "strong")]
     )
-    rows = gpu_suite().prefill_timings(4000.0, notes := [])
+    rows = timings.prefill_timings(4000.0, notes := [])
     assert all(note.startswith("no row of") for note in notes)
     here = [name for name in kda.implementations("forward") if not name.startswith("cuda")]
     assert [row["what"] for row in rows] == [f"kda ({name}) prefill" for name in here]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import kda
-from benches import believe_in_gpu, command, gpu_suite
+from benches import believe_in_gpu, command
+from gpu_suite import timings
 from kda.cli import arrays, measure, prefill_f32, problems
 from kda.cli.problems import Problem
 
@@ -142,7 +143,7 @@ def test_precision_of_torch_is_put_back() -> None:
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_f32, "sweep", lambda given: [TINY])
-    rows = gpu_suite().prefill_f32_timings(notes := [])
+    rows = timings.prefill_f32_timings(notes := [])
     assert not notes and [row["what"] for row in rows] == [
         *(f"kda ({name}), chunks of {C} prefill_f32" for name in HERE for C in (64, 32)),
         "torch, chunks of 64 prefill_f32",

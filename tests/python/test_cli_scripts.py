@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kda
-from kda import _lib
+from kda.call import library as _lib
 from kda.cli import main
 from kda.cli.explain import ARCHITECTURES, GPUS
 from kda.cli.operators import OPERATORS
@@ -45,7 +45,7 @@ def test_version() -> None:
 def test_info_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     info = json.loads(output(capsys, "info", "--json"))
     assert {n: info[n] for n in kda.info()} == kda.info()
-    assert info["implementations"] == {op: list(kda.implementations(op)) for op in _lib._OPERATORS}
+    assert info["implementations"] == {op: list(kda.implementations(op)) for op in _lib.OPERATORS}
 
 
 def test_explain_in_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +131,29 @@ def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureF
 
 
 @with_cuda
+@pytest.mark.parametrize(
+    ("op", "own", "portable"),
+    [
+        ("forward", "cuda_blackwell_prefill", "cuda_prefill_chunk"),
+        ("stage_bwd_wy_dqkg", "cuda_blackwell_stages_wy_dqkg", "cuda_stages_backward"),
+    ],
+)
+def test_blackwell_runs_what_ran_on_gpus_unless_asked(
+    op: str, own: str, portable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["explain", op, "--T", "8192", "--H", "64", "--device", "b200"]
+    for wanted in (None, "0", "", "1"):
+        monkeypatch.delenv("KDA_BLACKWELL", raising=False)
+        if wanted is not None:
+            monkeypatch.setenv("KDA_BLACKWELL", wanted)
+        text = output(capsys, *words)
+        assert (f"* {own}: " in text) == (wanted == "1")
+        assert (f"* {portable}: " in text) == (wanted != "1")
+        assert "emulated, never run on a GPU" in text
+    assert f"* {own}: " in output(capsys, *words, "--impl", own)
+
+
+@with_cuda
 def test_few_long_sequences_run_by_segments_where_there_are_sms(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "forward", "--T", "65536", "--H", "12", "--device", "sm_90", "--sms"]
     for sms, name in ((132, "cuda_hopper_prefill_segments"), (12, "cuda_hopper_prefill_pairs")):
@@ -153,7 +176,7 @@ def test_calls_that_run_ignore_it() -> None:
     """An assumed GPU only affects explanations: calls on the CPU run as usual, in this thread, too."""
     code = """
 import numpy as np, kda
-from kda._lib import library
+from kda.call.library import library
 x, beta = np.ones((1, 2, 1, 4), np.float32), np.ones((1, 2, 1), np.float32)
 before = kda.decode(x, x, x, -x, beta)
 library().assume_gpu(90, 132)

@@ -17,7 +17,8 @@ import torch
 from matplotlib.figure import Figure
 
 import kda
-from benches import believe_in_gpu, command, gpu_suite, install
+from benches import believe_in_gpu, command, install
+from gpu_suite import timings
 from kda.cli import measure, peers, plot, serving, serving_calls, serving_peers
 from kda.cli.problems import Problem
 
@@ -260,7 +261,7 @@ def test_chart_of_everything() -> None:
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "sweep", lambda given: [SMALL, replace(SMALL, state_dtype="bfloat16")])
-    rows = gpu_suite().serving_timings(4000.0, notes := [])
+    rows = timings.serving_timings(4000.0, notes := [])
     assert all(note.startswith("no row of") for note in notes)
     whats = dict.fromkeys(row["what"] for row in rows)
     assert {"kda verify (reference)", "kda ring verify", "kda verify with conv"} <= whats.keys()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import kda
-from benches import believe_in_gpu, command, gpu_suite, install
+from benches import believe_in_gpu, command, install
+from gpu_suite import timings
 from kda.cli import arrays, bench, problems, stages
 from kda.cli.prefill import Case
 from kda.cli.problems import Problem
@@ -180,7 +181,7 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "sweep", lambda given, names: [Case(TINY, "log")] * len(names))
-    found = [*gpu_suite().stages_timings(4000.0, notes := [], ["one", "two"])]
+    found = [*timings.stages_timings(4000.0, notes := [], ["one", "two"])]
     assert [[row["what"] for row in rows] for rows in found] == [[f"kda ({HERE[0]}) bwd_wy_dqkg"]] * 2
     assert all(note.startswith("no row of FLA: ") for note in notes)
     expected = {"case": NAME, "B": 1, "T": 70, "H": 2, "HV": 2, "K": 16, "V": 24, "ms": 2.0, "over_fla": None}

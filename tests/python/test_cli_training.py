@@ -15,12 +15,13 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 import kda
-from benches import believe_in_gpu, command, gpu_suite, install
-from kda import _lib
-from kda.cli import plot, prefill, training, training_peers
+from benches import believe_in_gpu, command, install
+from gpu_suite import timings
+from kda.call import library as _lib
+from kda.cli import measure, plot, prefill, training, training_peers
 from kda.cli.prefill import Case, Inputs
 from kda.cli.problems import Problem
-from kda.cli.training import Step
+from kda.cli.training_steps import LEAVES, Step
 from test_cli_prefill import tensor
 
 TINY = {"H": 2, "K": 16, "V": 24}
@@ -37,7 +38,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_once(call: Callable[[], Any], repeats: int, flush: bool) -> float:
         assert flush
-        return {1: 2.0, 1 + len(training.LEAVES): 6.0}.get(len(call()), 12.0)
+        return {1: 2.0, 1 + len(LEAVES): 6.0}.get(len(call()), 12.0)
 
     monkeypatch.setattr(prefill, "DEVICE", "cpu")
     monkeypatch.setattr(training, "PORTABLE", "cpu_chunk")
@@ -152,9 +153,9 @@ def test_what_is_saved_and_forced(cli: Callable[..., str], monkeypatch: pytest.M
         saved.append((os.environ.get("KDA_IMPL"), disable_recompute))
         return forward(**x, disable_recompute=disable_recompute)
 
-    def record_backward(*arguments: Any) -> None:
+    def record_backward(**operands: Any) -> None:
         forced.append(os.environ.get("KDA_IMPL"))
-        backward(*arguments)
+        backward(**operands)
 
     monkeypatch.setattr(kda, "chunk_kda", record_forward)
     monkeypatch.setattr(_lib.library(), "backward", record_backward)
@@ -184,30 +185,30 @@ def test_a_contender_that_breaks(cli: Callable[..., str], monkeypatch: pytest.Mo
     assert "no row of FLA: H2 T70 K16 V24, slow: RuntimeError: it broke" in text and "kda, nothing saved" in text
 
 
-def test_peak_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the memory in use before to the peak since then, without what is returned."""
-    order = []
+@pytest.mark.parametrize("peak", [True, False])
+def test_own_bytes(peak: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the memory in use before to the peak since then, or to what is kept, without what is returned."""
+    order, held = [], iter([1000, 3000])
 
-    def memory(name: str, result: int | None = None) -> None:
+    def memory(name: str, result: Callable[[], int] | None = None) -> None:
         def call() -> int | None:
             order.append(name)
-            return result
+            return result() if result else None
 
         monkeypatch.setattr(torch.cuda, name, call)
 
     for name in ("synchronize", "reset_peak_memory_stats"):
         memory(name)
-    memory("memory_allocated", 1000)
-    memory("max_memory_allocated", 5000)
+    memory("memory_allocated", lambda: next(held))
+    memory("max_memory_allocated", lambda: 5000)
 
     def both() -> list[torch.Tensor]:
         order.append("both")
         return [torch.zeros(10, 10), torch.zeros(50, dtype=torch.bfloat16)]
 
-    assert training.peak_bytes(both) == 4000 - 400 - 100
-    assert order == [
-        *("synchronize", "reset_peak_memory_stats", "memory_allocated", "both", "synchronize", "max_memory_allocated")
-    ]
+    assert measure.own_bytes(both, peak=peak) == (4000 if peak else 2000) - 400 - 100
+    last = "max_memory_allocated" if peak else "memory_allocated"
+    assert order == ["synchronize", "reset_peak_memory_stats", "memory_allocated", "both", "synchronize", last]
 
 
 def test_ratios_are_of_the_same_case() -> None:
@@ -250,7 +251,7 @@ def test_chart_of_everything() -> None:
 def test_gpu_suite_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(Problem(lengths=(3, 4), **TINY, gate="lower_bound"), "slow")
     monkeypatch.setattr(training, "sweep", lambda given, names: [case] * len(names))
-    rows, again = gpu_suite().training_timings(notes := [], ["one", "two"])
+    rows, again = timings.training_timings(notes := [], ["one", "two"])
     assert [row["what"] for row in again] == [row["what"] for row in rows]
     assert all(note.startswith("no row of") for note in notes)
     labels = ("kda, h, v_new saved", "kda, nothing saved", "kda (cpu_chunk), h, v_new saved")

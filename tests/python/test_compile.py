@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kda
-import kda.compiled
-from kda._options import make_options
-from support import Problem, Tensor, make, run, same_bits
+import kda.operators
+from kda.call.options import make_options
+from support import Problem, Tensor, make, same_bits
 
 GATES = ("log", "softplus", "lower_bound")
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -127,24 +127,6 @@ def test_gate_operators_are_proper(form: int, dtype: torch.dtype) -> None:
 
 
 # ---- compiled equals eager ----
-
-
-@both
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("lengths", [None, [3, 0, 66]])
-def test_training(function: Callable[..., Any], gate: str, lengths: list[int] | None) -> None:
-    p = make(
-        1, 69, 1, 2, 8, 12, gate=gate, beta="sigmoid", lengths=lengths, v_first=gate == "log", dtype=torch.bfloat16
-    )
-    expected, got = run(function, p), run(compiled(function), p)
-    assert all(same_bits(expected[n], got[n]) for n in expected)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_disable_recompute(keep: bool) -> None:
-    p = make(2, 70, 1, 2, 8, 12, gate="softplus")
-    expected, got = run(kda.chunk_kda, p), run(compiled(kda.chunk_kda), p, disable_recompute=keep)
-    assert all(same_bits(expected[n], got[n]) for n in expected)
 
 
 @both

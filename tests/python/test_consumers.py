@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kda
-from kda._lib import library_file
+from kda.call.library import library_file
 from test_wheel import wheel
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,8 +1,8 @@
-"""kda.causal_conv1d: against torch's convolution, its gradients, states, compiled, in place, and refusals."""
+"""kda.causal_conv1d: against torch's convolution, its gradients, states, as an operator, and refusals. Pools,
+padding and packed sequences are in tests/gpu/test_conv.py, for either device."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import kda
-import kda.compiled
+import kda.operators
 from support import cpu_implementations
 
 Tensor = torch.Tensor
@@ -54,17 +54,6 @@ def test_values_and_gradients(W: int, activation: str | None, absent: tuple[str,
     torch.autograd.backward([got, last], [dy, d_last])
     for name, x in inputs.items():
         assert x.grad is not None and relative(x.grad, leaves[name].grad) < 1e-5, name
-
-
-def test_packed_sequences_equal_separate_ones() -> None:
-    p, T = problem(B=1, T=sum(LENGTHS) + 3), sum(LENGTHS)
-    cu = torch.tensor([0, *np.cumsum(LENGTHS)])
-    state = torch.randn(len(LENGTHS), 10, 3)
-    y, last = kda.causal_conv1d(p["x"], p["weight"], None, state, output_final_state=True, cu_seqlens=cu)
-    for n, (a, b) in enumerate(itertools.pairwise(cu)):
-        alone, end = kda.causal_conv1d(p["x"][:, a:b], p["weight"], None, state[n : n + 1], output_final_state=True)
-        assert torch.equal(y[:, a:b], alone) and torch.equal(last[n : n + 1], end)
-    assert not y[:, T:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,33 +103,7 @@ def test_only_the_final_state_has_a_gradient() -> None:
     assert x.grad is not None and torch.equal(x.grad[0, :, 0], torch.tensor([0.0, 0, 1, 1, 1]))
 
 
-# ---- in place ----
-
-
-def test_update_in_pieces_over_a_pool() -> None:
-    p = problem(B=2, T=9)
-    y, last = kda.causal_conv1d(**p, output_final_state=True)
-    pool = torch.full((5, 10, 3), float("nan"))
-    slots = torch.tensor([3, 1], dtype=torch.int32)
-    pool[slots.long()] = p["initial_state"]
-    pieces = [
-        kda.causal_conv1d_update(x, pool, p["weight"], p["bias"], state_indices=slots)
-        for x in p["x"].split([1, 4, 0, 1, 3], 1)
-    ]
-    assert torch.equal(torch.cat(pieces, 1), y)
-    assert torch.equal(pool[slots.long()], last) and bool(pool[[0, 2, 4]].isnan().all())
-
-
-def test_update_skips_padding_and_starts_anew() -> None:
-    p = problem(B=3, T=1)
-    pool = torch.randn(3, 10, 3)
-    before, out = pool.clone(), torch.empty(3, 1, 10)
-    slots, known = torch.tensor([-1, 0, 2], dtype=torch.int32), torch.tensor([True, True, False])
-    y = kda.causal_conv1d_update(
-        p["x"], pool, p["weight"], state_indices=slots, has_initial_state=known, first_valid_slot=1, out=out
-    )
-    assert y is out and not y[:2].any() and torch.equal(pool[:2], before[:2])
-    assert torch.equal(y[2:], kda.causal_conv1d(p["x"][2:], p["weight"])[0])
+# ---- NumPy ----
 
 
 def test_numpy() -> None:
@@ -150,7 +113,9 @@ def test_numpy() -> None:
     got, end = kda.causal_conv1d(**arrays, output_final_state=True)
     assert isinstance(got, np.ndarray) and np.array_equal(got, y.numpy()) and np.array_equal(end, last.numpy())
     state = arrays["initial_state"].copy()
-    got = kda.causal_conv1d_update(arrays["x"], state, arrays["weight"], arrays["bias"])
+    out = np.empty_like(arrays["x"])
+    got = kda.causal_conv1d_update(arrays["x"], state, arrays["weight"], arrays["bias"], out=out)
+    assert got is out
     assert np.array_equal(got, y.numpy()) and np.array_equal(state, last.numpy())
 
 
@@ -194,30 +159,6 @@ def test_update_is_a_proper_operator() -> None:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager")
-
-
-def test_compiled_equals_eager() -> None:
-    p = problem()
-
-    def train(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> Any:
-        y, last = kda.causal_conv1d(x, weight, bias, state, output_final_state=True)
-        return y * 2, last
-
-    results = []
-    for function in (train, compiled(train)):
-        leaves = [x.clone().requires_grad_() for x in p.values()]
-        y, last = function(*leaves)
-        (y.sum() + last.square().sum()).backward()
-        results.append([y, last, *(x.grad for x in leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-    def serve(x: Tensor, state: Tensor) -> Tensor:
-        y: Tensor = kda.causal_conv1d_update(x, state, p["weight"])
-        return y + 1
-
-    states = [p["initial_state"].clone() for _ in range(2)]
-    outputs = [f(p["x"], s) for f, s in zip((serve, compiled(serve)), states, strict=True)]
-    assert torch.equal(*outputs) and torch.equal(*states)
 
 
 @pytest.mark.parametrize("packed", [True, False])

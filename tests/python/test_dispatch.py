@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda
-from kda import _flops
+from kda.call import flops as _flops
 from kda.nn import KimiDeltaAttention
 from layer_model import make as make_layer
 from layer_model import tokens

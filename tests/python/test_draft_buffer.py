@@ -104,7 +104,7 @@ def test_drafts_may_be_fewer_than_the_most() -> None:
 
 
 def test_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kda._arrays.torch", None)
+    monkeypatch.setattr("kda.call.arrays.torch", None)
     buffer = kda.DraftBuffer(3, T, 1, 1, 4, 4, layers=2)
     monkeypatch.undo()
     x, beta = np.ones((1, T, 1, 4), np.float32) / 2, np.ones((1, T, 1), np.float32)

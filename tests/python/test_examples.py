@@ -163,14 +163,14 @@ def forward_only(function: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "stand_in", "refusing"),
     [
-        ("nn._training.train nn.ops.chunk_kda", forward_only, ["train"]),
-        ("nn.ops.prefill", refusing_all, ["serve"]),
-        ("nn.fused_decode nn.ops.decode", refusing_all, ["serve"]),
-        ("_modules.causal_conv1d_update", refusing_all, ["serve"]),
-        ("_caches.verify_kvbuffer", refusing_all, ["serve"]),
-        ("_caches.flush_verify_kvbuffer", refusing_all, ["serve"]),
-        ("_caches.flush_kvbuffer", refusing_all, ["serve"]),
-        ("nn.ops.prefill", None, []),
+        ("layer.training.train nn.chunk_kda", forward_only, ["train"]),
+        ("nn.prefill", refusing_all, ["serve"]),
+        ("nn.fused_decode nn.decode", refusing_all, ["serve"]),
+        ("layer.convolution.causal_conv1d_update", refusing_all, ["serve"]),
+        ("layer.draft_cache.verify_kvbuffer", refusing_all, ["serve"]),
+        ("layer.draft_cache.flush_verify_kvbuffer", refusing_all, ["serve"]),
+        ("layer.draft_cache.flush_kvbuffer", refusing_all, ["serve"]),
+        ("nn.prefill", None, []),
     ],
 )
 def test_probes_find_what_is_missing(

@@ -9,60 +9,13 @@ import pytest
 import torch
 
 import kda
-import kda.compiled
+import kda.operators
 from drafting import drafts, records_for
+from fused_calls import STATES, Call, apart, call, fresh
 from support import same_bits
 
 Tensor = torch.Tensor
-Call = dict[str, Any]
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-STATES = ("conv_state", "state")
-
-
-def call(
-    N: int = 4, T: int = 1, H: int = 2, HV: int = 4, K: int = 24, V: int = 40, W: int = 4,
-    dtype: torch.dtype = torch.float32, pool: torch.dtype = torch.float32, v_first: bool = True, packed: bool = False,
-) -> Call:  # fmt: skip
-    random = torch.Generator().manual_seed(N * T + W)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=random).to(dtype)
-
-    D, rows = 2 * H * K + HV * V, (1, N * T) if packed else (N, T)
-    cu = torch.arange(0, N * T + 1, T, dtype=torch.int32) if packed else None
-    return {
-        "x": normal(*rows, D), "conv_weight": normal(D, W) / 2, "conv_bias": normal(D),
-        "conv_state": normal(N + 3, D, W - 1), "g": normal(*rows, HV, K), "beta": normal(*rows, HV),
-        "A_log": normal(HV, dtype=torch.float32), "dt_bias": normal(HV * K, dtype=torch.float32),
-        "state": normal(N + 3, HV, *((V, K) if v_first else (K, V)), dtype=pool),
-        "gate": normal(*rows, HV, V), "norm_weight": normal(V), "state_v_first": v_first, "cu_seqlens": cu,
-        "state_indices": torch.tensor([3, 0, -1, 5, 6, 1][:N], dtype=torch.int32),
-    }  # fmt: skip
-
-
-def fresh(p: Call) -> Call:
-    return p | {name: p[name].clone() for name in STATES}
-
-
-def apart(p: Call) -> Tensor:
-    """The same by three calls. Padding is zeroed, whatever its gate is."""
-    slots, cu = p["state_indices"], p["cu_seqlens"]
-    conv_slots = slots if p.get("conv_indices") is None else p["conv_indices"]
-    y = kda.causal_conv1d_update(
-        p["x"], p["conv_state"], p["conv_weight"], p["conv_bias"], state_indices=conv_slots, cu_seqlens=cu
-    )
-    HV, K = p["g"].shape[2:]
-    V = p["gate"].shape[3]
-    H = (y.shape[2] - HV * V) // (2 * K)
-    q, k, v = (t.unflatten(2, (-1, s)) for t, s in zip(y.split([H * K, H * K, HV * V], 2), (K, K, V), strict=True))
-    o = kda.decode(
-        q, k, v, p["g"], p["beta"], p["state"], state_indices=slots, cu_seqlens=cu, A_log=p["A_log"],
-        dt_bias=p["dt_bias"], lower_bound=p.get("lower_bound"), scale=p.get("scale"), use_gate_in_kernel=True,
-        use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=p.get("allow_neg_eigval", False), state_v_first=p["state_v_first"],
-    )  # fmt: skip
-    more = {name: p[name] for name in ("eps", "activation") if name in p}
-    return kda.norm_gate(o, p["gate"], p["norm_weight"], out=o, **more)  # type: ignore[no-any-return]
 
 
 def same_as_apart(p: Call) -> None:
@@ -81,6 +34,33 @@ def test_bits_of_its_parts(dtype: torch.dtype, T: int, packed: bool) -> None:
         same_as_apart(p)
         same_as_apart(p | {"lower_bound": -5.0, "activation": "silu", "eps": 1e-3, "scale": 0.25})
         same_as_apart(p | {"lower_bound": -2.0, "A_log": None, "dt_bias": None, "allow_neg_eigval": True})
+
+
+LARGE: dict[str, Any] = {"H": 4, "K": 128, "V": 128, "dtype": torch.bfloat16}
+CALLS: dict[str, Call] = {
+    "one": {"N": 1},
+    "eight": {"N": 8},
+    "many": {"N": 130, "HV": 8},
+    "many_64": {"N": 130, "K": 64, "V": 64, "HV": 8},
+    "pool_bf16": {"N": 8, "pool": torch.bfloat16},
+    "K_first": {"N": 8, "v_first": False},
+    "K_first_bf16": {"N": 8, "v_first": False, "pool": torch.bfloat16},
+    "tokens_3": {"N": 5, "T": 3},
+    "tokens_7": {"N": 3, "T": 7},
+    "f32": {"N": 5, "dtype": torch.float32},
+    "f16": {"N": 5, "dtype": torch.float16},
+    "odd": {"N": 5, "K": 61, "V": 37, "H": 1, "HV": 3},
+    "W_2": {"N": 5, "W": 2},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CALLS)
+def test_bits_of_its_parts_for_each_kernel(name: str) -> None:
+    p = call(**LARGE | CALLS[name])
+    same_as_apart(p)
+    if name == "eight":
+        same_as_apart(p | {"lower_bound": -5.0})
 
 
 def test_sizes() -> None:
@@ -121,6 +101,22 @@ def test_padding(first: int) -> None:
         assert [same_bits(a, b) for a, b in zip(got[name], p[name], strict=True)].count(False) == 2
 
 
+@pytest.mark.cuda
+def test_padding_at_several_places() -> None:
+    p = call(8, **LARGE) | {"first_valid_slot": 1, "eps": 0.0}
+    p["state_indices"][:] = torch.tensor([3, 0, 5, 0, 7, -1, 2, 9])
+    want = kda.fused_decode(**fresh(p))
+    padded = torch.tensor([1, 3, 5])
+    p["gate"][padded] = torch.nan
+    p["x"][padded] = torch.inf
+    got = fresh(p)
+    o = kda.fused_decode(**got)
+    assert not o[padded].any() and same_bits(o, want)
+    for name in STATES:
+        changed = [i for i, (a, b) in enumerate(zip(got[name], p[name], strict=True)) if not same_bits(a, b)]
+        assert changed == [2, 3, 5, 7, 9], name
+
+
 def test_in_a_given_output() -> None:
     p = call(dtype=torch.bfloat16)
     out = torch.empty_like(p["gate"], dtype=torch.float32)
@@ -139,10 +135,10 @@ def test_numpy_arrays() -> None:
         assert same_bits(torch.from_numpy(as_numpy[name]), torches[name])
 
 
+@pytest.mark.cuda
 def test_compiled() -> None:
-    p = call(dtype=torch.bfloat16)
     for T in (1, 2):
-        p = call(T=T, dtype=torch.bfloat16)
+        p = call(8, T, **LARGE)
         got, want = fresh(p), fresh(p)
         compiled = torch.compile(lambda **kw: kda.fused_decode(**kw), fullgraph=True, backend="aot_eager")
         assert same_bits(compiled(**got), kda.fused_decode(**want))
@@ -210,6 +206,24 @@ def test_norm_of(name: str) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             function(**clones(kw), norm=wrong)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lengths", [[1, 200, 0, 70], [40] * 12])
+def test_prefill_with_a_norm(lengths: list[int]) -> None:
+    random = torch.Generator().manual_seed(0)
+    T = sum(lengths) + 5
+    q, k, v, g, gate = (torch.randn(1, T, 4, 128, generator=random).bfloat16() for _ in range(5))
+    beta, cu = torch.rand(1, T, 4, generator=random).bfloat16(), torch.tensor([0, *lengths]).cumsum(0)
+    slots = torch.arange(len(lengths)) - 1
+    kw = {"q": q, "k": k, "v": v, "g": -g.abs(), "beta": beta, "cu_seqlens": cu, "state_indices": slots}
+    state = torch.randn(len(lengths), 4, 128, 128)
+    norm = kda.Norm(gate, activation="silu")
+    o = kda.prefill(**kw, state=state.clone(), use_qk_l2norm_in_kernel=True)
+    want = kda.norm_gate(o, *norm, out=o)
+    assert same_bits(kda.prefill(**kw, state=state.clone(), use_qk_l2norm_in_kernel=True, norm=norm), want)
+    norm.gate[:, : lengths[0]] = torch.nan  # of padding
+    assert torch.equal(kda.prefill(**kw, state=state.clone(), use_qk_l2norm_in_kernel=True, norm=norm), want)
 
 
 def test_out_state_indices_with_a_norm() -> None:

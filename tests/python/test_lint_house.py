@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 
 import lint_house
-from lint_house import Page, average, functions, sentences, slug_of
+from cpp_functions import functions
+from markdown_pages import Page, average, sentences, slug_of, words
 
 SCRIPT = Path(lint_house.__file__)
 
 
-def findings(root: Path, files: dict[str, str], long_functions: dict[str, str] | None = None) -> list[str]:
+def findings(root: Path, files: dict[str, str], long: dict[str, str] | None = None) -> list[str]:
     """What the lint reports about a tree of these files."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [str(finding) for finding in sorted(lint_house.check_tree(root, long_functions or {}))]
+    return [str(finding) for finding in sorted(lint_house.check_tree(root, long or {}))]
 
 
 def counts(page: str) -> list[int]:
     """The number of words in each sentence."""
-    return [lint_house.words(s) for text in Page(page).texts for _, s in sentences(text)]
+    return [words(s) for text in Page(page).texts for _, s in sentences(text)]
 
 
 # ---- sentences ----
@@ -197,7 +198,20 @@ def test_names_of_files(tmp_path: Path) -> None:
     ]
 
 
-# ---- functions ----
+# ---- files and functions ----
+
+
+@pytest.mark.parametrize(
+    "name", ["src/a.cc", "include/a.h", "tests/a.cu", "tools/a", "examples/a.c", "python/kda/a.py", "python/kda/a.cc"]
+)
+def test_a_long_file(tmp_path: Path, name: str) -> None:
+    most = 400 if name.startswith("python/") else 500
+    assert findings(tmp_path, {name: "\n" * most}) == []
+    assert findings(tmp_path, {name: "\n" * (most + 1)}) == [f"{name}:1: {most + 1} lines, at most {most}"]
+    assert findings(tmp_path, {name: "\n" * (most + 1)}, {name: "because"}) == []
+    assert findings(tmp_path, {name: "\n" * most}, {name: "because"}) == [
+        f"tools/lint_house.py:1: {name} needs no exception"
+    ]
 
 
 def body(lines: int) -> str:
@@ -217,7 +231,7 @@ def test_exceptions_are_needed(tmp_path: Path) -> None:
     files = {"src/cuda/a.h": f"void f() {{\n{body(119)}}}\n"}
     assert findings(tmp_path, files, {"src/cuda/a.h: f": "because"}) == []
     assert findings(tmp_path, files, {"src/cuda/a.h: f": "because", "src/cuda/b.h: f": "because"}) == [
-        "tools/lint_house.py:1: LONG_FUNCTIONS: src/cuda/b.h: f needs no exception"
+        "tools/lint_house.py:1: src/cuda/b.h: f needs no exception"
     ]
 
 
@@ -262,6 +276,53 @@ int S::last() { return 1'000; }
         (29, 1, "later"),
         (30, 1, "last"),
     ]
+
+
+# ---- calls ----
+
+NINE, EIGHT = "a, b, c, d, e, f, g, h, i", "a, b, c, d, e, f, g, h"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (f"f({NINE})", "9 arguments by position, at most 8: give them by name"),
+        (f"f({EIGHT}, *more)", "9 arguments by position, at most 8: give them by name"),
+        (f"f(*({NINE}))", "9 arguments by position, at most 8: give them by name"),
+        (f"f(a, *[{EIGHT}])", "9 arguments by position, at most 8: give them by name"),
+        ("f(*a[:15])", "a slice is spread, *a[:15]: give its elements by name"),
+        ("f(x, *call.fields[2:4], y=1)", "a slice is spread, *call.fields[2:4]: give its elements by name"),
+        ("f(*(x, *a[1:]))", "a slice is spread, *a[1:]: give its elements by name"),
+        (f"t = ({NINE})\n    f(*t)", "a tuple of 9 elements is spread, at most 8: give them by name"),
+        (f"t = ({EIGHT}, *more)\n    f(0, *t, y=1)", "a tuple of 9 elements is spread, at most 8: give them by name"),
+    ],
+)
+def test_calls_by_position(tmp_path: Path, call: str, reason: str) -> None:
+    text = f"def caller():\n    {call}\n"
+    line = text[: text.index("f(", 4 + len("caller"))].count("\n") + 1
+    assert findings(tmp_path, {"tools/a.py": text}) == [], "the rule is for the package"
+    expected = [f"python/kda/call/a.py:{line}: f gets {reason}"]
+    assert findings(tmp_path, {"python/kda/call/a.py": text}) == expected
+    assert findings(tmp_path, {}, {"python/kda/call/a.py: f": "because"}) == []
+    assert findings(tmp_path, {}, {"python/kda/call/a.py: f": "because", "python/kda/b.py: f": "because"}) == [
+        "tools/lint_house.py:1: python/kda/b.py: f needs no exception"
+    ]
+
+
+def test_calls_by_name(tmp_path: Path) -> None:
+    calls = (
+        f"f({EIGHT})",
+        f"f({EIGHT}, i=1, j=2, **more)",
+        f"f(*({EIGHT}), i=1)",
+        "f(*x.shape[:-1], *y, y[1:], (a, *b[1:]))",
+        f"f(({NINE}))",
+        f"t = ({NINE})\n    f(t)",
+        f"t = ({EIGHT})\n    f(*t)",
+    )
+    other = f"def other():\n    t = ({NINE})\n\n\n"  # another function's variable
+    for call in calls:
+        text = f"{other}def caller(t):\n    {call}\n"
+        assert findings(tmp_path, {"python/kda/a.py": text}) == [], call
 
 
 # ---- the command ----

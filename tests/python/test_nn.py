@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kda
-from kda.nn import DraftCache, KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
-from layer_model import float64_parameters, make, model, relative, tokens
+from kda.nn import KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
+from layer_model import float64_parameters, in_pieces, make, model, relative, tokens
 
 # Options that change the arithmetic of the layer, each at a size where chunks, heads and channels do not coincide.
 CONFIGS = {
@@ -160,12 +159,6 @@ def test_initial_distributions():
 # ---- the cache ----
 
 
-def in_pieces(layer: KimiDeltaAttention, x: Tensor, sizes: list[int], cache: KDACache, **kwargs) -> Tensor:
-    assert sum(sizes) == x.shape[1]
-    with torch.no_grad():
-        return torch.cat([layer(piece, cache=cache, **kwargs)[0] for piece in x.split(sizes, 1)], 1)
-
-
 @pytest.mark.parametrize(
     "sizes",
     [[1] * 150, [100] + [1] * 50, [64, 64, 22], [7, 65, 3, 1, 2, 72], [149, 1], [8, 9, 133], [0, 150, 0]],
@@ -249,7 +242,7 @@ def test_with_gradients_a_cache_carries_values_but_no_gradient():
 def test_long_pieces_run_in_chunks_and_short_ones_token_by_token(monkeypatch):
     """Short ones with their convolution and norm in one call, where there is a convolution."""
     calls = []
-    for module, name in ((kda.ops, "prefill"), (kda.ops, "decode"), (kda.nn, "fused_decode")):
+    for module, name in ((kda.nn, "prefill"), (kda.nn, "decode"), (kda.nn, "fused_decode")):
         run = getattr(kda, name)
         monkeypatch.setattr(module, name, lambda *a, run=run, name=name, **k: calls.append(name) or run(*a, **k))
     for config, step in (({}, "fused_decode"), ({"use_short_conv": False}, "decode"), ({"conv_size": 1}, "decode")):
@@ -257,91 +250,6 @@ def test_long_pieces_run_in_chunks_and_short_ones_token_by_token(monkeypatch):
         in_pieces(layer, tokens(1, 110, 48), [100, 8, 1, 1], layer.new_cache(1))
         assert calls == ["prefill", *[step] * 3]
         calls.clear()
-
-
-# ---- packed and padded sequences ----
-
-LENGTHS = [5, 0, 64, 1, 67, 2]
-
-
-@pytest.mark.parametrize("conv", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_sequences_equal_separate_ones(conv, dtype):
-    layer, x = make(use_short_conv=conv), tokens(1, sum(LENGTHS) + 4, 48)
-    cu = torch.tensor([0, *LENGTHS]).cumsum(0).to(dtype)
-    separate = [s for s in x[:, : sum(LENGTHS)].split(LENGTHS, 1)]
-    expected = torch.cat([layer(s)[0] for s in separate], 1)
-    o, _, _ = layer(x, cu_seqlens=cu)
-    assert relative(expected, o[:, : sum(LENGTHS)]) < 2e-6
-    assert not o[:, sum(LENGTHS) :].any()
-
-    packed = layer.new_cache(len(LENGTHS))
-    for _ in range(2):  # from zeros, then from the states of the first round
-        with torch.no_grad():
-            layer(x, cache=packed, cu_seqlens=cu)
-    for n, s in enumerate(separate):
-        cache = layer.new_cache(1)
-        in_pieces(layer, torch.cat([s, s], 1), [2 * LENGTHS[n]], cache)
-        assert relative(cache.state, packed.state[n : n + 1]) < 2e-6
-        assert not conv or relative(cache.conv, packed.conv[n : n + 1]) < 1e-5
-
-
-def test_no_gradient_leaks_between_packed_sequences():
-    layer, x = make(), tokens(1, 40, 48).requires_grad_()
-    o, _, _ = layer(x, cu_seqlens=torch.tensor([0, 13, 40]))
-    o[:, 13:].sum().backward()
-    assert not x.grad[:, :13].any()
-    assert x.grad[:, 13:].abs().min() > 0
-
-
-def in_one_graph(layer: KimiDeltaAttention):
-    torch._dynamo.reset()
-    return torch.compile(layer, fullgraph=True, backend="aot_eager")
-
-
-how = pytest.mark.parametrize("how", [lambda layer: layer, in_one_graph], ids=["eager", "one_graph"])
-
-
-@how
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_skipped(side, how):
-    layer, lengths, T = make(), [9, 70, 1, 0], 70
-    run = how(layer)
-    x, mask = tokens(4, T, 48), torch.zeros(4, T, dtype=torch.int64)
-    for n, length in enumerate(lengths):
-        mask[n, T - length :] = side == "left"
-        mask[n, :length] |= side == "right"
-    x[mask == 0] = math.nan  # padding may hold anything
-    leaf = x.clone().requires_grad_()
-    o, _, _ = run(leaf, attention_mask=mask)
-    o.sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-    cache = layer.new_cache(4)
-    with torch.no_grad():
-        run(x, attention_mask=mask, cache=cache)
-        step, _, _ = run(tokens(4, 1, 48), attention_mask=F.pad(mask, (0, 1), value=1), cache=cache)
-    assert not o[mask == 0].any()
-    assert not leaf.grad[mask == 0].any()
-    for n, length in enumerate(lengths):
-        sequence = torch.cat([x[n : n + 1, mask[n].bool()], tokens(4, 1, 48)[n : n + 1]], 1)
-        expected, _, _ = layer(sequence)
-        assert relative(expected[:, -1:], step[n : n + 1]) < 2e-6
-        if length:
-            assert relative(expected[0, :-1], o[n, mask[n].bool()]) < 2e-6
-
-
-@how
-def test_a_masked_row_of_a_decode_step_keeps_its_state(how):
-    layer = make()
-    cache = layer.new_cache(2)
-    in_pieces(layer, tokens(2, 10, 48), [10], cache)
-    conv, state = cache.conv.clone(), cache.state.clone()
-    with torch.no_grad():
-        o, _, _ = how(layer)(tokens(2, 1, 48), attention_mask=torch.tensor([[1], [0]]), cache=cache)
-    assert not o[1].any()
-    assert torch.equal(cache.conv[1], conv[1])
-    assert torch.equal(cache.state[1], state[1])
-    assert not torch.equal(cache.state[0], state[0])
 
 
 # ---- 16-bit types and the compiler ----
@@ -466,56 +374,3 @@ def test_forward_refuses():
         layer(x, past_key_values={}, use_cache=True)
     with pytest.raises(NotImplementedError, match=r"past_key_values: expected a KDACache or a dict .* got list"):
         layer(x, past_key_values=[])
-
-
-# ---- drafts ----
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"use_short_conv": False}, {"num_v_heads": 4, "expand_v": 0.5, "conv_bias": True}]
-)
-def test_drafts_equal_decode(fused, options):
-    """Any number of accepted drafts, different for each sequence; wrong drafts leave no trace."""
-    torch.manual_seed(0)
-    N, prompt = 3, 7
-    layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32, **options), torch.randn(N, 60, 64)
-    cache, plain = layer.new_cache(N), layer.new_cache(N)
-    choose = random.Random(1)
-    with torch.no_grad():
-        for c in (cache, plain):
-            layer(x[:, :prompt], cache=c)
-        expected = torch.cat([layer(token, cache=plain)[0] for token in x[:, prompt:].split(1, 1)], 1)
-        drafts, at = DraftCache(layer, cache, 5, fused=fused), [0] * N
-        for _ in range(10):
-            T = choose.randint(1, 5)
-            accepted = [choose.randint(0, T) for _ in range(N)]
-            rows = torch.stack([x[n, prompt + at[n] : prompt + at[n] + T] for n in range(N)])
-            for n, m in enumerate(accepted):
-                rows[n, m:] += 1
-            o, _, _ = layer(rows, cache=drafts)
-            for n, m in enumerate(accepted):
-                torch.testing.assert_close(o[n, :m], expected[n, at[n] : at[n] + m], atol=1e-5, rtol=1e-4)
-                at[n] += m
-            drafts.accept(torch.tensor(accepted, dtype=torch.int32))
-        layer(x[:, :3], cache=drafts)  # these are never accepted
-        drafts.flush()
-        for n in range(N):
-            own, whole = layer.new_cache(1), x[n : n + 1, : prompt + at[n]]
-            layer(whole, cache=own)
-            torch.testing.assert_close(cache.state[n], own.state[0], atol=1e-5, rtol=1e-4)
-            if cache.conv is not None:
-                assert torch.equal(cache.conv[n], own.conv[0]) or torch.allclose(cache.conv[n], own.conv[0], atol=1e-5)
-
-
-def test_drafts_refuse():
-    layer = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32)
-    x, drafts = torch.randn(1, 3, 64), DraftCache(layer, layer.new_cache(1), 2)
-    with pytest.raises(ValueError, match=r"max_tokens: expected 1\.\.16, got 17"):
-        DraftCache(layer, layer.new_cache(1), 17)
-    with pytest.raises(ValueError, match=r"cache: expected .*no_grad"):
-        layer(x[:, :2], cache=drafts)
-    with torch.no_grad(), pytest.raises(ValueError, match="max_tokens = 2 drafts, got 3"):
-        layer(x, cache=drafts)
-    with pytest.raises(ValueError, match=r"accept_len: expected int32 of shape \[1\]"):
-        drafts.accept(torch.tensor([1]))

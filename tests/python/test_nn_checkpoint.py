@@ -133,7 +133,7 @@ def test_without_checkpoints_a_cache_may_be_used_with_gradients():
 
 
 def test_the_operator_is_a_proper_one():
-    import kda.compiled  # noqa: F401  # registers it
+    import kda.operators  # noqa: F401  # registers it
 
     for state in (tokens(2, 3, 4, 5), tokens(2, 3, 8)[:, :, 2:5]):
         torch.library.opcheck(torch.ops.kda.old_state.default, (state,))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kda.cp
 from cp_layer_ranks import CASES, TOKENS, run_layer, run_layer_rank
-from kda._packing import find_layout
+from kda.layer.packing import find_layout
 from kda.nn import IGNORED_KEYWORDS, DraftCache
 from layer_model import documents, float64_parameters, make, model, relative, tokens
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kda import _front, _projections
+from kda.layer import parts as _parts
+from kda.layer import products as _projections
 from kda.nn import KimiDeltaAttention
 from layer_model import float64_parameters, make, model, relative, tokens
 
@@ -19,7 +20,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "b_proj")
 
 
 def is_packed(layer: KimiDeltaAttention) -> bool:
-    maps = _front._joint_maps(layer)
+    maps = _parts._joint_maps(layer)
     return maps is not None and _projections.whole_of([m.weight for m in maps]) is not None
 
 
@@ -219,8 +220,8 @@ def test_weights_that_share_memory_fill_it() -> None:
     """torch.export.save takes them for parts of one tensor; on a GPU it loses what it cannot find that way."""
     layer = make(num_heads=3, num_v_heads=3, head_dim=20, expand_v=0.6)
     for weights in (
-        [m.weight for m in _front._joint_maps(layer) or []],
-        [c.weight for c in _front.convolutions(layer)],
+        [m.weight for m in _parts._joint_maps(layer) or []],
+        [c.weight for c in _parts.convolutions(layer)],
     ):
         assert weights[0].untyped_storage().nbytes() == sum(w.nbytes for w in weights)
 
@@ -256,7 +257,7 @@ def test_what_training_keeps() -> None:
     """The joint product, and a state every 512 tokens. One by one, the parts keep q, k, v and the decay as well."""
     x = tokens(1, 512, 48).requires_grad_()
     layer = make()
-    columns = _projections._filled(sum(m.weight.shape[0] for m in _front._joint_maps(layer) or []))
+    columns = _projections.filled_up(sum(m.weight.shape[0] for m in _parts._joint_maps(layer) or []))
     kept = kept_bytes(layer, x)
     state = layer.num_v_heads * layer.head_k_dim * layer.head_v_dim * 4
     small = 4 * (layer.num_v_heads * (1 + layer.head_k_dim) + 5 * (2 * layer.key_dim + layer.value_dim))

@@ -1,8 +1,7 @@
-"""kda.segment_map and kda.segment_merge: against the float64 recurrence and its autograd, composed, and refusals."""
+"""kda.segment_map and kda.segment_merge: against the float64 recurrence and its autograd, and refusals."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,45 +64,6 @@ def test_wild_gates() -> None:
     p = wild(make(1, 200, 1, 1, 16, 24))
     for expected, got in zip(expected_maps(p), maps(p), strict=True):
         assert rel_rmse(expected, got) < 1e-5
-
-
-def test_segments_compose() -> None:
-    """Divided into segments of any lengths, a sequence keeps its final state and the gradient of its initial one."""
-    whole = make(1, 240, 1, 2, 20, 36, gate="softplus", v_first=True)
-    d_o, dhT = cotangents(whole)
-    for ends in ([0, 240], [0, 64, 128, 240], [0, 1, 1, 100, 239, 240]):
-        parts = whole.having(cu_seqlens=torch.tensor(ends), initial_state=None)
-        M, b, d = kda.segment_map(**parts.keywords, d_o=d_o, want="Mbd")
-        h0 = whole.tensors["initial_state"]
-        leaf = h0.clone().requires_grad_()
-        o, hT = kda.chunk_kda(**{**whole.keywords, "initial_state": leaf}, output_final_state=True)
-        dh0 = torch.autograd.grad((o, hT), leaf, (d_o, dhT))[0]
-        o, hT = o.detach(), hT.detach()
-        assert rel_rmse(hT[0], kda.segment_merge(M, b, h0[0])[-1]) < 1e-5
-        assert rel_rmse(dh0[0], kda.segment_merge(M, d, dhT[0], reverse=True)[0]) < 1e-5
-        # Each segment, started from its state in the merge, gives its outputs of the whole sequence.
-        states = kda.segment_merge(M, b, h0[0])
-        pieces = [
-            kda.chunk_kda(
-                **whole.having(
-                    **{n: whole.tensors[n][:, x:y] for n in ("q", "k", "v", "g", "beta")},
-                    initial_state=states[i : i + 1],
-                ).keywords
-            )[0]
-            for i, (x, y) in enumerate(pairwise(ends))
-        ]
-        assert rel_rmse(o, torch.cat(pieces, 1)) < 1e-5
-
-
-def test_what_is_not_wanted_is_none_and_changes_nothing() -> None:
-    p = make(1, 70, gate="softplus", state=False)
-    everything = maps(p)
-    d_o = cotangents(p)[0]
-    for want in ("", "M", "b", "d", "Mb", "bd", "Md"):
-        got = kda.segment_map(**p.keywords, d_o=d_o if "d" in want else None, want=want)
-        for name in "Mbd":
-            x, expected = getattr(got, name), getattr(everything, name)
-            assert x is None if name not in want else same_bits(x, expected)
 
 
 def test_numpy() -> None:
@@ -185,7 +145,10 @@ def test_other_lengths_compile_nothing_anew() -> None:
         ({"d_o": torch.zeros(1, 9, 2, 24), "want": "d"}, "d_o: expected shape [1,10,2,24] like v, got [1,9,2,24]"),
         ({"k": torch.zeros(1, 10, 2, 15)}, "k: expected shape [1,10,2,16] like q, got [1,10,2,15]"),
         ({"cu_seqlens": torch.tensor([0, 11])}, "cu_seqlens[1]: expected at most T = 10, got 11"),
-        ({"impl": "cpu_chunk"}, "impl: expected one of cpu_segment, reference, got cpu_chunk"),
+        (
+            {"impl": "cpu_chunk"},
+            f"impl: expected one of {', '.join(kda.implementations('segment_map'))}, got cpu_chunk",
+        ),
         ({"num_threads": -1}, "num_threads: expected >= 0, got -1"),
     ],
 )

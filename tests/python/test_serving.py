@@ -121,16 +121,6 @@ def test_no_state_is_zeros(op: Callable[..., Tensor]) -> None:
     assert same_bits(op(**p.keywords), op(**p.keywords, state=zeros)) and zeros.any()
 
 
-@both
-def test_layouts(op: Callable[..., Tensor]) -> None:
-    p, h0 = serving_problem([5, 70, 0])
-    state, turned = h0.clone(), h0.transpose(-1, -2).contiguous()
-    o = op(**p.keywords, state=state)
-    # K-first adds in another order.
-    assert_close({"o": o}, {"o": op(**p.having(state_v_first=False).keywords, state=turned)})
-    assert_close({"final_state": state}, {"final_state": turned.transpose(-1, -2)})
-
-
 # ---- checkpoints ----
 
 

@@ -1,10 +1,9 @@
-"""Speculative decoding in all its forms: with the convolution, with states in other places, for all layers at once,
-with memory of any shape, NumPy, threads of the caller, torch.compile."""
+"""Speculative decoding in all its forms: with the convolution, for all layers at once, with memory of any shape,
+NumPy, torch.compile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 import kda
-import kda.compiled
+import kda.call.graph
+import kda.operators
 import kda.speculation
 from drafting import (
     NAN,
@@ -104,57 +104,6 @@ def test_fused_convolution_along_trees(name: str) -> None:
             kda.flush_kvbuffer(state, records, m, parents=parents, **rows)
             assert_close({"final_state": plain}, {"final_state": state[n : n + 1]})
             assert same_bits(pool, rolled(chain, len(path)))
-
-
-# ---- decode_mtp: where states come from and go to ----
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("v_first", [True, False])
-def test_states_of_decode_mtp(dtype: torch.dtype, v_first: bool) -> None:
-    T, S = 4, 6
-    p, h0 = drafts(T, v_first=v_first)
-    h0 = h0.to(dtype)
-    expected_o, expected_states = decoded(p, h0)
-    in_place, untouched = h0.clone(), h0.clone()
-    o = kda.decode_mtp(**p.keywords, state=in_place)
-    assert same_bits(o, kda.decode(**p.keywords, state=untouched)) and same_bits(in_place, untouched)
-    near(o, expected_o, in_place, expected_states[-1])
-
-    kept, state = torch.full((REQUESTS, S, *h0.shape[1:]), NAN, dtype=dtype), h0.clone()
-    assert same_bits(kda.decode_mtp(**p.keywords, state=state, update_state=False), o)
-    assert same_bits(kda.decode_mtp(**p.keywords, state=state, update_state=False, snapshots=kept), o)
-    assert same_bits(state, h0) and same_bits(kept[:, T - 1], in_place) and kept[:, T:].isnan().all()
-    for t in range(T):
-        alone = h0.clone()
-        kda.decode(**tokens(p, slice(None), slice(t + 1)).keywords, state=alone)
-        assert same_bits(kept[:, t], alone), "the state of a call with the tokens so far"
-
-    # The same in slots of the pool itself, some of them skipped.
-    pool = torch.full((30, *h0.shape[1:]), NAN, dtype=dtype)
-    homes, slots = int32(29, 7, 0), torch.arange(1, 1 + REQUESTS * S).view(REQUESTS, S).int() + 7
-    slots[1, 2] = -1
-    pool[homes.long()] = h0
-    before = pool.clone()
-    more = {"state_indices": homes, "snapshot_slots": slots, "snapshots": pool}
-    assert same_bits(kda.decode_mtp(**p.keywords, state=pool, update_state=False, **more), o)
-    for n, t in np.ndindex(REQUESTS, T):
-        if slots[n, t] >= 0:
-            before[slots[n, t]] = kept[n, t]
-    assert same_bits(pool, before)
-
-    # The next round starts from what was accepted, wherever it was kept; lengths are clamped to 1..S.
-    following, _ = drafts(T, v_first=v_first, seed=1)
-    starts = torch.stack([kept[n, m - 1] for n, m in enumerate((1, 4, 2))])
-    expected = kda.decode(**following.keywords, state=starts)
-    accepted = int32(-5, 4, 2)
-    o = kda.decode_mtp(**following.keywords, state=pool, update_state=False, accepted=accepted, **more)
-    assert same_bits(o, expected)
-    for n in range(REQUESTS):
-        assert same_bits(pool[slots[n, T - 1]], starts[n])
-    o = kda.decode_mtp(**following.keywords, state=state, snapshots=kept, accepted=accepted)
-    assert same_bits(o, expected) and same_bits(state, starts) and same_bits(kept[:, T - 1], starts)
 
 
 # ---- all layers ----
@@ -302,21 +251,6 @@ def test_new_values_in_the_same_metadata() -> None:
             assert_close({"final_state": states[accepted][n]}, {"final_state": pool[slots[n]]})
 
 
-def test_calls_from_several_threads() -> None:
-    p, h0 = drafts(6, N=8, V=64)
-
-    def serve(_: int) -> list[Tensor]:
-        buffer, pool, slots = kda.DraftBuffer(8, 6, 1, 2, 20, 64), h0.clone(), torch.arange(8).int()
-        o = [buffer.step(**p.keywords, state=pool, slots=slots, accept_len=alike(m, 8)) for m in (0, 6, 3, 5)]
-        buffer.flush(pool, slots, alike(2, 8))
-        return [*o, pool]
-
-    alone = serve(0)
-    with ThreadPoolExecutor(4) as threads:
-        for together in threads.map(serve, range(12)):
-            assert all(same_bits(a, b) for a, b in zip(alone, together, strict=True))
-
-
 # ---- torch.compile ----
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -360,13 +294,14 @@ def test_compiled_equals_eager(backend: str) -> None:
 def test_operators_are_proper(monkeypatch: pytest.MonkeyPatch) -> None:
     p, h0 = drafts(3)
     following, conv = convolved(p, 4, True)
-    calls: list[tuple[str, tuple[Any, ...]]] = []
     take_operators(monkeypatch)
-    monkeypatch.setattr(kda.compiled, "run_in_place", lambda name, *a: calls.append((name, a)))
+    calls: list[tuple[str, dict[str, Any]]] = []
+    graph = kda.call.graph
+    monkeypatch.setattr(graph, "run_operator", lambda name, **a: calls.append((name, graph.apart(a))))
     loop(p, following, conv, h0, torch.zeros(REQUESTS, 3, *h0.shape[1:]), torch.cat([h0, h0[:1]]))
     assert {name for name, _ in calls} == {"decode_mtp", "verify", "flush", "flush_verify"}
     for name, arguments in calls:
-        torch.library.opcheck(getattr(torch.ops.kda, name).default, arguments, test_utils=OPCHECKS)
+        torch.library.opcheck(getattr(torch.ops.kda, name).default, (), arguments, test_utils=OPCHECKS)
 
 
 def test_batches_of_any_size_compile_once() -> None:

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import kda
-import kda.compiled_stages
+import kda.operators.stages
 from kda import stages
-from kda._stages import STAGES
+from kda.call.library import library
+from kda.call.operands import STAGES
+from stages_together import backward, forward
 from support import (
     Problem,
     Tensor,
@@ -45,34 +47,6 @@ def activated(p: Problem, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
     if p.options.get("use_beta_sigmoid_in_kernel"):
         beta = beta.sigmoid() * (2 if p.options["allow_neg_eigval"] else 1)
     return q, k, v, g, beta
-
-
-def forward(x: tuple[Tensor, ...], h0: Any, scale: float, how: dict[str, Any], packed: dict[str, Any]) -> Any:
-    """(o, final_state), and what backward needs."""
-    q, k, v, g, beta = x
-    G = stages.cumsum(g, **packed)
-    w, u, _, kg, Aqk, Akk_inv = stages.chunk_intra(q, k, v, G, beta, scale, **packed)
-    h, v_new, hT = stages.delta_h(kg, w, u, G, h0, True, **how, **packed)
-    return stages.fwd_o(q, v_new, G, Aqk, h, scale, **how, **packed), hT, (G, Aqk, Akk_inv, h, v_new)
-
-
-def backward(
-    x: tuple[Tensor, ...], saved: Any, d_o: Tensor, d_state: Tensor, scale: float, how: dict[str, Any], packed: Any
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g, beta and the initial state."""
-    q, k, v, g, beta = x
-    G, Aqk, Akk_inv, h, v_new = saved
-    w, _, qG, kg = stages.recompute_w_u(k, v, beta, Akk_inv, G, q, **packed)
-    dAqk, dv_local = stages.bwd_local(v_new, d_o, Aqk, scale, **packed)
-    dh, dh0, dv_new = stages.bwd_delta_h(qG, kg, w, G, d_o, dv_local, d_state, scale, **how, **packed)
-    dq, dk, dv, dbeta, dG, dAkk = stages.bwd_wy_dqkg(
-        q, k, v, v_new, G, beta, Akk_inv, h, d_o, dh, dv_new, scale, **how, **packed
-    )
-    stages.bwd_intra(q, k, G, beta, dAqk, dAkk, dq, dk, dbeta, dG, **packed)
-    dg = stages.cumsum_backward(dG, g, **packed)
-    B, T, H, K = q.shape
-    shape = (B, T, H, dq.shape[2] // H, K)
-    return dq.reshape(shape).sum(3), dk.reshape(shape).sum(3), dv, dg, dbeta, dh0
 
 
 def whole(p: Problem, impl: str | None = None) -> dict[str, Tensor]:
@@ -174,9 +148,9 @@ def test_padding_is_zeroed_and_states_of_nobody_are_left() -> None:
 
     h, v_new = torch.full((4, 2, 8, 12), 7.0), torch.empty_like(x[2])
     w, u, _, kg, *_ = stages.chunk_intra(*x[:3], saved[0], x[4], **packed)
-    kda._lib.library().stage_delta_h(
-        packed["cu_seqlens"], 0.0, 1, kg, w, u, saved[0], None, h, v_new, None, None, 0, None
-    )
+    kda.call.library.library().stage_delta_h(
+        **packed, state_layout=1, kg=kg, w=w, u=u, G=saved[0], h=h, v_new=v_new
+    )  # fmt: skip
     assert (h[3] == 7).all() and not (h[:3] == 7).all(-1).any()
 
 
@@ -219,22 +193,24 @@ def test_every_stage_is_documented_and_typed() -> None:
 @pytest.mark.parametrize("lengths", [None, [65, 1, 64]])
 def test_stages_are_proper_operators(lengths: list[int] | None) -> None:
     p = make(1, 70, 1, 2, 4, 6, lengths=lengths, l2norm=False)
-    calls: dict[str, tuple[Any, ...]] = {}
-    run, dispatch = kda.compiled_stages.run, torch.ops.kda
+    calls: dict[str, dict[str, Any]] = {}
+    run = kda.call.graph.run_operator
 
-    def record(stage: str, *arguments: Any) -> None:
-        calls[stage] = arguments
-        run(stage, *arguments)
+    def record(name: str, **arguments: Any) -> None:
+        calls[name] = arguments
+        run(name, **arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         take_operators(patch)
-        patch.setattr(kda.compiled_stages, "run", record)
+        patch.setattr(kda.call.graph, "run_operator", record)
         whole(p)
-    assert set(calls) == set(STAGES)
-    for stage, arguments in calls.items():
+    assert set(calls) == {f"stage_{stage}" for stage in STAGES}
+    for name, arguments in calls.items():
         # opcheck must not compare memory that is never written.
-        filled = tuple(a.nan_to_num(0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments)
-        torch.library.opcheck(getattr(dispatch, f"stage_{stage}").default, filled, test_utils=OPCHECKS)
+        filled = {
+            n: a.nan_to_num(0) if isinstance(a, Tensor) and a.is_floating_point() else a for n, a in arguments.items()
+        }
+        torch.library.opcheck(getattr(torch.ops.kda, name).default, (), filled, test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 0, 66]])
@@ -348,12 +324,13 @@ def test_prefill_f32_is_a_proper_operator(state: bool) -> None:
     assert all(same_bits(a, b) for a, b in zip((o, w, u), expected, strict=True))
 
 
+@pytest.mark.cuda
 def test_the_operator_writes_to_given_buffers() -> None:
     x = [t.contiguous() for t in heads_first(make(1, 70, 2, 1, 8, 12, l2norm=False))]
     expected = kda.prefill_f32(*x, 32)
     w, u, o = (torch.full_like(expected[i], math.nan) for i in (1, 2, 0))
     got = torch.ops.kda_prefill.forward(*x, 32, w, u, o)
-    assert all(a is b for a, b in zip(got, (o, w, u), strict=True))
+    assert all(a is b and a.device == x[0].device for a, b in zip(got, (o, w, u), strict=True))
     for given in ((w, u, o), (None, u, None), (None, None, None)):
         for t in (w, u, o):
             t.fill_(math.nan)
@@ -365,7 +342,7 @@ def test_the_operator_writes_to_given_buffers() -> None:
         o, w_, u_ = torch.ops.kda_prefill.forward(*x, 32, w, u, None)
         return o + 1, w_ + 1, u_ + w[..., :1]
 
-    for backend in ("aot_eager", "inductor"):
+    for backend in ("aot_eager",) if w.is_cuda else ("aot_eager", "inductor"):
         torch._dynamo.reset()
         w.fill_(math.nan), u.fill_(math.nan)
         eager = graph(w, u, *x)
@@ -395,3 +372,14 @@ def test_compiled_prefill_f32() -> None:
         state = h0.clone()
         got = torch.compile(f, fullgraph=True, backend="aot_eager")(state, *x)
         assert all(same_bits(a, b) for a, b in zip((*got, state), (*expected, expected_state), strict=True))
+
+
+def test_tensors_are_those_of_the_librarys_tables() -> None:
+    """Registering torch's operators must not load the library, so ``STAGES`` says again what its tables say."""
+    assert [f"stage_{name}" for name in STAGES] == [op for op in library().operators if op.startswith("stage_")]
+    for name, text in STAGES.items():
+        given, written = (part.split() for part in text.split("->"))
+        operands = [o for o in library().operands(f"stage_{name}") if o.type == "tensor" and o.name != "cu_seqlens"]
+        assert [o.name for o in operands] == [x.rstrip("?") for x in given + written], name
+        assert [o.role != "in" for o in operands] == [False] * len(given) + [True] * len(written), name
+        assert [o.optional for o in operands] == [x.endswith("?") for x in given + written], name

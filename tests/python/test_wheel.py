@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tvm_ffi
 
-from kda._lib import _directory, library_file
+from kda.call.library import library_directory, library_file
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (library_file().name, "_binding.so")
@@ -30,7 +30,7 @@ def folders() -> list[str]:
 
 
 def readelf(what: str, library: str) -> str:
-    command = ["readelf", "--wide", f"--{what}", str(_directory() / library)]
+    command = ["readelf", "--wide", f"--{what}", str(library_directory() / library)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -72,7 +72,7 @@ def test_libraries_are_found_beside_each_other_and_nowhere_else(library: str) ->
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_libraries_name_no_file_of_the_machine_that_built_them(library: str) -> None:
-    content = (_directory() / library).read_bytes()
+    content = (library_directory() / library).read_bytes()
     assert PATH.findall(content) == []
     assert [folder for folder in folders() if folder.encode() in content] == []
 
@@ -83,7 +83,9 @@ def test_libraries_name_no_file_of_the_machine_that_built_them(library: str) -> 
 def test_no_file_of_the_wheel_names_a_folder_of_ours() -> None:
     """Files that pip adds when it installs do not belong to the wheel."""
     installed = [f for f in wheel().files or [] if f.suffix != ".pyc" and f.name != "direct_url.json"]
-    assert {*LIBRARIES, "kda.h", "kdaConfig.cmake", "kda.pc", "METADATA", "ops.py"} <= {f.name for f in installed}
+    names = {f.name for f in installed}
+    assert {*LIBRARIES, "kda.h", "kdaConfig.cmake", "kda.pc", "METADATA", "serving.py"} <= names
+    assert not {"_binding.cc", "_reader.h"} & names, "sources of the binding"
     for file in installed:
         content = file.read_binary()
         assert [folder for folder in folders() if folder.encode() in content] == [], file

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import kda
-import kda.compiled_stages
 import kda.convolution
 import kda.float32
-import kda.segment
+import kda.operators.stages
+import kda.segments
 import kda.speculation
 import kda.stages
 from drafting import alike, drafts, int32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import kda
+from gloo import join
 from kda.nn import DraftCache, KimiDeltaAttention
 from kda.tp import HeadParallel
 from layer_model import make, tokens
@@ -108,9 +108,7 @@ def run_function(name: str, cut: str, mesh: Any = None) -> dict[str, Tensor]:
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    join(rank, ranks, f"{folder}/store")
     mesh = init_device_mesh("cpu", (ranks,))
     torch.save(refusals(mesh), Path(folder) / f"refused_{rank}.pt")
     layers = {n: run_layer(config, mesh) for n, config in CASES.items()}

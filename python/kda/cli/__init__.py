@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "measure the operators beside the ceilings of this machine",
     "explain": "which implementation would run a shape, and why not the others",
     "config": "options of compilers and linkers for C and C++ programs",
+    "plugs": "which engines (FLA, SGLang, vLLM) are installed and run on kda, and why others do not",
 }
 
 

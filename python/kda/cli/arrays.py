@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kda._arrays import is_torch, torch
+from ..call.arrays import is_torch, torch
 
 
 def cuda_device() -> bool:

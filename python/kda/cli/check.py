@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kda
-from kda._arrays import torch
 
+from ..call.arrays import torch
 from . import show
 from .arrays import Source, copy, cuda_device, dtype_name, to_numpy, widen
 from .operators import OPERATORS, current, device_of, forced, known
@@ -152,9 +152,10 @@ def compare(case: Case, implementation: str, expected: dict[str, Any], got: dict
     relative to the usual size in its row."""
     errors, problems = {}, []
     narrow = device_of(implementation) == "cuda" and case.problem.dtype == "bfloat16"
-    in_bf16 = OPERATORS[case.op].in_bf16 if narrow else 0.0
+    entry = OPERATORS[case.op]
+    least = max(entry.in_bf16 if narrow else 0.0, entry.in_16_bits.get(implementation, 0.0))
     for name, array in got.items():
-        allowed = max(OPERATORS[case.op].allowed[name], ROUNDING.get(dtype_name(array), 0.0), in_bf16)
+        allowed = max(entry.allowed[name], ROUNDING.get(dtype_name(array), 0.0), least)
         ref, x = to_numpy(expected[name]), to_numpy(array)
         rms = np.sqrt(np.mean(ref**2)) if ref.size else 0.0
         usual = np.maximum(rms, np.sqrt(np.mean(ref**2, axis=-1, keepdims=True))) if ref.ndim > 1 and ref.size else rms

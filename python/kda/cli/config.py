@@ -7,8 +7,8 @@ import argparse
 import shlex
 from pathlib import Path
 
-from kda._lib import library_file
-from kda._version import include_directory
+from .._version import include_directory
+from ..call.library import library_file
 
 # The folder in the wheel; programs that use a build tree or `cmake --install` do not need this command.
 _CMAKE = "lib/cmake/kda"

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import kda
-from kda import _lib
 
+from ..call import library
 from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole
@@ -131,12 +131,12 @@ def _best_device(op: str, impl: str | None) -> str:
 def assuming(gpu: tuple[int, int] | None) -> Iterator[None]:
     """Inside, the library explains calls on CPU arrays as if they were made on this GPU."""
     if gpu:
-        _lib.library().assume_gpu(*gpu)
+        library.library().assume_gpu(*gpu)
     try:
         yield
     finally:
         if gpu:
-            _lib.library().assume_gpu(0, 0)
+            library.library().assume_gpu(0, 0)
 
 
 @contextmanager
@@ -153,22 +153,22 @@ def batch_invariant(enabled: bool) -> Iterator[None]:
 @contextmanager
 def explaining(found: dict[str, tuple[str, int | None]]) -> Iterator[None]:
     """Inside, calls of the library run nothing and store in ``found`` what it says about them: an operator's
-    ``_explain`` and ``_workspace`` take the same arguments as the operator."""
-    real = _lib.library()
+    ``_explain`` and ``_workspace`` take the same operands as the operator."""
+    real = library.library()
 
     class Explaining:
         def __getattr__(self, op: str) -> Callable[..., None]:
-            def explain(*arguments: Any) -> None:
+            def explain(*tensors: Any, **operands: Any) -> None:
                 try:
-                    workspace = getattr(real, f"{op}_workspace")(*arguments)
+                    workspace = getattr(real, f"{op}_workspace")(*tensors, **operands)
                 except NotImplementedError:
                     workspace = None
-                found[op] = (getattr(real, f"{op}_explain")(*arguments), workspace)
+                found[op] = (getattr(real, f"{op}_explain")(*tensors, **operands), workspace)
 
             return explain
 
-    _lib._library = Explaining()  # type: ignore[assignment]
+    library._library = Explaining()  # type: ignore[assignment]
     try:
         yield
     finally:
-        _lib._library = real
+        library._library = real

@@ -6,7 +6,8 @@ import argparse
 import json
 
 import kda
-from kda._lib import _OPERATORS
+
+from ..call.library import OPERATORS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,10 +16,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.json:
-        operators = {op: kda.implementations(op) for op in _OPERATORS}
+        operators = {op: kda.implementations(op) for op in OPERATORS}
         print(json.dumps({**kda.info(), "implementations": operators}, indent=2))
         return 0
-    lines = {**kda.info()} | {op: ", ".join(kda.implementations(op)) for op in _OPERATORS}
+    lines = {**kda.info()} | {op: ", ".join(kda.implementations(op)) for op in OPERATORS}
     width = max(map(len, lines))
     for key, value in lines.items():
         print(f"{key:<{width}}  {value}")

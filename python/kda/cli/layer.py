@@ -10,9 +10,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import kda
-from kda._arrays import torch
 
-from . import measure, prefill, training
+from ..call.arrays import torch
+from ..layer.convolution import queries_keys_values
+from . import measure, prefill
 from .layer_peers import PEERS, Calls, Inputs, calls_of
 from .measure import Call
 from .problems import BYTES, Problem, combinations
@@ -125,7 +126,7 @@ def floor_ms(case: Case, rates: Rates) -> float:
 
 def new_layer(p: Problem, device: str) -> Any:
     """Ours, as it is made, but without a bias of the gate: transformers' layer has none, so it is zero."""
-    from kda.nn import KimiDeltaAttention
+    from ..nn import KimiDeltaAttention
 
     sizes: dict[str, Any] = {"hidden_size": p.hidden, "head_dim": p.K, "num_heads": p.H, "num_v_heads": p.HV}
     sizes |= {"expand_v": p.V / p.K, "conv_size": CONV_SIZE, "dtype": getattr(torch, p.dtype), "device": device}
@@ -165,35 +166,25 @@ def prepare_kda(case: Case, weights: Mapping[str, Any], inputs: Inputs) -> Calls
 def _parts(layer: Any, x: Any) -> dict[str, Call]:
     """Calls of the parts of prefill or decode, each with what the part before it makes, and with a cache of their
     own."""
-    from kda import _front
-    from kda.nn import DECODE_TOKENS
+    from ..layer import front
+    from ..nn import DECODE_TOKENS
 
     recurrence = kda.decode if x.shape[1] <= DECODE_TOKENS else kda.prefill
     with torch.inference_mode():
         cache = layer.new_cache(x.shape[0])
-        rows, g, beta, gate = _front.project(layer, x)
-        qkv = _front.queries_keys_values(layer, rows, cache)
+        rows, g, beta, gate = front.project(layer, x)
+        qkv = queries_keys_values(layer, rows, cache)
         attend = partial(recurrence, *qkv, g, beta, cache.state, **layer._options())
         o = attend()
         y = layer.o_norm(o, gate).flatten(2)
     calls: tuple[Call, ...] = (
-        partial(_front.project, layer, x),
-        partial(_front.queries_keys_values, layer, rows, cache),
+        partial(front.project, layer, x),
+        partial(queries_keys_values, layer, rows, cache),
         attend,
         partial(layer.o_norm, o, gate),
         partial(layer.o_proj, y),
     )
     return dict(zip(PARTS, calls, strict=True))
-
-
-def kept_bytes(forward: Callable[[], Sequence[Any]]) -> int:
-    """Memory that a forward keeps for its backward beyond its inputs and what it returns."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    results = forward()
-    own = sum(x.numel() * x.element_size() for x in results)
-    kept: int = torch.cuda.memory_allocated() - before - own
-    return kept
 
 
 def rows(cases: Sequence[Case], rates: Rates, notes: list[str], **how: Any) -> list[dict[str, Any]]:
@@ -269,8 +260,8 @@ def _times(case: Case, layers: Sequence[Calls], name: str, notes: list[str], rep
     row: dict[str, Any] = {"eager_ms": measure.stream_milliseconds(whole, **how) / count}
     row["host_us"] = measure.host_microseconds(whole) / count if case.what == "decode" else None
     if layers[0].forward is not None:
-        row["peak_gib"] = training.peak_bytes(layers[0].whole) / 2**30
-        row["kept_gib"] = kept_bytes(layers[0].forward) / 2**30
+        row["peak_gib"] = measure.own_bytes(layers[0].whole, peak=True) / 2**30
+        row["kept_gib"] = measure.own_bytes(layers[0].forward) / 2**30
     try:
         row |= {"timed": "graph", "ms": measure.graph_milliseconds(whole, **how) / count}
     except RuntimeError as error:

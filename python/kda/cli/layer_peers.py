@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kda._arrays import torch
-
+from ..call.arrays import torch
 from .arrays import DeviceSource
 from .problems import Problem
 from .tuning import compiled_at_once
@@ -110,7 +109,7 @@ def kernels_of_transformers() -> str:
 
 
 def _transformers(case: Case, weights: Mapping[str, Any], inputs: Inputs) -> Calls:
-    from kda.nn import to_published
+    from ..nn import to_published
 
     p, module = case.problem, "transformers.models.kimi_linear"
     configuration = importlib.import_module(f"{module}.configuration_kimi_linear")

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kda
-from kda._arrays import torch
+
+from ..call.arrays import torch
 
 Call = Callable[[], object]
 
@@ -152,6 +153,17 @@ def host_microseconds(call: Call, *, repeats: int = 30, batch: int = 2) -> float
 
     once()
     return statistics.median(once() for _ in range(repeats)) * 1e6
+
+
+def own_bytes(call: Callable[[], Sequence[Any]], peak: bool = False) -> int:
+    """Memory on the GPU beyond the inputs of a call and what it returns: what is kept after it, or its peak."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    after: int = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    return after - before - sum(x.numel() * x.element_size() for x in results)
 
 
 def _timer(flush: bool) -> Callable[[Call], float]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import kda
-from kda import _lib
 
+from ..call import library
 from . import problems
 from .problems import DTYPES, GATES, LAYOUTS, Problem
 
@@ -33,6 +33,7 @@ class Operator:
     dtypes: tuple[str, ...] = DTYPES
     needs_torch: bool = False
     in_bf16: float = 0.0  # allowed on CUDA with bfloat16 inputs, where products are in bfloat16 as well
+    in_16_bits: dict[str, float] = field(default_factory=dict)  # by implementations whose operands are so narrow
 
 
 def _prefill(x: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ _STAGES = {
 
 
 def _stage(name: str, x: dict[str, Any]) -> dict[str, Any]:
-    from kda import stages
+    from .. import stages
 
     results = getattr(stages, name)(**x)
     return dict(zip(_STAGES[name].split(), results if isinstance(results, tuple) else (results,), strict=True))
@@ -230,7 +231,13 @@ OPERATORS = {
         problems.flushing_drafts, _flush_verify, _SPECULATION, Problem(B=64, T=4), checked=_DRAFTS
     ),
     "segment_map": Operator(
-        problems.segments, _segment_map, {"M": 1e-5, "b": 1e-5, "d": 1e-5}, Problem(), checked=(_CHUNKS, _PACKED)
+        problems.segments,
+        _segment_map,
+        {"M": 1e-5, "b": 1e-5, "d": 1e-5},
+        Problem(),
+        checked=(_CHUNKS, _PACKED),
+        checked_in_bf16=_PROMPTS,
+        in_16_bits={"cuda_segment_hopper": 8e-3, "cuda_segment_chunk": 8e-3},
     ),
     "segment_merge": Operator(
         problems.merging,
@@ -320,7 +327,7 @@ OPERATORS = {
 
 def current(op: str, impl: str) -> list[str]:
     """The operator's implementations among these names, which commas separate and which may be former ones."""
-    names = (_lib.library().current_name(op, name) for name in impl.split(","))
+    names = (library.library().current_name(op, name) for name in impl.split(","))
     return [name for name in names if name]
 
 

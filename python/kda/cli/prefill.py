@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import kda
-from kda._arrays import torch
 
+from ..call.arrays import torch
 from . import measure, prefill_peers, problems
 from .arrays import DeviceSource, copy, widen
 from .measure import Call
@@ -94,11 +94,7 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = 
     H64T8192, H12* or H96*slow."""
     found: list[Case] = []
     if given:
-        gates = given.get("gate", ["lower_bound"])
-        if "log" in gates:
-            raise ValueError("--gate: expected lower_bound or softplus for prefill on cuda, got log")
-        for p in combinations(Problem(H=64, T=8192), given | {"gate": gates}):
-            found += [Case(p, gate) for gate in (["softplus"] if p.gate == "softplus" else ["strong", "slow"])]
+        found = cases_given(Problem(H=64, T=8192), given, "prefill")
     else:
         for sizes in SHAPES:
             p = Problem(**sizes, gate="lower_bound")
@@ -108,6 +104,18 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = 
         if quick:
             found = [case for case in found if case.name in QUICK]
     return named(found, names)
+
+
+def cases_given(p: Problem, given: dict[str, list[Any]], operator: str) -> list[Case]:
+    """All combinations of the sizes, with strong and slow gates."""
+    gates = given.get("gate", ["lower_bound"])
+    if "log" in gates:
+        raise ValueError(f"--gate: expected lower_bound or softplus for {operator} on cuda, got log")
+    return [
+        Case(p, gate)
+        for p in combinations(p, given | {"gate": gates})
+        for gate in (["softplus"] if p.gate == "softplus" else ["strong", "slow"])
+    ]
 
 
 SomeCase = TypeVar("SomeCase", bound=Case)

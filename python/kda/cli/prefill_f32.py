@@ -11,8 +11,8 @@ from itertools import chain
 from typing import Any
 
 import kda
-from kda._arrays import torch
 
+from ..call.arrays import torch
 from . import measure, prefill, problems
 from .arrays import DeviceSource
 from .measure import Call

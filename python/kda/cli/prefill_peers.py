@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kda._arrays import torch
-
+from ..call.arrays import torch
 from .measure import Call
 from .peers import file_of_peers
 from .problems import Problem

@@ -192,7 +192,8 @@ def segments(p: Problem, new: Source) -> dict[str, Any]:
 def merging(p: Problem, new: Source) -> dict[str, Any]:
     """Inputs of ``kda.segment_merge``: one segment per sequence."""
     x = {"M": new.keys("float32", p.N, p.HV, p.K, p.K), "b": new.normal("float32", *states_shape(p, p.N))}
-    return x | {"h0": new.normal(p.state_dtype, *states_shape(p, 1)[1:]), "state_v_first": p.layout == "V-first"}
+    _N, *state = states_shape(p, 1)
+    return x | {"h0": new.normal(p.state_dtype, *state), "state_v_first": p.layout == "V-first"}
 
 
 def convolution(p: Problem, new: Source) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def heads_first(p: Problem, new: Source) -> dict[str, Any]:
 
 def wy_dqkg(p: Problem, new: Source) -> dict[str, Any]:
     """Inputs of ``kda.stages.bwd_wy_dqkg``, as the stages before it leave them."""
-    from kda import stages
+    from .. import stages
 
     v_first = p.layout == "V-first"
     q, k = (new.keys(p.dtype, p.B, p.T, p.H, p.K) for _ in range(2))
@@ -247,7 +248,7 @@ _STAGE_SHAPES = {
 
 def stage(name: str, p: Problem, new: Source) -> dict[str, Any]:
     """Numbers for every argument of one of ``kda.stages``."""
-    from kda import stages
+    from .. import stages
 
     chunks = p.B * ((p.T + 63) // 64)
     state = (p.HV, *((p.V, p.K) if p.layout == "V-first" else (p.K, p.V)))

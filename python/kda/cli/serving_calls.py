@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import kda
-from kda._arrays import torch
 
+from ..call.arrays import torch
 from . import problems
 from .arrays import DeviceSource
 from .measure import Call, in_turn

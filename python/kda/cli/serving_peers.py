@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kda._arrays import torch
-
+from ..call.arrays import torch
 from .measure import Call, in_turn
 from .peers import file_of_peers
 from .problems import Problem

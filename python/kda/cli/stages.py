@@ -10,8 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from kda._arrays import torch
-
+from ..call.arrays import torch
 from . import measure, prefill, problems, training
 from .arrays import DeviceSource
 from .operators import implementations_on
@@ -53,7 +52,7 @@ def name_of(case: Case) -> str:
 
 
 def prepare_kda(x: dict[str, Any], impl: str | None) -> Call:
-    from kda import stages
+    from .. import stages
 
     return partial(stages.bwd_wy_dqkg, **x, impl=impl)
 

@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import kda
-from kda._arrays import torch
 
 from . import measure, prefill, prefill_peers, training_peers
-from .arrays import DeviceSource
 from .measure import Call
 from .operators import forced
 from .prefill import Case, Inputs
-from .problems import Problem, combinations
+from .problems import Problem
+from .training_steps import Step, by_autograd
 from .tuning import compiled_at_once
 
 SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
@@ -32,14 +31,6 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
 ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # all others: only strong ones
 TUNED = ("H32 T8192",)  # where FLA, which tunes itself, is measured if there is little time
 PORTABLE = "cuda_prefill_chunk,cuda_backward_chunk"
-LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-
-
-class Step(NamedTuple):
-    """Calls of a case, which return tensors. ``forward`` keeps what backward needs."""
-
-    forward: Callable[[], Sequence[Any]]
-    both: Callable[[], Sequence[Any]]
 
 
 # Contender, implementation, what forward keeps for backward, and a function that makes a Step of the inputs.
@@ -49,13 +40,7 @@ Contender = tuple[str, "str | None", "str | None", Callable[[Inputs], Step]]
 def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
     """All combinations of the sizes, or the cases listed above; of those, only the ones with these names, such as
     H64T8192, H12* or H32*softplus."""
-    found: list[Case] = []
-    if given:
-        gates = given.get("gate", ["lower_bound"])
-        if "log" in gates:
-            raise ValueError("--gate: expected lower_bound or softplus for training on cuda, got log")
-        for p in combinations(Problem(H=32, T=8192), given | {"gate": gates}):
-            found += [Case(p, gate) for gate in (["softplus"] if p.gate == "softplus" else ["strong", "slow"])]
+    found = prefill.cases_given(Problem(H=32, T=8192), given, "training") if given else []
     for sizes in SHAPES if not given else ():
         p = Problem(**sizes, gate="lower_bound")
         found += [Case(p, "strong")]
@@ -68,26 +53,6 @@ def name_of(case: Case) -> str:
     p = case.problem
     sizes = f" K{p.K} V{p.V}" if (p.K, p.V) != (128, 128) else ""
     return case.name + sizes + (f" {p.dtype}" if p.dtype != "bfloat16" else "")
-
-
-def gradient_of_outputs(inputs: Inputs) -> Any:
-    """The gradient of the outputs, always the same."""
-    return DeviceSource(prefill.DEVICE, seed=1).normal(inputs.problem.dtype, *inputs.x["v"].shape)
-
-
-def by_autograd(inputs: Inputs, function: Callable[..., Any]) -> Step:
-    """The Step of a function like :func:`kda.chunk_kda`."""
-    x, d_o = inputs.x, gradient_of_outputs(inputs)
-    leaves = [x[name].requires_grad_() for name in LEAVES]
-
-    def forward() -> Any:
-        return function(**x)[0]
-
-    def both() -> Sequence[Any]:
-        o = forward()
-        return [o, *torch.autograd.grad(o, leaves, d_o)]
-
-    return Step(lambda: [forward()], both)
 
 
 def prepare_kda(inputs: Inputs, impl: str | None, saved: bool) -> Step:
@@ -113,18 +78,6 @@ def _ours(impl: str | None) -> list[Contender]:
     kept = {"h, v_new": True, "nothing": False}
     names = [impl] if impl else [None, PORTABLE]
     return [("kda", n, what, partial(prepare_kda, impl=n, saved=kept[what])) for n in names for what in kept]
-
-
-def peak_bytes(both: Callable[[], Sequence[Any]]) -> int:
-    """Peak memory of a step beyond its inputs and what it returns."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = both()
-    torch.cuda.synchronize()
-    own = sum(x.numel() * x.element_size() for x in results)
-    peak: int = torch.cuda.max_memory_allocated() - before - own
-    return peak
 
 
 def measured(
@@ -153,7 +106,7 @@ def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> It
         step = prepare(Inputs(case))
         with compiled_at_once():
             step.both()  # compiles and tunes
-        row["peak_gib"] = peak_bytes(step.both) / 2**30
+        row["peak_gib"] = measure.own_bytes(step.both, peak=True) / 2**30
         row["ms"] = measure.graph_milliseconds(step.both, repeats=repeats, flush=True)
         row["forward_ms"] = measure.graph_milliseconds(step.forward, repeats=repeats, flush=True)
         row["backward_ms"] = row["ms"] - row["forward_ms"]

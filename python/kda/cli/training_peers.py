@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kda._arrays import torch
-
+from ..call.arrays import torch
 from .peers import activated
 from .prefill_peers import _bounded, _usual
 
 if TYPE_CHECKING:
     from .prefill import Inputs
-    from .training import Step
+    from .training_steps import Step
 
 
 def _fla(inputs: Inputs) -> Step:
-    from .training import by_autograd
+    from .training_steps import by_autograd
 
     chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
     inputs.x |= {"dt_bias": inputs.x["dt_bias"].flatten(), "safe_gate": "lower_bound" in inputs.x}
@@ -29,7 +28,7 @@ def _fla(inputs: Inputs) -> Step:
 
 def _cudnn(inputs: Inputs) -> Step:
     """Its kernels have no gradients of the norm, the gate and the sigmoid, so it gets q, k, g and beta after those."""
-    from .training import Step, gradient_of_outputs
+    from .training_steps import Step, gradient_of_outputs
 
     p = inputs.problem
     _usual(p)

@@ -1,0 +1,106 @@
+"""What the functions of autograd share: requests of torch that are refused, and the memory of outputs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from .options import Options
+from .tracing import refuse_batched_gradients, transform_refusal
+
+Tensor = torch.Tensor
+
+
+_NO_SECOND = "second derivatives: expected a gradient that is not differentiated again (kda has first derivatives only)"
+_NO_SECOND += ", got one in another backward"
+
+
+class _NoSecondDerivatives(torch.autograd.Function):
+    """Returns the first ``count`` tensors as they are. Differentiating them with respect to any of the tensors raises
+    an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivatives()
+
+
+def refuse_second_derivatives(*_: Any) -> NoReturn:
+    raise NotImplementedError(_NO_SECOND)
+
+
+def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Makes a ``Function.backward`` from ``backward(ctx, kept, *gradients)`` that also works with
+    ``create_graph=True``: its results then refuse to be differentiated again. torch's ``once_differentiable``
+    connects the results only to the incoming gradients, and to copies of those. Where an input reaches the loss by
+    another path, its error never shows."""
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        refuse_batched_gradients(gradients)
+        kept = ctx.saved_tensors  # read once: activation checkpointing recomputes them
+        with torch.no_grad():
+            results = backward(ctx, kept, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        return _NoSecondDerivatives.apply(len(results), *results, *kept, *gradients)
+
+    return call
+
+
+def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
+    wanted = "expected reverse mode, by torch.autograd.grad or backward() (kda has no forward derivatives)"
+    raise NotImplementedError(f"forward mode: {wanted}, got a dual tensor")
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply``, for reverse mode only."""
+    if (refused := transform_refusal()) is not None:
+        raise refused
+    return function.apply(*arguments)
+
+
+def _large_pages() -> Callable[[Tensor], Tensor]:
+    """Requests pages of 2 MiB for a new CPU tensor, where the system grants them on request (Linux). The memory of
+    outputs is new in every step: without this a tenth of a training step goes into page faults on pages of 4 KiB."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    page, hugepage = 2 << 20, 14
+
+    def mark(x: Tensor) -> Tensor:
+        size = x.numel() * x.element_size()
+        if madvise is not None and size >= 2 * page and x.device.type == "cpu":
+            begin = (x.data_ptr() + page - 1) // page * page
+            end = (x.data_ptr() + size) // page * page
+            if end > begin:  # a hint: nothing depends on the answer
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), hugepage)
+        return x
+
+    return mark
+
+
+in_large_pages = _large_pages()
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def plain(x: Tensor) -> Tensor:
+    """Copies a gradient where needed: gradients come as views of any kind, expanded by sum() or lazily negated by
+    complex operations."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def state_shape(v: Tensor, K: int, cu: Tensor | None, options: Options) -> tuple[int, int, int, int]:
+    B, _, HV, V = v.shape
+    N = B if cu is None else cu.shape[0] - 1
+    return (N, HV, K, V) if options.state_layout else (N, HV, V, K)

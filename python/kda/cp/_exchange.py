@@ -1,0 +1,140 @@
+"""The maps of segments: made, sent to all ranks, and folded into the states between segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..call.derivatives import wide_dtype
+from ..call.library import library
+from ..call.options import Options
+
+if TYPE_CHECKING:
+    from ._context import Context
+    from ._plan import Fold, MapCall, Plan
+
+Tensor = torch.Tensor
+States = list[tuple[int, Tensor]]  # segments of this rank with a state from other segments
+
+
+@contextmanager
+def same_kernels(cp: Context) -> Iterator[None]:
+    """With ``cp_invariant``, kernels are chosen whose bits do not depend on the rest of the call."""
+    before = cp.cp_invariant and library().use_batch_invariant(True)
+    try:
+        yield
+    finally:
+        if cp.cp_invariant:
+            library().use_batch_invariant(before)
+
+
+class Cells:
+    """One row for each cell: ``b`` or ``d``, then ``M`` where some rank needs one."""
+
+    def __init__(self, rows: Tensor, shape: tuple[int, ...], with_M: bool) -> None:
+        HV, size = shape[0], shape[0] * shape[1] * shape[2]
+        self.rows, self.b = rows, rows[:, :size].unflatten(1, shape)
+        K = round(((rows.shape[1] - size) // HV) ** 0.5)
+        self.M = rows[:, size:].unflatten(1, (HV, K, K)) if with_M else None
+
+
+class Exchange:
+    """One direction of a call. Made, it has begun to send; ``states()`` waits and folds."""
+
+    def __init__(
+        self, cp: Context, direction: Plan, call: str, inputs: Sequence[Any], options: Options,
+        d_o: Tensor | None = None, known: Tensor | None = None, given: dict[int, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """``d_o`` in reverse. ``known`` are the M of forward. ``given`` are states of segments, by their number, that
+        other ranks do not know of: the initial state, or in reverse the gradient of the returned one. They are mapped
+        and added: ``b + M given``, ``d + M^T given``."""
+        q, v = inputs[0], inputs[2]
+        HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+        self.cp, self.plan, self.options, self.reverse = cp, direction, options, d_o is not None
+        self.shape = (HV, K, V) if options.state_layout else (HV, V, K)
+        width = HV * K * (V + K if direction.with_M else V)
+        self.own = self._cells(q.new_zeros(direction.size, width, dtype=wide_dtype(q)))
+        self.passing = [i for i in direction.cells if cp.segments[i].passes_on]
+        if known is not None:
+            for M, i in zip(known, self.passing, strict=True):
+                self._M(i).copy_(M)
+        with same_kernels(cp):
+            sent = [part for part in direction.calls if part.cells.start < direction.sent]
+            for part in sent:
+                self._map(part, inputs, d_o, known, given or {})
+            self.everyone = self._send(call)
+            for part in direction.calls[len(sent) :]:  # while the others travel
+                self._map(part, inputs, d_o, known, given or {})
+
+    def _cells(self, rows: Tensor) -> Cells:
+        return Cells(rows, self.shape, self.plan.with_M)
+
+    def _M(self, segment: int) -> Tensor:
+        assert self.own.M is not None  # a segment that passes states on has one
+        return self.own.M[self.plan.cells[segment]]
+
+    def _map(
+        self, part: MapCall, inputs: Sequence[Any], d_o: Tensor | None, known: Tensor | None, given: dict[int, Tensor]
+    ) -> None:
+        *tokenwise, A_log, dt_bias = inputs
+        tensors = [x[:, part.tokens] for x in tokenwise]
+        cu = self.cp.tensor(part.offsets, tensors[0].device)
+        numbers = range(part.segments.start, part.segments.stop)
+        b, M = self.own.b[part.cells], None
+        added = [i for i in numbers if i in given]
+        if (known is None and any(self.cp.segments[i].passes_on for i in numbers)) or any(
+            not self.cp.segments[i].passes_on for i in added
+        ):
+            HV, K = self.shape[0], tensors[0].shape[3]
+            keep = known is None and self.own.M is not None
+            M = self.own.M[part.cells] if keep else b.new_empty(len(numbers), HV, K, K)  # type: ignore[index]
+        wanted = {"M": M, "b": b} if d_o is None else {"d_o": d_o[:, part.tokens], "M": M, "d": b}
+        library().segment_map(*tensors, A_log, dt_bias, cu, options=self.options, **wanted)
+        for i in added:
+            at = i - numbers.start
+            m = M[at] if M is not None else self._M(i)
+            merged = self._merge(m[None], b[at : at + 1], given[i])
+            b[at].copy_(merged[0 if self.reverse else 1])
+
+    def _send(self, call: str) -> Callable[[], Tensor] | None:
+        return self.cp.gather(self.own.rows[: self.plan.sent], call) if self.plan.sent else None
+
+    def _merge(self, M: Tensor, b: Tensor, h0: Tensor) -> Tensor:
+        states = b.new_empty(len(b) + 1, *b.shape[1:], dtype=wide_dtype(b))
+        library().segment_merge(
+            M=M, b=b, h0=h0, states=states, state_layout=self.options.state_layout, reverse=self.reverse
+        )  # fmt: skip
+        return states
+
+    def kept(self) -> Tensor | None:
+        """``[segments that pass states on, HV, K, K]``: this rank's M, for backward."""
+        return torch.stack([self._M(i) for i in self.passing]) if self.passing else None
+
+    def states(self) -> States:
+        """The states that segments of this rank begin with; in reverse, the gradients of those they end with."""
+        with same_kernels(self.cp):
+            here = [x for fold in self.plan.folds if not fold.sent for x in self._folded(fold, self.own)]
+            if self.everyone is None:
+                return here
+            everyone = self._cells(self.everyone().flatten(0, 1))
+            return here + [x for fold in self.plan.folds if fold.sent for x in self._folded(fold, everyone)]
+
+    def _folded(self, fold: Fold, cells: Cells) -> States:
+        b = _pick(cells.b, fold.cells)
+        start = b[-1] if self.reverse else b[0]
+        if len(fold.cells) == 1:
+            return [(i, start) for i, _ in fold.wanted]
+        assert cells.M is not None  # segments between two others pass states on
+        rest = slice(0, -1) if self.reverse else slice(1, None)
+        merged = self._merge(_pick(cells.M, fold.cells[rest]), b[rest], start)
+        return [(i, merged[p]) for i, p in fold.wanted]
+
+
+def _pick(x: Tensor, rows: list[int]) -> Tensor:
+    """Without numbers on a device, which a captured call could not make."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return x[rows[0] : rows[0] + len(rows)]
+    return torch.stack([x[row] for row in rows])

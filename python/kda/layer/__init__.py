@@ -1,0 +1,1 @@
+"""The parts of :mod:`kda.nn`: caches, projections, convolutions, documents and padding, checkpoints."""

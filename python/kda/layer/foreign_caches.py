@@ -1,0 +1,123 @@
+"""Adapters for the cache objects of FLA and of transformers, as far as the layer uses them. Neither package is
+imported.
+
+Both hold the content of a :class:`KDACache` in other forms. FLA has a ``recurrent_state`` ``[N, HV, V, K]`` and a
+``conv_state`` ``[N, D, W]`` each for q, k and v. transformers has a state ``[N, HV, K, V]`` and one ``[N, D, W]`` for
+all three. A convolution reads only ``W - 1`` of the ``W`` inputs again. Only these are kept here; the oldest column
+is written as zeros.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .cache import KDACache
+from .plans import ranks_of_plan
+from .recompute import check_first_run
+
+if TYPE_CHECKING:
+    from ..nn import KimiDeltaAttention
+
+
+class FLACache:
+    """``past_key_values[layer_idx]`` is a dict or None, and ``update`` replaces what it holds."""
+
+    def __init__(self, held: Any, layer: KimiDeltaAttention) -> None:
+        self.held, self.layer, self.index = held, layer, _index(layer)
+
+    def read(self) -> tuple[Tensor | None, Tensor] | None:
+        entry = self.held[self.index] if len(self.held) > self.index else None
+        if entry is None or entry["recurrent_state"] is None:
+            return None
+        # FLA replaces states and never writes into them, so other references to the old one may exist.
+        state = entry["recurrent_state"].clone()
+        return (torch.cat(list(entry["conv_state"]), 1) if self.layer.use_short_conv else None), state
+
+    def write(self, conv: Tensor | None, state: Tensor, tokens: int) -> None:
+        layer = self.layer
+        sizes = [n // ranks_of_plan(layer) for n in (layer.key_dim, layer.key_dim, layer.value_dim)]
+        parts = None if conv is None else tuple(part.contiguous() for part in conv.split(sizes, 1))
+        self.held.update(recurrent_state=state, conv_state=parts, layer_idx=self.index, offset=tokens)
+
+
+class TransformersCache:
+    """``get_conv_state`` and ``get_recurrent_state`` return None before the first call; ``update_...`` copies."""
+
+    def __init__(self, held: Any, layer: KimiDeltaAttention) -> None:
+        self.held, self.layer, self.index = held, layer, _index(layer)
+        if not layer.use_short_conv:
+            raise ValueError(
+                "past_key_values: expected a KDACache for a layer without short convolutions (transformers' caches tell"
+                f" by these whether there was a call before), got {type(held).__name__}"
+            )
+        slots = getattr(held, "layers", ())
+        slot = slots[self.index] if self.index < len(slots) else None
+        if not hasattr(slot, "update_recurrent_state"):
+            raise ValueError(
+                f"past_key_values: expected a cache whose layer {self.index} is of linear attention, as one made with a"
+                f" model's config has, got {'none' if slot is None else type(slot).__name__}"
+            )
+        if getattr(slot, "record_past", False):
+            raise NotImplementedError(
+                "past_key_values: expected a cache that does not record the past (recurrent states cannot be cropped)"
+            )
+
+    def read(self) -> tuple[Tensor | None, Tensor] | None:
+        conv, state = self.held.get_conv_state(self.index), self.held.get_recurrent_state(self.index)
+        if conv is None or state is None:
+            return None
+        return conv, state.transpose(-1, -2).contiguous()
+
+    def write(self, conv: Tensor | None, state: Tensor, tokens: int) -> None:
+        self.held.update_conv_state(conv, self.index, conv_kernel_size=self.layer.conv_size)
+        self.held.update_recurrent_state(state.transpose(-1, -2), self.index)
+
+
+ForeignCache = FLACache | TransformersCache
+
+
+def find_foreign(held: Any, layer: KimiDeltaAttention) -> ForeignCache:
+    """Decides by the methods of ``held``, because FLA's cache is also a cache of transformers."""
+    update = getattr(held, "update", None) if hasattr(held, "__getitem__") else None
+    if update is not None and "recurrent_state" in inspect.signature(update).parameters:
+        return FLACache(held, layer)
+    if hasattr(held, "update_recurrent_state") and hasattr(held, "get_recurrent_state"):
+        return TransformersCache(held, layer)
+    raise NotImplementedError(
+        "past_key_values: expected a KDACache or a dict of them by layer_idx, or a cache with the methods of FLA's or"
+        f" transformers', got {type(held).__name__}"
+    )
+
+
+def read_foreign(foreign: ForeignCache, N: int) -> KDACache:
+    """The content of the cache, as a cache for one call; zeros if it is empty."""
+    # A cache that a recomputed function made itself cannot be told from one that its first run has advanced.
+    check_first_run("past_key_values", -1)
+    cache, found = foreign.layer.new_cache(N), foreign.read()
+    if found is None:
+        return cache
+    conv, state = found
+    if conv is not None:
+        conv = conv[..., 1:].contiguous()
+    for name, old, new in (("conv_state", conv, cache.conv), ("recurrent_state", state, cache.state)):
+        if old is not None and new is not None and old.shape != new.shape:
+            raise ValueError(
+                f"past_key_values: expected {name} of shape {list(new.shape)} in it, got {list(old.shape)}"
+            )
+    return KDACache(conv, state)
+
+
+def write_foreign(foreign: ForeignCache, cache: KDACache, tokens: int) -> None:
+    conv = cache.conv
+    foreign.write(None if conv is None else F.pad(conv, (1, 0)), cache.state, tokens)
+
+
+def _index(layer: KimiDeltaAttention) -> int:
+    if layer.layer_idx is None:
+        raise ValueError("layer_idx: expected a number with a cache of all layers, got None")
+    return layer.layer_idx

@@ -1,0 +1,58 @@
+"""Tensor parallelism by a plan of ``ColwiseParallel`` and ``RowwiseParallel`` for the projections of the layer. These
+styles know nothing of the parameters between the projections. Every rank keeps all of them and uses the part of its
+heads. :class:`kda.tp.HeadParallel` cuts them as well, and needs none of this."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..call.shards import own_part
+
+if TYPE_CHECKING:
+    from ..nn import KimiDeltaAttention
+
+
+def mesh_of_plan(layer: KimiDeltaAttention) -> Any:
+    """The mesh whose ranks share the heads by a plan, or None. FSDP2's mesh is not meant: outside of forward, all
+    parameters have its dimensions, and those of a plan come behind them."""
+    weight: Any = layer.q_proj.weight
+    if not hasattr(weight, "to_local"):
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    A_log: Any = layer.A_log
+    of_fsdp = A_log.device_mesh.ndim if hasattr(A_log, "to_local") else 0
+    # If FSDP2 wraps each module by itself, forward of the layer sees the weights of others as FSDP2 stores them.
+    if weight.device_mesh.ndim == of_fsdp or isinstance(layer.q_proj, FSDPModule):
+        return None
+    for name in ("k_proj", "v_proj", "b_proj", "f_proj", "g_proj", "o_proj"):
+        module: Any = getattr(layer, name)
+        last = module[1] if isinstance(module, nn.Sequential) else module
+        if getattr(last.weight, "device_mesh", None) != weight.device_mesh:
+            raise ValueError(f"{name}: expected a style for heads as q_proj has, or kda.tp.HeadParallel, got none")
+    mesh = weight.device_mesh
+    return mesh[mesh.mesh_dim_names[-1]] if of_fsdp else mesh
+
+
+def ranks_of_plan(layer: KimiDeltaAttention) -> int:
+    mesh = mesh_of_plan(layer)
+    return 1 if mesh is None else int(mesh.size())
+
+
+def local(parameter: Any, mesh: Any = None, by_heads: bool = True) -> Tensor:
+    """This rank's part of a parameter that tensor parallelism has distributed (see ``kda.tp``), or the parameter
+    itself. Ranks use a replicated parameter for different heads: its gradient is the sum of theirs. With ``mesh``,
+    its ranks share the heads, but all have the whole parameter. They use parts of it (``by_heads``), or all of it."""
+    spread: Any = parameter
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        spread = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+        if by_heads:
+            return spread.redistribute(placements=[Shard(0)]).to_local()
+    elif not hasattr(parameter, "to_local"):
+        return spread
+    part: Tensor = own_part(spread, [p.is_replicate() for p in spread.placements])
+    return part

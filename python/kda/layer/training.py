@@ -1,0 +1,202 @@
+"""The layer from hidden_states to the outputs before their norm, as one function of autograd.
+
+It keeps hidden_states, the product with the joint weights (:mod:`kda.layer.products`) and what the kernels keep. The
+convolution, the second half of a low-rank decay and the views of all parts are computed again in backward, which costs
+a few percent of its time. Every gradient is written to its place in one matrix, so none is copied there. Per token and
+in bytes of 16 bits, with N the columns of the joint weights: ``2 hidden + 2 N``, where separate functions keep
+``2 hidden + 2 N + 2 D + 2 HV K``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import autograd
+from ..autograd import backward_call, run_conv, run_conv_backward, run_forward
+from ..call.derivatives import apply, first_derivatives, refuse_forward_mode
+from ..call.dispatch import dispatched
+from ..call.inputs import TrainingCall
+from ..call.library import library
+from ..call.options import Options, make_options
+from .parts import conv_parameters, convolutions, joint_maps
+from .products import gradients, has_hooks, is_plain, product
+
+if TYPE_CHECKING:
+    from ..nn import KimiDeltaAttention
+
+
+class Shape(NamedTuple):
+    """Sizes and options of a call."""
+
+    batch: tuple[int, int]  # B, T
+    heads: tuple[int, int, int, int]  # H, HV, K, V
+    options: Options
+    h_every: int
+
+
+class Parameters(NamedTuple):
+    """What the function takes beside hidden_states. Absent ones are None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor
+    g: Tensor
+    b: Tensor
+    f_second: Tensor | None
+    g_second: Tensor | None
+    g_bias: Tensor | None
+    conv_weight: Tensor  # [D, W]
+    conv_bias: Tensor | None  # [D]
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+class _Parts:
+    """The parts of the joint product ``[M, N]`` or of its gradient, as views."""
+
+    def __init__(self, shape: Shape, y: Tensor, rows: Sequence[int]) -> None:
+        self.shape, self.all = shape, y
+        channels = sum(rows[:3])
+        raw, self.f, self.g, beta = y[:, : sum(rows)].split([channels, *rows[3:]], 1)
+        self.raw = raw.unflatten(0, shape.batch)
+        self.beta = beta.unflatten(0, shape.batch)
+
+    def heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of ``[B, T, D]``."""
+        H, HV, K, V = self.shape.heads
+        q, k, v = convolved.split([H * K, H * K, HV * V], 2)
+        return q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))
+
+
+def _decay(shape: Shape, f: Tensor, second: Tensor | None) -> Tensor:
+    g = f if second is None else torch.mm(f, second.t())
+    return g.unflatten(1, shape.heads[1:3]).unflatten(0, shape.batch)
+
+
+def _convolved_and_decay(shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts) -> tuple[Tensor, Tensor]:
+    """What backward computes again: q, k and v, ``[B, T, D]``, and the decay's input, ``[B, T, HV, K]``."""
+    convolved, _ = run_conv(parts.raw, p.conv_weight, p.conv_bias, None, cu, True, False, None)
+    return convolved, _decay(shape, parts.f, p.f_second)
+
+
+def _call(
+    shape: Shape, cu: Tensor | None, p: Parameters, heads: Sequence[Tensor], g: Tensor, beta: Tensor
+) -> TrainingCall:  # fmt: skip
+    q, k, v = heads
+    return TrainingCall(
+        q=q, k=k, v=v, g=g, beta=beta, A_log=p.A_log, dt_bias=p.dt_bias, h0=None, cu=cu, options=shape.options
+    )  # fmt: skip
+
+
+class LayerFunction(torch.autograd.Function):
+    """``(o, gate)``, ``[B, T, HV, V]`` and ``[M, HV * V]``, of x ``[M, hidden]``."""
+
+    jvp = staticmethod(refuse_forward_mode)
+
+    @staticmethod
+    def forward(ctx: Any, shape: Shape, cu: Tensor | None, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        p = Parameters(*parameters)  # type: ignore[arg-type]
+        y = product(x, p[:6])
+        parts = _Parts(shape, y, [w.shape[0] for w in p[:6]])
+        convolved, g = _convolved_and_decay(shape, cu, p, parts)
+        call = _call(shape, cu, p, parts.heads(convolved), g, parts.beta)
+        o, _, saved = run_forward(call, False, shape.h_every, False, None)
+        gate = parts.g if p.g_second is None else F.linear(parts.g, p.g_second, p.g_bias)
+        ctx.shape, ctx.count = shape, len(saved)
+        ctx.save_for_backward(cu, x, y, *p, *saved)
+        ctx.set_materialize_grads(False)
+        return o, gate
+
+    @staticmethod
+    @first_derivatives
+    def backward(ctx: Any, kept: Any, d_o: Tensor | None, d_gate: Tensor | None) -> tuple[Any, ...]:
+        shape, (cu, x, y, *rest) = ctx.shape, kept
+        p, saved = Parameters._make(rest[: len(rest) - ctx.count]), rest[len(rest) - ctx.count :]
+        wanted = dict(zip(Parameters._fields, ctx.needs_input_grad[3:], strict=True))
+        rows = [w.shape[0] for w in p[:6]]
+        parts, d = _Parts(shape, y, rows), _Parts(shape, torch.empty_like(y), rows)
+        second: dict[str, Tensor | None] = {}
+        if d_gate is None:
+            d.g.zero_()
+        elif p.g_second is None:
+            d.g.copy_(d_gate)
+        else:
+            torch.mm(d_gate, p.g_second, out=d.g)
+            second["g_second"] = torch.mm(d_gate.t(), parts.g) if wanted["g_second"] else None
+            second["g_bias"] = d_gate.sum(0) if wanted["g_bias"] else None
+        if d_o is None:
+            HV, V = shape.heads[1], shape.heads[3]
+            d_o = x.new_zeros(*shape.batch, HV, V)
+        recurrence = _recurrence(shape, cu, p, parts, d, saved, d_o, wanted)
+        dx, dweights = gradients(x, p[:6], d.all, ctx.needs_input_grad[2:9])
+        return None, None, dx, *dweights, *(({**second, **recurrence}).get(name) for name in Parameters._fields[6:])
+
+
+def _recurrence(
+    shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts, d: _Parts, saved: Sequence[Tensor], d_o: Tensor,
+    wanted: dict[str, bool],
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Writes the gradients of the rows, the decay and beta to ``d``; returns those of parameters by name."""
+    convolved, g = _convolved_and_decay(shape, cu, p, parts)
+    d_convolved = torch.empty_like(convolved)
+    dg = torch.empty_like(g) if p.f_second is not None else _decay(shape, d.f, None)
+    grads, operands = backward_call(
+        _call(shape, cu, p, parts.heads(convolved), g, parts.beta), saved, shape.h_every, d_o, None,
+        (*(True,) * 5, wanted["A_log"], wanted["dt_bias"], False), into=(*d.heads(d_convolved), dg, d.beta),
+    )  # fmt: skip
+    library().backward(**operands)
+    found = {"A_log": grads[5], "dt_bias": grads[6]}
+    if p.f_second is not None:
+        rows = dg.flatten(2).flatten(0, 1)
+        torch.mm(rows, p.f_second, out=d.f)
+        found["f_second"] = torch.mm(rows.t(), parts.f) if wanted["f_second"] else None
+    _, dw, db, _ = run_conv_backward(
+        parts.raw, p.conv_weight, p.conv_bias, None, cu, True, d_convolved, None,
+        wanted=(False, wanted["conv_weight"], wanted["conv_bias"], False), into=d.raw,
+    )  # fmt: skip
+    return {**found, "conv_weight": dw, "conv_bias": db}
+
+
+def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """``(o, gate)``, ``[B, T, HV, V]`` each, of x ``[B, T, hidden]``; None where the parts have to run one by one: if
+    nothing needs gradients or torch has to see each operator, if a part was replaced or hooked, or if the layer has
+    no convolution, a single token recurrence, or a gate of full rank with a bias."""
+    maps = joint_maps(layer, x)
+    second: list[Any] = [m[1] if isinstance(m, nn.Sequential) else None for m in (layer.f_proj, layer.g_proj)]
+    convs = convolutions(layer)
+    if (
+        maps is None
+        or len(maps) != 6
+        or layer.mode != "chunk"
+        or not convs
+        or layer.conv_size == 1
+        or any(has_hooks(c) or type(c.weight) is not nn.Parameter for c in convs)
+        or not all(m is None or is_plain(m, bias=True) for m in second)
+        or (second[0] is not None and second[0].bias is not None)
+        or dispatched()
+        or not torch.is_grad_enabled()
+    ):
+        return None
+    options = layer._options()
+    HV, K, V = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    q, k, v, f, g, b = (m.weight for m in maps)
+    f_second, g_second = (None if m is None else m.weight for m in second)
+    g_bias = None if second[1] is None else second[1].bias
+    conv_weight, conv_bias = conv_parameters(layer)
+    p = Parameters(
+        q=q, k=k, v=v, f=f, g=g, b=b, f_second=f_second, g_second=g_second, g_bias=g_bias, conv_weight=conv_weight,
+        conv_bias=conv_bias, A_log=options["A_log"], dt_bias=options["dt_bias"].view(HV, K),
+    )  # fmt: skip
+    h_every = autograd.chunks_between_states((x, *p), layer.disable_recompute)
+    if not h_every:
+        return None
+    form = Options(*make_options(p.A_log, None, layer.lower_bound, True, True, True, layer.allow_neg_eigval, True))
+    shape = Shape((x.shape[0], x.shape[1]), (layer.num_heads, HV, K, V), form, h_every)
+    o, gate = apply(LayerFunction, shape, cu, x.reshape(-1, x.shape[2]), *p)
+    return o, gate.view(o.shape)

@@ -1,0 +1,28 @@
+"""The kernels as registered torch operators, for torch.compile (``fullgraph=True``), export and vmap-free tracing.
+
+Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Operators that write
+raise the versions of what they write. Operators without gradients refuse inputs that require them, also when they are
+traced. Operators of the namespace ``kda``, by module:
+
+* ``training``: ``forward(...) -> (o, hT, h, v_new, Aqk, Akk)`` with autograd, and ``backward(...) -> gradients``,
+  functional; what is not wanted comes back empty.
+* ``serving``: ``prefill(..., state!, out!, checkpoints!) -> ()`` and ``decode(..., state!, out!) -> ()``, in place.
+* ``speculation``: ``decode_mtp``, ``verify``, ``flush`` and ``flush_verify``, in place.
+* ``segments``: ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional; what is not wanted
+  is empty.
+* ``convolution``: ``conv(...) -> (y, final_state)`` with autograd, ``conv_backward(...) -> gradients``, and in place
+  ``conv_update(..., state!, out!) -> ()``.
+* ``gate``: ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
+* ``norm``: ``norm_gate(...) -> y`` with autograd, ``norm_gate_backward``, and ``norm_gate_out(..., out!)``.
+* ``layer``: ``joint_linear`` with autograd, ``joint_linear_backward``, and ``old_state``, which is refused where
+  backward runs it again.
+* ``stages``: ``stage_<name>``. ``prefill_f32``: the namespace ``kda_prefill``.
+
+Importing this package registers all of them. ``_torch_ops`` imports it at the first look-up in ``torch.ops.kda``.
+"""
+
+from . import convolution, gate, layer, norm, prefill_f32, segments, serving, speculation, stages, training
+
+__all__ = [
+    "convolution", "gate", "layer", "norm", "prefill_f32", "segments", "serving", "speculation", "stages", "training",
+]  # fmt: skip

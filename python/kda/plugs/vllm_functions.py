@@ -1,0 +1,155 @@
+"""vLLM's functions for KDA, on ours: the same parameters, results and padding. ``kda.vllm`` puts them into its modules.
+
+Slot 0 of vLLM's pool belongs to nobody, so an index below 1 is padding: its outputs are 0, and no state is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..call.eager import mark_written
+from ..call.inputs import gate_of
+from ..call.library import library
+from ..call.options import make_options
+from ..serving import decode
+from ..speculation import decode_mtp
+from .declined import Declined, split_heads
+
+_FIRST = 1  # the first slot that a request may have
+
+
+def _prefill(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, *, scale: Any, initial_state: Any,
+    output: bool, lower_bound: Any, l2norm: bool, cu: Any, out: Any, sigmoid: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The initial states stay as they are, and the last ones have their dtype: vLLM copies them into its pool."""
+    N, K, (HV, V) = q.shape[0] if cu is None else cu.shape[0] - 1, q.shape[3], v.shape[2:]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+    dtype = torch.float32 if initial_state is None else initial_state.dtype
+    last = torch.empty(N, HV, V, K, dtype=dtype, device=v.device) if output else None
+    A_log, dt_bias = gate_of(True, A_log, dt_bias, lower_bound, v, q)
+    options = make_options(A_log, scale, lower_bound, l2norm, True, sigmoid, False, True)
+    library().forward(q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=initial_state, hT=last, o=out)
+    mark_written(out)
+    return out, last
+
+
+def _recurrent(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, *, lower_bound: Any, pool: Any, cu: Any,
+    slots: Any, accepted: Any, out: Any, scale: Any = None, l2norm: bool = True, sigmoid: bool = True,
+    gate: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """``slots [N]``: a token of each request. ``slots [N, S]``: up to S tokens of each. The state after token t goes to
+    slot ``[n, t]``, and with ``accepted`` a request starts from slot ``[n, accepted - 1]``."""
+    if cu is None or slots is None or pool is None:
+        raise Declined("ssm_state_indices: expected slots of a pool, and cu_seqlens, got None")
+    tokens, N = q.shape[1], cu.shape[0] - 1
+    out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+    slots = slots if slots.shape[0] == N else slots[:N]
+    options: dict[str, Any] = dict(
+        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, use_qk_l2norm_in_kernel=l2norm,
+        use_gate_in_kernel=gate, use_beta_sigmoid_in_kernel=sigmoid, first_valid_slot=_FIRST,
+    )  # fmt: skip
+    if accepted is not None and accepted.shape[0] != N:
+        accepted = accepted[:N]
+    if slots.ndim == 1:
+        if tokens != N or accepted is not None:
+            raise Declined(f"ssm_state_indices: expected [N, S] with several tokens a request, got {list(slots.shape)}")
+        q, k, v, g, beta = (x.transpose(0, 1) for x in (q, k, v, g, beta))
+        decode(q, k, v, g, beta, pool, state_indices=slots, out=out.transpose(0, 1), **options)
+        return out, pool
+    o, S, (H, K), (HV, V) = out, slots.shape[1], q.shape[2:], v.shape[2:]
+    if tokens == N * S:  # all have as many
+        q, k, v = q.view(N, S, H, K), k.view(N, S, H, K), v.view(N, S, HV, V)
+        g, beta, o, cu = g.view(N, S, HV, K), beta.view(N, S, HV), out.view(N, S, HV, V), None
+    decode_mtp(
+        q, k, v, g, beta, pool, state_indices=slots[:, 0], cu_seqlens=cu, snapshots=pool, snapshot_slots=slots,
+        accepted=accepted, update_state=False, out=o, **options,
+    )  # fmt: skip
+    return out, pool
+
+
+# ---- of Kimi-K3, which Kimi-Linear uses, too ----
+
+
+def chunk_kda_with_fused_gate(
+    q: Any, k: Any, v: Any, raw_g: Any, raw_beta: Any, A_log: Any, g_bias: Any, scale: Any = None,
+    initial_state: Any = None, output_final_state: bool = False, lower_bound: Any = None,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, out: Any = None, **kwargs: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    if kwargs:
+        raise Declined(f"{next(iter(kwargs))}: expected no such argument")
+    return _prefill(
+        q, k, v, raw_g, raw_beta, A_log, g_bias, scale=scale, initial_state=initial_state, output=output_final_state,
+        lower_bound=lower_bound, l2norm=use_qk_l2norm_in_kernel, cu=cu_seqlens, out=out, sigmoid=True,
+    )  # fmt: skip
+
+
+def fused_recurrent_kda(
+    q: Any, k: Any, v: Any, raw_g: Any, raw_beta: Any, A_log: Any, dt_bias: Any, lower_bound: Any, initial_state: Any,
+    cu_seqlens: Any, ssm_state_indices: Any, num_accepted_tokens: Any = None, out: Any = None, fuse_gate: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    return _recurrent(
+        q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound=lower_bound, pool=initial_state, cu=cu_seqlens,
+        slots=ssm_state_indices, accepted=num_accepted_tokens, out=out,
+    )  # fmt: skip
+
+
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv: Any, raw_g: Any, raw_beta: Any, A_log: Any, dt_bias: Any, lower_bound: Any, initial_state: Any,
+    state_indices: Any, scale: Any = None, out: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    B = mixed_qkv.shape[0]
+    _, HV, V, K = initial_state.shape
+    q, k, v = split_heads(mixed_qkv, HV, K, V)
+    out = mixed_qkv.new_empty(1, B, HV, V) if out is None else out
+    decode(
+        q, k, v, raw_g.transpose(0, 1), raw_beta.transpose(0, 1), initial_state, state_indices=state_indices,
+        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, first_valid_slot=_FIRST, out=out.transpose(0, 1),
+    )  # fmt: skip
+    return out, initial_state
+
+
+# ---- of GLM-5-next: beta has passed the sigmoid before a prefill, and the gate need not be bounded ----
+
+
+def _glm_chunk(
+    q: Any, k: Any, v: Any, raw_g: Any, beta: Any, A_log: Any, g_bias: Any, scale: Any = None,
+    initial_state: Any = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None, safe_gate: bool = False, lower_bound: Any = -5.0, **kwargs: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    if kwargs:
+        raise Declined(f"{next(iter(kwargs))}: expected no such argument")
+    return _prefill(
+        q, k, v, raw_g, beta, A_log, g_bias, scale=scale, initial_state=initial_state, output=output_final_state,
+        lower_bound=lower_bound if safe_gate else None, l2norm=use_qk_l2norm_in_kernel, cu=cu_seqlens, out=None,
+        sigmoid=False,
+    )  # fmt: skip
+
+
+def _glm_recurrent(
+    q: Any, k: Any, v: Any, g: Any, beta: Any = None, scale: Any = None, initial_state: Any = None,
+    inplace_final_state: bool = True, use_qk_l2norm_in_kernel: bool = True, cu_seqlens: Any = None,
+    ssm_state_indices: Any = None, num_accepted_tokens: Any = None, out: Any = None, sigmoid_beta: bool = False,
+    a_log: Any = None, g_bias: Any = None, compute_gate: bool = False, lower_bound: Any = -5.0, **kwargs: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    if kwargs or not inplace_final_state or beta is None or beta.ndim != 3:
+        raise Declined("inplace_final_state, beta: expected True and [B, T, HV]")
+    if not compute_gate:
+        a_log = g_bias = lower_bound = None
+    return _recurrent(
+        q, k, v, g, beta, a_log, g_bias, lower_bound=lower_bound, pool=initial_state, cu=cu_seqlens,
+        slots=ssm_state_indices, accepted=num_accepted_tokens, out=out, scale=scale, l2norm=use_qk_l2norm_in_kernel,
+        sigmoid=sigmoid_beta, gate=compute_gate,
+    )  # fmt: skip
+
+
+K3 = {
+    "chunk_kda_with_fused_gate": chunk_kda_with_fused_gate,
+    "fused_recurrent_kda": fused_recurrent_kda,
+    "fused_recurrent_kda_packed_decode": fused_recurrent_kda_packed_decode,
+}
+GLM = {"chunk_kda_with_fused_gate": _glm_chunk, "fused_recurrent_kda": _glm_recurrent}

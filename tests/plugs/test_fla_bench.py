@@ -1,0 +1,36 @@
+"""``python -m kda bench plugs`` on the CPU: ours through FLA and alone, and the host's time in the adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine import ENGINE
+
+import kda.fla
+from kda.cli import main, plug_bench_fla
+from kda.cli.plug_bench import rows
+
+
+def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    assert main(["bench", "plugs", "--device", "cpu", "--repeats", "1", "--json", str(record)]) == 0
+    text, found = capsys.readouterr().out, json.loads(record.read_text())["plugs"]
+    cases = [case for case in plug_bench_fla.ON_CPU if ENGINE == "fla-0.6" or not case.startswith("decode")]
+    assert [row["case"] for row in found] == cases
+    assert all(case in text for case in cases)
+    for row in found:
+        assert row["engine_ms"] is None  # FLA has no CPU
+        assert row["through_ms"] > 0
+        assert row["direct_ms"] > 0
+        assert 0 < row["adapter_us"] < 500  # tens on a busy machine
+
+
+def test_calls_came_to_us() -> None:
+    kda.fla.report(reset=True)
+    notes: list[str] = []
+    assert len(list(rows("cpu", notes, repeats=1, names=("prefill H2 T256",)))) == 1
+    told = kda.fla.report(reset=True)
+    assert set(told.taken) == {"chunk_kda"}
+    assert (told.left, notes) == ({}, [])

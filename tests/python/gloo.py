@@ -1,0 +1,28 @@
+"""Processes of tests as ranks of a group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def join(rank: int, ranks: int, store: str, seconds: float = 120, device_type: str = "cpu") -> torch.device:
+    """Makes this process a rank of the default group, with one thread for torch: by gloo, or on "cuda" with a GPU of
+    its own, by NCCL. ``store`` is a file that the ranks share, and ``seconds`` is how long they wait for one another.
+    Returns the rank's device."""
+    torch.set_num_threads(1)
+    on_cuda = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=seconds),
+        device_id=device if on_cuda else None,
+    )
+    return device

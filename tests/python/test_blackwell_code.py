@@ -1,0 +1,113 @@
+"""The machine code of kernels for Blackwell, which no GPU has run: what ptxas says of it, and its instructions."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+
+
+@dataclass
+class Unit:
+    """A file, how many kernels it has, and what is in their machine code: so often, or at least so often."""
+
+    file: str
+    kernels: int
+    counts: dict[str, int]
+    least: dict[str, int]
+
+
+UNITS = (
+    # bf16 and f16, each with a gate of 16 bits and in f32. Three steps of a chunk: 8, 2 and 4 products of 16 numbers,
+    # each step with a commit.
+    Unit(
+        "blackwell_prefill/blackwell_prefill.cu",
+        kernels=4,
+        counts={"UTCHMMA": 4 * 14, "UTCBAR": 4 * 3},
+        least={"LDTM": 4 * 4, "STTM": 4 * 4, "UTMALDG": 1, "UTMASTG": 1, "HMMA": 1},
+    ),
+    # V-first and K-first, each with K of 128 and 64. Of w S 8 or 4 products, of kg^T v_new 4, with a commit each.
+    Unit(
+        "blackwell_stages/delta_h.cu",
+        kernels=4,
+        counts={"UTCHMMA": 2 * 12 + 2 * 8, "UTCBAR": 4 * 2, "HMMA": 0},
+        least={"LDTM": 4 * 2, "STTM": 4, "UTMALDG": 4 * 3, "UBLKCP": 4, "UTMASTG": 4, "STSM": 4},
+    ),
+    # The same with 4 products more, of qG^T d_o.
+    Unit(
+        "blackwell_stages/bwd_delta_h.cu",
+        kernels=4,
+        counts={"UTCHMMA": 2 * 16 + 2 * 12, "UTCBAR": 4 * 2, "HMMA": 0},
+        least={"LDTM": 4 * 2, "STTM": 4, "UTMALDG": 4 * 5, "UBLKCP": 4, "UTMASTG": 4, "STSM": 4},
+    ),
+    # A loop over the channels of q E and S, 4 products of Aqk v_new, and one commit.
+    Unit(
+        "blackwell_stages/fwd_o.cu",
+        kernels=1,
+        counts={"UTCBAR": 1, "HMMA": 0},
+        least={"UTCHMMA": 5, "LDTM": 1, "UTMALDG": 5, "STSM": 1},
+    ),
+    # V-first and K-first. x twice 4 products, three with states and two with x 8 each; commits behind x and behind all.
+    # Nine tensors come by TMA, each as two boxes, the gates as four.
+    Unit(
+        "blackwell_stages/wy_dqkg.cu",
+        kernels=2,
+        counts={"UTCHMMA": 2 * 48, "UTCBAR": 2 * 2, "HMMA": 0},
+        least={"LDTM": 2 * 12, "UTMALDG": 2 * 20, "UTCATOMSWS": 2 * 2},
+    ),
+)
+
+
+@dataclass
+class Compiled:
+    """The kernels of a unit for sm_100a, and what the compiler has said."""
+
+    unit: Unit
+    code: Path
+    said: str
+
+
+@pytest.fixture(scope="module", params=UNITS, ids=lambda unit: Path(unit.file).stem)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    unit: Unit = request.param
+    if not shutil.which(NVCC):
+        pytest.skip("there is no nvcc")
+    code = tmp_path_factory.mktemp("blackwell") / "unit.cubin"
+    options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_100a", "-cubin", "-Xptxas=-v,-warn-spills"]
+    done = subprocess.run(
+        [NVCC, *options, "-Iinclude", "-Isrc", f"src/cuda/{unit.file}", "-o", str(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return Compiled(unit, code, done.stdout + done.stderr)
+
+
+def test_ptxas_neither_spills_nor_warns(compiled: Compiled) -> None:
+    said = compiled.said
+    assert "warning" not in said.lower() and not re.search(r"\(C\d+\)", said), said
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills == [("0", "0", "0")] * compiled.unit.kernels
+
+
+def test_products_are_those_of_tensor_memory(compiled: Compiled) -> None:
+    beside = Path(shutil.which(NVCC) or NVCC).resolve().parent / "cuobjdump"
+    cuobjdump = os.environ.get("CUOBJDUMP") or shutil.which("cuobjdump") or shutil.which(beside)
+    if not cuobjdump:
+        pytest.skip("there is no cuobjdump: CUOBJDUMP names one that is elsewhere")
+    command = [cuobjdump, "--dump-sass", str(compiled.code)]
+    sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    count = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", sass, re.M))
+    assert {name: count[name] for name in compiled.unit.counts} == compiled.unit.counts, count
+    assert not [name for name, least in compiled.unit.least.items() if count[name] < least], count
+    assert not count["LDL"] and not count["STL"], "nothing is in local memory"

@@ -1,0 +1,197 @@
+"""python -m kda bench at tiny sizes: files, sweeps, peers, and how times are measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from benches import TINY, rows, run
+from kda.call import flops as _flops
+from kda.call import library as _lib
+from kda.cli import bench, benches, measure, peers
+from kda.cli.arrays import Source
+from kda.cli.problems import Problem, common
+
+# ---- bench ----
+
+
+def test_bench(tmp_path: Path) -> None:
+    """As a user calls it, with ceilings and files."""
+    record, chart = tmp_path / "bench.json", tmp_path / "bench.png"
+    words = ["bench", *TINY, "--B", "2", "--threads", "1", "--json", str(record), "--plot", str(chart)]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(record.read_text())
+    assert data["command"] == " ".join(["python -m kda", *words]) and data["threads"] == 1
+    assert data["library"] == kda.info() and data["torch"] == torch.__version__ and data["device"] == "cpu"
+    assert data["ceilings"].keys() == {"GFLOP/s", "GB/s"} and min(data["ceilings"].values()) > 0.1
+    assert [r["operator"] for r in data["rows"]] == list(bench.BENCHES), "one of each: their sizes are the same now"
+    for r in data["rows"]:
+        p, entry = Problem(**{**r["problem"], "lengths": ()}), bench.BENCHES[r["operator"]]
+        tokens = entry.problems[0].T if entry.most_tokens < 70 else 70
+        assert p == replace(p, B=2, T=tokens, H=1, HV=1, K=16, V=16, **entry.only)
+        assert r["contender"] == "kda" and r["times_kda"] == 1 and r["unit"] == entry.unit
+        assert r["rate"] == pytest.approx(entry.work(p) / r["ms"] * 1e-6)
+        assert r["tokens_per_s"] == pytest.approx(p.B * p.T / r["ms"] * 1e3)
+    table = rows(done.stdout)
+    assert [r[0] for r in table] == list(bench.BENCHES) and all(re.search(r"\d (us|ms|s)$", r[2]) for r in table)
+    assert "no rows of fla.ops.kda.naive: it is not installed" in done.stdout or len(table) > len(bench.BENCHES)
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_sweeps(cli: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    words = ["bench", "prefill", "decode", *TINY, "--T", "1", "70", "--H", "1", "2", "--dtype", "float32"]
+    cli(*words, "--B", "1", "--json", str(path))
+    got = [(r["operator"], r["problem"]["T"], r["problem"]["H"]) for r in json.loads(path.read_text())["rows"]]
+    assert got == [("prefill", t, h) for t in (1, 70) for h in (1, 2)] + [("decode", 1, h) for h in (1, 2)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_forces(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str | None] = []
+    call = _lib.library().decode
+
+    def decode(*tensors: Any, **operands: Any) -> None:
+        used.append(os.environ.get("KDA_IMPL"))
+        call(*tensors, **operands)
+
+    monkeypatch.setattr(_lib.library(), "decode", decode)
+    cli("bench", "decode", *TINY, "--B", "1", "--impl", "reference")
+    assert set(used) == {"reference"} and "KDA_IMPL" not in os.environ
+
+
+NAIVE = """
+import torch
+
+def naive_chunk_kda(q, k, v, g, beta):
+    assert q.shape[1] % 64 == 0, "whole chunks only"
+    assert g.max() <= 0 and 0 < beta.min() and beta.max() < 1 and abs(q.float().norm(dim=-1).mean() - 1) < 0.01
+
+def naive_recurrent_kda(q, k, v, g, beta, initial_state, output_final_state):
+    assert initial_state.shape == (*v.shape[:1], v.shape[2], q.shape[3], v.shape[3])
+"""
+
+
+@pytest.fixture
+def fla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A package with FLA's name and this text as its ``fla.ops.kda.naive``. No other test finds it."""
+
+    def modules() -> list[str]:
+        return [n for n in sys.modules if n.split(".")[0] == "fla"]
+
+    def install(text: str) -> None:
+        for name in modules():
+            monkeypatch.delitem(sys.modules, name)
+        folder = tmp_path / "fla/ops/kda"
+        folder.mkdir(parents=True)
+        for package in (folder, folder.parent, folder.parent.parent):
+            (package / "__init__.py").touch()
+        (folder / "naive.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield install
+    for name in modules():
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("quick")
+def test_peers_beside_it(cli: Callable[..., str], fla: Callable[[str], None], tmp_path: Path) -> None:
+    fla(NAIVE)
+    path = tmp_path / "x.json"
+    text = cli("bench", "prefill", "decode", *TINY, "--B", "2", "--T", "64", "70", "--json", str(path))
+    assert [r["contender"] for r in json.loads(path.read_text())["rows"]] == [
+        "kda", "FLA naive_chunk_kda", "kda", "kda", "FLA naive_recurrent_kda",
+    ]  # fmt: skip
+    assert "no row of FLA naive_chunk_kda for B 2, T 70, H 1, K = V = 16: AssertionError: whole chunks only" in text
+    assert [r[-1] != "" for r in rows(text)] == [False, True, False, False, True], "time over kda's"
+    assert "not installed" not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_peer_that_cannot_be_imported(cli: Callable[..., str], fla: Callable[[str], None]) -> None:
+    fla("raise OSError('no GPU, no import')")
+    text = cli("bench", "decode", *TINY, "--B", "1")
+    assert "no rows of fla.ops.kda.naive: importing it fails with OSError: no GPU, no import" in text
+    assert len(rows(text)) == 1
+
+
+def test_peers_get_what_the_kernels_compute() -> None:
+    """Activated inputs without gate, norm and sigmoid inside give the same outputs as raw inputs with them."""
+    for gate, beta in (("log", "activated"), ("softplus", "sigmoid"), ("lower_bound", "2sigmoid")):
+        x = common(Problem(B=1, T=70, H=2, K=16, V=24, dtype="float32", gate=gate, beta=beta), Source())
+        torch.testing.assert_close(kda.prefill(**peers.activated(x)), kda.prefill(**x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("quick")
+def test_plot_without_matplotlib(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "_measure", None)  # the message comes before measuring
+    assert "--plot: needs matplotlib, which is not installed" in cli("bench", "--plot", "x.png", status=2)
+
+
+def test_bench_without_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from kda.cli import main
+sys.exit(main(["bench", *{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    got = [r["operator"] for r in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    assert got == [name for name, entry in bench.BENCHES.items() if not entry.needs_torch]
+    assert "no rows of training: it needs torch, which is not installed" in done.stdout and ", float32 " in done.stdout
+
+
+# ---- measuring ----
+
+
+def test_work() -> None:
+    assert _flops.forward_flop(128, 128) == 141_312
+    assert _flops.training_flop(128, 128) == 141_312 + 98_304 + 278_528
+    assert _flops.segment_map_flop(128, 128) == 131_072 + 20_480 + 20_480 + 2_048
+    assert _flops.prefill_f32_flop(128, 128) == 141_312 + 20_480
+    assert _flops.bwd_wy_dqkg_flop(128, 128) == 98_304 + 20_480
+    assert benches._conv_bytes(Problem(B=2, T=3, H=1, HV=2)) == 2 * 2 * 3 * 512 * 2
+
+
+def test_medians_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order, ticks = [0.0], [], []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    def takes(name: str, *seconds: float) -> Callable[[], None]:
+        left = [*seconds]
+
+        def call() -> None:
+            order.append(name)
+            clock[0] += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+    calls = {"a": takes("a", 9, 9, 1, 3, 2, 5, 4), "b": takes("b", 10)}
+    times = measure.medians(calls, 5, seconds=29, tick=lambda: ticks.append(1))
+    assert times == {"a": 3, "b": 10}, "medians, without the turns that warm up"
+    assert "".join(order) == "aabb" + "ab" * 3 + "aa", "b takes more than its 29 seconds"
+    assert len(ticks) == 10
+    order.clear()
+    assert measure.medians({"c": takes("c", 1e-3)}, 3)["c"] == pytest.approx(1e-3)
+    assert len(order) == 2 + 3 * 5, "short calls are timed in batches of 5 ms"
+
+
+def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, threads in (("3", 3), ("4,2", 4), ("", len(os.sched_getaffinity(0)))):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert measure.thread_count() == threads

@@ -1,0 +1,35 @@
+"""benchmarks/cp.py runs, and writes what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cp.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("more", [[], ["--layout", "zigzag", "--window", "64"]])
+def test_record(tmp_path: Path, more: list[str]) -> None:
+    file = tmp_path / "cp.json"
+    done = run("--device", "cpu", "--case", "H1T256", "--repeats", "1", "--json", str(file), *more)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    (row,) = record["rows"]
+    assert (record["ranks"], row["H"], row["T"]) == (2, 1, 256)
+    for call in ("forward", "forward and backward"):
+        one, two = row[f"{call}, ms on 1"], row[f"{call}, ms on 2"]
+        assert min(one, two) > 0 and row[f"{call}, speed-up"] == pytest.approx(one / two)
+    assert min(row["maps, ms on 2"], row["all-gather, ms on 2"]) > 0
+
+
+def test_cases_are_checked() -> None:
+    done = run("--device", "cpu", "--case", "T256")
+    assert done.returncode == 2 and "expected heads and tokens like H12T65536, got T256" in done.stderr

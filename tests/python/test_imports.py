@@ -1,0 +1,129 @@
+"""The structure of python/kda, read from its files: imports without a circle on at most eight floors, one home for each
+public name, short files, and no long row of arguments by position.
+
+How floors are counted: a module stands one floor above the highest module that it imports. Imports inside functions
+count, those for types alone (``if TYPE_CHECKING``) do not. The package itself only says where names are, and a
+package's ``__init__`` stands above its modules, so importing a module does not count as importing these. The command
+line, ``kda.cli``, is a program on top of the library and is counted by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kda
+
+ROOT = Path(kda.__file__).parent
+FLOORS, LINES = 8, 400
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below, without those that only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from statements(child)
+
+
+def imported(module: str) -> set[str]:
+    """Our modules that a module imports."""
+    found: set[str] = set()
+    for node in statements(tree(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                inside = module.split(".") + ["__init__"] * (FILES[module].name == "__init__.py")
+                source = ".".join([*inside[: len(inside) - node.level], *filter(None, [source])])
+            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in FILES else source for a in node.names}
+    return {name for name in found if name in FILES and name != module}
+
+
+def graph(cli: bool) -> dict[str, set[str]]:
+    """The imports among the modules of the command line, or among all others; without the package itself."""
+    own = {m for m in FILES if m.startswith("kda.cli") == cli and m not in ("kda", "kda.__main__")}
+    return {module: imported(module) & own for module in own}
+
+
+def floors(imports: dict[str, set[str]]) -> dict[str, int]:
+    """The floor of each module, from 1 on. A circle raises an error that names it."""
+    known: dict[str, int] = {}
+
+    def floor(module: str, above: tuple[str, ...]) -> int:
+        if module in above:
+            raise AssertionError(f"a circle: {' -> '.join([*above[above.index(module) :], module])}")
+        if module not in known:
+            known[module] = 1 + max((floor(m, (*above, module)) for m in sorted(imports[module])), default=0)
+        return known[module]
+
+    for module in sorted(imports):
+        floor(module, ())
+    return known
+
+
+def test_a_circle_is_found() -> None:
+    with pytest.raises(AssertionError, match="a circle: b -> c -> b"):
+        floors({"a": {"b"}, "b": {"c"}, "c": {"b"}})
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": 3, "b": 2, "c": 1}
+
+
+@pytest.mark.parametrize("cli", [False, True])
+def test_imports_have_no_circle_and_few_floors(cli: bool) -> None:
+    found = floors(graph(cli))
+    assert len(found) > 20 and max(found.values()) > 4, "all modules were read"
+    too_high = {module: floor for module, floor in found.items() if floor > FLOORS}
+    assert not too_high
+
+
+def test_the_library_imports_neither_the_package_nor_the_command_line() -> None:
+    for module in FILES:
+        if not module.startswith(("kda.cli", "kda.__main__")):
+            assert not {m for m in imported(module) if m == "kda" or m.startswith("kda.cli")}, module
+
+
+def test_call_imports_no_job() -> None:
+    for module in FILES:
+        if module.startswith("kda.call"):
+            assert all(m.startswith(("kda.call", "kda._version")) for m in imported(module)), module
+
+
+def test_operators_are_below_jobs() -> None:
+    jobs = {f"kda.{module}" for module in kda._HOMES} - {"kda.arguments"}
+    for module in FILES:
+        if module.startswith("kda.operators"):
+            assert not imported(module) & jobs, module
+
+
+def test_files_are_short() -> None:
+    assert {module: n for module, file in FILES.items() if (n := len(file.read_text().splitlines())) > LINES} == {}
+
+
+def test_every_public_name_has_one_home() -> None:
+    """``kda._HOMES`` says where. A name that is defined there is defined in no other public module."""
+    defined: dict[str, list[str]] = {}
+    for module in (f"kda.{name}" for name in kda._HOMES):
+        for node in tree(module).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.setdefault(node.name, []).append(module)
+    assert {name: defined[name] for name in kda.__all__} == {
+        name: [f"kda.{module}"] for module, names in kda._HOMES.items() for name in names
+    }
