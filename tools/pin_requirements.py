@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Writes tools/*.txt from tools/*.in: every package that is installed, with its version and the hashes of its files.
+Also tools/engines/*.txt: packages of which the tests of plugs read files, without what those need.
 
     python3 -m venv /tmp/pins && /tmp/pins/bin/pip install -U pip    # 23.3 or newer, which downloads nothing for this
     /tmp/pins/bin/python tools/pin_requirements.py
@@ -66,6 +67,10 @@ def main() -> None:
         write(source.with_suffix(".txt"), source, [x for x in here if "+" not in x[0]] + index)
         if any("+" in pin for pin, _ in here):
             write(TOOLS / f"{source.stem}-local.txt", source, [x for x in here if "+" in x[0]])
+    for source in sorted(TOOLS.glob("engines/*.in")):
+        names = source.read_text().split()
+        pins = [x for python in PYTHONS for machine in MACHINES for x in of_the_index(names, python, machine)]
+        write(source.with_suffix(".txt"), source, pins)
 
 
 if __name__ == "__main__":

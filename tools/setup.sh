@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what a fresh Debian machine lacks, once; later runs find it done and take a second.
 #   tools/setup.sh build    compiler, CMake, Highway, the Python environment .venv: enough for the wheel and the demo
-#   tools/setup.sh test     that, and what the tests need: GoogleTest, clang for ThreadSanitizer, nvcc
+#   tools/setup.sh test     that, and what the tests need: GoogleTest, clang for ThreadSanitizer, nvcc, files of engines
 # With KDA_CUDA=ON, nvcc is installed for the wheel, too. Debian packages are installed where that is permitted (root,
 # or sudo without a password); otherwise their names are printed.
 set -euo pipefail
@@ -62,4 +62,9 @@ if [ "$with_cuda" ] && ! command -v nvcc > /dev/null && [ -z "${CUDACXX:-}" ] &&
     ln -sfn lib "$cuda/lib64"
     ln -sf libcudart.so.13 "$cuda/lib/libcudart.so"
   fi
+fi
+
+# The tests of plugs read other projects' files (300 MB, of which 200 are Triton). They are skipped without them.
+if [ "$what" = test ]; then
+  .venv/bin/python tools/fetch_engines.py || echo "setup: so the tests of plugs into these are skipped"
 fi

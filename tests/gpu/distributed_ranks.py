@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tp_ranks
+from gloo import join
 from layer_model import make, tokens
 
 RANKS = 2
@@ -194,19 +194,7 @@ def run_by_heads(device: torch.device, mesh: Any = None) -> dict[str, Results]:
 def run_rank(rank: int, device_type: str, folder: str) -> None:
     """What the ranks do together goes to <rank>.pt. Then one rank does all of it as a whole, and the other in parts,
     each of the size of a rank's: whole.pt, parts.pt."""
-    torch.set_num_threads(1)
-    on_cuda = device_type == "cuda"
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=PATIENCE / 2),
-        device_id=device if on_cuda else None,
-    )
+    device = join(rank, RANKS, f"{folder}/store", PATIENCE / 2, device_type)
     mesh = init_device_mesh(device_type, (RANKS,))
     results = {n: train(on_ranks(case, device, mesh), case, [[rank]], device) for n, case in CASES.items()}
     results |= run_by_heads(device, mesh)

@@ -38,7 +38,7 @@ kda_status run_on_cuda(Args a, Arena& arena, uint64_t workspace_bytes) {
   // On the device tensors are aligned as they are here, to 16 bytes at most.
   char* copy = tensors.poisoned(arena.used + 16) + reinterpret_cast<uintptr_t>(arena.bytes.data()) % 16;
   expect_cuda(cudaMemcpy(copy, arena.bytes.data(), arena.used, cudaMemcpyHostToDevice), "to the device");
-  for (const Field& f : all_fields(a))
+  for (const Field& f : fields(a))
     if (f.t->data) f.t->data = copy + (static_cast<char*>(f.t->data) - arena.bytes.data());
   char* workspace = room.poisoned(static_cast<int64_t>(workspace_bytes) + kBehind);
   a.exec.workspace = workspace_bytes ? workspace : nullptr, a.exec.workspace_bytes = workspace_bytes;

@@ -12,27 +12,10 @@
 
 #include "dtype.h"
 #include "fields.h"
+#include "short_list.h"
 #include "support.h"
 
 namespace kda::test {
-
-inline std::vector<Field> more_fields(kda_decode_args& a) {
-  return joined(joined(conv_fields(a.conv, true), snapshot_fields(a)), serving_fields(a));
-}
-inline std::vector<Field> more_fields(kda_flush_verify_args& a) {
-  return {{"records.ring_first", &a.records.ring_first}, {"records.ring_count", &a.records.ring_count}};
-}
-template <class Args>
-std::vector<Field> more_fields(Args& a) {
-  if constexpr (requires { serving_fields(a); }) return serving_fields(a);
-  else return {};
-}
-template <class Args>
-std::vector<Field> tensors(Args& a) {
-  std::vector<Field> all = joined(fields(a), more_fields(a));
-  if constexpr (requires { a.norm; }) all = joined(all, norm_fields(a.norm));
-  return all;
-}
 
 // Bytes from the first element to the last, gaps between rows included.
 inline int64_t bytes_of(const kda_tensor& t) {
@@ -83,18 +66,19 @@ class DeviceMemory {
 // addresses that fit any access. Operators that need a workspace get one that is poison.
 template <class Args>
 void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
+  note_that_ran(op_name<Args>(), impl);
+  if (dry_run) return;
   std::map<void*, std::pair<int64_t, int64_t>> sizes;  // by place on the host: views of a place share the copy
-  for (const Field& f : tensors(args))
-    if (f.t->ndim) {
-      auto& [bytes, skipped] = sizes[f.t->data];
-      bytes = std::max(bytes, bytes_of(*f.t)), skipped = shift * dtype_size(f.t->dtype);
-    }
+  for (const Field& f : given(args)) {
+    auto& [bytes, skipped] = sizes[f.t->data];
+    bytes = std::max(bytes, bytes_of(*f.t)), skipped = shift * dtype_size(f.t->dtype);
+  }
   std::map<void*, DeviceMemory> copies;
   for (const auto& [host, size] : sizes) {
     ASSERT_NO_FATAL_FAILURE(copies[host].allocate(size.first, size.second));
     ASSERT_NO_FATAL_FAILURE(copies[host].fill(host));
   }
-  for (const Field& f : tensors(args))
+  for (const Field& f : given(args))
     if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.begin();
   args.exec.device = KDA_CUDA, args.exec.impl = impl;
   DeviceMemory workspace;
@@ -114,11 +98,10 @@ void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
 template <class Args>
 Args on_device(Args args) {
   std::map<void*, void*> places;
-  for (const Field& f : tensors(args))
-    if (f.t->ndim) {
-      const uintptr_t next = (uintptr_t{1} << 46) + (places.size() << 32);
-      f.t->data = places.try_emplace(f.t->data, reinterpret_cast<void*>(next)).first->second;
-    }
+  for (const Field& f : given(args)) {
+    const uintptr_t next = (uintptr_t{1} << 46) + (places.size() << 32);
+    f.t->data = places.try_emplace(f.t->data, reinterpret_cast<void*>(next)).first->second;
+  }
   args.exec.device = KDA_CUDA;
   return args;
 }
@@ -174,6 +157,7 @@ class OnCuda : public testing::Test {
  protected:
   void SetUp() override {
     int count = 0;
+    if (dry_run) return;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no CUDA device";
   }
 };

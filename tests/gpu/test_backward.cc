@@ -461,6 +461,22 @@ TEST_P(BackwardPromiseOnCuda, NoRows) {
   for (int64_t i = 0; i < got.d_dt_bias.size(); ++i) EXPECT_EQ(got.d_dt_bias.get(i), 0);
 }
 
+// A rank without tokens trains, too: sums are 0, and the gradient of a state passes through.
+TEST_P(BackwardPromiseOnCuda, SequencesWithoutTokens) {
+  for (const bool packed : {false, true}) {
+    Case c = sized(find_case("softplus_bias"));
+    c.T = 0, c.state_layout = KDA_STATE_V_FIRST;
+    if (packed) c.B = 1, c.lengths = {0, 0};
+    const Inputs in(c);
+    BackwardOutputs exact(in, true), got(in);
+    run(backward_args(in, exact), {.impl = "reference"});
+    run_on_cuda(backward_args(in, got), impl);
+    for (int64_t i = 0; i < got.dA_log.size(); ++i) EXPECT_EQ(got.dA_log.get(i), 0);
+    for (int64_t i = 0; i < got.d_dt_bias.size(); ++i) EXPECT_EQ(got.d_dt_bias.get(i), 0);
+    for (int64_t i = 0; i < got.dh0.size(); ++i) EXPECT_EQ(got.dh0.get(i), exact.dh0.get(i));
+  }
+}
+
 TEST_P(BackwardPromiseOnCuda, WorkspaceIsChecked) {
   const Inputs in(sized(find_case("packed")));
   const BackwardOutputs out(in);

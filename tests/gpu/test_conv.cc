@@ -32,12 +32,32 @@ std::vector<ConvCase> cuda_cases() {
                    .dtype = KDA_BF16,
                    .state_dtype = dtype,
                    .state_layout = Layout::kHeadsFirst});
+  // Parts that fit accesses of four, or not; one token of 16 bits, which has a kernel of its own; long ones.
+  for (const int64_t first : {64, 62, 63})
+    for (const int32_t dtype : {KDA_F32, KDA_BF16}) {
+      const std::string name = std::to_string(first) + "_" + std::to_string(dtype);
+      const ConvCase wide{.name = "parts_wide_" + name,
+                          .D = 640,
+                          .lengths = {70, 3, 0, 1, 65},
+                          .tail = 9,
+                          .dtype = dtype,
+                          .weight_dtype = dtype,
+                          .state_dtype = dtype,
+                          .parts = {first, 576 - first, 64}};
+      ConvCase token = wide, two = wide, odd = wide;
+      token.name = "parts_token_" + name, token.lengths.clear(), token.tail = 0, token.B = 3, token.T = 1;
+      two.name = "parts_two_" + name, two.parts = {first, 640 - first};
+      odd.name = "parts_odd_" + name, odd.parts = {64, 514 - first, 62 + first};
+      all.insert(all.end(), {wide, token, two, odd});
+    }
   all.push_back({.name = "many_rows", .B = 300, .T = 5, .D = 12});
   all.push_back({.name = "padded_channels", .B = 2, .T = 40, .D = 12, .layout = Layout::kPadded});
   for (const int64_t D : {3, 4})
     all.push_back({.name = "long_" + std::to_string(D), .T = 300000, .D = D, .dtype = KDA_BF16});
   return all;
 }
+
+const auto on_gpu = [](const auto& a) { run_on_cuda(a, kImpl); };
 
 class ConvOnCuda : public OnCuda, public testing::WithParamInterface<ConvCase> {
  protected:
@@ -90,54 +110,14 @@ INSTANTIATE_TEST_SUITE_P(All, ConvOnCuda, testing::ValuesIn(cuda_cases()),
 
 using ConvPromiseOnCuda = OnCuda;
 
-// Packed sequences have the bits that each has alone.
 TEST_F(ConvPromiseOnCuda, NeighboursDoNotMatter) {
-  for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "blocks_start_inside", "mixed"}) {
-    const ConvInputs in(find_conv_case(name));
-    const ConvOutputs all(in);
-    const ConvGradientOutputs all_gradients(in);
-    run_on_cuda(conv_args(in, all), kImpl);
-    run_on_cuda(conv_backward_args(in, all_gradients), kImpl);
-    for (int64_t n = 0; n < in.N; ++n) {
-      ConvCase c = in.c;
-      c.lengths.clear(), c.tail = 0, c.T = in.length(n);
-      ConvInputs one(c);
-      one.weight = in.weight.clone(), one.bias = in.bias.clone();
-      for (const auto& [to, from] : {std::pair{&one.x, &in.x}, {&one.dy, &in.dy}})
-        for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(in.begin(n) * c.D + i));
-      for (const auto& [to, from] : {std::pair{&one.state, &in.state}, {&one.d_final, &in.d_final}})
-        for (int64_t i = 0; i < to->size(); ++i) to->set(i, from->get(n * to->size() + i));
-      const ConvOutputs alone(one);
-      const ConvGradientOutputs gradients(one);
-      run_on_cuda(conv_args(one, alone), kImpl);
-      run_on_cuda(conv_backward_args(one, gradients), kImpl);
-      EXPECT_EQ(alone.y.bits(), all.y.bits(1, in.begin(n), c.T)) << name << " " << n;
-      EXPECT_EQ(alone.final_state.bits(), all.final_state.bits(0, n, 1)) << name << " " << n;
-      EXPECT_EQ(gradients.dx.bits(), all_gradients.dx.bits(1, in.begin(n), c.T)) << name << " " << n;
-      EXPECT_EQ(gradients.d_initial.bits(), all_gradients.d_initial.bits(0, n, 1)) << name << " " << n;
-    }
-  }
+  for (const char* name : {"packed_W2", "packed_W3", "packed_W4", "blocks_start_inside", "mixed"})
+    expect_neighbours_do_not_matter(find_conv_case(name), on_gpu);
 }
 
-// One call, or two in place with the state carried between: the same bits, whichever kind of block handles a token.
+// Whichever kind of block handles a token.
 TEST_F(ConvPromiseOnCuda, SplitAnywhere) {
-  for (const int64_t W : {2, 3, 4})
-    for (const int64_t split : {0, 1, 2, 3, 4, 5, 11, 64, 137, 138, 139, 140}) {
-      const ConvInputs in({.name = "split", .T = 140, .D = 132, .W = W});
-      const ConvOutputs whole(in), parts(in);
-      run_on_cuda(conv_args(in, whole), kImpl);
-      const Tensor state = in.state.clone();
-      kda_conv_args a = conv_args(in, parts);
-      a.initial_state = a.final_state = state;  // in place
-      a.x.shape[1] = a.y.shape[1] = split;
-      run_on_cuda(a, kImpl);
-      const int64_t offset = split * in.c.D * static_cast<int64_t>(sizeof(float));
-      a.x.data = static_cast<char*>(a.x.data) + offset, a.y.data = static_cast<char*>(a.y.data) + offset;
-      a.x.shape[1] = a.y.shape[1] = in.T - split;
-      run_on_cuda(a, kImpl);
-      EXPECT_EQ(parts.y.bits(), whole.y.bits()) << W << " " << split;
-      EXPECT_EQ(state.bits(), whole.final_state.bits()) << W << " " << split;
-    }
+  expect_splits_do_not_matter(132, {0, 1, 2, 3, 4, 5, 11, 64, 137, 138, 139, 140}, on_gpu);
 }
 
 // One channel a thread, or four: the same bits.
@@ -159,6 +139,89 @@ TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
     EXPECT_EQ(got.y.bits(), wide.y.bits(2, 0, 131)) << dtype;
     EXPECT_EQ(got.final_state.bits(), wide.final_state.bits(1, 0, 131)) << dtype;
   }
+}
+
+// x in parts: the bits of one x.
+TEST_F(ConvPromiseOnCuda, PartsDoNotMatter) {
+  for (const ConvCase& c : cuda_cases()) {
+    if (c.parts.empty()) continue;
+    ConvCase of_one = c;
+    of_one.parts.clear();
+    const ConvInputs in(c), whole(of_one);
+    const ConvOutputs got(in), want(whole);
+    const ConvGradientOutputs gradients(in), want_gradients(whole);
+    run_on_cuda(conv_args(in, got), kImpl), run_on_cuda(conv_args(whole, want), kImpl);
+    run_on_cuda(conv_backward_args(in, gradients), kImpl),
+        run_on_cuda(conv_backward_args(whole, want_gradients), kImpl);
+    EXPECT_EQ(got.y.bits(), want.y.bits()) << c;
+    EXPECT_EQ(got.final_state.bits(), want.final_state.bits()) << c;
+    EXPECT_EQ(gradients.dx.bits(), want_gradients.dx.bits()) << c;
+    EXPECT_EQ(gradients.dweight.bits(), want_gradients.dweight.bits()) << c;
+    EXPECT_EQ(gradients.dbias.bits(), want_gradients.dbias.bits()) << c;
+    EXPECT_EQ(gradients.d_initial.bits(), want_gradients.d_initial.bits()) << c;
+  }
+}
+
+// One part whose rows do not fit accesses of four, beside two that do.
+TEST_F(ConvPromiseOnCuda, PartsOfAnyStrides) {
+  for (const int64_t T : {1, 20})
+    for (const int odd : {0, 1, 2}) {
+      const ConvInputs in({.name = "strides",
+                           .B = 2,
+                           .T = T,
+                           .D = 48,
+                           .dtype = KDA_BF16,
+                           .weight_dtype = KDA_BF16,
+                           .state_dtype = KDA_BF16,
+                           .parts = {16, 16, 16}});
+      Tensor rows(KDA_BF16, {2, T, 17});
+      for (int64_t i = 0; i < 2 * T * 16; ++i) rows.set(i / 16 * 17 + i % 16, in.parts[odd].get(i));
+      const auto made = [&](bool in_parts) {
+        const ConvOutputs out(in);
+        const ConvGradientOutputs gradients(in);
+        kda_conv_args a = conv_args(in, out);
+        kda_conv_backward_args b = conv_backward_args(in, gradients);
+        for (kda_tensor* x : {odd == 0 ? &a.x : odd == 1 ? &a.x1 : &a.x2, odd == 0 ? &b.x : odd == 1 ? &b.x1 : &b.x2})
+          *x = rows, x->shape[2] = 16;
+        if (!in_parts) a.x = b.x = in.x, a.x1 = a.x2 = b.x1 = b.x2 = {};
+        run_on_cuda(a, kImpl), run_on_cuda(b, kImpl);
+        return std::vector{out.y.bits(), out.final_state.bits(), gradients.dx.bits(), gradients.dweight.bits()};
+      };
+      EXPECT_EQ(made(true), made(false)) << T << " " << odd;
+    }
+}
+
+// A pool of states in both layouts, with padding, one token or more a sequence, and checkpoints.
+TEST_F(ConvPromiseOnCuda, PartsWithPoolsAndCheckpoints) {
+  for (const int64_t T : {1, 33})
+    for (const Layout layout : {Layout::kDense, Layout::kHeadsFirst})
+      for (const int64_t first : {8, 6}) {
+        const ConvInputs in({.name = "pool",
+                             .B = 3,
+                             .T = T,
+                             .D = 40,
+                             .dtype = KDA_BF16,
+                             .weight_dtype = KDA_BF16,
+                             .parts = {first, 20, 20 - first}});
+        const Tensor slots(KDA_I32, {3}, {4, -1, 2}), kept(KDA_I32, {3, 2}, {1, 3, -1, -1, 2, 0});
+        const auto made = [&](bool in_parts, const char* impl) {
+          const ConvOutputs out(in);
+          Tensor pool(KDA_BF16, {5, 40, 3}, layout), checkpoints(KDA_BF16, {4, 40, 3});
+          Random random(3);
+          for (int64_t i = 0; i < pool.size(); ++i) pool.set(i, random.normal());
+          kda_conv_args a = conv_args(in, out);
+          if (!in_parts) a.x = in.x, a.x1 = a.x2 = {};
+          a.initial_state = a.final_state = pool, a.state_indices = slots;
+          a.checkpoints = checkpoints, a.checkpoint_slots = kept, a.checkpoint_every = 16;
+          if (impl) run(a, {.impl = impl});
+          else run_on_cuda(a, kImpl);
+          return std::vector{pool.bits(), checkpoints.bits(), out.y.bits()};
+        };
+        const auto got = made(true, nullptr), whole = made(false, nullptr), exact = made(true, "reference");
+        EXPECT_EQ(got, whole) << T << " " << first;
+        EXPECT_EQ(got[0], exact[0]) << T << " " << first;
+        EXPECT_EQ(got[1], exact[1]) << T << " " << first;
+      }
 }
 
 // Rows apart from one another, states as [N,D,W-1] and as [N,W-1,D], with and without gaps, and addresses that fit an
@@ -224,36 +287,7 @@ TEST_F(ConvPromiseOnCuda, AnyStrides) {
               }
 }
 
-// NaN or infinity reaches the W outputs of its channel that read it.
-TEST_F(ConvPromiseOnCuda, NaNStaysInItsChannelAndWindow) {
-  for (const double bad :
-       {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()})
-    for (const int64_t W : {2, 3, 4})
-      for (const int64_t t : {-1, 0, 1, 13, 27}) {  // -1: the newest row of the state
-        ConvInputs in({.name = "nan", .D = 20, .W = W, .lengths = {30, 9}});
-        const int64_t d = 13;
-        if (t < 0) in.state.set(d * (W - 1) + W - 2, bad);
-        else in.x.set(t * in.c.D + d, bad);
-        const ConvOutputs out(in), reference(in, true);
-        const ConvGradientOutputs gradients(in);
-        run_on_cuda(conv_args(in, out), kImpl);
-        run_on_cuda(conv_backward_args(in, gradients), kImpl);
-        run(conv_args(in, reference), {.impl = "reference"});
-        for (int64_t i = 0; i < in.c.D; ++i) EXPECT_TRUE(i == d || std::isfinite(gradients.dbias.get(i))) << i;
-        for (int64_t i = 0; i < gradients.dx.size(); ++i) {  // of a token whose outputs are all well
-          const int64_t token = i / in.c.D, last = token < 30 ? std::min<int64_t>(token + W, 30) : token + 1;
-          const bool read = i % in.c.D == d && token < t + W && last > t;
-          EXPECT_TRUE(read || std::isfinite(gradients.dx.get(i))) << W << ": " << token << " " << i % in.c.D;
-        }
-        for (int64_t i = 0; i < out.y.size(); ++i) {
-          const int64_t token = i / in.c.D, channel = i % in.c.D;
-          const bool read = channel == d && token >= t && token < std::min<int64_t>(t + W, 30);
-          EXPECT_TRUE(read || std::isfinite(out.y.get(i))) << W << ": " << token << " " << channel;
-          EXPECT_EQ(std::isnan(out.y.get(i)), std::isnan(reference.y.get(i)))
-              << W << " " << bad << ": " << token << " " << channel;
-        }
-      }
-}
+TEST_F(ConvPromiseOnCuda, NaNStaysInItsChannelAndWindow) { expect_bad_numbers_stay_in_their_window(on_gpu); }
 
 // A pool with its slots in another order, with padding and slots that hold NaN; in place, and from one pool to
 // another.
@@ -325,21 +359,7 @@ TEST_F(ConvPromiseOnCuda, LengthsAreCutToTheTokens) {
   }
 }
 
-TEST_F(ConvPromiseOnCuda, NothingToDo) {
-  for (const ConvCase& c :
-       {ConvCase{.name = "no_tokens", .B = 2, .T = 0}, ConvCase{.name = "no_rows", .B = 0},
-        ConvCase{.name = "all_empty", .lengths = {0, 0}, .tail = 3}, ConvCase{.name = "no_sequences", .tail = 5}}) {
-    const ConvInputs in(c);
-    const ConvOutputs out(in);
-    const ConvGradientOutputs gradients(in);
-    run_on_cuda(conv_args(in, out), kImpl);
-    run_on_cuda(conv_backward_args(in, gradients), kImpl);
-    EXPECT_EQ(out.final_state.bits(), in.state.bits()) << c;
-    EXPECT_EQ(gradients.d_initial.bits(), in.d_final.bits()) << c;
-    for (const Tensor* zero : {&out.y, &gradients.dx, &gradients.dweight, &gradients.dbias})
-      for (int64_t i = 0; i < zero->size(); ++i) EXPECT_EQ(zero->get(i), 0) << c;
-  }
-}
+TEST_F(ConvPromiseOnCuda, NothingToDo) { expect_nothing_to_do(on_gpu); }
 
 TEST_F(ConvPromiseOnCuda, DeclinesWhatIsTheOracles) {
   const ConvInputs in({.name = "f64", .dtype = KDA_F64});

@@ -1,9 +1,10 @@
 """kda.causal_conv1d and kda.causal_conv1d_update with CUDA tensors: numbers of the float64 oracle, gradients, and
-bitwise promises."""
+bitwise promises. test_scenarios.py has graphs, streams and the like for all operators."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +17,10 @@ from places import (
     HERE,
     Place,
     all_same,
-    captured,
     far_pool,
     matches,
     only_cuda,
     spaced,
-    without_synchronisation,
 )
 from support import Tensor, same_bits
 
@@ -82,6 +81,33 @@ def test_numbers(absent: tuple[str, ...], dtype: torch.dtype, W: int) -> None:
             matches(whole, p, activation=activation, what=(D, T, activation))
 
 
+# ---- x in parts ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 128, 192), (64, 126, 194), (384,), (5, 379)])
+def test_parts_have_the_bits_of_one_tensor(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Projections q, k and v, in memory of their own or as slices; one token (decode), and many."""
+    for T, slices in itertools.product((1, 70), (False, True)):
+        p = HERE(inputs(T=T, D=384, dtype=dtype))
+        results = []
+        for parts in (False, True):
+            leaves = {n: x.clone().requires_grad_() for n, x in p.items()}
+            x = leaves.pop("x")
+            split = x.split(sizes, 2)
+            arrays: Any = [t if slices else t.contiguous() for t in split] if parts else x
+            y, last = kda.causal_conv1d(
+                arrays, leaves["weight"], leaves["bias"], leaves["state"], output_final_state=True, impl=HERE.impl
+            )
+            state = p["state"].clone()
+            with torch.no_grad():
+                rows = [t.detach() for t in arrays] if parts else x.detach()
+                again = kda.causal_conv1d_update(rows, state, p["weight"], p["bias"])
+            found = torch.autograd.grad([y.square().sum(), last.sum()], [x, *leaves.values()])
+            results.append([y, last, again, state, *found])
+        assert all(same_bits(a, b) for a, b in zip(*results, strict=True)), (T, slices)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [1] * 200, [300]])
 def test_packed_sequences(lengths: list[int], index: torch.dtype) -> None:
@@ -102,11 +128,6 @@ def test_gradients(dtype: torch.dtype, W: int) -> None:
         for some in (p, {n: p[n] for n in ("x", "weight")}):
             matches(gradients, some, what=(D, T))
         matches(gradients, packed(LENGTHS, tail=3, D=D, W=W, dtype=dtype), what=("packed", D))
-
-
-def test_gradients_are_the_same_twice() -> None:
-    p = packed(LENGTHS, D=200)
-    assert all_same(gradients(HERE, p), gradients(HERE, p))
 
 
 def test_large_numbers() -> None:
@@ -156,13 +177,6 @@ def test_states_of_any_dtype(dtype: torch.dtype, state_dtype: torch.dtype) -> No
         p = inputs(T=2, D=D, dtype=dtype)
         p["state"] = p["state"].to(state_dtype)
         matches(update, p)
-
-
-def test_inputs_are_never_written() -> None:
-    p = HERE({**inputs(), "state_indices": int32(2, -1, 0), "has_initial_state": torch.tensor([True, True, False])})
-    before = {n: x.clone() for n, x in p.items() if n != "state"}
-    kda.causal_conv1d_update(**p)
-    assert all_same({n: p[n] for n in before}, before)
 
 
 BEYOND = [9, 10, 2**31 - 1]  # a pool of 9 slots
@@ -285,87 +299,27 @@ def test_compiled_equals_eager() -> None:
         y, last = kda.causal_conv1d(x, weight, bias, state, output_final_state=True)
         return y * 2, last
 
-    torch._dynamo.reset()
+    def serve(x: Tensor, state: Tensor) -> Tensor:
+        y: Tensor = kda.causal_conv1d_update(x, state, p["weight"])
+        return y + 1
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
     results = []
-    for function in (train, torch.compile(train, fullgraph=True, backend="aot_eager")):
+    for function in (train, compiled(train)):
         leaves = [x.clone().requires_grad_() for x in p.values()]
         y, last = function(*leaves)
         (y.sum() + last.square().sum()).backward()
         results.append([y, last, *(x.grad for x in leaves)])
     assert all_same(*results)
+    states = [p["state"].clone() for _ in range(2)]
+    outputs = [f(p["x"], s) for f, s in zip((serve, compiled(serve)), states, strict=True)]
+    assert same_bits(*outputs) and same_bits(*states)
 
 
-# ---- the device: graphs, streams, large memory, refusals ----
-
-
-@only_cuda
-@pytest.mark.parametrize("T", [1, 12])
-def test_graphs(T: int) -> None:
-    """Captured once, replayed with new content of the memory."""
-    N, slots = 6, 9
-    p = HERE(inputs(B=N, T=T, D=300, dtype=torch.bfloat16))
-    p |= HERE({"state_indices": torch.arange(N).int(), "has_initial_state": torch.ones(N, dtype=torch.bool)})
-    p |= {"out": torch.empty_like(p["x"]), "state": torch.randn(slots, 300, 3, device=DEVICE).bfloat16()}
-    start = p["state"].clone()
-    graph = captured(lambda: kda.causal_conv1d_update(**p))
-    p["state"].copy_(start)
-    eager_pool = start.clone()
-    for _ in range(100):
-        for name in ("x", "weight", "bias"):
-            p[name].normal_()
-        p["state_indices"].copy_(torch.randperm(slots + 5, device=DEVICE)[:N] - 5)
-        p["has_initial_state"].copy_(torch.rand(N, device=DEVICE) < 0.8)
-        p["out"].fill_(NAN)
-        graph.replay()
-        eager = kda.causal_conv1d_update(**{**p, "state": eager_pool, "out": torch.full_like(p["out"], NAN)})
-        assert same_bits(p["out"], eager) and same_bits(p["state"], eager_pool)
-
-
-@only_cuda
-def test_graphs_with_gradients() -> None:
-    p = {n: x.requires_grad_() for n, x in HERE(inputs(T=100)).items()}
-    dy = torch.randn_like(p["x"])
-
-    def step() -> list[Tensor]:
-        y, _ = kda.causal_conv1d(p["x"], p["weight"], p["bias"], p["state"])
-        return list(torch.autograd.grad(y, list(p.values()), dy))
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    for _ in range(5):
-        with torch.no_grad():
-            for x in (*p.values(), dy):
-                x.normal_()
-        graph.replay()
-        assert all_same(got, step())
-
-
-@only_cuda
-def test_nothing_waits() -> None:
-    p = HERE({**inputs(), "state_indices": int32(2, -1, 0)})
-    line = HERE(packed(LENGTHS))
-    with without_synchronisation():
-        for _ in range(3):
-            kda.causal_conv1d_update(**p)
-            kda.causal_conv1d_update(**line)
-
-
-@only_cuda
-def test_two_streams_at_once() -> None:
-    calls = [HERE(inputs(B=8, T=500, D=1000, seed=seed)) for seed in range(2)]
-    alone = [update(HERE, p) for p in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        together = []
-        for p, stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream):
-                together.append(update(HERE, p))
-        torch.cuda.synchronize()
-        assert all(all_same(a, b) for a, b in zip(together, alone, strict=True))
+# ---- large memory, refusals ----
 
 
 @only_cuda
@@ -378,15 +332,6 @@ def test_slots_beyond_2_31_elements(dtype: torch.dtype) -> None:
     pool[2] = p["state"][0]
     y = kda.causal_conv1d_update(p["x"], pool, p["weight"], p["bias"], state_indices=HERE(int32(2)))
     assert same_bits(y, near["o"]) and same_bits(pool[2], near["state"][0]) and pool[0].isnan().all()
-
-
-@only_cuda
-@pytest.mark.parametrize("name", ["weight", "bias", "state", "state_indices", "out"])
-def test_arrays_of_another_device_are_named(name: str) -> None:
-    p = HERE({**inputs(), "state_indices": int32(0, 1, 2)})
-    p["out"] = torch.empty_like(p["x"])
-    with pytest.raises(ValueError, match=rf"^{name}: expected device cuda:0 .*got cpu"):
-        kda.causal_conv1d_update(**{**p, name: p[name].cpu()})
 
 
 @only_cuda

@@ -85,7 +85,7 @@ TEST_F(ConvFrontOnCuda, RequestsWithoutASlotStartFromZeros) {
 TEST_F(ConvFrontOnCuda, TreesAreTheirChains) {
   for (const int64_t W : {2, 3, 4}) {
     const ConvInputs in({.name = "tree", .B = 2, .T = 8, .D = 70, .W = W});
-    const int64_t D = in.c.D, slot = D * (W - 1);
+    const int64_t D = in.c.D;
     // A value that is no ancestor means the token before; any negative value means the committed text.
     const Tensor parents(KDA_I32, {2, 8}, {-1, 0, 0, 2, 1, -7, 4, 5, -1, 0, 9, 2, 0, 4, 2147483647.0, 3});
     const ConvOutputs tree(in);
@@ -99,13 +99,7 @@ TEST_F(ConvFrontOnCuda, TreesAreTheirChains) {
       rolling.back();
       if (HasFatalFailure()) return;
       for (int64_t n = 0; n < in.B; ++n) {
-        const std::vector<int64_t> path = path_to(parents, n, t);
-        ConvCase c = in.c;
-        c.B = 1, c.T = static_cast<int64_t>(path.size());
-        ConvInputs one(c);
-        one.weight = in.weight.clone(), one.bias = in.bias.clone();
-        for (int64_t i = 0; i < slot; ++i) one.state.set(i, in.state.get(n * slot + i));
-        for (int64_t i = 0; i < one.x.size(); ++i) one.x.set(i, in.x.get((n * in.T + path[i / D]) * D + i % D));
+        const ConvInputs one = along(in, n, path_to(parents, n, t));
         const ConvOutputs chain(one);
         run_on_cuda(conv_args(one, chain), "cuda_conv");
         for (int64_t d = 0; d < D; ++d)

@@ -18,14 +18,12 @@ from places import (
     POOLS,
     Place,
     all_same,
-    captured,
     extreme,
     far_pool,
     flood,
     matches,
     only_cuda,
     spaced,
-    without_synchronisation,
 )
 from support import Problem, Tensor, far_memory, make, same_bits, wild
 
@@ -347,83 +345,7 @@ def test_nan_stays_in_its_request() -> None:
     assert same_bits(got["o"][3, :, 0], well["o"][3, :, 0]), "nor does it leave its head"
 
 
-def test_inputs_are_never_written() -> None:
-    p, h0 = drafts(4, dtype=torch.bfloat16, K=64, V=64)
-    kept, into = torch.zeros(6, *h0.shape[1:]), torch.tensor([[3, -1, 4, 5], [-1] * 4, [-1] * 4]).int()
-    for start in ({"has_initial_state": torch.tensor([True, False, False])}, {"accepted": int32(1, -1, 0)}):
-        call = HERE.call(p, state_indices=int32(2, -1, 0), snapshots=kept, snapshot_slots=into, **start)
-        before = {n: x.clone() for n, x in call.items() if isinstance(x, Tensor) and n != "snapshots"}
-        kda.decode_mtp(**call, state=HERE(torch.zeros_like(kept)))
-        assert all_same({n: call[n] for n in before}, before)
-
-
-# ---- the device: graphs, streams, large memory, refusals ----
-
-
-def engine(p: Problem, N: int, slots: int) -> tuple[dict[str, Any], Tensor]:
-    """The memory of a captured call, and a pool."""
-    random = torch.Generator(device=DEVICE).manual_seed(0)
-    more = {"state_indices": torch.arange(N).int(), "has_initial_state": torch.ones(N, dtype=torch.bool)}
-    pool = torch.randn(slots, 2, p.tensors["v"].shape[3], p.tensors["q"].shape[3], generator=random, device=DEVICE)
-    return {**HERE.call(p, **more), "out": HERE(p.tensors["v"])}, pool
-
-
-def shuffle(call: dict[str, Any], slots: int) -> None:
-    """Writes new numbers and indices into the memory of a call, with some padding, without waiting for the device."""
-    for name in ("q", "k", "v", "g", "beta"):
-        call[name].normal_()
-    N = len(call["state_indices"])
-    call["state_indices"].copy_(torch.randperm(slots + 5, device=DEVICE)[:N] - 5)
-    call["has_initial_state"].copy_(torch.rand(N, device=DEVICE) < 0.8)
-
-
-@only_cuda
-@pytest.mark.parametrize(("T", "impl"), [(3, None), (1, "cuda_decode"), (1, "cuda_decode_sweep")])
-def test_graphs(T: int, impl: str | None) -> None:
-    """Captured once, replayed with new content of the memory."""
-    p, _ = drafts(T, N=6, K=64, V=64, dtype=torch.bfloat16)
-    call, pool = engine(p, 6, 9)
-    call["impl"] = impl
-    eager_pool = pool.clone()
-    start = pool.clone()
-    graph = captured(lambda: kda.decode(**call, state=pool))
-    pool.copy_(start)
-    torch.manual_seed(0)
-    for _ in range(1000):
-        shuffle(call, 9)
-        call["out"].fill_(NAN)
-        graph.replay()
-        eager = {**call, "out": torch.full_like(call["out"], NAN)}
-        assert same_bits(call["out"], kda.decode(**eager, state=eager_pool)) and same_bits(pool, eager_pool)
-
-
-@only_cuda
-def test_nothing_waits() -> None:
-    p, h0 = drafts(3, K=64, V=64)
-    call = HERE.call(p, state=h0, state_indices=int32(2, -1, 0))
-    kept = HERE(torch.zeros(3, 3, *h0.shape[1:]))
-    with without_synchronisation():
-        for _ in range(3):
-            kda.decode(**call)
-            kda.decode_mtp(**call, snapshots=kept, accepted=call["state_indices"])
-
-
-@only_cuda
-def test_two_streams_at_once() -> None:
-    problems = [drafts(4, N=32, seed=seed, **LARGE) for seed in range(2)]
-    alone = [decode(HERE, p, h0) for p, h0 in problems]
-    calls = [HERE.call(p, state=h0) for p, h0 in problems]
-    kept = [call["state"].clone() for call in calls]
-    streams = [torch.cuda.Stream() for _ in problems]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        together = []
-        for call, stream, h0 in zip(calls, streams, kept, strict=True):
-            with torch.cuda.stream(stream):
-                call["state"].copy_(h0)
-                together.append({"o": kda.decode(**call), "state": call["state"]})
-        torch.cuda.synchronize()
-        assert all(all_same(a, b) for a, b in zip(together, alone, strict=True))
+# ---- large memory ----
 
 
 @only_cuda
@@ -450,13 +372,3 @@ def test_tokens_beyond_2_31_elements(op: Any) -> None:
         call[n] = memory.as_strided(x.shape, (0, stride, *x.stride()[2:]), at).copy_(x)
         at += x[0, 0].numel()
     assert same_bits(op(**call), op(**near)) and same_bits(call["state"], near["state"])
-
-
-@only_cuda
-@pytest.mark.parametrize("name", ["k", "beta", "state", "state_indices", "out", "snapshots", "accepted", "A_log"])
-def test_arrays_of_another_device_are_named(name: str) -> None:
-    p, h0 = drafts(2)
-    more = {"state_indices": int32(0, 1, 2), "snapshots": torch.zeros(3, 2, *h0.shape[1:]), "accepted": int32(1, 1, 1)}
-    call = HERE.call(p, state=h0, out=p.tensors["v"], **more)
-    with pytest.raises(ValueError, match=rf"^{name}: expected device cuda:0 .*got cpu"):
-        kda.decode_mtp(**{**call, name: call[name].cpu()})

@@ -3,7 +3,6 @@ On CUDA each rank has a GPU and they exchange by NCCL, on the CPU by gloo."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,31 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import ranks as ranks_of
 from distributed_ranks import BY_HEADS, CASES, FUNCTIONS, PATIENCE, RANKS, STEPS, Case, run_rank
 from layer_model import relative
-from places import DEVICE
 from support import same_bits
 
-GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and GPUS < RANKS, reason=f"needs {RANKS} CUDA devices, one for each rank; there is {GPUS}"
-)
+pytestmark = ranks_of.enough_devices(RANKS)
 Results = Mapping[str, Mapping[str, Tensor]]  # by case and name
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the results of the ranks."""
-    folder, deadline = tmp_path_factory.mktemp("ranks"), time.monotonic() + PATIENCE
-    ranks = torch.multiprocessing.spawn(run_rank, (DEVICE.type, str(folder)), nprocs=RANKS, join=False)
-    try:
-        while not ranks.join(max(0.0, deadline - time.monotonic())):  # returns when one of them ends, too
-            if time.monotonic() > deadline:
-                pytest.fail(f"the ranks have not finished in {PATIENCE} s")
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    return folder
+    return ranks_of.run(run_rank, RANKS, tmp_path_factory.mktemp("ranks"), PATIENCE)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 // kda_forward in chunks on the GPU: K and V as tensor cores take them, every gate, against the float64 oracle at
 // math.md's gates, and what is promised to the bit. Every implementation that takes a case runs it.
 #include <cmath>
+#include <cstdlib>
 
 #include "calls.h"
 #include "chunk_cases.h"
@@ -364,6 +365,27 @@ TEST_F(OnCuda, ForwardChecksItsWorkspace) {
     if (bytes) expect_workspace_is_checked(forward_args(in, out), impl), ++checked;
   }
   EXPECT_GT(checked, 0);
+}
+
+// On Blackwell its own kernel, which nobody has run on a GPU, has to be asked for.
+TEST_F(OnCuda, BlackwellIsAskedFor) {
+  cudaDeviceProp device;
+  ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
+  if (device.major != 10 || device.minor != 0) GTEST_SKIP() << "the device is no Blackwell";
+  const Inputs in(wide({.name = "asked", .T = 70, .dtype = KDA_BF16}));
+  const ForwardOutputs out(in, false);
+  const char* const given = std::getenv("KDA_BLACKWELL");
+  const std::string before = given ? given : "";
+  for (const char* wanted : {"", "0", "1"}) {
+    setenv("KDA_BLACKWELL", wanted, 1);
+    const char* text = "";
+    EXPECT_EQ(explain(on_device(forward_args(in, out)), &text), KDA_OK) << kda_last_error();
+    const std::string all = text;
+    EXPECT_EQ(all.find("* cuda_blackwell_prefill: ") == 0, std::string(wanted) == "1") << all;
+    EXPECT_NE(all.find("emulated, never run on a GPU"), std::string::npos) << all;
+  }
+  if (given) setenv("KDA_BLACKWELL", before.c_str(), 1);
+  else unsetenv("KDA_BLACKWELL");
 }
 
 class ForwardChunkChoice : public OnCuda {

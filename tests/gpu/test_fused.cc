@@ -218,6 +218,26 @@ TEST_P(FusedOnCuda, PaddingStaysZero) {
   }
 }
 
+// Without state_indices all requests advance, but for those that skip their first snapshot.
+TEST_P(FusedOnCuda, SkippedSnapshotsArePadding) {
+  if (in.cu_seqlens) GTEST_SKIP();
+  for (const bool skips : {false, true}) {
+    padded = skips ? 0 : -1;
+    Result apart(*this);
+    const Result got(*this);
+    convolve(apart, Tensor(s.c.dtype, {in.B, in.T, D}));
+    const Tensor snapshots(s.c.state_dtype, in.state_shape(in.N * in.T));
+    Tensor slots(KDA_I32, {in.N, in.T});
+    for (int64_t i = 0; i < slots.size(); ++i) slots.set(i, static_cast<double>(i < in.T && skips ? -1 : i));
+    kda_decode_args a = fused(got);
+    a.states.state_indices = {}, a.states.h0.shape[0] = a.states.hT.shape[0] = in.N;
+    if (skips) a.snapshots = snapshots, a.snapshot_slots = slots;
+    run_on_cuda(a, nullptr);
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(got.state.bits(), apart.state.bits()) << skips;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, FusedOnCuda, testing::ValuesIn(fused_cases()),
                          [](const auto& info) { return info.param.c.name; });
 

@@ -12,14 +12,8 @@
 namespace kda::test {
 namespace {
 
-constexpr double kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
 constexpr int kRounds = 4;
 
-double anything(Random& random) {
-  constexpr double kValues[] = {0, 1, 2, 3, -1, -2, 4, 5, 8, 9, 22, 23, 24, 1000, -1000, kLeast, kMost};
-  return random.chance(0.5) ? kValues[random.below(std::size(kValues))]
-                            : static_cast<double>(static_cast<int32_t>(random.bits()));
-}
 void spoil(Tensor& t, Random& random) {
   for (int64_t i = 0; t && i < t.size(); ++i) t.set(i, anything(random));
 }
@@ -41,7 +35,7 @@ void spoil_offsets(Tensor& t, int64_t T, Random& random) {
 // The same call as the host may check it: no index beyond the slots, no offset beyond the tokens.
 template <class Args>
 Args meant(Args args, std::vector<Tensor>& kept) {
-  const std::vector<Field> all = tensors(args);
+  const std::vector<Field> all = fields(args);
   const auto size = [&](const char* name, int dim) {
     for (const Field& f : all)
       if (!std::strcmp(f.name, name)) return f.t->shape[dim];
@@ -61,15 +55,6 @@ Args meant(Args args, std::vector<Tensor>& kept) {
     if (f.t->ndim && name == "cu_seqlens") cleaned(*f.t, [T = size("v", 1)](int64_t i) { return within(i, 0, T); });
   }
   return args;
-}
-
-// Every entry holds plausible numbers.
-Records filled(const Drafts& d) {
-  Records r(d);
-  Random random(9);
-  for (int64_t slot = 0; slot < r.u.shape()[0]; ++slot)
-    for (int64_t e = 0; e < r.R(); ++e) r.fill(slot, e, random);
-  return r;
 }
 
 class GarbageOnCuda : public OnCuda, public testing::WithParamInterface<SpeculationCase> {
@@ -107,7 +92,8 @@ class GarbageOnCuda : public OnCuda, public testing::WithParamInterface<Speculat
         run_on_cuda(args(x, pool, records, o), impl);
         if (HasFatalFailure()) return;
         const std::string name = impl;
-        const bool chunked = name == "cuda_prefill_chunk" || name == "cuda_hopper_prefill_pairs";
+        const bool chunked =
+            name == "cuda_prefill_chunk" || name == "cuda_hopper_prefill_pairs" || name == "cuda_blackwell_prefill";
         const double least = chunked ? 0.002 : 0;  // operands of 11 bits
         expect_close(exact_o, o, "o", least);
         expect_close(exact, pool, "state", least);
@@ -213,6 +199,71 @@ TEST_F(OnCuda, GarbageLengthsLeadNowhere) {
         for (Records* r : {&last, &records})
           for (const Named& t : r->all()) EXPECT_TRUE(t.tensor->margins_intact()) << t.name;
       }
+}
+
+// ---- forward in chunks of 16-bit inputs, as Hopper's and Blackwell's kernels take them ----
+
+Case of_chunks(int64_t size) {
+  return {.name = "chunks",
+          .H = 2,
+          .HV = 2,
+          .K = size,
+          .V = size,
+          .lengths = {70, 0, 33, 2},
+          .tail = 40,
+          .dtype = KDA_BF16,
+          .gate_divisor = 10};
+}
+kda_forward_args prompt_args(const Inputs& in, const Tensor& pool, const Tensor& indices, const Tensor& o) {
+  kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+  a.in = in.view(), a.states.h0 = a.states.hT = pool, a.states.state_indices = indices, a.o = o;
+  return a;
+}
+
+TEST_F(OnCuda, GarbageOffsetsOfForward) {
+  Random random(800);
+  for (const int64_t size : {64, 128})
+    for (int round = 0; round < kRounds && !HasFailure(); ++round) {
+      Inputs in(of_chunks(size));
+      Pool pool(in, KDA_F32);
+      spoil_offsets(in.cu_seqlens, in.T, random), spoil_indices(pool.state_indices, pool.h.shape()[0], random);
+      const std::vector<int64_t> shape = {1, in.T, 2, size};
+      const Tensor exact = pool.h.clone(), exact_o(KDA_F64, shape), probe(KDA_BF16, shape);
+      std::vector<Tensor> kept;
+      run(meant(prompt_args(in, exact, pool.state_indices, exact_o), kept), {.impl = "reference"});
+      for (const char* impl : takers("forward", prompt_args(in, pool.h, pool.state_indices, probe))) {
+        SCOPED_TRACE(testing::Message() << impl << ", " << size << ", " << round);
+        const Tensor got = pool.h.clone(), o(KDA_BF16, shape);
+        run_on_cuda(prompt_args(in, got, pool.state_indices, o), impl);
+        if (HasFatalFailure()) return;
+        expect_close(exact_o, o, "o", 0.005);
+        expect_close(exact, got, "state", 0.005);
+      }
+    }
+}
+
+// Offsets of any value, checkpoints in any slots: there are no more rows of h, and no more slots, than these.
+TEST_F(OnCuda, GarbageLengthsOfForward) {
+  Random random(900);
+  for (const int64_t size : {64, 128})
+    for (int round = 0; round < kRounds && !HasFailure(); ++round) {
+      Inputs in(of_chunks(size));
+      Pool pool(in, KDA_F32);
+      Tensor slots(KDA_I32, {in.N, 2});
+      const Tensor o(KDA_BF16, {1, in.T, 2, size}), h(KDA_F32, in.state_shape(3)), v_new(KDA_F32, {1, in.T, 2, size}),
+          shots(KDA_F32, in.state_shape(4));
+      for (Tensor* t : {&in.cu_seqlens, &slots}) spoil(*t, random);
+      spoil_indices(pool.state_indices, pool.h.shape()[0] + 3, random);
+      kda_forward_args a = prompt_args(in, pool.h, pool.state_indices, o);
+      a.h = h, a.v_new = v_new, a.checkpoints = shots, a.checkpoint_slots = slots, a.checkpoint_every = 64;
+      for (const char* impl : takers("forward", a)) {
+        SCOPED_TRACE(testing::Message() << impl << ", " << size << ", " << round);
+        run_on_cuda(a, impl);
+        if (HasFatalFailure()) return;
+        for (const Tensor* t : std::initializer_list<const Tensor*>{&o, &pool.h, &h, &v_new, &shots})
+          EXPECT_TRUE(t->margins_intact());
+      }
+    }
 }
 
 // ---- training ----

@@ -1,107 +1,13 @@
 // kda_gate and kda_gate_backward on the GPU through the C ABI, against the float64 oracle on the CPU.
-#include <cuda_runtime_api.h>
-#include <gtest/gtest.h>
-#include <kda/kda.h>
-
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <string>
-#include <vector>
 
-#include "dtype.h"
+#include "gate_twin.h"
 
+namespace kda::test {
 namespace {
-
-#define CUDA_OK(call) ASSERT_EQ(call, cudaSuccess) << #call
-
-int64_t bytes_of(int32_t dtype, int64_t count) { return kda::dtype_size(dtype) * count; }
-
-double element(const std::vector<char>& data, int32_t dtype, int64_t i) {
-  switch (dtype) {
-    case KDA_F64: return reinterpret_cast<const double*>(data.data())[i];
-    case KDA_F32: return reinterpret_cast<const float*>(data.data())[i];
-    case KDA_BF16: return kda::bf16_to_float(reinterpret_cast<const uint16_t*>(data.data())[i]);
-    default: return kda::f16_to_float(reinterpret_cast<const uint16_t*>(data.data())[i]);
-  }
-}
-
-void set_element(std::vector<char>& data, int32_t dtype, int64_t i, float x) {
-  switch (dtype) {
-    case KDA_F32: reinterpret_cast<float*>(data.data())[i] = x; break;
-    case KDA_BF16: reinterpret_cast<uint16_t*>(data.data())[i] = kda::float_to_bf16(x); break;
-    default: reinterpret_cast<uint16_t*>(data.data())[i] = kda::float_to_f16(x); break;
-  }
-}
-
-// A tensor on the host and its twin on the device, rows of heads `pad` elements longer than K; canaries in the padding.
-struct Twin {
-  kda_tensor host{}, device{};
-  std::vector<char> data;
-  std::vector<char> before;
-
-  Twin(int32_t dtype, std::vector<int64_t> shape, int64_t pad = 0) : dtype_(dtype) {
-    host.dtype = dtype;
-    host.ndim = static_cast<int32_t>(shape.size());
-    int64_t count = 1;
-    for (int i = host.ndim - 1; i >= 0; --i) {
-      host.shape[i] = shape[i];
-      host.stride[i] = count;
-      count *= shape[i] + (i == host.ndim - 1 ? pad : 0);
-    }
-    data.assign(bytes_of(dtype, count), static_cast<char>(0xA5));
-    host.data = data.data();
-    device = host;
-    EXPECT_EQ(cudaMalloc(&device.data, data.size() + 1), cudaSuccess);
-    upload();
-  }
-  ~Twin() { cudaFree(device.data); }
-  Twin(const Twin&) = delete;
-  Twin& operator=(const Twin&) = delete;
-
-  void fill(std::mt19937& random, float mean, float deviation) {
-    std::normal_distribution<float> normal(mean, deviation);
-    for_each([&](int64_t at) { set_element(data, dtype_, at, normal(random)); });
-    upload();
-  }
-  void upload() {
-    before = data;
-    EXPECT_EQ(cudaMemcpy(device.data, data.data(), data.size(), cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  void download() { EXPECT_EQ(cudaMemcpy(data.data(), device.data, data.size(), cudaMemcpyDeviceToHost), cudaSuccess); }
-
-  template <class F>
-  void for_each(const F& f) const {
-    const int64_t rows = host.ndim == 3 ? host.shape[0] : 1, heads = host.ndim >= 2 ? host.shape[host.ndim - 2] : 1;
-    const int64_t K = host.shape[host.ndim - 1];
-    for (int64_t m = 0; m < rows; ++m)
-      for (int64_t h = 0; h < heads; ++h)
-        for (int64_t k = 0; k < K; ++k)
-          f((host.ndim == 3 ? m * host.stride[0] : 0) + (host.ndim >= 2 ? h * host.stride[host.ndim - 2] : 0) + k);
-  }
-
-  // Relative RMSE against a contiguous float64 tensor of the same shape.
-  double error(const Twin& reference) const {
-    double difference = 0, norm = 0;
-    int64_t i = 0, count = 0;
-    for_each([&](int64_t at) {
-      const double expected = element(reference.data, KDA_F64, i++), got = element(data, dtype_, at);
-      difference += (expected - got) * (expected - got), norm += expected * expected, ++count;
-    });
-    return std::sqrt(difference / count) / (std::sqrt(norm / count) + 1e-8);
-  }
-  // Whether nothing but the elements changed: padding still holds what was there.
-  bool padding_intact() const {
-    std::vector<char> restored = data;
-    const int64_t size = kda::dtype_size(dtype_);
-    for_each([&](int64_t at) { std::memcpy(&restored[at * size], &before[at * size], size); });
-    return restored == before;
-  }
-
- private:
-  int32_t dtype_;
-};
 
 struct Case {
   std::string name;
@@ -131,7 +37,7 @@ TEST_P(GateOnCuda, MatchesTheOracle) {
   forward.exec.device = KDA_CUDA;
   forward.x = x.device, forward.g = g.device;
   forward.A_log = c.A_log ? A.device : none, forward.dt_bias = c.dt_bias ? bias.device : none;
-  ASSERT_EQ(kda_gate(&forward), KDA_OK) << kda_last_error();
+  ASSERT_EQ(on_gpu(forward), KDA_OK) << kda_last_error();
   CUDA_OK(cudaDeviceSynchronize());
   g.download();
   oracle.exec.impl = "reference";
@@ -158,7 +64,7 @@ TEST_P(GateOnCuda, MatchesTheOracle) {
   backward.exec.workspace_bytes = bytes - 1;
   EXPECT_EQ(kda_gate_backward(&backward), KDA_INVALID_ARGUMENT);
   backward.exec.workspace_bytes = bytes;
-  ASSERT_EQ(kda_gate_backward(&backward), KDA_OK) << kda_last_error();
+  ASSERT_EQ(on_gpu(backward), KDA_OK) << kda_last_error();
   CUDA_OK(cudaDeviceSynchronize());
   dx.download(), dA.download(), d_bias.download();
   oracle_backward.exec.impl = "reference";
@@ -179,7 +85,7 @@ TEST_P(GateOnCuda, MatchesTheOracle) {
 
   // Two runs, the same bits.
   const std::vector<char> first_dx = dx.data, first_dA = dA.data, first_bias = d_bias.data;
-  ASSERT_EQ(kda_gate_backward(&backward), KDA_OK);
+  ASSERT_EQ(on_gpu(backward), KDA_OK);
   CUDA_OK(cudaDeviceSynchronize());
   dx.download(), dA.download(), d_bias.download();
   EXPECT_TRUE(dx.data == first_dx && dA.data == first_dA && d_bias.data == first_bias);
@@ -187,7 +93,7 @@ TEST_P(GateOnCuda, MatchesTheOracle) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Cases, GateOnCuda,
+    All, GateOnCuda,
     ::testing::Values(Case{"softplus_f32", KDA_F32, KDA_F32, 1000, 3, 128, 0, KDA_GATE_SOFTPLUS, true, true},
                       Case{"softplus_bf16_to_f32", KDA_BF16, KDA_F32, 4097, 2, 128, 0, KDA_GATE_SOFTPLUS, true, true},
                       Case{"softplus_f16_odd_strided", KDA_F16, KDA_F16, 65, 5, 60, 7, KDA_GATE_SOFTPLUS, true, false},
@@ -195,60 +101,6 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"bound_without_A_log", KDA_F32, KDA_F32, 64, 1, 1, 0, KDA_GATE_LOWER_BOUND, false, true},
                       Case{"many_rows", KDA_BF16, KDA_F32, 70000, 1, 64, 0, KDA_GATE_SOFTPLUS, true, true}),
     [](const auto& info) { return info.param.name; });
-
-kda_gate_args simple_call(const Twin& x, const Twin& A, const Twin& g) {
-  kda_gate_args args = KDA_GATE_ARGS_INIT;
-  args.exec.device = KDA_CUDA;
-  args.gate_form = KDA_GATE_SOFTPLUS;
-  args.x = x.device, args.A_log = A.device, args.g = g.device;
-  return args;
-}
-
-TEST(GateOnCudaRuntime, RunsOnTheStreamItIsGiven) {
-  std::mt19937 random(1);
-  Twin x(KDA_F32, {100000, 4, 128}), A(KDA_F32, {4}), g1(KDA_F32, {100000, 4, 128}), g2(KDA_F32, {100000, 4, 128});
-  x.fill(random, 0, 1), A.fill(random, 0, 1);
-  cudaStream_t streams[2];
-  for (cudaStream_t& s : streams) CUDA_OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
-  kda_gate_args one = simple_call(x, A, g1), two = simple_call(x, A, g2);
-  one.exec.stream = streams[0], two.exec.stream = streams[1];
-  ASSERT_EQ(kda_gate(&one), KDA_OK) << kda_last_error();
-  ASSERT_EQ(kda_gate(&two), KDA_OK) << kda_last_error();
-  for (cudaStream_t& s : streams) CUDA_OK(cudaStreamSynchronize(s));
-  g1.download(), g2.download();
-  EXPECT_TRUE(g1.data == g2.data);
-  for (cudaStream_t& s : streams) CUDA_OK(cudaStreamDestroy(s));
-}
-
-TEST(GateOnCudaRuntime, IsCapturedIntoAGraphAndReplaysWithNewData) {
-  std::mt19937 random(2);
-  Twin x(KDA_F32, {64, 2, 128}), A(KDA_F32, {2}), g(KDA_F32, {64, 2, 128}), expected(KDA_F32, {64, 2, 128});
-  x.fill(random, 0, 1), A.fill(random, 0, 1);
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  CUDA_OK(cudaStreamCreate(&stream));
-  kda_gate_args args = simple_call(x, A, g);
-  args.exec.stream = stream;
-  CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  ASSERT_EQ(kda_gate(&args), KDA_OK) << kda_last_error();
-  CUDA_OK(cudaStreamEndCapture(stream, &graph));
-  CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-  for (int round = 0; round < 100; ++round) {
-    x.fill(random, 0, 1);
-    CUDA_OK(cudaGraphLaunch(replay, stream));
-    CUDA_OK(cudaStreamSynchronize(stream));
-    g.download();
-    kda_gate_args eager = simple_call(x, A, expected);
-    ASSERT_EQ(kda_gate(&eager), KDA_OK);
-    CUDA_OK(cudaDeviceSynchronize());
-    expected.download();
-    ASSERT_TRUE(g.data == expected.data) << "round " << round;
-  }
-  CUDA_OK(cudaGraphExecDestroy(replay));
-  CUDA_OK(cudaGraphDestroy(graph));
-  CUDA_OK(cudaStreamDestroy(stream));
-}
 
 TEST(GateOnCudaRuntime, KeepsNaNAndInfinityInTheirPlace) {
   Twin x(KDA_F32, {3, 1, 32}), A(KDA_F32, {1}), g(KDA_F32, {3, 1, 32});
@@ -289,3 +141,4 @@ TEST(GateOnCudaRuntime, EmptyInputsAreLegal) {
 }
 
 }  // namespace
+}  // namespace kda::test

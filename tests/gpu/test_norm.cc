@@ -39,10 +39,8 @@ std::vector<NormCase> cuda_cases() {
   return all;
 }
 
-void run_both(const NormInputs& in, const NormOutputs& out, int64_t shift = 0) {
-  run_on_cuda(norm_gate_args(in, out), kImpl, shift);
-  run_on_cuda(norm_gate_backward_args(in, out), kImpl, shift);
-}
+const auto on_gpu = [](const auto& a) { run_on_cuda(a, kImpl); };
+const auto on_gpu_shifted = [](const auto& a) { run_on_cuda(a, kImpl, 1); };
 
 class NormOnCuda : public OnCuda, public testing::WithParamInterface<NormCase> {
  protected:
@@ -56,7 +54,7 @@ TEST_P(NormOnCuda, IsTheOracle) {
   NormOutputs reference(in, true), out(in), again(in), shifted(in);
   run(norm_gate_args(in, reference), {.impl = "reference"});
   run(norm_gate_backward_args(in, reference), {.impl = "reference"});
-  run_both(in, out), run_both(in, again), run_both(in, shifted, 1);
+  run_norm(in, out, on_gpu), run_norm(in, again, on_gpu), run_norm(in, shifted, on_gpu_shifted);
   if (HasFatalFailure()) return;
   const std::vector<Named> expected = reference.tensors();
   for (size_t i = 0; i < expected.size(); ++i) {
@@ -84,47 +82,17 @@ INSTANTIATE_TEST_SUITE_P(All, NormOnCuda, testing::ValuesIn(cuda_cases()),
 
 using NormPromiseOnCuda = OnCuda;
 
-// Alone, among others, and from memory with other strides.
 TEST_F(NormPromiseOnCuda, ARowAlone) {
-  for (const char* name : {"V_128", "V_300", "bf16", "huge", "minute"}) {
-    const NormCase c = find_norm_case(name);
-    const NormInputs in(c);
-    NormOutputs out(in);
-    run_both(in, out);
-    for (const int64_t row : {int64_t{0}, int64_t{4}, c.B * c.T * c.HV - 1}) {
-      NormCase one = c;
-      one.B = one.T = one.HV = 1, one.layout = Layout::kPadded;
-      NormInputs alone(one);
-      for (int64_t i = 0; i < c.V; ++i) {
-        alone.x.set(i, in.x.get(row * c.V + i)), alone.dy.set(i, in.dy.get(row * c.V + i));
-        alone.gate.set(i, in.gate.get(row * c.V + i)), alone.weight.set(i, in.weight.get(i));
-      }
-      NormOutputs got(alone);
-      run_both(alone, got);
-      for (const auto& [all, single] : {std::pair{&out.y, &got.y}, {&out.dx, &got.dx}, {&out.dgate, &got.dgate}})
-        for (int64_t i = 0; i < c.V; ++i) ASSERT_EQ(all->get(row * c.V + i), single->get(i)) << name << " " << i;
-    }
-  }
+  for (const char* name : {"V_128", "V_300", "bf16", "huge", "minute"}) expect_rows_alone(find_norm_case(name), on_gpu);
 }
 
 TEST_F(NormPromiseOnCuda, InPlace) {
-  for (const char* name : {"V_128", "V_300", "rows_apart", "silu", "huge_V_300"}) {
-    NormInputs in(find_norm_case(name)), again(in.c);
-    NormOutputs out(in);
-    run_on_cuda(norm_gate_args(in, out), kImpl);
-    kda_norm_gate_args a = norm_gate_args(in, out);
-    a.y = in.x;
-    run_on_cuda(a, kImpl);
-    EXPECT_EQ(in.x.bits(), out.y.bits()) << name;
-    a = norm_gate_args(again, out), a.y = again.gate;
-    run_on_cuda(a, kImpl);
-    EXPECT_EQ(again.gate.bits(), out.y.bits()) << name;
-  }
+  for (const char* name : {"V_128", "V_300", "rows_apart", "silu", "huge_V_300"})
+    expect_norm_in_place(find_norm_case(name), on_gpu);
 }
 
 TEST_F(NormPromiseOnCuda, NotFiniteStaysInItsRow) {
-  for (const char* name : {"V_128", "V_300", "V_64"})
-    expect_not_finite_stays(find_norm_case(name), [](const auto& in, const auto& out) { run_both(in, out); });
+  for (const char* name : {"V_128", "V_300", "V_64"}) expect_not_finite_stays(find_norm_case(name), on_gpu);
 }
 
 TEST_F(NormPromiseOnCuda, WorkspaceIsChecked) {
@@ -135,14 +103,7 @@ TEST_F(NormPromiseOnCuda, WorkspaceIsChecked) {
   }
 }
 
-TEST_F(NormPromiseOnCuda, NoRows) {
-  NormCase c = find_norm_case("V_64");
-  c.T = 0;
-  const NormInputs in(c);
-  const NormOutputs out(in);
-  run_both(in, out);
-  for (int64_t i = 0; i < c.V; ++i) EXPECT_EQ(out.dweight.get(i), 0);  // a sum of nothing
-}
+TEST_F(NormPromiseOnCuda, NoRows) { expect_no_rows_of_norm(on_gpu); }
 
 // The sum over rows has one order on every GPU: its workspace follows from the number of rows alone.
 TEST_F(NormPromiseOnCuda, WorkspaceOfAnyGpu) {

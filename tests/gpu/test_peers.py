@@ -4,48 +4,15 @@ shows how far each is from float64.)"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import math
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from kda.cli import peers, prefill, prefill_peers, training, training_peers
 from kda.cli.problems import Problem
+from kda.cli.training_steps import LEAVES
 from places import only_cuda
 from support import rel_rmse
 
-pytestmark = only_cuda
-
-
-@pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel of FLA runs as the first of its variants that fits the GPU. Their results differ by rounding at
-    most, and to compile and time all 200 takes minutes.
-
-    Triton's Autotuner holds the kernels with variants, from which FLA derives its own. On the first call with certain
-    sizes it asks ``prune_configs`` which variants to time. It stores its choice on disk under the names of those, so
-    that no benchmark finds a choice made here."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    prune = autotuner.prune_configs
-
-    def first_that_runs(kernel: Any, given: dict[str, Any]) -> list[Any]:
-        variants = prune(kernel, given)
-        for variant in variants:  # the time of one that needs too much shared memory is infinite
-            if math.isfinite(kernel._bench(*kernel.nargs.values(), config=variant, **given)[0]):
-                return [variant]
-        return variants
-
-    def run_once(kernel: Any, call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
-        call()
-        return [0.0] * len(quantiles)
-
-    monkeypatch.setattr(autotuner, "prune_configs", first_that_runs)
-    monkeypatch.setattr(autotuner, "do_bench", run_once)
+pytestmark = [only_cuda, pytest.mark.usefixtures("untuned")]
 
 
 TOLERANCE = 0.012  # relative RMS: theirs are up to 7e-3 from float64, ours 3e-3
@@ -85,6 +52,6 @@ def test_same_gradients(case: prefill.Case, saved: bool) -> None:
     except ImportError as reason:
         pytest.skip(str(reason))
     ours = training.prepare_kda(prefill.Inputs(case), None, saved).both()
-    for name, x, y in zip(("o", *(f"d{n}" for n in training.LEAVES)), ours, theirs, strict=True):
+    for name, x, y in zip(("o", *(f"d{n}" for n in LEAVES)), ours, theirs, strict=True):
         difference = rel_rmse(x, y.view_as(x))
         assert difference < GRADIENTS.get(name, TOLERANCE), f"{name}, {case.name}, {case.gate}: {difference:.1e}"

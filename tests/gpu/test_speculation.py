@@ -24,6 +24,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16, "gate": "log", "beta": "2sigmoid", **LARGE},
     "tree": {"gate": "lower_bound", "K": 64, "V": 128},
     "tree_k_first": {"G": 1, "H": 3, "v_first": False},
+    "any": {},
+    "any_bounded_k_first": {"gate": "lower_bound", "v_first": False, "G": 4},
+    "any_bfloat16": {"dtype": torch.bfloat16, "gate": "log", "beta": "2sigmoid"},
+    "tree_any": {"gate": "lower_bound"},
 }
 
 

@@ -1,16 +1,15 @@
-"""Verify, flush and flush_verify with CUDA tensors: bitwise promises, graphs, streams, large memory, refusals."""
+"""Verify, flush and flush_verify with CUDA tensors: bitwise promises, rings, large memory, refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import kda
-from drafting import NAN, alike, drafts, given, int32, random_trees, same_records, tokens
-from places import DEVICE, HERE, LARGE, POOLS, all_same, captured, far_pool, flood, only_cuda, without_synchronisation
+from drafting import NAN, alike, drafts, given, int32, random_trees, tokens
+from places import DEVICE, HERE, LARGE, all_same, captured, far_pool, flood, only_cuda, without_synchronisation
 from rounds import flush, flush_verify, records_of, rounds, two, verify
 from support import Tensor, same_bits
 
@@ -71,40 +70,6 @@ def test_nan_stays_in_its_request() -> None:
     assert same_bits(got["o"][3, :, 0], well["o"][3, :, 0]), "nor does it leave its head"
 
 
-def test_inputs_are_never_written() -> None:
-    p, following, h0 = two(4, dtype=torch.bfloat16, K=64, V=64)
-    trees, m, slots = random_trees(3, 4), int32(-1, 4, 99), int32(2, -1, 0)
-    pool, a, b = HERE(h0), records_of(HERE, p, 4), records_of(HERE, p, 4)
-    first = HERE.call(p, parents=trees, state_indices=slots, has_initial_state=torch.tensor([True, True, False]))
-    second = HERE.call(following, last_parents=trees, state_indices=slots, accept_len=m)
-    before = HERE(first), HERE(second)
-    kda.verify_kvbuffer(**first, state=pool, records=a)
-    recorded = HERE(a)
-    kda.flush_verify_kvbuffer(**second, state=pool, records=b, last=a)
-    kda.flush_kvbuffer(pool, a, second["accept_len"], state_indices=first["state_indices"], parents=first["parents"])
-    assert all_same(first, before[0]) and all_same(second, before[1]) and same_records(a, recorded)
-
-
-@pytest.mark.parametrize("dtype", POOLS)
-@pytest.mark.parametrize("tree", [False, True])
-def test_all_layers_are_a_loop_over_layers(dtype: torch.dtype, tree: bool) -> None:
-    layers, T = 5, 4
-    p, h0 = drafts(T, K=64, V=100)
-    pools = HERE(torch.randn(layers, 6, *h0.shape[1:]).to(dtype))
-    records = records_of(HERE, p, T, fill=0.5, layers=layers)
-    for x in records[:3]:
-        x.uniform_(0, 0.5)
-    records, start = records._replace(indices=HERE(int32(2, -1, 0))), pools.clone()
-    shared = HERE({"state_indices": int32(5, 1, 3), **({"parents": random_trees(3, T, 1)} if tree else {})})
-    kda.flush_kvbuffer_all_layers(pools, records, HERE(int32(3, 4, 2)), **shared)
-    for layer in range(layers):
-        one = records._replace(**{n: getattr(records, n)[layer] for n in ("u", "k", "alpha")})
-        pool = start[layer].clone()
-        kda.flush_kvbuffer(pool, one, HERE(int32(3, 4, 2)), **shared)
-        assert same_bits(pool, pools[layer]) and not same_bits(pool, start[layer])
-    assert same_bits(pools[:, [0, 1, 2, 4]], start[:, [0, 1, 2, 4]])
-
-
 @pytest.mark.parametrize(("N", "T"), [(0, 3), (3, 0)])
 def test_nothing_to_do(N: int, T: int) -> None:
     p, h0 = drafts(T, N=N)
@@ -115,68 +80,7 @@ def test_nothing_to_do(N: int, T: int) -> None:
     assert same_bits(pool.cpu(), h0) and all(x.isnan().all() for x in (*a[:3], *b[:3]))
 
 
-# ---- the device: graphs, streams, large memory, refusals ----
-
-
-def shuffle(call: dict[str, Any], slots: int, T: int) -> None:
-    """Writes new numbers into the memory of a call, with padding in some requests, without waiting for the device."""
-    for name in ("q", "k", "v", "g", "beta"):
-        call[name].normal_()
-    N = len(call["state_indices"])
-    call["state_indices"].copy_(torch.randperm(slots + 3, device=DEVICE)[:N] - 3)
-    call["accept_len"].random_(-1, T + 2)
-    call["parents"].random_(-2, T)
-
-
-def one_of_each(memory: dict[str, Any]) -> list[Tensor]:
-    """Runs verify, flush, flush_verify with two buffers, and a step of a ring, on one memory; returns what they
-    wrote."""
-    call, pool, ring_pool, a, b, ring = (memory[n] for n in ("call", "pool", "ring_pool", "a", "b", "ring"))
-    inputs = {n: x for n, x in call.items() if n not in ("parents", "accept_len")}
-    parents, m, at = call["parents"], call["accept_len"], call["state_indices"]
-    a, b, ring = (r._replace(indices=at) for r in (a, b, ring))
-    o = [kda.verify_kvbuffer(**inputs, state=pool, records=a, parents=parents)]
-    kda.flush_kvbuffer(pool, a, m, state_indices=at, parents=parents)
-    o.append(kda.flush_verify_kvbuffer(**inputs, state=pool, records=b, accept_len=m, last=a, last_parents=parents))
-    o.append(kda.flush_verify_kvbuffer(**inputs, state=ring_pool, records=ring, accept_len=m))
-    return [*o, pool, ring_pool, *a[:3], *b[:3], *given(ring)]
-
-
-def memory_of(N: int, T: int, slots: int, seed: int = 0, **sizes: Any) -> dict[str, Any]:
-    p, _ = drafts(T, N=N, seed=seed, **sizes)
-    _, pool = drafts(1, N=slots, seed=seed, **sizes)
-    more = {"state_indices": torch.arange(N).int(), "accept_len": alike(T, N), "parents": random_trees(N, T, seed)}
-    kept = {n: records_of(HERE, p, T, slots=slots, fill=0.0) for n in "ab"}
-    ring = records_of(HERE, p, 3 * T, slots=slots, ring=True, fill=0.0)
-    return {"call": HERE.call(p, **more), "pool": HERE(pool), "ring_pool": HERE(pool), **kept, "ring": ring}
-
-
-@only_cuda
-def test_graphs() -> None:
-    """Captured once, replayed with new content of the memory."""
-    slots, T = 9, 4
-    captive, eager = (memory_of(5, T, slots, K=64, V=64, dtype=torch.bfloat16) for _ in range(2))
-    start, results = HERE(captive), []
-
-    def call() -> None:
-        results[:] = one_of_each(captive)
-
-    graph = captured(call)
-    for name in ("pool", "ring_pool", "a", "b", "ring"):
-        for x, y in zip(given_tensors(captive[name]), given_tensors(start[name]), strict=True):
-            x.copy_(y)
-    torch.manual_seed(0)
-    for turn in range(1000):
-        shuffle(captive["call"], slots, T)
-        for name, x in captive["call"].items():
-            if isinstance(x, Tensor):
-                eager["call"][name].copy_(x)
-        graph.replay()
-        assert all_same(one_of_each(eager), results), turn
-
-
-def given_tensors(x: Any) -> list[Tensor]:
-    return [x] if isinstance(x, Tensor) else given(x)
+# ---- rings, large memory, refusals ----
 
 
 @only_cuda
@@ -221,34 +125,14 @@ def test_rounds_on_a_ring_without_a_pause(T: int, N: int, sizes: dict[str, Any],
 
 
 @only_cuda
-def test_nothing_waits() -> None:
-    memory, buffer = memory_of(3, 4, 5), kda.DraftBuffer(5, 4, 1, 2, 20, 36, device=DEVICE)
-    call = {n: x for n, x in memory["call"].items() if n not in ("parents", "state_indices", "impl")}
-    slots = HERE(int32(4, -1, 0))
+def test_a_step_of_a_buffer_waits_for_nothing() -> None:
+    p, h0 = drafts(4)
+    call, pool, slots = HERE.call(p, accept_len=alike(4)), HERE(torch.cat([h0, h0])), HERE(int32(4, -1, 0))
+    buffer = kda.DraftBuffer(6, 4, 1, 2, 20, 36, device=DEVICE)
     with without_synchronisation():
         for _ in range(3):
-            one_of_each(memory)
-            buffer.step(**call, state=memory["pool"], slots=slots)
-            buffer.flush(memory["pool"], slots, call["accept_len"])
-
-
-@only_cuda
-def test_two_streams_at_once() -> None:
-    def work(seed: int) -> list[Tensor]:
-        memory = memory_of(32, 8, 40, seed=seed, **LARGE)
-        return [x.clone() for _ in range(5) for x in one_of_each(memory)]
-
-    alone = [work(seed) for seed in range(2)]
-    memories = [memory_of(32, 8, 40, seed=seed, **LARGE) for seed in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    together: list[list[Tensor]] = [[], []]
-    torch.cuda.synchronize()
-    for _ in range(5):
-        for memory, stream, results in zip(memories, streams, together, strict=True):
-            with torch.cuda.stream(stream):
-                results += [x.clone() for x in one_of_each(memory)]
-    torch.cuda.synchronize()
-    assert all(all_same(a, b) for a, b in zip(alone, together, strict=True))
+            buffer.step(**call, state=pool, slots=slots)
+            buffer.flush(pool, slots, call["accept_len"])
 
 
 @only_cuda
@@ -280,28 +164,13 @@ def test_slots_beyond_2_31_elements(far: str) -> None:
     assert same_bits(pool[2], expected["state"][0])
 
 
-def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
+def test_refusals_are_sentences() -> None:
     p, h0 = drafts(2)
     (long, _), (wide, _) = drafts(17), drafts(2, K=257)
     pool, a, b, m = HERE(h0), records_of(HERE, p, 17), records_of(HERE, p, 17), alike(1)
-    away = a._replace(alpha=a.alpha.cpu())
-    return {
-        "decode 257": (ValueError, r"^q: expected K in 1\.\.256, got 257", lambda: kda.decode(**HERE.call(wide))),
-        "verify 17": (ValueError, "16", lambda: verify(HERE, long, pool, a)),
-        "flush_verify 17": (ValueError, "16", lambda: flush_verify(HERE, long, pool, a, m, b)),
-        "verify records": (ValueError, "^records.alpha: .*got cpu", lambda: verify(HERE, p, pool, away)),
-        "flush length": (ValueError, "^accept_len: .*got cpu", lambda: kda.flush_kvbuffer(pool, a, m)),
-        "flush records": (ValueError, "^records.alpha: .*got cpu", lambda: flush(HERE, p, pool, away, m)),
-        "flush_verify last": (ValueError, "^last.alpha: .*got cpu", lambda: flush_verify(HERE, p, pool, b, m, away)),
-        "flush_verify state": (ValueError, "^state: .*got cpu", lambda: flush_verify(HERE, p, h0, a, m, b)),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["decode 257", "verify 17", "flush_verify 17", *(
-    pytest.param(n, marks=only_cuda)
-    for n in ("verify records", "flush length", "flush records", "flush_verify last", "flush_verify state")
-)])  # fmt: skip
-def test_refusals_are_sentences(name: str) -> None:
-    kind, sentence, call = refusals()[name]
-    with pytest.raises(kind, match=sentence):
-        call()
+    with pytest.raises(ValueError, match=r"^q: expected K in 1\.\.256, got 257"):
+        kda.decode(**HERE.call(wide))
+    with pytest.raises(ValueError, match="16"):
+        verify(HERE, long, pool, a)
+    with pytest.raises(ValueError, match="16"):
+        flush_verify(HERE, long, pool, a, m, b)

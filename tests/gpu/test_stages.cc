@@ -10,7 +10,16 @@ namespace kda::test {
 namespace {
 
 constexpr char kImpl[] = "cuda_stage";  // the former name of all portable ones
-constexpr char kHopper[] = "cuda_hopper_stages_wy_dqkg";
+constexpr char kHopper[] = "cuda_hopper_stages_wy_dqkg", kBlackwell[] = "cuda_blackwell_stages_wy_dqkg";
+
+// Implementations for one GPU that take the stage, by TMA, in bf16.
+template <class Args>
+std::vector<const char*> specials(const Args& a) {
+  std::vector<const char*> all;
+  for (const char* name : takers(op_name<Args>(), a))
+    if (!std::string(name).starts_with("cuda_stages_")) all.push_back(name);
+  return all;
+}
 
 // The cases of the CPU, and sizes of a slice, one less, one more, and several slices.
 std::vector<Case> cuda_cases() {
@@ -40,6 +49,16 @@ std::vector<Case> cuda_cases() {
                    .gates = Gates::kZero,
                    .keys = Keys::kIdentical,
                    .betas = betas});
+  for (const int32_t layout : {KDA_STATE_V_FIRST, KDA_STATE_K_FIRST})
+    for (const int64_t K : {64, 128})
+      all.push_back({.name = std::string(layout == KDA_STATE_V_FIRST ? "halves" : "halves_K_first") + std::to_string(K),
+                     .H = 1,
+                     .HV = 2,
+                     .K = K,
+                     .V = layout == KDA_STATE_V_FIRST ? 192 - K : 64,
+                     .lengths = {70, 0, 3, 64},
+                     .tail = 5,
+                     .state_layout = layout});
   // Without decay S.dS is as large as other terms of dG. large_packed, where it is as well, is V-first.
   all.push_back({.name = "whole_identical",
                  .T = 128,
@@ -73,24 +92,16 @@ void for_each_stage(const StageTensors& t, const F& fn) {
   for_each_backward_stage(t, fn);
 }
 
+const auto on_gpu = [](const auto& a) { run_on_cuda(a, kImpl); };
+
 class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
  protected:
   StagesOnCuda() : c(GetParam()), in(c) {}
   bool conditioned_badly() const { return c.keys == Keys::kIdentical; }
 
-  // Is it a stage that tests/emulator does not have?
-  template <class Args>
-  static bool is_absent(const Args& a, const char* impl) {
-    Args args = on_device(a);
-    args.exec.impl = impl;
-    uint64_t workspace;
-    return query(args, &workspace) != KDA_OK &&
-           std::string(kda_last_error()).find("is not emulated") != std::string::npos;
-  }
   // Gives the kernel and the oracle the same operands; the oracle's outputs are float64.
   template <class Args>
   void expect_stage(const StageTensors& t, Args a, int64_t shift, const char* impl = kImpl) {
-    if (is_absent(a, impl)) return;
     Args r = a;
     std::vector<std::pair<std::string, Tensor>> reference, out;
     std::vector<Field> ours = fields(a), theirs = fields(r);
@@ -112,7 +123,7 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
       const bool scan = name == "h" || name == "v_new" || name == "hT";  // multiplies in bf16 if w is in that
       const bool in_bf16 = name == "G" ? false : scan ? bf16("w") : name == "o" ? bf16("o") : bf16("k") && bf16("v");
       const bool rounded = in_bf16 || x.dtype() != KDA_F32;
-      const bool splits = impl == std::string(kHopper);  // Akk_inv into two bf16
+      const bool splits = impl == std::string(kHopper) || impl == std::string(kBlackwell);  // Akk_inv into two bf16
       const double budget = !rounded ? 5e-5 : conditioned_badly() && in_bf16 && !splits ? 0.04 : 0.005;
       // With operands in bf16 an element may be off by a few roundings of its own size, and there are long tails.
       const Error e = compare(reference[i].second.values(), x.values(), rounded ? 0x1p-6 : 0);
@@ -122,11 +133,6 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
       EXPECT_TRUE(x.margins_intact()) << name;
       EXPECT_EQ(x.unwritten(), reference[i].second.unwritten()) << name;
     }
-  }
-  // Does the implementation for Hopper take the stage?
-  template <class Args>
-  static bool on_hopper(const Args& a) {
-    return std::is_same_v<Args, kda_stage_bwd_wy_dqkg_args> && why_not(on_device(a), kHopper).empty();
   }
   const Case c;
   const Inputs in;
@@ -140,7 +146,20 @@ TEST_P(StagesOnCuda, EachIsItsOracle) {
     for_each_stage(t, [&](const auto& a) {
       SCOPED_TRACE(fields(const_cast<std::remove_cvref_t<decltype(a)>&>(a)).back().name);
       for (const int64_t shift : {0, 1}) expect_stage(t, a, shift);
-      if (on_hopper(a)) expect_stage(t, a, 0, kHopper);
+      for (const char* impl : specials(a)) expect_stage(t, a, 0, impl);
+      run(a, {.impl = "reference"});
+    });
+  }
+}
+
+// Kernels for one GPU alone, also with Akk_inv and dv in 16 bits.
+TEST_P(StagesOnCuda, SpecialsAreTheirOracle) {
+  for (const int32_t dtype : {KDA_F32, KDA_BF16}) {
+    SCOPED_TRACE(dtype);
+    StageTensors t = tensors_of(in, Store::kNarrow);
+    for (const char* name : {"Akk_inv", "dv"}) t.all[name] = Tensor(dtype, t[name].shape(), c.layout);
+    for_each_stage(t, [&](const auto& a) {
+      for (const char* impl : specials(a)) expect_stage(t, a, 0, impl);
       run(a, {.impl = "reference"});
     });
   }
@@ -153,7 +172,7 @@ TEST_P(StagesOnCuda, TogetherAreForward) {
   for (const Store store : {Store::kWide, Store::kNarrow}) {
     SCOPED_TRACE(static_cast<int>(store));
     const StageTensors t = tensors_of(in, store);
-    for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    for_each_forward_stage(t, on_gpu);
     if (HasFatalFailure()) return;
     // q and k were rounded after the norm; the sums of wild gates keep fewer digits.
     const bool in_bf16 = t["v"].dtype() == KDA_BF16;
@@ -168,35 +187,12 @@ TEST_P(StagesOnCuda, TogetherAreForward) {
   }
 }
 
-// recompute_w_u gives the bits that chunk_intra gave, with or without q; what is optional changes no bit.
 TEST_P(StagesOnCuda, RecomputedBitsAreTheSame) {
   for (const Store store : {Store::kWide, Store::kNarrow}) {
     const StageTensors t = tensors_of(in, store), few = tensors_of(in, store);
-    for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    for_each_forward_stage(t, on_gpu);
     if (HasFatalFailure()) return;
-    std::map<std::string, Bits> first;
-    for (const auto& [name, x] : t.all) first[name] = x.bits();
-    kda_stage_recompute_w_u_args a = t.args<kda_stage_recompute_w_u_args>();
-    run_on_cuda(a, kImpl);
-    for (const auto& [name, x] : t.all) EXPECT_EQ(x.bits(), first[name]) << name;
-    a.q = a.qG = {};
-    run_on_cuda(a, kImpl);
-    for (const auto& [name, x] : t.all) EXPECT_EQ(x.bits(), first[name]) << name << " without q";
-
-    run_on_cuda(few.args<kda_stage_cumsum_args>(), kImpl);
-    kda_stage_chunk_intra_args intra = few.args<kda_stage_chunk_intra_args>();
-    intra.w = intra.u = intra.qG = intra.kg = {};
-    run_on_cuda(intra, kImpl);
-    for (const char* name : {"Aqk", "Akk_inv"}) EXPECT_EQ(few[name].bits(), first[name]) << name;
-    run_on_cuda(few.args<kda_stage_recompute_w_u_args>(), kImpl);
-    kda_stage_delta_h_args scan = few.args<kda_stage_delta_h_args>();
-    scan.h = scan.hT = {};
-    run_on_cuda(scan, kImpl);
-    EXPECT_EQ(few["v_new"].bits(), first["v_new"]);
-    scan = few.args<kda_stage_delta_h_args>();
-    scan.v_new = {};
-    run_on_cuda(scan, kImpl);
-    for (const char* name : {"h", "hT"}) EXPECT_EQ(few[name].bits(), first[name]) << name;
+    expect_fewer_outputs_change_no_bit(t, few, on_gpu);
   }
 }
 
@@ -211,23 +207,23 @@ using WyArgs = kda_stage_bwd_wy_dqkg_args;
 TEST_F(StageDetailsOnCuda, TheStateInPlace) {
   const Inputs in(find_case("packed"));
   const StageTensors t = tensors_of(in, Store::kWide);
-  for_each_forward_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
-  kda_stage_delta_h_args scan = t.args<kda_stage_delta_h_args>();
-  scan.hT = scan.h0;
-  run_on_cuda(scan, kImpl);
-  EXPECT_EQ(t["h0"].bits(), t["hT"].bits());
+  for_each_forward_stage(t, on_gpu);
+  expect_the_state_in_place(t, on_gpu);
 }
+
+// Why an implementation of B3 declines a call that is changed, or "".
+std::string wy_reason(const char* impl, const Case& c, Store store, const std::function<void(WyArgs&)>& change = {}) {
+  const Inputs in(c);
+  const StageTensors t = tensors_of(in, store);
+  WyArgs a = on_device(t.args<WyArgs>());
+  if (change) change(a);
+  return why_not(a, impl);
+}
+void move(kda_tensor& t) { t.data = static_cast<char*>(t.data) + 8; }
 
 // Which calls the implementation for Hopper takes, and why it declines others.
 TEST_F(StageDetailsOnCuda, HopperTakesPlainCalls) {
-  const auto reason = [](
-                          const Case& c, Store store, const std::function<void(WyArgs&)>& change = [](WyArgs&) {}) {
-    const Inputs in(c);
-    const StageTensors t = tensors_of(in, store);
-    WyArgs a = on_device(t.args<WyArgs>());
-    change(a);
-    return why_not(a, kHopper);
-  };
+  const auto reason = [](const auto&... x) { return wy_reason(kHopper, x...); };
   const Case plain{.name = "plain", .T = 70, .HV = 2, .K = 128, .V = 128};
   Case others = plain;
   others.state_layout = KDA_STATE_K_FIRST, others.H = 1, others.lengths = {3, 0, 64}, others.T = 0;
@@ -237,37 +233,64 @@ TEST_F(StageDetailsOnCuda, HopperTakesPlainCalls) {
   EXPECT_EQ(reason(plain, Store::kWide), "takes q, k, v, v_new, d_o, dv_new, h and dh in bf16");
   others.K = 64;
   EXPECT_EQ(reason(others, Store::kNarrow), "takes K = V = 128");
-  const auto move = [](kda_tensor& t) { t.data = static_cast<char*>(t.data) + 8; };
   EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.dh); }),
             "takes inputs with rows at multiples of 16 bytes");
   EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.dG); }),
             "takes v and outputs with rows at multiples of 16 bytes");
 }
+// The same for Blackwell.
+TEST_F(StageDetailsOnCuda, BlackwellTakesPlainCalls) {
+  const auto reason = [](const auto&... x) { return wy_reason(kBlackwell, x...); };
+  const Case plain{.name = "plain", .T = 70, .HV = 2, .K = 128, .V = 128};
+  Case others = plain;
+  others.state_layout = KDA_STATE_K_FIRST, others.H = 1, others.lengths = {3, 0, 64}, others.T = 0, others.K = 64;
+  if (reason(plain, Store::kNarrow) == "needs compute capability 10.0 (Blackwell)") GTEST_SKIP();
+  EXPECT_EQ(reason(plain, Store::kNarrow), "");
+  EXPECT_EQ(reason(others, Store::kNarrow), "");
+  EXPECT_EQ(reason(plain, Store::kMixed), "takes q, k, v, v_new, d_o, dv_new, h and dh in bf16");
+  others.K = 72;
+  EXPECT_EQ(reason(others, Store::kNarrow), "takes K and V of 64 or 128");
+  for (kda_tensor WyArgs::*input : {&WyArgs::v, &WyArgs::G, &WyArgs::dh})
+    EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.*input); }),
+              "takes inputs with rows at multiples of 16 bytes");
+  EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.dG); }), "");
+  EXPECT_EQ(reason(plain, Store::kNarrow, [&](WyArgs& a) { move(a.dAkk); }),
+            "takes dAkk with rows at multiples of 16 bytes");
+}
 
-// Runs all stages by kImpl or, with `hopper`, B3 by kHopper and all others by the oracle. work(): after each stage.
+// Runs all stages by kImpl or, with `wy`, B3 by that implementation and all others by the oracle. work(): after each
+// stage.
 template <class F>
-void run_stages(const StageTensors& t, bool hopper, const F& work) {
+void run_stages(const StageTensors& t, const char* wy, const F& work) {
   for_each_stage(t, [&](const auto& a) {
-    if (!hopper) run_on_cuda(a, kImpl);
-    else if (std::is_same_v<std::remove_cvref_t<decltype(a)>, WyArgs>) run_on_cuda(a, kHopper);
+    if (!wy) run_on_cuda(a, kImpl);
+    else if (std::is_same_v<std::remove_cvref_t<decltype(a)>, WyArgs>) run_on_cuda(a, wy);
     else run(a, {.impl = "reference"});
     work();
   });
 }
 
-// Is there a GPU for the implementation for Hopper? (HopperTakesPlainCalls says what else it asks for.)
-bool has_hopper() {
-  const Inputs in({.name = "any", .T = 1, .K = 128, .V = 128});
-  const StageTensors t = tensors_of(in, Store::kNarrow);
-  return why_not(on_device(t.args<WyArgs>()), kHopper).empty();
+// B3's implementation for this GPU alone, or nullptr. (HopperTakesPlainCalls says what else it asks for.)
+const char* wy_here() {
+  for (const char* impl : {kHopper, kBlackwell})
+    if (wy_reason(impl, {.name = "any", .T = 1, .K = 128, .V = 128}, Store::kNarrow).empty()) return impl;
+  return nullptr;
 }
+class WyOnCuda : public OnCuda {
+ protected:
+  void SetUp() override {
+    OnCuda::SetUp();
+    if (!IsSkipped() && !impl_) GTEST_SKIP() << "there is no kernel for this GPU alone";
+  }
+  const char* const impl_ = wy_here();
+};
 
 // What lies above the diagonals is never read.
-void expect_triangles(const Case& c, Store store, bool hopper) {
+void expect_triangles(const Case& c, Store store, const char* wy) {
   const Inputs in(c);
   const StageTensors t = tensors_of(in, store), spoilt = tensors_of(in, store);
-  run_stages(t, hopper, [] {});
-  run_stages(spoilt, hopper, [&] {
+  run_stages(t, wy, [] {});
+  run_stages(spoilt, wy, [&] {
     for (const char* name : {"Aqk", "Akk_inv"})
       for (int64_t n = 0; n < in.N; ++n)
         for (int64_t i = 0; i < in.length(n); ++i)
@@ -280,28 +303,15 @@ void expect_triangles(const Case& c, Store store, bool hopper) {
     EXPECT_EQ(spoilt[name].bits(), t[name].bits()) << name;
 }
 TEST_F(StageDetailsOnCuda, UpperTrianglesMayHoldAnything) {
-  for (const Store store : {Store::kWide, Store::kNarrow}) expect_triangles(find_case("packed"), store, false);
+  for (const Store store : {Store::kWide, Store::kNarrow}) expect_triangles(find_case("packed"), store, nullptr);
 }
-TEST_F(StageDetailsOnCuda, HopperReadsNoUpperTriangle) {
-  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+TEST_F(WyOnCuda, ReadsNoUpperTriangle) {
   Case c = find_case("packed");
   c.K = c.V = 128;
-  expect_triangles(c, Store::kNarrow, true);
+  expect_triangles(c, Store::kNarrow, impl_);
 }
 
-TEST_F(StageDetailsOnCuda, MinusInfinityIsClamped) {
-  const Inputs in({.name = "clamped", .T = 3, .K = 2, .V = 2});
-  StageTensors t(in, KDA_F32, KDA_F32);
-  const double inf = std::numeric_limits<double>::infinity();
-  const double g[] = {-inf, 0, -1, -3000, 0, -inf}, G[] = {-160, 0, -160 - 1 / std::log(2.0), -160, 0, -320};
-  for (int i = 0; i < 6; ++i) t.all["g"].set(i, g[i]);
-  run_on_cuda(t.args<kda_stage_cumsum_args>(), kImpl);
-  for (const int i : {0, 1, 3, 5}) EXPECT_EQ(t["G"].get(i), G[i]) << i;
-  EXPECT_NEAR(t["G"].get(2), G[2], 1e-4);
-  t.all["g"].set(4, std::nan(""));
-  run_on_cuda(t.args<kda_stage_cumsum_args>(), kImpl);
-  EXPECT_TRUE(std::isnan(t["G"].get(4)));
-}
+TEST_F(StageDetailsOnCuda, MinusInfinityIsClamped) { expect_minus_infinity_is_clamped(on_gpu); }
 
 // Lengths that are none. The call has 5 sequences and 276 tokens.
 std::vector<std::vector<double>> garbage() {
@@ -323,31 +333,29 @@ TEST_F(StageDetailsOnCuda, GarbageInLengthsDoesNoHarm) {
   for (const std::vector<double>& lengths : garbage())
     for (const Store store : {Store::kWide, Store::kNarrow}) {
       const StageTensors t = tensors_with(in, store, lengths);
-      run_stages(t, false, [] {});
+      run_stages(t, nullptr, [] {});
       for (const auto& [name, x] : t.all) EXPECT_TRUE(x.margins_intact()) << name;
     }
 }
-TEST_F(StageDetailsOnCuda, HopperTakesGarbageInLengths) {
-  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+TEST_F(WyOnCuda, TakesGarbageInLengths) {
   const Inputs in({.name = "garbage", .HV = 2, .K = 128, .V = 128, .lengths = {64, 70, 3, 0, 130}, .tail = 9});
   for (const std::vector<double>& lengths : garbage()) {
     const StageTensors t = tensors_with(in, Store::kNarrow, lengths);
-    run_on_cuda(t.args<WyArgs>(), kHopper);
+    run_on_cuda(t.args<WyArgs>(), impl_);
     for (const auto& [name, x] : t.all) EXPECT_TRUE(x.margins_intact()) << name;
   }
 }
 
 // Tiles of a chunk hold rows of the sequence behind it, too.
-TEST_F(StageDetailsOnCuda, HopperKeepsOthersNaNOut) {
-  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+TEST_F(WyOnCuda, KeepsOthersNaNOut) {
   const Inputs in({.name = "others", .K = 128, .V = 128, .lengths = {3, 64}});
   const StageTensors t = tensors_of(in, Store::kNarrow), spoilt = tensors_of(in, Store::kNarrow);
-  for (const StageTensors* each : {&t, &spoilt}) run_stages(*each, true, [] {});
+  for (const StageTensors* each : {&t, &spoilt}) run_stages(*each, impl_, [] {});
   for (const char* name : {"q", "k", "v", "v_new", "G", "beta", "Akk_inv", "d_o", "dv_new"}) {
     Tensor& x = const_cast<Tensor&>(spoilt[name]);
     for (int64_t e = 3 * x.size() / in.T; e < x.size(); ++e) x.set(e, std::numeric_limits<double>::quiet_NaN());
   }
-  for (const StageTensors* each : {&t, &spoilt}) run_on_cuda(each->args<WyArgs>(), kHopper);
+  for (const StageTensors* each : {&t, &spoilt}) run_on_cuda(each->args<WyArgs>(), impl_);
   for (const char* name : {"dq", "dk", "dv", "dbeta", "dG", "dAkk"}) {
     const Tensor &x = spoilt[name], &expected = t[name];
     for (int64_t e = 0; e < 3 * x.size() / in.T; ++e) ASSERT_EQ(x.get(e), expected.get(e)) << name << " at " << e;
@@ -356,14 +364,13 @@ TEST_F(StageDetailsOnCuda, HopperKeepsOthersNaNOut) {
 }
 
 // The same call gives the same bits.
-TEST_F(StageDetailsOnCuda, HopperRepeatsItsBits) {
-  if (!has_hopper()) GTEST_SKIP() << "needs compute capability 9.0 (Hopper)";
+TEST_F(WyOnCuda, RepeatsItsBits) {
   const Inputs in({.name = "twice", .T = 130, .H = 1, .HV = 2, .K = 128, .V = 128});
   const StageTensors t = tensors_of(in, Store::kNarrow);
-  run_stages(t, true, [] {});
+  run_stages(t, impl_, [] {});
   std::map<std::string, Bits> first;
   for (int i = 0; i < 3; ++i) {
-    run_on_cuda(t.args<WyArgs>(), kHopper);
+    run_on_cuda(t.args<WyArgs>(), impl_);
     for (const char* name : {"dq", "dk", "dv", "dbeta", "dG", "dAkk"})
       if (i == 0) first[name] = t[name].bits();
       else EXPECT_EQ(t[name].bits(), first[name]) << name;
@@ -374,7 +381,7 @@ TEST_F(StageDetailsOnCuda, NothingToDo) {
   for (const auto& [B, T] : {std::pair<int64_t, int64_t>{0, 70}, {2, 0}}) {
     const Inputs in({.name = "nothing", .B = B, .T = T});
     const StageTensors t = tensors_of(in, Store::kWide);
-    for_each_stage(t, [](const auto& a) { run_on_cuda(a, kImpl); });
+    for_each_stage(t, on_gpu);
     EXPECT_EQ(t["hT"].values(), in.h0.values());
   }
 }

@@ -3,7 +3,7 @@
 
     mutants.py BUILD_DIR [SUBSTRING]     all mutants, or those whose name contains SUBSTRING
 
-Each mutant is one substitution in one file (table.py). The translation units it reaches are compiled as
+Each mutant is one substitution in one file (table/). The translation units it reaches are compiled as
 compile_commands.json says (for one instruction set only, with -O0, and with Highway's header compiled once: seconds
 count). The build's own command for libkda.so, CUDA included, links them in place of the right ones, and the tests of
 that family run against the result. Those of CUDA kernels run on the emulator (tests/emulator), which is linked into
@@ -75,7 +75,7 @@ class Build:
         self.precompile()
 
     def target_of(self, tests: tuple[str, str]) -> Target:
-        return self.emulator if tests[0] == EMULATOR else self.library
+        return self.emulator if tests[0].endswith(EMULATOR) else self.library
 
     def compile(self, target: Target, unit: str, overlay: pathlib.Path) -> pathlib.Path:
         """Compiles `unit`, with the files in `overlay` in front of those in src/."""
@@ -137,10 +137,10 @@ class Build:
 
     def run(self, linked: pathlib.Path, tests: tuple[str, str]) -> subprocess.CompletedProcess[str]:
         """Runs tests. `linked`: their program, or a library that takes the place of the program's own."""
-        program, chosen = tests
-        environment, path = ENVIRONMENT, linked
+        (*settings, program), chosen = tests[0].split(), tests[1]
+        environment, path = ENVIRONMENT | dict(setting.split("=") for setting in settings), linked
         if program != EMULATOR:
-            environment = ENVIRONMENT | {"LD_PRELOAD": str(linked)}
+            environment = environment | {"LD_PRELOAD": str(linked)}
             path = self.directory / "tests/cpp" / program
         return subprocess.run(
             [str(path), f"--gtest_filter={chosen}"],
@@ -225,15 +225,16 @@ def main() -> None:
         sys.exit("no such mutant")
     texts = mutate(mutants)  # all of them fit, before the first is compiled
     build = Build(pathlib.Path(sys.argv[1]).resolve())
-    caught = 0
+    wrong = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         check_unmutated(build, mutants, pool)
         verdicts = pool.map(lambda mutant, text: judge(build, mutant, text), mutants, texts)
         for mutant, v in zip(mutants, verdicts, strict=True):
             print(f"{v.result:9} {v.seconds:4.1f} s  {mutant.name}\n{v.details}", end="", flush=True)
-            caught += v.result == "caught"
-    print(f"{len(mutants)} mutants, {caught} caught, in {time.monotonic() - start:.0f} s")
-    sys.exit(caught != len(mutants))
+            if v.result != "caught":
+                wrong.append(f"{v.result}: {mutant.name}")
+    print(f"{len(mutants)} mutants, {len(mutants) - len(wrong)} caught, in {time.monotonic() - start:.0f} s")
+    sys.exit("\n".join(wrong) or None)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""Forward on Blackwell."""
+
+from .mutant import EMULATOR, emulated, mutants
+
+FORWARD = "src/cuda/blackwell_prefill/blackwell_prefill.cu"
+CONSUMER = "src/cuda/blackwell_prefill/consumer.h"
+PRODUCTS = "src/cuda/blackwell_prefill/products.h"
+
+TESTS = (
+    f"KDA_EMULATOR_ARCH=100 {EMULATOR}",
+    emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")[1],
+)
+
+SPOILT = (TESTS[0], emulated("ForwardContract.CorrectionsAreNaNFromThereOn/K64")[1])
+
+UNITS = {CONSUMER: [FORWARD], PRODUCTS: [FORWARD]}
+
+MUTANTS = [
+    *mutants(
+        PRODUCTS,
+        TESTS,
+        (
+            "Blackwell's forward: threads do not wait for their stores to tensor memory",
+            "{ ptx::wait_for_tmem_stores(), ptx::fence_tmem_before_sync(); }",
+            "{ ptx::fence_tmem_before_sync(); }",
+        ),
+        (
+            "Blackwell's forward: no fence in front of a barrier",
+            "{ ptx::wait_for_tmem_stores(), ptx::fence_tmem_before_sync(); }",
+            "{ ptx::wait_for_tmem_stores(); }",
+        ),
+        (
+            "Blackwell's forward: no fence behind a barrier",
+            "void after_sync() const { ptx::fence_tmem_after_sync(); }",
+            "void after_sync() const {}",
+        ),
+        (
+            "Blackwell's forward: no fence behind products",
+            "phase_++ % 2);\n    ptx::fence_tmem_after_sync();\n",
+            "phase_++ % 2);\n",
+        ),
+        (
+            "Blackwell's forward: products begin before all threads have stored",
+            "    before_sync(), sync(), after_sync();\n  }\n\n  const",
+            "    before_sync(), after_sync();\n  }\n\n  const",
+        ),
+        (
+            "Blackwell's forward: steps of T are too wide",
+            "ptx::further(T, 32 * k), k > 0",
+            "ptx::further(T, 16 * k), k > 0",
+        ),
+        (
+            "Blackwell's forward: U adds to that of the last chunk",
+            "ptx::further(T, 32 * k), k > 0",
+            "ptx::further(T, 32 * k), true",
+        ),
+        (
+            "Blackwell's forward: outputs without what the state gives",
+            "ptx::further(Aqk, 32 * k), true",
+            "ptx::further(Aqk, 32 * k), k > 0",
+        ),
+        (
+            "Blackwell's forward: the state does not go on",
+            "ptx::further(kg, k * 16 * kRowBytes), true",
+            "ptx::further(kg, k * 16 * kRowBytes), k > 0",
+        ),
+        ("Blackwell's forward: kg is not transposed", "multiply<kSize, true>", "multiply<kSize>"),
+        (
+            "Blackwell's forward: tensor memory is not freed",
+            "    if (is_issuer()) ptx::tmem_dealloc(tensors_, TensorMemory::columns);\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CONSUMER,
+        TESTS,
+        (
+            "Blackwell's forward: the state goes to tensor memory before it decays",
+            "    const bool spoilt = decay(stage);\n    products_.store_state(S_);\n",
+            "    products_.store_state(S_);\n    const bool spoilt = decay(stage);\n",
+        ),
+        (
+            "Blackwell's forward: outputs are overwritten while TMA reads them",
+            "      if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+        (
+            "Blackwell's forward: products are not waited for",
+            "    products_.wait();\n    start_corrections",
+            "    start_corrections",
+        ),
+        (
+            "Blackwell's forward: U is overwritten while TMA reads it",
+            "number - x.kept == 2",
+            "number - x.kept == 1",
+        ),
+        (
+            "Blackwell's forward: a chunk is released too early",
+            "    products_.wait();\n    products_.load_state",
+            "    products_.load_state",
+        ),
+    ),
+    *mutants(
+        CONSUMER,
+        SPOILT,
+        (
+            "Blackwell's forward: U of rows that the producer left out is 0",
+            "if (again || spoilt) [[unlikely]]",
+            "if (again) [[unlikely]]",
+        ),
+        (
+            "Blackwell's forward: rows of a chunk are released while lanes look for NaN in them",
+            "    __syncwarp();  // all lanes have read the rows\n",
+            "",
+        ),
+    ),
+]

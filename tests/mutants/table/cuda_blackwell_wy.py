@@ -1,0 +1,111 @@
+"""Stage B3 of the backward on Blackwell."""
+
+from .mutant import EMULATOR, mutants
+
+KERNEL = "src/cuda/blackwell_stages/wy_dqkg.cu"
+MEMORY = "src/cuda/blackwell_stages/wy_memory.h"
+PRODUCTS = "src/cuda/blackwell_stages/wy_products.h"
+WORKER = "src/cuda/blackwell_stages/wy_worker.h"
+
+ONE_SM = f"KDA_EMULATOR_ARCH=100 KDA_EMULATOR_SMS=1 {EMULATOR}"  # a CTA has all chunks
+CASES = "All/StagesOnCuda.SpecialsAreTheirOracle/"
+TESTS = (ONE_SM, f"{CASES}halves_K_first128")
+V_FIRST = (ONE_SM, f"{CASES}halves64")
+IDENTICAL = (ONE_SM, f"{CASES}whole_identical")
+NAN = (ONE_SM, "WyOnCuda.ReadsNoUpperTriangle:WyOnCuda.KeepsOthersNaNOut")
+
+UNITS = {MEMORY: [KERNEL], PRODUCTS: [KERNEL], WORKER: [KERNEL]}
+
+MUTANTS = [
+    *mutants(
+        MEMORY,
+        TESTS,
+        ("Blackwell's B3: the next row of a state", "first_row(item.at.n) + item.at.index", "first_row(item.at.n)"),
+        (
+            "Blackwell's B3: phases do not alternate",
+            "{ ptx::wait_barrier(barrier, n % 2); }",
+            "{ ptx::wait_barrier(barrier, 0); }",
+        ),
+    ),
+    *mutants(
+        PRODUCTS,
+        TESTS,
+        (
+            "Blackwell's B3: tiles of states are filled while products read them",
+            "      wait_for_last({KDA_WY(states_full), KDA_WY(all_made)}, item);\n",
+            "      wait_for_last({KDA_WY(states_full)}, item);\n",
+        ),
+        (
+            "Blackwell's B3: q, k and G are overwritten before they are read",
+            "      wait_for_last({KDA_WY(rows_read)}, item);\n",
+            "      wait_for_last({KDA_WY(rows_full)}, item);\n",
+        ),
+        ("Blackwell's B3: q of the value head", "item.hv / c_.group", "item.hv"),
+        ("Blackwell's B3: products do not wait for x", "    wait(KDA_WY(x_there), item);\n", ""),
+        ("Blackwell's B3: products do not wait for J", "wait(KDA_WY(inverse_there), item), ", ""),
+        ("Blackwell's B3: no fence behind a barrier", "    ptx::fence_tmem_after_sync();\n", ""),
+    ),
+    *mutants(
+        PRODUCTS,
+        V_FIRST,
+        (
+            "Blackwell's B3: V-first states as K-first ones",
+            "return kVFirst ? Operand::of_lines(base_ + at, kStateHalf) : ",
+            "return ",
+        ),
+    ),
+    *mutants(
+        PRODUCTS,
+        IDENTICAL,
+        (
+            "Blackwell's B3: J as one number",
+            "dv_new, lines(KDA_WY(x[0])), true);",
+            "dv_new, lines(KDA_WY(x[0])), false);",
+        ),
+        (
+            "Blackwell's B3: v_new in place of dS's columns",
+            "WyTensors::of_states, S, dS, false",
+            "WyTensors::of_states, S, S, false",
+        ),
+    ),
+    *mutants(
+        WORKER,
+        TESTS,
+        (
+            "Blackwell's B3: x takes the place of J while others write J",
+            "    ptx::sync_threads(kWyBarrier, kWyWorkers);  // J is written: a commit does not tell that\n",
+            "",
+        ),
+        ("Blackwell's B3: no fence between stores and products", "ptx::fence_shared_for_async(), ", ""),
+        ("Blackwell's B3: no fence in front of a barrier", ", ptx::fence_tmem_before_sync();", ";"),
+        (
+            "Blackwell's B3: one lane arrives for others",
+            "    __syncwarp();\n    if (lane_ == 0)",
+            "    if (lane_ == 0)",
+        ),
+        (
+            "Blackwell's B3: sums are not waited for",
+            "    ptx::sync_threads(kWyBarrier, kWyWorkers);  // sums of all are there\n",
+            "",
+        ),
+        ("Blackwell's B3: the diagonal of dAkk", "j + 1 < i ? -dA", "j < i ? -dA"),
+        (
+            "Blackwell's B3: the other half's last row",
+            "if (group_ != last / kWyTokens) return;",
+            "if (group_ != 0) return;",
+        ),
+        (
+            "Blackwell's B3: sums of rows behind the end",
+            "x.written += i < x.rows ? written : 0;",
+            "x.written += written;",
+        ),
+        ("Blackwell's B3: dbeta without a warp", "w < kWyWarps; ++w) sum -=", "w + 1 < kWyWarps; ++w) sum -="),
+        ("Blackwell's B3: channels that are none", "channel() < c_.V ? item.rows() : 0", "item.rows()"),
+    ),
+    *mutants(
+        WORKER,
+        NAN,
+        ("Blackwell's B3: J above its diagonal", "&& j < i ?", "&& j <= i ?"),
+        ("Blackwell's B3: rows of other sequences", "    if (item.rows() < kChunk) clear_tail(item);\n", ""),
+    ),
+]

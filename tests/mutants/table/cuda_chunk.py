@@ -1,0 +1,207 @@
+"""Forward and backward on any GPU."""
+
+from .mutant import emulated, mutants
+
+CUDA_FORWARD_CHUNK = "src/cuda/prefill/chunk.cu"
+CUDA_PREPARE = "src/cuda/prefill/chunk_prepare.h"
+CUDA_SCAN = "src/cuda/prefill/chunk_scan.h"
+CUDA_BACKWARD_CHUNK = "src/cuda/backward/chunk.cu"
+CUDA_BACKWARD_RECURRENT = "src/cuda/backward/recurrent.cu"
+CUDA_REVERSE = "src/cuda/backward/chunk_reverse.h"
+CUDA_WIDE = "src/cuda/backward/wide_chunk.h"
+CUDA_WIDE_MATH = "src/cuda/backward/wide.h"
+CUDA_BETA_H = "src/cuda/backward/beta.h"
+
+CUDA_CHUNK = emulated(
+    "ForwardChunkOnCuda.IsTheOracle/bound_33",
+    "ForwardChunkOnCuda.IsTheOracle/bound_packed",
+    "ForwardOnCuda.IsTheOracle/cuda_prefill_chunk_state_K_first",
+)
+CUDA_BACKWARD = emulated(
+    *(
+        f"BackwardOnCuda.IsTheOracle/cuda_backward_chunk_{c}"
+        for c in ("bound_33", "wild", "cpu_gva_2", "bound_short_packed")
+    )
+)
+CUDA_BACKWARD_UNUSUAL = emulated(
+    *(f"BackwardOnCuda.IsTheOracle/cuda_backward_chunk_{c}" for c in ("edges_softplus", "deep_bound"))
+)
+CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_backward_chunk")
+CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_backward_chunk")
+CUDA_RECURRENT_BACKWARD = emulated(
+    *(f"BackwardOnCuda.IsTheOracle/cuda_backward_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
+)
+
+UNITS = {
+    CUDA_PREPARE: [CUDA_FORWARD_CHUNK],
+    CUDA_SCAN: [CUDA_FORWARD_CHUNK],
+    CUDA_REVERSE: [CUDA_BACKWARD_CHUNK],
+    CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
+    CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
+    CUDA_BETA_H: [CUDA_BACKWARD_CHUNK],
+}
+
+MUTANTS = [
+    *mutants(
+        CUDA_PREPARE,
+        CUDA_CHUNK,
+        (
+            "cuda_prefill_chunk: rows are read before they came",
+            "  ptx::wait_for_copies<0>();\n",
+            "",
+        ),
+        (
+            "cuda_prefill_chunk: factors are read before they are there",
+            "  __syncthreads();  // factors are there",
+            "  // factors are there",
+        ),
+        (
+            "cuda_prefill_chunk: T is read before all lanes wrote theirs",
+            "    __syncwarp();      // all columns are staged\n",
+            "",
+        ),
+        (
+            "cuda_prefill_chunk: scores with tokens behind",
+            "if (column > i()) return 0;",
+            "if (column > i() + 1) return 0;",
+        ),
+        (
+            "cuda_prefill_chunk: decays of tokens that are none",
+            "gamma[e] = !is_real() ? 0.0f : step",
+            "gamma[e] = step",
+        ),
+        (
+            "cuda_prefill_chunk: a chunk goes to the sequence before",
+            "p.T, n)) <= row;",
+            "p.T, n)) < row;",
+        ),
+    ),
+    *mutants(
+        CUDA_PREPARE,
+        CUDA_BACKWARD,
+        ("cuda backward: keys are not mirrored", "if (mirrored) turn(kG), turn(qG);", "if (mirrored) turn(qG);"),
+    ),
+    *mutants(
+        CUDA_SCAN,
+        CUDA_CHUNK,
+        (
+            "cuda_prefill_chunk: an image is read before it came",
+            "ptx::wait_for_copies<1>();",
+            "ptx::wait_for_copies<2>();",
+        ),
+        (
+            "cuda_prefill_chunk: an image comes to where one is read",
+            "kMostWarps = 8, kStages = 3;",
+            "kMostWarps = 8, kStages = 2;",
+        ),
+        (
+            "cuda_prefill_chunk: warps do not wait for each other's copies",
+            "    __syncthreads();  // the image is in shared memory",
+            "    // the image is in shared memory",
+        ),
+        ("cuda_prefill_chunk: one image for all chunks", "next_ += kReversed ? -step_ : step_, to_", "to_"),
+        ("cuda_prefill_chunk: the image behind the next one", "unsigned image = at_;", "unsigned image = after(at_);"),
+        (
+            "cuda_prefill_chunk: keys of other channels in the state",
+            "ptx::mma<__half>(S[2], first, k[0].z, k[1].z)",
+            "ptx::mma<__half>(S[2], first, k[0].w, k[1].w)",
+        ),
+    ),
+    *mutants(
+        CUDA_REVERSE,
+        CUDA_BACKWARD,
+        (
+            "cuda backward: dS is kept before odd chunks",
+            "(c % 2 || c + 1 == which.chunks)",
+            "(c % 2 == 0 || c + 1 == which.chunks)",
+        ),
+        (
+            "cuda backward: keys decayed from the start, not to the end",
+            "own + In::kg + (b * kPairs",
+            "own + In::kG + (b * kPairs",
+        ),
+        ("cuda backward: begins before the last image", "- pass.first + end - 1;", "- pass.first + end - 2;"),
+        (
+            "cuda backward: dO without the scale",
+            "dO[t][e] *= e % 2 ? scale.y : scale.x;",
+            "dO[t][e] *= e % 2 ? 1 : scale.x;",
+        ),
+    ),
+    *mutants(
+        CUDA_REVERSE,
+        CUDA_BACKWARD_SIZES,
+        ("cuda backward: no units", "      state.choose_units(dO);\n", ""),
+    ),
+    *mutants(
+        CUDA_WIDE_MATH,
+        CUDA_BACKWARD,
+        ("cuda backward: a step between anchors is 0", "exp2(kClamps ? fmaxf(step, kDeep) : step)", "exp2(step)"),
+        ("cuda backward: nothing from behind the chunk", "behind[hh] = fmaf(sum * f, f, behind[hh]);", ""),
+        (
+            "cuda backward: no state in the gates' sums",
+            "behind[hh] = fmaf(SdS[hh], ptx::exp2(kClamps ? whole_[hh] : decay[hh]), behind[hh]);",
+            "",
+        ),
+        ("cuda backward: sums of gates end at eight tokens", "after[hh] += __shfl_sync(kAll, P, 0, 4);", ""),
+        ("cuda backward: tokens behind the end decay", "KDA_GATE_LOG ? 0.0f : -INFINITY", "KDA_GATE_LOG ? 0.0f : 0.0f"),
+        ("cuda backward: an anchor at a block's end", "else if (n % kOf == 0) anchor = total;", ""),
+        (
+            "cuda backward: dA of the rows above",
+            "ptx::mma<bf16>(W[2 * r], k_[o], b[0], b[1])",
+            "ptx::mma<bf16>(W[2 * r], q_[o], b[0], b[1])",
+        ),
+    ),
+    *mutants(
+        CUDA_WIDE,
+        CUDA_BACKWARD,
+        ("cuda backward: the diagonal of B", "8 * x + 2 * j() + e % 2 + of_B >", "8 * x + 2 * j() + e % 2 >"),
+        ("cuda backward: no projection through the norm", "if (x_.qk_l2norm) sum_dots(), apply_norms();", ""),
+        ("cuda backward: value heads are not added", "if (!first) x[0] += kept.x, x[1]", "if (!first) x[1]"),
+        (
+            "cuda backward: dA is written where a piece is read",
+            "    __syncthreads();  // all reads of pieces are done",
+            "    // all reads of pieces are done",
+        ),
+        (
+            "cuda backward: a piece is read before it came",
+            "wait_for_copies<kPieces - 2>",
+            "wait_for_copies<kPieces - 1>",
+        ),
+        (
+            "cuda backward: gates are read before they are there",
+            "    __syncthreads();  // they are there, in f32\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_WIDE,
+        CUDA_BACKWARD_UNUSUAL,
+        (
+            "cuda backward: no gradients of unusual gates",
+            "for (int n = kTiles - 1; n >= 0; --n)",
+            "for (int n = 0; n > 0; --n)",
+        ),
+        ("cuda backward: no launch for unusual gates", "if (unusual_) act(", "if (false) act("),
+    ),
+    *mutants(
+        CUDA_BETA_H,
+        CUDA_BETA,
+        ("cuda backward: betas of about 0 are not looked at", "kLeastBeta = 0x1p-30f", "kLeastBeta = 0"),
+        ("cuda backward: dbeta without later tokens", "all = fmaf(-of.kk, value(places_.dv, KDA_BF16, j), all);", ""),
+    ),
+    *mutants(
+        CUDA_BACKWARD_RECURRENT,
+        CUDA_RECURRENT_BACKWARD,
+        (
+            "cuda_backward_recurrent: dv is read before it is there",
+            "    __syncthreads();  // u and dv are there",
+            "    // u and dv are there",
+        ),
+        (
+            "cuda_backward_recurrent: keys meet the state undecayed",
+            "m_.alpha[k] * from[at] * m_.k[k]",
+            "from[at] * m_.k[k]",
+        ),
+        ("cuda_backward_recurrent: dS undecayed", "dS_[at] = m_.alpha[k] * before;", "dS_[at] = before;"),
+    ),
+]

@@ -1,0 +1,266 @@
+"""Backward on Hopper."""
+
+from .mutant import emulated, mutants
+
+CUDA_HOPPER_FORWARD = "src/cuda/hopper_prefill/pairs.cu"
+CUDA_HOPPER_PRODUCER = "src/cuda/hopper_prefill/producer.h"
+CUDA_HOPPER_BACKWARD = "src/cuda/hopper_backward/chunk.cu"
+CUDA_HOPPER_REVERSE = "src/cuda/hopper_backward/reverse.cu"
+CUDA_HOPPER_REVERSE_CONSUMER = "src/cuda/hopper_backward/reverse_consumer.h"
+CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
+CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
+CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
+CUDA_HOPPER_MULTIPLIER = "src/cuda/hopper_backward/wide_multiplier.h"
+CUDA_HOPPER_HELPERS = "src/cuda/hopper_backward/wide_helpers.h"
+
+CUDA_BACKWARD_HOPPER = emulated(
+    *(
+        f"BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_{c}"
+        for c in ("bound_33", "softplus_17", "bound_short_packed")
+    )
+)
+CUDA_REVERSE_HOPPER = emulated("BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_bound_33")
+CUDA_REVERSE_SHARED = emulated("BackwardPromiseOnCuda.SharedHeads/cuda_hopper_backward_chunk")
+CUDA_REVERSE_NAN = emulated("BackwardPromiseOnCuda.NaNReachesNoLaterToken/cuda_hopper_backward_chunk")
+CUDA_BACKWARD_NARROW = emulated(
+    *(
+        f"BackwardOnCuda.IsTheOracle/cuda_hopper_backward_chunk_K64_V64_{c}"
+        for c in ("bound_33", "softplus_17", "bound_short_packed")
+    )
+)
+CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_hopper_backward_chunk")
+
+UNITS = {
+    CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_MULTIPLIER: [CUDA_HOPPER_BACKWARD],
+    CUDA_HOPPER_HELPERS: [CUDA_HOPPER_BACKWARD],
+    CUDA_HOPPER_REVERSE_CONSUMER: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_PAIR: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
+}
+
+MUTANTS = [
+    *mutants(
+        CUDA_HOPPER_MULTIPLIER,
+        CUDA_BACKWARD_HOPPER,
+        (
+            "Hopper's backward: scores are read before all warps have written theirs",
+            "      at_.wait(KDA_AT(scores_full), n_);\n",
+            "",
+        ),
+        (
+            "Hopper's backward: a tile is released while products read it",
+            "    ptx::wait_for_products<0>();\n    ptx::settle(accumulators<64>",
+            "    ptx::settle(accumulators<64>",
+        ),
+        (
+            "Hopper's backward: TMA does not see dq and dk",
+            "    ptx::fence_shared_for_async();  // copies read them\n",
+            "",
+        ),
+        ("Hopper's backward: norms are read before they are there", "      at_.wait_norms(n_);\n", ""),
+        (
+            "Hopper's backward: dots come to where other lanes read steps",
+            "    __syncwarp();  // all lanes have read their steps, whose places dots take\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_HELPERS,
+        CUDA_BACKWARD_HOPPER,
+        (
+            "Hopper's backward: tiles come to where others are read",
+            "      if (n) at_.wait(KDA_AT(big_read), n - 1);\n",
+            "",
+        ),
+        (
+            "Hopper's backward: tiles come to where others leave",
+            "      ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+        (
+            "Hopper's backward: dbeta is computed before its diagonal is there",
+            "    at_.wait(KDA_AT(scores_full), n);\n",
+            "",
+        ),
+        ("Hopper's backward: rows behind the end stay", "clear(at_.raw(n), max(rows, first_));", ""),
+        (
+            "Hopper's backward: one lane says that all have written",
+            "      __syncwarp();  // all tokens' are there\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_REVERSE_CONSUMER,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: the update takes dv with its own sign",
+            "x.dv[2 * j + 1]) ^ 0x80008000;",
+            "x.dv[2 * j + 1]);",
+        ),
+        (
+            "Hopper's reverse scan: no qG^T dO in the update",
+            "ptx::wgmma<__half, true>(S_, x.D[k], ptx::further(kG, Stage::q - Stage::k + k * 16 * kRowBytes), true);",
+            ";",
+        ),
+        (
+            "Hopper's reverse scan: T is not transposed",
+            "ptx::wgmma<__half, true>(x.dv, R[k], ptx::further(T_beta, k * 16 * 64), k > 0);",
+            "ptx::wgmma<__half, false>(x.dv, R[k],"
+            " ptx::further(ptx::matrix_at(stage + Stage::T, 16, 512, ptx::Swizzle::k64), 32 * k), k > 0);",
+        ),
+        (
+            "Hopper's reverse scan: states are kept when they have decayed",
+            "        if (stores_before && (n % 2 != odd || n == first_number))"
+            " Base::template store_before<false>(before);\n"
+            "        start_values(stage, x);\n",
+            "        start_values(stage, x);\n"
+            "        if (stores_before && (n % 2 != odd || n == first_number))"
+            " Base::template store_before<false>(before);\n",
+        ),
+        (
+            "Hopper's reverse scan: spans end one chunk off",
+            "n % 2 != odd || n == first_number",
+            "n % 2 == odd || n == first_number",
+        ),
+        (
+            "Hopper's reverse scan: one lane releases what others still read",
+            "__syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_.release(number, kWarps",
+            "if (lane_ == 0) ring_.release(number, kWarps",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_REVERSE_CONSUMER,
+        CUDA_REVERSE_SHARED,
+        (
+            "Hopper's reverse scan: outputs are overwritten while TMA reads them",
+            "        if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+        (
+            "Hopper's reverse scan: outputs of a partial chunk are stored twice",
+            "store_last(out, last, end - last, 0), pending = false;",
+            "store_last(out, last, end - last, 0);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_UNITS,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: dO without the scale",
+            "const float scale = inverse(unit_[j % 2]) * call_.x.scale;",
+            "const float scale = inverse(unit_[j % 2]);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_UNITS,
+        CUDA_REVERSE_NAN,
+        (
+            "Hopper's reverse scan: the first bad token in place of the last",
+            "return kReversed ? max(a, b) : min(a, b);",
+            "return min(a, b);",
+        ),
+        (
+            "Hopper's reverse scan: the bad token itself",
+            "earlier(bad[i], kReversed ? token + 1 : token)",
+            "earlier(bad[i], token)",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: chunks go forwards",
+            "kReversed ? first_ + states - i : first_ + i - states",
+            "first_ + i - states",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_REVERSE_SHARED,
+        (
+            "Hopper's reverse scan: spans of shared heads count from the beginning",
+            "const TokenRange tokens(now, length_, kReversed);",
+            "const TokenRange tokens(now, length_, false);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_BACKWARD_NARROW,
+        (
+            "Hopper's reverse scan, K = 64: columns of dh lie as with K = 128",
+            "return static_cast<unsigned>(call_.p.K) * 2;",
+            "return kSize * 2;",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_HELPERS,
+        CUDA_BACKWARD_NARROW,
+        (
+            "Hopper's backward, K = 64: dots of warps without channels count",
+            "w < call_.warps()",
+            "w < kWideWarps",
+        ),
+        (
+            "Hopper's backward, K = 64: rows of gradients are twice as long",
+            "if (i % 16 < call_.channels() / 8)",
+            "if (true)",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MULTIPLIER,
+        CUDA_BACKWARD_NARROW,
+        (
+            "Hopper's backward, K = 64: B is overwritten while warps with channels read it",
+            "      arrive(KDA_AT(dots_full));\n      at_.wait(KDA_AT(factors_full), n_);\n",
+            "      arrive(KDA_AT(dots_full));\n",
+        ),
+        (
+            "Hopper's backward, K = 64: parts of dA_log lie as with K = 128",
+            "sums[call_.channels() + warp_]",
+            "sums[kSize + warp_]",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_REVERSE_HOPPER,
+        (
+            "Hopper's reverse scan: states are stored in the order of the stage",
+            "return kOrder.run * (lane_ % 4)",
+            "return 2 * (lane_ % 4)",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_REVERSE_SIZES,
+        (
+            "Hopper's reverse scan: states are stored in units",
+            "kUnits ? unit_[i] : 1",
+            "1",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PRODUCER,
+        CUDA_REVERSE_NAN,
+        (
+            "Hopper's reverse scan: a NaN of k spoils no outputs of its chunk",
+            "(Source::kReversed ? Stage::kg : Stage::q)",
+            "Stage::q",
+        ),
+        (
+            "Hopper's reverse scan: NaN comes where other lanes have yet to store",
+            "    __syncwarp();  // the warp's rows are there, and ell\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_REVERSE,
+        CUDA_REVERSE_SHARED,
+        (
+            "Hopper's reverse scan: dv is not converted",
+            "  if (plan.own_dv && present(p.args.dv)) convert(p.args.exec, plan.dv, p.args.dv);\n",
+            "",
+        ),
+    ),
+]

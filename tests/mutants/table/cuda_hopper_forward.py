@@ -1,0 +1,155 @@
+"""Forward on Hopper."""
+
+from .mutant import emulated, mutants
+
+CUDA_HOPPER_FORWARD = "src/cuda/hopper_prefill/pairs.cu"
+CUDA_HOPPER_SEGMENTS = "src/cuda/hopper_prefill/segments.cu"
+CUDA_HOPPER_PRODUCER = "src/cuda/hopper_prefill/producer.h"
+CUDA_HOPPER_CONSUMER = "src/cuda/hopper_prefill/consumer.h"
+CUDA_HOPPER_MAPS = "src/cuda/hopper_prefill/segments.h"
+CUDA_HOPPER_REVERSE = "src/cuda/hopper_backward/reverse.cu"
+CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
+CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
+CUDA_HOPPER_OUTPUTS = "src/cuda/hopper_prefill/outputs.h"
+CUDA_HOPPER_THREAD = "src/cuda/hopper_prefill/consumer_thread.h"
+CUDA_HOPPER_TILES = "src/cuda/hopper_prefill/tiles.h"
+
+CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
+CUDA_FORWARD_NARROW = emulated(
+    *(f"ForwardChunkOnCuda.IsTheOracle/K64_V64_{c}" for c in ("bound_33", "softplus_17", "bound_short_packed"))
+)
+CUDA_SEGMENTS_NARROW = emulated(*(f"ForwardChunkOnCuda.IsTheOracle/K64_V64_log_{c}_long" for c in ("none", "slow")))
+CUDA_FORWARD_PACKED = emulated("ForwardChunkPromise.CompanyChangesNoBit/bound_heads")
+CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
+
+UNITS = {
+    CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_CONSUMER: [CUDA_HOPPER_FORWARD],
+    CUDA_HOPPER_MAPS: [CUDA_HOPPER_SEGMENTS],
+    CUDA_HOPPER_PAIR: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
+    CUDA_HOPPER_THREAD: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_TILES: [CUDA_HOPPER_FORWARD],
+}
+
+MUTANTS = [
+    *mutants(
+        CUDA_HOPPER_PRODUCER,
+        CUDA_FORWARD_HOPPER,
+        (
+            "Hopper's forward: wgmma does not see the tiles",
+            "    ptx::fence_shared_for_async();\n    at_.sync();  // tiles are there",
+            "    at_.sync();  // tiles are there",
+        ),
+        (
+            "Hopper's forward: raw rows come to where scores are read",
+            "    at_.sync();                           // Akk is there; all reads of tiles are done\n",
+            "",
+        ),
+        (
+            "Hopper's forward: a stage is written to while it is read",
+            "    if (role(turn) == WarpRole::kCopy) ring().wait_empty(number);\n",
+            "",
+        ),
+        ("Hopper's forward: T is sent before all lanes have written it", "      __syncwarp();  // T is there\n", ""),
+        (
+            "Hopper's forward: v comes to where U leaves",
+            "    if (Source::kKeepsU && call_.saved->used) ring().wait_values_empty(number);\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_OUTPUTS,
+        CUDA_FORWARD_HOPPER,
+        (
+            "Hopper's forward: v is released while other warps read U",
+            "    if (sends_U()) ptx::sync_threads(Base::kBarrier, kGroup);  // those of U, too, of all warps\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_CONSUMER,
+        CUDA_FORWARD_HOPPER,
+        (
+            "Hopper's forward: one lane releases what others still read",
+            "__syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_",
+            "if (lane_ == 0) ring_",
+        ),
+        (
+            "Hopper's forward: outputs are overwritten while TMA reads them",
+            "        if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MAPS,
+        CUDA_SEGMENTS_HOPPER,
+        (
+            "segments: a map comes to where one is read",
+            "      ptx::sync_threads(NamedBarrier::kConsumer, kGroup);  // all threads have read the map\n",
+            "",
+        ),
+        (
+            "segments: TMA does not see a map",
+            "    ptx::fence_shared_for_async();\n    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M",
+            "    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_UNITS,
+        CUDA_FORWARD_PACKED,
+        (
+            "Hopper's forward: states come to where zeros were stored behind a sequence",
+            "    ptx::fence_shared_for_async();  // copies will overwrite them\n"
+            "    __syncwarp();                   // zeros are there\n  }",
+            "    __syncwarp();                   // zeros are there\n  }",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_THREAD,
+        CUDA_FORWARD_NARROW,
+        (
+            "Hopper's forward, V = 64: states are stored beside their columns",
+            "return first_column() < static_cast<unsigned>(call_.p.V);",
+            "return true;",
+        ),
+        (
+            "Hopper's forward, K = 64: states are stored beside their channels",
+            "return j < 8 || call_.p.K > kSizeHalf;",
+            "return true;",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_TILES,
+        CUDA_FORWARD_NARROW,
+        (
+            "Hopper's forward, K = 64: a column's state ends where the next one's does",
+            "{.sizes = {size(3), size(2) / 8,",
+            "{.sizes = {kSize, size(2) / 8,",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_FORWARD_NARROW,
+        (
+            "Hopper's forward, V = 64: the CTA without columns keeps first states",
+            "number + call_.state_tiles->used + (work.end",
+            "number + (work.end",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MAPS,
+        CUDA_SEGMENTS_NARROW,
+        (
+            "segments, V = 64: M begins from columns of the other half",
+            "Base::column(i / 2 % 2) + first ==",
+            "Base::column(i / 2 % 2) ==",
+        ),
+        (
+            "segments, V = 64: warps that leave chunks out release the last ones, too",
+            "leave_out(chunks() - kHeld)",
+            "leave_out(chunks())",
+        ),
+    ),
+]

@@ -1,0 +1,1 @@
+"""Everything that needs a GPU, in one command. See command.py."""

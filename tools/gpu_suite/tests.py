@@ -1,0 +1,119 @@
+"""The tests: C++, Python (also those for the CPU, with CUDA tensors), instructions of the emulator, fuzzer, C example,
+`python -m kda check`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import xml.etree.ElementTree
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gpu_suite.instructions import validate
+from gpu_suite.processes import ROOT, of_python, run, shards
+
+# The C++ tests also run from the PTX for sm_80, as on a GPU newer than all named architectures. (torch itself
+# contains no PTX.) Kernels for Hopper or Blackwell alone have none.
+PTX = {"CUDA_FORCE_PTX_JIT": "1", "GTEST_FILTER": "-*opper*:*lackwell*:ForwardChunkChoice.*"}
+GPU_TESTS = "tests/gpu/test_gpu"  # in a built tree
+DISTRIBUTED = "test_distributed*.py"  # of tests/gpu: skipped by machines with one GPU
+GPU_FUZZER = "tests/gpu/fuzz_gpu"
+FUZZING = 90  # seconds
+
+
+def gtest(binary: Path, **environment: str) -> dict[str, Any]:
+    results = shards([str(binary), "--gtest_brief=1"], 8, **environment)
+    ran = [re.search(r"^\[=+\] (\d+) tests? from .* ran\.", r.stdout, re.M) for r in results]
+    failed = sum(len(re.findall(r"^\[  FAILED  \] .+ \(\d+ ms\)$", r.stdout, re.M)) for r in results)
+    return {"ran": sum(int(m[1]) for m in ran if m), "failed": failed, "exit": max(abs(r.returncode) for r in results)}
+
+
+def pytest(folder: str, files: str = "test_*.py", **environment: str) -> dict[str, Any]:
+    """Runs one process per file, several at once."""
+
+    def one(tests: Path) -> tuple[int, list[dict[str, str]]]:
+        with tempfile.NamedTemporaryFile(suffix=".xml") as file:
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests.relative_to(ROOT))]
+            result = run([*command, f"--junitxml={file.name}"], **of_python(**environment))
+            text = Path(file.name).read_text()
+        suites = xml.etree.ElementTree.fromstring(text).iter("testsuite") if text else ()
+        # 5 means no tests, which is fine: a file may be for another device.
+        return 0 if result.returncode == 5 else result.returncode, [suite.attrib for suite in suites]
+
+    with ThreadPoolExecutor(6) as at_once:
+        results = list(at_once.map(one, sorted((ROOT / folder).glob(files))))
+    kinds = ("tests", "failures", "errors", "skipped")
+    total = {k: sum(int(suite.get(k, 0)) for _, suites in results for suite in suites) for k in kinds}
+    return {
+        "ran": total["tests"] - total["skipped"],
+        "failed": total["failures"] + total["errors"],
+        "skipped": total["skipped"],
+        "exit": max(abs(status) for status, _ in results),
+    }
+
+
+def example(binary: Path) -> dict[str, Any]:
+    result = run([str(binary)])
+    ran = "the GPU differs" in result.stdout
+    return {"ran": int(ran), "failed": int(result.returncode != 0), "exit": result.returncode}
+
+
+def fuzz(binary: Path) -> dict[str, Any]:
+    """Fuzzes calls at the edges for as long as there is time. A failure prints the arguments that reproduce it."""
+    result = run([str(binary), "1000000", "1", "0", "cuda", str(FUZZING)])
+    made = re.search(r"calls: (\d+) made", result.stdout)
+    return {"ran": int(made[1]) if made else 0, "failed": int(result.returncode != 0), "exit": result.returncode}
+
+
+def kda_check() -> dict[str, Any]:
+    """Runs `python -m kda check`. Leaving out an implementation for this GPU is a failure, because users would
+    believe that it was checked."""
+    result = run([sys.executable, "-m", "kda", "check"], **of_python())
+    summary = re.search(r": (\d+) of (\d+) cases ok, (\d+) skipped$", result.stdout, re.M)
+    ok, ran, skipped = map(int, summary.groups()) if summary else (0, 0, 0)
+    cases: dict[str, int] = {}
+    for op, name, count, rest in re.findall(r"^(\w+) +(cuda_\w+) +(?:b?float\d+ +)?(\d+) +(.*)", result.stdout, re.M):
+        if "needs compute capability" not in rest:
+            cases[f"{op} {name}"] = cases.get(f"{op} {name}", 0) + int(count)
+    unchecked = [name for name, count in cases.items() if count == 0]
+    if unchecked:
+        print("python -m kda check leaves out", ", ".join(unchecked), flush=True)
+    failed = ran - ok + len(unchecked)
+    return {"ran": ran, "failed": failed, "skipped": skipped, "exit": result.returncode or int(failed > 0)}
+
+
+def instructions(build: Path) -> dict[str, Any]:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    return validate(build, 10 * major + minor)
+
+
+# By name: the function that runs the tests in a built tree.
+TESTS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "cpp": lambda build: gtest(build / GPU_TESTS),
+    "cpp from ptx": lambda build: gtest(build / GPU_TESTS, **PTX),
+    "python": lambda _: pytest("tests/gpu"),
+    "python on two GPUs": lambda _: pytest("tests/gpu", DISTRIBUTED),
+    "python, as on the CPU": lambda _: pytest("tests/python", KDA_TEST_DEVICE="cuda"),
+    "instructions": lambda build: instructions(build),
+    "fuzzer": lambda build: fuzz(build / GPU_FUZZER),
+    "c example": lambda build: example(build / "tests/cpp/examples/decode_gpu"),
+    "python -m kda check": lambda _: kda_check(),
+}
+
+
+def run_tests(build: Path, before: dict[str, Any], wanted: Iterable[str]) -> dict[str, Any]:
+    """Runs all tests at once, because they leave most of the GPU idle. Tests that passed at this source are not
+    repeated. Those for two GPUs need them."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        wanted = [name for name in wanted if name != "python on two GPUs"]
+    done = {name: result for name, result in before.items() if result["exit"] == 0}
+    with ThreadPoolExecutor() as at_once:
+        running = {name: at_once.submit(TESTS[name], build) for name in wanted if name not in done}
+        return done | {name: result.result() for name, result in running.items()}
