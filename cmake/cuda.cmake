@@ -88,6 +88,7 @@ function(kda_add_cuda target)
   kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}"
     src/cuda/hopper_backward/chunk.cu
     src/cuda/hopper_backward/reverse.cu
+    src/cuda/hopper_prefill/maps.cu
     src/cuda/hopper_prefill/pairs.cu
     src/cuda/hopper_prefill/segments.cu
     src/cuda/hopper_stages/wy_dqkg.cu)

@@ -29,6 +29,8 @@ void hopper_prefill_segments(const ForwardProblem& p);
 inline bool forward_by_segments(const ForwardProblem& p) {  // whether they take the call and are faster
   return !hopper_prefill_segments_why_not(p) && !hopper_prefill_segments_unsuited(p);
 }
+// M [N,HV,K,K] of sequences, and b, where p says that final states go. Takes what pairs take.
+void hopper_prefill_maps(const ForwardProblem& p, const kda_tensor& M);
 const char* hopper_prefill_pairs_why_not(const ForwardProblem& p);
 uint64_t hopper_prefill_pairs_workspace(const ForwardProblem& p);
 void hopper_prefill_pairs(const ForwardProblem& p);
@@ -46,6 +48,9 @@ void prefill_recurrent(const ForwardProblem& p);
 const char* hopper_backward_chunk_why_not(const BackwardProblem& p);
 uint64_t hopper_backward_chunk_workspace(const BackwardProblem& p);
 void hopper_backward_chunk(const BackwardProblem& p);
+// M [N,HV,K,K] of sequences and, where p says that dh0 goes, d.
+bool hopper_backward_takes_maps(const BackwardProblem& p);
+void hopper_backward_maps(const BackwardProblem& p, const kda_tensor& M);
 const char* backward_chunk_why_not(const BackwardProblem& p);
 const char* backward_chunk_too_rough(const BackwardProblem& p);
 uint64_t backward_chunk_workspace(const BackwardProblem& p);
@@ -57,14 +62,16 @@ void backward_recurrent(const BackwardProblem& p);
 const char* segment_hopper_why_not(const SegmentMapProblem& p);
 uint64_t segment_hopper_workspace(const SegmentMapProblem& p);
 void segment_hopper(const SegmentMapProblem& p);
+std::string segment_hopper_form(const SegmentMapProblem& p);
 const char* segment_chunk_why_not(const SegmentMapProblem& p);
 const char* segment_chunk_too_rough(const SegmentMapProblem& p);
 uint64_t segment_chunk_workspace(const SegmentMapProblem& p);
 void segment_chunk(const SegmentMapProblem& p);
+std::string segment_chunk_form(const SegmentMapProblem& p);
 const char* segment_recurrent_why_not(const SegmentMapProblem& p);
 uint64_t segment_recurrent_workspace(const SegmentMapProblem& p);
 void segment_recurrent(const SegmentMapProblem& p);
-std::string segment_form(const SegmentMapProblem& p);  // of all three
+std::string segment_recurrent_form(const SegmentMapProblem& p);
 const char* segment_merge_why_not(const SegmentMergeProblem& p);
 void segment_merge(const SegmentMergeProblem& p);
 

@@ -5,6 +5,7 @@
 #include "cuda/hopper_backward/reverse.h"
 #include "cuda/hopper_backward/reverse_consumer.h"
 #include "cuda/hopper_prefill/dispatch.h"
+#include "cuda/hopper_prefill/maps.h"
 #include "cuda/hopper_prefill/pair_kernel.h"
 #include "cuda/hopper_prefill/segments_kernel.h"
 
@@ -31,6 +32,16 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
   using T = __nv_bfloat16;
   run_segments<Producer<T, Scores, false, TaskSource<true, true>>, ReverseConsumer<T, true, 2>,
                ReverseConsumer<T, false, 2>>({p, x, states, {}, &tiles, &saved}, segments);
+}
+
+template <class Scores>
+__global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
+    reverse_maps_kernel(const __grid_constant__ ForwardProblem p, const __grid_constant__ Tokens x,
+                        const __grid_constant__ States states, const __grid_constant__ TypedView M,
+                        const __grid_constant__ Tiles tiles, const __grid_constant__ SavedTiles saved) {
+  using T = __nv_bfloat16;
+  run_maps<Producer<T, Scores, false, MapSource<true>>, ReverseConsumer<T, true>, ReverseConsumer<T, false>>(
+      {p, x, states, {}, &tiles, &saved}, M);
 }
 
 // The scan as the problem of a forward: v is dO and o is dv, the first state is dhT and the last dh0, h is dh.
@@ -66,6 +77,16 @@ void launch_segments(const ForwardProblem& x) {
                                           Tiles(x), SavedTiles());
 }
 
+template <class Scores>
+void launch_maps(const ForwardProblem& x, const kda_tensor& M) {
+  const kda_forward_args& a = x.args;
+  const auto pairs = static_cast<unsigned>(x.N * x.HV);
+  if (pairs == 0) return;
+  launch<reverse_maps_kernel<Scores>>(a.exec, dim3(2 * pairs), static_cast<int>(kSegmentThreads),
+                                      static_cast<int>(Shared::bytes), x, Tokens(x, a.in, a.o), States(a), view_of(M),
+                                      Tiles(x), SavedTiles());
+}
+
 }  // namespace
 
 bool sm90::takes_reverse(const BackwardProblem& p) {
@@ -85,6 +106,11 @@ void sm90::run_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
   with_scores(x,
               [&]<class Scores>() { forward_by_segments(x) ? launch_segments<Scores>(x) : launch_pairs<Scores>(x); });
   if (plan.own_dv && present(p.args.dv)) convert(p.args.exec, plan.dv, p.args.dv);
+}
+
+void sm90::run_reverse_maps(const BackwardProblem& p, const BackwardPlan& plan, const kda_tensor& M) {
+  const ForwardProblem x = mirrored(p, plan);
+  with_scores(x, [&]<class Scores>() { launch_maps<Scores>(x, M); });
 }
 
 }  // namespace kda::cuda

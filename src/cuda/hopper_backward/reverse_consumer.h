@@ -99,11 +99,11 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
     }
     if (pending) store_last(out, first, kRows, 0);
   }
-  // Scans the first chunks of the ring, all of 32 tokens, for dS alone: as in Consumer. Their last token is the last
-  // one of 64.
+  // Scans the first chunks of the ring, all of 32 tokens, for dS alone: as in Consumer. odd: 1 if their
+  // last token is not the last one of 64.
   template <unsigned kHeld>
-  __device__ __forceinline__ void scan_state(unsigned chunks) {
-    for (unsigned number = 0; number < chunks;) {
+  __device__ __forceinline__ void scan_state(unsigned chunks, unsigned number = 0, unsigned odd = 0) {
+    while (number < chunks) {
       const bool again = prepared();
       unsigned none[2][4];
       bool went, full = false;
@@ -113,7 +113,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
         if (!full) ring_.wait_full(number);
         Chunk x;
         start_state_products<false>(stage, x);
-        went = vote(x.left, x.D, number * kRows % kChunk == 0, again);
+        went = vote(x.left, x.D, begins_span(number, odd), again);
         if (!went) break;
         if (kValues) add_scores(stage, x);
         start_values(stage, x);
@@ -127,7 +127,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
         ++number;
       } while (!again && number < chunks);
       lane_ = opaque(lane_);
-      if (!went) prepare(opaque(ring_.stage(number)), number * kRows % kChunk == 0);
+      if (!went) prepare(opaque(ring_.stage(number)), begins_span(number, odd));
       else if (again) spoil(none);
     }
   }
@@ -135,6 +135,10 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
  private:
   // Is the chunk from token t on the last one of 64 tokens?
   __device__ static bool is_span_end(unsigned t, unsigned last) { return t % kChunk == kRows || t == last; }
+  // The same of the ring's chunk `number`; odd: 1 if there are an odd number of them.
+  __device__ static bool begins_span(unsigned number, unsigned odd) {
+    return (number + odd) * kRows % kChunk == 0 || (odd && number == 0);
+  }
 
   // ---- a chunk: its steps in the order in which they run. Products that a step starts run under what follows it. ----
 

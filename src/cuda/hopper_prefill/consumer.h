@@ -110,11 +110,11 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
     __syncwarp();  // all lanes know it
     for (; kept < number; ++kept) release_values(kept);
   }
-  // Scans the first chunks of the ring, all of 32 tokens, for the state alone. The last kHeld chunks are not
-  // released.
+  // Scans the ring's chunks from `number` to `chunks`, for the state alone. v of tokens behind a sequence must have
+  // been cleared. The last kHeld chunks are not released.
   template <unsigned kHeld>
-  __device__ __forceinline__ void scan_state(unsigned chunks) {
-    for (unsigned number = 0; number < chunks;) {
+  __device__ __forceinline__ void scan_state(unsigned chunks, unsigned number = 0, unsigned = 0) {
+    while (number < chunks) {
       const bool again = prepared();
       unsigned none[2][4];
       bool went, full = false;

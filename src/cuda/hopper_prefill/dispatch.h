@@ -50,18 +50,22 @@ void with_scores(const ForwardProblem& p, const Run& run) {
   if (anchored(p)) run.template operator()<BoundedScores>();
   else run.template operator()<AnyGateScores>();
 }
+// Calls run.operator()<T, Scores, kWideGate>(): see Producer.
+template <class Run>
+void with_inputs(const ForwardProblem& p, const Run& run) {
+  const auto by_gate = [&]<class T, class Scores>() {
+    if (p.args.in.g.dtype == KDA_F32) run.template operator()<T, Scores, true>();
+    else run.template operator()<T, Scores, false>();
+  };
+  with_type(p, [&]<class T>() { with_scores(p, [&]<class Scores>() { by_gate.template operator()<T, Scores>(); }); });
+}
 // Calls run.operator()<T, Scores, kWideGate, kTraining>(): see Producer and Consumer.
 template <class Run>
 void with_preparation(const ForwardProblem& p, const Run& run) {
-  const auto by_use = [&]<class T, class Scores, bool kWideGate>() {
+  with_inputs(p, [&]<class T, class Scores, bool kWideGate>() {
     if (present(p.args.h) || present(p.args.v_new)) run.template operator()<T, Scores, kWideGate, true>();
     else run.template operator()<T, Scores, kWideGate, false>();
-  };
-  const auto by_gate = [&]<class T, class Scores>() {
-    if (p.args.in.g.dtype == KDA_F32) by_use.template operator()<T, Scores, true>();
-    else by_use.template operator()<T, Scores, false>();
-  };
-  with_type(p, [&]<class T>() { with_scores(p, [&]<class Scores>() { by_gate.template operator()<T, Scores>(); }); });
+  });
 }
 
 }  // namespace kda::cuda::sm90

@@ -8,6 +8,7 @@
 // For the reverse scan all of this is mirrored: dS is the state, and segments follow one another from the end of a
 // sequence to its beginning.
 #pragma once
+#include "cuda/hopper_prefill/map_consumer.h"
 #include "cuda/hopper_prefill/pair.h"
 
 namespace kda::cuda::sm90 {
@@ -212,9 +213,10 @@ class TaskSource {
 
 // Makes b of a segment and then outputs or, without kValues, M. While M is made, its warps release chunks, too;
 // otherwise the warps of b do so for them. Base: the consumer of chunks.
-template <class Base>
-class SegmentConsumer : public Base {
-  using Base::kValues, Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::call_, Base::first_column;
+template <class Scan>
+class SegmentConsumer : public MapConsumer<Scan> {
+  using Base = MapConsumer<Scan>;
+  using Base::kValues, Base::S_, Base::unit_, Base::lane_, Base::ring_, Base::first_column, Base::half_of_map;
   static constexpr unsigned kReadBarrier = NamedBarrier::kMapsAreRead;  // of both consumers
 
  public:
@@ -223,18 +225,10 @@ class SegmentConsumer : public Base {
 
   // Makes b of a segment or, without values, M.
   __device__ __forceinline__ void map() {
-    if (lane_ == 0) Base::open();
-    // No column of M grows, and most shrink: in these units they stay large enough for long.
-    unit_[0] = unit_[1] = kValues ? 1 : 0x1p-6f;
-    const bool scans = kValues ? Base::has_columns() : half_of_map() < static_cast<unsigned>(call_.p.K) / kSizeHalf;
-    const unsigned first = half_of_map() * kSizeHalf - ptx::rank() * kSizeHalf;  // what column() of M's leaves out
-#pragma unroll
-    for (int i = 0; i < 64; ++i)
-      S_[i] = !kValues && scans && Base::column(i / 2 % 2) + first == Base::position(i / 4) + i % 2 ? 0x1p6f : 0;
     // Warps of b do not release the last stages: maps will come there.
     constexpr unsigned kHeld = kValues ? kStages : 0;
-    if (scans) this->template scan_state<kHeld>(chunks());
-    else leave_out(chunks() - kHeld);
+    if (Base::template begin<true>()) this->template scan_state<kHeld>(chunks());
+    else Base::leave_out(chunks(), kHeld);
     ptx::sync_ways(kReadBarrier, 2 * kGroup);  // all reads of those stages are done
     const Task task = Task::here();
     const Item item = task.item();
@@ -276,17 +270,6 @@ class SegmentConsumer : public Base {
     Base::finish_outputs();
   }
   __device__ unsigned chunks() const { return segments_.cut.tokens / kRows; }  // of a map
-  // The half of M's columns that this CTA makes. V = 64 leaves the warps of b in CTA 1 without columns, so those of M
-  // there make the first half, which is all of M if K is 64, too.
-  __device__ unsigned half_of_map() const { return call_.p.V > kSizeHalf ? ptx::rank() : ptx::rank() ^ 1; }
-  // Waits for the chunks of a map without scanning them, and releases the first ones, `released` of them.
-  __device__ void leave_out(unsigned released) const {
-    for (unsigned number = 0; number < chunks(); ++number) {
-      ring_.wait_full(number);
-      __syncwarp();  // all lanes know that it is full
-      if (lane_ == 0 && number < released) Base::release(number);
-    }
-  }
   // Tells other pairs that the warpgroup has stored so many quarters of a map.
   __device__ void share(unsigned* flag, unsigned quarters) const {
     ptx::sync_threads(Base::kBarrier, kGroup);  // all of it is stored

@@ -17,6 +17,7 @@ constexpr SegmentKernels kKernels{.forward_why_not = prefill_chunk_why_not,
 const char* segment_chunk_why_not(const SegmentMapProblem& p) { return segment_why_not(p, kKernels); }
 uint64_t segment_chunk_workspace(const SegmentMapProblem& p) { return segment_workspace(p, kKernels); }
 void segment_chunk(const SegmentMapProblem& p) { run_segment(p, kKernels); }
+std::string segment_chunk_form(const SegmentMapProblem& p) { return segment_form(p, kKernels); }
 
 const char* segment_chunk_too_rough(const SegmentMapProblem& p) {
   return p.args.in.q.dtype == KDA_F32 ? "multiplies operands of 16 bits, where q, k and v have 32" : nullptr;

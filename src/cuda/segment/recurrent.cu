@@ -17,5 +17,6 @@ constexpr SegmentKernels kKernels{.forward_why_not = prefill_recurrent_why_not,
 const char* segment_recurrent_why_not(const SegmentMapProblem& p) { return segment_why_not(p, kKernels); }
 uint64_t segment_recurrent_workspace(const SegmentMapProblem& p) { return segment_workspace(p, kKernels); }
 void segment_recurrent(const SegmentMapProblem& p) { run_segment(p, kKernels); }
+std::string segment_recurrent_form(const SegmentMapProblem& p) { return segment_form(p, kKernels); }
 
 }  // namespace kda::cuda

@@ -178,16 +178,16 @@ MUTANTS = [
     *mutants(
         CUDA_SEGMENT_PIECES,
         CUDA_SEGMENT_MAPS,
-        ("cuda segment: the last piece is left out", "(length + kTokens - 1) / kTokens : 1", "length / kTokens : 1"),
-        ("cuda segment: pieces count from the row's begin", "s.t0 + before * kTokens", "before * kTokens"),
+        ("cuda segment: the last piece is left out", "(length + tokens - 1) / tokens : 1", "length / tokens : 1"),
+        ("cuda segment: pieces count from the row's begin", "s.t0 + before * tokens", "before * tokens"),
     ),
     *mutants(
         CUDA_SEGMENT_PIECES,
         CUDA_SEGMENT_COMPANY,
         (
             "cuda segment: empty pieces are merged",
-            "return length > kTokens ? (length + kTokens - 1) / kTokens : 1;",
-            "return length ? length / kTokens + 1 : 1;",
+            "return length > tokens ? (length + tokens - 1) / tokens : 1;",
+            "return length ? length / tokens + 1 : 1;",
         ),
     ),
     *mutants(
