@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import Conv
-from .fused import fused_decode
 from .layer import front, training
 from .layer.cache import KDACache
 from .layer.checkpoints import from_published, own_names, to_published
@@ -26,11 +25,10 @@ from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
 from .layer.norm import RMSNormGated
 from .layer.packing import find_layout
-from .layer.parts import Rows, check_window, conv_parameters, convolutions, joined, new_cache, pack_weights
+from .layer.parts import Rows, check_window, conv_parameters, joined, new_cache, pack_weights
 from .layer.plans import local, mesh_of_plan
-from .layer.products import has_hooks
-from .layer.recompute import check_first_run
 from .layer.states import old_state
+from .layer.step import StepWeights, is_one_call, one_call, quick_step
 from .serving import decode, prefill
 from .training import chunk_kda, fused_recurrent_kda
 
@@ -93,6 +91,8 @@ class KimiDeltaAttention(nn.Module):
     >>> bool(torch.allclose(torch.cat([prompt, token], 1), o, atol=1e-5)), cache.memory_bytes()
     (True, 10496)
     """
+
+    step_weights: StepWeights | None = None  # made by a decode step, for the next ones
 
     def __init__(
         self,
@@ -186,6 +186,9 @@ class KimiDeltaAttention(nn.Module):
         self.pack_weights()
         return module
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name != "step_weights"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.pack_weights()  # copy.deepcopy copies each weight by itself
@@ -196,11 +199,13 @@ class KimiDeltaAttention(nn.Module):
         it is made, moved, converted or copied. Call it after something has given parameters other memory, such as
         ``load_state_dict(assign=True)``. Without the call everything is right, but slower. Last bits of the
         projections may change with it."""
+        self.step_weights = None
         if self.fuse_projections:
             pack_weights(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Also accepts the names and shapes of published checkpoints."""
+        self.step_weights = None
         given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         given = {name[len(prefix) :]: x for name, x in given.items()}
         own = own_names(given)
@@ -282,6 +287,12 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError("cache: expected the same as past_key_values, which it is another name of, got another")
         B, T, _ = hidden_states.shape
         held = past_key_values if cache is None else cache
+        rows_alone = cu_seqlens is None and cu_seq_lens_q is None and cu_seq_lens_k is None and cu_seqlens_cpu is None
+        rows_alone = rows_alone and seq_idx is None and position_ids is None and attention_mask is None
+        if T == 1 and held is not None and rows_alone and cp_context is None and self._has_own_norm():
+            found = held.get(self.layer_idx) if type(held) is dict else held
+            if (o := quick_step(self, hidden_states, found)) is not None:
+                return o, None, held
         offsets = {
             "cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k,
             "cu_seqlens_cpu": cu_seqlens_cpu,
@@ -321,36 +332,22 @@ class KimiDeltaAttention(nn.Module):
                     "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
                 )
             o = self._draft(rows, g, beta, cache)
-        elif cache is not None and T <= DECODE_TOKENS and isinstance(rows, Tensor) and self._is_one_step(cache):
-            return self._step(rows, g, beta, gate, cache, cu)
+        elif (
+            cache is not None
+            and T <= DECODE_TOKENS
+            and isinstance(rows, Tensor)
+            and self._has_own_norm()
+            and is_one_call(self, cache)
+        ):
+            return one_call(self, rows, g, beta, gate, cache, cu)
         else:
             qkv = queries_keys_values(self, rows, cache, cu, cp_context)
             o = self._attend((*qkv, g, beta), cache, cu, cp_context, T)
         normed: Tensor = self.o_norm(o, gate, mesh=mesh_of_plan(self))
         return normed
 
-    def _is_one_step(self, cache: KDACache) -> bool:
-        """Can convolution, recurrence and norm be one call? Replaced and hooked parts have to be called themselves."""
-        norm, convs = self.o_norm, convolutions(self)
-        return (
-            not torch.is_grad_enabled()
-            and cache.conv is not None
-            and self.conv_size > 1
-            and type(norm) is RMSNormGated
-            and not any(map(has_hooks, (norm, *convs)))
-        )
-
-    def _step(self, rows: Tensor, g: Tensor, beta: Tensor, gate: Tensor, cache: KDACache, cu: Tensor | None) -> Tensor:
-        options = self._options()
-        options.pop("use_gate_in_kernel")
-        weight, bias = conv_parameters(self)
-        check_first_run("state", cache.made_in)
-        norm: Any = self.o_norm
-        o: Tensor = fused_decode(
-            rows, weight, bias, cache.conv, g, beta, state=cache.state, gate=gate, norm_weight=norm.weight,
-            eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
-        )  # fmt: skip
-        return o
+    def _has_own_norm(self) -> bool:
+        return type(self._modules["o_norm"]) is RMSNormGated
 
     def _draft(self, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
         """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels."""

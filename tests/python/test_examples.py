@@ -165,7 +165,7 @@ def forward_only(function: Any) -> Any:
     [
         ("layer.training.train nn.chunk_kda", forward_only, ["train"]),
         ("nn.prefill", refusing_all, ["serve"]),
-        ("nn.fused_decode nn.decode", refusing_all, ["serve"]),
+        ("nn.quick_step layer.step.fused_decode nn.decode", refusing_all, ["serve"]),
         ("layer.convolution.causal_conv1d_update", refusing_all, ["serve"]),
         ("layer.draft_cache.verify_kvbuffer", refusing_all, ["serve"]),
         ("layer.draft_cache.flush_verify_kvbuffer", refusing_all, ["serve"]),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kda
+from kda.layer import step
 from kda.nn import KDACache, KimiDeltaAttention, RMSNormGated, ShortConvolution
 from layer_model import float64_parameters, in_pieces, make, model, relative, tokens
 
@@ -240,16 +241,20 @@ def test_with_gradients_a_cache_carries_values_but_no_gradient():
 
 
 def test_long_pieces_run_in_chunks_and_short_ones_token_by_token(monkeypatch):
-    """Short ones with their convolution and norm in one call, where there is a convolution."""
+    """Short ones with their convolution and norm in one call, where there is a convolution, and single ones as quick
+    steps."""
     calls = []
-    for module, name in ((kda.nn, "prefill"), (kda.nn, "decode"), (kda.nn, "fused_decode")):
-        run = getattr(kda, name)
+    for module, name in ((kda.nn, "prefill"), (kda.nn, "decode"), (step, "fused_decode"), (step, "_step")):
+        run = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, run=run, name=name, **k: calls.append(name) or run(*a, **k))
-    for config, step in (({}, "fused_decode"), ({"use_short_conv": False}, "decode"), ({"conv_size": 1}, "decode")):
+    for config, short in (({}, ["fused_decode", "_step", "_step"]), ({"use_short_conv": False}, ["decode"] * 3)):
         layer = make(**config)
         in_pieces(layer, tokens(1, 110, 48), [100, 8, 1, 1], layer.new_cache(1))
-        assert calls == ["prefill", *[step] * 3]
+        assert calls == ["prefill", *short]
         calls.clear()
+    layer = make(conv_size=1)
+    in_pieces(layer, tokens(1, 110, 48), [100, 8, 1, 1], layer.new_cache(1))
+    assert calls == ["prefill", *["decode"] * 3]
 
 
 # ---- 16-bit types and the compiler ----

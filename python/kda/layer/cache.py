@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .recompute import check_first_run, current_backward
+
+if TYPE_CHECKING:
+    from .step import StepMemory
 
 
 class KDACache:
@@ -30,6 +33,7 @@ class KDACache:
     def __init__(self, conv: Tensor | None, state: Tensor) -> None:
         self.conv, self.state = conv, state
         self.made_in = current_backward()
+        self.step_memory: StepMemory | None = None  # between the products of a decode step, made by the first
 
     def __repr__(self) -> str:
         return f"KDACache(conv={self.conv}, state={self.state})"
@@ -89,7 +93,8 @@ class KDACache:
                 x[slice(None) if rows is None else rows] = 0
 
     def memory_bytes(self) -> int:
-        """Bytes of the two tensors: the same after any number of tokens."""
+        """Bytes of the two tensors: the same after any number of tokens. The memory between the products of a decode
+        step, a few percent more, is not included."""
         return sum(x.numel() * x.element_size() for x in (self.conv, self.state) if x is not None)
 
 

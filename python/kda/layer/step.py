@@ -1,0 +1,217 @@
+"""Decode steps of the layer: convolution, recurrence and norm in one call, and a step of one token with little else.
+
+On a GPU most of a step of one token is the host's work. So :func:`quick_step` keeps what is the same in every step:
+the layer its weights, as views of the parameters, and the cache the memory between the products. Before each step it
+looks whether the layer is still the same (:class:`Snapshot`). Its numbers are those of the general way, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..arguments import norm_form
+from ..call.eager import grad_enabled, mark_step
+from ..call.inputs import single
+from ..call.library import library
+from ..call.options import make_options
+from ..call.tracing import compiling, modes
+from ..fused import fused_decode
+from .cache import KDACache
+from .parts import conv_parameters, convolutions, heads_of, joint_maps, sizes_of
+from .products import filled_up, has_hooks, is_plain, whole_of
+from .recompute import check_first_run
+from .snapshot import Snapshot, are_plain
+
+if TYPE_CHECKING:
+    from ..nn import KimiDeltaAttention
+
+
+def is_one_call(layer: KimiDeltaAttention, cache: KDACache) -> bool:
+    """Can convolution, recurrence and norm be one call, if the norm is the layer's own? Hooked parts have to be called
+    themselves."""
+    norm, convs = layer.o_norm, convolutions(layer)
+    return (
+        not torch.is_grad_enabled()
+        and cache.conv is not None
+        and layer.conv_size > 1
+        and not any(map(has_hooks, (norm, *convs)))
+    )
+
+
+def one_call(
+    layer: KimiDeltaAttention, rows: Tensor, g: Tensor, beta: Tensor, gate: Tensor, cache: KDACache, cu: Tensor | None
+) -> Tensor:
+    """Returns the outputs after the norm, ``[B, T, HV, V]``."""
+    options = layer._options()
+    options.pop("use_gate_in_kernel")
+    weight, bias = conv_parameters(layer)
+    check_first_run("state", cache.made_in)
+    norm: Any = layer.o_norm
+    o: Tensor = fused_decode(
+        rows, weight, bias, cache.conv, g, beta, state=cache.state, gate=gate, norm_weight=norm.weight,
+        eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
+    )  # fmt: skip
+    return o
+
+
+def quick_step(layer: KimiDeltaAttention, x: Tensor, cache: Any) -> Tensor | None:
+    """The output of a layer with its own norm for one token of each sequence, ``[B, 1, hidden_size]``. None if the
+    general way has to run, because torch or a part of the layer does more than eager numbers, or because a tensor is
+    unusual."""
+    if compiling() or grad_enabled() or modes() or type(x) is not Tensor or type(cache) is not KDACache:
+        return None
+    if torch._C._are_functorch_transforms_active() or torch._C._current_graph_task_id() != -1 or _has_any_global_hook():
+        return None
+    device = x.device
+    if torch.is_autocast_enabled(device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None  # a graph would use the cache's memory for longer than the cache holds it
+    weights, memory = layer.step_weights, cache.step_memory
+    if weights is None or not weights.hold(layer):
+        weights = layer.step_weights = _weights_of(layer, x)
+        if weights is None:
+            return None
+    if memory is None or not memory.fits(weights, x, cache):
+        memory = cache.step_memory = _memory_of(weights, x, cache)
+        if memory is None:
+            return None
+    return _step(weights, memory, x)
+
+
+def _step(weights: StepWeights, memory: StepMemory, x: Tensor) -> Tensor | None:
+    torch.mm(x.reshape(-1, x.shape[2]), weights.joint, out=memory.product)
+    for (weight, bias), (first, second) in zip(weights.seconds, memory.seconds, strict=True):
+        if bias is None:
+            torch.mm(first, weight, out=second)
+        else:
+            torch.addmm(bias, first, weight, out=second)
+    A_log, dt_bias, state, conv_state = weights.A_log, weights.dt_bias, memory.state, memory.conv_state
+    if weights.narrow_gate:  # converted in every step, because nothing tells that the numbers have changed
+        A_log, dt_bias = single(A_log), single(dt_bias)
+    try:
+        library().decode(
+            None, None, None, memory.g, memory.beta, A_log, dt_bias, options=weights.options, h0=state, hT=True,
+            o=memory.o, conv=(memory.rows, weights.conv_weight, weights.conv_bias, conv_state, None),
+            norm=(memory.gate, *weights.norm),
+        )  # fmt: skip
+    except (ValueError, NotImplementedError):  # refused, so nothing was written: the general way says what is wrong
+        return None
+    mark_step(state, conv_state)
+    return F.linear(memory.flat, *weights.o_proj)
+
+
+class StepShapes(NamedTuple):
+    """What the memory between the products depends on, apart from the number of sequences."""
+
+    columns: tuple[int, ...]  # of the joint product: q, k and v; decay; gate; beta; what fills it up
+    seconds: tuple[int, ...]  # of the second halves of decay and gate, 0 without one
+    heads: tuple[int, int, int]  # HV, K and V
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StepWeights:
+    """The weights of a layer as its steps take them. They are views of the parameters, so they show new numbers."""
+
+    def __init__(self, layer: KimiDeltaAttention, maps: list[Any], seconds: list[Any], whole: Tensor) -> None:
+        """``maps``: those of the joint product, and ``whole``, their weights. ``seconds``: the second halves of decay
+        and gate, or None."""
+        parts: dict[str, Any] = layer._modules
+        self.snapshot, self.settings = Snapshot(layer), _settings(layer)
+        lower_bound, neg_eigval, eps, activation, _ = self.settings
+        self.joint, self.seconds = whole.t(), [(m.weight.detach().t(), m.bias) for m in seconds if m is not None]
+        self.conv_weight, self.conv_bias = conv_parameters(layer)
+        self.norm = parts["o_norm"].weight.detach(), eps, norm_form(activation), True
+        self.o_proj = parts["o_proj"].weight, parts["o_proj"].bias
+        heads = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+        self.A_log, self.dt_bias = layer.A_log.detach(), layer.dt_bias.detach().view(heads[:2])
+        self.narrow_gate = any(p.dtype.itemsize < 4 for p in (self.A_log, self.dt_bias))
+        self.options = make_options(self.A_log, None, lower_bound, True, True, True, neg_eigval, True)
+        columns = (sum(sizes_of(layer)), *(m.weight.shape[0] for m in maps[3:]))
+        filling = filled_up(sum(columns)) - sum(columns)
+        ends = tuple(0 if m is None else m.weight.shape[0] for m in seconds)
+        self.shapes = StepShapes((*columns, filling), ends, heads, whole.dtype, whole.device)
+
+    def hold(self, layer: KimiDeltaAttention) -> bool:
+        return self.snapshot.holds() and self.settings == _settings(layer)
+
+
+def _settings(layer: KimiDeltaAttention) -> tuple[Any, ...]:
+    norm: Any = layer._modules["o_norm"]
+    return layer.lower_bound, layer.allow_neg_eigval, norm.eps, norm.activation, layer.fuse_projections
+
+
+def _weights_of(layer: KimiDeltaAttention, x: Tensor) -> StepWeights | None:
+    """None if some part has to be called itself, or if weights are distributed, lie apart, or need another dtype."""
+    maps, parts, convs = joint_maps(layer, x), layer._modules, convolutions(layer)
+    if maps is None or len(maps) < 6 or not convs or layer.conv_size == 1:
+        return None
+    norm: Any = parts["o_norm"]
+    if any(map(has_hooks, (norm, *convs))):
+        return None
+    if not all({"weight", "bias"} <= c._parameters.keys() for c in convs):  # replaced, or computed from others
+        return None
+    halves: list[Any] = [parts["f_proj"], parts["g_proj"]]
+    seconds = [m._modules["1"] if type(m) is nn.Sequential else None for m in halves]
+    linear: list[Any] = [*maps, parts["o_proj"], *(m for m in seconds if m is not None)]
+    if not all(is_plain(m, bias=True) for m in linear):
+        return None
+    parameters = list(layer.parameters())
+    if not are_plain(parameters, x.device) or not all(p.is_contiguous() for p in parameters):
+        return None
+    if {p.dtype for m in linear for p in m.parameters()} != {x.dtype}:
+        return None
+    biases = [c.bias for c in convs if c.bias is not None]
+    if whole_of([c.weight for c in convs]) is None or (biases and whole_of(biases) is None):
+        return None
+    whole = whole_of([m.weight for m in maps])
+    return None if whole is None else StepWeights(layer, maps, seconds, whole)
+
+
+class StepMemory:
+    """The memory between the products of a step. It belongs to a cache, because the steps of one cache come one after
+    another, on whatever streams and threads the layer runs."""
+
+    def __init__(self, shapes: StepShapes, x: Tensor, cache: KDACache) -> None:
+        B, (HV, K, V) = x.shape[0], shapes.heads
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(B, *shape, dtype=shapes.dtype, device=shapes.device)
+
+        y = empty(1, sum(shapes.columns))
+        self.shapes, self.tokens = shapes, x.shape
+        self.state, self.conv_state = cache.state, cache.conv
+        self.product = y.squeeze(1)[:, : sum(shapes.columns[:-1])]
+        self.rows, *firsts, self.beta, _ = y.split_with_sizes(shapes.columns, -1)
+        ends = [empty(1, n) if n else None for n in shapes.seconds]
+        self.seconds = [(a.flatten(0, 1), b.flatten(0, 1)) for a, b in zip(firsts, ends, strict=True) if b is not None]
+        g, gate = (a if b is None else b for a, b in zip(firsts, ends, strict=True))
+        self.g, self.gate = heads_of(g, K), heads_of(gate, V)
+        self.o = empty(1, HV, V)
+        self.flat = self.o.flatten(2)
+
+    def fits(self, weights: StepWeights, x: Tensor, cache: KDACache) -> bool:
+        shapes = weights.shapes
+        return (
+            cache.state is self.state
+            and cache.conv is self.conv_state
+            and x.shape == self.tokens
+            and x.dtype is shapes.dtype
+            and x.device == shapes.device
+            and self.shapes == shapes
+        )
+
+
+def _memory_of(weights: StepWeights, x: Tensor, cache: KDACache) -> StepMemory | None:
+    """None if x is not like the weights, or the cache not as this layer makes it."""
+    shapes = weights.shapes
+    if x.dtype is not shapes.dtype or cache.conv is None or cache.state.shape[:1] != x.shape[:1]:
+        return None
+    if not are_plain([x, cache.conv, cache.state], shapes.device):
+        return None
+    with torch.inference_mode(False):  # so that steps in and out of it can use the same memory
+        return StepMemory(shapes, x, cache)
