@@ -9,8 +9,10 @@ import torch
 
 from .call.derivatives import (
     Tensor,
+    apply,
     first_derivatives,
     in_large_pages,
+    needs_function,
     plain,
     refuse_forward_mode,
     state_shape,
@@ -95,10 +97,22 @@ def run_backward(*arguments: Any) -> list[Tensor | None]:
     return grads
 
 
+def eager_forward(
+    call: TrainingCall, output_final_state: bool, h_every: int, recurrent: bool, impl: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (o, hT), with gradients if ``h_every`` is not 0."""
+    o: Tensor
+    if h_every or needs_function(call.leaves()):
+        o, hT = apply(KDAFunction, *call, output_final_state, h_every, recurrent, impl)
+        return o, hT
+    o, hT, _ = run_forward(call, output_final_state, h_every, recurrent, impl)
+    return o, hT
+
+
 def chunks_between_states(inputs: Sequence[Tensor | None], disable_recompute: bool) -> int:
     """``h_every`` of a forward: 0 if its inputs can have no gradients. Must be called outside of a ``Function``:
     inside, gradients are always disabled, and ``ctx.needs_input_grad`` ignores ``torch.no_grad()``."""
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+    if not torch.is_grad_enabled() or not any([x is not None and x.requires_grad for x in inputs]):
         return 0
     return 1 if disable_recompute else H_EVERY
 

@@ -103,8 +103,7 @@ def chunk_kda(
     try:
         if not is_torch(q):
             raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
-        from .autograd import KDAFunction, chunks_between_states
-        from .call.derivatives import apply
+        from .autograd import chunks_between_states, eager_forward
 
         state_v_first = state_layout_of(state_v_first, kwargs)
         kwargs.pop("chunk_indices", None)  # FLA's cached metadata, not needed here
@@ -143,7 +142,7 @@ def chunk_kda(
             from .operators.training import forward
 
             return forward(call, output_final_state, h_every, False, impl)
-        return apply(KDAFunction, *call, output_final_state, h_every, False, impl)
+        return eager_forward(call, output_final_state, h_every, False, impl)
     except Exception as error:
         if compiling():
             raise
@@ -198,15 +197,14 @@ def fused_recurrent_kda(
         )  # fmt: skip
         if not is_torch(q):
             return _recurrent_arrays(call, output_final_state, impl)
-        from .autograd import KDAFunction, chunks_between_states
-        from .call.derivatives import apply
+        from .autograd import chunks_between_states, eager_forward
 
         h_every = chunks_between_states(call.leaves(), disable_recompute=False)
         if dispatched():
             from .operators.training import forward
 
             return forward(call, output_final_state, h_every, True, impl)
-        return apply(KDAFunction, *call, output_final_state, h_every, True, impl)
+        return eager_forward(call, output_final_state, h_every, True, impl)
     except Exception as error:
         if compiling():
             raise

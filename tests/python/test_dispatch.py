@@ -216,8 +216,24 @@ def test_forward_mode() -> None:
     p = make(1, 3, state=False)
     with torch.autograd.forward_ad.dual_level():
         q = torch.autograd.forward_ad.make_dual(p.tensors["q"], torch.ones_like(p.tensors["q"]))
-        with pytest.raises(NotImplementedError, match=r"^forward mode: expected reverse mode"):
-            kda.chunk_kda(**p.keywords | {"q": q})
+        for function in (kda.chunk_kda, kda.fused_recurrent_kda):
+            for mode in (torch.enable_grad, torch.no_grad):
+                with mode(), pytest.raises(NotImplementedError, match=r"^forward mode: expected reverse mode"):
+                    function(**p.keywords | {"q": q})
+
+
+@pytest.mark.parametrize("function", [kda.chunk_kda, kda.fused_recurrent_kda])
+def test_tensors_that_have_outlived_a_transform(function: Any) -> None:
+    p, kept = make(1, 3, state=False), list[Tensor]()
+    q = p.tensors["q"]
+
+    def f(x: Tensor) -> Tensor:
+        kept.append(x * 1)
+        return x.sum()
+
+    torch.func.grad(f)(q)
+    assert torch._C._functorch.is_functorch_wrapped_tensor(kept[0])
+    assert torch.equal(function(**p.keywords | {"q": kept[0]})[0], function(**p.keywords)[0])
 
 
 # ---- modes that observe ----

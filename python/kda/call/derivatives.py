@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from .options import Options
 from .tracing import refuse_batched_gradients, transform_refusal
@@ -66,6 +67,15 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if (refused := transform_refusal()) is not None:
         raise refused
     return function.apply(*arguments)
+
+
+def needs_function(tensors: Iterable[Tensor | None]) -> bool:
+    """Does even a call without gradients need a ``Function``? It refuses transforms and forward mode, and unwraps
+    tensors that have outlived a transform. Other calls are half as long without."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any([x is not None and wrapped(x) for x in tensors])
 
 
 def _large_pages() -> Callable[[Tensor], Tensor]:

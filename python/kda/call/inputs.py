@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
-from .arrays import is_torch, torch
+from .arrays import Tensor, is_torch, torch
 from .options import Options, gate_parameters_ignored
 from .tracing import compiling
 
@@ -49,7 +49,7 @@ def single(x: Any) -> Any:
 
 def dense_last(x: Any) -> Any:
     """Makes the last dimension dense, as the kernels need it; FLA's functions accept any strides."""
-    if not is_torch(x) or x.ndim == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1:
+    if not isinstance(x, Tensor) or x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1:  # the usual first
         return x
     return x.contiguous()
 
