@@ -147,29 +147,27 @@ def _settings(layer: KimiDeltaAttention) -> tuple[Any, ...]:
 
 def _weights_of(layer: KimiDeltaAttention, x: Tensor) -> StepWeights | None:
     """None if some part has to be called itself, or if weights are distributed, lie apart, or need another dtype."""
-    maps, parts, convs = joint_maps(layer, x), layer._modules, convolutions(layer)
-    if maps is None or len(maps) < 6 or not convs or layer.conv_size == 1:
+    maps = joint_maps(layer, x)
+    if maps is None or len(maps) < 6 or not layer.use_short_conv or layer.conv_size == 1:
         return None
-    norm: Any = parts["o_norm"]
-    if any(map(has_hooks, (norm, *convs))):
+    parts: dict[str, Any] = layer._modules
+    halves = parts["f_proj"], parts["g_proj"]
+    seconds = [m._modules["1"] if type(m) is nn.Sequential else None for m in halves]
+    linear = [*maps, parts["o_proj"], *(m for m in seconds if m is not None)]
+    whole = whole_of([m.weight for m in maps]) if all(is_plain(m, bias=True) for m in linear) else None
+    convs = convolutions(layer)
+    if whole is None or any(map(has_hooks, (parts["o_norm"], *convs))):
         return None
     if not all({"weight", "bias"} <= c._parameters.keys() for c in convs):  # replaced, or computed from others
-        return None
-    halves: list[Any] = [parts["f_proj"], parts["g_proj"]]
-    seconds = [m._modules["1"] if type(m) is nn.Sequential else None for m in halves]
-    linear: list[Any] = [*maps, parts["o_proj"], *(m for m in seconds if m is not None)]
-    if not all(is_plain(m, bias=True) for m in linear):
-        return None
-    parameters = list(layer.parameters())
-    if not are_plain(parameters, x.device) or not all(p.is_contiguous() for p in parameters):
-        return None
-    if {p.dtype for m in linear for p in m.parameters()} != {x.dtype}:
         return None
     biases = [c.bias for c in convs if c.bias is not None]
     if whole_of([c.weight for c in convs]) is None or (biases and whole_of(biases) is None):
         return None
-    whole = whole_of([m.weight for m in maps])
-    return None if whole is None else StepWeights(layer, maps, seconds, whole)
+    parameters = list(layer.parameters())
+    if not are_plain(parameters, x.device) or not all(p.is_contiguous() for p in parameters):
+        return None
+    same_dtype = {p.dtype for m in linear for p in m.parameters()} == {x.dtype}
+    return StepWeights(layer, maps, seconds, whole) if same_dtype else None
 
 
 class StepMemory:
