@@ -48,9 +48,9 @@ void prefill_recurrent(const ForwardProblem& p);
 const char* hopper_backward_chunk_why_not(const BackwardProblem& p);
 uint64_t hopper_backward_chunk_workspace(const BackwardProblem& p);
 void hopper_backward_chunk(const BackwardProblem& p);
-// M [N,HV,K,K] of sequences and, where p says that dh0 goes, d.
+// M^T [N,HV,K,K] of sequences and, where p says that dh0 goes, d.
 bool hopper_backward_takes_maps(const BackwardProblem& p);
-void hopper_backward_maps(const BackwardProblem& p, const kda_tensor& M);
+void hopper_backward_maps(const BackwardProblem& p, const kda_tensor& M_transposed);
 const char* backward_chunk_why_not(const BackwardProblem& p);
 const char* backward_chunk_too_rough(const BackwardProblem& p);
 uint64_t backward_chunk_workspace(const BackwardProblem& p);

@@ -126,12 +126,12 @@ void hopper_backward_chunk(const BackwardProblem& p) {
 
 bool hopper_backward_takes_maps(const BackwardProblem& p) { return takes_reverse(p); }
 
-void hopper_backward_maps(const BackwardProblem& p, const kda_tensor& M) {
+void hopper_backward_maps(const BackwardProblem& p, const kda_tensor& M_transposed) {
   const kda_backward_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
   const BackwardPlan plan = plan_of(p);
   convert(a.exec, a.in.q, plan.q), convert(a.exec, a.in.k, plan.k), convert(a.exec, a.d_o, plan.d_o);
-  run_reverse_maps(p, plan, M);
+  run_reverse_maps(p, plan, M_transposed);
 }
 
 }  // namespace kda::cuda

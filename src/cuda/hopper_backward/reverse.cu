@@ -108,9 +108,9 @@ void sm90::run_reverse(const BackwardProblem& p, const BackwardPlan& plan) {
   if (plan.own_dv && present(p.args.dv)) convert(p.args.exec, plan.dv, p.args.dv);
 }
 
-void sm90::run_reverse_maps(const BackwardProblem& p, const BackwardPlan& plan, const kda_tensor& M) {
+void sm90::run_reverse_maps(const BackwardProblem& p, const BackwardPlan& plan, const kda_tensor& M_transposed) {
   const ForwardProblem x = mirrored(p, plan);
-  with_scores(x, [&]<class Scores>() { launch_maps<Scores>(x, M); });
+  with_scores(x, [&]<class Scores>() { launch_maps<Scores>(x, M_transposed); });
 }
 
 }  // namespace kda::cuda

@@ -10,7 +10,7 @@ bool takes_reverse(const BackwardProblem& p);
 uint64_t reverse_workspace(const BackwardProblem& p, const BackwardPlan& plan);
 // Leaves dv, dh0 and the gradients of states after every 64 tokens. q, k and d_o of the plan are there.
 void run_reverse(const BackwardProblem& p, const BackwardPlan& plan);
-// Leaves dh0 alone, and M of sequences, whose transposes map their gradients of states.
-void run_reverse_maps(const BackwardProblem& p, const BackwardPlan& plan, const kda_tensor& M);
+// Leaves dh0 alone and, if it is wanted, M^T [N,HV,K,K] of sequences.
+void run_reverse_maps(const BackwardProblem& p, const BackwardPlan& plan, const kda_tensor& M_transposed);
 
 }  // namespace kda::cuda::sm90

@@ -3,7 +3,7 @@
 // A CTA pair (pair.h) has a sequence of a value head. One warpgroup of consumers makes b, the other M, as they do for a
 // segment (segments.h). Then both leave for global memory: no other pair reads them.
 //
-// For the reverse scan all of this is mirrored: dS is the state, the map is M^T and d.
+// For the reverse scan all of this is mirrored: dS is the state, the map is M^T and d, and M^T takes the place of M.
 #pragma once
 #include "cuda/hopper_prefill/segments_kernel.h"
 
@@ -77,15 +77,14 @@ class SequenceMapConsumer : public MapConsumer<Scan> {
   }
 
  private:
-  // Stores the warpgroup's columns of M: a row of M is a channel behind the sequence. What the reverse scan makes is
-  // M^T.
+  // Stores the warpgroup's columns of M: its rows are channels of the state behind the sequence. (Reversed: of dS in
+  // front of it.)
   __device__ void store_map(char* to, uint64_t row_bytes) const {
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
       if (!Base::has_channels(i / 4)) continue;
-      const unsigned column = Base::column(i / 2 % 2) + Base::columns_before(), channel = Base::channel(i / 4) + i % 2;
-      const unsigned row = kReversed ? column : channel;
-      reinterpret_cast<float*>(to + row * row_bytes)[kReversed ? channel : column] = S_[i] * unit_[i / 2 % 2];
+      const unsigned column = Base::column(i / 2 % 2) + Base::columns_before(), row = Base::channel(i / 4) + i % 2;
+      reinterpret_cast<float*>(to + row * row_bytes)[column] = S_[i] * unit_[i / 2 % 2];
     }
   }
 };

@@ -161,7 +161,7 @@ void each_call(const SegmentMapProblem& p, const SegmentKernels& kernels, const 
   calls.reverse(f);
 }
 
-// (M of the reverse pass takes the place of that of the forward one, which is merged by then.)
+// (M^T of the reverse pass takes the place of M of the forward one, which is merged by then.)
 void run_pieces(const SegmentMapProblem& p, const Plan& plan, const SegmentKernels& kernels) {
   const kda_segment_map_args& a = p.args;
   const SegmentMapProblem parts = pieces_of(p, plan);
@@ -169,11 +169,12 @@ void run_pieces(const SegmentMapProblem& p, const Plan& plan, const SegmentKerne
   const auto run = [&](const auto& call) { kernels.run(call); };
   const Pieces pieces(p, a.in, plan.tokens);
   if (wants_forward(p, plan, calls)) calls.forward(run);
-  if (present(a.M)) merge_pieces(p, pieces, {parts.args.M, {}, a.M, KDA_STATE_K_FIRST, false});
-  if (present(a.b)) merge_pieces(p, pieces, {parts.args.M, parts.args.b, a.b, a.in.state_layout, false});
+  if (present(a.M)) merge_pieces(p, pieces, {parts.args.M, {}, a.M, KDA_STATE_K_FIRST, false, false});
+  if (present(a.b)) merge_pieces(p, pieces, {parts.args.M, parts.args.b, a.b, a.in.state_layout, false, false});
   if (!present(a.d)) return;
   calls.reverse(run);
-  merge_pieces(p, pieces, {parts.args.M, parts.args.d, a.d, a.in.state_layout, true});
+  const bool transposed = !calls.reverse_has_maps();  // those are M^T already
+  merge_pieces(p, pieces, {parts.args.M, parts.args.d, a.d, a.in.state_layout, true, transposed});
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ struct SegmentKernels {
   void (*backward)(const BackwardProblem& p);
   bool writes_outputs;  // they need a place for outputs and dv, which nobody reads; others take a call without
 
-  // M, and b as the final state of a forward or d as the gradient of the initial state, in one pass. nullptr: a pass
-  // for each. takes_reverse_maps: whether the pass in reverse takes a call.
+  // M and b, the final state of a forward, in one pass; M^T and d, the gradient of the initial state, in another one.
+  // nullptr: a pass for each. takes_reverse_maps: whether the pass in reverse takes a call.
   void (*maps)(const ForwardProblem& p, const kda_tensor& M) = nullptr;
   void (*reverse_maps)(const BackwardProblem& p, const kda_tensor& M) = nullptr;
   bool (*takes_reverse_maps)(const BackwardProblem& p) = nullptr;

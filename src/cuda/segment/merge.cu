@@ -30,10 +30,12 @@ struct MergeCall {
   Pieces pieces;  // of sequences, whose last state alone is stored
   int32_t P, K, V;
   bool of_pieces, reverse, v_first;
+  bool transposed;        // M
   bool wide;              // four columns of M an access
   Divisor blocks, heads;  // blocks of a head, heads of a sequence
 
-  MergeCall(const Dims& d, const Pieces& pieces, const kda_tensor& maps, bool reverse, int32_t layout, int64_t blocks)
+  MergeCall(const Dims& d, const Pieces& pieces, const kda_tensor& maps, bool reverse, bool transposed, int32_t layout,
+            int64_t blocks)
       : M(view_of(maps)),
         pieces(pieces),
         P(static_cast<int32_t>(d.N)),
@@ -42,7 +44,8 @@ struct MergeCall {
         of_pieces(false),
         reverse(reverse),
         v_first(layout == KDA_STATE_V_FIRST),
-        wide(!reverse && d.K % 4 == 0 && rows_aligned(maps, 4)),
+        transposed(transposed),
+        wide(!transposed && d.K % 4 == 0 && rows_aligned(maps, 4)),
         blocks(blocks),
         heads(d.HV) {}
 };
@@ -75,7 +78,7 @@ class Merge {
     if (first < count_) fetch_first(first);
     for (int i = first; i < count_; ++i) {
       Sum b[kTiles][kParts];
-      load(call_.b, number(i), b);
+      load_offset(number(i), b);
       __syncthreads();  // S is there
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
@@ -117,6 +120,17 @@ class Merge {
           to[tile][part].x[i / 4][i % 4] = loads ? value_of(t.dtype, load_raw<false>(at(t, n, k, v), t.dtype)) : 0;
         });
   }
+  // The same of b, which is f32. Nothing looks at it until the products are there, so nothing waits for it.
+  __device__ void load_offset(int n, Sum (&to)[kTiles][kParts]) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        each(tile, part, [&](int i, int k, int v) {
+          to[tile][part].x[i / 4][i % 4] =
+              call_.b.data && is_there(k, v) ? *reinterpret_cast<const float*>(at(call_.b, n, k, v)) : 0;
+        });
+  }
   // Leaves S for the next product and, if it `stores`, in memory.
   __device__ void leave(int n, bool stores, const Sum (&S)[kTiles][kParts]) const {
 #pragma unroll
@@ -131,7 +145,7 @@ class Merge {
         });
   }
 
-  // Requests the lane's four numbers of rows g and g + 8 of a tile, in columns c .. of M, or of M^T.
+  // Requests the lane's four numbers of rows g and g + 8 of a tile, in columns c .. of M or, transposed, of M^T.
   __device__ void fetch(int n, int tile, int column, float4 (&to)[2]) const {
     const int c = column + 4 * own();
 #pragma unroll
@@ -145,7 +159,7 @@ class Merge {
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int row = call_.reverse ? c + j : r, element = call_.reverse ? r : c + j;
+        const int row = call_.transposed ? c + j : r, element = call_.transposed ? r : c + j;
         if (row < call_.K && element < call_.K) x[j] = reinterpret_cast<const float*>(call_.M.at(n, hv_, row))[element];
       }
       to[half] = {x[0], x[1], x[2], x[3]};
@@ -227,7 +241,7 @@ void merge_pieces(const SegmentMapProblem& p, const Pieces& pieces, const Fold& 
   if (!present(fold.b)) d.V = d.K;
   const int64_t sequences = d.varlen ? d.N : 1;
   with_blocks(p.args.exec, sequences * d.HV, d.K, d.V, [&]<int kTiles, int kColumns>(int64_t blocks) {
-    MergeCall call(d, pieces, fold.M, fold.reverse, fold.state_layout, blocks);
+    MergeCall call(d, pieces, fold.M, fold.reverse, fold.transposed, fold.state_layout, blocks);
     call.b = view_of(fold.b), call.start = view_of(present(fold.b) ? fold.b : fold.M), call.states = view_of(fold.to);
     call.of_pieces = true;
     launch_merge<kTiles, kColumns>(p.args.exec, sequences * d.HV * blocks, call);
@@ -246,7 +260,7 @@ void segment_merge(const SegmentMergeProblem& p) {
   const kda_segment_merge_args& a = p.args;
   const DeviceGuard device(a.exec.device_id);
   with_blocks(a.exec, p.HV, p.K, p.V, [&]<int kTiles, int kColumns>(int64_t blocks) {
-    MergeCall call(p, Pieces(p, {}), a.M, a.reverse != 0, a.state_layout, blocks);
+    MergeCall call(p, Pieces(p, {}), a.M, a.reverse != 0, a.reverse != 0, a.state_layout, blocks);
     call.b = view_of(a.b), call.start = view_of(a.h0), call.states = view_of(a.states);
     launch_merge<kTiles, kColumns>(a.exec, p.HV * blocks, call);
   });

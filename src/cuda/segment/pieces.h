@@ -54,7 +54,8 @@ struct Pieces {
 struct Fold {
   kda_tensor M, b, to;
   int32_t state_layout;
-  bool reverse;
+  bool reverse;     // from the last to the first
+  bool transposed;  // M^T maps
 };
 void merge_pieces(const SegmentMapProblem& p, const Pieces& pieces, const Fold& fold);
 
