@@ -35,8 +35,9 @@ def roomy(
 def test_prefill(impl: str) -> None:
     if impl.startswith("cuda_") != (DEVICE.type == "cuda"):
         pytest.skip("an implementation of another device")
-    if "hopper" in impl and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
+    for name, capability in (("hopper", (9, 0)), ("blackwell", (10, 0))):
+        if name in impl and torch.cuda.get_device_capability() != capability:
+            pytest.skip(f"needs compute capability {capability}")
     size = 128 if "hopper" in impl else 64
     few = make(7, 1, **MANY, K=size, V=size)
     expected = kda.prefill(**{**HERE.call(few), "impl": impl})

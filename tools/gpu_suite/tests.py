@@ -27,31 +27,40 @@ FUZZING = 90  # seconds
 def gtest(binary: Path, **environment: str) -> dict[str, Any]:
     results = shards([str(binary), "--gtest_brief=1"], 8, **environment)
     ran = [re.search(r"^\[=+\] (\d+) tests? from .* ran\.", r.stdout, re.M) for r in results]
-    failed = sum(len(re.findall(r"^\[  FAILED  \] .+ \(\d+ ms\)$", r.stdout, re.M)) for r in results)
-    return {"ran": sum(int(m[1]) for m in ran if m), "failed": failed, "exit": max(abs(r.returncode) for r in results)}
+    failed = [name for r in results for name in re.findall(r"^\[  FAILED  \] (\S+?),? .*\(\d+ ms\)$", r.stdout, re.M)]
+    counts = {"ran": sum(int(m[1]) for m in ran if m), "failed": len(failed)}
+    return counts | {"exit": max(abs(r.returncode) for r in results)} | named(failed)
+
+
+def named(failed: list[str]) -> dict[str, list[str]]:
+    """Which tests failed, for the record, where any did."""
+    return {"failures": sorted(failed)} if failed else {}
 
 
 def pytest(folder: str, files: str = "test_*.py", **environment: str) -> dict[str, Any]:
     """Runs one process per file, several at once."""
 
-    def one(tests: Path) -> tuple[int, list[dict[str, str]]]:
+    def one(tests: Path) -> tuple[int, list[xml.etree.ElementTree.Element]]:
         with tempfile.NamedTemporaryFile(suffix=".xml") as file:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests.relative_to(ROOT))]
             result = run([*command, f"--junitxml={file.name}"], **of_python(**environment))
             text = Path(file.name).read_text()
         suites = xml.etree.ElementTree.fromstring(text).iter("testsuite") if text else ()
         # 5 means no tests, which is fine: a file may be for another device.
-        return 0 if result.returncode == 5 else result.returncode, [suite.attrib for suite in suites]
+        return 0 if result.returncode == 5 else result.returncode, list(suites)
 
     with ThreadPoolExecutor(6) as at_once:
         results = list(at_once.map(one, sorted((ROOT / folder).glob(files))))
     kinds = ("tests", "failures", "errors", "skipped")
     total = {k: sum(int(suite.get(k, 0)) for _, suites in results for suite in suites) for k in kinds}
+    tests = [case for _, suites in results for suite in suites for case in suite.iter("testcase")]
+    bad = [case for case in tests if case.find("failure") is not None or case.find("error") is not None]
     return {
         "ran": total["tests"] - total["skipped"],
         "failed": total["failures"] + total["errors"],
         "skipped": total["skipped"],
         "exit": max(abs(status) for status, _ in results),
+        **named([f"{case.get('classname')}::{case.get('name')}" for case in bad]),
     }
 
 
