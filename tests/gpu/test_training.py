@@ -65,8 +65,13 @@ def test_shared_heads(G: int) -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_what_is_saved_changes_no_bit(gate: str) -> None:
+    """Except where Hopper's backward does not take the call, as with g in f32: its forward is then another kernel than
+    the one that has saved states."""
+    hopper = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     for sizes, lengths in product(({}, LARGE), (None, [70, 0, 59])):
-        p = problem(dtype=torch.bfloat16, gate=gate, lengths=lengths, **sizes)
+        p = problem(dtype=torch.bfloat16, gate=gate, lengths=lengths, v_first=True, **sizes)
+        if hopper and sizes and p.tensors["g"].dtype == torch.float32:
+            continue
         got = [here(kda.chunk_kda, p, disable_recompute=saved) for saved in (False, True)]
         assert all_same(*got)
 
@@ -100,9 +105,8 @@ def test_compiled(function: Callable[..., Any], sizes: dict[str, Any], gate: str
     p = problem(dtype=torch.bfloat16, gate=gate, v_first=gate == "log", **sizes)
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    expected = here(function, p)
     for more in ({}, {"disable_recompute": True}) if function is kda.chunk_kda else ({},):
-        assert all_same(here(compiled, p, **more), expected)
+        assert all_same(here(compiled, p, **more), here(function, p, **more))
 
 
 def small_layer() -> KimiDeltaAttention:

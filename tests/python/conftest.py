@@ -50,6 +50,8 @@ def _tensors_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE.type == "cpu":
         yield
         return
+    import torch._dynamo  # what torch.compile imports annotates with torch.Generator, and needs the class
+
     monkeypatch.setattr(torch, "Generator", partial(torch.Generator, DEVICE))
     with DEVICE:
         yield

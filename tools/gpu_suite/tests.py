@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def pytest(folder: str, files: str = "test_*.py", **environment: str) -> dict[st
         # 5 means no tests, which is fine: a file may be for another device.
         return 0 if result.returncode == 5 else result.returncode, list(suites)
 
-    with ThreadPoolExecutor(6) as at_once:
+    with ThreadPoolExecutor(max(6, (os.cpu_count() or 1) // 3)) as at_once:
         results = list(at_once.map(one, sorted((ROOT / folder).glob(files))))
     kinds = ("tests", "failures", "errors", "skipped")
     total = {k: sum(int(suite.get(k, 0)) for _, suites in results for suite in suites) for k in kinds}
