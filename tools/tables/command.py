@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import cpu, decode, elementwise, instructions, operands, prefill, ranks, readme, training
+from tables import cpu, decode, elementwise, instructions, operands, plugs, prefill, ranks, readme, training
 from tables.record import ROOT
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **decode.TABLES,
     **cpu.TABLES,
     **ranks.TABLES,
+    **plugs.TABLES,
     **instructions.TABLES,
     **readme.TABLES,
     **operands.TABLES,

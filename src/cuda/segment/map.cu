@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t kRow = kMaxSize * sizeof(float);  // bytes of a row of any dtype
 constexpr int64_t kFewHeads = 32;                    // of which a GPU takes several pieces of a sequence at a time
-constexpr unsigned kLongPieces = 8192;               // tokens, of more heads
+constexpr unsigned kLongPieces = 8192;               // tokens, of more heads: in whole turns of CTA pairs
 
 // Writes the identity, K x K, a row of zeros behind it, and where pieces begin, `numbers` of them and their end.
 __global__ void __launch_bounds__(256)
@@ -42,7 +42,7 @@ struct Plan {
   Plan(const SegmentMapProblem& p, const SegmentKernels& kernels)
       : one_pass(kernels.maps != nullptr),
         tokens(p.HV <= kFewHeads ? Pieces::kTokens : kLongPieces),
-        cut(p.T > tokens && (p.HV <= kFewHeads || one_pass)),  // many heads fill a GPU as they are, but not in whole turns
+        cut(p.T > tokens && (p.HV <= kFewHeads || one_pass)),
         numbers(cut ? Pieces::numbers(p, tokens) : 0) {
     uint64_t bytes = 0;
     const auto place = [&](int64_t size) {

@@ -7,6 +7,8 @@ CUDA_HOPPER_SEGMENTS = "src/cuda/hopper_prefill/segments.cu"
 CUDA_HOPPER_PRODUCER = "src/cuda/hopper_prefill/producer.h"
 CUDA_HOPPER_CONSUMER = "src/cuda/hopper_prefill/consumer.h"
 CUDA_HOPPER_MAPS = "src/cuda/hopper_prefill/segments.h"
+CUDA_HOPPER_MAP_CONSUMER = "src/cuda/hopper_prefill/map_consumer.h"
+CUDA_HOPPER_SEQUENCE_MAPS = "src/cuda/hopper_prefill/maps.h"
 CUDA_HOPPER_REVERSE = "src/cuda/hopper_backward/reverse.cu"
 CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
 CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
@@ -21,11 +23,15 @@ CUDA_FORWARD_NARROW = emulated(
 CUDA_SEGMENTS_NARROW = emulated(*(f"ForwardChunkOnCuda.IsTheOracle/K64_V64_log_{c}_long" for c in ("none", "slow")))
 CUDA_FORWARD_PACKED = emulated("ForwardChunkPromise.CompanyChangesNoBit/bound_heads")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
+CUDA_SEQUENCE_MAPS = emulated("SegmentMapOnCuda.IsTheOracle/cuda_segment_hopper_K64_V64_bound_33")
+CUDA_SEQUENCE_MAPS_NAN = emulated("SegmentPromiseOnCuda.NaNStaysInItsSequenceAndHead/cuda_segment_hopper")
 
 UNITS = {
     CUDA_HOPPER_PRODUCER: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_CONSUMER: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_MAPS: [CUDA_HOPPER_SEGMENTS],
+    CUDA_HOPPER_MAP_CONSUMER: [CUDA_HOPPER_SEGMENTS],
+    CUDA_HOPPER_SEQUENCE_MAPS: ["src/cuda/hopper_prefill/maps.cu", CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_PAIR: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
@@ -139,17 +145,37 @@ MUTANTS = [
         ),
     ),
     *mutants(
-        CUDA_HOPPER_MAPS,
+        CUDA_HOPPER_MAP_CONSUMER,
         CUDA_SEGMENTS_NARROW,
         (
             "segments, V = 64: M begins from columns of the other half",
-            "Base::column(i / 2 % 2) + first ==",
+            "Base::column(i / 2 % 2) + columns_before() ==",
             "Base::column(i / 2 % 2) ==",
         ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MAPS,
+        CUDA_SEGMENTS_NARROW,
         (
             "segments, V = 64: warps that leave chunks out release the last ones, too",
-            "leave_out(chunks() - kHeld)",
-            "leave_out(chunks())",
+            "leave_out(chunks(), kHeld)",
+            "leave_out(chunks(), 0)",
         ),
+    ),
+    *mutants(
+        CUDA_HOPPER_SEQUENCE_MAPS,
+        CUDA_SEQUENCE_MAPS,
+        ("Hopper's maps: M in the other half's columns", "+ Base::columns_before(), row", ", row"),
+        (
+            "Hopper's maps: the partial chunk of a reverse pass comes last",
+            "kReversed ? chunks - whole : whole",
+            "whole",
+        ),
+        ("Hopper's maps: units are forgotten", "[column] = S_[i] * unit_[i / 2 % 2];", "[column] = S_[i];"),
+    ),
+    *mutants(
+        CUDA_HOPPER_SEQUENCE_MAPS,
+        CUDA_SEQUENCE_MAPS_NAN,
+        ("Hopper's maps: v of the next sequence counts", "if (kValues && (part > 0) != kReversed) {", "if (false) {"),
     ),
 ]

@@ -160,8 +160,8 @@ MUTANTS = [
         ("cuda segment: where pieces begin is not written", "cuts && i <= numbers", "cuts && i < numbers"),
         (
             "cuda segment: d of pieces is merged like b",
-            "parts.args.d, a.d, a.in.state_layout, true}",
-            "parts.args.d, a.d, a.in.state_layout, false}",
+            "parts.args.d, a.d, a.in.state_layout, true, transposed}",
+            "parts.args.d, a.d, a.in.state_layout, false, transposed}",
         ),
         (
             "cuda segment: the workspace of calls begins within maps",
@@ -201,7 +201,7 @@ MUTANTS = [
         ("cuda merge: rests are forgotten", "stages::sum_of(sums[part], rests[part])", "sums[part]"),
         ("cuda merge: columns behind the last", "k < call_.K && v0_ + v < call_.V", "k < call_.K"),
         ("cuda merge: the next slice of the same columns", "if (++slice == kTiles) slice = 0, ++tile;", "++tile;"),
-        ("cuda merge: M for M^T", "const int row = call_.reverse ? c + j : r,", "const int row = r,"),
+        ("cuda merge: M for M^T", "const int row = call_.transposed ? c + j : r,", "const int row = r,"),
     ),
     *mutants(
         CUDA_BACKWARD_RECURRENT,
