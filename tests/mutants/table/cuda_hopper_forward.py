@@ -166,11 +166,7 @@ MUTANTS = [
         CUDA_HOPPER_SEQUENCE_MAPS,
         CUDA_SEQUENCE_MAPS,
         ("Hopper's maps: M in the other half's columns", "+ Base::columns_before(), row", ", row"),
-        (
-            "Hopper's maps: the partial chunk of a reverse pass comes last",
-            "kReversed ? chunks - whole : whole",
-            "whole",
-        ),
+        ("Hopper's maps: in reverse, gradients of a whole chunk are cleared", "(part > 0) != kReversed", "part > 0"),
         ("Hopper's maps: units are forgotten", "[column] = S_[i] * unit_[i / 2 % 2];", "[column] = S_[i];"),
     ),
     *mutants(
