@@ -15,6 +15,7 @@ from fla_calls import both, compare, fla
 from torch import Tensor, nn
 
 import kda.fla
+from tiny_models import EXPERTS, ONLY_LINEAR, made
 
 NEW = ENGINE == "fla-0.6"
 CONV = ("causal_conv1d_fwd", "causal_conv1d_bwd")
@@ -103,18 +104,8 @@ def test_model_of_fla_generates() -> None:
 
 # ---- transformers ----
 
-TRANSFORMERS: dict[str, Any] = {
-    "hidden_size": 48, "num_hidden_layers": 3, "vocab_size": 300, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "linear_num_heads": 2, "linear_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 32,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-ONLY_LINEAR = {"layer_types": ["linear_attention"] * 3, "mlp_layer_types": ["dense"] * 3}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "kimi_linear": (
-        "KimiLinearForCausalLM", "KimiLinearConfig",
-        {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", EXPERTS),
     "glm5_next": ("Glm5NextTextModel", "Glm5NextTextConfig", ONLY_LINEAR),
     "bailing_hybrid": ("BailingHybridForCausalLM", "BailingHybridConfig", ONLY_LINEAR),
 }  # fmt: skip
@@ -125,16 +116,7 @@ def model_of_transformers(kind: str) -> tuple[Any, Any]:
     Model, Config, more = MODELS[kind]
     code = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
     configuration = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
-    torch.manual_seed(0)
-    config = getattr(configuration, Config)(**{**TRANSFORMERS, **more})
-    for name in ("linear_num_heads", "linear_head_dim"):  # some configurations have other names for these
-        setattr(config, name, TRANSFORMERS[name])
-    model = getattr(code, Model)(config).eval()
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if name.endswith("weight") and "norm" not in name:
-                x.mul_(5)
-    return code, model
+    return code, made(getattr(code, Model), getattr(configuration, Config), **more)
 
 
 def in_torch(code: Any, call: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import kda
 import kda.cp
 from cp_ranks import FUSED, TOKENS, TOKENWISE, offsets
-from gloo import join
+from gloo import answer, join
 from support import Tensor, make
 
 SLOTS = 9
@@ -80,23 +81,17 @@ def run(case: Case, cp: kda.cp.Context | None, state_rank: int | None = None) ->
 
 
 def refusals(cp: kda.cp.Context) -> list[str]:
-    said = []
     q = torch.zeros(1, cp.tokens, 1, 8)
     call: dict[str, Any] = {"q": q, "k": q, "v": q, "g": q, "beta": q[..., 0]}
     state = torch.zeros(2, 1, 8, 8)
     index = torch.zeros(3, dtype=torch.int32)
-    for changes in (
+    wrong: tuple[dict[str, Any], ...] = (
         {"state": state[:1]}, {"state": state, "state_indices": index}, {"state": state, "state_rank": 9},
         {"state_rank": 0}, {"cu_seqlens": index}, {"has_initial_state": index > 0}, {"workspace": index},
         {"checkpoints": state}, {"out_state_indices": index}, {"cp_context": None, "state_rank": 0},
         {"state": state.clone().requires_grad_()},
-    ):  # fmt: skip
-        try:
-            kda.prefill(**{**call, "cp_context": cp, **changes})
-            said.append("accepted")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    )  # fmt: skip
+    return [answer(partial(kda.prefill, **{**call, "cp_context": cp, **changes})) for changes in wrong]
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import kda.plugs.declined
+import kda.plugs.engines
+import kda.plugs.imports
 from kda.cli.engine_files import Names, importable
 
 ENGINES = Path(__file__).resolve().parents[2] / "build" / "engines"
@@ -28,3 +32,12 @@ def loaded(engine: str, version: str, names: Names, says: str | None = None) -> 
     with pytest.MonkeyPatch.context() as patch, importable(engine, folder, names):
         patch.setattr(importlib.metadata, "version", lambda name: says or version if name == engine else real(name))
         yield folder
+
+
+def forget(engine: str) -> None:
+    """As if nothing had asked for the engine's plug yet."""
+    kda.plugs.engines._plugs.pop(engine, None)
+    kda.plugs.declined._told.clear()
+    kda.plugs.imports._finder.waiting.clear()
+    if kda.plugs.imports._finder in sys.meta_path:
+        sys.meta_path.remove(kda.plugs.imports._finder)

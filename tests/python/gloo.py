@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,3 +28,12 @@ def join(rank: int, ranks: int, store: str, seconds: float = 120, device_type: s
         device_id=device if on_cuda else None,
     )
     return device
+
+
+def answer(call: Callable[[], Any]) -> str:
+    """The sentence with which a call is refused, or "accepted"."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "accepted"

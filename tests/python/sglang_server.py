@@ -6,7 +6,6 @@ Stood in for are the convolution, which here changes nothing, and what SGLang ne
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace as Space
@@ -18,7 +17,7 @@ import torch
 import kda.plugs.declined
 import kda.plugs.engines
 import kda.plugs.imports
-from engine_files import loaded
+from engine_files import forget, loaded
 from kda.cli.engine_files import Names
 
 VERSION = "0.5.23"
@@ -104,7 +103,7 @@ def sglang(
     with_names = stand_ins(options() if chosen is None else chosen, [] if called is None else called)
     for module, more in names.items():
         with_names.setdefault(module.replace("__", "."), {}).update(more)
-    forget()
+    forget("SGLang")
     try:
         with loaded("sglang", VERSION, with_names), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -112,15 +111,7 @@ def sglang(
             )  # as if, whatever the build under test is
             yield
     finally:
-        forget()
-
-
-def forget() -> None:
-    kda.plugs.engines._plugs.pop("SGLang", None)
-    kda.plugs.declined._told.clear()
-    kda.plugs.imports._finder.waiting.clear()
-    if kda.plugs.imports._finder in sys.meta_path:
-        sys.meta_path.remove(kda.plugs.imports._finder)
+        forget("SGLang")
 
 
 def dispatcher(decode: str = "kda", prefill: str = "kda", verify: str = "triton") -> Any:

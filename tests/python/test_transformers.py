@@ -15,24 +15,18 @@ from torch import Tensor, nn
 from kda.nn import KimiDeltaAttention
 from kda.transformers import replace_layers
 from layer_model import relative
+from tiny_models import EXPERTS, ONLY_LINEAR, made
 
 pytest.importorskip("transformers.models.bailing_hybrid")
 
 IDS = torch.randint(3, 300, (2, 90), generator=torch.Generator().manual_seed(0))
-SIZES: dict[str, Any] = {
-    "hidden_size": 48, "num_hidden_layers": 3, "vocab_size": 300, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "linear_num_heads": 2, "linear_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 32,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-ONLY_LINEAR = {"layer_types": ["linear_attention"] * 3, "mlp_layer_types": ["dense"] * 3}
 
 
 def kimi_linear() -> Any:
     from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
     from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
 
-    return made(KimiLinearForCausalLM, KimiLinearConfig, num_experts=4, num_local_experts=4, num_experts_per_tok=2)
+    return made(KimiLinearForCausalLM, KimiLinearConfig, **EXPERTS)
 
 
 def glm5_next() -> Any:
@@ -47,19 +41,6 @@ def bailing_hybrid() -> Any:
     from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridForCausalLM
 
     return made(BailingHybridForCausalLM, BailingHybridConfig, **ONLY_LINEAR)
-
-
-def made(Model: Any, Config: Any, **more: Any) -> Any:
-    torch.manual_seed(0)
-    config = Config(**{**SIZES, **more})
-    for name in ("linear_num_heads", "linear_head_dim"):  # some configurations have other names for these
-        setattr(config, name, SIZES[name])
-    model = Model(config).eval()
-    with torch.no_grad():  # its initial values make outputs that hardly depend on the tokens
-        for name, x in model.named_parameters():
-            if name.endswith("weight") and "norm" not in name:
-                x.mul_(5)
-    return model
 
 
 @pytest.fixture(scope="module")

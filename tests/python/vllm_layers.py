@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace as Space
@@ -23,7 +22,7 @@ import kda.plugs.declined
 import kda.plugs.engines
 import kda.plugs.imports
 import kda.vllm
-from engine_files import loaded
+from engine_files import forget, loaded
 from kda.cli.engine_files import Names
 
 VERSION = "0.33.0"
@@ -130,21 +129,13 @@ def stand_ins(step: list[Any]) -> Names:
 def vllm(dim_first: bool = False, version: str = VERSION, cuda: bool = True) -> Iterator[list[Any]]:
     """Inside, vLLM's files are importable. What is yielded holds the step's metadata and the layout of convolutions."""
     step: list[Any] = [None, dim_first]
-    forget()
+    forget("vLLM")
     try:
         with loaded("vllm", VERSION, stand_ins(step), says=version), pytest.MonkeyPatch.context() as patch:
             patch.setattr(kda.vllm, "built_with_cuda", lambda: cuda)  # as if, whatever the build under test is
             yield step
     finally:
-        forget()
-
-
-def forget() -> None:
-    kda.plugs.engines._plugs.pop("vLLM", None)
-    kda.plugs.declined._told.clear()
-    kda.plugs.imports._finder.waiting.clear()
-    if kda.plugs.imports._finder in sys.meta_path:
-        sys.meta_path.remove(kda.plugs.imports._finder)
+        forget("vLLM")
 
 
 @dataclasses.dataclass
