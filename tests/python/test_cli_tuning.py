@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from concurrent.futures import Executor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from benches import install
 from kda.cli.tuning import compiled_at_once
+
+WARPS = (1, 2, 4, 8, 16)
+DRIVER = SimpleNamespace(get_current_device=lambda: 3, get_current_target=lambda: "sm_90")
 
 
 class Variant:
@@ -22,38 +26,35 @@ class Variant:
 
 
 class Autotuner:
-    """Two arguments by position, one by name."""
+    """Two arguments by position, two by name. What is compiled leaves a file with the number of its process."""
 
-    def __init__(self, seen: list[Any]) -> None:
-        self.nargs = {"q": 1, "k": 2}
-        self.fn = SimpleNamespace(run=lambda *arguments, **given: seen.append((arguments, given)))
+    def __init__(self, folder: Path) -> None:
+        self.nargs, self.folder = {"q": 1, "k": 2}, folder
+        self.fn = SimpleNamespace(run=self.run)
+
+    def run(self, *arguments: int, num_warps: int, **given: Any) -> None:
+        assert (arguments, given) == ((1, 2), {"grid": (3,), "warmup": True, "v": 5})
+        assert (DRIVER.get_current_device(), DRIVER.get_current_stream(3)) == (3, 0)
+        with (self.folder / str(num_warps)).open("x") as file:
+            file.write(str(os.getpid()))
+        if num_warps == 2:
+            raise RuntimeError("too many registers")
 
     def prune_configs(self, given: dict[str, Any]) -> list[Variant]:
-        return [Variant(2), Variant(4)]
+        return [Variant(warps) for warps in WARPS]
 
 
-def test_all_variants_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    class AsyncCompileMode:
-        def __init__(self, threads: Executor, ignore_errors: bool) -> None:
-            assert isinstance(threads, Executor) and ignore_errors
-
-        def __enter__(self) -> None:
-            seen.append("begin")
-
-        def __exit__(self, *error: object) -> None:
-            seen.append("end")
-
+def test_all_variants_are_compiled_by_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each once, though one of them fails. Nothing changes in this process."""
     install(monkeypatch, "triton.runtime.autotuner", Autotuner=Autotuner)
-    monkeypatch.setattr(sys.modules["triton"], "AsyncCompileMode", AsyncCompileMode, raising=False)
+    install(monkeypatch, "triton.runtime.driver", driver=SimpleNamespace(active=DRIVER))
     prune, given = Autotuner.prune_configs, {"grid": (3,), "warmup": False, "v": 5}
     with pytest.raises(RuntimeError, match="it broke"), compiled_at_once():
-        assert [variant.warps for variant in Autotuner(seen).prune_configs(given)] == [2, 4]
+        assert [variant.warps for variant in Autotuner(tmp_path).prune_configs(given)] == [*WARPS]
         raise RuntimeError("it broke")
-    compiled = [((1, 2), {"grid": (3,), "warmup": True, "v": 5, "num_warps": warps}) for warps in (2, 4)]
-    assert seen == ["begin", *compiled, "end"] and not given["warmup"]
-    assert Autotuner.prune_configs is prune
+    compiled = {int(path.name): int(path.read_text()) for path in tmp_path.iterdir()}
+    assert compiled.keys() == set(WARPS) and os.getpid() not in compiled.values()
+    assert Autotuner.prune_configs is prune and not given["warmup"] and not hasattr(DRIVER, "get_current_stream")
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,19 +82,19 @@ def _serving_rows(notes: list[str], names: tuple[str, ...]) -> Iterator[dict[str
 
     found = [case for case in serving.cases() if not names or case.name in names]
     for package, version in serving.VERSIONS.items():
+        theirs: dict[str, float] = {}  # milliseconds, by case
         try:
-            table = serving.rows(package, found, notes)
+            for row in serving.rows(package, found, notes):
+                if row["contender"] != "kda":
+                    theirs[row["case"]] = row["us"] * 1e-3
+                    continue
+                yield {
+                    "engine": package, "version": version, "case": row["case"], "device": "cuda",
+                    "engine_ms": theirs.get(row["case"]), "through_ms": row["us"] * 1e-3, "direct_ms": None,
+                    "over_engine": row.get("over_engine"), "adapter_us": row["adapter_us"],
+                }  # fmt: skip
         except ImportError as error:
             measure.note_once(notes, str(error))
-            continue
-        times = {(row["case"], row["contender"]): row["us"] * 1e-3 for row in table}
-        for row in (row for row in table if row["contender"] == "kda"):
-            others = [ms for (case, who), ms in times.items() if case == row["case"] and who != "kda"]
-            yield {
-                "engine": package, "version": version, "case": row["case"], "device": "cuda",
-                "engine_ms": others[0] if others else None, "through_ms": row["us"] * 1e-3, "direct_ms": None,
-                "over_engine": row.get("over_engine"), "adapter_us": row["adapter_us"],
-            }  # fmt: skip
 
 
 def _row(contest: Contest, device: str, repeats: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ..call.arrays import torch
 from . import measure
 from .engine_files import Names, importable
 from .measure import Call
+from .tuning import compiled_at_once
 
 D = 128  # of a head: K and V
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.33.0"}
@@ -267,36 +268,38 @@ def _vllm() -> tuple[Contender, Contender]:
 # ---- rows ----
 
 
-def rows(package: str, found: Sequence[Case], notes: list[str], folder: Path | None = None) -> list[dict[str, Any]]:
+def rows(package: str, found: Sequence[Case], notes: list[str], folder: Path | None = None) -> Iterator[dict[str, Any]]:
     """Microseconds of the device and of the host for each contender, and of the host in the adapter alone."""
-    table: list[dict[str, Any]] = []
     with engine(package, folder) as contenders:
         for case in found:
-            times: dict[str, float] = {}
-            for contender in contenders:
-                if case.phase not in contender.prepare:
-                    continue
-                x = Tensors(case)
+            times: list[float] = []
+            for contender in (c for c in contenders if case.phase in c.prepare):
                 try:
-                    call = contender.prepare[case.phase](x)
-                    us = _device_microseconds(call)
-                    row = {"engine": package, "contender": contender.name, "case": case.name, **asdict(case), "us": us}
-                    row |= {"host_us": measure.host_microseconds(call)}
+                    row = {"engine": package, "contender": contender.name, "case": case.name, **asdict(case)}
+                    row |= _times(contender, case)
                 except Exception as error:
                     note = f"no row of {contender.name} {case.name}: {measure.reason(error)}"
                     measure.note_once(notes, note)
                     continue
-                if contender.name == "kda":
-                    alone = contender.alone.get(case.phase)
-                    row["adapter_us"] = adapter_microseconds(contender, call if alone is None else alone(x))
-                times[contender.name] = us
-                table.append(row)
-            if len(times) == 2:
-                table[-1]["over_engine"] = times[table[-2]["contender"]] / times[table[-1]["contender"]]
-    return table
+                times.append(row["us"])
+                if len(times) == 2:
+                    row["over_engine"] = times[0] / times[1]
+                yield row
+
+
+def _times(contender: Contender, case: Case) -> dict[str, float]:
+    x = Tensors(case)
+    call = contender.prepare[case.phase](x)
+    found = {"us": _device_microseconds(call), "host_us": measure.host_microseconds(call)}
+    if contender.name == "kda":
+        alone = contender.alone.get(case.phase)
+        found["adapter_us"] = adapter_microseconds(contender, call if alone is None else alone(x))
+    return found
 
 
 def _device_microseconds(call: Call) -> float:
+    with compiled_at_once():
+        call()
     try:
         return 1e3 * measure.graph_milliseconds(call, flush=True)
     except RuntimeError:  # the engine's prefill asks the host for lengths
@@ -338,14 +341,14 @@ def main() -> None:
     table: list[dict[str, Any]] = []
     for package in given.engine or VERSIONS:
         try:
-            table += rows(package, cases(given.quick), notes, given.folder)
+            for row in rows(package, cases(given.quick), notes, given.folder):
+                table.append(row)
+                over = f"{row['over_engine']:.2f}x" if "over_engine" in row else ""
+                adapter = f"{row['adapter_us']:.1f}" if "adapter_us" in row else ""
+                cells = [f"{row['engine']:8}", f"{row['case']:40}", f"{row['contender']:8}", f"{row['us']:9.1f}"]
+                print(*cells, f"{row['host_us']:7.1f}", f"{adapter:>6}", f"{over:>7}", flush=True)
         except ImportError as error:
             notes.append(str(error))
-    for row in table:
-        over = f"{row['over_engine']:.2f}x" if "over_engine" in row else ""
-        adapter = f"{row['adapter_us']:.1f}" if "adapter_us" in row else ""
-        cells = [f"{row['engine']:8}", f"{row['case']:40}", f"{row['contender']:8}", f"{row['us']:9.1f}"]
-        print(*cells, f"{row['host_us']:7.1f}", f"{adapter:>6}", f"{over:>7}")
     print(*notes, sep="\n")
     if given.json:
         given.json.write_text(json.dumps({"machine": measure.machine("cuda"), "rows": table, "notes": notes}, indent=1))
