@@ -95,6 +95,7 @@ function(kda_add_cuda target)
   kda_cuda_kernels(${target} pairs "${KDA_CUDA_HOPPER};${KDA_CUDA_BLACKWELL}" src/cuda/hopper_prefill/schedule.cu)
   kda_cuda_kernels(${target} blackwell "${KDA_CUDA_BLACKWELL}"
     src/cuda/blackwell_prefill/blackwell_prefill.cu
+    src/cuda/blackwell_prefill/segments.cu
     src/cuda/blackwell_stages/bwd_delta_h.cu
     src/cuda/blackwell_stages/delta_h.cu
     src/cuda/blackwell_stages/fwd_o.cu

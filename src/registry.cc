@@ -44,6 +44,10 @@ template <>
 std::span<const Implementation<ForwardProblem>> implementations() {
   static constexpr Implementation<ForwardProblem> table[] = {
 #if KDA_WITH_CUDA
+    {"cuda_blackwell_prefill_segments", nullptr, "src/cuda/blackwell_prefill/segments.cu",
+     "segments of few long sequences at once, joined by their maps, for Blackwell; emulated, never run on a GPU",
+     cuda::blackwell_prefill_segments_why_not, cuda::blackwell_prefill_segments_workspace,
+     cuda::blackwell_prefill_segments, cuda::blackwell_prefill_segments_unsuited},
     {"cuda_blackwell_prefill", nullptr, "src/cuda/blackwell_prefill/blackwell_prefill.cu",
      "chunks of 32 tokens by pairs of blocks, for Blackwell; emulated, never run on a GPU",
      cuda::blackwell_prefill_why_not, cuda::blackwell_prefill_workspace, cuda::blackwell_prefill,

@@ -38,6 +38,10 @@ std::string hopper_prefill_form(const ForwardProblem& p);  // of both
 const char* blackwell_prefill_why_not(const ForwardProblem& p);
 uint64_t blackwell_prefill_workspace(const ForwardProblem& p);
 void blackwell_prefill(const ForwardProblem& p);
+const char* blackwell_prefill_segments_why_not(const ForwardProblem& p);
+const char* blackwell_prefill_segments_unsuited(const ForwardProblem& p);
+uint64_t blackwell_prefill_segments_workspace(const ForwardProblem& p);
+void blackwell_prefill_segments(const ForwardProblem& p);
 const char* prefill_chunk_why_not(const ForwardProblem& p);
 const char* prefill_chunk_too_rough(const ForwardProblem& p);
 uint64_t prefill_chunk_workspace(const ForwardProblem& p);

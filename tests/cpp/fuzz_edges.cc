@@ -6,6 +6,7 @@
 // elsewhere. On CUDA all tensors are copied to the device and back.
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 
 #include "fuzz_gradients.h"
 #include "fuzz_places.h"
@@ -44,6 +45,7 @@ Sizes edge_sizes(Random& random) {
   constexpr int64_t kTokens[] = {1, 8, 31, 64, 65, 130}, kHead[] = {64, 128, 128, 256};
   s.packed = random.chance(0.4), s.B = 1 + (!s.packed && random.chance(0.3)), s.N = s.B, s.cu.clear();
   s.T = kTokens[random.below(std::size(kTokens))], s.H = 1, s.HV = 1 + random.below(2);
+  if (wanted && std::strstr(wanted, "segments") && random.chance(0.3)) s.T = 290;  // three of them
   s.K = s.V = kHead[random.below(std::size(kHead))];
   if (random.chance(0.5)) s.dtype = KDA_BF16;
   while (s.B * s.T * s.HV * s.K * s.V > most_work) s.T = s.T / 2, s.B = 1, s.N = 1;

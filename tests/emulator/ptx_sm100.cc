@@ -1,6 +1,7 @@
 // What instructions of Blackwell do (include/cuda/ptx/sm100.h): tensor memory. umma.cc has products.
 #include "ptx_sm100.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -181,6 +182,7 @@ void store_all(void* const* all) {
 
 // Of a load or a store. They are on the stack: nothing frees what a launch that fails has allocated.
 constexpr unsigned kMostRegisters = 128;
+constexpr uint32_t kOnItsWay = 0xfff7fff7u;  // in registers of a load until it is waited for: NaN in every format
 
 void end_all(std::vector<unsigned>& operations, Where where) {
   if (!operations.empty()) tensor(where).end(operations, wave->order().tick());
@@ -193,6 +195,8 @@ void load_columns(void* x, unsigned count, unsigned from, Cells cells, Where whe
   uint32_t bits[kMostRegisters];
   Registers own{bits, nullptr, count, from, cells, where};
   emulator::together("tcgen05.ld", own, load_all, where);
+  wave->fiber().tensor_loads.push_back({x, {bits, bits + count}, where});
+  std::fill_n(bits, count, kOnItsWay);
   std::memcpy(x, bits, count * sizeof(uint32_t));
 }
 void store_columns(unsigned to, const void* x, unsigned count, Cells cells, Where where) {
@@ -204,6 +208,18 @@ void store_columns(unsigned to, const void* x, unsigned count, Cells cells, Wher
 void wait_for_tmem_loads(Where where) {
   const auto wait = [](void* const* all) { end_all(wave->warp().tensor_loads, emulator::of<Where>(all, 0)); };
   emulator::together("tcgen05.wait::ld", where, wait, where);
+  auto& loads = wave->fiber().tensor_loads;
+  for (const emulator::TensorLoad& load : loads) {
+    uint32_t before[kMostRegisters];
+    const size_t count = load.bits.size(), bytes = count * sizeof(uint32_t);
+    std::memcpy(before, load.to, bytes);
+    if (!std::all_of(before, before + count, [](uint32_t x) { return x == kOnItsWay; }))
+      emulator::fail(str("waits for a load from ", emulator::text_of(load.where),
+                         ", whose registers have been written, or given up, in between"),
+                     where);
+    std::memcpy(load.to, load.bits.data(), bytes);
+  }
+  loads.clear();
 }
 void wait_for_tmem_stores(Where where) {
   const auto wait = [](void* const* all) { end_all(wave->warp().tensor_stores, emulator::of<Where>(all, 0)); };

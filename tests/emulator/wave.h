@@ -43,6 +43,12 @@ struct Copy {
   unsigned to, size;
   unsigned char bytes[16];
 };
+// A load from tensor memory that has not been waited for: where its registers are, and what they will be.
+struct TensorLoad {
+  void* to;
+  std::vector<uint32_t> bits;
+  Where where;
+};
 // Groups of operations on their way, the last group not committed.
 template <class T>
 struct Groups {
@@ -70,6 +76,7 @@ struct Fiber {
   Groups<Copy> copies;
   Groups<Range> bulk;
   unsigned core = 0;  // its lane of the tensor cores, once it has one
+  std::vector<TensorLoad> tensor_loads;
 };
 
 // Threads that meet at an instruction, which is known by what it computes.

@@ -89,6 +89,8 @@ void find_places(unsigned* square, unsigned* own);
 void keep_by_columns(unsigned columns, unsigned at_a_time, const unsigned* x, unsigned* seen);
 // The same by fragments; at_a_time: 8, 16, .. 256 columns.
 void keep_by_fragments(unsigned columns, unsigned at_a_time, const unsigned* x, unsigned* seen);
+// Four warps store x [128,columns] as left operands, and load it by columns; at_a_time: 8, 16, 32, 64 columns.
+void keep_by_operands(unsigned columns, unsigned at_a_time, const unsigned* x, unsigned* seen);
 // Four warps store x [128,columns] by columns, and load it by fragments of eight columns: the registers of each thread,
 // seen [columns / 8,2,4,128].
 void mix_shapes(unsigned columns, const unsigned* x, unsigned* seen);

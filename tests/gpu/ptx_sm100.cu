@@ -89,6 +89,31 @@ __global__ void __launch_bounds__(128) fragments_kernel(unsigned columns, const 
   tensor.free();
 }
 
+// Stores operands, in 16 lanes at a time, and loads them by columns.
+template <int kColumns>
+__global__ void __launch_bounds__(128) operands_kernel(unsigned columns, const unsigned* x, unsigned* seen) {
+  const Tensor<> tensor(ptx::shared_address(shared_memory()));
+  const unsigned lane = threadIdx.x % 32;
+  for (unsigned first = 0; first < columns; first += kColumns)
+    for (unsigned half = 0; half < 2; ++half) {
+      unsigned own[kColumns / 2];
+#pragma unroll
+      for (unsigned i = 0; i < kColumns / 2; ++i) {
+        const unsigned row = threadIdx.x / 32 * 32 + half * 16 + lane / 4 + i % 2 * 8;
+        own[i] = x[row * columns + first + i / 2 * 4 + lane % 4];
+      }
+      ptx::store_tmem_operands(ptx::tmem_at(tensor.own(first), 16 * half, 0), own);
+    }
+  ptx::wait_for_tmem_stores();
+  for (unsigned c = 0; c < columns; ++c) {
+    unsigned own[1];
+    ptx::load_tmem(own, tensor.own(c));
+    ptx::wait_for_tmem_loads();
+    seen[threadIdx.x * columns + c] = own[0];
+  }
+  tensor.free();
+}
+
 __global__ void __launch_bounds__(128) mix_kernel(unsigned columns, const unsigned* x, unsigned* seen) {
   const Tensor<> tensor(ptx::shared_address(shared_memory()));
   for (unsigned c = 0; c < columns; ++c) {
@@ -278,6 +303,15 @@ void keep_by_fragments(unsigned columns, unsigned at_a_time, const unsigned* x, 
     case 64: return run(fragments_kernel<64>);
     case 128: return run(fragments_kernel<128>);
     case 256: return run(fragments_kernel<256>);
+  }
+}
+void keep_by_operands(unsigned columns, unsigned at_a_time, const unsigned* x, unsigned* seen) {
+  const auto run = [&](auto kernel) { launch({1, 128, 16}, kernel, columns, x, seen); };
+  switch (at_a_time) {
+    case 8: return run(operands_kernel<8>);
+    case 16: return run(operands_kernel<16>);
+    case 32: return run(operands_kernel<32>);
+    case 64: return run(operands_kernel<64>);
   }
 }
 void mix_shapes(unsigned columns, const unsigned* x, unsigned* seen) {

@@ -267,6 +267,11 @@ void add_tensor_memory(Table& t) {
     keep_by_fragments(64, 16, OnDevice(t.any<unsigned>(128 * 64)), seen);
     return bits_of_all(seen);
   });
+  t.row("tcgen05.st.16x128b, tcgen05.ld.32x32b", Kind::kExact, 0, 100, [&] {
+    const OnDevice seen(128 * 64, 0u);
+    keep_by_operands(64, 16, OnDevice(t.any<unsigned>(128 * 64)), seen);
+    return bits_of_all(seen);
+  });
   // Operands without a swizzle: parts of eight rows of 16 bytes, first along K.
   const auto operand = [](unsigned rows, unsigned steps) {
     UmmaOperand o{.leading = rows * 16, .stride = 128, .bytes = rows * 32 * steps, .swizzling = 0, .offsets = {}};

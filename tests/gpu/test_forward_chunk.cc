@@ -373,16 +373,26 @@ TEST_F(OnCuda, BlackwellIsAskedFor) {
   ASSERT_EQ(cudaGetDeviceProperties(&device, 0), cudaSuccess);
   if (device.major != 10 || device.minor != 0) GTEST_SKIP() << "the device is no Blackwell";
   const Inputs in(wide({.name = "asked", .T = 70, .dtype = KDA_BF16}));
-  const ForwardOutputs out(in, false);
+  const Inputs few(wide({.name = "few", .T = 8192, .dtype = KDA_BF16}));  // heads
+  const auto told = [](const Inputs& inputs, uint32_t flags) {
+    const ForwardOutputs out(inputs, false);
+    kda_forward_args args = on_device(forward_args(inputs, out));
+    args.exec.flags = flags;
+    const char* text = "";
+    EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
+    return std::string(text);
+  };
   const char* const given = std::getenv("KDA_BLACKWELL");
   const std::string before = given ? given : "";
   for (const char* wanted : {"", "0", "1"}) {
     setenv("KDA_BLACKWELL", wanted, 1);
-    const char* text = "";
-    EXPECT_EQ(explain(on_device(forward_args(in, out)), &text), KDA_OK) << kda_last_error();
-    const std::string all = text;
-    EXPECT_EQ(all.find("* cuda_blackwell_prefill: ") == 0, std::string(wanted) == "1") << all;
-    EXPECT_NE(all.find("emulated, never run on a GPU"), std::string::npos) << all;
+    const auto expect_told = [&](const std::string& all, const char* name) {
+      EXPECT_EQ(all.find(std::string("* ") + name + ": ") != std::string::npos, std::string(wanted) == "1") << all;
+      EXPECT_NE(all.find("emulated, never run on a GPU"), std::string::npos) << all;
+    };
+    expect_told(told(in, 0), "cuda_blackwell_prefill");
+    expect_told(told(few, 0), "cuda_blackwell_prefill_segments");
+    expect_told(told(few, KDA_BATCH_INVARIANT), "cuda_blackwell_prefill");
   }
   if (given) setenv("KDA_BLACKWELL", before.c_str(), 1);
   else unsetenv("KDA_BLACKWELL");

@@ -48,6 +48,18 @@ TEST_F(PtxOnBlackwell, TensorMemoryKeepsFragments) {
   }
 }
 
+TEST_F(PtxOnBlackwell, TensorMemoryKeepsOperands) {
+  constexpr unsigned kColumns = 64;
+  const std::vector<unsigned> x = counted<unsigned>(128 * kColumns);
+  const OnDevice from(x);
+  for (unsigned at_a_time = 8; at_a_time <= 64; at_a_time *= 2) {
+    SCOPED_TRACE(at_a_time);
+    const OnDevice seen(x.size(), 0u);
+    keep_by_operands(kColumns, at_a_time, from, seen);
+    expect_same(x, seen.back());
+  }
+}
+
 TEST_F(PtxOnBlackwell, FragmentsAreThoseOfMma) {
   constexpr unsigned kColumns = 16;
   const std::vector<unsigned> x = counted<unsigned>(128 * kColumns);

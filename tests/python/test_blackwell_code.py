@@ -35,6 +35,14 @@ UNITS = (
         counts={"UTCHMMA": 4 * 14, "UTCBAR": 4 * 3},
         least={"LDTM": 4 * 4, "STTM": 4 * 4, "UTMALDG": 1, "UTMASTG": 1, "HMMA": 1},
     ),
+    # The same four. Steps of a chunk for b and for M, 8, 2 and 2 products, of one with outputs, 8, 2 and 4, and 24 that
+    # apply a map; a commit each.
+    Unit(
+        "blackwell_prefill/segments.cu",
+        kernels=4,
+        counts={"UTCHMMA": 4 * (12 + 12 + 14 + 24), "UTCBAR": 4 * (3 + 3 + 3 + 1)},
+        least={"LDTM": 4 * 11, "STTM": 4 * 10, "UTMALDG": 1, "UBLKCP": 1, "UTMASTG": 1, "HMMA": 1},
+    ),
     # V-first and K-first, each with K of 128 and 64. Of w S 8 or 4 products, of kg^T v_new 4, with a commit each.
     Unit(
         "blackwell_stages/delta_h.cu",

@@ -79,8 +79,9 @@ def test_info(cli: Callable[..., str]) -> None:
         ("bench --threads 1.5", "argument --threads: expected a number of at least 1, got '1.5'"),
         (
             "bench --impl nobody",
-            "--impl: expected one of cuda_blackwell_prefill, cuda_hopper_prefill_segments, cuda_hopper_prefill_pairs,"
-            " cuda_prefill_chunk, cuda_prefill_recurrent, cpu_chunk, cpu_recurrent, reference",
+            "--impl: expected one of cuda_blackwell_prefill_segments, cuda_blackwell_prefill,"
+            " cuda_hopper_prefill_segments, cuda_hopper_prefill_pairs, cuda_prefill_chunk, cuda_prefill_recurrent,"
+            " cpu_chunk, cpu_recurrent, reference",
         ),
         ("bench gate --json /nowhere/x.json", "--json: expected a file in a folder that exists, got /nowhere/x.json"),
         ("bench gate --plot /nowhere/x.png", "--plot: expected a file in a folder that exists, got /nowhere/x.png"),

@@ -132,16 +132,17 @@ def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureF
 
 @with_cuda
 @pytest.mark.parametrize(
-    ("op", "own", "portable"),
+    ("op", "heads", "own", "portable"),
     [
-        ("forward", "cuda_blackwell_prefill", "cuda_prefill_chunk"),
-        ("stage_bwd_wy_dqkg", "cuda_blackwell_stages_wy_dqkg", "cuda_stages_backward"),
+        ("forward", 64, "cuda_blackwell_prefill", "cuda_prefill_chunk"),
+        ("forward", 12, "cuda_blackwell_prefill_segments", "cuda_prefill_chunk"),
+        ("stage_bwd_wy_dqkg", 64, "cuda_blackwell_stages_wy_dqkg", "cuda_stages_backward"),
     ],
 )
 def test_blackwell_runs_what_ran_on_gpus_unless_asked(
-    op: str, own: str, portable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: str, heads: int, own: str, portable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["explain", op, "--T", "8192", "--H", "64", "--device", "b200"]
+    words = ["explain", op, "--T", "8192", "--H", str(heads), "--device", "b200"]
     for wanted in (None, "0", "", "1"):
         monkeypatch.delenv("KDA_BLACKWELL", raising=False)
         if wanted is not None:

@@ -108,7 +108,7 @@ def test_a_former_name_as_an_argument() -> None:
     x = np.zeros((1, 3, 1, 4), np.float32)
     with pytest.raises(NotImplementedError, match=r"^cuda_prefill_chunk was forced but "):
         kda.prefill(x, x, x, x, x[..., 0], impl="cuda_chunk")
-    with pytest.raises(ValueError, match=r"impl: expected one of cuda_blackwell_prefill, .*got cuda_verify$"):
+    with pytest.raises(ValueError, match=r"impl: expected one of cuda_blackwell_prefill_segments, .*got cuda_verify$"):
         kda.prefill(x, x, x, x, x[..., 0], impl="cuda_verify")
 
 

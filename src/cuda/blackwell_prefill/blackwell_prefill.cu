@@ -19,6 +19,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
                      const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                      const __grid_constant__ Schedule given, const __grid_constant__ Tiles tiles,
                      const __grid_constant__ StateTiles state_tiles, const __grid_constant__ SavedTiles saved) {
+  const sm100::Tensors<1> tensors(ptx::shared_address(shared_memory()));
   run_pair<Producer<T, AnyGateScores, kWideGate, PairSource<false, true>>, sm100::Consumer<T>>(
       {p, x, states, v_new, &tiles, &saved, &state_tiles}, given);
 }
@@ -40,14 +41,10 @@ void blackwell_prefill(const ForwardProblem& p) {
   const DeviceGuard device(a.exec.device_id);
   const Schedule schedule = schedule_of(p);
   if (schedule.pairs == 0) return;
-  const auto run = [&]<class T, bool kWideGate>() {
+  with_types(p, [&]<class T, bool kWideGate>() {
     launch<blackwell_kernel<T, kWideGate>>(a.exec, dim3(2 * schedule.pairs), static_cast<int>(kPairThreads),
                                            static_cast<int>(Shared::bytes), p, Tokens(p, a.in, a.o), States(a),
                                            view_of(a.v_new), schedule, Tiles(p), StateTiles(), SavedTiles(a.v_new));
-  };
-  with_type(p, [&]<class T>() {
-    if (a.in.g.dtype == KDA_F32) run.template operator()<T, true>();
-    else run.template operator()<T, false>();
   });
 }
 

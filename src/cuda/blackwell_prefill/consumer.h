@@ -15,23 +15,28 @@ namespace kda::cuda::sm100 {
 using sm90::Item, sm90::kGroup, sm90::kRowBytes, sm90::kRows, sm90::opaque, sm90::Stage, sm90::uniform;
 
 // Scans chunks and stores their outputs. It has 64 of the columns; the consumer of the pair's other CTA has the
-// others. All kernels can keep states before chunks, and U.
-template <class T>
-class Consumer : public sm90::Outputs<T, true, true> {
-  using Base = sm90::Outputs<T, true, true>;
+// others. kValues_: if false, v is 0, whatever is in the stage: then it is a kernel's second consumer, and scans for
+// the state alone. Others can keep states before chunks, and U. kWarpsOfEach: for how many warps each warp releases
+// chunks of scan().
+template <class T, bool kValues_ = true, unsigned kWarpsOfEach = 1>
+class Consumer : public sm90::Outputs<T, kValues_, kValues_> {
+  using Base = sm90::Outputs<T, kValues_, kValues_>;
 
  public:
-  static constexpr bool kValues = true, kReversed = false;
+  static constexpr bool kValues = kValues_, kReversed = false;
   __device__ Consumer(const sm90::Call& call, unsigned memory) : Base(call, memory), products_(memory) {}
 
  protected:
   using Base::call_, Base::lane_, Base::ring_, Base::S_, Base::unit_;
   using Base::has_columns, Base::place, Base::release_values, Base::sends_U, Base::store_corrections, Base::stores;
   using typename Base::Place;
+  static constexpr bool kInTensorMemory = true;
 
-  // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring.
-  template <class Begun>
-  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number, const Begun&) {
+  // Scans tokens first .. end - 1 of a value head, in chunks `number` and on of the ring. (PairConsumer also gives a
+  // function for states that come by TMA. Here none do.)
+  template <class Begun = int>
+  __device__ __forceinline__ void scan(const Item& item, unsigned first, unsigned end, unsigned& number,
+                                       const Begun& = {}) {
     const bool keeps = has_columns() && (call_.states.kept[kCheckpoint].data || call_.states.kept[kBefore].data);
     Course x{};
     x.kept = number, x.begin = first - number * kRows;
@@ -54,6 +59,29 @@ class Consumer : public sm90::Outputs<T, true, true> {
     __syncwarp();  // all lanes know it
     for (; x.kept < number; ++x.kept) release_values(x.kept);
   }
+  // Scans the ring's chunks below `chunks`, for the state alone. The last kHeld chunks are not released.
+  template <unsigned kHeld>
+  __device__ __forceinline__ void scan_state(unsigned chunks) {
+    for (unsigned number = 0; number < chunks;) {
+      const bool again = Base::prepared(), first = number * kRows % kChunk == 0;
+      if (!scan_chunk_of_map(number, first, again)) {
+        Base::prepare(opaque(ring_.stage(number)), first);
+        continue;
+      }
+      unsigned none[2][4];
+      if (again) Base::spoil(none);
+      if (lane_ == 0 && number + kHeld < chunks) Base::release(number);
+      ++number;
+    }
+  }
+  // Makes S^T M^T of a state whose numbers are sums of two bf16, as those of the map are: see SegmentConsumer::pass().
+  // halves: where those of M^T are.
+  __device__ __forceinline__ void multiply_by_map(const unsigned (&leading)[8][4], const unsigned (&rest)[8][4],
+                                                  const unsigned (&halves)[2]) {
+    products_.start_map(leading, rest, halves);
+    products_.wait();
+    products_.load_state(S_);
+  }
 
  private:
   // What goes on from chunk to chunk.
@@ -67,20 +95,9 @@ class Consumer : public sm90::Outputs<T, true, true> {
   // false if scales do not fit: then nothing has changed.
   __device__ __forceinline__ bool scan_chunk(unsigned t, unsigned end, unsigned number, bool again, bool has_outputs,
                                              Course& x) {
-    lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
-    const unsigned n = uniform(number), stage = ring_.stage(n);
     unsigned v[2][4];
-    ring_.wait_full(number);
-    Base::load_values(stage, v);
-    {
-      unsigned left[8][4];
-      Base::pack(left);
-      products_.store_state_operand(left);
-      // TMA has read the output tile. All warps know that after the vote, and may write to it.
-      if (stores()) ptx::wait_for_bulk_reads<0>();
-      if (!vote(left, v, t % kChunk == 0, again)) return false;
-    }
-    products_.start_state_products(stage);
+    const unsigned n = uniform(number), stage = ring_.stage(n);
+    if (!begin_chunk<true>(number, stage, t % kChunk == 0, again, v)) return false;
     if (sends_U() && number - x.kept == 2) release_values(x.kept++);
     const bool spoilt = decay(stage);
     products_.store_state(S_);
@@ -89,7 +106,7 @@ class Consumer : public sm90::Outputs<T, true, true> {
     start_corrections(stage, v);
     products_.wait();
     float U[kRows / 2];
-    start_update(stage, U);
+    start_update<true>(stage, U);
     if (again || spoilt) [[unlikely]]
       spoil_corrections(stage, again, U);
     if (sends_U()) Base::stage_U(stage, U, Base::is_plain());
@@ -100,7 +117,39 @@ class Consumer : public sm90::Outputs<T, true, true> {
     products_.wait();
     products_.load_state(S_);
     round_outputs(x.out);
-    if (lane_ == 0) ring_.release(number);  // all lanes have read the stage: before the last barrier
+    if (lane_ == 0) ring_.release(number, kWarpsOfEach);  // all lanes have read the stage: before the last barrier
+    return true;
+  }
+  // The same for the state alone, without outputs and without qG and Aqk, which may not be there.
+  __device__ __forceinline__ bool scan_chunk_of_map(unsigned number, bool first, bool again) {
+    unsigned v[2][4];
+    const unsigned stage = uniform(ring_.stage(number));
+    if (!begin_chunk<false>(number, stage, first, again, v)) return false;
+    decay(stage);
+    products_.store_state(S_);
+    products_.wait();
+    start_corrections(stage, v);
+    products_.wait();
+    float U[kRows / 2];
+    start_update<false>(stage, U);
+    products_.wait();
+    products_.load_state(S_);
+    return true;
+  }
+  // Starts the state's products with a chunk, and loads v. Returns false if scales do not fit.
+  template <bool kOutputs>
+  __device__ __forceinline__ bool begin_chunk(unsigned number, unsigned stage, bool first, bool again,
+                                              unsigned (&v)[2][4]) {
+    lane_ = opaque(lane_);  // addresses are computed again: there are no registers to keep them
+    ring_.wait_full(number);
+    Base::load_values(stage, v);
+    unsigned left[8][4];
+    Base::pack(left);
+    products_.store_state_operand(left);
+    // TMA has read the output tile. All warps know that after the vote, and may write to it.
+    if (kOutputs && stores()) ptx::wait_for_bulk_reads<0>();
+    if (!vote(left, v, first, again)) return false;
+    products_.template start_state_products<kOutputs>(stage);
     return true;
   }
 
@@ -131,13 +180,14 @@ class Consumer : public sm90::Outputs<T, true, true> {
     }
     products_.start_corrections(stage, R);
   }
-  // Starts S += kg^T U and O += Aqk U. Returns U.
+  // Starts S += kg^T U and, for outputs, O += Aqk U. Returns U.
+  template <bool kOutputs>
   __device__ __forceinline__ void start_update(unsigned stage, float (&U)[kRows / 2]) const {
     products_.load_corrections(U);
     unsigned packed[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) packed[j / 4][j % 4] = ptx::pack<__half>(U[2 * j], U[2 * j + 1]);
-    products_.start_update(stage, packed);
+    products_.template start_update<kOutputs>(stage, packed);
   }
   // Makes U NaN from the first token on whose inputs were not finite. The producer has put zeros in the place of such
   // rows, and NaN in their rows of qG; again: prepare() has put zeros in the place of such a v.
@@ -160,7 +210,7 @@ class Consumer : public sm90::Outputs<T, true, true> {
     for (int j = 0; j < 8; ++j) out[j / 4][j % 4] = ptx::pack<T>(O[2 * j] * scale[j % 2], O[2 * j + 1] * scale[j % 2]);
   }
 
-  Products products_;
+  Products<!kValues> products_;
 };
 
 }  // namespace kda::cuda::sm100

@@ -4,11 +4,15 @@
 
 namespace kda::cuda::sm90 {
 
+// Half of a segment's map (segments.h) has the leading bf16 of its numbers, and so far behind them the rests.
+constexpr unsigned kRestOfMap = 2 * kHalf;
+
 // A thread of the warpgroup that carries 64 value columns of a state. The warpgroup works on transposes, so a column
 // of the state is a row of an accumulator.
 class ConsumerThread {
  protected:
   static constexpr unsigned kWarps = 4;
+  static constexpr bool kInTensorMemory = false;  // are the products those of tcgen05?
 
   __device__ ConsumerThread(const Call& call, unsigned memory)
       : call_(call),

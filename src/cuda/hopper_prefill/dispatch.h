@@ -50,6 +50,14 @@ void with_scores(const ForwardProblem& p, const Run& run) {
   if (anchored(p)) run.template operator()<BoundedScores>();
   else run.template operator()<AnyGateScores>();
 }
+// Calls run.operator()<T, kWideGate>(): with the type of gates, too.
+template <class Run>
+void with_types(const ForwardProblem& p, const Run& run) {
+  with_type(p, [&]<class T>() {
+    if (p.args.in.g.dtype == KDA_F32) run.template operator()<T, true>();
+    else run.template operator()<T, false>();
+  });
+}
 // Calls run.operator()<T, Scores, kWideGate>(): see Producer.
 template <class Run>
 void with_inputs(const ForwardProblem& p, const Run& run) {

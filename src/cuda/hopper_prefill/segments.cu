@@ -84,12 +84,16 @@ Segments sm90::segments_of(const ForwardProblem& p, bool reversed) {
   return segments;
 }
 
-const char* hopper_prefill_segments_why_not(const ForwardProblem& p) {
-  if (const char* reason = hopper_prefill_pairs_why_not(p)) return reason;
+const char* sm90::segments_why_not(const ForwardProblem& p) {
   if (p.N == 0) return "needs a sequence to cut";
   if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "takes no KDA_BATCH_INVARIANT: bits tell where it cuts";
   if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
   return nullptr;
+}
+
+const char* hopper_prefill_segments_why_not(const ForwardProblem& p) {
+  if (const char* reason = hopper_prefill_pairs_why_not(p)) return reason;
+  return segments_why_not(p);
 }
 
 const char* hopper_prefill_segments_unsuited(const ForwardProblem& p) {

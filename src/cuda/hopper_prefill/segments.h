@@ -76,7 +76,7 @@ struct Cut {
 
 // M^T lies as the consumer multiplies by it, in two halves of 64 rows, with channels in the places of a stage. A half
 // has the leading bf16 of all numbers, then the rests, as tiles of 128 channels.
-constexpr unsigned kMapBytes = kSize * kSize * 4, kRestOfMap = 2 * kHalf;
+constexpr unsigned kMapBytes = kSize * kSize * 4;
 static_assert(kMapBytes / 2 <= Stage::bytes);
 
 // The maps of a call's segments, and flags that say when they are there.
@@ -377,17 +377,21 @@ class SegmentConsumer : public MapConsumer<Scan> {
       leading[j / 4][j % 4] = x.leading, rest[j / 4][j % 4] = x.rest;
     }
     ptx::wait_barrier(map_barrier(i), (i - 1) / 2 % 2);
-    ptx::fence_products();
+    if constexpr (Base::kInTensorMemory) {
+      Base::multiply_by_map(leading, rest, {map_stage(last - i, 0), map_stage(last - i, 1)});
+    } else {
+      ptx::fence_products();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint64_t M = ptx::further(ptx::matrix_at(map_stage(last - i, k / 4), kHalf, 1024, ptx::Swizzle::k128),
-                                      k % 4 * 16 * kRowBytes);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, k > 0);
-      ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
-      ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], ptx::further(M, kRestOfMap), true);
+      for (int k = 0; k < 8; ++k) {
+        const uint64_t M = ptx::further(ptx::matrix_at(map_stage(last - i, k / 4), kHalf, 1024, ptx::Swizzle::k128),
+                                        k % 4 * 16 * kRowBytes);
+        ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], M, k > 0);
+        ptx::wgmma<__nv_bfloat16, true>(S_, rest[k], M, true);
+        ptx::wgmma<__nv_bfloat16, true>(S_, leading[k], ptx::further(M, kRestOfMap), true);
+      }
+      ptx::commit_products();
+      ptx::wait_for_products<0>();
     }
-    ptx::commit_products();
-    ptx::wait_for_products<0>();
 #pragma unroll
     for (int j = 0; j < 64; ++j) S_[j] += b[j];
   }
@@ -395,8 +399,9 @@ class SegmentConsumer : public MapConsumer<Scan> {
   const Segments& segments_;
 };
 
-// How a call is cut, and its segments, with flags cleared in the call's stream. reversed: for the reverse scan.
-// (Defined in segments.cu.)
+// Defined in segments.cu: why a call of CTA pairs is not cut, on any GPU that has them, or nullptr; how it is cut; its
+// segments, with flags cleared in the call's stream. reversed: for the reverse scan.
+const char* segments_why_not(const ForwardProblem& p);
 Cut cut_of(const ForwardProblem& p, bool reversed);
 Segments segments_of(const ForwardProblem& p, bool reversed);
 

@@ -39,7 +39,10 @@ struct NamedBarrier {
     kMapsAreRead = 5,
     // Three warps of the consumer arrive, and the one that stores outputs waits. Protects the output tile until it is
     // complete.
-    kOutputsAreThere = 6
+    kOutputsAreThere = 6,
+    // On Blackwell, the threads of the consumer that has outputs, twice a chunk; the one that makes M has the next
+    // barrier. Protects left operands in tensor memory until they are complete.
+    kProducts = 7
   };
 };
 
@@ -166,6 +169,11 @@ struct alignas(1024) SharedMemory {
   // consumer waits. Each protects two stages with a map until it is complete.
   uint64_t maps[2];
   alignas(16) unsigned char task[96];  // Task of the pair, in the kernel with segments
+  // On Blackwell. mbarriers, one for each consumer: its products are done. The commit behind them arrives, the consumer
+  // waits. Each protects sums in tensor memory until they are complete, and operands until they are read. Then the
+  // address of tensor memory.
+  uint64_t products[2];
+  unsigned tensors;
   StageMemory stages[kStages];
   Tile out;  // a chunk's outputs, swizzled like the stages
   ScratchMemory scratch[kProducers];
@@ -179,6 +187,7 @@ struct Shared {
   static constexpr unsigned pair = offsetof(SharedMemory, pair), known = offsetof(SharedMemory, known);
   static constexpr unsigned planned = offsetof(SharedMemory, planned), maps = offsetof(SharedMemory, maps);
   static constexpr unsigned task = offsetof(SharedMemory, task), kTaskBytes = sizeof(SharedMemory::task);
+  static constexpr unsigned products = offsetof(SharedMemory, products), tensors = offsetof(SharedMemory, tensors);
   static constexpr unsigned stages = offsetof(SharedMemory, stages), out = offsetof(SharedMemory, out);
   static constexpr unsigned scratch = offsetof(SharedMemory, scratch), bytes = sizeof(SharedMemory);
 };

@@ -3,6 +3,7 @@
 from .mutant import EMULATOR, emulated, mutants
 
 FORWARD = "src/cuda/blackwell_prefill/blackwell_prefill.cu"
+SEGMENTS = "src/cuda/blackwell_prefill/segments.cu"
 CONSUMER = "src/cuda/blackwell_prefill/consumer.h"
 PRODUCTS = "src/cuda/blackwell_prefill/products.h"
 
@@ -13,7 +14,9 @@ TESTS = (
 
 SPOILT = (TESTS[0], emulated("ForwardContract.CorrectionsAreNaNFromThereOn/K64")[1])
 
-UNITS = {CONSUMER: [FORWARD], PRODUCTS: [FORWARD]}
+MAPS = (TESTS[0], emulated("ForwardChunkOnCuda.IsTheOracle/bound_maps")[1])
+
+UNITS = {CONSUMER: [FORWARD, SEGMENTS], PRODUCTS: [FORWARD, SEGMENTS]}
 
 MUTANTS = [
     *mutants(
@@ -67,8 +70,13 @@ MUTANTS = [
         ("Blackwell's forward: kg is not transposed", "multiply<kSize, true>", "multiply<kSize>"),
         (
             "Blackwell's forward: tensor memory is not freed",
-            "    if (is_issuer()) ptx::tmem_dealloc(tensors_, TensorMemory::columns);\n",
+            "    if (is_owner()) ptx::tmem_dealloc(ptx::load_shared(memory_ + sm90::Shared::tensors), kColumns);\n",
             "",
+        ),
+        (
+            "Blackwell's forward: registers are used before tensor memory has been read",
+            "own_ + column), ptx::wait_for_tmem_loads();",
+            "own_ + column);",
         ),
     ),
     *mutants(
@@ -81,13 +89,13 @@ MUTANTS = [
         ),
         (
             "Blackwell's forward: outputs are overwritten while TMA reads them",
-            "      if (stores()) ptx::wait_for_bulk_reads<0>();\n",
+            "    if (kOutputs && stores()) ptx::wait_for_bulk_reads<0>();\n",
             "",
         ),
         (
             "Blackwell's forward: products are not waited for",
-            "    products_.wait();\n    start_corrections",
-            "    start_corrections",
+            "stage_outputs(x.out);\n    products_.wait();\n",
+            "stage_outputs(x.out);\n",
         ),
         (
             "Blackwell's forward: U is overwritten while TMA reads it",
@@ -96,8 +104,8 @@ MUTANTS = [
         ),
         (
             "Blackwell's forward: a chunk is released too early",
-            "    products_.wait();\n    products_.load_state",
-            "    products_.load_state",
+            "    products_.wait();\n    products_.load_state(S_);\n    round_outputs",
+            "    products_.load_state(S_);\n    round_outputs",
         ),
     ),
     *mutants(
@@ -112,6 +120,39 @@ MUTANTS = [
             "Blackwell's forward: rows of a chunk are released while lanes look for NaN in them",
             "    __syncwarp();  // all lanes have read the rows\n",
             "",
+        ),
+    ),
+    *mutants(
+        PRODUCTS,
+        MAPS,
+        (
+            "Blackwell's segments: both consumers have the same tensor memory",
+            " + kConsumer * TensorMemory::columns)",
+            ")",
+        ),
+        (
+            "Blackwell's segments: a map adds to the state that it is applied to",
+            "add(TensorMemory::leading + 8 * k, M, k > 0);",
+            "add(TensorMemory::leading + 8 * k, M, true);",
+        ),
+        (
+            "Blackwell's segments: a map is applied before all threads have stored the state",
+            "store_for_all(TensorMemory::rest, rest);",
+            "store(TensorMemory::rest, rest);",
+        ),
+    ),
+    *mutants(
+        CONSUMER,
+        MAPS,
+        (
+            "Blackwell's segments: stages are released to which maps come",
+            "number + kHeld < chunks",
+            "number < chunks",
+        ),
+        (
+            "Blackwell's segments: chunks with outputs wait for the warps of M",
+            "ring_.release(number, kWarpsOfEach)",
+            "ring_.release(number)",
         ),
     ),
 ]
