@@ -4,7 +4,7 @@
     mutants.py BUILD_DIR [SUBSTRING]     all mutants, or those whose name contains SUBSTRING
 
 Each mutant is one substitution in one file (table/). The translation units it reaches are compiled as
-compile_commands.json says (for one instruction set only, with -O0, and with Highway's header compiled once: seconds
+compile_commands.json says (for one instruction set only, with -O0, and with common headers compiled once: seconds
 count). The build's own command for libkda.so, CUDA included, links them in place of the right ones, and the tests of
 that family run against the result. Those of CUDA kernels run on the emulator (tests/emulator), which is linked into
 its tests: there the program takes the place of the library. One mutant per core at a time. Exit status 0: all of them
@@ -28,17 +28,29 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 ONE_ISA = ROOT / "tests/one_isa"  # here every kernel file asks for the one instruction set that is compiled
 ONE_TARGET = ["-DHWY_COMPILE_ONLY_STATIC", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-maes", "-mpclmul"]
-# These headers are half of what a kernel takes to compile: compiled once, with -O0, they leave 1.2 s of the 3.7 of -O1.
-HEADERS = "".join(
-    f"#include <{name}>\n"
-    for name in ("hwy/foreach_target.h", "hwy/highway.h", "algorithm", "atomic", "cmath", "cstring", "span", "string")
-)
-KERNEL = "src/cpu/gate.cc"  # as good as any: all have the same options
+
+# Headers of each room that are compiled once: half or more of what a kernel takes to compile. No mutant changes them
+# or what they include: it would survive. With -O0 they leave 1.2 s of the 3.7 of -O1 on the CPU, and 0.5 s of the 1.1
+# of a small kernel of CUDA.
+HEADERS = {
+    "cpu": ("hwy/foreach_target.h", "hwy/highway.h", "algorithm", "atomic", "cmath", "cstring", "span", "string"),
+    "cuda": (
+        *("algorithm", "array", "cmath", "cstring", "functional", "limits", "map", "memory", "sstream", "string"),
+        *("string_view", "system_error", "type_traits", "unordered_map", "utility", "vector"),
+        *("cuda.h", "cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h", "cuda/ptx/sm100.h"),
+    ),
+}
+KERNELS = {"cpu": "src/cpu/gate.cc", "cuda": "src/cuda/gate/gate.cu"}  # as good as any: a room's options are the same
+# gold takes half as long to link as the usual linker does.
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 CCACHE = [ccache] if (ccache := shutil.which("ccache")) else []
 
-# The cores are busy with other mutants, and a test that has failed need not go on.
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GTEST_FAIL_FAST": "1", "GTEST_BRIEF": "1"}
+# The cores are busy with other mutants, and the first expectation that fails ends the program.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GTEST_THROW_ON_FAILURE": "1", "GTEST_BRIEF": "1"}
 TIMEOUT_S = 120
+# What a unit's own command has and mutants do without: -O0 comes instead, and the copies of glibc that know sizes warn
+# with that.
+LEFT_OUT = ("-O", "-W", "-DHWY_DISABLED_TARGETS", "-D_FORTIFY_SOURCE")
 # ccache needs this for precompiled headers: no unit of ours has a macro that changes them, or the time.
 COMPILE_ENVIRONMENT = os.environ | {"CCACHE_SLOPPINESS": "pch_defines,time_macros"}
 
@@ -54,7 +66,8 @@ class Target:
         commands = ["cmake", "--build", str(directory), "--", "-t", "commands", name]
         lines = subprocess.run(commands, check=True, capture_output=True, text=True).stdout.splitlines()
         link = [line for line in lines if " -o " in line][-1]  # the commands behind it make a link to the library
-        self.link_command = shlex.split(link.removeprefix(": && ").removesuffix(" && :"))
+        compiler, *options = shlex.split(link.removeprefix(": && ").removesuffix(" && :"))
+        self.link_command = [compiler, *LINKER, *options]
         self.file = pathlib.Path(self.link_command[self.link_command.index("-o") + 1]).name
         self.commands = {}
         for entry in json.loads((directory / "compile_commands.json").read_text()):
@@ -70,9 +83,7 @@ class Build:
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         self.library, self.emulator = Target(directory, "kda"), Target(directory, EMULATOR)
-        self.headers = self.work / "headers.h"
-        self.headers.write_text(HEADERS)
-        self.precompile()
+        self.headers = {room: self.precompile(room) for room in HEADERS}
 
     def target_of(self, tests: tuple[str, str]) -> Target:
         return self.emulator if tests[0].endswith(EMULATOR) else self.library
@@ -86,24 +97,31 @@ class Build:
         if not changed.exists():
             shutil.copy(source, changed)
         output = overlay / relative.with_suffix(".o")
-        options = [f"-I{overlay}"]
-        if relative.parts[0] == "cpu":
-            options = [*ONE_TARGET, f"-I{ONE_ISA}", *options, "-include", str(self.headers)]
+        options, room = [f"-I{overlay}"], relative.parts[0]
+        if room == "cpu":
+            options = [*ONE_TARGET, f"-I{ONE_ISA}", *options]
+        if room in self.headers:
+            options += ["-include", str(self.headers[room])]
         self.execute(CCACHE + self.compiler(target, unit, changed, output, options))
         return output
 
-    def precompile(self) -> None:
-        """Precompiles the headers. If the result does not fit a unit, the compiler reads the headers themselves."""
-        output = self.headers.with_suffix(".h.gch")
-        options = [*ONE_TARGET, "-x", "c++-header"]
-        self.execute(CCACHE + self.compiler(self.library, KERNEL, self.headers, output, options))
+    def precompile(self, room: str) -> pathlib.Path:
+        """Precompiles headers. If the result does not fit a unit, the compiler reads the headers themselves."""
+        headers = self.work / f"headers_{room}.h"
+        headers.write_text("".join(f"#include <{name}>\n" for name in HEADERS[room]))
+        target = self.library if room == "cpu" else self.emulator
+        options = ONE_TARGET if room == "cpu" else []
+        command = self.compiler(target, KERNELS[room], headers, headers.with_suffix(".h.gch"), options)
+        language = command.index("-c")
+        self.execute([*CCACHE, *command[:language], "-x", "c++-header", *command[language:]])
+        return headers
 
     def compiler(
         self, target: Target, unit: str, source: pathlib.Path, output: pathlib.Path, options: list[str]
     ) -> list[str]:
         """The build's command for `unit`, applied to `source` instead."""
         command = target.commands[str(ROOT / unit)]
-        command = [a for a in command if not a.startswith(("-O", "-W", "-DHWY_DISABLED_TARGETS"))]
+        command = [a for a in command if not a.startswith(LEFT_OUT)]
         command[command.index("-o") + 1] = str(output)
         command[command.index("-c") + 1] = str(source)
         return [command[0], *options, "-O0", "-w", *command[1:]]

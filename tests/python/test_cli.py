@@ -130,24 +130,6 @@ def test_every_operator_of_the_library_is_checked() -> None:
     assert not missing, f"kda/cli/operators.py: expected an entry of OPERATORS for each operator, none for {missing}"
 
 
-def test_check(cli: Callable[..., str]) -> None:
-    text = cli("check")
-    table = rows(text)
-    ran = {(op, impl) for op, impl, _, cases, *_ in table if int(cases)}
-    expected = {(op, impl) for op in operators.OPERATORS for impl in kda.implementations(op)}
-    assert {(r[0], r[1]) for r in table} == expected
-    assert expected - ran <= {x for x in expected if operators.device_of(x[1]) == "cuda"}
-    for op, impl, dtype, cases, worst, error, allowed, verdict in table:
-        if (op, impl) in ran:
-            assert dtype in operators.OPERATORS[op].dtypes and int(cases) >= 2 and verdict == "ok"
-            assert worst in operators.OPERATORS[op].allowed and float(error) <= float(allowed)
-        else:
-            assert verdict == "skipped: no CUDA device that torch finds"
-    total = sum(int(r[3]) for r in table)
-    assert re.search(rf"^kda {kda.__version__}, .*: {total} of {total} cases ok, \d+ skipped$", text, re.M)
-    assert "KDA_IMPL" not in os.environ
-
-
 def spoil(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes the results of every implementation except the oracle."""
     entry = operators.OPERATORS[op]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import re
 import shlex
 import warnings
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import kda
+from benches import rows
+from kda.cli import main, operators
 from source_hash import source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +36,7 @@ COMMANDS = [
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
+    assert "check" in [command.values[0] for command in COMMANDS]
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
@@ -39,19 +44,37 @@ def test_example_runs(code: str) -> None:
     exec(compile(code, "<example>", "exec"), {})
 
 
+def expect_all_checked(text: str) -> None:
+    """Output of ``python -m kda check``: every implementation of every operator is in it, and right if it ran."""
+    table = rows(text)
+    ran = {(op, impl) for op, impl, _, cases, *_ in table if int(cases)}
+    expected = {(op, impl) for op in operators.OPERATORS for impl in kda.implementations(op)}
+    assert {(r[0], r[1]) for r in table} == expected
+    assert expected - ran <= {x for x in expected if operators.device_of(x[1]) == "cuda"}
+    for op, impl, dtype, cases, worst, error, allowed, verdict in table:
+        if (op, impl) in ran:
+            assert dtype in operators.OPERATORS[op].dtypes and int(cases) >= 2 and verdict == "ok"
+            assert worst in operators.OPERATORS[op].allowed and float(error) <= float(allowed)
+        else:
+            assert verdict == "skipped: no CUDA device that torch finds"
+    total = sum(int(r[3]) for r in table)
+    assert re.search(rf"^kda {kda.__version__}, .*: {total} of {total} cases ok, \d+ skipped$", text, re.M)
+
+
 @pytest.mark.parametrize(("words", "output"), COMMANDS)
 def test_command_prints_this(
     words: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The output is this text, with ``...`` for anything; numbers may differ."""
-    from kda.cli import main
-
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(words)) == 0
-    printed = capsys.readouterr().out
+    printed, errors = capsys.readouterr()
     plain = [re.sub(r"-{2,}", "--", re.sub(r"\d[\d.]*(e[+-]\d+)?", "0", text)) for text in (output, printed)]
     checker = doctest.OutputChecker()
     assert checker.check_output(*plain, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE), printed
+    if words == "check":  # takes a minute, so all that is to be seen in it is looked for here
+        expect_all_checked(printed + errors)
+    assert "Traceback" not in errors and "KDA_IMPL" not in os.environ
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
