@@ -61,6 +61,7 @@ function(kda_add_cuda target)
     src/cuda/conv/backward.cu
     src/cuda/conv/conv.cu
     src/cuda/decode/decode.cu
+    src/cuda/decode/snapshots.cu
     src/cuda/decode/sweep.cu
     src/cuda/drafts/flush_registers.cu
     src/cuda/drafts/general.cu

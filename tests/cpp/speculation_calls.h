@@ -147,6 +147,25 @@ inline std::vector<SpeculationCase> speculation_cases() {
              .g_dtype = KDA_F16,
              .beta_dtype = KDA_F16,
              .qk_l2norm = true}});
+  // What decode and drafts have a fast path for.
+  Case usual{.name = "usual_packed",
+             .H = 1,
+             .HV = 2,
+             .K = 128,
+             .V = 128,
+             .lengths = {3, 1, 5},
+             .dtype = KDA_BF16,
+             .g_dtype = KDA_BF16,
+             .beta_dtype = KDA_BF16,
+             .gate_form = KDA_GATE_SOFTPLUS,
+             .gates = Gates::kRaw,
+             .A_log = true,
+             .dt_bias = true,
+             .beta_form = KDA_BETA_SIGMOID,
+             .qk_l2norm = true};
+  add({.c = usual});
+  usual.name = "usual_bf16", usual.lengths = {}, usual.B = 3, usual.T = 4, usual.state_dtype = KDA_BF16;
+  add({.c = usual});
   add({.c = {.name = "mixed", .B = 2, .T = 6, .dtype = KDA_F16, .g_dtype = KDA_BF16, .layout = Layout::kHeadsFirst}});
   add({.c = {.name = "state_bf16", .B = 2, .T = 6, .HV = 2, .dtype = KDA_BF16, .state_dtype = KDA_BF16}});
   add({.c = {.name = "state_bf16_K_first",

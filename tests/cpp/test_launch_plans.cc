@@ -27,8 +27,11 @@ TEST(DecodePlan, KFirstColumnsAreReadTogether) {
   EXPECT_EQ(decode(166, false, true).rows, 4);
   EXPECT_EQ(decode(100000, false, true).columns(), 64);
 }
-TEST(DecodePlan, GeneralKernelsHaveOneSize) {
-  for (const int64_t heads : {1, 100, 100000}) EXPECT_EQ(decode(heads, false, false, FastPath::kNone).columns(), 32);
+TEST(DecodePlan, GeneralKernelsAndSnapshotsHaveOneSize) {
+  for (const int64_t heads : {1, 100, 100000}) {
+    EXPECT_EQ(decode(heads, false, false, FastPath::kNone).columns(), 32);
+    EXPECT_EQ(decode(heads, false, false, FastPath::kSnapshots).columns(), 64);
+  }
   EXPECT_EQ(decode_plan({8, 256, 128, FastPath::kNone, false, false}, kSMs).columns(), 16);
 }
 

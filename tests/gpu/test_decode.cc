@@ -328,12 +328,13 @@ TEST_P(SnapshotsOnCuda, AcceptedOnesAreWhereTheNextRoundStarts) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, SnapshotsOnCuda,
-    testing::Combine(testing::Values("drafts_5", "K128_V128", "gva_2", "state_K_first", "state_bf16"), testing::Bool()),
-    [](const auto& info) {
-      return std::string(std::get<0>(info.param)) + (std::get<1>(info.param) ? "_slots" : "_rows");
-    });
+INSTANTIATE_TEST_SUITE_P(All, SnapshotsOnCuda,
+                         testing::Combine(testing::Values("drafts_5", "K128_V128", "gva_2", "state_K_first",
+                                                          "state_bf16", "usual_packed", "usual_bf16"),
+                                          testing::Bool()),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param)) + (std::get<1>(info.param) ? "_slots" : "_rows");
+                         });
 
 }  // namespace
 }  // namespace kda::test

@@ -163,13 +163,14 @@ def test_padding_in_a_poisoned_pool(pool_dtype: torch.dtype, first_valid_slot: i
 # ---- decode_mtp: where states come from and go to ----
 
 
+@pytest.mark.parametrize("size", [64, 128])  # with 128, bf16 is on the fast path
 @pytest.mark.parametrize("form", ["decays", "bf16", "bf16_bounded_k_first"])
 @pytest.mark.parametrize("pool_dtype", POOLS)
-def test_snapshots(form: str, pool_dtype: torch.dtype) -> None:
+def test_snapshots(form: str, pool_dtype: torch.dtype, size: int) -> None:
     """Snapshots in separate rows: those of the oracle, and bitwise the states of plain decode with the tokens so
     far."""
     T, S = 4, 6
-    p, h0 = drafts(T, K=64, V=64, **FORMS[form])
+    p, h0 = drafts(T, K=size, V=size, **FORMS[form])
     h0 = h0.to(pool_dtype)
 
     def scenario(place: Place, **more: Any) -> dict[str, Tensor]:
@@ -186,11 +187,12 @@ def test_snapshots(form: str, pool_dtype: torch.dtype) -> None:
     assert same_bits(got["state"], got["kept"][:, T - 1])
 
 
+@pytest.mark.parametrize("sizes", [{"K": 64, "V": 64}, {"K": 128, "V": 128, "dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("pool_dtype", POOLS)
-def test_snapshots_in_slots_of_the_pool(pool_dtype: torch.dtype) -> None:
+def test_snapshots_in_slots_of_the_pool(pool_dtype: torch.dtype, sizes: dict[str, Any]) -> None:
     """Some are not wanted. The next round starts from the accepted ones, with lengths clamped to 1..S."""
     T, S = 4, 5
-    (p, h0), following = drafts(T, K=64, V=64), drafts(T, K=64, V=64, seed=1)[0]
+    (p, h0), following = drafts(T, **sizes), drafts(T, **sizes, seed=1)[0]
     pool = torch.full((30, *h0.shape[1:]), NAN, dtype=pool_dtype)
     homes, slots = [29, 7, 0], torch.arange(8, 8 + 3 * S).view(3, S).int()
     slots[1, 2], slots[2, 1] = -1, -1000

@@ -50,8 +50,9 @@ def layers() -> Iterator[list[str]]:
         for who in ("kda (cuda_hopper_stages_wy_dqkg)", "FLA")
     ]
     yield ["stage `bwd_wy_dqkg`, 32 heads x 8192", f"{times[0]:.2f} ms", f"FLA {times[1]:.2f} ms"]
-    ours, fla = (training.layer_time(who, "prefill", "B1 T8192") for who in ("kda", "FLA"))
-    yield ["[layer](docs/operators/layer.md#figures), 8192 tokens", f"{ours:.2f} ms", f"FLA's layer {fla:.2f} ms"]
+    for name, what in (("8192 tokens", "prefill"), ("forward and backward", "training")):
+        ours, fla = (training.layer_time(who, what, "B1 T8192") for who in ("kda", "FLA"))
+        yield [f"[layer](docs/operators/layer.md#figures), {name}", f"{ours:.2f} ms", f"FLA's layer {fla:.2f} ms"]
     steps = {
         who: ", ".join(f"{training.layer_time(who, 'decode', f'B{B}') * 1e3:.0f}" for B in (1, 32, 128))
         for who in ("kda", "FLA")

@@ -119,11 +119,12 @@ def layer() -> list[str]:
         return plain(record().row(what=f"kda layer, {what}", case=case)["share_of_floor"], 2)
 
     rows = []
-    for T in (8192, 2048, 512):
+    calls = [("forward and backward", "training", 8192), *(("prefill", "prefill", T) for T in (8192, 2048, 512))]
+    for name, what, T in calls:
         case = f"B1 T{T}"
-        times = [layer_time(who, "prefill", case) for who in ("kda", "FLA", "transformers (FLA)")]
+        times = [layer_time(who, what, case) for who in ("kda", "FLA", "transformers (FLA)")]
         cells = [plain(x, 2 if x >= 1 else 3) for x in times]
-        rows.append([f"prefill, {T:,} tokens, ms", *cells, share("prefill", case)])
+        rows.append([f"{name}, {T:,} tokens, ms", *cells, share(what, case)])
     for pair in ((1, 8), (32, 128)):
         cells = [" / ".join(f"{layer_time(who, 'decode', f'B{B}') * 1e3:.0f}" for B in pair) for who in ("kda", "FLA")]
         shares = " / ".join(share("decode", f"B{B}") for B in pair)

@@ -20,14 +20,16 @@ struct HintedStates {
 };
 
 // The fast path is a set of kernels for the most common calls, which know these calls' dtypes and forms. Others take
-// general kernels. Which form of it a call has: none; the plain one; with a convolution in front; on a ring.
-enum class FastPath { kNone, kPlain, kConv, kRing };
+// general kernels. Which form of it a call has: none; the plain one; with a convolution in front; on a ring; a decode
+// with snapshots.
+enum class FastPath { kNone, kPlain, kConv, kRing, kSnapshots };
 
 inline std::string text(FastPath path) {
   switch (path) {
     case FastPath::kPlain: return "fast path";
     case FastPath::kConv: return "fast path with a convolution";
     case FastPath::kRing: return "fast path on a ring";
+    case FastPath::kSnapshots: return "fast path with snapshots";
     default: return "general kernel";
   }
 }
@@ -40,7 +42,7 @@ inline std::string text(FastPath path, int64_t columns, int warps, HintedStates 
 
 struct DecodeCall {
   int64_t heads, K, V;  // heads: value heads of all requests
-  FastPath fast;        // kNone or kPlain
+  FastPath fast;        // kNone, kPlain or kSnapshots
   bool bf16, k_first;   // the states
 };
 struct DecodePlan {
@@ -57,6 +59,7 @@ struct DecodePlan {
 // is fastest when all that is on its way lies close together (B = 128: x 0.99; larger calls: x 0.98).
 inline DecodePlan decode_plan(const DecodeCall& c, int64_t SMs) {
   if (c.fast == FastPath::kNone) return {c.fast, 4, c.K > 128 ? 1 : 2};
+  if (c.fast == FastPath::kSnapshots) return {c.fast, 4, 4};
   if (!c.k_first && !c.bf16 && c.heads * c.V >= 1920 * SMs) return {c.fast, 2, 1};
   const DecodePlan few{c.fast, 4, c.k_first ? 2 : 1}, many{c.fast, 4, 2 * few.rows};
   const int64_t blocks = c.heads * ((c.V + few.columns() - 1) / few.columns());

@@ -11,7 +11,8 @@
 // Columns are independent, and every sum has one order, in sweep.cu as well: the bits of a request depend on nothing
 // else in the call, and T tokens have the bits of T calls of one.
 //
-// A convolution in front is a launch of its own: front.h.
+// A convolution in front is a launch of its own: front.h. Calls on the fast path that keep snapshots have a kernel of
+// their own: snapshots.cu.
 #include <type_traits>
 
 #include "cuda/cuda.h"
@@ -25,7 +26,7 @@ namespace {
 constexpr int kThreads = kTokenThreads;
 constexpr int kFewThreads = kThreads / 2;  // of a block, in large calls
 
-// What a kernel is compiled for. On the fast path (`fast`), calls are on_fast_path(), with states of dtype `state`.
+// What a kernel is compiled for. On the plain fast path (`fast`, see fast_path_of()), states have dtype `state`.
 // elements: the channels of a thread in a column, of which K may leave some unused. rows: the columns of a thread.
 struct Traits {
   bool fast;
@@ -50,7 +51,7 @@ using TypeOf = TraitsType<kCall.fast, kCall.access, kCall.state, kCall.elements,
 
 template <Traits kCall>
 __device__ decltype(auto) fast_copy(const DecodeParams& p) {
-  if constexpr (kCall.fast) return p.fast_copy(kCall.state);
+  if constexpr (kCall.fast) return p.fast_copy(FastPath::kPlain, kCall.state);
   else return (p);
 }
 
@@ -219,11 +220,10 @@ __global__ void __launch_bounds__(Call::kValue.threads, blocks_of_SM(Call::kValu
 }
 
 DecodePlan plan_of(const DecodeProblem& p, const DecodeParams& x) {
-  const bool fast = on_fast_path(p, x);
   const DecodeCall call{p.N * p.HV,
                         p.K,
                         p.V,
-                        fast ? FastPath::kPlain : FastPath::kNone,
+                        fast_path_of(p, x),
                         p.args.states.h0.dtype == KDA_BF16,
                         p.args.in.state_layout == KDA_STATE_K_FIRST};
   return decode_plan(call, multiprocessors(p.args.exec.device_id));
@@ -241,6 +241,7 @@ void launch_kernel(const DecodeProblem& p, DecodeParams x, const DecodePlan& pla
 void launch_direct(const DecodeProblem& p, const DecodeParams& x, const DecodePlan& plan) {
   if (plan.path == FastPath::kNone)
     return p.K > 128 ? launch_kernel<general(32, 1)>(p, x, plan) : launch_kernel<general(16, 2)>(p, x, plan);
+  if (plan.path == FastPath::kSnapshots) return decode_snapshots(p, x, plan);
   const bool many = plan.rows > 1;
   if (p.args.in.state_layout == KDA_STATE_K_FIRST)
     plan.rows == 4 ? launch_kernel<fast(Access::kColumns, KDA_F32, 4)>(p, x, plan)

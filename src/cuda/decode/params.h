@@ -1,6 +1,7 @@
 // What the kernels of decode read of a call, and which calls are on the fast path.
 #pragma once
 #include "cuda/call/launch.h"
+#include "cuda/call/launch_plans.h"
 #include "cuda/call/state_rows.h"
 #include "cuda/call/token.h"
 
@@ -46,12 +47,13 @@ struct DecodeParams {
     return row < start_rows ? row : -1;
   }
   __device__ int64_t first_snapshot(int64_t n) const { return snapshot_slots.data ? 0 : n * sequence; }  // in bytes
-  // A copy for a call on the fast path, with constants that the compiler then knows.
-  __device__ DecodeParams fast_copy(int32_t state_dtype) const {
+  // A copy for a call on a fast path, with constants that the compiler then knows.
+  __device__ DecodeParams fast_copy(FastPath path, int32_t state_dtype) const {
     DecodeParams x = *this;
     x.tokens = tokens.fast_copy(kWideK);
+    x.h0.dtype = x.hT.dtype = x.snapshots.dtype = state_dtype;
+    if (path == FastPath::kSnapshots) return x;
     x.hT.stride0 = h0.stride0, x.hT.stride1 = h0.stride1, x.hT.stride2 = h0.stride2;
-    x.h0.dtype = x.hT.dtype = state_dtype;
     x.T = 1, x.N = blocks.rows, x.varlen = false;
     return x;
   }
@@ -89,16 +91,22 @@ struct DecodeParams {
   }
 };
 
-// Is the call on the fast path? It has one token, the dtypes and forms that Tokens::on_fast_path() names, K = 128,
-// states of one dtype that lie alike before and after, and no slots to write but those that are read. Kernels for these
-// calls have less than half of the instructions: code for other calls would lie between those that run, and come
-// through the instruction cache with them.
-inline bool on_fast_path(const DecodeProblem& p, const DecodeParams& x) {
+// The fast path that a call is on. All have the dtypes and forms that Tokens::on_fast_path() names, K = 128, and states
+// of one dtype. The plain one has one token, states that lie alike before and after, and no slots to write but those
+// that are read. The one with snapshots has any number of tokens. Kernels for these calls have less than half of the
+// instructions: code for other calls would lie between those that run, and come through the instruction cache with
+// them.
+inline FastPath fast_path_of(const DecodeProblem& p, const DecodeParams& x) {
   const TypedView &h0 = x.h0, &hT = x.hT;
-  return !x.snapshots.data && !x.accepted.data && !x.out_state_indices.data && !p.varlen && p.T == 1 && p.K == kWideK &&
-         p.V % 64 == 0 && h0.data && hT.data && h0.dtype == hT.dtype && h0.stride0 == hT.stride0 &&
-         h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2 && x.tokens.on_fast_path() &&
-         (x.access == Access::kRows || (x.access == Access::kColumns && h0.dtype == KDA_F32));
+  const auto usual = [&](const TypedView& states) { return !states.data || states.dtype == h0.dtype; };
+  if (p.K != kWideK || p.V % 64 || !h0.data || !usual(hT) || !x.tokens.on_fast_path()) return FastPath::kNone;
+  if (x.snapshots.data) return usual(x.snapshots) && x.access == Access::kRows ? FastPath::kSnapshots : FastPath::kNone;
+  const bool alike = hT.data && h0.stride0 == hT.stride0 && h0.stride1 == hT.stride1 && h0.stride2 == hT.stride2;
+  const bool wide = x.access == Access::kRows || (x.access == Access::kColumns && h0.dtype == KDA_F32);
+  return alike && wide && !x.accepted.data && !x.out_state_indices.data && !p.varlen && p.T == 1 ? FastPath::kPlain
+                                                                                                 : FastPath::kNone;
 }
+// Launches a call on the fast path with snapshots.
+void decode_snapshots(const DecodeProblem& p, const DecodeParams& x, const DecodePlan& plan);
 
 }  // namespace kda::cuda

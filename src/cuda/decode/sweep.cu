@@ -149,8 +149,8 @@ const char* decode_sweep_why_not(const DecodeProblem& p) {
 const char* decode_sweep_unsuited(const DecodeProblem& given) {
   if (given.N * given.HV < 4 * multiprocessors(given.args.exec.device_id))
     return "has too few heads for a GPU of this size";
-  const bool fast = behind_front(given, [](const DecodeProblem& p) { return on_fast_path(p, DecodeParams(p)); });
-  return fast ? "is slower than the fast path" : nullptr;
+  const FastPath path = behind_front(given, [](const DecodeProblem& p) { return fast_path_of(p, DecodeParams(p)); });
+  return path != FastPath::kNone ? "is slower than the fast path" : nullptr;
 }
 
 void decode_sweep(const DecodeProblem& given) {

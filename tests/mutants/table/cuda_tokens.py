@@ -8,6 +8,7 @@ CUDA_NORM_GATE = "src/cuda/norm/gate.cu"
 CUDA_NORM_MATH = "src/cuda/norm/norm.h"
 CUDA_NORM_ROWS = "src/cuda/norm/rows.h"
 CUDA_DECODE = "src/cuda/decode/decode.cu"
+CUDA_DECODE_SNAPSHOTS = "src/cuda/decode/snapshots.cu"
 CUDA_CONV = "src/cuda/conv/conv.cu"
 CUDA_CONV_BACKWARD = "src/cuda/conv/backward.cu"
 CUDA_CONV_CALL = "src/cuda/conv/call.h"
@@ -20,6 +21,7 @@ CUDA_FEW_DRAFTS_ENTRIES = "src/cuda/drafts/recurrent_entries.h"
 CUDA_MMA = "src/cuda/drafts/mma_block.h"
 
 CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
+CUDA_SNAPSHOTS = emulated("SnapshotsOnCuda.*/usual_*")
 CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
 CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
 CUDA_NORM = emulated(
@@ -43,7 +45,7 @@ UNITS = {
     CUDA_CONV_CALL: [CUDA_CONV],
     CUDA_CONV_STEP: [CUDA_CONV],
     CUDA_FRONT: [CUDA_DECODE, "src/cuda/decode/sweep.cu"],
-    CUDA_DECODE_PARAMS: [CUDA_DECODE, "src/cuda/decode/sweep.cu"],
+    CUDA_DECODE_PARAMS: [CUDA_DECODE, "src/cuda/decode/sweep.cu", CUDA_DECODE_SNAPSHOTS],
     CUDA_FEW_DRAFTS: ["src/cuda/drafts/recurrent_verify.cu", "src/cuda/drafts/recurrent_ring.cu"],
     CUDA_FEW_DRAFTS_WALK: ["src/cuda/drafts/recurrent_verify.cu", "src/cuda/drafts/recurrent_ring.cu"],
     CUDA_MMA: ["src/cuda/drafts/mma.cu"],
@@ -59,6 +61,20 @@ MUTANTS = [
             "    keys.locate(x, b, t, at.hv, at.h);\n    from_v = x.v.at(b, t, at.hv) + static_cast",
             "    keys.locate(x, b ? b - 1 : b, t, at.hv, at.h);\n    from_v = x.v.at(b, t, at.hv) + static_cast",
         ),
+    ),
+    *mutants(
+        CUDA_DECODE_SNAPSHOTS,
+        CUDA_SNAPSHOTS,
+        ("cuda snapshots: tokens not written yet", "      __syncthreads();  // these tokens are in", "      // in"),
+        ("cuda snapshots: the fifth token is the first", "b, t0 + t, T - t);", "b, t0, T - t);"),
+        ("cuda snapshots: nothing is accepted", "if (!p.accepted.data) {", "if (true) {"),
+        ("cuda snapshots: dt_bias of the first token alone", "      keys[j].take_parameters(keys[0]);\n", ""),
+        ("cuda snapshots: rows that are not wanted", "if (row >= 0 && row < p.snapshot_rows)", "if (true)"),
+    ),
+    *mutants(
+        CUDA_DECODE_PARAMS,
+        CUDA_SNAPSHOTS,
+        ("cuda decode: one token before its snapshot", "    if (path == FastPath::kSnapshots) return x;\n", ""),
     ),
     *mutants(
         CUDA_DECODE_PARAMS,
