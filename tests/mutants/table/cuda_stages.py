@@ -31,6 +31,7 @@ CUDA_SEGMENT_MERGES = emulated(
     *(f"SegmentMergeOnCuda.IsTheOracle/{c}" for c in ("P3_HV2_K60_V100", "P3_HV1_K132_V33", "P2_HV1_K128_V128"))
 )
 CUDA_STAGES = emulated(*(f"StagesOnCuda.EachIsItsOracle/{c}" for c in ("gva_2", "K128_V128", "gates_slow")))
+CUDA_STAGES_PACKED = emulated("StagesOnCuda.EachIsItsOracle/large_packed")
 CUDA_WY_PACKED = emulated("StagesOnCuda.SpecialsAreTheirOracle/large_packed")
 CUDA_WY_K_FIRST = emulated("StagesOnCuda.SpecialsAreTheirOracle/whole_K_first")
 CUDA_WY_IDENTICAL = emulated("StagesOnCuda.SpecialsAreTheirOracle/whole_identical")
@@ -226,7 +227,7 @@ MUTANTS = [
     ),
     *mutants(
         CUDA_STAGE_INTRA,
-        CUDA_WY_PACKED,
+        CUDA_STAGES_PACKED,
         ("cuda intra: tokens of no sequence", "zero_rows(p.w, at, hv, p.K), zero_rows(p.u, at, hv, p.V);", ""),
     ),
     *mutants(
