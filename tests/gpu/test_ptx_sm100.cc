@@ -24,41 +24,20 @@ class PtxOnBlackwell : public OnCuda {
 
 // ---- tensor memory ----
 
-TEST_F(PtxOnBlackwell, TensorMemoryKeepsColumns) {
-  constexpr unsigned kColumns = 128;
-  const std::vector<unsigned> x = counted<unsigned>(128 * kColumns);
+// Keeps 128 lanes of so many columns, from `fewest` columns at a time on to all of them at once.
+void expect_kept(void (*keep)(unsigned, unsigned, const unsigned*, unsigned*), unsigned columns, unsigned fewest) {
+  const std::vector<unsigned> x = counted<unsigned>(128 * columns);
   const OnDevice from(x);
-  for (unsigned at_a_time = 1; at_a_time <= 128; at_a_time *= 2) {
+  for (unsigned at_a_time = fewest; at_a_time <= columns; at_a_time *= 2) {
     SCOPED_TRACE(at_a_time);
     const OnDevice seen(x.size(), 0u);
-    keep_by_columns(kColumns, at_a_time, from, seen);
+    keep(columns, at_a_time, from, seen);
     expect_same(x, seen.back());
   }
 }
-
-TEST_F(PtxOnBlackwell, TensorMemoryKeepsFragments) {
-  constexpr unsigned kColumns = 256;
-  const std::vector<unsigned> x = counted<unsigned>(128 * kColumns);
-  const OnDevice from(x);
-  for (unsigned at_a_time = 8; at_a_time <= 256; at_a_time *= 2) {
-    SCOPED_TRACE(at_a_time);
-    const OnDevice seen(x.size(), 0u);
-    keep_by_fragments(kColumns, at_a_time, from, seen);
-    expect_same(x, seen.back());
-  }
-}
-
-TEST_F(PtxOnBlackwell, TensorMemoryKeepsOperands) {
-  constexpr unsigned kColumns = 64;
-  const std::vector<unsigned> x = counted<unsigned>(128 * kColumns);
-  const OnDevice from(x);
-  for (unsigned at_a_time = 8; at_a_time <= 64; at_a_time *= 2) {
-    SCOPED_TRACE(at_a_time);
-    const OnDevice seen(x.size(), 0u);
-    keep_by_operands(kColumns, at_a_time, from, seen);
-    expect_same(x, seen.back());
-  }
-}
+TEST_F(PtxOnBlackwell, TensorMemoryKeepsColumns) { expect_kept(keep_by_columns, 128, 1); }
+TEST_F(PtxOnBlackwell, TensorMemoryKeepsFragments) { expect_kept(keep_by_fragments, 256, 8); }
+TEST_F(PtxOnBlackwell, TensorMemoryKeepsOperands) { expect_kept(keep_by_operands, 64, 8); }
 
 TEST_F(PtxOnBlackwell, FragmentsAreThoseOfMma) {
   constexpr unsigned kColumns = 16;
