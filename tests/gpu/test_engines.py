@@ -145,8 +145,7 @@ def test_host_time_of_the_adapters(contenders: Pair) -> None:
     many short runs, since others may use the machine."""
     ours = contenders[1]
     empty = 1e6 * min(timeit.repeat(lambda: torch.empty(1), number=100, repeat=100)) / 100
-    # Decode makes ten tensors. On a busy host it took 13.6 times as long as an empty one (H200), on an idle one 11.
-    for phase, most in (("prefill", 12), ("decode", 16), ("verify + commit", 16)):
+    for phase, most in (("prefill", 12), ("decode", 12), ("verify + commit", 16)):
         if phase == "prefill" and contenders[0].name == "vLLM":
             continue  # in place, which is kda.prefill itself
         x, call = prepared(ours, next(c for c in CASES if c.phase == phase))
