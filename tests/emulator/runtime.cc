@@ -1,7 +1,6 @@
 // The CUDA runtime of the emulated GPU.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
@@ -9,6 +8,7 @@
 
 #include "cuda.h"
 #include "cuda_runtime.h"
+#include "global_memory.h"
 
 namespace {
 
@@ -63,10 +63,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
 }
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  return result(posix_memalign(memory, 256, bytes) ? cudaErrorMemoryAllocation : cudaSuccess);
+  *memory = kda::emulator::allocate(bytes);
+  return result(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFree(void* memory) {
-  std::free(memory);
+  kda::emulator::release(memory);
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {

@@ -56,7 +56,7 @@ std::vector<FusedCase> fused_cases() {
   s = {.c = usual("packed_shared", 1, 1, 40, 24)};  // a slot of requests that leave it alone, and of one that does not
   s.c.lengths = {2, 0, 3, 1}, s.indices = {4, 4, 6, 4};
   add(s);
-  s = {.c = usual("no_slots", 4, 2, 128, 128), .indices = {-1, 2, 1000, -2147483648.0}};
+  s = {.c = usual("no_slots", 5, 2, 128, 128), .indices = {-1, 2, 8, 1000, -2147483648.0}};  // of slots 0 to 7
   add(s);
   return all;
 }
