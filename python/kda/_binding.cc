@@ -4,7 +4,10 @@
 // Every operator has three functions, kda_<op>, kda_<op>_workspace, kda_<op>_explain, with the same positional
 // arguments: the operands in the order of its table (src/contract/tables.h), impl, num_threads and workspace, then the
 // trailing operands, of which any number may be left off at the end. An absent tensor or name is None.
+//
+// kda_decode_rows takes N and T, then the arguments of kda_decode with the tokens of all requests in rows: see _rows.h.
 #include "_reader.h"
+#include "_rows.h"
 
 #include <tvm/ffi/function.h>
 
@@ -60,6 +63,11 @@ struct Call {
     reader.end();
   }
 
+  void run(kda_status (*function)(const Args*), kda_status (*workspace)(const Args*, uint64_t*)) {
+    if (!reader.has_workspace()) allocate(workspace);
+    check(function(&args));
+  }
+
   // explain and workspace answer for the assumed GPU; the tensors are on the CPU and are never read.
   void assume() {
     if (gpu_is_assumed) args.exec.device = KDA_CUDA;
@@ -99,8 +107,7 @@ struct Call {
     TVM_FFI_SAFE_CALL_BEGIN();                                               \
     (void)result;                                                            \
     kda::binding::Call<kda_##op##_args> call(args, count);                   \
-    if (!call.reader.has_workspace()) call.allocate(kda_##op##_workspace);   \
-    kda::binding::check(kda_##op(&call.args));                               \
+    call.run(kda_##op, kda_##op##_workspace);                                \
     TVM_FFI_SAFE_CALL_END();                                                 \
   }                                                                          \
   KDA_EXPORT(kda_##op##_workspace) {                                         \
@@ -124,6 +131,16 @@ struct Call {
 
 extern "C" {
 KDA_FOR_EACH_OPERATOR(KDA_BIND)
+KDA_EXPORT(kda_decode_rows) {
+  TVM_FFI_SAFE_CALL_BEGIN();
+  (void)result;
+  kda::binding::Reader sizes(args, count);
+  const int64_t N = sizes.size("N"), T = sizes.size("T");
+  kda::binding::Call<kda_decode_args> call(args + 2, count - 2);
+  kda::binding::take_rows(call.args, N, T);
+  call.run(kda_decode, kda_decode_workspace);
+  TVM_FFI_SAFE_CALL_END();
+}
 }
 
 namespace kda::binding {

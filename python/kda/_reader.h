@@ -111,6 +111,11 @@ class Reader {
       value_error(std::string(name) + ": expected an integer of 32 bits, got " + std::to_string(value));
     return static_cast<int32_t>(value);
   }
+  int64_t size(const char* name) {
+    const int32_t value = integer(name);
+    if (value < 0) value_error(std::string(name) + ": expected a size, got " + std::to_string(value));
+    return value;
+  }
   bool flag(const char* name) { return scalar<bool>(name, "True or False"); }
   // Refuses numbers that float32 rounds to infinity, or to 0, which stands for the default in kda.h.
   double number(const char* name) {

@@ -28,7 +28,7 @@ def serving(package: str) -> list[str]:
             "" if row["engine_ms"] is None else plain(1e3 * row["engine_ms"], 1),
             plain(1e3 * row["through_ms"], 1),
             "" if row["over_engine"] is None else plain(row["over_engine"], 2),
-            plain(row["adapter_us"], 1),
+            "" if row["adapter_us"] is None else plain(row["adapter_us"], 1),
         ]
         for row in record().rows(what=f"plug of {package}")
     ]

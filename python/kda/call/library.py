@@ -15,6 +15,7 @@ from typing import Any
 from .run import Operand, by_name
 
 _BINDING = "_binding.so"
+_ROWS = "_rows"  # decode_rows: decode of N requests with T tokens each, in rows
 
 # The wheel brings no OpenMP runtime. torch brings one with this name, and the loader reuses for both what is already
 # loaded: a process has one runtime, whichever comes first.
@@ -78,9 +79,9 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         """Looked up when it is first called, because builds to compare with may be older than the function."""
         function: Any = self._module.get_function(f"kda_{name}")
-        op = name.removesuffix("_workspace").removesuffix("_explain")
+        op = name.removesuffix("_workspace").removesuffix("_explain").removesuffix(_ROWS)
         if op in self.operators:
-            function = by_name(name, function, self.operands(op))
+            function = by_name(name, function, self.operands(op), ("N", "T") if name.endswith(_ROWS) else ())
         setattr(self, name, function)
         return function
 
@@ -91,7 +92,7 @@ class _Recorded:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(_library, name)
-        if name not in _loaded().operators:
+        if name.removesuffix(_ROWS) not in _loaded().operators:
             return function
 
         def call(*tensors: Any, **operands: Any) -> Any:

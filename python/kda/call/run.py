@@ -72,18 +72,18 @@ class Operand(NamedTuple):
         return {"tensor": "None", "bool": "False", "float": "0.0"}.get(self.type, "0")
 
 
-def by_name(name: str, function: Any, operands: Sequence[Operand]) -> Callable[..., Any]:
-    """``function`` of the binding, with parameters in place of positions."""
+def by_name(name: str, function: Any, operands: Sequence[Operand], sizes: Sequence[str] = ()) -> Callable[..., Any]:
+    """``function`` of the binding, with parameters in place of positions. ``sizes`` are numbers before the operands."""
     scope = {"function": function}
-    exec(compile(source_of(name, operands), f"<kda: {name}>", "exec"), scope)
+    exec(compile(source_of(name, operands, sizes), f"<kda: {name}>", "exec"), scope)
     made: Callable[..., Any] = scope[name]
     return made
 
 
-def source_of(name: str, operands: Sequence[Operand]) -> str:
+def source_of(name: str, operands: Sequence[Operand], sizes: Sequence[str] = ()) -> str:
     before, behind = ([o for o in operands if o.trailing is trailing] for trailing in (False, True))
     by_position = _by_position(before)
-    parameters = [*map(_parameter, by_position), "*"]
+    parameters = [*map(_parameter, by_position), "*", *sizes]
     parameters += dict.fromkeys(map(_parameter, before[len(by_position) :]))  # each struct once
     parameters += ["impl=None", "num_threads=0", "workspace=None"]
     parameters += dict.fromkeys(map(_parameter, behind))
@@ -91,8 +91,8 @@ def source_of(name: str, operands: Sequence[Operand]) -> str:
     if behind:  # nearly all calls have none, or the first alone: the slots to write
         first = [o for o in behind if (o.struct or o.variable) == (behind[0].struct or behind[0].variable)]
         lines += [f"    if {_absent(behind[len(first) :])}:", f"        if {_absent(first)}:"]
-        lines += [*_call(before, [], " " * 12), *_call(before, first, " " * 8)]
-    return "\n".join([*lines, *_call(before, behind, " " * 4)])
+        lines += [*_call(before, [], " " * 12, sizes), *_call(before, first, " " * 8, sizes)]
+    return "\n".join([*lines, *_call(before, behind, " " * 4, sizes)])
 
 
 def _by_position(operands: Sequence[Operand]) -> list[Operand]:
@@ -119,11 +119,11 @@ def _absent(operands: Sequence[Operand]) -> str:
     return " and ".join(dict.fromkeys(conditions)) or "True"
 
 
-def _call(before: Sequence[Operand], behind: Sequence[Operand], margin: str) -> list[str]:
+def _call(before: Sequence[Operand], behind: Sequence[Operand], margin: str, sizes: Sequence[str]) -> list[str]:
     """The statements of the call. Spreading a struct in it takes longer than making variables of its members, unless
     they are so many arguments that CPython makes a list of them anyway."""
     spread = len(before) + len(behind) > 27  # and three more
-    lines, arguments = [], list[str]()
+    lines, arguments = [], [*sizes]
     for part, given in ((before, arguments), (behind, rest := list[str]())):
         for struct, members in groupby(part, lambda o: o.struct):
             variables, zeros = zip(*((o.variable, o.zero) for o in members), strict=True)

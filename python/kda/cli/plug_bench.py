@@ -91,7 +91,7 @@ def _serving_rows(notes: list[str], names: tuple[str, ...]) -> Iterator[dict[str
                 yield {
                     "engine": package, "version": version, "case": row["case"], "device": "cuda",
                     "engine_ms": theirs.get(row["case"]), "through_ms": row["us"] * 1e-3, "direct_ms": None,
-                    "over_engine": row.get("over_engine"), "adapter_us": row["adapter_us"],
+                    "over_engine": row.get("over_engine"), "adapter_us": row.get("adapter_us"),
                 }  # fmt: skip
         except ImportError as error:
             measure.note_once(notes, str(error))

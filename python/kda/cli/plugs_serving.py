@@ -92,12 +92,18 @@ class Tensors:
 @dataclass
 class Contender:
     """``prepare[phase](tensors)`` is a call. For the time of the adapter, ``alone`` has calls without what the engine
-    does besides, and ``parts`` says where the adapter takes our functions from."""
+    does besides, or None where a phase has no adapter, and ``parts`` says where the adapter takes our functions from.
+    """
 
     name: str
     prepare: dict[str, Callable[[Tensors], Call]]
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    alone: dict[str, Callable[[Tensors], Call]] = field(default_factory=dict)
+    alone: dict[str, Callable[[Tensors], Call] | None] = field(default_factory=dict)
+
+    def adapter(self, phase: str, x: Tensors) -> Call | None:
+        """The call of which the host's time in the adapter is measured."""
+        prepare = self.alone.get(phase, self.prepare[phase])
+        return None if prepare is None else prepare(x)
 
 
 def sglang_names() -> Names:
@@ -207,8 +213,10 @@ def _sglang() -> tuple[Contender, Contender]:
             "prefill": prefill, "prefill, states kept": functools.partial(prefill, kept=True), "mixed batch": prefill,
             "decode": decode, "verify + commit": verify,
         }  # fmt: skip
-        parts: dict[str, tuple[str, ...]] = {"kda.plugs.sglang_kernel": ("decode", "prefill", "decode_mtp")}
-        alone: dict[str, Callable[[Tensors], Call]] = {"verify + commit": functools.partial(verify, commit=False)}
+        parts: dict[str, tuple[str, ...]] = {
+            "kda.plugs.sglang_kernel": ("decode", "prefill", "decode_mtp", "decode_rows")
+        }
+        alone: dict[str, Any] = {"verify + commit": functools.partial(verify, commit=False)}
         return Contender(name, prepare, parts, alone)
 
     return contender("SGLang", triton()), contender("kda", kernel_class(triton)())
@@ -218,6 +226,7 @@ def _vllm() -> tuple[Contender, Contender]:
     module = importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
     from .. import prefill
     from ..plugs import vllm_functions
+    from ..plugs.declined import or_own
 
     def common(x: Tensors) -> dict[str, Any]:
         return {
@@ -259,9 +268,10 @@ def _vllm() -> tuple[Contender, Contender]:
             )  # fmt: skip
 
         prepare = {"prefill": prompts, "mixed batch": prompts, "decode": decode, "verify + commit": verify}
-        return Contender(name, prepare, {"kda.plugs.vllm_functions": ("decode", "decode_mtp")})
+        parts: dict[str, tuple[str, ...]] = {"kda.plugs.vllm_functions": ("decode_mtp", "decode_rows")}
+        return Contender(name, prepare, parts, {"prefill": None, "mixed batch": None})  # kda.prefill itself
 
-    ours = contender("kda", in_place, lambda name: vllm_functions.K3[name])
+    ours = contender("kda", in_place, lambda name: or_own("vLLM", vllm_functions.K3[name], getattr(module, name)))
     return contender("vLLM", copied, lambda name: getattr(module, name)), ours
 
 
@@ -291,9 +301,8 @@ def _times(contender: Contender, case: Case) -> dict[str, float]:
     x = Tensors(case)
     call = contender.prepare[case.phase](x)
     found = {"us": _device_microseconds(call), "host_us": measure.host_microseconds(call)}
-    if contender.name == "kda":
-        alone = contender.alone.get(case.phase)
-        found["adapter_us"] = adapter_microseconds(contender, call if alone is None else alone(x))
+    if contender.name == "kda" and (adapter := contender.adapter(case.phase, x)):
+        found["adapter_us"] = adapter_microseconds(contender, adapter)
     return found
 
 

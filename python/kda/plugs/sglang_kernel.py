@@ -15,7 +15,8 @@ import torch
 
 from ..serving import decode, prefill
 from ..speculation import decode_mtp
-from .declined import Declined, split_heads, tell
+from .declined import Declined, or_own
+from .rows import decode_rows
 
 CHUNK = 64  # SGLang counts boundaries of states in chunks of so many tokens
 
@@ -23,11 +24,12 @@ CHUNK = 64  # SGLang counts boundaries of states in chunks of so many tokens
 def kernel_class(triton: type) -> type:
     """The class for the dispatcher. It derives from ``triton``, SGLang's own kernel: SGLang passes a bounded gate, and
     captures prefill in graphs, only to that class and those derived from it."""
-    return type("KDAKernel", (Kernel, triton), {})
+    methods = {name: or_own("SGLang", ours, getattr(triton, name)) for name, ours in _METHODS.items()}
+    return type("KDAKernel", (Kernel, triton), methods)
 
 
 class Kernel:
-    """The methods that SGLang calls. The class beside it in ``kernel_class`` is SGLang's own kernel."""
+    """What SGLang asks of a kernel. Its methods are those of ``_METHODS``."""
 
     supports_packed_decode = True
     supports_packed_decode_safe_gate = True
@@ -37,41 +39,8 @@ class Kernel:
 
     def __init__(self) -> None:
         super().__init__()
-        self._boundaries = _Kept()
-        self._snapshots = _Kept()
-
-    def decode(self, q: Any, k: Any, v: Any, a: Any, b: Any, **given: Any) -> Any:
-        """``q, k: [1, T, H, K]``, ``v: [1, T, HV, V]``, ``a`` and ``b`` the raw gate and beta: ``[1, T, HV, V]``."""
-        try:
-            return _decode(q, k, v, a, b, **given)
-        except ValueError as error:
-            tell("SGLang", "decode", error)
-            return super().decode(q, k, v, a, b, **given)  # type: ignore[misc]
-
-    def packed_decode(self, mixed_qkv: Any, a: Any, b: Any, **given: Any) -> Any:
-        """``mixed_qkv: [B, 2*H*K + HV*V]``, a token of each request: ``[1, B, HV, V]``."""
-        try:
-            return _packed_decode(mixed_qkv, a, b, **given)
-        except ValueError as error:
-            tell("SGLang", "packed_decode", error)
-            return super().packed_decode(mixed_qkv, a, b, **given)  # type: ignore[misc]
-
-    def extend(self, q: Any, k: Any, v: Any, g: Any, beta: Any, **given: Any) -> Any:
-        """Prompts packed into one row: ``o: [1, T, HV, V]``, or ``(o, None)`` if states on the way are asked for. Those
-        go to ``track_state``, so nobody reads what SGLang's kernel returns in the place of None."""
-        try:
-            return _extend(q, k, v, g, beta, self._boundaries, **given)
-        except ValueError as error:
-            tell("SGLang", "extend", error)
-            return super().extend(q, k, v, g, beta, **given)  # type: ignore[misc]
-
-    def target_verify(self, A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, **given: Any) -> Any:
-        """Outputs of drafts, with the state after each in ``intermediate_states_buffer``; the pool stays."""
-        try:
-            return _verify(A_log, dt_bias, q, k, v, a, b, self._snapshots, **given)
-        except ValueError as error:
-            tell("SGLang", "target_verify", error)
-            return super().target_verify(A_log, dt_bias, q, k, v, a, b, **given)  # type: ignore[misc]
+        self.boundaries = _Kept()
+        self.snapshots = _Kept()
 
 
 class _Kept:
@@ -105,48 +74,37 @@ def _rows(a: Any, b: Any, N: int, T: int, HV: int, K: int) -> tuple[Any, Any]:
 
 
 def _decode(
-    q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, ssm_states: Any, cache_indices: Any,
-    query_start_loc: Any, lower_bound: float | None = None, **more: Any,
+    kernel: Kernel, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, ssm_states: Any,
+    cache_indices: Any, query_start_loc: Any, lower_bound: float | None = None,
 ) -> Any:  # fmt: skip
-    _refuse(more)
-    _, T, HV, V = v.shape
-    N, K = query_start_loc.shape[0] - 1, q.shape[3]
-    common: dict[str, Any] = dict(
-        state_indices=_first(cache_indices, N), A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
-    out = v.new_empty(1, T, HV, V)
+    """``q, k: [1, T, H, K]``, ``v: [1, T, HV, V]``, ``a`` and ``b`` the raw gate and beta: ``[1, T, HV, V]``."""
+    T, N = v.shape[1], query_start_loc.shape[0] - 1
     if T == N:  # a token of each request
-        a, b = _rows(a, b, N, 1, HV, K)
-        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        decode(q, k, v, a, b, ssm_states, out=out.transpose(0, 1), **common)
-    else:
-        a, b = _rows(a, b, 1, T, HV, K)
-        decode(q, k, v, a, b, ssm_states, out=out, cu_seqlens=query_start_loc, **common)
-    return out
+        return decode_rows(
+            q, k, v, a, b, ssm_states, N=N, T=1, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound,
+        )  # fmt: skip
+    a, b = _rows(a, b, 1, T, v.shape[2], q.shape[3])
+    return decode(
+        q, k, v, a, b, ssm_states, cu_seqlens=query_start_loc, state_indices=_first(cache_indices, N), A_log=A_log,
+        dt_bias=dt_bias, lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
 
 
 def _packed_decode(
-    mixed_qkv: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, scale: float, ssm_states: Any, cache_indices: Any,
-    num_v_heads: int, head_v_dim: int, lower_bound: float | None = None, replayssm_d: Any = None,
+    kernel: Kernel, mixed_qkv: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, scale: float, ssm_states: Any,
+    cache_indices: Any, num_v_heads: int, head_v_dim: int, lower_bound: float | None = None, replayssm_d: Any = None,
     replayssm_k: Any = None, replayssm_g: Any = None, replayssm_write_pos: Any = None,
-    replayssm_force_flush: Any = None, **more: Any,
+    replayssm_force_flush: Any = None,
 ) -> Any:  # fmt: skip
-    if more:
-        _refuse(more)
+    """``mixed_qkv: [B, 2*H*K + HV*V]``, a token of each request: ``[1, B, HV, V]``."""
     if replayssm_write_pos is not None:
         raise Declined("replayssm_write_pos: expected None, as SGLang reads its rings with kernels of its own, got one")
-    B = mixed_qkv.shape[0]
-    HV, V, K = num_v_heads, head_v_dim, ssm_states.shape[3]
-    q, k, v = split_heads(mixed_qkv, HV, K, V)
-    a, b = _rows(a, b, B, 1, HV, K)
-    out = mixed_qkv.new_empty(B, 1, HV, V)
-    decode(
-        q, k, v, a, b, ssm_states, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, out=out,
+    return decode_rows(
+        mixed_qkv, None, None, a, b, ssm_states, N=mixed_qkv.shape[0], T=1, state_indices=cache_indices, A_log=A_log,
+        dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
     )  # fmt: skip
-    return out.transpose(0, 1)
 
 
 def _first(indices: Any, N: int) -> Any:
@@ -154,29 +112,25 @@ def _first(indices: Any, N: int) -> Any:
     return indices if indices.shape[0] == N else indices[:N]
 
 
-def _refuse(more: dict[str, Any]) -> None:
-    if more:
-        raise Declined(f"{next(iter(more))}: expected no such argument")
-
-
 # ---- prefill ----
 
 
 def _extend(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, kept: _Kept, *, ssm_states: Any, cache_indices: Any,
+    kernel: Kernel, q: Any, k: Any, v: Any, g: Any, beta: Any, *, ssm_states: Any, cache_indices: Any,
     query_start_loc: Any, A_log: Any = None, dt_bias: Any = None, lower_bound: float | None = None,
     beta_is_raw: bool = False, return_intermediate_states: bool = False, track_ssm_h_src: Any = None,
     track_state: Any = None, track_chunk_idx: Any = None, extend_seq_lens_cpu: Any = None,
     extend_prefix_lens: Any = None, layer_id: Any = None, is_spec_decode: bool = False,
     track_ssm_h_batch_src: Any = None, state_checkpoint_cu_starts: Any = None, num_state_checkpoints: int = 0,
     state_checkpoint_every_n_tokens: int = 0, state_checkpoint_indices: Any = None, chunk_indices: Any = None,
-    chunk_offsets: Any = None, **more: Any,
+    chunk_offsets: Any = None,
 ) -> Any:  # fmt: skip
-    _refuse(more)
+    """Prompts packed into one row: ``o: [1, T, HV, V]``, or ``(o, None)`` if states on the way are asked for. Those go
+    to ``track_state``, so nobody reads what SGLang's kernel returns in the place of None."""
     if return_intermediate_states and track_state is None and track_ssm_h_src is not None and track_ssm_h_src.numel():
         raise Declined("track_state: expected a buffer for the states of chunks, got None")
     T, N = q.shape[1], query_start_loc.shape[0] - 1
-    options: dict[str, Any] = {}
+    checkpoints = slots = None
     if track_state is not None:
         # Under a graph SGLang refills track_chunk_idx before each replay, and passes no lengths.
         chunks = (T if extend_seq_lens_cpu is None else int(max(extend_seq_lens_cpu, default=0))) // CHUNK
@@ -185,13 +139,13 @@ def _extend(
             if extend_seq_lens_cpu is None:
                 slots = _boundary_slots(track_chunk_idx, key)
             else:
-                slots = kept.get(track_chunk_idx, key, _boundary_slots)
-            options = {"checkpoints": track_state, "checkpoint_slots": slots, "checkpoint_every": CHUNK}
+                slots = kernel.boundaries.get(track_chunk_idx, key, _boundary_slots)
+            checkpoints = track_state
     o = prefill(
         q, k, v, g if g.shape[1] == T else g[:, :T], beta if beta.shape[1] == T else beta[:, :T], ssm_states,
         state_indices=_first(cache_indices, N), cu_seqlens=query_start_loc, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=A_log is not None,
-        use_beta_sigmoid_in_kernel=beta_is_raw, **options,
+        use_beta_sigmoid_in_kernel=beta_is_raw, checkpoints=checkpoints, checkpoint_slots=slots, checkpoint_every=CHUNK,
     )  # fmt: skip
     return (o, None) if return_intermediate_states else o
 
@@ -219,46 +173,42 @@ def _counting(last: int, device: torch.device) -> Any:
 # ---- drafts ----
 
 
-def _verify(
-    A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, kept: _Kept, *, ssm_states: Any,
+def _target_verify(
+    kernel: Kernel, A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, ssm_states: Any,
     cache_indices: Any, query_start_loc: Any, intermediate_states_buffer: Any, intermediate_state_indices: Any,
     cache_steps: int, retrieve_parent_token: Any, lower_bound: float | None = None, cache_ring: bool = False,
     replayssm_rawv: Any = None, replayssm_rawk: Any = None, replayssm_g: Any = None, replayssm_beta: Any = None,
-    **more: Any,
 ) -> Any:  # fmt: skip
-    _refuse(more)
+    """Outputs of drafts, with the state after each in ``intermediate_states_buffer``; the pool stays."""
     if cache_ring:
         raise Declined("cache_ring: expected False, as SGLang folds its rings with kernels of its own, got True")
     if intermediate_states_buffer is None:
         raise Declined("intermediate_states_buffer: expected a buffer for the states of drafts, got None")
-    (_, _, H, K), (_, tokens, HV, V) = q.shape, v.shape
-    N, T = query_start_loc.shape[0] - 1, cache_steps
-    strides, (rows, last, *state) = intermediate_states_buffer.stride(), intermediate_states_buffer.shape
-    steps = strides[0] // strides[1]  # may be more than those of this round
-    snapshots = intermediate_states_buffer.as_strided(((rows - 1) * steps + last, *state), strides[1:])
-    slots = kept.get(intermediate_state_indices, (N, steps, T), _snapshot_slots)
-    if dense := tokens == N * T:
-        q, k, v, B = q.view(N, T, H, K), k.view(N, T, H, K), v.view(N, T, HV, V), N
-    else:
-        B, T = 1, tokens
-    a, b = _rows(a, b, B, T, HV, K)
-    out = v.new_empty(B, T, HV, V)
+    tokens, N, T = v.shape[1], query_start_loc.shape[0] - 1, cache_steps
+    apart, step, *strides = intermediate_states_buffer.stride()  # a row may have more states than this round's
+    slots = kernel.snapshots.get(intermediate_state_indices, (N, apart // step, T), _snapshot_slots)
+    if tokens == N * T and retrieve_parent_token is None:
+        return decode_rows(
+            q, k, v, a, b, ssm_states, N=N, T=T, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, update_state=False, snapshots=intermediate_states_buffer, snapshot_slots=slots,
+        )  # fmt: skip
+    (H, K), (HV, V), (rows, last, *state) = q.shape[2:], v.shape[2:], intermediate_states_buffer.shape
+    snapshots = intermediate_states_buffer.as_strided(((rows - 1) * (apart // step) + last, *state), (step, *strides))
     common: dict[str, Any] = dict(
         A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
     )  # fmt: skip
     if retrieve_parent_token is None:
-        decode_mtp(
-            q, k, v, a, b, ssm_states, state_indices=_first(cache_indices, N),
-            cu_seqlens=None if dense else query_start_loc, update_state=False, snapshots=snapshots,
-            snapshot_slots=slots, out=out, **common,
+        a, b = _rows(a, b, 1, tokens, HV, K)
+        return decode_mtp(
+            q, k, v, a, b, ssm_states, state_indices=_first(cache_indices, N), cu_seqlens=query_start_loc,
+            update_state=False, snapshots=snapshots, snapshot_slots=slots, **common,
         )  # fmt: skip
-    elif dense:
-        _verify_tree(
-            (q, k, v, a, b), ssm_states, cache_indices[:N], snapshots, slots, retrieve_parent_token, out, common
-        )
-    else:
+    if tokens != N * T:
         raise Declined("query_start_loc: expected as many drafts in every tree, got other lengths")
+    drafts = (q.view(N, T, H, K), k.view(N, T, H, K), v.view(N, T, HV, V), *_rows(a, b, N, T, HV, K))
+    out = v.new_empty(N, T, HV, V)
+    _verify_tree(drafts, ssm_states, cache_indices[:N], snapshots, slots, retrieve_parent_token, out, common)
     return out.view(1, tokens, HV, V)
 
 
@@ -286,3 +236,11 @@ def _verify_tree(
         else:
             here |= {"state_indices": starts[:, t], "out_state_indices": ends[:, t]}
             decode(q, k, v, g, beta, snapshots, **here)
+
+
+_METHODS = {
+    "decode": _decode,
+    "packed_decode": _packed_decode,
+    "extend": _extend,
+    "target_verify": _target_verify,
+}

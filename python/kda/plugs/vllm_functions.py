@@ -13,9 +13,9 @@ from ..call.eager import mark_written
 from ..call.inputs import gate_of
 from ..call.library import library
 from ..call.options import make_options
-from ..serving import decode
 from ..speculation import decode_mtp
-from .declined import Declined, split_heads
+from .declined import Declined
+from .rows import decode_rows
 
 _FIRST = 1  # the first slot that a request may have
 
@@ -45,28 +45,24 @@ def _recurrent(
     slot ``[n, t]``, and with ``accepted`` a request starts from slot ``[n, accepted - 1]``."""
     if cu is None or slots is None or pool is None:
         raise Declined("ssm_state_indices: expected slots of a pool, and cu_seqlens, got None")
-    tokens, N = q.shape[1], cu.shape[0] - 1
-    out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    slots = slots if slots.shape[0] == N else slots[:N]
-    options: dict[str, Any] = dict(
-        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, use_qk_l2norm_in_kernel=l2norm,
-        use_gate_in_kernel=gate, use_beta_sigmoid_in_kernel=sigmoid, first_valid_slot=_FIRST,
-    )  # fmt: skip
-    if accepted is not None and accepted.shape[0] != N:
-        accepted = accepted[:N]
-    if slots.ndim == 1:
-        if tokens != N or accepted is not None:
-            raise Declined(f"ssm_state_indices: expected [N, S] with several tokens a request, got {list(slots.shape)}")
-        q, k, v, g, beta = (x.transpose(0, 1) for x in (q, k, v, g, beta))
-        decode(q, k, v, g, beta, pool, state_indices=slots, out=out.transpose(0, 1), **options)
-        return out, pool
-    o, S, (H, K), (HV, V) = out, slots.shape[1], q.shape[2:], v.shape[2:]
+    tokens, N, several = q.shape[1], cu.shape[0] - 1, slots.ndim == 2
+    if not several and (tokens != N or accepted is not None):
+        raise Declined(f"ssm_state_indices: expected [N, S] with several tokens a request, got {list(slots.shape)}")
+    S = slots.shape[1] if several else 1
     if tokens == N * S:  # all have as many
-        q, k, v = q.view(N, S, H, K), k.view(N, S, H, K), v.view(N, S, HV, V)
-        g, beta, o, cu = g.view(N, S, HV, K), beta.view(N, S, HV), out.view(N, S, HV, V), None
-    decode_mtp(
+        out = decode_rows(
+            q, k, v, g, beta, pool, N=N, T=S, out=out, state_indices=slots, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, scale=scale, l2norm=l2norm, gate=gate, sigmoid=sigmoid, first_valid_slot=_FIRST,
+            update_state=not several, snapshots=pool if several else None, snapshot_slots=slots if several else None,
+            accepted=accepted,
+        )  # fmt: skip
+        return out, pool
+    slots, accepted = slots[:N], None if accepted is None else accepted[:N]
+    out = decode_mtp(
         q, k, v, g, beta, pool, state_indices=slots[:, 0], cu_seqlens=cu, snapshots=pool, snapshot_slots=slots,
-        accepted=accepted, update_state=False, out=o, **options,
+        accepted=accepted, update_state=False, out=out, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        scale=scale, use_qk_l2norm_in_kernel=l2norm, use_gate_in_kernel=gate, use_beta_sigmoid_in_kernel=sigmoid,
+        first_valid_slot=_FIRST,
     )  # fmt: skip
     return out, pool
 
@@ -77,10 +73,8 @@ def _recurrent(
 def chunk_kda_with_fused_gate(
     q: Any, k: Any, v: Any, raw_g: Any, raw_beta: Any, A_log: Any, g_bias: Any, scale: Any = None,
     initial_state: Any = None, output_final_state: bool = False, lower_bound: Any = None,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, out: Any = None, **kwargs: Any,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, out: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    if kwargs:
-        raise Declined(f"{next(iter(kwargs))}: expected no such argument")
     return _prefill(
         q, k, v, raw_g, raw_beta, A_log, g_bias, scale=scale, initial_state=initial_state, output=output_final_state,
         lower_bound=lower_bound, l2norm=use_qk_l2norm_in_kernel, cu=cu_seqlens, out=out, sigmoid=True,
@@ -101,14 +95,10 @@ def fused_recurrent_kda_packed_decode(
     mixed_qkv: Any, raw_g: Any, raw_beta: Any, A_log: Any, dt_bias: Any, lower_bound: Any, initial_state: Any,
     state_indices: Any, scale: Any = None, out: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    B = mixed_qkv.shape[0]
-    _, HV, V, K = initial_state.shape
-    q, k, v = split_heads(mixed_qkv, HV, K, V)
-    out = mixed_qkv.new_empty(1, B, HV, V) if out is None else out
-    decode(
-        q, k, v, raw_g.transpose(0, 1), raw_beta.transpose(0, 1), initial_state, state_indices=state_indices,
-        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, first_valid_slot=_FIRST, out=out.transpose(0, 1),
+    out = decode_rows(
+        mixed_qkv, None, None, raw_g, raw_beta, initial_state, N=mixed_qkv.shape[0], T=1, out=out,
+        state_indices=state_indices, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
+        first_valid_slot=_FIRST,
     )  # fmt: skip
     return out, initial_state
 
@@ -119,10 +109,8 @@ def fused_recurrent_kda_packed_decode(
 def _glm_chunk(
     q: Any, k: Any, v: Any, raw_g: Any, beta: Any, A_log: Any, g_bias: Any, scale: Any = None,
     initial_state: Any = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Any = None, safe_gate: bool = False, lower_bound: Any = -5.0, **kwargs: Any,
+    cu_seqlens: Any = None, safe_gate: bool = False, lower_bound: Any = -5.0,
 ) -> tuple[Any, Any]:  # fmt: skip
-    if kwargs:
-        raise Declined(f"{next(iter(kwargs))}: expected no such argument")
     return _prefill(
         q, k, v, raw_g, beta, A_log, g_bias, scale=scale, initial_state=initial_state, output=output_final_state,
         lower_bound=lower_bound if safe_gate else None, l2norm=use_qk_l2norm_in_kernel, cu=cu_seqlens, out=None,
@@ -134,9 +122,9 @@ def _glm_recurrent(
     q: Any, k: Any, v: Any, g: Any, beta: Any = None, scale: Any = None, initial_state: Any = None,
     inplace_final_state: bool = True, use_qk_l2norm_in_kernel: bool = True, cu_seqlens: Any = None,
     ssm_state_indices: Any = None, num_accepted_tokens: Any = None, out: Any = None, sigmoid_beta: bool = False,
-    a_log: Any = None, g_bias: Any = None, compute_gate: bool = False, lower_bound: Any = -5.0, **kwargs: Any,
+    a_log: Any = None, g_bias: Any = None, compute_gate: bool = False, lower_bound: Any = -5.0,
 ) -> tuple[Any, Any]:  # fmt: skip
-    if kwargs or not inplace_final_state or beta is None or beta.ndim != 3:
+    if not inplace_final_state or beta is None or beta.ndim != 3:
         raise Declined("inplace_final_state, beta: expected True and [B, T, HV]")
     if not compute_gate:
         a_log = g_bias = lower_bound = None

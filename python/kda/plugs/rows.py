@@ -1,0 +1,62 @@
+"""Decode of tokens in rows, as serving engines keep them.
+
+``kda.decode`` and ``kda.decode_mtp`` take tokens as ``[N, T, ...]``. Engines have ``[1, N*T, ...]``, joint rows of q, k
+and v, flat heads, and tables with rows for more requests than a step has. A view by torch takes 1 to 2 us of the host,
+and a call would need up to ten. Here the binding makes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..call.dispatch import dispatched
+from ..call.eager import check_serving, is_plain_step, mark_written
+from ..call.inputs import WITH_GRADIENTS, no_gate_parameters
+from ..call.library import library
+from ..call.options import make_options
+from .declined import Declined
+
+
+def decode_rows(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, N: int, T: int, state_indices: Any, A_log: Any,
+    dt_bias: Any, lower_bound: float | None, scale: float | None = None, l2norm: bool = True, gate: bool = True,
+    sigmoid: bool = True, first_valid_slot: int = 0, update_state: bool = True, snapshots: Any = None,
+    snapshot_slots: Any = None, accepted: Any = None, out: Any = None,
+) -> Any:  # fmt: skip
+    """T tokens of each of N requests, in place on a pool of states.
+
+    Args:
+        q, k, v, g, beta, out: at least ``N * T`` rows, of which the first are taken, in dimensions of any number and
+            shape. A row has heads ``[H, K]``, in one dimension or in two; for beta it is ``[HV]``. With None for ``k``
+            and ``v``, a row of q is ``[2*H*K + HV*V]``: q, k and v.
+        state: the pool ``[slots, HV, V, K]``.
+        A_log, dt_bias: ``HV`` and ``HV * K`` numbers in any shape.
+        state_indices: at least ``[N]``, or ``[N, S]`` of which the first column is taken.
+        snapshots: a pool of states, or ``[rows, S, HV, V, K]`` with states of a row one behind another, which is read
+            as a pool.
+        snapshot_slots, accepted: at least ``[N, T]`` and ``[N]``.
+        out: made if None.
+        The rest as in :func:`kda.decode_mtp`.
+
+    Returns:
+        ``out``, ``[1, N*T, HV, V]`` if it was made.
+
+    Raises:
+        ValueError: the call is refused, and nothing was written.
+    """
+    if dispatched():
+        raise Declined("q: expected an eager call, got one that is traced")
+    if out is None:
+        out = (q if v is None else v).new_empty((1, N * T, *state.shape[1:3]))
+    if not gate:
+        A_log, dt_bias = no_gate_parameters(A_log, dt_bias, lower_bound)
+    if not is_plain_step(q, q if k is None else k, q if v is None else v, g, beta, state, out, (A_log, dt_bias)):
+        check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, state, out))
+    options = make_options(A_log, scale, lower_bound, l2norm, gate, sigmoid, False, True)
+    library().decode_rows(
+        q, k, v, g, beta, A_log, dt_bias, N=N, T=T, options=options, h0=state, hT=update_state,
+        state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, snapshots=snapshots,
+        snapshot_slots=snapshot_slots, accepted=accepted,
+    )  # fmt: skip
+    mark_written(out, snapshots, state if update_state else None)
+    return out

@@ -1,0 +1,236 @@
+"""What the adapters of serving engines share: decode of tokens in rows, and calls that are left to the engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kda
+from kda.plugs import declined
+from kda.plugs.declined import Declined, or_own
+from kda.plugs.rows import decode_rows
+
+Tensor = torch.Tensor
+H, HV, K, V, SLOTS = 2, 4, 32, 24, 9
+D = 2 * H * K + HV * V
+
+
+class Step:
+    """Tokens of N requests in joint rows, of which q, k and v are parts; and the same call with views."""
+
+    def __init__(self, N: int = 3, T: int = 1, more: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.N, self.T, rows = N, T, N * T + more
+        self.mixed = torch.randn(rows, D + 8).to(dtype)[:, :D]
+        self.q, self.k, self.v = self.parts(self.mixed)
+        self.g, self.beta = torch.randn(rows, HV, K).to(dtype), torch.randn(rows, 2 * HV).to(dtype)[:, HV:]
+        self.out = torch.full((rows, HV, V), 7.0).to(dtype)
+        self.A_log, self.dt_bias = torch.randn(HV), torch.randn(HV, K)
+        self.pool, self.slots = torch.randn(SLOTS, HV, V, K), torch.tensor([4, -1, 2, 8, 0, 1])
+
+    @staticmethod
+    def parts(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = mixed.split([H * K, H * K, HV * V], -1)
+        return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+
+    def options(self, bound: float | None = None) -> dict[str, Any]:
+        return {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": bound, "scale": 0.3}
+
+    def expected(self, pool: Tensor, bound: float | None = None, **more: Any) -> Tensor:
+        """Outputs ``[N, T, HV, V]``."""
+        tokens = self.N * self.T
+        views = (x[:tokens].unflatten(0, (self.N, self.T)) for x in (self.q, self.k, self.v, self.g, self.beta))
+        o: Tensor = kda.decode_mtp(
+            *views, pool, state_indices=self.slots[: self.N], use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, **self.options(bound), **more,
+        )  # fmt: skip
+        return o
+
+    def run(self, **changed: Any) -> Any:
+        """decode_rows, with some of its arguments changed."""
+        given: dict[str, Any] = {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "beta": self.beta, "out": self.out}
+        sizes = {"state": self.pool, "N": self.N, "T": self.T, "state_indices": self.slots}
+        return decode_rows(**{**given, **sizes, **self.options(), **changed})
+
+
+JOINT = {"k": None, "v": None}
+FORMS: dict[str, Any] = {  # of a step's tokens: other dimensions for the same rows
+    "rows": lambda s: {},
+    "joint": lambda s: {"q": s.mixed, **JOINT},
+    "joint_of_a_batch": lambda s: {"q": s.mixed[:, None], **JOINT},
+    "one_row": lambda s: {name: getattr(s, name)[None] for name in ("q", "k", "v", "g", "beta", "out")},
+    "a_row_each": lambda s: {name: getattr(s, name)[:, None] for name in ("q", "k", "v", "g", "beta", "out")},
+    "flat": lambda s: {"q": s.q.flatten(1), "k": s.k.flatten(1), "v": s.v.flatten(1)},
+    "flat_gates": lambda s: {"g": s.g.flatten(1)[None], "out": s.out.view(1, -1, HV * V)},
+    "parameters": lambda s: {"A_log": s.A_log.view(1, 1, HV, 1), "dt_bias": s.dt_bias.flatten()},
+    "parameter_rows": lambda s: {"dt_bias": torch.cat([s.dt_bias, s.dt_bias], 1)[:, :K]},
+}
+
+
+@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_rows(form: str, T: int, more: int) -> None:
+    """The bits of ``kda.decode_mtp`` with views, and rows behind the tokens stay as they were."""
+    step = Step(T=T, more=more)
+    pool = step.pool.clone()
+    wanted = step.expected(pool)
+    step.run(**FORMS[form](step))
+    assert torch.equal(step.out[: 3 * T].view_as(wanted), wanted)
+    assert torch.equal(step.pool, pool) and (step.out[3 * T :] == 7).all()
+
+
+@pytest.mark.parametrize(("N", "T"), [(1, 1), (1, 4), (4, 1)])
+def test_one_head_and_one_request(N: int, T: int) -> None:
+    """Dimensions of 1 have strides that mean nothing."""
+    step = Step(N, T, dtype=torch.float32)
+    pool = step.pool.clone()
+    wanted = step.expected(pool, bound=-4.0)
+    step.run(q=step.mixed.view(1, N, T, D), **JOINT, lower_bound=-4.0, out=step.out.view(N, T, 1, HV * V))
+    assert torch.equal(step.out.view_as(wanted), wanted) and torch.equal(step.pool, pool)
+
+
+@pytest.mark.parametrize("T", [1, 2])
+def test_output_is_made(T: int) -> None:
+    step = Step(T=T)
+    wanted = step.expected(step.pool.clone())
+    made = step.run(q=step.mixed, **JOINT, out=None)
+    assert made.shape == (1, 3 * T, HV, V) and made.dtype == torch.bfloat16
+    assert torch.equal(made.view_as(wanted), wanted)
+
+
+@pytest.mark.parametrize("wider", [False, True])
+def test_snapshots_in_rows(wider: bool) -> None:
+    """A buffer ``[rows, S, HV, V, K]`` whose rows may lie apart, and slots that count states."""
+    step, S = Step(T=2), 5
+    buffer = torch.full((4, S, HV, V, K), 7.0)
+    kept, pool = buffer[:, :2] if wider else torch.full((4, 2, HV, V, K), 7.0), step.pool.clone()
+    steps = S if wider else 2
+    slots = torch.tensor([[3 * steps, 3 * steps + 1], [-1, -1], [0, 1], [9, 9]], dtype=torch.int32)
+    flat = torch.full((4 * steps, HV, V, K), 7.0)
+    wanted = step.expected(pool, update_state=False, snapshots=flat, snapshot_slots=slots[:3])
+    step.run(update_state=False, snapshots=kept, snapshot_slots=slots)
+    assert torch.equal(step.out.view_as(wanted), wanted) and torch.equal(step.pool, pool)
+    assert torch.equal(kept, flat.view(4, steps, HV, V, K)[:, :2])
+    assert (buffer[:, 2:] == 7).all()
+
+
+def test_slots_of_snapshots_in_the_pool() -> None:
+    """vLLM's form: ``state_indices [N, S]``, and a start from what an earlier round left."""
+    step = Step(T=2)
+    slots = torch.tensor([[4, 3], [0, 0], [2, 6], [9, 9]], dtype=torch.int32)
+    accepted, pool = torch.tensor([2, 1, 1, 9]), step.pool.clone()
+    step.slots = slots[:3, 0]
+    common: dict[str, Any] = {"update_state": False, "first_valid_slot": 1}
+    wanted = step.expected(pool, snapshots=pool, snapshot_slots=slots[:3], accepted=accepted[:3], **common)
+    step.run(state_indices=slots, snapshots=step.pool, snapshot_slots=slots, accepted=accepted, **common)
+    assert torch.equal(step.out.view_as(wanted), wanted) and torch.equal(step.pool, pool)
+
+
+def odd_snapshots() -> dict[str, Any]:
+    state = HV * V * K
+    apart = torch.zeros(6 * state).as_strided((2, 2, HV, V, K), (2 * state + 1, state, V * K, K, 1))
+    return {"snapshots": apart, "snapshot_slots": torch.zeros(3, 1, dtype=torch.int32)}
+
+
+WRONG: dict[str, Any] = {  # a change of the call, and what the sentence says
+    "rows": (lambda s: {"N": 4}, r"q: expected 4 rows of tokens, got \[3, 2, 32\]"),
+    "gaps": (lambda s: {"g": torch.randn(2, 4, HV, K)[:, :3]}, r"g: expected 3 rows of tokens, got \[2, 3, 4, 32\]"),
+    "heads": (lambda s: {"v": s.v[:, :3]}, r"v: expected rows of 4 heads of 24, got \[3, 3, 24\]"),
+    "flat": (lambda s: {"g": s.g.flatten(1)[:, 1:]}, r"g: expected rows of 4 heads of 32, got \[3, 127\]"),
+    "beta": (lambda s: {"beta": s.beta[:, 1:]}, r"beta: expected rows of 4, got \[3, 3\]"),
+    "joint": (lambda s: {"q": s.mixed[:, 1:], **JOINT}, r"q: expected rows of 2 \* H \* 32 \+ 96, got \[3, 223\]"),
+    "no_keys": (lambda s: {"q": s.mixed[:, : HV * V], **JOINT}, r"q: expected rows of 2 \* H \* 32 \+ 96"),
+    "key_alone": (lambda s: {"k": None}, "k: expected"),
+    "no_state": (lambda s: {"state": None}, "state: expected a pool"),
+    "state": (lambda s: {"state": s.pool[0]}, r"state: expected a pool of states, got \[4, 24, 32\]"),
+    "dt_bias": (lambda s: {"dt_bias": s.dt_bias[1:]}, "dt_bias: expected"),
+    "slots": (lambda s: {"state_indices": s.slots[:2]}, "state_indices: expected"),
+    "steps": (lambda s: {"T": -1}, "T: expected a size, got -1"),
+    "text": (lambda s: {"N": "3"}, "N: expected an integer, got '3'"),
+    "snapshots": (lambda s: odd_snapshots(), "snapshots: expected rows that lie apart by a multiple of a state"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name: str) -> None:
+    """In a sentence, before anything is written."""
+    step = Step()
+    before = step.pool.clone()
+    change, sentence = WRONG[name]
+    with pytest.raises(ValueError, match=sentence):
+        step.run(**change(step))
+    assert torch.equal(step.pool, before) and (step.out == 7).all()
+
+
+def test_lost_gradients_and_traces() -> None:
+    step = Step()
+    with pytest.raises(ValueError, match="requires gradients"):
+        step.run(v=step.v.float().requires_grad_())
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Declined, match="eager"):
+        step.run()
+
+
+# ---- calls that are left to the engine ----
+
+
+@pytest.fixture
+def _untold() -> Iterator[None]:
+    """Warnings that were given are given again."""
+    kept = set(declined._told)
+    declined._told.clear()
+    yield
+    declined._told.clear()
+    declined._told.update(kept)
+
+
+def theirs(x: Any, y: Any, z: Any = 5, *, mode: Any = None, **more: Any) -> Any:
+    return ("theirs", x, y, z, mode, more)
+
+
+def ours(x: Any, y: Any, z: Any = 5, *, mode: Any = None) -> Any:
+    if mode == "refuse":
+        raise Declined("mode: expected another")
+    if mode == "fail":
+        raise RuntimeError("a kernel failed")
+    return ("ours", x, y, z, mode)
+
+
+@pytest.mark.usefixtures("_untold")
+def test_own_function_where_ours_declines() -> None:
+    call = or_own("Engine", ours, theirs)
+    assert call.__name__ == "theirs" and call(1, 2) == ("ours", 1, 2, 5, None)
+    assert call(1, y=2, z=3, mode=4) == ("ours", 1, 2, 3, 4)
+    with pytest.warns(RuntimeWarning, match="Engine's own kernel runs for theirs, as ours declined: mode: expected"):
+        assert call(1, y=2, mode="refuse") == ("theirs", 1, 2, 5, "refuse", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is told once
+        assert call(1, 2, 9, mode="refuse") == ("theirs", 1, 2, 9, "refuse", {})
+    with pytest.warns(RuntimeWarning, match="new: expected no such argument"):
+        assert call(1, 2, new=3) == ("theirs", 1, 2, 5, None, {"new": 3})
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        call(1, 2, mode="fail")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+        call(1)
+
+
+@pytest.mark.usefixtures("_untold")
+def test_own_method_without_parameters_that_nobody_gave() -> None:
+    """An engine's kernel need not know parameters that are at their defaults."""
+
+    class Own:
+        def verify(self, x: Any) -> Any:
+            return (self, x)
+
+    def verify(kernel: Any, x: Any, *, ring: bool = False) -> Any:
+        raise Declined("x: expected another")
+
+    kernel_class = type("Kernel", (Own,), {"verify": or_own("Engine", verify, Own.verify)})
+    kernel = kernel_class()
+    with pytest.warns(RuntimeWarning, match="x: expected another"):
+        assert kernel.verify(3) == (kernel, 3)
