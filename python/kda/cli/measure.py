@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,6 +154,13 @@ def host_microseconds(call: Call, *, repeats: int = 30, batch: int = 2) -> float
 
     once()
     return statistics.median(once() for _ in range(repeats)) * 1e6
+
+
+def least_microseconds(call: Call, *, repeats: int = 100, batch: int = 100) -> float:
+    """The least time of a call on the host, for calls that give the device nothing to do. Many short runs, since others
+    may use the machine."""
+    runs = timeit.repeat(call, number=batch, repeat=repeats)
+    return 1e6 * min(runs) / batch
 
 
 def own_bytes(call: Callable[[], Sequence[Any]], peak: bool = False) -> int:

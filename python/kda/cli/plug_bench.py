@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -119,19 +117,6 @@ def _milliseconds(call: Call, device: str, repeats: int) -> float:
     with compiled_at_once():
         call()  # compiles and tunes
     return measure.graph_milliseconds(call, repeats=repeats, flush=True)
-
-
-def host_microseconds(call: Call, *, calls: int = 2000, repeats: int = 9) -> float:
-    """Of a call that neither computes nor launches anything: the least median of several batches."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) / calls * 1e6
-
-    once()
-    return statistics.median(once() for _ in range(repeats))
 
 
 def print_rows(record: dict[str, Any], notes: list[str]) -> None:

@@ -17,8 +17,8 @@ from ..plugs import engines, fla_takes
 from ..plugs.fla_versions import VERSIONS
 from . import problems
 from .arrays import DeviceSource, Source
-from .measure import Call
-from .plug_bench import Contest, host_microseconds
+from .measure import Call, least_microseconds
+from .plug_bench import Contest
 from .problems import Problem
 
 SWITCH = "FLA_KDA_LIB"
@@ -142,4 +142,4 @@ def _adapter(function: str, given: dict[str, Any]) -> float:
     def nothing(**_: Any) -> None: ...
 
     with torch.inference_mode(), mock.patch.multiple(fla_takes, chunk_kda=nothing, fused_recurrent_kda=nothing):
-        return host_microseconds(call)
+        return least_microseconds(call)

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -317,20 +316,13 @@ def _device_microseconds(call: Call) -> float:
 
 
 def adapter_microseconds(contender: Contender, call: Call, repeats: int = 100, batch: int = 100) -> float:
-    """Host time of a call whose kernels are left out: our functions are replaced by one that does nothing. The least of
-    many short runs, since others may use the machine."""
+    """Host time of a call whose kernels are left out: our functions are replaced by one that does nothing."""
     with ExitStack() as stack:
         for module, names in contender.parts.items():
             for name in names:
                 function = getattr(importlib.import_module(module), name)
                 stack.enter_context(mock.patch(f"{module}.{name}", _idle(function)))
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for _ in range(batch):
-                call()
-            times.append((time.perf_counter() - start) / batch)
-    return 1e6 * min(times)
+        return measure.least_microseconds(call, repeats=repeats, batch=batch)
 
 
 def _idle(function: Callable[..., Any]) -> Callable[..., Any]:
