@@ -112,6 +112,14 @@ inline void as_pool(kda_tensor& t) {
   t = pool;
 }
 
+// The convolution in front: its weight [D,1,W] as [D,W], and rows of D numbers.
+inline void take_rows(kda_conv_inputs& conv, const TokenRows& rows) {
+  kda_tensor& w = conv.weight;
+  if (w.ndim == 3 && w.shape[1] == 1) w.shape[1] = w.shape[2], w.stride[1] = w.stride[2], w.ndim = 2;
+  if (w.ndim) rows.numbers("x", conv.x, w.shape[0]);
+  rows.requests(conv.indices);
+}
+
 inline void take_rows(kda_decode_args& a, int64_t N, int64_t T) {
   const kda_tensor& pool = a.states.h0;
   if (pool.ndim != 4) value_error("state: expected a pool of states, got " + shape_text(pool));
@@ -129,6 +137,8 @@ inline void take_rows(kda_decode_args& a, int64_t N, int64_t T) {
   if (slots.ndim == 2 && slots.shape[1] > 0) slots.ndim = 1;  // those of snapshots: a request has its first
   rows.requests(slots), rows.requests(a.accepted), rows.requests(a.snapshot_slots);
   as_pool(a.snapshots);
+  take_rows(a.conv, rows);
+  rows.heads("gate", a.norm.gate, HV, V);
 }
 
 }  // namespace kda::binding

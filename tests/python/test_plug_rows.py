@@ -118,6 +118,27 @@ def test_snapshots_in_rows(wider: bool) -> None:
     assert (buffer[:, 2:] == 7).all()
 
 
+@pytest.mark.parametrize("more", [0, 2])
+def test_convolution_and_norm(more: int) -> None:
+    """The bits of ``kda.decode_mtp`` with both, from vLLM's shapes: a weight ``[D, 1, W]``, flat gates of the norm."""
+    step = Step(more=more)
+    weight, bias, tails = torch.randn(D, 1, 4), torch.randn(D), torch.randn(SLOTS, 3, D)
+    z, scales, slots = torch.randn(3 + more, HV * V), torch.randn(V), step.slots
+    same, pool = tails.clone(), step.pool.clone()
+    wanted = kda.decode_mtp(
+        None, None, None, step.g[:3, None], step.beta[:3, None], pool, state_indices=slots[:3],
+        conv=kda.Conv(step.mixed[:3, None], weight[:, 0], bias, same.transpose(1, 2), slots[:3]),
+        norm=kda.Norm(z[:3].view(3, 1, HV, V), scales, 1e-6, "silu"), use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **step.options(),
+    )  # fmt: skip
+    step.run(
+        q=None, **JOINT, out=step.out, conv=kda.Conv(step.mixed, weight, bias, tails.transpose(1, 2), slots),
+        norm=kda.Norm(z, scales, 1e-6, "silu"),
+    )  # fmt: skip
+    assert torch.equal(step.out[:3].view_as(wanted), wanted) and (step.out[3:] == 7).all()
+    assert torch.equal(step.pool, pool) and torch.equal(tails, same)
+
+
 def test_slots_of_snapshots_in_the_pool() -> None:
     """vLLM's form: ``state_indices [N, S]``, and a start from what an earlier round left."""
     step = Step(T=2)

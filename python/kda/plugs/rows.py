@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arguments import Conv, Norm, arrays_of, norm_fields
 from ..call.dispatch import dispatched
 from ..call.eager import check_serving, is_plain_step, mark_written
 from ..call.inputs import WITH_GRADIENTS, no_gate_parameters
@@ -21,7 +22,8 @@ def decode_rows(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, N: int, T: int, state_indices: Any, A_log: Any,
     dt_bias: Any, lower_bound: float | None, scale: float | None = None, l2norm: bool = True, gate: bool = True,
     sigmoid: bool = True, first_valid_slot: int = 0, update_state: bool = True, snapshots: Any = None,
-    snapshot_slots: Any = None, accepted: Any = None, out: Any = None,
+    snapshot_slots: Any = None, accepted: Any = None, conv: Conv | None = None, norm: Norm | None = None,
+    out: Any = None,
 ) -> Any:  # fmt: skip
     """T tokens of each of N requests, in place on a pool of states.
 
@@ -35,6 +37,9 @@ def decode_rows(
         snapshots: a pool of states, or ``[rows, S, HV, V, K]`` with states of a row one behind another, which is read
             as a pool.
         snapshot_slots, accepted: at least ``[N, T]`` and ``[N]``.
+        conv: a :class:`kda.Conv` in the place of q, k and v, with rows ``[D]`` and a weight ``[D, W]`` or
+            ``[D, 1, W]``.
+        norm: a :class:`kda.Norm`, whose gate has rows as v has.
         out: made if None.
         The rest as in :func:`kda.decode_mtp`.
 
@@ -47,16 +52,19 @@ def decode_rows(
     if dispatched():
         raise Declined("q: expected an eager call, got one that is traced")
     if out is None:
-        out = (q if v is None else v).new_empty((1, N * T, *state.shape[1:3]))
+        like = v if v is not None else q if conv is None else conv.x
+        out = like.new_empty((1, N * T, *state.shape[1:3]))
     if not gate:
         A_log, dt_bias = no_gate_parameters(A_log, dt_bias, lower_bound)
-    if not is_plain_step(q, q if k is None else k, q if v is None else v, g, beta, state, out, (A_log, dt_bias)):
+    if conv is not None or norm is not None:
+        check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, state, out, *(conv or ()), *arrays_of(norm)))
+    elif not is_plain_step(q, q if k is None else k, q if v is None else v, g, beta, state, out, (A_log, dt_bias)):
         check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, state, out))
     options = make_options(A_log, scale, lower_bound, l2norm, gate, sigmoid, False, True)
     library().decode_rows(
         q, k, v, g, beta, A_log, dt_bias, N=N, T=T, options=options, h0=state, hT=update_state,
-        state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, snapshots=snapshots,
-        snapshot_slots=snapshot_slots, accepted=accepted,
+        state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, conv=conv, snapshots=snapshots,
+        snapshot_slots=snapshot_slots, accepted=accepted, norm=norm_fields(norm),
     )  # fmt: skip
-    mark_written(out, snapshots, state if update_state else None)
+    mark_written(out, snapshots, state if update_state else None, None if conv is None else conv.state)
     return out

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..arguments import Norm
+from ..arguments import Conv, Norm
 from ..convolution import causal_conv1d_update
-from ..fused import fused_decode
 from ..serving import prefill, workspace_size
 from .declined import tell
+from .rows import decode_rows
 
 _FIRST = 1  # slot 0 belongs to nobody
 
@@ -48,20 +48,20 @@ def _taken(layer: Any, step: Any) -> bool:
 def _run(
     layer: Any, step: Any, dim_first: bool, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any
 ) -> None:  # fmt: skip
-    T = step.num_actual_tokens
     tails, pool = layer.kv_cache[:2]
     tails = tails if dim_first else tails.transpose(1, 2)
-    slots, taps = step.non_spec_state_indices_tensor, layer.conv1d.weight.flatten(1)
-    x, g1, g2, beta, out = mixed_qkv[:T], g1[:, :T], g2[:T], beta[:, :T], core_attn_out[:, :T]
-    norm = layer.o_norm
+    T, norm, conv1d = step.num_actual_tokens, layer.o_norm, layer.conv1d
     if step.num_prefills:
-        gate = Norm(g2[None], norm.weight, norm.eps, norm.activation)
-        _prefill(layer, step, x, (taps, layer.conv1d.bias, tails), g1, beta, pool, norm=gate, out=out)
+        gate = Norm(g2[:T][None], norm.weight, norm.eps, norm.activation)
+        conv, out = (conv1d.weight.flatten(1), conv1d.bias, tails), core_attn_out[:, :T]
+        _prefill(layer, step, mixed_qkv[:T], conv, g1[:, :T], beta[:, :T], pool, norm=gate, out=out)
         return
-    fused_decode(
-        x[:, None], taps, layer.conv1d.bias, tails, g1.transpose(0, 1), beta.transpose(0, 1), layer.A_log,
-        layer.dt_bias, state=pool, gate=g2[:, None], norm_weight=norm.weight, eps=norm.eps, activation=norm.activation,
-        lower_bound=layer.gate_lower_bound, state_indices=slots[:T], first_valid_slot=_FIRST, out=out.transpose(0, 1),
+    slots = step.non_spec_state_indices_tensor
+    decode_rows(
+        None, None, None, g1, beta, pool, N=T, T=1, state_indices=slots, A_log=layer.A_log, dt_bias=layer.dt_bias,
+        lower_bound=layer.gate_lower_bound, first_valid_slot=_FIRST, out=core_attn_out,
+        conv=Conv(mixed_qkv, conv1d.weight, conv1d.bias, tails, slots),
+        norm=Norm(g2, norm.weight, norm.eps, norm.activation),
     )  # fmt: skip
 
 
