@@ -146,7 +146,7 @@ KDA_EXPORT(kda_decode_rows) {
 namespace kda::binding {
 namespace {
 
-// One line an operand, its columns separated by tabs: see Operand in call/library.py.
+// One line an operand, its columns separated by tabs: see Operand in call/run.py.
 std::string text_of(std::span<const Operand> operands) {
   static constexpr const char* types[] = {"tensor", "int", "bool", "float", "float"};
   static constexpr const char* roles[] = {"in", "out", "inout"};

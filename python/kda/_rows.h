@@ -4,17 +4,19 @@
 #include <kda/kda.h>
 
 #include <string>
+#include <tuple>
 
 #include "_reader.h"
 #include "dtype.h"
 
 namespace kda::binding {
 
-inline std::string shape_text(const kda_tensor& t) {
+inline std::string text_of(const int64_t* numbers, int count) {
   std::string text = "[";
-  for (int i = 0; i < t.ndim; ++i) text += (i ? ", " : "") + std::to_string(t.shape[i]);
+  for (int i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
   return text + "]";
 }
+inline std::string shape_text(const kda_tensor& t) { return text_of(t.shape, t.ndim); }
 
 inline void add_dimension(kda_tensor& t, int64_t size, int64_t stride) {
   t.shape[t.ndim] = size, t.stride[t.ndim] = stride;
@@ -24,7 +26,7 @@ inline void add_dimension(kda_tensor& t, int64_t size, int64_t stride) {
 // The first `count` dimensions of a tensor as one.
 struct Merged {
   int64_t size = 1, stride = 0;
-  bool regular = true;  // else they are no one dimension
+  bool regular = true;  // one stride steps through all of them
 
   Merged(const kda_tensor& t, int count) {
     for (int i = count; i-- > 0;) {
@@ -43,9 +45,12 @@ struct TokenRows {
   void split(const char* name, kda_tensor& t, int leading) const {
     const kda_tensor given = t;
     const Merged rows(given, leading);
-    if (leading < 1 || !rows.regular || rows.size < N * T || given.ndim - leading > KDA_MAX_NDIM - 2)
+    if (rows.size < N * T)
       value_error(std::string(name) + ": expected " + std::to_string(N * T) + " rows of tokens, got " +
                   shape_text(given));
+    if (!rows.regular)
+      value_error(std::string(name) + ": expected rows that lie equally far apart, got strides " +
+                  text_of(given.stride, given.ndim) + " of " + shape_text(given));
     t.ndim = 0;
     add_dimension(t, N, T * rows.stride), add_dimension(t, T, rows.stride);
     for (int i = leading; i < given.ndim; ++i) add_dimension(t, given.shape[i], given.stride[i]);
@@ -53,7 +58,7 @@ struct TokenRows {
   // A row is `size` numbers.
   void numbers(const char* name, kda_tensor& t, int64_t size) const {
     if (t.ndim == 0) return;  // absent
-    if (t.shape[t.ndim - 1] != size)
+    if (t.ndim < 2 || t.shape[t.ndim - 1] != size)
       value_error(std::string(name) + ": expected rows of " + std::to_string(size) + ", got " + shape_text(t));
     split(name, t, t.ndim - 1);
   }
@@ -61,8 +66,8 @@ struct TokenRows {
   void heads(const char* name, kda_tensor& t, int64_t heads, int64_t size) const {
     if (t.ndim == 0) return;
     const int last = t.ndim - 1;
-    if (last > 0 && t.shape[last - 1] == heads && t.shape[last] == size) return split(name, t, last - 1);
-    if (t.shape[last] != heads * size || t.stride[last] != 1 || t.ndim == KDA_MAX_NDIM)
+    if (last > 1 && t.shape[last - 1] == heads && t.shape[last] == size) return split(name, t, last - 1);
+    if (last < 1 || t.shape[last] != heads * size || t.stride[last] != 1 || t.ndim == KDA_MAX_NDIM)
       value_error(std::string(name) + ": expected rows of " + std::to_string(heads) + " heads of " +
                   std::to_string(size) + ", got " + shape_text(t));
     t.shape[last] = heads, t.stride[last] = size;
@@ -77,25 +82,43 @@ struct TokenRows {
 
 // Rows of q, k and v one behind another, given as q alone: H*K, H*K and HV*V numbers.
 inline void split_joint(kda_inputs& in, int64_t HV, int64_t K, int64_t V) {
-  const int last = in.q.ndim - 1;
-  const int64_t keys = in.q.shape[last] - HV * V, HK = keys / 2;
-  if (keys <= 0 || keys % (2 * K) != 0 || in.q.stride[last] != 1)
+  kda_tensor& rows = in.q;
+  const int last = rows.ndim - 1;
+  const int64_t keys = rows.shape[last] - HV * V, H = K ? keys / (2 * K) : 0;
+  if (last < 1 || H < 1 || keys != 2 * H * K || rows.stride[last] != 1 || rows.ndim == KDA_MAX_NDIM)
     value_error("q: expected rows of 2 * H * " + std::to_string(K) + " + " + std::to_string(HV * V) + ", got " +
-                shape_text(in.q));
-  in.k = in.v = in.q;
-  in.q.shape[last] = in.k.shape[last] = HK, in.v.shape[last] = HV * V;
-  if (!in.q.data) return;
-  in.k.data = static_cast<char*>(in.q.data) + HK * dtype_size(in.q.dtype);
-  in.v.data = static_cast<char*>(in.k.data) + HK * dtype_size(in.q.dtype);
+                shape_text(rows));
+  char* next = static_cast<char*>(rows.data);
+  rows.ndim = last;
+  in.k = in.v = rows;
+  for (const auto& [part, heads, size] : {std::tuple{&in.q, H, K}, {&in.k, H, K}, {&in.v, HV, V}}) {
+    part->data = next;
+    add_dimension(*part, heads, size), add_dimension(*part, size, 1);
+    if (next) next += heads * size * dtype_size(part->dtype);
+  }
 }
 
-// [HV,..] for parameters of the gate in another shape. The library refuses those that have another size.
-inline void flatten(kda_tensor& t, int64_t HV, int64_t K) {
+// Parameters of the gate: [HV], or [HV,K] of which the dimensions may be one; dimensions of 1 count for nothing. The
+// library refuses other shapes.
+inline void flatten(kda_tensor& t, int64_t HV) {
   const Merged all(t, t.ndim);
-  if (t.ndim == 0 || !all.regular || all.size != HV * K) return;
+  if (t.ndim == 0 || !all.regular || all.size != HV) return;
   t.ndim = 0;
-  add_dimension(t, HV, K * all.stride);
-  if (K > 1) add_dimension(t, K, all.stride);
+  add_dimension(t, HV, all.stride);
+}
+inline void flatten(kda_tensor& t, int64_t HV, int64_t K) {
+  kda_tensor found = t;
+  found.ndim = 0;
+  for (int i = 0; i < t.ndim; ++i)
+    if (t.shape[i] != 1) add_dimension(found, t.shape[i], t.stride[i]);
+  const bool flat = found.ndim < 2 && (found.ndim ? found.shape[0] : 1) == HV * K;
+  if (t.ndim == 0 || (!flat && (found.ndim != 2 || found.shape[0] != HV || found.shape[1] != K))) return;
+  if (flat) {
+    const int64_t stride = found.ndim ? found.stride[0] : 1;
+    found.ndim = 0;
+    add_dimension(found, HV, K * stride), add_dimension(found, K, stride);
+  }
+  t = found;
 }
 
 // States [rows,S,HV,V,K] as a pool [slots,HV,V,K], in which token t of a row is slot stride[0] / stride[1] * row + t.
@@ -127,14 +150,14 @@ inline void take_rows(kda_decode_args& a, int64_t N, int64_t T) {
   const int64_t HV = pool.shape[1], V = pool.shape[v_first ? 2 : 3], K = pool.shape[v_first ? 3 : 2];
   const TokenRows rows{N, T};
   kda_inputs& in = a.in;
-  if (in.q.ndim && K && !in.k.ndim && !in.v.ndim) split_joint(in, HV, K, V);
-  const bool has_heads = in.q.ndim > 1 && in.q.shape[in.q.ndim - 1] == K;
-  const int64_t H = has_heads ? in.q.shape[in.q.ndim - 2] : in.q.ndim && K ? in.q.shape[in.q.ndim - 1] / K : 0;
+  if (in.q.ndim && !in.k.ndim && !in.v.ndim) split_joint(in, HV, K, V);
+  const int64_t H = in.q.ndim > 1 ? in.q.shape[in.q.ndim - 2] : 0;
   rows.heads("q", in.q, H, K), rows.heads("k", in.k, H, K), rows.heads("v", in.v, HV, V);
   rows.heads("g", in.g, HV, K), rows.numbers("beta", in.beta, HV), rows.heads("out", a.o, HV, V);
-  flatten(in.A_log, HV, 1), flatten(in.dt_bias, HV, K);
+  flatten(in.A_log, HV), flatten(in.dt_bias, HV, K);
   kda_tensor& slots = a.states.state_indices;
-  if (slots.ndim == 2 && slots.shape[1] > 0) slots.ndim = 1;  // those of snapshots: a request has its first
+  // Those of snapshots, too: the state of a request is in its first.
+  if (slots.ndim == 2 && slots.shape[1] > 0 && a.snapshot_slots.ndim) slots.ndim = 1;
   rows.requests(slots), rows.requests(a.accepted), rows.requests(a.snapshot_slots);
   as_pool(a.snapshots);
   take_rows(a.conv, rows);

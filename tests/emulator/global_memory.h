@@ -1,11 +1,11 @@
-// Global memory of the emulated GPU. Far beside an allocation no other memory lies, so an index that is wrong by
-// thousands of rows is an access to nothing, whatever the process has allocated before.
+// Global memory of the emulated GPU. No other memory lies near an allocation, so an index that is wrong by thousands of
+// rows ends the program, whatever else the process has allocated. A build with AddressSanitizer leaves that to it.
 #pragma once
 #include <cstddef>
 
 namespace kda::emulator {
 
 void* allocate(size_t bytes);  // nullptr: there is not so much
-void release(void* memory);    // of allocate, or nullptr
+bool release(void* memory);    // of allocate, or nullptr; false: it is neither
 
 }  // namespace kda::emulator

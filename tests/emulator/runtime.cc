@@ -67,8 +67,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return result(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFree(void* memory) {
-  kda::emulator::release(memory);
-  return cudaSuccess;
+  return result(kda::emulator::release(memory) ? cudaSuccess : cudaErrorInvalidValue);
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
   std::memset(memory, value, bytes);

@@ -179,6 +179,24 @@ TEST(EmulatorDeathTest, AddressSanitizerGuardsMemory) {
 #endif
 }
 
+TEST(EmulatorDeathTest, NoMemoryIsNearAnAllocation) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "AddressSanitizer guards memory";
+#else
+  void* bytes = nullptr;
+  ASSERT_EQ(cudaMalloc(&bytes, 100), cudaSuccess);
+  EXPECT_EQ(run(1, 0, write_global, static_cast<char*>(bytes) + 99), "");
+  for (const int64_t away :
+       {int64_t{1} << 12, int64_t{1} << 24, (int64_t{1} << 30) - 1, int64_t{-1}, -(int64_t{1} << 30)})
+    EXPECT_DEATH(run(1, 0, write_global, static_cast<char*>(bytes) + away), "") << away;
+  EXPECT_EQ(cudaFree(static_cast<char*>(bytes) + 1), cudaErrorInvalidValue);
+  EXPECT_EQ(cudaFree(bytes), cudaSuccess);
+  EXPECT_EQ(cudaFree(nullptr), cudaSuccess);
+  EXPECT_EQ(cudaMalloc(&bytes, SIZE_MAX - 100), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
+#endif
+}
+
 // ---- launches ----
 
 __global__ void nothing() {}

@@ -150,4 +150,4 @@ def test_host_time_of_the_adapters(contenders: Pair) -> None:
         with torch.inference_mode():  # as the engines run
             us = plugs_serving.adapter_microseconds(ours, call)
         print(f"{contenders[0].name} {phase}: {us:.1f} us, an empty tensor {empty:.1f} us")
-        assert us < 8 * empty, (phase, us, empty)
+        assert us < 12 * empty, (phase, us, empty)

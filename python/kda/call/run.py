@@ -122,7 +122,7 @@ def _absent(operands: Sequence[Operand]) -> str:
 def _call(before: Sequence[Operand], behind: Sequence[Operand], margin: str, sizes: Sequence[str]) -> list[str]:
     """The statements of the call. Spreading a struct in it takes longer than making variables of its members, unless
     they are so many arguments that CPython makes a list of them anyway."""
-    spread = len(before) + len(behind) > 27  # and three more
+    spread = len(before) + len(behind) > 27  # and at least three more
     lines, arguments = [], [*sizes]
     for part, given in ((before, arguments), (behind, rest := list[str]())):
         for struct, members in groupby(part, lambda o: o.struct):

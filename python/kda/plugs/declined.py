@@ -33,19 +33,22 @@ def tell(engine: str, function: str, error: ValueError) -> None:
 
 
 def or_own(engine: str, ours: Any, own: Any) -> Callable[..., Any]:
-    """A function that calls ``ours``, and ``own``, of the same parameters, where that declines with a ``ValueError``.
-    Our functions check a call before they touch anything, so what they refuse can still run elsewhere. They are also
-    spared arguments that they do not know: such a call is declined.
+    """A function with the parameters of ``ours``, which it calls. Where that declines with a ``ValueError``, it calls
+    ``own`` with the same arguments. Our functions check a call before they touch anything, so what they refuse can
+    still run elsewhere. A call with an argument that ours does not know is declined, too.
 
-    It is source text, with the parameters of ``ours`` spelled out: to pass them on as a dict takes 0.7 us.
+    It is source text, with the parameters spelled out: to pass them on as a dict takes 0.7 us.
     """
     parameters = inspect.signature(ours).parameters.values()
     in_front = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    known = inspect.signature(own).parameters
 
-    def leave(error: ValueError, given: dict[str, Any]) -> Any:
+    def leave(error: ValueError, given: dict[str, Any], more: dict[str, Any]) -> Any:
         tell(engine, own.__name__, error)
-        others = (p for p in parameters if p.name not in in_front and given[p.name] is not p.default)
-        return own(*(given[name] for name in in_front), **{p.name: given[p.name] for p in others}, **given["more"])
+        by_name = {p.name: given[p.name] for p in parameters if p.name not in in_front}
+        defaults = {p.name for p in parameters if given[p.name] is p.default}
+        by_name = {name: x for name, x in by_name.items() if name in known or name not in defaults}
+        return own(*(given[name] for name in in_front), **by_name, **more)
 
     scope: dict[str, Any] = {"ours": ours, "leave": leave, "refuse": _refuse}
     scope |= {f"default_{p.name}": p.default for p in parameters}
@@ -56,13 +59,14 @@ def or_own(engine: str, ours: Any, own: Any) -> Callable[..., Any]:
 
 
 def _source_of(parameters: Iterable[inspect.Parameter]) -> str:
-    declared, passed = [], []
+    declared, passed, given = [], [], []
     for p in parameters:
         by_name = p.kind is p.KEYWORD_ONLY
         if by_name and "*" not in declared:
             declared.append("*")
         declared.append(p.name if p.default is p.empty else f"{p.name}=default_{p.name}")
         passed.append(f"{p.name}={p.name}" if by_name else p.name)
+        given.append(f"{p.name!r}: {p.name}")
     return f"""
 def call({", ".join(declared)}, **more):
     try:
@@ -70,7 +74,7 @@ def call({", ".join(declared)}, **more):
             refuse(more)
         return ours({", ".join(passed)})
     except ValueError as error:
-        return leave(error, locals())
+        return leave(error, {{{", ".join(given)}}}, more)
 """
 
 

@@ -29,7 +29,7 @@ def kernel_class(triton: type) -> type:
 
 
 class Kernel:
-    """What SGLang asks of a kernel. Its methods are those of ``_METHODS``."""
+    """What SGLang asks of a kernel, but for its methods: ``kernel_class`` adds those of ``_METHODS``."""
 
     supports_packed_decode = True
     supports_packed_decode_safe_gate = True
@@ -74,17 +74,18 @@ def _rows(a: Any, b: Any, N: int, T: int, HV: int, K: int) -> tuple[Any, Any]:
 
 
 def _decode(
-    kernel: Kernel, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, ssm_states: Any,
+    kernel: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, ssm_states: Any,
     cache_indices: Any, query_start_loc: Any, lower_bound: float | None = None,
 ) -> Any:  # fmt: skip
     """``q, k: [1, T, H, K]``, ``v: [1, T, HV, V]``, ``a`` and ``b`` the raw gate and beta: ``[1, T, HV, V]``."""
-    T, N = v.shape[1], query_start_loc.shape[0] - 1
+    (B, T, HV, _), N = v.shape, query_start_loc.shape[0] - 1
+    _check_row(B)
     if T == N:  # a token of each request
         return decode_rows(
             q, k, v, a, b, ssm_states, N=N, T=1, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
             lower_bound=lower_bound,
         )  # fmt: skip
-    a, b = _rows(a, b, 1, T, v.shape[2], q.shape[3])
+    a, b = _rows(a, b, 1, T, HV, q.shape[3])
     return decode(
         q, k, v, a, b, ssm_states, cu_seqlens=query_start_loc, state_indices=_first(cache_indices, N), A_log=A_log,
         dt_bias=dt_bias, lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
@@ -93,7 +94,7 @@ def _decode(
 
 
 def _packed_decode(
-    kernel: Kernel, mixed_qkv: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, scale: float, ssm_states: Any,
+    kernel: Any, mixed_qkv: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, scale: float, ssm_states: Any,
     cache_indices: Any, num_v_heads: int, head_v_dim: int, lower_bound: float | None = None, replayssm_d: Any = None,
     replayssm_k: Any = None, replayssm_g: Any = None, replayssm_write_pos: Any = None,
     replayssm_force_flush: Any = None,
@@ -101,10 +102,18 @@ def _packed_decode(
     """``mixed_qkv: [B, 2*H*K + HV*V]``, a token of each request: ``[1, B, HV, V]``."""
     if replayssm_write_pos is not None:
         raise Declined("replayssm_write_pos: expected None, as SGLang reads its rings with kernels of its own, got one")
+    _, HV, V, _ = ssm_states.shape
+    if (num_v_heads, head_v_dim) != (HV, V):
+        raise Declined(f"ssm_states: expected [slots, {num_v_heads}, {head_v_dim}, K], got {list(ssm_states.shape)}")
     return decode_rows(
         mixed_qkv, None, None, a, b, ssm_states, N=mixed_qkv.shape[0], T=1, state_indices=cache_indices, A_log=A_log,
         dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
     )  # fmt: skip
+
+
+def _check_row(B: int) -> None:
+    if B != 1:
+        raise Declined(f"v: expected all tokens in one row, got {B} rows")
 
 
 def _first(indices: Any, N: int) -> Any:
@@ -184,7 +193,8 @@ def _target_verify(
         raise Declined("cache_ring: expected False, as SGLang folds its rings with kernels of its own, got True")
     if intermediate_states_buffer is None:
         raise Declined("intermediate_states_buffer: expected a buffer for the states of drafts, got None")
-    tokens, N, T = v.shape[1], query_start_loc.shape[0] - 1, cache_steps
+    (B, tokens, HV, V), N, T = v.shape, query_start_loc.shape[0] - 1, cache_steps
+    _check_row(B)
     apart, step, *strides = intermediate_states_buffer.stride()  # a row may have more states than this round's
     slots = kernel.snapshots.get(intermediate_state_indices, (N, apart // step, T), _snapshot_slots)
     if tokens == N * T and retrieve_parent_token is None:
@@ -192,7 +202,7 @@ def _target_verify(
             q, k, v, a, b, ssm_states, N=N, T=T, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
             lower_bound=lower_bound, update_state=False, snapshots=intermediate_states_buffer, snapshot_slots=slots,
         )  # fmt: skip
-    (H, K), (HV, V), (rows, last, *state) = q.shape[2:], v.shape[2:], intermediate_states_buffer.shape
+    (H, K), (rows, last, *state) = q.shape[2:], intermediate_states_buffer.shape
     snapshots = intermediate_states_buffer.as_strided(((rows - 1) * (apart // step) + last, *state), (step, *strides))
     common: dict[str, Any] = dict(
         A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,

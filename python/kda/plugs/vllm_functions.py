@@ -45,7 +45,9 @@ def _recurrent(
     slot ``[n, t]``, and with ``accepted`` a request starts from slot ``[n, accepted - 1]``."""
     if cu is None or slots is None or pool is None:
         raise Declined("ssm_state_indices: expected slots of a pool, and cu_seqlens, got None")
-    tokens, N, several = q.shape[1], cu.shape[0] - 1, slots.ndim == 2
+    (B, tokens, _, _), N, several = q.shape, cu.shape[0] - 1, slots.ndim == 2
+    if B != 1:
+        raise Declined(f"q: expected all tokens in one row, got {B} rows")
     if not several and (tokens != N or accepted is not None):
         raise Declined(f"ssm_state_indices: expected [N, S] with several tokens a request, got {list(slots.shape)}")
     S = slots.shape[1] if several else 1
