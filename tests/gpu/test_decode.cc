@@ -297,16 +297,21 @@ TEST_P(SnapshotsOnCuda, AcceptedOnesAreWhereTheNextRoundStarts) {
   const int64_t N = first.in.N, S = first.longest() + 1;
   std::vector<int64_t> shape = first.in.state_shape(pool ? N * S + 2 : N);
   if (!pool) shape.insert(shape.begin() + 1, S);
-  Tensor slots;
-  if (pool) slots = Tensor(KDA_I32, {N, S}, Layout::kPadded);
-  for (int64_t i = 0; pool && i < N * S; ++i) slots.set(i, i % 5 == 3 ? -1 : static_cast<double>(N * S + 1 - i));
+  // Slots that are skipped are below 0; on the GPU those behind the pool are, too.
+  Tensor slots, beyond;
+  if (pool) slots = Tensor(KDA_I32, {N, S}, Layout::kPadded), beyond = Tensor(KDA_I32, {N, S}, Layout::kPadded);
+  for (int64_t i = 0; pool && i < N * S; ++i) {
+    const auto slot = static_cast<double>(N * S + 1 - i);
+    slots.set(i, i % 5 == 3 ? -1 : slot);
+    beyond.set(i, i % 5 != 3 ? slot : i % 2 ? static_cast<double>(shape[0]) : -1);
+  }
   Tensor accepted(KDA_I32, {N});
   for (int64_t n = 0; n < N; ++n) accepted.set(n, static_cast<double>(first.in.length(n) - n % 3));
 
-  const auto round = [&](const Drafts& d, const Tensor& shots, const Tensor& o) {
+  const auto round = [&](const Drafts& d, const Tensor& shots, const Tensor& o, const Tensor& to) {
     kda_decode_args a = KDA_DECODE_ARGS_INIT;
     a.in = d.in.view(), a.o = o;
-    a.snapshots = shots, a.snapshot_slots = slots;
+    a.snapshots = shots, a.snapshot_slots = to;
     if (&d == &second) {
       a.accepted = accepted;
       if (pool) a.states.h0 = shots;
@@ -319,7 +324,7 @@ TEST_P(SnapshotsOnCuda, AcceptedOnesAreWhereTheNextRoundStarts) {
   const Tensor exact(KDA_F64, shape), got(s.c.state_dtype, shape, s.c.layout);
   for (const Drafts* d : {&first, &second}) {
     const Tensor exact_o = d->output(KDA_F64), o = d->output();
-    kda_decode_args oracle = round(*d, exact, exact_o), args = round(*d, got, o);
+    kda_decode_args oracle = round(*d, exact, exact_o, slots), args = round(*d, got, o, beyond);
     run(oracle, {.impl = "reference"});
     run_on_cuda(args, "cuda_decode");
     if (HasFatalFailure()) return;

@@ -69,7 +69,8 @@ MUTANTS = [
         ("cuda snapshots: the fifth token is the first", "b, t0 + t, T - t);", "b, t0, T - t);"),
         ("cuda snapshots: nothing is accepted", "if (!p.accepted.data) {", "if (true) {"),
         ("cuda snapshots: dt_bias of the first token alone", "      keys[j].take_parameters(keys[0]);\n", ""),
-        ("cuda snapshots: rows that are not wanted", "if (row >= 0 && row < p.snapshot_rows)", "if (true)"),
+        ("cuda snapshots: rows that are not wanted", "row >= 0 && row < p.snap", "row < p.snap"),
+        ("cuda snapshots: rows behind the pool", "row >= 0 && row < p.snapshot_rows", "row >= 0"),
     ),
     *mutants(
         CUDA_DECODE_PARAMS,
