@@ -11,12 +11,12 @@
 
 namespace kda::binding {
 
-inline std::string text_of(const int64_t* numbers, int count) {
+inline std::string shape_text(const int64_t* shape, int ndim) {
   std::string text = "[";
-  for (int i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
   return text + "]";
 }
-inline std::string shape_text(const kda_tensor& t) { return text_of(t.shape, t.ndim); }
+inline std::string shape_text(const kda_tensor& t) { return shape_text(t.shape, t.ndim); }
 
 inline void add_dimension(kda_tensor& t, int64_t size, int64_t stride) {
   t.shape[t.ndim] = size, t.stride[t.ndim] = stride;
@@ -50,7 +50,7 @@ struct TokenRows {
                   shape_text(given));
     if (!rows.regular)
       value_error(std::string(name) + ": expected rows that lie equally far apart, got strides " +
-                  text_of(given.stride, given.ndim) + " of " + shape_text(given));
+                  shape_text(given.stride, given.ndim) + " of " + shape_text(given));
     t.ndim = 0;
     add_dimension(t, N, T * rows.stride), add_dimension(t, T, rows.stride);
     for (int i = leading; i < given.ndim; ++i) add_dimension(t, given.shape[i], given.stride[i]);

@@ -5,12 +5,12 @@
 #include <kda/kda.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "dtype.h"
+#include "on_cuda.h"
 #include "short_list.h"
 
 namespace kda::test {
@@ -36,8 +36,7 @@ inline void set_element(std::vector<char>& data, int32_t dtype, int64_t i, float
   }
 }
 
-// A tensor on the host and its twin on the device, rows of heads `pad` elements longer than K. Canaries are in the
-// padding and behind the last row; there are none behind it where sanitizers watch (KDA_TEST_EXACT_MEMORY).
+// A tensor on the host and its twin on the device, rows of heads `pad` elements longer than K; canaries in the padding.
 struct Twin {
   kda_tensor host{}, device{};
   std::vector<char> data;
@@ -52,15 +51,12 @@ struct Twin {
       host.stride[i] = count;
       count *= shape[i] + (i == host.ndim - 1 ? pad : 0);
     }
-    data.assign(bytes_of(dtype, count) + (std::getenv("KDA_TEST_EXACT_MEMORY") ? 0 : 4096), static_cast<char>(0xA5));
+    data.assign(bytes_of(dtype, count), static_cast<char>(0xA5));
     host.data = data.data();
     device = host;
-    EXPECT_EQ(cudaMalloc(&device.data, data.size() + 1), cudaSuccess);
+    if (!dry_run) memory_.allocate(static_cast<int64_t>(data.size())), device.data = memory_.begin();
     upload();
   }
-  ~Twin() { cudaFree(device.data); }
-  Twin(const Twin&) = delete;
-  Twin& operator=(const Twin&) = delete;
 
   void fill(std::mt19937& random, float mean, float deviation) {
     std::normal_distribution<float> normal(mean, deviation);
@@ -69,9 +65,11 @@ struct Twin {
   }
   void upload() {
     before = data;
-    EXPECT_EQ(cudaMemcpy(device.data, data.data(), data.size(), cudaMemcpyHostToDevice), cudaSuccess);
+    if (!dry_run) memory_.fill(data.data());
   }
-  void download() { EXPECT_EQ(cudaMemcpy(data.data(), device.data, data.size(), cudaMemcpyDeviceToHost), cudaSuccess); }
+  void download() {
+    if (!dry_run) memory_.back(data.data());
+  }
 
   template <class F>
   void for_each(const F& f) const {
@@ -103,6 +101,7 @@ struct Twin {
 
  private:
   int32_t dtype_;
+  DeviceMemory memory_;
 };
 
 inline kda_gate_args simple_call(const Twin& x, const Twin& A, const Twin& g) {

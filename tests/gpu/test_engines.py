@@ -5,7 +5,6 @@ installed, or ``tools/fetch_engines.py --kernels`` has brought their files."""
 from __future__ import annotations
 
 import os
-import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kda.cli import plugs_serving
+from kda.cli import measure, plugs_serving
 from kda.cli.plugs_serving import Case, Contender, Tensors
 from places import only_cuda
 from support import rel_rmse
@@ -142,7 +141,7 @@ def test_host_time_of_the_adapters(contenders: Pair) -> None:
     """In empty tensors, whose making takes 0.6 us on a fast host and several times as long on a slow one. The least of
     many short runs, since others may use the machine."""
     ours = contenders[1]
-    empty = 1e6 * min(timeit.repeat(lambda: torch.empty(1), number=100, repeat=100)) / 100
+    empty = measure.least_microseconds(lambda: torch.empty(1))
     for phase in ("prefill", "decode", "verify + commit"):
         call = ours.adapter(phase, Tensors(next(c for c in CASES if c.phase == phase)))
         if call is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import kda
-from kda.cli import plugs_serving
+from kda.cli import measure, plugs_serving
 from kda.cli.plugs_serving import Case, Contender, Tensors
 from sglang_server import sglang
 from vllm_layers import vllm
@@ -103,5 +102,5 @@ def test_host_time_of_the_adapters(ours: Contender, phase: str) -> None:
         pytest.skip("vLLM's functions keep no states on the way, and its prefill in place is kda.prefill itself")
     with torch.inference_mode():  # as the engines run
         us = plugs_serving.adapter_microseconds(ours, call)
-    empty = 1e6 * min(timeit.repeat(lambda: torch.empty(1), number=100, repeat=100)) / 100
+    empty = measure.least_microseconds(lambda: torch.empty(1))
     assert us < 12 * empty, (us, empty)

@@ -21,6 +21,12 @@ def built_with_cuda() -> bool:
     return "\ncuda: not built" not in str(library().info())
 
 
+def check_one_row(name: str, B: int) -> None:
+    """Engines pass all tokens of a step in one row."""
+    if B != 1:
+        raise Declined(f"{name}: expected all tokens in one row, got {B} rows")
+
+
 _told: set[str] = set()
 
 
@@ -45,9 +51,8 @@ def or_own(engine: str, ours: Any, own: Any) -> Callable[..., Any]:
 
     def leave(error: ValueError, given: dict[str, Any], more: dict[str, Any]) -> Any:
         tell(engine, own.__name__, error)
-        by_name = {p.name: given[p.name] for p in parameters if p.name not in in_front}
-        defaults = {p.name for p in parameters if given[p.name] is p.default}
-        by_name = {name: x for name, x in by_name.items() if name in known or name not in defaults}
+        others = ((p, given[p.name]) for p in parameters if p.name not in in_front)
+        by_name = {p.name: x for p, x in others if p.name in known or x is not p.default}
         return own(*(given[name] for name in in_front), **by_name, **more)
 
     scope: dict[str, Any] = {"ours": ours, "leave": leave, "refuse": _refuse}

@@ -15,7 +15,7 @@ import torch
 
 from ..serving import decode, prefill
 from ..speculation import decode_mtp
-from .declined import Declined, or_own
+from .declined import Declined, check_one_row, or_own
 from .rows import decode_rows
 
 CHUNK = 64  # SGLang counts boundaries of states in chunks of so many tokens
@@ -79,7 +79,7 @@ def _decode(
 ) -> Any:  # fmt: skip
     """``q, k: [1, T, H, K]``, ``v: [1, T, HV, V]``, ``a`` and ``b`` the raw gate and beta: ``[1, T, HV, V]``."""
     (B, T, HV, _), N = v.shape, query_start_loc.shape[0] - 1
-    _check_row(B)
+    check_one_row("v", B)
     if T == N:  # a token of each request
         return decode_rows(
             q, k, v, a, b, ssm_states, N=N, T=1, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
@@ -109,11 +109,6 @@ def _packed_decode(
         mixed_qkv, None, None, a, b, ssm_states, N=mixed_qkv.shape[0], T=1, state_indices=cache_indices, A_log=A_log,
         dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
     )  # fmt: skip
-
-
-def _check_row(B: int) -> None:
-    if B != 1:
-        raise Declined(f"v: expected all tokens in one row, got {B} rows")
 
 
 def _first(indices: Any, N: int) -> Any:
@@ -194,7 +189,7 @@ def _target_verify(
     if intermediate_states_buffer is None:
         raise Declined("intermediate_states_buffer: expected a buffer for the states of drafts, got None")
     (B, tokens, HV, V), N, T = v.shape, query_start_loc.shape[0] - 1, cache_steps
-    _check_row(B)
+    check_one_row("v", B)
     apart, step, *strides = intermediate_states_buffer.stride()  # a row may have more states than this round's
     slots = kernel.snapshots.get(intermediate_state_indices, (N, apart // step, T), _snapshot_slots)
     if tokens == N * T and retrieve_parent_token is None:

@@ -14,7 +14,7 @@ from ..call.inputs import gate_of
 from ..call.library import library
 from ..call.options import make_options
 from ..speculation import decode_mtp
-from .declined import Declined
+from .declined import Declined, check_one_row
 from .rows import decode_rows
 
 _FIRST = 1  # the first slot that a request may have
@@ -46,8 +46,7 @@ def _recurrent(
     if cu is None or slots is None or pool is None:
         raise Declined("ssm_state_indices: expected slots of a pool, and cu_seqlens, got None")
     (B, tokens, _, _), N, several = q.shape, cu.shape[0] - 1, slots.ndim == 2
-    if B != 1:
-        raise Declined(f"q: expected all tokens in one row, got {B} rows")
+    check_one_row("q", B)
     if not several and (tokens != N or accepted is not None):
         raise Declined(f"ssm_state_indices: expected [N, S] with several tokens a request, got {list(slots.shape)}")
     S = slots.shape[1] if several else 1
