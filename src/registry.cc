@@ -36,6 +36,12 @@ template <class P>
 const char* unless_blackwell_is_asked_for(const P&) {
   return cuda::blackwell_unsuited();
 }
+// For kernels with Hopper's scores.
+template <auto kUnsuited>
+const char* unsuited_or_rough(const ForwardProblem& p) {
+  if (const char* reason = kUnsuited(p)) return reason;
+  return cuda::hopper_prefill_too_rough(p);
+}
 #endif
 
 }  // namespace
@@ -47,18 +53,19 @@ std::span<const Implementation<ForwardProblem>> implementations() {
     {"cuda_blackwell_prefill_segments", nullptr, "src/cuda/blackwell_prefill/segments.cu",
      "segments of few long sequences at once, joined by their maps, for Blackwell; emulated, never run on a GPU",
      cuda::blackwell_prefill_segments_why_not, cuda::blackwell_prefill_segments_workspace,
-     cuda::blackwell_prefill_segments, cuda::blackwell_prefill_segments_unsuited},
+     cuda::blackwell_prefill_segments, unsuited_or_rough<cuda::blackwell_prefill_segments_unsuited>},
     {"cuda_blackwell_prefill", nullptr, "src/cuda/blackwell_prefill/blackwell_prefill.cu",
      "chunks of 32 tokens by pairs of blocks, for Blackwell; emulated, never run on a GPU",
      cuda::blackwell_prefill_why_not, cuda::blackwell_prefill_workspace, cuda::blackwell_prefill,
-     unless_blackwell_is_asked_for},
+     unsuited_or_rough<unless_blackwell_is_asked_for<ForwardProblem>>},
     {"cuda_hopper_prefill_segments", "cuda_segments_sm90", "src/cuda/hopper_prefill/segments.cu",
      "segments of few long sequences at once, joined by their maps, for Hopper", cuda::hopper_prefill_segments_why_not,
-     cuda::hopper_prefill_segments_workspace, cuda::hopper_prefill_segments, cuda::hopper_prefill_segments_unsuited,
-     cuda::hopper_prefill_form},
+     cuda::hopper_prefill_segments_workspace, cuda::hopper_prefill_segments,
+     unsuited_or_rough<cuda::hopper_prefill_segments_unsuited>, cuda::hopper_prefill_form},
     {"cuda_hopper_prefill_pairs", "cuda_chunk_sm90", "src/cuda/hopper_prefill/pairs.cu",
      "chunks of 32 tokens, prepared and scanned by pairs of blocks, for Hopper", cuda::hopper_prefill_pairs_why_not,
-     cuda::hopper_prefill_pairs_workspace, cuda::hopper_prefill_pairs, nullptr, cuda::hopper_prefill_form},
+     cuda::hopper_prefill_pairs_workspace, cuda::hopper_prefill_pairs, cuda::hopper_prefill_too_rough,
+     cuda::hopper_prefill_form},
     {"cuda_prefill_chunk", "cuda_chunk", "src/cuda/prefill/chunk.cu",
      "chunks of 32 tokens on tensor cores, for sm_80 and newer", cuda::prefill_chunk_why_not,
      cuda::prefill_chunk_workspace, cuda::prefill_chunk, cuda::prefill_chunk_too_rough},

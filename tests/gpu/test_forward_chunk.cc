@@ -374,6 +374,7 @@ TEST_F(OnCuda, BlackwellIsAskedFor) {
   if (device.major != 10 || device.minor != 0) GTEST_SKIP() << "the device is no Blackwell";
   const Inputs in(wide({.name = "asked", .T = 70, .dtype = KDA_BF16}));
   const Inputs few(wide({.name = "few", .T = 8192, .dtype = KDA_BF16}));  // heads
+  const Inputs half(wide({.name = "half", .T = 70, .dtype = KDA_F16, .g_dtype = KDA_F16}));
   const auto told = [](const Inputs& inputs, uint32_t flags) {
     const ForwardOutputs out(inputs, false);
     kda_forward_args args = on_device(forward_args(inputs, out));
@@ -393,6 +394,7 @@ TEST_F(OnCuda, BlackwellIsAskedFor) {
     expect_told(told(in, 0), "cuda_blackwell_prefill");
     expect_told(told(few, 0), "cuda_blackwell_prefill_segments");
     expect_told(told(few, KDA_BATCH_INVARIANT), "cuda_blackwell_prefill");
+    EXPECT_NE(told(half, 0).find("* cuda_prefill_chunk: "), std::string::npos);  // scores are too rough for f16
   }
   if (given) setenv("KDA_BLACKWELL", before.c_str(), 1);
   else unsetenv("KDA_BLACKWELL");
@@ -429,6 +431,14 @@ TEST_F(ForwardChunkChoice, Segments) {
   EXPECT_EQ(name(4096, 0), "cuda_hopper_prefill_segments");
   EXPECT_EQ(name(4096, KDA_BATCH_INVARIANT), "cuda_hopper_prefill_pairs");
   EXPECT_EQ(name(100, 0), "cuda_hopper_prefill_pairs");
+}
+
+// Scores of CTA pairs have factors in bf16, which is too rough for f16.
+TEST_F(ForwardChunkChoice, Float16) {
+  for (const int64_t T : {100, 4096}) {
+    const std::string line = chosen({.T = T, .H = 2, .HV = 2, .dtype = KDA_F16, .g_dtype = KDA_F16});
+    EXPECT_EQ(line.substr(0, line.find(':')), "cuda_prefill_chunk");
+  }
 }
 
 TEST_F(ForwardChunkChoice, ExplainSaysWhichScores) {

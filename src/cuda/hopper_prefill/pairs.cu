@@ -32,6 +32,10 @@ const char* hopper_prefill_pairs_why_not(const ForwardProblem& p) {
   return pairs_why_not(p);
 }
 
+const char* hopper_prefill_too_rough(const ForwardProblem& p) {
+  return p.args.in.q.dtype == KDA_F16 ? "makes scores from factors in bf16, where q and k have 11 bits" : nullptr;
+}
+
 std::string hopper_prefill_form(const ForwardProblem& p) {
   return anchored(p) ? "scores from one anchor a chunk, which bounded gates allow"
                      : "scores from an anchor every eight tokens, exact for any gate";
