@@ -74,6 +74,15 @@ def test_the_newest_source_with_a_row_counts() -> None:
             record.row(**wanted)
 
 
+def test_each_case_is_of_the_newest_source_that_has_it() -> None:
+    def rows(**ms: float) -> dict[str, Any]:
+        return {"benchmarks": [{"what": "a", "case": case, "ms": x} for case, x in ms.items()]}
+
+    record = Record(rows(x=1.0) | {"earlier": [rows(y=2.0, x=3.0), rows(y=4.0, z=5.0)]})
+    assert [(r["case"], r["ms"]) for r in record.newest(what="a")] == [("x", 1.0), ("y", 2.0), ("z", 5.0)]
+    assert record.newest(what="b") == []
+
+
 def test_numbers_and_lines() -> None:
     assert [three(x) for x in (0.0554, 0.99951, 1.184, 12.34, 130.4)] == [".055", "1.00", "1.18", "12.3", "130"]
     assert table(["", "x"], [["a", ""], ["b", "1"]]) == ["| | x |", "|---|---|", "| a | |", "| b | 1 |"]

@@ -30,7 +30,7 @@ def serving(package: str) -> list[str]:
             "" if row["over_engine"] is None else plain(row["over_engine"], 2),
             "" if row["adapter_us"] is None else plain(row["adapter_us"], 1),
         ]
-        for row in record().rows(what=f"plug of {package}")
+        for row in record().newest(what=f"plug of {package}")
     ]
     return table(["", "its own, us", "ours through it, us", "faster", "host, us"], rows)
 

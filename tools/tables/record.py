@@ -30,6 +30,13 @@ class Record:
         found = ([r for r in part if r.items() >= wanted.items() and kind(r["what"])] for part in self.parts)
         return next(filter(None, found), [])
 
+    def newest(self, **wanted: Any) -> list[Row]:
+        """A row for each case, each of the newest source that has measured it."""
+        found: dict[str, Row] = {}
+        for row in (r for part in self.parts for r in part if r.items() >= wanted.items()):
+            found.setdefault(row["case"], row)
+        return list(found.values())
+
     def row(self, **wanted: Any) -> Row:
         found = self.rows(**wanted)
         if len(found) != 1:
