@@ -31,7 +31,7 @@ inline bool forward_by_segments(const ForwardProblem& p) {  // whether they take
 }
 // M [N,HV,K,K] of sequences, and b, where p says that final states go. Takes what pairs take.
 void hopper_prefill_maps(const ForwardProblem& p, const kda_tensor& M);
-const char* hopper_prefill_too_rough(const ForwardProblem& p);  // all with such scores
+const char* hopper_prefill_too_rough(const ForwardProblem& p);  // asked of Blackwell's kernels, too
 const char* hopper_prefill_pairs_why_not(const ForwardProblem& p);
 uint64_t hopper_prefill_pairs_workspace(const ForwardProblem& p);
 void hopper_prefill_pairs(const ForwardProblem& p);

@@ -13,6 +13,8 @@ import pytest
 import torch.multiprocessing
 from torch.nn import functional
 
+from kda.cli.tuning import compiled_at_once
+
 NOTHING_CAME = 99
 
 
@@ -46,8 +48,6 @@ def on_rank(rank: int, wanted: str, worker: Callable[..., None], *args: Any) -> 
 
 def main(wanted: str, *arguments: str) -> int:
     plugged = plug()
-    from kda.cli.tuning import compiled_at_once
-
     spawned = 0
     start = torch.multiprocessing.start_processes
 

@@ -420,13 +420,16 @@ class ForwardChunkChoice : public OnCuda {
     const std::string all = text, from = all.substr(all.find("* ") + 2);
     return from.substr(0, from.find('\n'));
   }
+  static std::string chosen_name(const Case& c, uint32_t flags = 0) {
+    const std::string line = chosen(c, flags);
+    return line.substr(0, line.find(':'));
+  }
 };
 
 // Few long heads are cut into segments, but not where bits may depend on nothing but the sequence.
 TEST_F(ForwardChunkChoice, Segments) {
   const auto name = [](int64_t T, uint32_t flags) {
-    const std::string line = chosen({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}, flags);
-    return line.substr(0, line.find(':'));
+    return chosen_name({.T = T, .H = 2, .HV = 2, .dtype = KDA_BF16}, flags);
   };
   EXPECT_EQ(name(4096, 0), "cuda_hopper_prefill_segments");
   EXPECT_EQ(name(4096, KDA_BATCH_INVARIANT), "cuda_hopper_prefill_pairs");
@@ -435,10 +438,8 @@ TEST_F(ForwardChunkChoice, Segments) {
 
 // Scores of CTA pairs have factors in bf16, which is too rough for f16.
 TEST_F(ForwardChunkChoice, Float16) {
-  for (const int64_t T : {100, 4096}) {
-    const std::string line = chosen({.T = T, .H = 2, .HV = 2, .dtype = KDA_F16, .g_dtype = KDA_F16});
-    EXPECT_EQ(line.substr(0, line.find(':')), "cuda_prefill_chunk");
-  }
+  for (const int64_t T : {100, 4096})
+    EXPECT_EQ(chosen_name({.T = T, .H = 2, .HV = 2, .dtype = KDA_F16, .g_dtype = KDA_F16}), "cuda_prefill_chunk");
 }
 
 TEST_F(ForwardChunkChoice, ExplainSaysWhichScores) {
