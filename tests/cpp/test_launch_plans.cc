@@ -27,12 +27,19 @@ TEST(DecodePlan, KFirstColumnsAreReadTogether) {
   EXPECT_EQ(decode(166, false, true).rows, 4);
   EXPECT_EQ(decode(100000, false, true).columns(), 64);
 }
-TEST(DecodePlan, GeneralKernelsAndSnapshotsHaveOneSize) {
-  for (const int64_t heads : {1, 100, 100000}) {
-    EXPECT_EQ(decode(heads, false, false, FastPath::kNone).columns(), 32);
-    EXPECT_EQ(decode(heads, false, false, FastPath::kSnapshots).columns(), 64);
-  }
+TEST(DecodePlan, GeneralKernelsHaveOneSize) {
+  for (const int64_t heads : {1, 100, 100000}) EXPECT_EQ(decode(heads, false, false, FastPath::kNone).columns(), 32);
   EXPECT_EQ(decode_plan({8, 256, 128, FastPath::kNone, false, false}, kSMs).columns(), 16);
+}
+TEST(DecodePlan, SnapshotsOfFewRequestsAreSpreadOverAllSMs) {
+  EXPECT_EQ(decode(66, false, false, FastPath::kSnapshots).columns(), 32);  // 264 blocks, two an SM
+  EXPECT_EQ(decode(67, false, false, FastPath::kSnapshots).columns(), 64);
+}
+TEST(DecodePlan, AllWarpsActivateManySnapshotsInBf16) {
+  const auto apart = [](int64_t heads, bool bf16) { return decode(heads, bf16, false, FastPath::kSnapshots).apart; };
+  EXPECT_TRUE(apart(264, true));  // 528 blocks, four an SM
+  EXPECT_FALSE(apart(265, true));
+  EXPECT_TRUE(apart(100000, false));
 }
 
 struct Size {

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 400  # seconds
+PATIENCE = 500  # seconds
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

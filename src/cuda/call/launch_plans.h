@@ -50,16 +50,28 @@ struct DecodePlan {
   int warps, rows;  // rows: value columns of a thread
   // B = 8: 10.0 without hints, 9.2 with 28 KiB an SM, 9.5 with 64, 11.3 with all.
   HintedStates hinted{28, 28};
+  bool apart = true;  // with snapshots: half of a block's warps activate tokens, `warps` apply them
 
   constexpr int columns() const { return warps * kWarpLanes / kColumnLanes * rows; }
 };
+
+// Few columns a thread spread a small call over all SMs, as long as all blocks run at once, two an SM (B = 1, T = 8:
+// 10.1 us, not 11.9). In large calls with states in bf16 too few warps would apply tokens, so all warps do both. At
+// T = 4 this takes 19.5 us instead of 18.3 with B = 8, but 56.3 instead of 57.7 with B = 32, and 190 instead of 205
+// with B = 128.
+inline DecodePlan snapshots_plan(const DecodeCall& c, int64_t SMs) {
+  const DecodePlan few{c.fast, 4, 2}, many{c.fast, 4, 4};
+  const auto blocks = [&](const DecodePlan& plan) { return c.heads * (c.V / plan.columns()); };
+  if (blocks(few) <= 2 * SMs) return few;
+  return {.path = c.fast, .warps = 4, .rows = 4, .apart = !c.bf16 || blocks(many) <= 4 * SMs};
+}
 
 // On the fast path few columns a thread spread a small call over all SMs, and many share reads of keys: the fewest as
 // long as all blocks run at once, five an SM. From 1,920 columns an SM on blocks of an f32 state have 4 KB, as memory
 // is fastest when all that is on its way lies close together (B = 128: x 0.99; larger calls: x 0.98).
 inline DecodePlan decode_plan(const DecodeCall& c, int64_t SMs) {
   if (c.fast == FastPath::kNone) return {c.fast, 4, c.K > 128 ? 1 : 2};
-  if (c.fast == FastPath::kSnapshots) return {c.fast, 4, 4};
+  if (c.fast == FastPath::kSnapshots) return snapshots_plan(c, SMs);
   if (!c.k_first && !c.bf16 && c.heads * c.V >= 1920 * SMs) return {c.fast, 2, 1};
   const DecodePlan few{c.fast, 4, c.k_first ? 2 : 1}, many{c.fast, 4, 2 * few.rows};
   const int64_t blocks = c.heads * ((c.V + few.columns() - 1) / few.columns());

@@ -21,7 +21,7 @@ CUDA_FEW_DRAFTS_ENTRIES = "src/cuda/drafts/recurrent_entries.h"
 CUDA_MMA = "src/cuda/drafts/mma_block.h"
 
 CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
-CUDA_SNAPSHOTS = emulated("SnapshotsOnCuda.*/usual_*")
+CUDA_SNAPSHOTS = emulated(*(f"SnapshotsOnCuda.*/usual_{calls}_*" for calls in ("packed", "bf16", "full")))
 CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
 CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
 CUDA_NORM = emulated(
@@ -65,12 +65,21 @@ MUTANTS = [
     *mutants(
         CUDA_DECODE_SNAPSHOTS,
         CUDA_SNAPSHOTS,
-        ("cuda snapshots: tokens not written yet", "      __syncthreads();  // these tokens are in", "      // in"),
-        ("cuda snapshots: the fifth token is the first", "b, t0 + t, T - t);", "b, t0, T - t);"),
+        ("cuda snapshots: tokens over others that wait", "four = tokens[t / kTogether % 2];", "four = tokens[0];"),
+        (
+            "cuda snapshots: tokens that are not there yet",
+            "        __syncthreads();  // these tokens",
+            "        // these",
+        ),
+        ("cuda snapshots: the fifth token is the first", "at, b, t0 + t + kTogether);", "at, b, t0);"),
+        (
+            "cuda snapshots: sums in another order",
+            "for (const Products& part : mine) {",
+            "for (int i = 3; i >= 0; --i) {\n        const Products& part = mine[i];",
+        ),
         ("cuda snapshots: nothing is accepted", "if (!p.accepted.data) {", "if (true) {"),
-        ("cuda snapshots: dt_bias of the first token alone", "      keys[j].take_parameters(keys[0]);\n", ""),
-        ("cuda snapshots: rows that are not wanted", "row >= 0 && row < p.snap", "row < p.snap"),
-        ("cuda snapshots: rows behind the pool", "row >= 0 && row < p.snapshot_rows", "row >= 0"),
+        ("cuda snapshots: rows that are not wanted", "row = x.rows[j]; row >= 0)", "row = x.rows[j]; true)"),
+        ("cuda snapshots: rows behind the pool", "row < p.snapshot_rows ? row : -1", "row"),
     ),
     *mutants(
         CUDA_DECODE_PARAMS,
