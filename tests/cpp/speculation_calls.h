@@ -164,7 +164,7 @@ inline std::vector<SpeculationCase> speculation_cases() {
              .beta_form = KDA_BETA_SIGMOID,
              .qk_l2norm = true};
   add({.c = usual});
-  usual.name = "usual_bf16", usual.lengths = {}, usual.B = 3, usual.T = 4, usual.state_dtype = KDA_BF16;
+  usual.name = "usual_states_bf16", usual.lengths = {}, usual.B = 3, usual.T = 4, usual.state_dtype = KDA_BF16;
   add({.c = usual});
   add({.c = {.name = "mixed", .B = 2, .T = 6, .dtype = KDA_F16, .g_dtype = KDA_BF16, .layout = Layout::kHeadsFirst}});
   add({.c = {.name = "state_bf16", .B = 2, .T = 6, .HV = 2, .dtype = KDA_BF16, .state_dtype = KDA_BF16}});

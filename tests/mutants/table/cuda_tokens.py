@@ -21,7 +21,7 @@ CUDA_FEW_DRAFTS_ENTRIES = "src/cuda/drafts/recurrent_entries.h"
 CUDA_MMA = "src/cuda/drafts/mma_block.h"
 
 CUDA_DECODE_TESTS = emulated(*(f"TokensOnCuda.Decode/{c}" for c in ("K100_V60", "usual", "usual_64_K_first")))
-CUDA_SNAPSHOTS = emulated(*(f"SnapshotsOnCuda.*/usual_{calls}_*" for calls in ("packed", "bf16", "full")))
+CUDA_SNAPSHOTS = emulated(*(f"SnapshotsOnCuda.*/usual_{calls}_*" for calls in ("packed", "states_bf16", "full")))
 CUDA_DRAFTS = emulated(*(f"TokensOnCuda.*/{c}" for c in ("usual_3", "usual_4", "usual_ring_3")))
 CUDA_MORE_DRAFTS = emulated(*(f"TokensOnCuda.*Verify/{c}" for c in ("usual_6", "usual_8", "staged_tree_8")))
 CUDA_NORM = emulated(
