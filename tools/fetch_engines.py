@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Puts files of the engines that kda plugs into under build/engines, a folder for each: FLA, Triton, which FLA imports,
-SGLang and vLLM. The tests of the plugs compare with them, and are skipped where they are missing. Nothing is installed,
+SGLang and vLLM. The tests of the plugs compare with them, and fail where they are missing. Nothing is installed,
 and nothing of them is part of this project.
 
     tools/fetch_engines.py                      # all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import kda.plugs.engines
 import kda.plugs.imports
 from kda.cli.engine_files import Names, importable
 
-ENGINES = Path(__file__).resolve().parents[2] / "build" / "engines"
+ENGINES = Path(os.environ.get("KDA_ENGINES", Path(__file__).resolve().parents[2] / "build" / "engines"))
 
 
 def folder_of(engine: str, version: str) -> Path:
