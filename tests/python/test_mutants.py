@@ -1,0 +1,39 @@
+"""When tests/mutants/mutants.py believes that a mutant was caught."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "mutants"
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "result"),
+    [
+        (1, "tests/cpp/test_gate.cc:41: Failure\nExpected equality", "caught"),
+        (1, 'unknown file: Failure\nC++ exception with description "a race" thrown in the test body.', "caught"),
+        (1, "\nglobal memory: Failure\naccess at byte 4096 of 4096\n", "caught"),
+        (-11, "tests/cpp/test_gate.cc:41: Failure\nand then it crashed", "caught"),
+        (0, "[  PASSED  ] 3 tests.", "SURVIVED"),
+        (1, "no test matches the filter: Gate.*", "ENDED"),
+        (-11, "", "ENDED"),
+        (-9, "[ RUN      ] Gate.IsTheOracle\n", "ENDED"),
+        (127, "symbol lookup error: undefined symbol: kda_gate", "ENDED"),
+    ],
+)
+def test_only_a_failed_expectation_catches_a_mutant(
+    status: int, output: str, result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import mutants
+
+    run = subprocess.CompletedProcess(["test"], status, output, "")
+    found, details = mutants.verdict(run)
+    assert found == result
+    assert bool(details) == (result == "ENDED")
+    for name in ("mutants", "table"):
+        sys.modules.pop(name)
