@@ -1,4 +1,5 @@
-"""Prints the tables that pages show: figures, from the records in docs/results, and operands, from the library.
+"""Prints the tables that pages show: figures, from the records in docs/results, and operands, from the library; and
+sentences about the records.
 
     python tools/tables --check    # which tables of pages are out of date; fails if there is one
     python tools/tables --write    # puts today's in their place
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import cpu, decode, elementwise, instructions, operands, plugs, prefill, ranks, readme, training
+from tables import claims, cpu, decode, elementwise, instructions, operands, plugs, prefill, ranks, readme, training
 from tables.record import ROOT
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -38,12 +39,14 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **instructions.TABLES,
     **readme.TABLES,
     **operands.TABLES,
+    **claims.TABLES,
 }
 MARKED = re.compile(r"(<!-- table: ([^\n]+) -->\n)(.*?)(<!-- end of table -->)", re.S)
 
 
 def pages(root: Path = ROOT) -> Iterator[Path]:
     yield root / "README.md"
+    yield root / "HACKING.md"
     yield from sorted((root / "docs").rglob("*.md"))
     yield root / "tests/emulator/README.md"
 
