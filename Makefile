@@ -1,6 +1,7 @@
-# Two commands do everything from a bare clone:
-#   make demo    build, install into .venv, train a small language model and generate text
-#   make test    all tests: formats, lint, types, C++, Python, sanitizers, mutants
+# Two commands do everything from a bare clone, and a third what takes long:
+#   make demo        build, install into .venv, train a small language model and generate text
+#   make test        formats, lint, types, C++ and Python tests
+#   make test-all    that, the tests of plugs and those of the GPU on the CPU, sanitizers and mutants
 # They install what is missing first (tools/setup.sh). The rest of the targets are their parts, each run by tools/part,
 # which tells what it does and how long it took.
 SHELL := /bin/bash
@@ -24,23 +25,31 @@ CORES := $(shell nproc)
 # CUDA takes two cores ten minutes to compile. Tests always compile it, the wheel where a GPU can run it. KDA_CUDA=ON or
 # OFF, in the environment or after make, decides for the wheel.
 GPU := $(wildcard /dev/nvidia0)$(shell nvidia-smi -L 2> /dev/null | grep -o '^GPU 0')
-ifneq ($(filter test build test-cpp,$(MAKECMDGOALS)),)
+ifneq ($(filter test test-all build test-cpp,$(MAKECMDGOALS)),)
 export KDA_CUDA := ON
 else
 export KDA_CUDA ?= $(if $(GPU),ON,OFF)
 endif
+# Kernels for all GPUs are compiled for three architectures. To `make test`, one tells nearly as much.
+export KDA_CUDA_PORTABLE ?= $(if $(filter test,$(MAKECMDGOALS)),90,80;90;100)
 
 # nvcc of the machine, else the one tools/setup.sh put into .venv.
 VENV_NVCC = $(wildcard $(CURDIR)/.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
 CUDA_ENV = $(if $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc)),,$(if $(VENV_NVCC),CUDACXX=$(VENV_NVCC)))
 
-.PHONY: demo test times wheel install lint build test-cpp test-python test-asan test-tsan build-dir clean
+.PHONY: demo test test-all times wheel install lint build test-cpp test-python test-plugs test-mutants test-asan test-tsan \
+  build-dir clean
 
 demo: times setup-build install
 	$(PART) "demonstration" $(PYTHON) -m examples.demo
 	$(PART) --table
 
-test: times setup-test lint test-cpp install test-python test-asan test-tsan
+QUICK := times setup-test lint test-cpp install test-python
+test: $(QUICK)
+	$(PART) --table
+	@echo "All tests passed, but for those of make test-all."
+
+test-all: $(QUICK) test-plugs test-mutants test-asan test-tsan
 	$(PART) --table
 	@echo "All tests passed."
 
@@ -53,15 +62,15 @@ setup-%:
 # The wheel, rebuilt when a source is newer, or when KDA_CUDA is another than it was built with. Its build tree is kept,
 # so a small change takes seconds.
 WHEEL_SOURCES := $(shell git ls-files -co --exclude-standard include src python cmake CMakeLists.txt pyproject.toml LICENSE THIRD_PARTY_NOTICES)
-WITH_CUDA := build/wheel-cuda-$(KDA_CUDA)
+WITH_CUDA := build/wheel-cuda-$(KDA_CUDA)-$(subst ;,-,$(KDA_CUDA_PORTABLE))
 $(WITH_CUDA): | build-dir
 	@rm -f build/wheel-cuda-* && touch $@
 dist/.built: $(WHEEL_SOURCES) $(WITH_CUDA) tools/build_wheel.sh
 	$(PART) "wheel (KDA_CUDA=$(KDA_CUDA))" env $(CUDA_ENV) tools/build_wheel.sh
 	@$(PYTHON) tools/build_report.py build/wheel --wheel dist/*.whl && touch $@
-wheel: dist/.built
+wheel: setup-build dist/.built
 
-install: dist/.built
+install: wheel
 	$(PART) "install" $(PYTHON) -m pip install -q --no-deps --force-reinstall dist/*.whl
 
 lint:
@@ -72,21 +81,26 @@ lint:
 	$(PART) "rules of the house" $(PYTHON) tools/lint_house.py
 
 build: | build-dir
-	$(PART) "configure release" env $(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --preset release -DKDA_CUDA=$(KDA_CUDA) \
+	$(PART) "configure release" env $(CUDA_ENV) PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --preset release -DKDA_CUDA=$(KDA_CUDA) "-DKDA_CUDA_PORTABLE=$(KDA_CUDA_PORTABLE)" \
 	  -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON)
 	$(PART) "build release" cmake --build --preset release
 	@$(PYTHON) tools/build_report.py build/release
 
 test-cpp: build
 	$(PART) "C++ tests" ctest --preset release -j $(CORES) -LE mutants
+
+test-mutants:
 	$(PART) "mutants" ctest --preset release -L mutants -V
 
-# Against the installed wheel, from a folder where no source shadows it; a process per core. Then the tests of the GPU,
-# on the CPU: most hold there, too, and a mistake in them is found before a GPU is paid for.
+# Against the installed wheel, from a folder where no source shadows it; a process per core.
 PYTEST = env -C tests ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. -n auto
 test-python: export OMP_WAIT_POLICY := passive
 test-python:
 	$(PART) "Python tests" $(PYTEST) python
+
+# The tests of the GPU, on the CPU: most hold there, too, and a mistake in them is found before a GPU is paid for.
+test-plugs: export OMP_WAIT_POLICY := passive
+test-plugs:
 	$(PART) "tests of the GPU, on the CPU" env KDA_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" gpu
 	$(PART) "plug of FLA 0.6" env OMP_NUM_THREADS=1 $(PYTEST) plugs
 	$(PART) "plug of FLA 0.5" env OMP_NUM_THREADS=1 KDA_ENGINE=fla-0.5 $(PYTEST) plugs/test_fla_plug.py plugs/test_fla.py

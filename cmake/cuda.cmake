@@ -6,10 +6,28 @@ endif()
 
 # What kernels are compiled for. The compiler proper runs once for each "arch", the assembler for each "code". There is
 # no PTX for sm_90a and sm_100a: no other GPU takes it, and it would be two thirds of the code for Hopper.
-set(KDA_CUDA_PORTABLE arch=compute_80,code=[compute_80,sm_80] arch=compute_90,code=[sm_90,sm_100])
+set(KDA_CUDA_PORTABLE_CODE)
+foreach(arch ${KDA_CUDA_PORTABLE})
+  if(arch STREQUAL 80)
+    list(APPEND KDA_CUDA_PORTABLE_CODE arch=compute_80,code=[compute_80,sm_80])
+  elseif(NOT arch MATCHES "^(90|100)$")
+    message(FATAL_ERROR "kda: KDA_CUDA_PORTABLE: expected some of 80, 90 and 100, got ${KDA_CUDA_PORTABLE}")
+  endif()
+endforeach()
+set(newer ${KDA_CUDA_PORTABLE})
+list(FILTER newer INCLUDE REGEX "^(90|100)$")
+if(newer)
+  list(TRANSFORM newer PREPEND sm_)
+  list(JOIN newer "," newer)
+  list(APPEND KDA_CUDA_PORTABLE_CODE arch=compute_90,code=[${newer}])
+endif()
 set(KDA_CUDA_HOPPER arch=compute_90a,code=sm_90a)
 set(KDA_CUDA_BLACKWELL arch=compute_100a,code=sm_100a)
-set(KDA_CUDA_NAMES "sm_80 (and PTX), sm_90, sm_90a, sm_100, sm_100a")
+set(KDA_CUDA_NAMES ${KDA_CUDA_PORTABLE} 90a 100a)
+list(TRANSFORM KDA_CUDA_NAMES PREPEND sm_)
+list(TRANSFORM KDA_CUDA_NAMES REPLACE "^sm_80$" "sm_80 (and PTX)")
+list(SORT KDA_CUDA_NAMES COMPARE NATURAL)
+list(JOIN KDA_CUDA_NAMES ", " KDA_CUDA_NAMES)
 
 if(NOT KDA_CUDA STREQUAL "OFF")
   include(CheckLanguage)
@@ -54,7 +72,7 @@ function(kda_add_cuda target)
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
   target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
   # Folders whose names begin with hopper_ or blackwell_ hold kernels for these alone. All others run from sm_80 on.
-  kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE}"
+  kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE_CODE}"
     src/cuda/backward/chunk.cu
     src/cuda/backward/recurrent.cu
     src/cuda/backward/sums.cu

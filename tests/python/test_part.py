@@ -131,7 +131,7 @@ def test_a_command_may_end_on_a_signal_in_its_own_way(tmp_path: Path) -> None:
 
 def plan(*words: str, **settings: str) -> str:
     """What make would run, starting from nothing."""
-    inherited = ("KDA_CUDA", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+    inherited = ("KDA_CUDA", "KDA_CUDA_PORTABLE", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     command = ["make", "--dry-run", "--always-make", *words]
     done = subprocess.run(command, cwd=ROOT, env={**environment, **settings}, capture_output=True, text=True)
@@ -148,8 +148,25 @@ def test_cuda_is_compiled_where_it_is_asked_for() -> None:
     assert "-DKDA_CUDA=OFF" in plan("build", "KDA_CUDA=OFF"), "unless the command itself says otherwise"
 
 
+def test_the_wheel_and_the_build_are_for_the_same_gpus() -> None:
+    for words, gpus in ((["test"], "90"), (["test-all"], "80;90;100"), (["build"], "80;90;100")):
+        text = plan(*words)
+        assert f'"-DKDA_CUDA_PORTABLE={gpus}"' in text
+        assert words == ["build"] or f"build/wheel-cuda-ON-{gpus.replace(';', '-')}\n" in text
+    assert '"-DKDA_CUDA_PORTABLE=80;90"' in plan("test", KDA_CUDA_PORTABLE="80;90")
+
+
+PARTS = re.findall(r'^\t[$]\(PART\) "([^"]*)"', (ROOT / "Makefile").read_text().replace("$(KDA_CUDA)", "ON"), re.M)
+
+
+def test_test_all_leaves_nothing_out() -> None:
+    everything = {part.replace("$*", name) for part in PARTS for name in ("asan", "tsan")} - {"demonstration"}
+    assert everything == set(re.findall(r'^tools/part "([^"]*)"', plan("test-all"), re.M)) | {"setup"}
+    assert "exec make test-all\n" in (ROOT / ".ci/run").read_text()
+
+
 def test_every_long_command_is_a_part() -> None:
-    text = plan("test").replace("\\\n", " ")
+    text = plan("test-all").replace("\\\n", " ")
     for line in text.splitlines():
         if re.search(r"ctest|pytest|cmake|pip|mypy|ruff|clang-format|setup", line):
             assert line.startswith("tools/part "), line
