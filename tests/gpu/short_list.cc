@@ -20,6 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "run_tests.h"
+
 namespace kda::test {
 namespace {
 
@@ -151,10 +153,10 @@ int main(int argc, char** argv) {
   using namespace kda::test;
   testing::InitGoogleTest(&argc, argv);
   const char* const tool = std::getenv("KDA_TEST_SHORT_LIST");
-  if (!tool) return RUN_ALL_TESTS();
+  if (!tool) return run_tests();
   GTEST_FLAG_SET(filter, filter(tool));
   if (tool == std::string("dry")) start_dry_run();
-  const int status = RUN_ALL_TESTS();
+  const int status = dry_run ? RUN_ALL_TESTS() : run_tests();
   const bool complete = print_what_ran();
   return dry_run ? !complete : status;
 }

@@ -227,7 +227,8 @@ TEST_F(StageDetailsOnCuda, HopperTakesPlainCalls) {
   const Case plain{.name = "plain", .T = 70, .HV = 2, .K = 128, .V = 128};
   Case others = plain;
   others.state_layout = KDA_STATE_K_FIRST, others.H = 1, others.lengths = {3, 0, 64}, others.T = 0;
-  if (reason(plain, Store::kNarrow) == "needs compute capability 9.0 (Hopper)") GTEST_SKIP();
+  if (reason(plain, Store::kNarrow) == "needs compute capability 9.0 (Hopper)")
+    GTEST_SKIP() << "the device is no Hopper";
   EXPECT_EQ(reason(plain, Store::kNarrow), "");
   EXPECT_EQ(reason(others, Store::kNarrow), "");
   EXPECT_EQ(reason(plain, Store::kWide), "takes q, k, v, v_new, d_o, dv_new, h and dh in bf16");
@@ -244,7 +245,8 @@ TEST_F(StageDetailsOnCuda, BlackwellTakesPlainCalls) {
   const Case plain{.name = "plain", .T = 70, .HV = 2, .K = 128, .V = 128};
   Case others = plain;
   others.state_layout = KDA_STATE_K_FIRST, others.H = 1, others.lengths = {3, 0, 64}, others.T = 0, others.K = 64;
-  if (reason(plain, Store::kNarrow) == "needs compute capability 10.0 (Blackwell)") GTEST_SKIP();
+  if (reason(plain, Store::kNarrow) == "needs compute capability 10.0 (Blackwell)")
+    GTEST_SKIP() << "the device is no Blackwell";
   EXPECT_EQ(reason(plain, Store::kNarrow), "");
   EXPECT_EQ(reason(others, Store::kNarrow), "");
   EXPECT_EQ(reason(plain, Store::kMixed), "takes q, k, v, v_new, d_o, dv_new, h and dh in bf16");
