@@ -22,6 +22,34 @@ constexpr struct {
 } kKnownGpus[] = {{80, 163 << 10},  {86, 99 << 10},   {89, 99 << 10}, {90, 227 << 10},
                   {100, 227 << 10}, {103, 227 << 10}, {120, 99 << 10}};
 
+// "13.0" of the 13000 of CUDA's functions.
+std::string version_of(int number) { return str(number / 1000, ".", number % 1000 / 10); }
+
+// A runtime runs with every driver of its own major version and newer ones (CUDA compatibility guide). People know
+// drivers by their branch.
+std::string needed_driver() {
+  constexpr int kMajor = CUDART_VERSION / 1000;
+  constexpr int kBranch = kMajor == 13 ? 580 : kMajor == 12 ? 525 : 0;
+  return str("a driver for CUDA ", kMajor, ".0 or newer", kBranch ? str(" (R", kBranch, ")") : "");
+}
+
+// Why there are no devices, which the last call of cudaGetDeviceCount said. Every thread has its own text.
+const char* without_devices(cudaError_t error) {
+  thread_local std::string text;
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  cudaGetLastError();  // the failure must not surface in a later launch
+  if (error == cudaErrorInitializationError && forked())
+    return "cannot run in a process forked from one that used CUDA, which does not survive that: spawn it instead";
+  if (driver == 0) return "found no CUDA driver";
+  if (error == cudaErrorInsufficientDriver)
+    text = str("needs ", needed_driver(), ", got one for CUDA ", version_of(driver));
+  else if (error == cudaSuccess || error == cudaErrorNoDevice) text = "found a CUDA driver, but no device";
+  else
+    text = str("asked CUDA for its devices and got: ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
+  return text.c_str();
+}
+
 }  // namespace
 
 void assume_gpu(int capability, int count) {
@@ -42,12 +70,7 @@ const char* device_why_not(const kda_exec& exec) {
   if (gpu_is_assumed()) return nullptr;  // none of them is older than 8.0
   int count = 0, major = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count == 0) {  // without a driver `count` is left alone
-    cudaGetLastError();                      // the failure must not surface in a later launch
-    if (error == cudaErrorInitializationError && forked())
-      return "cannot run in a process forked from one that used CUDA, which does not survive that: spawn it instead";
-    return "found no CUDA driver or no device";
-  }
+  if (error != cudaSuccess || count == 0) return without_devices(error);  // which may leave `count` alone
   if (exec.device_id >= count) return "found fewer CUDA devices than exec.device_id asks for";
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device_id));
   return major >= 8 ? nullptr : "needs compute capability 8.0 or newer";
@@ -90,14 +113,11 @@ const char* blackwell_unsuited() {
 }
 
 std::string info() {
-  std::string text =
-      str("CUDA ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10, ", kernels for ", KDA_CUDA_ARCHITECTURES);
+  std::string text = str("CUDA ", version_of(CUDART_VERSION), ", kernels for ", KDA_CUDA_ARCHITECTURES);
   int driver = 0, count = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 || cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();
-    return text + "; no driver here";
-  }
-  text += str("; driver for CUDA ", driver / 1000, ".", driver % 1000 / 10);
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) return str(text, "; ", without_devices(error));
+  if (cudaDriverGetVersion(&driver) == cudaSuccess) text += str("; driver for CUDA ", version_of(driver));
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, i) == cudaSuccess)

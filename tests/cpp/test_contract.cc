@@ -184,8 +184,10 @@ TYPED_TEST(Contract, CudaDeviceThatIsNotThere) {
   const std::string error = kda_last_error();
   for (int32_t i = 0; const char* name = kda_implementation(op.c_str(), i); ++i) {
     const bool cuda = std::string(name).starts_with("cuda_");
-    const char* reason = cuda ? ": found no CUDA driver or no device" : ": runs on the CPU only";
-    EXPECT_NE(error.find(name + std::string(reason)), std::string::npos) << error;
+    const auto says = [&](const char* reason) { return error.find(std::string(name) + reason) != std::string::npos; };
+    EXPECT_TRUE(cuda ? says(": found no CUDA driver") || says(": found a CUDA driver, but no device")
+                     : says(": runs on the CPU only"))
+        << error;
   }
 }
 

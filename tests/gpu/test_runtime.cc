@@ -21,7 +21,9 @@ struct Device {
   int major, minor;
 };
 struct Machine {
-  bool driver = true, lost = false;  // lost: in a fork
+  int driver = 13000;                // the CUDA that it is for; 0: there is none
+  bool lost = false;                 // in a fork
+  cudaError_t answer = cudaSuccess;  // of whatever else a driver may say
   std::vector<Device> devices;
   cudaError_t last = cudaSuccess;  // what the next launch would be blamed for
 } machine;
@@ -33,8 +35,9 @@ cudaError_t fail(cudaError_t error) { return machine.last = error; }
 extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  if (!machine.driver) return fail(cudaErrorInsufficientDriver);
+  if (machine.driver < CUDART_VERSION / 1000 * 1000) return fail(cudaErrorInsufficientDriver);  // also without one
   if (machine.lost) return fail(cudaErrorInitializationError);
+  if (machine.answer != cudaSuccess) return fail(machine.answer);
   *count = static_cast<int>(machine.devices.size());
   return machine.devices.empty() ? fail(cudaErrorNoDevice) : cudaSuccess;
 }
@@ -42,7 +45,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaGetLastError() { return std::exchange(machine.last, cudaSuccess); }
 
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = machine.driver ? 13000 : 0;
+  *version = machine.driver;
   return cudaSuccess;
 }
 
@@ -87,12 +90,26 @@ TEST(Runtime, WhyADeviceRunsNoKernel) {
   EXPECT_EQ(machine.last, cudaSuccess);
 }
 
-TEST(Runtime, WithoutADriverOrADevice) {
-  for (const bool driver : {false, true}) {
-    machine = {.driver = driver};
-    EXPECT_EQ(reason(KDA_CUDA), "found no CUDA driver or no device");
+TEST(Runtime, WhyThereIsNoDevice) {
+  const int major = CUDART_VERSION / 1000;
+  const std::string branch = major == 13 ? " (R580)" : major == 12 ? " (R525)" : "";
+  const std::string needed = str("needs a driver for CUDA ", major, ".0 or newer", branch, ", got one for CUDA ");
+  const struct {
+    Machine machine;
+    std::string wanted;
+  } cases[] = {
+      {{.driver = 0}, "found no CUDA driver"},
+      {{.driver = 11080}, needed + "11.8"},
+      {{.driver = major * 1000 - 910}, needed + str(major - 1, ".9")},
+      {{}, "found a CUDA driver, but no device"},
+      {{.driver = major * 1000, .answer = cudaErrorSystemNotReady},
+       "asked CUDA for its devices and got: a sentence of CUDA's (802)"},
+  };
+  for (const auto& [there, wanted] : cases) {
+    machine = there;
+    EXPECT_EQ(reason(KDA_CUDA), wanted);
     EXPECT_EQ(machine.last, cudaSuccess) << "a later launch would fail for it";
-    EXPECT_NE(info().find("; no driver here"), std::string::npos) << info();
+    EXPECT_TRUE(info().ends_with("kernels for some; " + wanted)) << info();
     EXPECT_EQ(machine.last, cudaSuccess);
   }
 }
@@ -129,7 +146,8 @@ TEST(Runtime, FailuresAreSentences) {
 // CUDA fails in a fork of a process that has used it, and its own message does not say why.
 TEST(Runtime, ForkedProcessesAreTold) {
   machine = {.lost = true, .devices = {{9, 0}}};
-  EXPECT_EQ(reason(KDA_CUDA), "found no CUDA driver or no device") << "this process is no fork";
+  EXPECT_EQ(reason(KDA_CUDA), "asked CUDA for its devices and got: a sentence of CUDA's (3)")
+      << "this process is no fork";
   const pid_t child = fork();
   if (child == 0) {
     const bool declines = reason(KDA_CUDA).find("forked from one that used CUDA") != std::string::npos;
