@@ -43,7 +43,7 @@ def shell(command: str, folder: Path, **environment: str) -> str:
 
 
 def with_pkg_config(folder: Path, where: Path) -> str:
-    command = f"cc {C_WARNINGS} tests/consumers/main.c $(pkg-config --cflags --libs kda) && ./a.out"
+    command = f"eval cc {C_WARNINGS} tests/consumers/main.c $(pkg-config --cflags --libs kda) && ./a.out"
     return shell(command, folder, PKG_CONFIG_PATH=str(where))
 
 
@@ -61,6 +61,18 @@ def test_with_the_flags_of_config(tmp_path: Path) -> None:
     flags = "$(python -m kda config --cflags --libs)"
     assert shell(f"cc {C_WARNINGS} tests/consumers/main.c {flags} && ./a.out", tmp_path) == PRINTS
     assert shell(f"g++ -Wall -Wextra -Werror tests/consumers/main.cc {flags} && ./a.out", tmp_path) == PRINTS
+
+
+def test_with_the_flags_of_config_in_a_path_with_a_space(tmp_path: Path) -> None:
+    place = tmp_path / "another place"
+    place.mkdir()
+    for name, there in (("python", Path(kda.__file__).parents[1]), ("lib", library_file().parent)):
+        (place / name).symlink_to(there)
+    (place / "include").symlink_to(ROOT / "include")
+    flags = '"$(python -m kda config --cflags --libs)"'
+    found = {"PYTHONPATH": str(place / "python"), "KDA_LIBRARY_DIR": str(place / "lib")}
+    assert shell(f"eval cc {C_WARNINGS} tests/consumers/main.c {flags} && ./a.out", tmp_path, **found) == PRINTS
+    assert " " in shell("python -m kda config --libs", tmp_path, **found).split("-Wl,-rpath,")[1]
 
 
 def commands(example: str, tool: str) -> list[str]:
@@ -100,6 +112,16 @@ def test_the_wheel_with_find_package(tmp_path: Path) -> None:
     assert wheel()
     folder = run(sys.executable, "-m", "kda", "config", "--cmakedir").strip()
     assert with_find_package(tmp_path, f"-Dkda_DIR={folder}") == PRINTS
+
+
+def test_the_wheel_in_a_path_with_a_space(tmp_path: Path) -> None:
+    moved = tmp_path / "another place" / "kda"
+    shutil.copytree(Path(str(wheel().locate_file("kda"))), moved)
+    assert with_pkg_config(tmp_path, moved / "lib/pkgconfig") == PRINTS
+    found = {"PYTHONPATH": os.pathsep.join([str(moved.parent), *sys.path[1:]]), "KDA_LIBRARY_DIR": ""}
+    folder = run(sys.executable, "-m", "kda", "config", "--cmakedir", **found).rstrip("\n")
+    assert folder == str(moved / "lib/cmake/kda")
+    assert with_find_package(tmp_path / "build", f"-Dkda_DIR={folder}") == PRINTS
 
 
 def test_the_wheel_has_one_copy_of_the_library() -> None:

@@ -1,5 +1,5 @@
 """Prints options of compilers and linkers for C and C++ programs that use the library, and where find_package(kda)
-looks."""
+looks. If a path has a space, options are quoted for the shell: eval cc program.c "$(python -m kda config ..)"."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def run(options: argparse.Namespace) -> int:
         words.append(str(_cmake_directory()))
     if not words:
         raise ValueError("expected some of --cflags, --libs, --cmakedir, got none")
-    print(shlex.join(words))
+    # Options are words of a command line. A folder alone is what people put between quotes or append to.
+    print(words[0] if options.cmakedir and len(words) == 1 else shlex.join(words))
     return 0
 
 
