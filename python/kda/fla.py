@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ MOST_REASONS = 200  # a program cannot fill the memory with them
 
 _taken: dict[tuple[str, bool, Any], int] = {}  # (function, on a GPU, dtype)
 _left: dict[tuple[str, str], int] = {}  # (function, reason)
+_handed_on: dict[tuple[int, str], str] = {}  # (thread, function): why its next call of the function is FLA's
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,15 @@ def _connect() -> engines.Plug:
 def _register(version: Version) -> None:
     """Registers one class under every registry that the functions are dispatched by. FLA replaces a backend of the
     same type, so a second time changes nothing."""
-    backend = _backend(version)
+    backend: Any = _backend(version)
+    try:
+        _register_everywhere(version, backend)
+    except Exception:  # a function is not what it was: none of them is ours then
+        backend.is_enabled = staticmethod(lambda: False)
+        raise
+
+
+def _register_everywhere(version: Version, backend: Any) -> None:
     if version.base == "fla.backends":
         register = engines.resolve("fla.backends.register")
         for place in version.places:
@@ -165,6 +175,9 @@ def _backend(version: Version) -> type:
             take = takes.get(function)
             if take is None:
                 return False, "kda has none"
+            if _handed_on and (why := _handed_on.pop((threading.get_ident(), function), None)) is not None:
+                _count_left(function, why)
+                return False, why
             if args or "transpose_state_layout" in given:
                 given = keywords(function, args, given)
             try:
@@ -178,8 +191,9 @@ def _backend(version: Version) -> type:
             _count_left(function, reason)
             return False, reason
 
-    for name in names:
-        setattr(KDALibBackend, name, staticmethod(_counted(name, names[name][0], takes[name].run, keywords)))
+    for place in version.places:
+        call = _counted(place, names[place.name][0], takes[place.name].run, keywords)
+        setattr(KDALibBackend, place.name, staticmethod(call))
     return KDALibBackend
 
 
@@ -187,19 +201,36 @@ def _names(place: Place) -> tuple[str, ...]:
     return tuple(inspect.signature(engines.resolve(place.path)).parameters)
 
 
-def _counted(name: str, first: str, run: Any, keywords: Any) -> Any:
-    """``run``, with a count under its first argument, which is a tensor."""
+def _counted(place: Place, first: str, run: Any, keywords: Any) -> Any:
+    """``run``, with a count under its first argument, which is a tensor. What no kernel of ours takes, as one that
+    ``KDA_IMPL`` forces may not, FLA is asked for once more, and we decline."""
+    name = place.name
 
     def call(*args: Any, **given: Any) -> Any:
+        original = args, given
         if args or "transpose_state_layout" in given:
             given = keywords(name, args, given)
         x = given[first]
-        result = run(given)
+        try:
+            result = run(given)
+        except NotImplementedError as error:
+            if name == "layer_norm_gated_bwd":  # FLA's cannot follow our forward
+                raise
+            return _hand_on(place, str(error), *original)
         key = (name, x.is_cuda, x.dtype)
         _taken[key] = _taken.get(key, 0) + 1
         return result
 
     return call
+
+
+def _hand_on(place: Place, reason: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    key = (threading.get_ident(), place.name)
+    _handed_on[key] = reason
+    try:
+        return engines.resolve(place.path)(*args, **given)
+    finally:
+        _handed_on.pop(key, None)
 
 
 _ACCEPTED = (True, None)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from .plugs.engines import Plug, guard, once, plugged, refuse, resolve
+from .plugs.declined import gpu_why_not
+from .plugs.engines import Plug, guard, once, plugged, refuse, resolve, told
 from .plugs.imports import after_import, moved
 
 ENGINE, CHOICE, VERSIONS = "SGLang", "kda", ("0.5.23",)
@@ -95,16 +96,25 @@ def _hook(module: Any) -> None:
 
 def _build(original: Any, dispatcher: Any, decode_backend: Any, prefill_backend: Any, verify_backend: Any) -> None:
     """Around ``KDAKernelDispatcher.__init__``, which refuses names that it does not know: builds it with SGLang's own
-    kernels, then puts ours in the place of those of the phases that chose ``kda``."""
-    phases = _phases(decode=decode_backend, prefill=prefill_backend, verify=verify_backend)
-    own = type(decode_backend).TRITON
+    kernels, then puts ours in the place of those of the phases that chose ``kda``. These stay SGLang's, and a warning
+    says why, where ours cannot run."""
     given = {"decode": decode_backend, "prefill": prefill_backend, "verify": verify_backend}
+    try:
+        phases, own = _phases(**given), type(decode_backend).TRITON
+    except Exception as error:  # with SGLang's options something has moved
+        phases, own = set(), None
+        _warn(told(error))
     original(dispatcher, *(own if phase in phases else backend for phase, backend in given.items()))
-    if not phases or not _usable():
+    if not phases:
         return
-    from .plugs.sglang_kernel import kernel_class
-
-    kernel = kernel_class(type(dispatcher.triton_kernel))()
+    try:
+        reason = _why_not()
+        kernel = None if reason else _kernel(dispatcher)
+    except Exception as error:
+        reason = told(error)
+    if reason:
+        _warn(reason)
+        return
     if "decode" in phases:
         dispatcher.decode_kernel = kernel
         dispatcher.supports_packed_decode = dispatcher.supports_packed_decode_safe_gate = True
@@ -130,11 +140,18 @@ def _phases(**backends: Any) -> set[str]:
     return phases | ({"verify"} if "decode" in phases and names["verify"] is None else set())
 
 
-def _usable() -> bool:
-    """Whether the library can compute where SGLang does. A build without CUDA is no reason to stop a server."""
-    from .plugs.declined import built_with_cuda
+def _why_not() -> str | None:
+    """Why our kernels cannot run on the GPU of this process, or None."""
+    import torch
 
-    if built_with_cuda():
-        return True
-    warnings.warn("kda: SGLang's own kernels run, as this libkda is built without CUDA", RuntimeWarning, stacklevel=3)
-    return False
+    return gpu_why_not(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _kernel(dispatcher: Any) -> Any:
+    from .plugs.sglang_kernel import kernel_class
+
+    return kernel_class(type(dispatcher.triton_kernel))()
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"kda: SGLang's own kernels run: {reason}", RuntimeWarning, stacklevel=4)

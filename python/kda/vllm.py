@@ -1,7 +1,7 @@
 """The adapter for vLLM: our functions in the place of its Triton kernels for KDA, and layers over its pool in place.
 
-vLLM calls :func:`plug` in each of its processes, by the entry point ``kda`` in the group ``vllm.general_plugins``. With
-``KDA_VLLM=0`` in the environment nothing changes.
+vLLM calls :func:`plug` in each of its processes, by the entry point ``kda`` in the group ``vllm.general_plugins``.
+Nothing changes unless ``KDA_VLLM=1`` is in the environment: who installs libkda for something else has not asked.
 
 - **Functions**: the modules that Kimi-K3, Kimi-Linear and GLM-5-next take their kernels from get ours instead.
 - **Layers**: the layer of Kimi-K3 and that of Kimi-Linear become classes of ours, by vLLM's registry of layers. A
@@ -13,11 +13,13 @@ in their files. Importing this module imports nothing of vLLM.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ._version import __version__
 from .plugs.declined import built_with_cuda
 from .plugs.engines import Plug, guard, once, plugged, refuse, resolve
 from .plugs.imports import after_import, moved
@@ -30,10 +32,17 @@ _GLM_OPS = "vllm.models.glm5next.nvidia.ops.third_party.kda"
 _LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 _LAYERS = "vllm.model_executor.custom_op"
 
-_FORWARD = "(self, mixed_qkv, g1, g2, beta, core_attn_out)"
-# Attributes that our layers read, all of which __init__ of vLLM's sets.
+_FORWARD = "@eager_break_during_capture (self, mixed_qkv, g1, g2, beta, core_attn_out)"
+# Attributes that our layers read, all of which __init__ of vLLM's sets, and what they read of a step.
 _READ = ("A_log", "conv1d", "dt_bias", "gate_lower_bound", "head_dim", "local_num_heads", "o_norm")
-_LAYER: dict[str, str | None] = {f"self.{name}": None for name in _READ}
+_STEP = (
+    "has_initial_state", "non_spec_query_start_loc", "non_spec_state_indices_tensor", "num_actual_tokens",
+    "num_prefills", "num_spec_decodes",
+)  # fmt: skip
+_LAYER: dict[str, str | None] = {
+    **{f"self.{name}": None for name in _READ},
+    **{f" m.{name}": None for name in _STEP},
+}
 
 # By file: what the adapter relies on, in the form of kda.plugs.imports.moved.
 EXPECTED: dict[str, dict[str, str | None]] = {
@@ -58,23 +67,25 @@ EXPECTED: dict[str, dict[str, str | None]] = {
     },
     f"{_K3}.kda": {"KimiK3DeltaAttention._forward": _FORWARD, **_LAYER},
     _LINEAR: {"KimiGatedDeltaNetAttention._forward": _FORWARD, **_LAYER},
-    _LAYERS: {"PluggableLayer.register_oot": "(cls, _decorated_layer_cls=None, name=None)"},
+    _LAYERS: {"PluggableLayer.register_oot": "@classmethod (cls, _decorated_layer_cls=None, name=None)"},
 }
 
 
 def plug() -> Plug:
-    """Arranges that vLLM's KDA runs here, in this process. May be called any number of times.
+    """Arranges that vLLM's KDA runs here, in this process, if ``KDA_VLLM`` is 1. May be called any number of times.
 
     Returns:
         What became of it. If vLLM is another version, or what the adapter relies on has moved, nothing is changed,
-        and a warning says what moved.
+        and a warning says what moved. If it is plugged, a line of vLLM's log says so.
     """
     return once(ENGINE, _connect)
 
 
 def _connect() -> Plug:
-    if os.environ.get(SWITCH) == "0":
-        return refuse(ENGINE, [f"{SWITCH} is 0"], state="switched off", warn=False)
+    switch = os.environ.get(SWITCH, "")
+    if switch != "1":
+        reason = f"{SWITCH}: expected 1 to run vLLM's KDA on kda, got {ascii(switch) if switch else 'nothing'}"
+        return refuse(ENGINE, [reason], state="switched off", warn=switch not in ("", "0"))
     if reasons := guard(ENGINE, VERSIONS, {}) or moved("vllm", EXPECTED):
         return refuse(ENGINE, reasons)
     if not built_with_cuda():
@@ -86,6 +97,8 @@ def _connect() -> Plug:
     for module, name in layers.items():
         after_import(module, _registering(name))
     takes = [f"{file}.{name}" for file, names in EXPECTED.items() if file != _LAYERS for name in names if names[name]]
+    # vLLM prints what loggers under its name say.
+    logging.getLogger("vllm.kda").info("kda %s is on: KDA layers run on its kernels (%s=1)", __version__, SWITCH)
     return plugged(ENGINE, takes)
 
 
@@ -94,10 +107,9 @@ def _replacing(table: str) -> Callable[[ModuleType], None]:
         from .plugs import vllm_functions
         from .plugs.declined import or_own
 
-        for name, ours in getattr(vllm_functions, table).items():
-            own = getattr(module, name)
-            if not hasattr(own, "of_kda"):
-                setattr(module, name, or_own(ENGINE, ours, own))
+        found = {name: (ours, getattr(module, name)) for name, ours in getattr(vllm_functions, table).items()}
+        new = {name: or_own(ENGINE, *both) for name, both in found.items() if not hasattr(both[1], "of_kda")}
+        vars(module).update(new)  # all of them or, where something is missing, none
 
     return act
 

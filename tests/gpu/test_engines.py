@@ -5,6 +5,8 @@ installed, or ``tools/fetch_engines.py --kernels`` has brought their files."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 from kda.cli import measure, plugs_serving
 from kda.cli.plugs_serving import Case, Contender, Tensors
+from kda.plugs.declined import gpu_why_not
 from places import only_cuda
 from support import rel_rmse
 
@@ -55,6 +58,23 @@ def prepared(contender: Contender, case: Case) -> tuple[Tensors, Callable[[], An
 
 def output(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
+
+
+def test_this_gpu_is_served() -> None:
+    assert gpu_why_not(torch.cuda.current_device()) is None
+
+
+def test_workers_may_be_forked_after_plugging() -> None:
+    """vLLM plugs before it forks them, and a fork of a process that has asked CUDA for anything has no CUDA."""
+    program = """
+import os, torch, kda.plugs.declined
+assert kda.plugs.declined.built_with_cuda()
+worker = os.fork()
+if worker == 0:
+    os._exit(0 if torch.ones(1, device="cuda").item() == 1 else 1)
+assert os.waitpid(worker, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.name} {c.lower_bound} {c.state_dtype}".replace(" ", "_"))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine import ENGINE
-from fla_calls import fla, without_kda
+from fla_calls import compare, fla, without_kda
 
 import kda.fla
 from kda.cli import main
@@ -178,6 +178,57 @@ def test_our_own_sentence_comes_as_a_value_error() -> None:
         fla("ops.kda.chunk_kda")(**{**p.keywords, "beta": torch.zeros(1, 20, 3)})
 
 
+# ---- what no kernel of ours takes: GPUs that are too old, KDA_IMPL ----
+
+
+def refusing(*args: Any, **given: Any) -> Any:
+    raise NotImplementedError("cuda_none was forced but runs on CUDA tensors only")
+
+
+def test_what_no_kernel_takes_is_flas(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, call = make(T=5, K=16, V=16), fla("ops.kda.chunk_kda")
+    monkeypatch.setattr("kda.plugs.fla_takes.chunk_kda", refusing)
+    kda.fla.report(reset=True)
+    ours = run(call, p)
+    told = kda.fla.report(reset=True)
+    assert told.left["chunk_kda"] == {"cuda_none was forced but runs on CUDA tensors only": 1}
+    assert "chunk_kda" not in told.taken and not kda.fla._handed_on
+    with without_kda():
+        compare(ours, run(call, p), 1e-4)
+
+
+@pytest.mark.skipif(not NEW, reason="FLA 0.5 does not dispatch it")
+def test_a_recurrence_that_no_kernel_takes_is_flas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that was given: the state stays, as it is not in place."""
+    x, state = torch.randn(1, 5, 2, 16), torch.randn(1, 2, 16, 16)
+    given = {"q": x, "k": x / 4, "v": x, "g": -x.abs(), "beta": torch.rand(1, 5, 2), "initial_state": state.clone()}
+    given |= {"output_final_state": True, "inplace_final_state": False}
+    monkeypatch.setattr("kda.plugs.fla_takes.fused_recurrent_kda", refusing)
+    call = fla("ops.kda.fused_recurrent.fused_recurrent_kda_fwd")
+    kda.fla.report(reset=True)
+    o, last = call(**given)
+    assert kda.fla.report(reset=True).left["fused_recurrent_kda_fwd"], "FLA's own ran"
+    with without_kda():
+        wanted, wanted_last = call(**given)
+    assert torch.equal(o, wanted) and torch.equal(last, wanted_last) and torch.equal(given["initial_state"], state)
+
+
+def test_a_backward_that_is_forced_in_vain_leaves_the_forward_to_fla(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {name: torch.zeros(shape) for name, shape in CHUNK.items()}
+    monkeypatch.setenv("KDA_IMPL", "cuda_backward_chunk")
+    accepted, why = backend.verify("chunk_kda", **given)
+    assert not accepted and "KDA_IMPL" in why
+    with torch.no_grad():
+        assert backend.verify("chunk_kda", **given) == (True, None)
+    context = {"cp_context": SimpleNamespace(cu_seqlens=torch.zeros(2))}
+    accepted, why = backend.verify("chunk_kda", **given, **context)
+    assert not accepted and "KDA_IMPL" in why and "context parallelism" in why
+    monkeypatch.setenv("KDA_IMPL", "cpu_chunk")
+    assert backend.verify("chunk_kda", **given) == (True, None)
+
+
 # ---- the switches and the report ----
 
 
@@ -322,6 +373,30 @@ def test_a_function_that_is_gone(unplugged: Callable[[], _plugs.Plug], monkeypat
     monkeypatch.delattr(importlib.import_module("fla.ops.kda.chunk"), "chunk_kda")
     with pytest.warns(RuntimeWarning, match=r"fla\.ops\.kda\.chunk\.chunk_kda: expected to find it"):
         assert unplugged().state == "refused"
+
+
+def test_a_function_that_fla_dispatches_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind somebody's decorator. What is registered already is not asked."""
+    everywhere = kda.fla._register_everywhere
+
+    def half(version: Version, backend: Any) -> None:
+        everywhere(version, backend)
+        raise KeyError("chunk_kda")
+
+    p = make(T=5, K=16, V=16)
+    try:
+        with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="refused: KeyError: 'chunk_kda'"):
+            patch.setattr(_plugs, "_plugs", {})
+            patch.setattr(kda.fla, "_register_everywhere", half)
+            assert kda.fla.plug().state == "refused"
+        kda.fla.report(reset=True)
+        run(fla("ops.kda.chunk_kda"), p, backward=False)
+        told = kda.fla.report(reset=True)
+        assert not told.taken and not told.left
+    finally:
+        kda.fla._register(VERSION)
+    run(fla("ops.kda.chunk_kda"), p, backward=False)
+    assert kda.fla.report(reset=True).taken == {"chunk_kda": {"cpu float32": 1}}
 
 
 def test_a_kda_without_its_library(unplugged: Callable[[], _plugs.Plug], monkeypatch: pytest.MonkeyPatch) -> None:

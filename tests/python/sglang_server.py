@@ -17,6 +17,7 @@ import torch
 import kda.plugs.declined
 import kda.plugs.engines
 import kda.plugs.imports
+import kda.sglang
 from engine_files import forget, loaded
 from kda.cli.engine_files import Names
 
@@ -97,18 +98,17 @@ def stand_ins(chosen: Space, called: list[str]) -> Names:
 
 @contextmanager
 def sglang(
-    chosen: Space | None = None, called: list[str] | None = None, cuda: bool = True, **names: dict[str, Any]
+    chosen: Space | None = None, called: list[str] | None = None, why_not: str | None = None, **names: dict[str, Any]
 ) -> Iterator[None]:  # fmt: skip
-    """Inside, SGLang's files are importable, and what the adapter knows of SGLang is forgotten before and after."""
+    """Inside, SGLang's files are importable, and what the adapter knows of SGLang is forgotten before and after.
+    ``why_not`` is what the library says of the GPU, as if there were one."""
     with_names = stand_ins(options() if chosen is None else chosen, [] if called is None else called)
     for module, more in names.items():
         with_names.setdefault(module.replace("__", "."), {}).update(more)
     forget("SGLang")
     try:
         with loaded("sglang", VERSION, with_names), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                kda.plugs.declined, "built_with_cuda", lambda: cuda
-            )  # as if, whatever the build under test is
+            patch.setattr(kda.sglang, "_why_not", lambda: why_not)
             yield
     finally:
         forget("SGLang")
@@ -116,8 +116,6 @@ def sglang(
 
 def dispatcher(decode: str = "kda", prefill: str = "kda", verify: str = "triton") -> Any:
     """SGLang's dispatcher with our hooks on it, built as its backend does."""
-    import kda.sglang
-
     plug = kda.sglang.plug()
     assert plug.state == "plugged", plug
     from sglang.srt.layers.attention.linear.kda_backend import KDAKernelDispatcher

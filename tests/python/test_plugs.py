@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kda.cli import main
+from kda.plugs import declined, imports
 from kda.plugs import engines as _plugs
 
 SOURCE = '''
@@ -134,6 +137,165 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _plugs.installed("Engine") is None
     reasons = _plugs.guard("Engine", ["2.1"], {"none_of_tests.f": None})
     assert reasons == ["Engine: expected an installed package none-of-tests, got none"]
+
+
+UNREADABLE = {
+    "not Python": (b"def decode(self, q:\n", "SyntaxError"),
+    "not UTF-8": (b"\n\n\n# caf\xe9\ndef decode(q): ...\n", "UnicodeDecodeError"),
+    "not UTF-8 from its first line": (b"# caf\xe9\ndef decode(q): ...\n", "SyntaxError: invalid or missing encoding"),
+    "no encoding of ours": (b"# coding: of-tests\ndef decode(q): ...\n", "SyntaxError: unknown encoding"),
+    "a folder": (None, "IsADirectoryError"),
+}
+
+
+@pytest.mark.parametrize(("content", "error"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_file_that_nobody_can_read_is_named(content: bytes | None, error: str, engine: Path) -> None:
+    file = engine / "ops" / "kernel.py"
+    file.mkdir() if content is None else file.write_bytes(content)
+    (reason,) = imports.moved("engine_of_tests", {"engine_of_tests.ops.kernel": {"decode": "(q)", "word": None}})
+    assert reason.startswith(f"engine_of_tests.ops.kernel: expected a file of Python, got {error}")
+    assert "\n" not in reason
+
+
+def test_a_file_in_an_encoding_that_it_names(engine: Path) -> None:
+    (engine / "ops" / "kernel.py").write_bytes(b"# coding: latin-1\ndef decode(q): 'caf\xe9'\n")
+    assert imports.moved("engine_of_tests", {"engine_of_tests.ops.kernel": {"decode": "(q)", "caf\xe9": None}}) == []
+
+
+def test_a_decorator_is_part_of_a_signature(engine: Path) -> None:
+    """Its file does not say what the decorator makes of the function."""
+    source = "class A:\n    @other.cached(2)\n    @staticmethod\n    def f(x): ...\n    def g(x): ...\n"
+    assert _plugs.source_signature(source, "A.f") == "@other.cached(2) @staticmethod (x)"
+    assert _plugs.source_signature(source, "A.g") == "(x)"
+
+
+@pytest.mark.parametrize("content", [content for content, _ in UNREADABLE.values() if content])
+def test_the_version_of_a_package_that_nobody_can_read(content: bytes, engine: Path) -> None:
+    (engine / "__init__.py").write_bytes(content)
+    assert _plugs.installed("Engine") == "of unknown version"
+    assert _plugs.guard("Engine", ["2.1"], {}) == ["Engine: expected version 2.1, got of unknown version"]
+
+
+def test_the_version_of_a_module_made_by_hand(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests of others put in the place of an engine: it has no spec."""
+    monkeypatch.setitem(sys.modules, "engine_of_tests", types.ModuleType("engine_of_tests"))
+    assert _plugs.installed("Engine") == "of unknown version"
+
+
+def test_metadata_without_a_version(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: None)
+    assert _plugs.installed("Engine") == "2.1.0"
+
+
+def test_whatever_a_plug_raises_is_a_refusal(engine: Path) -> None:
+    def connect() -> _plugs.Plug:
+        raise KeyError("moved\naway")
+
+    with pytest.warns(RuntimeWarning, match=r"kda: Engine 2.1.0: refused: KeyError: 'moved\\naway'"):
+        assert _plugs.once("Engine", connect).state == "refused"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="refused: this moved"):
+            _plugs.once("Engine", lambda: _plugs.refuse("Engine", ["this moved"]))
+
+
+# ---- what is done after an import ----
+
+
+@pytest.fixture
+def seen(engine: Path) -> Iterator[list[str]]:
+    """What was done to the module ``engine_of_tests.ops.late``, by its attribute ``state``."""
+    done: list[str] = []
+    before = list(sys.meta_path), dict(imports._finder.waiting)
+    (engine / "ops" / "late.py").write_text("state = 'first'\n")
+    imports.after_import("engine_of_tests.ops.late", lambda module: done.append(module.state))
+    yield done
+    sys.meta_path[:], imports._finder.waiting = before
+
+
+def test_after_an_import(seen: list[str]) -> None:
+    late = importlib.import_module("engine_of_tests.ops.late")
+    assert seen == ["first"]
+    assert late.__loader__ is late.__spec__.loader and type(late.__loader__).__name__ == "SourceFileLoader"
+    importlib.reload(late)
+    assert seen == ["first"] * 2
+
+
+def test_after_an_import_that_failed_at_first(seen: list[str], engine: Path) -> None:
+    (engine / "ops" / "late.py").write_text("raise OSError('no CUDA yet')\n")
+    with pytest.raises(OSError, match="no CUDA yet"):
+        importlib.import_module("engine_of_tests.ops.late")
+    (engine / "ops" / "late.py").write_text("state = 'at the second time'\n")
+    importlib.invalidate_caches()
+    importlib.import_module("engine_of_tests.ops.late")
+    assert seen == ["at the second time"]
+
+
+def test_after_somebody_has_only_looked(seen: list[str]) -> None:
+    for _ in range(2):
+        spec = importlib.util.find_spec("engine_of_tests.ops.late")
+        assert spec is not None and spec.loader is not None
+        assert spec.loader.get_source(spec.name) == "state = 'first'\n"  # type: ignore[attr-defined]
+    assert importlib.import_module("engine_of_tests.ops.late").state == "first" and seen == ["first"]
+
+
+def test_finders_that_ask_all_others(seen: list[str]) -> None:
+    """As another package's may that does what ours does."""
+
+    class Asks:
+        def __init__(self) -> None:
+            self.asking = False
+
+        def find_spec(self, name: str, path: object, target: object = None) -> object:
+            if self.asking or name != "engine_of_tests.ops.late":
+                return None
+            self.asking = True
+            try:
+                return importlib.util.find_spec(name)
+            finally:
+                self.asking = False
+
+    sys.meta_path.insert(0, Asks())  # type: ignore[arg-type]
+    importlib.import_module("engine_of_tests.ops.late")
+    assert seen == ["first"]
+
+
+# ---- a call that is left to the engine ----
+
+
+def test_sentences_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers in them differ from call to call, and a server runs for months."""
+    monkeypatch.setattr(declined, "_told", set())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(1000):
+            declined.tell("Engine", "decode", ValueError(f"q: got {i}"))
+    assert len(told) == len(declined._told) == 200
+
+
+def test_an_object_in_the_place_of_a_function() -> None:
+    """As some decorators make, without a name."""
+
+    class Cached:
+        def __call__(self, q: int) -> str:
+            return f"the engine's {q}"
+
+    def ours(q: int) -> str:
+        raise NotImplementedError("no implementation takes this call")
+
+    call = declined.or_own("Engine", ours, Cached())
+    with pytest.warns(RuntimeWarning, match="Engine's own kernel runs for Cached, as ours declined: no implementation"):
+        assert call(3) == "the engine's 3"
+
+
+def test_what_the_library_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **given: empty(*shape, **given))  # as if it were one
+    declined.gpu_why_not.cache_clear()
+    wanted = "kda runs on CUDA tensors only" if declined.built_with_cuda() else "kda was built without CUDA"
+    assert declined.gpu_why_not(0) == wanted
+    declined.gpu_why_not.cache_clear()
 
 
 def test_once_keeps_what_is_plugged_and_tries_the_rest_again(engine: Path) -> None:

@@ -30,7 +30,8 @@ assert not found, found
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_without_an_engine_a_sentence() -> None:
+def test_without_an_engine_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_VLLM", "1")
     for adapter, name in ((kda.sglang, "SGLang"), (kda.vllm, "vLLM")):
         kda.plugs.engines._plugs.pop(name, None)
         with pytest.warns(RuntimeWarning, match=rf"{name}: expected an installed package {name.lower()}, got none"):

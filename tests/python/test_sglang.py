@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kda
+import kda.sglang
 from sglang_server import Layer, Server, dispatcher, options, sglang
 from support import budget, kda_oracle, rel_rmse
 
@@ -304,18 +305,58 @@ def test_only_what_is_chosen() -> None:
         dispatcher("somebody's", "triton", "triton")
 
 
-def test_a_build_without_cuda_leaves_sglang_its_kernels() -> None:
-    with sglang(cuda=False), pytest.warns(RuntimeWarning, match="this libkda is built without CUDA"):
-        kernels = dispatcher()
-        assert kernels.decode_kernel is kernels.extend_kernel is kernels.verify_kernel is kernels.triton_kernel
+def own_kernels(kernels: Any) -> bool:
+    return kernels.decode_kernel is kernels.extend_kernel is kernels.verify_kernel is kernels.triton_kernel
+
+
+def test_a_gpu_that_we_cannot_serve_leaves_sglang_its_kernels() -> None:
+    reason = "kda needs compute capability 8.0 or newer"
+    with sglang(why_not=reason), pytest.warns(RuntimeWarning, match=f"SGLang's own kernels run: {reason}"):
+        assert own_kernels(dispatcher())
+
+
+def test_a_broken_library_leaves_sglang_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("kda: libgomp.so.1 was not found")
+
+    with sglang(), pytest.warns(RuntimeWarning, match="own kernels run: ImportError: kda: libgomp.so.1 was not found"):
+        monkeypatch.setattr(kda.sglang, "_why_not", broken)
+        assert own_kernels(dispatcher())
+
+
+def test_a_server_that_did_not_choose_us_starts_whatever_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sglang(options("triton")):
+        kernels = dispatcher("triton", "triton", "triton")
+        backend = importlib.import_module("sglang.srt.layers.attention.linear.utils").LinearAttnKernelBackend
+        monkeypatch.delattr(backend, "is_custom")
+        with pytest.warns(RuntimeWarning, match="own kernels run: AttributeError: .*is_custom"):
+            assert own_kernels(type(kernels)(*[backend("triton")] * 3))
+
+
+def test_what_no_kernel_takes_runs_sglangs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    with sglang(called=called):
+        layer, kernels = Layer(), dispatcher()
+        mixed, a, b = layer.inputs(2, torch.float64)
+        call: dict[str, Any] = {
+            "A_log": layer.A_log, "dt_bias": layer.dt_bias, "ssm_states": pool_for(layer).double(),
+            "cache_indices": torch.tensor([0, 1], dtype=torch.int32), "num_v_heads": layer.HV, "head_v_dim": layer.V,
+            "scale": 1.0, "lower_bound": None,
+        }  # fmt: skip
+        kernels.packed_decode(mixed, a[0], b[0], **call)
+        assert called == []
+        monkeypatch.setenv("KDA_IMPL", "cpu_recurrent")
+        wanted = r"SGLang's own kernel runs for packed_decode, as ours declined: cpu_recurrent was forced but float64"
+        before = call["ssm_states"].clone()
+        with pytest.warns(RuntimeWarning, match=wanted):
+            kernels.packed_decode(mixed, a[0], b[0], **call)
+    assert called == ["packed_decode"] and torch.equal(before, call["ssm_states"])
 
 
 @pytest.mark.usefixtures("_sglang")
 def test_plugged_once() -> None:
     from sglang.srt.arg_groups.choices import LINEAR_ATTN_KERNEL_BACKEND_CHOICES as CHOICES
     from sglang.srt.plugins.hook_registry import HookRegistry
-
-    import kda.sglang
 
     first = kda.sglang.plug()
     dispatcher()
@@ -379,8 +420,6 @@ def test_errors_of_a_kernel_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_change_in_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kda.sglang
-
     hooks = "sglang.srt.plugins.hook_registry"
     name, module = "KDAKernelDispatcher.__init__", "sglang.srt.layers.attention.linear.kda_backend"
     with sglang():
@@ -400,8 +439,6 @@ def test_a_change_in_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plugging_imports_no_kernels() -> None:
     import sys
-
-    import kda.sglang
 
     with sglang():
         assert kda.sglang.plug().state == "plugged"

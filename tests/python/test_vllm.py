@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -257,19 +260,148 @@ def test_declined_calls_run_vllms_own() -> None:
         assert len(called) == 1
 
 
+def test_what_no_kernel_takes_runs_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_IMPL", "cpu_recurrent")  # which takes no float64
+    with vllm():
+        module = importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+        monkeypatch.setattr(module, "chunk_kda_with_fused_gate", lambda *args, **given: "vLLM's")
+        kda.vllm.plug()
+        x, A_log = torch.ones(1, 4, 1, 4).double(), torch.ones(1)
+        with pytest.warns(RuntimeWarning, match="ours declined: cpu_recurrent was forced but float64 runs on"):
+            assert module.chunk_kda_with_fused_gate(x, x, x, x, x[..., 0], A_log, None) == "vLLM's"
+
+
+@pytest.mark.parametrize("name", KIMI)
+def test_steps_that_no_kernel_takes(name: str, server: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are vLLM's, and no state has moved: also a prefill whose first one was ours."""
+    own, called = importlib.import_module(MODULES[name]), list[Any]()
+    monkeypatch.setattr(getattr(own, name), "_forward", lambda self, **given: called.append(self))
+    layer, x = layer_of(name, Sizes(), server[1]), inputs(Sizes(), 3)
+    step = step_of("prefill", [1], [3])
+    del step.checkpoint  # Kimi-Linear's steps have none
+    run(layer, server, step, x)
+    assert called == []
+    before = before_of(layer, server[1])
+    wide = {n: t.double() for n, t in x.items()}
+    layer.kv_cache = tuple(t.double() for t in layer.kv_cache)
+    layer.conv1d.weight = layer.conv1d.weight.double()
+    for kind, forced in (("prefill", "cpu_chunk"), ("decode", "cpu_recurrent")):
+        monkeypatch.setenv("KDA_IMPL", forced)
+        with pytest.warns(RuntimeWarning, match=rf"{name}, as ours declined: {forced} was forced but float64 runs on"):
+            run(
+                layer, server, step_of(kind, [1], [3]) if kind == "prefill" else step_of(kind, [1, 2, 3], [1] * 3), wide
+            )
+        assert called.pop() is layer
+    assert torch.equal(before[0].double(), tails_of(layer, server[1]))
+    assert torch.equal(before[1].double(), layer.kv_cache[1])
+
+
+def test_an_import_that_failed_at_first_is_plugged_at_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, missing = MODULES["KimiK3DeltaAttention"], "vllm.model_executor.layers.linear"
+    with vllm():
+        kda.vllm.plug()
+        monkeypatch.setitem(sys.modules, missing, None)  # as a package that is not there
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            importlib.import_module(module)
+        monkeypatch.delitem(sys.modules, missing)
+        loader = importlib.util.find_spec(module).loader  # type: ignore[union-attr]
+        assert loader.get_source(module), "others may look for a module without importing it"  # type: ignore
+        layer = layer_of("KimiK3DeltaAttention", Sizes(), False)
+        assert type(layer).__module__ == "kda.plugs.vllm_layer"
+        own = sys.modules[module]
+        assert own.__loader__ is own.__spec__.loader and "kda" not in type(own.__loader__).__module__  # type: ignore
+
+
+def test_a_module_that_lost_a_name_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its functions, and whatever else of vLLM."""
+    with vllm():
+        k3 = importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+        monkeypatch.delattr(k3, "fused_recurrent_kda_packed_decode")
+        own = importlib.import_module(MODULES["KimiGatedDeltaNetAttention"])
+        monkeypatch.delattr(own, "get_forward_context")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert kda.vllm.plug().state == "plugged"
+        assert [str(w.message) for w in told] == [
+            f"kda: {k3.__name__} is left as it is: AttributeError: module '{k3.__name__}' has no attribute "
+            "'fused_recurrent_kda_packed_decode'",
+            f"kda: {own.__name__} is left as it is: AttributeError: module '{own.__name__}' has no attribute "
+            "'get_forward_context'",
+        ]
+        assert not hasattr(k3.fused_recurrent_kda, "of_kda")
+        assert type(layer_of("KimiGatedDeltaNetAttention", Sizes(), False)).__module__ == own.__name__
+
+
+@pytest.mark.parametrize("asked", [None, "", "0", "yes"])
+def test_nothing_changes_unless_asked(asked: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm")
+    with vllm(asked=asked), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        plug = kda.vllm.plug()
+        got = ascii(asked) if asked else "nothing"
+        assert plug.state == "switched off"
+        assert plug.reasons == (f"KDA_VLLM: expected 1 to run vLLM's KDA on kda, got {got}",)
+        assert len(told) == (asked == "yes"), "a server that never asked is told nothing"
+        module = importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+        assert not hasattr(module.fused_recurrent_kda, "of_kda")
+        assert type(layer_of(KIMI[0], Sizes(), False)).__module__ == MODULES[KIMI[0]]
+    assert caplog.messages == []
+
+
+def test_one_line_of_vllms_log_says_that_it_is_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm")
+    with vllm():
+        for _ in range(2):
+            kda.vllm.plug()
+    assert caplog.messages == [f"kda {kda.__version__} is on: KDA layers run on its kernels (KDA_VLLM=1)"]
+    assert caplog.records[0].name.startswith("vllm."), "whose lines vLLM prints"
+
+
+def test_plugging_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM plugs before it forks its workers, and CUDA does not survive that."""
+    asked: list[str] = []
+    with vllm() as _, monkeypatch.context() as patch:
+        patch.setattr(kda.vllm, "built_with_cuda", kda.plugs.declined.built_with_cuda)
+        real = kda.call.library.library()
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                asked.append(name)
+                return getattr(real, name)
+
+        patch.setattr(kda.plugs.declined, "library", Watched)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a build without CUDA
+            kda.vllm.plug()
+    assert asked == ["implementation"], "info() would ask the driver for its devices"
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with vllm(version="0.34.0"), pytest.warns(RuntimeWarning, match=r"vLLM: expected version 0.33.0, got 0.34.0"):
         assert kda.vllm.plug().state == "refused"
     with vllm(cuda=False), pytest.warns(RuntimeWarning, match="libkda: expected a build with CUDA, got one without"):
         assert kda.vllm.plug().state == "refused"
     with vllm():
-        monkeypatch.setenv("KDA_VLLM", "0")
-        assert kda.vllm.plug().state == "switched off"
-        monkeypatch.delenv("KDA_VLLM")
-        moved = {"KimiK3DeltaAttention._forward": "(self, mixed_qkv, g1, beta, core_attn_out)"}
+        moved = {
+            "KimiK3DeltaAttention._forward": "@eager_break_during_capture (self, mixed_qkv, g1, beta, core_attn_out)"
+        }
         monkeypatch.setitem(kda.vllm.EXPECTED, MODULES["KimiK3DeltaAttention"], moved)
-        wanted = r"KimiK3DeltaAttention._forward: expected \(self, mixed_qkv, g1, beta, core_attn_out\), got \(self, "
+        wanted = (
+            r"KimiK3DeltaAttention._forward: expected @eager\w+ \(self, mixed_qkv, g1, beta, .*, got @eager\w+ \(self"
+        )
         with pytest.warns(RuntimeWarning, match=wanted):
             assert kda.vllm.plug().state == "refused"
         module = importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
         assert not hasattr(module.fused_recurrent_kda, "of_kda")
+
+
+def test_a_plug_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise ImportError("kda: _binding.so was not found")
+
+    with (
+        vllm(),
+        pytest.warns(RuntimeWarning, match="vLLM 0.33.0: refused: ImportError: kda: _binding.so was not found"),
+    ):
+        monkeypatch.setattr(kda.vllm, "built_with_cuda", broken)
+        assert kda.vllm.plug().state == "refused"

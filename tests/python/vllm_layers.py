@@ -126,13 +126,19 @@ def stand_ins(step: list[Any]) -> Names:
 
 
 @contextmanager
-def vllm(dim_first: bool = False, version: str = VERSION, cuda: bool = True) -> Iterator[list[Any]]:
-    """Inside, vLLM's files are importable. What is yielded holds the step's metadata and the layout of convolutions."""
+def vllm(
+    dim_first: bool = False, version: str = VERSION, cuda: bool = True, asked: str | None = "1"
+) -> Iterator[list[Any]]:  # fmt: skip
+    """Inside, vLLM's files are importable. What is yielded holds the step's metadata and the layout of convolutions.
+    ``asked`` is KDA_VLLM."""
     step: list[Any] = [None, dim_first]
     forget("vLLM")
     try:
         with loaded("vllm", VERSION, stand_ins(step), says=version), pytest.MonkeyPatch.context() as patch:
             patch.setattr(kda.vllm, "built_with_cuda", lambda: cuda)  # as if, whatever the build under test is
+            patch.delenv("KDA_VLLM", raising=False)
+            if asked is not None:
+                patch.setenv("KDA_VLLM", asked)
             yield step
     finally:
         forget("vLLM")

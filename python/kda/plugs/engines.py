@@ -69,10 +69,16 @@ def plugs() -> dict[str, Plug]:
 
 
 def once(engine: str, connect: Callable[[], Plug]) -> Plug:
-    """Calls ``connect`` unless the engine is plugged already, and keeps its answer. One thread at a time."""
+    """Calls ``connect`` unless the engine is plugged already, and keeps its answer. One thread at a time. Whatever
+    ``connect`` raises is a refusal: servers call plug-ins as they start, and start without us, too."""
     with _lock:
         if engine not in _plugs or _plugs[engine].state != "plugged":
-            _plugs[engine] = connect()
+            try:
+                _plugs[engine] = connect()
+            except RuntimeWarning:  # of a refusal, where a filter makes errors of warnings
+                raise
+            except Exception as error:
+                _plugs[engine] = refuse(engine, [told(error)])
         return _plugs[engine]
 
 
@@ -89,6 +95,11 @@ def refuse(engine: str, reasons: Sequence[str], *, state: str = "refused", warn:
     return plug
 
 
+def told(error: Exception) -> str:
+    """An error in one line, with its kind, which some messages make no sense without."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 # ---- the guard ----
 
 
@@ -97,14 +108,27 @@ def installed(engine: str) -> str | None:
     that PYTHONPATH names, have the version that their ``__init__.py`` sets."""
     for distribution in ENGINES[engine].distributions:
         try:
-            return importlib.metadata.version(distribution)
+            if version := importlib.metadata.version(distribution):  # None if its metadata has lost the line
+                return version
         except importlib.metadata.PackageNotFoundError:
             continue
-    found = importlib.util.find_spec(ENGINES[engine].package)
-    if found is None:
-        return None
-    source = Path(found.origin).read_text(encoding="utf-8") if found.origin else ""
-    return source_constant(source, "__version__") or "of unknown version"
+    try:
+        found = importlib.util.find_spec(ENGINES[engine].package)
+        if found is None:
+            return None
+        source = read(Path(found.origin)) if found.origin else ""
+        return source_constant(source, "__version__") or "of unknown version"
+    except (OSError, SyntaxError, ValueError):  # a file that nobody can read; a module that somebody made by hand
+        return "of unknown version"
+
+
+def read(file: Path) -> str:
+    """The text of a file of Python, in UTF-8 or as its first lines say.
+
+    Raises:
+        OSError, SyntaxError, UnicodeDecodeError: it cannot be read, names no encoding, or is in another one.
+    """
+    return importlib.util.decode_source(file.read_bytes())
 
 
 def guard(engine: str, versions: Sequence[str], expected: Mapping[str, str | None]) -> list[str]:
@@ -149,7 +173,7 @@ def _difference(path: str, wanted: str | None) -> str | None:
     try:
         found = resolve(path)
     except Exception as error:  # an engine's import may fail in any way: a missing package, another CUDA
-        return f"expected to find it, got {type(error).__name__}: {error}"
+        return f"expected to find it, got {told(error)}"
     if wanted is None:
         return None
     try:
@@ -195,7 +219,8 @@ def signature(function: Any) -> str:
 
 
 def source_signature(source: str, name: str) -> str | None:
-    """What :func:`signature` says of a function, from the source of its module, which may not be importable here.
+    """What :func:`signature` says of a function, from the source of its module, which may not be importable here. Its
+    decorators stand in front, as ``@cached (x)``: nobody knows what they make of the function.
 
     Args:
         source: text of a Python file.
@@ -209,7 +234,10 @@ def source_signature(source: str, name: str) -> str | None:
     for wanted in classes:
         scope = [node for c in scope if isinstance(c, ast.ClassDef) and c.name == wanted for node in c.body]
     functions = [f for f in scope if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) and f.name == function]
-    return _written(_parameters(functions[-1].args)) if functions else None
+    if not functions:
+        return None
+    decorators = [f"@{ast.unparse(decorator)}" for decorator in functions[-1].decorator_list]
+    return " ".join([*decorators, _written(_parameters(functions[-1].args))])
 
 
 def source_constant(source: str, name: str) -> str | None:

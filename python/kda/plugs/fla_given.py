@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..call.library import library
 from ..call.tracing import transform_refusal
+from .declined import gpu_why_not
 
 Tensor = torch.Tensor
 
@@ -29,19 +28,11 @@ def by_keyword(why_not: Callable[..., str | None], run: Callable[..., Any]) -> T
     return Take(lambda given: why_not(**given), lambda given: run(**given))
 
 
-@lru_cache(maxsize=64)
-def _gpu_why_not(index: int) -> str | None:
-    if not str(library().implementation("forward", 0)).startswith("cuda"):  # they come first
-        return "this kda was built without CUDA"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if major >= 8 else f"kda needs compute capability 8.0, this device has {major}.{minor}"
-
-
 def place_why_not(x: Tensor) -> str | None:
     if x.dtype not in DTYPES:
         return f"kda takes bfloat16, float16 and float32, not {x.dtype}"
     if torch._C._are_functorch_transforms_active():
         return str(transform_refusal())
     if x.is_cuda:
-        return _gpu_why_not(x.get_device())
+        return gpu_why_not(x.get_device())
     return None if x.is_cpu else f"kda runs on CPUs and CUDA devices, not on {x.device.type}"

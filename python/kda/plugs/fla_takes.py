@@ -8,6 +8,7 @@ A call that FLA itself refuses is left to FLA, so that users see its error. FLA 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..autograd import run_gate_backward
 from ..call.inputs import dense_last
 from ..call.options import CHUNK
 from ..gate import fused_kda_gate
+from ..information import explain_backward
 from ..recurrent import fused_recurrent_kda_fwd
 from ..training import chunk_kda, fused_recurrent_kda
 from .fla_given import DTYPES, MOST, Given, Take, Tensor, by_keyword, place_why_not
@@ -39,8 +41,9 @@ def _gate_why_not(A_log: Tensor | None, lower_bound: float | None) -> str | None
 # ---- chunk_kda ----
 
 
-# Of chunk_kda, with names that FLA has had besides.
-_NAMES = {*inspect.signature(chunk_kda).parameters, "chunk_size", "transpose_state_layout"} - {"impl", "kwargs"}
+# Of chunk_kda, and with names that FLA has had besides.
+_KNOWN = {*inspect.signature(chunk_kda).parameters} - {"impl", "kwargs"}
+_NAMES = _KNOWN | {"chunk_size", "transpose_state_layout"}
 
 
 def _context_why_not(context: Any, given: Given) -> str | None:
@@ -49,6 +52,8 @@ def _context_why_not(context: Any, given: Given) -> str | None:
         return "kda captures no context parallelism into graphs"
     if given.get("initial_state") is not None or given.get("output_final_state"):
         return "FLA refuses states with a cp_context"
+    if os.environ.get("KDA_IMPL"):  # it may take the tokens of one rank and not those of another
+        return "kda forces no implementation (KDA_IMPL) under context parallelism"
     return "FLA refuses a cp_context without offsets" if context.cu_seqlens is None else None
 
 
@@ -76,7 +81,15 @@ def _chunk_why_not(given: Given) -> str | None:
         return "FLA refuses chunks that have not 32 or 64 tokens"
     if get("return_intermediate_states") and (size != CHUNK or q.dtype == torch.float16):
         return f"kda has intermediate states before every {CHUNK} tokens, and none in float16"
+    if torch.is_grad_enabled() and os.environ.get("KDA_IMPL"):
+        return _forced_backward_why_not(given)
     return None
+
+
+def _forced_backward_why_not(given: Given) -> str | None:
+    """Whether the backward that KDA_IMPL forces takes the call: once our forward has run, FLA's backward cannot."""
+    text = explain_backward({name: x for name, x in given.items() if name in _KNOWN})
+    return None if any(line.startswith("*") for line in text.splitlines()) else "KDA_IMPL forces a backward in vain"
 
 
 def _has_chunks(q: Tensor, v: Tensor) -> bool:
@@ -158,7 +171,11 @@ def _recurrent(given: Given) -> tuple[Tensor, Tensor | None]:
         return fused_recurrent_kda_fwd(**given)
     for name in _FWD_ONLY:
         pop(name, None)
-    return fused_recurrent_kda(**given)  # from one tensor of states to another, without a copy
+    try:
+        return fused_recurrent_kda(**given)  # from one tensor of states to another, without a copy
+    except NotImplementedError:
+        given["inplace_final_state"] = False  # FLA is asked with what is given here
+        raise
 
 
 # ---- the gate ----

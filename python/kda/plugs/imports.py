@@ -6,13 +6,13 @@ import importlib.abc
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .engines import source_signature
+from .engines import read, source_signature, told
 
 Act = Callable[[ModuleType], None]
 
@@ -37,22 +37,29 @@ def moved(package: str, expected: Mapping[str, Mapping[str, str | None]]) -> lis
         if not file.exists():
             reasons.append(f"{module}: expected a file, got none")
             continue
-        source = file.read_text(encoding="utf-8")
-        for name, wanted in names.items():
-            if wanted is None:
-                reasons += [] if name in source else [f"{module}: expected {name}, got nothing of that name"]
-            elif (got := source_signature(source, name)) != wanted:
-                reasons.append(f"{module}.{name}: expected {wanted}, got {'no such function' if got is None else got}")
+        try:
+            reasons += _differences(module, read(file), names)
+        except Exception as error:  # it is not what Python reads: half written, in another encoding, not ours to read
+            reasons.append(f"{module}: expected a file of Python, got {told(error)}")
     return reasons
 
 
+def _differences(module: str, source: str, names: Mapping[str, str | None]) -> Iterator[str]:
+    for name, wanted in names.items():
+        if wanted is None:
+            if name not in source:
+                yield f"{module}: expected {name}, got nothing of that name"
+        elif (got := source_signature(source, name)) != wanted:
+            yield f"{module}.{name}: expected {wanted}, got {'no such function' if got is None else got}"
+
+
 def after_import(name: str, act: Act) -> None:
-    """Calls ``act`` with the module ``name`` once it has run: now, if it is imported already. The module's import does
-    not fail if ``act`` does: a warning says why, and the module stays as it is."""
+    """Calls ``act`` with the module ``name`` whenever it has run: now, if it is imported already; again, if somebody
+    reloads it. The module's import does not fail if ``act`` does: a warning says why, and the module stays as it is. An
+    import that fails by itself leaves ``act`` waiting for the next."""
     module = sys.modules.get(name)
     if module is not None:
         _do(act, module)
-        return
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     _finder.waiting[name] = act
@@ -62,7 +69,7 @@ def _do(act: Act, module: ModuleType) -> None:
     try:
         act(module)
     except Exception as error:
-        sentence = f"kda: {module.__name__} is left as it is: {type(error).__name__}: {error}"
+        sentence = f"kda: {module.__name__} is left as it is: {told(error)}"
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
@@ -73,14 +80,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.waiting: dict[str, Act] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        act = self.waiting.pop(name, None)
+        act = self.waiting.get(name)  # which stays: this import may fail, or be none, as others ask for specs, too
         if act is None:
             return None
-        spec = importlib.util.find_spec(name)  # which comes here again, and gets None
-        if spec is None or spec.loader is None:
-            self.waiting[name] = act
-            return None
-        spec.loader = _Loader(spec.loader, act)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _Loader):
+            spec.loader = _Loader(spec.loader, act)
         return spec
 
 
@@ -92,10 +98,13 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # nothing of ours stays in the module
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         _do(self._act, module)
 
-    def __getattr__(self, name: str) -> Any:  # for those who ask a module's loader for its source
+    def __getattr__(self, name: str) -> Any:  # for those who ask for the source of what is not imported yet
         return getattr(self._loader, name)
 
 

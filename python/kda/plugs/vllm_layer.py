@@ -8,6 +8,7 @@ functions in them.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,24 +17,29 @@ import torch
 from ..arguments import Conv, Norm
 from ..convolution import causal_conv1d_update
 from ..serving import prefill, workspace_size
-from .declined import tell
+from .declined import REFUSALS, tell
 from .rows import decode_rows
 
 _FIRST = 1  # slot 0 belongs to nobody
 
 
 def layer_class(own: type) -> type:
-    """A class derived from vLLM's ``own`` that takes what it can."""
+    """A class derived from vLLM's ``own`` that takes what it can.
+
+    Raises:
+        AttributeError: vLLM's module has not what this needs of it.
+    """
     module = sys.modules[own.__module__]
+    context, dim_first = module.get_forward_context, module.is_conv_state_dim_first
 
     def _forward(self: Any, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any) -> None:
-        metadata = module.get_forward_context().attn_metadata
+        metadata = context().attn_metadata
         step = metadata.get(self.prefix) if isinstance(metadata, dict) else None
         if step is not None and _taken(self, step):
             try:
-                _run(self, step, module.is_conv_state_dim_first(), mixed_qkv, g1, g2, beta, core_attn_out)
+                _run(self, step, dim_first(), mixed_qkv, g1, g2, beta, core_attn_out)
                 return
-            except ValueError as error:
+            except REFUSALS as error:
                 tell("vLLM", own.__name__, error)
         own._forward(self, mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out)  # type: ignore
 
@@ -42,7 +48,8 @@ def layer_class(own: type) -> type:
 
 def _taken(layer: Any, step: Any) -> bool:
     """With drafts in the configuration, vLLM's state of the convolution has rows for them, too."""
-    return layer.num_spec == 0 and not step.num_spec_decodes and step.checkpoint is None and step.num_actual_tokens > 0
+    kept = getattr(step, "checkpoint", None)  # Kimi-Linear's steps have none
+    return layer.num_spec == 0 and not step.num_spec_decodes and kept is None and step.num_actual_tokens > 0
 
 
 def _run(
@@ -79,11 +86,12 @@ def _prefill(
         A_log=layer.A_log, dt_bias=layer.dt_bias, lower_bound=layer.gate_lower_bound, use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, norm=norm, out=out, **common,
     )  # fmt: skip
-    if not getattr(layer, "_kda_takes_prefill", False):  # asked before the convolution has moved its states
+    # Asked before the convolution has moved its states. A forced implementation may take one length and not another.
+    if not getattr(layer, "_kda_takes_prefill", False) or "KDA_IMPL" in os.environ:
         workspace_size(q, k, v, g, beta, pool, **options)
         layer._kda_takes_prefill = True
     causal_conv1d_update(x[None], tails, taps, bias, out=y, **common)
     try:
         prefill(q, k, v, g, beta, pool, **options)
-    except ValueError as error:  # too late for vLLM's own layer
+    except REFUSALS as error:  # too late for vLLM's own layer
         raise RuntimeError(f"kda: {error}") from error
