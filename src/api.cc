@@ -181,7 +181,11 @@ kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {
     kda::cuda::assume_gpu(capability, multiprocessors);
 #else
     (void)multiprocessors;
-    if (capability) throw kda::Error(KDA_UNSUPPORTED, "capability: this library was built without CUDA");
+    if (capability)
+      throw kda::Error(
+          KDA_UNSUPPORTED,
+          "capability: expected 0, as this library was built without CUDA and has no kernels for GPUs (one "
+          "with CUDA answers on every machine)");
 #endif
   });
 }

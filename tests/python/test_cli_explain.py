@@ -30,6 +30,14 @@ def test_explain(op: str, cli: Callable[..., str]) -> None:
         assert f"* {impl}: " in cli("explain", op, *sizes, "--impl", impl)
 
 
+def test_explain_of_a_gpu_without_cuda_in_the_library(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "built_with_cuda", lambda: False)
+    said = cli("explain", "forward", "--device", "h200", status=2)
+    assert "--device: expected cpu, got h200, of which this library knows no kernels: it was built without CUDA" in said
+    assert "One with CUDA (KDA_CUDA=ON) answers on every machine" in said
+    assert "* cpu_chunk" in cli("explain", "forward", "--device", "cpu")
+
+
 def test_explain_is_what_the_library_says(cli: Callable[..., str]) -> None:
     x = torch.zeros(2, 100, 2, 20)
     pool, slots = torch.zeros(3, 2, 20, 20), torch.tensor([2, 1], dtype=torch.int32)

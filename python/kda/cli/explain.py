@@ -14,6 +14,7 @@ from typing import Any
 import kda
 
 from ..call import library
+from ..plugs.declined import built_with_cuda
 from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole
@@ -80,6 +81,11 @@ def run(options: argparse.Namespace) -> int:
     problem = replace(entry.example, **({"HV": 0} if "H" in given else {}) | given)
     device = options.device or _best_device(options.op, options.impl)
     gpu = _gpu(device, options.sms)
+    if gpu and not built_with_cuda():
+        raise NotImplementedError(
+            f"--device: expected cpu, got {device}, of which this library knows no kernels: it was built without CUDA. "
+            "One with CUDA (KDA_CUDA=ON) answers on every machine and needs no GPU for it"
+        )
     found: dict[str, tuple[str, int | None]] = {}
     with assuming(gpu), batch_invariant(options.batch_invariant), forced(options.impl), explaining(found):
         entry.call(entry.make(problem, Source("cpu" if gpu else device, seed=None)))
