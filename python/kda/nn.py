@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arguments import Conv
 from .layer import front, training
 from .layer.cache import KDACache
 from .layer.checkpoints import from_published, own_names, to_published
-from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_values
+from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_values, run_drafts
 from .layer.draft_cache import DraftCache, find_cache
 from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
 from .layer.norm import RMSNormGated
 from .layer.packing import find_layout
-from .layer.parts import Rows, check_window, conv_parameters, joined, new_cache, pack_weights
-from .layer.plans import local, mesh_of_plan
+from .layer.parts import check_window, new_cache, pack_weights
+from .layer.plans import for_ranks, local, mesh_of_plan
 from .layer.states import old_state
 from .layer.step import StepWeights, is_one_call, one_call, quick_step
 from .serving import decode, prefill
@@ -215,9 +214,14 @@ class KimiDeltaAttention(nn.Module):
         state_dict.update({prefix + name: x for name, x in own.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def new_cache(self, batch_size: int) -> KDACache:
-        """A cache for ``batch_size`` new sequences, on the device of the weights."""
-        return new_cache(self, batch_size)
+    def new_cache(
+        self, batch_size: int, *, device: Any = None, dtype: torch.dtype | None = None, like: Tensor | None = None
+    ) -> KDACache:
+        """A cache for ``batch_size`` new sequences of hidden_states on ``device``, of ``dtype``. By default both are
+        those of the parameters. These may tell nothing: an offloader keeps them on ``meta``, and quantised parts have
+        none. Then give the device and dtype, or the hidden_states as ``like``. Weights of real numbers have
+        precedence over the dtype of ``like``. The recurrent state is float32, or float64 if the dtype is."""
+        return new_cache(self, batch_size, device, dtype, like)
 
     def forward(
         self,
@@ -264,7 +268,7 @@ class KimiDeltaAttention(nn.Module):
             output_attentions: ignored, like the keywords of :data:`IGNORED_KEYWORDS`.
             cache: another name for ``past_key_values``.
             cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, cu_seqlens_cpu: names for the same thing, ``[N + 1]`` int32 or
-                int64 offsets of sequences packed into one row (``B = 1``).
+                int64 offsets of sequences packed into one row (``B = 1``): tensors, arrays of NumPy, lists or tuples.
             seq_idx: ``[B, T]``, the number of each token's document, from 0 on. A document begins where it changes.
             position_ids: ``[B, T]`` or ``[1, T]``. A document begins where positions restart, that is, do not grow.
                 Padding by ``attention_mask`` does not count. Elsewhere they must go up by 1.
@@ -301,17 +305,16 @@ class KimiDeltaAttention(nn.Module):
             cp_context = check_window(self, hidden_states, cp_context, held, use_cache)
             offsets = {"cp_context": cp_context.cu_seqlens, **offsets}
         cu, kept, real = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
-        held, found, foreign = find_cache(self, held, bool(use_cache), B if cu is None else cu.shape[0] - 1)
+        held, found, foreign = find_cache(
+            self, held, bool(use_cache), B if cu is None else cu.shape[0] - 1, hidden_states
+        )
         x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
             x = x.masked_fill(~real[:, None], 0)
         whole = training.train(self, x, cu) if found is None and cp_context is None else None
-        if whole is not None:
-            o = self.o_norm(*whole, mesh=mesh_of_plan(self))
-        else:
-            o = self._run(x, found, cu, cp_context, T)
+        o = self._run(x, found, cu, cp_context, T) if whole is None else self.o_norm(*whole, **for_ranks(self))
         if foreign is not None and isinstance(found, KDACache):
             write_foreign(foreign, found, T)
         o = self.o_proj(o.flatten(2))
@@ -331,7 +334,7 @@ class KimiDeltaAttention(nn.Module):
                 raise ValueError(
                     "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
                 )
-            o = self._draft(rows, g, beta, cache)
+            o = run_drafts(self, rows, g, beta, cache)
         elif (
             cache is not None
             and T <= DECODE_TOKENS
@@ -343,19 +346,11 @@ class KimiDeltaAttention(nn.Module):
         else:
             qkv = queries_keys_values(self, rows, cache, cu, cp_context)
             o = self._attend((*qkv, g, beta), cache, cu, cp_context, T)
-        normed: Tensor = self.o_norm(o, gate, mesh=mesh_of_plan(self))
+        normed: Tensor = self.o_norm(o, gate, **for_ranks(self))
         return normed
 
     def _has_own_norm(self) -> bool:
         return type(self._modules["o_norm"]) is RMSNormGated
-
-    def _draft(self, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
-        """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels."""
-        raw = joined(rows)
-        if not self.use_short_conv or cache.cache.conv is None:
-            return cache.run(raw, None, (*queries_keys_values(self, rows), g, beta), **self._options())
-        conv = Conv(raw, *conv_parameters(self), cache.cache.conv)
-        return cache.run(raw, conv, (None, None, None, g, beta), **self._options())
 
     def _options(self) -> dict[str, Any]:
         mesh = mesh_of_plan(self)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..arguments import Conv
 from ..convolution import causal_conv1d, causal_conv1d_update
-from .parts import Rows, conv_parameters, convolutions, heads_of, joined, parts_of
-from .plans import local, mesh_of_plan
-from .products import has_hooks
+from .parts import Rows, are_own, conv_parameters, convolutions, heads_of, joined, parts_of
+from .plans import for_ranks, local
 from .recompute import check_first_run
 from .states import old_state
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
     from .cache import KDACache
+    from .draft_cache import DraftCache
 
 
 def causal_conv_silu(
@@ -81,6 +82,8 @@ class ShortConvolution(nn.Conv1d):
     ([2, 5, 8], True)
     """
 
+    is_own = True  # see are_own: not so of a subclass, which may compute something else
+
     def __init__(
         self,
         hidden_size: int,
@@ -118,8 +121,11 @@ def queries_keys_values(
     cache: KDACache | None = None,
     cu_seqlens: Tensor | None = None,
     cp_context: Any = None,
+    *,
+    drafts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v, ``[B, T, H, K]`` twice and ``[B, T, HV, V]``: the rows after the convolutions and SiLU."""
+    """Returns q, k and v, ``[B, T, H, K]`` twice and ``[B, T, HV, V]``: the rows after the convolutions and SiLU.
+    ``drafts``: they go on from the cache and leave it as it is."""
     convs = convolutions(layer)
     state: Tensor | None = None
     more: dict[str, Any] = {}
@@ -127,12 +133,14 @@ def queries_keys_values(
         from ..cp._halo import conv_halo
 
         more = {"initial_state": conv_halo(joined(rows), cp_context, layer.conv_size)}
+    elif convs and cache is not None and cache.conv is not None and drafts:
+        more = {"initial_state": cache.conv}
     elif convs and cache is not None and cache.conv is not None:
         state, more = cache.conv, {"made_in": cache.made_in}
     y: Tensor | tuple[Tensor, ...]
     if not convs:
         y = F.silu(rows) if isinstance(rows, Tensor) else tuple(map(F.silu, rows))
-    elif not any(map(has_hooks, convs)) and (isinstance(rows, Tensor) or len({x.dtype for x in rows}) == 1):
+    elif are_own(convs) and (isinstance(rows, Tensor) or len({x.dtype for x in rows}) == 1):
         y = causal_conv_silu(rows, *conv_parameters(layer), state, cu_seqlens, **more)
         if not isinstance(rows, Tensor):  # with tensor parallelism they have some of the heads
             y = y.split_with_sizes([x.shape[-1] for x in rows], -1)
@@ -145,11 +153,25 @@ def queries_keys_values(
 def _convolve_each(
     layer: KimiDeltaAttention, rows: Rows, state: Tensor | None, cu_seqlens: Tensor | None, more: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    parts, mesh = parts_of(layer, rows), mesh_of_plan(layer)
+    """Calls each convolution, with the arguments that there are. So a module in its place need not know the others."""
+    parts = parts_of(layer, rows)
     sizes, halo = [x.shape[-1] for x in parts], more.get("initial_state")
-    states = (None,) * 3 if state is None else state.split_with_sizes(sizes, 1)
-    each = [more] * 3 if halo is None else [{"initial_state": x} for x in halo.split_with_sizes(sizes, 1)]
-    return tuple(
-        conv(x, s, cu_seqlens, **m, mesh=mesh)
-        for conv, x, s, m in zip(convolutions(layer), parts, states, each, strict=True)
-    )
+    given = {**for_ranks(layer), **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})}
+    each: list[dict[str, Any]] = [given] * 3
+    if halo is not None:
+        each = [{"initial_state": x, **given} for x in halo.split_with_sizes(sizes, 1)]
+    elif state is not None:
+        each = [{"state": x, **more, **given} for x in state.split_with_sizes(sizes, 1)]
+    return tuple(conv(x, **m) for conv, x, m in zip(convolutions(layer), parts, each, strict=True))
+
+
+def run_drafts(layer: KimiDeltaAttention, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
+    """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels where it can be."""
+    raw, held, options = joined(rows), cache.cache, layer._options()
+    if not layer.use_short_conv or held.conv is None:
+        return cache.run(raw, None, (*queries_keys_values(layer, rows), g, beta), **options)
+    if not are_own(convolutions(layer)):  # what was accepted goes first: it moves the state that the modules read
+        cache.flush()
+        return cache.run(raw, None, (*queries_keys_values(layer, rows, held, drafts=True), g, beta), **options)
+    conv = Conv(raw, *conv_parameters(layer), held.conv)
+    return cache.run(raw, conv, (None, None, None, g, beta), **options)

@@ -102,27 +102,30 @@ class DraftCache:
 
 
 def find_cache(
-    layer: KimiDeltaAttention, held: Any, use_cache: bool, N: int
+    layer: KimiDeltaAttention, held: Any, use_cache: bool, N: int, x: Tensor
 ) -> tuple[Any, KDACache | DraftCache | None, ForeignCache | None]:
-    """Returns what to pass back as past_key_values, this layer's cache, and, if that cache comes from another
-    library, where to write its numbers after the call."""
+    """Returns what to pass back as past_key_values, this layer's cache for hidden_states x, and, if that cache comes
+    from another library, where to write its numbers after the call."""
     cache: KDACache | DraftCache | None
     if held is None:
-        held = cache = layer.new_cache(N) if use_cache else None
+        held = cache = layer.new_cache(N, like=x) if use_cache else None
     elif isinstance(held, KDACache | DraftCache):
         cache = held
     elif isinstance(held, MutableMapping):
         if layer.layer_idx is None:
             raise ValueError("layer_idx: expected a number with a dict of caches, got None")
         if use_cache and layer.layer_idx not in held:
-            held[layer.layer_idx] = layer.new_cache(N)
+            held[layer.layer_idx] = layer.new_cache(N, like=x)
         cache = held.get(layer.layer_idx)
     else:
         foreign = find_foreign(held, layer)
-        return held, read_foreign(foreign, N), foreign
+        return held, read_foreign(foreign, N, x), foreign
     kept = cache.cache if isinstance(cache, DraftCache) else cache
     if kept is not None and kept.state.shape[0] != N:
         raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
     if kept is not None:
+        if kept.state.device != x.device:
+            wanted = f"expected one on {x.device} like hidden_states (new_cache has device=)"
+            raise ValueError(f"cache: {wanted}, got one on {kept.state.device}")
         kept.check_first_run()
     return held, cache, None

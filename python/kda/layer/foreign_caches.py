@@ -94,11 +94,11 @@ def find_foreign(held: Any, layer: KimiDeltaAttention) -> ForeignCache:
     )
 
 
-def read_foreign(foreign: ForeignCache, N: int) -> KDACache:
-    """The content of the cache, as a cache for one call; zeros if it is empty."""
+def read_foreign(foreign: ForeignCache, N: int, x: Tensor) -> KDACache:
+    """The content of the cache, as a cache for one call on hidden_states x; zeros if it is empty."""
     # A cache that a recomputed function made itself cannot be told from one that its first run has advanced.
     check_first_run("past_key_values", -1)
-    cache, found = foreign.layer.new_cache(N), foreign.read()
+    cache, found = foreign.layer.new_cache(N, like=x), foreign.read()
     if found is None:
         return cache
     conv, state = found

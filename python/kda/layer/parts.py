@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,8 @@ Rows = Tensor | tuple[Tensor, Tensor, Tensor]
 def pack_weights(layer: KimiDeltaAttention) -> None:
     if (maps := _joint_maps(layer)) is not None:
         pack([m.weight for m in maps])
-    if convs := convolutions(layer):
+    convs = convolutions(layer)
+    if convs and are_own(convs):
         pack([c.weight for c in convs])
         if convs[0].bias is not None:
             pack([c.bias for c in convs])
@@ -36,7 +38,7 @@ def _joint_maps(layer: KimiDeltaAttention) -> list[nn.Linear] | None:
     maps: list[Any] = [parts["q_proj"], parts["k_proj"], parts["v_proj"]]
     for module in (parts["f_proj"], parts["g_proj"]):
         halves = type(module) is nn.Sequential
-        if halves and has_hooks(module):
+        if halves and (has_hooks(module) or module._modules.keys() != {"0", "1"}):
             return None
         first: Any = module._modules["0"] if halves else module
         if halves or type(first) is not nn.Linear or first.bias is None:
@@ -47,17 +49,18 @@ def _joint_maps(layer: KimiDeltaAttention) -> list[nn.Linear] | None:
 
 def joint_maps(layer: KimiDeltaAttention, x: Tensor) -> list[nn.Linear] | None:
     """The maps of x that run as one product, or None. Meta tensors, autocast and torch.func's transforms need torch's
-    own."""
+    own. Only plain maps are asked for their weights: what else stands in a place may have none."""
     if (
         not layer.fuse_projections
         or x.is_meta
-        or x.dtype != layer.q_proj.weight.dtype
-        or layer.q_proj.weight.shape[0] != layer.key_dim
         or torch.is_autocast_enabled(x.device.type)
         or torch._C._are_functorch_transforms_active()
+        or (maps := _joint_maps(layer)) is None
     ):
         return None
-    return _joint_maps(layer)
+    weight = maps[0]._parameters["weight"]
+    fits = weight is not None and x.dtype == weight.dtype and weight.shape[0] == layer.key_dim
+    return maps if fits else None
 
 
 def heads_of(x: Tensor, channels: int) -> Tensor:
@@ -78,6 +81,11 @@ def parts_of(layer: KimiDeltaAttention, rows: Tensor | tuple[Tensor, ...]) -> tu
 
 def convolutions(layer: KimiDeltaAttention) -> tuple[ShortConvolution, ...]:
     return (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d) if layer.use_short_conv else ()
+
+
+def are_own(convs: Iterable[nn.Module]) -> bool:
+    """May the convolutions be computed from their weights? Replaced and hooked ones have to be called."""
+    return all("is_own" in type(c).__dict__ and not has_hooks(c) for c in convs)
 
 
 def conv_parameters(layer: KimiDeltaAttention) -> tuple[Tensor, Tensor | None]:
@@ -114,15 +122,28 @@ def check_window(
     return cp_context
 
 
-def new_cache(layer: KimiDeltaAttention, batch_size: int) -> KDACache:
-    """For new sequences, on the device of the weights."""
-    weight, ranks = layer.o_proj.weight, ranks_of_plan(layer)
+def new_cache(
+    layer: KimiDeltaAttention, batch_size: int, device: Any, dtype: torch.dtype | None, like: Tensor | None
+) -> KDACache:
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"dtype: expected bfloat16, float16, float32 or float64, got {dtype}")
+    ranks = ranks_of_plan(layer)
+    if device is None:
+        device = layer.A_log.device if like is None else like.device
+    inputs = None if like is None else like.dtype
+    narrow = dtype or _dtype_of(layer.o_proj) or inputs or _dtype_of(layer.o_norm) or layer.A_log.dtype
     shape = batch_size, layer.num_v_heads // ranks, layer.head_v_dim, layer.head_k_dim
-    # Not weight.new_zeros, which would give a DTensor if the weight is sharded.
-    state = torch.zeros(shape, dtype=torch.promote_types(torch.float32, weight.dtype), device=weight.device)
+    state = torch.zeros(shape, dtype=torch.promote_types(torch.float32, narrow), device=device)
     if not layer.use_short_conv:
         return KDACache(None, state)
-    weight, channels = layer.q_conv1d.weight, (2 * layer.key_dim + layer.value_dim) // ranks
+    narrow = dtype or _dtype_of(layer.q_conv1d) or inputs or narrow
+    channels = (2 * layer.key_dim + layer.value_dim) // ranks
     size = batch_size, layer.conv_size - 1, channels  # channels side by side: the GPU reads whole lines
-    conv = torch.zeros(size, dtype=weight.dtype, device=weight.device)
-    return KDACache(conv.transpose(1, 2), state)
+    return KDACache(torch.zeros(size, dtype=narrow, device=device).transpose(1, 2), state)
+
+
+def _dtype_of(part: nn.Module) -> torch.dtype | None:
+    """That of its weight; None if it has none of real numbers that the kernels read. Quantised parts do not."""
+    weight: Any = getattr(part, "weight", None)
+    real = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return weight.dtype if real else None

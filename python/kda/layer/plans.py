@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def mesh_of_plan(layer: KimiDeltaAttention) -> Any:
     """The mesh whose ranks share the heads by a plan, or None. FSDP2's mesh is not meant: outside of forward, all
     parameters have its dimensions, and those of a plan come behind them."""
-    weight: Any = layer.q_proj.weight
+    weight: Any = getattr(layer.q_proj, "weight", None)  # quantised maps have none
     if not hasattr(weight, "to_local"):
         return None
     from torch.distributed.fsdp import FSDPModule
@@ -29,11 +29,18 @@ def mesh_of_plan(layer: KimiDeltaAttention) -> Any:
         return None
     for name in ("k_proj", "v_proj", "b_proj", "f_proj", "g_proj", "o_proj"):
         module: Any = getattr(layer, name)
-        last = module[1] if isinstance(module, nn.Sequential) else module
-        if getattr(last.weight, "device_mesh", None) != weight.device_mesh:
+        last = module[-1] if isinstance(module, nn.Sequential) else module
+        if getattr(getattr(last, "weight", None), "device_mesh", None) != weight.device_mesh:
             raise ValueError(f"{name}: expected a style for heads as q_proj has, or kda.tp.HeadParallel, got none")
     mesh = weight.device_mesh
     return mesh[mesh.mesh_dim_names[-1]] if of_fsdp else mesh
+
+
+def for_ranks(layer: KimiDeltaAttention) -> dict[str, Any]:
+    """The keyword with which the layer's own modules get that mesh. Without a mesh there is none, so modules that
+    stand in their places need not know of it."""
+    mesh = mesh_of_plan(layer)
+    return {} if mesh is None else {"mesh": mesh}
 
 
 def ranks_of_plan(layer: KimiDeltaAttention) -> int:

@@ -22,7 +22,7 @@ from ..call.options import make_options
 from ..call.tracing import compiling, modes
 from ..fused import fused_decode
 from .cache import KDACache
-from .parts import conv_parameters, convolutions, heads_of, joint_maps, sizes_of
+from .parts import are_own, conv_parameters, convolutions, heads_of, joint_maps, sizes_of
 from .products import filled_up, has_hooks, is_plain, whole_of
 from .recompute import check_first_run
 from .snapshot import Snapshot, are_plain
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 def is_one_call(layer: KimiDeltaAttention, cache: KDACache) -> bool:
     """Can convolution, recurrence and norm be one call, if the norm is the layer's own? Hooked parts have to be called
     themselves."""
-    norm, convs = layer.o_norm, convolutions(layer)
     return (
         not torch.is_grad_enabled()
         and cache.conv is not None
         and layer.conv_size > 1
-        and not any(map(has_hooks, (norm, *convs)))
+        and not has_hooks(layer.o_norm)
+        and are_own(convolutions(layer))
     )
 
 
@@ -156,9 +156,9 @@ def _weights_of(layer: KimiDeltaAttention, x: Tensor) -> StepWeights | None:
     linear = [*maps, parts["o_proj"], *(m for m in seconds if m is not None)]
     whole = whole_of([m.weight for m in maps]) if all(is_plain(m, bias=True) for m in linear) else None
     convs = convolutions(layer)
-    if whole is None or any(map(has_hooks, (parts["o_norm"], *convs))):
+    if whole is None or has_hooks(parts["o_norm"]) or not are_own(convs):
         return None
-    if not all({"weight", "bias"} <= c._parameters.keys() for c in convs):  # replaced, or computed from others
+    if not all({"weight", "bias"} <= c._parameters.keys() for c in convs):  # computed from others
         return None
     biases = [c.bias for c in convs if c.bias is not None]
     if whole_of([c.weight for c in convs]) is None or (biases and whole_of(biases) is None):

@@ -23,8 +23,8 @@ from ..call.dispatch import dispatched
 from ..call.inputs import TrainingCall
 from ..call.library import library
 from ..call.options import Options, make_options
-from .parts import conv_parameters, convolutions, joint_maps
-from .products import gradients, has_hooks, is_plain, product
+from .parts import are_own, conv_parameters, convolutions, joint_maps
+from .products import gradients, is_plain, product
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -168,15 +168,16 @@ def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tens
     nothing needs gradients or torch has to see each operator, if a part was replaced or hooked, or if the layer has
     no convolution, a single token recurrence, or a gate of full rank with a bias."""
     maps = joint_maps(layer, x)
-    second: list[Any] = [m[1] if isinstance(m, nn.Sequential) else None for m in (layer.f_proj, layer.g_proj)]
     convs = convolutions(layer)
+    if maps is None or len(maps) != 6:
+        return None
+    second: list[Any] = [m[1] if isinstance(m, nn.Sequential) else None for m in (layer.f_proj, layer.g_proj)]
     if (
-        maps is None
-        or len(maps) != 6
-        or layer.mode != "chunk"
+        layer.mode != "chunk"
         or not convs
         or layer.conv_size == 1
-        or any(has_hooks(c) or type(c.weight) is not nn.Parameter for c in convs)
+        or not are_own(convs)
+        or any(type(c.weight) is not nn.Parameter for c in convs)
         or not all(m is None or is_plain(m, bias=True) for m in second)
         or (second[0] is not None and second[0].bias is not None)
         or dispatched()
