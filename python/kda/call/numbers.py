@@ -22,10 +22,10 @@ def integer(name: str, x: Any) -> int:
 
 
 def offsets_of(name: str, x: Tensor | Sequence[int]) -> list[int]:
-    """Checks offsets and reads them on the host."""
+    """Checks offsets, a tensor, an array of NumPy or a sequence of integers, and reads them on the host."""
     if isinstance(x, Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"{name}: expected [N + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
-    given = x.tolist() if isinstance(x, Tensor) else x
+    given: Any = x.tolist() if hasattr(x, "tolist") else x
     if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
         raise ValueError(f"{name}: expected a tensor or a sequence of integers, got {given!r}")
     cu = [integer(f"{name}[{n}]", i) for n, i in enumerate(given)]

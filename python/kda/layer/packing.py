@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
 def find_layout(
     hidden_states: Tensor,
-    offsets: Mapping[str, Tensor | None],
+    offsets: Mapping[str, Any],
     seq_idx: Tensor | None,
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
@@ -31,7 +31,7 @@ def find_layout(
     Offsets alone are used as they are; everything else is read on the host, which waits for a GPU.
     """
     B, T, _ = hidden_states.shape
-    given = {name: x for name, x in offsets.items() if x is not None}
+    given = _as_tensors(offsets, hidden_states.device)
     first = next(iter(given.values()), None)
     if first is not None and B != 1:
         raise ValueError(f"hidden_states: expected one row with {next(iter(given))}, got {B}")
@@ -47,6 +47,21 @@ def find_layout(
         return _padding_last(attention_mask.to(hidden_states.device)[:, attention_mask.shape[1] - T :] != 0)
     layout: Layout = _read(hidden_states, given, seq_idx, position_ids, attention_mask)
     return layout
+
+
+def _as_tensors(offsets: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """The offsets that are given, as tensors. Lists, tuples and arrays of NumPy are copied to the device in each call.
+    An object given under several names stays one tensor."""
+    found: dict[str, Tensor] = {}
+    for name, x in offsets.items():
+        if isinstance(x, Tensor):
+            if x.ndim != 1 or x.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name}: expected [N + 1] int32 or int64, got {list(x.shape)} {x.dtype}")
+            found[name] = x
+        elif x is not None:
+            same = next((found[other] for other in found if offsets[other] is x), None)
+            found[name] = torch.tensor(offsets_of(name, x), device=device) if same is None else same
+    return found
 
 
 def _check_shapes(
