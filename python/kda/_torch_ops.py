@@ -24,8 +24,10 @@ def announce_when_imported() -> None:
 
 
 def _announce(torch: Any) -> None:
-    class Namespace(torch._ops._OpNamespace):  # type: ignore[misc]
-        __module__ = torch._ops._OpNamespace.__module__  # exported programs name their operators by this module
+    kind: Any = type(torch.ops.aten)
+
+    class Namespace(kind):  # type: ignore[misc]
+        __module__ = kind.__module__  # exported programs name their operators by this module
 
         def __getattr__(self, name: str) -> Any:
             if not name.startswith("__"):

@@ -8,6 +8,9 @@ the short convolution and ``D`` a channel count.
 
 from __future__ import annotations
 
+from . import _needs_new_torch  # noqa: F401
+
+# isort: split
 import math
 from collections.abc import MutableMapping
 from typing import Any

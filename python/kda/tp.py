@@ -7,6 +7,9 @@
 
 from __future__ import annotations
 
+from . import _needs_new_torch  # noqa: F401
+
+# isort: split
 from typing import Any
 
 import torch

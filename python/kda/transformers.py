@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import _needs_new_torch  # noqa: F401
+
+# isort: split
 from functools import partial
 from typing import Any
 

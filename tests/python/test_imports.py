@@ -1,5 +1,5 @@
 """The structure of python/kda, read from its files: imports without a circle on at most eight floors, one home for each
-public name, short files, and no long row of arguments by position.
+public name, short files, and few private names of torch.
 
 How floors are counted: a module stands one floor above the highest module that it imports. Imports inside functions
 count, those for types alone (``if TYPE_CHECKING``) do not. The package itself only says where names are, and a
@@ -127,3 +127,68 @@ def test_every_public_name_has_one_home() -> None:
     assert {name: defined[name] for name in kda.__all__} == {
         name: [f"kda.{module}"] for module, names in kda._HOMES.items() for name in names
     }
+
+
+# ---- private names of torch ----
+
+# A torch may drop or change these at any time. Look for a public name before you add one.
+PRIVATE = {
+    "kda.cp._agree": {"_get_process_group_store"},
+    "kda.call.tracing": {
+        "_C._after_autograd_keyset",
+        "_C._are_functorch_transforms_active",
+        "_C._autograd._profiler_enabled",
+        "_C._current_graph_task_id",
+        "_C._increment_version",
+        "_C._functorch.is_functorch_wrapped_tensor",
+        "_C._functorch.is_legacy_batchedtensor",
+        "_C._functorch.peek_interpreter_stack",
+        "_C._len_torch_dispatch_stack",
+        "_C._profiler._RecordFunctionFast",
+        "_current_level",
+        "_get_current_dispatch_mode_stack",
+        "_python_dispatch",
+        "nn.modules.module._has_any_global_hook",
+    },
+}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def private_names(parsed: ast.Module) -> Iterator[str]:
+    """Private names of torch: imported ones, attributes of what is imported, and texts from which names are read."""
+    own: set[str] = set()  # names in this file for things of torch
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            modules = [a for a in node.names if a.name.split(".")[0] == "torch"]
+            own |= {(a.asname or "torch") for a in modules}
+            yield from (a.name for a in modules if is_private(a.name))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            own |= {a.asname or a.name for a in node.names}
+            yield from (a.name for a in node.names if is_private(f"{node.module}.{a.name}"))
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Attribute):
+            root, _, name = ast.unparse(node).partition(".")
+            if root in own and is_private(node.attr):
+                yield name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("_of_torch", "getattr", "hasattr"):
+            of_torch = ast.unparse(node.func) == "_of_torch" or ast.unparse(node.args[0]) in own | {"_forward_ad"}
+            names = [a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            yield from (name for name in names if of_torch and is_private(name))
+
+
+def test_private_names_are_found() -> None:
+    code = """
+import torch._ops, torch.library as l
+from torch.nn.modules.module import _hooks
+from torch._C import x
+torch._C._functorch.y(), l._z, getattr(torch, "_w"), torch.__version__, self._own
+"""
+    assert set(private_names(ast.parse(code))) == {"torch._ops", "_hooks", "x", "_C._functorch", "_C", "_z", "_w"}
+
+
+def test_private_names_of_torch_are_these() -> None:
+    found = {module: set(private_names(tree(module))) for module in FILES}
+    assert {module: names for module, names in found.items() if names} == PRIVATE

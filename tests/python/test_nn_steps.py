@@ -118,7 +118,7 @@ def second_half(layer: KimiDeltaAttention) -> None:
 
 
 def more_halves(layer: KimiDeltaAttention) -> None:
-    layer.g_proj.insert(1, nn.Linear(16, 32))  # type: ignore[operator]
+    layer.g_proj.insert(1, nn.Linear(16, 16))  # type: ignore[operator]
 
 
 def convolution(layer: KimiDeltaAttention) -> None:

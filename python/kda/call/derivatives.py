@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
+from . import tracing
 from .options import Options
 from .tracing import refuse_batched_gradients, transform_refusal
 
@@ -72,9 +72,9 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 def needs_function(tensors: Iterable[Tensor | None]) -> bool:
     """Does even a call without gradients need a ``Function``? It refuses transforms and forward mode, and unwraps
     tensors that have outlived a transform. Other calls are half as long without."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if tracing.transforms_active() or tracing.forward_mode():
         return True
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    wrapped = tracing.is_transformed
     return any([x is not None and wrapped(x) for x in tensors])
 
 

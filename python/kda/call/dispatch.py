@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from . import tracing
 from .arrays import is_torch, torch
 from .tracing import compiling, is_wrapper, modes
 
@@ -23,9 +24,7 @@ def dispatched() -> bool:
 
 def _tell_counters() -> None:
     """A ``FlopCounterMode`` copies the formulas when it is made, which may be before ours are registered."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in tracing.active_modes():
         counter = getattr(mode, "counter", None)
         if isinstance(registry := getattr(counter, "flop_registry", None), dict):
             from . import flops
@@ -55,9 +54,7 @@ def needs_dispatch(arguments: dict[str, Any]) -> bool:
 
 
 def through_operators(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Through(TorchDispatchMode):
+    class Through(tracing.mode_class()):  # type: ignore[misc]
         """Changes nothing; under any mode, calls go to the operators."""
 
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

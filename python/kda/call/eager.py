@@ -9,9 +9,9 @@ from typing import Any
 from numpy import ndarray
 
 from .arrays import Tensor, check_views, torch
+from .tracing import increment_version as _increment_version
 
 grad_enabled: Any = (lambda: False) if torch is None else torch.is_grad_enabled
-_increment_version: Any = (lambda tensors: None) if torch is None else torch._C._increment_version
 
 
 class LostGradients(ValueError):

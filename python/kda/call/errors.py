@@ -8,6 +8,7 @@ import re
 from numbers import Real
 from typing import Any, NamedTuple
 
+from . import tracing
 from .arrays import View, is_torch, torch
 from .eager import LostGradients
 from .tracing import is_wrapper, transform_refusal
@@ -74,8 +75,7 @@ def refusal(error: Exception, arguments: dict[str, Any], takes: Takes | None = N
 
 
 def _inside_transforms(arguments: dict[str, Any]) -> bool:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(wrapped(x) for x in arguments.values() if is_torch(x))
+    return any(tracing.is_transformed(x) for x in arguments.values() if is_torch(x))
 
 
 def _takes(arguments: dict[str, Any]) -> Takes:

@@ -10,6 +10,7 @@ import torch
 
 from .eager import LostGradients, mark_written
 from .options import Options
+from .tracing import after_autograd
 
 Tensor = torch.Tensor
 
@@ -149,7 +150,7 @@ def _refusing(operator: Any, instead: str) -> Any:
             for name, x in (*zip(names, values, strict=False), *options.items()):
                 if isinstance(x, Tensor) and x.requires_grad:
                     raise ValueError(f"{name}: {LostGradients(instead)}")
-        return operator.redispatch(keys & torch._C._after_autograd_keyset, *values, **options)
+        return operator.redispatch(keys & after_autograd, *values, **options)
 
     return refuse_or_run
 

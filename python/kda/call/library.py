@@ -96,7 +96,9 @@ class _Recorded:
             return function
 
         def call(*tensors: Any, **operands: Any) -> Any:
-            with sys.modules["torch"]._C._profiler._RecordFunctionFast(f"libkda::{name}"):
+            from .tracing import profiled
+
+            with profiled(f"libkda::{name}"):
                 return function(*tensors, **operands)
 
         return call
@@ -139,5 +141,7 @@ OPERATORS: Sequence[str] = _Operators()
 def _load() -> None:
     global _library, _profiling
     _library = Library()
-    if (torch := sys.modules.get("torch")) is not None:  # tvm_ffi imports it where it is installed
-        _profiling = torch._C._autograd._profiler_enabled
+    if sys.modules.get("torch") is not None:  # tvm_ffi imports it where it is installed
+        from .tracing import profiling
+
+        _profiling = profiling

@@ -1,8 +1,14 @@
-"""What torch is doing around a call: compiling it, watching its operators, or transforming it."""
+"""What torch is doing around a call: compiling it, watching its operators, or transforming it.
+
+torch has no public names for most of this. Its private names stand here (one more in kda.cp), and test_imports.py
+lists them. Where a torch lacks one, kda does without what it was for, or says which torch it needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 try:
@@ -10,8 +16,69 @@ try:
 except ImportError:  # everything but autograd works without torch
     torch = None  # type: ignore[assignment]
 
-compiling: Any = (lambda: False) if torch is None else torch.compiler.is_compiling
-modes: Any = (lambda: 0) if torch is None else torch._C._len_torch_dispatch_stack
+
+def _of_torch(name: str, *instead: Any) -> Any:
+    """What torch has under a dotted name, or what to use instead."""
+    try:
+        return attrgetter(name)(torch)
+    except AttributeError:
+        if instead:
+            return instead[0]
+        wanted = f"expected a version from 2.10 on that has torch.{name} (pip install 'libkda[torch]')"
+        raise ImportError(f"torch: {wanted}, got {torch.__version__}") from None
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+compiling: Any = _never if torch is None else torch.compiler.is_compiling
+modes: Any = _never  # how many modes of torch's dispatcher are active
+transforms_active: Any = _never  # is a transform of torch.func active?
+profiling: Any = _never  # does torch's profiler run?
+profiled: Any = nullcontext  # an entry in it
+increment_version: Any = _never  # raises the versions of tensors
+if torch is not None:
+    modes = _of_torch("_C._len_torch_dispatch_stack")
+    transforms_active = _of_torch("_C._are_functorch_transforms_active")
+    # A backward pass has a number; -1 outside of any.
+    backward_number = _of_torch("_C._current_graph_task_id")
+    # The public function is this one with a check in Python, which takes as long again.
+    increment_version = _of_torch("_C._increment_version", torch.autograd.graph.increment_version)
+    # The dispatch keys behind autograd's.
+    after_autograd = _of_torch("_C._after_autograd_keyset")
+    # Has a tensor a transform's level, also one that has ended? Is it one of is_grads_batched?
+    is_transformed = _of_torch("_C._functorch.is_functorch_wrapped_tensor", _never)
+    is_batched = _of_torch("_C._functorch.is_legacy_batchedtensor", _never)
+    _forward_ad = torch.autograd.forward_ad
+    _innermost = _of_torch("_C._functorch.peek_interpreter_stack", None)
+    # Is there a hook of all modules? If nobody can tell, there may be.
+    any_global_hook = _of_torch("nn.modules.module._has_any_global_hook", lambda: True)
+    profiling = _of_torch("_C._autograd._profiler_enabled", _never)
+    profiled = _of_torch("_C._profiler._RecordFunctionFast", nullcontext)
+
+
+def transform_name() -> str:
+    """Of the innermost transform: Grad, Vmap, Jvp, .."""
+    return _innermost().key().name if _innermost is not None else ""
+
+
+def mode_class() -> Any:
+    """The class of modes of torch's dispatcher."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch.TorchDispatchMode
+
+
+def active_modes() -> list[Any]:
+    from torch.utils import _python_dispatch
+
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+def forward_mode() -> bool:
+    """Are there tensors with derivatives of forward mode?"""
+    return getattr(_forward_ad, "_current_level", -1) >= 0
 
 
 def is_wrapper(x: Any) -> bool:
@@ -35,15 +102,16 @@ _TRANSFORMS = {
 
 def transform_refusal() -> NotImplementedError | None:
     """The error for a call inside one of torch.func's transforms, else None."""
-    if torch is None or not torch._C._are_functorch_transforms_active():
+    if not transforms_active():
         return None
-    kind = torch._C._functorch.peek_interpreter_stack().key().name
-    name, wanted = _TRANSFORMS.get(kind, ("torch.func", "expected none of its transforms around this function"))
+    name, wanted = _TRANSFORMS.get(
+        transform_name(), ("torch.func", "expected none of its transforms around this function")
+    )
     return NotImplementedError(f"{name}: {wanted}, got a call inside of it")
 
 
 def refuse_batched_gradients(gradients: Iterable[Any]) -> None:
     """Refuses ``is_grads_batched``, and ``torch.autograd.functional.jacobian(vectorize=True)``."""
-    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients):
+    if any(x is not None and is_batched(x) for x in gradients):
         wanted = "expected False (vectorize=False for jacobians), and torch.autograd.grad once for each gradient"
         raise NotImplementedError(f"is_grads_batched: {wanted}, got True")

@@ -8,6 +8,9 @@ Gradients go the other way with the dual maps. Nothing depends on which rank is 
 every time.
 """
 
+from .. import _needs_torch  # noqa: F401
+
+# isort: split
 from ._chunk import chunk_kda
 from ._context import Context
 from ._fla import as_context

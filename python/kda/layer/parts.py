@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call.dispatch import dispatched
+from ..call.tracing import transforms_active
 from .cache import KDACache
 from .plans import local, mesh_of_plan, ranks_of_plan
 from .products import has_hooks, is_plain, pack, whole_of
@@ -54,7 +55,7 @@ def joint_maps(layer: KimiDeltaAttention, x: Tensor) -> list[nn.Linear] | None:
         not layer.fuse_projections
         or x.is_meta
         or torch.is_autocast_enabled(x.device.type)
-        or torch._C._are_functorch_transforms_active()
+        or transforms_active()
         or (maps := _joint_maps(layer)) is None
     ):
         return None

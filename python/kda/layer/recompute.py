@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import torch
 
+from ..call.tracing import backward_number
+
 
 def current_backward() -> int:
     """The number of the backward pass that this thread runs, -1 outside of any."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_compiling() else backward_number()
 
 
 def check_first_run(name: str, made_in: int) -> None:

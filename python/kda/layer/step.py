@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..arguments import norm_form
 from ..call.eager import grad_enabled, mark_step
 from ..call.inputs import single
 from ..call.library import library
 from ..call.options import make_options
-from ..call.tracing import compiling, modes
+from ..call.tracing import any_global_hook, backward_number, compiling, modes, transforms_active
 from ..fused import fused_decode
 from .cache import KDACache
 from .parts import are_own, conv_parameters, convolutions, heads_of, joint_maps, sizes_of
@@ -65,7 +64,7 @@ def quick_step(layer: KimiDeltaAttention, x: Tensor, cache: Any) -> Tensor | Non
     unusual."""
     if compiling() or grad_enabled() or modes() or type(x) is not Tensor or type(cache) is not KDACache:
         return None
-    if torch._C._are_functorch_transforms_active() or torch._C._current_graph_task_id() != -1 or _has_any_global_hook():
+    if transforms_active() or backward_number() != -1 or any_global_hook():
         return None
     device = x.device
     if torch.is_autocast_enabled(device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

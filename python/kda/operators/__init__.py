@@ -21,6 +21,9 @@ traced. Operators of the namespace ``kda``, by module:
 Importing this package registers all of them. ``_torch_ops`` imports it at the first look-up in ``torch.ops.kda``.
 """
 
+from .. import _needs_torch  # noqa: F401
+
+# isort: split
 from . import convolution, gate, layer, norm, prefill_f32, segments, serving, speculation, stages, training
 
 __all__ = [

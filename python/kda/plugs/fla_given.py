@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.tracing import transform_refusal
+from ..call.tracing import transform_refusal, transforms_active
 from .declined import gpu_why_not
 
 Tensor = torch.Tensor
@@ -31,7 +31,7 @@ def by_keyword(why_not: Callable[..., str | None], run: Callable[..., Any]) -> T
 def place_why_not(x: Tensor) -> str | None:
     if x.dtype not in DTYPES:
         return f"kda takes bfloat16, float16 and float32, not {x.dtype}"
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         return str(transform_refusal())
     if x.is_cuda:
         return gpu_why_not(x.get_device())

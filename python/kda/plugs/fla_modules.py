@@ -124,7 +124,7 @@ def _update(
             x=tokens, weight=dense_last(weight), bias=bias, initial_state=state, final_state=state, y=y,
             silu=activation is not None,
         )  # fmt: skip
-        torch._C._increment_version([cache])
+        torch.autograd.graph.increment_version(cache)
     return y.view(x.shape), cache
 
 
