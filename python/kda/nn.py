@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layer import front, training
+from .layer import front, rates, training
 from .layer.cache import KDACache
 from .layer.checkpoints import from_published, own_names, to_published
 from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_values, run_drafts
@@ -73,7 +73,8 @@ class KimiDeltaAttention(nn.Module):
             parameters do not change. Projections that something has replaced, hooked, distributed or moved apart run
             one by one, as do all of them under autocast; their convolutions share a launch all the same. See
             :meth:`pack_weights`.
-        device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for.
+        device, dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 whatever dtype is asked for, here and
+            by ``layer.to``, ``half`` and ``bfloat16`` (``double`` widens them).
 
     If made on the ``meta`` device, the layer and its modules are initialised by ``to_empty`` and then
     ``reset_parameters`` of every module, as FSDP and others do.
@@ -167,7 +168,7 @@ class KimiDeltaAttention(nn.Module):
         """Initialises the gate: ``exp(A_log)`` from U(1, 16), ``softplus(dt_bias)`` log-uniform in [0.001, 0.1]. The
         modules inside initialise themselves. Parameters that transformers marks as loaded (``_is_hf_initialized``)
         keep their values."""
-        self._mark_parameters()
+        rates.mark(self)
         loaded = [getattr(parameter, "_is_hf_initialized", False) for parameter in (self.A_log, self.dt_bias)]
         if not loaded[0] and self.safe_gate:
             self.A_log.zero_()
@@ -177,14 +178,10 @@ class KimiDeltaAttention(nn.Module):
             dt = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
             self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
-    def _mark_parameters(self) -> None:
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]  # FLA's and other trainers look for this
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Marks the parameters again: ``to_empty`` and moves off the meta device replace them and lose the marks."""
-        module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark_parameters()
+        module = super()._apply(rates.without_narrowing(self, fn), recurse)  # type: ignore[no-untyped-call]
+        rates.mark(self)
         self.pack_weights()
         return module
 

@@ -97,6 +97,22 @@ def test_device_and_dtype():
     check(layer, {n: p.detach() if n in kept else p.detach().float() for n, p in layer.named_parameters()})
 
 
+@pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), nn.Module.bfloat16, nn.Module.half])
+def test_conversions_leave_the_rates(convert):
+    layer = KimiDeltaAttention(**SIZES)
+    layer(tokens(1, 9, 48))[0].sum().backward()
+    before = {n: p.detach().clone() for n, p in layer.named_parameters()}
+    convert(nn.Sequential(layer))
+    assert {n for n, p in layer.named_parameters() if p.dtype == torch.float32} == {"A_log", "dt_bias"}
+    assert all(torch.equal(getattr(layer, n), before[n]) for n in ("A_log", "dt_bias"))
+    assert all(p.grad.dtype == p.dtype for p in layer.parameters())
+    parameters = {n: p.double() for n, p in layer.named_parameters()}
+    x = tokens(1, 9, 48).to(layer.q_proj.weight.dtype)
+    assert relative(model(parameters, x[0].double(), layer), layer(x)[0][0]) < 2e-2
+    assert layer.double().A_log.dtype == torch.float64
+    assert convert(layer).A_log.dtype == torch.float32
+
+
 def test_marks_on_parameters():
     """Trainers leave A_log and dt_bias without weight decay, and transformers marks what it has loaded."""
     layer = on_meta()

