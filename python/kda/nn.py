@@ -29,6 +29,7 @@ from .layer.norm import RMSNormGated
 from .layer.packing import find_layout
 from .layer.parts import check_window, new_cache, pack_weights
 from .layer.plans import for_ranks, local, mesh_of_plan
+from .layer.products import unpack
 from .layer.states import old_state
 from .layer.step import StepWeights, is_one_call, one_call, quick_step
 from .serving import decode, prefill
@@ -193,14 +194,16 @@ class KimiDeltaAttention(nn.Module):
         self.pack_weights()  # copy.deepcopy copies each weight by itself
 
     def pack_weights(self) -> None:
-        """Puts the weights of the projections side by side, and those of the convolutions, if ``fuse_projections``.
-        This moves their memory: the parameters stay the same objects with the same values. The layer does this when
-        it is made, moved, converted or copied. Call it after something has given parameters other memory, such as
-        ``load_state_dict(assign=True)``. Without the call everything is right, but slower. Last bits of the
-        projections may change with it."""
+        """Puts the weights of the projections side by side, and those of the convolutions, if ``fuse_projections``;
+        without, gives each memory of its own again. This moves their memory: the parameters stay the same objects with
+        the same values. The layer does this when it is made, moved, converted or copied. Call it after something has
+        given parameters other memory, such as ``load_state_dict(assign=True)``. Without the call everything is right,
+        but slower. Last bits of the projections may change with it."""
         self.step_weights = None
         if self.fuse_projections:
             pack_weights(self)
+        else:
+            unpack(self.parameters())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Also accepts the names and shapes of published checkpoints."""

@@ -209,6 +209,17 @@ def fsdp1(config: dict[str, Any], use_orig_params: bool) -> None:
     train_and_serve(layer, plain)
 
 
+def ddp(**options: Any) -> None:
+    """Not made empty, but buckets of gradients are another place where storages meet."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    layer, plain = (KimiDeltaAttention(**SIZES, conv_bias=True) for _ in range(2))
+    wrapped = DistributedDataParallel(layer, **options)
+    plain.load_state_dict(layer.state_dict())
+    losses = [losses_of(trained) for trained in (plain, wrapped)]
+    assert torch.allclose(*losses, rtol=1e-4), losses
+
+
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -218,6 +229,8 @@ def run_rank(rank: int, folder: str) -> None:
             fsdp2(config, choice)
             fsdp1(config, choice)
     fsdp2_computing_in_bfloat16()
+    ddp()
+    ddp(gradient_as_bucket_view=True, static_graph=True)
     dist.destroy_process_group()
 
 

@@ -216,16 +216,6 @@ def test_state_dicts_can_be_saved() -> None:
         assert all(torch.equal(x, saved[n]) for n, x in layer.state_dict().items())
 
 
-def test_weights_that_share_memory_fill_it() -> None:
-    """torch.export.save takes them for parts of one tensor; on a GPU it loses what it cannot find that way."""
-    layer = make(num_heads=3, num_v_heads=3, head_dim=20, expand_v=0.6)
-    for weights in (
-        [m.weight for m in _parts._joint_maps(layer) or []],
-        [c.weight for c in _parts.convolutions(layer)],
-    ):
-        assert weights[0].untyped_storage().nbytes() == sum(w.nbytes for w in weights)
-
-
 def test_frozen_projections_get_no_gradient() -> None:
     layer = make()
     layer.k_proj.weight.requires_grad_(False)

@@ -40,9 +40,9 @@ FORMS = {
 def from_published(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
     """Translates a layer of a published checkpoint, or of transformers, to a state dict of ``KimiDeltaAttention``.
 
-    Every number stays as it is, in its dtype; most tensors are the given ones, or views of them. ``load_state_dict``
-    of the layer renames by itself. This function can also extract one layer from a checkpoint, and its errors say
-    more about a layer that it does not understand.
+    Every number stays as it is, in its dtype; most tensors are the given ones, or views of them, and what is split is
+    copied. ``load_state_dict`` of the layer renames by itself. This function can also extract one layer from a
+    checkpoint, and its errors say more about a layer that it does not understand.
 
     Args:
         state_dict: tensors by name, of Kimi-Linear, Kimi K3, GLM-5, Ling-3, FLA or this library.
@@ -112,7 +112,7 @@ def own_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if packed.shape[0] != sum(sizes):
             raise ValueError(f"conv1d.weight: expected {sum(sizes)} channels of q, k and v, got {packed.shape[0]}")
         del own["conv1d.weight"]
-        own.update(zip(CONVOLUTIONS, packed.split(sizes), strict=True))
+        own.update(zip(CONVOLUTIONS, (x.clone() for x in packed.split(sizes)), strict=True))
     for name in ("A_log", "dt_bias"):
         if name in own and own[name].ndim != 1:
             own[name] = own[name].reshape(-1)
@@ -128,7 +128,7 @@ def _without_padding(A_log: Tensor, heads: int) -> Tensor:
         return A_log
     if not A_log.is_meta and bool(A_log[heads:].any()):
         raise ValueError(f"A_log: expected {heads} numbers, as b_proj.weight has rows, and zeros, got {A_log.numel()}")
-    return A_log[:heads]
+    return A_log[:heads].clone()
 
 
 def _published_name(name: str, in_transformers: bool) -> str:

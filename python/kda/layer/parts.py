@@ -13,6 +13,7 @@ from ..call.tracing import transforms_active
 from .cache import KDACache
 from .plans import local, mesh_of_plan, ranks_of_plan
 from .products import has_hooks, is_plain, pack, whole_of
+from .projections import concatenated
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -94,12 +95,16 @@ def conv_parameters(layer: KimiDeltaAttention) -> tuple[Tensor, Tensor | None]:
     convs, mesh = convolutions(layer), mesh_of_plan(layer)
     weights = [local(c.weight, mesh) for c in convs]
     biases = [local(c.bias, mesh) for c in convs if c.bias is not None]
-    return _as_one(weights).squeeze(1), _as_one(biases) if biases else None
+    return as_one(weights).squeeze(1), as_one(biases) if biases else None
 
 
-def _as_one(parameters: list[Tensor]) -> Tensor:
+def as_one(parameters: list[Tensor]) -> Tensor:
     """Their own memory, if they lie side by side and need no gradients; else a copy."""
-    whole = None if torch.is_grad_enabled() or dispatched() else whole_of(parameters)
+    if dispatched():
+        return torch.cat(parameters)
+    if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+        return concatenated(parameters)
+    whole = whole_of(parameters)
     return torch.cat(parameters) if whole is None else whole
 
 

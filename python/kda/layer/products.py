@@ -1,14 +1,17 @@
 """Linear maps of the same input as one matrix product.
 
-The weights stay parameters of their own modules. :func:`pack` puts their memory side by side, so that they are slices
-of one matrix. :func:`joint_linear` looks at the addresses in every call. If the weights still lie side by side, one
-product with the whole matrix computes all maps. Nothing is copied and nothing is kept, so no update of a weight can
-be missed: an optimizer's step, ``load_state_dict``, or another tensor in the place of a parameter.
+The weights stay parameters of their own modules. :func:`pack` puts their memory side by side, so that together they
+are one matrix. :func:`joint_linear` looks at the addresses in every call. If the weights still lie side by side, one
+product with the whole matrix computes all maps. Nothing is copied, so no update of a weight can be missed: an
+optimizer's step, ``load_state_dict``, or another tensor in the place of a parameter.
+
+Every weight has a storage of its own, with its own bytes only. Whatever saves, shares or counts tensors tells them
+apart by their storages, and takes slices of one storage for one tensor under several names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 # Rows of the product are this many columns apart, or a multiple, so that they begin at lines of 128 bytes. On an H200
 # the convolution of 8,192 rows takes 126 us with lines that two rows share, and 120 us without.
 _ALIGNMENT = 64
+_WHOLE = "kda_whole"  # the attribute of the storage of a packed weight
 
 
 # These two read what nn.Module keeps directly: its __getattr__ takes ten times as long, which shows in decode steps.
@@ -43,44 +47,63 @@ def has_hooks(module: nn.Module) -> bool:
 
 def pack(parameters: Sequence[Any]) -> None:
     """Puts the memory of parameters ``[n_i, ...]``, equal but for ``n_i``, side by side. Parameters that differ in
-    dtype or device, that have no memory (``meta``), or that are not plain stay as they are."""
+    dtype or device, that have no memory (``meta``), that processes share, or that are not plain stay as they are."""
     first = parameters[0]
-
-    def fits(p: Any) -> bool:
-        kind = p.dtype, p.device, p.shape[1:]
-        return type(p) is nn.Parameter and kind == (first.dtype, first.device, first.shape[1:])
-
-    if first.is_meta or not all(map(fits, parameters)) or _side_by_side(parameters):
+    if first.is_meta or any(type(p) is not nn.Parameter for p in parameters) or whole_of(parameters) is not None:
         return
-    rows = sum(p.shape[0] for p in parameters)
+    for p in parameters:  # share_memory() gives a storage other memory
+        vars(p.untyped_storage()).pop(_WHOLE, None)
+    kinds = {(p.dtype, p.device, p.shape[1:], _is_shared(p)) for p in parameters}
+    if len(kinds) > 1 or _is_shared(first):
+        return
     with torch.no_grad():
-        # No row more: torch.export.save needs weights that share memory to fill it.
-        whole = first.new_empty((rows, *first.shape[1:]))
+        whole = first.new_empty((sum(p.shape[0] for p in parameters), *first.shape[1:]))
         for p, part in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
-            p.data = part.copy_(p)
+            p.data = _with_own_storage(part.copy_(p), whole)
 
 
-def _side_by_side(weights: Sequence[Tensor]) -> bool:
-    first = weights[0]
-    at, dtype = first.data_ptr(), first.dtype
-    for w in weights:
-        if w.data_ptr() != at or w.dtype != dtype or not w.is_contiguous():
-            return False
-        at += w.nbytes
-    return at <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
+def _is_shared(p: Tensor) -> bool:
+    return p.device.type == "cpu" and p.is_shared()
+
+
+def _with_own_storage(part: Tensor, whole: Tensor) -> Tensor:
+    """A contiguous part of ``whole`` in the same memory. Its storage keeps that memory, and tells :func:`whole_of` of
+    ``whole``: torch keeps the Python object of a storage as long as the storage."""
+    at = part.data_ptr() - whole.data_ptr()
+    storage = whole.untyped_storage()[at : at + part.nbytes]
+    setattr(storage, _WHOLE, whole)
+    return part.new_empty(0).set_(storage, 0, part.shape, part.stride())
+
+
+def unpack(parameters: Iterable[Any]) -> None:
+    """Gives what :func:`pack` has packed memory of its own."""
+    for p in parameters:
+        if type(p) is nn.Parameter and hasattr(p.untyped_storage(), _WHOLE):
+            p.data = p.detach().clone()
 
 
 def whole_of(weights: Sequence[Tensor]) -> Tensor | None:
     """``[n, ..]``, the memory of all weights as one tensor without gradients, or None if they do not lie side by
     side."""
-    if not _side_by_side(weights):
+    whole: Tensor | None = getattr(weights[0].untyped_storage(), _WHOLE, None)
+    if whole is None:
         return None
-    first = weights[0].detach()
-    return first.as_strided((sum(w.shape[0] for w in weights), *first.shape[1:]), first.stride())
+    begin, dtype = whole.data_ptr(), whole.dtype
+    at = begin
+    for w in weights:
+        if w.data_ptr() != at or w.dtype != dtype or not w.is_contiguous():
+            return None
+        at += w.nbytes
+    return whole if at == begin + whole.nbytes else None
 
 
 def filled_up(rows: int) -> int:
     return -(-rows // _ALIGNMENT) * _ALIGNMENT
+
+
+def copies(joint: Tensor, rows: Sequence[int]) -> list[Tensor | None]:
+    """The parts of a joint gradient, with memory of their own."""
+    return [part.clone() for part in joint.split(rows)]
 
 
 def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -103,7 +126,8 @@ def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def gradients(
     x: Tensor, weights: Sequence[Tensor], dy: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of x and of each weight, where wanted. Those of the weights may be slices of one tensor."""
+    """The gradients of x and of each weight, where wanted. Each has memory of its own, so one that is kept keeps no
+    others. One product and copies: products for single weights fill a GPU less well."""
     rows = [w.shape[0] for w in weights]
     dy = dy[:, : sum(rows)]
     parts = dy.split(rows, 1)
@@ -117,5 +141,5 @@ def gradients(
             for part, w in zip(parts[1:], weights[1:], strict=True):
                 dx.addmm_(part, w)
     if all(wanted[1:]):
-        return dx, list(torch.mm(dy.t(), x).split(rows))
+        return dx, copies(torch.mm(dy.t(), x), rows)
     return dx, [torch.mm(part.t(), x) if want else None for part, want in zip(parts, wanted[1:], strict=True)]

@@ -23,8 +23,8 @@ from ..call.dispatch import dispatched
 from ..call.inputs import TrainingCall
 from ..call.library import library
 from ..call.options import Options, make_options
-from .parts import are_own, conv_parameters, convolutions, joint_maps
-from .products import gradients, is_plain, product
+from .parts import are_own, as_one, convolutions, joint_maps
+from .products import copies, gradients, is_plain, product
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -51,10 +51,26 @@ class Parameters(NamedTuple):
     f_second: Tensor | None
     g_second: Tensor | None
     g_bias: Tensor | None
-    conv_weight: Tensor  # [D, W]
-    conv_bias: Tensor | None  # [D]
     A_log: Tensor
     dt_bias: Tensor
+    q_conv: Tensor  # [D, 1, W], and so on
+    k_conv: Tensor
+    v_conv: Tensor
+    q_bias: Tensor | None  # [D]: those of the convolutions
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+
+    def convolution(self) -> tuple[Tensor, Tensor | None]:
+        """The weights ``[D, W]`` and the biases ``[D]`` of all three, outside of autograd."""
+        weights, biases = self.convolutions()
+        return as_one(weights).squeeze(1), as_one(biases) if biases else None
+
+    def convolutions(self) -> tuple[list[Tensor], list[Tensor]]:
+        biases = self.q_bias, self.k_bias, self.v_bias
+        return [self.q_conv, self.k_conv, self.v_conv], [b for b in biases if b is not None]
+
+
+_WEIGHTS, _BIASES = Parameters._fields[-6:-3], Parameters._fields[-3:]  # of the convolutions
 
 
 class _Parts:
@@ -81,7 +97,7 @@ def _decay(shape: Shape, f: Tensor, second: Tensor | None) -> Tensor:
 
 def _convolved_and_decay(shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts) -> tuple[Tensor, Tensor]:
     """What backward computes again: q, k and v, ``[B, T, D]``, and the decay's input, ``[B, T, HV, K]``."""
-    convolved, _ = run_conv(parts.raw, p.conv_weight, p.conv_bias, None, cu, True, False, None)
+    convolved, _ = run_conv(parts.raw, *p.convolution(), None, cu, True, False, None)
     return convolved, _decay(shape, parts.f, p.f_second)
 
 
@@ -157,10 +173,15 @@ def _recurrence(
         torch.mm(rows, p.f_second, out=d.f)
         found["f_second"] = torch.mm(rows.t(), parts.f) if wanted["f_second"] else None
     _, dw, db, _ = run_conv_backward(
-        parts.raw, p.conv_weight, p.conv_bias, None, cu, True, d_convolved, None,
-        wanted=(False, wanted["conv_weight"], wanted["conv_bias"], False), into=d.raw,
+        parts.raw, *p.convolution(), None, cu, True, d_convolved, None,
+        wanted=(False, any(wanted[n] for n in _WEIGHTS), any(wanted[n] for n in _BIASES), False), into=d.raw,
     )  # fmt: skip
-    return {**found, "conv_weight": dw, "conv_bias": db}
+    sizes = [w.shape[0] for w in p.convolutions()[0]]
+    if dw is not None:
+        found |= zip(_WEIGHTS, copies(dw.unsqueeze(1), sizes), strict=True)
+    if db is not None:
+        found |= zip(_BIASES, copies(db, sizes), strict=True)
+    return found
 
 
 def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -178,6 +199,7 @@ def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tens
         or layer.conv_size == 1
         or not are_own(convs)
         or any(type(c.weight) is not nn.Parameter for c in convs)
+        or len({c.bias is None for c in convs}) > 1
         or not all(m is None or is_plain(m, bias=True) for m in second)
         or (second[0] is not None and second[0].bias is not None)
         or dispatched()
@@ -189,10 +211,12 @@ def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tens
     q, k, v, f, g, b = (m.weight for m in maps)
     f_second, g_second = (None if m is None else m.weight for m in second)
     g_bias = None if second[1] is None else second[1].bias
-    conv_weight, conv_bias = conv_parameters(layer)
+    q_conv, k_conv, v_conv = (c.weight for c in convs)
+    q_bias, k_bias, v_bias = (c.bias for c in convs)
     p = Parameters(
-        q=q, k=k, v=v, f=f, g=g, b=b, f_second=f_second, g_second=g_second, g_bias=g_bias, conv_weight=conv_weight,
-        conv_bias=conv_bias, A_log=options["A_log"], dt_bias=options["dt_bias"].view(HV, K),
+        q=q, k=k, v=v, f=f, g=g, b=b, f_second=f_second, g_second=g_second, g_bias=g_bias, A_log=options["A_log"],
+        dt_bias=options["dt_bias"].view(HV, K), q_conv=q_conv, k_conv=k_conv, v_conv=v_conv, q_bias=q_bias,
+        k_bias=k_bias, v_bias=v_bias,
     )  # fmt: skip
     h_every = autograd.chunks_between_states((x, *p), layer.disable_recompute)
     if not h_every:
