@@ -27,7 +27,7 @@ from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
 from .layer.norm import RMSNormGated
 from .layer.packing import find_layout
-from .layer.parts import check_window, new_cache, pack_weights
+from .layer.parts import check_window, new_cache, pack_weights, sizes_of
 from .layer.plans import for_ranks, local, mesh_of_plan
 from .layer.products import unpack
 from .layer.states import old_state
@@ -210,7 +210,7 @@ class KimiDeltaAttention(nn.Module):
         self.step_weights = None
         given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         given = {name[len(prefix) :]: x for name, x in given.items()}
-        own = own_names(given)
+        own = own_names(given, sizes_of(self), self.num_v_heads)
         low_rank = given.get("g_b_proj.weight")
         if low_rank is not None and "1.bias" in self.g_proj.state_dict():  # zeros give the same layer
             own.setdefault("g_proj.1.bias", low_rank.new_zeros(low_rank.shape[0]))

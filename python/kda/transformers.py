@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .layer.checkpoints import from_published, to_published
+from .layer.checkpoints import find_form, from_published, published_names
 from .nn import KimiDeltaAttention
 
 # The KDA layers of transformers' models, and the model_type of each.
@@ -41,8 +41,9 @@ def replace_layers(model: nn.Module, *, keep_names: bool = True) -> int:
     Args:
         model: changed in place.
         keep_names: ``state_dict`` of the model keeps the names and shapes of before, so ``save_pretrained`` writes the
-            same files. With False the new layers have their own, as they must for state dicts of FSDP2, whose names
-            are those of the parameters.
+            same files. What adapters, parametrizations and others add keeps its names. With False the new layers have
+            their own names, as they must for state dicts of FSDP2, whose names are those of the parameters. FSDP1 has
+            these in either case.
 
     Returns:
         The number of layers that were replaced.
@@ -98,6 +99,9 @@ def _like(theirs: Any, keep_names: bool) -> LayerInTransformers:
 
 
 def _rename(model_type: str, _: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if "_fsdp_wrapped_module." in prefix:  # FSDP1 finds its parameters by their names
+        return
     own = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
     own = {name[len(prefix) :]: x for name, x in own.items()}
-    state_dict.update(to_published(own, model_type, prefix, in_transformers=True))
+    published = published_names(own, find_form(model_type, in_transformers=True), in_transformers=True)
+    state_dict.update({prefix + name: x for name, x in published.items()})

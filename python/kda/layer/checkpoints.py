@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 # The names in checkpoints of the two maps of a low-rank projection.
 LOW_RANK = {"f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"}
-IN_FORGET_GATE = ("f_", "A_log", "dt_bias")  # prefixes of the names that transformers keeps in a module forget_gate
+_PUBLISHED_MODULES = {own: published for published, own in LOW_RANK.items()}
+# What transformers keeps in a module forget_gate.
+IN_FORGET_GATE = ("A_log", "dt_bias", "f_proj.weight", "f_a_proj.weight", "f_b_proj.weight")
 CONVOLUTIONS = [f"{x}_conv1d.weight" for x in "qkv"]
 CONVOLUTION_BIASES = [f"{x}_conv1d.bias" for x in "qkv"]
 ALWAYS = ["A_log", "dt_bias", "o_norm.weight", *(f"{x}_proj.weight" for x in "qkvbo")]
@@ -81,24 +83,32 @@ def to_published(
         ValueError: such a checkpoint has no place for the layer, for example for an output gate with a bias that is
             not zero.
     """
-    form = _find_form(model_type, in_transformers)
+    form = find_form(model_type, in_transformers)
     own = dict(state_dict)
     _check_names(own, "")
     _check_form(own, form, model_type)
     for name in GATE_BIASES:
         own.pop(name, None)
-    A_log = own["A_log"]
-    if form.four_dimensions:
+    return {prefix + name: x for name, x in published_names(own, form, in_transformers).items()}
+
+
+def published_names(own: Mapping[str, Tensor], form: Form, in_transformers: bool) -> dict[str, Tensor]:
+    """Renames and reshapes the parameters of a layer, and leaves the rest as it is: the names of adapters,
+    parametrizations and quantised weights follow those of modules."""
+    own = dict(own)
+    A_log = own.get("A_log")
+    if A_log is not None and form.four_dimensions:
         own["A_log"] = A_log.reshape(1, 1, -1, 1)
-    elif A_log.numel() % form.pad:
+    elif A_log is not None and A_log.numel() % form.pad:
         own["A_log"] = torch.cat([A_log, A_log.new_zeros(-A_log.numel() % form.pad)])
-    if in_transformers:
+    if in_transformers and all(name in own for name in CONVOLUTIONS):
         own["conv1d.weight"] = torch.cat([own.pop(name) for name in CONVOLUTIONS])
-    return {prefix + _published_name(name, in_transformers): x for name, x in own.items()}
+    return {_published_name(name, in_transformers): x for name, x in own.items()}
 
 
-def own_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames and reshapes what is known, and leaves the rest as it is."""
+def own_names(given: Mapping[str, Tensor], sizes: Sequence[int] = (), heads: int = 0) -> dict[str, Tensor]:
+    """Renames and reshapes what is known, and leaves the rest as it is. ``sizes``: channels of q, k and v, which are
+    needed, like the number of heads, where the weights that tell them have other names or are absent."""
     own: dict[str, Tensor] = {}
     for name, x in given.items():
         module, _, rest = name.removeprefix("forget_gate.").partition(".")
@@ -106,7 +116,8 @@ def own_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if new in own:
             raise ValueError(f"state_dict: expected one tensor for {new}, got {name} and another name of it")
         own[new] = x
-    sizes = [own[f"{x}_proj.weight"].shape[0] for x in "qkv" if f"{x}_proj.weight" in own]
+    if all(f"{x}_proj.weight" in own for x in "qkv"):
+        sizes = [own[f"{x}_proj.weight"].shape[0] for x in "qkv"]
     packed = own.get("conv1d.weight")
     if packed is not None and len(sizes) == 3:
         if packed.shape[0] != sum(sizes):
@@ -116,8 +127,10 @@ def own_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in ("A_log", "dt_bias"):
         if name in own and own[name].ndim != 1:
             own[name] = own[name].reshape(-1)
-    if "A_log" in own and "b_proj.weight" in own:
-        own["A_log"] = _without_padding(own["A_log"], own["b_proj.weight"].shape[0])
+    if "b_proj.weight" in own:
+        heads = own["b_proj.weight"].shape[0]
+    if "A_log" in own and heads:
+        own["A_log"] = _without_padding(own["A_log"], heads)
     return own
 
 
@@ -132,10 +145,10 @@ def _without_padding(A_log: Tensor, heads: int) -> Tensor:
 
 
 def _published_name(name: str, in_transformers: bool) -> str:
-    for published, own in LOW_RANK.items():
-        if name.startswith(own + "."):
-            name = published + name.removeprefix(own)
-    return f"forget_gate.{name}" if in_transformers and name.startswith(IN_FORGET_GATE) else name
+    module, _, rest = name.rpartition(".")
+    if rest == "weight":
+        name = _PUBLISHED_MODULES.get(module, module) + ".weight"
+    return f"forget_gate.{name}" if in_transformers and name in IN_FORGET_GATE else name
 
 
 def _check_names(own: Mapping[str, Tensor], prefix: str) -> None:
@@ -161,7 +174,7 @@ def _other(name: str) -> str:
     return "" if published == name else published
 
 
-def _find_form(model_type: str, in_transformers: bool) -> Form:
+def find_form(model_type: str, in_transformers: bool) -> Form:
     if model_type not in FORMS:
         raise ValueError(f"model_type: expected one of {', '.join(FORMS)}, got {model_type!r}")
     form = FORMS[model_type]
