@@ -19,8 +19,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kPairThreads, 1)
                      const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                      const __grid_constant__ Schedule given, const __grid_constant__ Tiles tiles,
                      const __grid_constant__ StateTiles state_tiles, const __grid_constant__ SavedTiles saved) {
-  const sm100::Tensors<1> tensors(ptx::shared_address(shared_memory()));
-  run_pair<Producer<T, AnyGateScores, kWideGate, PairSource<false, true>>, sm100::Consumer<T>>(
+  run_pair<Producer<T, AnyGateScores, kWideGate, PairSource<false, true>>, sm100::Consumer<T>, sm100::Tensors<1>>(
       {p, x, states, v_new, &tiles, &saved, &state_tiles}, given);
 }
 

@@ -38,13 +38,11 @@ class Tensors {
   static constexpr unsigned kColumns = kConsumers * TensorMemory::columns;
 
  public:
-  // All threads of the CTA call it, and meet before the first Products.
+  // All threads of the CTA call it, behind wait_for_stream(): a kernel that held columns while it waits could keep the
+  // one in front from getting its own.
   __device__ explicit Tensors(unsigned memory) : memory_(memory) {
-    if (!is_owner()) return;
-    ptx::tmem_alloc(memory + sm90::Shared::tensors, kColumns), ptx::tmem_relinquish();
-    if (!ptx::elect()) return;
-    for (unsigned i = 0; i < kConsumers; ++i) ptx::init_barrier(memory + sm90::Shared::products + 8 * i, 1);
-    ptx::fence_barriers();
+    if (is_owner()) start();
+    __syncthreads();  // the address of tensor memory and the mbarriers are there
   }
   // They meet behind the last ones, too.
   __device__ ~Tensors() {
@@ -55,6 +53,12 @@ class Tensors {
 
  private:
   __device__ static bool is_owner() { return __shfl_sync(kAll, threadIdx.x / 32, 0) == 3; }  // the fourth warp
+  __device__ void start() const {
+    ptx::tmem_alloc(memory_ + sm90::Shared::tensors, kColumns), ptx::tmem_relinquish();
+    if (!ptx::elect()) return;
+    for (unsigned i = 0; i < kConsumers; ++i) ptx::init_barrier(memory_ + sm90::Shared::products + 8 * i, 1);
+    ptx::fence_barriers();
+  }
   const unsigned memory_;
 };
 

@@ -20,9 +20,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kSegmentThreads, 1)
                               const __grid_constant__ States states, const __grid_constant__ TypedView v_new,
                               const __grid_constant__ Segments segments, const __grid_constant__ Tiles tiles,
                               const __grid_constant__ SavedTiles saved) {
-  const sm100::Tensors<2> tensors(ptx::shared_address(shared_memory()));
   run_segments<Producer<T, AnyGateScores, kWideGate, TaskSource<false, true>>, sm100::Consumer<T, true, 2>,
-               sm100::Consumer<T, false, 2>>({p, x, states, v_new, &tiles, &saved}, segments);
+               sm100::Consumer<T, false, 2>, sm100::Tensors<2>>({p, x, states, v_new, &tiles, &saved}, segments);
 }
 
 }  // namespace

@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(kWyThreads, 1)
     wy_kernel(const __grid_constant__ WyCall call, const __grid_constant__ WyMaps maps) {
   const unsigned base = ptx::shared_address(shared_memory()), warp = __shfl_sync(kAll, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) start_barriers(base);
+  wait_for_stream();  // without tensor memory, which the kernel in front may still ask for
   if (warp == kWyIssuer) ptx::tmem_alloc(base + KDA_WY(tensors), WyTensors::columns), ptx::tmem_relinquish();
   __syncthreads();  // mbarriers and tensor memory are there
   const unsigned tensors = ptx::load_shared(base + KDA_WY(tensors));
-  wait_for_stream();
   const auto nothing = [](const WyItem&) {};
   if (warp == kWyCopier) {
     const WyCopier<kVFirst> copier(call, maps, base);

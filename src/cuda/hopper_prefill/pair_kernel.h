@@ -14,7 +14,8 @@ constexpr unsigned kPairThreads = (1 + kProducers) * kGroup;
 Schedule schedule_of(const ForwardProblem& p);
 
 // Warpgroup: the producer, with a PairSource; Scan: the consumer of a work item's chunks. `given`: the call's schedule.
-template <class Warpgroup, class Scan>
+// Tensors: what the CTA holds while it runs, made behind the wait for the stream from the address of shared memory.
+template <class Warpgroup, class Scan, class Tensors = NoTensors>
 __device__ __forceinline__ void run_pair(const Call& call, const Schedule& given) {
   const unsigned memory = ptx::shared_address(shared_memory());
   const Ring ring{memory};
@@ -29,6 +30,7 @@ __device__ __forceinline__ void run_pair(const Call& call, const Schedule& given
   }
   call.tiles->prefetch(threadIdx.x - 32), call.state_tiles->prefetch(threadIdx.x - 32);
   wait_for_stream();
+  [[maybe_unused]] const Tensors tensors(memory);
   meet(memory, [&] { return given.number(); });
   const unsigned pair = known_pair(memory);
   const Schedule schedule = given.known(call.p);

@@ -87,6 +87,11 @@ __device__ inline unsigned known_pair(unsigned memory) {
   return uniform(ptx::load_shared(memory + Shared::pair));
 }
 
+// In the place of tensor memory, which Hopper does not have.
+struct NoTensors {
+  __device__ explicit NoTensors(unsigned) {}
+};
+
 // A value head of a sequence.
 struct Item {
   unsigned n, hv;

@@ -20,8 +20,8 @@ constexpr int kOutputRegisters = 216, kIdleRegisters = 40;
 static_assert(kOutputRegisters + kIdleRegisters <= 256);
 
 // Warpgroup: the producer, with a TaskSource. Scan: the consumer that makes b and outputs; MapScan: the one that makes
-// M.
-template <class Warpgroup, class Scan, class MapScan>
+// M. Tensors: as in run_pair().
+template <class Warpgroup, class Scan, class MapScan, class Tensors = NoTensors>
 __device__ __forceinline__ void run_segments(const Call& call, const Segments& segments) {
   const unsigned memory = ptx::shared_address(shared_memory());
   // Three warps do what comes first: mbarriers, hints, the pair's number.
@@ -34,6 +34,7 @@ __device__ __forceinline__ void run_segments(const Call& call, const Segments& s
   }
   call.tiles->prefetch(threadIdx.x - 32);
   wait_for_stream();
+  [[maybe_unused]] const Tensors tensors(memory);
   meet(memory, [&] { return segments.number(); });
   if (threadIdx.x < 32) {
     const Task task(segments.cut, known_pair(memory));
