@@ -64,6 +64,14 @@ if [ "$with_cuda" ] && ! command -v nvcc > /dev/null && [ -z "${CUDACXX:-}" ] &&
   fi
 fi
 
+# A test reads the machine code of kernels. What disassembles it comes with a toolkit, else from PyPI (7 MB).
+disassembler=(.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvdisasm)
+if [ "$what" = test ] && ! { command -v cuobjdump && command -v nvdisasm; } > /dev/null && [ ! -x "${disassembler[0]}" ]
+then
+  .venv/bin/pip install --no-deps --require-hashes --progress-bar off --disable-pip-version-check \
+    -r tools/disassembler.txt
+fi
+
 # The tests of plugs read other projects' files (300 MB, of which 200 are Triton).
 if [ "$what" = test ]; then
   .venv/bin/python tools/fetch_engines.py

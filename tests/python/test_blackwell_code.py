@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from early_accesses import disassembly
+
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 
@@ -109,12 +111,11 @@ def test_ptxas_neither_spills_nor_warns(compiled: Compiled) -> None:
 
 
 def test_products_are_those_of_tensor_memory(compiled: Compiled) -> None:
-    beside = Path(shutil.which(NVCC) or NVCC).resolve().parent / "cuobjdump"
-    cuobjdump = os.environ.get("CUOBJDUMP") or shutil.which("cuobjdump") or shutil.which(beside)
-    if not cuobjdump:
-        pytest.skip("there is no cuobjdump: CUOBJDUMP names one that is elsewhere")
-    command = [cuobjdump, "--dump-sass", str(compiled.code)]
-    sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    process = disassembly(compiled.code)
+    if not process:
+        pytest.skip("cuobjdump or nvdisasm not found: tools/setup.sh test installs them")
+    sass, _ = process.communicate()
+    assert process.returncode == 0
     count = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", sass, re.M))
     assert {name: count[name] for name in compiled.unit.counts} == compiled.unit.counts, count
     assert not [name for name, least in compiled.unit.least.items() if count[name] < least], count
