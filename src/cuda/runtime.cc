@@ -91,6 +91,22 @@ int shared_memory_of_block(int device) {
   return bytes;
 }
 
+bool KernelCode::ask(const void* kernel, int device, int shared_bytes) {
+  cudaFuncAttributes code;
+  KDA_CUDA(cudaFuncGetAttributes(&code, kernel));
+  const auto own = static_cast<uint32_t>(code.sharedSizeBytes);
+  uint32_t known = kAsked | own;
+  // A GPU of 9.0 or newer may run what the driver has made from older PTX: the binary's version says nothing then.
+  if (code.ptxVersion >= 90) known |= kWaits;
+  if (own + static_cast<uint32_t>(shared_bytes) > kUsual) {
+    KDA_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  shared_memory_of_block(device) - static_cast<int>(own)));
+    known |= kMayHaveAll;
+  }
+  if (device < kDevices) known_[device].fetch_or(known, std::memory_order_release);
+  return known & kWaits;
+}
+
 // The same for code of one compute capability, of which there is no PTX.
 static const char* capability_why_not(int device, int capability, const char* other) {
   if (gpu_is_assumed()) return assumed.capability == capability ? nullptr : other;

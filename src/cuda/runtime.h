@@ -2,6 +2,9 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <cstdint>
+
 #include "error.h"
 #include "fork.h"
 #include "kda/kda.h"
@@ -42,6 +45,31 @@ int multiprocessors(int device);
 
 // Bytes of shared memory that a block may have, at most.
 int shared_memory_of_block(int device);
+
+// What the driver says of a kernel's code on each device. It is asked once; later launches read a number.
+class KernelCode {
+ public:
+  // To be called before a launch with so many bytes of dynamic shared memory, on the current device: lets the kernel
+  // have them. Returns whether the code begins with a wait for the kernel in front, so that it may start early. Code
+  // made from the PTX of compute_80 does not, whatever GPU runs it: there the wait is compiled out.
+  bool prepare(const void* kernel, int device, int shared_bytes) {
+    const uint32_t known = device < kDevices ? known_[device].load(std::memory_order_acquire) : 0;
+    const bool enough = known & kMayHaveAll || (known & kStaticBytes) + static_cast<uint32_t>(shared_bytes) <= kUsual;
+    return known & kAsked && enough ? known & kWaits : ask(kernel, device, shared_bytes);
+  }
+
+ private:
+  static constexpr int kDevices = 64;                // those beyond are asked at each launch
+  static constexpr uint32_t kUsual = 48 << 10;       // shared memory, static and dynamic, that all kernels may have
+  static constexpr uint32_t kAsked = 1u << 31;       // the other bits are known
+  static constexpr uint32_t kWaits = 1u << 30;       // the code waits for the kernel in front
+  static constexpr uint32_t kMayHaveAll = 1u << 29;  // may have all shared memory of the device
+  static constexpr uint32_t kStaticBytes = kMayHaveAll - 1;
+
+  bool ask(const void* kernel, int device, int shared_bytes);
+
+  std::atomic<uint32_t> known_[kDevices]{};
+};
 
 // Why a device does not run code for sm_90a, or for sm_100a; or nullptr.
 const char* hopper_why_not(int device);

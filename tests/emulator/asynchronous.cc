@@ -23,6 +23,7 @@ Mbarrier& mbarrier_at(unsigned barrier, Where where) {
 // The mbarrier, whose init must have happened before.
 Mbarrier& known_mbarrier_at(unsigned barrier, Where where) {
   Mbarrier& b = mbarrier_at(barrier, where);
+  if (b.known_since && wave->fiber().clusters >= b.known_since) return b;
   if (!wave->order().after(wave->thread(), b.by / kLanes, 1u << b.by % kLanes, b.made))
     fail(str("uses the mbarrier at ", barrier & kOffset, ", whose init is not ordered before"), where);
   return b;
@@ -53,6 +54,10 @@ void init_mbarrier(unsigned barrier, unsigned arrivals, Where where) {
                                                           .by = wave->thread(),
                                                           .made = order.now(),
                                                           .engine = order.engine() + wave->next_engine()};
+}
+
+void fence_mbarriers() {
+  for (auto& [at, m] : wave->block().mbarriers) m.fenced |= m.by == wave->thread();
 }
 
 void arrive(unsigned barrier, unsigned times, unsigned bytes, Where where) {
@@ -161,10 +166,11 @@ unsigned rank(Where where) {
 }
 unsigned rank_bits() { return wave->rank() << kRankShift; }
 unsigned address_in(unsigned address, unsigned rank) { return (address & kOffset) | rank << kRankShift; }
-void arrive_at_cluster(Where where) { wave->meet_cluster(false, where); }
-void wait_for_cluster(Where where) { wave->meet_cluster(true, where); }
+void arrive_at_cluster(bool relaxed, Where) { wave->arrive_at_cluster(relaxed); }
+void wait_for_cluster(Where where) { wave->wait_for_cluster(where); }
 
 unsigned look_at(const unsigned* flag, Where where) {
+  expect_waited("reads a flag", where);
   Fiber& own = wave->fiber();
   if (own.flag == flag && own.seen == *flag) wave->spin(where);
   own.flag = flag, own.seen = *flag;
@@ -174,12 +180,14 @@ unsigned look_at(const unsigned* flag, Where where) {
   return own.seen;
 }
 unsigned add_atomically(unsigned* to, unsigned x, Where where) {
+  expect_waited("adds to global memory", where);
   access_global(to, sizeof *to, PlainMemory::Kind::kAtomic, where);
   const unsigned before = *to;
   *to += x;
   return before;
 }
 void change(unsigned* flag, unsigned x, Where where) {
+  expect_waited("changes a flag", where);
   access_global(flag, sizeof *flag, PlainMemory::Kind::kAtomic, where);
   *flag = x;
   Order::Known& known = wave->flags()[flag];

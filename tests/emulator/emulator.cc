@@ -39,7 +39,11 @@ const Gpu& gpu() {
     return Gpu{.major = architecture / 10,
                .minor = architecture % 10,
                .multiprocessors = static_cast<int>(setting("KDA_EMULATOR_SMS", 4)),
-               .shared_memory_of_block = (architecture >= 90 ? 227 : 163) << 10};
+               .shared_memory_of_block = (architecture >= 120  ? 99
+                                          : architecture >= 90 ? 227
+                                                               : 163)
+                                         << 10,
+               .ptx = architecture >= 90 && architecture < 110 ? 90 : 80};
   }();
   return own;
 }
@@ -85,6 +89,11 @@ void sync_warp(Where where, unsigned mask) {
       "__syncwarp()", mask, [](void* const* all) { wave->order_lanes(first_of<unsigned>(all)); }, where, mask);
 }
 
+void wait_for_kernel_in_front() { wave->fiber().waits_in_front = false; }
+void expect_waited(const char* what, Where where) {
+  if (wave->fiber().waits_in_front) fail(str(what, " before it waits for the kernel in front"), where);
+}
+
 unsigned own_lane() { return wave->thread() % kLanes; }
 
 // ---- shared memory ----
@@ -106,6 +115,7 @@ void store(unsigned to, const void* from, unsigned bytes, Where where) {
 
 void copy(unsigned to, const void* from, unsigned size, unsigned bytes, Where where) {
   if (bytes > size) fail(str("a copy of ", bytes, " bytes to ", size), where);
+  expect_waited("copies", where);
   if (bytes && reinterpret_cast<uintptr_t>(from) % size) fail(str("a copy from no multiple of ", size), where);
   wave->block().memory.expect(to, size, wave->thread(), where);
   Copy c{.to = to, .size = size, .bytes = {}};

@@ -17,10 +17,12 @@ namespace kda::emulator {
 using Where = std::source_location;  // in the kernel
 
 // The GPU that the CUDA runtime reports. It has few SMs, so that kernels that spread over them run in blocks of the
-// usual size, or as many as KDA_EMULATOR_SMS says. Its architecture is sm_90, or sm_80 with KDA_EMULATOR_ARCH=80.
+// usual size, or as many as KDA_EMULATOR_SMS says. Its architecture is sm_90, or sm_80 with KDA_EMULATOR_ARCH=80. From
+// sm_110 on the library has no code of its own, and kernels are made from the PTX of compute_80.
 struct Gpu {
   int major, minor, multiprocessors;
   int shared_memory_of_block;
+  int ptx;  // that kernels are made from
 };
 const Gpu& gpu();
 
@@ -31,6 +33,7 @@ struct Launch {
   dim3 grid, block;
   size_t shared_bytes = 0;
   unsigned cluster = 0;  // blocks of a cluster; 0: as the kernel says, by asking for its rank: then they are two
+  bool early = false;    // the kernel in front of it may still run
 };
 // Runs thread() in every thread of every block. Returns what went wrong, or "".
 std::string run(const Launch& launch, const std::function<void()>& thread);
@@ -81,6 +84,11 @@ Operands& first_of(void* const* all) {
 // Accesses of these lanes of a warp to shared memory are ordered from here on.
 void sync_warp(Where where, unsigned mask = kAllOfWarp);
 
+// Waits for the kernel in front. A kernel that was launched early must not copy, change flags or take tensor memory
+// before: expect_waited() fails then. (`what` it does.)
+void wait_for_kernel_in_front();
+void expect_waited(const char* what, Where where);
+
 // ---- shared memory ----
 
 // The 32-bit address of a place in shared memory.
@@ -100,6 +108,8 @@ void wait_for_copies(unsigned groups);
 // ---- of Hopper: mbarriers, and what the async proxy does ----
 
 void init_mbarrier(unsigned barrier, unsigned arrivals, Where where);
+// Lets the thread's arrivals at the cluster's barrier, relaxed ones as well, tell of the mbarriers that it has made.
+void fence_mbarriers();
 // Arrives `times` times, after `bytes` more have been promised.
 void arrive(unsigned barrier, unsigned times, unsigned bytes, Where where);
 bool is_phase_over(unsigned barrier, unsigned parity, Where where);
@@ -127,7 +137,8 @@ void fence_for_async();
 unsigned rank(Where where);
 unsigned rank_bits();  // of addresses
 unsigned address_in(unsigned address, unsigned rank);
-void arrive_at_cluster(Where where);
+// A relaxed arrival tells others of nothing but mbarriers.
+void arrive_at_cluster(bool relaxed, Where where);
 void wait_for_cluster(Where where);
 // Flags in global memory that threads poll: looks acquire, changes release.
 unsigned look_at(const unsigned* flag, Where where);

@@ -76,6 +76,7 @@ unsigned find_columns(emulator::Block& block, unsigned columns, unsigned drawn, 
 // Lane 0 acts for its warp.
 void allocate_columns(unsigned to, unsigned columns, int blocks, Where where) {
   check_blocks(blocks, where);
+  emulator::expect_waited("allocates tensor memory", where);
   Columns own{to, columns, where};
   emulator::together("tcgen05.alloc", own, meet_to_allocate, where);
   if (emulator::own_lane() == 0) {

@@ -55,6 +55,7 @@ unsigned swizzled(unsigned address, unsigned bytes_of_row) {
 template <class Run>
 void each_piece(unsigned shared, const CUtensorMap& map, const Corner& corner, Where where, const Run& run) {
   if (shared % 128) emulator::fail("a box at no multiple of 128", where);
+  emulator::expect_waited("copies", where);
   const unsigned row_bytes = map.box[0] * map.element;
   unsigned row = 0;
   for (unsigned u = 0; u < map.box[4]; ++u)
@@ -98,12 +99,14 @@ bool elect(Where where) {
 
 void copy_bulk_to_shared(unsigned to, const void* from, unsigned bytes, unsigned barrier, Where where) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a bulk copy of no multiple of 16", where);
+  emulator::expect_waited("copies", where);
   for (unsigned i = 0; i < bytes; i += 16)
     emulator::bring(to + i, static_cast<const char*>(from) + i, 16, barrier, where);
   emulator::count_bytes(barrier, bytes, where);
 }
 void copy_bulk_to_global(void* to, unsigned from, unsigned bytes, Where where) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16) emulator::fail("a bulk copy of no multiple of 16", where);
+  emulator::expect_waited("copies", where);
   for (unsigned i = 0; i < bytes; i += 16) emulator::take_away(static_cast<char*>(to) + i, from + i, 16, where);
 }
 void copy_bulk_between(unsigned to, unsigned from, unsigned bytes, unsigned barrier, Where where) {

@@ -62,6 +62,16 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {.sharedSizeBytes = 0, .ptxVersion = gpu().ptx, .binaryVersion = 10 * gpu().major + gpu().minor};
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
+  if (bytes < 0 || bytes > gpu().shared_memory_of_block) return result(cudaErrorInvalidValue);
+  allowed[kernel] = static_cast<size_t>(bytes);
+  return cudaSuccess;
+}
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   *memory = kda::emulator::allocate(bytes);
   return result(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
@@ -95,12 +105,6 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 namespace kda::emulator {
 
-cudaError_t allow_shared_memory(const void* kernel, int bytes) {
-  if (bytes < 0 || bytes > gpu().shared_memory_of_block) return result(cudaErrorInvalidValue);
-  allowed[kernel] = static_cast<size_t>(bytes);
-  return cudaSuccess;
-}
-
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread) {
   const dim3 &g = config.gridDim, &b = config.blockDim;
   const auto known = allowed.find(kernel);
@@ -109,14 +113,21 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const s
                     uint64_t{b.x} * b.y * b.z <= 1024 && config.dynamicSmemBytes <= most;
   if (!fits) return result(cudaErrorInvalidConfiguration);
   unsigned cluster = 0;
-  for (unsigned i = 0; i < config.numAttrs; ++i)
-    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) {
-      const auto& of = config.attrs[i].val.clusterDim;
-      if (!of.x || of.x > 8 || of.y != 1 || of.z != 1 || g.x % of.x) return result(cudaErrorInvalidConfiguration);
-      cluster = of.x;
-    }
+  bool early = false;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const auto& [id, val] = config.attrs[i];
+    early |= id == cudaLaunchAttributeProgrammaticStreamSerialization && val.programmaticStreamSerializationAllowed;
+    if (id != cudaLaunchAttributeClusterDimension) continue;
+    const auto& of = val.clusterDim;
+    if (!of.x || of.x > 8 || of.y != 1 || of.z != 1 || g.x % of.x) return result(cudaErrorInvalidConfiguration);
+    cluster = of.x;
+  }
+  const bool waits = gpu().ptx >= 90;  // older code has no instruction to wait with
   const std::string failure =
-      run({.grid = g, .block = b, .shared_bytes = config.dynamicSmemBytes, .cluster = cluster}, thread);
+      early && !waits
+          ? "is launched before the kernel in front has ended, and its code does not wait for that"
+          : run({.grid = g, .block = b, .shared_bytes = config.dynamicSmemBytes, .cluster = cluster, .early = early},
+                thread);
   if (failure.empty()) return cudaSuccess;
   last_failure = failure;
   return result(cudaErrorLaunchFailure);

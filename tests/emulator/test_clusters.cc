@@ -59,6 +59,31 @@ TEST(EmulatedClusters, RacesOfFour) {
   EXPECT_TRUE(says(often(Ring::kLeavesEarly), "without a barrier in between"));
 }
 
+// Warp 0 tells warp 1 and the other block of a word and of an mbarrier, at the cluster's barrier.
+enum class Told { kReleased, kRelaxed, kMbarrier, kNotFenced };
+__global__ void tell(Told how) {
+  const unsigned rank = ptx::rank(), other = ptx::address_in(shared(), 1 - rank);
+  const bool word = how == Told::kReleased || how == Told::kRelaxed;
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(shared(), 1);
+    if (how != Told::kNotFenced) ptx::fence_barriers();
+    ptx::store_shared(shared() + 8, 7);
+  }
+  if (how == Told::kReleased) ptx::sync_cluster();
+  else ptx::arrive_at_cluster(), ptx::wait_for_cluster();
+  if (threadIdx.x == 32 && word) (void)ptx::load_shared(shared() + 8);
+  if (threadIdx.x == 32 && !word) ptx::arrive_at(other);
+  if (threadIdx.x == 33) ptx::wait_barrier(shared(), how == Told::kReleased || how == Told::kRelaxed);
+  ptx::sync_cluster();
+}
+TEST(EmulatedClusters, RelaxedArrivalsTellOfMbarriersAlone) {
+  const auto with = [](Told how) { return run_often(64, 256, tell, how); };
+  EXPECT_EQ(with(Told::kReleased), kFine);
+  EXPECT_TRUE(says(with(Told::kRelaxed), "of shared memory, which "));
+  EXPECT_EQ(with(Told::kMbarrier), kFine);
+  EXPECT_TRUE(says(with(Told::kNotFenced), ", whose init is not ordered before"));
+}
+
 // One block of four does not come to the cluster's barrier.
 __global__ void leave_alone() {
   if (ptx::rank() == 2) {

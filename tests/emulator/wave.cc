@@ -44,7 +44,8 @@ Wave::Wave(const Launch& launch, unsigned cluster, std::vector<uint3> blocks, co
       blocks_(slots_),
       fibers_(size_t{slots_} * padded_),
       warps_(fibers_.size() / kLanes),
-      is_told_clusters_(launch.cluster != 0) {
+      is_told_clusters_(launch.cluster != 0),
+      early_(launch.early) {
   order_.begin(slots_ * padded_ / kLanes);
   stacks_.prepare(size_t{slots_} * threads_);
   close_shared_variables_behind(shared_bytes_);
@@ -69,6 +70,7 @@ void Wave::begin_block(unsigned slot) {
     f.ended = t >= threads_;
     if (f.ended) continue;
     f.context = stacks_.begin(slot * threads_ + t, entry);
+    f.waits_in_front = early_;
     f.index = {t % size_.x, t / size_.x % size_.y, t / size_.x / size_.y};
     order_.forget(slot * padded_ + t);
   }
@@ -313,17 +315,20 @@ bool Wave::meet(unsigned barrier, unsigned count, bool waits, bool x, Where wher
   return b.result;
 }
 
-void Wave::meet_cluster(bool waits, Where where) {
+void Wave::arrive_at_cluster(bool relaxed) {
   const unsigned first = first_of_cluster();
   Barrier& b = cluster_barriers_[first];
-  if (!waits) {
-    ++b.arrived, order_.tell(b.told, current_);
-    unsigned running = 0;
-    for (unsigned i = 0; i < cluster_; ++i) running += blocks_[first + i]->running;
-    if (b.arrived != running) return;
-    b.arrived = 0, ++b.count, b.known = std::make_shared<const Order::Times>(std::exchange(b.told, {}));
-    return wake(b.waiting);
-  }
+  if (!relaxed) order_.tell(b.told, current_);
+  for (auto& [at, m] : block().mbarriers)
+    if (m.by == current_ && m.fenced && !m.known_since) m.known_since = b.count + 1;
+  unsigned running = 0;
+  for (unsigned i = 0; i < cluster_; ++i) running += blocks_[first + i]->running;
+  if (++b.arrived != running) return;
+  b.arrived = 0, ++b.count, b.known = std::make_shared<const Order::Times>(std::exchange(b.told, {}));
+  wake(b.waiting);
+}
+void Wave::wait_for_cluster(Where where) {
+  Barrier& b = cluster_barriers_[first_of_cluster()];
   while (fiber().clusters == b.count) wait(b.waiting, "the cluster's barrier", 0, where);
   ++fiber().clusters;
   order_.learn(current_, b.known);

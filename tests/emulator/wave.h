@@ -75,7 +75,8 @@ struct Fiber {
   unsigned seen = 0;
   Groups<Copy> copies;
   Groups<Range> bulk;
-  unsigned core = 0;  // its lane of the tensor cores, once it has one
+  unsigned core = 0;            // its lane of the tensor cores, once it has one
+  bool waits_in_front = false;  // was launched early, and has not waited for the kernel in front
   std::vector<TensorLoad> tensor_loads;
 };
 
@@ -117,7 +118,9 @@ struct Mbarrier {
   std::vector<unsigned> waiting;
   unsigned by;  // the thread that made it, and when
   Order::Time made;
-  unsigned engine;  // its lane of the copy engine
+  bool fenced = false;       // so that any arrival of that thread at the cluster's barrier tells of it;
+  unsigned known_since = 0;  // once it has: from so many meetings of the cluster on
+  unsigned engine;           // its lane of the copy engine
 };
 
 struct Block {
@@ -152,7 +155,8 @@ class Wave {
   // Meets lanes of the warp, or the four warps of a warpgroup.
   void together(const char* what, void* operands, void (*compute)(void* const*), Where where, unsigned mask);
   void together_in_group(const char* what, void* operands, void (*compute)(void* const*), Where where);
-  void meet_cluster(bool waits, Where where);
+  void arrive_at_cluster(bool relaxed);
+  void wait_for_cluster(Where where);
   // Waits until wake(list).
   void wait(std::vector<unsigned>& list, const char* what, unsigned number, Where where);
   void wake(std::vector<unsigned>& list);
@@ -234,7 +238,7 @@ class Wave {
   std::map<unsigned, Pair> pairs_;                // the same
   std::map<const unsigned*, Order::Known> flags_;
   PlainMemory global_{order_, "global memory"};
-  const bool is_told_clusters_;
+  const bool is_told_clusters_, early_;
   std::vector<unsigned> spinning_;
   bool needs_clusters_ = false;
   bool looked_ = false;  // they have polled again since the last wake()

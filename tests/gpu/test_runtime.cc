@@ -1,5 +1,5 @@
-// What src/cuda/runtime.cc makes of devices that are not here: too old, too few, none, without a driver. The functions
-// of the CUDA runtime that it calls are those below.
+// What src/cuda/runtime.cc makes of devices that are not here: too old, too few, none, without a driver, with code made
+// from older PTX. The functions of the CUDA runtime that it calls are those below.
 #include "cuda/runtime.h"
 
 #include <cuda_runtime_api.h>
@@ -19,12 +19,16 @@ namespace {
 
 struct Device {
   int major, minor;
+  cudaFuncAttributes code{};  // of its kernels
+  int asked = 0;              // how often for that
+  int allowed = 0;            // dynamic shared memory that a kernel may have; 0: nobody has asked for more than usual
 };
 struct Machine {
   int driver = 13000;                // the CUDA that it is for; 0: there is none
   bool lost = false;                 // in a fork
   cudaError_t answer = cudaSuccess;  // of whatever else a driver may say
   std::vector<Device> devices;
+  int current = 0;
   cudaError_t last = cudaSuccess;  // what the next launch would be blamed for
 } machine;
 
@@ -56,8 +60,21 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrComputeCapabilityMajor: *value = machine.devices[device].major; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = machine.devices[device].minor; return cudaSuccess;
     case cudaDevAttrMultiProcessorCount: *value = 100 + device; return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 99 << 10; return cudaSuccess;
     default: return fail(cudaErrorInvalidValue);
   }
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  if (machine.lost) return fail(cudaErrorInitializationError);
+  Device& device = machine.devices[machine.current];
+  *attributes = device.code, ++device.asked;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int bytes) {
+  machine.devices[machine.current].allowed = bytes;
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -130,6 +147,59 @@ TEST(Runtime, HopperHasNoPtx) {
   setenv("CUDA_FORCE_PTX_JIT", "0", 1);
   EXPECT_EQ(hopper_why_not(0), nullptr);
   unsetenv("CUDA_FORCE_PTX_JIT");
+}
+
+cudaFuncAttributes code_of(int ptx, int binary, size_t static_bytes = 0) {
+  cudaFuncAttributes code{};
+  code.ptxVersion = ptx, code.binaryVersion = binary, code.sharedSizeBytes = static_bytes;
+  return code;
+}
+bool prepare(KernelCode& kernel, int device, int shared_bytes = 0) {
+  machine.current = device;
+  return kernel.prepare(&machine, device, shared_bytes);
+}
+
+// The binary's version is the GPU's, also where the driver has made it from the PTX of compute_80.
+TEST(Runtime, KernelsStartEarlyWhereTheirCodeWaits) {
+  machine = {.devices = {{8, 0, code_of(80, 80)},
+                         {9, 0, code_of(90, 90)},
+                         {9, 0, code_of(80, 90)},
+                         {10, 0, code_of(90, 100)},
+                         {10, 0, code_of(100, 100)},
+                         {12, 0, code_of(80, 120)}}};
+  KernelCode one, other;
+  for (int round = 0; round < 3; ++round)
+    for (const int device : {0, 1, 2, 3, 4, 5}) {
+      EXPECT_EQ(prepare(one, device), device == 1 || device == 3 || device == 4) << device;
+      EXPECT_EQ(machine.devices[device].asked, 1) << device;
+    }
+  EXPECT_TRUE(prepare(other, 1));
+  EXPECT_EQ(machine.devices[1].asked, 2) << "once for each kernel";
+  machine.devices.resize(80, {9, 0, code_of(80, 90)});
+  for (int round = 1; round <= 2; ++round) {
+    EXPECT_FALSE(prepare(one, 1 + 64)) << "not what device 1 says";
+    EXPECT_EQ(machine.devices[65].asked, round) << "for devices from 64 on there is no table";
+  }
+  machine.lost = true;
+  EXPECT_TRUE(prepare(one, 1)) << "nobody is asked";
+  EXPECT_THROW(prepare(other, 2), Error);
+}
+
+// Static and dynamic shared memory together must not be more than a kernel has been allowed to have.
+TEST(Runtime, StaticSharedMemoryCounts) {
+  constexpr int kStatic = 10 << 10, kRoom = (48 << 10) - kStatic, kAll = (99 << 10) - kStatic;
+  machine = {.devices = {{9, 0, code_of(90, 90, kStatic)}, {9, 0, code_of(90, 90, kStatic)}}};
+  KernelCode kernel;
+  for (const int bytes : {0, kRoom}) EXPECT_TRUE(prepare(kernel, 0, bytes));
+  EXPECT_EQ(machine.devices[0].allowed, 0) << "as much as all kernels may have";
+  EXPECT_EQ(machine.devices[0].asked, 1);
+  for (const int bytes : {kRoom + 1, kAll, kRoom}) {
+    EXPECT_TRUE(prepare(kernel, 0, bytes));
+    EXPECT_EQ(machine.devices[0].allowed, kAll);
+    EXPECT_EQ(machine.devices[0].asked, 2) << "once more, for the larger launch";
+  }
+  EXPECT_TRUE(prepare(kernel, 1, kRoom + 1)) << "the first launch on another device";
+  EXPECT_EQ(machine.devices[1].allowed, kAll);
 }
 
 TEST(Runtime, FailuresAreSentences) {

@@ -17,7 +17,8 @@ from gpu_suite.instructions import validate
 from gpu_suite.processes import ROOT, of_python, run, shards
 
 # The C++ tests also run from the PTX for sm_80, as on a GPU newer than all named architectures. (torch itself
-# contains no PTX.) Kernels for Hopper or Blackwell alone have none.
+# contains no PTX.) Each call of either run is behind a kernel that writes its tensors late: tests/gpu/late_inputs.h.
+# Kernels for Hopper or Blackwell alone have none.
 PTX = {"CUDA_FORCE_PTX_JIT": "1", "GTEST_FILTER": "-*opper*:*lackwell*:ForwardChunkChoice.*"}
 GPU_TESTS = "tests/gpu/test_gpu"  # in a built tree
 DISTRIBUTED = "test_distributed*.py"  # of tests/gpu: skipped by machines with one GPU

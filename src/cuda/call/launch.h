@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "cuda/call/launch_plans.h"
@@ -80,11 +79,7 @@ inline const char* grid_why_not(const Dims& d, int64_t tiles, int64_t layers) {
 
 // Kernels start while the one before them in the stream still runs, and wait for its results here, before they read or
 // write memory. Addresses that need nothing from memory are computed, and hints given, while they wait.
-__device__ inline void wait_for_stream() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
+__device__ inline void wait_for_stream() { ptx::wait_for_kernel_in_front(); }
 // Lets the next kernel in the stream start once every block has come here or is done. A block comes here when it has
 // requested its part of the state: blocks that start earlier only take issue slots and memory from those they wait
 // for.
@@ -118,26 +113,18 @@ inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t ti
 // The likely value of an index, also before wait_for_stream().
 __device__ inline int32_t peek(const int32_t* at) { return ptx::peek(at); }
 
-// Launches a kernel that begins with wait_for_stream().
+// Launches a kernel that begins with wait_for_stream(): early, where its code has that wait.
 template <auto kKernel, class... Args>
 void launch(const kda_exec& exec, dim3 grid, int threads, int shared_bytes, Args... args) {
-  static std::atomic<uint64_t> allowed{0};  // devices, one bit each, where the kernel may have all shared memory
-  const uint64_t bit = uint64_t{1} << (exec.device_id % 64);
-  if (shared_bytes > 48 * 1024 && (exec.device_id >= 64 || !(allowed & bit))) {
-    cudaFuncAttributes attributes;
-    KDA_CUDA(cudaFuncGetAttributes(&attributes, kKernel));
-    KDA_CUDA(
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             shared_memory_of_block(exec.device_id) - static_cast<int>(attributes.sharedSizeBytes)));
-    allowed |= bit;
-  }
+  static KernelCode code;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(static_cast<unsigned>(threads)), config.stream = stream_of(exec);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.attrs = &early, config.numAttrs = 1;
+  config.attrs = &early;
+  config.numAttrs = code.prepare(reinterpret_cast<const void*>(kKernel), exec.device_id, shared_bytes) ? 1 : 0;
   KDA_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 

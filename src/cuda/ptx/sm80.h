@@ -153,6 +153,14 @@ __device__ inline unsigned block() {
   return x;
 }
 
+// Waits until the kernel in front of this one in the stream is done and what it wrote is there. Code for older GPUs has
+// no such wait: it must not be launched early (KernelCode).
+__device__ inline void wait_for_kernel_in_front() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
 // ---- global memory ----
 
 // One store: the compiler splits some assignments of such types into their elements.

@@ -148,7 +148,6 @@ inline size_t __cvta_generic_to_shared(const void* pointer) { return kda::emulat
 namespace kda::emulator {
 
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread);
-cudaError_t allow_shared_memory(const void* kernel, int bytes);
 
 }  // namespace kda::emulator
 
@@ -158,11 +157,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return kda::emulator::launch(*config, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, own); });
 }
 template <class... Params>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute, int bytes) {
-  return kda::emulator::allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
-}
-template <class... Params>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Params...)) {
-  *attributes = {};
-  return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute attribute, int bytes) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, bytes);
 }

@@ -39,6 +39,7 @@ struct cudaDeviceProp {
 };
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;  // of variables that are not dynamic: 0, the emulator does not know
+  int ptxVersion, binaryVersion;
 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -67,6 +68,9 @@ cudaError_t cudaDriverGetVersion(int* version);
 // Finds one function of the driver: cuTensorMapEncodeTiled.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                              unsigned long long flags, cudaDriverEntryPointQueryResult* result);
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int bytes);
 
 cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaFree(void* memory);

@@ -6,6 +6,8 @@ FORWARD = "src/cuda/blackwell_prefill/blackwell_prefill.cu"
 SEGMENTS = "src/cuda/blackwell_prefill/segments.cu"
 CONSUMER = "src/cuda/blackwell_prefill/consumer.h"
 PRODUCTS = "src/cuda/blackwell_prefill/products.h"
+PAIR = "src/cuda/hopper_prefill/pair_kernel.h"
+SEGMENT_PAIR = "src/cuda/hopper_prefill/segments_kernel.h"
 
 TESTS = (
     f"KDA_EMULATOR_ARCH=100 {EMULATOR}",
@@ -16,7 +18,14 @@ SPOILT = (TESTS[0], emulated("ForwardContract.CorrectionsAreNaNFromThereOn/K64")
 
 MAPS = (TESTS[0], emulated("ForwardChunkOnCuda.IsTheOracle/bound_maps")[1])
 
-UNITS = {CONSUMER: [FORWARD, SEGMENTS], PRODUCTS: [FORWARD, SEGMENTS]}
+UNITS = {
+    CONSUMER: [FORWARD, SEGMENTS],
+    PRODUCTS: [FORWARD, SEGMENTS],
+    PAIR: [FORWARD],
+    SEGMENT_PAIR: [SEGMENTS],
+}
+
+WAIT, ALLOCATE = "  wait_for_stream();\n", "  [[maybe_unused]] const Tensors tensors(memory);\n"
 
 MUTANTS = [
     *mutants(
@@ -69,6 +78,11 @@ MUTANTS = [
         ),
         ("Blackwell's forward: kg is not transposed", "multiply<kSize, true>", "multiply<kSize>"),
         (
+            "Blackwell's forward: the address of tensor memory is read behind a relaxed barrier alone",
+            "    __syncthreads();  // the address of tensor memory and the mbarriers are there\n",
+            "",
+        ),
+        (
             "Blackwell's forward: tensor memory is not freed",
             "    if (is_owner()) ptx::tmem_dealloc(ptx::load_shared(memory_ + sm90::Shared::tensors), kColumns);\n",
             "",
@@ -106,6 +120,24 @@ MUTANTS = [
             "Blackwell's forward: a chunk is released too early",
             "    products_.wait();\n    products_.load_state(S_);\n    round_outputs",
             "    products_.load_state(S_);\n    round_outputs",
+        ),
+    ),
+    *mutants(
+        PAIR,
+        TESTS,
+        (
+            "Blackwell's forward: tensor memory is held while the kernel in front runs",
+            WAIT + ALLOCATE,
+            ALLOCATE + WAIT,
+        ),
+    ),
+    *mutants(
+        SEGMENT_PAIR,
+        MAPS,
+        (
+            "Blackwell's segments: tensor memory is held while the kernel in front runs",
+            WAIT + ALLOCATE,
+            ALLOCATE + WAIT,
         ),
     ),
     *mutants(

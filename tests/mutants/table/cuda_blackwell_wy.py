@@ -16,7 +16,22 @@ NAN = (ONE_SM, "WyOnCuda.ReadsNoUpperTriangle:WyOnCuda.KeepsOthersNaNOut")
 
 UNITS = {MEMORY: [KERNEL], PRODUCTS: [KERNEL], WORKER: [KERNEL]}
 
+WAIT = "  wait_for_stream();  // without tensor memory, which the kernel in front may still ask for\n"
+ALLOCATE = (
+    "  if (warp == kWyIssuer) ptx::tmem_alloc(base + KDA_WY(tensors), WyTensors::columns), ptx::tmem_relinquish();\n"
+)
+
 MUTANTS = [
+    *mutants(
+        KERNEL,
+        TESTS,
+        ("Blackwell's B3: tensor memory is held while the kernel in front runs", WAIT + ALLOCATE, ALLOCATE + WAIT),
+        (
+            "Blackwell's B3: no barrier behind the allocation",
+            "  __syncthreads();  // mbarriers and tensor memory are there\n",
+            "",
+        ),
+    ),
     *mutants(
         MEMORY,
         TESTS,

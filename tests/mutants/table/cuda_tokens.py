@@ -2,6 +2,7 @@
 
 from .mutant import EMULATOR, emulated, mutants
 
+CUDA_RUNTIME = "src/cuda/runtime.cc"
 CUDA_GATE = "src/cuda/gate/gate.cu"
 CUDA_GATE_MATH = "src/cuda/gate/gate.h"
 CUDA_NORM_GATE = "src/cuda/norm/gate.cu"
@@ -33,6 +34,7 @@ CUDA_NORM = emulated(
 CUDA_FUSED = emulated(*(f"FusedOnCuda.*/{c}" for c in ("usual", "packed_shared", "no_slots", "f32_W3")))
 CUDA_CONV_CASES = emulated(*(f"ConvOnCuda.*ward/{c}" for c in ("packed_W*", "dtype_*", "state_by_rows_*")))
 CUDA_CONV_PARTS = (EMULATOR, "ConvPromiseOnCuda.Parts*")
+CUDA_NEWER_GPU = (f"KDA_EMULATOR_ARCH=120 {EMULATOR}", "All/TokensOnCuda.Decode/usual")
 CUDA_NORM_NAN = (EMULATOR, "NormPromiseOnCuda.NotFiniteStaysInItsRow")
 
 CUDA_GATE_CASES = emulated(*(f"GateOnCuda.MatchesTheOracle/{c}_*" for c in ("softplus", "bound")))
@@ -53,6 +55,11 @@ UNITS = {
 }
 
 MUTANTS = [
+    *mutants(
+        CUDA_RUNTIME,
+        CUDA_NEWER_GPU,
+        ("cuda: code without a wait is launched early", "code.ptxVersion >= 90", "code.binaryVersion >= 90"),
+    ),
     *mutants(
         CUDA_DECODE,
         CUDA_DECODE_TESTS,

@@ -74,6 +74,8 @@ inline float zero() { return 0; }
 inline unsigned thread() { return threadIdx.x; }
 inline unsigned block() { return blockIdx.x; }
 
+inline void wait_for_kernel_in_front() { emulator::wait_for_kernel_in_front(); }
+
 // ---- global memory ----
 
 inline void store_global(void* to, const uint2& x) { *static_cast<uint2*>(to) = x; }

@@ -12,7 +12,7 @@ namespace kda::cuda::ptx {
 inline void init_barrier(unsigned barrier, unsigned arrivals, Where where = Where::current()) {
   emulator::init_mbarrier(barrier, arrivals, where);
 }
-inline void fence_barriers() {}
+inline void fence_barriers() { emulator::fence_mbarriers(); }
 inline void arrive(unsigned barrier, unsigned times = 1, Where where = Where::current()) {
   emulator::arrive(barrier, times, 0, where);
 }
@@ -34,9 +34,11 @@ inline bool has_phase_ended(unsigned barrier, unsigned parity, Where where = Whe
 
 inline unsigned rank(Where where = Where::current()) { return emulator::rank(where); }
 inline unsigned address_in(unsigned address, unsigned rank) { return emulator::address_in(address, rank); }
-inline void arrive_at_cluster(Where where = Where::current()) { emulator::arrive_at_cluster(where); }
+inline void arrive_at_cluster(Where where = Where::current()) { emulator::arrive_at_cluster(true, where); }
 inline void wait_for_cluster(Where where = Where::current()) { emulator::wait_for_cluster(where); }
-inline void sync_cluster(Where where = Where::current()) { arrive_at_cluster(where), wait_for_cluster(where); }
+inline void sync_cluster(Where where = Where::current()) {
+  emulator::arrive_at_cluster(false, where), emulator::wait_for_cluster(where);
+}
 inline void arrive_at(unsigned barrier, unsigned times = 1, Where where = Where::current()) {
   emulator::arrive(barrier, times, 0, where);
 }
