@@ -14,7 +14,10 @@ namespace {
 
 // Checks h and h_every, which becomes at least 1. How many rows packed sequences have depends on their lengths: see
 // validate_data.
-void check_h(const kda_tensor& h, int32_t& h_every, const Dims& d, Tensors& tensors) {
+template <class Args>
+void check_h(Args& a, const Dims& d, Tensors& tensors) {
+  const kda_tensor& h = a.h;
+  int32_t& h_every = a.h_every;
   if (h_every < 0) invalid("h_every: expected >= 0, got ", h_every);
   if (h_every && !present(h)) invalid("h_every: expected 0 without h, got ", h_every);
   h_every = std::max(h_every, 1);
@@ -22,7 +25,10 @@ void check_h(const kda_tensor& h, int32_t& h_every, const Dims& d, Tensors& tens
   tensors.check_rank(h);
   const int64_t rows = h.shape[0], expected = d.N * h_rows(d.T, h_every);
   if (!d.varlen && rows < expected) too_few_h_rows(expected, h_every, rows);
+  const bool k_first = tensors.k_first;
+  tensors.k_first = h_layout(a) == KDA_STATE_K_FIRST;
   tensors.check(h);
+  tensors.k_first = k_first;
 }
 
 // Checks x [M,HV,K] and the gate, which both operators take alike.
@@ -49,8 +55,8 @@ ForwardProblem validate(const kda_forward_args* raw) {
   tensors.check_form(a.o, a.checkpoints, a.checkpoint_slots, a.h, a.v_new, a.Aqk, a.Akk);
   tensors.check(a.o);
   check_checkpoints(a, tensors);
-  check_h(a.h, a.h_every, d, tensors);
-  tensors.check(a.v_new, a.Aqk, a.Akk);
+  check_h(a, d, tensors);
+  tensors.check(a.v_new, a.Aqk, a.Akk, a.reserved);
   check_norm(a.norm, tensors);
   check_memory(tensors, a.exec, d);
   return with_dims<ForwardProblem>(d, a);
@@ -63,7 +69,7 @@ BackwardProblem validate(const kda_backward_args* raw) {
   tensors.check_form(a.h0, a.d_o, a.dhT, a.h, a.v_new, a.Aqk, a.Akk);
   tensors.check_form(a.dq, a.dk, a.dv, a.dg, a.dbeta, a.dA_log, a.d_dt_bias, a.dh0);
   tensors.check(a.h0, a.d_o, a.dhT);
-  check_h(a.h, a.h_every, d, tensors);
+  check_h(a, d, tensors);
   const int scores = present(a.Aqk) + present(a.Akk);
   if (present(a.v_new) || scores)
     if (!present(a.v_new) || scores == 1 || !present(a.h) || a.h_every != 1)
@@ -73,7 +79,7 @@ BackwardProblem validate(const kda_backward_args* raw) {
               : a.h_every != 1 ? str(" with h_every ", a.h_every)
                                : "");
   tensors.check(a.v_new, a.Aqk, a.Akk);
-  tensors.check(a.dq, a.dk, a.dv, a.dg, a.dbeta, a.dA_log, a.d_dt_bias, a.dh0, a.reserved);
+  tensors.check(a.dq, a.dk, a.dv, a.dg, a.dbeta, a.dA_log, a.d_dt_bias, a.dh0);
   check_memory(tensors, a.exec, d);
   return with_dims<BackwardProblem>(d, a);
 }

@@ -40,6 +40,12 @@ KDA_BOTH inline int64_t h_rows(int64_t length, int64_t h_every) {
   return (length + kChunk * h_every - 1) / (kChunk * h_every);
 }
 
+// The layout of h, of a forward's or a backward's arguments.
+template <class Args>
+KDA_BOTH inline int32_t h_layout(const Args& a) {
+  return a.h_v_first ? KDA_STATE_V_FIRST : a.in.state_layout;
+}
+
 struct ForwardProblem : Dims {
   kda_forward_args args;
 };

@@ -177,7 +177,7 @@ typedef struct kda_norm_inputs {
  * Each sequence is cut into chunks from its own start. Sequence n owns ceil(len_n / (C h_every)) rows of h, after
  * those of the sequences before it. h needs room for all of them: N * ceil(T / (C h_every)) rows without cu_seqlens,
  * at most T / (C h_every) + N rows with it. Rows of these four tensors that belong to no token, or to a padded
- * sequence, are not written. */
+ * sequence, are not written. With h_v_first, h is V-first, whatever the layout of the other states is. */
 typedef struct kda_forward_args {
   uint64_t struct_size; /* sizeof(kda_forward_args) */
   kda_exec exec;
@@ -186,7 +186,7 @@ typedef struct kda_forward_args {
   kda_tensor o;                 /* [B,T,HV,V]  out: bf16, f16 or f32 */
   kda_tensor checkpoints;       /* [slots,HV,V,K] out, optional: f32 or bf16 */
   kda_tensor checkpoint_slots;  /* [N,M] i32 or i64, with checkpoints */
-  kda_tensor h;                 /* [NT,HV,V,K] (or K-first) out, optional: f32 or bf16 */
+  kda_tensor h;                 /* [NT,HV,V,K] (or K-first, see h_v_first) out, optional: f32 or bf16 */
   kda_tensor v_new;             /* [B,T,HV,V]  out, optional: f32 or bf16 */
   kda_tensor Aqk, Akk;          /* [B,T,HV,C]  out, optional: f32 */
   int32_t checkpoint_every;     /* tokens, a multiple of 16 */
@@ -194,6 +194,8 @@ typedef struct kda_forward_args {
   kda_tensor out_state_indices; /* [N] i32 or i64, optional, with hT: see kda_states */
   kda_tensor checkpoint_offset; /* [N] i32 or i64, optional: tokens of the request before the call, >= 0 */
   kda_norm_inputs norm;         /* optional */
+  int32_t h_v_first;            /* not 0: h is V-first, also where state_layout is K-first */
+  int32_t reserved;             /* 0 */
 } kda_forward_args;
 
 /* ---- kda_backward: gradients of everything --------------------------------------------------------------------------
@@ -202,7 +204,8 @@ typedef struct kda_forward_args {
  * can save:
  *   h alone, of any h_every: h_every chunks at a time are computed again, and the workspace does not grow with T;
  *   h (h_every = 1), v_new, Aqk, Akk: nothing is computed again on the CPU;
- *   h (h_every = 1), V-first, and v_new: nothing is computed again on CUDA, which uses no other saved tensor;
+ *   h (h_every = 1), V-first (see h_v_first), and v_new: nothing is computed again on CUDA, which uses no other saved
+ *     tensor;
  *   nothing: whole sequences are computed again, and the workspace holds every chunk of the longest. */
 typedef struct kda_backward_args {
   uint64_t struct_size; /* sizeof(kda_backward_args) */
@@ -220,7 +223,7 @@ typedef struct kda_backward_args {
   kda_tensor d_dt_bias;          /* [HV,K]     out, optional, with dt_bias: f32 */
   kda_tensor dh0;                /* [N,HV,V,K] out, optional: f32 or bf16; allowed without h0 */
   int32_t h_every;               /* as given to kda_forward; 0 = 1 */
-  int32_t reserved;              /* 0 */
+  int32_t h_v_first;             /* as given to kda_forward */
 } kda_backward_args;
 
 /* ---- the causal convolution in front -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from .call.derivatives import (
 )
 from .call.inputs import TrainingCall
 from .call.library import library
-from .call.options import CHUNK, H_EVERY, Options
+from .call.options import CHUNK, H_EVERY, STATE_K_FIRST, Options
 
 
 def saved_kinds(
@@ -28,18 +28,24 @@ def saved_kinds(
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Shapes and dtypes of what forward keeps for backward. Nothing if ``h_every`` is 0; otherwise ``h``, a state
     every ``h_every`` chunks. If that is 1 also ``v_new``, ``Aqk`` and ``Akk``, and backward recomputes nothing. On
-    CUDA: ``h`` and ``v_new`` in bf16 if ``h_every`` is 1 and backward can use them (V-first, 16 bits), else nothing."""
-    if h_every == 0 or (v.is_cuda and (h_every > 1 or options.state_layout or v.dtype == torch.float32)):
+    CUDA: ``h`` and ``v_new`` in bf16 if ``h_every`` is 1 and backward can use them (16 bits), else nothing. There
+    ``h`` is V-first, as backward takes it, whatever the layout of the states is."""
+    if h_every == 0 or (v.is_cuda and (h_every > 1 or v.dtype == torch.float32)):
         return ()
-    B, T, HV, _ = v.shape
+    B, T, HV, V = v.shape
     N, *state = state_shape(v, K, cu, options)
     tokens = CHUNK * h_every
     h = (B * ((T + tokens - 1) // tokens) if cu is None else T // tokens + N, *state)
     v_new, scores = tuple(v.shape), (B, T, HV, CHUNK)
     if v.is_cuda:
-        return ((h, torch.bfloat16), (v_new, torch.bfloat16))
+        return (((h[0], HV, V, K), torch.bfloat16), (v_new, torch.bfloat16))
     wide = wide_dtype(v)
     return ((h, wide), (v_new, wide), (scores, wide), (scores, wide)) if h_every == 1 else ((h, wide),)
+
+
+def h_v_first(v: Tensor, saved: Sequence[Tensor], options: Options) -> bool:
+    """Whether ``h`` among them has another layout than the states."""
+    return bool(saved) and v.is_cuda and options.state_layout == STATE_K_FIRST
 
 
 def run_forward(
@@ -59,7 +65,8 @@ def run_forward(
     h, v_new, Aqk, Akk = _four(saved)
     library().forward(
         q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=h0, hT=hT, has_initial_state=has_initial_state, o=o,
-        h=h, v_new=v_new, Aqk=Aqk, Akk=Akk, h_every=h_every if saved else 0, impl=impl,
+        h=h, v_new=v_new, Aqk=Aqk, Akk=Akk, h_every=h_every if saved else 0,
+        h_v_first=h_v_first(v, saved, options), impl=impl,
     )  # fmt: skip
     return o, hT, saved
 
@@ -86,7 +93,8 @@ def backward_call(
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu,
         "options": options, "h0": h0, "d_o": plain(d_o), "dhT": None if dhT is None else plain(dhT), "h": h,
         "v_new": v_new, "Aqk": Aqk, "Akk": Akk, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta, "dA_log": dA,
-        "d_dt_bias": d_bias, "dh0": dh0, "h_every": h_every if saved else 0, "impl": impl,
+        "d_dt_bias": d_bias, "dh0": dh0, "h_every": h_every if saved else 0,
+        "h_v_first": h_v_first(v, saved, options), "impl": impl,
     }  # fmt: skip
 
 

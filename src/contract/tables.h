@@ -132,7 +132,8 @@ struct Table<kda_forward_args> {
                  KDA_T(out_state_indices, "[N]", kIndices).maybe().strided().need("a pool hT"),
                  KDA_T(checkpoint_offset, "[N]", kIndices).maybe().strided(),
              }),
-             trailing(KDA_GROUP(norm, NormGroup::operands)));
+             trailing(KDA_GROUP(norm, NormGroup::operands)),
+             trailing(std::array{KDA_FLAG(h_v_first), KDA_RESERVED("args.reserved")}));
 };
 
 template <>
@@ -157,7 +158,7 @@ struct Table<kda_backward_args> {
                  KDA_T(d_dt_bias, "[HV,K]", kSingles).out().maybe().need("dt_bias"),
                  KDA_T(dh0, "[N,HV,V,K]", kStates).out().maybe(),
                  KDA_INT(h_every),
-                 KDA_RESERVED("args.reserved"),
+                 KDA_FLAG(h_v_first),
              });
 };
 

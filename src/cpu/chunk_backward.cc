@@ -137,7 +137,7 @@ struct BackwardTask {
   void load_first_state(int64_t t, Matrix S) {
     const kda_backward_args& a = p.args;
     zero(S.data, padded(p.K) * S.pitch);
-    if (present(a.h)) load_state(s.chunk, a.h, a.in.state_layout, first_h + t / (kChunk * a.h_every), hv, 0, S);
+    if (present(a.h)) load_state(s.chunk, a.h, h_layout(a), first_h + t / (kChunk * a.h_every), hv, 0, S);
     else if (present(a.h0)) load_state(s.chunk, a.h0, a.in.state_layout, seq.n, hv, 0, S);
   }
 

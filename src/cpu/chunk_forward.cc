@@ -58,7 +58,7 @@ struct ForwardSteps : ForwardHead {
     const int32_t layout = a.in.state_layout;
     const int64_t h_tokens = kChunk * a.h_every, L = c.L, end = t + L;
     if (t == 0) load_first_state(c, v0, S);
-    if (present(a.h) && t % h_tokens == 0) store_state(c, a.h, layout, first_h + t / h_tokens, hv, v0, S);
+    if (present(a.h) && t % h_tokens == 0) store_state(c, a.h, h_layout(a), first_h + t / h_tokens, hv, v0, S);
     corrections(c, S);
     gemm<Acc::kSet>(L, c.V, p.K, c.qG.rows(), S, o);
     add_triangle<Triangle::kLower>(L, c.V, c.Aqk.rows(), c.v, o);

@@ -424,6 +424,7 @@ const char* recurrent_forward_why_not(const ForwardProblem& p) {
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(a.checkpoints)) return "keeps no checkpoints";
   if (present(a.v_new) || present(a.Aqk) || present(a.Akk)) return "has no chunks to save v_new, Aqk or Akk from";
+  if (present(a.h) && h_layout(a) != a.in.state_layout) return "saves h in the layout of the other states alone";
   return nullptr;
 }
 

@@ -31,7 +31,7 @@ void run_head(const ForwardProblem& p, const Sequence& s, int64_t hv, int64_t fi
   for (int64_t t = 0; t < s.length; ++t) {
     if (t % kChunk == 0) {
       if (present(a.h) && t % (kChunk * a.h_every) == 0)
-        store_state(p, S, a.h, layout, first_h + t / (kChunk * a.h_every), hv);
+        store_state(p, S, a.h, h_layout(a), first_h + t / (kChunk * a.h_every), hv);
       if (present(a.Aqk) || present(a.Akk)) store_scores(x, p, s, hv, t, std::min(kChunk, s.length - t));
     }
     x.step(t, S.data(), u.data(), o.data());

@@ -178,6 +178,23 @@ void ForwardOutputs::save_states(const Inputs& in, int32_t every, bool f64) {
   h_every = every;
 }
 
+void ForwardOutputs::save_v_first(const Inputs& in, int32_t dtype) {
+  h = Tensor(dtype, {in.h_rows(1), in.c.HV, in.c.V, in.c.K}, in.c.layout);
+  h_every = h_v_first = 1;
+}
+
+Tensor in_other_layout(const Tensor& states) {
+  std::vector<int64_t> shape = states.shape();
+  const int64_t rows = shape[2], columns = shape[3];
+  std::swap(shape[2], shape[3]);
+  Tensor other(states.dtype(), shape);
+  for (int64_t i = 0; i < states.size(); ++i) {
+    const int64_t head = i / (rows * columns), row = i / columns % rows, column = i % columns;
+    other.set((head * columns + column) * rows + row, states.get(i));
+  }
+  return other;
+}
+
 std::vector<Named> ForwardOutputs::tensors() {
   return {{"o", &o}, {"hT", &hT}, {"h", &h}, {"v_new", &v_new}, {"Aqk", &Aqk}, {"Akk", &Akk}};
 }
@@ -210,7 +227,7 @@ kda_forward_args forward_args(const Inputs& in, const ForwardOutputs& out) {
   kda_forward_args a = KDA_FORWARD_ARGS_INIT;
   a.in = in.view();
   a.states.h0 = in.h0, a.states.hT = out.hT;
-  a.h_every = out.h_every;
+  a.h_every = out.h_every, a.h_v_first = out.h_v_first;
   a.o = out.o, a.h = out.h, a.v_new = out.v_new, a.Aqk = out.Aqk, a.Akk = out.Akk;
   return a;
 }
@@ -221,7 +238,7 @@ kda_backward_args backward_args(const Inputs& in, const BackwardOutputs& out, co
   a.h0 = in.h0, a.d_o = in.d_o, a.dhT = in.dhT;
   if (saved) {
     a.h = saved->h, a.v_new = saved->v_new, a.Aqk = saved->Aqk, a.Akk = saved->Akk;
-    a.h_every = saved->h_every;
+    a.h_every = saved->h_every, a.h_v_first = saved->h_v_first;
   }
   a.dq = out.dq, a.dk = out.dk, a.dv = out.dv, a.dg = out.dg, a.dbeta = out.dbeta;
   a.dA_log = out.dA_log, a.d_dt_bias = out.d_dt_bias, a.dh0 = out.dh0;

@@ -53,8 +53,9 @@ struct ForwardOutputs {
   Tensor o, hT, h, v_new, Aqk, Akk;
   // Only o and hT, or all; in the dtypes of the case, or as float64 for the oracle.
   ForwardOutputs(const Inputs& in, bool all, bool f64 = false);
-  int32_t h_every = 0;
+  int32_t h_every = 0, h_v_first = 0;
   void save_states(const Inputs& in, int32_t every, bool f64 = false);  // h, by itself
+  void save_v_first(const Inputs& in, int32_t dtype);                   // h of every chunk, V-first in any case
   std::vector<Named> tensors();
 };
 
@@ -63,6 +64,9 @@ struct BackwardOutputs {
   BackwardOutputs(const Inputs& in, bool f64 = false);
   std::vector<Named> tensors();
 };
+
+// The same states [..,K,V] of V-first ones, and the other way around.
+Tensor in_other_layout(const Tensor& states);
 
 kda_forward_args forward_args(const Inputs& in, const ForwardOutputs& out);
 // `saved`: what forward kept; without it backward computes it again.

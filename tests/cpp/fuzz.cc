@@ -104,6 +104,7 @@ void break_options(kda_conv_backward_args& a, Random& random) {
 }
 void break_options(kda_backward_args& a, Random& random) {
   if (random.chance(0.3)) a.h_every = static_cast<int32_t>(random.below(4)) - 1;
+  else if (random.chance(0.2)) a.h_v_first = !a.h_v_first;
   else break_options(a.in, random);
 }
 void break_options(kda_verify_args& a, Random& random) {
@@ -130,6 +131,7 @@ void break_options(kda_forward_args& a, Random& random) {
   constexpr int32_t kEvery[] = {-64, 0, 1, 64, 100, 128};
   if (random.chance(0.2)) a.checkpoint_every = one_of(kEvery, random);
   else if (random.chance(0.1)) a.h_every = static_cast<int32_t>(random.below(4)) - 1;
+  else if (random.chance(0.1)) a.h_v_first = !a.h_v_first;
   else if (random.chance(0.3)) break_options(a.states, random);
   else break_options(a.in, random);
 }

@@ -83,6 +83,12 @@ inline std::vector<int64_t> state_shape(const Sizes& s, const kda_inputs& in, in
   return {rows, s.HV, s.K, s.V};
 }
 
+template <class Args>
+std::vector<int64_t> h_shape(const Sizes& s, const Args& a, int64_t rows) {
+  if (a.h_v_first) return {rows, s.HV, s.V, s.K};
+  return state_shape(s, a.in, rows);
+}
+
 // Slots may be of either width.
 inline int32_t index_dtype(Random& random) { return random.chance(0.25) ? KDA_I64 : KDA_I32; }
 
@@ -151,7 +157,8 @@ inline void build(kda_forward_args& a, const Sizes& s, Random& random) {
   a.o = arena.take(any_float(random), {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.3)) {
     a.h_every = static_cast<int32_t>(random.below(3));
-    a.h = arena.take(state_dtype(random), state_shape(s, a.in, h_rows(s, std::max(a.h_every, 1))), random);
+    a.h_v_first = random.chance(0.3);
+    a.h = arena.take(state_dtype(random), h_shape(s, a, h_rows(s, std::max(a.h_every, 1))), random);
   }
   if (random.chance(0.2)) a.v_new = arena.take(KDA_F32, {s.B, s.T, s.HV, s.V}, random);
   if (random.chance(0.2)) a.Aqk = arena.take(KDA_F32, {s.B, s.T, s.HV, 64}, random);
@@ -219,10 +226,11 @@ inline void build(kda_backward_args& a, const Sizes& s, Random& random) {
   if (wanted()) a.dh0 = arena.take(state_dtype(random), state_shape(s, a.in, s.N), random);
   if (random.chance(0.3)) {  // states as forward leaves them
     a.h_every = 1 + static_cast<int32_t>(random.below(2));
-    a.h = arena.take(KDA_F32, state_shape(s, a.in, h_rows(s, a.h_every)), random);
+    a.h_v_first = random.chance(0.3);
+    a.h = arena.take(KDA_F32, h_shape(s, a, h_rows(s, a.h_every)), random);
     kda_forward_args f = KDA_FORWARD_ARGS_INIT;
     f.exec.impl = "reference";
-    f.in = a.in, f.states.h0 = a.h0, f.h = a.h, f.h_every = a.h_every;
+    f.in = a.in, f.states.h0 = a.h0, f.h = a.h, f.h_every = a.h_every, f.h_v_first = a.h_v_first;
     f.o = arena.take(KDA_F32, {s.B, s.T, s.HV, s.V}, random);
     if (kda_forward(&f) != KDA_OK) fail(std::string("a legal call was refused: ") + kda_last_error());
   }

@@ -89,7 +89,7 @@ void save_again(kda_backward_args& a) {
   if (!a.h.ndim) return;
   kda_forward_args f = KDA_FORWARD_ARGS_INIT;
   f.exec.impl = "reference";
-  f.in = a.in, f.states.h0 = a.h0, f.h = a.h, f.h_every = a.h_every;
+  f.in = a.in, f.states.h0 = a.h0, f.h = a.h, f.h_every = a.h_every, f.h_v_first = a.h_v_first;
   Random dense(0);
   f.o = arena.take(KDA_F32, {a.in.v.shape, a.in.v.shape + 4}, dense);
   if (kda_forward(&f) != KDA_OK) fail(std::string("a legal call was refused: ") + kda_last_error());

@@ -15,7 +15,6 @@ TEST(Abi, Tensor) {
   EXPECT_FIELD(kda_tensor, ndim, 12);
   EXPECT_FIELD(kda_tensor, shape, 16);
   EXPECT_FIELD(kda_tensor, stride, 56);
-  EXPECT_EQ(KDA_MAX_NDIM, 5);
 }
 
 TEST(Abi, Exec) {
@@ -68,7 +67,7 @@ TEST(Abi, NormInputs) {
 }
 
 TEST(Abi, ForwardArgs) {
-  EXPECT_EQ(sizeof(kda_forward_args), 2320u);
+  EXPECT_EQ(sizeof(kda_forward_args), 2328u);
   EXPECT_FIELD(kda_forward_args, struct_size, 0);
   EXPECT_FIELD(kda_forward_args, exec, 8);
   EXPECT_FIELD(kda_forward_args, in, 56);
@@ -85,6 +84,7 @@ TEST(Abi, ForwardArgs) {
   EXPECT_FIELD(kda_forward_args, out_state_indices, 1920);
   EXPECT_FIELD(kda_forward_args, checkpoint_offset, 2016);
   EXPECT_FIELD(kda_forward_args, norm, 2112);
+  EXPECT_FIELD(kda_forward_args, h_v_first, 2320);
 }
 
 TEST(Abi, BackwardArgs) {
@@ -108,7 +108,7 @@ TEST(Abi, BackwardArgs) {
   EXPECT_FIELD(kda_backward_args, d_dt_bias, 2096);
   EXPECT_FIELD(kda_backward_args, dh0, 2192);
   EXPECT_FIELD(kda_backward_args, h_every, 2288);
-  EXPECT_FIELD(kda_backward_args, reserved, 2292);
+  EXPECT_FIELD(kda_backward_args, h_v_first, 2292);
 }
 
 TEST(Abi, ConvInputs) {

@@ -265,6 +265,23 @@ TEST(ForwardRefuses, Saved) {
                   [](F& x) { set_last(x.args.Aqk, 63); });
   forward_refuses("Akk: expected float32, got float16", [](F& x) { x.args.Akk.dtype = KDA_F16; });
   forward_refuses("o: expected 4 dimensions [1,9,2,3] like v, got 0", [](F& x) { x.args.o = {}; });
+  forward_refuses("args.reserved: expected 0, got 1", [](F& x) { x.args.reserved = 1; });
+}
+
+// With h_v_first the other states are K-first, and h is not.
+TEST(ForwardRefuses, SavedInAnotherLayout) {
+  Case c = legal_case();
+  c.state_layout = KDA_STATE_K_FIRST;
+  F x(c);
+  const Workspace workspace = workspace_for(x.args);
+  x.args.h_v_first = 1;
+  expect_refused(x, "h: expected shape [2,2,3,5] ([..,HV,V,K], V-first), got [2,2,5,3]");
+  B y(c);
+  const Workspace more = workspace_for(y.args);
+  y.args.h_v_first = 1;
+  expect_refused(y, "h: expected shape [2,2,3,5] ([..,HV,V,K], V-first), got [2,2,5,3]");
+  for (kda_tensor* t : {&y.args.h, &y.args.dh0}) std::swap(t->shape[2], t->shape[3]), t->stride[2] = 5;
+  expect_refused(y, "dh0: expected shape [3,2,5,3] ([..,HV,K,V], K-first), got [3,2,3,5]");
 }
 
 TEST(ForwardRefuses, SavedWithoutCuSeqlens) {  // then h needs ceil(T / 64) rows a sequence
@@ -287,6 +304,15 @@ TEST(ForwardUnsupported, ForcedImplementationSaysWhy) {
       [](F& x) {
         x.args.exec.impl = "cpu_recurrent";
         x.args.checkpoints = x.args.checkpoint_slots = {}, x.args.checkpoint_every = 0;
+      },
+      KDA_UNSUPPORTED);
+  refuses<kda_forward_args>(
+      "cpu_recurrent was forced but saves h in the layout of the other states alone",
+      [](F& x) {
+        x.args.exec.impl = "cpu_recurrent", x.args.in.state_layout = KDA_STATE_K_FIRST, x.args.h_v_first = 1;
+        x.args.checkpoints = x.args.checkpoint_slots = x.args.states.h0 = x.args.states.hT = {};
+        x.args.states.state_indices = x.args.states.has_initial_state = x.args.out_state_indices = {};
+        x.args.v_new = x.args.Aqk = x.args.Akk = {}, x.args.checkpoint_every = 0;
       },
       KDA_UNSUPPORTED);
 }
@@ -329,7 +355,6 @@ TEST(BackwardRefuses, PartOfTheSaved) {
   backward_refuses(expected + "3 with h_every 2", [](B& x) { x.args.h_every = 2; });
   backward_refuses("h_every: expected >= 0, got -2", [](B& x) { x.args.h_every = -2; });
   backward_refuses("h_every: expected 0 without h, got 1", [](B& x) { x.args.h = {}, x.args.h_every = 1; });
-  backward_refuses("args.reserved: expected 0, got 1", [](B& x) { x.args.reserved = 1; });
   backward_refuses("h: expected float32 or bfloat16, got float16", [](B& x) { x.args.h.dtype = KDA_F16; });
   backward_refuses("h: expected at least 2 rows, one every 64 tokens, got 1", [](B& x) { x.args.h.shape[0] = 1; });
 }

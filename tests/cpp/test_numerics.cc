@@ -68,6 +68,20 @@ TEST_P(Forward, States) { check(false, 1); }
 TEST_P(Forward, StatesEveryOtherChunk) { check(false, 2); }
 TEST_P(ForwardSaved, All) { check(true); }
 
+// h V-first beside states that are K-first. What the oracle saves so is what it saves in the layout of the states.
+TEST_P(ForwardSaved, StatesInAnotherLayout) {
+  Case c = find_case(GetParam().case_name);
+  c.state_layout = KDA_STATE_K_FIRST;
+  const Inputs in(c);
+  ForwardOutputs reference(in, false, true), other(in, false, true), out(in, false);
+  reference.save_states(in, 1, true), other.save_v_first(in, KDA_F64), out.save_v_first(in, KDA_F32);
+  for (const ForwardOutputs* exact : {&reference, &other}) run(forward_args(in, *exact), {.impl = "reference"});
+  run(forward_args(in, out), {.impl = GetParam().impl.c_str()});
+  if (HasFatalFailure()) return;
+  EXPECT_EQ(in_other_layout(other.h).bits(), reference.h.bits());
+  expect_close(other.tensors(), out.tensors(), c);
+}
+
 // Those of `params` whose implementation keeps what backward wants.
 std::vector<Param> params_that_save() {
   std::vector<Param> all = params("forward");
@@ -168,6 +182,24 @@ TEST_P(Backward, FromStates) {
     run(backward_args(in, out, &saved), {.impl = impl});
     for (size_t i = 0; i < tensors.size(); ++i)
       EXPECT_EQ(out.tensors()[i].tensor->bits(), tensors[i].tensor->bits()) << tensors[i].name << " every " << every;
+  }
+}
+
+// So does h in either layout.
+TEST_P(Backward, FromStatesInAnotherLayout) {
+  const char* impl = GetParam().impl.c_str();
+  Case k_first = c;
+  k_first.state_layout = KDA_STATE_K_FIRST;
+  const Inputs inputs(k_first);
+  ForwardOutputs same(inputs, false), other(inputs, false);
+  same.save_states(inputs, 1), other.save_v_first(inputs, KDA_F32);
+  for (const ForwardOutputs* saved : {&same, &other}) run(forward_args(inputs, *saved), {.impl = "cpu_chunk"});
+  BackwardOutputs expected(inputs), out(inputs);
+  run(backward_args(inputs, expected, &same), {.impl = impl});
+  run(backward_args(inputs, out, &other), {.impl = impl});
+  for (size_t i = 0; i < out.tensors().size(); ++i) {
+    const auto [name, t] = out.tensors()[i];
+    EXPECT_EQ(t->bits(), expected.tensors()[i].tensor->bits()) << name;
   }
 }
 

@@ -159,12 +159,12 @@ TEST_P(BackwardOnCuda, FromSaved) {
   if (impl == std::string(kRecurrent)) GTEST_SKIP() << "takes nothing that was saved";
   const Inputs in(c);
   ForwardOutputs saved(in, false);
-  saved.h = Tensor(KDA_BF16, in.state_shape(in.h_rows(1)), c.layout), saved.h_every = 1;
+  saved.save_v_first(in, KDA_BF16);
   saved.v_new = Tensor(KDA_BF16, {in.B, in.T, c.HV, c.V}, c.layout);
   BackwardOutputs expected(in), got(in);
   if (!takes(impl, backward_args(in, got))) GTEST_SKIP() << "declines";
   // Saved by the forward that backward would use to compute them again.
-  const bool on_hopper = impl == std::string(kHopper) && c.state_layout == KDA_STATE_V_FIRST;
+  const bool on_hopper = impl == std::string(kHopper);
   run_on_cuda(forward_args(in, saved), on_hopper ? nullptr : "cuda_prefill_chunk");
   run_on_cuda(backward_args(in, expected), impl);
   run_on_cuda(backward_args(in, got, &saved), impl);

@@ -69,11 +69,30 @@ def test_what_is_saved_changes_no_bit(gate: str) -> None:
     the one that has saved states."""
     hopper = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     for sizes, lengths in product(({}, LARGE), (None, [70, 0, 59])):
-        p = problem(dtype=torch.bfloat16, gate=gate, lengths=lengths, v_first=True, **sizes)
+        p = problem(dtype=torch.bfloat16, gate=gate, lengths=lengths, v_first=gate == "softplus", **sizes)
         if hopper and sizes and p.tensors["g"].dtype == torch.float32:
             continue
         got = [here(kda.chunk_kda, p, disable_recompute=saved) for saved in (False, True)]
         assert all_same(*got)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
+def test_layouts_of_states_change_no_bit(gate: str, state_dtype: torch.dtype) -> None:
+    """K-first states run what V-first ones run, whatever is saved. (On the CPU the chunked form does so, too.)"""
+
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(-1, -2).contiguous()
+
+    for lengths, saved in product((None, [70, 0, 59]), (False, True)):
+        p = problem(dtype=torch.bfloat16, gate=gate, lengths=lengths, v_first=True, **LARGE)
+        p = p.having(initial_state=p.tensors["initial_state"].to(state_dtype))
+        d_o, d_state = cotangents(p)
+        expected = here(kda.chunk_kda, p, disable_recompute=saved)
+        k_first = p.having(initial_state=turned(p.tensors["initial_state"]), state_v_first=False)
+        got = run(kda.chunk_kda, HERE(k_first), grads=(HERE(d_o), HERE(turned(d_state))), disable_recompute=saved)
+        got |= {name: turned(got[name]) for name in ("final_state", "dinitial_state")}
+        assert all_same(got, expected), (lengths, saved)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

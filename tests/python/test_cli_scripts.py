@@ -161,6 +161,15 @@ def test_few_long_sequences_run_by_segments_where_there_are_sms(capsys: pytest.C
         assert f"* {name}: " in output(capsys, *words, str(sms)), f"{sms} SMs"
 
 
+@with_cuda
+def test_training_with_k_first_states_runs_the_same_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """The forward that makes states again has a workspace of its own: another one would have another size."""
+    words = ["explain", "backward", "--T", "8192", "--H", "32", "--gate", "lower_bound", "--device", "h200", "--layout"]
+    v_first, k_first = (output(capsys, *words, layout).splitlines() for layout in ("V-first", "K-first"))
+    assert any(line.startswith("* cuda_hopper_backward_chunk: ") for line in k_first)
+    assert v_first[0] != k_first[0] and v_first[1:] == k_first[1:]
+
+
 def test_gpus_that_nobody_has() -> None:
     for words, sentence in {
         ("--device", "sm_90"): "--sms: expected how many multiprocessors a GPU of sm_90 has, got none",

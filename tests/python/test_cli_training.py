@@ -70,7 +70,14 @@ def test_sweep() -> None:
         *(f"H{H} T8192, {gate}" for H in (12, 32, 64) for gate in ("strong", "slow", "softplus")),
         *(
             f"{name}, strong"
-            for name in ("H96 T8192", "H12 T65536", "H32 8 x 1024", "H16 HV32 T8192", "H32 T8192 K64 V64")
+            for name in (
+                "H96 T8192",
+                "H12 T65536",
+                "H32 8 x 1024",
+                "H16 HV32 T8192",
+                "H32 T8192 K-first",
+                "H32 T8192 K64 V64",
+            )
         ),
     ]
     for case in training.sweep({}):
@@ -99,6 +106,20 @@ def test_sweep_of_some(cli: Callable[..., str]) -> None:
     assert "--rows: expected some of H12T8192, " in cli("--rows", "H7", status=2)
     text = cli(*SIZES, "--rows", "*slow")
     assert "H2 T70 K16 V24, slow" in text and "strong" not in text
+
+
+def test_k_first_states_are_trained_through(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, backward = list[Any](), _lib.library().backward
+
+    def record(**operands: Any) -> None:
+        calls.append([operands[name].shape for name in ("h0", "dhT", "dh0") if operands[name] is not None])
+        backward(**operands)
+
+    monkeypatch.setattr(_lib.library(), "backward", record)
+    text = cli(*SIZES, "--layout", "K-first", "V-first")
+    assert "H2 T70 K16 V24 K-first, slow" in text and "H2 T70 K16 V24, slow" in text
+    assert {tuple(call) for call in calls} == {(), ((1, 2, 16, 24),) * 3}
+    assert "no row of cuDNN: " in text
 
 
 def test_few_cases_of_a_peer_that_tunes_itself(monkeypatch: pytest.MonkeyPatch) -> None:

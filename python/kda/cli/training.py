@@ -15,7 +15,7 @@ from .measure import Call
 from .operators import forced
 from .prefill import Case, Inputs
 from .problems import Problem
-from .training_steps import Step, by_autograd
+from .training_steps import Step, by_autograd, with_states
 from .tuning import compiled_at_once
 
 SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
@@ -26,6 +26,7 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
     {"H": 12, "T": 65536},
     {"H": 32, "lengths": (1024,) * 8},
     {"H": 16, "HV": 32, "T": 8192},
+    {"H": 32, "T": 8192, "layout": "K-first"},
     {"H": 32, "T": 8192, "K": 64, "V": 64},
 )
 ALL_GATES = ("H12 T8192", "H32 T8192", "H64 T8192")  # all others: only strong ones
@@ -52,7 +53,8 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
 def name_of(case: Case) -> str:
     p = case.problem
     sizes = f" K{p.K} V{p.V}" if (p.K, p.V) != (128, 128) else ""
-    return case.name + sizes + (f" {p.dtype}" if p.dtype != "bfloat16" else "")
+    layout = " K-first" if p.layout == "K-first" else ""
+    return case.name + sizes + layout + (f" {p.dtype}" if p.dtype != "bfloat16" else "")
 
 
 def prepare_kda(inputs: Inputs, impl: str | None, saved: bool) -> Step:
@@ -103,7 +105,7 @@ def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> It
     row: dict[str, Any] = {"case": name_of(case), "gate": case.gate, "contender": name}
     row |= {"implementation": implementation, "kept": kept, "problem": asdict(case.problem)}
     try:
-        step = prepare(Inputs(case))
+        step = prepare(with_states(Inputs(case)))
         with compiled_at_once():
             step.both()  # compiles and tunes
         row["peak_gib"] = measure.own_bytes(step.both, peak=True) / 2**30

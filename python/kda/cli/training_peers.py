@@ -33,6 +33,8 @@ def _cudnn(inputs: Inputs) -> Step:
     p = inputs.problem
     _usual(p)
     _bounded(p)
+    if p.layout != "V-first":
+        raise ValueError("measured with V-first states")
     forward, backward = (
         importlib.import_module(f"cudnn.linear_attention.hopper.cuda_{name}") for name in ("host", "bwd_host")
     )

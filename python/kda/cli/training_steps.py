@@ -21,6 +21,13 @@ class Step(NamedTuple):
     both: Callable[[], Sequence[Any]]
 
 
+def with_states(inputs: Inputs) -> Inputs:
+    """K-first cases have an initial and a final state, without which the layout would say nothing."""
+    if inputs.problem.layout == "K-first":
+        inputs.x |= {"initial_state": inputs.state, "output_final_state": True}
+    return inputs
+
+
 def gradient_of_outputs(inputs: Inputs) -> Any:
     """The gradient of the outputs, always the same."""
     return DeviceSource(inputs.x["v"].device.type, seed=1).normal(inputs.problem.dtype, *inputs.x["v"].shape)
@@ -28,14 +35,17 @@ def gradient_of_outputs(inputs: Inputs) -> Any:
 
 def by_autograd(inputs: Inputs, function: Callable[..., Any]) -> Step:
     """The Step of a function like :func:`kda.chunk_kda`."""
-    x, d_o = inputs.x, gradient_of_outputs(inputs)
+    x, gradients = inputs.x, [gradient_of_outputs(inputs)]
     leaves = [x[name].requires_grad_() for name in LEAVES]
+    if "initial_state" in x:
+        leaves.append(x["initial_state"].requires_grad_())
+        gradients.append(torch.ones_like(inputs.state))
 
-    def forward() -> Any:
-        return function(**x)[0]
+    def forward() -> Sequence[Any]:
+        return function(**x)[: len(gradients)]
 
     def both() -> Sequence[Any]:
-        o = forward()
-        return [o, *torch.autograd.grad(o, leaves, d_o)]
+        outputs = forward()
+        return [*outputs, *torch.autograd.grad(outputs, leaves, gradients)]
 
-    return Step(lambda: [forward()], both)
+    return Step(forward, both)

@@ -103,10 +103,6 @@ def _chunk(given: Given) -> Any:
     if get("cp_context") is not None:  # which has the offsets
         pop("cu_seqlens", None)
         pop("cu_seqlens_cpu", None)
-    # No state goes in or out: the layout that is faster.
-    if get("initial_state") is None and not get("output_final_state") and not get("return_intermediate_states"):
-        given["state_v_first"] = True
-        pop("transpose_state_layout", None)
     try:
         return chunk_kda(**given)
     except TypeError:

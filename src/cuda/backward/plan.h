@@ -42,12 +42,13 @@ struct BackwardPlan {
       : SMs(multiprocessors(p.args.exec.device_id)), rows(p) {
     const kda_backward_args& a = p.args;
     static_cast<Dims&>(forward) = p;
-    forward.args.exec = a.exec, forward.args.in = a.in, forward.args.states.h0 = a.h0, forward.args.h_every = 1;
+    forward.args.exec = a.exec, forward.args.in = a.in, forward.args.states.h0 = a.h0;
+    forward.args.h_every = 1, forward.args.h_v_first = 1;
     sums = present(a.dA_log) || present(a.d_dt_bias);
     wide = sums || present(a.dq) || present(a.dk) || present(a.dg) || present(a.dbeta);
     const bool plain = wide || plain_scan;
     own_dv = plain && (!present(a.dv) || !is_plain(a.dv));
-    saved = present(a.v_new) && a.in.state_layout == KDA_STATE_V_FIRST;
+    saved = present(a.v_new) && h_layout(a) == KDA_STATE_V_FIRST;
     const int64_t h_rows = rows.rows;
     const auto place = [&](int64_t size) {
       const uint64_t at = bytes;

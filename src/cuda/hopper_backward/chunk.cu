@@ -72,9 +72,7 @@ ForwardProblem again_problem(const BackwardProblem& p, const BackwardPlan& plan)
   again.args.exec.impl = nullptr;
   return again;
 }
-bool on_hopper(const ForwardProblem& p) {
-  return p.args.in.state_layout == KDA_STATE_V_FIRST && !hopper_prefill_pairs_why_not(p);
-}
+bool on_hopper(const ForwardProblem& p) { return !hopper_prefill_pairs_why_not(p); }
 uint64_t again_workspace(const BackwardProblem& p, const BackwardPlan& plan) {
   const ForwardProblem again = again_problem(p, plan);
   if (!on_hopper(again)) return forward_again_memory(plan.forward, kMostImages);

@@ -72,7 +72,7 @@ class SequenceMapConsumer : public MapConsumer<Scan> {
       this->template scan_state<0>(end, number, kReversed ? chunks % 2 : 0);
       number = end;
     }
-    if constexpr (kValues) Base::store_state(call_.states.kept[kFinal], task.n, task.hv);
+    if constexpr (kValues) Base::store_state(call_.states.kept[kFinal], call_.p.args.in.state_layout, task.n, task.hv);
     else store_map(M.at(task.n, task.hv, 0), M.stride2);
   }
 

@@ -30,8 +30,8 @@ class StateIo : public ConsumerThread {
 
   // Calls f(register, address) for all of the thread's elements of a state.
   template <class Element, class F>
-  __device__ void elements(const TypedView& t, unsigned row, unsigned hv, const F& f) const {
-    const Address at(t, call_.p.args.in.state_layout, row, hv);
+  __device__ void elements(const TypedView& t, int32_t layout, unsigned row, unsigned hv, const F& f) const {
+    const Address at(t, layout, row, hv);
 #pragma unroll
     for (int j = 0; j < 16; ++j)
       if (has_channels(j))
@@ -39,10 +39,10 @@ class StateIo : public ConsumerThread {
         for (int i = 0; i < 4; ++i) f(4 * j + i, reinterpret_cast<Element*>(at.at(column(i / 2), channel(j) + i % 2)));
   }
   // Do groups of so many channels lie side by side, at multiples of the group's size?
-  __device__ bool in_groups(const TypedView& t, unsigned channels) const {
+  __device__ static bool in_groups(const TypedView& t, int32_t layout, unsigned channels) {
     const auto address =
         reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride0) | t.stride1 | t.stride2;
-    return call_.p.args.in.state_layout == KDA_STATE_V_FIRST && address % (channels * size_of(t.dtype)) == 0;
+    return layout == KDA_STATE_V_FIRST && address % (channels * size_of(t.dtype)) == 0;
   }
   // Does the same as elements(), for two channels of f32 at a time.
   template <class F>
@@ -61,14 +61,17 @@ class StateIo : public ConsumerThread {
     for (int i = 0; i < 64; ++i) state[i] = 0;
     if (!s.initial || !has_columns()) return;
     const TypedView& h0 = call_.states.h0;
+    const int32_t layout = call_.p.args.in.state_layout;
     const auto row = static_cast<unsigned>(s.slot);
-    if (h0.dtype == KDA_F32 && in_groups(h0, 2))
+    if (h0.dtype == KDA_F32 && in_groups(h0, layout, 2))
       pairs(h0, row, hv, [&](int i, const float2* x) {
         const float2 two = *x;
         state[i] = two.x, state[i + 1] = two.y;
       });
-    else if (h0.dtype == KDA_F32) elements<float>(h0, row, hv, [&](int i, const float* x) { state[i] = *x; });
-    else elements<__nv_bfloat16>(h0, row, hv, [&](int i, const __nv_bfloat16* x) { state[i] = __bfloat162float(*x); });
+    else if (h0.dtype == KDA_F32) elements<float>(h0, layout, row, hv, [&](int i, const float* x) { state[i] = *x; });
+    else
+      elements<__nv_bfloat16>(h0, layout, row, hv,
+                              [&](int i, const __nv_bfloat16* x) { state[i] = __bfloat162float(*x); });
   }
   __device__ void load(const float (&state)[64]) {
     unit_[0] = unit_[1] = 1;
@@ -85,7 +88,7 @@ class StateIo : public ConsumerThread {
     for (int kind = kFinal; kind <= kCheckpoint; ++kind) {
       const TypedView& to = call_.states.kept[kind];
       const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, 0) : -1;
-      if (row >= 0) store_state(to, static_cast<unsigned>(row), hv);
+      if (row >= 0) store_state(to, call_.p.args.in.state_layout, static_cast<unsigned>(row), hv);
     }
   }
   // Likewise, in front of a chunk; but_before: the state before the chunk is stored elsewhere. (The sequence is
@@ -97,7 +100,8 @@ class StateIo : public ConsumerThread {
       if (!to.data || (kind == kBefore && but_before)) continue;
       const auto sequence = [&] { return sequence_at(call_.p, call_.p.args.in, call_.p.args.states, opaque(item.n)); };
       const int64_t row = kind == kBefore ? row_before(t) : row_of(kCheckpoint, call_.p, sequence(), t, 0);
-      if (row >= 0) store_state(to, static_cast<unsigned>(row), item.hv);
+      const int32_t layout = kTraining && kind == kBefore ? h_layout(call_.p.args) : call_.p.args.in.state_layout;
+      if (row >= 0) store_state(to, layout, static_cast<unsigned>(row), item.hv);
     }
   }
   // The row of h for the state before token t, as in row_of(), where t is not behind the last token.
@@ -116,7 +120,8 @@ class StateIo : public ConsumerThread {
   // Is that all of them, in dense bf16, V-first, so that the inner loop can store them?
   __device__ bool befores_in_eights() const {
     const TypedView& to = call_.states.kept[kBefore];
-    return to.dtype == KDA_BF16 && in_groups(to, 8) && to.stride2 == column_bytes() && call_.p.args.h_every == 1;
+    return to.dtype == KDA_BF16 && in_groups(to, h_layout(call_.p.args), 8) && to.stride2 == column_bytes() &&
+           call_.p.args.h_every == 1;
   }
   // Where the thread's part of the state before token t begins.
   __device__ char* before_at(unsigned t) const {
@@ -156,14 +161,16 @@ class StateIo : public ConsumerThread {
     const float unit = kUnits ? unit_[i] : 1;
     return ptx::pack<__nv_bfloat16>(two[0] * unit, two[1] * unit);
   }
-  __device__ void store_state(const TypedView& to, unsigned row, unsigned hv) const {
+  __device__ void store_state(const TypedView& to, int32_t layout, unsigned row, unsigned hv) const {
     if (!has_columns()) return;
     const auto value = [&](int i) { return S_[i] * unit_[i / 2 % 2]; };
-    if (to.dtype == KDA_BF16 && in_groups(to, 8)) store_eights(to, row, hv);
+    if (to.dtype == KDA_BF16 && in_groups(to, layout, 8)) store_eights(to, row, hv);
     else if (to.dtype == KDA_BF16)
-      elements<__nv_bfloat16>(to, row, hv, [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
-    else if (in_groups(to, 2)) pairs(to, row, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
-    else elements<float>(to, row, hv, [&](int i, float* x) { *x = value(i); });
+      elements<__nv_bfloat16>(to, layout, row, hv,
+                              [&](int i, __nv_bfloat16* x) { *x = __float2bfloat16_rn(value(i)); });
+    else if (in_groups(to, layout, 2))
+      pairs(to, row, hv, [&](int i, float2* x) { *x = make_float2(value(i), value(i + 1)); });
+    else elements<float>(to, layout, row, hv, [&](int i, float* x) { *x = value(i); });
   }
   // Exchanges numbers among four lanes: lane q gets the q-th of each lane's four.
   __device__ uint4 exchanged(unsigned (&x)[4]) const {

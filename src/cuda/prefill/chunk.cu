@@ -27,7 +27,7 @@ void launch_prepare_of(const ForwardProblem& p, const Plan& plan, const Pass& pa
 }
 
 template <int kK>
-void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass, char* images, bool h_v_first) {
+void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass, char* images) {
   const kda_forward_args& a = p.args;
   const Tokens tokens(p, a.in, a.o);
   launch_prepare(p, plan, pass, tokens, false, images);
@@ -36,16 +36,16 @@ void launch_pass(const ForwardProblem& p, const Plan& plan, const Pass& pass, ch
   Dims part = p;
   part.HV = pass.heads, part.H = 1;
   const ScanPlaces places{view_of(a.v_new), between_passes(p, images + plan.image_bytes),
-                          wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints, &a.h}),
-                          h_v_first, rows_at(8, {&a.in.v, &a.o, &a.v_new})};
+                          wide_rows(p, a.in.state_layout, {&a.states.h0, &a.states.hT, &a.checkpoints}),
+                          wide_rows(p, h_layout(a), {&a.h}), rows_at(8, {&a.in.v, &a.o, &a.v_new})};
   launch<scan_kernel<kK>>(a.exec, Blocks::grid(part, tiles, 1), static_cast<int>(columns / kWarpColumns * 32),
                           kStages * Image<kK>::bytes, p, tokens, States(a), places, pass, Blocks(part, tiles),
                           static_cast<const char*>(images));
 }
 
-void run(const ForwardProblem& p, const Plan& plan, char* images, bool h_v_first) {
+void run(const ForwardProblem& p, const Plan& plan, char* images) {
   each_pass(p, plan, false, [&](const Pass& pass) {
-    p.K == 64 ? launch_pass<64>(p, plan, pass, images, h_v_first) : launch_pass<128>(p, plan, pass, images, h_v_first);
+    p.K == 64 ? launch_pass<64>(p, plan, pass, images) : launch_pass<128>(p, plan, pass, images);
   });
 }
 
@@ -86,7 +86,7 @@ void prefill_chunk(const ForwardProblem& p) {
   if ((p.N + p.varlen) * p.HV == 0) return;
   const DeviceGuard device(p.args.exec.device_id);
   const Plan plan(p, kMostWorkspace);
-  run(p, plan, static_cast<char*>(p.args.exec.workspace), false);
+  run(p, plan, static_cast<char*>(p.args.exec.workspace));
 }
 
 uint64_t forward_again_memory(const ForwardProblem& p, int64_t most_bytes) {
@@ -94,8 +94,6 @@ uint64_t forward_again_memory(const ForwardProblem& p, int64_t most_bytes) {
   return static_cast<uint64_t>(plan.image_bytes + plan.state_bytes);
 }
 
-void forward_again(const ForwardProblem& p, int64_t most_bytes, char* memory) {
-  run(p, Plan(p, most_bytes), memory, true);
-}
+void forward_again(const ForwardProblem& p, int64_t most_bytes, char* memory) { run(p, Plan(p, most_bytes), memory); }
 
 }  // namespace kda::cuda

@@ -80,7 +80,7 @@ void each_pass(const ForwardProblem& p, const Plan& plan, bool reversed, const R
 }
 
 // For backward: the bytes that forward needs at `memory` for images and states between passes, and forward itself. o
-// may be absent, and h is V-first whatever the other states are.
+// may be absent.
 uint64_t forward_again_memory(const ForwardProblem& p, int64_t most_bytes);
 void forward_again(const ForwardProblem& p, int64_t most_bytes, char* memory);
 

@@ -155,9 +155,8 @@ struct ChunkRows {
 // Where states are between passes, [N][HV][V][K] in f32, and what else a launch is told.
 struct ScanPlaces {
   TypedView v_new, between;
-  bool wide;       // states of the caller have four channels an access
-  bool h_v_first;  // h is backward's own: V-first, with four channels an access, whatever the other states are
-  bool aligned;    // rows of v, o and v_new lie at multiples of 8 bytes
+  bool wide, h_wide;  // states, and those in h, have four channels an access
+  bool aligned;       // rows of v, o and v_new lie at multiples of 8 bytes
 
   // Whether all of them are in bf16.
   __device__ bool plain(const Tokens& x) const {
@@ -243,9 +242,9 @@ __global__ void __launch_bounds__(kMostWarps * 32)
   in.ask(), in.ask();
 
   ColumnState<kK> state;
-  const bool v_first = a.in.state_layout == KDA_STATE_V_FIRST;
-  const auto place = [&](const TypedView& t, int64_t row, bool own = false) {
-    return ColumnPlace(t, v_first || own, places.wide || own, row, hv, v);
+  const bool v_first = a.in.state_layout == KDA_STATE_V_FIRST, h_v_first = h_layout(a) == KDA_STATE_V_FIRST;
+  const auto place = [&](const TypedView& t, int64_t row, bool of_h = false) {
+    return ColumnPlace(t, of_h ? h_v_first : v_first, of_h ? places.h_wide : places.wide, row, hv, v);
   };
   const auto between = [&] { return ColumnPlace(places.between, true, true, s.n, hv, v); };
   if (pass.first) state.load(between());
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     for (int i = 0; i < 3; ++i) {
       const TypedView& to = states.kept[i];
       const int64_t row = to.data ? row_of(static_cast<Kept>(i), p, s, t, first_h) : -1;
-      if (row >= 0) state.store(place(to, row, i == kBefore && places.h_v_first));
+      if (row >= 0) state.store(place(to, row, i == kBefore));
     }
   };
 

@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements))
   const Part part{static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0), static_cast<unsigned>(s.length), v0, V, at};
 
   float S[kRows][kElements] = {};
-  const auto rows_of = [&](const TypedView& t, int64_t row) {
-    return AnyRows(t, a.in.state_layout, static_cast<unsigned>(row), at.hv, own, wide);
+  const auto rows_of = [&](const TypedView& t, int32_t layout, int64_t row) {
+    return AnyRows(t, layout, static_cast<unsigned>(row), at.hv, own, wide);
   };
-  if (s.initial) load_rows(rows_of(states.h0, s.slot), states.h0.dtype, columns, x.K, S);
+  if (s.initial) load_rows(rows_of(states.h0, a.in.state_layout, s.slot), states.h0.dtype, columns, x.K, S);
   const unsigned first_h = states.kept[kBefore].data ? first_h_row(p, at.n) : 0;
   const auto keep = [&](unsigned t) {
 #pragma unroll 1
@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kElements))
       const TypedView& to = states.kept[i];
       if (!to.data) continue;
       const int64_t row = i == kCheckpoint ? checkpoint_row(a, s.n, t) : row_of(static_cast<Kept>(i), p, s, t, first_h);
-      if (row >= 0) store_rows(rows_of(to, row), to.dtype, columns, x.K, S);
+      const int32_t layout = i == kBefore ? h_layout(a) : a.in.state_layout;
+      if (row >= 0) store_rows(rows_of(to, layout, row), to.dtype, columns, x.K, S);
     }
   };
   const auto store = [&](const View& y, int32_t dtype, unsigned t, const float(&from)[kRows]) {

@@ -22,6 +22,7 @@ CHECKPOINTS = ("test_numerics", "All/Checkpoints.*")
 PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
 LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
+LAYOUTS = ("test_numerics", "All/*.*InAnotherLayout/*_packed")
 SNAPSHOTS = ("test_snapshots", "*")
 SLOTS = ("test_slots", "*")
 
@@ -82,6 +83,16 @@ MUTANTS = [
         ("forward: output without its own chunk", "add_triangle<Triangle::kLower>(L, c.V, c.Aqk.rows(), c.v, o);", ""),
         ("forward: all states of h in one row", "first_h + t / h_tokens, hv, v0, S", "first_h, hv, v0, S"),
         ("forward: initial state ignored", "if (seq.initial) load_state", "if (false) load_state"),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
+        LAYOUTS,
+        ("forward: h has the layout of the other states", "h_layout(a), first_h", "layout, first_h"),
+    ),
+    *mutants(
+        CHUNK_BACKWARD,
+        LAYOUTS,
+        ("backward: h is read in the layout of the other states", "h_layout(a), first_h", "a.in.state_layout, first_h"),
     ),
     *mutants(
         CHUNK_FORWARD,

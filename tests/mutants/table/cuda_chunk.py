@@ -27,6 +27,7 @@ CUDA_BACKWARD_UNUSUAL = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_backward_chunk_{c}" for c in ("edges_softplus", "deep_bound"))
 )
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_backward_chunk")
+CUDA_LAYOUTS = emulated("LayoutsOnCuda.ForwardAndWhatItSaves/bf16")
 CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_backward_chunk")
 CUDA_RECURRENT_BACKWARD = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_backward_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
@@ -42,6 +43,11 @@ UNITS = {
 }
 
 MUTANTS = [
+    *mutants(
+        CUDA_SCAN,
+        CUDA_LAYOUTS,
+        ("cuda_prefill_chunk: h has the layout of the other states", "of_h ? h_v_first : v_first", "v_first"),
+    ),
     *mutants(
         CUDA_PREPARE,
         CUDA_CHUNK,

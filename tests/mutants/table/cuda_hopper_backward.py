@@ -10,6 +10,8 @@ CUDA_HOPPER_REVERSE_CONSUMER = "src/cuda/hopper_backward/reverse_consumer.h"
 CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
 CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
 CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
+CUDA_BACKWARD_PLAN = "src/cuda/backward/plan.h"
+CUDA_BACKWARD_CHUNK = "src/cuda/backward/chunk.cu"
 CUDA_HOPPER_MULTIPLIER = "src/cuda/hopper_backward/wide_multiplier.h"
 CUDA_HOPPER_HELPERS = "src/cuda/hopper_backward/wide_helpers.h"
 
@@ -28,6 +30,8 @@ CUDA_BACKWARD_NARROW = emulated(
         for c in ("bound_33", "softplus_17", "bound_short_packed")
     )
 )
+CUDA_LAYOUTS = emulated("LayoutsOnCuda.Backward/f32")
+CUDA_FORWARD_LAYOUTS = emulated("LayoutsOnCuda.ForwardAndWhatItSaves/bf16")
 CUDA_REVERSE_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_hopper_backward_chunk")
 
 UNITS = {
@@ -37,10 +41,43 @@ UNITS = {
     CUDA_HOPPER_REVERSE_CONSUMER: [CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_PAIR: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
-    CUDA_HOPPER_STATES: [CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_STATES: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_BACKWARD_PLAN: [CUDA_BACKWARD_CHUNK, CUDA_HOPPER_BACKWARD],
 }
 
 MUTANTS = [
+    *mutants(
+        CUDA_BACKWARD_PLAN,
+        CUDA_LAYOUTS,
+        (
+            "backward: h that is made again has the layout of the states",
+            "forward.args.h_v_first = 1",
+            "forward.args.h_v_first = 0",
+        ),
+        (
+            "backward: what K-first calls saved is made again",
+            "h_layout(a) == KDA_STATE_V_FIRST",
+            "a.in.state_layout == KDA_STATE_V_FIRST",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_BACKWARD,
+        CUDA_LAYOUTS,
+        (
+            "Hopper's backward: another forward makes h of K-first calls again",
+            "return !hopper_prefill_pairs_why_not(p);",
+            "return p.args.in.state_layout == KDA_STATE_V_FIRST && !hopper_prefill_pairs_why_not(p);",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_FORWARD_LAYOUTS,
+        (
+            "Hopper's forward: h has the layout of the other states",
+            "kTraining && kind == kBefore ? h_layout(call_.p.args) : call_.p.args.in.state_layout",
+            "call_.p.args.in.state_layout",
+        ),
+    ),
     *mutants(
         CUDA_HOPPER_MULTIPLIER,
         CUDA_BACKWARD_HOPPER,

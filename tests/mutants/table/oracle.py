@@ -24,6 +24,11 @@ UNITS = {
 
 MUTANTS = [
     *mutants(
+        REFERENCE_FORWARD,
+        ("test_numerics", "All/ForwardSaved.StatesInAnotherLayout/*_packed"),
+        ("oracle: h has the layout of the other states", "h_layout(a), first_h", "layout, first_h"),
+    ),
+    *mutants(
         REFERENCE_SEGMENT,
         SEGMENT_MAPS,
         ("oracle: d without beta", "k[i] * x.beta[t] * du[j]", "k[i] * du[j]"),
