@@ -53,13 +53,14 @@ inline const char* row_of(const kda_tensor& t, int64_t b, int64_t i, int64_t hv)
 
 // ---- the norm ----
 
-// n = (x scale) factor. Rows whose mean is beyond f32, or so small that squares were lost, are first multiplied by a
-// power of two. Of all others the scale is 1, so they keep their bits. NaN stays NaN.
+// n = (x scale) factor. Rows whose mean is beyond f32, or so small that squares were lost, are multiplied by a power of
+// two before they are squared. Of all others the scale is 1, so they keep their bits. NaN stays NaN. What makes a large
+// row smaller is divided among scale and factor, so that small numbers beside large ones are not lost.
 struct RowNorm {
   float scale, factor;
   bool zeros = false;  // the row has no other numbers, but for such whose squares are 0, too
 };
-constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
+constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kHalfShrink = 0x1p-40f;
 
 // Sums (scale x)^2 over a row. A row of one piece is then in `x`.
 inline float squares(const kda_tensor& t, const char* row, int64_t V, float scale, float* x) {
@@ -78,8 +79,10 @@ inline RowNorm norm_of(const kda_tensor& t, const char* row, int64_t V, float ep
   const float size = static_cast<float>(V), sum = squares(t, row, V, 1, x), mean = sum / size + eps;
   const bool zeros = sum == 0;
   if (mean >= kLeastMean && mean < std::numeric_limits<float>::infinity()) return {1, 1 / std::sqrt(mean), zeros};
-  const float scale = mean < kLeastMean ? kGrow : kShrink;
-  return {scale, 1 / std::sqrt(squares(t, row, V, scale, x) / size + eps * scale * scale), zeros};
+  const bool grows = mean < kLeastMean;
+  const float scale = grows ? kGrow : kHalfShrink * kHalfShrink;
+  const float factor = 1 / std::sqrt(squares(t, row, V, scale, x) / size + eps * scale * scale);
+  return {grows ? scale : kHalfShrink, grows ? factor : factor * kHalfShrink, zeros};
 }
 HWY_INLINE Vec normalised(const RowNorm& norm, const float* x) {
   return hn::Mul(hn::Mul(load(x), splat(norm.scale)), splat(norm.factor));

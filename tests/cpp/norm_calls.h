@@ -126,6 +126,27 @@ void run_norm(const NormInputs& in, const NormOutputs& out, const Call& call) {
   call(norm_gate_backward_args(in, out));
 }
 
+// Rows with one huge number, in registers and not: y and dx of the small ones, element by element.
+template <class Call>
+void expect_small_beside_huge(const Call& call) {
+  for (const float huge : {3e19f, 1e30f, 3e38f})
+    for (const int64_t V : {16, 300}) {
+      NormCase c{.name = "beside", .B = 1, .T = 1, .HV = 1, .V = V, .activation = KDA_NORM_NONE};
+      NormInputs in(c);
+      const double rho = std::sqrt(static_cast<double>(V)) / huge;
+      for (int64_t i = 0; i < V; ++i)
+        in.x.set(i, i % 16 ? 1e-32 / rho : 0), in.weight.set(i, 1e20), in.dy.set(i, 1e-12);
+      in.x.set(0, huge), in.dy.set(0, 0);
+      const NormOutputs out(in);
+      run_norm(in, out, call);
+      for (int64_t i = 0; i < V; ++i) {
+        if (i % 16 == 0) continue;
+        EXPECT_NEAR(out.y.get(i), 1e-12, 1e-16) << "huge " << huge << ", V " << V << ", column " << i;
+        EXPECT_NEAR(out.dx.get(i), 1e8 * rho, 1e-4 * 1e8 * rho) << "huge " << huge << ", V " << V << ", column " << i;
+      }
+    }
+}
+
 // A row's bits depend neither on other rows, nor on where any of them lie.
 template <class Call>
 void expect_rows_alone(const NormCase& c, const Call& call) {

@@ -130,6 +130,11 @@ TEST(NormRange, RowsOfAnySize) {
       }
 }
 
+// A row's largest number makes the mean overflow; small ones keep their digits.
+TEST(NormRange, SmallNumbersBesideHugeOnes) {
+  expect_small_beside_huge(on("cpu_norm_gate")), expect_small_beside_huge(on("reference"));
+}
+
 TEST(NormRange, ARowOfZeros) {
   for (const char* impl : {"cpu_norm_gate", "reference"})
     for (const double eps : {0.0, 1e-5}) {

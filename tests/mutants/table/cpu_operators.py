@@ -96,6 +96,11 @@ MUTANTS = [
             "hn::Mul(hn::Mul(load(x), splat(norm.scale)), splat(norm.factor))",
             "hn::Mul(load(x), splat(norm.factor))",
         ),
+        (
+            "norm: small numbers beside large ones are lost",
+            "{grows ? scale : kHalfShrink, grows ? factor : factor * kHalfShrink, zeros}",
+            "{scale, factor, zeros}",
+        ),
         ("norm: eps scaled once", "eps * scale * scale", "eps * scale"),
         ("norm: long rows keep their last piece", "      if (p.V > kPiece) load_piece(a.x, row, first, n, x);\n", ""),
         ("norm: sums begin with old workspace", "  if (sums) zero(sums, padded(p.V));\n", ""),
