@@ -300,12 +300,13 @@ struct Gate {
     return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
   }
   // Turns the gradient dg of the gate into that of its input and this element's share of dA_log. A dg of 0 gives 0
-  // for both, even where the gate is -inf.
+  // for both, even where the gate is -inf. Where the gate is NaN, so are both.
   HWY_INLINE void backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
     is_wide() ? wide_backward(z, dg, dx, dA_log) : usual_backward(z, dg, dx, dA_log);
-    if (std::isnan(A_log)) return;
-    const auto none = hn::AndNot(hn::IsNaN(z), hn::Eq(dg, splat(0)));
+    const Vec g = is_wide() ? wide(z) : z;  // a usual gate is NaN where z is
+    const auto none = hn::AndNot(hn::IsNaN(g), hn::Eq(dg, splat(0)));
     dx = hn::IfThenZeroElse(none, dx), dA_log = hn::IfThenZeroElse(none, dA_log);
+    if (is_wide()) dx = hn::IfThenElse(hn::IsNaN(g), g, dx), dA_log = hn::IfThenElse(hn::IsNaN(g), g, dA_log);
   }
 
  private:
@@ -327,18 +328,20 @@ struct Gate {
 
   // ---- for any A_log ----
 
-  // exp(A_log) z. An A_log above 176 counts as 176, with which any z but 0 gives more than 1e30.
+  // exp(A_log) z. An A_log above 176 counts as 176, with which any z but 0 gives more than 1e30. One below -176 counts
+  // as -176, with which an infinite z stays infinite; with -inf it is NaN.
   HWY_INLINE Vec wide_input(Vec z) const {
-    const Vec h = splat(std::exp((A_log > 176 ? 176 : A_log < -176 ? -176 : A_log) / 2));
+    const Vec h = splat(std::exp((A_log > 176 ? 176 : A_log < -176 && !std::isinf(A_log) ? -176 : A_log) / 2));
     return hn::Mul(hn::Mul(z, h), h);
   }
   // True where softplus(z) and sigmoid(z) are e^z to 6e-8: there z joins the exponent.
   static HWY_INLINE hn::Mask<F32> is_small(Vec z) { return hn::Lt(z, splat(-16)); }
   HWY_INLINE Vec exponent(Vec z) const { return hn::IfThenElse(is_small(z), hn::Add(splat(A_log), z), splat(A_log)); }
   // x e^exponent dg, multiplied in an order that overflows on the way only where the result does: h h dg with h < 1,
-  // else dg h h or h dg h. h is not 0, because x may be infinite.
+  // else dg h h or h dg h. h is 0 only of -inf, because x may be infinite.
   static HWY_INLINE Vec multiplied(Vec x, Vec exponent, Vec dg) {
-    const Vec least = hn::IfThenElse(hn::Lt(exponent, splat(-174)), splat(-174), exponent);
+    const auto low = hn::AndNot(hn::IsInf(exponent), hn::Lt(exponent, splat(-174)));
+    const Vec least = hn::IfThenElse(low, splat(-174), exponent);
     const Vec h = exp(hn::Mul(least, splat(0.5f)));
     const auto down = hn::Lt(h, splat(1)), last = hn::AndNot(down, hn::Gt(x, splat(1)));
     const Vec first = hn::IfThenElse(last, dg, h), second = hn::IfThenElse(hn::Or(down, last), h, dg);

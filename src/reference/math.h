@@ -58,7 +58,7 @@ inline double times_exp(double x, double y) {
 // Gate of one element and its gradients: z = x + dt_bias. With a = exp(A_log),
 //   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log = g dg
 //   lower bound  g = lb sigmoid(y)         dx = a lb sigmoid'(y) dg       dA_log = y lb sigmoid'(y) dg      y = a z
-// a may be beyond float64 where the products are not, so exponents are added.
+// a may be beyond float64 where the products are not, so exponents are added. Where g is NaN, so are dx and dA_log.
 struct Gate {
   int32_t form;
   double lower_bound;
@@ -68,11 +68,13 @@ struct Gate {
   }
   double dx(double A_log, double z, double dg) const {
     if (form == KDA_GATE_LOG) return dg;
+    if (const double g = (*this)(A_log, z); std::isnan(g)) return g;
     if (form == KDA_GATE_SOFTPLUS) return -times_exp(dg, A_log + log_sigmoid(z));
     const double size = std::abs(y(A_log, z)), e = std::exp(-size);
     return std::isinf(size) ? 0 : lower_bound / ((1 + e) * (1 + e)) * times_exp(dg, A_log - size);
   }
   double dA_log(double A_log, double z, double dg) const {
+    if (const double g = (*this)(A_log, z); std::isnan(g)) return g;
     if (form == KDA_GATE_SOFTPLUS) return -times_exp(dg, A_log + log_softplus(z));
     const double y = this->y(A_log, z);
     return std::isinf(y) ? 0 : y * lower_bound * sigmoid_slope(y) * dg;
@@ -80,7 +82,7 @@ struct Gate {
 
  private:
   static double y(double A_log, double z) {
-    return z == 0 ? 0 : std::copysign(times_exp(1, A_log + std::log(std::abs(z))), z);
+    return z == 0 && !std::isnan(A_log) ? 0 : std::copysign(times_exp(1, A_log + std::log(std::abs(z))), z);
   }
 };
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "calls.h"
-#include "gate_edges.h"
+#include "gate_corner_calls.h"
 
 namespace kda::test {
 namespace {
@@ -29,9 +29,11 @@ TEST(Gates, AreExactForAnyParameters) {
     for (const std::string& impl : everyone("gate"))
       for_each_form([&](int32_t form, float bound) {
         SCOPED_TRACE(impl + (form == KDA_GATE_SOFTPLUS ? " softplus" : " bound"));
-        const GateEdges edges(gate_elements(), K, KDA_F32);
-        run(edges.forward(form, bound), {.impl = impl.c_str()});
-        edges.expect_forward(form, bound);
+        for (const auto& elements : {gate_elements(), gate_corners()}) {
+          const GateEdges edges(elements, K, KDA_F32);
+          run(edges.forward(form, bound), {.impl = impl.c_str()});
+          edges.expect_forward(form, bound);
+        }
       });
 }
 
@@ -40,10 +42,29 @@ TEST(Gates, AreSoBackward) {
     for (const std::string& impl : everyone("gate_backward"))
       for_each_form([&](int32_t form, float bound) {
         SCOPED_TRACE(impl + (form == KDA_GATE_SOFTPLUS ? " softplus" : " bound"));
-        const GateEdges edges(gate_elements(), K, KDA_F32);
-        run(edges.backward(form, bound), {.impl = impl.c_str()});
-        edges.expect_backward(form, bound);
+        for (const auto& elements : {gate_elements(), gate_corners()}) {
+          const GateEdges edges(elements, K, KDA_F32);
+          run(edges.backward(form, bound), {.impl = impl.c_str()});
+          edges.expect_backward(form, bound);
+        }
       });
+}
+
+// The same rule inside of whole calls.
+TEST(Gates, OfWholeCallsAtCorners) {
+  for (const int32_t form : {KDA_GATE_SOFTPLUS, KDA_GATE_LOWER_BOUND}) {
+    const CornerCalls calls(form, 16, KDA_F32);
+    const auto on_each = [&](const char* op) {
+      return [=](const auto& args, const auto& check) {
+        for (const std::string& impl : everyone(op)) {
+          SCOPED_TRACE(impl + (form == KDA_GATE_SOFTPLUS ? " softplus" : " bound"));
+          run(args, {.impl = impl.c_str()}), check();
+        }
+      };
+    };
+    calls.forward(on_each("forward")), calls.decode(on_each("decode"));
+    calls.segment_map(on_each("segment_map")), calls.backward(on_each("backward"));
+  }
 }
 
 // Raw gates beyond float16's range, in float16: the gradient of A_log is that of the other channels.
@@ -143,6 +164,52 @@ TEST(StrongGates, HaveExactGradients) {
           error += std::pow(got.dg.get(i) - exact.dg.get(i), 2), all += std::pow(exact.dg.get(i), 2);
         EXPECT_LT(std::sqrt(error / all), 5e-6) << impl << ", T " << T << ", g " << decay;
       }
+}
+
+// docs/numerics.md, Limits: dg is what is left of terms q dq and k dk of later tokens, and is rounded as these are.
+TEST(GatesGradient, IsRoundedAsTheTermsThatCancelInIt) {
+  for (const double divisor : {0.05, 1.0, 20.0})
+    for (const Keys keys : {Keys::kNormal, Keys::kIdentical})
+      for (const double states : {1.0, 1e3, 1e6}) {
+        Case c{.name = "cancels", .T = 130, .H = 2, .HV = 2, .gate_divisor = divisor, .keys = keys};
+        c.betas = Betas::kNearOne;
+        Inputs in(c);
+        for (int64_t i = 0; i < in.h0.size(); ++i) in.h0.set(i, states * in.h0.get(i));
+        for (int64_t i = 0; i < in.dhT.size(); ++i) in.dhT.set(i, 1e3 * in.dhT.get(i));
+        const BackwardOutputs exact(in, true), got(in);
+        run(backward_args(in, exact), {.impl = "reference"});
+        run(backward_args(in, got), {.impl = "cpu_chunk"});
+        std::vector<double> terms(c.HV, 0);  // the largest of a head, from the end of the sequence to here
+        for (int64_t chunk = (c.T - 1) / 64; chunk >= 0; --chunk)
+          for (const bool compares : {false, true})
+            for (int64_t i = chunk * 64 * c.HV * c.K; i < std::min(c.T, (chunk + 1) * 64) * c.HV * c.K; ++i) {
+              double& most = terms[i / c.K % c.HV];
+              const double q = in.q.get(i) * exact.dq.get(i), k = in.k.get(i) * exact.dk.get(i);
+              if (!compares) most = std::max(most, std::abs(q) + std::abs(k));
+              else
+                ASSERT_LE(std::abs(got.dg.get(i) - exact.dg.get(i)), 1e-5 * most)
+                    << "divisor " << divisor << ", states " << states << ", element " << i;
+            }
+      }
+}
+
+// The same page: what later tokens erase leaves a rounding of its own size in a chunk, and none token by token. Here
+// each token's key is an axis, and erases what the state has there.
+TEST(ErasedStates, LeaveARoundingOfTheLargestState) {
+  constexpr double kState = 1e6;
+  Case c{.name = "erased", .T = 64, .H = 1, .HV = 1, .K = 16, .V = 16, .gates = Gates::kZero, .dhT = false};
+  Inputs in(c);
+  in.beta.fill(1), in.k.fill(0);
+  for (int64_t t = 0; t < c.T; ++t) in.k.set(t * c.K + t % c.K, 1);
+  for (int64_t i = 0; i < in.h0.size(); ++i) in.h0.set(i, kState * in.h0.get(i));
+  const ForwardOutputs exact(in, false, true);
+  run(forward_args(in, exact), {.impl = "reference"});
+  for (const auto& [impl, state] : {std::pair{"cpu_chunk", kState}, {"cpu_recurrent", 1.0}}) {
+    const ForwardOutputs got(in, false);
+    run(forward_args(in, got), {.impl = impl});
+    for (int64_t i = 0; i < got.hT.size(); ++i)
+      ASSERT_NEAR(got.hT.get(i), exact.hT.get(i), 1e-6 * state) << impl << " " << i;
+  }
 }
 
 // ---- norms ----

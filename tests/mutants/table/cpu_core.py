@@ -249,7 +249,14 @@ MUTANTS = [
         SIMD,
         RANGE,
         ("gate: every rate a usual one", "return !(A_log >= -64 && A_log <= 16);", "return false;"),
-        ("gate: gradient beside -inf", "hn::AndNot(hn::IsNaN(z), hn::Eq(dg, splat(0)))", "hn::Lt(splat(0), splat(0))"),
+        ("gate: gradient beside -inf", "hn::AndNot(hn::IsNaN(g), hn::Eq(dg, splat(0)))", "hn::Lt(splat(0), splat(0))"),
+        ("gate: no gradient beside NaN", "const Vec g = is_wide() ? wide(z) : z;", "const Vec g = z;"),
+        ("gate: a rate of 0 as any other", "A_log < -176 && !std::isinf(A_log)", "A_log < -176"),
+        (
+            "gate: a product with a power of 0 as any other",
+            "hn::AndNot(hn::IsInf(exponent), hn::Lt(exponent, splat(-174)))",
+            "hn::Lt(exponent, splat(-174))",
+        ),
         ("gate: rates without h twice", "hn::Mul(hn::Mul(z, h), h)", "hn::Mul(z, h)"),
         (
             "gate: small softplus apart from the rate",
