@@ -10,6 +10,7 @@
 - sources: no file above 500 lines, in python/ 400, except for those in LONG_FILES
 - src/cuda: no function above 120 lines, except for those in LONG_FUNCTIONS
 - python/kda: no call with more than eight arguments by position, or with a slice of a tuple, except for LONG_CALLS
+- python/kda: no tensor is made without its dtype and device: the defaults of a process belong to its owner
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path, PurePosixPath
 
 from cpp_functions import NOT_CODE, functions
 from markdown_pages import CODE, DEFINITION, ROW, Lines, Page, average, sentences, without_targets, words
-from python_calls import calls_by_position
+from python_calls import calls_by_defaults, calls_by_position
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -240,6 +241,8 @@ def check_calls(path: str, text: str, exceptions: dict[str, str]) -> Iterator[Fi
     for line, name, reason in calls_by_position(text):
         if not exceptions.pop(f"{path}: {name}", ""):
             yield Finding(path, line, f"{name} gets {reason}")
+    for line, name, missing in calls_by_defaults(text):
+        yield Finding(path, line, f"{name} is given no {missing}, which then follow the defaults of the process")
 
 
 # ---- the whole tree ----

@@ -1,4 +1,5 @@
-"""Finds calls in Python sources whose arguments can only be told apart by counting."""
+"""Finds calls in Python sources whose arguments can only be told apart by counting, and those that make a tensor of a
+dtype or on a device that the process sets (``torch.set_default_dtype``, ``torch.set_default_device``)."""
 
 from __future__ import annotations
 
@@ -59,3 +60,23 @@ def calls_by_position(text: str) -> Iterator[tuple[int, str, str]]:
     for call, long_tuples in inside.items():
         if reason := _reason(call, long_tuples):
             yield call.lineno, ast.unparse(call.func), reason
+
+
+# Functions of torch that make a tensor from nothing, or from numbers of Python.
+FACTORIES = {
+    "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+
+
+def calls_by_defaults(text: str) -> Iterator[tuple[int, str, str]]:
+    """The line of each such call, the function that is called, and what it does not say."""
+    for call in ast.walk(ast.parse(text)):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        of = call.func.value
+        module = of.id if isinstance(of, ast.Name) else of.attr if isinstance(of, ast.Attribute) else ""
+        given = {x.arg for x in call.keywords}
+        missing = [name for name in ("dtype", "device") if not {name, None} & given]  # None: **more
+        if module == "torch" and call.func.attr in FACTORIES and missing:
+            yield call.lineno, ast.unparse(call.func), " and ".join(missing)

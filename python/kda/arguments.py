@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from .call import arrays
+from .call.arrays import is_torch
 from .call.options import check_flag
 
 NONE, SIGMOID, SILU = range(3)  # kda_norm_activation
@@ -103,13 +104,33 @@ def check_size(name: str, size: Any, low: int = 0, high: float = math.inf) -> No
         raise ValueError(f"{name}: expected {wanted}, got {size!r}")
 
 
+def is_plain(x: Any) -> bool:
+    """Does it stand for an array of counts? See :func:`counts`."""
+    return isinstance(x, int | list | tuple | arrays.numpy.integer)
+
+
+def counts(name: str, x: Any, N: int, like: Any, most: int = 2**31 - 1) -> Any:
+    """``[N]`` int32 beside ``like``, from a list or one integer for all requests."""
+    given = x if isinstance(x, list | tuple) else [x]
+    for count in given:
+        if isinstance(count, bool) or not hasattr(count, "__index__") or not 0 <= count <= most:
+            raise ValueError(f"{name}: expected integers of 0..{most}, got {count!r}")
+    if given is x and len(given) != N:
+        raise ValueError(f"{name}: expected {N} integers, one for each request, got {len(given)}")
+    if not is_torch(like):
+        return arrays.numpy.full(N, x, arrays.numpy.int32)
+    if given is x:
+        return arrays.torch.tensor(given, dtype=arrays.torch.int32, device=like.device)
+    return arrays.torch.full((N,), int(x), dtype=arrays.torch.int32, device=like.device)
+
+
 def _check_device(device: Any) -> None:
     if arrays.torch is None:
         if device not in (None, "cpu"):
             raise ValueError(f"device: expected None or 'cpu' where torch is missing, got {device!r}")
         return
     try:
-        arrays.torch.empty(0, device=device)
+        arrays.torch.empty(0, dtype=arrays.torch.uint8, device=device)
     except Exception as error:
         got = f"{device!r}: {str(error).partition(chr(10))[0]}"
         raise ValueError(f"device: expected one that torch has here, got {got}") from None
@@ -138,9 +159,9 @@ def new_records(
     check_flag("ring", ring)
     _check_device(device)
     lead = (slots, entries) if layers is None else (layers, slots, entries)
-    if arrays.torch is not None:
-        tensors = [arrays.torch.zeros(*lead, *s, device=device) for s in ((HV, V), (H, K), (HV, K))]
-        cursors = [arrays.torch.zeros(slots, dtype=arrays.torch.int32, device=device) for _ in range(2 * ring)]
+    if (torch := arrays.torch) is not None:
+        tensors = [torch.zeros(*lead, *s, dtype=torch.float32, device=device) for s in ((HV, V), (H, K), (HV, K))]
+        cursors = [torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2 * ring)]
     else:
         import numpy
 

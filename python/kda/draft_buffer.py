@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .arguments import Records, check_size, new_records
+from .arguments import Records, check_size, counts, is_plain, new_records
 from .call import arrays
 from .call.arrays import is_torch, shape_of
-from .call.tracing import compiling
+from .call.tracing import compiling, is_wrapper
 from .speculation import flush_kvbuffer, flush_verify_kvbuffer
 
 
@@ -76,13 +76,15 @@ class DraftBuffer:
         self.max_tokens, self.layers = max_tokens, layers
         lead = () if layers is None else (layers,)
         records = new_records(slots, entries, H, HV, K, V, layers=layers, device=device)
-        integers = "int32" if arrays.torch is None else arrays.torch.int32
-        first, count = (_zeros((*lead, slots), integers, device) for _ in range(2))  # each layer advances its own
+        first, count = (_zeros((*lead, slots), "int32", device) for _ in range(2))  # each layer advances its own
         self.records = records._replace(ring_first=first, ring_count=count)
-        # Of each slot's last round: how many tokens are accepted, and their raw rows. One more row is for padding.
-        self._accepted = _zeros((slots + 1,), integers, device)
+        # Of each slot's last round at each layer: how many tokens are accepted, -1 if nobody has said it, and how many
+        # are recorded. One more row is for padding. `_begun[T]` is what a round of T tokens begins with.
+        self._rounds = _zeros((slots + 1, layers or 1, 2), "int32", device)
+        self._begun = _zeros((max_tokens + 1, 2), "int32", device) - 1
+        self._begun[:, 1] = _up_to(max_tokens, device)
         rows = (*lead, slots + 1, max_tokens, channels)
-        self._rows = None if channels is None else _zeros(rows, dtype, device)
+        self._rows = None if channels is None else _zeros(rows, "float32" if dtype is None else dtype, device)
 
     def _layer(self, layer: Any) -> tuple[Records, Any]:
         """The records and raw rows of a layer."""
@@ -100,17 +102,18 @@ class DraftBuffer:
         layer: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Commits the tokens of each request's last round and verifies new drafts, ``[N, T]``. How many it commits,
-        :meth:`accept` has said, or ``accept_len`` says. This is :func:`flush_verify_kvbuffer`, with its keywords."""
+        :meth:`accept` has said, or ``accept_len`` says, in the same forms. If nobody says it, none are. This is
+        :func:`flush_verify_kvbuffer`, with its keywords."""
         shape_of("slots", slots, 1)
         records, rows = self._layer(layer)
-        conv: Any = options.get("conv")
+        conv, cu = options.get("conv"), options.get("cu_seqlens")
         keeps = rows is not None and conv is not None
-        if keeps and options.get("cu_seqlens") is not None:
+        if keeps and cu is not None:
             raise ValueError("cu_seqlens: expected None where the buffer keeps raw rows, got an array")
-        places = self._places(slots) if keeps or accept_len is None else None
+        places, at = self._places(slots), layer or 0
         if keeps:
             options = {"last_conv_x": _rows_at(rows, places), **options}
-        accept_len = _rows_at(self._accepted, places) if accept_len is None else accept_len
+        accept_len = self._accepted_at(at, slots, places, accept_len)
         try:
             o = flush_verify_kvbuffer(
                 q, k, v, g, beta, state, records._replace(indices=slots), accept_len, state_indices=slots,
@@ -119,30 +122,60 @@ class DraftBuffer:
         except ValueError as error:
             raise _about_slots(error) from None
         if keeps:
-            _put_rows(rows[:, : conv.x.shape[1]], places, conv.x)
+            _put_rows(rows[:, : conv.x.shape[1]], places, conv.x)  # type: ignore[union-attr]
+        self._begin(at, places, g.shape[1], cu)
         return o
 
+    def _begin(self, at: int, places: Any, T: int, cu: Any) -> None:
+        """Notes how many tokens a round has recorded."""
+        if not is_torch(places):
+            lengths = T if cu is None else arrays.numpy.diff(_on_host(cu)).clip(0, self.max_tokens)
+            _on_host(self._rounds)[places, at] = _on_host(self._begun)[lengths]
+            return
+        if cu is None:
+            begun = self._begun.select(0, T).expand(len(places), 2)
+        else:
+            begun = self._begun.index_select(0, _as_tensor(cu, places.device).diff().clamp(0, self.max_tokens))
+        self._rounds.select(1, at).index_copy_(0, places, begun)
+
     def accept(self, slots: Any, accept_len: Any) -> None:
-        """Says how many tokens of each request's last round are committed, ``[N]`` integers. It counts until the
-        next call, whatever batches come between."""
-        if (got := shape_of("accept_len", accept_len, 1)) != shape_of("slots", slots, 1):
-            raise ValueError(f"accept_len: expected shape {list(slots.shape)} like slots, got {list(got)}")
-        _put_rows(self._accepted, self._places(slots), accept_len)
+        """Says how many tokens of each request's last round are committed: ``[N]`` int32 or int64, a list, or one
+        integer for all. It counts for the next call at each layer, whatever batches come between. More than the round
+        had are refused; on a GPU, where values are not read, they count as all of it."""
+        shape_of("slots", slots, 1)
+        places = self._places(slots)
+        if self._are_known(slots):
+            self._check_slots(slots)
+            self._check_layers(slots)
+        accept_len = self._lengths(slots, accept_len)
+        if self._are_known(slots, accept_len):
+            self._check_lengths(slots, accept_len, _on_host(self._rounds)[places, 0, 1])
+            _on_host(self._rounds)[places, :, 0] = _on_host(accept_len)[:, None]
+            return
+        recorded = self._rounds.select(2, 1).index_select(0, places)
+        accepted = arrays.torch.minimum(accept_len[:, None], recorded)
+        self._rounds.select(2, 0).index_copy_(0, places, accepted.to(recorded.dtype))
 
     def flush(self, state: Any, slots: Any, accept_len: Any = None, **options: Any) -> None:
-        """Brings ``state`` up to date with everything committed and the last round's tokens. With ``layers`` it is
-        ``[layers, slots, ...]``, like ``conv_state``, and one call does all. Then the slots may be recycled, shared or
-        copied (prefix caching). Keywords are those of :func:`flush_kvbuffer`."""
+        """Brings ``state`` up to date with everything committed and the last round's accepted tokens. With ``layers``
+        it is ``[layers, slots, ...]``, like ``conv_state``, and one call does all. Then the slots may be recycled,
+        shared or copied (prefix caching). A slot of which a layer missed a round is refused; on a GPU it is left as it
+        is. Keywords are those of :func:`flush_kvbuffer`."""
         shape_of("slots", slots, 1)
-        records = self.records._replace(indices=slots)
+        records, places = self.records, self._places(slots)
         if self.layers is not None:  # after a round all layers have the same cursors
-            records = records._replace(ring_first=self.records.ring_first[0], ring_count=self.records.ring_count[0])
+            if self._are_known(slots):
+                self._check_layers(slots)
+            else:
+                slots = arrays.torch.where(self._together()[places], _as_tensor(slots, places.device), -1)
+                places = self._places(slots)
+            records = records._replace(ring_first=records.ring_first[0], ring_count=records.ring_count[0])
         if self._rows is not None and options.get("conv_state") is not None:
-            conv_x = _rows_at(self._rows, self._places(slots), int(self.layers is not None))
+            conv_x = _rows_at(self._rows, places, int(self.layers is not None))
             options = {"conv_x": conv_x, "conv_indices": slots, **options}
-        accept_len = _rows_at(self._accepted, self._places(slots)) if accept_len is None else accept_len
+        accept_len = self._accepted_at(0, slots, places, accept_len)
         try:
-            flush_kvbuffer(state, records, accept_len, state_indices=slots, **options)
+            flush_kvbuffer(state, records._replace(indices=slots), accept_len, state_indices=slots, **options)
         except ValueError as error:
             raise _about_slots(error) from None
         self._forget(slots)
@@ -151,62 +184,151 @@ class DraftBuffer:
         """Forgets what is recorded for ``slots``, where new requests begin. ``slots`` are their numbers, ``[N]``
         int32 or int64, negative for padding, or a mask ``[slots]`` bool, True where a request begins. On a GPU a
         number beyond the last slot is not detected and has no effect."""
-        (N,), S = shape_of("slots", slots, 1), self._accepted.shape[0] - 1
+        (N,), S = shape_of("slots", slots, 1), self._rounds.shape[0] - 1
         kind = str(slots.dtype).removeprefix("torch.")
         if kind not in ("int32", "int64", "bool"):
             raise ValueError(f"slots: expected int32 or int64 numbers of slots, or a bool mask of all {S}, got {kind}")
         if kind == "bool" and N != S:
             raise ValueError(f"slots: expected a mask of all {S} slots, or their numbers, got a mask of {N}")
-        known = not is_torch(slots) or slots.device.type == "cpu"
-        if kind != "bool" and N and known and not compiling() and (highest := int(slots.max())) >= S:
+        if kind != "bool" and N and _are_on_the_host(slots) and (highest := int(slots.max())) >= S:
             raise ValueError(f"slots: expected numbers below {S}, got {highest}")
         self._forget(slots)
 
     def _forget(self, slots: Any) -> None:
-        count, accepted = self.records.ring_count, self._accepted[:-1]
-        if not is_torch(count):
+        cursors, rounds = (self.records.ring_first, self.records.ring_count), self._rounds[:-1]
+        if not is_torch(cursors[0]):
             slots = arrays.numpy.asarray(slots)
             chosen = slots if slots.dtype == bool else slots[slots >= 0]
-            count[..., chosen], accepted[chosen] = 0, 0
+            rounds[chosen] = 0
+            for x in cursors:
+                x[..., chosen] = 0
             return
         if slots.dtype in (arrays.numpy.bool_, arrays.torch.bool):
-            forgotten = _as_tensor(slots, count.device)
+            forgotten = _as_tensor(slots, cursors[0].device)
         else:
-            forgotten = arrays.torch.zeros_like(self._accepted).index_fill_(0, self._places(slots), 1)[:-1] == 1
-        count.masked_fill_(forgotten, 0)
-        accepted.masked_fill_(forgotten, 0)
+            marks = arrays.torch.zeros_like(self._rounds[:, 0, 0])
+            forgotten = marks.index_fill_(0, _as_index(self._places(slots), len(marks)), 1)[:-1] == 1
+        rounds.masked_fill_(forgotten[:, None, None], 0)
+        for x in cursors:
+            x.masked_fill_(forgotten, 0)
+
+    # ---- numbers of accepted tokens ----
+
+    def _lengths(self, slots: Any, accept_len: Any) -> Any:
+        """``accept_len`` as an array beside ``_rounds``. What is on the host is within a round."""
+        N = slots.shape[0]
+        if is_plain(accept_len):
+            accept_len = counts("accept_len", accept_len, N, self._rounds, self.max_tokens)
+        if tuple(got := shape_of("accept_len", accept_len, 1)) != (N,):
+            raise ValueError(f"accept_len: expected shape [{N}] like slots, got {list(got)}")
+        if (kind := str(accept_len.dtype).removeprefix("torch.")) not in ("int32", "int64"):
+            raise ValueError(f"accept_len: expected int32 or int64, got {kind}")
+        return _as_tensor(accept_len, self._rounds.device) if is_torch(self._rounds) else accept_len
+
+    def _accepted_at(self, at: int, slots: Any, places: Any, accept_len: Any) -> Any:
+        """How many tokens of the last round a layer commits: what ``accept`` left, or ``accept_len``, within it."""
+        if accept_len is None:
+            if not is_torch(places):
+                return _like(_on_host(self._rounds)[places, at, 0], self._rounds)
+            return self._rounds.select(1, at).index_select(0, places).select(1, 0)
+        if getattr(accept_len, "shape", slots.shape) != slots.shape:
+            return accept_len  # the library says which of them does not fit the call
+        accept_len = self._lengths(slots, accept_len)
+        if not is_torch(places) and self._are_known(accept_len):
+            self._check_lengths(slots, accept_len, _on_host(self._rounds)[places, at, 1])
+            return accept_len
+        recorded = self._rounds.select(1, at).index_select(0, _as_index(places, len(self._rounds))).select(1, 1)
+        return arrays.torch.minimum(accept_len, recorded)
+
+    def _are_known(self, *given: Any) -> bool:
+        """May their values be checked? On a GPU that would wait for it, and graphs have none."""
+        return _are_on_the_host(self._rounds) and all(_are_on_the_host(x) for x in given)
+
+    def _check_slots(self, slots: Any) -> None:
+        live, S = [s for s in slots.tolist() if s >= 0], self._rounds.shape[0] - 1
+        if live and max(live) >= S:
+            raise ValueError(f"slots: expected numbers below {S}, got {max(live)}")
+        if len(set(live)) < len(live):
+            twice = next(s for i, s in enumerate(live) if s in live[:i])
+            raise ValueError(f"slots: expected every live slot once, got slot {twice} twice")
+
+    def _check_lengths(self, slots: Any, accept_len: Any, recorded: Any) -> None:
+        S = self._rounds.shape[0] - 1
+        for slot, m, most in zip(slots.tolist(), accept_len.tolist(), recorded.tolist(), strict=True):
+            if 0 <= slot < S and not 0 <= m <= most:
+                raise ValueError(
+                    f"accept_len: expected 0..{most}, the tokens of the last round of slot {slot}, got {m}"
+                )
+
+    def _together(self) -> Any:
+        """``[slots + 1]``: have all layers seen the same rounds?"""
+        of_rounds = (self._rounds == self._rounds[:, :1]).all(-1).all(-1)
+        first, count = self.records.ring_first, self.records.ring_count
+        of_rounds[:-1] &= (first == first[:1]).all(0) & (count == count[:1]).all(0)
+        return of_rounds
+
+    def _check_layers(self, slots: Any) -> None:
+        if self.layers is None or (together := self._together()).all():
+            return
+        for slot in slots.tolist():
+            if 0 <= slot < len(together) - 1 and not together[slot]:
+                raise ValueError(f"layer: expected every layer to step in every round of slot {slot}, got one without")
 
     def _places(self, slots: Any) -> Any:
-        """Where the rows of slots are in ``_accepted`` and ``_rows``. That of padding is the last one, so nothing waits
+        """Where the rows of slots are in ``_rounds`` and ``_rows``. That of padding is the last one, so nothing waits
         for a GPU."""
-        spare = self._accepted.shape[0] - 1
-        if not is_torch(self._accepted):
-            slots = arrays.numpy.asarray(slots)
-            return arrays.numpy.where(slots < 0, spare, slots.clip(max=spare))
-        slots = _as_tensor(slots, self._accepted.device)
-        return arrays.torch.where(slots < 0, spare, slots.clamp(max=spare)).long()
+        if (kind := str(slots.dtype).removeprefix("torch.")) not in ("int32", "int64"):
+            raise ValueError(f"slots: expected int32 or int64 numbers of slots, got {kind}")
+        spare = self._rounds.shape[0] - 1
+        if self._are_known(slots):  # NumPy takes a third of torch's time for a few numbers
+            return arrays.numpy.maximum(arrays.numpy.minimum(_on_host(slots), spare), -1)  # -1 is the last one
+        return _as_tensor(slots, self._rounds.device).clamp(-1, spare).remainder(spare + 1).long()
+
+
+def _are_on_the_host(x: Any) -> bool:
+    return not compiling() and (not is_torch(x) or (x.is_cpu and not is_wrapper(x)))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    if arrays.torch is not None:
-        return arrays.torch.zeros(shape, dtype=dtype, device=device)
-    import numpy
+    if arrays.torch is None:
+        return arrays.numpy.zeros(shape, dtype)
+    dtype = getattr(arrays.torch, dtype) if isinstance(dtype, str) else dtype
+    return arrays.torch.zeros(shape, dtype=dtype, device=device)
 
-    return numpy.zeros(shape, numpy.float32 if dtype is None else dtype)
+
+def _up_to(most: int, device: Any) -> Any:
+    if arrays.torch is None:
+        return arrays.numpy.arange(most + 1)
+    return arrays.torch.arange(most + 1, dtype=arrays.torch.int32, device=device)
+
+
+def _on_host(x: Any) -> Any:
+    """The same memory for NumPy."""
+    return x.numpy() if is_torch(x) else arrays.numpy.asarray(x)
+
+
+def _like(x: Any, other: Any) -> Any:
+    return arrays.torch.from_numpy(x) if is_torch(other) else x
+
+
+def _as_index(places: Any, size: int) -> Any:
+    return places if is_torch(places) else arrays.torch.from_numpy(places).remainder(size).long()
 
 
 def _as_tensor(x: Any, device: Any) -> Any:
     if not is_torch(x):
         x = arrays.numpy.array(x)  # a copy: torch warns of read-only memory even if it only reads
+    elif x.device == device:
+        return x
     return arrays.torch.as_tensor(x, device=device)
 
 
 def _rows_at(x: Any, places: Any, axis: int = 0) -> Any:
-    return x.index_select(axis, places) if is_torch(x) else x.take(places, axis)
+    return x.index_select(axis, _as_index(places, x.shape[axis])) if is_torch(x) else x.take(places, axis)
 
 
 def _put_rows(x: Any, places: Any, rows: Any) -> None:
     if is_torch(x):
-        x.index_copy_(0, places, _as_tensor(rows, x.device).to(x.dtype))
+        x.index_copy_(0, _as_index(places, len(x)), _as_tensor(rows, x.device).to(x.dtype))
     else:
         x[places] = arrays.numpy.asarray(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arguments import Conv, Norm, Records, arrays_of, check_kind, norm_fields
+from .arguments import Conv, Norm, Records, arrays_of, check_kind, counts, is_plain, norm_fields
 from .call.again import in_sentences
 from .call.arrays import new_like, shape_of
 from .call.dispatch import dispatched
@@ -239,8 +239,8 @@ def flush_kvbuffer(
         state: ``[slots, HV, V, K]`` float32 or bfloat16 (K-first with ``state_v_first=False``).
         records: as :func:`verify_kvbuffer` left them. The cursors of a ring are not written: set ``ring_count`` of
             the flushed slots to 0.
-        accept_len: ``[N]`` int32 or int64: how many tokens of the chain to apply, or with ``parents`` the path that
-            ends in token ``accept_len[n] - 1``. Clamped to 0..R. 0 writes nothing, unless a ring has committed entries.
+        accept_len: ``[N]`` int32 or int64, a list, or one integer for all: how many tokens of the chain to apply, or
+            with ``parents`` the path to token ``accept_len[n] - 1``. Clamped to 0..R. 0 writes only a ring's entries.
         state_indices: ``[N]`` int32 or int64, the slot of each request; row n if None. Slots ``< first_valid_slot``
             are left alone.
         parents: ``[N, T]`` int32 or int64, as given to the verify.
@@ -260,6 +260,9 @@ def flush_kvbuffer(
     [0.0, 0.0, 0.25, 0.0, 0.0]
     """
     check_kind("records", records, Records, optional=False)
+    if is_plain(accept_len):
+        at = records.indices if state_indices is None else state_indices
+        accept_len = counts("accept_len", accept_len, state.shape[-4] if at is None else at.shape[0], state)
     if dispatched():
         from .call.graph import run_operator
 
@@ -343,7 +346,8 @@ def flush_verify_kvbuffer(
         q, k, v, g, beta, ...: the new drafts, as in :func:`verify_kvbuffer`.
         state: the pool, read, and written where something is applied.
         records: of this round, or a ring of at least ``2 * max_tokens`` entries, whose cursors are advanced.
-        accept_len: ``[N]`` int32 or int64, of the last round; 0 in the first. Clamped to what is recorded.
+        accept_len: ``[N]`` int32 or int64, a list, or one integer for all: of the last round; 0 in the first. Clamped
+            to what the records have room for.
         last: the last round's records, in memory of their own. Not with a ring.
         last_parents: ``[N, T']`` int32 or int64, the last round's tree. Not with a ring.
         last_conv_x: ``[N, T', D]``, the last round's raw rows, with ``conv``.
@@ -370,6 +374,9 @@ def flush_verify_kvbuffer(
     )  # fmt: skip
     check_kind("last", last, Records)
     check_kind("records", records, Records, optional=False)
+    if is_plain(accept_len):
+        N = shape_of("g", g, 4)[0] if cu_seqlens is None else shape_of("cu_seqlens", cu_seqlens, 1)[0] - 1
+        accept_len = counts("accept_len", accept_len, N, state)
     behind = norm_fields(norm)
     if dispatched():
         from .call.graph import run_operator

@@ -176,7 +176,11 @@ SENTENCES: list[tuple[str, dict[str, Any], str]] = [
                 ("beta", (2,)), ("out", (2, 6)))}, "q: expected at most 16 tokens a request, got T = 17"),
     ("verify", {"cu_seqlens": int32(0, 4, 8, 12)}, "cu_seqlens: expected"),
     ("flush", {"accept_len": int32(1, 2)}, "(accept_len|state_indices|records.indices): expected"),
-    ("flush", {"accept_len": [1, 2, 3]}, "accept_len: expected an array, got list"),
+    ("flush", {"accept_len": [1, 2.5, 3]}, "accept_len: expected integers of 0..2147483647, got 2.5"),
+    ("flush", {"accept_len": [1, 2]}, "accept_len: expected 3 integers, one for each request, got 2"),
+    ("flush", {"accept_len": -1}, "accept_len: expected integers of 0..2147483647, got -1"),
+    ("flush", {"accept_len": True}, "accept_len: expected integers of 0..2147483647, got True"),
+    ("flush", {"accept_len": 1.0}, "accept_len: expected an array, got 1.0"),
     ("flush", {"accept_len": None}, "accept_len: expected"),
     ("flush", {"conv_x": None}, "conv_state: expected together with conv_x, got conv_state alone"),
     ("flush", {"conv_state": None}, "conv_state: expected together with conv_x, got conv_x alone"),
@@ -319,7 +323,7 @@ def test_buffer() -> None:
     ):
         for bad in (
             lambda slots=slots: buffer.step(**kw, slots=slots),
-            lambda slots=slots: buffer.flush(kw["state"], slots, int32(1, 1, 1)),
+            lambda slots=slots: buffer.flush(kw["state"], slots, int32(0, 0, 0)),
         ):
             with pytest.raises(ValueError) as e:
                 bad()

@@ -146,6 +146,199 @@ def test_refused_calls() -> None:
         single.step(*rest, layer=0, conv=conv)
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected None where the buffer keeps raw rows"):
         single.step(*rest, conv=conv, cu_seqlens=torch.tensor([0, T]))
-    for wrong in (torch.tensor([1, 2]), torch.tensor(1), 3):
+    for wrong in (
+        torch.tensor([1, 2]),
+        torch.tensor(1),
+        4,
+        1.0,
+        None,
+        "1",
+        True,
+        -1,
+        [1, 2],
+        [1.0],
+        torch.tensor([1.0]),
+    ):
         with pytest.raises(ValueError, match=r"^accept_len: expected"):
             single.accept(slot, wrong)
+    for wrong, sentence in (
+        (torch.tensor([1]), "expected numbers below 1, got 1"),
+        (torch.tensor([0.0]), "expected int32 or int64 numbers of slots, got float32"),
+        (torch.tensor([True]), "expected int32 or int64 numbers of slots, got bool"),
+    ):
+        with pytest.raises(ValueError, match=f"^slots: {sentence}$"):
+            single.accept(wrong, 0)
+
+
+# ---- a buffer knows its rounds ----
+
+ZERO, ONE = torch.tensor([0]), torch.tensor([1])
+
+
+class Alone:
+    """A buffer of one layer and two slots, and plain decode of what slot 0 should hold."""
+
+    def __init__(self, **more: Any) -> None:
+        self.buffer = kda.DraftBuffer(2, 4, 1, 1, K, V, entries=16, **more)
+        self.pool, self.plain = (torch.zeros(n, 1, V, K, dtype=torch.float32) for n in (2, 1))
+        self.random = torch.Generator().manual_seed(1)
+
+    def step(self, T: int, accept_len: Any = None) -> list[Tensor]:
+        shapes = ((1, T, 1, K), (1, T, 1, K), (1, T, 1, V))
+        q, k, v = (torch.randn(shape, generator=self.random) for shape in shapes)
+        g, beta = -torch.rand(1, T, 1, K, generator=self.random), torch.rand(1, T, 1, generator=self.random)
+        self.buffer.step(q, k, v, g, beta, self.pool, ZERO, accept_len, use_qk_l2norm_in_kernel=True)
+        return [q, k, v, g, beta]
+
+    def keep(self, tokens: list[Tensor], m: int) -> None:
+        kda.decode(*(x[:, :m] for x in tokens), self.plain, use_qk_l2norm_in_kernel=True)
+
+    def agree(self) -> None:
+        torch.testing.assert_close(self.pool[:1], self.plain, atol=1e-5, rtol=1e-5)
+        assert not self.pool[1].any()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where numbers are not read: they are cut."""
+    monkeypatch.setattr("kda.draft_buffer._are_on_the_host", lambda x: False)
+
+
+@pytest.mark.parametrize("how", ["accept", "step"])
+def test_more_than_the_round_had_is_refused(how: str) -> None:
+    """The ring still has the entries of the longer round before."""
+    one = Alone()
+    one.step(4)
+    one.buffer.accept(ZERO, 0)
+    tokens = one.step(1)
+    for wrong in (torch.tensor([2]), torch.tensor([4]), torch.tensor([-1]), [2], 2):
+        with pytest.raises(
+            ValueError, match=r"^accept_len: expected 0\.\.1, the tokens of the last round of slot 0, got"
+        ):
+            one.buffer.accept(ZERO, wrong) if how == "accept" else one.step(1, wrong)
+    one.buffer.accept(ZERO, 1)
+    one.buffer.flush(one.pool, ZERO)
+    one.keep(tokens, 1)
+    one.agree()
+
+
+@pytest.mark.parametrize("how", ["accept", "step", "flush"])
+def test_more_than_the_round_had_is_cut_where_numbers_are_not_read(unread: None, how: str) -> None:
+    one = Alone()
+    one.step(4, torch.tensor([3]))  # there was no round before
+    tokens = one.step(1, ZERO)
+    one.keep(tokens, 1)
+    if how == "step":
+        one.step(2, torch.tensor([4]))
+        one.buffer.flush(one.pool, ZERO)
+    elif how == "flush":
+        one.buffer.flush(one.pool, ZERO, torch.tensor([4]))
+    else:
+        one.buffer.accept(ZERO, torch.tensor([4]))
+        one.buffer.flush(one.pool, ZERO)
+    one.agree()
+    one.buffer.accept(ZERO, ONE)  # of a round that is flushed
+    one.buffer.flush(one.pool, ZERO, ONE)
+    one.agree()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_nothing_is_accepted_unless_somebody_says_so(read: bool, request: pytest.FixtureRequest) -> None:
+    if not read:
+        request.getfixturevalue("unread")
+    one = Alone()
+    one.keep(one.step(3), 2)
+    one.buffer.accept(ZERO, 2)
+    one.step(3)  # dropped: no accept
+    one.keep(one.step(2), 1)
+    one.buffer.accept(ZERO, [1])
+    one.buffer.flush(one.pool, ZERO)
+    one.agree()
+
+
+def test_tokens_of_packed_requests_are_counted_by_slot() -> None:
+    buffer, pool, slots = kda.DraftBuffer(3, 3, 1, 1, 4, 4), torch.zeros(3, 1, 4, 4), torch.tensor([2, -1, 0])
+    x, beta = torch.ones(1, 6, 1, 4) / 2, torch.ones(1, 6, 1)
+    buffer.step(x, x, x, 0 * x, beta, pool, slots, cu_seqlens=torch.tensor([0, 1, 4, 6]))
+    for wrong, slot, most in (([2, 0, 0], 2, 1), ([0, 9, 3], 0, 2)):
+        with pytest.raises(ValueError, match=f"expected 0..{most}, the tokens of the last round of slot {slot}, got"):
+            buffer.accept(slots, torch.tensor(wrong))
+    buffer.accept(slots, torch.tensor([1, 9, 2]))  # the number of padding does not matter
+    buffer.flush(pool, slots)
+    assert pool[2].sum() == 4 and pool[0].any() and not pool[1].any()
+
+
+def test_slots_of_accept_are_those_of_step() -> None:
+    buffer = Alone().buffer
+    for slots, sentence in (
+        (torch.tensor([0, 0]), "expected every live slot once, got slot 0 twice"),
+        (np.array([1, 2]), "expected numbers below 2, got 2"),
+    ):
+        with pytest.raises(ValueError, match=f"^slots: {sentence}$"):
+            buffer.accept(slots, 0)
+    buffer.accept(torch.tensor([-1, 0, -1]), 0)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_layer_that_missed_a_round(read: bool, request: pytest.FixtureRequest) -> None:
+    """Refused, or where numbers are not read, left as it is, while other slots are flushed."""
+    if not read:
+        request.getfixturevalue("unread")
+    buffer = kda.DraftBuffer(3, 2, 1, 1, 4, 4, layers=2, entries=8)
+    pools, both = torch.zeros(2, 3, 1, 4, 4), torch.tensor([0, 2])
+    x, beta = torch.ones(2, 2, 1, 4) / 2, torch.ones(2, 2, 1)
+    for layer in (0, 1):
+        buffer.step(x, x, x, 0 * x, beta, pools[layer], both, layer=layer)
+    buffer.accept(both, 1)
+    for layer, slots in ((0, both), (1, both[1:])):  # slot 0 misses a round of layer 1
+        n = len(slots)
+        buffer.step(x[:n], x[:n], x[:n], 0 * x[:n], beta[:n], pools[layer], slots, layer=layer)
+    sentence = r"^layer: expected every layer to step in every round of slot 0, got one without$"
+    if read:
+        for call in (lambda: buffer.accept(both, 1), lambda: buffer.flush(pools, both)):
+            with pytest.raises(ValueError, match=sentence):
+                call()
+        assert not pools.any()
+        buffer.flush(pools, both[1:])
+    else:
+        buffer.flush(pools, both)
+    assert not pools[:, :2].any() and torch.equal(pools[0, 2], pools[1, 2]) and pools[0, 2].sum() == 4
+    buffer.reset(both[:1])
+    for layer in (0, 1):
+        buffer.step(x[:1], x[:1], x[:1], 0 * x[:1], beta[:1], pools[layer], both[:1], layer=layer)
+    buffer.accept(both[:1], 1)
+    buffer.flush(pools, both[:1])
+    assert torch.equal(pools[:, 0], pools[:, 2])
+
+
+def test_counts_as_integers_and_lists() -> None:
+    """Where accept_len is an argument."""
+    x, beta, results = torch.ones(2, 3, 1, 4) / 2, torch.ones(2, 3, 1), []
+    for m in (torch.tensor([2, 2]), np.int64(2), 2, [2, 2], (2, 2)):
+        pool, a, b = torch.zeros(2, 1, 4, 4), *(kda.new_records(2, 3, 1, 1, 4, 4) for _ in range(2))
+        kda.verify_kvbuffer(x, x, x, 0 * x, beta, pool, a)
+        kda.flush_verify_kvbuffer(x, x, x, 0 * x, beta, pool, b, m, last=a)
+        kda.flush_kvbuffer(pool, b, m)
+        kda.flush_kvbuffer_all_layers(pool[None], kda.Records(*(y[None] for y in b[:3])), m)
+        kda.flush_kvbuffer(pool, b, m, state_indices=torch.tensor([1, 0]))
+        results.append(pool)
+    assert results[0].any() and all(torch.equal(x, results[0]) for x in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    """Records are float32, so no call falls back to ``reference``, which alone takes float64."""
+    results = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            one = Alone(channels=3)
+            made = [*one.buffer.records[:3], one.buffer._rows, *kda.new_records(1, 2, 1, 1, 4, 4)[:3]]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(x.dtype == torch.float32 for x in made)
+        one.step(3)
+        one.buffer.accept(ZERO, 2)
+        one.buffer.flush(one.pool, ZERO)
+        results.append(one.pool)
+    assert same_bits(*results)

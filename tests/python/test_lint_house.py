@@ -328,6 +328,22 @@ def test_calls_by_name(tmp_path: Path) -> None:
 # ---- the command ----
 
 
+def test_tensors_by_defaults(tmp_path: Path) -> None:
+    text = """import torch
+a = torch.zeros(3, device=x.device)
+b = arrays.torch.arange(3, dtype=torch.int32)
+c = torch.full((), 1.0)
+d = torch.ones(2, dtype=d, device=None), torch.empty(2, **like), torch.zeros_like(a), numpy.zeros(3), a.new_zeros(3)
+"""
+    reason = "which then follow the defaults of the process"
+    assert findings(tmp_path, {"tests/a.py": text}) == [], "the rule is for the package"
+    assert findings(tmp_path, {"python/kda/call/a.py": text}) == [
+        f"python/kda/call/a.py:2: torch.zeros is given no dtype, {reason}",
+        f"python/kda/call/a.py:3: arrays.torch.arange is given no device, {reason}",
+        f"python/kda/call/a.py:4: torch.full is given no dtype and device, {reason}",
+    ]
+
+
 def test_command(tmp_path: Path) -> None:
     def run(*words: str) -> tuple[int, str, str]:
         command = [sys.executable, str(SCRIPT), "--root", str(tmp_path), *words]

@@ -56,5 +56,39 @@ def test_drafts_refuse():
         layer(x[:, :2], cache=drafts)
     with torch.no_grad(), pytest.raises(ValueError, match="max_tokens = 2 drafts, got 3"):
         layer(x, cache=drafts)
-    with pytest.raises(ValueError, match=r"accept_len: expected int32 of shape \[1\]"):
-        drafts.accept(torch.tensor([1]))
+    with torch.no_grad():
+        layer(x[:, :1], cache=drafts)
+    for wrong, sentence in (
+        (torch.tensor([1.0]), r"expected int32 or int64 of shape \[1\], got torch.float32"),
+        (torch.tensor([True]), r"expected int32 or int64 of shape \[1\], got torch.bool"),
+        (torch.tensor([1, 1]), r"expected shape \[1\], got \[2\]"),
+        (torch.tensor([2]), r"expected 0\.\.1, the drafts of the last call, got 2"),
+        (torch.tensor([-1]), r"expected 0\.\.1, the drafts of the last call, got -1"),
+        (2, r"expected 0\.\.1, the drafts of the last call, got 2"),
+        (3, r"expected integers of 0\.\.2, got 3"),
+        ([True], r"expected integers of 0\.\.2, got True"),
+        (None, r"expected int32 or int64 of shape \[1\], got NoneType"),
+    ):
+        with pytest.raises(ValueError, match=rf"^accept_len: {sentence}$"):
+            drafts.accept(wrong)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_each_draft_is_accepted_once(fused):
+    """A round of fewer drafts leaves older ones in the records. They must not come back, nor those of a flush."""
+    torch.manual_seed(0)
+    layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32), torch.randn(2, 6, 64)
+    cache, plain = layer.new_cache(2), layer.new_cache(2)
+    drafts = DraftCache(layer, cache, 4, fused=fused)
+    with torch.no_grad():
+        layer(x[:, :4], cache=drafts)
+        drafts.accept(3)  # of all sequences
+        layer(x[:, 3:4], cache=drafts)
+        drafts.accept([1, 1])
+        drafts.flush()
+        with pytest.raises(ValueError, match=r"^accept_len: expected 0\.\.0, the drafts of the last call, got 1$"):
+            drafts.accept(1)
+        drafts.flush()
+        layer(x[:, :4], cache=plain)
+    torch.testing.assert_close(cache.state, plain.state, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cache.conv, plain.conv)

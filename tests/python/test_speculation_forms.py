@@ -315,8 +315,10 @@ def test_batches_of_any_size_compile_once() -> None:
         [torch.zeros(8, 2, 36, 20) for _ in range(2)],
     )
     functions = step, torch.compile(step, fullgraph=True, backend="aot_eager")
+    last = torch.zeros(8, dtype=torch.int32)  # tokens of the slots' last rounds
     for turn, (N, T) in enumerate(((3, 4), (5, 2), (2, 3), (8, 4))):
-        p, slots, m = drafts(T, N=N, seed=turn)[0], torch.randperm(8)[:N].int(), torch.randint(0, 3, (N,)).int()
+        p, slots = drafts(T, N=N, seed=turn)[0], torch.randperm(8)[:N].int()
+        m, last[slots] = torch.randint(0, 3, (N,)).int().minimum(last[slots]), T
         for x in (slots, m, *(p.tensors[n] for n in ("q", "k", "v", "g", "beta"))):
             for dimension in range(min(x.ndim, 2)):
                 torch._dynamo.mark_dynamic(x, dimension)

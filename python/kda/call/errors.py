@@ -106,6 +106,8 @@ def _what_is_wrong(name: str, arguments: dict[str, Any], takes: Takes) -> str | 
     if x is None and name not in takes.required:
         return None
     torch_only = leader is not None and is_torch(arguments[leader])
+    if name == "accept_len" and isinstance(x, int | list | tuple):  # stands for an array, see `counts`
+        return None
     if name in takes.arrays or "." in name:
         wrong = _what_is_wrong_with_array(x)
         return wrong or (f"a torch tensor like {leader}, got {_short(x)}" if torch_only and not is_torch(x) else None)
@@ -113,7 +115,7 @@ def _what_is_wrong(name: str, arguments: dict[str, Any], takes: Takes) -> str | 
         return f"a number, got {_short(x)}"
     if name in takes.flags and not _works(bool, x):
         return f"True or False, got {_short(x)}"
-    if name == "output_dtype" and torch_only and not _works(lambda d: _share(torch.empty(0, dtype=d)), x):
+    if name == "output_dtype" and torch_only and not _works(lambda d: _share(torch.empty(0, dtype=d, device="cpu")), x):
         return f"a dtype of torch that DLPack has, got {x!r}"
     return None
 

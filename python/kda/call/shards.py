@@ -105,5 +105,5 @@ def _joined(x: Any, mesh: Any, by: list[str | None], dims: _Dims, shape: tuple[i
 
     if batch_of is not None and "batch" in by:
         shape = (batch_of.shape[0], *shape[1:])
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=torch.int8, device="meta").stride()
     return DTensor.from_local(x, mesh, _placements(by, dims), run_check=False, shape=torch.Size(shape), stride=stride)

@@ -71,7 +71,9 @@ class DeviceSource(Source):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, dtype: str, *shape: int) -> Any:
-        return torch.randn(shape, generator=self.generator, device=self.device).to(getattr(torch, dtype))
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device=self.device).to(
+            getattr(torch, dtype)
+        )
 
     def unit(self, dtype: str, *shape: int) -> Any:
         return self.normal("float32", *shape).sigmoid().to(getattr(torch, dtype))
@@ -84,7 +86,8 @@ class DeviceSource(Source):
 
     def slots(self, count: int, of: int) -> Any:
         """Distinct random slots, never slot 0."""
-        return 1 + torch.randperm(of - 1, generator=self.generator, device=self.device)[:count].int()
+        order = torch.randperm(of - 1, generator=self.generator, dtype=torch.int64, device=self.device)
+        return 1 + order[:count].int()
 
 
 def _numpy(dtype: str) -> Any:

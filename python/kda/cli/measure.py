@@ -195,7 +195,7 @@ def _timer(flush: bool) -> Callable[[Call], float]:
 def stream_bandwidth() -> float:
     """GB/s of y = 2 x over 1 GiB on the current CUDA device, bytes read plus bytes written: the most that a
     memory-bound kernel can hope for. (The copy engine behind y.copy_(x) is slower.)"""
-    x = torch.ones(1 << 28, device="cuda")
+    x = torch.ones(1 << 28, dtype=torch.float32, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.numel() * 4 / graph_milliseconds(lambda: torch.mul(x, 2, out=y), flush=True) * 1e-6
 
@@ -246,6 +246,6 @@ def _stream(device: str) -> _Work:
     """On the CPU, NumPy in Python threads: its loops release the interpreter lock, and use one thread each."""
     size = 1 << 27  # floats: 512 MiB
     if device == "cuda":
-        return _Work(8 * size, torch.ones(size, device=device).neg_, torch.cuda.synchronize)
+        return _Work(8 * size, torch.ones(size, dtype=torch.float32, device=device).neg_, torch.cuda.synchronize)
     parts, pool = np.array_split(np.ones(size, np.float32), thread_count()), ThreadPoolExecutor(thread_count())
     return _Work(8 * size, lambda: list(pool.map(lambda part: np.negative(part, out=part), parts)))

@@ -77,5 +77,6 @@ def naive_recurrent(p: Problem, new: Source) -> Callable[[], object]:
     import torch
 
     naive = importlib.import_module("fla.ops.kda.naive")
-    x = activated(common(p, new)) | {"initial_state": torch.randn(p.B, p.HV, p.K, p.V)}
+    state = torch.randn(p.B, p.HV, p.K, p.V, dtype=torch.float32, device="cpu")
+    x = activated(common(p, new)) | {"initial_state": state}
     return lambda: naive.naive_recurrent_kda(**x, output_final_state=True)

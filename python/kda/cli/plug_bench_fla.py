@@ -108,7 +108,7 @@ def _training(case: str, p: Problem, device: str) -> Contest:
 
 def _prefill(case: str, p: Problem, device: str) -> Contest:
     x = _inputs(p, device)
-    x["initial_state"] = 0.1 * torch.randn(p.N, p.HV, p.V, p.K, device=device)
+    x["initial_state"] = 0.1 * torch.randn(p.N, p.HV, p.V, p.K, dtype=torch.float32, device=device)
     x["output_final_state"] = True
     chunk = importlib.import_module("fla.ops.kda").chunk_kda
     theirs = {**x, "safe_gate": "lower_bound" in x}
@@ -121,7 +121,7 @@ def _prefill(case: str, p: Problem, device: str) -> Contest:
 
 def _decode(case: str, p: Problem, device: str) -> Contest:
     x = _inputs(p, device)
-    x["initial_state"] = 0.1 * torch.randn(p.B, p.HV, p.V, p.K, device=device)
+    x["initial_state"] = 0.1 * torch.randn(p.B, p.HV, p.V, p.K, dtype=torch.float32, device=device)
     x["output_final_state"] = True
     recurrent, infer = importlib.import_module("fla.ops.kda").fused_recurrent_kda, torch.inference_mode()
     inner = {**x, "inplace_final_state": False, "scale": p.K**-0.5}

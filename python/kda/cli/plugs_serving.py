@@ -71,7 +71,7 @@ class Tensors:
         random = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-            return torch.randn(*shape, generator=random, device=device).to(dtype)
+            return torch.randn(*shape, generator=random, dtype=torch.float32, device=device).to(dtype)
 
         self.case, H, self.T, self.B = case, case.H, sum(case.lengths), len(case.lengths)
         self.mixed = normal(self.T, 3 * H * D + 8 * H)[:, : 3 * H * D]  # rows begin at multiples of 16 bytes
@@ -81,9 +81,9 @@ class Tensors:
         dtype = getattr(torch, case.state_dtype)
         self.slots_of_pool = 2 * self.B + 2
         self.pool = normal(self.slots_of_pool, H, D, D, dtype=dtype)
-        order = torch.randperm(self.slots_of_pool - 1, generator=random, device=device)[: self.B] + 1
-        self.slots = order.int()
-        self.cu = torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
+        order = torch.randperm(self.slots_of_pool - 1, generator=random, dtype=torch.int64, device=device)
+        self.slots = order[: self.B].int() + 1
+        self.cu = torch.tensor([0, *case.lengths], dtype=torch.int64, device=device).cumsum(0).int()
 
 
 # ---- engines ----
@@ -181,8 +181,9 @@ def _sglang() -> tuple[Contender, Contender]:
         def prefill(x: Tensors, kept: bool = False) -> Call:
             more: dict[str, Any] = {}
             if kept:  # the last boundary of each request, as SGLang's prefix cache does
-                chunks = torch.tensor([(n - 1) // 64 or -1 for n in x.case.lengths], device=x.pool.device).int()
-                state = torch.empty(x.B, *x.pool.shape[1:], device=x.pool.device)
+                last = [(n - 1) // 64 or -1 for n in x.case.lengths]
+                chunks = torch.tensor(last, dtype=torch.int32, device=x.pool.device)
+                state = torch.empty(x.B, *x.pool.shape[1:], dtype=torch.float32, device=x.pool.device)
                 more = {"return_intermediate_states": True, "track_state": state, "track_chunk_idx": chunks}
             lengths = list(x.case.lengths)
             return functools.partial(
@@ -197,7 +198,7 @@ def _sglang() -> tuple[Contender, Contender]:
             )  # fmt: skip
 
         def verify(x: Tensors, commit: bool = True) -> Call:
-            T, rows = x.case.lengths[0], torch.arange(x.B, device=x.pool.device).int()
+            T, rows = x.case.lengths[0], torch.arange(x.B, dtype=torch.int32, device=x.pool.device)
             kept = torch.zeros(1, x.B, T, *x.pool.shape[1:], device=x.pool.device, dtype=x.pool.dtype)
             call = functools.partial(
                 kernel.target_verify, q=x.q, k=x.k, v=x.v, a=x.g.flatten(2), b=x.beta, query_start_loc=x.cu,
@@ -259,7 +260,7 @@ def _vllm() -> tuple[Contender, Contender]:
         def verify(x: Tensors) -> Call:
             T = x.case.lengths[0]
             states = x.pool.new_zeros(1 + x.B * T, *x.pool.shape[1:])
-            slots = 1 + torch.arange(x.B * T, device=x.pool.device).int().view(x.B, T)
+            slots = 1 + torch.arange(x.B * T, dtype=torch.int32, device=x.pool.device).view(x.B, T)
             return functools.partial(
                 of("fused_recurrent_kda"), x.q, x.k, x.v, **common(x), dt_bias=x.dt_bias, initial_state=states,
                 cu_seqlens=x.cu, ssm_state_indices=slots, num_accepted_tokens=torch.full_like(slots[:, 0], T),

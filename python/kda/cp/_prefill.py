@@ -103,7 +103,7 @@ def _slots(pool: Pool, N: int) -> Tensor:
     assert pool.state is not None
     if pool.indices is not None:
         return pool.indices
-    return torch.arange(N, device=pool.state.device)
+    return torch.arange(N, dtype=torch.int64, device=pool.state.device)
 
 
 def _initial(cp: Context, pool: Pool, like: Tensor) -> Tensor:

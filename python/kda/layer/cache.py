@@ -72,7 +72,8 @@ class KDACache:
         """A new cache in which ``times`` copies of every sequence stand side by side, as for beams of one prompt."""
         if times < 0:
             raise ValueError(f"times: expected 0 or more, got {times}")
-        return self.select(torch.arange(self.state.shape[0], device=self.state.device).repeat_interleave(times))
+        rows = torch.arange(self.state.shape[0], dtype=torch.int64, device=self.state.device)
+        return self.select(rows.repeat_interleave(times))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """:meth:`reorder` under transformers' name. This method and the next two change the cache in place."""

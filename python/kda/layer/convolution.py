@@ -67,7 +67,8 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tenso
     y = F.silu(y if bias is None else y + bias.to(wide)).to(x.dtype)
     if cu_seqlens is None:
         return y
-    return torch.where(torch.arange(x.shape[1], device=x.device)[:, None] < cu_seqlens[-1], y, 0)
+    tokens = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+    return torch.where(tokens[:, None] < cu_seqlens[-1], y, 0)
 
 
 class ShortConvolution(nn.Conv1d):

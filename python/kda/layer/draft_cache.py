@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import Conv, Records, new_records
+from ..arguments import Conv, Records, counts, is_plain, new_records
+from ..call.tracing import compiling, is_wrapper
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
 from .foreign_caches import ForeignCache, find_foreign, read_foreign
@@ -54,16 +55,30 @@ class DraftCache:
             new_records(N, max_tokens, H, HV, K, V, device=cache.state.device) for _ in range(1 + fused)
         ]
         self._rows: Tensor | None = None  # raw rows of the last call, before the convolution
-        self._accept_len = torch.zeros(N, dtype=torch.int32, device=cache.state.device)
+        # Of each sequence's last drafts: how many are accepted, and how many there are. `_begun[T]`: after T drafts.
+        self._round = torch.zeros(2, N, dtype=torch.int32, device=cache.state.device)
+        self._accept_len, self._drafted = self._round
+        self._begun = torch.zeros(max_tokens + 1, 2, 1, dtype=torch.int32, device=cache.state.device)
+        self._begun[:, 1, 0] = torch.arange(max_tokens + 1, dtype=torch.int32, device=cache.state.device)
 
-    def accept(self, accept_len: Tensor) -> None:
-        """``[N]`` int32, on the device of the cache: how many of each sequence's last drafts stay."""
-        if accept_len.shape != self._accept_len.shape or accept_len.dtype != torch.int32:
-            raise ValueError(
-                f"accept_len: expected int32 of shape {list(self._accept_len.shape)}, got {accept_len.dtype} of shape "
-                f"{list(accept_len.shape)}"
-            )
-        self._accept_len.copy_(accept_len)
+    def accept(self, accept_len: Tensor | Sequence[int] | int) -> None:
+        """How many of each sequence's last drafts stay: ``[N]`` int32 or int64 on the device of the cache, a list, or
+        one integer for all. More than there are, are refused; on a GPU, where values are not read, they count as
+        all."""
+        N = len(self._accept_len)
+        if is_plain(accept_len):
+            accept_len = counts("accept_len", accept_len, N, self._round, self.max_tokens)
+        if not isinstance(accept_len, Tensor) or accept_len.dtype not in (torch.int32, torch.int64):
+            got = getattr(accept_len, "dtype", type(accept_len).__name__)
+            raise ValueError(f"accept_len: expected int32 or int64 of shape [{N}], got {got}")
+        if accept_len.shape != self._accept_len.shape:
+            raise ValueError(f"accept_len: expected shape [{N}], got {list(accept_len.shape)}")
+        accept_len = accept_len.to(self._round)  # of its dtype, on its device
+        if accept_len.device.type == "cpu" and not is_wrapper(accept_len) and not compiling():
+            for m, most in zip(accept_len.tolist(), self._drafted.tolist(), strict=True):
+                if not 0 <= m <= most:
+                    raise ValueError(f"accept_len: expected 0..{most}, the drafts of the last call, got {m}")
+        torch.minimum(accept_len, self._drafted, out=self._accept_len)
         if not self.fused:
             self.flush()
 
@@ -74,7 +89,7 @@ class DraftCache:
             if self.cache.conv is not None:
                 conv = {"conv_x": self._rows, "conv_state": self.cache.conv}
             flush_kvbuffer(self.cache.state, self.records[0], self._accept_len, **conv)
-        self._accept_len.zero_()
+        self._round.zero_()
 
     def memory_bytes(self) -> int:
         """Bytes of the records; those of the cache are not included."""
@@ -96,7 +111,7 @@ class DraftCache:
             self.records.reverse()
         else:
             o = verify_kvbuffer(*inputs, self.cache.state, self.records[0], conv=conv, **options)
-        self._accept_len.zero_()
+        self._round.copy_(self._begun[raw.shape[1]])
         self._rows = raw
         return o
 

@@ -102,8 +102,8 @@ def _read_on_host(
     attention_mask: Tensor | None,
 ) -> Layout:
     (B, T, _), device = hidden_states.shape, hidden_states.device
-    cu = torch.arange(B + 1, device=device) * T  # offsets of the rows
-    at, kept = torch.arange(B * T, device=device), None
+    cu = torch.arange(B + 1, dtype=torch.int64, device=device) * T  # offsets of the rows
+    at, kept = torch.arange(B * T, dtype=torch.int64, device=device), None
     if attention_mask is not None:
         mask = _padding(attention_mask.to(device)[:, attention_mask.shape[1] - T :])
         if mask is not None:

@@ -75,7 +75,7 @@ def _last_inputs(x: Tensor, W: int, state: Tensor | None, cu: Tensor | None) -> 
         old = x.new_zeros(B, D, W) if state is None else state.to(x.dtype)
         return torch.cat([old, x.transpose(1, 2)], 2)[..., T:].contiguous()
     begin, end = cu[:-1, None], cu[1:, None]
-    at = end + torch.arange(-W, 0, device=x.device)  # [N, W]
+    at = end + torch.arange(-W, 0, dtype=torch.int64, device=x.device)  # [N, W]
     kept = x[0, at.clamp(0, max(T - 1, 0))] if T else x.new_zeros(*at.shape, D)
     inside = (at >= begin)[..., None]
     if state is None:
