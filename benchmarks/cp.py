@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import kda
 import kda.cp
+from kda.cp._message import Message
 
 CASES = ("H12T65536", "H32T131072", "H96T32768")
 K = V = 128
@@ -73,14 +74,14 @@ def calls_of(x: dict[str, Any], d_o: torch.Tensor, cp: Any) -> dict[str, Call]:
 def exchanges(x: dict[str, Any], cp: kda.cp.Context) -> dict[str, Call]:
     """What only several ranks do."""
     H = x["q"].shape[2]
-    maps = torch.zeros(1, H * K * (K + V), device=x["q"].device)
+    maps = Message(x["q"], (1, H * K * (K + V)), torch.float32)
     tokenwise = {n: y for n, y in x.items() if n != "state_v_first"}
 
     def segment_map() -> Any:
         with torch.no_grad():
             return kda.segment_map(**tokenwise)
 
-    return {"maps": segment_map, "all-gather": lambda: cp.gather(maps, "bench")()}
+    return {"maps": segment_map, "all-gather": lambda: cp.gather(maps, "chunk_kda", (0, 0))()}
 
 
 def seconds(call: Call, device: torch.device, repeats: int, together: bool) -> float:

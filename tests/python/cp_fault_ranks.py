@@ -96,6 +96,45 @@ FAULTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 }
 
 
+# ---- after the first calls: what a rank does in place of another call ----
+
+
+def backward_of_one(last: bool) -> None:
+    cp = kda.cp.Context(CU)
+    o = call(cp)[0]
+    call(cp) if last else o.sum().backward()
+
+
+def backwards_in_another_order(last: bool) -> None:
+    cp = kda.cp.Context(CU)
+    both = [call(cp)[0].sum() for _ in range(2)]
+    for loss in reversed(both) if last else both:
+        loss.backward()
+
+
+def other_values_on_one(last: bool) -> None:
+    cp = kda.cp.Context(CU)
+    call(cp)
+    call(cp, V=24 if last else 16)
+
+
+def halo_against_maps(last: bool) -> None:
+    """Of another length."""
+    cp = kda.cp.Context(CU)
+    call(cp), halo(cp)
+    halo(cp) if last else call(cp)
+
+
+MIXES = (backward_of_one, backwards_in_another_order, other_values_on_one, halo_against_maps)
+
+
+def other_values_on_all() -> None:
+    """Layers of other sizes may share a context."""
+    cp = kda.cp.Context(CU)
+    for V in (16, 24, 16, 24):
+        call(cp, V=V)[0].sum().backward()
+
+
 def away_from_the_first_call(group: Any, stays_away: bool) -> None:
     cp = kda.cp.Context(CU, group)
     if not stays_away:
@@ -138,6 +177,9 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
     last = rank == ranks - 1
     results: dict[str, Any] = {n: said(fault[0] if last else fault[1]) for n, fault in FAULTS.items()}
     results["afterwards"] = said(lambda: call(kda.cp.Context(CU)))  # nothing is broken by a refusal
+    for mix in MIXES:
+        results[mix.__name__] = said(lambda mix=mix: mix(last))  # type: ignore[misc]
+        results[f"after {mix.__name__}"] = said(other_values_on_all)
     groups = [dist.new_group(timeout=timedelta(seconds=PATIENCE)) for _ in ABSENCES]
     for group, absence in zip(groups, ABSENCES, strict=True):
         dist.barrier()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from cp_fault_ranks import ABSENCES, FAULTS, PATIENCE, run_rank
+from cp_fault_ranks import ABSENCES, FAULTS, MIXES, PATIENCE, run_rank
+from kda.cp._message import Line, poison, tag_of, told
 
 RANKS = 2
 Results = list[dict[str, Any]]
@@ -45,6 +47,50 @@ def test_other_calls_are_named(results: Results) -> None:
 
 def test_a_refusal_breaks_nothing(results: Results) -> None:
     assert all(r["afterwards"][:2] == ("", "") for r in results)
+
+
+EXCHANGES = {  # on rank 0 and on rank 1
+    "backward_of_one": ("chunk_kda, backward of call", "chunk_kda of call"),
+    "backwards_in_another_order": ("chunk_kda, backward of call", "chunk_kda, backward of call"),
+    "other_values_on_one": ("chunk_kda of call", "chunk_kda of call"),
+    "halo_against_maps": ("chunk_kda of call", "conv_halo of call"),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
+def test_exchanges_have_names(results: Results, mix: Any) -> None:
+    """Also after the first call of a kind: bytes of another exchange are not taken for what was expected. Then all
+    ranks go on."""
+    first, *others = (r[mix.__name__][:2] for r in results)
+    assert first[0] == "ValueError" and all(other == first for other in others)
+    sentence = "kda.cp: expected every rank to make the same exchange, got (.*) on rank 0 and (.*) on rank 1"
+    assert (found := re.fullmatch(sentence, first[1]))
+    wanted = EXCHANGES[mix.__name__]
+    assert all(got.startswith(want) for got, want in zip(found.groups(), wanted, strict=True))
+    assert all(r[f"after {mix.__name__}"][:2] == ("", "") for r in results)
+
+
+def test_what_another_exchange_sent_becomes_nan_where_nobody_waits() -> None:
+    """As on a GPU: then the sentence comes once the tags have reached the host."""
+    tags = [tag_of("chunk_kda", (4, 7)), tag_of("chunk_kda, backward", (3, 7))]
+    x = torch.zeros(2, 3, 5)
+    poison(x, torch.tensor(tags), tags[0])
+    assert not x[0].any() and x[1, :, 0].isnan().all() and not x[1, :, 1:].any()
+
+    class Event:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    line, event = Line(), Event()
+    line.pending = torch.tensor(tags), event
+    line.look()
+    event.done = True
+    with pytest.raises(ValueError, match=r"got chunk_kda of call 4 \(layout 00000007\) on rank 0 and chunk_kda, back"):
+        line.look()
+    line.look()
+    assert line.number == 4 and told(tags[1]) == "chunk_kda, backward of call 3 (layout 00000007)"
 
 
 @pytest.mark.parametrize("absence", ABSENCES, ids=lambda absence: absence.__name__)

@@ -41,7 +41,8 @@ class ContextParallelFunction(torch.autograd.Function):
         if h0 is not None:
             begins = [(row, i) for row, i in enumerate(cp.first_of_row) if not cp.segments[i].joined_before]
             given = {i: h0[row] for row, i in begins if i in cp.forward.cells}
-        exchange = Exchange(cp, cp.forward, "chunk_kda", inputs, options, given=given)
+        ticket = cp.ticket()
+        exchange = Exchange(cp, cp.forward, "chunk_kda", inputs, options, ticket, given=given)
         found = exchange.states()
         like = q.new_empty(state_shape(v, q.shape[3], cp.cu_seqlens, options)[1:], dtype=wide_dtype(q))
         starts, has_state = starts_of(cp, h0, found, like)
@@ -51,7 +52,7 @@ class ContextParallelFunction(torch.autograd.Function):
         if h_every:
             states = torch.stack([x for _, x in found]) if found else None
             ctx.save_for_backward(*inputs, h0, states, exchange.kept(), *saved)
-            ctx.cp, ctx.options, ctx.h_every = cp, options, h_every
+            ctx.cp, ctx.options, ctx.h_every, ctx.ticket = cp, options, h_every, ticket
             ctx.found = [i for i, _ in found]
         ctx.set_materialize_grads(False)
         return o, end_states(cp, hT)
@@ -69,7 +70,9 @@ class ContextParallelFunction(torch.autograd.Function):
         given = {}
         if dhT is not None:
             given = {i: dhT[row] for row, i in enumerate(cp.last_of_row) if i in cp.reverse.cells}
-        exchange = Exchange(cp, cp.reverse, "chunk_kda, backward", inputs, options, d_o, M, given)
+        exchange = Exchange(
+            cp, cp.reverse, "chunk_kda, backward", inputs, options, ctx.ticket, d_o=d_o, known=M, given=given
+        )
         d_ends = _end_gradients(cp, dhT, exchange.states(), like)
         wanted = ctx.needs_input_grad[:8]
         with same_kernels(cp):

@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.numbers import integer, offsets_of
-from ._agree import agree, ask, in_sentences
+from ._agree import agree, ask
 from ._layout import Layout, Run, check_cuts, check_window, contiguous_runs, equal_runs, given_runs, nearest_cut
+from ._message import HEADER, Message, Ticket, layout_hash, line_of, send
 from ._plan import plan
 
 Tensor = torch.Tensor
 
 INVARIANT_WINDOW = 8192  # tokens between cuts that give the same bits on any number of ranks
-
-# Newer versions of torch have renamed it.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Context:
@@ -95,6 +93,10 @@ class Context:
         self.layout = Layout(cu, runs, every)
         self._facts = {"cu_seqlens": cu, "layout": runs, "cp_window": every, "cp_invariant": cp_invariant}
         self._unchecked = {"chunk_kda", "conv_halo", "prefill"} if check and self.ranks > 1 else set()
+        self._checks = bool(self._unchecked)
+        self._known: dict[str, list[tuple[dict[str, Any], int]]] = {}  # layouts of calls so far, and their hashes
+        self._first: dict[str, tuple[int, Tensor]] = {}  # of each kind: how long a message was, and where
+        self._layout = 0
         self._tensors: dict[Any, Tensor] = {}
 
         self.pieces = [run for run in runs[self.rank] if run[0] < run[1]]
@@ -185,32 +187,57 @@ class Context:
 
     def compare(self, call: str, facts: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Checks a call by ``facts``, which is given what all calls share, and may raise. Before the first call of
-        this kind, ranks compare what it returns."""
+        this kind and layout, ranks compare what it returns."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if call not in self._unchecked or capturing:
-            facts({})
+        known = self._known.setdefault(call, [])
+        if call in self._unchecked and not capturing:
+            agree(self.group, call, lambda: facts(self._facts))
+            self._unchecked.discard(call)
+            known.append(self._with_hash(facts({})))
+            self._layout = known[0][1]
             return
-        agree(self.group, call, lambda: facts(self._facts))
-        self._unchecked.discard(call)
+        own = facts({})
+        for layout, number in known:
+            if layout == own:
+                self._layout = number
+                return
+        layout, self._layout = self._with_hash(own)
+        if self._checks and known and not capturing:
+            self._announce(call)
+            agree(self.group, call, lambda: own)
+        known.append((layout, self._layout))
 
-    def gather(self, x: Tensor, call: str) -> Callable[[], Tensor]:
-        """Begins to send ``x`` to all ranks, as bytes, because not every backend knows every dtype. Returns a
-        function that waits: it gives ``[ranks, *x.shape]``. Every rank must call it."""
-        x = x.contiguous()
-        out = x.new_empty(self.ranks, *x.shape)
-        if self.ranks == 1 or not x.numel():
-            out.copy_(x.expand_as(out))
-            return lambda: out
-        given = x.flatten().view(torch.uint8)
-        work = in_sentences(
-            call, lambda: _all_gather(out.flatten().view(torch.uint8), given, group=self.group, async_op=True)
-        )
+    def _with_hash(self, facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        return facts, layout_hash([self._facts, facts])
 
-        def wait(sent: Tensor = given) -> Tensor:  # what is sent lives as long as this function
-            in_sentences(call, work.wait)
-            return out
+    def _announce(self, call: str) -> None:
+        """A call of another layout, of which the other ranks may not know: they may be about to make one like the
+        last. So this rank sends a message as long as its first one, with a tag that says it."""
+        if (first := self._first.get(call)) is not None:
+            message, line = Message(first[1], (first[0] - HEADER,), torch.uint8), line_of(self.group)
+            line.wait()
+            send(self.group, message, call, self.ticket())()
+            line.wait()
 
-        return wait
+    def ticket(self) -> Ticket:
+        """Of a call that was compared: its exchanges have it, also those of its backward."""
+        line = line_of(self.group)
+        line.number += 1
+        return line.number, self._layout
+
+    def gather(self, message: Message, call: str, ticket: Ticket) -> Callable[[], Tensor]:
+        """Begins to send a message to all ranks. Returns a function that waits: it gives ``[ranks, *shape]``. Every
+        rank must call it."""
+        if self.ranks == 1 or message.length == HEADER:
+            alone = message.x[: message.shape[0]].expand(self.ranks, *message.shape)
+            return lambda: alone
+        self._first.setdefault(call, (message.length, message.memory.new_empty(0)))
+        return send(self.group, message, call, ticket)
+
+    def expect(self, length: int) -> None:
+        """Makes room for messages of so many bytes, which other ranks may send in place of what this one awaits."""
+        line = line_of(self.group)
+        line.most = max(line.most, HEADER + length)
 
 
 def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessGroup | None, int, int]:

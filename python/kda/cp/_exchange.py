@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from ..call.derivatives import wide_dtype
 from ..call.library import library
 from ..call.options import Options
+from ._message import Message, Ticket
 
 if TYPE_CHECKING:
     from ._context import Context
@@ -46,7 +47,8 @@ class Exchange:
 
     def __init__(
         self, cp: Context, direction: Plan, call: str, inputs: Sequence[Any], options: Options,
-        d_o: Tensor | None = None, known: Tensor | None = None, given: dict[int, Tensor] | None = None,
+        ticket: Ticket, d_o: Tensor | None = None, known: Tensor | None = None,
+        given: dict[int, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """``d_o`` in reverse. ``known`` are the M of forward. ``given`` are states of segments, by their number, that
         other ranks do not know of: the initial state, or in reverse the gradient of the returned one. They are mapped
@@ -56,7 +58,10 @@ class Exchange:
         self.cp, self.plan, self.options, self.reverse = cp, direction, options, d_o is not None
         self.shape = (HV, K, V) if options.state_layout else (HV, V, K)
         width = HV * K * (V + K if direction.with_M else V)
-        self.own = self._cells(q.new_zeros(direction.size, width, dtype=wide_dtype(q)))
+        wide = wide_dtype(q)
+        self.message = Message(q, (direction.size, width), wide, direction.sent)
+        self.own = self._cells(self.message.x)
+        cp.expect(max(cp.forward.sent, cp.reverse.sent) * width * wide.itemsize)
         self.passing = [i for i in direction.cells if cp.segments[i].passes_on]
         if known is not None:
             for M, i in zip(known, self.passing, strict=True):
@@ -65,7 +70,7 @@ class Exchange:
             sent = [part for part in direction.calls if part.cells.start < direction.sent]
             for part in sent:
                 self._map(part, inputs, d_o, known, given or {})
-            self.everyone = self._send(call)
+            self.everyone = cp.gather(self.message, call, ticket) if direction.sent else None
             for part in direction.calls[len(sent) :]:  # while the others travel
                 self._map(part, inputs, d_o, known, given or {})
 
@@ -99,9 +104,6 @@ class Exchange:
             merged = self._merge(m[None], b[at : at + 1], given[i])
             b[at].copy_(merged[0 if self.reverse else 1])
 
-    def _send(self, call: str) -> Callable[[], Tensor] | None:
-        return self.cp.gather(self.own.rows[: self.plan.sent], call) if self.plan.sent else None
-
     def _merge(self, M: Tensor, b: Tensor, h0: Tensor) -> Tensor:
         states = b.new_empty(len(b) + 1, *b.shape[1:], dtype=wide_dtype(b))
         library().segment_merge(
@@ -119,7 +121,7 @@ class Exchange:
             here = [x for fold in self.plan.folds if not fold.sent for x in self._folded(fold, self.own)]
             if self.everyone is None:
                 return here
-            everyone = self._cells(self.everyone().flatten(0, 1))
+            everyone = self._cells(self.everyone().flatten(0, 1))  # a view, if each rank sends one row
             return here + [x for fold in self.plan.folds if fold.sent for x in self._folded(fold, everyone)]
 
     def _folded(self, fold: Fold, cells: Cells) -> States:

@@ -11,6 +11,7 @@ from ..call.numbers import integer
 from ._context import Context
 from ._fla import as_context
 from ._layout import Piece
+from ._message import Message
 
 Tensor = torch.Tensor
 
@@ -38,19 +39,21 @@ class HaloFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: Context, rows: int) -> Tensor:
-        ctx.cp, ctx.rows, ctx.dtype = cp, rows, x.dtype
+        ctx.cp, ctx.rows, ctx.dtype, ctx.ticket = cp, rows, x.dtype, cp.ticket()
         halo = x.new_zeros(cp.sequences, x.shape[2], rows)
         if not (places := _exchanges(cp, rows)):
             return halo
         pieces = cp.layout.pieces
         sizes = [min(rows, p.end - p.start) for p in pieces]
         most = max(sizes)
-        own = x.new_zeros(places, most, x.shape[2])  # the last rows of pieces, behind zeros if they are shorter
+        message = Message(x, (places, most, x.shape[2]), x.dtype)
+        own = message.x  # the last rows of pieces, behind zeros if they are shorter
+        cp.expect(places * rows * x.shape[2] * x.dtype.itemsize)  # backward
         for p, size in zip(pieces, sizes, strict=True):
             if p.rank == cp.rank:
                 end = p.at + p.end - p.start
                 own[p.place, most - size :] = x[0, end - size : end]
-        tails = cp.gather(own, "conv_halo")()
+        tails = cp.gather(message, "conv_halo", ctx.ticket)()
         for p, row in _own(cp):
             if count := _count(p, rows):  # if pieces are shorter than the halo, it spans several
                 at, found = pieces.index(p), 0
@@ -68,11 +71,12 @@ class HaloFunction(torch.autograd.Function):
         cp, rows, D = ctx.cp, ctx.rows, d_halo.shape[1]
         dx = torch.zeros(1, cp.tokens, D, dtype=torch.promote_types(ctx.dtype, torch.float32), device=d_halo.device)
         if places := _exchanges(cp, rows):
-            own = d_halo.new_zeros(places, rows, D)
+            message = Message(d_halo, (places, rows, D), d_halo.dtype)
+            own = message.x
             for p, row in _own(cp):
                 if count := _count(p, rows):
                     own[p.place, rows - count :] = d_halo[row, :, rows - count :].T
-            everyone = cp.gather(own, "conv_halo, backward")()
+            everyone = cp.gather(message, "conv_halo, backward", ctx.ticket)()
             for p in cp.layout.pieces:
                 for mine, _ in _own(cp):  # row i of the halo of p is token p.start - rows + i
                     first, last = max(p.start - _count(p, rows), mine.start), min(p.start, mine.end)

@@ -14,6 +14,7 @@ from ..call.numbers import integer
 from ..call.options import Options
 from ._agree import in_sentences, process_group
 from ._exchange import Exchange, same_kernels
+from ._message import Message, Ticket
 from ._window import check_window_call, starts_of
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def _run(cp: Context, inputs: tuple[Any, ...], options: Options, pool: Pool, **r
     everyone = None if pool.state is None else _initial(cp, pool, like)
     sequences = [cp.segments[i].sequence for i in cp.first_of_row]
     rows = None if everyone is None else everyone[cp.tensor(sequences, q.device, torch.int64)]
-    exchange = Exchange(cp, cp.forward, "prefill", inputs, options, given=_given(cp, rows))
+    ticket = cp.ticket()
+    exchange = Exchange(cp, cp.forward, "prefill", inputs, options, ticket, given=_given(cp, rows))
     starts, has_state = starts_of(cp, rows, exchange.states(), like)
     hT, slots = _targets(cp, pool, like)
     with same_kernels(cp):
@@ -88,7 +90,7 @@ def _run(cp: Context, inputs: tuple[Any, ...], options: Options, pool: Pool, **r
         )  # fmt: skip
     if pool.rank is not None and pool.update:
         assert everyone is not None and hT is not None
-        _deliver(cp, inputs, options, pool, everyone, hT)
+        _deliver(cp, inputs, options, pool, everyone, hT, ticket)
 
 
 def _given(cp: Context, rows: Tensor | None) -> dict[int, Tensor]:
@@ -148,9 +150,13 @@ def _most_ends(cp: Context) -> int:
     return max(1, *map(len, _ends(cp)))
 
 
-def _deliver(cp: Context, inputs: tuple[Any, ...], options: Options, pool: Pool, states: Tensor, ended: Tensor) -> None:
+def _deliver(
+    cp: Context, inputs: tuple[Any, ...], options: Options, pool: Pool, states: Tensor, ended: Tensor, ticket: Ticket,
+) -> None:  # fmt: skip
     """Sends final states to the rank that decodes, and writes them there. Sequences without tokens keep theirs."""
-    everyone = cp.gather(ended, "prefill")()
+    message = Message(ended, ended.shape, ended.dtype)
+    message.x.copy_(ended)
+    everyone = cp.gather(message, "prefill, final states", ticket)()
     if cp.rank != pool.rank:
         return
     for rank, sequences in enumerate(_ends(cp)):
