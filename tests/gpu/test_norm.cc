@@ -86,6 +86,8 @@ TEST_F(NormPromiseOnCuda, ARowAlone) {
   for (const char* name : {"V_128", "V_300", "bf16", "huge", "minute"}) expect_rows_alone(find_norm_case(name), on_gpu);
 }
 
+TEST_F(NormPromiseOnCuda, SmallNumbersBesideHugeOnes) { expect_small_beside_huge(on_gpu); }
+
 TEST_F(NormPromiseOnCuda, InPlace) {
   for (const char* name : {"V_128", "V_300", "rows_apart", "silu", "huge_V_300"})
     expect_norm_in_place(find_norm_case(name), on_gpu);

@@ -17,12 +17,13 @@ namespace kda::cuda {
 
 // n = (x scale) factor, so rho = scale factor. Rows whose mean is beyond f32, or so small that squares were lost, are
 // multiplied by a power of two before they are squared. Of all others the scale is 1, so they keep their bits. A row
-// with NaN has a factor of NaN.
+// with NaN has a factor of NaN. What makes a large row smaller is divided among scale and factor, so that small numbers
+// beside large ones are not lost.
 struct RowNorm {
   float scale, factor;
   bool zeros;  // the row has no other numbers, but for such whose squares are 0, too
 };
-constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kShrink = 0x1p-80f;
+constexpr float kLeastMean = 0x1p-90f, kGrow = 0x1p80f, kHalfShrink = 0x1p-40f;
 
 // `squares` is the sum of x^2 over the row; again(scale) makes that of (x scale)^2, in the same order.
 template <class Again>
@@ -31,8 +32,9 @@ __device__ RowNorm row_norm(float squares, float inverse_size, float eps, const 
   RowNorm norm{1, ptx::inverse_root(mean), squares == 0};
   const bool usual = mean >= kLeastMean && mean <= 0x1.fffffep127f;
   if (__any_sync(kAll, !usual)) {
-    norm.scale = usual ? 1 : mean < kLeastMean ? kGrow : kShrink;
-    norm.factor = ptx::inverse_root(fmaf(again(norm.scale), inverse_size, eps * norm.scale * norm.scale));
+    const float half = usual || mean < kLeastMean ? 1 : kHalfShrink, scale = mean < kLeastMean ? kGrow : half * half;
+    norm.factor = ptx::inverse_root(fmaf(again(scale), inverse_size, eps * scale * scale)) * half;
+    norm.scale = mean < kLeastMean ? kGrow : half;
   }
   return norm;
 }
@@ -49,9 +51,15 @@ __device__ float squares_of(const float (&x)[kCount]) {
 template <int kCount, class SumOverRow>
 __device__ RowNorm norm_row(float (&x)[kCount], float squares, float inverse_size, float eps, const SumOverRow& sum) {
   return row_norm(squares, inverse_size, eps, [&](float scale) {
+    const float half = scale < 1 ? kHalfShrink : scale;
+    float scaled = 0;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] *= scale;
-    return sum(squares_of(x));
+    for (int i = 0; i < kCount; ++i) {
+      x[i] *= half;
+      const float y = scale < 1 ? x[i] * kHalfShrink : x[i];
+      scaled = fmaf(y, y, scaled);
+    }
+    return sum(scaled);
   });
 }
 

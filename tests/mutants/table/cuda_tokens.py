@@ -35,6 +35,8 @@ CUDA_FUSED = emulated(*(f"FusedOnCuda.*/{c}" for c in ("usual", "packed_shared",
 CUDA_CONV_CASES = emulated(*(f"ConvOnCuda.*ward/{c}" for c in ("packed_W*", "dtype_*", "state_by_rows_*")))
 CUDA_CONV_PARTS = (EMULATOR, "ConvPromiseOnCuda.Parts*")
 CUDA_NEWER_GPU = (f"KDA_EMULATOR_ARCH=120 {EMULATOR}", "All/TokensOnCuda.Decode/usual")
+CUDA_NORM_BESIDE = (EMULATOR, "NormPromiseOnCuda.SmallNumbersBesideHugeOnes")
+CUDA_CORNERS = (EMULATOR, "RangeOnCuda.GatesAtCorners")
 CUDA_NORM_NAN = (EMULATOR, "NormPromiseOnCuda.NotFiniteStaysInItsRow")
 
 CUDA_GATE_CASES = emulated(*(f"GateOnCuda.MatchesTheOracle/{c}_*" for c in ("softplus", "bound")))
@@ -228,7 +230,12 @@ MUTANTS = [
     *mutants(
         CUDA_NORM_MATH,
         CUDA_NORM_NAN,
-        ("cuda norm: rows beside NaN are scaled", "usual ? 1 : mean < kLeastMean", "mean < kLeastMean"),
+        ("cuda norm: rows beside NaN are scaled", "usual || mean < kLeastMean ? 1", "mean < kLeastMean ? 1"),
+    ),
+    *mutants(
+        CUDA_NORM_MATH,
+        CUDA_NORM_BESIDE,
+        ("cuda norm: small numbers beside large ones are lost", "scale < 1 ? kHalfShrink : scale;", "scale;"),
     ),
     *mutants(
         CUDA_NORM_ROWS,
@@ -239,6 +246,12 @@ MUTANTS = [
             "if (rows.wide && column + kChunkSize <= V)\n    return values_of",
             "if (rows.wide)\n    return values_of",
         ),
+    ),
+    *mutants(
+        CUDA_GATE_MATH,
+        CUDA_CORNERS,
+        ("cuda gate: a power of 0 as any other", "exponent < least && exponent > -INFINITY", "exponent < least"),
+        ("cuda gate: no gradient beside NaN", "if (const float g = (*this)(z); g != g) return {g, g};", ""),
     ),
     *mutants(
         CUDA_GATE,
