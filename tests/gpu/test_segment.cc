@@ -214,6 +214,23 @@ TEST_P(SegmentPromiseOnCuda, NaNStaysInItsSequenceAndHead) {
   }
 }
 
+// Without a norm, queries are operands as they are: d is made of q dO.
+TEST_P(SegmentPromiseOnCuda, QueriesOfAnySize) {
+  for (const double size : {1e-10, 1e15, 1e25, 1e37}) {
+    SCOPED_TRACE(size);
+    Case c = sized({.name = "queries", .T = 40, .HV = 1, .K = 20, .V = 40});
+    c.qk_l2norm = false;
+    Inputs in(c);
+    for (int64_t i = 0; i < in.q.size(); ++i) in.q.set(i, size * in.q.get(i));
+    for (int64_t i = 0; i < in.d_o.size(); ++i) in.d_o.set(i, in.d_o.get(i) / size);
+    SegmentOutputs exact(in, true), got(in);
+    run(segment_map_args(in, exact), {.impl = "reference"});
+    run_on_cuda(segment_map_args(in, got), impl);
+    if (HasFatalFailure()) return;
+    EXPECT_TRUE(close(exact.d, got.d, gate_of(impl, "d", c)));
+  }
+}
+
 // Offsets of any value mean the part of them that lies within the row; nothing beside the maps is written.
 TEST_P(SegmentPromiseOnCuda, AnyLengths) {
   Inputs in(sized({.name = "any", .HV = 2, .K = 20, .V = 40, .lengths = {1, 64, 17, 0, 65}, .tail = 3}));

@@ -64,15 +64,23 @@ void launch_small_betas(const BackwardProblem& p, const BackwardPlan& plan) {
                             Divisor(p.group()));
 }
 
+// x as bf16 holds it: what would round to infinity and is finite becomes the largest number.
+__device__ float within_bf16(float x) {
+  constexpr float kMost = 0x1.fep127f;
+  return fabsf(x) < INFINITY ? fminf(fmaxf(x, -kMost), kMost) : x;
+}
+
+// `from` or `to` is bf16.
 __global__ void __launch_bounds__(256)
     convert_kernel(const __grid_constant__ TypedView from, const __grid_constant__ TypedView to, unsigned rows,
                    unsigned heads, unsigned width) {
   wait_for_stream();
   const unsigned row = blockIdx.x, b = row / rows, t = row % rows;
-  for (unsigned i = threadIdx.x; i < heads * width; i += blockDim.x)
-    store_element(
-        to.at(b, t, i / width) + i % width * size_of(to.dtype), to.dtype,
-        value_of(from.dtype, load_raw<false>(from.at(b, t, i / width) + i % width * size_of(from.dtype), from.dtype)));
+  for (unsigned i = threadIdx.x; i < heads * width; i += blockDim.x) {
+    const char* place = from.at(b, t, i / width) + i % width * size_of(from.dtype);
+    store_element(to.at(b, t, i / width) + i % width * size_of(to.dtype), to.dtype,
+                  within_bf16(value_of(from.dtype, load_raw<false>(place, from.dtype))));
+  }
 }
 
 }  // namespace

@@ -189,9 +189,17 @@ class Preparation {
       qk_ = all.qk * q_factor_ * k_factor_;
       q_factor_ *= by_q, k_factor_ *= by_k;
     } else {  // a power of two
-      const int e = all.qq > 0 ? min(max(((__float_as_int(all.qq) >> 23) - 127) >> 1, -60), 60) : 0;
+      const bool huge = is_huge(all.qq);
+      const float by_q = huge ? kShrink : 1.0f;
+      if (__any_sync(kAll, huge)) [[unlikely]]
+        all = products([&](float(&q)[4], float(&)[4]) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) q[e] *= by_q;
+        });
+      const int own = all.qq > 0 ? min(max(((__float_as_int(all.qq) >> 23) - 127) >> 1, -60), 60) : 0;
+      const int e = huge ? min(own + 70, 120) : own;  // 70: of kShrink
       q_factor_ = __int_as_float((127 - e) << 23), k_factor_ = 1, scale *= __int_as_float((127 + e) << 23);
-      qk_ = all.qk * q_factor_ * k_factor_;
+      qk_ = all.qk * (huge ? q_factor_ / kShrink : q_factor_);
     }
     if (j() == 0) reinterpret_cast<float*>(image + Out::scale)[row()] = scale;
   }
