@@ -1,9 +1,9 @@
 // All of float32's range on the GPU: gates by themselves, element by element, and norms of rows of any length. Whole
 // calls with both are cases of test_forward, test_forward_chunk and test_decode.
 #include <cmath>
+#include <limits>
 
-#include "calls.h"
-#include "gate_edges.h"
+#include "gate_corner_calls.h"
 #include "on_cuda.h"
 
 namespace kda::test {
@@ -39,6 +39,35 @@ TEST_F(RangeOnCuda, GatesAreSoBackward) {
     });
 }
 
+// Factors of 0, infinity and NaN (docs/numerics.md, Corners).
+TEST_F(RangeOnCuda, GatesAtCorners) {
+  for_each_form([&](int32_t form, float bound) {
+    SCOPED_TRACE(form == KDA_GATE_SOFTPLUS ? "softplus" : "bound");
+    const GateEdges edges(gate_corners(), 4, KDA_F32);
+    ASSERT_NO_FATAL_FAILURE(run_on_cuda(edges.forward(form, bound), "cuda_gate"));
+    ASSERT_NO_FATAL_FAILURE(run_on_cuda(edges.backward(form, bound), "cuda_gate"));
+    edges.expect_forward(form, bound), edges.expect_backward(form, bound);
+  });
+}
+
+// The same rule in kernels that activate gates inside, at the sizes of tensor cores.
+TEST_F(RangeOnCuda, GatesOfWholeCallsAtCorners) {
+  for (const int32_t form : {KDA_GATE_SOFTPLUS, KDA_GATE_LOWER_BOUND}) {
+    const CornerCalls calls(form, 64, KDA_BF16);
+    const auto on_each = [&](const char* op) {
+      return [=](const auto& args, const auto& check) {
+        for (const char* impl : takers(op, args)) {
+          SCOPED_TRACE(std::string(impl) + (form == KDA_GATE_SOFTPLUS ? " softplus" : " bound"));
+          ASSERT_NO_FATAL_FAILURE(run_on_cuda(args, impl));
+          check();
+        }
+      };
+    };
+    calls.forward(on_each("forward")), calls.decode(on_each("decode"));
+    calls.segment_map(on_each("segment_map")), calls.backward(on_each("backward"));
+  }
+}
+
 // One token without a state: o = scale (q.k / |q| |k|) beta v.
 TEST_F(RangeOnCuda, NormsOfRowsOfAnyLength) {
   for (const int32_t dtype : {KDA_F32, KDA_BF16})
@@ -65,6 +94,25 @@ TEST_F(RangeOnCuda, NormsOfRowsOfAnyLength) {
         }
       }
     }
+}
+
+// Keys and queries that bf16 would round to infinity, in a backward on tensor cores.
+TEST_F(RangeOnCuda, RowsUpToTheEndOfF32) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  Case c{.name = "ends", .T = 40, .K = 64, .V = 64, .qk_l2norm = true};
+  Inputs in(c);
+  for (int64_t t = 0; t + 3 < c.T; t += 7) in.k.set(t * c.K + t, kMost), in.q.set((t + 3) * c.K + t, -kMost);
+  BackwardOutputs exact(in, true), got(in);
+  run(backward_args(in, exact), {.impl = "reference"});
+  for (const char* impl : takers("backward", backward_args(in, got))) {
+    ASSERT_NO_FATAL_FAILURE(run_on_cuda(backward_args(in, got), impl));
+    for (size_t i = 0; i < got.tensors().size(); ++i) {
+      const auto [name, t] = got.tensors()[i];
+      if (!*t) continue;
+      const Error e = compare(exact.tensors()[i].tensor->values(), t->values());
+      EXPECT_TRUE(e.finite_alike && e.relative_rmse < 0.02) << impl << " " << name << ": " << e.relative_rmse;
+    }
+  }
 }
 
 }  // namespace

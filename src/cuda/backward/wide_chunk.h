@@ -226,7 +226,7 @@ class WideChunk {
 #pragma unroll
           for (int hh = 0; hh < 2; ++hh) {
             const float2 z = staged(n, hh);
-            logs[n][hh] = {gate.log(z.x + bias[hh]), gate.log(z.y + bias[hh])};
+            logs[n][hh] = {is_real(n, 0) ? gate.log(z.x + bias[hh]) : 0, is_real(n, 1) ? gate.log(z.y + bias[hh]) : 0};
           }
         own_.decay(
             m_, [&](int n, int hh) { return make_float2(gate.log2_of(logs[n][hh].x), gate.log2_of(logs[n][hh].y)); });
@@ -250,9 +250,13 @@ class WideChunk {
   __device__ void write_gates(const ChosenGate<kBounded>& head, const float (&bias)[2], unsigned hv, float* sums) {
     float of_bias[2] = {}, of_A = 0;
     head.with([&]<class Gate>(const Gate& gate) {
+      const auto gradient = [&](int n, int e, float z, float dg) {
+        if (!kUnrolled<Gate> && !is_real(n, e)) return Gradients{0, 0};
+        return gate.gradient(z, dg);
+      };
       const auto add = [&](int n, int hh, float2 dg) {
         const float2 z = staged(n, hh);
-        const Gradients first = gate.gradient(z.x + bias[hh], dg.x), second = gate.gradient(z.y + bias[hh], dg.y);
+        const Gradients first = gradient(n, 0, z.x + bias[hh], dg.x), second = gradient(n, 1, z.y + bias[hh], dg.y);
         of_A += first.dA_log + second.dA_log, of_bias[hh] += first.dx + second.dx;
         stage(n, hh, first.dx, second.dx);
       };
@@ -388,6 +392,10 @@ class WideChunk {
       store_element(places_.dbeta.at(at_.b, at_.t0 + row, hv), places_.dbeta.dtype, dot / beta.x / beta.x * beta.y);
     }
   }
+
+  // Whether a token of the lane is one of the sequence. no_decay() suffices for usual gates; of a rate of 0 or infinity
+  // it may be NaN.
+  __device__ bool is_real(int n, int e) const { return 8 * n + 2 * j() + e < at_.rows; }
 
   // The address of the staged number of the lane's channel c + 8 hh and token 8 n + 2 j + e.
   __device__ unsigned staged_at(int n, int hh, int e) const {

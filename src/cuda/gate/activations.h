@@ -28,8 +28,11 @@ __device__ inline float softplus(float x) {
 constexpr float kMostLog = 64;
 __device__ inline float moderate(float A_log) { return fminf(fmaxf(A_log, -kMostLog), kMostLog); }
 
-// e^rest. Beyond e^+-80 it only matters whether the product becomes 0 or infinite. A NaN stays.
-__device__ inline float exp_rest(float rest) { return expf(rest > 80 ? 80 : rest < -80 ? -80 : rest); }
+// e^rest. Beyond e^+-80 it only matters whether the product becomes 0 or infinite. A NaN stays, and only -inf gives 0:
+// times an infinite z, that is NaN.
+__device__ inline float exp_rest(float rest) {
+  return expf(rest > 80 ? 80 : rest < -80 && rest > -INFINITY ? -80 : rest);
+}
 
 __device__ inline bool is_moderate(float A_log) { return fabsf(A_log) <= kMostLog; }
 
@@ -40,11 +43,11 @@ __device__ inline float bounded_input(float A_log, float z) {
 
 // Takes the place of z in exp(moderate(A_log)) softplus(z), so that the decay made of that is right. With a rest
 // above 0, the decay is more than 0 only where softplus is e^z; with a rest below 0, it is less than 1 only where
-// softplus is z.
+// softplus is z, and z is above 0.
 __device__ inline float softplus_input(float A_log, float z) {
   if (is_moderate(A_log)) return z;
   if (A_log > 0) return z + A_log - kMostLog;  // in this order: they may cancel
-  return z * exp_rest(A_log + kMostLog);
+  return A_log < 0 && z <= 0 ? z : z * exp_rest(A_log + kMostLog);
 }
 
 }  // namespace kda::cuda

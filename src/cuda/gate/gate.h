@@ -2,7 +2,8 @@
 //   softplus     g = -a softplus(z)        dx = -a sigmoid(z) dg          dA_log += dg g
 //   lower bound  g = lb sigmoid(a z)       dx = a lb s (1 - s) dg         dA_log += dx z         z = x + dt_bias
 // s (1 - s) is computed as e / (1 + e)^2 with e = exp(-|a z|), and dx z as (dx / a) (a z): neither 1 - s nor 0 inf
-// loses a gradient that is not 0. A gradient dg of 0 gives gradients of 0, also where g is -inf.
+// loses a gradient that is not 0. A gradient dg of 0 gives gradients of 0, also where g is -inf. Where g is NaN, so are
+// its gradients.
 //
 // Where a factor may leave the range of f32 and the product does not (A_log above 16, or below -64), exponents are
 // added before exp, and h = exp(exponent / 2) multiplies twice.
@@ -50,7 +51,8 @@ struct WideGate {
     return -multiplied(small ? 1 : softplus(z), 1, small ? A_log + z : A_log);
   }
   __device__ Gradients backward(float z, float dg) const {
-    if (dg == 0 && z == z && A_log == A_log) return {0, 0};
+    if (const float g = (*this)(z); g != g) return {g, g};
+    if (dg == 0) return {0, 0};
     if (form == KDA_GATE_SOFTPLUS) {
       const bool small = z < kSmall;
       const float exponent = small ? A_log + z : A_log;
@@ -64,15 +66,18 @@ struct WideGate {
 
  private:
   static constexpr float kSmall = -16;  // below, softplus(z) and sigmoid(z) are exp(z) to 6e-8
-  // x exp(exponent) dg, in an order in which a product on the way overflows only if the result does. h is not 0, as x
-  // may be infinite.
+  // An exponent of at least `least`, so that only -inf has a power of 0: times infinity, that is NaN.
+  __device__ static float bounded(float exponent, float least) {
+    return exponent < least && exponent > -INFINITY ? least : exponent;
+  }
+  // x exp(exponent) dg, in an order in which a product on the way overflows only if the result does.
   __device__ static float multiplied(float x, float dg, float exponent) {
-    const float h = expf((exponent < -174 ? -174 : exponent) / 2);
+    const float h = expf(bounded(exponent, -174) / 2);
     return h < 1 ? x * h * h * dg : x > 1 ? x * dg * h * h : x * h * dg * h;
   }
   // exp(A_log) z. A_log above 176 counts as 176, where any z but 0 gives more than 1e30.
   __device__ float input(float z) const {
-    const float h = expf((A_log > 176 ? 176 : A_log < -176 ? -176 : A_log) / 2);
+    const float h = expf((A_log > 176 ? 176 : bounded(A_log, -176)) / 2);
     return z * h * h;
   }
 };

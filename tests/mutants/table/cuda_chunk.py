@@ -1,6 +1,6 @@
 """Forward and backward on any GPU."""
 
-from .mutant import emulated, mutants
+from .mutant import EMULATOR, emulated, mutants
 
 CUDA_FORWARD_CHUNK = "src/cuda/prefill/chunk.cu"
 CUDA_PREPARE = "src/cuda/prefill/chunk_prepare.h"
@@ -28,6 +28,9 @@ CUDA_BACKWARD_UNUSUAL = emulated(
 )
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_backward_chunk")
 CUDA_LAYOUTS = emulated("LayoutsOnCuda.ForwardAndWhatItSaves/bf16")
+CUDA_ENDS = (EMULATOR, "RangeOnCuda.RowsUpToTheEndOfF32")
+CUDA_CORNERS = (EMULATOR, "RangeOnCuda.GatesOfWholeCallsAtCorners")
+CUDA_QUERIES = emulated("SegmentPromiseOnCuda.QueriesOfAnySize/cuda_segment_chunk")
 CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_backward_chunk")
 CUDA_RECURRENT_BACKWARD = emulated(
     *(f"BackwardOnCuda.IsTheOracle/cuda_backward_recurrent_{c}" for c in ("packed", "gva_2", "softplus_bias"))
@@ -188,6 +191,25 @@ MUTANTS = [
             "for (int n = 0; n > 0; --n)",
         ),
         ("cuda backward: no launch for unusual gates", "if (unusual_) act(", "if (false) act("),
+    ),
+    *mutants(
+        CUDA_WIDE,
+        CUDA_CORNERS,
+        (
+            "cuda backward: gates behind the end",
+            "if (!kUnrolled<Gate> && !is_real(n, e)) return Gradients{0, 0};",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_BACKWARD_CHUNK,
+        CUDA_ENDS,
+        ("cuda backward: rows that round to infinity", "within_bf16(value_of(", "(value_of("),
+    ),
+    *mutants(
+        CUDA_PREPARE,
+        CUDA_QUERIES,
+        ("cuda_prefill_chunk: queries whose squares overflow", "huge ? min(own + 70, 120) : own", "own"),
     ),
     *mutants(
         CUDA_BETA_H,
