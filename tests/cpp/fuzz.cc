@@ -280,7 +280,7 @@ constexpr void (*kOperators[])(Random&) = {
 };
 
 int main_(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 100000, seed = argc > 2 ? std::atoll(argv[2]) : 1;
+  const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 100000, seed = argc > 2 ? seed_of(argv[2]) : 1;
   const int64_t first = argc > 3 ? std::atoll(argv[3]) : 0;
   std::memset(workspace, 0xff, sizeof workspace);
   for (int64_t i = first; i < first + calls; ++i) {

@@ -1,7 +1,10 @@
-// The memory of the fuzzers' calls, where every tensor of a call lies, and its elements.
+// The seed and the memory of the fuzzers' calls, where every tensor of a call lies, and its elements.
 #pragma once
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -17,6 +20,14 @@ struct Failure {
   std::string what;
 };
 [[noreturn]] inline void fail(const std::string& what) { throw Failure{what}; }
+
+// A number, or `today`: the days since 1970, so that old seeds cannot hide a fault. It is printed, to be repeated.
+inline int64_t seed_of(const char* argument) {
+  if (std::strcmp(argument, "today")) return std::atoll(argument);
+  const int64_t days = std::time(nullptr) / 86400;
+  std::printf("today's seed is %lld\n", static_cast<long long>(days));
+  return days;
+}
 
 inline int64_t tensor_size(const kda_tensor& t) {
   int64_t n = t.ndim > 0 && t.ndim <= KDA_MAX_NDIM ? 1 : 0;

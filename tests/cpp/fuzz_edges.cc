@@ -1,6 +1,7 @@
 // Seeded calls of all operators at the edges: numbers at the ends of their range, thread counts that make no sense,
 // small stacks, forks, memory that overlaps.
 //   fuzz_edges [calls] [seed] [first] [cpu|cuda] [seconds]      a failure prints the arguments that repeat it
+//   fuzz_edges [calls] today                                    another seed each day, which is printed
 //   KDA_FUZZ_IMPL=cuda_prefill_chunk ...      only calls that this implementation takes, most in tensor cores' sizes
 // The results of a call are compared with the float64 oracle, and bit by bit with those of the same call made
 // elsewhere. On CUDA all tensors are copied to the device and back.
@@ -372,14 +373,15 @@ bool make_call(int64_t i, int64_t seed) {
 }
 
 int main_(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const auto argument = [&](int i, int64_t otherwise) { return argc > i ? std::atoll(argv[i]) : otherwise; };
-  const int64_t calls = argument(1, 5000), seed = argument(2, 1), first = argument(3, 0), seconds = argument(5, 3600);
+  const int64_t calls = argument(1, 5000), first = argument(3, 0), seconds = argument(5, 3600);
+  const int64_t seed = argc > 2 ? seed_of(argv[2]) : 1;
   on_cuda = argc > 4 && !std::strcmp(argv[4], "cuda");
 #ifndef KDA_FUZZ_CUDA
   if (on_cuda) return std::puts("this build has no CUDA"), 1;
 #endif
   arena = Arena(kRoom);
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   catch_signals();
   const auto start = std::chrono::steady_clock::now();
   int64_t i = first, failed = 0;

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch and libkda start their threads
+os.environ.setdefault("KDA_FUZZ_DAY", str(int(time.time() // 86400)))  # one for all workers, also at midnight
 
 import pytest
 import torch
