@@ -289,10 +289,6 @@ KDA_BOTH inline int64_t checkpoint_row(const kda_forward_args& a, int64_t n, int
   const CheckpointPlaces places = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, n);
   return checkpoint_row(a.checkpoint_slots, a.states.first_valid_slot, a.checkpoints.shape[0], n, places.number(t));
 }
-// May there be checkpoints within chunks of 64 tokens?
-inline bool checkpoints_within_chunks(const kda_forward_args& a) {
-  return present(a.checkpoints) && (present(a.checkpoint_offset) || a.checkpoint_every % kChunk != 0);
-}
 
 // Decode: where the states before and after a sequence's tokens are.
 struct Start {

@@ -165,9 +165,10 @@ typedef struct kda_norm_inputs {
  * Checkpoints. After m * checkpoint_every tokens of sequence n (m = 1, 2, ..; only completed ones) its state is copied
  * to slot checkpoint_slots[n][m-1] of `checkpoints`; a slot < first_valid_slot is skipped, and so is m > M. A request
  * that goes on has had tokens before: with checkpoint_offset its checkpoints are where offset + t is a multiple of
- * checkpoint_every, the first after t = checkpoint_every - offset % checkpoint_every tokens of the call. `checkpoints`
- * may be the pool of h0 or hT itself. Then no sequence may read or write the slot of a checkpoint, which the CPU
- * checks. On CUDA only `cuda_recurrent` keeps checkpoints with an offset, or 16 m tokens apart that are not 64 m.
+ * checkpoint_every, the first after t = checkpoint_every - offset % checkpoint_every tokens of the call. Chunks then
+ * end where offset + t is a multiple of C. `checkpoints` may be the pool of h0 or hT itself. Then no sequence may read
+ * or write the slot of a checkpoint, which the CPU checks. On CUDA only `cuda_prefill_recurrent` keeps checkpoints that
+ * are 16 m tokens apart and not C m, or with an offset beside h or v_new.
  *
  * Outputs that backward takes, or that are useful by themselves: h holds the state before every h_every-th chunk (0,
  * h_every, 2 h_every, ..), v_new the corrections u_t, Aqk and Akk the scores of the chunks (row t holds the C columns

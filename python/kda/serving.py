@@ -79,8 +79,8 @@ def prefill(
         checkpoint_every: tokens between checkpoints, a multiple of 16.
         checkpoint_offset: ``[N]`` int32 or int64, how many tokens each request has had before. Its checkpoints are
             then at multiples of ``checkpoint_every`` of the request, not of the call, and the first of the call is
-            the one in ``checkpoint_slots[n, 0]``. Chunked kernels on GPUs keep no checkpoints with an offset, or with
-            an ``every`` that is no multiple of 64: such calls run token by token there.
+            the one in ``checkpoint_slots[n, 0]``. Chunks then end at multiples of 64 tokens of the request. On GPUs
+            calls with an ``every`` that is no multiple of 64 run token by token.
         norm: a :class:`kda.Norm`: the norm and gate of the output, in the same call.
         cp_context: a :class:`kda.cp.Context`, or an ``FLACPContext``: the tokens are this rank's window of prompts that
             are spread over several ranks. ``state`` without indices, ``state_indices`` and ``has_initial_state`` then

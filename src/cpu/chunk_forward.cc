@@ -13,6 +13,7 @@
 // clang-format off
 #include "cpu/chunk-inl.h"
 // clang-format on
+#include "openings.h"
 
 #ifndef KDA_CPU_CHUNK_FORWARD_TYPES
 #define KDA_CPU_CHUNK_FORWARD_TYPES
@@ -22,6 +23,11 @@ struct ForwardHead {
   const ForwardProblem& p;
   Sequence seq;
   int64_t hv, first_h;  // first_h: where the sequence's rows of h begin
+  int64_t begun;        // as begun_tokens() says
+
+  // Where chunk i begins, and how many there are, if no chunk ends early but the first.
+  int64_t start(int64_t i) const { return std::max<int64_t>(i * kChunk - begun, 0); }
+  int64_t chunks() const { return seq.length > 0 ? divide_up(seq.length + begun, kChunk) : 0; }
 };
 }  // namespace kda::cpu
 #endif
@@ -35,13 +41,15 @@ struct ForwardSteps : ForwardHead {
     return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
   }
 
-  // Tokens of the chunk at t. It ends early where a checkpoint is; then the rows of h are where they would be.
+  // Tokens of the chunk at t. It ends where a chunk of the request does or, if checkpoints are within chunks, where one
+  // of them is; and where a row of h is.
   int64_t length_at(int64_t t) const {
     const kda_forward_args& a = p.args;
-    const int64_t length = std::min(kChunk, seq.length - t);
-    if (!checkpoints_within_chunks(a)) return length;
-    const int64_t next = checkpoint_places(a.checkpoint_offset, a.checkpoint_every, seq.n).next(t) - t;
-    return std::min({length, next, present(a.h) ? kChunk - t % kChunk : kChunk});
+    int64_t length = kChunk - (begun + t) % kChunk;
+    if (keeps_within_chunks(a))
+      length = std::min(kChunk, checkpoint_places(a.checkpoint_offset, a.checkpoint_every, seq.n).next(t) - t);
+    if (present(a.h)) length = std::min(length, kChunk - t % kChunk);
+    return std::min(length, seq.length - t);
   }
 
   // Prepares the chunk at t, except for what depends on the state.
@@ -135,7 +143,7 @@ void forward_prepare(const ForwardHead& head, char* team, int64_t group, int64_t
   const ForwardSteps steps{head};
   ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
   TeamScratch(team, head.p.K, head.p.V, 0, group).lend(s.chunk, i, 0, 0);
-  steps.prepare(s.chunk, steps.gate(s.chunk), i * kChunk);
+  steps.prepare(s.chunk, steps.gate(s.chunk), head.start(i));
 }
 
 void forward_scan(const ForwardHead& head, char* team, int64_t group, int64_t first, int64_t end, int64_t v0, int64_t V,
@@ -144,10 +152,11 @@ void forward_scan(const ForwardHead& head, char* team, int64_t group, int64_t fi
   ForwardScratch s(Arena(memory), head.p.K, head.p.V, nullptr);
   const TeamScratch shared(team, head.p.K, head.p.V, 0, group);
   for (int64_t i = first; i < end; ++i) {
+    const int64_t t = head.start(i);
     shared.lend(s.chunk, i, v0, V);
-    s.chunk.L = std::min(kChunk, head.seq.length - i * kChunk);
-    load_values(s.chunk, head.p.args.in.v, head.seq.b, head.seq.t0 + i * kChunk, s.chunk.L, head.hv, v0);
-    steps.scan(s.chunk, shared.S.from(0, v0), s.o, i * kChunk, v0);
+    s.chunk.L = steps.length_at(t);
+    load_values(s.chunk, head.p.args.in.v, head.seq.b, head.seq.t0 + t, s.chunk.L, head.hv, v0);
+    steps.scan(s.chunk, shared.S.from(0, v0), s.o, t, v0);
   }
 }
 
@@ -168,8 +177,8 @@ Workspace plan(const ForwardProblem& p) {
   // Shared: where each sequence's rows of h begin.
   const uint64_t offsets = present(p.args.h) ? p.N * sizeof(int64_t) : 0;
   const int threads = threads_of(p);
-  // A head whose chunks end at checkpoints runs on one thread.
-  const uint64_t team = may_be_long(p.N, p.HV, threads, p.varlen) && !checkpoints_within_chunks(p.args)
+  // A head whose chunks end early runs on one thread.
+  const uint64_t team = may_be_long(p.N, p.HV, threads, p.varlen) && !cuts_chunks(p.args)
                             ? KDA_ISA_CALL(forward_team_bytes)(p.K, p.V, team_group(threads, p.max_chunks()))
                             : 0;
   return {offsets, KDA_ISA_CALL(forward_scratch_bytes)(p.K, p.V), team};
@@ -181,8 +190,8 @@ const char* chunk_forward_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
   if (a.exec.device != KDA_CPU) return "runs on the CPU only";
   if (has_f64(p)) return "float64 runs on `reference` only";
-  if ((present(a.Aqk) || present(a.Akk)) && checkpoints_within_chunks(a))
-    return "ends chunks at checkpoints, but Aqk and Akk have chunks of 64 tokens";
+  if ((present(a.Aqk) || present(a.Akk)) && (keeps_within_chunks(a) || has_openings(a)))
+    return "ends chunks where checkpoints may be, but Aqk and Akk have chunks of 64 tokens";
   return nullptr;
 }
 
@@ -194,12 +203,14 @@ void chunk_forward(const ForwardProblem& p) {
   const int threads = workspace.threads(a.exec, most_chunks(p, p.HV));
   auto* first_h = static_cast<int64_t*>(a.exec.workspace);
   if (present(a.h)) first_h_rows(p, a.in, a.h_every, first_h);
+  const Index offset = index_of(a.checkpoint_offset);
   const auto head_of = [&](int64_t n, int64_t hv) {
-    return ForwardHead{p, sequence_at(p, a.in, a.states, n), hv, present(a.h) ? first_h[n] : 0};
+    const Sequence seq = sequence_at(p, a.in, a.states, n);
+    return ForwardHead{p, seq, hv, present(a.h) ? first_h[n] : 0, begun_tokens(offset, n)};
   };
   const auto chunks_of = [&](int64_t n) {
-    const Sequence seq = sequence_at(p, a.in, a.states, n);
-    return seq.live ? (seq.length + kChunk - 1) / kChunk : 0;
+    const ForwardHead head = head_of(n, 0);
+    return head.seq.live ? head.chunks() : 0;
   };
 
   char* team = workspace.of_team(a.exec, threads);

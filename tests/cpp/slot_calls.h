@@ -79,6 +79,6 @@ inline kda_decode_args slot_decode_args(const Inputs& in, const Shared& x) {
   return a;
 }
 // Intervals of checkpoints, and whether requests resume. 0: none.
-constexpr std::pair<int32_t, bool> kCheckpointForms[] = {{0, false}, {64, false}, {16, false}, {48, true}};
+constexpr std::pair<int32_t, bool> kCheckpointForms[] = {{0, false}, {64, false}, {16, false}, {48, true}, {64, true}};
 
 }  // namespace kda::test

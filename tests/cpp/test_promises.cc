@@ -292,6 +292,40 @@ TEST(LongHeads, InPlaceWithCheckpoints) {
   }
 }
 
+// A call whose checkpoint_offset is no multiple of 64 is two calls: the tokens up to a multiple of 64 of the request,
+// and those behind it. On one thread and on several, which share the long head.
+TEST(ChunkSplits, ResumedCallsAreTwoCalls) {
+  const Inputs in({.name = "resumed", .T = 1000, .K = 20, .V = 100, .dtype = KDA_BF16});
+  const auto part = [&](int64_t t0, int64_t t1, const Tensor& h0, const Tensor& hT, const Tensor& o) {
+    kda_forward_args a = KDA_FORWARD_ARGS_INIT;
+    a.in = in.view(), a.states.h0 = h0, a.states.hT = hT, a.o = o;
+    for (kda_tensor* t : {&a.in.q, &a.in.k, &a.in.v, &a.in.g, &a.in.beta, &a.o})
+      t->data = static_cast<char*>(t->data) + t0 * t->stride[1] * (t->dtype == KDA_F32 ? 4 : 2), t->shape[1] = t1 - t0;
+    return a;
+  };
+  const auto state = [&] { return Tensor(KDA_F32, in.state_shape(1)); };
+  for (const int64_t before : {1, 37, 64, 100, 127}) {
+    const int64_t opening = (64 - before % 64) % 64;
+    const int64_t first = 128 - before % 128;  // checkpoint, in tokens of the call
+    const Tensor expected(KDA_BF16, {1, in.T, 1, 100}), middle = opening ? state() : in.h0.clone(), end = state();
+    const Tensor at_first = state();
+    if (opening) run(part(0, opening, in.h0, middle, expected), {.impl = "cpu_chunk"});
+    if (first > opening) run(part(opening, first, middle, at_first, expected), {.impl = "cpu_chunk"});
+    run(part(opening, in.T, middle, end, expected), {.impl = "cpu_chunk"});
+    const Tensor slots(KDA_I32, {1, 3}, {2, 0, 1}), offset(KDA_I64, {1}, {static_cast<double>(before)});
+    for (const int threads : {1, 2, 3}) {
+      SCOPED_TRACE(testing::Message() << "offset " << before << ", threads " << threads);
+      const Tensor o(KDA_BF16, {1, in.T, 1, 100}), hT = state(), kept(KDA_F32, in.state_shape(3));
+      kda_forward_args a = part(0, in.T, in.h0, hT, o);
+      a.checkpoints = kept, a.checkpoint_slots = slots, a.checkpoint_every = 128, a.checkpoint_offset = offset;
+      run(a, {.impl = "cpu_chunk", .threads = threads});
+      EXPECT_EQ(o.bits(), expected.bits());
+      EXPECT_EQ(hT.bits(), end.bits());
+      EXPECT_EQ(kept.bits(0, 2, 1), (first > opening ? at_first : middle).bits());
+    }
+  }
+}
+
 // In place or into another pool: the same bits.
 TEST_P(StatefulPromise, InPlaceEqualsOutOfPlace) {
   for (const char* name : {"packed", "state_K_first", "state_bf16"}) {

@@ -249,13 +249,14 @@ TEST_F(OnCuda, GarbageLengthsOfForward) {
     for (int round = 0; round < kRounds && !HasFailure(); ++round) {
       Inputs in(of_chunks(size));
       Pool pool(in, KDA_F32);
-      Tensor slots(KDA_I32, {in.N, 2});
+      Tensor slots(KDA_I32, {in.N, 2}), offset(KDA_I32, {in.N});
       const Tensor o(KDA_BF16, {1, in.T, 2, size}), h(KDA_F32, in.state_shape(3)), v_new(KDA_F32, {1, in.T, 2, size}),
           shots(KDA_F32, in.state_shape(4));
-      for (Tensor* t : {&in.cu_seqlens, &slots}) spoil(*t, random);
+      for (Tensor* t : {&in.cu_seqlens, &slots, &offset}) spoil(*t, random);
       spoil_indices(pool.state_indices, pool.h.shape()[0] + 3, random);
       kda_forward_args a = prompt_args(in, pool.h, pool.state_indices, o);
       a.h = h, a.v_new = v_new, a.checkpoints = shots, a.checkpoint_slots = slots, a.checkpoint_every = 64;
+      if (round % 2) a.h = a.v_new = {}, a.checkpoint_offset = offset;
       for (const char* impl : takers("forward", a)) {
         SCOPED_TRACE(testing::Message() << impl << ", " << size << ", " << round);
         run_on_cuda(a, impl);

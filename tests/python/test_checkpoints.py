@@ -65,7 +65,7 @@ def test_offsets_of_whole_chunks_change_no_bit() -> None:
     results = []
     for more in ({}, {"checkpoint_offset": torch.tensor([0, 128])}):
         pool, kept = h0.clone(), new_pool(4, h0)
-        impl = {"impl": "cpu_chunk"} if on_cpu() else {"impl": "cuda_prefill_recurrent"}
+        impl = {"impl": "cpu_chunk"} if on_cpu() else {}
         slots = torch.tensor([[0, 1], [3, -1]])
         o = kda.prefill(**p.keywords, state=pool, checkpoints=kept, checkpoint_slots=slots, **more, **impl)
         results.append((o, pool, kept))

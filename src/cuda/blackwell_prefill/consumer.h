@@ -23,7 +23,7 @@ class Consumer : public sm90::Outputs<T, kValues_, kValues_> {
   using Base = sm90::Outputs<T, kValues_, kValues_>;
 
  public:
-  static constexpr bool kValues = kValues_, kReversed = false;
+  static constexpr bool kValues = kValues_, kReversed = false, kOpens = true;
   __device__ Consumer(const sm90::Call& call, unsigned memory) : Base(call, memory), products_(memory) {}
 
  protected:

@@ -21,7 +21,7 @@ class ReverseConsumer : public Outputs<T, true, kValues_, true> {
   using Base = Outputs<T, true, kValues_, true>;
 
  public:
-  static constexpr bool kValues = kValues_, kReversed = true;
+  static constexpr bool kValues = kValues_, kReversed = true, kOpens = false;
   __device__ ReverseConsumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:

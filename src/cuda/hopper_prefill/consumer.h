@@ -20,6 +20,7 @@ class Consumer : public Outputs<T, kTraining, kValues_> {
 
  public:
   static constexpr bool kValues = kValues_, kReversed = false;
+  static constexpr bool kOpens = !kTraining;  // may segments begin with an opening? (It would cost registers.)
   __device__ Consumer(const Call& call, unsigned memory) : Base(call, memory) {}
 
  protected:

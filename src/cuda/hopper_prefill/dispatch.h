@@ -30,11 +30,12 @@ inline const char* pairs_why_not(const ForwardProblem& p) {
   if (present(a.Aqk) || present(a.Akk)) return "saves no Aqk and Akk";
   for (const kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &a.o})
     if (!aligned(*t)) return "needs rows at multiples of 16 bytes";
-  if (checkpoints_within_chunks(a)) return "keeps checkpoints between chunks of 64 tokens, without an offset";
+  if (const char* reason = checkpoints_why_not(a)) return reason;
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;
-  if ((p.B * p.T / kChunk + p.N + 1) * p.HV > INT32_MAX / 2) return "takes at most 2^30 spans of 64 tokens and a head";
+  if ((p.B * p.T / kChunk + (1 + has_openings(a)) * p.N + 1) * p.HV > INT32_MAX / 2)
+    return "takes at most 2^30 spans of 64 tokens and a head";
   return nullptr;
 }
 

@@ -29,29 +29,30 @@ class PairSource {
     const unsigned states = call.state_tiles->used;  // stages in front of a work item: 0 or 1
     while (number_ >= begin_ + count_) {
       begin_ += count_, count_ = 0;
-      WorkItem now;
-      const bool exists = scheduler_.next(call.p, now);
-      if (!exists) {
+      if (!opened_ && !scheduler_.next(call.p, now_)) {
         ended_ = true;
         if (plans_work_) PlannedItem::at(works_).exists = false, PlannedItem::at(works_).initial = others_;
         return;
       }
-      if (n_ != now.item.n) enter(call.p, now.item.n);
-      const TokenRange tokens(now, length_, kReversed);
+      if (n_ != now_.item.n) enter(call.p, now_.item.n);
+      TokenRange tokens(now_, length_, kReversed ? 0 : begun_, kReversed);
       // Padding and empty sequences are left to PairConsumer::finish(), which goes through all work items again.
       if (!live_ || tokens.end <= tokens.first) {
         others_ = true;
         continue;
       }
-      count_ = states + (tokens.end - tokens.first + kRows - 1) / kRows, hv_ = now.item.hv;
+      const bool goes_on = opened_;
+      const unsigned opening = kReversed ? 0 : take_part(tokens);
+      count_ = states + (tokens.end - tokens.first + kRows - 1) / kRows, hv_ = now_.item.hv;
       first_ = kReversed ? (tokens.end - 1) / kRows : tokens.first / kRows;
-      h_ = Plan::key_head(call.p, hv_), loads_ = initial_ && !now.takes;
-      if (plans_work_) plan_work(call, now, tokens.first, tokens.end);
+      first_token_ = t0_ + opening, end_ = tokens.end;
+      h_ = Plan::key_head(call.p, hv_), loads_ = initial_ && !now_.takes;
+      if (plans_work_) plan_work(call, tokens, goes_on);
     }
     const unsigned i = number_ - begin_;
     p.state = i < states;
     if (p.state) p.hv = hv_, p.b = loads_ ? slot_ : Plan::kNone;
-    else p.set(hv_, h_, b_, t0_, length_, kReversed ? first_ + states - i : first_ + i - states);
+    else p.set(hv_, h_, b_, first_token_, end_, kReversed ? first_ + states - i : first_ + i - states);
     p.number = number_;
     number_ += kStages;
   }
@@ -62,12 +63,27 @@ class PairSource {
     n_ = n, b_ = static_cast<unsigned>(s.b), t0_ = static_cast<unsigned>(s.t0);
     length_ = static_cast<unsigned>(s.length), slot_ = static_cast<unsigned>(s.slot);
     live_ = s.live, initial_ = s.initial;
+    if (!kReversed) begun_ = scheduler_.begun(n);
   }
-  __device__ void plan_work(const Call& call, const WorkItem& now, unsigned first, unsigned end) {
-    PlannedItem::at(works_++) = {n_, hv_, b_, t0_, first, end, slot_, true, initial_, now.takes, now.gives};
+  // Takes the opening of a sequence (openings.h), or what is behind it, out of a work item's tokens. Returns how many
+  // tokens of the sequence come before; those of the part count from there.
+  __device__ unsigned take_part(TokenRange& tokens) {
+    const unsigned opening = begun_ ? unsigned{kChunk} - begun_ : 0;
+    const bool opens = tokens.first < opening && !opened_;
+    opened_ = opens && tokens.end > opening;
+    if (opened_) tokens.end = opening;
+    if (opens) return 0;
+    tokens.first = max(tokens.first, opening) - opening, tokens.end -= opening;
+    return opening;
+  }
+  // goes_on: an opening came before.
+  __device__ void plan_work(const Call& call, const TokenRange& tokens, bool goes_on) {
+    const auto from = goes_on ? PlannedItem::kItem : now_.takes ? PlannedItem::kPair : PlannedItem::kCall;
+    const auto to = opened_ ? PlannedItem::kItem : now_.gives ? PlannedItem::kPair : PlannedItem::kCall;
+    PlannedItem::at(works_++) = {n_, hv_, b_, first_token_, tokens.first, tokens.end, slot_, true, initial_, from, to};
     const TypedView& h0 = call.states.h0;
     const auto K = static_cast<unsigned>(call.p.K), V = static_cast<unsigned>(call.p.V);
-    if (!initial_ || now.takes || h0.stride2 != K * size_of(h0.dtype)) return;
+    if (!initial_ || from != PlannedItem::kCall || h0.stride2 != K * size_of(h0.dtype)) return;
     const unsigned bytes = V / 2 * h0.stride2;  // each CTA asks for a half
     prefetch(h0.at(slot_, hv_, 0) + ptx::rank() * bytes, bytes);
   }
@@ -75,7 +91,11 @@ class PairSource {
   HeadScheduler scheduler_;
   unsigned number_, begin_ = 0, count_ = 0;    // of the next stage; of the work item's first; the work item's stages
   unsigned first_, hv_, h_, works_ = 0;        // the work item's chunk that comes first, heads; work items so far
+  unsigned first_token_, end_;                 // from which tokens of the part count; behind the last of them
   unsigned n_ = ~0u, b_, t0_, length_, slot_;  // the sequence
+  unsigned begun_;                             // how many tokens of its first span came before the call
+  WorkItem now_;
+  bool opened_ = false;  // of the work item, an opening is planned, and not what is behind it
   bool live_, initial_, loads_, plans_work_, others_ = false, ended_ = false;
 };
 
@@ -99,21 +119,23 @@ class PairConsumer : public Base {
     const auto come = [&](unsigned i) {
       const PlannedItem& work = PlannedItem::at(i);
       Sequence s = work.sequence();
-      s.initial = s.initial && work.exists && !work.takes;
+      s.initial = s.initial && work.exists && work.from == PlannedItem::kCall;
       if (by_stages && work.exists) exchange(number++, i, first);
+      else if (work.exists && work.from == PlannedItem::kItem) Base::unload(first);
       else Base::fetch(s, work.hv, first);
     };
     for (come(0); PlannedItem::at(i).exists; ++i) {
       lane_ = opaque(lane_);
       const PlannedItem& work = PlannedItem::at(i);
-      if (work.takes) take();
+      if (work.from == PlannedItem::kPair) take();
       else Base::load(first);
       Base::remember(work.sequence(), work.hv);
       Base::scan({work.n, work.hv}, work.first, work.end, number, [&] {
         if (by_stages) finish_exchange(number - 1);
       });
       come(i + 1);
-      if (work.gives) give();
+      if (work.to == PlannedItem::kPair) give();
+      else if (work.to == PlannedItem::kItem) continue;
       else if (!by_stages || !PlannedItem::at(i + 1).exists) Base::keep(work.sequence(), work.hv, work.end);
     }
     Base::finish_outputs();
@@ -140,7 +162,7 @@ class PairConsumer : public Base {
     for (WorkItem now; others && scheduler.next(p, now);) {
       const Sequence s = sequence_at(p, p.args.in, p.args.states, now.item.n);
       if (!s.live) {
-        const TokenRange tokens(now, static_cast<unsigned>(s.length), false);
+        const TokenRange tokens(now, static_cast<unsigned>(s.length), scheduler.begun(now.item.n), false);
         Base::zero_outputs(now.item, s, tokens.first, tokens.end);
       } else if (s.length == 0) Base::load(s, now.item.hv), Base::keep(s, now.item.hv, 0);
     }
@@ -152,7 +174,7 @@ class PairConsumer : public Base {
   // leaves from there, if its head ends there. A thread has the same elements of both, so it waits for no other
   // thread.
   __device__ void exchange(unsigned number, unsigned i, float (&first)[64]) const {
-    const bool stores = call_.state_tiles->stores && i > 0 && !PlannedItem::at(i - 1).gives;
+    const bool stores = call_.state_tiles->stores && i > 0 && PlannedItem::at(i - 1).to == PlannedItem::kCall;
     const unsigned warps = ring_.stage(number) + warp_ % Base::kWarps * StateTiles::kWarpBytes;
     const unsigned mine = warps + StateTiles::place(lane_ / 4, lane_ % 4 * 2);
     ring_.wait_full(number);

@@ -1,10 +1,10 @@
 // What each CTA pair works on: all value heads lie on a line, and pairs have equal shares of it.
 //
-// The line is divided into spans of 64 tokens. The value heads of the first sequence come one behind the other, then
-// those of the next. In front of each head's spans is a place for its states, which take about as long to load and
-// store as a span takes. CTA pairs have equal shares of the line, so some heads are in two shares. The pair with such
-// a head's beginning does that part first and leaves the state in global memory. The next pair does the rest last,
-// from that state.
+// The line is divided into spans of 64 tokens. (A request that resumes within a chunk has fewer in its first span, its
+// opening: openings.h.) The value heads of the first sequence come one behind the other, then those of the next. In
+// front of each head's spans is a place for its states, which take about as long to load and store as a span takes. CTA
+// pairs have equal shares of the line, so some heads are in two shares. The pair with such a head's beginning does that
+// part first and leaves the state in global memory. The next pair does the rest last, from that state.
 //
 // A pair waits only for a pair with a lower number, and running pairs draw their numbers in order, so not all pairs
 // need to be resident. Heads are split between spans, which changes no bit.
@@ -17,11 +17,12 @@ constexpr unsigned kMeasuring = 1024;  // threads of measure()
 
 // Where sequences lie on the line, and how it is shared.
 struct Schedule {
-  // CTA pairs; places of a pair's share. With cu_seqlens `share` and `first` are known on the device alone.
+  // CTA pairs; places of a pair's share. With cu_seqlens or openings `share` and `first` are known on the device alone.
   unsigned pairs = 0, share = 0;
   unsigned* first = nullptr;  // [N + 1]: places of one head before each sequence; then those of the longest one
   float4* states = nullptr;   // [pairs][2][16][128]: states that pairs hand on; nullptr: no head is split
   unsigned* flags = nullptr;  // [pairs][2]: the state of a pair's CTA is there; then how many pairs have a number
+  Index offset;               // checkpoint_offset
   static constexpr uint64_t kStateBytes = kSize * kSize * 4;
   static constexpr unsigned kLeast = 4;   // places that make it worth while to split heads
   static constexpr unsigned kStates = 1;  // places before a head's spans
@@ -29,10 +30,13 @@ struct Schedule {
   // For a GPU on which `blocks` CTAs run at once.
   Schedule(const ForwardProblem& p, int64_t blocks) {
     const int64_t most = std::max<int64_t>(blocks / 2, 1), each = places(p.T), items = p.N * p.HV;
-    const int64_t upper = p.varlen ? p.HV * (p.T / kChunk + p.N * (1 + kStates)) : items * each;
-    if (p.varlen) {
-      pairs = static_cast<unsigned>(std::min(most, std::max<int64_t>(upper, p.T * p.HV > 0)));
-      splits_ = divide_up(upper, most) >= kLeast, measures_ = true;
+    const bool opens = has_openings(p.args);
+    measures_ = p.varlen || opens;
+    const int64_t upper = measures_ ? p.HV * (p.B * p.T / kChunk + p.N * (1 + opens + kStates)) : items * each;
+    if (opens) offset = index_of(p.args.checkpoint_offset);
+    if (measures_) {
+      pairs = static_cast<unsigned>(std::min(most, std::max<int64_t>(upper, p.B * p.T * p.HV > 0)));
+      splits_ = divide_up(upper, most) >= kLeast;
     } else {
       const int64_t whole = divide_up(items, most) * each, even = std::max(divide_up(upper, most), each);
       splits_ = whole - even >= kLeast;
@@ -41,8 +45,8 @@ struct Schedule {
     }
     N_ = static_cast<unsigned>(p.N);
   }
-  KDA_BOTH static unsigned places(int64_t tokens) {
-    return kStates + (tokens > 0 ? static_cast<unsigned>((tokens + kChunk - 1) / kChunk) : 1);
+  KDA_BOTH static unsigned places(int64_t tokens, int64_t begun = 0) {
+    return kStates + (tokens > 0 ? static_cast<unsigned>((tokens + begun + kChunk - 1) / kChunk) : 1);
   }
   uint64_t bytes() const { return splits_ * pairs * kStateBytes + counters() * sizeof(unsigned); }
   void place(void* workspace) {
@@ -63,7 +67,8 @@ struct Schedule {
     unsigned longest = 0;
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (unsigned n0 = 0; n0 < N_; n0 += kMeasuring) {
-      const unsigned n = n0 + threadIdx.x, mine = n < N_ ? places(sequence_at(p, p.args.in, n).length) : 0;
+      const unsigned n = n0 + threadIdx.x;
+      const unsigned mine = n < N_ ? places(sequence_at(p, p.args.in, n).length, begun_tokens(offset, n)) : 0;
       longest = max(longest, mine);
       unsigned long long sum = mine;
       for (unsigned i = 1; i < 32; i *= 2) {
@@ -107,7 +112,7 @@ struct Schedule {
 
  private:
   unsigned N_;
-  bool splits_, measures_ = false;
+  bool splits_, measures_;
   uint64_t counters() const { return splits_ * (2 * pairs + 1) + measures_ * (uint64_t{N_} + 2); }
 };
 
@@ -172,13 +177,15 @@ struct WorkItem {
 };
 
 // The tokens first .. end - 1 of a work item, in a sequence of `length` tokens. reversed: its spans count from the end.
+// begun: so many tokens of the first span came before the call.
 struct TokenRange {
   unsigned first, end;
-  __device__ TokenRange(const WorkItem& work, unsigned length, bool reversed) {
+  __device__ TokenRange(const WorkItem& work, unsigned length, unsigned begun, bool reversed) {
     const unsigned spans = (length + unsigned{kChunk} - 1) / unsigned{kChunk};
     const unsigned before = reversed ? spans - min(spans, work.end) : work.first;
     const unsigned behind = reversed ? spans - min(spans, work.first) : work.end;
-    first = before * unsigned{kChunk}, end = min(length, behind * unsigned{kChunk});
+    first = max(before * unsigned{kChunk}, begun) - begun;
+    end = min(length, max(behind * unsigned{kChunk}, begun) - begun);
   }
 };
 
@@ -188,6 +195,7 @@ class HeadScheduler {
  public:
   __device__ HeadScheduler(const ForwardProblem& p, const Schedule& schedule, unsigned pair)
       : line_(p, schedule.first),
+        offset_(schedule.offset),
         first_(pair * schedule.share),
         end_(first_ + schedule.share),
         splits_(schedule.splits()) {
@@ -224,8 +232,12 @@ class HeadScheduler {
     return false;
   }
 
+  // How many tokens of the first span of sequence n came before the call.
+  __device__ unsigned begun(unsigned n) const { return static_cast<unsigned>(begun_tokens(offset_, n)); }
+
  private:
   HeadLine line_;
+  Index offset_;
   unsigned first_, end_, at_;
   enum : unsigned char { kLast, kWhole, kFirst, kDone } step_ = kLast;
   bool splits_;
@@ -234,11 +246,16 @@ class HeadScheduler {
 // A work item as the consumer needs it: planned by producer 0, in shared memory. When a chunk is full, the work items
 // of that chunk and of the next four chunks are planned, and at most the next eleven. The one before may be read,
 // too, so room for 16 is enough.
+//
+// An opening is an item of its own, and so are the tokens behind it: as two calls would be, so that they have the same
+// bits. Each counts its tokens from its own beginning.
 struct alignas(16) PlannedItem {
-  unsigned n, hv, b, t0, first, end;  // tokens first .. end - 1 of the sequence
+  unsigned n, hv, b, t0, first, end;  // tokens first .. end - 1 from token t0 of row b on
   unsigned slot;
   // The item behind the last one does not exist; its `initial` says whether there were work items without chunks.
-  bool exists, initial, takes, gives;
+  bool exists, initial;
+  // Where the state comes from, and where it goes: memory of the call, another pair, the next item of this one.
+  enum Place : unsigned char { kCall, kPair, kItem } from, to;
   static constexpr unsigned kCount = 16;
 
   __device__ static PlannedItem& at(unsigned i) {

@@ -35,8 +35,8 @@ struct Cost {
   explicit Cost(const ForwardProblem& p)
       : pairs(std::max(multiprocessors(p.args.exec.device_id) / 2, 1)),
         heads(p.N * p.HV),
-        chunks(divide_up(p.B * p.T, kRows * p.N)),
-        most_chunks(divide_up(p.T, kRows)) {}
+        chunks(divide_up(p.B * p.T, kRows * p.N) + has_openings(p.args) * (kChunk / kRows)),
+        most_chunks(divide_up(p.T, kRows) + has_openings(p.args) * (kChunk / kRows)) {}
   // Cycles of a call whose sequences are not cut.
   int64_t whole() const { return std::max(chunks, divide_up(heads * chunks, pairs)) * kScan; }
   // Chunks of the first segment, which takes no longer than the map of another.
@@ -72,7 +72,7 @@ Cut sm90::cut_of(const ForwardProblem& p, bool reversed) {
   // The last segment is better two chunks shorter than others, but not more, because its pair applies one map more.
   // (Numbers of segments of packed sequences need a first one that is as long as others.)
   if (!p.varlen) lead = std::clamp<int64_t>(cost.chunks - (cost.pieces(each) - 1) * each + 2, 2, lead) / 2 * 2;
-  else if (reversed) lead += kChunk / kRows;  // see Cut
+  else if (reversed || has_openings(p.args)) lead += kChunk / kRows;  // see Cut
   return Cut(p, static_cast<unsigned>(lead) * kRows, static_cast<unsigned>(each) * kRows, reversed);
 }
 

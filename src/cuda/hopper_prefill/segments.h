@@ -20,7 +20,8 @@ namespace kda::cuda::sm90 {
 //
 // Reversed, positions take the place of tokens: they count from a sequence's end, rounded up to a multiple of 64. So
 // cuts are at multiples of 64 tokens, and a sequence may have 63 positions more than tokens. For that, with cu_seqlens,
-// `lead` is 64 longer.
+// `lead` is 64 longer. The same holds where requests may resume within a chunk (openings.h): positions count from where
+// that chunk began.
 //
 // This is all that a pair needs to find its task, and no more: its first chunk waits for each 64 bytes of parameters,
 // and for divisions.
@@ -28,12 +29,13 @@ struct Cut {
   unsigned lead, tokens;
   unsigned total;  // numbers of segments
   unsigned N, T;
-  bool varlen, reversed;
+  bool varlen, reversed, opens;  // opens: requests may resume within a chunk
   // HV; value heads of a key head; segments of a sequence, without cu_seqlens; `tokens`.
   Divisor heads, group, each, length;
   Lengths cu_seqlens;
   StateSlots states;
   Flags has_initial;
+  Index offset;  // checkpoint_offset
 
   Cut(const ForwardProblem& p, unsigned lead, unsigned tokens, bool reversed)
       : lead(lead),
@@ -42,17 +44,20 @@ struct Cut {
         T(static_cast<unsigned>(p.T)),
         varlen(p.varlen),
         reversed(reversed),
+        opens(has_openings(p.args)),
         heads(p.HV),
         group(p.group()),
-        each(1 + divide_up(std::max<int64_t>(positions(p.T, reversed) - lead, 0), tokens)),
+        each(1 + divide_up(std::max<int64_t>(positions(p.T, reversed, opens ? kChunk - 1 : 0) - lead, 0), tokens)),
         length(tokens),
         cu_seqlens(lengths_of(p.args.in.cu_seqlens)),
         states(slots_of(p.args.states)),
-        has_initial(strided<const uint8_t>(p.args.states.has_initial_state)) {
+        has_initial(strided<const uint8_t>(p.args.states.has_initial_state)),
+        offset(index_of(p.args.checkpoint_offset)) {
     total = static_cast<unsigned>(p.varlen ? p.T / tokens + p.N : p.N * each.divisor);
   }
-  KDA_BOTH static int64_t positions(int64_t tokens, bool reversed) {
-    return reversed ? (tokens + kChunk - 1) / kChunk * kChunk : tokens;
+  // begun: so many of the first positions came before the call.
+  KDA_BOTH static int64_t positions(int64_t tokens, bool reversed, int64_t begun) {
+    return reversed ? (tokens + kChunk - 1) / kChunk * kChunk : tokens + begun;
   }
   // With cu_seqlens: where sequence n begins or, for n = N, the rows behind the last sequence.
   __device__ unsigned start(unsigned n) const { return static_cast<unsigned>(within(int_at(cu_seqlens, n), 0, T)); }
@@ -131,10 +136,14 @@ struct Segments {
 struct alignas(16) Task {
   unsigned number, index;     // of the segment: among all, among those of its sequence
   unsigned n, hv, h, b;       // sequence, heads, row
-  unsigned t0, length, slot;  // of the sequence
+  unsigned t0, length, slot;  // of the sequence. With an opening t0 is where position 0 would be, before the row
   unsigned first, end, then;  // positions first .. end - 1 of the sequence; where the next segment ends
   unsigned span;              // positions of the sequence
   unsigned mapped;            // chunks of the segment's map
+  unsigned begun;             // positions of the sequence that came before the call
+  // Chunks of the segment's opening, which is scanned by itself, as a call would be; chunks of the sequence that come
+  // before the segment's other ones, less those of the opening.
+  unsigned opening, skipped;
   // What there is to do. kZeros: outputs of tokens that belong to no state. kBegins: a first segment's outputs, then
   // those of the next one. kMaps: a map, then the next segment's outputs.
   enum Kind : unsigned { kNothing, kZeros, kBegins, kMaps };
@@ -145,7 +154,7 @@ struct alignas(16) Task {
     hv = pair - number * cut.heads.divisor, h = cut.group.quotient(hv);
     if (number >= cut.total) {  // the rows behind the last sequence
       n = cut.N, t0 = cut.start(n), length = span = end = then = cut.T - t0;
-      index = b = slot = first = mapped = 0, kind = kZeros, initial = false;
+      index = b = slot = first = mapped = begun = opening = skipped = 0, kind = kZeros, initial = false;
       return;
     }
     n = cut.sequence(number), index = number - cut.first(n);
@@ -154,11 +163,14 @@ struct alignas(16) Task {
     b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
     slot = static_cast<unsigned>(s.slot), initial = s.initial;
     const int64_t behind = cut.lead + int64_t{index} * cut.tokens, begin = index ? behind - cut.tokens : 0;
-    const int64_t all = Cut::positions(s.length, cut.reversed);
-    span = static_cast<unsigned>(all);
+    begun = cut.opens && s.live && s.length > 0 ? static_cast<unsigned>(begun_tokens(cut.offset, n)) : 0;
+    const int64_t all = Cut::positions(s.length, cut.reversed, begun);
+    span = static_cast<unsigned>(all), t0 -= begun, length += begun;
     first = static_cast<unsigned>(begin), end = static_cast<unsigned>(min(behind, all));
     then = static_cast<unsigned>(min(behind + cut.tokens, all));
     mapped = index ? cut.tokens / kRows : 0;
+    opening = index == 0 && begun > 0 ? (kChunk - begun + kRows - 1) / kRows : 0;
+    skipped = opening > 0 ? kChunk / kRows - opening : first / kRows;
     if (index == 0) kind = s.live ? kBegins : kZeros;
     else if (begin >= all) kind = kNothing;  // a number without a segment
     else kind = !s.live ? kZeros : behind >= all ? kNothing : kMaps;
@@ -197,9 +209,12 @@ class TaskSource {
       if (task.length == 0 || number_ > last || (last - number_) * kRows < task.span - task.then) return;
       p.set(task.hv, task.h, task.b, task.t0, task.length, last - number_);
     } else {
-      const unsigned chunk = task.first / kRows + number_;
-      if (chunk * kRows >= task.then) return;
-      p.set(task.hv, task.h, task.b, task.t0, task.then, chunk);
+      const bool opens = number_ < task.opening;
+      const unsigned before = opens ? task.begun : 0;  // positions before those that chunks count from
+      const unsigned chunk = number_ + (opens ? 0 : task.skipped);
+      const unsigned end = (opens ? min(task.then, unsigned{kChunk}) : task.then) - before;
+      if (chunk * kRows >= end) return;
+      p.set(task.hv, task.h, task.b, task.t0 + before, end, chunk);
     }
     p.number = number_, p.queries = number_ >= task.mapped;
     number_ += kStages;
@@ -243,22 +258,31 @@ class SegmentConsumer : public MapConsumer<Scan> {
     const Task task = Task::here();
     const Item item = task.item();
     unsigned chunk = 0, first = 0, end = task.end;
+    unsigned begun = 0;  // of an opening: it counts its tokens from its own first one
     if (task.index > 0) {
       pass_all(item, task.number - task.index, task.index);
       chunk = chunks(), first = end, end = task.then;
     } else {
       if (lane_ == 0) Base::open(2);
       Base::load(task.sequence(), task.hv);
+      if (Base::kOpens && task.opening > 0) begun = uniform(task.begun), end = min(end, unsigned{kChunk});
     }
-    Base::remember(task.sequence(), task.hv);
+    const auto remember = [&] {
+      Sequence s = task.sequence();
+      s.t0 += begun, Base::remember(s, task.hv);
+    };
+    remember();
     for (;;) {
       if constexpr (Base::kReversed) Base::scan(item, task.span - end, min(task.length, task.span - first), chunk);
-      else Base::scan(item, first, end, chunk);
+      else Base::scan(item, first, end - begun, chunk);
       const bool last = end == task.then;
-      if (!last) store(segments_.offset(task.hv, task.n, task.number));
-      if (first == 0) share(segments_.flag(task.hv, task.number), Segments::kWhole / 2);
+      if (Base::kOpens ? end == task.end : first == 0) {  // the first segment is done; others end further on
+        if (!last) store(segments_.offset(task.hv, task.n, task.number));
+        share(segments_.flag(task.hv, task.number), Segments::kWhole / 2);
+      }
       if (last) break;
-      first = end, end = task.then;
+      if (Base::kOpens && begun > 0) begun = 0, remember();
+      first = end, end = Base::kOpens && end < task.end ? task.end : task.then;
     }
     finish();
   }

@@ -78,16 +78,23 @@ class StateIo : public ConsumerThread {
 #pragma unroll
     for (int i = 0; i < 64; ++i) S_[i] = state[i];
   }
+  // The inverse of load().
+  __device__ void unload(float (&state)[64]) const {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i] = S_[i] * unit_[i / 2 % 2];
+  }
   __device__ void load(const Sequence& s, unsigned hv) {
     float state[64];
     fetch(s, hv, state), load(state);
   }
-  // Stores the state after t tokens where it is wanted.
+  // Stores the state after t tokens where it is wanted. (s may be what is behind an opening.)
   __device__ void keep(const Sequence& s, unsigned hv, unsigned t) {
 #pragma unroll 1
     for (int kind = kFinal; kind <= kCheckpoint; ++kind) {
       const TypedView& to = call_.states.kept[kind];
-      const int64_t row = to.data ? row_of(static_cast<Kept>(kind), call_.p, s, t, 0) : -1;
+      if (!to.data) continue;
+      const auto n = static_cast<unsigned>(s.n), t0 = static_cast<unsigned>(s.t0);
+      const int64_t row = kind == kFinal ? row_of(kFinal, call_.p, s, t, 0) : checkpoint_after(n, t0, t);
       if (row >= 0) store_state(to, call_.p.args.in.state_layout, static_cast<unsigned>(row), hv);
     }
   }
@@ -98,11 +105,16 @@ class StateIo : public ConsumerThread {
     for (int kind = kCheckpoint; kind <= (kTraining ? kBefore : kCheckpoint); ++kind) {
       const TypedView& to = call_.states.kept[kind];
       if (!to.data || (kind == kBefore && but_before)) continue;
-      const auto sequence = [&] { return sequence_at(call_.p, call_.p.args.in, call_.p.args.states, opaque(item.n)); };
-      const int64_t row = kind == kBefore ? row_before(t) : row_of(kCheckpoint, call_.p, sequence(), t, 0);
+      const int64_t row = kind == kBefore ? row_before(t) : checkpoint_after(item.n, place().t0, t);
       const int32_t layout = kTraining && kind == kBefore ? h_layout(call_.p.args) : call_.p.args.in.state_layout;
       if (row >= 0) store_state(to, layout, static_cast<unsigned>(row), item.hv);
     }
+  }
+  // The row of `checkpoints` for the state after t tokens of sequence n, counted from token t0 of its row.
+  __device__ int64_t checkpoint_after(unsigned n, unsigned t0, unsigned t) const {
+    n = opaque(n);
+    const auto begin = static_cast<unsigned>(sequence_at(call_.p, call_.p.args.in, n).t0);
+    return checkpoint_row_of(call_.p.args, n, t0 + t - begin);
   }
   // The row of h for the state before token t, as in row_of(), where t is not behind the last token.
   __device__ int64_t row_before(unsigned t) const {

@@ -64,7 +64,7 @@ const char* prefill_chunk_why_not(const ForwardProblem& p) {
   if (has_f64(p)) return "float64 runs on `reference` only";
   if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) return "takes K and V of 64 or 128";
   if (present(a.Aqk) || present(a.Akk)) return "has no scores of 64 tokens to save as Aqk or Akk";
-  if (checkpoints_within_chunks(a)) return "keeps checkpoints between chunks of 64 tokens, without an offset";
+  if (const char* reason = checkpoints_why_not(a)) return reason;
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(a.in, a.o)) return reason;
   if (const char* reason = view_why_not({&a.states.h0, &a.states.hT, &a.checkpoints, &a.h, &a.v_new})) return reason;

@@ -2,6 +2,7 @@
 // launches takes.
 #pragma once
 #include "cuda/call/token.h"
+#include "openings.h"
 
 namespace kda::cuda {
 
@@ -31,33 +32,59 @@ struct Image {
   static_assert(bytes <= kRows * 1024 && bytes % 128 == 0);
 };
 
+// The chunks of a sequence: two for each of the contract. Where a request resumes within one of those, the opening
+// (openings.h), which has less than 64 tokens, is cut by itself. It has chunks 0 and 1, or chunk 1 alone.
+struct Cuts {
+  static constexpr unsigned kBoth = kChunk / kRows;
+  // Tokens; those of the contract's first chunk that came before the call, and those that are left of it; chunks are
+  // those c < end.
+  unsigned length, begun, opening, end;
+
+  __device__ Cuts(const Sequence& s, unsigned begun) : length(static_cast<unsigned>(s.length)), begun(begun) {
+    opening = begun ? min(length, unsigned{kChunk} - begun) : 0;
+    end = opening < length ? count(length + begun) : first() + count(opening);
+  }
+  __device__ unsigned first() const { return begun / kRows; }
+  // The first token of chunk c; behind the last one of all that is cut together with it.
+  __device__ unsigned token(unsigned c) const { return c * kRows - (in_opening(c) ? first() * kRows : begun); }
+  __device__ unsigned behind(unsigned c) const { return in_opening(c) ? opening : length; }
+  __device__ bool in_opening(unsigned c) const { return begun > 0 && c < kBoth; }
+
+ private:
+  __device__ static unsigned count(unsigned tokens) { return (tokens + kRows - 1) / kRows; }
+};
+
 // What one launch of each kernel works on: chunks first .. first + span - 1 of every sequence, for some heads.
 struct Pass {
   unsigned first_head, heads, first, span;
-  bool packed;  // all chunks of sequences of any length
+  bool packed;    // all chunks of sequences of any length
+  unsigned more;  // rows of images that a sequence may need beyond those of its length
   Divisor by_heads, by_span, by_group;
+  Index offset;  // checkpoint_offset
 
-  Pass(const Dims& d, int64_t first_head, int64_t heads, int64_t first, int64_t span, bool packed)
+  Pass(const ForwardProblem& d, int64_t first_head, int64_t heads, int64_t first, int64_t span, bool packed)
       : first_head(static_cast<unsigned>(first_head)),
         heads(static_cast<unsigned>(heads)),
         first(static_cast<unsigned>(first)),
         span(static_cast<unsigned>(span)),
         packed(packed),
+        more(static_cast<unsigned>(more_rows(d))),
         by_heads(heads),
         by_span(span),
-        by_group(d.group()) {}
+        by_group(d.group()),
+        offset(index_of(d.args.checkpoint_offset)) {}
+  static int64_t more_rows(const ForwardProblem& p) { return 1 + has_openings(p.args) * kChunk / kRows; }
 
   // The row of images [rows][heads] where the chunks of a sequence begin. Packed, every sequence begins at a row of
-  // its own, wherever it is cut, and rows are below T / 32 + N.
+  // its own, wherever it is cut, and rows are below T / 32 + N more.
   __device__ unsigned first_row(const Sequence& s) const {
-    return packed ? static_cast<unsigned>(s.t0) / kRows + static_cast<unsigned>(s.n)
+    return packed ? static_cast<unsigned>(s.t0) / kRows + static_cast<unsigned>(s.n) * more
                   : static_cast<unsigned>(s.n) * span;
   }
-  // The sequence's chunks are those c < end_of(s), from first on.
-  __device__ unsigned end_of(const Sequence& s) const {
-    const unsigned chunks = (static_cast<unsigned>(s.length) + kRows - 1) / kRows;
-    return packed ? chunks : min(chunks, first + span);
-  }
+  __device__ Cuts cuts_of(const Sequence& s) const { return {s, static_cast<unsigned>(begun_tokens(offset, s.n))}; }
+  // The sequence's chunks are those c < end_of(cuts), from first on.
+  __device__ unsigned end_of(const Cuts& cuts) const { return packed ? cuts.end : min(cuts.end, first + span); }
+  __device__ unsigned end_of(const Sequence& s) const { return end_of(cuts_of(s)); }
 };
 
 }  // namespace kda::cuda

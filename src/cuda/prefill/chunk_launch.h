@@ -19,8 +19,10 @@ struct Plan {
   // most_bytes: of images at a time.
   Plan(const ForwardProblem& p, int64_t most_bytes) {
     const int64_t image = p.K == 64 ? Image<64>::bytes : Image<128>::bytes, most = most_bytes / image;
-    const int64_t chunks = std::max<int64_t>((p.T + kRows - 1) / kRows, 1);
-    heads = p.HV, span = chunks, packed = p.varlen, rows = packed ? p.T / kRows + p.N : p.N * chunks;
+    const int64_t most_begun = has_openings(p.args) ? kChunk - 1 : 0;
+    const int64_t chunks = std::max<int64_t>((p.T + most_begun + kRows - 1) / kRows, 1);
+    heads = p.HV, span = chunks, packed = p.varlen;
+    rows = packed ? p.T / kRows + p.N * Pass::more_rows(p) : p.N * chunks;
     if (rows * heads > most) {
       heads = std::max<int64_t>(most / rows, 1);
       if (heads * p.N < std::min(p.N * p.HV, kEnough)) {

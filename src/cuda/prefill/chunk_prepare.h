@@ -71,10 +71,12 @@ __device__ inline ChunkPlace chunk_at(const ForwardProblem& p, const Pass& pass,
   const unsigned n = pass.packed ? packed_sequence(p, row, [&](const Sequence& s) { return pass.first_row(s); })
                                  : pass.by_span.quotient(row);
   const Sequence s = sequence_at(p, p.args.in, p.args.states, n);
+  const Cuts cuts = pass.cuts_of(s);
   const unsigned first = pass.first_row(s), c = pass.first + row - first;
-  if (!s.live || row < first || c >= pass.end_of(s)) return {};
-  return {static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + c * kRows,
-          min(static_cast<unsigned>(s.length) - c * kRows, unsigned{kRows})};
+  if (!s.live || row < first || c < cuts.first() || c >= pass.end_of(cuts)) return {};
+  const unsigned token = cuts.token(c);
+  return {static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + token,
+          min(cuts.behind(c) - token, unsigned{kRows})};
 }
 
 // Starts the copies of a chunk's rows, with zeros behind them. A thread copies kBytes at a time, always the same

@@ -231,14 +231,15 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     if (pass.first == 0) zero_outputs(s.b, s.t0, s.t0 + s.length);
     return;
   }
-  const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0), length = static_cast<unsigned>(s.length);
-  const unsigned end = pass.end_of(s);
+  const auto b = static_cast<unsigned>(s.b), t0 = static_cast<unsigned>(s.t0);
+  const Cuts cuts = pass.cuts_of(s);
+  const unsigned first = max(pass.first, cuts.first()), end = pass.end_of(cuts);
   if (pass.first && pass.first >= end) return;  // another pass had its last chunk
 
   const unsigned v = v0 + threadIdx.x / 32 * kWarpColumns;
-  const int64_t row = int64_t{pass.first_row(s)};  // of its first image here
+  const int64_t row = int64_t{pass.first_row(s)} + first - pass.first;  // of its first image here
   ImageStages<kK, false> in(images + (row * pass.heads + at.hv) * int64_t{In::bytes}, pass.heads * int64_t{In::bytes},
-                            end - pass.first, ptx::shared_address(dynamic));
+                            end - first, ptx::shared_address(dynamic));
   in.ask(), in.ask();
 
   ColumnState<kK> state;
@@ -259,20 +260,24 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     }
   };
 
-  const unsigned t = pass.first * kRows;
   const auto scan = [&]<bool kPlain>() {
-    const auto rows_of = [&](const View& view, int32_t dtype) {
-      return ChunkRows<kPlain>(view, dtype, places.aligned, b, t0 + t, hv, v);
-    };
-    scan_chunks<kK, kPlain>(state, pass.first, end, in, rows_of(x.v, x.qkv_dtype), rows_of(x.o, x.o_dtype),
-                            rows_of(places.v_new, places.v_new.dtype),
-                            static_cast<int>(length - t) - static_cast<int>(threadIdx.x % 32 / 4),
-                            [&](unsigned c) { keep(c * kRows); });
+    // An opening is scanned by itself.
+    for (unsigned c = first, stop; c < end; c = stop) {
+      stop = cuts.in_opening(c) ? min(end, Cuts::kBoth) : end;
+      const unsigned t = cuts.token(c);
+      const auto rows_of = [&](const View& view, int32_t dtype) {
+        return ChunkRows<kPlain>(view, dtype, places.aligned, b, t0 + t, hv, v);
+      };
+      scan_chunks<kK, kPlain>(state, c, stop, in, rows_of(x.v, x.qkv_dtype), rows_of(x.o, x.o_dtype),
+                              rows_of(places.v_new, places.v_new.dtype),
+                              static_cast<int>(cuts.behind(c) - t) - static_cast<int>(threadIdx.x % 32 / 4),
+                              [&](unsigned i) { keep(t + (i - c) * kRows); });
+    }
   };
   if (places.plain(x)) scan.template operator()<true>();
   else scan.template operator()<false>();
-  if (end * kRows < length) state.store(between());
-  else keep(length);
+  if (end < cuts.end) state.store(between());
+  else keep(cuts.length);
 }
 
 }  // namespace kda::cuda

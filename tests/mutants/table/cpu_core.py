@@ -23,6 +23,7 @@ PADDING = ("test_edges", "Padding.Forward")
 TAIL = ("test_edges", "Tail.*")
 LONG_HEADS = ("test_promises", "All/Promise.LongHeadsChangeNoBit/forward_cpu_chunk")
 LAYOUTS = ("test_numerics", "All/*.*InAnotherLayout/*_packed")
+RESUMED = ("test_promises", "ChunkSplits.*")
 SNAPSHOTS = ("test_snapshots", "*")
 SLOTS = ("test_slots", "*")
 
@@ -113,7 +114,8 @@ MUTANTS = [
         CHUNK_FORWARD,
         SLOTS,
         ("forward: the slot that was read is written", "final_row(a.out_state_indices, a.states, seq)", "seq.slot"),
-        ("forward: chunks run over checkpoints", "if (!checkpoints_within_chunks(a)) return length;", "return length;"),
+        ("forward: chunks run over checkpoints", "if (keeps_within_chunks(a))\n", "if (false)\n"),
+        ("forward: chunks of a resumed request end as the call's do", "(begun + t) % kChunk", "t % kChunk"),
     ),
     *mutants(
         RECURRENT,
@@ -127,12 +129,21 @@ MUTANTS = [
     ),
     *mutants(
         CHUNK_FORWARD,
+        RESUMED,
+        (
+            "team: chunks of a resumed request begin where the call's do",
+            "std::max<int64_t>(i * kChunk - begun, 0)",
+            "i * kChunk",
+        ),
+    ),
+    *mutants(
+        CHUNK_FORWARD,
         LONG_HEADS,
         ("team: one state for all tiles", "shared.S.from(0, v0), s.o", "shared.S, s.o"),
         ("team: values of the first tile for all", "s.chunk.L, head.hv, v0);", "s.chunk.L, head.hv, 0);"),
         (
             "team: last chunk as long as the others",
-            "s.chunk.L = std::min(kChunk, head.seq.length - i * kChunk);",
+            "s.chunk.L = steps.length_at(t);",
             "s.chunk.L = kChunk;",
         ),
     ),

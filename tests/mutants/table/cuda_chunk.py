@@ -5,6 +5,7 @@ from .mutant import EMULATOR, emulated, mutants
 CUDA_FORWARD_CHUNK = "src/cuda/prefill/chunk.cu"
 CUDA_PREPARE = "src/cuda/prefill/chunk_prepare.h"
 CUDA_SCAN = "src/cuda/prefill/chunk_scan.h"
+CUDA_IMAGE = "src/cuda/prefill/chunk_image.h"
 CUDA_BACKWARD_CHUNK = "src/cuda/backward/chunk.cu"
 CUDA_BACKWARD_RECURRENT = "src/cuda/backward/recurrent.cu"
 CUDA_REVERSE = "src/cuda/backward/chunk_reverse.h"
@@ -17,6 +18,7 @@ CUDA_CHUNK = emulated(
     "ForwardChunkOnCuda.IsTheOracle/bound_packed",
     "ForwardOnCuda.IsTheOracle/cuda_prefill_chunk_state_K_first",
 )
+CUDA_RESUMED = emulated("ResumeOnCuda.IsTheOracle/packed")
 CUDA_BACKWARD = emulated(
     *(
         f"BackwardOnCuda.IsTheOracle/cuda_backward_chunk_{c}"
@@ -39,6 +41,7 @@ CUDA_RECURRENT_BACKWARD = emulated(
 UNITS = {
     CUDA_PREPARE: [CUDA_FORWARD_CHUNK],
     CUDA_SCAN: [CUDA_FORWARD_CHUNK],
+    CUDA_IMAGE: [CUDA_FORWARD_CHUNK],
     CUDA_REVERSE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE: [CUDA_BACKWARD_CHUNK],
     CUDA_WIDE_MATH: [CUDA_BACKWARD_CHUNK],
@@ -50,6 +53,29 @@ MUTANTS = [
         CUDA_SCAN,
         CUDA_LAYOUTS,
         ("cuda_prefill_chunk: h has the layout of the other states", "of_h ? h_v_first : v_first", "v_first"),
+    ),
+    *mutants(
+        CUDA_IMAGE,
+        CUDA_RESUMED,
+        (
+            "cuda_prefill_chunk: what is behind an opening counts from its beginning",
+            "(in_opening(c) ? first() * kRows : begun)",
+            "first() * kRows",
+        ),
+        (
+            "cuda_prefill_chunk: an opening runs over the chunk's end",
+            "return in_opening(c) ? opening : length;",
+            "return length;",
+        ),
+    ),
+    *mutants(
+        CUDA_SCAN,
+        CUDA_RESUMED,
+        (
+            "cuda_prefill_chunk: an opening is scanned with what is behind it",
+            "stop = cuts.in_opening(c) ? min(end, Cuts::kBoth) : end;",
+            "stop = end;",
+        ),
     ),
     *mutants(
         CUDA_PREPARE,

@@ -218,8 +218,8 @@ MUTANTS = [
         CUDA_REVERSE_SHARED,
         (
             "Hopper's reverse scan: spans of shared heads count from the beginning",
-            "const TokenRange tokens(now, length_, kReversed);",
-            "const TokenRange tokens(now, length_, false);",
+            "TokenRange tokens(now_, length_, kReversed ? 0 : begun_, kReversed);",
+            "TokenRange tokens(now_, length_, 0, false);",
         ),
     ),
     *mutants(

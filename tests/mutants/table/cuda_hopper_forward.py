@@ -15,6 +15,8 @@ CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
 CUDA_HOPPER_OUTPUTS = "src/cuda/hopper_prefill/outputs.h"
 CUDA_HOPPER_THREAD = "src/cuda/hopper_prefill/consumer_thread.h"
 CUDA_HOPPER_TILES = "src/cuda/hopper_prefill/tiles.h"
+CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
+CUDA_HOPPER_SCHEDULE = "src/cuda/hopper_prefill/schedule.h"
 
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
 CUDA_FORWARD_NARROW = emulated(
@@ -23,6 +25,9 @@ CUDA_FORWARD_NARROW = emulated(
 CUDA_SEGMENTS_NARROW = emulated(*(f"ForwardChunkOnCuda.IsTheOracle/K64_V64_log_{c}_long" for c in ("none", "slow")))
 CUDA_FORWARD_PACKED = emulated("ForwardChunkPromise.CompanyChangesNoBit/bound_heads")
 CUDA_SEGMENTS_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_long")
+CUDA_RESUMED = emulated("ResumeOnCuda.IsTheOracle/packed")
+CUDA_RESUMED_SHARED = emulated("ResumeOnCuda.IsTheOracle/shared")
+CUDA_RESUMED_SEGMENTS = emulated("ResumeOnCuda.IsTheOracle/rows")
 CUDA_SEQUENCE_MAPS = emulated("SegmentMapOnCuda.IsTheOracle/cuda_segment_hopper_K64_V64_bound_33")
 CUDA_SEQUENCE_MAPS_NAN = emulated("SegmentPromiseOnCuda.NaNStaysInItsSequenceAndHead/cuda_segment_hopper")
 
@@ -37,9 +42,53 @@ UNITS = {
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_THREAD: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_TILES: [CUDA_HOPPER_FORWARD],
+    CUDA_HOPPER_STATES: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_SCHEDULE: [CUDA_HOPPER_FORWARD, "src/cuda/hopper_prefill/schedule.cu"],
 }
 
 MUTANTS = [
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_RESUMED,
+        (
+            "Hopper's forward: a request that resumes has no opening",
+            "const unsigned opening = begun_ ? unsigned{kChunk} - begun_ : 0;",
+            "const unsigned opening = 0;",
+        ),
+        (
+            "Hopper's forward: behind an opening the state is zeros",
+            "      else if (work.exists && work.from == PlannedItem::kItem) Base::unload(first);\n",
+            "",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_STATES,
+        CUDA_RESUMED,
+        ("Hopper's forward: checkpoints count from behind the opening", "n, t0 + t - begin);", "n, t);"),
+    ),
+    *mutants(
+        CUDA_HOPPER_SCHEDULE,
+        CUDA_RESUMED_SHARED,
+        (
+            "Hopper's forward: heads have no place for an opening",
+            "(tokens + begun + kChunk - 1) / kChunk",
+            "(tokens + kChunk - 1) / kChunk",
+        ),
+    ),
+    *mutants(
+        CUDA_HOPPER_MAPS,
+        CUDA_RESUMED_SEGMENTS,
+        (
+            "segments: an opening is no part of its own",
+            "opening = index == 0 && begun > 0 ? ",
+            "opening = false ? ",
+        ),
+        (
+            "segments: outputs behind an opening go to its rows",
+            "begun = 0, remember();",
+            "begun = 0;",
+        ),
+    ),
     *mutants(
         CUDA_HOPPER_PRODUCER,
         CUDA_FORWARD_HOPPER,
