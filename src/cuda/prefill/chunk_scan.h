@@ -262,6 +262,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
 
   const auto scan = [&]<bool kPlain>() {
     // An opening is scanned by itself.
+#pragma unroll 1
     for (unsigned c = first, stop; c < end; c = stop) {
       stop = cuts.in_opening(c) ? min(end, Cuts::kBoth) : end;
       const unsigned t = cuts.token(c);
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       scan_chunks<kK, kPlain>(state, c, stop, in, rows_of(x.v, x.qkv_dtype), rows_of(x.o, x.o_dtype),
                               rows_of(places.v_new, places.v_new.dtype),
                               static_cast<int>(cuts.behind(c) - t) - static_cast<int>(threadIdx.x % 32 / 4),
-                              [&](unsigned i) { keep(t + (i - c) * kRows); });
+                              [&, before = c * kRows - t](unsigned i) { keep(i * kRows - before); });
     }
   };
   if (places.plain(x)) scan.template operator()<true>();
