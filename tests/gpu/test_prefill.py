@@ -81,16 +81,17 @@ def test_sizes(K: int, v_first: bool) -> None:
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_chunks_on_tensor_cores(dtype: torch.dtype, v_first: bool) -> None:
-    """cuda_prefill_chunk by name: packed prompts with checkpoints, and a long one."""
+    """cuda_prefill_chunk by name: packed prompts with checkpoints, and a long one, from their start or resumed."""
     chunked = Place(DEVICE, impl="cuda_prefill_chunk")
     for lengths in ([65, 0, 9, 200], [3200]):
         for K, V in ((64, 64), (64, 128), (128, 64), (128, 128)):
             p, h0 = prompts(lengths, tail=2, K=K, V=V, v_first=v_first, dtype=dtype)
             slots = int32(4, -1, 0, 1, 2, 3, -1, 5).view(4, 2)[: len(lengths)]
             more = {"checkpoints": torch.zeros(6, *h0.shape[1:]), "checkpoint_slots": slots}
-            expected, got = (prefill(place, p, h0, **more) for place in (ORACLE, chunked))
-            for name, x in got.items():
-                close(expected[name], x, f"{lengths} {K} {V} {name}", 200.0)
+            for before in (None, int32(37, 5, 64, 100)[: len(lengths)]):
+                expected, got = (prefill(at, p, h0, **more, checkpoint_offset=before) for at in (ORACLE, chunked))
+                for name, x in got.items():
+                    close(expected[name], x, f"{lengths} {K} {V} {name}", 200.0)
 
 
 @pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
