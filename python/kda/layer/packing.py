@@ -60,7 +60,7 @@ def _as_tensors(offsets: Mapping[str, Any], device: torch.device) -> dict[str, T
             found[name] = x
         elif x is not None:
             same = next((found[other] for other in found if offsets[other] is x), None)
-            found[name] = torch.tensor(offsets_of(name, x), device=device) if same is None else same
+            found[name] = torch.tensor(offsets_of(name, x), dtype=torch.int64, device=device) if same is None else same
     return found
 
 

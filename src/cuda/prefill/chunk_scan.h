@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(kMostWarps * 32)
     }
   };
 
+  // An opening is scanned by itself.
   const auto scan = [&]<bool kPlain>() {
-    // An opening is scanned by itself.
 #pragma unroll 1
     for (unsigned c = first, stop; c < end; c = stop) {
       stop = cuts.in_opening(c) ? min(end, Cuts::kBoth) : end;
