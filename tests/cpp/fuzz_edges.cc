@@ -270,7 +270,8 @@ void one_call(Random& random) {
   const Bytes before = arena_bytes();
   const Promise p = promise(a);
   const Tainted tainted = tainted_by(a);
-  const bool is_beyond = largest_factor(a) > kMostFactor || has_subnormals_and_infinities(a);
+  const bool is_beyond =
+      largest_factor(a) > kMostFactor || has_subnormals_and_infinities(a) || has_queries_beyond_f16(a);
   const kda_status status = run(a);
   if (status == KDA_UNSUPPORTED && !a.exec.impl && on_cuda) return;
   if (status != KDA_OK) fail(str(kda_status_name(status), ": ", kda_last_error()));

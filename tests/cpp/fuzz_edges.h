@@ -171,6 +171,16 @@ bool has_subnormals_and_infinities(Args& a) {
   return subnormal && infinite;
 }
 
+// Maps on Hopper take queries in f16 as forward does, but are given any here. Larger ones are not compared.
+template <class Args>
+bool has_queries_beyond_f16(const Args& a) {
+  if constexpr (std::is_same_v<Args, kda_segment_map_args>) {
+    const bool on_hopper = !a.exec.impl || std::strstr(a.exec.impl, "hopper");
+    return a.exec.device == KDA_CUDA && on_hopper && !a.in.qk_l2norm && largest(a.in.q) > 1e3;
+  }
+  return false;
+}
+
 // How far off a result may be: by `gate` times its size; or by `noise` times its change when all inputs change by
 // kNudge of their size (then it is a small difference); or by what underflowed. The rounding of its own store is
 // added to all of these.
