@@ -58,9 +58,9 @@ MUTANTS = [
         CUDA_IMAGE,
         CUDA_RESUMED,
         (
-            "cuda_prefill_chunk: what is behind an opening counts from its beginning",
+            "cuda_prefill_chunk: what is behind an opening begins a token early",
             "(in_opening(c) ? first() * kRows : begun)",
-            "first() * kRows",
+            "(in_opening(c) ? first() * kRows : begun + 1)",
         ),
         (
             "cuda_prefill_chunk: an opening runs over the chunk's end",
