@@ -99,6 +99,24 @@ def test_after_torch_has_used_its_threads():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=2 * SECONDS, env=environment())
 
 
+@pytest.mark.parametrize("before", [None, "0"])
+def test_loading_asks_torch_for_no_driver(before):
+    """A process that has asked CUDA's driver must not fork workers. torch asks NVML while this is set."""
+    script = """
+        import os, torch, kda.call.library
+        name, seen = "PYTORCH_NVML_BASED_CUDA_CHECK", []
+        torch.cuda.is_available = lambda: bool(seen.append(os.environ.get(name)))
+        before = os.environ.get(name)
+        kda.call.library.library()
+        assert seen and set(seen) == {"1"}, seen
+        assert os.environ.get(name) == before
+    """
+    more = {} if before is None else {"PYTORCH_NVML_BASED_CUDA_CHECK": before}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=SECONDS, env=environment(**more)
+    )
+
+
 def environment(**more):
     return {**os.environ, "PYTHONPATH": str(Path(kda.__file__).parent.parent), **more}
 

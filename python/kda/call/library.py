@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,29 @@ def library_file() -> Path:
     return library_directory() / f"libkda.so.{__version__.split('.')[0]}"
 
 
+@contextmanager
+def _forkable() -> Iterator[None]:
+    """For the import of ``tvm_ffi``, which asks torch whether there is a GPU. torch asks the driver, and a process that
+    has asked it must not fork workers any more, as servers do behind their plug-ins. With this setting it asks NVML."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class Library:
     """The functions of the binding, as attributes without ``kda_``: ``forward``, ``forward_workspace``, ``info``, ..
     Those of operators take their operands by name: see ``run``."""
 
     def __init__(self) -> None:
-        import tvm_ffi
+        with _forkable():
+            import tvm_ffi
 
         # Errors of these kinds become Python's exceptions of the same name.
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)
