@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does every kernel wait for the one in front of it before it touches global memory?
 
-    early_accesses.py libkda.so        or an object file
+    early_accesses.py libkda.so [sm_90 ..]        or an object file; all architectures by default
 
 Kernels for sm_90 and newer are launched before the one in front of them has ended. This reads their machine code, as
 cuobjdump prints it, and follows all ways from the first instruction to the wait (ACQBULK). On none of them may there be
@@ -189,10 +189,10 @@ def check(file: Path, architecture: str) -> tuple[int, int, list[str]]:
 
 
 def main() -> None:
-    file, failed = Path(sys.argv[1]), False
+    file, architectures, failed = Path(sys.argv[1]), sys.argv[2:] or ARCHITECTURES, False
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as at_once:
-        dumps = at_once.map(lambda architecture: check(file, architecture), ARCHITECTURES)
-        for architecture, (count, in_order, faults) in zip(ARCHITECTURES, dumps, strict=True):
+        dumps = at_once.map(lambda architecture: check(file, architecture), architectures)
+        for architecture, (count, in_order, faults) in zip(architectures, dumps, strict=True):
             print(f"{architecture}: {count} kernels, {in_order} of them launched in order, {len(faults)} faults")
             print("".join(f"  {fault}\n" for fault in faults), end="")
             failed |= bool(faults) or count == in_order
