@@ -32,8 +32,8 @@ EXPECTED = (
     "needs compute capability .*",
     "about the default on Hopper",
     "about streams, graphs and memory of a CUDA device",
-    # Packages that the tests do not bring: JAX alone takes 600 MB.
-    "could not import '(jax[.]numpy|ml_dtypes)'.*",
+    # Packages that the tests do not bring: JAX alone takes 600 MB. tests/plugs has FLA.
+    "could not import '(jax[.]numpy|ml_dtypes|fla[.]models[.]utils)'.*",
     # Other projects' kernels, which only a GPU runs.
     "FLA is not installed, nor in KDA_PEERS",
     "KDA_PEERS has no .*",

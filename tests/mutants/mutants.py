@@ -19,6 +19,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ TIMEOUT_S = 120
 # What gtest prints in front of an expectation that failed, and the emulator (global_memory.cc) in front of an access
 # to memory of nobody.
 FAILED = re.compile(r"^\S.*: Failure$", re.M)
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 # What a unit's own command has and mutants do without: -O0 comes instead, and the copies of glibc that know sizes warn
 # with that.
 LEFT_OUT = ("-O", "-W", "-DHWY_DISABLED_TARGETS", "-D_FORTIFY_SOURCE")
@@ -202,11 +204,11 @@ class Verdict:
     details: str = ""
 
 
-def verdict(run: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    """What a run of the tests says of a mutant, and why if it is not caught."""
+def verdict(run: subprocess.CompletedProcess[str], ends: bool = False) -> tuple[str, str]:
+    """What a run of the tests says of a mutant, and why if it is not caught. ``ends``: a crash is expected."""
     if run.returncode == 0:
         return "SURVIVED", ""
-    if FAILED.search(run.stdout):
+    if FAILED.search(run.stdout) or (ends and run.returncode in CRASHES):
         return "caught", ""
     return "ENDED", f"status {run.returncode}, and no expectation failed:\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
 
@@ -226,7 +228,7 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
     try:
         objects = {unit: build.compile(target, unit, overlay) for unit in units_of(mutant)}
         linked = build.link(target, objects, overlay)
-        result, details = verdict(build.run(linked, mutant.tests))
+        result, details = verdict(build.run(linked, mutant.tests), mutant.ends)
         if result == "caught":
             shutil.rmtree(overlay)  # it has a library with all CUDA kernels; a survivor's is kept to look at
     except subprocess.CalledProcessError as error:

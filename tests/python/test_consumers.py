@@ -89,7 +89,11 @@ def test_the_command_in_the_comment_of_prefill_decode(tmp_path: Path) -> None:
 def cuda_toolkit() -> Path | None:
     """The toolkit that CMake would find, or that tools/setup.sh installs."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    places = [Path(nvcc).resolve().parent.parent, *ROOT.glob(".venv/lib/python3*/site-packages/nvidia/cu13")]
+    places = [
+        Path(nvcc).resolve().parent.parent,
+        Path("/usr/local/cuda"),
+        *ROOT.glob(".venv/lib/python3*/site-packages/nvidia/cu13"),
+    ]
     return next((p for p in places if (p / "include/cuda_runtime_api.h").exists() and (p / "lib64").exists()), None)
 
 

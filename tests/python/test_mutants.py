@@ -34,6 +34,8 @@ def test_only_a_failed_expectation_catches_a_mutant(
     run = subprocess.CompletedProcess(["test"], status, output, "")
     found, details = mutants.verdict(run)
     assert found == result
+    crashed = status in (-6, -11)
+    assert mutants.verdict(run, ends=True)[0] == ("caught" if crashed else result), "where a crash was looked at"
     assert bool(details) == (result == "ENDED")
     for name in ("mutants", "table"):
         sys.modules.pop(name)

@@ -27,9 +27,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_ranks_equal_one_process(results: Results, name: str, dtype: torch.dtype) -> None:
     """float64 shows that the sums are the same. float32 shows that kernels and sums over ranks add nothing to the
-    rounding of torch's matrix products: given these, most results have the same bits."""
+    rounding of torch's matrix products: given these, most results have the same bits. How torch rounds depends on the
+    CPU: differences are up to 2.9e-7 on one, and 3.9e-7 on another."""
     mesh, ranks = results
-    expected, limit = in_one_process(mesh, name, dtype), 1e-14 if dtype == torch.float64 else 3e-7
+    expected, limit = in_one_process(mesh, name, dtype), 1e-14 if dtype == torch.float64 else 5e-7
     for r in ranks:
         got = r[f"{name} {dtype}"]
         assert set(got) == set(expected)

@@ -48,7 +48,7 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
 
 
 def name_of(case: Case) -> str:
-    return training.name_of(case) + (" V-first" if case.problem.layout == "V-first" else "")
+    return training.name_of(case, usual="K-first")
 
 
 def prepare_kda(x: dict[str, Any], impl: str | None) -> Call:

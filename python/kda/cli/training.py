@@ -50,10 +50,11 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
     return prefill.named(found, names, name_of)
 
 
-def name_of(case: Case) -> str:
+def name_of(case: Case, usual: str = "V-first") -> str:
+    """``usual``: the layout that goes without saying."""
     p = case.problem
     sizes = f" K{p.K} V{p.V}" if (p.K, p.V) != (128, 128) else ""
-    layout = " K-first" if p.layout == "K-first" else ""
+    layout = "" if p.layout == usual else f" {p.layout}"
     return case.name + sizes + layout + (f" {p.dtype}" if p.dtype != "bfloat16" else "")
 
 

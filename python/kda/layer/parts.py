@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..call.dispatch import dispatched
 from ..call.tracing import transforms_active
 from .cache import KDACache
+from .concatenation import concatenated
 from .plans import local, mesh_of_plan, ranks_of_plan
 from .products import has_hooks, is_plain, pack, whole_of
-from .projections import concatenated
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention

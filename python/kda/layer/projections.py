@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.derivatives import apply, first_derivatives, refuse_forward_mode
 from ..call.dispatch import dispatched
-from .products import copies, gradients, product
+from .products import gradients, product
 
 
 class JointLinear(torch.autograd.Function):
@@ -28,25 +28,6 @@ class JointLinear(torch.autograd.Function):
         return dx, *dweights
 
     jvp = staticmethod(refuse_forward_mode)
-
-
-class Concatenation(torch.autograd.Function):
-    """``torch.cat``, whose gradients would be views of one tensor."""
-
-    jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.rows = [x.shape[0] for x in parts]
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(copies(dy, ctx.rows))
-
-
-def concatenated(parameters: Sequence[Tensor]) -> Tensor:
-    return apply(Concatenation, *parameters)  # type: ignore[no-any-return]
 
 
 def joint_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -31,7 +31,6 @@ CUDA_BACKWARD_UNUSUAL = emulated(
 CUDA_BACKWARD_SIZES = emulated("BackwardPromiseOnCuda.ValuesOfAnySize/cuda_backward_chunk")
 CUDA_LAYOUTS = emulated("LayoutsOnCuda.ForwardAndWhatItSaves/bf16")
 CUDA_ENDS = (EMULATOR, "RangeOnCuda.RowsUpToTheEndOfF32")
-CUDA_CORNERS = (EMULATOR, "RangeOnCuda.GatesOfWholeCallsAtCorners")
 CUDA_QUERIES = emulated("SegmentPromiseOnCuda.QueriesOfAnySize/cuda_segment_chunk")
 CUDA_BETA = emulated("BackwardPromiseOnCuda.SomeBetasAreZero/cuda_backward_chunk")
 CUDA_RECURRENT_BACKWARD = emulated(
@@ -217,15 +216,6 @@ MUTANTS = [
             "for (int n = 0; n > 0; --n)",
         ),
         ("cuda backward: no launch for unusual gates", "if (unusual_) act(", "if (false) act("),
-    ),
-    *mutants(
-        CUDA_WIDE,
-        CUDA_CORNERS,
-        (
-            "cuda backward: gates behind the end",
-            "if (!kUnrolled<Gate> && !is_real(n, e)) return Gradients{0, 0};",
-            "",
-        ),
     ),
     *mutants(
         CUDA_BACKWARD_CHUNK,

@@ -79,11 +79,6 @@ MUTANTS = [
         CUDA_HOPPER_MAPS,
         CUDA_RESUMED_SEGMENTS,
         (
-            "segments: an opening is no part of its own",
-            "opening = index == 0 && begun > 0 ? ",
-            "opening = false ? ",
-        ),
-        (
             "segments: outputs behind an opening go to its rows",
             "begun = 0, remember();",
             "begun = 0;",

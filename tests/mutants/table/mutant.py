@@ -27,7 +27,13 @@ class Mutant:
     tests: tuple[str, str]
     old: str  # exactly once in the file
     new: str
+    # Wrong accesses end the process, on the CPU in malloc, before a test can say what is wrong. Each was looked at.
+    ends: bool = False
 
 
 def mutants(file: str, tests: tuple[str, str], *substitutions: tuple[str, str, str]) -> list[Mutant]:
     return [Mutant(name, file, tests, old, new) for name, old, new in substitutions]
+
+
+def ending(file: str, tests: tuple[str, str], *substitutions: tuple[str, str, str]) -> list[Mutant]:
+    return [Mutant(name, file, tests, old, new, ends=True) for name, old, new in substitutions]
