@@ -26,7 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from table import EMULATOR, MUTANTS, UNITS, Mutant
+from table import EMULATOR, ENDS, MUTANTS, UNITS, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -253,6 +253,8 @@ def mutate(mutants: list[Mutant]) -> list[str]:
 
 def main() -> None:
     start = time.monotonic()
+    if unknown := ENDS - {m.name for m in MUTANTS}:
+        sys.exit(f"no such mutants: {', '.join(sorted(unknown))}")
     mutants = [m for m in MUTANTS if len(sys.argv) < 3 or sys.argv[2] in m.name]
     if not mutants:
         sys.exit("no such mutant")

@@ -14,9 +14,9 @@ from . import (
     cuda_tokens,
     oracle,
 )
-from .mutant import EMULATOR, Mutant
+from .mutant import EMULATOR, ENDS, Mutant
 
-__all__ = ["EMULATOR", "MUTANTS", "UNITS", "Mutant"]
+__all__ = ["EMULATOR", "ENDS", "MUTANTS", "UNITS", "Mutant"]
 
 FAMILIES = (
     cpu_core,
