@@ -3,8 +3,10 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <vector>
 
@@ -14,6 +16,21 @@
 
 namespace kda::emulator {
 namespace {
+
+// A kernel's destructor that meets a Failure ends the program. Whoever reads the output is told what was found, in the
+// words of a failed expectation.
+[[noreturn]] void report_failure() {
+  const std::exception_ptr error = std::current_exception();
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const Failure& failure) {
+    std::printf("\nemulator: Failure\n%s\n", failure.what.c_str());
+  } catch (...) {
+  }
+  std::fflush(stdout);
+  std::abort();
+}
+[[maybe_unused]] const std::terminate_handler usual = std::set_terminate(report_failure);
 
 uint64_t setting(const char* name, uint64_t usual) {
   const char* given = std::getenv(name);
