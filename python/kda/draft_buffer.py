@@ -8,7 +8,7 @@ from typing import Any
 from .arguments import Records, check_size, counts, is_plain, new_records
 from .call import arrays
 from .call.arrays import is_torch, shape_of
-from .call.tracing import compiling, is_wrapper
+from .call.tracing import compiling, is_known
 from .speculation import flush_kvbuffer, flush_verify_kvbuffer
 
 
@@ -286,7 +286,7 @@ class DraftBuffer:
 
 
 def _are_on_the_host(x: Any) -> bool:
-    return not compiling() and (not is_torch(x) or (x.is_cpu and not is_wrapper(x)))
+    return is_known(x) if is_torch(x) else not compiling()
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from ._version import __version__
-from .plugs.declined import built_with_cuda
+from .call.library import built_with_cuda
 from .plugs.engines import Plug, guard, once, plugged, refuse, resolve
 from .plugs.imports import after_import, moved
 

@@ -67,8 +67,8 @@ def test_this_gpu_is_served() -> None:
 def test_workers_may_be_forked_after_plugging() -> None:
     """vLLM plugs before it forks them, and a fork of a process that has asked CUDA for anything has no CUDA."""
     program = """
-import os, torch, kda.plugs.declined
-assert kda.plugs.declined.built_with_cuda()
+import os, torch, kda.call.library
+assert kda.call.library.built_with_cuda()
 worker = os.fork()
 if worker == 0:
     os._exit(0 if torch.ones(1, device="cuda").item() == 1 else 1)

@@ -361,7 +361,7 @@ def test_plugging_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM plugs before it forks its workers, and CUDA does not survive that."""
     asked: list[str] = []
     with vllm() as _, monkeypatch.context() as patch:
-        patch.setattr(kda.vllm, "built_with_cuda", kda.plugs.declined.built_with_cuda)
+        patch.setattr(kda.vllm, "built_with_cuda", kda.call.library.built_with_cuda)
         real = kda.call.library.library()
 
         class Watched:
@@ -369,7 +369,7 @@ def test_plugging_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
                 asked.append(name)
                 return getattr(real, name)
 
-        patch.setattr(kda.plugs.declined, "library", Watched)
+        patch.setattr(kda.call.library, "library", Watched)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a build without CUDA
             kda.vllm.plug()

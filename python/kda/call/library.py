@@ -136,6 +136,12 @@ def library() -> Library:
     return _recorded if _profiling() else _library  # type: ignore[return-value]
 
 
+def built_with_cuda() -> bool:
+    """Loads the library, and leaves CUDA alone: a process that has asked CUDA for anything must not be forked any more,
+    and servers load plug-ins before they fork."""
+    return str(library().implementation("forward", 0)).startswith("cuda")  # they come first
+
+
 def _loaded() -> Library:
     if _library is None:
         _load()

@@ -86,6 +86,11 @@ def is_wrapper(x: Any) -> bool:
     return bool(type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
+def is_known(x: Any) -> bool:
+    """May a tensor's values be read? On a GPU that would wait for it, and what is being compiled has none."""
+    return bool(x.is_cpu) and not compiling() and not is_wrapper(x)
+
+
 _ONLY = "kda has derivatives for torch.autograd only"
 _TRANSFORMS = {
     "Grad": (

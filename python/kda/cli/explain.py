@@ -14,7 +14,7 @@ from typing import Any
 import kda
 
 from ..call import library
-from ..plugs.declined import built_with_cuda
+from ..call.library import built_with_cuda
 from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole

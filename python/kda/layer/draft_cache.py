@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Conv, Records, counts, is_plain, new_records
-from ..call.tracing import compiling, is_wrapper
+from ..call.tracing import is_known
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
 from .foreign_caches import ForeignCache, find_foreign, read_foreign
@@ -74,7 +74,7 @@ class DraftCache:
         if accept_len.shape != self._accept_len.shape:
             raise ValueError(f"accept_len: expected shape [{N}], got {list(accept_len.shape)}")
         accept_len = accept_len.to(self._round)  # of its dtype, on its device
-        if accept_len.device.type == "cpu" and not is_wrapper(accept_len) and not compiling():
+        if is_known(accept_len):
             for m, most in zip(accept_len.tolist(), self._drafted.tolist(), strict=True):
                 if not 0 <= m <= most:
                     raise ValueError(f"accept_len: expected 0..{most}, the drafts of the last call, got {m}")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..call.library import library
+from ..call.library import built_with_cuda, library
 from ..call.options import make_options
 
 
@@ -20,12 +20,6 @@ class Declined(ValueError):
 # What our functions raise before they touch anything: an argument that is wrong; a call that no kernel takes here, or
 # not the one that KDA_IMPL forces.
 REFUSALS = (ValueError, NotImplementedError)
-
-
-def built_with_cuda() -> bool:
-    """Loads the library, and leaves CUDA alone: a process that has asked CUDA for anything must not be forked any more,
-    and servers load plug-ins before they fork."""
-    return str(library().implementation("forward", 0)).startswith("cuda")  # they come first
 
 
 @functools.lru_cache(maxsize=64)
