@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gloo import preloaded
 from places import DEVICE
 
 
@@ -20,7 +21,10 @@ def enough_devices(ranks: int) -> pytest.MarkDecorator:
 def run(run_rank: Callable[[int, str, str], None], ranks: int, folder: Path, patience: float) -> Path:
     """Runs run_rank(rank, device type, folder) in a process for each rank, for at most ``patience`` seconds."""
     deadline = time.monotonic() + patience
-    context = torch.multiprocessing.spawn(run_rank, (DEVICE.type, str(folder)), nprocs=ranks, join=False)
+    how = "spawn" if DEVICE.type == "cuda" else preloaded()
+    context = torch.multiprocessing.start_processes(
+        run_rank, (DEVICE.type, str(folder)), ranks, False, start_method=how
+    )
     try:
         while not context.join(max(0.0, deadline - time.monotonic())):  # returns when one of them ends, too
             if time.monotonic() > deadline:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import kda
 import kda.cp
+from gloo import run_ranks
 from support import make, rel_rmse
 
 LENGTHS = [30, 100, 2, 68, 56]
@@ -69,7 +70,7 @@ def test_windows_of_ranks(layout: str, tmp_path: Path) -> None:
     if layout == "zigzag" and ENGINE != "fla-0.6":
         pytest.skip("FLA 0.5 has no such windows")
     ranks = 4 if layout == "contiguous" else 2
-    torch.multiprocessing.spawn(run_rank, (ranks, layout, str(tmp_path)), ranks)
+    run_ranks(run_rank, (ranks, layout, str(tmp_path)), ranks)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     order = torch.cat([window(rank, ranks, layout) for rank in range(ranks)]).argsort()
     for name, expected in whole().items():

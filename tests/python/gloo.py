@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 
 def join(rank: int, ranks: int, store: str, seconds: float = 120, device_type: str = "cpu") -> torch.device:
@@ -28,6 +30,18 @@ def join(rank: int, ranks: int, store: str, seconds: float = 120, device_type: s
         device_id=device if on_cuda else None,
     )
     return device
+
+
+def preloaded() -> str:
+    """A way to start processes, without a GPU: they are forked from one that has imported what takes ranks seconds."""
+    modules = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "kda.cp", "kda.nn", "kda.tp"]
+    multiprocessing.set_forkserver_preload(modules)
+    return "forkserver"
+
+
+def run_ranks(run_rank: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Runs run_rank(rank, *arguments) in a process for each rank."""
+    torch.multiprocessing.start_processes(run_rank, arguments, ranks, start_method=preloaded())
 
 
 def answer(call: Callable[[], Any]) -> str:

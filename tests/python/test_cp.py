@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import kda
@@ -29,6 +28,7 @@ from cp_ranks import (
     convolved,
     run_rank,
 )
+from gloo import run_ranks
 from support import Tensor, make, rel_rmse, same_bits
 
 RANKS = (2, 3, 4)
@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[di
 
     def of(ranks: int) -> list[dict[str, Any]]:
         if ranks not in done:
-            mp.spawn(run_rank, (ranks, str(folder)), ranks)
+            run_ranks(run_rank, (ranks, str(folder)), ranks)
             done[ranks] = [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
         return done[ranks]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cp_fault_ranks import ABSENCES, FAULTS, MIXES, PATIENCE, run_rank
+from gloo import run_ranks
 from kda.cp._message import Line, poison, tag_of, told
 
 RANKS = 2
@@ -18,7 +19,7 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("faults")
-    torch.multiprocessing.spawn(run_rank, (RANKS, str(folder)), RANKS)
+    run_ranks(run_rank, (RANKS, str(folder)), RANKS)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 

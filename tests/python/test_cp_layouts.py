@@ -15,6 +15,7 @@ import kda.cp
 from cp_layout_ranks import CONVOLUTIONS, EIGHT, INVARIANT, NAMES, RANKS, TOKENS, run_eight, run_layer, run_rank
 from cp_ranks import CASES, TOKENWISE, Case, chunk, convolution, convolution_inputs, offsets
 from cp_state_ranks import in_one_process
+from gloo import run_ranks
 from support import Tensor, rel_rmse, same_bits
 
 Parts = list[dict[str, Tensor]]
@@ -29,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
     def of(ranks: int) -> list[dict[str, Any]]:
         if ranks not in done:
-            torch.multiprocessing.spawn(run_rank, (ranks, str(folder)), ranks)
+            run_ranks(run_rank, (ranks, str(folder)), ranks)
             done[ranks] = [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
         return done[ranks]
 
@@ -155,7 +156,7 @@ def ends_of(case: Case) -> set[str]:
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("eight")
-    torch.multiprocessing.spawn(run_eight, (str(folder),), 8)
+    run_ranks(run_eight, (str(folder),), 8)
     return [torch.load(folder / f"8_{rank}.pt") for rank in range(8)]
 
 

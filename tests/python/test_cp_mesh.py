@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh_ranks import MESHES, RANKS, RUNS, in_one_process, run_rank
+from gloo import run_ranks
 from layer_model import relative
 
 Results = list[dict[str, Any]]
@@ -19,7 +20,7 @@ DTYPES = {"f32": (torch.float32, 3e-6), "f64": (torch.float64, 1e-12)}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("mesh")
-    torch.multiprocessing.spawn(run_rank, (str(folder),), RANKS)
+    run_ranks(run_rank, (str(folder),), RANKS)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 

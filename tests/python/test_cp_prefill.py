@@ -9,6 +9,7 @@ import torch
 
 from cp_prefill_ranks import CASES, Case, run, run_rank
 from cp_ranks import offsets
+from gloo import run_ranks
 from support import Tensor, rel_rmse
 
 Results = tuple[int, list[dict[str, Any]]]
@@ -17,7 +18,7 @@ Results = tuple[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     ranks, folder = request.param, tmp_path_factory.mktemp("prefill")
-    torch.multiprocessing.spawn(run_rank, (ranks, str(folder)), ranks)
+    run_ranks(run_rank, (ranks, str(folder)), ranks)
     return ranks, [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from cp_ranks import TOKENWISE
 from cp_state_ranks import CASES, WINDOWS, in_one_process, run_rank
+from gloo import run_ranks
 from support import rel_rmse
 
 Results = tuple[int, list[dict[str, Any]]]
@@ -18,7 +19,7 @@ Results = tuple[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module", params=WINDOWS)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     ranks, folder = request.param, tmp_path_factory.mktemp("states")
-    torch.multiprocessing.spawn(run_rank, (ranks, str(folder)), ranks)
+    run_ranks(run_rank, (ranks, str(folder)), ranks)
     return ranks, [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
 
 

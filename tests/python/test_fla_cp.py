@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fla_cp_ranks import CASES, run, run_layer, run_rank
+from gloo import run_ranks
 from support import Tensor, rel_rmse
 
 Results = dict[int, list[dict[str, Any]]]
@@ -22,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     found = {}
     for ranks in (2, 4):
         folder = tmp_path_factory.mktemp("fla")
-        torch.multiprocessing.spawn(run_rank, (ranks, str(folder)), ranks)
+        run_ranks(run_rank, (ranks, str(folder)), ranks)
         found[ranks] = [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
     return found
 

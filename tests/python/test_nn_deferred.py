@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
+from gloo import run_ranks
 from kda.nn import KimiDeltaAttention, RMSNormGated, ShortConvolution
 from layer_model import float64_parameters, model, relative, tokens
 
@@ -236,4 +236,4 @@ def run_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp(tmp_path: Path):
-    mp.spawn(run_rank, (str(tmp_path),), 2)
+    run_ranks(run_rank, (str(tmp_path),), 2)

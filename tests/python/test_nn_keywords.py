@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import kda.cp
 from cp_layer_ranks import CASES, TOKENS, run_layer, run_layer_rank
+from gloo import run_ranks
 from kda.layer.packing import find_layout
 from kda.nn import IGNORED_KEYWORDS, DraftCache
 from layer_model import documents, float64_parameters, make, model, relative, tokens
@@ -287,7 +287,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[di
 
     def of(ranks: int) -> list[dict[str, Any]]:
         if ranks not in done:
-            mp.spawn(run_layer_rank, (ranks, str(folder)), ranks)
+            run_ranks(run_layer_rank, (ranks, str(folder)), ranks)
             done[ranks] = [torch.load(folder / f"{ranks}_{rank}.pt") for rank in range(ranks)]
         return done[ranks]
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import kda
+from gloo import run_ranks
 from kda.tp import HeadParallel
 from layer_model import make, relative, tokens
 from support import make as make_problem
@@ -28,7 +29,7 @@ Results = list[dict[str, dict[str, Tensor]]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the results of the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, (RANKS, str(folder)), nprocs=RANKS)
+    run_ranks(run_rank, (RANKS, str(folder)), RANKS)
     return folder
 
 

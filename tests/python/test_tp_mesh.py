@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gloo import run_ranks
 from layer_model import relative
 from mesh_ranks import CASES, CUTS_OF_FUNCTIONS, MESHES, RUNS, block, in_one_process, run_rank
 from tp_ranks import FUNCTIONS, run_function
@@ -20,7 +21,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The name of a mesh, and the results of its ranks."""
     mesh, folder = request.param, tmp_path_factory.mktemp("mesh")
     ranks = MESHES[mesh][0] * MESHES[mesh][1]
-    torch.multiprocessing.spawn(run_rank, (mesh, str(folder)), ranks)
+    run_ranks(run_rank, (mesh, str(folder)), ranks)
     return mesh, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
