@@ -1,10 +1,9 @@
-"""The machine code of kernels for Blackwell, which no GPU has run: what ptxas says of it, and its instructions."""
+"""The machine code of kernels for Blackwell, which no GPU has run: what the compiler says of it, and what is in it."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
+import shlex
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from early_accesses import disassembly
+from early_accesses import disassembly, find
 
 ROOT = Path(__file__).resolve().parents[2]
-NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+BUILD = ROOT / "build/release"
+NO_DISASSEMBLER = "cuobjdump or nvdisasm not found: tools/setup.sh test installs them"
 
 
 @dataclass
@@ -86,19 +86,24 @@ class Compiled:
     said: str
 
 
+def command_of(file: str) -> list[str]:
+    """How `make build` compiles a file: ccache has what it made, and what the compiler said, by the same options."""
+    output = f"CMakeFiles/kda_cuda_blackwell.dir/src/cuda/{file}.o"
+    if not (BUILD / output).exists():
+        pytest.skip("built without CUDA")
+    commands = ["cmake", "--build", str(BUILD), "--", "-t", "commands", output]
+    lines = subprocess.run(commands, capture_output=True, text=True, check=True).stdout.splitlines()
+    return shlex.split(lines[-1])
+
+
 @pytest.fixture(scope="module", params=UNITS, ids=lambda unit: Path(unit.file).stem)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     unit: Unit = request.param
-    if not shutil.which(NVCC):
-        pytest.skip("there is no nvcc")
-    code = tmp_path_factory.mktemp("blackwell") / "unit.cubin"
-    options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_100a", "-cubin", "-Xptxas=-v,-warn-spills"]
-    done = subprocess.run(
-        [NVCC, *options, "-Iinclude", "-Isrc", f"src/cuda/{unit.file}", "-o", str(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = command_of(unit.file)
+    code = tmp_path_factory.mktemp("blackwell") / "unit.o"
+    command[command.index("-o") + 1] = str(code)
+    command[command.index("-MF") + 1] = str(code.with_suffix(".d"))
+    done = subprocess.run(command, cwd=BUILD, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Compiled(unit, code, done.stdout + done.stderr)
 
@@ -106,14 +111,18 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_ptxas_neither_spills_nor_warns(compiled: Compiled) -> None:
     said = compiled.said
     assert "warning" not in said.lower() and not re.search(r"\(C\d+\)", said), said
-    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert spills == [("0", "0", "0")] * compiled.unit.kernels
+    cuobjdump = find("cuobjdump")
+    if not cuobjdump:
+        pytest.skip(NO_DISASSEMBLER)
+    used = subprocess.run([cuobjdump, "-res-usage", compiled.code], capture_output=True, text=True, check=True).stdout
+    local = re.findall(r"REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", used)
+    assert local == [("0", "0")] * compiled.unit.kernels, used
 
 
 def test_products_are_those_of_tensor_memory(compiled: Compiled) -> None:
     process = disassembly(compiled.code)
     if not process:
-        pytest.skip("cuobjdump or nvdisasm not found: tools/setup.sh test installs them")
+        pytest.skip(NO_DISASSEMBLER)
     sass, _ = process.communicate()
     assert process.returncode == 0
     count = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", sass, re.M))
