@@ -10,7 +10,8 @@ that family run against the result. Those of CUDA kernels run on the emulator (t
 its tests: there the program takes the place of the library. One mutant per core at a time.
 
 A mutant is caught if a test says which of its expectations failed: a program that is killed, or that does not load,
-proves nothing. Exit status 0: all of them were caught, and the unmutated library built the same way passed.
+proves nothing. Exit status 0: all of them were caught, and the tests that caught them pass with the library built the
+same way but not mutated.
 """
 
 import json
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -50,11 +52,12 @@ LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 CCACHE = [ccache] if (ccache := shutil.which("ccache")) else []
 
 # The cores are busy with other mutants, and the first expectation that fails ends the program.
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GTEST_THROW_ON_FAILURE": "1", "GTEST_BRIEF": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GTEST_THROW_ON_FAILURE": "1"}
 TIMEOUT_S = 120
 # What gtest prints in front of an expectation that failed, and the emulator (global_memory.cc) in front of an access
-# to memory of nobody.
+# to memory of nobody; and in front of a test.
 FAILED = re.compile(r"^\S.*: Failure$", re.M)
+RUNS = re.compile(r"^\[ RUN      \] (\S+)$", re.M)
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 # What a unit's own command has and mutants do without: -O0 comes instead, and the copies of glibc that know sizes warn
 # with that.
@@ -177,39 +180,45 @@ class Build:
         )
 
 
-def check_unmutated(build: Build, mutants: list[Mutant], pool: ThreadPoolExecutor) -> None:
-    """Built the same way but not mutated, everything passes: otherwise the rest would prove nothing."""
+@dataclass
+class Verdict:
+    result: str  # "caught", or else what is wrong
+    seconds: float
+    test: str = ""  # that caught it
+    details: str = ""
+
+
+def check_unmutated(build: Build, caught: dict[tuple[str, str], set[str]], pool: ThreadPoolExecutor) -> None:
+    """Built the same way but not mutated, the tests that caught mutants pass: otherwise they would prove nothing.
+    `caught`: these tests, by the mutants' own."""
     overlay = build.overlay("unmutated")
     linked = {}
     try:
         for target in (build.library, build.emulator):
-            units = sorted({unit for m in mutants if build.target_of(m.tests) is target for unit in units_of(m)})
+            units = sorted(
+                {u for m in MUTANTS if m.tests in caught and build.target_of(m.tests) is target for u in units_of(m)}
+            )
             if not units:
                 continue
             objects = list(pool.map(lambda unit, target=target: build.compile(target, unit, overlay), units))
             linked[target.file] = build.link(target, dict(zip(units, objects, strict=True)), overlay)
     except subprocess.CalledProcessError as error:
         sys.exit(f"{error.stdout}the unmutated library is not built")
-    families = sorted({m.tests for m in mutants})
-    results = pool.map(lambda f: build.run(linked[build.target_of(f).file], f), families)
-    for (program, chosen), result in zip(families, results, strict=True):
+    runs = [(tests, (tests[0], ":".join(sorted(names)))) for tests, names in caught.items()]
+    results = pool.map(lambda r: build.run(linked[build.target_of(r[0]).file], r[1]), runs)
+    for (_, (program, chosen)), result in zip(runs, results, strict=True):
         if result.returncode:  # also if no test has such a name
             sys.exit(f"{result.stdout}{result.stderr}{program} --gtest_filter={chosen} fails without any mutant")
 
 
-@dataclass
-class Verdict:
-    result: str  # "caught", or else what is wrong
-    seconds: float
-    details: str = ""
-
-
 def verdict(run: subprocess.CompletedProcess[str], ends: bool = False) -> tuple[str, str]:
-    """What a run of the tests says of a mutant, and why if it is not caught. ``ends``: a crash is expected."""
+    """What a run of the tests says of a mutant: that it is caught, and by which test; else why it is not. ``ends``: a
+    crash is expected."""
     if run.returncode == 0:
         return "SURVIVED", ""
-    if FAILED.search(run.stdout) or (ends and run.returncode in CRASHES):
-        return "caught", ""
+    tests = RUNS.findall(run.stdout)
+    if tests and (FAILED.search(run.stdout) or (ends and run.returncode in CRASHES)):
+        return "caught", tests[-1]
     return "ENDED", f"status {run.returncode}, and no expectation failed:\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
 
 
@@ -235,7 +244,8 @@ def judge(build: Build, mutant: Mutant, text: str) -> Verdict:
         result, details = "NOT BUILT", error.stdout
     except subprocess.TimeoutExpired:  # not caught: the machine may have been too busy for any library
         result = "TIMED OUT"
-    return Verdict(result, time.monotonic() - start, details)
+    seconds = time.monotonic() - start
+    return Verdict(result, seconds, test=details) if result == "caught" else Verdict(result, seconds, details=details)
 
 
 def mutate(mutants: list[Mutant]) -> list[str]:
@@ -260,14 +270,17 @@ def main() -> None:
         sys.exit("no such mutant")
     texts = mutate(mutants)  # all of them fit, before the first is compiled
     build = Build(pathlib.Path(sys.argv[1]).resolve())
-    wrong = []
+    wrong, caught = [], defaultdict(set)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        check_unmutated(build, mutants, pool)
         verdicts = pool.map(lambda mutant, text: judge(build, mutant, text), mutants, texts)
         for mutant, v in zip(mutants, verdicts, strict=True):
-            print(f"{v.result:9} {v.seconds:4.1f} s  {mutant.name}\n{v.details}", end="", flush=True)
-            if v.result != "caught":
+            by = f", by {v.test}" if v.test else ""
+            print(f"{v.result:9} {v.seconds:4.1f} s  {mutant.name}{by}\n{v.details}", end="", flush=True)
+            if v.result == "caught":
+                caught[mutant.tests].add(v.test)
+            else:
                 wrong.append(f"{v.result}: {mutant.name}")
+        check_unmutated(build, caught, pool)
     print(f"{len(mutants)} mutants, {len(mutants) - len(wrong)} caught, in {time.monotonic() - start:.0f} s")
     sys.exit("\n".join(wrong) or None)
 

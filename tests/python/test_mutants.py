@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "mutants"
         (0, "[  PASSED  ] 3 tests.", "SURVIVED"),
         (1, "no test matches the filter: Gate.*", "ENDED"),
         (-11, "", "ENDED"),
-        (-9, "[ RUN      ] Gate.IsTheOracle\n", "ENDED"),
+        (-9, "", "ENDED"),
         (127, "symbol lookup error: undefined symbol: kda_gate", "ENDED"),
     ],
 )
@@ -31,11 +31,14 @@ def test_only_a_failed_expectation_catches_a_mutant(
     monkeypatch.syspath_prepend(FOLDER)
     import mutants
 
-    run = subprocess.CompletedProcess(["test"], status, output, "")
+    begun = "[ RUN      ] Gate.IsTheOracle\n[       OK ] Gate.IsTheOracle (1 ms)\n[ RUN      ] Gate.OfAnyWidth\n"
+    run = subprocess.CompletedProcess(["test"], status, begun + output, "")
     found, details = mutants.verdict(run)
     assert found == result
     crashed = status in (-6, -11)
     assert mutants.verdict(run, ends=True)[0] == ("caught" if crashed else result), "where a crash was looked at"
-    assert bool(details) == (result == "ENDED")
+    assert details == "Gate.OfAnyWidth" if result == "caught" else bool(details) == (result == "ENDED")
+    nothing_ran = subprocess.CompletedProcess(["test"], status, output.partition("[ RUN")[0], "")
+    assert mutants.verdict(nothing_ran, ends=True)[0] == ("ENDED" if status else "SURVIVED")
     for name in ("mutants", "table"):
         sys.modules.pop(name)
