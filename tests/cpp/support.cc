@@ -1,9 +1,14 @@
 #include "support.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <new>
 #include <numeric>
 
 #include "dtype.h"
@@ -33,11 +38,37 @@ void PrintTo(const Bits& bits, std::ostream* out) {
   *out << bits.bytes.size() << " bytes, hash " << std::hex << std::hash<std::string>()(bits.bytes);
 }
 
-Memory::~Memory() { ASAN_UNPOISON_MEMORY_REGION(bytes.data(), bytes.size()); }
+bool Memory::guarded() {
+  static const bool on = std::getenv("KDA_TEST_GUARD");
+  return on;
+}
+
+Memory::Memory(int64_t size) : size_(size) {
+  if (guarded()) {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    page_bytes_ = (size + page - 1) / page * page + page;
+    void* pages = mmap(nullptr, page_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) throw std::bad_alloc();
+    pages_ = static_cast<char*>(pages);
+    begin_ = pages_ + page_bytes_ - page - size;
+    if (mprotect(begin_ + size, page, PROT_NONE)) throw std::bad_alloc();
+  } else {
+    begin_ = new char[size];
+  }
+  std::memset(begin_, 0xff, size);
+}
+
+Memory::~Memory() {
+  ASAN_UNPOISON_MEMORY_REGION(begin_, size_);
+  if (pages_)
+    munmap(pages_, page_bytes_);
+  else
+    delete[] begin_;
+}
 void Memory::close(const char* begin, const char* end) { ASAN_POISON_MEMORY_REGION(begin, end - begin); }
 std::string Memory::open() {
-  ASAN_UNPOISON_MEMORY_REGION(bytes.data(), bytes.size());
-  return bytes;
+  ASAN_UNPOISON_MEMORY_REGION(begin_, size_);
+  return {begin_, end()};
 }
 
 Tensor::Tensor(int32_t dtype, std::vector<int64_t> shape, Layout layout) {
@@ -68,9 +99,11 @@ Tensor::Tensor(int32_t dtype, std::vector<int64_t> shape, const std::vector<doub
 
 void Tensor::place(int64_t data_bytes) {
   memory_ = std::make_unique<Memory>(64 + 2 * kMargin + data_bytes);
-  char *begin = memory_->bytes.data(), *end = begin + memory_->bytes.size();
+  char *begin = memory_->begin(), *end = memory_->end();
+  // One element past 64-byte alignment.
   char* data = begin + (64 - reinterpret_cast<uintptr_t>(begin) % 64) + kMargin + dtype_size(view_.dtype);
-  view_.data = data;  // one element past 64-byte alignment
+  if (Memory::guarded()) data = end - data_bytes;
+  view_.data = data;
   memory_->close(begin, data);
   memory_->close(data + data_bytes, end);
 }
@@ -80,7 +113,7 @@ Tensor Tensor::clone() const {
   if (!*this) return copy;
   copy.view_ = view_;
   const int64_t margins = 64 + 2 * kMargin;
-  copy.place(static_cast<int64_t>(memory_->bytes.size()) - margins);
+  copy.place(memory_->end() - memory_->begin() - margins);
   for (int64_t i = 0; i < size(); ++i) std::memcpy(copy.element(i), element(i), dtype_size(view_.dtype));
   return copy;
 }
@@ -166,7 +199,7 @@ bool Tensor::margins_intact() const {
   if (!*this) return true;
   std::string bytes = memory_->open();
   for (int64_t i = 0; i < size(); ++i)
-    std::memset(bytes.data() + (element(i) - memory_->bytes.data()), kPoison, dtype_size(view_.dtype));
+    std::memset(bytes.data() + (element(i) - memory_->begin()), kPoison, dtype_size(view_.dtype));
   return all_poison(bytes);
 }
 
@@ -192,7 +225,7 @@ double Random::normal() {
 
 Workspace::Workspace(uint64_t bytes, unsigned char fill)
     : memory_(std::make_unique<Memory>(bytes + 2 * kMargin + 512)), bytes_(bytes) {
-  char *begin = memory_->bytes.data(), *end = begin + memory_->bytes.size();
+  char *begin = memory_->begin(), *end = memory_->end();
   data_ = begin + kMargin;
   data_ += 256 - reinterpret_cast<uintptr_t>(data_) % 256;
   if (reinterpret_cast<uintptr_t>(data_) % 512 == 0) data_ += 256;
@@ -203,7 +236,7 @@ Workspace::Workspace(uint64_t bytes, unsigned char fill)
 
 bool Workspace::margins_intact() const {
   const std::string all = memory_->open();
-  const size_t before = data_ - memory_->bytes.data();
+  const size_t before = data_ - memory_->begin();
   return all_poison(all.substr(0, before)) && all_poison(all.substr(before + bytes_));
 }
 

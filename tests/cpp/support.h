@@ -29,18 +29,30 @@ struct Bits {
 };
 void PrintTo(const Bits& bits, std::ostream* out);
 
-// Bytes that start as 0xff. Parts of them may be closed to access under ASan; they are open again when freed.
-struct Memory {
-  explicit Memory(int64_t size) : bytes(size, '\xff') {}
+// Bytes that start as 0xff. Parts of them may be closed to access under ASan; they are open again when freed. Where
+// KDA_TEST_GUARD is set, the page behind the last byte may not be touched, which all instruction sets notice.
+class Memory {
+ public:
+  static bool guarded();
+  explicit Memory(int64_t size);
   ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* begin() const { return begin_; }
+  char* end() const { return begin_ + size_; }
   void close(const char* begin, const char* end);
   std::string open();  // a copy of all bytes
-  std::string bytes;
+
+ private:
+  int64_t size_;
+  char* begin_;
+  char* pages_ = nullptr;  // of guarded memory, and their bytes with the page that is closed
+  int64_t page_bytes_ = 0;
 };
 
 // A tensor and its memory. All bytes start as 0xff, which is NaN in every float dtype and -1 in the integers: elements
 // that a call leaves alone, gaps between rows, and margins around the data (which ASan guards as well). The data is
-// aligned to its element and no more.
+// aligned to its element and no more. Guarded memory ends with it.
 class Tensor {
  public:
   Tensor() = default;  // absent

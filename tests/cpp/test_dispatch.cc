@@ -194,6 +194,14 @@ TEST_F(Dispatch, FormerNames) {
 }
 
 // In a process of its own: the name is read once.
+TEST(Isa, GuardedTensorsEndAtAClosedPage) {
+  if (!Memory::guarded()) GTEST_SKIP() << "KDA_TEST_GUARD is not set";
+  const Tensor t(KDA_BF16, {3, 7}, Layout::kPadded);
+  const volatile char* behind = static_cast<const char*>(t.view().data) + 2 * (2 * t.view().stride[0] + 7);
+  EXPECT_EQ(behind[-1], '\xff');
+  EXPECT_EXIT(std::exit(*behind), testing::KilledBySignal(SIGSEGV), "");
+}
+
 TEST(Isa, GarbageIsRefused) {
   const char* name = std::getenv("KDA_CPU_ISA");
   if (!name || std::strcmp(name, "garbage")) GTEST_SKIP() << "KDA_CPU_ISA is not garbage";

@@ -1,5 +1,5 @@
 // In place of src/cpu/isa.h where kernels are compiled for one instruction set only, HWY_COMPILE_ONLY_STATIC: by the
-// mutants and for ThreadSanitizer.
+// mutants and for sanitizers.
 #pragma once
 
 namespace kda::cpu {
