@@ -104,7 +104,6 @@ test-plugs: export OMP_WAIT_POLICY := passive
 test-plugs:
 	$(PART) "tests of the GPU, on the CPU" env KDA_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" gpu
 	$(PART) "plug of FLA 0.6" env OMP_NUM_THREADS=1 $(PYTEST) plugs
-	$(PART) "plug of FLA 0.5" env OMP_NUM_THREADS=1 KDA_ENGINE=fla-0.5 $(PYTEST) plugs/test_fla_plug.py plugs/test_fla.py
 
 test-asan test-tsan: test-%: | build-dir
 	$(PART) "configure $*" cmake --preset $(PRESET_$*)

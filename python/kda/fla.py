@@ -18,7 +18,6 @@ FLA 0.6.0: plugged
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import threading
@@ -27,12 +26,11 @@ from typing import Any
 
 from .call.library import library
 from .plugs import engines
-from .plugs.fla_versions import VERSIONS, Place, Version
+from .plugs.fla_places import MACHINERY, PLACES, Place
 
 __all__ = ["Report", "plug", "report"]
 
-SWITCH = "FLA_KDA_LIB"
-ENGINE = "FLA"
+ENGINE, SWITCH, VERSIONS = "FLA", "FLA_KDA_LIB", ("0.6",)
 MOST_REASONS = 200  # a program cannot fill the memory with them
 
 _taken: dict[tuple[str, bool, Any], int] = {}  # (function, on a GPU, dtype)
@@ -94,68 +92,49 @@ def plug() -> engines.Plug:
 
 
 def _connect() -> engines.Plug:
-    version = engines.installed(ENGINE)
-    if version is None:
-        return engines.refuse(ENGINE, engines.guard(ENGINE, list(VERSIONS), {}), state="not installed")
-    known = next((VERSIONS[name] for name in VERSIONS if engines.same_version(version, name)), None)
-    expected = {} if known is None else known.machinery | {place.path: place.signature for place in known.places}
-    reasons = engines.guard(ENGINE, list(VERSIONS), expected)
-    if known is None or reasons:
-        return engines.refuse(ENGINE, reasons)
-    if engines.resolve(f"{known.base}._DISPATCH_DISABLED"):
+    if reasons := engines.guard(ENGINE, VERSIONS, MACHINERY | {place.path: place.signature for place in PLACES}):
+        state = "not installed" if engines.installed(ENGINE) is None else "refused"
+        return engines.refuse(ENGINE, reasons, state=state)
+    if engines.resolve("fla.backends._DISPATCH_DISABLED"):
         reasons = ["FLA_DISABLE_BACKEND_DISPATCH=1 was set when FLA was imported"]
         return engines.refuse(ENGINE, reasons, state="switched off", warn=False)
     try:
         library()
     except ImportError as error:
         return engines.refuse(ENGINE, [str(error)])
-    _register(known)
-    return engines.plugged(ENGINE, [place.path for place in known.places])
+    _register()
+    return engines.plugged(ENGINE, [place.path for place in PLACES])
 
 
 # ---- the backend ----
 
 
-def _register(version: Version) -> None:
+def _register() -> None:
     """Registers one class under every registry that the functions are dispatched by. FLA replaces a backend of the
     same type, so a second time changes nothing."""
-    backend: Any = _backend(version)
+    backend: Any = _backend()
     try:
-        _register_everywhere(version, backend)
+        _register_everywhere(backend)
     except Exception:  # a function is not what it was: none of them is ours then
         backend.is_enabled = staticmethod(lambda: False)
         raise
 
 
-def _register_everywhere(version: Version, backend: Any) -> None:
-    if version.base == "fla.backends":
-        register = engines.resolve("fla.backends.register")
-        for place in version.places:
-            if place.registry is None:
-                register(engines.resolve(place.path))(backend)
-        register("kda")(backend)
-        return
-    for name in {place.registry for place in version.places}:
-        module = "fla.ops.kda.backends.kda_registry" if name == "kda" else "fla.modules.backends.modules_registry"
-        engines.resolve(module).register(backend())
+def _register_everywhere(backend: Any) -> None:
+    register = engines.resolve("fla.backends.register")
+    for entry in {place.registry or engines.resolve(place.path) for place in PLACES}:
+        register(entry)(backend)
 
 
-def _backend(version: Version) -> type:
+def _backend() -> type:
     from .plugs.fla_modules import MODULES, from_our_norm
     from .plugs.fla_takes import KDA
 
-    names = {place.name: _names(place) for place in version.places}
+    names = {place.name: _names(place) for place in PLACES}
     takes = {name: (KDA | MODULES)[name] for name in names}
     environ = os.environ
 
-    def keywords(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, and the layout of states by its new one."""
-        given = {**dict(zip(names[name], args, strict=False)), **given}
-        if "transpose_state_layout" in given and "transpose_state_layout" in names[name]:  # FLA 0.5.0
-            given["state_v_first"] = given.pop("transpose_state_layout")
-        return given
-
-    class KDALibBackend(importlib.import_module(version.base).BaseBackend):  # type: ignore[misc]
+    class KDALibBackend(engines.resolve("fla.backends.BaseBackend")):  # type: ignore[misc]
         """The functions of ``takes``. The switch is asked in ``verify``, so that calls left to FLA are counted."""
 
         backend_type = "kda_lib"
@@ -178,8 +157,8 @@ def _backend(version: Version) -> type:
             if _handed_on and (why := _handed_on.pop((threading.get_ident(), function), None)) is not None:
                 _count_left(function, why)
                 return False, why
-            if args or "transpose_state_layout" in given:
-                given = keywords(function, args, given)
+            if args:
+                given = _by_name(names[function], args, given)
             try:
                 reason = take.why_not(given)
             except Exception as error:  # arguments that neither we nor FLA expect
@@ -191,8 +170,8 @@ def _backend(version: Version) -> type:
             _count_left(function, reason)
             return False, reason
 
-    for place in version.places:
-        call = _counted(place, names[place.name][0], takes[place.name].run, keywords)
+    for place in PLACES:
+        call = _counted(place, names[place.name], takes[place.name].run)
         setattr(KDALibBackend, place.name, staticmethod(call))
     return KDALibBackend
 
@@ -201,15 +180,19 @@ def _names(place: Place) -> tuple[str, ...]:
     return tuple(inspect.signature(engines.resolve(place.path)).parameters)
 
 
-def _counted(place: Place, first: str, run: Any, keywords: Any) -> Any:
+def _by_name(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **given}
+
+
+def _counted(place: Place, names: tuple[str, ...], run: Any) -> Any:
     """``run``, with a count under its first argument, which is a tensor. What no kernel of ours takes, as one that
     ``KDA_IMPL`` forces may not, FLA is asked for once more, and we decline."""
-    name = place.name
+    name, first = place.name, names[0]
 
     def call(*args: Any, **given: Any) -> Any:
         original = args, given
-        if args or "transpose_state_layout" in given:
-            given = keywords(name, args, given)
+        if args:
+            given = _by_name(names, args, given)
         x = given[first]
         try:
             result = run(given)

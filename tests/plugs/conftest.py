@@ -1,5 +1,5 @@
 """Puts an engine's real files, which tools/fetch_engines.py has unpacked under build/engines, on the path of the tests
-in this folder. KDA_ENGINE names the folder of FLA: fla-0.6 if not set, or fla-0.5.
+in this folder.
 
 There is no GPU, so FLA's own kernels run in Triton's interpreter: their Python code, one program after the other. What
 FLA computes without our plug is therefore what its source says, and the tests compare with that.
@@ -15,6 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch and libkda start their threads
@@ -22,10 +23,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import pytest
 import torch
-from engine import ENGINE, FOLDERS, MISSING
 
-if MISSING:
-    raise pytest.UsageError(f"the tests of plugs need {', '.join(MISSING)}: tools/fetch_engines.py brings them")
+ENGINE = "fla-0.6"
+ENGINES = Path(os.environ.get("KDA_ENGINES", Path(__file__).resolve().parents[2] / "build" / "engines"))
+FOLDERS = [ENGINES / name for name in (ENGINE, "triton")]
+if missing := [folder.name for folder in FOLDERS if not (folder / "complete").exists()]:
+    raise pytest.UsageError(f"the tests of plugs need {', '.join(missing)}: tools/fetch_engines.py brings them")
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 # For processes that tests start.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, FOLDERS), os.environ.get("PYTHONPATH")]))

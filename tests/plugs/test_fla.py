@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine import ENGINE
 from fla_calls import Tensor, both, compare, fla
 
 import kda
 import kda.fla
 from support import make, reference, rel_rmse, run, same_bits
 
-NEW = ENGINE == "fla-0.6"
-only_new = pytest.mark.skipif(not NEW, reason="FLA 0.5 does not dispatch it")
 PACKED = {"lengths": [5, 64, 0, 37, 1]}
 CASES: dict[str, dict[str, Any]] = {
     "decays": {"T": 70},
@@ -72,6 +69,19 @@ def test_parameters_that_fla_ignores() -> None:
     compare(ours, theirs, 1e-5)
 
 
+def test_old_name_of_the_layout() -> None:
+    """FLA takes it among other keywords, with a warning."""
+    p = make(T=20, K=16, V=16, v_first=True)
+    del p.options["state_v_first"]
+    old = {"transpose_state_layout": True}
+
+    def call() -> dict[str, Tensor]:
+        with pytest.warns(match="transpose_state_layout"):
+            return run(fla("ops.kda.chunk_kda"), p, backward=False, **old)
+
+    compare(*both(call, "chunk_kda"), 1e-5)
+
+
 def test_positional_arguments() -> None:
     x = make(T=20, K=16, V=16, state=False).tensors
     given = [x[name] for name in ("q", "k", "v", "g", "beta")]
@@ -81,7 +91,6 @@ def test_positional_arguments() -> None:
     assert same_bits(state, expected[1])
 
 
-@only_new
 @pytest.mark.parametrize("packed", [False, True])
 def test_intermediate_states(packed: bool) -> None:
     sizes: dict[str, Any] = PACKED if packed else {"T": 130}
@@ -99,7 +108,6 @@ def test_intermediate_states(packed: bool) -> None:
     compare(ours, theirs, 1e-5)
 
 
-@only_new
 @pytest.mark.parametrize("name", CASES)
 def test_fused_recurrent_kda(name: str) -> None:
     p = make(**{"K": 16, "V": 16, **CASES[name]})
@@ -107,14 +115,12 @@ def test_fused_recurrent_kda(name: str) -> None:
     compare(*both(lambda: run(function, p, backward=False), "fused_recurrent_kda_fwd"), 1e-5)
 
 
-@only_new
 def test_recurrence_has_no_gradients() -> None:
     p = make(T=5, K=16, V=16).map(lambda x: x.requires_grad_())
     ours, theirs = both(lambda: fla("ops.kda.fused_recurrent_kda")(**p.keywords)[0], "fused_recurrent_kda_fwd")
     assert ours.requires_grad is theirs.requires_grad is False
 
 
-@only_new
 @pytest.mark.parametrize("accepted", [None, [1, 3, 2]])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_recurrence_in_place(accepted: list[int] | None, v_first: bool) -> None:
@@ -164,10 +170,6 @@ def test_gradient_of_the_gate_alone() -> None:
     compare(*both(call, "kda_gate_bwd"), 1e-5)
 
 
-def conv(path: str) -> Any:
-    return fla(("modules.causal_conv1d.ops." if NEW else "modules.conv.triton.ops.") + path)
-
-
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "silu_bias": {"activation": "silu", "bias": True},
@@ -198,7 +200,7 @@ def test_convolution(name: str, final: bool) -> None:
     """With its gradients, which are those of y alone where the final state goes out."""
     given = convolution(**CONVOLUTIONS[name])
     leaves = {n: given[n] for n in ("x", "weight", "bias", "initial_state") if n in given}
-    function = fla("modules.causal_conv1d.causal_conv1d") if NEW else fla("modules.convolution.causal_conv1d")
+    function = fla("modules.causal_conv1d.causal_conv1d")
 
     def call() -> dict[str, Tensor]:
         inputs = {n: x.clone().requires_grad_(not final) for n, x in leaves.items()}
@@ -220,7 +222,9 @@ def test_convolution_of_one_token(shape: tuple[int, ...]) -> None:
 
     def call() -> dict[str, Tensor]:
         held = cache.clone()
-        y, same = conv("causal_conv1d_update")(x=x, cache=held, weight=weight, activation="silu")
+        y, same = fla("modules.causal_conv1d.ops.causal_conv1d_update")(
+            x=x, cache=held, weight=weight, activation="silu"
+        )
         assert same.data_ptr() == held.data_ptr()
         return {"y": y, "cache": held}
 
@@ -231,7 +235,7 @@ def test_convolution_of_one_token(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_norm_with_a_gate(activation: str, prenorm: bool) -> None:
     given = {"x": torch.randn(2, 30, 3, 16), "g": torch.randn(2, 30, 3, 16), "weight": torch.randn(16)}
-    function = fla("modules.norm.fused_norm_gate.rms_norm_gated" if NEW else "modules.fused_norm_gate.rms_norm_gated")
+    function = fla("modules.norm.fused_norm_gate.rms_norm_gated")
 
     def call() -> dict[str, Tensor]:
         leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
@@ -247,7 +251,7 @@ def test_norm_with_a_gate(activation: str, prenorm: bool) -> None:
 def test_backward_of_our_norm_is_ours_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLA's would read what only its own forward keeps."""
     x, g, weight = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16), torch.randn(16)
-    function = fla("modules.norm.fused_norm_gate.rms_norm_gated" if NEW else "modules.fused_norm_gate.rms_norm_gated")
+    function = fla("modules.norm.fused_norm_gate.rms_norm_gated")
     first, second = (function(x, g, weight, None, "sigmoid").sum() for _ in range(2))
     (expected,) = torch.autograd.grad(first, x)
     monkeypatch.setenv("FLA_KDA_LIB", "0")

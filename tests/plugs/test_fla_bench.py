@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from engine import ENGINE
 
 import kda.fla
 from kda.cli import main, plug_bench_fla
@@ -17,9 +16,8 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
     assert main(["bench", "plugs", "--device", "cpu", "--repeats", "1", "--json", str(record)]) == 0
     text, found = capsys.readouterr().out, json.loads(record.read_text())["plugs"]
-    cases = [case for case in plug_bench_fla.ON_CPU if ENGINE == "fla-0.6" or not case.startswith("decode")]
-    assert [row["case"] for row in found] == cases
-    assert all(case in text for case in cases)
+    assert [row["case"] for row in found] == [*plug_bench_fla.ON_CPU]
+    assert all(case in text for case in plug_bench_fla.ON_CPU)
     for row in found:
         assert row["engine_ms"] is None  # FLA has no CPU
         assert row["through_ms"] > 0

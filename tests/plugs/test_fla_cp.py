@@ -44,8 +44,7 @@ def run_rank(rank: int, ranks: int, layout: str, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     p = problem()
-    more = {} if layout == "contiguous" else {"layout": layout}
-    context = build_cp_context(p.options.pop("cu_seqlens"), dist.group.WORLD, **more)
+    context = build_cp_context(p.options.pop("cu_seqlens"), dist.group.WORLD, layout=layout)
     tokens = window(rank, ranks, layout)
     shared = ("A_log", "dt_bias")
     x = {n: (t if n in shared else t[:, tokens]).clone().requires_grad_() for n, t in p.tensors.items()}
@@ -65,10 +64,6 @@ def window(rank: int, ranks: int, layout: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_windows_of_ranks(layout: str, tmp_path: Path) -> None:
-    from engine import ENGINE
-
-    if layout == "zigzag" and ENGINE != "fla-0.6":
-        pytest.skip("FLA 0.5 has no such windows")
     ranks = 4 if layout == "contiguous" else 2
     run_ranks(run_rank, (ranks, layout, str(tmp_path)), ranks)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]

@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine import ENGINE
 from fla_calls import both, compare, fla
 from torch import Tensor, nn
 
 import kda.fla
 from tiny_models import EXPERTS, ONLY_LINEAR, made
 
-NEW = ENGINE == "fla-0.6"
 CONV = ("causal_conv1d_fwd", "causal_conv1d_bwd")
 NORM = ("layer_norm_gated_fwd", "layer_norm_gated_bwd")
-DECODE = ("fused_recurrent_kda_fwd",) if NEW else ()  # FLA 0.5 does not dispatch it
+DECODE = "fused_recurrent_kda_fwd"
 SIZES = {"hidden_size": 32, "head_dim": 16, "num_heads": 2}
-only_new = pytest.mark.skipif(not NEW, reason="the rest runs in the interpreter with FLA 0.6 alone")
 OPTIONS: dict[str, dict[str, Any]] = {
     "usual": {},
     "bounded": {"safe_gate": False, "lower_bound": -5.0},
@@ -38,7 +35,6 @@ def gradients(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     return {f"d {name}": x for name, x in found.items() if x is not None}
 
 
-@only_new
 @pytest.mark.parametrize("name", OPTIONS)
 def test_layer_trains(name: str) -> None:
     torch.manual_seed(0)
@@ -58,7 +54,6 @@ def test_layer_trains(name: str) -> None:
     compare(ours, theirs, 5e-5)
 
 
-@only_new
 def test_layer_with_padding() -> None:
     """FLA packs the sequences and calls with cu_seqlens."""
     torch.manual_seed(0)
@@ -87,7 +82,6 @@ def kda_model() -> Any:
 IDS = torch.randint(3, 100, (2, 70), generator=torch.Generator().manual_seed(0))
 
 
-@only_new
 def test_model_of_fla_generates() -> None:
     """A prompt in chunks, then tokens from the states and the inputs of the convolutions that it left."""
     model = kda_model()
@@ -97,7 +91,7 @@ def test_model_of_fla_generates() -> None:
         found = model.generate(IDS, max_new_tokens=5, attention_mask=torch.ones_like(IDS), **more)
         return {"ids": found.sequences, "logits": torch.stack(found.logits)}
 
-    ours, theirs = both(generate, "chunk_kda", "causal_conv1d_fwd", "causal_conv1d_update", *DECODE)
+    ours, theirs = both(generate, "chunk_kda", "causal_conv1d_fwd", "causal_conv1d_update", DECODE)
     assert torch.equal(ours["ids"], theirs["ids"])
     compare(ours, theirs, 5e-5)
 
@@ -151,7 +145,6 @@ def test_transformers_trains(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     compare(ours, in_torch(code, step, monkeypatch), 5e-5)
 
 
-@only_new
 def test_transformers_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of these small models only this one has full attention, too, without which transformers does not generate."""
     code, model = model_of_transformers("kimi_linear")
@@ -163,7 +156,7 @@ def test_transformers_generates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kda.fla.report(reset=True)
     ours = generate()
-    assert {"chunk_kda", *DECODE} <= kda.fla.report(reset=True).taken.keys()
+    assert {"chunk_kda", DECODE} <= kda.fla.report(reset=True).taken.keys()
     theirs = in_torch(code, generate, monkeypatch)
     assert torch.equal(ours["ids"], theirs["ids"])
     compare(ours, theirs, 5e-5)

@@ -15,24 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine import ENGINE
 from fla_calls import compare, fla, without_kda
 
 import kda.fla
 from kda.cli import main
 from kda.plugs import engines as _plugs
-from kda.plugs.fla_versions import VERSIONS, Version
+from kda.plugs.fla_places import PLACES
 from support import make, run
-
-NEW = ENGINE == "fla-0.6"
-VERSION: Version = VERSIONS["0.6" if NEW else "0.5.2"]
 
 
 def registry(path: str) -> Any:
     """Where FLA keeps the backends of a function."""
-    place = next(place for place in VERSION.places if place.path == path)
-    if not NEW:
-        return fla("ops.backends").BackendRegistry._registries[place.registry]
+    place = next(place for place in PLACES if place.path == path)
     if place.registry is None:
         return fla("backends")._function_registries[inspect.unwrap(_plugs.resolve(path))]
     return fla("backends")._operation_registries[place.registry]
@@ -46,11 +40,11 @@ def backend() -> Any:
 def test_plugged_and_registered_once() -> None:
     plug = kda.fla.plug()
     assert plug.state == "plugged", plug
-    assert plug.takes == tuple(place.path for place in VERSION.places)
+    assert plug.takes == tuple(place.path for place in PLACES)
     for _ in range(2):
         importlib.reload(kda.fla)
         assert kda.fla.plug() == plug
-    for place in VERSION.places:
+    for place in PLACES:
         ours = [b for b in registry(place.path)._get_sorted_backends() if b.backend_type == "kda_lib"]
         assert len(ours) == 1, place
 
@@ -111,7 +105,6 @@ RECURRENT: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.skipif(not NEW, reason="FLA 0.5 does not dispatch it")
 @pytest.mark.parametrize(("changes", "reason"), RECURRENT)
 def test_declined_recurrence(changes: dict[str, Any], reason: str | None, backend: Any) -> None:
     given = {name: torch.zeros(shape) for name, shape in CHUNK.items()}
@@ -157,8 +150,7 @@ def test_declined_modules(name: str, given: dict[str, Any], reason: str | None, 
 
 def test_functions_that_we_do_not_have(backend: Any) -> None:
     assert backend.verify("chunk_kda_fwd_intra", torch.zeros(1)) == (False, "kda has none")
-    implementation = getattr(backend, "get_implementation", lambda name: getattr(backend, name, None))
-    assert implementation("chunk_kda_fwd_intra") is None
+    assert backend.get_implementation("chunk_kda_fwd_intra") is None
 
 
 def test_errors_are_those_of_fla() -> None:
@@ -197,7 +189,6 @@ def test_what_no_kernel_takes_is_flas(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(ours, run(call, p), 1e-4)
 
 
-@pytest.mark.skipif(not NEW, reason="FLA 0.5 does not dispatch it")
 def test_a_recurrence_that_no_kernel_takes_is_flas(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that was given: the state stays, as it is not in place."""
     x, state = torch.randn(1, 5, 2, 16), torch.randn(1, 2, 16, 16)
@@ -333,7 +324,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == str(kda.fla.plug())
-    assert [f"  takes {place.path}" for place in VERSION.places] == lines[1 : 1 + len(VERSION.places)]
+    assert [f"  takes {place.path}" for place in PLACES] == lines[1 : 1 + len(PLACES)]
 
 
 # ---- an FLA that is not as expected ----
@@ -343,7 +334,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def unplugged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], _plugs.Plug]:
     """As before the first plug; ``registered`` fails the test."""
 
-    def registered(version: Version) -> None:
+    def registered() -> None:
         raise AssertionError("registered")
 
     monkeypatch.setattr(_plugs, "_plugs", {})
@@ -351,19 +342,16 @@ def unplugged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], _plugs.Plug]:
     return kda.fla.plug
 
 
-@pytest.mark.parametrize("version", ["0.4.2", "0.7.0", "1.0", "of unknown version"])
+@pytest.mark.parametrize("version", ["0.5.2", "0.60", "0.7.0", "1.0", "of unknown version"])
 def test_another_version(version: str, unplugged: Callable[[], _plugs.Plug], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_plugs, "installed", lambda engine: version)
     with pytest.warns(RuntimeWarning, match="FLA's own functions run"):
         plug = unplugged()
-    assert (plug.state, plug.reasons[0]) == (
-        "refused", f"FLA: expected version 0.6 or 0.5.2 or 0.5.1 or 0.5.0, got {version}",
-    )  # fmt: skip
+    assert (plug.state, plug.reasons) == ("refused", (f"FLA: expected version 0.6, got {version}",))
 
 
 def test_a_signature_that_moved(unplugged: Callable[[], _plugs.Plug], monkeypatch: pytest.MonkeyPatch) -> None:
-    module, name = (fla("backends"), "register") if NEW else (fla("ops.backends").BackendRegistry, "register")
-    monkeypatch.setattr(module, name, lambda entry_point, option: None)
+    monkeypatch.setattr(importlib.import_module("fla.backends"), "register", lambda entry_point, option: None)
     with pytest.warns(RuntimeWarning, match=r"register: expected \(.*\), got \(entry_point, option\)"):
         plug = unplugged()
     assert plug.state == "refused"
@@ -379,8 +367,8 @@ def test_a_function_that_fla_dispatches_no_more(monkeypatch: pytest.MonkeyPatch)
     """As behind somebody's decorator. What is registered already is not asked."""
     everywhere = kda.fla._register_everywhere
 
-    def half(version: Version, backend: Any) -> None:
-        everywhere(version, backend)
+    def half(backend: Any) -> None:
+        everywhere(backend)
         raise KeyError("chunk_kda")
 
     p = make(T=5, K=16, V=16)
@@ -394,7 +382,7 @@ def test_a_function_that_fla_dispatches_no_more(monkeypatch: pytest.MonkeyPatch)
         told = kda.fla.report(reset=True)
         assert not told.taken and not told.left
     finally:
-        kda.fla._register(VERSION)
+        kda.fla._register()
     run(fla("ops.kda.chunk_kda"), p, backward=False)
     assert kda.fla.report(reset=True).taken == {"chunk_kda": {"cpu float32": 1}}
 

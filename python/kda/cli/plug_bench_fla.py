@@ -13,8 +13,7 @@ from unittest import mock
 import kda
 
 from ..call.arrays import torch
-from ..plugs import engines, fla_takes
-from ..plugs.fla_versions import VERSIONS
+from ..plugs import fla_takes
 from . import problems
 from .arrays import DeviceSource, Source
 from .measure import Call, least_microseconds
@@ -42,17 +41,9 @@ ON_CPU = {
 
 
 def contests(device: str) -> Iterator[Contest]:
-    """FLA has no kernels for a CPU, and FLA 0.5 does not dispatch its decode."""
-    recurrent = any(place.name == "fused_recurrent_kda_fwd" for place in _version().places)
+    """FLA has no kernels for a CPU."""
     for case, p in (ON_GPU if device == "cuda" else ON_CPU).items():
-        kind = case.split()[0]
-        if kind != "decode" or recurrent:
-            yield {"training": _training, "prefill": _prefill, "decode": _decode}[kind](case, p, device)
-
-
-def _version() -> Any:
-    version = engines.installed("FLA") or ""
-    return next(VERSIONS[name] for name in VERSIONS if engines.same_version(version, name))
+        yield {"training": _training, "prefill": _prefill, "decode": _decode}[case.split()[0]](case, p, device)
 
 
 def _inputs(p: Problem, device: str) -> dict[str, Any]:
@@ -133,7 +124,7 @@ def _decode(case: str, p: Problem, device: str) -> Contest:
 
 def _adapter(function: str, given: dict[str, Any]) -> float:
     """What FLA's dispatch calls of ours for one call, with nothing in the place of our own function."""
-    backend: Any = importlib.import_module("kda.fla")._backend(_version())()
+    backend: Any = importlib.import_module("kda.fla")._backend()()
 
     def call() -> None:
         assert backend.verify(function, **given)[0]

@@ -41,7 +41,7 @@ def _gate_why_not(A_log: Tensor | None, lower_bound: float | None) -> str | None
 # ---- chunk_kda ----
 
 
-# Of chunk_kda, and with names that FLA has had besides.
+# Of chunk_kda, and with names that FLA's takes among its ``**kwargs``.
 _KNOWN = {*inspect.signature(chunk_kda).parameters} - {"impl", "kwargs"}
 _NAMES = _KNOWN | {"chunk_size", "transpose_state_layout"}
 
@@ -232,14 +232,13 @@ def _wy_dqkg_why_not(
 
 def _wy_dqkg(
     q: Tensor, k: Tensor, v: Tensor, v_new: Tensor, g: Tensor, beta: Tensor, A: Tensor, h: Tensor, do: Tensor,
-    dh: Tensor, dv: Tensor, scale: float | None = None, state_v_first: bool = False, **given: Any,
+    dh: Tensor, dv: Tensor, scale: float | None = None, state_v_first: bool = False, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     from ..stages import bwd_wy_dqkg
 
-    v_first = given.get("transpose_state_layout", state_v_first)
     h, dh = (x.reshape(-1, *x.shape[-3:]) for x in (h, dh))
     return bwd_wy_dqkg(
-        q, k, v, v_new, g, beta, A.float(), h, d_o=do, dh=dh, dv_new=dv, scale=scale, state_v_first=v_first
+        q, k, v, v_new, g, beta, A.float(), h, d_o=do, dh=dh, dv_new=dv, scale=scale, state_v_first=state_v_first
     )  # fmt: skip
 
 
