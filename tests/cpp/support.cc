@@ -60,10 +60,8 @@ Memory::Memory(int64_t size) : size_(size) {
 
 Memory::~Memory() {
   ASAN_UNPOISON_MEMORY_REGION(begin_, size_);
-  if (pages_)
-    munmap(pages_, page_bytes_);
-  else
-    delete[] begin_;
+  if (pages_) munmap(pages_, page_bytes_);
+  else delete[] begin_;
 }
 void Memory::close(const char* begin, const char* end) { ASAN_POISON_MEMORY_REGION(begin, end - begin); }
 std::string Memory::open() {
