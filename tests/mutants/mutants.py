@@ -166,7 +166,9 @@ class Build:
     def overlay(self, name: str) -> pathlib.Path:
         return self.work / "".join(c if c.isalnum() else "_" for c in name)
 
-    def run(self, linked: pathlib.Path, tests: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, linked: pathlib.Path, tests: tuple[str, str], seconds: float = TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
         """Runs tests. `linked`: their program, or a library that takes the place of the program's own."""
         (*settings, program), chosen = tests[0].split(), tests[1]
         environment, path = ENVIRONMENT | dict(setting.split("=") for setting in settings), linked
@@ -178,7 +180,7 @@ class Build:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=seconds,
         )
 
 
@@ -207,7 +209,7 @@ def check_unmutated(build: Build, caught: dict[tuple[str, str], set[str]], pool:
     except subprocess.CalledProcessError as error:
         sys.exit(f"{error.stdout}the unmutated library is not built")
     runs = [(tests, (tests[0], ":".join(sorted(names)))) for tests, names in caught.items()]
-    results = pool.map(lambda r: build.run(linked[build.target_of(r[0]).file], r[1]), runs)
+    results = pool.map(lambda r: build.run(linked[build.target_of(r[0]).file], r[1], 5 * TIMEOUT_S), runs)
     for (_, (program, chosen)), result in zip(runs, results, strict=True):
         if result.returncode:  # also if no test has such a name
             sys.exit(f"{result.stdout}{result.stderr}{program} --gtest_filter={chosen} fails without any mutant")
