@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .call.tracing import compiling
 from .layer import front, rates, training
 from .layer.cache import KDACache
 from .layer.checkpoints import from_published, own_names, to_published
 from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_values, run_drafts
-from .layer.draft_cache import DraftCache, find_cache
+from .layer.draft_cache import DraftCache, _leaves_graph, as_cache, find_cache, look_up_outside, write_outside
 from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
 from .layer.norm import RMSNormGated
@@ -97,6 +98,7 @@ class KimiDeltaAttention(nn.Module):
     """
 
     step_weights: StepWeights | None = None  # made by a decode step, for the next ones
+    _leaves_graph = _leaves_graph
 
     def __init__(
         self,
@@ -297,7 +299,7 @@ class KimiDeltaAttention(nn.Module):
         rows_alone = cu_seqlens is None and cu_seq_lens_q is None and cu_seq_lens_k is None and cu_seqlens_cpu is None
         rows_alone = rows_alone and seq_idx is None and position_ids is None and attention_mask is None
         if T == 1 and held is not None and rows_alone and cp_context is None and self._has_own_norm():
-            found = held.get(self.layer_idx) if type(held) is dict else held
+            found = held.get(self.layer_idx) if type(held) is dict and not compiling() else held
             if (o := quick_step(self, hidden_states, found)) is not None:
                 return o, None, held
         offsets = {
@@ -308,9 +310,11 @@ class KimiDeltaAttention(nn.Module):
             cp_context = check_window(self, hidden_states, cp_context, held, use_cache)
             offsets = {"cp_context": cp_context.cu_seqlens, **offsets}
         cu, kept, real = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
-        held, found, foreign = find_cache(
-            self, held, bool(use_cache), B if cu is None else cu.shape[0] - 1, hidden_states
-        )
+        N = B if cu is None else cu.shape[0] - 1
+        if out := compiling() and not isinstance(held, KDACache | DraftCache | None) and self._leaves_graph():
+            found, foreign = as_cache(*look_up_outside(self, held, bool(use_cache), N, hidden_states))
+        else:
+            held, found, foreign = find_cache(self, held, bool(use_cache), N, hidden_states)
         x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
@@ -319,7 +323,7 @@ class KimiDeltaAttention(nn.Module):
         whole = training.train(self, x, cu) if found is None and cp_context is None else None
         o = self._run(x, found, cu, cp_context, T) if whole is None else self.o_norm(*whole, **for_ranks(self))
         if foreign is not None and isinstance(found, KDACache):
-            write_foreign(foreign, found, T)
+            (write_outside if out else write_foreign)(foreign, found.conv, found.state, T)
         o = self.o_proj(o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])

@@ -120,3 +120,26 @@ def refuse_batched_gradients(gradients: Iterable[Any]) -> None:
     if any(x is not None and is_batched(x) for x in gradients):
         wanted = "expected False (vectorize=False for jacobians), and torch.autograd.grad once for each gradient"
         raise NotImplementedError(f"is_grads_batched: {wanted}, got True")
+
+
+_frames: dict[int, list[tuple[Any, Any]]] = {}  # of each frame that is compiled: its graphs, and their first keys
+
+
+def compiled_for_others(key: Any) -> bool:
+    """For what runs while torch makes a graph of code that is for one key (the number of a layer): have graphs of the
+    same frame begun with other keys, and may this one be left? ``fullgraph=True`` and export forbid that. A graph of a
+    whole model has many keys, and begins with the same one every time."""
+    context = _of_torch("_guards.CompileContext", None)
+    translator = _of_torch("_dynamo.symbolic_convert.InstructionTranslator", None)
+    graph = None if context is None or translator is None else context.current_compile_id()
+    if graph is None or graph.frame_id is None:  # a graph of the backward has no frame
+        return False
+    tracing = translator.current_tx()
+    if getattr(tracing, "one_graph", True) or getattr(tracing, "error_on_graph_break", True):
+        return False
+    graphs = _frames.setdefault(graph.frame_id, [])
+    if all(known is not graph for known, _ in graphs):
+        if graph.frame_compile_id == 0:  # the first one of its frame: after a reset, numbers begin again
+            graphs.clear()
+        graphs.append((graph, key))
+    return len({first for _, first in graphs}) > 1

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import Conv, Records, counts, is_plain, new_records
-from ..call.tracing import is_known
+from ..call.tracing import compiled_for_others, is_known
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
-from .foreign_caches import ForeignCache, find_foreign, read_foreign
+from .foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -144,3 +144,42 @@ def find_cache(
             raise ValueError(f"cache: {wanted}, got one on {kept.state.device}")
         kept.check_first_run()
     return held, cache, None
+
+
+# ---- caches by layer_idx in a model whose blocks are compiled one by one ----
+#
+# The blocks share code, so the graph of the first one could serve all. But a graph that looks into a dict holds the
+# number of its layer: each block would get a graph of its own, and from the ninth on none at all (recompile_limit). So
+# once a second block is compiled, its graph is left for the look-up, and those of all other blocks are the same.
+
+Kept = tuple[Tensor | None, Tensor, int]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _leaves_graph(layer: KimiDeltaAttention) -> bool:
+    """A method of the layer, because then a graph runs it without holding the layer or its number."""
+    return compiled_for_others(layer.layer_idx)
+
+
+def _look_up(
+    layer: KimiDeltaAttention, held: Any, use_cache: bool, N: int, x: Tensor
+) -> tuple[Kept | DraftCache | None, ForeignCache | None]:
+    """What :func:`find_cache` finds, a cache as its parts: if the graph had an object that is also in the dict which it
+    returns, it would be for this one alone."""
+    _, found, foreign = find_cache(layer, held, use_cache, N, x)
+    return (found.conv, found.state, found.made_in) if isinstance(found, KDACache) else found, foreign
+
+
+look_up_outside: Any = torch.compiler.disable(_look_up)
+write_outside: Any = torch.compiler.disable(write_foreign)
+
+
+def as_cache(
+    found: Kept | DraftCache | None, foreign: ForeignCache | None
+) -> tuple[KDACache | DraftCache | None, ForeignCache | None]:
+    if not isinstance(found, tuple):
+        return found, foreign
+    conv, state, made_in = found
+    cache = KDACache(conv, state)
+    cache.made_in = made_in
+    return cache, foreign

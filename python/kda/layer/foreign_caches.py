@@ -112,9 +112,8 @@ def read_foreign(foreign: ForeignCache, N: int, x: Tensor) -> KDACache:
     return KDACache(conv, state)
 
 
-def write_foreign(foreign: ForeignCache, cache: KDACache, tokens: int) -> None:
-    conv = cache.conv
-    foreign.write(None if conv is None else F.pad(conv, (1, 0)), cache.state, tokens)
+def write_foreign(foreign: ForeignCache, conv: Tensor | None, state: Tensor, tokens: int) -> None:
+    foreign.write(None if conv is None else F.pad(conv, (1, 0)), state, tokens)
 
 
 def _index(layer: KimiDeltaAttention) -> int:
