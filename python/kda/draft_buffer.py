@@ -8,6 +8,7 @@ from typing import Any
 from .arguments import Records, check_size, counts, is_plain, new_records
 from .call import arrays
 from .call.arrays import is_torch, shape_of
+from .call.streams import Users
 from .call.tracing import compiling, is_known
 from .speculation import flush_kvbuffer, flush_verify_kvbuffer
 
@@ -85,6 +86,18 @@ class DraftBuffer:
         self._begun[:, 1] = _up_to(max_tokens, device)
         rows = (*lead, slots + 1, max_tokens, channels)
         self._rows = None if channels is None else _zeros(rows, "float32" if dtype is None else dtype, device)
+        self._users = Users()
+
+    def _tensors(self) -> list[Any]:
+        """All that is kept between calls."""
+        return [x for x in (*self.records, self._rounds, self._begun, self._rows) if x is not None]
+
+    def record_stream(self, stream: Any) -> None:
+        """Tells torch's allocator that this stream of a GPU uses the buffer, as ``Tensor.record_stream`` does for a
+        tensor. Eager calls note the stream that they run on. For replays of a CUDA graph on another one, this has to,
+        before the buffer is dropped."""
+        for x in self._tensors():
+            x.record_stream(stream)
 
     def _layer(self, layer: Any) -> tuple[Records, Any]:
         """The records and raw rows of a layer."""
@@ -105,6 +118,7 @@ class DraftBuffer:
         :meth:`accept` has said, or ``accept_len`` says, in the same forms. If nobody says it, none are. This is
         :func:`flush_verify_kvbuffer`, with its keywords."""
         shape_of("slots", slots, 1)
+        self._users.note(self._rounds, self._tensors)
         records, rows = self._layer(layer)
         conv, cu = options.get("conv"), options.get("cu_seqlens")
         keeps = rows is not None and conv is not None
@@ -143,6 +157,7 @@ class DraftBuffer:
         integer for all. It counts for the next call at each layer, whatever batches come between. More than the round
         had are refused; on a GPU, where values are not read, they count as all of it."""
         shape_of("slots", slots, 1)
+        self._users.note(self._rounds, self._tensors)
         places = self._places(slots)
         if self._are_known(slots):
             self._check_slots(slots)
@@ -162,6 +177,7 @@ class DraftBuffer:
         shared or copied (prefix caching). A slot of which a layer missed a round is refused; on a GPU it is left as it
         is. Keywords are those of :func:`flush_kvbuffer`."""
         shape_of("slots", slots, 1)
+        self._users.note(self._rounds, self._tensors)
         records, places = self.records, self._places(slots)
         if self.layers is not None:  # after a round all layers have the same cursors
             if self._are_known(slots):
@@ -185,6 +201,7 @@ class DraftBuffer:
         int32 or int64, negative for padding, or a mask ``[slots]`` bool, True where a request begins. On a GPU a
         number beyond the last slot is not detected and has no effect."""
         (N,), S = shape_of("slots", slots, 1), self._rounds.shape[0] - 1
+        self._users.note(self._rounds, self._tensors)
         kind = str(slots.dtype).removeprefix("torch.")
         if kind not in ("int32", "int64", "bool"):
             raise ValueError(f"slots: expected int32 or int64 numbers of slots, or a bool mask of all {S}, got {kind}")

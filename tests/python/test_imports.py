@@ -138,6 +138,7 @@ PRIVATE = {
         "_C._after_autograd_keyset",
         "_C._are_functorch_transforms_active",
         "_C._autograd._profiler_enabled",
+        "_C._cuda_getCurrentRawStream",
         "_C._current_graph_task_id",
         "_C._increment_version",
         "_C._functorch.is_functorch_wrapped_tensor",

@@ -38,6 +38,7 @@ transforms_active: Any = _never  # is a transform of torch.func active?
 profiling: Any = _never  # does torch's profiler run?
 profiled: Any = nullcontext  # an entry in it
 increment_version: Any = _never  # raises the versions of tensors
+raw_stream: Any = _never  # the handle of torch's current stream, by the number of a device; 0 is CUDA's default one
 if torch is not None:
     modes = _of_torch("_C._len_torch_dispatch_stack")
     transforms_active = _of_torch("_C._are_functorch_transforms_active")
@@ -56,6 +57,8 @@ if torch is not None:
     any_global_hook = _of_torch("nn.modules.module._has_any_global_hook", lambda: True)
     profiling = _of_torch("_C._autograd._profiler_enabled", _never)
     profiled = _of_torch("_C._profiler._RecordFunctionFast", nullcontext)
+    # The public way makes an object of Python, which takes ten times as long. A torch without CUDA has only that.
+    raw_stream = _of_torch("_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 
 def transform_name() -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.numbers import integer, offsets_of
+from ..call.streams import Users
 from ._agree import agree, ask
 from ._layout import Layout, Run, check_cuts, check_window, contiguous_runs, equal_runs, given_runs, nearest_cut
 from ._message import HEADER, Message, Ticket, layout_hash, line_of, send
@@ -97,7 +98,7 @@ class Context:
         self._known: dict[str, list[tuple[dict[str, Any], int]]] = {}  # layouts of calls so far, and their hashes
         self._first: dict[str, tuple[int, Tensor]] = {}  # of each kind: how long a message was, and where
         self._layout = 0
-        self._tensors: dict[Any, Tensor] = {}
+        self._tensors: dict[Any, tuple[Tensor, Users]] = {}
 
         self.pieces = [run for run in runs[self.rank] if run[0] < run[1]]
         self.windows, self.tokens = self.layout.windows, self.layout.windows[self.rank]
@@ -177,8 +178,10 @@ class Context:
         dtype = self.cu_seqlens.dtype if dtype is None else dtype
         key = (tuple(values), device, dtype)
         if key not in self._tensors:
-            self._tensors[key] = torch.tensor(values, dtype=dtype, device=device)
-        return self._tensors[key]
+            self._tensors[key] = torch.tensor(values, dtype=dtype, device=device), Users()
+        numbers, users = self._tensors[key]
+        users.note(numbers, lambda: [numbers])
+        return numbers
 
     def offsets(self, device: torch.device) -> Tensor:
         """Of the segments in the window."""

@@ -25,6 +25,9 @@ class KDACache:
     that backward runs again (``torch.utils.checkpoint``) must not use a cache that was made outside of it; this is
     refused.
 
+    On a GPU a cache may be used on any stream that waits for the one before. Torch's allocator has to know of streams
+    other than that which made the cache (:meth:`record_stream`), as for any tensor: before the cache is dropped.
+
     ``torch.save`` writes the two tensors, and ``torch.load`` reads them with ``weights_only=True``, its default, once
     :mod:`kda.nn` is imported. ``copy.deepcopy`` makes an independent copy.
     """
@@ -92,6 +95,13 @@ class KDACache:
         for x in (self.conv, self.state):
             if x is not None:
                 x[slice(None) if rows is None else rows] = 0
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tells torch's allocator that this stream uses the cache, as ``Tensor.record_stream`` does for a tensor. The
+        memory of decode steps, which belongs to the cache, too, is recorded by the steps themselves."""
+        for x in (self.conv, self.state):
+            if x is not None:
+                x.record_stream(stream)
 
     def memory_bytes(self) -> int:
         """Bytes of the two tensors: the same after any number of tokens. The memory between the products of a decode

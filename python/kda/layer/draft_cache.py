@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Conv, Records, counts, is_plain, new_records
+from ..call.streams import Users
 from ..call.tracing import compiled_for_others, is_known
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
@@ -60,12 +61,26 @@ class DraftCache:
         self._accept_len, self._drafted = self._round
         self._begun = torch.zeros(max_tokens + 1, 2, 1, dtype=torch.int32, device=cache.state.device)
         self._begun[:, 1, 0] = torch.arange(max_tokens + 1, dtype=torch.int32, device=cache.state.device)
+        self._users, self._users_of_rows = Users(), Users()
+
+    def _tensors(self) -> list[Tensor]:
+        """All that is made once and kept. The rows are new in every call."""
+        return [self._round, self._begun, *(x for r in self.records for x in (r.u, r.k, r.alpha))]
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tells torch's allocator that this stream uses the drafts and the cache below them. The calls of this class
+        and of the layer note their own streams for the drafts. For replays of a CUDA graph, this has to."""
+        for x in (*self._tensors(), self._rows):
+            if x is not None:
+                x.record_stream(stream)
+        self.cache.record_stream(stream)
 
     def accept(self, accept_len: Tensor | Sequence[int] | int) -> None:
         """How many of each sequence's last drafts stay: ``[N]`` int32 or int64 on the device of the cache, a list, or
         one integer for all. More than there are, are refused; on a GPU, where values are not read, they count as
         all."""
         N = len(self._accept_len)
+        self._users.note(self._round, self._tensors)
         if is_plain(accept_len):
             accept_len = counts("accept_len", accept_len, N, self._round, self.max_tokens)
         if not isinstance(accept_len, Tensor) or accept_len.dtype not in (torch.int32, torch.int64):
@@ -84,10 +99,12 @@ class DraftCache:
 
     def flush(self) -> None:
         """Bring the cache up to date with everything accepted."""
-        if self._rows is not None:
+        self._users.note(self._round, self._tensors)
+        if (rows := self._rows) is not None:
+            self._users_of_rows.note(rows, lambda: [rows])
             conv: dict[str, Any] = {}
             if self.cache.conv is not None:
-                conv = {"conv_x": self._rows, "conv_state": self.cache.conv}
+                conv = {"conv_x": rows, "conv_state": self.cache.conv}
             flush_kvbuffer(self.cache.state, self.records[0], self._accept_len, **conv)
         self._round.zero_()
 
@@ -102,9 +119,11 @@ class DraftCache:
                 f"hidden_states: expected at most max_tokens = {self.max_tokens} drafts, got {raw.shape[1]}"
             )
         o: Tensor
-        if self.fused and self._rows is not None:
+        self._users.note(self._round, self._tensors)
+        if self.fused and (rows := self._rows) is not None:
+            self._users_of_rows.note(rows, lambda: [rows])
             last, new = self.records
-            rolled = None if conv is None else self._rows
+            rolled = None if conv is None else rows
             o = flush_verify_kvbuffer(
                 *inputs, self.cache.state, new, self._accept_len, last=last, last_conv_x=rolled, conv=conv, **options
             )
@@ -112,7 +131,7 @@ class DraftCache:
         else:
             o = verify_kvbuffer(*inputs, self.cache.state, self.records[0], conv=conv, **options)
         self._round.copy_(self._begun[raw.shape[1]])
-        self._rows = raw
+        self._rows, self._users_of_rows = raw, Users()
         return o
 
 

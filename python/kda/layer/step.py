@@ -18,7 +18,8 @@ from ..call.eager import grad_enabled, mark_step
 from ..call.inputs import single
 from ..call.library import library
 from ..call.options import make_options
-from ..call.tracing import any_global_hook, backward_number, compiling, modes, transforms_active
+from ..call.streams import Users
+from ..call.tracing import any_global_hook, backward_number, compiling, modes, raw_stream, transforms_active
 from ..fused import fused_decode
 from .cache import KDACache
 from .parts import are_own, conv_parameters, convolutions, heads_of, joint_maps, sizes_of
@@ -78,6 +79,8 @@ def quick_step(layer: KimiDeltaAttention, x: Tensor, cache: Any) -> Tensor | Non
         memory = cache.step_memory = _memory_of(weights, x, cache)
         if memory is None:
             return None
+    if (users := memory.users) is not None and raw_stream(device.index) not in users.told:
+        users.tell(memory.o, memory.buffers)
     return _step(weights, memory, x)
 
 
@@ -171,7 +174,8 @@ def _weights_of(layer: KimiDeltaAttention, x: Tensor) -> StepWeights | None:
 
 class StepMemory:
     """The memory between the products of a step. It belongs to a cache, because the steps of one cache come one after
-    another, on whatever streams and threads the layer runs."""
+    another, on whatever streams and threads the layer runs. Nobody else knows of it, so it notes these streams itself.
+    """
 
     def __init__(self, shapes: StepShapes, x: Tensor, cache: KDACache) -> None:
         B, (HV, K, V) = x.shape[0], shapes.heads
@@ -190,6 +194,8 @@ class StepMemory:
         self.g, self.gate = heads_of(g, K), heads_of(gate, V)
         self.o = empty(1, HV, V)
         self.flat = self.o.flatten(2)
+        self.buffers = [y, *(b for b in ends if b is not None), self.o]  # all that was allocated here
+        self.users = Users() if x.is_cuda else None
 
     def fits(self, weights: StepWeights, x: Tensor, cache: KDACache) -> bool:
         shapes = weights.shapes

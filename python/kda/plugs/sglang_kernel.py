@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..call.tracing import raw_stream
 from ..serving import decode, prefill
 from ..speculation import decode_mtp
 from .declined import Declined, check_one_row, or_own
@@ -44,7 +45,8 @@ class Kernel:
 
 
 class _Kept:
-    """A table made from one of SGLang's tensors, kept while the same tensor comes again. It is not kept if it was made
+    """A table made from one of SGLang's tensors, kept while the same tensor comes again on the same stream. Another
+    stream would not wait until it is made, and may still read it when it is dropped. It is not kept if it was made
     while a graph was captured: memory and contents would be the graph's."""
 
     def __init__(self) -> None:
@@ -53,11 +55,12 @@ class _Kept:
         self._table: Any = None
 
     def get(self, source: Any, key: Any, make: Any) -> Any:
-        if self._source is source and self._key == key:
+        here = key, raw_stream(source.device.index) if source.is_cuda else None
+        if self._source is source and self._key == here:
             return self._table
         table = make(source, key)
         if not (source.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._source, self._key, self._table = source, key, table
+            self._source, self._key, self._table = source, here, table
         return table
 
 
@@ -161,16 +164,18 @@ def _boundary_slots(track_chunk_idx: Any, key: tuple[int, int]) -> Any:
     return torch.where(track_chunk_idx[:N, None] == chunk[1:], row[:N, None], -1)
 
 
-_counted: dict[torch.device, Any] = {}
+_counted: dict[Any, Any] = {}  # by device and stream
 
 
 def _counting(last: int, device: torch.device) -> Any:
-    """0 .. last, int32. Never written, so one tensor serves all."""
-    numbers = _counted.get(device)
+    """0 .. last, int32. Never written, so one tensor serves all calls of a stream. Those of another one would not wait
+    until it is made."""
+    here = device, raw_stream(device.index) if device.type == "cuda" else None
+    numbers = _counted.get(here)
     if numbers is None or numbers.shape[0] <= last:
         numbers = torch.arange(max(last, 1023) + 1, dtype=torch.int32, device=device)
         if not (numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _counted[device] = numbers
+            _counted[here] = numbers
     return numbers[: last + 1]
 
 
