@@ -6,6 +6,7 @@
 // trailing operands, of which any number may be left off at the end. An absent tensor or name is None.
 //
 // kda_decode_rows takes N and T, then the arguments of kda_decode with the tokens of all requests in rows: see _rows.h.
+#include "_memory.h"
 #include "_reader.h"
 #include "_rows.h"
 
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <type_traits>
 
 #include "contract/operators.h"
@@ -52,6 +54,7 @@ struct Call {
   Args args = kda_args_init<Args>();
   std::unique_ptr<void, Free> host;
   ffi::Tensor device;
+  std::optional<StreamMemory> memory;
 
   Call(const TVMFFIAny* packed, int32_t count) : reader(packed, count) {
     constexpr const auto& operands = Table<Args>::operands;
@@ -73,7 +76,8 @@ struct Call {
     if (gpu_is_assumed) args.exec.device = KDA_CUDA;
   }
 
-  // Scratch for one call: from the framework's allocator on a GPU (it knows the stream), malloc on the CPU.
+  // Scratch for one call: malloc on the CPU. On a GPU the allocator of the arguments' framework, for its current
+  // stream, on which the call runs. Where no argument has one, as with arrays of other libraries, the driver's.
   void allocate(kda_status (*workspace)(const Args*, uint64_t*)) {
     // Decode of few tokens needs no workspace on the CPU (kda.h). Asking would validate the call twice, which takes a
     // twentieth of a small step.
@@ -87,6 +91,13 @@ struct Call {
       if (!host)
         throw ffi::Error("MemoryError", "workspace: could not allocate " + std::to_string(bytes) + " bytes", "");
       args.exec.workspace = host.get();
+    } else if (!TVMFFIEnvGetDLPackManagedTensorAllocator()) {
+      try {
+        memory.emplace(reader.device().device_id, args.exec.stream, bytes);
+      } catch (const MemoryFailure& failure) {
+        throw ffi::Error(failure.full ? "MemoryError" : "RuntimeError", "workspace: " + failure.text, "");
+      }
+      args.exec.workspace = memory->data();
     } else {
       device = ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({static_cast<int64_t>(bytes)}),
                                          DLDataType{kDLUInt, 8, 1}, reader.device());

@@ -139,6 +139,7 @@ def causal_conv1d_update(
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """The convolution of the next tokens, one or many, advancing ``state`` in place. No gradients; any DLPack arrays.
 
@@ -152,6 +153,7 @@ def causal_conv1d_update(
             tokens, to a pool like ``state`` or to ``state`` itself; as in :func:`kda.prefill`.
         out: ``[B, T, D]`` in the dtype of x, written and returned; made if None.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
+        stream: of a GPU, as in :func:`kda.prefill`.
 
     Returns:
         ``out``.
@@ -179,7 +181,9 @@ def causal_conv1d_update(
             checkpoint_offset=checkpoint_offset, checkpoint_every=every, x1=x1, x2=x2,
         )  # fmt: skip
     else:
-        check_serving("kda.causal_conv1d", (x, weight, bias, state, out, checkpoints, x1, x2))
+        slots = (state_indices, out_state_indices, checkpoint_slots)
+        others = (has_initial_state, cu_seqlens, checkpoint_offset)
+        check_serving("kda.causal_conv1d", (x, weight, bias, state, out, checkpoints, x1, x2, *slots, *others))
         run = library().conv
         if more or checkpoints is not None or checkpoint_slots is not None or checkpoint_offset is not None:
             run = functools.partial(

@@ -13,6 +13,11 @@ from .call.tracing import compiling, is_known
 from .speculation import flush_kvbuffer, flush_verify_kvbuffer
 
 
+def _check_stream(options: dict[str, Any]) -> None:
+    if options.get("stream") is not None:  # all that is done here in between runs on torch's current one
+        raise ValueError("stream: expected None, as a buffer is used on torch's current stream, got one")
+
+
 def _about_slots(error: ValueError) -> ValueError:
     return ValueError(re.sub(r"^(state_indices|records\.indices)(?=:)", "slots", str(error)))
 
@@ -117,6 +122,7 @@ class DraftBuffer:
         """Commits the tokens of each request's last round and verifies new drafts, ``[N, T]``. How many it commits,
         :meth:`accept` has said, or ``accept_len`` says, in the same forms. If nobody says it, none are. This is
         :func:`flush_verify_kvbuffer`, with its keywords."""
+        _check_stream(options)
         shape_of("slots", slots, 1)
         self._users.note(self._rounds, self._tensors)
         records, rows = self._layer(layer)
@@ -176,6 +182,7 @@ class DraftBuffer:
         it is ``[layers, slots, ...]``, like ``conv_state``, and one call does all. Then the slots may be recycled,
         shared or copied (prefix caching). A slot of which a layer missed a round is refused; on a GPU it is left as it
         is. Keywords are those of :func:`flush_kvbuffer`."""
+        _check_stream(options)
         shape_of("slots", slots, 1)
         self._users.note(self._rounds, self._tensors)
         records, places = self.records, self._places(slots)

@@ -29,6 +29,7 @@ def prefill_f32(
     state_v_first: bool = True,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> tuple[Any, Any, Any]:
     """Chunked forward in float32, heads before tokens, with ``w`` and ``u`` of the chunks. No gradients; any DLPack
     arrays.
@@ -50,6 +51,7 @@ def prefill_f32(
         final_state: same shape, written; may be ``initial_state`` itself, to work in place.
         scale: factor of the scores, ``K ** -0.5`` by default.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
+        stream: of a GPU, as in :func:`kda.prefill`.
 
     Returns:
         ``(o, w, u)``.

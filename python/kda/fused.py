@@ -13,6 +13,7 @@ from .call.errors import Takes
 from .call.inputs import WITH_GRADIENTS, gate_parameters
 from .call.library import library
 from .call.options import make_options
+from .call.streams import on_stream, without_stream
 from .call.tracing import compiling, modes
 
 _REQUIRED = {"x", "conv_weight", "conv_state", "g", "beta", "state"}
@@ -59,6 +60,7 @@ def fused_decode(
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """A layer's decode step for an engine: convolution, KDA, and the output's norm and gate, in one call.
 
@@ -86,6 +88,7 @@ def fused_decode(
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of requests packed into one row.
         out: ``[N, T, HV, V]``, written and returned; made in the dtype of x if None.
         impl: force an implementation of decode.  num_threads: CPU threads at most, 0 for OpenMP's default.
+        stream: of a GPU, as in :func:`kda.prefill`.
 
     Returns:
         ``out``.
@@ -102,6 +105,8 @@ def fused_decode(
     >>> o[:, 0, 0].tolist(), tail[:, 0, 2].tolist()
     ([[0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0]], [0.0, 0.0, 1.0, 0.0])
     """
+    if stream is not None:
+        return on_stream(fused_decode, stream, without_stream(locals()))
     try:
         form = NONE if gate is None else norm_form(activation)
         if out is None:
@@ -128,8 +133,11 @@ def fused_decode(
             return out
         check_serving(
             WITH_GRADIENTS,
-            (x, conv_weight, conv_bias, conv_state, g, beta, A_log, dt_bias, state, gate, norm_weight, out),
-        )
+            (
+                x, conv_weight, conv_bias, conv_state, g, beta, A_log, dt_bias, state, gate, norm_weight, out,
+                state_indices, conv_indices, cu_seqlens,
+            ),
+        )  # fmt: skip
         library().decode(
             None, None, None, g, beta, A_log, dt_bias, cu_seqlens, options=options, h0=state, hT=True,
             state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, impl=impl, num_threads=num_threads,

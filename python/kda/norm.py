@@ -13,6 +13,7 @@ from .call.eager import check_serving, grad_enabled, mark_written
 from .call.errors import Takes
 from .call.inputs import NORM_WITH_GRADIENTS, dense_last
 from .call.library import library
+from .call.streams import on_stream, without_stream
 from .call.tracing import compiling, modes
 
 _TAKES = Takes({"x", "gate", "weight", "out"}, {"x"}, set(), {"eps", "num_threads"}, {"y": "out"}, "x")
@@ -28,6 +29,7 @@ def norm_gate(
     *,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """``x / sqrt(mean(x ** 2) + eps) * weight * act(gate)`` over the last dimension, in float32, rounded once.
 
@@ -43,6 +45,7 @@ def norm_gate(
             are no gradients with it.
         impl: force an implementation, see :func:`kda.implementations`.  num_threads: CPU threads at most, 0 for
             OpenMP's default; of no effect where there are gradients.
+        stream: of a GPU, as in :func:`kda.prefill`.
 
     Returns:
         ``[..., D]``.
@@ -55,6 +58,8 @@ def norm_gate(
     >>> kda.norm_gate(x, np.zeros_like(x), eps=0.0).tolist()
     [[0.5, 0.5], [0.5, -0.5]]
     """
+    if stream is not None:
+        return on_stream(norm_gate, stream, without_stream(locals()))
     try:
         form = NONE if gate is None else norm_form(activation)
         if len(x.shape) != 4:

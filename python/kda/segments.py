@@ -77,7 +77,7 @@ def segment_map(
 
         maps = run_operator("segment_map", **call)
         return SegmentMap(*(x if name in want else None for name, x in zip("Mbd", maps, strict=True)))
-    check_serving(SEGMENTS_WITH_GRADIENTS, (q, k, v, g, beta, A, bias, d_o))
+    check_serving(SEGMENTS_WITH_GRADIENTS, (q, k, v, g, beta, A, bias, d_o, cu_seqlens))
     for name, x in (("q", q), ("v", v)):
         shape_of(name, x, 4)
     return run_segment_map(**call)

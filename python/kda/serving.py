@@ -14,6 +14,7 @@ from .call.eager import check_serving, is_plain_step, mark_step, mark_written
 from .call.inputs import WITH_GRADIENTS, gate_of
 from .call.library import library
 from .call.options import CHUNK, make_options
+from .call.streams import on_stream, without_stream
 from .call.tracing import compiling, modes
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def prefill(
     workspace: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """Chunked forward over prompts, updating ``state`` in place. No gradients, no copies; any DLPack arrays.
 
@@ -93,6 +95,9 @@ def prefill(
         workspace: scratch memory of at least :func:`workspace_size` bytes, 256-byte aligned; made for the call if
             None.
         impl: force an implementation.  num_threads: CPU threads at most, 0 for OpenMP's default.
+        stream: of a GPU, on which the call runs, whosever the arrays are: its handle, or an object that has one (by
+            ``__cuda_stream__``, ``cuda_stream`` or ``ptr``). By default torch's current stream, and where torch is
+            missing CUDA's default one.
 
     Returns:
         ``out``.
@@ -104,6 +109,8 @@ def prefill(
     >>> o.shape, float(pool[2, 0, 0, 0]), float(pool[1].sum())
     ((1, 70, 1, 4), 0.25, 0.0)
     """
+    if stream is not None:
+        return on_stream(prefill, stream, without_stream(locals()))
     try:
         A, bias = gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, v, q)
         options = make_options(
@@ -135,7 +142,8 @@ def prefill(
             )  # fmt: skip
             return out
         arrays = (q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace, *arrays_of(norm))
-        check_serving(WITH_GRADIENTS, arrays)
+        indices = (cu_seqlens, state_indices, out_state_indices, has_initial_state, checkpoint_slots, checkpoint_offset)
+        check_serving(WITH_GRADIENTS, (*arrays, *indices))
         library().forward(
             q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state is not None and update_state,
             state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, o=out,
@@ -215,6 +223,7 @@ def decode(
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """The token recurrence for a few tokens a sequence, updating ``state`` in place. No gradients; any DLPack arrays.
 
@@ -228,6 +237,8 @@ def decode(
     >>> o[:, 0, 0, 0].tolist()
     [0.5, 0.0]
     """
+    if stream is not None:
+        return on_stream(decode, stream, without_stream(locals()))
     try:
         A, bias = gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, v, q)
         options = make_options(
@@ -247,8 +258,9 @@ def decode(
                 out_state_indices=out_state_indices, update_state=update_state, norm=behind,
             )  # fmt: skip
             return out
-        if type(q) is ndarray or not is_plain_step(q, k, v, g, beta, state, out, (A_log, dt_bias)):
-            check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, state, out))
+        indices = (state_indices, out_state_indices, has_initial_state, cu_seqlens)
+        if type(q) is ndarray or not is_plain_step(q, k, v, g, beta, state, out, (A_log, dt_bias), indices=indices):
+            check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, state, out, *indices))
         if norm is not None:
             check_serving(WITH_GRADIENTS, arrays_of(norm))
         library().decode(
@@ -280,7 +292,7 @@ def forward_arguments(
     found = {"impl": impl, "num_threads": num_threads, "norm": norm_fields(kwargs.pop("norm", None))}
     for name in ("state_indices", "has_initial_state", "out_state_indices", "checkpoint_slots", "checkpoint_offset"):
         found[name] = kwargs.pop(name, None)
-    update, out = kwargs.pop("update_state", True), kwargs.pop("out", None)
+    update, out, _ = kwargs.pop("update_state", True), kwargs.pop("out", None), kwargs.pop("stream", None)
     found["first_valid_slot"] = kwargs.pop("first_valid_slot", 0)
     found["checkpoints"] = checkpoints = kwargs.pop("checkpoints", None)
     found["checkpoint_every"] = kwargs.pop("checkpoint_every", CHUNK) if checkpoints is not None else 0

@@ -3,7 +3,7 @@
 Verifying reads the state and writes none. Per token it records ``u``, ``k`` and ``alpha`` (1.5 KB a head at
 ``K = V = 128``, against 64 KB for a state), and the flush applies the accepted ones. Requests are rows
 ``[N, T, ...]``, or packed by ``cu_seqlens``; ``T`` is at most 16. Names follow :func:`kda.decode`. These functions
-share its arguments, in-place semantics and errors.
+share its arguments (``stream`` among them), in-place semantics and errors.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def decode_mtp(
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """:func:`kda.decode` with all choices of where states come from and go to, and with the convolution fused.
 
@@ -126,7 +127,8 @@ def decode_mtp(
             norm=behind,
         )  # fmt: skip
         return out
-    check_serving(WITH_GRADIENTS, (snapshots, *arrays_of(norm)))
+    indices = (state_indices, has_initial_state, cu_seqlens, snapshot_slots, accepted)
+    check_serving(WITH_GRADIENTS, (snapshots, *arrays_of(norm), *indices))
     library().decode(
         q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state if update_state else None,
         state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, o=out,
@@ -166,6 +168,7 @@ def verify_kvbuffer(
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """Outputs of draft tokens from states that stay unchanged; ``records`` receives what the flush needs.
 
@@ -207,7 +210,8 @@ def verify_kvbuffer(
             num_threads=num_threads, norm=behind,
         )  # fmt: skip
     else:
-        check_serving(WITH_GRADIENTS, (*(records or ()), *arrays_of(norm)))
+        indices = (state_indices, has_initial_state, cu_seqlens, parents)
+        check_serving(WITH_GRADIENTS, (*(records or ()), *arrays_of(norm), *indices))
         library().verify(
             q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, state_indices=state_indices,
             has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, conv=conv, o=out, records=records,
@@ -219,20 +223,10 @@ def verify_kvbuffer(
 
 @in_sentences
 def flush_kvbuffer(
-    state: Any,
-    records: Records,
-    accept_len: Any,
-    *,
-    state_indices: Any = None,
-    parents: Any = None,
-    conv_x: Any = None,
-    conv_state: Any = None,
-    conv_indices: Any = None,
-    state_v_first: bool = True,
-    first_valid_slot: int = 0,
-    impl: str | None = None,
-    num_threads: int = 0,
-) -> None:
+    state: Any, records: Records, accept_len: Any, *, state_indices: Any = None, parents: Any = None,
+    conv_x: Any = None, conv_state: Any = None, conv_indices: Any = None, state_v_first: bool = True,
+    first_valid_slot: int = 0, impl: str | None = None, num_threads: int = 0, stream: object = None,
+) -> None:  # fmt: skip
     """Applies recorded tokens to ``state`` in place: a ring's committed entries, then the accepted drafts.
 
     Args:
@@ -272,7 +266,8 @@ def flush_kvbuffer(
             first_valid_slot=first_valid_slot, impl=impl, num_threads=num_threads,
         )  # fmt: skip
     else:
-        check_serving(WITH_GRADIENTS, (state, *records, conv_x, conv_state))
+        indices = (state_indices, accept_len, parents, conv_indices)
+        check_serving(WITH_GRADIENTS, (state, *records, conv_x, conv_state, *indices))
         library().flush(
             state=state, state_indices=state_indices, records=records, accept_len=accept_len, parents=parents,
             conv_x=conv_x, conv_state=conv_state, conv_indices=conv_indices, state_layout=int(not state_v_first),
@@ -334,6 +329,7 @@ def flush_verify_kvbuffer(
     out: Any = None,
     impl: str | None = None,
     num_threads: int = 0,
+    stream: object = None,
 ) -> Any:
     """The flush of the last round and the verify of the next, in one pass over the state.
 
@@ -388,7 +384,8 @@ def flush_verify_kvbuffer(
             records=records, parents=parents, max_tokens=max_tokens, impl=impl, num_threads=num_threads, norm=behind,
         )  # fmt: skip
     else:
-        check_serving(WITH_GRADIENTS, (*records, *(last or ()), last_conv_x, *arrays_of(norm)))
+        indices = (state_indices, cu_seqlens, accept_len, parents, last_parents)
+        check_serving(WITH_GRADIENTS, (*records, *(last or ()), last_conv_x, *arrays_of(norm), *indices))
         library().flush_verify(
             q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state, state_indices=state_indices,
             first_valid_slot=first_valid_slot, conv=conv, o=out, last=last, accept_len=accept_len,

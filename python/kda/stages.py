@@ -48,7 +48,7 @@ def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | No
 
         run_operator(f"stage_{stage}", cu_seqlens=cu, **form, **tensors, impl=impl)
         return
-    check_serving("kda.chunk_kda", tensors.values())
+    check_serving("kda.chunk_kda", (*tensors.values(), cu))
     try:
         getattr(library(), f"stage_{stage}")(cu_seqlens=cu, **form, **tensors, impl=impl)
     except ValueError:

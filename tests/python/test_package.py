@@ -283,6 +283,7 @@ def test_explain_hands_over_what_the_function_does(op: str, flag: bool, monkeypa
     keywords: dict[str, Any] = {}
     for i, (name, parameter) in enumerate(inspect.signature(FUNCTIONS[op]).parameters.items()):
         kinds = {"bool": flag, "int": i, "float": i / 2, "str": "reference", "Conv": kda.Conv(*tensors(5))}
+        kinds |= {"object": None}  # a stream, which the library does not get as an argument
         kinds |= {"Records": kda.Records(*tensors(6)), "Norm": kda.Norm(*tensors(2), 0.5, "silu")}
         keywords[name] = kinds.get(str(parameter.annotation).split(" ")[0], tensors(1)[0])
     if op != "flush":

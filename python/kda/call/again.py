@@ -15,10 +15,11 @@ from typing import Any, TypeVar, cast
 
 import numpy
 
-from .arrays import View, is_read_only, is_torch, share_numpy, share_other, torch, without_views
+from .arrays import View, device_of, is_read_only, is_torch, share_numpy, share_other, torch, without_views
 from .dispatch import needs_dispatch, through_operators
 from .errors import Takes, refusal
 from .shards import has_shards, on_shards
+from .streams import calls_on_their_stream, device_among, handle_for, on_stream
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,9 +27,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 def in_sentences(function: F, takes: Takes | None = None) -> F:
     """Makes the errors of a function name its arguments; for functions where microseconds do not matter."""
     signature = inspect.signature(function)
+    has_stream = "stream" in signature.parameters
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if has_stream and kwargs.get("stream") is not None:
+            stream = kwargs.pop("stream")
+            return on_stream(call, stream, dict(signature.bind(*args, **kwargs).arguments))
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -87,10 +92,17 @@ def again(function: Callable[..., Any], error: Exception, arguments: dict[str, A
         if arguments.get("update_state") is False:
             written = written - {"state"}
         if views := with_views(error, given, written):
-            return without_views(function(**views))
+            return without_views(_with_stream(function, views))
         raise refusal(error, arguments, takes) from None
     finally:
         del error, arguments  # an exception's frame keeps its variables, so they must not hold the exception
+
+
+def _with_stream(function: Callable[..., Any], views: dict[str, Any]) -> Any:
+    if (index := device_among(views.values())) is None:
+        return function(**views)
+    with calls_on_their_stream(index):
+        return function(**views)
 
 
 def with_operators(function: Callable[..., Any], error: Exception, arguments: dict[str, Any]) -> Any:
@@ -140,6 +152,8 @@ def _view(name: str, x: Any, written: Set[str]) -> Any:
         share = share_numpy
     else:
         share = share_other
+        if (index := device_of(x)) is not None:
+            share = functools.partial(share_other, stream=handle_for(index))
     try:
         view, read_only = View(x, share), name in written and is_read_only(x)
     except Exception:  # refusal says what is wrong with it

@@ -66,6 +66,18 @@ def new_like(
     return made
 
 
+def device_of(x: Any) -> int | None:
+    """The number of the GPU on which an array is, or None: also for what is no array, which ``refusal`` names."""
+    if is_torch(x):
+        return x.device.index if x.is_cuda else None
+    x = x.array if isinstance(x, View) else x
+    try:
+        kind, index = x.__dlpack_device__()
+    except Exception:
+        return None
+    return int(index) if kind == _CUDA else None
+
+
 class View:
     """An array that the binding cannot read itself, with a tensor of the binding on the same memory. ``share`` makes
     that tensor (see ``again``)."""
@@ -121,6 +133,7 @@ _FLAGS_AT = 24  # in a DLManagedTensorVersioned: after its version, its context 
 _DTYPE_AT = 20  # in a DLTensor: after its address, its device and the number of dimensions
 _READ_ONLY = 1
 _BFLOAT = 4
+_CUDA = 2  # a type of device
 _is_valid, _pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
 _is_valid.argtypes = _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _pointer.restype = ctypes.c_void_p
@@ -132,7 +145,7 @@ def is_read_only(x: Any) -> bool:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.Array):  # immutable, but its export does not say so
         return True
-    capsule = _capsule(x)
+    capsule = _capsule(x, {} if device_of(x) is None else {"stream": -1})  # nobody waits for it
     if not _is_valid(capsule, _VERSIONED):
         return False
     return bool(ctypes.c_uint64.from_address(_pointer(capsule, _VERSIONED) + _FLAGS_AT).value & _READ_ONLY)
@@ -155,15 +168,17 @@ class _Writeable:
         self.__array_interface__, self.owner = interface, owner
 
 
-def share_other(x: Any) -> Any:
-    return _from_dlpack(_capsule(x))
+def share_other(x: Any, stream: int | None = None) -> Any:
+    """``stream`` is the handle of the one that is going to use an array on a GPU, which DLPack lets wait for the array.
+    There the default stream is 1."""
+    return _from_dlpack(_capsule(x, {} if stream is None else {"stream": stream or 1}))
 
 
-def _capsule(x: Any) -> Any:
+def _capsule(x: Any, options: dict[str, Any]) -> Any:
     try:
-        return x.__dlpack__(max_version=(1, 0))
+        return x.__dlpack__(max_version=(1, 0), **options)
     except TypeError:  # an older DLPack
-        return x.__dlpack__()
+        return x.__dlpack__(**options)
 
 
 def _from_dlpack(capsule: Any) -> Any:

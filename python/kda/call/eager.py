@@ -38,11 +38,18 @@ def check_serving(instead: str, arrays: Iterable[Any]) -> None:
 
 
 def is_plain_step(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, out: Any, gate: tuple[Any, Any]
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, out: Any, gate: tuple[Any, Any],
+    indices: tuple[Any, ...] = (None,) * 4,
 ) -> bool:  # fmt: skip
-    """True if ``check_serving`` has nothing to say about a decode step; ``gate`` is A_log and dt_bias. Without a loop,
+    """True if ``check_serving`` has nothing to say about a decode step; ``gate`` is A_log and dt_bias, and ``indices``
+    are slots, flags and offsets: those of another library have to be ready on the stream of the call. Without a loop,
     which alone takes half as long as the checks in it."""
     A_log, dt_bias = gate
+    slots, to, flags, offsets = indices
+    if (slots is not None and type(slots) is not Tensor) or (to is not None and type(to) is not Tensor):
+        return False
+    if (flags is not None and type(flags) is not Tensor) or (offsets is not None and type(offsets) is not Tensor):
+        return False
     try:
         wrong = q.is_neg() or k.is_neg() or v.is_neg() or g.is_neg() or beta.is_neg() or out.is_neg()
         wrong = wrong or (state is not None and state.is_neg())
