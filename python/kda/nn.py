@@ -26,10 +26,10 @@ from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_
 from .layer.draft_cache import DraftCache, _leaves_graph, as_cache, find_cache, look_up_outside, write_outside
 from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
-from .layer.norm import RMSNormGated
+from .layer.norm import RMSNormGated, normed
 from .layer.packing import find_layout
 from .layer.parts import check_window, new_cache, pack_weights, sizes_of
-from .layer.plans import for_ranks, local, mesh_of_plan
+from .layer.plans import local, mesh_of_plan
 from .layer.products import unpack
 from .layer.states import old_state
 from .layer.step import StepWeights, is_one_call, one_call, quick_step
@@ -298,7 +298,7 @@ class KimiDeltaAttention(nn.Module):
         held = past_key_values if cache is None else cache
         rows_alone = cu_seqlens is None and cu_seq_lens_q is None and cu_seq_lens_k is None and cu_seqlens_cpu is None
         rows_alone = rows_alone and seq_idx is None and position_ids is None and attention_mask is None
-        if T == 1 and held is not None and rows_alone and cp_context is None and self._has_own_norm():
+        if T == 1 and held is not None and rows_alone and cp_context is None:
             found = held.get(self.layer_idx) if type(held) is dict and not compiling() else held
             if (o := quick_step(self, hidden_states, found)) is not None:
                 return o, None, held
@@ -321,7 +321,7 @@ class KimiDeltaAttention(nn.Module):
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
             x = x.masked_fill(~real[:, None], 0)
         whole = training.train(self, x, cu) if found is None and cp_context is None else None
-        o = self._run(x, found, cu, cp_context, T) if whole is None else self.o_norm(*whole, **for_ranks(self))
+        o = self._run(x, found, cu, cp_context, T) if whole is None else normed(self, *whole)
         if foreign is not None and isinstance(found, KDACache):
             (write_outside if out else write_foreign)(foreign, found.conv, found.state, T)
         o = self.o_proj(o.flatten(2))
@@ -342,28 +342,18 @@ class KimiDeltaAttention(nn.Module):
                     "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
                 )
             o = run_drafts(self, rows, g, beta, cache)
-        elif (
-            cache is not None
-            and T <= DECODE_TOKENS
-            and isinstance(rows, Tensor)
-            and self._has_own_norm()
-            and is_one_call(self, cache)
-        ):
+        elif cache is not None and T <= DECODE_TOKENS and isinstance(rows, Tensor) and is_one_call(self, cache):
             return one_call(self, rows, g, beta, gate, cache, cu)
         else:
             qkv = queries_keys_values(self, rows, cache, cu, cp_context)
             o = self._attend((*qkv, g, beta), cache, cu, cp_context, T)
-        normed: Tensor = self.o_norm(o, gate, **for_ranks(self))
-        return normed
-
-    def _has_own_norm(self) -> bool:
-        return type(self._modules["o_norm"]) is RMSNormGated
+        return normed(self, o, gate)
 
     def _options(self) -> dict[str, Any]:
-        mesh = mesh_of_plan(self)
+        mesh, A_log, dt_bias = mesh_of_plan(self), self.A_log, self.dt_bias  # once: something may compute them
         return {
-            "A_log": local(self.A_log.float() if self.A_log.dtype.itemsize < 4 else self.A_log, mesh),
-            "dt_bias": local(self.dt_bias.float() if self.dt_bias.dtype.itemsize < 4 else self.dt_bias, mesh),
+            "A_log": local(A_log.float() if A_log.dtype.itemsize < 4 else A_log, mesh),
+            "dt_bias": local(dt_bias.float() if dt_bias.dtype.itemsize < 4 else dt_bias, mesh),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,

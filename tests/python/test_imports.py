@@ -151,7 +151,10 @@ PRIVATE = {
         "_get_current_dispatch_mode_stack",
         "_guards.CompileContext",
         "_python_dispatch",
-        "nn.modules.module._has_any_global_hook",
+        "nn.modules.module._global_backward_hooks",
+        "nn.modules.module._global_backward_pre_hooks",
+        "nn.modules.module._global_forward_hooks",
+        "nn.modules.module._global_forward_pre_hooks",
     },
 }
 

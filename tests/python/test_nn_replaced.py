@@ -79,9 +79,9 @@ def quantised(layer: KimiDeltaAttention, names: tuple[str, ...]) -> dict[str, Te
     return p
 
 
-def assert_is(layer: KimiDeltaAttention, p: dict[str, Tensor]) -> None:
+def assert_is(layer: KimiDeltaAttention, p: dict[str, Tensor], copies: bool = True) -> None:
     """The layer is the model of these parameters in training, prefill, few tokens, steps and drafts, and so is a
-    copy."""
+    copy, unless it shares what something has put into the layer."""
     x = tokens(2, 24, 48).requires_grad_()
     x64 = x.detach().double().requires_grad_()
     expected = torch.stack([model(p, row, layer) for row in x64])
@@ -92,7 +92,7 @@ def assert_is(layer: KimiDeltaAttention, p: dict[str, Tensor]) -> None:
     cache = layer.new_cache(2)
     assert relative(expected, in_pieces(layer, x, [15, 3, 1, 1, 1, 3], cache)) < 3e-6
     with torch.no_grad():
-        assert relative(expected, copy.deepcopy(layer)(x)[0]) < 3e-6
+        assert not copies or relative(expected, copy.deepcopy(layer)(x)[0]) < 3e-6
         for fused in (True, False):
             _, _, cache = layer(x[:, :15], use_cache=True)
             drafts = DraftCache(layer, cache, 4, fused=fused)

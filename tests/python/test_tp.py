@@ -19,7 +19,7 @@ from gloo import run_ranks
 from kda.tp import HeadParallel
 from layer_model import make, relative, tokens
 from support import make as make_problem
-from tp_ranks import CASES, CUTS, FUNCTIONS, run_function, run_layer, run_rank
+from tp_ranks import CASES, CUTS, FUNCTIONS, OTHER_NORM, run_function, run_layer, run_rank
 
 RANKS = 2
 Results = list[dict[str, dict[str, Tensor]]]
@@ -52,7 +52,15 @@ def limit(case: str, of: str) -> float:
 @pytest.mark.parametrize("by", ["", " by plan"])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(name: str, by: str, ranks: Results) -> None:
-    expected = run_layer(CASES[name], by_plan=bool(by))
+    assert_equal(CASES[name], name, by, ranks)
+
+
+def test_another_norm_gets_its_whole_gradients(ranks: Results) -> None:
+    assert_equal(OTHER_NORM, "other_norm", " by plan", ranks)
+
+
+def assert_equal(config: dict[str, Any], name: str, by: str, ranks: Results) -> None:
+    expected = run_layer(config, by_plan=bool(by))
     for results in ranks:
         got = results[name + by]
         assert set(got) == set(expected)

@@ -31,6 +31,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+OTHER_NORM: dict[str, Any] = {"other_norm": True}
+
+
+class OtherNorm(torch.nn.Module):
+    """In the place of the layer's, and knows nothing of ranks."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.scale, self.shift = torch.nn.Parameter(weight.detach() * 3), torch.nn.Parameter(weight.detach() / 5)
+
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+        return (torch.nn.functional.rms_norm(x, x.shape[-1:], self.scale, 1e-5) + self.shift) * g.sigmoid()
+
+
 def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -45,7 +59,9 @@ def plan_of(layer: KimiDeltaAttention) -> dict[str, Any]:
 def run_layer(config: dict[str, Any], mesh: Any = None, by_plan: bool = False) -> dict[str, Tensor]:
     """Outputs with and without caches and drafts, gradients, and parameters after a step of an optimizer."""
     dtype = config.get("dtype", torch.float32)
-    layer = make(**{n: x for n, x in config.items() if n != "dtype"}).to(dtype)
+    layer = make(**{n: x for n, x in config.items() if n not in ("dtype", "other_norm")}).to(dtype)
+    if config.get("other_norm"):
+        layer.o_norm = OtherNorm(layer.o_norm.weight)  # type: ignore[assignment]
     if mesh is not None:
         parallelize_module(layer, mesh, plan_of(layer) if by_plan else HeadParallel())
     x, d_o = tokens(2, 70, 48).to(dtype).requires_grad_(), tokens(2, 70, 48, seed=2).to(dtype)
@@ -110,6 +126,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
     torch.save(refusals(mesh), Path(folder) / f"refused_{rank}.pt")
     layers = {n: run_layer(config, mesh) for n, config in CASES.items()}
     layers |= {f"{n} by plan": run_layer(config, mesh, True) for n, config in CASES.items()}
+    layers["other_norm by plan"] = run_layer(OTHER_NORM, mesh, True)
     torch.save(layers, Path(folder) / f"{rank}.pt")
     results = {f"{n} {cut}": run_function(n, cut, mesh) for n in FUNCTIONS for cut in CUTS}
     torch.save({n: {m: x * 1 for m, x in r.items()} for n, r in results.items()}, Path(folder) / f"functions_{rank}.pt")

@@ -53,12 +53,22 @@ if torch is not None:
     is_batched = _of_torch("_C._functorch.is_legacy_batchedtensor", _never)
     _forward_ad = torch.autograd.forward_ad
     _innermost = _of_torch("_C._functorch.peek_interpreter_stack", None)
-    # Is there a hook of all modules? If nobody can tell, there may be.
-    any_global_hook = _of_torch("nn.modules.module._has_any_global_hook", lambda: True)
+    # The hooks of all modules. Torch's function that looks for some counts those that were removed, if they had
+    # asked for keywords.
+    _forward_hooks = _of_torch("nn.modules.module._global_forward_hooks", None)
+    _pre_hooks = _of_torch("nn.modules.module._global_forward_pre_hooks", None)
+    _backward_hooks = _of_torch("nn.modules.module._global_backward_hooks", None)
+    _backward_pre_hooks = _of_torch("nn.modules.module._global_backward_pre_hooks", None)
+    _hooks_known = None not in (_forward_hooks, _pre_hooks, _backward_hooks, _backward_pre_hooks)
     profiling = _of_torch("_C._autograd._profiler_enabled", _never)
     profiled = _of_torch("_C._profiler._RecordFunctionFast", nullcontext)
     # The public way makes an object of Python, which takes ten times as long. A torch without CUDA has only that.
     raw_stream = _of_torch("_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def any_global_hook() -> bool:
+    """Is there a hook of all modules? If nobody can tell, there may be."""
+    return bool(_forward_hooks or _pre_hooks or _backward_hooks or _backward_pre_hooks or not _hooks_known)
 
 
 def transform_name() -> str:

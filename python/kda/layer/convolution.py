@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ..arguments import Conv
 from ..convolution import causal_conv1d, causal_conv1d_update
-from .parts import Rows, are_own, conv_parameters, convolutions, heads_of, joined, parts_of
+from .bypass import known_as
+from .parts import Rows, conv_parameters, convolutions, convolve_as_one, heads_of, joined, parts_of
 from .plans import for_ranks, local
 from .recompute import check_first_run
 from .states import old_state
@@ -71,6 +72,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tenso
     return torch.where(tokens[:, None] < cu_seqlens[-1], y, 0)
 
 
+@known_as("convolution", "weight", "bias")
 class ShortConvolution(nn.Conv1d):
     """Causal depthwise convolution and SiLU, with the parameters of FLA's: ``weight`` ``[D, 1, W]``, ``bias`` ``[D]``;
     ``W`` is 1 to 4.
@@ -82,8 +84,6 @@ class ShortConvolution(nn.Conv1d):
     >>> list(y.shape), torch.equal(state, x[:, -3:].transpose(1, 2))
     ([2, 5, 8], True)
     """
-
-    is_own = True  # see are_own: not so of a subclass, which may compute something else
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ def queries_keys_values(
     y: Tensor | tuple[Tensor, ...]
     if not convs:
         y = F.silu(rows) if isinstance(rows, Tensor) else tuple(map(F.silu, rows))
-    elif are_own(convs) and (isinstance(rows, Tensor) or len({x.dtype for x in rows}) == 1):
+    elif convolve_as_one(layer) and (isinstance(rows, Tensor) or len({x.dtype for x in rows}) == 1):
         y = causal_conv_silu(rows, *conv_parameters(layer), state, cu_seqlens, **more)
         if not isinstance(rows, Tensor):  # with tensor parallelism they have some of the heads
             y = y.split_with_sizes([x.shape[-1] for x in rows], -1)
@@ -171,7 +171,7 @@ def run_drafts(layer: KimiDeltaAttention, rows: Rows, g: Tensor, beta: Tensor, c
     raw, held, options = joined(rows), cache.cache, layer._options()
     if not layer.use_short_conv or held.conv is None:
         return cache.run(raw, None, (*queries_keys_values(layer, rows), g, beta), **options)
-    if not are_own(convolutions(layer)):  # what was accepted goes first: it moves the state that the modules read
+    if not convolve_as_one(layer):  # what was accepted goes first: it moves the state that the modules read
         cache.flush()
         return cache.run(raw, None, (*queries_keys_values(layer, rows, held, drafts=True), g, beta), **options)
     conv = Conv(raw, *conv_parameters(layer), held.conv)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from .bypass import are_own
 from .parts import Rows, heads_of, joint_maps, sizes_of
 from .plans import ranks_of_plan
 from .projections import joint_linear
@@ -29,14 +30,18 @@ def project(layer: KimiDeltaAttention, x: Tensor) -> tuple[Rows, Tensor, Tensor,
     raw, *parts, _ = y.split_with_sizes([*sizes, y.shape[-1] - sum(sizes)], -1)
 
     def finished(module: Any, first: Tensor) -> Tensor:
-        """The second half takes rows, ``[M, n]``: only those get their bias inside the product."""
         if type(module) is nn.Linear:
             return first
-        second: Tensor = module._modules["1"](first.flatten(0, 1))
-        return second.view(*x.shape[:2], second.shape[1])
+        second: Any = module._modules["1"]
+        if not are_own("map", second):
+            y: Tensor = second(first)
+            return y
+        y = second(first.flatten(0, 1))  # only rows, [M, n], get their bias inside the product
+        return y.view(*x.shape[:2], y.shape[1])
 
-    gate = finished(layer.g_proj, parts[1]) if len(parts) == 3 else layer.g_proj(x)
-    return raw, heads_of(finished(layer.f_proj, parts[0]), K), parts[-1], heads_of(gate, V)
+    f_proj, g_proj = layer._modules["f_proj"], layer._modules["g_proj"]
+    gate = finished(g_proj, parts[1]) if len(parts) == 3 else layer.g_proj(x)
+    return raw, heads_of(finished(f_proj, parts[0]), K), parts[-1], heads_of(gate, V)
 
 
 def _check_ranks(layer: KimiDeltaAttention, q: Tensor) -> None:

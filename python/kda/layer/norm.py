@@ -1,17 +1,22 @@
-"""The norm with a gate, as a module with the parameter of FLA's."""
+"""The norm with a gate, as a module with the parameter of FLA's, and how the layer calls what stands in its place."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import norm_form
 from ..norm import norm_gate
-from .plans import local
+from .bypass import are_own, known_as
+from .plans import local, mesh_of_plan
+
+if TYPE_CHECKING:
+    from ..nn import KimiDeltaAttention
 
 
+@known_as("norm", "weight")
 class RMSNormGated(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight * act(gate)`` over the last dimension: :func:`kda.norm_gate` with a weight.
     ``activation`` is ``"sigmoid"``, as in this layer, or ``"silu"`` (``"swish"``).
@@ -47,3 +52,19 @@ class RMSNormGated(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"
+
+
+def normed(layer: KimiDeltaAttention, o: Tensor, gate: Tensor) -> Tensor:
+    """Calls the layer's norm. Ranks that share the heads by a plan use all its parameters for different heads, so
+    their gradients are sums. A norm of another kind need not know that: it is called with parameters that do."""
+    norm: Any = layer.o_norm
+    mesh = mesh_of_plan(layer)
+    y: Tensor
+    if mesh is None:
+        y = norm(o, gate)
+    elif are_own("norm", norm):
+        y = norm(o, gate, mesh=mesh)
+    else:
+        parameters = {name: local(p, mesh, by_heads=False) for name, p in norm.named_parameters()}
+        y = torch.func.functional_call(norm, parameters, (o, gate))
+    return y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 
 from ..call.dispatch import dispatched
 from ..call.tracing import transforms_active
+from .bypass import are_own, are_plain_maps, calls_differ, may_bypass
 from .cache import KDACache
 from .concatenation import concatenated
 from .plans import local, mesh_of_plan, ranks_of_plan
-from .products import has_hooks, is_plain, pack, whole_of
+from .products import pack, whole_of
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -27,7 +27,7 @@ def pack_weights(layer: KimiDeltaAttention) -> None:
     if (maps := _joint_maps(layer)) is not None:
         pack([m.weight for m in maps])
     convs = convolutions(layer)
-    if convs and are_own(convs):
+    if convs and are_own("convolution", *convs):
         pack([c.weight for c in convs])
         if convs[0].bias is not None:
             pack([c.bias for c in convs])
@@ -40,13 +40,13 @@ def _joint_maps(layer: KimiDeltaAttention) -> list[nn.Linear] | None:
     maps: list[Any] = [parts["q_proj"], parts["k_proj"], parts["v_proj"]]
     for module in (parts["f_proj"], parts["g_proj"]):
         halves = type(module) is nn.Sequential
-        if halves and (has_hooks(module) or module._modules.keys() != {"0", "1"}):
+        if halves and not (are_own("pair", module) and module._modules.keys() == {"0", "1"}):
             return None
         first: Any = module._modules["0"] if halves else module
-        if halves or type(first) is not nn.Linear or first.bias is None:
+        if halves or type(first) is not nn.Linear or first._parameters.get("bias") is None:
             maps.append(first)
     maps.append(parts["b_proj"])
-    return maps if all(map(is_plain, maps)) else None
+    return maps if are_plain_maps(*maps) else None
 
 
 def joint_maps(layer: KimiDeltaAttention, x: Tensor) -> list[nn.Linear] | None:
@@ -57,12 +57,14 @@ def joint_maps(layer: KimiDeltaAttention, x: Tensor) -> list[nn.Linear] | None:
         or x.is_meta
         or torch.is_autocast_enabled(x.device.type)
         or transforms_active()
+        or calls_differ()
         or (maps := _joint_maps(layer)) is None
     ):
         return None
-    weight = maps[0]._parameters["weight"]
-    fits = weight is not None and x.dtype == weight.dtype and weight.shape[0] == layer.key_dim
-    return maps if fits else None
+    weights: list[Any] = [m._parameters["weight"] for m in maps[:3]]
+    q, k, v = weights
+    fits = q.shape[0] == k.shape[0] == layer.key_dim and v.shape[0] == layer.value_dim  # or columns are cut wrongly
+    return maps if fits and x.dtype == q.dtype else None
 
 
 def heads_of(x: Tensor, channels: int) -> Tensor:
@@ -82,12 +84,20 @@ def parts_of(layer: KimiDeltaAttention, rows: Tensor | tuple[Tensor, ...]) -> tu
 
 
 def convolutions(layer: KimiDeltaAttention) -> tuple[ShortConvolution, ...]:
-    return (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d) if layer.use_short_conv else ()
+    if not layer.use_short_conv:
+        return ()
+    parts: dict[str, Any] = layer._modules
+    return parts["q_conv1d"], parts["k_conv1d"], parts["v_conv1d"]
 
 
-def are_own(convs: Iterable[nn.Module]) -> bool:
-    """May the convolutions be computed from their weights? Replaced and hooked ones have to be called."""
-    return all("is_own" in type(c).__dict__ and not has_hooks(c) for c in convs)
+def convolve_as_one(layer: KimiDeltaAttention) -> bool:
+    """May the convolutions, if there are any, be computed at once from their parameters?"""
+    convs: tuple[Any, ...] = convolutions(layer)
+    if not convs or not may_bypass("convolution", *convs):
+        return False
+    each: list[Any] = [c._parameters for c in convs]
+    (q, k, v), biased = [p["weight"] for p in each], [p["bias"] is not None for p in each]
+    return q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] == v.shape[2] and all(biased) == any(biased)
 
 
 def conv_parameters(layer: KimiDeltaAttention) -> tuple[Tensor, Tensor | None]:

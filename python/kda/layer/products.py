@@ -23,28 +23,6 @@ _ALIGNMENT = 64
 _WHOLE = "kda_whole"  # the attribute of the storage of a packed weight
 
 
-# These two read what nn.Module keeps directly: its __getattr__ takes ten times as long, which shows in decode steps.
-def is_plain(module: Any, bias: bool = False) -> bool:
-    """Is the module a linear map that was not replaced, hooked, distributed or quantised? ``bias``: it may have one."""
-    if type(module) is not nn.Linear or has_hooks(module):
-        return False
-    parameters = module.__dict__["_parameters"]
-    weight = parameters.get("weight")  # FSDP1 takes it away
-    return type(weight) in (nn.Parameter, Tensor) and (bias or parameters["bias"] is None)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Does the module have hooks, or, as accelerate and others give it, a forward of its own?"""
-    kept = module.__dict__
-    return bool(
-        kept["_forward_hooks"]
-        or kept["_forward_pre_hooks"]
-        or kept["_backward_hooks"]
-        or kept["_backward_pre_hooks"]
-        or "forward" in kept
-    )
-
-
 def pack(parameters: Sequence[Any]) -> None:
     """Puts the memory of parameters ``[n_i, ...]``, equal but for ``n_i``, side by side. Parameters that differ in
     dtype or device, that have no memory (``meta``), that processes share, or that are not plain stay as they are."""

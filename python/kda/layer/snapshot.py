@@ -33,20 +33,24 @@ class Snapshot:
         self.tensors = [p for _, _, p in self.places if p is not None]
         self.addresses, self.sizes = list(map(_ADDRESS, self.tensors)), [p.nbytes for p in self.tensors]
 
-    def holds(self) -> bool:
+    def holds(self, layer: nn.Module) -> bool:
         """Every decode step asks this, so it reads what nn.Module keeps: attributes of modules take ten times as long,
-        and calls for each module as long as the rest."""
+        and calls for each module as long as the rest. It looks at the same things as :func:`may_bypass`, but for
+        hooks of backward, which there is none of."""
         kept, children = self.children
-        if kept["_modules"] != children:
+        if kept is not layer.__dict__ or kept["_modules"] != children:  # torch copies it for replicas of a layer
             return False
         for module, kind, kept, children in self.parts:
             if type(module) is not kind or kept["_modules"] != children or "forward" in kept:
                 return False
-            if kept["_forward_hooks"] or kept["_forward_pre_hooks"]:
+            if kept["_forward_hooks"] or kept["_forward_pre_hooks"] or kept.get("_compiled_call_impl") is not None:
                 return False
-        for kept, name, parameter in self.places:
-            if kept["_parameters"].get(name) is not parameter:
-                return False
+        try:
+            for kept, name, parameter in self.places:
+                if kept["_parameters"][name] is not parameter:
+                    return False
+        except KeyError:
+            return False
         tensors = self.tensors
         return (
             list(map(_ADDRESS, tensors)) == self.addresses

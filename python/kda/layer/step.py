@@ -19,11 +19,12 @@ from ..call.inputs import single
 from ..call.library import library
 from ..call.options import make_options
 from ..call.streams import Users
-from ..call.tracing import any_global_hook, backward_number, compiling, modes, raw_stream, transforms_active
+from ..call.tracing import backward_number, compiling, modes, raw_stream, transforms_active
 from ..fused import fused_decode
+from .bypass import are_own, are_plain_maps, calls_differ, may_bypass
 from .cache import KDACache
-from .parts import are_own, conv_parameters, convolutions, heads_of, joint_maps, sizes_of
-from .products import filled_up, has_hooks, is_plain, whole_of
+from .parts import conv_parameters, convolutions, convolve_as_one, heads_of, joint_maps, sizes_of
+from .products import filled_up, whole_of
 from .recompute import check_first_run
 from .snapshot import Snapshot, are_plain
 
@@ -32,14 +33,13 @@ if TYPE_CHECKING:
 
 
 def is_one_call(layer: KimiDeltaAttention, cache: KDACache) -> bool:
-    """Can convolution, recurrence and norm be one call, if the norm is the layer's own? Hooked parts have to be called
-    themselves."""
+    """Can convolution, recurrence and norm be one call?"""
     return (
         not torch.is_grad_enabled()
         and cache.conv is not None
         and layer.conv_size > 1
-        and not has_hooks(layer.o_norm)
-        and are_own(convolutions(layer))
+        and may_bypass("norm", layer._modules["o_norm"])
+        and convolve_as_one(layer)
     )
 
 
@@ -51,7 +51,7 @@ def one_call(
     options.pop("use_gate_in_kernel")
     weight, bias = conv_parameters(layer)
     check_first_run("state", cache.made_in)
-    norm: Any = layer.o_norm
+    norm: Any = layer._modules["o_norm"]
     o: Tensor = fused_decode(
         rows, weight, bias, cache.conv, g, beta, state=cache.state, gate=gate, norm_weight=norm.weight,
         eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
@@ -60,12 +60,11 @@ def one_call(
 
 
 def quick_step(layer: KimiDeltaAttention, x: Tensor, cache: Any) -> Tensor | None:
-    """The output of a layer with its own norm for one token of each sequence, ``[B, 1, hidden_size]``. None if the
-    general way has to run, because torch or a part of the layer does more than eager numbers, or because a tensor is
-    unusual."""
+    """The output of a layer for one token of each sequence, ``[B, 1, hidden_size]``. None if the general way has to
+    run, because torch or a part of the layer does more than eager numbers, or because a tensor is unusual."""
     if compiling() or grad_enabled() or modes() or type(x) is not Tensor or type(cache) is not KDACache:
         return None
-    if transforms_active() or backward_number() != -1 or any_global_hook():
+    if transforms_active() or backward_number() != -1 or calls_differ():
         return None
     device = x.device
     if torch.is_autocast_enabled(device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -139,7 +138,7 @@ class StepWeights:
         self.shapes = StepShapes((*columns, filling), ends, heads, whole.dtype, whole.device)
 
     def hold(self, layer: KimiDeltaAttention) -> bool:
-        return self.snapshot.holds() and self.settings == _settings(layer)
+        return self.snapshot.holds(layer) and self.settings == _settings(layer)
 
 
 def _settings(layer: KimiDeltaAttention) -> tuple[Any, ...]:
@@ -149,19 +148,19 @@ def _settings(layer: KimiDeltaAttention) -> tuple[Any, ...]:
 
 def _weights_of(layer: KimiDeltaAttention, x: Tensor) -> StepWeights | None:
     """None if some part has to be called itself, or if weights are distributed, lie apart, or need another dtype."""
-    maps = joint_maps(layer, x)
-    if maps is None or len(maps) < 6 or not layer.use_short_conv or layer.conv_size == 1:
-        return None
     parts: dict[str, Any] = layer._modules
+    if not are_own("norm", parts["o_norm"]) or not layer._parameters.keys() >= {"A_log", "dt_bias"}:
+        return None  # first, because a layer of which it is true would come here in every step
+    maps = joint_maps(layer, x)
+    if maps is None or len(maps) < 6 or layer.conv_size == 1 or not convolve_as_one(layer):
+        return None
     halves = parts["f_proj"], parts["g_proj"]
     seconds = [m._modules["1"] if type(m) is nn.Sequential else None for m in halves]
     linear = [*maps, parts["o_proj"], *(m for m in seconds if m is not None)]
-    whole = whole_of([m.weight for m in maps]) if all(is_plain(m, bias=True) for m in linear) else None
+    whole = whole_of([m.weight for m in maps]) if are_plain_maps(*linear, bias=True) else None
+    if whole is None:
+        return None
     convs = convolutions(layer)
-    if whole is None or has_hooks(parts["o_norm"]) or not are_own(convs):
-        return None
-    if not all({"weight", "bias"} <= c._parameters.keys() for c in convs):  # computed from others
-        return None
     biases = [c.bias for c in convs if c.bias is not None]
     if whole_of([c.weight for c in convs]) is None or (biases and whole_of(biases) is None):
         return None

@@ -23,8 +23,9 @@ from ..call.dispatch import dispatched
 from ..call.inputs import TrainingCall
 from ..call.library import library
 from ..call.options import Options, make_options
-from .parts import are_own, as_one, convolutions, joint_maps
-from .products import copies, gradients, is_plain, product
+from .bypass import are_plain_maps
+from .parts import as_one, convolutions, convolve_as_one, joint_maps
+from .products import copies, gradients, product
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -188,6 +189,8 @@ def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tens
     """``(o, gate)``, ``[B, T, HV, V]`` each, of x ``[B, T, hidden]``; None where the parts have to run one by one: if
     nothing needs gradients or torch has to see each operator, if a part was replaced or hooked, or if the layer has
     no convolution, a single token recurrence, or a gate of full rank with a bias."""
+    if not torch.is_grad_enabled() or dispatched():
+        return None
     maps = joint_maps(layer, x)
     convs = convolutions(layer)
     if maps is None or len(maps) != 6:
@@ -195,15 +198,11 @@ def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tens
     second: list[Any] = [m[1] if isinstance(m, nn.Sequential) else None for m in (layer.f_proj, layer.g_proj)]
     if (
         layer.mode != "chunk"
-        or not convs
         or layer.conv_size == 1
-        or not are_own(convs)
-        or any(type(c.weight) is not nn.Parameter for c in convs)
-        or len({c.bias is None for c in convs}) > 1
-        or not all(m is None or is_plain(m, bias=True) for m in second)
+        or not convolve_as_one(layer)
+        or any(type(p) not in (nn.Parameter, type(None)) for c in convs for p in c._parameters.values())
+        or not are_plain_maps(*(m for m in second if m is not None), bias=True)
         or (second[0] is not None and second[0].bias is not None)
-        or dispatched()
-        or not torch.is_grad_enabled()
     ):
         return None
     options = layer._options()
