@@ -26,6 +26,7 @@ from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_
 from .layer.draft_cache import DraftCache, _leaves_graph, as_cache, find_cache, look_up_outside, write_outside
 from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
+from .layer.memory import Places
 from .layer.norm import RMSNormGated, normed
 from .layer.packing import find_layout
 from .layer.parts import check_window, new_cache, pack_weights, sizes_of
@@ -43,6 +44,7 @@ __all__ = [
 
 # Without gradients, calls of up to this many tokens use the token recurrence, longer ones the chunks.
 DECODE_TOKENS = 8
+_PLACES = "places of parameters"  # in the state of a copy: no name that an attribute could have
 
 
 class KimiDeltaAttention(nn.Module):
@@ -183,24 +185,31 @@ class KimiDeltaAttention(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Marks the parameters again: ``to_empty`` and moves off the meta device replace them and lose the marks."""
+        places = Places(self)
         module = super()._apply(rates.without_narrowing(self, fn), recurse)  # type: ignore[no-untyped-call]
         rates.mark(self)
-        self.pack_weights()
+        self.step_weights = None
+        if self.fuse_projections:
+            pack_weights(self, places.still(self))
         return module
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name != "step_weights"}
+        return {**super().__getstate__(), _PLACES: Places(self)}  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        places = state.pop(_PLACES, None)
         super().__setstate__(state)
-        self.pack_weights()  # copy.deepcopy copies each weight by itself
+        self.step_weights = None
+        if self.fuse_projections:  # copy.deepcopy copies each weight by itself, copy.copy none
+            pack_weights(self, () if places is None else places.addresses.values())
 
     def pack_weights(self) -> None:
         """Puts the weights of the projections side by side, and those of the convolutions, if ``fuse_projections``;
         without, gives each memory of its own again. This moves their memory: the parameters stay the same objects with
         the same values. The layer does this when it is made, moved, converted or copied. Call it after something has
         given parameters other memory, such as ``load_state_dict(assign=True)``. Without the call everything is right,
-        but slower. Last bits of the projections may change with it."""
+        but slower. Last bits of the projections may change with it. Memory that is shared, pinned, mapped from a file
+        or part of a larger tensor stays, as does all that a conversion to the same dtype and device leaves."""
         self.step_weights = None
         if self.fuse_projections:
             pack_weights(self)

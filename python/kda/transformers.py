@@ -65,7 +65,8 @@ def replace_layers(model: nn.Module, *, keep_names: bool = True) -> int:
 
 
 def _like(theirs: Any, keep_names: bool) -> LayerInTransformers:
-    """The layer with the weights of transformers' layer. It moves those of projections and convolutions."""
+    """The layer with the weights of transformers' layer. It moves those of projections and convolutions, except in
+    memory that others rely on, such as a mapped file."""
     if theirs.activation not in ("silu", "swish"):
         raise ValueError(f"model: expected silu as activation of its KDA layers, got {theirs.activation}")
     if hasattr(theirs, "_hf_hook"):

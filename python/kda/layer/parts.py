@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 Rows = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
-def pack_weights(layer: KimiDeltaAttention) -> None:
+def pack_weights(layer: KimiDeltaAttention, stay: Container[int] = ()) -> None:
+    """``stay``: addresses at which memory is not to be moved."""
     if (maps := _joint_maps(layer)) is not None:
-        pack([m.weight for m in maps])
+        pack([m.weight for m in maps], stay)
     convs = convolutions(layer)
     if convs and are_own("convolution", *convs):
-        pack([c.weight for c in convs])
+        pack([c.weight for c in convs], stay)
         if convs[0].bias is not None:
-            pack([c.bias for c in convs])
+            pack([c.bias for c in convs], stay)
 
 
 def _joint_maps(layer: KimiDeltaAttention) -> list[nn.Linear] | None:

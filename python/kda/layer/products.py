@@ -11,11 +11,13 @@ apart by their storages, and takes slices of one storage for one tensor under se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .memory import may_leave
 
 # Rows of the product are this many columns apart, or a multiple, so that they begin at lines of 128 bytes. On an H200
 # the convolution of 8,192 rows takes 126 us with lines that two rows share, and 120 us without.
@@ -23,16 +25,15 @@ _ALIGNMENT = 64
 _WHOLE = "kda_whole"  # the attribute of the storage of a packed weight
 
 
-def pack(parameters: Sequence[Any]) -> None:
-    """Puts the memory of parameters ``[n_i, ...]``, equal but for ``n_i``, side by side. Parameters that differ in
-    dtype or device, that have no memory (``meta``), that processes share, or that are not plain stay as they are."""
-    first = parameters[0]
-    if first.is_meta or any(type(p) is not nn.Parameter for p in parameters) or whole_of(parameters) is not None:
+def pack(parameters: Sequence[Any], stay: Container[int] = ()) -> None:
+    """Puts the memory of parameters ``[n_i, ...]``, equal but for ``n_i``, side by side. All stay as they are if they
+    differ in dtype or device, or if one is not plain, may not leave its memory or lies at an address in ``stay``."""
+    if any(type(p) is not nn.Parameter for p in parameters) or whole_of(parameters) is not None:
         return
-    for p in parameters:  # share_memory() gives a storage other memory
-        vars(p.untyped_storage()).pop(_WHOLE, None)
-    kinds = {(p.dtype, p.device, p.shape[1:], _is_shared(p)) for p in parameters}
-    if len(kinds) > 1 or _is_shared(first):
+    first, places = parameters[0], {p.data_ptr() for p in parameters}
+    kinds = {(p.dtype, p.device, p.shape[1:]) for p in parameters}
+    others = [p for p in parameters if _packed_into(p) is None]
+    if len(kinds) > 1 or len(places) < len(parameters) or any(at in stay for at in places) or not may_leave(others):
         return
     with torch.no_grad():
         whole = first.new_empty((sum(p.shape[0] for p in parameters), *first.shape[1:]))
@@ -40,8 +41,14 @@ def pack(parameters: Sequence[Any]) -> None:
             p.data = _with_own_storage(part.copy_(p), whole)
 
 
-def _is_shared(p: Tensor) -> bool:
-    return p.device.type == "cpu" and p.is_shared()
+def _packed_into(p: nn.Parameter) -> Tensor | None:
+    """What :func:`pack` has packed it into, if it still lies there: share_memory() gives a storage other memory."""
+    kept = vars(p.untyped_storage())
+    whole: Tensor | None = kept.get(_WHOLE)
+    if whole is None or whole.data_ptr() <= p.data_ptr() < whole.data_ptr() + whole.nbytes:
+        return whole
+    del kept[_WHOLE]
+    return None
 
 
 def _with_own_storage(part: Tensor, whole: Tensor) -> Tensor:
@@ -56,7 +63,7 @@ def _with_own_storage(part: Tensor, whole: Tensor) -> Tensor:
 def unpack(parameters: Iterable[Any]) -> None:
     """Gives what :func:`pack` has packed memory of its own."""
     for p in parameters:
-        if type(p) is nn.Parameter and hasattr(p.untyped_storage(), _WHOLE):
+        if type(p) is nn.Parameter and _packed_into(p) is not None:
             p.data = p.detach().clone()
 
 

@@ -140,6 +140,10 @@ class StepWeights:
     def hold(self, layer: KimiDeltaAttention) -> bool:
         return self.snapshot.holds(layer) and self.settings == _settings(layer)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and files of a layer have None in its place: views of other weights are no use to them."""
+        return type(None), ()
+
 
 def _settings(layer: KimiDeltaAttention) -> tuple[Any, ...]:
     norm: Any = layer._modules["o_norm"]
