@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "contract/operators.h"
 #include "contract/tables_stages.h"
@@ -34,7 +35,13 @@ void check(kda_status status) {
 }
 
 std::atomic<uint32_t> all_flags = 0;       // of every call of this process
+thread_local int own_invariance = -1;      // 0 or 1: batch invariance of this thread's calls, whatever all_flags says
 thread_local bool gpu_is_assumed = false;  // in explain and workspace of this thread: see kda_assume_gpu
+
+uint32_t flags_of_call() {
+  if (own_invariance < 0) return all_flags.load(std::memory_order_relaxed);
+  return own_invariance ? KDA_BATCH_INVARIANT : 0;
+}
 
 // At most four tokens a request, and states that are updated where they are or stored V-first. Must be safe for
 // invalid calls, too.
@@ -61,7 +68,7 @@ struct Call {
     constexpr size_t first_trailing =
         std::find_if(operands.begin(), operands.end(), [](const Operand& o) { return o.trailing; }) - operands.begin();
     for (size_t i = 0; i < first_trailing; ++i) reader.operand(&args, operands[i]);
-    reader.exec(args.exec, all_flags.load(std::memory_order_relaxed));
+    reader.exec(args.exec, flags_of_call());
     for (size_t i = first_trailing; i < operands.size() && reader.more(); ++i) reader.operand(&args, operands[i]);
     reader.end();
   }
@@ -214,8 +221,15 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_assume_gpu, [](int64_t capability, int64_t mul
   check(kda_assume_gpu(static_cast<int32_t>(capability), static_cast<int32_t>(multiprocessors)));
   gpu_is_assumed = capability != 0;
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_use_batch_invariant,
-                              [](bool enabled) { return all_flags.exchange(enabled ? KDA_BATCH_INVARIANT : 0) != 0; })
+// For all threads, but for this one alone where it has its own.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_use_batch_invariant, [](bool enabled) {
+  if (own_invariance >= 0) return std::exchange(own_invariance, enabled ? 1 : 0) != 0;
+  return all_flags.exchange(enabled ? KDA_BATCH_INVARIANT : 0) != 0;
+})
+// own_invariance, and what it was.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_batch_invariant_here, [](int64_t own) {
+  return static_cast<int64_t>(std::exchange(own_invariance, static_cast<int>(own)));
+})
 #define KDA_NAME(op) #op " "
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_operators, []() { return ffi::String(KDA_FOR_EACH_OPERATOR(KDA_NAME)); })
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_operands, [](ffi::String op) { return ffi::String(operands_text(op)); })

@@ -3,13 +3,17 @@ tests/cpp/test_promises.cc tests the operators one by one."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import kda
+from kda.call.library import batch_invariant
+from kda.cp._exchange import same_kernels
 from support import Problem, Tensor, cotangents, make, run, same_bits
 
 both = pytest.mark.parametrize("function", [kda.chunk_kda, kda.fused_recurrent_kda], ids=lambda f: f.__name__)
@@ -202,3 +206,69 @@ def test_batch_invariant_is_what_it_is_anyway() -> None:
         assert kda.use_batch_invariant(False)
     with pytest.raises(ValueError, match=r"^enabled: expected True or False, got 1$"):
         kda.use_batch_invariant(1)  # type: ignore[arg-type]
+
+
+# ---- batch invariance of one thread ----
+
+
+def _setting() -> bool:
+    """What calls of this thread take, read by setting it twice."""
+    found = kda.use_batch_invariant(False)
+    kda.use_batch_invariant(found)
+    return found
+
+
+@pytest.mark.parametrize("already", [False, True])
+def test_batch_invariance_of_threads(already: bool) -> None:
+    """The first thread leaves while the second is inside, in which it still holds. Others keep their setting, and all
+    is as before when both have left."""
+    step = threading.Barrier(3, timeout=60)
+    inside: dict[str, bool] = {}
+
+    def first() -> None:
+        with batch_invariant():
+            step.wait()
+            inside["first"] = _setting()
+            step.wait()
+            step.wait()
+        step.wait()
+
+    def second() -> None:
+        with batch_invariant():
+            for _ in range(4):
+                step.wait()
+            inside["second, alone"] = _setting()
+            with batch_invariant():
+                pass
+            inside["second, after another inside"] = _setting()
+
+    before = kda.use_batch_invariant(already)
+    try:
+        threads = [threading.Thread(target=f) for f in (first, second)]
+        for thread in threads:
+            thread.start()
+        step.wait()  # both are inside
+        step.wait()  # the first has looked
+        outside = _setting()
+        step.wait()
+        step.wait()  # the first has left
+        for thread in threads:
+            thread.join(60)
+        assert inside == dict.fromkeys(("first", "second, alone", "second, after another inside"), True)
+        assert outside == already == _setting()
+    finally:
+        kda.use_batch_invariant(before)
+
+
+def test_batch_invariance_ends_with_an_error() -> None:
+    with pytest.raises(KeyError), batch_invariant():
+        assert _setting()
+        raise KeyError
+    assert not _setting()
+
+
+def test_only_calls_of_invariant_contexts_ask_for_it() -> None:
+    for asks in (True, False):
+        with same_kernels(SimpleNamespace(cp_invariant=asks)):  # type: ignore[arg-type]
+            assert _setting() == asks
+        assert not _setting()

@@ -136,6 +136,18 @@ def library() -> Library:
     return _recorded if _profiling() else _library  # type: ignore[return-value]
 
 
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Inside, the calls of this thread run kernels whose bits of a sequence do not depend on the rest of the call.
+    Those of other threads keep to :func:`kda.use_batch_invariant`."""
+    here = library().batch_invariant_here
+    before = here(1)
+    try:
+        yield
+    finally:
+        here(before)
+
+
 def built_with_cuda() -> bool:
     """Loads the library, and leaves CUDA alone: a process that has asked CUDA for anything must not be forked any more,
     and servers load plug-ins before they fork."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
 import kda
 
 from ..call import library
-from ..call.library import built_with_cuda
+from ..call.library import batch_invariant, built_with_cuda
 from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole
@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
             "One with CUDA (KDA_CUDA=ON) answers on every machine and needs no GPU for it"
         )
     found: dict[str, tuple[str, int | None]] = {}
-    with assuming(gpu), batch_invariant(options.batch_invariant), forced(options.impl), explaining(found):
+    same_bits = batch_invariant() if options.batch_invariant else nullcontext()
+    with assuming(gpu), same_bits, forced(options.impl), explaining(found):
         entry.call(entry.make(problem, Source("cpu" if gpu else device, seed=None)))
     text, workspace = found[options.op]
     if options.json:
@@ -143,17 +144,6 @@ def assuming(gpu: tuple[int, int] | None) -> Iterator[None]:
     finally:
         if gpu:
             library.library().assume_gpu(0, 0)
-
-
-@contextmanager
-def batch_invariant(enabled: bool) -> Iterator[None]:
-    """Inside, calls are batch invariant. With ``enabled=False`` nothing changes."""
-    before = enabled and kda.use_batch_invariant()
-    try:
-        yield
-    finally:
-        if enabled:
-            kda.use_batch_invariant(before)
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..call.derivatives import wide_dtype
-from ..call.library import library
+from ..call.library import batch_invariant, library
 from ..call.options import Options
 from ._message import Message, Ticket
 
@@ -21,15 +21,9 @@ Tensor = torch.Tensor
 States = list[tuple[int, Tensor]]  # segments of this rank with a state from other segments
 
 
-@contextmanager
-def same_kernels(cp: Context) -> Iterator[None]:
+def same_kernels(cp: Context) -> AbstractContextManager[None]:
     """With ``cp_invariant``, kernels are chosen whose bits do not depend on the rest of the call."""
-    before = cp.cp_invariant and library().use_batch_invariant(True)
-    try:
-        yield
-    finally:
-        if cp.cp_invariant:
-            library().use_batch_invariant(before)
+    return batch_invariant() if cp.cp_invariant else nullcontext()
 
 
 class Cells:
