@@ -1,4 +1,4 @@
-"""torch autograd around the kernels, for eager mode. For torch.compile see :mod:`kda.operators`."""
+"""The kernels of training, with outputs that are made here: what :mod:`kda.functions` and the operators compute."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ from typing import Any
 
 import torch
 
-from .call.derivatives import (
-    Tensor,
-    apply,
-    first_derivatives,
-    in_large_pages,
-    needs_function,
-    plain,
-    refuse_forward_mode,
-    state_shape,
-    wide_dtype,
-)
+from .call.derivatives import Tensor, in_large_pages, plain, state_shape, wide_dtype
 from .call.inputs import TrainingCall
 from .call.library import library
-from .call.options import CHUNK, H_EVERY, STATE_K_FIRST, Options
+from .call.options import CHUNK, STATE_K_FIRST, Options
 
 
 def saved_kinds(
@@ -71,6 +61,23 @@ def run_forward(
     return o, hT, saved
 
 
+def run_states(
+    call: TrainingCall, final_state: bool, chunks: int, impl: str | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns (o, hT, h): ``chunks`` states, one before each chunk; in bf16 for bf16 inputs, else in float32."""
+    q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
+    N, *state = state_shape(v, q.shape[3], cu, options)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    hT = v.new_empty((N, *state), dtype=torch.float32) if final_state else None
+    h = v.new_empty((chunks, *state), dtype=states_dtype(q))
+    library().forward(q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=h0, hT=hT, o=o, h=h, impl=impl)
+    return o, hT, h
+
+
+def states_dtype(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+
+
 def _four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     return (*saved, *(None,) * (4 - len(saved)))
 
@@ -103,76 +110,6 @@ def run_backward(*arguments: Any) -> list[Tensor | None]:
     grads, operands = backward_call(*arguments)
     library().backward(**operands)
     return grads
-
-
-def eager_forward(
-    call: TrainingCall, output_final_state: bool, h_every: int, recurrent: bool, impl: str | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns (o, hT), with gradients if ``h_every`` is not 0."""
-    o: Tensor
-    if h_every or needs_function(call.leaves()):
-        o, hT = apply(KDAFunction, *call, output_final_state, h_every, recurrent, impl)
-        return o, hT
-    o, hT, _ = run_forward(call, output_final_state, h_every, recurrent, impl)
-    return o, hT
-
-
-def chunks_between_states(inputs: Sequence[Tensor | None], disable_recompute: bool) -> int:
-    """``h_every`` of a forward: 0 if its inputs can have no gradients. Must be called outside of a ``Function``:
-    inside, gradients are always disabled, and ``ctx.needs_input_grad`` ignores ``torch.no_grad()``."""
-    if not torch.is_grad_enabled() or not any([x is not None and x.requires_grad for x in inputs]):
-        return 0
-    return 1 if disable_recompute else H_EVERY
-
-
-class KDAFunction(torch.autograd.Function):
-    """Autograd of chunk_kda, and of fused_recurrent_kda with ``recurrent``."""
-
-    jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
-        """``given``: a :class:`TrainingCall`, then what :func:`run_forward` takes with it."""
-        *call_of, final_state, h_every, recurrent, impl = given
-        call = TrainingCall._make(call_of)
-        o, hT, saved = run_forward(call, final_state, h_every, recurrent, impl)
-        if h_every:
-            ctx.save_for_backward(*call.leaves(), call.cu, *saved)
-            ctx.options, ctx.h_every = call.options, h_every
-        ctx.set_materialize_grads(False)
-        return o, hT
-
-    @staticmethod
-    @first_derivatives
-    def backward(ctx: Any, kept: Any, d_o: Tensor | None, dhT: Tensor | None) -> tuple[Any, ...]:
-        tensors, saved = kept[:9], kept[9:]
-        call = TrainingCall._make((*tensors, ctx.options))
-        d_o = torch.zeros_like(call.v) if d_o is None else d_o
-        grads = run_backward(call, saved, ctx.h_every, d_o, dhT, ctx.needs_input_grad[:8])
-        return (*grads, None, None, None, None, None, None)
-
-
-class GateFunction(torch.autograd.Function):
-    jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, form: int, lower_bound: float,
-        dtype: torch.dtype, impl: str | None,
-    ) -> Tensor:  # fmt: skip
-        g = torch.empty(x.shape, dtype=dtype, device=x.device)
-        library().gate(
-            x=x, A_log=A_log, dt_bias=dt_bias, g=g, gate_form=form, lower_bound=lower_bound, impl=impl
-        )  # fmt: skip
-        ctx.save_for_backward(x, A_log, dt_bias)
-        ctx.form, ctx.lower_bound = form, lower_bound
-        return g
-
-    @staticmethod
-    @first_derivatives
-    def backward(ctx: Any, kept: Any, dg: Tensor) -> tuple[Any, ...]:
-        x, A_log, dt_bias = kept
-        return (*run_gate_backward(x, A_log, dt_bias, dg, ctx.form, ctx.lower_bound), None, None, None, None)
 
 
 def run_gate_backward(
@@ -247,33 +184,6 @@ def run_conv_backward(
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
 
-class ConvFunction(torch.autograd.Function):
-    jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None,
-        how: tuple[bool, bool, str | None], *more: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """``how``: silu, final_state and impl of :func:`run_conv`."""
-        ctx.save_for_backward(x, weight, bias, state, cu, *more)
-        ctx.silu, final_state, impl = how
-        ctx.set_materialize_grads(False)
-        return run_conv(x, weight, bias, state, cu, ctx.silu, final_state, impl, more=more)
-
-    @staticmethod
-    @first_derivatives
-    def backward(ctx: Any, kept: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Any, ...]:
-        x, weight, bias, state, cu, *more = kept
-        of_x, of_weight, of_bias, of_state, _cu, _how, *of_more = ctx.needs_input_grad
-        wanted = (of_x or any(of_more), of_weight, of_bias, of_state)
-        if dy is None:
-            dy = x.new_zeros((*x.shape[:2], sum(conv_sizes(x, *more))))
-        dx, *grads = run_conv_backward(x, weight, bias, state, cu, ctx.silu, dy, d_last, wanted=wanted, more=more)
-        dx, *d_more = conv_parts(dx, x, *more)
-        return (dx, *grads, None, None, *d_more)
-
-
 def run_norm_gate(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, form: int, impl: str | None, threads: int = 0
 ) -> Tensor:
@@ -302,22 +212,3 @@ def run_norm_gate_backward(
         x=x, gate=gate, weight=weight, dy=plain(dy), dx=dx, dgate=dgate, dweight=dweight, eps=eps, activation=form
     )  # fmt: skip
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
-
-
-class NormGateFunction(torch.autograd.Function):
-    jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, form: int, impl: str | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, gate, weight)
-        ctx.eps, ctx.form = eps, form
-        return run_norm_gate(x, gate, weight, eps, form, impl)
-
-    @staticmethod
-    @first_derivatives
-    def backward(ctx: Any, kept: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, gate, weight = kept
-        grads = run_norm_gate_backward(x, gate, weight, dy, ctx.eps, ctx.form, ctx.needs_input_grad[:3])
-        return (*grads, None, None, None)

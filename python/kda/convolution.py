@@ -108,8 +108,8 @@ def causal_conv1d(
             x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, silu=silu,
             final_state=output_final_state, impl=impl, **dict(zip(("x1", "x2"), more, strict=False)),
         )  # fmt: skip
-    from .autograd import ConvFunction
     from .call.derivatives import apply
+    from .functions import ConvFunction
 
     check_views(x, weight, bias, initial_state, *more)
     return apply(ConvFunction, x, weight, bias, initial_state, cu_seqlens, (silu, output_final_state, impl), *more)

@@ -67,8 +67,8 @@ def fused_kda_gate(
             from .operators.gate import gate
 
             return gate(x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
-        from .autograd import GateFunction
         from .call.derivatives import apply
+        from .functions import GateFunction
 
         return apply(GateFunction, x, A_log, dt_bias, form, bound, dtype, impl).view(g.shape)
     except Exception as error:

@@ -145,6 +145,7 @@ def explain_backward(keywords: dict[str, Any]) -> str:
 
     from . import autograd
     from .call.derivatives import state_shape, wide_dtype
+    from .call.options import H_EVERY
 
     bound = inspect.signature(chunk_kda).bind(**keywords)
     bound.apply_defaults()
@@ -155,7 +156,7 @@ def explain_backward(keywords: dict[str, Any]) -> str:
         raise ValueError("cp_context: expected None, as each rank chooses for its own window, got a context")
     try:
         call = training_call(**{name: a[name] for name in _TRAINING})
-        K, h_every = call.q.shape[3], 1 if a["disable_recompute"] else autograd.H_EVERY
+        K, h_every = call.q.shape[3], 1 if a["disable_recompute"] else H_EVERY
         kinds = autograd.saved_kinds(call.v, K, call.cu, call.options, h_every)
         saved = [call.v.new_empty(shape, dtype=dtype) for shape, dtype in kinds]
         states = state_shape(call.v, K, call.cu, call.options)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .call.tracing import compiling
+from .call.tracing import compiling, is_true
 from .layer import front, rates, training
 from .layer.cache import KDACache
 from .layer.checkpoints import from_published, own_names, to_published
@@ -307,8 +307,8 @@ class KimiDeltaAttention(nn.Module):
         held = past_key_values if cache is None else cache
         rows_alone = cu_seqlens is None and cu_seq_lens_q is None and cu_seq_lens_k is None and cu_seqlens_cpu is None
         rows_alone = rows_alone and seq_idx is None and position_ids is None and attention_mask is None
-        if T == 1 and held is not None and rows_alone and cp_context is None:
-            found = held.get(self.layer_idx) if type(held) is dict and not compiling() else held
+        if rows_alone and held is not None and cp_context is None and not compiling() and T == 1:
+            found = held.get(self.layer_idx) if type(held) is dict else held
             if (o := quick_step(self, hidden_states, found)) is not None:
                 return o, None, held
         offsets = {
@@ -324,7 +324,7 @@ class KimiDeltaAttention(nn.Module):
             found, foreign = as_cache(*look_up_outside(self, held, bool(use_cache), N, hidden_states))
         else:
             held, found, foreign = find_cache(self, held, bool(use_cache), N, hidden_states)
-        x = hidden_states if cu is None or B == 1 else hidden_states.reshape(1, B * T, self.hidden_size)
+        x = hidden_states if cu is None or is_true(B == 1) else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
@@ -333,7 +333,7 @@ class KimiDeltaAttention(nn.Module):
         o = self._run(x, found, cu, cp_context, T) if whole is None else normed(self, *whole)
         if foreign is not None and isinstance(found, KDACache):
             (write_outside if out else write_foreign)(foreign, found.conv, found.state, T)
-        o = self.o_proj(o.flatten(2))
+        o = self.o_proj(o.flatten(2)) if whole is None else training.project(self, o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])
         if x is not hidden_states:  # otherwise o would become a view, and FSDP warns of those
@@ -351,7 +351,9 @@ class KimiDeltaAttention(nn.Module):
                     "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
                 )
             o = run_drafts(self, rows, g, beta, cache)
-        elif cache is not None and T <= DECODE_TOKENS and isinstance(rows, Tensor) and is_one_call(self, cache):
+        elif (
+            cache is not None and is_true(T <= DECODE_TOKENS) and isinstance(rows, Tensor) and is_one_call(self, cache)
+        ):
             return one_call(self, rows, g, beta, gate, cache, cu)
         else:
             qkv = queries_keys_values(self, rows, cache, cu, cp_context)
@@ -383,7 +385,7 @@ class KimiDeltaAttention(nn.Module):
             o, _ = run(*inputs, **options, disable_recompute=self.disable_recompute)
             return o
         if cache is not None and not torch.is_grad_enabled():
-            run = decode if T <= DECODE_TOKENS else prefill
+            run = decode if is_true(T <= DECODE_TOKENS) else prefill
             o = run(*inputs, cache.state, **options)
             return o
         run = chunk_kda if self.mode == "chunk" else fused_recurrent_kda

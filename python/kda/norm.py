@@ -14,7 +14,7 @@ from .call.errors import Takes
 from .call.inputs import NORM_WITH_GRADIENTS, dense_last
 from .call.library import library
 from .call.streams import on_stream, without_stream
-from .call.tracing import compiling, modes
+from .call.tracing import compiling, modes, recording
 
 _TAKES = Takes({"x", "gate", "weight", "out"}, {"x"}, set(), {"eps", "num_threads"}, {"y": "out"}, "x")
 
@@ -64,15 +64,15 @@ def norm_gate(
         form = NONE if gate is None else norm_form(activation)
         if len(x.shape) != 4:
             return _of_another_rank(x, gate, weight, eps, activation, out, impl, num_threads)
-        if (compiling() or modes()) and dispatched():
+        if (compiling() or modes() or recording()) and dispatched():
             from .operators.norm import norm_gate as compiled_norm_gate
 
             return compiled_norm_gate(
                 dense_last(x), dense_last(gate), dense_last(weight), eps, form, out, impl, num_threads
             )
         if grad_enabled() and out is None and _wants_gradients(x, gate, weight):
-            from .autograd import NormGateFunction
             from .call.derivatives import apply
+            from .functions import NormGateFunction
 
             check_views(x, gate, weight)
             return apply(NormGateFunction, dense_last(x), dense_last(gate), dense_last(weight), eps, form, impl)

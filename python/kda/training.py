@@ -17,7 +17,7 @@ from .call.eager import check_serving
 from .call.inputs import TrainingCall, dense_last, gate_of, single, state_layout_of
 from .call.library import library
 from .call.options import CHUNK, Options, make_options
-from .call.tracing import compiling, is_wrapper
+from .call.tracing import compiling, is_true, is_wrapper
 
 
 def chunk_kda(
@@ -70,7 +70,8 @@ def chunk_kda(
             ``K*V/32 + 2*V`` bytes for 16-bit inputs with ``state_v_first``; in all other cases nothing is kept, as
             without it.
         return_intermediate_states: also return the state before every 64-token chunk; only under
-            ``torch.inference_mode()``.
+            ``torch.inference_mode()``, or in a graph of ``torch.compile`` without gradients. Packed sequences need
+            ``use_graph`` there.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one row (``B = 1``). Values on a GPU
             are not checked. Outputs beyond ``cu_seqlens[-1]`` are zero.
         cu_seqlens_cpu: a copy on the CPU. It is used only for the shape of the intermediate states, for which a call
@@ -103,7 +104,7 @@ def chunk_kda(
     try:
         if not is_torch(q):
             raise ValueError(f"q: expected a torch tensor (prefill takes other arrays), got {type(q).__name__}")
-        from .autograd import chunks_between_states, eager_forward
+        from .functions import chunks_between_states, eager_forward
 
         state_v_first = state_layout_of(state_v_first, kwargs)
         kwargs.pop("chunk_indices", None)  # FLA's cached metadata, not needed here
@@ -115,7 +116,7 @@ def chunk_kda(
         _check_copy(getattr(cp_context, "cu_seqlens", cu_seqlens), cu_seqlens_cpu)
         if use_graph and cu_seqlens is not None and max_num_seqs not in (None, cu_seqlens.shape[0] - 1):
             raise ValueError(f"max_num_seqs: expected {cu_seqlens.shape[0] - 1} as in cu_seqlens, got {max_num_seqs}")
-        if return_intermediate_states and not torch.is_inference_mode_enabled():
+        if return_intermediate_states and not compiling() and not torch.is_inference_mode_enabled():
             raise ValueError("return_intermediate_states: expected torch.inference_mode(), got autograd's mode")
         if return_intermediate_states and disable_recompute:
             raise ValueError("return_intermediate_states: expected disable_recompute=False with it, got True")
@@ -135,8 +136,8 @@ def chunk_kda(
                 disable_recompute, impl,
             )  # fmt: skip
         if return_intermediate_states:
-            chunks = _chunk_count(q, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, use_graph)
-            return _with_intermediate_states(call, output_final_state, chunks, impl)
+            offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+            return _with_intermediate_states(call, offsets, use_graph, output_final_state, impl)
         h_every = chunks_between_states(call.leaves(), disable_recompute)
         if dispatched():
             from .operators.training import forward
@@ -197,7 +198,7 @@ def fused_recurrent_kda(
         )  # fmt: skip
         if not is_torch(q):
             return _recurrent_arrays(call, output_final_state, impl)
-        from .autograd import chunks_between_states, eager_forward
+        from .functions import chunks_between_states, eager_forward
 
         h_every = chunks_between_states(call.leaves(), disable_recompute=False)
         if dispatched():
@@ -220,7 +221,7 @@ def training_call(
     for name, x in (("q", q), ("v", v)):
         if len(x.shape) != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {list(x.shape)}")
-    if cu_seqlens is not None and (len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1):
+    if cu_seqlens is not None and (len(cu_seqlens.shape) != 1 or is_true(cu_seqlens.shape[0] < 1)):
         raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu_seqlens.shape)}")
     A_log, dt_bias = gate_of(use_gate_in_kernel, A_log, dt_bias, None if safe_gate else lower_bound, v, q)
     options = make_options(
@@ -271,26 +272,28 @@ def _check_copy(cu: Any, copy: Any) -> None:
         raise ValueError(f"cu_seqlens_cpu: expected {cu.tolist()} like cu_seqlens, got {copy.tolist()}")
 
 
-def _chunk_count(q: Any, cu_seqlens: Any, use_graph: bool) -> int:
+def _with_intermediate_states(
+    call: TrainingCall, cu_seqlens: Any, use_graph: bool, output_final_state: bool, impl: str | None
+) -> tuple[Any, ...]:
+    """``cu_seqlens``: also those of the CPU, if there are."""
+    rows, chunks = _chunk_count(call.q, cu_seqlens, use_graph)
+    if dispatched():
+        from .operators.training import forward_states
+
+        o, hT, h = forward_states(call, output_final_state, rows * chunks, impl)
+    else:
+        from .autograd import run_states
+
+        o, hT, h = run_states(call, output_final_state, rows * chunks, impl)
+    return o, hT, h.view(rows, chunks, *h.shape[1:])
+
+
+def _chunk_count(q: Any, cu_seqlens: Any, use_graph: bool) -> tuple[int, int]:
+    """Rows, and chunks in each."""
     if cu_seqlens is None:
-        return q.shape[0] * ((q.shape[1] + CHUNK - 1) // CHUNK)
+        return q.shape[0], (q.shape[1] + CHUNK - 1) // CHUNK
     if use_graph:  # the same for all offsets
-        return max((q.shape[1] + CHUNK - 1) // CHUNK + cu_seqlens.shape[0] - 2, 0)
+        return 1, max((q.shape[1] + CHUNK - 1) // CHUNK + cu_seqlens.shape[0] - 2, 0)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     most = q.shape[1] // CHUNK + cu_seqlens.shape[0]  # only offsets that the library refuses can give more
-    return min(max(int(((lengths + CHUNK - 1) // CHUNK).sum()), 0), most)
-
-
-def _with_intermediate_states(
-    call: TrainingCall, output_final_state: bool, chunks: int, impl: str | None
-) -> tuple[Any, ...]:
-    q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
-    B, T, _, K = q.shape
-    _, _, HV, V = v.shape
-    N = B if cu is None else cu.shape[0] - 1
-    state = (HV, K, V) if options.state_layout else (HV, V, K)
-    o = q.new_empty(B, T, HV, V)
-    hT = q.new_empty(N, *state, dtype=torch.float32) if output_final_state else None
-    h = q.new_empty(chunks, *state, dtype=torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
-    library().forward(q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=h0, hT=hT, o=o, h=h, impl=impl)
-    return o, hT, h.view(B, chunks // B if B else 0, *state)
+    return 1, min(max(int(((lengths + CHUNK - 1) // CHUNK).sum()), 0), most)

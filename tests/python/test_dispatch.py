@@ -21,6 +21,7 @@ from layer_model import make as make_layer
 from layer_model import tokens
 from serving_calls import CALLS
 from support import Tensor, make
+from training_calls import TRAINING, chunk
 
 Change = Callable[[Any], Any]
 
@@ -48,42 +49,6 @@ def is_without_data(x: Any) -> bool:
 
 
 # ---- shapes ----
-
-
-def _chunk(**options: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    p = make(2, 70, 2, 2, 8, 24, gate="softplus", beta="sigmoid")
-    return kda.chunk_kda, p.keywords | {"output_final_state": True, **options}
-
-
-def _packed() -> tuple[Callable[..., Any], dict[str, Any]]:
-    p = make(1, 70, state=False)
-    return kda.chunk_kda, p.keywords | {"cu_seqlens": torch.tensor([0, 3, 3, 70]), "output_final_state": True}
-
-
-def _recurrent() -> tuple[Callable[..., Any], dict[str, Any]]:
-    p = make(2, 5, state=False, v_first=True)
-    bfloat = {n: p.tensors[n].bfloat16() for n in ("q", "k", "v")}
-    return kda.fused_recurrent_kda, p.keywords | bfloat | {"output_final_state": True}
-
-
-def _gate() -> tuple[Callable[..., Any], dict[str, Any]]:
-    x = {"g": torch.randn(2, 3, 2, 4), "A_log": torch.randn(2), "dt_bias": torch.randn(8)}
-    return kda.fused_kda_gate, x | {"output_dtype": torch.bfloat16}
-
-
-def _conv() -> tuple[Callable[..., Any], dict[str, Any]]:
-    x = {"x": torch.randn(2, 5, 6).half(), "weight": torch.randn(6, 4), "initial_state": torch.randn(2, 6, 3)}
-    return kda.causal_conv1d, x | {"output_final_state": True}
-
-
-TRAINING = {
-    "chunk_kda": _chunk,
-    "chunk_kda, all kept": lambda: _chunk(disable_recompute=True),
-    "chunk_kda, packed": _packed,
-    "fused_recurrent_kda": _recurrent,
-    "fused_kda_gate": _gate,
-    "causal_conv1d": _conv,
-}
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -116,7 +81,7 @@ def test_shapes_in_place(name: str, without_data: Change) -> None:
 
 def test_shapes_under_the_mode() -> None:
     with FakeTensorMode():
-        function, keywords = _chunk()
+        function, keywords = chunk()
         o, state = function(**keywords)
         assert isinstance(o, FakeTensor) and tuple(o.shape) == (2, 70, 4, 24)
         assert isinstance(state, FakeTensor) and tuple(state.shape) == (2, 4, 8, 24)
@@ -174,8 +139,8 @@ def test_functions_without_an_operator_say_so() -> None:
         fake = {n: mode.from_tensor(x) for n, x in p.tensors.items()}
         with pytest.raises(ValueError, match=wanted):
             kda.workspace_size(**fake)
-        with pytest.raises(ValueError, match=wanted), torch.inference_mode():
-            kda.chunk_kda(**fake, return_intermediate_states=True)
+        with pytest.raises(ValueError, match=wanted):
+            kda.explain(**fake)
 
 
 # ---- transforms ----

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kda
+from kda.call.options import H_EVERY
 from support import Tensor, assert_close, cotangents, kda_oracle, make, run, same_bits
 
 both = pytest.mark.parametrize("function", [kda.chunk_kda, kda.fused_recurrent_kda], ids=lambda f: f.__name__)
@@ -126,7 +127,7 @@ def test_nothing_is_kept_where_gradients_are_disabled(
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             function(**p.tensors, **p.options)
-    assert kept == [0, 0, kda.autograd.H_EVERY]
+    assert kept == [0, 0, H_EVERY]
 
 
 @both

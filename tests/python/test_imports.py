@@ -141,6 +141,8 @@ PRIVATE = {
         "_C._cuda_getCurrentRawStream",
         "_C._current_graph_task_id",
         "_C._increment_version",
+        "_C._is_any_autocast_enabled",
+        "_C._is_tracing",
         "_C._functorch.is_functorch_wrapped_tensor",
         "_C._functorch.is_legacy_batchedtensor",
         "_C._functorch.peek_interpreter_stack",

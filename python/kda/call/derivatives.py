@@ -1,18 +1,18 @@
-"""What the functions of autograd share: requests of torch that are refused, and the memory of outputs."""
+"""What the functions of autograd share: requests of torch that are refused, autocast, and the memory of outputs."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from . import tracing
-from .options import Options
-from .tracing import refuse_batched_gradients, transform_refusal
+from .options import H_EVERY, Options
+from .tracing import compiling, recording, refuse_batched_gradients, transform_refusal
 
 Tensor = torch.Tensor
 
@@ -38,20 +38,45 @@ def refuse_second_derivatives(*_: Any) -> NoReturn:
     raise NotImplementedError(_NO_SECOND)
 
 
+_DEVICES = ("cpu", "cuda")  # kinds of device that kernels run on
+
+
+def autocast_state() -> dict[str, torch.dtype]:
+    """The dtype of autocast by kind of device, for those that have it. ``Function.forward`` keeps this as
+    ``ctx.autocast``, as ``torch.amp.custom_fwd`` does for one kind of device."""
+    if not tracing.any_autocast():
+        return {}
+    return {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
+
+
+def _as_in_forward(ctx: Any, backward: Callable[..., Any], kept: Sequence[Any], gradients: Sequence[Any]) -> Any:
+    """Runs a backward in the autocast state of its forward, as ``torch.amp.custom_bwd`` does."""
+    if ctx.autocast == autocast_state():
+        return backward(ctx, kept, *gradients)
+    device = next(x.device.type for x in (*gradients, *kept) if x is not None)
+    dtype = ctx.autocast.get(device)
+    with torch.autocast(device, dtype, dtype is not None):
+        return backward(ctx, kept, *gradients)
+
+
 def first_derivatives(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Makes a ``Function.backward`` from ``backward(ctx, kept, *gradients)`` that also works with
-    ``create_graph=True``: its results then refuse to be differentiated again. torch's ``once_differentiable``
-    connects the results only to the incoming gradients, and to copies of those. Where an input reaches the loss by
-    another path, its error never shows."""
+    """Makes a ``Function.backward`` from ``backward(ctx, kept, *gradients)``.
+
+    * It runs in the autocast state of its forward, ``ctx.autocast``.
+    * It also works with ``create_graph=True``: its results then refuse to be differentiated again. torch's
+      ``once_differentiable`` connects the results only to the incoming gradients, and to copies of those. Where an
+      input reaches the loss by another path, its error never shows.
+    """
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         refuse_batched_gradients(gradients)
         kept = ctx.saved_tensors  # read once: activation checkpointing recomputes them
-        with torch.no_grad():
-            results = backward(ctx, kept, *gradients)
         if not torch.is_grad_enabled():
+            results: tuple[Any, ...] = _as_in_forward(ctx, backward, kept, gradients)
             return results
+        with torch.no_grad():
+            results = _as_in_forward(ctx, backward, kept, gradients)
         return _NoSecondDerivatives.apply(len(results), *results, *kept, *gradients)
 
     return call
@@ -76,6 +101,17 @@ def needs_function(tensors: Iterable[Tensor | None]) -> bool:
         return True
     wrapped = tracing.is_transformed
     return any([x is not None and wrapped(x) for x in tensors])
+
+
+def chunks_between_states(inputs: Sequence[Tensor | None], disable_recompute: bool) -> int:
+    """``h_every`` of a forward: 0 if its inputs can have no gradients. Must be called outside of a ``Function``:
+    inside, gradients are always disabled, and ``ctx.needs_input_grad`` ignores ``torch.no_grad()``. A recording has 0,
+    too: the same graph serves calls with gradients and without, whichever its example was."""
+    if not torch.is_grad_enabled() or not any([x is not None and x.requires_grad for x in inputs]):
+        return 0
+    if not compiling() and recording():
+        return 0
+    return 1 if disable_recompute else H_EVERY
 
 
 def _large_pages() -> Callable[[Tensor], Tensor]:

@@ -1,20 +1,21 @@
 """Finds calls that torch has to see. Eager calls go straight to the binding. The registered operators (see
-:mod:`kda.operators`) take calls that are traced, calls under a mode of torch's dispatcher (``FakeTensorMode``,
-``FlopCounterMode``, selective checkpointing), and calls with tensors that have no memory to read here. ``again``
-looks for such tensors only after a call has failed, so other calls do not pay for the check."""
+:mod:`kda.operators`) take calls that are traced or recorded, calls under a mode of torch's dispatcher
+(``FakeTensorMode``, ``FlopCounterMode``, selective checkpointing), and calls with tensors that have no memory to read
+here. ``again`` looks for such tensors only after a call has failed, so other calls do not pay for the check."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import tracing
 from .arrays import is_torch, torch
-from .tracing import compiling, is_wrapper, modes
+from .tracing import compiling, is_wrapper, modes, recording
 
 
 def dispatched() -> bool:
-    if compiling():
+    if compiling() or recording():
         return True
     if modes():
         _tell_counters()
@@ -53,12 +54,23 @@ def needs_dispatch(arguments: dict[str, Any]) -> bool:
     return any(map(is_wrapper, tensors)) or (bool(tensors) and all(x.is_meta for x in tensors))
 
 
-def through_operators(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    class Through(tracing.mode_class()):  # type: ignore[misc]
-        """Changes nothing; under any mode, calls go to the operators."""
+@functools.cache
+def mode_that_sees() -> Any:
+    """The class :class:`kda.operators.SeenByTorch`."""
+
+    class SeenByTorch(tracing.mode_class()):  # type: ignore[misc]
+        """A mode of torch's dispatcher that changes nothing but the way of our calls: inside, they are operators of
+        ``torch.ops.kda``, as they are under any mode. So what hooks into the dispatcher sees them, too: execution
+        traces, observers of ``RecordFunction``, and implementations that a program registers itself."""
+
+        __module__ = "kda.operators"
 
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return operator(*args, **(kwargs or {}))
 
-    with Through():
+    return SeenByTorch
+
+
+def through_operators(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    with mode_that_sees()():
         return function(**arguments)

@@ -16,9 +16,9 @@ Tensor = torch.Tensor
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
 OPTIONS = "int gate_form, int beta_form, bool qk_l2norm, int state_layout, float lower_bound, float scale"
-STATES = "Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, int first_valid_slot, Tensor(b!) out"
+STATES = "Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, SymInt first_valid_slot, Tensor(b!) out"
 WRITTEN = "Tensor? out_state_indices, bool update_state"  # the slots to write; is anything written?
-RUN = "str? impl, int num_threads"
+RUN = "str? impl, SymInt num_threads"  # counts may be symbols of a graph, so that others need no new one
 NORM = "Tensor? norm_gate=None, Tensor? norm_weight=None, float norm_eps=0.0, int norm_activation=0, bool norm=False"
 
 _RECORDS = ("u", "k", "alpha", "indices", "first", "count")
@@ -65,9 +65,11 @@ def by_schema(operator: Any) -> Any:
     return named
 
 
-def in_order(operator: Any, found: dict[str, Any]) -> tuple[Any, ...]:
-    """One value for each argument of the operator, None where nothing was found: gradients, as torch takes them."""
-    return tuple(found.get(a.name) for a in operator._schema.arguments)
+def in_order(operator: Any) -> Any:
+    """A function from values by name to one for each argument of the operator, None where there is none: gradients, as
+    torch takes them. It reads no schema, so torch can trace it in a backward (compiled autograd)."""
+    names = tuple(a.name for a in operator._schema.arguments)
+    return lambda found: tuple(found.get(name) for name in names)
 
 
 def norm_of(gate: Any, weight: Any, eps: float, activation: int, norm: bool) -> tuple[Any, ...] | None:

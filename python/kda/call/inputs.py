@@ -72,6 +72,12 @@ class TrainingCall(NamedTuple):
         """The tensors that may have gradients, in the order of these."""
         return self[:8]
 
+    def named(self) -> dict[str, Any]:
+        """By the names of the operators' schemas."""
+        found = self._asdict()
+        found["cu_seqlens"] = found.pop("cu")
+        return found
+
 
 WITH_GRADIENTS = "kda.chunk_kda or kda.fused_recurrent_kda"
 

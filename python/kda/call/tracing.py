@@ -1,4 +1,4 @@
-"""What torch is doing around a call: compiling it, watching its operators, or transforming it.
+"""What torch is doing around a call: compiling it, recording it, watching its operators, or transforming it.
 
 torch has no public names for most of this. Its private names stand here (one more in kda.cp), and test_imports.py
 lists them. Where a torch lacks one, kda does without what it was for, or says which torch it needs.
@@ -34,6 +34,7 @@ def _never(*_: Any) -> bool:
 
 compiling: Any = _never if torch is None else torch.compiler.is_compiling
 modes: Any = _never  # how many modes of torch's dispatcher are active
+recording: Any = _never  # does torch.jit.trace record this call?
 transforms_active: Any = _never  # is a transform of torch.func active?
 profiling: Any = _never  # does torch's profiler run?
 profiled: Any = nullcontext  # an entry in it
@@ -41,6 +42,8 @@ increment_version: Any = _never  # raises the versions of tensors
 raw_stream: Any = _never  # the handle of torch's current stream, by the number of a device; 0 is CUDA's default one
 if torch is not None:
     modes = _of_torch("_C._len_torch_dispatch_stack")
+    # The public function is this one with a check in Python, which takes twice as long again.
+    recording = _of_torch("_C._is_tracing", torch.jit.is_tracing)
     transforms_active = _of_torch("_C._are_functorch_transforms_active")
     # A backward pass has a number; -1 outside of any.
     backward_number = _of_torch("_C._current_graph_task_id")
@@ -60,15 +63,29 @@ if torch is not None:
     _backward_hooks = _of_torch("nn.modules.module._global_backward_hooks", None)
     _backward_pre_hooks = _of_torch("nn.modules.module._global_backward_pre_hooks", None)
     _hooks_known = None not in (_forward_hooks, _pre_hooks, _backward_hooks, _backward_pre_hooks)
+    # Is any kind of device under autocast? If nobody can tell, the kinds are asked one by one.
+    any_autocast = _of_torch("_C._is_any_autocast_enabled", lambda: True)
     profiling = _of_torch("_C._autograd._profiler_enabled", _never)
     profiled = _of_torch("_C._profiler._RecordFunctionFast", nullcontext)
     # The public way makes an object of Python, which takes ten times as long. A torch without CUDA has only that.
     raw_stream = _of_torch("_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 
+# They name the module that runs, for tables of FlopCounterMode and CommDebugMode. These modes may be around a forward
+# alone, so they may not change what it saves.
+_TRACKERS = {("torch.utils.module_tracker", "ModuleTracker")}
+_TRACKERS |= {("torch.distributed.tensor.debug._comm_mode", "_CommModeModuleTracker")}
+
+
 def any_global_hook() -> bool:
-    """Is there a hook of all modules? If nobody can tell, there may be."""
-    return bool(_forward_hooks or _pre_hooks or _backward_hooks or _backward_pre_hooks or not _hooks_known)
+    """Is there a hook of all modules, other than of torch's counters? If nobody can tell, there may be."""
+    if not (_forward_hooks or _pre_hooks or _backward_hooks or _backward_pre_hooks):
+        return not _hooks_known
+    hooks = [
+        hook for kind in (_forward_hooks, _pre_hooks, _backward_hooks, _backward_pre_hooks) for hook in kind.values()
+    ]
+    owners = [type(getattr(hook, "__self__", None)) for hook in hooks]
+    return not all((owner.__module__, owner.__name__) in _TRACKERS for owner in owners)
 
 
 def transform_name() -> str:
@@ -89,6 +106,13 @@ def active_modes() -> list[Any]:
     return list(_python_dispatch._get_current_dispatch_mode_stack())
 
 
+def makes_graph() -> bool:
+    """Does torch write down what runs, in torch.compile, torch.jit.trace or make_fx?"""
+    if compiling() or recording():
+        return True
+    return bool(modes()) and any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in active_modes())
+
+
 def forward_mode() -> bool:
     """Are there tensors with derivatives of forward mode?"""
     return getattr(_forward_ad, "_current_level", -1) >= 0
@@ -100,8 +124,18 @@ def is_wrapper(x: Any) -> bool:
 
 
 def is_known(x: Any) -> bool:
-    """May a tensor's values be read? On a GPU that would wait for it, and what is being compiled has none."""
-    return bool(x.is_cpu) and not compiling() and not is_wrapper(x)
+    """May a tensor's values be read? On a GPU that would wait for it, what is being compiled has none, and a recording
+    would keep those of its example."""
+    return bool(x.is_cpu) and not compiling() and not recording() and not is_wrapper(x)
+
+
+def is_true(condition: Any) -> bool:
+    """A condition on sizes. In a graph it may be about sizes that no example tells (``mark_unbacked``); then False."""
+    if not compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(condition))
 
 
 _ONLY = "kda has derivatives for torch.autograd only"
@@ -130,7 +164,7 @@ def transform_refusal() -> NotImplementedError | None:
 
 def refuse_batched_gradients(gradients: Iterable[Any]) -> None:
     """Refuses ``is_grads_batched``, and ``torch.autograd.functional.jacobian(vectorize=True)``."""
-    if any(x is not None and is_batched(x) for x in gradients):
+    if not compiling() and any(x is not None and is_batched(x) for x in gradients):
         wanted = "expected False (vectorize=False for jacobians), and torch.autograd.grad once for each gradient"
         raise NotImplementedError(f"is_grads_batched: {wanted}, got True")
 

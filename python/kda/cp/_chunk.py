@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..autograd import chunks_between_states, run_backward, run_forward
-from ..call.derivatives import apply, first_derivatives, plain, state_shape, wide_dtype
+from ..autograd import run_backward, run_forward
+from ..call.derivatives import (
+    apply,
+    autocast_state,
+    chunks_between_states,
+    first_derivatives,
+    plain,
+    state_shape,
+    wide_dtype,
+)
 from ..call.inputs import TrainingCall
 from ..call.options import Options
 from ._exchange import Exchange, States, same_kernels
@@ -53,7 +61,7 @@ class ContextParallelFunction(torch.autograd.Function):
             states = torch.stack([x for _, x in found]) if found else None
             ctx.save_for_backward(*inputs, h0, states, exchange.kept(), *saved)
             ctx.cp, ctx.options, ctx.h_every, ctx.ticket = cp, options, h_every, ticket
-            ctx.found = [i for i, _ in found]
+            ctx.found, ctx.autocast = [i for i, _ in found], autocast_state()
         ctx.set_materialize_grads(False)
         return o, end_states(cp, hT)
 

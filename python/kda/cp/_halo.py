@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..call.derivatives import apply, first_derivatives
+from ..call.derivatives import apply, autocast_state, first_derivatives
 from ..call.numbers import integer
 from ._context import Context
 from ._fla import as_context
@@ -40,6 +40,7 @@ class HaloFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: Context, rows: int) -> Tensor:
         ctx.cp, ctx.rows, ctx.dtype, ctx.ticket = cp, rows, x.dtype, cp.ticket()
+        ctx.autocast = autocast_state()
         halo = x.new_zeros(cp.sequences, x.shape[2], rows)
         if not (places := _exchanges(cp, rows)):
             return halo

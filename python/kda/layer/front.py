@@ -33,7 +33,7 @@ def project(layer: KimiDeltaAttention, x: Tensor) -> tuple[Rows, Tensor, Tensor,
         if type(module) is nn.Linear:
             return first
         second: Any = module._modules["1"]
-        if not are_own("map", second):
+        if not are_own("map", second):  # hooks see what the map would get in an nn.Sequential
             y: Tensor = second(first)
             return y
         y = second(first.flatten(0, 1))  # only rows, [M, n], get their bias inside the product

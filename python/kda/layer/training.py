@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import autograd
-from ..autograd import backward_call, run_conv, run_conv_backward, run_forward
-from ..call.derivatives import apply, first_derivatives, refuse_forward_mode
-from ..call.dispatch import dispatched
+from .. import functions
+from ..call.derivatives import apply, autocast_state, first_derivatives, refuse_forward_mode
 from ..call.inputs import TrainingCall
-from ..call.library import library
 from ..call.options import Options, make_options
+from ..call.tracing import compiling, makes_graph
 from .bypass import are_plain_maps
 from .parts import as_one, convolutions, convolve_as_one, joint_maps
-from .products import copies, gradients, product
+from .products import copies
+from .projections import Linear, joint_gradients, joint_product
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention
@@ -98,7 +97,7 @@ def _decay(shape: Shape, f: Tensor, second: Tensor | None) -> Tensor:
 
 def _convolved_and_decay(shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts) -> tuple[Tensor, Tensor]:
     """What backward computes again: q, k and v, ``[B, T, D]``, and the decay's input, ``[B, T, HV, K]``."""
-    convolved, _ = run_conv(parts.raw, *p.convolution(), None, cu, True, False, None)
+    convolved = functions.seen_conv(parts.raw, *p.convolution(), None, cu, True)
     return convolved, _decay(shape, parts.f, p.f_second)
 
 
@@ -111,6 +110,13 @@ def _call(
     )  # fmt: skip
 
 
+def _product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
+    if compiling():  # by compiled autograd: graphs have no products with strides in their outputs
+        place.copy_(torch.mm(a, b))
+    else:
+        torch.mm(a, b, out=place)
+
+
 class LayerFunction(torch.autograd.Function):
     """``(o, gate)``, ``[B, T, HV, V]`` and ``[M, HV * V]``, of x ``[M, hidden]``."""
 
@@ -119,13 +125,13 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: Shape, cu: Tensor | None, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         p = Parameters(*parameters)  # type: ignore[arg-type]
-        y = product(x, p[:6])
+        y = joint_product(x, p[:6])
         parts = _Parts(shape, y, [w.shape[0] for w in p[:6]])
         convolved, g = _convolved_and_decay(shape, cu, p, parts)
         call = _call(shape, cu, p, parts.heads(convolved), g, parts.beta)
-        o, _, saved = run_forward(call, False, shape.h_every, False, None)
+        o, _, saved = functions.seen_forward(call, False, shape.h_every, False, None)
         gate = parts.g if p.g_second is None else F.linear(parts.g, p.g_second, p.g_bias)
-        ctx.shape, ctx.count = shape, len(saved)
+        ctx.shape, ctx.count, ctx.autocast = shape, len(saved), autocast_state()
         ctx.save_for_backward(cu, x, y, *p, *saved)
         ctx.set_materialize_grads(False)
         return o, gate
@@ -144,14 +150,14 @@ class LayerFunction(torch.autograd.Function):
         elif p.g_second is None:
             d.g.copy_(d_gate)
         else:
-            torch.mm(d_gate, p.g_second, out=d.g)
+            _product_into(d.g, d_gate, p.g_second)
             second["g_second"] = torch.mm(d_gate.t(), parts.g) if wanted["g_second"] else None
             second["g_bias"] = d_gate.sum(0) if wanted["g_bias"] else None
         if d_o is None:
             HV, V = shape.heads[1], shape.heads[3]
             d_o = x.new_zeros(*shape.batch, HV, V)
         recurrence = _recurrence(shape, cu, p, parts, d, saved, d_o, wanted)
-        dx, dweights = gradients(x, p[:6], d.all, ctx.needs_input_grad[2:9])
+        dx, dweights = joint_gradients(x, p[:6], d.all, ctx.needs_input_grad[2:9])
         return None, None, dx, *dweights, *(({**second, **recurrence}).get(name) for name in Parameters._fields[6:])
 
 
@@ -163,17 +169,16 @@ def _recurrence(
     convolved, g = _convolved_and_decay(shape, cu, p, parts)
     d_convolved = torch.empty_like(convolved)
     dg = torch.empty_like(g) if p.f_second is not None else _decay(shape, d.f, None)
-    grads, operands = backward_call(
+    grads = functions.seen_backward(
         _call(shape, cu, p, parts.heads(convolved), g, parts.beta), saved, shape.h_every, d_o, None,
         (*(True,) * 5, wanted["A_log"], wanted["dt_bias"], False), into=(*d.heads(d_convolved), dg, d.beta),
     )  # fmt: skip
-    library().backward(**operands)
     found = {"A_log": grads[5], "dt_bias": grads[6]}
     if p.f_second is not None:
         rows = dg.flatten(2).flatten(0, 1)
-        torch.mm(rows, p.f_second, out=d.f)
+        _product_into(d.f, rows, p.f_second)
         found["f_second"] = torch.mm(rows.t(), parts.f) if wanted["f_second"] else None
-    _, dw, db, _ = run_conv_backward(
+    _, dw, db, _ = functions.seen_conv_backward(
         parts.raw, *p.convolution(), None, cu, True, d_convolved, None,
         wanted=(False, any(wanted[n] for n in _WEIGHTS), any(wanted[n] for n in _BIASES), False), into=d.raw,
     )  # fmt: skip
@@ -187,9 +192,9 @@ def _recurrence(
 
 def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """``(o, gate)``, ``[B, T, HV, V]`` each, of x ``[B, T, hidden]``; None where the parts have to run one by one: if
-    nothing needs gradients or torch has to see each operator, if a part was replaced or hooked, or if the layer has
+    nothing needs gradients or torch makes a graph, if a part was replaced or hooked, or if the layer has
     no convolution, a single token recurrence, or a gate of full rank with a bias."""
-    if not torch.is_grad_enabled() or dispatched():
+    if not torch.is_grad_enabled() or makes_graph():
         return None
     maps = joint_maps(layer, x)
     convs = convolutions(layer)
@@ -217,10 +222,17 @@ def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tens
         dt_bias=options["dt_bias"].view(HV, K), q_conv=q_conv, k_conv=k_conv, v_conv=v_conv, q_bias=q_bias,
         k_bias=k_bias, v_bias=v_bias,
     )  # fmt: skip
-    h_every = autograd.chunks_between_states((x, *p), layer.disable_recompute)
+    h_every = functions.chunks_between_states((x, *p), layer.disable_recompute)
     if not h_every:
         return None
     form = Options(*make_options(p.A_log, None, layer.lower_bound, True, True, True, layer.allow_neg_eigval, True))
     shape = Shape((x.shape[0], x.shape[1]), (layer.num_heads, HV, K, V), form, h_every)
     o, gate = apply(LayerFunction, shape, cu, x.reshape(-1, x.shape[2]), *p)
     return o, gate.view(o.shape)
+
+
+def project(layer: KimiDeltaAttention, o: Tensor) -> Tensor:
+    """The output projection behind :func:`train`. Its backward, too, does not depend on autocast around it."""
+    m: Any = layer.o_proj
+    projected: Tensor = apply(Linear, o, m.weight, m.bias) if are_plain_maps(m, bias=True) else m(o)
+    return projected

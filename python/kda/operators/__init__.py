@@ -5,8 +5,10 @@ raise the versions of what they write. Operators without gradients refuse inputs
 traced. Operators of the namespace ``kda``, by module:
 
 * ``training``: ``forward(...) -> (o, hT, h, v_new, Aqk, Akk)`` with autograd, and ``backward(...) -> gradients``,
-  functional; what is not wanted comes back empty.
+  functional; what is not wanted comes back empty. ``forward_states(...) -> (o, hT, h)``, with the state before each
+  chunk.
 * ``serving``: ``prefill(..., state!, out!, checkpoints!) -> ()`` and ``decode(..., state!, out!) -> ()``, in place.
+  ``prefill_workspace(...) -> bytes``.
 * ``speculation``: ``decode_mtp``, ``verify``, ``flush`` and ``flush_verify``, in place.
 * ``segments``: ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional; what is not wanted
   is empty.
@@ -18,14 +20,20 @@ traced. Operators of the namespace ``kda``, by module:
   backward runs it again.
 * ``stages``: ``stage_<name>``. ``prefill_f32``: the namespace ``kda_prefill``.
 
+:class:`SeenByTorch` is a mode that sends eager calls to them.
+
 Importing this package registers all of them. ``_torch_ops`` imports it at the first look-up in ``torch.ops.kda``.
 """
 
 from .. import _needs_torch  # noqa: F401
 
 # isort: split
+from ..call.dispatch import mode_that_sees
 from . import convolution, gate, layer, norm, prefill_f32, segments, serving, speculation, stages, training
 
+SeenByTorch = mode_that_sees()
+
 __all__ = [
-    "convolution", "gate", "layer", "norm", "prefill_f32", "segments", "serving", "speculation", "stages", "training",
+    "SeenByTorch", "convolution", "gate", "layer", "norm", "prefill_f32", "segments", "serving", "speculation",
+    "stages", "training",
 ]  # fmt: skip

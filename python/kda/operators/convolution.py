@@ -74,6 +74,7 @@ define(
 
 
 _CONV_ARGUMENTS = by_schema(torch.ops.kda.conv.default)
+_CONV_IN_ORDER = in_order(torch.ops.kda.conv.default)
 
 
 def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -101,7 +102,7 @@ def _conv_autograd(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[
     dx, dweight, dbias, d_state = (g if w else None for g, w in zip(found, ctx.wanted, strict=True))
     gradients = {"weight": dweight, "bias": dbias, "initial_state": d_state}
     gradients |= zip(("x", "x1", "x2"), autograd.conv_parts(dx, *parts), strict=False)
-    return in_order(torch.ops.kda.conv.default, gradients)
+    return _CONV_IN_ORDER(gradients)
 
 
 torch.library.register_autograd("kda::conv_backward", refuse_second_derivatives, lib=LIBRARY)
@@ -130,8 +131,8 @@ def _conv_update_run(
 define(
     "conv_update",
     f"({_CONV}, Tensor? cu_seqlens, Tensor(a!) state, Tensor? state_indices, Tensor? has_initial_state,"
-    f" int first_valid_slot, Tensor(b!) out, bool silu, {RUN}, {WRITTEN}, Tensor(c!)? checkpoints,"
-    " Tensor? checkpoint_slots, Tensor? checkpoint_offset, int checkpoint_every,"
+    f" SymInt first_valid_slot, Tensor(b!) out, bool silu, {RUN}, {WRITTEN}, Tensor(c!)? checkpoints,"
+    " Tensor? checkpoint_slots, Tensor? checkpoint_offset, SymInt checkpoint_every,"
     f" {_MORE}) -> ()",
     _conv_update_run,
     nothing,

@@ -58,6 +58,7 @@ define(
 
 
 _GATE_ARGUMENTS = by_schema(torch.ops.kda.gate.default)
+_GATE_IN_ORDER = in_order(torch.ops.kda.gate.default)
 
 
 def _gate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -72,7 +73,7 @@ def _gate_autograd(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
     gradients = {
         "x": dx, "A_log": None if A_log is None else dA, "dt_bias": None if dt_bias is None else d_bias
     }  # fmt: skip
-    return in_order(torch.ops.kda.gate.default, gradients)
+    return _GATE_IN_ORDER(gradients)
 
 
 torch.library.register_autograd("kda::gate_backward", refuse_second_derivatives, lib=LIBRARY)

@@ -1,15 +1,17 @@
 """``kda::joint_linear(x, weights) -> y`` with autograd, and ``kda::joint_linear_backward``: see
-:mod:`kda.layer.products`. Where the weights lie is seen when a graph runs, not when it is made. And
-``kda::old_state(state) -> copy``, for the caches of the layer."""
+:mod:`kda.layer.products`. Where the weights lie is seen when a graph runs, not when it is made. Autocast around a graph
+that was made without changes nothing. And ``kda::old_state(state) -> copy``, for the caches of the layer."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ..call.derivatives import refuse_second_derivatives
 from ..call.graph import LIBRARY, Tensor, define
+from ..call.tracing import any_autocast
 from ..layer.products import filled_up, gradients, product
 from ..layer.recompute import check_first_run
 
@@ -30,11 +32,21 @@ def _fake(x: Tensor, weights: list[Tensor]) -> Tensor:
     return x.new_empty(x.shape[0], filled_up(sum(w.shape[0] for w in weights)))
 
 
-define("joint_linear", "(Tensor x, Tensor[] weights) -> Tensor", product, _fake)
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False) if any_autocast() else nullcontext()
+
+
+def _run(x: Tensor, weights: list[Tensor]) -> Tensor:
+    with _without_autocast(x):
+        return product(x, weights)
+
+
+define("joint_linear", "(Tensor x, Tensor[] weights) -> Tensor", _run, _fake)
 
 
 def _backward_run(x: Tensor, weights: list[Tensor], dy: Tensor, wanted: list[bool]) -> list[Tensor]:
-    dx, dweights = gradients(x, weights, dy, wanted)
+    with _without_autocast(x):
+        dx, dweights = gradients(x, weights, dy, wanted)
     return [x.new_empty(0) if d is None else d for d in (dx, *dweights)]
 
 

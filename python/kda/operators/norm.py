@@ -32,7 +32,7 @@ def _fake(x: Tensor, **_: Any) -> Tensor:
 
 define(
     "norm_gate",
-    f"({_INPUTS}, float eps, int activation, str? impl, int num_threads) -> Tensor",
+    f"({_INPUTS}, float eps, int activation, str? impl, SymInt num_threads) -> Tensor",
     _run,
     _fake,
 )
@@ -64,6 +64,7 @@ define(
 
 
 _ARGUMENTS = by_schema(torch.ops.kda.norm_gate.default)
+_IN_ORDER = in_order(torch.ops.kda.norm_gate.default)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -77,7 +78,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     grads = torch.ops.kda.norm_gate_backward(*ctx.saved_tensors, dy, ctx.eps, ctx.form, ctx.wanted)
     found = [g if w else None for g, w in zip(grads, ctx.wanted, strict=True)]
-    return in_order(torch.ops.kda.norm_gate.default, dict(zip(("x", "gate", "weight"), found, strict=True)))
+    return _IN_ORDER(dict(zip(("x", "gate", "weight"), found, strict=True)))
 
 
 torch.library.register_autograd("kda::norm_gate_backward", refuse_second_derivatives, lib=LIBRARY)
@@ -90,7 +91,7 @@ def _out_run(out: Tensor, **rest: Any) -> None:
 
 define(
     "norm_gate_out",
-    f"({_INPUTS}, Tensor(a!) out, float eps, int activation, str? impl, int num_threads) -> ()",
+    f"({_INPUTS}, Tensor(a!) out, float eps, int activation, str? impl, SymInt num_threads) -> ()",
     _out_run,
     nothing,
     NORM_WITH_GRADIENTS,

@@ -50,6 +50,31 @@ define(
 )
 
 
+def _states_run(**a: Any) -> tuple[Tensor, ...]:
+    call = _call(a)
+    o, hT, h = autograd.run_states(call, a["final_state"], a["chunks"], a["impl"])
+    return o, call.v.new_empty(0, dtype=torch.float32) if hT is None else hT, h
+
+
+def _states_fake(**a: Any) -> tuple[Tensor, ...]:
+    call = _call(a)
+    v, chunks = call.v, a["chunks"]
+    N, *state = state_shape(v, call.q.shape[3], call.cu, call.options)
+    hT = (N, *state) if a["final_state"] else (0,)
+    h = v.new_empty((chunks, *state), dtype=autograd.states_dtype(call.q))
+    return v.new_empty(v.shape), v.new_empty(hT, dtype=torch.float32), h
+
+
+define(
+    "forward_states",
+    f"({INPUTS}, Tensor? h0, Tensor? cu_seqlens, {OPTIONS}, bool final_state, SymInt chunks, str? impl)"
+    " -> (Tensor o, Tensor hT, Tensor h)",
+    _states_run,
+    _states_fake,
+    "kda.chunk_kda without return_intermediate_states",
+)
+
+
 def _backward_run(d_o: Tensor, dhT: Tensor | None, h_every: int, wanted: list[bool], **a: Any) -> tuple[Tensor, ...]:
     saved = [x for name in _SAVED if (x := a[name]) is not None]
     grads = autograd.run_backward(_call(a), saved, h_every, d_o, dhT, tuple(wanted))
@@ -71,6 +96,7 @@ define(
 )
 
 _FORWARD_ARGUMENTS = by_schema(torch.ops.kda.forward.default)
+_FORWARD_IN_ORDER = in_order(torch.ops.kda.forward.default)
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -96,11 +122,16 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any)
         wanted=ctx.wanted,
     )  # fmt: skip
     found = {name: x for name, x, w in zip(_LEAVES, grads, ctx.wanted, strict=True) if w}
-    return in_order(torch.ops.kda.forward.default, found)
+    return _FORWARD_IN_ORDER(found)
 
 
 torch.library.register_autograd("kda::backward", refuse_second_derivatives, lib=LIBRARY)
 torch.library.register_autograd("kda::forward", _forward_backward, setup_context=_forward_setup, lib=LIBRARY)
+
+
+def forward_states(call: TrainingCall, final_state: bool, chunks: int, impl: str | None) -> tuple[Any, ...]:
+    o, hT, h = run_operator("forward_states", **call.named(), final_state=final_state, chunks=chunks, impl=impl)
+    return o, hT if final_state else None, h
 
 
 def forward(
@@ -108,7 +139,6 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """What ``KDAFunction.apply`` does in eager mode."""
     o, hT, *_ = run_operator(
-        "forward", **dict(zip(_LEAVES, call.leaves(), strict=True)), cu_seqlens=call.cu, options=call.options,
-        final_state=final_state, h_every=h_every, recurrent=recurrent, impl=impl,
-    )  # fmt: skip
+        "forward", **call.named(), final_state=final_state, h_every=h_every, recurrent=recurrent, impl=impl
+    )
     return o, hT if final_state else None
