@@ -14,7 +14,7 @@ from .call.inputs import WITH_GRADIENTS, gate_parameters
 from .call.library import library
 from .call.options import make_options
 from .call.streams import on_stream, without_stream
-from .call.tracing import compiling, modes
+from .call.tracing import compiling, modes, recording
 
 _REQUIRED = {"x", "conv_weight", "conv_state", "g", "beta", "state"}
 _TAKES = Takes(
@@ -121,7 +121,7 @@ def fused_decode(
             conv_indices = state_indices
         conv = (x, conv_weight, conv_bias, conv_state, conv_indices)
         norm = (gate, norm_weight, eps, form, True)
-        if (compiling() or modes()) and dispatched():
+        if (compiling() or modes() or recording()) and dispatched():
             from .call.graph import run_operator
 
             run_operator(

@@ -15,7 +15,7 @@ from .call.inputs import WITH_GRADIENTS, gate_of
 from .call.library import library
 from .call.options import CHUNK, make_options
 from .call.streams import on_stream, without_stream
-from .call.tracing import compiling, modes
+from .call.tracing import compiling, modes, recording
 
 if TYPE_CHECKING:
     from .arguments import Norm
@@ -191,8 +191,16 @@ def workspace_size(
     """
     try:
         arguments = forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs)
+        if compiling():
+            from .call.graph import run_operator
+
+            held, written, out = (arguments.pop(name) for name in ("h0", "hT", "o"))
+            update = written is not None
+            return run_operator("prefill_workspace", **arguments, state=held, update_state=update, out=out)
         return library().forward_workspace(**arguments)
     except Exception as error:
+        if compiling():
+            raise
         return again(workspace_size, error, locals())
 
 
@@ -248,7 +256,7 @@ def decode(
         if out is None:
             out = new_like(v)
         behind = None if norm is None else norm_fields(norm)
-        if (compiling() or modes()) and dispatched():  # the call itself is most of the cost
+        if (compiling() or modes() or recording()) and dispatched():  # the call itself is most of the cost
             from .call.graph import run_operator
 
             run_operator(

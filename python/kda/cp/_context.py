@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.numbers import integer, offsets_of
 from ..call.streams import Users
+from ..call.tracing import recording
 from ._agree import agree, ask
 from ._layout import Layout, Run, check_cuts, check_window, contiguous_runs, equal_runs, given_runs, nearest_cut
 from ._message import HEADER, Message, Ticket, layout_hash, line_of, send
@@ -191,6 +192,9 @@ class Context:
     def compare(self, call: str, facts: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Checks a call by ``facts``, which is given what all calls share, and may raise. Before the first call of
         this kind and layout, ranks compare what it returns."""
+        if recording():
+            wanted = "expected calls without cp_context, whose exchanges it cannot record"
+            raise NotImplementedError(f"torch.jit.trace: {wanted}, got {call} with one")
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         known = self._known.setdefault(call, [])
         if call in self._unchecked and not capturing:

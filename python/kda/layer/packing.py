@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..call.numbers import offsets_of
-from ..call.tracing import is_wrapper
+from ..call.tracing import is_true, is_wrapper, makes_graph
 
 
 class Layout(NamedTuple):
@@ -33,12 +33,12 @@ def find_layout(
     B, T, _ = hidden_states.shape
     given = _as_tensors(offsets, hidden_states.device)
     first = next(iter(given.values()), None)
-    if first is not None and B != 1:
+    if first is not None and is_true(B != 1):
         raise ValueError(f"hidden_states: expected one row with {next(iter(given))}, got {B}")
     _check_shapes(B, T, seq_idx, position_ids, None if given else attention_mask)
     if first is not None:
         attention_mask = None
-    if T <= 1:  # there is no boundary within a row, and decoding must not wait
+    if is_true(T <= 1):  # there is no boundary within a row, and decoding must not wait
         seq_idx = position_ids = None
     alone = seq_idx is None and position_ids is None and all(x is first for x in given.values())
     if attention_mask is None and (alone or (first is not None and _cannot_wait(hidden_states))):
@@ -70,18 +70,18 @@ def _check_shapes(
     for name, x, rows in (("seq_idx", seq_idx, (B,)), ("position_ids", position_ids, (1, B))):
         if x is None:
             continue
-        if x.ndim != 2 or x.shape[0] not in rows or x.shape[1] != T:
+        if x.ndim != 2 or all(is_true(x.shape[0] != n) for n in rows) or is_true(x.shape[1] != T):
             raise ValueError(f"{name}: expected shape [{B}, {T}], got {list(x.shape)}")
         if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
             raise ValueError(f"{name}: expected integers, got {x.dtype}")
     if attention_mask is not None:
         shape = attention_mask.shape
-        if len(shape) != 2 or shape[0] != B or shape[1] < T:
+        if len(shape) != 2 or is_true(shape[0] != B) or is_true(shape[1] < T):
             raise ValueError(f"attention_mask: expected shape [{B}, {T}], got {list(shape)}")
 
 
 def _cannot_wait(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or x.is_meta or is_wrapper(x):
+    if makes_graph() or x.is_meta or is_wrapper(x):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 

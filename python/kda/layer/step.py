@@ -19,7 +19,7 @@ from ..call.inputs import single
 from ..call.library import library
 from ..call.options import make_options
 from ..call.streams import Users
-from ..call.tracing import backward_number, compiling, modes, raw_stream, transforms_active
+from ..call.tracing import backward_number, compiling, modes, raw_stream, recording, transforms_active
 from ..fused import fused_decode
 from .bypass import are_own, are_plain_maps, calls_differ, may_bypass
 from .cache import KDACache
@@ -64,7 +64,7 @@ def quick_step(layer: KimiDeltaAttention, x: Tensor, cache: Any) -> Tensor | Non
     run, because torch or a part of the layer does more than eager numbers, or because a tensor is unusual."""
     if compiling() or grad_enabled() or modes() or type(x) is not Tensor or type(cache) is not KDACache:
         return None
-    if transforms_active() or backward_number() != -1 or calls_differ():
+    if transforms_active() or recording() or backward_number() != -1 or calls_differ():
         return None
     device = x.device
     if torch.is_autocast_enabled(device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
