@@ -9,6 +9,7 @@ from .call.again import in_sentences
 from .call.arrays import is_torch, torch
 from .call.eager import check_serving
 from .call.inputs import WITH_GRADIENTS, dense_last, single, state_layout_of
+from .call.tracing import compiling, is_known, is_true
 from .serving import decode
 from .speculation import decode_mtp
 
@@ -81,7 +82,8 @@ def fused_recurrent_kda_fwd(
     if initial_state is None and (inplace_final_state or slots is not None):
         name = "inplace_final_state=True" if inplace_final_state else "ssm_state_indices"
         raise ValueError(f"initial_state: expected a tensor with {name}, got None")
-    check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, initial_state, out))
+    if not compiling():  # operators refuse in graphs
+        check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, initial_state, out))
     q, k, v, g, A_log, dt_bias = map(dense_last, (q, k, v, g, single(A_log), single(dt_bias)))
     options = {
         "A_log": A_log, "dt_bias": dt_bias, "scale": scale, "lower_bound": lower_bound, "cu_seqlens": cu_seqlens,
@@ -115,12 +117,14 @@ def _copied(
         return q.new_zeros(N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32), None
     if slots is None:
         return initial_state.to(torch.float32, copy=True), None
-    if slots.shape[0] != N or (bool(slots.shape[0]) and initial_state.shape[0] == 0):
+    count = initial_state.shape[0]
+    if is_true(slots.shape[0] != N) or (is_true(slots.shape[0] > 0) and is_true(count == 0)):
         raise ValueError(f"state_indices: expected [{N}] slots of a pool, got {list(slots.shape)}")
-    if slots.device.type == "cpu" and bool((slots >= initial_state.shape[0]).any()):
-        raise ValueError(f"state_indices: expected slots below {initial_state.shape[0]}, got {int(slots.max())}")
-    state = initial_state[slots.clamp(0, initial_state.shape[0] - 1).long()].float()
-    return state, torch.where(slots < 0, -1, torch.arange(N, dtype=torch.int32, device=slots.device))
+    if is_known(slots) and bool((slots >= count).any()):
+        raise ValueError(f"state_indices: expected slots below {count}, got {int(slots.max())}")
+    state = initial_state[slots.clamp(0, count - 1).long()].float()
+    padding = (slots < 0) | (slots >= count)
+    return state, torch.where(padding, -1, torch.arange(N, dtype=torch.int32, device=slots.device))
 
 
 def _slots(indices: Any, accepted: Any, N: int, tokens: int, in_place: bool) -> tuple[Any, bool]:
@@ -133,7 +137,7 @@ def _slots(indices: Any, accepted: Any, N: int, tokens: int, in_place: bool) -> 
         got = f"{list(indices.shape)} {indices.dtype}" if is_torch(indices) else type(indices).__name__
         raise ValueError(f"ssm_state_indices: expected a tensor of integers, [N] or [N, S], got {got}")
     many = indices.ndim == 2
-    if not many and (tokens > N or accepted is not None):
+    if not many and (accepted is not None or is_true(tokens > N)):
         wanted = "expected [N, S], a slot for every token, with several tokens a request or num_accepted_tokens"
         raise ValueError(f"ssm_state_indices: {wanted}, got {list(indices.shape)}")
     if many and not in_place:

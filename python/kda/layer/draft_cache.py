@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arguments import Conv, Records, counts, is_plain, new_records
 from ..call.streams import Users
-from ..call.tracing import compiled_for_others, is_known
+from ..call.tracing import compiled_for_others, is_known, is_true
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
 from .foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
@@ -155,7 +155,7 @@ def find_cache(
         foreign = find_foreign(held, layer)
         return held, read_foreign(foreign, N, x), foreign
     kept = cache.cache if isinstance(cache, DraftCache) else cache
-    if kept is not None and kept.state.shape[0] != N:
+    if kept is not None and is_true(kept.state.shape[0] != N):
         raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
     if kept is not None:
         if kept.state.device != x.device:

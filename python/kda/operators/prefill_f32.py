@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 _prefill = torch.library.Library("kda_prefill", "DEF")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
 _OPTIONS = "Tensor? initial_state=None, Tensor(d!)? final_state=None, float? scale=None, bool state_v_first=True"
-_OPTIONS += ", str? impl=None, int num_threads=0"
+_OPTIONS += ", str? impl=None, SymInt num_threads=0"
 
 
 def _forward_fake(
@@ -41,7 +41,7 @@ def _forward_run(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 define_in(
     _prefill,
     "forward",
-    f"({_INPUTS}, int chunk_size=64, *, {_OPTIONS}) -> (Tensor o, Tensor w, Tensor u)",
+    f"({_INPUTS}, SymInt chunk_size=64, *, {_OPTIONS}) -> (Tensor o, Tensor w, Tensor u)",
     _forward_run,
     _forward_fake,
     "kda.chunk_kda",
@@ -49,7 +49,7 @@ define_in(
 define_in(
     _prefill,
     "write",
-    f"({_INPUTS}, int chunk_size, Tensor(a!) w, Tensor(b!) u, Tensor(c!) o, *, {_OPTIONS}) -> ()",
+    f"({_INPUTS}, SymInt chunk_size, Tensor(a!) w, Tensor(b!) u, Tensor(c!) o, *, {_OPTIONS}) -> ()",
     run_prefill_f32,
     nothing,
     "kda.chunk_kda",
@@ -70,7 +70,7 @@ def _forward_to(
 
 # Returns tensors that it was given. An operator in a graph must not do that, so this one is decomposed before.
 _prefill.define(
-    f"forward.to({_INPUTS}, int chunk_size, Tensor(a!)? w, Tensor(b!)? u, Tensor(c!)? o, *, {_OPTIONS})"
+    f"forward.to({_INPUTS}, SymInt chunk_size, Tensor(a!)? w, Tensor(b!)? u, Tensor(c!)? o, *, {_OPTIONS})"
     " -> (Tensor(c!), Tensor(a!), Tensor(b!))"
 )
 _prefill.impl("forward.to", _forward_to, "CompositeImplicitAutograd")

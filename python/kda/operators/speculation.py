@@ -100,7 +100,7 @@ define(
 )
 define(
     "verify",
-    f"({_ROWS}, {OPTIONS}, Tensor state, Tensor? state_indices, Tensor? has_initial_state, int first_valid_slot,"
+    f"({_ROWS}, {OPTIONS}, Tensor state, Tensor? state_indices, Tensor? has_initial_state, SymInt first_valid_slot,"
     f" {_conv('Tensor? conv_state')}, Tensor(a!) out,"
     f" {_records('records', 'Tensor(b!)?', 'Tensor(c!)?', 'Tensor(d!)?', 'Tensor?', 'Tensor?')}, Tensor? parents,"
     f" {RUN}, {NORM}) -> ()",
@@ -111,7 +111,7 @@ define(
 define(
     "flush",
     f"(Tensor(a!) state, Tensor? state_indices, {_records('records')}, Tensor accept_len, Tensor? parents,"
-    " Tensor? conv_x, Tensor(b!)? conv_state, Tensor? conv_indices, int state_layout, int first_valid_slot,"
+    " Tensor? conv_x, Tensor(b!)? conv_state, Tensor? conv_indices, int state_layout, SymInt first_valid_slot,"
     f" {RUN}) -> ()",
     _flush_run,
     nothing,
@@ -119,10 +119,10 @@ define(
 )
 define(
     "flush_verify",
-    f"({_ROWS}, {OPTIONS}, Tensor(a!) state, Tensor? state_indices, int first_valid_slot,"
+    f"({_ROWS}, {OPTIONS}, Tensor(a!) state, Tensor? state_indices, SymInt first_valid_slot,"
     f" {_conv('Tensor(b!)? conv_state')}, Tensor(c!) out, {_records('last')}, Tensor accept_len, Tensor? last_parents,"
     f" Tensor? last_conv_x, {_records('records', *(f'Tensor({c}!)?' for c in 'defgh'))}, Tensor? parents,"
-    f" int max_tokens, {RUN}, {NORM}) -> ()",
+    f" SymInt max_tokens, {RUN}, {NORM}) -> ()",
     _flush_verify_run,
     nothing,
     WITH_GRADIENTS,
