@@ -230,3 +230,38 @@ def test_dtypes_of_caches() -> None:
     quantised(layer, ("o_proj",))
     assert layer.new_cache(1, like=tokens(1, 1, 48).half()).conv.dtype == torch.float16
     assert layer.new_cache(1).conv.dtype == torch.bfloat16  # as the norm
+
+
+@pytest.mark.parametrize("name", ["f_proj.1", "g_proj.1"])
+def test_hooks_of_second_halves_see_batches(name: str) -> None:
+    """As in an ``nn.Sequential`` that torch calls: ``[B, T, n]``, forward and backward."""
+    layer, x = make(), tokens(2, 7, 48).requires_grad_()
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    seen: list[tuple[int, ...]] = []
+
+    def look(_module: nn.Module, given: Any, made: Any) -> None:
+        seen.extend(tuple(t.shape) for t in (*given, *(made if isinstance(made, tuple) else (made,))))
+
+    half = layer.get_submodule(name)
+    half.register_forward_hook(look)
+    half.register_full_backward_hook(look)
+    got = torch.autograd.grad(layer(x)[0].square().sum(), [x, *layer.parameters()])
+    assert seen == [(2, 7, 16), (2, 7, 32), (2, 7, 16), (2, 7, 32)]
+    assert max(relative(a, b) for a, b in zip(expected, got, strict=True)) < 1e-5
+
+
+def test_what_stands_for_a_second_half_gets_batches() -> None:
+    class Rows(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape == (2, 7, 16)
+            y: Tensor = self.linear(x)
+            return y
+
+    layer, x = make(), tokens(2, 7, 48)
+    expected = layer(x)[0]
+    layer.f_proj[1], layer.g_proj[1] = Rows(layer.f_proj[1]), Rows(layer.g_proj[1])  # type: ignore[index,operator]
+    assert relative(expected, layer(x)[0]) < 1e-6
