@@ -6,6 +6,7 @@
 
 #include "contract/operators.h"
 #include "cpu/cpu.h"
+#include "environment.h"
 #include "error.h"
 #include "indices.h"
 #include "problem.h"
@@ -193,6 +194,8 @@ kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }
 
 const char* kda_current_name(const char* op, const char* name) { return kda::current_name(op, name); }
+
+kda_status kda_read_environment(void) { return kda::guard(kda::read_environment); }
 
 const char* kda_last_error(void) { return kda::last_error.c_str(); }
 

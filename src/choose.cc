@@ -1,11 +1,11 @@
 // The choice among an operator's implementations, its explanation, and their names. The tables: registry.cc.
-#include <cstdlib>
 #include <cstring>
 #include <string_view>
 #include <utility>
 
 #include "contract/operators.h"
 #include "cpu/cpu.h"
+#include "environment.h"
 #include "error.h"
 #include "problem_prefill_f32.h"
 #include "problem_stages.h"
@@ -65,9 +65,8 @@ const Implementation<P>* forced(const P& problem) {
     for (const auto& impl : implementations<P>()) known += str(known.empty() ? "" : ", ", impl.name);
     invalid("exec.impl: expected one of ", known, ", got ", printable(name));
   }
-  const char* env = std::getenv("KDA_IMPL");
   const Implementation<P>* found = nullptr;
-  for (std::string_view rest = env ? env : ""; !rest.empty();) {
+  for (std::string_view rest = environment().impl; !rest.empty();) {
     const std::string_view name = rest.substr(0, rest.find(','));
     rest.remove_prefix(std::min(rest.size(), name.size() + 1));
     if (!known_anywhere(name)) invalid("KDA_IMPL: expected names of implementations, got ", printable(name));

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -64,3 +64,24 @@ def pytest_runtest_makereport() -> Iterator[None]:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report() -> Iterator[None]:
     fail_if_unexpected((yield).get_result())
+
+
+@pytest.fixture
+def environment() -> Iterator[Callable[[str, str | None], None]]:
+    """``environment("KDA_IMPL", "cpu_chunk")`` sets a variable, or removes it (None), and has the library read it,
+    which does so once by itself."""
+    from kda.call.library import library
+
+    before: dict[str, str | None] = {}
+
+    def change(name: str, value: str | None) -> None:
+        before.setdefault(name, os.environ.get(name))
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+        library().read_environment()
+
+    yield change
+    for name, value in before.items():
+        change(name, value)

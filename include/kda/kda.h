@@ -76,7 +76,8 @@ typedef struct kda_exec {
   int32_t device;           /* kda_device: where every tensor of the call lives */
   int32_t device_id;        /* CUDA ordinal; 0 on the CPU */
   void* stream;             /* CUDA: cudaStream_t, NULL = legacy default stream. CPU: NULL */
-  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0. Overlaps no tensor */
+  void* workspace;          /* kda_<op>_workspace() bytes, aligned to 256; NULL if that is 0. Overlaps no tensor. Two
+                             * calls in flight may not share one; those of one CUDA stream follow each other */
   uint64_t workspace_bytes; /* CUDA: all of them. CPU: at least one thread's share; if not all, fewer threads run */
   const char* impl;         /* implementation to force; NULL: environment variable KDA_IMPL, else the first that can */
   int32_t num_threads;      /* most CPU threads; 0 = as many as OpenMP would use. Never changes a bit of the result */
@@ -814,6 +815,11 @@ KDA_API const char* kda_implementation(const char* op, int32_t index);
 /* The name of the operator's implementation that has or had this name, or NULL. Former names are accepted wherever a
  * name is (docs/architecture.md has them). */
 KDA_API const char* kda_current_name(const char* op, const char* name);
+
+/* Reads the environment again: KDA_IMPL, KDA_CPU_ISA, KDA_BLACKWELL and CUDA_FORCE_PTX_JIT. Otherwise the library reads
+ * it once, when a call first needs it. No other thread may set a variable meanwhile. The instruction set stays as it is
+ * once a CPU kernel has run. KDA_OUT_OF_MEMORY: there is no memory for a copy. */
+KDA_API kda_status kda_read_environment(void);
 
 KDA_API const char* kda_last_error(void);               /* the last failure on this thread; "" if none yet */
 KDA_API const char* kda_status_name(kda_status status); /* "KDA_OK", ... */

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <string_view>
 
 #include "cpu/cpu.h"
+#include "environment.h"
 #include "error.h"
 
 namespace kda::cpu {
@@ -28,10 +28,10 @@ Isa detect() {
 
 Isa choose() {
   const Isa best = detect();
-  const char* wanted = std::getenv("KDA_CPU_ISA");
-  if (!wanted || !*wanted) return best;
+  const std::string& wanted = environment().cpu_isa;
+  if (wanted.empty()) return best;
   for (int i = 0; i < 4; ++i)
-    if (std::string_view(wanted) == kNames[i]) return std::min(best, static_cast<Isa>(i));
+    if (wanted == kNames[i]) return std::min(best, static_cast<Isa>(i));
   invalid("KDA_CPU_ISA: expected one of avx512, avx2, sse4, baseline, got ", printable(wanted));
 }
 

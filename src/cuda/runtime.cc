@@ -1,9 +1,12 @@
 #include "cuda/runtime.h"
 
-#include <cstdlib>
+#include <cuda.h>
+
+#include <atomic>
 #include <string>
 
 #include "cuda/cuda.h"
+#include "environment.h"
 
 namespace kda::cuda {
 namespace {
@@ -33,9 +36,10 @@ std::string needed_driver() {
   return str("a driver for CUDA ", kMajor, ".0 or newer", kBranch ? str(" (R", kBranch, ")") : "");
 }
 
+thread_local std::string text;  // of without_devices
+
 // Why there are no devices, which the last call of cudaGetDeviceCount said. Every thread has its own text.
 const char* without_devices(cudaError_t error) {
-  thread_local std::string text;
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
   cudaGetLastError();  // the failure must not surface in a later launch
@@ -48,6 +52,35 @@ const char* without_devices(cudaError_t error) {
   else
     text = str("asked CUDA for its devices and got: ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
   return text.c_str();
+}
+
+// The facts of each device, packed in one number, so that threads that ask at once need no lock: SMs, capability and
+// KiB of shared memory, 16 bits each. 0: nobody has asked.
+constexpr int kDevices = 64;  // those beyond are asked each time
+std::atomic<uint64_t> known_facts[kDevices];
+
+constexpr uint64_t packed(const DeviceFacts& f) {
+  return static_cast<uint64_t>(f.multiprocessors) << 32 | static_cast<uint64_t>(f.capability) << 16 |
+         static_cast<uint64_t>(f.shared_memory >> 10);
+}
+constexpr DeviceFacts unpacked(uint64_t x) {
+  return {static_cast<int>(x >> 16 & 0xffff), static_cast<int>(x >> 32), static_cast<int>((x & 0xffff) << 10)};
+}
+
+DeviceFacts ask_facts(int device) {
+  int major = 0, minor = 0;
+  DeviceFacts facts{};
+  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  KDA_CUDA(cudaDeviceGetAttribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  KDA_CUDA(cudaDeviceGetAttribute(&facts.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  facts.capability = 10 * major + minor;
+  return facts;
+}
+
+// What the table knows, or 0. In a forked process CUDA no longer runs, whatever the table says.
+uint64_t known_of(int device) {
+  return device >= 0 && device < kDevices && !forked() ? known_facts[device].load(std::memory_order_relaxed) : 0;
 }
 
 }  // namespace
@@ -68,27 +101,40 @@ bool gpu_is_assumed() { return assumed.capability != 0; }
 const char* device_why_not(const kda_exec& exec) {
   if (exec.device != KDA_CUDA) return "runs on CUDA tensors only";
   if (gpu_is_assumed()) return nullptr;  // none of them is older than 8.0
-  int count = 0, major = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count == 0) return without_devices(error);  // which may leave `count` alone
-  if (exec.device_id >= count) return "found fewer CUDA devices than exec.device_id asks for";
-  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device_id));
-  return major >= 8 ? nullptr : "needs compute capability 8.0 or newer";
+  if (!known_of(exec.device_id)) {
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess || count == 0) return without_devices(error);  // which may leave `count` alone
+    if (exec.device_id >= count) return "found fewer CUDA devices than exec.device_id asks for";
+  }
+  return facts_of(exec.device_id).capability >= 80 ? nullptr : "needs compute capability 8.0 or newer";
 }
 
-int multiprocessors(int device) {
-  if (gpu_is_assumed()) return assumed.multiprocessors;
-  int count = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
-int shared_memory_of_block(int device) {
+DeviceFacts facts_of(int device) {
   for (const auto& gpu : kKnownGpus)
-    if (gpu.capability == assumed.capability) return gpu.shared_memory;
-  int bytes = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
+    if (gpu.capability == assumed.capability) return {gpu.capability, assumed.multiprocessors, gpu.shared_memory};
+  if (const uint64_t known = known_of(device)) return unpacked(known);
+  const DeviceFacts facts = ask_facts(device);
+  if (device < kDevices) known_facts[device].store(packed(facts), std::memory_order_relaxed);
+  return facts;
+}
+
+void forget_facts() {
+  for (auto& facts : known_facts) facts.store(0, std::memory_order_relaxed);
+}
+
+// Asks the driver, to which this library is not linked. One that cannot say has made a context before, as all do.
+bool DeviceGuard::has_context(int device) {
+  using StateOf = CUresult (*)(CUdevice, unsigned*, int*);
+  static const auto state_of = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &entry, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<StateOf>(entry);
+  }();
+  unsigned flags = 0;
+  int active = 1;
+  return !state_of || state_of(device, &flags, &active) != CUDA_SUCCESS || active;
 }
 
 bool KernelCode::ask(const void* kernel, int device, int shared_bytes) {
@@ -109,13 +155,8 @@ bool KernelCode::ask(const void* kernel, int device, int shared_bytes) {
 
 // The same for code of one compute capability, of which there is no PTX.
 static const char* capability_why_not(int device, int capability, const char* other) {
-  if (gpu_is_assumed()) return assumed.capability == capability ? nullptr : other;
-  int major = 0, minor = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (10 * major + minor != capability) return other;
-  const char* forced = std::getenv("CUDA_FORCE_PTX_JIT");
-  return forced && std::string(forced) == "1" ? "has no PTX, which CUDA_FORCE_PTX_JIT asks for" : nullptr;
+  if (facts_of(device).capability != capability) return other;
+  return environment().force_ptx && !gpu_is_assumed() ? "has no PTX, which CUDA_FORCE_PTX_JIT asks for" : nullptr;
 }
 const char* hopper_why_not(int device) {
   return capability_why_not(device, 90, "needs compute capability 9.0 (Hopper)");
@@ -124,8 +165,7 @@ const char* blackwell_why_not(int device) {
   return capability_why_not(device, 100, "needs compute capability 10.0 (Blackwell)");
 }
 const char* blackwell_unsuited() {
-  const char* wanted = std::getenv("KDA_BLACKWELL");
-  return wanted && std::string(wanted) == "1" ? nullptr : "emulated, never run on a GPU: KDA_BLACKWELL=1 chooses it";
+  return environment().blackwell ? nullptr : "emulated, never run on a GPU: KDA_BLACKWELL=1 chooses it";
 }
 
 std::string info() {

@@ -19,32 +19,42 @@ inline void check(cudaError_t error, const char* call) {
 }
 #define KDA_CUDA(call) ::kda::cuda::check(call, #call)
 
-// Makes the call's device current, and the caller's again at the end.
+// Makes the call's device current, and the caller's again at the end, if that one has a context. Since CUDA 12
+// cudaSetDevice() makes a context where there is none, which is half a gigabyte of a GPU that nobody uses.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     KDA_CUDA(cudaGetDevice(&previous_));
-    if (device != previous_) KDA_CUDA(cudaSetDevice(device));
-    changed_ = device != previous_;
+    if (device == previous_) return;
+    KDA_CUDA(cudaSetDevice(device));
+    changed_ = true;
   }
   ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
+    if (changed_ && has_context(previous_)) cudaSetDevice(previous_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
+  static bool has_context(int device);
+
   int previous_ = 0;
   bool changed_ = false;
 };
 
 inline cudaStream_t stream_of(const kda_exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
 
-// SMs of a device.
-int multiprocessors(int device);
-
-// Bytes of shared memory that a block may have, at most.
-int shared_memory_of_block(int device);
+// What is asked of a device, once in a process: nothing of it changes.
+struct DeviceFacts {
+  int capability;       // 10 * major + minor
+  int multiprocessors;  // SMs
+  int shared_memory;    // bytes that a block may have, at most
+};
+// Of the device, or of the GPU that this thread assumes.
+DeviceFacts facts_of(int device);
+void forget_facts();  // for tests, whose devices change
+inline int multiprocessors(int device) { return facts_of(device).multiprocessors; }
+inline int shared_memory_of_block(int device) { return facts_of(device).shared_memory; }
 
 // What the driver says of a kernel's code on each device. It is asked once; later launches read a number.
 class KernelCode {

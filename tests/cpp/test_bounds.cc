@@ -5,6 +5,7 @@
 #include <locale>
 
 #include "contract.h"
+#include "environment_variable.h"
 
 namespace kda::test {
 namespace {
@@ -299,12 +300,9 @@ TEST(Sentences, OfNamesThatAreNoText) {
   EXPECT_EQ(call(x.args), KDA_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kda_last_error()).find(R"(, got \xff\x0a\xc3\xa9z)"), std::string::npos) << kda_last_error();
   x.args.exec.impl = nullptr;
-  const char* before = std::getenv("KDA_IMPL");
-  const std::string saved = before ? before : "";
-  setenv("KDA_IMPL", "\x80", 1);
+  const EnvironmentVariable variable("KDA_IMPL", "\x80");
   EXPECT_EQ(call(x.args), KDA_INVALID_ARGUMENT);
   EXPECT_STREQ(kda_last_error(), R"(KDA_IMPL: expected names of implementations, got \x80)");
-  before ? setenv("KDA_IMPL", saved.c_str(), 1) : unsetenv("KDA_IMPL");
 }
 
 #if !defined(__SANITIZE_ADDRESS__)  // it ends the process itself

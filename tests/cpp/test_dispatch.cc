@@ -4,26 +4,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "environment_variable.h"
 #include "norm_calls.h"
 #include "speculation_calls.h"
 
 namespace kda::test {
 namespace {
-
-// Sets an environment variable for one scope.
-class Environment {
- public:
-  Environment(const char* name, const char* value) : name_(name) {
-    if (const char* old = std::getenv(name)) old_ = old, had_ = true;
-    setenv(name, value, 1);
-  }
-  ~Environment() { had_ ? setenv(name_, old_.c_str(), 1) : unsetenv(name_); }
-
- private:
-  const char* name_;
-  std::string old_;
-  bool had_ = false;
-};
 
 struct Dispatch : testing::Test {
   Dispatch()
@@ -118,14 +104,23 @@ TEST_F(Dispatch, FirstThatCanWithoutAName) {
 
 TEST_F(Dispatch, EnvironmentForces) {
   const Bits free = forward_bits(nullptr), reference = forward_bits("reference");
-  const Environment environment("KDA_IMPL", "reference");
+  const EnvironmentVariable variable("KDA_IMPL", "reference");
   each([](const char*, const auto& args) { EXPECT_EQ(chosen(explanation(args)), "reference"); });
   EXPECT_EQ(forward_bits(nullptr), reference);
   EXPECT_NE(forward_bits(nullptr), free);
 }
 
+// Reading it in every call would race with a thread that sets a variable.
+TEST_F(Dispatch, EnvironmentIsReadOnce) {
+  const EnvironmentVariable variable("KDA_IMPL", "reference");
+  setenv("KDA_IMPL", "cpu_recurrent", 1);
+  EXPECT_EQ(chosen(explanation(forward_args(in, forward))), "reference");
+  EXPECT_EQ(kda_read_environment(), KDA_OK);
+  EXPECT_EQ(chosen(explanation(forward_args(in, forward))), "cpu_recurrent");
+}
+
 TEST_F(Dispatch, EnvironmentTakesAList) {
-  const Environment environment("KDA_IMPL", "cpu_recurrent,reference");
+  const EnvironmentVariable variable("KDA_IMPL", "cpu_recurrent,reference");
   EXPECT_EQ(chosen(explanation(forward_args(in, forward))), "cpu_recurrent");
   EXPECT_EQ(chosen(explanation(decode_args(in, pool, pool, o))), "cpu_recurrent");
   EXPECT_EQ(chosen(explanation(backward_args(in, backward))), "reference");
@@ -135,20 +130,20 @@ TEST_F(Dispatch, EnvironmentTakesAList) {
 }
 
 TEST_F(Dispatch, EnvironmentLeavesOtherOperatorsAlone) {
-  const Environment environment("KDA_IMPL", "cpu_gate");
+  const EnvironmentVariable variable("KDA_IMPL", "cpu_gate");
   EXPECT_EQ(chosen(explanation(gate_args(in, gate))), "cpu_gate");
   EXPECT_EQ(chosen(explanation(forward_args(in, forward))), cpu_implementations("forward").front());
 }
 
 TEST_F(Dispatch, ArgumentBeatsEnvironment) {
-  const Environment environment("KDA_IMPL", "reference");
+  const EnvironmentVariable variable("KDA_IMPL", "reference");
   kda_forward_args args = forward_args(in, forward);
   args.exec.impl = "cpu_recurrent";
   EXPECT_EQ(chosen(explanation(args)), "cpu_recurrent");
 }
 
 TEST_F(Dispatch, EmptyNamesForceNothing) {
-  const Environment environment("KDA_IMPL", "");
+  const EnvironmentVariable variable("KDA_IMPL", "");
   kda_forward_args args = forward_args(in, forward);
   args.exec.impl = "";
   EXPECT_EQ(chosen(explanation(args)), cpu_implementations("forward").front());
@@ -156,7 +151,7 @@ TEST_F(Dispatch, EmptyNamesForceNothing) {
 
 TEST_F(Dispatch, EnvironmentWithAnUnknownName) {
   for (const char* value : {"cpu_chunky", "reference,cpu_chunky", "cpu_chunky,reference", "cpu_chunk reference"}) {
-    const Environment environment("KDA_IMPL", value);
+    const EnvironmentVariable variable("KDA_IMPL", value);
     each([&](const char*, const auto& args) {
       EXPECT_EQ(call(args), KDA_INVALID_ARGUMENT) << value;
       const std::string error = kda_last_error();

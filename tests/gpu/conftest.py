@@ -18,9 +18,9 @@ GENERAL = general_kernels(os.environ.get("KDA_TEST_DEVICE", "cuda"))
 
 
 @pytest.fixture(params=["chosen", GENERAL])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(request: pytest.FixtureRequest, environment: Callable[[str, str | None], None]) -> None:
     if request.param != "chosen":
-        monkeypatch.setenv("KDA_IMPL", request.param)
+        environment("KDA_IMPL", request.param)
 
 
 @pytest.fixture

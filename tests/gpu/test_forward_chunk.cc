@@ -1,10 +1,10 @@
 // kda_forward in chunks on the GPU: K and V as tensor cores take them, every gate, against the float64 oracle at
 // math.md's gates, and what is promised to the bit. Every implementation that takes a case runs it.
 #include <cmath>
-#include <cstdlib>
 
 #include "calls.h"
 #include "chunk_cases.h"
+#include "environment_variable.h"
 #include "on_cuda.h"
 
 namespace kda::test {
@@ -383,10 +383,8 @@ TEST_F(OnCuda, BlackwellIsAskedFor) {
     EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
     return std::string(text);
   };
-  const char* const given = std::getenv("KDA_BLACKWELL");
-  const std::string before = given ? given : "";
   for (const char* wanted : {"", "0", "1"}) {
-    setenv("KDA_BLACKWELL", wanted, 1);
+    const EnvironmentVariable variable("KDA_BLACKWELL", wanted);
     const auto expect_told = [&](const std::string& all, const char* name) {
       EXPECT_EQ(all.find(std::string("* ") + name + ": ") != std::string::npos, std::string(wanted) == "1") << all;
       EXPECT_NE(all.find("emulated, never run on a GPU"), std::string::npos) << all;
@@ -396,8 +394,6 @@ TEST_F(OnCuda, BlackwellIsAskedFor) {
     expect_told(told(few, KDA_BATCH_INVARIANT), "cuda_blackwell_prefill");
     EXPECT_NE(told(half, 0).find("* cuda_prefill_chunk: "), std::string::npos);  // scores are too rough for f16
   }
-  if (given) setenv("KDA_BLACKWELL", before.c_str(), 1);
-  else unsetenv("KDA_BLACKWELL");
 }
 
 class ForwardChunkChoice : public OnCuda {

@@ -2,6 +2,7 @@
 // from older PTX. The functions of the CUDA runtime that it calls are those below.
 #include "cuda/runtime.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "cuda/cuda.h"
+#include "environment.h"
 
 namespace {
 
@@ -22,6 +24,7 @@ struct Device {
   cudaFuncAttributes code{};  // of its kernels
   int asked = 0;              // how often for that
   int allowed = 0;            // dynamic shared memory that a kernel may have; 0: nobody has asked for more than usual
+  bool has_context = false;
 };
 struct Machine {
   int driver = 13000;                // the CUDA that it is for; 0: there is none
@@ -65,6 +68,26 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   }
 }
 
+cudaError_t cudaGetDevice(int* device) {
+  *device = machine.current;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  machine.current = device, machine.devices[device].has_context = true;
+  return cudaSuccess;
+}
+
+static CUresult state_of(CUdevice device, unsigned*, int* active) {
+  *active = machine.devices[device].has_context;
+  return CUDA_SUCCESS;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult*) {
+  if (std::string(name) != "cuDevicePrimaryCtxGetState") return fail(cudaErrorInvalidValue);
+  *function = reinterpret_cast<void*>(&state_of);
+  return cudaSuccess;
+}
+
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   if (machine.lost) return fail(cudaErrorInitializationError);
   Device& device = machine.devices[machine.current];
@@ -91,6 +114,11 @@ const char* cudaGetErrorString(cudaError_t) { return "a sentence of CUDA's"; }
 namespace kda::cuda {
 namespace {
 
+// Each test has a machine of its own.
+class Runtime : public testing::Test {
+  void SetUp() override { machine = {}, forget_facts(); }
+};
+
 std::string reason(int32_t device, int32_t device_id = 0) {
   kda_exec exec{};
   exec.device = device, exec.device_id = device_id;
@@ -98,7 +126,7 @@ std::string reason(int32_t device, int32_t device_id = 0) {
   return text ? text : "";
 }
 
-TEST(Runtime, WhyADeviceRunsNoKernel) {
+TEST_F(Runtime, WhyADeviceRunsNoKernel) {
   machine = {.devices = {{7, 5}, {8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}, {7, 0}}};
   for (int i : {1, 2, 3, 4, 5}) EXPECT_EQ(reason(KDA_CUDA, i), "") << i;
   for (int i : {0, 6}) EXPECT_EQ(reason(KDA_CUDA, i), "needs compute capability 8.0 or newer") << i;
@@ -107,7 +135,7 @@ TEST(Runtime, WhyADeviceRunsNoKernel) {
   EXPECT_EQ(machine.last, cudaSuccess);
 }
 
-TEST(Runtime, WhyThereIsNoDevice) {
+TEST_F(Runtime, WhyThereIsNoDevice) {
   const int major = CUDART_VERSION / 1000;
   const std::string branch = major == 13 ? " (R580)" : major == 12 ? " (R525)" : "";
   const std::string needed = str("needs a driver for CUDA ", major, ".0 or newer", branch, ", got one for CUDA ");
@@ -131,7 +159,7 @@ TEST(Runtime, WhyThereIsNoDevice) {
   }
 }
 
-TEST(Runtime, NamesItsDevices) {
+TEST_F(Runtime, NamesItsDevices) {
   machine = {.devices = {{9, 0}, {7, 5}, {9, 1}}};
   EXPECT_NE(info().find("; driver for CUDA 13.0; device 0: GPU 0 (sm_90); device 1: GPU 1 (sm_75)"), std::string::npos)
       << info();
@@ -140,13 +168,13 @@ TEST(Runtime, NamesItsDevices) {
   EXPECT_EQ(multiprocessors(2), 102);
 }
 
-TEST(Runtime, HopperHasNoPtx) {
+TEST_F(Runtime, HopperHasNoPtx) {
   machine = {.devices = {{9, 0}}};
-  setenv("CUDA_FORCE_PTX_JIT", "1", 1);
+  setenv("CUDA_FORCE_PTX_JIT", "1", 1), read_environment();
   EXPECT_STREQ(hopper_why_not(0), "has no PTX, which CUDA_FORCE_PTX_JIT asks for");
-  setenv("CUDA_FORCE_PTX_JIT", "0", 1);
+  setenv("CUDA_FORCE_PTX_JIT", "0", 1), read_environment();
   EXPECT_EQ(hopper_why_not(0), nullptr);
-  unsetenv("CUDA_FORCE_PTX_JIT");
+  unsetenv("CUDA_FORCE_PTX_JIT"), read_environment();
 }
 
 cudaFuncAttributes code_of(int ptx, int binary, size_t static_bytes = 0) {
@@ -160,7 +188,7 @@ bool prepare(KernelCode& kernel, int device, int shared_bytes = 0) {
 }
 
 // The binary's version is the GPU's, also where the driver has made it from the PTX of compute_80.
-TEST(Runtime, KernelsStartEarlyWhereTheirCodeWaits) {
+TEST_F(Runtime, KernelsStartEarlyWhereTheirCodeWaits) {
   machine = {.devices = {{8, 0, code_of(80, 80)},
                          {9, 0, code_of(90, 90)},
                          {9, 0, code_of(80, 90)},
@@ -186,7 +214,7 @@ TEST(Runtime, KernelsStartEarlyWhereTheirCodeWaits) {
 }
 
 // Static and dynamic shared memory together must not be more than a kernel has been allowed to have.
-TEST(Runtime, StaticSharedMemoryCounts) {
+TEST_F(Runtime, StaticSharedMemoryCounts) {
   constexpr int kStatic = 10 << 10, kRoom = (48 << 10) - kStatic, kAll = (99 << 10) - kStatic;
   machine = {.devices = {{9, 0, code_of(90, 90, kStatic)}, {9, 0, code_of(90, 90, kStatic)}}};
   KernelCode kernel;
@@ -202,7 +230,35 @@ TEST(Runtime, StaticSharedMemoryCounts) {
   EXPECT_EQ(machine.devices[1].allowed, kAll);
 }
 
-TEST(Runtime, FailuresAreSentences) {
+// Since CUDA 12 cudaSetDevice() makes a context.
+TEST_F(Runtime, OnlyDevicesWithAContextAreCurrentAgain) {
+  machine = {.devices = {{9, 0}, {9, 0}}};
+  { const DeviceGuard guard(0); }
+  EXPECT_FALSE(machine.devices[0].has_context) << "it was current already";
+  {
+    const DeviceGuard guard(1);
+    EXPECT_EQ(machine.current, 1);
+  }
+  EXPECT_FALSE(machine.devices[0].has_context);
+  EXPECT_EQ(machine.current, 1);
+  machine.current = 0, machine.devices[0].has_context = true;
+  { const DeviceGuard guard(1); }
+  EXPECT_EQ(machine.current, 0);
+}
+
+TEST_F(Runtime, DevicesAreAskedOnce) {
+  machine = {.devices = {{9, 0}, {8, 6}}};
+  EXPECT_EQ(reason(KDA_CUDA, 1), "");
+  machine.lost = true;
+  EXPECT_EQ(reason(KDA_CUDA, 1), "");
+  const DeviceFacts facts = facts_of(1);
+  EXPECT_EQ(facts.capability, 86);
+  EXPECT_EQ(facts.multiprocessors, 101);
+  EXPECT_EQ(facts.shared_memory, 99 << 10);
+  EXPECT_NE(reason(KDA_CUDA, 0), "") << "which nobody has asked about";
+}
+
+TEST_F(Runtime, FailuresAreSentences) {
   machine = {.devices = {{9, 0}}};
   try {
     multiprocessors(1);
@@ -214,7 +270,7 @@ TEST(Runtime, FailuresAreSentences) {
 }
 
 // CUDA fails in a fork of a process that has used it, and its own message does not say why.
-TEST(Runtime, ForkedProcessesAreTold) {
+TEST_F(Runtime, ForkedProcessesAreTold) {
   machine = {.lost = true, .devices = {{9, 0}}};
   EXPECT_EQ(reason(KDA_CUDA), "asked CUDA for its devices and got: a sentence of CUDA's (3)")
       << "this process is no fork";

@@ -21,11 +21,11 @@ CASES = [(name, "chosen") for name in OPERATORS] + [(name, "general") for name i
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case[0] if case[1] == "chosen" else f"{case[0]}-{case[1]}")
-def operator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operator:
+def operator(request: pytest.FixtureRequest, environment: Callable[[str, str | None], None]) -> Operator:
     """Each operator; those of decoding also with the kernels that accept any call."""
     name, kernels = request.param
     if kernels == "general":
-        monkeypatch.setenv("KDA_IMPL", general_kernels(DEVICE.type))
+        environment("KDA_IMPL", general_kernels(DEVICE.type))
     return OPERATORS[name]
 
 

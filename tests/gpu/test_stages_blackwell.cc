@@ -1,8 +1,8 @@
 // Details of the forward's stages on Blackwell, and of the scan of the backward. test_stages.cc holds them to the
 // oracle, as it does all others.
-#include <cstdlib>
 #include <limits>
 
+#include "environment_variable.h"
 #include "on_cuda.h"
 #include "stage_calls.h"
 
@@ -116,10 +116,8 @@ TEST_F(StagesOnBlackwell, AreAskedFor) {
   KDA_ON_BLACKWELL;
   const Inputs in({.name = "asked", .T = 70, .K = 128, .V = 128});
   const StageTensors t = tensors_of(in);
-  const char* const given = std::getenv("KDA_BLACKWELL");
-  const std::string before = given ? given : "";
   for (const std::string wanted : {"", "0", "1"}) {
-    setenv("KDA_BLACKWELL", wanted.c_str(), 1);
+    const EnvironmentVariable variable("KDA_BLACKWELL", wanted.c_str());
     const auto expect = [&](const auto& a, const char* name) {
       const char* text = "";
       EXPECT_EQ(explain(on_device(a), &text), KDA_OK) << kda_last_error();
@@ -131,8 +129,6 @@ TEST_F(StagesOnBlackwell, AreAskedFor) {
     expect(t.args<OutputArgs>(), kOutput);
     expect(t.args<ReverseArgs>(), kReverse);
   }
-  if (given) setenv("KDA_BLACKWELL", before.c_str(), 1);
-  else unsetenv("KDA_BLACKWELL");
 }
 
 // With the oracle's stages in front of them they are the forward, and what is optional changes no bit.

@@ -205,10 +205,10 @@ def test_a_recurrence_that_no_kernel_takes_is_flas(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_backward_that_is_forced_in_vain_leaves_the_forward_to_fla(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
+    backend: Any, environment: Callable[[str, str | None], None]
 ) -> None:
     given = {name: torch.zeros(shape) for name, shape in CHUNK.items()}
-    monkeypatch.setenv("KDA_IMPL", "cuda_backward_chunk")
+    environment("KDA_IMPL", "cuda_backward_chunk")
     accepted, why = backend.verify("chunk_kda", **given)
     assert not accepted and "KDA_IMPL" in why
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_a_backward_that_is_forced_in_vain_leaves_the_forward_to_fla(
     context = {"cp_context": SimpleNamespace(cu_seqlens=torch.zeros(2))}
     accepted, why = backend.verify("chunk_kda", **given, **context)
     assert not accepted and "KDA_IMPL" in why and "context parallelism" in why
-    monkeypatch.setenv("KDA_IMPL", "cpu_chunk")
+    environment("KDA_IMPL", "cpu_chunk")
     assert backend.verify("chunk_kda", **given) == (True, None)
 
 

@@ -60,13 +60,14 @@ def _tensors_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_forced_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KDA_IMPL", raising=False)
+def _nothing_forced_from_outside(environment: Callable[[str, str | None], None]) -> None:
+    if "KDA_IMPL" in os.environ:
+        environment("KDA_IMPL", None)
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def force(environment: Callable[[str, str | None], None]) -> Callable[..., None]:
     """``force("cpu_chunk", "reference")``: operators that have one of these must use it, in backward as well."""
 
     def set_names(*names: str) -> None:
@@ -74,7 +75,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             n for op in ("forward", "backward", "decode", "gate", "gate_backward") for n in kda.implementations(op)
         }
         assert set(names) <= known, f"{names} are not all among {sorted(known)}"
-        monkeypatch.setenv("KDA_IMPL", ",".join(names))
+        environment("KDA_IMPL", ",".join(names))
 
     return set_names
 

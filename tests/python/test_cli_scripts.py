@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,13 +141,16 @@ def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureF
     ],
 )
 def test_blackwell_runs_what_ran_on_gpus_unless_asked(
-    op: str, heads: int, own: str, portable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: str,
+    heads: int,
+    own: str,
+    portable: str,
+    capsys: pytest.CaptureFixture[str],
+    environment: Callable[[str, str | None], None],
 ) -> None:
     words = ["explain", op, "--T", "8192", "--H", str(heads), "--device", "b200"]
     for wanted in (None, "0", "", "1"):
-        monkeypatch.delenv("KDA_BLACKWELL", raising=False)
-        if wanted is not None:
-            monkeypatch.setenv("KDA_BLACKWELL", wanted)
+        environment("KDA_BLACKWELL", wanted)
         text = output(capsys, *words)
         assert (f"* {own}: " in text) == (wanted == "1")
         assert (f"* {portable}: " in text) == (wanted != "1")

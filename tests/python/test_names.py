@@ -90,13 +90,13 @@ def test_former_names_are_accepted(
     former: str,
     name: str,
     explained: Callable[..., dict[str, tuple[bool, str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
+    environment: Callable[[str, str | None], None],
 ) -> None:
     """On the CPU: the forced one then declines, and the others tell that it is forced."""
     assert _lib.library().current_name(op, former) == _lib.library().current_name(op, name) == name
-    monkeypatch.setenv("KDA_IMPL", former)
+    environment("KDA_IMPL", former)
     by_environment = explained(op)
-    monkeypatch.delenv("KDA_IMPL")
+    environment("KDA_IMPL", None)
     for rows in (by_environment, explained(op, "--impl", former)):
         assert not any(chosen for chosen, _, _ in rows.values())
         assert {n for n, (_, text, _) in rows.items() if text == "another one is forced"}

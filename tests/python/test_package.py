@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_implementations(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["forward", "decode"])
-def test_explain_says_which_and_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_which_and_why_not(op: str, environment: Callable[[str, str | None], None]) -> None:
     p = make(1, 5, v_first=True, state=False)
     lines = kda.explain(**p.keywords, op=op).splitlines()
     assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations(op))
@@ -177,9 +178,9 @@ def test_explain_says_which_and_why_not(op: str, monkeypatch: pytest.MonkeyPatch
         lines = kda.explain(**p.keywords, op=op, impl=impl).splitlines()
         assert [x for x in lines if x[0] == "*"] == [x for x in lines if x[2:].startswith(f"{impl}: ")]
         assert all("another one is forced" in x for x in lines if x[0] == "-" and not x.startswith("- cuda"))
-        monkeypatch.setenv("KDA_IMPL", impl)
+        environment("KDA_IMPL", impl)
         assert kda.explain(**p.keywords, op=op).splitlines() == lines
-        monkeypatch.delenv("KDA_IMPL")
+        environment("KDA_IMPL", None)
     wide = kda.explain(**p.map(torch.Tensor.double).keywords, op=op).splitlines()
     assert wide[-1].startswith("* reference")
     assert all("float64" in line for line in wide[:-1] if not line.startswith("- cuda"))

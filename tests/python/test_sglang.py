@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -333,7 +333,7 @@ def test_a_server_that_did_not_choose_us_starts_whatever_moved(monkeypatch: pyte
             assert own_kernels(type(kernels)(*[backend("triton")] * 3))
 
 
-def test_what_no_kernel_takes_runs_sglangs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_kernel_takes_runs_sglangs_own(environment: Callable[[str, str | None], None]) -> None:
     called: list[str] = []
     with sglang(called=called):
         layer, kernels = Layer(), dispatcher()
@@ -345,7 +345,7 @@ def test_what_no_kernel_takes_runs_sglangs_own(monkeypatch: pytest.MonkeyPatch) 
         }  # fmt: skip
         kernels.packed_decode(mixed, a[0], b[0], **call)
         assert called == []
-        monkeypatch.setenv("KDA_IMPL", "cpu_recurrent")
+        environment("KDA_IMPL", "cpu_recurrent")
         wanted = r"SGLang's own kernel runs for packed_decode, as ours declined: cpu_recurrent was forced but float64"
         before = call["ssm_states"].clone()
         with pytest.warns(RuntimeWarning, match=wanted):

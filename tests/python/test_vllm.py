@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -260,8 +260,10 @@ def test_declined_calls_run_vllms_own() -> None:
         assert len(called) == 1
 
 
-def test_what_no_kernel_takes_runs_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KDA_IMPL", "cpu_recurrent")  # which takes no float64
+def test_what_no_kernel_takes_runs_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, environment: Callable[[str, str | None], None]
+) -> None:
+    environment("KDA_IMPL", "cpu_recurrent")  # which takes no float64
     with vllm():
         module = importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
         monkeypatch.setattr(module, "chunk_kda_with_fused_gate", lambda *args, **given: "vLLM's")
@@ -272,7 +274,9 @@ def test_what_no_kernel_takes_runs_vllms_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", KIMI)
-def test_steps_that_no_kernel_takes(name: str, server: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_no_kernel_takes(
+    name: str, server: list[Any], monkeypatch: pytest.MonkeyPatch, environment: Callable[[str, str | None], None]
+) -> None:
     """They are vLLM's, and no state has moved: also a prefill whose first one was ours."""
     own, called = importlib.import_module(MODULES[name]), list[Any]()
     monkeypatch.setattr(getattr(own, name), "_forward", lambda self, **given: called.append(self))
@@ -286,7 +290,7 @@ def test_steps_that_no_kernel_takes(name: str, server: list[Any], monkeypatch: p
     layer.kv_cache = tuple(t.double() for t in layer.kv_cache)
     layer.conv1d.weight = layer.conv1d.weight.double()
     for kind, forced in (("prefill", "cpu_chunk"), ("decode", "cpu_recurrent")):
-        monkeypatch.setenv("KDA_IMPL", forced)
+        environment("KDA_IMPL", forced)
         with pytest.warns(RuntimeWarning, match=rf"{name}, as ours declined: {forced} was forced but float64 runs on"):
             run(
                 layer, server, step_of(kind, [1], [3]) if kind == "prefill" else step_of(kind, [1, 2, 3], [1] * 3), wide

@@ -343,15 +343,20 @@ def known(impl: str | None, ops: Sequence[str]) -> None:
 def forced(name: str | None) -> Iterator[None]:
     """Forces the implementation of this name in operators that have one, in backward as well. Commas separate names."""
     before = os.environ.get("KDA_IMPL")
+
+    def change(value: str | None) -> None:
+        if value is None:
+            os.environ.pop("KDA_IMPL", None)
+        else:
+            os.environ["KDA_IMPL"] = value
+        library.library().read_environment()
+
     if name is not None:
-        os.environ["KDA_IMPL"] = name
+        change(name)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop("KDA_IMPL", None)
-        else:
-            os.environ["KDA_IMPL"] = before
+        change(before)
 
 
 def device_of(implementation: str) -> str:
