@@ -144,6 +144,9 @@ Promise promise(Args& a) {
   // The gates of gradients, and of sums that may cancel.
   if constexpr (std::is_same_v<Args, kda_backward_args> || std::is_same_v<Args, kda_segment_map_args>)
     if (on_cuda) p.gate = 0.03;
+  // docs/kernels/cuda_stages.md: stages of tensors in bf16 have operands in bf16, of 8 bits.
+  if constexpr (std::is_same_v<Args, kda_stage_chunk_intra_args>)
+    if (on_cuda && a.k.dtype == KDA_BF16 && a.v.dtype == KDA_BF16) p.noise = 0x1p12;
   // On CUDA decays are factors of operands in f16, where less than 2^-24 is 0.
   p.underflow = (on_cuda ? 0x1p-20 : 1000 * FLT_MIN) * largest_factor(a);
   return p;
@@ -260,6 +263,7 @@ void one_call(Random& random) {
   const bool bounded = on_cuda && std::is_same_v<Args, kda_backward_args>;
   const std::string spoiled = random.chance(0.9) ? spoil_some(a, random, bounded) : "nothing";
   save_again(a);
+  move_strides(a, random);
   a.exec.impl = some_implementation(a, random);
   if (std::getenv("FUZZ_PRINT")) print_call(a), print_values(a), std::printf("spoiled: %s\n", spoiled.c_str());
   if (!on_cuda && random.chance(0.15)) return expect_overlap_refused(a, random);

@@ -56,11 +56,12 @@ const Gpu& gpu() {
     return Gpu{.major = architecture / 10,
                .minor = architecture % 10,
                .multiprocessors = static_cast<int>(setting("KDA_EMULATOR_SMS", 4)),
-               .shared_memory_of_block = (architecture >= 120  ? 99
-                                          : architecture >= 90 ? 227
-                                                               : 163)
+               .shared_memory_of_block = (architecture == 86 || architecture == 89 || architecture >= 120 ? 99
+                                          : architecture >= 90                                            ? 227
+                                                                                                          : 163)
                                          << 10,
-               .ptx = architecture >= 90 && architecture < 110 ? 90 : 80};
+               .ptx = architecture >= 90 && architecture < 110 ? 90 : 80,
+               .devices = static_cast<int>(setting("KDA_EMULATOR_DEVICES", 1))};
   }();
   return own;
 }
@@ -110,6 +111,8 @@ void wait_for_kernel_in_front() { wave->fiber().waits_in_front = false; }
 void expect_waited(const char* what, Where where) {
   if (wave->fiber().waits_in_front) fail(str(what, " before it waits for the kernel in front"), where);
 }
+
+unsigned elected_lane() { return wave->elected(); }
 
 unsigned own_lane() { return wave->thread() % kLanes; }
 

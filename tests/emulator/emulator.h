@@ -18,13 +18,19 @@ using Where = std::source_location;  // in the kernel
 
 // The GPU that the CUDA runtime reports. It has few SMs, so that kernels that spread over them run in blocks of the
 // usual size, or as many as KDA_EMULATOR_SMS says. Its architecture is sm_90, or sm_80 with KDA_EMULATOR_ARCH=80. From
-// sm_110 on the library has no code of its own, and kernels are made from the PTX of compute_80.
+// sm_110 on the library has no code of its own, and kernels are made from the PTX of compute_80. A block has at most 99
+// KiB of shared memory with 86, 89 and 120.
 struct Gpu {
   int major, minor, multiprocessors;
   int shared_memory_of_block;
   int ptx;  // that kernels are made from
+  int devices;
 };
 const Gpu& gpu();
+// Of the current process: launches that ran on a device so far.
+unsigned launches_on(int device);
+// Has this thread of the host done anything with CUDA? The driver's own functions refuse others.
+bool thread_has_context();
 
 // Sets the seed for the order of blocks, warps and lanes. At first it is KDA_EMULATOR_SEED.
 void set_seed(uint64_t seed);
@@ -87,12 +93,18 @@ void sync_warp(Where where, unsigned mask = kAllOfWarp);
 // Waits for the kernel in front. A kernel that was launched early must not copy, change flags or take tensor memory
 // before: expect_waited() fails then. (`what` it does.)
 void wait_for_kernel_in_front();
+// The lane that elect.sync picks: the same one each time, but any, drawn for each warp.
+unsigned elected_lane();
 void expect_waited(const char* what, Where where);
 
 // ---- shared memory ----
 
 // The 32-bit address of a place in shared memory.
 unsigned shared_address(const void* pointer);
+// Bytes of the __shared__ variables that a kernel declares; dynamic memory is not among them. Functions that it calls
+// must declare none: misplaced_variables() names such functions.
+size_t static_bytes_of(const void* kernel);
+std::string misplaced_variables();
 // Checked accesses, as wide as the hardware's: alignment, bounds, races, bytes that were never written or are on
 // their way. wants: all bytes are needed. (Products may have rows without a use, where bytes that were never written
 // are NaN.)

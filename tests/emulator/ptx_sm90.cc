@@ -24,6 +24,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!kda::emulator::thread_has_context()) return CUDA_ERROR_INVALID_CONTEXT;
   *map = {.data = data,
           .rank = rank,
           .element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4u : 2u,
@@ -92,7 +93,7 @@ bool elect(Where where) {
   char none = 0;
   emulator::together(
       "elect.sync", none, [](void* const*) {}, where);
-  return emulator::own_lane() == 0;
+  return emulator::own_lane() == emulator::elected_lane();
 }
 
 // ---- copies ----

@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cuda.h"
 #include "cuda_runtime.h"
@@ -16,26 +17,45 @@ using kda::emulator::gpu;
 
 cudaError_t last = cudaSuccess;
 std::string last_failure;
-std::map<const void*, size_t> allowed;  // shared memory of kernels that asked for more than all have
+
+struct Device {
+  std::map<const void*, size_t> allowed;  // dynamic shared memory of kernels that asked for more than all have
+  bool has_context = false;
+  unsigned launches = 0;
+};
+std::vector<Device> devices(static_cast<size_t>(gpu().devices));
+thread_local int current = 0;
+thread_local bool bound = false;  // to the current device's context
 
 cudaError_t result(cudaError_t error) {
   if (error != cudaSuccess) last = error;
   return error;
 }
+bool exists(int device) { return device >= 0 && device < gpu().devices; }
+// The current device, of which something is asked that makes a context.
+Device& in_use() {
+  Device& device = devices[static_cast<size_t>(current)];
+  device.has_context = bound = true;
+  return device;
+}
 
 }  // namespace
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = gpu().devices;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = current;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
+cudaError_t cudaSetDevice(int device) {
+  if (!exists(device)) return result(cudaErrorInvalidDevice);
+  current = device, in_use();
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (device != 0) return result(cudaErrorInvalidDevice);
+  if (!exists(device)) return result(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = gpu().multiprocessors; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: *value = gpu().major; return cudaSuccess;
@@ -45,7 +65,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   return result(cudaErrorInvalidValue);
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  if (device != 0) return result(cudaErrorInvalidDevice);
+  if (!exists(device)) return result(cudaErrorInvalidDevice);
   *properties = {
       .name = "emulated", .major = gpu().major, .minor = gpu().minor, .multiProcessorCount = gpu().multiprocessors};
   return cudaSuccess;
@@ -57,22 +77,34 @@ cudaError_t cudaDriverGetVersion(int* version) {
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult*) {
-  const bool known = std::string(name) == "cuTensorMapEncodeTiled";
-  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
+  const std::string wanted = name;
+  *function = wanted == "cuTensorMapEncodeTiled"       ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled)
+              : wanted == "cuDevicePrimaryCtxGetState" ? reinterpret_cast<void*>(&cuDevicePrimaryCtxGetState)
+                                                       : nullptr;
   return cudaSuccess;
 }
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  if (!exists(device)) return CUDA_ERROR_INVALID_VALUE;
+  *flags = 0, *active = devices[static_cast<size_t>(device)].has_context;
+  return CUDA_SUCCESS;
+}
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  *attributes = {.sharedSizeBytes = 0, .ptxVersion = gpu().ptx, .binaryVersion = 10 * gpu().major + gpu().minor};
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  in_use();
+  *attributes = {.sharedSizeBytes = kda::emulator::static_bytes_of(kernel),
+                 .ptxVersion = gpu().ptx,
+                 .binaryVersion = 10 * gpu().major + gpu().minor};
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
-  if (bytes < 0 || bytes > gpu().shared_memory_of_block) return result(cudaErrorInvalidValue);
-  allowed[kernel] = static_cast<size_t>(bytes);
+  const int all = bytes + static_cast<int>(kda::emulator::static_bytes_of(kernel));
+  if (bytes < 0 || all > gpu().shared_memory_of_block) return result(cudaErrorInvalidValue);
+  in_use().allowed[kernel] = static_cast<size_t>(bytes);
   return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  in_use();
   *memory = kda::emulator::allocate(bytes);
   return result(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
 }
@@ -80,6 +112,7 @@ cudaError_t cudaFree(void* memory) {
   return result(kda::emulator::release(memory) ? cudaSuccess : cudaErrorInvalidValue);
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
+  in_use();
   std::memset(memory, value, bytes);
   return cudaSuccess;
 }
@@ -87,10 +120,14 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t)
   return cudaMemset(memory, value, bytes);
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  in_use();
   if (bytes) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  in_use();
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
 const char* cudaGetErrorString(cudaError_t error) {
@@ -105,10 +142,16 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 namespace kda::emulator {
 
+bool thread_has_context() { return bound; }
+unsigned launches_on(int device) { return devices[static_cast<size_t>(device)].launches; }
+
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread) {
   const dim3 &g = config.gridDim, &b = config.blockDim;
-  const auto known = allowed.find(kernel);
-  const size_t most = known == allowed.end() ? 48 << 10 : std::max<size_t>(known->second, 48 << 10);
+  Device& device = in_use();
+  ++device.launches;
+  const size_t usual = (48 << 10) - std::min<size_t>(static_bytes_of(kernel), 48 << 10);
+  const auto known = device.allowed.find(kernel);
+  const size_t most = known == device.allowed.end() ? usual : std::max(known->second, usual);
   const bool fits = g.x && g.y && g.z && g.x < 1u << 31 && g.y < 1u << 16 && g.z < 1u << 16 && b.x && b.y && b.z &&
                     uint64_t{b.x} * b.y * b.z <= 1024 && config.dynamicSmemBytes <= most;
   if (!fits) return result(cudaErrorInvalidConfiguration);

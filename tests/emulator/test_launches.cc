@@ -77,5 +77,37 @@ TEST(EmulatedLaunches, TouchNothingBeforeTheyWait) {
     EXPECT_EQ(run(32, 1024, start, before, static_cast<unsigned*>(memory)), "") << "not launched early";
 }
 
+// ---- shared memory of a fixed size ----
+
+__global__ void copy_backwards_kernel(const float* from, float* to) {
+  __shared__ float all[32 << 8];  // 32 KiB
+  all[threadIdx.x] = from[threadIdx.x];
+  __syncthreads();  // all are there
+  to[threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];
+}
+
+TEST(EmulatedLaunches, StaticSharedMemoryCounts) {
+  float from[64], to[64] = {};
+  for (int i = 0; i < 64; ++i) from[i] = static_cast<float>(i);
+  const auto with = [&](unsigned bytes) { return run(64, bytes, copy_backwards_kernel, &from[0], &to[0]); };
+  cudaFuncAttributes code;
+  ASSERT_EQ(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(copy_backwards_kernel)), cudaSuccess);
+  EXPECT_EQ(code.sharedSizeBytes, 32u << 10);
+  EXPECT_EQ(with(16 << 10), "");
+  EXPECT_EQ(to[0], 63);
+  EXPECT_NE(with((16 << 10) + 16), "") << "together they are more than 48 KiB, for which nobody has asked";
+  const int most = emulator::gpu().shared_memory_of_block - (32 << 10);
+  EXPECT_EQ(cudaFuncSetAttribute(copy_backwards_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most + 1),
+            cudaErrorInvalidValue);
+  EXPECT_EQ(cudaFuncSetAttribute(copy_backwards_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+            cudaSuccess);
+  EXPECT_EQ(with(static_cast<unsigned>(most)), "");
+  EXPECT_NE(with(static_cast<unsigned>(most) + 16), "");
+  cudaGetLastError();
+}
+
+// Their sizes are those of the kernel's own variables, so no function that kernels call may have some.
+TEST(EmulatedLaunches, KernelsDeclareTheirSharedMemory) { EXPECT_EQ(emulator::misplaced_variables(), ""); }
+
 }  // namespace
 }  // namespace kda::test

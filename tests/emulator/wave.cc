@@ -77,6 +77,7 @@ void Wave::begin_block(unsigned slot) {
   for (unsigned w = slot * padded_ / kLanes; w < (slot + 1) * padded_ / kLanes; ++w) {
     warps_[w] = {};
     warps_[w].ready = lanes_of(w), warps_[w].rotation = random_.below(kLanes);
+    warps_[w].elected = random_.below(kLanes);
   }
   if (slot == active_) blocks_[slot]->memory.begin_variables();
 }

@@ -89,6 +89,7 @@ struct Meeting {
 struct Warp {
   unsigned ready = 0;             // lanes that can go on
   unsigned rotation = 0;          // lane that goes first
+  unsigned elected = 0;           // lane that elect.sync picks
   Meeting meeting;                // of all lanes
   std::deque<Meeting> of_some{};  // of the lanes of a mask each
   Groups<Range> products;
@@ -177,6 +178,7 @@ class Wave {
   Warp& warp() { return warps_[current_ / kLanes]; }
   Warp& warp(unsigned i) { return warps_[i]; }
   unsigned thread() const { return current_; }  // among all of the wave
+  unsigned elected() const { return warps_[current_ / kLanes].elected; }
   unsigned thread_of_block() const { return current_ % padded_; }
   unsigned rank() const { return own() % cluster_; }
   unsigned cluster() const { return cluster_; }

@@ -18,14 +18,21 @@
 
 namespace kda::test {
 
-// Bytes from the first element to the last, gaps between rows included.
+// Bytes from the first element in memory to the last, gaps between rows included.
 inline int64_t bytes_of(const kda_tensor& t) {
-  int64_t last = 0;
+  int64_t all = 0;
   for (int i = 0; i < t.ndim; ++i) {
     if (t.shape[i] == 0) return 0;
-    last += (t.shape[i] - 1) * t.stride[i];
+    all += (t.shape[i] - 1) * std::abs(t.stride[i]);
   }
-  return (last + 1) * dtype_size(t.dtype);
+  return (all + 1) * dtype_size(t.dtype);
+}
+// Where the first element in memory is. With a negative stride, others lie in front of `data`.
+inline char* begin_of(const kda_tensor& t) {
+  int64_t before = 0;
+  for (int i = 0; i < t.ndim; ++i)
+    if (t.shape[i] > 1 && t.stride[i] < 0) before += (t.shape[i] - 1) * t.stride[i];
+  return static_cast<char*>(t.data) + before * dtype_size(t.dtype);
 }
 
 // Memory on the device, poison at first, between canaries. Where KDA_TEST_EXACT_MEMORY is set there are no canaries:
@@ -85,7 +92,7 @@ void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
   if (dry_run) return;
   std::map<void*, std::pair<int64_t, int64_t>> sizes;  // by place on the host: views of a place share the copy
   for (const Field& f : given(args)) {
-    auto& [bytes, skipped] = sizes[f.t->data];
+    auto& [bytes, skipped] = sizes[begin_of(*f.t)];
     bytes = std::max(bytes, bytes_of(*f.t)), skipped = shift * dtype_size(f.t->dtype);
   }
   std::map<void*, DeviceMemory> copies, before;
@@ -97,7 +104,8 @@ void run_on_cuda(Args args, const char* impl, int64_t shift = 0) {
   };
   ASSERT_NO_FATAL_FAILURE(fill(copies));
   for (const Field& f : given(args))
-    if (const auto copy = copies.find(f.t->data); copy != copies.end()) f.t->data = copy->second.begin();
+    if (const auto copy = copies.find(begin_of(*f.t)); copy != copies.end())
+      f.t->data = copy->second.begin() + (static_cast<char*>(f.t->data) - begin_of(*f.t));
   args.exec.device = KDA_CUDA, args.exec.impl = impl;
   DeviceMemory workspace;
   ASSERT_EQ(query(args, &args.exec.workspace_bytes), KDA_OK) << kda_last_error();
@@ -127,7 +135,9 @@ Args on_device(Args args) {
   std::map<void*, void*> places;
   for (const Field& f : given(args)) {
     const uintptr_t next = (uintptr_t{1} << 46) + (places.size() << 32);
-    f.t->data = places.try_emplace(f.t->data, reinterpret_cast<void*>(next)).first->second;
+    char* const begin =
+        static_cast<char*>(places.try_emplace(begin_of(*f.t), reinterpret_cast<void*>(next)).first->second);
+    f.t->data = begin + (static_cast<char*>(f.t->data) - begin_of(*f.t));
   }
   args.exec.device = KDA_CUDA;
   return args;

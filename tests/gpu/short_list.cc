@@ -38,6 +38,7 @@ constexpr Some kShortList[] = {
     {"All/ForwardChunkPromise.PoolsAndCheckpoints/", "*_heads"},
     {"All/BackwardOnCuda.IsTheOracle/cuda_",
      "hopper_backward_chunk_bound_33 hopper_backward_chunk_bound_heads hopper_backward_chunk_bound_short_packed "
+     "hopper_backward_chunk_K64_V64_bound_33 "
      "backward_chunk_bound_33 backward_chunk_bound_f16 backward_chunk_bound_short_packed backward_recurrent_packed"},
     {"All/BackwardPromiseOnCuda.", "SomeBetasAreZero/*"},
     {"All/TokensOnCuda.*/", "usual* staged_* *"},

@@ -34,6 +34,9 @@ class Other:
     def __init__(self, x: Tensor) -> None:
         self.x, self.shape, self.dtype, self.ndim = x, x.shape, x.dtype, x.ndim
 
+    def reshape(self, *shape: int) -> Other:
+        return Other(self.x.reshape(*shape))
+
     def __dlpack__(self, **options: Any) -> Any:
         return self.x.__dlpack__(**options)
 

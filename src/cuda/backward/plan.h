@@ -6,6 +6,7 @@
 // plain (is_plain); and what converted tensors need.
 #pragma once
 #include "cuda/backward/wide_call.h"
+#include "cuda/call/tma.h"
 #include "cuda/call/workspace.h"
 #include "cuda/prefill/chunk_launch.h"
 
@@ -14,11 +15,7 @@ namespace kda::cuda {
 constexpr int64_t kMostImages = int64_t{64} << 20;
 
 // Whether t has rows of bf16 at multiples of 16 bytes, each at a place of its own.
-inline bool is_plain(const kda_tensor& t) {
-  for (int i = 0; i + 1 < t.ndim; ++i)
-    if (t.shape[i] > 1 && t.stride[i] <= 0) return false;
-  return t.dtype == KDA_BF16 && rows_at(16, {&t});
-}
+inline bool is_plain(const kda_tensor& t) { return t.dtype == KDA_BF16 && takes_tma(t); }
 
 // Blocks of the portable wide kernel: two of K = 64 share an SM.
 inline int64_t wide_blocks(int64_t K, int SMs) { return K == 64 ? 2 * SMs : SMs; }

@@ -64,7 +64,10 @@ class RecurrentHead {
     if (places.only_dh0) return;
     states_ = places.scratch + blockIdx.x * state * (kAgain + 2);
     current_ = states_ + kAgain * state, dS_ = current_ + state;
-    kept_ = places.kept + (int64_t{first_h_row(p, static_cast<unsigned>(s.n))} * HV_ + hv) * state;
+    // From row t0 / 64 + n on, as there are T / 64 + N rows, also where lengths in cu_seqlens are garbage.
+    const auto t0 = static_cast<unsigned>(s.t0), n = static_cast<unsigned>(s.n);
+    const unsigned first_row = p.varlen ? t0 / unsigned{kChunk} + n : n * static_cast<unsigned>(h_rows(p.T, 1));
+    kept_ = places.kept + (int64_t{first_row} * HV_ + hv) * state;
   }
 
   __device__ void run() {

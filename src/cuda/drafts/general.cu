@@ -46,9 +46,9 @@ struct VerifyMemory {
 // S <- Diag(f) S + sum_i w_i u_i, walking back from the newest entry: w_i = k_i f_i with f the product of all younger
 // alpha.
 template <int kElements>
-__device__ void flush_columns(const Before& b, int K, int columns, float (&S)[kRows][kElements]) {
+__device__ void flush_columns(FlushMemory<kElements * 8>& memory, const Before& b, int K, int columns,
+                              float (&S)[kRows][kElements]) {
   constexpr int kK = kElements * 8, kOwn = (kK + kThreads - 1) / kThreads;
-  __shared__ FlushMemory<kK> memory;
   double product[kOwn];
   float sum[kRows][kElements] = {};
 #pragma unroll
@@ -199,6 +199,7 @@ template <class P, int kElements>
 __global__ void __launch_bounds__(kThreads, 2)
     speculation_kernel(const __grid_constant__ P p, const __grid_constant__ Parts<P> x, const LayeredBlocks blocks,
                        const int room, const bool wide) {
+  __shared__ FlushMemory<kElements * 8> memory;
   wait_for_stream();
   extern __shared__ float4 dynamic[];
   constexpr int kK = kElements * 8;
@@ -234,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (r.s.initial) load_rows(rows, state.dtype, columns, K, S);
   const Before before = before_drafts<P>(x, at, r, static_cast<unsigned>(v0));
   if (before.newest >= 0) {
-    flush_columns(before, K, columns, S);
+    flush_columns(memory, before, K, columns, S);
     if (before.apply) {
       store_rows(rows, state.dtype, columns, K, S);
       if (state.dtype == KDA_BF16) {

@@ -176,8 +176,8 @@ class WideMultiplier {
       ptx::store_shared4(pairs + kWideHalf, make_uint4(0, 0, 0, 0));
       ptx::store_shared4(at_.base + KDA_AT(v_new) + swizzled(row, piece, kWideHalf), make_uint4(0, 0, 0, 0));
     }
-    ptx::fence_shared_for_async();                           // products read them
-    ptx::sync_threads(kMultiplierBarrier, 32 * kWideWarps);  // all are cleared
+    ptx::fence_shared_for_async();                        // products read them
+    ptx::sync_ways(kMultiplierBarrier, 32 * kWideWarps);  // all are cleared; warps without channels call it elsewhere
   }
 
   __device__ void multiply_diagonal() const {

@@ -11,13 +11,6 @@ inline bool anchored(const ForwardProblem& p) {
   return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
 }
 
-// Do rows fit accesses of 16 bytes?
-inline bool aligned(const kda_tensor& t) {
-  bool fits = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-  for (int i = 0; i + 1 < t.ndim; ++i) fits = fits && t.stride[i] * dtype_size(t.dtype) % 16 == 0;
-  return fits;
-}
-
 // Why CTA pairs do not take a call, on any GPU that has them; or nullptr.
 inline const char* pairs_why_not(const ForwardProblem& p) {
   const kda_forward_args& a = p.args;
@@ -29,7 +22,9 @@ inline const char* pairs_why_not(const ForwardProblem& p) {
   if (has_f64(p)) return "float64 runs on `reference` only";
   if (present(a.Aqk) || present(a.Akk)) return "saves no Aqk and Akk";
   for (const kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &a.o})
-    if (!aligned(*t)) return "needs rows at multiples of 16 bytes";
+    if (!rows_fit_tma(*t)) return "needs rows at multiples of 16 bytes";
+  for (const kda_tensor* t : {&in.q, &in.k, &in.v, &in.g, &a.o})
+    if (!strides_fit_tma(*t)) return "copies tensors with strides from 0 to below 2^40 bytes";
   if (const char* reason = checkpoints_why_not(a)) return reason;
   if (p.T > INT32_MAX) return "takes at most 2^31 - 1 tokens a row";
   if (const char* reason = Tokens::why_not(in, a.o)) return reason;

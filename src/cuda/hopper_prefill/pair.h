@@ -202,6 +202,7 @@ class PairConsumer : public Base {
   // later, so that no thread waits for that.
   __device__ void finish_exchange(unsigned number) const {
     ptx::wait_for_bulk_reads<0>();
+    __syncwarp();  // the lane that stored, whichever was elected, has waited
     if (lane_ == 0) ring_.release(number);
   }
   // Hands the state on to the next pair.

@@ -57,9 +57,8 @@ struct Schedule {
   uint64_t flag_bytes() const { return splits_ * (2 * pairs + 1) * sizeof(unsigned); }
   bool measures() const { return measures_; }
 
-  // Clears the flags and gives sequences their places, by one CTA of kMeasuring threads.
-  __device__ void measure(const ForwardProblem& p) const {
-    __shared__ unsigned long long sums[kMeasuring / 32];
+  // Clears the flags and gives sequences their places, by one CTA of kMeasuring threads. sums: shared memory.
+  __device__ void measure(const ForwardProblem& p, unsigned long long (&sums)[kMeasuring / 32]) const {
     for (unsigned i = threadIdx.x; flags && i < 2 * pairs + 1; i += kMeasuring) flags[i] = 0;
     // Lengths may be garbage and add up to anything.
     const unsigned long long most = INT32_MAX / static_cast<unsigned>(p.HV);

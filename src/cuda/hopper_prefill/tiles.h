@@ -5,6 +5,7 @@
 
 #include <iterator>
 
+#include "cuda/call/tma.h"
 #include "cuda/hopper_prefill/pipeline.h"
 
 namespace kda::cuda::sm90 {
@@ -29,9 +30,18 @@ template <unsigned kRank>
 CUtensorMap make_map(CUtensorMapDataType type, void* data, const MapShape<kRank>& shape, CUtensorMapSwizzle swizzle) {
   constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = map_encoder()(&map, type, kRank, data, shape.sizes, shape.strides, shape.box, kSteps,
-                                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return map_encoder()(&map, type, kRank, data, shape.sizes, shape.strides, shape.box, kSteps,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {  // the thread has done nothing with CUDA yet
+    int device = 0;
+    KDA_CUDA(cudaGetDevice(&device));
+    KDA_CUDA(cudaSetDevice(device));  // binds its context to the thread
+    result = encode();
+  }
   if (result != CUDA_SUCCESS)
     throw Error(KDA_CUDA_ERROR, str("CUDA: cuTensorMapEncodeTiled failed (", static_cast<int>(result), ")"));
   return map;
@@ -39,15 +49,6 @@ CUtensorMap make_map(CUtensorMapDataType type, void* data, const MapShape<kRank>
 // A stride in bytes. A dimension of size one has none, whatever the tensor says.
 inline cuuint64_t map_stride(const kda_tensor& t, int i) {
   return t.shape[i] > 1 ? static_cast<cuuint64_t>(t.stride[i]) * dtype_size(t.dtype) : 16;
-}
-
-// Do the first `count` dimensions have elements, and strides that TMA takes: multiples of 16 bytes, below 2^40?
-inline bool takes_strides(const kda_tensor& t, int count) {
-  bool takes = true;
-  for (int i = 0; i < count; ++i)
-    takes = takes && t.shape[i] > 0 && map_stride(t, i) > 0 && map_stride(t, i) % 16 == 0 &&
-            map_stride(t, i) < uint64_t{1} << 40;
-  return takes;
 }
 
 // The tensor maps of a call's tokens.
@@ -91,12 +92,7 @@ struct SavedTiles {
   }
 
   // Is it bf16, with rows at multiples of 16 bytes?
-  static bool fits(const kda_tensor& t) {
-    if (!present(t) || t.dtype != KDA_BF16 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
-    bool fits = t.shape[3] > 0 && takes_strides(t, 3);
-    for (int i = 0; i < 4; ++i) fits = fits && t.shape[i] <= UINT32_MAX;
-    return fits;
-  }
+  static bool fits(const kda_tensor& t) { return present(t) && t.dtype == KDA_BF16 && has_elements(t) && takes_tma(t); }
 };
 
 // The tensor maps of first and final states, where those of a call are f32 and V-first, with rows at multiples of 16
@@ -142,7 +138,7 @@ struct StateTiles {
   static bool fits(const ForwardProblem& p, const kda_tensor& t) {
     if (!present(t)) return true;
     return t.dtype == KDA_F32 && p.args.in.state_layout == KDA_STATE_V_FIRST && t.stride[2] >= p.K &&
-           t.shape[0] <= INT32_MAX && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && takes_strides(t, 3);
+           t.shape[0] <= INT32_MAX && has_elements(t) && takes_tma(t);
   }
   // [slots, HV, V, K]
   static CUtensorMap map(const kda_tensor& t) {

@@ -216,9 +216,9 @@ __device__ void dx_of_chunk(const RowNorm& norm, float mean, const float (&n)[kC
   for (int i = 0; i < kChunkSize; ++i) dn[i] = fmaf(-n[i], mean, dn[i]) * norm.factor * norm.scale;
 }
 
-// Adds the sums of dw that a block's lanes have, and writes them to the workspace.
-__device__ void write_sums(const Params& p, unsigned column, float (&dw)[kChunkSize]) {
-  __shared__ float sums[kWarps][32 * kChunkSize];
+// Adds the sums of dw that a block's lanes have, and writes them to the workspace. sums: shared memory.
+using WarpSums = float[kWarps][32 * kChunkSize];
+__device__ void write_sums(const Params& p, unsigned column, float (&dw)[kChunkSize], WarpSums& sums) {
 #pragma unroll
   for (int i = 0; i < kChunkSize; ++i)
 #pragma unroll
@@ -238,6 +238,7 @@ __device__ void write_sums(const Params& p, unsigned column, float (&dw)[kChunkS
 }
 
 __global__ void __launch_bounds__(kThreads, 6) lanes_backward_kernel(const __grid_constant__ Params p) {
+  __shared__ WarpSums sums;
   const unsigned lane = threadIdx.x % 32, column = lane % p.lanes * kChunkSize, together = 32 / p.lanes;
   const unsigned begin = blockIdx.x * p.run, end = min(begin + p.run, p.numbers.count);
   const SumOverRow sum{p.lanes};
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 6) lanes_backward_kernel(const __gri
     store_chunk<false>(row_at(p.dx, place), p.dx.dtype, column, dy);
   }
   let_next_start();
-  if (p.sums) write_sums(p, column, dw);
+  if (p.sums) write_sums(p, column, dw, sums);
 }
 
 // One warp a block. A lane adds to the sums of its own columns in the workspace.

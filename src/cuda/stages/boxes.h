@@ -22,8 +22,6 @@ inline CUtensorMap boxes_of_states(const kda_tensor& t, int64_t lines) {
   return boxes_of(t, 1, static_cast<cuuint32_t>(lines));
 }
 // Can TMA copy boxes of it?
-inline bool takes_boxes(const kda_tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && sm90::takes_strides(t, 3);
-}
+inline bool takes_boxes(const kda_tensor& t) { return has_elements(t) && takes_tma(t); }
 
 }  // namespace kda::cuda::stages

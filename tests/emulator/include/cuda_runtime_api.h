@@ -38,7 +38,7 @@ struct cudaDeviceProp {
   int major, minor, multiProcessorCount;
 };
 struct cudaFuncAttributes {
-  size_t sharedSizeBytes;  // of variables that are not dynamic: 0, the emulator does not know
+  size_t sharedSizeBytes;  // of __shared__ variables that are not dynamic
   int ptxVersion, binaryVersion;
 };
 struct cudaLaunchAttribute {
@@ -59,13 +59,14 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+// As many devices as KDA_EMULATOR_DEVICES says, or one. cudaSetDevice() makes a context, as since CUDA 12.
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDriverGetVersion(int* version);
-// Finds one function of the driver: cuTensorMapEncodeTiled.
+// Finds the functions of cuda.h.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                              unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 

@@ -1,6 +1,6 @@
 """Forward on Hopper."""
 
-from .mutant import emulated, mutants
+from .mutant import EMULATOR, emulated, mutants
 
 CUDA_HOPPER_FORWARD = "src/cuda/hopper_prefill/pairs.cu"
 CUDA_HOPPER_SEGMENTS = "src/cuda/hopper_prefill/segments.cu"
@@ -42,6 +42,7 @@ UNITS = {
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_THREAD: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_TILES: [CUDA_HOPPER_FORWARD],
+    "src/cuda/call/tma.h": [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_STATES: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_SCHEDULE: [CUDA_HOPPER_FORWARD, "src/cuda/hopper_prefill/schedule.cu"],
 }
@@ -178,6 +179,20 @@ MUTANTS = [
             "{.sizes = {size(3), size(2) / 8,",
             "{.sizes = {kSize, size(2) / 8,",
         ),
+    ),
+    *mutants(
+        CUDA_HOPPER_PAIR,
+        CUDA_FORWARD_PACKED,
+        (
+            "Hopper's forward: a stage is released by a lane that has not waited",
+            "    __syncwarp();  // the lane that stored, whichever was elected, has waited\n",
+            "",
+        ),
+    ),
+    *mutants(
+        "src/cuda/call/tma.h",
+        (EMULATOR, "StridesOnCuda/forward.FirstDimensionsMayGoBackwards"),
+        ("Hopper's forward: TMA with a stride below zero", "t.stride[i] >= least && ", ""),
     ),
     *mutants(
         CUDA_HOPPER_PAIR,

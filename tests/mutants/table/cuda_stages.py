@@ -214,6 +214,11 @@ MUTANTS = [
         ),
     ),
     *mutants(
+        CUDA_BACKWARD_RECURRENT,
+        (f"KDA_EMULATOR_SMS=1 {EMULATOR}", "OnCuda.FallingLengthsOfKeptStates"),
+        ("cuda backward: kept states by the lengths before", "t0 / unsigned{kChunk} + n", "first_h_row(p, n)"),
+    ),
+    *mutants(
         CUDA_STAGE_INTRA,
         CUDA_STAGES,
         ("cuda intra: rows of T without its columns", "m <= row; ++m) {", "m < row; ++m) {"),

@@ -63,6 +63,11 @@ MUTANTS = [
         ("cuda: code without a wait is launched early", "code.ptxVersion >= 90", "code.binaryVersion >= 90"),
     ),
     *mutants(
+        CUDA_RUNTIME,
+        (f"KDA_EMULATOR_DEVICES=2 {EMULATOR}", "DevicesOnCuda.*"),
+        ("cuda: a call makes a context on another device", "!= CUDA_SUCCESS || active", "!= CUDA_SUCCESS || true"),
+    ),
+    *mutants(
         CUDA_DECODE,
         CUDA_DECODE_TESTS,
         (
