@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/call/launch_kernel.h"
 #include "cuda/call/launch_plans.h"
 #include "cuda/ptx/sm80.h"
 #include "cuda/runtime.h"
@@ -112,20 +113,5 @@ inline Hints hints_of(const Dims& d, int64_t layers, int state_dtype, int64_t ti
 }
 // The likely value of an index, also before wait_for_stream().
 __device__ inline int32_t peek(const int32_t* at) { return ptx::peek(at); }
-
-// Launches a kernel that begins with wait_for_stream(): early, where its code has that wait.
-template <auto kKernel, class... Args>
-void launch(const kda_exec& exec, dim3 grid, int threads, int shared_bytes, Args... args) {
-  static KernelCode code;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(static_cast<unsigned>(threads)), config.stream = stream_of(exec);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.attrs = &early;
-  config.numAttrs = code.prepare(reinterpret_cast<const void*>(kKernel), exec.device_id, shared_bytes) ? 1 : 0;
-  KDA_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
-}
 
 }  // namespace kda::cuda

@@ -221,10 +221,11 @@ struct TokenKeys {
     float z[kPerThread];
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) z[i] = value_of(x.g_dtype, raw_g_[i]) + bias_[i];
-    if (!is_moderate(A_log_)) [[unlikely]]
+    if (!is_moderate(A_log_)) [[unlikely]] {
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
         z[i] = x.gate_form == KDA_GATE_SOFTPLUS ? softplus_input(A_log_, z[i]) : bounded_input(A_log_, z[i]);
+    }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       float g = z[i];

@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/call/launch_kernel.h"
 #include "cuda/cuda.h"
 #include "cuda/gate/gate.h"
 #include "cuda/runtime.h"
@@ -226,14 +227,6 @@ __global__ void sum_kernel(const __grid_constant__ Params p, int64_t row_blocks)
     if (i == 0 && p.dA_log) p.dA_log[h * p.dA_stride] = sum;
     if (i > 0 && p.d_dt_bias) p.d_dt_bias[h * p.d_bias_stride + i - 1] = sum;
   }
-}
-
-// Starts a kernel when the one in front of it has ended.
-template <auto kKernel, class... Args>
-void start(const kda_exec& exec, dim3 grid, dim3 block, const Args&... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = block, config.stream = stream_of(exec);
-  KDA_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 
 Operand operand(const kda_tensor& t) { return {t.data, t.stride[0], t.stride[1], t.dtype}; }

@@ -56,9 +56,10 @@ class Outputs : public ColumnScale<T, kTraining, kValues, kReversed> {
   // Puts U, in bf16, in the place of the chunk's v, which no warp reads after the vote on scales.
   // plain: as is_plain() says.
   __device__ __forceinline__ void stage_U(unsigned stage, float (&U)[kRows / 2], bool plain) const {
-    if (!plain) [[unlikely]]
+    if (!plain) [[unlikely]] {
 #pragma unroll
       for (int j = 0; j < 16; ++j) U[j] *= unit_[j / 2 % 2];
+    }
     unsigned x[2][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) x[j / 4][j % 4] = ptx::pack<__nv_bfloat16>(U[2 * j], U[2 * j + 1]);

@@ -69,7 +69,6 @@ __global__ void __launch_bounds__(kThreads, kSize ? 3 : 2) output_kernel(const _
   auto& shared = *reinterpret_cast<Smem<E>*>(dynamic);
   using M = Math<E>;
   constexpr int kSlice = slice_of<E>, kPairs = kSlice / 32;  // 16 columns each, of a warp
-  constexpr int kAhead = kSize ? 1 : 2;                      // with three blocks an SM, the others run
   wait_for_stream();
   const auto tiles = static_cast<unsigned>(slices(p.V, kSlice)), HV = static_cast<unsigned>(p.HV);
   const int v0 = static_cast<int>(blockIdx.x % tiles) * kSlice;
@@ -98,6 +97,7 @@ __global__ void __launch_bounds__(kThreads, kSize ? 3 : 2) output_kernel(const _
     arrived();
     const int channels = min(p.K - c0, kSlice);
     const auto multiply = [&]<bool kVFirst>() {
+      constexpr int kAhead = kSize ? 1 : 2;  // with three blocks an SM, the others run
 #pragma unroll kAhead
       for (int c = 0; c < channels; c += 16) {
         const auto a = M::load_a(shared.q, kStride<E>, i0, c);
