@@ -1,4 +1,5 @@
-# CUDA, according to KDA_CUDA. Sets KDA_WITH_CUDA; kda_add_cuda(target) adds the kernels.
+# CUDA, according to KDA_CUDA. Sets KDA_WITH_CUDA; kda_add_cuda(target) adds the kernels, or what the library knows of
+# them without CUDA.
 set(KDA_WITH_CUDA OFF)
 if(NOT KDA_CUDA MATCHES "^(ON|AUTO|OFF)$")
   message(FATAL_ERROR "kda: KDA_CUDA: expected ON, AUTO or OFF, got ${KDA_CUDA}")
@@ -52,6 +53,57 @@ if(NOT KDA_CUDA STREQUAL "OFF")
   endif()
 endif()
 
+# Folders whose names begin with hopper_ or blackwell_ hold kernels for these alone. All others run from sm_80 on.
+set(KDA_CUDA_FILES_PORTABLE
+  src/cuda/backward/chunk.cu
+  src/cuda/backward/recurrent.cu
+  src/cuda/backward/sums.cu
+  src/cuda/conv/backward.cu
+  src/cuda/conv/conv.cu
+  src/cuda/decode/decode.cu
+  src/cuda/decode/snapshots.cu
+  src/cuda/decode/sweep.cu
+  src/cuda/drafts/flush_registers.cu
+  src/cuda/drafts/general.cu
+  src/cuda/drafts/mma.cu
+  src/cuda/drafts/recurrent.cu
+  src/cuda/drafts/recurrent_flush_verify.cu
+  src/cuda/drafts/recurrent_ring.cu
+  src/cuda/drafts/recurrent_verify.cu
+  src/cuda/drafts/roll.cu
+  src/cuda/gate/gate.cu
+  src/cuda/norm/gate.cu
+  src/cuda/prefill/chunk.cu
+  src/cuda/prefill/recurrent.cu
+  src/cuda/segment/chunk.cu
+  src/cuda/segment/hopper.cu
+  src/cuda/segment/map.cu
+  src/cuda/segment/merge.cu
+  src/cuda/segment/recurrent.cu
+  src/cuda/stages/backward.cu
+  src/cuda/stages/chunk_intra.cu
+  src/cuda/stages/cumsum.cu
+  src/cuda/stages/delta_h.cu
+  src/cuda/stages/fwd_o.cu
+  src/cuda/stages/prefill_f32.cu)
+set(KDA_CUDA_FILES_HOPPER
+  src/cuda/hopper_backward/chunk.cu
+  src/cuda/hopper_backward/reverse.cu
+  src/cuda/hopper_prefill/maps.cu
+  src/cuda/hopper_prefill/pairs.cu
+  src/cuda/hopper_prefill/segments.cu
+  src/cuda/hopper_stages/wy_dqkg.cu)
+set(KDA_CUDA_FILES_PAIRS src/cuda/hopper_prefill/schedule.cu)
+set(KDA_CUDA_FILES_BLACKWELL
+  src/cuda/blackwell_prefill/blackwell_prefill.cu
+  src/cuda/blackwell_prefill/segments.cu
+  src/cuda/blackwell_stages/bwd_delta_h.cu
+  src/cuda/blackwell_stages/delta_h.cu
+  src/cuda/blackwell_stages/fwd_o.cu
+  src/cuda/blackwell_stages/wy_dqkg.cu)
+set(KDA_CUDA_FILES ${KDA_CUDA_FILES_PORTABLE} ${KDA_CUDA_FILES_HOPPER} ${KDA_CUDA_FILES_PAIRS}
+  ${KDA_CUDA_FILES_BLACKWELL})
+
 function(kda_cuda_code target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
   list(TRANSFORM ARGN PREPEND --generate-code=)
@@ -67,56 +119,38 @@ function(kda_cuda_kernels target name code)
   target_sources(${target} INTERFACE $<TARGET_OBJECTS:kda_cuda_${name}>)
 endfunction()
 
+# Without CUDA: all that is said of calls on GPUs, which explain and workspace need for an assumed one. The same files
+# are compiled as C++. src/cuda_host has headers in place of the toolkit's, and names no kernel, so none is compiled:
+# with optimisation, that is. They make the library 0.2 MB larger and take a core 50 s. -Os takes as long as -O1, and
+# half of the room. The emulator compiles them with warnings and sanitizers.
+function(kda_add_without_cuda target)
+  add_library(kda_without_cuda OBJECT ${KDA_CUDA_FILES} src/cuda/runtime.cc src/cuda_host/runtime.cc)
+  set_source_files_properties(${KDA_CUDA_FILES} PROPERTIES LANGUAGE CXX)
+  target_include_directories(kda_without_cuda BEFORE PRIVATE src/cuda_host src/cuda_host/include)
+  target_include_directories(kda_without_cuda PRIVATE include src)
+  target_compile_definitions(kda_without_cuda PRIVATE KDA_WITH_CUDA=0 "KDA_CUDA_ARCHITECTURES=\"\"")
+  target_compile_options(kda_without_cuda PRIVATE -Os -w)
+  if(KDA_SANITIZE)
+    target_compile_options(kda_without_cuda PRIVATE -fno-sanitize=all)
+  endif()
+  target_sources(${target} INTERFACE $<TARGET_OBJECTS:kda_without_cuda>)
+  set(KDA_CUDA_OBJECTS $<TARGET_OBJECTS:kda_without_cuda> PARENT_SCOPE)
+endfunction()
+
 function(kda_add_cuda target)
+  if(NOT KDA_WITH_CUDA)
+    kda_add_without_cuda(${target})
+    set(KDA_CUDA_OBJECTS ${KDA_CUDA_OBJECTS} PARENT_SCOPE)
+    return()
+  endif()
   target_sources(${target} PRIVATE src/cuda/runtime.cc)
+  set_source_files_properties(src/cuda/runtime.cc PROPERTIES COMPILE_DEFINITIONS
+    "KDA_WITH_CUDA=1;KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
   target_link_libraries(${target} PUBLIC CUDA::cudart_static)
-  target_compile_definitions(${target} PRIVATE "KDA_CUDA_ARCHITECTURES=\"${KDA_CUDA_NAMES}\"")
-  # Folders whose names begin with hopper_ or blackwell_ hold kernels for these alone. All others run from sm_80 on.
-  kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE_CODE}"
-    src/cuda/backward/chunk.cu
-    src/cuda/backward/recurrent.cu
-    src/cuda/backward/sums.cu
-    src/cuda/conv/backward.cu
-    src/cuda/conv/conv.cu
-    src/cuda/decode/decode.cu
-    src/cuda/decode/snapshots.cu
-    src/cuda/decode/sweep.cu
-    src/cuda/drafts/flush_registers.cu
-    src/cuda/drafts/general.cu
-    src/cuda/drafts/mma.cu
-    src/cuda/drafts/recurrent.cu
-    src/cuda/drafts/recurrent_flush_verify.cu
-    src/cuda/drafts/recurrent_ring.cu
-    src/cuda/drafts/recurrent_verify.cu
-    src/cuda/drafts/roll.cu
-    src/cuda/gate/gate.cu
-    src/cuda/norm/gate.cu
-    src/cuda/prefill/chunk.cu
-    src/cuda/prefill/recurrent.cu
-    src/cuda/segment/chunk.cu
-    src/cuda/segment/hopper.cu
-    src/cuda/segment/map.cu
-    src/cuda/segment/merge.cu
-    src/cuda/segment/recurrent.cu
-    src/cuda/stages/backward.cu
-    src/cuda/stages/chunk_intra.cu
-    src/cuda/stages/cumsum.cu
-    src/cuda/stages/delta_h.cu
-    src/cuda/stages/fwd_o.cu
-    src/cuda/stages/prefill_f32.cu)
-  kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}"
-    src/cuda/hopper_backward/chunk.cu
-    src/cuda/hopper_backward/reverse.cu
-    src/cuda/hopper_prefill/maps.cu
-    src/cuda/hopper_prefill/pairs.cu
-    src/cuda/hopper_prefill/segments.cu
-    src/cuda/hopper_stages/wy_dqkg.cu)
-  kda_cuda_kernels(${target} pairs "${KDA_CUDA_HOPPER};${KDA_CUDA_BLACKWELL}" src/cuda/hopper_prefill/schedule.cu)
-  kda_cuda_kernels(${target} blackwell "${KDA_CUDA_BLACKWELL}"
-    src/cuda/blackwell_prefill/blackwell_prefill.cu
-    src/cuda/blackwell_prefill/segments.cu
-    src/cuda/blackwell_stages/bwd_delta_h.cu
-    src/cuda/blackwell_stages/delta_h.cu
-    src/cuda/blackwell_stages/fwd_o.cu
-    src/cuda/blackwell_stages/wy_dqkg.cu)
+  kda_cuda_kernels(${target} portable "${KDA_CUDA_PORTABLE_CODE}" ${KDA_CUDA_FILES_PORTABLE})
+  kda_cuda_kernels(${target} hopper "${KDA_CUDA_HOPPER}" ${KDA_CUDA_FILES_HOPPER})
+  kda_cuda_kernels(${target} pairs "${KDA_CUDA_HOPPER};${KDA_CUDA_BLACKWELL}" ${KDA_CUDA_FILES_PAIRS})
+  kda_cuda_kernels(${target} blackwell "${KDA_CUDA_BLACKWELL}" ${KDA_CUDA_FILES_BLACKWELL})
+  set(KDA_CUDA_OBJECTS $<TARGET_OBJECTS:kda_cuda_portable> $<TARGET_OBJECTS:kda_cuda_hopper>
+    $<TARGET_OBJECTS:kda_cuda_pairs> $<TARGET_OBJECTS:kda_cuda_blackwell> PARENT_SCOPE)
 endfunction()

@@ -6,6 +6,7 @@
 
 #include "contract/operators.h"
 #include "cpu/cpu.h"
+#include "cuda/cuda.h"
 #include "environment.h"
 #include "error.h"
 #include "indices.h"
@@ -13,9 +14,6 @@
 #include "problem_prefill_f32.h"
 #include "problem_stages.h"
 #include "registry.h"
-#if KDA_WITH_CUDA
-#include "cuda/cuda.h"
-#endif
 
 namespace kda {
 namespace {
@@ -52,9 +50,7 @@ kda_status guard(F&& f) noexcept {
 }
 
 void refuse_assumed_gpu() {
-#if KDA_WITH_CUDA
   if (cuda::gpu_is_assumed()) invalid("exec.device: expected no call on CUDA while kda_assume_gpu() is in force");
-#endif
 }
 
 // For calls on CUDA. CPU implementations make do with less than they ask for, and report themselves what is too
@@ -150,14 +146,8 @@ kda_status explain_call(const Args* args, const char** text) noexcept {
 }
 
 std::string info_text() {
-  std::string text =
-      str("version: ", kda_version(), "\ncpu: ", cpu::isa_name(), " (built for ", cpu::isa_names(), ")\n");
-#if KDA_WITH_CUDA
-  text += str("cuda: ", cuda::info(), "\n");
-#else
-  text += "cuda: not built (no CUDA compiler was found, or KDA_CUDA=OFF)\n";
-#endif
-  return text;
+  return str("version: ", kda_version(), "\ncpu: ", cpu::isa_name(), " (built for ", cpu::isa_names(),
+             ")\ncuda: ", cuda::info(), "\n");
 }
 
 }  // namespace
@@ -177,18 +167,7 @@ KDA_FOR_EACH_OPERATOR(KDA_DEFINE_OPERATOR)
 #undef KDA_DEFINE_OPERATOR
 
 kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {
-  return kda::guard([&] {
-#if KDA_WITH_CUDA
-    kda::cuda::assume_gpu(capability, multiprocessors);
-#else
-    (void)multiprocessors;
-    if (capability)
-      throw kda::Error(
-          KDA_UNSUPPORTED,
-          "capability: expected 0, as this library was built without CUDA and has no kernels for GPUs (one "
-          "with CUDA answers on every machine)");
-#endif
-  });
+  return kda::guard([&] { kda::cuda::assume_gpu(capability, multiprocessors); });
 }
 
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }

@@ -5,6 +5,7 @@
 
 #include "contract/operators.h"
 #include "cpu/cpu.h"
+#include "cuda/cuda.h"
 #include "environment.h"
 #include "error.h"
 #include "problem_prefill_f32.h"
@@ -122,12 +123,17 @@ std::string explain(const P& problem) {
   return text;
 }
 
+// Without CUDA, rows of CUDA only tell about assumed GPUs.
+static bool has_code(std::string_view name) { return cuda::is_built() || !name.starts_with("cuda_"); }
+
 const char* implementation_name(const char* op, int32_t index) {
   const char* name = nullptr;
   if (op && index >= 0)
     for_each_table([&](const char* table_op, auto table) {
       if (std::strcmp(op, table_op)) return false;
-      if (index < static_cast<int32_t>(table.size())) name = table[index].name;
+      int32_t left = index;
+      for (const auto& impl : table)
+        if (has_code(impl.name) && left-- == 0) name = impl.name;
       return true;
     });
   return name;

@@ -33,7 +33,8 @@ const Implementation<P>& choose(const P& problem);
 template <class P>
 std::string explain(const P& problem);
 
-// For listing without a problem; nullptr past the end or for an unknown operator.
+// For listing, without a problem, those that this library has code for; nullptr past the end or for an unknown
+// operator.
 const char* implementation_name(const char* op, int32_t index);
 
 // The name of the operator's implementation that has or had this name; nullptr: none.

@@ -803,13 +803,14 @@ KDA_API kda_status kda_stage_cumsum_backward_explain(const kda_stage_cumsum_back
 KDA_API kda_status kda_prefill_f32_explain(const kda_prefill_f32_args* args, const char** text);
 
 /* Makes kda_..._explain and kda_..._workspace on this thread describe an assumed GPU instead of the machine's, which
- * need not have one. The assumed GPU has the given compute capability, 10 * major + minor (80, 86, 89, 90, 100, 103 or
- * 120), and number of SMs. Meanwhile calls that would run on CUDA are refused. capability = 0 ends it.
- * KDA_UNSUPPORTED: the library was built without CUDA. */
+ * need not have one. The library need not have been built with CUDA for it. The assumed GPU has the given compute
+ * capability, 10 * major + minor (80, 86, 89, 90, 100, 103 or 120), and number of SMs. Meanwhile calls that would run
+ * on CUDA are refused. capability = 0 ends it. */
 KDA_API kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors);
 
 /* The index-th implementation, in order of preference, of an operator ("forward", "verify", .., the name of the
- * function without kda_): its name, or NULL past the end (or for an unknown operator). */
+ * function without kda_): its name, or NULL past the end (or for an unknown operator). A library that was built without
+ * CUDA leaves out those on CUDA, of which explain tells. */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
 
 /* The name of the operator's implementation that has or had this name, or NULL. Former names are accepted wherever a

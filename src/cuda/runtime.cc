@@ -96,11 +96,13 @@ void assume_gpu(int capability, int count) {
   invalid("capability: expected 0 or one of ", known, ", got ", capability);
 }
 
+bool is_built() { return KDA_WITH_CUDA; }
 bool gpu_is_assumed() { return assumed.capability != 0; }
 
 const char* device_why_not(const kda_exec& exec) {
   if (exec.device != KDA_CUDA) return "runs on CUDA tensors only";
   if (gpu_is_assumed()) return nullptr;  // none of them is older than 8.0
+  if (!is_built()) return "needs a library that was built with CUDA";
   if (!known_of(exec.device_id)) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -169,6 +171,7 @@ const char* blackwell_unsuited() {
 }
 
 std::string info() {
+  if (!is_built()) return "not built (no CUDA compiler was found, or KDA_CUDA=OFF)";
   std::string text = str("CUDA ", version_of(CUDART_VERSION), ", kernels for ", KDA_CUDA_ARCHITECTURES);
   int driver = 0, count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

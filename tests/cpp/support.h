@@ -147,6 +147,13 @@ struct How {
   unsigned char workspace_fill = 0xff;
 };
 
+// The text of kda_*_explain.
+template <class Args>
+std::string explanation(const Args& args) {
+  const char* text = "";
+  EXPECT_EQ(explain(args, &text), KDA_OK) << kda_last_error();
+  return text;
+}
 // The name after "* " in the text of kda_*_explain: the implementation that would run.
 std::string chosen(const std::string& explanation);
 

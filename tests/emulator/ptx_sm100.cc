@@ -1,4 +1,4 @@
-// What instructions of Blackwell do (include/cuda/ptx/sm100.h): tensor memory. umma.cc has products.
+// What instructions of Blackwell do (src/cuda_host/include/cuda/ptx/sm100.h): tensor memory. umma.cc has products.
 #include "ptx_sm100.h"
 
 #include <algorithm>

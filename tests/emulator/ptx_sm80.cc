@@ -1,5 +1,5 @@
-// What instructions of whole warps do (include/cuda/ptx/sm80.h). Fragments are those of the PTX manual, "Matrix
-// fragments for mma.m16n8k16" and ".m16n8k8".
+// What instructions of whole warps do (src/cuda_host/include/cuda/ptx/sm80.h). Fragments are those of the PTX manual,
+// "Matrix fragments for mma.m16n8k16" and ".m16n8k8".
 #include "cuda/ptx/sm80.h"
 
 #include <array>

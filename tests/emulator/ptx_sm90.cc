@@ -1,4 +1,4 @@
-// What instructions of Hopper do (include/cuda/ptx/sm90.h).
+// What instructions of Hopper do (src/cuda_host/include/cuda/ptx/sm90.h).
 #include "cuda/ptx/sm90.h"
 
 #include <cstring>

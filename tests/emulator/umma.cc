@@ -1,6 +1,6 @@
-// What instructions of Blackwell do (include/cuda/ptx/sm100.h): products, copies to tensor memory, commits. Descriptors
-// are read by the tables of the PTX ISA 9.1, sections 9.7.16.4.1 and 9.7.16.4.2. What they may say and is not used here
-// is refused.
+// What instructions of Blackwell do (src/cuda_host/include/cuda/ptx/sm100.h): products, copies to tensor memory,
+// commits. Descriptors are read by the tables of the PTX ISA 9.1, sections 9.7.16.4.1 and 9.7.16.4.2. What they may say
+// and is not used here is refused.
 #include <cstring>
 #include <vector>
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import kda
+from kda.call.library import built_with_cuda
 
 Tensor = torch.Tensor
 GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -26,6 +27,13 @@ GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 def cpu_implementations(op: str) -> list[str]:
     return [name for name in kda.implementations(op) if not name.startswith("cuda")]
+
+
+def explained(lines: list[str]) -> list[str]:
+    """The implementations in an explanation. Without CUDA in the library it tells of those on CUDA as well, which
+    ``kda.implementations`` then leaves out: so does this."""
+    names = [line[2:].split(":")[0] for line in lines]
+    return names if built_with_cuda() else [name for name in names if not name.startswith("cuda_")]
 
 
 DECODING = ("decode", "verify", "flush", "flush_verify")

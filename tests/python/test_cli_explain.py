@@ -13,6 +13,7 @@ import torch
 import kda
 from kda.call import library as _lib
 from kda.cli import explain, operators
+from support import explained
 
 
 @pytest.mark.parametrize("op", operators.OPERATORS)
@@ -23,19 +24,22 @@ def test_explain(op: str, cli: Callable[..., str]) -> None:
         lines[0].startswith(f"{op}: B ")
         and f", T 7, H 2, K = V = 128, {operators.OPERATORS[op].example.dtype}" in lines[0]
     )
-    assert [line[2:].split(":")[0] for line in lines[1:-1]] == list(kda.implementations(op))
+    assert explained(lines[1:-1]) == kda.implementations(op)
     assert sum(line[0] == "*" for line in lines[1:-1]) == 1
     assert re.fullmatch(r"workspace: \d+ bytes", lines[-1])
     for impl in (n for n in kda.implementations(op) if operators.device_of(n) == "cpu"):
         assert f"* {impl}: " in cli("explain", op, *sizes, "--impl", impl)
 
 
-def test_explain_of_a_gpu_without_cuda_in_the_library(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "built_with_cuda", lambda: False)
-    said = cli("explain", "forward", "--device", "h200", status=2)
-    assert "--device: expected cpu, got h200, of which this library knows no kernels: it was built without CUDA" in said
-    assert "One with CUDA (KDA_CUDA=ON) answers on every machine" in said
-    assert "* cpu_chunk" in cli("explain", "forward", "--device", "cpu")
+@pytest.mark.parametrize("op", operators.OPERATORS)
+def test_explain_of_a_gpu_that_nobody_has(op: str, cli: Callable[..., str]) -> None:
+    """A library without CUDA answers, too."""
+    for device in ("h200", "a100", "b200"):
+        lines = cli("explain", op, "--device", device).splitlines()
+        assert lines[0].endswith(f", {device} with {explain.GPUS[device][1]} SMs")
+        assert [line.split(":")[0] for line in lines[1:-1]][-1] == "- reference"
+        assert len([line for line in lines if line.startswith("* cuda_")]) == 1
+        assert re.fullmatch(r"workspace: \d+ bytes", lines[-1])
 
 
 def test_explain_is_what_the_library_says(cli: Callable[..., str]) -> None:

@@ -25,9 +25,6 @@ from kda.cli.operators import OPERATORS
 
 COMMAND = [sys.executable, "-m", "kda"]
 SMALL = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--device", "cpu"]
-with_cuda = pytest.mark.skipif(
-    "cuda_gate" not in kda.implementations("gate"), reason="the library was built without CUDA"
-)
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -117,7 +114,6 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> Non
 # ---- GPUs that are not present ----
 
 
-@with_cuda
 @pytest.mark.parametrize("device", [*GPUS, "sm_86", "sm_103"])
 def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "forward", "--T", "8192", "--H", "64", "--device", device, "--json"]
@@ -131,7 +127,6 @@ def test_explain_for_a_gpu_that_is_not_here(device: str, capsys: pytest.CaptureF
     assert "cpu" in output(capsys, "explain", "forward", "--device", "cpu").splitlines()[0], "and it is over"
 
 
-@with_cuda
 @pytest.mark.parametrize(
     ("op", "heads", "own", "portable"),
     [
@@ -158,14 +153,12 @@ def test_blackwell_runs_what_ran_on_gpus_unless_asked(
     assert f"* {own}: " in output(capsys, *words, "--impl", own)
 
 
-@with_cuda
 def test_few_long_sequences_run_by_segments_where_there_are_sms(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "forward", "--T", "65536", "--H", "12", "--device", "sm_90", "--sms"]
     for sms, name in ((132, "cuda_hopper_prefill_segments"), (12, "cuda_hopper_prefill_pairs")):
         assert f"* {name}: " in output(capsys, *words, str(sms)), f"{sms} SMs"
 
 
-@with_cuda
 def test_training_with_k_first_states_runs_the_same_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     """The forward that makes states again has a workspace of its own: another one would have another size."""
     words = ["explain", "backward", "--T", "8192", "--H", "32", "--gate", "lower_bound", "--device", "h200", "--layout"]
@@ -185,7 +178,6 @@ def test_gpus_that_nobody_has() -> None:
     assert set(ARCHITECTURES.values()) >= {capability for capability, _ in GPUS.values()}
 
 
-@with_cuda
 def test_calls_that_run_ignore_it() -> None:
     """An assumed GPU only affects explanations: calls on the CPU run as usual, in this thread, too."""
     code = """

@@ -156,6 +156,30 @@ def fetch_content(archive: Path, build: Path) -> str:
     return run(build / "consumer")
 
 
+# Prints what explain says of calls of every operator on GPUs that nobody has.
+ASSUMED_GPUS = """
+from kda.cli import main
+from kda.cli.operators import OPERATORS
+sizes = (["--T", "8192", "--H", "32"], ["--B", "2", "--HV", "16", "--dtype", "float16"], ["--K", "60", "--V", "90"])
+for op in OPERATORS:
+    for gpu in ("a100", "rtx4090", "h200", "b200"):
+        for words in sizes:
+            if not (op.startswith(("conv", "norm")) and "60" in words):  # there K and V are one
+                print(main(["explain", op, "--device", gpu, *words]))
+"""
+
+
+def expect_the_same_of_assumed_gpus(without_cuda: Path, folder: Path) -> None:
+    """A library without CUDA tells of a GPU what the library under test tells, which has CUDA in make test."""
+    folder.mkdir()
+    for file in (without_cuda, library_file().with_name("_binding.so")):
+        shutil.copy(file.resolve(), folder)
+    found = {"KDA_LIBRARY_DIR": str(folder)}
+    assert re.search(r"^cuda +not built", run(sys.executable, "-m", "kda", "info", **found), re.M)
+    said = run(sys.executable, "-c", ASSUMED_GPUS, **found)
+    assert said == run(sys.executable, "-c", ASSUMED_GPUS) and said.count("\n* cuda_") > 250
+
+
 def test_fetch_content_and_what_is_installed_from_it(tmp_path: Path) -> None:
     build, first, prefix = ROOT / "build/consumers", tmp_path / "first", tmp_path / "moved"
     assert fetch_content(source_distribution(tmp_path), build) == PRINTS
@@ -164,6 +188,7 @@ def test_fetch_content_and_what_is_installed_from_it(tmp_path: Path) -> None:
     [pc] = prefix.rglob("kda.pc")
     library = pc.parent.parent / "libkda.so"
     assert library.is_symlink() and library.resolve().name == library_file().name
+    expect_the_same_of_assumed_gpus(library, tmp_path / "without_cuda")
     for name in ("pkg_config", "find_package"):
         (tmp_path / name).mkdir()
     assert with_pkg_config(tmp_path / "pkg_config", pc.parent) == PRINTS

@@ -22,7 +22,7 @@ from kda.call import library as _lib
 from kda.call.library import OPERATORS
 from kda.call.run import by_name
 from kda.information import FUNCTIONS
-from support import cpu_implementations, make, run_examples
+from support import cpu_implementations, explained, make, run_examples
 
 
 def python(code: str, **environment: str) -> str:
@@ -171,7 +171,7 @@ def test_implementations(op: str) -> None:
 def test_explain_says_which_and_why_not(op: str, environment: Callable[[str, str | None], None]) -> None:
     p = make(1, 5, v_first=True, state=False)
     lines = kda.explain(**p.keywords, op=op).splitlines()
-    assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations(op))
+    assert explained(lines) == kda.implementations(op)
     first = cpu_implementations(op)[0]
     assert [x for x in lines if x[0] == "*"] == [x for x in lines if x[2:].startswith(f"{first}: ")]
     for impl in cpu_implementations(op):
@@ -196,7 +196,7 @@ def training_call(**more: Any) -> dict[str, Any]:
 
 def test_explain_of_a_backward() -> None:
     lines = kda.explain(**training_call(), op="backward").splitlines()
-    assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations("backward"))
+    assert explained(lines) == kda.implementations("backward")
     for impl in cpu_implementations("backward"):
         lines = kda.explain(**training_call(impl=impl), op="backward").splitlines()
         assert [line[2:].split(":")[0] for line in lines if line[0] == "*"] == [impl]
@@ -253,7 +253,7 @@ def test_explain_of_drafts(op: str, ring: bool) -> None:
     if op == "flush_verify" and not ring:
         x["last"] = kda.new_records(2, 6, 2, 2, 16, 24)
     lines = kda.explain(**x, op=op).splitlines()
-    assert [line[2:].split(":")[0] for line in lines] == list(kda.implementations(op))
+    assert explained(lines) == kda.implementations(op)
     for impl in cpu_implementations(op):
         lines = kda.explain(**x, op=op, impl=impl).splitlines()
         assert [line[2:].split(":")[0] for line in lines if line[0] == "*"] == [impl]

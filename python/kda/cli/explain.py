@@ -14,7 +14,7 @@ from typing import Any
 import kda
 
 from ..call import library
-from ..call.library import batch_invariant, built_with_cuda
+from ..call.library import batch_invariant
 from .arrays import Source, cuda_device, torch
 from .operators import OPERATORS, device_of, forced, known
 from .problems import DRAFTS, given_sizes, natural, size_arguments, whole
@@ -81,11 +81,6 @@ def run(options: argparse.Namespace) -> int:
     problem = replace(entry.example, **({"HV": 0} if "H" in given else {}) | given)
     device = options.device or _best_device(options.op, options.impl)
     gpu = _gpu(device, options.sms)
-    if gpu and not built_with_cuda():
-        raise NotImplementedError(
-            f"--device: expected cpu, got {device}, of which this library knows no kernels: it was built without CUDA. "
-            "One with CUDA (KDA_CUDA=ON) answers on every machine and needs no GPU for it"
-        )
     found: dict[str, tuple[str, int | None]] = {}
     same_bits = batch_invariant() if options.batch_invariant else nullcontext()
     with assuming(gpu), same_bits, forced(options.impl), explaining(found):

@@ -12,7 +12,7 @@
 #include "cuda_runtime_api.h"
 #include "emulator.h"
 
-#define __global__
+#define __global__ inline  // so that a kernel that nothing calls makes no code
 #define __device__
 #define __host__
 #define __launch_bounds__(...)

@@ -1,8 +1,9 @@
-// Runs CUDA kernels on a CPU: each thread is a fiber, and one block runs after another. The headers in include/ are
-// made of what is here; kernels and tests see those headers.
+// Runs CUDA kernels on a CPU: each thread is a fiber, and one block runs after another. The headers of this folder are
+// made of what is here; kernels and tests see those headers. tests/emulator defines the functions. A library without
+// CUDA compiles the same headers, and calls none of the functions.
 //
-// A kernel that does what no GPU promises to be harmless fails, and its launch says why and where. README.md lists
-// what is looked for.
+// A kernel that does what no GPU promises to be harmless fails, and its launch says why and where. README.md there
+// lists what is looked for.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +15,14 @@
 
 namespace kda::emulator {
 
-using Where = std::source_location;  // in the kernel
+// In the kernel.
+#if __cpp_lib_source_location
+using Where = std::source_location;
+#else  // clang 14, which does not compile the emulator
+struct Where {
+  static constexpr Where current() { return {}; }
+};
+#endif
 
 // The GPU that the CUDA runtime reports. It has few SMs, so that kernels that spread over them run in blocks of the
 // usual size, or as many as KDA_EMULATOR_SMS says. Its architecture is sm_90, or sm_80 with KDA_EMULATOR_ARCH=80. From
