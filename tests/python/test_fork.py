@@ -144,10 +144,10 @@ def test_an_instruction_set_that_is_none(name):
     assert run.stdout == f"{sentence}\n{sentence}\n"
 
 
-def test_names_of_implementations_that_are_no_text(monkeypatch):
+def test_names_of_implementations_that_are_no_text(environment):
     with pytest.raises(ValueError, match=r"^impl: expected a name, got one with a character 0 behind 'cpu_chunk'$"):
         kda.prefill(*CALL, impl="cpu_chunk\0x")
-    monkeypatch.setitem(os.environb, b"KDA_IMPL", b"\xff\xfe")
+    environment("KDA_IMPL", os.fsdecode(b"\xff\xfe"))
     with pytest.raises(ValueError, match=r"^KDA_IMPL: expected names of implementations, got \\xff\\xfe$"):
         kda.prefill(*CALL)
 
