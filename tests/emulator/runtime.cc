@@ -21,7 +21,6 @@ std::string last_failure;
 struct Device {
   std::map<const void*, size_t> allowed;  // dynamic shared memory of kernels that asked for more than all have
   bool has_context = false;
-  unsigned launches = 0;
 };
 std::vector<Device> devices(static_cast<size_t>(gpu().devices));
 thread_local int current = 0;
@@ -143,12 +142,10 @@ const char* cudaGetErrorString(cudaError_t error) {
 namespace kda::emulator {
 
 bool thread_has_context() { return bound; }
-unsigned launches_on(int device) { return devices[static_cast<size_t>(device)].launches; }
 
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread) {
   const dim3 &g = config.gridDim, &b = config.blockDim;
   Device& device = in_use();
-  ++device.launches;
   const size_t usual = (48 << 10) - std::min<size_t>(static_bytes_of(kernel), 48 << 10);
   const auto known = device.allowed.find(kernel);
   const size_t most = known == device.allowed.end() ? usual : std::max(known->second, usual);

@@ -1,18 +1,24 @@
 // Which tensors TMA copies, Hopper's and Blackwell's copy engine.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
 #include "dtype.h"
 #include "problem.h"
 
 namespace kda::cuda {
 
-// Whether data and rows lie at multiples of 16 bytes. A dimension of size one has no stride, whatever the tensor says.
-inline bool rows_fit_tma(const kda_tensor& t) {
-  bool fit = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-  for (int i = 0; i + 1 < t.ndim; ++i) fit = fit && (t.shape[i] <= 1 || t.stride[i] * dtype_size(t.dtype) % 16 == 0);
-  return fit;
+// Whether rows are at multiples of `bytes`. A dimension of size one has no stride, whatever the tensor says.
+inline bool rows_at(int64_t bytes, std::initializer_list<const kda_tensor*> tensors) {
+  for (const kda_tensor* t : tensors) {
+    if (!present(*t)) continue;
+    if (reinterpret_cast<uintptr_t>(t->data) % bytes) return false;
+    for (int i = 0; i + 1 < t->ndim; ++i)
+      if (t->shape[i] > 1 && t->stride[i] * dtype_size(t->dtype) % bytes) return false;
+  }
+  return true;
 }
+inline bool rows_fit_tma(const kda_tensor& t) { return rows_at(16, {&t}); }
 
 // Whether strides and sizes are what a tensor map holds (cuTensorMapEncodeTiled): strides from `least` to below 2^40
 // bytes, up to 2^32 elements in a dimension.

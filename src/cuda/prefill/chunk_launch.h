@@ -2,6 +2,7 @@
 // it.
 #pragma once
 #include "cuda/call/launch.h"
+#include "cuda/call/tma.h"
 #include "cuda/prefill/chunk_prepare.h"
 #include "cuda/prefill/chunk_scan.h"
 
@@ -38,17 +39,6 @@ struct Plan {
     state_bytes = passes > 1 ? p.N * p.HV * p.V * p.K * 4 : 0;
   }
 };
-
-// Whether rows are at multiples of `bytes`.
-inline bool rows_at(int64_t bytes, std::initializer_list<const kda_tensor*> tensors) {
-  for (const kda_tensor* t : tensors) {
-    if (!present(*t)) continue;
-    if (reinterpret_cast<uintptr_t>(t->data) % bytes) return false;
-    for (int i = 0; i < 3; ++i)
-      if (t->shape[i] > 1 && t->stride[i] * dtype_size(t->dtype) % bytes) return false;
-  }
-  return true;
-}
 
 // Makes the images of a pass, mirrored for backward.
 void launch_prepare(const ForwardProblem& p, const Plan& plan, const Pass& pass, const Tokens& tokens, bool mirrored,

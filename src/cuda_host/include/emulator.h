@@ -35,8 +35,6 @@ struct Gpu {
   int devices;
 };
 const Gpu& gpu();
-// Of the current process: launches that ran on a device so far.
-unsigned launches_on(int device);
 // Has this thread of the host done anything with CUDA? The driver's own functions refuse others.
 bool thread_has_context();
 
