@@ -16,14 +16,16 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from machine_code import extract, find
 
 ARCHITECTURES = ("sm_90", "sm_90a", "sm_100", "sm_100a")
 # Kernels that are launched when the one in front has ended, and have no wait: those of src/cuda/gate/gate.cu.
@@ -43,6 +45,7 @@ EARLY = {
 ACCESS = re.compile(
     r"(LDG|LD|STG|ST|RED|REDG|ATOM|ATOMG|LDGSTS|UBLKCP|UBLKRED|UTMALDG|UTMASTG|UTMAREDG|UTCATOMSWS)(\.|$)"
 )
+PLACE = "        /*"
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z0-9_.]+)\s*([^;]*);")
 
 
@@ -66,16 +69,22 @@ class Instruction:
 class Kernel:
     architecture: str
     name: str
-    code: dict[int, Instruction] = field(default_factory=dict)
+    lines: dict[int, str] = field(default_factory=dict)  # one an instruction, by its place
+
+    def instruction(self, place: int) -> Instruction:
+        """Read when it is asked for: few are in front of a wait."""
+        found = LINE.match(self.lines[place])
+        assert found, self.lines[place]
+        return Instruction(bool(found[2]), found[3], found[4])
 
 
 def kernels_of(text: Iterable[str]) -> Iterator[Kernel]:
     """Reads what cuobjdump prints."""
     architecture, kernel = "", None
     for line in text:
-        if found := LINE.match(line):
+        if line.startswith(PLACE):
             if kernel:
-                kernel.code[int(found[1], 16)] = Instruction(bool(found[2]), found[3], found[4])
+                kernel.lines[int(line[len(PLACE) : line.index("*", len(PLACE))], 16)] = line
             continue
         if found := re.match(r"arch = (\w+)", line):
             architecture = found[1]
@@ -91,8 +100,8 @@ class Walk:
     """All ways from a kernel's first instruction to its waits."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.code = kernel.code
-        places = sorted(kernel.code)
+        self.kernel = kernel
+        places = sorted(kernel.lines)
         self.next = dict(itertools.pairwise(places))
         self.waits = 0
         self.early: list[str] = []  # what comes before them
@@ -104,12 +113,12 @@ class Walk:
             self.visit(self.open.pop())
 
     def go(self, to: int | None) -> None:
-        if to is not None and to in self.code and to not in self.known:
+        if to is not None and to in self.kernel.lines and to not in self.known:
             self.known.add(to)
             self.open.append(to)
 
     def visit(self, place: int) -> None:
-        x = self.code[place]
+        x = self.kernel.instruction(place)
         goes_on = True
         if x.kind == "ACQBULK":
             self.waits += 1
@@ -152,47 +161,37 @@ def faults_of(kernel: Kernel) -> list[str]:
     return faults if walk.waits else [*faults, "no wait"]
 
 
-def find(program: str) -> str | None:
-    """On the path, beside nvcc, or where tools/setup.sh puts it."""
-    folders = [Path(nvcc).resolve().parent] if (nvcc := shutil.which("nvcc")) else []
-    folders += [Path("/usr/local/cuda/bin"), *Path(sys.prefix).glob("lib/python3*/site-packages/nvidia/cu13/bin")]
-    return shutil.which(program) or shutil.which(program, path=os.pathsep.join(map(str, folders)))
-
-
-def disassembly(file: Path, *options: str) -> subprocess.Popen[str] | None:
-    """cuobjdump, which prints the machine code; or None if there is none here."""
+def disassembly(cubin: Path) -> list[Kernel]:
+    """The kernels of an ELF file of one architecture."""
     cuobjdump, nvdisasm = find("cuobjdump"), find("nvdisasm")
     if not cuobjdump or not nvdisasm:
-        return None
-    environment = os.environ | {"NVDISASM_PATH": str(Path(nvdisasm).parent)}
-    command = [cuobjdump, "--dump-sass", *options, str(file)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def dump(file: Path, architecture: str) -> list[Kernel]:
-    process = disassembly(file, "--gpu-architecture", architecture)
-    if not process:
         sys.exit("cuobjdump or nvdisasm not found: tools/setup.sh test installs them")
-    with process:
+    environment = os.environ | {"NVDISASM_PATH": str(Path(nvdisasm).parent)}
+    command = [cuobjdump, "--dump-sass", str(cubin)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout
-        kernels = [k for k in kernels_of(process.stdout) if k.architecture == architecture]
+        kernels = list(kernels_of(process.stdout))
     if process.returncode:
-        sys.exit(f"cuobjdump of {file} fails")
+        sys.exit(f"cuobjdump of {cubin} fails")
     return kernels
 
 
-def check(file: Path, architecture: str) -> tuple[int, int, list[str]]:
+def check(cubin: Path) -> tuple[int, int, list[str]]:
     """How many kernels there are, how many of them are launched in order, and what is wrong with the others."""
-    kernels = dump(file, architecture)
+    kernels = disassembly(cubin)
     early = [k for k in kernels if not IN_ORDER.search(k.name)]
     return len(kernels), len(kernels) - len(early), [f"{k.name}: {fault}" for k in early for fault in faults_of(k)]
 
 
 def main() -> None:
     file, architectures, failed = Path(sys.argv[1]), sys.argv[2:] or ARCHITECTURES, False
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as at_once:
-        dumps = at_once.map(lambda architecture: check(file, architecture), architectures)
-        for architecture, (count, in_order, faults) in zip(architectures, dumps, strict=True):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as at_once:
+        cubins = [c for c in extract(file, Path(folder)) if c[0] in architectures]
+        checks = list(at_once.map(check, (path for _, path in cubins)))
+        for architecture in architectures:
+            of_this = [found for (name, _), found in zip(cubins, checks, strict=True) if name == architecture]
+            count, in_order = sum(found[0] for found in of_this), sum(found[1] for found in of_this)
+            faults = [fault for found in of_this for fault in found[2]]
             print(f"{architecture}: {count} kernels, {in_order} of them launched in order, {len(faults)} faults")
             print("".join(f"  {fault}\n" for fault in faults), end="")
             failed |= bool(faults) or count == in_order

@@ -77,7 +77,7 @@ def test_kernels_without_a_wait() -> None:
 def test_several_kernels() -> None:
     text = text_of([WAIT, EXIT], "_Z3one") + text_of([LOAD, EXIT], "_Z3two")
     kernels = list(kernels_of(text))
-    assert [(k.architecture, k.name, len(k.code)) for k in kernels] == [("sm_90", "_Z3one", 2), ("sm_90", "_Z3two", 2)]
+    assert [(k.architecture, k.name, len(k.lines)) for k in kernels] == [("sm_90", "_Z3one", 2), ("sm_90", "_Z3two", 2)]
     assert isinstance(kernels[0], Kernel)
     assert list(kernels_of([])) == []
 

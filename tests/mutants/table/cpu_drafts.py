@@ -64,15 +64,6 @@ MUTANTS = [
         DRAFTS_INL,
         SPECULATION,
         ("verify: undecayed kG", "kd = hn::Mul(load(k + d), alpha)", "kd = load(k + d)"),
-        ("verify: undecayed qG", "qd = hn::Mul(load(q + d), alpha)", "qd = load(q + d)"),
-        (
-            "verify: one gate step off in the walk back",
-            "k = kG, q = qG, decay = x.alpha.row(w);",
-            "k = kG, q = qG, decay = x.alpha.row(committed + t);",
-        ),
-        ("verify: missing diagonal q.k", "store(hn::MulAdd(splat(x.qk[t]), e, out), o + d);", "store(out, o + d);"),
-        ("verify: forgotten beta", "e = hn::Mul(e, splat(x.beta[t]));", ""),
-        ("verify: corrections of others ignored", "e = hn::NegMulAdd(splat(A[i]), uw, e);", ""),
         (
             "verify: a root of the tree forgets the ring",
             "return p < 0 ? committed - 1 : committed + p;",
@@ -93,18 +84,7 @@ MUTANTS = [
             "store(hn::Mul(load(key + i), load(x.f + i)), key + i)",
             "store(hn::Mul(load(key + i), hn::Mul(load(x.raw + i), load(x.f + i))), key + i)",
         ),
-        (
-            "flush: undecayed state",
-            "Vec sum = hn::Mul(load(S + d), load(x.f + d));",
-            "Vec sum = load(S + d);",
-        ),
         ("flush: undecayed state, K-first", "gemm<Acc::kDecay>(K, V, flushed", "gemm<Acc::kAdd>(K, V, flushed"),
-        ("flush: correction of the wrong column", "x.u_last.row(i)[column]", "x.u_last.row(i)[0]"),
-        (
-            "flush: corrections of the first strip for all",
-            "at(c.last.u, r.last_slot, r.flush.entry(w), hv) + v0 * sizeof(float)",
-            "at(c.last.u, r.last_slot, r.flush.entry(w), hv)",
-        ),
     ),
     *mutants(
         DRAFT_KERNELS,
@@ -172,11 +152,6 @@ MUTANTS = [
             "flush_verify: ring folded too late",
             "entries > c.window.R - 2 * (r.max_tokens ? r.max_tokens : drafts)",
             "entries > c.window.R - (r.max_tokens ? r.max_tokens : drafts)",
-        ),
-        (
-            "flush_verify: a folded ring starts where it did",
-            "c.apply ? c.window.entry(entries) : c.window.first",
-            "c.window.first",
         ),
     ),
 ]

@@ -48,23 +48,6 @@ MUTANTS = [
             "else zero(c.v.row(row) + padded(c.V), padded(columns()) - padded(c.V));",
             "else continue;",
         ),
-        ("segment: d from the first chunk on", "(reverse ? chunks() - 1 - i : i) * kChunk", "i * kChunk"),
-        (
-            "segment: d without the outputs of its own chunk",
-            "add_triangle<Triangle::kUpper>(c.L, c.V, c.Aqk.columns(), c.v, x);",
-            "",
-        ),
-        (
-            "segment: forgotten beta in d",
-            "scale_row(x.row(i), c.beta[i], c.V, x.row(i))",
-            "scale_row(x.row(i), 1, c.V, x.row(i))",
-        ),
-        ("segment: d without the read path", "gemm<Acc::kSub>(p.K, c.V, c.L, c.kG.columns(), x, S);", ""),
-        (
-            "segment: wrong triangle solved",
-            "solve_triangle<Triangle::kUpper>(c.L, c.V, c.Akk.columns()",
-            "solve_triangle<Triangle::kLower>(c.L, c.V, c.Akk.rows()",
-        ),
     ),
     *mutants(
         SEGMENT,
@@ -74,7 +57,6 @@ MUTANTS = [
             "a.reverse ? Scalars{M, 1, row} : Scalars{M, row, 1}",
             "Scalars{M, row, 1}",
         ),
-        ("merge: initial state ignored", "if (present(a.h0)) load_state(s.tile", "if (false) load_state(s.tile"),
         ("merge: segments out of order", "a.reverse ? p.N - 1 - i : i, row", "i, row"),
         (
             "merge: one tile for all",
@@ -87,28 +69,11 @@ MUTANTS = [
         NORM,
         ("norm: dx without the mean", "hn::NegMulAdd(load(g.n + i), mean, load(g.dn + i))", "load(g.dn + i)"),
         (
-            "norm: first block of rows not summed",
-            "for (int64_t block = 0; block < blocks; ++block)",
-            "for (int64_t block = 1; block < blocks; ++block)",
-        ),
-        (
-            "norm: scale of unusual rows left out",
-            "hn::Mul(hn::Mul(load(x), splat(norm.scale)), splat(norm.factor))",
-            "hn::Mul(load(x), splat(norm.factor))",
-        ),
-        (
             "norm: small numbers beside large ones are lost",
             "{grows ? scale : kHalfShrink, grows ? factor : factor * kHalfShrink, zeros}",
             "{scale, factor, zeros}",
         ),
-        ("norm: eps scaled once", "eps * scale * scale", "eps * scale"),
-        ("norm: long rows keep their last piece", "      if (p.V > kPiece) load_piece(a.x, row, first, n, x);\n", ""),
         ("norm: sums begin with old workspace", "  if (sums) zero(sums, padded(p.V));\n", ""),
-        (
-            "norm: dz without the weight",
-            "const Vec weighted = hn::Mul(load(g.n + i), load(w + i));",
-            "const Vec weighted = load(g.n + i);",
-        ),
     ),
     *mutants(
         NORM_CPU,
@@ -132,11 +97,6 @@ MUTANTS = [
             "load_past(c, s, a + W - 2, c0, n, past);",
             "load_past(c, s, W - 2, c0, n, past);",
         ),
-        (
-            "conv: the past of a group does not move on",
-            "store(xx[G + j], past[j] + i);",
-            "store(xx[j], past[j] + i);",
-        ),
         ("conv: padded sequences keep what y held", "else zero_tokens(c.y, i.s, i.a, i.b, c0, n);", ""),
         ("conv: final state one token short", "s.length + p.W - 2, a.final_state", "s.length + p.W - 3, a.final_state"),
     ),
@@ -149,18 +109,12 @@ MUTANTS = [
             "const kda_tensor& rows = c.x;",
         ),
         ("conv: no silu in backward", "if (with_silu) d[W - 1 + g] =", "if (false) d[W - 1 + g] ="),
-        ("conv: d_final dropped", "if (!inside && present(g.d_final)) {", "if (false) {"),
         (
             "conv: tokens after the block left out of dx",
             "for (; t < b + W - 1; ++t) edge(t);",
             "for (; t < b; ++t) edge(t);",
         ),
         ("conv: tokens after the block summed, too", "t < b ? sums : nullptr", "sums"),
-        (
-            "conv: first block not summed",
-            "for (int64_t i = 1; i < blocks; ++i)",
-            "for (int64_t i = 2; i < blocks; ++i)",
-        ),
         (
             "conv: state of an empty sequence zeroed",
             "if (present(g.d_final)) load_entry(g.d_final, n, c0, channels, i, row);",
@@ -183,8 +137,6 @@ MUTANTS = [
         ("stage: steps of G not clamped", "hn::IfThenElse(hn::Lt(step, splat(-160)), splat(-160), step)", "step"),
         ("stage: w and u from an inverse that was not rounded", "load_scores(a.Akk_inv, where, s.T);  //", "//"),
         ("stage: forgotten beta in u", "scale_row(c.v.row(i), c.beta[i], c.V, c.v.row(i));", ""),
-        ("stage: corrections without the state", "gemm<Acc::kSub>(c.L, c.V, c.K, s.w.rows(), s.S, c.v);", ""),
-        ("stage: scale forgotten", "scale_rows(c.q, c.L, p.K, p.in.scale);", ""),
     ),
     *mutants(
         STAGES_BACKWARD,
@@ -194,9 +146,7 @@ MUTANTS = [
             "for (int64_t i = scan.chunks() - 1; i >= 0; --i) {",
             "for (int64_t i = 0; i < scan.chunks(); ++i) {",
         ),
-        ("stage: sign of dAkk", "scale_rows(s.xv, L, kChunk, -1);", ""),
         ("stage: gradient through a decay of 0", "hn::IfThenZeroElse(gone, sum)", "sum"),
-        ("stage: dbeta overwritten", "load_column(a.dbeta, where, dbeta);", "std::fill_n(dbeta, kChunk, 0.0f);"),
     ),
     *mutants(
         STAGES_INL,
@@ -205,11 +155,6 @@ MUTANTS = [
             "stage: diagonal of dAkk stays",
             "const int64_t first = i + !strict;",
             "const int64_t first = i + 1;",
-        ),
-        (
-            "stage: sequence's first step lost",
-            "load(c.alpha.row(i - 1) + d)) : load(alpha);",
-            "load(c.alpha.row(i - 1) + d)) : splat(0);",
         ),
     ),
     *mutants(
@@ -220,16 +165,10 @@ MUTANTS = [
             "else std::memset(row, 0, columns * sizeof(float));",
             "",
         ),
-        ("prefill: forgotten beta in w and u", "scale_row(x.row(i), c.beta[i], columns, x.row(i));", ""),
         (
             "prefill: columns of u from the first tile",
             "chunk_buffer(a.u, b, hv), n, a.chunk, v0);",
             "chunk_buffer(a.u, b, hv), n, a.chunk, 0);",
-        ),
-        (
-            "prefill: chunks of 64 whatever is asked",
-            "std::min<int64_t>(a.chunk, p.T - t)",
-            "std::min<int64_t>(64, p.T - t)",
         ),
     ),
     *mutants(
@@ -241,7 +180,6 @@ MUTANTS = [
             "s.slot < stored;",
         ),
         ("conv: x1 has a channel of x2", "d < x1_end ? x1 : x2", "d <= x1_end ? x1 : x2"),
-        ("conv: channels of x2 numbered behind x", "shifted(x2, c.x1_end)", "shifted(x2, c.x_end)"),
         ("conv: a piece begins with its sequence", "std::max(token, begin)", "begin"),
     ),
     *mutants(
@@ -255,7 +193,6 @@ MUTANTS = [
         ("conv: parents that are none", "parent >= t ? row - 1 :", "parent > t ? row - 1 :"),
         ("conv: decode rolls padding", "if (!s.live) s.length = 0;", ""),
         ("conv: flush rolls padding", "r.s.live ? r.newest + 1 -", "true ? r.newest + 1 -"),
-        ("conv: flush rolls by committed entries, too", "r.newest + 1 - r.flush.committed : 0", "r.newest + 1 : 0"),
         ("conv: flush_verify rolls padding", "s.live ? commit_of(p,", "true ? commit_of(p,"),
     ),
 ]

@@ -57,34 +57,8 @@ MUTANTS = [
             "    before_sync(), after_sync();\n  }\n\n  const",
         ),
         (
-            "Blackwell's forward: steps of T are too wide",
-            "ptx::further(T, 32 * k), k > 0",
-            "ptx::further(T, 16 * k), k > 0",
-        ),
-        (
-            "Blackwell's forward: U adds to that of the last chunk",
-            "ptx::further(T, 32 * k), k > 0",
-            "ptx::further(T, 32 * k), true",
-        ),
-        (
-            "Blackwell's forward: outputs without what the state gives",
-            "ptx::further(Aqk, 32 * k), true",
-            "ptx::further(Aqk, 32 * k), k > 0",
-        ),
-        (
-            "Blackwell's forward: the state does not go on",
-            "ptx::further(kg, k * 16 * kRowBytes), true",
-            "ptx::further(kg, k * 16 * kRowBytes), k > 0",
-        ),
-        ("Blackwell's forward: kg is not transposed", "multiply<kSize, true>", "multiply<kSize>"),
-        (
             "Blackwell's forward: the address of tensor memory is read behind a relaxed barrier alone",
             "    __syncthreads();  // the address of tensor memory and the mbarriers are there\n",
-            "",
-        ),
-        (
-            "Blackwell's forward: tensor memory is not freed",
-            "    if (is_owner()) ptx::tmem_dealloc(ptx::load_shared(memory_ + sm90::Shared::tensors), kColumns);\n",
             "",
         ),
         (
@@ -110,11 +84,6 @@ MUTANTS = [
             "Blackwell's forward: products are not waited for",
             "stage_outputs(x.out);\n    products_.wait();\n",
             "stage_outputs(x.out);\n",
-        ),
-        (
-            "Blackwell's forward: U is overwritten while TMA reads it",
-            "number - x.kept == 2",
-            "number - x.kept == 1",
         ),
         (
             "Blackwell's forward: a chunk is released too early",
@@ -161,11 +130,6 @@ MUTANTS = [
             "Blackwell's segments: both consumers have the same tensor memory",
             " + kConsumer * TensorMemory::columns)",
             ")",
-        ),
-        (
-            "Blackwell's segments: a map adds to the state that it is applied to",
-            "add(TensorMemory::leading + 8 * k, M, k > 0);",
-            "add(TensorMemory::leading + 8 * k, M, true);",
         ),
         (
             "Blackwell's segments: a map is applied before all threads have stored the state",

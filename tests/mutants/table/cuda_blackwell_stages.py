@@ -37,12 +37,6 @@ MUTANTS = [
             "phase_++ % 2);\n",
         ),
         (
-            "Blackwell's stages: tensor memory is not freed",
-            "    if (is_issuer()) ptx::tmem_dealloc(first_, columns_);\n",
-            "",
-        ),
-        ("Blackwell's stages: rows behind a chunk are stored", "i < rows * pieces", "i < kChunk * pieces"),
-        (
             "Blackwell's stages: only the last row of the tail is cleared",
             "rows + i % (kChunk - rows), piece",
             "kChunk - 1, piece",
@@ -63,7 +57,6 @@ MUTANTS = [
             "",
         ),
         ("Blackwell's fwd_o: o is stored before it is there", "    __syncthreads();  // o is there\n", ""),
-        ("Blackwell's fwd_o: q of the wrong head", "hv_ / c_.group)", "hv_)"),
         ("Blackwell's fwd_o: what is above the diagonal", "8 * piece + 7 <= row", "8 * piece <= row"),
         (
             "Blackwell's fwd_o: v_new behind a chunk",
@@ -95,35 +88,14 @@ MUTANTS = [
             "",
         ),
         (
-            "Blackwell's delta_h: one stage for all chunks",
-            "i % 2 * sizeof(Stage)",
-            "0 * sizeof(Stage)",
-        ),
-        (
             "Blackwell's delta_h: kg behind a chunk",
             "if (rows(i) < kChunk) clear_tail(stage(i) + KDA_SCAN_STAGE(right)",
             "if (false) clear_tail(stage(i) + KDA_SCAN_STAGE(right)",
         ),
-        ("Blackwell's delta_h: the state does not go on", "kChunk / kStepSize, true", "kChunk / kStepSize, false"),
     ),
     *mutants(
         SCAN,
         ORACLE,
         ("Blackwell's scans: tokens of no sequence keep what they had", "  if (at.tile > 0) return;\n", "  return;\n"),
-        ("Blackwell's bwd_delta_h: w^T dv_new is added", "KDA_SCAN_STAGE(u), kReversed)", "KDA_SCAN_STAGE(u), false)"),
-        (
-            "Blackwell's bwd_delta_h: d_o without the scale",
-            "c_.scale * __uint_as_float(two << 16)",
-            "__uint_as_float(two << 16)",
-        ),
-    ),
-    *mutants(
-        SCAN,
-        TESTS,
-        (
-            "Blackwell's bwd_delta_h: qG behind a chunk",
-            "if (rows(i) < kChunk) clear_tail(stage(i) + KDA_SCAN_STAGE(qG)",
-            "if (false) clear_tail(stage(i) + KDA_SCAN_STAGE(qG)",
-        ),
     ),
 ]

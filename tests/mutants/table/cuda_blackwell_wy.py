@@ -55,7 +55,6 @@ MUTANTS = [
             "      wait_for_last({KDA_WY(rows_read)}, item);\n",
             "      wait_for_last({KDA_WY(rows_full)}, item);\n",
         ),
-        ("Blackwell's B3: q of the value head", "item.hv / c_.group", "item.hv"),
         ("Blackwell's B3: products do not wait for x", "    wait(KDA_WY(x_there), item);\n", ""),
         ("Blackwell's B3: products do not wait for J", "wait(KDA_WY(inverse_there), item), ", ""),
         ("Blackwell's B3: no fence behind a barrier", "    ptx::fence_tmem_after_sync();\n", ""),
@@ -76,11 +75,6 @@ MUTANTS = [
             "Blackwell's B3: J as one number",
             "dv_new, lines(KDA_WY(x[0])), true);",
             "dv_new, lines(KDA_WY(x[0])), false);",
-        ),
-        (
-            "Blackwell's B3: v_new in place of dS's columns",
-            "WyTensors::of_states, S, dS, false",
-            "WyTensors::of_states, S, S, false",
         ),
     ),
     *mutants(
@@ -103,19 +97,6 @@ MUTANTS = [
             "    ptx::sync_threads(kWyBarrier, kWyWorkers);  // sums of all are there\n",
             "",
         ),
-        ("Blackwell's B3: the diagonal of dAkk", "j + 1 < i ? -dA", "j < i ? -dA"),
-        (
-            "Blackwell's B3: the other half's last row",
-            "if (group_ != last / kWyTokens) return;",
-            "if (group_ != 0) return;",
-        ),
-        (
-            "Blackwell's B3: sums of rows behind the end",
-            "x.written += i < x.rows ? written : 0;",
-            "x.written += written;",
-        ),
-        ("Blackwell's B3: dbeta without a warp", "w < kWyWarps; ++w) sum -=", "w + 1 < kWyWarps; ++w) sum -="),
-        ("Blackwell's B3: channels that are none", "channel() < c_.V ? item.rows() : 0", "item.rows()"),
     ),
     *mutants(
         WORKER,

@@ -61,11 +61,6 @@ MUTANTS = [
             "(in_opening(c) ? first() * kRows : begun)",
             "(in_opening(c) ? first() * kRows : begun + 1)",
         ),
-        (
-            "cuda_prefill_chunk: an opening runs over the chunk's end",
-            "return in_opening(c) ? opening : length;",
-            "return length;",
-        ),
     ),
     *mutants(
         CUDA_SCAN,
@@ -95,16 +90,6 @@ MUTANTS = [
             "",
         ),
         (
-            "cuda_prefill_chunk: scores with tokens behind",
-            "if (column > i()) return 0;",
-            "if (column > i() + 1) return 0;",
-        ),
-        (
-            "cuda_prefill_chunk: decays of tokens that are none",
-            "gamma[e] = !is_real() ? 0.0f : step",
-            "gamma[e] = step",
-        ),
-        (
             "cuda_prefill_chunk: a chunk goes to the sequence before",
             "p.T, n)) <= row;",
             "p.T, n)) < row;",
@@ -124,21 +109,9 @@ MUTANTS = [
             "ptx::wait_for_copies<2>();",
         ),
         (
-            "cuda_prefill_chunk: an image comes to where one is read",
-            "kMostWarps = 8, kStages = 3;",
-            "kMostWarps = 8, kStages = 2;",
-        ),
-        (
             "cuda_prefill_chunk: warps do not wait for each other's copies",
             "    __syncthreads();  // the image is in shared memory",
             "    // the image is in shared memory",
-        ),
-        ("cuda_prefill_chunk: one image for all chunks", "next_ += kReversed ? -step_ : step_, to_", "to_"),
-        ("cuda_prefill_chunk: the image behind the next one", "unsigned image = at_;", "unsigned image = after(at_);"),
-        (
-            "cuda_prefill_chunk: keys of other channels in the state",
-            "ptx::mma<__half>(S[2], first, k[0].z, k[1].z)",
-            "ptx::mma<__half>(S[2], first, k[0].w, k[1].w)",
         ),
     ),
     *mutants(
@@ -155,11 +128,6 @@ MUTANTS = [
             "own + In::kG + (b * kPairs",
         ),
         ("cuda backward: begins before the last image", "- pass.first + end - 1;", "- pass.first + end - 2;"),
-        (
-            "cuda backward: dO without the scale",
-            "dO[t][e] *= e % 2 ? scale.y : scale.x;",
-            "dO[t][e] *= e % 2 ? 1 : scale.x;",
-        ),
     ),
     *mutants(
         CUDA_REVERSE,
@@ -171,19 +139,6 @@ MUTANTS = [
         CUDA_BACKWARD,
         ("cuda backward: a step between anchors is 0", "exp2(kClamps ? fmaxf(step, kDeep) : step)", "exp2(step)"),
         ("cuda backward: nothing from behind the chunk", "behind[hh] = fmaf(sum * f, f, behind[hh]);", ""),
-        (
-            "cuda backward: no state in the gates' sums",
-            "behind[hh] = fmaf(SdS[hh], ptx::exp2(kClamps ? whole_[hh] : decay[hh]), behind[hh]);",
-            "",
-        ),
-        ("cuda backward: sums of gates end at eight tokens", "after[hh] += __shfl_sync(kAll, P, 0, 4);", ""),
-        ("cuda backward: tokens behind the end decay", "KDA_GATE_LOG ? 0.0f : -INFINITY", "KDA_GATE_LOG ? 0.0f : 0.0f"),
-        ("cuda backward: an anchor at a block's end", "else if (n % kOf == 0) anchor = total;", ""),
-        (
-            "cuda backward: dA of the rows above",
-            "ptx::mma<bf16>(W[2 * r], k_[o], b[0], b[1])",
-            "ptx::mma<bf16>(W[2 * r], q_[o], b[0], b[1])",
-        ),
     ),
     *mutants(
         CUDA_WIDE,
@@ -191,11 +146,6 @@ MUTANTS = [
         ("cuda backward: the diagonal of B", "8 * x + 2 * j() + e % 2 + of_B >", "8 * x + 2 * j() + e % 2 >"),
         ("cuda backward: no projection through the norm", "if (x_.qk_l2norm) sum_dots(), apply_norms();", ""),
         ("cuda backward: value heads are not added", "if (!first) x[0] += kept.x, x[1]", "if (!first) x[1]"),
-        (
-            "cuda backward: dA is written where a piece is read",
-            "    __syncthreads();  // all reads of pieces are done",
-            "    // all reads of pieces are done",
-        ),
         (
             "cuda backward: a piece is read before it came",
             "wait_for_copies<kPieces - 2>",
@@ -215,7 +165,6 @@ MUTANTS = [
             "for (int n = kTiles - 1; n >= 0; --n)",
             "for (int n = 0; n > 0; --n)",
         ),
-        ("cuda backward: no launch for unusual gates", "if (unusual_) act(", "if (false) act("),
     ),
     *mutants(
         CUDA_BACKWARD_CHUNK,
@@ -241,11 +190,5 @@ MUTANTS = [
             "    __syncthreads();  // u and dv are there",
             "    // u and dv are there",
         ),
-        (
-            "cuda_backward_recurrent: keys meet the state undecayed",
-            "m_.alpha[k] * from[at] * m_.k[k]",
-            "from[at] * m_.k[k]",
-        ),
-        ("cuda_backward_recurrent: dS undecayed", "dS_[at] = m_.alpha[k] * before;", "dS_[at] = before;"),
     ),
 ]

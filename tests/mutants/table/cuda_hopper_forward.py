@@ -56,11 +56,6 @@ MUTANTS = [
             "const unsigned opening = begun_ ? unsigned{kChunk} - begun_ : 0;",
             "const unsigned opening = 0;",
         ),
-        (
-            "Hopper's forward: behind an opening the state is zeros",
-            "      else if (work.exists && work.from == PlannedItem::kItem) Base::unload(first);\n",
-            "",
-        ),
     ),
     *mutants(
         CUDA_HOPPER_STATES,
@@ -94,21 +89,11 @@ MUTANTS = [
             "    at_.sync();  // tiles are there",
         ),
         (
-            "Hopper's forward: raw rows come to where scores are read",
-            "    at_.sync();                           // Akk is there; all reads of tiles are done\n",
-            "",
-        ),
-        (
             "Hopper's forward: a stage is written to while it is read",
             "    if (role(turn) == WarpRole::kCopy) ring().wait_empty(number);\n",
             "",
         ),
         ("Hopper's forward: T is sent before all lanes have written it", "      __syncwarp();  // T is there\n", ""),
-        (
-            "Hopper's forward: v comes to where U leaves",
-            "    if (Source::kKeepsU && call_.saved->used) ring().wait_values_empty(number);\n",
-            "",
-        ),
     ),
     *mutants(
         CUDA_HOPPER_OUTPUTS,
@@ -127,11 +112,6 @@ MUTANTS = [
             "__syncwarp();  // all lanes have read the stage\n        if (lane_ == 0) ring_",
             "if (lane_ == 0) ring_",
         ),
-        (
-            "Hopper's forward: outputs are overwritten while TMA reads them",
-            "        if (stores()) ptx::wait_for_bulk_reads<0>();\n",
-            "",
-        ),
     ),
     *mutants(
         CUDA_HOPPER_MAPS,
@@ -140,11 +120,6 @@ MUTANTS = [
             "segments: a map comes to where one is read",
             "      ptx::sync_threads(NamedBarrier::kConsumer, kGroup);  // all threads have read the map\n",
             "",
-        ),
-        (
-            "segments: TMA does not see a map",
-            "    ptx::fence_shared_for_async();\n    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M",
-            "    ptx::sync_threads(Base::kBarrier, kGroup);  // all of M",
         ),
     ),
     *mutants(
@@ -163,11 +138,6 @@ MUTANTS = [
         (
             "Hopper's forward, V = 64: states are stored beside their columns",
             "return first_column() < static_cast<unsigned>(call_.p.V);",
-            "return true;",
-        ),
-        (
-            "Hopper's forward, K = 64: states are stored beside their channels",
-            "return j < 8 || call_.p.K > kSizeHalf;",
             "return true;",
         ),
     ),
@@ -225,8 +195,6 @@ MUTANTS = [
         CUDA_HOPPER_SEQUENCE_MAPS,
         CUDA_SEQUENCE_MAPS,
         ("Hopper's maps: M in the other half's columns", "+ Base::columns_before(), row", ", row"),
-        ("Hopper's maps: in reverse, gradients of a whole chunk are cleared", "(part > 0) != kReversed", "part > 0"),
-        ("Hopper's maps: units are forgotten", "[column] = S_[i] * unit_[i / 2 % 2];", "[column] = S_[i];"),
     ),
     *mutants(
         CUDA_HOPPER_SEQUENCE_MAPS,

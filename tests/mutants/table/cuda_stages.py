@@ -59,11 +59,6 @@ MUTANTS = [
         ("cuda_stages_backward: the diagonal of dAkk", "j < i ? -sum", "j <= i ? -sum"),
         ("cuda_stages_backward: dh of the chunk before", "first_row + c, hv);", "first_row + c + 1, hv);"),
         ("cuda_stages_backward: pairs without later rows", "j = i + 1; j < at.rows", "j = i + 2; j < at.rows"),
-        (
-            "cuda_stages_backward: sums to the chunk's start",
-            "for (int i = at.rows; i-- > 0;) {",
-            "for (int i = 0; i < at.rows; ++i) {",
-        ),
         ("cuda_stages_backward: the last row without S dS", "fmaf(ptx::exp2(G(last, k0 + own)), m_.SdS[own],", "(0 +"),
     ),
     *mutants(
@@ -107,26 +102,11 @@ MUTANTS = [
             "ptx::pack<bf16>(two[0] - __uint_as_float(both << 16), two[1] - __uint_as_float(both & 0xffff0000u));",
             "0;",
         ),
-        ("cuda wy: the other half of S dS", "first + r8, v / 8 + i8, kWideHalf));", "r8, v / 8 + i8, kWideHalf));"),
     ),
     *mutants(
         CUDA_HOPPER_WY_CHUNK,
         CUDA_WY_PACKED,
         ("cuda wy: forgotten beta in dk", "dk = fmaf(-E, read, dk);", "dk = fmaf(-E, y, dk);"),
-        ("cuda wy: k in place of q in dG", "y = fmaf(q, dq, -fmaf", "y = fmaf(k, dq, -fmaf"),
-        ("cuda wy: the last row without S dS", "const float2 SdS = state_dots();", "const float2 SdS{0, 0};"),
-        ("cuda wy: S dS twice in the last row", "adds = n == warp_ && g() == 0;", "adds = n == warp_ && g() < 2;"),
-        (
-            "cuda wy: rows behind the chunk's end in its last row",
-            "if (is_real(r)) written[n].x += first, written[n].y += second;",
-            "written[n].x += first, written[n].y += second;",
-        ),
-        ("cuda wy: the diagonal of dAkk", "two{j < row(r) ?", "two{j <= row(r) ?"),
-        (
-            "cuda wy: dbeta of the first CTA's channels alone",
-            "= sum + ptx::load_shared_f32(buffer + own + 32 * r);",
-            "= sum;",
-        ),
         ("cuda wy: dbeta is read before it came", "    if (rank_ == 0) ptx::wait_barrier(sent, 0);\n", ""),
     ),
     *mutants(
@@ -137,7 +117,6 @@ MUTANTS = [
             "    sync_group();  // products of all warps have read dv_new\n",
             "",
         ),
-        ("cuda wy: sums are written over gates", "    sync_group();  // gates have been read\n", ""),
     ),
     *mutants(
         CUDA_HOPPER_WY,
@@ -153,34 +132,16 @@ MUTANTS = [
         CUDA_SEGMENT_MAPS,
         ("cuda segment: the identity has no end", "i % (K + 1) == 0 ? 1 : 0", "i % (K + 1) == 0 && i ? 1 : 0"),
         ("cuda segment: v of M is not zero", "i < K * K + unsigned{kMaxSize}", "i < K * K"),
-        (
-            "cuda segment: M transposed",
-            "state_layout = KDA_STATE_K_FIRST;  //",
-            "state_layout = KDA_STATE_V_FIRST;  //",
-        ),
-        ("cuda segment: where pieces begin is not written", "cuts && i <= numbers", "cuts && i < numbers"),
-        (
-            "cuda segment: d of pieces is merged like b",
-            "parts.args.d, a.d, a.in.state_layout, true, transposed}",
-            "parts.args.d, a.d, a.in.state_layout, false, transposed}",
-        ),
-        (
-            "cuda segment: the workspace of calls begins within maps",
-            "    calls = bytes;",
-            "    calls = d;",
-        ),
     ),
     *mutants(
         CUDA_SEGMENT_MAP,
         CUDA_SEGMENT_ROWS,
         ("cuda segment: pieces of the first row alone", "(p.varlen ? 1 : p.B)", "1"),
-        ("cuda segment: every row has the maps of the first", "+ b * t.stride[0] * dtype_size(t.dtype)", ""),
     ),
     *mutants(
         CUDA_SEGMENT_PIECES,
         CUDA_SEGMENT_MAPS,
         ("cuda segment: the last piece is left out", "(length + tokens - 1) / tokens : 1", "length / tokens : 1"),
-        ("cuda segment: pieces count from the row's begin", "s.t0 + before * tokens", "before * tokens"),
     ),
     *mutants(
         CUDA_SEGMENT_PIECES,
@@ -195,14 +156,9 @@ MUTANTS = [
         CUDA_SEGMENT_MERGE,
         CUDA_SEGMENT_MERGES,
         ("cuda merge: S is read before it is there", "      __syncthreads();  // S is there\n", ""),
-        ("cuda merge: S is overwritten while it is read", "      __syncthreads();  // all reads of S are done\n", ""),
         ("cuda merge: segments out of order", "(call_.reverse ? count_ - 1 - i : i)", "i"),
         ("cuda merge: channels in another order", "k / 16 * 16 + k % 4 * 4 + k % 16 / 4", "k"),
-        ("cuda merge: b is forgotten", "stages::sum_of(sums[part], rests[part]), b[part])", "sums[part], rests[part])"),
-        ("cuda merge: rests are forgotten", "stages::sum_of(sums[part], rests[part])", "sums[part]"),
-        ("cuda merge: columns behind the last", "k < call_.K && v0_ + v < call_.V", "k < call_.K"),
         ("cuda merge: the next slice of the same columns", "if (++slice == kTiles) slice = 0, ++tile;", "++tile;"),
-        ("cuda merge: M for M^T", "const int row = call_.transposed ? c + j : r,", "const int row = r,"),
     ),
     *mutants(
         CUDA_BACKWARD_RECURRENT,
@@ -222,12 +178,6 @@ MUTANTS = [
         CUDA_STAGE_INTRA,
         CUDA_STAGES,
         ("cuda intra: rows of T without its columns", "m <= row; ++m) {", "m < row; ++m) {"),
-        (
-            "cuda intra: beta of rows behind the last",
-            "i < at.rows ? load_element(p.beta",
-            "i < 3 ? load_element(p.beta",
-        ),
-        ("cuda intra: v of one slice for all", "s * slice_of<E>, p.V), v_tile(s)", "0, p.V), v_tile(s)"),
         ("cuda intra: kG is read before it is there", "    __syncthreads();  // kG is there, q is read\n", ""),
     ),
     *mutants(
@@ -239,13 +189,7 @@ MUTANTS = [
         CUDA_STAGE_INVERSE,
         CUDA_STAGES,
         ("cuda intra: T21 without its sign", "+ upper + j + e] = -sum[e];", "+ upper + j + e] = sum[e];"),
-        ("cuda intra: the largest blocks of T", "if (chunk == kRows) merge<32>(Akk, T);", ""),
         ("cuda intra: A21 T11 is read before it is there", "  __syncthreads();  // A21 T11 is there\n", ""),
-        (
-            "cuda intra: a column of T from its second row",
-            "for (int m = 0; m < i; ++m) x[i]",
-            "for (int m = 1; m < i; ++m) x[i]",
-        ),
     ),
     *mutants(
         CUDA_STAGE_SCORES,
@@ -261,8 +205,6 @@ MUTANTS = [
             "      __syncthreads();  // the level's tiles are there\n",
             "",
         ),
-        ("cuda intra: tiles of a level are overwritten", "if (half > first_half<E>) __syncthreads();", ""),
-        ("cuda intra: Akk without beta", "(of_k ? shared.beta[i] : scale)", "(of_k ? 1.0f : scale)"),
     ),
     *mutants(
         CUDA_STAGE_GROUP,
@@ -272,31 +214,11 @@ MUTANTS = [
             "store(p.kg, r, scaled(k[r], sum)), add(sum, r);",
             "add(sum, r), store(p.kg, r, scaled(k[r], sum));",
         ),
-        (
-            "cuda intra: one step more at the anchor",
-            "add_steps(shared, warp + 1, anchor, sum), add_from(shared.first[anchor], sum);",
-            "add_steps(shared, warp + 1, anchor + 1, sum);",
-        ),
     ),
     *mutants(
         CUDA_PREFILL_F32,
         CUDA_PREFILL_F32_CASES,
         ("cuda prefill_f32: the state the other way round", "scan.v_first = v_first;\n", "scan.v_first = !v_first;\n"),
-        (
-            "cuda prefill_f32: padded chunks as the scan's",
-            "a.chunk == kChunk && skip_of(t) == kChunk * t.stride[3]",
-            "a.chunk == kChunk",
-        ),
-        (
-            "cuda prefill_f32: rows one upon the other",
-            "bytes_ += align_up(static_cast<uint64_t>(batches * x.batch));",
-            "bytes_ += 1024;",
-        ),
-        (
-            "cuda prefill_f32: chunks of u that follow each other",
-            "buffers.u_skip = skip_of(a.u) * 4;",
-            "buffers.u_skip = skip_of(a.u);",
-        ),
     ),
     *mutants(
         CUDA_STAGE_CUMSUM,

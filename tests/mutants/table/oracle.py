@@ -93,16 +93,10 @@ MUTANTS = [
             "dg[t * K + i] += dS[i * V + j] * St[i * V + j];",
         ),
         ("oracle: l2norm backward dropped", "r[t] * (dy[t * K + i] - y[t * K + i] * dot)", "r[t] * dy[t * K + i]"),
-        ("oracle: undecayed dS", "dS[i * V + j] = std::exp(g[i]) * dSt;", "dS[i * V + j] = dSt;"),
     ),
     *mutants(
         REFERENCE_DRAFTS,
         SPECULATION_ORACLE,
         ("oracle: drafts from the state before", "after[t] = parent < 0 ? S : after[parent];", "after[t] = S;"),
-        (
-            "oracle: newest entry applied first",
-            "for (auto e = entries.rbegin(); e != entries.rend(); ++e)",
-            "for (auto e = entries.begin(); e != entries.end(); ++e)",
-        ),
     ),
 ]
