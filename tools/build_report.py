@@ -18,20 +18,16 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import standing
+from machine_code import kernels
 from source_hash import source_hash
 
 MIB = 1 << 20
-
-
-def kernels(symbols: str) -> int:
-    """Counts the kernels that an object launches, by its symbols: each instantiation has a stub on the host, and the
-    length of the stub's name precedes it."""
-    found = re.findall(r"(\d+)(__device_stub__\w+)", symbols)
-    return len({name[: int(length)] for length, name in found})
 
 
 def seconds(log: str) -> dict[str, float]:
@@ -61,6 +57,14 @@ class Build:
         with_cuda = self.setting("KDA_CUDA") != "OFF"
         self.objects = sorted((folder / "CMakeFiles").glob("kda_cuda_*/**/*.cu.o")) if with_cuda else []
 
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self.hashes = dict(zip(map(self.file_of, self.objects), pool.map(kernels, self.objects), strict=True))
+
+    @staticmethod
+    def file_of(path: Path) -> str:
+        """The source of an object."""
+        return str(path)[str(path).index("/src/cuda/") + 1 :].removesuffix(".o")
+
     def setting(self, name: str) -> str:
         found = re.search(rf"^{name}:\w+=(.*)$", self.cache, re.M)
         return found[1] if found else ""
@@ -86,9 +90,9 @@ class Build:
         files = {}
         times = self.measured_seconds() if measure else self.clock_seconds()
         for path, took in zip(self.objects, times, strict=True):
-            nm = subprocess.run(["nm", str(path)], capture_output=True, text=True, check=True)
+            counts = Counter(name.split()[0] for name in self.hashes[self.file_of(path)])
             name = "/".join(path.parts[-2:]).removesuffix(".o")
-            files[name] = {"kernels": kernels(nm.stdout), "seconds": round(took, 1)}
+            files[name] = {"kernels": max(counts.values(), default=0), "seconds": round(took, 1)}
         sizes = {"libkda.so": self.folder / "lib/libkda.so", **({"wheel": wheel} if wheel else {})}
         return {
             "source_hash": source_hash(Path(self.setting("CMAKE_HOME_DIRECTORY"))),
@@ -126,8 +130,12 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="compile CUDA again, for the time of the processor")
     parser.add_argument("--record", type=Path, help="write the result there, too")
     options = parser.parse_args()
-    result = Build(options.build.resolve()).report(options.wheel, options.measure)
+    build = Build(options.build.resolve())
+    result = build.report(options.wheel, options.measure)
     show(result)
+    if build.hashes:
+        (options.build / standing.KERNELS).write_text(json.dumps(build.hashes, indent=0) + "\n")
+        print("\n".join(standing.report(options.build)))
     if options.record:
         kept = result if options.measure else without_times(result)
         options.record.write_text(json.dumps(kept, indent=1) + "\n")

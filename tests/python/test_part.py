@@ -175,19 +175,6 @@ def test_every_long_command_is_a_part() -> None:
 # ---- tools/build_report.py ----
 
 
-def test_kernels_are_counted_once() -> None:
-    """The stub of an instantiation, its parts, and the guards of its static variables all contain its name."""
-    symbols = """
-0000000000000000 t _ZL24__device_stub__ZN1a1bEvi
-0000000000000000 t _ZL24__device_stub__ZN1a1bEvi.cold
-0000000000000030 b _ZGVZL24__device_stub__ZN1a1bEviE5__tmp
-0000000000000038 b _ZZL25__device_stub__ZN1a2bcEviiE8__handle
-0000000000000040 T _ZN3kda4cuda4gateEi
-"""
-    assert build_report.kernels(symbols) == 2
-    assert build_report.kernels("0000 T _ZN3kda4cuda4gateEi\n") == 0
-
-
 def test_seconds_are_those_of_the_last_time() -> None:
     log = "# ninja log v5\n0\t1500\t1\ta.cu.o\tx\n100\t300\t1\tb.o\ty\n1000\t4000\t2\ta.cu.o\tz\n"
     assert build_report.seconds(log) == {"a.cu.o": 3.0, "b.o": 0.2}
