@@ -53,7 +53,7 @@ if(NOT KDA_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# Folders whose names begin with hopper_ or blackwell_ hold kernels for these alone. All others run from sm_80 on.
+# engine/ and files that begin with hopper_ or blackwell_ are for these GPUs alone. All others run from sm_80 on.
 set(KDA_CUDA_FILES_PORTABLE
   src/cuda/backward/chunk.cu
   src/cuda/backward/recurrent.cu
@@ -87,16 +87,16 @@ set(KDA_CUDA_FILES_PORTABLE
   src/cuda/stages/fwd_o.cu
   src/cuda/stages/prefill_f32.cu)
 set(KDA_CUDA_FILES_HOPPER
-  src/cuda/hopper_backward/chunk.cu
-  src/cuda/hopper_backward/reverse.cu
-  src/cuda/hopper_prefill/maps.cu
-  src/cuda/hopper_prefill/pairs.cu
-  src/cuda/hopper_prefill/segments.cu
-  src/cuda/hopper_stages/wy_dqkg.cu)
-set(KDA_CUDA_FILES_PAIRS src/cuda/hopper_prefill/schedule.cu)
+  src/cuda/backward/hopper_backward_chunk.cu
+  src/cuda/engine/reverse.cu
+  src/cuda/engine/maps.cu
+  src/cuda/engine/hopper_prefill_pairs.cu
+  src/cuda/engine/hopper_prefill_segments.cu
+  src/cuda/stages/hopper_stages_wy_dqkg.cu)
+set(KDA_CUDA_FILES_PAIRS src/cuda/engine/schedule.cu)
 set(KDA_CUDA_FILES_BLACKWELL
-  src/cuda/blackwell_prefill/blackwell_prefill.cu
-  src/cuda/blackwell_prefill/segments.cu
+  src/cuda/engine/blackwell_prefill.cu
+  src/cuda/engine/blackwell_prefill_segments.cu
   src/cuda/blackwell_stages/bwd_delta_h.cu
   src/cuda/blackwell_stages/delta_h.cu
   src/cuda/blackwell_stages/fwd_o.cu

@@ -4,15 +4,15 @@
 #include <string>
 #include <string_view>
 
+#include "contract/indices.h"
 #include "contract/operators.h"
+#include "contract/prefill_f32.h"
+#include "contract/problem.h"
+#include "contract/stages.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "environment.h"
 #include "error.h"
-#include "indices.h"
-#include "problem.h"
-#include "problem_prefill_f32.h"
-#include "problem_stages.h"
 #include "registry.h"
 
 namespace kda {
@@ -171,8 +171,6 @@ kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors) {
 }
 
 const char* kda_implementation(const char* op, int32_t index) { return kda::implementation_name(op, index); }
-
-const char* kda_current_name(const char* op, const char* name) { return kda::current_name(op, name); }
 
 kda_status kda_read_environment(void) { return kda::guard(kda::read_environment); }
 

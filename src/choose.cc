@@ -4,12 +4,12 @@
 #include <utility>
 
 #include "contract/operators.h"
+#include "contract/prefill_f32.h"
+#include "contract/stages.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "environment.h"
 #include "error.h"
-#include "problem_prefill_f32.h"
-#include "problem_stages.h"
 #include "registry.h"
 
 namespace kda {
@@ -40,13 +40,11 @@ bool for_each_table(F&& f) {
   return found;
 }
 
-// The implementation of a table that has the name or, if there is none, had it.
+// The implementation of a table that has the name, or nullptr.
 template <class P>
 const Implementation<P>* find(std::span<const Implementation<P>> table, std::string_view name) {
   for (const auto& impl : table)
     if (name == impl.name) return &impl;
-  for (const auto& impl : table)
-    if (impl.former_name && name == impl.former_name) return &impl;
   return nullptr;
 }
 
@@ -137,17 +135,6 @@ const char* implementation_name(const char* op, int32_t index) {
       return true;
     });
   return name;
-}
-
-const char* current_name(const char* op, const char* name) {
-  const char* current = nullptr;
-  if (op && name)
-    for_each_table([&](const char* table_op, auto table) {
-      if (std::strcmp(op, table_op)) return false;
-      if (const auto* impl = find(table, name)) current = impl->name;
-      return true;
-    });
-  return current;
 }
 
 #define KDA_INSTANTIATE(op)                                                                             \

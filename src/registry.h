@@ -4,15 +4,14 @@
 #include <span>
 #include <string>
 
-#include "problem.h"
+#include "contract/problem.h"
 
 namespace kda {
 
 template <class P>
 struct Implementation {
   const char* name;
-  const char* former_name;  // accepted, too; nullptr: none
-  const char* file;         // where it begins, from the root of the source tree
+  const char* file;  // where it begins, from the root of the source tree
   const char* description;
   const char* (*why_not)(const P&);  // a reason to decline a legal problem, or nullptr
   uint64_t (*workspace)(const P&);   // bytes
@@ -36,8 +35,5 @@ std::string explain(const P& problem);
 // For listing, without a problem, those that this library has code for; nullptr past the end or for an unknown
 // operator.
 const char* implementation_name(const char* op, int32_t index);
-
-// The name of the operator's implementation that has or had this name; nullptr: none.
-const char* current_name(const char* op, const char* name);
 
 }  // namespace kda

@@ -813,10 +813,6 @@ KDA_API kda_status kda_assume_gpu(int32_t capability, int32_t multiprocessors);
  * CUDA leaves out those on CUDA, of which explain tells. */
 KDA_API const char* kda_implementation(const char* op, int32_t index);
 
-/* The name of the operator's implementation that has or had this name, or NULL. Former names are accepted wherever a
- * name is (docs/architecture.md has them). */
-KDA_API const char* kda_current_name(const char* op, const char* name);
-
 /* Reads the environment again: KDA_IMPL, KDA_CPU_ISA, KDA_BLACKWELL and CUDA_FORCE_PTX_JIT. Otherwise the library reads
  * it once, when a call first needs it. No other thread may set a variable meanwhile. The instruction set stays as it is
  * once a CPU kernel has run. KDA_OUT_OF_MEMORY: there is no memory for a copy. */

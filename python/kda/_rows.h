@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "_reader.h"
-#include "dtype.h"
+#include "contract/dtype.h"
 
 namespace kda::binding {
 

@@ -13,7 +13,7 @@
 // clang-format off
 #include "cpu/chunk-inl.h"
 // clang-format on
-#include "openings.h"
+#include "contract/openings.h"
 
 #ifndef KDA_CPU_CHUNK_FORWARD_TYPES
 #define KDA_CPU_CHUNK_FORWARD_TYPES

@@ -9,7 +9,7 @@
 #define KDA_CPU_CONV_INL_H_
 #endif
 
-#include "convolution.h"
+#include "contract/conv.h"
 #include "cpu/conv_tiles.h"
 #include "cpu/simd-inl.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "convolution.h"
+#include "contract/conv.h"
 #include "cpu/parallel.h"
 
 namespace kda::cpu {

@@ -2,8 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "problem.h"
-#include "problem_prefill_f32.h"
+#include "contract/prefill_f32.h"
+#include "contract/problem.h"
 
 namespace kda::cpu {
 

@@ -7,7 +7,7 @@
 #include <hwy/foreach_target.h>
 // clang-format off
 #include "cpu/chunk-inl.h"
-#include "problem_prefill_f32.h"
+#include "contract/prefill_f32.h"
 // clang-format on
 
 HWY_BEFORE_NAMESPACE();

@@ -323,7 +323,7 @@ void recurrent_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t 
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-#include "convolution.h"
+#include "contract/conv.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"

@@ -13,9 +13,9 @@
 #include <cstring>
 #include <limits>
 
+#include "contract/dtype.h"
+#include "contract/problem.h"
 #include "cpu/subnormals.h"
-#include "dtype.h"
-#include "problem.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kda::cpu::HWY_NAMESPACE {

@@ -18,9 +18,9 @@
 #define KDA_CPU_SPECULATION_INL_H_
 #endif
 
+#include "contract/drafts.h"
 #include "cpu/arena.h"
 #include "cpu/gemm-inl.h"
-#include "speculation.h"
 
 #ifndef KDA_CPU_SPECULATION_TYPES
 #define KDA_CPU_SPECULATION_TYPES

@@ -34,7 +34,7 @@ void speculation_task(const SpeculationCall& c, const Request& r, int64_t hv, in
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-#include "convolution.h"
+#include "contract/conv.h"
 #include "cpu/cpu.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"

@@ -3,9 +3,9 @@
 #pragma once
 #include <algorithm>
 
+#include "contract/stages.h"
 #include "contract/tables_stages.h"
 #include "cpu/team.h"
-#include "problem_stages.h"
 
 namespace kda::cpu {
 

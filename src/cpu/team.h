@@ -13,8 +13,8 @@
 #include <cstdint>
 #include <thread>
 
+#include "contract/problem.h"
 #include "cpu/parallel.h"
-#include "problem.h"
 
 namespace kda::cpu {
 

@@ -1,7 +1,7 @@
 // The causal convolution (math.md 7.6): xx = state ++ x, y_t = bias + sum_j w_j xx_(t+j), z = y sigmoid(y).
+#include "contract/drafts.h"
 #include "reference/math.h"
 #include "reference/reference.h"
-#include "speculation.h"
 
 namespace kda::reference {
 namespace {

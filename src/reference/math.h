@@ -3,8 +3,8 @@
 #include <cmath>
 #include <vector>
 
-#include "dtype.h"
-#include "problem.h"
+#include "contract/dtype.h"
+#include "contract/problem.h"
 
 namespace kda::reference {
 

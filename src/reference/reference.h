@@ -1,7 +1,7 @@
 // The oracle: float64 token recurrence and its reverse mode, written as in math.md 2 and 3. Slow, plain, allocates.
 #pragma once
-#include "problem.h"
-#include "problem_prefill_f32.h"
+#include "contract/prefill_f32.h"
+#include "contract/problem.h"
 
 namespace kda::reference {
 

@@ -1,6 +1,6 @@
 // Speculative decoding in float64: verify is the token recurrence on copies of the state, one per draft; flush applies
 // S <- Diag(alpha) S + k u^T, one recorded token after the other.
-#include "speculation.h"
+#include "contract/drafts.h"
 
 #include "reference/math.h"
 #include "reference/reference.h"

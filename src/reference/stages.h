@@ -1,6 +1,6 @@
 // The stages of the oracle.
 #pragma once
-#include "problem_stages.h"
+#include "contract/stages.h"
 
 namespace kda::reference {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "dtype.h"
+#include "contract/dtype.h"
 #include "error.h"
 #include "support.h"
 

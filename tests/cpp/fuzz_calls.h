@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "dtype.h"
+#include "contract/dtype.h"
 #include "error.h"
 #include "fields.h"
 #include "fuzz_arena.h"

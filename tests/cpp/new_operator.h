@@ -1,8 +1,8 @@
 // An operator that the library does not have, made as HACKING.md says: y = scale x + bias. The numbers are those of its
 // five places. The fifth, Python's function, has no counterpart here.
 #pragma once
+#include "contract/problem.h"
 #include "contract/tables.h"
-#include "problem.h"
 
 // ---- 1. the args struct, in kda.h with the declarations of its entry points ----
 
@@ -37,7 +37,7 @@ struct Table<kda_new_args> {
   });
 };
 
-// ---- 3. the problem, in problem.h, and validate(), in problem.cc ----
+// ---- 3. the problem, in contract/problem.h, and validate(), beside it ----
 
 struct NewProblem : NormDims {
   kda_new_args args;

@@ -11,7 +11,7 @@
 #include <new>
 #include <numeric>
 
-#include "dtype.h"
+#include "contract/dtype.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>

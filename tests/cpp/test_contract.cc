@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "contract.h"
-#include "dtype.h"
+#include "contract/dtype.h"
 
 namespace kda::test {
 namespace {

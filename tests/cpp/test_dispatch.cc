@@ -165,20 +165,6 @@ TEST_F(Dispatch, UnknownOrForeignNameInTheArgument) {
   });
 }
 
-// tests/python/test_names.py has all former names.
-TEST_F(Dispatch, FormerNames) {
-  EXPECT_STREQ(kda_current_name("forward", "cpu_chunk"), "cpu_chunk");
-  EXPECT_EQ(kda_current_name("forward", "nobody"), nullptr);
-  EXPECT_EQ(kda_current_name("nothing", "cpu_chunk"), nullptr);
-  EXPECT_EQ(kda_current_name(nullptr, "cpu_chunk"), nullptr);
-  EXPECT_EQ(kda_current_name("forward", nullptr), nullptr);
-  EXPECT_STREQ(kda_current_name("forward", "cuda_chunk"), "cuda_prefill_chunk");
-  kda_forward_args args = forward_args(in, forward);
-  args.exec.impl = "cuda_chunk";
-  EXPECT_EQ(call(args), KDA_UNSUPPORTED);
-  EXPECT_EQ(std::string(kda_last_error()).rfind("cuda_prefill_chunk was forced but ", 0), 0u) << kda_last_error();
-}
-
 // In a process of its own: the name is read once.
 TEST(Isa, GuardedTensorsEndAtAClosedPage) {
   if (!Memory::guarded()) GTEST_SKIP() << "KDA_TEST_GUARD is not set";

@@ -2,10 +2,10 @@
 // entry points and of the choice are compiled again with a list of operators that has one name more.
 #include <cmath>
 
+#include "contract/rules.h"
 #include "fields.h"
 #include "registry.h"
 #include "support.h"
-#include "validate.h"
 
 namespace kda {
 

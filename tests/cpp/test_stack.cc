@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "contract.h"
-#include "dtype.h"
+#include "contract/dtype.h"
 
 namespace kda::test {
 namespace {

@@ -8,15 +8,15 @@
 #include "error.h"
 #include "f16_values.h"
 
-namespace kda::cuda::sm90 {
+namespace kda::cuda::engine {
 
 alignas(1024) thread_local unsigned char memory[emulator::kMostShared];
 
-}  // namespace kda::cuda::sm90
+}  // namespace kda::cuda::engine
 
 namespace {
 
-const kda::emulator::SharedVariable shared_variable([] { return reinterpret_cast<char*>(kda::cuda::sm90::memory); });
+const kda::emulator::SharedVariable shared_variable([] { return reinterpret_cast<char*>(kda::cuda::engine::memory); });
 
 }  // namespace
 

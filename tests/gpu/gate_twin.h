@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "dtype.h"
+#include "contract/dtype.h"
 #include "on_cuda.h"
 #include "short_list.h"
 

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "dtype.h"
+#include "contract/dtype.h"
 #include "fields.h"
 #include "late_inputs.h"
 #include "short_list.h"

@@ -1,4 +1,4 @@
-#include "cuda/hopper_prefill/shared_memory.h"
+#include "cuda/engine/shared_memory.h"
 #include "cuda/ptx/sm100.h"
 #include "ptx_kernels.h"
 #include "ptx_launch.h"
@@ -7,7 +7,7 @@ namespace kda::test {
 namespace {
 
 namespace ptx = cuda::ptx;
-using cuda::sm90::shared_memory;
+using cuda::engine::shared_memory;
 
 // Polls until the phase ends, or gives up. A poll may sleep for a while by itself.
 __device__ bool waited(unsigned barrier, unsigned parity) {

@@ -1,6 +1,5 @@
-#include "cuda/cuda.h"
-#include "cuda/hopper_prefill/scratch.h"
-#include "cuda/hopper_prefill/tiles.h"
+#include "cuda/engine/scratch.h"
+#include "cuda/engine/tiles.h"
 #include "ptx_kernels.h"
 #include "ptx_launch.h"
 
@@ -8,7 +7,7 @@ namespace kda::test {
 namespace {
 
 namespace ptx = cuda::ptx;
-using cuda::sm90::shared_memory;
+using cuda::engine::shared_memory;
 
 // Polls until the phase ends, or gives up. A poll may sleep for a while by itself.
 __device__ bool waited(unsigned barrier, unsigned parity) {
@@ -87,7 +86,7 @@ __global__ void bulk_kernel(unsigned count, const uint4* from, uint4* seen, uint
   if (i == 0) ptx::copy_bulk_to_global(to, place + 16, count * 16), ptx::commit_bulk(), ptx::wait_for_bulk<0>();
 }
 
-using cuda::sm90::kTileBytes;
+using cuda::engine::kTileBytes;
 
 __global__ void load_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Corner at, uint4* seen) {
   auto* tile = reinterpret_cast<uint4*>(shared_memory());
@@ -158,7 +157,7 @@ __global__ void store_kernel(const __grid_constant__ CUtensorMap map, const __gr
 __global__ void __cluster_dims__(2)
     states_kernel(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to,
                   const __grid_constant__ Columns at, float* seen) {
-  using cuda::sm90::StateTiles;
+  using cuda::engine::StateTiles;
   const auto* memory = reinterpret_cast<const float*>(shared_memory());
   const unsigned rank = ptx::rank(), other = rank ^ 1, place = ptx::shared_address(memory),
                  barrier = place + StateTiles::kWarpBytes;
@@ -286,7 +285,7 @@ auto kernel_of(const Product& p) {
 // ---- places ----
 
 __global__ void places_kernel(unsigned* square, unsigned* own) {
-  using cuda::sm90::Scratch, cuda::sm90::kHalf;
+  using cuda::engine::Scratch, cuda::engine::kHalf;
   const Scratch at(0, 0);
   const unsigned thread = threadIdx.x;
   for (unsigned i = thread; i < 32 * 32; i += 128) square[i] = Scratch::square(i / 32, i % 32);
@@ -306,19 +305,19 @@ void copy_bulk(unsigned count, const void* from, void* seen, void* to) {
          static_cast<uint4*>(to));
 }
 void load_tile(const kda_tensor& from, const Corner& at, void* seen) {
-  launch({1, kTileBytes / 16, kTileBytes + 8}, load_kernel, cuda::sm90::Tiles::map(from), at,
+  launch({1, kTileBytes / 16, kTileBytes + 8}, load_kernel, cuda::engine::Tiles::map(from), at,
          static_cast<uint4*>(seen));
 }
 void copy_between_blocks(const void* from, const kda_tensor& tile, const Corner& at, void* seen, unsigned* notes) {
-  launch({2, 128, kMemory + 16}, cluster_kernel, static_cast<const uint4*>(from), cuda::sm90::Tiles::map(tile), at,
+  launch({2, 128, kMemory + 16}, cluster_kernel, static_cast<const uint4*>(from), cuda::engine::Tiles::map(tile), at,
          static_cast<uint4*>(seen), notes);
 }
 void store_tile(const kda_tensor& to, const Corner& at, const void* tile) {
-  launch({1, kTileBytes / 16, kTileBytes}, store_kernel, cuda::sm90::Tiles::map(to), at,
+  launch({1, kTileBytes / 16, kTileBytes}, store_kernel, cuda::engine::Tiles::map(to), at,
          static_cast<const uint4*>(tile));
 }
 void exchange_states(const kda_tensor& from, const kda_tensor& to, const Columns& at, float* seen) {
-  using cuda::sm90::StateTiles;
+  using cuda::engine::StateTiles;
   launch({2, 128, StateTiles::kWarpBytes + 8}, states_kernel, StateTiles::map(from), StateTiles::map(to), at, seen);
 }
 void store_matrices(const unsigned* x, void* matrices) {

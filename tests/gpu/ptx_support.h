@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "dtype.h"
+#include "contract/dtype.h"
 #include "on_cuda.h"
 
 namespace kda::test {

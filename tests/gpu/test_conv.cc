@@ -9,7 +9,8 @@
 namespace kda::test {
 namespace {
 
-constexpr char kImpl[] = "cuda_conv";  // of the backward, the former name
+const char* impl_of(const kda_conv_args&) { return "cuda_conv"; }
+const char* impl_of(const kda_conv_backward_args&) { return "cuda_conv_backward"; }
 
 // The cases of the CPU, rows that fit 4-wide accesses, and runs of as many tokens as a warp ever gets.
 std::vector<ConvCase> cuda_cases() {
@@ -57,7 +58,7 @@ std::vector<ConvCase> cuda_cases() {
   return all;
 }
 
-const auto on_gpu = [](const auto& a) { run_on_cuda(a, kImpl); };
+const auto on_gpu = [](const auto& a) { run_on_cuda(a, impl_of(a)); };
 
 class ConvOnCuda : public OnCuda, public testing::WithParamInterface<ConvCase> {
  protected:
@@ -69,7 +70,7 @@ class ConvOnCuda : public OnCuda, public testing::WithParamInterface<ConvCase> {
 TEST_P(ConvOnCuda, Forward) {
   ConvOutputs reference(in, true), out(in);
   run(conv_args(in, reference), {.impl = "reference"});
-  run_on_cuda(conv_args(in, out), kImpl);
+  run_on_cuda(conv_args(in, out), "cuda_conv");
   if (HasFatalFailure()) return;
   expect_conv_close(c, reference.tensors(), out.tensors());
 }
@@ -79,15 +80,15 @@ TEST_P(ConvOnCuda, FinalState) {
   if (c.dtype != c.state_dtype) GTEST_SKIP() << "the state is rounded";
   ConvOutputs exact(in), out(in);
   run(conv_args(in, exact), {.impl = "reference"});
-  run_on_cuda(conv_args(in, out), kImpl);
+  run_on_cuda(conv_args(in, out), "cuda_conv");
   EXPECT_EQ(out.final_state.bits(), exact.final_state.bits());
 }
 
 TEST_P(ConvOnCuda, Backward) {
   ConvGradientOutputs reference(in, true), out(in), again(in);
   run(conv_backward_args(in, reference), {.impl = "reference"});
-  run_on_cuda(conv_backward_args(in, out), kImpl);
-  run_on_cuda(conv_backward_args(in, again), kImpl);
+  run_on_cuda(conv_backward_args(in, out), "cuda_conv_backward");
+  run_on_cuda(conv_backward_args(in, again), "cuda_conv_backward");
   if (HasFatalFailure()) return;
   expect_conv_close(c, reference.tensors(), out.tensors());
   for (size_t i = 0; i < 4; ++i) {
@@ -100,7 +101,7 @@ TEST_P(ConvOnCuda, Backward) {
 
 TEST_P(ConvOnCuda, OneGradientAtATime) {
   expect_each_alone([&] { return ConvGradientOutputs(in); },
-                    [&](const auto& out) { run_on_cuda(conv_backward_args(in, out), kImpl); });
+                    [&](const auto& out) { run_on_cuda(conv_backward_args(in, out), "cuda_conv_backward"); });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ConvOnCuda, testing::ValuesIn(cuda_cases()),
@@ -125,7 +126,7 @@ TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
   for (const int32_t dtype : {KDA_F32, KDA_BF16, KDA_F16}) {
     const ConvInputs in({.name = "wide", .B = 2, .T = 50, .D = 132, .dtype = dtype, .state_dtype = dtype});
     const ConvOutputs wide(in);
-    run_on_cuda(conv_args(in, wide), kImpl);
+    run_on_cuda(conv_args(in, wide), "cuda_conv");
     ConvCase c = in.c;
     c.D = 131;
     ConvInputs narrow(c);
@@ -135,7 +136,7 @@ TEST_F(ConvPromiseOnCuda, WidthOfAccessesDoesNotMatter) {
     copy(narrow.x, in.x, 1), copy(narrow.weight, in.weight, c.W), copy(narrow.bias, in.bias, 1);
     copy(narrow.state, in.state, c.W - 1);
     const ConvOutputs got(narrow);
-    run_on_cuda(conv_args(narrow, got), kImpl);
+    run_on_cuda(conv_args(narrow, got), "cuda_conv");
     EXPECT_EQ(got.y.bits(), wide.y.bits(2, 0, 131)) << dtype;
     EXPECT_EQ(got.final_state.bits(), wide.final_state.bits(1, 0, 131)) << dtype;
   }
@@ -150,9 +151,9 @@ TEST_F(ConvPromiseOnCuda, PartsDoNotMatter) {
     const ConvInputs in(c), whole(of_one);
     const ConvOutputs got(in), want(whole);
     const ConvGradientOutputs gradients(in), want_gradients(whole);
-    run_on_cuda(conv_args(in, got), kImpl), run_on_cuda(conv_args(whole, want), kImpl);
-    run_on_cuda(conv_backward_args(in, gradients), kImpl),
-        run_on_cuda(conv_backward_args(whole, want_gradients), kImpl);
+    run_on_cuda(conv_args(in, got), "cuda_conv"), run_on_cuda(conv_args(whole, want), "cuda_conv");
+    run_on_cuda(conv_backward_args(in, gradients), "cuda_conv_backward"),
+        run_on_cuda(conv_backward_args(whole, want_gradients), "cuda_conv_backward");
     EXPECT_EQ(got.y.bits(), want.y.bits()) << c;
     EXPECT_EQ(got.final_state.bits(), want.final_state.bits()) << c;
     EXPECT_EQ(gradients.dx.bits(), want_gradients.dx.bits()) << c;
@@ -184,7 +185,7 @@ TEST_F(ConvPromiseOnCuda, PartsOfAnyStrides) {
         for (kda_tensor* x : {odd == 0 ? &a.x : odd == 1 ? &a.x1 : &a.x2, odd == 0 ? &b.x : odd == 1 ? &b.x1 : &b.x2})
           *x = rows, x->shape[2] = 16;
         if (!in_parts) a.x = b.x = in.x, a.x1 = a.x2 = b.x1 = b.x2 = {};
-        run_on_cuda(a, kImpl), run_on_cuda(b, kImpl);
+        run_on_cuda(a, impl_of(a)), run_on_cuda(b, impl_of(b));
         return std::vector{out.y.bits(), out.final_state.bits(), gradients.dx.bits(), gradients.dweight.bits()};
       };
       EXPECT_EQ(made(true), made(false)) << T << " " << odd;
@@ -214,7 +215,7 @@ TEST_F(ConvPromiseOnCuda, PartsWithPoolsAndCheckpoints) {
           a.initial_state = a.final_state = pool, a.state_indices = slots;
           a.checkpoints = checkpoints, a.checkpoint_slots = kept, a.checkpoint_every = 16;
           if (impl) run(a, {.impl = impl});
-          else run_on_cuda(a, kImpl);
+          else run_on_cuda(a, impl_of(a));
           return std::vector{pool.bits(), checkpoints.bits(), out.y.bits()};
         };
         const auto got = made(true, nullptr), whole = made(false, nullptr), exact = made(true, "reference");
@@ -266,7 +267,7 @@ TEST_F(ConvPromiseOnCuda, AnyStrides) {
                 a.initial_state = state(initial, from, D), a.final_state = exact_last, a.y = exact_y;
                 run(a, {.impl = "reference"});
                 a.y = rows(y, D), a.final_state = state(last, to, D);
-                run_on_cuda(a, kImpl, shift);
+                run_on_cuda(a, impl_of(a), shift);
                 if (HasFatalFailure()) return;
                 const auto what = [&] {
                   return testing::Message() << "W " << W << " D " << D << " row " << row << " taps " << taps << " from "
@@ -315,7 +316,7 @@ TEST_F(ConvPromiseOnCuda, PoolsTouchOnlyTheirSlots) {
         Tensor exact = pool.clone(), exact_other = other.clone(), clipped = indices.clone();
         clipped.set(4, -1);
         run(args(exact, in_place ? exact : exact_other, clipped, reference), {.impl = "reference"});
-        run_on_cuda(args(pool, in_place ? pool : other, indices, out), kImpl);
+        run_on_cuda(args(pool, in_place ? pool : other, indices, out), "cuda_conv");
         if (HasFatalFailure()) return;
         EXPECT_TRUE(close(reference.y, out.y, state_dtype == KDA_F32 ? 1e-6 : 0.003));
         for (const auto& [got, want] : {std::pair{&pool, &exact}, {&other, &exact_other}}) {
@@ -337,7 +338,7 @@ TEST_F(ConvPromiseOnCuda, FinalStatesAlone) {
     kda_conv_args a = conv_args(in, reference), b = conv_args(in, out);
     a.final_state = exact, b.final_state = got, a.state_indices = b.state_indices = indices;
     run(a, {.impl = "reference"});
-    run_on_cuda(b, kImpl);
+    run_on_cuda(b, impl_of(b));
     EXPECT_TRUE(close(exact, got, 1e-6)) << name;
     EXPECT_TRUE(close(reference.y, out.y, 1e-6)) << name;
     EXPECT_TRUE(got.bits(0, 0, 1).all('\xff')) << name;
@@ -352,8 +353,8 @@ TEST_F(ConvPromiseOnCuda, LengthsAreCutToTheTokens) {
     for (int64_t i = 0; i < 4; ++i) in.cu_seqlens.set(i, cu[i]);
     const ConvOutputs out(in);
     const ConvGradientOutputs gradients(in);
-    run_on_cuda(conv_args(in, out), kImpl);
-    run_on_cuda(conv_backward_args(in, gradients), kImpl);
+    run_on_cuda(conv_args(in, out), "cuda_conv");
+    run_on_cuda(conv_backward_args(in, gradients), "cuda_conv_backward");
     EXPECT_TRUE(out.y.margins_intact() && out.final_state.margins_intact() && gradients.dx.margins_intact());
     EXPECT_EQ(out.final_state.unwritten(), 0);
   }
@@ -378,7 +379,7 @@ TEST_F(ConvPromiseOnCuda, DeclinesWhatIsTheOracles) {
 TEST_F(ConvPromiseOnCuda, TooSmallAWorkspaceIsRefused) {
   const ConvInputs in({.name = "workspace"});
   const ConvGradientOutputs gradients(in);
-  expect_workspace_is_checked(conv_backward_args(in, gradients), kImpl);
+  expect_workspace_is_checked(conv_backward_args(in, gradients), "cuda_conv_backward");
 }
 
 }  // namespace

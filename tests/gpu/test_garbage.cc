@@ -5,8 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "contract/problem.h"
 #include "on_cuda.h"
-#include "problem.h"
 #include "speculation_calls.h"
 
 namespace kda::test {

@@ -9,7 +9,24 @@
 namespace kda::test {
 namespace {
 
-constexpr char kImpl[] = "cuda_stage";  // the former name of all portable ones
+// The portable implementation of a stage.
+template <class Args>
+constexpr const char* kPortable = "cuda_stages_backward";
+template <>
+constexpr const char* kPortable<kda_stage_cumsum_args> = "cuda_stages_cumsum";
+template <>
+constexpr const char* kPortable<kda_stage_chunk_intra_args> = "cuda_stages_chunk_intra";
+template <>
+constexpr const char* kPortable<kda_stage_recompute_w_u_args> = "cuda_stages_chunk_intra";
+template <>
+constexpr const char* kPortable<kda_stage_delta_h_args> = "cuda_stages_delta_h";
+template <>
+constexpr const char* kPortable<kda_stage_fwd_o_args> = "cuda_stages_fwd_o";
+
+template <class Args>
+void run_portable(const Args& a) {
+  run_on_cuda(a, kPortable<Args>);
+}
 constexpr char kHopper[] = "cuda_hopper_stages_wy_dqkg", kBlackwell[] = "cuda_blackwell_stages_wy_dqkg";
 
 // Implementations for one GPU that take the stage, by TMA, in bf16.
@@ -92,7 +109,7 @@ void for_each_stage(const StageTensors& t, const F& fn) {
   for_each_backward_stage(t, fn);
 }
 
-const auto on_gpu = [](const auto& a) { run_on_cuda(a, kImpl); };
+const auto on_gpu = [](const auto& a) { run_portable(a); };
 
 class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
  protected:
@@ -101,7 +118,7 @@ class StagesOnCuda : public OnCuda, public testing::WithParamInterface<Case> {
 
   // Gives the kernel and the oracle the same operands; the oracle's outputs are float64.
   template <class Args>
-  void expect_stage(const StageTensors& t, Args a, int64_t shift, const char* impl = kImpl) {
+  void expect_stage(const StageTensors& t, Args a, int64_t shift, const char* impl = kPortable<Args>) {
     Args r = a;
     std::vector<std::pair<std::string, Tensor>> reference, out;
     std::vector<Field> ours = fields(a), theirs = fields(r);
@@ -260,12 +277,12 @@ TEST_F(StageDetailsOnCuda, BlackwellTakesPlainCalls) {
             "takes dAkk with rows at multiples of 16 bytes");
 }
 
-// Runs all stages by kImpl or, with `wy`, B3 by that implementation and all others by the oracle. work(): after each
-// stage.
+// Runs all stages by the portable kernels or, with `wy`, B3 by that implementation and all others by the oracle.
+// work(): after each stage.
 template <class F>
 void run_stages(const StageTensors& t, const char* wy, const F& work) {
   for_each_stage(t, [&](const auto& a) {
-    if (!wy) run_on_cuda(a, kImpl);
+    if (!wy) run_portable(a);
     else if (std::is_same_v<std::remove_cvref_t<decltype(a)>, WyArgs>) run_on_cuda(a, wy);
     else run(a, {.impl = "reference"});
     work();

@@ -33,7 +33,7 @@ UNITS = (
     # bf16 and f16, each with a gate of 16 bits and in f32. Three steps of a chunk: 8, 2 and 4 products of 16 numbers,
     # each step with a commit.
     Unit(
-        "blackwell_prefill/blackwell_prefill.cu",
+        "engine/blackwell_prefill.cu",
         kernels=4,
         counts={"UTCHMMA": 4 * 14, "UTCBAR": 4 * 3},
         least={"LDTM": 4 * 4, "STTM": 4 * 4, "UTMALDG": 1, "UTMASTG": 1, "HMMA": 1},
@@ -41,7 +41,7 @@ UNITS = (
     # The same four. Steps of a chunk for b and for M, 8, 2 and 2 products, of one with outputs, 8, 2 and 4, and 24 that
     # apply a map; a commit each.
     Unit(
-        "blackwell_prefill/segments.cu",
+        "engine/blackwell_prefill_segments.cu",
         kernels=4,
         counts={"UTCHMMA": 4 * (12 + 12 + 14 + 24), "UTCBAR": 4 * (3 + 3 + 3 + 1)},
         least={"LDTM": 4 * 11, "STTM": 4 * 10, "UTMALDG": 1, "UBLKCP": 1, "UTMASTG": 1, "HMMA": 1},

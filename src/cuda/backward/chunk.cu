@@ -10,10 +10,10 @@
 //   sums            of dA_log and d_dt_bias over chunks, in their order
 #include "cuda/backward/beta.h"
 #include "cuda/backward/chunk_reverse.h"
+#include "cuda/backward/declarations.h"
 #include "cuda/backward/plan.h"
 #include "cuda/backward/wide_kernel.h"
 #include "cuda/call/state_rows.h"
-#include "cuda/cuda.h"
 
 namespace kda::cuda {
 namespace {

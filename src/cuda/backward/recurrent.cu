@@ -14,10 +14,10 @@
 //
 // The kernel leaves dq, dk and dg in f32 for each value head. Two more kernels add heads up and go through norms and
 // gates, and a last one adds up the gradients of A_log and dt_bias, all in a fixed order.
+#include "cuda/backward/declarations.h"
 #include "cuda/backward/sums.h"
 #include "cuda/call/states.h"
 #include "cuda/call/workspace.h"
-#include "cuda/cuda.h"
 
 namespace kda::cuda {
 namespace {

@@ -1,5 +1,5 @@
-// The mathematics of the wide kernels of backward (math.md 5), which wide_chunk.h and Hopper's wide_multiplier.h
-// share. They compute all gradients of a chunk of 64 tokens except dv and dh0. Their inputs are the state S before
+// The mathematics of the wide kernels of backward (math.md 5), which wide_chunk.h and hopper_multiplier.h share. They
+// compute all gradients of a chunk of 64 tokens except dv and dh0. Their inputs are the state S before
 // the chunk, the gradient dS of the state after it, v_new and dv.
 //
 // A warp owns 16 channels and all 64 tokens, so it makes decays, operands of scores, sums over tokens and the gate's

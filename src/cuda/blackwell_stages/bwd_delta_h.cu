@@ -1,9 +1,10 @@
 // B2 on Blackwell (sm_100a), for K and V of 128 and 64 in bf16: dv_new = dv_local + kg dS, then dS <- Diag(ell) dS +
 // scale qG^T d_o - w^T dv_new, last chunk first. It has been emulated, and has never run on a GPU. A block has 64 value
 // columns of a value head, and all chunks of a sequence: scan.h.
+#include "contract/stages.h"
+#include "cuda/blackwell_stages/declarations.h"
 #include "cuda/blackwell_stages/scan.h"
-#include "cuda/cuda.h"
-#include "problem_stages.h"
+#include "cuda/stages/declarations.h"
 
 namespace kda::cuda {
 

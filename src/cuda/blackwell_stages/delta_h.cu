@@ -1,9 +1,10 @@
 // F4 on Blackwell (sm_100a), for K and V of 128 and 64 in bf16: v_new = u - w S, then S <- Diag(ell) S + kg^T v_new,
 // chunk after chunk. It has been emulated, and has never run on a GPU. A block has 64 value columns of a value head,
 // and all chunks of a sequence: scan.h.
+#include "contract/stages.h"
+#include "cuda/blackwell_stages/declarations.h"
 #include "cuda/blackwell_stages/scan.h"
-#include "cuda/cuda.h"
-#include "problem_stages.h"
+#include "cuda/stages/declarations.h"
 
 namespace kda::cuda {
 

@@ -6,10 +6,11 @@
 //   tcgen05.mma: O = (scale q E) S, O += Aqk v_new; commit; wait
 //   O, rounded, to the place of q                                                     barrier: o is there
 //   o to memory
+#include "contract/stages.h"
+#include "cuda/blackwell_stages/declarations.h"
 #include "cuda/blackwell_stages/tiles.h"
-#include "cuda/cuda.h"
 #include "cuda/stages/boxes.h"
-#include "problem_stages.h"
+#include "cuda/stages/declarations.h"
 
 namespace kda::cuda {
 namespace sm100 {

@@ -3,16 +3,16 @@
 // A tile has lines of 128 bytes: 64 channels or columns of a token or of a line of a state, swizzled (k128). Longer
 // lines are in parts, one behind the other. A block has one warpgroup; one of its threads begins products.
 #pragma once
-#include "cuda/hopper_backward/wide_memory.h"
+#include "cuda/backward/hopper_memory.h"
 #include "cuda/ptx/sm100.h"
 #include "cuda/stages/chunks.h"
 #include "cuda/stages/tiles.h"
 
 namespace kda::cuda::sm100 {
 
-using sm90::kGroup, sm90::kRowBytes, sm90::kSize, sm90::kStateHalf, sm90::kWideHalf, sm90::shared_memory,
-    sm90::swizzled;
-using sm90::WideHalf, sm90::WideState, sm90::WideTile;
+using engine::kGroup, engine::kRowBytes, engine::kSize, engine::kStateHalf, engine::kWideHalf, engine::shared_memory,
+    engine::swizzled;
+using engine::WideHalf, engine::WideState, engine::WideTile;
 using stages::bf16, stages::ChunkAt, stages::Chunks, stages::Rows;
 
 constexpr unsigned kPartSize = kRowBytes / sizeof(bf16);  // channels or columns of a part

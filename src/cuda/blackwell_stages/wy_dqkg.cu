@@ -1,10 +1,11 @@
 // Stage B3 of the backward (bwd_wy_dqkg, math.md 5.1) on Blackwell (sm_100a), in bf16: its kernel and its launch. It
 // has been emulated, and has never run on a GPU. What is where is in wy_memory.h.
+#include "contract/stages.h"
+#include "cuda/blackwell_stages/declarations.h"
 #include "cuda/blackwell_stages/wy_products.h"
 #include "cuda/blackwell_stages/wy_worker.h"
-#include "cuda/cuda.h"
 #include "cuda/stages/boxes.h"
-#include "problem_stages.h"
+#include "cuda/stages/declarations.h"
 
 namespace kda::cuda {
 namespace {
@@ -76,8 +77,8 @@ WyMaps maps_of(const Problem& p) {
           .v_new = stages::boxes_of_tokens(a.v_new),
           .v = stages::boxes_of_tokens(a.v),
           .dv_new = stages::boxes_of_tokens(a.dv_new),
-          .h = stages::boxes_of_states(a.h, sm90::kSize),
-          .dh = stages::boxes_of_states(a.dh, sm90::kSize)};
+          .h = stages::boxes_of_states(a.h, engine::kSize),
+          .dh = stages::boxes_of_states(a.dh, engine::kSize)};
 }
 
 }  // namespace

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "contract/problem.h"
 #include "cuda/call/launch_kernel.h"
 #include "cuda/call/launch_plans.h"
 #include "cuda/ptx/sm80.h"
 #include "cuda/runtime.h"
-#include "problem.h"
 
 namespace kda::cuda {
 

@@ -1,8 +1,8 @@
 // What kernels of kda_forward share: where states come from, and which of them are kept.
 #pragma once
+#include "contract/openings.h"
 #include "cuda/call/view.h"
 #include "cuda/call/warp.h"
-#include "openings.h"
 
 namespace kda::cuda {
 

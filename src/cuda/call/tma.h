@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "dtype.h"
-#include "problem.h"
+#include "contract/dtype.h"
+#include "contract/problem.h"
 
 namespace kda::cuda {
 

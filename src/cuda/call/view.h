@@ -5,8 +5,8 @@
 
 #include <initializer_list>
 
-#include "dtype.h"
-#include "problem.h"
+#include "contract/dtype.h"
+#include "contract/problem.h"
 
 namespace kda::cuda {
 

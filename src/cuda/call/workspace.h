@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "problem.h"
+#include "contract/problem.h"
 
 namespace kda::cuda {
 

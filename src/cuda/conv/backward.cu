@@ -9,7 +9,7 @@
 // blocks. Runs depend only on the number of tokens, and so does every bit. A third kernel makes the gradients of
 // states that no token follows.
 #include "cuda/conv/conv.h"
-#include "cuda/cuda.h"
+#include "cuda/conv/declarations.h"
 #include "cuda/runtime.h"
 
 namespace kda::cuda {

@@ -1,6 +1,6 @@
 // A convolution to launch: kda_conv, or the one in front of decode.
 #pragma once
-#include "convolution.h"
+#include "contract/conv.h"
 #include "cuda/runtime.h"
 
 namespace kda::cuda {

@@ -19,8 +19,8 @@
 // `run`.
 #include "cuda/conv/call.h"
 #include "cuda/conv/conv.h"
+#include "cuda/conv/declarations.h"
 #include "cuda/conv/step.h"
-#include "cuda/cuda.h"
 #include "cuda/runtime.h"
 
 namespace kda::cuda {

@@ -16,7 +16,7 @@
 //   taps.fetch(in.x, in.state, rows_until(parents, W - 1, n, m - 1 + W - 1, W - 1), s, slot, d);
 //   taps.values(in.x, in.state, xx);  store_state<1>(in.state, slot, d, the last W-1 of xx)
 #pragma once
-#include "convolution.h"
+#include "contract/conv.h"
 #include "cuda/call/launch.h"
 #include "cuda/call/state_rows.h"
 #include "cuda/call/view.h"

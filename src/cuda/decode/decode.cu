@@ -15,7 +15,7 @@
 // their own: snapshots.cu.
 #include <type_traits>
 
-#include "cuda/cuda.h"
+#include "cuda/decode/declarations.h"
 #include "cuda/decode/front.h"
 #include "cuda/decode/params.h"
 #include "cuda/decode/recurrence.h"

@@ -1,8 +1,8 @@
 // Decode with a convolution in front: the kernel of kda_conv writes its rows to the workspace and rolls its state on in
 // the same launch. Then decode reads q, k and v there, as if the call had no convolution.
 #pragma once
+#include "contract/problem.h"
 #include "cuda/conv/call.h"
-#include "problem.h"
 
 namespace kda::cuda {
 

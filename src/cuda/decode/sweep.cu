@@ -1,7 +1,7 @@
 // `cuda_decode_sweep` (K = 64 or 128, V-first, one token), for sm_80 and newer: a block has a whole head, prepares the
 // token once, and works on some columns while the next are on their way. It is for large calls, except on the fast
 // path, whose kernels (decode.cu) are faster. Columns are independent, and every sum has the order that it has there.
-#include "cuda/cuda.h"
+#include "cuda/decode/declarations.h"
 #include "cuda/decode/front.h"
 #include "cuda/decode/params.h"
 #include "cuda/decode/recurrence.h"

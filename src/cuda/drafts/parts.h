@@ -2,12 +2,12 @@
 #pragma once
 #include <type_traits>
 
+#include "contract/drafts.h"
 #include "cuda/call/launch.h"
 #include "cuda/call/state_rows.h"
 #include "cuda/call/token.h"
 #include "cuda/conv/front.h"
-#include "cuda/cuda.h"
-#include "speculation.h"
+#include "cuda/drafts/declarations.h"
 
 namespace kda::cuda {
 

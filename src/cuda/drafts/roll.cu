@@ -1,9 +1,9 @@
 // Rolls on the state of the convolution in front of drafts by the accepted ones. A thread has a channel of a request
 // (and layer).
+#include "contract/drafts.h"
 #include "cuda/call/launch.h"
 #include "cuda/conv/front.h"
-#include "cuda/cuda.h"
-#include "speculation.h"
+#include "cuda/drafts/declarations.h"
 
 namespace kda::cuda {
 namespace {

@@ -14,11 +14,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "contract/dtype.h"
 #include "cuda/call/launch_kernel.h"
-#include "cuda/cuda.h"
+#include "cuda/gate/declarations.h"
 #include "cuda/gate/gate.h"
 #include "cuda/runtime.h"
-#include "dtype.h"
 
 namespace kda::cuda {
 namespace {

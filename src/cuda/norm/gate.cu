@@ -14,7 +14,7 @@
 // alone, and writes its sum to the workspace; sum_kernel adds the blocks in order.
 #include <string>
 
-#include "cuda/cuda.h"
+#include "cuda/norm/declarations.h"
 #include "cuda/norm/norm.h"
 #include "cuda/norm/rows.h"
 #include "cuda/runtime.h"

@@ -1,8 +1,8 @@
 // Rows of [B,T,HV,V] tensors of any dtype and strides, in chunks of eight neighbouring numbers.
 #pragma once
+#include "contract/dtype.h"
 #include "cuda/call/launch.h"
 #include "cuda/ptx/sm80.h"
-#include "dtype.h"
 
 namespace kda::cuda {
 

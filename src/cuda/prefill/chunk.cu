@@ -8,8 +8,8 @@
 // turns, or, where few sequences are long, all heads together take some chunks at a time. Then the states in between
 // are in the workspace as well.
 #include "cuda/call/state_rows.h"
-#include "cuda/cuda.h"
 #include "cuda/prefill/chunk_launch.h"
+#include "cuda/prefill/declarations.h"
 
 namespace kda::cuda {
 namespace {

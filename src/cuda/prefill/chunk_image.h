@@ -1,8 +1,8 @@
 // What the two kernels of cuda_prefill_chunk share: images of chunks in the workspace, and which chunks a pair of
 // launches takes.
 #pragma once
+#include "contract/openings.h"
 #include "cuda/call/token.h"
-#include "openings.h"
 
 namespace kda::cuda {
 

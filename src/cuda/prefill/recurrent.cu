@@ -14,8 +14,8 @@
 #include "cuda/call/state_rows.h"
 #include "cuda/call/states.h"
 #include "cuda/call/token.h"
-#include "cuda/cuda.h"
 #include "cuda/decode/recurrence.h"
+#include "cuda/prefill/declarations.h"
 
 namespace kda::cuda {
 namespace {

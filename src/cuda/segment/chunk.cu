@@ -1,4 +1,6 @@
 // Maps of segments by chunks on tensor cores, for sm_80 and newer: K and V of 64 or 128, any gate.
+#include "cuda/backward/declarations.h"
+#include "cuda/prefill/declarations.h"
 #include "cuda/segment/map.h"
 
 namespace kda::cuda {

@@ -1,4 +1,6 @@
 // Maps of segments by the kernels of Hopper: maps of sequences, and the backward's scan.
+#include "cuda/backward/declarations.h"
+#include "cuda/engine/declarations.h"
 #include "cuda/segment/map.h"
 
 namespace kda::cuda {

@@ -6,7 +6,7 @@
 // Long sequences are mapped in pieces, whose maps are merged (pieces.h).
 // The rows cuda_segment_* of the registry differ in whose forward and backward these are.
 #pragma once
-#include "cuda/cuda.h"
+#include "cuda/segment/declarations.h"
 
 namespace kda::cuda {
 

@@ -12,7 +12,7 @@
 // A lane has four neighbouring columns of M at once. So S lies in such an order that these are the lane's channels of
 // a product: place_of().
 #include "cuda/call/state_rows.h"
-#include "cuda/cuda.h"
+#include "cuda/segment/declarations.h"
 #include "cuda/segment/pieces.h"
 #include "cuda/stages/products.h"
 

@@ -6,7 +6,7 @@
 // with cu_seqlens, those of sequence n, which begins at token t0, have numbers from t0 / tokens + n on. Some numbers
 // have no piece, or an empty one.
 #pragma once
-#include "problem.h"
+#include "contract/problem.h"
 
 namespace kda::cuda {
 

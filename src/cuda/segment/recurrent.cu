@@ -1,4 +1,6 @@
 // Maps of segments token by token in f32, for sm_80 and newer: any K and V, any gate.
+#include "cuda/backward/declarations.h"
+#include "cuda/prefill/declarations.h"
 #include "cuda/segment/map.h"
 
 namespace kda::cuda {

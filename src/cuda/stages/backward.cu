@@ -1,10 +1,10 @@
 // The stages of the backward, B1 to B5 (math.md 5.1), in f32 and for any size: each tensor may have any of its dtypes,
 // and nothing is rounded on the way. A block has a chunk of a value head; the scan (B2) a head of a sequence and 64 of
 // its columns. Products are of tiles of 64 x 64, 4 x 4 a thread, with operands in shared memory 16 deep.
-#include "cuda/cuda.h"
+#include "contract/stages.h"
 #include "cuda/gate/gate.h"
 #include "cuda/stages/backward_call.h"
-#include "problem_stages.h"
+#include "cuda/stages/declarations.h"
 
 namespace kda::cuda {
 namespace stages {

@@ -1,6 +1,6 @@
 // Tensor maps of the stages' tokens and states, for kernels that copy them by TMA.
 #pragma once
-#include "cuda/hopper_prefill/tiles.h"
+#include "cuda/engine/tiles.h"
 #include "cuda/stages/chunks.h"
 
 namespace kda::cuda::stages {
@@ -10,11 +10,11 @@ namespace kda::cuda::stages {
 inline CUtensorMap boxes_of(const kda_tensor& t, cuuint32_t tokens, cuuint32_t lines) {
   const auto size = [&](int i) { return static_cast<cuuint64_t>(t.shape[i]); };
   const bool wide = t.dtype == KDA_F32;
-  return sm90::make_map<4>(wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
-                           {.sizes = {size(3), size(2), size(1), size(0)},
-                            .strides = {sm90::map_stride(t, 2), sm90::map_stride(t, 1), sm90::map_stride(t, 0)},
-                            .box = {sm90::kRowBytes / (wide ? 4 : 2), lines, tokens, 1}},
-                           CU_TENSOR_MAP_SWIZZLE_128B);
+  return engine::make_map<4>(wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, t.data,
+                             {.sizes = {size(3), size(2), size(1), size(0)},
+                              .strides = {engine::map_stride(t, 2), engine::map_stride(t, 1), engine::map_stride(t, 0)},
+                              .box = {engine::kRowBytes / (wide ? 4 : 2), lines, tokens, 1}},
+                             CU_TENSOR_MAP_SWIZZLE_128B);
 }
 // A chunk's tokens, and the lines of a chunk's state.
 inline CUtensorMap boxes_of_tokens(const kda_tensor& t) { return boxes_of(t, kChunk, 1); }

@@ -15,10 +15,10 @@
 //   outputs   qG and kg; kG to a tile; w = (T beta) kG, u = (T beta) v with T as it is stored, exact to 16 bits
 //
 // Shared memory: four tiles and the steps' sums, 77 KiB; two blocks an SM.
-#include "cuda/cuda.h"
+#include "contract/stages.h"
 #include "cuda/stages/chunk_intra_inverse.h"
 #include "cuda/stages/chunk_intra_scores.h"
-#include "problem_stages.h"
+#include "cuda/stages/declarations.h"
 
 namespace kda::cuda {
 namespace stages {

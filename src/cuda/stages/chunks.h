@@ -4,9 +4,9 @@
 // slice, smaller ones are padded with zeros. E says how products are computed: operands in bf16, or in f32 as the sums
 // of two tf32 (three products, 22 bits). All sums are in f32.
 #pragma once
+#include "contract/problem.h"
 #include "cuda/call/launch.h"
 #include "cuda/call/token.h"
-#include "problem.h"
 
 namespace kda::cuda::stages {
 

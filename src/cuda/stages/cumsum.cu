@@ -1,9 +1,9 @@
 // F1: G_i = sum_(j<=i) max(g_j log2(e), -160), from each chunk's start. A block has a chunk of a value head, a thread
 // a channel; 16 tokens are loaded at a time. Only bytes count here.
-#include "cuda/cuda.h"
+#include "contract/stages.h"
+#include "cuda/stages/declarations.h"
 #include "cuda/stages/stages.h"
 #include "cuda/stages/tiles.h"
-#include "problem_stages.h"
 
 namespace kda::cuda {
 namespace stages {

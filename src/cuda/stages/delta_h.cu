@@ -1,8 +1,8 @@
 // F4, v_new = u - w S and S <- Diag(ell) S + kg^T v_new, chunk after chunk: what it takes, and how its kernel
 // (delta_h_kernel.h) is launched.
-#include "cuda/cuda.h"
+#include "contract/stages.h"
+#include "cuda/stages/declarations.h"
 #include "cuda/stages/delta_h_kernel.h"
-#include "problem_stages.h"
 
 namespace kda::cuda {
 namespace stages {

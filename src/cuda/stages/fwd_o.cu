@@ -2,11 +2,11 @@
 // and half of the columns. All copies start at once; other blocks of the SM compute meanwhile.
 //
 // Shared memory in bf16: q E 17, S 34, Aqk 17, v_new 17 KiB: two blocks an SM.
-#include "cuda/cuda.h"
+#include "contract/stages.h"
+#include "cuda/stages/declarations.h"
 #include "cuda/stages/products.h"
 #include "cuda/stages/stages.h"
 #include "cuda/stages/tiles.h"
-#include "problem_stages.h"
 
 namespace kda::cuda {
 namespace stages {

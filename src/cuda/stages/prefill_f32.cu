@@ -6,10 +6,10 @@
 // With K = V of 64 or 128 and whole chunks, the scan makes the outputs as well, with the same bits. The workspace
 // holds what the kernels pass on: kg, w, u, Aqk by token, and then, in this case, qG and the last G of each chunk;
 // otherwise G, v_new and S before each chunk. Buffers of the caller serve as w and u, if they can.
+#include "contract/prefill_f32.h"
 #include "cuda/call/workspace.h"
-#include "cuda/cuda.h"
+#include "cuda/stages/declarations.h"
 #include "cuda/stages/stages.h"
-#include "problem_prefill_f32.h"
 
 namespace kda::cuda {
 namespace {

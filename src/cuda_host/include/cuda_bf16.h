@@ -1,7 +1,7 @@
 // bf16 as kernels use it.
 #pragma once
+#include "contract/dtype.h"
 #include "cuda_runtime.h"
-#include "dtype.h"
 
 struct alignas(2) __nv_bfloat16 {
   uint16_t bits;

@@ -1,7 +1,7 @@
 // f16 as kernels use it.
 #pragma once
+#include "contract/dtype.h"
 #include "cuda_runtime.h"
-#include "dtype.h"
 
 struct alignas(2) __half {
   uint16_t bits;

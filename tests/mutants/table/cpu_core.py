@@ -10,7 +10,7 @@ RECURRENT = "src/cpu/recurrent.cc"
 TEAM = "src/cpu/team.h"
 SIMD = "src/cpu/simd-inl.h"
 GATES = "src/cpu/gate.cc"
-PROBLEM = "src/problem.h"
+PROBLEM = "src/contract/problem.h"
 
 FORWARD = numerics("Forward", "ForwardSaved")
 BACKWARD = numerics("Backward")

@@ -4,8 +4,8 @@ from .mutant import mutants
 
 DRAFT_KERNELS = "src/cpu/speculation.cc"
 DRAFTS_INL = "src/cpu/speculation-inl.h"
-WINDOWS = "src/speculation.h"
-SPECULATION_RULES = "src/problem_speculation.cc"
+WINDOWS = "src/contract/drafts.h"
+SPECULATION_RULES = "src/contract/drafts.cc"
 
 DRAFTS = ("drafts_5", "ring", "ring_packed", "ring_tree", "tree", "gva_2", "K60_V100", "state_K_first", "state_bf16")
 SPECULATION = ("test_speculation", ":".join(f"All/Speculation.*/{c}" for c in (*DRAFTS, "padded_0", "softplus")))

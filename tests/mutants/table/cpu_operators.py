@@ -15,7 +15,7 @@ CONV = "src/cpu/conv.cc"
 CONV_BACKWARD = "src/cpu/conv_backward.cc"
 CONV_INL = "src/cpu/conv-inl.h"
 CONV_TILES = "src/cpu/conv_tiles.h"
-CONV_ROWS = "src/convolution.h"
+CONV_ROWS = "src/contract/conv.h"
 
 CONVOLUTION = ("test_conv", "*")
 NORM = ("test_norm", "*")

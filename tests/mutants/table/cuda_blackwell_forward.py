@@ -2,12 +2,12 @@
 
 from .mutant import EMULATOR, emulated, mutants
 
-FORWARD = "src/cuda/blackwell_prefill/blackwell_prefill.cu"
-SEGMENTS = "src/cuda/blackwell_prefill/segments.cu"
-CONSUMER = "src/cuda/blackwell_prefill/consumer.h"
-PRODUCTS = "src/cuda/blackwell_prefill/products.h"
-PAIR = "src/cuda/hopper_prefill/pair_kernel.h"
-SEGMENT_PAIR = "src/cuda/hopper_prefill/segments_kernel.h"
+FORWARD = "src/cuda/engine/blackwell_prefill.cu"
+SEGMENTS = "src/cuda/engine/blackwell_prefill_segments.cu"
+CONSUMER = "src/cuda/engine/blackwell_consumer.h"
+PRODUCTS = "src/cuda/engine/blackwell_products.h"
+PAIR = "src/cuda/engine/pair_kernel.h"
+SEGMENT_PAIR = "src/cuda/engine/segments_kernel.h"
 
 TESTS = (
     f"KDA_EMULATOR_ARCH=100 {EMULATOR}",

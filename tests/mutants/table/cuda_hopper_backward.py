@@ -2,18 +2,18 @@
 
 from .mutant import emulated, mutants
 
-CUDA_HOPPER_FORWARD = "src/cuda/hopper_prefill/pairs.cu"
-CUDA_HOPPER_PRODUCER = "src/cuda/hopper_prefill/producer.h"
-CUDA_HOPPER_BACKWARD = "src/cuda/hopper_backward/chunk.cu"
-CUDA_HOPPER_REVERSE = "src/cuda/hopper_backward/reverse.cu"
-CUDA_HOPPER_REVERSE_CONSUMER = "src/cuda/hopper_backward/reverse_consumer.h"
-CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
-CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
-CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
+CUDA_HOPPER_FORWARD = "src/cuda/engine/hopper_prefill_pairs.cu"
+CUDA_HOPPER_PRODUCER = "src/cuda/engine/producer.h"
+CUDA_HOPPER_BACKWARD = "src/cuda/backward/hopper_backward_chunk.cu"
+CUDA_HOPPER_REVERSE = "src/cuda/engine/reverse.cu"
+CUDA_HOPPER_REVERSE_CONSUMER = "src/cuda/engine/reverse_consumer.h"
+CUDA_HOPPER_PAIR = "src/cuda/engine/pair.h"
+CUDA_HOPPER_UNITS = "src/cuda/engine/column_scale.h"
+CUDA_HOPPER_STATES = "src/cuda/engine/state_io.h"
 CUDA_BACKWARD_PLAN = "src/cuda/backward/plan.h"
 CUDA_BACKWARD_CHUNK = "src/cuda/backward/chunk.cu"
-CUDA_HOPPER_MULTIPLIER = "src/cuda/hopper_backward/wide_multiplier.h"
-CUDA_HOPPER_HELPERS = "src/cuda/hopper_backward/wide_helpers.h"
+CUDA_HOPPER_MULTIPLIER = "src/cuda/backward/hopper_multiplier.h"
+CUDA_HOPPER_HELPERS = "src/cuda/backward/hopper_helpers.h"
 
 CUDA_BACKWARD_HOPPER = emulated(
     *(

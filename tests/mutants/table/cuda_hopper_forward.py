@@ -2,21 +2,21 @@
 
 from .mutant import EMULATOR, emulated, mutants
 
-CUDA_HOPPER_FORWARD = "src/cuda/hopper_prefill/pairs.cu"
-CUDA_HOPPER_SEGMENTS = "src/cuda/hopper_prefill/segments.cu"
-CUDA_HOPPER_PRODUCER = "src/cuda/hopper_prefill/producer.h"
-CUDA_HOPPER_CONSUMER = "src/cuda/hopper_prefill/consumer.h"
-CUDA_HOPPER_MAPS = "src/cuda/hopper_prefill/segments.h"
-CUDA_HOPPER_MAP_CONSUMER = "src/cuda/hopper_prefill/map_consumer.h"
-CUDA_HOPPER_SEQUENCE_MAPS = "src/cuda/hopper_prefill/maps.h"
-CUDA_HOPPER_REVERSE = "src/cuda/hopper_backward/reverse.cu"
-CUDA_HOPPER_PAIR = "src/cuda/hopper_prefill/pair.h"
-CUDA_HOPPER_UNITS = "src/cuda/hopper_prefill/column_scale.h"
-CUDA_HOPPER_OUTPUTS = "src/cuda/hopper_prefill/outputs.h"
-CUDA_HOPPER_THREAD = "src/cuda/hopper_prefill/consumer_thread.h"
-CUDA_HOPPER_TILES = "src/cuda/hopper_prefill/tiles.h"
-CUDA_HOPPER_STATES = "src/cuda/hopper_prefill/state_io.h"
-CUDA_HOPPER_SCHEDULE = "src/cuda/hopper_prefill/schedule.h"
+CUDA_HOPPER_FORWARD = "src/cuda/engine/hopper_prefill_pairs.cu"
+CUDA_HOPPER_SEGMENTS = "src/cuda/engine/hopper_prefill_segments.cu"
+CUDA_HOPPER_PRODUCER = "src/cuda/engine/producer.h"
+CUDA_HOPPER_CONSUMER = "src/cuda/engine/consumer.h"
+CUDA_HOPPER_MAPS = "src/cuda/engine/segments.h"
+CUDA_HOPPER_MAP_CONSUMER = "src/cuda/engine/map_consumer.h"
+CUDA_HOPPER_SEQUENCE_MAPS = "src/cuda/engine/maps.h"
+CUDA_HOPPER_REVERSE = "src/cuda/engine/reverse.cu"
+CUDA_HOPPER_PAIR = "src/cuda/engine/pair.h"
+CUDA_HOPPER_UNITS = "src/cuda/engine/column_scale.h"
+CUDA_HOPPER_OUTPUTS = "src/cuda/engine/outputs.h"
+CUDA_HOPPER_THREAD = "src/cuda/engine/consumer_thread.h"
+CUDA_HOPPER_TILES = "src/cuda/engine/tiles.h"
+CUDA_HOPPER_STATES = "src/cuda/engine/state_io.h"
+CUDA_HOPPER_SCHEDULE = "src/cuda/engine/schedule.h"
 
 CUDA_FORWARD_HOPPER = emulated("ForwardChunkOnCuda.IsTheOracle/bound_33", "ForwardChunkOnCuda.IsTheOracle/bound_packed")
 CUDA_FORWARD_NARROW = emulated(
@@ -36,7 +36,7 @@ UNITS = {
     CUDA_HOPPER_CONSUMER: [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_MAPS: [CUDA_HOPPER_SEGMENTS],
     CUDA_HOPPER_MAP_CONSUMER: [CUDA_HOPPER_SEGMENTS],
-    CUDA_HOPPER_SEQUENCE_MAPS: ["src/cuda/hopper_prefill/maps.cu", CUDA_HOPPER_REVERSE],
+    CUDA_HOPPER_SEQUENCE_MAPS: ["src/cuda/engine/maps.cu", CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_PAIR: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_UNITS: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
     CUDA_HOPPER_OUTPUTS: [CUDA_HOPPER_FORWARD],
@@ -44,7 +44,7 @@ UNITS = {
     CUDA_HOPPER_TILES: [CUDA_HOPPER_FORWARD],
     "src/cuda/call/tma.h": [CUDA_HOPPER_FORWARD],
     CUDA_HOPPER_STATES: [CUDA_HOPPER_FORWARD, CUDA_HOPPER_REVERSE],
-    CUDA_HOPPER_SCHEDULE: [CUDA_HOPPER_FORWARD, "src/cuda/hopper_prefill/schedule.cu"],
+    CUDA_HOPPER_SCHEDULE: [CUDA_HOPPER_FORWARD, "src/cuda/engine/schedule.cu"],
 }
 
 MUTANTS = [
