@@ -1,7 +1,7 @@
 # Two commands do everything from a bare clone, and a third what takes long:
 #   make demo        build, install into .venv, train a small language model and generate text
-#   make test        formats, lint, types, C++ and Python tests
-#   make test-all    that, the tests of plugs and those of the GPU on the CPU, sanitizers and mutants
+#   make test        formats, lint, types, C++ and Python tests, the core of the emulated GPU's
+#   make test-all    that, all of the emulated GPU's, plugs, tests of the GPU on the CPU, sanitizers and mutants
 # They install what is missing first (tools/setup.sh). The rest of the targets are their parts, each run by tools/part,
 # which tells what it does and how long it took.
 SHELL := /bin/bash
@@ -38,7 +38,7 @@ export KDA_CUDA_PORTABLE ?= $(if $(filter test test-all,$(MAKECMDGOALS)),90,80;9
 VENV_NVCC = $(wildcard $(CURDIR)/.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
 CUDA_ENV = $(if $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc)),,$(if $(VENV_NVCC),CUDACXX=$(VENV_NVCC)))
 
-.PHONY: demo test test-all times wheel install lint build test-cpp test-python test-plugs test-mutants test-asan test-tsan \
+.PHONY: demo test test-all times wheel install lint build test-cpp test-emulator test-python test-plugs test-mutants test-asan test-tsan \
   build-dir clean
 
 demo: times setup-build install
@@ -50,7 +50,7 @@ test: $(QUICK)
 	$(PART) --table
 	@echo "All tests passed, but for those of make test-all."
 
-test-all: $(QUICK) test-plugs test-mutants test-asan test-tsan
+test-all: $(QUICK) test-emulator test-plugs test-mutants test-asan test-tsan
 	$(PART) --table
 	@echo "All tests passed."
 
@@ -88,7 +88,10 @@ build: | build-dir
 	@$(PYTHON) tools/build_report.py build/release
 
 test-cpp: build
-	$(PART) "C++ tests" ctest --preset release -j $(CORES) -LE mutants
+	$(PART) "C++ tests" ctest --preset release -j $(CORES) -LE "mutants|full"
+
+test-emulator:
+	$(PART) "emulator in full" ctest --preset release -j $(CORES) -L full
 
 test-mutants:
 	$(PART) "mutants" ctest --preset release -L mutants -V

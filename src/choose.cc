@@ -110,7 +110,7 @@ std::string explain(const P& problem) {
   for (const auto& impl : implementations<P>()) {
     const char* reason = impl.why_not(problem);
     const bool runs = !reason && &impl == chosen;
-    if (!reason && !runs) reason = force ? "another one is forced" : "can, comes later in the order";
+    if (!reason && !runs) reason = force ? "another one is forced" : "supported, but an earlier one was chosen";
     const bool unsuited = !impl.why_not(problem) && !runs && !force && impl.unsuited && impl.unsuited(problem);
     text += str(runs ? "* " : "- ", impl.name, ": ", unsuited ? "can, but " : "",
                 unsuited ? impl.unsuited(problem)

@@ -773,9 +773,9 @@ KDA_API kda_status kda_stage_bwd_intra_workspace(const kda_stage_bwd_intra_args*
 KDA_API kda_status kda_stage_cumsum_backward_workspace(const kda_stage_cumsum_backward_args* args, uint64_t* bytes);
 KDA_API kda_status kda_prefill_f32_workspace(const kda_prefill_f32_args* args, uint64_t* bytes);
 
-/* One line per implementation: "* name: description [file]" for the one that would run, "- name: why not [file]" or
- * "- name: can, comes later in the order [file]" for the others. file: where its code begins, in the source tree. The
- * text is valid until the next explain on this thread. */
+/* One line per implementation: "* name: description [file]" for the one that would run, "- name: why not [file]" for
+ * another, or "- name: supported, but an earlier one was chosen [file]". file: where its code begins, in the source
+ * tree. The text is valid until the next explain on this thread. */
 KDA_API kda_status kda_forward_explain(const kda_forward_args* args, const char** text);
 KDA_API kda_status kda_backward_explain(const kda_backward_args* args, const char** text);
 KDA_API kda_status kda_decode_explain(const kda_decode_args* args, const char** text);

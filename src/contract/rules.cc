@@ -48,12 +48,11 @@ void check_memory(const Tensors& tensors, const kda_exec& exec, ConvDims& d) {
 template <class In>
 void check_gate(const In& in, Tensors& tensors) {
   tensors.check(in.gate_form);
-  const int32_t form = in.gate_form;
-  if (form == KDA_GATE_SOFTPLUS && !present(in.A_log)) invalid("A_log: expected [HV] with the softplus gate, got none");
-  if (form == KDA_GATE_LOG && present(in.A_log)) invalid("A_log: expected none when g is already the decay, got one");
-  if (form == KDA_GATE_LOG && present(in.dt_bias))
-    invalid("dt_bias: expected none when g is already the decay, got one");
-  if (form == KDA_GATE_LOWER_BOUND && !(std::isfinite(in.lower_bound) && in.lower_bound < 0))
+  const GateForm form = form_of(in);
+  if (needs_A_log(form) && !present(in.A_log)) invalid("A_log: expected [HV] with the softplus gate, got none");
+  if (is_given(form) && present(in.A_log)) invalid("A_log: expected none when g is already the decay, got one");
+  if (is_given(form) && present(in.dt_bias)) invalid("dt_bias: expected none when g is already the decay, got one");
+  if (is_bounded(form) && !(std::isfinite(in.lower_bound) && in.lower_bound < 0))
     invalid("lower_bound: expected a finite number < 0, got ", in.lower_bound);
   tensors.check(in.A_log, in.dt_bias);
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <span>
 
+#include "contract/gate_form.h"
 #include "operand.h"
 
 namespace kda {
@@ -28,7 +29,7 @@ struct InputsGroup {
       KDA_T(A_log, "[HV]", kSingles).maybe().from(" ([HV] of v)"),
       KDA_T(dt_bias, "[HV,K]", kSingles).maybe().from(" ([HV,K] of q and v)"),
       KDA_T(cu_seqlens, "[N+1]", kIndices).maybe(),
-      KDA_INT(gate_form).range(KDA_GATE_LOG, KDA_GATE_LOWER_BOUND),
+      KDA_INT(gate_form).range(KDA_GATE_LOG, kLastGateForm),
       KDA_INT(beta_form).range(KDA_BETA_ACTIVATED, KDA_BETA_2SIGMOID),
       KDA_FLAG(qk_l2norm).called("use_qk_l2norm_in_kernel"),
       KDA_INT(state_layout).range(KDA_STATE_V_FIRST, KDA_STATE_K_FIRST),
@@ -272,7 +273,7 @@ struct Table<kda_gate_args> {
       KDA_T(A_log, "[HV]", kSingles).maybe().from(" ([HV] of x)"),
       KDA_T(dt_bias, "[HV,K]", kSingles).maybe().from(" ([HV,K] of x)"),
       KDA_T(g, "[M,HV,K]", kFloats).out().from(" like x"),
-      KDA_INT(gate_form).range(KDA_GATE_SOFTPLUS, KDA_GATE_LOWER_BOUND),
+      KDA_INT(gate_form).range(KDA_GATE_SOFTPLUS, kLastGateForm),
       KDA_FLOAT(lower_bound),
   });
 };
@@ -288,7 +289,7 @@ struct Table<kda_gate_backward_args> {
       KDA_T(dx, "[M,HV,K]", kFloats).out().from(" like x"),
       KDA_T(dA_log, "[HV]", kSingles).out().maybe().need("A_log"),
       KDA_T(d_dt_bias, "[HV,K]", kSingles).out().maybe().need("dt_bias"),
-      KDA_INT(gate_form).range(KDA_GATE_SOFTPLUS, KDA_GATE_LOWER_BOUND),
+      KDA_INT(gate_form).range(KDA_GATE_SOFTPLUS, kLastGateForm),
       KDA_FLOAT(lower_bound),
   });
 };

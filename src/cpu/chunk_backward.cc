@@ -202,7 +202,7 @@ struct BackwardTask {
       // multiply that by a gate of hundreds.
       for (int64_t d = 0; d < Kp; d += lanes())
         store(hn::IfThenZeroElse(hn::Eq(load(c.alpha.row(i) + d), splat(0)), load(dG + d)), dG + d);
-      if (a.in.gate_form != KDA_GATE_LOG) {
+      if (!is_given(form_of(a.in))) {
         load_row(a.in.g.dtype, at(a.in.g, seq.b, seq.t0 + t + i, hv), c.K, raw);
         for (int64_t d = 0; d < Kp; d += lanes()) {
           Vec dx, dA;
@@ -289,7 +289,7 @@ void backward_task(const BackwardProblem& p, const Sequence& seq, int64_t hv, in
                    const BackwardPartials& partials, char* memory) {
   BackwardScratch s(Arena(memory), p.K, p.V, memory, nullptr);
   const kda_inputs& in = p.args.in;
-  const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, s.chunk.dt_bias);
+  const Gate gate = head_gate(form_of(in), in.lower_bound, in.A_log, in.dt_bias, hv, p.K, s.chunk.dt_bias);
   BackwardTask{p, seq, hv, first_h, gate, s, partials}.run();
 }
 

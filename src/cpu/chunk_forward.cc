@@ -38,7 +38,7 @@ namespace kda::cpu::HWY_NAMESPACE {
 struct ForwardSteps : ForwardHead {
   Gate gate(Chunk& c) const {
     const kda_inputs& in = p.args.in;
-    return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
+    return head_gate(form_of(in), in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
   }
 
   // Tokens of the chunk at t. It ends where a chunk of the request does or, if checkpoints are within chunks, where one

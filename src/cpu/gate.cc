@@ -23,7 +23,7 @@ void gate_rows(const GateProblem& p, int64_t block) {
   const int64_t HV = a.x.shape[1], K = a.x.shape[2], end = std::min(a.x.shape[0], (block + 1) * kBlockRows);
   alignas(64) float bias[kMaxSize], row[kMaxSize];
   for (int64_t hv = 0; hv < HV; ++hv) {
-    const Gate gate = head_gate(a.gate_form, a.lower_bound, a.A_log, a.dt_bias, hv, K, bias);
+    const Gate gate = head_gate(form_of(a), a.lower_bound, a.A_log, a.dt_bias, hv, K, bias);
     const KeepSubnormals keep(gate.is_wide());
     for (int64_t m = block * kBlockRows; m < end; ++m) {
       load_row(a.x.dtype, at(a.x, m, hv), K, row);
@@ -39,7 +39,7 @@ void gate_backward_rows(const GateBackwardProblem& p, int64_t block, float* sums
   const int64_t HV = a.x.shape[1], K = a.x.shape[2], end = std::min(a.x.shape[0], (block + 1) * kBlockRows);
   alignas(64) float bias[kMaxSize], x[kMaxSize], dg[kMaxSize], bias_sum[kMaxSize];
   for (int64_t hv = 0; hv < HV; ++hv) {
-    const Gate gate = head_gate(a.gate_form, a.lower_bound, a.A_log, a.dt_bias, hv, K, bias);
+    const Gate gate = head_gate(form_of(a), a.lower_bound, a.A_log, a.dt_bias, hv, K, bias);
     const KeepSubnormals keep(gate.is_wide());
     Vec A_sum = hn::Zero(kF32);
     zero(bias_sum, padded(K));

@@ -49,7 +49,7 @@ void prefill_task(const PrefillF32Problem& p, int64_t b, int64_t hv, int64_t v0,
   const kda_prefill_f32_args& a = p.args;
   PrefillScratch s(Arena(memory), p.K, V);
   Chunk& c = s.chunk;
-  const Gate gate{KDA_GATE_LOG, 0, 1, nullptr};
+  const Gate gate{GateForm::kLog, 0, 1, nullptr};
   zero(s.S.data, padded(p.K) * s.S.pitch);
   if (present(a.h0)) load_state(c, a.h0, a.state_layout, b, hv, v0, s.S);
   for (int64_t t = 0, n = 0; t < p.T; t += a.chunk, ++n) {

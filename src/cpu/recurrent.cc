@@ -302,7 +302,7 @@ void run_task(const Recurrence& r, const Sequence& s, int64_t hv, int64_t v0, in
   const bool in_place = start.initial && start.states.dtype == KDA_F32 && present(hT) && hT.dtype == KDA_F32;
   const Portions portions(r, V, in_place, small);
   const Tokens x(Arena(memory), r.d.K, portions);
-  const Gate gate = head_gate(r.in.gate_form, r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, x.bias);
+  const Gate gate = head_gate(form_of(r.in), r.in.lower_bound, r.in.A_log, r.in.dt_bias, hv, r.d.K, x.bias);
   const Snapshots snapshots = r.decode ? snapshots_of(*r.decode, s.n) : Snapshots{};
   RecurrentTask task{r, s, hv, gate, x, portions, start, snapshots, hT, last};
   if (s.length <= portions.steps) task.load_keys(0, s.length);

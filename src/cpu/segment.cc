@@ -66,7 +66,7 @@ struct SegmentSteps : SegmentPass {
   int64_t columns() const { return segment_columns(p, reverse); }
   Gate gate(Chunk& c) const {
     const kda_inputs& in = p.args.in;
-    return head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
+    return head_gate(form_of(in), in.lower_bound, in.A_log, in.dt_bias, hv, p.K, c.dt_bias);
   }
 
   // Sets X = [0 | I], or dS = 0.

@@ -14,6 +14,7 @@
 #include <limits>
 
 #include "contract/dtype.h"
+#include "contract/gate_form.h"
 #include "contract/problem.h"
 #include "cpu/subnormals.h"
 
@@ -283,7 +284,7 @@ HWY_INLINE Vec softplus(Vec x) {
 // factor does not. So with an A_log above 16 or below -64, exponents are added before exp, and h = exp(exponent / 2)
 // is multiplied in twice. Code that does so keeps subnormals (is_wide()).
 struct Gate {
-  int32_t form;
+  GateForm form;
   float lower_bound;
   float a;               // exp(A_log)
   const float* dt_bias;  // padded row, or nullptr
@@ -294,9 +295,12 @@ struct Gate {
     return dt_bias ? hn::Add(load(x + i), load(dt_bias + i)) : load(x + i);
   }
   HWY_INLINE Vec operator()(Vec z) const {
-    if (form == KDA_GATE_LOG) return z;
+    switch (form) {
+      case GateForm::kLog: return z;
+      case GateForm::kSoftplus: return is_wide() ? wide(z) : hn::Mul(splat(-a), softplus(z));
+      case GateForm::kLowerBound: break;
+    }
     if (is_wide()) return wide(z);
-    if (form == KDA_GATE_SOFTPLUS) return hn::Mul(splat(-a), softplus(z));
     return hn::Mul(splat(lower_bound), sigmoid(hn::Mul(splat(a), z)));
   }
   // Turns the gradient dg of the gate into that of its input and this element's share of dA_log. A dg of 0 gives 0
@@ -311,19 +315,24 @@ struct Gate {
 
  private:
   HWY_INLINE void usual_backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
-    if (form == KDA_GATE_SOFTPLUS) {  // -a sigmoid(z) dg and -a softplus(z) dg share e^-|z|
-      const Vec e = exp_number(hn::Neg(hn::Abs(z)));
-      const Vec s = hn::Div(hn::IfThenElse(hn::Lt(z, splat(0)), e, splat(1)), hn::Add(splat(1), e));
-      const auto is_nan = hn::IsNaN(z);
-      dx = hn::Mul(hn::Mul(splat(-a), hn::IfThenElse(is_nan, z, s)), dg);
-      const Vec softplus = hn::Add(hn::Max(z, splat(0)), log1p(e));
-      dA_log = hn::Mul(hn::Mul(splat(-a), hn::IfThenElse(is_nan, z, softplus)), dg);
-    } else {
-      Vec y = hn::Mul(splat(a), z);
-      const Vec slope = hn::Mul(hn::Mul(splat(lower_bound), sigmoid_slope(y)), dg);
-      dx = hn::Mul(splat(a), slope);
-      dA_log = hn::Mul(at_most_1000(y), slope);
+    switch (form) {
+      case GateForm::kLog: dx = dg, dA_log = hn::Zero(kF32); return;
+      case GateForm::kSoftplus: return softplus_backward(z, dg, dx, dA_log);
+      case GateForm::kLowerBound: break;
     }
+    Vec y = hn::Mul(splat(a), z);
+    const Vec slope = hn::Mul(hn::Mul(splat(lower_bound), sigmoid_slope(y)), dg);
+    dx = hn::Mul(splat(a), slope);
+    dA_log = hn::Mul(at_most_1000(y), slope);
+  }
+  // -a sigmoid(z) dg and -a softplus(z) dg share e^-|z|.
+  HWY_INLINE void softplus_backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
+    const Vec e = exp_number(hn::Neg(hn::Abs(z)));
+    const Vec s = hn::Div(hn::IfThenElse(hn::Lt(z, splat(0)), e, splat(1)), hn::Add(splat(1), e));
+    const auto is_nan = hn::IsNaN(z);
+    dx = hn::Mul(hn::Mul(splat(-a), hn::IfThenElse(is_nan, z, s)), dg);
+    const Vec softplus = hn::Add(hn::Max(z, splat(0)), log1p(e));
+    dA_log = hn::Mul(hn::Mul(splat(-a), hn::IfThenElse(is_nan, z, softplus)), dg);
   }
 
   // ---- for any A_log ----
@@ -351,15 +360,21 @@ struct Gate {
   static HWY_INLINE Vec at_most_1000(Vec y) { return hn::Max(hn::Min(y, splat(1000)), splat(-1000)); }
 
   HWY_NOINLINE Vec wide(Vec z) const {
-    if (form == KDA_GATE_LOWER_BOUND) return hn::Mul(splat(lower_bound), sigmoid(wide_input(z)));
+    switch (form) {
+      case GateForm::kLog: return z;
+      case GateForm::kLowerBound: return hn::Mul(splat(lower_bound), sigmoid(wide_input(z)));
+      case GateForm::kSoftplus: break;
+    }
     return multiplied(hn::IfThenElse(is_small(z), splat(1), softplus(z)), exponent(z), splat(-1));
   }
   HWY_NOINLINE void wide_backward(Vec z, Vec dg, Vec& dx, Vec& dA_log) const {
-    const Vec minus_dg = hn::Neg(dg);
-    if (form == KDA_GATE_SOFTPLUS) {
-      dx = multiplied(hn::IfThenElse(is_small(z), splat(1), sigmoid(z)), exponent(z), minus_dg);
-      dA_log = multiplied(hn::IfThenElse(is_small(z), splat(1), softplus(z)), exponent(z), minus_dg);
-      return;
+    switch (form) {
+      case GateForm::kLog: dx = dg, dA_log = hn::Zero(kF32); return;
+      case GateForm::kSoftplus:
+        dx = multiplied(hn::IfThenElse(is_small(z), splat(1), sigmoid(z)), exponent(z), hn::Neg(dg));
+        dA_log = multiplied(hn::IfThenElse(is_small(z), splat(1), softplus(z)), exponent(z), hn::Neg(dg));
+        return;
+      case GateForm::kLowerBound: break;
     }
     const Vec y = wide_input(z), size = hn::Abs(y), one_e = hn::Add(splat(1), exp(hn::Neg(size)));
     // An A_log above 1000 gives what 1000 gives.
@@ -370,7 +385,7 @@ struct Gate {
 };
 
 // Returns the head's gate, with exp(A_log) and with dt_bias padded into `row`.
-inline Gate head_gate(int32_t form, float lower_bound, const kda_tensor& A_log, const kda_tensor& dt_bias, int64_t hv,
+inline Gate head_gate(GateForm form, float lower_bound, const kda_tensor& A_log, const kda_tensor& dt_bias, int64_t hv,
                       int64_t K, float* row) {
   if (present(dt_bias)) load_row(KDA_F32, at(dt_bias, hv), K, row);
   const float log = present(A_log) ? *reinterpret_cast<const float*>(at(A_log, hv)) : 0;

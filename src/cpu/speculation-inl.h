@@ -149,7 +149,7 @@ struct SpeculationTask {
   void prepare_verify() {
     const kda_inputs& in = *c.in;
     const int64_t K = c.d.K, Kp = padded(K), L = drafts();
-    const Gate gate = head_gate(in.gate_form, in.lower_bound, in.A_log, in.dt_bias, hv, K, x.bias);
+    const Gate gate = head_gate(form_of(in), in.lower_bound, in.A_log, in.dt_bias, hv, K, x.bias);
     committed = r.slot >= 0 ? r.verify.committed : 0;
     for (int64_t w = 0; w < committed; ++w) {
       const int64_t e = r.verify.entry(w);

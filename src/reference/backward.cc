@@ -94,7 +94,7 @@ void store_gate_sums(const kda_tensor& dA_log, const kda_tensor& d_dt_bias, cons
 void backward(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;
   const kda_inputs& in = a.in;
-  const Gate gate{in.gate_form, in.lower_bound};
+  const Gate gate{form_of(in), in.lower_bound};
   Vector A_sum(p.HV), bias_sum(p.HV * p.K);
   int64_t end = 0;
   for (int64_t n = 0; n < p.N; ++n) {
@@ -137,7 +137,7 @@ void backward(const BackwardProblem& p) {
 
 void gate_backward(const GateBackwardProblem& p) {
   const kda_gate_backward_args& a = p.args;
-  const Gate gate{a.gate_form, a.lower_bound};
+  const Gate gate{form_of(a), a.lower_bound};
   const int64_t HV = a.x.shape[1], K = a.x.shape[2];
   Vector A_sum(HV), bias_sum(HV * K);
   for (int64_t m = 0; m < a.x.shape[0]; ++m)

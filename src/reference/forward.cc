@@ -93,7 +93,7 @@ void decode(const DecodeProblem& p) {
 
 void gate(const GateProblem& p) {
   const kda_gate_args& a = p.args;
-  const Gate gate{a.gate_form, a.lower_bound};
+  const Gate gate{form_of(a), a.lower_bound};
   for (int64_t m = 0; m < a.x.shape[0]; ++m)
     for (int64_t hv = 0; hv < a.x.shape[1]; ++hv)
       for (int64_t k = 0; k < a.x.shape[2]; ++k)

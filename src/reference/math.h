@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "contract/dtype.h"
+#include "contract/gate_form.h"
 #include "contract/problem.h"
 
 namespace kda::reference {
@@ -60,22 +61,34 @@ inline double times_exp(double x, double y) {
 //   lower bound  g = lb sigmoid(y)         dx = a lb sigmoid'(y) dg       dA_log = y lb sigmoid'(y) dg      y = a z
 // a may be beyond float64 where the products are not, so exponents are added. Where g is NaN, so are dx and dA_log.
 struct Gate {
-  int32_t form;
+  GateForm form;
   double lower_bound;
   double operator()(double A_log, double z) const {
-    if (form == KDA_GATE_LOG) return z;
-    return form == KDA_GATE_SOFTPLUS ? -times_exp(1, A_log + log_softplus(z)) : lower_bound * sigmoid(y(A_log, z));
+    switch (form) {
+      case GateForm::kLog: return z;
+      case GateForm::kSoftplus: return -times_exp(1, A_log + log_softplus(z));
+      case GateForm::kLowerBound: break;
+    }
+    return lower_bound * sigmoid(y(A_log, z));
   }
   double dx(double A_log, double z, double dg) const {
-    if (form == KDA_GATE_LOG) return dg;
-    if (const double g = (*this)(A_log, z); std::isnan(g)) return g;
-    if (form == KDA_GATE_SOFTPLUS) return -times_exp(dg, A_log + log_sigmoid(z));
+    if (const double g = (*this)(A_log, z); std::isnan(g) && !is_given(form)) return g;
+    switch (form) {
+      case GateForm::kLog: return dg;
+      case GateForm::kSoftplus: return -times_exp(dg, A_log + log_sigmoid(z));
+      case GateForm::kLowerBound: break;
+    }
     const double size = std::abs(y(A_log, z)), e = std::exp(-size);
     return std::isinf(size) ? 0 : lower_bound / ((1 + e) * (1 + e)) * times_exp(dg, A_log - size);
   }
+  // There is no A_log where g is given.
   double dA_log(double A_log, double z, double dg) const {
     if (const double g = (*this)(A_log, z); std::isnan(g)) return g;
-    if (form == KDA_GATE_SOFTPLUS) return -times_exp(dg, A_log + log_softplus(z));
+    switch (form) {
+      case GateForm::kLog: return 0;
+      case GateForm::kSoftplus: return -times_exp(dg, A_log + log_softplus(z));
+      case GateForm::kLowerBound: break;
+    }
     const double y = this->y(A_log, z);
     return std::isinf(y) ? 0 : y * lower_bound * sigmoid_slope(y) * dg;
   }
@@ -108,7 +121,7 @@ struct Head {
         q_norm(T),
         k_norm(T) {
     const int64_t h = hv / d.group();
-    const Gate gate{in.gate_form, in.lower_bound};
+    const Gate gate{form_of(in), in.lower_bound};
     const double A_log = get_A_log(in.A_log, hv);
     for (int64_t t = 0; t < T; ++t) {
       q_norm[t] = load_row(in.q, s.b, s.t0 + t, h, in.qk_l2norm, &q[t * K]);

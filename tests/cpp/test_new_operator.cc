@@ -50,7 +50,7 @@ void run(const NewProblem& p) {
 template <>
 std::span<const Implementation<NewProblem>> implementations() {
   static constexpr Implementation<NewProblem> table[] = {
-      {"cpu_new", nullptr, "tests/cpp/test_new_operator.cc", "one loop", why_not, workspace, run}};
+      {"cpu_new", "tests/cpp/test_new_operator.cc", "one loop", why_not, workspace, run}};
   return table;
 }
 

@@ -53,7 +53,7 @@ void launch_wide(const BackwardProblem& p, const BackwardPlan& plan, bool unusua
 template <int kK>
 void launch_usual(const BackwardProblem& p, const BackwardPlan& plan) {
   const kda_inputs& in = p.args.in;
-  if (in.gate_form != KDA_GATE_LOWER_BOUND) launch_wide<kK, false>(p, plan, false);
+  if (!is_bounded(form_of(in))) launch_wide<kK, false>(p, plan, false);
   else if (in.lower_bound >= kLeastBound) launch_wide<kK, true>(p, plan, false);
 }
 
@@ -108,8 +108,7 @@ Tokens wide_tokens(const BackwardProblem& p, const BackwardPlan& plan) {
 }
 
 bool may_be_unusual(const kda_inputs& in) {
-  if (in.gate_form == KDA_GATE_LOG) return false;
-  return present(in.A_log) || (in.gate_form == KDA_GATE_LOWER_BOUND && in.lower_bound < kLeastBound);
+  return !is_given(form_of(in)) && (present(in.A_log) || !has_usual_bound(form_of(in), in.lower_bound));
 }
 void launch_unusual(const BackwardProblem& p, const BackwardPlan& plan) {
   p.K == 64 ? launch_wide<64, false>(p, plan, true) : launch_wide<128, false>(p, plan, true);

@@ -60,9 +60,7 @@ void launch_wide(const BackwardProblem& p, const BackwardPlan& plan) {
                             wide_tokens(p, plan), wide_places(p, plan), plan.rows, maps_of(p, plan));
 }
 void launch_usual(const BackwardProblem& p, const BackwardPlan& plan) {
-  if (p.args.in.gate_form == KDA_GATE_SOFTPLUS) launch_wide<UsualGate<KDA_GATE_SOFTPLUS>>(p, plan);
-  else if (p.args.in.gate_form == KDA_GATE_LOWER_BOUND) launch_wide<UsualGate<KDA_GATE_LOWER_BOUND>>(p, plan);
-  else launch_wide<UsualGate<KDA_GATE_LOG>>(p, plan);
+  for_usual_gate(form_of(p.args.in), [&]<class Gate>() { launch_wide<Gate>(p, plan); });
 }
 
 // ---- forward again: its outputs are not needed and go where dv will be ----
@@ -107,7 +105,7 @@ const char* hopper_backward_chunk_why_not(const BackwardProblem& p) {
   const kda_backward_args& a = p.args;
   if (const char* reason = backward_chunk_why_not(p)) return reason;
   if (const char* reason = hopper_why_not(a.exec.device_id)) return reason;
-  if (a.in.gate_form == KDA_GATE_LOWER_BOUND && a.in.lower_bound < kLeastBound) return "takes bounds of -5 or more";
+  if (!has_usual_bound(form_of(a.in), a.in.lower_bound)) return "takes bounds of -5 or more";
   if (!fits_copies(a.in.g)) return "takes g in bf16, with rows at multiples of 16 bytes";
   if (!fits_copies(a.dq) || !fits_copies(a.dk) || !fits_copies(a.dg))
     return "writes dq, dk and dg in bf16, to rows at multiples of 16 bytes";

@@ -63,7 +63,7 @@ class WideProducer {
       if (n > 1) store(n - 2);
       publish(n, item);
       if (!item.rows) break;
-      if (n) at_.wait(KDA_AT(big_read), n - 1);
+      if (n) at_.wait(WideAt::big_read, n - 1);
       ask_big(item);
     }
     if (n) store(n - 1);
@@ -89,15 +89,15 @@ class WideProducer {
   // The first products need no states, which come last. Where V is 64, zeros come in place of the other columns.
   __device__ void ask_big(const WideItem& item) const {
     if (!ptx::elect()) return;
-    const unsigned bar = at_.base + KDA_AT(values_full), states = at_.base + KDA_AT(states_full);
+    const unsigned bar = at_.base + WideAt::values_full, states = at_.base + WideAt::states_full;
     ptx::arrive_expecting(bar, kValuesBytes), ptx::arrive_expecting(states, call_.maps.states_bytes);
-    ask_tile(at_.base + KDA_AT(d_o_dv), 2 * kWideHalf, call_.maps.d_o, item, item.hv, bar);
-    ask_tile(at_.base + KDA_AT(v_new), kWideHalf, call_.maps.v_new, item, item.hv, bar);
-    ask_tile(at_.base + KDA_AT(d_o_dv) + kWideHalf, 2 * kWideHalf, call_.maps.dv, item, item.hv, bar);
+    ask_tile(at_.base + WideAt::d_o_dv, 2 * kWideHalf, call_.maps.d_o, item, item.hv, bar);
+    ask_tile(at_.base + WideAt::v_new, kWideHalf, call_.maps.v_new, item, item.hv, bar);
+    ask_tile(at_.base + WideAt::d_o_dv + kWideHalf, 2 * kWideHalf, call_.maps.dv, item, item.hv, bar);
     for (unsigned half = 0; half < 2; ++half) {
       if (half && !call_.both_halves()) break;
-      ptx::copy_tile(at_.base + KDA_AT(S) + half * kStateHalf, call_.maps.h, 64 * half, 0, item.hv, item.h_row, states);
-      ptx::copy_tile(at_.base + KDA_AT(dS) + half * kStateHalf, call_.maps.dh, 64 * half, 0, item.hv, item.h_row,
+      ptx::copy_tile(at_.base + WideAt::S + half * kStateHalf, call_.maps.h, 64 * half, 0, item.hv, item.h_row, states);
+      ptx::copy_tile(at_.base + WideAt::dS + half * kStateHalf, call_.maps.dh, 64 * half, 0, item.hv, item.h_row,
                      states);
     }
   }
@@ -110,10 +110,11 @@ class WideProducer {
   // Stores dg and, behind the last value head of a q/k head, dq and dk: only then are they complete. Behind a packed
   // sequence's last tokens there may be tokens of another one, so short chunks are stored row by row.
   __device__ void store(unsigned n) const {
-    at_.wait(KDA_AT(staged), n);
+    at_.wait(WideAt::staged, n);
     const WidePlaces& to = call_.places;
-    const unsigned rows = KDA_FIELD(at_, n, rows), h = KDA_FIELD(at_, n, h), hv = KDA_FIELD(at_, n, hv);
-    const bool keys = KDA_FIELD(at_, n, last);
+    const unsigned rows = at_.field(n, WideItemAt::rows), h = at_.field(n, WideItemAt::h),
+                   hv = at_.field(n, WideItemAt::hv);
+    const bool keys = at_.field(n, WideItemAt::last);
     if (rows == kChunk || !call_.p.varlen) {
       if (ptx::elect()) {
         if (keys && to.dq.data) store_tile(call_.maps.dq, n, h, at_.raw(n) + offsetof(WideShared::Raw, q));
@@ -131,12 +132,12 @@ class WideProducer {
     __syncwarp();  // all lanes have read
   }
   __device__ void store_tile(const CUtensorMap& map, unsigned n, unsigned head, unsigned from) const {
-    const unsigned t0 = KDA_FIELD(at_, n, t0), b = KDA_FIELD(at_, n, b);
+    const unsigned t0 = at_.field(n, WideItemAt::t0), b = at_.field(n, WideItemAt::b);
     for (unsigned i = 0; i < 2; ++i)
       if (i == 0 || call_.both_halves()) ptx::store_tile(map, 64 * i, head, t0, b, from + i * kWideHalf);
   }
   __device__ void store_rows(const View& to, unsigned n, unsigned rows, unsigned head, unsigned from) const {
-    const unsigned t0 = KDA_FIELD(at_, n, t0), b = KDA_FIELD(at_, n, b);
+    const unsigned t0 = at_.field(n, WideItemAt::t0), b = at_.field(n, WideItemAt::b);
 #pragma unroll 1
     for (unsigned i = threadIdx.x % 32; i < rows * 16; i += 32)
       if (i % 16 < call_.channels() / 8)
@@ -158,7 +159,7 @@ class WideNorms {
   __device__ void run() const {
     for (unsigned n = 0;; ++n) {
       at_.wait_raw(n);
-      const unsigned rows = KDA_FIELD(at_, n, rows);
+      const unsigned rows = at_.field(n, WideItemAt::rows);
       if (!rows) return;
       if (rows < first_ + 32) clear(at_.raw(n), max(rows, first_));
 #pragma unroll 1
@@ -235,22 +236,22 @@ class WideFactors {
     float4 sum{};
     for (unsigned n = 0;; ++n) {
       at_.wait_raw(n);
-      if (!KDA_FIELD(at_, n, rows)) return;
-      if (KDA_FIELD(at_, n, first)) sum = {};
+      if (!at_.field(n, WideItemAt::rows)) return;
+      if (at_.field(n, WideItemAt::first)) sum = {};
       if (call_.places.dbeta.data) write_dbeta(n);
-      at_.wait(KDA_AT(dots_full), n);
+      at_.wait(WideAt::dots_full, n);
 #pragma unroll 1
       for (unsigned w = 0; w < call_.warps(); ++w) {
         const float4 x = ptx::load_shared_f32x4(at_.dots(w, lane));
         sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
       }
       const float4 r = ptx::load_shared_f32x4(at_.norms(n) + lane * 16);
-      const unsigned to = at_.base + KDA_AT(factors) + lane * 32;
+      const unsigned to = at_.base + WideAt::factors + lane * 32;
       const float on = call_.x.qk_l2norm ? -1.0f : 0.0f;
       ptx::store_shared_f32x4(to, {r.x, on * r.x * sum.x, r.y, on * r.y * sum.y});
       ptx::store_shared_f32x4(to + 16, {r.z, on * r.z * sum.z, r.w, on * r.w * sum.w});
       __syncwarp();  // all tokens' are there
-      if (lane == 0) ptx::arrive(at_.base + KDA_AT(factors_full));
+      if (lane == 0) ptx::arrive(at_.base + WideAt::factors_full);
     }
   }
 
@@ -260,14 +261,14 @@ class WideFactors {
     const Tokens& x = call_.x;
     const TypedView& to = call_.places.dbeta;
     const auto at = [&](const View& t, unsigned row) {
-      return t.at(KDA_FIELD(at_, n, b), KDA_FIELD(at_, n, t0) + row, KDA_FIELD(at_, n, hv));
+      return t.at(at_.field(n, WideItemAt::b), at_.field(n, WideItemAt::t0) + row, at_.field(n, WideItemAt::hv));
     };
-    at_.wait(KDA_AT(scores_full), n);
+    at_.wait(WideAt::scores_full, n);
 #pragma unroll 1
-    for (unsigned row = threadIdx.x % 32; row < KDA_FIELD(at_, n, rows); row += 32) {
+    for (unsigned row = threadIdx.x % 32; row < at_.field(n, WideItemAt::rows); row += 32) {
       const float z = value_of(x.beta_dtype, load_raw<false>(at(x.beta, row), x.beta_dtype));
       const float beta = activated_beta(x.beta_form, z);
-      const float dot = ptx::load_shared_f32(at_.base + KDA_AT(diagonal) + row * 4);
+      const float dot = ptx::load_shared_f32(at_.base + WideAt::diagonal + row * 4);
       store_element(at(to, row), to.dtype, dot / beta / beta * beta_slope(x.beta_form, z));
     }
   }

@@ -31,6 +31,11 @@ struct WideItem {
   unsigned h, h_row, row;    // of q and k; of states; of sums
   unsigned first, last;      // flags: first, last of the q/k head's value heads
 };
+struct WideItemAt {
+  static constexpr unsigned rows = offsetof(WideItem, rows), h = offsetof(WideItem, h), hv = offsetof(WideItem, hv);
+  static constexpr unsigned last = offsetof(WideItem, last), t0 = offsetof(WideItem, t0), b = offsetof(WideItem, b);
+  static constexpr unsigned first = offsetof(WideItem, first);
+};
 
 struct alignas(1024) WideShared {
   struct Raw {
@@ -52,7 +57,21 @@ struct alignas(1024) WideShared {
   unsigned unused;
 };
 static_assert(sizeof(WideShared) <= 227 * 1024, "what a block of Hopper may have");
-#define KDA_AT(member) static_cast<unsigned>(offsetof(WideShared, member))
+struct WideAt {
+  static constexpr unsigned raw = offsetof(WideShared, raw), norms = offsetof(WideShared, norms);
+  static constexpr unsigned items = offsetof(WideShared, items), raw_full = offsetof(WideShared, raw_full);
+  static constexpr unsigned norms_full = offsetof(WideShared, norms_full), B = offsetof(WideShared, B);
+  static constexpr unsigned dA = offsetof(WideShared, dA), values_full = offsetof(WideShared, values_full);
+  static constexpr unsigned states_full = offsetof(WideShared, states_full);
+  static constexpr unsigned big_read = offsetof(WideShared, big_read);
+  static constexpr unsigned scores_full = offsetof(WideShared, scores_full);
+  static constexpr unsigned dots_full = offsetof(WideShared, dots_full);
+  static constexpr unsigned factors_full = offsetof(WideShared, factors_full), staged = offsetof(WideShared, staged);
+  static constexpr unsigned d_o_dv = offsetof(WideShared, d_o_dv), v_new = offsetof(WideShared, v_new);
+  static constexpr unsigned S = offsetof(WideShared, S), dS = offsetof(WideShared, dS);
+  static constexpr unsigned factors = offsetof(WideShared, factors), diagonal = offsetof(WideShared, diagonal);
+  static constexpr unsigned bias = offsetof(WideShared, bias), unused = offsetof(WideShared, unused);
+};
 
 constexpr unsigned kWideHalf = sizeof(WideHalf), kStateHalf = kSize * kRowBytes;
 constexpr unsigned kValuesBytes = 3 * sizeof(WideTile), kStatesBytes = 2 * sizeof(WideState);
@@ -65,34 +84,33 @@ __device__ inline unsigned swizzled(unsigned row, unsigned piece, unsigned half)
 // Addresses in shared memory, for the n-th item.
 struct WidePlace {
   unsigned base;
-  __device__ unsigned raw(unsigned n) const { return base + KDA_AT(raw) + n % 2 * sizeof(WideShared::Raw); }
-  __device__ unsigned norms(unsigned n) const { return base + KDA_AT(norms) + n % 2 * kChunk * 8; }
-  __device__ unsigned item(unsigned n) const { return base + KDA_AT(items) + n % 2 * sizeof(WideItem); }
-  __device__ unsigned raw_full(unsigned n) const { return base + KDA_AT(raw_full) + n % 2 * 8; }
-  __device__ unsigned norms_full(unsigned n) const { return base + KDA_AT(norms_full) + n % 2 * 8; }
+  __device__ unsigned raw(unsigned n) const { return base + WideAt::raw + n % 2 * sizeof(WideShared::Raw); }
+  __device__ unsigned norms(unsigned n) const { return base + WideAt::norms + n % 2 * kChunk * 8; }
+  __device__ unsigned item(unsigned n) const { return base + WideAt::items + n % 2 * sizeof(WideItem); }
+  __device__ unsigned raw_full(unsigned n) const { return base + WideAt::raw_full + n % 2 * 8; }
+  __device__ unsigned norms_full(unsigned n) const { return base + WideAt::norms_full + n % 2 * 8; }
   __device__ void wait_raw(unsigned n) const { ptx::wait_barrier(raw_full(n), n / 2 % 2); }
   __device__ void wait_norms(unsigned n) const { ptx::wait_barrier(norms_full(n), n / 2 % 2); }
   __device__ void wait(unsigned barrier, unsigned n) const { ptx::wait_barrier(base + barrier, n % 2); }
   __device__ unsigned field(unsigned n, unsigned offset) const { return ptx::load_shared(item(n) + offset); }
   // y . dy of a pair of tokens, from warp w: of q and k of the first, of q and k of the second.
   __device__ unsigned dots(unsigned w, unsigned pair) const {
-    return base + (w / 4 ? KDA_AT(B) : KDA_AT(dA)) + swizzled(pair, 4 + w % 4, 0);
+    return base + (w / 4 ? WideAt::B : WideAt::dA) + swizzled(pair, 4 + w % 4, 0);
   }
   // rowsum(S dS) of warp w's channel c.
   __device__ unsigned state_dots(unsigned w, unsigned c) const {
-    return base + (w / 4 ? KDA_AT(B) : KDA_AT(dA)) + swizzled(w % 4 * 4 + c / 4, 2, 0) + c % 4 * 4;
+    return base + (w / 4 ? WideAt::B : WideAt::dA) + swizzled(w % 4 * 4 + c / 4, 2, 0) + c % 4 * 4;
   }
 
   __device__ void start_barriers() const {
     for (const unsigned n : {0u, 1u}) ptx::init_barrier(raw_full(n), 1), ptx::init_barrier(norms_full(n), 2);
-    ptx::init_barrier(base + KDA_AT(values_full), 1), ptx::init_barrier(base + KDA_AT(states_full), 1);
-    ptx::init_barrier(base + KDA_AT(big_read), kWideWarps);
-    ptx::init_barrier(base + KDA_AT(scores_full), kWideWarps), ptx::init_barrier(base + KDA_AT(dots_full), kWideWarps);
-    ptx::init_barrier(base + KDA_AT(factors_full), 1), ptx::init_barrier(base + KDA_AT(staged), kWideWarps);
+    ptx::init_barrier(base + WideAt::values_full, 1), ptx::init_barrier(base + WideAt::states_full, 1);
+    ptx::init_barrier(base + WideAt::big_read, kWideWarps);
+    ptx::init_barrier(base + WideAt::scores_full, kWideWarps), ptx::init_barrier(base + WideAt::dots_full, kWideWarps);
+    ptx::init_barrier(base + WideAt::factors_full, 1), ptx::init_barrier(base + WideAt::staged, kWideWarps);
     ptx::fence_barriers();
   }
 };
-#define KDA_FIELD(place, n, name) (place).field(n, static_cast<unsigned>(offsetof(WideItem, name)))
 
 // The TMA descriptors: boxes of 64 channels of 64 tokens, or of 128 columns of a state. Where K or V is 64, what lies
 // outside of tensors becomes zeros.

@@ -32,7 +32,7 @@ struct WideView {
     return WidePlace{base}.dots(warp(), (w - 1) * 4 + c / 4) + c % 4 * 4;
   }
   __device__ unsigned scores(Scores matrix, unsigned row, unsigned piece) const {
-    return base + (matrix == Scores::kdA ? KDA_AT(dA) : KDA_AT(B)) + swizzled(row, piece, 0);
+    return base + (matrix == Scores::kdA ? WideAt::dA : WideAt::B) + swizzled(row, piece, 0);
   }
 };
 
@@ -56,7 +56,7 @@ class WideMultiplier {
       at_.wait_norms(n_);
       make_operands(view);
       finish_products(view);
-      at_.wait(KDA_AT(scores_full), n_);
+      at_.wait(WideAt::scores_full, n_);
       own_.multiply_pairs(view, call_.x.scale);
       finish();
       if (call_.places.gate) write_gates(view);
@@ -89,11 +89,11 @@ class WideMultiplier {
       start_scores();
       ptx::wait_for_products<0>();
       ptx::settle(scores_);
-      arrive(KDA_AT(big_read));
+      arrive(WideAt::big_read);
       write_scores(opaque(lane()));
-      arrive(KDA_AT(dots_full));
-      at_.wait(KDA_AT(factors_full), n_);
-      arrive(KDA_AT(staged));
+      arrive(WideAt::dots_full);
+      at_.wait(WideAt::factors_full, n_);
+      arrive(WideAt::staged);
     }
   }
 
@@ -107,7 +107,7 @@ class WideMultiplier {
     if (lane() < 16) {
       const unsigned own = 16 * warp_ + lane();
       const float bias = x.bias ? *reinterpret_cast<const float*>(x.bias + hv * x.bias_stride + own * 4) : 0.0f;
-      ptx::store_shared_f32(at_.base + KDA_AT(bias) + own * 4, bias);
+      ptx::store_shared_f32(at_.base + WideAt::bias + own * 4, bias);
     }
     __syncwarp();  // biases are there
   }
@@ -117,9 +117,9 @@ class WideMultiplier {
   }
   // Starts dA or B.
   __device__ __forceinline__ void start_scores() {
-    at_.wait(KDA_AT(values_full), n_);
+    at_.wait(WideAt::values_full, n_);
     if (rows_ < kChunk) clear_tail();
-    const uint64_t both = matrix(KDA_AT(d_o_dv)), v_new = matrix(KDA_AT(v_new));
+    const uint64_t both = matrix(WideAt::d_o_dv), v_new = matrix(WideAt::v_new);
     const uint64_t left = ptx::further(both, group() ? kWideHalf : 0);
     ptx::fence_products();
 #pragma unroll
@@ -131,13 +131,13 @@ class WideMultiplier {
   // Computes dA or B, then starts the products with states. rowsum(S dS) is computed meanwhile.
   __device__ void multiply() {
     start_scores();
-    const uint64_t both = matrix(KDA_AT(d_o_dv)), v_new = matrix(KDA_AT(v_new));
-    at_.wait(KDA_AT(states_full), n_);
+    const uint64_t both = matrix(WideAt::d_o_dv), v_new = matrix(WideAt::v_new);
+    at_.wait(WideAt::states_full, n_);
     multiply_diagonal();
     ptx::wait_for_products<0>();
     ptx::settle(scores_);
     const uint64_t S =
-        ptx::matrix_at(at_.base + KDA_AT(S) + group() * kStateHalf, kStateHalf, 1024, ptx::Swizzle::k128);
+        ptx::matrix_at(at_.base + WideAt::S + group() * kStateHalf, kStateHalf, 1024, ptx::Swizzle::k128);
     ptx::fence_products();
 #pragma unroll
     for (unsigned k = 0; k < 8; ++k)
@@ -145,7 +145,7 @@ class WideMultiplier {
                               ptx::further(both, k / 4 * 2 * kWideHalf + k % 4 * 32), k > 0);
 #pragma unroll
     for (unsigned k = 0; k < 8; ++k)
-      ptx::wgmma_shared<true>(accumulators<32>(own_.W), ptx::further(S, KDA_AT(dS) - KDA_AT(S) + k * 2048),
+      ptx::wgmma_shared<true>(accumulators<32>(own_.W), ptx::further(S, WideAt::dS - WideAt::S + k * 2048),
                               ptx::further(v_new, k / 4 * kWideHalf + k % 4 * 32), k > 0);
     ptx::commit_products();
   }
@@ -157,7 +157,7 @@ class WideMultiplier {
   __device__ void finish_products(const WideView& view) {
     ptx::wait_for_products<0>();
     ptx::settle(accumulators<64>(own_.QR)), ptx::settle(accumulators<32>(own_.W));
-    arrive(KDA_AT(big_read));
+    arrive(WideAt::big_read);
     const float SdS[2] = {ptx::load_shared_f32(at_.state_dots(warp_, c())),
                           ptx::load_shared_f32(at_.state_dots(warp_, c() + 8))};
     own_.sum_behind(view, SdS);
@@ -171,22 +171,22 @@ class WideMultiplier {
 #pragma unroll 1
     for (unsigned i = rows_ * 16 + threadIdx.x; i < kChunk * 16; i += 32 * kWideWarps) {
       const unsigned row = i / 16, piece = i % 16,
-                     pairs = at_.base + KDA_AT(d_o_dv) + swizzled(row, piece, 2 * kWideHalf);
+                     pairs = at_.base + WideAt::d_o_dv + swizzled(row, piece, 2 * kWideHalf);
       ptx::store_shared4(pairs, make_uint4(0, 0, 0, 0));
       ptx::store_shared4(pairs + kWideHalf, make_uint4(0, 0, 0, 0));
-      ptx::store_shared4(at_.base + KDA_AT(v_new) + swizzled(row, piece, kWideHalf), make_uint4(0, 0, 0, 0));
+      ptx::store_shared4(at_.base + WideAt::v_new + swizzled(row, piece, kWideHalf), make_uint4(0, 0, 0, 0));
     }
     ptx::fence_shared_for_async();                        // products read them
     ptx::sync_ways(kMultiplierBarrier, 32 * kWideWarps);  // all are cleared; warps without channels call it elsewhere
   }
 
   __device__ void multiply_diagonal() const {
-    const unsigned S = at_.base + KDA_AT(S) + WideView::own_place(0, kStateHalf);
+    const unsigned S = at_.base + WideAt::S + WideView::own_place(0, kStateHalf);
     float d[4][4] = {};
 #pragma unroll
     for (unsigned k = 0; k < 8; ++k) {
       unsigned x[4], z[4];
-      ptx::load_transposed(x, S + k * 2048), ptx::load_transposed(z, S + k * 2048 + (KDA_AT(dS) - KDA_AT(S)));
+      ptx::load_transposed(x, S + k * 2048), ptx::load_transposed(z, S + k * 2048 + (WideAt::dS - WideAt::S));
       ptx::mma<bf16>(d[k % 2 * 2], x, z[0], z[2]), ptx::mma<bf16>(d[k % 2 * 2 + 1], x, z[1], z[3]);
     }
     if (c() / 2 != j()) return;
@@ -209,7 +209,7 @@ class WideMultiplier {
             if (8 * x + 2 * j + e % 2 + group() > 8 * (e / 2) + c) scores_[8 * w + 4 * x + e] = 0;
       }
     const unsigned i8 = lane / 8, row = 16 * w4 + i8 % 2 * 8 + lane % 8;
-    const unsigned to = at_.base + (group() ? KDA_AT(B) : KDA_AT(dA)) + row * kRowBytes;
+    const unsigned to = at_.base + (group() ? WideAt::B : WideAt::dA) + row * kRowBytes;
 #pragma unroll
     for (unsigned o = 0; o < 4; ++o)
       if (o <= w4) {
@@ -219,18 +219,18 @@ class WideMultiplier {
           x[i] = ptx::pack<bf16>(scores_[8 * o + 2 * i] * scale, scores_[8 * o + 2 * i + 1] * scale);
         ptx::store_matrices(to + ((2 * o + i8 / 2 ^ row % 8) << 4), x);
       }
-    arrive(KDA_AT(scores_full));
+    arrive(WideAt::scores_full);
   }
   // Leaves the diagonal of dv v_new^T for dbeta. d has two tiles, in which the lane has one element each of rows c and
   // c + 8.
   __device__ void keep_diagonal(const float* d) const {
-    const unsigned to = at_.base + KDA_AT(diagonal) + (16 * (warp_ % 4) + c()) * 4;
+    const unsigned to = at_.base + WideAt::diagonal + (16 * (warp_ % 4) + c()) * 4;
     ptx::store_shared_f32(to, c() % 2 ? d[1] : d[0]), ptx::store_shared_f32(to + 32, c() % 2 ? d[7] : d[6]);
   }
 
   // Its address is computed again: there is no register to keep it.
   __device__ float bias(int hh) const {
-    return ptx::load_shared_f32(at_.base + KDA_AT(bias) + (16 * warp_ + opaque(lane()) / 4 + 8 * hh) * 4);
+    return ptx::load_shared_f32(at_.base + WideAt::bias + (16 * warp_ + opaque(lane()) / 4 + 8 * hh) * 4);
   }
   __device__ void make_operands(const WideView& view) {
     unsigned raw[kTiles / 2][4];
@@ -244,7 +244,7 @@ class WideMultiplier {
     own_.make_operands(view);
     // Makes the compiler round the operands here, not where they are needed: until then they take twice as many
     // registers.
-    if (own_.operand_bits() == 0x12345678) ptx::store_shared(at_.base + KDA_AT(unused), 0);
+    if (own_.operand_bits() == 0x12345678) ptx::store_shared(at_.base + WideAt::unused, 0);
   }
 
   // Adds y . dy over the eight lanes of a token. Then a lane has that of q or k, of the first or the second token.
@@ -261,7 +261,7 @@ class WideMultiplier {
       sum += __shfl_xor_sync(kAll, sum, 16);
       ptx::store_shared_f32((n % 2 ? dots ^ 64 : dots) + 512 * n, sum);  // by two lanes: a branch would split the code
     });
-    arrive(KDA_AT(dots_full));
+    arrive(WideAt::dots_full);
   }
 
   // Writes the gate's gradient in place of its input, and adds up its sums.
@@ -308,7 +308,7 @@ class WideMultiplier {
 
   // Takes dq and dk through the norm and writes them in place of q and k.
   __device__ void write_keys(const WideView& view) {
-    at_.wait(KDA_AT(factors_full), n_);
+    at_.wait(WideAt::factors_full, n_);
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
       unsigned q[4], k[4];
@@ -316,7 +316,7 @@ class WideMultiplier {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int n = 2 * pair + half;
-        const unsigned from = at_.base + KDA_AT(factors) + (8 * n + 2 * j()) * 16;
+        const unsigned from = at_.base + WideAt::factors + (8 * n + 2 * j()) * 16;
         const float4 f[2] = {ptx::load_shared_f32x4(from), ptx::load_shared_f32x4(from + 16)};
 #pragma unroll
         for (int hh = 0; hh < 2; ++hh) {
@@ -335,7 +335,7 @@ class WideMultiplier {
           k);
     }
     ptx::fence_shared_for_async();  // copies read them
-    arrive(KDA_AT(staged));
+    arrive(WideAt::staged);
   }
 
   const WideCall& call_;

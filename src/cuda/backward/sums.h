@@ -14,12 +14,11 @@ __device__ inline float beta_slope(int32_t form, float z) {
 
 // The gate of a head, for two channels.
 struct HeadGate {
-  static constexpr float kLog2e = 1.44269504f;
-  int32_t form;
+  GateForm gate_form;
   float lower_bound, A_log, rate, bias[2];
 
   __device__ HeadGate(const Tokens& x, unsigned hv, unsigned first, unsigned second)
-      : form(x.gate_form), lower_bound(x.lower_bound) {
+      : gate_form(x.gate_form), lower_bound(x.lower_bound) {
     A_log = x.A_log ? *reinterpret_cast<const float*>(x.A_log + hv * 4) : 0.0f, rate = expf(moderate(A_log));
     const auto of = [&](unsigned c) {
       return x.bias ? *reinterpret_cast<const float*>(x.bias + hv * x.bias_stride + c * 4) : 0.0f;
@@ -28,18 +27,15 @@ struct HeadGate {
   }
   // The log2 of the decay, as forward computes it.
   __device__ float log2(float x, int i) const {
-    float g = x + bias[i];
-    if (form == KDA_GATE_SOFTPLUS) g = -rate * softplus(softplus_input(A_log, g));
-    else if (form == KDA_GATE_LOWER_BOUND) g = lower_bound * sigmoid(rate * bounded_input(A_log, g));
-    return g * kLog2e;
+    float g[1] = {x + bias[i]};
+    log_decays(*this, A_log, rate, g);
+    return g[0] * kLog2e;
   }
   // dg: of the natural logarithm of the decay. It counts as 0 where a token decays to nothing.
   __device__ Gradients gradient(float x, float dg, int i) const {
-    if (form == KDA_GATE_LOG) return {x <= kGone ? 0 : dg, 0};
+    if (is_given(gate_form)) return {x <= kGone ? 0 : dg, 0};
     if (log2(x, i) < -126) dg = 0;
-    const float z = x + bias[i];
-    return Gate::does_for(A_log) ? Gate{form, lower_bound, rate}.backward(z, dg)
-                                 : WideGate{form, lower_bound, A_log}.backward(z, dg);
+    return gradients_of(*this, A_log, rate, x + bias[i], dg);
   }
 };
 

@@ -56,14 +56,4 @@ __device__ inline ChunkPlace wide_chunk_at(const ForwardProblem& p, const WideRo
   return {static_cast<unsigned>(s.b), static_cast<unsigned>(s.t0) + t, min(length - t, unsigned{kChunk})};
 }
 
-// Whether UsualGate can compute the gates of all value heads of q/k head h. A launch with UnusualGate takes the other
-// heads.
-__device__ inline bool is_usual(const Tokens& x, unsigned h, unsigned group) {
-  if (x.gate_form == KDA_GATE_LOG) return true;
-  bool usual = x.gate_form == KDA_GATE_SOFTPLUS || x.lower_bound >= kLeastBound;
-  for (unsigned i = 0; x.A_log && i < group; ++i)
-    usual &= Gate::does_for(*reinterpret_cast<const float*>(x.A_log + (h * group + i) * 4));
-  return usual;
-}
-
 }  // namespace kda::cuda

@@ -7,44 +7,6 @@
 
 namespace kda::cuda {
 
-// The gate of a head. A kernel is compiled for bounded gates, whose blocks have 16 tokens, or for all others.
-// `unusual`: the launch is for the heads that UsualGate does not take.
-template <bool kBounded>
-class ChosenGate {
- public:
-  static constexpr unsigned kBlock = 8;
-
-  __device__ ChosenGate(const Tokens& x, float A_log, bool unusual) : x_(x), A_log_(A_log), unusual_(unusual) {}
-  // Calls act with a gate that the compiler knows, so that the form is looked at once and not in every gate.
-  template <class Act>
-  __device__ void with(const Act& act) const {
-    if (unusual_) act(UnusualGate(x_, A_log_));
-    else if (x_.gate_form == KDA_GATE_LOG) act(UsualGate<KDA_GATE_LOG>(x_, A_log_));
-    else act(UsualGate<KDA_GATE_SOFTPLUS>(x_, A_log_));
-  }
-
- private:
-  const Tokens& x_;
-  const float A_log_;
-  const bool unusual_;
-};
-template <>
-class ChosenGate<true> {
-  using Known = UsualGate<KDA_GATE_LOWER_BOUND>;
-
- public:
-  static constexpr unsigned kBlock = Known::kBlock;
-
-  __device__ ChosenGate(const Tokens& x, float A_log, bool /*unusual*/) : gate_(x, A_log) {}
-  template <class Act>
-  __device__ void with(const Act& act) const {
-    act(gate_);
-  }
-
- private:
-  const Known gate_;
-};
-
 // Slow gates are computed in a loop, from and to local memory: unrolled, they would be more than half of a kernel.
 template <class Gate>
 constexpr bool kUnrolled = !std::is_same_v<Gate, UnusualGate>;

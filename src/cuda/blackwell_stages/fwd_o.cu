@@ -26,7 +26,12 @@ struct alignas(1024) OutputShared {
   unsigned tensors;     // the address of tensor memory
 };
 static_assert(2 * (sizeof(OutputShared) + 1024) <= 228 * 1024, "two blocks share an SM");
-#define KDA_OUTPUT(member) static_cast<unsigned>(offsetof(OutputShared, member))
+struct OutputAt {
+  static constexpr unsigned tensors = offsetof(OutputShared, tensors), done = offsetof(OutputShared, done);
+  static constexpr unsigned full = offsetof(OutputShared, full), v_new = offsetof(OutputShared, v_new);
+  static constexpr unsigned q = offsetof(OutputShared, q), G = offsetof(OutputShared, G);
+  static constexpr unsigned S = offsetof(OutputShared, S), Aqk = offsetof(OutputShared, Aqk);
+};
 constexpr unsigned kOutputColumns = 128;  // of tensor memory: o in f32. Row 16 w + i is in lane 32 w + i
 
 struct OutputMaps {
@@ -49,11 +54,11 @@ class OutputChunk {
 
   __device__ void run(int64_t state) const {
     if (Tensors::is_issuer()) fetch(static_cast<unsigned>(state));
-    Tensors tensors(base_ + KDA_OUTPUT(tensors), base_ + KDA_OUTPUT(done), kOutputColumns);
-    ptx::wait_barrier(base_ + KDA_OUTPUT(full), 0);
+    Tensors tensors(base_ + OutputAt::tensors, base_ + OutputAt::done, kOutputColumns);
+    ptx::wait_barrier(base_ + OutputAt::full, 0);
     decay_queries();
     mask_scores();
-    if (at_.rows < static_cast<int>(kChunk)) clear_tail(base_ + KDA_OUTPUT(v_new), rows(), c_.V);
+    if (at_.rows < static_cast<int>(kChunk)) clear_tail(base_ + OutputAt::v_new, rows(), c_.V);
     ptx::fence_shared_for_async();  // products read what was written
     __syncthreads();                // operands are there
     if (Tensors::is_issuer() && ptx::elect()) start_products(tensors);
@@ -61,10 +66,10 @@ class OutputChunk {
     for (unsigned part = 0; part < c_.V / kPartSize; ++part) {
       float O[32];
       ptx::load_tmem_fragments(O, tensors.own(part * kPartSize)), ptx::wait_for_tmem_loads();
-      put_rows(base_ + KDA_OUTPUT(q) + part * kWideHalf, threadIdx.x / 32 * 16, O);
+      put_rows(base_ + OutputAt::q + part * kWideHalf, threadIdx.x / 32 * 16, O);
     }
     __syncthreads();  // o is there
-    store_rows(base_ + KDA_OUTPUT(q), c_.o.at(at_.b, at_.t0, hv_), c_.o.token, rows(), c_.V);
+    store_rows(base_ + OutputAt::q, c_.o.at(at_.b, at_.t0, hv_), c_.o.token, rows(), c_.V);
   }
 
  private:
@@ -73,25 +78,25 @@ class OutputChunk {
   // Starts all copies. By the first warp.
   __device__ void fetch(unsigned state) const {
     if (!ptx::elect()) return;
-    const unsigned full = base_ + KDA_OUTPUT(full), K = c_.K, V = c_.V;
+    const unsigned full = base_ + OutputAt::full, K = c_.K, V = c_.V;
     ptx::init_barrier(full, 1);
     ptx::fence_barriers();
     ptx::arrive_expecting(full, kChunk * (6 * K + 2 * V + 2 * kChunk) + 2 * K * V);
 #pragma unroll 1
-    for (unsigned i = 0; i < K / 64; ++i) fetch_tile(KDA_OUTPUT(q) + i * kWideHalf, maps_.q, 64 * i, hv_ / c_.group);
+    for (unsigned i = 0; i < K / 64; ++i) fetch_tile(OutputAt::q + i * kWideHalf, maps_.q, 64 * i, hv_ / c_.group);
 #pragma unroll 1
-    for (unsigned i = 0; i < K / 32; ++i) fetch_tile(KDA_OUTPUT(G) + i * kWideHalf, maps_.G, 32 * i, hv_);
+    for (unsigned i = 0; i < K / 32; ++i) fetch_tile(OutputAt::G + i * kWideHalf, maps_.G, 32 * i, hv_);
     const unsigned parts = (c_.v_first ? K : V) / 64;
 #pragma unroll 1
     for (unsigned i = 0; i < parts; ++i)
-      ptx::copy_tile(base_ + KDA_OUTPUT(S) + i * kStateHalf, maps_.h, 64 * i, 0, hv_, state, full);
-    fetch_tile(KDA_OUTPUT(Aqk), maps_.Aqk, 0, hv_);
+      ptx::copy_tile(base_ + OutputAt::S + i * kStateHalf, maps_.h, 64 * i, 0, hv_, state, full);
+    fetch_tile(OutputAt::Aqk, maps_.Aqk, 0, hv_);
 #pragma unroll 1
-    for (unsigned i = 0; i < V / 64; ++i) fetch_tile(KDA_OUTPUT(v_new) + i * kWideHalf, maps_.v_new, 64 * i, hv_);
+    for (unsigned i = 0; i < V / 64; ++i) fetch_tile(OutputAt::v_new + i * kWideHalf, maps_.v_new, 64 * i, hv_);
   }
   __device__ void fetch_tile(unsigned to, const CUtensorMap& map, unsigned first, unsigned head) const {
     ptx::copy_tile(base_ + to, map, first, head, static_cast<unsigned>(at_.t0), static_cast<unsigned>(at_.b),
-                   base_ + KDA_OUTPUT(full));
+                   base_ + OutputAt::full);
   }
 
   __device__ float factor(unsigned G) const { return c_.scale * ptx::exp2(__uint_as_float(G)); }
@@ -102,8 +107,8 @@ class OutputChunk {
   // of eight the same banks.
   __device__ void decay_queries() const {
     for (unsigned i = threadIdx.x; i < kChunk * c_.K / 8; i += kGroup) {
-      const unsigned row = i % kChunk, piece = i / kChunk, at = base_ + KDA_OUTPUT(q) + swizzled(row, piece, kWideHalf);
-      const unsigned G = base_ + KDA_OUTPUT(G);
+      const unsigned row = i % kChunk, piece = i / kChunk, at = base_ + OutputAt::q + swizzled(row, piece, kWideHalf);
+      const unsigned G = base_ + OutputAt::G;
       const uint4 q = ptx::load_shared4(at), low = ptx::load_shared4(G + swizzled(row, 2 * piece, kWideHalf)),
                   high = ptx::load_shared4(G + swizzled(row, 2 * piece + 1, kWideHalf));
       ptx::store_shared4(
@@ -114,7 +119,7 @@ class OutputChunk {
   // Aqk above its diagonal may hold anything.
   __device__ void mask_scores() const {
     for (unsigned i = threadIdx.x; i < kChunk * kChunk / 8; i += kGroup) {
-      const unsigned row = i % kChunk, piece = i / kChunk, at = base_ + KDA_OUTPUT(Aqk) + swizzled(row, piece, 0);
+      const unsigned row = i % kChunk, piece = i / kChunk, at = base_ + OutputAt::Aqk + swizzled(row, piece, 0);
       if (8 * piece + 7 <= row) continue;
       const uint4 x = ptx::load_shared4(at);
       const auto kept = [&](unsigned two, unsigned column) {
@@ -125,12 +130,12 @@ class OutputChunk {
     }
   }
   __device__ void start_products(const Tensors& tensors) const {
-    const unsigned S = base_ + KDA_OUTPUT(S);
-    tensors.multiply(0, Operand::of_rows(base_ + KDA_OUTPUT(q), kWideHalf),
+    const unsigned S = base_ + OutputAt::S;
+    tensors.multiply(0, Operand::of_rows(base_ + OutputAt::q, kWideHalf),
                      c_.v_first ? Operand::of_rows(S, kStateHalf) : Operand::of_lines(S, kStateHalf), kChunk, c_.V,
                      c_.K / kStepSize, false);
-    tensors.multiply(0, Operand::of_rows(base_ + KDA_OUTPUT(Aqk), 0),
-                     Operand::of_lines(base_ + KDA_OUTPUT(v_new), kWideHalf), kChunk, c_.V, kChunk / kStepSize, true);
+    tensors.multiply(0, Operand::of_rows(base_ + OutputAt::Aqk, 0),
+                     Operand::of_lines(base_ + OutputAt::v_new, kWideHalf), kChunk, c_.V, kChunk / kStepSize, true);
     tensors.commit();
   }
 

@@ -15,9 +15,9 @@ using namespace sm100;
 // Makes the CTA's mbarriers, by one thread.
 __device__ void start_barriers(unsigned base) {
   for (const unsigned of_one :
-       {KDA_WY(right_side_full), KDA_WY(states_full), KDA_WY(rows_full), KDA_WY(x_made), KDA_WY(all_made)})
+       {WyAt::right_side_full, WyAt::states_full, WyAt::rows_full, WyAt::x_made, WyAt::all_made})
     ptx::init_barrier(base + of_one, 1);
-  for (const unsigned of_warps : {KDA_WY(inverse_there), KDA_WY(x_there), KDA_WY(rows_read)})
+  for (const unsigned of_warps : {WyAt::inverse_there, WyAt::x_there, WyAt::rows_read})
     ptx::init_barrier(base + of_warps, kWyWorkers / 32);
   ptx::fence_barriers();
 }
@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(kWyThreads, 1)
   const unsigned base = ptx::shared_address(shared_memory()), warp = __shfl_sync(kAll, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) start_barriers(base);
   wait_for_stream();  // without tensor memory, which the kernel in front may still ask for
-  if (warp == kWyIssuer) ptx::tmem_alloc(base + KDA_WY(tensors), WyTensors::columns), ptx::tmem_relinquish();
+  if (warp == kWyIssuer) ptx::tmem_alloc(base + WyAt::tensors, WyTensors::columns), ptx::tmem_relinquish();
   __syncthreads();  // mbarriers and tensor memory are there
-  const unsigned tensors = ptx::load_shared(base + KDA_WY(tensors));
+  const unsigned tensors = ptx::load_shared(base + WyAt::tensors);
   const auto nothing = [](const WyItem&) {};
   if (warp == kWyCopier) {
     const WyCopier<kVFirst> copier(call, maps, base);

@@ -46,9 +46,24 @@ struct alignas(1024) WyShared {
   unsigned tensors;  // the address of tensor memory
 };
 static_assert(sizeof(WyShared) <= 227 * 1024, "what a CTA may have");
-#define KDA_WY(member) static_cast<unsigned>(offsetof(WyShared, member))
-constexpr unsigned kRightSideBytes = sizeof(WideTile), kRowsBytes = KDA_WY(x) - KDA_WY(q);
-constexpr unsigned kStatesWithValuesBytes = KDA_WY(q) - KDA_WY(d_o);
+struct WyAt {
+  static constexpr unsigned right_side_full = offsetof(WyShared, right_side_full);
+  static constexpr unsigned states_full = offsetof(WyShared, states_full), rows_full = offsetof(WyShared, rows_full);
+  static constexpr unsigned x_made = offsetof(WyShared, x_made), all_made = offsetof(WyShared, all_made);
+  static constexpr unsigned inverse_there = offsetof(WyShared, inverse_there), x_there = offsetof(WyShared, x_there);
+  static constexpr unsigned rows_read = offsetof(WyShared, rows_read), tensors = offsetof(WyShared, tensors);
+  static constexpr unsigned dv_new = offsetof(WyShared, dv_new), d_o = offsetof(WyShared, d_o);
+  static constexpr unsigned S = offsetof(WyShared, S), dS = offsetof(WyShared, dS);
+  static constexpr unsigned values_0_v_new = offsetof(WyShared, values[0].v_new);
+  static constexpr unsigned values_0_v = offsetof(WyShared, values[0].v), q = offsetof(WyShared, q);
+  static constexpr unsigned k = offsetof(WyShared, k), G = offsetof(WyShared, G), x_1 = offsetof(WyShared, x[1]);
+  static constexpr unsigned x_0 = offsetof(WyShared, x[0]), x = offsetof(WyShared, x);
+  static constexpr unsigned values = offsetof(WyShared, values), sums_dots = offsetof(WyShared, sums.dots);
+  static constexpr unsigned sums_of_beta = offsetof(WyShared, sums.of_beta);
+  static constexpr unsigned sums_written = offsetof(WyShared, sums.written);
+};
+constexpr unsigned kRightSideBytes = sizeof(WideTile), kRowsBytes = WyAt::x - WyAt::q;
+constexpr unsigned kStatesWithValuesBytes = WyAt::q - WyAt::d_o;
 
 // Columns of tensor memory, f32.
 struct WyTensors {

@@ -13,12 +13,12 @@ class WyCopier {
   // Fills tiles in the order in which they are used, each when the chunk before has been read there.
   __device__ void fill(const WyItem& item) const {
     if (ptx::elect()) {
-      wait_for_last({KDA_WY(right_side_full), KDA_WY(inverse_there), KDA_WY(x_made)}, item);
-      expect(KDA_WY(right_side_full), kRightSideBytes);
-      values(KDA_WY(dv_new), kWideHalf, maps_.dv_new, item, KDA_WY(right_side_full));
-      wait_for_last({KDA_WY(states_full), KDA_WY(all_made)}, item);
+      wait_for_last({WyAt::right_side_full, WyAt::inverse_there, WyAt::x_made}, item);
+      expect(WyAt::right_side_full, kRightSideBytes);
+      values(WyAt::dv_new, kWideHalf, maps_.dv_new, item, WyAt::right_side_full);
+      wait_for_last({WyAt::states_full, WyAt::all_made}, item);
       fill_states(item);
-      wait_for_last({KDA_WY(rows_read)}, item);
+      wait_for_last({WyAt::rows_read}, item);
       fill_rows(item);
     }
     __syncwarp();
@@ -34,21 +34,21 @@ class WyCopier {
   }
   __device__ void expect(unsigned barrier, unsigned bytes) const { ptx::arrive_expecting(base_ + barrier, bytes); }
   __device__ void fill_states(const WyItem& item) const {
-    const unsigned full = KDA_WY(states_full);
+    const unsigned full = WyAt::states_full;
     expect(full, kStatesWithValuesBytes);
-    values(KDA_WY(d_o), kWideHalf, maps_.d_o, item, full);
-    state(KDA_WY(S), maps_.h, item), state(KDA_WY(dS), maps_.dh, item);
-    values(KDA_WY(values[0].v_new), sizeof(WyShared::Values), maps_.v_new, item, full);
-    values(KDA_WY(values[0].v), sizeof(WyShared::Values), maps_.v, item, full);
+    values(WyAt::d_o, kWideHalf, maps_.d_o, item, full);
+    state(WyAt::S, maps_.h, item), state(WyAt::dS, maps_.dh, item);
+    values(WyAt::values_0_v_new, sizeof(WyShared::Values), maps_.v_new, item, full);
+    values(WyAt::values_0_v, sizeof(WyShared::Values), maps_.v, item, full);
   }
   __device__ void fill_rows(const WyItem& item) const {
-    const unsigned h = item.hv / c_.group, full = KDA_WY(rows_full);
+    const unsigned h = item.hv / c_.group, full = WyAt::rows_full;
     expect(full, kRowsBytes);
     for (unsigned i = 0; i < 2; ++i) {
-      tile(KDA_WY(q) + i * kWideHalf, maps_.q, 64 * i, h, item, full);
-      tile(KDA_WY(k) + i * kWideHalf, maps_.k, 64 * i, h, item, full);
+      tile(WyAt::q + i * kWideHalf, maps_.q, 64 * i, h, item, full);
+      tile(WyAt::k + i * kWideHalf, maps_.k, 64 * i, h, item, full);
     }
-    for (unsigned i = 0; i < kSize / 32; ++i) tile(KDA_WY(G) + i * kWideHalf, maps_.G, 32 * i, item.hv, item, full);
+    for (unsigned i = 0; i < kSize / 32; ++i) tile(WyAt::G + i * kWideHalf, maps_.G, 32 * i, item.hv, item, full);
   }
   // Both halves of the columns. `part`: bytes from one to the other.
   __device__ void values(unsigned to, unsigned part, const CUtensorMap& map, const WyItem& item, unsigned full) const {
@@ -62,7 +62,7 @@ class WyCopier {
   __device__ void state(unsigned to, const CUtensorMap& map, const WyItem& item) const {
     for (unsigned i = 0; i < 2; ++i)
       ptx::copy_tile(base_ + to + i * kStateHalf, map, 64 * i, 0, item.hv, static_cast<unsigned>(item.state),
-                     base_ + KDA_WY(states_full));
+                     base_ + WyAt::states_full);
   }
 
   const WyCall& c_;
@@ -77,11 +77,11 @@ class WyIssuer {
   __device__ WyIssuer(unsigned base, unsigned tensors) : base_(base), tensors_(tensors) {}
 
   __device__ void multiply(const WyItem& item) const {
-    wait(KDA_WY(inverse_there), item), wait(KDA_WY(right_side_full), item);
+    wait(WyAt::inverse_there, item), wait(WyAt::right_side_full, item);
     if (ptx::elect()) start_solution();
-    wait(KDA_WY(states_full), item);
+    wait(WyAt::states_full, item);
     if (ptx::elect()) start_state_products();
-    wait(KDA_WY(x_there), item);
+    wait(WyAt::x_there, item);
     if (ptx::elect()) start_products_with_x();
     __syncwarp();
   }
@@ -95,28 +95,28 @@ class WyIssuer {
   }
   // x^T = dv_new^T J, first with what J's rounding to bf16 left.
   __device__ void start_solution() const {
-    const Operand dv_new = Operand::of_lines(base_ + KDA_WY(dv_new), kWideHalf);
-    product<kSize, kChunk, kChunkSteps, true, true>(WyTensors::x, dv_new, lines(KDA_WY(x[1])), false);
-    product<kSize, kChunk, kChunkSteps, true, true>(WyTensors::x, dv_new, lines(KDA_WY(x[0])), true);
-    ptx::commit_umma(base_ + KDA_WY(x_made));
+    const Operand dv_new = Operand::of_lines(base_ + WyAt::dv_new, kWideHalf);
+    product<kSize, kChunk, kChunkSteps, true, true>(WyTensors::x, dv_new, lines(WyAt::x_1), false);
+    product<kSize, kChunk, kChunkSteps, true, true>(WyTensors::x, dv_new, lines(WyAt::x_0), true);
+    ptx::commit_umma(base_ + WyAt::x_made);
   }
   // What needs no x: S d_o^T, dS v_new^T and S dS^T.
   __device__ void start_state_products() const {
-    const Operand d_o = Operand::of_rows(base_ + KDA_WY(d_o), kWideHalf), S = state(KDA_WY(S)), dS = state(KDA_WY(dS));
+    const Operand d_o = Operand::of_rows(base_ + WyAt::d_o, kWideHalf), S = state(WyAt::S), dS = state(WyAt::dS);
     product<kSize, kChunk, kSteps, kVFirst, false>(WyTensors::of_q, S, d_o, false);
     product<kSize, kChunk, kSteps, kVFirst, false>(WyTensors::of_k, dS, values(), false);
     product<kSize, kSize, kSteps, kVFirst, kVFirst>(WyTensors::of_states, S, dS, false);
   }
   // S x^T, and x [v_new; v]^T.
   __device__ void start_products_with_x() const {
-    const Operand x = lines(KDA_WY(x));
-    product<kSize, kChunk, kSteps, kVFirst, true>(WyTensors::y, state(KDA_WY(S)), x, false);
+    const Operand x = lines(WyAt::x);
+    product<kSize, kChunk, kSteps, kVFirst, true>(WyTensors::y, state(WyAt::S), x, false);
     product<kChunk, 2 * kChunk, kSteps, true, false>(WyTensors::scores, x, values(), false);
-    ptx::commit_umma(base_ + KDA_WY(all_made));
+    ptx::commit_umma(base_ + WyAt::all_made);
   }
 
   __device__ Operand lines(unsigned at) const { return Operand::of_lines(base_ + at, kWideHalf); }
-  __device__ Operand values() const { return Operand::of_rows(base_ + KDA_WY(values), sizeof(WyShared::Values)); }
+  __device__ Operand values() const { return Operand::of_rows(base_ + WyAt::values, sizeof(WyShared::Values)); }
   __device__ Operand state(unsigned at) const {
     return kVFirst ? Operand::of_lines(base_ + at, kStateHalf) : Operand::of_rows(base_ + at, kStateHalf);
   }

@@ -22,7 +22,7 @@ class WyWorker {
     if (c_.J.dtype == KDA_F32) store_inverse<float>(item);
     else store_inverse<bf16>(item);
     solve(item);
-    wait(KDA_WY(all_made), item);
+    wait(WyAt::all_made, item);
     write_scores(item);
     write_channels(item);
   }
@@ -75,25 +75,25 @@ class WyWorker {
       const float two[2] = {i < item.rows() && j <= i ? static_cast<float>(x[0]) : 0,
                             i < item.rows() && j < i ? static_cast<float>(x[1]) : 0};
       const unsigned both = ptx::pack<bf16>(two[0], two[1]);
-      const unsigned to = base_ + KDA_WY(x) + swizzled(i, lane_ / 4, 0) + lane_ % 4 * 4;
+      const unsigned to = base_ + WyAt::x + swizzled(i, lane_ / 4, 0) + lane_ % 4 * 4;
       ptx::store_shared(to, both);
       ptx::store_shared(to + kWideHalf, ptx::pack<bf16>(two[0] - __uint_as_float(both << 16),
                                                         two[1] - __uint_as_float(both & 0xffff0000u)));
     }
     if (item.rows() < kChunk) clear_tail(item);
-    arrive(KDA_WY(inverse_there));
+    arrive(WyAt::inverse_there);
   }
   // Clears rows of dv_new behind the chunk's end: they came with data of other tokens, and 0 times NaN is NaN.
   __device__ void clear_tail(const WyItem& item) const {
-    wait_phase(base_ + KDA_WY(right_side_full), item.n);
+    wait_phase(base_ + WyAt::right_side_full, item.n);
     for (unsigned i = item.rows() * 16 + threadIdx.x; i < kChunk * 16; i += kWyWorkers)
-      ptx::store_shared4(base_ + KDA_WY(dv_new) + swizzled(i / 16, i % 16, kWideHalf), make_uint4(0, 0, 0, 0));
+      ptx::store_shared4(base_ + WyAt::dv_new + swizzled(i / 16, i % 16, kWideHalf), make_uint4(0, 0, 0, 0));
   }
 
   // dv = beta x; x takes the place of J.
   __device__ void solve(const WyItem& item) const {
     float x[kWyTokens];
-    wait(KDA_WY(x_made), item);
+    wait(WyAt::x_made, item);
     ptx::load_tmem(x, own(WyTensors::x + token(0)));
     ptx::wait_for_tmem_loads();
     ptx::sync_threads(kWyBarrier, kWyWorkers);  // J is written: a commit does not tell that
@@ -102,10 +102,10 @@ class WyWorker {
       unsigned packed[4];
 #pragma unroll
       for (unsigned i = 0; i < 4; ++i) packed[i] = ptx::pack<bf16>(x[8 * p + 2 * i], x[8 * p + 2 * i + 1]);
-      ptx::store_shared4(base_ + KDA_WY(x) + swizzled(channel(), token(8 * p) / 8, 0),
+      ptx::store_shared4(base_ + WyAt::x + swizzled(channel(), token(8 * p) / 8, 0),
                          make_uint4(packed[0], packed[1], packed[2], packed[3]));
     }
-    arrive(KDA_WY(x_there));
+    arrive(WyAt::x_there);
     if (c_.dv.dtype == KDA_F32) write_values<float>(item, x);
     else write_values<bf16>(item, x);
   }
@@ -132,7 +132,7 @@ class WyWorker {
     for (unsigned r = 0; r < 2; ++r) {
       const unsigned i = 16 * warp_ + g + 8 * r;
       if (group_ == 0 && t == g / 2)
-        ptx::store_shared_f32(base_ + KDA_WY(sums.dots) + i * 4, odd ? dots[6 * r + 1] : dots[6 * r]);
+        ptx::store_shared_f32(base_ + WyAt::sums_dots + i * 4, odd ? dots[6 * r + 1] : dots[6 * r]);
       if (i >= item.rows()) continue;
       char* const to = item.row_of(c_.dAkk, i);
 #pragma unroll
@@ -150,7 +150,7 @@ class WyWorker {
     return __uint_as_float(ptx::load_shared16(base_ + tile + swizzled(i, c / 8, kWideHalf) + c % 8 * 2) << 16);
   }
   __device__ float gate(unsigned i) const {
-    return ptx::load_shared_f32(base_ + KDA_WY(G) + warp_ * kWideHalf + swizzled(i, lane_ / 4, 0) + lane_ % 4 * 4);
+    return ptx::load_shared_f32(base_ + WyAt::G + warp_ * kWideHalf + swizzled(i, lane_ / 4, 0) + lane_ % 4 * 4);
   }
 
   // A worker's channel, from token to token.
@@ -164,7 +164,7 @@ class WyWorker {
   };
   // dq, dk and dG, and dbeta.
   __device__ void write_channels(const WyItem& item) const {
-    wait_phase(base_ + KDA_WY(rows_full), item.n);
+    wait_phase(base_ + WyAt::rows_full, item.n);
     const auto first = [&](const Rows& to) { return item.row_of(to, token(0)) + channel() * sizeof(float); };
     Channel x{.dq = first(c_.dq), .dk = first(c_.dk), .dG = first(c_.dG)};
     x.rows = channel() < c_.K ? item.rows() : 0, x.last = gate(item.rows() - 1);
@@ -178,13 +178,13 @@ class WyWorker {
 #pragma unroll
       for (unsigned e = 0; e < 8; ++e) finish(t0 + e, y[e], of_q[e], of_k[e], x);
     }
-    arrive(KDA_WY(rows_read));
+    arrive(WyAt::rows_read);
     add_up(item, x);
   }
   // The worker's element of a token.
   __device__ void finish(unsigned t, float y, float of_q, float of_k, Channel& x) const {
     const unsigned i = token(t);
-    const float q = key(KDA_WY(q), i), k = key(KDA_WY(k), i), G = gate(i), E = ptx::exp2(G), F = ptx::exp2(x.last - G);
+    const float q = key(WyAt::q, i), k = key(WyAt::k, i), G = gate(i), E = ptx::exp2(G), F = ptx::exp2(x.last - G);
     const float kG = k * E, read = beta(t) * y, dq = of_q * (c_.scale * E), dk = of_k * F, written = k * dk;
     const float dG = fmaf(q, dq, -fmaf(kG, read, written));
     x.of_beta[t] = kG * y;
@@ -211,12 +211,12 @@ class WyWorker {
   }
   // Stores dbeta and the last row of dG, with the sums over all channels and all tokens.
   __device__ void add_up(const WyItem& item, Channel& x) const {
-    const unsigned of_beta = base_ + KDA_WY(sums.of_beta), written = base_ + KDA_WY(sums.written);
+    const unsigned of_beta = base_ + WyAt::sums_of_beta, written = base_ + WyAt::sums_written;
     ptx::store_shared_f32(of_beta + (warp_ * kChunk + token(lane_)) * 4, sum_over_lanes(x.of_beta));
     ptx::store_shared_f32(written + (group_ * kSize + channel()) * 4, x.written);
     ptx::sync_threads(kWyBarrier, kWyWorkers);  // sums of all are there
     if (threadIdx.x < item.rows()) {
-      float sum = ptx::load_shared_f32(base_ + KDA_WY(sums.dots) + threadIdx.x * 4);
+      float sum = ptx::load_shared_f32(base_ + WyAt::sums_dots + threadIdx.x * 4);
       for (unsigned w = 0; w < kWyWarps; ++w) sum -= ptx::load_shared_f32(of_beta + (w * kChunk + threadIdx.x) * 4);
       *reinterpret_cast<float*>(item.row_of(c_.dbeta, threadIdx.x)) = sum;
     }

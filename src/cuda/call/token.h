@@ -1,11 +1,15 @@
 // The inputs of a token: loaded, activated, and spread over the threads of a warp or block.
 #pragma once
+#include "contract/gate_form.h"
 #include "cuda/call/launch.h"
 #include "cuda/call/view.h"
 #include "cuda/call/warp.h"
 #include "cuda/gate/activations.h"
 
 namespace kda::cuda {
+
+// Decode compares forms in place, as gate.h does, and not by a function of gate.h: of that ptxas makes other code.
+static_assert(kGateForms == 3, "another form of the gate: TokenKeys::finish must compute it");
 
 // The inputs of a call's tokens, and where their outputs go. What is read first comes first.
 struct Tokens {
@@ -14,7 +18,8 @@ struct Tokens {
   int64_t bias_stride;       // bytes from one head to the next
   int32_t K;
   uint32_t qkv_dtype : 4, g_dtype : 4, beta_dtype : 4, o_dtype : 4;
-  uint32_t gate_form : 4, beta_form : 4, qk_l2norm : 1;
+  GateForm gate_form : 4;
+  uint32_t beta_form : 4, qk_l2norm : 1;
   uint32_t narrow : 1;  // q, k, v, g and beta all have 16 bits
   View o;
   float lower_bound, scale;
@@ -34,7 +39,7 @@ struct Tokens {
         g_dtype(in.g.dtype),
         beta_dtype(in.beta.dtype),
         o_dtype(o.dtype),
-        gate_form(in.gate_form),
+        gate_form(form_of(in)),
         beta_form(in.beta_form),
         qk_l2norm(in.qk_l2norm != 0),
         narrow((!in.q.data || in.q.dtype != KDA_F32) && in.g.dtype != KDA_F32 && in.beta.dtype != KDA_F32),
@@ -224,13 +229,13 @@ struct TokenKeys {
     if (!is_moderate(A_log_)) [[unlikely]] {
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
-        z[i] = x.gate_form == KDA_GATE_SOFTPLUS ? softplus_input(A_log_, z[i]) : bounded_input(A_log_, z[i]);
+        z[i] = x.gate_form == GateForm::kSoftplus ? softplus_input(A_log_, z[i]) : bounded_input(A_log_, z[i]);
     }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       float g = z[i];
-      if (x.gate_form == KDA_GATE_SOFTPLUS) g = -rate * softplus(g);
-      else if (x.gate_form == KDA_GATE_LOWER_BOUND) g = x.lower_bound * sigmoid(rate * g);
+      if (x.gate_form == GateForm::kSoftplus) g = -rate * softplus(g);
+      else if (x.gate_form == GateForm::kLowerBound) g = x.lower_bound * sigmoid(rate * g);
       alpha[i] = channel(i) < x.K ? expf(g) : 0.0f;
     }
     beta = activated_beta(x.beta_form, value_of(x.beta_dtype, raw_beta_));

@@ -92,8 +92,8 @@ struct DecodeParams {
 };
 
 // The fast path that a call is on. All have the dtypes and forms that Tokens::on_fast_path() names, K = 128, and states
-// of one dtype. The plain one has one token, states that lie alike before and after, and no slots to write but those
-// that are read. The one with snapshots has any number of tokens. Kernels for these calls have less than half of the
+// of one dtype. kPlain takes one token, needs h0 and hT with equal strides, and writes each state back to the slot that
+// it was read from. The one with snapshots has any number of tokens. Kernels for these calls have less than half of the
 // instructions: code for other calls would lie between those that run, and come through the instruction cache with
 // them.
 inline FastPath fast_path_of(const DecodeProblem& p, const DecodeParams& x) {

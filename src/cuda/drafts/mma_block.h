@@ -111,7 +111,7 @@ class MmaBlock {
     const Tokens& tokens = x_.tokens;
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i) {
-      // (In blocks that flush, the state had better be requested once the drafts are there, as entries come first.)
+      // Blocks that also flush request the state only after the drafts have arrived, because entries must load first.
       constexpr bool kIf = !kFlushes<P>;
       const bool is_there = drafts_[i].t < T_;
       if (!kIf && !is_there) continue;

@@ -7,9 +7,7 @@
 namespace kda::cuda::engine {
 
 // Is one anchor a chunk enough for the call's gates?
-inline bool anchored(const ForwardProblem& p) {
-  return p.args.in.gate_form == KDA_GATE_LOWER_BOUND && p.args.in.lower_bound >= -5;
-}
+inline bool anchored(const ForwardProblem& p) { return is_well_bounded(form_of(p.args.in), p.args.in.lower_bound); }
 
 // Why CTA pairs do not take a call, on any GPU that has them; or nullptr.
 inline const char* pairs_why_not(const ForwardProblem& p) {

@@ -86,7 +86,8 @@ Segments engine::segments_of(const ForwardProblem& p, bool reversed) {
 
 const char* engine::segments_why_not(const ForwardProblem& p) {
   if (p.N == 0) return "needs a sequence to cut";
-  if (p.args.exec.flags & KDA_BATCH_INVARIANT) return "takes no KDA_BATCH_INVARIANT: bits tell where it cuts";
+  if (p.args.exec.flags & KDA_BATCH_INVARIANT)
+    return "is not batch invariant: results depend on where sequences are split";
   if ((p.B * p.T / kRows + p.N + 1) * p.HV > INT32_MAX) return "takes at most 2^31 chunks";
   return nullptr;
 }

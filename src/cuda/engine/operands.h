@@ -7,36 +7,9 @@
 // where q and k are normalised. The consumer multiplies by the scale.
 #pragma once
 #include "cuda/engine/scratch.h"
+#include "cuda/gate/gate.h"
 
 namespace kda::cuda::engine {
-
-constexpr float kLog2e = 1.44269504f;
-
-// What the gates of a head share: bias of the lane's four channels, A_log.
-struct HeadGate {
-  float bias[4] = {}, log = 0;
-  __device__ void load(const Tokens& x, unsigned hv, unsigned lane) {
-    if (x.A_log) log = *reinterpret_cast<const float*>(x.A_log + hv * 4);
-    if (!x.bias || lane * 4 >= static_cast<unsigned>(x.K)) return;  // others stay 0
-#pragma unroll
-    for (int e = 0; e < 4; ++e) bias[e] = reinterpret_cast<const float*>(x.bias + hv * x.bias_stride)[lane * 4 + e];
-  }
-  __device__ float rate() const { return __expf(moderate(log)); }
-  // Whether, in any lane, A_log is not moderate, or a product with bias is so large that its rounding would count
-  // where it cancels against a product with x. Then input() takes the place of x, and 0 that of bias.
-  __device__ bool is_wild(const Tokens& x) const {
-    float most = 0;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) most = fmaxf(most, fabsf(bias[e]));
-    const float product = most * (x.gate_form == KDA_GATE_SOFTPLUS ? 1 : rate());
-    return __any_sync(kAll, !(is_moderate(log) && product < 700));
-  }
-  // Returns 2e38 at most, not inf, which rows behind the chunk's last one would multiply by 0.
-  __device__ float input(float x, unsigned e, bool softplus) const {
-    const float z = x + bias[e];
-    return ptx::least(softplus ? softplus_input(log, z) : bounded_input(log, z), 2e38f);
-  }
-};
 
 // Calls work(i, own, next, after) for the warp's rows i. The last three are the lane's places of rows i, i + 1 and i
 // + 2 in a tile; behind the last row come those of the first ones again, and what is loaded from there is not used.

@@ -188,8 +188,8 @@ class Producer {
     const bool mine = role(at_.turn) == WarpRole::kCopy;
     if (mine) ring().wait_empty(number);
     // Both consumers have read what the stages had before, the next plan is there, and this one may be overwritten.
-    // (No thread goes on before the stages are read: if it then waited for the next phase of an mbarrier, it could
-    // not tell that from the phase before this one.)
+    // All threads wait here: waiting for an mbarrier checks only the parity of its phase, so a thread that is two
+    // phases ahead would pass too early.
     at_.sync();
     next = known_plan(at_.turn + 1);
     if (!mine || !ptx::elect()) return;

@@ -21,59 +21,8 @@ class AnyGateScores {
  public:
   static constexpr bool kTakesDiagonal = true;  // with fast decays it is most of an output, and bf16 is too coarse
   static constexpr bool kSkipsQueries = false;
-  static constexpr float kMost = 25;  // limit of -log2 alpha, for all but ell
 
-  // -log2 alpha of the lane's channels is rate f(x), f: softplus to base 2, sigmoid, or -x.
-  struct Gate {
-    const HeadGate& head;
-    int32_t form;
-    float rate, most, factor, shift[4];
-    __device__ Gate(const Tokens& x, const HeadGate& head) : head(head), form(x.gate_form) {
-      const float a = head.rate();
-      const bool softplus = form == KDA_GATE_SOFTPLUS, given = !softplus && form != KDA_GATE_LOWER_BOUND;
-      factor = softplus ? kLog2e : given ? -1 : -kLog2e * a;
-      rate = softplus ? a : form == KDA_GATE_LOWER_BOUND ? -x.lower_bound * kLog2e : kLog2e;
-      most = kMost * ptx::reciprocal(rate);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) shift[e] = given ? 0 : head.bias[e] * factor;
-    }
-    // In two steps, so that special functions of two rows can take turns.
-    struct Part {
-      float x[4], e[4];
-    };
-    template <bool kWild>
-    __device__ void begin(const float (&x)[4], Part& y) const {
-      const bool softplus = form == KDA_GATE_SOFTPLUS;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        y.x[e] = kWild ? factor * head.input(x[e], e, softplus) : fmaf(factor, x[e], shift[e]);
-        y.e[e] = ptx::exp2(softplus ? -fabsf(y.x[e]) : y.x[e]);
-      }
-    }
-    __device__ void end(const Part& y, float (&x)[4]) const {
-      if (form == KDA_GATE_SOFTPLUS) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = softplus(y.x[e], y.e[e]);
-      } else if (form == KDA_GATE_LOWER_BOUND) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + y.e[e]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = y.x[e];
-      }
-    }
-    // log2(1 + 2^x) = max(x, 0) + log2(1 + e), e = 2^-|x|. The latter is a polynomial with a relative error of
-    // 9.2e-6; where it is small, 2.8e-6, because errors of slow decays add up.
-    __device__ static float softplus(float x, float e) {
-      float p = -0.035237316f;
-      p = fmaf(p, e, 0.14823328f);
-      p = fmaf(p, e, -0.30523044f);
-      p = fmaf(p, e, 0.47012892f);
-      p = fmaf(p, e, -0.7205947f);
-      p = fmaf(p, e, 1.4426911f);
-      return fmaf(p, e, fmaxf(x, 0));  // fmaxf drops a NaN, e keeps it
-    }
-  };
+  using Gate = AnyGate;
 
   __device__ AnyGateScores(const Scratch& at, unsigned stage) : at_(at), stage_(stage) {}
 

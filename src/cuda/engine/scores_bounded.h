@@ -11,30 +11,7 @@ class BoundedScores {
  public:
   static constexpr bool kTakesDiagonal = false;  // its own products make the diagonal
   static constexpr bool kSkipsQueries = true;    // for chunks that need none
-  // gamma = log2 alpha = bound sigmoid(a (x + bias)) of the lane's channels.
-  struct Gate {
-    const HeadGate& head;
-    float bound, rate, shift[4];
-    __device__ Gate(const Tokens& x, const HeadGate& head) : head(head), bound(x.lower_bound * kLog2e) {
-      rate = -kLog2e * head.rate();
-#pragma unroll
-      for (int e = 0; e < 4; ++e) shift[e] = head.bias[e] * rate;
-    }
-    // sigmoid in two steps, so that special functions of two rows can take turns.
-    struct Part {
-      float x[4];
-    };
-    template <bool kWild>
-    __device__ void begin(const float (&x)[4], Part& y) const {
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        y.x[e] = ptx::exp2(kWild ? rate * head.input(x[e], e, false) : fmaf(rate, x[e], shift[e]));
-    }
-    __device__ void end(const Part& y, float (&x)[4]) const {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = ptx::reciprocal(1 + y.x[e]);
-    }
-  };
+  using Gate = BoundedGate;
 
   __device__ BoundedScores(const Scratch& at, unsigned stage) : at_(at), stage_(stage) {}
 

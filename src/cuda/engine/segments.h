@@ -18,9 +18,9 @@ namespace kda::cuda::engine {
 // with cu_seqlens, the segments of sequence n, which begins at token t0, have numbers from t0 / tokens + n on. Some
 // numbers have no segment.
 //
-// Reversed, positions take the place of tokens: they count from a sequence's end, rounded up to a multiple of 64. So
-// cuts are at multiples of 64 tokens, and a sequence may have 63 positions more than tokens. For that, with cu_seqlens,
-// `lead` is 64 longer. The same holds where requests may resume within a chunk (openings.h): positions count from where
+// The reverse scan splits by positions: the distance from the sequence's end, rounded up to 64 tokens, so that splits
+// fall on chunk borders. Up to 63 positions of a sequence belong to no token. For these, with cu_seqlens, `lead` is 64
+// longer. The same holds where requests may resume within a chunk (openings.h): positions count from where
 // that chunk began.
 //
 // This is all that a pair needs to find its task, and no more: its first chunk waits for each 64 bytes of parameters,

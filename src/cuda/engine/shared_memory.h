@@ -61,8 +61,8 @@ struct Half {  // half of the channels of k and of q
 };
 
 // The order of channels in a stage. An accumulator of wgmma gives a lane two neighbouring places of every eight: lane q
-// of four has places 8 j + 2 q and one more, for each j. So that a lane has runs of `run` neighbouring channels, which
-// it stores at once, channels have other places: in blocks of 4 run channels, the q-th run has the places of lane q.
+// of four has places 8 j + 2 q and one more, for each j. The order is permuted so that each lane owns `run` adjacent
+// channels and can store them with one access: in every block of 4 x run channels, run q belongs to lane q.
 //   kAsGiven    places are channels
 //   kRunsOfFour for the forward that keeps states: blocks of 16, which a step of wgmma adds up in whatever order, so
 //               that results keep their bits

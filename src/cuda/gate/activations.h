@@ -8,6 +8,8 @@
 
 namespace kda::cuda {
 
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+
 // Uses __expf and __fdividef: relative errors are a few 2^-22 for |x| < 20, against a limit of 1e-5.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 

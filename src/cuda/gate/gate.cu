@@ -45,7 +45,7 @@ struct Params {
   int64_t dA_stride, d_bias_stride;
   int64_t M, rows;  // rows of a block
   int HV, K;
-  int32_t form;
+  GateForm form;
   float lower_bound;
 };
 
@@ -242,7 +242,7 @@ Params common_params(const Args& a) {
   p.M = a.x.shape[0];
   p.HV = static_cast<int>(a.x.shape[1]);
   p.K = static_cast<int>(a.x.shape[2]);
-  p.form = a.gate_form;
+  p.form = form_of(a);
   p.lower_bound = a.lower_bound;
   p.rows = max(kMinRows, (p.M + kMaxRowBlocks - 1) / kMaxRowBlocks);
   return p;

@@ -13,13 +13,13 @@
 //
 // Then T = (I + Akk)^-1 diag(beta) in f32, by forward substitution, in one warp with a column for each lane.
 #pragma once
+#include "cuda/gate/gate.h"
 #include "cuda/prefill/chunk_image.h"
 #include "cuda/ptx/sm80.h"
 
 namespace kda::cuda {
 
 constexpr int kPrepareThreads = 128, kBlockRows = 8;
-constexpr float kLog2e = 1.44269504f;
 constexpr float kLeastStep = -160;  // of a log2 gate: the decay is 0 in f32
 
 // Where things are in shared memory, in bytes. Rows are so far apart that eight of them are free of bank conflicts.
@@ -387,13 +387,7 @@ class Preparation {
     load_four(g, g_ + w() * g_block() + s * g_step_, x_.g_dtype);
     const float4 bias = ptx::load_shared_f32x4(shared_ + m_.bias + (s * 16 + j() * 4) * 4);
     g[0] += bias.x, g[1] += bias.y, g[2] += bias.z, g[3] += bias.w;
-    if (x_.gate_form == KDA_GATE_SOFTPLUS) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) g[e] = -rate_ * softplus(softplus_input(A_log_, g[e]));
-    } else if (x_.gate_form == KDA_GATE_LOWER_BOUND) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) g[e] = x_.lower_bound * sigmoid(rate_ * bounded_input(A_log_, g[e]));
-    }
+    log_decays(x_, A_log_, rate_, g);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float step = g[e] * kLog2e;

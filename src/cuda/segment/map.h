@@ -25,7 +25,7 @@ struct SegmentKernels {
   const char* (*backward_why_not)(const BackwardProblem& p);
   uint64_t (*backward_workspace)(const BackwardProblem& p);
   void (*backward)(const BackwardProblem& p);
-  bool writes_outputs;  // they need a place for outputs and dv, which nobody reads; others take a call without
+  bool writes_outputs;  // these kernels always write o and dv, so they are given scratch memory for both
 
   // M and b, the final state of a forward, in one pass; M^T and d, the gradient of the initial state, in another one.
   // nullptr: a pass for each. takes_reverse_maps: whether the pass in reverse takes a call.

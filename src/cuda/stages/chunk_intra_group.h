@@ -1,5 +1,6 @@
 // The rows of a warp in chunk_intra.cu, and what is in shared memory.
 #pragma once
+#include "cuda/gate/activations.h"
 #include "cuda/stages/stages.h"
 #include "cuda/stages/tiles.h"
 
@@ -72,7 +73,7 @@ struct Group {
     for (int r = 0; r < kGroup; ++r)
 #pragma unroll
       for (int j = 0; j < kPerLane<E>; ++j) {
-        const float x = step[r][j], gamma = x * 1.44269504f;
+        const float x = step[r][j], gamma = x * kLog2e;
         step[r][j] = steps ? gamma < -160 ? -160 : gamma : i0 + r < at.rows ? x - before[j] : 0;
         before[j] = x;
       }

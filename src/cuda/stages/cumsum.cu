@@ -1,6 +1,7 @@
 // F1: G_i = sum_(j<=i) max(g_j log2(e), -160), from each chunk's start. A block has a chunk of a value head, a thread
 // a channel; 16 tokens are loaded at a time. Only bytes count here.
 #include "contract/stages.h"
+#include "cuda/gate/activations.h"
 #include "cuda/stages/declarations.h"
 #include "cuda/stages/stages.h"
 #include "cuda/stages/tiles.h"
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) cumsum_kernel(const __grid_constant_
     else load.template operator()<true>();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const float step = value_of(p.g.dtype, raw[i]) * 1.44269504f;
+      const float step = value_of(p.g.dtype, raw[i]) * kLog2e;
       sum += step < -160 ? -160 : step;  // keeps NaN
       if (first + i < at.rows) *reinterpret_cast<float*>(to) = sum;
       to += p.G.token;

@@ -42,7 +42,13 @@ struct alignas(1024) WyShared {
   uint64_t full, sent;
 };
 static_assert(2 * (sizeof(WyShared) + 1024) <= 228 * 1024, "two CTAs share an SM");
-#define KDA_WY(member) static_cast<unsigned>(offsetof(WyShared, member))
+struct WyAt {
+  static constexpr unsigned full = offsetof(WyShared, full), sent = offsetof(WyShared, sent);
+  static constexpr unsigned S = offsetof(WyShared, S), dS = offsetof(WyShared, dS), q = offsetof(WyShared, q);
+  static constexpr unsigned k = offsetof(WyShared, k), G = offsetof(WyShared, G), x = offsetof(WyShared, x);
+  static constexpr unsigned v_new = offsetof(WyShared, v_new), d_o = offsetof(WyShared, d_o);
+  static constexpr unsigned of_beta = offsetof(WyShared, of_beta);
+};
 constexpr unsigned kWyBytes = offsetof(WyShared, of_beta);
 
 // Named barriers of a warpgroup; the second one has the next number.
@@ -78,24 +84,24 @@ class WyChunk {
   // Starts all copies. By the first warp.
   __device__ void fetch(int64_t state) const {
     if (!ptx::elect()) return;
-    const unsigned full = base_ + KDA_WY(full), sent = base_ + KDA_WY(sent);
+    const unsigned full = base_ + WyAt::full, sent = base_ + WyAt::sent;
     ptx::init_barrier(full, 1), ptx::init_barrier(sent, 1);
     ptx::fence_barriers();
     ptx::arrive_expecting(full, kWyBytes), ptx::arrive_expecting(sent, sizeof(WyShared::of_beta));
     const unsigned h = hv_ / c_.group, own = kWyChannels * rank_;
-    fetch_state(KDA_WY(S), maps_.h, state), fetch_state(KDA_WY(dS), maps_.dh, state);
-    fetch_tile(KDA_WY(q), maps_.q, own, h), fetch_tile(KDA_WY(k), maps_.k, own, h);
-    for (unsigned i = 0; i < 2; ++i) fetch_tile(KDA_WY(G) + i * kWideHalf, maps_.G, own + kWyGroupChannels * i, hv_);
+    fetch_state(WyAt::S, maps_.h, state), fetch_state(WyAt::dS, maps_.dh, state);
+    fetch_tile(WyAt::q, maps_.q, own, h), fetch_tile(WyAt::k, maps_.k, own, h);
+    for (unsigned i = 0; i < 2; ++i) fetch_tile(WyAt::G + i * kWideHalf, maps_.G, own + kWyGroupChannels * i, hv_);
   }
 
   // Each CTA asks for half of the tiles that both need. Both CTAs' mbarriers are there.
   __device__ void fetch_shared() const {
     if (!ptx::elect()) return;
-    share_tile(KDA_WY(x), maps_.dv_new), share_tile(KDA_WY(v_new), maps_.v_new), share_tile(KDA_WY(d_o), maps_.d_o);
+    share_tile(WyAt::x, maps_.dv_new), share_tile(WyAt::v_new, maps_.v_new), share_tile(WyAt::d_o, maps_.d_o);
   }
   __device__ void share_tile(unsigned to, const CUtensorMap& map) const {
     ptx::copy_tile_to(3, base_ + to + rank_ * kWideHalf, map, 64 * rank_, hv_, static_cast<unsigned>(at_.t0),
-                      static_cast<unsigned>(at_.b), base_ + KDA_WY(full));
+                      static_cast<unsigned>(at_.b), base_ + WyAt::full);
   }
 
   __device__ void run() {
@@ -126,10 +132,10 @@ class WyChunk {
 
   __device__ void fetch_tile(unsigned to, const CUtensorMap& map, unsigned first, unsigned head) const {
     ptx::copy_tile(base_ + to, map, first, head, static_cast<unsigned>(at_.t0), static_cast<unsigned>(at_.b),
-                   base_ + KDA_WY(full));
+                   base_ + WyAt::full);
   }
   __device__ void fetch_state(unsigned to, const CUtensorMap& map, int64_t state) const {
-    const unsigned full = base_ + KDA_WY(full), row = static_cast<unsigned>(state), own = kWyChannels * rank_;
+    const unsigned full = base_ + WyAt::full, row = static_cast<unsigned>(state), own = kWyChannels * rank_;
     if constexpr (kVFirst) ptx::copy_tile(base_ + to, map, own, 0, hv_, row, full);
     else
       for (unsigned i = 0; i < 2; ++i) ptx::copy_tile(base_ + to + i * kWideHalf, map, 64 * i, own, hv_, row, full);
@@ -168,9 +174,9 @@ class WyChunk {
     unsigned high[4][4], low[4][4], v[2][4];
     load_inverse(high, low);
     load_values(v);
-    ptx::wait_barrier(base_ + KDA_WY(full), 0);
+    ptx::wait_barrier(base_ + WyAt::full, 0);
     if (at_.rows < static_cast<int>(kChunk)) clear_tail();
-    const uint64_t dv_new = matrix(KDA_WY(x) + group_ * kWideHalf);
+    const uint64_t dv_new = matrix(WyAt::x + group_ * kWideHalf);
     ptx::fence_products();
 #pragma unroll
     for (unsigned s = 0; s < 4; ++s) ptx::wgmma<bf16, true>(x, low[s], ptx::further(dv_new, s * 2048), s > 0);
@@ -193,7 +199,7 @@ class WyChunk {
   // Clears rows of dv_new behind the chunk's end: they came with data of other tokens, and 0 times NaN is NaN.
   __device__ void clear_tail() const {
     for (unsigned i = static_cast<unsigned>(at_.rows) * 16 + threadIdx.x; i < kChunk * 16; i += kWyThreads)
-      ptx::store_shared4(base_ + KDA_WY(x) + swizzled(i / 16, i % 16, kWideHalf), make_uint4(0, 0, 0, 0));
+      ptx::store_shared4(base_ + WyAt::x + swizzled(i / 16, i % 16, kWideHalf), make_uint4(0, 0, 0, 0));
     ptx::fence_shared_for_async();  // products read them
     __syncthreads();                // all are cleared
   }
@@ -226,7 +232,7 @@ class WyChunk {
 #pragma unroll
       for (unsigned i = 0; i < 4; ++i) packed[i] = ptx::pack<bf16>(x[4 * n + 2 * i], x[4 * n + 2 * i + 1]);
       const unsigned own = 16 * warp_ + lane_ / 8 % 2 * 8 + lane_ % 8;
-      ptx::store_matrices(base_ + KDA_WY(x) + swizzled(own, 8 * group_ + n + lane_ / 16, kWideHalf), packed);
+      ptx::store_matrices(base_ + WyAt::x + swizzled(own, 8 * group_ + n + lane_ / 16, kWideHalf), packed);
     }
     ptx::fence_shared_for_async();  // products read it
     __syncthreads();                // all of x is there
@@ -234,7 +240,7 @@ class WyChunk {
 
   // y = x S^T, d_o S^T and v_new dS^T in the warpgroup's channels.
   __device__ void start_products(float (&y)[16], float (&dq)[16], float (&dk)[16]) const {
-    const uint64_t S = matrix(KDA_WY(S) + group_ * (kVFirst ? 64 : 32 * kRowBytes)), x = matrix(KDA_WY(x));
+    const uint64_t S = matrix(WyAt::S + group_ * (kVFirst ? 64 : 32 * kRowBytes)), x = matrix(WyAt::x);
     ptx::fence_products();
     const auto multiply = [&](float(&d)[16], unsigned left, unsigned right) {
 #pragma unroll
@@ -243,14 +249,14 @@ class WyChunk {
                                          ptx::further(S, right + (kVFirst ? s * 2048 : step(s))), s > 0);
     };
     multiply(y, 0, 0);
-    multiply(dq, KDA_WY(d_o) - KDA_WY(x), 0);
-    multiply(dk, KDA_WY(v_new) - KDA_WY(x), KDA_WY(dS) - KDA_WY(S));
+    multiply(dq, WyAt::d_o - WyAt::x, 0);
+    multiply(dk, WyAt::v_new - WyAt::x, WyAt::dS - WyAt::S);
     ptx::commit_products();
   }
   // dAkk = -strict(x v_new^T): each CTA has half of the columns, which one of its warpgroups makes.
   __device__ void write_scores() const {
     float dA[16];
-    const uint64_t x = matrix(KDA_WY(x)), v_new = matrix(KDA_WY(v_new) + rank_ * 32 * kRowBytes);
+    const uint64_t x = matrix(WyAt::x), v_new = matrix(WyAt::v_new + rank_ * 32 * kRowBytes);
     ptx::fence_products();
 #pragma unroll
     for (unsigned s = 0; s < 8; ++s)
@@ -277,10 +283,10 @@ class WyChunk {
 #pragma unroll
     for (unsigned v = 0; v < 128; v += 32) {  // a matrix for each eight of v
       unsigned x[4], z[4];
-      const unsigned from = base_ + KDA_WY(S) +
-                            (kVFirst ? swizzled(v + lane_, first / 8, 0) : swizzled(first + r8, v / 8 + i8, kWideHalf));
-      if constexpr (kVFirst) ptx::load_transposed(x, from), ptx::load_transposed(z, from + (KDA_WY(dS) - KDA_WY(S)));
-      else ptx::load_matrices(x, from), ptx::load_matrices(z, from + (KDA_WY(dS) - KDA_WY(S)));
+      const unsigned from =
+          base_ + WyAt::S + (kVFirst ? swizzled(v + lane_, first / 8, 0) : swizzled(first + r8, v / 8 + i8, kWideHalf));
+      if constexpr (kVFirst) ptx::load_transposed(x, from), ptx::load_transposed(z, from + (WyAt::dS - WyAt::S));
+      else ptx::load_matrices(x, from), ptx::load_matrices(z, from + (WyAt::dS - WyAt::S));
       ptx::mma<bf16>(d[0], {x[0], 0, x[1], 0}, z[0], z[1]);
       ptx::mma<bf16>(d[1], {x[2], 0, x[3], 0}, z[2], z[3]);
     }
@@ -293,7 +299,7 @@ class WyChunk {
     return two_of(ptx::load_shared(base_ + tile + swizzled(row, 4 * group_ + n, 0) + 4 * t()));
   }
   __device__ float2 load_gates(unsigned row, unsigned n) const {
-    return ptx::load_shared_f32x2(base_ + KDA_WY(G) + group_ * kWideHalf + swizzled(row, 2 * n + t() / 2, 0) +
+    return ptx::load_shared_f32x2(base_ + WyAt::G + group_ * kWideHalf + swizzled(row, 2 * n + t() / 2, 0) +
                                   8 * (t() % 2));
   }
 
@@ -316,7 +322,7 @@ class WyChunk {
 #pragma unroll
       for (unsigned n = 0; n < 4; ++n) {
         const unsigned i = 4 * n + 2 * r, own = static_cast<unsigned>(row(r));
-        const float2 q = load_keys(KDA_WY(q), own, n), k = load_keys(KDA_WY(k), own, n), G = load_gates(own, n);
+        const float2 q = load_keys(WyAt::q, own, n), k = load_keys(WyAt::k, own, n), G = load_gates(own, n);
         const float first = finish(q.x, k.x, G.x, last[n].x, r, y[i], dq[i], dk[i], of_beta[r]);
         const float second = finish(q.y, k.y, G.y, last[n].y, r, y[i + 1], dq[i + 1], dk[i + 1], of_beta[r]);
         if (is_real(r)) written[n].x += first, written[n].y += second;
@@ -379,11 +385,11 @@ class WyChunk {
     }
   }
   // Memory of the warpgroup, when it has read its gates.
-  __device__ unsigned scratch() const { return base_ + KDA_WY(G) + group_ * kWideHalf; }
+  __device__ unsigned scratch() const { return base_ + WyAt::G + group_ * kWideHalf; }
 
   // dbeta = x.v - kG.y: the parts of both warpgroups of the second CTA, then of both of the first one.
   __device__ void write_dbeta(float (&of_beta)[2]) const {
-    const unsigned own = static_cast<unsigned>(row(0)) * 4, other = base_ + KDA_WY(G) + kWideHalf + 1024 + own;
+    const unsigned own = static_cast<unsigned>(row(0)) * 4, other = base_ + WyAt::G + kWideHalf + 1024 + own;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       of_beta[r] += __shfl_xor_sync(kAll, of_beta[r], 1), of_beta[r] += __shfl_xor_sync(kAll, of_beta[r], 2);
@@ -391,7 +397,7 @@ class WyChunk {
     }
     __syncthreads();  // the parts of the second warpgroup are there
     if (group_ == 1) return;
-    const unsigned buffer = base_ + KDA_WY(of_beta), sent = base_ + KDA_WY(sent);
+    const unsigned buffer = base_ + WyAt::of_beta, sent = base_ + WyAt::sent;
     if (rank_ == 0) ptx::wait_barrier(sent, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

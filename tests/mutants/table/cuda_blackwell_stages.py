@@ -45,7 +45,7 @@ MUTANTS = [
     *mutants(
         FWD_O,
         TESTS,
-        ("Blackwell's fwd_o: tiles are not waited for", "    ptx::wait_barrier(base_ + KDA_OUTPUT(full), 0);\n", ""),
+        ("Blackwell's fwd_o: tiles are not waited for", "    ptx::wait_barrier(base_ + OutputAt::full, 0);\n", ""),
         (
             "Blackwell's fwd_o: no fence in front of products",
             "    ptx::fence_shared_for_async();  // products read what was written\n",

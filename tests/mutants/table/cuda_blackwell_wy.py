@@ -18,7 +18,7 @@ UNITS = {MEMORY: [KERNEL], PRODUCTS: [KERNEL], WORKER: [KERNEL]}
 
 WAIT = "  wait_for_stream();  // without tensor memory, which the kernel in front may still ask for\n"
 ALLOCATE = (
-    "  if (warp == kWyIssuer) ptx::tmem_alloc(base + KDA_WY(tensors), WyTensors::columns), ptx::tmem_relinquish();\n"
+    "  if (warp == kWyIssuer) ptx::tmem_alloc(base + WyAt::tensors, WyTensors::columns), ptx::tmem_relinquish();\n"
 )
 
 MUTANTS = [
@@ -47,16 +47,16 @@ MUTANTS = [
         TESTS,
         (
             "Blackwell's B3: tiles of states are filled while products read them",
-            "      wait_for_last({KDA_WY(states_full), KDA_WY(all_made)}, item);\n",
-            "      wait_for_last({KDA_WY(states_full)}, item);\n",
+            "      wait_for_last({WyAt::states_full, WyAt::all_made}, item);\n",
+            "      wait_for_last({WyAt::states_full}, item);\n",
         ),
         (
             "Blackwell's B3: q, k and G are overwritten before they are read",
-            "      wait_for_last({KDA_WY(rows_read)}, item);\n",
-            "      wait_for_last({KDA_WY(rows_full)}, item);\n",
+            "      wait_for_last({WyAt::rows_read}, item);\n",
+            "      wait_for_last({WyAt::rows_full}, item);\n",
         ),
-        ("Blackwell's B3: products do not wait for x", "    wait(KDA_WY(x_there), item);\n", ""),
-        ("Blackwell's B3: products do not wait for J", "wait(KDA_WY(inverse_there), item), ", ""),
+        ("Blackwell's B3: products do not wait for x", "    wait(WyAt::x_there, item);\n", ""),
+        ("Blackwell's B3: products do not wait for J", "wait(WyAt::inverse_there, item), ", ""),
         ("Blackwell's B3: no fence behind a barrier", "    ptx::fence_tmem_after_sync();\n", ""),
     ),
     *mutants(
@@ -73,8 +73,8 @@ MUTANTS = [
         IDENTICAL,
         (
             "Blackwell's B3: J as one number",
-            "dv_new, lines(KDA_WY(x[0])), true);",
-            "dv_new, lines(KDA_WY(x[0])), false);",
+            "dv_new, lines(WyAt::x_0), true);",
+            "dv_new, lines(WyAt::x_0), false);",
         ),
     ),
     *mutants(

@@ -78,7 +78,7 @@ MUTANTS = [
         CUDA_BACKWARD_HOPPER,
         (
             "Hopper's backward: scores are read before all warps have written theirs",
-            "      at_.wait(KDA_AT(scores_full), n_);\n",
+            "      at_.wait(WideAt::scores_full, n_);\n",
             "",
         ),
         (
@@ -93,12 +93,12 @@ MUTANTS = [
         CUDA_BACKWARD_HOPPER,
         (
             "Hopper's backward: tiles come to where others are read",
-            "      if (n) at_.wait(KDA_AT(big_read), n - 1);\n",
+            "      if (n) at_.wait(WideAt::big_read, n - 1);\n",
             "",
         ),
         (
             "Hopper's backward: dbeta is computed before its diagonal is there",
-            "    at_.wait(KDA_AT(scores_full), n);\n",
+            "    at_.wait(WideAt::scores_full, n);\n",
             "",
         ),
     ),
@@ -189,8 +189,8 @@ MUTANTS = [
         CUDA_BACKWARD_NARROW,
         (
             "Hopper's backward, K = 64: B is overwritten while warps with channels read it",
-            "      arrive(KDA_AT(dots_full));\n      at_.wait(KDA_AT(factors_full), n_);\n",
-            "      arrive(KDA_AT(dots_full));\n",
+            "      arrive(WideAt::dots_full);\n      at_.wait(WideAt::factors_full, n_);\n",
+            "      arrive(WideAt::dots_full);\n",
         ),
         (
             "Hopper's backward, K = 64: parts of dA_log lie as with K = 128",
