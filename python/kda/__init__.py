@@ -21,33 +21,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _name
-from ._openmp import wait_briefly
-from ._torch_ops import announce_when_imported
+from ._start import announce_when_imported, check_folder, wait_briefly
 
-_name.check(__path__[0])
-
-if TYPE_CHECKING:
-    from ._version import __version__ as __version__
-    from .arguments import Conv, Norm, Records, new_records
-    from .convolution import causal_conv1d, causal_conv1d_update
-    from .draft_buffer import DraftBuffer
-    from .float32 import prefill_f32
-    from .fused import fused_decode
-    from .gate import fused_kda_gate
-    from .information import explain, implementations, info, use_batch_invariant
-    from .norm import norm_gate
-    from .recurrent import fused_recurrent_kda_fwd
-    from .segments import segment_map, segment_merge
-    from .serving import decode, prefill, workspace_size
-    from .speculation import (
-        decode_mtp,
-        flush_kvbuffer,
-        flush_kvbuffer_all_layers,
-        flush_verify_kvbuffer,
-        verify_kvbuffer,
-    )
-    from .training import chunk_kda, fused_recurrent_kda
+check_folder(__path__[0])
 
 # Where each public name is defined. Modules are imported when one of their names is first asked for.
 _HOMES = {
@@ -74,36 +50,35 @@ _HOMES = {
 _PARTS = ("cp", "nn", "stages", "tp")  # modules with names of their own
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "Conv",
-    "DraftBuffer",
-    "Norm",
-    "Records",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "chunk_kda",
-    "decode",
-    "decode_mtp",
-    "explain",
-    "flush_kvbuffer",
-    "flush_kvbuffer_all_layers",
-    "flush_verify_kvbuffer",
-    "fused_decode",
-    "fused_kda_gate",
-    "fused_recurrent_kda",
-    "fused_recurrent_kda_fwd",
-    "implementations",
-    "info",
-    "new_records",
-    "norm_gate",
-    "prefill",
-    "prefill_f32",
-    "segment_map",
-    "segment_merge",
-    "use_batch_invariant",
-    "verify_kvbuffer",
-    "workspace_size",
-]
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:  # the same for type checkers, which do not read a dict; a test compares them
+    # isort: off
+    from ._version import __version__ as __version__
+    from .arguments import Conv as Conv, Norm as Norm, Records as Records, new_records as new_records
+    from .convolution import causal_conv1d as causal_conv1d, causal_conv1d_update as causal_conv1d_update
+    from .draft_buffer import DraftBuffer as DraftBuffer
+    from .float32 import prefill_f32 as prefill_f32
+    from .fused import fused_decode as fused_decode
+    from .gate import fused_kda_gate as fused_kda_gate
+    from .information import (
+        explain as explain,
+        implementations as implementations,
+        info as info,
+        use_batch_invariant as use_batch_invariant,
+    )
+    from .norm import norm_gate as norm_gate
+    from .recurrent import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd
+    from .segments import segment_map as segment_map, segment_merge as segment_merge
+    from .serving import decode as decode, prefill as prefill, workspace_size as workspace_size
+    from .speculation import (
+        decode_mtp as decode_mtp,
+        flush_kvbuffer as flush_kvbuffer,
+        flush_kvbuffer_all_layers as flush_kvbuffer_all_layers,
+        flush_verify_kvbuffer as flush_verify_kvbuffer,
+        verify_kvbuffer as verify_kvbuffer,
+    )
+    from .training import chunk_kda as chunk_kda, fused_recurrent_kda as fused_recurrent_kda
 
 
 def __getattr__(name: str) -> Any:

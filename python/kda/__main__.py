@@ -3,9 +3,9 @@
 import os
 import sys
 
-from ._name import check
+from ._start import check_folder
 
-check(os.path.dirname(__file__))  # a conflict with another project's kda is silent in `import kda`
+check_folder(os.path.dirname(__file__))  # a conflict with another project's kda is silent in `import kda`
 
 from .cli import main  # noqa: E402
 

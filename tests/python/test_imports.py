@@ -129,6 +129,15 @@ def test_every_public_name_has_one_home() -> None:
     }
 
 
+def test_type_checkers_see_the_same_names() -> None:
+    found: dict[str, tuple[str, ...]] = {}
+    for block in (node for node in tree("kda").body if isinstance(node, ast.If)):
+        imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+        assert all(alias.name == alias.asname for node in imports for alias in node.names), "others export nothing"
+        found |= {str(node.module): tuple(alias.name for alias in node.names) for node in imports}
+    assert found == {"_version": ("__version__",), **kda._HOMES}
+
+
 # ---- private names of torch ----
 
 # A torch may drop or change these at any time. Look for a public name before you add one.
