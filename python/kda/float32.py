@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._prefill_f32 import run_prefill_f32
 from .call.again import in_sentences_of
 from .call.arrays import new_like, shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving
+from .call.shared import run_prefill_f32
 
 
 @in_sentences_of(h0="initial_state", hT="final_state", chunk="chunk_size")

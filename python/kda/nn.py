@@ -8,7 +8,7 @@ the short convolution and ``D`` a channel count.
 
 from __future__ import annotations
 
-from . import _needs_new_torch  # noqa: F401
+from ._needs_torch import new_torch  # noqa: F401
 
 # isort: split
 import math
@@ -26,13 +26,12 @@ from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_
 from .layer.draft_cache import DraftCache, _leaves_graph, as_cache, find_cache, look_up_outside, write_outside
 from .layer.foreign_caches import write_foreign
 from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
-from .layer.memory import Places
 from .layer.norm import RMSNormGated, normed
 from .layer.packing import find_layout
 from .layer.parts import check_window, new_cache, pack_weights, sizes_of
 from .layer.plans import local, mesh_of_plan
-from .layer.products import unpack
-from .layer.states import old_state
+from .layer.products import Places, unpack
+from .layer.recompute import old_state
 from .layer.step import StepWeights, is_one_call, one_call, quick_step
 from .serving import decode, prefill
 from .training import chunk_kda, fused_recurrent_kda

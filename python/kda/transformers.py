@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import _needs_new_torch  # noqa: F401
+from ._needs_torch import new_torch  # noqa: F401
 
 # isort: split
 from functools import partial

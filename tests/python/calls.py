@@ -9,7 +9,7 @@ import torch
 
 import kda
 from kda import stages
-from kda.call.operands import STAGES
+from kda.call.shared import STAGES
 from kda.cli import problems
 from kda.cli.arrays import Source
 from support import make

@@ -10,7 +10,7 @@ import torch
 import calls
 import kda
 from drafting import REQUESTS, alike, drafts, int32, records_for
-from kda.call.operands import STAGES
+from kda.call.shared import STAGES
 from support import Tensor
 
 Call = tuple[Callable[..., Any], dict[str, Any]]

@@ -18,7 +18,7 @@ from kda import information, stages
 from kda.arguments import Conv, Records
 from kda.call.again import _WRITTEN
 from kda.call.library import library
-from kda.call.operands import STAGES
+from kda.call.shared import STAGES
 from kda.cli.operators import _STAGES as RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]

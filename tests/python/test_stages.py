@@ -15,7 +15,7 @@ import kda
 import kda.operators.stages
 from kda import stages
 from kda.call.library import library
-from kda.call.operands import STAGES
+from kda.call.shared import STAGES
 from stages_together import backward, forward
 from support import (
     Problem,

@@ -18,8 +18,7 @@ from ..call.derivatives import (
 )
 from ..call.inputs import TrainingCall
 from ..call.options import Options
-from ._exchange import Exchange, States, same_kernels
-from ._window import begin_states, check_window_call, starts_of
+from ._exchange import Exchange, States, begin_states, check_window_call, same_kernels, starts_of
 
 if TYPE_CHECKING:
     from ._context import Context

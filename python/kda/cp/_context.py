@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..call.numbers import integer, offsets_of
+from ..call.arrays import integer, offsets_of
 from ..call.streams import Users
 from ..call.tracing import recording
 from ._agree import agree, ask

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..call.arrays import integer
 from ..call.derivatives import apply, autocast_state, first_derivatives
-from ..call.numbers import integer
 from ._context import Context
 from ._fla import as_context
 from ._layout import Piece

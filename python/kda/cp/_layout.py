@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from ..call.numbers import integer
+from ..call.arrays import integer
 from ..call.options import CHUNK
 
 Run = tuple[int, int]  # of tokens: first, one beyond the last

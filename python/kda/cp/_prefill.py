@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ..call.arrays import Tensor as AnyTensor
+from ..call.arrays import integer
 from ..call.derivatives import state_shape, wide_dtype
 from ..call.library import library
-from ..call.numbers import integer
 from ..call.options import Options
 from ._agree import in_sentences, process_group
-from ._exchange import Exchange, same_kernels
+from ._exchange import Exchange, check_window_call, same_kernels, starts_of
 from ._message import Message, Ticket
-from ._window import check_window_call, starts_of
 
 if TYPE_CHECKING:
     from ._context import Context

@@ -13,8 +13,7 @@ from ..convolution import causal_conv1d, causal_conv1d_update
 from .bypass import known_as
 from .parts import Rows, conv_parameters, convolutions, convolve_as_one, heads_of, joined, parts_of
 from .plans import for_ranks, local
-from .recompute import check_first_run
-from .states import old_state
+from .recompute import check_first_run, old_state
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention

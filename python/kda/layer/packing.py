@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call.numbers import offsets_of
+from ..call.arrays import offsets_of
 from ..call.tracing import is_true, is_wrapper, makes_graph
 
 

@@ -12,9 +12,9 @@ from ..call.dispatch import dispatched
 from ..call.tracing import transforms_active
 from .bypass import are_own, are_plain_maps, calls_differ, may_bypass
 from .cache import KDACache
-from .concatenation import concatenated
 from .plans import local, mesh_of_plan, ranks_of_plan
 from .products import pack, whole_of
+from .projections import concatenated
 
 if TYPE_CHECKING:
     from ..nn import KimiDeltaAttention

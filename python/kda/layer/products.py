@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .memory import may_leave
-
 # Rows of the product are this many columns apart, or a multiple, so that they begin at lines of 128 bytes. On an H200
 # the convolution of 8,192 rows takes 126 us with lines that two rows share, and 120 us without.
 _ALIGNMENT = 64
@@ -128,3 +126,63 @@ def gradients(
     if all(wanted[1:]):
         return dx, copies(torch.mm(dy.t(), x), rows)
     return dx, [torch.mm(part.t(), x) if want else None for part, want in zip(parts, wanted[1:], strict=True)]
+
+
+# ---- where parameters lie, and whether they may be moved from there ----
+#
+# Others may rely on the memory of a parameter: an optimizer that keeps all of them in one flat buffer (ZeRO), processes
+# that share it, copies to a GPU that need it pinned, a file that is mapped there. A parameter that leaves such memory
+# still reads the same, but what the others write does not reach it any more.
+
+
+class Places:
+    """The addresses of a layer's parameters."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.addresses = {
+            (id(module), name): p.data_ptr()
+            for module in layer.modules()
+            for name, p in module._parameters.items()
+            if type(p) is nn.Parameter and p.layout is torch.strided
+        }
+
+    def still(self, layer: nn.Module) -> set[int]:
+        """The addresses of those that have not moved. By name, since memory that one has left may be another's now."""
+        now = Places(layer).addresses
+        return {address for place, address in now.items() if self.addresses.get(place) == address}
+
+    def __deepcopy__(self, memo: Any) -> Places:
+        return self  # a copy of the layer asks what it shares with this one
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # files hold None: what is read from them lies elsewhere
+
+
+def may_leave(parameters: Sequence[nn.Parameter]) -> bool:
+    """May all of them leave their memory? Memory that nothing else uses is not told from memory that some tensor of
+    torch shares. So ask only of what has just been moved, or of what the caller wants to be moved."""
+    doubtful = []
+    for p in parameters:
+        if p.is_meta or p.layout is not torch.strided or not p.numel():
+            return False
+        storage = p.untyped_storage()
+        if storage.nbytes() != p.nbytes:  # a part of something larger
+            return False
+        if p.device.type == "cpu" and (p.is_shared() or p.is_pinned()):
+            return False
+        if not storage.resizable():  # torch has not allocated it, or not only for this
+            if p.device.type != "cpu":
+                return False
+            doubtful.append(p.data_ptr())
+    return not doubtful or not _in_files(doubtful)  # torch.load may have read them, which is as good as allocated
+
+
+def _in_files(addresses: Sequence[int]) -> bool:
+    """Does some of this memory belong to a file? Torch does not tell this of parts of mapped files."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            maps = [line.split(maxsplit=5) for line in lines]
+    except OSError:
+        return True  # nobody can tell
+    files = [[int(x, 16) for x in places.split("-")] for places, _, _, _, inode, *_ in maps if inode != "0"]
+    return any(begin <= address < end for begin, end in files for address in addresses)

@@ -1,4 +1,5 @@
-"""What :mod:`kda.layer.products` makes of several weights, with gradients, and the output projection."""
+"""What :mod:`kda.layer.products` makes of several weights, with gradients; the output projection; and parameters one
+behind the other."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from ..call.derivatives import apply, autocast_state, first_derivatives, refuse_forward_mode
 from ..call.dispatch import dispatched
 from ..call.graph import run_operator
-from .products import gradients, product
+from .products import copies, gradients, product
 
 
 def joint_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -80,3 +81,22 @@ def joint_linear(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     else:
         y = product(rows, weights)
     return y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
+
+
+class Concatenation(torch.autograd.Function):
+    """``torch.cat``, whose gradients would be views of one tensor."""
+
+    jvp = staticmethod(refuse_forward_mode)
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = [x.shape[0] for x in parts]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(copies(dy, ctx.rows))
+
+
+def concatenated(parameters: Sequence[Tensor]) -> Tensor:
+    return apply(Concatenation, *parameters)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ runs again, so this is refused. A state that the function itself makes is new in
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..call.tracing import backward_number
 
@@ -27,3 +28,12 @@ def check_first_run(name: str, made_in: int) -> None:
             f"{name}: expected None in a function that backward runs again (use_cache=False with gradient"
             " checkpointing), got one that its first run has already moved on"
         )
+
+
+def old_state(state: Tensor, made_in: int) -> Tensor:
+    """A copy that backward can read after the state has advanced."""
+    if torch.compiler.is_compiling():
+        copy: Tensor = torch.ops.kda.old_state(state)  # registered when the namespace is looked into
+        return copy
+    check_first_run("state", made_in)
+    return state.clone()

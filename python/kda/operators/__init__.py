@@ -10,30 +10,29 @@ traced. Operators of the namespace ``kda``, by module:
 * ``serving``: ``prefill(..., state!, out!, checkpoints!) -> ()`` and ``decode(..., state!, out!) -> ()``, in place.
   ``prefill_workspace(...) -> bytes``.
 * ``speculation``: ``decode_mtp``, ``verify``, ``flush`` and ``flush_verify``, in place.
-* ``segments``: ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional; what is not wanted
-  is empty.
 * ``convolution``: ``conv(...) -> (y, final_state)`` with autograd, ``conv_backward(...) -> gradients``, and in place
   ``conv_update(..., state!, out!) -> ()``.
 * ``gate``: ``gate(...) -> g`` with autograd, ``gate_backward(...) -> (dx, dA_log, d_dt_bias)``.
 * ``norm``: ``norm_gate(...) -> y`` with autograd, ``norm_gate_backward``, and ``norm_gate_out(..., out!)``.
 * ``layer``: ``joint_linear`` with autograd, ``joint_linear_backward``, and ``old_state``, which is refused where
   backward runs it again.
-* ``stages``: ``stage_<name>``. ``prefill_f32``: the namespace ``kda_prefill``.
+* ``stages``: ``stage_<name>``, and ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional;
+  what is not wanted is empty. ``prefill_f32``: the namespace ``kda_prefill``.
 
 :class:`SeenByTorch` is a mode that sends eager calls to them.
 
-Importing this package registers all of them. ``_torch_ops`` imports it at the first look-up in ``torch.ops.kda``.
+Importing this package registers all of them. ``_start`` imports it at the first look-up in ``torch.ops.kda``.
 """
 
 from .. import _needs_torch  # noqa: F401
 
 # isort: split
 from ..call.dispatch import mode_that_sees
-from . import convolution, gate, layer, norm, prefill_f32, segments, serving, speculation, stages, training
+from . import convolution, gate, layer, norm, prefill_f32, serving, speculation, stages, training
 
 SeenByTorch = mode_that_sees()
 
 __all__ = [
-    "SeenByTorch", "convolution", "gate", "layer", "norm", "prefill_f32", "segments", "serving", "speculation",
+    "SeenByTorch", "convolution", "gate", "layer", "norm", "prefill_f32", "serving", "speculation",
     "stages", "training",
 ]  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .._prefill_f32 import run_prefill_f32
 from ..call.graph import define_in, nothing
+from ..call.shared import run_prefill_f32
 
 Tensor = torch.Tensor
 
